@@ -1,0 +1,43 @@
+// Philox4x32-10 counter-based random numbers (Salmon et al., SC 2011), identical on host and device.
+#pragma once
+#include <cstdint>
+
+#if defined(__CUDACC__)
+#define FASTSPEC_HOST_DEVICE __host__ __device__
+#else
+#define FASTSPEC_HOST_DEVICE
+#endif
+
+namespace fastspec {
+
+struct PhiloxBlock {
+  uint32_t word[4];
+};
+
+FASTSPEC_HOST_DEVICE inline PhiloxBlock philox4x32_10(uint64_t key, const uint32_t counter[4]) {
+  uint32_t c0 = counter[0], c1 = counter[1], c2 = counter[2], c3 = counter[3];
+  uint32_t k0 = static_cast<uint32_t>(key), k1 = static_cast<uint32_t>(key >> 32);
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t even = uint64_t{0xD2511F53u} * c0;
+    const uint64_t odd = uint64_t{0xCD9E8D57u} * c2;
+    const uint32_t next0 = static_cast<uint32_t>(odd >> 32) ^ c1 ^ k0;
+    const uint32_t next2 = static_cast<uint32_t>(even >> 32) ^ c3 ^ k1;
+    c1 = static_cast<uint32_t>(odd);
+    c3 = static_cast<uint32_t>(even);
+    c0 = next0;
+    c2 = next2;
+    k0 += 0x9E3779B9u;
+    k1 += 0xBB67AE85u;
+  }
+  return {{c0, c1, c2, c3}};
+}
+
+// Number `index` of the sequence named by (seed, position, stream), in [0, 1) with 24 random bits.
+FASTSPEC_HOST_DEVICE inline float philox_uniform(uint64_t seed, uint64_t position, uint32_t stream,
+                                                 uint32_t index) {
+  const uint32_t counter[4] = {static_cast<uint32_t>(position),
+                               static_cast<uint32_t>(position >> 32), index / 4, stream};
+  return static_cast<float>(philox4x32_10(seed, counter).word[index % 4] >> 8) * 0x1p-24f;
+}
+
+}  // namespace fastspec

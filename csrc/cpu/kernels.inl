@@ -1,0 +1,11 @@
+// Every vector kernel, in namespace FASTSPEC_ISA; included by one source file per instruction set.
+#include "kernels.h"
+
+namespace fastspec::cpu::FASTSPEC_ISA {
+
+#define FASTSPEC_STRINGIFY(x) #x
+#define FASTSPEC_NAME(x) FASTSPEC_STRINGIFY(x)
+extern const KernelTable kTable;
+const KernelTable kTable = {FASTSPEC_NAME(FASTSPEC_ISA)};
+
+}  // namespace fastspec::cpu::FASTSPEC_ISA

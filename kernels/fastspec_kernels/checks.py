@@ -1,0 +1,61 @@
+"""Border checks: each raises a ValueError that names the argument and what arrived."""
+
+import torch
+from torch import Tensor
+
+LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_tensor(
+    name: str,
+    tensor: Tensor,
+    shape: tuple[int | None, ...],
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
+) -> None:
+    """Check rank, sizes (None = any), dtype and device of one argument."""
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+    expected = "[" + ", ".join("*" if size is None else str(size) for size in shape) + "]"
+    fits = len(shape) == tensor.dim() and all(
+        size is None or size == actual for size, actual in zip(shape, tensor.shape, strict=True)
+    )
+    if not fits:
+        raise ValueError(f"{name}: expected shape {expected}, got {list(tensor.shape)}")
+    if tensor.dtype not in dtypes:
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(f"{name}: expected {names}, got {str(tensor.dtype).removeprefix('torch.')}")
+    if tensor.device != device:
+        raise ValueError(f"{name}: expected a tensor on {device}, got {tensor.device}")
+
+
+def check_logits(name: str, logits: Tensor, rank: int, device: torch.device | None = None) -> None:
+    """Check a logits tensor: dtype, rank, at least one vocabulary entry, last dimension contiguous."""
+    if not isinstance(logits, Tensor):
+        raise ValueError(f"{name}: expected a tensor, got {type(logits).__name__}")
+    check_tensor(name, logits, (None,) * rank, LOGITS_DTYPES, device or logits.device)
+    if logits.shape[-1] == 0:
+        raise ValueError(f"{name}: the vocabulary is empty, shape {list(logits.shape)}")
+    if logits.stride(-1) != 1 and logits.shape[-1] > 1:
+        raise ValueError(f"{name}: the last dimension must be contiguous, strides {logits.stride()}")
+
+
+def check_sampling(
+    num: int,
+    device: torch.device,
+    temperature: Tensor | None,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    min_p: Tensor | None,
+) -> None:
+    """Check the four optional sampling parameters, one value for each of `num` rows or sequences."""
+    for name, tensor, dtype in (
+        ("temperature", temperature, torch.float32),
+        ("top_k", top_k, torch.int32),
+        ("top_p", top_p, torch.float32),
+        ("min_p", min_p, torch.float32),
+    ):
+        if tensor is not None:
+            check_tensor(name, tensor, (num,), (dtype,), device)
+            if not tensor.is_contiguous():
+                raise ValueError(f"{name}: must be contiguous, strides {tensor.stride()}")

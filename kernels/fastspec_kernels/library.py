@@ -1,0 +1,107 @@
+"""Schemas and fake implementations of the torch.library ops, and the loading of the compiled extensions."""
+
+from importlib import import_module
+from importlib.util import find_spec
+
+import torch
+
+SCHEMAS = (
+    "cpu_instruction_set() -> str",
+    "uniform(Tensor seed, Tensor position, int num, int stream) -> Tensor",
+    "row_stats(Tensor logits, Tensor? temperature, Tensor? top_k, Tensor? top_p, Tensor? min_p)"
+    " -> (Tensor, Tensor)",
+    "logits_to_probs(Tensor logits, Tensor? temperature, Tensor? top_k, Tensor? top_p,"
+    " Tensor? min_p) -> Tensor",
+    "sample(Tensor logits, Tensor uniform_samples, Tensor? temperature, Tensor? top_k,"
+    " Tensor? top_p, Tensor? min_p) -> (Tensor, Tensor)",
+    "verify_chain(Tensor target_logits, Tensor cu_rows, Tensor draft_token_ids,"
+    " Tensor uniform_samples, Tensor? draft_logits, Tensor? temperature, Tensor? top_k,"
+    " Tensor? top_p, Tensor? min_p, float lenience) -> (Tensor, Tensor, Tensor)",
+    "store_kv(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache,"
+    " Tensor slot_mapping) -> ()",
+    "tree_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table,"
+    " Tensor context_lens, Tensor cu_rows, float scale, int sliding_window, float softcap,"
+    " Tensor? sinks) -> Tensor",
+)
+
+_library = torch.library.Library("fastspec", "DEF")
+for _schema in SCHEMAS:
+    _library.define(_schema)
+
+# A missing extension is normal; one that is there and does not load fails loudly.
+HAS_CPU_EXTENSION = find_spec("fastspec_kernels._cpu") is not None
+HAS_CUDA_EXTENSION = find_spec("fastspec_kernels._cuda") is not None
+if HAS_CPU_EXTENSION:
+    import_module("fastspec_kernels._cpu")
+if HAS_CUDA_EXTENSION and torch.cuda.is_available():
+    import_module("fastspec_kernels._cuda")
+
+
+def has_kernel(op: str, device_type: str) -> bool:
+    """Whether a compiled kernel of this op is loaded for the device type."""
+    key = {"cpu": "CPU", "cuda": "CUDA"}.get(device_type)
+    return key is not None and torch._C._dispatch_has_kernel_for_dispatch_key(f"fastspec::{op}", key)
+
+
+@torch.library.register_fake("fastspec::uniform")
+def _(seed, position, num, stream):
+    return seed.new_empty((seed.shape[0], num), dtype=torch.float32)
+
+
+@torch.library.register_fake("fastspec::row_stats")
+def _(logits, temperature, top_k, top_p, min_p):
+    rows = logits.shape[:1]
+    return logits.new_empty(rows, dtype=torch.float32), logits.new_empty(rows, dtype=torch.float32)
+
+
+@torch.library.register_fake("fastspec::logits_to_probs")
+def _(logits, temperature, top_k, top_p, min_p):
+    return logits.new_empty(logits.shape, dtype=torch.float32)
+
+
+@torch.library.register_fake("fastspec::sample")
+def _(logits, uniform_samples, temperature, top_k, top_p, min_p):
+    rows = logits.shape[:1]
+    return logits.new_empty(rows, dtype=torch.int32), logits.new_empty(rows, dtype=torch.float32)
+
+
+@torch.library.register_fake("fastspec::verify_chain")
+def _(
+    target_logits,
+    cu_rows,
+    draft_token_ids,
+    uniform_samples,
+    draft_logits,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    lenience,
+):
+    batch, num_draft = draft_token_ids.shape
+    return (
+        draft_token_ids.new_empty((batch, num_draft + 1)),
+        draft_token_ids.new_empty((batch,)),
+        draft_token_ids.new_empty((batch, num_draft + 1), dtype=torch.float32),
+    )
+
+
+@torch.library.register_fake("fastspec::store_kv")
+def _(key, value, key_cache, value_cache, slot_mapping):
+    return None
+
+
+@torch.library.register_fake("fastspec::tree_attention")
+def _(
+    query,
+    key_cache,
+    value_cache,
+    block_table,
+    context_lens,
+    cu_rows,
+    scale,
+    sliding_window,
+    softcap,
+    sinks,
+):
+    return torch.empty_like(query, memory_format=torch.contiguous_format)

@@ -1,0 +1,33 @@
+"""The specification of every op: plain PyTorch, float64 inside, one screen per op."""
+
+import torch
+from torch import Tensor
+
+
+def uniform(seed: Tensor, position: Tensor, num: int, stream: int) -> Tensor:
+    """Philox4x32-10 in int64 arithmetic."""
+    low = 0xFFFFFFFF
+    index = torch.arange(num, device=seed.device)
+    counter = [
+        (position & low)[:, None].expand(-1, num),
+        ((position >> 32) & low)[:, None].expand(-1, num),
+        (index // 4).expand(seed.shape[0], -1),
+        torch.full((seed.shape[0], num), stream, device=seed.device),
+    ]
+    key = [(seed & low)[:, None], ((seed >> 32) & low)[:, None]]
+    for _ in range(10):
+        high0, low0 = _multiply_32(counter[0], 0xD2511F53)
+        high2, low2 = _multiply_32(counter[2], 0xCD9E8D57)
+        counter = [high2 ^ counter[1] ^ key[0], low2, high0 ^ counter[3] ^ key[1], low0]
+        key = [(key[0] + 0x9E3779B9) & low, (key[1] + 0xBB67AE85) & low]
+    words = torch.stack(counter, dim=-1)  # [B, num, 4]
+    picked = words.gather(-1, (index % 4).expand(seed.shape[0], -1)[..., None])[..., 0]
+    return (picked >> 8).to(torch.float32) * 2.0**-24
+
+
+def _multiply_32(value: Tensor, factor: int) -> tuple[Tensor, Tensor]:
+    """High and low 32 bits of a 32 x 32 bit product, without leaving the positive int64 range."""
+    low_product = value * (factor & 0xFFFF)  # < 2**48
+    high_product = value * (factor >> 16)  # < 2**48, to be shifted left by 16
+    total = low_product + ((high_product & 0xFFFF) << 16)
+    return (high_product >> 16) + (total >> 32), total & 0xFFFFFFFF

@@ -1,0 +1,41 @@
+"""Counter-based random numbers."""
+
+import torch
+from torch import Tensor
+
+from fastspec_kernels import reference
+from fastspec_kernels.backend import resolve
+from fastspec_kernels.checks import check_tensor
+
+
+def uniform(
+    seed: Tensor, position: Tensor, num: int, stream: int, *, backend: str = "auto"
+) -> Tensor:
+    """Draw `num` uniform numbers for each (seed, position, stream), the same bits on every backend.
+
+    Number i of row b is word i % 4 of Philox4x32-10 with key seed[b] and counter (position[b], i // 4, stream),
+    its top 24 bits times 2**-24. No state: the same arguments always give the same numbers.
+
+    Args:
+        seed: [B] int64.
+        position: [B] int64, for example the number of committed tokens.
+        num: numbers per row, >= 0.
+        stream: purpose of the numbers, 0 <= stream < 2**32; distinct streams are independent.
+        backend: "auto", "cpu", "cuda" or "reference".
+    Returns:
+        [B, num] float32 in [0, 1).
+    Raises:
+        ValueError: a wrong shape, dtype, device or range.
+
+    No host synchronisation; safe in CUDA graphs. Source: Salmon et al., "Parallel random numbers: as easy
+    as 1, 2, 3", SC 2011.
+    """
+    check_tensor("seed", seed, (None,), (torch.int64,), seed.device)
+    check_tensor("position", position, (seed.shape[0],), (torch.int64,), seed.device)
+    if num < 0:
+        raise ValueError(f"num: expected >= 0, got {num}")
+    if not 0 <= stream < 2**32:
+        raise ValueError(f"stream: expected 0 <= stream < 2**32, got {stream}")
+    if resolve("uniform", backend, seed.device) == "reference":
+        return reference.uniform(seed, position, num, stream)
+    return torch.ops.fastspec.uniform(seed.contiguous(), position.contiguous(), num, stream)
