@@ -41,7 +41,7 @@ STABLE_TORCH_LIBRARY_IMPL(fastspec, CompositeExplicitAutograd, m) {
 }
 
 // Importing the module runs the registrations above; it has no Python names of its own.
-extern "C" PyObject* PyInit__cpu(void) {
+PyMODINIT_FUNC PyInit__cpu(void) {
   static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_cpu", nullptr, -1, nullptr};
   return PyModule_Create(&module);
 }

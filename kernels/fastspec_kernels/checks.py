@@ -16,12 +16,13 @@ def check_tensor(
     """Check rank, sizes (None = any), dtype and device of one argument."""
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{name}: expected a tensor, got {type(tensor).__name__}")
-    expected = "[" + ", ".join("*" if size is None else str(size) for size in shape) + "]"
-    fits = len(shape) == tensor.dim() and all(
-        size is None or size == actual for size, actual in zip(shape, tensor.shape, strict=True)
-    )
-    if not fits:
-        raise ValueError(f"{name}: expected shape {expected}, got {list(tensor.shape)}")
+    actual = tensor.shape
+    if len(actual) != len(shape) or any(
+        expected is not None and expected != size
+        for expected, size in zip(shape, actual, strict=True)
+    ):
+        expected = ", ".join("*" if size is None else str(size) for size in shape)
+        raise ValueError(f"{name}: expected shape [{expected}], got {list(actual)}")
     if tensor.dtype not in dtypes:
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ValueError(f"{name}: expected {names}, got {str(tensor.dtype).removeprefix('torch.')}")

@@ -1,5 +1,6 @@
 """Schemas and fake implementations of the torch.library ops, and the loading of the compiled extensions."""
 
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -37,6 +38,7 @@ if HAS_CUDA_EXTENSION and torch.cuda.is_available():
     import_module("fastspec_kernels._cuda")
 
 
+@cache
 def has_kernel(op: str, device_type: str) -> bool:
     """Whether a compiled kernel of this op is loaded for the device type."""
     key = {"cpu": "CPU", "cuda": "CUDA"}.get(device_type)
