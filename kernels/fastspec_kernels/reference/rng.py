@@ -1,4 +1,4 @@
-"""The specification of every op: plain PyTorch, float64 inside, one screen per op."""
+"""The specification of the random numbers: Philox4x32-10 in plain PyTorch."""
 
 import torch
 from torch import Tensor
