@@ -2,7 +2,18 @@
 
 from fastspec_kernels.backend import available_backends, unavailable_backends
 from fastspec_kernels.rng import uniform
+from fastspec_kernels.sampling import logits_to_probs, row_stats, sample
+from fastspec_kernels.verify import verify_chain
 
 PAD_TOKEN_ID = -1
 
-__all__ = ["PAD_TOKEN_ID", "available_backends", "unavailable_backends", "uniform"]
+__all__ = [
+    "PAD_TOKEN_ID",
+    "available_backends",
+    "logits_to_probs",
+    "row_stats",
+    "sample",
+    "unavailable_backends",
+    "uniform",
+    "verify_chain",
+]

@@ -1,0 +1,124 @@
+"""Ops on rows of logits: the filtered distribution, and one draw from it."""
+
+import torch
+from torch import Tensor
+
+from fastspec_kernels import reference
+from fastspec_kernels.backend import resolve
+from fastspec_kernels.checks import check_logits, check_sampling, check_tensor
+
+
+def row_stats(
+    logits: Tensor,
+    *,
+    temperature: Tensor | None = None,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Reduce each row to the two numbers that give the probability of any of its tokens.
+
+    probability(x) = exp(x / temperature - logsumexp) where x >= threshold, else 0. Filters apply in
+    the order temperature, top-k, top-p, min-p. Ties at the k-th logit are kept, the token that
+    crosses top-p is kept, the best token is never dropped. A greedy row (temperature 0) gives its
+    largest logit as threshold and the unfiltered logsumexp at temperature 1; its distribution is
+    one-hot at the largest logit, lowest id on ties.
+
+    Args:
+        logits: [R, V] float32, bfloat16 or float16, any row stride; -inf means probability 0.
+        temperature: [R] float32, >= 0, inf for uniform over the finite logits; None means 1.
+        top_k: [R] int32; <= 0, >= V or None is off.
+        top_p: [R] float32; >= 1 or None is off, <= 0 keeps only the largest logit.
+        min_p: [R] float32; <= 0 or None is off, >= 1 keeps only the largest logit.
+        backend: "auto", "cpu", "cuda" or "reference".
+    Returns:
+        logsumexp: [R] float32.
+        threshold: [R] float32, a raw logit, -inf where no filter is on.
+    Raises:
+        ValueError: a wrong dtype, shape, device or stride, or a backend that cannot run this.
+
+    A row with NaN or +inf, without a finite logit, or with a negative or NaN temperature gives NaN,
+    NaN. No host synchronisation; safe in CUDA graphs. A row's result never depends on the other
+    rows.
+    """
+    check_logits("logits", logits, 2)
+    check_sampling(logits.shape[0], logits.device, temperature, top_k, top_p, min_p)
+    if resolve("row_stats", backend, logits.device) == "reference":
+        return reference.row_stats(logits, temperature, top_k, top_p, min_p)
+    return torch.ops.fastspec.row_stats(logits, temperature, top_k, top_p, min_p)
+
+
+def logits_to_probs(
+    logits: Tensor,
+    *,
+    temperature: Tensor | None = None,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Write out the filtered distribution of each row.
+
+    The rule and the arguments are those of `row_stats`. Decoding never needs this array; it is for
+    inspection and for tools that ask for probabilities.
+
+    Args:
+        logits: [R, V] float32, bfloat16 or float16, any row stride.
+        temperature, top_k, top_p, min_p: [R] each, see `row_stats`.
+        backend: "auto", "cpu", "cuda" or "reference".
+    Returns:
+        [R, V] float32; rows sum to 1; greedy rows are one-hot, invalid rows NaN.
+    Raises:
+        ValueError: a wrong dtype, shape, device or stride, or a backend that cannot run this.
+
+    No host synchronisation; safe in CUDA graphs. A row's result never depends on the other rows.
+    """
+    check_logits("logits", logits, 2)
+    check_sampling(logits.shape[0], logits.device, temperature, top_k, top_p, min_p)
+    if resolve("logits_to_probs", backend, logits.device) == "reference":
+        return reference.logits_to_probs(logits, temperature, top_k, top_p, min_p)
+    return torch.ops.fastspec.logits_to_probs(logits, temperature, top_k, top_p, min_p)
+
+
+def sample(
+    logits: Tensor,
+    uniform_samples: Tensor,
+    *,
+    temperature: Tensor | None = None,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Draw one token per row from its filtered distribution by inverse CDF.
+
+    The token is the lowest id whose cumulative probability, in id order, exceeds the uniform
+    number; greedy rows take their largest logit, lowest id on ties. The rule of the filters is that
+    of `row_stats`.
+
+    Args:
+        logits: [R, V] float32, bfloat16 or float16, any row stride.
+        uniform_samples: [R] float32 in [0, 1); not read for greedy rows.
+        temperature, top_k, top_p, min_p: [R] each, see `row_stats`.
+        backend: "auto", "cpu", "cuda" or "reference".
+    Returns:
+        token_ids: [R] int32, -1 for an invalid row.
+        logprobs: [R] float32, log of the filtered probability of the token; at temperature 1 and
+            unfiltered for greedy rows; NaN for an invalid row.
+    Raises:
+        ValueError: a wrong dtype, shape, device or stride, or a backend that cannot run this.
+
+    No host synchronisation; safe in CUDA graphs. A row's result never depends on the other rows.
+    Backends give the same token unless the uniform number or a filter's bound lies within 1e-5 of a
+    decision.
+    """
+    check_logits("logits", logits, 2)
+    num_rows = logits.shape[0]
+    check_tensor("uniform_samples", uniform_samples, (num_rows,), (torch.float32,), logits.device)
+    check_sampling(num_rows, logits.device, temperature, top_k, top_p, min_p)
+    if resolve("sample", backend, logits.device) == "reference":
+        return reference.sample(logits, uniform_samples, temperature, top_k, top_p, min_p)
+    return torch.ops.fastspec.sample(
+        logits, uniform_samples.contiguous(), temperature, top_k, top_p, min_p
+    )
