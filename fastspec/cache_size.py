@@ -1,0 +1,37 @@
+"""How long requests may be and how many blocks the cache has."""
+
+import torch
+
+from fastspec.block_manager import blocks_needed
+from fastspec.config import EngineConfig
+from fastspec.paged_model import PagedModel
+
+_DEFAULT_CPU_BYTES = 2**30
+_DEFAULT_MODEL_LEN = 4096  # of models without a limit of their own
+
+
+def model_len(config: EngineConfig, target: PagedModel) -> int:
+    """Tokens of one request at most, prompt included."""
+    wanted, limit = config.max_model_len, target.max_positions
+    if wanted is not None and limit is not None and wanted > limit:
+        raise ValueError(f"max_model_len: {wanted} is more than the model's {limit} positions")
+    return wanted or limit or _DEFAULT_MODEL_LEN
+
+
+def cache_blocks(config: EngineConfig, models: list[PagedModel], max_model_len: int) -> int:
+    """Blocks for all models together: what is asked for, or what the memory holds and the batch can use."""
+    if config.num_blocks is not None:
+        return config.num_blocks
+    device = models[0].device
+    memory = config.kv_cache_memory
+    if memory is None:
+        on_gpu = device.type == "cuda"
+        memory = torch.cuda.mem_get_info(device)[0] // 2 if on_gpu else _DEFAULT_CPU_BYTES
+    bytes_per_block = config.block_size * sum(model.bytes_per_token() for model in models)
+    affordable = memory // bytes_per_block
+    if affordable == 0:
+        raise ValueError(
+            f"kv_cache_memory: {memory} bytes hold no block; one of {config.block_size} tokens"
+            f" takes {bytes_per_block} bytes"
+        )
+    return min(affordable, config.max_batch_size * blocks_needed(max_model_len, config.block_size))

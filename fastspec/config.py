@@ -1,0 +1,214 @@
+"""What a user may set: sampling of one request, speculation, and the engine."""
+
+from collections.abc import Mapping
+from dataclasses import InitVar, dataclass
+from typing import Any
+
+METHODS = ("auto", "none", "draft_model")
+LATER_METHODS = ("prompt_lookup", "mag", "cascade", "glide", "tree")
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the tokens of one request are chosen and when it ends; every field holds for every verified row.
+
+    Args:
+        temperature: 0 = greedy (argmax, lowest id on ties), else logits are divided by it.
+        top_k: keep the k largest logits, ties included; 0 = off.
+        top_p: keep the smallest set of tokens with at least this mass; 1 = off.
+        min_p: keep tokens with at least this fraction of the best token's probability; 0 = off.
+        seed: 0 <= seed < 2**63; None draws one. The same seed gives the same tokens whatever the batch.
+        max_tokens: number of new tokens at most, >= 1.
+        stop: a string or several; the text ends before the first one found, token_ids with the token
+            that completes it.
+        stop_token_ids: ids that end the request beside the model's end-of-sequence ids, kept in token_ids.
+        ignore_eos: do not stop at the model's end-of-sequence ids.
+        logprobs: True returns the target's log-probability of each emitted token (greedy: at temperature 1).
+    Raises:
+        ValueError: a value out of range, or a field that this version does not support yet.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    seed: int | None = None
+    max_tokens: int = 128
+    min_tokens: int = 0
+    stop: str | tuple[str, ...] | list[str] = ()
+    stop_token_ids: tuple[int, ...] | list[int] = ()
+    ignore_eos: bool = False
+    logprobs: bool | int | None = None
+    n: int = 1
+    logits_processors: tuple[Any, ...] | list[Any] = ()
+
+    def __post_init__(self):
+        _require("temperature", self.temperature, 0 <= self.temperature < float("inf"), ">= 0")
+        _require("top_k", self.top_k, is_int(self.top_k) and self.top_k >= 0, "an int >= 0")
+        _require("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]")
+        _require("min_p", self.min_p, 0 <= self.min_p <= 1, "in [0, 1]")
+        _require(
+            "seed",
+            self.seed,
+            self.seed is None or (is_int(self.seed) and 0 <= self.seed < 2**63),
+            "an int in [0, 2**63) or None",
+        )
+        _require(
+            "max_tokens", self.max_tokens, is_int(self.max_tokens) and self.max_tokens >= 1, ">= 1"
+        )
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        _require(
+            "stop", self.stop, all(isinstance(s, str) and s for s in stop), "non-empty strings"
+        )
+        object.__setattr__(self, "stop", stop)
+        ids = tuple(self.stop_token_ids)
+        _require("stop_token_ids", self.stop_token_ids, all(is_int(i) for i in ids), "ints")
+        object.__setattr__(self, "stop_token_ids", ids)
+        _require(
+            "logprobs",
+            self.logprobs,
+            self.logprobs in (None, False, True, 0),
+            "True, False or None",
+        )
+        _reject_unsupported(
+            self,
+            repetition_penalty=1.0,
+            presence_penalty=0.0,
+            frequency_penalty=0.0,
+            logit_bias=None,
+            min_tokens=0,
+            n=1,
+            logits_processors=(),
+        )
+
+
+@dataclass(frozen=True)
+class SpecConfig:
+    """How drafts are made and verified.
+
+    Args:
+        method: "auto" (a draft model when one is given, else none), "none" or "draft_model".
+        num_speculative_tokens: K, tokens proposed in each step, >= 1.
+        draft_sample_method: "probabilistic" samples drafts from the drafter's own distribution under the
+            request's parameters; "greedy" takes its argmax and verifies it as a point mass. Both are exact.
+        rejection_sample_method: "standard".
+        num_assistant_tokens: Hugging Face's name of num_speculative_tokens.
+    Raises:
+        ValueError: a value out of range, or a field that this version does not support yet.
+    """
+
+    method: str = "auto"
+    num_speculative_tokens: int = 5
+    draft_sample_method: str = "probabilistic"
+    rejection_sample_method: str = "standard"
+    prompt_lookup_min: int | None = None
+    prompt_lookup_max: int | None = None
+    k_matrix: Any = None
+    lenience: float = 1.0
+    tree_width: int | None = None
+    tree_nodes: int | None = None
+    cape: bool = False
+    confidence_threshold: float | None = None
+    schedule: str = "constant"
+    synthetic_acceptance_rate: float | None = None
+    num_assistant_tokens: InitVar[int | None] = None
+    prompt_lookup_num_tokens: InitVar[int | None] = None
+
+    def __post_init__(self, num_assistant_tokens, prompt_lookup_num_tokens):
+        if num_assistant_tokens is not None:
+            object.__setattr__(self, "num_speculative_tokens", num_assistant_tokens)
+        if prompt_lookup_num_tokens is not None:
+            raise ValueError("prompt_lookup_num_tokens: is not supported yet")
+        if self.method in LATER_METHODS:
+            raise ValueError(f"method: {self.method!r} is not supported yet")
+        _require("method", self.method, self.method in METHODS, f"one of {METHODS}")
+        count = self.num_speculative_tokens
+        _require("num_speculative_tokens", count, is_int(count) and count >= 1, "an int >= 1")
+        _require(
+            "draft_sample_method",
+            self.draft_sample_method,
+            self.draft_sample_method in ("probabilistic", "greedy"),
+            "'probabilistic' or 'greedy'",
+        )
+        _reject_unsupported(
+            self,
+            rejection_sample_method="standard",
+            prompt_lookup_min=None,
+            prompt_lookup_max=None,
+            k_matrix=None,
+            lenience=1.0,
+            tree_width=None,
+            tree_nodes=None,
+            cape=False,
+            confidence_threshold=None,
+            schedule="constant",
+            synthetic_acceptance_rate=None,
+        )
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Where the models run and how much they may hold.
+
+    Args:
+        dtype: "auto" (float32 on CPU, else the checkpoint's), "float32", "bfloat16" or "float16".
+        device: "auto" (cuda when there is one), "cpu", "cuda", "cuda:1", ...
+        block_size: tokens in one block of the cache.
+        num_blocks: blocks in the cache; None derives it from kv_cache_memory.
+        kv_cache_memory: bytes of all KV caches together; None = 1 GiB on CPU, half the free memory on a GPU.
+        max_batch_size: requests decoded together.
+        max_model_len: prompt and new tokens of one request at most; None = the model's own limit.
+        prefill_chunk_size: tokens of one forward pass while prompts are read.
+        backend: passed to every kernel, see fastspec_kernels.
+    Raises:
+        ValueError: a value out of range, or a field that this version does not support yet.
+    """
+
+    dtype: str = "auto"
+    device: str = "auto"
+    block_size: int = 16
+    num_blocks: int | None = None
+    kv_cache_memory: int | None = None
+    max_batch_size: int = 32
+    max_model_len: int | None = None
+    prefill_chunk_size: int = 512
+    prefix_caching: bool = False
+    cuda_graphs: str = "auto"
+    backend: str = "auto"
+
+    def __post_init__(self):
+        dtypes = ("auto", "float32", "bfloat16", "float16")
+        _require("dtype", self.dtype, self.dtype in dtypes, f"one of {dtypes}")
+        for name in ("block_size", "max_batch_size", "prefill_chunk_size"):
+            value = getattr(self, name)
+            _require(name, value, is_int(value) and value >= 1, "an int >= 1")
+        for name in ("num_blocks", "kv_cache_memory", "max_model_len"):
+            value = getattr(self, name)
+            _require(name, value, value is None or (is_int(value) and value >= 1), "an int >= 1")
+        _require(
+            "cuda_graphs", self.cuda_graphs, self.cuda_graphs in ("auto", "off", "on"), "'auto'"
+        )
+        _reject_unsupported(self, prefix_caching=False)
+        if self.cuda_graphs == "on":
+            raise ValueError("cuda_graphs: 'on' is not supported yet")
+
+
+def is_int(value: Any) -> bool:
+    """Whether the value is an int and not a bool."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _require(name: str, value: Any, holds: bool, expected: str) -> None:
+    if not holds:
+        raise ValueError(f"{name}: expected {expected}, got {value!r}")
+
+
+def _reject_unsupported(config: Any, **neutral: Any) -> None:
+    for name, value in neutral.items():
+        given = getattr(config, name)
+        if (tuple(given) if isinstance(given, list) else given) != value:
+            raise ValueError(f"{name}: {given!r} is not supported yet, only {value!r}")

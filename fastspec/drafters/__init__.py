@@ -1,0 +1,6 @@
+"""Drafters: what proposes the tokens that the target checks."""
+
+from fastspec.drafters.base import Drafter, Proposal
+from fastspec.drafters.draft_model import DraftModelDrafter
+
+__all__ = ["DraftModelDrafter", "Drafter", "Proposal"]

@@ -1,0 +1,108 @@
+"""A smaller model as drafter: K decoding steps over its own paged cache, tokens staying on the device."""
+
+import sys
+from itertools import accumulate
+
+import torch
+from fastspec_kernels import sample, uniform
+from torch import Tensor
+
+from fastspec.drafters.base import Proposal
+from fastspec.request import DRAFT_STREAM, Batch, Request
+from fastspec.runner import ModelRunner, Span
+
+_PREFILL_FROM = 8  # more missing tokens than this are read in a pass of their own, without logits
+
+
+class DraftModelDrafter:
+    """Drafts with a language model that has the target's tokenizer.
+
+    Its cache uses the target's block tables, so a request's pages have the same ids in both caches and
+    rolling back costs nothing.
+    """
+
+    name = "draft_model"
+
+    def __init__(self, runner: ModelRunner, target_vocab_size: int, probabilistic: bool):
+        self._runner = runner
+        self._vocab_size = min(runner.vocab_size, target_vocab_size)
+        self._probabilistic = probabilistic
+        self._num_cached: dict[str, int] = {}
+
+    def propose(self, batch: Batch) -> Proposal:
+        limits = [
+            min(wanted, self._room(request))
+            for request, wanted in zip(batch.requests, batch.num_draft_tokens, strict=True)
+        ]
+        shape = (len(limits), batch.num_speculative_tokens)
+        token_ids = torch.full(shape, -1, dtype=torch.int32, device=batch.device)
+        keeps_logits = self._probabilistic and not batch.all_greedy
+        sampling = batch.sampling if self._probabilistic else self._greedy(batch)
+        uniforms = uniform(batch.seeds, batch.positions, shape[1], DRAFT_STREAM)
+        draft_logits = None
+        drafting = [index for index, limit in enumerate(limits) if limit]
+        step_ids, spans = self._read_committed(batch, drafting)
+        for step in range(max(limits, default=0)):
+            rows = [end - 1 for end in accumulate(span.count for span in spans)]
+            logits = self._runner.forward(step_ids, spans, rows)[:, : self._vocab_size]
+            chosen = slice(None) if len(drafting) == len(limits) else self._index(drafting)
+            picked, _ = sample(
+                logits, uniforms[chosen, step].contiguous(), **_take(sampling, chosen)
+            )
+            token_ids[chosen, step] = picked
+            if keeps_logits:
+                if draft_logits is None:
+                    draft_logits = logits.new_zeros((*shape, self._vocab_size))
+                draft_logits[chosen, step] = logits
+            keep = [place for place, index in enumerate(drafting) if limits[index] > step + 1]
+            if len(keep) < len(drafting):
+                picked = picked[self._index(keep)]
+            drafting = [drafting[place] for place in keep]
+            spans = [
+                Span(spans[place].block_table, spans[place].start + spans[place].count, 1)
+                for place in keep
+            ]
+            step_ids = picked.clamp(min=0).to(torch.int64)
+        for request, limit in zip(batch.requests, limits, strict=True):
+            if limit:
+                self._num_cached[request.request_id] = len(request.token_ids) + limit - 1
+        return Proposal(token_ids, draft_logits=draft_logits)
+
+    def commit(self, batch: Batch, accepted: list[int]) -> None:
+        for request in batch.requests:
+            cached = self._num_cached.get(request.request_id, 0)
+            self._num_cached[request.request_id] = min(cached, len(request.token_ids) - 1)
+
+    def release(self, request: Request) -> None:
+        self._num_cached.pop(request.request_id, None)
+
+    def _read_committed(self, batch: Batch, drafting: list[int]) -> tuple[Tensor, list[Span]]:
+        """Spans of the committed tokens that are not in the cache yet, long ones cut to the last token."""
+        unread: list[int] = []
+        spans, late_ids, late_spans = [], [], []
+        for index in drafting:
+            request = batch.requests[index]
+            start, end = self._num_cached.get(request.request_id, 0), len(request.token_ids)
+            if end - start > _PREFILL_FROM:
+                late_ids.append(request.token_ids[start : end - 1])
+                late_spans.append(Span(request.block_table, start, end - 1 - start))
+                start = end - 1
+            unread += request.token_ids[start:end]
+            spans.append(Span(request.block_table, start, end - start))
+        self._runner.prefill(late_ids, late_spans)
+        return torch.tensor(unread, dtype=torch.int64, device=batch.device), spans
+
+    def _room(self, request: Request) -> int:
+        """Tokens that can be drafted before the draft model's last position."""
+        last = self._runner.paged_model.max_positions
+        return sys.maxsize if last is None else max(0, last - len(request.token_ids) + 1)
+
+    def _greedy(self, batch: Batch) -> dict[str, Tensor]:
+        return {"temperature": torch.zeros(len(batch.requests), device=batch.device)}
+
+    def _index(self, places: list[int]) -> Tensor:
+        return torch.tensor(places, dtype=torch.int64, device=self._runner.device)
+
+
+def _take(sampling: dict[str, Tensor | None], chosen: slice | Tensor) -> dict[str, Tensor | None]:
+    return {name: None if value is None else value[chosen] for name, value in sampling.items()}

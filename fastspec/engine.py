@@ -1,0 +1,302 @@
+"""The loop: propose, verify, commit, over a ragged batch of requests."""
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from fastspec.block_manager import BlockManager
+from fastspec.cache_size import cache_blocks, model_len
+from fastspec.config import EngineConfig, SamplingParams, SpecConfig, is_int
+from fastspec.drafters import Drafter, DraftModelDrafter, Proposal
+from fastspec.loading import check_same_tokenizer, eos_token_ids, load_model, load_tokenizer
+from fastspec.outputs import RequestOutput, StreamEvent
+from fastspec.paged_model import PagedModel
+from fastspec.request import Batch, Request
+from fastspec.request_factory import Prompt, RequestFactory, as_params_list, as_prompt_list
+from fastspec.runner import ModelRunner
+from fastspec.scheduler import Scheduler
+from fastspec.stats import SpecStats
+from fastspec.verification import Verdict, commit, prefill, verify
+
+
+class Engine:
+    """Generates with a Hugging Face decoder, speculatively when it has a drafter, losslessly either way.
+
+    Args:
+        target: a path, a hub id, a loaded PreTrainedModel, or "tiny" for the bundled pair.
+        drafter: a path, a hub id, a loaded model or a Drafter; None = no speculation ("tiny" brings its own).
+        tokenizer: of the target; None loads the one beside the target. Needed for text prompts and stop strings.
+        spec: how drafts are made and verified.
+        config: device, dtype and cache.
+    Raises:
+        ValueError: a model or option that cannot be used; the message names it.
+
+    Greedy output equals plain greedy decoding of the target token for token, as far as the model's own
+    forward pass gives the same logits for one token and for several; sampled output has exactly the
+    target's distribution (Leviathan et al., 2211.17192; Chen et al., 2302.01318).
+    """
+
+    def __init__(
+        self,
+        target: str | Path | PreTrainedModel,
+        drafter: str | Path | PreTrainedModel | Drafter | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        spec: SpecConfig = SpecConfig(),  # noqa: B008 (frozen)
+        config: EngineConfig = EngineConfig(),  # noqa: B008 (frozen)
+    ):
+        self.config = config
+        self.spec = spec
+        self.stats = SpecStats()
+        model = load_model("target", target, config)
+        if tokenizer is None and not isinstance(target, PreTrainedModel):
+            tokenizer = load_tokenizer("target", target)
+        self.tokenizer = tokenizer
+        target_model = PagedModel(model, config.backend)
+        self.device = target_model.device
+        self.max_model_len = model_len(config, target_model)
+        self._factory = RequestFactory(
+            tokenizer, target_model.vocab_size, self.max_model_len, eos_token_ids(model, tokenizer)
+        )
+        drafter = self._drafter_of(target, drafter)
+        is_model = drafter is not None and not isinstance(drafter, Drafter)
+        draft_model = self._load_draft_model(drafter) if is_model else None
+        models = [target_model, draft_model] if draft_model else [target_model]
+        num_blocks = cache_blocks(config, models, self.max_model_len)
+        chunk_size = config.prefill_chunk_size
+        self._runner = ModelRunner(target_model, num_blocks, config.block_size, chunk_size)
+        block_manager = BlockManager(num_blocks, config.block_size)
+        self._scheduler = Scheduler(block_manager, config.max_batch_size)
+        self._known_drafter = self._model_drafter(draft_model) if draft_model else drafter
+        self._drafter = self._known_drafter
+        self._num_draft_tokens = spec.num_speculative_tokens
+        self._ids_in_use: set[str] = set()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Run prompts to their end, batched; outputs in the order of the prompts.
+
+        Args:
+            prompts: a text, a list of texts, a list of ids, or a list of lists of ids.
+            params: one for all, or one for each prompt; None = SamplingParams().
+        Raises:
+            ValueError: a prompt or parameter that cannot be run; nothing is started then.
+        """
+        prompt_list = as_prompt_list(prompts)
+        params_list = as_params_list(params, len(prompt_list))
+        requests = [self._build(*pair) for pair in zip(prompt_list, params_list, strict=True)]
+        for request in requests:
+            self._add(request)
+        wanted = {request.request_id: index for index, request in enumerate(requests)}
+        outputs: dict[int, RequestOutput] = {}
+        while len(outputs) < len(requests):
+            for event in self.step():
+                if event.output is not None and event.request_id in wanted:
+                    outputs[wanted[event.request_id]] = event.output
+        return [outputs[index] for index in range(len(requests))]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamEvent]:
+        """Run one prompt, yielding each token as it is committed; the last event carries the output.
+
+        Leaving the loop early aborts the request.
+        """
+        request_id = self.add_request(prompt, params)
+        finished = False
+        try:
+            while not finished:
+                for event in self.step():
+                    if event.request_id == request_id:
+                        finished = finished or event.output is not None
+                        yield event
+        finally:
+            self.abort(request_id)
+
+    def add_request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+    ) -> str:
+        """Queue a request for step(); its id.
+
+        Raises:
+            ValueError: the prompt, a parameter or the id cannot be used; other requests are untouched.
+        """
+        request = self._build(prompt, params or SamplingParams(), request_id)
+        self._add(request)
+        return request.request_id
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request now; its output so far, or None when it is not (or no longer) here."""
+        request = self._scheduler.remove(request_id)
+        if request is None:
+            return None
+        self._forget(request)
+        return request.output("abort")
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether step() has something to do."""
+        return self._scheduler.has_unfinished
+
+    @property
+    def is_speculative(self) -> bool:
+        """Whether a drafter is on."""
+        return self._drafter is not None
+
+    def enable_spec_dec(
+        self,
+        drafter: str | Path | PreTrainedModel | Drafter | None = None,
+        n_spec_tokens: int = 5,
+        use_glide_drafter: bool = False,
+    ) -> None:
+        """Turn speculation on between steps; without a drafter the last one is used again."""
+        if use_glide_drafter:
+            raise ValueError("use_glide_drafter: GLIDE is not supported yet")
+        if not is_int(n_spec_tokens) or n_spec_tokens < 1:
+            raise ValueError(f"n_spec_tokens: expected an int >= 1, got {n_spec_tokens!r}")
+        if drafter is None and self._known_drafter is None:
+            raise ValueError("drafter: there is none to enable; pass one")
+        if isinstance(drafter, Drafter):
+            self._known_drafter = drafter
+        elif drafter is not None:
+            self._known_drafter = self._model_drafter(self._load_draft_model(drafter))
+        self._drafter = self._known_drafter
+        self._num_draft_tokens = n_spec_tokens
+
+    def disable_spec_dec(self) -> None:
+        """Decode plainly from the next step on; the drafter is remembered."""
+        if self._drafter is not None:
+            for request in self._scheduler.running:
+                self._drafter.release(request)
+        self._drafter = None
+
+    def clear_spec_dec(self) -> None:
+        """Decode plainly from the next step on and let the drafter go."""
+        self.disable_spec_dec()
+        self._known_drafter = None
+
+    @torch.inference_mode()
+    def step(self) -> list[StreamEvent]:
+        """Advance every running request by one target pass; the tokens committed and the requests ended."""
+        num_draft = self._num_draft_tokens if self._drafter is not None else 0
+        for request in self._scheduler.schedule(num_draft):
+            if self._drafter is not None:
+                self._drafter.release(request)
+        running = list(self._scheduler.running)
+        if not running:
+            return []
+        clock = _Clock()
+        prefill(self._runner, running)
+        clock.lap("prefill")
+        room = [request.max_len - len(request.token_ids) - 1 for request in running]
+        batch = Batch(running, [min(num_draft, r) for r in room], num_draft, self.device)
+        proposal = self._propose(batch)
+        clock.lap("propose")
+        verdicts = verify(self._runner, batch, proposal, self.config.backend)
+        clock.lap("verify")
+        events = self._commit(batch, verdicts)
+        clock.lap("commit")
+        for stats in (self.stats, *(request.stats for request in running)):
+            for phase, seconds in clock.laps.items():
+                stats.seconds[phase] += seconds
+        return events
+
+    def _propose(self, batch: Batch) -> Proposal:
+        if self._drafter is None:
+            shape = (len(batch.requests), 0)
+            return Proposal(torch.empty(shape, dtype=torch.int32, device=self.device))
+        proposal = self._drafter.propose(batch)
+        if proposal.parents is not None:
+            raise ValueError("parents: token trees are not supported yet")
+        return proposal
+
+    def _commit(self, batch: Batch, verdicts: list[Verdict]) -> list[StreamEvent]:
+        events: list[StreamEvent] = []
+        ended: list[tuple[Request, str, str | None]] = []
+        accepted = []
+        name = self._drafter.name if self._drafter is not None else None
+        for request, verdict in zip(batch.requests, verdicts, strict=True):
+            accepted.append(max(verdict.accepted_len, 0))
+            if verdict.accepted_len < 0:
+                where = len(request.token_ids)
+                error = f"logits after {where} tokens hold NaN or inf, or nothing finite"
+                ended.append((request, "error", error))
+                continue
+            new_events, finish_reason = commit(request, verdict, name)
+            events += new_events
+            kept = len(new_events)
+            was_cut = kept <= verdict.accepted_len
+            judged = kept if was_cut else verdict.num_draft_tokens
+            for stats in (self.stats, request.stats):
+                stats.record_step(judged, min(kept, verdict.accepted_len), kept)
+            if finish_reason is not None:
+                ended.append((request, finish_reason, None))
+        if self._drafter is not None:
+            self._drafter.commit(batch, accepted)
+        for request, finish_reason, error in ended:
+            self._scheduler.remove(request.request_id)
+            self._forget(request)
+            output = request.output(finish_reason, error)
+            text = request.detokenizer.take(final=True) if request.detokenizer else ""
+            events.append(StreamEvent(request.request_id, text, output=output))
+        return events
+
+    def _build(
+        self, prompt: Prompt, params: SamplingParams, request_id: str | None = None
+    ) -> Request:
+        request = self._factory.build(prompt, params, request_id)
+        if request.request_id in self._ids_in_use:
+            raise ValueError(f"request_id: {request.request_id!r} is already running")
+        self._scheduler.check_fits(request)
+        return request
+
+    def _add(self, request: Request) -> None:
+        self._ids_in_use.add(request.request_id)
+        self._scheduler.add(request)
+
+    def _forget(self, request: Request) -> None:
+        self._ids_in_use.discard(request.request_id)
+        if self._drafter is not None:
+            self._drafter.release(request)
+
+    def _drafter_of(self, target, drafter):
+        """The drafter that target, drafter and spec.method together name, or None."""
+        if self.spec.method == "none":
+            return None
+        if drafter is None and isinstance(target, str) and target == "tiny":
+            return "tiny-draft"
+        if drafter is None and self.spec.method == "draft_model":
+            raise ValueError("drafter: method 'draft_model' needs a draft model, got None")
+        return drafter
+
+    def _load_draft_model(self, drafter: str | Path | PreTrainedModel) -> PagedModel:
+        if not isinstance(drafter, PreTrainedModel):
+            check_same_tokenizer(self.tokenizer, load_tokenizer("drafter", drafter))
+        return PagedModel(load_model("drafter", drafter, self.config), self.config.backend)
+
+    def _model_drafter(self, draft_model: PagedModel) -> DraftModelDrafter:
+        manager = self._scheduler.block_manager
+        runner = ModelRunner(
+            draft_model, manager.num_blocks, manager.block_size, self.config.prefill_chunk_size
+        )
+        probabilistic = self.spec.draft_sample_method == "probabilistic"
+        return DraftModelDrafter(runner, self._runner.vocab_size, probabilistic)
+
+
+class _Clock:
+    """Seconds between laps."""
+
+    def __init__(self):
+        self.laps: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        now = time.perf_counter()
+        self.laps[phase] = now - self._last
+        self._last = now

@@ -1,0 +1,102 @@
+"""Models and tokenizers from a path, a hub id, an object, or the bundled pair, with one-line errors."""
+
+from importlib.resources import files
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from fastspec.config import EngineConfig
+
+ASSETS = Path(str(files("fastspec"))) / "assets"
+BUNDLED = {"tiny": ASSETS / "tiny-target", "tiny-draft": ASSETS / "tiny-draft"}
+
+
+def resolve_device(config: EngineConfig) -> torch.device:
+    """The device named by the config, checked to exist."""
+    name = config.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device: cannot use {config.device!r}: {_first_line(error)}") from error
+    return device
+
+
+def load_model(
+    field: str, source: str | Path | PreTrainedModel, config: EngineConfig
+) -> PreTrainedModel:
+    """A causal language model on the device; `field` names the argument in errors."""
+    if isinstance(source, PreTrainedModel):
+        return source
+    device = resolve_device(config)
+    dtype = config.dtype
+    if dtype == "auto" and device.type == "cpu":
+        dtype = "float32"
+    path = _existing_path(field, source)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{field}: cannot load {str(source)!r}: {_first_line(error)}") from error
+    return model.to(device)
+
+
+def load_tokenizer(field: str, source: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer beside a model."""
+    try:
+        return AutoTokenizer.from_pretrained(_existing_path(field, source))
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"{field}: cannot load the tokenizer of {str(source)!r}: {_first_line(error)}"
+        ) from error
+
+
+def check_same_tokenizer(
+    target: PreTrainedTokenizerBase | None, draft: PreTrainedTokenizerBase | None
+) -> None:
+    """Refuse a drafter whose token ids mean something else; sizes padded differently are fine."""
+    if target is None or draft is None:
+        return
+    target_vocab, draft_vocab = target.get_vocab(), draft.get_vocab()
+    if target_vocab == draft_vocab:
+        return
+    differing = [
+        token for token, index in draft_vocab.items() if target_vocab.get(token) != index
+    ] or [token for token in target_vocab if token not in draft_vocab]
+    token = min(differing)
+    raise ValueError(
+        f"drafter: its tokenizer differs from the target's in {len(differing)} tokens, for example {token!r}"
+        f" (target id {target_vocab.get(token)}, drafter id {draft_vocab.get(token)}); both must share one tokenizer"
+    )
+
+
+def eos_token_ids(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
+) -> frozenset[int]:
+    """Ids at which the model's texts end."""
+    for holder in (model.generation_config, model.config, tokenizer):
+        ids = getattr(holder, "eos_token_id", None)
+        if ids is not None:
+            return frozenset(ids if isinstance(ids, (list, tuple)) else [ids])
+    return frozenset()
+
+
+def _existing_path(field: str, source: str | Path) -> str | Path:
+    """The bundled folder of a bundled name; a path must exist, anything else may be a hub id."""
+    if str(source) in BUNDLED:
+        return BUNDLED[str(source)]
+    looks_local = isinstance(source, Path) or str(source).startswith((".", "/", "~"))
+    if looks_local and not Path(source).expanduser().is_dir():
+        raise ValueError(f"{field}: no such folder: {str(source)!r}")
+    return Path(source).expanduser() if looks_local else source
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -1,0 +1,223 @@
+"""The hook into transformers: attention of a packed [1, T] batch goes to the paged cache through our kernels."""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from fastspec_kernels import store_kv, tree_attention
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.cache_utils import Cache
+
+# A name with "flash", "sdpa" or a slash would make transformers treat it as one of its own.
+ATTENTION_NAME = "fastspec_paged"
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+KVCache = tuple[Tensor, Tensor]  # key, value: [num_blocks, block_size, G, D]
+
+
+@dataclass
+class PagedStep:
+    """What attention needs to know about one packed forward pass; B sequences, T tokens.
+
+    Attributes:
+        caches: by layer index; a layer that is missing is recorded with `new_cache` blocks of one size.
+        block_table: [B, M] int32.
+        context_lens: [B] int32, the tokens of this pass included.
+        cu_rows: [B + 1] int32, prefix sums of the tokens of this pass.
+        slot_mapping: [T] int64, cache slot of each token.
+        backend: of the kernels.
+    """
+
+    caches: dict[int, KVCache]
+    block_table: Tensor
+    context_lens: Tensor
+    cu_rows: Tensor
+    slot_mapping: Tensor
+    backend: str
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: Tensor,  # [1, H, T, D]
+    key: Tensor,  # [1, G, T, D]
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    paged_step: PagedStep | None = None,
+    **kwargs,
+) -> tuple[Tensor, None]:
+    """Store this pass's keys and values, then attend over each sequence's pages; returns [1, T, H, D]."""
+    name = type(module).__name__
+    if paged_step is None:
+        raise ValueError(f"{name}: attention {ATTENTION_NAME!r} only runs inside a fastspec engine")
+    if attention_mask is not None or kwargs.get("position_bias") is not None:
+        raise ValueError(f"{name}: builds its own attention mask or bias, which is not supported")
+    if kwargs.get("is_causal") is False:
+        raise ValueError(f"{name}: bidirectional attention is not supported")
+    step = paged_step
+    key, value = key[0].transpose(0, 1), value[0].transpose(0, 1)  # [T, G, D]
+    if module.layer_idx not in step.caches:
+        step.caches[module.layer_idx] = _one_block_cache(key, value, step)
+    key_cache, value_cache = step.caches[module.layer_idx]
+    store_kv(key, value, key_cache, value_cache, step.slot_mapping, backend=step.backend)
+    out = tree_attention(
+        query[0].transpose(0, 1),
+        key_cache,
+        value_cache,
+        step.block_table,
+        step.context_lens,
+        step.cu_rows,
+        scale=scaling,
+        sliding_window=sliding_window or 0,
+        softcap=softcap or 0.0,
+        sinks=s_aux,
+        backend=step.backend,
+    )
+    return out[None], None
+
+
+def _one_block_cache(key: Tensor, value: Tensor, step: PagedStep) -> KVCache:
+    """A cache for the first, probing pass: as many slots as it has tokens."""
+    shape = (1, step.slot_mapping.shape[0])
+    return key.new_empty((*shape, *key.shape[1:])), value.new_empty((*shape, *value.shape[1:]))
+
+
+def _no_mask(*args, **kwargs) -> None:
+    """Causality and windows are the kernel's business."""
+    return None
+
+
+AttentionInterface.register(ATTENTION_NAME, paged_attention)
+AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)
+
+
+class PassThroughCache(Cache):
+    """Hands keys and values on unchanged: the attention function writes them to the pages itself."""
+
+    def __init__(self):
+        super().__init__(layers=[])
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0
+
+
+class PagedModel:
+    """A transformers decoder whose attention runs over pages; the model itself is left as it was found.
+
+    Raises:
+        ValueError: the model cannot be driven this way; the message names it and says why.
+    """
+
+    def __init__(self, model: PreTrainedModel, backend: str):
+        self.model = model.eval()
+        self.backend = backend
+        self.name = type(model).__name__
+        self.device = model.device
+        self.dtype = model.dtype
+        text_config = model.config.get_text_config(decoder=True)
+        self.vocab_size = model.get_output_embeddings().weight.shape[0]
+        self.max_positions = getattr(text_config, "max_position_embeddings", None)
+        self._configs = list({id(c): c for c in _configs_of(model)}.values())
+        self._cache = PassThroughCache()
+        parameters = inspect.signature(model.forward).parameters
+        self._keeps_logits = "logits_to_keep" in parameters
+        _check_architecture(model, text_config, "position_ids" in parameters)
+        self.cache_shapes = self._probe(text_config.num_hidden_layers)
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, rows: Tensor | int, step: PagedStep
+    ) -> Tensor:
+        """Run T packed tokens ([T] int64 ids and positions); logits [R, V] of the rows chosen, 0 = all."""
+        keep = {"logits_to_keep": rows} if self._keeps_logits else {}
+        with self._attention():
+            logits = self.model(
+                input_ids=input_ids[None],
+                position_ids=positions[None],
+                past_key_values=self._cache,
+                use_cache=False,
+                paged_step=step,
+                **keep,
+            ).logits[0]
+        return logits if self._keeps_logits or isinstance(rows, int) else logits[rows]
+
+    def new_caches(self, num_blocks: int, block_size: int) -> dict[int, KVCache]:
+        """Uninitialised caches of every layer."""
+        options = {"dtype": self.dtype, "device": self.device}
+        return {
+            layer: tuple(torch.empty((num_blocks, block_size, *shape), **options) for shape in pair)
+            for layer, pair in self.cache_shapes.items()
+        }
+
+    def bytes_per_token(self) -> int:
+        """Bytes of keys and values that one token takes in all layers."""
+        elements = sum(g * d for pair in self.cache_shapes.values() for g, d in pair)
+        return elements * self.dtype.itemsize
+
+    @contextmanager
+    def _attention(self) -> Iterator[None]:
+        previous = [config._attn_implementation for config in self._configs]
+        for config in self._configs:
+            config._attn_implementation = ATTENTION_NAME
+        try:
+            yield
+        finally:
+            for config, implementation in zip(self._configs, previous, strict=True):
+                config._attn_implementation = implementation
+
+    @torch.inference_mode()
+    def _probe(self, num_layers: int) -> dict[int, tuple[tuple[int, int], tuple[int, int]]]:
+        """Run one token to see which layers call our attention, and with which head counts and sizes."""
+        zero = torch.zeros(1, dtype=torch.int64, device=self.device)
+        step = PagedStep(
+            caches={},
+            block_table=zero.to(torch.int32)[None],
+            context_lens=zero.to(torch.int32) + 1,
+            cu_rows=torch.tensor([0, 1], dtype=torch.int32, device=self.device),
+            slot_mapping=zero,
+            backend=self.backend,
+        )
+        self.forward(zero, zero, zero, step)
+        if len(step.caches) != num_layers:
+            raise ValueError(
+                f"{self.name}: {len(step.caches)} of {num_layers} layers call transformers' attention interface;"
+                " state kept elsewhere cannot be rolled back, so this model is not supported"
+            )
+        return {
+            layer: (tuple(key.shape[2:]), tuple(value.shape[2:]))
+            for layer, (key, value) in step.caches.items()
+        }
+
+
+def _configs_of(model: PreTrainedModel) -> Iterator:
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if config is not None and hasattr(config, "_attn_implementation"):
+            yield config
+
+
+def _check_architecture(model: PreTrainedModel, text_config, takes_position_ids: bool) -> None:
+    name = type(model).__name__
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"{name}: encoder-decoder models are not supported yet")
+    if not model.is_backend_compatible() or not takes_position_ids:
+        raise ValueError(
+            f"{name}: never calls transformers' attention interface, so it is not supported"
+        )
+    unknown = set(getattr(text_config, "layer_types", None) or ()) - _LAYER_TYPES
+    if unknown:
+        raise ValueError(f"{name}: layers of type {sorted(unknown)} are not supported")

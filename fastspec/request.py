@@ -1,0 +1,127 @@
+"""One request while it runs, and the batch that drafters and the verifier see."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from fastspec.config import SamplingParams
+from fastspec.detokenizer import Detokenizer
+from fastspec.outputs import RequestOutput
+from fastspec.stats import SpecStats
+
+# Streams of fastspec_kernels.uniform: drafts must not share their numbers with the acceptance tests.
+VERIFY_STREAM = 0
+DRAFT_STREAM = 1
+
+
+@dataclass
+class Request:
+    """Committed state of one request; everything in it ends at the same token.
+
+    Attributes:
+        token_ids: prompt and committed tokens.
+        block_table: its blocks, the same in the target's and the drafter's cache.
+        num_cached: leading tokens whose target keys and values are in the cache.
+        max_len: length of token_ids at which it ends.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    stop_ids: frozenset[int]
+    max_len: int
+    detokenizer: Detokenizer | None
+    num_prompt_tokens: int = 0
+    block_table: list[int] = field(default_factory=list)
+    num_cached: int = 0
+    logprobs: list[float] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
+    drafters: list[str | None] = field(default_factory=list)
+    stats: SpecStats = field(default_factory=SpecStats)
+
+    def __post_init__(self):
+        self.num_prompt_tokens = len(self.token_ids)
+
+    def append(
+        self, token_id: int, source: str, drafter: str | None, logprob: float | None
+    ) -> str | None:
+        """Commit one token; the reason to finish, if it is the last one."""
+        self.token_ids.append(token_id)
+        self.sources.append(source)
+        self.drafters.append(drafter)
+        if logprob is not None:
+            self.logprobs.append(logprob)
+        if token_id in self.stop_ids:
+            return "stop"
+        if self.detokenizer is not None:
+            self.detokenizer.push(token_id)
+            if self.detokenizer.stopped:
+                return "stop"
+        return "length" if len(self.token_ids) >= self.max_len else None
+
+    def output(self, finish_reason: str, error: str | None = None) -> RequestOutput:
+        """What the user gets."""
+        if self.detokenizer is not None:
+            self.detokenizer.finish()
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt_token_ids=tuple(self.token_ids[: self.num_prompt_tokens]),
+            token_ids=tuple(self.token_ids[self.num_prompt_tokens :]),
+            text=self.detokenizer.text if self.detokenizer is not None else "",
+            logprobs=tuple(self.logprobs) if self.params.logprobs else None,
+            finish_reason=finish_reason,
+            sources=tuple(self.sources),
+            drafters=tuple(self.drafters),
+            stats=self.stats,
+            error=error,
+        )
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The requests of one step, B of them.
+
+    Attributes:
+        requests: read token_ids and block_table; do not write.
+        num_draft_tokens: proposals wanted for each, 0..num_speculative_tokens.
+        num_speculative_tokens: K, columns of a proposal.
+    """
+
+    requests: list[Request]
+    num_draft_tokens: list[int]
+    num_speculative_tokens: int
+    device: torch.device
+
+    @cached_property
+    def all_greedy(self) -> bool:
+        return all(request.params.temperature == 0 for request in self.requests)
+
+    @cached_property
+    def sampling(self) -> dict[str, Tensor | None]:
+        """Keyword arguments of the sampling kernels, [B] each; None where no request uses one."""
+        return {
+            "temperature": self._values("temperature", torch.float32, off=1.0),
+            "top_k": self._values("top_k", torch.int32, off=0),
+            "top_p": self._values("top_p", torch.float32, off=1.0),
+            "min_p": self._values("min_p", torch.float32, off=0.0),
+        }
+
+    @cached_property
+    def seeds(self) -> Tensor:
+        """[B] int64."""
+        return self._tensor([request.seed for request in self.requests], torch.int64)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """[B] int64, committed lengths: with the seed and a stream they name a step's random numbers."""
+        return self._tensor([len(request.token_ids) for request in self.requests], torch.int64)
+
+    def _values(self, name: str, dtype: torch.dtype, off: float) -> Tensor | None:
+        values = [getattr(request.params, name) for request in self.requests]
+        return None if all(value == off for value in values) else self._tensor(values, dtype)
+
+    def _tensor(self, values: list, dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=self.device)

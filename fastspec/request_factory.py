@@ -1,0 +1,95 @@
+"""Requests from what users pass: prompts become checked token ids, parameters become limits."""
+
+import secrets
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from fastspec.config import SamplingParams, is_int
+from fastspec.detokenizer import Detokenizer
+from fastspec.request import Request
+
+Prompt = str | Sequence[int]
+
+
+class RequestFactory:
+    """Builds requests for one target: its tokenizer, vocabulary, length limit and end-of-sequence ids."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        vocab_size: int,
+        max_model_len: int,
+        eos_ids: frozenset[int],
+    ):
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        self._eos_ids = eos_ids
+        self._num_built = 0
+
+    def build(self, prompt: Prompt, params: SamplingParams, request_id: str | None) -> Request:
+        """One request.
+
+        Raises:
+            ValueError: an empty prompt, ids outside the vocabulary, a prompt longer than the model, or text or
+                stop strings without a tokenizer.
+        """
+        token_ids = self._prompt_ids(prompt)
+        if params.stop and self._tokenizer is None:
+            raise ValueError("stop: stop strings need a tokenizer, and the engine has none")
+        self._num_built += 1
+        stop_ids = frozenset(params.stop_token_ids)
+        return Request(
+            request_id=request_id if request_id is not None else f"request-{self._num_built}",
+            token_ids=token_ids,
+            params=params,
+            seed=secrets.randbits(63) if params.seed is None else params.seed,
+            stop_ids=stop_ids if params.ignore_eos else stop_ids | self._eos_ids,
+            max_len=min(len(token_ids) + params.max_tokens, self._max_model_len),
+            detokenizer=Detokenizer(self._tokenizer, params.stop) if self._tokenizer else None,
+        )
+
+    def _prompt_ids(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            if self._tokenizer is None:
+                raise ValueError(
+                    "prompt: a text needs a tokenizer, and the engine has none; pass ids"
+                )
+            token_ids = self._tokenizer(prompt)["input_ids"]
+        else:
+            token_ids = list(prompt)
+        if not token_ids:
+            raise ValueError("prompt: is empty")
+        for token_id in token_ids:
+            if not is_int(token_id) or not 0 <= token_id < self._vocab_size:
+                raise ValueError(
+                    f"prompt: token id {token_id!r} is not in 0..{self._vocab_size - 1}"
+                )
+        if len(token_ids) >= self._max_model_len:
+            raise ValueError(
+                f"prompt: has {len(token_ids)} tokens; the limit is {self._max_model_len - 1},"
+                " which leaves room for one new token"
+            )
+        return token_ids
+
+
+def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several, as a list."""
+    if isinstance(prompts, str):
+        return [prompts]
+    prompt_list = list(prompts)
+    if not prompt_list:
+        raise ValueError("prompts: the list is empty")
+    return [prompt_list] if is_int(prompt_list[0]) else prompt_list
+
+
+def as_params_list(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    """One set of parameters for each of `count` prompts."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise ValueError(f"params: {len(params)} given for {count} prompts")
+    return list(params)

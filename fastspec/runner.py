@@ -1,0 +1,83 @@
+"""Forward passes of one model over packed, ragged batches of sequences in the paged cache."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fastspec.paged_model import PagedModel, PagedStep
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens [start, start + count) of one sequence, whose earlier tokens are in the cache."""
+
+    block_table: list[int]
+    start: int
+    count: int
+
+
+class ModelRunner:
+    """One model with its caches; block tables come from outside, so several models can share them."""
+
+    def __init__(self, paged_model: PagedModel, num_blocks: int, block_size: int, chunk_size: int):
+        self.paged_model = paged_model
+        self.device = paged_model.device
+        self.vocab_size = paged_model.vocab_size
+        self.caches = paged_model.new_caches(num_blocks, block_size)
+        self._block_size = block_size
+        self._chunk_size = chunk_size
+
+    def forward(
+        self, input_ids: Tensor, spans: list[Span], rows: list[int] | None = None
+    ) -> Tensor:
+        """Run the spans' tokens, packed in order ([T] int64); logits [R, V] of the packed rows, default all."""
+        positions, kept_rows, step = self._layout(spans, rows or [])
+        keep = 0 if rows is None else kept_rows
+        return self.paged_model.forward(input_ids, positions, keep, step)
+
+    def prefill(self, token_ids: list[list[int]], spans: list[Span]) -> None:
+        """Write keys and values of the spans' tokens, at most chunk_size tokens in one pass."""
+        pending = [(ids, span) for ids, span in zip(token_ids, spans, strict=True) if span.count]
+        while pending:
+            ids_chunk, span_chunk, rest, room = [], [], [], self._chunk_size
+            for ids, span in pending:
+                count = min(span.count, room)
+                room -= count
+                if count:
+                    ids_chunk += ids[:count]
+                    span_chunk.append(Span(span.block_table, span.start, count))
+                if count < span.count:
+                    left = Span(span.block_table, span.start + count, span.count - count)
+                    rest.append((ids[count:], left))
+            self.forward(torch.tensor(ids_chunk, device=self.device), span_chunk, rows=[])
+            pending = rest
+
+    def _layout(self, spans: list[Span], rows: list[int]) -> tuple[Tensor, Tensor, PagedStep]:
+        """Positions [T], rows [R] and the step, in two copies to the device."""
+        size = self._block_size
+        positions, slots, context_lens, cu_rows, tables = [], [], [], [0], []
+        width = max(-(-(span.start + span.count) // size) for span in spans)
+        for span in spans:
+            end = span.start + span.count
+            table = span.block_table
+            positions += range(span.start, end)
+            slots += [table[t // size] * size + t % size for t in range(span.start, end)]
+            context_lens.append(end)
+            cu_rows.append(cu_rows[-1] + span.count)
+            used = table[:width]
+            tables += used + [-1] * (width - len(used))
+        count, batch = len(positions), len(spans)
+        wide = torch.tensor(positions + slots + rows, dtype=torch.int64, device=self.device)
+        narrow = torch.tensor(
+            context_lens + cu_rows + tables, dtype=torch.int32, device=self.device
+        )
+        step = PagedStep(
+            caches=self.caches,
+            block_table=narrow[2 * batch + 1 :].view(batch, width),
+            context_lens=narrow[:batch],
+            cu_rows=narrow[batch : 2 * batch + 1],
+            slot_mapping=wide[count : 2 * count],
+            backend=self.paged_model.backend,
+        )
+        return wide[:count], wide[2 * count :], step

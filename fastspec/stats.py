@@ -1,0 +1,74 @@
+"""Counters of speculation, kept on the host: they cost no synchronisation."""
+
+from dataclasses import dataclass, field
+
+PHASES = ("prefill", "propose", "verify", "commit")
+
+
+@dataclass
+class SpecStats:
+    """What speculation did, for one request or summed over an engine's life.
+
+    Attributes:
+        num_steps: target passes that emitted tokens.
+        num_output_tokens: tokens emitted, the extra token of each step included.
+        num_draft_tokens: tokens proposed and judged.
+        num_accepted_tokens: proposed tokens that were emitted.
+        num_accepted_tokens_per_pos: the same, by position in the draft.
+        acceptance_histogram: steps by number of accepted tokens, index 0 to K.
+        seconds: wall time by phase; for a request, of the steps that it took part in.
+    """
+
+    num_steps: int = 0
+    num_output_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+    acceptance_histogram: list[int] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted over proposed; None when nothing was proposed."""
+        if self.num_draft_tokens == 0:
+            return None
+        return self.num_accepted_tokens / self.num_draft_tokens
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        """Emitted tokens per target step, the extra token included; None before the first step."""
+        if self.num_steps == 0:
+            return None
+        return self.num_output_tokens / self.num_steps
+
+    def record_step(self, proposed: int, accepted: int, emitted: int) -> None:
+        """Count one target pass of one request."""
+        self.num_steps += 1
+        self.num_output_tokens += emitted
+        self.num_draft_tokens += proposed
+        self.num_accepted_tokens += accepted
+        _add(self.num_accepted_tokens_per_pos, [1] * accepted)
+        _add(self.acceptance_histogram, [0] * accepted + [1])
+
+    def add_seconds(self, phase: str, seconds: float) -> None:
+        self.seconds[phase] += seconds
+
+    def to_dict(self) -> dict:
+        """Everything as plain JSON values, the two ratios included."""
+        return {
+            "num_steps": self.num_steps,
+            "num_output_tokens": self.num_output_tokens,
+            "num_draft_tokens": self.num_draft_tokens,
+            "num_accepted_tokens": self.num_accepted_tokens,
+            "num_accepted_tokens_per_pos": list(self.num_accepted_tokens_per_pos),
+            "acceptance_histogram": list(self.acceptance_histogram),
+            "acceptance_rate": self.acceptance_rate,
+            "mean_acceptance_length": self.mean_acceptance_length,
+            "seconds": dict(self.seconds),
+        }
+
+
+def _add(counts: list[int], increments: list[int]) -> None:
+    counts.extend([0] * (len(increments) - len(counts)))
+    for index, increment in enumerate(increments):
+        counts[index] += increment

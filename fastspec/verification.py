@@ -1,0 +1,117 @@
+"""The target's side of a round: read what is missing, judge all proposals in one pass, commit what holds."""
+
+from dataclasses import dataclass
+
+import torch
+from fastspec_kernels import uniform, verify_chain
+from torch import Tensor
+
+from fastspec.drafters import Proposal
+from fastspec.outputs import StreamEvent
+from fastspec.request import VERIFY_STREAM, Batch, Request
+from fastspec.runner import ModelRunner, Span
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the target decided for one request.
+
+    Attributes:
+        num_draft_tokens: proposals judged.
+        accepted_len: how many of them were accepted; -1 = the logits were not finite.
+        token_ids: the accepted tokens and one more.
+        logprobs: of token_ids, or None when nobody asked.
+    """
+
+    num_draft_tokens: int
+    accepted_len: int
+    token_ids: list[int]
+    logprobs: list[float] | None
+
+
+def prefill(runner: ModelRunner, requests: list[Request]) -> None:
+    """Cache every committed token but the last: the last one is read together with the proposals."""
+    pending = [r for r in requests if r.num_cached < len(r.token_ids) - 1]
+    runner.prefill(
+        [request.token_ids[request.num_cached : -1] for request in pending],
+        [Span(r.block_table, r.num_cached, len(r.token_ids) - 1 - r.num_cached) for r in pending],
+    )
+    for request in pending:
+        request.num_cached = len(request.token_ids) - 1
+
+
+def verify(runner: ModelRunner, batch: Batch, proposal: Proposal, backend: str) -> list[Verdict]:
+    """Judge the proposals in one target pass; the only copy from the device of a round is made here."""
+    counts = [wanted + 1 for wanted in batch.num_draft_tokens]
+    spans = [
+        Span(request.block_table, len(request.token_ids) - 1, count)
+        for request, count in zip(batch.requests, counts, strict=True)
+    ]
+    target_logits = runner.forward(_packed_ids(runner, batch, proposal, counts), spans)
+    ends = torch.tensor([0, *counts]).cumsum(0).to(torch.int32).to(batch.device)
+    num_columns = batch.num_speculative_tokens + 1
+    output_ids, accepted_len, logprobs = verify_chain(
+        target_logits,
+        ends,
+        proposal.token_ids,
+        uniform(batch.seeds, batch.positions, num_columns, VERIFY_STREAM),
+        draft_logits=proposal.draft_logits,
+        **batch.sampling,
+        backend=backend,
+    )
+    table = torch.cat([accepted_len[:, None], output_ids, proposal.token_ids], dim=1).tolist()
+    wants_logprobs = any(request.params.logprobs for request in batch.requests)
+    logprob_rows = logprobs.tolist() if wants_logprobs else [None] * len(counts)
+    return [
+        _verdict(row, num_columns, count - 1, row_logprobs)
+        for row, count, row_logprobs in zip(table, counts, logprob_rows, strict=True)
+    ]
+
+
+def _packed_ids(runner: ModelRunner, batch: Batch, proposal: Proposal, counts: list[int]) -> Tensor:
+    """Last committed token and proposals of each request, packed [T]; missing proposals become token 0."""
+    last = torch.tensor(
+        [[request.token_ids[-1]] for request in batch.requests], device=batch.device
+    )
+    ids = torch.cat([last, proposal.token_ids.clamp(0, runner.vocab_size - 1)], dim=1)
+    width = ids.shape[1]
+    if all(count == width for count in counts):
+        return ids.view(-1)
+    places = [row * width + column for row, count in enumerate(counts) for column in range(count)]
+    return ids.view(-1)[torch.tensor(places, device=batch.device)]
+
+
+def _verdict(
+    row: list[int], num_columns: int, wanted: int, logprobs: list[float] | None
+) -> Verdict:
+    accepted_len, output_ids, draft_ids = row[0], row[1 : num_columns + 1], row[num_columns + 1 :]
+    proposed = next((i for i, token in enumerate(draft_ids[:wanted]) if token < 0), wanted)
+    emitted = accepted_len + 1
+    return Verdict(
+        proposed, accepted_len, output_ids[:emitted], logprobs[:emitted] if logprobs else None
+    )
+
+
+def commit(
+    request: Request, verdict: Verdict, drafter: str | None
+) -> tuple[list[StreamEvent], str | None]:
+    """Append a verdict's tokens up to the first one that ends the request: one event each, finish reason."""
+    events: list[StreamEvent] = []
+    finish_reason = None
+    for index, token_id in enumerate(verdict.token_ids):
+        is_draft = index < verdict.accepted_len
+        source, writer = ("draft", drafter) if is_draft else (_extra_source(verdict), None)
+        logprob = verdict.logprobs[index] if verdict.logprobs and request.params.logprobs else None
+        finish_reason = request.append(token_id, source, writer, logprob)
+        text = request.detokenizer.take() if request.detokenizer is not None else ""
+        events.append(StreamEvent(request.request_id, text, (token_id,), source, writer))
+        if finish_reason is not None:
+            break
+    request.num_cached = len(request.token_ids) - 1
+    return events, finish_reason
+
+
+def _extra_source(verdict: Verdict) -> str:
+    if verdict.num_draft_tokens == 0:
+        return "target"
+    return "bonus" if verdict.accepted_len == verdict.num_draft_tokens else "recovered"
