@@ -43,7 +43,8 @@ def row_distributions(
     threshold = torch.where(greedy, best, threshold)
 
     kept = torch.where((logits >= threshold) | greedy, scaled, -INF)
-    total = kept.exp().sum(-1, keepdim=True)
+    # cumsum, unlike sum, adds in one order whatever the batch and the number of threads.
+    total = kept.exp().cumsum(-1)[:, -1:]
     argmax = logits.argmax(-1, keepdim=True)  # the lowest id on ties
     one_hot = torch.arange(logits.shape[-1], device=logits.device) == argmax
     return RowDistributions(

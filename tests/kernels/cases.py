@@ -1,0 +1,102 @@
+"""Inputs that the tests of the sampling ops share: backends, rows of logits, sampling parameters."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from fastspec_kernels import available_backends, library
+
+SMALL_VOCABS = (1, 2, 3, 31, 32, 33, 64, 65, 1000, 4095, 4096, 4097)
+LARGE_VOCABS = (32000, 50257, 128256)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TEMPERATURES = (0.0, 1e-6, 0.1, 0.8, 1.0, 10.0, math.inf)
+TOP_P = (0.0, 1e-6, 0.5, 0.9, 0.999, 1.0)
+MIN_P = (0.0, 0.05, 0.5, 1.0)
+POISON = math.nan
+
+
+def backends_of(op: str) -> list[str]:
+    """The backends that can run `op` here; Triton and CUDA join when they have it."""
+    return [
+        name
+        for name in available_backends()
+        if name in ("reference", "triton") or library.has_kernel(op, name)
+    ]
+
+
+def device_of(backend: str) -> str:
+    return "cuda" if backend in ("cuda", "triton") and torch.cuda.is_available() else "cpu"
+
+
+def margin_of(backend: str) -> float:
+    """Decisions closer than this to their bound may differ from the oracle's."""
+    return 1e-12 if backend == "reference" else 1e-5
+
+
+def random_params(num: int, vocab: int, generator: torch.Generator) -> dict[str, Tensor]:
+    """One random combination of sampling parameters for each of `num` rows."""
+
+    def pick(values, dtype):
+        index = torch.randint(len(values), (num,), generator=generator)
+        return torch.tensor(values, dtype=dtype)[index]
+
+    return {
+        "temperature": pick(TEMPERATURES, torch.float32),
+        "top_k": pick((0, 0, 1, 2, 50, vocab, vocab + 1, -1, 2**31 - 1), torch.int32),
+        "top_p": pick(TOP_P, torch.float32),
+        "min_p": pick(MIN_P, torch.float32),
+    }
+
+
+def rows_for(vocab: int) -> int:
+    """How many random rows a test can afford."""
+    return 96 if vocab < 100 else 8
+
+
+def random_logits(num: int, vocab: int, generator: torch.Generator, dtype=torch.float32) -> Tensor:
+    """Rows of eight kinds in turn, as a strided view whose gaps hold NaN."""
+    buffer = torch.full((num, vocab + 3), POISON, dtype=dtype)
+    rows = buffer[:, 1 : vocab + 1]
+    values = torch.randn(num, vocab, generator=generator) * 3
+    for row in range(num):
+        kind = row % 8
+        if kind == 1:  # one peak
+            values[row, int(torch.randint(vocab, (1,), generator=generator))] += 20
+        elif kind == 2:  # many ties
+            values[row] = values[row].round()
+        elif kind == 3:  # nearly flat
+            values[row] *= 1e-3
+        elif kind == 4:  # masked, with one finite logit at least
+            masked = torch.rand(vocab, generator=generator) < 0.7
+            masked[int(torch.randint(vocab, (1,), generator=generator))] = False
+            values[row, masked] = -math.inf
+        elif kind == 5:  # all equal
+            values[row] = values[row, 0]
+        elif kind == 6:  # steep, far from zero
+            values[row] = values[row] * 20 - 500
+        elif kind == 7:  # a single finite logit
+            keep = int(torch.randint(vocab, (1,), generator=generator))
+            value = values[row, keep].clone()
+            values[row] = -math.inf
+            values[row, keep] = value
+    rows.copy_(values.to(dtype))
+    return rows
+
+
+def invalid_rows(vocab: int) -> Tensor:
+    """Three rows that no distribution can be made of: NaN, +inf, nothing finite."""
+    rows = torch.zeros(3, vocab)
+    rows[0, vocab // 2] = math.nan
+    rows[1, vocab - 1] = math.inf
+    rows[2] = -math.inf
+    return rows
+
+
+def uniform_samples(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Uniform numbers, some at the two ends of [0, 1)."""
+    samples = torch.rand(shape, generator=generator)
+    ends = torch.rand(shape, generator=generator)
+    samples[ends < 0.05] = 0.0
+    samples[ends > 0.95] = 1 - 2.0**-24
+    return samples
