@@ -36,8 +36,9 @@ def find_torch() -> tuple[Path, str] | None:
     """Folder and version.py of this interpreter's torch >= 2.11, else (pip's isolated build) of the
     environment that is installed into."""
     spec = find_spec("torch")
+    here = [Path(spec.origin).parent] if spec and spec.origin else []
     roots = [*site.getsitepackages([sys.prefix, sys.base_prefix]), site.getusersitepackages()]
-    for folder in [Path(spec.origin).parent] if spec else [Path(root, "torch") for root in roots]:
+    for folder in here or [Path(root, "torch") for root in roots]:
         text = (folder / "version.py").read_text() if (folder / "version.py").exists() else ""
         version = re.search(r"__version__ = '(\d+)\.(\d+)", text)
         if version and (int(version[1]), int(version[2])) >= (2, 11):

@@ -1,0 +1,55 @@
+# `make demo` and `make test` do all set-up in .venv; everything else builds on the same set-up.
+#   PYTHON=python3.12     interpreter of a new .venv
+#   TORCH=torch==2.13.0   another torch; remembered, so it need not be repeated
+#   TORCH_INDEX=URL       where its wheels are, for example https://download.pytorch.org/whl/cu130
+
+PYTHON ?= python3
+TORCH ?= $(or $(shell cat .venv/.torch 2>/dev/null),torch==2.13.0)
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+CPP_FILES := $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.inl' -o -name '*.cuh')
+
+.PHONY: demo test bench lint types format clean force
+
+demo: build/.built
+	$(BIN)/fastspec demo
+
+test: build/.built
+	$(BIN)/python -m pytest
+
+bench: build/.built
+	$(BIN)/python -m pytest benchmarks --benchmark-only $(if $(RECORD),--record $(RECORD))
+
+lint: .venv/.installed
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
+
+types: .venv/.installed
+	$(BIN)/pyright
+
+format: .venv/.installed
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+	$(BIN)/clang-format -i $(CPP_FILES)
+
+# Removes what was built, not .venv.
+clean:
+	rm -rf build dist *.egg-info kernels/fastspec_kernels/*.so .pytest_cache .ruff_cache .benchmarks
+
+build/.built: .venv/.installed setup.py $(CPP_FILES)
+	$(BIN)/python setup.py --quiet build_ext --inplace
+	@mkdir -p build
+	@touch $@
+
+.venv/.installed: .venv/.torch requirements-dev.txt pyproject.toml
+	$(PIP) install --quiet --constraint requirements-dev.txt setuptools wheel
+	$(PIP) install --quiet --no-deps --retries 1 --extra-index-url $(TORCH_INDEX) '$(TORCH)'
+	$(PIP) install --quiet --constraint requirements-dev.txt --no-build-isolation --editable '.[test,dev]'
+	@touch $@
+
+# Rewritten only when another torch is asked for.
+.venv/.torch: force
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@test "`cat $@ 2>/dev/null`" = '$(TORCH)' || echo '$(TORCH)' > $@
