@@ -2,10 +2,13 @@
 #pragma once
 #include <cstdint>
 
+#include "tree_attention.h"
+
 namespace fastspec::cpu {
 
 struct KernelTable {
   const char* name;
+  AttentionKernels attention;
 };
 
 // The table for the widest instruction set that this processor has.

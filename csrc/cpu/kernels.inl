@@ -1,11 +1,12 @@
 // Every vector kernel, in namespace FASTSPEC_ISA; included by one source file per instruction set.
 #include "kernels.h"
+#include "tree_attention.inl"
 
 namespace fastspec::cpu::FASTSPEC_ISA {
 
 #define FASTSPEC_STRINGIFY(x) #x
 #define FASTSPEC_NAME(x) FASTSPEC_STRINGIFY(x)
 extern const KernelTable kTable;
-const KernelTable kTable = {FASTSPEC_NAME(FASTSPEC_ISA)};
+const KernelTable kTable = {FASTSPEC_NAME(FASTSPEC_ISA), attention::kKernels};
 
 }  // namespace fastspec::cpu::FASTSPEC_ISA

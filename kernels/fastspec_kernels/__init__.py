@@ -1,6 +1,8 @@
 """Fused kernels of speculative decoding: from raw logits to accepted tokens, and attention over a paged cache."""
 
+from fastspec_kernels.attention import tree_attention
 from fastspec_kernels.backend import available_backends, unavailable_backends
+from fastspec_kernels.cache import store_kv
 from fastspec_kernels.rng import uniform
 from fastspec_kernels.sampling import logits_to_probs, row_stats, sample
 from fastspec_kernels.verify import verify_chain
@@ -13,6 +15,8 @@ __all__ = [
     "logits_to_probs",
     "row_stats",
     "sample",
+    "store_kv",
+    "tree_attention",
     "unavailable_backends",
     "uniform",
     "verify_chain",

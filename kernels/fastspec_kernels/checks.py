@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CACHE_DTYPES = LOGITS_DTYPES
 
 
 def check_tensor(
@@ -17,6 +18,8 @@ def check_tensor(
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{name}: expected a tensor, got {type(tensor).__name__}")
     actual = tensor.shape
+    if actual == shape and tensor.dtype in dtypes and tensor.device == device:
+        return  # all sizes known: most calls end here, within half a microsecond
     if len(actual) != len(shape) or any(
         expected is not None and expected != size
         for expected, size in zip(shape, actual, strict=True)
@@ -60,3 +63,34 @@ def check_sampling(
             check_tensor(name, tensor, (num,), (dtype,), device)
             if not tensor.is_contiguous():
                 raise ValueError(f"{name}: must be contiguous, strides {tensor.stride()}")
+
+
+def check_contiguous(name: str, tensor: Tensor) -> None:
+    """Check that the tensor is dense in memory."""
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name}: must be contiguous, strides {tensor.stride()}")
+
+
+def check_last_contiguous(name: str, tensor: Tensor) -> None:
+    """Check that each row along the last dimension is dense in memory."""
+    if tensor.stride()[-1] != 1 and tensor.shape[-1] > 1:
+        raise ValueError(f"{name}: the last dimension must be contiguous, strides {tensor.stride()}")
+
+
+def check_caches(key_cache: Tensor, value_cache: Tensor) -> tuple[int, int]:
+    """Check the two halves of a paged cache, and give its number of heads and head size."""
+    if not isinstance(key_cache, Tensor):
+        raise ValueError(f"key_cache: expected a tensor, got {type(key_cache).__name__}")
+    shape = tuple(key_cache.shape)
+    if len(shape) != 4 or 0 in shape[1:] or key_cache.dtype not in CACHE_DTYPES:
+        check_tensor("key_cache", key_cache, (None,) * 4, CACHE_DTYPES, key_cache.device)
+        raise ValueError(f"key_cache: every block needs at least one value, shape {list(shape)}")
+    check_tensor("value_cache", value_cache, shape, (key_cache.dtype,), key_cache.device)
+    strides = key_cache.stride()
+    if strides[2:] != shape[3:] + (1,):
+        raise ValueError(f"key_cache: the last two dimensions must be contiguous, strides {strides}")
+    if value_cache.stride() != strides:
+        raise ValueError(
+            f"value_cache: expected the strides of key_cache, {strides}, got {value_cache.stride()}"
+        )
+    return shape[2], shape[3]

@@ -1,0 +1,80 @@
+// Attention of packed query rows over a block-paged KV cache: the arguments, and the plan of the work.
+#pragma once
+#include <cstdint>
+
+namespace fastspec::cpu {
+
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  uint16_t bits;
+};
+enum class Element { kFloat32, kBFloat16, kFloat16 };
+
+// Strides count elements; the caches share theirs, and a KV head's values are contiguous.
+struct AttentionCall {
+  Element element;
+  const void* query;
+  const void* key_cache;
+  const void* value_cache;
+  void* out;  // [num_rows, num_heads, head_size], contiguous
+  const int32_t* block_table;
+  const int32_t* context_lens;
+  const int32_t* cu_rows;
+  const float* sinks;  // [num_heads] or null
+  int64_t query_token_stride, query_head_stride, block_stride, slot_stride, table_stride;
+  int64_t batch, num_rows, num_heads, num_kv_heads, head_size;
+  int64_t num_blocks, block_size, max_blocks;
+  int64_t sliding_window;
+  float scale, softcap;
+};
+
+// Some consecutive tokens of one sequence; its rows are (token, query head of one KV head).
+struct QueryTile {
+  int64_t sequence, first_token, num_tokens, first_position;
+};
+
+// Unnormalised softmax of some rows over some keys: sum of 2^(score - maximum), and of that times V.
+struct AttentionState {
+  float* maximum;  // [rows]
+  float* sum;      // [rows]
+  float* value;    // [rows, padded_head_size]
+};
+
+constexpr int64_t kKeyTile = 64;
+constexpr int64_t kMaxTileRows = 6;
+constexpr int64_t kRowPadding = 16;  // rows of scratch are padded to whole vectors of any width
+
+inline int64_t padded(int64_t head_size) {
+  return (head_size + kRowPadding - 1) / kRowPadding * kRowPadding;
+}
+
+// What `attend` needs beside a state.
+struct AttentionScratch {
+  float* queries;    // [rows, head_size], scaled
+  float* keys;       // [head_size, kKeyTile]
+  float* values;     // [kKeyTile, padded_head_size]
+  float* weights;    // [kMaxTileRows, kKeyTile]
+  float* lane_sums;  // [rows, kRowPadding]
+};
+
+// Keys from first to last, one split at most; the range of one call of `attend`.
+struct KeyRange {
+  int64_t first, last;
+};
+
+// Vector code: `attend` overwrites a state, `merge` folds the state of later keys into one, `finish`
+// divides and writes the rows of call.out.
+struct AttentionKernels {
+  void (*attend)(const AttentionCall&, const QueryTile&, int64_t kv_head, KeyRange,
+                 const AttentionScratch&, const AttentionState&);
+  void (*merge)(const AttentionState& into, const AttentionState& next, int64_t num_rows,
+                int64_t value_size);
+  void (*finish)(const AttentionCall&, const QueryTile&, int64_t kv_head, const AttentionState&);
+};
+
+// Checks the index tensors (std::invalid_argument names the bad one), then fills call.out.
+void tree_attention(const AttentionCall& call);
+
+}  // namespace fastspec::cpu
