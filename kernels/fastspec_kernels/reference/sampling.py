@@ -34,11 +34,13 @@ def row_distributions(
     greedy = temperature == 0
     scale = torch.where(greedy, 1.0, temperature)
     best = logits.amax(-1, keepdim=True)
-    scaled = torch.where(logits > -INF, (logits - best) / scale, -INF)
+    scaled = _scale(logits, best, scale)
 
     threshold = torch.full_like(best, -INF)
-    threshold = _apply_top_k(logits, threshold, top_k)
-    threshold = _apply_top_p(logits, scaled.exp(), threshold, top_p)
+    if top_k is not None or top_p is not None:
+        descending = logits.sort(-1, descending=True).values
+        threshold = _apply_top_k(descending, threshold, top_k)
+        threshold = _apply_top_p(descending, scale, threshold, top_p)
     threshold = _apply_min_p(logits, best, scale, threshold, min_p)
     threshold = torch.where(greedy, best, threshold)
 
@@ -108,29 +110,31 @@ def sample(
     return token_ids.int(), torch.where(rows.valid, logprobs, float("nan")).float()
 
 
-def _apply_top_k(logits: Tensor, threshold: Tensor, top_k: Tensor | None) -> Tensor:
+def _scale(logits: Tensor, best: Tensor, scale: Tensor) -> Tensor:
+    """Log-weights, 0 for the best logit; -inf stays -inf at every temperature."""
+    return torch.where(logits > -INF, (logits - best) / scale, -INF)
+
+
+def _apply_top_k(descending: Tensor, threshold: Tensor, top_k: Tensor | None) -> Tensor:
     """Raise the threshold to the k-th largest logit."""
     if top_k is None:
         return threshold
     k = top_k.long()[:, None]
-    on = (k > 0) & (k < logits.shape[-1])
-    descending = logits.sort(-1, descending=True).values
+    on = (k > 0) & (k < descending.shape[-1])
     return torch.where(on, descending.gather(-1, torch.where(on, k, 1) - 1), threshold)
 
 
 def _apply_top_p(
-    logits: Tensor, weights: Tensor, threshold: Tensor, top_p: Tensor | None
+    descending: Tensor, scale: Tensor, threshold: Tensor, top_p: Tensor | None
 ) -> Tensor:
     """Raise the threshold to the lowest logit with less than top_p of the mass above it."""
     if top_p is None:
         return threshold
     share = top_p.double()[:, None]
-    descending, order = logits.sort(-1, descending=True)
-    mass = weights.gather(-1, order) * (descending >= threshold)
+    mass = _scale(descending, descending[:, :1], scale).exp() * (descending >= threshold)
     cumulative = mass.cumsum(-1)
     # Within a tie the first entry decides, as its sum is the smallest.
-    above = cumulative - mass
-    kept = above < share * cumulative[:, -1:]
+    kept = cumulative - mass < share * cumulative[:, -1:]
     kept[:, 0] = True
     lowest = torch.where(kept, descending, INF).amin(-1, keepdim=True)
     return torch.where(share < 1, torch.maximum(lowest, threshold), threshold)

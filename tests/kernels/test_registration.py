@@ -1,0 +1,57 @@
+"""The layers of one op agree: public signature, reference, torch.library schema, fake and kernel."""
+
+import inspect
+
+import pytest
+import torch
+
+import fastspec_kernels
+from fastspec_kernels import library, reference
+
+OPS = ["row_stats", "logits_to_probs", "sample", "verify_chain"]
+BORDER_ONLY = {"method", "backend"}
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_signatures_agree(op):
+    public = [
+        name
+        for name in inspect.signature(getattr(fastspec_kernels, op)).parameters
+        if name not in BORDER_ONLY
+    ]
+    schema = getattr(torch.ops.fastspec, op).default._schema
+    assert public == list(inspect.signature(getattr(reference, op)).parameters)
+    assert public == [argument.name for argument in schema.arguments]
+
+
+def arguments(op, dtype):
+    logits = torch.randn(4, 50).to(dtype)
+    params = (torch.ones(4), torch.full((4,), 9, dtype=torch.int32), None, torch.zeros(4))
+    if op == "sample":
+        return (logits, torch.rand(4), *params)
+    if op != "verify_chain":
+        return (logits, *params)
+    tokens = torch.zeros(2, 1, dtype=torch.int32)
+    cu_rows = torch.tensor([0, 2, 4], dtype=torch.int32)
+    draft_logits = torch.randn(2, 1, 40).to(dtype)
+    two = [None if param is None else param[:2].clone() for param in params]
+    return (logits, cu_rows, tokens, torch.rand(2, 2), draft_logits, *two, 1.0)
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if library.has_kernel(op, "cpu")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_opcheck(op, dtype):
+    torch.library.opcheck(getattr(torch.ops.fastspec, op).default, arguments(op, dtype))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_fake_matches_reference(op):
+    """Shapes and dtypes of the fake implementation are those of the reference."""
+    case = arguments(op, torch.float32)
+    on_meta = [value.to("meta") if isinstance(value, torch.Tensor) else value for value in case]
+    fakes = getattr(torch.ops.fastspec, op)(*on_meta)
+    reals = getattr(reference, op)(*case)
+    if isinstance(reals, torch.Tensor):
+        fakes, reals = [fakes], [reals]
+    for fake, real in zip(fakes, reals, strict=True):
+        assert (fake.shape, fake.dtype) == (real.shape, real.dtype)

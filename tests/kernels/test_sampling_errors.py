@@ -1,0 +1,161 @@
+"""Every wrong argument of the sampling ops raises a ValueError that begins with its name."""
+
+import math
+
+import pytest
+import torch
+
+from fastspec_kernels import logits_to_probs, row_stats, sample, verify_chain
+
+ROWS, VOCAB = 3, 7
+
+
+def logits(*shape, **kwargs):
+    return torch.zeros(shape or (ROWS, VOCAB), **kwargs)
+
+
+BAD_LOGITS = [
+    pytest.param([[1.0]], "a tensor", id="list"),
+    pytest.param(logits(dtype=torch.float64), "float64", id="float64"),
+    pytest.param(logits(dtype=torch.int32), "int32", id="int32"),
+    pytest.param(logits(VOCAB), r"\[7\]", id="rank-1"),
+    pytest.param(logits(1, ROWS, VOCAB), r"\[1, 3, 7\]", id="rank-3"),
+    pytest.param(logits(ROWS, 0), "vocabulary is empty", id="no-vocabulary"),
+    pytest.param(logits(VOCAB, ROWS).T, "contiguous", id="transposed"),
+    pytest.param(logits(ROWS, 2 * VOCAB)[:, ::2], "contiguous", id="every-second-column"),
+]
+
+BAD_PARAMS = [
+    pytest.param({name: value}, match, id=f"{name}-{match}")
+    for name, good, other in [
+        ("temperature", torch.float32, torch.float64),
+        ("top_k", torch.int32, torch.int64),
+        ("top_p", torch.float32, torch.float16),
+        ("min_p", torch.float32, torch.int32),
+    ]
+    for value, match in [
+        (1.0, "float"),
+        (torch.ones(ROWS, dtype=other), str(other).removeprefix("torch.")),
+        (torch.ones(ROWS + 1, dtype=good), r"\[4\]"),
+        (torch.ones(ROWS, 1, dtype=good), r"\[3, 1\]"),
+        (torch.ones(2 * ROWS, dtype=good)[::2], "contiguous"),
+        (torch.ones(ROWS, dtype=good, device="meta"), "meta"),
+    ]
+]
+
+
+def call_row_stats(x, **params):
+    return row_stats(x, **params)
+
+
+def call_logits_to_probs(x, **params):
+    return logits_to_probs(x, **params)
+
+
+def call_sample(x, **params):
+    return sample(x, torch.zeros(ROWS), **params)
+
+
+ROW_OPS = [call_row_stats, call_logits_to_probs, call_sample]
+
+
+@pytest.mark.parametrize("call", ROW_OPS)
+@pytest.mark.parametrize(("bad", "match"), BAD_LOGITS)
+def test_logits(call, bad, match):
+    with pytest.raises(ValueError, match=f"^logits: .*{match}"):
+        call(bad)
+
+
+@pytest.mark.parametrize("call", ROW_OPS)
+@pytest.mark.parametrize(("params", "match"), BAD_PARAMS)
+def test_params(call, params, match):
+    (name,) = params
+    with pytest.raises(ValueError, match=f"^{name}: .*{match}"):
+        call(logits(), **params)
+
+
+@pytest.mark.parametrize("call", ROW_OPS)
+def test_backend(call):
+    with pytest.raises(ValueError, match="^backend: .*'gpu'"):
+        call(logits(), backend="gpu")
+    with pytest.raises(ValueError, match="^backend: 'cuda' cannot run .* available: .*reference"):
+        call(logits(), backend="cuda")
+
+
+@pytest.mark.parametrize(
+    ("bad", "match"),
+    [
+        (torch.zeros(ROWS, dtype=torch.float64), "float64"),
+        (torch.zeros(ROWS + 1), r"\[4\]"),
+        (torch.zeros(ROWS, 1), r"\[3, 1\]"),
+        (torch.zeros(ROWS, device="meta"), "meta"),
+        (0.5, "float"),
+    ],
+)
+def test_sample_uniform(bad, match):
+    with pytest.raises(ValueError, match=f"^uniform_samples: .*{match}"):
+        sample(logits(), bad)
+
+
+def chain(**changes):
+    """A valid call of verify_chain, three sequences with two proposals each, with changes."""
+    arguments = {
+        "target_logits": torch.zeros(9, VOCAB),
+        "cu_rows": torch.tensor([0, 3, 6, 9], dtype=torch.int32),
+        "draft_token_ids": torch.zeros(ROWS, 2, dtype=torch.int32),
+        "uniform_samples": torch.zeros(ROWS, 3),
+    }
+    return verify_chain(**{**arguments, **changes})
+
+
+@pytest.mark.parametrize(("bad", "match"), BAD_LOGITS)
+def test_chain_target_logits(bad, match):
+    with pytest.raises(ValueError, match=f"^target_logits: .*{match}"):
+        chain(target_logits=bad)
+
+
+@pytest.mark.parametrize(("params", "match"), BAD_PARAMS)
+def test_chain_params(params, match):
+    (name,) = params
+    with pytest.raises(ValueError, match=f"^{name}: .*{match}"):
+        chain(**params)
+
+
+@pytest.mark.parametrize(
+    ("name", "bad", "match"),
+    [
+        ("draft_token_ids", torch.zeros(ROWS, 2, dtype=torch.int64), "int64"),
+        ("draft_token_ids", torch.zeros(ROWS, dtype=torch.int32), r"\[3\]"),
+        ("draft_token_ids", torch.zeros(ROWS, 2, dtype=torch.int32, device="meta"), "meta"),
+        ("cu_rows", torch.zeros(ROWS, dtype=torch.int32), r"\[3\]"),
+        ("cu_rows", torch.zeros(ROWS + 1), "float32"),
+        ("cu_rows", torch.tensor([0, 3, 6, 10], dtype=torch.int32), "at most 9 rows"),
+        ("cu_rows", torch.tensor([0, 6, 3, 9], dtype=torch.int32), "prefix sums"),
+        ("cu_rows", torch.tensor([1, 3, 6, 9], dtype=torch.int32), "from 0"),
+        ("uniform_samples", torch.zeros(ROWS, 2), r"\[3, 2\]"),
+        ("uniform_samples", torch.zeros(ROWS, 3, dtype=torch.float64), "float64"),
+        ("draft_logits", torch.zeros(ROWS, 2, VOCAB, dtype=torch.float64), "float64"),
+        ("draft_logits", torch.zeros(ROWS, VOCAB), r"\[3, 7\]"),
+        ("draft_logits", torch.zeros(ROWS, 3, VOCAB), r"\[3, 3, 7\]"),
+        ("draft_logits", torch.zeros(ROWS, 2, VOCAB + 1), "larger than the target's 7"),
+        ("draft_logits", torch.zeros(ROWS, 2, 0), "vocabulary is empty"),
+        ("draft_logits", torch.zeros(ROWS, VOCAB, 2).mT, "contiguous"),
+        ("draft_logits", torch.zeros(ROWS, 2, VOCAB, device="meta"), "meta"),
+        ("lenience", 0.5, "0.5"),
+        ("lenience", math.nan, "nan"),
+        ("lenience", math.inf, "inf"),
+        ("method", "block", "not supported yet"),
+        ("method", "best", "'best'"),
+        ("backend", "gpu", "'gpu'"),
+        ("backend", "triton", "cannot run verify_chain"),
+    ],
+)
+def test_chain_arguments(name, bad, match):
+    with pytest.raises(ValueError, match=f"^{name}: .*{match}"):
+        chain(**{name: bad})
+
+
+def test_valid_calls_pass():
+    output, accepted_len, _ = chain()
+    assert (output.shape, accepted_len.shape) == ((ROWS, 3), (ROWS,))
+    assert sample(logits(), torch.zeros(ROWS))[0].tolist() == [0] * ROWS
