@@ -1,0 +1,121 @@
+"""The layers: who may import whom, checked on the syntax trees of the sources."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+KERNELS = ROOT / "kernels" / "fastspec_kernels"
+ENGINE = ROOT / "fastspec"
+OPTIONAL = {
+    "accelerate",
+    "datasets",
+    "fastapi",
+    "matplotlib",
+    "prometheus_client",
+    "ray",
+    "triton",
+    "uvicorn",
+}
+COMPILED = {"fastspec_kernels._cpu", "fastspec_kernels._cuda"}
+
+
+def sources(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.py"))
+
+
+def label(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def imports(path: Path) -> set[str]:
+    """Every name the module imports, dotted."""
+    root = KERNELS.parent if KERNELS in path.parents else ROOT
+    return set(imported_names(path.read_text(), path.relative_to(root).parent.parts))
+
+
+def imported_names(text: str, package: tuple[str, ...]) -> Iterator[str]:
+    """Names in import statements, relative ones resolved, and compiled modules named in strings."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join((*base, *([node.module] if node.module else [])))
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Constant) and node.value in COMPILED:
+            yield node.value
+
+
+def top_level(path: Path) -> set[str]:
+    return {name.split(".")[0] for name in imports(path)}
+
+
+@pytest.mark.parametrize("path", sources(KERNELS), ids=label)
+def test_kernels_know_neither_engine_nor_transformers(path):
+    assert not top_level(path) & {"fastspec", "transformers", "tokenizers", "tests", "benchmarks"}
+
+
+@pytest.mark.parametrize("path", sources(KERNELS / "reference"), ids=label)
+def test_reference_imports_only_torch(path):
+    assert top_level(path) <= {"torch", "typing", "fastspec_kernels"}
+    for name in imports(path):
+        if name.startswith("fastspec_kernels"):
+            assert name.startswith("fastspec_kernels.reference"), name
+
+
+@pytest.mark.parametrize("path", sources(KERNELS), ids=label)
+def test_only_the_triton_folder_imports_triton(path):
+    if KERNELS / "triton" not in path.parents:
+        assert "triton" not in top_level(path)
+
+
+def test_one_module_touches_the_compiled_extensions():
+    touching = [path for path in sources(KERNELS) if COMPILED & imports(path)]
+    assert touching == [KERNELS / "library.py"]
+
+
+@pytest.mark.parametrize("path", sources(ENGINE), ids=label)
+def test_engine_calls_public_ops_only(path):
+    assert not top_level(path) & {"tests", "benchmarks", "triton"}
+    for name in imports(path):
+        parts = name.split(".")
+        if parts[0] == "fastspec_kernels":
+            assert len(parts) <= 2, name
+            assert not (len(parts) == 2 and (KERNELS / f"{parts[1]}.py").exists()), name
+            assert parts[-1] not in ("reference", "triton"), name
+    for node in ast.walk(ast.parse(path.read_text())):
+        assert not (isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.ops.fastspec")
+
+
+@pytest.mark.parametrize("package", sorted(OPTIONAL - {"triton"}))
+def test_optional_packages_are_imported_in_one_module(package):
+    users = [path for path in sources(ENGINE) + sources(KERNELS) if package in top_level(path)]
+    assert len(users) <= 1, users
+
+
+def test_kernels_folder_is_no_package():
+    """A top-level package called `kernels` would hide Hugging Face's."""
+    assert not (KERNELS.parent / "__init__.py").exists()
+
+
+def test_imported_names():
+    text = """
+import a.b
+from c import d
+def function():
+    from . import e
+    from .g import h
+    from ..i import j
+import_module("fastspec_kernels._cpu")
+"""
+    assert set(imported_names(text, ("fastspec", "serve"))) == {
+        "a.b",
+        "c.d",
+        "fastspec.serve.e",
+        "fastspec.serve.g.h",
+        "fastspec.i.j",
+        "fastspec_kernels._cpu",
+    }
