@@ -1,4 +1,4 @@
-"""Inputs that the tests of the sampling ops share: backends, rows of logits, sampling parameters."""
+"""Inputs that the tests of the sampling ops share: backends, logits, sampling parameters."""
 
 import math
 

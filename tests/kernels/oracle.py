@@ -1,4 +1,4 @@
-"""Second, independent statement of the sampling rules in NumPy, with the margin of each decision."""
+"""Second, independent statement of the sampling rules, with the margin of each decision."""
 
 import math
 from typing import NamedTuple
@@ -76,7 +76,7 @@ def draw(weights: np.ndarray, sample: float) -> Draw:
 
 
 def chain(target_logits, proposals, samples, draft_logits, params, lenience=1.0) -> Chain:
-    """One sequence of verify_chain; `proposals` ends at the first -1, `draft_logits` may be None."""
+    """One sequence of verify_chain; proposals end at the first -1, draft_logits may be None."""
     if len(target_logits) == 0:
         return Chain([], 0, [], NO_MARGIN)
     num = 0

@@ -1,8 +1,8 @@
 """Exact proof on small vocabularies: the emitted sequence has the target's joint distribution.
 
 Models are random tables with a fresh distribution for every prefix. Uniform numbers take the values
-0/N .. (N-1)/N, N such that every step of every CDF falls on the grid, so that sums over the grid are
-exact integrals.
+0/N .. (N-1)/N, N such that every step of every CDF falls on the grid: sums over the grid are exact
+integrals.
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""The layers of one op agree: public signature, reference, torch.library schema, fake and kernel."""
+"""The layers of one op agree: public signature, reference, schema, fake and kernel."""
 
 import inspect
 

@@ -24,7 +24,7 @@ from .cases import (
 
 
 def check_rows(logits, params, backend):
-    """Compare every row of both ops with the oracle; returns how many rows were too close to call."""
+    """Compare every row of both ops with the oracle; returns how many were too close to call."""
     device = device_of(backend)
     on_device = {name: value.to(device) for name, value in params.items()}
     logsumexp, threshold = row_stats(logits.to(device), **on_device, backend=backend)

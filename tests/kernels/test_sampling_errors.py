@@ -76,9 +76,9 @@ def test_params(call, params, match):
 
 @pytest.mark.parametrize("call", ROW_OPS)
 def test_backend(call):
-    with pytest.raises(ValueError, match="^backend: .*'gpu'"):
+    with pytest.raises(ValueError, match=r"^backend: .*'gpu'"):
         call(logits(), backend="gpu")
-    with pytest.raises(ValueError, match="^backend: 'cuda' cannot run .* available: .*reference"):
+    with pytest.raises(ValueError, match=r"^backend: 'cuda' cannot run .* available: .*reference"):
         call(logits(), backend="cuda")
 
 
