@@ -1,4 +1,5 @@
-// The only file of _cpu that knows torch: it unpacks tensors, allocates outputs and registers the ops.
+// The only file of _cpu that knows torch: it unpacks tensors, allocates outputs and registers the
+// ops.
 #define Py_LIMITED_API 0x030A0000
 #include <Python.h>
 #include <torch/csrc/stable/library.h>
@@ -8,6 +9,7 @@
 
 #include "common/philox.h"
 #include "cpu/kernels.h"
+#include "cpu/sampling.h"
 #include "cpu/store_kv.h"
 #include "cpu/tree_attention.h"
 
@@ -101,6 +103,86 @@ Tensor tree_attention(const Tensor& query, const Tensor& key_cache, const Tensor
   return out;
 }
 
+using OptionalTensor = std::optional<Tensor>;
+
+template <class T>
+const T* data_or_null(const OptionalTensor& tensor) {
+  return tensor ? tensor->const_data_ptr<T>() : nullptr;
+}
+
+cpu::SamplingParameters sampling_parameters(const OptionalTensor& temperature,
+                                            const OptionalTensor& top_k,
+                                            const OptionalTensor& top_p,
+                                            const OptionalTensor& min_p) {
+  return {data_or_null<float>(temperature), data_or_null<int32_t>(top_k),
+          data_or_null<float>(top_p), data_or_null<float>(min_p)};
+}
+
+// A matrix of logits that starts `offset` elements into a tensor; its rows are the second to last
+// dimension.
+cpu::LogitsMatrix logits_matrix(const Tensor& logits, int64_t offset) {
+  cpu::LogitsType type = cpu::LogitsType::kFloat32;
+  if (logits.scalar_type() == ScalarType::BFloat16) type = cpu::LogitsType::kBFloat16;
+  if (logits.scalar_type() == ScalarType::Half) type = cpu::LogitsType::kFloat16;
+  const cpu::Logits first{logits.const_data_ptr(), logits.size(-1), type};
+  return {first.from(offset), logits.size(-2), logits.stride(-2)};
+}
+
+std::tuple<Tensor, Tensor> row_stats(const Tensor& logits, const OptionalTensor& temperature,
+                                     const OptionalTensor& top_k, const OptionalTensor& top_p,
+                                     const OptionalTensor& min_p) {
+  Tensor logsumexp = torch::stable::new_empty(logits, {logits.size(0)}, ScalarType::Float);
+  Tensor threshold = torch::stable::new_empty(logits, {logits.size(0)}, ScalarType::Float);
+  cpu::row_stats(logits_matrix(logits, 0), sampling_parameters(temperature, top_k, top_p, min_p),
+                 logsumexp.mutable_data_ptr<float>(), threshold.mutable_data_ptr<float>());
+  return {logsumexp, threshold};
+}
+
+Tensor logits_to_probs(const Tensor& logits, const OptionalTensor& temperature,
+                       const OptionalTensor& top_k, const OptionalTensor& top_p,
+                       const OptionalTensor& min_p) {
+  Tensor probs =
+      torch::stable::new_empty(logits, {logits.size(0), logits.size(1)}, ScalarType::Float);
+  cpu::logits_to_probs(logits_matrix(logits, 0),
+                       sampling_parameters(temperature, top_k, top_p, min_p),
+                       probs.mutable_data_ptr<float>());
+  return probs;
+}
+
+std::tuple<Tensor, Tensor> sample(const Tensor& logits, const Tensor& uniform_samples,
+                                  const OptionalTensor& temperature, const OptionalTensor& top_k,
+                                  const OptionalTensor& top_p, const OptionalTensor& min_p) {
+  Tensor token_ids = torch::stable::new_empty(logits, {logits.size(0)}, ScalarType::Int);
+  Tensor logprobs = torch::stable::new_empty(logits, {logits.size(0)}, ScalarType::Float);
+  cpu::sample(logits_matrix(logits, 0), sampling_parameters(temperature, top_k, top_p, min_p),
+              uniform_samples.const_data_ptr<float>(), uniform_samples.stride(0),
+              token_ids.mutable_data_ptr<int32_t>(), logprobs.mutable_data_ptr<float>());
+  return {token_ids, logprobs};
+}
+
+std::tuple<Tensor, Tensor, Tensor> verify_chain(
+    const Tensor& target_logits, const Tensor& cu_rows, const Tensor& draft_token_ids,
+    const Tensor& uniform_samples, const OptionalTensor& draft_logits,
+    const OptionalTensor& temperature, const OptionalTensor& top_k, const OptionalTensor& top_p,
+    const OptionalTensor& min_p, double lenience) {
+  const int64_t batch = draft_token_ids.size(0), num_draft = draft_token_ids.size(1);
+  Tensor output_token_ids = torch::stable::new_empty(draft_token_ids, {batch, num_draft + 1});
+  Tensor accepted_len = torch::stable::new_empty(draft_token_ids, {batch});
+  Tensor logprobs = torch::stable::new_empty(uniform_samples, {batch, num_draft + 1});
+  std::vector<cpu::LogitsMatrix> draft;
+  for (int64_t b = 0; draft_logits && b < batch; ++b) {
+    draft.push_back(logits_matrix(*draft_logits, b * draft_logits->stride(0)));
+  }
+  cpu::verify_chain(
+      {logits_matrix(target_logits, 0), draft_logits ? draft.data() : nullptr,
+       cu_rows.const_data_ptr<int32_t>(), draft_token_ids.const_data_ptr<int32_t>(),
+       uniform_samples.const_data_ptr<float>(),
+       sampling_parameters(temperature, top_k, top_p, min_p), batch, num_draft, lenience},
+      {output_token_ids.mutable_data_ptr<int32_t>(), accepted_len.mutable_data_ptr<int32_t>(),
+       logprobs.mutable_data_ptr<float>()});
+  return {output_token_ids, accepted_len, logprobs};
+}
+
 std::string instruction_set() { return cpu::kernels().name; }
 
 }  // namespace
@@ -108,6 +190,10 @@ std::string instruction_set() { return cpu::kernels().name; }
 
 STABLE_TORCH_LIBRARY_IMPL(fastspec, CPU, m) {
   m.impl("uniform", TORCH_BOX(&fastspec::uniform));
+  m.impl("row_stats", TORCH_BOX(&fastspec::row_stats));
+  m.impl("logits_to_probs", TORCH_BOX(&fastspec::logits_to_probs));
+  m.impl("sample", TORCH_BOX(&fastspec::sample));
+  m.impl("verify_chain", TORCH_BOX(&fastspec::verify_chain));
   m.impl("store_kv", TORCH_BOX(&fastspec::store_kv));
   m.impl("tree_attention", TORCH_BOX(&fastspec::tree_attention));
 }

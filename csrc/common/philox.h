@@ -1,4 +1,5 @@
-// Philox4x32-10 counter-based random numbers (Salmon et al., SC 2011), identical on host and device.
+// Philox4x32-10 counter-based random numbers (Salmon et al., SC 2011), identical on host and
+// device.
 #pragma once
 #include <cstdint>
 

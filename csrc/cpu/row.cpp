@@ -1,0 +1,167 @@
+#include "row.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "common/half.h"
+#include "parallel.h"
+
+namespace fastspec::cpu {
+
+static constexpr int64_t kChunksPerThread = 4;
+static constexpr double kLog2E = 1.4426950408889634;
+
+int64_t Row::chunk_size(int64_t chunk) const {
+  return std::min(kChunk, logits.size - chunk * kChunk);
+}
+
+int64_t Row::argmax() const {
+  int64_t chunk = 0;
+  while (chunk_maxima[chunk] < max) ++chunk;
+  const int64_t begin = chunk * kChunk;
+  return begin + kernels().find(logits.at(begin), chunk_size(chunk), max);
+}
+
+float Row::logit(int64_t token) const {
+  const void* at = logits.at(token);
+  if (logits.type == LogitsType::kFloat32) return *static_cast<const float*>(at);
+  const uint16_t bits = *static_cast<const uint16_t*>(at);
+  return logits.type == LogitsType::kBFloat16 ? bfloat16_to_float(bits) : float16_to_float(bits);
+}
+
+double Row::log_prob(int64_t token) const {
+  const double temperature = sampling.greedy() ? 1.0 : sampling.temperature;
+  return (double{logit(token)} - max) / temperature - std::log(sum);
+}
+
+double Row::prob(int64_t token) const {
+  if (token >= logits.size) return 0.0;
+  const float x = logit(token);
+  if (!(x >= threshold) || std::isinf(x)) return 0.0;
+  return std::exp(log_prob(token));
+}
+
+double Row::logsumexp() const {
+  const double temperature = sampling.greedy() ? 1.0 : sampling.temperature;
+  return max / temperature + std::log(sum);
+}
+
+Weighting weighting_of(const Row& row, float threshold) {
+  constexpr double kLargest = std::numeric_limits<float>::max();
+  const bool greedy = row.sampling.greedy();
+  const double temperature = greedy ? 1.0 : row.sampling.temperature;
+  const float scale = static_cast<float>(std::min(kLog2E / temperature, kLargest));
+  // Weights under 2 ** -125 are zero; so are those of -inf, which the lowest finite number
+  // excludes.
+  const double negligible = std::max(row.max - 125.0 / scale, -kLargest);
+  const double cutoff = greedy ? negligible : std::max(negligible, double{threshold});
+  // At an infinite temperature every weight is 1, and subtracting 0 cannot overflow.
+  return {scale > 0 ? row.max : 0.0f, scale, static_cast<float>(cutoff)};
+}
+
+int64_t draw_chunk(const double* chunk_sums, int64_t chunks, double bound, double* before) {
+  double cumulative = 0;
+  int64_t last = 0;
+  for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+    if (chunk_sums[chunk] <= 0) continue;
+    last = chunk;
+    *before = cumulative;
+    cumulative += chunk_sums[chunk];
+    if (cumulative > bound) break;
+  }
+  return last;
+}
+
+int64_t draw_from(const float* weights, int64_t size, double bound) {
+  double cumulative = 0;
+  int64_t last = 0;
+  for (int64_t i = 0; i < size; ++i) {
+    if (weights[i] <= 0) continue;
+    last = i;
+    cumulative += weights[i];
+    if (cumulative > bound) break;
+  }
+  return last;
+}
+
+int64_t draw(const Row& row, double uniform) {
+  if (row.sampling.greedy()) return row.argmax();
+  const double bound = uniform * row.sum;
+  double before = 0;
+  const int64_t chunk = draw_chunk(row.chunk_sums, row.chunks(), bound, &before);
+  const int64_t begin = chunk * kChunk;
+  float weights[kChunk];
+  row.kernels().weigh(row.logits.at(begin), row.chunk_size(chunk), row.weighting, 1.0f, weights);
+  return begin + draw_from(weights, row.chunk_size(chunk), bound - before);
+}
+
+RowBatch::RowBatch(int64_t capacity, int64_t size)
+    : chunks_(num_chunks(size)),
+      maxima_(new float[capacity * chunks_ * (kMaximaPerChunk + 1)]),
+      sums_(new double[capacity * chunks_]) {
+  rows_.reserve(capacity);
+}
+
+Row& RowBatch::add(const Logits& logits, const Sampling& sampling) {
+  const int64_t offset = count() * chunks_;
+  Row row{};
+  row.logits = logits;
+  row.sampling = sampling;
+  row.lane_maxima = maxima_.get() + offset * (kMaximaPerChunk + 1);
+  row.chunk_maxima = row.lane_maxima + chunks_ * kMaximaPerChunk;
+  row.chunk_sums = sums_.get() + offset;
+  rows_.push_back(row);
+  return rows_.back();
+}
+
+void RowBatch::scan() {
+  parallel_for(count() * chunks_, kChunksPerThread, [&](int64_t job) {
+    Row& row = rows_[job / chunks_];
+    const int64_t chunk = job % chunks_;
+    if (chunk >= row.chunks()) return;
+    float* lane_maxima = row.lane_maxima + chunk * kMaximaPerChunk;
+    row.chunk_maxima[chunk] =
+        row.kernels().max(row.logits.at(chunk * kChunk), row.chunk_size(chunk), lane_maxima);
+  });
+  for (Row& row : rows_) {
+    bool has_nan = false;
+    row.max = -std::numeric_limits<float>::infinity();
+    for (int64_t chunk = 0; chunk < row.chunks(); ++chunk) {
+      has_nan |= std::isnan(row.chunk_maxima[chunk]);
+      row.max = std::max(row.max, row.chunk_maxima[chunk]);
+    }
+    row.valid = !has_nan && std::isfinite(row.max) && row.sampling.temperature >= 0;
+  }
+}
+
+std::vector<Row*> RowBatch::valid_rows() {
+  std::vector<Row*> valid;
+  for (Row& row : rows_) {
+    if (row.valid) valid.push_back(&row);
+  }
+  return valid;
+}
+
+void RowBatch::weigh(const std::vector<Row*>& rows) {
+  const int64_t count = static_cast<int64_t>(rows.size());
+  parallel_for(count, 1, [&](int64_t i) {
+    Row& row = *rows[i];
+    row.threshold = row.sampling.greedy() ? row.max : filter_threshold(row);
+    row.weighting = weighting_of(row, row.threshold);
+  });
+  parallel_for(count * chunks_, kChunksPerThread, [&](int64_t job) {
+    const Row& row = *rows[job / chunks_];
+    const int64_t chunk = job % chunks_;
+    if (chunk >= row.chunks()) return;
+    row.chunk_sums[chunk] = row.kernels().sum(row.logits.at(chunk * kChunk), row.chunk_size(chunk),
+                                              row.maxima_of(chunk), row.weighting);
+  });
+  for (Row* row : rows) {
+    row->sum = 0;
+    for (int64_t chunk = 0; chunk < row->chunks(); ++chunk) row->sum += row->chunk_sums[chunk];
+  }
+}
+
+}  // namespace fastspec::cpu

@@ -1,0 +1,103 @@
+// Rows of logits prepared for sampling: best logit, filter threshold, and sums of weights by chunk.
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "row_kernels.h"
+
+namespace fastspec::cpu {
+
+// The sampling parameters of one row; the defaults are off.
+struct Sampling {
+  float temperature = 1.0f;
+  int32_t top_k = 0;
+  float top_p = 1.0f;
+  float min_p = 0.0f;
+
+  bool greedy() const { return temperature == 0.0f; }
+};
+
+// `size` adjacent logits.
+struct Logits {
+  const void* data;
+  int64_t size;
+  LogitsType type;
+
+  const void* at(int64_t index) const {
+    return static_cast<const char*>(data) + index * (type == LogitsType::kFloat32 ? 4 : 2);
+  }
+  // As many logits, `offset` elements further on.
+  Logits from(int64_t offset) const { return {at(offset), size, type}; }
+};
+
+struct Row {
+  Logits logits;
+  Sampling sampling;
+  // Filled by RowBatch::scan.
+  float* lane_maxima;
+  float* chunk_maxima;
+  float max;
+  bool valid;
+  // Filled by RowBatch::weigh; `threshold` is `max` where the row is greedy.
+  double* chunk_sums;
+  float threshold;
+  Weighting weighting;
+  double sum;
+
+  const RowKernels& kernels() const {
+    return sampling_kernels().rows[static_cast<int>(logits.type)];
+  }
+  int64_t chunks() const { return num_chunks(logits.size); }
+  int64_t chunk_size(int64_t chunk) const;
+  const float* maxima_of(int64_t chunk) const { return lane_maxima + chunk * kMaximaPerChunk; }
+  // The lowest id with the largest logit.
+  int64_t argmax() const;
+  float logit(int64_t token) const;
+  // ln of the weight of a token over the sum of weights; the filters are not looked at.
+  double log_prob(int64_t token) const;
+  // The filtered probability, 0 for ids outside the row; not for greedy rows.
+  double prob(int64_t token) const;
+  double logsumexp() const;
+};
+
+// The weights of a row under a threshold; greedy rows have temperature 1 and no threshold.
+Weighting weighting_of(const Row& row, float threshold);
+
+// The lowest kept logit under top-k, top-p and min-p, in this order; -inf where none is on.
+float filter_threshold(const Row& row);
+
+// The id that the inverse CDF gives: the first whose cumulative weight exceeds uniform * sum.
+int64_t draw(const Row& row, double uniform);
+
+// The first index whose cumulative sum exceeds `bound`, else the last positive one.
+int64_t draw_from(const float* weights, int64_t size, double bound);
+
+// The first chunk whose cumulative sum exceeds `bound`, else the last positive one; `before` gets
+// the sum of the chunks before it.
+int64_t draw_chunk(const double* chunk_sums, int64_t chunks, double bound, double* before);
+
+// Rows of any sizes that share scratch memory and parallel loops.
+class RowBatch {
+ public:
+  // At most `capacity` rows of at most `size` logits.
+  RowBatch(int64_t capacity, int64_t size);
+
+  Row& add(const Logits& logits, const Sampling& sampling);
+  Row& operator[](int64_t index) { return rows_[index]; }
+  int64_t count() const { return static_cast<int64_t>(rows_.size()); }
+
+  // Finds the best logit of every row and whether the row is valid.
+  void scan();
+  std::vector<Row*> valid_rows();
+  // Thresholds and sums of the given rows, which must be valid.
+  void weigh(const std::vector<Row*>& rows);
+
+ private:
+  int64_t chunks_;
+  std::unique_ptr<float[]> maxima_;
+  std::unique_ptr<double[]> sums_;
+  std::vector<Row> rows_;
+};
+
+}  // namespace fastspec::cpu

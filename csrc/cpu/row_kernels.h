@@ -1,0 +1,62 @@
+// The vector kernels on rows of logits, compiled once per instruction set with identical results.
+#pragma once
+#include <cstdint>
+
+namespace fastspec::cpu {
+
+enum class LogitsType { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
+
+constexpr int64_t kLanes = 16;
+// One tile leaves one maximum per lane, each over kTile / kLanes logits.
+constexpr int64_t kTile = 256;
+// The unit of parallel work and of fixed-order sums; a row's result depends on nothing else.
+constexpr int64_t kChunk = 4096;
+constexpr int64_t kMaximaPerChunk = kChunk / kTile * kLanes;
+
+inline int64_t num_chunks(int64_t size) { return (size + kChunk - 1) / kChunk; }
+
+// Length of the lane maxima of `size` logits.
+inline int64_t num_lane_maxima(int64_t size) { return (size + kTile - 1) / kTile * kLanes; }
+
+// weight(x) = 2 ** ((x - max) * scale) where x >= cutoff, else 0.
+struct Weighting {
+  float max;
+  float scale;
+  float cutoff;
+};
+
+// Each function takes `size` <= kChunk logits and, where it can skip tiles, their lane maxima.
+struct RowKernels {
+  // Fills the lane maxima and returns the largest logit, NaN where there is a NaN.
+  float (*max)(const void* logits, int64_t size, float* lane_maxima);
+  double (*sum)(const void* logits, int64_t size, const float* lane_maxima, const Weighting&);
+  // out[i] = factor * weight(logits[i])
+  void (*weigh)(const void* logits, int64_t size, const Weighting&, float factor, float* out);
+  // Appends the logits above `bound` to `out` and returns how many there are.
+  int64_t (*gather_above)(const void* logits, int64_t size, const float* lane_maxima, float bound,
+                          float* out);
+  // Index of the first logit >= bound, or `size`.
+  int64_t (*find)(const void* logits, int64_t size, float bound);
+  // The lowest logit >= bound, or +inf.
+  float (*lowest)(const void* logits, int64_t size, const float* lane_maxima, float bound);
+};
+
+// Functions on float arrays of any size.
+struct ListKernels {
+  int64_t (*count_above)(const float* values, int64_t size, float bound);
+  // Sum of weights[i] where values[i] > bound.
+  double (*mass_above)(const float* values, const float* weights, int64_t size, float bound);
+  // target[i] = max(target[i] - draft[i], 0); returns the sum. `size` is a multiple of kLanes.
+  double (*subtract)(float* target, const float* draft, int64_t size);
+};
+
+struct SamplingTable {
+  const char* name;
+  RowKernels rows[3];  // by LogitsType
+  ListKernels lists;
+};
+
+// The table for the widest instruction set that this processor has.
+const SamplingTable& sampling_kernels();
+
+}  // namespace fastspec::cpu

@@ -1,0 +1,180 @@
+// Every kernel of row_kernels.h, in namespace FASTSPEC_ISA; included by one source file per
+// instruction set.
+#include "row_kernels.h"
+#include "simd.h"
+
+namespace fastspec::cpu::FASTSPEC_ISA {
+namespace {
+
+// Calls visit(vector, index of its first element) on 16 elements at a time, the rest padded with
+// -inf.
+template <class T, class F>
+FASTSPEC_INLINE void each_vector(const T* x, int64_t size, const F& visit) {
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) visit(load(x + i), i);
+  if (i < size) visit(load_partial(x + i, size - i), i);
+}
+
+FASTSPEC_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// Calls visit(tile, its size) on the tiles with a lane maximum >= bound.
+template <class T, class F>
+FASTSPEC_INLINE void each_tile_at_least(const void* logits, int64_t size, const float* lane_maxima,
+                                        float bound, const F& visit) {
+  const T* x = static_cast<const T*>(logits);
+  for (int64_t i = 0; i < size; i += kTile, lane_maxima += kLanes) {
+    if (lanes_at_least(load(lane_maxima), bound) != 0) visit(x + i, smaller(kTile, size - i));
+  }
+}
+
+FASTSPEC_INLINE F32x16 weight(const F32x16& x, const Weighting& weighting) {
+  const F32x16 power = exp2_scaled(x - broadcast(weighting.max), weighting.scale);
+  return keep_at_least(x, weighting.cutoff, power);
+}
+
+template <class T>
+bool has_nan(const T* x, int64_t size) {
+  uint32_t ordered = 0xffff;
+  each_vector(x, size, [&](const F32x16& v, int64_t) { ordered &= lanes_at_least(v, -kInfinity); });
+  return ordered != 0xffff;
+}
+
+template <class T>
+float row_max(const void* logits, int64_t size, float* lane_maxima) {
+  const T* x = static_cast<const T*>(logits);
+  F32x16 best = broadcast(-kInfinity);
+  // A NaN makes the sum NaN; so may infinities, so a NaN sum only asks for a closer look.
+  F32x16 suspect = broadcast(0.0f);
+  for (int64_t i = 0; i < size; i += kTile, lane_maxima += kLanes) {
+    F32x16 tile_best = broadcast(-kInfinity);
+    each_vector(x + i, smaller(kTile, size - i), [&](const F32x16& v, int64_t) {
+      tile_best = max(v, tile_best);
+      suspect = suspect + v;
+    });
+    store(lane_maxima, tile_best);
+    best = max(tile_best, best);
+  }
+  const bool is_suspect = lanes_at_least(suspect, -kInfinity) != 0xffff;
+  if (is_suspect && has_nan(x, size)) return std::numeric_limits<float>::quiet_NaN();
+  return reduce_max(best);
+}
+
+template <class T>
+double row_sum(const void* logits, int64_t size, const float* lane_maxima,
+               const Weighting& weighting) {
+  F32x16 sum = broadcast(0.0f);
+  each_tile_at_least<T>(
+      logits, size, lane_maxima, weighting.cutoff, [&](const T* tile, int64_t count) {
+        F32x16 tile_sum = broadcast(0.0f);
+        each_vector(tile, count,
+                    [&](const F32x16& v, int64_t) { tile_sum = tile_sum + weight(v, weighting); });
+        sum = sum + tile_sum;
+      });
+  return reduce_sum(sum);
+}
+
+template <class T>
+void row_weigh(const void* logits, int64_t size, const Weighting& weighting, float factor,
+               float* out) {
+  const F32x16 scale = broadcast(factor);
+  each_vector(static_cast<const T*>(logits), size, [&](const F32x16& v, int64_t i) {
+    const F32x16 weights = weight(v, weighting) * scale;
+    if (i + kLanes <= size) {
+      store(out + i, weights);
+    } else {
+      std::memcpy(out + i, &weights, (size - i) * sizeof(float));
+    }
+  });
+}
+
+template <class T>
+int64_t row_gather_above(const void* logits, int64_t size, const float* lane_maxima, float bound,
+                         float* out) {
+  int64_t found = 0;
+  each_tile_at_least<T>(logits, size, lane_maxima, bound, [&](const T* tile, int64_t count) {
+    each_vector(tile, count, [&](const F32x16& v, int64_t) {
+      for (uint32_t bits = lanes_above(v, bound); bits != 0; bits &= bits - 1) {
+        float lane[16];
+        store(lane, v);
+        out[found++] = lane[__builtin_ctz(bits)];
+      }
+    });
+  });
+  return found;
+}
+
+template <class T>
+int64_t row_find(const void* logits, int64_t size, float bound) {
+  const T* x = static_cast<const T*>(logits);
+  for (int64_t i = 0; i < size; i += kLanes) {
+    const bool whole = i + kLanes <= size;
+    const F32x16 v = whole ? load(x + i) : load_partial(x + i, size - i);
+    const uint32_t bits = lanes_at_least(v, bound);
+    if (bits != 0) return smaller(i + __builtin_ctz(bits), size);
+  }
+  return size;
+}
+
+template <class T>
+float row_lowest(const void* logits, int64_t size, const float* lane_maxima, float bound) {
+  F32x16 lowest = broadcast(kInfinity);
+  each_tile_at_least<T>(logits, size, lane_maxima, bound, [&](const T* tile, int64_t count) {
+    each_vector(tile, count, [&](const F32x16& v, int64_t) {
+      lowest = min(lowest, select_at_least(v, bound, v, kInfinity));
+    });
+  });
+  return reduce_min(lowest);
+}
+
+int64_t list_count_above(const float* values, int64_t size, float bound) {
+  int64_t count = 0;
+  each_vector(values, size, [&](const F32x16& v, int64_t) {
+    count += __builtin_popcount(lanes_above(v, bound));
+  });
+  return count;
+}
+
+double list_mass_above(const float* values, const float* weights, int64_t size, float bound) {
+  double total = 0;
+  for (int64_t begin = 0; begin < size; begin += kTile) {
+    F32x16 sum = broadcast(0.0f);
+    each_vector(values + begin, smaller(kTile, size - begin), [&](const F32x16& v, int64_t i) {
+      const float* w = weights + begin + i;
+      const bool whole = begin + i + kLanes <= size;
+      sum = sum + keep_above(v, bound, whole ? load(w) : load_partial(w, size - begin - i));
+    });
+    total += reduce_sum(sum);
+  }
+  return total;
+}
+
+double list_subtract(float* target, const float* draft, int64_t size) {
+  F32x16 sum = broadcast(0.0f);
+  for (int64_t begin = 0; begin < size; begin += kTile) {
+    F32x16 tile_sum = broadcast(0.0f);
+    for (int64_t i = begin; i < smaller(begin + kTile, size); i += kLanes) {
+      const F32x16 rest = max(load(target + i) - load(draft + i), broadcast(0.0f));
+      store(target + i, rest);
+      tile_sum = tile_sum + rest;
+    }
+    sum = sum + tile_sum;
+  }
+  return reduce_sum(sum);
+}
+
+template <class T>
+constexpr RowKernels row_kernels() {
+  return {row_max<T>, row_sum<T>, row_weigh<T>, row_gather_above<T>, row_find<T>, row_lowest<T>};
+}
+
+}  // namespace
+
+#define FASTSPEC_STRINGIFY(x) #x
+#define FASTSPEC_NAME(x) FASTSPEC_STRINGIFY(x)
+extern const SamplingTable kSamplingTable;
+const SamplingTable kSamplingTable = {
+    FASTSPEC_NAME(FASTSPEC_ISA),
+    {row_kernels<float>(), row_kernels<BF16>(), row_kernels<F16>()},
+    {list_count_above, list_mass_above, list_subtract}};
+
+}  // namespace fastspec::cpu::FASTSPEC_ISA

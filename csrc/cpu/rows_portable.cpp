@@ -1,0 +1,2 @@
+#define FASTSPEC_ISA portable
+#include "rows.inl"

@@ -1,0 +1,256 @@
+// Sixteen lanes on any instruction set: the same lanes, in the same order, round the same way.
+// Everything has internal linkage, as this file is compiled with several sets of machine flags.
+#pragma once
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#define FASTSPEC_INLINE inline __attribute__((always_inline))
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wpsabi"
+#endif
+
+namespace fastspec::cpu::FASTSPEC_ISA {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kNativeLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kNativeLanes = 8;
+#else
+constexpr int kNativeLanes = 4;
+#endif
+constexpr int kParts = 16 / kNativeLanes;
+
+typedef float NativeF32 __attribute__((vector_size(kNativeLanes * 4)));
+typedef int32_t NativeI32 __attribute__((vector_size(kNativeLanes * 4)));
+typedef uint32_t NativeU32 __attribute__((vector_size(kNativeLanes * 4)));
+typedef uint16_t NativeU16 __attribute__((vector_size(kNativeLanes * 2)));
+typedef float QuarterF32 __attribute__((vector_size(16)));
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+struct F32x16 {
+  NativeF32 part[kParts];
+};
+
+struct BF16 {
+  uint16_t bits;
+};
+
+struct F16 {
+  uint16_t bits;
+};
+
+template <class To, class From>
+FASTSPEC_INLINE To bit_cast(const From& from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof(to));
+  return to;
+}
+
+template <class F>
+FASTSPEC_INLINE F32x16 each_part(const F& f) {
+  F32x16 out;
+#pragma GCC unroll 4
+  for (int i = 0; i < kParts; ++i) out.part[i] = f(i);
+  return out;
+}
+
+FASTSPEC_INLINE NativeF32 native(float value) { return value - NativeF32{}; }
+
+FASTSPEC_INLINE F32x16 broadcast(float value) {
+  return each_part([&](int) { return native(value); });
+}
+
+FASTSPEC_INLINE F32x16 operator+(const F32x16& a, const F32x16& b) {
+  return each_part([&](int i) { return a.part[i] + b.part[i]; });
+}
+
+FASTSPEC_INLINE F32x16 operator-(const F32x16& a, const F32x16& b) {
+  return each_part([&](int i) { return a.part[i] - b.part[i]; });
+}
+
+FASTSPEC_INLINE F32x16 operator*(const F32x16& a, const F32x16& b) {
+  return each_part([&](int i) { return a.part[i] * b.part[i]; });
+}
+
+// a * b + c, in one rounding wherever the hardware can.
+FASTSPEC_INLINE NativeF32 multiply_add(NativeF32 a, NativeF32 b, NativeF32 c) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_ps(a, b, c);
+#elif defined(__AVX2__)
+  return _mm256_fmadd_ps(a, b, c);
+#elif defined(__ARM_FEATURE_FMA)
+  NativeF32 out;
+  for (int i = 0; i < kNativeLanes; ++i) out[i] = __builtin_fmaf(a[i], b[i], c[i]);
+  return out;
+#else
+  return a * b + c;
+#endif
+}
+
+// The larger; where one is NaN, b.
+FASTSPEC_INLINE F32x16 max(const F32x16& a, const F32x16& b) {
+  return each_part([&](int i) { return a.part[i] > b.part[i] ? a.part[i] : b.part[i]; });
+}
+
+FASTSPEC_INLINE F32x16 min(const F32x16& a, const F32x16& b) {
+  return each_part([&](int i) { return a.part[i] < b.part[i] ? a.part[i] : b.part[i]; });
+}
+
+FASTSPEC_INLINE NativeF32 keep(NativeI32 mask, NativeF32 value) {
+  return bit_cast<NativeF32>(mask & bit_cast<NativeI32>(value));
+}
+
+// value where a >= b, else 0
+FASTSPEC_INLINE F32x16 keep_at_least(const F32x16& a, float b, const F32x16& value) {
+  return each_part(
+      [&](int i) { return keep(bit_cast<NativeI32>(a.part[i] >= native(b)), value.part[i]); });
+}
+
+// value where a > b, else 0
+FASTSPEC_INLINE F32x16 keep_above(const F32x16& a, float b, const F32x16& value) {
+  return each_part(
+      [&](int i) { return keep(bit_cast<NativeI32>(a.part[i] > native(b)), value.part[i]); });
+}
+
+// value where a >= b, else otherwise
+FASTSPEC_INLINE F32x16 select_at_least(const F32x16& a, float b, const F32x16& value,
+                                       float otherwise) {
+  return each_part([&](int i) {
+    const NativeI32 mask = bit_cast<NativeI32>(a.part[i] >= native(b));
+    return bit_cast<NativeF32>((mask & bit_cast<NativeI32>(value.part[i])) |
+                               (~mask & bit_cast<NativeI32>(native(otherwise))));
+  });
+}
+
+FASTSPEC_INLINE uint32_t sign_bits(NativeI32 mask) {
+#if defined(__AVX512F__)
+  return _mm512_movepi32_mask(bit_cast<__m512i>(mask));
+#elif defined(__AVX2__)
+  return static_cast<uint32_t>(_mm256_movemask_ps(bit_cast<__m256>(mask)));
+#elif defined(__x86_64__)
+  return static_cast<uint32_t>(_mm_movemask_ps(bit_cast<__m128>(mask)));
+#else
+  uint32_t bits = 0;
+  for (int i = 0; i < kNativeLanes; ++i) bits |= (mask[i] < 0 ? 1u : 0u) << i;
+  return bits;
+#endif
+}
+
+// Bit i is set where lane i >= bound.
+FASTSPEC_INLINE uint32_t lanes_at_least(const F32x16& a, float bound) {
+  uint32_t bits = 0;
+#pragma GCC unroll 4
+  for (int i = 0; i < kParts; ++i) {
+    bits |= sign_bits(bit_cast<NativeI32>(a.part[i] >= native(bound))) << (i * kNativeLanes);
+  }
+  return bits;
+}
+
+// Bit i is set where lane i > bound.
+FASTSPEC_INLINE uint32_t lanes_above(const F32x16& a, float bound) {
+  uint32_t bits = 0;
+#pragma GCC unroll 4
+  for (int i = 0; i < kParts; ++i) {
+    bits |= sign_bits(bit_cast<NativeI32>(a.part[i] > native(bound))) << (i * kNativeLanes);
+  }
+  return bits;
+}
+
+// 2 ** y for -126 < y <= 0 within 2 ulp, exactly 1 at 0, of y = x * scale; garbage elsewhere.
+FASTSPEC_INLINE F32x16 exp2_scaled(const F32x16& x, float scale) {
+  return each_part([&](int i) {
+    const NativeF32 round_to_int = native(0x1.8p23f);
+    const NativeF32 shifted = multiply_add(x.part[i], native(scale), round_to_int);
+    const NativeF32 rounded = shifted - round_to_int;
+    const NativeF32 r = multiply_add(x.part[i], native(scale), -rounded);  // in [-0.5, 0.5]
+    // Minimax fit of (2 ** r - 1) / r, relative error of the result 9.2e-8.
+    NativeF32 poly = native(0x1.5bba14p-10f);
+    poly = multiply_add(poly, r, native(0x1.3cea88p-7f));
+    poly = multiply_add(poly, r, native(0x1.c6b752p-5f));
+    poly = multiply_add(poly, r, native(0x1.ebf9bcp-3f));
+    poly = multiply_add(poly, r, native(0x1.62e42ap-1f));
+    poly = multiply_add(poly, r, native(1.0f));
+    const NativeU32 exponent = bit_cast<NativeU32>(shifted) << 23;
+    return bit_cast<NativeF32>(bit_cast<NativeU32>(poly) + exponent);
+  });
+}
+
+FASTSPEC_INLINE QuarterF32 quarter(const F32x16& a, int index) {
+  QuarterF32 out;
+  std::memcpy(&out, reinterpret_cast<const char*>(&a) + 16 * index, 16);
+  return out;
+}
+
+FASTSPEC_INLINE float reduce_max(const F32x16& a) {
+  float best = -kInfinity;
+  float lane[16];
+  std::memcpy(lane, &a, sizeof(lane));
+  for (int i = 0; i < 16; ++i) best = lane[i] > best ? lane[i] : best;
+  return best;
+}
+
+FASTSPEC_INLINE float reduce_min(const F32x16& a) {
+  float best = kInfinity;
+  float lane[16];
+  std::memcpy(lane, &a, sizeof(lane));
+  for (int i = 0; i < 16; ++i) best = lane[i] < best ? lane[i] : best;
+  return best;
+}
+
+// Fixed order: the four quarters pairwise in f32, then their lanes in f64.
+FASTSPEC_INLINE double reduce_sum(const F32x16& a) {
+  const QuarterF32 sum = (quarter(a, 0) + quarter(a, 1)) + (quarter(a, 2) + quarter(a, 3));
+  return (double{sum[0]} + double{sum[1]}) + (double{sum[2]} + double{sum[3]});
+}
+
+FASTSPEC_INLINE F32x16 load(const float* x) {
+  F32x16 out;
+  std::memcpy(&out, x, sizeof(out));
+  return out;
+}
+
+FASTSPEC_INLINE void store(float* out, const F32x16& a) { std::memcpy(out, &a, sizeof(a)); }
+
+FASTSPEC_INLINE NativeU32 load_u16(const uint16_t* x) {
+  NativeU16 narrow;
+  std::memcpy(&narrow, x, sizeof(narrow));
+  return __builtin_convertvector(narrow, NativeU32);
+}
+
+FASTSPEC_INLINE F32x16 load(const BF16* x) {
+  return each_part(
+      [&](int i) { return bit_cast<NativeF32>(load_u16(&x[i * kNativeLanes].bits) << 16); });
+}
+
+FASTSPEC_INLINE F32x16 load(const F16* x) {
+  return each_part([&](int i) {
+    const NativeU32 half = load_u16(&x[i * kNativeLanes].bits);
+    const NativeU32 magnitude = half & 0x7fffu;
+    // Exact for normal and subnormal halves: move the bits, then correct the exponent bias.
+    NativeU32 wide = bit_cast<NativeU32>(bit_cast<NativeF32>(magnitude << 13) * 0x1p112f);
+    const NativeU32 special = bit_cast<NativeU32>(magnitude > 0x7bffu);  // inf and NaN
+    wide |= special & 0x7f800000u;
+    return bit_cast<NativeF32>(wide | ((half & 0x8000u) << 16));
+  });
+}
+
+// The first `count` < 16 elements, then -inf.
+template <class T>
+FASTSPEC_INLINE F32x16 load_partial(const T* x, int64_t count) {
+  T padded[16] = {};
+  std::memcpy(padded, x, count * sizeof(T));
+  float lane[16];
+  store(lane, load(padded));
+  for (int64_t i = count; i < 16; ++i) lane[i] = -kInfinity;
+  return load(lane);
+}
+
+}  // namespace
+}  // namespace fastspec::cpu::FASTSPEC_ISA
