@@ -1,0 +1,5 @@
+"""`python -m fastspec`."""
+
+from fastspec.cli import app
+
+app(prog_name="fastspec")

@@ -1,0 +1,157 @@
+"""Verify that all methods say the same, then time them interleaved."""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fastspec.bench.methods import Decode, Methods, TokenIds
+from fastspec.config import is_int
+from fastspec.stats import SpecStats
+
+RATIOS = {
+    "speculative / plain": ("speculative", ("plain",)),
+    "speculative / hf_assisted": ("speculative", ("hf_assisted", "hf_assisted_default")),
+    "plain / hf_generate": ("plain", ("hf_generate",)),
+}
+
+
+class Mismatch(ValueError):
+    """Greedy outputs that should be equal are not."""
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """What is timed.
+
+    Args:
+        max_tokens: new tokens of each prompt, end-of-sequence ids ignored, >= 1.
+        repeats: timed rounds over all prompts, >= 1.
+        temperatures: at least one, each >= 0.
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    max_tokens: int = 128
+    repeats: int = 3
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+
+    def __post_init__(self):
+        for name in ("max_tokens", "repeats"):
+            value = getattr(self, name)
+            if not is_int(value) or value < 1:
+                raise ValueError(f"{name}: expected an int >= 1, got {value!r}")
+        usable = all(0 <= temperature < float("inf") for temperature in self.temperatures)
+        if not self.temperatures or not usable:
+            raise ValueError(f"temperatures: expected numbers >= 0, got {self.temperatures!r}")
+
+    def num_runs(self, num_prompts: int, num_methods: int) -> int:
+        """Calls of a method that verify_outputs() and measure() make together."""
+        rounds = 1 + self.repeats * len(self.temperatures)
+        return rounds * num_prompts * num_methods
+
+
+def verify_outputs(
+    methods: Methods, prompts: list[TokenIds], advance: Callable[[], None]
+) -> dict[str, int]:
+    """Compare the greedy ids of every method with those of our plain decoding; also warms them up.
+
+    Returns:
+        For each other method, the number of prompts where all ids are equal.
+    Raises:
+        ValueError: a prompt without room for the new tokens, or a method that made fewer.
+    """
+    for index, prompt in enumerate(prompts):
+        if len(prompt) > methods.max_prompt_len:
+            raise ValueError(
+                f"prompt {index + 1}: has {len(prompt)} tokens; {methods.max_prompt_len} leave room"
+                " for the new ones"
+            )
+    decoders = methods.by_name()
+    equal = dict.fromkeys((name for name in decoders if name != "plain"), 0)
+    for prompt in prompts:
+        ids = {}
+        for name, decode in decoders.items():
+            ids[name] = decode(prompt, 0.0, 0)
+            advance()
+            if len(ids[name]) != methods.max_tokens:
+                raise Mismatch(f"{name}: {len(ids[name])} new tokens, not {methods.max_tokens}")
+        for name in equal:
+            equal[name] += ids[name] == ids["plain"]
+    return equal
+
+
+def require_equal(equal: dict[str, int], num_prompts: int) -> None:
+    """Raise Mismatch unless every method agreed on every prompt."""
+    for name, count in equal.items():
+        if count < num_prompts:
+            raise Mismatch(
+                f"greedy outputs differ: {name} and plain agree on {count} of {num_prompts} prompts"
+            )
+
+
+def measure(
+    methods: Methods,
+    prompts: list[TokenIds],
+    config: BenchConfig,
+    advance: Callable[[], None],
+) -> list[dict]:
+    """Time every method at every temperature, interleaved so that noise hits all alike.
+
+    Returns:
+        For each temperature a dictionary: new tokens per second by method (all prompts' tokens over
+        the median, across rounds, of all prompts' seconds), their ratios, and our acceptance.
+    """
+    return [
+        _measure_at(temperature, methods, prompts, config, advance)
+        for temperature in config.temperatures
+    ]
+
+
+def _measure_at(
+    temperature: float,
+    methods: Methods,
+    prompts: list[TokenIds],
+    config: BenchConfig,
+    advance: Callable[[], None],
+) -> dict:
+    decoders = list(methods.by_name().items())
+    seconds = {name: [0.0] * config.repeats for name, _ in decoders}
+    runs: list[SpecStats] = []
+    for round_index in range(config.repeats):
+        for seed, prompt in enumerate(prompts):
+            first = (round_index + seed) % len(decoders)
+            for name, decode in decoders[first:] + decoders[:first]:
+                seconds[name][round_index] += _timed(decode, prompt, temperature, seed)
+                if name == "speculative":
+                    runs.append(methods.last_stats)
+                advance()
+    num_tokens = len(prompts) * config.max_tokens
+    speeds = {name: num_tokens / statistics.median(rounds) for name, rounds in seconds.items()}
+    return {
+        "temperature": temperature,
+        "tokens_per_s": {name: round(speed, 2) for name, speed in speeds.items()},
+        "seconds": {name: [round(s, 4) for s in rounds] for name, rounds in seconds.items()},
+        "ratios": {
+            label: round(speeds[ours] / max(speeds[name] for name in theirs), 3)
+            for label, (ours, theirs) in RATIOS.items()
+        },
+        **_acceptance(runs),
+    }
+
+
+def _timed(decode: Decode, prompt: TokenIds, temperature: float, seed: int) -> float:
+    start = time.perf_counter()
+    decode(prompt, temperature, seed)
+    return time.perf_counter() - start
+
+
+def _acceptance(runs: list[SpecStats]) -> dict[str, float | None]:
+    num_drafted = sum(stats.num_draft_tokens for stats in runs)
+    num_accepted = sum(stats.num_accepted_tokens for stats in runs)
+    num_emitted = sum(stats.num_output_tokens for stats in runs)
+    num_steps = sum(stats.num_steps for stats in runs)
+    return {
+        "acceptance_rate": round(num_accepted / num_drafted, 4) if num_drafted else None,
+        "mean_acceptance_length": round(num_emitted / num_steps, 4),
+    }

@@ -1,0 +1,117 @@
+"""The ways of decoding that a benchmark compares, all on one pair of loaded models."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from transformers import PreTrainedModel
+
+from fastspec.config import EngineConfig, SamplingParams, SpecConfig
+from fastspec.engine import Engine
+from fastspec.stats import SpecStats
+
+TokenIds = list[int]
+Decode = Callable[[TokenIds, float, int], TokenIds]  # prompt ids, temperature, seed -> new ids
+
+
+class Methods:
+    """Our plain and speculative decoding and Hugging Face's plain and assisted generation.
+
+    Each method makes exactly `max_tokens` new ids: end-of-sequence ids do not end a text.
+    Hugging Face's assisted generation appears twice: drafting K tokens in each step, as ours does
+    ("hf_assisted"), and as its own defaults have it ("hf_assisted_default").
+    """
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        draft: PreTrainedModel,
+        num_speculative_tokens: int,
+        max_tokens: int,
+        config: EngineConfig,
+    ):
+        spec = SpecConfig(num_speculative_tokens=num_speculative_tokens)
+        self._engine = Engine(target, draft, spec=spec, config=config)
+        self._target = target
+        self._draft = draft
+        self._num_speculative_tokens = num_speculative_tokens
+        self.max_tokens = max_tokens
+        self.last_stats = SpecStats()
+
+    @property
+    def max_prompt_len(self) -> int:
+        """Longest prompt after which every method has room for its new tokens."""
+        return self._engine.max_model_len - self.max_tokens
+
+    def by_name(self) -> dict[str, Decode]:
+        """All methods."""
+        return {
+            "plain": self._plain,
+            "speculative": self._speculative,
+            "hf_generate": self._hf_generate,
+            "hf_assisted": self._hf_assisted,
+            "hf_assisted_default": self._hf_assisted_default,
+        }
+
+    def _plain(self, prompt: TokenIds, temperature: float, seed: int) -> TokenIds:
+        self._engine.disable_spec_dec()
+        return self._ours(prompt, temperature, seed)
+
+    def _speculative(self, prompt: TokenIds, temperature: float, seed: int) -> TokenIds:
+        self._engine.enable_spec_dec(n_spec_tokens=self._num_speculative_tokens)
+        return self._ours(prompt, temperature, seed)
+
+    def _ours(self, prompt: TokenIds, temperature: float, seed: int) -> TokenIds:
+        params = SamplingParams(
+            temperature=temperature, seed=seed, max_tokens=self.max_tokens, ignore_eos=True
+        )
+        output = self._engine.generate([prompt], params)[0]
+        if output.error is not None:
+            raise ValueError(f"target: {output.error}")
+        self.last_stats = output.stats
+        return list(output.token_ids)
+
+    def _hf_assisted(self, prompt: TokenIds, temperature: float, seed: int) -> TokenIds:
+        changes = {
+            "num_assistant_tokens": self._num_speculative_tokens,
+            "num_assistant_tokens_schedule": "constant",
+            "assistant_confidence_threshold": 0.0,
+        }
+        with _changed(self._draft.generation_config, changes):
+            return self._hf_generate(prompt, temperature, seed, assistant_model=self._draft)
+
+    def _hf_assisted_default(self, prompt: TokenIds, temperature: float, seed: int) -> TokenIds:
+        return self._hf_generate(prompt, temperature, seed, assistant_model=self._draft)
+
+    def _hf_generate(
+        self, prompt: TokenIds, temperature: float, seed: int, **assistant
+    ) -> TokenIds:
+        input_ids = torch.tensor([prompt], device=self._target.device)
+        sampling = {"do_sample": False}
+        if temperature > 0:
+            # Hugging Face would otherwise keep the 50 best tokens, or what the checkpoint asks for.
+            sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+        torch.manual_seed(seed)
+        output = self._target.generate(
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            max_new_tokens=self.max_tokens,
+            eos_token_id=None,
+            pad_token_id=0,
+            **sampling,
+            **assistant,
+        )
+        return output[0, len(prompt) :].tolist()
+
+
+@contextmanager
+def _changed(holder: object, changes: dict) -> Iterator[None]:
+    """Attributes changed for the length of a block."""
+    previous = {name: getattr(holder, name) for name in changes}
+    try:
+        for name, value in changes.items():
+            setattr(holder, name, value)
+        yield
+    finally:
+        for name, value in previous.items():
+            setattr(holder, name, value)

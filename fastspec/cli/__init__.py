@@ -1,0 +1,33 @@
+"""The command line: `fastspec generate`, `demo`, `bench` and `info`."""
+
+from typing import Annotated
+
+import typer
+from transformers.utils import logging as transformers_logging
+
+import fastspec
+from fastspec.cli import bench, demo, generate, info
+from fastspec.cli.errors import OneLineErrors
+
+app = typer.Typer(cls=OneLineErrors, add_completion=False, pretty_exceptions_enable=False)
+app.command()(generate.generate)
+app.command()(demo.demo)
+app.command()(bench.bench)
+app.command()(info.info)
+
+
+@app.callback(invoke_without_command=True)
+def main(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    """Faster generation from Hugging Face language models, with the same output."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    if version:
+        typer.echo(fastspec.__version__)
+    elif context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+__all__ = ["app"]

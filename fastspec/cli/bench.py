@@ -1,0 +1,167 @@
+"""`fastspec bench`: our decoding against Hugging Face's on the same weights and prompts."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from fastspec.bench import (
+    BenchConfig,
+    Methods,
+    describe_environment,
+    measure,
+    require_equal,
+    verify_outputs,
+)
+from fastspec.bench.environment import ROOT
+from fastspec.cli import options
+from fastspec.cli.display import number, progress_bar
+from fastspec.cli.errors import usage_errors
+from fastspec.cli.prompts import bundled_prompts, read_prompts
+from fastspec.config import EngineConfig, SpecConfig
+from fastspec.loading import check_same_tokenizer, load_model, load_tokenizer
+
+_RESULTS = ROOT / "benchmarks" / "results"
+
+
+def bench(
+    target: options.Target = "tiny",
+    draft: options.Draft = None,
+    num_prompts: options.NumPrompts = 8,
+    prompts_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Prompts of your own, read as generate does."),
+    ] = None,
+    max_tokens: options.MaxTokens = 128,
+    num_speculative_tokens: options.NumSpeculativeTokens = 4,
+    temperatures: Annotated[str, typer.Option(help="Comma-separated list; 0 is greedy.")] = "0,1",
+    repeats: Annotated[
+        int, typer.Option(help="Timed rounds over all prompts; the median counts.")
+    ] = 3,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="CPU threads; without it what torch chooses.")
+    ] = None,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Append the record to this .jsonl file.")
+    ] = None,
+    record: Annotated[
+        bool, typer.Option("--record", help="Append the record to the checkout's results.")
+    ] = False,
+) -> None:
+    """Time plain, speculative, and Hugging Face's plain and assisted decoding, batch 1, in one run.
+
+    All run on one loaded pair and make equally many tokens; greedy outputs are compared first.
+    """
+    if draft is None:
+        if target != "tiny":
+            raise typer.BadParameter("--draft: a --target of your own needs a draft model")
+        draft = "tiny-draft"
+    with usage_errors():
+        config = BenchConfig(max_tokens, repeats, _numbers(temperatures))
+        SpecConfig(num_speculative_tokens=num_speculative_tokens)
+        engine_config = EngineConfig(dtype=dtype, device=device)
+    files = _record_files(out, record)
+    texts = read_prompts(prompts_file) if prompts_file else bundled_prompts(num_prompts)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    tokenizer = load_tokenizer("target", target)
+    check_same_tokenizer(tokenizer, load_tokenizer("draft", draft))
+    names = {"target": target, "draft": draft}
+    models = [load_model(field, name, engine_config) for field, name in names.items()]
+    methods = Methods(*models, num_speculative_tokens, max_tokens, engine_config)
+    prompts = [tokenizer(text)["input_ids"] for text in texts]
+    with progress_bar("runs") as bar:
+        total = config.num_runs(len(prompts), len(methods.by_name()))
+        task = bar.add_task("measuring", total=total)
+        equal = verify_outputs(methods, prompts, lambda: bar.advance(task))
+        if models[0].dtype == torch.float32:
+            require_equal(equal, len(prompts))
+        results = measure(methods, prompts, config, lambda: bar.advance(task))
+    result = {
+        "op": "end_to_end",
+        **describe_environment(),
+        "cpu_instruction_set": torch.ops.fastspec.cpu_instruction_set(),
+        "device": str(models[0].device),
+        "dtype": str(models[0].dtype).removeprefix("torch."),
+        "target": _describe(target, models[0]),
+        "draft": _describe(draft, models[1]),
+        "num_speculative_tokens": num_speculative_tokens,
+        "batch_size": 1,
+        "num_prompts": len(prompts),
+        "prompt_tokens": sum(map(len, prompts)),
+        "max_tokens": max_tokens,
+        "repeats": repeats,
+        "verified": all(count == len(prompts) for count in equal.values()),
+        "prompts_equal_to_plain": equal,
+        "results": results,
+        "argv": sys.argv[1:],
+    }
+    _show(Console(highlight=False), result)
+    for file in files:
+        with file.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(result) + "\n")
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError as error:
+        raise ValueError(f"temperatures: expected numbers like 0,1, got {text!r}") from error
+
+
+def _record_files(out: Path | None, record: bool) -> list[Path]:
+    """Where the record goes, checked before anything slow starts."""
+    files = [] if out is None else [out]
+    if record:
+        files.append(_RESULTS / "end_to_end.jsonl")
+    for file in files:
+        if not file.parent.is_dir():
+            raise typer.BadParameter(f"the record: no such folder: {str(file.parent)!r}")
+    return files
+
+
+def _describe(name: str, model) -> dict:
+    return {
+        "name": Path(name).name,
+        "architecture": type(model).__name__,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "layers": model.config.get_text_config(decoder=True).num_hidden_layers,
+        "vocab_size": model.config.get_text_config(decoder=True).vocab_size,
+    }
+
+
+def _show(console: Console, result: dict) -> None:
+    console.print(
+        f"{result['num_prompts']} prompts, {result['max_tokens']} new tokens each, batch 1,"
+        f" K={result['num_speculative_tokens']}, {result['dtype']}, {result['threads']} threads,"
+        f" {result['cpu']}"
+    )
+    verdict = (
+        "all methods gave the same token ids"
+        if result["verified"]
+        else f"prompts equal to plain: {result['prompts_equal_to_plain']}"
+    )
+    console.print(f"Compared first, greedily: {verdict}.")
+    for title, key, digits in (
+        ("new tokens per second", "tokens_per_s", 1),
+        ("ratio", "ratios", 2),
+    ):
+        table = Table(show_edge=False, pad_edge=False)
+        table.add_column(title)
+        for row in result["results"]:
+            table.add_column(f"T={row['temperature']:g}", justify="right")
+        for name in result["results"][0][key]:
+            table.add_row(name, *(number(row[key][name], digits) for row in result["results"]))
+        if key == "ratios":
+            for name in ("acceptance_rate", "mean_acceptance_length"):
+                cells = (number(row[name]) for row in result["results"])
+                table.add_row(name.replace("_", " "), *cells)
+        console.print()
+        console.print(table)

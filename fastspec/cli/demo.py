@@ -1,0 +1,193 @@
+"""`fastspec demo`: the bundled pair, plain and speculative, side by side."""
+
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console, Group
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from fastspec.cli import options
+from fastspec.cli.display import coloured, legend, number, progress_bar
+from fastspec.cli.errors import usage_errors
+from fastspec.cli.prompts import bundled_prompts
+from fastspec.cli.running import Transcript, run_one
+from fastspec.config import SamplingParams, SpecConfig
+from fastspec.engine import Engine
+from fastspec.outputs import RequestOutput
+
+_ROUNDS = 3  # timed runs of each prompt in each mode
+_PICTURE_WIDTH = 104
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One prompt decoded both ways: the texts, and the median seconds of each."""
+
+    prompt: str
+    plain: Transcript
+    speculative: Transcript
+    plain_seconds: float
+    speculative_seconds: float
+
+
+def demo(
+    num_prompts: options.NumPrompts = 3,
+    max_tokens: options.MaxTokens = 96,
+    num_speculative_tokens: options.NumSpeculativeTokens = 5,
+    temperature: Annotated[
+        float, typer.Option(help="0 is greedy, where both outputs must be equal.")
+    ] = 0.0,
+    svg: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write what is shown as an SVG picture.")
+    ] = None,
+) -> None:
+    """Continue held-out prompts with the bundled pair, plain and speculative, and compare both."""
+    with usage_errors():
+        params = SamplingParams(
+            temperature=temperature, seed=0, max_tokens=max_tokens, ignore_eos=True
+        )
+        spec = SpecConfig(num_speculative_tokens=num_speculative_tokens)
+    if svg is not None and not svg.parent.is_dir():
+        raise typer.BadParameter(f"--svg: no such folder: {str(svg.parent)!r}")
+    prompts = bundled_prompts(num_prompts)
+    engine = Engine("tiny", spec=spec)
+    comparisons = []
+    with progress_bar("runs") as bar:
+        task = bar.add_task("decoding", total=len(prompts))
+        _compare(engine, prompts[0], params, num_speculative_tokens)  # warm up
+        for prompt in prompts:
+            comparisons.append(_compare(engine, prompt, params, num_speculative_tokens))
+            bar.advance(task)
+    console = Console(
+        record=svg is not None, width=None if svg is None else _PICTURE_WIDTH, highlight=False
+    )
+    _show(console, comparisons, num_speculative_tokens)
+    agreed = _conclude(console, comparisons, temperature)
+    if svg is not None:
+        console.save_svg(str(svg), title="fastspec demo")
+    if not agreed:
+        raise typer.Exit(1)
+
+
+def _compare(
+    engine: Engine, prompt: str, params: SamplingParams, num_speculative_tokens: int
+) -> Comparison:
+    seconds = {False: [], True: []}
+    transcripts = {}
+    for _ in range(_ROUNDS):
+        for speculative in (False, True):
+            if speculative:
+                engine.enable_spec_dec(n_spec_tokens=num_speculative_tokens)
+            else:
+                engine.disable_spec_dec()
+            start = time.perf_counter()
+            transcripts[speculative] = run_one(engine, prompt, params)
+            seconds[speculative].append(time.perf_counter() - start)
+    return Comparison(
+        prompt,
+        transcripts[False],
+        transcripts[True],
+        statistics.median(seconds[False]),
+        statistics.median(seconds[True]),
+    )
+
+
+def _show(console: Console, comparisons: list[Comparison], num_speculative_tokens: int) -> None:
+    console.print(
+        f"Each step the draft model proposes {num_speculative_tokens} tokens and the target checks"
+        f" them in one pass. {torch.get_num_threads()} CPU threads, one prompt at a time."
+    )
+    for index, comparison in enumerate(comparisons):
+        console.print(Rule(f"prompt {index + 1} of {len(comparisons)}", style="dim"))
+        console.print(Text(comparison.prompt, style="dim"))
+        console.print(_side_by_side(comparison))
+    console.print(Rule(style="dim"))
+    sources = [s for c in comparisons for s in _output(c.speculative).sources]
+    console.print(Group(legend(sources), Text()))
+    console.print(_speeds(comparisons))
+
+
+def _side_by_side(comparison: Comparison) -> Table:
+    table = Table(expand=True, show_edge=False, pad_edge=False)
+    for name in ("plain", "speculative"):
+        table.add_column(name, ratio=1, overflow="fold")
+    table.add_row(coloured(comparison.plain.pieces), coloured(comparison.speculative.pieces))
+    return table
+
+
+def _speeds(comparisons: list[Comparison]) -> Table:
+    table = Table(show_edge=False, pad_edge=False)
+    for name in (
+        "prompt",
+        "tokens",
+        "plain tokens/s",
+        "speculative tokens/s",
+        "ratio",
+        "acceptance rate",
+        "mean acceptance length",
+    ):
+        table.add_column(name, justify="right")
+    rows = [(str(index + 1), [c]) for index, c in enumerate(comparisons)]
+    for name, members in [*rows, ("all", comparisons)]:
+        table.add_row(name, *_speed_cells(members), style="bold" if name == "all" else None)
+    return table
+
+
+def _speed_cells(comparisons: list[Comparison]) -> list[str]:
+    plain = [_output(c.plain) for c in comparisons]
+    speculative = [_output(c.speculative) for c in comparisons]
+    plain_speed = _num_tokens(plain) / sum(c.plain_seconds for c in comparisons)
+    speculative_speed = _num_tokens(speculative) / sum(c.speculative_seconds for c in comparisons)
+    num_drafted = sum(output.stats.num_draft_tokens for output in speculative)
+    num_accepted = sum(output.stats.num_accepted_tokens for output in speculative)
+    num_steps = sum(output.stats.num_steps for output in speculative)
+    return [
+        str(_num_tokens(speculative)),
+        number(plain_speed, 1),
+        number(speculative_speed, 1),
+        f"{speculative_speed / plain_speed:.2f}x",
+        number(num_accepted / num_drafted if num_drafted else None),
+        number(_num_tokens(speculative) / num_steps),
+    ]
+
+
+def _conclude(console: Console, comparisons: list[Comparison], temperature: float) -> bool:
+    """Say whether both outputs are equal, by their ids; False when they should be and are not."""
+    console.print()
+    if temperature > 0:
+        console.print(
+            f"At temperature {temperature:g} both outputs are draws from one distribution."
+        )
+        return True
+    for index, comparison in enumerate(comparisons):
+        plain, speculative = _output(comparison.plain), _output(comparison.speculative)
+        if plain.token_ids != speculative.token_ids:
+            pairs = enumerate(zip(plain.token_ids, speculative.token_ids, strict=False))
+            place = next((n for n, (one, other) in pairs if one != other), "the shorter one's end")
+            console.print(
+                f"The outputs of prompt {index + 1} DIFFER at token {place}.", style="red"
+            )
+            return False
+    num_tokens = _num_tokens([_output(comparison.plain) for comparison in comparisons])
+    console.print(
+        f"Both outputs are identical: {num_tokens} token ids compared.", style="bold green"
+    )
+    return True
+
+
+def _output(transcript: Transcript) -> RequestOutput:
+    output = transcript.output
+    if output is None or output.error is not None:
+        raise ValueError(output.error if output else "a run has no output")
+    return output
+
+
+def _num_tokens(outputs: list[RequestOutput]) -> int:
+    return sum(len(output.token_ids) for output in outputs)

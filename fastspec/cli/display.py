@@ -1,0 +1,78 @@
+"""What the commands show: text coloured by who wrote it, a progress bar, short numbers."""
+
+from collections import Counter
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+STYLES = {"draft": "green", "recovered": "bold red", "bonus": "bold cyan", "target": "default"}
+MEANINGS = {
+    "draft": "proposed and accepted",
+    "recovered": "written by the target after a rejection",
+    "bonus": "written by the target after full acceptance",
+    "target": "written by the target, nothing was proposed",
+}
+
+
+def coloured(pieces: Iterable[tuple[str, str]]) -> Text:
+    """Pieces of a text, each in the colour of its writer."""
+    text = Text()
+    for piece, source in pieces:
+        text.append(piece, style=STYLES[source])
+    return text
+
+
+def legend(sources: Iterable[str]) -> Text:
+    """One line for each writer that occurs, with its share of the tokens."""
+    counts = Counter(sources)
+    total = counts.total()
+    lines = [
+        Text.assemble(
+            (f"{source:<9}", STYLES[source]),
+            f" {counts[source]:>5} tokens {100 * counts[source] / total:>3.0f} %  {meaning}",
+        )
+        for source, meaning in MEANINGS.items()
+        if counts[source]
+    ]
+    return Text("\n").join(lines)
+
+
+class SourceWriter:
+    """Writes pieces of text as they come, in colour, or else after a mark that names the writer."""
+
+    def __init__(self, console: Console):
+        self._console = console
+        self._has_colour = console.is_terminal and not console.no_color
+        self._last: str | None = None
+
+    def write(self, piece: str, source: str) -> None:
+        if self._has_colour:
+            self._console.out(piece, style=STYLES[source], end="", highlight=False)
+            return
+        mark = f"<{source}>" if source != self._last else ""
+        self._console.out(mark + piece, end="", highlight=False)
+        self._last = source
+
+
+def progress_bar(unit: str, live: bool = True) -> Progress:
+    """A bar on stderr that leaves no trace; nothing at all where stderr is not a terminal."""
+    console = Console(stderr=True)
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn(unit),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        redirect_stdout=False,
+        redirect_stderr=False,
+        disable=not (live and console.is_terminal),
+    )
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """A number for a table; a dash where there is none."""
+    return "-" if value is None else f"{value:.{digits}f}"

@@ -1,0 +1,164 @@
+"""`fastspec generate`: continue prompts."""
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fastspec.cli import options
+from fastspec.cli.display import number, progress_bar
+from fastspec.cli.errors import note, report, usage_errors
+from fastspec.cli.printers import JsonPrinter, TextPrinter
+from fastspec.cli.prompts import collect_prompts
+from fastspec.cli.running import Transcript, run_prompts
+from fastspec.config import EngineConfig, SamplingParams, SpecConfig
+from fastspec.engine import Engine
+from fastspec.request_factory import Prompt
+
+
+def generate(
+    target: options.Target = "tiny",
+    draft: options.Draft = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="Text to continue; may be given several times.")
+    ] = None,
+    prompts_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help='One prompt a line, or .jsonl objects with "text" or "prompt"; - is stdin, which'
+            " is also read when no prompt is given.",
+        ),
+    ] = None,
+    num_speculative_tokens: options.NumSpeculativeTokens = 5,
+    temperature: Annotated[
+        float, typer.Option(help="0 is greedy, above 0 logits are divided by it.")
+    ] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Sample among the k best tokens; 0 is off.")] = 0,
+    top_p: Annotated[
+        float, typer.Option(help="Sample among the best tokens of this total mass; 1 is off.")
+    ] = 1.0,
+    min_p: Annotated[
+        float,
+        typer.Option(help="Drop tokens below this fraction of the best's probability; 0 is off."),
+    ] = 0.0,
+    seed: Annotated[
+        int | None, typer.Option(help="Makes samples repeatable; without it each run differs.")
+    ] = None,
+    max_tokens: options.MaxTokens = 128,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(help="End the text before this string; may be given several times."),
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on after the model's end-of-sequence token.")
+    ] = False,
+    method: Annotated[
+        str,
+        typer.Option(help="auto (speculate when there is a draft model), none or draft_model."),
+    ] = "auto",
+    draft_sample_method: Annotated[
+        str,
+        typer.Option(help="How drafts are chosen: probabilistic or greedy; both are exact."),
+    ] = "probabilistic",
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    max_batch_size: Annotated[int, typer.Option(help="Prompts decoded together at most.")] = 32,
+    chat: Annotated[
+        bool,
+        typer.Option("--chat", help="Wrap each prompt in the tokenizer's chat template."),
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object for each prompt, nothing else.")
+    ] = False,
+    show_sources: Annotated[
+        bool, typer.Option("--show-sources", help="Colour the text by who wrote each token.")
+    ] = False,
+) -> None:
+    """Continue prompts, speculatively when there is a draft model; by default greedily."""
+    if as_json and show_sources:
+        raise typer.BadParameter("--show-sources: the JSON of --json holds the sources already")
+    if method == "none" and draft is not None:
+        raise typer.BadParameter("--draft: --method none uses no draft model")
+    with usage_errors():
+        params = SamplingParams(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=seed,
+            max_tokens=max_tokens,
+            stop=stop or (),
+            ignore_eos=ignore_eos,
+        )
+        spec = SpecConfig(
+            method=method,
+            num_speculative_tokens=num_speculative_tokens,
+            draft_sample_method=draft_sample_method,
+        )
+        config = EngineConfig(dtype=dtype, device=device, max_batch_size=max_batch_size)
+    texts = collect_prompts(prompt or [], prompts_file)
+    engine = Engine(target, draft, spec=spec, config=config)
+    if method == "auto" and not engine.is_speculative:
+        note("no --draft, so this is plain decoding")
+    prompts = [_chat_ids(engine, text) for text in texts] if chat else texts
+    streams = len(texts) == 1 and not as_json and sys.stdout.isatty()
+    printer = JsonPrinter() if as_json else TextPrinter(len(texts), show_sources, streams)
+    start = time.perf_counter()
+    failed = _run(engine, prompts, texts, params, printer)
+    if sys.stderr.isatty():
+        typer.echo(_summary(engine, time.perf_counter() - start), err=True)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _run(
+    engine: Engine,
+    prompts: list[Prompt],
+    texts: list[str],
+    params: SamplingParams,
+    printer: JsonPrinter | TextPrinter,
+) -> bool:
+    """Run all prompts, printing each in its turn; whether one failed."""
+    transcripts = [Transcript(index, text) for index, text in enumerate(texts)]
+    num_printed = 0
+    failed = False
+    with progress_bar("tokens", live=not printer.streams) as bar:
+        task = bar.add_task("generating", total=len(texts) * params.max_tokens)
+        for index, event in run_prompts(engine, prompts, params):
+            transcripts[index].add(event)
+            bar.advance(task, len(event.token_ids))
+            printer.piece(transcripts[index], event.text)
+            if event.output is None:
+                continue
+            bar.advance(task, params.max_tokens - len(event.output.token_ids))
+            if event.output.error is not None:
+                failed = True
+                report(f"prompt {index + 1}: {event.output.error}")
+            bar.stop()  # stdout may be the same terminal
+            for transcript in transcripts[num_printed:]:
+                if transcript.output is None:
+                    break
+                printer.finish(transcript, transcript.output)
+                num_printed += 1
+            bar.start()
+    return failed
+
+
+def _chat_ids(engine: Engine, text: str) -> list[int]:
+    tokenizer = engine.tokenizer
+    if tokenizer.chat_template is None:
+        raise typer.BadParameter("--chat: the target's tokenizer has no chat template")
+    messages = [{"role": "user", "content": text}]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+
+
+def _summary(engine: Engine, seconds: float) -> str:
+    stats = engine.stats
+    speed = f"{stats.num_output_tokens} tokens in {seconds:.2f} s"
+    if stats.acceptance_rate is None:
+        return f"{speed}, nothing was proposed"
+    length = number(stats.mean_acceptance_length)
+    return f"{speed}, acceptance rate {stats.acceptance_rate:.2f}, {length} tokens per target pass"

@@ -1,0 +1,30 @@
+"""Options that several commands share, each with its one-sentence help."""
+
+from typing import Annotated
+
+import typer
+
+Target = Annotated[
+    str,
+    typer.Option(
+        metavar="PATH_OR_ID",
+        help='Target: a folder, a hub id, or "tiny" for the bundled pair.',
+    ),
+]
+Draft = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PATH_OR_ID",
+        help="Draft model with the target's tokenizer; the bundled target brings its own.",
+    ),
+]
+NumSpeculativeTokens = Annotated[
+    int,
+    typer.Option("--num-speculative-tokens", "-k", help="Tokens proposed in each step."),
+]
+MaxTokens = Annotated[int, typer.Option(help="New tokens of each prompt at most.")]
+Dtype = Annotated[
+    str, typer.Option(help="Weights: auto (float32 on CPU), float32, bfloat16 or float16.")
+]
+Device = Annotated[str, typer.Option(help="Where the models run: auto, cpu, cuda, cuda:1, ...")]
+NumPrompts = Annotated[int, typer.Option(help="How many of the bundled held-out prompts to use.")]

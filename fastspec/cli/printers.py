@@ -1,0 +1,69 @@
+"""How `fastspec generate` prints what it made."""
+
+import json
+import sys
+
+import typer
+from rich.console import Console
+
+from fastspec.cli.display import SourceWriter, legend
+from fastspec.cli.running import Transcript
+from fastspec.outputs import RequestOutput
+
+
+class JsonPrinter:
+    """One JSON object a line."""
+
+    streams = False
+
+    def piece(self, transcript: Transcript, text: str) -> None:
+        """Nothing: an object is printed whole."""
+
+    def finish(self, transcript: Transcript, output: RequestOutput) -> None:
+        """Print a finished request."""
+        record = {
+            "request_id": output.request_id,
+            "prompt": transcript.prompt,
+            "text": output.text,
+            "token_ids": output.token_ids,
+            "sources": output.sources,
+            "finish_reason": output.finish_reason,
+            "error": output.error,
+            "stats": output.stats.to_dict(),
+        }
+        typer.echo(json.dumps(record, ensure_ascii=False))
+
+
+class TextPrinter:
+    """Plain text, several with a line before each; a lone one may come piece by piece."""
+
+    def __init__(self, num_prompts: int, show_sources: bool, streams: bool):
+        self.streams = streams
+        self._num_prompts = num_prompts
+        self._console = Console(highlight=False, soft_wrap=True)
+        self._sources = SourceWriter(self._console) if show_sources else None
+
+    def piece(self, transcript: Transcript, text: str) -> None:
+        """Print what an event has just added to a text."""
+        if self.streams and text:
+            self._write(text, transcript.pieces[-1][1])
+            sys.stdout.flush()
+
+    def finish(self, transcript: Transcript, output: RequestOutput) -> None:
+        """Print a finished request, or the end of one that was printed piece by piece."""
+        if output.error is not None and not output.text:
+            return
+        if self._num_prompts > 1:
+            typer.echo(f"--- prompt {transcript.index + 1} of {self._num_prompts}")
+        if not self.streams:
+            for piece, source in transcript.pieces:
+                self._write(piece, source)
+        typer.echo("")
+        if self._sources is not None:
+            self._console.print(legend(output.sources))
+
+    def _write(self, piece: str, source: str) -> None:
+        if self._sources is not None:
+            self._sources.write(piece, source)
+        else:
+            typer.echo(piece, nl=False)

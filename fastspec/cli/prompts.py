@@ -1,0 +1,69 @@
+"""Prompts from options, files, stdin and the bundled held-out set."""
+
+import json
+import sys
+from pathlib import Path
+
+import typer
+
+from fastspec.loading import ASSETS
+
+
+def collect_prompts(texts: list[str], file: Path | None) -> list[str]:
+    """The prompts of the command line, then those of the file; without either, those of stdin.
+
+    Raises:
+        typer.BadParameter: there is none, or the file is not what its name says.
+    """
+    prompts = list(texts)
+    if file is not None:
+        prompts += read_prompts(file)
+    elif not texts and not sys.stdin.isatty():
+        prompts += _lines(sys.stdin.read())
+    if not prompts:
+        raise typer.BadParameter("no prompt: give --prompt, --prompts-file or lines on stdin")
+    return prompts
+
+
+def read_prompts(file: Path) -> list[str]:
+    """Prompts of a file: each line, in .jsonl its "text" or "prompt"; blank lines are skipped."""
+    if str(file) == "-":
+        content = sys.stdin.read()
+    elif not file.is_file():
+        raise typer.BadParameter(f"--prompts-file: no such file: {str(file)!r}")
+    else:
+        try:
+            content = file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise typer.BadParameter(f"--prompts-file: {file} is not UTF-8: {error}") from error
+    if file.suffix == ".jsonl":
+        numbered = [(n, line) for n, line in enumerate(content.split("\n"), 1) if line.strip()]
+        prompts = [_json_prompt(line, f"--prompts-file: {file}, line {n}") for n, line in numbered]
+    else:
+        prompts = _lines(content)
+    if not prompts:
+        raise typer.BadParameter(f"--prompts-file: {file} holds no prompt")
+    return prompts
+
+
+def bundled_prompts(count: int) -> list[str]:
+    """That many of the bundled held-out prompts, spread over the whole set."""
+    available = read_prompts(ASSETS / "prompts.jsonl")
+    if not 1 <= count <= len(available):
+        raise typer.BadParameter(f"--num-prompts: expected 1 to {len(available)}, got {count}")
+    return [available[index * len(available) // count] for index in range(count)]
+
+
+def _lines(content: str) -> list[str]:
+    return [line for line in content.split("\n") if line.strip()]
+
+
+def _json_prompt(line: str, where: str) -> str:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise typer.BadParameter(f"{where}: not JSON: {error}") from error
+    prompt = record.get("text", record.get("prompt")) if isinstance(record, dict) else None
+    if not isinstance(prompt, str):
+        raise typer.BadParameter(f'{where}: expected an object with a "text" or "prompt" string')
+    return prompt

@@ -1,0 +1,77 @@
+"""Tiny random models in folders, and a way to call the command line in this process."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner, Result
+
+from fastspec import loading
+from fastspec.cli import app, prompts
+
+from ..models import byte_tokenizer, perturbed, random_model
+
+Invoke = Callable[..., Result]
+
+SIZES = {"num_hidden_layers": 2, "max_position_embeddings": 256}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Such small models only lose time to more threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def model_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A target, a draft that is often right, and a draft with another tokenizer."""
+    root = tmp_path_factory.mktemp("models")
+    target = random_model(**SIZES)
+    drafts = {"draft": perturbed(target, 0.1), "stranger": random_model(**SIZES, vocab_size=300)}
+    for name, model in {"target": target, **drafts}.items():
+        model.save_pretrained(root / name)
+        (_other_tokenizer() if name == "stranger" else byte_tokenizer()).save_pretrained(
+            root / name
+        )
+    return {name: root / name for name in ("target", "draft", "stranger")}
+
+
+@pytest.fixture
+def bundled(
+    model_folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The random pair and short prompts in the place of the bundled ones."""
+    lines = [json.dumps({"text": text}) for text in ("def f(", "import ", "a b", "1 + ")]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    monkeypatch.setattr(prompts, "ASSETS", tmp_path)
+    monkeypatch.setitem(loading.BUNDLED, "tiny", model_folders["target"])
+    monkeypatch.setitem(loading.BUNDLED, "tiny-draft", model_folders["draft"])
+
+
+@pytest.fixture
+def invoke() -> Invoke:
+    """Call the command line; stdin, stdout and stderr are no terminals."""
+
+    def call(*arguments: str | Path, stdin: str = "") -> Result:
+        command_line = [str(argument) for argument in arguments]
+        return CliRunner(env={"COLUMNS": "120"}).invoke(app, command_line, input=stdin)
+
+    return call
+
+
+@pytest.fixture
+def pair(model_folders: dict[str, Path]) -> list[str | Path]:
+    """Options that name the random pair."""
+    return ["--target", model_folders["target"], "--draft", model_folders["draft"]]
+
+
+def _other_tokenizer() -> PreTrainedTokenizerFast:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["<|other|>"])
+    return tokenizer

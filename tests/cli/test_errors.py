@@ -1,0 +1,156 @@
+"""Bad input is one line on stderr that names what is wrong, an exit code, and no traceback."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROMPT = ["--prompt", "a", "--max-tokens", "3"]
+
+
+def one_line(result) -> str:
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("fastspec: error: ")
+    assert result.stdout == ""
+    return line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--no-such-option"], "--no-such-option"),
+        (["-k", "0"], "num_speculative_tokens"),
+        (["-k", "many"], "num-speculative-tokens"),
+        (["--temperature", "-1"], "temperature"),
+        (["--temperature", "nan"], "temperature"),
+        (["--top-p", "0"], "top_p"),
+        (["--top-k", "-3"], "top_k"),
+        (["--min-p", "2"], "min_p"),
+        (["--seed", "-1"], "seed"),
+        (["--max-tokens", "0"], "max_tokens"),
+        (["--stop", ""], "stop"),
+        (["--method", "medusa"], "medusa"),
+        (["--method", "cascade"], "not supported yet"),
+        (["--dtype", "int4"], "dtype"),
+        (["--draft-sample-method", "best"], "draft_sample_method"),
+        (["--max-batch-size", "0"], "max_batch_size"),
+        (["--prompts-file", "missing.txt"], "missing.txt"),
+        (["--json", "--show-sources"], "--show-sources"),
+        (["--method", "none"], "--draft"),
+    ],
+)
+def test_usage_errors(invoke, pair, arguments, named):
+    result = invoke("generate", *pair, *PROMPT, *arguments)
+    assert result.exit_code == 2
+    assert named in one_line(result)
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ("", "no prompt"),
+        ("{", "line 1: not JSON"),
+        ('{"text": "a"}\n[1]', "line 2: expected an object"),
+        ('{"text": 5}', "line 1"),
+    ],
+)
+def test_prompt_files_that_are_none(invoke, pair, tmp_path, content, named):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(content, encoding="utf-8")
+    result = invoke("generate", *pair, "--prompts-file", file)
+    assert result.exit_code == 2
+    assert named in one_line(result)
+
+
+def test_prompt_file_that_is_not_text(invoke, pair, tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_bytes(b"\xff\xfe\x00")
+    result = invoke("generate", *pair, "--prompts-file", file)
+    assert result.exit_code == 2
+    assert "not UTF-8" in one_line(result)
+
+
+def test_no_prompt(invoke, pair):
+    result = invoke("generate", *pair)
+    assert result.exit_code == 2
+    assert "no prompt" in one_line(result)
+
+
+def test_missing_model(invoke, tmp_path):
+    result = invoke("generate", "--target", tmp_path / "nowhere", *PROMPT)
+    assert result.exit_code == 1
+    assert "target: no such folder" in one_line(result)
+
+
+def test_draft_with_another_tokenizer(invoke, model_folders):
+    models = ["--target", model_folders["target"], "--draft", model_folders["stranger"]]
+    result = invoke("generate", *models, *PROMPT)
+    assert result.exit_code == 1
+    assert "tokenizer differs" in one_line(result)
+    result = invoke("bench", *models)
+    assert result.exit_code == 1
+    assert "tokenizer differs" in one_line(result)
+
+
+def test_unusable_device(invoke, pair):
+    result = invoke("generate", *pair, *PROMPT, "--device", "abacus")
+    assert result.exit_code == 1
+    assert "device: cannot use 'abacus'" in one_line(result)
+
+
+def test_chat_without_a_template(invoke, pair):
+    result = invoke("generate", *pair, *PROMPT, "--chat")
+    assert result.exit_code == 2
+    assert "no chat template" in one_line(result)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "named"), [("", "prompt: is empty"), ("a" * 300, "the limit is 255")]
+)
+def test_a_prompt_that_cannot_run_leaves_the_others(invoke, pair, prompt, named):
+    prompts = ["--prompt", prompt, "--prompt", "a", "--max-tokens", "3"]
+    result = invoke("generate", *pair, *prompts, "--json")
+    assert result.exit_code == 1
+    (line,) = result.stderr.splitlines()
+    assert "prompt 1" in line
+    assert named in line
+    first, second = result.stdout.splitlines()
+    assert '"finish_reason": "error"' in first
+    assert named in first
+    assert '"finish_reason": "length"' in second
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["demo", "--num-prompts", "0"], "--num-prompts"),
+        (["demo", "--num-prompts", "1000"], "--num-prompts"),
+        (["demo", "--temperature", "-1"], "temperature"),
+        (["demo", "--svg", "no/such/folder/demo.svg"], "--svg"),
+        (["bench", "--temperatures", "0,hot"], "temperatures"),
+        (["bench", "--temperatures", "-1"], "temperatures"),
+        (["bench", "--repeats", "0"], "repeats"),
+        (["bench", "-k", "0"], "num_speculative_tokens"),
+        (["bench", "--threads", "0"], "--threads"),
+        (["bench", "--target", "elsewhere"], "--draft"),
+        (["bench", "--out", "no/such/folder/results.jsonl"], "no/such/folder"),
+        (["info", "extra"], "extra"),
+        (["draw"], "draw"),
+    ],
+)
+def test_usage_errors_of_other_commands(invoke, bundled, arguments, named):
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert named in one_line(result)
+
+
+def test_as_a_program_of_its_own(tmp_path: Path):
+    program = [sys.executable, "-m", "fastspec", "generate", "--target", "./nowhere", *PROMPT]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    result = subprocess.run(
+        program, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 1
+    assert "./nowhere" in one_line(result)

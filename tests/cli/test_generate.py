@@ -1,0 +1,127 @@
+"""`fastspec generate`: what it prints, to where, and what its options do."""
+
+import json
+
+import pytest
+
+from fastspec import Engine, SamplingParams
+
+
+def records(result) -> list[dict]:
+    assert result.exit_code == 0, result.stderr
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def test_json_is_one_object_and_nothing_else(invoke, pair):
+    result = invoke(
+        "generate", *pair, "--prompt", "def f(", "--max-tokens", "9", "--json", "-k", "3"
+    )
+    (record,) = records(result)
+    assert set(record) == {
+        "request_id",
+        "prompt",
+        "text",
+        "token_ids",
+        "sources",
+        "finish_reason",
+        "error",
+        "stats",
+    }
+    assert record["prompt"] == "def f("
+    assert len(record["token_ids"]) == len(record["sources"]) == 9
+    assert set(record["sources"]) <= {"draft", "recovered", "bonus", "target"}
+    assert record["finish_reason"] == "length"
+    assert record["error"] is None
+    assert record["stats"]["num_output_tokens"] == 9
+    assert result.stderr == ""
+
+
+def test_text_equals_the_library(invoke, pair, model_folders):
+    engine = Engine(str(model_folders["target"]), str(model_folders["draft"]))
+    expected = engine.generate("import os", SamplingParams(temperature=0, max_tokens=20))[0].text
+    result = invoke("generate", *pair, "--prompt", "import os", "--max-tokens", "20")
+    assert result.stdout == expected + "\n"
+    assert result.stderr == ""  # no progress bar, no note: stderr is no terminal
+
+
+def test_methods_agree_greedily(invoke, pair):
+    arguments = ["--prompt", "x = 1", "--max-tokens", "16", "--json"]
+    (speculative,) = records(invoke("generate", *pair, *arguments))
+    (plain,) = records(invoke("generate", *pair[:2], *arguments, "--method", "none"))
+    assert plain["token_ids"] == speculative["token_ids"]
+    assert set(plain["sources"]) == {"target"}
+    assert speculative["stats"]["num_accepted_tokens"] > 0
+
+
+def test_several_prompts_keep_their_order(invoke, pair, tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("two\n\nthree\n", encoding="utf-8")
+    arguments = ["--prompt", "one", "--prompts-file", file, "--max-tokens", "5"]
+    both = records(invoke("generate", *pair, *arguments, "--json", "--max-batch-size", "2"))
+    assert [record["prompt"] for record in both] == ["one", "two", "three"]
+    assert len({record["request_id"] for record in both}) == 3
+    text = invoke("generate", *pair, *arguments).stdout
+    assert [f"--- prompt {n} of 3\n" in text for n in (1, 2, 3)] == [True] * 3
+
+
+@pytest.mark.parametrize("source", ["pipe", "dash"])
+def test_stdin(invoke, pair, source):
+    dash = ["--prompts-file", "-"] if source == "dash" else []
+    result = invoke("generate", *pair, *dash, "--max-tokens", "3", "--json", stdin="a b\nc\n")
+    assert [record["prompt"] for record in records(result)] == ["a b", "c"]
+
+
+def test_jsonl_prompts(invoke, pair, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"text": "one\\nline"}\n{"prompt": "two"}\n', encoding="utf-8")
+    result = invoke("generate", *pair, "--prompts-file", file, "--max-tokens", "3", "--json")
+    assert [record["prompt"] for record in records(result)] == ["one\nline", "two"]
+
+
+def test_seed_repeats_a_sample(invoke, pair):
+    arguments = ["--prompt", "a", "--max-tokens", "12", "--json", "--temperature", "1"]
+    arguments += ["--top-k", "40", "--top-p", "0.9", "--min-p", "0.01"]
+
+    def ids(*more: str) -> list[int]:
+        return records(invoke("generate", *pair, *arguments, *more))[0]["token_ids"]
+
+    assert ids("--seed", "0") == ids("--seed", "0")
+    assert ids("--seed", "0") != ids("--seed", "1")
+
+
+def test_stop_string_ends_the_text(invoke, pair):
+    arguments = ["--prompt", "a", "--json", "--max-tokens", "20"]
+    whole = records(invoke("generate", *pair, *arguments))[0]["text"]
+    stop = next(letter for letter in whole[3:] if letter.isascii() and letter.isprintable())
+    (record,) = records(invoke("generate", *pair, *arguments, "--stop", stop))
+    assert record["finish_reason"] == "stop"
+    assert record["text"] == whole[: whole.index(stop)]
+
+
+def test_sources_are_marked_where_there_is_no_colour(invoke, pair):
+    result = invoke("generate", *pair, "--prompt", "ab", "--max-tokens", "30", "--show-sources")
+    assert result.exit_code == 0
+    assert "<draft>" in result.stdout
+    assert "proposed and accepted" in result.stdout
+    assert "\x1b" not in result.stdout
+
+
+def test_a_target_alone_decodes_plainly_and_says_so(invoke, model_folders):
+    target = ["--target", model_folders["target"]]
+    result = invoke("generate", *target, "--prompt", "a", "--max-tokens", "3")
+    assert result.exit_code == 0
+    assert result.stderr == "fastspec: note: no --draft, so this is plain decoding\n"
+
+
+def test_chat_wraps_the_prompt(invoke, model_folders, tmp_path):
+    folder = tmp_path / "chat"
+    folder.mkdir()
+    for file in model_folders["target"].iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    template = "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    plain = ["generate", "--target", folder, "--max-tokens", "6", "--json", "--method", "none"]
+    (wrapped,) = records(invoke(*plain, "--prompt", "hi", "--chat"))
+    (spelt_out,) = records(invoke(*plain, "--prompt", "[user]hi"))
+    assert wrapped["token_ids"] == spelt_out["token_ids"]
+    assert wrapped["prompt"] == "hi"

@@ -1,0 +1,125 @@
+"""`fastspec demo`, `bench`, `info` and the group itself."""
+
+import json
+from collections.abc import Callable
+
+import pytest
+import typer
+
+import fastspec
+from fastspec.bench import Methods
+from fastspec.cli import app
+from fastspec.cli import demo as demo_command
+
+DEMO = ["demo", "--num-prompts", "2", "--max-tokens", "8"]
+BENCH = ["bench", "--num-prompts", "2", "--max-tokens", "6", "--repeats", "1"]
+
+
+def test_demo_compares_both_outputs(invoke, bundled):
+    result = invoke(*DEMO)
+    assert result.exit_code == 0, result.stderr
+    assert "Both outputs are identical: 16 token ids compared." in result.stdout
+    for word in ("acceptance rate", "mean acceptance length", "ratio", "plain", "speculative"):
+        assert word in result.stdout
+    assert result.stderr == ""
+
+
+def test_demo_when_sampling_claims_no_identity(invoke, bundled):
+    result = invoke(*DEMO, "--temperature", "1")
+    assert result.exit_code == 0, result.stderr
+    assert "draws from one distribution" in result.stdout
+    assert "identical" not in result.stdout
+
+
+def test_demo_notices_a_difference(invoke, bundled, monkeypatch):
+    run_one = demo_command.run_one
+
+    def wrong_when_speculative(engine, prompt, params):
+        return run_one(engine, prompt + "!" * engine.is_speculative, params)
+
+    monkeypatch.setattr(demo_command, "run_one", wrong_when_speculative)
+    result = invoke(*DEMO)
+    assert result.exit_code == 1
+    assert "DIFFER" in result.stdout
+
+
+def test_demo_draws_itself(invoke, bundled, tmp_path):
+    result = invoke(*DEMO, "--svg", tmp_path / "demo.svg")
+    assert result.exit_code == 0, result.stderr
+    picture = (tmp_path / "demo.svg").read_text(encoding="utf-8")
+    assert picture.startswith("<svg")
+    assert "identical" in picture
+
+
+def test_bench_appends_a_record(invoke, bundled, tmp_path):
+    out = tmp_path / "results.jsonl"
+    for _ in range(2):
+        result = invoke(*BENCH, "-k", "2", "--out", out)
+        assert result.exit_code == 0, result.stderr
+        assert result.stderr == ""
+    assert "all methods gave the same token ids" in result.stdout
+    record = json.loads(out.read_text(encoding="utf-8").splitlines()[1])
+    assert record["verified"] is True
+    assert record["num_speculative_tokens"] == 2
+    assert [row["temperature"] for row in record["results"]] == [0, 1]
+    for row in record["results"]:
+        assert set(row["tokens_per_s"]) == {
+            "plain",
+            "speculative",
+            "hf_generate",
+            "hf_assisted",
+            "hf_assisted_default",
+        }
+        assert all(speed > 0 for speed in row["tokens_per_s"].values())
+        assert 0 <= row["acceptance_rate"] <= 1
+        assert 1 <= row["mean_acceptance_length"] <= 3
+        best = max(row["tokens_per_s"][name] for name in ("hf_assisted", "hf_assisted_default"))
+        ratio = row["ratios"]["speculative / hf_assisted"]
+        assert ratio == pytest.approx(row["tokens_per_s"]["speculative"] / best, rel=0.01)
+
+
+def test_bench_times_nothing_when_outputs_differ(invoke, bundled, monkeypatch, tmp_path):
+    by_name: Callable = Methods.by_name
+
+    def one_wrong(self):
+        methods = by_name(self)
+        methods["hf_generate"] = lambda prompt, temperature, seed: [0] * self.max_tokens
+        return methods
+
+    monkeypatch.setattr(Methods, "by_name", one_wrong)
+    result = invoke(*BENCH, "--out", tmp_path / "results.jsonl")
+    assert result.exit_code == 1
+    assert "greedy outputs differ: hf_generate and plain agree on 0 of 2 prompts" in result.stderr
+    assert not (tmp_path / "results.jsonl").exists()
+
+
+def test_bench_refuses_a_prompt_that_is_too_long(invoke, bundled, tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("a" * 251 + "\n", encoding="utf-8")
+    result = invoke(*BENCH, "--prompts-file", file)
+    assert result.exit_code == 1
+    assert "prompt 1: has 251 tokens" in result.stderr
+
+
+def test_info(invoke):
+    facts = json.loads(invoke("info", "--json").stdout)
+    assert facts["fastspec"] == fastspec.__version__
+    assert "reference" in facts["available_backends"]
+    names = {*facts["available_backends"], *facts["unavailable_backends"]}
+    assert names == {"cpu", "cuda", "triton", "reference"}
+    text = invoke("info").stdout
+    assert "CUDA tensors go through the PyTorch reference" in text
+    for reason in facts["unavailable_backends"].values():
+        assert reason in " ".join(text.split())
+
+
+@pytest.mark.parametrize("command", ["generate", "demo", "bench", "info"])
+def test_every_option_is_explained(command):
+    options = typer.main.get_command(app).commands[command].params
+    assert [option.name for option in options if not (option.help or "").endswith(".")] == []
+
+
+def test_group(invoke):
+    assert invoke("--version").stdout == fastspec.__version__ + "\n"
+    assert "generate" in invoke().stdout
+    assert invoke("--help").exit_code == 0
