@@ -1,0 +1,196 @@
+"""The build: what is compiled with which flags, what the binaries depend on, what a wheel holds."""
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+IS_LINUX_X86 = sys.platform == "linux" and os.uname().machine == "x86_64"
+NVCC = shutil.which("nvcc", path=os.path.join(os.environ.get("CUDA_HOME", ""), "bin"))
+NVCC = NVCC or shutil.which("nvcc")
+
+needs_x86 = pytest.mark.skipif(not IS_LINUX_X86, reason="reads Linux x86-64 object files")
+needs_compiler = pytest.mark.skipif(not shutil.which("c++"), reason="needs a C++ compiler")
+needs_nvcc = pytest.mark.skipif(not NVCC, reason="needs nvcc, by CUDA_HOME or PATH")
+
+
+def run(*command, cwd, **environment):
+    return subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env={**os.environ, "FASTSPEC_BUILD_CUDA": "0", **environment},
+        capture_output=True,
+        text=True,
+    )
+
+
+def build_in_place(folder, **environment):
+    result = run(sys.executable, "setup.py", "build_ext", "--inplace", cwd=folder, **environment)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout + result.stderr
+
+
+def undefined_symbols(library):
+    listing = run("nm", "-D", "--undefined-only", library, cwd=ROOT)
+    assert listing.returncode == 0, listing.stderr
+    return {line.split()[-1].partition("@")[0] for line in listing.stdout.splitlines()}
+
+
+def torch_cpp_symbols(library):
+    """Mangled names of libtorch's C++ classes, which are not part of its stable ABI."""
+    return {
+        name for name in undefined_symbols(library) if re.match(r"_Z[A-Z]*(2at|3c10|5torch)", name)
+    }
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    """setup.py over three-line sources that refuse to compile with the wrong vector flags."""
+    folder = tmp_path / "tiny"
+    (folder / "csrc" / "cpu").mkdir(parents=True)
+    (folder / "kernels" / "fastspec_kernels").mkdir(parents=True)
+    (folder / "kernels" / "fastspec_kernels" / "__init__.py").touch()
+    shutil.copy(ROOT / "setup.py", folder)
+    (folder / "csrc" / "shared.h").touch()
+    sources = {
+        "bindings_cpu.cpp": '#include "shared.h"\n',
+        "cpu/rows_portable.cpp": "#ifdef __AVX__\n#error\n#endif\n",
+        "cpu/rows_avx2.cpp": "#if !defined(__AVX2__) || defined(__AVX512F__)\n#error\n#endif\n",
+        "cpu/rows_avx512.cpp": "#ifndef __AVX512BW__\n#error\n#endif\n",
+    }
+    for name, text in sources.items():
+        (folder / "csrc" / name).write_text(text)
+    return folder
+
+
+def cpu_extension():
+    spec = importlib.util.find_spec("fastspec_kernels._cpu")
+    if spec is None:
+        pytest.skip("fastspec_kernels._cpu is not built")
+    return Path(spec.origin)
+
+
+@needs_x86
+def test_cpu_extension_uses_only_the_stable_abi():
+    assert cpu_extension().name == "_cpu.abi3.so"
+    assert torch_cpp_symbols(cpu_extension()) == set()
+
+
+@needs_x86
+def test_cpu_extension_holds_three_instruction_sets():
+    binary = cpu_extension().read_bytes()
+    assert [name for name in (b"portable", b"avx2", b"avx512") if name + b"\0" not in binary] == []
+
+
+@needs_x86
+def test_no_vector_code_can_be_linked_into_the_portable_path():
+    # A weak definition, say of an inline function, is merged across objects: the copy compiled for
+    # AVX-512 could then run on a processor without it.
+    objects = list(ROOT.glob("build/*/objects/csrc/cpu/*_avx*.o"))
+    if not objects:
+        pytest.skip("no object files: not built in this folder")
+    listing = run("nm", "--defined-only", *objects, cwd=ROOT).stdout
+    assert re.findall(r"^[0-9a-f]+ [WVu] (.*)", listing, re.MULTILINE) == []
+
+
+@needs_x86
+@needs_compiler
+def test_vector_flags_follow_the_file_name(tiny):
+    build_in_place(tiny)
+
+
+@needs_compiler
+@pytest.mark.skipif(sys.platform == "win32", reason="no extensions on Windows")
+def test_only_what_changed_is_compiled(tiny):
+    sources = re.compile(r"-c csrc/(\S+)")
+    portable = ["bindings_cpu.cpp", "cpu/rows_portable.cpp"]
+    for name in ("rows_avx2.cpp", "rows_avx512.cpp"):
+        (tiny / "csrc" / "cpu" / name).unlink()
+    assert sorted(sources.findall(build_in_place(tiny))) == portable
+    assert sources.findall(build_in_place(tiny)) == []
+    later = (tiny / "setup.py").stat().st_mtime + 1000
+    os.utime(tiny / "csrc" / "cpu" / "rows_portable.cpp", (later, later))
+    assert sources.findall(build_in_place(tiny)) == ["cpu/rows_portable.cpp"]
+    os.utime(tiny / "csrc" / "shared.h", (later + 1000, later + 1000))
+    assert sorted(sources.findall(build_in_place(tiny))) == portable
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"FASTSPEC_BUILD_CUDA": "yes"}, "FASTSPEC_BUILD_CUDA: expected auto, 1 or 0, got 'yes'"),
+        ({"FASTSPEC_BUILD_CUDA": "1", "CUDA_HOME": "nowhere"}, "no nvcc in CUDA_HOME or on PATH"),
+    ],
+    ids=["unknown", "no toolkit"],
+)
+def test_a_build_that_cannot_be_met_ends_with_one_line(tiny, environment, message):
+    shutil.copytree(ROOT / "csrc" / "cuda", tiny / "csrc" / "cuda")
+    result = run(sys.executable, "setup.py", "--version", cwd=tiny, **environment)
+    assert result.returncode != 0
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_setup_does_not_import_torch(tiny):
+    script = "import runpy, sys; runpy.run_path('setup.py'); sys.exit('torch' in sys.modules)"
+    result = run(sys.executable, "-c", script, "--name", cwd=tiny)
+    assert result.returncode == 0, result.stderr
+
+
+def test_no_top_level_package_is_called_kernels():
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+
+
+@needs_compiler
+def test_wheel_holds_the_two_packages_and_nothing_else(tiny, tmp_path):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
+        shutil.copy(ROOT / name, tiny)
+    no_binaries = shutil.ignore_patterns("*.so", "__pycache__")
+    for name in ("fastspec", "kernels", "tests"):
+        shutil.copytree(ROOT / name, tiny / name, ignore=no_binaries, dirs_exist_ok=True)
+    pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
+    result = run(*pip, "--wheel-dir", tmp_path, ".", cwd=tiny)
+    assert result.returncode == 0, result.stdout + result.stderr
+    [wheel] = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    folders = {name.split("/")[0] for name in names if ".dist-info/" not in name}
+    assert folders == {"fastspec", "fastspec_kernels"}
+    assert {"fastspec/py.typed", "fastspec_kernels/py.typed"} <= set(names)
+    assets = [path for path in (tiny / "fastspec" / "assets").rglob("*") if path.is_file()]
+    assert [path for path in assets if path.relative_to(tiny).as_posix() not in names] == []
+    assert [name for name in names if name.endswith(".so")] == ["fastspec_kernels/_cpu.abi3.so"]
+    assert "-cp310-abi3-" in wheel.name
+
+
+@pytest.mark.slow
+@needs_nvcc
+@needs_x86
+def test_cuda_extension_builds_beside_a_cpu_torch(tiny):
+    for name in ("bindings_cuda.cpp", "common", "cuda"):
+        copy = shutil.copytree if (ROOT / "csrc" / name).is_dir() else shutil.copy
+        copy(ROOT / "csrc" / name, tiny / "csrc" / name)
+    output = build_in_place(tiny, FASTSPEC_BUILD_CUDA="1", TORCH_CUDA_ARCH_LIST="")
+    assert set(re.findall(r"code=(sm_\w+)", output)) == {"sm_80", "sm_90a", "sm_100"}
+    [library] = tiny.glob("kernels/fastspec_kernels/_cuda*.so")
+    assert torch_cpp_symbols(library) == set()
+    dependencies = run("objdump", "-p", library, cwd=ROOT).stdout
+    assert "libtorch_cuda" not in dependencies
+    assert "libtorch.so" in dependencies  # brings libtorch_cuda in where torch is a CUDA build
+    # The stream comes from libtorch_cuda, so beside a CPU torch the module loads only lazily.
+    script = f"""
+import os, sys, torch, fastspec_kernels
+from importlib.util import module_from_spec, spec_from_file_location
+sys.setdlopenflags(os.RTLD_LAZY)
+module_from_spec(spec_from_file_location("fastspec_kernels._cuda", {str(library)!r}))
+has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+sys.exit(not has_kernel("fastspec::uniform", "CUDA"))
+"""
+    loaded = run(sys.executable, "-c", script, cwd=ROOT / "kernels")
+    assert loaded.returncode == 0, loaded.stderr
