@@ -84,13 +84,18 @@ class DraftModelDrafter:
             request = batch.requests[index]
             start, end = self._num_cached.get(request.request_id, 0), len(request.token_ids)
             if end - start > _PREFILL_FROM:
-                late_ids.append(request.token_ids[start : end - 1])
+                late_ids.append(self._readable(request.token_ids[start : end - 1]))
                 late_spans.append(Span(request.block_table, start, end - 1 - start))
                 start = end - 1
-            unread += request.token_ids[start:end]
+            unread += self._readable(request.token_ids[start:end])
             spans.append(Span(request.block_table, start, end - start))
         self._runner.prefill(late_ids, late_spans)
         return torch.tensor(unread, dtype=torch.int64, device=batch.device), spans
+
+    def _readable(self, token_ids: list[int]) -> list[int]:
+        """Ids that the draft model can embed; what it cannot read only costs it accuracy."""
+        last = self._runner.vocab_size - 1
+        return [min(token_id, last) for token_id in token_ids]
 
     def _room(self, request: Request) -> int:
         """Tokens that can be drafted before the draft model's last position."""

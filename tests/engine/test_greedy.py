@@ -1,0 +1,113 @@
+"""Greedy output is Hugging Face's, token for token, whatever drafts and batches."""
+
+import pytest
+import torch
+
+from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
+from ..models import perturbed, random_model
+
+ARCHITECTURES = (
+    "llama",
+    "mistral",
+    "qwen3",
+    "gemma2",
+    "gemma3",
+    "gpt_oss",
+    "gpt_neox",
+    "gpt2",
+    "opt",
+)
+PROMPTS = [[1, 2, 3], list(range(5, 22)), [40, 7] * 17, [9]]
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+
+
+def hugging_face_greedy(model, prompt, max_new_tokens=40):
+    out = model.generate(
+        torch.tensor([prompt]),
+        max_new_tokens=max_new_tokens,
+        min_new_tokens=max_new_tokens,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    return tuple(out[0, len(prompt) :].tolist())
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def case(request):
+    model = random_model(request.param)
+    return model, [hugging_face_greedy(model, prompt) for prompt in PROMPTS]
+
+
+def test_texts_are_varied(case):
+    _, expected = case
+    assert max(len(set(tokens)) for tokens in expected) >= 8, "the test model repeats itself"
+
+
+def test_plain_decoding(case):
+    model, expected = case
+    outputs = Engine(model).generate(PROMPTS, GREEDY)
+    assert [output.token_ids for output in outputs] == expected
+
+
+@pytest.mark.parametrize("num_draft", [1, 2, 5, 8])
+@pytest.mark.parametrize("quality", ["often right", "wrong", "target itself"])
+def test_speculation(case, num_draft, quality):
+    model, expected = case
+    drafter = {
+        "often right": lambda: perturbed(model, 0.03),
+        "wrong": lambda: random_model("llama", seed=7),
+        "target itself": lambda: model,
+    }[quality]()
+    engine = Engine(model, drafter, spec=SpecConfig(num_speculative_tokens=num_draft))
+    outputs = engine.generate(PROMPTS, GREEDY)
+    assert [output.token_ids for output in outputs] == expected
+    if quality == "target itself":
+        assert engine.stats.acceptance_rate == 1.0
+    if quality == "wrong":
+        assert engine.stats.acceptance_rate < 0.5
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16, 64])
+@pytest.mark.parametrize("chunk", [2, 512])
+def test_block_and_chunk_sizes(block_size, chunk):
+    model = random_model("mistral")
+    expected = [hugging_face_greedy(model, prompt) for prompt in PROMPTS]
+    config = EngineConfig(block_size=block_size, prefill_chunk_size=chunk, max_batch_size=3)
+    engine = Engine(model, perturbed(model, 0.03), config=config)
+    outputs = engine.generate(PROMPTS, GREEDY)
+    assert [output.token_ids for output in outputs] == expected
+
+
+def test_greedy_drafts_of_sampled_and_greedy_requests():
+    model = random_model("llama")
+    spec = SpecConfig(draft_sample_method="greedy", num_speculative_tokens=3)
+    engine = Engine(model, perturbed(model, 0.03), spec=spec)
+    sampled = SamplingParams(temperature=1.0, seed=3, max_tokens=40, ignore_eos=True)
+    outputs = engine.generate(PROMPTS, [GREEDY, sampled, GREEDY, sampled])
+    for index in (0, 2):
+        assert outputs[index].token_ids == hugging_face_greedy(model, PROMPTS[index])
+
+
+def test_draft_vocabulary_padded_differently():
+    model = random_model("llama")
+    for vocab_size in (257, 300):
+        drafter = random_model("llama", seed=7, vocab_size=vocab_size)
+        outputs = Engine(model, drafter).generate(PROMPTS, GREEDY)
+        expected = [hugging_face_greedy(model, prompt) for prompt in PROMPTS]
+        assert [output.token_ids for output in outputs] == expected
+
+
+def test_draft_model_with_fewer_positions():
+    model = random_model("llama")
+    drafter = perturbed(model, 0.03)
+    drafter.config.max_position_embeddings = 24
+    outputs = Engine(model, drafter).generate(PROMPTS, GREEDY)
+    expected = [hugging_face_greedy(model, prompt) for prompt in PROMPTS]
+    assert [output.token_ids for output in outputs] == expected
+
+
+def test_the_users_model_is_left_as_it_was():
+    model = random_model("llama")
+    before = model.config._attn_implementation
+    Engine(model, perturbed(model, 0.03)).generate(PROMPTS, GREEDY)
+    assert model.config._attn_implementation == before

@@ -1,0 +1,227 @@
+"""What ends a request, what it reports, and that requests do not disturb each other."""
+
+import pytest
+import torch
+
+from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
+from ..models import EOS_ID, byte_tokenizer, perturbed, random_model
+
+PROMPTS = [[1, 2, 3], list(range(5, 22)), [40, 7] * 10, [99], [60, 61, 62, 63]]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model("llama")
+
+
+@pytest.fixture(scope="module")
+def drafter(model):
+    return perturbed(model, 0.03)
+
+
+def engine_of(model, drafter=None, num_draft=4, **config):
+    return Engine(
+        model,
+        drafter,
+        tokenizer=byte_tokenizer(),
+        spec=SpecConfig(num_speculative_tokens=num_draft),
+        config=EngineConfig(**config),
+    )
+
+
+def sampled(seed, **kwargs):
+    return SamplingParams(**{"temperature": 1.0, "seed": seed, "max_tokens": 24, **kwargs})
+
+
+@pytest.mark.parametrize("max_tokens", range(1, 12))
+def test_max_tokens_is_exact(model, drafter, max_tokens):
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    for output in engine_of(model, drafter).generate(PROMPTS, params):
+        assert len(output.token_ids) == max_tokens
+        assert output.finish_reason == "length"
+        assert len(output.sources) == len(output.drafters) == max_tokens
+        assert output.stats.num_output_tokens == max_tokens
+
+
+def test_model_length_ends_a_request(model, drafter):
+    engine = engine_of(model, drafter, max_model_len=30)
+    (output,) = engine.generate([PROMPTS[2]], SamplingParams(temperature=0, ignore_eos=True))
+    assert len(output.prompt_token_ids) + len(output.token_ids) == 30
+    assert output.finish_reason == "length"
+
+
+def test_stop_ids_cut_an_accepted_run_at_the_first_match(model):
+    plain = engine_of(model).generate(PROMPTS, SamplingParams(temperature=0, max_tokens=30))
+    engine = engine_of(model, model, num_draft=8)
+    for prompt, full in zip(PROMPTS, plain, strict=True):
+        for stop in (full.token_ids[5], full.token_ids[11]):
+            params = SamplingParams(
+                temperature=0, max_tokens=30, stop_token_ids=[stop, full.token_ids[20]]
+            )
+            (output,) = engine.generate([prompt], params)
+            first = min(full.token_ids.index(stop), full.token_ids.index(full.token_ids[20]))
+            assert output.token_ids == full.token_ids[: first + 1]
+            assert output.finish_reason == "stop"
+            assert output.stats.num_output_tokens == len(output.token_ids) == len(output.sources)
+
+
+def test_eos_ends_unless_ignored(model):
+    (free,) = engine_of(model).generate(
+        [PROMPTS[0]], SamplingParams(temperature=0, ignore_eos=True)
+    )
+    model.generation_config.eos_token_id = free.token_ids[7]
+    try:
+        engine = engine_of(model, model, num_draft=5)
+        (output,) = engine.generate([PROMPTS[0]], SamplingParams(temperature=0))
+    finally:
+        model.generation_config.eos_token_id = EOS_ID
+    end = free.token_ids.index(free.token_ids[7])
+    assert output.token_ids == free.token_ids[: end + 1]
+    assert output.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("num_draft", [1, 3, 8])
+def test_stop_strings_cut_text_and_ids_at_one_token(model, num_draft):
+    tokenizer = byte_tokenizer()
+    ascii_model = random_model("llama", seed=2, vocab_size=95)
+    full = engine_of(ascii_model).generate(
+        PROMPTS[0], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    )[0]
+    stop = full.text[9:12]
+    params = SamplingParams(temperature=0, max_tokens=40, stop=["\x00never", stop], ignore_eos=True)
+    engine = engine_of(ascii_model, ascii_model, num_draft=num_draft)
+    (output,) = engine.generate(PROMPTS[0], params)
+    where = full.text.find(stop)
+    assert output.text == full.text[:where]
+    assert output.finish_reason == "stop"
+    assert tokenizer.decode(output.token_ids) == full.text[: where + 3]
+    streamed = list(engine.stream(PROMPTS[0], params))
+    assert "".join(event.text for event in streamed) == output.text
+
+
+def test_same_seed_same_tokens_whatever_the_batch(model, drafter):
+    params = [sampled(seed) for seed in range(len(PROMPTS))]
+    together = engine_of(model, drafter).generate(PROMPTS, params)
+    alone = [
+        engine_of(model, drafter).generate([prompt], one)[0]
+        for prompt, one in zip(PROMPTS, params, strict=True)
+    ]
+    reverse = engine_of(model, drafter, max_batch_size=2).generate(PROMPTS[::-1], params[::-1])
+    assert [o.token_ids for o in together] == [o.token_ids for o in alone]
+    assert [o.token_ids for o in together] == [o.token_ids for o in reverse[::-1]]
+    zero, one = engine_of(model).generate([PROMPTS[0]] * 2, [sampled(0), sampled(1)])
+    assert zero.token_ids != one.token_ids
+
+
+def test_preemption_changes_nothing(model, drafter):
+    params = [sampled(seed, ignore_eos=True) for seed in range(len(PROMPTS))]
+    roomy = engine_of(model, drafter).generate(PROMPTS, params)
+    tight = engine_of(model, drafter, block_size=4, num_blocks=13)
+    releases = []
+    release = tight._drafter.release
+    tight._drafter.release = lambda request: (releases.append(request.request_id), release(request))
+    outputs = tight.generate(PROMPTS, params)
+    assert len(releases) > len(PROMPTS), "nothing was preempted"
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in roomy]
+    assert [o.stats.num_steps for o in outputs] == [o.stats.num_steps for o in roomy]
+
+
+@pytest.mark.parametrize("speculative", [False, True])
+def test_nan_logits_fail_that_request_alone(model, speculative):
+    greedy = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    expected = engine_of(model).generate(PROMPTS, greedy)
+    broken = random_model("llama")
+    with torch.no_grad():
+        broken.model.embed_tokens.weight[99] = float("nan")
+    outputs = engine_of(broken, model if speculative else None).generate(PROMPTS, greedy)
+    assert outputs[3].finish_reason == "error"
+    assert "NaN" in outputs[3].error
+    assert outputs[3].token_ids == ()
+    untouched = [i for i, o in enumerate(expected) if 99 not in o.prompt_token_ids + o.token_ids]
+    assert len(untouched) >= 3
+    for index in untouched:
+        assert outputs[index].token_ids == expected[index].token_ids
+
+
+def test_logprobs_are_the_targets(model, drafter):
+    params = sampled(5, temperature=0.7, logprobs=True, ignore_eos=True)
+    (output,) = engine_of(model, drafter).generate([PROMPTS[1]], params)
+    with torch.no_grad():
+        logits = model(torch.tensor([output.prompt_token_ids + output.token_ids])).logits[0]
+    rows = logits[len(PROMPTS[1]) - 1 : -1].div(0.7).log_softmax(-1)
+    expected = rows.gather(1, torch.tensor(output.token_ids)[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(output.logprobs), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_sources_and_statistics_agree(model, drafter):
+    engine = engine_of(model, drafter, num_draft=3)
+    outputs = engine.generate(
+        PROMPTS, SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    )
+    for output in outputs:
+        stats = output.stats
+        assert output.sources.count("draft") == stats.num_accepted_tokens
+        assert output.drafters.count("draft_model") == stats.num_accepted_tokens
+        assert sum(stats.num_accepted_tokens_per_pos) == stats.num_accepted_tokens
+        assert sum(stats.acceptance_histogram) == stats.num_steps
+        assert set(output.sources) <= {"draft", "recovered", "bonus", "target"}
+    total = sum(output.stats.num_accepted_tokens for output in outputs)
+    assert engine.stats.num_accepted_tokens == total
+    assert all(seconds > 0 for seconds in engine.stats.seconds.values())
+
+
+def test_stream_is_the_output(model, drafter):
+    engine = engine_of(model, drafter)
+    (expected,) = engine.generate(PROMPTS[1], sampled(3))
+    events = list(engine.stream(PROMPTS[1], sampled(3)))
+    assert events[-1].output.token_ids == expected.token_ids
+    assert tuple(t for event in events for t in event.token_ids) == expected.token_ids
+    assert tuple(event.source for event in events[:-1]) == expected.sources
+    assert "".join(event.text for event in events) == expected.text == events[-1].output.text
+
+
+def test_leaving_a_stream_frees_everything(model, drafter):
+    engine = engine_of(model, drafter)
+    for _ in engine.stream(PROMPTS[0], sampled(1)):
+        break
+    assert not engine.has_unfinished
+    assert engine._scheduler.block_manager.num_free == engine._scheduler.block_manager.num_blocks
+
+
+def test_abort_returns_what_there_is(model, drafter):
+    engine = engine_of(model, drafter)
+    kept = engine.add_request(PROMPTS[0], sampled(1, ignore_eos=True))
+    gone = engine.add_request(PROMPTS[1], sampled(2, ignore_eos=True))
+    engine.step()
+    output = engine.abort(gone)
+    assert output.finish_reason == "abort"
+    assert output.token_ids
+    assert engine.abort(gone) is None
+    finished = []
+    while engine.has_unfinished:
+        finished += [event.output for event in engine.step() if event.output]
+    assert [output.request_id for output in finished] == [kept]
+    (alone,) = engine_of(model, drafter).generate([PROMPTS[0]], sampled(1, ignore_eos=True))
+    assert finished[0].token_ids == alone.token_ids
+
+
+def test_switching_speculation_between_steps(model, drafter):
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    expected = engine_of(model).generate(PROMPTS, params)
+    engine = engine_of(model)
+    ids = [engine.add_request(prompt, params) for prompt in PROMPTS]
+    outputs, steps = {}, 0
+    while engine.has_unfinished:
+        steps += 1
+        if steps == 3:
+            engine.enable_spec_dec(drafter, n_spec_tokens=3)
+        if steps == 5:
+            engine.disable_spec_dec()
+            assert not engine.is_speculative
+        if steps == 7:
+            engine.enable_spec_dec(n_spec_tokens=2)
+        outputs |= {e.request_id: e.output for e in engine.step() if e.output}
+    assert [outputs[i].token_ids for i in ids] == [o.token_ids for o in expected]
+    engine.clear_spec_dec()
+    with pytest.raises(ValueError, match="drafter: there is none"):
+        engine.enable_spec_dec()

@@ -1,0 +1,125 @@
+"""The engine's sampled output follows the target's exact distribution; biased engines are caught."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chi2
+
+import fastspec.verification
+from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
+from fastspec_kernels import logits_to_probs
+from ..models import perturbed, random_model
+
+VOCAB_SIZE, LENGTH, PROMPT, DRAWS = 6, 3, [1, 4, 2], 12_000
+ALPHA = 1e-6
+PLAIN = {"temperature": 1.3}
+FILTERED = {"temperature": 1.7, "top_k": 5, "top_p": 0.9, "min_p": 0.03}
+
+
+@pytest.fixture(scope="module")
+def models():
+    model = random_model("llama", seed=4, vocab_size=VOCAB_SIZE, bos_token_id=0, eos_token_id=0)
+    return model, perturbed(model, 0.35)
+
+
+@torch.no_grad()
+def exact_law(model, sampling):
+    """Probability of each text of LENGTH tokens, indexed by its ids."""
+    types = {"top_k": torch.int32}
+    params = {
+        name: torch.tensor([value], dtype=types.get(name, torch.float32))
+        for name, value in sampling.items()
+    }
+    law = np.zeros((VOCAB_SIZE,) * LENGTH)
+    for text in product(range(VOCAB_SIZE), repeat=LENGTH):
+        logits = model(torch.tensor([[*PROMPT, *text]])).logits[0, len(PROMPT) - 1 : -1]
+        probs = [
+            logits_to_probs(row[None], **params, backend="reference")[0, token].item()
+            for row, token in zip(logits, text, strict=True)
+        ]
+        law[text] = np.prod(probs)
+    return law / law.sum()
+
+
+def drawn_counts(models, sampling, spec):
+    model, drafter = models
+    engine = Engine(model, drafter, spec=spec, config=EngineConfig(max_batch_size=512))
+    params = [
+        SamplingParams(**sampling, seed=seed, max_tokens=LENGTH, ignore_eos=True)
+        for seed in range(DRAWS)
+    ]
+    counts = np.zeros((VOCAB_SIZE,) * LENGTH)
+    for output in engine.generate([PROMPT] * DRAWS, params):
+        counts[output.token_ids] += 1
+    return counts
+
+
+def p_value(counts, law):
+    """Pearson's chi-square over the cells expected at least 10 times, the others pooled."""
+    expected = law.ravel() * counts.sum()
+    observed = counts.ravel()
+    big = expected >= 10
+    observed = np.append(observed[big], observed[~big].sum())
+    expected = np.append(expected[big], expected[~big].sum())
+    if expected[-1] < 1e-9:
+        assert observed[-1] == 0, "a text of probability 0 was drawn"
+        observed, expected = observed[:-1], expected[:-1]
+    statistic = ((observed - expected) ** 2 / np.maximum(expected, 1e-9)).sum()
+    return chi2.sf(statistic, len(expected) - 1)
+
+
+@pytest.mark.parametrize("sampling", [PLAIN, FILTERED], ids=["plain", "filtered"])
+@pytest.mark.parametrize("method", ["none", "probabilistic", "greedy"])
+def test_exact_distribution(models, sampling, method):
+    if method == "none":
+        spec = SpecConfig(method="none")
+    else:
+        spec = SpecConfig(num_speculative_tokens=2, draft_sample_method=method)
+    assert p_value(drawn_counts(models, sampling, spec), exact_law(models[0], sampling)) > ALPHA
+
+
+def _shared_numbers(monkeypatch):
+    monkeypatch.setattr(fastspec.verification, "VERIFY_STREAM", 1)
+
+
+def _draft_logits_not_sampled_from(monkeypatch):
+    original = fastspec.verification.verify_chain
+    monkeypatch.setattr(
+        fastspec.verification,
+        "verify_chain",
+        lambda *args, draft_logits, **kwargs: original(
+            *args, draft_logits=draft_logits / 3, **kwargs
+        ),
+    )
+
+
+def _lenient(monkeypatch):
+    original = fastspec.verification.verify_chain
+    monkeypatch.setattr(
+        fastspec.verification,
+        "verify_chain",
+        lambda *args, **kwargs: original(*args, lenience=1.5, **kwargs),
+    )
+
+
+def _unfiltered_verification(monkeypatch):
+    original = fastspec.verification.verify_chain
+    monkeypatch.setattr(
+        fastspec.verification,
+        "verify_chain",
+        lambda *args, top_p, **kwargs: original(*args, top_p=None, **kwargs),
+    )
+
+
+@pytest.mark.parametrize(
+    "break_engine",
+    [_shared_numbers, _draft_logits_not_sampled_from, _lenient, _unfiltered_verification],
+)
+def test_biased_engines_are_caught(models, monkeypatch, break_engine):
+    break_engine(monkeypatch)
+    counts = drawn_counts(models, FILTERED, SpecConfig(num_speculative_tokens=2))
+    law = exact_law(models[0], FILTERED)
+    impossible = counts[law == 0].sum()
+    assert impossible > 0 or p_value(counts, law) < ALPHA

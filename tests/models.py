@@ -1,0 +1,95 @@
+"""Tiny random models of many architectures, and a byte-level tokenizer, for tests."""
+
+from copy import deepcopy
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    BloomConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+)
+from transformers import AutoModelForCausalLM
+
+VOCAB_SIZE = 263  # 256 bytes, one special token and some padding
+EOS_ID = 256
+
+_SIZES = {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+_GQA = {"num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 64}
+
+CONFIGS = {
+    "llama": lambda: LlamaConfig(**_SIZES, **_GQA),
+    "mistral": lambda: MistralConfig(**_SIZES, **_GQA, sliding_window=7),
+    "qwen3": lambda: Qwen3Config(**_SIZES, **_GQA),
+    "gemma2": lambda: Gemma2Config(
+        **_SIZES, **_GQA, sliding_window=6, attn_logit_softcapping=5.0, query_pre_attn_scalar=16
+    ),
+    "gemma3": lambda: Gemma3TextConfig(
+        **_SIZES, **_GQA, sliding_window=6, query_pre_attn_scalar=16
+    ),
+    "gpt_oss": lambda: GptOssConfig(
+        **_SIZES, **_GQA, sliding_window=6, num_local_experts=4, num_experts_per_tok=2
+    ),
+    "gpt_neox": lambda: GPTNeoXConfig(**_SIZES, intermediate_size=64),
+    "gpt2": lambda: GPT2Config(n_embd=48, n_layer=3, n_head=4),
+    "opt": lambda: OPTConfig(**_SIZES, ffn_dim=64, word_embed_proj_dim=48),
+    "bloom": lambda: BloomConfig(hidden_size=48, n_layer=2, n_head=4),
+}
+
+
+def random_model(
+    architecture: str = "llama", seed: int = 0, vocab_size: int = VOCAB_SIZE, **overrides
+) -> PreTrainedModel:
+    """A float32 model with weights large enough that its greedy text is not one repeated token."""
+    config = CONFIGS[architecture]()
+    config.vocab_size = vocab_size
+    config.max_position_embeddings = 512
+    config.bos_token_id = config.eos_token_id = EOS_ID
+    config.pad_token_id = None
+    config.tie_word_embeddings = False  # tied, a random model repeats its last token
+    for name, value in overrides.items():
+        setattr(config, name, value)
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if any(part in name for part in ("embed", "wte", "wpe")):
+                parameter.normal_(std=0.3)
+            elif parameter.dim() > 1:
+                parameter.normal_(std=parameter.shape[-1] ** -0.5)
+            elif name.endswith("sinks"):
+                parameter.normal_()
+    return model
+
+
+def perturbed(model: PreTrainedModel, noise: float, seed: int = 1) -> PreTrainedModel:
+    """A copy whose weights are off by relative noise: a draft that is often, not always, right."""
+    copy = type(model)(deepcopy(model.config)).eval()
+    copy.load_state_dict(model.state_dict())
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in copy.parameters():
+            scale = noise * parameter.std() if parameter.numel() > 1 else 0.0
+            parameter += scale * torch.randn(parameter.shape, generator=generator)
+    return copy
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One id per byte, id 256 ends a text."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {symbol: index for index, symbol in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
+    fast.add_special_tokens({"eos_token": "<|end|>"})
+    return fast
