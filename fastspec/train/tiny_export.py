@@ -1,0 +1,100 @@
+"""Stage `export`: bf16 weights, tokenizer and model card, as bundled with the package."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from fastspec.train.tiny_corpus import HELD_OUT_PER_1000, LICENSE
+from fastspec.train.tiny_evaluate import MAX_NEW_TOKENS, NUM_SPECULATIVE_TOKENS
+
+CARD = """# The bundled models
+
+Two small Llama-type models and their tokenizer, so that speculative decoding runs with no network.
+They are trained, not random, but of no use beyond tests and demonstrations: expect fluent nonsense.
+This file is written by `python -m fastspec.train.tiny export` from `record.json`.
+
+## Data
+
+CPython {python}'s standard library (`.py`, without tests, fixtures and generated tables) and its
+documentation sources, both covered by the Python Software Foundation License ({license}).
+{training_files} files ({train_tokens:,} tokens) are for training; {held_out_files} files
+({held_out_tokens:,} tokens) are held out, picked by a hash of the path that takes
+{held_out_percent:g} % of files. `prompts.jsonl` comes from held-out files alone.
+
+## Models
+
+| | target | draft |
+| --- | --- | --- |
+| layers | {target[layers]} | {draft[layers]} |
+| hidden size | {target[hidden]} | {draft[hidden]} |
+| feed-forward size | {target[intermediate]} | {draft[intermediate]} |
+| query / key-value heads | {target[heads]} / 1 | {draft[heads]} / 1 |
+| parameters | {target[parameters]:,} | {draft[parameters]:,} |
+| trained on | next tokens | the target's distributions |
+| steps | {target[steps]:,} | {draft[steps]:,} |
+| tokens seen | {target[tokens]:,} | {draft[tokens]:,} |
+| minutes of training | {target[minutes]:.0f} | {draft[minutes]:.0f} |
+| training loss (running mean) | {target[train_loss]:.3f} | {draft[train_loss]:.3f} |
+| held-out loss | {target[held_out_loss]:.3f} | |
+| longest context in training | {target[context]} | {draft[context]} |
+
+The target's losses are nats a token; the draft's is KL divergence + total variation. Weights are
+bf16. `max_position_embeddings` is {positions}; text beyond the trained context degrades.
+Tokenizer: byte-level BPE, {vocab_size} entries; `<|endoftext|>` (id 0) is bos and eos, and is never
+added by itself.
+
+## Distillation
+
+The draft starts from the target's embedding, first and last layers, and learns the target's
+distributions on {distillation_rows:,} rows: {distillation_mix}.
+
+## Acceptance on the held-out prompts
+
+{prompts} prompts, at most {max_new_tokens} new tokens, a chain of K = {num_speculative_tokens},
+bf16-rounded weights, fp32 arithmetic. The acceptance rate is accepted / proposed; the acceptance
+length is tokens per target step.
+
+| prompts | temperature | acceptance rate | mean acceptance length |
+| --- | --- | --- | --- |
+{acceptance}
+"""
+
+
+def export_model(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Writes one model folder: config, generation config, bf16 weights, tokenizer.
+
+    Guarantee: no reader ever sees a half-written folder.
+    """
+    staged = folder.with_name(folder.name + ".new")
+    shutil.rmtree(staged, ignore_errors=True)
+    model.bfloat16().save_pretrained(staged)
+    tokenizer.save_pretrained(staged)
+    shutil.rmtree(folder, ignore_errors=True)
+    staged.rename(folder)
+
+
+def write_card(record: dict[str, Any], assets: Path) -> None:
+    """Writes `record.json` and the model card made from it."""
+    (assets / "record.json").write_text(json.dumps(record, indent=1) + "\n")
+    rows = [
+        f"| {row['prompts']} | {row['temperature']:g} | {row['acceptance_rate']:.3f} "
+        f"| {row['mean_acceptance_length']:.2f} |"
+        for row in record["evaluation"]
+    ]
+    card = CARD.format(
+        **record["corpus"],
+        target=record["target"],
+        draft=record["draft"],
+        distillation_rows=record["distillation"]["rows"],
+        distillation_mix=record["distillation"]["mix"],
+        acceptance="\n".join(rows),
+        prompts=record["num_prompts"],
+        license=LICENSE,
+        held_out_percent=HELD_OUT_PER_1000 / 10,
+        max_new_tokens=MAX_NEW_TOKENS,
+        num_speculative_tokens=NUM_SPECULATIVE_TOKENS,
+    )
+    (assets / "MODEL_CARD.md").write_text(card)

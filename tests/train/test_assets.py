@@ -1,0 +1,65 @@
+"""The bundled models as shipped."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import fastspec
+from fastspec.train.tiny_corpus import is_held_out
+from fastspec.train.tiny_prompts import read_prompts
+
+ASSETS = Path(fastspec.__file__).parent / "assets"
+MODELS = ("tiny-target", "tiny-draft")
+
+
+def test_assets_stay_small():
+    assert sum(path.stat().st_size for path in ASSETS.rglob("*") if path.is_file()) < 40e6
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_are_bf16_and_load(name):
+    stored = load_file(ASSETS / name / "model.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
+    assert all(tensor.isfinite().all() for tensor in stored.values())
+    model = AutoModelForCausalLM.from_pretrained(ASSETS / name, dtype="auto")
+    assert model.dtype == torch.bfloat16
+    assert model.generation_config.eos_token_id == model.config.eos_token_id == 0
+
+
+def test_target_is_deep_and_draft_is_shallow():
+    layers = [json.loads((ASSETS / name / "config.json").read_text()) for name in MODELS]
+    assert layers[0]["num_hidden_layers"] >= 20
+    assert layers[1]["num_hidden_layers"] <= 2
+
+
+def test_both_folders_hold_one_tokenizer():
+    texts = [(ASSETS / name / "tokenizer.json").read_text() for name in MODELS]
+    assert texts[0] == texts[1]
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS / MODELS[0])
+    for text in ("  lead", "\n\n\ttab\n", "☃ é don't , x !", ""):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.eos_token_id == tokenizer.bos_token_id == 0
+    assert 0 not in tokenizer.encode("no bos is added")
+
+
+def test_prompts_come_from_held_out_files():
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS / MODELS[0])
+    prompts = read_prompts(ASSETS / "prompts.jsonl")
+    assert len(prompts) == len({prompt["id"] for prompt in prompts}) == 32
+    assert all(is_held_out(prompt["source"]) for prompt in prompts)
+    assert sum(prompt["source"].startswith("lib/") for prompt in prompts) == 16
+    assert all(60 <= len(tokenizer.encode(prompt["text"])) <= 200 for prompt in prompts)
+
+
+def test_card_is_made_from_the_record():
+    record = json.loads((ASSETS / "record.json").read_text())
+    card = (ASSETS / "MODEL_CARD.md").read_text()
+    assert f"{record['target']['tokens']:,}" in card
+    overall = [row for row in record["evaluation"] if row["prompts"] == "all"]
+    greedy = next(row for row in overall if row["temperature"] == 0)
+    assert f"{greedy['acceptance_rate']:.3f}" in card
+    assert greedy["acceptance_rate"] >= 0.6

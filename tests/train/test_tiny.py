@@ -1,0 +1,157 @@
+"""The training script on a toy corpus."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from fastspec.train import tiny, tiny_corpus, tiny_draft, tiny_evaluate, tiny_target
+from fastspec.train.tiny_loop import LoopOptions
+from fastspec.train.tiny_optim import WallClockAnneal, windows
+from fastspec.train.tiny_tokenizer import END_OF_TEXT_ID, train_tokenizer
+
+LINES = [f"def function_{index}(value):\n    return value + {index}\n\n\n" for index in range(5)]
+
+
+@pytest.fixture
+def single_thread():
+    """The loop sets one operator thread; give the others back their own."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def run(*arguments):
+    result = CliRunner().invoke(tiny.app, [str(argument) for argument in arguments])
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def write_corpus(folder):
+    """Ten training files and one held-out file of each kind."""
+    for kind, suffix in (("lib", ".py"), ("doc", ".rst")):
+        (folder / kind).mkdir()
+        names = [f"file{index}{suffix}" for index in range(500)]
+        held_out = [name for name in names if tiny_corpus.is_held_out(f"{kind}/{name}")]
+        training = [name for name in names if name not in held_out]
+        for name in held_out[:1] + training[:10]:
+            (folder / kind / name).write_text("".join(LINES) * 4)
+
+
+@pytest.mark.usefixtures("single_thread")
+def test_every_stage_runs_and_the_card_reports_it(tmp_path):
+    write_corpus(tmp_path)
+    out, assets = tmp_path / "out", tmp_path / "assets"
+    folders = ("--library", tmp_path / "lib", "--docs", tmp_path / "doc")
+    size = ("--vocab-size", 300, "--prompts-per-kind", 1)
+    run("corpus", "--out", out, *folders, *size)
+    shape = ("--layers", 3, "--hidden", 64, "--intermediate", 32, "--rows", 4, "--context", 32)
+    run("target", "--out", out, "--minutes", 0.01, *shape)
+    first = json.loads((out / "target" / "record.json").read_text())
+    run("target", "--out", out, "--minutes", 0.005, *shape, "--resume")
+    record = json.loads((out / "target" / "record.json").read_text())
+    assert record["steps"] > first["steps"] > 0
+    assert record["tokens"] == 4 * 32 * record["steps"]
+    batches = ("--corpus-batches", 1, "--greedy-batches", 1, "--sampled-batches", 1)
+    run("generate", "--out", out, *batches, "--context", 16)
+    run("draft", "--out", out, "--minutes", 0.01, "--rows", 4, "--layers", 1)
+    run("export", "--out", out, "--assets", assets)
+    card = (assets / "MODEL_CARD.md").read_text()
+    assert f"| steps | {record['steps']:,} |" in card
+    assert "| all | 1 |" in card
+
+
+def test_resume_without_checkpoint_is_refused(tmp_path):
+    model = tiny_target.make_model(tiny_target.Shape(1, 64, 32), 300)
+    options = LoopOptions(tmp_path, 1.0, 8, resume=True)
+    with pytest.raises(ValueError, match="resume"):
+        tiny_draft.TrainingLoop(model, options, tuple, torch.stack, dict)
+    with pytest.raises(ValueError, match="minutes"):
+        LoopOptions(tmp_path, 0.0, 8)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["  two spaces", "\n\n\tdef f():\n        pass\n", "naïve ☃ 日本 \x00", " don't , do !", ""],
+)
+def test_tokenizer_round_trips(text):
+    tokenizer = train_tokenizer(LINES, 300, 1024)
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert END_OF_TEXT_ID not in ids
+    assert tokenizer.bos_token_id == tokenizer.eos_token_id == END_OF_TEXT_ID
+
+
+def test_tokenizer_refuses_a_vocabulary_below_the_bytes():
+    with pytest.raises(ValueError, match="vocab_size"):
+        train_tokenizer(LINES, 256, 1024)
+
+
+def test_split_is_small_and_fixed():
+    sources = [f"lib/file{index}.py" for index in range(5000)]
+    held_out = sum(map(tiny_corpus.is_held_out, sources))
+    assert 50 < held_out < 150
+    assert tiny_corpus.is_held_out("lib/argparse.py")
+    assert not tiny_corpus.is_held_out("lib/abc.py")
+
+
+def test_corpus_leaves_out_tests_and_refuses_an_empty_folder(tmp_path):
+    (tmp_path / "lib" / "test").mkdir(parents=True)
+    (tmp_path / "lib" / "good.py").write_text("pass\n")
+    (tmp_path / "lib" / "test" / "bad.py").write_text("pass\n")
+    documents = tiny_corpus.read_corpus(library=tmp_path / "lib")
+    assert [document.source for document in documents] == ["lib/good.py"]
+    with pytest.raises(ValueError, match="doc"):
+        tiny_corpus.read_corpus(docs=tmp_path / "lib", library=tmp_path / "lib")
+
+
+def test_windows_cover_the_text_once_an_epoch():
+    token_ids = torch.arange(101, dtype=torch.int32)
+    stream = windows(token_ids, 3, 8, torch.Generator().manual_seed(1))
+    starts = torch.cat([next(stream)[:, 0] for _ in range(3)]).tolist()
+    assert len(set(starts)) == 9
+    assert len({start % 8 for start in starts}) == 1
+
+
+def test_anneal_is_a_line_to_zero_and_survives_a_pause(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr("fastspec.train.tiny_optim.time.monotonic", lambda: now)
+    anneal = WallClockAnneal(100.0, warmup_steps=1)
+    factors = []
+    for step in range(80):
+        now += 21.0 if step == 40 else 1.0  # a pause of twenty steps, of which three may count
+        factors.append(anneal.advance())
+    assert factors[39] == pytest.approx(0.60)
+    assert 0.55 < factors[40] < 0.60
+    assert factors[-1] == pytest.approx(0.0, abs=1e-9)
+    assert anneal.finished
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([True] * 10, (8, 8, 2)),
+        ([False] * 3, (0, 6, 3)),
+        ([True, False, True, True], (3, 6, 2)),
+        ([], (0, 0, 0)),
+    ],
+)
+def test_chain_counts(flags, expected):
+    assert tiny_evaluate.chain_counts(flags, 4) == expected
+
+
+def test_a_model_always_accepts_itself():
+    torch.manual_seed(0)
+    model = tiny_target.make_model(tiny_target.Shape(1, 64, 32), 300).eval()
+    for temperature in (0.0, 1.0):
+        texts = tiny_evaluate.write_texts(model, [[5, 6, 7], [8, 9]], temperature)
+        measured = tiny_evaluate.measure_acceptance(model, model, texts, temperature)
+        assert measured["acceptance_rate"] > 0.99
+
+
+def test_distillation_loss_is_zero_only_at_the_target():
+    torch.manual_seed(0)
+    logits = torch.randn(5, 11)
+    assert tiny_draft.distillation_loss(logits + 3.0, logits).item() == pytest.approx(0.0, abs=1e-5)
+    assert tiny_draft.distillation_loss(torch.zeros(5, 11), logits).item() > 0.1
