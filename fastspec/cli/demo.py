@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -23,6 +23,7 @@ from fastspec.engine import Engine
 from fastspec.outputs import RequestOutput
 
 _ROUNDS = 3  # timed runs of each prompt in each mode
+_WARM_UP_TOKENS = 8
 _PICTURE_WIDTH = 104
 
 
@@ -61,9 +62,9 @@ def demo(
     comparisons = []
     with progress_bar("runs") as bar:
         task = bar.add_task("decoding", total=len(prompts))
-        _compare(engine, prompts[0], params, num_speculative_tokens)  # warm up
+        _compare(engine, prompts[0], replace(params, max_tokens=_WARM_UP_TOKENS), spec)
         for prompt in prompts:
-            comparisons.append(_compare(engine, prompt, params, num_speculative_tokens))
+            comparisons.append(_compare(engine, prompt, params, spec))
             bar.advance(task)
     console = Console(
         record=svg is not None, width=None if svg is None else _PICTURE_WIDTH, highlight=False
@@ -76,15 +77,13 @@ def demo(
         raise typer.Exit(1)
 
 
-def _compare(
-    engine: Engine, prompt: str, params: SamplingParams, num_speculative_tokens: int
-) -> Comparison:
+def _compare(engine: Engine, prompt: str, params: SamplingParams, spec: SpecConfig) -> Comparison:
     seconds = {False: [], True: []}
     transcripts = {}
     for _ in range(_ROUNDS):
         for speculative in (False, True):
             if speculative:
-                engine.enable_spec_dec(n_spec_tokens=num_speculative_tokens)
+                engine.enable_spec_dec(n_spec_tokens=spec.num_speculative_tokens)
             else:
                 engine.disable_spec_dec()
             start = time.perf_counter()
