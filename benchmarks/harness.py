@@ -1,0 +1,107 @@
+"""Timing and records of the benchmarks: interleaved measurements, one JSON line per result."""
+
+import json
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+MIN_ROUNDS = 20
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Quantiles of one function's time."""
+
+    median_us: float
+    p20_us: float
+    p80_us: float
+
+
+def time_interleaved(functions: dict[str, Callable], seconds: float = 2.0) -> dict[str, Timing]:
+    """Call the functions in turn, so that all of them meet the same state of the machine.
+
+    Each round calls every function once; rounds go on for `seconds`, at least MIN_ROUNDS.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in functions}
+    for function in functions.values():
+        function()
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(next(iter(samples.values()))) < MIN_ROUNDS:
+        for name, function in functions.items():
+            start = time.perf_counter()
+            function()
+            samples[name].append((time.perf_counter() - start) * 1e6)
+    return {name: quantiles(values) for name, values in samples.items()}
+
+
+def quantiles(samples: list[float]) -> Timing:
+    points = torch.tensor(samples, dtype=torch.float64).quantile(
+        torch.tensor([0.5, 0.2, 0.8], dtype=torch.float64)
+    )
+    return Timing(*(round(value, 2) for value in points.tolist()))
+
+
+def record_of(fields: dict, timings: dict[str, Timing]) -> dict:
+    """One result: what was timed, how long it took, how it compares with the others, and where."""
+    ours = timings["ours"]
+    ratios = {
+        f"ratio_to_{name}": round(ours.median_us / timing.median_us, 4)
+        for name, timing in timings.items()
+        if name != "ours"
+    }
+    others = {f"{name}_us": timing.median_us for name, timing in timings.items() if name != "ours"}
+    return {**fields, **asdict(ours), **others, **ratios, "verified": True, **environment()}
+
+
+def append(name: str, record: dict) -> None:
+    """Add one line to results/NAME.jsonl."""
+    RESULTS.mkdir(exist_ok=True)
+    with (RESULTS / f"{name}.jsonl").open("a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def environment() -> dict:
+    """The machine, the versions and the state of the sources."""
+    status = git("status", "--porcelain", "--untracked-files=no")
+    return {
+        "cpu": cpu_name(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": package_version("transformers"),
+        "fastspec": package_version("fastspec-kernels"),
+        "commit": git("rev-parse", "--short", "HEAD"),
+        "dirty": None if status is None else bool(status),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "argv": sys.argv[1:],
+    }
+
+
+def cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def package_version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def git(*arguments: str) -> str | None:
+    """Output of a git command in this repository, None outside of one."""
+    command = ["git", "-C", str(RESULTS.parent), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else None
