@@ -86,13 +86,12 @@ def _shared_numbers(monkeypatch):
 
 def _draft_logits_not_sampled_from(monkeypatch):
     original = fastspec.verification.verify_chain
-    monkeypatch.setattr(
-        fastspec.verification,
-        "verify_chain",
-        lambda *args, draft_logits, **kwargs: original(
-            *args, draft_logits=draft_logits / 3, **kwargs
-        ),
-    )
+
+    def verify_chain(*args, draft_logits, **kwargs):
+        flattened = None if draft_logits is None else draft_logits / 3
+        return original(*args, draft_logits=flattened, **kwargs)
+
+    monkeypatch.setattr(fastspec.verification, "verify_chain", verify_chain)
 
 
 def _lenient(monkeypatch):

@@ -1,0 +1,280 @@
+"""Bad input: one line that names what is wrong, and no other request is touched."""
+
+import re
+
+import pytest
+import torch
+from transformers import T5Config, T5ForConditionalGeneration
+
+from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
+from fastspec.drafters import Proposal
+
+from ..models import VOCAB_SIZE, byte_tokenizer, random_model
+
+GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model("llama")
+
+
+def assert_one_line(error, *parts):
+    text = str(error.value)
+    assert "\n" not in text
+    for part in parts:
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("prompt", "parts"),
+    [
+        ([], ["prompt", "empty"]),
+        ("", ["prompt", "empty"]),
+        ([1, VOCAB_SIZE], ["prompt", str(VOCAB_SIZE)]),
+        ([1, -1], ["prompt", "-1"]),
+        ([1, 2.5], ["prompt", "2.5"]),
+        ([1] * 512, ["prompt", "512", "511"]),
+    ],
+)
+def test_prompts(model, prompt, parts):
+    engine = Engine(model, tokenizer=byte_tokenizer())
+    running = engine.add_request([1, 2, 3], GREEDY)
+    with pytest.raises(ValueError, match="prompt") as error:
+        engine.add_request(prompt, GREEDY)
+    assert_one_line(error, *parts)
+    outputs = []
+    while engine.has_unfinished:
+        outputs += [event.output for event in engine.step() if event.output]
+    assert [output.request_id for output in outputs] == [running]
+    assert len(outputs[0].token_ids) == 10
+
+
+def test_one_bad_prompt_of_several_starts_nothing(model):
+    engine = Engine(model)
+    with pytest.raises(ValueError, match="prompt"):
+        engine.generate([[1, 2], [VOCAB_SIZE]], GREEDY)
+    assert not engine.has_unfinished
+
+
+def test_no_room_in_the_cache(model):
+    engine = Engine(model, config=EngineConfig(block_size=4, num_blocks=4))
+    with pytest.raises(ValueError, match="no room in the cache") as error:
+        engine.generate([[1] * 10], GREEDY)
+    assert_one_line(error, "num_blocks", "5 blocks", "has 4")
+    assert len(engine.generate([[1] * 6], GREEDY)[0].token_ids) == 10
+
+
+def test_cache_memory_too_small(model):
+    with pytest.raises(ValueError, match="kv_cache_memory"):
+        Engine(model, config=EngineConfig(kv_cache_memory=10))
+
+
+def test_text_needs_a_tokenizer(model):
+    with pytest.raises(ValueError, match="tokenizer"):
+        Engine(model).generate("text", GREEDY)
+    with pytest.raises(ValueError, match="stop"):
+        Engine(model).generate([[1]], SamplingParams(stop="x"))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("temperature", float("inf")),
+        ("top_k", -1),
+        ("top_k", 1.5),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("seed", -1),
+        ("seed", 2**63),
+        ("max_tokens", 0),
+        ("stop", [""]),
+        ("stop", [3]),
+        ("stop_token_ids", ["a"]),
+        ("repetition_penalty", 1.1),
+        ("presence_penalty", 0.5),
+        ("frequency_penalty", 0.5),
+        ("logit_bias", {3: 1.0}),
+        ("min_tokens", 3),
+        ("n", 2),
+        ("logprobs", 5),
+        ("logits_processors", [lambda ids, logits: logits]),
+    ],
+)
+def test_sampling_params(field, value):
+    with pytest.raises(ValueError, match=f"^{field}: ") as error:
+        SamplingParams(**{field: value})
+    assert_one_line(error)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("method", "wrong"),
+        ("method", "tree"),
+        ("num_speculative_tokens", 0),
+        ("num_speculative_tokens", 2.0),
+        ("draft_sample_method", "wrong"),
+        ("rejection_sample_method", "block"),
+        ("prompt_lookup_max", 3),
+        ("k_matrix", [[1]]),
+        ("lenience", 2.0),
+        ("tree_width", 2),
+        ("tree_nodes", 2),
+        ("cape", True),
+        ("confidence_threshold", 0.3),
+        ("schedule", "adaptive"),
+        ("synthetic_acceptance_rate", 0.5),
+        ("prompt_lookup_num_tokens", 3),
+    ],
+)
+def test_spec_config(field, value):
+    with pytest.raises(ValueError, match=f"^{field}: ") as error:
+        SpecConfig(**{field: value})
+    assert_one_line(error)
+
+
+def test_hugging_face_alias_and_unknown_fields():
+    assert SpecConfig(num_assistant_tokens=7).num_speculative_tokens == 7
+    with pytest.raises(TypeError, match="num_asistant_tokens"):
+        SpecConfig(num_asistant_tokens=7)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("dtype", "int8"),
+        ("block_size", 0),
+        ("num_blocks", 0),
+        ("max_batch_size", 0),
+        ("max_model_len", -1),
+        ("prefill_chunk_size", 0),
+        ("prefix_caching", True),
+        ("cuda_graphs", "on"),
+        ("cuda_graphs", "wrong"),
+    ],
+)
+def test_engine_config(field, value):
+    with pytest.raises(ValueError, match=f"^{field}: ") as error:
+        EngineConfig(**{field: value})
+    assert_one_line(error)
+
+
+def test_max_model_len_beyond_the_model(model):
+    with pytest.raises(ValueError, match="max_model_len: 513"):
+        Engine(model, config=EngineConfig(max_model_len=513))
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "nonsense"])
+def test_device(device, tmp_path):
+    random_model("llama").save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="device: cannot use") as error:
+        Engine(tmp_path, config=EngineConfig(device=device))
+    assert_one_line(error, device)
+
+
+def test_backend(model):
+    with pytest.raises(ValueError, match="backend"):
+        Engine(model, config=EngineConfig(backend="cuda"))
+
+
+@pytest.mark.parametrize("path", ["/no/such/folder", "./nothing-here"])
+def test_missing_folder(model, path):
+    with pytest.raises(ValueError, match=re.escape(path)) as error:
+        Engine(path)
+    assert_one_line(error, "target", "no such folder")
+    with pytest.raises(ValueError, match="drafter: no such folder"):
+        Engine(model, path)
+
+
+def test_folder_without_a_model(tmp_path):
+    with pytest.raises(ValueError, match="target: cannot load") as error:
+        Engine(tmp_path)
+    assert_one_line(error)
+
+
+def test_another_tokenizer_is_refused(tmp_path):
+    for name, tokenizer in (("target", byte_tokenizer()), ("draft", byte_tokenizer())):
+        random_model("llama").save_pretrained(tmp_path / name)
+        if name == "draft":
+            tokenizer.add_tokens(["extra"])
+        tokenizer.save_pretrained(tmp_path / name)
+    with pytest.raises(ValueError, match="tokenizer differs") as error:
+        Engine(tmp_path / "target", tmp_path / "draft")
+    assert_one_line(error, "'extra'", "257")
+
+
+def test_models_that_never_call_our_attention():
+    with pytest.raises(ValueError, match="BloomForCausalLM: never calls"):
+        Engine(random_model("bloom"))
+
+
+def test_encoder_decoders():
+    sizes = {"d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    model = T5ForConditionalGeneration(T5Config(vocab_size=30, **sizes))
+    with pytest.raises(ValueError, match="T5ForConditionalGeneration: encoder-decoder"):
+        Engine(model)
+
+
+def test_draft_model_method_without_a_draft(model):
+    with pytest.raises(ValueError, match="drafter"):
+        Engine(model, spec=SpecConfig(method="draft_model"))
+
+
+def test_enable_spec_dec(model):
+    engine = Engine(model)
+    with pytest.raises(ValueError, match="n_spec_tokens"):
+        engine.enable_spec_dec(model, n_spec_tokens=0)
+    with pytest.raises(ValueError, match="use_glide_drafter"):
+        engine.enable_spec_dec(model, use_glide_drafter=True)
+
+
+def test_request_ids_are_unique_while_running(model):
+    engine = Engine(model)
+    engine.add_request([1], GREEDY, request_id="a")
+    with pytest.raises(ValueError, match="request_id: 'a'"):
+        engine.add_request([1], GREEDY, request_id="a")
+    engine.abort("a")
+    engine.add_request([1], GREEDY, request_id="a")
+
+
+def test_params_of_another_length(model):
+    with pytest.raises(ValueError, match="params: 3 given for 2 prompts"):
+        Engine(model).generate([[1], [2]], [GREEDY] * 3)
+
+
+class RaggedDrafter:
+    """Proposes 0, 1, 2 tokens and ids that do not exist: whatever a drafter does, output is the target's."""
+
+    name = "ragged"
+
+    def __init__(self):
+        self.released = []
+
+    def propose(self, batch):
+        ids = torch.full((len(batch.requests), batch.num_speculative_tokens), -1, dtype=torch.int32)
+        for row, limit in enumerate(batch.num_draft_tokens):
+            count = min(limit, row % 3)
+            ids[row, :count] = VOCAB_SIZE + 5 if row == 2 else 1
+        return Proposal(ids)
+
+    def commit(self, batch, accepted):
+        assert len(accepted) == len(batch.requests)
+
+    def release(self, request):
+        self.released.append(request.request_id)
+
+
+def test_anyone_can_write_a_drafter(model):
+    prompts = [[1, 2], [3, 4, 5], [6], [7, 8]]
+    expected = Engine(model).generate(prompts, GREEDY)
+    drafter = RaggedDrafter()
+    outputs = Engine(model, drafter).generate(prompts, GREEDY)
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
+    assert set(drafter.released) == {o.request_id for o in outputs}
+    assert all(s in ("target", "recovered") for s in outputs[2].sources)
