@@ -57,11 +57,9 @@ def find_cuda() -> Path | None:
 
 def arch_flags() -> list[str]:
     flags = []
-    for arch in CUDA_ARCHS.replace(" ", ";").split(";"):
-        if not (parts := re.fullmatch(r"(\d+)\.(\d+[af]?)(\+PTX)?", arch)):
-            raise SystemExit(f"TORCH_CUDA_ARCH_LIST: expected entries like 9.0a, got {arch!r}")
-        name = parts[1] + parts[2]
-        code = f"[sm_{name},compute_{name}]" if parts[3] else f"sm_{name}"
+    for arch in re.split("[; ]+", CUDA_ARCHS.replace(".", "")):
+        name = arch.removesuffix("+PTX")
+        code = f"sm_{name}" if name == arch else f"[sm_{name},compute_{name}]"
         flags.append(f"-gencode=arch=compute_{name},code={code}")
     return flags
 
@@ -75,6 +73,10 @@ class BuildPy(build_py):
 
 class BuildExt(build_ext):
     """Compiles in parallel and only what changed: .cu by nvcc, *_avx2.cpp with vector flags."""
+
+    def finalize_options(self):
+        super().finalize_options()
+        self.build_temp = f"{BUILD}/objects"  # an editable build would take a new folder
 
     def build_extensions(self):
         self.compiler.src_extensions.append(".cu")
@@ -120,10 +122,10 @@ def extensions() -> list[Extension]:
         raise SystemExit(f"FASTSPEC_BUILD_CUDA: expected auto, 1 or 0, got {BUILD_CUDA!r}")
     must, found = BUILD_CUDA == "1", find_torch()
     if sys.platform == "win32" or not found:
-        need = "they need Linux or macOS, and torch >= 2.11 in this environment before fastspec"
-        print(f"fastspec: a pure Python build, NO COMPILED KERNELS: {need}", file=sys.stderr)
+        reason = "they need Linux or macOS, and torch >= 2.11 in this environment before fastspec"
         if must:
-            raise SystemExit("FASTSPEC_BUILD_CUDA=1 cannot be met")
+            raise SystemExit(f"FASTSPEC_BUILD_CUDA=1: no compiled kernels: {reason}")
+        print(f"fastspec: pure Python, NO COMPILED KERNELS: {reason}", file=sys.stderr)
         return []
     torch, version = found
     built = [extension("cpu", [torch], libraries=["torch_cpu", "c10"])]
@@ -150,9 +152,5 @@ setup(
     packages=[*find_packages(include=["fastspec*"]), *find_packages("kernels")],
     ext_modules=extensions(),
     cmdclass={"build_ext": BuildExt, "build_py": BuildPy},
-    options={
-        "bdist_wheel": {"py_limited_api": "cp310"},
-        "build": {"build_lib": f"{BUILD}/lib"},
-        "build_ext": {"build_temp": f"{BUILD}/objects"},
-    },
+    options={"bdist_wheel": {"py_limited_api": "cp310"}, "build": {"build_lib": f"{BUILD}/lib"}},
 )
