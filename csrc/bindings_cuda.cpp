@@ -1,4 +1,5 @@
-// The only file of _cuda that knows torch: it unpacks tensors, allocates outputs and registers the ops.
+// The only file of _cuda that knows torch: it unpacks tensors, allocates outputs and registers the
+// ops.
 #define Py_LIMITED_API 0x030A0000
 #include <Python.h>
 #include <torch/csrc/stable/accelerator.h>
@@ -30,11 +31,10 @@ void check_launch(const char* op, cudaError_t error) {
 Tensor uniform(const Tensor& seed, const Tensor& position, int64_t num, int64_t stream) {
   const DeviceGuard guard(seed.get_device_index());
   Tensor out = torch::stable::new_empty(seed, {seed.size(0), num}, ScalarType::Float);
-  check_launch("uniform",
-               cuda::launch_uniform(seed.const_data_ptr<int64_t>(),
-                                    position.const_data_ptr<int64_t>(),
-                                    out.mutable_data_ptr<float>(), seed.size(0), num,
-                                    static_cast<uint32_t>(stream), current_stream(seed)));
+  check_launch("uniform", cuda::launch_uniform(
+                              seed.const_data_ptr<int64_t>(), position.const_data_ptr<int64_t>(),
+                              out.mutable_data_ptr<float>(), seed.size(0), num,
+                              static_cast<uint32_t>(stream), current_stream(seed)));
   return out;
 }
 
