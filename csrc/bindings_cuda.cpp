@@ -1,5 +1,4 @@
-// The only file of _cuda that knows torch: it unpacks tensors, allocates outputs and registers the
-// ops.
+// The only file of _cuda that knows torch: it unpacks tensors, allocates and registers the ops.
 #define Py_LIMITED_API 0x030A0000
 #include <Python.h>
 #include <torch/csrc/stable/accelerator.h>
