@@ -3,6 +3,7 @@
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <utility>
 
 #include "row.h"
 
@@ -42,32 +43,35 @@ float smallest_below(float low, float high, double need, const Measure& measure)
   return from_key(last);
 }
 
-// Logits of one row above some bound, in id order.
+// Some of a row's logits, in id order.
 struct Candidates {
   std::unique_ptr<float[]> values;
   int64_t count;
 };
 
-Candidates gather_above(const Row& row, float bound) {
+// The logits in (low, high].
+Candidates gather(const Row& row, float low, float high) {
   Candidates found{std::unique_ptr<float[]>(new float[row.logits.size]), 0};
   for (int64_t chunk = 0; chunk < row.chunks(); ++chunk) {
-    if (!(row.chunk_maxima[chunk] > bound)) continue;
+    if (!(row.chunk_maxima[chunk] > low)) continue;
     found.count +=
-        row.kernels().gather_above(row.logits.at(chunk * kChunk), row.chunk_size(chunk),
-                                   row.maxima_of(chunk), bound, found.values.get() + found.count);
+        row.kernels().gather(row.logits.at(chunk * kChunk), row.chunk_size(chunk),
+                             row.maxima_of(chunk), low, high, found.values.get() + found.count);
   }
   return found;
 }
 
-// A float with at least k logits above it, and few more if that comes cheaply; else -inf.
-// Every lane maximum stands for at least one logit, and there are 16 times fewer of them.
+// A float with at least k logits above it, and not many more if that comes cheaply; else -inf.
+// A lane maximum stands for at least one logit, and there are few of them.
 float bound_below_top_k(const Row& row, int64_t k) {
-  const ListKernels& lists = sampling_kernels().lists;
-  const int64_t count = num_lane_maxima(row.logits.size);
+  const int64_t coarse = row.chunks() * kLanes;
+  const bool is_enough = 2 * k <= coarse;
+  const float* maxima = is_enough ? row.chunk_lane_maxima : row.lane_maxima;
+  const int64_t count = is_enough ? coarse : num_lane_maxima(row.logits.size);
   int64_t first = to_key(-kInfinity), last = to_key(row.max);
   while (last - first > 1) {
     const int64_t middle = first + (last - first) / 2;
-    const int64_t above = lists.count_above(row.lane_maxima, count, from_key(middle));
+    const int64_t above = sampling_kernels().lists.count_above(maxima, count, from_key(middle));
     (above >= k ? first : last) = middle;
     if (above >= k && above <= 2 * k) break;
   }
@@ -82,42 +86,99 @@ float kth_largest(const Row& row, const Candidates& candidates, float low, int64
   return smallest_below(low, row.max, static_cast<double>(k), count_above);
 }
 
-// The lowest logit with less than top_p of the mass above it, where only logits >= low have mass.
-// `total` is that mass; a negative total stands for that of the candidates.
-float top_p_of(const Row& row, const Candidates& candidates, float low, double total) {
-  const SamplingTable& table = sampling_kernels();
-  const float* values = candidates.values.get();
-  const std::unique_ptr<float[]> weights(new float[candidates.count]);
-  table.rows[static_cast<int>(LogitsType::kFloat32)].weigh(
-      values, candidates.count, weighting_of(row, low), 1.0f, weights.get());
-  const auto mass_above = [&](float bound) {
-    return table.lists.mass_above(values, weights.get(), candidates.count, bound);
-  };
-  if (total < 0) total = mass_above(-kInfinity);
-  return smallest_below(low, row.max, total * row.sampling.top_p, mass_above);
-}
-
-double mass_at_least(const Row& row, float threshold) {
-  const Weighting weighting = weighting_of(row, threshold);
-  double mass = 0;
-  for (int64_t chunk = 0; chunk < row.chunks(); ++chunk) {
-    mass += row.kernels().sum(row.logits.at(chunk * kChunk), row.chunk_size(chunk),
-                              row.maxima_of(chunk), weighting);
+// Candidates with their weights; those below `cutoff` weigh nothing.
+class WeightedCandidates {
+ public:
+  WeightedCandidates(const Row& row, Candidates candidates, float cutoff)
+      : candidates_(std::move(candidates)), weights_(new float[candidates_.count]) {
+    constexpr int kType = static_cast<int>(LogitsType::kFloat32);
+    sampling_kernels().rows[kType].weigh(candidates_.values.get(), candidates_.count,
+                                         weighting_of(row, cutoff), 1.0f, weights_.get());
   }
-  return mass;
+
+  double mass_above(float bound) const {
+    return sampling_kernels().lists.mass_above(candidates_.values.get(), weights_.get(),
+                                               candidates_.count, bound);
+  }
+
+  // The lowest logit in [low, high] with less than `need` of mass above it.
+  float lowest_with_less_above(float low, float high, double need) const {
+    return smallest_below(low, high, need, [&](float bound) { return mass_above(bound); });
+  }
+
+ private:
+  Candidates candidates_;
+  std::unique_ptr<float[]> weights_;
+};
+
+// The top-p threshold of a row lies in (low, high], as the mass above `low` is >= need and that
+// above `high`, which is `beyond`, is < need.
+struct Bracket {
+  float low;
+  float high;
+  double beyond;
+};
+
+void sums_above(const Row& row, const float* bounds, double* sums) {
+  const Weighting weighting = weighting_of(row, -kInfinity);
+  std::fill(sums, sums + kBounds, 0.0);
+  for (int64_t chunk = 0; chunk < row.chunks(); ++chunk) {
+    row.kernels().sums_above(row.logits.at(chunk * kChunk), row.chunk_size(chunk),
+                             row.maxima_of(chunk), weighting, bounds, sums);
+  }
 }
 
-// Top-p without top-k: lowers a bound until enough mass lies above it, then looks only there.
+Bracket narrow(Bracket bracket, const float* bounds, const double* sums, double need) {
+  for (int i = 0; i < kBounds; ++i) {
+    if (sums[i] < need) return {bracket.low, bounds[i], sums[i]};
+    bracket.low = bounds[i];
+  }
+  return bracket;
+}
+
+// Bounds that cut (low, high] into equal steps, of value if that is possible, else of keys.
+void subdivide(float low, float high, float* bounds) {
+  for (int i = 0; i < kBounds; ++i) {
+    const double share = (i + 1.0) / (kBounds + 1);
+    if (std::isfinite(low)) {
+      bounds[i] = static_cast<float>(low + (double{high} - low) * share);
+    } else {
+      const int64_t span = to_key(high) - to_key(low);
+      bounds[i] = from_key(to_key(low) + static_cast<int64_t>(static_cast<double>(span) * share));
+    }
+  }
+}
+
+// Top-p without top-k: three passes narrow the threshold down to few logits.
 float top_p_of_row(const Row& row) {
-  const double total = mass_at_least(row, -kInfinity);
-  double depth = 4.0 * row.sampling.temperature;
-  float bound = row.max;
-  do {
-    bound = static_cast<float>(std::max(row.max - depth, double{kLowestFinite}));
-    depth *= 2;
-  } while (bound > kLowestFinite && mass_at_least(row, bound) < total * row.sampling.top_p);
-  const Candidates candidates = gather_above(row, std::nextafter(bound, -kInfinity));
-  return top_p_of(row, candidates, bound, total);
+  // In units of the temperature below the best logit; the first bound takes in every weight.
+  constexpr double kDepths[kBounds] = {0, 24, 12, 8, 5, 3, 1.5, 0.5};
+  constexpr int kRefinements = 2;
+  float bounds[kBounds] = {std::nextafter(weighting_of(row, -kInfinity).cutoff, -kInfinity)};
+  for (int i = 1; i < kBounds; ++i) {
+    const double bound = row.max - kDepths[i] * row.sampling.temperature;
+    bounds[i] = static_cast<float>(std::max<double>(bound, kLowestFinite));
+    bounds[i] = std::max(bounds[i], bounds[0]);
+  }
+  double sums[kBounds];
+  sums_above(row, bounds, sums);
+  const double need = sums[0] * row.sampling.top_p;
+  Bracket bracket = narrow({bounds[0], row.max, 0.0}, bounds, sums, need);
+  for (int i = 0; i < kRefinements; ++i) {
+    subdivide(bracket.low, bracket.high, bounds);
+    sums_above(row, bounds, sums);
+    bracket = narrow(bracket, bounds, sums, need);
+  }
+  const WeightedCandidates candidates(row, gather(row, bracket.low, bracket.high), -kInfinity);
+  return candidates.lowest_with_less_above(std::nextafter(bracket.low, kInfinity), bracket.high,
+                                           need - bracket.beyond);
+}
+
+// Top-p among what top-k left.
+float top_p_of(const Row& row, Candidates candidates, float threshold) {
+  const WeightedCandidates weighted(row, std::move(candidates), threshold);
+  const double need = weighted.mass_above(-kInfinity) * row.sampling.top_p;
+  return weighted.lowest_with_less_above(threshold, row.max, need);
 }
 
 // The lowest logit whose weight is at least min_p of the best one's.
@@ -142,9 +203,9 @@ float filter_threshold(const Row& row) {
   float threshold = -kInfinity;
   if (sampling.top_k > 0 && sampling.top_k < row.logits.size) {
     const float low = bound_below_top_k(row, sampling.top_k);
-    const Candidates candidates = gather_above(row, low);
+    Candidates candidates = gather(row, low, kInfinity);
     threshold = kth_largest(row, candidates, low, sampling.top_k);
-    if (sampling.top_p < 1) threshold = top_p_of(row, candidates, threshold, -1.0);
+    if (sampling.top_p < 1) threshold = top_p_of(row, std::move(candidates), threshold);
   } else if (sampling.top_p < 1) {
     threshold = top_p_of_row(row);
   }

@@ -11,6 +11,7 @@
 namespace fastspec::cpu {
 
 static constexpr int64_t kChunksPerThread = 4;
+static constexpr int64_t kScratchPerChunk = kMaximaPerChunk + kLanes + 1;
 static constexpr double kLog2E = 1.4426950408889634;
 
 int64_t Row::chunk_size(int64_t chunk) const {
@@ -99,7 +100,7 @@ int64_t draw(const Row& row, double uniform) {
 
 RowBatch::RowBatch(int64_t capacity, int64_t size)
     : chunks_(num_chunks(size)),
-      maxima_(new float[capacity * chunks_ * (kMaximaPerChunk + 1)]),
+      maxima_(new float[capacity * chunks_ * kScratchPerChunk]),
       sums_(new double[capacity * chunks_]) {
   rows_.reserve(capacity);
 }
@@ -109,8 +110,9 @@ Row& RowBatch::add(const Logits& logits, const Sampling& sampling) {
   Row row{};
   row.logits = logits;
   row.sampling = sampling;
-  row.lane_maxima = maxima_.get() + offset * (kMaximaPerChunk + 1);
-  row.chunk_maxima = row.lane_maxima + chunks_ * kMaximaPerChunk;
+  row.lane_maxima = maxima_.get() + offset * kScratchPerChunk;
+  row.chunk_lane_maxima = row.lane_maxima + chunks_ * kMaximaPerChunk;
+  row.chunk_maxima = row.chunk_lane_maxima + chunks_ * kLanes;
   row.chunk_sums = sums_.get() + offset;
   rows_.push_back(row);
   return rows_.back();
@@ -121,9 +123,9 @@ void RowBatch::scan() {
     Row& row = rows_[job / chunks_];
     const int64_t chunk = job % chunks_;
     if (chunk >= row.chunks()) return;
-    float* lane_maxima = row.lane_maxima + chunk * kMaximaPerChunk;
-    row.chunk_maxima[chunk] =
-        row.kernels().max(row.logits.at(chunk * kChunk), row.chunk_size(chunk), lane_maxima);
+    row.chunk_maxima[chunk] = row.kernels().max(
+        row.logits.at(chunk * kChunk), row.chunk_size(chunk),
+        row.lane_maxima + chunk * kMaximaPerChunk, row.chunk_lane_maxima + chunk * kLanes);
   });
   for (Row& row : rows_) {
     bool has_nan = false;

@@ -35,7 +35,8 @@ struct Row {
   Logits logits;
   Sampling sampling;
   // Filled by RowBatch::scan.
-  float* lane_maxima;
+  float* lane_maxima;        // of the tiles
+  float* chunk_lane_maxima;  // of the chunks
   float* chunk_maxima;
   float max;
   bool valid;

@@ -13,6 +13,9 @@ constexpr int64_t kTile = 256;
 constexpr int64_t kChunk = 4096;
 constexpr int64_t kMaximaPerChunk = kChunk / kTile * kLanes;
 
+// Bounds that sums_above takes at once.
+constexpr int kBounds = 8;
+
 inline int64_t num_chunks(int64_t size) { return (size + kChunk - 1) / kChunk; }
 
 // Length of the lane maxima of `size` logits.
@@ -27,14 +30,18 @@ struct Weighting {
 
 // Each function takes `size` <= kChunk logits and, where it can skip tiles, their lane maxima.
 struct RowKernels {
-  // Fills the lane maxima and returns the largest logit, NaN where there is a NaN.
-  float (*max)(const void* logits, int64_t size, float* lane_maxima);
+  // Fills the maxima of each lane by tile, and over all tiles (kLanes values); returns the largest
+  // logit, or NaN where there is a NaN.
+  float (*max)(const void* logits, int64_t size, float* lane_maxima, float* chunk_lane_maxima);
   double (*sum)(const void* logits, int64_t size, const float* lane_maxima, const Weighting&);
   // out[i] = factor * weight(logits[i])
   void (*weigh)(const void* logits, int64_t size, const Weighting&, float factor, float* out);
-  // Appends the logits above `bound` to `out` and returns how many there are.
-  int64_t (*gather_above)(const void* logits, int64_t size, const float* lane_maxima, float bound,
-                          float* out);
+  // Adds to sums[i] the weights of the logits above bounds[i]; the bounds rise and none is cut off.
+  void (*sums_above)(const void* logits, int64_t size, const float* lane_maxima, const Weighting&,
+                     const float* bounds, double* sums);
+  // Appends the logits in (low, high] to `out` and returns how many there are.
+  int64_t (*gather)(const void* logits, int64_t size, const float* lane_maxima, float low,
+                    float high, float* out);
   // Index of the first logit >= bound, or `size`.
   int64_t (*find)(const void* logits, int64_t size, float bound);
   // The lowest logit >= bound, or +inf.

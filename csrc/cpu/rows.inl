@@ -40,7 +40,7 @@ bool has_nan(const T* x, int64_t size) {
 }
 
 template <class T>
-float row_max(const void* logits, int64_t size, float* lane_maxima) {
+float row_max(const void* logits, int64_t size, float* lane_maxima, float* chunk_lane_maxima) {
   const T* x = static_cast<const T*>(logits);
   F32x16 best = broadcast(-kInfinity);
   // A NaN makes the sum NaN; so may infinities, so a NaN sum only asks for a closer look.
@@ -54,6 +54,7 @@ float row_max(const void* logits, int64_t size, float* lane_maxima) {
     store(lane_maxima, tile_best);
     best = max(tile_best, best);
   }
+  store(chunk_lane_maxima, best);
   const bool is_suspect = lanes_at_least(suspect, -kInfinity) != 0xffff;
   if (is_suspect && has_nan(x, size)) return std::numeric_limits<float>::quiet_NaN();
   return reduce_max(best);
@@ -88,16 +89,36 @@ void row_weigh(const void* logits, int64_t size, const Weighting& weighting, flo
 }
 
 template <class T>
-int64_t row_gather_above(const void* logits, int64_t size, const float* lane_maxima, float bound,
-                         float* out) {
-  int64_t found = 0;
-  each_tile_at_least<T>(logits, size, lane_maxima, bound, [&](const T* tile, int64_t count) {
+void row_sums_above(const void* logits, int64_t size, const float* lane_maxima,
+                    const Weighting& weighting, const float* bounds, double* sums) {
+  F32x16 total[kBounds];
+  for (F32x16& sum : total) sum = broadcast(0.0f);
+  each_tile_at_least<T>(logits, size, lane_maxima, bounds[0], [&](const T* tile, int64_t count) {
+    F32x16 tile_sum[kBounds];
+#pragma GCC unroll 8
+    for (int i = 0; i < kBounds; ++i) tile_sum[i] = broadcast(0.0f);
     each_vector(tile, count, [&](const F32x16& v, int64_t) {
-      for (uint32_t bits = lanes_above(v, bound); bits != 0; bits &= bits - 1) {
-        float lane[16];
-        store(lane, v);
-        out[found++] = lane[__builtin_ctz(bits)];
-      }
+      const F32x16 w = weight(v, weighting);
+#pragma GCC unroll 8
+      for (int i = 0; i < kBounds; ++i) tile_sum[i] = tile_sum[i] + keep_above(v, bounds[i], w);
+    });
+#pragma GCC unroll 8
+    for (int i = 0; i < kBounds; ++i) total[i] = total[i] + tile_sum[i];
+  });
+  for (int i = 0; i < kBounds; ++i) sums[i] += reduce_sum(total[i]);
+}
+
+template <class T>
+int64_t row_gather(const void* logits, int64_t size, const float* lane_maxima, float low,
+                   float high, float* out) {
+  int64_t found = 0;
+  each_tile_at_least<T>(logits, size, lane_maxima, low, [&](const T* tile, int64_t count) {
+    each_vector(tile, count, [&](const F32x16& v, int64_t) {
+      uint32_t bits = lanes_between(v, low, high);
+      if (bits == 0) return;
+      float lane[16];
+      store(lane, v);
+      for (; bits != 0; bits &= bits - 1) out[found++] = lane[__builtin_ctz(bits)];
     });
   });
   return found;
@@ -127,10 +148,12 @@ float row_lowest(const void* logits, int64_t size, const float* lane_maxima, flo
 }
 
 int64_t list_count_above(const float* values, int64_t size, float bound) {
+  NativeI32 counts[kParts] = {};
+  each_vector(values, size, [&](const F32x16& v, int64_t) { count_above(v, bound, counts); });
   int64_t count = 0;
-  each_vector(values, size, [&](const F32x16& v, int64_t) {
-    count += __builtin_popcount(lanes_above(v, bound));
-  });
+  for (const NativeI32& part : counts) {
+    for (int lane = 0; lane < kNativeLanes; ++lane) count += part[lane];
+  }
   return count;
 }
 
@@ -164,7 +187,8 @@ double list_subtract(float* target, const float* draft, int64_t size) {
 
 template <class T>
 constexpr RowKernels row_kernels() {
-  return {row_max<T>, row_sum<T>, row_weigh<T>, row_gather_above<T>, row_find<T>, row_lowest<T>};
+  return {row_max<T>,    row_sum<T>,  row_weigh<T>, row_sums_above<T>,
+          row_gather<T>, row_find<T>, row_lowest<T>};
 }
 
 }  // namespace

@@ -29,7 +29,6 @@ typedef float NativeF32 __attribute__((vector_size(kNativeLanes * 4)));
 typedef int32_t NativeI32 __attribute__((vector_size(kNativeLanes * 4)));
 typedef uint32_t NativeU32 __attribute__((vector_size(kNativeLanes * 4)));
 typedef uint16_t NativeU16 __attribute__((vector_size(kNativeLanes * 2)));
-typedef float QuarterF32 __attribute__((vector_size(16)));
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
@@ -129,10 +128,9 @@ FASTSPEC_INLINE F32x16 select_at_least(const F32x16& a, float b, const F32x16& v
   });
 }
 
+#if !defined(__AVX512F__)
 FASTSPEC_INLINE uint32_t sign_bits(NativeI32 mask) {
-#if defined(__AVX512F__)
-  return _mm512_movepi32_mask(bit_cast<__m512i>(mask));
-#elif defined(__AVX2__)
+#if defined(__AVX2__)
   return static_cast<uint32_t>(_mm256_movemask_ps(bit_cast<__m256>(mask)));
 #elif defined(__x86_64__)
   return static_cast<uint32_t>(_mm_movemask_ps(bit_cast<__m128>(mask)));
@@ -142,25 +140,45 @@ FASTSPEC_INLINE uint32_t sign_bits(NativeI32 mask) {
   return bits;
 #endif
 }
+#endif
 
 // Bit i is set where lane i >= bound.
 FASTSPEC_INLINE uint32_t lanes_at_least(const F32x16& a, float bound) {
+#if defined(__AVX512F__)
+  return _mm512_cmp_ps_mask(a.part[0], native(bound), _CMP_GE_OQ);
+#else
   uint32_t bits = 0;
 #pragma GCC unroll 4
   for (int i = 0; i < kParts; ++i) {
     bits |= sign_bits(bit_cast<NativeI32>(a.part[i] >= native(bound))) << (i * kNativeLanes);
   }
   return bits;
+#endif
 }
 
-// Bit i is set where lane i > bound.
-FASTSPEC_INLINE uint32_t lanes_above(const F32x16& a, float bound) {
+// Bit i is set where low < lane i <= high.
+FASTSPEC_INLINE uint32_t lanes_between(const F32x16& a, float low, float high) {
+#if defined(__AVX512F__)
+  return _mm512_mask_cmp_ps_mask(_mm512_cmp_ps_mask(a.part[0], native(low), _CMP_GT_OQ), a.part[0],
+                                 native(high), _CMP_LE_OQ);
+#else
   uint32_t bits = 0;
 #pragma GCC unroll 4
   for (int i = 0; i < kParts; ++i) {
-    bits |= sign_bits(bit_cast<NativeI32>(a.part[i] > native(bound))) << (i * kNativeLanes);
+    const NativeI32 inside = bit_cast<NativeI32>(a.part[i] > native(low)) &
+                             bit_cast<NativeI32>(a.part[i] <= native(high));
+    bits |= sign_bits(inside) << (i * kNativeLanes);
   }
   return bits;
+#endif
+}
+
+// Adds 1 to the counts of the lanes > bound.
+FASTSPEC_INLINE void count_above(const F32x16& a, float bound, NativeI32* counts) {
+#pragma GCC unroll 4
+  for (int i = 0; i < kParts; ++i) {
+    counts[i] -= bit_cast<NativeI32>(a.part[i] > native(bound));
+  }
 }
 
 // 2 ** y for -126 < y <= 0 within 2 ulp, exactly 1 at 0, of y = x * scale; garbage elsewhere.
@@ -182,41 +200,46 @@ FASTSPEC_INLINE F32x16 exp2_scaled(const F32x16& x, float scale) {
   });
 }
 
-FASTSPEC_INLINE QuarterF32 quarter(const F32x16& a, int index) {
-  QuarterF32 out;
-  std::memcpy(&out, reinterpret_cast<const char*>(&a) + 16 * index, 16);
-  return out;
+// Part by part, as a copy of the whole struct would go through memory in smaller pieces.
+FASTSPEC_INLINE F32x16 load(const float* x) {
+  return each_part([&](int i) {
+    NativeF32 part;
+    std::memcpy(&part, x + i * kNativeLanes, sizeof(part));
+    return part;
+  });
+}
+
+FASTSPEC_INLINE void store(float* out, const F32x16& a) {
+#pragma GCC unroll 4
+  for (int i = 0; i < kParts; ++i) {
+    std::memcpy(out + i * kNativeLanes, &a.part[i], sizeof(NativeF32));
+  }
 }
 
 FASTSPEC_INLINE float reduce_max(const F32x16& a) {
-  float best = -kInfinity;
   float lane[16];
-  std::memcpy(lane, &a, sizeof(lane));
-  for (int i = 0; i < 16; ++i) best = lane[i] > best ? lane[i] : best;
+  store(lane, a);
+  float best = lane[0];
+  for (int i = 1; i < 16; ++i) best = lane[i] > best ? lane[i] : best;
   return best;
 }
 
 FASTSPEC_INLINE float reduce_min(const F32x16& a) {
-  float best = kInfinity;
   float lane[16];
-  std::memcpy(lane, &a, sizeof(lane));
-  for (int i = 0; i < 16; ++i) best = lane[i] < best ? lane[i] : best;
+  store(lane, a);
+  float best = lane[0];
+  for (int i = 1; i < 16; ++i) best = lane[i] < best ? lane[i] : best;
   return best;
 }
 
-// Fixed order: the four quarters pairwise in f32, then their lanes in f64.
+// In f64 and in lane order.
 FASTSPEC_INLINE double reduce_sum(const F32x16& a) {
-  const QuarterF32 sum = (quarter(a, 0) + quarter(a, 1)) + (quarter(a, 2) + quarter(a, 3));
-  return (double{sum[0]} + double{sum[1]}) + (double{sum[2]} + double{sum[3]});
+  float lane[16];
+  store(lane, a);
+  double sum = 0;
+  for (int i = 0; i < 16; ++i) sum += lane[i];
+  return sum;
 }
-
-FASTSPEC_INLINE F32x16 load(const float* x) {
-  F32x16 out;
-  std::memcpy(&out, x, sizeof(out));
-  return out;
-}
-
-FASTSPEC_INLINE void store(float* out, const F32x16& a) { std::memcpy(out, &a, sizeof(a)); }
 
 FASTSPEC_INLINE NativeU32 load_u16(const uint16_t* x) {
   NativeU16 narrow;

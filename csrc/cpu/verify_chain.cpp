@@ -8,6 +8,8 @@
 namespace fastspec::cpu {
 namespace {
 
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
 // Rows that share scratch memory; few enough to stay in the last-level cache between passes.
 constexpr int64_t kRowsPerSlab = 64;
 
@@ -91,38 +93,39 @@ class Residual {
         rejected_(chain.proposals[chain.accepted]),
         lenience_(lenience) {}
 
-  // Fills kChunk weights and returns their sum.
-  double weigh(int64_t chunk, float* weights) const {
-    if (target_.chunk_sums[chunk] <= 0) return 0;
-    const int64_t begin = chunk * kChunk, size = target_.chunk_size(chunk);
-    if (size < kChunk) std::fill(weights + size, weights + kChunk, 0.0f);
-    // A rejected point mass takes its token out; the scale of the other weights does not matter.
-    const double factor = draft_ == nullptr ? 1.0 : lenience_ / target_.sum;
-    target_.kernels().weigh(target_.logits.at(begin), size, target_.weighting,
-                            static_cast<float>(factor), weights);
-    if (draft_ == nullptr) {
-      const int64_t position = rejected_ - begin;
-      if (position < 0 || position >= size) return target_.chunk_sums[chunk];
-      weights[position] = 0;
-    }
-    float draft_weights[kChunk];
-    weigh_draft(chunk, draft_weights);
-    return sampling_kernels().lists.subtract(weights, draft_weights, kChunk);
-  }
-
+  // The sum of one chunk's weights.
   double sum(int64_t chunk) const {
+    const int64_t position = rejected_ - chunk * kChunk;
+    const bool holds_rejected = position >= 0 && position < target_.chunk_size(chunk);
+    if (target_.chunk_sums[chunk] <= 0) return 0;
+    if (draft_ == nullptr && !holds_rejected) return target_.chunk_sums[chunk];
     float weights[kChunk];
     return weigh(chunk, weights);
   }
 
+  // Fills kChunk weights and returns their sum.
+  double weigh(int64_t chunk, float* weights) const {
+    const int64_t begin = chunk * kChunk, size = target_.chunk_size(chunk);
+    std::fill(weights + size, weights + kChunk, 0.0f);
+    // A point mass only takes its token out, so the scale of the other weights does not matter.
+    const double factor = draft_ == nullptr ? 1.0 : lenience_ / target_.sum;
+    target_.kernels().weigh(target_.logits.at(begin), size, target_.weighting,
+                            static_cast<float>(factor), weights);
+    float draft_weights[kChunk] = {};
+    weigh_draft(chunk, draft_weights);
+    return sampling_kernels().lists.subtract(weights, draft_weights, kChunk);
+  }
+
  private:
   void weigh_draft(int64_t chunk, float* weights) const {
-    const int64_t size =
-        draft_ == nullptr || chunk >= draft_->chunks() ? 0 : draft_->chunk_size(chunk);
-    std::fill(weights + size, weights + kChunk, 0.0f);
-    if (size == 0) return;
-    draft_->kernels().weigh(draft_->logits.at(chunk * kChunk), size, draft_->weighting,
-                            static_cast<float>(1.0 / draft_->sum), weights);
+    const int64_t begin = chunk * kChunk;
+    if (draft_ == nullptr) {
+      const int64_t position = rejected_ - begin;
+      if (position >= 0 && position < kChunk) weights[position] = kInfinity;
+    } else if (chunk < draft_->chunks()) {
+      draft_->kernels().weigh(draft_->logits.at(begin), draft_->chunk_size(chunk),
+                              draft_->weighting, static_cast<float>(1.0 / draft_->sum), weights);
+    }
   }
 
   const Row& target_;
