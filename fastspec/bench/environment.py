@@ -9,6 +9,7 @@ import torch
 import transformers
 
 import fastspec
+from fastspec_kernels import available_backends
 
 ROOT = Path(fastspec.__file__).resolve().parents[1]
 
@@ -21,6 +22,7 @@ def describe_environment() -> dict:
         "commit": _git("rev-parse", "--short=12", "HEAD"),
         "dirty": None if status is None else bool(status),
         "cpu": cpu_model(),
+        "cpu_instruction_set": cpu_instruction_set(),
         "threads": torch.get_num_threads(),
         "fastspec": fastspec.__version__,
         "python": platform.python_version(),
@@ -37,6 +39,11 @@ def cpu_model() -> str | None:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine() or None
+
+
+def cpu_instruction_set() -> str | None:
+    """The vector instructions that the CPU kernels use here; None when they are not built."""
+    return torch.ops.fastspec.cpu_instruction_set() if "cpu" in available_backends() else None
 
 
 def _git(*arguments: str) -> str | None:

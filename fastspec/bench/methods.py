@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -33,6 +34,7 @@ class Methods:
         spec = SpecConfig(num_speculative_tokens=num_speculative_tokens)
         self._engine = Engine(target, draft, spec=spec, config=config)
         self._target = target
+        self._generate = cast(Any, target).generate  # only generative classes have it
         self._draft = draft
         self._num_speculative_tokens = num_speculative_tokens
         self.max_tokens = max_tokens
@@ -92,7 +94,7 @@ class Methods:
             # Hugging Face would otherwise keep the 50 best tokens, or what the checkpoint asks for.
             sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
         torch.manual_seed(seed)
-        output = self._target.generate(
+        output = self._generate(
             input_ids,
             attention_mask=torch.ones_like(input_ids),
             max_new_tokens=self.max_tokens,

@@ -26,7 +26,7 @@ from fastspec.cli.prompts import bundled_prompts, read_prompts
 from fastspec.config import EngineConfig, SpecConfig
 from fastspec.loading import check_same_tokenizer, load_model, load_tokenizer
 
-_RESULTS = ROOT / "benchmarks" / "results"
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 def bench(
@@ -73,25 +73,24 @@ def bench(
         torch.set_num_threads(threads)
     tokenizer = load_tokenizer("target", target)
     check_same_tokenizer(tokenizer, load_tokenizer("draft", draft))
-    names = {"target": target, "draft": draft}
-    models = [load_model(field, name, engine_config) for field, name in names.items()]
-    methods = Methods(*models, num_speculative_tokens, max_tokens, engine_config)
+    target_model = load_model("target", target, engine_config)
+    draft_model = load_model("draft", draft, engine_config)
+    methods = Methods(target_model, draft_model, num_speculative_tokens, max_tokens, engine_config)
     prompts = [tokenizer(text)["input_ids"] for text in texts]
     with progress_bar("runs") as bar:
         total = config.num_runs(len(prompts), len(methods.by_name()))
         task = bar.add_task("measuring", total=total)
         equal = verify_outputs(methods, prompts, lambda: bar.advance(task))
-        if models[0].dtype == torch.float32:
+        if target_model.dtype == torch.float32:
             require_equal(equal, len(prompts))
         results = measure(methods, prompts, config, lambda: bar.advance(task))
     result = {
         "op": "end_to_end",
         **describe_environment(),
-        "cpu_instruction_set": torch.ops.fastspec.cpu_instruction_set(),
-        "device": str(models[0].device),
-        "dtype": str(models[0].dtype).removeprefix("torch."),
-        "target": _describe(target, models[0]),
-        "draft": _describe(draft, models[1]),
+        "device": str(target_model.device),
+        "dtype": str(target_model.dtype).removeprefix("torch."),
+        "target": _describe(target, target_model),
+        "draft": _describe(draft, draft_model),
         "num_speculative_tokens": num_speculative_tokens,
         "batch_size": 1,
         "num_prompts": len(prompts),
@@ -120,7 +119,7 @@ def _record_files(out: Path | None, record: bool) -> list[Path]:
     """Where the record goes, checked before anything slow starts."""
     files = [] if out is None else [out]
     if record:
-        files.append(_RESULTS / "end_to_end.jsonl")
+        files.append(RESULTS / "end_to_end.jsonl")
     for file in files:
         if not file.parent.is_dir():
             raise typer.BadParameter(f"the record: no such folder: {str(file.parent)!r}")

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import typer
 from typer.core import TyperGroup
 
 # typer carries its own copy of click since 0.2x; the base of its public error is the same in both.
-_CommandLineError: type = typer.BadParameter.__mro__[2]
+_CommandLineError = cast(type[typer.BadParameter], typer.BadParameter.__mro__[2])
 
 
 class OneLineErrors(TyperGroup):

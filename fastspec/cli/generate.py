@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -116,7 +117,7 @@ def generate(
 
 def _run(
     engine: Engine,
-    prompts: list[Prompt],
+    prompts: Sequence[Prompt],
     texts: list[str],
     params: SamplingParams,
     printer: JsonPrinter | TextPrinter,
@@ -134,25 +135,26 @@ def _run(
             if event.output is None:
                 continue
             bar.advance(task, params.max_tokens - len(event.output.token_ids))
-            if event.output.error is not None:
-                failed = True
-                report(f"prompt {index + 1}: {event.output.error}")
             bar.stop()  # stdout may be the same terminal
             for transcript in transcripts[num_printed:]:
                 if transcript.output is None:
                     break
                 printer.finish(transcript, transcript.output)
                 num_printed += 1
+            if event.output.error is not None:
+                failed = True
+                report(f"prompt {index + 1}: {event.output.error}")
             bar.start()
     return failed
 
 
 def _chat_ids(engine: Engine, text: str) -> list[int]:
     tokenizer = engine.tokenizer
-    if tokenizer.chat_template is None:
+    if tokenizer is None or tokenizer.chat_template is None:
         raise typer.BadParameter("--chat: the target's tokenizer has no chat template")
     messages = [{"role": "user", "content": text}]
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    wrapped = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    return tokenizer(str(wrapped), add_special_tokens=False)["input_ids"]
 
 
 def _summary(engine: Engine, seconds: float) -> str:

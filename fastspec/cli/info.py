@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 import fastspec
-from fastspec.bench.environment import cpu_model
+from fastspec.bench.environment import cpu_instruction_set, cpu_model
 from fastspec.loading import BUNDLED
 from fastspec_kernels import available_backends, unavailable_backends
 
@@ -34,7 +34,6 @@ def info(
 
 def describe() -> dict:
     """Everything as plain JSON values."""
-    backends = available_backends()
     devices = [f"cpu ({cpu_model()})"]
     devices += [
         f"cuda:{index} ({torch.cuda.get_device_name(index)})"
@@ -47,10 +46,8 @@ def describe() -> dict:
         "transformers": transformers.__version__,
         "devices": devices,
         "threads": torch.get_num_threads(),
-        "cpu_instruction_set": (
-            torch.ops.fastspec.cpu_instruction_set() if "cpu" in backends else None
-        ),
-        "available_backends": list(backends),
+        "cpu_instruction_set": cpu_instruction_set(),
+        "available_backends": list(available_backends()),
         "unavailable_backends": unavailable_backends(),
         "cuda_note": "CUDA tensors go through the PyTorch reference in this version",
         "bundled_models": {

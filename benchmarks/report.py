@@ -1,0 +1,137 @@
+"""Writes the numbers of README.md from benchmarks/results: `python -m benchmarks.report`."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+BEGIN = "<!-- results: written by `python -m benchmarks.report`, not by hand -->"
+END = "<!-- end of results -->"
+METHODS = {
+    "plain": "fastspec, plain",
+    "speculative": "fastspec, speculative",
+    "hf_generate": "Hugging Face `generate`",
+    "hf_assisted": "Hugging Face assisted, the same K",
+    "hf_assisted_default": "Hugging Face assisted, its defaults",
+}
+RATIOS = {
+    "speculative / plain": "speculative / plain",
+    "speculative / hf_assisted": "speculative / the better Hugging Face assisted",
+    "plain / hf_generate": "plain / Hugging Face `generate`",
+}
+
+
+def report(records: list[dict]) -> str:
+    """Everything between the two markers."""
+    whole = [record for record in records if record["op"] == "end_to_end"]
+    ops = [record for record in records if record["op"] != "end_to_end"]
+    parts = [end_to_end(whole[-1])] if whole else ["No end-to-end run is recorded yet."]
+    if ops:
+        parts.append(kernels(ops))
+    return "\n\n".join(parts)
+
+
+def end_to_end(record: dict) -> str:
+    """Table and conditions of one `fastspec bench` run."""
+    rows = record["results"]
+    lines = table_head("new tokens per second", *(f"T={row['temperature']:g}" for row in rows))
+    for name, label in METHODS.items():
+        lines.append(table_row(label, *(f"{row['tokens_per_s'][name]:.0f}" for row in rows)))
+    for name, label in RATIOS.items():
+        cells = (f"**{row['ratios'][name]:.2f}x**" for row in rows)
+        lines.append(table_row(label, *cells))
+    for name in ("acceptance_rate", "mean_acceptance_length"):
+        cells = ("-" if row[name] is None else f"{row[name]:.2f}" for row in rows)
+        lines.append(table_row(name.replace("_", " "), *cells))
+    target, draft = record["target"], record["draft"]
+    verified = "verified equal" if record["verified"] else "NOT all equal"
+    conditions = (
+        f"`fastspec {' '.join(record['argv'])}`: target {describe(target)},"
+        f" draft {describe(draft)},"
+        f" K={record['num_speculative_tokens']}, batch {record['batch_size']},"
+        f" {record['num_prompts']} held-out prompts, {record['max_tokens']} new tokens each,"
+        f" {record['dtype']}, median of {record['repeats']} interleaved rounds; greedy ids of all"
+        f" five {verified} before timing. {where(record)}"
+    )
+    return "\n".join([*lines, "", conditions])
+
+
+def kernels(records: list[dict]) -> str:
+    """Table of the CPU kernels: the last record of each op, shape and dtype."""
+    latest = {
+        (record["op"], shape(record), record["dtype"]): record
+        for record in records
+        if record.get("backend") == "cpu"
+    }
+    lines = table_head("CPU kernel", "shape", "median", "our time / the other's")
+    for (op, text, dtype), record in sorted(latest.items()):
+        ratios = (
+            f"{name.removeprefix('ratio_to_').replace('_', ' ')} {value:.3g}"
+            for name, value in record.items()
+            if name.startswith("ratio_to_")
+        )
+        median = f"{record['median_us']:.4g} µs"
+        lines.append(table_row(f"`{op}`", f"{text}, {dtype}", median, ", ".join(ratios)))
+    places = sorted({where(record) for record in latest.values()})
+    return "\n".join([*lines, "", *places])
+
+
+def shape(record: dict) -> str:
+    return ", ".join(f"{name}={value}" for name, value in record["shape"].items())
+
+
+def describe(model: dict) -> str:
+    millions = model["parameters"] / 1e6
+    return f"{model['name']} ({millions:.1f} M parameters, {model['layers']} layers)"
+
+
+def where(record: dict) -> str:
+    commit = f", commit {record['commit']}" if record["commit"] else ""
+    return (
+        f"{record['cpu']}, {record['threads']} threads, torch {record['torch']}, transformers"
+        f" {record['transformers']}, {record['date'][:10]}{commit}."
+    )
+
+
+def table_head(*cells: str) -> list[str]:
+    return [table_row(*cells), table_row("---", *["---:"] * (len(cells) - 1))]
+
+
+def table_row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def read_records() -> list[dict]:
+    """All records, each file's oldest first."""
+    files = sorted((ROOT / "benchmarks" / "results").glob("*.jsonl"))
+    return [
+        json.loads(line)
+        for file in files
+        for line in file.read_text(encoding="utf-8").splitlines()
+        if line.strip()
+    ]
+
+
+def updated(readme: str, records: list[dict]) -> str:
+    """The README with the text between its markers replaced."""
+    before, rest = readme.split(BEGIN)
+    after = rest.split(END)[1]
+    return f"{before}{BEGIN}\n\n{report(records)}\n\n{END}{after}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="only fail if README.md is stale")
+    arguments = parser.parse_args()
+    path = ROOT / "README.md"
+    readme = path.read_text(encoding="utf-8")
+    new = updated(readme, read_records())
+    if not arguments.check:
+        path.write_text(new, encoding="utf-8")
+    elif new != readme:
+        sys.exit("README.md: its numbers are stale; run `python -m benchmarks.report`")
+
+
+if __name__ == "__main__":
+    main()
