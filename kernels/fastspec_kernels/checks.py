@@ -37,7 +37,8 @@ def check_logits(name: str, logits: Tensor, rank: int, device: torch.device | No
     """Check a logits tensor: dtype, rank, at least one vocabulary entry, last dimension contiguous."""
     if not isinstance(logits, Tensor):
         raise ValueError(f"{name}: expected a tensor, got {type(logits).__name__}")
-    check_tensor(name, logits, (None,) * rank, LOGITS_DTYPES, device or logits.device)
+    shape = logits.shape if logits.dim() == rank else (None,) * rank
+    check_tensor(name, logits, shape, LOGITS_DTYPES, device or logits.device)
     if logits.shape[-1] == 0:
         raise ValueError(f"{name}: the vocabulary is empty, shape {list(logits.shape)}")
     if logits.stride(-1) != 1 and logits.shape[-1] > 1:
