@@ -26,7 +26,7 @@ class BlockManager:
         return blocks_needed(num_tokens, self.block_size) <= self.num_blocks
 
     def reserve(self, block_table: list[int], num_tokens: int) -> bool:
-        """Grow the table until it holds `num_tokens`; False, and nothing changed, when blocks are lacking."""
+        """Grow the table to hold `num_tokens`; False, and no change, if blocks are lacking."""
         missing = blocks_needed(num_tokens, self.block_size) - len(block_table)
         if missing > len(self._free):
             return False

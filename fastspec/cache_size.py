@@ -19,7 +19,7 @@ def model_len(config: EngineConfig, target: PagedModel) -> int:
 
 
 def cache_blocks(config: EngineConfig, models: list[PagedModel], max_model_len: int) -> int:
-    """Blocks for all models together: what is asked for, or what the memory holds and the batch can use."""
+    """Blocks of the cache: as asked for, or what the memory holds and the batch can use."""
     if config.num_blocks is not None:
         return config.num_blocks
     device = models[0].device

@@ -10,20 +10,23 @@ LATER_METHODS = ("prompt_lookup", "mag", "cascade", "glide", "tree")
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the tokens of one request are chosen and when it ends; every field holds for every verified row.
+    """How the tokens of one request are chosen, on every verified row, and when it ends.
 
     Args:
         temperature: 0 = greedy (argmax, lowest id on ties), else logits are divided by it.
         top_k: keep the k largest logits, ties included; 0 = off.
         top_p: keep the smallest set of tokens with at least this mass; 1 = off.
         min_p: keep tokens with at least this fraction of the best token's probability; 0 = off.
-        seed: 0 <= seed < 2**63; None draws one. The same seed gives the same tokens whatever the batch.
+        seed: 0 <= seed < 2**63; None draws one. The same seed gives the same tokens whatever the
+            batch.
         max_tokens: number of new tokens at most, >= 1.
-        stop: a string or several; the text ends before the first one found, token_ids with the token
-            that completes it.
-        stop_token_ids: ids that end the request beside the model's end-of-sequence ids, kept in token_ids.
+        stop: a string or several; the text ends before the first one found, token_ids with the
+            token that completes it.
+        stop_token_ids: ids that end the request beside the model's end-of-sequence ids, kept in
+            token_ids.
         ignore_eos: do not stop at the model's end-of-sequence ids.
-        logprobs: True returns the target's log-probability of each emitted token (greedy: at temperature 1).
+        logprobs: True returns the target's log-probability of each emitted token (greedy: at
+            temperature 1).
     Raises:
         ValueError: a value out of range, or a field that this version does not support yet.
     """
@@ -93,8 +96,9 @@ class SpecConfig:
     Args:
         method: "auto" (a draft model when one is given, else none), "none" or "draft_model".
         num_speculative_tokens: K, tokens proposed in each step, >= 1.
-        draft_sample_method: "probabilistic" samples drafts from the drafter's own distribution under the
-            request's parameters; "greedy" takes its argmax and verifies it as a point mass. Both are exact.
+        draft_sample_method: "probabilistic" samples drafts from the drafter's own distribution
+            under the request's parameters; "greedy" takes its argmax and verifies it as a point
+            mass. Both are exact.
         rejection_sample_method: "standard".
         num_assistant_tokens: Hugging Face's name of num_speculative_tokens.
     Raises:
@@ -159,7 +163,8 @@ class EngineConfig:
         device: "auto" (cuda when there is one), "cpu", "cuda", "cuda:1", ...
         block_size: tokens in one block of the cache.
         num_blocks: blocks in the cache; None derives it from kv_cache_memory.
-        kv_cache_memory: bytes of all KV caches together; None = 1 GiB on CPU, half the free memory on a GPU.
+        kv_cache_memory: bytes of all KV caches together; None = 1 GiB on CPU, half the free memory
+            on a GPU.
         max_batch_size: requests decoded together.
         max_model_len: prompt and new tokens of one request at most; None = the model's own limit.
         prefill_chunk_size: tokens of one forward pass while prompts are read.

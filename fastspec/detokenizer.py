@@ -1,5 +1,7 @@
 """Text of a growing token sequence, with stop strings found at the token that completes them."""
 
+from typing import cast
+
 from transformers import PreTrainedTokenizerBase
 
 _INCOMPLETE = "\ufffd"
@@ -58,4 +60,4 @@ class Detokenizer:
             self.stopped = True
 
     def _decode(self, start: int, end: int) -> str:
-        return self._tokenizer.decode(self._ids[start:end], skip_special_tokens=True)
+        return cast(str, self._tokenizer.decode(self._ids[start:end], skip_special_tokens=True))

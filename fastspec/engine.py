@@ -1,6 +1,5 @@
 """The loop: propose, verify, commit, over a ragged batch of requests."""
 
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -18,31 +17,35 @@ from fastspec.request import Batch, Request
 from fastspec.request_factory import Prompt, RequestFactory, as_params_list, as_prompt_list
 from fastspec.runner import ModelRunner
 from fastspec.scheduler import Scheduler
-from fastspec.stats import SpecStats
+from fastspec.stats import PhaseClock, SpecStats
 from fastspec.verification import Verdict, commit, prefill, verify
+
+DrafterSource = str | Path | PreTrainedModel | Drafter
 
 
 class Engine:
-    """Generates with a Hugging Face decoder, speculatively when it has a drafter, losslessly either way.
+    """Generates with a Hugging Face decoder, faster with a drafter, losslessly either way.
 
     Args:
         target: a path, a hub id, a loaded PreTrainedModel, or "tiny" for the bundled pair.
-        drafter: a path, a hub id, a loaded model or a Drafter; None = no speculation ("tiny" brings its own).
-        tokenizer: of the target; None loads the one beside the target. Needed for text prompts and stop strings.
+        drafter: a path, a hub id, a loaded model or a Drafter; None = no speculation ("tiny" brings
+            its own).
+        tokenizer: of the target; None loads the one beside the target. Needed for text prompts and
+            stop strings.
         spec: how drafts are made and verified.
         config: device, dtype and cache.
     Raises:
         ValueError: a model or option that cannot be used; the message names it.
 
-    Greedy output equals plain greedy decoding of the target token for token, as far as the model's own
-    forward pass gives the same logits for one token and for several; sampled output has exactly the
-    target's distribution (Leviathan et al., 2211.17192; Chen et al., 2302.01318).
+    Greedy output equals plain greedy decoding of the target token for token, as far as the model's
+    own forward pass gives the same logits for one token and for several; sampled output has exactly
+    the target's distribution (Leviathan et al., 2211.17192; Chen et al., 2302.01318).
     """
 
     def __init__(
         self,
         target: str | Path | PreTrainedModel,
-        drafter: str | Path | PreTrainedModel | Drafter | None = None,
+        drafter: DrafterSource | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         spec: SpecConfig = SpecConfig(),  # noqa: B008 (frozen)
         config: EngineConfig = EngineConfig(),  # noqa: B008 (frozen)
@@ -60,16 +63,18 @@ class Engine:
         self._factory = RequestFactory(
             tokenizer, target_model.vocab_size, self.max_model_len, eos_token_ids(model, tokenizer)
         )
-        drafter = self._drafter_of(target, drafter)
-        is_model = drafter is not None and not isinstance(drafter, Drafter)
-        draft_model = self._load_draft_model(drafter) if is_model else None
+        source = self._drafter_source(target, drafter)
+        given = source if isinstance(source, Drafter) else None
+        draft_model = None
+        if source is not None and not isinstance(source, Drafter):
+            draft_model = self._load_draft_model(source)
         models = [target_model, draft_model] if draft_model else [target_model]
         num_blocks = cache_blocks(config, models, self.max_model_len)
         chunk_size = config.prefill_chunk_size
         self._runner = ModelRunner(target_model, num_blocks, config.block_size, chunk_size)
         block_manager = BlockManager(num_blocks, config.block_size)
         self._scheduler = Scheduler(block_manager, config.max_batch_size)
-        self._known_drafter = self._model_drafter(draft_model) if draft_model else drafter
+        self._known_drafter = self._model_drafter(draft_model) if draft_model else given
         self._drafter = self._known_drafter
         self._num_draft_tokens = spec.num_speculative_tokens
         self._ids_in_use: set[str] = set()
@@ -101,7 +106,7 @@ class Engine:
         return [outputs[index] for index in range(len(requests))]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamEvent]:
-        """Run one prompt, yielding each token as it is committed; the last event carries the output.
+        """Run one prompt and yield each token as it is committed; the last event has the output.
 
         Leaving the loop early aborts the request.
         """
@@ -125,7 +130,8 @@ class Engine:
         """Queue a request for step(); its id.
 
         Raises:
-            ValueError: the prompt, a parameter or the id cannot be used; other requests are untouched.
+            ValueError: the prompt, a parameter or the id cannot be used; other requests are
+                untouched.
         """
         request = self._build(prompt, params or SamplingParams(), request_id)
         self._add(request)
@@ -151,7 +157,7 @@ class Engine:
 
     def enable_spec_dec(
         self,
-        drafter: str | Path | PreTrainedModel | Drafter | None = None,
+        drafter: DrafterSource | None = None,
         n_spec_tokens: int = 5,
         use_glide_drafter: bool = False,
     ) -> None:
@@ -162,6 +168,7 @@ class Engine:
             raise ValueError(f"n_spec_tokens: expected an int >= 1, got {n_spec_tokens!r}")
         if drafter is None and self._known_drafter is None:
             raise ValueError("drafter: there is none to enable; pass one")
+        self.disable_spec_dec()
         if isinstance(drafter, Drafter):
             self._known_drafter = drafter
         elif drafter is not None:
@@ -183,7 +190,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[StreamEvent]:
-        """Advance every running request by one target pass; the tokens committed and the requests ended."""
+        """Advance every running request by one target pass; what was committed and ended."""
         num_draft = self._num_draft_tokens if self._drafter is not None else 0
         for request in self._scheduler.schedule(num_draft):
             if self._drafter is not None:
@@ -191,7 +198,7 @@ class Engine:
         running = list(self._scheduler.running)
         if not running:
             return []
-        clock = _Clock()
+        clock = PhaseClock()
         prefill(self._runner, running)
         clock.lap("prefill")
         room = [request.max_len - len(request.token_ids) - 1 for request in running]
@@ -265,7 +272,9 @@ class Engine:
         if self._drafter is not None:
             self._drafter.release(request)
 
-    def _drafter_of(self, target, drafter):
+    def _drafter_source(
+        self, target: str | Path | PreTrainedModel, drafter: DrafterSource | None
+    ) -> DrafterSource | None:
         """The drafter that target, drafter and spec.method together name, or None."""
         if self.spec.method == "none":
             return None
@@ -287,16 +296,3 @@ class Engine:
         )
         probabilistic = self.spec.draft_sample_method == "probabilistic"
         return DraftModelDrafter(runner, self._runner.vocab_size, probabilistic)
-
-
-class _Clock:
-    """Seconds between laps."""
-
-    def __init__(self):
-        self.laps: dict[str, float] = {}
-        self._last = time.perf_counter()
-
-    def lap(self, phase: str) -> None:
-        now = time.perf_counter()
-        self.laps[phase] = now - self._last
-        self._last = now

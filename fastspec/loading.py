@@ -1,7 +1,8 @@
-"""Models and tokenizers from a path, a hub id, an object, or the bundled pair, with one-line errors."""
+"""Models and tokenizers by path, hub id or object, with one-line errors."""
 
 from importlib.resources import files
 from pathlib import Path
+from typing import cast
 
 import torch
 from transformers import (
@@ -45,7 +46,7 @@ def load_model(
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"{field}: cannot load {str(source)!r}: {_first_line(error)}") from error
-    return model.to(device)
+    return cast(PreTrainedModel, model).to(device)  # pyright: ignore[reportArgumentType]
 
 
 def load_tokenizer(field: str, source: str | Path) -> PreTrainedTokenizerBase:
@@ -72,8 +73,8 @@ def check_same_tokenizer(
     ] or [token for token in target_vocab if token not in draft_vocab]
     token = min(differing)
     raise ValueError(
-        f"drafter: its tokenizer differs from the target's in {len(differing)} tokens, for example {token!r}"
-        f" (target id {target_vocab.get(token)}, drafter id {draft_vocab.get(token)}); both must share one tokenizer"
+        f"drafter: its tokenizer differs from the target's in {len(differing)} tokens, for example"
+        f" {token!r} (target id {target_vocab.get(token)}, drafter id {draft_vocab.get(token)})"
     )
 
 

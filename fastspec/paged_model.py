@@ -1,20 +1,23 @@
-"""The hook into transformers: attention of a packed [1, T] batch goes to the paged cache through our kernels."""
+"""The hook into transformers: attention of a packed [1, T] batch over the paged cache."""
 
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import cast
 
 import torch
-from fastspec_kernels import store_kv, tree_attention
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.cache_utils import Cache
+
+from fastspec_kernels import store_kv, tree_attention
 
 # A name with "flash", "sdpa" or a slash would make transformers treat it as one of its own.
 ATTENTION_NAME = "fastspec_paged"
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
+HeadShape = tuple[int, int]  # G, D
 KVCache = tuple[Tensor, Tensor]  # key, value: [num_blocks, block_size, G, D]
 
 
@@ -23,7 +26,7 @@ class PagedStep:
     """What attention needs to know about one packed forward pass; B sequences, T tokens.
 
     Attributes:
-        caches: by layer index; a layer that is missing is recorded with `new_cache` blocks of one size.
+        caches: by layer index; a missing layer gets a cache of this pass's size.
         block_table: [B, M] int32.
         context_lens: [B] int32, the tokens of this pass included.
         cu_rows: [B + 1] int32, prefix sums of the tokens of this pass.
@@ -52,7 +55,7 @@ def paged_attention(
     paged_step: PagedStep | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """Store this pass's keys and values, then attend over each sequence's pages; returns [1, T, H, D]."""
+    """Store this pass's keys and values, then attend over the pages; returns [1, T, H, D]."""
     name = type(module).__name__
     if paged_step is None:
         raise ValueError(f"{name}: attention {ATTENTION_NAME!r} only runs inside a fastspec engine")
@@ -61,10 +64,11 @@ def paged_attention(
     if kwargs.get("is_causal") is False:
         raise ValueError(f"{name}: bidirectional attention is not supported")
     step = paged_step
+    layer = cast(int, module.layer_idx)
     key, value = key[0].transpose(0, 1), value[0].transpose(0, 1)  # [T, G, D]
-    if module.layer_idx not in step.caches:
-        step.caches[module.layer_idx] = _one_block_cache(key, value, step)
-    key_cache, value_cache = step.caches[module.layer_idx]
+    if layer not in step.caches:
+        step.caches[layer] = _one_block_cache(key, value, step)
+    key_cache, value_cache = step.caches[layer]
     store_kv(key, value, key_cache, value_cache, step.slot_mapping, backend=step.backend)
     out = tree_attention(
         query[0].transpose(0, 1),
@@ -98,7 +102,7 @@ AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)
 
 
 class PassThroughCache(Cache):
-    """Hands keys and values on unchanged: the attention function writes them to the pages itself."""
+    """Hands keys and values on: the attention function writes them to the pages itself."""
 
     def __init__(self):
         super().__init__(layers=[])
@@ -117,7 +121,7 @@ class PassThroughCache(Cache):
 
 
 class PagedModel:
-    """A transformers decoder whose attention runs over pages; the model itself is left as it was found.
+    """A transformers decoder whose attention runs over pages; the model is left as it was found.
 
     Raises:
         ValueError: the model cannot be driven this way; the message names it and says why.
@@ -130,7 +134,7 @@ class PagedModel:
         self.device = model.device
         self.dtype = model.dtype
         text_config = model.config.get_text_config(decoder=True)
-        self.vocab_size = model.get_output_embeddings().weight.shape[0]
+        self.vocab_size = _vocab_size(model)
         self.max_positions = getattr(text_config, "max_position_embeddings", None)
         self._configs = list({id(c): c for c in _configs_of(model)}.values())
         self._cache = PassThroughCache()
@@ -142,7 +146,7 @@ class PagedModel:
     def forward(
         self, input_ids: Tensor, positions: Tensor, rows: Tensor | int, step: PagedStep
     ) -> Tensor:
-        """Run T packed tokens ([T] int64 ids and positions); logits [R, V] of the rows chosen, 0 = all."""
+        """Run T packed tokens ([T] int64 ids and positions); logits [R, V] of `rows`, 0 = all."""
         keep = {"logits_to_keep": rows} if self._keeps_logits else {}
         with self._attention():
             logits = self.model(
@@ -157,10 +161,14 @@ class PagedModel:
 
     def new_caches(self, num_blocks: int, block_size: int) -> dict[int, KVCache]:
         """Uninitialised caches of every layer."""
-        options = {"dtype": self.dtype, "device": self.device}
+
+        def empty(heads: HeadShape) -> Tensor:
+            shape = (num_blocks, block_size, *heads)
+            return torch.empty(shape, dtype=self.dtype, device=self.device)
+
         return {
-            layer: tuple(torch.empty((num_blocks, block_size, *shape), **options) for shape in pair)
-            for layer, pair in self.cache_shapes.items()
+            layer: (empty(keys), empty(values))
+            for layer, (keys, values) in self.cache_shapes.items()
         }
 
     def bytes_per_token(self) -> int:
@@ -180,8 +188,8 @@ class PagedModel:
                 config._attn_implementation = implementation
 
     @torch.inference_mode()
-    def _probe(self, num_layers: int) -> dict[int, tuple[tuple[int, int], tuple[int, int]]]:
-        """Run one token to see which layers call our attention, and with which head counts and sizes."""
+    def _probe(self, num_layers: int) -> dict[int, tuple[HeadShape, HeadShape]]:
+        """Run one token to see which layers call our attention, with what heads."""
         zero = torch.zeros(1, dtype=torch.int64, device=self.device)
         step = PagedStep(
             caches={},
@@ -194,13 +202,20 @@ class PagedModel:
         self.forward(zero, zero, zero, step)
         if len(step.caches) != num_layers:
             raise ValueError(
-                f"{self.name}: {len(step.caches)} of {num_layers} layers call transformers' attention interface;"
-                " state kept elsewhere cannot be rolled back, so this model is not supported"
+                f"{self.name}: {len(step.caches)} of {num_layers} layers call transformers'"
+                " attention interface; state kept elsewhere cannot be rolled back: not supported"
             )
         return {
-            layer: (tuple(key.shape[2:]), tuple(value.shape[2:]))
+            layer: ((key.shape[2], key.shape[3]), (value.shape[2], value.shape[3]))
             for layer, (key, value) in step.caches.items()
         }
+
+
+def _vocab_size(model: PreTrainedModel) -> int:
+    head = model.get_output_embeddings()
+    if head is None:
+        raise ValueError(f"{type(model).__name__}: has no language-model head")
+    return cast(Tensor, head.weight).shape[0]
 
 
 def _configs_of(model: PreTrainedModel) -> Iterator:

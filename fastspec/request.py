@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -11,9 +12,18 @@ from fastspec.detokenizer import Detokenizer
 from fastspec.outputs import RequestOutput
 from fastspec.stats import SpecStats
 
-# Streams of fastspec_kernels.uniform: drafts must not share their numbers with the acceptance tests.
+# Streams of fastspec_kernels.uniform: drafts must not share numbers with the acceptance tests.
 VERIFY_STREAM = 0
 DRAFT_STREAM = 1
+
+
+class SamplingTensors(TypedDict):
+    """Sampling keyword arguments of the kernels, one value per request; None where none uses it."""
+
+    temperature: Tensor | None
+    top_k: Tensor | None
+    top_p: Tensor | None
+    min_p: Tensor | None
 
 
 @dataclass
@@ -100,8 +110,8 @@ class Batch:
         return all(request.params.temperature == 0 for request in self.requests)
 
     @cached_property
-    def sampling(self) -> dict[str, Tensor | None]:
-        """Keyword arguments of the sampling kernels, [B] each; None where no request uses one."""
+    def sampling(self) -> SamplingTensors:
+        """For target and draft rows alike, [B] each."""
         return {
             "temperature": self._values("temperature", torch.float32, off=1.0),
             "top_k": self._values("top_k", torch.int32, off=0),
@@ -116,7 +126,7 @@ class Batch:
 
     @cached_property
     def positions(self) -> Tensor:
-        """[B] int64, committed lengths: with the seed and a stream they name a step's random numbers."""
+        """[B] int64, committed lengths; with seed and stream they name a step's random numbers."""
         return self._tensor([len(request.token_ids) for request in self.requests], torch.int64)
 
     def _values(self, name: str, dtype: torch.dtype, off: float) -> Tensor | None:

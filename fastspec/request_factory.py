@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Sequence
+from typing import cast
 
 from transformers import PreTrainedTokenizerBase
 
@@ -13,7 +14,7 @@ Prompt = str | Sequence[int]
 
 
 class RequestFactory:
-    """Builds requests for one target: its tokenizer, vocabulary, length limit and end-of-sequence ids."""
+    """Builds requests for one target, with its tokenizer, vocabulary, length limit and eos ids."""
 
     def __init__(
         self,
@@ -32,8 +33,8 @@ class RequestFactory:
         """One request.
 
         Raises:
-            ValueError: an empty prompt, ids outside the vocabulary, a prompt longer than the model, or text or
-                stop strings without a tokenizer.
+            ValueError: an empty prompt, ids outside the vocabulary, a prompt longer than the model,
+                or text or stop strings without a tokenizer.
         """
         token_ids = self._prompt_ids(prompt)
         if params.stop and self._tokenizer is None:
@@ -47,7 +48,9 @@ class RequestFactory:
             seed=secrets.randbits(63) if params.seed is None else params.seed,
             stop_ids=stop_ids if params.ignore_eos else stop_ids | self._eos_ids,
             max_len=min(len(token_ids) + params.max_tokens, self._max_model_len),
-            detokenizer=Detokenizer(self._tokenizer, params.stop) if self._tokenizer else None,
+            detokenizer=Detokenizer(self._tokenizer, tuple(params.stop))
+            if self._tokenizer
+            else None,
         )
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
@@ -78,10 +81,11 @@ def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several, as a list."""
     if isinstance(prompts, str):
         return [prompts]
-    prompt_list = list(prompts)
-    if not prompt_list:
+    if not prompts:
         raise ValueError("prompts: the list is empty")
-    return [prompt_list] if is_int(prompt_list[0]) else prompt_list
+    if is_int(prompts[0]):
+        return [cast(Sequence[int], prompts)]
+    return list(cast(Sequence[Prompt], prompts))
 
 
 def as_params_list(

@@ -18,7 +18,7 @@ class Span:
 
 
 class ModelRunner:
-    """One model with its caches; block tables come from outside, so several models can share them."""
+    """One model with its caches; block tables come from outside, so models can share them."""
 
     def __init__(self, paged_model: PagedModel, num_blocks: int, block_size: int, chunk_size: int):
         self.paged_model = paged_model
@@ -31,7 +31,7 @@ class ModelRunner:
     def forward(
         self, input_ids: Tensor, spans: list[Span], rows: list[int] | None = None
     ) -> Tensor:
-        """Run the spans' tokens, packed in order ([T] int64); logits [R, V] of the packed rows, default all."""
+        """Run the spans' tokens, packed in order ([T] int64); logits [R, V] of `rows`, or all."""
         positions, kept_rows, step = self._layout(spans, rows or [])
         keep = 0 if rows is None else kept_rows
         return self.paged_model.forward(input_ids, positions, keep, step)

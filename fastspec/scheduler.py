@@ -7,7 +7,7 @@ from fastspec.request import Request
 
 
 class Scheduler:
-    """First come, first served; when blocks run out the youngest running request waits and is read again.
+    """First come, first served; when blocks run out the youngest request waits and is read again.
 
     Invariant: any one request fits the whole cache, so the oldest always makes progress.
     """
@@ -38,7 +38,7 @@ class Scheduler:
         self._waiting.append(request)
 
     def schedule(self, num_draft_tokens: int) -> list[Request]:
-        """Reserve room for the next step of as many requests as possible; the ones that lost their blocks.
+        """Reserve room for the next step of as many requests as possible; who lost their blocks.
 
         Afterwards `running` holds the requests of the step.
         """

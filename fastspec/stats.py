@@ -1,5 +1,6 @@
 """Counters of speculation, kept on the host: they cost no synchronisation."""
 
+import time
 from dataclasses import dataclass, field
 
 PHASES = ("prefill", "propose", "verify", "commit")
@@ -50,9 +51,6 @@ class SpecStats:
         _add(self.num_accepted_tokens_per_pos, [1] * accepted)
         _add(self.acceptance_histogram, [0] * accepted + [1])
 
-    def add_seconds(self, phase: str, seconds: float) -> None:
-        self.seconds[phase] += seconds
-
     def to_dict(self) -> dict:
         """Everything as plain JSON values, the two ratios included."""
         return {
@@ -66,6 +64,19 @@ class SpecStats:
             "mean_acceptance_length": self.mean_acceptance_length,
             "seconds": dict(self.seconds),
         }
+
+
+class PhaseClock:
+    """Seconds of the phases of one step."""
+
+    def __init__(self):
+        self.laps: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        now = time.perf_counter()
+        self.laps[phase] = now - self._last
+        self._last = now
 
 
 def _add(counts: list[int], increments: list[int]) -> None:

@@ -1,15 +1,15 @@
-"""The target's side of a round: read what is missing, judge all proposals in one pass, commit what holds."""
+"""The target's side of a round: read what is missing, judge the proposals, commit what holds."""
 
 from dataclasses import dataclass
 
 import torch
-from fastspec_kernels import uniform, verify_chain
 from torch import Tensor
 
 from fastspec.drafters import Proposal
 from fastspec.outputs import StreamEvent
 from fastspec.request import VERIFY_STREAM, Batch, Request
 from fastspec.runner import ModelRunner, Span
+from fastspec_kernels import uniform, verify_chain
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Verdict:
 
 
 def prefill(runner: ModelRunner, requests: list[Request]) -> None:
-    """Cache every committed token but the last: the last one is read together with the proposals."""
+    """Cache every committed token but the last, which is read together with the proposals."""
     pending = [r for r in requests if r.num_cached < len(r.token_ids) - 1]
     runner.prefill(
         [request.token_ids[request.num_cached : -1] for request in pending],
@@ -41,7 +41,7 @@ def prefill(runner: ModelRunner, requests: list[Request]) -> None:
 
 
 def verify(runner: ModelRunner, batch: Batch, proposal: Proposal, backend: str) -> list[Verdict]:
-    """Judge the proposals in one target pass; the only copy from the device of a round is made here."""
+    """Judge the proposals in one target pass; a round's only copy from the device is made here."""
     counts = [wanted + 1 for wanted in batch.num_draft_tokens]
     spans = [
         Span(request.block_table, len(request.token_ids) - 1, count)
@@ -69,7 +69,7 @@ def verify(runner: ModelRunner, batch: Batch, proposal: Proposal, backend: str) 
 
 
 def _packed_ids(runner: ModelRunner, batch: Batch, proposal: Proposal, counts: list[int]) -> Tensor:
-    """Last committed token and proposals of each request, packed [T]; missing proposals become token 0."""
+    """Last committed token and proposals of each request, packed [T]; missing ones are token 0."""
     last = torch.tensor(
         [[request.token_ids[-1]] for request in batch.requests], device=batch.device
     )
@@ -95,7 +95,7 @@ def _verdict(
 def commit(
     request: Request, verdict: Verdict, drafter: str | None
 ) -> tuple[list[StreamEvent], str | None]:
-    """Append a verdict's tokens up to the first one that ends the request: one event each, finish reason."""
+    """Append a verdict's tokens up to the one that ends the request: events, finish reason."""
     events: list[StreamEvent] = []
     finish_reason = None
     for index, token_id in enumerate(verdict.token_ids):

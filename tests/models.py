@@ -5,6 +5,7 @@ from copy import deepcopy
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    AutoModelForCausalLM,
     BloomConfig,
     Gemma2Config,
     Gemma3TextConfig,
@@ -18,7 +19,6 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen3Config,
 )
-from transformers import AutoModelForCausalLM
 
 VOCAB_SIZE = 263  # 256 bytes, one special token and some padding
 EOS_ID = 256

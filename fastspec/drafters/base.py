@@ -1,4 +1,4 @@
-"""What a drafter is: it proposes tokens and is told how many were kept. It knows nothing of the verifier."""
+"""What a drafter is: it proposes, and is told what was kept. It knows nothing of the verifier."""
 
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -15,9 +15,10 @@ class Proposal:
     Attributes:
         token_ids: [B, K] int32, -1 after the last proposal of a row.
         parents: token trees are not supported yet; None = a chain.
-        draft_logits: [B, K, V'] logits that each token was sampled from under the request's own sampling
-            parameters, V' at most the target's vocabulary; None when the tokens are point masses, that is
-            picked by any rule that leaves no other choice (argmax, a match in the text).
+        draft_logits: [B, K, V'] logits that each token was sampled from under the request's own
+            sampling parameters, V' at most the target's vocabulary; None when the tokens are point
+            masses, that is picked by any rule that leaves no other choice (argmax, a match in the
+            text).
     """
 
     token_ids: Tensor
@@ -36,7 +37,7 @@ class Drafter(Protocol):
         ...
 
     def commit(self, batch: Batch, accepted: list[int]) -> None:
-        """The requests now hold their new tokens, of which accepted[b] were proposed in this step."""
+        """The requests hold their new tokens; accepted[b] of them were proposed in this step."""
         ...
 
     def release(self, request: Request) -> None:

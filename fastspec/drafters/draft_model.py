@@ -1,15 +1,15 @@
-"""A smaller model as drafter: K decoding steps over its own paged cache, tokens staying on the device."""
+"""A smaller model as drafter: K decoding steps over its own paged cache, without host syncs."""
 
 import sys
 from itertools import accumulate
 
 import torch
-from fastspec_kernels import sample, uniform
 from torch import Tensor
 
 from fastspec.drafters.base import Proposal
-from fastspec.request import DRAFT_STREAM, Batch, Request
+from fastspec.request import DRAFT_STREAM, Batch, Request, SamplingTensors
 from fastspec.runner import ModelRunner, Span
+from fastspec_kernels import sample, uniform
 
 _PREFILL_FROM = 8  # more missing tokens than this are read in a pass of their own, without logits
 
@@ -17,8 +17,8 @@ _PREFILL_FROM = 8  # more missing tokens than this are read in a pass of their o
 class DraftModelDrafter:
     """Drafts with a language model that has the target's tokenizer.
 
-    Its cache uses the target's block tables, so a request's pages have the same ids in both caches and
-    rolling back costs nothing.
+    Its cache uses the target's block tables, so a request's pages have the same ids in both caches
+    and rolling back costs nothing.
     """
 
     name = "draft_model"
@@ -77,7 +77,7 @@ class DraftModelDrafter:
         self._num_cached.pop(request.request_id, None)
 
     def _read_committed(self, batch: Batch, drafting: list[int]) -> tuple[Tensor, list[Span]]:
-        """Spans of the committed tokens that are not in the cache yet, long ones cut to the last token."""
+        """Spans of committed tokens not cached yet; long ones are read up to the last token."""
         unread: list[int] = []
         spans, late_ids, late_spans = [], [], []
         for index in drafting:
@@ -102,12 +102,21 @@ class DraftModelDrafter:
         last = self._runner.paged_model.max_positions
         return sys.maxsize if last is None else max(0, last - len(request.token_ids) + 1)
 
-    def _greedy(self, batch: Batch) -> dict[str, Tensor]:
-        return {"temperature": torch.zeros(len(batch.requests), device=batch.device)}
+    def _greedy(self, batch: Batch) -> SamplingTensors:
+        zeros = torch.zeros(len(batch.requests), device=batch.device)
+        return SamplingTensors(temperature=zeros, top_k=None, top_p=None, min_p=None)
 
     def _index(self, places: list[int]) -> Tensor:
         return torch.tensor(places, dtype=torch.int64, device=self._runner.device)
 
 
-def _take(sampling: dict[str, Tensor | None], chosen: slice | Tensor) -> dict[str, Tensor | None]:
-    return {name: None if value is None else value[chosen] for name, value in sampling.items()}
+def _take(sampling: SamplingTensors, chosen: slice | Tensor) -> SamplingTensors:
+    def rows(value: Tensor | None) -> Tensor | None:
+        return None if value is None else value[chosen]
+
+    return SamplingTensors(
+        temperature=rows(sampling["temperature"]),
+        top_k=rows(sampling["top_k"]),
+        top_p=rows(sampling["top_p"]),
+        min_p=rows(sampling["min_p"]),
+    )

@@ -249,7 +249,7 @@ def test_params_of_another_length(model):
 
 
 class RaggedDrafter:
-    """Proposes 0, 1, 2 tokens and ids that do not exist: whatever a drafter does, output is the target's."""
+    """Proposes 0, 1 or 2 tokens, some of which do not exist."""
 
     name = "ragged"
 

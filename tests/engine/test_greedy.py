@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
+
 from ..models import perturbed, random_model
 
 ARCHITECTURES = (

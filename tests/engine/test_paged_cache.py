@@ -1,9 +1,10 @@
-"""After every step the caches of target and drafter equal a fresh prefill of the committed tokens."""
+"""After every step both caches equal a fresh prefill of the committed tokens."""
 
 import pytest
 import torch
 
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
+
 from ..models import perturbed, random_model
 
 PROMPTS = [[1, 2, 3], list(range(5, 22)), [40, 7] * 10]

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
+
 from ..models import EOS_ID, byte_tokenizer, perturbed, random_model
 
 PROMPTS = [[1, 2, 3], list(range(5, 22)), [40, 7] * 10, [99], [60, 61, 62, 63]]

@@ -1,4 +1,4 @@
-"""The engine's sampled output follows the target's exact distribution; biased engines are caught."""
+"""The engine's sampled output has the target's exact law; biased engines are caught."""
 
 from itertools import product
 
@@ -10,6 +10,7 @@ from scipy.stats import chi2
 import fastspec.verification
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 from fastspec_kernels import logits_to_probs
+
 from ..models import perturbed, random_model
 
 VOCAB_SIZE, LENGTH, PROMPT, DRAWS = 6, 3, [1, 4, 2], 12_000
