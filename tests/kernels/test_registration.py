@@ -55,3 +55,12 @@ def test_fake_matches_reference(op):
         fakes, reals = [fakes], [reals]
     for fake, real in zip(fakes, reals, strict=True):
         assert (fake.shape, fake.dtype) == (real.shape, real.dtype)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_reference_never_reads_values(op):
+    """It runs on tensors without data, so it never waits for a device and can be captured."""
+    case = arguments(op, torch.float32)
+    on_meta = [value.to("meta") if isinstance(value, torch.Tensor) else value for value in case]
+    outputs = getattr(reference, op)(*on_meta)
+    assert all(out.is_meta for out in (outputs if isinstance(outputs, tuple) else [outputs]))
