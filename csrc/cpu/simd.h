@@ -1,6 +1,10 @@
 // Sixteen lanes on any instruction set: the same lanes, in the same order, round the same way.
 // Everything has internal linkage, as this file is compiled with several sets of machine flags.
 #pragma once
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wpsabi"                // these vectors never cross a call
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // raised inside GCC's own intrinsics
+#endif
 #include <cstdint>
 #include <cstring>
 #include <limits>
@@ -9,9 +13,6 @@
 #endif
 
 #define FASTSPEC_INLINE inline __attribute__((always_inline))
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wpsabi"
-#endif
 
 namespace fastspec::cpu::FASTSPEC_ISA {
 namespace {
@@ -241,27 +242,46 @@ FASTSPEC_INLINE double reduce_sum(const F32x16& a) {
   return sum;
 }
 
-FASTSPEC_INLINE NativeU32 load_u16(const uint16_t* x) {
+#if !defined(__AVX2__)
+template <class T>
+FASTSPEC_INLINE NativeU32 load_u16(const T* x) {
   NativeU16 narrow;
   std::memcpy(&narrow, x, sizeof(narrow));
   return __builtin_convertvector(narrow, NativeU32);
 }
+#endif
 
-FASTSPEC_INLINE F32x16 load(const BF16* x) {
-  return each_part(
-      [&](int i) { return bit_cast<NativeF32>(load_u16(&x[i * kNativeLanes].bits) << 16); });
+FASTSPEC_INLINE NativeF32 widen(const BF16* x) {
+#if defined(__AVX512F__)
+  const __m256i narrow = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
+  return bit_cast<NativeF32>(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16));
+#elif defined(__AVX2__)
+  const __m128i narrow = _mm_loadu_si128(reinterpret_cast<const __m128i*>(x));
+  return bit_cast<NativeF32>(_mm256_slli_epi32(_mm256_cvtepu16_epi32(narrow), 16));
+#else
+  return bit_cast<NativeF32>(load_u16(x) << 16);
+#endif
 }
 
-FASTSPEC_INLINE F32x16 load(const F16* x) {
-  return each_part([&](int i) {
-    const NativeU32 half = load_u16(&x[i * kNativeLanes].bits);
-    const NativeU32 magnitude = half & 0x7fffu;
-    // Exact for normal and subnormal halves: move the bits, then correct the exponent bias.
-    NativeU32 wide = bit_cast<NativeU32>(bit_cast<NativeF32>(magnitude << 13) * 0x1p112f);
-    const NativeU32 special = bit_cast<NativeU32>(magnitude > 0x7bffu);  // inf and NaN
-    wide |= special & 0x7f800000u;
-    return bit_cast<NativeF32>(wide | ((half & 0x8000u) << 16));
-  });
+FASTSPEC_INLINE NativeF32 widen(const F16* x) {
+#if defined(__AVX512F__)
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
+#elif defined(__AVX2__)
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
+#else
+  const NativeU32 half = load_u16(x);
+  const NativeU32 magnitude = half & 0x7fffu;
+  // Exact for normal and subnormal halves: move the bits, then correct the exponent bias.
+  NativeU32 wide = bit_cast<NativeU32>(bit_cast<NativeF32>(magnitude << 13) * 0x1p112f);
+  const NativeU32 special = bit_cast<NativeU32>(magnitude > 0x7bffu);  // inf and NaN
+  wide |= special & 0x7f800000u;
+  return bit_cast<NativeF32>(wide | ((half & 0x8000u) << 16));
+#endif
+}
+
+template <class T>
+FASTSPEC_INLINE F32x16 load(const T* x) {
+  return each_part([&](int i) { return widen(x + i * kNativeLanes); });
 }
 
 // The first `count` < 16 elements, then -inf.
