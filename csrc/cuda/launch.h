@@ -6,7 +6,8 @@
 
 namespace fastspec::cuda {
 
-// samples[b, i] = number i of (seed[b], position[b], stream_id); samples is [batch, num], contiguous.
+// samples[b, i] = number i of (seed[b], position[b], stream_id); samples is [batch, num],
+// contiguous.
 cudaError_t launch_uniform(const int64_t* seed, const int64_t* position, float* samples,
                            int64_t batch, int64_t num, uint32_t stream_id, cudaStream_t stream);
 
