@@ -1,0 +1,90 @@
+"""The small parts of the engine, each alone."""
+
+import pytest
+
+from fastspec.block_manager import BlockManager
+from fastspec.detokenizer import Detokenizer
+from fastspec.stats import SpecStats
+
+from ..models import byte_tokenizer
+
+TEXT = "naïve → 日本語 🙂 end"
+
+
+def pieces(text, stop=()):
+    tokenizer = byte_tokenizer()
+    detokenizer = Detokenizer(tokenizer, stop)
+    taken = []
+    for token_id in tokenizer(text)["input_ids"]:
+        detokenizer.push(token_id)
+        taken.append(detokenizer.take())
+        if detokenizer.stopped:
+            break
+    detokenizer.finish()
+    taken.append(detokenizer.take(final=True))
+    return detokenizer, taken
+
+
+def test_characters_of_several_tokens_come_whole():
+    detokenizer, taken = pieces(TEXT)
+    assert detokenizer.text == "".join(taken) == TEXT
+    assert all("\ufffd" not in piece for piece in taken)
+
+
+@pytest.mark.parametrize("stop", ["日本", "ï", "🙂", "→ 日"])
+def test_stop_strings_of_several_tokens(stop):
+    detokenizer, taken = pieces(TEXT, (stop, "never"))
+    assert detokenizer.stopped
+    assert detokenizer.text == "".join(taken) == TEXT[: TEXT.index(stop)]
+
+
+def test_the_first_of_several_stop_strings_counts():
+    detokenizer, _ = pieces("one two three", ("three", "two"))
+    assert detokenizer.text == "one "
+
+
+def test_what_may_become_a_stop_string_is_held_back():
+    detokenizer, taken = pieces("abcabx", ("abx",))
+    assert detokenizer.text == "".join(taken) == "abc"
+    _, taken = pieces("abcaby", ("abx",))
+    assert "".join(taken) == "abcaby"
+
+
+def test_an_incomplete_character_ends_the_text():
+    tokenizer = byte_tokenizer()
+    detokenizer = Detokenizer(tokenizer, ())
+    for token_id in tokenizer("ab→")["input_ids"][:-1]:
+        detokenizer.push(token_id)
+    detokenizer.finish()
+    assert detokenizer.text == "ab\ufffd"
+
+
+def test_block_manager():
+    manager = BlockManager(num_blocks=5, block_size=4)
+    first, second = [], []
+    assert manager.reserve(first, 9)
+    assert manager.reserve(second, 8)
+    assert manager.num_free == 0
+    assert set(first) | set(second) == set(range(5))
+    assert not manager.reserve(second, 9)
+    assert len(second) == 2
+    assert manager.reserve(first, 12)
+    manager.release(first)
+    assert first == []
+    assert manager.num_free == 3
+    assert manager.fits(20)
+    assert not manager.fits(21)
+
+
+def test_statistics():
+    stats = SpecStats()
+    assert stats.acceptance_rate is None
+    assert stats.mean_acceptance_length is None
+    stats.record_step(proposed=3, accepted=3, emitted=4)
+    stats.record_step(proposed=3, accepted=0, emitted=1)
+    stats.record_step(proposed=2, accepted=1, emitted=2)
+    assert stats.acceptance_rate == 0.5
+    assert stats.mean_acceptance_length == pytest.approx(7 / 3)
+    assert stats.num_accepted_tokens_per_pos == [2, 1, 1]
+    assert stats.acceptance_histogram == [1, 1, 0, 1]
+    assert stats.to_dict()["num_draft_tokens"] == 8
