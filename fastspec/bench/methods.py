@@ -100,6 +100,8 @@ class Methods:
             max_new_tokens=self.max_tokens,
             eos_token_id=None,
             pad_token_id=0,
+            num_beams=1,
+            repetition_penalty=1.0,
             **sampling,
             **assistant,
         )

@@ -1,5 +1,6 @@
 """`fastspec demo`: the bundled pair, plain and speculative, side by side."""
 
+import re
 import statistics
 import time
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ from fastspec.outputs import RequestOutput
 _ROUNDS = 3  # timed runs of each prompt in each mode
 _WARM_UP_TOKENS = 8
 _PICTURE_WIDTH = 104
+_FONT_FACE = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,9 @@ def demo(
     _show(console, comparisons, num_speculative_tokens)
     agreed = _conclude(console, comparisons, temperature)
     if svg is not None:
-        console.save_svg(str(svg), title="fastspec demo")
+        picture = console.export_svg(title="fastspec demo")
+        # Without rich's web font the picture needs no network.
+        svg.write_text(_FONT_FACE.sub("", picture), encoding="utf-8")
     if not agreed:
         raise typer.Exit(1)
 
@@ -101,7 +105,7 @@ def _compare(engine: Engine, prompt: str, params: SamplingParams, spec: SpecConf
 def _show(console: Console, comparisons: list[Comparison], num_speculative_tokens: int) -> None:
     console.print(
         f"Each step the draft model proposes {num_speculative_tokens} tokens and the target checks"
-        f" them in one pass. {torch.get_num_threads()} CPU threads, one prompt at a time."
+        f" them in one pass. One prompt at a time, CPU threads: {torch.get_num_threads()}."
     )
     for index, comparison in enumerate(comparisons):
         console.print(Rule(f"prompt {index + 1} of {len(comparisons)}", style="dim"))

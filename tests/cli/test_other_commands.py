@@ -49,6 +49,7 @@ def test_demo_draws_itself(invoke, bundled, tmp_path):
     picture = (tmp_path / "demo.svg").read_text(encoding="utf-8")
     assert picture.startswith("<svg")
     assert "identical" in picture
+    assert "url(https" not in picture
 
 
 def test_bench_appends_a_record(invoke, bundled, tmp_path):
