@@ -1,11 +1,11 @@
 # `make demo` and `make test` do all set-up in .venv; everything else builds on the same set-up.
 #   PYTHON=python3.12     interpreter of a new .venv
 #   TORCH=torch==2.13.0   another torch; remembered, so it need not be repeated
-#   TORCH_INDEX=URL       where its wheels are, for example https://download.pytorch.org/whl/cu130
+#   TORCH_INDEX=URL       an extra package index to take torch from, for example of CPU-only wheels
 
 PYTHON ?= python3
 TORCH ?= $(or $(shell cat .venv/.torch 2>/dev/null),torch==2.13.0)
-TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 CPP_FILES := $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.inl' -o -name '*.cuh')
@@ -45,7 +45,7 @@ build/.built: .venv/.installed setup.py $(CPP_FILES)
 
 .venv/.installed: .venv/.torch requirements-dev.txt pyproject.toml
 	$(PIP) install --quiet --constraint requirements-dev.txt setuptools wheel
-	$(PIP) install --quiet --no-deps --retries 1 --extra-index-url $(TORCH_INDEX) '$(TORCH)'
+	$(PIP) install --quiet --no-deps --retries 1 $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) '$(TORCH)'
 	$(PIP) install --quiet --constraint requirements-dev.txt --no-build-isolation --editable '.[test,dev]'
 	@touch $@
 

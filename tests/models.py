@@ -59,7 +59,9 @@ def random_model(
     for name, value in overrides.items():
         setattr(config, name, value)
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if any(part in name for part in ("embed", "wte", "wpe")):
