@@ -149,7 +149,13 @@ void subdivide(float low, float high, float* bounds) {
   }
 }
 
-// Top-p without top-k: three passes narrow the threshold down to few logits.
+// Whether so many logits are above `low` that a pass to narrow it costs less than gathering them.
+bool is_crowded(const Row& row, float low) {
+  const int64_t count = num_lane_maxima(row.logits.size);
+  return sampling_kernels().lists.count_above(row.lane_maxima, count, low) > 1000;
+}
+
+// Top-p without top-k: up to three passes narrow the threshold down to few logits.
 float top_p_of_row(const Row& row) {
   // In units of the temperature below the best logit; the first bound takes in every weight.
   constexpr double kDepths[kBounds] = {0, 24, 12, 8, 5, 3, 1.5, 0.5};
@@ -164,7 +170,7 @@ float top_p_of_row(const Row& row) {
   sums_above(row, bounds, sums);
   const double need = sums[0] * row.sampling.top_p;
   Bracket bracket = narrow({bounds[0], row.max, 0.0}, bounds, sums, need);
-  for (int i = 0; i < kRefinements; ++i) {
+  for (int i = 0; i < kRefinements && is_crowded(row, bracket.low); ++i) {
     subdivide(bracket.low, bracket.high, bounds);
     sums_above(row, bounds, sums);
     bracket = narrow(bracket, bounds, sums, need);

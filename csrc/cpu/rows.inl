@@ -1,7 +1,7 @@
 // Every kernel of row_kernels.h, in namespace FASTSPEC_ISA; included by one source file per
 // instruction set.
 #include "row_kernels.h"
-#include "simd.h"
+#include "simd_load.h"
 
 namespace fastspec::cpu::FASTSPEC_ISA {
 namespace {
@@ -100,7 +100,7 @@ void row_sums_above(const void* logits, int64_t size, const float* lane_maxima,
     each_vector(tile, count, [&](const F32x16& v, int64_t) {
       const F32x16 w = weight(v, weighting);
 #pragma GCC unroll 8
-      for (int i = 0; i < kBounds; ++i) tile_sum[i] = tile_sum[i] + keep_above(v, bounds[i], w);
+      for (int i = 0; i < kBounds; ++i) tile_sum[i] = add_above(v, bounds[i], tile_sum[i], w);
     });
 #pragma GCC unroll 8
     for (int i = 0; i < kBounds; ++i) total[i] = total[i] + tile_sum[i];
@@ -164,7 +164,7 @@ double list_mass_above(const float* values, const float* weights, int64_t size, 
     each_vector(values + begin, smaller(kTile, size - begin), [&](const F32x16& v, int64_t i) {
       const float* w = weights + begin + i;
       const bool whole = begin + i + kLanes <= size;
-      sum = sum + keep_above(v, bound, whole ? load(w) : load_partial(w, size - begin - i));
+      sum = add_above(v, bound, sum, whole ? load(w) : load_partial(w, size - begin - i));
     });
     total += reduce_sum(sum);
   }

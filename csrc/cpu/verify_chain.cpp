@@ -75,6 +75,7 @@ void judge(const VerifyChainInputs& in, std::vector<Chain>& chains, RowBatch& ba
       rows.push_back(chain.target + i);
       if (chain.draft != nullptr && chain.rejected()) rows.push_back(chain.draft + i);
     }
+    if (rows.empty()) return;
     batch.weigh(rows);
     for (Chain& chain : chains) {
       if (!chain.running) continue;
