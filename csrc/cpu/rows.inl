@@ -1,7 +1,7 @@
 // Every kernel of row_kernels.h, in namespace FASTSPEC_ISA; included by one source file per
 // instruction set.
 #include "row_kernels.h"
-#include "simd_load.h"
+#include "simd.h"
 
 namespace fastspec::cpu::FASTSPEC_ISA {
 namespace {

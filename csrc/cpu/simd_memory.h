@@ -1,9 +1,41 @@
-// Loads of sixteen logits of any type, widened to f32 exactly.
+// Vectors of the native width, sixteen lanes made of them, and their loads and stores.
+// Everything has internal linkage, as this file is compiled with several sets of machine flags.
 #pragma once
-#include "simd.h"
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wpsabi"                // these vectors never cross a call
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // raised inside GCC's own intrinsics
+#endif
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#define FASTSPEC_INLINE inline __attribute__((always_inline))
 
 namespace fastspec::cpu::FASTSPEC_ISA {
 namespace {
+
+#if defined(__AVX512F__)
+constexpr int kNativeLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kNativeLanes = 8;
+#else
+constexpr int kNativeLanes = 4;
+#endif
+constexpr int kParts = 16 / kNativeLanes;
+
+typedef float NativeF32 __attribute__((vector_size(kNativeLanes * 4)));
+typedef int32_t NativeI32 __attribute__((vector_size(kNativeLanes * 4)));
+typedef uint32_t NativeU32 __attribute__((vector_size(kNativeLanes * 4)));
+typedef uint16_t NativeU16 __attribute__((vector_size(kNativeLanes * 2)));
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+struct F32x16 {
+  NativeF32 part[kParts];
+};
 
 struct BF16 {
   uint16_t bits;
@@ -12,6 +44,38 @@ struct BF16 {
 struct F16 {
   uint16_t bits;
 };
+
+template <class To, class From>
+FASTSPEC_INLINE To bit_cast(const From& from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof(to));
+  return to;
+}
+
+template <class F>
+FASTSPEC_INLINE F32x16 each_part(const F& f) {
+  F32x16 out;
+#pragma GCC unroll 4
+  for (int i = 0; i < kParts; ++i) out.part[i] = f(i);
+  return out;
+}
+
+// Part by part, as a copy of the whole struct would go through memory in smaller pieces.
+FASTSPEC_INLINE F32x16 load(const float* x) {
+  return each_part([&](int i) {
+    NativeF32 part;
+    std::memcpy(&part, x + i * kNativeLanes, sizeof(part));
+    return part;
+  });
+}
+
+FASTSPEC_INLINE void store(float* out, const F32x16& a) {
+#pragma GCC unroll 4
+  for (int i = 0; i < kParts; ++i) {
+    std::memcpy(out + i * kNativeLanes, &a.part[i], sizeof(NativeF32));
+  }
+}
 
 #if !defined(__AVX2__)
 template <class T>
