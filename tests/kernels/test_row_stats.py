@@ -124,6 +124,16 @@ def test_ties_stay_together(backend, vocab):
 
 
 @pytest.mark.parametrize("backend", backends_of("row_stats"))
+def test_top_p_is_strict(backend):
+    """At infinite temperature four tokens weigh a quarter each, exactly."""
+    logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]]).repeat(4, 1).to(device_of(backend))
+    temperature = torch.full((4,), math.inf, device=logits.device)
+    top_p = torch.tensor([0.25, 0.5, 0.51, 0.75], device=logits.device)
+    _, threshold = row_stats(logits, temperature=temperature, top_p=top_p, backend=backend)
+    assert threshold.tolist() == [3.0, 2.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("backend", backends_of("row_stats"))
 def test_greedy_row(backend):
     logits = torch.tensor([[1.0, 3.0, 2.0, 3.0]], device=device_of(backend))
     temperature = torch.zeros(1, device=logits.device)

@@ -121,6 +121,15 @@ def test_ends_of_the_unit_interval(backend):
 
 
 @pytest.mark.parametrize("backend", backends_of("sample"))
+def test_a_uniform_number_on_a_step_takes_the_next_id(backend):
+    """At infinite temperature four tokens weigh a quarter each, exactly."""
+    logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]]).repeat(4, 1)
+    samples = torch.tensor([0.0, 0.25, 0.5, 0.75])
+    token_ids, _ = run(logits, samples, {"temperature": torch.full((4,), math.inf)}, backend)
+    assert token_ids == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("backend", backends_of("sample"))
 def test_greedy_rows_read_no_uniform_number(backend):
     logits = torch.tensor([[1.0, 3.0, 2.0, 3.0]]).repeat(3, 1)
     samples = torch.tensor([0.0, 1 - 2.0**-24, math.nan])
