@@ -7,6 +7,9 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <cmath>
+#include <stdexcept>
+
 #include "common/philox.h"
 #include "cpu/kernels.h"
 #include "cpu/sampling.h"
@@ -33,6 +36,63 @@ Tensor uniform(const Tensor& seed, const Tensor& position, int64_t num, int64_t 
   return out;
 }
 
+// The public ops find out which argument is wrong; here it only must not get through.
+void require(bool fits) {
+  if (!fits) throw std::invalid_argument("the arguments do not fit together");
+}
+
+bool has_shape(const Tensor& tensor, std::initializer_list<int64_t> shape) {
+  if (tensor.dim() != static_cast<int64_t>(shape.size())) return false;
+  int64_t dim = 0;
+  for (const int64_t size : shape) {
+    if (tensor.size(dim++) != size) return false;
+  }
+  return true;
+}
+
+bool is_vector(const Tensor& tensor, int64_t size, ScalarType type) {
+  return has_shape(tensor, {size}) && tensor.scalar_type() == type && tensor.is_contiguous();
+}
+
+void require_caches(const Tensor& key_cache, const Tensor& value_cache) {
+  require(key_cache.dim() == 4);
+  const int64_t block_size = key_cache.size(1), num_heads = key_cache.size(2);
+  const int64_t head_size = key_cache.size(3);
+  require(block_size > 0 && num_heads > 0 && head_size > 0);
+  require(has_shape(value_cache, {key_cache.size(0), block_size, num_heads, head_size}));
+  require(value_cache.scalar_type() == key_cache.scalar_type());
+  require(key_cache.stride(2) == head_size && key_cache.stride(3) == 1);
+  for (int64_t dim = 0; dim < 4; ++dim) require(value_cache.stride(dim) == key_cache.stride(dim));
+}
+
+// The rows of new tokens, or of queries, beside a cache.
+void require_rows(const Tensor& rows, int64_t num_rows, int64_t num_heads, const Tensor& cache) {
+  require(has_shape(rows, {num_rows, num_heads, cache.size(3)}));
+  require(rows.scalar_type() == cache.scalar_type());
+  require(rows.stride(2) == 1 || rows.size(2) == 1);
+}
+
+cpu::Element element(const Tensor& tensor) {
+  const ScalarType type = tensor.scalar_type();
+  if (type == ScalarType::Float) return cpu::Element::kFloat32;
+  if (type == ScalarType::BFloat16) return cpu::Element::kBFloat16;
+  require(type == ScalarType::Half);
+  return cpu::Element::kFloat16;
+}
+
+// As torch::stable::new_empty of [T, H, D], without its search for the operator by name.
+Tensor empty_rows(const Tensor& like) {
+  const int64_t sizes[3] = {like.size(0), like.size(1), like.size(2)};
+  const int64_t strides[3] = {sizes[1] * sizes[2], sizes[2], 1};
+  int32_t dtype;
+  AtenTensorHandle handle;
+  STD_TORCH_CHECK(aoti_torch_get_dtype(like.get(), &dtype) == 0, "no dtype");
+  STD_TORCH_CHECK(aoti_torch_empty_strided(3, sizes, strides, dtype, aoti_torch_device_type_cpu(),
+                                           0, &handle) == 0,
+                  "no memory for the output");
+  return Tensor(handle);
+}
+
 cpu::StoreSide store_side(const Tensor& tokens, const Tensor& cache) {
   const int64_t size = tokens.element_size();
   return {static_cast<const char*>(tokens.const_data_ptr()),
@@ -45,43 +105,50 @@ cpu::StoreSide store_side(const Tensor& tokens, const Tensor& cache) {
 
 void store_kv(const Tensor& key, const Tensor& value, Tensor key_cache, Tensor value_cache,
               const Tensor& slot_mapping) {
+  require_caches(key_cache, value_cache);
+  element(key_cache);
   cpu::StoreCall call = {};
+  call.num_tokens = slot_mapping.numel();
+  call.num_heads = key_cache.size(2);
+  require_rows(key, call.num_tokens, call.num_heads, key_cache);
+  require_rows(value, call.num_tokens, call.num_heads, key_cache);
+  require(is_vector(slot_mapping, call.num_tokens, ScalarType::Long));
   call.key = store_side(key, key_cache);
   call.value = store_side(value, value_cache);
   call.slot_mapping = slot_mapping.const_data_ptr<int64_t>();
-  call.num_tokens = key.size(0);
-  call.num_heads = key.size(1);
   call.head_bytes = key.size(2) * static_cast<int64_t>(key.element_size());
   call.num_blocks = key_cache.size(0);
   call.block_size = key_cache.size(1);
   cpu::store_kv(call);
 }
 
-cpu::Element element(const Tensor& tensor) {
-  switch (tensor.scalar_type()) {
-    case ScalarType::Float:
-      return cpu::Element::kFloat32;
-    case ScalarType::BFloat16:
-      return cpu::Element::kBFloat16;
-    default:
-      return cpu::Element::kFloat16;
-  }
-}
-
 Tensor tree_attention(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
                       const Tensor& block_table, const Tensor& context_lens, const Tensor& cu_rows,
                       double scale, int64_t sliding_window, double softcap,
                       const std::optional<Tensor>& sinks) {
+  require_caches(key_cache, value_cache);
+  require(query.dim() == 3 && block_table.dim() == 2);
   cpu::AttentionCall call = {};
   call.num_rows = query.size(0);
   call.num_heads = query.size(1);
   call.head_size = query.size(2);
-  Tensor out = torch::stable::new_empty(query, {call.num_rows, call.num_heads, call.head_size});
+  call.num_blocks = key_cache.size(0);
+  call.block_size = key_cache.size(1);
+  call.num_kv_heads = key_cache.size(2);
+  call.batch = block_table.size(0);
+  call.max_blocks = block_table.size(1);
+  require(call.num_heads > 0 && call.num_heads % call.num_kv_heads == 0);
+  require_rows(query, call.num_rows, call.num_heads, key_cache);
+  require(block_table.scalar_type() == ScalarType::Int);
+  require(block_table.stride(1) == 1 || call.max_blocks <= 1);
+  require(is_vector(context_lens, call.batch, ScalarType::Int));
+  require(is_vector(cu_rows, call.batch + 1, ScalarType::Int));
+  require(!sinks || is_vector(*sinks, call.num_heads, ScalarType::Float));
+  require(std::isfinite(scale) && std::isfinite(softcap) && softcap >= 0 && sliding_window >= 0);
   call.element = element(query);
   call.query = query.const_data_ptr();
   call.key_cache = key_cache.const_data_ptr();
   call.value_cache = value_cache.const_data_ptr();
-  call.out = out.mutable_data_ptr();
   call.block_table = block_table.const_data_ptr<int32_t>();
   call.context_lens = context_lens.const_data_ptr<int32_t>();
   call.cu_rows = cu_rows.const_data_ptr<int32_t>();
@@ -91,14 +158,11 @@ Tensor tree_attention(const Tensor& query, const Tensor& key_cache, const Tensor
   call.block_stride = key_cache.stride(0);
   call.slot_stride = key_cache.stride(1);
   call.table_stride = block_table.stride(0);
-  call.batch = block_table.size(0);
-  call.max_blocks = block_table.size(1);
-  call.num_blocks = key_cache.size(0);
-  call.block_size = key_cache.size(1);
-  call.num_kv_heads = key_cache.size(2);
   call.sliding_window = sliding_window;
   call.scale = static_cast<float>(scale);
   call.softcap = static_cast<float>(softcap);
+  Tensor out = empty_rows(query);
+  call.out = out.mutable_data_ptr();
   cpu::tree_attention(call);
   return out;
 }

@@ -7,6 +7,6 @@ namespace fastspec::cpu::FASTSPEC_ISA {
 #define FASTSPEC_STRINGIFY(x) #x
 #define FASTSPEC_NAME(x) FASTSPEC_STRINGIFY(x)
 extern const KernelTable kTable;
-const KernelTable kTable = {FASTSPEC_NAME(FASTSPEC_ISA), attention::kKernels};
+const KernelTable kTable = {FASTSPEC_NAME(FASTSPEC_ISA), kAttention};
 
 }  // namespace fastspec::cpu::FASTSPEC_ISA

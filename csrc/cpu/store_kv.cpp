@@ -17,8 +17,9 @@ void check_slots(const StoreCall& call) {
   for (int64_t t = 0; t < call.num_tokens; ++t) {
     const int64_t slot = call.slot_mapping[t];
     if (slot < -1 || slot >= num_slots) {
-      throw std::invalid_argument("slot_mapping[" + std::to_string(t) + "]: expected -1 or a slot below " +
-                                  std::to_string(num_slots) + ", got " + std::to_string(slot));
+      throw std::invalid_argument("slot_mapping[" + std::to_string(t) +
+                                  "]: expected -1 or a slot below " + std::to_string(num_slots) +
+                                  ", got " + std::to_string(slot));
     }
   }
 }

@@ -1,4 +1,5 @@
-// The plan of an attention call: which query tile meets which keys, on which thread, with which memory.
+// The plan of an attention call: which query tile meets which keys, on which thread, with which
+// memory.
 #include "tree_attention.h"
 
 #include <algorithm>
@@ -13,10 +14,11 @@
 namespace fastspec::cpu {
 namespace {
 
-constexpr int64_t kSplit = 512;            // keys; fixed, as the order of sums depends on it
+constexpr int64_t kSplit = 512;  // keys; fixed, as the order of sums depends on it
 constexpr int64_t kRowsPerTile = 64;
-constexpr int64_t kTasksPerThread = 4;     // fewer query tiles than this: contexts are split too
-constexpr int64_t kSerialWork = 1 << 20;   // multiply-adds that one thread does before another wakes up
+constexpr int64_t kTasksPerThread = 4;  // fewer query tiles than this: contexts are split too
+constexpr int64_t kSerialWork =
+    1 << 20;  // multiply-adds that one thread does before another wakes up
 
 [[noreturn]] void fail(const std::string& field, int64_t index, int64_t least, int64_t most,
                        const std::string& why, int64_t actual) {
@@ -52,13 +54,6 @@ void check_indices(const AttentionCall& call) {
   }
 }
 
-// The keys that at least one row of the tile sees, widened to the start of their key tile.
-KeyRange key_range(const AttentionCall& call, const QueryTile& tile) {
-  const int64_t oldest = tile.first_position - call.sliding_window + 1;
-  const int64_t first = call.sliding_window > 0 ? std::max<int64_t>(oldest, 0) : 0;
-  return {first / kKeyTile * kKeyTile, tile.first_position + tile.num_tokens};
-}
-
 int64_t num_splits(KeyRange range) {
   return (range.last + kSplit - 1) / kSplit - range.first / kSplit;
 }
@@ -69,43 +64,45 @@ KeyRange nth_split(KeyRange range, int64_t n) {
   return {std::max(start, range.first), std::min(start + kSplit, range.last)};
 }
 
-struct TileTask {
-  QueryTile tile;
-  KeyRange range;
-  int64_t num_rows;
-};
-
-struct SplitTask {
-  const TileTask* tile;
-  KeyRange range;
-};
-
 struct Plan {
-  std::vector<TileTask> tiles;
+  std::vector<QueryTile> tiles;
   int64_t max_rows = 0, num_splits = 0, work = 0;
 };
 
+void add_tile(const AttentionCall& call, QueryTile tile, Plan& plan) {
+  const int64_t oldest = tile.first_position - call.sliding_window + 1;
+  const int64_t first = call.sliding_window > 0 ? std::max<int64_t>(oldest, 0) : 0;
+  tile.keys = {first / kKeyTile * kKeyTile, tile.first_position + tile.num_tokens};
+  tile.num_rows = tile.num_kv_heads * tile.num_tokens * (call.num_heads / call.num_kv_heads);
+  plan.tiles.push_back(tile);
+  plan.max_rows = std::max(plan.max_rows, tile.num_rows);
+  plan.num_splits += num_splits(tile.keys);
+  plan.work += tile.num_rows * (tile.keys.last - tile.keys.first) * call.head_size * 2;
+}
+
+// Tiles of about kRowsPerTile rows: many tokens of one KV head, or few tokens of several, whose
+// keys are neighbours in memory.
 Plan make_plan(const AttentionCall& call) {
   Plan plan;
   const int64_t group = call.num_heads / call.num_kv_heads;
-  const int64_t tokens_per_tile = std::max<int64_t>(1, kRowsPerTile / group);
+  const int64_t most_tokens = std::max<int64_t>(1, kRowsPerTile / group);
   for (int64_t b = 0; b < call.batch; ++b) {
     const int64_t end = call.cu_rows[b + 1];
-    for (int64_t token = call.cu_rows[b]; token < end; token += tokens_per_tile) {
-      const int64_t num_tokens = std::min(tokens_per_tile, end - token);
-      const QueryTile tile = {b, token, num_tokens, call.context_lens[b] - (end - token)};
-      const KeyRange range = key_range(call, tile);
-      plan.tiles.push_back({tile, range, num_tokens * group});
-      plan.max_rows = std::max(plan.max_rows, num_tokens * group);
-      plan.num_splits += num_splits(range);
-      plan.work += num_tokens * call.num_heads * (range.last - range.first) * call.head_size * 2;
+    for (int64_t token = call.cu_rows[b]; token < end; token += most_tokens) {
+      const int64_t num_tokens = std::min(most_tokens, end - token);
+      const int64_t position = call.context_lens[b] - (end - token);
+      const int64_t most_heads = std::max<int64_t>(1, kRowsPerTile / (num_tokens * group));
+      for (int64_t head = 0; head < call.num_kv_heads; head += most_heads) {
+        const int64_t num_heads = std::min(most_heads, call.num_kv_heads - head);
+        add_tile(call, {b, token, num_tokens, position, head, num_heads, 0, {}}, plan);
+      }
     }
   }
   return plan;
 }
 
 struct alignas(64) Line {
-  float lane[16];
+  char bytes[64];
 };
 
 // Hands out uninitialised memory by the cache line; without a base it only measures.
@@ -113,9 +110,10 @@ struct Arena {
   Line* base = nullptr;
   int64_t used = 0;
 
-  float* take(int64_t size) {
-    float* const taken = base == nullptr ? nullptr : base[used].lane;
-    used += (size + 15) / 16;
+  template <class T = float>
+  T* take(int64_t size) {
+    T* const taken = base == nullptr ? nullptr : reinterpret_cast<T*>(base + used);
+    used += (size * sizeof(T) + sizeof(Line) - 1) / sizeof(Line);
     return taken;
   }
 };
@@ -130,9 +128,9 @@ AttentionState take_state(Arena& arena, int64_t rows, int64_t head_size) {
 }
 
 Worker take_worker(Arena& arena, int64_t rows, int64_t head_size) {
-  return {{arena.take(rows * head_size), arena.take(kKeyTile * head_size),
-           arena.take(kKeyTile * padded(head_size)), arena.take(kKeyTile * kMaxTileRows),
-           arena.take(kRowPadding * rows)},
+  const int64_t stride = padded(head_size), copied = stride == head_size ? 0 : kKeyTile * stride;
+  return {{arena.take(rows * stride), arena.take(copied), arena.take(copied),
+           arena.take(rows * kKeyTile), arena.take(rows * kRowPadding), arena.take<KeyRange>(rows)},
           take_state(arena, rows, head_size),
           take_state(arena, rows, head_size)};
 }
@@ -157,54 +155,52 @@ class Workers {
 // One thread takes a query tile through all its splits.
 void run_by_tiles(const AttentionCall& call, const Plan& plan, const Workers& workers) {
   const AttentionKernels& kernel = kernels().attention;
-  const int64_t num_tasks = plan.tiles.size() * call.num_kv_heads;
-  for_each_task(num_tasks, workers.count, [&](int64_t task, int64_t worker) {
+  for_each_task(plan.tiles.size(), workers.count, [&](int64_t task, int64_t worker) {
     const auto& [scratch, state, next] = workers[worker];
-    const TileTask& tile = plan.tiles[task / call.num_kv_heads];
-    const int64_t kv_head = task % call.num_kv_heads;
-    kernel.attend(call, tile.tile, kv_head, nth_split(tile.range, 0), scratch, state);
-    for (int64_t split = 1; split < num_splits(tile.range); ++split) {
-      kernel.attend(call, tile.tile, kv_head, nth_split(tile.range, split), scratch, next);
+    const QueryTile& tile = plan.tiles[task];
+    kernel.attend(call, tile, nth_split(tile.keys, 0), scratch, state);
+    for (int64_t n = 1; n < num_splits(tile.keys); ++n) {
+      kernel.attend(call, tile, nth_split(tile.keys, n), scratch, next);
       kernel.merge(state, next, tile.num_rows, padded(call.head_size));
     }
-    kernel.finish(call, tile.tile, kv_head, state);
+    kernel.finish(call, tile, state);
   });
 }
 
-// Few tiles on long contexts: every split is a task of its own and keeps its state for a second pass.
+struct SplitTask {
+  const QueryTile* tile;
+  KeyRange keys;
+  AttentionState state;
+};
+
+// Few tiles on long contexts: every split is a task of its own and keeps its state for a second
+// pass.
 void run_by_splits(const AttentionCall& call, const Plan& plan, const Workers& workers) {
   const AttentionKernels& kernel = kernels().attention;
   std::vector<SplitTask> splits;
   Arena measure;
-  for (const TileTask& tile : plan.tiles) {
-    for (int64_t n = 0; n < num_splits(tile.range); ++n) {
-      splits.push_back({&tile, nth_split(tile.range, n)});
-      for (int64_t g = 0; g < call.num_kv_heads; ++g) take_state(measure, tile.num_rows, call.head_size);
+  for (const QueryTile& tile : plan.tiles) {
+    for (int64_t n = 0; n < num_splits(tile.keys); ++n) {
+      splits.push_back({&tile, nth_split(tile.keys, n), {}});
+      take_state(measure, tile.num_rows, call.head_size);
     }
   }
   const std::unique_ptr<Line[]> memory(new Line[measure.used]);
   Arena arena{memory.get()};
-  std::vector<AttentionState> states;
-  for (const SplitTask& split : splits) {
-    for (int64_t g = 0; g < call.num_kv_heads; ++g) {
-      states.push_back(take_state(arena, split.tile->num_rows, call.head_size));
-    }
+  for (SplitTask& split : splits) {
+    split.state = take_state(arena, split.tile->num_rows, call.head_size);
   }
-  for_each_task(states.size(), workers.count, [&](int64_t task, int64_t worker) {
-    const SplitTask& split = splits[task / call.num_kv_heads];
-    kernel.attend(call, split.tile->tile, task % call.num_kv_heads, split.range,
-                  workers[worker].scratch, states[task]);
+  for_each_task(splits.size(), workers.count, [&](int64_t task, int64_t worker) {
+    const SplitTask& split = splits[task];
+    kernel.attend(call, *split.tile, split.keys, workers[worker].scratch, split.state);
   });
-  int64_t first_split = 0;
-  for (const TileTask& tile : plan.tiles) {
-    for (int64_t g = 0; g < call.num_kv_heads; ++g) {
-      const AttentionState* state = &states[first_split * call.num_kv_heads + g];
-      for (int64_t n = 1; n < num_splits(tile.range); ++n) {
-        kernel.merge(state[0], state[n * call.num_kv_heads], tile.num_rows, padded(call.head_size));
-      }
-      kernel.finish(call, tile.tile, g, state[0]);
+  const SplitTask* split = splits.data();
+  for (const QueryTile& tile : plan.tiles) {
+    for (int64_t n = 1; n < num_splits(tile.keys); ++n) {
+      kernel.merge(split[0].state, split[n].state, tile.num_rows, padded(call.head_size));
     }
-    first_split += num_splits(tile.range);
+    kernel.finish(call, tile, split[0].state);
+    split += num_splits(tile.keys);
   }
 }
 
@@ -216,9 +212,8 @@ void tree_attention(const AttentionCall& call) {
   const int64_t num_tiles = plan.tiles.size();
   if (num_tiles == 0) return;
   const int64_t threads = plan.work < kSerialWork ? 1 : num_threads();
-  const bool few_tiles = num_tiles * call.num_kv_heads < kTasksPerThread * threads;
   const Workers workers(threads, plan.max_rows, call.head_size);
-  if (threads > 1 && few_tiles && plan.num_splits > num_tiles) {
+  if (threads > 1 && num_tiles < kTasksPerThread * threads && plan.num_splits > num_tiles) {
     run_by_splits(call, plan, workers);
   } else {
     run_by_tiles(call, plan, workers);

@@ -1,15 +1,10 @@
-// Attention of packed query rows over a block-paged KV cache: the arguments, and the plan of the work.
+// Attention of packed query rows over a block-paged KV cache: the arguments, and the plan of the
+// work.
 #pragma once
 #include <cstdint>
 
 namespace fastspec::cpu {
 
-struct BFloat16 {
-  uint16_t bits;
-};
-struct Float16 {
-  uint16_t bits;
-};
 enum class Element { kFloat32, kBFloat16, kFloat16 };
 
 // Strides count elements; the caches share theirs, and a KV head's values are contiguous.
@@ -30,12 +25,19 @@ struct AttentionCall {
   float scale, softcap;
 };
 
-// Some consecutive tokens of one sequence; its rows are (token, query head of one KV head).
-struct QueryTile {
-  int64_t sequence, first_token, num_tokens, first_position;
+struct KeyRange {
+  int64_t first, last;
 };
 
-// Unnormalised softmax of some rows over some keys: sum of 2^(score - maximum), and of that times V.
+// Some consecutive tokens of one sequence under some KV heads, and the keys that they see, from the
+// start of a key tile on. Its rows are (KV head, token, query head of the KV head).
+struct QueryTile {
+  int64_t sequence, first_token, num_tokens, first_position, first_kv_head, num_kv_heads, num_rows;
+  KeyRange keys;
+};
+
+// Unnormalised softmax of some rows over some keys: sum of 2^(score - maximum), and of that times
+// V.
 struct AttentionState {
   float* maximum;  // [rows]
   float* sum;      // [rows]
@@ -43,7 +45,6 @@ struct AttentionState {
 };
 
 constexpr int64_t kKeyTile = 64;
-constexpr int64_t kMaxTileRows = 6;
 constexpr int64_t kRowPadding = 16;  // rows of scratch are padded to whole vectors of any width
 
 inline int64_t padded(int64_t head_size) {
@@ -52,26 +53,23 @@ inline int64_t padded(int64_t head_size) {
 
 // What `attend` needs beside a state.
 struct AttentionScratch {
-  float* queries;    // [rows, head_size], scaled
-  float* keys;       // [head_size, kKeyTile]
-  float* values;     // [kKeyTile, padded_head_size]
-  float* weights;    // [kMaxTileRows, kKeyTile]
+  float* queries;    // [rows, padded_head_size], scaled
+  float* keys;       // [kKeyTile, padded_head_size], only where that is not head_size
+  float* values;     // as keys
+  float* weights;    // [rows, kKeyTile]
   float* lane_sums;  // [rows, kRowPadding]
+  KeyRange* seen;    // [rows], what each row sees of a tile
 };
 
-// Keys from first to last, one split at most; the range of one call of `attend`.
-struct KeyRange {
-  int64_t first, last;
-};
-
-// Vector code: `attend` overwrites a state, `merge` folds the state of later keys into one, `finish`
+// Vector code. `attend` overwrites a state with the keys of a range, which starts at a key tile and
+// lies within one split; `merge` folds the state of later keys into an earlier one; `finish`
 // divides and writes the rows of call.out.
 struct AttentionKernels {
-  void (*attend)(const AttentionCall&, const QueryTile&, int64_t kv_head, KeyRange,
-                 const AttentionScratch&, const AttentionState&);
+  void (*attend)(const AttentionCall&, const QueryTile&, KeyRange, const AttentionScratch&,
+                 const AttentionState&);
   void (*merge)(const AttentionState& into, const AttentionState& next, int64_t num_rows,
                 int64_t value_size);
-  void (*finish)(const AttentionCall&, const QueryTile&, int64_t kv_head, const AttentionState&);
+  void (*finish)(const AttentionCall&, const QueryTile&, const AttentionState&);
 };
 
 // Checks the index tensors (std::invalid_argument names the bad one), then fills call.out.

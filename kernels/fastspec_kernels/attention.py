@@ -66,6 +66,36 @@ def tree_attention(
     """
     if ancestor_mask is not None:
         raise ValueError("ancestor_mask: token trees are not supported yet")
+    if scale is None and isinstance(query, Tensor) and query.shape:
+        scale = query.shape[-1] ** -0.5
+    if isinstance(sinks, Tensor) and sinks.dtype != torch.float32:
+        check_tensor("sinks", sinks, (None,), (torch.float32, query.dtype), query.device)
+        sinks = sinks.float()
+    tensors = (query, key_cache, value_cache, block_table, context_lens, cu_rows)
+    options = (scale, sliding_window, softcap, sinks)
+    try:
+        if resolve("tree_attention", backend, key_cache.device) != "reference":
+            return torch.ops.fastspec.tree_attention.default(*tensors, *options)
+    except (AttributeError, RuntimeError, ValueError):
+        _check_tensors(*tensors, sinks)  # names the argument that the kernel refused
+        _check_numbers(scale, sliding_window, softcap)
+        raise
+    _check_tensors(*tensors, sinks)
+    _check_numbers(scale, sliding_window, softcap)
+    _check_indices(query.shape[0], key_cache.shape, block_table, context_lens, cu_rows)
+    return reference.tree_attention(*tensors, *options)
+
+
+def _check_tensors(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    context_lens: Tensor,
+    cu_rows: Tensor,
+    sinks: Tensor | None,
+) -> None:
+    """Check shapes, dtypes, devices and strides."""
     num_kv_heads, head_size = check_caches(key_cache, value_cache)
     device = key_cache.device
     check_tensor("query", query, (None, None, head_size), (key_cache.dtype,), device)
@@ -81,18 +111,8 @@ def tree_attention(
     check_tensor("cu_rows", cu_rows, (batch + 1,), _INDEX, device)
     check_contiguous("cu_rows", cu_rows)
     if sinks is not None:
-        check_tensor("sinks", sinks, (num_heads,), (torch.float32, query.dtype), device)
-        sinks = sinks.float().contiguous()
-    if scale is None:
-        scale = head_size**-0.5
-    _check_numbers(scale, sliding_window, softcap)
-    arguments = (query, key_cache, value_cache, block_table, context_lens, cu_rows)
-    if resolve("tree_attention", backend, device) != "reference":
-        return torch.ops.fastspec.tree_attention.default(
-            *arguments, scale, sliding_window, softcap, sinks
-        )
-    _check_indices(query.shape[0], key_cache.shape, block_table, context_lens, cu_rows)
-    return reference.tree_attention(*arguments, scale, sliding_window, softcap, sinks)
+        check_tensor("sinks", sinks, (num_heads,), (torch.float32,), device)
+        check_contiguous("sinks", sinks)
 
 
 def _check_numbers(scale: float, sliding_window: int, softcap: float) -> None:

@@ -22,6 +22,8 @@ def resolve(op: str, requested: str, device: torch.device) -> str:
         requested = os.environ.get("FASTSPEC_BACKEND", "auto")
     if requested == "auto":
         return device.type if library.has_kernel(op, device.type) else "reference"
+    if requested == device.type and library.has_kernel(op, requested):
+        return requested
     if requested not in BACKENDS:
         raise ValueError(f"backend: expected 'auto' or one of {BACKENDS}, got {requested!r}")
     if requested not in _backends_of(op, device):

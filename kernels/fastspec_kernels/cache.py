@@ -40,6 +40,28 @@ def store_kv(
 
     No host synchronisation by a compiled kernel. All other slots keep their bits.
     """
+    tensors = (key, value, key_cache, value_cache, slot_mapping)
+    try:
+        if resolve("store_kv", backend, key_cache.device) != "reference":
+            return torch.ops.fastspec.store_kv.default(*tensors)
+    except (AttributeError, RuntimeError, ValueError):
+        _check_tensors(*tensors)  # names the argument that the kernel refused
+        raise
+    _check_tensors(*tensors)
+    num_slots = key_cache.shape[0] * key_cache.shape[1]
+    if key_cache.device.type == "cpu" and torch.any(
+        (slot_mapping < -1) | (slot_mapping >= num_slots)
+    ):
+        raise ValueError(
+            f"slot_mapping: expected -1 or a slot below {num_slots}, got {slot_mapping.tolist()}"
+        )
+    return reference.store_kv(*tensors)
+
+
+def _check_tensors(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    """Check shapes, dtypes, devices and strides."""
     num_heads, head_size = check_caches(key_cache, value_cache)
     device, dtypes = key_cache.device, (key_cache.dtype,)
     check_tensor("slot_mapping", slot_mapping, (None,), (torch.int64,), device)
@@ -49,11 +71,3 @@ def store_kv(
     check_last_contiguous("key", key)
     check_tensor("value", value, shape, dtypes, device)
     check_last_contiguous("value", value)
-    if resolve("store_kv", backend, device) != "reference":
-        return torch.ops.fastspec.store_kv.default(key, value, key_cache, value_cache, slot_mapping)
-    num_slots = key_cache.shape[0] * key_cache.shape[1]
-    if device.type == "cpu" and torch.any((slot_mapping < -1) | (slot_mapping >= num_slots)):
-        raise ValueError(
-            f"slot_mapping: expected -1 or a slot below {num_slots}, got {slot_mapping.tolist()}"
-        )
-    return reference.store_kv(key, value, key_cache, value_cache, slot_mapping)

@@ -1,0 +1,186 @@
+// The register tiles of attention: a few query rows against the keys, and then the values, of a
+// tile.
+#include <type_traits>
+
+#include "lanes.h"
+#include "tree_attention.h"
+
+namespace fastspec::cpu::FASTSPEC_ISA {
+namespace {
+
+constexpr int kTileRows = 4;
+constexpr int kTileVectors = kNativeLanes == 16 ? 4 : 2;
+constexpr int64_t kPadding = kRowPadding;
+constexpr int64_t kAhead = 16;  // rows from the one in use to the one that is fetched from memory
+
+// Rows of consecutive keys in the order in which they are read: the keys, the values, the first
+// keys of the next tile. Each row holds one KV head, or several side by side. Rows past the end
+// repeat another one.
+template <class T>
+struct KeyTile {
+  const T* keys[2 * kKeyTile + kAhead];
+  int64_t size;
+
+  const T** values() { return keys + kKeyTile; }
+  const T** next_keys() { return keys + 2 * kKeyTile; }
+};
+
+// Converts to float32 and pads with zeros.
+template <class T>
+void widen_row(const T* from, int64_t size, float* to) {
+  int64_t d = 0;
+  for (; d + kPadding <= size; d += kPadding) store(to + d, load(from + d));
+  if (d < size) {
+    T rest[kPadding] = {};
+    std::memcpy(rest, from + d, (size - d) * sizeof(T));
+    store(to + d, load(rest));
+  }
+}
+
+// Calls f(offset of the key's row in either cache, j) for the first `size` keys from first_key on.
+template <class F>
+FASTSPEC_INLINE void each_key(const AttentionCall& call, const QueryTile& tile, int64_t first_key,
+                              int64_t size, const F& f) {
+  const int32_t* table = call.block_table + tile.sequence * call.table_stride;
+  int64_t block = first_key / call.block_size, slot = first_key % call.block_size;
+  for (int64_t j = 0; j < size; ++j) {
+    f(table[block] * call.block_stride + slot * call.slot_stride, j);
+    if (++slot == call.block_size) {
+      slot = 0;
+      ++block;
+    }
+  }
+}
+
+// Points at the rows in the caches, from the tile's first KV head on.
+template <class T>
+void locate_tile(const AttentionCall& call, const QueryTile& tile, int64_t first_key,
+                 int64_t last_key, KeyTile<T>& to) {
+  const T* keys = static_cast<const T*>(call.key_cache) + tile.first_kv_head * call.head_size;
+  const T* values = static_cast<const T*>(call.value_cache) + tile.first_kv_head * call.head_size;
+  const int64_t left = last_key - first_key;
+  to.size = left < kKeyTile ? left : kKeyTile;
+  int64_t ahead = left - to.size < kAhead ? left - to.size : kAhead;
+  each_key(call, tile, first_key, to.size, [&](int64_t offset, int64_t j) {
+    to.keys[j] = keys + offset;
+    to.values()[j] = values + offset;
+  });
+  each_key(call, tile, first_key + to.size, ahead,
+           [&](int64_t offset, int64_t j) { to.next_keys()[j] = keys + offset; });
+  for (int64_t j = to.size; j < kKeyTile; ++j) {
+    to.keys[j] = to.keys[j - 1];
+    to.values()[j] = to.values()[j - 1];
+  }
+  for (; ahead < kAhead; ++ahead) to.next_keys()[ahead] = to.keys[0];
+}
+
+// Copies one KV head, as float32 padded with zeros.
+template <class T>
+void copy_tile(const AttentionCall& call, const QueryTile& tile, int64_t first_key, int64_t kv_head,
+               const AttentionScratch& scratch, KeyTile<float>& to) {
+  const T* keys = static_cast<const T*>(call.key_cache) + kv_head * call.head_size;
+  const T* values = static_cast<const T*>(call.value_cache) + kv_head * call.head_size;
+  const int64_t stride = padded(call.head_size);
+  each_key(call, tile, first_key, to.size, [&](int64_t offset, int64_t j) {
+    widen_row(keys + offset, call.head_size, scratch.keys + j * stride);
+    widen_row(values + offset, call.head_size, scratch.values + j * stride);
+    to.keys[j] = scratch.keys + j * stride;
+    to.values()[j] = scratch.values + j * stride;
+  });
+  for (int64_t j = to.size; j % kNativeLanes != 0; ++j) to.keys[j] = to.keys[j - 1];
+}
+
+// Into the second-level cache; the first is too small for rows that lie a power of two apart.
+template <class T>
+FASTSPEC_INLINE void prefetch(const T* row, int64_t size) {
+  for (int64_t d = 0; d < size; d += 64 / static_cast<int64_t>(sizeof(T))) {
+    __builtin_prefetch(row + d, 0, 2);
+  }
+}
+
+// scores[row][key] = sum over d of queries[row][d] * keys[key][d], in the same order for every
+// pair.
+template <int rows, int num_keys, class T>
+FASTSPEC_INLINE void multiply_keys(const float* queries, const T* const* keys, int64_t first_dim,
+                                   int64_t stride, float* scores) {
+  NativeF32 sums[kNativeLanes] = {};
+  for (int64_t d = 0; d < stride; d += kNativeLanes) {
+    NativeF32 key[num_keys];
+    for (int k = 0; k < num_keys; ++k) key[k] = load_native(keys[k] + first_dim + d);
+    for (int r = 0; r < rows; ++r) {
+      const NativeF32 query = load_native(queries + r * stride + d);
+      for (int k = 0; k < num_keys; ++k) {
+        sums[r * num_keys + k] = multiply_add(query, key[k], sums[r * num_keys + k]);
+      }
+    }
+  }
+  const NativeF32 sum = sum_each(sums);
+  for (int r = 0; r < rows; ++r) {
+    std::memcpy(scores + r * kKeyTile, reinterpret_cast<const float*>(&sum) + r * num_keys,
+                num_keys * sizeof(float));
+  }
+}
+
+// Scores the keys of a span that starts at a whole vector; first_dim chooses the KV head of the
+// rows.
+template <int rows, bool fetch, class T>
+void score_rows(const float* queries, const T* const* keys, KeyRange span, int64_t first_dim,
+                int64_t stride, float* scores) {
+  constexpr int num_keys = kNativeLanes / (rows <= 2 ? rows : 4);
+  for (int64_t j = span.first; j < span.last; j += num_keys) {
+    if constexpr (fetch) {
+      for (int k = 0; k < num_keys; ++k) prefetch(keys[j + kAhead + k] + first_dim, stride);
+    }
+    multiply_keys<rows, num_keys>(queries, keys + j, first_dim, stride, scores + j);
+  }
+}
+
+// out[row][d] += sum over a span of weights[row][key] * values[key][first_dim + d].
+template <int rows, int vectors, bool fetch, class T>
+FASTSPEC_INLINE void multiply_values(const float* weights, const T* const* values, KeyRange span,
+                                     int64_t first_dim, float* out, int64_t stride) {
+  NativeF32 sums[rows][vectors];
+  for (int r = 0; r < rows; ++r) {
+    for (int v = 0; v < vectors; ++v) sums[r][v] = load_native(out + r * stride + v * kNativeLanes);
+  }
+  for (int64_t j = span.first; j < span.last; ++j) {
+    if constexpr (fetch) prefetch(values[j + kAhead] + first_dim, vectors * kNativeLanes);
+    NativeF32 value[vectors];
+    for (int v = 0; v < vectors; ++v) {
+      value[v] = load_native(values[j] + first_dim + v * kNativeLanes);
+    }
+    for (int r = 0; r < rows; ++r) {
+      const NativeF32 weight = native(weights[r * kKeyTile + j]);
+      for (int v = 0; v < vectors; ++v) sums[r][v] = multiply_add(weight, value[v], sums[r][v]);
+    }
+  }
+  for (int r = 0; r < rows; ++r) {
+    for (int v = 0; v < vectors; ++v) store_native(out + r * stride + v * kNativeLanes, sums[r][v]);
+  }
+}
+
+template <int rows, bool fetch, class T>
+void sum_rows(const float* weights, const T* const* values, KeyRange span, int64_t first_dim,
+              int64_t stride, float* out) {
+  constexpr int64_t step = kTileVectors * kNativeLanes;
+  int64_t d = 0;
+  for (; d + step <= stride; d += step) {
+    multiply_values<rows, kTileVectors, fetch>(weights, values, span, first_dim + d, out + d,
+                                               stride);
+  }
+  for (; d < stride; d += kNativeLanes) {
+    multiply_values<rows, 1, fetch>(weights, values, span, first_dim + d, out + d, stride);
+  }
+}
+
+// By the number of rows - 1.
+template <bool fetch, class T>
+constexpr decltype(&score_rows<1, fetch, T>) kScoreRows[kTileRows] = {
+    score_rows<1, fetch, T>, score_rows<2, fetch, T>, score_rows<3, fetch, T>,
+    score_rows<4, fetch, T>};
+template <bool fetch, class T>
+constexpr decltype(&sum_rows<1, fetch, T>) kSumRows[kTileRows] = {
+    sum_rows<1, fetch, T>, sum_rows<2, fetch, T>, sum_rows<3, fetch, T>, sum_rows<4, fetch, T>};
+
+}  // namespace
+}  // namespace fastspec::cpu::FASTSPEC_ISA
