@@ -2,17 +2,15 @@
 
 import json
 import os
-import platform
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
+
+from fastspec.bench.environment import describe_environment
 
 RESULTS = Path(__file__).parent / "results"
 MIN_ROUNDS = 20
@@ -60,7 +58,16 @@ def record_of(fields: dict, timings: dict[str, Timing]) -> dict:
         if name != "ours"
     }
     others = {f"{name}_us": timing.median_us for name, timing in timings.items() if name != "ours"}
-    return {**fields, **asdict(ours), **others, **ratios, "verified": True, **environment()}
+    return {
+        **fields,
+        **asdict(ours),
+        **others,
+        **ratios,
+        "verified": True,
+        **describe_environment(),
+        "load": round(os.getloadavg()[0], 1),  # above the number of cores, timings are noise
+        "argv": sys.argv[1:],
+    }
 
 
 def append(name: str, record: dict) -> None:
@@ -68,42 +75,3 @@ def append(name: str, record: dict) -> None:
     RESULTS.mkdir(exist_ok=True)
     with (RESULTS / f"{name}.jsonl").open("a") as file:
         file.write(json.dumps(record) + "\n")
-
-
-def environment() -> dict:
-    """The machine, the versions and the state of the sources."""
-    status = git("status", "--porcelain", "--untracked-files=no")
-    return {
-        "cpu": cpu_name(),
-        "threads": torch.get_num_threads(),
-        "load": round(os.getloadavg()[0], 1),  # above the number of cores, timings are noise
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": package_version("transformers"),
-        "fastspec": package_version("fastspec-kernels"),
-        "commit": git("rev-parse", "--short", "HEAD"),
-        "dirty": None if status is None else bool(status),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "argv": sys.argv[1:],
-    }
-
-
-def cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def package_version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
-def git(*arguments: str) -> str | None:
-    """Output of a git command in this repository, None outside of one."""
-    command = ["git", "-C", str(RESULTS.parent), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stdout.strip() if done.returncode == 0 else None
