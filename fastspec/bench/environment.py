@@ -9,7 +9,7 @@ import torch
 import transformers
 
 import fastspec
-from fastspec_kernels import available_backends
+from fastspec_kernels import cpu_instruction_set
 
 ROOT = Path(fastspec.__file__).resolve().parents[1]
 
@@ -39,11 +39,6 @@ def cpu_model() -> str | None:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine() or None
-
-
-def cpu_instruction_set() -> str | None:
-    """The vector instructions that the CPU kernels use here; None when they are not built."""
-    return torch.ops.fastspec.cpu_instruction_set() if "cpu" in available_backends() else None
 
 
 def _git(*arguments: str) -> str | None:

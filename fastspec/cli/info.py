@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 import fastspec
-from fastspec.bench.environment import cpu_instruction_set, cpu_model
+from fastspec.bench.environment import cpu_model
 from fastspec.loading import BUNDLED
-from fastspec_kernels import available_backends, unavailable_backends
+from fastspec_kernels import available_backends, cpu_instruction_set, unavailable_backends
 
 
 def info(

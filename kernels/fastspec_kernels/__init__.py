@@ -1,7 +1,7 @@
 """Fused kernels of speculative decoding: from raw logits to accepted tokens, and attention over a paged cache."""
 
 from fastspec_kernels.attention import tree_attention
-from fastspec_kernels.backend import available_backends, unavailable_backends
+from fastspec_kernels.backend import available_backends, cpu_instruction_set, unavailable_backends
 from fastspec_kernels.cache import store_kv
 from fastspec_kernels.rng import uniform
 from fastspec_kernels.sampling import logits_to_probs, row_stats, sample
@@ -12,6 +12,7 @@ PAD_TOKEN_ID = -1
 __all__ = [
     "PAD_TOKEN_ID",
     "available_backends",
+    "cpu_instruction_set",
     "logits_to_probs",
     "row_stats",
     "sample",

@@ -54,6 +54,11 @@ def unavailable_backends() -> dict[str, str]:
     return reasons
 
 
+def cpu_instruction_set() -> str | None:
+    """The vector instructions that the CPU kernels use here; None when they are not built."""
+    return torch.ops.fastspec.cpu_instruction_set() if library.HAS_CPU_EXTENSION else None
+
+
 def _backends_of(op: str, device: torch.device) -> tuple[str, ...]:
     compiled = (device.type,) if library.has_kernel(op, device.type) else ()
     return (*compiled, "reference")
