@@ -12,6 +12,7 @@
 
 #include "common/philox.h"
 #include "cpu/kernels.h"
+#include "cpu/linear.h"
 #include "cpu/sampling.h"
 #include "cpu/store_kv.h"
 #include "cpu/tree_attention.h"
@@ -22,9 +23,33 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
+int32_t dtype_code(ScalarType type) {
+  switch (type) {
+    case ScalarType::Int:
+      return aoti_torch_dtype_int32();
+    case ScalarType::BFloat16:
+      return aoti_torch_dtype_bfloat16();
+    case ScalarType::Half:
+      return aoti_torch_dtype_float16();
+    default:
+      return aoti_torch_dtype_float32();
+  }
+}
+
+// An uninitialised dense tensor, without a trip through torch's dispatcher.
+Tensor new_tensor(const std::vector<int64_t>& shape, ScalarType type) {
+  std::vector<int64_t> strides(shape.size(), 1);
+  for (size_t dim = shape.size(); dim-- > 1;) strides[dim - 1] = strides[dim] * shape[dim];
+  AtenTensorHandle handle;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(),
+                                                  strides.data(), dtype_code(type),
+                                                  aoti_torch_device_type_cpu(), 0, &handle));
+  return Tensor(handle);
+}
+
 Tensor uniform(const Tensor& seed, const Tensor& position, int64_t num, int64_t stream) {
   const int64_t batch = seed.size(0);
-  Tensor out = torch::stable::new_empty(seed, {batch, num}, ScalarType::Float);
+  Tensor out = new_tensor({batch, num}, ScalarType::Float);
   const int64_t* seeds = seed.const_data_ptr<int64_t>();
   const int64_t* positions = position.const_data_ptr<int64_t>();
   float* samples = out.mutable_data_ptr<float>();
@@ -78,19 +103,6 @@ cpu::Element element(const Tensor& tensor) {
   if (type == ScalarType::BFloat16) return cpu::Element::kBFloat16;
   require(type == ScalarType::Half);
   return cpu::Element::kFloat16;
-}
-
-// As torch::stable::new_empty of [T, H, D], without its search for the operator by name.
-Tensor empty_rows(const Tensor& like) {
-  const int64_t sizes[3] = {like.size(0), like.size(1), like.size(2)};
-  const int64_t strides[3] = {sizes[1] * sizes[2], sizes[2], 1};
-  int32_t dtype;
-  AtenTensorHandle handle;
-  STD_TORCH_CHECK(aoti_torch_get_dtype(like.get(), &dtype) == 0, "no dtype");
-  STD_TORCH_CHECK(aoti_torch_empty_strided(3, sizes, strides, dtype, aoti_torch_device_type_cpu(),
-                                           0, &handle) == 0,
-                  "no memory for the output");
-  return Tensor(handle);
 }
 
 cpu::StoreSide store_side(const Tensor& tokens, const Tensor& cache) {
@@ -161,13 +173,34 @@ Tensor tree_attention(const Tensor& query, const Tensor& key_cache, const Tensor
   call.sliding_window = sliding_window;
   call.scale = static_cast<float>(scale);
   call.softcap = static_cast<float>(softcap);
-  Tensor out = empty_rows(query);
+  Tensor out = new_tensor({query.size(0), query.size(1), query.size(2)}, query.scalar_type());
   call.out = out.mutable_data_ptr();
   cpu::tree_attention(call);
   return out;
 }
 
 using OptionalTensor = std::optional<Tensor>;
+
+Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
+  std::vector<int64_t> shape(input.sizes().begin(), input.sizes().end());
+  cpu::LinearCall call = {};
+  call.element = element(weight);
+  call.num_outputs = weight.size(0);
+  call.depth = weight.size(1);
+  require(input.is_contiguous() && weight.is_contiguous() && (!bias || bias->is_contiguous()));
+  require(input.scalar_type() == weight.scalar_type() && shape.back() == call.depth);
+  require(!bias ||
+          (has_shape(*bias, {call.num_outputs}) && bias->scalar_type() == weight.scalar_type()));
+  shape.back() = call.num_outputs;
+  Tensor out = new_tensor(shape, input.scalar_type());
+  call.num_rows = call.depth == 0 ? 0 : input.numel() / call.depth;
+  call.input = input.const_data_ptr();
+  call.weight = weight.const_data_ptr();
+  call.bias = bias ? bias->const_data_ptr() : nullptr;
+  call.out = out.mutable_data_ptr();
+  cpu::linear(call);
+  return out;
+}
 
 template <class T>
 const T* data_or_null(const OptionalTensor& tensor) {
@@ -195,8 +228,8 @@ cpu::LogitsMatrix logits_matrix(const Tensor& logits, int64_t offset) {
 std::tuple<Tensor, Tensor> row_stats(const Tensor& logits, const OptionalTensor& temperature,
                                      const OptionalTensor& top_k, const OptionalTensor& top_p,
                                      const OptionalTensor& min_p) {
-  Tensor logsumexp = torch::stable::new_empty(logits, {logits.size(0)}, ScalarType::Float);
-  Tensor threshold = torch::stable::new_empty(logits, {logits.size(0)}, ScalarType::Float);
+  Tensor logsumexp = new_tensor({logits.size(0)}, ScalarType::Float);
+  Tensor threshold = new_tensor({logits.size(0)}, ScalarType::Float);
   cpu::row_stats(logits_matrix(logits, 0), sampling_parameters(temperature, top_k, top_p, min_p),
                  logsumexp.mutable_data_ptr<float>(), threshold.mutable_data_ptr<float>());
   return {logsumexp, threshold};
@@ -205,8 +238,7 @@ std::tuple<Tensor, Tensor> row_stats(const Tensor& logits, const OptionalTensor&
 Tensor logits_to_probs(const Tensor& logits, const OptionalTensor& temperature,
                        const OptionalTensor& top_k, const OptionalTensor& top_p,
                        const OptionalTensor& min_p) {
-  Tensor probs =
-      torch::stable::new_empty(logits, {logits.size(0), logits.size(1)}, ScalarType::Float);
+  Tensor probs = new_tensor({logits.size(0), logits.size(1)}, ScalarType::Float);
   cpu::logits_to_probs(logits_matrix(logits, 0),
                        sampling_parameters(temperature, top_k, top_p, min_p),
                        probs.mutable_data_ptr<float>());
@@ -216,8 +248,8 @@ Tensor logits_to_probs(const Tensor& logits, const OptionalTensor& temperature,
 std::tuple<Tensor, Tensor> sample(const Tensor& logits, const Tensor& uniform_samples,
                                   const OptionalTensor& temperature, const OptionalTensor& top_k,
                                   const OptionalTensor& top_p, const OptionalTensor& min_p) {
-  Tensor token_ids = torch::stable::new_empty(logits, {logits.size(0)}, ScalarType::Int);
-  Tensor logprobs = torch::stable::new_empty(logits, {logits.size(0)}, ScalarType::Float);
+  Tensor token_ids = new_tensor({logits.size(0)}, ScalarType::Int);
+  Tensor logprobs = new_tensor({logits.size(0)}, ScalarType::Float);
   cpu::sample(logits_matrix(logits, 0), sampling_parameters(temperature, top_k, top_p, min_p),
               uniform_samples.const_data_ptr<float>(), uniform_samples.stride(0),
               token_ids.mutable_data_ptr<int32_t>(), logprobs.mutable_data_ptr<float>());
@@ -230,9 +262,9 @@ std::tuple<Tensor, Tensor, Tensor> verify_chain(
     const OptionalTensor& temperature, const OptionalTensor& top_k, const OptionalTensor& top_p,
     const OptionalTensor& min_p, double lenience) {
   const int64_t batch = draft_token_ids.size(0), num_draft = draft_token_ids.size(1);
-  Tensor output_token_ids = torch::stable::new_empty(draft_token_ids, {batch, num_draft + 1});
-  Tensor accepted_len = torch::stable::new_empty(draft_token_ids, {batch});
-  Tensor logprobs = torch::stable::new_empty(uniform_samples, {batch, num_draft + 1});
+  Tensor output_token_ids = new_tensor({batch, num_draft + 1}, ScalarType::Int);
+  Tensor accepted_len = new_tensor({batch}, ScalarType::Int);
+  Tensor logprobs = new_tensor({batch, num_draft + 1}, ScalarType::Float);
   std::vector<cpu::LogitsMatrix> draft;
   for (int64_t b = 0; draft_logits && b < batch; ++b) {
     draft.push_back(logits_matrix(*draft_logits, b * draft_logits->stride(0)));
@@ -259,6 +291,7 @@ STABLE_TORCH_LIBRARY_IMPL(fastspec, CPU, m) {
   m.impl("sample", TORCH_BOX(&fastspec::sample));
   m.impl("verify_chain", TORCH_BOX(&fastspec::verify_chain));
   m.impl("store_kv", TORCH_BOX(&fastspec::store_kv));
+  m.impl("linear", TORCH_BOX(&fastspec::linear));
   m.impl("tree_attention", TORCH_BOX(&fastspec::tree_attention));
 }
 

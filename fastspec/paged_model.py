@@ -1,8 +1,6 @@
 """The hook into transformers: attention of a packed [1, T] batch over the paged cache."""
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
 
@@ -11,6 +9,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.cache_utils import Cache
 
+from fastspec.twin import twin_of, use_few_row_products
 from fastspec_kernels import store_kv, tree_attention
 
 # A name with "flash", "sdpa" or a slash would make transformers treat it as one of its own.
@@ -128,7 +127,6 @@ class PagedModel:
     """
 
     def __init__(self, model: PreTrainedModel, backend: str):
-        self.model = model.eval()
         self.backend = backend
         self.name = type(model).__name__
         self.device = model.device
@@ -136,11 +134,13 @@ class PagedModel:
         text_config = model.config.get_text_config(decoder=True)
         self.vocab_size = _vocab_size(model)
         self.max_positions = getattr(text_config, "max_position_embeddings", None)
-        self._configs = list({id(c): c for c in _configs_of(model)}.values())
         self._cache = PassThroughCache()
         parameters = inspect.signature(model.forward).parameters
         self._keeps_logits = "logits_to_keep" in parameters
         _check_architecture(model, text_config, "position_ids" in parameters)
+        self.model = twin_of(model, ATTENTION_NAME).eval()
+        if backend in ("auto", "cpu"):
+            use_few_row_products(self.model)
         self.cache_shapes = self._probe(text_config.num_hidden_layers)
 
     def forward(
@@ -148,15 +148,14 @@ class PagedModel:
     ) -> Tensor:
         """Run T packed tokens ([T] int64 ids and positions); logits [R, V] of `rows`, 0 = all."""
         keep = {"logits_to_keep": rows} if self._keeps_logits else {}
-        with self._attention():
-            logits = self.model(
-                input_ids=input_ids[None],
-                position_ids=positions[None],
-                past_key_values=self._cache,
-                use_cache=False,
-                paged_step=step,
-                **keep,
-            ).logits[0]
+        logits = self.model(
+            input_ids=input_ids[None],
+            position_ids=positions[None],
+            past_key_values=self._cache,
+            use_cache=False,
+            paged_step=step,
+            **keep,
+        ).logits[0]
         return logits if self._keeps_logits or isinstance(rows, int) else logits[rows]
 
     def new_caches(self, num_blocks: int, block_size: int) -> dict[int, KVCache]:
@@ -175,17 +174,6 @@ class PagedModel:
         """Bytes of keys and values that one token takes in all layers."""
         elements = sum(g * d for pair in self.cache_shapes.values() for g, d in pair)
         return elements * self.dtype.itemsize
-
-    @contextmanager
-    def _attention(self) -> Iterator[None]:
-        previous = [config._attn_implementation for config in self._configs]
-        for config in self._configs:
-            config._attn_implementation = ATTENTION_NAME
-        try:
-            yield
-        finally:
-            for config, implementation in zip(self._configs, previous, strict=True):
-                config._attn_implementation = implementation
 
     @torch.inference_mode()
     def _probe(self, num_layers: int) -> dict[int, tuple[HeadShape, HeadShape]]:
@@ -216,13 +204,6 @@ def _vocab_size(model: PreTrainedModel) -> int:
     if head is None:
         raise ValueError(f"{type(model).__name__}: has no language-model head")
     return cast(Tensor, head.weight).shape[0]
-
-
-def _configs_of(model: PreTrainedModel) -> Iterator:
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if config is not None and hasattr(config, "_attn_implementation"):
-            yield config
 
 
 def _check_architecture(model: PreTrainedModel, text_config, takes_position_ids: bool) -> None:

@@ -2,6 +2,7 @@
 #pragma once
 #include <cstdint>
 
+#include "linear.h"
 #include "tree_attention.h"
 
 namespace fastspec::cpu {
@@ -9,6 +10,7 @@ namespace fastspec::cpu {
 struct KernelTable {
   const char* name;
   AttentionKernels attention;
+  LinearKernels linear;
 };
 
 // The table for the widest instruction set that this processor has.

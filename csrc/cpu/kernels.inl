@@ -1,5 +1,6 @@
 // Every vector kernel, in namespace FASTSPEC_ISA; included by one source file per instruction set.
 #include "kernels.h"
+#include "linear.inl"
 #include "tree_attention.inl"
 
 namespace fastspec::cpu::FASTSPEC_ISA {
@@ -7,6 +8,6 @@ namespace fastspec::cpu::FASTSPEC_ISA {
 #define FASTSPEC_STRINGIFY(x) #x
 #define FASTSPEC_NAME(x) FASTSPEC_STRINGIFY(x)
 extern const KernelTable kTable;
-const KernelTable kTable = {FASTSPEC_NAME(FASTSPEC_ISA), kAttention};
+const KernelTable kTable = {FASTSPEC_NAME(FASTSPEC_ISA), kAttention, kLinear};
 
 }  // namespace fastspec::cpu::FASTSPEC_ISA

@@ -4,18 +4,25 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <numeric>
 
 #include "common/half.h"
 #include "parallel.h"
 
 namespace fastspec::cpu {
 
-static constexpr int64_t kChunksPerThread = 4;
+// Less work than this is not worth waking a thread.
+static constexpr int64_t kLogitsPerThread = 1 << 16;
 static constexpr int64_t kScratchPerChunk = kMaximaPerChunk + kLanes + 1;
 static constexpr double kLog2E = 1.4426950408889634;
 
 int64_t Row::chunk_size(int64_t chunk) const {
   return std::min(kChunk, logits.size - chunk * kChunk);
+}
+
+bool Row::is_filtered() const {
+  const bool top_k_on = sampling.top_k > 0 && sampling.top_k < logits.size;
+  return !sampling.greedy() && (top_k_on || sampling.top_p < 1 || sampling.min_p > 0);
 }
 
 int64_t Row::argmax() const {
@@ -98,8 +105,13 @@ int64_t draw(const Row& row, double uniform) {
   return begin + draw_from(weights, row.chunk_size(chunk), bound - before);
 }
 
+int64_t jobs_per_thread(int64_t logits_per_job) {
+  return (kLogitsPerThread + logits_per_job - 1) / logits_per_job;
+}
+
 RowBatch::RowBatch(int64_t capacity, int64_t size)
-    : chunks_(num_chunks(size)),
+    : size_(size),
+      chunks_(num_chunks(size)),
       maxima_(new float[capacity * chunks_ * kScratchPerChunk]),
       sums_(new double[capacity * chunks_]) {
   rows_.reserve(capacity);
@@ -119,7 +131,7 @@ Row& RowBatch::add(const Logits& logits, const Sampling& sampling) {
 }
 
 void RowBatch::scan() {
-  parallel_for(count() * chunks_, kChunksPerThread, [&](int64_t job) {
+  parallel_for(count() * chunks_, jobs_per_thread(std::min(size_, kChunk)), [&](int64_t job) {
     Row& row = rows_[job / chunks_];
     const int64_t chunk = job % chunks_;
     if (chunk >= row.chunks()) return;
@@ -138,6 +150,11 @@ void RowBatch::scan() {
   }
 }
 
+static void sum_chunk(const Row& row, int64_t chunk) {
+  row.chunk_sums[chunk] = row.kernels().sum(row.logits.at(chunk * kChunk), row.chunk_size(chunk),
+                                            row.maxima_of(chunk), row.weighting);
+}
+
 std::vector<Row*> RowBatch::valid_rows() {
   std::vector<Row*> valid;
   for (Row& row : rows_) {
@@ -147,23 +164,26 @@ std::vector<Row*> RowBatch::valid_rows() {
 }
 
 void RowBatch::weigh(const std::vector<Row*>& rows) {
-  const int64_t count = static_cast<int64_t>(rows.size());
-  parallel_for(count, 1, [&](int64_t i) {
-    Row& row = *rows[i];
-    row.threshold = row.sampling.greedy() ? row.max : filter_threshold(row);
+  std::vector<Row*> filtered, whole;
+  for (Row* row : rows) (row->is_filtered() ? filtered : whole).push_back(row);
+  // What a filter leaves is little, so one thread does a row from its threshold to its sums.
+  parallel_for(filtered.size(), jobs_per_thread(size_), [&](int64_t i) {
+    Row& row = *filtered[i];
+    row.threshold = filter_threshold(row);
     row.weighting = weighting_of(row, row.threshold);
+    for (int64_t chunk = 0; chunk < row.chunks(); ++chunk) sum_chunk(row, chunk);
   });
-  parallel_for(count * chunks_, kChunksPerThread, [&](int64_t job) {
-    const Row& row = *rows[job / chunks_];
-    const int64_t chunk = job % chunks_;
-    if (chunk >= row.chunks()) return;
-    row.chunk_sums[chunk] = row.kernels().sum(row.logits.at(chunk * kChunk), row.chunk_size(chunk),
-                                              row.maxima_of(chunk), row.weighting);
-  });
-  for (Row* row : rows) {
-    row->sum = 0;
-    for (int64_t chunk = 0; chunk < row->chunks(); ++chunk) row->sum += row->chunk_sums[chunk];
+  for (Row* row : whole) {
+    row->threshold = row->sampling.greedy() ? row->max : -std::numeric_limits<float>::infinity();
+    row->weighting = weighting_of(*row, row->threshold);
   }
+  parallel_for(whole.size() * chunks_, jobs_per_thread(std::min(size_, kChunk)), [&](int64_t job) {
+    if (job % chunks_ < whole[job / chunks_]->chunks()) {
+      sum_chunk(*whole[job / chunks_], job % chunks_);
+    }
+  });
+  for (Row* row : rows)
+    row->sum = std::accumulate(row->chunk_sums, row->chunk_sums + row->chunks(), 0.0);
 }
 
 }  // namespace fastspec::cpu

@@ -52,6 +52,7 @@ struct Row {
   int64_t chunks() const { return num_chunks(logits.size); }
   int64_t chunk_size(int64_t chunk) const;
   const float* maxima_of(int64_t chunk) const { return lane_maxima + chunk * kMaximaPerChunk; }
+  bool is_filtered() const;
   // The lowest id with the largest logit.
   int64_t argmax() const;
   float logit(int64_t token) const;
@@ -78,6 +79,9 @@ int64_t draw_from(const float* weights, int64_t size, double bound);
 // the sum of the chunks before it.
 int64_t draw_chunk(const double* chunk_sums, int64_t chunks, double bound, double* before);
 
+// The grain of a parallel loop whose jobs each read so many logits.
+int64_t jobs_per_thread(int64_t logits_per_job);
+
 // Rows of any sizes that share scratch memory and parallel loops.
 class RowBatch {
  public:
@@ -95,6 +99,7 @@ class RowBatch {
   void weigh(const std::vector<Row*>& rows);
 
  private:
+  int64_t size_;
   int64_t chunks_;
   std::unique_ptr<float[]> maxima_;
   std::unique_ptr<double[]> sums_;

@@ -23,7 +23,8 @@ void each_prepared_row(const LogitsMatrix& logits, const SamplingParameters& par
     for (int64_t i = 0; i < count; ++i) batch.add(logits.row(begin + i), parameters.at(begin + i));
     batch.scan();
     batch.weigh(batch.valid_rows());
-    parallel_for(count, 1, [&](int64_t i) { visit(batch[i], begin + i); });
+    parallel_for(count, jobs_per_thread(logits.logits.size),
+                 [&](int64_t i) { visit(batch[i], begin + i); });
   }
 }
 

@@ -163,13 +163,14 @@ void finish(const VerifyChainInputs& in, const std::vector<Chain>& chains,
             const VerifyChainOutputs& out) {
   const int64_t count = static_cast<int64_t>(chains.size());
   const int64_t chunks = num_chunks(in.target.logits.size);
+  const int64_t grain = jobs_per_thread(std::min(in.target.logits.size, kChunk));
   std::vector<double> residual_sums(count * chunks);
-  parallel_for(count * chunks, 2, [&](int64_t job) {
+  parallel_for(count * chunks, in.draft == nullptr ? count * chunks : grain, [&](int64_t job) {
     const Chain& chain = chains[job / chunks];
     if (!chain.rejected() || chain.greedy()) return;
     residual_sums[job] = Residual(chain, in.lenience).sum(job % chunks);
   });
-  parallel_for(count, 1, [&](int64_t i) {
+  parallel_for(count, grain, [&](int64_t i) {
     const Chain& chain = chains[i];
     const int64_t offset = chain.index * (in.num_draft + 1);
     const int64_t extra = draw_extra(in, chain, residual_sums.data() + i * chunks);

@@ -1,8 +1,9 @@
-"""Fused kernels of speculative decoding: from raw logits to accepted tokens, and attention over a paged cache."""
+"""Fused kernels of speculative decoding: raw logits to tokens, attention over a paged cache."""
 
 from fastspec_kernels.attention import tree_attention
 from fastspec_kernels.backend import available_backends, cpu_instruction_set, unavailable_backends
 from fastspec_kernels.cache import store_kv
+from fastspec_kernels.matmul import linear
 from fastspec_kernels.rng import uniform
 from fastspec_kernels.sampling import logits_to_probs, row_stats, sample
 from fastspec_kernels.verify import verify_chain
@@ -13,6 +14,7 @@ __all__ = [
     "PAD_TOKEN_ID",
     "available_backends",
     "cpu_instruction_set",
+    "linear",
     "logits_to_probs",
     "row_stats",
     "sample",

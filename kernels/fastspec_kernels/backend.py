@@ -8,18 +8,19 @@ from fastspec_kernels import library
 
 BACKENDS = ("cpu", "cuda", "triton", "reference")
 _TRITON_OPS: frozenset[str] = frozenset()
+_DEFAULT = os.environ.get("FASTSPEC_BACKEND", "auto")  # read once: ops run thousands of times a second
 
 
 def resolve(op: str, requested: str, device: torch.device) -> str:
     """Name the backend that runs `op` on `device`.
 
-    "auto" takes FASTSPEC_BACKEND if set, else the compiled kernel of the device, else the reference.
+    "auto" takes FASTSPEC_BACKEND if it was set at import, else the compiled kernel of the device, else the reference.
 
     Raises:
         ValueError: the name is unknown, or that backend has no kernel of this op for this device.
     """
     if requested == "auto":
-        requested = os.environ.get("FASTSPEC_BACKEND", "auto")
+        requested = _DEFAULT
     if requested == "auto":
         return device.type if library.has_kernel(op, device.type) else "reference"
     if requested == device.type and library.has_kernel(op, requested):

@@ -12,9 +12,9 @@ def check_tensor(
     tensor: Tensor,
     shape: tuple[int | None, ...],
     dtypes: tuple[torch.dtype, ...],
-    device: torch.device,
+    device: torch.device | None,
 ) -> None:
-    """Check rank, sizes (None = any), dtype and device of one argument."""
+    """Check rank, sizes (None = any), dtype and device (None = any) of one argument."""
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{name}: expected a tensor, got {type(tensor).__name__}")
     actual = tensor.shape
@@ -29,7 +29,7 @@ def check_tensor(
     if tensor.dtype not in dtypes:
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ValueError(f"{name}: expected {names}, got {str(tensor.dtype).removeprefix('torch.')}")
-    if tensor.device != device:
+    if device is not None and tensor.device != device:
         raise ValueError(f"{name}: expected a tensor on {device}, got {tensor.device}")
 
 
@@ -80,11 +80,9 @@ def check_last_contiguous(name: str, tensor: Tensor) -> None:
 
 def check_caches(key_cache: Tensor, value_cache: Tensor) -> tuple[int, int]:
     """Check the two halves of a paged cache, and give its number of heads and head size."""
-    if not isinstance(key_cache, Tensor):
-        raise ValueError(f"key_cache: expected a tensor, got {type(key_cache).__name__}")
+    check_tensor("key_cache", key_cache, (None,) * 4, CACHE_DTYPES, None)
     shape = tuple(key_cache.shape)
-    if len(shape) != 4 or 0 in shape[1:] or key_cache.dtype not in CACHE_DTYPES:
-        check_tensor("key_cache", key_cache, (None,) * 4, CACHE_DTYPES, key_cache.device)
+    if 0 in shape[1:]:
         raise ValueError(f"key_cache: every block needs at least one value, shape {list(shape)}")
     check_tensor("value_cache", value_cache, shape, (key_cache.dtype,), key_cache.device)
     strides = key_cache.stride()

@@ -9,6 +9,7 @@ import torch
 SCHEMAS = (
     "cpu_instruction_set() -> str",
     "uniform(Tensor seed, Tensor position, int num, int stream) -> Tensor",
+    "linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor",
     "row_stats(Tensor logits, Tensor? temperature, Tensor? top_k, Tensor? top_p, Tensor? min_p)"
     " -> (Tensor, Tensor)",
     "logits_to_probs(Tensor logits, Tensor? temperature, Tensor? top_k, Tensor? top_p,"
@@ -48,6 +49,11 @@ def has_kernel(op: str, device_type: str) -> bool:
 @torch.library.register_fake("fastspec::uniform")
 def _(seed, position, num, stream):
     return seed.new_empty((seed.shape[0], num), dtype=torch.float32)
+
+
+@torch.library.register_fake("fastspec::linear")
+def _(input, weight, bias):
+    return input.new_empty((*input.shape[:-1], weight.shape[0]))
 
 
 @torch.library.register_fake("fastspec::row_stats")
@@ -90,7 +96,7 @@ def _(
 
 @torch.library.register_fake("fastspec::store_kv")
 def _(key, value, key_cache, value_cache, slot_mapping):
-    return None
+    _require_one_device(key, value, key_cache, value_cache, slot_mapping)
 
 
 @torch.library.register_fake("fastspec::tree_attention")
@@ -106,4 +112,11 @@ def _(
     softcap,
     sinks,
 ):
+    _require_one_device(query, key_cache, value_cache, block_table, context_lens, cu_rows)
     return torch.empty_like(query, memory_format=torch.contiguous_format)
+
+
+def _require_one_device(*tensors):
+    """A meta tensor among real ones ends in the fake implementation; the public op explains."""
+    if len({tensor.device for tensor in tensors}) > 1:
+        raise ValueError("the arguments are on different devices")

@@ -30,7 +30,7 @@ def uniform(
     No host synchronisation; safe in CUDA graphs. Source: Salmon et al., "Parallel random numbers: as easy
     as 1, 2, 3", SC 2011.
     """
-    check_tensor("seed", seed, (None,), (torch.int64,), seed.device)
+    check_tensor("seed", seed, (None,), (torch.int64,), None)
     check_tensor("position", position, (seed.shape[0],), (torch.int64,), seed.device)
     if num < 0:
         raise ValueError(f"num: expected >= 0, got {num}")

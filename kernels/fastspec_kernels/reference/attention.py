@@ -51,7 +51,11 @@ def tree_attention(
             sink = sinks.double()[None, :, None].expand(num_rows, -1, 1)
             scores = torch.cat([scores, sink], dim=-1)
         weights = torch.softmax(scores, dim=-1)[..., :context].unflatten(1, (keys.shape[1], -1))
-        mixed = torch.einsum("tghs,sgd->tghd", weights, values)
+        # A value that is not finite must not meet the weight 0 of a row that does not see it.
+        finite = torch.isfinite(values)
+        spoilt = torch.einsum("ts,sgd->tgd", (~hidden).double(), (~finite).double()) > 0
+        mixed = torch.einsum("tghs,sgd->tghd", weights, values.where(finite, 0.0))
+        mixed = mixed.masked_fill(spoilt[:, :, None], torch.nan)
         out[rows] = mixed.flatten(1, 2).to(out.dtype)
     return out
 
