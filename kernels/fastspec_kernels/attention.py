@@ -36,13 +36,13 @@ def tree_attention(
 
     Sequence b owns query rows cu_rows[b]:cu_rows[b + 1]. They are the last tokens of its
     context_lens[b] tokens, whose keys and values the cache already holds. The row at position t
-    sees the keys j <= t, and with a sliding window W only t - W < j. A score is query . key * scale,
-    then softcap * tanh(score / softcap); the weights are the softmax of the scores, whose
+    sees the keys j <= t, and with a sliding window W only t - W < j. A score is query . key times
+    scale, then softcap * tanh(score / softcap); the weights are the softmax of the scores, whose
     denominator also counts exp(sink) of the head. Query head h reads KV head h // (H / G). Prefill
     is this op with many rows, decoding with one, verification with K + 1.
 
     Args:
-        query: [T, H, D] float32, bfloat16 or float16, last dimension contiguous; 0 rows are allowed.
+        query: [T, H, D] float32, bfloat16 or float16, last dimension contiguous; T may be 0.
         key_cache: [num_blocks, block_size, G, D], dtype of query, last two dimensions contiguous.
         value_cache: as key_cache, with the same strides.
         block_table: [B, M] int32, rows contiguous; entries past a context are never read.
@@ -60,14 +60,14 @@ def tree_attention(
         ValueError: a wrong dtype, shape, device, stride or range, or a backend that cannot run
             this; for tensors on the CPU also lengths or blocks that lie outside their bounds.
 
-    float32 accumulation. Unused cache slots may hold anything. On one backend a row's bits depend on
-    its own query, position and context only: not on the batch, the other rows, the order of blocks
-    or the number of threads. No host synchronisation by a compiled kernel.
+    float32 accumulation. Unused cache slots may hold anything. On one backend a row's bits depend
+    on its own query, position and context only: not on the batch, the other rows, the order of
+    blocks or the number of threads. No host synchronisation by a compiled kernel.
     """
     if ancestor_mask is not None:
         raise ValueError("ancestor_mask: token trees are not supported yet")
-    if scale is None and isinstance(query, Tensor) and query.shape:
-        scale = query.shape[-1] ** -0.5
+    if scale is None:
+        scale = _default_scale(query)
     if isinstance(sinks, Tensor) and sinks.dtype != torch.float32:
         check_tensor("sinks", sinks, (None,), (torch.float32, query.dtype), query.device)
         sinks = sinks.float()
@@ -84,6 +84,12 @@ def tree_attention(
     _check_numbers(scale, sliding_window, softcap)
     _check_indices(query.shape[0], key_cache.shape, block_table, context_lens, cu_rows)
     return reference.tree_attention(*tensors, *options)
+
+
+def _default_scale(query: Tensor) -> float:
+    """D ** -0.5, and any number for what is not a query, which is refused later."""
+    head_size = query.shape[-1] if isinstance(query, Tensor) and query.shape else 0
+    return head_size**-0.5 if head_size > 0 else 1.0
 
 
 def _check_tensors(
@@ -126,7 +132,11 @@ def _check_numbers(scale: float, sliding_window: int, softcap: float) -> None:
 
 
 def _check_indices(
-    num_rows: int, cache_shape: torch.Size, block_table: Tensor, context_lens: Tensor, cu_rows: Tensor
+    num_rows: int,
+    cache_shape: torch.Size,
+    block_table: Tensor,
+    context_lens: Tensor,
+    cu_rows: Tensor,
 ) -> None:
     """Check the values of the index tensors, as the compiled CPU kernel does on its own."""
     bounds = cu_rows.tolist()

@@ -28,13 +28,15 @@ def check_tensor(
         raise ValueError(f"{name}: expected shape [{expected}], got {list(actual)}")
     if tensor.dtype not in dtypes:
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise ValueError(f"{name}: expected {names}, got {str(tensor.dtype).removeprefix('torch.')}")
+        raise ValueError(
+            f"{name}: expected {names}, got {str(tensor.dtype).removeprefix('torch.')}"
+        )
     if device is not None and tensor.device != device:
         raise ValueError(f"{name}: expected a tensor on {device}, got {tensor.device}")
 
 
 def check_logits(name: str, logits: Tensor, rank: int, device: torch.device | None = None) -> None:
-    """Check a logits tensor: dtype, rank, at least one vocabulary entry, last dimension contiguous."""
+    """Check a tensor of logits: dtype, rank, a vocabulary, last dimension contiguous."""
     if not isinstance(logits, Tensor):
         raise ValueError(f"{name}: expected a tensor, got {type(logits).__name__}")
     shape = logits.shape if logits.dim() == rank else (None,) * rank
@@ -42,7 +44,9 @@ def check_logits(name: str, logits: Tensor, rank: int, device: torch.device | No
     if logits.shape[-1] == 0:
         raise ValueError(f"{name}: the vocabulary is empty, shape {list(logits.shape)}")
     if logits.stride(-1) != 1 and logits.shape[-1] > 1:
-        raise ValueError(f"{name}: the last dimension must be contiguous, strides {logits.stride()}")
+        raise ValueError(
+            f"{name}: the last dimension must be contiguous, strides {logits.stride()}"
+        )
 
 
 def check_sampling(
@@ -53,7 +57,7 @@ def check_sampling(
     top_p: Tensor | None,
     min_p: Tensor | None,
 ) -> None:
-    """Check the four optional sampling parameters, one value for each of `num` rows or sequences."""
+    """Check the four optional sampling parameters: `num` values each, for rows or sequences."""
     for name, tensor, dtype in (
         ("temperature", temperature, torch.float32),
         ("top_k", top_k, torch.int32),
@@ -75,7 +79,9 @@ def check_contiguous(name: str, tensor: Tensor) -> None:
 def check_last_contiguous(name: str, tensor: Tensor) -> None:
     """Check that each row along the last dimension is dense in memory."""
     if tensor.stride()[-1] != 1 and tensor.shape[-1] > 1:
-        raise ValueError(f"{name}: the last dimension must be contiguous, strides {tensor.stride()}")
+        raise ValueError(
+            f"{name}: the last dimension must be contiguous, strides {tensor.stride()}"
+        )
 
 
 def check_caches(key_cache: Tensor, value_cache: Tensor) -> tuple[int, int]:
@@ -86,8 +92,10 @@ def check_caches(key_cache: Tensor, value_cache: Tensor) -> tuple[int, int]:
         raise ValueError(f"key_cache: every block needs at least one value, shape {list(shape)}")
     check_tensor("value_cache", value_cache, shape, (key_cache.dtype,), key_cache.device)
     strides = key_cache.stride()
-    if strides[2:] != shape[3:] + (1,):
-        raise ValueError(f"key_cache: the last two dimensions must be contiguous, strides {strides}")
+    if strides[2:] != (shape[3], 1):
+        raise ValueError(
+            f"key_cache: the last two dimensions must be contiguous, strides {strides}"
+        )
     if value_cache.stride() != strides:
         raise ValueError(
             f"value_cache: expected the strides of key_cache, {strides}, got {value_cache.stride()}"

@@ -13,8 +13,9 @@ def uniform(
 ) -> Tensor:
     """Draw `num` uniform numbers for each (seed, position, stream), the same bits on every backend.
 
-    Number i of row b is word i % 4 of Philox4x32-10 with key seed[b] and counter (position[b], i // 4, stream),
-    its top 24 bits times 2**-24. No state: the same arguments always give the same numbers.
+    Number i of row b is word i % 4 of Philox4x32-10 with key seed[b] and counter (position[b],
+    i // 4, stream), its top 24 bits times 2**-24. No state: the same arguments always give the same
+    numbers.
 
     Args:
         seed: [B] int64.
@@ -27,8 +28,8 @@ def uniform(
     Raises:
         ValueError: a wrong shape, dtype, device or range.
 
-    No host synchronisation; safe in CUDA graphs. Source: Salmon et al., "Parallel random numbers: as easy
-    as 1, 2, 3", SC 2011.
+    No host synchronisation; safe in CUDA graphs. Source: Salmon et al., "Parallel random numbers:
+    as easy as 1, 2, 3", SC 2011.
     """
     check_tensor("seed", seed, (None,), (torch.int64,), None)
     check_tensor("position", position, (seed.shape[0],), (torch.int64,), seed.device)
