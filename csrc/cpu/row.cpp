@@ -182,8 +182,9 @@ void RowBatch::weigh(const std::vector<Row*>& rows) {
       sum_chunk(*whole[job / chunks_], job % chunks_);
     }
   });
-  for (Row* row : rows)
+  for (Row* row : rows) {
     row->sum = std::accumulate(row->chunk_sums, row->chunk_sums + row->chunks(), 0.0);
+  }
 }
 
 }  // namespace fastspec::cpu

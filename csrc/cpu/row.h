@@ -82,6 +82,9 @@ int64_t draw_chunk(const double* chunk_sums, int64_t chunks, double bound, doubl
 // The grain of a parallel loop whose jobs each read so many logits.
 int64_t jobs_per_thread(int64_t logits_per_job);
 
+// Rows to prepare at once; few enough to stay in the last-level cache between passes.
+constexpr int64_t kRowsPerSlab = 64;
+
 // Rows of any sizes that share scratch memory and parallel loops.
 class RowBatch {
  public:

@@ -1,4 +1,5 @@
-// The vector kernels on rows of logits, compiled once per instruction set with identical results.
+// The vector kernels on rows of logits, compiled once per instruction set. Their results have the
+// same bits on every instruction set with a fused multiply-add.
 #pragma once
 #include <cstdint>
 
@@ -58,7 +59,6 @@ struct ListKernels {
 };
 
 struct SamplingTable {
-  const char* name;
   RowKernels rows[3];  // by LogitsType
   ListKernels lists;
 };

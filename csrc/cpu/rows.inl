@@ -131,7 +131,7 @@ int64_t row_find(const void* logits, int64_t size, float bound) {
     const bool whole = i + kLanes <= size;
     const F32x16 v = whole ? load(x + i) : load_partial(x + i, size - i);
     const uint32_t bits = lanes_at_least(v, bound);
-    if (bits != 0) return smaller(i + __builtin_ctz(bits), size);
+    if (bits != 0) return i + __builtin_ctz(bits);
   }
   return size;
 }
@@ -193,11 +193,8 @@ constexpr RowKernels row_kernels() {
 
 }  // namespace
 
-#define FASTSPEC_STRINGIFY(x) #x
-#define FASTSPEC_NAME(x) FASTSPEC_STRINGIFY(x)
 extern const SamplingTable kSamplingTable;
 const SamplingTable kSamplingTable = {
-    FASTSPEC_NAME(FASTSPEC_ISA),
     {row_kernels<float>(), row_kernels<BF16>(), row_kernels<F16>()},
     {list_count_above, list_mass_above, list_subtract}};
 

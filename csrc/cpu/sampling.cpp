@@ -10,9 +10,6 @@ namespace {
 
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 
-// Rows that share scratch memory; few enough to stay in the last-level cache between passes.
-constexpr int64_t kRowsPerSlab = 64;
-
 // Calls visit(prepared row, its index) for every row, in parallel; rows may be invalid.
 template <class Visit>
 void each_prepared_row(const LogitsMatrix& logits, const SamplingParameters& parameters,

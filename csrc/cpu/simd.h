@@ -1,5 +1,5 @@
-// Arithmetic on sixteen lanes: on any instruction set the same lanes, in the same order, round the
-// same way.
+// Arithmetic on sixteen lanes: the same lanes, summed in the same order, on any instruction set.
+// Only `multiply_add` rounds differently, where the hardware has none.
 #pragma once
 #include "simd_memory.h"
 

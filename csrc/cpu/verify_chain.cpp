@@ -10,9 +10,6 @@ namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-// Rows that share scratch memory; few enough to stay in the last-level cache between passes.
-constexpr int64_t kRowsPerSlab = 64;
-
 // One sequence that takes part.
 struct Chain {
   int64_t index;
