@@ -93,10 +93,10 @@ def target(
 @app.command()
 def generate(
     out: Out = OUT,
-    corpus_batches: Annotated[int, typer.Option(help="Batches of 256 corpus rows.")] = 6,
-    greedy_batches: Annotated[int, typer.Option(help="Batches of 256 greedy rows.")] = 9,
-    sampled_batches: Annotated[int, typer.Option(help="Batches of 256 sampled rows.")] = 7,
-    context: int = 384,
+    corpus_batches: Annotated[int, typer.Option(help="Batches of 256 corpus rows.")] = 3,
+    greedy_batches: Annotated[int, typer.Option(help="Batches of 256 greedy rows.")] = 3,
+    sampled_batches: Annotated[int, typer.Option(help="Batches of 256 sampled rows.")] = 2,
+    context: int = 256,
     seed: Seed = 0,
 ) -> None:
     """Writes the rows that the draft is distilled from."""
@@ -117,7 +117,7 @@ def draft(
     out: Out = OUT,
     minutes: Minutes = 25.0,
     layers: int = 2,
-    rows: int = 12,
+    rows: int = 16,
     rate: float = 3e-3,
     seed: Seed = 0,
     resume: Resume = False,

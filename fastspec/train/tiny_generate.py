@@ -8,6 +8,7 @@ import torch
 from rich.progress import track
 from transformers import LlamaForCausalLM, StaticCache
 
+from fastspec.train.tiny_attention import use_shared_head_attention
 from fastspec.train.tiny_optim import windows
 
 PROMPT_LENGTHS = (48, 96, 192)
@@ -74,6 +75,7 @@ def make_distillation(
     """
     torch.set_num_threads(1)
     model = model.bfloat16()
+    use_shared_head_attention(model)
     batches = windows(token_ids, ROWS, context, torch.Generator().manual_seed(seed))
     kinds = [kind for kind, size in zip((None, 0.0, 1.0), sizes, strict=True) for _ in range(size)]
     jobs = [(index, kind, next(batches)) for index, kind in enumerate(kinds)]

@@ -6,7 +6,15 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from fastspec.train import tiny, tiny_corpus, tiny_draft, tiny_evaluate, tiny_target
+from fastspec.train import (
+    tiny,
+    tiny_attention,
+    tiny_corpus,
+    tiny_draft,
+    tiny_evaluate,
+    tiny_generate,
+    tiny_target,
+)
 from fastspec.train.tiny_loop import LoopOptions
 from fastspec.train.tiny_optim import WallClockAnneal, windows
 from fastspec.train.tiny_tokenizer import END_OF_TEXT_ID, train_tokenizer
@@ -148,6 +156,17 @@ def test_a_model_always_accepts_itself():
         texts = tiny_evaluate.write_texts(model, [[5, 6, 7], [8, 9]], temperature)
         measured = tiny_evaluate.measure_acceptance(model, model, texts, temperature)
         assert measured["acceptance_rate"] > 0.99
+
+
+def test_shared_head_attention_writes_the_same_text():
+    torch.manual_seed(0)
+    model = tiny_target.make_model(tiny_target.Shape(2, 128, 32), 300).eval()
+    prompts = torch.randint(300, (4, 7))
+    plain = tiny_generate.write_text(model, prompts, 9, 0.0, torch.Generator())
+    tiny_attention.use_shared_head_attention(model)
+    shared = tiny_generate.write_text(model, prompts, 9, 0.0, torch.Generator())
+    assert torch.equal(plain.token_ids, shared.token_ids)
+    torch.testing.assert_close(plain.hidden, shared.hidden, atol=1e-4, rtol=0.0)
 
 
 def test_distillation_loss_is_zero_only_at_the_target():
