@@ -12,6 +12,7 @@
 
 #include "common/philox.h"
 #include "cpu/kernels.h"
+#include "cpu/layers.h"
 #include "cpu/linear.h"
 #include "cpu/sampling.h"
 #include "cpu/store_kv.h"
@@ -202,6 +203,36 @@ Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& b
   return out;
 }
 
+bool is_float32(const Tensor& tensor, std::initializer_list<int64_t> shape) {
+  return has_shape(tensor, shape) && tensor.scalar_type() == ScalarType::Float &&
+         tensor.is_contiguous();
+}
+
+Tensor rms_norm(const Tensor& input, const Tensor& weight, double eps) {
+  const std::vector<int64_t> shape(input.sizes().begin(), input.sizes().end());
+  const int64_t size = shape.back();
+  require(input.scalar_type() == ScalarType::Float && input.is_contiguous());
+  require(size > 0 && is_float32(weight, {size}));
+  Tensor out = new_tensor(shape, ScalarType::Float);
+  cpu::rms_norm(input.const_data_ptr<float>(), weight.const_data_ptr<float>(), input.numel() / size,
+                size, static_cast<float>(eps), out.mutable_data_ptr<float>());
+  return out;
+}
+
+Tensor gated_mlp(const Tensor& input, const Tensor& gate_weight, const Tensor& up_weight,
+                 const Tensor& down_weight) {
+  const std::vector<int64_t> shape(input.sizes().begin(), input.sizes().end());
+  const int64_t size = shape.back(), hidden = gate_weight.size(0);
+  require(input.scalar_type() == ScalarType::Float && input.is_contiguous() && size > 0);
+  require(is_float32(gate_weight, {hidden, size}) && is_float32(up_weight, {hidden, size}));
+  require(is_float32(down_weight, {size, hidden}));
+  Tensor out = new_tensor(shape, ScalarType::Float);
+  cpu::gated_mlp({input.const_data_ptr<float>(), gate_weight.const_data_ptr<float>(),
+                  up_weight.const_data_ptr<float>(), down_weight.const_data_ptr<float>(),
+                  out.mutable_data_ptr<float>(), input.numel() / size, size, hidden});
+  return out;
+}
+
 template <class T>
 const T* data_or_null(const OptionalTensor& tensor) {
   return tensor ? tensor->const_data_ptr<T>() : nullptr;
@@ -291,6 +322,8 @@ STABLE_TORCH_LIBRARY_IMPL(fastspec, CPU, m) {
   m.impl("sample", TORCH_BOX(&fastspec::sample));
   m.impl("verify_chain", TORCH_BOX(&fastspec::verify_chain));
   m.impl("store_kv", TORCH_BOX(&fastspec::store_kv));
+  m.impl("rms_norm", TORCH_BOX(&fastspec::rms_norm));
+  m.impl("gated_mlp", TORCH_BOX(&fastspec::gated_mlp));
   m.impl("linear", TORCH_BOX(&fastspec::linear));
   m.impl("tree_attention", TORCH_BOX(&fastspec::tree_attention));
 }

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from fastspec.twin import twin_of, use_few_row_products
+from fastspec.twin import twin_of, use_few_row_kernels
 from fastspec_kernels import store_kv, tree_attention
 
 # A name with "flash", "sdpa" or a slash would make transformers treat it as one of its own.
@@ -140,7 +140,7 @@ class PagedModel:
         _check_architecture(model, text_config, "position_ids" in parameters)
         self.model = twin_of(model, ATTENTION_NAME).eval()
         if backend in ("auto", "cpu"):
-            use_few_row_products(self.model)
+            use_few_row_kernels(self.model)
         self.cache_shapes = self._probe(text_config.num_hidden_layers)
 
     def forward(

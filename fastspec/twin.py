@@ -1,14 +1,14 @@
 """A model's second tree of modules on the same weights, which the engine may rewire."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import deepcopy
-from functools import partial
+from typing import Any
 
-import torch.nn.functional as F
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fastspec_kernels import available_backends, linear
+from fastspec_kernels import available_backends, gated_mlp, linear, rms_norm
 
 # Above this many rows torch's matrix product is at its best, and prompts are read in such passes.
 _MOST_FEW_ROWS = 64
@@ -26,19 +26,66 @@ def twin_of(model: PreTrainedModel, attention: str) -> PreTrainedModel:
     return twin
 
 
-def use_few_row_products(model: PreTrainedModel) -> None:
-    """Let linear layers on the CPU multiply few rows with our kernel; its rows are independent."""
-    if "cpu" not in available_backends():
+@torch.inference_mode()
+def use_few_row_kernels(model: PreTrainedModel) -> None:
+    """Let a model on the CPU compute few rows with our kernels, whose rows are independent.
+
+    Linear layers always; normalisations and feed-forward blocks where ours gives the same result on
+    a trial input, so a variant that only looks alike keeps its own code.
+    """
+    if model.device.type != "cpu" or "cpu" not in available_backends():
         return
     for module in model.modules():
-        if type(module) is nn.Linear and module.weight.device.type == "cpu":
-            setattr(module, "forward", partial(_linear_forward, module))  # noqa: B010 (typed method)
+        if type(module) is nn.Linear:
+            _replace(module, _linear)
+        elif _is_rms_norm(module) and _agrees(module, _rms_norm):
+            _replace(module, _rms_norm)
+        elif _is_gated_mlp(module) and _agrees(module, _gated_mlp):
+            _replace(module, _gated_mlp)
 
 
-def _linear_forward(module: nn.Linear, x: Tensor) -> Tensor:
-    if x.numel() > _MOST_FEW_ROWS * module.in_features:
-        return F.linear(x, module.weight, module.bias)
+def _linear(module: Any, x: Tensor) -> Tensor:
     return linear(x.contiguous(), module.weight, module.bias)
+
+
+def _rms_norm(module: Any, x: Tensor) -> Tensor:
+    return rms_norm(x.contiguous(), module.weight, module.variance_epsilon)
+
+
+def _gated_mlp(module: Any, x: Tensor) -> Tensor:
+    weights = (layer.weight for layer in (module.gate_proj, module.up_proj, module.down_proj))
+    return gated_mlp(x.contiguous(), *weights)
+
+
+def _replace(module: nn.Module, few_rows: Callable[[Any, Tensor], Tensor]) -> None:
+    many_rows: Callable[[Any, Tensor], Tensor] = type(module).forward
+
+    def forward(x: Tensor) -> Tensor:
+        is_few = x.numel() <= _MOST_FEW_ROWS * x.shape[-1]
+        return few_rows(module, x) if is_few else many_rows(module, x)
+
+    module.__dict__["forward"] = forward
+
+
+def _is_rms_norm(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    is_norm = type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon")
+    return is_norm and isinstance(weight, Tensor) and weight.dtype == torch.float32
+
+
+def _is_gated_mlp(module: nn.Module) -> bool:
+    layers = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
+    return all(
+        type(layer) is nn.Linear and layer.bias is None and layer.weight.dtype == torch.float32
+        for layer in layers
+    )
+
+
+def _agrees(module: Any, few_rows: Callable[[Any, Tensor], Tensor]) -> bool:
+    size = module.weight.shape[0] if few_rows is _rms_norm else module.gate_proj.in_features
+    trial = torch.linspace(-9.0, 9.0, 2 * size).sin().view(2, size)
+    expected = type(module).forward(module, trial)
+    return torch.allclose(few_rows(module, trial), expected, rtol=1e-4, atol=1e-5)
 
 
 def _configs_of(model: PreTrainedModel) -> Iterator:

@@ -2,6 +2,7 @@
 #pragma once
 #include <cstdint>
 
+#include "layers.h"
 #include "linear.h"
 #include "tree_attention.h"
 
@@ -11,6 +12,7 @@ struct KernelTable {
   const char* name;
   AttentionKernels attention;
   LinearKernels linear;
+  LayerKernels layers;
 };
 
 // The table for the widest instruction set that this processor has.

@@ -8,13 +8,16 @@ from fastspec_kernels import library
 
 BACKENDS = ("cpu", "cuda", "triton", "reference")
 _TRITON_OPS: frozenset[str] = frozenset()
-_DEFAULT = os.environ.get("FASTSPEC_BACKEND", "auto")  # read once: ops run thousands of times a second
+_DEFAULT = os.environ.get(
+    "FASTSPEC_BACKEND", "auto"
+)  # read once: ops run thousands of times a second
 
 
 def resolve(op: str, requested: str, device: torch.device) -> str:
     """Name the backend that runs `op` on `device`.
 
-    "auto" takes FASTSPEC_BACKEND if it was set at import, else the compiled kernel of the device, else the reference.
+    "auto" takes FASTSPEC_BACKEND if it was set at import, else the compiled kernel of the device,
+    else the reference.
 
     Raises:
         ValueError: the name is unknown, or that backend has no kernel of this op for this device.
@@ -30,7 +33,8 @@ def resolve(op: str, requested: str, device: torch.device) -> str:
     if requested not in _backends_of(op, device):
         available = ", ".join(_backends_of(op, device))
         raise ValueError(
-            f"backend: {requested!r} cannot run {op} on a {device.type} tensor; available: {available}"
+            f"backend: {requested!r} cannot run {op} on a {device.type} tensor;"
+            f" available: {available}"
         )
     return requested
 

@@ -1,4 +1,4 @@
-"""Schemas and fake implementations of the torch.library ops, and the loading of the compiled extensions."""
+"""Schemas and fakes of the torch.library ops, and the loading of the compiled extensions."""
 
 from functools import cache
 from importlib import import_module
@@ -10,6 +10,8 @@ SCHEMAS = (
     "cpu_instruction_set() -> str",
     "uniform(Tensor seed, Tensor position, int num, int stream) -> Tensor",
     "linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor",
+    "rms_norm(Tensor input, Tensor weight, float eps) -> Tensor",
+    "gated_mlp(Tensor input, Tensor gate_weight, Tensor up_weight, Tensor down_weight) -> Tensor",
     "row_stats(Tensor logits, Tensor? temperature, Tensor? top_k, Tensor? top_p, Tensor? min_p)"
     " -> (Tensor, Tensor)",
     "logits_to_probs(Tensor logits, Tensor? temperature, Tensor? top_k, Tensor? top_p,"
@@ -43,7 +45,9 @@ if HAS_CUDA_EXTENSION and torch.cuda.is_available():
 def has_kernel(op: str, device_type: str) -> bool:
     """Whether a compiled kernel of this op is loaded for the device type."""
     key = {"cpu": "CPU", "cuda": "CUDA"}.get(device_type)
-    return key is not None and torch._C._dispatch_has_kernel_for_dispatch_key(f"fastspec::{op}", key)
+    return key is not None and torch._C._dispatch_has_kernel_for_dispatch_key(
+        f"fastspec::{op}", key
+    )
 
 
 @torch.library.register_fake("fastspec::uniform")
@@ -54,6 +58,16 @@ def _(seed, position, num, stream):
 @torch.library.register_fake("fastspec::linear")
 def _(input, weight, bias):
     return input.new_empty((*input.shape[:-1], weight.shape[0]))
+
+
+@torch.library.register_fake("fastspec::rms_norm")
+def _(input, weight, eps):
+    return input.new_empty(input.shape)
+
+
+@torch.library.register_fake("fastspec::gated_mlp")
+def _(input, gate_weight, up_weight, down_weight):
+    return input.new_empty(input.shape)
 
 
 @torch.library.register_fake("fastspec::row_stats")

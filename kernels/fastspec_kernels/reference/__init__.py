@@ -1,14 +1,16 @@
 """The specification of every op: plain PyTorch, float64 inside, one screen per op."""
 
 from fastspec_kernels.reference.attention import store_kv, tree_attention
-from fastspec_kernels.reference.matmul import linear
+from fastspec_kernels.reference.layers import gated_mlp, linear, rms_norm
 from fastspec_kernels.reference.rng import uniform
 from fastspec_kernels.reference.sampling import logits_to_probs, row_stats, sample
 from fastspec_kernels.reference.verify import verify_chain
 
 __all__ = [
+    "gated_mlp",
     "linear",
     "logits_to_probs",
+    "rms_norm",
     "row_stats",
     "sample",
     "store_kv",

@@ -1,0 +1,95 @@
+"""The blocks of a decoder layer beside attention, fused for the few rows of a decoding step."""
+
+import torch
+from torch import Tensor
+
+from fastspec_kernels import reference
+from fastspec_kernels.backend import resolve
+from fastspec_kernels.checks import check_contiguous, check_tensor
+
+_FLOAT32 = (torch.float32,)
+
+
+def rms_norm(input: Tensor, weight: Tensor, eps: float, *, backend: str = "auto") -> Tensor:
+    """Divide each row by its root mean square and scale it.
+
+    out = input / sqrt(mean(input**2) + eps) * weight, over the last dimension.
+
+    Args:
+        input: [..., K] float32, contiguous.
+        weight: [K] float32, contiguous.
+        eps: added to the mean square, > 0.
+        backend: "auto", "cpu" or "reference".
+    Returns:
+        [..., K] float32.
+    Raises:
+        ValueError: a wrong dtype, shape, device or stride, or a backend that cannot run this.
+
+    A row's bits do not depend on the other rows. Source: Zhang and Sennrich, 1910.07467.
+    """
+    try:
+        if resolve("rms_norm", backend, weight.device) != "reference":
+            return torch.ops.fastspec.rms_norm.default(input, weight, eps)
+    except (AttributeError, RuntimeError, ValueError):
+        _check_norm(input, weight)  # names the argument that the kernel refused
+        raise
+    _check_norm(input, weight)
+    return reference.rms_norm(input, weight, eps)
+
+
+def gated_mlp(
+    input: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    *,
+    backend: str = "auto",
+) -> Tensor:
+    """Apply a SwiGLU feed-forward block in one call.
+
+    out = (silu(input @ gate_weight.T) * (input @ up_weight.T)) @ down_weight.T
+
+    Args:
+        input: [..., K] float32, contiguous.
+        gate_weight: [I, K] float32, contiguous.
+        up_weight: [I, K] float32, contiguous.
+        down_weight: [K, I] float32, contiguous.
+        backend: "auto", "cpu" or "reference".
+    Returns:
+        [..., K] float32.
+    Raises:
+        ValueError: a wrong dtype, shape, device or stride, or a backend that cannot run this.
+
+    A row's bits do not depend on the other rows. Source: Shazeer, 2002.05202.
+    """
+    tensors = (input, gate_weight, up_weight, down_weight)
+    try:
+        if resolve("gated_mlp", backend, gate_weight.device) != "reference":
+            return torch.ops.fastspec.gated_mlp.default(*tensors)
+    except (AttributeError, RuntimeError, ValueError):
+        _check_mlp(*tensors)  # names the argument that the kernel refused
+        raise
+    _check_mlp(*tensors)
+    return reference.gated_mlp(*tensors)
+
+
+def _check_input(input: Tensor, size: int, device: torch.device) -> None:
+    leading = (None,) * (input.dim() - 1) if isinstance(input, Tensor) else ()
+    check_tensor("input", input, (*leading, size), _FLOAT32, device)
+    check_contiguous("input", input)
+
+
+def _check_norm(input: Tensor, weight: Tensor) -> None:
+    check_tensor("weight", weight, (None,), _FLOAT32, weight.device)
+    check_contiguous("weight", weight)
+    _check_input(input, weight.shape[0], weight.device)
+
+
+def _check_mlp(input: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor) -> None:
+    check_tensor("gate_weight", gate_weight, (None, None), _FLOAT32, gate_weight.device)
+    hidden, size = gate_weight.shape
+    check_tensor("up_weight", up_weight, (hidden, size), _FLOAT32, gate_weight.device)
+    check_tensor("down_weight", down_weight, (size, hidden), _FLOAT32, gate_weight.device)
+    for name, tensor in (("gate", gate_weight), ("up", up_weight), ("down", down_weight)):
+        check_contiguous(f"{name}_weight", tensor)
+    _check_input(input, size, gate_weight.device)

@@ -1,0 +1,73 @@
+"""The engine's module tree shares the user's weights and changes nothing the user can see."""
+
+import torch
+
+from fastspec import Engine, EngineConfig, SamplingParams
+from fastspec_kernels import available_backends
+
+from ..models import random_model
+
+GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+
+
+def replaced(model):
+    return {type(m).__name__ for m in model.modules() if "forward" in m.__dict__}
+
+
+def test_weights_are_shared_and_the_model_untouched():
+    model = random_model("llama")
+    before = model.config._attn_implementation
+    engine = Engine(model)
+    twin = engine._runner.paged_model.model
+    assert twin is not model
+    for ours, theirs in zip(twin.parameters(), model.parameters(), strict=True):
+        assert ours is theirs
+    assert replaced(model) == set()
+    assert model.config._attn_implementation == before
+
+
+def test_variants_that_only_look_alike_keep_their_code():
+    if "cpu" not in available_backends():
+        return
+    expected = {
+        "llama": {"Linear", "LlamaRMSNorm", "LlamaMLP"},
+        "gemma2": {"Linear"},
+        "qwen3": {"Linear", "Qwen3RMSNorm", "Qwen3MLP"},
+    }
+    for architecture, names in expected.items():
+        twin = Engine(random_model(architecture))._runner.paged_model.model
+        assert replaced(twin) == names
+
+
+def test_the_reference_backend_uses_torchs_modules():
+    model = random_model("llama")
+    engine = Engine(model, config=EngineConfig(backend="reference"))
+    assert replaced(engine._runner.paged_model.model) == set()
+    expected = Engine(model).generate([[1, 2, 3]], GREEDY)
+    assert engine.generate([[1, 2, 3]], GREEDY)[0].token_ids == expected[0].token_ids
+
+
+@torch.inference_mode()
+def test_logits_do_not_depend_on_how_many_tokens_are_read():
+    """Plain decoding and verification see the same bits, so greedy ties fall the same way."""
+    if "cpu" not in available_backends():
+        return
+    for architecture in ("llama", "mistral", "qwen3"):
+        engine = Engine(random_model(architecture))
+        logits = []
+        runner = engine._runner
+        forward = runner.forward
+
+        def recorded(*args, forward=forward, logits=logits, **kwargs):
+            logits.append(forward(*args, **kwargs))
+            return logits[-1]
+
+        runner.forward = recorded
+        (plain,) = engine.generate([[1, 2, 3]], GREEDY)
+        alone = torch.cat(logits[-20:])
+        logits.clear()
+        engine.enable_spec_dec(random_model(architecture), n_spec_tokens=4)
+        (speculative,) = engine.generate([[1, 2, 3]], GREEDY)
+        together = torch.cat([rows for rows in logits if rows.shape[0]])
+        assert plain.token_ids == speculative.token_ids
+        assert torch.equal(together[:20], alone)

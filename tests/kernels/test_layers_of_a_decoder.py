@@ -1,0 +1,87 @@
+"""`rms_norm` and `gated_mlp`: right against float64, rows independent, bad input named."""
+
+import pytest
+import torch
+
+from fastspec_kernels import available_backends, gated_mlp, reference, rms_norm
+
+BACKENDS = [name for name in available_backends() if name in ("cpu", "reference")]
+SIZES = [1, 7, 16, 40, 100, 192]
+ROWS = [0, 1, 2, 5, 33]
+
+
+def norm_case(rows, size):
+    generator = torch.Generator().manual_seed(size)
+    x = 3 * torch.randn(rows, size, generator=generator)
+    return x, torch.randn(size, generator=generator), 1e-6
+
+
+def mlp_case(rows, size):
+    generator = torch.Generator().manual_seed(size)
+    shapes = ((rows, size), (2 * size + 1, size), (2 * size + 1, size), (size, 2 * size + 1))
+    return tuple(torch.randn(*shape, generator=generator) / shape[-1] ** 0.5 for shape in shapes)
+
+
+OPS = [(rms_norm, reference.rms_norm, norm_case), (gated_mlp, reference.gated_mlp, mlp_case)]
+IDS = ["rms_norm", "gated_mlp"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("op", "truth", "case"), OPS, ids=IDS)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("rows", ROWS)
+def test_values(backend, op, truth, case, size, rows):
+    arguments = case(rows, size)
+    actual = op(*arguments, backend=backend)
+    torch.testing.assert_close(actual, truth(*arguments), atol=2e-6, rtol=2e-5)
+    stacked = op(arguments[0][None], *arguments[1:], backend=backend)
+    assert torch.equal(stacked[0], actual)
+
+
+@pytest.mark.parametrize(("op", "truth", "case"), OPS, ids=IDS)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_rows_bits_do_not_depend_on_the_call(op, truth, case, threads):
+    x, *others = case(9, 100)
+    alone = torch.cat([op(row[None], *others) for row in x])
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for count in (1, 2, 3, 5, 9):
+            assert torch.equal(op(x[:count], *others), alone[:count])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_large_activations_do_not_overflow():
+    x = torch.tensor([[300.0, -300.0]])
+    identity = torch.eye(2)
+    expected = torch.tensor([[300.0 * 300.0, 0.0]])
+    torch.testing.assert_close(gated_mlp(x, identity, identity, identity), expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("op", "case", "index", "change", "named"),
+    [
+        (rms_norm, norm_case, 0, lambda t: t.bfloat16(), "input"),
+        (rms_norm, norm_case, 0, lambda t: t[:, 1:].contiguous(), "input"),
+        (rms_norm, norm_case, 0, lambda t: t.T.contiguous().T, "input"),
+        (rms_norm, norm_case, 1, lambda t: t[None], "weight"),
+        (rms_norm, norm_case, 1, lambda t: t.double(), "weight"),
+        (gated_mlp, mlp_case, 0, lambda t: t.double(), "input"),
+        (gated_mlp, mlp_case, 1, lambda t: t[:, 0], "gate_weight"),
+        (gated_mlp, mlp_case, 2, lambda t: t[:-1], "up_weight"),
+        (gated_mlp, mlp_case, 3, lambda t: t.T.contiguous(), "down_weight"),
+        (gated_mlp, mlp_case, 3, lambda t: t.half(), "down_weight"),
+    ],
+)
+def test_errors(backend, op, case, index, change, named):
+    arguments = list(case(3, 16))
+    arguments[index] = change(arguments[index])
+    with pytest.raises(ValueError, match=f"^{named}: "):
+        op(*arguments, backend=backend)
+
+
+def test_registration():
+    torch.library.opcheck(torch.ops.fastspec.rms_norm, norm_case(3, 16))
+    torch.library.opcheck(torch.ops.fastspec.gated_mlp, mlp_case(3, 16))
