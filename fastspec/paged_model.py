@@ -25,7 +25,8 @@ class PagedStep:
     """What attention needs to know about one packed forward pass; B sequences, T tokens.
 
     Attributes:
-        caches: by layer index; a missing layer gets a cache of this pass's size.
+        caches: by layer index; a layer that is missing, as all are in the probing pass, is given
+            one block with room for this pass.
         block_table: [B, M] int32.
         context_lens: [B] int32, the tokens of this pass included.
         cu_rows: [B + 1] int32, prefix sums of the tokens of this pass.

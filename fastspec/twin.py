@@ -1,4 +1,4 @@
-"""A model's second tree of modules on the same weights, which the engine may rewire."""
+"""A model's second tree of modules on the same weights: our attention, our few-row kernels."""
 
 from collections.abc import Callable, Iterator
 from copy import deepcopy
