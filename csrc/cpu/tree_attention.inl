@@ -1,4 +1,4 @@
-// One query tile against a range of keys of one KV head: online softmax over tiles of 64 keys.
+// One query tile against a range of keys: online softmax over tiles of 64 keys.
 //
 // A row goes through a sequence of operations that depends on its own position only: key tiles and
 // splits start at multiples of their size, sums run over keys in ascending order, and rows that
@@ -9,7 +9,7 @@ namespace fastspec::cpu::FASTSPEC_ISA {
 namespace {
 
 constexpr float kMinusInfinity = -kInfinity;
-constexpr int64_t kKeyStep = 16;
+constexpr int64_t kKeyStep = 16;  // keys before the next KV head takes its turn
 
 // Turns scores into 2^(score - maximum), updates the row's state and rescales what it has summed.
 void soften(float* scores, KeyRange keys, float softcap, int64_t row,
@@ -141,8 +141,9 @@ void attend_tile(const AttentionCall& call, const QueryTile& tile, int64_t first
   for (int64_t j = 0; j < keys.size; j += kKeyStep) {
     const KeyRange span = {j, j + kKeyStep < keys.size ? j + kKeyStep : keys.size};
     each_row_tile(num_heads, per_head, [&](int64_t row, int64_t count, int64_t head) {
-      kScoreRows<fetch, T>[count - 1](queries + row* stride, keys.keys, span, head* call.head_size,
-                                      stride, scratch.weights + row* kKeyTile);
+      const auto score = kScoreRows<fetch, T>[count - 1];
+      score(queries + row * stride, keys.keys, span, head * call.head_size, stride,
+            scratch.weights + row * kKeyTile);
     });
   }
   for (int64_t row = 0; row < num_heads * per_head; ++row) {
