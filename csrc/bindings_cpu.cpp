@@ -8,6 +8,7 @@
 #include <torch/headeronly/util/Exception.h>
 
 #include <cmath>
+#include <cstdint>
 #include <stdexcept>
 
 #include "common/philox.h"
@@ -171,7 +172,8 @@ Tensor tree_attention(const Tensor& query, const Tensor& key_cache, const Tensor
   call.block_stride = key_cache.stride(0);
   call.slot_stride = key_cache.stride(1);
   call.table_stride = block_table.stride(0);
-  call.sliding_window = sliding_window;
+  // A window longer than any context is none, and its arithmetic must not overflow.
+  call.sliding_window = sliding_window < INT32_MAX ? sliding_window : 0;
   call.scale = static_cast<float>(scale);
   call.softcap = static_cast<float>(softcap);
   Tensor out = new_tensor({query.size(0), query.size(1), query.size(2)}, query.scalar_type());
@@ -182,8 +184,15 @@ Tensor tree_attention(const Tensor& query, const Tensor& key_cache, const Tensor
 
 using OptionalTensor = std::optional<Tensor>;
 
+// The shape of rows in any number of leading dimensions.
+std::vector<int64_t> shape_of_rows(const Tensor& rows) {
+  require(rows.dim() > 0);
+  return {rows.sizes().begin(), rows.sizes().end()};
+}
+
 Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
-  std::vector<int64_t> shape(input.sizes().begin(), input.sizes().end());
+  std::vector<int64_t> shape = shape_of_rows(input);
+  require(weight.dim() == 2);
   cpu::LinearCall call = {};
   call.element = element(weight);
   call.num_outputs = weight.size(0);
@@ -194,7 +203,7 @@ Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& b
           (has_shape(*bias, {call.num_outputs}) && bias->scalar_type() == weight.scalar_type()));
   shape.back() = call.num_outputs;
   Tensor out = new_tensor(shape, input.scalar_type());
-  call.num_rows = call.depth == 0 ? 0 : input.numel() / call.depth;
+  call.num_rows = call.num_outputs == 0 ? 0 : out.numel() / call.num_outputs;
   call.input = input.const_data_ptr();
   call.weight = weight.const_data_ptr();
   call.bias = bias ? bias->const_data_ptr() : nullptr;
@@ -209,10 +218,10 @@ bool is_float32(const Tensor& tensor, std::initializer_list<int64_t> shape) {
 }
 
 Tensor rms_norm(const Tensor& input, const Tensor& weight, double eps) {
-  const std::vector<int64_t> shape(input.sizes().begin(), input.sizes().end());
+  const std::vector<int64_t> shape = shape_of_rows(input);
   const int64_t size = shape.back();
   require(input.scalar_type() == ScalarType::Float && input.is_contiguous());
-  require(size > 0 && is_float32(weight, {size}));
+  require(size > 0 && is_float32(weight, {size}) && eps > 0);
   Tensor out = new_tensor(shape, ScalarType::Float);
   cpu::rms_norm(input.const_data_ptr<float>(), weight.const_data_ptr<float>(), input.numel() / size,
                 size, static_cast<float>(eps), out.mutable_data_ptr<float>());
@@ -221,7 +230,7 @@ Tensor rms_norm(const Tensor& input, const Tensor& weight, double eps) {
 
 Tensor gated_mlp(const Tensor& input, const Tensor& gate_weight, const Tensor& up_weight,
                  const Tensor& down_weight) {
-  const std::vector<int64_t> shape(input.sizes().begin(), input.sizes().end());
+  const std::vector<int64_t> shape = shape_of_rows(input);
   const int64_t size = shape.back(), hidden = gate_weight.size(0);
   require(input.scalar_type() == ScalarType::Float && input.is_contiguous() && size > 0);
   require(is_float32(gate_weight, {hidden, size}) && is_float32(up_weight, {hidden, size}));

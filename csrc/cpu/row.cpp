@@ -65,8 +65,12 @@ Weighting weighting_of(const Row& row, float threshold) {
   // excludes.
   const double negligible = std::max(row.max - 125.0 / scale, -kLargest);
   const double cutoff = greedy ? negligible : std::max(negligible, double{threshold});
+  float rounded = static_cast<float>(cutoff);
+  // Rounded up: where the temperature is below the spacing of floats near the best logit, one lower
+  // would let in a logit beyond the range of exp2_scaled.
+  if (rounded < cutoff) rounded = std::nextafter(rounded, row.max);
   // At an infinite temperature every weight is 1, and subtracting 0 cannot overflow.
-  return {scale > 0 ? row.max : 0.0f, scale, static_cast<float>(cutoff)};
+  return {scale > 0 ? row.max : 0.0f, scale, rounded};
 }
 
 int64_t draw_chunk(const double* chunk_sums, int64_t chunks, double bound, double* before) {

@@ -23,7 +23,7 @@ def rms_norm(input: Tensor, weight: Tensor, eps: float, *, backend: str = "auto"
     Returns:
         [..., K] float32.
     Raises:
-        ValueError: a wrong dtype, shape, device or stride, or a backend that cannot run this.
+        ValueError: a wrong dtype, shape, device, stride or eps, or a backend that cannot run this.
 
     A row's bits do not depend on the other rows. Source: Zhang and Sennrich, 1910.07467.
     """
@@ -31,9 +31,9 @@ def rms_norm(input: Tensor, weight: Tensor, eps: float, *, backend: str = "auto"
         if resolve("rms_norm", backend, weight.device) != "reference":
             return torch.ops.fastspec.rms_norm.default(input, weight, eps)
     except (AttributeError, RuntimeError, ValueError):
-        _check_norm(input, weight)  # names the argument that the kernel refused
+        _check_norm(input, weight, eps)  # names the argument that the kernel refused
         raise
-    _check_norm(input, weight)
+    _check_norm(input, weight, eps)
     return reference.rms_norm(input, weight, eps)
 
 
@@ -79,14 +79,16 @@ def _check_input(input: Tensor, size: int, device: torch.device) -> None:
     check_contiguous("input", input)
 
 
-def _check_norm(input: Tensor, weight: Tensor) -> None:
-    check_tensor("weight", weight, (None,), _FLOAT32, weight.device)
+def _check_norm(input: Tensor, weight: Tensor, eps: float) -> None:
+    check_tensor("weight", weight, (None,), _FLOAT32, None)
     check_contiguous("weight", weight)
+    if not eps > 0:
+        raise ValueError(f"eps: expected > 0, got {eps}")
     _check_input(input, weight.shape[0], weight.device)
 
 
 def _check_mlp(input: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor) -> None:
-    check_tensor("gate_weight", gate_weight, (None, None), _FLOAT32, gate_weight.device)
+    check_tensor("gate_weight", gate_weight, (None, None), _FLOAT32, None)
     hidden, size = gate_weight.shape
     check_tensor("up_weight", up_weight, (hidden, size), _FLOAT32, gate_weight.device)
     check_tensor("down_weight", down_weight, (size, hidden), _FLOAT32, gate_weight.device)

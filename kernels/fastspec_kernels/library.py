@@ -57,16 +57,19 @@ def _(seed, position, num, stream):
 
 @torch.library.register_fake("fastspec::linear")
 def _(input, weight, bias):
+    _require_one_device(input, weight, bias)
     return input.new_empty((*input.shape[:-1], weight.shape[0]))
 
 
 @torch.library.register_fake("fastspec::rms_norm")
 def _(input, weight, eps):
+    _require_one_device(input, weight)
     return input.new_empty(input.shape)
 
 
 @torch.library.register_fake("fastspec::gated_mlp")
 def _(input, gate_weight, up_weight, down_weight):
+    _require_one_device(input, gate_weight, up_weight, down_weight)
     return input.new_empty(input.shape)
 
 
@@ -126,11 +129,11 @@ def _(
     softcap,
     sinks,
 ):
-    _require_one_device(query, key_cache, value_cache, block_table, context_lens, cu_rows)
+    _require_one_device(query, key_cache, value_cache, block_table, context_lens, cu_rows, sinks)
     return torch.empty_like(query, memory_format=torch.contiguous_format)
 
 
 def _require_one_device(*tensors):
     """A meta tensor among real ones ends in the fake implementation; the public op explains."""
-    if len({tensor.device for tensor in tensors}) > 1:
+    if len({tensor.device for tensor in tensors if tensor is not None}) > 1:
         raise ValueError("the arguments are on different devices")

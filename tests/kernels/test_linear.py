@@ -55,6 +55,14 @@ def test_leading_dimensions():
     assert torch.equal(linear(x[0], weight, bias), expected[0])
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_empty_sums_are_the_bias(backend):
+    bias = torch.arange(5.0)
+    out = linear(torch.ones(2, 3, 0), torch.ones(5, 0), bias, backend=backend)
+    assert torch.equal(out, bias.expand(2, 3, 5))
+    assert linear(torch.ones(3, 4), torch.ones(0, 4), backend=backend).shape == (3, 0)
+
+
 def test_infinities_and_nan_stay_in_their_row():
     x, weight, _ = case(3, 20, 40, torch.float32)
     clean = linear(x, weight)
@@ -76,6 +84,10 @@ def test_infinities_and_nan_stay_in_their_row():
         (lambda x, w, b: (x, w, b[:-1]), "bias"),
         (lambda x, w, b: (x, w, b.bfloat16()), "bias"),
         (lambda x, w, b: (None, w, b), "input"),
+        (lambda x, w, b: (x[0, 0], w, b), "input"),
+        (lambda x, w, b: (x.to("meta"), w, b), "input"),
+        (lambda x, w, b: (x, w[..., None], b), "weight"),
+        (lambda x, w, b: (x, w, b.to("meta")), "bias"),
     ],
 )
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -149,3 +149,12 @@ def test_no_rows(backend):
     logits = torch.zeros(0, 5, device=device_of(backend))
     assert [out.shape for out in row_stats(logits, backend=backend)] == [(0,), (0,)]
     assert logits_to_probs(logits, backend=backend).shape == (0, 5)
+
+
+@pytest.mark.parametrize("backend", backends_of("row_stats"))
+def test_temperatures_below_the_spacing_of_floats(backend):
+    best = torch.tensor(1000.0)
+    rows = best.view(torch.int32) - torch.arange(50, dtype=torch.int32)  # neighbouring floats
+    for temperature in (2e-5, 3e-6, 1.2e-6, 1.1e-6, 1e-7, 1e-30):
+        params = {"temperature": torch.tensor([temperature])}
+        assert check_rows(rows.flip(0).view(torch.float32)[None], params, backend) == 0

@@ -42,6 +42,13 @@ def test_matches_dense_attention(backend, shape, block_size):
     assert_near(run(case, backend), dense_attention(case))
 
 
+@compiled
+@pytest.mark.parametrize("window", [2**31 - 1, 2**63 - 1])
+def test_a_window_longer_than_the_context_is_none(backend, window):
+    case = paged([70, 130], [11, 40])
+    assert torch.equal(run(case, backend, sliding_window=window), run(case, backend))
+
+
 @backends
 @pytest.mark.parametrize(
     ("group", "head_size"), [(1, 64), (3, 8), (4, 128), (8, 80), (3, 64), (5, 24), (2, 1), (71, 16)]

@@ -97,6 +97,7 @@ def test_wrong_tensor(backend, name, change):
         ("sinks", torch.zeros(4, dtype=torch.float64)),
         ("sinks", [0.0] * 4),
         ("sinks", torch.zeros(8)[::2]),
+        ("sinks", torch.zeros(4, device="meta")),
         ("ancestor_mask", torch.ones(2, 1, dtype=torch.int64)),
     ],
 )
