@@ -1,11 +1,13 @@
 """What a user may set: sampling of one request, speculation, and the engine."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import InitVar, dataclass
+from numbers import Real
 from typing import Any
 
 METHODS = ("auto", "none", "draft_model")
 LATER_METHODS = ("prompt_lookup", "mag", "cascade", "glide", "tree")
+_DEFAULT_SPECULATIVE_TOKENS = 5
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,9 @@ class SamplingParams:
     logits_processors: tuple[Any, ...] | list[Any] = ()
 
     def __post_init__(self):
+        for name in ("temperature", "top_p", "min_p"):
+            value = getattr(self, name)
+            _require(name, value, isinstance(value, Real), "a number")
         _require("temperature", self.temperature, 0 <= self.temperature < float("inf"), ">= 0")
         _require("top_k", self.top_k, is_int(self.top_k) and self.top_k >= 0, "an int >= 0")
         _require("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]")
@@ -60,9 +65,11 @@ class SamplingParams:
             self.seed is None or (is_int(self.seed) and 0 <= self.seed < 2**63),
             "an int in [0, 2**63) or None",
         )
-        _require(
-            "max_tokens", self.max_tokens, is_int(self.max_tokens) and self.max_tokens >= 1, ">= 1"
-        )
+        is_positive = is_int(self.max_tokens) and self.max_tokens >= 1
+        _require("max_tokens", self.max_tokens, is_positive, "an int >= 1")
+        for name in ("stop", "stop_token_ids"):
+            value = getattr(self, name)
+            _require(name, value, isinstance(value, Collection), "a tuple or list")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         _require(
             "stop", self.stop, all(isinstance(s, str) and s for s in stop), "non-empty strings"
@@ -94,7 +101,8 @@ class SpecConfig:
     """How drafts are made and verified.
 
     Args:
-        method: "auto" (a draft model when one is given, else none), "none" or "draft_model".
+        method: "auto" (a draft model when one is given, else none), "none" (plain
+            decoding, a drafter that is given is not loaded) or "draft_model".
         num_speculative_tokens: K, tokens proposed in each step, >= 1.
         draft_sample_method: "probabilistic" samples drafts from the drafter's own distribution
             under the request's parameters; "greedy" takes its argmax and verifies it as a point
@@ -106,7 +114,7 @@ class SpecConfig:
     """
 
     method: str = "auto"
-    num_speculative_tokens: int = 5
+    num_speculative_tokens: int = _DEFAULT_SPECULATIVE_TOKENS
     draft_sample_method: str = "probabilistic"
     rejection_sample_method: str = "standard"
     prompt_lookup_min: int | None = None
@@ -124,6 +132,12 @@ class SpecConfig:
 
     def __post_init__(self, num_assistant_tokens, prompt_lookup_num_tokens):
         if num_assistant_tokens is not None:
+            _require(
+                "num_assistant_tokens",
+                num_assistant_tokens,
+                self.num_speculative_tokens in (num_assistant_tokens, _DEFAULT_SPECULATIVE_TOKENS),
+                f"the value of num_speculative_tokens, {self.num_speculative_tokens!r}, or None",
+            )
             object.__setattr__(self, "num_speculative_tokens", num_assistant_tokens)
         if prompt_lookup_num_tokens is not None:
             raise ValueError("prompt_lookup_num_tokens: is not supported yet")

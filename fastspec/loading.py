@@ -27,7 +27,7 @@ def resolve_device(config: EngineConfig) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device: cannot use {config.device!r}: {_first_line(error)}") from error
+        raise ValueError(f"device: cannot use {config.device!r}: {_one_line(error)}") from error
     return device
 
 
@@ -45,7 +45,7 @@ def load_model(
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{field}: cannot load {str(source)!r}: {_first_line(error)}") from error
+        raise _not_loaded(field, "", source, error) from error
     return cast(PreTrainedModel, model).to(device)  # pyright: ignore[reportArgumentType]
 
 
@@ -54,9 +54,7 @@ def load_tokenizer(field: str, source: str | Path) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(_existing_path(field, source))
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(
-            f"{field}: cannot load the tokenizer of {str(source)!r}: {_first_line(error)}"
-        ) from error
+        raise _not_loaded(field, "the tokenizer of ", source, error) from error
 
 
 def check_same_tokenizer(
@@ -99,5 +97,11 @@ def _existing_path(field: str, source: str | Path) -> str | Path:
     return Path(source).expanduser() if looks_local else source
 
 
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
+def _not_loaded(field: str, part: str, source: str | Path, error: Exception) -> ValueError:
+    is_folder = str(source) in BUNDLED or Path(source).expanduser().is_dir()
+    what = repr(str(source)) if is_folder else f"{str(source)!r} (no such folder, so a hub id)"
+    return ValueError(f"{field}: cannot load {part}{what}: {_one_line(error)}")
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

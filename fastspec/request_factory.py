@@ -2,7 +2,7 @@
 
 import secrets
 from collections.abc import Sequence
-from typing import cast
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -34,8 +34,10 @@ class RequestFactory:
 
         Raises:
             ValueError: an empty prompt, ids outside the vocabulary, a prompt longer than the model,
-                or text or stop strings without a tokenizer.
+                text or stop strings without a tokenizer, or an argument of another type.
         """
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"params: expected SamplingParams, got {type(params).__name__}")
         token_ids = self._prompt_ids(prompt)
         if params.stop and self._tokenizer is None:
             raise ValueError("stop: stop strings need a tokenizer, and the engine has none")
@@ -61,7 +63,7 @@ class RequestFactory:
                 )
             token_ids = self._tokenizer(prompt)["input_ids"]
         else:
-            token_ids = list(prompt)
+            token_ids = _as_list("prompt", prompt)
         if not token_ids:
             raise ValueError("prompt: is empty")
         for token_id in token_ids:
@@ -81,11 +83,10 @@ def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several, as a list."""
     if isinstance(prompts, str):
         return [prompts]
-    if not prompts:
+    several = _as_list("prompts", prompts)
+    if not several:
         raise ValueError("prompts: the list is empty")
-    if is_int(prompts[0]):
-        return [cast(Sequence[int], prompts)]
-    return list(cast(Sequence[Prompt], prompts))
+    return [several] if is_int(several[0]) else several
 
 
 def as_params_list(
@@ -94,6 +95,13 @@ def as_params_list(
     """One set of parameters for each of `count` prompts."""
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
-    if len(params) != count:
-        raise ValueError(f"params: {len(params)} given for {count} prompts")
-    return list(params)
+    several = _as_list("params", params)
+    if len(several) != count:
+        raise ValueError(f"params: {len(several)} given for {count} prompts")
+    return several
+
+
+def _as_list(name: str, value: Any) -> list:
+    if not isinstance(value, Sequence):
+        raise ValueError(f"{name}: expected a list, got {type(value).__name__}")
+    return list(value)

@@ -3,6 +3,7 @@
 from typing import Annotated
 
 import typer
+from huggingface_hub.utils import logging as hub_logging
 from transformers.utils import logging as transformers_logging
 
 import fastspec
@@ -23,6 +24,7 @@ def main(
 ) -> None:
     """Faster generation from Hugging Face language models, with the same output."""
     transformers_logging.set_verbosity_error()
+    hub_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     if version:
         typer.echo(fastspec.__version__)

@@ -83,6 +83,8 @@ def test_text_needs_a_tokenizer(model):
         ("temperature", -0.1),
         ("temperature", float("nan")),
         ("temperature", float("inf")),
+        ("temperature", "hot"),
+        ("top_p", None),
         ("top_k", -1),
         ("top_k", 1.5),
         ("top_p", 0.0),
@@ -94,6 +96,8 @@ def test_text_needs_a_tokenizer(model):
         ("max_tokens", 0),
         ("stop", [""]),
         ("stop", [3]),
+        ("stop", 3),
+        ("stop_token_ids", 3),
         ("stop_token_ids", ["a"]),
         ("repetition_penalty", 1.1),
         ("presence_penalty", 0.5),
@@ -140,6 +144,8 @@ def test_spec_config(field, value):
 
 def test_hugging_face_alias_and_unknown_fields():
     assert SpecConfig(num_assistant_tokens=7).num_speculative_tokens == 7
+    with pytest.raises(ValueError, match=r"num_assistant_tokens: .* got 7"):
+        SpecConfig(num_speculative_tokens=3, num_assistant_tokens=7)
     with pytest.raises(TypeError, match="num_asistant_tokens"):
         SpecConfig(num_asistant_tokens=7)
 
@@ -246,6 +252,21 @@ def test_request_ids_are_unique_while_running(model):
 def test_params_of_another_length(model):
     with pytest.raises(ValueError, match="params: 3 given for 2 prompts"):
         Engine(model).generate([[1], [2]], [GREEDY] * 3)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "message"),
+    [
+        (7, GREEDY, "prompts: expected a list, got int"),
+        ([[1], 7], GREEDY, "prompt: expected a list, got int"),
+        ([1], 7, "params: expected a list, got int"),
+        ([1], [{"temperature": 0}], "params: expected SamplingParams, got dict"),
+    ],
+)
+def test_arguments_of_another_type(model, prompts, params, message):
+    with pytest.raises(ValueError, match=message) as error:
+        Engine(model).generate(prompts, params)
+    assert_one_line(error)
 
 
 class RaggedDrafter:
