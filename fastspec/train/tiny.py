@@ -94,21 +94,21 @@ def target(
 def generate(
     out: Out = OUT,
     corpus_batches: Annotated[int, typer.Option(help="Batches of 256 corpus rows.")] = 3,
-    greedy_batches: Annotated[int, typer.Option(help="Batches of 256 greedy rows.")] = 3,
+    repeated_batches: Annotated[int, typer.Option(help="Batches of 256 repetitive rows.")] = 5,
+    greedy_batches: Annotated[int, typer.Option(help="Batches of 256 greedy rows.")] = 4,
     sampled_batches: Annotated[int, typer.Option(help="Batches of 256 sampled rows.")] = 2,
     context: int = 256,
     seed: Seed = 0,
 ) -> None:
     """Writes the rows that the draft is distilled from."""
     model = _load_target(out)
-    sizes = (corpus_batches, greedy_batches, sampled_batches)
+    batches = (corpus_batches, repeated_batches, greedy_batches, sampled_batches)
+    sizes = dict(zip(tiny_generate.KINDS, batches, strict=True))
     token_ids = tiny_target.load_token_ids(out, "train")
     rows = tiny_generate.make_distillation(model, token_ids, sizes, context, seed)
     tiny_generate.save_distillation(rows, out / "distillation.pt")
-    kinds = ("corpus text", "the target's greedy text", "its text at temperature 1")
-    mix = ", ".join(
-        f"{tiny_generate.ROWS * size:,} of {kind}" for size, kind in zip(sizes, kinds, strict=True)
-    )
+    parts = [f"{tiny_generate.ROWS * sizes[kind]:,} {tiny_generate.KINDS[kind]}" for kind in sizes]
+    mix = ", ".join(parts)
     _write_json(out / "distillation.json", {"rows": len(rows.token_ids), "mix": mix})
 
 
@@ -117,8 +117,8 @@ def draft(
     out: Out = OUT,
     minutes: Minutes = 25.0,
     layers: int = 2,
-    rows: int = 16,
-    rate: float = 3e-3,
+    rows: int = 8,
+    rate: float = 5e-3,
     seed: Seed = 0,
     resume: Resume = False,
 ) -> None:

@@ -41,19 +41,20 @@ documentation sources, both covered by the Python Software Foundation License ({
 | held-out loss | {target[held_out_loss]:.3f} | |
 | longest context in training | {target[context]} | {draft[context]} |
 
-The target's losses are nats a token; the draft's is KL divergence + total variation. Weights are
-bf16. `max_position_embeddings` is {positions}; text beyond the trained context degrades.
-Tokenizer: byte-level BPE, {vocab_size} entries; `<|endoftext|>` (id 0) is bos and eos, and is never
-added by itself.
+The target's losses are nats a token; the draft's is its cross-entropy to the target's
+distribution. Weights are bf16. `max_position_embeddings` is {positions}; text beyond the trained
+context degrades. Tokenizer: byte-level BPE, {vocab_size} entries; `<|endoftext|>` (id 0) is bos and
+eos, and is never added by itself.
 
 ## Distillation
 
 The draft starts from the target's embedding, first and last layers, and learns the target's
-distributions on {distillation_rows:,} rows: {distillation_mix}.
+distributions on {distillation_rows:,} rows of {draft[context]} tokens:
+{distillation_mix}.
 
 ## Acceptance on the held-out prompts
 
-{prompts} prompts, at most {max_new_tokens} new tokens, a chain of K = {num_speculative_tokens},
+{prompts} prompts, at most {max_new_tokens} new tokens, a chain of {num_speculative_tokens} tokens,
 bf16-rounded weights, fp32 arithmetic. The acceptance rate is accepted / proposed; the acceptance
 length is tokens per target step.
 

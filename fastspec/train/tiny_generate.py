@@ -14,6 +14,12 @@ from fastspec.train.tiny_optim import windows
 PROMPT_LENGTHS = (48, 96, 192)
 ROWS = 256
 WORKERS = 2
+KINDS = {
+    "corpus": "of corpus text",
+    "repeated": "of repeated pieces of it",
+    "greedy": "of the target's greedy text",
+    "sampled": "of its text at temperature 1",
+}
 
 
 class Distillation(NamedTuple):
@@ -61,31 +67,47 @@ def _choose(logits: torch.Tensor, temperature: float, generator: torch.Generator
     return torch.multinomial((logits / temperature).softmax(dim=-1), 1, generator=generator)
 
 
+def repeat_segments(rows: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Rows i64[B, S] whose text, from a random place on, repeats one segment of 3 to S // 4 tokens.
+
+    Small models fall into loops when greedy; this shows the draft many more of them than it could
+    remember, so that it learns to copy.
+    """
+    count, length = rows.shape
+    period = torch.randint(3, max(4, length // 4), (count, 1), generator=generator)
+    start = torch.randint(length // 4, (count, 1), generator=generator)
+    place = torch.arange(length).expand(count, -1)
+    return rows.gather(1, torch.where(place < start, place, start + (place - start) % period))
+
+
 def make_distillation(
     model: LlamaForCausalLM,
     token_ids: torch.Tensor,
-    sizes: tuple[int, int, int],
+    sizes: dict[str, int],
     context: int,
     seed: int,
 ) -> Distillation:
-    """Rows of corpus text, of greedy text and of text sampled at temperature 1, in this order.
+    """Rows of the kinds of `KINDS`, `sizes` batches of 256 rows of each.
 
-    The target computes in bf16, as it is bundled. `token_ids` is the training split; `sizes` says
-    how many batches of 256 rows of each kind. Own text follows prompts of several lengths.
+    The target computes in bf16, as it is bundled. `token_ids` is the training split. Own text
+    follows prompts of several lengths.
     """
     torch.set_num_threads(1)
     model = model.bfloat16()
     use_shared_head_attention(model)
     batches = windows(token_ids, ROWS, context, torch.Generator().manual_seed(seed))
-    kinds = [kind for kind, size in zip((None, 0.0, 1.0), sizes, strict=True) for _ in range(size)]
+    kinds = [kind for kind, size in sizes.items() for _ in range(size)]
     jobs = [(index, kind, next(batches)) for index, kind in enumerate(kinds)]
 
-    def run(job: tuple[int, float | None, torch.Tensor]) -> Distillation:
-        index, temperature, rows = job
-        if temperature is None:
-            return read_text(model, rows)
-        prompt_len = min(PROMPT_LENGTHS[index % len(PROMPT_LENGTHS)], context // 2)
+    def run(job: tuple[int, str, torch.Tensor]) -> Distillation:
+        index, kind, rows = job
         generator = torch.Generator().manual_seed(seed + index)
+        if kind == "corpus":
+            return read_text(model, rows)
+        if kind == "repeated":
+            return read_text(model, repeat_segments(rows, generator))
+        prompt_len = min(PROMPT_LENGTHS[index % len(PROMPT_LENGTHS)], context // 2)
+        temperature = 0.0 if kind == "greedy" else 1.0
         new_tokens = context + 1 - prompt_len
         return write_text(model, rows[:, :prompt_len], new_tokens, temperature, generator)
 

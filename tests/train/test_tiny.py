@@ -61,7 +61,8 @@ def test_every_stage_runs_and_the_card_reports_it(tmp_path):
     record = json.loads((out / "target" / "record.json").read_text())
     assert record["steps"] > first["steps"] > 0
     assert record["tokens"] == 4 * 32 * record["steps"]
-    batches = ("--corpus-batches", 1, "--greedy-batches", 1, "--sampled-batches", 1)
+    kinds = ("corpus", "repeated", "greedy", "sampled")
+    batches = [word for kind in kinds for word in (f"--{kind}-batches", 1)]
     run("generate", "--out", out, *batches, "--context", 16)
     run("draft", "--out", out, "--minutes", 0.01, "--rows", 4, "--layers", 1)
     run("export", "--out", out, "--assets", assets)
@@ -169,8 +170,23 @@ def test_shared_head_attention_writes_the_same_text():
     torch.testing.assert_close(plain.hidden, shared.hidden, atol=1e-4, rtol=0.0)
 
 
-def test_distillation_loss_is_zero_only_at_the_target():
+def test_repeated_segments_have_their_period():
+    rows = torch.arange(64).expand(20, 64)
+    repeated = tiny_generate.repeat_segments(rows, torch.Generator().manual_seed(0))
+    for row in repeated.tolist():
+        drop = next(index for index in range(1, 64) if row[index] < row[index - 1])
+        start = row[drop]
+        assert row[:drop] == list(range(drop))
+        assert 3 <= drop - start < 16
+        assert row[drop:] == [start + index % (drop - start) for index in range(64 - drop)]
+
+
+def test_distillation_loss_is_the_cross_entropy_and_its_gradient():
     torch.manual_seed(0)
-    logits = torch.randn(5, 11)
-    assert tiny_draft.distillation_loss(logits + 3.0, logits).item() == pytest.approx(0.0, abs=1e-5)
-    assert tiny_draft.distillation_loss(torch.zeros(5, 11), logits).item() > 0.1
+    target_logits, draft_logits = torch.randn(2, 5, 11)
+    draft_logits.requires_grad_()
+    plain = torch.nn.functional.cross_entropy(draft_logits, target_logits.softmax(dim=-1))
+    loss = tiny_draft.DistillationLoss.apply(draft_logits, target_logits)
+    torch.testing.assert_close(loss, plain)
+    gradients = [torch.autograd.grad(2 * value, draft_logits)[0] for value in (loss, plain)]
+    torch.testing.assert_close(*gradients)
