@@ -89,14 +89,15 @@ def test_report_of_records():
         **end_to_end,
         "op": "verify_chain",
         "backend": "cpu",
-        "shape": {"K": 4, "V": 1000},
+        "shape": {"K": 4, "V": 128256},
         "median_us": 12.3,
         "ratio_to_peer": 0.03,
     }
     older, newest = {**kernel, "median_us": 99.0}, json.loads(json.dumps(kernel))
-    text = report.report([older, newest, end_to_end])
+    other_size = {**kernel, "shape": {"K": 4, "V": 1000}, "median_us": 99.0}
+    text = report.report([older, newest, other_size, end_to_end])
     assert "| speculative / plain | **1.50x** |" in text
     assert "big (8.5 M parameters, 24 layers)" in text
-    assert "| `verify_chain` | K=4, V=1000, float32 | 12.3 µs | peer 0.03 |" in text
+    assert "| `verify_chain` | K=4, V=128256, float32 | 12.3 µs | peer 0.03 |" in text
     assert "99" not in text
     assert "No end-to-end run" in report.report([])
