@@ -10,7 +10,6 @@ namespace {
 
 constexpr int kTileRows = 4;
 constexpr int kTileVectors = kNativeLanes == 16 ? 4 : 2;
-constexpr int64_t kPadding = kRowPadding;
 constexpr int64_t kAhead = 16;  // rows from the one in use to the one that is fetched from memory
 
 // Rows of consecutive keys in the order in which they are read: the keys, the values, the first
@@ -24,18 +23,6 @@ struct KeyTile {
   const T** values() { return keys + kKeyTile; }
   const T** next_keys() { return keys + 2 * kKeyTile; }
 };
-
-// Converts to float32 and pads with zeros.
-template <class T>
-void widen_row(const T* from, int64_t size, float* to) {
-  int64_t d = 0;
-  for (; d + kPadding <= size; d += kPadding) store(to + d, load(from + d));
-  if (d < size) {
-    T rest[kPadding] = {};
-    std::memcpy(rest, from + d, (size - d) * sizeof(T));
-    store(to + d, load(rest));
-  }
-}
 
 // Calls f(offset of the key's row in either cache, j) for the first `size` keys from first_key on.
 template <class F>

@@ -3,6 +3,7 @@
 #pragma once
 #include <utility>
 
+#include "elements.h"
 #include "simd.h"
 
 namespace fastspec::cpu::FASTSPEC_ISA {
@@ -22,6 +23,18 @@ FASTSPEC_INLINE NativeF32 load_native(const T* from) {
 }
 
 FASTSPEC_INLINE void store_native(float* to, NativeF32 x) { std::memcpy(to, &x, sizeof(x)); }
+
+// Converts a row to float32 and pads it with zeros to padded(size).
+template <class T>
+void widen_row(const T* from, int64_t size, float* to) {
+  int64_t d = 0;
+  for (; d + kRowPadding <= size; d += kRowPadding) store(to + d, load(from + d));
+  if (d < size) {
+    T rest[kRowPadding] = {};
+    std::memcpy(rest, from + d, (size - d) * sizeof(T));
+    store(to + d, load(rest));
+  }
+}
 
 FASTSPEC_INLINE void convert(float x, float* to) { *to = x; }
 

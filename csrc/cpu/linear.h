@@ -2,7 +2,7 @@
 #pragma once
 #include <cstdint>
 
-#include "tree_attention.h"
+#include "elements.h"
 
 namespace fastspec::cpu {
 

@@ -16,25 +16,12 @@ FASTSPEC_INLINE NativeF32 load_rest(const T* from, int64_t count) {
   return load_native(rest);
 }
 
-// Converts to float32 and pads with zeros to whole vectors of any width.
-template <class T>
-void widen_input(const T* from, int64_t size, float* to) {
-  int64_t k = 0;
-  for (; k + kNativeLanes <= size; k += kNativeLanes) store_native(to + k, load_native(from + k));
-  const int64_t end = padded(size);
-  if (k < size) {
-    store_native(to + k, load_rest(from + k, size - k));
-    k += kNativeLanes;
-  }
-  for (; k < end; k += kNativeLanes) store_native(to + k, NativeF32{});
-}
-
 template <class T>
 void widen_rows_typed(const LinearCall& call, float* rows) {
   const int64_t stride = padded(call.depth);
   const T* input = static_cast<const T*>(call.input);
   for (int64_t t = 0; t < call.num_rows; ++t) {
-    widen_input(input + t * call.depth, call.depth, rows + t * stride);
+    widen_row(input + t * call.depth, call.depth, rows + t * stride);
   }
 }
 

@@ -3,9 +3,9 @@
 #pragma once
 #include <cstdint>
 
-namespace fastspec::cpu {
+#include "elements.h"
 
-enum class Element { kFloat32, kBFloat16, kFloat16 };
+namespace fastspec::cpu {
 
 // Strides count elements; the caches share theirs, and a KV head's values are contiguous.
 struct AttentionCall {
@@ -45,12 +45,6 @@ struct AttentionState {
 };
 
 constexpr int64_t kKeyTile = 64;
-constexpr int64_t kRowPadding = 16;  // rows of scratch are padded to whole vectors of any width
-
-inline int64_t padded(int64_t head_size) {
-  return (head_size + kRowPadding - 1) / kRowPadding * kRowPadding;
-}
-
 // What `attend` needs beside a state.
 struct AttentionScratch {
   float* queries;    // [rows, padded_head_size], scaled

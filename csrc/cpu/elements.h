@@ -1,0 +1,13 @@
+// Element types of tensors, and the padding of float32 scratch rows.
+#pragma once
+#include <cstdint>
+
+namespace fastspec::cpu {
+
+enum class Element { kFloat32, kBFloat16, kFloat16 };
+
+constexpr int64_t kRowPadding = 16;  // rows of scratch are padded to whole vectors of any width
+
+inline int64_t padded(int64_t size) { return (size + kRowPadding - 1) / kRowPadding * kRowPadding; }
+
+}  // namespace fastspec::cpu
