@@ -3,8 +3,7 @@
 from fastspec_kernels.attention import tree_attention
 from fastspec_kernels.backend import available_backends, cpu_instruction_set, unavailable_backends
 from fastspec_kernels.cache import store_kv
-from fastspec_kernels.layers import gated_mlp, rms_norm
-from fastspec_kernels.matmul import linear
+from fastspec_kernels.layers import gated_mlp, linear, rms_norm
 from fastspec_kernels.rng import uniform
 from fastspec_kernels.sampling import logits_to_probs, row_stats, sample
 from fastspec_kernels.verify import verify_chain

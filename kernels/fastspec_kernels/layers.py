@@ -5,9 +5,40 @@ from torch import Tensor
 
 from fastspec_kernels import reference
 from fastspec_kernels.backend import resolve
-from fastspec_kernels.checks import check_contiguous, check_tensor
+from fastspec_kernels.checks import LOGITS_DTYPES, check_contiguous, check_tensor
 
 _FLOAT32 = (torch.float32,)
+
+
+def linear(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: str = "auto"
+) -> Tensor:
+    """Multiply few rows by a weight matrix, each row's result independent of the other rows.
+
+    out[..., n] = sum over k of input[..., k] * weight[n, k], plus bias[n]: torch's linear, made for
+    the 1 to about 64 rows of decoding and verification, where reading the weights is all the cost.
+
+    Args:
+        input: [..., K] float32, bfloat16 or float16, contiguous.
+        weight: [N, K], dtype of input, contiguous.
+        bias: [N], dtype of input, contiguous, or None.
+        backend: "auto", "cpu" or "reference".
+    Returns:
+        [..., N], dtype of input, accumulated in float32 (reference: float64).
+    Raises:
+        ValueError: a wrong dtype, shape, device or stride, or a backend that cannot run this.
+
+    A row's bits do not depend on how many rows are in the call, so a token's logits are the same
+    whether it is decoded alone or verified with others. No host synchronisation.
+    """
+    try:
+        if resolve("linear", backend, weight.device) != "reference":
+            return torch.ops.fastspec.linear.default(input, weight, bias)
+    except (AttributeError, RuntimeError, ValueError):
+        _check_linear(input, weight, bias)  # names the argument that the kernel refused
+        raise
+    _check_linear(input, weight, bias)
+    return reference.linear(input, weight, bias)
 
 
 def rms_norm(input: Tensor, weight: Tensor, eps: float, *, backend: str = "auto") -> Tensor:
@@ -73,10 +104,20 @@ def gated_mlp(
     return reference.gated_mlp(*tensors)
 
 
-def _check_input(input: Tensor, size: int, device: torch.device) -> None:
+def _check_input(input: Tensor, size: int, dtype: torch.dtype, device: torch.device) -> None:
     leading = (None,) * (input.dim() - 1) if isinstance(input, Tensor) else ()
-    check_tensor("input", input, (*leading, size), _FLOAT32, device)
+    check_tensor("input", input, (*leading, size), (dtype,), device)
     check_contiguous("input", input)
+
+
+def _check_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    check_tensor("weight", weight, (None, None), LOGITS_DTYPES, None)
+    check_contiguous("weight", weight)
+    num_outputs, depth = weight.shape
+    _check_input(input, depth, weight.dtype, weight.device)
+    if bias is not None:
+        check_tensor("bias", bias, (num_outputs,), (weight.dtype,), weight.device)
+        check_contiguous("bias", bias)
 
 
 def _check_norm(input: Tensor, weight: Tensor, eps: float) -> None:
@@ -84,7 +125,7 @@ def _check_norm(input: Tensor, weight: Tensor, eps: float) -> None:
     check_contiguous("weight", weight)
     if not eps > 0:
         raise ValueError(f"eps: expected > 0, got {eps}")
-    _check_input(input, weight.shape[0], weight.device)
+    _check_input(input, weight.shape[0], weight.dtype, weight.device)
 
 
 def _check_mlp(input: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor) -> None:
@@ -94,4 +135,4 @@ def _check_mlp(input: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weigh
     check_tensor("down_weight", down_weight, (size, hidden), _FLOAT32, gate_weight.device)
     for name, tensor in (("gate", gate_weight), ("up", up_weight), ("down", down_weight)):
         check_contiguous(f"{name}_weight", tensor)
-    _check_input(input, size, gate_weight.device)
+    _check_input(input, size, gate_weight.dtype, gate_weight.device)
