@@ -168,11 +168,11 @@ class Engine:
             raise ValueError(f"n_spec_tokens: expected an int >= 1, got {n_spec_tokens!r}")
         if drafter is None and self._known_drafter is None:
             raise ValueError("drafter: there is none to enable; pass one")
+        chosen = drafter if isinstance(drafter, Drafter) else self._known_drafter
+        if drafter is not None and not isinstance(drafter, Drafter):
+            chosen = self._model_drafter(self._load_draft_model(drafter))
         self.disable_spec_dec()
-        if isinstance(drafter, Drafter):
-            self._known_drafter = drafter
-        elif drafter is not None:
-            self._known_drafter = self._model_drafter(self._load_draft_model(drafter))
+        self._known_drafter = chosen
         self._drafter = self._known_drafter
         self._num_draft_tokens = n_spec_tokens
 

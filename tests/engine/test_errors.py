@@ -238,6 +238,10 @@ def test_enable_spec_dec(model):
         engine.enable_spec_dec(model, n_spec_tokens=0)
     with pytest.raises(ValueError, match="use_glide_drafter"):
         engine.enable_spec_dec(model, use_glide_drafter=True)
+    engine.enable_spec_dec(model)
+    with pytest.raises(ValueError, match="drafter: no such folder"):
+        engine.enable_spec_dec("./nothing-here")
+    assert engine.is_speculative
 
 
 def test_request_ids_are_unique_while_running(model):
