@@ -267,7 +267,9 @@ cpu::LogitsMatrix logits_matrix(const Tensor& logits, int64_t offset) {
 
 std::tuple<Tensor, Tensor> row_stats(const Tensor& logits, const OptionalTensor& temperature,
                                      const OptionalTensor& top_k, const OptionalTensor& top_p,
-                                     const OptionalTensor& min_p) {
+                                     const OptionalTensor& min_p,
+                                     const OptionalTensor& token_bitmask) {
+  require(!token_bitmask);
   Tensor logsumexp = new_tensor({logits.size(0)}, ScalarType::Float);
   Tensor threshold = new_tensor({logits.size(0)}, ScalarType::Float);
   cpu::row_stats(logits_matrix(logits, 0), sampling_parameters(temperature, top_k, top_p, min_p),
@@ -287,7 +289,9 @@ Tensor logits_to_probs(const Tensor& logits, const OptionalTensor& temperature,
 
 std::tuple<Tensor, Tensor> sample(const Tensor& logits, const Tensor& uniform_samples,
                                   const OptionalTensor& temperature, const OptionalTensor& top_k,
-                                  const OptionalTensor& top_p, const OptionalTensor& min_p) {
+                                  const OptionalTensor& top_p, const OptionalTensor& min_p,
+                                  const OptionalTensor& token_bitmask) {
+  require(!token_bitmask);
   Tensor token_ids = new_tensor({logits.size(0)}, ScalarType::Int);
   Tensor logprobs = new_tensor({logits.size(0)}, ScalarType::Float);
   cpu::sample(logits_matrix(logits, 0), sampling_parameters(temperature, top_k, top_p, min_p),
@@ -300,7 +304,10 @@ std::tuple<Tensor, Tensor, Tensor> verify_chain(
     const Tensor& target_logits, const Tensor& cu_rows, const Tensor& draft_token_ids,
     const Tensor& uniform_samples, const OptionalTensor& draft_logits,
     const OptionalTensor& temperature, const OptionalTensor& top_k, const OptionalTensor& top_p,
-    const OptionalTensor& min_p, double lenience) {
+    const OptionalTensor& min_p, double lenience, const std::string& method,
+    const OptionalTensor& draft_logsumexp, const OptionalTensor& draft_token_map,
+    const OptionalTensor& token_bitmask) {
+  require(method == "standard" && !draft_logsumexp && !draft_token_map && !token_bitmask);
   const int64_t batch = draft_token_ids.size(0), num_draft = draft_token_ids.size(1);
   Tensor output_token_ids = new_tensor({batch, num_draft + 1}, ScalarType::Int);
   Tensor accepted_len = new_tensor({batch}, ScalarType::Int);

@@ -6,6 +6,7 @@ from fastspec_kernels.cache import store_kv
 from fastspec_kernels.layers import gated_mlp, linear, rms_norm
 from fastspec_kernels.rng import uniform
 from fastspec_kernels.sampling import logits_to_probs, row_stats, sample
+from fastspec_kernels.tree import build_tree, verify_tree
 from fastspec_kernels.verify import verify_chain
 
 PAD_TOKEN_ID = -1
@@ -13,6 +14,7 @@ PAD_TOKEN_ID = -1
 __all__ = [
     "PAD_TOKEN_ID",
     "available_backends",
+    "build_tree",
     "cpu_instruction_set",
     "gated_mlp",
     "linear",
@@ -25,4 +27,5 @@ __all__ = [
     "unavailable_backends",
     "uniform",
     "verify_chain",
+    "verify_tree",
 ]

@@ -1,23 +1,45 @@
 """Which implementation of an op runs: an explicit request must be met, the default may degrade."""
 
 import os
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 
 import torch
 
-from fastspec_kernels import library
+from fastspec_kernels import library, reference
 
 BACKENDS = ("cpu", "cuda", "triton", "reference")
-_TRITON_OPS: frozenset[str] = frozenset()
-_DEFAULT = os.environ.get(
-    "FASTSPEC_BACKEND", "auto"
-)  # read once: ops run thousands of times a second
+TRITON_OPS = frozenset(
+    {
+        "build_tree",
+        "logits_to_probs",
+        "row_stats",
+        "sample",
+        "uniform",
+        "verify_chain",
+        "verify_tree",
+    }
+)
+# Both are read once: ops run thousands of times a second.
+_DEFAULT = os.environ.get("FASTSPEC_BACKEND", "auto")
+_TRITON_INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def implementation(op: str, requested: str, device: torch.device) -> Callable:
+    """The function that runs `op` on `device`; all take the arguments of the reference."""
+    name = resolve(op, requested, device)
+    if name == "reference":
+        return getattr(reference, op)
+    return getattr(_triton_kernels() if name == "triton" else torch.ops.fastspec, op)
 
 
 def resolve(op: str, requested: str, device: torch.device) -> str:
     """Name the backend that runs `op` on `device`.
 
     "auto" takes FASTSPEC_BACKEND if it was set at import, else the compiled kernel of the device,
-    else the reference.
+    else Triton on a GPU, else the reference.
 
     Raises:
         ValueError: the name is unknown, or that backend has no kernel of this op for this device.
@@ -25,18 +47,27 @@ def resolve(op: str, requested: str, device: torch.device) -> str:
     if requested == "auto":
         requested = _DEFAULT
     if requested == "auto":
-        return device.type if library.has_kernel(op, device.type) else "reference"
+        if library.has_kernel(op, device.type):
+            return device.type
+        return "triton" if device.type == "cuda" and _runs_in_triton(op, "cuda") else "reference"
     if requested == device.type and library.has_kernel(op, requested):
         return requested
     if requested not in BACKENDS:
         raise ValueError(f"backend: expected 'auto' or one of {BACKENDS}, got {requested!r}")
-    if requested not in _backends_of(op, device):
-        available = ", ".join(_backends_of(op, device))
+    available = backends_of(op, device)
+    if requested not in available:
         raise ValueError(
             f"backend: {requested!r} cannot run {op} on a {device.type} tensor;"
-            f" available: {available}"
+            f" available: {', '.join(available)}"
         )
     return requested
+
+
+def backends_of(op: str, device: torch.device) -> tuple[str, ...]:
+    """The backends that can run `op` on tensors of `device`, best first."""
+    compiled = (device.type,) if library.has_kernel(op, device.type) else ()
+    triton = ("triton",) if _runs_in_triton(op, device.type) else ()
+    return (*compiled, *triton, "reference")
 
 
 def available_backends() -> tuple[str, ...]:
@@ -54,8 +85,13 @@ def unavailable_backends() -> dict[str, str]:
         reasons["cuda"] = "torch sees no CUDA device"
     elif not library.HAS_CUDA_EXTENSION:
         reasons["cuda"] = "the extension fastspec_kernels._cuda is not built"
-    if not _TRITON_OPS:
-        reasons["triton"] = "this version has no Triton kernels"
+    if find_spec("triton") is None:
+        reasons["triton"] = "triton is not installed"
+    elif not (torch.cuda.is_available() or _TRITON_INTERPRETS):
+        reasons["triton"] = (
+            "torch sees no CUDA device; TRITON_INTERPRET=1 in the environment runs the kernels on"
+            " the CPU, slowly, for tests"
+        )
     return reasons
 
 
@@ -64,6 +100,14 @@ def cpu_instruction_set() -> str | None:
     return torch.ops.fastspec.cpu_instruction_set() if library.HAS_CPU_EXTENSION else None
 
 
-def _backends_of(op: str, device: torch.device) -> tuple[str, ...]:
-    compiled = (device.type,) if library.has_kernel(op, device.type) else ()
-    return (*compiled, "reference")
+@cache
+def _runs_in_triton(op: str, device_type: str) -> bool:
+    """Compiled kernels need a GPU; interpreted ones take tensors of the CPU only."""
+    runs_on = "cpu" if _TRITON_INTERPRETS else "cuda"
+    return op in TRITON_OPS and device_type == runs_on and "triton" not in unavailable_backends()
+
+
+@cache
+def _triton_kernels():
+    """Imported on first use, so that nobody else pays for importing triton."""
+    return import_module("fastspec_kernels.triton")

@@ -70,6 +70,60 @@ def check_sampling(
                 raise ValueError(f"{name}: must be contiguous, strides {tensor.stride()}")
 
 
+def check_token_bitmask(token_bitmask: Tensor | None, num_rows: int, logits: Tensor) -> None:
+    """Check the packed allowed tokens of `num_rows` rows of logits."""
+    if token_bitmask is not None:
+        words = (logits.shape[-1] + 31) // 32
+        shape = (num_rows, words)
+        check_tensor("token_bitmask", token_bitmask, shape, (torch.int32,), logits.device)
+        check_last_contiguous("token_bitmask", token_bitmask)
+
+
+def check_cu_rows(cu_rows: Tensor, batch: int, logits: Tensor) -> None:
+    """Check the prefix sums of rows; their values only where that needs no synchronisation."""
+    check_tensor("cu_rows", cu_rows, (batch + 1,), (torch.int32,), logits.device)
+    if logits.device.type != "cpu":
+        return
+    sums, num_rows = cu_rows.tolist(), logits.shape[0]
+    if sums[0] != 0 or sums != sorted(sums) or sums[-1] > num_rows:
+        raise ValueError(
+            f"cu_rows: expected prefix sums from 0 to at most {num_rows} rows, got {sums}"
+        )
+
+
+def check_draft_rows(
+    draft_logits: Tensor | None, shape: tuple[int, int], target_logits: Tensor
+) -> None:
+    """Check draft rows [*shape, draft V] against the target's vocabulary."""
+    if draft_logits is None:
+        return
+    check_logits("draft_logits", draft_logits, 3, target_logits.device)
+    if draft_logits.shape[:2] != shape:
+        raise ValueError(
+            f"draft_logits: expected shape [{shape[0]}, {shape[1]}, *],"
+            f" got {list(draft_logits.shape)}"
+        )
+    if draft_logits.shape[2] > target_logits.shape[1]:
+        raise ValueError(
+            f"draft_logits: a vocabulary of {draft_logits.shape[2]} is larger than "
+            f"the target's {target_logits.shape[1]}"
+        )
+
+
+def check_draft_token_map(
+    draft_token_map: Tensor | None, draft_logits: Tensor | None, target_logits: Tensor
+) -> None:
+    """Check the map from target tokens to columns of the draft rows."""
+    if draft_token_map is None:
+        return
+    if draft_logits is None:
+        raise ValueError("draft_token_map: needs draft_logits")
+    shape = (target_logits.shape[1],)
+    dtypes = (torch.int32,)
+    check_tensor("draft_token_map", draft_token_map, shape, dtypes, target_logits.device)
+    check_contiguous("draft_token_map", draft_token_map)
+
+
 def check_contiguous(name: str, tensor: Tensor) -> None:
     """Check that the tensor is dense in memory."""
     if not tensor.is_contiguous():

@@ -6,21 +6,25 @@ from importlib.util import find_spec
 
 import torch
 
+_SAMPLING = "Tensor? temperature, Tensor? top_k, Tensor? top_p, Tensor? min_p"
 SCHEMAS = (
     "cpu_instruction_set() -> str",
     "uniform(Tensor seed, Tensor position, int num, int stream) -> Tensor",
     "linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor",
     "rms_norm(Tensor input, Tensor weight, float eps) -> Tensor",
     "gated_mlp(Tensor input, Tensor gate_weight, Tensor up_weight, Tensor down_weight) -> Tensor",
-    "row_stats(Tensor logits, Tensor? temperature, Tensor? top_k, Tensor? top_p, Tensor? min_p)"
+    f"row_stats(Tensor logits, {_SAMPLING}, Tensor? token_bitmask) -> (Tensor, Tensor)",
+    f"logits_to_probs(Tensor logits, {_SAMPLING}, Tensor? token_bitmask) -> Tensor",
+    f"sample(Tensor logits, Tensor uniform_samples, {_SAMPLING}, Tensor? token_bitmask)"
     " -> (Tensor, Tensor)",
-    "logits_to_probs(Tensor logits, Tensor? temperature, Tensor? top_k, Tensor? top_p,"
-    " Tensor? min_p) -> Tensor",
-    "sample(Tensor logits, Tensor uniform_samples, Tensor? temperature, Tensor? top_k,"
-    " Tensor? top_p, Tensor? min_p) -> (Tensor, Tensor)",
     "verify_chain(Tensor target_logits, Tensor cu_rows, Tensor draft_token_ids,"
-    " Tensor uniform_samples, Tensor? draft_logits, Tensor? temperature, Tensor? top_k,"
-    " Tensor? top_p, Tensor? min_p, float lenience) -> (Tensor, Tensor, Tensor)",
+    f" Tensor uniform_samples, Tensor? draft_logits, {_SAMPLING}, float lenience, str method,"
+    " Tensor? draft_logsumexp, Tensor? draft_token_map, Tensor? token_bitmask)"
+    " -> (Tensor, Tensor, Tensor)",
+    "verify_tree(Tensor target_logits, Tensor cu_rows, Tensor tree_token_ids, Tensor parents,"
+    f" Tensor uniform_samples, str sibling_rule, Tensor? draft_logits, {_SAMPLING},"
+    " Tensor? draft_token_map, Tensor? token_bitmask) -> (Tensor, Tensor, Tensor, Tensor)",
+    "build_tree(Tensor parents) -> (Tensor, Tensor)",
     "store_kv(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache,"
     " Tensor slot_mapping) -> ()",
     "tree_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table,"
@@ -74,40 +78,49 @@ def _(input, gate_weight, up_weight, down_weight):
 
 
 @torch.library.register_fake("fastspec::row_stats")
-def _(logits, temperature, top_k, top_p, min_p):
+def _(logits, *params):
     rows = logits.shape[:1]
     return logits.new_empty(rows, dtype=torch.float32), logits.new_empty(rows, dtype=torch.float32)
 
 
 @torch.library.register_fake("fastspec::logits_to_probs")
-def _(logits, temperature, top_k, top_p, min_p):
+def _(logits, *params):
     return logits.new_empty(logits.shape, dtype=torch.float32)
 
 
 @torch.library.register_fake("fastspec::sample")
-def _(logits, uniform_samples, temperature, top_k, top_p, min_p):
+def _(logits, uniform_samples, *params):
     rows = logits.shape[:1]
     return logits.new_empty(rows, dtype=torch.int32), logits.new_empty(rows, dtype=torch.float32)
 
 
 @torch.library.register_fake("fastspec::verify_chain")
-def _(
-    target_logits,
-    cu_rows,
-    draft_token_ids,
-    uniform_samples,
-    draft_logits,
-    temperature,
-    top_k,
-    top_p,
-    min_p,
-    lenience,
-):
+def _(target_logits, cu_rows, draft_token_ids, uniform_samples, *params):
     batch, num_draft = draft_token_ids.shape
     return (
         draft_token_ids.new_empty((batch, num_draft + 1)),
         draft_token_ids.new_empty((batch,)),
         draft_token_ids.new_empty((batch, num_draft + 1), dtype=torch.float32),
+    )
+
+
+@torch.library.register_fake("fastspec::verify_tree")
+def _(target_logits, cu_rows, tree_token_ids, *params):
+    ids = tree_token_ids
+    return (
+        ids.new_empty(ids.shape),
+        ids.new_empty(ids.shape),
+        ids.new_empty(ids.shape[:1]),
+        ids.new_empty(ids.shape, dtype=torch.float32),
+    )
+
+
+@torch.library.register_fake("fastspec::build_tree")
+def _(parents):
+    words = (parents.shape[1] + 63) // 64
+    return (
+        parents.new_empty(parents.shape),
+        parents.new_empty((*parents.shape, words), dtype=torch.int64),
     )
 
 

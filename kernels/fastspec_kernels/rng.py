@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from fastspec_kernels import reference
-from fastspec_kernels.backend import resolve
+from fastspec_kernels.backend import implementation
 from fastspec_kernels.checks import check_tensor
 
 
@@ -22,7 +21,7 @@ def uniform(
         position: [B] int64, for example the number of committed tokens.
         num: numbers per row, >= 0.
         stream: purpose of the numbers, 0 <= stream < 2**32; distinct streams are independent.
-        backend: "auto", "cpu", "cuda" or "reference".
+        backend: "auto", "cpu", "cuda", "triton" or "reference".
     Returns:
         [B, num] float32 in [0, 1).
     Raises:
@@ -37,6 +36,5 @@ def uniform(
         raise ValueError(f"num: expected >= 0, got {num}")
     if not 0 <= stream < 2**32:
         raise ValueError(f"stream: expected 0 <= stream < 2**32, got {stream}")
-    if resolve("uniform", backend, seed.device) == "reference":
-        return reference.uniform(seed, position, num, stream)
-    return torch.ops.fastspec.uniform(seed.contiguous(), position.contiguous(), num, stream)
+    run = implementation("uniform", backend, seed.device)
+    return run(seed.contiguous(), position.contiguous(), num, stream)

@@ -3,9 +3,13 @@
 import torch
 from torch import Tensor
 
-from fastspec_kernels import reference
-from fastspec_kernels.backend import resolve
-from fastspec_kernels.checks import check_logits, check_sampling, check_tensor
+from fastspec_kernels.backend import implementation
+from fastspec_kernels.checks import (
+    check_logits,
+    check_sampling,
+    check_tensor,
+    check_token_bitmask,
+)
 
 
 def row_stats(
@@ -15,6 +19,7 @@ def row_stats(
     top_k: Tensor | None = None,
     top_p: Tensor | None = None,
     min_p: Tensor | None = None,
+    token_bitmask: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Reduce each row to the two numbers that give the probability of any of its tokens.
@@ -31,7 +36,9 @@ def row_stats(
         top_k: [R] int32; <= 0, >= V or None is off.
         top_p: [R] float32; >= 1 or None is off, <= 0 keeps only the largest logit.
         min_p: [R] float32; <= 0 or None is off, >= 1 keeps only the largest logit.
-        backend: "auto", "cpu", "cuda" or "reference".
+        token_bitmask: [R, ceil(V/32)] int32, any row stride; bit i % 32 of word i // 32 allows token
+            i, and a token that is not allowed counts as a logit of -inf. None allows all.
+        backend: "auto", "cpu", "cuda", "triton" or "reference".
     Returns:
         logsumexp: [R] float32.
         threshold: [R] float32, a raw logit, -inf where no filter is on.
@@ -44,9 +51,9 @@ def row_stats(
     """
     check_logits("logits", logits, 2)
     check_sampling(logits.shape[0], logits.device, temperature, top_k, top_p, min_p)
-    if resolve("row_stats", backend, logits.device) == "reference":
-        return reference.row_stats(logits, temperature, top_k, top_p, min_p)
-    return torch.ops.fastspec.row_stats(logits, temperature, top_k, top_p, min_p)
+    check_token_bitmask(token_bitmask, logits.shape[0], logits)
+    run = implementation("row_stats", backend, logits.device)
+    return run(logits, temperature, top_k, top_p, min_p, token_bitmask)
 
 
 def logits_to_probs(
@@ -56,6 +63,7 @@ def logits_to_probs(
     top_k: Tensor | None = None,
     top_p: Tensor | None = None,
     min_p: Tensor | None = None,
+    token_bitmask: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Write out the filtered distribution of each row.
@@ -65,8 +73,8 @@ def logits_to_probs(
 
     Args:
         logits: [R, V] float32, bfloat16 or float16, any row stride.
-        temperature, top_k, top_p, min_p: [R] each, see `row_stats`.
-        backend: "auto", "cpu", "cuda" or "reference".
+        temperature, top_k, top_p, min_p, token_bitmask: [R, ...] each, see `row_stats`.
+        backend: "auto", "cpu", "cuda", "triton" or "reference".
     Returns:
         [R, V] float32; rows sum to 1; greedy rows are one-hot, invalid rows NaN.
     Raises:
@@ -76,9 +84,9 @@ def logits_to_probs(
     """
     check_logits("logits", logits, 2)
     check_sampling(logits.shape[0], logits.device, temperature, top_k, top_p, min_p)
-    if resolve("logits_to_probs", backend, logits.device) == "reference":
-        return reference.logits_to_probs(logits, temperature, top_k, top_p, min_p)
-    return torch.ops.fastspec.logits_to_probs(logits, temperature, top_k, top_p, min_p)
+    check_token_bitmask(token_bitmask, logits.shape[0], logits)
+    run = implementation("logits_to_probs", backend, logits.device)
+    return run(logits, temperature, top_k, top_p, min_p, token_bitmask)
 
 
 def sample(
@@ -89,6 +97,7 @@ def sample(
     top_k: Tensor | None = None,
     top_p: Tensor | None = None,
     min_p: Tensor | None = None,
+    token_bitmask: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Draw one token per row from its filtered distribution by inverse CDF.
@@ -100,8 +109,8 @@ def sample(
     Args:
         logits: [R, V] float32, bfloat16 or float16, any row stride.
         uniform_samples: [R] float32 in [0, 1); not read for greedy rows.
-        temperature, top_k, top_p, min_p: [R] each, see `row_stats`.
-        backend: "auto", "cpu", "cuda" or "reference".
+        temperature, top_k, top_p, min_p, token_bitmask: [R, ...] each, see `row_stats`.
+        backend: "auto", "cpu", "cuda", "triton" or "reference".
     Returns:
         token_ids: [R] int32, -1 for an invalid row.
         logprobs: [R] float32, log of the filtered probability of the token; at temperature 1 and
@@ -117,8 +126,7 @@ def sample(
     num_rows = logits.shape[0]
     check_tensor("uniform_samples", uniform_samples, (num_rows,), (torch.float32,), logits.device)
     check_sampling(num_rows, logits.device, temperature, top_k, top_p, min_p)
-    if resolve("sample", backend, logits.device) == "reference":
-        return reference.sample(logits, uniform_samples, temperature, top_k, top_p, min_p)
-    return torch.ops.fastspec.sample(
-        logits, uniform_samples.contiguous(), temperature, top_k, top_p, min_p
-    )
+    check_token_bitmask(token_bitmask, num_rows, logits)
+    run = implementation("sample", backend, logits.device)
+    uniform_samples = uniform_samples.contiguous()
+    return run(logits, uniform_samples, temperature, top_k, top_p, min_p, token_bitmask)

@@ -1,13 +1,23 @@
-"""Verification ops: from target logits and proposals to the tokens to emit."""
+"""Verification of chains: from target logits and proposals to the tokens to emit."""
 
 import math
 
 import torch
 from torch import Tensor
 
-from fastspec_kernels import reference
-from fastspec_kernels.backend import resolve
-from fastspec_kernels.checks import check_logits, check_sampling, check_tensor
+from fastspec_kernels.backend import implementation
+from fastspec_kernels.checks import (
+    check_contiguous,
+    check_cu_rows,
+    check_draft_rows,
+    check_draft_token_map,
+    check_logits,
+    check_sampling,
+    check_tensor,
+    check_token_bitmask,
+)
+
+METHODS = ("standard", "block")
 
 
 def verify_chain(
@@ -23,17 +33,27 @@ def verify_chain(
     min_p: Tensor | None = None,
     lenience: float = 1.0,
     method: str = "standard",
+    draft_logsumexp: Tensor | None = None,
+    draft_token_map: Tensor | None = None,
+    token_bitmask: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Accept a prefix of each chain and draw one more token; outputs follow the target exactly.
 
-    Proposal i is accepted while uniform_samples[b, i] * draft_prob < lenience * target_prob,
-    strictly; the first failure stops. The extra token then comes from max(lenience * target -
-    draft, 0) at that position, or from the target itself where that is all zero; with every
-    proposal accepted, from the row after the last one. It is drawn by inverse CDF with the last
-    uniform number. Both models' rows pass through the same temperature and filters (see
+    "standard": proposal i is accepted while uniform_samples[b, i] * draft_prob < lenience *
+    target_prob, strictly; the first failure stops. The extra token then comes from max(lenience *
+    target - draft, 0) at that position, or from the target itself where that is all zero; with
+    every proposal accepted, from the row after the last one. It is drawn by inverse CDF with the
+    last uniform number. Both models' rows pass through the same temperature and filters (see
     `row_stats`). A greedy sequence (temperature 0) accepts while the proposal is the target's
     argmax, and reads neither draft rows nor uniform numbers.
+
+    "block": judges whole prefixes, and on average accepts at least as many. scale_0 = 1 and
+    scale_i = min(1, scale_{i-1} * target_prob_i / draft_prob_i) of proposal i = 1..n; with rest_i
+    the sum of max(scale_i * target - draft, 0) over the row after proposal i, prefix i passes if
+    uniform_samples[b, i-1] < rest_i / (rest_i + 1 - scale_i), the last one if it is < scale_n. The
+    longest prefix that passes is accepted; the extra token comes from max(scale * target - draft,
+    0). Greedy sequences are as in "standard".
 
     Sequence b owns the rows cu_rows[b]:cu_rows[b+1]: row i judges proposal i, and one row more
     follows. It has min(rows - 1, leading non-negative ids, K) proposals; with no rows at all it
@@ -45,14 +65,21 @@ def verify_chain(
             on the CPU only.
         draft_token_ids: [B, K] int32, padded with -1; an id outside the vocabulary is rejected.
         uniform_samples: [B, K+1] float32 in [0, 1).
-        draft_logits: [B, K, draft V] float32, bfloat16 or float16, draft V <= V (ids beyond it have
-            draft probability 0); must be the logits the proposals were drawn from. None means each
-            proposal was certain.
+        draft_logits: [B, K, draft V] float32, bfloat16 or float16, draft V <= V; must be the logits
+            the proposals were drawn from. None means each proposal was certain.
         temperature, top_k, top_p, min_p: [B] each, see `row_stats`.
         lenience: finite, >= 1; above 1 more proposals pass and the output no longer follows the
-            target (lossy).
-        method: "standard".
-        backend: "auto", "cpu", "cuda" or "reference".
+            target (lossy: no token's probability exceeds lenience times the target's). "block"
+            takes 1 only.
+        method: "standard" or "block".
+        draft_logsumexp: [B, K] float32, of the draft rows as `row_stats` gives it. With it only the
+            draft row at the first rejection is read, and only that one can be found invalid.
+            "standard" only.
+        draft_token_map: [V] int32, the column of each target token in the draft rows; a number
+            outside 0..draft V - 1 means that the drafter does not have the token. None means column
+            x for token x, and draft probability 0 from draft V on.
+        token_bitmask: [T, ceil(V/32)] int32, allowed tokens of the target rows, see `row_stats`.
+        backend: "auto", "cpu", "cuda", "triton" or "reference".
     Returns:
         output_token_ids: [B, K+1] int32: accepted proposals, the extra token, then -1.
         accepted_len: [B] int32 in 0..K; -1 where a row in use is invalid (see `row_stats`), with no
@@ -67,31 +94,24 @@ def verify_chain(
     the batch.
 
     Sources: Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318; lenience
-    as in arXiv 2312.11462.
+    as in arXiv 2312.11462; block verification: Sun et al., arXiv 2403.10444.
     """
     check_logits("target_logits", target_logits, 2)
     device = target_logits.device
     check_tensor("draft_token_ids", draft_token_ids, (None, None), (torch.int32,), device)
     batch, num_draft = draft_token_ids.shape
-    check_tensor("cu_rows", cu_rows, (batch + 1,), (torch.int32,), device)
+    check_cu_rows(cu_rows, batch, target_logits)
     uniform_shape = (batch, num_draft + 1)
     check_tensor("uniform_samples", uniform_samples, uniform_shape, (torch.float32,), device)
-    if draft_logits is not None:
-        _check_draft_logits(draft_logits, target_logits, batch, num_draft)
+    check_draft_rows(draft_logits, (batch, num_draft), target_logits)
     check_sampling(batch, device, temperature, top_k, top_p, min_p)
-    if device.type == "cpu":
-        _check_cu_rows(cu_rows.tolist(), target_logits.shape[0])
-    if not 1 <= lenience < math.inf:
-        raise ValueError(f"lenience: expected a finite number >= 1, got {lenience}")
-    if method == "block":
-        raise ValueError("method: 'block' is not supported yet, use 'standard'")
-    if method != "standard":
-        raise ValueError(f"method: expected 'standard', got {method!r}")
+    _check_method(method, lenience)
+    if draft_logsumexp is not None:
+        _check_draft_logsumexp(draft_logsumexp, draft_logits, (batch, num_draft), method)
+    check_draft_token_map(draft_token_map, draft_logits, target_logits)
+    check_token_bitmask(token_bitmask, target_logits.shape[0], target_logits)
 
-    if resolve("verify_chain", backend, device) == "reference":
-        run = reference.verify_chain
-    else:
-        run = torch.ops.fastspec.verify_chain
+    run = implementation("verify_chain", backend, device)
     return run(
         target_logits,
         cu_rows.contiguous(),
@@ -103,26 +123,31 @@ def verify_chain(
         top_p,
         min_p,
         lenience,
+        method,
+        draft_logsumexp,
+        draft_token_map,
+        token_bitmask,
     )
 
 
-def _check_draft_logits(logits: Tensor, target_logits: Tensor, batch: int, num_draft: int) -> None:
-    """Check the shape of the draft rows against the proposals and the target's vocabulary."""
-    check_logits("draft_logits", logits, 3, target_logits.device)
-    if logits.shape[:2] != (batch, num_draft):
-        raise ValueError(
-            f"draft_logits: expected shape [{batch}, {num_draft}, *], got {list(logits.shape)}"
-        )
-    if logits.shape[2] > target_logits.shape[1]:
-        raise ValueError(
-            f"draft_logits: a vocabulary of {logits.shape[2]} is larger than "
-            f"the target's {target_logits.shape[1]}"
-        )
+def _check_method(method: str, lenience: float) -> None:
+    """Check the acceptance rule and its lenience."""
+    if method not in METHODS:
+        raise ValueError(f"method: expected one of {METHODS}, got {method!r}")
+    if not 1 <= lenience < math.inf:
+        raise ValueError(f"lenience: expected a finite number >= 1, got {lenience}")
+    if method == "block" and lenience != 1:
+        raise ValueError(f"lenience: method 'block' takes 1 only, got {lenience}")
 
 
-def _check_cu_rows(cu_rows: list[int], num_rows: int) -> None:
-    """Check that the prefix sums start at 0, never fall, and end within the rows."""
-    if cu_rows[0] != 0 or cu_rows != sorted(cu_rows) or cu_rows[-1] > num_rows:
-        raise ValueError(
-            f"cu_rows: expected prefix sums from 0 to at most {num_rows} rows, got {cu_rows}"
-        )
+def _check_draft_logsumexp(
+    draft_logsumexp: Tensor, draft_logits: Tensor | None, shape: tuple[int, int], method: str
+) -> None:
+    """Check the log-sum-exp of the draft rows, and that something can be done with it."""
+    if draft_logits is None:
+        raise ValueError("draft_logsumexp: needs draft_logits")
+    if method == "block":
+        raise ValueError("draft_logsumexp: method 'block' reads every draft row, leave it out")
+    dtypes = (torch.float32,)
+    check_tensor("draft_logsumexp", draft_logsumexp, shape, dtypes, draft_logits.device)
+    check_contiguous("draft_logsumexp", draft_logsumexp)

@@ -4,9 +4,11 @@ from fastspec_kernels.reference.attention import store_kv, tree_attention
 from fastspec_kernels.reference.layers import gated_mlp, linear, rms_norm
 from fastspec_kernels.reference.rng import uniform
 from fastspec_kernels.reference.sampling import logits_to_probs, row_stats, sample
+from fastspec_kernels.reference.tree import build_tree, verify_tree
 from fastspec_kernels.reference.verify import verify_chain
 
 __all__ = [
+    "build_tree",
     "gated_mlp",
     "linear",
     "logits_to_probs",
@@ -17,4 +19,5 @@ __all__ = [
     "tree_attention",
     "uniform",
     "verify_chain",
+    "verify_tree",
 ]

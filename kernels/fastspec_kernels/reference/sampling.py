@@ -58,6 +58,15 @@ def row_distributions(
     )
 
 
+def only_allowed(logits: Tensor, token_bitmask: Tensor | None) -> Tensor:
+    """Give the tokens whose bit is not set the logit -inf."""
+    if token_bitmask is None:
+        return logits
+    token = torch.arange(logits.shape[-1], device=logits.device)
+    bits = token_bitmask[:, token // 32] >> (token % 32).int()
+    return torch.where((bits & 1) == 1, logits, -INF)
+
+
 def draw(weights: Tensor, uniform_samples: Tensor) -> Tensor:
     """Inverse CDF in id order; where rounding leaves no id, the last one with a positive weight."""
     cumulative = weights.cumsum(-1)
@@ -73,8 +82,10 @@ def row_stats(
     top_k: Tensor | None,
     top_p: Tensor | None,
     min_p: Tensor | None,
+    token_bitmask: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """The two numbers that turn a logit into its probability."""
+    logits = only_allowed(logits, token_bitmask)
     rows = row_distributions(logits, temperature, top_k, top_p, min_p)
     nan = float("nan")
     logsumexp = torch.where(rows.valid, rows.logsumexp, nan)
@@ -88,8 +99,10 @@ def logits_to_probs(
     top_k: Tensor | None,
     top_p: Tensor | None,
     min_p: Tensor | None,
+    token_bitmask: Tensor | None,
 ) -> Tensor:
     """The probabilities themselves."""
+    logits = only_allowed(logits, token_bitmask)
     rows = row_distributions(logits, temperature, top_k, top_p, min_p)
     return torch.where(rows.valid[:, None], rows.probs, float("nan")).float()
 
@@ -101,8 +114,10 @@ def sample(
     top_k: Tensor | None,
     top_p: Tensor | None,
     min_p: Tensor | None,
+    token_bitmask: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """One token per row and its log-probability."""
+    logits = only_allowed(logits, token_bitmask)
     rows = row_distributions(logits, temperature, top_k, top_p, min_p)
     token_ids = draw(rows.probs, uniform_samples)
     logprobs = rows.log_probs.gather(-1, token_ids[:, None])[:, 0]

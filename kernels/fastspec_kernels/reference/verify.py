@@ -1,9 +1,28 @@
-"""Reference of the verification ops: which proposals are accepted, and the token after them."""
+"""Reference of verify_chain: which proposals of a chain are accepted, and the token after them."""
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastspec_kernels.reference.sampling import draw, row_distributions
+from fastspec_kernels.reference.sampling import (
+    INF,
+    RowDistributions,
+    draw,
+    only_allowed,
+    row_distributions,
+)
+
+Parameters = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
+class Draft(NamedTuple):
+    """What the drafter held likely; step K, which has no proposal, included."""
+
+    probs: Tensor  # [B, K+1, V], over the target's vocabulary
+    proposal_prob: Tensor  # [B, K+1]
+    valid: Tensor  # [B, K+1] bool, whether proposal_prob means anything
+    row_valid: Tensor  # [B, K+1] bool, whether probs does
 
 
 def verify_chain(
@@ -17,6 +36,10 @@ def verify_chain(
     top_p: Tensor | None,
     min_p: Tensor | None,
     lenience: float,
+    method: str,
+    draft_logsumexp: Tensor | None,
+    draft_token_map: Tensor | None,
+    token_bitmask: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Speculative sampling of a chain: accept a prefix, then draw one more token."""
     batch, num_draft = draft_token_ids.shape
@@ -29,42 +52,43 @@ def verify_chain(
     cu_rows = cu_rows.long()
     present = cu_rows[1:] > cu_rows[:-1]
     leading = (draft_token_ids >= 0).cumprod(-1).sum(-1)
-    num_proposals = torch.minimum(leading, cu_rows[1:] - cu_rows[:-1] - 1).clamp(min=0)[:, None]
-    proposed = step < num_proposals  # [B, K+1]
-    rows = (cu_rows[:-1, None] + torch.minimum(step, num_proposals)).clamp(0, num_rows - 1)
+    num_proposals = torch.minimum(leading, cu_rows[1:] - cu_rows[:-1] - 1).clamp(min=0)
+    proposed = step < num_proposals[:, None]  # [B, K+1]
+    rows = cu_rows[:-1, None] + torch.minimum(step, num_proposals[:, None])
 
     params = (temperature, top_k, top_p, min_p)
-    target_probs, target_log_probs, valid = _distributions(target_logits[rows], *params)
-    valid = valid.all(-1)  # [B]
-    greedy = torch.zeros_like(present) if temperature is None else temperature == 0
-
-    # The proposals of step K, and the draft probabilities of steps without a proposal, are zero.
+    target = distributions_at(target_logits, rows, params, token_bitmask)
     tokens = torch.nn.functional.pad(draft_token_ids, (0, 1), value=vocab).long()  # [B, K+1]
-    use_draft = proposed & ~greedy[:, None]
     if draft_logits is None:
-        draft_probs = (torch.arange(vocab, device=step.device) == tokens[..., None]).double()
+        draft = _certain_draft(tokens, vocab)
     else:
-        probs, _, draft_valid = _distributions(draft_logits, *params)
-        draft_probs = torch.zeros_like(target_probs)
-        draft_probs[:, :num_draft, : draft_logits.shape[-1]] = probs
-        valid &= (draft_valid | ~use_draft[:, :num_draft]).all(-1)
-    draft_probs = torch.where(use_draft[..., None], draft_probs, 0.0)
+        draft = _drawn_draft(draft_logits, tokens, vocab, params, draft_logsumexp, draft_token_map)
+    greedy = torch.zeros_like(present) if temperature is None else temperature == 0
+    draft_used = proposed & ~greedy[:, None]
+    draft_probs = torch.where(draft_used[..., None], draft.probs, 0.0)
 
-    column = tokens.clamp(0, vocab - 1)[..., None]
-    target_prob = torch.where(tokens < vocab, target_probs.gather(-1, column)[..., 0], 0.0)
-    draft_prob = torch.where(tokens < vocab, draft_probs.gather(-1, column)[..., 0], 0.0)
-    accepted = uniform_samples.double() * draft_prob < lenience * target_prob
+    target_prob = prob_of(target.probs, tokens)
+    uniform = uniform_samples.double()
+    accepted = uniform * draft.proposal_prob < lenience * target_prob
     accepted = torch.where(greedy[:, None], target_prob > 0, accepted) & proposed
     accepted_len = accepted.cumprod(-1).sum(-1)  # [B]
+    weight = torch.full_like(uniform[:, 0], lenience)
+    if method == "block":
+        scales = _block_scales(target_prob, draft.proposal_prob)
+        block_len = _block_len(scales, target.probs, draft_probs, uniform, num_proposals)
+        accepted_len = torch.where(greedy, accepted_len, block_len)
+        weight = scales.gather(-1, accepted_len[:, None])[:, 0]
 
     sequence = torch.arange(batch, device=step.device)
-    target_row = target_probs[sequence, accepted_len]  # [B, V]
-    residual = (lenience * target_row - draft_probs[sequence, accepted_len]).clamp(min=0)
-    has_residual = (residual.sum(-1) > 0)[:, None]
-    extra = draw(torch.where(has_residual, residual, target_row), uniform_samples[:, -1])
+    target_row = target.probs[sequence, accepted_len]  # [B, V]
+    residual = weight[:, None] * target_row - draft_probs[sequence, accepted_len]
+    extra = draw(positive_or(residual, target_row), uniform[:, -1])
 
     output = torch.where(step < accepted_len[:, None], tokens, extra[:, None])
-    logprobs = target_log_probs.gather(-1, output[..., None])[..., 0]
+    logprobs = target.log_probs.gather(-1, output[..., None])[..., 0]
+    valid = target.valid.all(-1) & _draft_valid(
+        draft, draft_used, accepted_len, draft_logsumexp is not None
+    )
     emitted = (step <= accepted_len[:, None]) & (present & valid)[:, None]
     accepted_len = torch.where(present, torch.where(valid, accepted_len, -1), 0)
     return (
@@ -74,18 +98,120 @@ def verify_chain(
     )
 
 
-def _distributions(
-    logits: Tensor,
-    temperature: Tensor | None,
-    top_k: Tensor | None,
-    top_p: Tensor | None,
-    min_p: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Probabilities [B, S, V], their logarithms, and validity [B, S] of S rows per sequence."""
-    per_row = [
-        None if param is None else param.repeat_interleave(logits.shape[1])
-        for param in (temperature, top_k, top_p, min_p)
-    ]
+def distributions(logits: Tensor, params: Parameters) -> RowDistributions:
+    """The distributions [B, S, ...] of S rows per sequence, which share its parameters."""
+    per_row = [None if p is None else p.repeat_interleave(logits.shape[1]) for p in params]
     flat = row_distributions(logits.flatten(0, 1), *per_row)
-    shape = logits.shape
-    return flat.probs.view(shape), flat.log_probs.view(shape), flat.valid.view(shape[:2])
+    return RowDistributions(*(field.unflatten(0, logits.shape[:2]) for field in flat))
+
+
+def distributions_at(
+    logits: Tensor, rows: Tensor, params: Parameters, token_bitmask: Tensor | None
+) -> RowDistributions:
+    """The distributions of the rows [B, S] of logits [T, V], under the bitmask of each row."""
+    rows = rows.clamp(0, logits.shape[0] - 1)
+    mask = None if token_bitmask is None else token_bitmask[rows.flatten()]
+    allowed = only_allowed(logits[rows.flatten()], mask)
+    return distributions(allowed.unflatten(0, rows.shape), params)
+
+
+def over_target_vocabulary(
+    values: Tensor, draft_token_map: Tensor | None, vocab: int, missing: float = 0.0
+) -> Tensor:
+    """Draft values [..., draft V] by target token; `missing` where the drafter has no such token."""
+    draft_vocab = values.shape[-1]
+    if draft_token_map is None:
+        return torch.nn.functional.pad(values, (0, vocab - draft_vocab), value=missing)
+    column = draft_token_map.long()  # [V]
+    known = (column >= 0) & (column < draft_vocab)
+    return torch.where(known, values[..., column.clamp(0, draft_vocab - 1)], missing)
+
+
+def prob_of(values: Tensor, tokens: Tensor, missing: float = 0.0) -> Tensor:
+    """The value [...] of one token in each row [..., V]; `missing` outside the vocabulary."""
+    vocab = values.shape[-1]
+    found = values.gather(-1, tokens.clamp(0, vocab - 1)[..., None])[..., 0]
+    return torch.where((tokens >= 0) & (tokens < vocab), found, missing)
+
+
+def positive_or(weights: Tensor, otherwise: Tensor) -> Tensor:
+    """The positive part of each row of weights, or the other row where nothing is positive."""
+    weights = weights.clamp(min=0)
+    return torch.where((weights > 0).any(-1, keepdim=True), weights, otherwise)
+
+
+def _certain_draft(tokens: Tensor, vocab: int) -> Draft:
+    """All the mass on each proposal."""
+    one_hot = torch.arange(vocab, device=tokens.device) == tokens[..., None]
+    valid = torch.ones_like(tokens, dtype=torch.bool)
+    return Draft(one_hot.double(), prob_of(one_hot.double(), tokens), valid, valid)
+
+
+def _drawn_draft(
+    logits: Tensor,
+    tokens: Tensor,
+    vocab: int,
+    params: Parameters,
+    logsumexp: Tensor | None,
+    draft_token_map: Tensor | None,
+) -> Draft:
+    """The distributions that the proposals were drawn from; step K has no mass."""
+    rows = distributions(logits, params)
+    row_valid = torch.nn.functional.pad(rows.valid, (0, 1), value=True)
+    probs = rows.probs
+    if logsumexp is not None:
+        temperature = torch.ones_like(rows.threshold) if params[0] is None else params[0][:, None]
+        scaled = logits.double() / temperature.double()[..., None]
+        scaled = torch.where(logits == -INF, -INF, scaled)  # also at an infinite temperature
+        weights = (scaled - logsumexp.double()[..., None]).exp()  # [B, K, draft V], no filter
+        probs = torch.where(logits >= rows.threshold[..., None], weights, 0.0)
+    probs = over_target_vocabulary(probs, draft_token_map, vocab)
+    probs = torch.nn.functional.pad(probs, (0, 0, 0, 1))  # [B, K+1, V]
+    if logsumexp is None:
+        return Draft(probs, prob_of(probs, tokens), row_valid, row_valid)
+    weights = over_target_vocabulary(weights, draft_token_map, vocab)
+    proposal_prob = prob_of(torch.nn.functional.pad(weights, (0, 0, 0, 1)), tokens)
+    finite = torch.nn.functional.pad(logsumexp.isfinite(), (0, 1), value=True)
+    return Draft(probs, proposal_prob, finite & (proposal_prob < INF), row_valid)
+
+
+def _draft_valid(draft: Draft, used: Tensor, accepted_len: Tensor, has_logsumexp: bool) -> Tensor:
+    """Whether every draft row that counts for a sequence [B] is valid."""
+    if not has_logsumexp:
+        return (draft.row_valid | ~used).all(-1)
+    step = torch.arange(used.shape[1], device=used.device)
+    judged = used & (step <= accepted_len[:, None])
+    read_whole = used & (step == accepted_len[:, None])
+    return ((draft.valid | ~judged) & (draft.row_valid | ~read_whole)).all(-1)
+
+
+def _block_scales(target_prob: Tensor, draft_prob: Tensor) -> Tensor:
+    """How likely each prefix is under the target beside the draft, at most 1: [B, K+1] by length."""
+    scales = [torch.ones_like(target_prob[:, 0])]
+    for i in range(target_prob.shape[1] - 1):
+        grown = scales[-1] * target_prob[:, i]
+        ratio = torch.where(grown < draft_prob[:, i], grown / draft_prob[:, i], 1.0)
+        scales.append(torch.where(grown == 0, 0.0, ratio))
+    return torch.stack(scales, dim=-1)
+
+
+def _block_len(
+    scales: Tensor,
+    target_probs: Tensor,
+    draft_probs: Tensor,
+    uniform_samples: Tensor,
+    num_proposals: Tensor,
+) -> Tensor:
+    """The longest prefix whose uniform number is below its acceptance probability: [B]."""
+    length = torch.zeros_like(num_proposals)
+    for i in range(1, scales.shape[1]):
+        scale = scales[:, i]
+        # cumsum, unlike sum, adds in one order whatever the batch and the number of threads.
+        rest = (scale[:, None] * target_probs[:, i] - draft_probs[:, i]).clamp(min=0).cumsum(-1)
+        rest = rest[:, -1]
+        denominator = rest + 1 - scale
+        threshold = torch.where(denominator > 0, rest / denominator, 1.0)
+        threshold = torch.where(num_proposals == i, scale, threshold)
+        accepted = (uniform_samples[:, i - 1] < threshold) & (num_proposals >= i)
+        length = torch.where(accepted, i, length)
+    return length

@@ -1,0 +1,171 @@
+"""Token trees: which path of a tree the target accepts, and the structure that attention needs."""
+
+import torch
+from torch import Tensor
+
+from fastspec_kernels.backend import implementation
+from fastspec_kernels.checks import (
+    check_cu_rows,
+    check_draft_rows,
+    check_draft_token_map,
+    check_logits,
+    check_sampling,
+    check_tensor,
+    check_token_bitmask,
+)
+
+SIBLING_RULES = ("target_only", "without_replacement", "with_replacement")
+
+
+def verify_tree(
+    target_logits: Tensor,
+    cu_rows: Tensor,
+    tree_token_ids: Tensor,
+    parents: Tensor,
+    uniform_samples: Tensor,
+    *,
+    sibling_rule: str,
+    draft_logits: Tensor | None = None,
+    temperature: Tensor | None = None,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+    draft_token_map: Tensor | None = None,
+    token_bitmask: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Accept one path of each token tree and draw one more token; outputs follow the target exactly.
+
+    The walk starts at node 0, the last committed token. At each node it looks at the children in
+    the order of their indices, moves to the first one that is accepted, and ends where none is. How
+    the siblings were chosen decides what is exact, so `sibling_rule` has no default:
+
+    - "target_only": distinct siblings, chosen by anything but the random numbers of this step (the
+      k most likely, say). Child c is accepted if uniform_samples[b, node] is below the target
+      probability of c and its earlier siblings together. The extra token comes from the target
+      without the siblings' tokens. A token that an earlier sibling has already is passed over.
+    - "without_replacement": siblings drawn from the node's draft row, each without the tokens of
+      the earlier ones. Child c is accepted if uniform_samples[b, c] * draft < target (of its token);
+      otherwise target becomes max(target - draft, 0), and draft loses the token, both normalised.
+      The extra token comes from what is left of target.
+    - "with_replacement": siblings drawn independently from the node's draft row; as above, but draft
+      stays as it is.
+
+    The extra token is drawn by inverse CDF with the last uniform number; where nothing of the
+    target is left, from the target itself. Both models' rows pass through the same temperature and
+    filters (see `row_stats`). A greedy sequence (temperature 0) moves to the first child that is the
+    target's argmax, and reads neither draft rows nor uniform numbers.
+
+    Args:
+        target_logits: [T, V] float32, bfloat16 or float16, any row stride. Sequence b owns the rows
+            cu_rows[b]:cu_rows[b+1]; row i of them judges the children of node i, and nodes without a
+            row do not exist. With no rows at all the sequence takes no part.
+        cu_rows: [B+1] int32, prefix sums of the rows of each sequence, from 0 to at most T; checked
+            on the CPU only.
+        tree_token_ids: [B, N] int32, N >= 1; that of node 0 is not read; an id outside the
+            vocabulary is rejected.
+        parents: [B, N] int32, parents[b, i] < i; -1 for node 0 and for padding; checked on the CPU
+            only, elsewhere a wrong parent means padding.
+        uniform_samples: [B, N+1] float32 in [0, 1).
+        sibling_rule: see above.
+        draft_logits: [B, N, draft V] float32, bfloat16 or float16, draft V <= V: row i is what the
+            children of node i were drawn from. None, and only then, with "target_only".
+        temperature, top_k, top_p, min_p: [B] each, see `row_stats`.
+        draft_token_map: [V] int32, the column of each target token in the draft rows, see
+            `verify_chain`.
+        token_bitmask: [T, ceil(V/32)] int32, allowed tokens of the target rows, see `row_stats`.
+        backend: "auto", "cpu", "cuda", "triton" or "reference".
+    Returns:
+        path: [B, N] int32, the accepted nodes after the root, then -1.
+        output_token_ids: [B, N] int32, their tokens, the extra token, then -1.
+        accepted_len: [B] int32 in 0..N-1; -1 where a row that the walk came by is invalid (see
+            `row_stats`), with no output.
+        logprobs: [B, N] float32, the target's log-probability of each token as in `sample`, 0 after
+            the end.
+    Raises:
+        ValueError: a wrong dtype, shape, device, stride, parent or sibling rule, draft rows that
+            the rule does not take, or a backend that cannot run this.
+
+    No host synchronisation; safe in CUDA graphs. A sequence's result never depends on the others in
+    the batch.
+
+    Sources: the rules of SpecInfer (arXiv 2305.09781, with replacement) and Sequoia (arXiv
+    2402.12374, without).
+    """
+    check_logits("target_logits", target_logits, 2)
+    device = target_logits.device
+    check_tensor("tree_token_ids", tree_token_ids, (None, None), (torch.int32,), device)
+    batch, num_nodes = tree_token_ids.shape
+    if num_nodes == 0:
+        raise ValueError(f"tree_token_ids: a tree needs its root, shape {[batch, num_nodes]}")
+    check_cu_rows(cu_rows, batch, target_logits)
+    _check_parents(parents, (batch, num_nodes), device)
+    uniform_shape = (batch, num_nodes + 1)
+    check_tensor("uniform_samples", uniform_samples, uniform_shape, (torch.float32,), device)
+    _check_sibling_rule(sibling_rule, draft_logits)
+    check_draft_rows(draft_logits, (batch, num_nodes), target_logits)
+    check_sampling(batch, device, temperature, top_k, top_p, min_p)
+    check_draft_token_map(draft_token_map, draft_logits, target_logits)
+    check_token_bitmask(token_bitmask, target_logits.shape[0], target_logits)
+
+    run = implementation("verify_tree", backend, device)
+    return run(
+        target_logits,
+        cu_rows.contiguous(),
+        tree_token_ids.contiguous(),
+        parents.contiguous(),
+        uniform_samples.contiguous(),
+        sibling_rule,
+        draft_logits,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        draft_token_map,
+        token_bitmask,
+    )
+
+
+def build_tree(parents: Tensor, *, backend: str = "auto") -> tuple[Tensor, Tensor]:
+    """Depths and ancestors of the nodes of each tree.
+
+    Args:
+        parents: [B, N] int32, parents[b, i] < i; -1 for padding; that of node 0, the root, is not
+            read. Checked on the CPU only, elsewhere a wrong parent means padding.
+        backend: "auto", "cpu", "cuda", "triton" or "reference".
+    Returns:
+        depths: [B, N] int32, 0 for the root; -1 for padding and what hangs on it.
+        ancestor_mask: [B, N, ceil(N/64)] int64; bit j % 64 of word j // 64 is set where node j is
+            the node itself or one of its ancestors; 0 for padding.
+    Raises:
+        ValueError: a wrong dtype, shape or parent, or a backend that cannot run this.
+
+    No host synchronisation; safe in CUDA graphs.
+    """
+    check_tensor("parents", parents, (None, None), (torch.int32,), None)
+    _check_parents(parents, tuple(parents.shape), parents.device)
+    return implementation("build_tree", backend, parents.device)(parents.contiguous())
+
+
+def _check_parents(parents: Tensor, shape: tuple[int, int], device: torch.device) -> None:
+    """Check the shape and, where that needs no synchronisation, that parents come first."""
+    check_tensor("parents", parents, shape, (torch.int32,), device)
+    if device.type == "cpu":
+        late = (parents >= torch.arange(shape[1], dtype=torch.int32)) | (parents < -1)
+        late[:, :1] = False
+        if late.any():
+            b, i = late.nonzero()[0].tolist()
+            raise ValueError(
+                f"parents: expected -1 or an earlier node, got {int(parents[b, i])} for node {i}"
+                f" of tree {b}"
+            )
+
+
+def _check_sibling_rule(sibling_rule: str, draft_logits: Tensor | None) -> None:
+    """Check that the rule exists and gets what it judges by."""
+    if sibling_rule not in SIBLING_RULES:
+        raise ValueError(f"sibling_rule: expected one of {SIBLING_RULES}, got {sibling_rule!r}")
+    if sibling_rule == "target_only" and draft_logits is not None:
+        raise ValueError("draft_logits: sibling_rule 'target_only' takes none")
+    if sibling_rule != "target_only" and draft_logits is None:
+        raise ValueError(f"draft_logits: sibling_rule {sibling_rule!r} needs the rows drawn from")
