@@ -279,7 +279,8 @@ std::tuple<Tensor, Tensor> row_stats(const Tensor& logits, const OptionalTensor&
 
 Tensor logits_to_probs(const Tensor& logits, const OptionalTensor& temperature,
                        const OptionalTensor& top_k, const OptionalTensor& top_p,
-                       const OptionalTensor& min_p) {
+                       const OptionalTensor& min_p, const OptionalTensor& token_bitmask) {
+  require(!token_bitmask);
   Tensor probs = new_tensor({logits.size(0), logits.size(1)}, ScalarType::Float);
   cpu::logits_to_probs(logits_matrix(logits, 0),
                        sampling_parameters(temperature, top_k, top_p, min_p),

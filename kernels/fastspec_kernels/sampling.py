@@ -36,8 +36,8 @@ def row_stats(
         top_k: [R] int32; <= 0, >= V or None is off.
         top_p: [R] float32; >= 1 or None is off, <= 0 keeps only the largest logit.
         min_p: [R] float32; <= 0 or None is off, >= 1 keeps only the largest logit.
-        token_bitmask: [R, ceil(V/32)] int32, any row stride; bit i % 32 of word i // 32 allows token
-            i, and a token that is not allowed counts as a logit of -inf. None allows all.
+        token_bitmask: [R, ceil(V/32)] int32, any row stride; bit i % 32 of word i // 32 allows
+            token i, and a token that is not allowed counts as a logit of -inf. None allows all.
         backend: "auto", "cpu", "cuda", "triton" or "reference".
     Returns:
         logsumexp: [R] float32.

@@ -34,7 +34,7 @@ def verify_tree(
     token_bitmask: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Accept one path of each token tree and draw one more token; outputs follow the target exactly.
+    """Accept one path of each tree and draw one more token; outputs follow the target exactly.
 
     The walk starts at node 0, the last committed token. At each node it looks at the children in
     the order of their indices, moves to the first one that is accepted, and ends where none is. How
@@ -45,21 +45,21 @@ def verify_tree(
       probability of c and its earlier siblings together. The extra token comes from the target
       without the siblings' tokens. A token that an earlier sibling has already is passed over.
     - "without_replacement": siblings drawn from the node's draft row, each without the tokens of
-      the earlier ones. Child c is accepted if uniform_samples[b, c] * draft < target (of its token);
-      otherwise target becomes max(target - draft, 0), and draft loses the token, both normalised.
-      The extra token comes from what is left of target.
-    - "with_replacement": siblings drawn independently from the node's draft row; as above, but draft
-      stays as it is.
+      the earlier ones. Child c is accepted if uniform_samples[b, c] * draft < target, strictly, at
+      its token; otherwise target becomes max(target - draft, 0), and draft loses the token, both
+      normalised. The extra token comes from what is left of target.
+    - "with_replacement": siblings drawn independently from the node's draft row; as above, but
+      draft stays as it is.
 
     The extra token is drawn by inverse CDF with the last uniform number; where nothing of the
     target is left, from the target itself. Both models' rows pass through the same temperature and
-    filters (see `row_stats`). A greedy sequence (temperature 0) moves to the first child that is the
-    target's argmax, and reads neither draft rows nor uniform numbers.
+    filters (see `row_stats`). A greedy sequence (temperature 0) moves to the first child that is
+    the target's argmax, and reads neither draft rows nor uniform numbers.
 
     Args:
-        target_logits: [T, V] float32, bfloat16 or float16, any row stride. Sequence b owns the rows
-            cu_rows[b]:cu_rows[b+1]; row i of them judges the children of node i, and nodes without a
-            row do not exist. With no rows at all the sequence takes no part.
+        target_logits: [T, V] float32, bfloat16 or float16, any row stride. Sequence b owns the
+            rows cu_rows[b]:cu_rows[b+1]; row i of them judges the children of node i, and nodes
+            without a row do not exist. With no rows at all the sequence takes no part.
         cu_rows: [B+1] int32, prefix sums of the rows of each sequence, from 0 to at most T; checked
             on the CPU only.
         tree_token_ids: [B, N] int32, N >= 1; that of node 0 is not read; an id outside the

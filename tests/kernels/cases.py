@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from fastspec_kernels import available_backends, library
+from fastspec_kernels import backend
 
 SMALL_VOCABS = (1, 2, 3, 31, 32, 33, 64, 65, 1000, 4095, 4096, 4097)
 LARGE_VOCABS = (32000, 50257, 128256)
@@ -17,21 +17,19 @@ POISON = math.nan
 
 
 def backends_of(op: str) -> list[str]:
-    """The backends that can run `op` here; Triton and CUDA join when they have it."""
-    return [
-        name
-        for name in available_backends()
-        if name in ("reference", "triton") or library.has_kernel(op, name)
-    ]
+    """The backends that can run `op` on one of the devices here."""
+    devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
+    names = [name for device in devices for name in backend.backends_of(op, torch.device(device))]
+    return list(dict.fromkeys(names))
 
 
-def device_of(backend: str) -> str:
-    return "cuda" if backend in ("cuda", "triton") and torch.cuda.is_available() else "cpu"
+def device_of(name: str) -> str:
+    return "cuda" if name in ("cuda", "triton") and torch.cuda.is_available() else "cpu"
 
 
-def margin_of(backend: str) -> float:
+def margin_of(name: str) -> float:
     """Decisions closer than this to their bound may differ from the oracle's."""
-    return 1e-12 if backend == "reference" else 1e-5
+    return 1e-12 if name == "reference" else 1e-5
 
 
 def random_params(num: int, vocab: int, generator: torch.Generator) -> dict[str, Tensor]:

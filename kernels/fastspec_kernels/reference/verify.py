@@ -118,7 +118,7 @@ def distributions_at(
 def over_target_vocabulary(
     values: Tensor, draft_token_map: Tensor | None, vocab: int, missing: float = 0.0
 ) -> Tensor:
-    """Draft values [..., draft V] by target token; `missing` where the drafter has no such token."""
+    """Draft values [..., draft V] by target token; `missing` where the drafter has no token."""
     draft_vocab = values.shape[-1]
     if draft_token_map is None:
         return torch.nn.functional.pad(values, (0, vocab - draft_vocab), value=missing)
@@ -186,7 +186,7 @@ def _draft_valid(draft: Draft, used: Tensor, accepted_len: Tensor, has_logsumexp
 
 
 def _block_scales(target_prob: Tensor, draft_prob: Tensor) -> Tensor:
-    """How likely each prefix is under the target beside the draft, at most 1: [B, K+1] by length."""
+    """Target probability of each prefix over the draft's, cut at 1 on the way: [B, K+1]."""
     scales = [torch.ones_like(target_prob[:, 0])]
     for i in range(target_prob.shape[1] - 1):
         grown = scales[-1] * target_prob[:, i]
