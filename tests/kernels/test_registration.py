@@ -8,8 +8,8 @@ import torch
 import fastspec_kernels
 from fastspec_kernels import library, reference
 
-OPS = ["row_stats", "logits_to_probs", "sample", "verify_chain"]
-BORDER_ONLY = {"method", "backend"}
+OPS = ["row_stats", "logits_to_probs", "sample", "verify_chain", "verify_tree", "build_tree"]
+BORDER_ONLY = {"backend"}
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -27,15 +27,25 @@ def test_signatures_agree(op):
 def arguments(op, dtype):
     logits = torch.randn(4, 50).to(dtype)
     params = (torch.ones(4), torch.full((4,), 9, dtype=torch.int32), None, torch.zeros(4))
+    bitmask = torch.full((4, 2), -1, dtype=torch.int32)
+    if op == "build_tree":
+        return (torch.tensor([[-1, 0, 1], [-1, 0, 0]], dtype=torch.int32),)
     if op == "sample":
-        return (logits, torch.rand(4), *params)
-    if op != "verify_chain":
-        return (logits, *params)
+        return (logits, torch.rand(4), *params, bitmask)
+    if op in ("row_stats", "logits_to_probs"):
+        return (logits, *params, bitmask)
     tokens = torch.zeros(2, 1, dtype=torch.int32)
     cu_rows = torch.tensor([0, 2, 4], dtype=torch.int32)
-    draft_logits = torch.randn(2, 1, 40).to(dtype)
     two = [None if param is None else param[:2].clone() for param in params]
-    return (logits, cu_rows, tokens, torch.rand(2, 2), draft_logits, *two, 1.0)
+    columns = torch.arange(50, dtype=torch.int32)
+    if op == "verify_tree":
+        nodes = torch.zeros(2, 2, dtype=torch.int32)
+        parents = torch.tensor([[-1, 0]] * 2, dtype=torch.int32)
+        draft = (torch.rand(2, 3), "with_replacement", torch.randn(2, 2, 40).to(dtype))
+        return (logits, cu_rows, nodes, parents, *draft, *two, columns, bitmask)
+    draft_logits = torch.randn(2, 1, 40).to(dtype)
+    extras = (1.0, "standard", torch.full((2, 1), 4.0), columns, bitmask)
+    return (logits, cu_rows, tokens, torch.rand(2, 2), draft_logits, *two, *extras)
 
 
 @pytest.mark.parametrize("op", [op for op in OPS if library.has_kernel(op, "cpu")])

@@ -5,7 +5,14 @@ import math
 import pytest
 import torch
 
-from fastspec_kernels import logits_to_probs, row_stats, sample, verify_chain
+from fastspec_kernels import (
+    build_tree,
+    logits_to_probs,
+    row_stats,
+    sample,
+    verify_chain,
+    verify_tree,
+)
 
 ROWS, VOCAB = 3, 7
 
@@ -23,6 +30,14 @@ BAD_LOGITS = [
     pytest.param(logits(ROWS, 0), "vocabulary is empty", id="no-vocabulary"),
     pytest.param(logits(VOCAB, ROWS).T, "contiguous", id="transposed"),
     pytest.param(logits(ROWS, 2 * VOCAB)[:, ::2], "contiguous", id="every-second-column"),
+]
+
+BAD_BITMASKS = [
+    (torch.zeros(ROWS, 1, dtype=torch.int64), "int64"),
+    (torch.zeros(ROWS, 2, dtype=torch.int32), r"\[3, 2\]"),
+    (torch.zeros(1, ROWS, dtype=torch.int32), r"\[1, 3\]"),
+    (torch.zeros(ROWS, dtype=torch.int32), r"\[3\]"),
+    (torch.zeros(ROWS, 1, dtype=torch.int32, device="meta"), "meta"),
 ]
 
 BAD_PARAMS = [
@@ -72,6 +87,13 @@ def test_params(call, params, match):
     (name,) = params
     with pytest.raises(ValueError, match=f"^{name}: .*{match}"):
         call(logits(), **params)
+
+
+@pytest.mark.parametrize("call", ROW_OPS)
+@pytest.mark.parametrize(("bad", "match"), BAD_BITMASKS)
+def test_bitmask(call, bad, match):
+    with pytest.raises(ValueError, match=f"^token_bitmask: .*{match}"):
+        call(logits(), token_bitmask=bad)
 
 
 @pytest.mark.parametrize("call", ROW_OPS)
@@ -144,15 +166,109 @@ def test_chain_params(params, match):
         ("lenience", 0.5, "0.5"),
         ("lenience", math.nan, "nan"),
         ("lenience", math.inf, "inf"),
-        ("method", "block", "not supported yet"),
         ("method", "best", "'best'"),
+        ("draft_logsumexp", torch.zeros(ROWS, 2), "needs draft_logits"),
+        ("draft_token_map", torch.zeros(VOCAB, dtype=torch.int32), "needs draft_logits"),
+        ("token_bitmask", torch.zeros(ROWS, 1, dtype=torch.int32), r"\[3, 1\]"),
         ("backend", "gpu", "'gpu'"),
-        ("backend", "triton", "cannot run verify_chain"),
+        ("backend", "cuda", "cannot run verify_chain"),
     ],
 )
 def test_chain_arguments(name, bad, match):
     with pytest.raises(ValueError, match=f"^{name}: .*{match}"):
         chain(**{name: bad})
+
+
+@pytest.mark.parametrize(
+    ("name", "bad", "match"),
+    [
+        ("draft_logsumexp", torch.zeros(ROWS, 3), r"\[3, 3\]"),
+        ("draft_logsumexp", torch.zeros(ROWS, 2, dtype=torch.float64), "float64"),
+        ("draft_logsumexp", torch.zeros(2, ROWS).T, "contiguous"),
+        ("draft_token_map", torch.zeros(VOCAB), "float32"),
+        ("draft_token_map", torch.zeros(4, dtype=torch.int32), r"\[4\]"),
+        ("draft_token_map", torch.zeros(2 * VOCAB, dtype=torch.int32)[::2], "contiguous"),
+    ],
+)
+def test_chain_draft_extras(name, bad, match):
+    with pytest.raises(ValueError, match=f"^{name}: .*{match}"):
+        chain(draft_logits=torch.zeros(ROWS, 2, 4), **{name: bad})
+
+
+def test_block_method_takes_neither_lenience_nor_logsumexp():
+    with pytest.raises(ValueError, match=r"^lenience: method 'block' takes 1 only, got 1\.5"):
+        chain(method="block", lenience=1.5)
+    drawn = {"draft_logits": torch.zeros(ROWS, 2, VOCAB), "draft_logsumexp": torch.zeros(ROWS, 2)}
+    with pytest.raises(ValueError, match=r"^draft_logsumexp: method 'block'"):
+        chain(method="block", **drawn)
+
+
+def tree(**changes):
+    """A valid call of verify_tree, two trees of three nodes each, with changes."""
+    arguments = {
+        "target_logits": torch.zeros(6, VOCAB),
+        "cu_rows": torch.tensor([0, 3, 6], dtype=torch.int32),
+        "tree_token_ids": torch.zeros(2, 3, dtype=torch.int32),
+        "parents": torch.tensor([[-1, 0, 0]] * 2, dtype=torch.int32),
+        "uniform_samples": torch.zeros(2, 4),
+        "sibling_rule": "target_only",
+    }
+    return verify_tree(**{**arguments, **changes})
+
+
+@pytest.mark.parametrize(("bad", "match"), BAD_LOGITS)
+def test_tree_target_logits(bad, match):
+    with pytest.raises(ValueError, match=f"^target_logits: .*{match}"):
+        tree(target_logits=bad)
+
+
+@pytest.mark.parametrize(
+    ("name", "bad", "match"),
+    [
+        ("tree_token_ids", torch.zeros(2, 3, dtype=torch.int64), "int64"),
+        ("tree_token_ids", torch.zeros(2, 0, dtype=torch.int32), "needs its root"),
+        ("cu_rows", torch.tensor([0, 3, 7], dtype=torch.int32), "at most 6 rows"),
+        ("parents", torch.zeros(2, 4, dtype=torch.int32), r"\[2, 4\]"),
+        ("parents", torch.tensor([[-1, 0, 2]] * 2, dtype=torch.int32), "got 2 for node 2"),
+        ("parents", torch.tensor([[-1, -2, 0]] * 2, dtype=torch.int32), "got -2 for node 1"),
+        ("uniform_samples", torch.zeros(2, 3), r"\[2, 3\]"),
+        ("sibling_rule", "best", "'best'"),
+        ("draft_logits", torch.zeros(2, 3, VOCAB), "'target_only' takes none"),
+        ("temperature", torch.ones(3), r"\[3\]"),
+        ("token_bitmask", torch.zeros(2, 1, dtype=torch.int32), r"\[2, 1\]"),
+        ("backend", "cuda", "cannot run verify_tree"),
+    ],
+)
+def test_tree_arguments(name, bad, match):
+    with pytest.raises(ValueError, match=f"^{name}: .*{match}"):
+        tree(**{name: bad})
+
+
+@pytest.mark.parametrize("rule", ["without_replacement", "with_replacement"])
+def test_drawn_siblings_need_the_rows_they_were_drawn_from(rule):
+    with pytest.raises(ValueError, match=f"^draft_logits: sibling_rule '{rule}' needs"):
+        tree(sibling_rule=rule)
+    with pytest.raises(ValueError, match=r"^draft_logits: expected shape \[2, 3, \*\]"):
+        tree(sibling_rule=rule, draft_logits=torch.zeros(2, 2, VOCAB))
+
+
+def test_sibling_rule_has_no_default():
+    with pytest.raises(TypeError, match="sibling_rule"):
+        verify_tree(*[None] * 5)
+
+
+@pytest.mark.parametrize(
+    ("bad", "match"),
+    [
+        ([[-1, 0]], "a tensor, got list"),
+        (torch.zeros(3, dtype=torch.int32), r"\[3\]"),
+        (torch.zeros(2, 3), "float32"),
+        (torch.tensor([[-1, 1]], dtype=torch.int32), "got 1 for node 1 of tree 0"),
+    ],
+)
+def test_build_tree(bad, match):
+    with pytest.raises(ValueError, match=f"^parents: .*{match}"):
+        build_tree(bad)
 
 
 def test_valid_calls_pass():
