@@ -107,7 +107,9 @@ class SpecConfig:
         draft_sample_method: "probabilistic" samples drafts from the drafter's own distribution
             under the request's parameters; "greedy" takes its argmax and verifies it as a point
             mass. Both are exact.
-        rejection_sample_method: "standard".
+        rejection_sample_method: "standard" judges draft tokens one by one; "block" judges whole
+            prefixes, accepts at least as many on average, and reads the rows once more. Both are
+            exact, and the same at temperature 0.
         num_assistant_tokens: Hugging Face's name of num_speculative_tokens.
     Raises:
         ValueError: a value out of range, or a field that this version does not support yet.
@@ -152,9 +154,16 @@ class SpecConfig:
             self.draft_sample_method in ("probabilistic", "greedy"),
             "'probabilistic' or 'greedy'",
         )
+        if self.rejection_sample_method == "coupled":
+            raise ValueError("rejection_sample_method: 'coupled' is not supported yet")
+        _require(
+            "rejection_sample_method",
+            self.rejection_sample_method,
+            self.rejection_sample_method in ("standard", "block"),
+            "'standard' or 'block'",
+        )
         _reject_unsupported(
             self,
-            rejection_sample_method="standard",
             prompt_lookup_min=None,
             prompt_lookup_max=None,
             k_matrix=None,

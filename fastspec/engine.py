@@ -205,7 +205,8 @@ class Engine:
         batch = Batch(running, [min(num_draft, r) for r in room], num_draft, self.device)
         proposal = self._propose(batch)
         clock.lap("propose")
-        verdicts = verify(self._runner, batch, proposal, self.config.backend)
+        method = self.spec.rejection_sample_method
+        verdicts = verify(self._runner, batch, proposal, method, self.config.backend)
         clock.lap("verify")
         events = self._commit(batch, verdicts)
         clock.lap("commit")

@@ -40,7 +40,9 @@ def prefill(runner: ModelRunner, requests: list[Request]) -> None:
         request.num_cached = len(request.token_ids) - 1
 
 
-def verify(runner: ModelRunner, batch: Batch, proposal: Proposal, backend: str) -> list[Verdict]:
+def verify(
+    runner: ModelRunner, batch: Batch, proposal: Proposal, method: str, backend: str
+) -> list[Verdict]:
     """Judge the proposals in one target pass; a round's only copy from the device is made here."""
     counts = [wanted + 1 for wanted in batch.num_draft_tokens]
     spans = [
@@ -57,6 +59,7 @@ def verify(runner: ModelRunner, batch: Batch, proposal: Proposal, backend: str) 
         uniform(batch.seeds, batch.positions, num_columns, VERIFY_STREAM),
         draft_logits=proposal.draft_logits,
         **batch.sampling,
+        method=method,
         backend=backend,
     )
     table = torch.cat([accepted_len[:, None], output_ids, proposal.token_ids], dim=1).tolist()

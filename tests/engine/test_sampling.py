@@ -72,12 +72,19 @@ def p_value(counts, law):
 
 
 @pytest.mark.parametrize("sampling", [PLAIN, FILTERED], ids=["plain", "filtered"])
-@pytest.mark.parametrize("method", ["none", "probabilistic", "greedy"])
-def test_exact_distribution(models, sampling, method):
-    if method == "none":
-        spec = SpecConfig(method="none")
-    else:
-        spec = SpecConfig(num_speculative_tokens=2, draft_sample_method=method)
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"method": "none"},
+        {"draft_sample_method": "probabilistic"},
+        {"draft_sample_method": "greedy"},
+        {"rejection_sample_method": "block"},
+        {"rejection_sample_method": "block", "draft_sample_method": "greedy"},
+    ],
+    ids=lambda spec: "-".join(spec.values()),
+)
+def test_exact_distribution(models, sampling, spec):
+    spec = SpecConfig(num_speculative_tokens=2, **spec)
     assert p_value(drawn_counts(models, sampling, spec), exact_law(models[0], sampling)) > ALPHA
 
 
