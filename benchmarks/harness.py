@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -49,7 +50,7 @@ def quantiles(samples: list[float]) -> Timing:
     return Timing(*(round(value, 2) for value in points.tolist()))
 
 
-def record_of(fields: dict, timings: dict[str, Timing]) -> dict:
+def record_of(fields: dict, timings: dict[str, Timing], device_type: str = "cpu") -> dict:
     """One result: what was timed, how long it took, how it compares with the others, and where."""
     ours = timings["ours"]
     ratios = {
@@ -65,13 +66,36 @@ def record_of(fields: dict, timings: dict[str, Timing]) -> dict:
         **ratios,
         "verified": True,
         **describe_environment(),
+        **describe_device(device_type),
         "load": round(os.getloadavg()[0], 1),  # above the number of cores, timings are noise
         "argv": sys.argv[1:],
     }
 
 
-def append(name: str, record: dict) -> None:
-    """Add one line to results/NAME.jsonl."""
-    RESULTS.mkdir(exist_ok=True)
-    with (RESULTS / f"{name}.jsonl").open("a") as file:
+def describe_device(device_type: str) -> dict:
+    """The device that the numbers are of."""
+    if device_type == "cpu":
+        return {"device": "cpu"}
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "device": properties.name,
+        "cuda": torch.version.cuda,
+        "l2_mib": properties.L2_cache_size >> 20,
+        "triton": version_of("triton"),
+        "flashinfer": version_of("flashinfer-python"),
+    }
+
+
+def version_of(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def append(name: str, record: dict, folder: Path | None = None) -> None:
+    """Add one line to NAME.jsonl in benchmarks/results or another folder."""
+    folder = folder or RESULTS
+    folder.mkdir(exist_ok=True)
+    with (folder / f"{name}.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(record) + "\n")

@@ -1,60 +1,96 @@
-"""Inputs of the sampling benchmarks, and the same work done with Hugging Face's functions."""
+"""Inputs of the sampling benchmarks: logits of three kinds, sampling parameters, drafts, trees."""
 
-from types import SimpleNamespace
+import math
 
 import torch
 from torch import Tensor
-from transformers.generation.logits_process import (
-    LogitsProcessorList,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from fastspec_kernels import available_backends
 
-BACKENDS = [name for name in available_backends() if name != "reference"]
-FILTERS = {"temperature": 0.8, "top_k": 50, "top_p": 0.9}
-SAMPLING = {"unfiltered": {}, "filtered": FILTERS}
+BACKENDS = [name for name in available_backends() if name == "cpu"]
+CHUNK = 1 << 25  # elements made at a time
+NOISE = 0.5  # how far a draft's logits are from the target's
 
 
-def logits_like_a_model(num_rows: int, vocab: int, generator: torch.Generator) -> Tensor:
-    """Rows with a few likely tokens above a wide floor."""
-    logits = torch.randn(num_rows, vocab, generator=generator) * 2
-    logits[:, :64] += torch.linspace(14, 4, 64)
+def make_logits(
+    kind: str, num_rows: int, vocab: int, dtype: torch.dtype, generator: torch.Generator
+) -> Tensor:
+    """[num_rows, vocab] logits: "zipf" (exponent 1.1), "peaked" (best token 0.9) or "flat"."""
+    make = {"zipf": _zipf, "peaked": _peaked, "flat": _normal}[kind]
+    logits = torch.empty(num_rows, vocab, dtype=dtype, device=generator.device)
+    for rows in logits.split(max(1, CHUNK // vocab)):
+        rows.copy_(make(len(rows), vocab, generator))
     return logits
 
 
-def parameters(values: dict, num: int) -> dict[str, Tensor]:
+def _normal(num_rows: int, vocab: int, generator: torch.Generator) -> Tensor:
+    return torch.randn(num_rows, vocab, generator=generator, device=generator.device)
+
+
+def _peaked(num_rows: int, vocab: int, generator: torch.Generator) -> Tensor:
+    logits = _normal(num_rows, vocab, generator)
+    best = _integers(0, vocab, num_rows, generator)
+    return logits.scatter_(1, best, (logits.logsumexp(-1) + math.log(9))[:, None])
+
+
+def _zipf(num_rows: int, vocab: int, generator: torch.Generator) -> Tensor:
+    """Token i has rank (a * i + b) modulo vocab, with an a prime to vocab for each row."""
+    candidates = torch.arange(vocab // 2, vocab // 2 + 64)
+    factors = candidates[torch.gcd(candidates, torch.tensor(vocab)) == 1].to(generator.device)
+    a = factors[_integers(0, len(factors), num_rows, generator)]  # [rows, 1]
+    ids = torch.arange(vocab, device=generator.device)
+    rank = (a * ids + _integers(0, vocab, num_rows, generator)) % vocab
+    jitter = 0.02 * _normal(num_rows, vocab, generator)
+    return jitter - 1.1 * (rank + 1).float().log()
+
+
+def _integers(low: int, high: int, num: int, generator: torch.Generator) -> Tensor:
+    return torch.randint(low, high, (num, 1), generator=generator, device=generator.device)
+
+
+def noisy(logits: Tensor, generator: torch.Generator) -> Tensor:
+    """The logits of a draft that imitates those of a target."""
+    draft = torch.empty_like(logits)
+    for ours, theirs in zip(draft.split(64), logits.split(64), strict=True):
+        noise = torch.randn(theirs.shape, generator=generator, device=generator.device)
+        ours.copy_(theirs.float() + NOISE * noise)
+    return draft
+
+
+def parameters(values: dict, num: int, device: torch.device | str = "cpu") -> dict[str, Tensor]:
     """Sampling parameters as the ops take them."""
     return {
-        name: torch.full((num,), value, dtype=torch.int32 if name == "top_k" else torch.float32)
+        name: torch.full(
+            (num,),
+            value,
+            dtype=torch.int32 if name == "top_k" else torch.float32,
+            device=device,
+        )
         for name, value in values.items()
     }
 
 
-def warpers(values: dict) -> LogitsProcessorList:
-    """The same parameters as Hugging Face's generate applies them."""
-    made = {
-        "temperature": TemperatureLogitsWarper,
-        "top_k": TopKLogitsWarper,
-        "top_p": TopPLogitsWarper,
-    }
-    return LogitsProcessorList([made[name](value) for name, value in values.items()])
+def draw_tokens(
+    logits: Tensor, values: dict, num: int, replacement: bool, generator: torch.Generator
+) -> Tensor:
+    """[rows, num] int32 tokens of the filtered distribution of each row, made with torch."""
+    chunks = logits.split(max(1, CHUNK // logits.shape[-1]))
+    return torch.cat([_draw(rows, values, num, replacement, generator) for rows in chunks])
 
 
-def chain_case(num_draft: int, vocab: int, num_uniforms: int = 16) -> SimpleNamespace:
-    """One sequence whose draft is a noisy copy of the target, with several sets of uniforms."""
-    generator = torch.Generator().manual_seed(0)
-    target_logits = logits_like_a_model(num_draft + 1, vocab, generator)
-    noise = torch.randn(num_draft, vocab, generator=generator) * 0.5
-    draft_logits = (target_logits[:num_draft] + noise)[None]
-    tokens = torch.multinomial(draft_logits[0].softmax(-1), 1, generator=generator).T
-    shape = (num_uniforms, 1, num_draft + 1)
-    return SimpleNamespace(
-        target_logits=target_logits,
-        cu_rows=torch.tensor([0, num_draft + 1], dtype=torch.int32),
-        draft_token_ids=tokens.int(),
-        draft_logits=draft_logits,
-        uniform_samples=list(torch.rand(shape, generator=generator)),
-    )
+def _draw(rows, values, num, replacement, generator):
+    best = rows.float() / values.get("temperature", 1.0)
+    kept, ids = best.topk(values["top_k"]) if "top_k" in values else best.sort(descending=True)
+    probs = kept.softmax(-1)
+    if "top_p" in values:
+        probs = probs * (probs.cumsum(-1) - probs < values["top_p"])
+    # The floor lets siblings be drawn without replacement where fewer tokens are left.
+    places = probs.clamp_min(1e-20).multinomial(num, replacement, generator=generator)
+    return ids.gather(1, places).int()
+
+
+def binary_tree(num_nodes: int) -> Tensor:
+    """[num_nodes] parents of a tree with two children per node."""
+    parents = (torch.arange(num_nodes, dtype=torch.int32) - 1) // 2
+    parents[0] = -1
+    return parents

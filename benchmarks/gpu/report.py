@@ -1,0 +1,159 @@
+"""Writes the tables (report.md) and, where matplotlib is installed, the plots of a GPU run."""
+
+import json
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from benchmarks.gpu import options
+from benchmarks.gpu.state import State
+from benchmarks.report import table_head, table_row
+
+PEERS = (
+    "peer",
+    "torch",
+    "torch_softmax",
+    "flashinfer",
+    "flashinfer_bytes",
+    "vllm_v2_bytes",
+    "sglang_bytes",
+)
+MEANING = """\
+Times are medians in microseconds. **cold**: every call reads inputs that are not in the L2;
+**warm**: the same inputs again and again. **floor**: the bytes that must move over the copy
+bandwidth measured in the same process. The other columns are the other's time over ours, so above 1
+we are faster: *peer* Hugging Face, *torch* one sort, *torch_softmax* only the softmax of all rows,
+*flashinfer* its kernels; names that end in *bytes* are a copy of as many bytes as that pipeline
+moves, since the pipeline itself was not run. (e) marks times of the wall clock, launches included.
+"""
+
+
+def read_lines(path: Path) -> list[dict]:
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def text_of(folder: Path) -> str:
+    """The whole report."""
+    machine = {record["what"]: record for record in read_lines(folder / "machine.jsonl")}
+    kernels = latest(read_lines(folder / "kernels.jsonl"))
+    parts = ["# GPU run", steps_table(State(folder))]
+    if machine:
+        parts += ["## Machine", machine_table(list(machine.values()))]
+    if kernels:
+        parts += ["## Kernels", MEANING]
+    for op in sorted({record["op"] for record in kernels}):
+        parts += [f"### {op}", op_table([record for record in kernels if record["op"] == op])]
+    errors = latest(read_lines(folder / "errors.jsonl"))
+    if errors:
+        parts += ["## Not measured", errors_table(errors)]
+    return "\n\n".join(parts) + "\n"
+
+
+def latest(records: list[dict]) -> list[dict]:
+    """The last record of each case."""
+    return list({json.dumps(identity(record)): record for record in records}.values())
+
+
+def identity(record: dict) -> list:
+    return [record[name] for name in ("op", "backend", "shape", "logits", "dtype")]
+
+
+def steps_table(state: State) -> str:
+    lines = table_head("step", "status", "seconds", "detail")
+    for name, outcome in state.outcomes.items():
+        detail = outcome.detail.replace("|", "/")
+        lines.append(table_row(name, outcome.status, f"{outcome.seconds:.0f}", detail))
+    return "\n".join(lines)
+
+
+def machine_table(records: list[dict]) -> str:
+    first = records[0]
+    versions = {name: first.get(name) for name in ("cuda", "torch", "triton", "commit", "date")}
+    where = ", ".join(f"{name} {value}" for name, value in versions.items() if value)
+    lines = [f"{first['device']}, {where}", "", *table_head("what", "value")]
+    for record in records:
+        lines.append(table_row(record["what"], f"{record['value']:.4g} {record['unit']}"))
+    return "\n".join(lines)
+
+
+def op_table(records: list[dict]) -> str:
+    peers = [name for name in PEERS if any(f"{name}_us" in record for record in records)]
+    lines = table_head("shape", "backend", "cold", "warm", "floor", "ours/floor", *peers)
+    for record in records:
+        sizes = ", ".join(f"{name}={value}" for name, value in record["shape"].items())
+        warm = f"{record['warm_us']:.4g}" if "warm_us" in record else "-"
+        lines.append(
+            table_row(
+                f"{sizes}, {record['logits']}, {record['dtype']}",
+                record["backend"],
+                f"{record['median_us']:.4g}",
+                warm,
+                f"{record['floor_us']:.4g}",
+                f"{record['ratio_to_floor']:.3g}",
+                *(ratio(record, name) for name in peers),
+            )
+        )
+    return "\n".join(lines)
+
+
+def ratio(record: dict, name: str) -> str:
+    """The other's time over ours."""
+    if f"{name}_us" not in record:
+        return "error" if name in record.get("peer_errors", {}) else "-"
+    mark = " (e)" if name in record.get("eager", ()) else ""
+    return f"{record[f'{name}_us'] / record['median_us']:.3g}{mark}"
+
+
+def errors_table(errors: list[dict]) -> str:
+    lines = table_head("op", "shape", "backend", "error")
+    for record in errors:
+        error = record["error"].replace("\n", " ").replace("|", "/")[:200]
+        lines.append(table_row(record["op"], str(record["shape"]), record["backend"], error))
+    return "\n".join(lines)
+
+
+def plot(records: list[dict], folder: Path) -> list[str]:
+    """One picture per op: time over floor time, each axis logarithmic, one mark per case."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = []
+    for op in sorted({record["op"] for record in records}):
+        figure, axes = pyplot.subplots(figsize=(6, 5))
+        of_op = [record for record in records if record["op"] == op and record["floor_us"] > 0]
+        for backend in sorted({record["backend"] for record in of_op}):
+            chosen = [record for record in of_op if record["backend"] == backend]
+            floors = [record["floor_us"] for record in chosen]
+            axes.loglog(floors, [record["median_us"] for record in chosen], "o", label=backend)
+        ends = [record["floor_us"] for record in of_op]
+        axes.loglog([min(ends), max(ends)], [min(ends), max(ends)], "k-", label="floor")
+        axes.set_xlabel("floor, µs")
+        axes.set_ylabel("median, µs")
+        axes.set_title(op)
+        axes.legend()
+        names.append(f"{op}.png")
+        figure.savefig(folder / names[-1], dpi=120)
+        pyplot.close(figure)
+    return names
+
+
+def main() -> int:
+    arguments = options.parser(__doc__).parse_args()
+    folder = arguments.out
+    text = text_of(folder)
+    records = latest(read_lines(folder / "kernels.jsonl"))
+    if find_spec("matplotlib") is None:
+        note = "No plots: matplotlib is not installed."
+    else:
+        names = plot(records, folder)
+        note = "\n".join(f"![{name}]({name})" for name in names)
+    (folder / "report.md").write_text(f"{text}\n{note}\n", encoding="utf-8")
+    print(f"report.md: {len(records)} kernel records; {note.splitlines()[0] if note else ''}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,219 @@
+"""Every op on small shapes against the reference, for the sanitizers and for the GPU tests.
+
+All inputs are made and all results compared on the CPU, so that a tool sees our kernels and copies
+of memory, and little of torch's own.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+import fastspec_kernels as ops
+from benchmarks import verification
+from benchmarks.gpu import options
+from benchmarks.inputs import binary_tree, draw_tokens, make_logits, noisy
+from fastspec_kernels.backend import backends_of
+
+TINY_VOCABS = (1, 33, 1000)
+VOCABS = (*TINY_VOCABS, 8193, 40001)  # two tiles and a bit; several blocks of a cluster
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MIXED = {  # a sequence each: plain, greedy, filtered
+    "temperature": torch.tensor([1.0, 0.0, 0.8]),
+    "top_k": torch.tensor([0, 0, 50], dtype=torch.int32),
+    "top_p": torch.tensor([1.0, 1.0, 0.9]),
+    "min_p": torch.tensor([0.0, 0.0, 0.01]),
+}
+BATCH = 3
+NUM_DRAFT = 3
+NUM_NODES = 7
+
+
+def backends(device_type: str) -> list[str]:
+    """Compiled backends on this type of device that have at least one of the ops."""
+    found = {
+        name: None
+        for op in CHECKS
+        for name in backends_of(op, torch.device(device_type))
+        if name != "reference"
+    }
+    return list(found) or ["reference"]
+
+
+def checks(
+    backend: str, device_type: str, vocabs: tuple[int, ...] = VOCABS
+) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Name and check of everything that the backend has there; a check raises AssertionError."""
+    device = torch.device(device_type)
+    for op, check in CHECKS.items():
+        if backend not in backends_of(op, device):
+            continue
+        for vocab in vocabs if op in SAMPLING_OPS else vocabs[:1]:
+            for dtype in DTYPES if op in SAMPLING_OPS else DTYPES[:1]:
+                name = f"{op}-V{vocab}-{str(dtype).removeprefix('torch.')}"
+                yield name, lambda c=check, v=vocab, d=dtype: c(v, d, backend, device)
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+def bitmask(num_rows: int, vocab: int) -> Tensor:
+    """Half of the tokens allowed; the first of each word always, so that no row is empty."""
+    words = torch.randint(-(2**31), 2**31, (num_rows, -(-vocab // 32)), generator=generator())
+    return words.int() | 1
+
+
+def logits_of(num_rows: int, vocab: int, dtype: torch.dtype) -> Tensor:
+    """[num_rows, vocab] in rows with a gap between them that holds NaN."""
+    buffer = torch.full((num_rows, vocab + 3), torch.nan, dtype=dtype)
+    rows = buffer[:, :vocab]
+    rows.copy_(make_logits("flat", num_rows, vocab, torch.float32, generator()) * 3)
+    return rows
+
+
+def moved(values: tuple | dict, device: torch.device):
+    """The arguments on the device, strides kept."""
+    if isinstance(values, dict):
+        return {name: moved((value,), device)[0] for name, value in values.items()}
+    return tuple(_moved(value, device) if isinstance(value, Tensor) else value for value in values)
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    if tensor.is_contiguous():
+        return tensor.to(device)
+    strided = torch.empty(tensor.stride(0) * len(tensor), dtype=tensor.dtype).fill_(torch.nan)
+    strided = strided.as_strided(tensor.shape, tensor.stride()).copy_(tensor)
+    base = strided.as_strided((tensor.stride(0) * len(tensor),), (1,))
+    return base.to(device).as_strided(tensor.shape, tensor.stride())
+
+
+def _rows_check(op: str):
+    def check(vocab, dtype, backend, device):
+        logits = logits_of(BATCH, vocab, dtype)
+        extra = (torch.rand(BATCH, generator=generator()),) if op == "sample" else ()
+        args = moved((logits, *extra), device)
+        for params in (MIXED, {**MIXED, "token_bitmask": bitmask(BATCH, vocab)}):
+            ours = getattr(ops, op)(*args, **moved(params, device), backend=backend)
+            verification.rows(op, logits, extra, params, ours)
+
+    return check
+
+
+def chain_inputs(vocab: int, dtype: torch.dtype) -> tuple[tuple, dict]:
+    """Three ragged sequences: all proposals, none, two of them."""
+    cu_rows = torch.tensor([0, NUM_DRAFT + 1, NUM_DRAFT + 2, NUM_DRAFT + 5], dtype=torch.int32)
+    target = logits_of(int(cu_rows[-1]), vocab, dtype)
+    draft = noisy(logits_of(BATCH * NUM_DRAFT, vocab, dtype), generator())
+    tokens = draw_tokens(draft, {}, 1, True, generator()).view(BATCH, NUM_DRAFT)
+    uniform = torch.rand(BATCH, NUM_DRAFT + 1, generator=generator())
+    return (target, cu_rows, tokens, uniform), {
+        "draft_logits": draft.view(BATCH, NUM_DRAFT, vocab),
+        **MIXED,
+    }
+
+
+def tree_inputs(vocab: int, dtype: torch.dtype) -> tuple[tuple, dict]:
+    target = logits_of(BATCH * NUM_NODES, vocab, dtype)
+    draft = noisy(target, generator())
+    siblings = draw_tokens(draft, {}, 2, True, generator())  # row i: the two children of node i
+    parents = binary_tree(NUM_NODES)
+    which = (torch.arange(NUM_NODES) - 1) % 2
+    tokens = siblings.view(BATCH, NUM_NODES, 2)[:, parents.clamp_min(0), which].contiguous()
+    cu_rows = torch.arange(BATCH + 1, dtype=torch.int32) * NUM_NODES
+    uniform = torch.rand(BATCH, NUM_NODES + 1, generator=generator())
+    args = (target, cu_rows, tokens, parents.expand(BATCH, -1).contiguous(), uniform)
+    return args, {"draft_logits": draft.view(BATCH, NUM_NODES, vocab), **MIXED}
+
+
+def _chain_check(vocab, dtype, backend, device):
+    args, kwargs = chain_inputs(vocab, dtype)
+    variants = (
+        kwargs,
+        {**kwargs, "draft_logits": None},
+        {**kwargs, "method": "block"},
+        {**kwargs, "draft_logsumexp": logsumexp_of(kwargs)},
+        {**kwargs, "token_bitmask": bitmask(len(args[0]), vocab)},
+        {**kwargs, "draft_token_map": torch.arange(vocab, dtype=torch.int32).flip(0)},
+    )
+    for options_of in variants:
+        ours = ops.verify_chain(*moved(args, device), **moved(options_of, device), backend=backend)
+        verification.chain(args, options_of, ours)
+
+
+def logsumexp_of(kwargs: dict) -> Tensor:
+    """[BATCH, NUM_DRAFT], what row_stats gives for the draft rows."""
+    rows = {name: value.repeat_interleave(NUM_DRAFT) for name, value in MIXED.items()}
+    logits = kwargs["draft_logits"].flatten(0, 1)
+    return ops.row_stats(logits, **rows, backend="reference")[0].view(BATCH, NUM_DRAFT)
+
+
+def _tree_check(vocab, dtype, backend, device):
+    args, kwargs = tree_inputs(vocab, dtype)
+    for rule in ("with_replacement", "without_replacement", "target_only"):
+        options_of = {**kwargs, "sibling_rule": rule}
+        if rule == "target_only":
+            options_of["draft_logits"] = None
+            options_of["token_bitmask"] = bitmask(len(args[0]), vocab)
+        ours = ops.verify_tree(*moved(args, device), **moved(options_of, device), backend=backend)
+        verification.tree(args, options_of, ours)
+
+
+def call_of(op: str, vocab: int, dtype: torch.dtype, backend: str) -> tuple:
+    """A function of the op's arguments on the GPU, and such arguments: positional, by name."""
+    args, kwargs = chain_inputs(vocab, dtype) if op == "verify_chain" else tree_inputs(vocab, dtype)
+    if op == "verify_tree":
+        kwargs["sibling_rule"] = "with_replacement"
+    device = torch.device("cuda")
+
+    def run(args: tuple, kwargs: dict) -> tuple[Tensor, ...]:
+        return getattr(ops, op)(*args, **kwargs, backend=backend)
+
+    return run, moved(args, device), moved(kwargs, device)
+
+
+def _build_tree_check(vocab, dtype, backend, device):
+    for num_nodes in (1, 7, 64, 65, 200):
+        parents = binary_tree(num_nodes).repeat(BATCH, 1)
+        expected = ops.build_tree(parents, backend="reference")
+        verification.equal(ops.build_tree(parents.to(device), backend=backend), expected)
+
+
+def _uniform_check(vocab, dtype, backend, device):
+    seed, position = torch.randint(2**62, (2, BATCH), generator=generator())
+    expected = ops.uniform(seed, position, 7, 3, backend="reference")
+    ours = ops.uniform(seed.to(device), position.to(device), 7, 3, backend=backend)
+    verification.equal((ours,), (expected,))
+
+
+SAMPLING_OPS = ("row_stats", "logits_to_probs", "sample", "verify_chain", "verify_tree")
+CHECKS: dict[str, Callable] = {
+    **{op: _rows_check(op) for op in SAMPLING_OPS[:3]},
+    "verify_chain": _chain_check,
+    "verify_tree": _tree_check,
+    "build_tree": _build_tree_check,
+    "uniform": _uniform_check,
+}
+
+
+def main() -> int:
+    arguments = options.parser(__doc__).parse_args()
+    device_type = "cpu" if arguments.dry_run else "cuda"
+    vocabs = TINY_VOCABS if arguments.dry_run else VOCABS
+    passed, failed = 0, []
+    for backend in backends(device_type):
+        for name, check in checks(backend, device_type, vocabs):
+            try:
+                check()
+            except AssertionError as error:
+                failed.append(f"{name}-{backend}")
+                print(f"{failed[-1]}: {error}", flush=True)
+            else:
+                passed += 1
+    print(f"{passed} checks passed, {len(failed)} failed {' '.join(failed[:5])}", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

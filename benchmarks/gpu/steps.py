@@ -1,0 +1,135 @@
+"""The steps of the GPU run, in order. A new step is one more entry in STEPS."""
+
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+UNFINISHED = 3  # exit status of a step that stopped at its deadline with work left
+SANITIZER_ERROR = 9
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a step may ask about the run; `seconds` is what this step may take."""
+
+    out: Path
+    dry_run: bool
+    seconds: float = 0.0
+    capability: str = ""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A subprocess, or the reason why there is none."""
+
+    arguments: list[str]
+    environment: dict[str, str]
+    skipped: str = ""
+
+
+@dataclass(frozen=True)
+class Step:
+    """`share`: the part of all minutes that the step may take at most.
+
+    A step keeps its own progress in the output folder where it can be continued. `again` tells how
+    to forget it: the names of files in that folder.
+    """
+
+    name: str
+    share: float
+    command: Callable[[Context], Command]
+    progress: tuple[str, ...] = ()
+
+
+def module(name: str, *arguments: str) -> Callable[[Context], Command]:
+    """`python -m benchmarks.gpu.NAME` with the options that all such modules take."""
+
+    def command(context: Context) -> Command:
+        dry = ["--dry-run"] if context.dry_run else []
+        options = ["--out", str(context.out), "--seconds", f"{context.seconds:.0f}", *dry]
+        return python("-m", f"benchmarks.gpu.{name}", *options, *arguments)
+
+    return command
+
+
+def python(*arguments: str, **environment: str) -> Command:
+    return Command([sys.executable, *arguments], environment)
+
+
+def build(context: Context) -> Command:
+    """Compile for this GPU only, which takes a fraction of the time; a dry run compiles nothing."""
+    if context.dry_run:
+        return python("setup.py", "--quiet", "--version", FASTSPEC_BUILD_CUDA="0")
+    archs = os.environ.get("TORCH_CUDA_ARCH_LIST") or context.capability
+    return python(
+        "setup.py",
+        "build_ext",
+        "--inplace",
+        FASTSPEC_BUILD_CUDA="1",
+        TORCH_CUDA_ARCH_LIST=archs,
+    )
+
+
+def pytest(*arguments: str) -> Callable[[Context], Command]:
+    def command(context: Context) -> Command:
+        return python("-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments)
+
+    return command
+
+
+def gpu_tests(context: Context) -> Command:
+    """All tests that need a GPU; in a dry run those of one folder, to see them skipped."""
+    return pytest("-m", "gpu", "tests/gpu" if context.dry_run else "tests")(context)
+
+
+def kernel_tests(context: Context) -> Command:
+    """The tests of all backends choose those of the GPU by the backend's name in the test's id."""
+    if context.dry_run:
+        return Command([], {}, skipped="a dry run has no GPU backends")
+    return pytest("tests/kernels", "-k", "cuda or triton")(context)
+
+
+def sanitizer(tool: str) -> Callable[[Context], Command]:
+    """The small shapes under one tool; allocations go to the driver, so that it sees each of them.
+
+    A dry run calls the small shapes once, without a tool.
+    """
+
+    def command(context: Context) -> Command:
+        small = module("small_shapes")(context).arguments
+        if context.dry_run and tool != "memcheck":
+            return Command([], {}, skipped="a dry run goes through the small shapes once")
+        if context.dry_run:
+            return Command(small, {})
+        path = find_sanitizer()
+        if path is None:
+            return Command([], {}, skipped="no compute-sanitizer on PATH or in CUDA_HOME")
+        options = ["--tool", tool, "--error-exitcode", str(SANITIZER_ERROR)]
+        return Command([path, *options, *small], {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
+
+    return command
+
+
+def find_sanitizer() -> str | None:
+    folders = [os.environ.get("CUDA_HOME", ""), "/usr/local/cuda"]
+    extra = os.pathsep.join(str(Path(folder, "bin")) for folder in folders if folder)
+    return shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=extra)
+
+
+STEPS = (
+    Step("machine", 0.1, module("machine")),
+    Step("build", 0.4, build),
+    Step("tests", 0.25, gpu_tests),
+    Step("headline", 0.25, module("bench", "--group", "headline"), ("headline.progress",)),
+    Step("memcheck", 0.15, sanitizer("memcheck")),
+    Step("racecheck", 0.15, sanitizer("racecheck")),
+    Step("synccheck", 0.1, sanitizer("synccheck")),
+    Step("initcheck", 0.1, sanitizer("initcheck")),
+    Step("kernel-tests", 0.3, kernel_tests),
+    Step("bench", 1.0, module("bench", "--group", "all"), ("all.progress",)),
+)
+REPORT = Step("report", 0.0, module("report"))  # always runs, last

@@ -1,0 +1,229 @@
+"""Builds the benchmark of one case: inputs on its device, our call, the others', the check."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+import fastspec_kernels as ops
+from benchmarks import inputs, peers, traffic, verification
+from benchmarks.cases import SAMPLING, Case
+from benchmarks.peers import Peer
+
+HF_MAX_BATCH = 8  # its rule takes one sequence at a time
+
+
+@dataclass
+class Workload:
+    """One benchmark, ready to run; each call takes the number of one of `num_sets` input sets."""
+
+    case: Case
+    backend: str
+    device: torch.device
+    num_sets: int
+    ours: Callable[[int], object]
+    read: Callable[[int], object]  # one read of the target's logits
+    verify: Callable[[], dict]  # raises AssertionError; gives fields of the record
+    floor_bytes: int = 0
+    peers: dict[str, Peer] = field(default_factory=dict)
+
+
+def build(case: Case, backend: str, device: torch.device, num_sets: int) -> Workload:
+    """Inputs for `num_sets` calls; on a GPU each set has its own logits, on a CPU its uniforms."""
+    maker = {"verify_chain": _chain, "verify_tree": _tree, "build_tree": _build_tree}
+    workload = maker.get(case.op, _rows)(case, backend, device, num_sets)
+    workload.floor_bytes = traffic.floor_bytes(case)
+    return workload
+
+
+class _Maker:
+    """Draws the inputs of one case."""
+
+    def __init__(self, case: Case, device: torch.device, num_sets: int):
+        self.case, self.device, self.num_sets = case, device, num_sets
+        self.values = SAMPLING[case.sampling]
+        self.generator = torch.Generator(device).manual_seed(0)
+        self.copies = num_sets if device.type == "cuda" else 1
+        self.dtype = getattr(torch, case.dtype) if case.op != "build_tree" else torch.int32
+
+    def logits(self, num_rows: int) -> list[Tensor]:
+        """One [num_rows, V] for each set with logits of its own."""
+        kind, vocab = self.case.logits, self.case.vocab
+        return [
+            inputs.make_logits(kind, num_rows, vocab, self.dtype, self.generator)
+            for _ in range(self.copies)
+        ]
+
+    def uniforms(self, *shape: int) -> list[Tensor]:
+        return list(torch.rand(self.num_sets, *shape, generator=self.generator, device=self.device))
+
+    def params(self) -> dict[str, Tensor]:
+        values = {"temperature": 0.0} if self.case.rule == "greedy" else self.values
+        return inputs.parameters(values, self.case.batch, self.device)
+
+    def cu_rows(self, per_sequence: int) -> Tensor:
+        ends = torch.arange(self.case.batch + 1, dtype=torch.int32, device=self.device)
+        return ends * per_sequence
+
+    def draw(self, rows: Tensor, num: int = 1, replacement: bool = True) -> Tensor:
+        return inputs.draw_tokens(rows, self.values, num, replacement, self.generator)
+
+
+def _reader(rows: list[Tensor]) -> Callable[[int], Tensor]:
+    return lambda i: rows[i % len(rows)].amax(-1)
+
+
+def _rows(case: Case, backend: str, device: torch.device, num_sets: int) -> Workload:
+    make = _Maker(case, device, num_sets)
+    logits, uniforms = make.logits(case.batch), make.uniforms(case.batch)
+    params, values, op = make.params(), make.values, getattr(ops, case.op)
+
+    def at(i: int) -> Tensor:
+        return logits[i % len(logits)]
+
+    def ours(i: int):
+        extra = (uniforms[i],) if case.op == "sample" else ()
+        return op(at(i), *extra, **params, backend=backend)
+
+    def check() -> dict:
+        for i in verification.picks(len(logits)):
+            extra = (uniforms[i],) if case.op == "sample" else ()
+            verification.rows(case.op, at(i), extra, params, ours(i))
+        verification.peer_rule(at(0)[:1], values)
+        return {}
+
+    theirs = {
+        "sample": peers.hf_sample,
+        "row_stats": lambda rows, values: peers.hf_logits(rows, values).logsumexp(-1),
+        "logits_to_probs": peers.hf_probs,
+    }[case.op]
+    others = {"peer": Peer(lambda i: theirs(at(i), values))}
+    if case.op == "sample":
+        others["torch"] = Peer(lambda i: peers.torch_sample(at(i), values))
+    if peers.HAS_FLASHINFER and device.type == "cuda" and case.op != "row_stats":
+        of_flashinfer = {"sample": peers.flashinfer_sample}.get(case.op, peers.flashinfer_probs)
+        others["flashinfer"] = Peer(lambda i: of_flashinfer(at(i), values))
+    return Workload(case, backend, device, num_sets, ours, _reader(logits), check, peers=others)
+
+
+def _chain(case: Case, backend: str, device: torch.device, num_sets: int) -> Workload:
+    make = _Maker(case, device, num_sets)
+    batch, num_draft, vocab = case.batch, case.num_draft, case.vocab
+    target = make.logits(batch * (num_draft + 1))
+    shaped = [rows.view(batch, num_draft + 1, vocab) for rows in target]
+    drafts = [
+        inputs.noisy(rows[:, :-1].reshape(-1, vocab), make.generator).view(batch, num_draft, vocab)
+        for rows in shaped
+    ]
+    tokens = [make.draw(rows.flatten(0, 1)).view(batch, num_draft) for rows in drafts]
+    uniforms, cu_rows = make.uniforms(batch, num_draft + 1), make.cu_rows(num_draft + 1)
+    params, values = make.params(), make.values
+    options = [_draft_options(case, rows, params, backend) for rows in drafts]
+
+    def arguments(i: int) -> tuple[tuple, dict]:
+        k = i % len(target)
+        return (target[k], cu_rows, tokens[k], uniforms[i]), {**options[k], **params}
+
+    def ours(i: int):
+        args, kwargs = arguments(i)
+        return ops.verify_chain(*args, **kwargs, backend=backend)
+
+    def check() -> dict:
+        for i in verification.picks(num_sets, target[0].numel() // batch):
+            verification.chain(*arguments(i), ours(i))
+        verification.peer_rule(target[0][:1], values)
+        accepted = [verification.mean_accepted(ours(i)[1]) for i in range(num_sets)]
+        return {"mean_accepted_len": round(sum(accepted) / num_sets, 3)}
+
+    def at(i: int) -> tuple:
+        k = i % len(target)
+        return shaped[k], drafts[k], tokens[k], values
+
+    others = {}
+    if case.rule in ("standard", "draft_logsumexp", "block"):
+        if batch <= HF_MAX_BATCH:
+            others["peer"] = Peer(lambda i: peers.hf_chain(*at(i)), capturable=False)
+        if peers.HAS_FLASHINFER and device.type == "cuda":
+            others["flashinfer"] = Peer(lambda i: peers.flashinfer_chain(*at(i)))
+    return Workload(case, backend, device, num_sets, ours, _reader(target), check, peers=others)
+
+
+def _draft_options(case: Case, draft: Tensor, params: dict, backend: str) -> dict:
+    """The keyword arguments of `verify_chain` for the case's rule."""
+    if case.rule in ("point_mass", "greedy"):
+        return {}
+    if case.rule == "draft_logsumexp":
+        rows = {name: value.repeat_interleave(case.num_draft) for name, value in params.items()}
+        logsumexp, _ = ops.row_stats(draft.flatten(0, 1), **rows, backend=backend)
+        return {"draft_logits": draft, "draft_logsumexp": logsumexp.view(draft.shape[:2])}
+    return {"draft_logits": draft, "method": "block" if case.rule == "block" else "standard"}
+
+
+def _tree(case: Case, backend: str, device: torch.device, num_sets: int) -> Workload:
+    make = _Maker(case, device, num_sets)
+    batch, num_nodes, vocab = case.batch, case.num_nodes, case.vocab
+    target = make.logits(batch * num_nodes)
+    parents = inputs.binary_tree(num_nodes).to(device)
+    rule = "target_only" if case.rule == "greedy" else case.rule
+    drafts, tokens = [], []
+    for rows in target:
+        draft = inputs.noisy(rows, make.generator)
+        if rule == "target_only":
+            siblings = draft.topk(2).indices.int()
+        else:
+            siblings = make.draw(draft, 2, replacement=rule == "with_replacement")
+            drafts.append(draft.view(batch, num_nodes, vocab))
+        child = torch.arange(num_nodes, device=device)
+        places = 2 * parents.clamp_min(0) + (child - 1) % 2  # first or second child of its parent
+        tokens.append(siblings.view(batch, -1)[:, places].contiguous())
+    uniforms, cu_rows = make.uniforms(batch, num_nodes + 1), make.cu_rows(num_nodes)
+    params, all_parents = make.params(), parents.expand(batch, -1).contiguous()
+
+    def arguments(i: int) -> tuple[tuple, dict]:
+        k = i % len(target)
+        args = (target[k], cu_rows, tokens[k], all_parents, uniforms[i])
+        draft = {"draft_logits": drafts[k]} if drafts else {}
+        return args, {"sibling_rule": rule, **draft, **params}
+
+    def ours(i: int):
+        args, kwargs = arguments(i)
+        return ops.verify_tree(*args, **kwargs, backend=backend)
+
+    def check() -> dict:
+        for i in verification.picks(num_sets, target[0].numel() // batch):
+            verification.tree(*arguments(i), ours(i))
+        walks = [ours(i) for i in range(num_sets)]
+        accepted = sum(verification.mean_accepted(walk[2]) for walk in walks) / num_sets
+        inner = sum(verification.mean_inner_nodes(walk[0], parents) for walk in walks) / num_sets
+        visited = batch * (accepted + 1 + (inner if drafts else 0))
+        return {
+            "mean_accepted_len": round(accepted, 3),
+            "floor_bytes": traffic.floor_bytes(case, visited),
+        }
+
+    def softmax(i: int) -> Tensor:
+        return target[i % len(target)].float().softmax(-1)
+
+    others = {"torch_softmax": Peer(softmax)}  # the first stage of any rule on probabilities
+    return Workload(case, backend, device, num_sets, ours, _reader(target), check, peers=others)
+
+
+def _build_tree(case: Case, backend: str, device: torch.device, num_sets: int) -> Workload:
+    parents = inputs.binary_tree(case.num_nodes).expand(case.batch, -1).contiguous().to(device)
+
+    def check() -> dict:
+        verification.equal(
+            ops.build_tree(parents, backend=backend), ops.build_tree(parents, backend="reference")
+        )
+        return {}
+
+    return Workload(
+        case,
+        backend,
+        device,
+        num_sets,
+        ours=lambda i: ops.build_tree(parents, backend=backend),
+        read=lambda i: parents.clone(),
+        verify=check,
+    )
