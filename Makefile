@@ -10,7 +10,11 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 CPP_FILES := $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.inl' -o -name '*.cuh')
 
-.PHONY: demo test bench lint types format clean force
+# Of `make gpu`, which takes .venv where there is one and needs no network:
+OUT ?= build/gpu
+MINUTES ?= 8
+
+.PHONY: demo test bench gpu lint types format clean force
 
 demo: build/.built
 	$(BIN)/fastspec demo
@@ -19,7 +23,10 @@ test: build/.built
 	$(BIN)/python -m pytest
 
 bench: build/.built
-	$(BIN)/python -m pytest benchmarks --benchmark-only $(if $(RECORD),--record $(RECORD))
+	$(BIN)/python -m pytest benchmarks --benchmark-only $(if $(RECORD),--record $(RECORD)) $(if $(FULL),--full)
+
+gpu:
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks.gpu --out $(OUT) --minutes $(MINUTES) $(ARGS)
 
 lint: .venv/.installed
 	$(BIN)/ruff check

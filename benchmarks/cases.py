@@ -18,8 +18,18 @@ SAMPLING = {
 }
 CHAIN_RULES = ("standard", "draft_logsumexp", "block", "point_mass", "greedy")
 TREE_RULES = ("target_only", "without_replacement", "with_replacement", "greedy")
-OPS = ("verify_chain", "verify_tree", "sample", "row_stats", "logits_to_probs", "build_tree")
+OPS = (
+    "verify_chain",
+    "verify_tree",
+    "sample",
+    "row_stats",
+    "logits_to_probs",
+    "build_tree",
+    "uniform",
+)
 ROW_OPS = ("sample", "row_stats", "logits_to_probs")
+OPS_WITHOUT_LOGITS = ("build_tree", "uniform")
+NUM_UNIFORMS = 6  # per sequence: K = 4 to accept, one to draw, one to spare
 ITEM_SIZE = {"float32": 4, "bfloat16": 2}
 
 
@@ -43,6 +53,8 @@ class Case:
         """The sizes as records name them."""
         if self.op == "build_tree":
             return {"B": self.batch, "N": self.num_nodes}
+        if self.op == "uniform":
+            return {"B": self.batch, "num": NUM_UNIFORMS}
         rows = {"R": self.batch} if self.op in ROW_OPS else {"B": self.batch}
         draft = {"K": self.num_draft} if self.num_draft else {}
         nodes = {"N": self.num_nodes} if self.num_nodes else {}
@@ -71,7 +83,7 @@ class Case:
     def input_bytes(self) -> int:
         """Size of all logits of the case."""
         rows = self.num_rows + self.num_draft_rows
-        return 0 if self.op == "build_tree" else rows * self.vocab * ITEM_SIZE[self.dtype]
+        return rows * self.vocab * ITEM_SIZE.get(self.dtype, 0)
 
 
 def cases(op: str, device_type: str) -> list[Case]:
@@ -81,8 +93,9 @@ def cases(op: str, device_type: str) -> list[Case]:
 
 def _cases(op: str, device_type: str) -> Iterator[Case]:
     axes: dict[str, tuple] = {"batch": BATCHES[device_type]}
-    if op == "build_tree":
-        axes |= {"num_nodes": NUM_NODES, "vocab": (0,), "logits": ("none",), "dtype": ("int32",)}
+    if op in OPS_WITHOUT_LOGITS:
+        dtype = {"build_tree": "int32", "uniform": "float32"}[op]
+        axes |= {"vocab": (0,), "logits": ("none",), "dtype": (dtype,)}
     else:
         axes |= {"vocab": VOCABS, "logits": LOGITS, "dtype": DTYPES[device_type]}
         axes["sampling"] = tuple(SAMPLING)[: 3 if op in ROW_OPS else 2]
@@ -90,6 +103,8 @@ def _cases(op: str, device_type: str) -> Iterator[Case]:
         axes |= {"num_draft": NUM_DRAFT, "rule": CHAIN_RULES}
     if op == "verify_tree":
         axes |= {"num_nodes": NUM_NODES, "rule": TREE_RULES}
+    if op == "build_tree":
+        axes |= {"num_nodes": NUM_NODES}
     for values in product(*axes.values()):
         chosen = dict(zip(axes, values, strict=True))
         if chosen.get("rule") == "greedy" and chosen["sampling"] != "unfiltered":

@@ -1,9 +1,9 @@
-"""Writes of one step's keys and values, and the uniforms of one step."""
+"""Writes of one step's keys and values."""
 
 import pytest
 import torch
 
-from fastspec_kernels import store_kv, uniform
+from fastspec_kernels import store_kv
 
 from .inputs import BACKENDS
 
@@ -34,22 +34,4 @@ def test_store_kv(compare, num_tokens, backend):
         ours=lambda: store_kv(key, value, key_cache, value_cache, slots, backend=backend),
         floor=lambda: (key.clone(), value.clone()),
         peer=with_torch,
-    )
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("batch", [1, 64])
-def test_uniform(compare, batch, backend):
-    seed, position = torch.randint(2**62, (2, batch))
-    ours = uniform(seed, position, 6, 0, backend=backend)
-    assert torch.equal(ours, uniform(seed, position, 6, 0, backend="reference"))
-    compare(
-        {
-            "op": "uniform",
-            "backend": backend,
-            "shape": {"B": batch, "num": 6},
-            "dtype": "float32",
-        },
-        ours=lambda: uniform(seed, position, 6, 0, backend=backend),
-        peer=lambda: torch.rand(batch, 6),
     )

@@ -4,13 +4,13 @@ The others' counts follow from their public sources: which kernel reads and writ
 are lower bounds, without sampling filters, scalars and launches.
 """
 
-from benchmarks.cases import ITEM_SIZE, Case
+from benchmarks.cases import ITEM_SIZE, NUM_UNIFORMS, Case
 
 FLOAT32 = 4
 
 
 def floor_bytes(case: Case, visited_rows: float = 0) -> int:
-    """Bytes of logits and probabilities that any implementation of the op has to move.
+    """Bytes of the large arrays that any implementation of the op has to move.
 
     `visited_rows`: target and draft rows together that the walks of `verify_tree` came by, which
     only the result tells.
@@ -25,6 +25,8 @@ def floor_bytes(case: Case, visited_rows: float = 0) -> int:
     if case.op == "build_tree":
         words = -(-case.num_nodes // 64)
         return case.batch * case.num_nodes * (4 + 4 + 8 * words)
+    if case.op == "uniform":
+        return case.batch * (8 + 8 + NUM_UNIFORMS * FLOAT32)
     return case.batch * row
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import fastspec_kernels as ops
 from benchmarks import inputs, peers, traffic, verification
-from benchmarks.cases import SAMPLING, Case
+from benchmarks.cases import NUM_UNIFORMS, SAMPLING, Case
 from benchmarks.peers import Peer
 
 HF_MAX_BATCH = 8  # its rule takes one sequence at a time
@@ -31,8 +31,13 @@ class Workload:
 
 def build(case: Case, backend: str, device: torch.device, num_sets: int) -> Workload:
     """Inputs for `num_sets` calls; on a GPU each set has its own logits, on a CPU its uniforms."""
-    maker = {"verify_chain": _chain, "verify_tree": _tree, "build_tree": _build_tree}
-    workload = maker.get(case.op, _rows)(case, backend, device, num_sets)
+    makers = {
+        "verify_chain": _chain,
+        "verify_tree": _tree,
+        "build_tree": _build_tree,
+        "uniform": _uniform,
+    }
+    workload = makers.get(case.op, _rows)(case, backend, device, num_sets)
     workload.floor_bytes = traffic.floor_bytes(case)
     return workload
 
@@ -45,7 +50,7 @@ class _Maker:
         self.values = SAMPLING[case.sampling]
         self.generator = torch.Generator(device).manual_seed(0)
         self.copies = num_sets if device.type == "cuda" else 1
-        self.dtype = getattr(torch, case.dtype) if case.op != "build_tree" else torch.int32
+        self.dtype = getattr(torch, case.dtype)
 
     def logits(self, num_rows: int) -> list[Tensor]:
         """One [num_rows, V] for each set with logits of its own."""
@@ -214,7 +219,8 @@ def _build_tree(case: Case, backend: str, device: torch.device, num_sets: int) -
 
     def check() -> dict:
         verification.equal(
-            ops.build_tree(parents, backend=backend), ops.build_tree(parents, backend="reference")
+            ops.build_tree(parents, backend=backend),
+            ops.build_tree(parents.cpu(), backend="reference"),
         )
         return {}
 
@@ -226,4 +232,28 @@ def _build_tree(case: Case, backend: str, device: torch.device, num_sets: int) -
         ours=lambda i: ops.build_tree(parents, backend=backend),
         read=lambda i: parents.clone(),
         verify=check,
+    )
+
+
+def _uniform(case: Case, backend: str, device: torch.device, num_sets: int) -> Workload:
+    seed, position = torch.randint(2**62, (2, case.batch), device=device)
+    shape = (case.batch, NUM_UNIFORMS)
+
+    def ours(i: int) -> Tensor:
+        return ops.uniform(seed, position, NUM_UNIFORMS, i, backend=backend)
+
+    def check() -> dict:
+        expected = ops.uniform(seed.cpu(), position.cpu(), NUM_UNIFORMS, 0, backend="reference")
+        verification.equal((ours(0),), (expected,))
+        return {}
+
+    return Workload(
+        case,
+        backend,
+        device,
+        num_sets,
+        ours,
+        read=lambda i: torch.empty(shape, device=device).fill_(0.5),
+        verify=check,
+        peers={"peer": Peer(lambda i: torch.rand(shape, device=device))},
     )

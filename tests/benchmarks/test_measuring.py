@@ -12,7 +12,11 @@ BASE = {"vocab": 300, "batch": 4, "logits": "zipf", "dtype": "float32"}
 CHAINS = [Case("verify_chain", **BASE, num_draft=3, rule=rule) for rule in CHAIN_RULES]
 TREES = [Case("verify_tree", **BASE, num_nodes=7, rule=rule) for rule in TREE_RULES]
 ROWS = [Case(op, **BASE) for op in ("sample", "row_stats", "logits_to_probs")]
-SMALL = [*CHAINS, *TREES, *ROWS, Case("build_tree", 0, 4, "none", "int32", num_nodes=7)]
+OTHERS = [
+    Case("build_tree", 0, 4, "none", "int32", num_nodes=7),
+    Case("uniform", 0, 4, "none", "float32"),
+]
+SMALL = [*CHAINS, *TREES, *ROWS, *OTHERS]
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +28,7 @@ def varied(case: Case) -> list[Case]:
     """The case, and one with each other kind of row, dtype and filter."""
     others = [{"logits": kind} for kind in LOGITS[1:]] + [{"dtype": "bfloat16"}]
     others += [{"sampling": name} for name in SAMPLING if case.rule != "greedy"]
-    own = [] if case.op == "build_tree" else others
+    own = [] if case in OTHERS else others
     return [case, *(dataclasses.replace(case, **change) for change in own)]
 
 
@@ -71,7 +75,8 @@ def off_by_one(op, part):
         *((ROWS[0], part) for part in range(2)),
         *((dataclasses.replace(ROWS[1], sampling="filtered"), part) for part in range(2)),
         (ROWS[2], 0),
-        *((SMALL[-1], part) for part in range(2)),
+        *((OTHERS[0], part) for part in range(2)),
+        (OTHERS[1], 0),
     ],
     ids=lambda value: getattr(value, "op", value),
 )
