@@ -19,7 +19,10 @@ def model_len(config: EngineConfig, target: PagedModel) -> int:
 
 
 def cache_blocks(config: EngineConfig, models: list[PagedModel], max_model_len: int) -> int:
-    """Blocks of the cache: as asked for, or what the memory holds and the batch can use."""
+    """Blocks of the cache: as asked for, or what the memory holds and can be used.
+
+    Without prefix caching that is what one batch can fill.
+    """
     if config.num_blocks is not None:
         return config.num_blocks
     device = models[0].device
@@ -34,4 +37,6 @@ def cache_blocks(config: EngineConfig, models: list[PagedModel], max_model_len: 
             f"kv_cache_memory: {memory} bytes hold no block; one of {config.block_size} tokens"
             f" takes {bytes_per_block} bytes"
         )
+    if config.prefix_caching:
+        return affordable
     return min(affordable, config.max_batch_size * blocks_needed(max_model_len, config.block_size))

@@ -191,6 +191,9 @@ class EngineConfig:
         max_batch_size: requests decoded together.
         max_model_len: prompt and new tokens of one request at most; None = the model's own limit.
         prefill_chunk_size: tokens of one forward pass while prompts are read.
+        prefix_caching: True lets prompts that begin alike share the blocks of what they share, and
+            keeps those of ended requests until their space is needed. Off by default: then what is
+            read, and how long that takes, never depends on what ran before.
         backend: passed to every kernel, see fastspec_kernels.
     Raises:
         ValueError: a value out of range, or a field that this version does not support yet.
@@ -220,7 +223,9 @@ class EngineConfig:
         _require(
             "cuda_graphs", self.cuda_graphs, self.cuda_graphs in ("auto", "off", "on"), "'auto'"
         )
-        _reject_unsupported(self, prefix_caching=False)
+        _require(
+            "prefix_caching", self.prefix_caching, isinstance(self.prefix_caching, bool), "a bool"
+        )
         if self.cuda_graphs == "on":
             raise ValueError("cuda_graphs: 'on' is not supported yet")
 

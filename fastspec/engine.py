@@ -9,8 +9,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from fastspec.block_manager import BlockManager
 from fastspec.cache_size import cache_blocks, model_len
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig, is_int
-from fastspec.drafters import Drafter, DraftModelDrafter, Proposal
-from fastspec.loading import check_same_tokenizer, eos_token_ids, load_model, load_tokenizer
+from fastspec.drafter_factory import DrafterFactory, DrafterSource
+from fastspec.drafters import Drafter, Proposal
+from fastspec.loading import eos_token_ids, load_model, load_tokenizer
 from fastspec.outputs import RequestOutput, StreamEvent
 from fastspec.paged_model import PagedModel
 from fastspec.request import Batch, Request
@@ -19,8 +20,6 @@ from fastspec.runner import ModelRunner
 from fastspec.scheduler import Scheduler
 from fastspec.stats import PhaseClock, SpecStats
 from fastspec.verification import Verdict, commit, prefill, verify
-
-DrafterSource = str | Path | PreTrainedModel | Drafter
 
 
 class Engine:
@@ -63,16 +62,17 @@ class Engine:
         self._factory = RequestFactory(
             tokenizer, target_model.vocab_size, self.max_model_len, eos_token_ids(model, tokenizer)
         )
-        source = self._drafter_source(target, drafter)
+        self._drafter_factory = DrafterFactory(spec, config, tokenizer)
+        source = self._drafter_factory.source(target, drafter)
         given = source if isinstance(source, Drafter) else None
         draft_model = None
         if source is not None and not isinstance(source, Drafter):
-            draft_model = self._load_draft_model(source)
+            draft_model = self._drafter_factory.load_model(source)
         models = [target_model, draft_model] if draft_model else [target_model]
         num_blocks = cache_blocks(config, models, self.max_model_len)
         chunk_size = config.prefill_chunk_size
         self._runner = ModelRunner(target_model, num_blocks, config.block_size, chunk_size)
-        block_manager = BlockManager(num_blocks, config.block_size)
+        block_manager = BlockManager(num_blocks, config.block_size, config.prefix_caching)
         self._scheduler = Scheduler(block_manager, config.max_batch_size)
         self._known_drafter = self._model_drafter(draft_model) if draft_model else given
         self._drafter = self._known_drafter
@@ -170,7 +170,7 @@ class Engine:
             raise ValueError("drafter: there is none to enable; pass one")
         chosen = drafter if isinstance(drafter, Drafter) else self._known_drafter
         if drafter is not None and not isinstance(drafter, Drafter):
-            chosen = self._model_drafter(self._load_draft_model(drafter))
+            chosen = self._model_drafter(self._drafter_factory.load_model(drafter))
         self.disable_spec_dec()
         self._known_drafter = chosen
         self._drafter = self._known_drafter
@@ -192,14 +192,11 @@ class Engine:
     def step(self) -> list[StreamEvent]:
         """Advance every running request by one target pass; what was committed and ended."""
         num_draft = self._num_draft_tokens if self._drafter is not None else 0
-        for request in self._scheduler.schedule(num_draft):
-            if self._drafter is not None:
-                self._drafter.release(request)
+        clock = PhaseClock()
+        self._schedule(num_draft)
         running = list(self._scheduler.running)
         if not running:
             return []
-        clock = PhaseClock()
-        prefill(self._runner, running)
         clock.lap("prefill")
         room = [request.max_len - len(request.token_ids) - 1 for request in running]
         batch = Batch(running, [min(num_draft, r) for r in room], num_draft, self.device)
@@ -214,6 +211,23 @@ class Engine:
             for phase, seconds in clock.laps.items():
                 stats.seconds[phase] += seconds
         return events
+
+    def _schedule(self, num_draft: int) -> None:
+        """Choose the requests of the step and read what the cache lacks of their tokens.
+
+        Waiting requests come in waves, so that a prefix which several share is read once.
+        """
+        preempted = self._scheduler.schedule(num_draft)
+        for request in preempted:
+            if self._drafter is not None:
+                self._drafter.release(request)
+        prefill(self._runner, self._scheduler.running)
+        while not preempted and (admitted := self._scheduler.admit(num_draft)):
+            for request in admitted:
+                if len(request.token_ids) == request.num_prompt_tokens:
+                    for stats in (self.stats, request.stats):
+                        stats.record_prompt(request.num_prompt_tokens, request.num_cached)
+            prefill(self._runner, admitted)
 
     def _propose(self, batch: Batch) -> Proposal:
         if self._drafter is None:
@@ -248,7 +262,7 @@ class Engine:
         if self._drafter is not None:
             self._drafter.commit(batch, accepted)
         for request, finish_reason, error in ended:
-            self._scheduler.remove(request.request_id)
+            self._scheduler.remove(request.request_id, failed=error is not None)
             self._forget(request)
             output = request.output(finish_reason, error)
             text = request.detokenizer.take(final=True) if request.detokenizer else ""
@@ -273,27 +287,6 @@ class Engine:
         if self._drafter is not None:
             self._drafter.release(request)
 
-    def _drafter_source(
-        self, target: str | Path | PreTrainedModel, drafter: DrafterSource | None
-    ) -> DrafterSource | None:
-        """The drafter that target, drafter and spec.method together name, or None."""
-        if self.spec.method == "none":
-            return None
-        if drafter is None and isinstance(target, str) and target == "tiny":
-            return "tiny-draft"
-        if drafter is None and self.spec.method == "draft_model":
-            raise ValueError("drafter: method 'draft_model' needs a draft model, got None")
-        return drafter
-
-    def _load_draft_model(self, drafter: str | Path | PreTrainedModel) -> PagedModel:
-        if not isinstance(drafter, PreTrainedModel):
-            check_same_tokenizer(self.tokenizer, load_tokenizer("drafter", drafter))
-        return PagedModel(load_model("drafter", drafter, self.config), self.config.backend)
-
-    def _model_drafter(self, draft_model: PagedModel) -> DraftModelDrafter:
+    def _model_drafter(self, draft_model: PagedModel) -> Drafter:
         manager = self._scheduler.block_manager
-        runner = ModelRunner(
-            draft_model, manager.num_blocks, manager.block_size, self.config.prefill_chunk_size
-        )
-        probabilistic = self.spec.draft_sample_method == "probabilistic"
-        return DraftModelDrafter(runner, self._runner.vocab_size, probabilistic)
+        return self._drafter_factory.from_model(draft_model, manager, self._runner.vocab_size)

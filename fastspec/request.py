@@ -10,6 +10,7 @@ from torch import Tensor
 from fastspec.config import SamplingParams
 from fastspec.detokenizer import Detokenizer
 from fastspec.outputs import RequestOutput
+from fastspec.prefix_index import Content
 from fastspec.stats import SpecStats
 
 # Streams of fastspec_kernels.uniform: drafts must not share numbers with the acceptance tests.
@@ -33,6 +34,7 @@ class Request:
     Attributes:
         token_ids: prompt and committed tokens.
         block_table: its blocks, the same in the target's and the drafter's cache.
+        contents: of its leading blocks, as far as other requests may find them.
         num_cached: leading tokens whose target keys and values are in the cache.
         max_len: length of token_ids at which it ends.
     """
@@ -46,6 +48,7 @@ class Request:
     detokenizer: Detokenizer | None
     num_prompt_tokens: int = 0
     block_table: list[int] = field(default_factory=list)
+    contents: list[Content] = field(default_factory=list)
     num_cached: int = 0
     logprobs: list[float] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)

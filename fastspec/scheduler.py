@@ -3,13 +3,15 @@
 from collections import deque
 
 from fastspec.block_manager import BlockManager, blocks_needed
+from fastspec.prefix_index import ContentKey
 from fastspec.request import Request
 
 
 class Scheduler:
     """First come, first served; when blocks run out the youngest request waits and is read again.
 
-    Invariant: any one request fits the whole cache, so the oldest always makes progress.
+    Invariant: any one request fits the whole cache, so the oldest always makes progress. A request
+    that waits again finds its own blocks later, as far as prefix caching has kept them.
     """
 
     def __init__(self, block_manager: BlockManager, max_batch_size: int):
@@ -38,40 +40,61 @@ class Scheduler:
         self._waiting.append(request)
 
     def schedule(self, num_draft_tokens: int) -> list[Request]:
-        """Reserve room for the next step of as many requests as possible; who lost their blocks.
-
-        Afterwards `running` holds the requests of the step.
-        """
+        """Reserve room for the next step of the running requests; who lost their blocks for it."""
         preempted: list[Request] = []
         scheduled = 0
         while scheduled < len(self.running):
-            if self._reserve(self.running[scheduled], num_draft_tokens):
+            request = self.running[scheduled]
+            length = self._length(request, num_draft_tokens)
+            if self.block_manager.reserve(request.block_table, length):
                 scheduled += 1
             else:
                 preempted.append(self._preempt_youngest())
-        while not preempted and self._waiting and len(self.running) < self.max_batch_size:
-            if not self._reserve(self._waiting[0], num_draft_tokens):
-                break
-            self.running.append(self._waiting.popleft())
         return preempted
 
-    def remove(self, request_id: str) -> Request | None:
-        """Take a request out, wherever it is, and free its blocks."""
+    def admit(self, num_draft_tokens: int) -> list[Request]:
+        """Let waiting requests in, with the cached blocks of their prefixes, as long as they fit.
+
+        A request that needs a block which one before it is about to fill has to wait for that: call
+        again when the tokens of these are cached, until nobody comes.
+        """
+        for request in self.running if self._waiting else ():
+            self.block_manager.publish(request)
+        admitted: list[Request] = []
+        coming: set[ContentKey] = set()
+        while self._waiting and len(self.running) < self.max_batch_size:
+            request = self._waiting[0]
+            match = self.block_manager.find(request.token_ids)
+            length = self._length(request, num_draft_tokens)
+            if match.next_key in coming or not self.block_manager.admit(request, match, length):
+                break
+            if match.next_key is not None:
+                coming.add(match.next_key)
+            self.running.append(self._waiting.popleft())
+            admitted.append(request)
+        return admitted
+
+    def remove(self, request_id: str, failed: bool = False) -> Request | None:
+        """Take a request out, wherever it is, and its blocks; those of a failed one are no use."""
         for queue in (self.running, self._waiting):
             for request in queue:
                 if request.request_id == request_id:
                     queue.remove(request)
-                    self.block_manager.release(request.block_table)
+                    if failed:
+                        self.block_manager.forget(request)
+                    else:
+                        self.block_manager.publish(request)
+                    self.block_manager.release(request)
                     return request
         return None
 
-    def _reserve(self, request: Request, num_draft_tokens: int) -> bool:
-        length = min(len(request.token_ids) + num_draft_tokens, request.max_len)
-        return self.block_manager.reserve(request.block_table, length)
+    def _length(self, request: Request, num_draft_tokens: int) -> int:
+        """Tokens that need room in the next step."""
+        return min(len(request.token_ids) + num_draft_tokens, request.max_len)
 
     def _preempt_youngest(self) -> Request:
         request = self.running.pop()
-        self.block_manager.release(request.block_table)
-        request.num_cached = 0
+        self.block_manager.publish(request)
+        self.block_manager.release(request)
         self._waiting.appendleft(request)
         return request

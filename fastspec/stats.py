@@ -8,9 +8,11 @@ PHASES = ("prefill", "propose", "verify", "commit")
 
 @dataclass
 class SpecStats:
-    """What speculation did, for one request or summed over an engine's life.
+    """What speculation and caching did, for one request or summed over an engine's life.
 
     Attributes:
+        num_prompt_tokens: tokens of the prompts that were started.
+        num_cached_prompt_tokens: those that prefix caching found in the cache.
         num_steps: target passes that emitted tokens.
         num_output_tokens: tokens emitted, the extra token of each step included.
         num_draft_tokens: tokens proposed and judged.
@@ -20,6 +22,8 @@ class SpecStats:
         seconds: wall time by phase; for a request, of the steps that it took part in.
     """
 
+    num_prompt_tokens: int = 0
+    num_cached_prompt_tokens: int = 0
     num_steps: int = 0
     num_output_tokens: int = 0
     num_draft_tokens: int = 0
@@ -42,6 +46,11 @@ class SpecStats:
             return None
         return self.num_output_tokens / self.num_steps
 
+    def record_prompt(self, num_tokens: int, num_cached: int) -> None:
+        """Count the start of one request."""
+        self.num_prompt_tokens += num_tokens
+        self.num_cached_prompt_tokens += num_cached
+
     def record_step(self, proposed: int, accepted: int, emitted: int) -> None:
         """Count one target pass of one request."""
         self.num_steps += 1
@@ -54,6 +63,8 @@ class SpecStats:
     def to_dict(self) -> dict:
         """Everything as plain JSON values, the two ratios included."""
         return {
+            "num_prompt_tokens": self.num_prompt_tokens,
+            "num_cached_prompt_tokens": self.num_cached_prompt_tokens,
             "num_steps": self.num_steps,
             "num_output_tokens": self.num_output_tokens,
             "num_draft_tokens": self.num_draft_tokens,

@@ -1,11 +1,13 @@
 """A smaller model as drafter: K decoding steps over its own paged cache, without host syncs."""
 
 import sys
-from itertools import accumulate
+from collections.abc import Container
+from itertools import accumulate, takewhile
 
 import torch
 from torch import Tensor
 
+from fastspec.block_manager import BlockManager
 from fastspec.drafters.base import Proposal
 from fastspec.request import DRAFT_STREAM, Batch, Request, SamplingTensors
 from fastspec.runner import ModelRunner, Span
@@ -18,16 +20,25 @@ class DraftModelDrafter:
     """Drafts with a language model that has the target's tokenizer.
 
     Its cache uses the target's block tables, so a request's pages have the same ids in both caches
-    and rolling back costs nothing.
+    and rolling back costs nothing. Which pages it has filled it knows by itself: a page that the
+    target shares between requests may hold nothing of the draft model yet.
     """
 
     name = "draft_model"
 
-    def __init__(self, runner: ModelRunner, target_vocab_size: int, probabilistic: bool):
+    def __init__(
+        self,
+        runner: ModelRunner,
+        block_manager: BlockManager,
+        target_vocab_size: int,
+        probabilistic: bool,
+    ):
         self._runner = runner
+        self._block_manager = block_manager
         self._vocab_size = min(runner.vocab_size, target_vocab_size)
         self._probabilistic = probabilistic
         self._num_cached: dict[str, int] = {}
+        self._filled: dict[int, int] = {}  # by block id, its tenancy when it was full
 
     def propose(self, batch: Batch) -> Proposal:
         limits = [
@@ -70,27 +81,54 @@ class DraftModelDrafter:
 
     def commit(self, batch: Batch, accepted: list[int]) -> None:
         for request in batch.requests:
-            cached = self._num_cached.get(request.request_id, 0)
-            self._num_cached[request.request_id] = min(cached, len(request.token_ids) - 1)
+            if request.request_id in self._num_cached:
+                cached = self._num_read(request)
+                self._num_cached[request.request_id] = cached
+                self._mark_filled(request.block_table, cached)
 
     def release(self, request: Request) -> None:
         self._num_cached.pop(request.request_id, None)
 
     def _read_committed(self, batch: Batch, drafting: list[int]) -> tuple[Tensor, list[Span]]:
-        """Spans of committed tokens not cached yet; long ones are read up to the last token."""
+        """Spans of committed tokens not cached yet; long ones are read up to the last token.
+
+        These are packed in order, so a request can build on what one before it is about to read.
+        """
         unread: list[int] = []
         spans, late_ids, late_spans = [], [], []
+        filling: set[int] = set()
         for index in drafting:
             request = batch.requests[index]
-            start, end = self._num_cached.get(request.request_id, 0), len(request.token_ids)
+            start, end = self._num_read(request, filling), len(request.token_ids)
             if end - start > _PREFILL_FROM:
+                filling.update(request.block_table[: (end - 1) // self._block_manager.block_size])
                 late_ids.append(self._readable(request.token_ids[start : end - 1]))
                 late_spans.append(Span(request.block_table, start, end - 1 - start))
                 start = end - 1
             unread += self._readable(request.token_ids[start:end])
             spans.append(Span(request.block_table, start, end - start))
         self._runner.prefill(late_ids, late_spans)
+        self._filled.update((b, self._block_manager.tenancy(b)) for b in filling)
         return torch.tensor(unread, dtype=torch.int64, device=batch.device), spans
+
+    def _num_read(self, request: Request, filling: Container[int] = ()) -> int:
+        """Committed tokens in the cache; of a new request, those in pages filled for others."""
+        cached = self._num_cached.get(request.request_id)
+        if cached is None:
+            known = (b in filling or self._is_filled(b) for b in request.block_table)
+            cached = sum(takewhile(bool, known)) * self._block_manager.block_size
+        return min(cached, len(request.token_ids) - 1)
+
+    def _is_filled(self, block_id: int) -> bool:
+        return self._filled.get(block_id) == self._block_manager.tenancy(block_id)
+
+    def _mark_filled(self, block_table: list[int], num_tokens: int) -> None:
+        """Note the blocks that these tokens fill; what comes before a noted one is noted too."""
+        for number in reversed(range(num_tokens // self._block_manager.block_size)):
+            block_id = block_table[number]
+            if self._is_filled(block_id):
+                break
+            self._filled[block_id] = self._block_manager.tenancy(block_id)
 
     def _readable(self, token_ids: list[int]) -> list[int]:
         """Ids that the draft model can embed; what it cannot read only costs it accuracy."""

@@ -160,7 +160,7 @@ def test_hugging_face_alias_and_unknown_fields():
         ("max_batch_size", 0),
         ("max_model_len", -1),
         ("prefill_chunk_size", 0),
-        ("prefix_caching", True),
+        ("prefix_caching", "yes"),
         ("cuda_graphs", "on"),
         ("cuda_graphs", "wrong"),
     ],

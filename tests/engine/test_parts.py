@@ -2,8 +2,10 @@
 
 import pytest
 
+from fastspec import SamplingParams
 from fastspec.block_manager import BlockManager
 from fastspec.detokenizer import Detokenizer
+from fastspec.request import Request
 from fastspec.stats import SpecStats
 
 from ..models import byte_tokenizer
@@ -59,19 +61,28 @@ def test_an_incomplete_character_ends_the_text():
     assert detokenizer.text == "ab\ufffd"
 
 
+def request_of(token_ids):
+    return Request("r", list(token_ids), SamplingParams(), 0, frozenset(), 99, None)
+
+
 def test_block_manager():
     manager = BlockManager(num_blocks=5, block_size=4)
-    first, second = [], []
-    assert manager.reserve(first, 9)
-    assert manager.reserve(second, 8)
+    first, second = request_of([1]), request_of([2])
+    assert manager.reserve(first.block_table, 9)
+    assert manager.reserve(second.block_table, 8)
     assert manager.num_free == 0
-    assert set(first) | set(second) == set(range(5))
-    assert not manager.reserve(second, 9)
-    assert len(second) == 2
-    assert manager.reserve(first, 12)
+    assert set(first.block_table) | set(second.block_table) == set(range(5))
+    assert not manager.reserve(second.block_table, 9)
+    assert len(second.block_table) == 2
+    assert manager.reserve(first.block_table, 12)
+    before = [manager.tenancy(block_id) for block_id in range(5)]
     manager.release(first)
-    assert first == []
+    assert first.block_table == []
     assert manager.num_free == 3
+    assert manager.reserve(second.block_table, 20)
+    assert [manager.tenancy(block_id) - before[block_id] for block_id in range(5)] == [
+        0 if block_id in second.block_table[:2] else 1 for block_id in range(5)
+    ]
     assert manager.fits(20)
     assert not manager.fits(21)
 

@@ -1,0 +1,78 @@
+"""Finds cached blocks again by the tokens in them and before them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+from weakref import WeakValueDictionary
+
+
+class Content:
+    """The tokens of a full block and of all blocks before it; there is one object for one text.
+
+    It lasts while a cached block, a running request or a longer text needs it.
+    """
+
+    __slots__ = ("__weakref__", "block_id", "parent")
+
+    def __init__(self, parent: Content | None):
+        self.parent = parent
+        self.block_id: int | None = None  # where it is cached
+
+
+class ContentKey(NamedTuple):
+    """A link of the hash chain; keys that collide are told apart by what they hold."""
+
+    parent: Content | None
+    token_ids: tuple[int, ...]
+
+
+class Match(NamedTuple):
+    """Cached contents that a text begins with, and the key of the next, None after the last."""
+
+    contents: list[Content]
+    next_key: ContentKey | None
+
+
+class PrefixIndex:
+    """Which contents are cached, and in which blocks; one content is found in one block."""
+
+    def __init__(self, block_size: int):
+        self._block_size = block_size
+        self._contents: WeakValueDictionary[ContentKey, Content] = WeakValueDictionary()
+        self._content_of: dict[int, Content] = {}
+
+    def __contains__(self, block_id: int) -> bool:
+        return block_id in self._content_of
+
+    def find(self, token_ids: list[int]) -> Match:
+        """The longest cached prefix of full blocks that leaves the last token to be read."""
+        contents: list[Content] = []
+        for number in range((len(token_ids) - 1) // self._block_size):
+            key = self.key(contents, token_ids, number)
+            content = self._contents.get(key)
+            if content is None or content.block_id is None:
+                return Match(contents, key)
+            contents.append(content)
+        return Match(contents, None)
+
+    def key(self, contents: list[Content], token_ids: list[int], number: int) -> ContentKey:
+        """Key of block `number`, which follows `contents`."""
+        start = number * self._block_size
+        parent = contents[-1] if contents else None
+        return ContentKey(parent, tuple(token_ids[start : start + self._block_size]))
+
+    def add(self, key: ContentKey, block_id: int) -> Content:
+        """Note that a block holds a content, unless another does already."""
+        content = self._contents.get(key)
+        if content is None:
+            content = self._contents[key] = Content(key.parent)
+        if content.block_id is None:
+            content.block_id = block_id
+            self._content_of[block_id] = content
+        return content
+
+    def drop(self, block_id: int) -> None:
+        """Find a block no more."""
+        content = self._content_of.pop(block_id, None)
+        if content is not None:
+            content.block_id = None

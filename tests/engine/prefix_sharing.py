@@ -1,0 +1,68 @@
+"""What the tests of prefix caching have in common."""
+
+import torch
+
+from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
+
+from ..models import byte_tokenizer
+
+SIZE = 4
+TEXT = [7, 99, 41, 3, 250, 16, 77, 30, 64, 8, 120, 55, 91]
+TAILS = [[1, 2, 3], [5, 6]]
+
+
+def engine_of(model, drafter=None, prefix_caching=True, **config):
+    return Engine(
+        model,
+        drafter,
+        tokenizer=byte_tokenizer(),
+        spec=SpecConfig(num_speculative_tokens=3),
+        config=EngineConfig(block_size=SIZE, prefix_caching=prefix_caching, **config),
+    )
+
+
+def params_of(temperature=1.0, seed=0, max_tokens=10, **kwargs):
+    return SamplingParams(
+        temperature=temperature, seed=seed, max_tokens=max_tokens, ignore_eos=True, **kwargs
+    )
+
+
+def alone(model, drafter, prompt, params):
+    """What a request says in an engine of its own, without sharing."""
+    return engine_of(model, drafter, prefix_caching=False).generate([prompt], params)[0]
+
+
+def assert_all_came_back(engine):
+    manager = engine._scheduler.block_manager
+    assert manager._num_users == [0] * manager.num_blocks
+    assert sorted([*manager._free, *manager._idle]) == list(range(manager.num_blocks))
+    assert set(manager._idle) == set(manager._index._content_of)
+
+
+def finish(engine):
+    outputs = {}
+    while engine.has_unfinished:
+        outputs |= {e.request_id: e.output for e in engine.step() if e.output}
+    return outputs
+
+
+class Watcher:
+    """Compares, after each step, full blocks with what they held when they became so."""
+
+    def __init__(self, engine):
+        self.engine = engine
+        self.num_compared = 0
+        self.seen = {}
+
+    def look(self):
+        manager, drafter = self.engine._scheduler.block_manager, self.engine._drafter
+        findable = manager._index._content_of
+        filled = [b for b, when in drafter._filled.items() if when == manager.tenancy(b)]
+        for runner, block_ids in ((self.engine._runner, findable), (drafter._runner, filled)):
+            for block_id in block_ids:
+                now = torch.stack(
+                    [cache[block_id] for pair in runner.caches.values() for cache in pair]
+                )
+                key = (id(runner), block_id, manager.tenancy(block_id))
+                assert torch.equal(self.seen.setdefault(key, now), now)
+                self.num_compared += 1

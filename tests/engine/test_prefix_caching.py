@@ -1,0 +1,177 @@
+"""Requests that begin alike share blocks, and nobody can tell from what they say."""
+
+import pytest
+import torch
+
+from fastspec import Engine, EngineConfig
+
+from ..models import perturbed, random_model
+from .prefix_sharing import (
+    SIZE,
+    TAILS,
+    TEXT,
+    Watcher,
+    alone,
+    assert_all_came_back,
+    engine_of,
+    params_of,
+)
+from .test_paged_cache import assert_same, cached, fresh
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model("llama")
+
+
+@pytest.fixture(scope="module")
+def drafter(model):
+    return perturbed(model, 0.03)
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("speculative", [False, True])
+def test_shared_prefixes_of_every_length(model, drafter, speculative, temperature, at_once):
+    drafter = drafter if speculative else None
+    for shared in range(len(TEXT) + 1):
+        prompts = [TEXT[:shared] + tail for tail in TAILS]
+        params = [params_of(temperature, seed) for seed in (shared, shared + 1)]
+        expected = [alone(model, drafter, *pair) for pair in zip(prompts, params, strict=True)]
+        engine = engine_of(model, drafter)
+        if at_once:
+            outputs = engine.generate(prompts, params)
+        else:
+            outputs = [engine.generate([p], q)[0] for p, q in zip(prompts, params, strict=True)]
+        for output, reference in zip(outputs, expected, strict=True):
+            assert output.token_ids == reference.token_ids
+            assert output.sources == reference.sources
+        found = [output.stats.num_cached_prompt_tokens for output in outputs]
+        assert found == [0, shared // SIZE * SIZE]
+        assert engine.stats.num_cached_prompt_tokens == sum(found)
+        assert engine.stats.num_prompt_tokens == sum(map(len, prompts))
+        assert_all_came_back(engine)
+
+
+@pytest.mark.parametrize("length", range(1, 14))
+def test_the_last_token_of_a_prompt_is_always_read(model, drafter, length):
+    engine = engine_of(model, drafter)
+    prompt = TEXT[:length]
+    first, again = (engine.generate([prompt], params_of())[0] for _ in range(2))
+    assert again.token_ids == first.token_ids
+    assert again.stats.num_cached_prompt_tokens == (length - 1) // SIZE * SIZE
+
+
+@pytest.mark.parametrize("architecture", ["mistral", "gemma3", "gpt_oss", "gpt2"])
+def test_other_architectures(architecture):
+    model = random_model(architecture)
+    drafter = perturbed(model, 0.03)
+    prompts = [TEXT + tail for tail in TAILS]
+    engine = engine_of(model, drafter)
+    for prompt in prompts:
+        output = engine.generate([prompt], params_of(temperature=0))[0]
+        assert output.token_ids == alone(model, drafter, prompt, params_of(0)).token_ids
+    assert engine.stats.num_cached_prompt_tokens == len(TEXT) // SIZE * SIZE
+
+
+def test_a_conversation_finds_its_own_answers(model, drafter):
+    engine = engine_of(model, drafter)
+    texts = [TEXT[:8], TEXT[:8]]  # of full blocks: the second request fills its last one again
+    for turn in range(4):
+        for index, text in enumerate(texts):
+            output = engine.generate([text], params_of(seed=index))[0]
+            assert output.token_ids == alone(model, drafter, text, params_of(seed=index)).token_ids
+            if turn > 0:
+                found = output.stats.num_cached_prompt_tokens
+                assert found >= (len(text) - len(TAILS[index]) - 1) // SIZE * SIZE
+            texts[index] = text + list(output.token_ids) + TAILS[index]
+
+
+def test_seeds_see_the_same_prefix(model, drafter):
+    engine = engine_of(model, drafter)
+    texts = set()
+    for seed in range(6):
+        output = engine.generate([TEXT], params_of(seed=seed))[0]
+        assert output.token_ids == alone(model, drafter, TEXT, params_of(seed=seed)).token_ids
+        texts.add(output.token_ids)
+    assert len(texts) == 6
+
+
+@torch.no_grad()
+def assert_fresh(engine, model, drafter):
+    for request in engine._scheduler.running:
+        count = request.num_cached
+        assert_same(cached(engine._runner, request, count), fresh(model, request.token_ids[:count]))
+        count = engine._drafter._num_cached[request.request_id]
+        assert len(request.token_ids) - 2 <= count <= len(request.token_ids) - 1
+        assert_same(
+            cached(engine._drafter._runner, request, count),
+            fresh(drafter, request.token_ids[:count]),
+        )
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.08])
+def test_caches_equal_a_fresh_prefill_and_shared_blocks_never_change(model, noise):
+    drafter = perturbed(model, noise)
+    engine = engine_of(model, drafter)
+    watcher = Watcher(engine)
+    prompts = [TEXT, [*TEXT, 5], [*TEXT[:9], 2, 3], TEXT[:8], TEXT[:8], TEXT + TEXT]
+    for index, prompt in enumerate(prompts):
+        engine.add_request(prompt, params_of(seed=index, max_tokens=8 + index))
+        for _ in range(index % 3):
+            engine.step()
+            watcher.look()
+            assert_fresh(engine, model, drafter)
+    while engine.has_unfinished:
+        engine.step()
+        watcher.look()
+        assert_fresh(engine, model, drafter)
+    assert engine.stats.num_cached_prompt_tokens >= 4 * 8
+    assert watcher.num_compared > 100
+    assert_all_came_back(engine)
+
+
+@pytest.mark.parametrize("how", ["disabled", "one token", "another drafter"])
+def test_a_drafter_reads_what_only_the_target_has_read(model, drafter, how):
+    engine = engine_of(model, perturbed(model, 0.3) if how == "another drafter" else drafter)
+    if how == "disabled":
+        engine.disable_spec_dec()
+    engine.generate([TEXT], params_of(max_tokens=1 if how == "one token" else 6))
+    engine.enable_spec_dec(drafter if how == "another drafter" else None, n_spec_tokens=3)
+    engine.add_request(TEXT + TAILS[0], params_of())
+    engine.add_request(TEXT + TAILS[1], params_of(seed=1))
+    while engine.has_unfinished:
+        engine.step()
+        assert_fresh(engine, model, drafter)
+    assert engine.stats.num_cached_prompt_tokens == 2 * 12
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_shared_prefix_is_read_once_by_target_and_drafter(model, drafter, at_once):
+    engine = engine_of(model, drafter)
+    prefix = TEXT * 3
+    prompts = [[*prefix, last, *range(10, 20)] for last in range(4)]
+    num_read = dict.fromkeys(("target", "drafter"), 0)
+    for name, runner in (("target", engine._runner), ("drafter", engine._drafter._runner)):
+
+        def counted(token_ids, spans, name=name, prefill=runner.prefill):
+            num_read[name] += sum(map(len, token_ids))
+            prefill(token_ids, spans)
+
+        runner.prefill = counted
+    if at_once:
+        engine.generate(prompts, params_of(max_tokens=4))
+    else:
+        for prompt in prompts:
+            engine.generate([prompt], params_of(max_tokens=4))
+    shared = len(prefix) // SIZE * SIZE
+    everything = sum(len(prompt) - 1 for prompt in prompts)
+    assert num_read == dict.fromkeys(num_read, everything - 3 * shared)
+
+
+def test_off_by_default(model):
+    engine = Engine(model, config=EngineConfig(block_size=SIZE))
+    for _ in range(2):
+        engine.generate([TEXT], params_of())
+    assert engine.stats.num_cached_prompt_tokens == 0
+    assert engine._scheduler.block_manager._idle == {}
