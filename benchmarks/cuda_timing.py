@@ -116,13 +116,16 @@ def copy_buffers() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def copy_of(num_bytes: int) -> Callable[[int], None]:
-    """A function that reads and writes `num_bytes` in sum, by copies between two buffers."""
+    """A function that reads and writes `num_bytes` in sum, elsewhere in the buffers at each set."""
     source, target = copy_buffers()
-    sizes = [COPY_BYTES] * (num_bytes // 2 // COPY_BYTES) + [num_bytes // 2 % COPY_BYTES]
+    whole, rest = divmod(num_bytes // 2, COPY_BYTES)
 
     def run(i: int) -> None:
-        for size in filter(None, sizes):
-            target[:size].copy_(source[:size])
+        for _ in range(whole):
+            target[:].copy_(source[:])
+        if rest:
+            start = i % (COPY_BYTES // rest) * rest // 512 * 512
+            target[start : start + rest].copy_(source[start : start + rest])
 
     return run
 

@@ -121,14 +121,20 @@ def _chain(case: Case, backend: str, device: torch.device, num_sets: int) -> Wor
         inputs.noisy(rows[:, :-1].reshape(-1, vocab), make.generator).view(batch, num_draft, vocab)
         for rows in shaped
     ]
-    tokens = [make.draw(rows.flatten(0, 1)).view(batch, num_draft) for rows in drafts]
+    if case.rule in ("point_mass", "greedy"):
+        tokens = [rows.argmax(-1).int() for rows in drafts]
+    else:
+        tokens = [
+            make.draw(drafts[i % len(drafts)].flatten(0, 1)).view(batch, num_draft)
+            for i in range(num_sets)
+        ]
     uniforms, cu_rows = make.uniforms(batch, num_draft + 1), make.cu_rows(num_draft + 1)
     params, values = make.params(), make.values
     options = [_draft_options(case, rows, params, backend) for rows in drafts]
 
     def arguments(i: int) -> tuple[tuple, dict]:
         k = i % len(target)
-        return (target[k], cu_rows, tokens[k], uniforms[i]), {**options[k], **params}
+        return (target[k], cu_rows, tokens[i % len(tokens)], uniforms[i]), {**options[k], **params}
 
     def ours(i: int):
         args, kwargs = arguments(i)
@@ -143,7 +149,7 @@ def _chain(case: Case, backend: str, device: torch.device, num_sets: int) -> Wor
 
     def at(i: int) -> tuple:
         k = i % len(target)
-        return shaped[k], drafts[k], tokens[k], values
+        return shaped[k], drafts[k], tokens[i % len(tokens)], values
 
     others = {}
     if case.rule in ("standard", "draft_logsumexp", "block"):
@@ -165,29 +171,33 @@ def _draft_options(case: Case, draft: Tensor, params: dict, backend: str) -> dic
     return {"draft_logits": draft, "method": "block" if case.rule == "block" else "standard"}
 
 
+def _tree_tokens(make: _Maker, draft: Tensor, rule: str, parents: Tensor) -> Tensor:
+    """[B, N] tokens of binary trees, siblings chosen from their parent's draft row by the rule."""
+    if rule == "target_only":
+        siblings = draft.topk(2).indices.int()
+    else:
+        siblings = make.draw(draft, 2, replacement=rule == "with_replacement")  # [B * N, 2]
+    child = torch.arange(len(parents), device=draft.device)
+    places = 2 * parents.clamp_min(0) + (child - 1) % 2  # first or second child of its parent
+    return siblings.view(make.case.batch, -1)[:, places].contiguous()
+
+
 def _tree(case: Case, backend: str, device: torch.device, num_sets: int) -> Workload:
     make = _Maker(case, device, num_sets)
     batch, num_nodes, vocab = case.batch, case.num_nodes, case.vocab
     target = make.logits(batch * num_nodes)
     parents = inputs.binary_tree(num_nodes).to(device)
     rule = "target_only" if case.rule == "greedy" else case.rule
-    drafts, tokens = [], []
-    for rows in target:
-        draft = inputs.noisy(rows, make.generator)
-        if rule == "target_only":
-            siblings = draft.topk(2).indices.int()
-        else:
-            siblings = make.draw(draft, 2, replacement=rule == "with_replacement")
-            drafts.append(draft.view(batch, num_nodes, vocab))
-        child = torch.arange(num_nodes, device=device)
-        places = 2 * parents.clamp_min(0) + (child - 1) % 2  # first or second child of its parent
-        tokens.append(siblings.view(batch, -1)[:, places].contiguous())
+    drafts = [inputs.noisy(rows, make.generator) for rows in target]
+    draws = len(drafts) if rule == "target_only" else num_sets
+    tokens = [_tree_tokens(make, drafts[i % len(drafts)], rule, parents) for i in range(draws)]
+    drafts = [] if rule == "target_only" else [rows.view(batch, -1, vocab) for rows in drafts]
     uniforms, cu_rows = make.uniforms(batch, num_nodes + 1), make.cu_rows(num_nodes)
     params, all_parents = make.params(), parents.expand(batch, -1).contiguous()
 
     def arguments(i: int) -> tuple[tuple, dict]:
         k = i % len(target)
-        args = (target[k], cu_rows, tokens[k], all_parents, uniforms[i])
+        args = (target[k], cu_rows, tokens[i % len(tokens)], all_parents, uniforms[i])
         draft = {"draft_logits": drafts[k]} if drafts else {}
         return args, {"sibling_rule": rule, **draft, **params}
 
