@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
+from inspect import signature
 
 import torch
 from torch import Tensor
@@ -62,12 +63,16 @@ def torch_sample(logits: Tensor, values: dict) -> Tensor:
 
 def hf_chain(target: Tensor, draft: Tensor, draft_token_ids: Tensor, values: dict) -> list:
     """Hugging Face's rule takes one sequence at a time: target [B, K+1, V], draft [B, K, V]."""
+    # Older releases also ask whether the candidate ends the text.
+    ends_text = "is_done_candidate" in signature(_speculative_sampling).parameters
+    extra = {"is_done_candidate": False} if ends_text else {}
     return [
         _speculative_sampling(
             tokens[None],
             hf_logits(draft_rows, values)[None],
             len(draft_rows),
             hf_logits(rows, values)[None],
+            **extra,
         )
         for rows, draft_rows, tokens in zip(target, draft, draft_token_ids, strict=True)
     ]
