@@ -67,6 +67,9 @@ def generate(
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     max_batch_size: Annotated[int, typer.Option(help="Prompts decoded together at most.")] = 32,
+    prefix_caching: Annotated[
+        bool, typer.Option("--prefix-caching", help="Read a beginning that prompts share once.")
+    ] = False,
     chat: Annotated[
         bool,
         typer.Option("--chat", help="Wrap each prompt in the tokenizer's chat template."),
@@ -99,7 +102,12 @@ def generate(
             num_speculative_tokens=num_speculative_tokens,
             draft_sample_method=draft_sample_method,
         )
-        config = EngineConfig(dtype=dtype, device=device, max_batch_size=max_batch_size)
+        config = EngineConfig(
+            dtype=dtype,
+            device=device,
+            max_batch_size=max_batch_size,
+            prefix_caching=prefix_caching,
+        )
     texts = collect_prompts(prompt or [], prompts_file)
     engine = Engine(target, draft, spec=spec, config=config)
     if method == "auto" and not engine.is_speculative:

@@ -64,6 +64,17 @@ def test_several_prompts_keep_their_order(invoke, pair, tmp_path):
     assert [f"--- prompt {n} of 3\n" in text for n in (1, 2, 3)] == [True] * 3
 
 
+def test_prefix_caching_changes_no_ids(invoke, pair):
+    begin = "a beginning that all of them share, and then "
+    arguments = [a for end in "xyz" for a in ("--prompt", begin + end)]
+    arguments += ["--max-tokens", "5", "--json"]
+    without = records(invoke("generate", *pair, *arguments))
+    shared = records(invoke("generate", *pair, *arguments, "--prefix-caching"))
+    assert [r["token_ids"] for r in shared] == [r["token_ids"] for r in without]
+    found = [[r["stats"]["num_cached_prompt_tokens"] for r in run] for run in (without, shared)]
+    assert found == [[0, 0, 0], [0, *[len(begin) // 16 * 16] * 2]]
+
+
 @pytest.mark.parametrize("source", ["pipe", "dash"])
 def test_stdin(invoke, pair, source):
     dash = ["--prompts-file", "-"] if source == "dash" else []

@@ -167,3 +167,13 @@ def test_random_traffic(model, drafter, seed):
             assert output.token_ids == expected[name][: len(output.token_ids)]
     assert engine.stats.num_cached_prompt_tokens > 0
     assert_all_came_back(engine)
+
+
+def test_the_cache_takes_all_memory_it_may(model):
+    sizes = {"kv_cache_memory": 2**22, "max_batch_size": 1, "max_model_len": 64}
+    per_block = SIZE * engine_of(model)._runner.paged_model.bytes_per_token()
+    num_blocks = [
+        engine_of(model, prefix_caching=on, **sizes)._scheduler.block_manager.num_blocks
+        for on in (False, True)
+    ]
+    assert num_blocks == [64 // SIZE, 2**22 // per_block]
