@@ -75,7 +75,7 @@ def summary(runner: Runner, steps: tuple) -> int:
     runner.say(f"summary, all in {runner.context.out}")
     outcomes = [(step.name, runner.state.outcomes[step.name]) for step in (*steps, REPORT)]
     for name, outcome in outcomes:
-        print(f"  {name:13} {outcome.status:11} {outcome.seconds:6.1f} s  {outcome.detail}")
+        print(f"  {name:16} {outcome.status:11} {outcome.seconds:6.1f} s  {outcome.detail}")
     failed = [name for name, outcome in outcomes if outcome.status == FAILED]
     left = [name for name, outcome in outcomes if outcome.status not in (DONE, FAILED)]
     print(f"failed: {', '.join(failed) or 'nothing'}; left: {', '.join(left) or 'nothing'}")

@@ -99,7 +99,6 @@ def main() -> int:
     parser = options.parser(__doc__)
     parser.add_argument("--group", choices=("headline", "all"), required=True)
     arguments = parser.parse_args()
-    deadline = options.Deadline(arguments.seconds)
     out, group = arguments.out, arguments.group
     if arguments.dry_run:
         device_type, items = "cpu", tiny_plan()
@@ -108,7 +107,7 @@ def main() -> int:
         items = plan(group, device_type, torch.cuda.get_device_properties(0).total_memory // 2)
     own, headline = Progress(out / f"{group}.progress"), Progress(out / "headline.progress")
     for name, case, backend in pending(items, [own, headline]):
-        if deadline.remaining() < SLOWEST_CASE:
+        if options.seconds_left(arguments) < SLOWEST_CASE:
             left = sum(1 for _ in pending(items, [own, headline]))
             print(f"{len(own.status)} cases measured, {left} left", flush=True)
             return UNFINISHED

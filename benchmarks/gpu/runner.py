@@ -47,7 +47,7 @@ class Runner:
 
     def run(self, step: Step, seconds: float) -> None:
         """One step, its output shown and kept in NAME.log."""
-        context = replace(self.context, seconds=max(1.0, seconds - GRACE))
+        context = replace(self.context, until=time.time() + seconds - GRACE)
         command = step.command(context)
         if command.skipped:
             self.say(f"{step.name}: skipped: {command.skipped}")

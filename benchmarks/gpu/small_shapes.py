@@ -6,6 +6,8 @@ of memory, and little of torch's own.
 
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from torch import Tensor
 import fastspec_kernels as ops
 from benchmarks import verification
 from benchmarks.gpu import options
+from benchmarks.gpu.steps import UNFINISHED
 from benchmarks.inputs import binary_tree, draw_tokens, make_logits, noisy
 from fastspec_kernels.backend import backends_of
 
@@ -44,15 +47,18 @@ def backends(device_type: str) -> list[str]:
 def checks(
     backend: str, device_type: str, vocabs: tuple[int, ...] = VOCABS
 ) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Name and check of everything that the backend has there; a check raises AssertionError."""
+    """Name and check of everything that the backend has there; a check raises AssertionError.
+
+    Small vocabularies of all ops come before large ones, so that a run cut short has seen each op.
+    """
     device = torch.device(device_type)
-    for op, check in CHECKS.items():
-        if backend not in backends_of(op, device):
-            continue
-        for vocab in vocabs if op in SAMPLING_OPS else vocabs[:1]:
-            for dtype in DTYPES if op in SAMPLING_OPS else DTYPES[:1]:
+    has = {op: check for op, check in CHECKS.items() if backend in backends_of(op, device)}
+    for vocab, dtype in product(vocabs, DTYPES):
+        first = (vocab, dtype) == (vocabs[0], DTYPES[0])
+        for op, check in has.items():
+            if op in SAMPLING_OPS or first:
                 name = f"{op}-V{vocab}-{str(dtype).removeprefix('torch.')}"
-                yield name, lambda c=check, v=vocab, d=dtype: c(v, d, backend, device)
+                yield name, partial(check, vocab, dtype, backend, device)
 
 
 def generator() -> torch.Generator:
@@ -198,20 +204,31 @@ CHECKS: dict[str, Callable] = {
 
 
 def main() -> int:
-    arguments = options.parser(__doc__).parse_args()
+    parser = options.parser(__doc__)
+    parser.add_argument("--backend", help="this one alone")
+    arguments = parser.parse_args()
     device_type = "cpu" if arguments.dry_run else "cuda"
     vocabs = TINY_VOCABS if arguments.dry_run else VOCABS
-    passed, failed = 0, []
-    for backend in backends(device_type):
-        for name, check in checks(backend, device_type, vocabs):
-            try:
-                check()
-            except AssertionError as error:
-                failed.append(f"{name}-{backend}")
-                print(f"{failed[-1]}: {error}", flush=True)
-            else:
-                passed += 1
-    print(f"{passed} checks passed, {len(failed)} failed {' '.join(failed[:5])}", flush=True)
+    chosen = [arguments.backend] if arguments.backend else backends(device_type)
+    plan = [
+        (f"{name}-{backend}", check)
+        for backend in chosen
+        for name, check in checks(backend, device_type, vocabs)
+    ]
+    if not plan:
+        print(f"{', '.join(chosen)}: no kernels on this {device_type}", flush=True)
+        return 1
+    failed = []
+    for i, (name, check) in enumerate(plan):
+        if options.seconds_left(arguments) < 0:
+            print(f"{i} of {len(plan)} checks, {len(failed)} failed", flush=True)
+            return 1 if failed else UNFINISHED
+        try:
+            check()
+        except AssertionError as error:
+            failed.append(name)
+            print(f"{name}: {error}", flush=True)
+    print(f"{len(plan)} checks, {len(failed)} failed {' '.join(failed[:5])}", flush=True)
     return 1 if failed else 0
 
 

@@ -14,11 +14,11 @@ SANITIZER_ERROR = 9
 
 @dataclass(frozen=True)
 class Context:
-    """What a step may ask about the run; `seconds` is what this step may take."""
+    """What a step may ask about the run; `until`, in seconds since the epoch, is its deadline."""
 
     out: Path
     dry_run: bool
-    seconds: float = 0.0
+    until: float = 0.0
     capability: str = ""
 
 
@@ -50,7 +50,7 @@ def module(name: str, *arguments: str) -> Callable[[Context], Command]:
 
     def command(context: Context) -> Command:
         dry = ["--dry-run"] if context.dry_run else []
-        options = ["--out", str(context.out), "--seconds", f"{context.seconds:.0f}", *dry]
+        options = ["--out", str(context.out), "--until", f"{context.until:.0f}", *dry]
         return python("-m", f"benchmarks.gpu.{name}", *options, *arguments)
 
     return command
@@ -93,22 +93,22 @@ def kernel_tests(context: Context) -> Command:
     return pytest("tests/kernels", "-k", "cuda or triton")(context)
 
 
-def sanitizer(tool: str) -> Callable[[Context], Command]:
+def sanitizer(tool: str, backend: str) -> Callable[[Context], Command]:
     """The small shapes under one tool; allocations go to the driver, so that it sees each of them.
 
     A dry run calls the small shapes once, without a tool.
     """
 
     def command(context: Context) -> Command:
-        small = module("small_shapes")(context).arguments
-        if context.dry_run and tool != "memcheck":
-            return Command([], {}, skipped="a dry run goes through the small shapes once")
         if context.dry_run:
-            return Command(small, {})
+            if (tool, backend) == ("memcheck", "cuda"):
+                return module("small_shapes")(context)
+            return Command([], {}, skipped="a dry run goes through the small shapes once")
         path = find_sanitizer()
         if path is None:
             return Command([], {}, skipped="no compute-sanitizer on PATH or in CUDA_HOME")
         options = ["--tool", tool, "--error-exitcode", str(SANITIZER_ERROR)]
+        small = module("small_shapes", "--backend", backend)(context).arguments
         return Command([path, *options, *small], {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
 
     return command
@@ -125,10 +125,12 @@ STEPS = (
     Step("build", 0.4, build),
     Step("tests", 0.25, gpu_tests),
     Step("headline", 0.25, module("bench", "--group", "headline"), ("headline.progress",)),
-    Step("memcheck", 0.15, sanitizer("memcheck")),
-    Step("racecheck", 0.15, sanitizer("racecheck")),
-    Step("synccheck", 0.1, sanitizer("synccheck")),
-    Step("initcheck", 0.1, sanitizer("initcheck")),
+    Step("memcheck", 0.12, sanitizer("memcheck", "cuda")),
+    Step("racecheck", 0.12, sanitizer("racecheck", "cuda")),
+    Step("synccheck", 0.1, sanitizer("synccheck", "cuda")),
+    Step("initcheck", 0.1, sanitizer("initcheck", "cuda")),
+    Step("memcheck-triton", 0.1, sanitizer("memcheck", "triton")),
+    Step("racecheck-triton", 0.1, sanitizer("racecheck", "triton")),
     Step("kernel-tests", 0.3, kernel_tests),
     Step("bench", 1.0, module("bench", "--group", "all"), ("all.progress",)),
 )

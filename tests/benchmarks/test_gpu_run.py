@@ -115,12 +115,13 @@ def test_build_compiles_for_this_gpu(tmp_path, monkeypatch):
 
 def test_sanitizer_is_called_where_it_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr(steps, "find_sanitizer", lambda: "/bin/tool")
-    context = Context(tmp_path, dry_run=False, seconds=60)
-    made = steps.sanitizer("racecheck")(context)
+    context = Context(tmp_path, dry_run=False, until=60)
+    made = steps.sanitizer("racecheck", "triton")(context)
     assert made.arguments[:3] == ["/bin/tool", "--tool", "racecheck"]
     assert "benchmarks.gpu.small_shapes" in made.arguments
+    assert made.arguments[-2:] == ["--backend", "triton"]
     monkeypatch.setattr(steps, "find_sanitizer", lambda: None)
-    assert "no compute-sanitizer" in steps.sanitizer("racecheck")(context).skipped
+    assert "no compute-sanitizer" in steps.sanitizer("racecheck", "triton")(context).skipped
 
 
 def test_bench_plan_starts_with_the_headline(monkeypatch):
