@@ -6,6 +6,123 @@
 
 namespace fastspec::cuda {
 
+// How a kernel is cut up. Results do not depend on it.
+struct Plan {
+  int32_t cluster;  // thread blocks that share a row: 1, 2, 4 or 8; 1 before sm_90
+  int32_t threads;  // per block, a multiple of 32
+  int32_t staged;   // whether a row is kept in the shared memory of its blocks
+};
+
+enum class Element : int32_t { kFloat32, kBFloat16, kFloat16 };
+
+// Rows of logits, the last dimension contiguous; strides count elements.
+struct Logits {
+  const void* data;
+  const int32_t* bitmask;  // [rows, words], or null: everything is allowed
+  int64_t row_stride;
+  int64_t bitmask_stride;
+  int64_t num_rows;
+  int64_t size;  // of the vocabulary
+  Element element;
+};
+
+// One value per row or sequence each, or null: off.
+struct SamplingParameters {
+  const float* temperature;
+  const int32_t* top_k;
+  const float* top_p;
+  const float* min_p;
+};
+
+// What passes over a row find out; all that its probabilities need.
+struct RowStatistics {
+  unsigned long long total;  // of the kept weights; that of the best logit is 2^44
+  float max;
+  float threshold;  // the lowest kept logit, -inf without a filter
+  int32_t argmax;   // of greedy rows only: the lowest id of the best logit
+  int32_t valid;
+};
+
+struct RowStatsCall {
+  Logits logits;
+  SamplingParameters parameters;
+  float* logsumexp;  // [R]
+  float* threshold;  // [R]
+};
+
+struct LogitsToProbsCall {
+  Logits logits;
+  SamplingParameters parameters;
+  float* probs;  // [R, V], contiguous
+};
+
+struct SampleCall {
+  Logits logits;
+  SamplingParameters parameters;
+  const float* uniform_samples;  // [R]
+  int32_t* token_ids;            // [R]
+  float* logprobs;               // [R]
+};
+
+struct VerifyChainCall {
+  Logits target;
+  Logits draft;                    // rows of [B, K]; data null: each proposal is certain
+  int64_t draft_batch_stride;      // in elements
+  const int32_t* draft_token_map;  // [V] or null
+  const float* draft_logsumexp;    // [B, K] or null
+  const int32_t* cu_rows;          // [B + 1]
+  const int32_t* draft_token_ids;  // [B, K]
+  const float* uniform_samples;    // [B, K + 1]
+  SamplingParameters parameters;   // per sequence
+  int64_t batch;
+  int64_t num_draft;
+  double lenience;
+  int32_t block;              // block verification, not token by token
+  RowStatistics* statistics;  // workspace [B, 2K + 1]: the target rows, then the draft rows
+  int32_t* output_token_ids;  // [B, K + 1]
+  int32_t* accepted_len;      // [B]
+  float* logprobs;            // [B, K + 1]
+};
+
+enum class SiblingRule : int32_t { kTargetOnly, kWithoutReplacement, kWithReplacement };
+
+struct VerifyTreeCall {
+  Logits target;
+  Logits draft;  // rows of [B, N]; data null under kTargetOnly
+  int64_t draft_batch_stride;
+  const int32_t* draft_token_map;
+  const int32_t* cu_rows;         // [B + 1]
+  const int32_t* tree_token_ids;  // [B, N]
+  const int32_t* parents;         // [B, N]
+  const float* uniform_samples;   // [B, N + 1]
+  SamplingParameters parameters;  // per sequence
+  int64_t batch;
+  int64_t num_nodes;
+  SiblingRule rule;
+  int32_t* path;              // [B, N]
+  int32_t* output_token_ids;  // [B, N]
+  int32_t* accepted_len;      // [B]
+  float* logprobs;            // [B, N]
+};
+
+struct BuildTreeCall {
+  const int32_t* parents;  // [B, N]
+  int64_t batch;
+  int64_t num_nodes;
+  int32_t* depths;         // [B, N]
+  int64_t* ancestor_mask;  // [B, N, ceil(N / 64)]
+};
+
+cudaError_t launch_row_stats(const RowStatsCall& call, const Plan& plan, cudaStream_t stream);
+cudaError_t launch_logits_to_probs(const LogitsToProbsCall& call, const Plan& plan,
+                                   cudaStream_t stream);
+cudaError_t launch_sample(const SampleCall& call, const Plan& plan, cudaStream_t stream);
+// `rows` is the plan of the statistics of single rows, `sequences` that of the decision.
+cudaError_t launch_verify_chain(const VerifyChainCall& call, const Plan& rows,
+                                const Plan& sequences, cudaStream_t stream);
+cudaError_t launch_verify_tree(const VerifyTreeCall& call, const Plan& plan, cudaStream_t stream);
+cudaError_t launch_build_tree(const BuildTreeCall& call, cudaStream_t stream);
+
 // samples[b, i] = number i of (seed[b], position[b], stream_id); samples is [batch, num],
 // contiguous.
 cudaError_t launch_uniform(const int64_t* seed, const int64_t* position, float* samples,

@@ -1,3 +1,5 @@
+#include <cuda_runtime.h>
+
 #include "common/philox.h"
 #include "cuda/launch.h"
 
@@ -25,8 +27,12 @@ cudaError_t launch_uniform(const int64_t* seed, const int64_t* position, float* 
     return cudaSuccess;  // an empty grid is a launch error
   }
   const auto blocks = static_cast<unsigned>((total + kThreads - 1) / kThreads);
-  uniform_kernel<<<blocks, kThreads, 0, stream>>>(seed, position, samples, total, num, stream_id);
-  return cudaGetLastError();
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(kThreads);
+  config.stream = stream;
+  return cudaLaunchKernelEx(&config, uniform_kernel, seed, position, samples, total, num,
+                            stream_id);
 }
 
 }  // namespace fastspec::cuda

@@ -1,0 +1,108 @@
+// Top-k and top-p without a sort: a search by histogram over the bits of the logits.
+#pragma once
+#include "cuda/row.cuh"
+
+namespace fastspec::cuda {
+
+// The lowest value with less than `need` of the weight above it.
+struct Threshold {
+  float value;  // -inf if all values together weigh less than `need`
+  u64 kept;     // the weight from this value on
+};
+
+// Adds equal neighbours up before they go to a histogram, where they would wait for each other.
+template <class Bin>
+class RunLength {
+ public:
+  __device__ explicit RunLength(Bin* bins) : bins_(bins) {}
+
+  __device__ __forceinline__ void add(int bin, Bin weight) {
+    if (bin != bin_) {
+      flush();
+      bin_ = bin;
+      sum_ = 0;
+    }
+    sum_ += weight;
+  }
+
+  __device__ __forceinline__ void flush() {
+    if (sum_ != 0) atomicAdd(bins_ + bin_, sum_);
+  }
+
+ private:
+  Bin* bins_;
+  int bin_ = -1;
+  Bin sum_ = 0;
+};
+
+// Puts the histograms of the blocks of a team together; afterwards each block has the whole.
+template <class Bin>
+__device__ void merge_bins(const Team& team, Bin* bins) {
+  team.sync();
+  if (team.size() == 1) return;
+  const int part = kBins / team.size();
+  for (int i = threadIdx.x; i < part; i += blockDim.x) {
+    Bin* here = bins + team.rank() * part + i;
+    Bin sum = 0;
+    for (int rank = 0; rank < team.size(); ++rank) sum += *team.of_block(here, rank);
+    for (int rank = 0; rank < team.size(); ++rank) *team.of_block(here, rank) = sum;
+  }
+  team.sync();
+}
+
+// Finds the bin, from the highest one down, where `above` plus the sum reaches `need`.
+template <class Bin>
+__device__ Crossing find_crossing(Team& team, const Bin* bins, u64 above, u64 need) {
+  const int per_thread = (kBins + blockDim.x - 1) / blockDim.x;
+  const int top = kBins - 1 - static_cast<int>(threadIdx.x) * per_thread;
+  const int bottom = top - per_thread < -1 ? -1 : top - per_thread;
+  u64 own = 0;
+  for (int bin = top; bin > bottom; --bin) own += bins[bin];
+  const u64 before = above + team.block_scan(own);
+  if (before < need && need <= before + own) {
+    u64 sum = before;
+    int bin = top;
+    while (sum + bins[bin] < need) sum += bins[bin--];
+    team.memory().crossing = {sum, bins[bin], bin};
+  }
+  __syncthreads();
+  return team.memory().crossing;
+}
+
+// `weigh` gives the weight of a logit, 0 for one that is out; Bin holds the sum of all weights.
+template <class Bin, class View, class Weigh>
+__device__ Threshold search(Team& team, const View& view, u64 need, const Weigh& weigh) {
+  // 16-bit formats leave the last ten bits of the wider one all alike.
+  const int levels = is_wide(view.row().element) ? 3 : 2;
+  Bin* bins = reinterpret_cast<Bin*>(team.memory().bins);
+  uint32_t prefix = 0, mask = 0;  // the bits of the key known so far
+  Crossing crossing = {0, 0, -1};
+#pragma unroll 1
+  for (int level = 0; level < levels; ++level) {
+    const int shift = level == 0 ? 21 : level == 1 ? 10 : 0;
+    const uint32_t digit = level == 2 ? kBins / 2 - 1 : kBins - 1;
+    for (int i = threadIdx.x; i < kBins; i += blockDim.x) bins[i] = 0;
+    __syncthreads();
+    if (threadIdx.x == 0) team.memory().crossing.bin = -1;  // everyone has read the last one
+    RunLength<Bin> run(bins);
+    view.pass([&](const float (&x)[kUnit], int64_t) {
+#pragma unroll
+      for (int j = 0; j < kUnit; ++j) {
+        const uint32_t key = to_key(x[j]);
+        const Bin weight = weigh(x[j]);
+        if (weight != 0 && ((key ^ prefix) & mask) == 0) run.add((key >> shift) & digit, weight);
+      }
+    });
+    run.flush();
+    merge_bins(team, bins);
+    crossing = find_crossing(team, bins, crossing.above, need);
+    if (crossing.bin < 0) return {-infinity(), 0};
+    prefix |= static_cast<uint32_t>(crossing.bin) << shift;
+    mask |= digit << shift;
+  }
+  // What lies below the known bits is 0 in a logit; in the key of a negative one it is inverted.
+  if ((prefix & 0x80000000u) == 0) prefix |= ~mask;
+  return {from_key(prefix), crossing.above + crossing.at};
+}
+
+}  // namespace fastspec::cuda

@@ -1,0 +1,199 @@
+// One row of logits, cut into a stretch of units per warp of a team.
+#pragma once
+#include "cuda/team.cuh"
+
+namespace fastspec::cuda {
+
+struct Row {
+  const void* data;
+  const int32_t* bitmask;  // or null
+  int64_t size;
+  Element element;
+};
+
+__device__ __forceinline__ int64_t bytes_of(Element element) {
+  return element == Element::kFloat32 ? 4 : 2;
+}
+
+__device__ __forceinline__ Row row_of(const Logits& logits, int64_t index, int64_t offset = 0) {
+  const int64_t first = (index * logits.row_stride + offset) * bytes_of(logits.element);
+  const bool masked = logits.bitmask != nullptr;
+  return {static_cast<const char*>(logits.data) + first,
+          masked ? logits.bitmask + index * logits.bitmask_stride : nullptr, logits.size,
+          logits.element};
+}
+
+__device__ __forceinline__ bool is_allowed(const Row& row, int64_t token) {
+  return row.bitmask == nullptr || (__ldg(row.bitmask + token / 32) >> (token % 32) & 1) != 0;
+}
+
+// The bits of one logit.
+__device__ __forceinline__ uint32_t bits_at(const Row& row, int64_t token) {
+  return is_wide(row.element) ? __ldg(static_cast<const uint32_t*>(row.data) + token)
+                              : __ldg(static_cast<const uint16_t*>(row.data) + token);
+}
+
+// One logit; -inf outside the vocabulary.
+__device__ __forceinline__ float logit_at(const Row& row, int64_t token) {
+  if (token < 0 || token >= row.size || !is_allowed(row, token)) return -infinity();
+  return widen(bits_at(row, token), row.element);
+}
+
+// The passes of a team over one row. Each warp has a stretch of consecutive tokens. If kStaged the
+// first pass copies the row, without what is not allowed, to shared memory, from where the others
+// read it.
+template <bool kStaged>
+class RowView {
+ public:
+  __device__ RowView(const Team& team, const Row& row) : row_(row), lane_(team.lane()) {
+    const int64_t bytes = bytes_of(row.element);
+    lead_ = static_cast<int>(reinterpret_cast<uintptr_t>(row.data) % sizeof(uint4) / bytes);
+    const int64_t units = (row.size + lead_ + kUnit - 1) / kUnit;
+    per_warp_ = (units + team.num_warps() - 1) / team.num_warps();
+    begin_ = smaller(team.warp() * per_warp_, units);
+    end_ = smaller(begin_ + per_warp_, units);
+    stage_ = team.stage() + team.block_warp() * per_warp_ * (is_wide(row.element) ? 2 : 1);
+  }
+
+  __device__ const Row& row() const { return row_; }
+  __device__ int64_t begin() const { return begin_; }
+  __device__ int64_t end() const { return end_; }
+  __device__ int64_t first_token(int64_t unit) const { return unit * kUnit - lead_; }
+
+  // The first pass: calls visit(logits of a unit, first token). Padding is -inf.
+  template <class Visit>
+  __device__ void first_pass(const Visit& visit) const {
+    sweep<4>([&](const Raw& raw, int64_t unit) {
+      if (kStaged) to_stage(raw, unit);
+      visit_raw(raw, unit, visit);
+    });
+  }
+
+  // Any later pass.
+  template <class Visit>
+  __device__ void pass(const Visit& visit) const {
+    if constexpr (kStaged) {
+#pragma unroll 1
+      for (int64_t unit = begin_ + lane_; unit < end_; unit += kWarp) {
+        visit_raw(from_stage(unit), unit, visit);
+      }
+    } else {
+      sweep<2>([&](const Raw& raw, int64_t unit) { visit_raw(raw, unit, visit); });
+    }
+  }
+
+  // One unit of the warp's stretch.
+  __device__ void read(int64_t unit, float (&x)[kUnit]) const {
+    (kStaged ? from_stage(unit) : load(unit)).unpack(row_.element, x);
+  }
+
+ private:
+  template <class Visit>
+  __device__ __forceinline__ void visit_raw(const Raw& raw, int64_t unit,
+                                            const Visit& visit) const {
+    float x[kUnit];
+    raw.unpack(row_.element, x);
+    visit(x, first_token(unit));
+  }
+
+  // Consumes the units of this lane, kAhead of them loaded before the first is used.
+  template <int kAhead, class Consume>
+  __device__ __forceinline__ void sweep(const Consume& consume) const {
+    const bool wide = is_wide(row_.element);
+    const int64_t easy_begin = row_.bitmask != nullptr ? end_ : lead_ > 0 ? 1 : 0;
+    const int64_t easy_end = smaller(end_, (row_.size + lead_) / kUnit);
+    for (int64_t unit = begin_ + lane_; unit < end_;) {
+      if (unit >= easy_begin && unit + (kAhead - 1) * kWarp < easy_end) {
+        Raw raw[kAhead];
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) raw[i] = load_unit(address(unit + i * kWarp), wide);
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) consume(raw[i], unit + i * kWarp);
+        unit += kAhead * kWarp;
+      } else {
+        consume(load(unit), unit);
+        unit += kWarp;
+      }
+    }
+  }
+
+  __device__ __forceinline__ const void* address(int64_t unit) const {
+    return static_cast<const char*>(row_.data) + first_token(unit) * bytes_of(row_.element);
+  }
+
+  // A unit that may lie partly outside the row, or be masked.
+  __device__ Raw load(int64_t unit) const {
+    const int64_t first = first_token(unit);
+    const uint32_t all = (1u << kUnit) - 1;
+    uint32_t inside = all;
+    if (first < 0) inside &= all << -first;
+    if (first + kUnit > row_.size) inside &= all >> (first + kUnit - row_.size);
+    const uint32_t allowed = inside & allowed_bits(first);
+    const bool wide = is_wide(row_.element);
+    if (inside == all) {
+      const Raw raw = load_unit(address(unit), wide);
+      return allowed == all ? raw : keep(raw, allowed);
+    }
+    uint32_t words[kUnit] = {};
+#pragma unroll
+    for (int j = 0; j < kUnit; ++j) {
+      if ((inside >> j & 1) == 0) continue;
+      const uint32_t bits = bits_at(row_, first + j);
+      if (wide) {
+        words[j] = bits;
+      } else {
+        words[j / 2] |= bits << (j % 2 * 16);
+      }
+    }
+    return keep(
+        {{words[0], words[1], words[2], words[3]}, {words[4], words[5], words[6], words[7]}},
+        allowed);
+  }
+
+  // The unit with -inf for what is not allowed.
+  __device__ Raw keep(const Raw& raw, uint32_t allowed) const {
+    uint32_t words[kUnit] = {raw.low.x,  raw.low.y,  raw.low.z,  raw.low.w,
+                             raw.high.x, raw.high.y, raw.high.z, raw.high.w};
+    const uint32_t off = row_.element == Element::kFloat16 ? 0xfc00fc00u : 0xff80ff80u;
+#pragma unroll
+    for (int j = 0; j < kUnit; ++j) {
+      if (is_wide(row_.element)) {
+        if ((allowed >> j & 1) == 0) words[j] = 0xff800000u;
+      } else if (j < kUnit / 2) {
+        const uint32_t pair = allowed >> (2 * j);
+        const uint32_t kept = (pair & 1 ? 0xffffu : 0u) | (pair & 2 ? 0xffff0000u : 0u);
+        words[j] = (words[j] & kept) | (off & ~kept);
+      }
+    }
+    return {{words[0], words[1], words[2], words[3]}, {words[4], words[5], words[6], words[7]}};
+  }
+
+  // Whether each token of a unit is allowed, one bit each; arbitrary outside the row.
+  __device__ uint32_t allowed_bits(int64_t first) const {
+    if (row_.bitmask == nullptr) return ~0u;
+    const int64_t start = larger(first, 0), index = start / 32;
+    const uint32_t low = __ldg(row_.bitmask + index);
+    const uint32_t high = index + 1 < (row_.size + 31) / 32 ? __ldg(row_.bitmask + index + 1) : 0;
+    return __funnelshift_r(low, high, start % 32) << (start - first);
+  }
+
+  __device__ __forceinline__ void to_stage(const Raw& raw, int64_t unit) const {
+    stage_[unit - begin_] = raw.low;
+    if (is_wide(row_.element)) stage_[unit - begin_ + per_warp_] = raw.high;
+  }
+
+  __device__ __forceinline__ Raw from_stage(int64_t unit) const {
+    Raw raw;
+    raw.low = stage_[unit - begin_];
+    raw.high = is_wide(row_.element) ? stage_[unit - begin_ + per_warp_] : raw.low;
+    return raw;
+  }
+
+  Row row_;
+  int64_t begin_, end_, per_warp_;  // units
+  uint4* stage_;                    // of this warp
+  int lead_;                        // elements between the 16-byte boundary before the row and it
+  int lane_;
+};
+
+}  // namespace fastspec::cuda

@@ -1,0 +1,67 @@
+// What the tests call: each launcher under a given order of the threads.
+#include <cstdio>
+#include <exception>
+
+#include "cuda/launch.h"
+#include "cuda/plan.h"
+#include "machine.h"
+
+namespace cuda = fastspec::cuda;
+
+struct Run {
+  uint64_t order;
+  char message[512];
+};
+
+namespace {
+
+template <class Launch>
+int guarded(Run* run, const Launch& launch) {
+  emulation::set_order(run->order);
+  try {
+    return launch();
+  } catch (const std::exception& error) {
+    std::snprintf(run->message, sizeof(run->message), "%s", error.what());
+    return -1;
+  }
+}
+
+}  // namespace
+
+#define FASTSPEC_EMULATED(op, Call)                                                        \
+  extern "C" int emulated_##op(const cuda::Call* call, const cuda::Plan* plan, Run* run) { \
+    return guarded(run, [&] { return cuda::launch_##op(*call, *plan, nullptr); });         \
+  }
+
+FASTSPEC_EMULATED(row_stats, RowStatsCall)
+FASTSPEC_EMULATED(logits_to_probs, LogitsToProbsCall)
+FASTSPEC_EMULATED(sample, SampleCall)
+FASTSPEC_EMULATED(verify_tree, VerifyTreeCall)
+
+extern "C" int emulated_verify_chain(const cuda::VerifyChainCall* call, const cuda::Plan* plan,
+                                     Run* run) {
+  const cuda::Plan sequences{plan->cluster, plan->threads, 0};
+  return guarded(run, [&] { return cuda::launch_verify_chain(*call, *plan, sequences, nullptr); });
+}
+
+extern "C" int emulated_build_tree(const cuda::BuildTreeCall* call, const cuda::Plan*, Run* run) {
+  return guarded(run, [&] { return cuda::launch_build_tree(*call, nullptr); });
+}
+
+struct UniformCall {
+  const int64_t *seed, *position;
+  float* samples;
+  int64_t batch, num, stream_id;
+};
+
+extern "C" int emulated_uniform(const UniformCall* call, const cuda::Plan*, Run* run) {
+  return guarded(run, [&] {
+    return cuda::launch_uniform(call->seed, call->position, call->samples, call->batch, call->num,
+                                static_cast<uint32_t>(call->stream_id), nullptr);
+  });
+}
+
+extern "C" void chosen_plan(const cuda::RowShape* row, int64_t rows, const cuda::Limits* limits,
+                            cuda::Plan* plan) {
+  *plan = cuda::choose_plan(*row, rows, *limits);
+}

@@ -1,0 +1,36 @@
+// Threads of a GPU as fibers of one CPU thread: each runs until it waits for others, in an order
+// that a seed decides. What real threads would share or race for shows as results that depend on
+// the seed.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+
+struct dim3 {
+  unsigned x = 1, y = 1, z = 1;
+  dim3(unsigned size = 1) : x(size) {}
+};
+
+namespace emulation {
+
+// What the running thread sees of itself.
+struct Now {
+  dim3 thread, block, block_size;
+};
+extern Now now;
+
+// 0: ascending, 1: descending, else shuffled, both blocks and threads.
+void set_order(uint64_t seed);
+
+// Runs a grid of clusters; throws std::runtime_error on a deadlock and other misuse.
+void run(unsigned blocks, unsigned cluster, unsigned threads, size_t shared_bytes,
+         const std::function<void()>& kernel);
+
+unsigned char* dynamic_shared();
+void wait_for_block();
+void wait_for_cluster();
+void* of_block(const void* here, unsigned rank);
+// Gives every lane the words that all of them came with, 32 of them.
+const uint64_t* exchange(const char* operation, unsigned lanes, uint64_t word);
+
+}  // namespace emulation
