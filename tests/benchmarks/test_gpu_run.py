@@ -178,7 +178,8 @@ def test_report_of_records(tmp_path):
     (tmp_path / "kernels.jsonl").write_text(lines)
     text = report.text_of(tmp_path)
     assert (
-        "| B=64, K=4, V=128256, zipf, bfloat16 | cuda | 50 | 40 | 25 | 2 | 10 (e) | 1.5 |" in text
+        "| B=64, K=4, V=128256, zipf, bfloat16 | cuda | 50 | 40 | 25 | 2 | 1.37 | 10 (e) | 1.5 |"
+        in text
     )
     assert "99" not in text
 
