@@ -103,7 +103,7 @@ class BuildExt(build_ext):
 
 
 def extension(device: str, roots: list[Path], **options) -> Extension:
-    own = [Path(f"csrc/bindings_{device}.cpp"), *Path("csrc", device).iterdir()]
+    own = [*Path("csrc").glob(f"bindings_{device}*.cpp"), *Path("csrc", device).iterdir()]
     headers = [path for path in Path("csrc").rglob("*") if path.suffix in {".h", ".inl", ".cuh"}]
     return Extension(
         f"fastspec_kernels._{device}",

@@ -1,53 +1,20 @@
-// The only file of _cpu that knows torch: it unpacks tensors, allocates outputs and registers the
-// ops.
+// Unpacks the tensors of the ops on caches and layers, allocates their outputs, and registers them.
 #define Py_LIMITED_API 0x030A0000
 #include <Python.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/util/Exception.h>
 
 #include <cmath>
-#include <cstdint>
-#include <stdexcept>
+#include <string>
 
+#include "bindings_cpu.h"
 #include "common/philox.h"
 #include "cpu/kernels.h"
 #include "cpu/layers.h"
 #include "cpu/linear.h"
-#include "cpu/sampling.h"
 #include "cpu/store_kv.h"
 #include "cpu/tree_attention.h"
 
 namespace fastspec {
 namespace {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
-int32_t dtype_code(ScalarType type) {
-  switch (type) {
-    case ScalarType::Int:
-      return aoti_torch_dtype_int32();
-    case ScalarType::BFloat16:
-      return aoti_torch_dtype_bfloat16();
-    case ScalarType::Half:
-      return aoti_torch_dtype_float16();
-    default:
-      return aoti_torch_dtype_float32();
-  }
-}
-
-// An uninitialised dense tensor, without a trip through torch's dispatcher.
-Tensor new_tensor(const std::vector<int64_t>& shape, ScalarType type) {
-  std::vector<int64_t> strides(shape.size(), 1);
-  for (size_t dim = shape.size(); dim-- > 1;) strides[dim - 1] = strides[dim] * shape[dim];
-  AtenTensorHandle handle;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(),
-                                                  strides.data(), dtype_code(type),
-                                                  aoti_torch_device_type_cpu(), 0, &handle));
-  return Tensor(handle);
-}
 
 Tensor uniform(const Tensor& seed, const Tensor& position, int64_t num, int64_t stream) {
   const int64_t batch = seed.size(0);
@@ -61,11 +28,6 @@ Tensor uniform(const Tensor& seed, const Tensor& position, int64_t num, int64_t 
     }
   }
   return out;
-}
-
-// The public ops find out which argument is wrong; here it only must not get through.
-void require(bool fits) {
-  if (!fits) throw std::invalid_argument("the arguments do not fit together");
 }
 
 bool has_shape(const Tensor& tensor, std::initializer_list<int64_t> shape) {
@@ -182,8 +144,6 @@ Tensor tree_attention(const Tensor& query, const Tensor& key_cache, const Tensor
   return out;
 }
 
-using OptionalTensor = std::optional<Tensor>;
-
 // The shape of rows in any number of leading dimensions.
 std::vector<int64_t> shape_of_rows(const Tensor& rows) {
   require(rows.dim() > 0);
@@ -242,91 +202,6 @@ Tensor gated_mlp(const Tensor& input, const Tensor& gate_weight, const Tensor& u
   return out;
 }
 
-template <class T>
-const T* data_or_null(const OptionalTensor& tensor) {
-  return tensor ? tensor->const_data_ptr<T>() : nullptr;
-}
-
-cpu::SamplingParameters sampling_parameters(const OptionalTensor& temperature,
-                                            const OptionalTensor& top_k,
-                                            const OptionalTensor& top_p,
-                                            const OptionalTensor& min_p) {
-  return {data_or_null<float>(temperature), data_or_null<int32_t>(top_k),
-          data_or_null<float>(top_p), data_or_null<float>(min_p)};
-}
-
-// A matrix of logits that starts `offset` elements into a tensor; its rows are the second to last
-// dimension.
-cpu::LogitsMatrix logits_matrix(const Tensor& logits, int64_t offset) {
-  cpu::LogitsType type = cpu::LogitsType::kFloat32;
-  if (logits.scalar_type() == ScalarType::BFloat16) type = cpu::LogitsType::kBFloat16;
-  if (logits.scalar_type() == ScalarType::Half) type = cpu::LogitsType::kFloat16;
-  const cpu::Logits first{logits.const_data_ptr(), logits.size(-1), type};
-  return {first.from(offset), logits.size(-2), logits.stride(-2)};
-}
-
-std::tuple<Tensor, Tensor> row_stats(const Tensor& logits, const OptionalTensor& temperature,
-                                     const OptionalTensor& top_k, const OptionalTensor& top_p,
-                                     const OptionalTensor& min_p,
-                                     const OptionalTensor& token_bitmask) {
-  require(!token_bitmask);
-  Tensor logsumexp = new_tensor({logits.size(0)}, ScalarType::Float);
-  Tensor threshold = new_tensor({logits.size(0)}, ScalarType::Float);
-  cpu::row_stats(logits_matrix(logits, 0), sampling_parameters(temperature, top_k, top_p, min_p),
-                 logsumexp.mutable_data_ptr<float>(), threshold.mutable_data_ptr<float>());
-  return {logsumexp, threshold};
-}
-
-Tensor logits_to_probs(const Tensor& logits, const OptionalTensor& temperature,
-                       const OptionalTensor& top_k, const OptionalTensor& top_p,
-                       const OptionalTensor& min_p, const OptionalTensor& token_bitmask) {
-  require(!token_bitmask);
-  Tensor probs = new_tensor({logits.size(0), logits.size(1)}, ScalarType::Float);
-  cpu::logits_to_probs(logits_matrix(logits, 0),
-                       sampling_parameters(temperature, top_k, top_p, min_p),
-                       probs.mutable_data_ptr<float>());
-  return probs;
-}
-
-std::tuple<Tensor, Tensor> sample(const Tensor& logits, const Tensor& uniform_samples,
-                                  const OptionalTensor& temperature, const OptionalTensor& top_k,
-                                  const OptionalTensor& top_p, const OptionalTensor& min_p,
-                                  const OptionalTensor& token_bitmask) {
-  require(!token_bitmask);
-  Tensor token_ids = new_tensor({logits.size(0)}, ScalarType::Int);
-  Tensor logprobs = new_tensor({logits.size(0)}, ScalarType::Float);
-  cpu::sample(logits_matrix(logits, 0), sampling_parameters(temperature, top_k, top_p, min_p),
-              uniform_samples.const_data_ptr<float>(), uniform_samples.stride(0),
-              token_ids.mutable_data_ptr<int32_t>(), logprobs.mutable_data_ptr<float>());
-  return {token_ids, logprobs};
-}
-
-std::tuple<Tensor, Tensor, Tensor> verify_chain(
-    const Tensor& target_logits, const Tensor& cu_rows, const Tensor& draft_token_ids,
-    const Tensor& uniform_samples, const OptionalTensor& draft_logits,
-    const OptionalTensor& temperature, const OptionalTensor& top_k, const OptionalTensor& top_p,
-    const OptionalTensor& min_p, double lenience, const std::string& method,
-    const OptionalTensor& draft_logsumexp, const OptionalTensor& draft_token_map,
-    const OptionalTensor& token_bitmask) {
-  require(method == "standard" && !draft_logsumexp && !draft_token_map && !token_bitmask);
-  const int64_t batch = draft_token_ids.size(0), num_draft = draft_token_ids.size(1);
-  Tensor output_token_ids = new_tensor({batch, num_draft + 1}, ScalarType::Int);
-  Tensor accepted_len = new_tensor({batch}, ScalarType::Int);
-  Tensor logprobs = new_tensor({batch, num_draft + 1}, ScalarType::Float);
-  std::vector<cpu::LogitsMatrix> draft;
-  for (int64_t b = 0; draft_logits && b < batch; ++b) {
-    draft.push_back(logits_matrix(*draft_logits, b * draft_logits->stride(0)));
-  }
-  cpu::verify_chain(
-      {logits_matrix(target_logits, 0), draft_logits ? draft.data() : nullptr,
-       cu_rows.const_data_ptr<int32_t>(), draft_token_ids.const_data_ptr<int32_t>(),
-       uniform_samples.const_data_ptr<float>(),
-       sampling_parameters(temperature, top_k, top_p, min_p), batch, num_draft, lenience},
-      {output_token_ids.mutable_data_ptr<int32_t>(), accepted_len.mutable_data_ptr<int32_t>(),
-       logprobs.mutable_data_ptr<float>()});
-  return {output_token_ids, accepted_len, logprobs};
-}
-
 std::string instruction_set() { return cpu::kernels().name; }
 
 }  // namespace
@@ -334,10 +209,6 @@ std::string instruction_set() { return cpu::kernels().name; }
 
 STABLE_TORCH_LIBRARY_IMPL(fastspec, CPU, m) {
   m.impl("uniform", TORCH_BOX(&fastspec::uniform));
-  m.impl("row_stats", TORCH_BOX(&fastspec::row_stats));
-  m.impl("logits_to_probs", TORCH_BOX(&fastspec::logits_to_probs));
-  m.impl("sample", TORCH_BOX(&fastspec::sample));
-  m.impl("verify_chain", TORCH_BOX(&fastspec::verify_chain));
   m.impl("store_kv", TORCH_BOX(&fastspec::store_kv));
   m.impl("rms_norm", TORCH_BOX(&fastspec::rms_norm));
   m.impl("gated_mlp", TORCH_BOX(&fastspec::gated_mlp));

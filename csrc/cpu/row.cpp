@@ -45,7 +45,7 @@ double Row::log_prob(int64_t token) const {
 }
 
 double Row::prob(int64_t token) const {
-  if (token >= logits.size) return 0.0;
+  if (token < 0 || token >= logits.size) return 0.0;
   const float x = logit(token);
   if (!(x >= threshold) || std::isinf(x)) return 0.0;
   return std::exp(log_prob(token));
@@ -121,11 +121,16 @@ RowBatch::RowBatch(int64_t capacity, int64_t size)
   rows_.reserve(capacity);
 }
 
-Row& RowBatch::add(const Logits& logits, const Sampling& sampling) {
+Row& RowBatch::add(const Logits& logits, const Sampling& sampling, const uint32_t* allowed) {
   const int64_t offset = count() * chunks_;
   Row row{};
-  row.logits = logits;
+  row.logits = row.source = logits;
   row.sampling = sampling;
+  row.allowed = allowed;
+  if (allowed != nullptr) {
+    copies_.emplace_back(new char[logits.size * logits.element_size()]);
+    row.logits.data = copies_.back().get();
+  }
   row.lane_maxima = maxima_.get() + offset * kScratchPerChunk;
   row.chunk_lane_maxima = row.lane_maxima + chunks_ * kMaximaPerChunk;
   row.chunk_maxima = row.chunk_lane_maxima + chunks_ * kLanes;
@@ -134,11 +139,42 @@ Row& RowBatch::add(const Logits& logits, const Sampling& sampling) {
   return rows_.back();
 }
 
+// Copies logits, -inf in place of the tokens that are not allowed; `begin` is a multiple of 32.
+template <class Bits>
+static void copy_allowed(const Row& row, int64_t begin, int64_t size, Bits minus_infinity) {
+  const Bits* from = static_cast<const Bits*>(row.source.at(begin));
+  Bits* to = static_cast<Bits*>(const_cast<void*>(row.logits.at(begin)));
+  for (int64_t i = 0; i < size; i += 32) {
+    const uint32_t word = row.allowed[(begin + i) / 32];
+    const int64_t count = std::min<int64_t>(32, size - i);
+    if (word == 0xffffffff) {
+      std::memcpy(to + i, from + i, count * sizeof(Bits));
+    } else if (word == 0) {
+      std::fill(to + i, to + i + count, minus_infinity);
+    } else {
+      for (int64_t j = 0; j < count; ++j) to[i + j] = word >> j & 1 ? from[i + j] : minus_infinity;
+    }
+  }
+}
+
+static void mask_chunk(const Row& row, int64_t chunk) {
+  const int64_t begin = chunk * kChunk, size = row.chunk_size(chunk);
+  switch (row.logits.type) {
+    case LogitsType::kFloat32:
+      return copy_allowed<uint32_t>(row, begin, size, 0xff800000);
+    case LogitsType::kBFloat16:
+      return copy_allowed<uint16_t>(row, begin, size, 0xff80);
+    case LogitsType::kFloat16:
+      return copy_allowed<uint16_t>(row, begin, size, 0xfc00);
+  }
+}
+
 void RowBatch::scan() {
   parallel_for(count() * chunks_, jobs_per_thread(std::min(size_, kChunk)), [&](int64_t job) {
     Row& row = rows_[job / chunks_];
     const int64_t chunk = job % chunks_;
     if (chunk >= row.chunks()) return;
+    if (row.allowed != nullptr) mask_chunk(row, chunk);
     row.chunk_maxima[chunk] = row.kernels().max(
         row.logits.at(chunk * kChunk), row.chunk_size(chunk),
         row.lane_maxima + chunk * kMaximaPerChunk, row.chunk_lane_maxima + chunk * kLanes);

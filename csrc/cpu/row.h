@@ -24,16 +24,19 @@ struct Logits {
   int64_t size;
   LogitsType type;
 
+  int64_t element_size() const { return type == LogitsType::kFloat32 ? 4 : 2; }
   const void* at(int64_t index) const {
-    return static_cast<const char*>(data) + index * (type == LogitsType::kFloat32 ? 4 : 2);
+    return static_cast<const char*>(data) + index * element_size();
   }
   // As many logits, `offset` elements further on.
   Logits from(int64_t offset) const { return {at(offset), size, type}; }
 };
 
 struct Row {
-  Logits logits;
+  Logits logits;  // where `allowed` is set, a copy that scan fills from `source`
   Sampling sampling;
+  Logits source;
+  const uint32_t* allowed;  // bit i % 32 of word i / 32 allows token i; null allows all
   // Filled by RowBatch::scan.
   float* lane_maxima;        // of the tiles
   float* chunk_lane_maxima;  // of the chunks
@@ -91,7 +94,7 @@ class RowBatch {
   // At most `capacity` rows of at most `size` logits.
   RowBatch(int64_t capacity, int64_t size);
 
-  Row& add(const Logits& logits, const Sampling& sampling);
+  Row& add(const Logits& logits, const Sampling& sampling, const uint32_t* allowed = nullptr);
   Row& operator[](int64_t index) { return rows_[index]; }
   int64_t count() const { return static_cast<int64_t>(rows_.size()); }
 
@@ -107,6 +110,7 @@ class RowBatch {
   std::unique_ptr<float[]> maxima_;
   std::unique_ptr<double[]> sums_;
   std::vector<Row> rows_;
+  std::vector<std::unique_ptr<char[]>> copies_;
 };
 
 }  // namespace fastspec::cpu

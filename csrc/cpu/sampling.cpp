@@ -17,7 +17,9 @@ void each_prepared_row(const LogitsMatrix& logits, const SamplingParameters& par
   for (int64_t begin = 0; begin < logits.rows; begin += kRowsPerSlab) {
     const int64_t count = std::min(kRowsPerSlab, logits.rows - begin);
     RowBatch batch(count, logits.logits.size);
-    for (int64_t i = 0; i < count; ++i) batch.add(logits.row(begin + i), parameters.at(begin + i));
+    for (int64_t i = begin; i < begin + count; ++i) {
+      batch.add(logits.row(i), parameters.at(i), logits.allowed(i));
+    }
     batch.scan();
     batch.weigh(batch.valid_rows());
     parallel_for(count, jobs_per_thread(logits.logits.size),

@@ -1,14 +1,15 @@
 #include <algorithm>
+#include <cmath>
 #include <limits>
+#include <numeric>
 #include <vector>
 
 #include "parallel.h"
+#include "residual.h"
 #include "sampling.h"
 
 namespace fastspec::cpu {
 namespace {
-
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // One sequence that takes part.
 struct Chain {
@@ -19,6 +20,9 @@ struct Chain {
   Row* draft = nullptr;   // num_proposals rows; null where proposals are certain, or none is read
   int64_t accepted = 0;
   bool running = true;
+  bool valid = true;
+  double factor = 1.0;                  // of the target in the residual
+  const Row* rejected_draft = nullptr;  // the draft row at the first rejection
 
   bool greedy() const { return target->sampling.greedy(); }
   bool rejected() const { return accepted < num_proposals; }
@@ -41,11 +45,12 @@ Chain add_chain(const VerifyChainInputs& in, int64_t b, RowBatch& batch) {
     ++chain.num_proposals;
   }
   const Sampling sampling = in.parameters.at(b);
-  for (int64_t i = 0; i <= chain.num_proposals; ++i) {
-    Row& row = batch.add(in.target.row(in.cu_rows[b] + i), sampling);
-    if (i == 0) chain.target = &row;
+  for (int64_t i = in.cu_rows[b]; i <= in.cu_rows[b] + chain.num_proposals; ++i) {
+    Row& row = batch.add(in.target.row(i), sampling, in.target.allowed(i));
+    if (chain.target == nullptr) chain.target = &row;
   }
-  if (in.draft == nullptr || sampling.greedy()) return chain;
+  chain.factor = in.lenience;
+  if (in.draft == nullptr || in.draft_logsumexp != nullptr || sampling.greedy()) return chain;
   for (int64_t i = 0; i < chain.num_proposals; ++i) {
     Row& row = batch.add(in.draft[b].row(i), sampling);
     if (i == 0) chain.draft = &row;
@@ -53,13 +58,41 @@ Chain add_chain(const VerifyChainInputs& in, int64_t b, RowBatch& batch) {
   return chain;
 }
 
-bool accepts(const VerifyChainInputs& in, const Chain& chain) {
+Draft draft_at(const VerifyChainInputs& in, const Chain& chain, int64_t i) {
+  const Row* row = chain.draft == nullptr ? nullptr : chain.draft + i;
+  return {row, chain.proposals[i], in.draft_token_map};
+}
+
+// exp(logit / temperature - logsumexp) of proposal i; NaN where it cannot be told.
+double prob_by_logsumexp(const VerifyChainInputs& in, const Chain& chain, int64_t i) {
+  constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+  const double logsumexp = in.draft_logsumexp[chain.index * in.num_draft + i];
+  if (!std::isfinite(logsumexp)) return kNaN;
+  Row row{};
+  row.logits = in.draft[chain.index].row(i);
+  const int64_t column = draft_at(in, chain, i).column(chain.proposals[i], in.target.logits.size);
+  if (column < 0 || column >= row.logits.size) return 0.0;
+  const double logit = row.logit(column);
+  if (logit == -std::numeric_limits<double>::infinity()) return 0.0;
+  const double prob = std::exp(logit / chain.target->sampling.temperature - logsumexp);
+  return std::isfinite(prob) ? prob : kNaN;
+}
+
+// How likely the drafter held proposal i.
+double draft_prob(const VerifyChainInputs& in, const Chain& chain, int64_t i) {
+  if (in.draft == nullptr) return 1.0;
+  if (in.draft_logsumexp != nullptr) return prob_by_logsumexp(in, chain, i);
+  return draft_at(in, chain, i).prob(chain.proposals[i], in.target.logits.size);
+}
+
+bool accepts(const VerifyChainInputs& in, Chain& chain) {
   const int64_t i = chain.accepted;
   const int64_t token = chain.proposals[i];
   if (chain.greedy()) return token == chain.target[i].argmax();
-  const double draft_prob = chain.draft == nullptr ? 1.0 : chain.draft[i].prob(token);
+  const double prob = draft_prob(in, chain, i);
+  chain.valid = !std::isnan(prob);
   const double uniform = in.uniform_samples[chain.index * (in.num_draft + 1) + i];
-  return uniform * draft_prob < in.lenience * chain.target[i].prob(token);
+  return uniform * prob < in.lenience * chain.target[i].prob(token);
 }
 
 // Judges the proposals in order; rows are weighed only as they are reached.
@@ -82,77 +115,98 @@ void judge(const VerifyChainInputs& in, std::vector<Chain>& chains, RowBatch& ba
   }
 }
 
-// The weights max(lenience * target - draft, 0) of a rejected chain, chunk by chunk.
-class Residual {
- public:
-  Residual(const Chain& chain, double lenience)
-      : target_(chain.target[chain.accepted]),
-        draft_(chain.draft == nullptr ? nullptr : chain.draft + chain.accepted),
-        rejected_(chain.proposals[chain.accepted]),
-        lenience_(lenience) {}
-
-  // The sum of one chunk's weights.
-  double sum(int64_t chunk) const {
-    const int64_t position = rejected_ - chunk * kChunk;
-    const bool holds_rejected = position >= 0 && position < target_.chunk_size(chunk);
-    if (target_.chunk_sums[chunk] <= 0) return 0;
-    if (draft_ == nullptr && !holds_rejected) return target_.chunk_sums[chunk];
-    float weights[kChunk];
-    return weigh(chunk, weights);
+// Target probability over draft probability of each prefix of a chain, cut at 1 on the way.
+std::vector<double> prefix_scales(const VerifyChainInputs& in, const Chain& chain) {
+  std::vector<double> scales{1.0};
+  for (int64_t i = 0; i < chain.num_proposals; ++i) {
+    const double grown = scales.back() * chain.target[i].prob(chain.proposals[i]);
+    const double draft = draft_prob(in, chain, i);
+    scales.push_back(grown == 0 ? 0.0 : grown < draft ? grown / draft : 1.0);
   }
+  return scales;
+}
 
-  // Fills kChunk weights and returns their sum.
-  double weigh(int64_t chunk, float* weights) const {
-    const int64_t begin = chunk * kChunk, size = target_.chunk_size(chunk);
-    std::fill(weights + size, weights + kChunk, 0.0f);
-    // A point mass only takes its token out, so the scale of the other weights does not matter.
-    const double factor = draft_ == nullptr ? 1.0 : lenience_ / target_.sum;
-    target_.kernels().weigh(target_.logits.at(begin), size, target_.weighting,
-                            static_cast<float>(factor), weights);
-    float draft_weights[kChunk] = {};
-    weigh_draft(chunk, draft_weights);
-    return sampling_kernels().lists.subtract(weights, draft_weights, kChunk);
+// The probability to accept a prefix of `length` proposals when no longer one was.
+double prefix_threshold(const VerifyChainInputs& in, const Chain& chain, int64_t length,
+                        double scale) {
+  if (length == chain.num_proposals) return scale;
+  const Row& target = chain.target[length];
+  double rest = scale * (1.0 - target.prob(chain.proposals[length]));
+  if (chain.draft != nullptr) {
+    const Residual residual(target, draft_at(in, chain, length), scale);
+    std::vector<double> sums(residual.chunks());
+    parallel_for(residual.chunks(), jobs_per_thread(kChunk),
+                 [&](int64_t chunk) { sums[chunk] = residual.sum(chunk); });
+    rest = std::accumulate(sums.begin(), sums.end(), 0.0);
   }
+  const double denominator = rest + 1.0 - scale;
+  return denominator > 0 ? rest / denominator : 1.0;
+}
 
- private:
-  void weigh_draft(int64_t chunk, float* weights) const {
-    const int64_t begin = chunk * kChunk;
-    if (draft_ == nullptr) {
-      const int64_t position = rejected_ - begin;
-      if (position >= 0 && position < kChunk) weights[position] = kInfinity;
-    } else if (chunk < draft_->chunks()) {
-      draft_->kernels().weigh(draft_->logits.at(begin), draft_->chunk_size(chunk),
-                              draft_->weighting, static_cast<float>(1.0 / draft_->sum), weights);
+// Block verification: accepts the longest prefix that passes. Greedy chains are left running.
+void judge_blocks(const VerifyChainInputs& in, std::vector<Chain>& chains, RowBatch& batch) {
+  std::vector<Row*> rows;
+  for (Chain& chain : chains) {
+    if (chain.greedy()) continue;
+    for (int64_t i = 0; i <= chain.num_proposals; ++i) rows.push_back(chain.target + i);
+    for (int64_t i = 0; chain.draft != nullptr && i < chain.num_proposals; ++i) {
+      rows.push_back(chain.draft + i);
     }
   }
+  batch.weigh(rows);
+  // Across chains where there are several, else across the chunks of the one.
+  parallel_for(chains.size(), 1, [&](int64_t c) {
+    Chain& chain = chains[c];
+    if (chain.greedy()) return;
+    const std::vector<double> scales = prefix_scales(in, chain);
+    const float* uniform = in.uniform_samples + chain.index * (in.num_draft + 1);
+    int64_t length = chain.num_proposals;
+    while (length > 0 &&
+           !(uniform[length - 1] < prefix_threshold(in, chain, length, scales[length]))) {
+      --length;
+    }
+    chain.accepted = length;
+    chain.factor = scales[length];
+    chain.running = false;
+  });
+}
 
-  const Row& target_;
-  const Row* draft_;
-  int64_t rejected_;
-  double lenience_;
-};
+// Weighs the draft rows of rejections in `late` where nothing but their log-sum-exp is known yet.
+void read_rejected_drafts(const VerifyChainInputs& in, std::vector<Chain>& chains, RowBatch& late) {
+  std::vector<Chain*> rejected;
+  for (Chain& chain : chains) {
+    if (!chain.valid || chain.greedy() || !chain.rejected()) continue;
+    if (chain.draft != nullptr) chain.rejected_draft = chain.draft + chain.accepted;
+    if (in.draft_logsumexp != nullptr) rejected.push_back(&chain);
+  }
+  for (Chain* chain : rejected) {
+    late.add(in.draft[chain->index].row(chain->accepted), chain->target->sampling);
+  }
+  late.scan();
+  late.weigh(late.valid_rows());
+  for (size_t i = 0; i < rejected.size(); ++i) {
+    Chain& chain = *rejected[i];
+    Row& row = late[i];
+    const double logsumexp = in.draft_logsumexp[chain.index * in.num_draft + chain.accepted];
+    row.sum = std::exp(logsumexp - row.max / row.sampling.temperature);
+    chain.rejected_draft = &row;
+    chain.valid = row.valid;
+  }
+}
 
-int64_t draw_residual(const Residual& residual, const double* chunk_sums, int64_t chunks,
-                      double uniform) {
-  double total = 0, before = 0;
-  for (int64_t chunk = 0; chunk < chunks; ++chunk) total += chunk_sums[chunk];
-  if (!(total > 0)) return -1;
-  const int64_t chunk = draw_chunk(chunk_sums, chunks, uniform * total, &before);
-  float weights[kChunk];
-  residual.weigh(chunk, weights);
-  return chunk * kChunk + draw_from(weights, kChunk, uniform * total - before);
+Residual residual_of(const VerifyChainInputs& in, const Chain& chain) {
+  const int64_t token = chain.proposals[chain.accepted];
+  return {chain.target[chain.accepted], Draft{chain.rejected_draft, token, in.draft_token_map},
+          chain.factor};
 }
 
 int64_t draw_extra(const VerifyChainInputs& in, const Chain& chain, const double* residual_sums) {
-  const Row& row = chain.target[chain.accepted];
-  const int64_t width = in.num_draft + 1;
-  const double uniform = in.uniform_samples[chain.index * width + in.num_draft];
+  const double uniform = in.uniform_samples[(chain.index + 1) * (in.num_draft + 1) - 1];
   if (chain.rejected() && !chain.greedy()) {
-    const Residual residual(chain, in.lenience);
-    const int64_t token = draw_residual(residual, residual_sums, row.chunks(), uniform);
+    const int64_t token = residual_of(in, chain).draw(residual_sums, uniform);
     if (token >= 0) return token;
   }
-  return draw(row, uniform);
+  return draw(chain.target[chain.accepted], uniform);
 }
 
 // Draws the token after the accepted ones and writes the outputs of every chain.
@@ -164,11 +218,13 @@ void finish(const VerifyChainInputs& in, const std::vector<Chain>& chains,
   std::vector<double> residual_sums(count * chunks);
   parallel_for(count * chunks, in.draft == nullptr ? count * chunks : grain, [&](int64_t job) {
     const Chain& chain = chains[job / chunks];
-    if (!chain.rejected() || chain.greedy()) return;
-    residual_sums[job] = Residual(chain, in.lenience).sum(job % chunks);
+    if (!chain.valid || !chain.rejected() || chain.greedy()) return;
+    residual_sums[job] = residual_of(in, chain).sum(job % chunks);
   });
   parallel_for(count, grain, [&](int64_t i) {
     const Chain& chain = chains[i];
+    out.accepted_len[chain.index] = static_cast<int32_t>(chain.valid ? chain.accepted : -1);
+    if (!chain.valid) return;
     const int64_t offset = chain.index * (in.num_draft + 1);
     const int64_t extra = draw_extra(in, chain, residual_sums.data() + i * chunks);
     for (int64_t j = 0; j <= chain.accepted; ++j) {
@@ -176,7 +232,6 @@ void finish(const VerifyChainInputs& in, const std::vector<Chain>& chains,
       out.output_token_ids[offset + j] = static_cast<int32_t>(token);
       out.logprobs[offset + j] = static_cast<float>(chain.target[j].log_prob(token));
     }
-    out.accepted_len[chain.index] = static_cast<int32_t>(chain.accepted);
   });
 }
 
@@ -196,7 +251,10 @@ void verify_slab(const VerifyChainInputs& in, int64_t begin, int64_t end,
       out.accepted_len[chain.index] = -1;
     }
   }
+  if (in.block) judge_blocks(in, valid, batch);
   judge(in, valid, batch);
+  RowBatch late(in.draft_logsumexp == nullptr ? 0 : end - begin, in.target.logits.size);
+  read_rejected_drafts(in, valid, late);
   finish(in, valid, out);
 }
 

@@ -1,0 +1,50 @@
+// What the two binding files of _cpu share; with them the only sources of _cpu that know torch.
+#pragma once
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <cstdint>
+#include <optional>
+#include <stdexcept>
+#include <vector>
+
+namespace fastspec {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+inline int32_t dtype_code(ScalarType type) {
+  switch (type) {
+    case ScalarType::Int:
+      return aoti_torch_dtype_int32();
+    case ScalarType::Long:
+      return aoti_torch_dtype_int64();
+    case ScalarType::BFloat16:
+      return aoti_torch_dtype_bfloat16();
+    case ScalarType::Half:
+      return aoti_torch_dtype_float16();
+    default:
+      return aoti_torch_dtype_float32();
+  }
+}
+
+// An uninitialised dense tensor, without a trip through torch's dispatcher.
+inline Tensor new_tensor(const std::vector<int64_t>& shape, ScalarType type) {
+  std::vector<int64_t> strides(shape.size(), 1);
+  for (size_t dim = shape.size(); dim-- > 1;) strides[dim - 1] = strides[dim] * shape[dim];
+  AtenTensorHandle handle;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(),
+                                                  strides.data(), dtype_code(type),
+                                                  aoti_torch_device_type_cpu(), 0, &handle));
+  return Tensor(handle);
+}
+
+// The public ops find out which argument is wrong; here it only must not get through.
+inline void require(bool fits) {
+  if (!fits) throw std::invalid_argument("the arguments do not fit together");
+}
+
+}  // namespace fastspec

@@ -1,0 +1,65 @@
+#include "residual.h"
+
+#include <algorithm>
+#include <limits>
+#include <numeric>
+
+namespace fastspec::cpu {
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+void Draft::probs(int64_t begin, int64_t size, float* out) const {
+  const auto factor = static_cast<float>(1.0 / row->sum);
+  if (token_map == nullptr) {
+    const int64_t known = std::max<int64_t>(0, std::min(size, row->logits.size - begin));
+    row->kernels().weigh(row->logits.at(begin), known, row->weighting, factor, out);
+    std::fill(out + known, out + size, 0.0f);
+    return;
+  }
+  float logits[kChunk];
+  for (int64_t i = 0; i < size; ++i) {
+    const int64_t column = token_map[begin + i];
+    const bool known = column >= 0 && column < row->logits.size;
+    logits[i] = known ? row->logit(column) : -kInfinity;
+  }
+  constexpr int kType = static_cast<int>(LogitsType::kFloat32);
+  sampling_kernels().rows[kType].weigh(logits, size, row->weighting, factor, out);
+}
+
+double Residual::sum(int64_t chunk) const {
+  if (target_.chunk_sums[chunk] <= 0) return 0;
+  const int64_t position = draft_.token - chunk * kChunk;
+  const bool holds_token = position >= 0 && position < target_.chunk_size(chunk);
+  // A point mass only takes its token out, so the scale of the other weights does not matter.
+  if (draft_.row == nullptr && !holds_token) return target_.chunk_sums[chunk];
+  float weights[kChunk];
+  return weigh(chunk, weights);
+}
+
+int64_t Residual::draw(const double* chunk_sums, double uniform) const {
+  const double total = std::accumulate(chunk_sums, chunk_sums + chunks(), 0.0);
+  if (!(total > 0)) return -1;
+  double before = 0;
+  const int64_t chunk = draw_chunk(chunk_sums, chunks(), uniform * total, &before);
+  float weights[kChunk];
+  weigh(chunk, weights);
+  return chunk * kChunk + draw_from(weights, kChunk, uniform * total - before);
+}
+
+// Fills kChunk weights and returns their sum.
+double Residual::weigh(int64_t chunk, float* weights) const {
+  const int64_t begin = chunk * kChunk, size = target_.chunk_size(chunk);
+  std::fill(weights + size, weights + kChunk, 0.0f);
+  const double factor = draft_.row == nullptr ? 1.0 : factor_ / target_.sum;
+  target_.kernels().weigh(target_.logits.at(begin), size, target_.weighting,
+                          static_cast<float>(factor), weights);
+  float draft_weights[kChunk] = {};
+  if (draft_.row != nullptr) {
+    draft_.probs(begin, size, draft_weights);
+  } else if (draft_.token >= begin && draft_.token < begin + size) {
+    draft_weights[draft_.token - begin] = kInfinity;
+  }
+  return sampling_kernels().lists.subtract(weights, draft_weights, kChunk);
+}
+
+}  // namespace fastspec::cpu

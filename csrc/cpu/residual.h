@@ -1,0 +1,47 @@
+// What a draft took from a target's row, and what is left of it.
+#pragma once
+#include <cstdint>
+#include <vector>
+
+#include "row.h"
+
+namespace fastspec::cpu {
+
+// The distribution that one proposal was drawn from, by target token.
+struct Draft {
+  const Row* row;            // weighed; null: all the mass lies on `token`
+  int64_t token;             // the proposal
+  const int32_t* token_map;  // column of each target token in the row, or null: the identity
+
+  // The column of a target token, outside the row where the drafter does not have it.
+  int64_t column(int64_t token, int64_t vocab) const {
+    return token_map == nullptr || token >= vocab ? token : token_map[token];
+  }
+  double prob(int64_t token, int64_t vocab) const { return row->prob(column(token, vocab)); }
+  // Fills out with the probabilities of `size` <= kChunk target tokens from `begin` on; not for
+  // point masses.
+  void probs(int64_t begin, int64_t size, float* out) const;
+};
+
+// The weights max(factor * target - draft, 0) over a vocabulary, chunk by chunk.
+class Residual {
+ public:
+  // `target` is weighed and not greedy.
+  Residual(const Row& target, const Draft& draft, double factor)
+      : target_(target), draft_(draft), factor_(factor) {}
+
+  int64_t chunks() const { return target_.chunks(); }
+  // The sum of one chunk's weights.
+  double sum(int64_t chunk) const;
+  // The token of the inverse CDF, -1 where nothing is left.
+  int64_t draw(const double* chunk_sums, double uniform) const;
+
+ private:
+  double weigh(int64_t chunk, float* weights) const;
+
+  const Row& target_;
+  Draft draft_;
+  double factor_;
+};
+
+}  // namespace fastspec::cpu
