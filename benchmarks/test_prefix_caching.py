@@ -3,7 +3,9 @@
 import pytest
 
 import fastspec
+from fastspec import EngineConfig
 from fastspec.cli.prompts import bundled_prompts
+from fastspec.loading import load_tokenizer
 
 SHARED_TOKENS, OWN_TOKENS = 1000, 10
 
@@ -12,10 +14,10 @@ SHARED_TOKENS, OWN_TOKENS = 1000, 10
 def test_prefix_caching(compare, method):
     spec = fastspec.SpecConfig(method=method)
     with_cache, without = (
-        fastspec.Engine("tiny", spec=spec, config=fastspec.EngineConfig(prefix_caching=on))
+        fastspec.Engine("tiny", spec=spec, config=EngineConfig(device="cpu", prefix_caching=on))
         for on in (True, False)
     )
-    text = with_cache.tokenizer("\n".join(bundled_prompts(32)))["input_ids"]
+    text = load_tokenizer("target", "tiny")("\n".join(bundled_prompts(32)))["input_ids"]
     prefix = text[:SHARED_TOKENS]
     assert len(prefix) == SHARED_TOKENS
     own = (text[start : start + OWN_TOKENS] for start in range(len(text) - OWN_TOKENS))

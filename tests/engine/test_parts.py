@@ -5,6 +5,7 @@ import pytest
 from fastspec import SamplingParams
 from fastspec.block_manager import BlockManager
 from fastspec.detokenizer import Detokenizer
+from fastspec.prefix_index import PrefixIndex
 from fastspec.request import Request
 from fastspec.stats import SpecStats
 
@@ -85,6 +86,25 @@ def test_block_manager():
     ]
     assert manager.fits(20)
     assert not manager.fits(21)
+
+
+def test_prefix_index():
+    index = PrefixIndex(block_size=2)
+    text = [1, 2, 3, 4, 5]
+    chain = []
+    for number, block_id in enumerate((7, 3)):
+        chain.append(index.add(index.key(chain, text, number), block_id))
+    assert index.find(text).contents == chain
+    assert index.find(text[:4]) == (chain[:1], None)
+    assert index.find([1, 2, 3, 9, 9]) == (chain[:1], (chain[0], (3, 9)))
+    assert index.find([3, 4, 5]) == ([], (None, (3, 4)))
+    assert index.add(index.key([], text, 0), 5) is chain[0]
+    index.drop(5)
+    assert index.find(text).contents == chain, "the first block of a content stays the one"
+    index.drop(7)
+    assert index.find(text) == ([], (None, (1, 2)))
+    assert index.add(index.key([], text, 0), 4) is chain[0]
+    assert [content.block_id for content in index.find(text).contents] == [4, 3]
 
 
 def test_statistics():

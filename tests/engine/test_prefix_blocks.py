@@ -98,6 +98,24 @@ def test_preemption_resumes_through_the_cache(model, drafter):
     assert num_read[True] < num_read[False]
 
 
+def test_a_preempted_request_finds_what_it_wrote(model, drafter):
+    engine = engine_of(model, drafter, num_blocks=13)
+    requests = [TEXT[:3], TEXT[3:6]]
+    expected = [alone(model, drafter, r, params_of(max_tokens=30)).token_ids for r in requests]
+    first, second = (engine.add_request(r, params_of(max_tokens=30)) for r in requests)
+    while len(engine._scheduler.running) != 1:
+        engine.step()
+    (waiting,) = engine._scheduler._waiting
+    assert waiting.block_table == []
+    engine.abort(first)
+    with torch.inference_mode():
+        engine._schedule(num_draft=3)
+    assert waiting.num_cached == len(waiting.token_ids) - 1
+    assert len(waiting.contents) >= (waiting.num_cached // SIZE) - 1 > len(requests[1]) // SIZE
+    assert finish(engine)[second].token_ids == expected[1]
+    assert_all_came_back(engine)
+
+
 def test_colliding_hashes_share_nothing_wrong(model, drafter, monkeypatch):
     monkeypatch.setattr(ContentKey, "__hash__", lambda self: 0)
     engine = engine_of(model, drafter)
