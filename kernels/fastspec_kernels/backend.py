@@ -11,7 +11,18 @@ import torch
 from fastspec_kernels import library, reference
 
 BACKENDS = ("cpu", "cuda", "triton", "reference")
-TRITON_OPS: frozenset[str] = frozenset()  # the ops that fastspec_kernels.triton exports
+# The ops that fastspec_kernels.triton exports.
+TRITON_OPS = frozenset(
+    {
+        "build_tree",
+        "logits_to_probs",
+        "row_stats",
+        "sample",
+        "uniform",
+        "verify_chain",
+        "verify_tree",
+    }
+)
 # Both are read once: ops run thousands of times a second.
 _DEFAULT = os.environ.get("FASTSPEC_BACKEND", "auto")
 _TRITON_INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"

@@ -1,0 +1,194 @@
+"""The sums of residuals, and the draw of a chain's extra token."""
+
+import triton
+import triton.language as tl
+
+from fastspec_kernels.triton.draw import pick_tile, pick_token
+from fastspec_kernels.triton.residual import residual_of_tile
+from fastspec_kernels.triton.rows import (
+    LN_2,
+    argmax_of,
+    log_of_mass,
+    masses_of,
+    merge_row,
+    threshold_of,
+    tile_weights,
+)
+from fastspec_kernels.triton.slots import (
+    INFINITY,
+    find_target,
+    flag,
+    load_logits,
+    temperature_of,
+)
+
+
+@triton.jit
+def residual_kernel(
+    target,
+    draft,
+    slots,
+    params,
+    tiles,
+    draft_slots,
+    draft_tiles,
+    chain,
+    verdict,
+    sums,
+    num_weighed,
+    num_tiles,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    MERGED: tl.constexpr,
+):
+    """One program per sequence, weighed step and tile: mass of the residual."""
+    tile = tl.program_id(0) % num_tiles
+    at = tl.program_id(0) // num_tiles
+    b = at // num_weighed
+    step = at % num_weighed
+    if not BLOCK:
+        step = tl.load(verdict.rejected + b)
+    weight = tl.load(verdict.weight + at)
+    total = tl.full([], 0, tl.int64)
+    if weight > 0:
+        masses = residual_of_tile(
+            target,
+            draft,
+            slots,
+            params,
+            tiles,
+            draft_slots,
+            draft_tiles,
+            chain,
+            b,
+            step,
+            weight,
+            tile,
+            num_tiles,
+            TILE,
+            MERGED,
+        )
+        total = tl.sum(masses, 0)
+    tl.store(sums + at.to(tl.int64) * num_tiles + tile, total)
+
+
+@triton.jit
+def draw_kernel(
+    target,
+    draft,
+    slots,
+    params,
+    tiles,
+    draft_slots,
+    draft_tiles,
+    chain,
+    verdict,
+    sums,
+    num_weighed,
+    num_tiles,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    MERGED: tl.constexpr,
+):
+    """One program per sequence: the extra token, or no output if the row it needs is invalid."""
+    b = tl.program_id(0)
+    step = tl.load(verdict.position + b)
+    rejected = tl.load(verdict.rejected + b)
+    valid = step >= 0
+    if chain.logsumexp is not None and valid & (rejected >= 0):
+        scale, _, _ = temperature_of(params, b)
+        _, valid, _, _ = merge_row(draft_tiles, b, num_tiles, scale, MERGED)
+        if valid == 0:
+            tl.store(verdict.accepted_len + b, -1)
+            for i in range(0, step):
+                tl.store(verdict.output_token_ids + b * (chain.num_draft + 1) + i, -1)
+                tl.store(verdict.logprobs + b * (chain.num_draft + 1) + i, 0.0)
+    if valid:
+        slot = b * slots.steps + step
+        offset, row, _, _ = find_target(target, slots, slot)
+        scale, greedy, _ = temperature_of(params, b)
+        best, _, maxima, masses = merge_row(tiles, slot, num_tiles, scale, MERGED)
+        total = tl.sum(masses, 0)
+        value = best
+        if greedy:
+            token = argmax_of(tiles, slot, maxima, best, num_tiles, MERGED)
+        else:
+            lowest = threshold_of(tiles, slot)
+            uniform = tl.load(chain.uniform_samples + (b + 1) * (chain.num_draft + 1) - 1)
+            banned = -1
+            has_residual = rejected < -1  # no
+            if rejected >= 0:
+                if draft is None:
+                    banned = tl.load(chain.token_ids + b * chain.num_draft + rejected)
+                    rest = _without_token(
+                        target, tiles, slot, offset, row, maxima, best, lowest, scale, banned,
+                        num_tiles, TILE, MERGED,
+                    )  # fmt: skip
+                else:
+                    at = b * num_weighed
+                    if BLOCK:
+                        at += rejected
+                    index = tl.arange(0, MERGED)
+                    here = sums + at.to(tl.int64) * num_tiles + index
+                    rest = tl.load(here, mask=index < num_tiles, other=0)
+                has_residual = tl.sum(rest, 0) > 0
+                masses = tl.where(has_residual, rest, masses)
+                banned = tl.where(has_residual, banned, -1)
+
+            tile, share = pick_tile(masses, uniform, MERGED)
+            ids = tile * TILE + tl.arange(0, TILE)
+            x = load_logits(target, offset, row, ids, ids < target.vocab)
+            weights = tile_weights(x, tl.max(x, 0), scale)
+            weights = tl.where((x >= lowest) & (ids != banned), weights, 0)
+            if draft is not None and has_residual & (rejected >= 0):
+                at = b * num_weighed
+                if BLOCK:
+                    at += rejected
+                weights = residual_of_tile(
+                    target,
+                    draft,
+                    slots,
+                    params,
+                    tiles,
+                    draft_slots,
+                    draft_tiles,
+                    chain,
+                    b,
+                    step,
+                    tl.load(verdict.weight + at),
+                    tile,
+                    num_tiles,
+                    TILE,
+                    MERGED,
+                )
+            token = pick_token(weights, ids, share)
+            value = tl.max(tl.where(ids == token, x, -INFINITY), 0)
+        out = b * (chain.num_draft + 1) + step
+        tl.store(verdict.output_token_ids + out, token)
+        tl.store(verdict.logprobs + out, (value - best) * scale * LN_2 - log_of_mass(total))
+
+
+@triton.jit
+def _without_token(
+    target,
+    tiles,
+    slot,
+    offset,
+    row,
+    maxima,
+    best,
+    lowest,
+    scale,
+    token,
+    num_tiles,
+    TILE: tl.constexpr,
+    MERGED: tl.constexpr,
+):
+    """Masses [MERGED] of a target row without one token."""
+    tile = tl.arange(0, MERGED)
+    at = slot.to(tl.int64) * num_tiles + tile
+    totals = tl.load(tiles.total + at, mask=tile < num_tiles, other=0)
+    x = load_logits(target, offset, row, token, (token >= 0) & (token < target.vocab))
+    hit = (tile == token // TILE) & flag(x >= lowest)
+    totals -= tl.where(hit, tile_weights(tl.where(hit, x, maxima), maxima, scale), 0)
+    return masses_of(totals, maxima, best, scale)

@@ -1,0 +1,190 @@
+"""The proposals of one sequence judged: probabilities, the accepted prefix, where to draw."""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from fastspec_kernels.triton.residual import column_of, prob_by_logsumexp
+from fastspec_kernels.triton.rows import (
+    LN_2,
+    MASS_ONE,
+    OUTSIDE,
+    finite_or_zero,
+    log_of_mass,
+    merge_tiles,
+)
+from fastspec_kernels.triton.slots import INFINITY, allowed, temperature_of
+
+
+class Chain(NamedTuple):
+    """The proposals, and what belongs to them."""
+
+    token_ids: Any  # i32 [B, K]
+    uniform_samples: Any  # f32 [B, K+1]
+    logsumexp: Any  # f32 [B, K] or None
+    token_map: Any  # i32 [V] or None
+    num_draft: Any  # K
+
+
+class Verdict(NamedTuple):
+    """What is decided about each sequence, for the launches that follow, and the outputs."""
+
+    position: Any  # i32 [B], row of the extra token, -1 = none
+    rejected: Any  # i32 [B], step at which a proposal was rejected by chance, -1 = none
+    weight: Any  # f32 [B, weighed steps], factor of the target in the residual; <= 0 = no residual
+    output_token_ids: Any  # i32 [B, K+1]
+    accepted_len: Any  # i32 [B]
+    logprobs: Any  # f32 [B, K+1]
+
+
+@triton.jit
+def judge_kernel(
+    target,
+    draft,
+    slots,
+    params,
+    tiles,
+    chain,
+    verdict,
+    lenience,
+    num_tiles,
+    STEPS: tl.constexpr,
+    MERGED: tl.constexpr,
+):
+    """One program per sequence: the standard rule."""
+    b = tl.program_id(0)
+    step = tl.arange(0, STEPS)
+    tokens, num, present = proposals_of(slots, target, chain, b, STEPS)
+    _, greedy, usable = temperature_of(params, b)
+    target_prob, best_ids, logprob, valid, _ = judged_by_target(
+        target, slots, params, tiles, tokens, b, num, num_tiles, STEPS, MERGED
+    )
+    draft_prob, draft_valid = judged_by_draft(
+        draft, slots, params, tiles, target, chain, tokens, b, num, num_tiles, STEPS, MERGED
+    )
+    at = b * (chain.num_draft + 1) + step
+    uniform = tl.load(chain.uniform_samples + at, mask=step < num, other=0.0).to(tl.float64)
+    passes = uniform * draft_prob < target_prob * lenience
+    passes = tl.where(greedy, tokens == best_ids, passes) & (step < num)
+    length = tl.min(tl.where(passes, OUTSIDE, step), 0)
+    if chain.logsumexp is not None:
+        draft_valid = draft_valid | (step > length)
+    valid = valid & (draft_valid | greedy)
+    usable = usable & present & (tl.min((valid | (step > num)).to(tl.int32), 0) != 0)
+    write_verdict(chain, verdict, b, step, tokens, logprob, length, usable, present)
+    rejected = usable & (length < num) & (greedy == 0)
+    tl.store(verdict.rejected + b, tl.where(rejected, length, -1))
+    if draft is not None:
+        tl.store(verdict.weight + b, tl.where(rejected, lenience, -1.0))
+
+
+@triton.jit
+def proposals_of(slots, target, chain, b, STEPS: tl.constexpr):
+    """Proposals [STEPS] of a sequence, -1 after the last; their number; whether it takes part."""
+    step = tl.arange(0, STEPS)
+    first = tl.load(slots.cu_rows + b)
+    count = tl.minimum(tl.load(slots.cu_rows + b + 1), target.num_rows) - first
+    at = b.to(tl.int64) * chain.num_draft + step
+    tokens = tl.load(chain.token_ids + at, mask=step < chain.num_draft, other=-1)
+    num = tl.minimum(tl.min(tl.where(tokens < 0, step, OUTSIDE), 0), count - 1)
+    return tl.where(step < num, tokens, -1), num, (count > 0) & (first >= 0)
+
+
+@triton.jit
+def judged_by_target(
+    target,
+    slots,
+    params,
+    tiles,
+    tokens,
+    b,
+    num,
+    num_tiles,
+    STEPS: tl.constexpr,
+    MERGED: tl.constexpr,
+):
+    """Of each row: the proposal's probability (f64), the argmax, its logprob, validity, mass."""
+    step = tl.arange(0, STEPS)
+    scale, greedy, _ = temperature_of(params, b)
+    slot = b * slots.steps + step
+    best, valid, maxima, masses = merge_tiles(tiles, slot, step <= num, num_tiles, scale, MERGED)
+    total = tl.maximum(tl.sum(masses, 1), 1)
+    row = (tl.load(slots.cu_rows + b) + step).to(tl.int64)
+    known = (tokens >= 0) & (tokens < target.vocab)
+    x = tl.load(target.logits + row * target.stride + tokens, mask=known, other=-INFINITY)
+    x = x.to(tl.float32)
+    if target.bitmask is not None:
+        x = tl.where(allowed(target, row, tokens, known), x, -INFINITY)
+    depth = (x - finite_or_zero(best)) * scale
+    kept = known
+    if tiles.threshold is not None:
+        kept = kept & (x >= tl.load(tiles.threshold + slot, mask=step <= num, other=-INFINITY))
+    weight = tl.where(kept & valid, tl.exp2(tl.where(valid, depth, 0.0)), 0.0)
+    prob = weight.to(tl.float64) * MASS_ONE / total.to(tl.float64)
+    best_ids = tokens * 0 - 1
+    if tiles.argmax is not None and greedy:
+        tile = tl.arange(0, MERGED)[None, :]
+        at = slot.to(tl.int64)[:, None] * num_tiles + tile
+        there = (step <= num)[:, None] & (tile < num_tiles)
+        ids = tl.load(tiles.argmax + at, mask=there, other=OUTSIDE)
+        best_ids = tl.min(tl.where(maxima == best[:, None], ids, OUTSIDE), 1)
+    return prob, best_ids, depth * LN_2 - log_of_mass(total), valid, total
+
+
+@triton.jit
+def judged_by_draft(
+    draft,
+    slots,
+    params,
+    tiles,
+    target,
+    chain,
+    tokens,
+    b,
+    num,
+    num_tiles,
+    STEPS: tl.constexpr,
+    MERGED: tl.constexpr,
+):
+    """Probability (f64) that the drafter gave each proposal, and whether its row can be used."""
+    step = tl.arange(0, STEPS)
+    if draft is None:
+        prob = tl.full([STEPS], 1.0, tl.float64)
+        valid = step >= 0
+    else:
+        known = (tokens >= 0) & (tokens < target.vocab)
+        column, known = column_of(draft, chain.token_map, tokens, known)
+        row = b.to(tl.int64) * draft.outer_stride + step.to(tl.int64) * draft.stride
+        x = tl.load(draft.logits + row + column, mask=known, other=-INFINITY).to(tl.float32)
+        if chain.logsumexp is None:
+            scale, _, _ = temperature_of(params, b)
+            slot = slots.num_target + b * slots.draft_steps + step
+            best, valid, _, masses = merge_tiles(tiles, slot, step < num, num_tiles, scale, MERGED)
+            kept = known & valid
+            if tiles.threshold is not None:
+                lowest = tl.load(tiles.threshold + slot, mask=step < num, other=-INFINITY)
+                kept = kept & (x >= lowest)
+            depth = tl.where(kept, (x - finite_or_zero(best)) * scale, -INFINITY)
+            total = tl.maximum(tl.sum(masses, 1), 1).to(tl.float64)
+            prob = tl.exp2(depth).to(tl.float64) * MASS_ONE / total
+        else:
+            at = b * chain.num_draft + step
+            logsumexp = tl.load(chain.logsumexp + at, mask=step < num, other=0.0)
+            prob = prob_by_logsumexp(x, params, b, logsumexp)
+            valid = (tl.abs(logsumexp) < INFINITY) & (prob < INFINITY)
+        valid = valid | (step >= num)
+    return prob, valid
+
+
+@triton.jit
+def write_verdict(chain, verdict, b, step, tokens, logprob, length, usable, present):
+    """Outputs up to the extra token, and the row it comes from."""
+    accepted = usable & (step < length)
+    at = b * (chain.num_draft + 1) + step
+    inside = step <= chain.num_draft
+    tl.store(verdict.output_token_ids + at, tl.where(accepted, tokens, -1), mask=inside)
+    tl.store(verdict.logprobs + at, tl.where(accepted, logprob, 0.0), mask=inside)
+    tl.store(verdict.position + b, tl.where(usable, length, -1))
+    failed = tl.where(present, -1, 0)
+    tl.store(verdict.accepted_len + b, tl.where(usable, length, failed))

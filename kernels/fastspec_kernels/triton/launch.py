@@ -1,0 +1,31 @@
+"""The one place that launches kernels."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def launch(kernel: Any, programs: int, *args: Any, num_warps: int, **constants: Any) -> None:
+    """Run `programs` programs of a kernel on the device of its tensors; none is no launch."""
+    if programs == 0:
+        return
+    # Fused multiply-adds are asked for where they are wanted, so that equal code gives equal bits.
+    options = {"num_warps": num_warps, "enable_fp_fusion": False, **constants}
+    device = next(tensor.device for tensor in _tensors(args))
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            kernel[(programs,)](*args, **options)
+    else:
+        kernel[(programs,)](*args, **options)
+
+
+def _tensors(args: tuple) -> list[Tensor]:
+    """The tensors among arguments and groups of arguments."""
+    found = []
+    for arg in args:
+        if isinstance(arg, Tensor):
+            found.append(arg)
+        elif isinstance(arg, tuple):
+            found.extend(_tensors(arg))
+    return found

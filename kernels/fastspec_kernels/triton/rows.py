@@ -1,0 +1,111 @@
+"""Weights of logits, and the statistics of a row's tiles merged."""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from fastspec_kernels.triton.slots import INFINITY
+
+LN_2 = tl.constexpr(0.6931471805599453)
+TILE_ONE = tl.constexpr(2147483648.0)  # 2**31, the weight of a tile's best logit
+MASS_ONE = tl.constexpr(1099511627776.0)  # 2**40, the weight of a row's best logit
+MASS_PER_TILE_UNIT = tl.constexpr(512.0)  # MASS_ONE / TILE_ONE
+OUTSIDE = tl.constexpr(2147483647)
+
+
+class Tiles(NamedTuple):
+    """Statistics of each tile [slots, num_tiles], and of each slot."""
+
+    maximum: Any  # f32, NaN if the tile makes its row invalid
+    total: Any  # i64, sum of the kept weights relative to the tile's maximum, in 1 / TILE_ONE
+    argmax: Any  # i32, written for greedy rows only
+    minimum: Any  # f32, the lowest finite logit; None without a search
+    threshold: Any  # f32 [slots], -inf also for greedy rows; None without filters
+
+
+@triton.jit
+def finite_or_zero(value):
+    """A maximum that can be subtracted."""
+    return tl.where(value > -INFINITY, value, 0.0)
+
+
+@triton.jit
+def tile_weights(x, best, scale):
+    """Weights relative to the tile's best logit, in units of 1 / TILE_ONE, as integers.
+
+    32 bits: conversions to 64 bits are slow. Rounded, as thousands of them are added.
+    """
+    weight = tl.exp2((x - finite_or_zero(best)) * scale)
+    return tl.fma(weight, TILE_ONE, 0.5).to(tl.uint32).to(tl.int64)
+
+
+@triton.jit
+def to_mass(weight):
+    """Weights of [0, 1] in units of 1 / MASS_ONE, cut off, by shifts alone."""
+    bits = weight.to(tl.int32, bitcast=True)
+    significand = ((bits & 0x7FFFFF) | 0x800000).to(tl.int64) << 17
+    return significand >> tl.minimum(127 - (bits >> 23), 63).to(tl.int64)
+
+
+@triton.jit
+def masses_of(totals, maxima, best, scale):
+    """Sums of tiles relative to the row's best logit, in units of 1 / MASS_ONE."""
+    shift = tl.exp2((maxima - finite_or_zero(best)) * scale).to(tl.float64)
+    return (totals.to(tl.float64) * shift * MASS_PER_TILE_UNIT).to(tl.int64)
+
+
+@triton.jit
+def merge_tiles(tiles, slot, exists, num_tiles, scale, MERGED: tl.constexpr):
+    """Merge the tiles of the slots [S]: best logit, validity, maxima and masses [S, MERGED]."""
+    tile = tl.arange(0, MERGED)[None, :]
+    at = slot.to(tl.int64)[:, None] * num_tiles + tile
+    there = exists[:, None] & (tile < num_tiles)
+    maxima = tl.load(tiles.maximum + at, mask=there, other=-INFINITY)
+    totals = tl.load(tiles.total + at, mask=there, other=0)
+    good = maxima == maxima
+    maxima = tl.where(good, maxima, -INFINITY)
+    best = tl.max(maxima, 1)
+    valid = (tl.min(good.to(tl.int32), 1) != 0) & (best > -INFINITY)
+    return best, valid, maxima, masses_of(totals, maxima, best[:, None], scale)
+
+
+@triton.jit
+def merge_row(tiles, slot, num_tiles, scale, MERGED: tl.constexpr):
+    """Merge the tiles of one slot: best logit, validity, maxima and masses [MERGED]."""
+    tile = tl.arange(0, MERGED)
+    at = slot.to(tl.int64) * num_tiles + tile
+    maxima = tl.load(tiles.maximum + at, mask=tile < num_tiles, other=-INFINITY)
+    totals = tl.load(tiles.total + at, mask=tile < num_tiles, other=0)
+    good = maxima == maxima
+    maxima = tl.where(good, maxima, -INFINITY)
+    best = tl.max(maxima, 0)
+    valid = (tl.min(good.to(tl.int32), 0) != 0) & (best > -INFINITY)
+    return best, valid, maxima, masses_of(totals, maxima, best, scale)
+
+
+@triton.jit
+def threshold_of(tiles, slot):
+    """The lowest kept logit of a slot."""
+    if tiles.threshold is None:
+        return -INFINITY
+    else:
+        return tl.load(tiles.threshold + slot)
+
+
+@triton.jit
+def log_of_mass(mass):
+    """Natural logarithm of a sum of weights relative to the best one."""
+    return tl.log((mass.to(tl.float64) / MASS_ONE).to(tl.float32))
+
+
+@triton.jit
+def argmax_of(tiles, slot, maxima, best, num_tiles, MERGED: tl.constexpr):
+    """The lowest id of the best logit of a greedy slot."""
+    if tiles.argmax is None:
+        return 0
+    else:
+        tile = tl.arange(0, MERGED)
+        at = slot.to(tl.int64) * num_tiles + tile
+        ids = tl.load(tiles.argmax + at, mask=tile < num_tiles, other=OUTSIDE)
+        return tl.min(tl.where(maxima == best, ids, OUTSIDE), 0)

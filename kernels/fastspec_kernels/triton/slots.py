@@ -1,0 +1,161 @@
+"""Where the rows of a launch lie, and the parameters that hold for them."""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+INFINITY = tl.constexpr(float("inf"))
+LOG2_E = tl.constexpr(1.4426950408889634)
+SMALLEST_SCALE = tl.constexpr(1.1754943508222875e-38)  # keeps 0 * -inf away at endless temperature
+LARGEST_SCALE = tl.constexpr(3.0e38)
+
+
+class Rows(NamedTuple):
+    """The logits of one model; row (b, i) starts at b * outer_stride + i * stride."""
+
+    logits: Any
+    outer_stride: Any  # of draft rows; target rows are found through `Slots.cu_rows`
+    stride: Any
+    num_rows: Any
+    vocab: Any
+    bitmask: Any  # allowed tokens of target rows, or None
+    bitmask_stride: Any
+
+
+class Slots(NamedTuple):
+    """The rows of one launch: `steps` target rows per sequence, then the draft rows."""
+
+    num_target: Any
+    steps: Any
+    draft_steps: Any
+    cu_rows: Any  # None: target slot r is row r and has its own parameters
+    position: Any  # None, or the only step of each sequence whose draft row counts, -1 = none
+
+
+class Params(NamedTuple):
+    """Sampling parameters, one value per row or sequence; None = off."""
+
+    temperature: Any
+    top_k: Any
+    top_p: Any
+    min_p: Any
+
+
+@triton.jit
+def find_target(rows, slots, slot):
+    """Offset of a target slot's row, the row, the index of its parameters, whether it exists."""
+    if slots.cu_rows is None:
+        row = slot.to(tl.int64)
+        index = slot
+        exists = slot < rows.num_rows
+    else:
+        index = slot // slots.steps
+        first = tl.load(slots.cu_rows + index)
+        row = (first + slot % slots.steps).to(tl.int64)
+        end = tl.minimum(tl.load(slots.cu_rows + index + 1), rows.num_rows)
+        exists = (first >= 0) & (row < end)
+    return row * rows.stride, row, index, exists
+
+
+@triton.jit
+def find_draft(rows, slots, slot):
+    """Offset of a draft slot's row, the index of its parameters, whether it judges a proposal."""
+    index = (slot - slots.num_target) // slots.draft_steps
+    if slots.position is None:
+        step = (slot - slots.num_target) % slots.draft_steps
+    else:
+        step = tl.load(slots.position + index)
+    count = tl.load(slots.cu_rows + index + 1) - tl.load(slots.cu_rows + index)
+    exists = (step >= 0) & (step < count - 1) & (step < rows.num_rows)
+    return index.to(tl.int64) * rows.outer_stride + step.to(tl.int64) * rows.stride, index, exists
+
+
+@triton.jit
+def allowed(rows, row, ids, inside):
+    """Whether the bitmask of a target row allows these tokens."""
+    word = tl.load(rows.bitmask + row * rows.bitmask_stride + ids // 32, mask=inside, other=0)
+    return ((word >> (ids % 32)) & 1) != 0
+
+
+@triton.jit
+def load_logits(rows, offset, row, ids, inside):
+    """Logits of a target row in f32; -inf for what is outside or not allowed."""
+    # Widened right after the load: the interpreter computes wrongly in bfloat16.
+    x = tl.load(rows.logits + offset + ids, mask=inside, other=-INFINITY).to(tl.float32)
+    if rows.bitmask is not None:
+        x = tl.where(allowed(rows, row, ids, inside), x, -INFINITY)
+    return x
+
+
+@triton.jit
+def load_draft(rows, offset, ids, inside):
+    """Logits of a draft row in f32; -inf for what is outside."""
+    return tl.load(rows.logits + offset + ids, mask=inside, other=-INFINITY).to(tl.float32)
+
+
+@triton.jit
+def locate_params(target, draft, slots, slot):
+    """Index of a slot's parameters, and whether its row exists."""
+    if draft is None:
+        _, _, index, exists = find_target(target, slots, slot)
+    else:
+        index = slot // slots.steps
+        exists = slot < slots.num_target
+        if exists:
+            _, _, index, exists = find_target(target, slots, slot)
+        else:
+            _, index, exists = find_draft(draft, slots, slot)
+    return index, exists
+
+
+@triton.jit
+def load_any(target, draft, slots, slot, ids):
+    """Logits of a slot's row, whichever model's it is."""
+    if draft is None:
+        offset, row, _, _ = find_target(target, slots, slot)
+        x = load_logits(target, offset, row, ids, ids < target.vocab)
+    else:
+        if slot < slots.num_target:
+            offset, row, _, _ = find_target(target, slots, slot)
+            x = load_logits(target, offset, row, ids, ids < target.vocab)
+        else:
+            offset, _, _ = find_draft(draft, slots, slot)
+            x = load_draft(draft, offset, ids, ids < draft.vocab)
+    return x
+
+
+@triton.jit
+def filters_of(target, draft, slots, params, slot, index):
+    """top_k (0 = off), top_p and min_p of a slot; a k of the whole row is off."""
+    vocab = target.vocab
+    if draft is not None:
+        vocab = tl.where(slot < slots.num_target, target.vocab, draft.vocab)
+    top_k = 0
+    if params.top_k is not None:
+        top_k = tl.load(params.top_k + index)
+        top_k = tl.where((top_k > 0) & (top_k < vocab), top_k, 0)
+    top_p = 1.0
+    if params.top_p is not None:
+        top_p = tl.load(params.top_p + index)
+    min_p = 0.0
+    if params.min_p is not None:
+        min_p = tl.load(params.min_p + index)
+    return top_k, top_p, min_p
+
+
+@triton.jit
+def temperature_of(params, index):
+    """Factor of log2-weights, whether greedy (then as at temperature 1), whether a temperature."""
+    value = tl.full([], 1.0, tl.float32)
+    if params.temperature is not None:
+        value = tl.load(params.temperature + index)
+    scale = tl.full([], LOG2_E, tl.float32) / tl.where(value > 0, value, 1.0)
+    scale = tl.minimum(tl.maximum(scale, SMALLEST_SCALE), LARGEST_SCALE)
+    return scale, flag(value == 0), flag(value >= 0)
+
+
+@triton.jit
+def flag(condition):
+    """A scalar condition that can meet blocks; the interpreter would widen it to its operands."""
+    return condition.to(tl.int32) != 0

@@ -1,0 +1,182 @@
+"""The exact threshold of one row, by halving an interval of floats."""
+
+import triton
+import triton.language as tl
+
+from fastspec_kernels.triton.rows import merge_row, to_mass
+from fastspec_kernels.triton.slots import (
+    INFINITY,
+    filters_of,
+    load_any,
+    locate_params,
+    temperature_of,
+)
+
+LOWEST_INT32 = tl.constexpr(-(2**31))
+
+
+@triton.jit
+def threshold_kernel(
+    target,
+    draft,
+    slots,
+    params,
+    tiles,
+    search,
+    num_tiles,
+    SEARCHED: tl.constexpr,
+    TILE: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    MERGED: tl.constexpr,
+):
+    """One program per slot: the lowest logit that all filters keep; -inf where none is on."""
+    slot = tl.program_id(0)
+    threshold = tl.full([], 0.0, tl.float32) - INFINITY
+    index, exists = locate_params(target, draft, slots, slot)
+    if exists:
+        scale, greedy, usable = temperature_of(params, index)
+        best, valid, _, masses = merge_row(tiles, slot, num_tiles, scale, MERGED)
+        top_k, top_p, min_p = filters_of(target, draft, slots, params, slot, index)
+        on = valid & usable & (greedy == 0)
+        only_best = (top_p <= 0) | (min_p >= 1)
+        mass = tl.sum(masses, 0)
+        if SEARCHED and on & (only_best == 0) & ((top_k > 0) | (top_p < 1)):
+            if search is None:
+                x = load_any(target, draft, slots, slot, tl.arange(0, TILE))
+                weights = to_mass(tl.exp2((x - best) * scale))
+                threshold = _among(x, weights, threshold, best, 0, mass, top_k, top_p, TILE)
+            elif tl.load(search.count + slot) <= CAPACITY:
+                place = tl.arange(0, CAPACITY)
+                found = search.candidates + slot.to(tl.int64) * CAPACITY + place
+                x = tl.load(found, mask=place < tl.load(search.count + slot), other=-INFINITY)
+                weights = to_mass(tl.exp2((x - best) * scale))
+                low = tl.load(search.bracket + slot * 2)
+                high = tl.load(search.bracket + slot * 2 + 1)
+                beyond = tl.load(search.beyond + slot)
+                threshold = _among(x, weights, low, high, beyond, mass, top_k, top_p, CAPACITY)
+            else:
+                threshold = _in_whole_row(
+                    target, draft, slots, slot, num_tiles, best, scale, mass, top_k, top_p, TILE
+                )
+        if params.min_p is not None and on & (min_p > 0) & (min_p < 1):
+            threshold = tl.maximum(threshold, _min_p_bound(params, index, best, min_p))
+        threshold = tl.where(on & only_best, best, threshold)
+    tl.store(tiles.threshold + slot, threshold)
+
+
+@triton.jit
+def _among(x, weights, low, high, beyond, mass, top_k, top_p, BLOCK: tl.constexpr):
+    """The threshold in [low, high], from the logits above low; those above high weigh `beyond`."""
+    threshold = low
+    if top_k > 0:
+        ones = tl.full([BLOCK], 1, tl.int64)
+        threshold = _lowest_short(x, ones, low, high, top_k, BLOCK)
+        mass = tl.sum(tl.where(x >= threshold, weights, 0), 0)
+    if top_p < 1:
+        need = _share_of(mass, top_p) - beyond
+        threshold = _lowest_short(x, weights, threshold, high, need, BLOCK)
+    return threshold
+
+
+@triton.jit
+def _lowest_short(x, worth, low, high, need, BLOCK: tl.constexpr):
+    """The lowest float in [low, high] that what is worth something above it falls short of."""
+    if BLOCK <= 64:  # all pairs at once
+        above = tl.sum(tl.where(x[None, :] > x[:, None], worth[None, :], 0), 1)
+        return tl.min(tl.where(above < need, x, INFINITY), 0)
+    else:
+        first = to_key(low)
+        last = to_key(high)
+        while first < last:
+            middle = first + ((last - first) >> 1)
+            above = tl.sum(tl.where(x > from_key(middle), worth, 0), 0)
+            first, last = _halve(first, middle, last, above < need)
+        return from_key(first)
+
+
+@triton.jit
+def _in_whole_row(
+    target,
+    draft,
+    slots,
+    slot,
+    num_tiles,
+    best,
+    scale,
+    mass,
+    top_k,
+    top_p,
+    TILE: tl.constexpr,
+):
+    """The threshold of a row with more candidates than fit: reads the row for every step."""
+    first = to_key(best * 0 - INFINITY)
+    last = to_key(best)
+    if top_k > 0:
+        while first < last:
+            middle = first + ((last - first) >> 1)
+            bound = from_key(middle)
+            count, _ = _above(target, draft, slots, slot, num_tiles, best, scale, bound, TILE)
+            first, last = _halve(first, middle, last, count < top_k)
+        # Those above the float below the threshold: the threshold itself is kept.
+        bound = from_key(first - 1)
+        if first > to_key(best * 0 - INFINITY):
+            _, mass = _above(target, draft, slots, slot, num_tiles, best, scale, bound, TILE)
+        last = to_key(best)
+    if top_p < 1:
+        need = _share_of(mass, top_p)
+        while first < last:
+            middle = first + ((last - first) >> 1)
+            bound = from_key(middle)
+            _, above = _above(target, draft, slots, slot, num_tiles, best, scale, bound, TILE)
+            first, last = _halve(first, middle, last, above < need)
+    return from_key(first)
+
+
+@triton.jit
+def _above(target, draft, slots, slot, num_tiles, best, scale, bound, TILE: tl.constexpr):
+    """Count and mass of the logits above a bound."""
+    count = tl.zeros([TILE], tl.int32)
+    mass = tl.zeros([TILE], tl.int64)
+    for tile in range(0, num_tiles):
+        x = load_any(target, draft, slots, slot, tile * TILE + tl.arange(0, TILE))
+        count += (x > bound).to(tl.int32)
+        mass += tl.where(x > bound, to_mass(tl.exp2((x - best) * scale)), 0)
+    return tl.sum(count, 0), tl.sum(mass, 0)
+
+
+@triton.jit
+def _halve(first, middle, last, falls_short):
+    return tl.where(falls_short, first, middle + 1), tl.where(falls_short, middle, last)
+
+
+@triton.jit
+def _share_of(mass, top_p):
+    """The least integer mass that is at least top_p of the mass."""
+    exact = mass.to(tl.float64) * top_p
+    share = exact.to(tl.int64)
+    return tl.maximum(share + (share.to(tl.float64) < exact).to(tl.int64), 1)
+
+
+@triton.jit
+def _min_p_bound(params, index, best, min_p):
+    """The best logit plus T * ln(min_p), rounded up."""
+    temperature = 1.0
+    if params.temperature is not None:
+        temperature = tl.load(params.temperature + index)
+    exact = best.to(tl.float64) + tl.log(min_p.to(tl.float64)) * temperature
+    bound = exact.to(tl.float32)
+    return tl.where(bound.to(tl.float64) < exact, from_key(to_key(bound) + 1), bound)
+
+
+@triton.jit
+def to_key(value):
+    """Integers in the order of the floats."""
+    bits = value.to(tl.int32, bitcast=True).to(tl.int64)
+    return tl.where(bits >= 0, bits, LOWEST_INT32 - bits)
+
+
+@triton.jit
+def from_key(key):
+    """The float of a key."""
+    bits = tl.where(key >= 0, key, LOWEST_INT32 - key)
+    return bits.to(tl.int32).to(tl.float32, bitcast=True)

@@ -1,0 +1,39 @@
+"""How rows are cut into tiles and how many warps work on one: a function of the shapes alone."""
+
+from typing import NamedTuple
+
+# A row's tiles depend on its length only, never on the batch: sums would otherwise differ by it.
+LARGEST_TILE = 4096
+
+
+class Tiling(NamedTuple):
+    """The cut of a row, and the launch options of the kernels that work on it."""
+
+    tile: int  # elements, a power of two
+    num_tiles: int
+    merged: int  # num_tiles rounded up to a power of two
+    tile_warps: int  # of a program that reads one tile in one go
+    search_warps: int  # of a program that keeps a tile in registers and goes over it often
+
+
+def tiling_of(vocab: int) -> Tiling:
+    """Tiles of rows of `vocab` elements."""
+    tile = min(LARGEST_TILE, max(32, next_power_of_2(vocab)))
+    num_tiles = -(-vocab // tile)
+    return Tiling(
+        tile=tile,
+        num_tiles=num_tiles,
+        merged=next_power_of_2(num_tiles),
+        tile_warps=4 if tile >= 1024 else 1,
+        search_warps=8 if tile >= 2048 else 4 if tile >= 512 else 1,
+    )
+
+
+def vector_warps(size: int) -> int:
+    """Warps of a program whose largest block has `size` elements."""
+    return 1 if size <= 128 else 4 if size <= 4096 else 8
+
+
+def next_power_of_2(value: int) -> int:
+    """The smallest power of two that is at least `value`, and at least 1."""
+    return 1 << max(value - 1, 0).bit_length()
