@@ -32,6 +32,11 @@ def margin_of(name: str) -> float:
     return 1e-12 if name == "reference" else 1e-5
 
 
+def affordable(name: str, num: int) -> int:
+    """How many of `num` cases a backend can take in a test; an interpreted one is slow."""
+    return max(1, num // 16) if name == "triton" and device_of(name) == "cpu" else num
+
+
 def random_params(num: int, vocab: int, generator: torch.Generator) -> dict[str, Tensor]:
     """One random combination of sampling parameters for each of `num` rows."""
 
@@ -98,3 +103,29 @@ def uniform_samples(shape: tuple[int, ...], generator: torch.Generator) -> Tenso
     samples[ends < 0.05] = 0.0
     samples[ends > 0.95] = 1 - 2.0**-24
     return samples
+
+
+def random_bitmask(logits: Tensor, generator: torch.Generator) -> Tensor:
+    """Allowed tokens of each row: most, few, all or, rarely, none; logits of others may be NaN.
+
+    Bits beyond the vocabulary are arbitrary, and so is the row stride.
+    """
+    num, vocab = logits.shape
+    words = (vocab + 31) // 32
+    allowed = torch.rand(num, words * 32, generator=generator)
+    share = torch.tensor([0.9, 0.5, 0.1, 1.0])[torch.arange(num) % 4]
+    bits = allowed < share[:, None]
+    bits[torch.arange(num), torch.randint(vocab, (num,), generator=generator)] = True
+    bits[torch.rand(num, generator=generator) < 0.02] = False
+    banned = ~bits[:, :vocab] & (torch.rand(num, vocab, generator=generator) < 0.1)
+    logits.masked_fill_(banned, math.nan)
+    packed = torch.zeros(num, words + 1, dtype=torch.int64)
+    for bit in range(32):
+        packed[:, :words] += bits[:, bit::32].long() << bit
+    return packed.int()[:, :words]
+
+
+def on_device(case: dict, name: str) -> dict:
+    """The tensors of a case where the backend wants them; other values as they are."""
+    device = device_of(name)
+    return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in case.items()}

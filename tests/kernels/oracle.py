@@ -23,16 +23,11 @@ class Draw(NamedTuple):
     margin: float
 
 
-class Chain(NamedTuple):
-    tokens: list[int]
-    accepted_len: int
-    logprobs: list[float]
-    margin: float
-
-
-def row(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> Row | None:
+def row(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, bitmask=None) -> Row | None:
     """The distribution of one row, or None where it has none."""
     x = np.asarray(logits, dtype=np.float64)
+    if bitmask is not None:
+        x = np.where(allowed_tokens(bitmask, len(x)), x, -np.inf)
     if not temperature >= 0 or np.isnan(x).any() or (x == np.inf).any() or not np.isfinite(x).any():
         return None
     best = x.max()
@@ -64,6 +59,19 @@ def row(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> Row | None:
     return Row(weights / total, logprobs, best / temperature + math.log(total), kept, margin)
 
 
+def allowed_tokens(bitmask, vocab: int) -> np.ndarray:
+    """Which of the tokens have their bit set in the 32-bit words of a row's bitmask."""
+    token = np.arange(vocab)
+    return (np.asarray(bitmask, dtype=np.int64)[token // 32] >> token % 32) % 2 == 1
+
+
+def over_target_vocabulary(values, vocab: int, draft_token_map=None) -> np.ndarray:
+    """Values of a draft row by target token; 0 for a token that the drafter does not have."""
+    columns = np.arange(vocab) if draft_token_map is None else np.asarray(draft_token_map)
+    known = (columns >= 0) & (columns < len(values))
+    return np.where(known, np.asarray(values)[np.where(known, columns, 0)], 0.0)
+
+
 def draw(weights: np.ndarray, sample: float) -> Draw:
     """Inverse CDF of unnormalised weights; the margin is in units of the weights."""
     positive = np.flatnonzero(weights > 0)
@@ -73,55 +81,6 @@ def draw(weights: np.ndarray, sample: float) -> Draw:
     below = bound - steps[index - 1] if index > 0 else NO_MARGIN
     above = steps[index] - bound if index < len(steps) - 1 else NO_MARGIN
     return Draw(int(positive[index]), float(min(below, above)))
-
-
-def chain(target_logits, proposals, samples, draft_logits, params, lenience=1.0) -> Chain:
-    """One sequence of verify_chain; proposals end at the first -1, draft_logits may be None."""
-    if len(target_logits) == 0:
-        return Chain([], 0, [], NO_MARGIN)
-    num = 0
-    while num < min(len(proposals), len(target_logits) - 1) and proposals[num] >= 0:
-        num += 1
-    greedy = params["temperature"] == 0
-    targets = [row(target_logits[i], **params) for i in range(num + 1)]
-    drafts = None
-    if draft_logits is not None and not greedy:
-        drafts = [row(draft_logits[i], **params) for i in range(num)]
-    if any(one is None for one in targets + (drafts or [])):
-        return Chain([], -1, [], NO_MARGIN)
-
-    tokens, logprobs, margin = [], [], NO_MARGIN
-    for i in range(num):
-        token = int(proposals[i])
-        target, vocab = targets[i], len(targets[i].probs)
-        draft = np.arange(vocab) == token if drafts is None else _widen(drafts[i].probs, vocab)
-        margin = min(margin, target.margin, NO_MARGIN if drafts is None else drafts[i].margin)
-        target_prob = target.probs[token] if token < vocab else 0.0
-        draft_prob = draft[token] if token < vocab else 0.0
-        if greedy:
-            accepted = target_prob == 1
-        else:
-            accepted = samples[i] * draft_prob < lenience * target_prob
-            if target_prob > 0:
-                margin = min(margin, abs(samples[i] * draft_prob - lenience * target_prob))
-        if accepted:
-            tokens.append(token)
-            logprobs.append(float(target.logprobs[token]))
-            continue
-        weights = target.probs
-        if not greedy:
-            residual = np.maximum(lenience * target.probs - draft, 0)
-            if residual.sum() > 0:
-                weights, margin = residual, min(margin, float(residual.sum()))
-        break
-    else:
-        target, weights = targets[num], targets[num].probs
-        margin = min(margin, target.margin)
-    extra = draw(weights, samples[-1])
-    accepted_len = len(tokens)
-    tokens.append(extra.token)
-    logprobs.append(float(target.logprobs[extra.token]))
-    return Chain(tokens, accepted_len, logprobs, min(margin, NO_MARGIN if greedy else extra.margin))
 
 
 def _top_p(x, weights, kept, top_p):
@@ -135,8 +94,3 @@ def _top_p(x, weights, kept, top_p):
     lowest = values[stays][0]
     margin = float(np.abs(above[:-1] - top_p).min()) if len(values) > 1 else NO_MARGIN
     return kept & (x >= lowest), margin
-
-
-def _widen(probs, vocab):
-    """Draft probabilities over the target's vocabulary."""
-    return np.concatenate([probs, np.zeros(vocab - len(probs))])

@@ -1,0 +1,231 @@
+"""Exact proofs on small vocabularies that a rule of acceptance keeps the target's distribution."""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from functools import partial
+
+import numpy as np
+
+from fastspec_kernels.testing.exact import Number, outcome_law
+from fastspec_kernels.testing.models import TableModel, Tokens, random_model
+from fastspec_kernels.testing.rules import ChainRule, Emitted, TreeRule
+
+SIBLING_RULES = ("target_only", "without_replacement", "with_replacement")
+CHAIN_SIZES = ((2, 1), (2, 4), (3, 2), (3, 3), (4, 2))  # vocabulary, proposals
+# Parents of the nodes after the root.
+TREE_SHAPES = ((0,), (0, 0), (0, 0, 0), (0, 1), (0, 0, 1, 1), (0, 0, 2, 3, 3))
+
+
+def chain_law(
+    rule: ChainRule,
+    target: TableModel,
+    draft: TableModel,
+    num_proposals: int,
+    point_mass: bool = False,
+) -> dict[Tokens, Number]:
+    """Find the exact joint law of the tokens that one step of a chain emits.
+
+    Since accepted_len is one less than the number of tokens, this is also the joint law of both.
+
+    Args:
+        rule: see `rules.standard`.
+        target, draft: models with rows for prefixes of up to `num_proposals` tokens.
+        num_proposals: drawn from the draft one after the other, before any is judged.
+        point_mass: the rule is told that each proposal was certain.
+    Returns:
+        Emitted tokens to probability; 0 for what a uniform number of exactly 0 alone brings about.
+    """
+    law: dict[Tokens, Number] = defaultdict(Fraction)
+    for proposals, probability in draft.sequence_law(num_proposals).items():
+        before = [proposals[:i] for i in range(num_proposals + 1)]
+        targets = [target.row(prefix) for prefix in before]
+        drafts = [draft.row(prefix) for prefix in before[:-1]]
+        if point_mass:
+            drafts = [[Fraction(x == token) for x in range(draft.vocab)] for token in proposals]
+        judge = partial(rule, targets, drafts, proposals)
+        for emitted, share in outcome_law(judge, num_proposals + 1).items():
+            law[emitted] += probability * share
+    return dict(law)
+
+
+def tree_law(
+    rule: TreeRule,
+    target: TableModel,
+    draft: TableModel,
+    parents: Tokens,
+    siblings: str | Tokens,
+) -> dict[Emitted, Number]:
+    """Find the exact joint law of the nodes that one step of a tree accepts and the tokens emitted.
+
+    Args:
+        rule: see `rules.target_only`.
+        target, draft: models with rows for prefixes as long as the tree is deep.
+        parents: of the nodes after the root, which is node 0.
+        siblings: "without_replacement" or "with_replacement": the tokens of siblings are drawn so
+            from the draft row of their parent. Or the tokens of the nodes after the root, if they
+            are fixed.
+    Returns:
+        (accepted nodes, emitted tokens) to probability, see `chain_law`.
+    """
+    law: dict[Emitted, Number] = defaultdict(Fraction)
+    for tokens, probability in _token_choices(draft, parents, siblings):
+        before = _prefixes_of_nodes(tokens, parents)
+        # A node without a token (nothing was left to draw) is never reached.
+        targets = [target.row(prefix if -1 not in prefix else ()) for prefix in before]
+        drafts = [draft.row(prefix if -1 not in prefix else ()) for prefix in before]
+        judge = partial(rule, targets, drafts, (-1, *tokens), (-1, *parents))
+        for emitted, share in outcome_law(judge, len(parents) + 2).items():
+            law[emitted] += probability * share
+    return dict(law)
+
+
+def completed(law: dict[Tokens, Number], target: TableModel, length: int) -> dict[Tokens, Number]:
+    """Continue emitted tokens by plain sampling from the target, up to `length` tokens.
+
+    Args:
+        law: emitted tokens to probability.
+        target: the model they should follow.
+        length: at least that of the longest key.
+    Returns:
+        Sequence of `length` tokens to probability.
+    """
+    whole: dict[Tokens, Number] = defaultdict(Fraction)
+    pending = list(law.items())
+    while pending:
+        prefix, probability = pending.pop()
+        if len(prefix) == length:
+            whole[prefix] += probability
+        else:
+            shares = enumerate(target.row(prefix))
+            pending += [((*prefix, token), probability * share) for token, share in shares if share]
+    return dict(whole)
+
+
+def assert_exact_chain(
+    rule: ChainRule, *, point_mass: bool = False, lenience: Fraction | int = 1, num_models: int = 3
+) -> None:
+    """Prove by enumeration that a rule for chains emits what the target would have sampled.
+
+    Runs over random pairs of models whose distributions differ from prefix to prefix and hold many
+    zeros. With a lenience above 1 only its bound is asked for: a sequence of n emitted tokens is at
+    most lenience ** n times as probable as under the target.
+
+    Args:
+        rule: see `rules.standard`.
+        point_mass: show the rule one-hot draft rows, as for proposals that were certain.
+        lenience: what the rule was given, if it was.
+        num_models: pairs of models for each size.
+    Raises:
+        AssertionError: names the models, the sequence, its probability and what it should be.
+    """
+    for vocab, num in CHAIN_SIZES:
+        for seed in range(num_models):
+            target = random_model(2 * seed, vocab, num)
+            draft = random_model(2 * seed + 1, vocab, num)
+            law = chain_law(rule, target, draft, num, point_mass)
+            label = f"V={vocab} K={num} models {2 * seed} and {2 * seed + 1}"
+            if lenience == 1:
+                _assert_target_law(law, target, num + 1, label)
+            else:
+                _assert_bound(law, target, lenience, label)
+
+
+def assert_exact_tree(
+    rule: TreeRule, siblings: str, *, vocab: int = 3, num_models: int = 3
+) -> None:
+    """Prove by enumeration that a rule for trees emits what the target would have sampled.
+
+    Args:
+        rule: see `rules.target_only`.
+        siblings: "without_replacement" or "with_replacement", see `tree_law`, or "target_only":
+            tokens are fixed, and may repeat.
+        vocab: number of tokens.
+        num_models: pairs of models, and for "target_only" choices of tokens, for each tree.
+    Raises:
+        AssertionError: names the tree, the models, the sequence, its probability and what it should
+            be.
+    """
+    if siblings not in SIBLING_RULES:
+        raise ValueError(f"siblings: expected one of {SIBLING_RULES}, got {siblings!r}")
+    for parents, seed in itertools.product(TREE_SHAPES, range(num_models)):
+        depth = max(map(len, _prefixes_of_nodes((0,) * len(parents), parents)))
+        target = random_model(2 * seed, vocab, depth)
+        draft = random_model(2 * seed + 1, vocab, depth)
+        fixed = np.random.default_rng(seed).integers(vocab, size=(num_models, len(parents)))
+        for choice in fixed.tolist() if siblings == "target_only" else [siblings]:
+            law: dict[Tokens, Number] = defaultdict(Fraction)
+            joint = tree_law(rule, target, draft, parents, choice)
+            for (_, tokens), share in joint.items():
+                law[tokens] += share
+            label = (
+                f"parents of nodes 1.. {parents}, their tokens {choice}, V={vocab},"
+                f" models {2 * seed} and {2 * seed + 1}"
+            )
+            _assert_target_law(law, target, depth + 1, label)
+
+
+def _assert_target_law(law, target, length, label):
+    for tokens in law:
+        possible = all(target.row(tokens[:i])[token] > 0 for i, token in enumerate(tokens))
+        assert possible, f"{label}: emits {tokens}, which the target never does"
+    whole, wanted = completed(law, target, length), target.sequence_law(length)
+    worst = max(wanted, key=lambda tokens: abs(whole.get(tokens, 0) - wanted[tokens]))
+    seen = whole.get(worst, 0)
+    assert seen == wanted[worst], (
+        f"{label}: {worst} has probability {seen} = {float(seen):.6f}, the target has"
+        f" {wanted[worst]} = {float(wanted[worst]):.6f}"
+    )
+
+
+def _assert_bound(law, target, lenience, label):
+    assert sum(law.values()) == 1, label
+    longest = max(map(len, law))
+    for length in range(1, longest + 1):
+        shares: dict[Tokens, Number] = defaultdict(Fraction)
+        for tokens, share in law.items():
+            if len(tokens) >= length:
+                shares[tokens[:length]] += share
+        wanted = target.sequence_law(length)
+        for tokens, share in shares.items():
+            bound = lenience**length * wanted.get(tokens, 0)
+            assert share <= bound, (
+                f"{label}: {tokens} is emitted with probability {share} = {float(share):.6f}, more"
+                f" than {bound} = {float(bound):.6f}, lenience {lenience} per token"
+            )
+
+
+def _prefixes_of_nodes(tokens: Sequence[int], parents: Sequence[int]) -> list[Tokens]:
+    """The tokens on the way to each node; both arguments leave out the root, node 0."""
+    before: list[Tokens] = [()]
+    for token, parent in zip(tokens, parents, strict=True):
+        before.append((*before[parent], token))
+    return before
+
+
+def _token_choices(
+    draft: TableModel, parents: Tokens, siblings: str | Sequence[int]
+) -> Iterator[tuple[Tokens, Fraction]]:
+    """Every way to give the nodes after the root tokens; -1 where there is none left to draw."""
+    if not isinstance(siblings, str):
+        yield tuple(siblings), Fraction(1)
+        return
+    pending: list[tuple[Tokens, Fraction]] = [((), Fraction(1))]
+    while pending:
+        tokens, probability = pending.pop()
+        num = len(tokens)
+        if num == len(parents):
+            yield tokens, probability
+            continue
+        before = _prefixes_of_nodes(tokens, parents[:num])[parents[num]]
+        row = [Fraction(0)] * draft.vocab if -1 in before else draft.row(before)
+        if siblings == "without_replacement":
+            for token, parent in zip(tokens, parents, strict=False):
+                if parent == parents[num] and token >= 0:
+                    row[token] = Fraction(0)
+        if not sum(row):
+            pending.append(((*tokens, -1), probability))
+        for token, share in enumerate(row):
+            if share:
+                pending.append(((*tokens, token), probability * share / sum(row)))
