@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.gpu.runner import Runner
-from benchmarks.gpu.state import DONE, FAILED, State
+from benchmarks.gpu.state import FAILED, NOT_RUN, UNFINISHED, State
 from benchmarks.gpu.steps import REPORT, STEPS, Context
 
 DESCRIPTION = (
@@ -77,8 +77,9 @@ def summary(runner: Runner, steps: tuple) -> int:
     for name, outcome in outcomes:
         print(f"  {name:16} {outcome.status:11} {outcome.seconds:6.1f} s  {outcome.detail}")
     failed = [name for name, outcome in outcomes if outcome.status == FAILED]
-    left = [name for name, outcome in outcomes if outcome.status not in (DONE, FAILED)]
-    print(f"failed: {', '.join(failed) or 'nothing'}; left: {', '.join(left) or 'nothing'}")
+    left = [name for name, outcome in outcomes if outcome.status in (UNFINISHED, NOT_RUN)]
+    print(f"failed: {', '.join(failed) or 'nothing'}")
+    print(f"left for another call: {', '.join(left) or 'nothing'}")
     return 1 if failed else 0
 
 

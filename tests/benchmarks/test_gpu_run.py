@@ -137,7 +137,7 @@ def test_bench_notes_errors_and_goes_on(tmp_path, monkeypatch):
         raise RuntimeError("kernel refused")
 
     monkeypatch.setattr(bench.measuring, "measure", broken)
-    case, backend = bench.tiny_plan()[0]
+    case, backend = bench.tiny_plan("all")[0]
     assert "kernel refused" in bench.run_one(case, backend, "cpu", tmp_path)
     [error] = report.read_lines(tmp_path / "errors.jsonl")
     assert error["op"] == case.op
@@ -146,7 +146,7 @@ def test_bench_notes_errors_and_goes_on(tmp_path, monkeypatch):
 
 def test_bench_skips_what_is_over(tmp_path):
     progress = bench.Progress(tmp_path / "all.progress")
-    items = bench.tiny_plan()
+    items = bench.tiny_plan("all")
     name = next(bench.pending(items, [progress]))[0]
     progress.note(name, "done")
     again = bench.Progress(tmp_path / "all.progress")
@@ -197,6 +197,7 @@ def test_the_whole_plan_dry(tmp_path, monkeypatch):
     assert set(statuses.values()) == {"done", "skipped"}
     records = report.read_lines(out / "kernels.jsonl")
     assert {record["op"] for record in records} == set(bench.OPS)
+    assert len(records) == len(bench.tiny_plan("all"))
     assert all(record["verified"] for record in records)
     machine = report.read_lines(out / "machine.jsonl")
     assert {record["what"] for record in machine} >= {"copy", "read"}
