@@ -56,21 +56,26 @@ double Row::logsumexp() const {
   return max / temperature + std::log(sum);
 }
 
-Weighting weighting_of(const Row& row, float threshold) {
+// The weights relative to `max`, which may be that of a part of a row.
+static Weighting weighting_below(float max, const Sampling& sampling, float threshold) {
   constexpr double kLargest = std::numeric_limits<float>::max();
-  const bool greedy = row.sampling.greedy();
-  const double temperature = greedy ? 1.0 : row.sampling.temperature;
+  const bool greedy = sampling.greedy();
+  const double temperature = greedy ? 1.0 : sampling.temperature;
   const float scale = static_cast<float>(std::min(kLog2E / temperature, kLargest));
   // Weights under 2 ** -125 are zero; so are those of -inf, which the lowest finite number
   // excludes.
-  const double negligible = std::max(row.max - 125.0 / scale, -kLargest);
+  const double negligible = std::max(max - 125.0 / scale, -kLargest);
   const double cutoff = greedy ? negligible : std::max(negligible, double{threshold});
   float rounded = static_cast<float>(cutoff);
   // Rounded up: where the temperature is below the spacing of floats near the best logit, one lower
   // would let in a logit beyond the range of exp2_scaled.
-  if (rounded < cutoff) rounded = std::nextafter(rounded, row.max);
+  if (rounded < cutoff) rounded = std::nextafter(rounded, max);
   // At an infinite temperature every weight is 1, and subtracting 0 cannot overflow.
-  return {scale > 0 ? row.max : 0.0f, scale, rounded};
+  return {scale > 0 ? max : 0.0f, scale, rounded};
+}
+
+Weighting weighting_of(const Row& row, float threshold) {
+  return weighting_below(row.max, row.sampling, threshold);
 }
 
 int64_t draw_chunk(const double* chunk_sums, int64_t chunks, double bound, double* before) {
@@ -169,6 +174,30 @@ static void mask_chunk(const Row& row, int64_t chunk) {
   }
 }
 
+static void sum_chunk(const Row& row, int64_t chunk, const Weighting& weighting) {
+  row.chunk_sums[chunk] = row.kernels().sum(row.logits.at(chunk * kChunk), row.chunk_size(chunk),
+                                            row.maxima_of(chunk), weighting);
+}
+
+// Sums a chunk while it is in the nearest cache and the row's best logit is not known yet.
+static void sum_below_own_max(const Row& row, int64_t chunk) {
+  const float max = row.chunk_maxima[chunk];
+  row.chunk_sums[chunk] = 0;
+  if (!std::isfinite(max)) return;
+  sum_chunk(row, chunk,
+            weighting_below(max, row.sampling, -std::numeric_limits<float>::infinity()));
+}
+
+// Brings the sums of the chunks, each relative to its own best logit, to that of the row.
+static void rescale_sums(const Row& row) {
+  for (int64_t chunk = 0; chunk < row.chunks(); ++chunk) {
+    const double below = (double{row.chunk_maxima[chunk]} - row.max) * row.weighting.scale;
+    // Where no weight of the chunk is above zero, nor must its sum be.
+    const bool counts = row.chunk_maxima[chunk] >= row.weighting.cutoff;
+    row.chunk_sums[chunk] = counts ? row.chunk_sums[chunk] * std::exp2(below) : 0.0;
+  }
+}
+
 void RowBatch::scan() {
   parallel_for(count() * chunks_, jobs_per_thread(std::min(size_, kChunk)), [&](int64_t job) {
     Row& row = rows_[job / chunks_];
@@ -178,6 +207,7 @@ void RowBatch::scan() {
     row.chunk_maxima[chunk] = row.kernels().max(
         row.logits.at(chunk * kChunk), row.chunk_size(chunk),
         row.lane_maxima + chunk * kMaximaPerChunk, row.chunk_lane_maxima + chunk * kLanes);
+    if (row.is_summed_early()) sum_below_own_max(row, chunk);
   });
   for (Row& row : rows_) {
     bool has_nan = false;
@@ -190,11 +220,6 @@ void RowBatch::scan() {
   }
 }
 
-static void sum_chunk(const Row& row, int64_t chunk) {
-  row.chunk_sums[chunk] = row.kernels().sum(row.logits.at(chunk * kChunk), row.chunk_size(chunk),
-                                            row.maxima_of(chunk), row.weighting);
-}
-
 std::vector<Row*> RowBatch::valid_rows() {
   std::vector<Row*> valid;
   for (Row& row : rows_) {
@@ -205,22 +230,29 @@ std::vector<Row*> RowBatch::valid_rows() {
 
 void RowBatch::weigh(const std::vector<Row*>& rows) {
   std::vector<Row*> filtered, whole;
-  for (Row* row : rows) (row->is_filtered() ? filtered : whole).push_back(row);
+  for (Row* row : rows) {
+    if (row->is_filtered()) {
+      filtered.push_back(row);
+      continue;
+    }
+    row->threshold = row->sampling.greedy() ? row->max : -std::numeric_limits<float>::infinity();
+    row->weighting = weighting_of(*row, row->threshold);
+    if (row->is_summed_early()) {
+      rescale_sums(*row);
+    } else {
+      whole.push_back(row);
+    }
+  }
   // What a filter leaves is little, so one thread does a row from its threshold to its sums.
   parallel_for(filtered.size(), jobs_per_thread(size_), [&](int64_t i) {
     Row& row = *filtered[i];
     row.threshold = filter_threshold(row);
     row.weighting = weighting_of(row, row.threshold);
-    for (int64_t chunk = 0; chunk < row.chunks(); ++chunk) sum_chunk(row, chunk);
+    for (int64_t chunk = 0; chunk < row.chunks(); ++chunk) sum_chunk(row, chunk, row.weighting);
   });
-  for (Row* row : whole) {
-    row->threshold = row->sampling.greedy() ? row->max : -std::numeric_limits<float>::infinity();
-    row->weighting = weighting_of(*row, row->threshold);
-  }
   parallel_for(whole.size() * chunks_, jobs_per_thread(std::min(size_, kChunk)), [&](int64_t job) {
-    if (job % chunks_ < whole[job / chunks_]->chunks()) {
-      sum_chunk(*whole[job / chunks_], job % chunks_);
-    }
+    const Row& row = *whole[job / chunks_];
+    if (job % chunks_ < row.chunks()) sum_chunk(row, job % chunks_, row.weighting);
   });
   for (Row* row : rows) {
     row->sum = std::accumulate(row->chunk_sums, row->chunk_sums + row->chunks(), 0.0);

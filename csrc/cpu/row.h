@@ -36,7 +36,8 @@ struct Row {
   Logits logits;  // where `allowed` is set, a copy that scan fills from `source`
   Sampling sampling;
   Logits source;
-  const uint32_t* allowed;  // bit i % 32 of word i / 32 allows token i; null allows all
+  const uint32_t* allowed;    // bit i % 32 of word i / 32 allows token i; null allows all
+  bool likely_needed = true;  // that weigh is going to be asked for it
   // Filled by RowBatch::scan.
   float* lane_maxima;        // of the tiles
   float* chunk_lane_maxima;  // of the chunks
@@ -56,6 +57,8 @@ struct Row {
   int64_t chunk_size(int64_t chunk) const;
   const float* maxima_of(int64_t chunk) const { return lane_maxima + chunk * kMaximaPerChunk; }
   bool is_filtered() const;
+  // Whether scan sums the weights as well; it can where nothing but the temperature shapes them.
+  bool is_summed_early() const { return likely_needed && !sampling.greedy() && !is_filtered(); }
   // The lowest id with the largest logit.
   int64_t argmax() const;
   float logit(int64_t token) const;
@@ -98,7 +101,8 @@ class RowBatch {
   Row& operator[](int64_t index) { return rows_[index]; }
   int64_t count() const { return static_cast<int64_t>(rows_.size()); }
 
-  // Finds the best logit of every row and whether the row is valid.
+  // Finds the best logit of every row and whether the row is valid; call it once, then weigh each
+  // row at most once.
   void scan();
   std::vector<Row*> valid_rows();
   // Thresholds and sums of the given rows, which must be valid.

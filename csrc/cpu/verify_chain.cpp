@@ -48,12 +48,14 @@ Chain add_chain(const VerifyChainInputs& in, int64_t b, RowBatch& batch) {
   for (int64_t i = in.cu_rows[b]; i <= in.cu_rows[b] + chain.num_proposals; ++i) {
     Row& row = batch.add(in.target.row(i), sampling, in.target.allowed(i));
     if (chain.target == nullptr) chain.target = &row;
+    row.likely_needed = i == in.cu_rows[b];
   }
   chain.factor = in.lenience;
   if (in.draft == nullptr || in.draft_logsumexp != nullptr || sampling.greedy()) return chain;
   for (int64_t i = 0; i < chain.num_proposals; ++i) {
     Row& row = batch.add(in.draft[b].row(i), sampling);
     if (i == 0) chain.draft = &row;
+    row.likely_needed = i == 0;
   }
   return chain;
 }
