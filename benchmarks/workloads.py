@@ -23,8 +23,8 @@ class Workload:
     device: torch.device
     num_sets: int
     ours: Callable[[int], object]
-    read: Callable[[int], object]  # one read of the target's logits
-    verify: Callable[[], dict]  # raises AssertionError; gives fields of the record
+    read: Callable[[int], object]  # one read of the logits that must be read
+    verify: Callable[[], dict]  # call first; raises AssertionError, gives fields of the record
     floor_bytes: int = 0
     peers: dict[str, Peer] = field(default_factory=dict)
 
@@ -212,8 +212,10 @@ def _tree(case: Case, backend: str, device: torch.device, num_sets: int) -> Work
         accepted = sum(verification.mean_accepted(walk[2]) for walk in walks) / num_sets
         inner = sum(verification.mean_inner_nodes(walk[0], parents) for walk in walks) / num_sets
         visited = batch * (accepted + 1 + (inner if drafts else 0))
+        workload.read = _reader([rows[: round(visited)] for rows in target])
         return {
             "mean_accepted_len": round(accepted, 3),
+            "visited_rows": round(visited, 1),
             "floor_bytes": traffic.floor_bytes(case, visited),
         }
 
@@ -221,7 +223,8 @@ def _tree(case: Case, backend: str, device: torch.device, num_sets: int) -> Work
         return target[i % len(target)].float().softmax(-1)
 
     others = {"torch_softmax": Peer(softmax)}  # the first stage of any rule on probabilities
-    return Workload(case, backend, device, num_sets, ours, _reader(target), check, peers=others)
+    workload = Workload(case, backend, device, num_sets, ours, _reader(target), check, peers=others)
+    return workload
 
 
 def _build_tree(case: Case, backend: str, device: torch.device, num_sets: int) -> Workload:
