@@ -72,6 +72,12 @@ def over_target_vocabulary(values, vocab: int, draft_token_map=None) -> np.ndarr
     return np.where(known, np.asarray(values)[np.where(known, columns, 0)], 0.0)
 
 
+def zero_margin(probs, target_logits, draft_logits) -> float:
+    """Margin of a difference of 0: certain of equal rows and one-hot ones, else due to rounding."""
+    same = np.array_equal(target_logits, draft_logits, equal_nan=True)
+    return NO_MARGIN if same or probs.max() == 1 else 0.0
+
+
 def draw(weights: np.ndarray, sample: float) -> Draw:
     """Inverse CDF of unnormalised weights; the margin is in units of the weights."""
     positive = np.flatnonzero(weights > 0)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .oracle import NO_MARGIN, Row, draw, over_target_vocabulary, row
+from .oracle import NO_MARGIN, Row, draw, over_target_vocabulary, row, zero_margin
 
 
 class Chain(NamedTuple):
@@ -105,7 +105,7 @@ def _standard(sequence, targets, drafts) -> Chain:
         residual = np.maximum(lenience * target.probs - draft.probs, 0)
         margin = min(margin, draft.margin)
         slack = float((draft.probs * draft.slack)[residual > 0].sum())
-        extra, extra_margin = _extra(residual, target, samples[-1], slack)
+        extra, extra_margin = _extra(sequence, i, residual, target, slack)
         return _emit(targets, proposals[:i], extra, min(margin, extra_margin))
     return _bonus(targets, proposals[: len(drafts)], samples[-1], margin)
 
@@ -136,7 +136,7 @@ def _block(sequence, targets, drafts) -> Chain:
     if length == num:
         return _bonus(targets, proposals[:num], samples[-1], margin)
     residual = np.maximum(scales[length] * targets[length].probs - drafts[length].probs, 0)
-    extra, extra_margin = _extra(residual, targets[length], samples[-1])
+    extra, extra_margin = _extra(sequence, length, residual, targets[length])
     return _emit(targets, proposals[:length], extra, min(margin, extra_margin))
 
 
@@ -146,12 +146,16 @@ def _bonus(targets, accepted, sample, margin) -> Chain:
     return _emit(targets, accepted, extra.token, min(margin, last.margin, extra.margin))
 
 
-def _extra(residual, target, sample, slack=0.0):
+def _extra(sequence, index, residual, target, slack=0.0):
     """Token and margin of a draw from the residual, or from the target where there is none."""
     total = float(residual.sum())
-    extra = draw(residual if total > 0 else target.probs, sample)
-    margin = max(min(extra.margin, total) - slack, 0) if total > 0 else extra.margin
-    return extra.token, margin
+    extra = draw(residual if total > 0 else target.probs, sequence.samples[-1])
+    if total > 0:
+        return extra.token, max(min(extra.margin, total) - slack, 0)
+    drafts = sequence.draft_logits
+    draft_row = None if drafts is None else drafts[index]
+    zero = zero_margin(target.probs, sequence.target_logits[index], draft_row)
+    return extra.token, min(extra.margin, zero)
 
 
 def _emit(targets, accepted, extra, margin) -> Chain:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .oracle import NO_MARGIN, draw, over_target_vocabulary, row
+from .oracle import NO_MARGIN, draw, over_target_vocabulary, row, zero_margin
 from .oracle_chain import prob_of, target_row
 
 
@@ -86,7 +86,7 @@ def _decide(tree, node, children, target, draft) -> Step:
         return Step(matching[0] if matching else None, target.probs, NO_MARGIN, 1.0)
     if tree.sibling_rule == "target_only":
         return _target_only(tree, node, children, target.probs)
-    return _drawn_siblings(tree, children, target.probs, draft)
+    return _drawn_siblings(tree, node, children, target.probs, draft)
 
 
 def _target_only(tree, node, children, probs) -> Step:
@@ -108,7 +108,7 @@ def _target_only(tree, node, children, probs) -> Step:
     return Step(None, probs, margin, 1.0)
 
 
-def _drawn_siblings(tree, children, probs, draft) -> Step:
+def _drawn_siblings(tree, node, children, probs, draft) -> Step:
     """Every child against what is left of the target; `*_unit` is how much errors have grown."""
     target, signed, margin = probs, probs, NO_MARGIN
     target_unit = draft_unit = 1.0
@@ -126,6 +126,9 @@ def _drawn_siblings(tree, children, probs, draft) -> Step:
             margin = min(margin, rest.sum() / unit)
             signed = (target - draft) / rest.sum()
             target, target_unit = rest / rest.sum(), unit / rest.sum()
+        else:
+            rows = tree.target_logits[node], tree.draft_logits[node]
+            margin = min(margin, zero_margin(target, *rows))
         if tree.sibling_rule == "without_replacement" and 0 <= token < len(draft):
             draft = np.where(np.arange(len(draft)) == token, 0.0, draft)
             if draft.sum() > 0:

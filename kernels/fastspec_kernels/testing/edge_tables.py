@@ -148,6 +148,13 @@ TREE_EDGES = (
         *("with_replacement", (HALVES, FLAT, FLAT, TWO), (ONE, FLAT, FLAT, FLAT)),
         *((0, 1, 1, 0), (-1, 0, 0, 0), (0.0, 0.75, 0.0, LAST, 0.5), (3,), (0, 2)),
     ),
+    *(
+        TreeEdge(
+            f"{rule}: equal models leave nothing, so something else than the target is drawn from",
+            *(rule, (FLAT, FLAT), (FLAT, FLAT), (0, 99), (-1, 0), (0.0, 0.5, 0.5), (), (1,)),
+        )
+        for rule in ("without_replacement", "with_replacement")
+    ),
     TreeEdge(
         "a child just as likely in both models is rejected",
         *("with_replacement", (FLAT, ONE), (FLAT, FLAT), (0, 1), (-1, 0), (0.0, LAST, 0.5)),

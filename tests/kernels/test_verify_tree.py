@@ -1,0 +1,190 @@
+"""verify_tree against the oracle, and the cases where only one answer is right."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+
+from fastspec_kernels import PAD_TOKEN_ID, verify_chain, verify_tree
+from fastspec_kernels.testing import TREE_EDGES, assert_tree_edge
+
+from .cases import DTYPES, affordable, backends_of, device_of, invalid_rows
+from .chain_cases import with_bitmask
+from .tree_cases import RULES, check, plain_case, random_case, run
+
+BACKENDS = backends_of("verify_tree")
+KINDS = [
+    ("target_only", "random"),
+    *[(rule, draft) for rule in RULES[1:] for draft in ("random", "smaller", "mapped")],
+]
+CHAIN = [-1, 0, 1, 2]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("masked", [False, True], ids=["", "bitmask"])
+@pytest.mark.parametrize(("rule", "draft"), KINDS)
+@pytest.mark.parametrize("vocab", [1, 2, 33, 1000])
+def test_random_batches(backend, rule, draft, masked, vocab, record_property):
+    generator = torch.Generator().manual_seed(vocab)
+    close, batch = 0, affordable(backend, 48 if vocab < 100 else 16)
+    for num_nodes, dtype in zip((1, 3, 9, 40), (*DTYPES, torch.float32), strict=True):
+        case = random_case(batch, num_nodes, vocab, generator, rule, dtype, draft)
+        close += check(with_bitmask(case, generator) if masked else case, backend)
+    record_property("sequences_too_close_to_call", close)
+    assert close <= 1 + batch // 2
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("vocab", [4095, 4096, 4097, 8193, 50257, 128256])
+def test_large_vocabularies(backend, vocab):
+    generator = torch.Generator().manual_seed(vocab)
+    for rule in RULES:
+        case = random_case(2, 5, vocab, generator, rule)
+        case["cu_rows"] = torch.tensor([0, 3, 8], dtype=torch.int32).minimum(case["cu_rows"][-1])
+        check(case, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    "parents",
+    [
+        [-1, 0, 0, 0],
+        [-1, 0, 0, 0, 1, 1, 2, 4, 4, 4, 7],
+        [-1, 0, 1, 2, 3, 4, 5],
+        [-1, *[0] * 12],
+        [-1, *range(130)],
+    ],
+    ids=["three", "bushy", "chain", "wide", "deep"],
+)
+def test_plain_batches(backend, rule, parents):
+    """Moderate rows, siblings chosen as the rule demands: everything can happen."""
+    generator = torch.Generator().manual_seed(len(parents))
+    num = affordable(backend, 200 if len(parents) < 20 else 20)
+    assert check(plain_case(num, 17, generator, rule, parents), backend) < 5
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("edge", TREE_EDGES, ids=lambda edge: edge.name)
+def test_edges(backend, edge):
+    verify = partial(verify_tree, backend=backend)
+    assert_tree_edge(verify, edge, device_of(backend))
+    _, output, _, logprobs = verify(**edge.arguments(device_of(backend)))
+    emitted = output >= 0
+    assert torch.isfinite(logprobs[emitted]).all()
+    assert (logprobs[~emitted] == 0).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rule", RULES)
+def test_a_chain_gives_what_verify_chain_gives(backend, rule):
+    """With one child per node every rule is that of a chain; target_only that of certain ones."""
+    batch, num_draft, vocab = affordable(backend, 200), 3, 17
+    generator = torch.Generator().manual_seed(2)
+    tree = plain_case(batch, vocab, generator, rule, CHAIN)
+    sampled = rule != "target_only"
+    draft_logits = tree["draft_logits"][:, :num_draft].contiguous() if sampled else None
+    # The number of a decision is that of the node that decides, or of the child it is about.
+    columns = [1, 2, 3, 4] if sampled else [0, 1, 2, 4]
+    output, accepted_len, logprobs = (
+        out.cpu()
+        for out in verify_chain(
+            tree["target_logits"].to(device_of(backend)),
+            tree["cu_rows"].to(device_of(backend)),
+            tree["tree_token_ids"][:, 1:].contiguous().to(device_of(backend)),
+            tree["uniform_samples"][:, columns].to(device_of(backend)),
+            draft_logits=draft_logits.to(device_of(backend)) if sampled else None,
+            backend=backend,
+        )
+    )
+    _, tree_output, tree_len, tree_logprobs = run(tree, backend)
+    same = (tree_output == output).all(-1)
+    assert (~same).sum() <= 1  # a number may lie within rounding of a decision
+    assert torch.equal(tree_len[same], accepted_len[same])
+    torch.testing.assert_close(tree_logprobs[same], logprobs[same])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rule", RULES)
+def test_the_walk_judges_only_the_rows_it_comes_by(backend, rule):
+    """The root accepts its only child for certain; rows of others may hold anything."""
+    vocab, sure = 40, torch.full((40,), -math.inf)
+    sure[7] = 0.0
+    parents = [-1, 0, 0, 1, 2]
+    for bad in invalid_rows(vocab):
+        target = torch.zeros(5, vocab)
+        target[0] = target[1] = sure
+        target[2], target[4] = bad, bad
+        draft = torch.zeros(1, 5, vocab)
+        draft[0, 0] = draft[0, 1] = sure
+        draft[0, 2:] = bad  # row 3 is that of a leaf
+        case = {
+            "target_logits": target,
+            "cu_rows": torch.tensor([0, 5], dtype=torch.int32),
+            "tree_token_ids": torch.tensor([[0, 7, 7, 7, 7]], dtype=torch.int32),
+            "parents": torch.tensor([parents], dtype=torch.int32),
+            "uniform_samples": torch.full((1, 6), 0.5),
+            "sibling_rule": rule,
+            "draft_logits": None if rule == "target_only" else draft,
+        }
+        path, output, accepted_len, _ = run(case, backend)
+        assert path.tolist() == [[1, 3, -1, -1, -1]]
+        assert output[0, :2].tolist() == [7, 7]
+        spoiled = [("target_logits", 0), ("target_logits", 1), ("target_logits", 3)]
+        if rule != "target_only":
+            spoiled += [("draft_logits", 0), ("draft_logits", 1)]
+        for name, row in spoiled:
+            rows = case[name].clone()
+            rows.view(5, vocab)[row] = bad
+            path, output, accepted_len, logprobs = run({**case, name: rows}, backend)
+            assert accepted_len.tolist() == [-1], (name, row)
+            assert (path == PAD_TOKEN_ID).all()
+            assert (output == PAD_TOKEN_ID).all()
+            assert (logprobs == 0).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nodes_without_a_row_do_not_exist(backend):
+    """Two rows: node 2, though likely, is not there, and node 1 is a leaf."""
+    case = {
+        "target_logits": torch.zeros(2, 1),
+        "cu_rows": torch.tensor([0, 2], dtype=torch.int32),
+        "tree_token_ids": torch.zeros(1, 4, dtype=torch.int32),
+        "parents": torch.tensor([[-1, 0, 1, 2]], dtype=torch.int32),
+        "uniform_samples": torch.zeros(1, 5),
+        "sibling_rule": "target_only",
+    }
+    path, output, accepted_len, _ = run(case, backend)
+    assert path.tolist() == [[1, -1, -1, -1]]
+    assert (output.tolist(), accepted_len.tolist()) == ([[0, 0, -1, -1]], [1])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("batch", [0, 3])
+@pytest.mark.parametrize("rule", RULES)
+def test_no_rows_at_all(backend, batch, rule):
+    case = {
+        "target_logits": torch.zeros(0, 5),
+        "cu_rows": torch.zeros(batch + 1, dtype=torch.int32),
+        "tree_token_ids": torch.zeros(batch, 2, dtype=torch.int32),
+        "parents": torch.tensor([[-1, 0]], dtype=torch.int32).repeat(batch, 1),
+        "uniform_samples": torch.zeros(batch, 3),
+        "sibling_rule": rule,
+        "draft_logits": None if rule == "target_only" else torch.zeros(batch, 2, 5),
+    }
+    path, output, accepted_len, logprobs = run(case, backend)
+    assert path.tolist() == output.tolist() == [[-1, -1]] * batch
+    assert accepted_len.tolist() == [0] * batch
+    assert logprobs.tolist() == [[0.0, 0.0]] * batch
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("temperature", [-1.0, math.nan])
+def test_invalid_temperature(backend, temperature):
+    case = plain_case(1, 5, torch.Generator().manual_seed(0), "target_only", CHAIN)
+    path, output, accepted_len, _ = run(
+        {**case, "temperature": torch.tensor([temperature])}, backend
+    )
+    assert accepted_len.tolist() == [-1]
+    assert path.tolist() == output.tolist() == [[-1] * 4]
