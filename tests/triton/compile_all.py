@@ -1,0 +1,191 @@
+"""Compiles the kernels of the launches below for one GPU generation; prints a JSON line for each.
+
+Run as a program, as Triton compiles nothing in a process that interprets: compile_all.py 90
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from fastspec_kernels import triton as ops
+
+BINARIES = Path(triton.__path__[0]) / "backends/nvidia/bin"
+TYPES = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+BATCH, NUM_DRAFT = 2, 4
+
+
+def recorded_launches(every_variant: bool) -> list[tuple]:
+    """Kernel, arguments and options of the launches of every op, none of them carried out."""
+    launches = []
+    JITFunction.run = lambda kernel, *args, grid, warmup, **options: launches.append(
+        (kernel, args, options)
+    )
+    # Aligned rows: 16-byte loads.
+    for dtype in (torch.bfloat16, torch.float32):
+        logits = torch.empty(BATCH, 128256, dtype=dtype)
+        ops.row_stats(logits, torch.empty(BATCH), None, None, None, None)
+    _call_chains(128256, torch.bfloat16, _params(BATCH), False)
+    _call_trees(128256, torch.bfloat16, (None,) * 4, False)
+    _call_row_ops(128256, torch.bfloat16, (None,) * 4, None)
+    ops.build_tree(torch.empty(BATCH, NUM_DRAFT, dtype=torch.int32))
+    ops.uniform(torch.empty(BATCH, dtype=torch.int64), torch.empty(BATCH, dtype=torch.int64), 5, 2)
+    if every_variant:  # rows of odd length, with everything optional
+        _call_chains(50257, torch.float32, _params(BATCH), True)
+        _call_trees(50257, torch.float32, _params(BATCH), True)
+        rows = BATCH * (NUM_DRAFT + 1)
+        _call_row_ops(50257, torch.float16, _params(rows), _bitmask(rows, 50257))
+        _call_row_ops(33, torch.float32, _params(rows), None)
+    return launches
+
+
+def _call_row_ops(vocab: int, dtype: torch.dtype, params: tuple, bitmask) -> None:
+    rows = BATCH * (NUM_DRAFT + 1)
+    logits = torch.empty(rows, vocab, dtype=dtype)
+    ops.row_stats(logits, *params, bitmask)
+    ops.logits_to_probs(logits, *params, bitmask)
+    ops.sample(logits, torch.empty(rows), *params, bitmask)
+
+
+def _call_chains(vocab: int, dtype: torch.dtype, params: tuple, full: bool) -> None:
+    logits, cu_rows, tokens, uniform, draft_logits, token_map, bitmask = _inputs(vocab, dtype, full)
+    chain = (logits, cu_rows, tokens, uniform)
+    no_params = (torch.empty(BATCH), None, None, None)
+    options = (token_map, bitmask)
+    ops.verify_chain(*chain, draft_logits, *params, 1.0, "standard", None, *options)
+    ops.verify_chain(*chain, draft_logits, *no_params, 1.0, "block", None, *options)
+    ops.verify_chain(*chain, None, *no_params, 1.5, "standard", None, None, bitmask)
+    if full:
+        logsumexp = torch.empty(BATCH, NUM_DRAFT)
+        ops.verify_chain(*chain, draft_logits, *params, 1.0, "standard", logsumexp, *options)
+        ops.verify_chain(*chain, None, *no_params, 1.0, "block", None, None, bitmask)
+
+
+def _call_trees(vocab: int, dtype: torch.dtype, params: tuple, full: bool) -> None:
+    logits, cu_rows, tokens, uniform, draft_logits, token_map, bitmask = _inputs(vocab, dtype, full)
+    tree = (logits, cu_rows, tokens, tokens, uniform)
+    ops.verify_tree(*tree, "target_only", None, *params, None, bitmask)
+    rule = "without_replacement" if full else "with_replacement"
+    ops.verify_tree(*tree, rule, draft_logits, *params, token_map, bitmask)
+
+
+def _inputs(vocab: int, dtype: torch.dtype, full: bool) -> tuple:
+    rows, draft_vocab = BATCH * (NUM_DRAFT + 1), vocab - 3 if full else vocab
+    return (
+        torch.empty(rows, vocab, dtype=dtype),
+        torch.empty(BATCH + 1, dtype=torch.int32),
+        torch.empty(BATCH, NUM_DRAFT, dtype=torch.int32),
+        torch.empty(BATCH, NUM_DRAFT + 1),
+        torch.empty(BATCH, NUM_DRAFT, draft_vocab, dtype=dtype),
+        torch.empty(vocab, dtype=torch.int32) if full else None,
+        _bitmask(rows, vocab) if full else None,
+    )
+
+
+def _bitmask(rows: int, vocab: int) -> torch.Tensor:
+    return torch.empty(rows, (vocab + 31) // 32, dtype=torch.int32)
+
+
+def _params(num: int) -> tuple:
+    return (
+        torch.empty(num),
+        torch.empty(num, dtype=torch.int32),
+        torch.empty(num),
+        torch.empty(num),
+    )
+
+
+def compile_launch(kernel, args: tuple, options: dict, capability: int):
+    """Compile what Triton's own launcher would compile for these arguments."""
+    constants, attributes = {}, {}
+    names = kernel.arg_names
+    signature = {
+        name: _describe(arg, (index,), constants, attributes)
+        for index, (name, arg) in enumerate(zip(names, args, strict=False))
+    }
+    for name in names[len(args) :]:
+        signature[name] = "constexpr"
+        constants[(names.index(name),)] = options[name]
+    launch_options = {name: value for name, value in options.items() if name not in names}
+    source = ASTSource(kernel, signature, constants, attributes)
+    target = GPUTarget("cuda", capability, 32)
+    return triton.compile(source, target=target, options=launch_options)
+
+
+def _describe(arg, path: tuple, constants: dict, attributes: dict):
+    """Type of an argument, with what the launcher specialises on: alignment, ones, None."""
+    if isinstance(arg, tuple):
+        parts = [_describe(x, (*path, i), constants, attributes) for i, x in enumerate(arg)]
+        return type(arg)(*parts)
+    if arg is None or (isinstance(arg, int) and arg == 1):
+        constants[path] = arg
+        return "constexpr"
+    aligned = arg.data_ptr() if isinstance(arg, torch.Tensor) else arg
+    if not isinstance(arg, float) and aligned % 16 == 0:
+        attributes[path] = [["tt.divisibility", 16]]
+    if isinstance(arg, torch.Tensor):
+        return TYPES[arg.dtype]
+    return "fp32" if isinstance(arg, float) else "i32" if abs(arg) < 2**31 else "i64"
+
+
+def resources(cubin: bytes) -> dict:
+    """Registers, stack and local memory, and counts of instructions, from the machine code."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = _output("cuobjdump", "-res-usage", file.name)
+        code = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([\w.]+)", _output(
+            "cuobjdump", "-sass", file.name
+        ), re.MULTILINE)  # fmt: skip
+    number = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    while code and code[-1] in ("NOP", "BRA"):
+        code.pop()
+    return {
+        "registers": number["REG"],
+        "stack": number["STACK"],
+        "local": number["LOCAL"],
+        "instructions": len(code),
+        "wide_loads": sum(name.startswith("LDG.E.128") for name in code),
+        "exponentials": sum(name.startswith("MUFU.EX2") for name in code),
+    }
+
+
+def _output(tool: str, *args: str) -> str:
+    command = [str(BINARIES / tool), *args]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def main(capability: int) -> None:
+    seen = set()
+    for kernel, args, options in recorded_launches(every_variant=capability == 90):
+        compiled = compile_launch(kernel, args, options, capability)
+        if compiled.hash in seen:
+            continue
+        seen.add(compiled.hash)
+        dtypes = str(compiled.src.signature)
+        record = {
+            "kernel": kernel.fn.__name__,
+            "dtype": next((x for x in ("bf16", "fp16", "fp32") if x in dtypes), None),
+            "options": options,
+            "shared": compiled.metadata.shared,
+            **resources(compiled.asm["cubin"]),
+        }
+        print(json.dumps(record), flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
