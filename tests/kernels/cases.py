@@ -32,9 +32,20 @@ def margin_of(name: str) -> float:
     return 1e-12 if name == "reference" else 1e-5
 
 
+def is_slow(name: str) -> bool:
+    """Whether the backend is interpreted."""
+    return name == "triton" and device_of(name) == "cpu"
+
+
 def affordable(name: str, num: int) -> int:
-    """How many of `num` cases a backend can take in a test; an interpreted one is slow."""
-    return max(1, num // 16) if name == "triton" and device_of(name) == "cpu" else num
+    """How many of `num` cases a backend can take in a test."""
+    return max(1, num // 16) if is_slow(name) else num
+
+
+def sizes_and_dtypes(name: str, sizes: tuple[int, ...], vocab: int) -> list:
+    """Each of four sizes with a dtype; one of the pairs, by the vocabulary, for a slow backend."""
+    pairs = list(zip(sizes, (*DTYPES, torch.float32), strict=True))
+    return [pairs[vocab % 4]] if is_slow(name) else pairs
 
 
 def random_params(num: int, vocab: int, generator: torch.Generator) -> dict[str, Tensor]:
@@ -50,6 +61,14 @@ def random_params(num: int, vocab: int, generator: torch.Generator) -> dict[str,
         "top_p": pick(TOP_P, torch.float32),
         "min_p": pick(MIN_P, torch.float32),
     }
+
+
+def row_params_of(params: dict[str, Tensor], index: int) -> dict:
+    """The sampling parameters of one row as the oracle takes them."""
+    numbers = {name: value[index] for name, value in params.items()}
+    bitmask = numbers.pop("token_bitmask", None)
+    plain = {name: value.item() for name, value in numbers.items()}
+    return plain if bitmask is None else {**plain, "bitmask": bitmask.numpy()}
 
 
 def rows_for(vocab: int) -> int:

@@ -3,9 +3,16 @@
 import pytest
 import torch
 
-from fastspec_kernels import logits_to_probs, row_stats, sample, verify_chain
+from fastspec_kernels import logits_to_probs, row_stats, sample, verify_chain, verify_tree
 
-from .cases import backends_of, device_of, random_logits, random_params
+from .cases import (
+    backends_of,
+    device_of,
+    on_device,
+    random_bitmask,
+    random_logits,
+    random_params,
+)
 
 NUM_ROWS = 8
 ROW_OPS = {"row_stats": row_stats, "logits_to_probs": logits_to_probs, "sample": sample}
@@ -39,7 +46,7 @@ def backends_and_vocabs(op: str) -> list[tuple[str, int]]:
         (backend, vocab)
         for backend in backends_of(op)
         for vocab in (33, 3000, 70001)
-        if backend != "reference" or vocab < 70001
+        if vocab < 70001 or backend not in ("reference", "triton") or device_of(backend) == "cuda"
     ]
 
 
@@ -70,34 +77,68 @@ def test_row_ops(op, backend, vocab, restore_threads):
         assert_same([out[:1] for out in whole], alone)
 
 
-@pytest.mark.parametrize(("backend", "vocab"), backends_and_vocabs("verify_chain"))
-def test_verify_chain(backend, vocab, restore_threads):
-    batch, num_draft = 4, 3
-    generator = torch.Generator().manual_seed(vocab)
-    device = device_of(backend)
-    target = random_logits(batch * 4, vocab, generator).to(device).unflatten(0, (batch, 4))
-    per_sequence = {
-        "draft_token_ids": target[:, :num_draft].float().argmax(-1).int(),
+def chain_batch(vocab, generator, batch=4, num_draft=3):
+    """Arguments of verify_chain, all per sequence: four rows of the target for each."""
+    target = random_logits(batch * 4, vocab, generator)
+    bitmask = random_bitmask(target, generator)
+    target = target.unflatten(0, (batch, 4))
+    draft_logits = random_logits(batch * num_draft, vocab, generator)
+    return {
+        "target_logits": target,
+        "token_bitmask": bitmask.unflatten(0, (batch, 4)),
+        "draft_token_ids": target[:, :num_draft].nan_to_num(-torch.inf).argmax(-1).int(),
         "uniform_samples": torch.rand(batch, num_draft + 1, generator=generator),
-        "draft_logits": random_logits(batch * num_draft, vocab, generator).unflatten(
-            0, (batch, -1)
-        ),
+        "draft_logits": draft_logits.unflatten(0, (batch, num_draft)),
         **random_params(batch, vocab, generator),
     }
-    per_sequence = {name: value.to(device) for name, value in per_sequence.items()}
 
-    def call(index):
-        rows = target[index]
-        cu_rows = torch.arange(len(rows) + 1, dtype=torch.int32, device=device) * 4
-        case = {name: value[index] for name, value in per_sequence.items()}
-        return bits(verify_chain(rows.flatten(0, 1), cu_rows, **case, backend=backend))
 
-    whole = call(slice(None))
+def tree_batch(vocab, generator, batch=4, num_nodes=4):
+    """Arguments of verify_tree, all per sequence."""
+    case = chain_batch(vocab, generator, batch, num_nodes)
+    case["tree_token_ids"] = case.pop("draft_token_ids").clone()
+    parents = torch.tensor([[-1, 0, 0, 1], [-1, 0, 1, 2], [-1, 0, 0, 0], [-1, 0, 1, 1]])
+    case["parents"] = parents.int()
+    return case
+
+
+def call_on_rows(op, case, index, backend, **options):
+    """Call a verification op on some of the sequences, each with four rows."""
+    case = {name: value[index] for name, value in case.items()}
+    for name in ("target_logits", "token_bitmask"):
+        case[name] = case[name].flatten(0, 1)
+    batch = len(case["uniform_samples"])
+    cu_rows = torch.arange(batch + 1, dtype=torch.int32) * 4
+    tensors = on_device({**case, "cu_rows": cu_rows}, backend)
+    return bits(op(**tensors, **options, backend=backend))
+
+
+def assert_no_mates(op, case, backend, **options):
+    """The same bits in another order, alone, and for every number of threads."""
+    whole = call_on_rows(op, case, slice(None), backend, **options)
     order = torch.tensor([2, 0, 3, 1])
-    assert_same([out[order] for out in whole], call(order))
+    assert_same([out[order] for out in whole], call_on_rows(op, case, order, backend, **options))
     for num_threads in (1, 2, 3):
         torch.set_num_threads(num_threads)
-        assert_same(whole, call(slice(None)))
-        for index in range(batch):
+        assert_same(whole, call_on_rows(op, case, slice(None), backend, **options))
+        for index in range(4):
             one = slice(index, index + 1)
-            assert_same([out[one] for out in whole], call(one))
+            assert_same(
+                [out[one] for out in whole], call_on_rows(op, case, one, backend, **options)
+            )
+
+
+@pytest.mark.parametrize(("backend", "vocab"), backends_and_vocabs("verify_chain"))
+@pytest.mark.parametrize("method", ["standard", "block"])
+def test_verify_chain(backend, vocab, method, restore_threads):
+    case = chain_batch(vocab, torch.Generator().manual_seed(vocab))
+    assert_no_mates(verify_chain, case, backend, method=method)
+
+
+@pytest.mark.parametrize(("backend", "vocab"), backends_and_vocabs("verify_tree"))
+@pytest.mark.parametrize("rule", ["target_only", "without_replacement", "with_replacement"])
+def test_verify_tree(backend, vocab, rule, restore_threads):
+    case = tree_batch(vocab, torch.Generator().manual_seed(vocab))
+    if rule == "target_only":
+        case.pop("draft_logits")
+    assert_no_mates(verify_tree, case, backend, sibling_rule=rule)

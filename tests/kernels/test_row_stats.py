@@ -17,8 +17,10 @@ from .cases import (
     device_of,
     invalid_rows,
     margin_of,
+    random_bitmask,
     random_logits,
     random_params,
+    row_params_of,
     rows_for,
 )
 
@@ -31,7 +33,7 @@ def check_rows(logits, params, backend):
     probs = logits_to_probs(logits.to(device), **on_device, backend=backend).cpu().numpy()
     close = 0
     for index in range(len(logits)):
-        row_params = {name: value[index].item() for name, value in params.items()}
+        row_params = row_params_of(params, index)
         x = logits[index].double().numpy()
         expected = oracle.row(x, **row_params)
         if expected is None:
@@ -42,6 +44,8 @@ def check_rows(logits, params, backend):
         if expected.margin < margin_of(backend):
             close += 1
             continue
+        if "bitmask" in row_params:
+            x = np.where(oracle.allowed_tokens(row_params["bitmask"], len(x)), x, -np.inf)
         finite = np.isfinite(x)
         kept = x >= threshold[index].item()
         np.testing.assert_array_equal(kept[finite], expected.kept[finite], err_msg=str(row_params))
@@ -158,3 +162,34 @@ def test_temperatures_below_the_spacing_of_floats(backend):
     for temperature in (2e-5, 3e-6, 1.2e-6, 1.1e-6, 1e-7, 1e-30):
         params = {"temperature": torch.tensor([temperature])}
         assert check_rows(rows.flip(0).view(torch.float32)[None], params, backend) == 0
+
+
+@pytest.mark.parametrize("backend", backends_of("row_stats"))
+@pytest.mark.parametrize("vocab", [1, 31, 32, 33, 64, 1000, 4097])
+def test_random_bitmasks(backend, vocab):
+    generator = torch.Generator().manual_seed(vocab)
+    for dtype in DTYPES:
+        logits = random_logits(rows_for(vocab), vocab, generator, dtype)
+        params = random_params(len(logits), vocab, generator)
+        params["token_bitmask"] = random_bitmask(logits, generator)
+        assert check_rows(logits, params, backend) <= 4
+
+
+@pytest.mark.parametrize("backend", backends_of("row_stats"))
+def test_top_p_between_neighbouring_floats(backend):
+    """A search for the threshold has nothing between two adjacent floats, and must end."""
+    low = torch.tensor(1.0)
+    pair = torch.stack([low, torch.nextafter(low, torch.tensor(2.0))]).repeat(1, 8)
+    for top_p in (0.3, 0.6, 0.999):
+        check_rows(pair, {"top_p": torch.tensor([top_p])}, backend)
+
+
+@pytest.mark.parametrize("backend", backends_of("row_stats"))
+def test_subnormal_logits(backend):
+    """Flushed to zero they would all be equal; a search by halves would not end."""
+    tiny = torch.arange(40, dtype=torch.int32).view(torch.float32)[None]
+    for params in (
+        {"top_k": torch.tensor([7], dtype=torch.int32)},
+        {"top_p": torch.tensor([0.51])},
+    ):
+        check_rows(tiny, params, backend)

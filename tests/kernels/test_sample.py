@@ -20,8 +20,10 @@ from .cases import (
     device_of,
     invalid_rows,
     margin_of,
+    random_bitmask,
     random_logits,
     random_params,
+    row_params_of,
     rows_for,
     uniform_samples,
 )
@@ -48,7 +50,7 @@ def check_rows(logits, samples, params, backend):
     token_ids, logprobs = run(logits, samples, params, backend)
     close = 0
     for index, (token, logprob) in enumerate(zip(token_ids, logprobs, strict=True)):
-        row_params = {name: value[index].item() for name, value in params.items()}
+        row_params = row_params_of(params, index)
         expected = oracle.row(logits[index].double().numpy(), **row_params)
         if expected is None:
             assert token == -1, row_params
@@ -165,3 +167,40 @@ def test_distribution(backend):
     counts = np.bincount(token_ids, minlength=vocab)
     assert counts[exact.probs == 0].sum() == 0
     assert chi_square(counts, exact.probs) > 1e-6
+
+
+@pytest.mark.parametrize("backend", backends_of("sample"))
+@pytest.mark.parametrize("vocab", [1, 31, 32, 33, 64, 1000, 4097])
+def test_random_bitmasks(backend, vocab):
+    generator = torch.Generator().manual_seed(vocab)
+    for dtype in DTYPES:
+        logits = random_logits(rows_for(vocab), vocab, generator, dtype)
+        params = random_params(len(logits), vocab, generator)
+        params["token_bitmask"] = random_bitmask(logits, generator)
+        samples = uniform_samples((len(logits),), generator)
+        assert check_rows(logits, samples, params, backend) <= 4 + len(logits) // 4
+
+
+@pytest.mark.parametrize("backend", backends_of("sample"))
+@pytest.mark.parametrize("top_k", [2**31 - 1, 5000, -(2**31)])
+def test_huge_top_k_gives_valid_ids(backend, top_k):
+    logits = random_logits(64, 100, torch.Generator().manual_seed(5))
+    params = {"top_k": torch.full((64,), top_k, dtype=torch.int32)}
+    token_ids, _ = run(logits, torch.full((64,), 1 - 2.0**-24), params, backend)
+    assert all(0 <= token < 100 for token in token_ids)
+
+
+@pytest.mark.parametrize("backend", backends_of("sample"))
+def test_a_row_with_nan_never_gives_an_id_beyond_the_vocabulary(backend):
+    for vocab in (5, 4097):
+        logits = torch.full((2, vocab), math.nan)
+        logits[1, :-1] = 0.0
+        token_ids, _ = run(logits, torch.tensor([0.5, 1 - 2.0**-24]), {}, backend)
+        assert token_ids == [-1, -1]
+
+
+@pytest.mark.parametrize("backend", backends_of("sample"))
+def test_greedy_rows_with_banned_tokens(backend):
+    """-inf over a temperature of 0, or times a negative marker for greedy, would be the best."""
+    logits = torch.tensor([[-math.inf, 1.0, 2.0, -math.inf]])
+    assert run(logits, torch.zeros(1), {"temperature": torch.zeros(1)}, backend)[0] == [2]

@@ -9,7 +9,7 @@ import torch
 from fastspec_kernels import PAD_TOKEN_ID, verify_chain
 from fastspec_kernels.testing import CHAIN_EDGES, assert_chain_edge
 
-from .cases import DTYPES, affordable, backends_of, device_of, invalid_rows
+from .cases import affordable, backends_of, device_of, invalid_rows, is_slow, sizes_and_dtypes
 from .chain_cases import chain_case, check, random_case, run, with_bitmask, with_logsumexp
 
 BACKENDS = backends_of("verify_chain")
@@ -40,7 +40,7 @@ def batch_of(kind, shape, generator, method="standard", dtype=torch.float32):
 def test_random_batches(backend, method, kind, vocab, record_property):
     generator = torch.Generator().manual_seed(vocab)
     close, batch = 0, affordable(backend, 48 if vocab < 100 else 16)
-    for num_draft, dtype in zip((0, 1, 3, 7), (*DTYPES, torch.float32), strict=True):
+    for num_draft, dtype in sizes_and_dtypes(backend, (7, 3, 1, 0), vocab):
         case = batch_of(kind, (batch, num_draft, vocab), generator, method, dtype)
         close += check(case, backend)
     record_property("sequences_too_close_to_call", close)
@@ -53,7 +53,7 @@ def test_random_batches(backend, method, kind, vocab, record_property):
 def test_random_batches_with_logsumexp(backend, kind, vocab, record_property):
     generator = torch.Generator().manual_seed(vocab)
     close, batch = 0, affordable(backend, 48 if vocab < 100 else 16)
-    for num_draft, dtype in zip((0, 1, 3, 7), (*DTYPES, torch.float32), strict=True):
+    for num_draft, dtype in sizes_and_dtypes(backend, (7, 3, 1, 0), vocab):
         case = batch_of(kind, (batch, num_draft, vocab), generator, dtype=dtype)
         close += check(with_logsumexp(case), backend)
     record_property("sequences_too_close_to_call", close)
@@ -64,7 +64,7 @@ def test_random_batches_with_logsumexp(backend, kind, vocab, record_property):
 @pytest.mark.parametrize("vocab", [4095, 4096, 4097, 8193, 32000, 50257, 128256])
 def test_large_vocabularies(backend, vocab):
     generator = torch.Generator().manual_seed(vocab)
-    shape = (4 if affordable(backend, 16) > 1 or vocab < 10000 else 1, 2, vocab)
+    shape = (1 if is_slow(backend) else 4, 2, vocab)
     for kind in ("random", "certain", "mapped-bitmask"):
         method = METHODS[kind == "mapped-bitmask"]
         check(batch_of(kind, shape, generator, method), backend)

@@ -9,7 +9,7 @@ import torch
 from fastspec_kernels import PAD_TOKEN_ID, verify_chain, verify_tree
 from fastspec_kernels.testing import TREE_EDGES, assert_tree_edge
 
-from .cases import DTYPES, affordable, backends_of, device_of, invalid_rows
+from .cases import affordable, backends_of, device_of, invalid_rows, sizes_and_dtypes
 from .chain_cases import with_bitmask
 from .tree_cases import RULES, check, plain_case, random_case, run
 
@@ -28,7 +28,7 @@ CHAIN = [-1, 0, 1, 2]
 def test_random_batches(backend, rule, draft, masked, vocab, record_property):
     generator = torch.Generator().manual_seed(vocab)
     close, batch = 0, affordable(backend, 48 if vocab < 100 else 16)
-    for num_nodes, dtype in zip((1, 3, 9, 40), (*DTYPES, torch.float32), strict=True):
+    for num_nodes, dtype in sizes_and_dtypes(backend, (9, 3, 1, 40), vocab):
         case = random_case(batch, num_nodes, vocab, generator, rule, dtype, draft)
         close += check(with_bitmask(case, generator) if masked else case, backend)
     record_property("sequences_too_close_to_call", close)
