@@ -7,7 +7,10 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <stdexcept>
+
 #include "cuda/launch.h"
+#include "cuda/plan.h"
 
 namespace fastspec {
 namespace {
@@ -15,6 +18,7 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using torch::stable::accelerator::DeviceGuard;
+using OptionalTensor = std::optional<Tensor>;
 
 cudaStream_t current_stream(const Tensor& tensor) {
   void* stream = nullptr;
@@ -27,9 +31,90 @@ void check_launch(const char* op, cudaError_t error) {
   STD_TORCH_CHECK(error == cudaSuccess, op, ": ", cudaGetErrorString(error));
 }
 
+int64_t attribute_of(int device, cudaDeviceAttr attribute) {
+  int value = 0;
+  check_launch("device", cudaDeviceGetAttribute(&value, attribute, device));
+  return value;
+}
+
+cuda::Limits limits_of(const Tensor& tensor) {
+  const int device = tensor.get_device_index();
+  return {attribute_of(device, cudaDevAttrMultiProcessorCount),
+          attribute_of(device, cudaDevAttrMaxSharedMemoryPerBlockOptin),
+          attribute_of(device, cudaDevAttrComputeCapabilityMajor) >= 9};
+}
+
+Tensor new_tensor(const Tensor& beside, std::initializer_list<int64_t> shape, ScalarType type) {
+  return torch::stable::new_empty(beside, shape, type);
+}
+
+// The public ops find out which argument is wrong; here it only must not get through.
+void require(bool fits) {
+  if (!fits) throw std::invalid_argument("the arguments do not fit together");
+}
+
+// Null for a tensor that is not there; else it must be dense and of this shape and type.
+template <class T>
+const T* data_of(const OptionalTensor& tensor, std::initializer_list<int64_t> shape) {
+  if (!tensor) return nullptr;
+  require(tensor->dim() == static_cast<int64_t>(shape.size()) && tensor->is_contiguous());
+  int64_t dim = 0;
+  for (const int64_t size : shape) require(tensor->size(dim++) == size);
+  return tensor->const_data_ptr<T>();
+}
+
+cuda::Element element(const Tensor& tensor) {
+  const ScalarType type = tensor.scalar_type();
+  if (type == ScalarType::Float) return cuda::Element::kFloat32;
+  if (type == ScalarType::BFloat16) return cuda::Element::kBFloat16;
+  require(type == ScalarType::Half);
+  return cuda::Element::kFloat16;
+}
+
+// The second to last dimension of a tensor of logits holds the rows.
+cuda::Logits logits_of(const OptionalTensor& logits, const OptionalTensor& token_bitmask = {}) {
+  if (!logits) return {};
+  require(logits->dim() >= 2 && logits->size(-1) > 0);
+  require(logits->stride(-1) == 1 || logits->size(-1) == 1);
+  cuda::Logits rows = {};
+  rows.data = logits->const_data_ptr();
+  rows.row_stride = logits->stride(-2);
+  rows.num_rows = logits->size(-2);
+  rows.size = logits->size(-1);
+  rows.element = element(*logits);
+  if (token_bitmask) {
+    const int64_t words = (rows.size + 31) / 32;
+    require(token_bitmask->dim() == 2 && token_bitmask->size(0) == rows.num_rows);
+    require(token_bitmask->size(1) == words && (token_bitmask->stride(1) == 1 || words == 1));
+    rows.bitmask = token_bitmask->const_data_ptr<int32_t>();
+    rows.bitmask_stride = token_bitmask->stride(0);
+  }
+  return rows;
+}
+
+// Draft rows [batch, rows per sequence, draft V] beside the target's.
+cuda::Logits draft_of(const OptionalTensor& logits, int64_t batch, int64_t rows, int64_t vocab) {
+  if (!logits) return {};
+  require(logits->dim() == 3 && logits->size(0) == batch && logits->size(1) == rows);
+  require(logits->size(2) <= vocab);
+  return logits_of(logits);
+}
+
+cuda::SamplingParameters sampling_parameters(int64_t num, const OptionalTensor& temperature,
+                                             const OptionalTensor& top_k,
+                                             const OptionalTensor& top_p,
+                                             const OptionalTensor& min_p) {
+  return {data_of<float>(temperature, {num}), data_of<int32_t>(top_k, {num}),
+          data_of<float>(top_p, {num}), data_of<float>(min_p, {num})};
+}
+
+cuda::Plan plan_of(const cuda::Logits& logits, const Tensor& tensor) {
+  return cuda::choose_plan(cuda::shape_of(logits), logits.num_rows, limits_of(tensor));
+}
+
 Tensor uniform(const Tensor& seed, const Tensor& position, int64_t num, int64_t stream) {
   const DeviceGuard guard(seed.get_device_index());
-  Tensor out = torch::stable::new_empty(seed, {seed.size(0), num}, ScalarType::Float);
+  Tensor out = new_tensor(seed, {seed.size(0), num}, ScalarType::Float);
   check_launch("uniform", cuda::launch_uniform(
                               seed.const_data_ptr<int64_t>(), position.const_data_ptr<int64_t>(),
                               out.mutable_data_ptr<float>(), seed.size(0), num,
@@ -37,10 +122,175 @@ Tensor uniform(const Tensor& seed, const Tensor& position, int64_t num, int64_t 
   return out;
 }
 
+std::tuple<Tensor, Tensor> row_stats(const Tensor& logits, const OptionalTensor& temperature,
+                                     const OptionalTensor& top_k, const OptionalTensor& top_p,
+                                     const OptionalTensor& min_p,
+                                     const OptionalTensor& token_bitmask) {
+  const DeviceGuard guard(logits.get_device_index());
+  const int64_t rows = logits.size(0);
+  Tensor logsumexp = new_tensor(logits, {rows}, ScalarType::Float);
+  Tensor threshold = new_tensor(logits, {rows}, ScalarType::Float);
+  const cuda::RowStatsCall call = {
+      logits_of(logits, token_bitmask), sampling_parameters(rows, temperature, top_k, top_p, min_p),
+      logsumexp.mutable_data_ptr<float>(), threshold.mutable_data_ptr<float>()};
+  check_launch("row_stats",
+               cuda::launch_row_stats(call, plan_of(call.logits, logits), current_stream(logits)));
+  return {logsumexp, threshold};
+}
+
+Tensor logits_to_probs(const Tensor& logits, const OptionalTensor& temperature,
+                       const OptionalTensor& top_k, const OptionalTensor& top_p,
+                       const OptionalTensor& min_p, const OptionalTensor& token_bitmask) {
+  const DeviceGuard guard(logits.get_device_index());
+  const int64_t rows = logits.size(0);
+  Tensor probs = new_tensor(logits, {rows, logits.size(1)}, ScalarType::Float);
+  const cuda::LogitsToProbsCall call = {logits_of(logits, token_bitmask),
+                                        sampling_parameters(rows, temperature, top_k, top_p, min_p),
+                                        probs.mutable_data_ptr<float>()};
+  check_launch("logits_to_probs", cuda::launch_logits_to_probs(call, plan_of(call.logits, logits),
+                                                               current_stream(logits)));
+  return probs;
+}
+
+std::tuple<Tensor, Tensor> sample(const Tensor& logits, const Tensor& uniform_samples,
+                                  const OptionalTensor& temperature, const OptionalTensor& top_k,
+                                  const OptionalTensor& top_p, const OptionalTensor& min_p,
+                                  const OptionalTensor& token_bitmask) {
+  const DeviceGuard guard(logits.get_device_index());
+  const int64_t rows = logits.size(0);
+  Tensor token_ids = new_tensor(logits, {rows}, ScalarType::Int);
+  Tensor logprobs = new_tensor(logits, {rows}, ScalarType::Float);
+  const cuda::SampleCall call = {
+      logits_of(logits, token_bitmask), sampling_parameters(rows, temperature, top_k, top_p, min_p),
+      data_of<float>(uniform_samples, {rows}), token_ids.mutable_data_ptr<int32_t>(),
+      logprobs.mutable_data_ptr<float>()};
+  check_launch("sample",
+               cuda::launch_sample(call, plan_of(call.logits, logits), current_stream(logits)));
+  return {token_ids, logprobs};
+}
+
+std::tuple<Tensor, Tensor, Tensor> verify_chain(
+    const Tensor& target_logits, const Tensor& cu_rows, const Tensor& draft_token_ids,
+    const Tensor& uniform_samples, const OptionalTensor& draft_logits,
+    const OptionalTensor& temperature, const OptionalTensor& top_k, const OptionalTensor& top_p,
+    const OptionalTensor& min_p, double lenience, const std::string& method,
+    const OptionalTensor& draft_logsumexp, const OptionalTensor& draft_token_map,
+    const OptionalTensor& token_bitmask) {
+  const DeviceGuard guard(target_logits.get_device_index());
+  require(draft_token_ids.dim() == 2 && target_logits.dim() == 2 && lenience >= 1);
+  require(method == "standard" || (method == "block" && lenience == 1 && !draft_logsumexp));
+  const int64_t batch = draft_token_ids.size(0), num_draft = draft_token_ids.size(1);
+  const int64_t vocab = target_logits.size(1), rows = 2 * num_draft + 1, width = num_draft + 1;
+  Tensor statistics = new_tensor(target_logits, {batch, rows, 3}, ScalarType::Long);
+  static_assert(sizeof(cuda::RowStatistics) == 3 * sizeof(int64_t));
+  Tensor output_token_ids = new_tensor(target_logits, {batch, width}, ScalarType::Int);
+  Tensor accepted_len = new_tensor(target_logits, {batch}, ScalarType::Int);
+  Tensor logprobs = new_tensor(target_logits, {batch, width}, ScalarType::Float);
+
+  cuda::VerifyChainCall call = {};
+  call.target = logits_of(target_logits, token_bitmask);
+  call.draft = draft_of(draft_logits, batch, num_draft, vocab);
+  call.draft_batch_stride = draft_logits ? draft_logits->stride(0) : 0;
+  call.draft_token_map = data_of<int32_t>(draft_token_map, {vocab});
+  call.draft_logsumexp = data_of<float>(draft_logsumexp, {batch, num_draft});
+  require(draft_logits || (!draft_token_map && !draft_logsumexp));
+  call.cu_rows = data_of<int32_t>(cu_rows, {batch + 1});
+  call.draft_token_ids = data_of<int32_t>(draft_token_ids, {batch, num_draft});
+  call.uniform_samples = data_of<float>(uniform_samples, {batch, width});
+  call.parameters = sampling_parameters(batch, temperature, top_k, top_p, min_p);
+  call.batch = batch;
+  call.num_draft = num_draft;
+  call.lenience = lenience;
+  call.block = method == "block";
+  call.statistics = static_cast<cuda::RowStatistics*>(statistics.mutable_data_ptr());
+  call.output_token_ids = output_token_ids.mutable_data_ptr<int32_t>();
+  call.accepted_len = accepted_len.mutable_data_ptr<int32_t>();
+  call.logprobs = logprobs.mutable_data_ptr<float>();
+
+  const cuda::RowShape shape =
+      cuda::larger_of(cuda::shape_of(call.target), cuda::shape_of(call.draft));
+  const cuda::Limits limits = limits_of(target_logits);
+  const cuda::Plan per_row = cuda::choose_plan(shape, batch * rows, limits);
+  cuda::Plan per_sequence = cuda::choose_plan(shape, batch, limits);
+  per_sequence.staged = 0;
+  check_launch("verify_chain", cuda::launch_verify_chain(call, per_row, per_sequence,
+                                                         current_stream(target_logits)));
+  return {output_token_ids, accepted_len, logprobs};
+}
+
+cuda::SiblingRule sibling_rule_of(const std::string& name) {
+  if (name == "target_only") return cuda::SiblingRule::kTargetOnly;
+  if (name == "without_replacement") return cuda::SiblingRule::kWithoutReplacement;
+  require(name == "with_replacement");
+  return cuda::SiblingRule::kWithReplacement;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> verify_tree(
+    const Tensor& target_logits, const Tensor& cu_rows, const Tensor& tree_token_ids,
+    const Tensor& parents, const Tensor& uniform_samples, const std::string& sibling_rule,
+    const OptionalTensor& draft_logits, const OptionalTensor& temperature,
+    const OptionalTensor& top_k, const OptionalTensor& top_p, const OptionalTensor& min_p,
+    const OptionalTensor& draft_token_map, const OptionalTensor& token_bitmask) {
+  const DeviceGuard guard(target_logits.get_device_index());
+  require(tree_token_ids.dim() == 2 && target_logits.dim() == 2);
+  const int64_t batch = tree_token_ids.size(0), num_nodes = tree_token_ids.size(1);
+  const int64_t vocab = target_logits.size(1);
+  Tensor path = new_tensor(target_logits, {batch, num_nodes}, ScalarType::Int);
+  Tensor output_token_ids = new_tensor(target_logits, {batch, num_nodes}, ScalarType::Int);
+  Tensor accepted_len = new_tensor(target_logits, {batch}, ScalarType::Int);
+  Tensor logprobs = new_tensor(target_logits, {batch, num_nodes}, ScalarType::Float);
+
+  cuda::VerifyTreeCall call = {};
+  call.rule = sibling_rule_of(sibling_rule);
+  require(draft_logits.has_value() == (call.rule != cuda::SiblingRule::kTargetOnly));
+  call.target = logits_of(target_logits, token_bitmask);
+  call.draft = draft_of(draft_logits, batch, num_nodes, vocab);
+  call.draft_batch_stride = draft_logits ? draft_logits->stride(0) : 0;
+  call.draft_token_map = data_of<int32_t>(draft_token_map, {vocab});
+  call.cu_rows = data_of<int32_t>(cu_rows, {batch + 1});
+  call.tree_token_ids = data_of<int32_t>(tree_token_ids, {batch, num_nodes});
+  call.parents = data_of<int32_t>(parents, {batch, num_nodes});
+  call.uniform_samples = data_of<float>(uniform_samples, {batch, num_nodes + 1});
+  call.parameters = sampling_parameters(batch, temperature, top_k, top_p, min_p);
+  call.batch = batch;
+  call.num_nodes = num_nodes;
+  call.path = path.mutable_data_ptr<int32_t>();
+  call.output_token_ids = output_token_ids.mutable_data_ptr<int32_t>();
+  call.accepted_len = accepted_len.mutable_data_ptr<int32_t>();
+  call.logprobs = logprobs.mutable_data_ptr<float>();
+
+  const cuda::RowShape shape =
+      cuda::larger_of(cuda::shape_of(call.target), cuda::shape_of(call.draft));
+  const cuda::Plan plan = cuda::choose_plan(shape, batch, limits_of(target_logits));
+  check_launch("verify_tree", cuda::launch_verify_tree(call, plan, current_stream(target_logits)));
+  return {path, output_token_ids, accepted_len, logprobs};
+}
+
+std::tuple<Tensor, Tensor> build_tree(const Tensor& parents) {
+  const DeviceGuard guard(parents.get_device_index());
+  require(parents.dim() == 2);
+  const int64_t batch = parents.size(0), num_nodes = parents.size(1);
+  Tensor depths = new_tensor(parents, {batch, num_nodes}, ScalarType::Int);
+  Tensor mask = new_tensor(parents, {batch, num_nodes, (num_nodes + 63) / 64}, ScalarType::Long);
+  const cuda::BuildTreeCall call = {data_of<int32_t>(parents, {batch, num_nodes}), batch, num_nodes,
+                                    depths.mutable_data_ptr<int32_t>(),
+                                    mask.mutable_data_ptr<int64_t>()};
+  check_launch("build_tree", cuda::launch_build_tree(call, current_stream(parents)));
+  return {depths, mask};
+}
+
 }  // namespace
 }  // namespace fastspec
 
-STABLE_TORCH_LIBRARY_IMPL(fastspec, CUDA, m) { m.impl("uniform", TORCH_BOX(&fastspec::uniform)); }
+STABLE_TORCH_LIBRARY_IMPL(fastspec, CUDA, m) {
+  m.impl("uniform", TORCH_BOX(&fastspec::uniform));
+  m.impl("row_stats", TORCH_BOX(&fastspec::row_stats));
+  m.impl("logits_to_probs", TORCH_BOX(&fastspec::logits_to_probs));
+  m.impl("sample", TORCH_BOX(&fastspec::sample));
+  m.impl("verify_chain", TORCH_BOX(&fastspec::verify_chain));
+  m.impl("verify_tree", TORCH_BOX(&fastspec::verify_tree));
+  m.impl("build_tree", TORCH_BOX(&fastspec::build_tree));
+}
 
 // Importing the module runs the registrations above; it has no Python names of its own.
 PyMODINIT_FUNC PyInit__cuda(void) {

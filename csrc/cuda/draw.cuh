@@ -139,7 +139,11 @@ struct DraftRow {
       return;
     }
 #pragma unroll
-    for (int j = 0; j < kUnit; ++j) x[j] = logit_at(row, column(first + j));
+    for (int j = 0; j < kUnit; ++j) {
+      const int64_t at = column(first + j);
+      const bool known = at >= 0 && at < row.size;
+      x[j] = known ? widen(bits_at(row, at), row.element) : -infinity();
+    }
   }
 };
 

@@ -60,25 +60,43 @@ class RowView {
   __device__ int64_t end() const { return end_; }
   __device__ int64_t first_token(int64_t unit) const { return unit * kUnit - lead_; }
 
-  // The first pass: calls visit(logits of a unit, first token). Padding is -inf.
+  // The first pass: calls visit(logits of a unit, first token). Padding is -inf. It comes from
+  // far away: several units are on their way at once.
   template <class Visit>
   __device__ void first_pass(const Visit& visit) const {
-    sweep<4>([&](const Raw& raw, int64_t unit) {
+    constexpr int kAhead = 4;
+    const bool wide = is_wide(row_.element);
+    const int64_t easy_begin = row_.bitmask != nullptr ? end_ : lead_ > 0 ? 1 : 0;
+    const int64_t easy_end = smaller(end_, (row_.size + lead_) / kUnit);
+    const auto consume = [&](const Raw& raw, int64_t unit) {
       if (kStaged) to_stage(raw, unit);
       visit_raw(raw, unit, visit);
-    });
+    };
+    for (int64_t unit = begin_ + lane_; unit < end_;) {
+      if (unit >= easy_begin && unit + (kAhead - 1) * kWarp < easy_end) {
+        Raw raw[kAhead];
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) raw[i] = load_unit(address(unit + i * kWarp), wide);
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) consume(raw[i], unit + i * kWarp);
+        unit += kAhead * kWarp;
+      } else {
+        consume(load(unit), unit);
+        unit += kWarp;
+      }
+    }
   }
 
-  // Any later pass.
+  // Any later pass: from shared memory, or the second-level cache.
   template <class Visit>
   __device__ void pass(const Visit& visit) const {
-    if constexpr (kStaged) {
+    const auto next = [&](int64_t unit) { return kStaged ? from_stage(unit) : load(unit); };
+    Raw ahead = {};
 #pragma unroll 1
-      for (int64_t unit = begin_ + lane_; unit < end_; unit += kWarp) {
-        visit_raw(from_stage(unit), unit, visit);
-      }
-    } else {
-      sweep<2>([&](const Raw& raw, int64_t unit) { visit_raw(raw, unit, visit); });
+    for (int64_t unit = begin_ + lane_ - kWarp; unit < end_; unit += kWarp) {
+      const Raw raw = ahead;
+      if (unit + kWarp < end_) ahead = next(unit + kWarp);
+      if (unit >= begin_) visit_raw(raw, unit, visit);
     }
   }
 
@@ -94,27 +112,6 @@ class RowView {
     float x[kUnit];
     raw.unpack(row_.element, x);
     visit(x, first_token(unit));
-  }
-
-  // Consumes the units of this lane, kAhead of them loaded before the first is used.
-  template <int kAhead, class Consume>
-  __device__ __forceinline__ void sweep(const Consume& consume) const {
-    const bool wide = is_wide(row_.element);
-    const int64_t easy_begin = row_.bitmask != nullptr ? end_ : lead_ > 0 ? 1 : 0;
-    const int64_t easy_end = smaller(end_, (row_.size + lead_) / kUnit);
-    for (int64_t unit = begin_ + lane_; unit < end_;) {
-      if (unit >= easy_begin && unit + (kAhead - 1) * kWarp < easy_end) {
-        Raw raw[kAhead];
-#pragma unroll
-        for (int i = 0; i < kAhead; ++i) raw[i] = load_unit(address(unit + i * kWarp), wide);
-#pragma unroll
-        for (int i = 0; i < kAhead; ++i) consume(raw[i], unit + i * kWarp);
-        unit += kAhead * kWarp;
-      } else {
-        consume(load(unit), unit);
-        unit += kWarp;
-      }
-    }
   }
 
   __device__ __forceinline__ const void* address(int64_t unit) const {

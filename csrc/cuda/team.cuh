@@ -134,15 +134,18 @@ class Team {
 
   template <class T>
   __device__ void publish(T value) const {
-    if (lane() == 0) memcpy(&memory_->partials[turn_][warp_], &value, sizeof(value));
+    u64 word = 0;
+    memcpy(&word, &value, sizeof(value));
+    if (lane() == 0) memory_->partials[turn_][warp_] = word;
     sync();
   }
 
   template <class T>
   __device__ T published(int warp) const {
     u64* here = &memory_->partials[turn_][warp % num_warps_];
+    const u64 word = *of_block(here, warp / num_warps_);
     T value;
-    memcpy(&value, of_block(here, warp / num_warps_), sizeof(value));
+    memcpy(&value, &word, sizeof(value));
     return value;
   }
 

@@ -4,6 +4,8 @@
 namespace fastspec::cuda {
 namespace {
 
+constexpr int32_t kDecisionThreads = 256;  // more would have too few registers each
+
 // One sequence, as every thread of its team sees it.
 class Chain {
  public:
@@ -83,6 +85,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 // What one position makes of its proposal.
 struct Judgement {
   double target_prob, draft_prob;
+  bool valid;  // without the look at the whole draft row
 };
 
 struct Verdict {
@@ -98,9 +101,8 @@ class ChainVerifier {
 
   __device__ Verdict verdict() {
     if (!rows_valid()) return {false, 0, 1.0};
-    if (call_.block && !chain_.sampling().greedy()) return block_verdict();
-    const int64_t accepted = first_rejection();
-    return {logsumexp_valid(accepted), accepted, 1.0};
+    if (chain_.sampling().greedy()) return greedy_verdict();
+    return call_.block ? block_verdict() : standard_verdict();
   }
 
   // The token after the accepted ones; -1 if the draft row that this needs is invalid.
@@ -145,48 +147,56 @@ class ChainVerifier {
            first_failure(drafts, [&](int64_t i) { return chain_.draft(i)->valid != 0; }) == drafts;
   }
 
+  __device__ double target_prob(int64_t i) const {
+    const float x = logit_at(chain_.target_row(i), chain_.proposal(i));
+    return probability(*chain_.target(i), chain_.sampling(), x);
+  }
+
   __device__ Judgement judge(int64_t i) const {
     const int64_t token = chain_.proposal(i);
-    const Sampling& sampling = chain_.sampling();
-    const float x = logit_at(chain_.target_row(i), token);
-    const double target_prob = probability(*chain_.target(i), sampling, x);
-    if (call_.draft.data == nullptr) return {target_prob, token < call_.target.size ? 1.0 : 0.0};
+    Judgement found = {target_prob(i), token < call_.target.size ? 1.0 : 0.0, true};
+    if (!chain_.drawn()) return found;
     const DraftRow draft = chain_.draft_row(i);
     const float y = logit_at(draft.row, draft.column(token));
     if (call_.draft_logsumexp == nullptr) {
-      return {target_prob, probability(*chain_.draft(i), sampling, y)};
+      found.draft_prob = probability(*chain_.draft(i), chain_.sampling(), y);
+      return found;
     }
-    if (y == -infinity()) return {target_prob, 0.0};
-    const double scaled = static_cast<double>(y) / static_cast<double>(sampling.temperature);
-    return {target_prob, exp(scaled - static_cast<double>(chain_.draft_logsumexp(i)))};
+    const float logsumexp = chain_.draft_logsumexp(i);
+    const double scaled = static_cast<double>(y) / chain_.sampling().temperature;
+    found.draft_prob = y == -infinity() ? 0.0 : exp(scaled - static_cast<double>(logsumexp));
+    found.valid = fabsf(logsumexp) < infinity() && found.draft_prob < infinity();
+    return found;
   }
 
-  __device__ int64_t first_rejection() const {
-    if (chain_.sampling().greedy()) {
-      return first_failure(
-          num_, [&](int64_t i) { return chain_.proposal(i) == chain_.target(i)->argmax; });
-    }
-    return first_failure(num_, [&](int64_t i) {
-      const Judgement found = judge(i);
-      return chain_.uniform(i) * found.draft_prob < call_.lenience * found.target_prob;
-    });
+  __device__ Verdict greedy_verdict() const {
+    const int64_t accepted = first_failure(
+        num_, [&](int64_t i) { return chain_.proposal(i) == chain_.target(i)->argmax; });
+    return {true, accepted, 1.0};
   }
 
-  // With the log-sum-exp given, draft rows count only up to the first rejection.
-  __device__ bool logsumexp_valid(int64_t accepted) const {
-    if (call_.draft_logsumexp == nullptr || !chain_.drawn()) return true;
-    const int64_t judged = smaller(accepted + 1, num_);
-    return first_failure(judged, [&](int64_t i) {
-             return fabsf(chain_.draft_logsumexp(i)) < infinity() &&
-                    judge(i).draft_prob < infinity();
-           }) == judged;
+  // Up to the first rejection, or to the first position that is invalid.
+  __device__ Verdict standard_verdict() const {
+    for (int64_t base = 0; base < num_; base += kWarp) {
+      const int64_t i = base + team_.lane();
+      Judgement found = {1.0, 0.0, true};
+      if (i < num_) found = judge(i);
+      const double coin = i < num_ ? chain_.uniform(i) * found.draft_prob : 0.0;
+      const bool accepts = found.valid && coin < call_.lenience * found.target_prob;
+      const unsigned stopped = __ballot_sync(kAllLanes, !accepts);
+      const unsigned invalid = __ballot_sync(kAllLanes, !found.valid);
+      if (stopped == 0) continue;
+      const int lane = __ffs(stopped) - 1;
+      return {(invalid >> lane & 1) == 0, base + lane, 1.0};
+    }
+    return {true, num_, 1.0};
   }
 
   // What multiplies the target's probabilities after `length` accepted proposals.
   __device__ double block_scale(int64_t length) const {
     double scale = 1.0;
     for (int64_t base = 0; base < length; base += kWarp) {
-      Judgement own = {1.0, 0.0};
+      Judgement own = {1.0, 0.0, true};
       if (base + team_.lane() < length) own = judge(base + team_.lane());
       for (int i = 0; i < kWarp && base + i < length; ++i) {
         const double grown = scale * __shfl_sync(kAllLanes, own.target_prob, i);
@@ -200,7 +210,7 @@ class ChainVerifier {
   // The mass of the residual distribution at position i before it is normalised.
   __device__ double residual_mass(int64_t i, double scale) {
     if (scale == 0) return 0.0;
-    if (!chain_.drawn()) return scale * (1.0 - judge(i).target_prob);
+    if (!chain_.drawn()) return scale * (1.0 - target_prob(i));
     const ResidualWeights residual = residual_at(i, scale, *chain_.draft(i));
     const RowView<false> view(team_, chain_.target_row(i));
     return static_cast<double>(total_of(team_, view, residual)) / kMassOne;
@@ -265,7 +275,7 @@ __device__ void write_chain(const VerifyChainCall& call, const Chain& chain, int
 
 // A team per sequence: every warp judges the proposals for itself, from scalars; then one pass over
 // the row of the first rejection, or of the bonus token, draws the extra token.
-__global__ void __launch_bounds__(kMaxThreads, 1)
+__global__ void __launch_bounds__(kDecisionThreads, 1)
     verify_chain_kernel(const VerifyChainCall call, const int32_t cluster) {
   Team team(cluster);
   const Chain chain(call, team.index());
@@ -289,8 +299,9 @@ cudaError_t launch_verify_chain(const VerifyChainCall& call, const Plan& rows,
       launch_teams(rows.staged ? chain_statistics_kernel<true> : chain_statistics_kernel<false>,
                    call.batch * (2 * call.num_draft + 1), rows, shape, stream, call, rows.cluster);
   if (error != cudaSuccess) return error;
-  return launch_teams(verify_chain_kernel, call.batch, sequences, shape, stream, call,
-                      sequences.cluster);
+  Plan plan = sequences;
+  if (plan.threads > kDecisionThreads) plan.threads = kDecisionThreads;
+  return launch_teams(verify_chain_kernel, call.batch, plan, shape, stream, call, plan.cluster);
 }
 
 }  // namespace fastspec::cuda

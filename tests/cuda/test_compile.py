@@ -1,0 +1,175 @@
+"""What nvcc makes of csrc/cuda: no spills, few registers, wide loads, short loops; needs no GPU."""
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILD = ROOT / "build" / "cuda_guard"
+PROBE = Path(__file__).resolve().parent / "statistics_probe.cu"
+SOURCES = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
+ARCHS = ("80", "90a", "100")
+FLAGS = ["-cubin", "-O3", "-std=c++17", f"-I{ROOT / 'csrc'}", "-Xptxas=-v"]
+
+# Registers that a thread may use: 65536 / (registers * threads) blocks run on a multiprocessor at
+# once. All shared memory is asked for at the launch (csrc/cuda/plan.h), none is static.
+REGISTERS = {
+    "uniform_kernel": 40,  # 256 threads
+    "build_tree_kernel": 40,  # 128
+    "row_stats_kernel": 128,  # 512, as the next four
+    "logits_to_probs_kernel": 128,
+    "sample_kernel": 128,
+    "chain_statistics_kernel": 128,
+    "verify_tree_kernel": 128,
+    "verify_chain_kernel": 168,  # 256
+}
+# Instructions per logit of a loop; at the bandwidth of an H200 there is time for about 31 of them
+# with 32-bit logits and 15 with 16-bit ones.
+INSTRUCTIONS = {
+    "best_float32": 2.5,
+    "best_bfloat16": 4.0,
+    "best_float16": 4.0,
+    "sum_float32": 14.0,
+    "sum_bfloat16": 14.0,
+}
+LOGITS_PER_ROUND = {"best": 32, "sum": 8}  # of one lane, in one round of the loop
+
+
+def find_nvcc() -> Path | None:
+    path = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin", "nvcc")
+    return path if path.exists() else None
+
+
+def find_nvdisasm() -> str | None:
+    """Of the toolkit, else the one that triton brings."""
+    folders = [find_nvcc().parent] if find_nvcc() else []
+    spec = find_spec("triton")
+    if spec and spec.origin:
+        folders.append(Path(spec.origin).parent / "backends" / "nvidia" / "bin")
+    return shutil.which("nvdisasm", path=os.pathsep.join(map(str, folders)))
+
+
+pytestmark = pytest.mark.skipif(
+    find_nvcc() is None, reason="no nvcc in CUDA_HOME (or, where that is not set, /usr/local/cuda)"
+)
+needs_nvdisasm = pytest.mark.skipif(
+    find_nvdisasm() is None, reason="no nvdisasm in the CUDA toolkit or in triton"
+)
+
+
+@cache
+def compiled() -> dict[tuple[str, str], tuple[Path, str]]:
+    """Cubin and ptxas report of each source for each architecture, from build/ if unchanged."""
+    BUILD.mkdir(parents=True, exist_ok=True)
+    sources = [*SOURCES, PROBE]
+    headers = sorted((ROOT / "csrc").rglob("*.*h"))
+    common = b"".join(path.read_bytes() for path in headers) + repr(FLAGS).encode()
+    jobs = [(source, arch, common) for source in sources for arch in ARCHS]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        results = list(pool.map(lambda job: compile_one(*job), jobs))
+    return {
+        (source.stem, arch): result for (source, arch, _), result in zip(jobs, results, strict=True)
+    }
+
+
+def compile_one(source: Path, arch: str, common: bytes) -> tuple[Path, str]:
+    digest = hashlib.sha256(common + source.read_bytes()).hexdigest()[:16]
+    cubin = BUILD / f"{source.stem}_{arch}_{digest}.cubin"
+    report = cubin.with_suffix(".txt")
+    if not (cubin.exists() and report.exists()):
+        code = f"-gencode=arch=compute_{arch},code=sm_{arch}"
+        command = [find_nvcc(), *FLAGS, code, source, "-o", cubin]
+        run = subprocess.run(command, capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr
+        report.write_text(run.stderr)
+    return cubin, report.read_text()
+
+
+def kernels_of(report: str) -> dict[str, str]:
+    """What ptxas says of each kernel, by mangled name."""
+    parts = re.split(r"Compiling entry function '(\S+)'", report)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+@cache
+def disassembly(stem: str, arch: str) -> dict[str, list[str]]:
+    """The instructions and labels of each kernel, by mangled name."""
+    cubin, _ = compiled()[stem, arch]
+    command = [find_nvdisasm(), "-c", cubin]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    sections = re.split(r"\n\.text\.(\w+):\n", text)
+    return {
+        name: [line.strip() for line in body.splitlines() if line.strip()]
+        for name, body in zip(sections[1::2], sections[2::2], strict=True)
+    }
+
+
+def short_name(mangled: str) -> str:
+    return next(name for name in REGISTERS if name in mangled)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
+def test_no_spills_and_few_registers(source, arch):
+    _, report = compiled()[source.stem, arch]
+    kernels = kernels_of(report)
+    assert kernels
+    for mangled, text in kernels.items():
+        assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in text, mangled
+        registers = int(re.search(r"Used (\d+) registers", text)[1])
+        assert registers <= REGISTERS[short_name(mangled)], mangled
+        assert not re.search(r"\d+ bytes smem", text), mangled
+
+
+def test_every_kernel_has_its_limits():
+    names = {
+        short_name(mangled)
+        for source in SOURCES
+        for mangled in kernels_of(compiled()[source.stem, "90a"][1])
+    }
+    assert names == set(REGISTERS)
+
+
+@needs_nvdisasm
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("name", INSTRUCTIONS)
+def test_loops_are_short_and_load_16_bytes(name, arch):
+    """Of the straight pieces of code, the one that does most of the work."""
+    body = "\n".join(disassembly(PROBE.stem, arch)[name])
+    pieces = re.split(r"\n\.L_x_\d+:\n", body)
+    work = "MUFU.EX2" if name.startswith("sum") else "LDG.E.128"
+    piece = max(pieces, key=lambda text: text.count(work)).splitlines()
+    instructions = [line for line in piece if line.startswith("/*") and "NOP" not in line]
+    logits = LOGITS_PER_ROUND[name.split("_")[0]]
+    if work == "LDG.E.128":
+        # A whole round on its way before the first is needed.
+        bytes_per_logit = 4 if name.endswith("32") else 2
+        loads = sum(work in line for line in instructions)
+        assert loads == logits * bytes_per_logit // 16
+    else:
+        assert sum("LDS.128" in line for line in body.splitlines()) >= 1
+        assert sum(work in line for line in instructions) == logits
+    assert not any(re.search(r"\b(LDL|STL)\b", line) for line in instructions)
+    assert len(instructions) / logits <= INSTRUCTIONS[name]
+
+
+@needs_nvdisasm
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("source", ["sampling", "verify_chain", "verify_tree"])
+def test_rows_are_shared_by_clusters_where_there_are_any(source, arch):
+    """The barrier of a cluster, and whole words read from the shared memory of another block."""
+    for mangled, lines in disassembly(source, arch).items():
+        text = "\n".join(lines)
+        for instruction in ("UCGABAR_ARV", "UCGABAR_WAIT", " LD.E.64"):
+            assert (instruction in text) == (arch != "80"), (mangled, instruction)
+        assert " LD.E.U8" not in text
+        assert "LDG.E.128" in text
+        assert "LDL" not in text

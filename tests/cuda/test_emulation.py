@@ -1,0 +1,62 @@
+"""The emulation finds the faults that it is there to find."""
+
+import ctypes
+
+import pytest
+
+from . import emulated
+from .emulated import Limits, chosen_plan
+
+pytestmark = pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler found")
+
+FAULTS = [
+    "deadlock: block 0 thread 0 waits in __syncthreads",
+    "deadlock: block 0 thread 0 waits in the barrier of the cluster",
+    "while others are in",
+    "a part of a warp",
+    "a write past the end of shared memory",
+    "shared memory of a block that is ending",
+]
+H200 = Limits(132, 227 * 1024, True)
+A100 = Limits(108, 163 * 1024, False)
+
+
+def fault(number: int, order: int = 0) -> tuple[int, str]:
+    message = ctypes.create_string_buffer(4096)
+    function = emulated.library().emulated_fault
+    function.argtypes = [ctypes.c_int, ctypes.c_uint64, ctypes.c_char_p, ctypes.c_int]
+    return function(number, order, message, len(message)), message.value.decode()
+
+
+@pytest.mark.parametrize("order", [0, 1, 2])
+@pytest.mark.parametrize("number", range(len(FAULTS)))
+def test_misuse_is_reported(number, order):
+    if number == 5 and order == 1:
+        pytest.skip("the block that ends early runs last: nothing to find in this order")
+    assert FAULTS[number].split(" block")[0] in fault(number, order)[1]
+
+
+def test_races_show_as_results_that_depend_on_the_order():
+    assert len({fault(6, order)[0] for order in range(4)}) > 1
+
+
+def test_shared_memory_starts_poisoned():
+    assert fault(7)[0] == 0xFF
+
+
+@pytest.mark.parametrize(
+    ("size", "element_bytes", "num_rows", "limits", "cluster", "staged"),
+    [
+        (128256, 2, 1, H200, 8, 1),
+        (128256, 2, 40, H200, 4, 1),
+        (128256, 2, 256, H200, 2, 1),
+        (32000, 2, 256, H200, 1, 1),
+        (262144, 4, 256, H200, 8, 1),
+        (2000000, 4, 256, H200, 8, 0),
+        (128256, 2, 1, A100, 1, 0),
+        (32000, 4, 1, A100, 1, 1),
+    ],
+)
+def test_plan(size, element_bytes, num_rows, limits, cluster, staged):
+    plan = chosen_plan(size, element_bytes, num_rows, limits)
+    assert (plan.cluster, plan.threads, plan.staged) == (cluster, 512, staged)
