@@ -38,12 +38,11 @@ def verify_chain(
     target, draft = target_rows(target_logits, token_bitmask), draft_rows(draft_logits)
     is_block = method == "block"
     judges_later = draft_logsumexp is not None  # the draft row at the rejection, no other
-    num_target = batch * (num_draft + 1)
-    slots = Slots(num_target, num_draft + 1, max(num_draft, 1), cu_rows, None)
     first_draft = None if judges_later else draft
-    tiles = tiles_of(
-        target, first_draft, slots, params, 0 if first_draft is None else batch * num_draft
-    )
+    draft_steps = 0 if first_draft is None else num_draft
+    slots = Slots(num_draft + 1, draft_steps, cu_rows, None)
+    num_slots = batch * (num_draft + 1 + draft_steps)
+    tiles = tiles_of(target, first_draft, slots, params, num_slots)
     num_weighed = num_draft if is_block else 1
     new = draft_token_ids.new_empty
     verdict = Verdict(
@@ -69,7 +68,7 @@ def verify_chain(
 
     draft_slots, draft_tiles = slots, tiles
     if judges_later:
-        draft_slots = Slots(0, 1, 1, cu_rows, verdict.rejected)
+        draft_slots = Slots(0, 1, cu_rows, verdict.rejected)
         draft_tiles = tiles_of(target, draft, draft_slots, params, batch)
     sums = None
     if draft is not None:

@@ -19,6 +19,7 @@ from fastspec_kernels.triton.slots import (
     find_target,
     flag,
     load_logits,
+    target_slot,
     temperature_of,
 )
 
@@ -104,7 +105,7 @@ def draw_kernel(
                 tl.store(verdict.output_token_ids + b * (chain.num_draft + 1) + i, -1)
                 tl.store(verdict.logprobs + b * (chain.num_draft + 1) + i, 0.0)
     if valid:
-        slot = b * slots.steps + step
+        slot = target_slot(slots, b, step)
         offset, row, _, _ = find_target(target, slots, slot)
         scale, greedy, _ = temperature_of(params, b)
         best, _, maxima, masses = merge_row(tiles, slot, num_tiles, scale, MERGED)

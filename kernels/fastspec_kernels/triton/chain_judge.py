@@ -14,7 +14,7 @@ from fastspec_kernels.triton.rows import (
     log_of_mass,
     merge_tiles,
 )
-from fastspec_kernels.triton.slots import INFINITY, allowed, temperature_of
+from fastspec_kernels.triton.slots import INFINITY, allowed, draft_slot, target_slot, temperature_of
 
 
 class Chain(NamedTuple):
@@ -84,11 +84,11 @@ def proposals_of(slots, target, chain, b, STEPS: tl.constexpr):
     """Proposals [STEPS] of a sequence, -1 after the last; their number; whether it takes part."""
     step = tl.arange(0, STEPS)
     first = tl.load(slots.cu_rows + b)
-    count = tl.minimum(tl.load(slots.cu_rows + b + 1), target.num_rows) - first
+    count = tl.load(slots.cu_rows + b + 1) - first
     at = b.to(tl.int64) * chain.num_draft + step
     tokens = tl.load(chain.token_ids + at, mask=step < chain.num_draft, other=-1)
     num = tl.minimum(tl.min(tl.where(tokens < 0, step, OUTSIDE), 0), count - 1)
-    return tl.where(step < num, tokens, -1), num, (count > 0) & (first >= 0)
+    return tl.where(step < num, tokens, -1), num, count > 0
 
 
 @triton.jit
@@ -107,7 +107,7 @@ def judged_by_target(
     """Of each row: the proposal's probability (f64), the argmax, its logprob, validity, mass."""
     step = tl.arange(0, STEPS)
     scale, greedy, _ = temperature_of(params, b)
-    slot = b * slots.steps + step
+    slot = target_slot(slots, b, step)
     best, valid, maxima, masses = merge_tiles(tiles, slot, step <= num, num_tiles, scale, MERGED)
     total = tl.maximum(tl.sum(masses, 1), 1)
     row = (tl.load(slots.cu_rows + b) + step).to(tl.int64)
@@ -159,7 +159,7 @@ def judged_by_draft(
         x = tl.load(draft.logits + row + column, mask=known, other=-INFINITY).to(tl.float32)
         if chain.logsumexp is None:
             scale, _, _ = temperature_of(params, b)
-            slot = slots.num_target + b * slots.draft_steps + step
+            slot = draft_slot(slots, b, step)
             best, valid, _, masses = merge_tiles(tiles, slot, step < num, num_tiles, scale, MERGED)
             kept = known & valid
             if tiles.threshold is not None:

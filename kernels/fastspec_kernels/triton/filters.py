@@ -10,12 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
+from fastspec_kernels.triton.bounds import coarse_bounds, fine_bounds, narrow, need_of
 from fastspec_kernels.triton.launch import launch
 from fastspec_kernels.triton.rows import (
-    MASS_ONE,
     Tiles,
-    finite_or_zero,
-    merge_row,
     tile_weights,
     to_mass,
 )
@@ -24,7 +22,6 @@ from fastspec_kernels.triton.slots import (
     Params,
     Rows,
     Slots,
-    filters_of,
     load_any,
     locate_params,
     temperature_of,
@@ -35,9 +32,6 @@ from fastspec_kernels.triton.tiles import Tiling, tiling_of
 NUM_BOUNDS = 16
 CHUNK = 256  # elements that a program compares with all bounds at a time
 CAPACITY = 4096  # candidates of a row
-# Sums of the bounds are added in f32, in any order: a bound counts only if it is clear of the need.
-SLACK = tl.constexpr(1e-4)
-LOWEST_LOG2_WEIGHT = tl.constexpr(43.0)
 
 
 class Search(NamedTuple):
@@ -147,17 +141,17 @@ def cut_kernel(
     slot = tl.program_id(0) // num_tiles
     tile = tl.program_id(0) % num_tiles
     index, exists = locate_params(target, draft, slots, slot)
-    need, by_count, scale, best = _need_of(
+    need, by_count, scale, best = need_of(
         target, draft, slots, params, tiles, slot, index, exists, num_tiles, MERGED
     )
     if need > 0:
-        bounds = _coarse_bounds(tiles, slot, num_tiles, by_count, scale, best, BOUNDS, MERGED)
+        bounds = coarse_bounds(tiles, slot, num_tiles, by_count, scale, best, BOUNDS, MERGED)
         sums = search.coarse
         if FINE:
-            low, high = _narrow(
+            low, high = narrow(
                 search.coarse, slot, num_tiles, bounds, need, -INFINITY, best, BOUNDS, MERGED
             )
-            bounds = _fine_bounds(low, high, tiles, slot, num_tiles, BOUNDS, MERGED)
+            bounds = fine_bounds(low, high, tiles, slot, num_tiles, BOUNDS, MERGED)
             sums = search.fine
         elif tile == 0:
             tl.store(search.count + slot, 0)
@@ -194,16 +188,16 @@ def gather_kernel(
     slot = tl.program_id(0) // num_tiles
     tile = tl.program_id(0) % num_tiles
     index, exists = locate_params(target, draft, slots, slot)
-    need, by_count, scale, best = _need_of(
+    need, by_count, scale, best = need_of(
         target, draft, slots, params, tiles, slot, index, exists, num_tiles, MERGED
     )
     if need > 0:
-        bounds = _coarse_bounds(tiles, slot, num_tiles, by_count, scale, best, BOUNDS, MERGED)
-        low, high = _narrow(
+        bounds = coarse_bounds(tiles, slot, num_tiles, by_count, scale, best, BOUNDS, MERGED)
+        low, high = narrow(
             search.coarse, slot, num_tiles, bounds, need, -INFINITY, best, BOUNDS, MERGED
         )
-        bounds = _fine_bounds(low, high, tiles, slot, num_tiles, BOUNDS, MERGED)
-        low, high = _narrow(search.fine, slot, num_tiles, bounds, need, low, high, BOUNDS, MERGED)
+        bounds = fine_bounds(low, high, tiles, slot, num_tiles, BOUNDS, MERGED)
+        low, high = narrow(search.fine, slot, num_tiles, bounds, need, low, high, BOUNDS, MERGED)
         high = tl.where(by_count, best, high)  # top-p may go on among all that top-k leaves
         if tile == 0:
             tl.store(search.bracket + slot * 2, low)
@@ -236,85 +230,3 @@ def kept_kernel(target, draft, slots, params, tiles, num_tiles, TILE: tl.constex
             x = load_any(target, draft, slots, slot, tile * TILE + tl.arange(0, TILE))
             total = tl.sum(tl.where(x >= threshold, tile_weights(x, best, scale), 0), 0)
         tl.store(tiles.total + out, total)
-
-
-@triton.jit
-def _need_of(
-    target,
-    draft,
-    slots,
-    params,
-    tiles,
-    slot,
-    index,
-    exists,
-    num_tiles,
-    MERGED: tl.constexpr,
-):
-    """What the logits above the threshold fall short of (0 = no search), by count or mass."""
-    need = 0.0
-    by_count = slot < 0
-    scale = 1.0
-    best = 0.0
-    if exists:
-        scale, greedy, usable = temperature_of(params, index)
-        best, valid, _, masses = merge_row(tiles, slot, num_tiles, scale, MERGED)
-        top_k, top_p, min_p = filters_of(target, draft, slots, params, slot, index)
-        by_count = top_k > 0
-        mass = (tl.sum(masses, 0).to(tl.float64) / MASS_ONE).to(tl.float32) * top_p
-        need = tl.where(by_count, top_k * 1.0, tl.where(top_p < 1, mass, 0.0))
-        searched = valid & usable & (greedy == 0) & (top_p > 0) & (min_p < 1)
-        need = tl.where(searched, need, 0.0)
-    return need, by_count, scale, best
-
-
-@triton.jit
-def _coarse_bounds(
-    tiles, slot, num_tiles, by_count, scale, best, BOUNDS: tl.constexpr, MERGED: tl.constexpr
-):
-    """Bounds over the range of logits that weigh anything, closer at the top."""
-    lowest = _lowest_logit(tiles, slot, num_tiles, MERGED)
-    depth = tl.minimum(best - lowest, 1e38)
-    depth = tl.where(
-        by_count,
-        depth,
-        tl.minimum(depth, tl.full([], LOWEST_LOG2_WEIGHT, tl.float32) / tl.maximum(scale, 1e-30)),
-    )
-    share = (tl.arange(0, BOUNDS) + 1) / BOUNDS
-    return best - depth * share * share
-
-
-@triton.jit
-def _fine_bounds(low, high, tiles, slot, num_tiles, BOUNDS: tl.constexpr, MERGED: tl.constexpr):
-    """Bounds in equal steps between low and high."""
-    low = tl.maximum(low, _lowest_logit(tiles, slot, num_tiles, MERGED))
-    step = tl.minimum(high - low, 1e38) / (BOUNDS + 1)
-    return low + step * (tl.arange(0, BOUNDS) + 1)
-
-
-@triton.jit
-def _lowest_logit(tiles, slot, num_tiles, MERGED: tl.constexpr):
-    tile = tl.arange(0, MERGED)
-    minima = tiles.minimum + slot.to(tl.int64) * num_tiles + tile
-    return tl.min(tl.load(minima, mask=tile < num_tiles, other=INFINITY), 0)
-
-
-@triton.jit
-def _narrow(
-    sums,
-    slot,
-    num_tiles,
-    bounds,
-    need,
-    low,
-    high,
-    BOUNDS: tl.constexpr,
-    MERGED: tl.constexpr,
-):
-    """Cut (low, high] by the sums above the bounds."""
-    tile = tl.arange(0, MERGED)[:, None]
-    at = (slot.to(tl.int64) * num_tiles + tile) * BOUNDS + tl.arange(0, BOUNDS)[None, :]
-    above = tl.sum(tl.load(sums + at, mask=tile < num_tiles, other=0.0), 0)
-    low = tl.maximum(low, tl.max(tl.where(above >= need * (1 + SLACK), bounds, -INFINITY), 0))
-    high = tl.minimum(high, tl.min(tl.where(above < need * (1 - SLACK), bounds, INFINITY), 0))
-    return low, finite_or_zero(high)

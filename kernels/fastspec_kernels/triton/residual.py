@@ -6,9 +6,11 @@ import triton.language as tl
 from fastspec_kernels.triton.rows import MASS_ONE, merge_row, threshold_of, to_mass
 from fastspec_kernels.triton.slots import (
     INFINITY,
+    draft_slot,
     find_target,
     load_draft,
     load_logits,
+    target_slot,
     temperature_of,
 )
 
@@ -33,7 +35,7 @@ def residual_of_tile(
 ):
     """Masses [TILE] of max(weight * target - draft, 0), in units of weight * target's best."""
     scale, _, _ = temperature_of(params, b)
-    slot = b * slots.steps + step
+    slot = target_slot(slots, b, step)
     offset, row, _, _ = find_target(target, slots, slot)
     best, _, _, masses = merge_row(tiles, slot, num_tiles, scale, MERGED)
     lowest = threshold_of(tiles, slot)
@@ -63,9 +65,7 @@ def draft_row_of(
 ):
     """Best logit of a draft row, its probability (f64), and the lowest kept logit."""
     scale, _, _ = temperature_of(params, b)
-    slot = draft_slots.num_target + b * draft_slots.draft_steps
-    if draft_slots.position is None:
-        slot += step
+    slot = draft_slot(draft_slots, b, step if draft_slots.position is None else 0)
     best, _, _, masses = merge_row(draft_tiles, slot, num_tiles, scale, MERGED)
     if chain.logsumexp is None:
         prob = MASS_ONE / tl.maximum(tl.sum(masses, 0), 1).to(tl.float64)

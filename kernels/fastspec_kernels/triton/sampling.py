@@ -39,7 +39,7 @@ def row_stats(
     num_rows, vocab = logits.shape
     tiling = tiling_of(vocab)
     params = Params(temperature, top_k, top_p, min_p)
-    tiles = tiles_of(target_rows(logits, token_bitmask), None, row_slots(logits), params, 0)
+    tiles = tiles_of(target_rows(logits, token_bitmask), None, row_slots(), params, num_rows)
     logsumexp = logits.new_empty((num_rows,), dtype=torch.float32)
     threshold = torch.empty_like(logsumexp)
     launch(
@@ -68,8 +68,8 @@ def logits_to_probs(
     num_rows, vocab = logits.shape
     tiling = tiling_of(vocab)
     params = Params(temperature, top_k, top_p, min_p)
-    rows, slots = target_rows(logits, token_bitmask), row_slots(logits)
-    tiles = tiles_of(rows, None, slots, params, 0)
+    rows, slots = target_rows(logits, token_bitmask), row_slots()
+    tiles = tiles_of(rows, None, slots, params, num_rows)
     probs = logits.new_empty((num_rows, vocab), dtype=torch.float32)
     launch(
         probs_kernel,
@@ -100,8 +100,8 @@ def sample(
     num_rows, vocab = logits.shape
     tiling = tiling_of(vocab)
     params = Params(temperature, top_k, top_p, min_p)
-    rows, slots = target_rows(logits, token_bitmask), row_slots(logits)
-    tiles = tiles_of(rows, None, slots, params, 0)
+    rows, slots = target_rows(logits, token_bitmask), row_slots()
+    tiles = tiles_of(rows, None, slots, params, num_rows)
     token_ids = logits.new_empty((num_rows,), dtype=torch.int32)
     logprobs = logits.new_empty((num_rows,), dtype=torch.float32)
     launch(

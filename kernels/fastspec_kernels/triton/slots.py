@@ -17,19 +17,20 @@ class Rows(NamedTuple):
     logits: Any
     outer_stride: Any  # of draft rows; target rows are found through `Slots.cu_rows`
     stride: Any
-    num_rows: Any
     vocab: Any
     bitmask: Any  # allowed tokens of target rows, or None
     bitmask_stride: Any
 
 
 class Slots(NamedTuple):
-    """The rows of one launch: `steps` target rows per sequence, then the draft rows."""
+    """The rows of one launch: of each sequence `steps` target rows, then `draft_steps` draft rows.
 
-    num_target: Any
+    No number here depends on the batch, as kernels are compiled anew for some numbers.
+    """
+
     steps: Any
     draft_steps: Any
-    cu_rows: Any  # None: target slot r is row r and has its own parameters
+    cu_rows: Any  # None: slot r is target row r and has its own parameters
     position: Any  # None, or the only step of each sequence whose draft row counts, -1 = none
 
 
@@ -43,31 +44,48 @@ class Params(NamedTuple):
 
 
 @triton.jit
+def target_slot(slots, b, step):
+    """The slot of a target row."""
+    return b * (slots.steps + slots.draft_steps) + step
+
+
+@triton.jit
+def draft_slot(slots, b, step):
+    """The slot of a draft row."""
+    return b * (slots.steps + slots.draft_steps) + slots.steps + step
+
+
+@triton.jit
+def is_target(slots, slot):
+    """Whether a slot holds a target row."""
+    return slot % (slots.steps + slots.draft_steps) < slots.steps
+
+
+@triton.jit
 def find_target(rows, slots, slot):
     """Offset of a target slot's row, the row, the index of its parameters, whether it exists."""
     if slots.cu_rows is None:
         row = slot.to(tl.int64)
         index = slot
-        exists = slot < rows.num_rows
+        exists = slot >= 0
     else:
-        index = slot // slots.steps
-        first = tl.load(slots.cu_rows + index)
-        row = (first + slot % slots.steps).to(tl.int64)
-        end = tl.minimum(tl.load(slots.cu_rows + index + 1), rows.num_rows)
-        exists = (first >= 0) & (row < end)
+        index = slot // (slots.steps + slots.draft_steps)
+        row = tl.load(slots.cu_rows + index) + slot % (slots.steps + slots.draft_steps)
+        exists = row < tl.load(slots.cu_rows + index + 1)
+        row = row.to(tl.int64)
     return row * rows.stride, row, index, exists
 
 
 @triton.jit
 def find_draft(rows, slots, slot):
     """Offset of a draft slot's row, the index of its parameters, whether it judges a proposal."""
-    index = (slot - slots.num_target) // slots.draft_steps
+    index = slot // (slots.steps + slots.draft_steps)
     if slots.position is None:
-        step = (slot - slots.num_target) % slots.draft_steps
+        step = slot % (slots.steps + slots.draft_steps) - slots.steps
     else:
         step = tl.load(slots.position + index)
     count = tl.load(slots.cu_rows + index + 1) - tl.load(slots.cu_rows + index)
-    exists = (step >= 0) & (step < count - 1) & (step < rows.num_rows)
+    exists = (step >= 0) & (step < count - 1)
     return index.to(tl.int64) * rows.outer_stride + step.to(tl.int64) * rows.stride, index, exists
 
 
@@ -100,8 +118,8 @@ def locate_params(target, draft, slots, slot):
     if draft is None:
         _, _, index, exists = find_target(target, slots, slot)
     else:
-        index = slot // slots.steps
-        exists = slot < slots.num_target
+        index = slot
+        exists = is_target(slots, slot)
         if exists:
             _, _, index, exists = find_target(target, slots, slot)
         else:
@@ -116,7 +134,7 @@ def load_any(target, draft, slots, slot, ids):
         offset, row, _, _ = find_target(target, slots, slot)
         x = load_logits(target, offset, row, ids, ids < target.vocab)
     else:
-        if slot < slots.num_target:
+        if is_target(slots, slot):
             offset, row, _, _ = find_target(target, slots, slot)
             x = load_logits(target, offset, row, ids, ids < target.vocab)
         else:
@@ -130,7 +148,7 @@ def filters_of(target, draft, slots, params, slot, index):
     """top_k (0 = off), top_p and min_p of a slot; a k of the whole row is off."""
     vocab = target.vocab
     if draft is not None:
-        vocab = tl.where(slot < slots.num_target, target.vocab, draft.vocab)
+        vocab = tl.where(is_target(slots, slot), target.vocab, draft.vocab)
     top_k = 0
     if params.top_k is not None:
         top_k = tl.load(params.top_k + index)

@@ -23,8 +23,7 @@ from fastspec_kernels.triton.tiles import tiling_of
 def target_rows(logits: Tensor, token_bitmask: Tensor | None) -> Rows:
     """Rows [T, V] of the target."""
     bitmask_stride = 0 if token_bitmask is None else token_bitmask.stride(0)
-    num_rows, vocab = logits.shape
-    return Rows(logits, 0, logits.stride(0), num_rows, vocab, token_bitmask, bitmask_stride)
+    return Rows(logits, 0, logits.stride(0), logits.shape[1], token_bitmask, bitmask_stride)
 
 
 def draft_rows(logits: Tensor | None) -> Rows | None:
@@ -32,20 +31,18 @@ def draft_rows(logits: Tensor | None) -> Rows | None:
     if logits is None:
         return None
     outer_stride, stride, _ = logits.stride()
-    _, num_rows, vocab = logits.shape
-    return Rows(logits, outer_stride, stride, num_rows, vocab, None, 0)
+    return Rows(logits, outer_stride, stride, logits.shape[2], None, 0)
 
 
-def row_slots(logits: Tensor) -> Slots:
+def row_slots() -> Slots:
     """One slot for each row, which has its own parameters."""
-    return Slots(logits.shape[0], 1, 1, None, None)
+    return Slots(1, 0, None, None)
 
 
 def tiles_of(
-    target: Rows, draft: Rows | None, slots: Slots, params: Params, num_draft: int
+    target: Rows, draft: Rows | None, slots: Slots, params: Params, num_slots: int
 ) -> Tiles:
     """Statistics of the kept logits of every slot; 1 launch without filters, else see `filters`."""
-    num_slots = slots.num_target + num_draft
     tiling = tiling_of(target.vocab)
     filtered = any(value is not None for value in params[1:])
     new = target.logits.new_empty

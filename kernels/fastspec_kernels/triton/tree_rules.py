@@ -1,0 +1,203 @@
+"""How the children of one node are judged: by the target's mass, or by rejection."""
+
+import triton
+import triton.language as tl
+
+from fastspec_kernels.triton.residual import draft_row_of, load_at_target_ids, residual_masses
+from fastspec_kernels.triton.rows import (
+    MASS_ONE,
+    OUTSIDE,
+    argmax_of,
+    masses_of,
+    tile_weights,
+    to_mass,
+)
+from fastspec_kernels.triton.slots import (
+    INFINITY,
+    flag,
+    load_logits,
+)
+
+
+@triton.jit
+def draft_row(slots, tiles, params, tree, row, b, node, taken, num_tiles, MERGED: tl.constexpr):
+    """Best logit of a node's draft row, factor of its weights in the residual, lowest logit."""
+    best, prob, lowest = draft_row_of(slots, tiles, params, tree, b, node, num_tiles, MERGED)
+    target_total = tl.sum(row.masses, 0).to(tl.float64)
+    ratio = tl.minimum(prob * taken * target_total / MASS_ONE, 1e30).to(tl.float32)
+    return best, ratio, lowest
+
+
+@triton.jit
+def next_child(parents, node, after, NODES: tl.constexpr):
+    """The first child of a node after an index, OUTSIDE if there is none."""
+    index = tl.arange(0, NODES)
+    return tl.min(tl.where((parents == node) & (index > after), index, OUTSIDE), 0)
+
+
+@triton.jit
+def token_at(tokens, child, NODES: tl.constexpr):
+    """The token of one node."""
+    return tl.sum(tl.where(tl.arange(0, NODES) == child, tokens, 0), 0)
+
+
+@triton.jit
+def _is_repeated(tokens, parents, node, child, token, NODES: tl.constexpr):
+    """Whether an earlier sibling has the same token."""
+    same = (parents == node) & (tl.arange(0, NODES) < child) & (tokens == token)
+    return tl.max(same.to(tl.int32), 0) != 0
+
+
+@triton.jit
+def by_mass(
+    target,
+    tiles,
+    tree,
+    tokens,
+    parents,
+    row,
+    b,
+    node,
+    scale,
+    greedy,
+    num_tiles,
+    TILE: tl.constexpr,
+    NODES: tl.constexpr,
+    MERGED: tl.constexpr,
+):
+    """The child whose share of the target's mass the uniform number falls in, and what is left."""
+    tile = tl.arange(0, MERGED)
+    at = row.slot.to(tl.int64) * num_tiles + tile
+    totals = tl.load(tiles.total + at, mask=tile < num_tiles, other=0)
+    best_id = argmax_of(tiles, row.slot, row.maxima, row.best, num_tiles, MERGED)
+    uniform = tl.load(tree.uniform_samples + b * (tree.num_nodes + 1) + node).to(tl.float64)
+    goal = uniform * tl.sum(row.masses, 0).to(tl.float64)
+    mass = tl.full([], 0.0, tl.float64)
+    child = next_child(parents, node, -1, NODES)
+    judging = tl.where(child < OUTSIDE, 1, 0)
+    while judging != 0:
+        token = token_at(tokens, child, NODES)
+        known = (token >= 0) & (token < target.vocab)
+        x = load_logits(target, row.offset, row.row, token, known)
+        is_new = _is_repeated(tokens, parents, node, child, token, NODES) == 0
+        counts = is_new & flag(x >= row.lowest) & flag(x > -INFINITY)
+        weight = tl.where(counts, tl.exp2((x - row.best) * scale), 0.0)
+        mass += weight.to(tl.float64) * MASS_ONE
+        accepts = tl.where(greedy, token == best_id, counts & flag(goal < mass))
+        if accepts:
+            judging = 0
+        else:
+            hit = (tile == token // TILE) & counts
+            gone = tile_weights(tl.where(hit, x, row.maxima), row.maxima, scale)
+            totals -= tl.where(hit, gone, 0)
+            child = next_child(parents, node, child, NODES)
+            judging = tl.where(child < OUTSIDE, 1, 0)
+    return child, masses_of(totals, row.maxima, row.best, scale)
+
+
+@triton.jit
+def by_rejection(
+    target,
+    draft,
+    slots,
+    params,
+    tiles,
+    tree,
+    tokens,
+    parents,
+    row,
+    b,
+    node,
+    scale,
+    num_tiles,
+    WITHOUT_REPLACEMENT: tl.constexpr,
+    TILE: tl.constexpr,
+    NODES: tl.constexpr,
+    MERGED: tl.constexpr,
+):
+    """The accepted child, what is left of the target, and how much of the draft was taken off it.
+
+    After any number of rejections the target is max(target - taken * draft, 0), normalised: what
+    is cut off at 0 stays there, so that one number stands for all steps.
+    """
+    total = tl.sum(row.masses, 0).to(tl.float64)
+    rest = row.masses
+    left = total  # mass of what is left of the target
+    taken = tl.full([], 0.0, tl.float64)
+    draft_best, draft_prob, draft_lowest = draft_row_of(
+        slots, tiles, params, tree, b, node, num_tiles, MERGED
+    )
+    draft_total = MASS_ONE / draft_prob
+    draft_left = draft_total
+    removed = tl.full([], 0, tl.int64)
+    ratio = tl.full([], 0.0, tl.float32)
+    child = next_child(parents, node, -1, NODES)
+    judging = tl.where(child < OUTSIDE, 1, 0)
+    while judging != 0:
+        token = token_at(tokens, child, NODES)
+        known = (token >= 0) & (token < target.vocab)
+        x = load_logits(target, row.offset, row.row, token, known)
+        y = load_at_target_ids(draft, tree.token_map, b, node, token, known)
+        draft_weight = tl.where(y >= draft_lowest, tl.exp2((y - draft_best) * scale), 0.0)
+        mass = residual_masses(x, row.best, row.lowest, y, draft_best, draft_lowest, scale, ratio)
+        draft_mass = to_mass(draft_weight)
+        if WITHOUT_REPLACEMENT:
+            is_new = _is_repeated(tokens, parents, node, child, token, NODES) == 0
+            draft_mass = tl.where(is_new, draft_mass, 0)
+        uniform = tl.load(tree.uniform_samples + b * (tree.num_nodes + 1) + child)
+        chance = uniform.to(tl.float64) * draft_mass.to(tl.float64) / draft_left
+        if chance < mass.to(tl.float64) / left:
+            judging = 0
+        else:
+            more = taken + left / total * (draft_total / draft_left)
+            _, more_ratio, _ = draft_row(
+                slots, tiles, params, tree, row, b, node, more, num_tiles, MERGED
+            )
+            sums, draft_sum = _residual_sums(
+                target, draft, tree, row, b, node, draft_best, draft_lowest, scale, more_ratio,
+                num_tiles, TILE, MERGED,
+            )  # fmt: skip
+            if tl.sum(sums, 0) > 0:
+                rest = sums
+                left = tl.sum(sums, 0).to(tl.float64)
+                taken = more
+                ratio = more_ratio
+            if WITHOUT_REPLACEMENT:
+                removed += draft_mass
+                draft_left = (draft_sum - removed).to(tl.float64)
+                draft_left = tl.where(draft_left > 0, draft_left, 1e300)
+            child = next_child(parents, node, child, NODES)
+            judging = tl.where(child < OUTSIDE, 1, 0)
+    return child, rest, taken
+
+
+@triton.jit
+def _residual_sums(
+    target,
+    draft,
+    tree,
+    row,
+    b,
+    node,
+    draft_best,
+    draft_lowest,
+    scale,
+    ratio,
+    num_tiles,
+    TILE: tl.constexpr,
+    MERGED: tl.constexpr,
+):
+    """Masses [MERGED] of the residual by tile, and the mass of the draft row."""
+    index = tl.arange(0, MERGED)
+    sums = tl.zeros([MERGED], tl.int64)
+    draft_sum = tl.zeros([TILE], tl.int64)
+    for tile in range(0, num_tiles):
+        ids = tile * TILE + tl.arange(0, TILE)
+        inside = ids < target.vocab
+        x = load_logits(target, row.offset, row.row, ids, inside)
+        y = load_at_target_ids(draft, tree.token_map, b, node, ids, inside)
+        masses = residual_masses(x, row.best, row.lowest, y, draft_best, draft_lowest, scale, ratio)
+        sums = tl.where(index == tile, tl.sum(masses, 0), sums)
+        weight = tl.where(y >= draft_lowest, tl.exp2((y - draft_best) * scale), 0.0)
+        draft_sum += to_mass(weight)
+    return sums, tl.sum(draft_sum, 0)
