@@ -120,6 +120,7 @@ class Siblings {
       row_.kernels().weigh(row_.logits.at(begin), size, row_.weighting, factor,
                            target_.chunk(chunk));
       draft_row_.probs(begin, size, draft_.chunk(chunk));
+      target_.add_up(chunk);
       draft_.add_up(chunk);
     });
     dense_ = true;
