@@ -39,7 +39,7 @@ def is_slow(name: str) -> bool:
 
 def affordable(name: str, num: int) -> int:
     """How many of `num` cases a backend can take in a test."""
-    return max(1, num // 16) if is_slow(name) else num
+    return max(1, num // 40) if is_slow(name) else num
 
 
 def sizes_and_dtypes(name: str, sizes: tuple[int, ...], vocab: int) -> list:
