@@ -13,6 +13,7 @@ namespace fastspec::cpu {
 
 // Less work than this is not worth waking a thread.
 static constexpr int64_t kLogitsPerThread = 1 << 16;
+static constexpr int64_t kWeighingsPerThread = 1 << 14;
 static constexpr int64_t kScratchPerChunk = kMaximaPerChunk + kLanes + 1;
 static constexpr double kLog2E = 1.4426950408889634;
 
@@ -91,10 +92,30 @@ int64_t draw_chunk(const double* chunk_sums, int64_t chunks, double bound, doubl
   return last;
 }
 
+// The sum in a fixed order with short chains of additions.
+static double sum_of(const float* weights, int64_t size) {
+  constexpr int64_t kChains = 8;
+  double sums[kChains] = {};
+  int64_t i = 0;
+  for (; i + kChains <= size; i += kChains) {
+    for (int64_t chain = 0; chain < kChains; ++chain) sums[chain] += weights[i + chain];
+  }
+  for (; i < size; ++i) sums[0] += weights[i];
+  return std::accumulate(sums, sums + kChains, 0.0);
+}
+
 int64_t draw_from(const float* weights, int64_t size, double bound) {
+  constexpr int64_t kBlock = 128;
+  double block_sums[kChunk / kBlock];
+  const int64_t blocks = (size + kBlock - 1) / kBlock;
+  for (int64_t block = 0; block < blocks; ++block) {
+    const int64_t begin = block * kBlock;
+    block_sums[block] = sum_of(weights + begin, std::min(kBlock, size - begin));
+  }
   double cumulative = 0;
-  int64_t last = 0;
-  for (int64_t i = 0; i < size; ++i) {
+  const int64_t begin = draw_chunk(block_sums, blocks, bound, &cumulative) * kBlock;
+  int64_t last = begin;
+  for (int64_t i = begin; i < std::min(begin + kBlock, size); ++i) {
     if (weights[i] <= 0) continue;
     last = i;
     cumulative += weights[i];
@@ -116,6 +137,10 @@ int64_t draw(const Row& row, double uniform) {
 
 int64_t jobs_per_thread(int64_t logits_per_job) {
   return (kLogitsPerThread + logits_per_job - 1) / logits_per_job;
+}
+
+int64_t weighings_per_thread(int64_t logits_per_job) {
+  return (kWeighingsPerThread + logits_per_job - 1) / logits_per_job;
 }
 
 RowBatch::RowBatch(int64_t capacity, int64_t size)
@@ -244,13 +269,14 @@ void RowBatch::weigh(const std::vector<Row*>& rows) {
     }
   }
   // What a filter leaves is little, so one thread does a row from its threshold to its sums.
-  parallel_for(filtered.size(), jobs_per_thread(size_), [&](int64_t i) {
+  parallel_for(filtered.size(), weighings_per_thread(size_), [&](int64_t i) {
     Row& row = *filtered[i];
     row.threshold = filter_threshold(row);
     row.weighting = weighting_of(row, row.threshold);
     for (int64_t chunk = 0; chunk < row.chunks(); ++chunk) sum_chunk(row, chunk, row.weighting);
   });
-  parallel_for(whole.size() * chunks_, jobs_per_thread(std::min(size_, kChunk)), [&](int64_t job) {
+  const int64_t grain = weighings_per_thread(std::min(size_, kChunk));
+  parallel_for(whole.size() * chunks_, grain, [&](int64_t job) {
     const Row& row = *whole[job / chunks_];
     if (job % chunks_ < row.chunks()) sum_chunk(row, job % chunks_, row.weighting);
   });

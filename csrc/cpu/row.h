@@ -78,7 +78,8 @@ float filter_threshold(const Row& row);
 // The id that the inverse CDF gives: the first whose cumulative weight exceeds uniform * sum.
 int64_t draw(const Row& row, double uniform);
 
-// The first index whose cumulative sum exceeds `bound`, else the last positive one.
+// The first of at most kChunk indices whose cumulative sum exceeds `bound`, else the last positive
+// one.
 int64_t draw_from(const float* weights, int64_t size, double bound);
 
 // The first chunk whose cumulative sum exceeds `bound`, else the last positive one; `before` gets
@@ -87,6 +88,8 @@ int64_t draw_chunk(const double* chunk_sums, int64_t chunks, double bound, doubl
 
 // The grain of a parallel loop whose jobs each read so many logits.
 int64_t jobs_per_thread(int64_t logits_per_job);
+// The same where they are weighed, which takes longer.
+int64_t weighings_per_thread(int64_t logits_per_job);
 
 // Rows to prepare at once; few enough to stay in the last-level cache between passes.
 constexpr int64_t kRowsPerSlab = 64;

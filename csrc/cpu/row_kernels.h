@@ -37,6 +37,10 @@ struct RowKernels {
   double (*sum)(const void* logits, int64_t size, const float* lane_maxima, const Weighting&);
   // out[i] = factor * weight(logits[i])
   void (*weigh)(const void* logits, int64_t size, const Weighting&, float factor, float* out);
+  // weights[i] = max(factor * weight(logits[i]) - weights[i], 0); returns their sum. There are
+  // weights, not negative, up to a multiple of kLanes.
+  double (*subtract)(const void* logits, int64_t size, const Weighting&, float factor,
+                     float* weights);
   // Adds to sums[i] the weights of the logits above bounds[i]; the bounds rise and none is cut off.
   void (*sums_above)(const void* logits, int64_t size, const float* lane_maxima, const Weighting&,
                      const float* bounds, double* sums);

@@ -1,7 +1,7 @@
 // Every kernel of row_kernels.h, in namespace FASTSPEC_ISA; included by one source file per
 // instruction set.
 #include "row_kernels.h"
-#include "simd.h"
+#include "simd_exp2.h"
 
 namespace fastspec::cpu::FASTSPEC_ISA {
 namespace {
@@ -13,6 +13,19 @@ FASTSPEC_INLINE void each_vector(const T* x, int64_t size, const F& visit) {
   int64_t i = 0;
   for (; i + kLanes <= size; i += kLanes) visit(load(x + i), i);
   if (i < size) visit(load_partial(x + i, size - i), i);
+}
+
+// Calls visit(vector, way) with way 0 and 1 in turn, so that two chains of sums run side by side.
+template <class T, class F>
+FASTSPEC_INLINE void each_vector_two_ways(const T* x, int64_t size, const F& visit) {
+  int64_t i = 0;
+  for (; i + 2 * kLanes <= size; i += 2 * kLanes) {
+    visit(load(x + i), 0);
+    visit(load(x + i + kLanes), 1);
+  }
+  for (; i < size; i += kLanes) {
+    visit(i + kLanes <= size ? load(x + i) : load_partial(x + i, size - i), 0);
+  }
 }
 
 FASTSPEC_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -28,8 +41,10 @@ FASTSPEC_INLINE void each_tile_at_least(const void* logits, int64_t size, const 
 }
 
 FASTSPEC_INLINE F32x16 weight(const F32x16& x, const Weighting& weighting) {
-  const F32x16 power = exp2_scaled(x - broadcast(weighting.max), weighting.scale);
-  return keep_at_least(x, weighting.cutoff, power);
+  return each_part([&](int i) {
+    const Exp2 exp2 = exp2_scaled(x.part[i] - native(weighting.max), weighting.scale);
+    return keep_at_least(x.part[i], native(weighting.cutoff), exp2.power * exp2.fraction);
+  });
 }
 
 template <class T>
@@ -44,18 +59,20 @@ float row_max(const void* logits, int64_t size, float* lane_maxima, float* chunk
   const T* x = static_cast<const T*>(logits);
   F32x16 best = broadcast(-kInfinity);
   // A NaN makes the sum NaN; so may infinities, so a NaN sum only asks for a closer look.
-  F32x16 suspect = broadcast(0.0f);
+  F32x16 suspect[2] = {broadcast(0.0f), broadcast(0.0f)};
   for (int64_t i = 0; i < size; i += kTile, lane_maxima += kLanes) {
-    F32x16 tile_best = broadcast(-kInfinity);
-    each_vector(x + i, smaller(kTile, size - i), [&](const F32x16& v, int64_t) {
-      tile_best = max(v, tile_best);
-      suspect = suspect + v;
-    });
-    store(lane_maxima, tile_best);
-    best = max(tile_best, best);
+    F32x16 tile_best[2] = {broadcast(-kInfinity), broadcast(-kInfinity)};
+    each_vector_two_ways(x + i, smaller(kTile, size - i),
+                         [&](const F32x16& v, int way) FASTSPEC_INLINE_LAMBDA {
+                           tile_best[way] = max(v, tile_best[way]);
+                           suspect[way] = suspect[way] + v;
+                         });
+    tile_best[0] = max(tile_best[0], tile_best[1]);
+    store(lane_maxima, tile_best[0]);
+    best = max(tile_best[0], best);
   }
   store(chunk_lane_maxima, best);
-  const bool is_suspect = lanes_at_least(suspect, -kInfinity) != 0xffff;
+  const bool is_suspect = lanes_at_least(suspect[0] + suspect[1], -kInfinity) != 0xffff;
   if (is_suspect && has_nan(x, size)) return std::numeric_limits<float>::quiet_NaN();
   return reduce_max(best);
 }
@@ -63,13 +80,19 @@ float row_max(const void* logits, int64_t size, float* lane_maxima, float* chunk
 template <class T>
 double row_sum(const void* logits, int64_t size, const float* lane_maxima,
                const Weighting& weighting) {
+  const NativeF32 max = native(weighting.max), cutoff = native(weighting.cutoff);
+  const float scale = weighting.scale;
   F32x16 sum = broadcast(0.0f);
   each_tile_at_least<T>(
       logits, size, lane_maxima, weighting.cutoff, [&](const T* tile, int64_t count) {
-        F32x16 tile_sum = broadcast(0.0f);
-        each_vector(tile, count,
-                    [&](const F32x16& v, int64_t) { tile_sum = tile_sum + weight(v, weighting); });
-        sum = sum + tile_sum;
+        F32x16 sums[2] = {broadcast(0.0f), broadcast(0.0f)};
+        each_vector_two_ways(tile, count, [&](const F32x16& v, int way) FASTSPEC_INLINE_LAMBDA {
+          sums[way] = each_part([&](int p) {
+            const Exp2 exp2 = exp2_scaled(v.part[p] - max, scale);
+            return add_at_least(v.part[p], cutoff, exp2.power, exp2.fraction, sums[way].part[p]);
+          });
+        });
+        sum = sum + (sums[0] + sums[1]);
       });
   return reduce_sum(sum);
 }
@@ -86,6 +109,25 @@ void row_weigh(const void* logits, int64_t size, const Weighting& weighting, flo
       std::memcpy(out + i, &weights, (size - i) * sizeof(float));
     }
   });
+}
+
+template <class T>
+double row_subtract(const void* logits, int64_t size, const Weighting& weighting, float factor,
+                    float* weights) {
+  const T* x = static_cast<const T*>(logits);
+  const F32x16 scale = broadcast(factor);
+  F32x16 sum = broadcast(0.0f);
+  for (int64_t begin = 0; begin < size; begin += kTile) {
+    F32x16 tile_sum = broadcast(0.0f);
+    each_vector(x + begin, smaller(kTile, size - begin), [&](const F32x16& v, int64_t i) {
+      float* at = weights + begin + i;
+      const F32x16 rest = max(weight(v, weighting) * scale - load(at), broadcast(0.0f));
+      store(at, rest);
+      tile_sum = tile_sum + rest;
+    });
+    sum = sum + tile_sum;
+  }
+  return reduce_sum(sum);
 }
 
 template <class T>
@@ -187,8 +229,8 @@ double list_subtract(float* target, const float* draft, int64_t size) {
 
 template <class T>
 constexpr RowKernels row_kernels() {
-  return {row_max<T>,    row_sum<T>,  row_weigh<T>, row_sums_above<T>,
-          row_gather<T>, row_find<T>, row_lowest<T>};
+  return {row_max<T>,        row_sum<T>,    row_weigh<T>, row_subtract<T>,
+          row_sums_above<T>, row_gather<T>, row_find<T>,  row_lowest<T>};
 }
 
 }  // namespace

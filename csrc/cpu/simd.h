@@ -53,9 +53,12 @@ FASTSPEC_INLINE NativeF32 keep(NativeI32 mask, NativeF32 value) {
 }
 
 // value where a >= b, else 0
-FASTSPEC_INLINE F32x16 keep_at_least(const F32x16& a, float b, const F32x16& value) {
-  return each_part(
-      [&](int i) { return keep(bit_cast<NativeI32>(a.part[i] >= native(b)), value.part[i]); });
+FASTSPEC_INLINE NativeF32 keep_at_least(NativeF32 a, NativeF32 b, NativeF32 value) {
+#if defined(__AVX512F__)
+  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, b, _CMP_GE_OQ), value);
+#else
+  return keep(bit_cast<NativeI32>(a >= b), value);
+#endif
 }
 
 // sum + value where a > b, else sum
@@ -133,23 +136,14 @@ FASTSPEC_INLINE void count_above(const F32x16& a, float bound, NativeI32* counts
   }
 }
 
-// 2 ** y for -126 < y <= 0 within 2 ulp, exactly 1 at 0, of y = x * scale; garbage elsewhere.
-FASTSPEC_INLINE F32x16 exp2_scaled(const F32x16& x, float scale) {
-  return each_part([&](int i) {
-    const NativeF32 round_to_int = native(0x1.8p23f);
-    const NativeF32 shifted = multiply_add(x.part[i], native(scale), round_to_int);
-    const NativeF32 rounded = shifted - round_to_int;
-    const NativeF32 r = multiply_add(x.part[i], native(scale), -rounded);  // in [-0.5, 0.5]
-    // Minimax fit of (2 ** r - 1) / r, relative error of the result 9.2e-8.
-    NativeF32 poly = native(0x1.5bba14p-10f);
-    poly = multiply_add(poly, r, native(0x1.3cea88p-7f));
-    poly = multiply_add(poly, r, native(0x1.c6b752p-5f));
-    poly = multiply_add(poly, r, native(0x1.ebf9bcp-3f));
-    poly = multiply_add(poly, r, native(0x1.62e42ap-1f));
-    poly = multiply_add(poly, r, native(1.0f));
-    const NativeU32 exponent = bit_cast<NativeU32>(shifted) << 23;
-    return bit_cast<NativeF32>(bit_cast<NativeU32>(poly) + exponent);
-  });
+// sum + left * right where a >= b, else sum
+FASTSPEC_INLINE NativeF32 add_at_least(NativeF32 a, NativeF32 b, NativeF32 left, NativeF32 right,
+                                       NativeF32 sum) {
+#if defined(__AVX512F__)
+  return _mm512_mask3_fmadd_ps(left, right, sum, _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ));
+#else
+  return a >= b ? multiply_add(left, right, sum) : sum;
+#endif
 }
 
 FASTSPEC_INLINE float reduce_max(const F32x16& a) {

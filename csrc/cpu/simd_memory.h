@@ -13,6 +13,7 @@
 #endif
 
 #define FASTSPEC_INLINE inline __attribute__((always_inline))
+#define FASTSPEC_INLINE_LAMBDA __attribute__((always_inline))
 
 namespace fastspec::cpu::FASTSPEC_ISA {
 namespace {

@@ -89,7 +89,7 @@ class Siblings {
     Dense rest(size_);
     // In the units of target_, whose weights add up to target_total_.
     const auto factor = static_cast<float>(draft_scale_ * target_total_);
-    parallel_for(num_chunks(size_), jobs_per_thread(kChunk), [&](int64_t chunk) {
+    parallel_for(num_chunks(size_), weighings_per_thread(kChunk), [&](int64_t chunk) {
       float taken[kChunk];
       const float* draft = draft_.chunk(chunk);
       for (int64_t i = 0; i < kChunk; ++i) taken[i] = draft[i] * factor;
@@ -114,7 +114,7 @@ class Siblings {
   void make_dense() {
     target_ = Dense(size_);
     draft_ = Dense(size_);
-    parallel_for(num_chunks(size_), jobs_per_thread(kChunk), [&](int64_t chunk) {
+    parallel_for(num_chunks(size_), weighings_per_thread(kChunk), [&](int64_t chunk) {
       const int64_t begin = chunk * kChunk, size = row_.chunk_size(chunk);
       const auto factor = static_cast<float>(1.0 / row_.sum);
       row_.kernels().weigh(row_.logits.at(begin), size, row_.weighting, factor,
