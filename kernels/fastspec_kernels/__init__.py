@@ -6,6 +6,7 @@ from fastspec_kernels.cache import store_kv
 from fastspec_kernels.layers import gated_mlp, linear, rms_norm
 from fastspec_kernels.rng import uniform
 from fastspec_kernels.sampling import logits_to_probs, row_stats, sample
+from fastspec_kernels.suffix import match_suffix
 from fastspec_kernels.tree import build_tree, verify_tree
 from fastspec_kernels.verify import verify_chain
 
@@ -19,6 +20,7 @@ __all__ = [
     "gated_mlp",
     "linear",
     "logits_to_probs",
+    "match_suffix",
     "rms_norm",
     "row_stats",
     "sample",

@@ -25,6 +25,8 @@ SCHEMAS = (
     f" Tensor uniform_samples, str sibling_rule, Tensor? draft_logits, {_SAMPLING},"
     " Tensor? draft_token_map, Tensor? token_bitmask) -> (Tensor, Tensor, Tensor, Tensor)",
     "build_tree(Tensor parents) -> (Tensor, Tensor)",
+    "match_suffix(Tensor token_ids, Tensor lengths, int min_match, int max_match, int num_tokens,"
+    " str rule) -> Tensor",
     "store_kv(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache,"
     " Tensor slot_mapping) -> ()",
     "tree_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table,"
@@ -122,6 +124,12 @@ def _(parents):
         parents.new_empty(parents.shape),
         parents.new_empty((*parents.shape, words), dtype=torch.int64),
     )
+
+
+@torch.library.register_fake("fastspec::match_suffix")
+def _(token_ids, lengths, min_match, max_match, num_tokens, rule):
+    _require_one_device(token_ids, lengths)
+    return token_ids.new_empty((token_ids.shape[0], num_tokens))
 
 
 @torch.library.register_fake("fastspec::store_kv")

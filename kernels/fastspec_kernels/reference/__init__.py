@@ -4,6 +4,7 @@ from fastspec_kernels.reference.attention import store_kv, tree_attention
 from fastspec_kernels.reference.layers import gated_mlp, linear, rms_norm
 from fastspec_kernels.reference.rng import uniform
 from fastspec_kernels.reference.sampling import logits_to_probs, row_stats, sample
+from fastspec_kernels.reference.suffix import match_suffix
 from fastspec_kernels.reference.tree import build_tree, verify_tree
 from fastspec_kernels.reference.verify import verify_chain
 
@@ -12,6 +13,7 @@ __all__ = [
     "gated_mlp",
     "linear",
     "logits_to_probs",
+    "match_suffix",
     "rms_norm",
     "row_stats",
     "sample",
