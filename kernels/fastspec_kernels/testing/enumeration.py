@@ -14,6 +14,7 @@ from fastspec_kernels.testing.rules import ChainRule, Emitted, TreeRule
 
 SIBLING_RULES = ("target_only", "without_replacement", "with_replacement")
 CHAIN_SIZES = ((2, 1), (2, 4), (3, 2), (3, 3), (4, 2))  # vocabulary, proposals
+TOTALS = (4, 8)  # units in a row: one model with many zeros, one with few
 # Parents of the nodes after the root.
 TREE_SHAPES = ((0,), (0, 0), (0, 0, 0), (0, 1), (0, 0, 1, 1), (0, 0, 2, 3, 3))
 
@@ -122,8 +123,9 @@ def assert_exact_chain(
     """
     for vocab, num in CHAIN_SIZES:
         for seed in range(num_models):
-            target = random_model(2 * seed, vocab, num)
-            draft = random_model(2 * seed + 1, vocab, num)
+            total = TOTALS[seed % 2]
+            target = random_model(2 * seed, vocab, num, total)
+            draft = random_model(2 * seed + 1, vocab, num, total)
             law = chain_law(rule, target, draft, num, point_mass)
             label = f"V={vocab} K={num} models {2 * seed} and {2 * seed + 1}"
             if lenience == 1:
@@ -151,8 +153,9 @@ def assert_exact_tree(
         raise ValueError(f"siblings: expected one of {SIBLING_RULES}, got {siblings!r}")
     for parents, seed in itertools.product(TREE_SHAPES, range(num_models)):
         depth = max(map(len, _prefixes_of_nodes((0,) * len(parents), parents)))
-        target = random_model(2 * seed, vocab, depth)
-        draft = random_model(2 * seed + 1, vocab, depth)
+        total = TOTALS[seed % 2]
+        target = random_model(2 * seed, vocab, depth, total)
+        draft = random_model(2 * seed + 1, vocab, depth, total)
         fixed = np.random.default_rng(seed).integers(vocab, size=(num_models, len(parents)))
         for choice in fixed.tolist() if siblings == "target_only" else [siblings]:
             law: dict[Tokens, Number] = defaultdict(Fraction)
