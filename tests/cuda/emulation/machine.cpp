@@ -160,19 +160,32 @@ void throw_deadlock(const std::vector<Fiber>& fibers) {
   throw std::runtime_error(message + " " + std::to_string(done) + " threads have ended");
 }
 
+// Runs each of these fibers, as far as it goes, once; whether any could move.
+bool run_once(std::vector<Fiber>& fibers, unsigned first, const std::vector<unsigned>& order,
+              size_t* left) {
+  bool moved = false;
+  for (const unsigned index : order) {
+    Fiber& fiber = fibers[first + index];
+    if (fiber.done || waits(fiber)) continue;
+    fiber.awaited = nullptr;
+    resume(fiber);
+    if (!failure.empty()) throw std::runtime_error(failure);
+    moved = true;
+    *left -= fiber.done;
+  }
+  return moved;
+}
+
 void run_fibers(std::vector<Fiber>& fibers) {
-  const std::vector<unsigned> order = order_of(static_cast<unsigned>(fibers.size()));
-  size_t left = fibers.size();
+  const auto size = static_cast<unsigned>(fibers.size());
+  const bool eager = order_seed > 1;
+  const unsigned group = eager ? kWarp : size;
+  const std::vector<unsigned> groups = order_of(size / group), order = order_of(group);
+  size_t left = size;
   while (left > 0) {
     bool moved = false;
-    for (const unsigned index : order) {
-      Fiber& fiber = fibers[index];
-      if (fiber.done || waits(fiber)) continue;
-      fiber.awaited = nullptr;
-      resume(fiber);
-      if (!failure.empty()) throw std::runtime_error(failure);
-      moved = true;
-      left -= fiber.done;
+    for (const unsigned index : groups) {
+      while (run_once(fibers, index * group, order, &left)) moved = true;
     }
     if (!moved) throw_deadlock(fibers);
   }

@@ -19,7 +19,8 @@ struct Now {
 };
 extern Now now;
 
-// 0: ascending, 1: descending, else shuffled, both blocks and threads.
+// How blocks and threads take turns. 0: ascending, 1: descending; else shuffled, and each warp goes
+// on until all of it waits for others.
 void set_order(uint64_t seed);
 
 // Runs a grid of clusters; throws std::runtime_error on a deadlock and other misuse.
