@@ -118,7 +118,9 @@ cpu::StoreSide store_side(const Tensor& tokens, const Tensor& cache) {
 }
 
 void store_kv(const Tensor& key, const Tensor& value, Tensor key_cache, Tensor value_cache,
-              const Tensor& slot_mapping) {
+              const Tensor& slot_mapping, const std::optional<Tensor>& cos,
+              const std::optional<Tensor>& sin) {
+  require(!cos && !sin);
   require_caches(key_cache, value_cache);
   element(key_cache);
   cpu::StoreCall call = {};
@@ -136,10 +138,14 @@ void store_kv(const Tensor& key, const Tensor& value, Tensor key_cache, Tensor v
   cpu::store_kv(call);
 }
 
-Tensor tree_attention(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
-                      const Tensor& block_table, const Tensor& context_lens, const Tensor& cu_rows,
-                      double scale, int64_t sliding_window, double softcap,
-                      const std::optional<Tensor>& sinks) {
+std::tuple<Tensor, Tensor> tree_attention(const Tensor& query, const Tensor& key_cache,
+                                          const Tensor& value_cache, const Tensor& block_table,
+                                          const Tensor& context_lens, const Tensor& cu_rows,
+                                          double scale, int64_t sliding_window, double softcap,
+                                          const std::optional<Tensor>& sinks,
+                                          const std::optional<Tensor>& ancestor_mask,
+                                          bool return_logsumexp) {
+  require(!ancestor_mask && !return_logsumexp);
   require_caches(key_cache, value_cache);
   require(query.dim() == 3 && block_table.dim() == 2);
   cpu::AttentionCall call = {};
@@ -179,7 +185,7 @@ Tensor tree_attention(const Tensor& query, const Tensor& key_cache, const Tensor
   Tensor out = new_tensor({query.size(0), query.size(1), query.size(2)}, query.scalar_type());
   call.out = out.mutable_data_ptr();
   cpu::tree_attention(call);
-  return out;
+  return {out, new_tensor({0}, ScalarType::Float)};
 }
 
 using OptionalTensor = std::optional<Tensor>;

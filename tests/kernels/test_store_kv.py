@@ -131,5 +131,5 @@ def test_wrong_arguments(backend, name, change):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_opcheck(dtype):
     key, value = torch.randn(2, 3, 2, 8).to(dtype)
-    arguments = (key, value, *caches(dtype=dtype), torch.tensor([3, -1, 4]))
+    arguments = (key, value, *caches(dtype=dtype), torch.tensor([3, -1, 4]), None, None)
     torch.library.opcheck(torch.ops.fastspec.store_kv.default, arguments)
