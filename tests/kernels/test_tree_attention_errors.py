@@ -99,6 +99,7 @@ def test_wrong_tensor(backend, name, change):
         ("sinks", torch.zeros(8)[::2]),
         ("sinks", torch.zeros(4, device="meta")),
         ("ancestor_mask", torch.ones(2, 1, dtype=torch.int64)),
+        ("ancestor_mask", torch.ones(2, 2, 1, dtype=torch.int64, device="meta")),
     ],
 )
 def test_wrong_option(backend, option, value):
