@@ -63,7 +63,7 @@ struct AttentionState {
 constexpr int64_t kKeyTile = 64;  // as many as a word has bits
 // What `attend` needs beside a state.
 struct AttentionScratch {
-  float* queries;    // [rows, padded_head_size], scaled
+  float* queries;    // [rows, padded_head_size]
   float* keys;       // [kKeyTile, padded_head_size], only where that is not head_size
   float* values;     // as keys
   float* weights;    // [rows, kKeyTile]

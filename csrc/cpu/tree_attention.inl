@@ -4,7 +4,7 @@
 // splits start at multiples of their size, sums run over keys in ascending order, and rows that
 // share a register tile never mix. So its bits do not depend on the other rows of the call. Tiles
 // that all rows see in full know no masks; the others have a word of bits for each token.
-#include "attention_tiles.inl"
+#include "attention_dot.inl"
 
 namespace fastspec::cpu::FASTSPEC_ISA {
 namespace {
@@ -118,15 +118,15 @@ uint64_t seen_of(const Sight& sight, int64_t first_key) {
 
 template <class T>
 void load_queries(const AttentionCall& call, const QueryTile& tile, float* queries) {
-  const int64_t stride = padded(call.head_size);
-  const float scale = call.softcap > 0.0f ? call.scale / call.softcap : call.scale * kLog2E;
-  for (int64_t row = 0; row < tile.num_rows; ++row, queries += stride) {
-    const RowOfQuery from = row_of_query(call, tile, row);
-    widen_row(static_cast<const T*>(call.query) + from.token * call.query_token_stride +
-                  from.head * call.query_head_stride,
-              call.head_size, queries);
-    for (int64_t d = 0; d < stride; d += kNativeLanes) {
-      store_native(queries + d, load_native(queries + d) * scale);
+  const bool as_they_are = keeps_bfloat16<T>(call.head_size);
+  for (int64_t row = 0; row < tile.num_rows; ++row, queries += padded(call.head_size)) {
+    const RowOfQuery at = row_of_query(call, tile, row);
+    const T* from = static_cast<const T*>(call.query) + at.token * call.query_token_stride +
+                    at.head * call.query_head_stride;
+    if (as_they_are) {
+      std::memcpy(queries, from, call.head_size * sizeof(T));
+    } else {
+      widen_row(from, call.head_size, queries);
     }
   }
 }
@@ -151,12 +151,13 @@ void attend_tile(const AttentionCall& call, const QueryTile& tile, int64_t first
   const int64_t per_head = tile.num_tokens * group;
   const float* queries = scratch.queries + first_row * stride;
   float* out = state.value + first_row * stride;
+  const float scale = call.softcap > 0.0f ? call.scale / call.softcap : call.scale * kLog2E;
+  const auto* const score = score_functions<fetch, T>();
   for (int64_t j = 0; j < keys.size; j += kKeyStep) {
     const KeyRange span = {j, j + kKeyStep < keys.size ? j + kKeyStep : keys.size};
     each_row_tile(num_heads, per_head, [&](int64_t row, int64_t count, int64_t head) {
-      const auto score = kScoreRows<fetch, T>[count - 1];
-      score(queries + row * stride, keys.keys, span, head * call.head_size, stride,
-            scratch.weights + row * kKeyTile);
+      score[count - 1](queries + row * stride, keys.keys, span, head * call.head_size, stride,
+                       scale, scratch.weights + row * kKeyTile);
     });
   }
   for (int64_t row = 0; row < num_heads * per_head; ++row) {
