@@ -5,11 +5,11 @@ import torch
 
 from fastspec_kernels import cross_attention
 
-from .cases import backends_of, device_of
-from .paged import Paged, dense_rows, paged
+from .cases import device_of
+from .paged import Paged, attention_backends, dense_rows, paged
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-backends = pytest.mark.parametrize("backend", backends_of("cross_attention"))
+backends = pytest.mark.parametrize("backend", attention_backends("cross_attention"))
 
 
 def run(case: Paged, backend: str, **options) -> torch.Tensor:
@@ -66,7 +66,7 @@ def test_no_context_gives_zeros(backend):
 
 
 @pytest.mark.parametrize(
-    "backend", [name for name in backends_of("cross_attention") if name != "reference"]
+    "backend", [name for name in attention_backends("cross_attention") if name != "reference"]
 )
 def test_bits_of_a_row_depend_on_nothing_else(backend):
     case = paged([1100, 90], [20, 70], group=3, head_size=48)

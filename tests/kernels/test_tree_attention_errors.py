@@ -7,10 +7,9 @@ import torch
 
 from fastspec_kernels import tree_attention
 
-from .cases import backends_of
-from .paged import paged
+from .paged import attention_backends, paged
 
-backends = pytest.mark.parametrize("backend", backends_of("tree_attention"))
+backends = pytest.mark.parametrize("backend", attention_backends("tree_attention"))
 
 
 def arguments() -> dict:
