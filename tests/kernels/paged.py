@@ -11,7 +11,7 @@ TABLE_POISON = (-1, 2**31 - 1)
 
 
 def attention_backends(op: str) -> list[str]:
-    """The backends to test; Triton's interpreter is too slow here, tests/triton has cases for it."""
+    """The backends to test; Triton's interpreter is too slow here, tests/triton has its cases."""
     names = backends_of(op)
     return names if torch.cuda.is_available() else [name for name in names if name != "triton"]
 
