@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from fastspec_kernels import tree_attention
+from fastspec_kernels import build_tree, cross_attention, tree_attention
 
 from .inputs import BACKENDS
 
@@ -33,14 +33,32 @@ def inputs(shape, num_rows, dtype):
     )
 
 
-def gather_and_sdpa(query, key_cache, value_cache, block_table, context_lens, cu_rows):
+def parents_of(num_rows):
+    """A tree whose nodes hang on one of the four before."""
+    torch.manual_seed(0)
+    node = torch.arange(num_rows)
+    return (node - 1 - (torch.rand(num_rows) * node.clamp(max=4)).long()).int()[None]
+
+
+def seen_by(num_rows, context, parents):
+    """The boolean mask of a chain or of a tree, as torch's own attention takes it."""
+    if parents is None:
+        return torch.ones(num_rows, context, dtype=torch.bool).tril(context - num_rows)
+    seen = torch.ones(num_rows, context, dtype=torch.bool)
+    seen[:, context - num_rows :] = torch.eye(num_rows, dtype=torch.bool)
+    for node, parent in enumerate(parents[0].tolist()):
+        if parent >= 0:
+            seen[node, context - num_rows :] |= seen[parent, context - num_rows :]
+    return seen
+
+
+def gather_and_sdpa(seen, query, key_cache, value_cache, block_table, context_lens, cu_rows):
     """What one does without a kernel: copy the pages together, then torch's own attention."""
-    context, num_rows = int(context_lens), query.shape[0]
+    context = int(context_lens)
     keys, values = (
         cache[block_table[0].long()].flatten(0, 1)[:context].transpose(0, 1)
         for cache in (key_cache, value_cache)
     )
-    seen = torch.ones(num_rows, context, dtype=torch.bool).tril(context - num_rows)
     out = scaled_dot_product_attention(
         query.transpose(0, 1)[None], keys[None], values[None], seen, enable_gqa=True
     )
@@ -59,26 +77,65 @@ def products(shape, num_rows, dtype):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("name", "num_rows"), [("long", 1), ("long", 16), ("tiny", 1), ("tiny", 5)]
+    ("name", "num_rows", "mask"),
+    [
+        ("long", 1, "chain"),
+        ("long", 16, "chain"),
+        ("long", 16, "tree"),
+        ("long", 64, "tree"),
+        ("tiny", 1, "chain"),
+        ("tiny", 5, "chain"),
+        ("tiny", 32, "tree"),
+    ],
 )
-def test_tree_attention(compare, name, num_rows, dtype, backend):
+def test_tree_attention(compare, name, num_rows, mask, dtype, backend):
     shape, torch_dtype = SHAPES[name], DTYPES[dtype]
     case = inputs(shape, num_rows, torch_dtype)
     operands = products(shape, num_rows, torch_dtype)
-    ours = tree_attention(*case, backend=backend)
+    parents = parents_of(num_rows) if mask == "tree" else None
+    ancestor_mask = None if parents is None else build_tree(parents)[1]
+    seen = seen_by(num_rows, shape["context"], parents)
+
+    def attend(backend):
+        return tree_attention(*case, ancestor_mask=ancestor_mask, backend=backend)
+
     tolerance = TOLERANCE[torch_dtype]
-    expected = tree_attention(*case, backend="reference")
-    torch.testing.assert_close(ours, expected, atol=tolerance, rtol=2 * tolerance)
-    torch.testing.assert_close(gather_and_sdpa(*case), expected, atol=2e-2, rtol=2e-2)
+    expected = attend("reference")
+    torch.testing.assert_close(attend(backend), expected, atol=tolerance, rtol=2 * tolerance)
+    torch.testing.assert_close(gather_and_sdpa(seen, *case), expected, atol=2e-2, rtol=2e-2)
     compare(
         {
             "op": "tree_attention",
             "backend": backend,
-            "shape": {**shape, "T": num_rows, "block_size": BLOCK_SIZE},
+            "shape": {**shape, "T": num_rows, "block_size": BLOCK_SIZE, "mask": mask},
             "dtype": dtype,
         },
-        ours=lambda: tree_attention(*case, backend=backend),
+        ours=lambda: attend(backend),
         floor=lambda: (case[1].sum(), case[2].sum()),
         matmul=lambda: [a @ b for a, b in operands],
-        peer=lambda: gather_and_sdpa(*case),
+        peer=lambda: gather_and_sdpa(seen, *case),
+    )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("name", "num_rows"), [("long", 1), ("tiny", 1)])
+def test_cross_attention(compare, name, num_rows, backend):
+    shape = SHAPES[name]
+    case = inputs(shape, num_rows, torch.float32)
+    seen = torch.ones(num_rows, shape["context"], dtype=torch.bool)
+    expected = cross_attention(*case, backend="reference")
+    tolerance = TOLERANCE[torch.float32]
+    ours = cross_attention(*case, backend=backend)
+    torch.testing.assert_close(ours, expected, atol=tolerance, rtol=2 * tolerance)
+    torch.testing.assert_close(gather_and_sdpa(seen, *case), expected, atol=2e-2, rtol=2e-2)
+    compare(
+        {
+            "op": "cross_attention",
+            "backend": backend,
+            "shape": {**shape, "T": num_rows, "block_size": BLOCK_SIZE},
+            "dtype": "float32",
+        },
+        ours=lambda: cross_attention(*case, backend=backend),
+        floor=lambda: (case[1].sum(), case[2].sum()),
+        peer=lambda: gather_and_sdpa(seen, *case),
     )

@@ -1,8 +1,8 @@
-// Unpacks the tensors of the ops on caches and layers, allocates their outputs, and registers them.
+// Unpacks the tensors of `uniform` and of the ops on layers, allocates their outputs, and registers
+// them.
 #define Py_LIMITED_API 0x030A0000
 #include <Python.h>
 
-#include <cmath>
 #include <string>
 
 #include "bindings_cpu.h"
@@ -10,8 +10,6 @@
 #include "cpu/kernels.h"
 #include "cpu/layers.h"
 #include "cpu/linear.h"
-#include "cpu/store_kv.h"
-#include "cpu/tree_attention.h"
 
 namespace fastspec {
 namespace {
@@ -27,120 +25,6 @@ Tensor uniform(const Tensor& seed, const Tensor& position, int64_t num, int64_t 
       samples[b * num + i] = philox_uniform(seeds[b], positions[b], stream, i);
     }
   }
-  return out;
-}
-
-bool has_shape(const Tensor& tensor, std::initializer_list<int64_t> shape) {
-  if (tensor.dim() != static_cast<int64_t>(shape.size())) return false;
-  int64_t dim = 0;
-  for (const int64_t size : shape) {
-    if (tensor.size(dim++) != size) return false;
-  }
-  return true;
-}
-
-bool is_vector(const Tensor& tensor, int64_t size, ScalarType type) {
-  return has_shape(tensor, {size}) && tensor.scalar_type() == type && tensor.is_contiguous();
-}
-
-void require_caches(const Tensor& key_cache, const Tensor& value_cache) {
-  require(key_cache.dim() == 4);
-  const int64_t block_size = key_cache.size(1), num_heads = key_cache.size(2);
-  const int64_t head_size = key_cache.size(3);
-  require(block_size > 0 && num_heads > 0 && head_size > 0);
-  require(has_shape(value_cache, {key_cache.size(0), block_size, num_heads, head_size}));
-  require(value_cache.scalar_type() == key_cache.scalar_type());
-  require(key_cache.stride(2) == head_size && key_cache.stride(3) == 1);
-  for (int64_t dim = 0; dim < 4; ++dim) require(value_cache.stride(dim) == key_cache.stride(dim));
-}
-
-// The rows of new tokens, or of queries, beside a cache.
-void require_rows(const Tensor& rows, int64_t num_rows, int64_t num_heads, const Tensor& cache) {
-  require(has_shape(rows, {num_rows, num_heads, cache.size(3)}));
-  require(rows.scalar_type() == cache.scalar_type());
-  require(rows.stride(2) == 1 || rows.size(2) == 1);
-}
-
-cpu::Element element(const Tensor& tensor) {
-  const ScalarType type = tensor.scalar_type();
-  if (type == ScalarType::Float) return cpu::Element::kFloat32;
-  if (type == ScalarType::BFloat16) return cpu::Element::kBFloat16;
-  require(type == ScalarType::Half);
-  return cpu::Element::kFloat16;
-}
-
-cpu::StoreSide store_side(const Tensor& tokens, const Tensor& cache) {
-  const int64_t size = tokens.element_size();
-  return {static_cast<const char*>(tokens.const_data_ptr()),
-          static_cast<char*>(cache.mutable_data_ptr()),
-          tokens.stride(0) * size,
-          tokens.stride(1) * size,
-          cache.stride(0) * size,
-          cache.stride(1) * size};
-}
-
-void store_kv(const Tensor& key, const Tensor& value, Tensor key_cache, Tensor value_cache,
-              const Tensor& slot_mapping) {
-  require_caches(key_cache, value_cache);
-  element(key_cache);
-  cpu::StoreCall call = {};
-  call.num_tokens = slot_mapping.numel();
-  call.num_heads = key_cache.size(2);
-  require_rows(key, call.num_tokens, call.num_heads, key_cache);
-  require_rows(value, call.num_tokens, call.num_heads, key_cache);
-  require(is_vector(slot_mapping, call.num_tokens, ScalarType::Long));
-  call.key = store_side(key, key_cache);
-  call.value = store_side(value, value_cache);
-  call.slot_mapping = slot_mapping.const_data_ptr<int64_t>();
-  call.head_bytes = key.size(2) * static_cast<int64_t>(key.element_size());
-  call.num_blocks = key_cache.size(0);
-  call.block_size = key_cache.size(1);
-  cpu::store_kv(call);
-}
-
-Tensor tree_attention(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
-                      const Tensor& block_table, const Tensor& context_lens, const Tensor& cu_rows,
-                      double scale, int64_t sliding_window, double softcap,
-                      const std::optional<Tensor>& sinks) {
-  require_caches(key_cache, value_cache);
-  require(query.dim() == 3 && block_table.dim() == 2);
-  cpu::AttentionCall call = {};
-  call.num_rows = query.size(0);
-  call.num_heads = query.size(1);
-  call.head_size = query.size(2);
-  call.num_blocks = key_cache.size(0);
-  call.block_size = key_cache.size(1);
-  call.num_kv_heads = key_cache.size(2);
-  call.batch = block_table.size(0);
-  call.max_blocks = block_table.size(1);
-  require(call.num_heads > 0 && call.num_heads % call.num_kv_heads == 0);
-  require_rows(query, call.num_rows, call.num_heads, key_cache);
-  require(block_table.scalar_type() == ScalarType::Int);
-  require(block_table.stride(1) == 1 || call.max_blocks <= 1);
-  require(is_vector(context_lens, call.batch, ScalarType::Int));
-  require(is_vector(cu_rows, call.batch + 1, ScalarType::Int));
-  require(!sinks || is_vector(*sinks, call.num_heads, ScalarType::Float));
-  require(std::isfinite(scale) && std::isfinite(softcap) && softcap >= 0 && sliding_window >= 0);
-  call.element = element(query);
-  call.query = query.const_data_ptr();
-  call.key_cache = key_cache.const_data_ptr();
-  call.value_cache = value_cache.const_data_ptr();
-  call.block_table = block_table.const_data_ptr<int32_t>();
-  call.context_lens = context_lens.const_data_ptr<int32_t>();
-  call.cu_rows = cu_rows.const_data_ptr<int32_t>();
-  call.sinks = sinks ? sinks->const_data_ptr<float>() : nullptr;
-  call.query_token_stride = query.stride(0);
-  call.query_head_stride = query.stride(1);
-  call.block_stride = key_cache.stride(0);
-  call.slot_stride = key_cache.stride(1);
-  call.table_stride = block_table.stride(0);
-  // A window longer than any context is none, and its arithmetic must not overflow.
-  call.sliding_window = sliding_window < INT32_MAX ? sliding_window : 0;
-  call.scale = static_cast<float>(scale);
-  call.softcap = static_cast<float>(softcap);
-  Tensor out = new_tensor({query.size(0), query.size(1), query.size(2)}, query.scalar_type());
-  call.out = out.mutable_data_ptr();
-  cpu::tree_attention(call);
   return out;
 }
 
@@ -209,11 +93,9 @@ std::string instruction_set() { return cpu::kernels().name; }
 
 STABLE_TORCH_LIBRARY_IMPL(fastspec, CPU, m) {
   m.impl("uniform", TORCH_BOX(&fastspec::uniform));
-  m.impl("store_kv", TORCH_BOX(&fastspec::store_kv));
   m.impl("rms_norm", TORCH_BOX(&fastspec::rms_norm));
   m.impl("gated_mlp", TORCH_BOX(&fastspec::gated_mlp));
   m.impl("linear", TORCH_BOX(&fastspec::linear));
-  m.impl("tree_attention", TORCH_BOX(&fastspec::tree_attention));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastspec, CompositeExplicitAutograd, m) {

@@ -1,4 +1,4 @@
-// What the two binding files of _cpu share; with them the only sources of _cpu that know torch.
+// What the binding files of _cpu share; with them the only sources of _cpu that know torch.
 #pragma once
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -6,9 +6,12 @@
 #include <torch/headeronly/util/Exception.h>
 
 #include <cstdint>
+#include <initializer_list>
 #include <optional>
 #include <stdexcept>
 #include <vector>
+
+#include "cpu/elements.h"
 
 namespace fastspec {
 
@@ -45,6 +48,32 @@ inline Tensor new_tensor(const std::vector<int64_t>& shape, ScalarType type) {
 // The public ops find out which argument is wrong; here it only must not get through.
 inline void require(bool fits) {
   if (!fits) throw std::invalid_argument("the arguments do not fit together");
+}
+
+inline bool has_shape(const Tensor& tensor, std::initializer_list<int64_t> shape) {
+  if (tensor.dim() != static_cast<int64_t>(shape.size())) return false;
+  int64_t dim = 0;
+  for (const int64_t size : shape) {
+    if (tensor.size(dim++) != size) return false;
+  }
+  return true;
+}
+
+inline bool is_vector(const Tensor& tensor, int64_t size, ScalarType type) {
+  return has_shape(tensor, {size}) && tensor.scalar_type() == type && tensor.is_contiguous();
+}
+
+inline bool is_matrix(const Tensor& tensor, ScalarType type) {
+  return tensor.dim() == 2 && tensor.scalar_type() == type &&
+         (tensor.stride(1) == 1 || tensor.size(1) <= 1);
+}
+
+inline cpu::Element element(const Tensor& tensor) {
+  const ScalarType type = tensor.scalar_type();
+  if (type == ScalarType::Float) return cpu::Element::kFloat32;
+  if (type == ScalarType::BFloat16) return cpu::Element::kBFloat16;
+  require(type == ScalarType::Half);
+  return cpu::Element::kFloat16;
 }
 
 }  // namespace fastspec

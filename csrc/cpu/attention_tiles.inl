@@ -85,11 +85,21 @@ FASTSPEC_INLINE void prefetch(const T* row, int64_t size) {
   }
 }
 
-// scores[row][key] = sum over d of queries[row][d] * keys[key][d], in the same order for every
-// pair.
+// scores[row][key] = scale * the sum over the lanes of sums[row][key].
+template <int rows, int num_keys>
+FASTSPEC_INLINE void store_scores(NativeF32 (&sums)[kNativeLanes], float scale, float* scores) {
+  const NativeF32 sum = sum_each(sums) * scale;
+  for (int r = 0; r < rows; ++r) {
+    std::memcpy(scores + r * kKeyTile, reinterpret_cast<const float*>(&sum) + r * num_keys,
+                num_keys * sizeof(float));
+  }
+}
+
+// scores[row][key] = scale * sum over d of queries[row][d] * keys[key][d], in the same order for
+// every pair.
 template <int rows, int num_keys, class T>
 FASTSPEC_INLINE void multiply_keys(const float* queries, const T* const* keys, int64_t first_dim,
-                                   int64_t stride, float* scores) {
+                                   int64_t stride, float scale, float* scores) {
   NativeF32 sums[kNativeLanes] = {};
   for (int64_t d = 0; d < stride; d += kNativeLanes) {
     NativeF32 key[num_keys];
@@ -101,24 +111,24 @@ FASTSPEC_INLINE void multiply_keys(const float* queries, const T* const* keys, i
       }
     }
   }
-  const NativeF32 sum = sum_each(sums);
-  for (int r = 0; r < rows; ++r) {
-    std::memcpy(scores + r * kKeyTile, reinterpret_cast<const float*>(&sum) + r * num_keys,
-                num_keys * sizeof(float));
-  }
+  store_scores<rows, num_keys>(sums, scale, scores);
 }
+
+// Keys that as many rows meet at a time: a register of sums.
+template <int rows>
+constexpr int kTileKeys = kNativeLanes / (rows <= 2 ? rows : 4);
 
 // Scores the keys of a span that starts at a whole vector; first_dim chooses the KV head of the
 // rows.
 template <int rows, bool fetch, class T>
 void score_rows(const float* queries, const T* const* keys, KeyRange span, int64_t first_dim,
-                int64_t stride, float* scores) {
-  constexpr int num_keys = kNativeLanes / (rows <= 2 ? rows : 4);
+                int64_t stride, float scale, float* scores) {
+  constexpr int num_keys = kTileKeys<rows>;
   for (int64_t j = span.first; j < span.last; j += num_keys) {
     if constexpr (fetch) {
       for (int k = 0; k < num_keys; ++k) prefetch(keys[j + kAhead + k] + first_dim, stride);
     }
-    multiply_keys<rows, num_keys>(queries, keys + j, first_dim, stride, scores + j);
+    multiply_keys<rows, num_keys>(queries, keys + j, first_dim, stride, scale, scores + j);
   }
 }
 

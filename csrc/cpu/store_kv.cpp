@@ -4,6 +4,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "common/half.h"
 #include "parallel.h"
 
 namespace fastspec::cpu {
@@ -24,10 +25,14 @@ void check_slots(const StoreCall& call) {
   }
 }
 
+char* slot_of(const StoreCall& call, const StoreSide& side, int64_t slot) {
+  return side.cache + slot / call.block_size * side.block_stride +
+         slot % call.block_size * side.slot_stride;
+}
+
 void copy_token(const StoreCall& call, const StoreSide& side, int64_t token, int64_t slot) {
   const char* from = side.from + token * side.token_stride;
-  char* to = side.cache + slot / call.block_size * side.block_stride +
-             slot % call.block_size * side.slot_stride;
+  char* to = slot_of(call, side, slot);
   if (side.head_stride == call.head_bytes) {
     std::memcpy(to, from, call.num_heads * call.head_bytes);
     return;
@@ -37,18 +42,88 @@ void copy_token(const StoreCall& call, const StoreSide& side, int64_t token, int
   }
 }
 
+// One of the element types: how it is stored, and its float32 value.
+struct Float32 {
+  float value;
+  static Float32 from(float x) { return {x}; }
+  float wide() const { return value; }
+};
+
+struct BFloat16 {
+  uint16_t bits;
+  static BFloat16 from(float x) { return {bfloat16_from_float(x)}; }
+  float wide() const { return bfloat16_to_float(bits); }
+};
+
+struct Float16 {
+  uint16_t bits;
+  static Float16 from(float x) { return {float16_from_float(x)}; }
+  float wide() const { return float16_to_float(bits); }
+};
+
+template <class T, class F>
+void rotate_head(const T* from, const F* cos, const F* sin, int64_t size, T* to) {
+  const int64_t half = size / 2;
+  for (int64_t i = 0; i < half; ++i) {
+    const float first = from[i].wide(), second = from[i + half].wide();
+    to[i] = T::from(first * cos[i].wide() - second * sin[i].wide());
+    to[i + half] = T::from(second * cos[i + half].wide() + first * sin[i + half].wide());
+  }
+}
+
+template <class T, class F>
+void rotate_token(const StoreCall& call, int64_t token, int64_t slot) {
+  const Rotation& rotation = call.rotation;
+  const F* cos = static_cast<const F*>(rotation.cos) + token * rotation.cos_stride;
+  const F* sin = static_cast<const F*>(rotation.sin) + token * rotation.sin_stride;
+  const int64_t rotated = rotation.size * static_cast<int64_t>(sizeof(T));
+  const char* from = call.key.from + token * call.key.token_stride;
+  char* to = slot_of(call, call.key, slot);
+  for (int64_t g = 0; g < call.num_heads; ++g) {
+    rotate_head(reinterpret_cast<const T*>(from), cos, sin, rotation.size,
+                reinterpret_cast<T*>(to));
+    std::memcpy(to + rotated, from + rotated, call.head_bytes - rotated);
+    from += call.key.head_stride;
+    to += call.head_bytes;
+  }
+}
+
+using StoreToken = void (*)(const StoreCall&, int64_t token, int64_t slot);
+
+template <class T>
+StoreToken rotation_of(Element factors) {
+  return factors == Element::kFloat32 ? rotate_token<T, Float32> : rotate_token<T, T>;
+}
+
+StoreToken key_function(const Rotation& rotation) {
+  if (rotation.cos == nullptr) {
+    return [](const StoreCall& call, int64_t token, int64_t slot) {
+      copy_token(call, call.key, token, slot);
+    };
+  }
+  switch (rotation.key_element) {
+    case Element::kBFloat16:
+      return rotation_of<BFloat16>(rotation.element);
+    case Element::kFloat16:
+      return rotation_of<Float16>(rotation.element);
+    default:
+      return rotate_token<Float32, Float32>;
+  }
+}
+
 }  // namespace
 
 void store_kv(const StoreCall& call) {
   check_slots(call);
   const int64_t bytes = call.num_tokens * call.num_heads * call.head_bytes;
+  const StoreToken store_key = key_function(call.rotation);
   const int64_t num_tasks = (call.num_tokens + kTokensPerTask - 1) / kTokensPerTask;
   for_each_task(num_tasks, bytes < kSerialBytes ? 1 : num_threads(), [&](int64_t task, int64_t) {
     const int64_t first = task * kTokensPerTask;
     for (int64_t t = first; t < call.num_tokens && t < first + kTokensPerTask; ++t) {
       const int64_t slot = call.slot_mapping[t];
       if (slot < 0) continue;
-      copy_token(call, call.key, t, slot);
+      store_key(call, t, slot);
       copy_token(call, call.value, t, slot);
     }
   });

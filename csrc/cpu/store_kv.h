@@ -2,6 +2,8 @@
 #pragma once
 #include <cstdint>
 
+#include "elements.h"
+
 namespace fastspec::cpu {
 
 // One of the two tensors; strides in bytes, heads of the cache are contiguous within a slot.
@@ -11,8 +13,18 @@ struct StoreSide {
   int64_t token_stride, head_stride, block_stride, slot_stride;
 };
 
+// The factors of a rotary embedding of the first `size` values of each key head; strides count
+// elements. Without factors keys are copied.
+struct Rotation {
+  Element key_element, element;
+  const void* cos;
+  const void* sin;
+  int64_t cos_stride, sin_stride, size;
+};
+
 struct StoreCall {
   StoreSide key, value;
+  Rotation rotation;
   const int64_t* slot_mapping;
   int64_t num_tokens, num_heads, head_bytes, num_blocks, block_size;
 };

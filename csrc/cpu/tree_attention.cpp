@@ -4,8 +4,6 @@
 
 #include <algorithm>
 #include <memory>
-#include <stdexcept>
-#include <string>
 #include <vector>
 
 #include "kernels.h"
@@ -20,42 +18,9 @@ constexpr int64_t kTasksPerThread = 4;  // fewer query tiles than this: contexts
 constexpr int64_t kSerialWork =
     1 << 20;  // multiply-adds that one thread does before another wakes up
 
-[[noreturn]] void fail(const std::string& field, int64_t index, int64_t least, int64_t most,
-                       const std::string& why, int64_t actual) {
-  throw std::invalid_argument(field + "[" + std::to_string(index) + "]: expected from " +
-                              std::to_string(least) + " to " + std::to_string(most) + why +
-                              ", got " + std::to_string(actual));
-}
-
-void check_sequence(const AttentionCall& call, int64_t b) {
-  const int64_t first = call.cu_rows[b], last = call.cu_rows[b + 1];
-  if (last < first || last > call.num_rows) {
-    fail("cu_rows", b + 1, first, call.num_rows, " (the rows of query)", last);
-  }
-  if (last == first) return;
-  const int64_t context = call.context_lens[b], capacity = call.max_blocks * call.block_size;
-  if (context < last - first || context > capacity) {
-    fail("context_lens", b, last - first, capacity, " (query rows; room in block_table)", context);
-  }
-  const int32_t* blocks = call.block_table + b * call.table_stride;
-  for (int64_t i = 0; i * call.block_size < context; ++i) {
-    if (blocks[i] < 0 || blocks[i] >= call.num_blocks) {
-      fail("block_table", b, 0, call.num_blocks - 1, " in the used entries", blocks[i]);
-    }
-  }
-}
-
-void check_indices(const AttentionCall& call) {
-  if (call.cu_rows[0] != 0) fail("cu_rows", 0, 0, 0, "", call.cu_rows[0]);
-  for (int64_t b = 0; b < call.batch; ++b) check_sequence(call, b);
-  const int64_t end = call.cu_rows[call.batch];
-  if (end != call.num_rows) {
-    fail("cu_rows", call.batch, call.num_rows, call.num_rows, " (the rows of query)", end);
-  }
-}
-
+// At least one, so that a tile that sees nothing has a state too.
 int64_t num_splits(KeyRange range) {
-  return (range.last + kSplit - 1) / kSplit - range.first / kSplit;
+  return std::max<int64_t>((range.last + kSplit - 1) / kSplit - range.first / kSplit, 1);
 }
 
 // Splits start at multiples of kSplit, whatever the range.
@@ -65,14 +30,29 @@ KeyRange nth_split(KeyRange range, int64_t n) {
 }
 
 struct Plan {
+  std::vector<Sight> sights;
   std::vector<QueryTile> tiles;
   int64_t max_rows = 0, num_splits = 0, work = 0;
 };
 
+// The first place after everything that a row sees.
+int64_t end_of(const Sight& sight) {
+  for (int64_t w = 2; w-- > 0;) {
+    if (sight.nodes[w] != 0) return sight.root + w * 64 + 64 - __builtin_clzll(sight.nodes[w]);
+  }
+  return sight.places.last;
+}
+
 void add_tile(const AttentionCall& call, QueryTile tile, Plan& plan) {
-  const int64_t oldest = tile.first_position - call.sliding_window + 1;
-  const int64_t first = call.sliding_window > 0 ? std::max<int64_t>(oldest, 0) : 0;
-  tile.keys = {first / kKeyTile * kKeyTile, tile.first_position + tile.num_tokens};
+  tile.keys = tile.shared = tile.sights[0].places;
+  for (int64_t token = 0; token < tile.num_tokens; ++token) {
+    const Sight& sight = tile.sights[token];
+    tile.keys.first = std::min(tile.keys.first, sight.places.first);
+    tile.keys.last = std::max(tile.keys.last, end_of(sight));
+    tile.shared.first = std::max(tile.shared.first, sight.places.first);
+    tile.shared.last = std::min(tile.shared.last, sight.places.last);
+  }
+  tile.keys.first = tile.keys.first / kKeyTile * kKeyTile;
   tile.num_rows = tile.num_kv_heads * tile.num_tokens * (call.num_heads / call.num_kv_heads);
   plan.tiles.push_back(tile);
   plan.max_rows = std::max(plan.max_rows, tile.num_rows);
@@ -84,17 +64,18 @@ void add_tile(const AttentionCall& call, QueryTile tile, Plan& plan) {
 // keys are neighbours in memory.
 Plan make_plan(const AttentionCall& call) {
   Plan plan;
+  plan.sights = sights_of(call);
   const int64_t group = call.num_heads / call.num_kv_heads;
   const int64_t most_tokens = std::max<int64_t>(1, kRowsPerTile / group);
   for (int64_t b = 0; b < call.batch; ++b) {
     const int64_t end = call.cu_rows[b + 1];
     for (int64_t token = call.cu_rows[b]; token < end; token += most_tokens) {
       const int64_t num_tokens = std::min(most_tokens, end - token);
-      const int64_t position = call.context_lens[b] - (end - token);
       const int64_t most_heads = std::max<int64_t>(1, kRowsPerTile / (num_tokens * group));
       for (int64_t head = 0; head < call.num_kv_heads; head += most_heads) {
         const int64_t num_heads = std::min(most_heads, call.num_kv_heads - head);
-        add_tile(call, {b, token, num_tokens, position, head, num_heads, 0, {}}, plan);
+        add_tile(call, {b, token, num_tokens, head, num_heads, 0, {}, {}, &plan.sights[token]},
+                 plan);
       }
     }
   }
@@ -130,7 +111,7 @@ AttentionState take_state(Arena& arena, int64_t rows, int64_t head_size) {
 Worker take_worker(Arena& arena, int64_t rows, int64_t head_size) {
   const int64_t stride = padded(head_size), copied = stride == head_size ? 0 : kKeyTile * stride;
   return {{arena.take(rows * stride), arena.take(copied), arena.take(copied),
-           arena.take(rows * kKeyTile), arena.take(rows * kRowPadding), arena.take<KeyRange>(rows)},
+           arena.take(rows * kKeyTile), arena.take(rows * kRowPadding), arena.take<uint64_t>(rows)},
           take_state(arena, rows, head_size),
           take_state(arena, rows, head_size)};
 }
@@ -206,7 +187,7 @@ void run_by_splits(const AttentionCall& call, const Plan& plan, const Workers& w
 
 }  // namespace
 
-void tree_attention(const AttentionCall& call) {
+void attention(const AttentionCall& call) {
   check_indices(call);
   const Plan plan = make_plan(call);
   const int64_t num_tiles = plan.tiles.size();

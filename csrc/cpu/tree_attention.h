@@ -2,10 +2,25 @@
 // work.
 #pragma once
 #include <cstdint>
+#include <vector>
 
 #include "elements.h"
 
 namespace fastspec::cpu {
+
+struct KeyRange {
+  int64_t first, last;
+};
+
+// What a query row sees: some consecutive places of its context, and then nodes of its tree, node j
+// being bit j at place `root` + j.
+struct Sight {
+  KeyRange places;
+  int64_t root;
+  uint64_t nodes[2];
+};
+
+constexpr int64_t kMaxTreeNodes = 128;
 
 // Strides count elements; the caches share theirs, and a KV head's values are contiguous.
 struct AttentionCall {
@@ -13,27 +28,28 @@ struct AttentionCall {
   const void* query;
   const void* key_cache;
   const void* value_cache;
-  void* out;  // [num_rows, num_heads, head_size], contiguous
+  void* out;         // [num_rows, num_heads, head_size], contiguous
+  float* logsumexp;  // [num_rows, num_heads] or null
   const int32_t* block_table;
   const int32_t* context_lens;
   const int32_t* cu_rows;
-  const float* sinks;  // [num_heads] or null
+  const float* sinks;            // [num_heads] or null
+  const int64_t* ancestor_mask;  // [batch, num_nodes, words of 64 nodes], or null for chains
+  bool holds_queries;            // whether the rows are the last tokens of their contexts
   int64_t query_token_stride, query_head_stride, block_stride, slot_stride, table_stride;
   int64_t batch, num_rows, num_heads, num_kv_heads, head_size;
-  int64_t num_blocks, block_size, max_blocks;
+  int64_t num_blocks, block_size, max_blocks, num_nodes;
   int64_t sliding_window;
   float scale, softcap;
 };
 
-struct KeyRange {
-  int64_t first, last;
-};
-
-// Some consecutive tokens of one sequence under some KV heads, and the keys that they see, from the
-// start of a key tile on. Its rows are (KV head, token, query head of the KV head).
+// Some consecutive tokens of one sequence under some KV heads, the keys that any of them sees, from
+// the start of a key tile on, and the keys that all of them see. Its rows are (KV head, token,
+// query head of the KV head).
 struct QueryTile {
-  int64_t sequence, first_token, num_tokens, first_position, first_kv_head, num_kv_heads, num_rows;
-  KeyRange keys;
+  int64_t sequence, first_token, num_tokens, first_kv_head, num_kv_heads, num_rows;
+  KeyRange keys, shared;
+  const Sight* sights;  // of its tokens
 };
 
 // Unnormalised softmax of some rows over some keys: sum of 2^(score - maximum), and of that times
@@ -44,15 +60,15 @@ struct AttentionState {
   float* value;    // [rows, padded_head_size]
 };
 
-constexpr int64_t kKeyTile = 64;
+constexpr int64_t kKeyTile = 64;  // as many as a word has bits
 // What `attend` needs beside a state.
 struct AttentionScratch {
-  float* queries;    // [rows, padded_head_size], scaled
+  float* queries;    // [rows, padded_head_size]
   float* keys;       // [kKeyTile, padded_head_size], only where that is not head_size
   float* values;     // as keys
   float* weights;    // [rows, kKeyTile]
   float* lane_sums;  // [rows, kRowPadding]
-  KeyRange* seen;    // [rows], what each row sees of a tile
+  uint64_t* seen;    // [tokens], bit j where the token sees key j of the tile
 };
 
 // Vector code. `attend` overwrites a state with the keys of a range, which starts at a key tile and
@@ -66,7 +82,13 @@ struct AttentionKernels {
   void (*finish)(const AttentionCall&, const QueryTile&, const AttentionState&);
 };
 
+// Throws std::invalid_argument, which names the tensor, unless all indices are within bounds.
+void check_indices(const AttentionCall& call);
+
+// What each row of the call sees; the indices have been checked.
+std::vector<Sight> sights_of(const AttentionCall& call);
+
 // Checks the index tensors (std::invalid_argument names the bad one), then fills call.out.
-void tree_attention(const AttentionCall& call);
+void attention(const AttentionCall& call);
 
 }  // namespace fastspec::cpu

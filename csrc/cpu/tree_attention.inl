@@ -1,9 +1,10 @@
 // One query tile against a range of keys: online softmax over tiles of 64 keys.
 //
-// A row goes through a sequence of operations that depends on its own position only: key tiles and
+// A row goes through a sequence of operations that depends on what it sees only: key tiles and
 // splits start at multiples of their size, sums run over keys in ascending order, and rows that
-// share a register tile never mix. So its bits do not depend on the other rows of the call.
-#include "attention_tiles.inl"
+// share a register tile never mix. So its bits do not depend on the other rows of the call. Tiles
+// that all rows see in full know no masks; the others have a word of bits for each token.
+#include "attention_dot.inl"
 
 namespace fastspec::cpu::FASTSPEC_ISA {
 namespace {
@@ -11,36 +12,47 @@ namespace {
 constexpr float kMinusInfinity = -kInfinity;
 constexpr int64_t kKeyStep = 16;  // keys before the next KV head takes its turn
 
+constexpr uint64_t kAllSeen = ~uint64_t{0};
+
+// Lane i where bit i is set.
+FASTSPEC_INLINE NativeI32 lanes_of(uint64_t bits) {
+  NativeI32 bit;
+  for (int i = 0; i < kNativeLanes; ++i) bit[i] = int32_t{1} << i;
+  return (bit & static_cast<int32_t>(bits)) != 0;
+}
+
 // Turns scores into 2^(score - maximum), updates the row's state and rescales what it has summed.
-void soften(float* scores, KeyRange keys, float softcap, int64_t row,
-            const AttentionScratch& scratch, const AttentionState& state, int64_t stride) {
+// A row that sees part of the tile looks at its bits, and the whole vectors around them.
+template <bool masked>
+FASTSPEC_INLINE void soften(float* scores, uint64_t seen, float softcap, int64_t row,
+                            const AttentionScratch& scratch, const AttentionState& state,
+                            int64_t stride) {
   constexpr int num_vectors = kKeyTile / kNativeLanes;
-  const int64_t begin = keys.first / kNativeLanes;
-  const int64_t end = (keys.last + kNativeLanes - 1) / kNativeLanes;
-  NativeI32 lane;
-  for (int i = 0; i < kNativeLanes; ++i) lane[i] = i;
+  if (masked && seen == 0) return;
+  const int64_t begin = masked ? __builtin_ctzll(seen) / kNativeLanes : 0;
+  const int64_t end = masked ? num_vectors - __builtin_clzll(seen) / kNativeLanes : num_vectors;
   NativeF32 score[num_vectors];
   NativeF32 highest = native(kMinusInfinity);
   for (int64_t v = begin; v < end; ++v) {
     NativeF32 x = load_native(scores + v * kNativeLanes);
     if (softcap > 0.0f) x = tanh(x) * (softcap * kLog2E);
-    const NativeI32 key = lane + static_cast<int32_t>(v * kNativeLanes);
-    const NativeI32 seen =
-        (key >= static_cast<int32_t>(keys.first)) & (key < static_cast<int32_t>(keys.last));
-    score[v] = seen ? x : native(kMinusInfinity);
-    highest = highest < score[v] ? score[v] : highest;
+    if (masked) x = lanes_of(seen >> v * kNativeLanes) ? x : native(kMinusInfinity);
+    score[v] = x;
+    highest = highest < x ? x : highest;
   }
   const float before = state.maximum[row], found = largest(highest);
   const float raised = before < found ? found : before;
   const float origin = raised == kMinusInfinity ? 0.0f : raised;
   const float decay = exp2(before - origin);
-  NativeF32 sum = load_native(scratch.lane_sums + row * kNativeLanes) * decay;
+  NativeF32 sum = {};
   for (int64_t v = begin; v < end; ++v) {
     const NativeF32 weight = exp2(score[v] - origin);
     store_native(scores + v * kNativeLanes, weight);
     sum += weight;
   }
-  store_native(scratch.lane_sums + row * kNativeLanes, sum);
+  // In one explicit operation, which the compiler cannot round differently where it unrolls.
+  float* lane_sums = scratch.lane_sums + row * kNativeLanes;
+  store_native(lane_sums, multiply_add(load_native(lane_sums), native(decay), sum));
   state.maximum[row] = raised;
   if (decay == 1.0f) return;
   float* value = state.value + row * stride;
@@ -49,24 +61,28 @@ void soften(float* scores, KeyRange keys, float softcap, int64_t row,
   }
 }
 
-// Adds weights * values. Rows see ascending spans: all share the middle, each has its own ends.
+// Adds weights * values of the keys that each row sees, in ascending order: rows that see the same
+// run of keys share the reading of them.
 template <bool fetch, class T>
-void add_values(const float* weights, const T* const* values, const KeyRange* seen,
-                int64_t num_rows, int64_t first_dim, int64_t stride, float* out) {
-  const int64_t begin = seen[num_rows - 1].first;
-  const int64_t end = begin < seen[0].last ? seen[0].last : begin;
+void add_seen_values(const float* weights, const T* const* values, const uint64_t* seen,
+                     int64_t num_rows, int64_t first_dim, int64_t stride, float* out) {
+  uint64_t left = 0, changes = 0;
   for (int64_t r = 0; r < num_rows; ++r) {
-    const KeyRange head = {seen[r].first, begin < seen[r].last ? begin : seen[r].last};
-    if (head.first >= head.last) continue;
-    sum_rows<1, false>(weights + r * kKeyTile, values, head, first_dim, stride, out + r * stride);
+    left |= seen[r];
+    changes |= seen[r] ^ seen[r] << 1;  // bit j where j and the key before it differ
   }
-  if (begin < end) {
-    kSumRows<fetch, T>[num_rows - 1](weights, values, {begin, end}, first_dim, stride, out);
-  }
-  for (int64_t r = 0; r < num_rows; ++r) {
-    const KeyRange tail = {end > seen[r].first ? end : seen[r].first, seen[r].last};
-    if (tail.first >= tail.last) continue;
-    sum_rows<1, false>(weights + r * kKeyTile, values, tail, first_dim, stride, out + r * stride);
+  while (left != 0) {
+    const int64_t first = __builtin_ctzll(left);
+    const uint64_t later = changes >> first >> 1;
+    const KeyRange run = {first, later == 0 ? kKeyTile : first + 1 + __builtin_ctzll(later)};
+    bool all = true;
+    for (int64_t r = 0; r < num_rows; ++r) all &= (seen[r] >> first & 1) != 0;
+    if (all) kSumRows<fetch, T>[num_rows - 1](weights, values, run, first_dim, stride, out);
+    for (int64_t r = 0; !all && r < num_rows; ++r) {
+      if ((seen[r] >> first & 1) == 0) continue;
+      sum_rows<1, false>(weights + r * kKeyTile, values, run, first_dim, stride, out + r * stride);
+    }
+    left &= run.last == kKeyTile ? 0 : kAllSeen << run.last;
   }
 }
 
@@ -81,36 +97,38 @@ RowOfQuery row_of_query(const AttentionCall& call, const QueryTile& tile, int64_
           (tile.first_kv_head + row / per_head) * group + row % group};
 }
 
-int64_t clip(int64_t x, int64_t limit) { return x < 0 ? 0 : (x < limit ? x : limit); }
+// The bits of a range of a tile.
+uint64_t bits_of(int64_t first, int64_t last) {
+  if (last <= 0 || first >= kKeyTile || first >= last) return 0;
+  const uint64_t below = first > 0 ? kAllSeen << first : kAllSeen;
+  return last < kKeyTile ? below & ~(kAllSeen << last) : below;
+}
 
-// What the token at `position` sees of the tile of `size` keys from first_key on.
-KeyRange visible(const AttentionCall& call, int64_t position, int64_t first_key, int64_t size) {
-  const int64_t last = position + 1 - first_key;
-  const int64_t first = call.sliding_window > 0 ? last - call.sliding_window : 0;
-  return {clip(first, size), clip(last, size)};
+// What a token sees of the tile from first_key on.
+uint64_t seen_of(const Sight& sight, int64_t first_key) {
+  const uint64_t places = bits_of(sight.places.first - first_key, sight.places.last - first_key);
+  uint64_t nodes = 0;
+  for (int64_t w = 0; w < 2; ++w) {
+    const int64_t shift = sight.root + w * 64 - first_key;
+    if (shift >= 0 && shift < 64) nodes |= sight.nodes[w] << shift;
+    if (shift < 0 && shift > -64) nodes |= sight.nodes[w] >> -shift;
+  }
+  return places | nodes;
 }
 
 template <class T>
 void load_queries(const AttentionCall& call, const QueryTile& tile, float* queries) {
-  const int64_t group = call.num_heads / call.num_kv_heads, stride = padded(call.head_size);
-  const float scale = call.softcap > 0.0f ? call.scale / call.softcap : call.scale * kLog2E;
-  for (int64_t row = 0; row < tile.num_rows; ++row, queries += stride) {
-    const RowOfQuery from = row_of_query(call, tile, row);
-    widen_row(static_cast<const T*>(call.query) + from.token * call.query_token_stride +
-                  from.head * call.query_head_stride,
-              call.head_size, queries);
-    for (int64_t d = 0; d < stride; d += kNativeLanes) {
-      store_native(queries + d, load_native(queries + d) * scale);
+  const bool as_they_are = keeps_bfloat16<T>(call.head_size);
+  for (int64_t row = 0; row < tile.num_rows; ++row, queries += padded(call.head_size)) {
+    const RowOfQuery at = row_of_query(call, tile, row);
+    const T* from = static_cast<const T*>(call.query) + at.token * call.query_token_stride +
+                    at.head * call.query_head_stride;
+    if (as_they_are) {
+      std::memcpy(queries, from, call.head_size * sizeof(T));
+    } else {
+      widen_row(from, call.head_size, queries);
     }
   }
-}
-
-KeyRange intersect(KeyRange a, KeyRange b) {
-  return {a.first > b.first ? a.first : b.first, a.last < b.last ? a.last : b.last};
-}
-
-int64_t rows_per_head(const AttentionCall& call, const QueryTile& tile) {
-  return tile.num_tokens * (call.num_heads / call.num_kv_heads);
 }
 
 // Calls f(first row, number of rows, index of their KV head) for each register tile of rows.
@@ -123,42 +141,73 @@ FASTSPEC_INLINE void each_row_tile(int64_t num_heads, int64_t per_head, const F&
   }
 }
 
-// The rows of num_heads KV heads, from first_row on, against one key tile. Heads take turns every
-// few keys, so that caches are read front to back.
-template <bool fetch, class T>
+// The rows of num_heads KV heads, from first_row on, against one key tile, of which they see all
+// unless `masked`. Heads take turns every few keys, so that caches are read front to back.
+template <bool masked, bool fetch, class T>
 void attend_tile(const AttentionCall& call, const QueryTile& tile, int64_t first_row,
-                 int64_t num_heads, int64_t first_key, KeyTile<T>& keys,
-                 const AttentionScratch& scratch, const AttentionState& state) {
+                 int64_t num_heads, KeyTile<T>& keys, const AttentionScratch& scratch,
+                 const AttentionState& state) {
   const int64_t group = call.num_heads / call.num_kv_heads, stride = padded(call.head_size);
-  const int64_t per_head = rows_per_head(call, tile);
+  const int64_t per_head = tile.num_tokens * group;
   const float* queries = scratch.queries + first_row * stride;
   float* out = state.value + first_row * stride;
-  KeyRange* const seen = scratch.seen;
-  for (int64_t row = 0; row < per_head; ++row) {
-    seen[row] = visible(call, tile.first_position + row / group, first_key, keys.size);
-  }
-  if (seen[0].first == keys.size || seen[per_head - 1].last == 0) return;
+  const float scale = call.softcap > 0.0f ? call.scale / call.softcap : call.scale * kLog2E;
+  const auto* const score = score_functions<fetch, T>();
   for (int64_t j = 0; j < keys.size; j += kKeyStep) {
     const KeyRange span = {j, j + kKeyStep < keys.size ? j + kKeyStep : keys.size};
     each_row_tile(num_heads, per_head, [&](int64_t row, int64_t count, int64_t head) {
-      const auto score = kScoreRows<fetch, T>[count - 1];
-      score(queries + row * stride, keys.keys, span, head * call.head_size, stride,
-            scratch.weights + row * kKeyTile);
+      score[count - 1](queries + row * stride, keys.keys, span, head * call.head_size, stride,
+                       scale, scratch.weights + row * kKeyTile);
     });
   }
   for (int64_t row = 0; row < num_heads * per_head; ++row) {
-    soften(scratch.weights + row * kKeyTile, seen[row % per_head], call.softcap, first_row + row,
-           scratch, state, stride);
+    const uint64_t seen = masked ? scratch.seen[row % per_head / group] : kAllSeen;
+    soften<masked>(scratch.weights + row * kKeyTile, seen, call.softcap, first_row + row, scratch,
+                   state, stride);
   }
   for (int64_t j = 0; j < keys.size; j += kKeyStep) {
     each_row_tile(num_heads, per_head, [&](int64_t row, int64_t count, int64_t head) {
-      KeyRange spans[kTileRows];
-      for (int64_t r = 0; r < count; ++r) {
-        spans[r] = intersect(seen[(row + r) % per_head], {j, j + kKeyStep});
+      const float* weights = scratch.weights + row * kKeyTile;
+      const int64_t first_dim = head * call.head_size;
+      if constexpr (masked) {
+        uint64_t seen[kTileRows];
+        for (int64_t r = 0; r < count; ++r) {
+          seen[r] = scratch.seen[(row + r) % per_head / group] & bits_of(j, j + kKeyStep);
+        }
+        add_seen_values<fetch>(weights, keys.values(), seen, count, first_dim, stride,
+                               out + row * stride);
+      } else {
+        kSumRows<fetch, T>[count - 1](weights, keys.values(), {j, j + kKeyStep}, first_dim, stride,
+                                      out + row* stride);
       }
-      add_values<fetch>(scratch.weights + row * kKeyTile, keys.values(), spans, count,
-                        head * call.head_size, stride, out + row * stride);
     });
+  }
+}
+
+// Fills scratch.seen; false where no token sees anything of the tile.
+bool look_at(const QueryTile& tile, int64_t first_key, const AttentionScratch& scratch) {
+  uint64_t any = 0;
+  for (int64_t token = 0; token < tile.num_tokens; ++token) {
+    any |= scratch.seen[token] = seen_of(tile.sights[token], first_key);
+  }
+  return any != 0;
+}
+
+// One key tile, in the caches or, where rows must be padded, copied head by head.
+template <bool masked, class T>
+void attend_keys(const AttentionCall& call, const QueryTile& tile, int64_t key, int64_t last_key,
+                 const AttentionScratch& scratch, const AttentionState& state) {
+  if (call.head_size == padded(call.head_size)) {
+    KeyTile<T> keys;
+    locate_tile(call, tile, key, last_key, keys);
+    return attend_tile<masked, true>(call, tile, 0, tile.num_kv_heads, keys, scratch, state);
+  }
+  const int64_t per_head = tile.num_rows / tile.num_kv_heads;
+  KeyTile<float> keys;
+  keys.size = last_key - key < kKeyTile ? last_key - key : kKeyTile;
+  for (int64_t head = 0; head < tile.num_kv_heads; ++head) {
+    copy_tile<T>(call, tile, key, tile.first_kv_head + head, scratch, keys);
+    attend_tile<masked, false>(call, tile, head * per_head, 1, keys, scratch, state);
   }
 }
 
@@ -169,21 +218,11 @@ void attend_typed(const AttentionCall& call, const QueryTile& tile, KeyRange ran
   for (int64_t i = 0; i < tile.num_rows; ++i) state.maximum[i] = kMinusInfinity;
   std::memset(scratch.lane_sums, 0, tile.num_rows * kNativeLanes * sizeof(float));
   std::memset(state.value, 0, tile.num_rows * padded(call.head_size) * sizeof(float));
-  const int64_t per_head = rows_per_head(call, tile);
-  const bool in_place = call.head_size == padded(call.head_size);
   for (int64_t key = range.first; key < range.last; key += kKeyTile) {
-    const int64_t size = range.last - key < kKeyTile ? range.last - key : kKeyTile;
-    if (in_place) {
-      KeyTile<T> keys;
-      locate_tile(call, tile, key, range.last, keys);
-      attend_tile<true>(call, tile, 0, tile.num_kv_heads, key, keys, scratch, state);
-      continue;
-    }
-    KeyTile<float> keys;
-    keys.size = size;
-    for (int64_t head = 0; head < tile.num_kv_heads; ++head) {
-      copy_tile<T>(call, tile, key, tile.first_kv_head + head, scratch, keys);
-      attend_tile<false>(call, tile, head * per_head, 1, key, keys, scratch, state);
+    if (key >= tile.shared.first && key + kKeyTile <= tile.shared.last) {
+      attend_keys<false, T>(call, tile, key, range.last, scratch, state);
+    } else if (look_at(tile, key, scratch)) {
+      attend_keys<true, T>(call, tile, key, range.last, scratch, state);
     }
   }
   for (int64_t i = 0; i < tile.num_rows; ++i) {
@@ -228,6 +267,10 @@ void finish_typed(const AttentionCall& call, const QueryTile& tile, const Attent
   for (int64_t row = 0; row < tile.num_rows; ++row) {
     const RowOfQuery at = row_of_query(call, tile, row);
     float keep = 1.0f, sum = state.sum[row];
+    if (call.logsumexp != nullptr) {
+      call.logsumexp[at.token * call.num_heads + at.head] =
+          (state.maximum[row] + __builtin_log2f(sum)) / kLog2E;
+    }
     if (call.sinks != nullptr) {
       const float sink = call.sinks[at.head] * kLog2E, maximum = state.maximum[row];
       const float raised = maximum < sink ? sink : maximum;

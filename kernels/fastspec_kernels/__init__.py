@@ -1,8 +1,8 @@
 """Fused kernels of speculative decoding: raw logits to tokens, attention over a paged cache."""
 
-from fastspec_kernels.attention import tree_attention
+from fastspec_kernels.attention import cross_attention, tree_attention
 from fastspec_kernels.backend import available_backends, cpu_instruction_set, unavailable_backends
-from fastspec_kernels.cache import store_kv
+from fastspec_kernels.cache import compact_kv, store_kv
 from fastspec_kernels.layers import gated_mlp, linear, rms_norm
 from fastspec_kernels.rng import uniform
 from fastspec_kernels.sampling import logits_to_probs, row_stats, sample
@@ -16,7 +16,9 @@ __all__ = [
     "PAD_TOKEN_ID",
     "available_backends",
     "build_tree",
+    "compact_kv",
     "cpu_instruction_set",
+    "cross_attention",
     "gated_mlp",
     "linear",
     "logits_to_probs",

@@ -5,8 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from fastspec_kernels import reference
-from fastspec_kernels.backend import resolve
+from fastspec_kernels.backend import run_checked
 from fastspec_kernels.checks import (
     check_caches,
     check_contiguous,
@@ -14,7 +13,9 @@ from fastspec_kernels.checks import (
     check_tensor,
 )
 
+MAX_TREE_NODES = 128
 _INDEX = (torch.int32,)
+_MASK = (torch.int64,)
 
 
 def tree_attention(
@@ -30,16 +31,23 @@ def tree_attention(
     sliding_window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    return_logsumexp: bool = False,
     backend: str = "auto",
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Attend from the last tokens of each sequence to its whole context in the paged cache.
 
     Sequence b owns query rows cu_rows[b]:cu_rows[b + 1]. They are the last tokens of its
-    context_lens[b] tokens, whose keys and values the cache already holds. The row at position t
-    sees the keys j <= t, and with a sliding window W only t - W < j. A score is query . key times
-    scale, then softcap * tanh(score / softcap); the weights are the softmax of the scores, whose
-    denominator also counts exp(sink) of the head. Query head h reads KV head h // (H / G). Prefill
-    is this op with many rows, decoding with one, verification with K + 1.
+    context_lens[b] tokens, whose keys and values the cache already holds. They form a chain, in
+    which each row sees all tokens up to itself, or with `ancestor_mask` a tree, in which node i
+    sees all tokens before the tree and the nodes of its mask. The position of a token is its place
+    in the context, that of a node the number of tokens before the tree plus its depth, which is the
+    number of nodes that it sees minus 1. With a sliding window W the row at position t sees only
+    the positions above t - W.
+
+    A score is query . key times scale, then softcap * tanh(score / softcap); the weights are the
+    softmax of the scores, whose denominator also counts exp(sink) of the head. A row that sees
+    nothing gives 0. Query head h reads KV head h // (H / G). Prefill is this op with many rows,
+    decoding with one, verification with the proposals and the token before them.
 
     Args:
         query: [T, H, D] float32, bfloat16 or float16, last dimension contiguous; T may be 0.
@@ -48,42 +56,87 @@ def tree_attention(
         block_table: [B, M] int32, rows contiguous; entries past a context are never read.
         context_lens: [B] int32, tokens in the cache, the query tokens included.
         cu_rows: [B + 1] int32, from 0 to T.
-        ancestor_mask: None, a causal chain.
+        ancestor_mask: [B, N, ceil(N / 64)] int64, contiguous, N from 1 to 128, no sequence with
+            more than N rows; bit j % 64 of word j // 64 of [b, i] is set where node i sees node j.
+            Bits past the rows of a sequence are ignored. `build_tree` makes it. None is a chain.
         scale: None means D ** -0.5.
         sliding_window: W in tokens, 0 is off.
         softcap: bound of the scores, 0 is off.
         sinks: [H] float32 or dtype of query, one more logit per head, in the denominator only.
-        backend: "auto", "cpu", "cuda" or "reference".
+        return_logsumexp: also return the logarithm of the denominator, sinks not counted.
+        backend: "auto", "cpu", "cuda", "triton" or "reference".
     Returns:
-        [T, H, D], dtype of query, contiguous.
+        [T, H, D], dtype of query, contiguous; with return_logsumexp also [T, H] float32, -inf for
+        a row that sees nothing.
     Raises:
         ValueError: a wrong dtype, shape, device, stride or range, or a backend that cannot run
             this; for tensors on the CPU also lengths or blocks that lie outside their bounds.
 
-    float32 accumulation. Unused cache slots may hold anything. On one backend a row's bits depend
-    on its own query, position and context only: not on the batch, the other rows, the order of
-    blocks or the number of threads. No host synchronisation by a compiled kernel.
+    float32 accumulation. Unused cache slots may hold anything, and what a row does not see never
+    reaches it. On one backend a row's bits depend on its own query, position and context only: not
+    on the batch, the other rows, the order of blocks or the number of threads. No host
+    synchronisation by a compiled kernel.
     """
-    if ancestor_mask is not None:
-        raise ValueError("ancestor_mask: token trees are not supported yet")
     if scale is None:
         scale = _default_scale(query)
     if isinstance(sinks, Tensor) and sinks.dtype != torch.float32:
         check_tensor("sinks", sinks, (None,), (torch.float32, query.dtype), query.device)
         sinks = sinks.float()
     tensors = (query, key_cache, value_cache, block_table, context_lens, cu_rows)
-    options = (scale, sliding_window, softcap, sinks)
-    try:
-        if resolve("tree_attention", backend, key_cache.device) != "reference":
-            return torch.ops.fastspec.tree_attention.default(*tensors, *options)
-    except (AttributeError, RuntimeError, ValueError):
-        _check_tensors(*tensors, sinks)  # names the argument that the kernel refused
-        _check_numbers(scale, sliding_window, softcap)
-        raise
-    _check_tensors(*tensors, sinks)
-    _check_numbers(scale, sliding_window, softcap)
-    _check_indices(query.shape[0], key_cache.shape, block_table, context_lens, cu_rows)
-    return reference.tree_attention(*tensors, *options)
+    options = (scale, sliding_window, softcap, sinks, ancestor_mask, return_logsumexp)
+
+    def check():
+        _check_tensors(*tensors)
+        _check_options(query, scale, sliding_window, softcap, sinks)
+        if ancestor_mask is not None:
+            _check_ancestor_mask(ancestor_mask, cu_rows)
+        _check_indices(query, key_cache, block_table, context_lens, cu_rows, True)
+
+    out, logsumexp = run_checked("tree_attention", backend, key_cache, (*tensors, *options), check)
+    return (out, logsumexp) if return_logsumexp else out
+
+
+def cross_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    context_lens: Tensor,
+    cu_rows: Tensor,
+    *,
+    scale: float | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Attend from rows that are not in the cache to all context_lens[b] tokens of their sequence.
+
+    A GLIDE drafter reads the target's cache this way: a token whose keys and values the target has
+    not written yet is left out of context_lens.
+
+    Args:
+        query: [T, H, D] float32, bfloat16 or float16, last dimension contiguous; T may be 0.
+        key_cache, value_cache, block_table: as in `tree_attention`.
+        context_lens: [B] int32, tokens in the cache; 0 gives rows of 0.
+        cu_rows: [B + 1] int32, from 0 to T; sequence b owns rows cu_rows[b]:cu_rows[b + 1].
+        scale: None means D ** -0.5.
+        backend: "auto", "cpu", "cuda", "triton" or "reference".
+    Returns:
+        [T, H, D], dtype of query, contiguous.
+    Raises:
+        ValueError: as `tree_attention`.
+
+    float32 accumulation; bits, unused slots and synchronisation as in `tree_attention`. Source: Du
+    et al., 2402.02082.
+    """
+    if scale is None:
+        scale = _default_scale(query)
+    tensors = (query, key_cache, value_cache, block_table, context_lens, cu_rows)
+
+    def check():
+        _check_tensors(*tensors)
+        _check_options(query, scale, 0, 0.0, None)
+        _check_indices(query, key_cache, block_table, context_lens, cu_rows, False)
+
+    return run_checked("cross_attention", backend, key_cache, (*tensors, scale), check)
 
 
 def _default_scale(query: Tensor) -> float:
@@ -99,7 +152,6 @@ def _check_tensors(
     block_table: Tensor,
     context_lens: Tensor,
     cu_rows: Tensor,
-    sinks: Tensor | None,
 ) -> None:
     """Check shapes, dtypes, devices and strides."""
     num_kv_heads, head_size = check_caches(key_cache, value_cache)
@@ -116,13 +168,15 @@ def _check_tensors(
     check_contiguous("context_lens", context_lens)
     check_tensor("cu_rows", cu_rows, (batch + 1,), _INDEX, device)
     check_contiguous("cu_rows", cu_rows)
+
+
+def _check_options(
+    query: Tensor, scale: float, sliding_window: int, softcap: float, sinks: Tensor | None
+) -> None:
+    """Check what changes the scores."""
     if sinks is not None:
-        check_tensor("sinks", sinks, (num_heads,), (torch.float32,), device)
+        check_tensor("sinks", sinks, (query.shape[1],), (torch.float32,), query.device)
         check_contiguous("sinks", sinks)
-
-
-def _check_numbers(scale: float, sliding_window: int, softcap: float) -> None:
-    """Check the ranges of the scalar options."""
     if not math.isfinite(scale):
         raise ValueError(f"scale: expected a finite number, got {scale}")
     if sliding_window < 0:
@@ -131,30 +185,51 @@ def _check_numbers(scale: float, sliding_window: int, softcap: float) -> None:
         raise ValueError(f"softcap: expected a finite number >= 0, got {softcap}")
 
 
+def _check_ancestor_mask(ancestor_mask: Tensor, cu_rows: Tensor) -> None:
+    """Check the masks of the trees and, where that needs no synchronisation, that they suffice."""
+    batch = cu_rows.shape[0] - 1
+    check_tensor("ancestor_mask", ancestor_mask, (batch, None, None), _MASK, cu_rows.device)
+    check_contiguous("ancestor_mask", ancestor_mask)
+    num_nodes, words = ancestor_mask.shape[1:]
+    if not 1 <= num_nodes <= MAX_TREE_NODES or words != -(-num_nodes // 64):
+        raise ValueError(
+            f"ancestor_mask: expected shape [{batch}, N, ceil(N / 64)] with N from 1 to"
+            f" {MAX_TREE_NODES}, got {list(ancestor_mask.shape)}"
+        )
+    if cu_rows.device.type == "cpu" and batch > 0 and int(cu_rows.diff().max()) > num_nodes:
+        raise ValueError(
+            f"ancestor_mask: {num_nodes} nodes for trees of {cu_rows.diff().tolist()} rows"
+        )
+
+
 def _check_indices(
-    num_rows: int,
-    cache_shape: torch.Size,
+    query: Tensor,
+    key_cache: Tensor,
     block_table: Tensor,
     context_lens: Tensor,
     cu_rows: Tensor,
+    holds_queries: bool,
 ) -> None:
-    """Check the values of the index tensors, as the compiled CPU kernel does on its own."""
-    bounds = cu_rows.tolist()
+    """Check the values of index tensors on the CPU, as the compiled kernel does on its own."""
+    if query.device.type != "cpu":
+        return
+    bounds, num_rows = cu_rows.tolist(), query.shape[0]
     if bounds[0] != 0 or bounds[-1] != num_rows or sorted(bounds) != bounds:
         raise ValueError(f"cu_rows: expected to rise from 0 to {num_rows}, got {bounds}")
-    num_blocks, block_size = cache_shape[:2]
+    num_blocks, block_size = key_cache.shape[:2]
+    capacity = block_table.shape[1] * block_size
     for b, context in enumerate(context_lens.tolist()):
         rows = bounds[b + 1] - bounds[b]
         if rows == 0:
             continue
-        capacity = block_table.shape[1] * block_size
-        if not rows <= context <= capacity:
+        least = rows if holds_queries else 0
+        if not least <= context <= capacity:
             raise ValueError(
-                f"context_lens[{b}]: expected from {rows} (the query rows) to {capacity}"
-                f" (the room in block_table), got {context}"
+                f"context_lens[{b}]: expected from {least} (the query rows in the cache) to"
+                f" {capacity} (the room in block_table), got {context}"
             )
         blocks = block_table[b, : -(-context // block_size)].tolist()
-        if min(blocks) < 0 or max(blocks) >= num_blocks:
+        if blocks and not 0 <= min(blocks) <= max(blocks) < num_blocks:
             raise ValueError(
                 f"block_table[{b}]: expected blocks from 0 to {num_blocks - 1} for the"
                 f" {context} tokens of the context, got {blocks}"

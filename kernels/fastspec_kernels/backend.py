@@ -5,8 +5,10 @@ from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from fastspec_kernels import library, reference
 
@@ -34,6 +36,25 @@ def implementation(op: str, requested: str, device: torch.device) -> Callable:
     if name == "reference":
         return getattr(reference, op)
     return getattr(_triton_kernels() if name == "triton" else torch.ops.fastspec, op)
+
+
+def run_checked(
+    op: str, requested: str, cache: Tensor, arguments: tuple, check: Callable[[], None]
+) -> Any:
+    """Run `op` on the device of `cache`; `check` raises for arguments that do not fit.
+
+    A compiled kernel checks them itself, in a fraction of the time: only when it refuses, `check`
+    says which one is wrong.
+    """
+    try:
+        name = resolve(op, requested, cache.device)
+        if name == cache.device.type:
+            return getattr(torch.ops.fastspec, op).default(*arguments)
+    except (AttributeError, RuntimeError, ValueError):
+        check()
+        raise
+    check()
+    return implementation(op, name, cache.device)(*arguments)
 
 
 def resolve(op: str, requested: str, device: torch.device) -> str:

@@ -3,14 +3,15 @@
 import torch
 from torch import Tensor
 
-from fastspec_kernels import reference
-from fastspec_kernels.backend import resolve
+from fastspec_kernels.backend import run_checked
 from fastspec_kernels.checks import (
     check_caches,
     check_contiguous,
     check_last_contiguous,
     check_tensor,
 )
+
+_INDEX = (torch.int32,)
 
 
 def store_kv(
@@ -20,6 +21,8 @@ def store_kv(
     value_cache: Tensor,
     slot_mapping: Tensor,
     *,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
     backend: str = "auto",
 ) -> None:
     """Write the keys and values of new tokens into their cache slots, in place.
@@ -27,35 +30,78 @@ def store_kv(
     Slot s is row s % block_size of block s // block_size; token t goes to slot_mapping[t], and -1
     skips it. Two tokens must not share a slot.
 
+    With cos and sin the first R values of every key head are rotated on the way, in float32: value
+    i of the first half becomes key[i] * cos[i] - key[i + R / 2] * sin[i], value i of the second
+    half key[i] * cos[i] + key[i - R / 2] * sin[i]. This is the form of transformers' models.
+
     Args:
         key: [T, G, D] float32, bfloat16 or float16, last dimension contiguous, any other strides.
         value: [T, G, D], as key.
         key_cache: [num_blocks, block_size, G, D], dtype of key, last two dimensions contiguous.
         value_cache: as key_cache, with the same strides.
         slot_mapping: [T] int64, contiguous.
-        backend: "auto", "cpu", "cuda" or "reference".
+        cos: [T, R] float32 or dtype of key, R even and at most D, last dimension contiguous.
+        sin: as cos; both or neither.
+        backend: "auto", "cpu", "cuda", "triton" or "reference".
     Raises:
         ValueError: a wrong dtype, shape, device or stride, or a backend that cannot run this; for
             tensors on the CPU also a slot outside the cache, before anything is written.
 
-    No host synchronisation by a compiled kernel. All other slots keep their bits.
+    No host synchronisation by a compiled kernel. All other slots keep their bits. Source of the
+    rotation: Su et al., 2104.09864.
     """
     tensors = (key, value, key_cache, value_cache, slot_mapping)
-    try:
-        if resolve("store_kv", backend, key_cache.device) != "reference":
-            return torch.ops.fastspec.store_kv.default(*tensors)
-    except (AttributeError, RuntimeError, ValueError):
-        _check_tensors(*tensors)  # names the argument that the kernel refused
-        raise
-    _check_tensors(*tensors)
-    num_slots = key_cache.shape[0] * key_cache.shape[1]
-    if key_cache.device.type == "cpu" and torch.any(
-        (slot_mapping < -1) | (slot_mapping >= num_slots)
-    ):
-        raise ValueError(
-            f"slot_mapping: expected -1 or a slot below {num_slots}, got {slot_mapping.tolist()}"
-        )
-    return reference.store_kv(*tensors)
+
+    def check():
+        _check_tensors(*tensors)
+        _check_rotation(cos, sin, key)
+        _check_slots(slot_mapping, key_cache)
+
+    run_checked("store_kv", backend, key_cache, (*tensors, cos, sin), check)
+
+
+def compact_kv(
+    key_caches: Tensor,
+    value_caches: Tensor,
+    block_table: Tensor,
+    prefix_lens: Tensor,
+    path: Tensor,
+    accepted_len: Tensor,
+    *,
+    backend: str = "auto",
+) -> None:
+    """Move the accepted nodes of each token tree to the place of their tokens, in all layers.
+
+    Before, node j of tree b lies at place prefix_lens[b] + j of its context, the root being node 0.
+    After, the i-th node of its path lies at place prefix_lens[b] + 1 + i for i < accepted_len[b],
+    as if all were read before any is written, and every other slot keeps its bits. What follows the
+    accepted tokens is left over and may be overwritten: a shorter context is all that rollback is.
+
+    Args:
+        key_caches: [L, num_blocks, block_size, G, D] float32, bfloat16 or float16, last two
+            dimensions contiguous.
+        value_caches: as key_caches, with the same strides.
+        block_table: [B, M] int32, rows contiguous; the blocks of two sequences that hold places
+            after their prefix_lens are different ones.
+        prefix_lens: [B] int32, tokens of each sequence before the root.
+        path: [B, N] int32, rows contiguous: ascending nodes after the root as `verify_tree` gives
+            them; a negative one ends the path.
+        accepted_len: [B] int32, at most N; a sequence with 0 or less is left alone.
+        backend: "auto", "cpu", "cuda", "triton" or "reference".
+    Raises:
+        ValueError: a wrong dtype, shape, device or stride, or a backend that cannot run this; for
+            tensors on the CPU also places outside the table or blocks outside the cache, before
+            anything is written. Elsewhere such moves are left out.
+
+    One launch for all layers, no host synchronisation by a compiled kernel; safe in CUDA graphs.
+    """
+    tensors = (key_caches, value_caches, block_table, prefix_lens, path, accepted_len)
+
+    def check():
+        _check_compaction(*tensors)
+        _check_moves(key_caches, block_table, prefix_lens, path, accepted_len)
+
+    run_checked("compact_kv", backend, key_caches, tensors, check)
 
 
 def _check_tensors(
@@ -71,3 +117,87 @@ def _check_tensors(
     check_last_contiguous("key", key)
     check_tensor("value", value, shape, dtypes, device)
     check_last_contiguous("value", value)
+
+
+def _check_rotation(cos: Tensor | None, sin: Tensor | None, key: Tensor) -> None:
+    """Check the factors of the rotary embedding."""
+    if cos is None and sin is None:
+        return
+    if cos is None or sin is None:
+        raise ValueError("cos, sin: expected both or neither")
+    check_tensor("cos", cos, (key.shape[0], None), (torch.float32, key.dtype), key.device)
+    check_last_contiguous("cos", cos)
+    size, head_size = cos.shape[1], key.shape[2]
+    if size % 2 != 0 or not 2 <= size <= head_size:
+        raise ValueError(f"cos: expected an even size from 2 to {head_size}, got {size}")
+    check_tensor("sin", sin, tuple(cos.shape), (cos.dtype,), key.device)
+    check_last_contiguous("sin", sin)
+
+
+def _check_slots(slot_mapping: Tensor, key_cache: Tensor) -> None:
+    """Check the values of the slots on the CPU."""
+    num_slots = key_cache.shape[0] * key_cache.shape[1]
+    if key_cache.device.type == "cpu" and torch.any(
+        (slot_mapping < -1) | (slot_mapping >= num_slots)
+    ):
+        raise ValueError(
+            f"slot_mapping: expected -1 or a slot below {num_slots}, got {slot_mapping.tolist()}"
+        )
+
+
+def _check_compaction(
+    key_caches: Tensor,
+    value_caches: Tensor,
+    block_table: Tensor,
+    prefix_lens: Tensor,
+    path: Tensor,
+    accepted_len: Tensor,
+) -> None:
+    """Check shapes, dtypes, devices and strides."""
+    check_caches(key_caches, value_caches, ("key_caches", "value_caches"), 5)
+    device = key_caches.device
+    check_tensor("block_table", block_table, (None, None), _INDEX, device)
+    check_last_contiguous("block_table", block_table)
+    batch = block_table.shape[0]
+    check_tensor("prefix_lens", prefix_lens, (batch,), _INDEX, device)
+    check_contiguous("prefix_lens", prefix_lens)
+    check_tensor("path", path, (batch, None), _INDEX, device)
+    check_last_contiguous("path", path)
+    check_tensor("accepted_len", accepted_len, (batch,), _INDEX, device)
+    check_contiguous("accepted_len", accepted_len)
+
+
+def _check_moves(
+    key_caches: Tensor,
+    block_table: Tensor,
+    prefix_lens: Tensor,
+    path: Tensor,
+    accepted_len: Tensor,
+) -> None:
+    """Check on the CPU that all moves stay within the table and the cache."""
+    if key_caches.device.type != "cpu":
+        return
+    num_blocks, block_size = key_caches.shape[1:3]
+    capacity = block_table.shape[1] * block_size
+    for b, length in enumerate(accepted_len.tolist()):
+        if length > path.shape[1]:
+            raise ValueError(
+                f"accepted_len[{b}]: expected at most {path.shape[1]} (the nodes of path), got"
+                f" {length}"
+            )
+        prefix, nodes = int(prefix_lens[b]), path[b, : max(length, 0)].tolist()
+        for i, node in enumerate(nodes):
+            if node < 0:
+                break
+            for place in (prefix + node, prefix + 1 + i):
+                if prefix < 0 or place >= capacity:
+                    raise ValueError(
+                        f"prefix_lens[{b}]: {prefix}, so that node {node} at {i} of path leaves the"
+                        f" {capacity} places of block_table"
+                    )
+                block = int(block_table[b, place // block_size])
+                if not 0 <= block < num_blocks:
+                    raise ValueError(
+                        f"block_table[{b}]: expected blocks from 0 to {num_blocks - 1} for the"
+                        f" nodes of path, got {block}"
+                    )

@@ -138,20 +138,24 @@ def check_last_contiguous(name: str, tensor: Tensor) -> None:
         )
 
 
-def check_caches(key_cache: Tensor, value_cache: Tensor) -> tuple[int, int]:
+def check_caches(
+    key_cache: Tensor,
+    value_cache: Tensor,
+    names: tuple[str, str] = ("key_cache", "value_cache"),
+    rank: int = 4,
+) -> tuple[int, int]:
     """Check the two halves of a paged cache, and give its number of heads and head size."""
-    check_tensor("key_cache", key_cache, (None,) * 4, CACHE_DTYPES, None)
+    name = names[0]
+    check_tensor(name, key_cache, (None,) * rank, CACHE_DTYPES, None)
     shape = tuple(key_cache.shape)
-    if 0 in shape[1:]:
-        raise ValueError(f"key_cache: every block needs at least one value, shape {list(shape)}")
-    check_tensor("value_cache", value_cache, shape, (key_cache.dtype,), key_cache.device)
+    if 0 in shape[-3:]:
+        raise ValueError(f"{name}: every block needs at least one value, shape {list(shape)}")
+    check_tensor(names[1], value_cache, shape, (key_cache.dtype,), key_cache.device)
     strides = key_cache.stride()
-    if strides[2:] != (shape[3], 1):
-        raise ValueError(
-            f"key_cache: the last two dimensions must be contiguous, strides {strides}"
-        )
+    if strides[-2:] != (shape[-1], 1):
+        raise ValueError(f"{name}: the last two dimensions must be contiguous, strides {strides}")
     if value_cache.stride() != strides:
         raise ValueError(
-            f"value_cache: expected the strides of key_cache, {strides}, got {value_cache.stride()}"
+            f"{names[1]}: expected the strides of {name}, {strides}, got {value_cache.stride()}"
         )
-    return shape[2], shape[3]
+    return shape[-2], shape[-1]

@@ -7,6 +7,10 @@ from importlib.util import find_spec
 import torch
 
 _SAMPLING = "Tensor? temperature, Tensor? top_k, Tensor? top_p, Tensor? min_p"
+_PAGED = (
+    "Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table, Tensor context_lens,"
+    " Tensor cu_rows"
+)
 SCHEMAS = (
     "cpu_instruction_set() -> str",
     "uniform(Tensor seed, Tensor position, int num, int stream) -> Tensor",
@@ -28,10 +32,12 @@ SCHEMAS = (
     "match_suffix(Tensor token_ids, Tensor lengths, int min_match, int max_match, int num_tokens,"
     " str rule) -> Tensor",
     "store_kv(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache,"
-    " Tensor slot_mapping) -> ()",
-    "tree_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table,"
-    " Tensor context_lens, Tensor cu_rows, float scale, int sliding_window, float softcap,"
-    " Tensor? sinks) -> Tensor",
+    " Tensor slot_mapping, Tensor? cos, Tensor? sin) -> ()",
+    "compact_kv(Tensor(a!) key_caches, Tensor(b!) value_caches, Tensor block_table,"
+    " Tensor prefix_lens, Tensor path, Tensor accepted_len) -> ()",
+    f"tree_attention({_PAGED}, float scale, int sliding_window, float softcap, Tensor? sinks,"
+    " Tensor? ancestor_mask, bool return_logsumexp) -> (Tensor, Tensor)",
+    f"cross_attention({_PAGED}, float scale) -> Tensor",
 )
 
 _library = torch.library.Library("fastspec", "DEF")
@@ -133,24 +139,27 @@ def _(token_ids, lengths, min_match, max_match, num_tokens, rule):
 
 
 @torch.library.register_fake("fastspec::store_kv")
-def _(key, value, key_cache, value_cache, slot_mapping):
-    _require_one_device(key, value, key_cache, value_cache, slot_mapping)
+def _(key, value, key_cache, value_cache, slot_mapping, cos, sin):
+    _require_one_device(key, value, key_cache, value_cache, slot_mapping, cos, sin)
+
+
+@torch.library.register_fake("fastspec::compact_kv")
+def _(*tensors):
+    _require_one_device(*tensors)
 
 
 @torch.library.register_fake("fastspec::tree_attention")
-def _(
-    query,
-    key_cache,
-    value_cache,
-    block_table,
-    context_lens,
-    cu_rows,
-    scale,
-    sliding_window,
-    softcap,
-    sinks,
-):
-    _require_one_device(query, key_cache, value_cache, block_table, context_lens, cu_rows, sinks)
+def _(query, *args):
+    *others, _, _, _, sinks, ancestor_mask, return_logsumexp = args
+    _require_one_device(query, *others, sinks, ancestor_mask)
+    rows = query.shape[:2] if return_logsumexp else (0,)
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    return out, query.new_empty(rows, dtype=torch.float32)
+
+
+@torch.library.register_fake("fastspec::cross_attention")
+def _(query, *args):
+    _require_one_device(query, *args[:-1])
     return torch.empty_like(query, memory_format=torch.contiguous_format)
 
 

@@ -5,7 +5,15 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+from .cases import backends_of
+
 TABLE_POISON = (-1, 2**31 - 1)
+
+
+def attention_backends(op: str) -> list[str]:
+    """The backends to test; Triton's interpreter is too slow here, tests/triton has its cases."""
+    names = backends_of(op)
+    return names if torch.cuda.is_available() else [name for name in names if name != "triton"]
 
 
 @dataclass
@@ -62,30 +70,86 @@ def paged(
     return Paged(query, key_cache, value_cache, block_table, lengths, cu_rows, keys, values)
 
 
-def dense_attention(
+def random_trees(batch: int, num_nodes: int, reach: int = 4) -> Tensor:
+    """Parents [B, N] int32, each one of the `reach` nodes before; a chain where that is 1."""
+    node = torch.arange(num_nodes)
+    parents = node - 1 - (torch.rand(batch, num_nodes) * node.clamp(max=reach)).long()
+    return parents.clamp(min=-1).to(torch.int32)
+
+
+def nodes_of(words: Tensor, num_rows: int) -> list[int]:
+    """The nodes, below num_rows, whose bits are set in one row of an ancestor mask."""
+    values = words.tolist()
+    return [j for j in range(num_rows) if values[j // 64] >> j % 64 & 1]
+
+
+def seen_places(
+    length: int, num_rows: int, sliding_window: int, mask: Tensor | None
+) -> list[list[int]]:
+    """The places of the context that each of its last rows sees."""
+    prefix = length - num_rows
+    nodes = [
+        list(range(i + 1)) if mask is None else nodes_of(mask[i], num_rows) for i in range(num_rows)
+    ]
+    position = list(range(prefix)) + [prefix + len(seen) - 1 for seen in nodes]
+    places = [[*range(prefix), *(prefix + j for j in seen)] for seen in nodes]
+    if sliding_window == 0:
+        return places
+    oldest = [position[prefix + i] - sliding_window + 1 for i in range(num_rows)]
+    return [
+        [place for place in seen if position[place] >= start]
+        for seen, start in zip(places, oldest, strict=True)
+    ]
+
+
+def dense_attention(case: Paged, *args, **options) -> Tensor:
+    """The definition in float64: what tree_attention returns first."""
+    return dense_outputs(case, *args, **options)[0]
+
+
+def dense_outputs(
     case: Paged,
     scale: float | None = None,
     sliding_window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
-) -> Tensor:
-    """The definition, one row and one head at a time, in float64."""
+    ancestor_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Outputs and logsumexp of tree_attention, one row at a time, in float64."""
+    bounds = case.cu_rows.tolist()
+    places = []
+    for b, length in enumerate(case.context_lens.tolist()):
+        mask = None if ancestor_mask is None else ancestor_mask[b]
+        places += seen_places(length, bounds[b + 1] - bounds[b], sliding_window, mask)
+    return dense_rows(case, places, scale, softcap, sinks)
+
+
+def dense_rows(
+    case: Paged,
+    places: list[list[int]],
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of each row to the given places of its context, and the logsumexp."""
     out = torch.zeros(case.query.shape, dtype=torch.float64)
+    logsumexp = torch.full(out.shape[:2], -torch.inf, dtype=torch.float64)
     num_heads, head_size = case.query.shape[1:]
     group = num_heads // case.key_cache.shape[2]
     scale = head_size**-0.5 if scale is None else scale
-    bounds = case.cu_rows.tolist()
-    for b, length in enumerate(case.context_lens.tolist()):
-        for row in range(bounds[b], bounds[b + 1]):
-            position = length - (bounds[b + 1] - row)
-            first = max(0, position - sliding_window + 1) if sliding_window else 0
-            for head in range(num_heads):
-                keys = case.keys[b][first : position + 1, head // group].double()
-                values = case.values[b][first : position + 1, head // group].double()
-                scores = keys @ case.query[row, head].double() * scale
-                if softcap:
-                    scores = softcap * torch.tanh(scores / softcap)
-                weights = scores.exp()
-                extra = sinks[head].double().exp() if sinks is not None else 0.0
-                out[row, head] = weights @ values / (weights.sum() + extra)
-    return out
+    sequence = torch.repeat_interleave(case.cu_rows.diff()).tolist()
+    for row, (b, seen) in enumerate(zip(sequence, places, strict=True)):
+        if not seen:
+            continue
+        keys, values = (  # [H, S, D]
+            dense[b][seen].double().transpose(0, 1).repeat_interleave(group, 0)
+            for dense in (case.keys, case.values)
+        )
+        scores = (keys @ case.query[row].double()[:, :, None]).squeeze(2) * scale  # [H, S]
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        weights = scores.exp()
+        extra = 0.0 if sinks is None else sinks.double().exp()
+        out[row] = (weights[:, None] @ values).squeeze(1) / (weights.sum(1) + extra)[:, None]
+        logsumexp[row] = weights.sum(1).log()
+    return out, logsumexp

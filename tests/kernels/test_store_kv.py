@@ -90,6 +90,89 @@ def test_a_slot_outside_the_cache_writes_nothing(backend, slot):
     assert (value_cache == -7).all()
 
 
+def rotated(key, cos, sin):
+    """Transformers' own formula, in float64."""
+    size = cos.shape[1]
+    part = key[..., :size].double()
+    swapped = torch.cat([-part[..., size // 2 :], part[..., : size // 2]], dim=-1)
+    turned = part * cos.double()[:, None] + swapped * sin.double()[:, None]
+    return torch.cat([turned, key[..., size:].double()], dim=-1)
+
+
+def rotary(num_tokens, size, dtype, equal_halves=True):
+    angle = torch.randn(num_tokens, size) * 5
+    if equal_halves:
+        angle[:, size // 2 :] = angle[:, : size // 2]
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+@backends
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("head_size", "size"), [(8, 8), (8, 2), (80, 32), (64, 64), (5, 4)])
+@pytest.mark.parametrize("same_dtype", [False, True])
+@pytest.mark.parametrize("equal_halves", [False, True])
+def test_rotation(backend, dtype, head_size, size, same_dtype, equal_halves):
+    """The first values of each key turn, all else is copied; values never turn."""
+    key, value = torch.randn(2, 6, 2, head_size).to(dtype)
+    cos, sin = rotary(6, size, dtype if same_dtype else torch.float32, equal_halves)
+    slots = torch.tensor([3, -1, 0, 19, 4, 7])
+    device = device_of(backend)
+    tensors = [tensor.to(device) for tensor in (key, value, *caches(head_size=head_size))]
+    tensors[2:] = [cache.to(dtype) for cache in tensors[2:]]
+    factors = {"cos": cos.to(device), "sin": sin.to(device)}
+    store_kv(*tensors, slots.to(device), **factors, backend=backend)
+    key_cache, value_cache = (cache.flatten(0, 1).cpu() for cache in tensors[2:])
+    kept = slots >= 0
+    expected = rotated(key, cos, sin)[kept]
+    tolerance = {torch.float32: 5e-7, torch.float16: 5e-4, torch.bfloat16: 4e-3}[dtype]
+    stored = key_cache[slots[kept]]
+    torch.testing.assert_close(stored.double(), expected, atol=tolerance, rtol=tolerance)
+    assert torch.equal(bits(stored[..., size:]), bits(key[kept][..., size:]))
+    assert torch.equal(bits(value_cache[slots[kept]]), bits(value[kept]))
+    others = torch.ones(20, dtype=torch.bool).index_fill(0, slots[kept], False)
+    assert key_cache[others].isnan().all()
+    assert (value_cache[others] == -7).all()
+
+
+@backends
+def test_rotation_of_views(backend):
+    """Heads first, and factors with padded rows."""
+    key = torch.randn(2, 3, 8).transpose(0, 1)
+    cos, sin = (factor[:, 1:7] for factor in rotary(3, 9, torch.float32, False))
+    key_cache, value_cache = caches()
+    slots = torch.tensor([5, 6, 7])
+    device = device_of(backend)
+    moved = [tensor.to(device) for tensor in (key, key, key_cache, value_cache, slots, cos, sin)]
+    store_kv(*moved[:5], cos=moved[5], sin=moved[6], backend=backend)
+    stored = moved[2].flatten(0, 1)[5:8].cpu()
+    torch.testing.assert_close(stored.double(), rotated(key, cos, sin), atol=5e-7, rtol=5e-7)
+
+
+WRONG_ROTATIONS = [
+    ("cos", torch.ones(2, 3), torch.ones(2, 3)),
+    ("cos", torch.ones(2, 10), torch.ones(2, 10)),
+    ("cos", torch.ones(2, 0), torch.ones(2, 0)),
+    ("cos", torch.ones(1, 4), torch.ones(1, 4)),
+    ("cos", torch.ones(2, 4).half(), torch.ones(2, 4).half()),
+    ("cos", torch.ones(2, 8)[:, ::2], torch.ones(2, 4)),
+    ("cos", torch.ones(2, 4), None),
+    ("cos", None, torch.ones(2, 4)),
+    ("cos", 1.0, torch.ones(2, 4)),
+    ("sin", torch.ones(2, 4), torch.ones(2, 2)),
+    ("sin", torch.ones(2, 4), torch.ones(2, 4).double()),
+    ("sin", torch.ones(2, 4), torch.ones(2, 8)[:, ::2]),
+]
+
+
+@backends
+@pytest.mark.parametrize(("name", "cos", "sin"), WRONG_ROTATIONS)
+def test_wrong_rotations(backend, name, cos, sin):
+    key, value = torch.randn(2, 2, 2, 8)
+    tensors = (key, value, *caches(), torch.tensor([3, 4]))
+    with pytest.raises(ValueError, match=f"^{name}"):
+        store_kv(*tensors, cos=cos, sin=sin, backend=backend)
+
+
 WRONG = {
     "key": [
         lambda key: key.tolist(),
@@ -131,5 +214,7 @@ def test_wrong_arguments(backend, name, change):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_opcheck(dtype):
     key, value = torch.randn(2, 3, 2, 8).to(dtype)
-    arguments = (key, value, *caches(dtype=dtype), torch.tensor([3, -1, 4]))
+    arguments = (key, value, *caches(dtype=dtype), torch.tensor([3, -1, 4]), None, None)
+    torch.library.opcheck(torch.ops.fastspec.store_kv.default, arguments)
+    arguments = (*arguments[:5], *rotary(3, 4, dtype))
     torch.library.opcheck(torch.ops.fastspec.store_kv.default, arguments)

@@ -5,13 +5,13 @@ import torch
 
 from fastspec_kernels import tree_attention
 
-from .cases import backends_of, device_of
-from .paged import Paged, dense_attention, paged
+from .cases import device_of
+from .paged import Paged, attention_backends, dense_attention, paged
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-backends = pytest.mark.parametrize("backend", backends_of("tree_attention"))
+backends = pytest.mark.parametrize("backend", attention_backends("tree_attention"))
 compiled = pytest.mark.parametrize(
-    "backend", [name for name in backends_of("tree_attention") if name != "reference"]
+    "backend", [name for name in attention_backends("tree_attention") if name != "reference"]
 )
 
 SHAPES = {
@@ -215,4 +215,4 @@ def test_bits_do_not_depend_on_blocks_or_threads(backend):
 def test_opcheck(sinks):
     tensors = paged([20, 3], [2, 1]).tensors
     op = torch.ops.fastspec.tree_attention.default
-    torch.library.opcheck(op, (*tensors, 0.25, 0, 0.0, sinks))
+    torch.library.opcheck(op, (*tensors, 0.25, 0, 0.0, sinks, None, False))

@@ -7,10 +7,9 @@ import torch
 
 from fastspec_kernels import tree_attention
 
-from .cases import backends_of
-from .paged import paged
+from .paged import attention_backends, paged
 
-backends = pytest.mark.parametrize("backend", backends_of("tree_attention"))
+backends = pytest.mark.parametrize("backend", attention_backends("tree_attention"))
 
 
 def arguments() -> dict:
@@ -99,6 +98,7 @@ def test_wrong_tensor(backend, name, change):
         ("sinks", torch.zeros(8)[::2]),
         ("sinks", torch.zeros(4, device="meta")),
         ("ancestor_mask", torch.ones(2, 1, dtype=torch.int64)),
+        ("ancestor_mask", torch.ones(2, 2, 1, dtype=torch.int64, device="meta")),
     ],
 )
 def test_wrong_option(backend, option, value):

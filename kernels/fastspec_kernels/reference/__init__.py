@@ -1,6 +1,11 @@
 """The specification of every op: plain PyTorch, float64 inside, one screen per op."""
 
-from fastspec_kernels.reference.attention import store_kv, tree_attention
+from fastspec_kernels.reference.attention import (
+    compact_kv,
+    cross_attention,
+    store_kv,
+    tree_attention,
+)
 from fastspec_kernels.reference.layers import gated_mlp, linear, rms_norm
 from fastspec_kernels.reference.rng import uniform
 from fastspec_kernels.reference.sampling import logits_to_probs, row_stats, sample
@@ -10,6 +15,8 @@ from fastspec_kernels.reference.verify import verify_chain
 
 __all__ = [
     "build_tree",
+    "compact_kv",
+    "cross_attention",
     "gated_mlp",
     "linear",
     "logits_to_probs",

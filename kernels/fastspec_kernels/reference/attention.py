@@ -2,17 +2,61 @@
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 def store_kv(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
 ) -> None:
     """Write by (block, offset) of each slot that is not -1."""
+    if cos is not None and sin is not None:
+        size = cos.shape[1]
+        first, second = key[..., :size].float().chunk(2, dim=-1)
+        swapped = torch.cat([-second, first], dim=-1)
+        rotated = key[..., :size].float() * cos[:, None].float() + swapped * sin[:, None].float()
+        key = torch.cat([rotated.to(key.dtype), key[..., size:]], dim=-1)
     kept = slot_mapping >= 0
     slots = slot_mapping[kept]
     block_size = key_cache.shape[1]
     key_cache[slots // block_size, slots % block_size] = key[kept]
     value_cache[slots // block_size, slots % block_size] = value[kept]
+
+
+def compact_kv(
+    key_caches: Tensor,
+    value_caches: Tensor,
+    block_table: Tensor,
+    prefix_lens: Tensor,
+    path: Tensor,
+    accepted_len: Tensor,
+) -> None:
+    """Read every accepted node, then write them all."""
+    num_blocks, block_size = key_caches.shape[1:3]
+    table = pad(block_table.long(), (0, 1), value=-1)  # [B, M + 1], the last entry for no place
+    step = torch.arange(path.shape[1], device=path.device)
+    prefix = prefix_lens.long()[:, None]
+
+    def slots(place: Tensor) -> Tensor:
+        """Slot of each place [B, N], -1 where the sequence has none."""
+        inside = (place >= 0) & (place < block_table.shape[1] * block_size)
+        block = table.gather(1, torch.where(inside, place // block_size, table.shape[1] - 1))
+        return torch.where(
+            (block >= 0) & (block < num_blocks), block * block_size + place % block_size, -1
+        )
+
+    source, target = slots(prefix + path), slots(prefix + 1 + step.expand_as(path))
+    moves = (step < accepted_len[:, None]) & ((path >= 0).cumprod(1) > 0)
+    moves &= (source >= 0) & (target >= 0)
+    source, target = source[moves], target[moves]
+    for caches in (key_caches, value_caches):
+        nodes = caches[:, source // block_size, source % block_size]
+        caches[:, target // block_size, target % block_size] = nodes
 
 
 def tree_attention(
@@ -26,38 +70,66 @@ def tree_attention(
     sliding_window: int,
     softcap: float,
     sinks: Tensor | None,
-) -> Tensor:
-    """Gather each context, then score, mask, cap and normalise in float64."""
+    ancestor_mask: Tensor | None,
+    return_logsumexp: bool,
+) -> tuple[Tensor, Tensor]:
+    """Gather each context and find out who sees whom; `_attend` does the rest."""
     out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
+    logsumexp = torch.full(query.shape[:2], -torch.inf, device=query.device)
     bounds = cu_rows.tolist()
     for b, context in enumerate(context_lens.tolist()):
         rows = slice(bounds[b], bounds[b + 1])
         num_rows = rows.stop - rows.start
         if num_rows == 0:
             continue
+        prefix = context - num_rows
+        words = None if ancestor_mask is None else ancestor_mask[b]
+        sees = _tail(num_rows, words, query.device)  # [rows, rows]
+        depth = sees.sum(-1) - 1
+        position = torch.cat([torch.arange(prefix, device=query.device), prefix + depth])  # [S]
+        visible = pad(sees, (prefix, 0), value=True)  # [rows, S]
+        if sliding_window > 0:
+            visible &= position > (prefix + depth)[:, None] - sliding_window
         keys = _gather(key_cache, block_table[b], context)  # [S, G, D]
         values = _gather(value_cache, block_table[b], context)
-        position = torch.arange(context - num_rows, context, device=query.device)[:, None]
-        token = torch.arange(context, device=query.device)[None]
-        hidden = token > position  # [rows, S]
-        if sliding_window > 0:
-            hidden |= token <= position - sliding_window
-        queries = query[rows].double().unflatten(1, (keys.shape[1], -1))  # [rows, G, H / G, D]
-        scores = torch.einsum("tghd,sgd->tghs", queries, keys).flatten(1, 2) * scale  # [rows, H, S]
-        if softcap > 0.0:
-            scores = softcap * torch.tanh(scores / softcap)
-        scores = scores.masked_fill(hidden[:, None], -torch.inf)
-        if sinks is not None:
-            sink = sinks.double()[None, :, None].expand(num_rows, -1, 1)
-            scores = torch.cat([scores, sink], dim=-1)
-        weights = torch.softmax(scores, dim=-1)[..., :context].unflatten(1, (keys.shape[1], -1))
-        # A value that is not finite must not meet the weight 0 of a row that does not see it.
-        finite = torch.isfinite(values)
-        spoilt = torch.einsum("ts,sgd->tgd", (~hidden).double(), (~finite).double()) > 0
-        mixed = torch.einsum("tghs,sgd->tghd", weights, values.where(finite, 0.0))
-        mixed = mixed.masked_fill(spoilt[:, :, None], torch.nan)
-        out[rows] = mixed.flatten(1, 2).to(out.dtype)
+        options = (scale, softcap, sinks)
+        mixed, logsumexp[rows] = _attend(query[rows], keys, values, visible, *options)
+        out[rows] = mixed.to(out.dtype)
+    return out, logsumexp if return_logsumexp else logsumexp.new_empty(0)
+
+
+def cross_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    context_lens: Tensor,
+    cu_rows: Tensor,
+    scale: float,
+) -> Tensor:
+    """Gather each context, all of which every row of the sequence sees."""
+    out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
+    bounds = cu_rows.tolist()
+    for b, context in enumerate(context_lens.tolist()):
+        rows = slice(bounds[b], bounds[b + 1])
+        if rows.start == rows.stop:
+            continue
+        keys = _gather(key_cache, block_table[b], context)
+        values = _gather(value_cache, block_table[b], context)
+        visible = torch.ones(
+            (rows.stop - rows.start, context), dtype=torch.bool, device=query.device
+        )
+        mixed, _ = _attend(query[rows], keys, values, visible, scale, 0.0, None)
+        out[rows] = mixed.to(out.dtype)
     return out
+
+
+def _tail(num_rows: int, words: Tensor | None, device: torch.device) -> Tensor:
+    """Which of the last `num_rows` keys each of as many rows sees, windows apart."""
+    node = torch.arange(num_rows, device=device)
+    if words is None:
+        return node <= node[:, None]
+    return (words[:num_rows, node // 64] >> (node % 64)) & 1 > 0
 
 
 def _gather(cache: Tensor, blocks: Tensor, context: int) -> Tensor:
@@ -65,3 +137,32 @@ def _gather(cache: Tensor, blocks: Tensor, context: int) -> Tensor:
     block_size = cache.shape[1]
     used = blocks[: -(-context // block_size)].long()
     return cache[used].flatten(0, 1)[:context].double()
+
+
+def _attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor,
+    scale: float,
+    softcap: float,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Score, cap, mask and normalise in float64: outputs [rows, H, D] and logsumexp [rows, H]."""
+    queries = query.double().unflatten(1, (keys.shape[1], -1))  # [rows, G, H / G, D]
+    scores = torch.einsum("tghd,sgd->tghs", queries, keys).flatten(1, 2) * scale  # [rows, H, S]
+    if softcap > 0.0:
+        scores = softcap * torch.tanh(scores / softcap)
+    visible = visible[:, None]  # [rows, 1, S]
+    scores = scores.masked_fill(~visible, -torch.inf)
+    logsumexp = torch.logsumexp(scores, -1)
+    denominator = logsumexp
+    if sinks is not None:
+        denominator = torch.logaddexp(logsumexp, sinks.double())
+    weights = (scores - denominator[..., None]).exp().where(visible, 0.0)
+    weights = weights.unflatten(1, (keys.shape[1], -1))
+    # A value that is not finite must not meet the weight 0 of a row that does not see it.
+    finite = torch.isfinite(values)
+    spoilt = torch.einsum("ts,sgd->tgd", visible[:, 0].double(), (~finite).double()) > 0
+    mixed = torch.einsum("tghs,sgd->tghd", weights, values.where(finite, 0.0))
+    return mixed.masked_fill(spoilt[:, :, None], torch.nan).flatten(1, 2), logsumexp

@@ -1,0 +1,196 @@
+// Unpacks the tensors of the ops on paged caches, allocates their outputs, and registers them.
+#include <cmath>
+#include <tuple>
+
+#include "bindings_cpu.h"
+#include "cpu/compact_kv.h"
+#include "cpu/store_kv.h"
+#include "cpu/tree_attention.h"
+
+namespace fastspec {
+namespace {
+
+void require_caches(const Tensor& key_cache, const Tensor& value_cache, int64_t rank = 4) {
+  require(key_cache.dim() == rank && value_cache.dim() == rank);
+  for (int64_t dim = 0; dim < rank; ++dim) {
+    require(dim < rank - 3 || key_cache.size(dim) > 0);
+    require(value_cache.size(dim) == key_cache.size(dim));
+    require(value_cache.stride(dim) == key_cache.stride(dim));
+  }
+  require(value_cache.scalar_type() == key_cache.scalar_type());
+  require(key_cache.stride(rank - 2) == key_cache.size(rank - 1));
+  require(key_cache.stride(rank - 1) == 1);
+}
+
+// The rows of new tokens, or of queries, beside a cache.
+void require_rows(const Tensor& rows, int64_t num_rows, int64_t num_heads, const Tensor& cache) {
+  require(has_shape(rows, {num_rows, num_heads, cache.size(3)}));
+  require(rows.scalar_type() == cache.scalar_type());
+  require(rows.stride(2) == 1 || rows.size(2) == 1);
+}
+
+cpu::StoreSide store_side(const Tensor& tokens, const Tensor& cache) {
+  const int64_t size = tokens.element_size();
+  return {static_cast<const char*>(tokens.const_data_ptr()),
+          static_cast<char*>(cache.mutable_data_ptr()),
+          tokens.stride(0) * size,
+          tokens.stride(1) * size,
+          cache.stride(0) * size,
+          cache.stride(1) * size};
+}
+
+cpu::Rotation rotation(const Tensor& cos, const Tensor& sin, const Tensor& key) {
+  require(has_shape(cos, {key.size(0), cos.size(1)}) && has_shape(sin, {key.size(0), cos.size(1)}));
+  const int64_t size = cos.size(1);
+  require(size >= 2 && size % 2 == 0 && size <= key.size(2));
+  require(cos.scalar_type() == sin.scalar_type());
+  require(cos.scalar_type() == ScalarType::Float || cos.scalar_type() == key.scalar_type());
+  require(cos.stride(1) == 1 && sin.stride(1) == 1);
+  return {element(key),  element(cos), cos.const_data_ptr(), sin.const_data_ptr(), cos.stride(0),
+          sin.stride(0), size};
+}
+
+void store_kv(const Tensor& key, const Tensor& value, Tensor key_cache, Tensor value_cache,
+              const Tensor& slot_mapping, const OptionalTensor& cos, const OptionalTensor& sin) {
+  require_caches(key_cache, value_cache);
+  element(key_cache);
+  cpu::StoreCall call = {};
+  call.num_tokens = slot_mapping.numel();
+  call.num_heads = key_cache.size(2);
+  require_rows(key, call.num_tokens, call.num_heads, key_cache);
+  require_rows(value, call.num_tokens, call.num_heads, key_cache);
+  require(is_vector(slot_mapping, call.num_tokens, ScalarType::Long));
+  require(cos.has_value() == sin.has_value());
+  if (cos) call.rotation = rotation(*cos, *sin, key);
+  call.key = store_side(key, key_cache);
+  call.value = store_side(value, value_cache);
+  call.slot_mapping = slot_mapping.const_data_ptr<int64_t>();
+  call.head_bytes = key.size(2) * static_cast<int64_t>(key.element_size());
+  call.num_blocks = key_cache.size(0);
+  call.block_size = key_cache.size(1);
+  cpu::store_kv(call);
+}
+
+void compact_kv(Tensor key_caches, Tensor value_caches, const Tensor& block_table,
+                const Tensor& prefix_lens, const Tensor& path, const Tensor& accepted_len) {
+  require_caches(key_caches, value_caches, 5);
+  element(key_caches);
+  require(block_table.dim() == 2 && path.dim() == 2);
+  cpu::CompactCall call = {};
+  call.batch = block_table.size(0);
+  call.max_blocks = block_table.size(1);
+  call.num_nodes = path.size(1);
+  require(path.size(0) == call.batch);
+  require(is_matrix(block_table, ScalarType::Int) && is_matrix(path, ScalarType::Int));
+  require(is_vector(prefix_lens, call.batch, ScalarType::Int));
+  require(is_vector(accepted_len, call.batch, ScalarType::Int));
+  const int64_t size = key_caches.element_size();
+  call.caches[0] = static_cast<char*>(key_caches.mutable_data_ptr());
+  call.caches[1] = static_cast<char*>(value_caches.mutable_data_ptr());
+  call.num_layers = key_caches.size(0);
+  call.num_blocks = key_caches.size(1);
+  call.block_size = key_caches.size(2);
+  call.layer_stride = key_caches.stride(0) * size;
+  call.block_stride = key_caches.stride(1) * size;
+  call.slot_stride = key_caches.stride(2) * size;
+  call.slot_bytes = key_caches.size(3) * key_caches.size(4) * size;
+  call.block_table = block_table.const_data_ptr<int32_t>();
+  call.prefix_lens = prefix_lens.const_data_ptr<int32_t>();
+  call.path = path.const_data_ptr<int32_t>();
+  call.accepted_len = accepted_len.const_data_ptr<int32_t>();
+  call.table_stride = block_table.stride(0);
+  call.path_stride = path.stride(0);
+  cpu::compact_kv(call);
+}
+
+// What the attention ops have in common; without options, and without outputs.
+cpu::AttentionCall attention_call(const Tensor& query, const Tensor& key_cache,
+                                  const Tensor& value_cache, const Tensor& block_table,
+                                  const Tensor& context_lens, const Tensor& cu_rows, double scale) {
+  require_caches(key_cache, value_cache);
+  require(query.dim() == 3 && block_table.dim() == 2);
+  cpu::AttentionCall call = {};
+  call.num_rows = query.size(0);
+  call.num_heads = query.size(1);
+  call.head_size = query.size(2);
+  call.num_blocks = key_cache.size(0);
+  call.block_size = key_cache.size(1);
+  call.num_kv_heads = key_cache.size(2);
+  call.batch = block_table.size(0);
+  call.max_blocks = block_table.size(1);
+  require(call.num_heads > 0 && call.num_heads % call.num_kv_heads == 0);
+  require_rows(query, call.num_rows, call.num_heads, key_cache);
+  require(is_matrix(block_table, ScalarType::Int));
+  require(is_vector(context_lens, call.batch, ScalarType::Int));
+  require(is_vector(cu_rows, call.batch + 1, ScalarType::Int));
+  require(std::isfinite(scale));
+  call.element = element(query);
+  call.query = query.const_data_ptr();
+  call.key_cache = key_cache.const_data_ptr();
+  call.value_cache = value_cache.const_data_ptr();
+  call.block_table = block_table.const_data_ptr<int32_t>();
+  call.context_lens = context_lens.const_data_ptr<int32_t>();
+  call.cu_rows = cu_rows.const_data_ptr<int32_t>();
+  call.query_token_stride = query.stride(0);
+  call.query_head_stride = query.stride(1);
+  call.block_stride = key_cache.stride(0);
+  call.slot_stride = key_cache.stride(1);
+  call.table_stride = block_table.stride(0);
+  call.scale = static_cast<float>(scale);
+  return call;
+}
+
+std::tuple<Tensor, Tensor> tree_attention(const Tensor& query, const Tensor& key_cache,
+                                          const Tensor& value_cache, const Tensor& block_table,
+                                          const Tensor& context_lens, const Tensor& cu_rows,
+                                          double scale, int64_t sliding_window, double softcap,
+                                          const OptionalTensor& sinks,
+                                          const OptionalTensor& ancestor_mask,
+                                          bool return_logsumexp) {
+  cpu::AttentionCall call =
+      attention_call(query, key_cache, value_cache, block_table, context_lens, cu_rows, scale);
+  require(!sinks || is_vector(*sinks, call.num_heads, ScalarType::Float));
+  require(std::isfinite(softcap) && softcap >= 0 && sliding_window >= 0);
+  call.holds_queries = true;
+  if (ancestor_mask) {
+    require(ancestor_mask->dim() == 3 && ancestor_mask->is_contiguous());
+    call.num_nodes = ancestor_mask->size(1);
+    require(call.num_nodes >= 1 && call.num_nodes <= cpu::kMaxTreeNodes);
+    require(has_shape(*ancestor_mask, {call.batch, call.num_nodes, (call.num_nodes + 63) / 64}));
+    require(ancestor_mask->scalar_type() == ScalarType::Long);
+    call.ancestor_mask = ancestor_mask->const_data_ptr<int64_t>();
+  }
+  call.sinks = sinks ? sinks->const_data_ptr<float>() : nullptr;
+  // A window longer than any context is none, and its arithmetic must not overflow.
+  call.sliding_window = sliding_window < INT32_MAX ? sliding_window : 0;
+  call.softcap = static_cast<float>(softcap);
+  Tensor out = new_tensor({call.num_rows, call.num_heads, call.head_size}, query.scalar_type());
+  call.out = out.mutable_data_ptr();
+  Tensor logsumexp = return_logsumexp
+                         ? new_tensor({call.num_rows, call.num_heads}, ScalarType::Float)
+                         : new_tensor({0}, ScalarType::Float);
+  call.logsumexp = return_logsumexp ? logsumexp.mutable_data_ptr<float>() : nullptr;
+  cpu::attention(call);
+  return {out, logsumexp};
+}
+
+Tensor cross_attention(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
+                       const Tensor& block_table, const Tensor& context_lens, const Tensor& cu_rows,
+                       double scale) {
+  cpu::AttentionCall call =
+      attention_call(query, key_cache, value_cache, block_table, context_lens, cu_rows, scale);
+  Tensor out = new_tensor({call.num_rows, call.num_heads, call.head_size}, query.scalar_type());
+  call.out = out.mutable_data_ptr();
+  cpu::attention(call);
+  return out;
+}
+
+}  // namespace
+}  // namespace fastspec
+
+STABLE_TORCH_LIBRARY_IMPL(fastspec, CPU, m) {
+  m.impl("store_kv", TORCH_BOX(&fastspec::store_kv));
+  m.impl("compact_kv", TORCH_BOX(&fastspec::compact_kv));
+  m.impl("tree_attention", TORCH_BOX(&fastspec::tree_attention));
+  m.impl("cross_attention", TORCH_BOX(&fastspec::cross_attention));
+}
