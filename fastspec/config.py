@@ -5,9 +5,10 @@ from dataclasses import InitVar, dataclass
 from numbers import Real
 from typing import Any
 
-METHODS = ("auto", "none", "draft_model")
-LATER_METHODS = ("prompt_lookup", "mag", "cascade", "glide", "tree")
+METHODS = ("auto", "none", "draft_model", "prompt_lookup")
+LATER_METHODS = ("mag", "cascade", "glide", "tree")
 _DEFAULT_SPECULATIVE_TOKENS = 5
+_DEFAULT_LOOKUP_TOKENS = 5
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,8 @@ class SpecConfig:
 
     Args:
         method: "auto" (a draft model when one is given, else none), "none" (plain
-            decoding, a drafter that is given is not loaded) or "draft_model".
+            decoding, a drafter that is given is not loaded), "draft_model" or "prompt_lookup"
+            (copy what followed the last tokens where they stood before; needs no second model).
         num_speculative_tokens: K, tokens proposed in each step, >= 1.
         draft_sample_method: "probabilistic" samples drafts from the drafter's own distribution
             under the request's parameters; "greedy" takes its argmax and verifies it as a point
@@ -110,7 +112,10 @@ class SpecConfig:
         rejection_sample_method: "standard" judges draft tokens one by one; "block" judges whole
             prefixes, accepts at least as many on average, and reads the rows once more. Both are
             exact, and the same at temperature 0.
+        prompt_lookup_min, prompt_lookup_max: last tokens that must, and that can, agree for a copy,
+            1 <= min <= max; the longest match counts. One given alone is both; by default 5.
         num_assistant_tokens: Hugging Face's name of num_speculative_tokens.
+        prompt_lookup_num_tokens: Hugging Face's way to ask for prompt lookup with that many tokens.
     Raises:
         ValueError: a value out of range, or a field that this version does not support yet.
     """
@@ -133,16 +138,22 @@ class SpecConfig:
     prompt_lookup_num_tokens: InitVar[int | None] = None
 
     def __post_init__(self, num_assistant_tokens, prompt_lookup_num_tokens):
-        if num_assistant_tokens is not None:
-            _require(
-                "num_assistant_tokens",
-                num_assistant_tokens,
-                self.num_speculative_tokens in (num_assistant_tokens, _DEFAULT_SPECULATIVE_TOKENS),
-                f"the value of num_speculative_tokens, {self.num_speculative_tokens!r}, or None",
-            )
-            object.__setattr__(self, "num_speculative_tokens", num_assistant_tokens)
         if prompt_lookup_num_tokens is not None:
-            raise ValueError("prompt_lookup_num_tokens: is not supported yet")
+            asks = self.method in ("auto", "prompt_lookup")
+            expected = f"None for method {self.method!r}"
+            _require("prompt_lookup_num_tokens", prompt_lookup_num_tokens, asks, expected)
+            object.__setattr__(self, "method", "prompt_lookup")
+        for name, value in (
+            ("num_assistant_tokens", num_assistant_tokens),
+            ("prompt_lookup_num_tokens", prompt_lookup_num_tokens),
+        ):
+            if value is not None:
+                _require(name, value, is_int(value) and value >= 1, "an int >= 1")
+                count = self.num_speculative_tokens
+                is_free = count in (value, _DEFAULT_SPECULATIVE_TOKENS)
+                expected = f"the value of num_speculative_tokens, {count!r}, or None"
+                _require(name, value, is_free, expected)
+                object.__setattr__(self, "num_speculative_tokens", value)
         if self.method in LATER_METHODS:
             raise ValueError(f"method: {self.method!r} is not supported yet")
         _require("method", self.method, self.method in METHODS, f"one of {METHODS}")
@@ -162,10 +173,9 @@ class SpecConfig:
             self.rejection_sample_method in ("standard", "block"),
             "'standard' or 'block'",
         )
+        self._check_lookup()
         _reject_unsupported(
             self,
-            prompt_lookup_min=None,
-            prompt_lookup_max=None,
             k_matrix=None,
             lenience=1.0,
             tree_width=None,
@@ -175,6 +185,22 @@ class SpecConfig:
             schedule="constant",
             synthetic_acceptance_rate=None,
         )
+
+    @property
+    def lookup_lengths(self) -> tuple[int, int]:
+        """The least and the most tokens that prompt lookup matches."""
+        least = self.prompt_lookup_min or self.prompt_lookup_max or _DEFAULT_LOOKUP_TOKENS
+        return least, self.prompt_lookup_max or least
+
+    def _check_lookup(self) -> None:
+        for name in ("prompt_lookup_min", "prompt_lookup_max"):
+            value = getattr(self, name)
+            if self.method != "prompt_lookup":
+                _require(name, value, value is None, f"None for method {self.method!r}")
+            _require(name, value, value is None or (is_int(value) and value >= 1), "an int >= 1")
+        least, most = self.lookup_lengths
+        expected = f"at least prompt_lookup_min, {least}"
+        _require("prompt_lookup_max", self.prompt_lookup_max, most >= least, expected)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastspec.block_manager import BlockManager
 from fastspec.config import EngineConfig, SpecConfig
-from fastspec.drafters import Drafter, DraftModelDrafter
+from fastspec.drafters import Drafter, DraftModelDrafter, PromptLookupDrafter
 from fastspec.loading import check_same_tokenizer, load_model, load_tokenizer
 from fastspec.paged_model import PagedModel
 from fastspec.runner import ModelRunner
@@ -28,11 +28,16 @@ class DrafterFactory:
         self, target: str | Path | PreTrainedModel, drafter: DrafterSource | None
     ) -> DrafterSource | None:
         """The drafter that target, drafter and spec.method together name, or None."""
-        if self._spec.method == "none":
+        spec = self._spec
+        if spec.method == "none":
             return None
+        if spec.method == "prompt_lookup":
+            if drafter is not None:
+                raise ValueError("drafter: method 'prompt_lookup' takes none")
+            return PromptLookupDrafter(*spec.lookup_lengths, self._config.backend)
         if drafter is None and isinstance(target, str) and target == "tiny":
             return "tiny-draft"
-        if drafter is None and self._spec.method == "draft_model":
+        if drafter is None and spec.method == "draft_model":
             raise ValueError("drafter: method 'draft_model' needs a draft model, got None")
         return drafter
 

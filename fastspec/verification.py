@@ -44,7 +44,9 @@ def verify(
     runner: ModelRunner, batch: Batch, proposal: Proposal, method: str, backend: str
 ) -> list[Verdict]:
     """Judge the proposals in one target pass; a round's only copy from the device is made here."""
-    counts = [wanted + 1 for wanted in batch.num_draft_tokens]
+    wanted = batch.num_draft_tokens
+    proposed = wanted if proposal.num_tokens is None else proposal.num_tokens
+    counts = [min(pair) + 1 for pair in zip(wanted, proposed, strict=True)]
     spans = [
         Span(request.block_table, len(request.token_ids) - 1, count)
         for request, count in zip(batch.requests, counts, strict=True)

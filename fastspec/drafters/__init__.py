@@ -2,5 +2,6 @@
 
 from fastspec.drafters.base import Drafter, Proposal
 from fastspec.drafters.draft_model import DraftModelDrafter
+from fastspec.drafters.lookup import PromptLookupDrafter
 
-__all__ = ["DraftModelDrafter", "Drafter", "Proposal"]
+__all__ = ["DraftModelDrafter", "Drafter", "PromptLookupDrafter", "Proposal"]

@@ -19,11 +19,14 @@ class Proposal:
             sampling parameters, V' at most the target's vocabulary; None when the tokens are point
             masses, that is picked by any rule that leaves no other choice (argmax, a match in the
             text).
+        num_tokens: proposals in each row, for a drafter that knows them without waiting for the
+            device: the target then reads no more than these. None = as many as were wanted.
     """
 
     token_ids: Tensor
     parents: Tensor | None = None
     draft_logits: Tensor | None = None
+    num_tokens: list[int] | None = None
 
 
 @runtime_checkable

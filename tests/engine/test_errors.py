@@ -134,7 +134,7 @@ def test_sampling_params(field, value):
         ("confidence_threshold", 0.3),
         ("schedule", "adaptive"),
         ("synthetic_acceptance_rate", 0.5),
-        ("prompt_lookup_num_tokens", 3),
+        ("prompt_lookup_num_tokens", 0),
     ],
 )
 def test_spec_config(field, value):

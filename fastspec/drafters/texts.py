@@ -1,0 +1,71 @@
+"""The committed tokens of the running requests, kept on the device."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastspec.request import Batch
+
+_LEAST_WIDTH = 256
+
+
+class Texts(NamedTuple):
+    """Of one batch: token_ids [B, S] int32, of which the first lengths[b] count ([B] int32)."""
+
+    token_ids: Tensor
+    lengths: Tensor
+
+
+class TextStore:
+    """One row for each request; a step uploads only what was committed since the last one."""
+
+    def __init__(self):
+        self._token_ids = torch.empty((0, 0), dtype=torch.int32)
+        self._rows: dict[str, int] = {}
+        self._lengths: dict[str, int] = {}
+        self._free: list[int] = []
+
+    def update(self, batch: Batch) -> Texts:
+        """The texts of a batch as they are now."""
+        lengths = [len(request.token_ids) for request in batch.requests]
+        rows = [self._row(request.request_id) for request in batch.requests]
+        self._grow(max(rows) + 1, max(lengths), batch.device)
+        width = self._token_ids.shape[1]
+        values: list[int] = []
+        places: list[int] = []
+        for request, row, length in zip(batch.requests, rows, lengths, strict=True):
+            start = self._lengths[request.request_id]
+            values += request.token_ids[start:]
+            places += range(row * width + start, row * width + length)
+            self._lengths[request.request_id] = length
+        packed = torch.tensor([*values, *places, *rows, *lengths], device=batch.device)
+        new_ids, new_places, row_index, ends = packed.split(
+            [len(values), len(places), len(rows), len(lengths)]
+        )
+        self._token_ids.view(-1)[new_places] = new_ids.to(torch.int32)
+        chosen = self._token_ids[:, : max(lengths)].index_select(0, row_index)
+        return Texts(chosen, ends.to(torch.int32))
+
+    def forget(self, request_id: str) -> None:
+        """The row is free for another request."""
+        if request_id in self._rows:
+            self._free.append(self._rows.pop(request_id))
+            del self._lengths[request_id]
+
+    def _row(self, request_id: str) -> int:
+        if request_id not in self._rows:
+            self._rows[request_id] = self._free.pop() if self._free else len(self._rows)
+            self._lengths[request_id] = 0
+        return self._rows[request_id]
+
+    def _grow(self, rows: int, width: int, device: torch.device) -> None:
+        """Make room, by doubling, so that what is kept is seldom moved."""
+        old_rows, old_width = self._token_ids.shape
+        if rows <= old_rows and width <= old_width:
+            return
+        rows = old_rows if rows <= old_rows else max(rows, 2 * old_rows)
+        width = old_width if width <= old_width else max(width, 2 * old_width, _LEAST_WIDTH)
+        grown = torch.zeros((rows, width), dtype=torch.int32, device=device)
+        grown[:old_rows, :old_width] = self._token_ids.to(device)
+        self._token_ids = grown

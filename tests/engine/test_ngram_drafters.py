@@ -1,0 +1,167 @@
+"""Drafters that copy: what they propose, how little a step without a match costs, same output."""
+
+import pytest
+import torch
+
+from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
+from fastspec.drafters import PromptLookupDrafter
+from fastspec.drafters.texts import TextStore
+from fastspec.request import Batch, Request
+
+from ..models import random_model
+from .test_greedy import hugging_face_greedy
+from .test_sampling import ALPHA, FILTERED, PLAIN, exact_law, p_value
+from .test_sampling import PROMPT as SHORT_PROMPT
+from .test_sampling import VOCAB_SIZE as SMALL_VOCAB
+
+CPU = torch.device("cpu")
+REPETITIVE = [[5, 6, 7, 8] * 9, [1, 2, 3], list(range(1, 41)) * 2, [9]]
+GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+LOOKUPS = [{}, {"prompt_lookup_max": 3}, {"prompt_lookup_min": 1, "prompt_lookup_max": 4}]
+
+
+def request_of(token_ids, name="a"):
+    return Request(name, list(token_ids), GREEDY, 0, frozenset(), 1000, None)
+
+
+def batch_of(*requests, wanted=4, num=4):
+    return Batch(list(requests), [wanted] * len(requests), num, CPU)
+
+
+@pytest.mark.parametrize("lookup", LOOKUPS)
+@pytest.mark.parametrize("num_draft", [1, 4, 9])
+def test_greedy_output_is_that_of_plain_decoding(lookup, num_draft):
+    model = random_model("llama")
+    spec = SpecConfig("prompt_lookup", num_draft, **lookup)
+    engine = Engine(model, spec=spec, config=EngineConfig(max_batch_size=3))
+    outputs = engine.generate(REPETITIVE, GREEDY)
+    expected = [hugging_face_greedy(model, prompt, GREEDY.max_tokens) for prompt in REPETITIVE]
+    assert [output.token_ids for output in outputs] == expected
+    assert engine.stats.num_accepted_tokens > 0
+    writers = {writer for output in outputs for writer in output.drafters}
+    assert writers == {None, "prompt_lookup"}
+
+
+def test_preempted_requests_are_looked_up_again():
+    model = random_model("llama")
+    config = EngineConfig(block_size=4, num_blocks=40)
+    engine = Engine(model, spec=SpecConfig(prompt_lookup_num_tokens=4), config=config)
+    assert engine.spec.method == "prompt_lookup"
+    outputs = engine.generate(REPETITIVE, GREEDY)
+    expected = [hugging_face_greedy(model, prompt, GREEDY.max_tokens) for prompt in REPETITIVE]
+    assert [output.token_ids for output in outputs] == expected
+
+
+@pytest.mark.parametrize("sampling", [PLAIN, FILTERED], ids=["plain", "filtered"])
+def test_sampled_output_has_the_targets_law(sampling):
+    model = random_model("llama", seed=4, vocab_size=SMALL_VOCAB, bos_token_id=0, eos_token_id=0)
+    spec = SpecConfig("prompt_lookup", 2, prompt_lookup_min=1, prompt_lookup_max=3)
+    assert p_value(*counts_and_law(model, spec, sampling)) > ALPHA
+
+
+def counts_and_law(model, spec, sampling):
+    """Texts after a prompt in which everything stands before; the drafter always has a guess."""
+    law = exact_law(model, sampling)
+    engine = Engine(model, spec=spec, config=EngineConfig(max_batch_size=512))
+    num_draws, length = 6000, law.ndim
+    params = [
+        SamplingParams(**sampling, seed=seed, max_tokens=length, ignore_eos=True)
+        for seed in range(num_draws)
+    ]
+    counts = law * 0
+    for output in engine.generate([SHORT_PROMPT] * num_draws, params):
+        counts[output.token_ids] += 1
+    assert engine.stats.num_draft_tokens > 0
+    return counts, law
+
+
+def test_without_a_match_the_step_is_plain(monkeypatch):
+    """The target reads one token a step, as in plain decoding."""
+    engine = Engine(random_model("llama"), spec=SpecConfig("prompt_lookup", 5))
+    read = []
+    forward = engine._runner.forward
+
+    def counting(input_ids, spans, rows=None):
+        read.append([span.count for span in spans])
+        return forward(input_ids, spans, rows)
+
+    monkeypatch.setattr(engine._runner, "forward", counting)
+    for token in (11, 12, 13):
+        engine.generate([[token, 200, token + 30]], SamplingParams(temperature=0, max_tokens=1))
+    assert read[-1] == [1]
+    engine.add_request([3, 4] * 8, GREEDY, "copies")
+    engine.add_request([90, 91, 92], GREEDY, "does not")
+    engine.step()
+    assert read[-1] == [6, 1]
+
+
+def test_proposals():
+    drafter = PromptLookupDrafter(2, 3)
+    one, two = request_of([1, 2, 3, 4, 1, 2]), request_of([7, 7, 8, 9], "b")
+    proposal = drafter.propose(batch_of(one, two))
+    assert proposal.token_ids.tolist() == [[3, 4, 1, 2], [-1] * 4]
+    assert proposal.num_tokens == [4, 0]
+    assert proposal.draft_logits is None
+    one.token_ids += [3, 9]
+    two.token_ids += [7, 7]
+    proposal = drafter.propose(batch_of(two, one, wanted=3))
+    assert proposal.token_ids.tolist() == [[8, 9, 7, -1], [-1] * 4]
+    assert proposal.num_tokens == [3, 0]
+
+
+@pytest.mark.parametrize("period", [1, 2, 3, 9])
+def test_loops_are_drafted_in_full(period):
+    text = [token % period for token in range(20)]
+    proposal = PromptLookupDrafter(2, 4).propose(batch_of(request_of(text), wanted=7, num=7))
+    assert proposal.token_ids.tolist() == [[token % period for token in range(20, 27)]]
+
+
+def test_texts_follow_their_requests():
+    store, generator = TextStore(), torch.Generator().manual_seed(3)
+    requests: list[Request] = []
+    for step in range(60):
+        if step % 3 == 0:
+            size = int(torch.randint(1, 90, (1,), generator=generator))
+            requests.append(request_of([step] * size, f"request {step}"))
+        if step % 7 == 6:
+            store.forget(requests.pop(step % len(requests)).request_id)
+        for index, request in enumerate(requests):
+            request.token_ids += range(step, step + (index + step) % 5)
+        chosen = [request for index, request in enumerate(requests) if (index + step) % 4]
+        if not chosen:
+            continue
+        texts = store.update(batch_of(*chosen))
+        assert texts.lengths.tolist() == [len(request.token_ids) for request in chosen]
+        for row, request in zip(texts.token_ids.tolist(), chosen, strict=True):
+            assert row[: len(request.token_ids)] == request.token_ids
+    store.forget("never seen")
+
+
+@pytest.mark.parametrize(
+    ("field", "options"),
+    [
+        ("prompt_lookup_max", {"prompt_lookup_min": 4, "prompt_lookup_max": 3}),
+        ("prompt_lookup_min", {"prompt_lookup_min": 0}),
+        ("prompt_lookup_max", {"prompt_lookup_max": 2.5}),
+        ("num_speculative_tokens", {"num_speculative_tokens": 0}),
+        ("prompt_lookup_num_tokens", {"prompt_lookup_num_tokens": 4, "num_speculative_tokens": 3}),
+    ],
+)
+def test_wrong_options(field, options):
+    with pytest.raises(ValueError, match=f"^{field}: "):
+        SpecConfig("prompt_lookup", **options)
+
+
+def test_options_of_other_methods():
+    with pytest.raises(ValueError, match=r"^prompt_lookup_max: expected None"):
+        SpecConfig("draft_model", prompt_lookup_max=3)
+    with pytest.raises(ValueError, match=r"^prompt_lookup_num_tokens: "):
+        SpecConfig("draft_model", prompt_lookup_num_tokens=3)
+    with pytest.raises(ValueError, match=r"^drafter: method 'prompt_lookup' takes none"):
+        Engine(random_model(), random_model(), spec=SpecConfig("prompt_lookup"))
+
+
+def test_defaults():
+    lengths = [SpecConfig("prompt_lookup", **lookup).lookup_lengths for lookup in LOOKUPS]
+    assert lengths == [(5, 5), (3, 3), (1, 4)]
+    assert SpecConfig("prompt_lookup", prompt_lookup_min=2).lookup_lengths == (2, 2)
