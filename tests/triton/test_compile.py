@@ -20,22 +20,22 @@ BUDGETS = {
     "cut_kernel": (104, 2048),
     "gather_kernel": (168, 16384),
     "threshold_kernel": (128, 1024),
-    "kept_kernel": (96, 1024),
+    "kept_kernel": (128, 1024),
     "row_stats_kernel": (40, 1024),
     "probs_kernel": (232, 4096),
     "sample_kernel": (128, 1024),
-    "judge_kernel": (80, 1024),
-    "scales_kernel": (80, 1024),
-    "block_kernel": (80, 1024),
+    "judge_kernel": (112, 1024),
+    "scales_kernel": (112, 1024),
+    "block_kernel": (128, 1024),
     "residual_kernel": (168, 1024),
     "draw_kernel": (168, 2048),
-    "walk_kernel": (200, 2048),
+    "walk_kernel": (208, 2048),
     "build_tree_kernel": (40, 1024),
     "uniform_kernel": (40, 1024),
 }
-# All instructions of the statistics kernel over the elements of one thread, both models' rows and
-# all that is done once per tile included.
-INSTRUCTIONS_PER_ELEMENT = 30
+# All instructions of the statistics kernel over the elements of one thread, with all that is done
+# once per tile; the code for two models holds their loads twice.
+INSTRUCTIONS_PER_ELEMENT = {"one model": 28, "two models": 36}
 
 
 @pytest.fixture(scope="module", params=CAPABILITIES)
@@ -79,6 +79,8 @@ def test_statistics_kernel_loads_16_bytes_and_stays_cheap(compiled):
         per_thread = options["TILE"] // (32 * options["num_warps"])
         assert record["exponentials"] == per_thread, record
         size = 2 if record["dtype"] == "bf16" else 4
-        per_row = per_thread * size // 16
-        assert record["wide_loads"] in (per_row, 2 * per_row), record  # one or two models' rows
-        assert record["instructions"] <= INSTRUCTIONS_PER_ELEMENT * per_thread, record
+        loads = per_thread * size // 16
+        assert record["wide_loads"] in (loads, 2 * loads), record
+        models = "one model" if record["wide_loads"] == loads else "two models"
+        limit = INSTRUCTIONS_PER_ELEMENT[models] * per_thread
+        assert record["instructions"] <= limit, record

@@ -98,6 +98,7 @@ def search_thresholds(
         CAPACITY=CAPACITY,
         MERGED=tiling.merged,
         num_warps=tiling.search_warps,
+        maxnreg=128,  # left to itself, ptxas takes fewer and spills
     )
     launch(
         kept_kernel,

@@ -135,13 +135,13 @@ def _in_whole_row(
 @triton.jit
 def _above(target, draft, slots, slot, num_tiles, best, scale, bound, TILE: tl.constexpr):
     """Count and mass of the logits above a bound."""
-    count = tl.zeros([TILE], tl.int32)
-    mass = tl.zeros([TILE], tl.int64)
+    count = tl.full([], 0, tl.int32)
+    mass = tl.full([], 0, tl.int64)
     for tile in range(0, num_tiles):
         x = load_any(target, draft, slots, slot, tile * TILE + tl.arange(0, TILE))
-        count += (x > bound).to(tl.int32)
-        mass += tl.where(x > bound, to_mass(tl.exp2((x - best) * scale)), 0)
-    return tl.sum(count, 0), tl.sum(mass, 0)
+        count += tl.sum((x > bound).to(tl.int32), 0)
+        mass += tl.sum(tl.where(x > bound, to_mass(tl.exp2((x - best) * scale)), 0), 0)
+    return count, mass
 
 
 @triton.jit
