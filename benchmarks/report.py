@@ -27,7 +27,7 @@ HEADLINE_SIZES = {"V": 128256, "R": 1, "B": 1, "N": 16, "rows": 5, "context": 81
 
 def report(records: list[dict]) -> str:
     """Everything between the two markers."""
-    whole = [record for record in records if record["op"] == "end_to_end"]
+    whole = [record for record in records if record["op"] == "end_to_end" and record["draft"]]
     ops = [record for record in records if record["op"] != "end_to_end"]
     parts = [end_to_end(whole[-1])] if whole else ["No end-to-end run is recorded yet."]
     if ops:

@@ -3,10 +3,11 @@
 from collections.abc import Collection, Mapping
 from dataclasses import InitVar, dataclass
 from numbers import Real
+from pathlib import Path
 from typing import Any
 
-METHODS = ("auto", "none", "draft_model", "prompt_lookup")
-LATER_METHODS = ("mag", "cascade", "glide", "tree")
+METHODS = ("auto", "none", "draft_model", "prompt_lookup", "mag")
+LATER_METHODS = ("cascade", "glide", "tree")
 _DEFAULT_SPECULATIVE_TOKENS = 5
 _DEFAULT_LOOKUP_TOKENS = 5
 
@@ -103,8 +104,9 @@ class SpecConfig:
 
     Args:
         method: "auto" (a draft model when one is given, else none), "none" (plain
-            decoding, a drafter that is given is not loaded), "draft_model" or "prompt_lookup"
-            (copy what followed the last tokens where they stood before; needs no second model).
+            decoding, a drafter that is given is not loaded), "draft_model", "prompt_lookup" (copy
+            what followed the last tokens where they stood before) or "mag" (the same after the
+            longest match, then by a table of bigrams). The last two need no second model.
         num_speculative_tokens: K, tokens proposed in each step, >= 1.
         draft_sample_method: "probabilistic" samples drafts from the drafter's own distribution
             under the request's parameters; "greedy" takes its argmax and verifies it as a point
@@ -114,6 +116,8 @@ class SpecConfig:
             exact, and the same at temperature 0.
         prompt_lookup_min, prompt_lookup_max: last tokens that must, and that can, agree for a copy,
             1 <= min <= max; the longest match counts. One given alone is both; by default 5.
+        bigram_path: table of "mag", a JSON list whose entry i is the id that follows token i; None
+            takes bigram.json in the target's folder if there is one, else copies alone.
         num_assistant_tokens: Hugging Face's name of num_speculative_tokens.
         prompt_lookup_num_tokens: Hugging Face's way to ask for prompt lookup with that many tokens.
     Raises:
@@ -126,6 +130,7 @@ class SpecConfig:
     rejection_sample_method: str = "standard"
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
+    bigram_path: str | Path | None = None
     k_matrix: Any = None
     lenience: float = 1.0
     tree_width: int | None = None
@@ -173,7 +178,7 @@ class SpecConfig:
             self.rejection_sample_method in ("standard", "block"),
             "'standard' or 'block'",
         )
-        self._check_lookup()
+        self._check_copying()
         _reject_unsupported(
             self,
             k_matrix=None,
@@ -192,12 +197,14 @@ class SpecConfig:
         least = self.prompt_lookup_min or self.prompt_lookup_max or _DEFAULT_LOOKUP_TOKENS
         return least, self.prompt_lookup_max or least
 
-    def _check_lookup(self) -> None:
+    def _check_copying(self) -> None:
         for name in ("prompt_lookup_min", "prompt_lookup_max"):
             value = getattr(self, name)
             if self.method != "prompt_lookup":
                 _require(name, value, value is None, f"None for method {self.method!r}")
             _require(name, value, value is None or (is_int(value) and value >= 1), "an int >= 1")
+        fits = self.method == "mag" or self.bigram_path is None
+        _require("bigram_path", self.bigram_path, fits, f"None for method {self.method!r}")
         least, most = self.lookup_lengths
         expected = f"at least prompt_lookup_min, {least}"
         _require("prompt_lookup_max", self.prompt_lookup_max, most >= least, expected)

@@ -4,10 +4,11 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from fastspec.bigram import load_bigram
 from fastspec.block_manager import BlockManager
 from fastspec.config import EngineConfig, SpecConfig
-from fastspec.drafters import Drafter, DraftModelDrafter, PromptLookupDrafter
-from fastspec.loading import check_same_tokenizer, load_model, load_tokenizer
+from fastspec.drafters import Drafter, DraftModelDrafter, MagDrafter, PromptLookupDrafter
+from fastspec.loading import bigram_beside, check_same_tokenizer, load_model, load_tokenizer
 from fastspec.paged_model import PagedModel
 from fastspec.runner import ModelRunner
 
@@ -25,16 +26,23 @@ class DrafterFactory:
         self._tokenizer = tokenizer
 
     def source(
-        self, target: str | Path | PreTrainedModel, drafter: DrafterSource | None
+        self,
+        target: str | Path | PreTrainedModel,
+        drafter: DrafterSource | None,
+        target_vocab_size: int,
     ) -> DrafterSource | None:
         """The drafter that target, drafter and spec.method together name, or None."""
         spec = self._spec
         if spec.method == "none":
             return None
-        if spec.method == "prompt_lookup":
+        if spec.method in ("prompt_lookup", "mag"):
             if drafter is not None:
-                raise ValueError("drafter: method 'prompt_lookup' takes none")
-            return PromptLookupDrafter(*spec.lookup_lengths, self._config.backend)
+                raise ValueError(f"drafter: method {spec.method!r} takes none")
+            if spec.method == "prompt_lookup":
+                return PromptLookupDrafter(*spec.lookup_lengths, self._config.backend)
+            file = spec.bigram_path or bigram_beside(target)
+            bigram = load_bigram(file, target_vocab_size) if file else None
+            return MagDrafter(bigram, self._config.backend)
         if drafter is None and isinstance(target, str) and target == "tiny":
             return "tiny-draft"
         if drafter is None and spec.method == "draft_model":

@@ -63,7 +63,7 @@ class Engine:
             tokenizer, target_model.vocab_size, self.max_model_len, eos_token_ids(model, tokenizer)
         )
         self._drafter_factory = DrafterFactory(spec, config, tokenizer)
-        source = self._drafter_factory.source(target, drafter)
+        source = self._drafter_factory.source(target, drafter, target_model.vocab_size)
         given = source if isinstance(source, Drafter) else None
         draft_model = None
         if source is not None and not isinstance(source, Drafter):

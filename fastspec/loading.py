@@ -57,6 +57,14 @@ def load_tokenizer(field: str, source: str | Path) -> PreTrainedTokenizerBase:
         raise _not_loaded(field, "the tokenizer of ", source, error) from error
 
 
+def bigram_beside(target: str | Path | PreTrainedModel) -> Path | None:
+    """The bigram table in the target's folder, if it is a folder and has one."""
+    if isinstance(target, PreTrainedModel):
+        return None
+    file = Path(_existing_path("target", target)) / "bigram.json"
+    return file if file.is_file() else None
+
+
 def check_same_tokenizer(
     target: PreTrainedTokenizerBase | None, draft: PreTrainedTokenizerBase | None
 ) -> None:

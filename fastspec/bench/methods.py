@@ -12,6 +12,7 @@ from fastspec.engine import Engine
 from fastspec.stats import SpecStats
 
 TokenIds = list[int]
+_HF_LOOKUP_TOKENS = 10  # what Hugging Face's documentation and the method's author use
 Decode = Callable[[TokenIds, float, int], TokenIds]  # prompt ids, temperature, seed -> new ids
 
 
@@ -20,23 +21,23 @@ class Methods:
 
     Each method makes exactly `max_tokens` new ids: end-of-sequence ids do not end a text.
     Hugging Face's assisted generation appears twice: drafting K tokens in each step, as ours does
-    ("hf_assisted"), and as its own defaults have it ("hf_assisted_default").
+    ("hf_assisted"), and as its own defaults have it ("hf_assisted_default"). Without a draft model
+    ours proposes by spec.method, and theirs by its prompt lookup.
     """
 
     def __init__(
         self,
         target: PreTrainedModel,
-        draft: PreTrainedModel,
-        num_speculative_tokens: int,
+        draft: PreTrainedModel | None,
+        spec: SpecConfig,
         max_tokens: int,
         config: EngineConfig,
     ):
-        spec = SpecConfig(num_speculative_tokens=num_speculative_tokens)
         self._engine = Engine(target, draft, spec=spec, config=config)
         self._target = target
         self._generate = cast(Any, target).generate  # only generative classes have it
         self._draft = draft
-        self._num_speculative_tokens = num_speculative_tokens
+        self._num_speculative_tokens = spec.num_speculative_tokens
         self.max_tokens = max_tokens
         self.last_stats = SpecStats()
 
@@ -74,6 +75,9 @@ class Methods:
         return list(output.token_ids)
 
     def _hf_assisted(self, prompt: TokenIds, temperature: float, seed: int) -> TokenIds:
+        if self._draft is None:
+            num = self._num_speculative_tokens
+            return self._hf_generate(prompt, temperature, seed, prompt_lookup_num_tokens=num)
         changes = {
             "num_assistant_tokens": self._num_speculative_tokens,
             "num_assistant_tokens_schedule": "constant",
@@ -83,6 +87,9 @@ class Methods:
             return self._hf_generate(prompt, temperature, seed, assistant_model=self._draft)
 
     def _hf_assisted_default(self, prompt: TokenIds, temperature: float, seed: int) -> TokenIds:
+        if self._draft is None:
+            num = _HF_LOOKUP_TOKENS
+            return self._hf_generate(prompt, temperature, seed, prompt_lookup_num_tokens=num)
         return self._hf_generate(prompt, temperature, seed, assistant_model=self._draft)
 
     def _hf_generate(

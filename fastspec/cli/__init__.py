@@ -1,4 +1,4 @@
-"""The command line: `fastspec generate`, `demo`, `bench` and `info`."""
+"""The command line: `fastspec generate`, `demo`, `bench`, `info` and `train`."""
 
 from typing import Annotated
 
@@ -7,7 +7,7 @@ from huggingface_hub.utils import logging as hub_logging
 from transformers.utils import logging as transformers_logging
 
 import fastspec
-from fastspec.cli import bench, demo, generate, info
+from fastspec.cli import bench, demo, generate, info, train
 from fastspec.cli.errors import OneLineErrors
 
 app = typer.Typer(cls=OneLineErrors, add_completion=False, pretty_exceptions_enable=False)
@@ -15,6 +15,7 @@ app.command()(generate.generate)
 app.command()(demo.demo)
 app.command()(bench.bench)
 app.command()(info.info)
+app.add_typer(train.app, name="train")
 
 
 @app.callback(invoke_without_command=True)

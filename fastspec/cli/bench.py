@@ -21,10 +21,10 @@ from fastspec.bench import (
 from fastspec.bench.environment import ROOT
 from fastspec.cli import options
 from fastspec.cli.display import number, progress_bar
-from fastspec.cli.errors import usage_errors
+from fastspec.cli.errors import drafting_method, usage_errors
 from fastspec.cli.prompts import bundled_prompts, read_prompts
 from fastspec.config import EngineConfig, SpecConfig
-from fastspec.loading import check_same_tokenizer, load_model, load_tokenizer
+from fastspec.loading import bigram_beside, check_same_tokenizer, load_model, load_tokenizer
 
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -39,6 +39,10 @@ def bench(
     ] = None,
     max_tokens: options.MaxTokens = 128,
     num_speculative_tokens: options.NumSpeculativeTokens = 4,
+    method: options.CopyingMethod = "draft_model",
+    prompt_lookup_min: options.PromptLookupMin = None,
+    prompt_lookup_max: options.PromptLookupMax = None,
+    bigram: options.Bigram = None,
     temperatures: Annotated[str, typer.Option(help="Comma-separated list; 0 is greedy.")] = "0,1",
     repeats: Annotated[
         int, typer.Option(help="Timed rounds over all prompts; the median counts.")
@@ -59,23 +63,34 @@ def bench(
 
     All run on one loaded pair and make equally many tokens; greedy outputs are compared first.
     """
-    if draft is None:
+    has_draft = method == "draft_model"
+    if not has_draft and draft is not None:
+        raise typer.BadParameter(f"--draft: --method {method} uses no draft model")
+    if draft is None and has_draft:
         if target != "tiny":
             raise typer.BadParameter("--draft: a --target of your own needs a draft model")
         draft = "tiny-draft"
     with usage_errors():
         config = BenchConfig(max_tokens, repeats, _numbers(temperatures))
-        SpecConfig(num_speculative_tokens=num_speculative_tokens)
+        spec = SpecConfig(
+            drafting_method(method),
+            num_speculative_tokens,
+            prompt_lookup_min=prompt_lookup_min,
+            prompt_lookup_max=prompt_lookup_max,
+            bigram_path=bigram or (bigram_beside(target) if method == "mag" else None),
+        )
         engine_config = EngineConfig(dtype=dtype, device=device)
-    files = _record_files(out, record)
+    files = _record_files(out, record, method)
     texts = read_prompts(prompts_file) if prompts_file else bundled_prompts(num_prompts)
     if threads is not None:
         torch.set_num_threads(threads)
     tokenizer = load_tokenizer("target", target)
-    check_same_tokenizer(tokenizer, load_tokenizer("draft", draft))
     target_model = load_model("target", target, engine_config)
-    draft_model = load_model("draft", draft, engine_config)
-    methods = Methods(target_model, draft_model, num_speculative_tokens, max_tokens, engine_config)
+    draft_model = None
+    if draft is not None:
+        check_same_tokenizer(tokenizer, load_tokenizer("draft", draft))
+        draft_model = load_model("draft", draft, engine_config)
+    methods = Methods(target_model, draft_model, spec, max_tokens, engine_config)
     prompts = [tokenizer(text)["input_ids"] for text in texts]
     with progress_bar("runs") as bar:
         total = config.num_runs(len(prompts), len(methods.by_name()))
@@ -90,7 +105,8 @@ def bench(
         "device": str(target_model.device),
         "dtype": str(target_model.dtype).removeprefix("torch."),
         "target": _describe(target, target_model),
-        "draft": _describe(draft, draft_model),
+        "method": method,
+        "draft": _describe(draft, draft_model) if draft else None,
         "num_speculative_tokens": num_speculative_tokens,
         "batch_size": 1,
         "num_prompts": len(prompts),
@@ -115,11 +131,12 @@ def _numbers(text: str) -> tuple[float, ...]:
         raise ValueError(f"temperatures: expected numbers like 0,1, got {text!r}") from error
 
 
-def _record_files(out: Path | None, record: bool) -> list[Path]:
+def _record_files(out: Path | None, record: bool, method: str) -> list[Path]:
     """Where the record goes, checked before anything slow starts."""
     files = [] if out is None else [out]
     if record:
-        files.append(RESULTS / "end_to_end.jsonl")
+        name = "end_to_end" if method == "draft_model" else method
+        files.append(RESULTS / f"{name}.jsonl")
     for file in files:
         if not file.parent.is_dir():
             raise typer.BadParameter(f"the record: no such folder: {str(file.parent)!r}")
@@ -139,8 +156,8 @@ def _describe(name: str, model) -> dict:
 def _show(console: Console, result: dict) -> None:
     console.print(
         f"{result['num_prompts']} prompts, {result['max_tokens']} new tokens each, batch 1,"
-        f" K={result['num_speculative_tokens']}, {result['dtype']}, {result['threads']} threads,"
-        f" {result['cpu']}"
+        f" {result['method']}, K={result['num_speculative_tokens']}, {result['dtype']},"
+        f" {result['threads']} threads, {result['cpu']}"
     )
     verdict = (
         "all methods gave the same token ids"

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from fastspec.cli import options
 from fastspec.cli.display import coloured, legend, number, progress_bar
-from fastspec.cli.errors import usage_errors
+from fastspec.cli.errors import drafting_method, usage_errors
 from fastspec.cli.prompts import bundled_prompts
 from fastspec.cli.running import Transcript, run_one
 from fastspec.config import SamplingParams, SpecConfig
@@ -44,6 +44,7 @@ def demo(
     num_prompts: options.NumPrompts = 3,
     max_tokens: options.MaxTokens = 96,
     num_speculative_tokens: options.NumSpeculativeTokens = 5,
+    method: options.CopyingMethod = "draft_model",
     temperature: Annotated[
         float, typer.Option(help="0 is greedy, where both outputs must be equal.")
     ] = 0.0,
@@ -56,7 +57,7 @@ def demo(
         params = SamplingParams(
             temperature=temperature, seed=0, max_tokens=max_tokens, ignore_eos=True
         )
-        spec = SpecConfig(num_speculative_tokens=num_speculative_tokens)
+        spec = SpecConfig(drafting_method(method), num_speculative_tokens)
     if svg is not None and not svg.parent.is_dir():
         raise typer.BadParameter(f"--svg: no such folder: {str(svg.parent)!r}")
     prompts = bundled_prompts(num_prompts)
@@ -71,7 +72,7 @@ def demo(
     console = Console(
         record=svg is not None, width=None if svg is None else _PICTURE_WIDTH, highlight=False
     )
-    _show(console, comparisons, num_speculative_tokens)
+    _show(console, comparisons, spec)
     agreed = _conclude(console, comparisons, temperature)
     if svg is not None:
         picture = console.export_svg(title="fastspec demo")
@@ -102,10 +103,12 @@ def _compare(engine: Engine, prompt: str, params: SamplingParams, spec: SpecConf
     )
 
 
-def _show(console: Console, comparisons: list[Comparison], num_speculative_tokens: int) -> None:
+def _show(console: Console, comparisons: list[Comparison], spec: SpecConfig) -> None:
+    writer = "the draft model" if spec.method == "draft_model" else spec.method
+    up_to = "" if spec.method == "draft_model" else "up to "
     console.print(
-        f"Each step the draft model proposes {num_speculative_tokens} tokens and the target checks"
-        f" them in one pass. One prompt at a time, CPU threads: {torch.get_num_threads()}."
+        f"Each step {writer} proposes {up_to}{spec.num_speculative_tokens} tokens and the target"
+        f" checks them in one pass. One prompt at a time, CPU threads: {torch.get_num_threads()}."
     )
     for index, comparison in enumerate(comparisons):
         console.print(Rule(f"prompt {index + 1} of {len(comparisons)}", style="dim"))

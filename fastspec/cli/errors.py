@@ -47,6 +47,13 @@ def usage_errors() -> Iterator[None]:
         raise typer.BadParameter(str(error)) from error
 
 
+def drafting_method(method: str) -> str:
+    """The method, unless it is one that proposes nothing or leaves the choice open."""
+    if method in ("auto", "none"):
+        raise ValueError(f"method: expected draft_model, prompt_lookup or mag, got {method!r}")
+    return method
+
+
 def report(message: str) -> None:
     """One line on stderr."""
     typer.echo(f"fastspec: error: {' '.join(message.split())}", err=True)

@@ -58,8 +58,13 @@ def generate(
     ] = False,
     method: Annotated[
         str,
-        typer.Option(help="auto (speculate when there is a draft model), none or draft_model."),
+        typer.Option(
+            help="auto (a draft model if there is one), none, draft_model, prompt_lookup or mag."
+        ),
     ] = "auto",
+    prompt_lookup_min: options.PromptLookupMin = None,
+    prompt_lookup_max: options.PromptLookupMax = None,
+    bigram: options.Bigram = None,
     draft_sample_method: Annotated[
         str,
         typer.Option(help="How drafts are chosen: probabilistic or greedy; both are exact."),
@@ -84,8 +89,8 @@ def generate(
     """Continue prompts, speculatively when there is a draft model; by default greedily."""
     if as_json and show_sources:
         raise typer.BadParameter("--show-sources: the JSON of --json holds the sources already")
-    if method == "none" and draft is not None:
-        raise typer.BadParameter("--draft: --method none uses no draft model")
+    if method in ("none", "prompt_lookup", "mag") and draft is not None:
+        raise typer.BadParameter(f"--draft: --method {method} uses no draft model")
     with usage_errors():
         params = SamplingParams(
             temperature=temperature,
@@ -101,6 +106,9 @@ def generate(
             method=method,
             num_speculative_tokens=num_speculative_tokens,
             draft_sample_method=draft_sample_method,
+            prompt_lookup_min=prompt_lookup_min,
+            prompt_lookup_max=prompt_lookup_max,
+            bigram_path=bigram,
         )
         config = EngineConfig(
             dtype=dtype,

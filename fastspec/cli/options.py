@@ -1,5 +1,6 @@
 """Options that several commands share, each with its one-sentence help."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -21,6 +22,20 @@ Draft = Annotated[
 NumSpeculativeTokens = Annotated[
     int,
     typer.Option("--num-speculative-tokens", "-k", help="Tokens proposed in each step."),
+]
+CopyingMethod = Annotated[
+    str,
+    typer.Option(help="draft_model, or copying from the text: prompt_lookup or mag."),
+]
+PromptLookupMin = Annotated[
+    int | None, typer.Option(help="prompt_lookup: last tokens that must agree, 5 by default.")
+]
+PromptLookupMax = Annotated[
+    int | None, typer.Option(help="prompt_lookup: last tokens that are compared at most.")
+]
+Bigram = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="mag: the bigram table; by default the target's own."),
 ]
 MaxTokens = Annotated[int, typer.Option(help="New tokens of each prompt at most.")]
 Dtype = Annotated[

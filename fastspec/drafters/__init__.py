@@ -3,5 +3,6 @@
 from fastspec.drafters.base import Drafter, Proposal
 from fastspec.drafters.draft_model import DraftModelDrafter
 from fastspec.drafters.lookup import PromptLookupDrafter
+from fastspec.drafters.mag import MagDrafter
 
-__all__ = ["DraftModelDrafter", "Drafter", "PromptLookupDrafter", "Proposal"]
+__all__ = ["DraftModelDrafter", "Drafter", "MagDrafter", "PromptLookupDrafter", "Proposal"]

@@ -5,10 +5,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from fastspec.bigram import save_bigram
+from fastspec.train.bigram import count_bigrams
 from fastspec.train.tiny_corpus import HELD_OUT_PER_1000, LICENSE
 from fastspec.train.tiny_evaluate import MAX_NEW_TOKENS, NUM_SPECULATIVE_TOKENS
+from fastspec.train.tiny_tokenizer import END_OF_TEXT_ID
 
 CARD = """# The bundled models
 
@@ -52,6 +56,11 @@ The draft starts from the target's embedding, first and last layers, and learns 
 distributions on {distillation_rows:,} rows of {draft[context]} tokens:
 {distillation_mix}.
 
+## Bigram table
+
+`tiny-target/bigram.json`, for MaG: after each token, the one that follows it most often in the
+training files; a token that is never followed there has the most frequent token of all.
+
 ## Acceptance on the held-out prompts
 
 {prompts} prompts, at most {max_new_tokens} new tokens, a chain of {num_speculative_tokens} tokens,
@@ -75,6 +84,13 @@ def export_model(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, fo
     tokenizer.save_pretrained(staged)
     shutil.rmtree(folder, ignore_errors=True)
     staged.rename(folder)
+
+
+def export_bigram(token_ids: np.ndarray, vocab_size: int, folder: Path) -> None:
+    """Counts the bigrams of the training files, each of which begins with `<|endoftext|>`."""
+    starts = np.flatnonzero(token_ids == END_OF_TEXT_ID)
+    documents = np.split(token_ids, starts[starts > 0])
+    save_bigram(count_bigrams(documents, vocab_size), folder / "bigram.json")
 
 
 def write_card(record: dict[str, Any], assets: Path) -> None:

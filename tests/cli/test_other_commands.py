@@ -102,6 +102,43 @@ def test_bench_refuses_a_prompt_that_is_too_long(invoke, bundled, tmp_path):
     assert "prompt 1: has 251 tokens" in result.stderr
 
 
+@pytest.mark.parametrize("method", ["prompt_lookup", "mag"])
+def test_methods_without_a_draft_model(invoke, bundled, tmp_path, method):
+    out = tmp_path / "results.jsonl"
+    result = invoke(*BENCH, "--method", method, "--out", out)
+    assert result.exit_code == 0, result.stderr
+    record = json.loads(out.read_text(encoding="utf-8"))
+    assert (record["method"], record["draft"], record["verified"]) == (method, None, True)
+    result = invoke(*DEMO, "--method", method)
+    assert result.exit_code == 0, result.stderr
+    assert "identical" in result.stdout
+    result = invoke("generate", "--method", method, "--prompt", "abab", "--max-tokens", "4")
+    assert result.exit_code == 0, result.stderr
+    for command in ("bench", "generate"):
+        result = invoke(command, "--method", method, "--draft", "tiny-draft", "--prompt", "a")
+        assert result.exit_code == 2
+
+
+def test_train_bigram(invoke, bundled, tmp_path):
+    (tmp_path / "text.txt").write_text("abacab" * 5, encoding="utf-8")
+    result = invoke("train", "bigram", tmp_path / "text.txt", "--out", tmp_path / "table.json")
+    assert result.exit_code == 0, result.stderr
+    table = json.loads((tmp_path / "table.json").read_text(encoding="utf-8"))
+    assert chr(table[ord("a")]) == "b"
+    assert chr(table[ord("c")]) == "a"
+    options = ["--method", "mag", "--bigram", tmp_path / "table.json", "--max-tokens", "4"]
+    result = invoke("generate", *options, "--prompt", "abac")
+    assert result.exit_code == 0, result.stderr
+    for wrong, named in (
+        (["none.txt", "--out", tmp_path / "new.json"], "none.txt"),
+        ([tmp_path / "text.txt", "--out", tmp_path / "none" / "new.json"], "--out"),
+    ):
+        result = invoke("train", "bigram", *wrong)
+        assert result.exit_code == 2
+        assert named in result.stderr
+    assert not (tmp_path / "new.json").exists()
+
+
 def test_info(invoke):
     facts = json.loads(invoke("info", "--json").stdout)
     assert facts["fastspec"] == fastspec.__version__

@@ -1,10 +1,13 @@
 """Drafters that copy: what they propose, how little a step without a match costs, same output."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
-from fastspec.drafters import PromptLookupDrafter
+from fastspec.bigram import load_bigram, save_bigram
+from fastspec.drafters import MagDrafter, PromptLookupDrafter
 from fastspec.drafters.texts import TextStore
 from fastspec.request import Batch, Request
 
@@ -42,6 +45,92 @@ def test_greedy_output_is_that_of_plain_decoding(lookup, num_draft):
     assert writers == {None, "prompt_lookup"}
 
 
+@pytest.mark.parametrize("with_table", [False, True])
+@pytest.mark.parametrize("num_draft", [1, 5])
+def test_greedy_output_with_mag(with_table, num_draft, tmp_path):
+    model = random_model("llama")
+    expected = [hugging_face_greedy(model, prompt, GREEDY.max_tokens) for prompt in REPETITIVE]
+    path = None
+    if with_table:
+        path = tmp_path / "bigram.json"
+        successors = [0] * 200
+        for text in expected:
+            for token, successor in pairwise(text):
+                successors[token % 200] = successor
+        save_bigram(successors, path)
+    engine = Engine(model, spec=SpecConfig("mag", num_draft, bigram_path=path))
+    outputs = engine.generate(REPETITIVE, GREEDY)
+    assert [output.token_ids for output in outputs] == expected
+    assert engine.stats.num_accepted_tokens > 0
+    assert {writer for output in outputs for writer in output.drafters} == {None, "mag"}
+
+
+def mag_by_the_rules(text, num, table):
+    """The longest end that stands before, its earliest place; twice; then bigrams."""
+    drafts = []
+    for _ in range(2):
+        whole = text + drafts
+        for size in range(len(whole) - 1, 0, -1):
+            ends = [e for e in range(size, len(whole)) if whole[e - size : e] == whole[-size:]]
+            if ends:
+                drafts += whole[ends[0] :][: num - len(drafts)]
+                break
+    while len(drafts) < num and (text + drafts)[-1] < len(table):
+        drafts.append(table[(text + drafts)[-1]])
+    return drafts + [-1] * (num - len(drafts))
+
+
+@pytest.mark.parametrize("num", [1, 3, 10])
+def test_mag_follows_its_rules(num):
+    generator = torch.Generator().manual_seed(5)
+    table = torch.randint(9, (7,), generator=generator)
+    drafter, without = MagDrafter(table.int()), MagDrafter()
+    for _ in range(60):
+        words = int(torch.randint(1, 10, (1,), generator=generator))
+        sizes = torch.randint(1, 30, (3,), generator=generator).tolist()
+        texts = [torch.randint(words, (n,), generator=generator).tolist() for n in sizes]
+        batch = batch_of(*map(request_of, texts, "abc"), wanted=num, num=num)
+        for mag, successors in ((drafter, table.tolist()), (without, [])):
+            expected = [mag_by_the_rules(text, num, successors) for text in texts]
+            assert mag.propose(batch).token_ids.tolist() == expected
+            for request in batch.requests:
+                mag.release(request)
+
+
+def test_mag_does_not_draft_the_beginning_of_the_prompt():
+    """The prompt is in the text once: its whole is not found in a second copy of it."""
+    proposal = MagDrafter().propose(batch_of(request_of([4, 5, 6, 7])))
+    assert proposal.token_ids.tolist() == [[-1] * 4]
+    assert proposal.num_tokens == [0]
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        ("[1, 2", "not JSON"),
+        ("{}", "no list"),
+        ("[]", "no list"),
+        ("[1, 6]", r"entry 1: expected an id in 0\.\.5, got 6"),
+        ("[-1]", "entry 0"),
+        ("[1.0]", "entry 0"),
+        ("[true]", "entry 0"),
+        ("[0, 0, 0, 0, 0, 0, 0]", "7 entries, the vocabulary 6"),
+    ],
+)
+def test_bigram_files_that_are_none(tmp_path, content, named):
+    (tmp_path / "table.json").write_text(content)
+    with pytest.raises(ValueError, match=f"^bigram_path: .*{named}"):
+        load_bigram(tmp_path / "table.json", 6)
+    with pytest.raises(ValueError, match=r"^bigram_path: no such file"):
+        load_bigram(tmp_path / "none.json", 6)
+
+
+def test_a_table_may_be_shorter_than_the_vocabulary(tmp_path):
+    save_bigram([5, 0], tmp_path / "table.json")
+    assert load_bigram(tmp_path / "table.json", 6).tolist() == [5, 0]
+    assert [path.name for path in tmp_path.iterdir()] == ["table.json"]
+
+
 def test_preempted_requests_are_looked_up_again():
     model = random_model("llama")
     config = EngineConfig(block_size=4, num_blocks=40)
@@ -53,14 +142,20 @@ def test_preempted_requests_are_looked_up_again():
 
 
 @pytest.mark.parametrize("sampling", [PLAIN, FILTERED], ids=["plain", "filtered"])
-def test_sampled_output_has_the_targets_law(sampling):
+@pytest.mark.parametrize("method", ["prompt_lookup", "mag"])
+def test_sampled_output_has_the_targets_law(sampling, method, tmp_path):
     model = random_model("llama", seed=4, vocab_size=SMALL_VOCAB, bos_token_id=0, eos_token_id=0)
-    spec = SpecConfig("prompt_lookup", 2, prompt_lookup_min=1, prompt_lookup_max=3)
+    specs = {
+        "prompt_lookup": SpecConfig("prompt_lookup", 2, prompt_lookup_max=1),
+        "mag": SpecConfig("mag", 2, bigram_path=tmp_path / "table.json"),
+    }
+    spec = specs[method]
+    save_bigram([3, 1, 4, 1, 5], tmp_path / "table.json")
     assert p_value(*counts_and_law(model, spec, sampling)) > ALPHA
 
 
 def counts_and_law(model, spec, sampling):
-    """Texts after a prompt in which everything stands before; the drafter always has a guess."""
+    """How often each text was drawn, and its probability."""
     law = exact_law(model, sampling)
     engine = Engine(model, spec=spec, config=EngineConfig(max_batch_size=512))
     num_draws, length = 6000, law.ndim
@@ -157,6 +252,8 @@ def test_options_of_other_methods():
         SpecConfig("draft_model", prompt_lookup_max=3)
     with pytest.raises(ValueError, match=r"^prompt_lookup_num_tokens: "):
         SpecConfig("draft_model", prompt_lookup_num_tokens=3)
+    with pytest.raises(ValueError, match=r"^bigram_path: expected None"):
+        SpecConfig("prompt_lookup", bigram_path="table.json")
     with pytest.raises(ValueError, match=r"^drafter: method 'prompt_lookup' takes none"):
         Engine(random_model(), random_model(), spec=SpecConfig("prompt_lookup"))
 

@@ -1,0 +1,46 @@
+"""Bigram tables: after each token, the one that followed it most often."""
+
+import json
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fastspec.config import is_int
+
+
+def load_bigram(path: str | Path, vocab_size: int) -> Tensor:
+    """A flat JSON list as CS-Drafting published them: entry i is the id that follows token i.
+
+    Returns:
+        [n] int32, n <= vocab_size; tokens beyond the list have no successor.
+    Raises:
+        ValueError: no such file, not such a list, longer than the vocabulary, or an id outside it.
+    """
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise ValueError(f"bigram_path: no such file: {str(path)!r}")
+    try:
+        successors = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"bigram_path: {file} is not JSON: {error}") from error
+    if not isinstance(successors, list) or not successors:
+        raise ValueError(f"bigram_path: {file} holds no list of token ids")
+    if len(successors) > vocab_size:
+        raise ValueError(
+            f"bigram_path: {file} has {len(successors)} entries, the vocabulary {vocab_size}"
+        )
+    for token_id, successor in enumerate(successors):
+        if not is_int(successor) or not 0 <= successor < vocab_size:
+            raise ValueError(
+                f"bigram_path: {file}, entry {token_id}: expected an id in 0..{vocab_size - 1},"
+                f" got {successor!r}"
+            )
+    return torch.tensor(successors, dtype=torch.int32)
+
+
+def save_bigram(successors: list[int], path: Path) -> None:
+    """Write a table; whoever reads the file finds the old one or the whole new one."""
+    staged = path.with_name(path.name + ".new")
+    staged.write_text(json.dumps(successors) + "\n", encoding="utf-8")
+    staged.replace(path)
