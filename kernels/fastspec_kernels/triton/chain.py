@@ -7,7 +7,7 @@ from fastspec_kernels.triton.chain_block import block_kernel, scales_kernel
 from fastspec_kernels.triton.chain_draw import draw_kernel, residual_kernel
 from fastspec_kernels.triton.chain_judge import Chain, Verdict, judge_kernel
 from fastspec_kernels.triton.launch import launch
-from fastspec_kernels.triton.slots import Params, Slots
+from fastspec_kernels.triton.slots import NO_ROWS, Params, Slots
 from fastspec_kernels.triton.statistics import draft_rows, target_rows, tiles_of
 from fastspec_kernels.triton.tiles import next_power_of_2, tiling_of, vector_warps
 
@@ -38,8 +38,8 @@ def verify_chain(
     target, draft = target_rows(target_logits, token_bitmask), draft_rows(draft_logits)
     is_block = method == "block"
     judges_later = draft_logsumexp is not None  # the draft row at the rejection, no other
-    first_draft = None if judges_later else draft
-    draft_steps = 0 if first_draft is None else num_draft
+    first_draft = NO_ROWS if judges_later else draft
+    draft_steps = 0 if draft_logits is None or judges_later else num_draft
     slots = Slots(num_draft + 1, draft_steps, cu_rows, None)
     num_slots = batch * (num_draft + 1 + draft_steps)
     tiles = tiles_of(target, first_draft, slots, params, num_slots)
@@ -61,7 +61,7 @@ def verify_chain(
         "num_warps": vector_warps(steps * tiling.merged),
     }
     args = (target, draft, slots, params, tiles, chain, verdict)
-    if is_block and draft is not None:
+    if is_block and draft_logits is not None:
         launch(scales_kernel, batch, *args, tiling.num_tiles, **rule)
     if not is_block:
         launch(judge_kernel, batch, *args, float(lenience), tiling.num_tiles, **rule)
@@ -71,11 +71,11 @@ def verify_chain(
         draft_slots = Slots(0, 1, cu_rows, verdict.rejected)
         draft_tiles = tiles_of(target, draft, draft_slots, params, batch)
     sums = None
-    if draft is not None:
+    if draft_logits is not None:
         sums = new((batch * num_weighed, tiling.num_tiles), dtype=torch.int64)
     residual = (*args[:5], draft_slots, draft_tiles, chain, verdict, sums, num_weighed)
     cut = {"BLOCK": is_block, "TILE": tiling.tile, "MERGED": tiling.merged}
-    if draft is not None:
+    if draft_logits is not None:
         launch(
             residual_kernel,
             batch * num_weighed * tiling.num_tiles,

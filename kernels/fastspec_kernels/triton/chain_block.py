@@ -73,7 +73,7 @@ def block_kernel(
     usable = usable & present & (tl.min(valid.to(tl.int32), 0) != 0)
 
     scales = _scales_of(target_prob, draft_prob, num, STEPS)
-    if draft is None:
+    if draft.logits is None:
         rest = scales * (1.0 - target_prob)
     else:
         tile = tl.arange(0, MERGED)[None, :]

@@ -119,7 +119,7 @@ def draw_kernel(
             banned = -1
             has_residual = rejected < -1  # no
             if rejected >= 0:
-                if draft is None:
+                if draft.logits is None:
                     banned = tl.load(chain.token_ids + b * chain.num_draft + rejected)
                     rest = _without_token(
                         target, tiles, slot, offset, row, maxima, best, lowest, scale, banned,
@@ -141,7 +141,7 @@ def draw_kernel(
             x = load_logits(target, offset, row, ids, ids < target.vocab)
             weights = tile_weights(x, tl.max(x, 0), scale)
             weights = tl.where((x >= lowest) & (ids != banned), weights, 0)
-            if draft is not None and has_residual & (rejected >= 0):
+            if draft.logits is not None and has_residual & (rejected >= 0):
                 at = b * num_weighed
                 if BLOCK:
                     at += rejected

@@ -75,7 +75,7 @@ def judge_kernel(
     write_verdict(chain, verdict, b, step, tokens, logprob, length, usable, present)
     rejected = usable & (length < num) & (greedy == 0)
     tl.store(verdict.rejected + b, tl.where(rejected, length, -1))
-    if draft is not None:
+    if draft.logits is not None:
         tl.store(verdict.weight + b, tl.where(rejected, lenience, -1.0))
 
 
@@ -149,7 +149,7 @@ def judged_by_draft(
 ):
     """Probability (f64) that the drafter gave each proposal, and whether its row can be used."""
     step = tl.arange(0, STEPS)
-    if draft is None:
+    if draft.logits is None:
         prob = tl.full([STEPS], 1.0, tl.float64)
         valid = step >= 0
     else:

@@ -47,7 +47,7 @@ class Search(NamedTuple):
 
 def search_thresholds(
     target: Rows,
-    draft: Rows | None,
+    draft: Rows,
     slots: Slots,
     params: Params,
     tiles: Tiles,
@@ -98,7 +98,8 @@ def search_thresholds(
         CAPACITY=CAPACITY,
         MERGED=tiling.merged,
         num_warps=tiling.search_warps,
-        maxnreg=128,  # left to itself, ptxas takes fewer and spills
+        # Left to itself, ptxas takes fewer registers than fit, and spills.
+        maxnreg=128 if tiling.search_warps == 8 else 255,
     )
     launch(
         kept_kernel,

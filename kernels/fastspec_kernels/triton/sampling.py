@@ -18,6 +18,7 @@ from fastspec_kernels.triton.rows import (
 )
 from fastspec_kernels.triton.slots import (
     INFINITY,
+    NO_ROWS,
     Params,
     find_target,
     load_logits,
@@ -39,7 +40,7 @@ def row_stats(
     num_rows, vocab = logits.shape
     tiling = tiling_of(vocab)
     params = Params(temperature, top_k, top_p, min_p)
-    tiles = tiles_of(target_rows(logits, token_bitmask), None, row_slots(), params, num_rows)
+    tiles = tiles_of(target_rows(logits, token_bitmask), NO_ROWS, row_slots(), params, num_rows)
     logsumexp = logits.new_empty((num_rows,), dtype=torch.float32)
     threshold = torch.empty_like(logsumexp)
     launch(
@@ -69,7 +70,7 @@ def logits_to_probs(
     tiling = tiling_of(vocab)
     params = Params(temperature, top_k, top_p, min_p)
     rows, slots = target_rows(logits, token_bitmask), row_slots()
-    tiles = tiles_of(rows, None, slots, params, num_rows)
+    tiles = tiles_of(rows, NO_ROWS, slots, params, num_rows)
     probs = logits.new_empty((num_rows, vocab), dtype=torch.float32)
     launch(
         probs_kernel,
@@ -101,7 +102,7 @@ def sample(
     tiling = tiling_of(vocab)
     params = Params(temperature, top_k, top_p, min_p)
     rows, slots = target_rows(logits, token_bitmask), row_slots()
-    tiles = tiles_of(rows, None, slots, params, num_rows)
+    tiles = tiles_of(rows, NO_ROWS, slots, params, num_rows)
     token_ids = logits.new_empty((num_rows,), dtype=torch.int32)
     logprobs = logits.new_empty((num_rows,), dtype=torch.float32)
     launch(

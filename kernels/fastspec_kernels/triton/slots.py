@@ -22,6 +22,10 @@ class Rows(NamedTuple):
     bitmask_stride: Any
 
 
+# Not None, as Triton 3.6 cannot ask whether a group of arguments that may hold a None is one.
+NO_ROWS = Rows(None, 0, 0, 0, None, 0)
+
+
 class Slots(NamedTuple):
     """The rows of one launch: of each sequence `steps` target rows, then `draft_steps` draft rows.
 
@@ -115,7 +119,7 @@ def load_draft(rows, offset, ids, inside):
 @triton.jit
 def locate_params(target, draft, slots, slot):
     """Index of a slot's parameters, and whether its row exists."""
-    if draft is None:
+    if draft.logits is None:
         _, _, index, exists = find_target(target, slots, slot)
     else:
         index = slot
@@ -130,7 +134,7 @@ def locate_params(target, draft, slots, slot):
 @triton.jit
 def load_any(target, draft, slots, slot, ids):
     """Logits of a slot's row, whichever model's it is."""
-    if draft is None:
+    if draft.logits is None:
         offset, row, _, _ = find_target(target, slots, slot)
         x = load_logits(target, offset, row, ids, ids < target.vocab)
     else:
@@ -147,7 +151,7 @@ def load_any(target, draft, slots, slot, ids):
 def filters_of(target, draft, slots, params, slot, index):
     """top_k (0 = off), top_p and min_p of a slot; a k of the whole row is off."""
     vocab = target.vocab
-    if draft is not None:
+    if draft.logits is not None:
         vocab = tl.where(is_target(slots, slot), target.vocab, draft.vocab)
     top_k = 0
     if params.top_k is not None:

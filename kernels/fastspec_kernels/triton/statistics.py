@@ -10,6 +10,7 @@ from fastspec_kernels.triton.launch import launch
 from fastspec_kernels.triton.rows import OUTSIDE, Tiles, tile_weights
 from fastspec_kernels.triton.slots import (
     INFINITY,
+    NO_ROWS,
     Params,
     Rows,
     Slots,
@@ -26,10 +27,10 @@ def target_rows(logits: Tensor, token_bitmask: Tensor | None) -> Rows:
     return Rows(logits, 0, logits.stride(0), logits.shape[1], token_bitmask, bitmask_stride)
 
 
-def draft_rows(logits: Tensor | None) -> Rows | None:
+def draft_rows(logits: Tensor | None) -> Rows:
     """Rows [B, K, draft V] of the drafter."""
     if logits is None:
-        return None
+        return NO_ROWS
     outer_stride, stride, _ = logits.stride()
     return Rows(logits, outer_stride, stride, logits.shape[2], None, 0)
 
@@ -39,9 +40,7 @@ def row_slots() -> Slots:
     return Slots(1, 0, None, None)
 
 
-def tiles_of(
-    target: Rows, draft: Rows | None, slots: Slots, params: Params, num_slots: int
-) -> Tiles:
+def tiles_of(target: Rows, draft: Rows, slots: Slots, params: Params, num_slots: int) -> Tiles:
     """Statistics of the kept logits of every slot; 1 launch without filters, else see `filters`."""
     tiling = tiling_of(target.vocab)
     filtered = any(value is not None for value in params[1:])

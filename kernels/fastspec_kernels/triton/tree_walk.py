@@ -97,13 +97,13 @@ def walk_kernel(
     while going != 0:
         row, row_valid = _row_of(target, slots, tiles, b, node, scale, num_tiles, MERGED)
         valid = tl.where(row_valid, valid, 0)
-        if draft is not None:
+        if draft.logits is not None:
             draft_valid = _draft_valid(slots, tiles, b, node, scale, num_tiles, MERGED)
             has_child = tl.max((parents == node).to(tl.int32), 0) != 0
             valid = tl.where(draft_valid | (has_child == 0) | greedy, valid, 0)
         child = tl.full([], OUTSIDE, tl.int32)
         if valid != 0:
-            if draft is None or greedy:
+            if draft.logits is None or greedy:
                 child, rest = by_mass(
                     target, tiles, tree, tokens, parents, row, b, node, scale, greedy, num_tiles,
                     TILE, NODES, MERGED,
@@ -138,7 +138,7 @@ def walk_kernel(
             weights = tile_weights(x, tl.max(x, 0), scale)
             weights = tl.where(x >= row.lowest, weights, 0)
             if has_rest:
-                if draft is None:
+                if draft.logits is None:
                     child = next_child(parents, node, -1, NODES)
                     while child < OUTSIDE:
                         weights = tl.where(ids == token_at(tokens, child, NODES), 0, weights)
