@@ -18,6 +18,7 @@ TRITON_OPS = frozenset(
     {
         "build_tree",
         "logits_to_probs",
+        "match_suffix",
         "row_stats",
         "sample",
         "uniform",
