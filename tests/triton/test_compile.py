@@ -19,7 +19,7 @@ BUDGETS = {
     "tile_statistics_kernel": (128, 1024),
     "cut_kernel": (104, 2048),
     "gather_kernel": (224, 16384),
-    "threshold_kernel": (128, 1024),
+    "threshold_kernel": (168, 1024),
     "kept_kernel": (128, 1024),
     "row_stats_kernel": (40, 1024),
     "probs_kernel": (232, 4096),
