@@ -13,7 +13,8 @@ from torch import Tensor
 from fastspec_kernels import library, reference
 
 BACKENDS = ("cpu", "cuda", "triton", "reference")
-TRITON_OPS: frozenset[str] = frozenset()  # the ops that fastspec_kernels.triton exports
+# The ops that fastspec_kernels.triton exports.
+TRITON_OPS = frozenset({"compact_kv", "cross_attention", "store_kv", "tree_attention"})
 # Both are read once: ops run thousands of times a second.
 _DEFAULT = os.environ.get("FASTSPEC_BACKEND", "auto")
 _TRITON_INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
