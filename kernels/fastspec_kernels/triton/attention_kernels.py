@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from fastspec_kernels.triton.attention_masks import row_limits, span, visible_keys
-from fastspec_kernels.triton.attention_softmax import attend_block, finish, load_value, merge
+from fastspec_kernels.triton.attention_softmax import attend_block, finish, is_wild, merge
 from fastspec_kernels.triton.cache_kernels import round_to
 
 # Softmax partials belong to fixed stretches of key positions (0..511 is one, whoever reads it), so
@@ -81,6 +81,7 @@ def attention_kernel(
 
     place = place * V.num_heads + head
     peak, total, mixed = _empty_state(V.block_m, V)
+    wild = tl.full([], 0, tl.int32)
     first_chunk = low // CHUNK
     num_chunks = tl.maximum((end + CHUNK - 1) // CHUNK - first_chunk, 0)
     begin = first_chunk + tl.program_id(2) * num_chunks // tl.num_programs(2)
@@ -88,16 +89,34 @@ def attention_kernel(
     for chunk in range(begin, stop):
         start = tl.maximum(chunk * CHUNK, low // V.block_n * V.block_n)
         bounds = (start, full_end, tl.minimum(chunk * CHUNK + CHUNK, end))
-        part = _attend_chunk(q, paged, tree, scoring, limits, context, num_tokens, bounds, V)
+        part_peak, part_total, part_mixed, wild = _attend_chunk(
+            q, paged, tree, scoring, limits, context, num_tokens, bounds, wild, V
+        )
         if V.split:
             target = place * max_chunks + chunk
-            tl.store(partial + target[:, None] * V.head_size + d[None, :], part[2], mask=stored)
-            tl.store(partial_stats + target * 2, part[0], mask=inside)
-            tl.store(partial_stats + target * 2 + 1, part[1], mask=inside)
+            tl.store(partial + target[:, None] * V.head_size + d[None, :], part_mixed, mask=stored)
+            tl.store(partial_stats + target * 2, part_peak, mask=inside)
+            tl.store(partial_stats + target * 2 + 1, part_total, mask=inside)
         else:
-            peak, total, mixed = merge((peak, total, mixed), part)
+            peak, total, mixed = merge((peak, total, mixed), (part_peak, part_total, part_mixed))
     if not V.split:
         _store_rows(out, logsumexp, sinks, (peak, total, mixed), place, head, inside, V)
+    if wild > 0:  # rare: spoil the columns that such values are in, for the rows that see them
+        tl.debug_barrier()
+        target, per_row, chunk_size = (
+            (partial, max_chunks, CHUNK) if V.split else (out, 1, capacity)
+        )
+        nan = tl.full([V.block_m, V.block_d], float("nan"), tl.float32)
+        first = tl.maximum(tl.maximum(begin * CHUNK, full_end), low // V.block_n * V.block_n)
+        for number in range(first, tl.minimum(stop * CHUNK, end)):
+            key = number + tl.arange(0, 1)
+            sees = visible_keys(tree, limits, context, num_tokens, number, sliding_window, 1, V)
+            entry = place * per_row + key // chunk_size
+            tl.store(
+                target + entry[:, None] * V.head_size + d[None, :],
+                nan.to(target.dtype.element_ty),
+                mask=stored & sees & is_wild(paged, key, V),
+            )
 
 
 @triton.jit
@@ -117,12 +136,13 @@ def _sequence_of_tile(cu_rows, batch, tile, V: tl.constexpr):
 
 
 @triton.jit
-def _attend_chunk(q, paged, tree, scoring, limits, context, num_tokens, bounds, V: tl.constexpr):
+def _attend_chunk(
+    q, paged, tree, scoring, limits, context, num_tokens, bounds, wild, V: tl.constexpr
+):
     """The state of the rows after the keys start..end: whole blocks first, then masked ones."""
     inner, factor, sliding_window = scoring
     start, full_end, end = bounds
     peak, total, mixed = _empty_state(V.block_m, V)
-    wild = tl.full([], 0, tl.int32)
     if not V.windowed:
         for first in range(start, tl.minimum(full_end, end), V.block_n):
             state = (peak, total, mixed, wild)
@@ -135,14 +155,7 @@ def _attend_chunk(q, paged, tree, scoring, limits, context, num_tokens, bounds, 
         peak, total, mixed, wild = attend_block(
             state, q, paged, first, end, seen, inner, factor, True, V
         )
-    if wild > 0:
-        for key in range(tl.maximum(start, full_end), end):
-            value = load_value(paged, key, V)
-            spoilt = (tl.abs(value.to(tl.float32)) < float("inf")) == 0
-            sees = visible_keys(tree, limits, context, num_tokens, key, sliding_window, 1, V)
-            sees = tl.max(sees.to(tl.int32), 1) == 1
-            mixed = tl.where(sees[:, None] & spoilt[None, :], float("nan"), mixed)
-    return peak, total, mixed
+    return peak, total, mixed, wild
 
 
 @triton.jit

@@ -63,15 +63,16 @@ def attend_block(
 
 
 @triton.jit
-def load_value(paged, key, V: tl.constexpr):
-    """The value [D] at one position."""
+def is_wild(paged, keys, V: tl.constexpr):
+    """[N, D]: whether the value at each of the positions is not finite."""
     _, value_cache, table, num_blocks, block_stride, slot_stride = paged
-    d = tl.arange(0, V.block_d)
-    block = tl.load(table + key // V.block_size)
+    d = tl.arange(0, V.block_d)[None, :]
+    block = tl.load(table + keys // V.block_size)
     block = tl.minimum(tl.maximum(block, 0), num_blocks - 1).to(tl.int64)
-    place = block * block_stride + key % V.block_size * slot_stride
-    place += tl.program_id(1) * V.head_size
-    return tl.load(value_cache + place + d, mask=d < V.head_size, other=0.0)
+    place = block * block_stride + keys % V.block_size * slot_stride
+    place = place[:, None] + tl.program_id(1) * V.head_size + d
+    value = tl.load(value_cache + place, mask=d < V.head_size, other=0.0)
+    return (tl.abs(value.to(tl.float32)) < float("inf")) == 0
 
 
 @triton.jit
