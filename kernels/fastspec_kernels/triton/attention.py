@@ -37,7 +37,6 @@ class Variant:
     merge_m: int
     block_n: int
     block_d: int
-    masked_stages: int
     interpreted: bool
     dot_dtype: tl.dtype
 
@@ -201,7 +200,7 @@ def _attend(
 
 def kinds_of_rows(query: Tensor, num_kv_heads: int, batch: int, num_nodes: int) -> tuple[str, ...]:
     """The kinds of sequences that there may be, as far as shapes tell; one launch each."""
-    if query.dtype == torch.float32 and query.is_cuda:
+    if query.dtype == torch.float32 and query.device.type != "cpu":
         return ("all",)  # no tensor cores: small tiles keep the products in registers
     num_tokens, num_heads, _ = query.shape
     group = num_heads // num_kv_heads
@@ -230,7 +229,8 @@ def choose(
     splits = num_splits(programs, num_tokens * num_heads, head_size, max_chunks)
     windowed = 0 < scoring.sliding_window < width * block_size
     # The interpreter multiplies the bits of bfloat16 as integers.
-    dot_dtype = query.dtype if query.is_cuda else torch.float32
+    interpreted = query.device.type == "cpu"
+    dot_dtype = torch.float32 if interpreted else query.dtype
     common = {
         "mask": mask,
         "words": 1 if tree is None else tree.shape[2],
@@ -245,8 +245,7 @@ def choose(
         "block_size": block_size,
         "few_rows": FEW_ROWS,
         "merge_m": min(8, triton.next_power_of_2(num_heads)),
-        "masked_stages": 2 if windowed else 1,
-        "interpreted": not query.is_cuda,
+        "interpreted": interpreted,
         "dot_dtype": _DOT_DTYPES[dot_dtype],
     }
     return common, splits

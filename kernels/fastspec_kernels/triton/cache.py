@@ -48,7 +48,7 @@ def store_kv(
         ROTARY_SIZE=0 if cos is None else cos.shape[1],
         BLOCK_G=block_g,
         BLOCK_D=block_d,
-        INTERPRETED=not key.is_cuda,
+        INTERPRETED=key.device.type == "cpu",
         num_warps=4,
     )
 
