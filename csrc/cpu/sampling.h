@@ -1,4 +1,4 @@
-// The ops on raw pointers; bindings_cpu.cpp unpacks the tensors.
+// The ops on raw pointers; bindings_cpu_sampling.cpp unpacks the tensors.
 #pragma once
 #include <cstdint>
 

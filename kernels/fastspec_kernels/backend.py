@@ -17,10 +17,14 @@ BACKENDS = ("cpu", "cuda", "triton", "reference")
 TRITON_OPS = frozenset(
     {
         "build_tree",
+        "compact_kv",
+        "cross_attention",
         "logits_to_probs",
         "match_suffix",
         "row_stats",
         "sample",
+        "store_kv",
+        "tree_attention",
         "uniform",
         "verify_chain",
         "verify_tree",
@@ -40,22 +44,22 @@ def implementation(op: str, requested: str, device: torch.device) -> Callable:
 
 
 def run_checked(
-    op: str, requested: str, cache: Tensor, arguments: tuple, check: Callable[[], None]
+    op: str, requested: str, tensor: Tensor, arguments: tuple, check: Callable[[], None]
 ) -> Any:
-    """Run `op` on the device of `cache`; `check` raises for arguments that do not fit.
+    """Run `op` on the device of `tensor`; `check` raises for arguments that do not fit.
 
     A compiled kernel checks them itself, in a fraction of the time: only when it refuses, `check`
     says which one is wrong.
     """
     try:
-        name = resolve(op, requested, cache.device)
-        if name == cache.device.type:
+        name = resolve(op, requested, tensor.device)
+        if name == tensor.device.type:
             return getattr(torch.ops.fastspec, op).default(*arguments)
     except (AttributeError, RuntimeError, ValueError):
         check()
         raise
     check()
-    return implementation(op, name, cache.device)(*arguments)
+    return implementation(op, name, tensor.device)(*arguments)
 
 
 def resolve(op: str, requested: str, device: torch.device) -> str:

@@ -64,15 +64,16 @@ def verify_tree(
             on the CPU only.
         tree_token_ids: [B, N] int32, N >= 1; that of node 0 is not read; an id outside the
             vocabulary is rejected.
-        parents: [B, N] int32, parents[b, i] < i; -1 for node 0 and for padding; checked on the CPU
-            only, elsewhere a wrong parent means padding.
+        parents: [B, N] int32, parents[b, i] < i; -1 for padding; that of node 0 is not read.
+            Checked on the CPU only, elsewhere a wrong parent means padding.
         uniform_samples: [B, N+1] float32 in [0, 1).
         sibling_rule: see above.
         draft_logits: [B, N, draft V] float32, bfloat16 or float16, draft V <= V: row i is what the
             children of node i were drawn from. None, and only then, with "target_only".
         temperature, top_k, top_p, min_p: [B] each, see `row_stats`.
         draft_token_map: [V] int32, the column of each target token in the draft rows, see
-            `verify_chain`.
+            `verify_chain`. With "without_replacement" every column that siblings can be drawn from
+            must belong to exactly one target token.
         token_bitmask: [T, ceil(V/32)] int32, allowed tokens of the target rows, see `row_stats`.
         backend: "auto", "cpu", "cuda", "triton" or "reference".
     Returns:

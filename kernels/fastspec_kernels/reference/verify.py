@@ -85,7 +85,7 @@ def verify_chain(
     extra = draw(positive_or(residual, target_row), uniform[:, -1])
 
     output = torch.where(step < accepted_len[:, None], tokens, extra[:, None])
-    logprobs = target.log_probs.gather(-1, output[..., None])[..., 0]
+    logprobs = prob_of(target.log_probs, output)
     valid = target.valid.all(-1) & _draft_valid(
         draft, draft_used, accepted_len, draft_logsumexp is not None
     )

@@ -1,5 +1,7 @@
-"""The sampling ops as Triton kernels; imported on first use."""
+"""The ops as Triton kernels, for GPUs without the CUDA extension; imported on first use."""
 
+from fastspec_kernels.triton.attention import cross_attention, tree_attention
+from fastspec_kernels.triton.cache import compact_kv, store_kv
 from fastspec_kernels.triton.chain import verify_chain
 from fastspec_kernels.triton.rng import uniform
 from fastspec_kernels.triton.sampling import logits_to_probs, row_stats, sample
@@ -8,10 +10,14 @@ from fastspec_kernels.triton.tree import build_tree, verify_tree
 
 __all__ = [
     "build_tree",
+    "compact_kv",
+    "cross_attention",
     "logits_to_probs",
     "match_suffix",
     "row_stats",
     "sample",
+    "store_kv",
+    "tree_attention",
     "uniform",
     "verify_chain",
     "verify_tree",

@@ -1,0 +1,251 @@
+"""Launches of the attention kernels: which variant, how many programs, what scratch."""
+
+from dataclasses import dataclass, fields
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastspec_kernels.triton.attention_kernels import CHUNK, attention_kernel, merge_kernel
+from fastspec_kernels.triton.attention_softmax import LOG2_E
+
+FEW_ROWS = 32
+PROGRAMS_WANTED = 512  # some four for each processor of a large GPU
+PARTIAL_BYTES = 256 * 2**20  # scratch that a split may cost
+_DOT_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What an attention kernel is compiled for; every field is wrapped for triton."""
+
+    mask: str  # "chain", "tree" or "cross"
+    words: int  # of a row of the ancestor mask
+    windowed: bool
+    capped: bool
+    sinks: bool
+    logsumexp: bool
+    split: bool
+    num_heads: int
+    group: int
+    head_size: int
+    block_size: int
+    rows: str  # "few" (at most few_rows packed rows in a sequence), "many" (more) or "all"
+    few_rows: int
+    block_m: int
+    merge_m: int
+    block_n: int
+    block_d: int
+    interpreted: bool
+    dot_dtype: tl.dtype
+
+    def __post_init__(self):
+        """Wrap, as kernels want constants."""
+        for field in fields(self):
+            object.__setattr__(self, field.name, tl.constexpr(getattr(self, field.name)))
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """What turns products into weights."""
+
+    scale: float
+    sliding_window: int = 0
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+    ancestor_mask: Tensor | None = None
+
+
+def tiles(rows: str, head_size: int) -> dict[str, int]:
+    """Tile sizes for half precision with few or many rows, and for float32 ("all")."""
+    block_d = max(16, triton.next_power_of_2(head_size))
+    block_m, block_n = {"few": (FEW_ROWS, 64), "many": (64, 64), "all": (16, 32)}[rows]
+    return {"rows": rows, "block_m": block_m, "block_n": block_n, "block_d": block_d}
+
+
+def options(variant: Variant) -> dict[str, int]:
+    """Warps and pipeline stages; the same for all variants of one kind of rows and head size."""
+    wide = variant.block_d.value > 128
+    many = variant.rows.value == "many"
+    return {"num_warps": 8 if wide or many else 4, "num_stages": 2 if wide else 3}
+
+
+def num_splits(programs: int, num_rows: int, head_size: int, max_chunks: int) -> int:
+    """How many programs share the chunks of a tile; 1 needs no scratch and no merge."""
+    if num_rows * max_chunks * (head_size + 2) * 4 > PARTIAL_BYTES:
+        return 1
+    return max(1, min(max_chunks, PROGRAMS_WANTED // max(programs, 1)))
+
+
+def tree_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    context_lens: Tensor,
+    cu_rows: Tensor,
+    scale: float,
+    sliding_window: int,
+    softcap: float,
+    sinks: Tensor | None,
+    ancestor_mask: Tensor | None,
+    return_logsumexp: bool,
+) -> tuple[Tensor, Tensor]:
+    """One launch, two where the chunks of a tile are split among programs."""
+    paged = (key_cache, value_cache, block_table, context_lens, cu_rows)
+    scoring = Scoring(scale, sliding_window, softcap, sinks, ancestor_mask)
+    mask = "chain" if ancestor_mask is None else "tree"
+    return _attend(query, *paged, mask, scoring, return_logsumexp)
+
+
+def cross_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    context_lens: Tensor,
+    cu_rows: Tensor,
+    scale: float,
+) -> Tensor:
+    """As tree_attention, without a tail."""
+    paged = (key_cache, value_cache, block_table, context_lens, cu_rows)
+    return _attend(query, *paged, "cross", Scoring(scale), False)[0]
+
+
+def _attend(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    context_lens: Tensor,
+    cu_rows: Tensor,
+    mask: str,
+    scoring: Scoring,
+    return_logsumexp: bool,
+) -> tuple[Tensor, Tensor]:
+    num_tokens, num_heads, head_size = query.shape
+    num_blocks, block_size, num_kv_heads, _ = key_cache.shape
+    batch, width = block_table.shape
+    capacity = width * block_size if num_blocks > 0 else 0
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    logsumexp = query.new_empty(query.shape[:2] if return_logsumexp else 0, dtype=torch.float32)
+    if out.numel() == 0 or batch == 0:
+        return out, logsumexp
+
+    common, splits = choose(query, key_cache, block_table, mask, scoring, return_logsumexp)
+    max_chunks = -(-capacity // CHUNK.value)
+    scratch = (num_tokens * num_heads, max_chunks) if splits > 1 else (0, 0)
+    partial = query.new_empty((*scratch, head_size), dtype=torch.float32)
+    partial_stats = query.new_empty((*scratch, 2), dtype=torch.float32)
+    tree = scoring.ancestor_mask
+    sinks = context_lens if scoring.sinks is None else scoring.sinks
+    inner, factor = 1.0, scoring.scale * LOG2_E.value
+    if scoring.softcap > 0.0:
+        inner, factor = scoring.scale / scoring.softcap, scoring.softcap * LOG2_E.value
+    window = scoring.sliding_window if common["windowed"] else 0
+    num_nodes = 0 if tree is None else tree.shape[1]
+    for rows in kinds_of_rows(query, num_kv_heads, batch, num_nodes):
+        variant = Variant(**common, **tiles(rows, head_size))
+        num_tiles = batch
+        if rows != "few":
+            num_tiles += num_tokens * common["group"] // variant.block_m.value
+        attention_kernel[(num_tiles, num_kv_heads, splits)](
+            query,
+            key_cache,
+            value_cache,
+            block_table,
+            context_lens,
+            cu_rows,
+            context_lens if tree is None else tree,
+            sinks,
+            out,
+            logsumexp,
+            partial,
+            partial_stats,
+            batch,
+            num_blocks,
+            capacity,
+            num_nodes,
+            max_chunks,
+            query.stride(0),
+            query.stride(1),
+            key_cache.stride(0),
+            key_cache.stride(1),
+            block_table.stride(0),
+            inner,
+            factor,
+            window,
+            V=variant,
+            **options(variant),
+        )
+    if splits > 1:
+        merge_kernel[(num_tokens, -(-num_heads // variant.merge_m.value))](
+            context_lens,
+            cu_rows,
+            sinks,
+            out,
+            logsumexp,
+            partial,
+            partial_stats,
+            batch,
+            capacity,
+            max_chunks,
+            window,
+            V=variant,
+            num_warps=4,
+        )
+    return out, logsumexp
+
+
+def kinds_of_rows(query: Tensor, num_kv_heads: int, batch: int, num_nodes: int) -> tuple[str, ...]:
+    """The kinds of sequences that there may be, as far as shapes tell; one launch each."""
+    if query.dtype == torch.float32 and query.device.type != "cpu":
+        return ("all",)  # no tensor cores: small tiles keep the products in registers
+    num_tokens, num_heads, _ = query.shape
+    group = num_heads // num_kv_heads
+    most = min(num_tokens, num_nodes) if num_nodes > 0 else num_tokens
+    if most * group <= FEW_ROWS:
+        return ("few",)
+    return ("many",) if batch == 1 else ("few", "many")
+
+
+def choose(
+    query: Tensor,
+    key_cache: Tensor,
+    block_table: Tensor,
+    mask: str,
+    scoring: Scoring,
+    return_logsumexp: bool,
+) -> tuple[dict, int]:
+    """What all variants of a call share, and the number of splits, from shapes alone."""
+    num_tokens, num_heads, head_size = query.shape
+    _, block_size, num_kv_heads, _ = key_cache.shape
+    batch, width = block_table.shape
+    group = num_heads // num_kv_heads
+    tree = scoring.ancestor_mask
+    programs = (num_tokens * group // 64 + batch) * num_kv_heads
+    max_chunks = -(-width * block_size // CHUNK.value)
+    splits = num_splits(programs, num_tokens * num_heads, head_size, max_chunks)
+    windowed = 0 < scoring.sliding_window < width * block_size
+    # The interpreter multiplies the bits of bfloat16 as integers.
+    interpreted = query.device.type == "cpu"
+    dot_dtype = torch.float32 if interpreted else query.dtype
+    common = {
+        "mask": mask,
+        "words": 1 if tree is None else tree.shape[2],
+        "windowed": windowed,
+        "capped": scoring.softcap > 0.0,
+        "sinks": scoring.sinks is not None,
+        "logsumexp": return_logsumexp,
+        "split": splits > 1,
+        "num_heads": num_heads,
+        "group": group,
+        "head_size": head_size,
+        "block_size": block_size,
+        "few_rows": FEW_ROWS,
+        "merge_m": min(8, triton.next_power_of_2(num_heads)),
+        "interpreted": interpreted,
+        "dot_dtype": _DOT_DTYPES[dot_dtype],
+    }
+    return common, splits

@@ -1,0 +1,170 @@
+"""The interpreted attention kernels against the reference, and bit for bit with themselves."""
+
+import pytest
+import torch
+
+from fastspec_kernels import build_tree, cross_attention, reference, tree_attention
+
+from ..kernels.paged import Paged, paged
+
+attention = pytest.importorskip("fastspec_kernels.triton.attention", reason="needs triton")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="tests/kernels runs the compiled kernels"
+)
+TOLERANCE = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+SPLITS = pytest.mark.parametrize("programs", [1, 512], ids=["whole", "split"])
+
+
+def check(case: Paged, op=tree_attention, **options) -> torch.Tensor:
+    out = op(*case.tensors, backend="triton", **options)
+    expected = op(*case.tensors, backend="reference", **options)
+    if options.get("return_logsumexp"):
+        torch.testing.assert_close(out[1], expected[1], atol=2e-6, rtol=2e-6)
+        out, expected = out[0], expected[0]
+    tolerance = TOLERANCE[out.dtype]
+    torch.testing.assert_close(out, expected, atol=tolerance, rtol=2 * tolerance)
+    return out
+
+
+def random_trees(batch: int, num_nodes: int) -> torch.Tensor:
+    parents = torch.full((batch, num_nodes), -1, dtype=torch.int32)
+    for node in range(1, num_nodes):
+        parents[:, node] = torch.randint(0, node, (batch,))
+    return build_tree(parents, backend="reference")[1]
+
+
+@SPLITS
+@pytest.mark.parametrize("block_size", [1, 16, 33])
+def test_chains(monkeypatch, programs, block_size):
+    monkeypatch.setattr(attention, "PROGRAMS_WANTED", programs)
+    case = paged([600, 5, 0, 64, 40], [3, 5, 0, 1, 33], block_size=block_size)
+    check(case, return_logsumexp=True)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("group", "head_size"), [(1, 64), (3, 80), (5, 24), (2, 1)])
+def test_head_layouts(dtype, group, head_size):
+    check(paged([70, 9], [3, 9], group=group, head_size=head_size, dtype=dtype))
+
+
+@pytest.mark.parametrize("window", [0, 5, 90])
+@pytest.mark.parametrize("num_nodes", [7, 64, 100])
+def test_trees(window, num_nodes):
+    """Windows reach back by depth; one row sees nothing of its tree, another garbage bits."""
+    rows = [num_nodes, min(5, num_nodes), 0, num_nodes]
+    case = paged([150 + num_nodes, 530, 9, num_nodes], rows, num_kv_heads=1)
+    masks = random_trees(4, num_nodes)
+    masks[0, num_nodes // 2] = 0
+    masks[3, 0] = 0
+    masks[1] |= torch.randint(-(2**62), 2**62, masks[1].shape) << 5
+    options = {"softcap": 2.0, "sinks": torch.tensor([0.5, 3.0])} if window == 5 else {}
+    case_options = {"ancestor_mask": masks, "sliding_window": window, "return_logsumexp": True}
+    check(case, **case_options, **options)
+
+
+@pytest.mark.parametrize("window", [1, 7, 100, 5000, 2**63 - 1])
+def test_windows(window):
+    check(paged([200, 1, 65, 600], [1, 1, 20, 2], num_kv_heads=1), sliding_window=window)
+
+
+@pytest.mark.parametrize("softcap", [0.5, 30.0])
+def test_softcap_and_sinks(softcap):
+    sinks = torch.tensor([-2.0, 0.0, 3.0, 30.0])
+    options = {"scale": 0.7, "softcap": softcap, "sinks": sinks, "return_logsumexp": True}
+    check(paged([90, 12, 600], [4, 1, 2]), **options)
+
+
+def test_negative_scale():
+    check(paged([90, 12], [4, 1]), scale=-0.3)
+
+
+@SPLITS
+def test_cross_attention(monkeypatch, programs):
+    monkeypatch.setattr(attention, "PROGRAMS_WANTED", programs)
+    case = paged([600, 0, 3, 64], [2, 2, 40, 1])
+    check(case, cross_attention)
+
+
+def row_of(case: Paged, b: int, num_rows: int, last: int) -> Paged:
+    """Sequence b alone, cut after position `last`, with that many query rows."""
+    start = int(case.cu_rows[b + 1]) - (int(case.context_lens[b]) - last - 1)
+    lengths = torch.tensor([last + 1], dtype=torch.int32)
+    cu_rows = torch.tensor([0, num_rows], dtype=torch.int32)
+    query, table = case.query[start - num_rows : start], case.block_table[b : b + 1]
+    return Paged(query, case.key_cache, case.value_cache, table, lengths, cu_rows, [], [])
+
+
+@pytest.mark.parametrize("window", [0, 50])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_bits_of_a_row_depend_on_nothing_else(monkeypatch, window, dtype):
+    """Alone or in a batch, with more rows or fewer, split or whole: the same bits."""
+    lengths, rows = [1100, 90, 600], [20, 50, 5]
+    case = paged(lengths, rows, num_kv_heads=1, head_size=48, dtype=dtype)
+    options = {"sliding_window": window, "backend": "triton"}
+    monkeypatch.setattr(attention, "PROGRAMS_WANTED", 512)
+    whole = tree_attention(*case.tensors, **options)
+    for programs in (1, 8):
+        monkeypatch.setattr(attention, "PROGRAMS_WANTED", programs)
+        assert torch.equal(tree_attention(*case.tensors, **options), whole)
+        for b, (num_rows, behind) in enumerate([(1, 3), (5, 0), (2, 2)]):
+            alone = row_of(case, b, num_rows, lengths[b] - behind - 1)
+            last = int(case.cu_rows[b + 1]) - behind
+            out = tree_attention(*alone.tensors, **options)
+            assert torch.equal(out, whole[last - num_rows : last]), (b, programs)
+
+
+def test_a_chain_as_a_tree_has_the_bits_of_the_chain():
+    case = paged([520, 70], [9, 6])
+    masks = torch.tensor([[2 ** (i + 1) - 1] for i in range(9)]).expand(2, 9, 1).contiguous()
+    chain = tree_attention(*case.tensors, backend="triton")
+    tree = tree_attention(*case.tensors, ancestor_mask=masks, backend="triton")
+    assert torch.equal(chain, tree)
+
+
+@SPLITS
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_reach_only_the_rows_that_see_them(monkeypatch, programs, poison, dtype):
+    """One column of a value spoilt: that column of the rows that see it, and no other bit."""
+    monkeypatch.setattr(attention, "PROGRAMS_WANTED", programs)
+    case = paged([600, 70], [3, 6], head_size=24, dtype=dtype)
+    clean = tree_attention(*case.tensors, backend="triton")
+    block, offset = int(case.block_table[1, 66 // 16]), 66 % 16
+    case.value_cache[block, offset, 0, 7] = poison
+    out = tree_attention(*case.tensors, backend="triton")
+    assert out[5:, :2, 7].isnan().all()
+    spoilt = torch.zeros(out.shape, dtype=torch.bool)
+    spoilt[5:, :2, 7] = True
+    assert torch.equal(out[~spoilt], clean[~spoilt])
+
+
+@pytest.mark.parametrize("mask", ["chain", "tree", "cross"])
+def test_hostile_numbers_stay_inside_the_cache(mask):
+    """Lengths past the table and blocks past the cache, as a GPU may get them: no crash."""
+    case = paged([40, 20, 33], [5, 5, 5])
+    case.block_table[0] = torch.tensor([-5, 2**31 - 1, 0, -(2**31), 7]).repeat(2)
+    case.context_lens[:] = torch.tensor([2**31 - 1, 2, -7])
+    if mask == "cross":
+        out = attention.cross_attention(*case.tensors, 1.0)
+    else:
+        masks = random_trees(3, 5) if mask == "tree" else None
+        out, _ = attention.tree_attention(*case.tensors, 1.0, 0, 0.0, None, masks, True)
+    assert out.shape == case.query.shape
+
+
+def test_choice_of_splits():
+    """Enough programs need no split, nor does a scratch too large allow one."""
+    assert attention.num_splits(8, 32, 128, 16) == 16
+    assert attention.num_splits(8, 32, 128, 256) == 64
+    assert attention.num_splits(512, 2048, 128, 16) == 1
+    assert attention.num_splits(8, 2**16, 128, 256) == 1
+    assert attention.num_splits(8, 32, 128, 0) == 1
+
+
+def test_reference_and_kernels_take_the_same_arguments():
+    case = paged([20], [2])
+    options = (0.25, 0, 0.0, None, None, True)
+    out, logsumexp = attention.tree_attention(*case.tensors, *options)
+    expected, expected_logsumexp = reference.tree_attention(*case.tensors, *options)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(logsumexp, expected_logsumexp, atol=1e-6, rtol=1e-6)
