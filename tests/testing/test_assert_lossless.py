@@ -85,7 +85,7 @@ def test_catches_outputs_of_the_wrong_form(spoil, message):
         return spoil(output, accepted_len)
 
     with pytest.raises(AssertionError, match=message):
-        assert_lossless(verify, edges=False, num_draws=100)
+        assert_lossless(verify, edges=False, num_draws=1000)
 
 
 def test_catches_one_number_shared_by_neighbours():
@@ -213,3 +213,11 @@ def test_edge_message_names_the_case_and_both_answers():
 
     with pytest.raises(AssertionError, match=r"probability 0: .*\(\(7, 7\), 0\), expected"):
         assert_chain_edge(verify, CHAIN_EDGES[0])
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("cases", ()), ("num_draws", 50), ("alpha", 0.0), ("alpha", 1.5)]
+)
+def test_refuses_to_test_nothing(field, value):
+    with pytest.raises(ValueError, match=f"^{field}: "):
+        assert_lossless(verify_chain, **{field: value})

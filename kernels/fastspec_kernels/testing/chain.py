@@ -21,7 +21,7 @@ from fastspec_kernels.testing.edges import assert_chain_edge
 from fastspec_kernels.testing.enumeration import chain_law
 from fastspec_kernels.testing.models import TableModel, decode, encode, random_model
 from fastspec_kernels.testing.rules import ChainRule
-from fastspec_kernels.testing.statistics import ALPHA, assert_counts
+from fastspec_kernels.testing.statistics import ALPHA, assert_counts, require_a_test
 
 NUM_PROPOSALS = 3
 VOCAB = 4
@@ -140,11 +140,13 @@ def assert_lossless(
         num_draws: sequences in each case; 100000 see a total variation of about 0.02.
         vocab_size: at least 12.
         device: where the tensors are.
-        alpha: rate of false alarms of each test; seeds are fixed, so a verifier that passes once
-            always passes.
+        alpha: rate of false alarms of each test; seeds are fixed, so a deterministic verifier that
+            passes once always passes.
     Raises:
         AssertionError: names the case, the law, the p value, and seen and expected counts.
+        ValueError: nothing to test: no cases, fewer than 1000 draws, or alpha outside (0, 1).
     """
+    require_a_test(cases, num_draws, alpha)
     if edges:
         for edge in CHAIN_EDGES:
             assert_chain_edge(verify, edge, device)

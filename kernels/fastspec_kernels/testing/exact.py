@@ -47,12 +47,18 @@ class Coin:
     def _linear(self, slope: Number, offset: Number) -> "Coin":
         return Coin(self._path, self._index, slope, offset)
 
+    def __neg__(self) -> "Coin":
+        """Turn the sign."""
+        return self * -1
+
     def __mul__(self, factor: Number) -> "Coin":
         """Scale by a number."""
+        _refuse_coin(factor)
         return self._linear(self._slope * factor, self._offset * factor)
 
     def __add__(self, shift: Number) -> "Coin":
         """Shift by a number."""
+        _refuse_coin(shift)
         return self._linear(self._slope, self._offset + shift)
 
     def __sub__(self, shift: Number) -> "Coin":
@@ -65,6 +71,7 @@ class Coin:
 
     def __truediv__(self, divisor: Number) -> "Coin":
         """Scale by the reciprocal of a number."""
+        _refuse_coin(divisor)
         return self._linear(_ratio(self._slope, divisor), _ratio(self._offset, divisor))
 
     __rmul__, __radd__ = __mul__, __add__
@@ -85,6 +92,14 @@ class Coin:
         """Decide whether it is not below."""
         return not self._is_below(other, inclusive=False)
 
+    def __eq__(self, other: object) -> bool:
+        """Decide whether it is neither below nor above."""
+        if not isinstance(other, Coin | int | float | Fraction):
+            return NotImplemented
+        return self >= other and self <= other
+
+    __hash__ = None  # two equal ones need not stay equal
+
     def __bool__(self) -> bool:
         """Refuse: the value itself is not known."""
         raise TypeError("a uniform number has no truth value here, compare it with something")
@@ -102,6 +117,13 @@ class Coin:
         if slope > 0:
             return self._path.is_below(self._index, _ratio(bound, slope), inclusive)
         return not self._path.is_below(self._index, _ratio(bound, slope), not inclusive)
+
+
+def _refuse_coin(operand: object) -> None:
+    if isinstance(operand, Coin):
+        raise TypeError(
+            "only sums and multiples of one uniform number with plain numbers are exact"
+        )
 
 
 class _Path:

@@ -1,12 +1,13 @@
 """Pearson's chi-square test, and assertions that say which cells are wrong."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import numpy as np
 import torch
 
 ALPHA = 1e-6
 MIN_EXPECTED = 10.0
+MIN_DRAWS = 1000
 NUM_WORST = 4
 
 
@@ -20,8 +21,14 @@ def chi_square(counts: np.ndarray, law: np.ndarray) -> float:
         law: probabilities of the same shape, adding up to 1.
     Returns:
         The p value.
+    Raises:
+        ValueError: nothing was counted, or the law is none.
     """
     counts, law = counts.ravel().astype(float), law.ravel()
+    if not counts.sum() > 0:
+        raise ValueError("counts: nothing was counted")
+    if not ((law >= 0).all() and abs(law.sum() - 1) < 1e-3):
+        raise ValueError(f"law: expected probabilities that add up to 1, got a sum of {law.sum()}")
     if counts[law == 0].any():
         return 0.0
     expected = law * counts.sum()
@@ -37,6 +44,16 @@ def chi_square(counts: np.ndarray, law: np.ndarray) -> float:
     half_statistic = torch.tensor(((observed - wanted) ** 2 / wanted).sum() / 2)
     half_freedom = torch.tensor((len(cells) - 1) / 2, dtype=torch.float64)
     return float(torch.special.gammaincc(half_freedom, half_statistic))
+
+
+def require_a_test(cases: Collection[str], num_draws: int, alpha: float) -> None:
+    """Refuse arguments under which any verifier would pass."""
+    if not cases:
+        raise ValueError("cases: expected at least one")
+    if num_draws < MIN_DRAWS:
+        raise ValueError(f"num_draws: expected at least {MIN_DRAWS}, got {num_draws}")
+    if not 0 < alpha < 1:
+        raise ValueError(f"alpha: expected a number between 0 and 1, got {alpha}")
 
 
 def assert_counts(

@@ -20,7 +20,7 @@ from fastspec_kernels.testing.edges import assert_tree_edge
 from fastspec_kernels.testing.enumeration import SIBLING_RULES, tree_law
 from fastspec_kernels.testing.models import TableModel, random_model
 from fastspec_kernels.testing.rules import TreeRule
-from fastspec_kernels.testing.statistics import ALPHA, assert_counts
+from fastspec_kernels.testing.statistics import ALPHA, assert_counts, require_a_test
 
 VOCAB = 4
 TARGET_SEED, DRAFT_SEED = 104, 105  # a pair with which every known mistake shows
@@ -122,7 +122,9 @@ def assert_lossless_tree(
         alpha: rate of false alarms of each test; seeds are fixed.
     Raises:
         AssertionError: names the case, the law, the p value, and seen and expected counts.
+        ValueError: nothing to test: no cases, fewer than 1000 draws, or alpha outside (0, 1).
     """
+    require_a_test(cases, num_draws, alpha)
     if sibling_rule not in SIBLING_RULES:
         raise ValueError(f"sibling_rule: expected one of {SIBLING_RULES}, got {sibling_rule!r}")
     if edges:
