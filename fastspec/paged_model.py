@@ -83,7 +83,7 @@ def paged_attention(
         sinks=s_aux,
         backend=step.backend,
     )
-    return out[None], None
+    return cast(Tensor, out)[None], None
 
 
 def _one_block_cache(key: Tensor, value: Tensor, step: PagedStep) -> KVCache:

@@ -148,7 +148,7 @@ def export(out: Out = OUT, assets: Path = Path("fastspec/assets")) -> None:
         )
         record[name] = _describe(models[name]) | _read_json(out / name / "record.json")
     token_ids = tiny_target.load_token_ids(out, "train")
-    tiny_export.export_bigram(token_ids, len(tokenizer), assets / "tiny-target")
+    tiny_export.export_bigram(token_ids.numpy(), len(tokenizer), assets / "tiny-target")
     prompts = tiny_prompts.read_prompts(out / "prompts.jsonl")
     tiny_prompts.write_prompts(prompts, assets / "prompts.jsonl")
     record["num_prompts"] = len(prompts)

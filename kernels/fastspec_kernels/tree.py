@@ -144,7 +144,7 @@ def build_tree(parents: Tensor, *, backend: str = "auto") -> tuple[Tensor, Tenso
     No host synchronisation; safe in CUDA graphs.
     """
     check_tensor("parents", parents, (None, None), (torch.int32,), None)
-    _check_parents(parents, tuple(parents.shape), parents.device)
+    _check_parents(parents, (parents.shape[0], parents.shape[1]), parents.device)
     return implementation("build_tree", backend, parents.device)(parents.contiguous())
 
 

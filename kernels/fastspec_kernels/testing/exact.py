@@ -98,7 +98,8 @@ class Coin:
             return NotImplemented
         return self >= other and self <= other
 
-    __hash__ = None  # two equal ones need not stay equal
+    # Two equal ones need not stay equal.
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
 
     def __bool__(self) -> bool:
         """Refuse: the value itself is not known."""
