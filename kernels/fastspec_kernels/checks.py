@@ -43,10 +43,7 @@ def check_logits(name: str, logits: Tensor, rank: int, device: torch.device | No
     check_tensor(name, logits, shape, LOGITS_DTYPES, device or logits.device)
     if logits.shape[-1] == 0:
         raise ValueError(f"{name}: the vocabulary is empty, shape {list(logits.shape)}")
-    if logits.stride(-1) != 1 and logits.shape[-1] > 1:
-        raise ValueError(
-            f"{name}: the last dimension must be contiguous, strides {logits.stride()}"
-        )
+    check_last_contiguous(name, logits)
 
 
 def check_sampling(
@@ -66,8 +63,7 @@ def check_sampling(
     ):
         if tensor is not None:
             check_tensor(name, tensor, (num,), (dtype,), device)
-            if not tensor.is_contiguous():
-                raise ValueError(f"{name}: must be contiguous, strides {tensor.stride()}")
+            check_contiguous(name, tensor)
 
 
 def check_token_bitmask(token_bitmask: Tensor | None, num_rows: int, logits: Tensor) -> None:
