@@ -1,5 +1,7 @@
 """Drafters from what users pass: a path, a hub id, a model or a drafter of their own."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -12,7 +14,21 @@ from fastspec.loading import bigram_beside, check_same_tokenizer, load_model, lo
 from fastspec.paged_model import PagedModel
 from fastspec.runner import ModelRunner
 
-DrafterSource = str | Path | PreTrainedModel | Drafter
+ModelSource = str | Path | PreTrainedModel
+DrafterSource = ModelSource | Drafter
+
+
+@dataclass(frozen=True)
+class DrafterPlan:
+    """A drafter whose models are loaded, and that has no caches yet.
+
+    Attributes:
+        models: those that need a cache beside the target's, so that all are sized together.
+        build: makes the drafter, given the target's runner and the blocks that all caches share.
+    """
+
+    models: list[PagedModel]
+    build: Callable[[ModelRunner, BlockManager], Drafter]
 
 
 class DrafterFactory:
@@ -25,42 +41,58 @@ class DrafterFactory:
         self._config = config
         self._tokenizer = tokenizer
 
-    def source(
-        self,
-        target: str | Path | PreTrainedModel,
-        drafter: DrafterSource | None,
-        target_vocab_size: int,
-    ) -> DrafterSource | None:
-        """The drafter that target, drafter and spec.method together name, or None."""
-        spec = self._spec
-        if spec.method == "none":
-            return None
-        if spec.method in ("prompt_lookup", "mag"):
-            if drafter is not None:
-                raise ValueError(f"drafter: method {spec.method!r} takes none")
-            if spec.method == "prompt_lookup":
-                return PromptLookupDrafter(*spec.lookup_lengths, self._config.backend)
-            file = spec.bigram_path or bigram_beside(target)
-            bigram = load_bigram(file, target_vocab_size) if file else None
-            return MagDrafter(bigram, self._config.backend)
-        if drafter is None and isinstance(target, str) and target == "tiny":
-            return "tiny-draft"
-        if drafter is None and spec.method == "draft_model":
-            raise ValueError("drafter: method 'draft_model' needs a draft model, got None")
-        return drafter
+    def plan(
+        self, target: ModelSource, drafter: DrafterSource | None, target_vocab_size: int
+    ) -> DrafterPlan | None:
+        """The drafter that target, drafter and spec.method together name, or None.
 
-    def load_model(self, source: str | Path | PreTrainedModel) -> PagedModel:
+        Raises:
+            ValueError: a drafter that is missing, not wanted, or cannot be loaded.
+        """
+        method = self._spec.method
+        if method == "none":
+            return None
+        if method in ("prompt_lookup", "mag"):
+            if drafter is not None:
+                raise ValueError(f"drafter: method {method!r} takes none")
+            return _ready(self._copying(target, target_vocab_size))
+        if drafter is None and isinstance(target, str) and target == "tiny":
+            drafter = "tiny-draft"
+        if drafter is None and method == "draft_model":
+            raise ValueError("drafter: method 'draft_model' needs a draft model, got None")
+        return None if drafter is None else self.plan_given(drafter)
+
+    def plan_given(self, drafter: DrafterSource) -> DrafterPlan:
+        """A drafter as it is, or one that runs the draft model that is named or passed."""
+        if isinstance(drafter, Drafter):
+            return _ready(drafter)
+        model = self._load(drafter)
+        probabilistic = self._spec.draft_sample_method == "probabilistic"
+
+        def build(target: ModelRunner, block_manager: BlockManager) -> Drafter:
+            runner = self._runner(model, block_manager)
+            return DraftModelDrafter(runner, block_manager, target.vocab_size, probabilistic)
+
+        return DrafterPlan([model], build)
+
+    def _copying(self, target: ModelSource, target_vocab_size: int) -> Drafter:
+        if self._spec.method == "prompt_lookup":
+            return PromptLookupDrafter(*self._spec.lookup_lengths, self._config.backend)
+        file = self._spec.bigram_path or bigram_beside(target)
+        bigram = load_bigram(file, target_vocab_size) if file else None
+        return MagDrafter(bigram, self._config.backend)
+
+    def _load(self, source: ModelSource) -> PagedModel:
         """A draft model; ValueError when its token ids mean something else."""
         if not isinstance(source, PreTrainedModel):
             check_same_tokenizer(self._tokenizer, load_tokenizer("drafter", source))
         return PagedModel(load_model("drafter", source, self._config), self._config.backend)
 
-    def from_model(
-        self, draft_model: PagedModel, block_manager: BlockManager, target_vocab_size: int
-    ) -> DraftModelDrafter:
-        """A drafter that runs a draft model over the blocks of the target's cache."""
+    def _runner(self, model: PagedModel, block_manager: BlockManager) -> ModelRunner:
+        """A runner over the blocks of the target's cache."""
         num_blocks, block_size = block_manager.num_blocks, block_manager.block_size
-        chunk_size = self._config.prefill_chunk_size
-        runner = ModelRunner(draft_model, num_blocks, block_size, chunk_size)
-        probabilistic = self._spec.draft_sample_method == "probabilistic"
-        return DraftModelDrafter(runner, block_manager, target_vocab_size, probabilistic)
+        return ModelRunner(model, num_blocks, block_size, self._config.prefill_chunk_size)
+
+
+def _ready(drafter: Drafter) -> DrafterPlan:
+    return DrafterPlan([], lambda runner, block_manager: drafter)

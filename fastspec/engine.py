@@ -10,7 +10,6 @@ from fastspec.block_manager import BlockManager
 from fastspec.cache_size import cache_blocks, model_len
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig, is_int
 from fastspec.drafter_factory import DrafterFactory, DrafterSource
-from fastspec.drafters import Drafter, Proposal
 from fastspec.loading import eos_token_ids, load_model, load_tokenizer
 from fastspec.outputs import RequestOutput, StreamEvent
 from fastspec.paged_model import PagedModel
@@ -18,6 +17,7 @@ from fastspec.request import Batch, Request
 from fastspec.request_factory import Prompt, RequestFactory, as_params_list, as_prompt_list
 from fastspec.runner import ModelRunner
 from fastspec.scheduler import Scheduler
+from fastspec.speculation import Speculation
 from fastspec.stats import PhaseClock, SpecStats
 from fastspec.verification import Verdict, commit, prefill, verify
 
@@ -63,20 +63,15 @@ class Engine:
             tokenizer, target_model.vocab_size, self.max_model_len, eos_token_ids(model, tokenizer)
         )
         self._drafter_factory = DrafterFactory(spec, config, tokenizer)
-        source = self._drafter_factory.source(target, drafter, target_model.vocab_size)
-        given = source if isinstance(source, Drafter) else None
-        draft_model = None
-        if source is not None and not isinstance(source, Drafter):
-            draft_model = self._drafter_factory.load_model(source)
-        models = [target_model, draft_model] if draft_model else [target_model]
+        plan = self._drafter_factory.plan(target, drafter, target_model.vocab_size)
+        models = [target_model, *(plan.models if plan else ())]
         num_blocks = cache_blocks(config, models, self.max_model_len)
         chunk_size = config.prefill_chunk_size
         self._runner = ModelRunner(target_model, num_blocks, config.block_size, chunk_size)
         block_manager = BlockManager(num_blocks, config.block_size, config.prefix_caching)
         self._scheduler = Scheduler(block_manager, config.max_batch_size)
-        self._known_drafter = self._model_drafter(draft_model) if draft_model else given
-        self._drafter = self._known_drafter
-        self._num_draft_tokens = spec.num_speculative_tokens
+        first = plan.build(self._runner, block_manager) if plan else None
+        self._speculation = Speculation(first, spec.num_speculative_tokens)
         self._ids_in_use: set[str] = set()
 
     def generate(
@@ -153,7 +148,7 @@ class Engine:
     @property
     def is_speculative(self) -> bool:
         """Whether a drafter is on."""
-        return self._drafter is not None
+        return self._speculation.is_on
 
     def enable_spec_dec(
         self,
@@ -166,32 +161,27 @@ class Engine:
             raise ValueError("use_glide_drafter: GLIDE is not supported yet")
         if not is_int(n_spec_tokens) or n_spec_tokens < 1:
             raise ValueError(f"n_spec_tokens: expected an int >= 1, got {n_spec_tokens!r}")
-        if drafter is None and self._known_drafter is None:
+        if drafter is None and not self._speculation.has_known_drafter:
             raise ValueError("drafter: there is none to enable; pass one")
-        chosen = drafter if isinstance(drafter, Drafter) else self._known_drafter
-        if drafter is not None and not isinstance(drafter, Drafter):
-            chosen = self._model_drafter(self._drafter_factory.load_model(drafter))
+        chosen = None
+        if drafter is not None:
+            plan = self._drafter_factory.plan_given(drafter)
+            chosen = plan.build(self._runner, self._scheduler.block_manager)
         self.disable_spec_dec()
-        self._known_drafter = chosen
-        self._drafter = self._known_drafter
-        self._num_draft_tokens = n_spec_tokens
+        self._speculation.enable(chosen, n_spec_tokens)
 
     def disable_spec_dec(self) -> None:
         """Decode plainly from the next step on; the drafter is remembered."""
-        if self._drafter is not None:
-            for request in self._scheduler.running:
-                self._drafter.release(request)
-        self._drafter = None
+        self._speculation.disable(self._scheduler.running)
 
     def clear_spec_dec(self) -> None:
         """Decode plainly from the next step on and let the drafter go."""
-        self.disable_spec_dec()
-        self._known_drafter = None
+        self._speculation.clear(self._scheduler.running)
 
     @torch.inference_mode()
     def step(self) -> list[StreamEvent]:
         """Advance every running request by one target pass; what was committed and ended."""
-        num_draft = self._num_draft_tokens if self._drafter is not None else 0
+        num_draft = self._speculation.num_draft_tokens
         clock = PhaseClock()
         self._schedule(num_draft)
         running = list(self._scheduler.running)
@@ -200,7 +190,7 @@ class Engine:
         clock.lap("prefill")
         room = [request.max_len - len(request.token_ids) - 1 for request in running]
         batch = Batch(running, [min(num_draft, r) for r in room], num_draft, self.device)
-        proposal = self._propose(batch)
+        proposal = self._speculation.propose(batch)
         clock.lap("propose")
         method = self.spec.rejection_sample_method
         verdicts = verify(self._runner, batch, proposal, method, self.config.backend)
@@ -218,9 +208,7 @@ class Engine:
         Waiting requests come in waves, so that a prefix which several share is read once.
         """
         preempted = self._scheduler.schedule(num_draft)
-        for request in preempted:
-            if self._drafter is not None:
-                self._drafter.release(request)
+        self._speculation.release(preempted)
         prefill(self._runner, self._scheduler.running)
         while not preempted and (admitted := self._scheduler.admit(num_draft)):
             for request in admitted:
@@ -229,20 +217,11 @@ class Engine:
                         stats.record_prompt(request.num_prompt_tokens, request.num_cached)
             prefill(self._runner, admitted)
 
-    def _propose(self, batch: Batch) -> Proposal:
-        if self._drafter is None:
-            shape = (len(batch.requests), 0)
-            return Proposal(torch.empty(shape, dtype=torch.int32, device=self.device))
-        proposal = self._drafter.propose(batch)
-        if proposal.parents is not None:
-            raise ValueError("parents: token trees are not supported yet")
-        return proposal
-
     def _commit(self, batch: Batch, verdicts: list[Verdict]) -> list[StreamEvent]:
         events: list[StreamEvent] = []
         ended: list[tuple[Request, str, str | None]] = []
         accepted = []
-        name = self._drafter.name if self._drafter is not None else None
+        writer = self._speculation.writer
         for request, verdict in zip(batch.requests, verdicts, strict=True):
             accepted.append(max(verdict.accepted_len, 0))
             if verdict.accepted_len < 0:
@@ -250,7 +229,7 @@ class Engine:
                 error = f"logits after {where} tokens hold NaN or inf, or nothing finite"
                 ended.append((request, "error", error))
                 continue
-            new_events, finish_reason = commit(request, verdict, name)
+            new_events, finish_reason = commit(request, verdict, writer)
             events += new_events
             kept = len(new_events)
             was_cut = kept <= verdict.accepted_len
@@ -259,8 +238,7 @@ class Engine:
                 stats.record_step(judged, min(kept, verdict.accepted_len), kept)
             if finish_reason is not None:
                 ended.append((request, finish_reason, None))
-        if self._drafter is not None:
-            self._drafter.commit(batch, accepted)
+        self._speculation.commit(batch, accepted)
         for request, finish_reason, error in ended:
             self._scheduler.remove(request.request_id, failed=error is not None)
             self._forget(request)
@@ -284,9 +262,4 @@ class Engine:
 
     def _forget(self, request: Request) -> None:
         self._ids_in_use.discard(request.request_id)
-        if self._drafter is not None:
-            self._drafter.release(request)
-
-    def _model_drafter(self, draft_model: PagedModel) -> Drafter:
-        manager = self._scheduler.block_manager
-        return self._drafter_factory.from_model(draft_model, manager, self._runner.vocab_size)
+        self._speculation.release([request])

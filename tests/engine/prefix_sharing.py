@@ -55,7 +55,7 @@ class Watcher:
         self.seen = {}
 
     def look(self):
-        manager, drafter = self.engine._scheduler.block_manager, self.engine._drafter
+        manager, drafter = self.engine._scheduler.block_manager, self.engine._speculation.drafter
         findable = manager._index._content_of
         filled = [b for b, when in drafter._filled.items() if when == manager.tenancy(b)]
         for runner, block_ids in ((self.engine._runner, findable), (drafter._runner, filled)):

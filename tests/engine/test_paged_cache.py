@@ -56,10 +56,10 @@ def test_caches_equal_a_fresh_prefill(temperature, noise):
             assert_same(
                 cached(engine._runner, request, count), fresh(model, request.token_ids[:count])
             )
-            draft_count = engine._drafter._num_cached[request.request_id]
+            draft_count = engine._speculation.drafter._num_cached[request.request_id]
             assert count - 1 <= draft_count <= count
             assert_same(
-                cached(engine._drafter._runner, request, draft_count),
+                cached(engine._speculation.drafter._runner, request, draft_count),
                 fresh(drafter, request.token_ids[:draft_count]),
             )
             accepted_lens |= {i for i, n in enumerate(request.stats.acceptance_histogram) if n}
@@ -71,4 +71,4 @@ def test_blocks_come_back():
     manager = engine._scheduler.block_manager
     engine.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=20))
     assert manager.num_free == manager.num_blocks
-    assert engine._drafter._num_cached == {}
+    assert engine._speculation.drafter._num_cached == {}

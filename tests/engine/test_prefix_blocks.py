@@ -84,8 +84,8 @@ def test_preemption_resumes_through_the_cache(model, drafter):
 
         runner.prefill = counted
         releases = []
-        release = engine._drafter.release
-        engine._drafter.release = lambda r, release=release, releases=releases: (
+        release = engine._speculation.drafter.release
+        engine._speculation.drafter.release = lambda r, release=release, releases=releases: (
             releases.append(r),
             release(r),
         )

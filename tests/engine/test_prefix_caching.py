@@ -102,10 +102,10 @@ def assert_fresh(engine, model, drafter):
     for request in engine._scheduler.running:
         count = request.num_cached
         assert_same(cached(engine._runner, request, count), fresh(model, request.token_ids[:count]))
-        count = engine._drafter._num_cached[request.request_id]
+        count = engine._speculation.drafter._num_cached[request.request_id]
         assert len(request.token_ids) - 2 <= count <= len(request.token_ids) - 1
         assert_same(
-            cached(engine._drafter._runner, request, count),
+            cached(engine._speculation.drafter._runner, request, count),
             fresh(drafter, request.token_ids[:count]),
         )
 
@@ -152,7 +152,10 @@ def test_a_shared_prefix_is_read_once_by_target_and_drafter(model, drafter, at_o
     prefix = TEXT * 3
     prompts = [[*prefix, last, *range(10, 20)] for last in range(4)]
     num_read = dict.fromkeys(("target", "drafter"), 0)
-    for name, runner in (("target", engine._runner), ("drafter", engine._drafter._runner)):
+    for name, runner in (
+        ("target", engine._runner),
+        ("drafter", engine._speculation.drafter._runner),
+    ):
 
         def counted(token_ids, spans, name=name, prefill=runner.prefill):
             num_read[name] += sum(map(len, token_ids))

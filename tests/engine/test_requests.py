@@ -119,8 +119,11 @@ def test_preemption_changes_nothing(model, drafter):
     roomy = engine_of(model, drafter).generate(PROMPTS, params)
     tight = engine_of(model, drafter, block_size=4, num_blocks=13)
     releases = []
-    release = tight._drafter.release
-    tight._drafter.release = lambda request: (releases.append(request.request_id), release(request))
+    release = tight._speculation.drafter.release
+    tight._speculation.drafter.release = lambda request: (
+        releases.append(request.request_id),
+        release(request),
+    )
     outputs = tight.generate(PROMPTS, params)
     assert len(releases) > len(PROMPTS), "nothing was preempted"
     assert [o.token_ids for o in outputs] == [o.token_ids for o in roomy]

@@ -1,0 +1,8 @@
+"""What a user may set: sampling of one request, speculation, and the engine."""
+
+from fastspec.config.checks import is_int
+from fastspec.config.engine import EngineConfig
+from fastspec.config.sampling import SamplingParams
+from fastspec.config.speculation import SpecConfig
+
+__all__ = ["EngineConfig", "SamplingParams", "SpecConfig", "is_int"]

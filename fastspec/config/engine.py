@@ -1,0 +1,58 @@
+"""Where the models run and how much they may hold."""
+
+from dataclasses import dataclass
+
+from fastspec.config.checks import is_int, require
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Where the models run and how much they may hold.
+
+    Args:
+        dtype: "auto" (float32 on CPU, else the checkpoint's), "float32", "bfloat16" or "float16".
+        device: "auto" (cuda when there is one), "cpu", "cuda", "cuda:1", ...
+        block_size: tokens in one block of the cache.
+        num_blocks: blocks in the cache; None derives it from kv_cache_memory.
+        kv_cache_memory: bytes of all KV caches together; None = 1 GiB on CPU, half the free memory
+            on a GPU.
+        max_batch_size: requests decoded together.
+        max_model_len: prompt and new tokens of one request at most; None = the model's own limit.
+        prefill_chunk_size: tokens of one forward pass while prompts are read.
+        prefix_caching: True lets prompts that begin alike share the blocks of what they share, and
+            keeps those of ended requests until their space is needed. Off by default: then what is
+            read, and how long that takes, never depends on what ran before.
+        backend: passed to every kernel, see fastspec_kernels.
+    Raises:
+        ValueError: a value out of range, or a field that this version does not support yet.
+    """
+
+    dtype: str = "auto"
+    device: str = "auto"
+    block_size: int = 16
+    num_blocks: int | None = None
+    kv_cache_memory: int | None = None
+    max_batch_size: int = 32
+    max_model_len: int | None = None
+    prefill_chunk_size: int = 512
+    prefix_caching: bool = False
+    cuda_graphs: str = "auto"
+    backend: str = "auto"
+
+    def __post_init__(self):
+        dtypes = ("auto", "float32", "bfloat16", "float16")
+        require("dtype", self.dtype, self.dtype in dtypes, f"one of {dtypes}")
+        for name in ("block_size", "max_batch_size", "prefill_chunk_size"):
+            value = getattr(self, name)
+            require(name, value, is_int(value) and value >= 1, "an int >= 1")
+        for name in ("num_blocks", "kv_cache_memory", "max_model_len"):
+            value = getattr(self, name)
+            require(name, value, value is None or (is_int(value) and value >= 1), "an int >= 1")
+        require(
+            "cuda_graphs", self.cuda_graphs, self.cuda_graphs in ("auto", "off", "on"), "'auto'"
+        )
+        require(
+            "prefix_caching", self.prefix_caching, isinstance(self.prefix_caching, bool), "a bool"
+        )
+        if self.cuda_graphs == "on":
+            raise ValueError("cuda_graphs: 'on' is not supported yet")

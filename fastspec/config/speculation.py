@@ -1,0 +1,124 @@
+"""How drafts are made and verified."""
+
+from dataclasses import InitVar, dataclass
+from pathlib import Path
+from typing import Any
+
+from fastspec.config.checks import is_int, reject_unsupported, require
+
+METHODS = ("auto", "none", "draft_model", "prompt_lookup", "mag")
+LATER_METHODS = ("cascade", "glide", "tree")
+_DEFAULT_SPECULATIVE_TOKENS = 5
+_DEFAULT_LOOKUP_TOKENS = 5
+
+
+@dataclass(frozen=True)
+class SpecConfig:
+    """How drafts are made and verified.
+
+    Args:
+        method: "auto" (a draft model when one is given, else none), "none" (plain
+            decoding, a drafter that is given is not loaded), "draft_model", "prompt_lookup" (copy
+            what followed the last tokens where they stood before) or "mag" (the same after the
+            longest match, then by a table of bigrams). The last two need no second model.
+        num_speculative_tokens: K, tokens proposed in each step, >= 1.
+        draft_sample_method: "probabilistic" samples drafts from the drafter's own distribution
+            under the request's parameters; "greedy" takes its argmax and verifies it as a point
+            mass. Both are exact.
+        rejection_sample_method: "standard" judges draft tokens one by one; "block" judges whole
+            prefixes, accepts at least as many on average, and reads the rows once more. Both are
+            exact, and the same at temperature 0.
+        prompt_lookup_min, prompt_lookup_max: last tokens that must, and that can, agree for a copy,
+            1 <= min <= max; the longest match counts. One given alone is both; by default 5.
+        bigram_path: table of "mag", a JSON list whose entry i is the id that follows token i; None
+            takes bigram.json in the target's folder if there is one, else copies alone.
+        num_assistant_tokens: Hugging Face's name of num_speculative_tokens.
+        prompt_lookup_num_tokens: Hugging Face's way to ask for prompt lookup with that many tokens.
+    Raises:
+        ValueError: a value out of range, or a field that this version does not support yet.
+    """
+
+    method: str = "auto"
+    num_speculative_tokens: int = _DEFAULT_SPECULATIVE_TOKENS
+    draft_sample_method: str = "probabilistic"
+    rejection_sample_method: str = "standard"
+    prompt_lookup_min: int | None = None
+    prompt_lookup_max: int | None = None
+    bigram_path: str | Path | None = None
+    k_matrix: Any = None
+    lenience: float = 1.0
+    tree_width: int | None = None
+    tree_nodes: int | None = None
+    cape: bool = False
+    confidence_threshold: float | None = None
+    schedule: str = "constant"
+    synthetic_acceptance_rate: float | None = None
+    num_assistant_tokens: InitVar[int | None] = None
+    prompt_lookup_num_tokens: InitVar[int | None] = None
+
+    def __post_init__(self, num_assistant_tokens, prompt_lookup_num_tokens):
+        if prompt_lookup_num_tokens is not None:
+            asks = self.method in ("auto", "prompt_lookup")
+            expected = f"None for method {self.method!r}"
+            require("prompt_lookup_num_tokens", prompt_lookup_num_tokens, asks, expected)
+            object.__setattr__(self, "method", "prompt_lookup")
+        for name, value in (
+            ("num_assistant_tokens", num_assistant_tokens),
+            ("prompt_lookup_num_tokens", prompt_lookup_num_tokens),
+        ):
+            if value is not None:
+                require(name, value, is_int(value) and value >= 1, "an int >= 1")
+                count = self.num_speculative_tokens
+                is_free = count in (value, _DEFAULT_SPECULATIVE_TOKENS)
+                expected = f"the value of num_speculative_tokens, {count!r}, or None"
+                require(name, value, is_free, expected)
+                object.__setattr__(self, "num_speculative_tokens", value)
+        if self.method in LATER_METHODS:
+            raise ValueError(f"method: {self.method!r} is not supported yet")
+        require("method", self.method, self.method in METHODS, f"one of {METHODS}")
+        count = self.num_speculative_tokens
+        require("num_speculative_tokens", count, is_int(count) and count >= 1, "an int >= 1")
+        require(
+            "draft_sample_method",
+            self.draft_sample_method,
+            self.draft_sample_method in ("probabilistic", "greedy"),
+            "'probabilistic' or 'greedy'",
+        )
+        if self.rejection_sample_method == "coupled":
+            raise ValueError("rejection_sample_method: 'coupled' is not supported yet")
+        require(
+            "rejection_sample_method",
+            self.rejection_sample_method,
+            self.rejection_sample_method in ("standard", "block"),
+            "'standard' or 'block'",
+        )
+        self._check_copying()
+        reject_unsupported(
+            self,
+            k_matrix=None,
+            lenience=1.0,
+            tree_width=None,
+            tree_nodes=None,
+            cape=False,
+            confidence_threshold=None,
+            schedule="constant",
+            synthetic_acceptance_rate=None,
+        )
+
+    @property
+    def lookup_lengths(self) -> tuple[int, int]:
+        """The least and the most tokens that prompt lookup matches."""
+        least = self.prompt_lookup_min or self.prompt_lookup_max or _DEFAULT_LOOKUP_TOKENS
+        return least, self.prompt_lookup_max or least
+
+    def _check_copying(self) -> None:
+        for name in ("prompt_lookup_min", "prompt_lookup_max"):
+            value = getattr(self, name)
+            if self.method != "prompt_lookup":
+                require(name, value, value is None, f"None for method {self.method!r}")
+            require(name, value, value is None or (is_int(value) and value >= 1), "an int >= 1")
+        fits = self.method == "mag" or self.bigram_path is None
+        require("bigram_path", self.bigram_path, fits, f"None for method {self.method!r}")
+        least, most = self.lookup_lengths
+        expected = f"at least prompt_lookup_min, {least}"
+        require("prompt_lookup_max", self.prompt_lookup_max, most >= least, expected)

@@ -1,0 +1,70 @@
+"""The drafter of an engine: which one is known, whether it is on, how much it proposes."""
+
+import torch
+
+from fastspec.drafters import Drafter, Proposal
+from fastspec.request import Batch, Request
+
+
+class Speculation:
+    """Proposals of the drafter that is on, or none."""
+
+    def __init__(self, drafter: Drafter | None, num_draft_tokens: int):
+        self._known = drafter
+        self.drafter = drafter
+        self._num_draft_tokens = num_draft_tokens
+
+    @property
+    def is_on(self) -> bool:
+        return self.drafter is not None
+
+    @property
+    def has_known_drafter(self) -> bool:
+        return self._known is not None
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Tokens proposed for a request in one step at most."""
+        return self._num_draft_tokens if self.is_on else 0
+
+    @property
+    def writer(self) -> str | None:
+        """Who writes the accepted tokens."""
+        return self.drafter.name if self.drafter is not None else None
+
+    def enable(self, drafter: Drafter | None, num_draft_tokens: int) -> None:
+        """Turn on a drafter, or the known one."""
+        self._known = drafter if drafter is not None else self._known
+        self.drafter = self._known
+        self._num_draft_tokens = num_draft_tokens
+
+    def disable(self, running: list[Request]) -> None:
+        """Decode plainly; the drafter stays known."""
+        self.release(running)
+        self.drafter = None
+
+    def clear(self, running: list[Request]) -> None:
+        """Decode plainly and let the drafter go."""
+        self.disable(running)
+        self._known = None
+
+    def propose(self, batch: Batch) -> Proposal:
+        """What the target is to judge in this step."""
+        if self.drafter is None:
+            shape = (len(batch.requests), 0)
+            return Proposal(torch.empty(shape, dtype=torch.int32, device=batch.device))
+        proposal = self.drafter.propose(batch)
+        if proposal.parents is not None:
+            raise ValueError("parents: token trees are not supported yet")
+        return proposal
+
+    def commit(self, batch: Batch, accepted: list[int]) -> None:
+        """Tell the drafter what was kept of its last proposal."""
+        if self.drafter is not None:
+            self.drafter.commit(batch, accepted)
+
+    def release(self, requests: list[Request]) -> None:
+        """Let the drafter forget requests that have ended or lost their blocks."""
+        if self.drafter is not None:
+            for request in requests:
+                self.drafter.release(request)
