@@ -24,26 +24,30 @@ class DrafterPlan:
 
     Attributes:
         models: those that need a cache beside the target's, so that all are sized together.
-        build: makes the drafter, given the target's runner and the blocks that all caches share.
+        build: makes the drafter, given the target's runner (None where stored outputs stand for the
+            target) and the blocks that all caches share.
     """
 
     models: list[PagedModel]
-    build: Callable[[ModelRunner, BlockManager], Drafter]
+    build: Callable[[ModelRunner | None, BlockManager], Drafter]
 
 
 class DrafterFactory:
     """Makes drafters for one target, with its options and its tokenizer."""
 
     def __init__(
-        self, spec: SpecConfig, config: EngineConfig, tokenizer: PreTrainedTokenizerBase | None
+        self,
+        spec: SpecConfig,
+        config: EngineConfig,
+        tokenizer: PreTrainedTokenizerBase | None,
+        target_vocab_size: int,
     ):
         self._spec = spec
         self._config = config
         self._tokenizer = tokenizer
+        self._target_vocab_size = target_vocab_size
 
-    def plan(
-        self, target: ModelSource, drafter: DrafterSource | None, target_vocab_size: int
-    ) -> DrafterPlan | None:
+    def plan(self, target: ModelSource, drafter: DrafterSource | None) -> DrafterPlan | None:
         """The drafter that target, drafter and spec.method together name, or None.
 
         Raises:
@@ -55,7 +59,7 @@ class DrafterFactory:
         if method in ("prompt_lookup", "mag"):
             if drafter is not None:
                 raise ValueError(f"drafter: method {method!r} takes none")
-            return _ready(self._copying(target, target_vocab_size))
+            return _ready(self._copying(target))
         if drafter is None and isinstance(target, str) and target == "tiny":
             drafter = "tiny-draft"
         if drafter is None and method == "draft_model":
@@ -69,17 +73,17 @@ class DrafterFactory:
         model = self._load(drafter)
         probabilistic = self._spec.draft_sample_method == "probabilistic"
 
-        def build(target: ModelRunner, block_manager: BlockManager) -> Drafter:
+        def build(target: ModelRunner | None, block_manager: BlockManager) -> Drafter:
             runner = self._runner(model, block_manager)
-            return DraftModelDrafter(runner, block_manager, target.vocab_size, probabilistic)
+            return DraftModelDrafter(runner, block_manager, self._target_vocab_size, probabilistic)
 
         return DrafterPlan([model], build)
 
-    def _copying(self, target: ModelSource, target_vocab_size: int) -> Drafter:
+    def _copying(self, target: ModelSource) -> Drafter:
         if self._spec.method == "prompt_lookup":
             return PromptLookupDrafter(*self._spec.lookup_lengths, self._config.backend)
         file = self._spec.bigram_path or bigram_beside(target)
-        bigram = load_bigram(file, target_vocab_size) if file else None
+        bigram = load_bigram(file, self._target_vocab_size) if file else None
         return MagDrafter(bigram, self._config.backend)
 
     def _load(self, source: ModelSource) -> PagedModel:

@@ -62,8 +62,8 @@ class Engine:
         self._factory = RequestFactory(
             tokenizer, target_model.vocab_size, self.max_model_len, eos_token_ids(model, tokenizer)
         )
-        self._drafter_factory = DrafterFactory(spec, config, tokenizer)
-        plan = self._drafter_factory.plan(target, drafter, target_model.vocab_size)
+        self._drafter_factory = DrafterFactory(spec, config, tokenizer, target_model.vocab_size)
+        plan = self._drafter_factory.plan(target, drafter)
         models = [target_model, *(plan.models if plan else ())]
         num_blocks = cache_blocks(config, models, self.max_model_len)
         chunk_size = config.prefill_chunk_size
