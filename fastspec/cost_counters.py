@@ -1,0 +1,81 @@
+"""Costs counted in passes of each model, as Chen et al. (2312.11462) publish them: the SWI.
+
+Such counts leave out lengths, kernels and the host: print them beside measured wall time.
+"""
+
+import re
+from collections.abc import Mapping
+
+from fastspec.config.checks import require
+
+# One pass of each model, by the part of its name that stands between other signs.
+COSTS: Mapping[str, Mapping[str, float]] = {
+    # Millions of parameters. The published table counts 70000 for a LLaMA of 7 billion, which makes
+    # its drafts look ten times cheaper; it is 7000 here.
+    "model_parameters": {
+        "xxl": 11300,
+        "xl": 3000,
+        "large": 770,
+        "base": 220,
+        "small": 60,
+        "llama-68m": 68,
+        "llama-160m": 160,
+        "7b": 7000,
+    },
+    # Time of a pass over that of T5-XXL, from Leviathan et al., 2211.17192.
+    "previous_work": {"xxl": 1, "large": 0.11, "base": 0.04, "small": 0.02},
+}
+_FREE = ("mag", "prompt_lookup", "ngram")
+
+
+def pass_cost(model: str, counter_version: str = "model_parameters") -> float:
+    """Cost of one pass of a model in a published table; drafters that copy cost nothing.
+
+    Raises:
+        ValueError: no such table, or a model that it does not hold.
+    """
+    known = tuple(COSTS)
+    require("counter_version", counter_version, counter_version in COSTS, f"one of {known}")
+    if model in _FREE:
+        return 0.0
+    table = COSTS[counter_version]
+    part = next(
+        (part for part in re.findall(r"llama-\d+m|[a-z0-9]+", model.lower()) if part in table), None
+    )
+    if part is None:
+        raise ValueError(f"model: {counter_version} has no cost of {model!r}, only of {[*table]}")
+    return float(table[part])
+
+
+def total_cost(passes: Mapping[str, int], counter_version: str = "model_parameters") -> float:
+    """Sum over the models of passes times the cost of one.
+
+    Raises:
+        ValueError: see `pass_cost`; or a negative count.
+    """
+    for model, count in passes.items():
+        require(f"passes[{model!r}]", count, count >= 0, "a count >= 0")
+    return sum(count * pass_cost(model, counter_version) for model, count in passes.items())
+
+
+def standardized_walltime_improvement(
+    num_tokens: int,
+    target: str,
+    passes: Mapping[str, int],
+    counter_version: str = "model_parameters",
+) -> float:
+    """SWI: cost of plain decoding, one target pass a token, over the cost that was counted.
+
+    Args:
+        num_tokens: tokens that the target's text has.
+        target: name of the target.
+        passes: by model, the target included, how many passes were made.
+        counter_version: the table of costs, "model_parameters" or "previous_work".
+    Raises:
+        ValueError: see `total_cost`; or nothing was counted.
+
+    Source: Chen et al., 2312.11462.
+    """
+    total = total_cost(passes, counter_version)
+    require("passes", dict(passes), total > 0, "at least one pass that costs something")
+    return num_tokens * pass_cost(target, counter_version) / total
