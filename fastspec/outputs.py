@@ -37,12 +37,28 @@ class RequestOutput:
 
 
 @dataclass(frozen=True)
+class StepTree:
+    """The token tree that one step proposed for a request.
+
+    Attributes:
+        token_ids: of its nodes; the first is the root, the last token committed before.
+        parents: the node that each follows; -1 for the root and where there is no token.
+        path: the nodes that were accepted, from the root down, without it.
+    """
+
+    token_ids: tuple[int, ...]
+    parents: tuple[int, ...]
+    path: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class StreamEvent:
     """One committed token of a request, or its end.
 
     `text` may be empty while a character or a possible stop string is incomplete, and then holds
     the text of several tokens; the texts of all events of a request joined are its
-    RequestOutput.text. The last event of a request carries its `output`, and no token.
+    RequestOutput.text. The last event of a request carries its `output`, and no token. The first
+    event of a step that proposed a token tree carries it.
     """
 
     request_id: str
@@ -51,3 +67,4 @@ class StreamEvent:
     source: str | None = None
     drafter: str | None = None
     output: RequestOutput | None = None
+    tree: StepTree | None = None

@@ -2,7 +2,7 @@
 
 import torch
 
-from fastspec.drafters import Drafter, Proposal
+from fastspec.drafters import Drafter, Proposal, TreeProposer
 from fastspec.request import Batch, Request
 
 
@@ -24,8 +24,15 @@ class Speculation:
 
     @property
     def num_draft_tokens(self) -> int:
-        """Tokens proposed for a request in one step at most."""
+        """Tokens of a request that one step can accept at most."""
         return self._num_draft_tokens if self.is_on else 0
+
+    @property
+    def num_draft_slots(self) -> int:
+        """Tokens proposed for a request in one step at most: the nodes of a tree count all."""
+        if isinstance(self.drafter, TreeProposer):
+            return self.drafter.num_nodes(self._num_draft_tokens)
+        return self.num_draft_tokens
 
     @property
     def writer(self) -> str | None:
@@ -53,10 +60,7 @@ class Speculation:
         if self.drafter is None:
             shape = (len(batch.requests), 0)
             return Proposal(torch.empty(shape, dtype=torch.int32, device=batch.device))
-        proposal = self.drafter.propose(batch)
-        if proposal.parents is not None:
-            raise ValueError("parents: token trees are not supported yet")
-        return proposal
+        return self.drafter.propose(batch)
 
     def commit(self, batch: Batch, accepted: list[int]) -> None:
         """Tell the drafter what was kept of its last proposal."""

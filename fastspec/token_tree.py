@@ -16,7 +16,7 @@ class TreeLayout(NamedTuple):
 
     @classmethod
     def of(cls, parents: Tensor, backend: str) -> "TreeLayout":
-        """The layout of trees given by the parents [B, N] int32 of their nodes, see `build_tree`."""
+        """The layout of trees given by the parents [B, N] int32 of their nodes."""
         return cls(*build_tree(parents, backend=backend))
 
     def positions(self, counts: list[int], context_lens: Tensor) -> Tensor:

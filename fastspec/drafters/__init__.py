@@ -1,8 +1,15 @@
 """Drafters: what proposes the tokens that the target checks."""
 
-from fastspec.drafters.base import Drafter, Proposal
+from fastspec.drafters.base import Drafter, Proposal, TreeProposer
 from fastspec.drafters.draft_model import DraftModelDrafter
 from fastspec.drafters.lookup import PromptLookupDrafter
 from fastspec.drafters.mag import MagDrafter
 
-__all__ = ["DraftModelDrafter", "Drafter", "MagDrafter", "PromptLookupDrafter", "Proposal"]
+__all__ = [
+    "DraftModelDrafter",
+    "Drafter",
+    "MagDrafter",
+    "PromptLookupDrafter",
+    "Proposal",
+    "TreeProposer",
+]

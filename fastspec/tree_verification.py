@@ -1,0 +1,87 @@
+"""The target's side of a round with token trees: judge every node in one pass, keep one path."""
+
+import torch
+from torch.nn.functional import pad
+
+from fastspec.drafters import Proposal
+from fastspec.outputs import StepTree
+from fastspec.request import VERIFY_STREAM, Batch
+from fastspec.runner import ModelRunner, Span
+from fastspec.token_tree import TreeLayout, packed
+from fastspec.verification import Verdict
+from fastspec_kernels import uniform, verify_tree
+
+
+def verify_trees(
+    runner: ModelRunner, batch: Batch, proposal: Proposal, method: str, backend: str
+) -> list[Verdict]:
+    """Judge the trees in one target pass, and move what it accepted behind the cached tokens.
+
+    As with chains, a round's only copy from the device is made here.
+
+    Raises:
+        ValueError: a proposal without parents or rule, or a method that judges only chains.
+    """
+    if proposal.parents is None or proposal.sibling_rule is None:
+        raise ValueError("parents: expected those of trees, got None")
+    if method != "standard":
+        raise ValueError(f"rejection_sample_method: {method!r} judges chains, not token trees")
+    wanted = batch.num_draft_tokens
+    proposed = wanted if proposal.num_tokens is None else proposal.num_tokens
+    num_nodes = proposal.token_ids.shape[1] + 1
+    counts = [min(*pair, num_nodes - 1) + 1 for pair in zip(wanted, proposed, strict=True)]
+    spans = [
+        Span.of(request, len(request.token_ids) - 1, count)
+        for request, count in zip(batch.requests, counts, strict=True)
+    ]
+    last = [[request.token_ids[-1]] for request in batch.requests]
+    roots = torch.tensor(last, dtype=torch.int32, device=batch.device)
+    tree_ids = torch.cat([roots, proposal.token_ids], dim=1)  # [B, N]
+    parents = pad(proposal.parents.masked_fill(proposal.token_ids < 0, -1), (1, 0), value=-1)
+    target_logits = runner.forward(
+        packed(tree_ids.clamp(0, runner.vocab_size - 1).long(), counts),
+        spans,
+        tree=TreeLayout.of(parents, backend),
+    )
+    path, output_ids, accepted_len, logprobs = verify_tree(
+        target_logits,
+        torch.tensor([0, *counts]).cumsum(0).to(torch.int32).to(batch.device),
+        tree_ids,
+        parents,
+        uniform(batch.seeds, batch.positions, num_nodes + 1, VERIFY_STREAM),
+        sibling_rule=proposal.sibling_rule,
+        draft_logits=proposal.draft_logits,
+        **batch.sampling,
+        backend=backend,
+    )
+    runner.compact(spans, path, accepted_len)
+    lens = accepted_len[:, None].expand_as(path)
+    table = torch.stack([lens, path, output_ids, tree_ids, parents], dim=1).tolist()
+    wants_logprobs = any(request.params.logprobs for request in batch.requests)
+    logprob_rows = logprobs.tolist() if wants_logprobs else [None] * len(counts)
+    return [_verdict(*columns) for columns in zip(table, counts, logprob_rows, strict=True)]
+
+
+def _verdict(row: list[list[int]], count: int, logprobs: list[float] | None) -> Verdict:
+    (accepted_len, *_), path, output_ids, token_ids, parents = row
+    accepted, emitted = max(accepted_len, 0), accepted_len + 1
+    tree = StepTree(tuple(token_ids[:count]), tuple(parents[:count]), tuple(path[:accepted]))
+    depths = _depths(tree.parents)
+    end = tree.path[-1] if accepted else 0
+    extra_source = "recovered" if end in tree.parents else "bonus"
+    return Verdict(
+        max(depths),
+        accepted_len,
+        output_ids[:emitted],
+        logprobs[:emitted] if logprobs else None,
+        extra_source if max(depths) else "target",
+        tree,
+    )
+
+
+def _depths(parents: tuple[int, ...]) -> list[int]:
+    """Depth of each node, 0 for the root; -1 where there is none."""
+    depths = [0]
+    for parent in parents[1:]:
+        depths.append(depths[parent] + 1 if parent >= 0 and depths[parent] >= 0 else -1)
+    return depths
