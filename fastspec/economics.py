@@ -1,10 +1,22 @@
 """What speculation is expected to bring: tokens per target pass, speed-ups, throughput."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
+from typing import NamedTuple
 
 from fastspec.config import is_int
 from fastspec.config.checks import require
+
+
+class Step(NamedTuple):
+    """Draft tokens of one target pass: as many as there was room for, proposed, accepted.
+
+    Where a text ends within the accepted ones, all three count those up to its end.
+    """
+
+    wanted: int
+    proposed: int
+    accepted: int
 
 
 def expected_tokens(acceptance_rate: float, num_speculative_tokens: int) -> float:
@@ -36,6 +48,26 @@ def expected_tokens_by_position(acceptance_by_position: Sequence[float]) -> floa
         _check_rate("acceptance_by_position", rate)
     num = len(acceptance_by_position)
     return 1 + sum(prod(acceptance_by_position[: count + 1]) for count in range(num))
+
+
+def acceptance_by_position(steps: Iterable[Step]) -> list[float]:
+    """Rates of `expected_tokens_by_position` as measured, up to the last position that was reached.
+
+    At position i: steps that accepted i tokens or more over those that accepted i - 1 or more and
+    wanted i. A token that a drafter does not propose counts as one that is not accepted.
+
+    Source: the product-limit estimate of Kaplan and Meier, JASA 53, 1958.
+    """
+    reached: list[int] = []
+    passed: list[int] = []
+    for step in steps:
+        count = min(step.accepted + 1, step.wanted)
+        for counts in (reached, passed):
+            counts.extend([0] * (count - len(counts)))
+        for place in range(count):
+            reached[place] += 1
+            passed[place] += place < step.accepted
+    return [hits / tries for hits, tries in zip(passed, reached, strict=True)]
 
 
 def speed_up(acceptance_rate: float, num_speculative_tokens: int, cost_ratio: float) -> float:

@@ -43,6 +43,17 @@ def test_rates_that_differ_by_position(generator):
     assert_mean(tokens, economics.expected_tokens_by_position(rates))
 
 
+def test_measured_rates(generator):
+    rates = [0.9, 0.5, 0.7]
+    hits = np.cumprod(generator.random((50_000, 3)) < rates, axis=1).sum(axis=1)
+    wanted = generator.integers(0, 4, len(hits))
+    steps = [economics.Step(w, w, min(w, h)) for w, h in zip(wanted, hits, strict=True)]
+    assert economics.acceptance_by_position(steps) == pytest.approx(rates, abs=0.02)
+    assert economics.acceptance_by_position([]) == []
+    unproposed = [economics.Step(3, 1, 1), economics.Step(3, 3, 3)]
+    assert economics.acceptance_by_position(unproposed) == [1.0, 0.5, 1.0]
+
+
 @pytest.mark.parametrize("a", RATES)
 @pytest.mark.parametrize("b", RATES)
 @pytest.mark.parametrize(("num_reviews", "num_drafts"), [(1, 0), (3, 4), (2, 10)])

@@ -1,0 +1,233 @@
+"""A simulated drafter accepts exactly what the live engine accepted; files that hold no outputs."""
+
+import json
+
+import pytest
+import torch
+
+from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
+from fastspec.drafters import Proposal
+from fastspec.economics import Step
+from fastspec.simulate import Simulator, first_mismatch
+from fastspec.stored_outputs import (
+    StoredOutput,
+    accepted_by_step,
+    read_outputs,
+    stored_record,
+    write_whole,
+)
+
+from ..models import VOCAB_SIZE, byte_tokenizer, perturbed, random_model
+
+PROMPTS = [[1, 2, 3], list(range(5, 22)), [40, 7] * 17, [9], [40, 7, 40]]
+GREEDY = SamplingParams(temperature=0, max_tokens=40)
+SAMPLED = SamplingParams(temperature=0.9, top_k=2, top_p=0.95, seed=11, max_tokens=40)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model("llama")
+
+
+@pytest.fixture(scope="module")
+def drafter(model):
+    return perturbed(model, 0.03)
+
+
+def stored_run(engine, params, path):
+    """A live run, written to a file and read again."""
+    lives = engine.generate(PROMPTS, params)
+    records = [stored_record(live, params, engine.max_model_len) for live in lives]
+    write_whole("".join(json.dumps(record) + "\n" for record in records), path)
+    return lives, read_outputs(path)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("method", ["draft_model", "greedy drafts", "prompt_lookup", "mag"])
+def test_a_stored_run_is_reproduced(model, drafter, tmp_path, params, method):
+    spec = SpecConfig(
+        "draft_model" if method == "greedy drafts" else method,
+        num_speculative_tokens=4,
+        draft_sample_method="greedy" if method == "greedy drafts" else "probabilistic",
+        prompt_lookup_min=1 if method == "prompt_lookup" else None,
+    )
+    given = None if method in ("prompt_lookup", "mag") else drafter
+    engine = Engine(model, given, spec=spec, config=EngineConfig(max_batch_size=3))
+    lives, outputs = stored_run(engine, params, tmp_path / "run.jsonl")
+    assert engine.stats.num_accepted_tokens > 0
+    config = EngineConfig(max_batch_size=2, block_size=8)
+    simulations = Simulator(model, given, VOCAB_SIZE, spec=spec, config=config).run(outputs)
+    for live, output, simulation in zip(lives, outputs, simulations, strict=True):
+        assert simulation.accepted == output.accepted == accepted_by_step(live.sources)
+        for name in ("num_steps", "num_output_tokens", "num_draft_tokens", "acceptance_histogram"):
+            assert getattr(simulation.stats, name) == getattr(live.stats, name), name
+        assert simulation.matched[-1] == len(live.token_ids)
+
+
+def test_outputs_that_stopped_are_reproduced(model, drafter, tmp_path):
+    (free,) = Engine(model).generate([PROMPTS[0]], GREEDY)
+    stops = [free.token_ids[place] for place in (6, 17)]
+    params = SamplingParams(temperature=0, max_tokens=40, stop_token_ids=stops)
+    for draft in (model, drafter):
+        engine = Engine(model, draft)
+        lives, outputs = stored_run(engine, params, tmp_path / "run.jsonl")
+        assert "stop" in {live.finish_reason for live in lives}
+        simulations = Simulator(model, draft, VOCAB_SIZE).run(outputs)
+        for live, output, simulation in zip(lives, outputs, simulations, strict=True):
+            assert simulation.accepted == output.accepted
+            assert simulation.stats.num_draft_tokens == live.stats.num_draft_tokens
+
+
+def test_a_cache_too_small_for_all_changes_nothing(model, drafter):
+    lives = Engine(model, drafter).generate(PROMPTS, GREEDY)
+    outputs = [StoredOutput(list(o.prompt_token_ids), list(o.token_ids), GREEDY) for o in lives]
+    tight = EngineConfig(block_size=4, num_blocks=24)
+    simulations = Simulator(model, drafter, VOCAB_SIZE, config=tight).run(outputs)
+    roomy = Simulator(model, drafter, VOCAB_SIZE).run(outputs)
+    assert [s.steps for s in simulations] == [s.steps for s in roomy]
+
+
+class Fixed:
+    """Proposes the stored text with every third token wrong."""
+
+    name = "fixed"
+
+    def __init__(self, text):
+        self._text = text
+
+    def propose(self, batch):
+        ids = torch.full((len(batch.requests), batch.num_speculative_tokens), -1)
+        for row, request in enumerate(batch.requests):
+            start = len(request.token_ids) - 1
+            for column, token in enumerate(self._text[start : start + ids.shape[1]]):
+                ids[row, column] = token if (start + column) % 3 != 2 else token + 1
+        return Proposal(ids.to(torch.int32))
+
+    def commit(self, batch, accepted):
+        assert [len(request.token_ids) > 1 for request in batch.requests]
+
+    def release(self, request):
+        pass
+
+
+def test_steps_by_hand(model):
+    text = list(range(10, 20))
+    outputs = [StoredOutput([1], text, SamplingParams(temperature=0, max_tokens=10))]
+    heard = []
+    spec = SpecConfig(num_speculative_tokens=4)
+    (simulation,) = Simulator(model, Fixed(text), VOCAB_SIZE, spec=spec).run(outputs, heard.append)
+    assert simulation.steps == [Step(4, 4, 2), Step(4, 4, 2), Step(3, 3, 2), Step(0, 0, 0)]
+    assert simulation.matched == [3, 6, 9, 10]
+    assert heard == [3, 3, 3, 1]
+
+
+def test_first_mismatch():
+    draft = torch.tensor([[1, 2, 3], [1, 9, 3], [-1, -1, -1], [1, 2, -1]])
+    stored = torch.tensor([[1, 2, 3], [1, 2, 3], [1, 2, 3], [1, 2, -2]])
+    assert first_mismatch(draft, stored).tolist() == [3, 1, 0, 2]
+
+
+def test_printed_tensors(tmp_path):
+    file = tmp_path / "llama.txt"
+    text = "tensor([[ 518,  799,\n          7]])\ntensor([5, 6], device='cuda:0')\n"
+    file.write_text(text + "tensor([[1, 2], [3, 4]])\n", encoding="utf-8")
+    outputs = read_outputs(file, prompts=list("abcd"))
+    assert [output.token_ids for output in outputs] == [[518, 799, 7], [5, 6], [1, 2], [3, 4]]
+    assert [output.prompt for output in outputs] == list("abcd")
+    assert outputs[0].params.temperature == 0
+
+
+def test_joined_ids(tmp_path):
+    file = tmp_path / "cache.json"
+    file.write_text('{"1_2_3": "4_5", "9": "7"}', encoding="utf-8")
+    outputs = read_outputs(file)
+    assert [(o.prompt, o.token_ids) for o in outputs] == [([1, 2, 3], [4, 5]), ([9], [7])]
+
+
+def test_lines_of_ids(tmp_path, model):
+    file = tmp_path / "ids.jsonl"
+    file.write_text('{"prompt": "ab", "token_ids": [4, 5]}\n\n', encoding="utf-8")
+    (output,) = read_outputs(file)
+    assert output.prompt == "ab"
+    simulator = Simulator(model, model, VOCAB_SIZE, byte_tokenizer())
+    assert simulator.run([output])[0].stats.num_output_tokens == 2
+    file.write_text("[4, 5]\n[6]\n", encoding="utf-8")
+    assert [o.token_ids for o in read_outputs(file, ["a", "b"])] == [[4, 5], [6]]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "named"),
+    [
+        ("a.jsonl", '{"token_ids": [1], "prompt": "a"}\n{"token_ids": [2', "line 2: cut off"),
+        ("a.jsonl", "\n5\n", "line 2: expected an object"),
+        ("a.jsonl", '{"token_ids": []}', "line 1, token_ids"),
+        ("a.jsonl", '{"token_ids": [1.5]}', "line 1, token_ids"),
+        ("a.jsonl", '{"token_ids": [true]}', "line 1, token_ids"),
+        ("a.jsonl", '{"token_ids": [1], "prompt": 5}', "line 1, prompt"),
+        ("a.jsonl", '{"token_ids": [1], "prompt_token_ids": "1"}', "prompt_token_ids"),
+        ("a.jsonl", '{"token_ids": [1], "accepted": [-1]}', "line 1, accepted"),
+        ("a.jsonl", '{"token_ids": [1], "temperature": -1}', "line 1, temperature"),
+        ("a.jsonl", '{"token_ids": [1, 2], "max_tokens": 1}', "line 1, max_tokens"),
+        ("a.jsonl", '{"token_ids": [1], "error": "no room"}', "no room"),
+        ("a.jsonl", "", "holds no output"),
+        ("a.json", '{"1_2": "3_4"', "cut off"),
+        ("a.json", "[1]", "expected one object"),
+        ("a.json", '{"1_2": "3_"}', "entry 1"),
+        ("a.json", '{"1": "2", "a": "3"}', "entry 2"),
+        ("a.json", '{"1": 2}', "entry 1"),
+        ("a.txt", "tensor([[1, 2]])\ntensor([[3,\n", "line 2: the tensor that begins here"),
+        ("a.txt", "tensor([[1, 2]])\n\ntensor([[3, 4]\n", "line 3"),
+        ("a.txt", "tensor([[1, 2]]) and more", "line 1"),
+        ("a.txt", "tensor([[1, ..., 2]])", "abbreviated"),
+        ("a.txt", "tensor([[1, 2.5]])", "line 1"),
+        ("a.txt", "tensor([])", "line 1"),
+        ("a.txt", "1 2 3", "expected a printed tensor"),
+        ("a.txt", "", "holds no output"),
+    ],
+)
+def test_files_that_are_none(tmp_path, name, text, named):
+    file = tmp_path / name
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match="outputs: ") as caught:
+        read_outputs(file, prompts=["a"])
+    assert named in str(caught.value)
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(ValueError, match="no such file"):
+        read_outputs(tmp_path / "missing.txt")
+    (tmp_path / "a.txt").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match="not UTF-8"):
+        read_outputs(tmp_path / "a.txt")
+
+
+def test_prompts_that_lack_or_are_too_many(tmp_path):
+    file = tmp_path / "a.txt"
+    file.write_text("tensor([[1]])", encoding="utf-8")
+    with pytest.raises(ValueError, match="without a prompt"):
+        read_outputs(file)
+    with pytest.raises(ValueError, match="2 given for 1 outputs"):
+        read_outputs(file, ["a", "b"])
+    joined = tmp_path / "a.json"
+    joined.write_text('{"1": "2"}', encoding="utf-8")
+    with pytest.raises(ValueError, match="prompts of its own"):
+        read_outputs(joined, ["a"])
+
+
+def test_simulations_that_cannot_run(model):
+    params = SamplingParams(temperature=0, max_tokens=3)
+    good = StoredOutput([1], [2, 3, 4], params)
+    with pytest.raises(ValueError, match="there is none"):
+        Simulator(model, None, VOCAB_SIZE)
+    with pytest.raises(ValueError, match="rejection_sample_method"):
+        Simulator(model, model, VOCAB_SIZE, spec=SpecConfig(rejection_sample_method="block"))
+    simulator = Simulator(model, model, VOCAB_SIZE)
+    with pytest.raises(ValueError, match="output 2: token id 999"):
+        simulator.run([good, StoredOutput([1], [999], params)])
+    with pytest.raises(ValueError, match="output 1: its prompt is a text"):
+        simulator.run([StoredOutput("a", [1], params)])
+    with pytest.raises(ValueError, match="output 1: its prompt is empty"):
+        simulator.run([StoredOutput([], [1], params)])
+    small = Simulator(model, model, VOCAB_SIZE, config=EngineConfig(num_blocks=1, block_size=2))
+    with pytest.raises(ValueError, match="num_blocks"):
+        small.run([good])
