@@ -1,34 +1,12 @@
-// The only file of _cuda that knows torch: it unpacks tensors, allocates and registers the ops.
+// Unpacks the tensors of the sampling and tree ops, allocates their outputs, and registers them.
 #define Py_LIMITED_API 0x030A0000
 #include <Python.h>
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/util/Exception.h>
 
-#include <stdexcept>
-
-#include "cuda/launch.h"
+#include "bindings_cuda.h"
 #include "cuda/plan.h"
 
 namespace fastspec {
 namespace {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-using torch::stable::accelerator::DeviceGuard;
-using OptionalTensor = std::optional<Tensor>;
-
-cudaStream_t current_stream(const Tensor& tensor) {
-  void* stream = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
-  return static_cast<cudaStream_t>(stream);
-}
-
-void check_launch(const char* op, cudaError_t error) {
-  STD_TORCH_CHECK(error == cudaSuccess, op, ": ", cudaGetErrorString(error));
-}
 
 int64_t attribute_of(int device, cudaDeviceAttr attribute) {
   int value = 0;
@@ -47,11 +25,6 @@ Tensor new_tensor(const Tensor& beside, std::initializer_list<int64_t> shape, Sc
   return torch::stable::new_empty(beside, shape, type);
 }
 
-// The public ops find out which argument is wrong; here it only must not get through.
-void require(bool fits) {
-  if (!fits) throw std::invalid_argument("the arguments do not fit together");
-}
-
 // Null for a tensor that is not there; else it must be dense and of this shape and type.
 template <class T>
 const T* data_of(const OptionalTensor& tensor, std::initializer_list<int64_t> shape) {
@@ -60,14 +33,6 @@ const T* data_of(const OptionalTensor& tensor, std::initializer_list<int64_t> sh
   int64_t dim = 0;
   for (const int64_t size : shape) require(tensor->size(dim++) == size);
   return tensor->const_data_ptr<T>();
-}
-
-cuda::Element element(const Tensor& tensor) {
-  const ScalarType type = tensor.scalar_type();
-  if (type == ScalarType::Float) return cuda::Element::kFloat32;
-  if (type == ScalarType::BFloat16) return cuda::Element::kBFloat16;
-  require(type == ScalarType::Half);
-  return cuda::Element::kFloat16;
 }
 
 // The second to last dimension of a tensor of logits holds the rows.

@@ -193,6 +193,35 @@ def _uniform_check(vocab, dtype, backend, device):
     verification.equal((ours,), (expected,))
 
 
+def _store_check(vocab, dtype, backend, device):
+    """Whole vectors, single values, rotated keys; a token that is skipped, slots left alone."""
+    for element, head_size, size in product(DTYPES, (128, 5), (0, 4)):
+        key, value = torch.randn(2, 3, 2, head_size, generator=generator()).to(element)
+        cache = torch.full((4, 4, 2, head_size), torch.nan, dtype=element)
+        cos, sin = torch.rand(2, 3, size, generator=generator())
+        factors = {"cos": cos, "sin": sin} if size else {}
+        args = (key, value, cache, cache.clone(), torch.tensor([9, -1, 2]))
+        ours = tuple(tensor.to(device, copy=True) for tensor in args)
+        ops.store_kv(*ours, **moved(factors, device), backend=backend)
+        ops.store_kv(*args, **factors, backend="reference")
+        for part, wanted in zip(ours[2:4], args[2:4], strict=True):
+            torch.testing.assert_close(part.cpu(), wanted, equal_nan=True)
+
+
+def _compact_check(vocab, dtype, backend, device):
+    """Moves that overlap and cross pages, in two rounds; the second sequence stays as it is."""
+    for element, head_size in product(DTYPES, (128, 5)):
+        caches = torch.randn(2, 3, 12, 4, 2, head_size, generator=generator()).to(element).unbind(0)
+        table = torch.randperm(12, generator=generator()).view(2, 6).int()
+        path = torch.arange(2, 12, dtype=torch.int32).repeat(2, 1)
+        lengths = torch.tensor([[5, 6], [10, 0]], dtype=torch.int32)
+        ours = tuple(cache.to(device, copy=True) for cache in caches)
+        indices = (table, lengths[0], path, lengths[1])
+        ops.compact_kv(*ours, *moved(indices, device), backend=backend)
+        ops.compact_kv(*caches, *indices, backend="reference")
+        verification.equal(ours, caches)
+
+
 SAMPLING_OPS = ("row_stats", "logits_to_probs", "sample", "verify_chain", "verify_tree")
 CHECKS: dict[str, Callable] = {
     **{op: _rows_check(op) for op in SAMPLING_OPS[:3]},
@@ -200,6 +229,8 @@ CHECKS: dict[str, Callable] = {
     "verify_tree": _tree_check,
     "build_tree": _build_tree_check,
     "uniform": _uniform_check,
+    "store_kv": _store_check,
+    "compact_kv": _compact_check,
 }
 
 

@@ -18,6 +18,15 @@ constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr float kWeightOne = 0x1p44f;  // the weight of the best logit of a row
 constexpr float kMassOne = 0x1p60f;    // the mass of a whole distribution
 
+__device__ __forceinline__ unsigned char* dynamic_shared() {
+#if defined(__CUDACC__)
+  extern __shared__ __align__(16) unsigned char memory[];
+  return memory;
+#else
+  return emulation::dynamic_shared();
+#endif
+}
+
 // 2^x to about 2 units in the last place; 2^-inf = 0. Weights below 2^-44 are dropped anyway, so
 // flushing denormal results to zero changes nothing.
 __device__ __forceinline__ float exp2_approx(float x) {

@@ -113,6 +113,60 @@ struct BuildTreeCall {
   int64_t* ancestor_mask;  // [B, N, ceil(N / 64)]
 };
 
+// New keys or values [T, G, D] and their cache; strides in bytes.
+struct StoreSide {
+  const char* from;
+  char* cache;
+  int64_t token_stride;
+  int64_t head_stride;
+};
+
+// Factors of the first `size` values of each key head, [T, size]; size 0: keys are copied.
+struct Rotation {
+  const char* cos;
+  const char* sin;
+  int64_t cos_stride;  // in bytes
+  int64_t sin_stride;
+  int64_t size;
+  Element element;
+};
+
+struct StoreKvCall {
+  StoreSide key;
+  StoreSide value;
+  Rotation rotation;
+  const int64_t* slot_mapping;  // [T]; a token whose slot is not in the cache is skipped
+  int64_t num_tokens;
+  int64_t num_heads;
+  int64_t head_size;
+  int64_t num_slots;
+  int64_t block_size;
+  int64_t block_stride;  // of both caches, in bytes; the heads of a slot are contiguous
+  int64_t slot_stride;
+  Element element;
+};
+
+struct CompactKvCall {
+  char* key_caches;  // [num_layers, num_blocks, block_size] slots
+  char* value_caches;
+  const int32_t* block_table;   // [B, max_blocks]
+  const int32_t* prefix_lens;   // [B]
+  const int32_t* path;          // [B, N]
+  const int32_t* accepted_len;  // [B]
+  int64_t layer_stride;         // of both caches, in bytes; a slot is contiguous
+  int64_t block_stride;
+  int64_t slot_stride;
+  int64_t slot_bytes;
+  int64_t table_stride;  // in elements
+  int64_t path_stride;
+  int64_t num_layers;
+  int64_t num_blocks;
+  int64_t block_size;
+  int64_t batch;
+  int64_t max_blocks;
+  int64_t num_nodes;
+};
+
 cudaError_t launch_row_stats(const RowStatsCall& call, const Plan& plan, cudaStream_t stream);
 cudaError_t launch_logits_to_probs(const LogitsToProbsCall& call, const Plan& plan,
                                    cudaStream_t stream);
@@ -122,6 +176,8 @@ cudaError_t launch_verify_chain(const VerifyChainCall& call, const Plan& rows,
                                 const Plan& sequences, cudaStream_t stream);
 cudaError_t launch_verify_tree(const VerifyTreeCall& call, const Plan& plan, cudaStream_t stream);
 cudaError_t launch_build_tree(const BuildTreeCall& call, cudaStream_t stream);
+cudaError_t launch_store_kv(const StoreKvCall& call, cudaStream_t stream);
+cudaError_t launch_compact_kv(const CompactKvCall& call, cudaStream_t stream);
 
 // samples[b, i] = number i of (seed[b], position[b], stream_id); samples is [batch, num],
 // contiguous.

@@ -24,15 +24,6 @@ struct TeamMemory {
   u64 bins[kBins];
 };
 
-__device__ __forceinline__ unsigned char* dynamic_shared() {
-#if defined(__CUDACC__)
-  extern __shared__ __align__(16) unsigned char memory[];
-  return memory;
-#else
-  return emulation::dynamic_shared();
-#endif
-}
-
 struct WarpShare {
   u64 before;  // of the warps in front of this one, over all blocks of the team
   u64 own;

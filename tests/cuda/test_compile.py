@@ -24,6 +24,8 @@ FLAGS = ["-cubin", "-O3", "-std=c++17", f"-I{ROOT / 'csrc'}", "-Xptxas=-v"]
 REGISTERS = {
     "uniform_kernel": 40,  # 256 threads
     "build_tree_kernel": 40,  # 128
+    "store_kv_kernel": 80,  # 256
+    "compact_kv_kernel": 80,  # 128
     "row_stats_kernel": 128,  # 512, as the next four
     "logits_to_probs_kernel": 128,
     "sample_kernel": 128,
@@ -173,3 +175,19 @@ def test_rows_are_shared_by_clusters_where_there_are_any(source, arch):
         assert " LD.E.U8" not in text
         assert "LDG.E.128" in text
         assert "LDL" not in text
+
+
+@needs_nvdisasm
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(
+    ("source", "unit", "count"), [("store_kv", "Eight", 2), ("compact_kv", "5uint4", 8)]
+)
+def test_entries_of_the_cache_move_by_16_bytes(source, unit, count, arch):
+    """All that a thread loads in one round is on its way before it stores the first of it."""
+    [lines] = [body for name, body in disassembly(source, arch).items() if unit in name]
+    moves = [match[0] for line in lines if (match := re.search(r"\b(LD|ST)G?\.E\.128", line))]
+    loads = ["LD" in move for move in moves]
+    assert loads.count(True) >= count
+    assert loads.count(False) >= count
+    assert all(loads[:count])
+    assert not any(re.search(r"\b(LDL|STL)\b", line) for line in lines)

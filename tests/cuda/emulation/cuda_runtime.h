@@ -65,6 +65,7 @@ inline float __uint_as_float(uint32_t bits) {
   return value;
 }
 inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline unsigned long long __float2ull_rz(float value) {
   if (value != value) return 1ull << 63;

@@ -44,9 +44,15 @@ extern "C" int emulated_verify_chain(const cuda::VerifyChainCall* call, const cu
   return guarded(run, [&] { return cuda::launch_verify_chain(*call, *plan, sequences, nullptr); });
 }
 
-extern "C" int emulated_build_tree(const cuda::BuildTreeCall* call, const cuda::Plan*, Run* run) {
-  return guarded(run, [&] { return cuda::launch_build_tree(*call, nullptr); });
-}
+// Of launchers that take no plan.
+#define FASTSPEC_EMULATED_PLAIN(op, Call)                                             \
+  extern "C" int emulated_##op(const cuda::Call* call, const cuda::Plan*, Run* run) { \
+    return guarded(run, [&] { return cuda::launch_##op(*call, nullptr); });           \
+  }
+
+FASTSPEC_EMULATED_PLAIN(build_tree, BuildTreeCall)
+FASTSPEC_EMULATED_PLAIN(store_kv, StoreKvCall)
+FASTSPEC_EMULATED_PLAIN(compact_kv, CompactKvCall)
 
 struct UniformCall {
   const int64_t *seed, *position;
