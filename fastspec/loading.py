@@ -1,11 +1,13 @@
 """Models and tokenizers by path, hub id or object, with one-line errors."""
 
+from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
@@ -15,7 +17,11 @@ from transformers import (
 from fastspec.config import EngineConfig
 
 ASSETS = Path(str(files("fastspec"))) / "assets"
-BUNDLED = {"tiny": ASSETS / "tiny-target", "tiny-draft": ASSETS / "tiny-draft"}
+BUNDLED = {
+    "tiny": ASSETS / "tiny-target",
+    "tiny-draft": ASSETS / "tiny-draft",
+    "tiny-glide": ASSETS / "tiny-glide",
+}
 
 
 def resolve_device(config: EngineConfig) -> torch.device:
@@ -32,7 +38,10 @@ def resolve_device(config: EngineConfig) -> torch.device:
 
 
 def load_model(
-    field: str, source: str | Path | PreTrainedModel, config: EngineConfig
+    field: str,
+    source: str | Path | PreTrainedModel,
+    config: EngineConfig,
+    from_pretrained: Callable[..., Any] = AutoModelForCausalLM.from_pretrained,
 ) -> PreTrainedModel:
     """A causal language model on the device; `field` names the argument in errors."""
     if isinstance(source, PreTrainedModel):
@@ -43,7 +52,7 @@ def load_model(
         dtype = "float32"
     path = _existing_path(field, source)
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+        model = from_pretrained(path, dtype=dtype)
     except (OSError, ValueError, KeyError) as error:
         raise _not_loaded(field, "", source, error) from error
     return cast(PreTrainedModel, model).to(device)  # pyright: ignore[reportArgumentType]
@@ -55,6 +64,15 @@ def load_tokenizer(field: str, source: str | Path) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(_existing_path(field, source))
     except (OSError, ValueError, KeyError) as error:
         raise _not_loaded(field, "the tokenizer of ", source, error) from error
+
+
+def target_vocab_size(source: str | Path) -> int:
+    """Entries of a target's vocabulary, by its configuration alone."""
+    try:
+        config = AutoConfig.from_pretrained(_existing_path("target", source))
+    except (OSError, ValueError, KeyError) as error:
+        raise _not_loaded("target", "the configuration of ", source, error) from error
+    return config.get_text_config(decoder=True).vocab_size
 
 
 def bigram_beside(target: str | Path | PreTrainedModel) -> Path | None:
