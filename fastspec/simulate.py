@@ -66,6 +66,8 @@ class Simulator:
         tokenizer: of the target, compared with the drafter's.
         spec: the drafter and K, as for the engine.
         config: device, dtype and cache, as for the engine.
+    Attributes:
+        stats: counters of all outputs together.
     Raises:
         ValueError: a drafter or option that cannot be used.
     """
@@ -92,6 +94,7 @@ class Simulator:
         self._tokenizer = tokenizer
         self._config = config
         self._num_draft = spec.num_speculative_tokens
+        self.stats = SpecStats()
         self.device = plan.models[0].device if plan.models else resolve_device(config)
 
     def run(
@@ -135,6 +138,8 @@ class Simulator:
             scheduler.check_fits(run.request)
         for run in runs:
             scheduler.add(run.request)
+            for stats in (self.stats, run.simulation.stats):
+                stats.record_prompt(len(run.request.token_ids), 0)
         return scheduler, self._plan.build(None, block_manager)
 
     @torch.inference_mode()
@@ -152,7 +157,7 @@ class Simulator:
         accepted = []
         for run, step in zip(running, _judge(proposal, stored, wanted), strict=True):
             accepted.append(step.accepted)
-            advance(run.commit(step))
+            advance(run.commit(step, self.stats))
         drafter.commit(batch, accepted)
 
     def _request(self, number: int, output: StoredOutput) -> Request:
@@ -187,7 +192,6 @@ class _Run:
         self.simulation = Simulation()
         self._left = list(reversed(output.token_ids))
         self._stored = torch.tensor(output.token_ids, dtype=torch.int32, device=device)
-        self.simulation.stats.record_prompt(len(request.token_ids), 0)
 
     @property
     def is_done(self) -> bool:
@@ -199,14 +203,15 @@ class _Run:
         ids = self._stored[start : start + count]
         return torch.nn.functional.pad(ids, (0, count - len(ids)), value=_NO_TOKEN)
 
-    def commit(self, step: Step) -> int:
-        """Append what a step emits; the number of tokens."""
+    def commit(self, step: Step, all_stats: SpecStats) -> int:
+        """Append what a step emits and count it; the number of tokens."""
         emitted = min(step.accepted + 1, len(self._left))
         self.request.token_ids += [self._left.pop() for _ in range(emitted)]
         was_cut = emitted <= step.accepted
         judged = Step(*[step.accepted] * 3) if was_cut else step
         self.simulation.steps.append(judged)
-        self.simulation.stats.record_step(judged.proposed, judged.accepted, emitted)
+        for stats in (self.simulation.stats, all_stats):
+            stats.record_step(judged.proposed, judged.accepted, emitted)
         return emitted
 
 

@@ -1,5 +1,6 @@
 """`fastspec generate`: continue prompts."""
 
+import json
 import sys
 import time
 from collections.abc import Sequence
@@ -16,7 +17,9 @@ from fastspec.cli.prompts import collect_prompts
 from fastspec.cli.running import Transcript, run_prompts
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.engine import Engine
+from fastspec.outputs import RequestOutput
 from fastspec.request_factory import Prompt
+from fastspec.stored_outputs import stored_record, write_whole
 
 
 def generate(
@@ -85,10 +88,16 @@ def generate(
     show_sources: Annotated[
         bool, typer.Option("--show-sources", help="Colour the text by who wrote each token.")
     ] = False,
+    save_outputs: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.jsonl", help="Write ids that fastspec simulate reads."),
+    ] = None,
 ) -> None:
     """Continue prompts, speculatively when there is a draft model; by default greedily."""
     if as_json and show_sources:
         raise typer.BadParameter("--show-sources: the JSON of --json holds the sources already")
+    if save_outputs is not None:
+        _check_saving(save_outputs, temperature, seed)
     if method in ("none", "prompt_lookup", "mag") and draft is not None:
         raise typer.BadParameter(f"--draft: --method {method} uses no draft model")
     with usage_errors():
@@ -124,11 +133,24 @@ def generate(
     streams = len(texts) == 1 and not as_json and sys.stdout.isatty()
     printer = JsonPrinter() if as_json else TextPrinter(len(texts), show_sources, streams)
     start = time.perf_counter()
-    failed = _run(engine, prompts, texts, params, printer)
+    outputs = _run(engine, prompts, texts, params, printer)
+    if save_outputs is not None:
+        limit = engine.max_model_len
+        records = (stored_record(o, params, limit) for o in outputs if o.error is None)
+        write_whole("".join(json.dumps(record) + "\n" for record in records), save_outputs)
     if sys.stderr.isatty():
         typer.echo(_summary(engine, time.perf_counter() - start), err=True)
-    if failed:
+    if any(output.error is not None for output in outputs):
         raise typer.Exit(1)
+
+
+def _check_saving(file: Path, temperature: float, seed: int | None) -> None:
+    if file.suffix != ".jsonl" or not file.parent.is_dir():
+        raise typer.BadParameter(
+            f"--save-outputs: expected a .jsonl file in a folder that exists, got {str(file)!r}"
+        )
+    if temperature > 0 and seed is None:
+        raise typer.BadParameter("--save-outputs: a sampled run needs a --seed to be simulated")
 
 
 def _run(
@@ -137,11 +159,10 @@ def _run(
     texts: list[str],
     params: SamplingParams,
     printer: JsonPrinter | TextPrinter,
-) -> bool:
-    """Run all prompts, printing each in its turn; whether one failed."""
+) -> list[RequestOutput]:
+    """Run all prompts, printing each in its turn."""
     transcripts = [Transcript(index, text) for index, text in enumerate(texts)]
     num_printed = 0
-    failed = False
     with progress_bar("tokens", live=not printer.streams) as bar:
         task = bar.add_task("generating", total=len(texts) * params.max_tokens)
         for index, event in run_prompts(engine, prompts, params):
@@ -158,10 +179,9 @@ def _run(
                 printer.finish(transcript, transcript.output)
                 num_printed += 1
             if event.output.error is not None:
-                failed = True
                 report(f"prompt {index + 1}: {event.output.error}")
             bar.start()
-    return failed
+    return [transcript.output for transcript in transcripts if transcript.output is not None]
 
 
 def _chat_ids(engine: Engine, text: str) -> list[int]:

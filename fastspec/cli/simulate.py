@@ -1,0 +1,168 @@
+"""`fastspec simulate`: a drafter against stored outputs, with no target model."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from fastspec.cli import options
+from fastspec.cli.display import number, progress_bar
+from fastspec.cli.errors import drafting_method, usage_errors
+from fastspec.cli.prompts import read_prompts
+from fastspec.config import EngineConfig, SpecConfig
+from fastspec.economics import acceptance_by_position, expected_tokens_by_position, throughput
+from fastspec.loading import load_tokenizer, target_vocab_size
+from fastspec.plots import plot_acceptance, require_plotting
+from fastspec.simulate import Simulation, Simulator
+from fastspec.stats import SpecStats
+from fastspec.stored_outputs import StoredOutput, read_outputs, write_whole
+
+
+def simulate(
+    outputs_file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE",
+            help="Stored outputs: .jsonl from generate --save-outputs or with lists of ids, .json"
+            " with ids joined by '_', else printed tensors.",
+        ),
+    ],
+    target: Annotated[
+        str,
+        typer.Option(
+            metavar="PATH_OR_ID", help="Whose outputs they are; its weights are not read."
+        ),
+    ] = "tiny",
+    draft: options.Draft = None,
+    prompts_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Prompts of a file that holds new ids alone, in order."),
+    ] = None,
+    num_speculative_tokens: options.NumSpeculativeTokens = 5,
+    method: options.CopyingMethod = "draft_model",
+    prompt_lookup_min: options.PromptLookupMin = None,
+    prompt_lookup_max: options.PromptLookupMax = None,
+    bigram: options.Bigram = None,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    max_batch_size: Annotated[int, typer.Option(help="Outputs simulated together at most.")] = 32,
+    draft_seconds: Annotated[
+        float | None, typer.Option(help="Time of one draft token, to predict tokens per second.")
+    ] = None,
+    verify_seconds: Annotated[
+        float | None, typer.Option(help="Time of one target pass, to predict tokens per second.")
+    ] = None,
+    log: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write how many tokens match after each pass, [N] each."),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw the counts; needs matplotlib.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object, nothing else.")
+    ] = False,
+) -> None:
+    """Count what a drafter would have had accepted, had it drafted for stored outputs."""
+    if (draft_seconds is None) != (verify_seconds is None):
+        raise typer.BadParameter("--draft-seconds, --verify-seconds: give both or neither")
+    for file in (log, plot):
+        if file is not None and not file.parent.is_dir():
+            raise typer.BadParameter(f"no such folder: {str(file.parent)!r}")
+    with usage_errors():
+        if plot is not None:
+            require_plotting()
+        if draft_seconds is not None and verify_seconds is not None:
+            throughput(1.0, draft_seconds, verify_seconds)
+        spec = SpecConfig(
+            drafting_method(method),
+            num_speculative_tokens,
+            prompt_lookup_min=prompt_lookup_min,
+            prompt_lookup_max=prompt_lookup_max,
+            bigram_path=bigram,
+        )
+        config = EngineConfig(dtype=dtype, device=device, max_batch_size=max_batch_size)
+    outputs = read_outputs(outputs_file, read_prompts(prompts_file) if prompts_file else None)
+    simulator = Simulator(
+        target, draft, target_vocab_size(target), load_tokenizer("target", target), spec, config
+    )
+    with progress_bar("tokens") as bar:
+        total = sum(len(output.token_ids) for output in outputs)
+        task = bar.add_task("simulating", total=total)
+        simulations = simulator.run(outputs, lambda count: bar.advance(task, count))
+    report = _report(simulator.stats, outputs, simulations)
+    if draft_seconds is not None and verify_seconds is not None:
+        report["predicted"] = _predicted(report["rates"], draft_seconds, verify_seconds)
+    if log is not None:
+        write_whole("".join(f"[{count}]\n" for s in simulations for count in s.matched), log)
+    if plot is not None:
+        plot_acceptance(simulator.stats, report["rates"], plot)
+    if as_json:
+        typer.echo(json.dumps(report))
+    else:
+        _show(Console(highlight=False), report)
+
+
+def _report(stats: SpecStats, outputs: list[StoredOutput], simulations: list[Simulation]) -> dict:
+    known = [
+        simulation.accepted == output.accepted
+        for output, simulation in zip(outputs, simulations, strict=True)
+        if output.accepted is not None
+    ]
+    return {
+        "num_outputs": len(outputs),
+        **{key: value for key, value in stats.to_dict().items() if key != "seconds"},
+        "rates": acceptance_by_position(step for s in simulations for step in s.steps),
+        "accepted": [simulation.accepted for simulation in simulations],
+        "num_known": len(known),
+        "num_reproduced": sum(known),
+    }
+
+
+def _predicted(rates: list[float], draft_seconds: float, verify_seconds: float) -> list[dict]:
+    """Tokens per second for each K up to the simulated one, and over plain decoding."""
+    rows = []
+    for num in range(len(rates) + 1):
+        tokens = expected_tokens_by_position(rates[:num])
+        speed = throughput(tokens, num * draft_seconds, verify_seconds)
+        ratio = speed * verify_seconds
+        rows.append({"k": num, "tokens_per_pass": tokens, "tokens_per_s": speed, "ratio": ratio})
+    return rows
+
+
+def _show(console: Console, report: dict) -> None:
+    console.print(
+        f"{report['num_outputs']} outputs, {report['num_output_tokens']} tokens in"
+        f" {report['num_steps']} target passes: {number(report['mean_acceptance_length'])} a pass,"
+        f" acceptance rate {number(report['acceptance_rate'])}"
+    )
+    if report["num_known"]:
+        console.print(
+            f"The accepted counts are those of the stored run in {report['num_reproduced']} of"
+            f" {report['num_known']} outputs."
+        )
+    table = Table(show_edge=False, pad_edge=False)
+    for name in (
+        "draft tokens",
+        "passes that accepted so many",
+        "acceptance rate at this position",
+    ):
+        table.add_column(name, justify="right")
+    rates = [None, *report["rates"]]
+    histogram = report["acceptance_histogram"]
+    for count in range(max(len(rates), len(histogram))):
+        passes = histogram[count] if count < len(histogram) else 0
+        rate = rates[count] if count < len(rates) else None
+        table.add_row(str(count), str(passes), number(rate))
+    console.print(table)
+    if "predicted" in report:
+        table = Table(show_edge=False, pad_edge=False)
+        for name in ("K", "tokens a pass", "predicted tokens/s", "over plain"):
+            table.add_column(name, justify="right")
+        for row in report["predicted"]:
+            cells = (number(row["tokens_per_pass"]), number(row["tokens_per_s"], 1))
+            table.add_row(str(row["k"]), *cells, f"{row['ratio']:.2f}x")
+        console.print(table)

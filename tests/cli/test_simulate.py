@@ -1,0 +1,126 @@
+"""`fastspec simulate`: a run that generate stored is reproduced, and files are written whole."""
+
+import json
+
+import pytest
+
+PROMPTS = ["--prompt", "def f(", "--prompt", "a b a b a", "--max-tokens", "30"]
+
+
+@pytest.fixture
+def stored(invoke, pair, tmp_path):
+    """A stored greedy run with K = 4."""
+    file = tmp_path / "run.jsonl"
+    result = invoke("generate", *pair, *PROMPTS, "-k", "4", "--save-outputs", file, "--json")
+    assert result.exit_code == 0, result.stderr
+    return file, [json.loads(line)["stats"] for line in result.stdout.splitlines()]
+
+
+def simulated(invoke, *arguments):
+    result = invoke("simulate", *arguments, "--json")
+    assert result.exit_code == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def test_a_stored_run_is_reproduced(invoke, pair, stored):
+    file, lives = stored
+    report = simulated(invoke, file, *pair, "-k", "4", "--max-batch-size", "1")
+    assert report["num_reproduced"] == report["num_known"] == 2
+    for name in ("num_steps", "num_draft_tokens", "num_accepted_tokens", "num_output_tokens"):
+        assert report[name] == sum(live[name] for live in lives)
+    assert simulated(invoke, file, *pair, "-k", "1")["num_reproduced"] == 0
+
+
+@pytest.mark.parametrize("method", ["prompt_lookup", "mag"])
+def test_a_sampled_run_is_reproduced(invoke, pair, tmp_path, method):
+    file = tmp_path / "run.jsonl"
+    sampling = ["--temperature", "0.7", "--top-k", "2", "--seed", "3"]
+    live = ["--method", method, "--save-outputs", file]
+    assert invoke("generate", *pair[:2], *PROMPTS, *sampling, *live).exit_code == 0
+    report = simulated(invoke, file, *pair[:2], "--method", method)
+    assert report["num_reproduced"] == report["num_known"] == 2
+
+
+def test_tables_and_the_log(invoke, pair, stored, tmp_path):
+    file, lives = stored
+    log = tmp_path / "matched.txt"
+    seconds = ["--draft-seconds", "0.001", "--verify-seconds", "0.01"]
+    result = invoke("simulate", file, *pair, "-k", "4", "--log", log, *seconds)
+    assert result.exit_code == 0, result.stderr
+    assert "those of the stored run in 2 of 2 outputs" in result.stdout
+    assert "predicted tokens/s" in result.stdout
+    matched = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    assert len(matched) == sum(live["num_steps"] for live in lives)
+    assert [count for (count,) in matched].count(30) == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["matched.txt", "run.jsonl"]
+
+
+def test_predictions(invoke, pair, stored):
+    seconds = ["--draft-seconds", "0.001", "--verify-seconds", "0.01"]
+    report = simulated(invoke, stored[0], *pair, "-k", "4", *seconds)
+    plain, one, *_ = report["predicted"]
+    assert (plain["ratio"], plain["tokens_per_s"]) == (1.0, pytest.approx(100.0))
+    assert one["tokens_per_s"] == pytest.approx((1 + report["rates"][0]) / 0.011)
+
+
+def test_printed_tensors_with_prompts(invoke, pair, tmp_path):
+    file, prompts = tmp_path / "target.txt", tmp_path / "prompts.txt"
+    file.write_text("tensor([[65, 66,\n 67]])\ntensor([[68]])\n", encoding="utf-8")
+    prompts.write_text("a\nb\n", encoding="utf-8")
+    report = simulated(invoke, file, *pair, "--prompts-file", prompts)
+    assert (report["num_outputs"], report["num_output_tokens"]) == (2, 4)
+    assert report["num_known"] == 0
+
+
+def test_a_plot(invoke, pair, stored, tmp_path):
+    pytest.importorskip("matplotlib")
+    plot = tmp_path / "counts.png"
+    assert invoke("simulate", stored[0], *pair, "--plot", plot).exit_code == 0
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plot_without_matplotlib(invoke, pair, stored, tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    result = invoke("simulate", stored[0], *pair, "--plot", tmp_path / "counts.png")
+    assert result.exit_code == 2
+    assert "plot: needs matplotlib" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "code", "named"),
+    [
+        ('{"token_ids": [1], "prompt": "a"}\n{"token_i', 1, "line 2: cut off"),
+        ("[1]\n", 1, "without a prompt"),
+        ('{"token_ids": [999], "prompt": "a"}\n', 1, "token id 999"),
+    ],
+)
+def test_bad_files_write_nothing(invoke, pair, tmp_path, content, code, named):
+    file = tmp_path / "run.jsonl"
+    file.write_text(content, encoding="utf-8")
+    result = invoke("simulate", file, *pair, "--log", tmp_path / "log.txt")
+    assert result.exit_code == code
+    (line,) = result.stderr.splitlines()
+    assert named in line
+    assert [path.name for path in tmp_path.iterdir()] == ["run.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["simulate", "a.jsonl", "-k", "0"], "num_speculative_tokens"),
+        (["simulate", "a.jsonl", "--method", "none"], "method"),
+        (["simulate", "a.jsonl", "--draft-seconds", "1"], "--verify-seconds"),
+        (["simulate", "a.jsonl", "--draft-seconds", "1", "--verify-seconds", "0"], "verify_s"),
+        (["simulate", "a.jsonl", "--log", "no/such/log.txt"], "no/such"),
+        (["generate", "--prompt", "a", "--save-outputs", "a.txt"], ".jsonl"),
+        (
+            ["generate", "--prompt", "a", "--save-outputs", "a.jsonl", "--temperature", "1"],
+            "--seed",
+        ),
+    ],
+)
+def test_usage_errors(invoke, pair, arguments, named):
+    result = invoke(*arguments, *pair)
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert named in line
