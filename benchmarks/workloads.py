@@ -75,8 +75,9 @@ class _Maker:
         return inputs.draw_tokens(rows, self.values, num, replacement, self.generator)
 
 
-def _reader(rows: list[Tensor]) -> Callable[[int], Tensor]:
-    return lambda i: rows[i % len(rows)].amax(-1)
+def _reader(*tensors: list[Tensor]) -> Callable[[int], list[Tensor]]:
+    """One read of the given rows, in one call for each tensor that holds some."""
+    return lambda i: [rows[i % len(rows)].amax(-1) for rows in tensors]
 
 
 def _rows(case: Case, backend: str, device: torch.device, num_sets: int) -> Workload:
@@ -151,13 +152,15 @@ def _chain(case: Case, backend: str, device: torch.device, num_sets: int) -> Wor
         k = i % len(target)
         return shaped[k], drafts[k], tokens[i % len(tokens)], values
 
-    others = {}
+    others = {"target_amax": Peer(_reader(target))}
+    in_use = traffic.chain_rows(case) - num_draft - 1
+    read = _reader(target, [rows[:, :in_use] for rows in drafts]) if in_use else _reader(target)
     if case.rule in ("standard", "draft_logsumexp", "block"):
         if batch <= HF_MAX_BATCH:
             others["peer"] = Peer(lambda i: peers.hf_chain(*at(i)), capturable=False)
         if peers.HAS_FLASHINFER and device.type == "cuda":
             others["flashinfer"] = Peer(lambda i: peers.flashinfer_chain(*at(i)))
-    return Workload(case, backend, device, num_sets, ours, _reader(target), check, peers=others)
+    return Workload(case, backend, device, num_sets, ours, read, check, peers=others)
 
 
 def _draft_options(case: Case, draft: Tensor, params: dict, backend: str) -> dict:

@@ -15,7 +15,10 @@ namespace fastspec {
 namespace {
 
 Tensor uniform(const Tensor& seed, const Tensor& position, int64_t num, int64_t stream) {
+  require(seed.dim() == 1 && num >= 0 && stream >= 0 && stream < (int64_t{1} << 32));
   const int64_t batch = seed.size(0);
+  require(is_vector(seed, batch, ScalarType::Long));
+  require(is_vector(position, batch, ScalarType::Long));
   Tensor out = new_tensor({batch, num}, ScalarType::Float);
   const int64_t* seeds = seed.const_data_ptr<int64_t>();
   const int64_t* positions = position.const_data_ptr<int64_t>();

@@ -91,7 +91,7 @@ class WeightedCandidates {
  public:
   WeightedCandidates(const Row& row, Candidates candidates, float cutoff)
       : candidates_(std::move(candidates)), weights_(new float[candidates_.count]) {
-    constexpr int kType = static_cast<int>(LogitsType::kFloat32);
+    constexpr int kType = static_cast<int>(Element::kFloat32);
     sampling_kernels().rows[kType].weigh(candidates_.values.get(), candidates_.count,
                                          weighting_of(row, cutoff), 1.0f, weights_.get());
   }

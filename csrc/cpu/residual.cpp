@@ -22,7 +22,7 @@ void Draft::probs(int64_t begin, int64_t size, float* out) const {
     const bool known = column >= 0 && column < row->logits.size;
     logits[i] = known ? row->logit(column) : -kInfinity;
   }
-  constexpr int kType = static_cast<int>(LogitsType::kFloat32);
+  constexpr int kType = static_cast<int>(Element::kFloat32);
   sampling_kernels().rows[kType].weigh(logits, size, row->weighting, factor, out);
 }
 

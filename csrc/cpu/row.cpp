@@ -35,9 +35,9 @@ int64_t Row::argmax() const {
 
 float Row::logit(int64_t token) const {
   const void* at = logits.at(token);
-  if (logits.type == LogitsType::kFloat32) return *static_cast<const float*>(at);
+  if (logits.type == Element::kFloat32) return *static_cast<const float*>(at);
   const uint16_t bits = *static_cast<const uint16_t*>(at);
-  return logits.type == LogitsType::kBFloat16 ? bfloat16_to_float(bits) : float16_to_float(bits);
+  return logits.type == Element::kBFloat16 ? bfloat16_to_float(bits) : float16_to_float(bits);
 }
 
 double Row::log_prob(int64_t token) const {
@@ -190,11 +190,11 @@ static void copy_allowed(const Row& row, int64_t begin, int64_t size, Bits minus
 static void mask_chunk(const Row& row, int64_t chunk) {
   const int64_t begin = chunk * kChunk, size = row.chunk_size(chunk);
   switch (row.logits.type) {
-    case LogitsType::kFloat32:
+    case Element::kFloat32:
       return copy_allowed<uint32_t>(row, begin, size, 0xff800000);
-    case LogitsType::kBFloat16:
+    case Element::kBFloat16:
       return copy_allowed<uint16_t>(row, begin, size, 0xff80);
-    case LogitsType::kFloat16:
+    case Element::kFloat16:
       return copy_allowed<uint16_t>(row, begin, size, 0xfc00);
   }
 }

@@ -22,9 +22,9 @@ struct Sampling {
 struct Logits {
   const void* data;
   int64_t size;
-  LogitsType type;
+  Element type;
 
-  int64_t element_size() const { return type == LogitsType::kFloat32 ? 4 : 2; }
+  int64_t element_size() const { return type == Element::kFloat32 ? 4 : 2; }
   const void* at(int64_t index) const {
     return static_cast<const char*>(data) + index * element_size();
   }

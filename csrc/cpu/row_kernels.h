@@ -3,9 +3,9 @@
 #pragma once
 #include <cstdint>
 
-namespace fastspec::cpu {
+#include "elements.h"
 
-enum class LogitsType { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
+namespace fastspec::cpu {
 
 constexpr int64_t kLanes = 16;
 // One tile leaves one maximum per lane, each over kTile / kLanes logits.
@@ -63,7 +63,7 @@ struct ListKernels {
 };
 
 struct SamplingTable {
-  RowKernels rows[3];  // by LogitsType
+  RowKernels rows[3];  // by Element
   ListKernels lists;
 };
 

@@ -35,6 +35,11 @@ def check_tensor(
         raise ValueError(f"{name}: expected a tensor on {device}, got {tensor.device}")
 
 
+def dense(tensor: Tensor) -> Tensor:
+    """The same values dense in memory; what is no tensor is left for the checks to refuse."""
+    return tensor.contiguous() if isinstance(tensor, Tensor) else tensor
+
+
 def check_logits(name: str, logits: Tensor, rank: int, device: torch.device | None = None) -> None:
     """Check a tensor of logits: dtype, rank, a vocabulary, last dimension contiguous."""
     if not isinstance(logits, Tensor):

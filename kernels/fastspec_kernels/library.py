@@ -64,6 +64,7 @@ def has_kernel(op: str, device_type: str) -> bool:
 
 @torch.library.register_fake("fastspec::uniform")
 def _(seed, position, num, stream):
+    _require_one_device(seed, position)
     return seed.new_empty((seed.shape[0], num), dtype=torch.float32)
 
 
@@ -87,23 +88,27 @@ def _(input, gate_weight, up_weight, down_weight):
 
 @torch.library.register_fake("fastspec::row_stats")
 def _(logits, *params):
+    _require_one_device(logits, *params)
     rows = logits.shape[:1]
     return logits.new_empty(rows, dtype=torch.float32), logits.new_empty(rows, dtype=torch.float32)
 
 
 @torch.library.register_fake("fastspec::logits_to_probs")
 def _(logits, *params):
+    _require_one_device(logits, *params)
     return logits.new_empty(logits.shape, dtype=torch.float32)
 
 
 @torch.library.register_fake("fastspec::sample")
 def _(logits, uniform_samples, *params):
+    _require_one_device(logits, uniform_samples, *params)
     rows = logits.shape[:1]
     return logits.new_empty(rows, dtype=torch.int32), logits.new_empty(rows, dtype=torch.float32)
 
 
 @torch.library.register_fake("fastspec::verify_chain")
-def _(target_logits, cu_rows, draft_token_ids, uniform_samples, *params):
+def _(target_logits, cu_rows, draft_token_ids, *others):
+    _require_one_device(target_logits, cu_rows, draft_token_ids, *others)
     batch, num_draft = draft_token_ids.shape
     return (
         draft_token_ids.new_empty((batch, num_draft + 1)),
@@ -113,7 +118,8 @@ def _(target_logits, cu_rows, draft_token_ids, uniform_samples, *params):
 
 
 @torch.library.register_fake("fastspec::verify_tree")
-def _(target_logits, cu_rows, tree_token_ids, *params):
+def _(target_logits, cu_rows, tree_token_ids, *others):
+    _require_one_device(target_logits, cu_rows, tree_token_ids, *others)
     ids = tree_token_ids
     return (
         ids.new_empty(ids.shape),
@@ -163,7 +169,7 @@ def _(query, *args):
     return torch.empty_like(query, memory_format=torch.contiguous_format)
 
 
-def _require_one_device(*tensors):
+def _require_one_device(*arguments):
     """A meta tensor among real ones ends in the fake implementation; the public op explains."""
-    if len({tensor.device for tensor in tensors if tensor is not None}) > 1:
+    if len({value.device for value in arguments if isinstance(value, torch.Tensor)}) > 1:
         raise ValueError("the arguments are on different devices")

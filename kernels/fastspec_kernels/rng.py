@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from fastspec_kernels.backend import implementation
-from fastspec_kernels.checks import check_tensor
+from fastspec_kernels.backend import run_checked
+from fastspec_kernels.checks import check_tensor, dense
 
 
 def uniform(
@@ -30,11 +30,13 @@ def uniform(
     No host synchronisation; safe in CUDA graphs. Source: Salmon et al., "Parallel random numbers:
     as easy as 1, 2, 3", SC 2011.
     """
-    check_tensor("seed", seed, (None,), (torch.int64,), None)
-    check_tensor("position", position, (seed.shape[0],), (torch.int64,), seed.device)
-    if num < 0:
-        raise ValueError(f"num: expected >= 0, got {num}")
-    if not 0 <= stream < 2**32:
-        raise ValueError(f"stream: expected 0 <= stream < 2**32, got {stream}")
-    run = implementation("uniform", backend, seed.device)
-    return run(seed.contiguous(), position.contiguous(), num, stream)
+
+    def check():
+        check_tensor("seed", seed, (None,), (torch.int64,), None)
+        check_tensor("position", position, (seed.shape[0],), (torch.int64,), seed.device)
+        if not isinstance(num, int) or num < 0:
+            raise ValueError(f"num: expected an int >= 0, got {num!r}")
+        if not isinstance(stream, int) or not 0 <= stream < 2**32:
+            raise ValueError(f"stream: expected an int in 0..2**32 - 1, got {stream!r}")
+
+    return run_checked("uniform", backend, seed, (dense(seed), dense(position), num, stream), check)

@@ -1,14 +1,17 @@
 """Ops on rows of logits: the filtered distribution, and one draw from it."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from fastspec_kernels.backend import implementation
+from fastspec_kernels.backend import run_checked
 from fastspec_kernels.checks import (
     check_logits,
     check_sampling,
     check_tensor,
     check_token_bitmask,
+    dense,
 )
 
 
@@ -49,11 +52,8 @@ def row_stats(
     NaN. No host synchronisation; safe in CUDA graphs. A row's result never depends on the other
     rows.
     """
-    check_logits("logits", logits, 2)
-    check_sampling(logits.shape[0], logits.device, temperature, top_k, top_p, min_p)
-    check_token_bitmask(token_bitmask, logits.shape[0], logits)
-    run = implementation("row_stats", backend, logits.device)
-    return run(logits, temperature, top_k, top_p, min_p, token_bitmask)
+    arguments = (logits, temperature, top_k, top_p, min_p, token_bitmask)
+    return run_checked("row_stats", backend, logits, arguments, partial(_check, *arguments))
 
 
 def logits_to_probs(
@@ -82,11 +82,8 @@ def logits_to_probs(
 
     No host synchronisation; safe in CUDA graphs. A row's result never depends on the other rows.
     """
-    check_logits("logits", logits, 2)
-    check_sampling(logits.shape[0], logits.device, temperature, top_k, top_p, min_p)
-    check_token_bitmask(token_bitmask, logits.shape[0], logits)
-    run = implementation("logits_to_probs", backend, logits.device)
-    return run(logits, temperature, top_k, top_p, min_p, token_bitmask)
+    arguments = (logits, temperature, top_k, top_p, min_p, token_bitmask)
+    return run_checked("logits_to_probs", backend, logits, arguments, partial(_check, *arguments))
 
 
 def sample(
@@ -122,11 +119,25 @@ def sample(
     Backends give the same token unless the uniform number or a filter's bound lies within 1e-5 of a
     decision.
     """
+
+    def check():
+        _check(logits, temperature, top_k, top_p, min_p, token_bitmask)
+        shape, device = logits.shape[:1], logits.device
+        check_tensor("uniform_samples", uniform_samples, shape, (torch.float32,), device)
+
+    params = (temperature, top_k, top_p, min_p, token_bitmask)
+    return run_checked("sample", backend, logits, (logits, dense(uniform_samples), *params), check)
+
+
+def _check(
+    logits: Tensor,
+    temperature: Tensor | None,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    min_p: Tensor | None,
+    token_bitmask: Tensor | None,
+) -> None:
+    """Raise ValueError naming the first argument that does not fit."""
     check_logits("logits", logits, 2)
-    num_rows = logits.shape[0]
-    check_tensor("uniform_samples", uniform_samples, (num_rows,), (torch.float32,), logits.device)
-    check_sampling(num_rows, logits.device, temperature, top_k, top_p, min_p)
-    check_token_bitmask(token_bitmask, num_rows, logits)
-    run = implementation("sample", backend, logits.device)
-    uniform_samples = uniform_samples.contiguous()
-    return run(logits, uniform_samples, temperature, top_k, top_p, min_p, token_bitmask)
+    check_sampling(logits.shape[0], logits.device, temperature, top_k, top_p, min_p)
+    check_token_bitmask(token_bitmask, logits.shape[0], logits)

@@ -1,11 +1,13 @@
 """Verification of chains: from target logits and proposals to the tokens to emit."""
 
 import math
+from functools import partial
+from numbers import Real
 
 import torch
 from torch import Tensor
 
-from fastspec_kernels.backend import implementation
+from fastspec_kernels.backend import run_checked
 from fastspec_kernels.checks import (
     check_contiguous,
     check_cu_rows,
@@ -15,6 +17,7 @@ from fastspec_kernels.checks import (
     check_sampling,
     check_tensor,
     check_token_bitmask,
+    dense,
 )
 
 METHODS = ("standard", "block")
@@ -96,6 +99,43 @@ def verify_chain(
     Sources: Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318; lenience
     as in arXiv 2312.11462; block verification: Sun et al., arXiv 2403.10444.
     """
+    arguments = (
+        target_logits,
+        dense(cu_rows),
+        dense(draft_token_ids),
+        dense(uniform_samples),
+        draft_logits,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        lenience,
+        method,
+        draft_logsumexp,
+        draft_token_map,
+        token_bitmask,
+    )
+    check = partial(_check, *arguments)
+    return run_checked("verify_chain", backend, target_logits, arguments, check)
+
+
+def _check(
+    target_logits: Tensor,
+    cu_rows: Tensor,
+    draft_token_ids: Tensor,
+    uniform_samples: Tensor,
+    draft_logits: Tensor | None,
+    temperature: Tensor | None,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    min_p: Tensor | None,
+    lenience: float,
+    method: str,
+    draft_logsumexp: Tensor | None,
+    draft_token_map: Tensor | None,
+    token_bitmask: Tensor | None,
+) -> None:
+    """Raise ValueError naming the first argument of `verify_chain` that does not fit."""
     check_logits("target_logits", target_logits, 2)
     device = target_logits.device
     check_tensor("draft_token_ids", draft_token_ids, (None, None), (torch.int32,), device)
@@ -111,31 +151,13 @@ def verify_chain(
     check_draft_token_map(draft_token_map, draft_logits, target_logits)
     check_token_bitmask(token_bitmask, target_logits.shape[0], target_logits)
 
-    run = implementation("verify_chain", backend, device)
-    return run(
-        target_logits,
-        cu_rows.contiguous(),
-        draft_token_ids.contiguous(),
-        uniform_samples.contiguous(),
-        draft_logits,
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        lenience,
-        method,
-        draft_logsumexp,
-        draft_token_map,
-        token_bitmask,
-    )
-
 
 def _check_method(method: str, lenience: float) -> None:
     """Check the acceptance rule and its lenience."""
     if method not in METHODS:
         raise ValueError(f"method: expected one of {METHODS}, got {method!r}")
-    if not 1 <= lenience < math.inf:
-        raise ValueError(f"lenience: expected a finite number >= 1, got {lenience}")
+    if not isinstance(lenience, Real) or not 1 <= lenience < math.inf:
+        raise ValueError(f"lenience: expected a finite number >= 1, got {lenience!r}")
     if method == "block" and lenience != 1:
         raise ValueError(f"lenience: method 'block' takes 1 only, got {lenience}")
 

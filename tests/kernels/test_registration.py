@@ -74,3 +74,32 @@ def test_reference_never_reads_values(op):
     on_meta = [value.to("meta") if isinstance(value, torch.Tensor) else value for value in case]
     outputs = getattr(reference, op)(*on_meta)
     assert all(out.is_meta for out in (outputs if isinstance(outputs, tuple) else [outputs]))
+
+
+def misfits(value):
+    """The same argument with another dtype, rank or length, or with gaps in its rows."""
+    if isinstance(value, str):
+        return ["typo"]
+    if isinstance(value, float):
+        return [0.5, float("nan"), float("inf")]
+    if not isinstance(value, torch.Tensor):
+        return []
+    other = torch.float64 if value.is_floating_point() else torch.int64
+    found = [value.to(other), value[None], value[:-1]]
+    if value.dim() > 1 and value.shape[-1] > 1:
+        found.append(torch.stack([value, value], -1)[..., 0])
+    return found
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if library.has_kernel(op, "cpu")])
+def test_the_kernel_itself_refuses_what_does_not_fit(op):
+    """Nothing but an error comes of a call that passes by the public op."""
+    kernel = getattr(torch.ops.fastspec, op).default
+    case = arguments(op, torch.float32)
+    kernel(*case)
+    for index in range(len(case)):
+        for misfit in misfits(case[index]):
+            if op == "build_tree" and len(misfit) < len(case[index]):
+                continue  # a batch of fewer trees
+            with pytest.raises((RuntimeError, ValueError)):
+                kernel(*case[:index], misfit, *case[index + 1 :])
