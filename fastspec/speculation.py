@@ -1,8 +1,10 @@
 """The drafter of an engine: which one is known, whether it is on, how much it proposes."""
 
+from collections.abc import Sequence
+
 import torch
 
-from fastspec.drafters import Drafter, Proposal, TreeProposer
+from fastspec.drafters import Drafter, GlideDrafter, Proposal, TreeProposer
 from fastspec.request import Batch, Request
 
 
@@ -23,6 +25,10 @@ class Speculation:
         return self._known is not None
 
     @property
+    def knows_glide(self) -> bool:
+        return isinstance(self._known, GlideDrafter)
+
+    @property
     def num_draft_tokens(self) -> int:
         """Tokens of a request that one step can accept at most."""
         return self._num_draft_tokens if self.is_on else 0
@@ -34,10 +40,12 @@ class Speculation:
             return self.drafter.num_nodes(self._num_draft_tokens)
         return self.num_draft_tokens
 
-    @property
-    def writer(self) -> str | None:
-        """Who writes the accepted tokens."""
-        return self.drafter.name if self.drafter is not None else None
+    def writers(self, proposal: Proposal, index: int) -> Sequence[str | None]:
+        """Who wrote each token that was proposed for one request."""
+        if proposal.writers is not None:
+            return proposal.writers[index]
+        name = self.drafter.name if self.drafter is not None else None
+        return [name] * proposal.token_ids.shape[1]
 
     def enable(self, drafter: Drafter | None, num_draft_tokens: int) -> None:
         """Turn on a drafter, or the known one."""

@@ -19,6 +19,8 @@ class SpecStats:
         num_accepted_tokens: proposed tokens that were emitted.
         num_accepted_tokens_per_pos: the same, by position in the draft.
         acceptance_histogram: steps by number of accepted tokens, index 0 to K.
+        num_draft_passes: passes through each draft model, by its name; a pass over several tokens
+            counts once, a batch once for each request in it.
         seconds: wall time by phase; for a request, of the steps that it took part in.
     """
 
@@ -30,6 +32,7 @@ class SpecStats:
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
     acceptance_histogram: list[int] = field(default_factory=list)
+    num_draft_passes: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
     @property
@@ -60,6 +63,11 @@ class SpecStats:
         _add(self.num_accepted_tokens_per_pos, [1] * accepted)
         _add(self.acceptance_histogram, [0] * accepted + [1])
 
+    def record_passes(self, passes: dict[str, int]) -> None:
+        """Count passes through draft models."""
+        for name, count in passes.items():
+            self.num_draft_passes[name] = self.num_draft_passes.get(name, 0) + count
+
     def to_dict(self) -> dict:
         """Everything as plain JSON values, the two ratios included."""
         return {
@@ -73,6 +81,7 @@ class SpecStats:
             "acceptance_histogram": list(self.acceptance_histogram),
             "acceptance_rate": self.acceptance_rate,
             "mean_acceptance_length": self.mean_acceptance_length,
+            "num_draft_passes": dict(self.num_draft_passes),
             "seconds": dict(self.seconds),
         }
 

@@ -25,6 +25,8 @@ class Proposal:
             device: the target then reads no more than these. None = as many as were wanted.
         sibling_rule: of trees, and only of these: how tokens with the same parent were chosen, see
             `fastspec_kernels.verify_tree`.
+        writers: who wrote each proposal, for a drafter with several parts; None = the drafter.
+        passes: of each request, passes through each draft model in this step, by its name.
     Raises:
         ValueError: a tree without its rule or of another shape than its tokens, or a rule alone.
     """
@@ -34,6 +36,8 @@ class Proposal:
     draft_logits: Tensor | None = None
     num_tokens: list[int] | None = None
     sibling_rule: str | None = None
+    writers: list[list[str]] | None = None
+    passes: list[dict[str, int]] | None = None
 
     def __post_init__(self):
         if (self.parents is None) != (self.sibling_rule is None):

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from fastspec.drafters.base import Proposal
-from fastspec.drafters.texts import TextStore
+from fastspec.drafters.texts import Texts, TextStore
 from fastspec.request import Batch, Request
 from fastspec_kernels import match_suffix
 
@@ -31,16 +31,20 @@ class PromptLookupDrafter:
 
     def propose(self, batch: Batch) -> Proposal:
         texts = self._texts.update(batch)
+        return copied(self.copy(texts, batch.num_speculative_tokens), batch)
+
+    def copy(self, texts: Texts, num_tokens: int) -> Tensor:
+        """What may follow each text: [B, num_tokens] int32, -1 after the last token."""
         token_ids = match_suffix(
             texts.token_ids,
             texts.lengths,
             min_match=self._min_match,
             max_match=self._max_match,
-            num_tokens=batch.num_speculative_tokens,
+            num_tokens=num_tokens,
             rule="latest",
             backend=self._backend,
         )
-        return copied(_continued(token_ids), batch)
+        return _continued(token_ids)
 
     def commit(self, batch: Batch, accepted: list[int]) -> None:
         """Nothing: the next proposal uploads the new tokens."""

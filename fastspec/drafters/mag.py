@@ -35,11 +35,15 @@ class MagDrafter:
         self._texts = TextStore()
 
     def propose(self, batch: Batch) -> Proposal:
-        num = batch.num_speculative_tokens
         texts = self._texts.update(batch)
+        return copied(self.copy(texts, batch.num_speculative_tokens), batch)
+
+    def copy(self, texts: Texts, num_tokens: int) -> Tensor:
+        """What may follow each text: [B, num_tokens] int32, -1 after the last token."""
+        num = num_tokens
         first = self._match(texts, num)
         count = _num_tokens(first)  # [B, 1]
-        columns = torch.arange(num, device=batch.device)
+        columns = torch.arange(num, device=first.device)
         ends = texts.lengths.long()[:, None]
         longer = pad(texts.token_ids, (0, num)).scatter(1, ends + columns, first)
         second = self._match(Texts(longer, texts.lengths + count[:, 0].int()), num)
@@ -49,7 +53,7 @@ class MagDrafter:
             longer = longer.scatter(1, ends + columns, drafts)
             last = longer.gather(1, ends + count - 1)
             drafts = _after(drafts, count, self._successors(self._bigram, last[:, 0], num))
-        return copied(drafts, batch)
+        return drafts
 
     def commit(self, batch: Batch, accepted: list[int]) -> None:
         """Nothing: the next proposal uploads the new tokens."""
