@@ -2,6 +2,8 @@
 #define Py_LIMITED_API 0x030A0000
 #include <Python.h>
 
+#include <cmath>
+
 #include "bindings_cuda.h"
 #include "cuda/plan.h"
 
@@ -77,12 +79,15 @@ cuda::Plan plan_of(const cuda::Logits& logits, const Tensor& tensor) {
 }
 
 Tensor uniform(const Tensor& seed, const Tensor& position, int64_t num, int64_t stream) {
+  require(seed.dim() == 1 && num >= 0 && stream >= 0 && stream <= UINT32_MAX);
+  require_device_of(seed, {position});
   const DeviceGuard guard(seed.get_device_index());
   Tensor out = new_tensor(seed, {seed.size(0), num}, ScalarType::Float);
-  check_launch("uniform", cuda::launch_uniform(
-                              seed.const_data_ptr<int64_t>(), position.const_data_ptr<int64_t>(),
-                              out.mutable_data_ptr<float>(), seed.size(0), num,
-                              static_cast<uint32_t>(stream), current_stream(seed)));
+  check_launch("uniform",
+               cuda::launch_uniform(data_of<int64_t>(seed, {seed.size(0)}),
+                                    data_of<int64_t>(position, {seed.size(0)}),
+                                    out.mutable_data_ptr<float>(), seed.size(0), num,
+                                    static_cast<uint32_t>(stream), current_stream(seed)));
   return out;
 }
 
@@ -90,6 +95,8 @@ std::tuple<Tensor, Tensor> row_stats(const Tensor& logits, const OptionalTensor&
                                      const OptionalTensor& top_k, const OptionalTensor& top_p,
                                      const OptionalTensor& min_p,
                                      const OptionalTensor& token_bitmask) {
+  require(logits.dim() == 2);
+  require_device_of(logits, {temperature, top_k, top_p, min_p, token_bitmask});
   const DeviceGuard guard(logits.get_device_index());
   const int64_t rows = logits.size(0);
   Tensor logsumexp = new_tensor(logits, {rows}, ScalarType::Float);
@@ -105,6 +112,8 @@ std::tuple<Tensor, Tensor> row_stats(const Tensor& logits, const OptionalTensor&
 Tensor logits_to_probs(const Tensor& logits, const OptionalTensor& temperature,
                        const OptionalTensor& top_k, const OptionalTensor& top_p,
                        const OptionalTensor& min_p, const OptionalTensor& token_bitmask) {
+  require(logits.dim() == 2);
+  require_device_of(logits, {temperature, top_k, top_p, min_p, token_bitmask});
   const DeviceGuard guard(logits.get_device_index());
   const int64_t rows = logits.size(0);
   Tensor probs = new_tensor(logits, {rows, logits.size(1)}, ScalarType::Float);
@@ -120,6 +129,8 @@ std::tuple<Tensor, Tensor> sample(const Tensor& logits, const Tensor& uniform_sa
                                   const OptionalTensor& temperature, const OptionalTensor& top_k,
                                   const OptionalTensor& top_p, const OptionalTensor& min_p,
                                   const OptionalTensor& token_bitmask) {
+  require(logits.dim() == 2);
+  require_device_of(logits, {uniform_samples, temperature, top_k, top_p, min_p, token_bitmask});
   const DeviceGuard guard(logits.get_device_index());
   const int64_t rows = logits.size(0);
   Tensor token_ids = new_tensor(logits, {rows}, ScalarType::Int);
@@ -141,7 +152,11 @@ std::tuple<Tensor, Tensor, Tensor> verify_chain(
     const OptionalTensor& draft_logsumexp, const OptionalTensor& draft_token_map,
     const OptionalTensor& token_bitmask) {
   const DeviceGuard guard(target_logits.get_device_index());
-  require(draft_token_ids.dim() == 2 && target_logits.dim() == 2 && lenience >= 1);
+  require_device_of(target_logits,
+                    {cu_rows, draft_token_ids, uniform_samples, draft_logits, temperature, top_k,
+                     top_p, min_p, draft_logsumexp, draft_token_map, token_bitmask});
+  require(draft_token_ids.dim() == 2 && target_logits.dim() == 2);
+  require(lenience >= 1 && std::isfinite(lenience));
   require(method == "standard" || (method == "block" && lenience == 1 && !draft_logsumexp));
   const int64_t batch = draft_token_ids.size(0), num_draft = draft_token_ids.size(1);
   const int64_t vocab = target_logits.size(1), rows = 2 * num_draft + 1, width = num_draft + 1;
@@ -196,7 +211,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> verify_tree(
     const OptionalTensor& top_k, const OptionalTensor& top_p, const OptionalTensor& min_p,
     const OptionalTensor& draft_token_map, const OptionalTensor& token_bitmask) {
   const DeviceGuard guard(target_logits.get_device_index());
-  require(tree_token_ids.dim() == 2 && target_logits.dim() == 2);
+  require_device_of(target_logits,
+                    {cu_rows, tree_token_ids, parents, uniform_samples, draft_logits, temperature,
+                     top_k, top_p, min_p, draft_token_map, token_bitmask});
+  require(tree_token_ids.dim() == 2 && target_logits.dim() == 2 && tree_token_ids.size(1) > 0);
   const int64_t batch = tree_token_ids.size(0), num_nodes = tree_token_ids.size(1);
   const int64_t vocab = target_logits.size(1);
   Tensor path = new_tensor(target_logits, {batch, num_nodes}, ScalarType::Int);
@@ -207,6 +225,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> verify_tree(
   cuda::VerifyTreeCall call = {};
   call.rule = sibling_rule_of(sibling_rule);
   require(draft_logits.has_value() == (call.rule != cuda::SiblingRule::kTargetOnly));
+  require(draft_logits || !draft_token_map);
   call.target = logits_of(target_logits, token_bitmask);
   call.draft = draft_of(draft_logits, batch, num_nodes, vocab);
   call.draft_batch_stride = draft_logits ? draft_logits->stride(0) : 0;

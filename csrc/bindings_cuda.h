@@ -7,6 +7,7 @@
 #include <torch/headeronly/util/Exception.h>
 
 #include <cstdint>
+#include <initializer_list>
 #include <optional>
 #include <stdexcept>
 
@@ -32,6 +33,10 @@ inline void check_launch(const char* op, cudaError_t error) {
 // The public ops find out which argument is wrong; here it only must not get through.
 inline void require(bool fits) {
   if (!fits) throw std::invalid_argument("the arguments do not fit together");
+}
+
+inline void require_device_of(const Tensor& first, std::initializer_list<OptionalTensor> others) {
+  for (const OptionalTensor& other : others) require(!other || other->device() == first.device());
 }
 
 inline cuda::Element element(const Tensor& tensor) {
