@@ -11,7 +11,7 @@ _DEFAULT_MODEL_LEN = 4096  # of models without a limit of their own
 
 
 def model_len(config: EngineConfig, target: PagedModel) -> int:
-    """Tokens of one request at most, prompt included."""
+    """Tokens of one request at most, prompt included; of an encoder-decoder, on each side."""
     wanted, limit = config.max_model_len, target.max_positions
     if wanted is not None and limit is not None and wanted > limit:
         raise ValueError(f"max_model_len: {wanted} is more than the model's {limit} positions")

@@ -10,6 +10,7 @@ from fastspec.bigram import load_bigram
 from fastspec.block_manager import BlockManager
 from fastspec.config import EngineConfig, SpecConfig
 from fastspec.drafters import Drafter, DraftModelDrafter, MagDrafter, PromptLookupDrafter
+from fastspec.encoder_decoder import paged_model_of
 from fastspec.loading import bigram_beside, check_same_tokenizer, load_model, load_tokenizer
 from fastspec.paged_model import PagedModel
 from fastspec.runner import ModelRunner
@@ -90,7 +91,7 @@ class DrafterFactory:
         """A draft model; ValueError when its token ids mean something else."""
         if not isinstance(source, PreTrainedModel):
             check_same_tokenizer(self._tokenizer, load_tokenizer("drafter", source))
-        return PagedModel(load_model("drafter", source, self._config), self._config.backend)
+        return paged_model_of(load_model("drafter", source, self._config), self._config.backend)
 
     def _runner(self, model: PagedModel, block_manager: BlockManager) -> ModelRunner:
         """A runner over the blocks of the target's cache."""

@@ -10,9 +10,9 @@ from fastspec.block_manager import BlockManager
 from fastspec.cache_size import cache_blocks, model_len
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig, is_int
 from fastspec.drafter_factory import DrafterFactory, DrafterSource
+from fastspec.encoder_decoder import check_same_kind, paged_model_of
 from fastspec.loading import eos_token_ids, load_model, load_tokenizer
 from fastspec.outputs import RequestOutput, StreamEvent
-from fastspec.paged_model import PagedModel
 from fastspec.request import Batch, Request
 from fastspec.request_factory import Prompt, RequestFactory, as_params_list, as_prompt_list
 from fastspec.runner import ModelRunner
@@ -23,7 +23,10 @@ from fastspec.verification import Verdict, commit, prefill, verify
 
 
 class Engine:
-    """Generates with a Hugging Face decoder, faster with a drafter, losslessly either way.
+    """Generates with a Hugging Face language model, faster with a drafter, losslessly either way.
+
+    The prompts of an encoder-decoder are its encoder's input, and its output is what its decoder
+    writes after the start token.
 
     Args:
         target: a path, a hub id, a loaded PreTrainedModel, or "tiny" for the bundled pair.
@@ -56,15 +59,20 @@ class Engine:
         if tokenizer is None and not isinstance(target, PreTrainedModel):
             tokenizer = load_tokenizer("target", target)
         self.tokenizer = tokenizer
-        target_model = PagedModel(model, config.backend)
+        target_model = paged_model_of(model, config.backend)
         self.device = target_model.device
         self.max_model_len = model_len(config, target_model)
         self._factory = RequestFactory(
-            tokenizer, target_model.vocab_size, self.max_model_len, eos_token_ids(model, tokenizer)
+            tokenizer,
+            target_model.vocab_size,
+            self.max_model_len,
+            eos_token_ids(model, tokenizer),
+            target_model.decoder_start_id,
         )
         self._drafter_factory = DrafterFactory(spec, config, tokenizer, target_model.vocab_size)
         plan = self._drafter_factory.plan(target, drafter)
         models = [target_model, *(plan.models if plan else ())]
+        check_same_kind(target_model, models)
         num_blocks = cache_blocks(config, models, self.max_model_len)
         chunk_size = config.prefill_chunk_size
         self._runner = ModelRunner(target_model, num_blocks, config.block_size, chunk_size)
@@ -166,6 +174,7 @@ class Engine:
         chosen = None
         if drafter is not None:
             plan = self._drafter_factory.plan_given(drafter)
+            check_same_kind(self._runner.paged_model, plan.models)
             chosen = plan.build(self._runner, self._scheduler.block_manager)
         self.disable_spec_dec()
         self._speculation.enable(chosen, n_spec_tokens)
@@ -214,7 +223,7 @@ class Engine:
             for request in admitted:
                 if len(request.token_ids) == request.num_prompt_tokens:
                     for stats in (self.stats, request.stats):
-                        stats.record_prompt(request.num_prompt_tokens, request.num_cached)
+                        stats.record_prompt(len(request.prompt_ids), request.num_cached)
             prefill(self._runner, admitted)
 
     def _commit(self, batch: Batch, verdicts: list[Verdict]) -> list[StreamEvent]:

@@ -1,14 +1,15 @@
 """The hook into transformers: attention of a packed [1, T] batch over the paged cache."""
 
 import inspect
-from dataclasses import dataclass
-from typing import cast
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.cache_utils import Cache
 
+from fastspec.request import EncoderInput, Request
 from fastspec.twin import twin_of, use_few_row_kernels
 from fastspec_kernels import store_kv, tree_attention
 
@@ -18,6 +19,29 @@ _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 HeadShape = tuple[int, int]  # G, D
 KVCache = tuple[Tensor, Tensor]  # key, value: [num_blocks, block_size, G, D]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens [start, start + count) of one sequence, whose earlier tokens are in the cache.
+
+    Attributes:
+        encoder_input: what the encoder of an encoder-decoder reads before it.
+    """
+
+    block_table: list[int]
+    start: int
+    count: int
+    encoder_input: EncoderInput | None = None
+
+    @classmethod
+    def of(cls, request: Request, start: int, count: int) -> "Span":
+        """Tokens of a request."""
+        return cls(request.block_table, start, count, request.encoder_input)
+
+    def part(self, start: int, count: int) -> "Span":
+        """Other tokens of the same sequence."""
+        return replace(self, start=start, count=count)
 
 
 @dataclass
@@ -32,6 +56,7 @@ class PagedStep:
         cu_rows: [B + 1] int32, prefix sums of the tokens of this pass.
         slot_mapping: [T] int64, cache slot of each token.
         backend: of the kernels.
+        spans: what is read, as the host knows it.
     """
 
     caches: dict[int, KVCache]
@@ -40,6 +65,20 @@ class PagedStep:
     cu_rows: Tensor
     slot_mapping: Tensor
     backend: str
+    spans: list[Span] = field(default_factory=list)
+
+    def store(self, layer: int, key: Tensor, value: Tensor) -> KVCache:
+        """Write keys and values [1, G, T, D] of a layer into its cache, and return that."""
+        key, value = key[0].transpose(0, 1), value[0].transpose(0, 1)  # [T, G, D]
+        if layer not in self.caches:
+            shape = (1, self.slot_mapping.shape[0])
+            self.caches[layer] = (
+                key.new_empty((*shape, *key.shape[1:])),
+                value.new_empty((*shape, *value.shape[1:])),
+            )
+        cache = self.caches[layer]
+        store_kv(key, value, *cache, self.slot_mapping, backend=self.backend)
+        return cache
 
 
 def paged_attention(
@@ -64,12 +103,7 @@ def paged_attention(
     if kwargs.get("is_causal") is False:
         raise ValueError(f"{name}: bidirectional attention is not supported")
     step = paged_step
-    layer = cast(int, module.layer_idx)
-    key, value = key[0].transpose(0, 1), value[0].transpose(0, 1)  # [T, G, D]
-    if layer not in step.caches:
-        step.caches[layer] = _one_block_cache(key, value, step)
-    key_cache, value_cache = step.caches[layer]
-    store_kv(key, value, key_cache, value_cache, step.slot_mapping, backend=step.backend)
+    key_cache, value_cache = step.store(cast(int, module.layer_idx), key, value)
     out = tree_attention(
         query[0].transpose(0, 1),
         key_cache,
@@ -86,19 +120,13 @@ def paged_attention(
     return cast(Tensor, out)[None], None
 
 
-def _one_block_cache(key: Tensor, value: Tensor, step: PagedStep) -> KVCache:
-    """A cache for the first, probing pass: as many slots as it has tokens."""
-    shape = (1, step.slot_mapping.shape[0])
-    return key.new_empty((*shape, *key.shape[1:])), value.new_empty((*shape, *value.shape[1:]))
-
-
-def _no_mask(*args, **kwargs) -> None:
+def no_mask(*args, **kwargs) -> None:
     """Causality and windows are the kernel's business."""
     return None
 
 
 AttentionInterface.register(ATTENTION_NAME, paged_attention)
-AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)
+AttentionMaskInterface.register(ATTENTION_NAME, no_mask)
 
 
 class PassThroughCache(Cache):
@@ -127,6 +155,8 @@ class PagedModel:
         ValueError: the model cannot be driven this way; the message names it and says why.
     """
 
+    decoder_start_id: int | None = None  # only an encoder-decoder has one
+
     def __init__(self, model: PreTrainedModel, backend: str):
         self.backend = backend
         self.name = type(model).__name__
@@ -135,14 +165,10 @@ class PagedModel:
         text_config = model.config.get_text_config(decoder=True)
         self.vocab_size = _vocab_size(model)
         self.max_positions = getattr(text_config, "max_position_embeddings", None)
-        self._cache = PassThroughCache()
-        parameters = inspect.signature(model.forward).parameters
-        self._keeps_logits = "logits_to_keep" in parameters
-        _check_architecture(model, text_config, "position_ids" in parameters)
-        self.model = twin_of(model, ATTENTION_NAME).eval()
+        self._adopt(model)
         if backend in ("auto", "cpu"):
             use_few_row_kernels(self.model)
-        self.cache_shapes = self._probe(text_config.num_hidden_layers)
+        self.cache_shapes = self._probe()
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, rows: Tensor | int, step: PagedStep
@@ -176,8 +202,18 @@ class PagedModel:
         elements = sum(g * d for pair in self.cache_shapes.values() for g, d in pair)
         return elements * self.dtype.itemsize
 
+    def _adopt(self, model: PreTrainedModel) -> None:
+        """Check the model, and make the twin that runs."""
+        text_config = model.config.get_text_config(decoder=True)
+        parameters = inspect.signature(model.forward).parameters
+        self._keeps_logits = "logits_to_keep" in parameters
+        _check_architecture(model, text_config, "position_ids" in parameters)
+        self._cache: Cache = PassThroughCache()
+        self._num_layers = cast(int, text_config.num_hidden_layers)
+        self.model: Any = twin_of(model, ATTENTION_NAME).eval()
+
     @torch.inference_mode()
-    def _probe(self, num_layers: int) -> dict[int, tuple[HeadShape, HeadShape]]:
+    def _probe(self) -> dict[int, tuple[HeadShape, HeadShape]]:
         """Run one token to see which layers call our attention, with what heads."""
         zero = torch.zeros(1, dtype=torch.int64, device=self.device)
         step = PagedStep(
@@ -187,11 +223,12 @@ class PagedModel:
             cu_rows=torch.tensor([0, 1], dtype=torch.int32, device=self.device),
             slot_mapping=zero,
             backend=self.backend,
+            spans=[Span([0], 0, 1, EncoderInput([0]))],
         )
         self.forward(zero, zero, zero, step)
-        if len(step.caches) != num_layers:
+        if len(step.caches) != self._num_layers:
             raise ValueError(
-                f"{self.name}: {len(step.caches)} of {num_layers} layers call transformers'"
+                f"{self.name}: {len(step.caches)} of {self._num_layers} layers call transformers'"
                 " attention interface; state kept elsewhere cannot be rolled back: not supported"
             )
         return {
@@ -209,8 +246,6 @@ def _vocab_size(model: PreTrainedModel) -> int:
 
 def _check_architecture(model: PreTrainedModel, text_config, takes_position_ids: bool) -> None:
     name = type(model).__name__
-    if model.config.is_encoder_decoder:
-        raise ValueError(f"{name}: encoder-decoder models are not supported yet")
     if not model.is_backend_compatible() or not takes_position_ids:
         raise ValueError(
             f"{name}: never calls transformers' attention interface, so it is not supported"

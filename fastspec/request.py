@@ -27,16 +27,27 @@ class SamplingTensors(TypedDict):
     min_p: Tensor | None
 
 
+@dataclass(eq=False)
+class EncoderInput:
+    """What the encoder of an encoder-decoder reads for one request.
+
+    Each model encodes it once, and keeps what its decoder needs for as long as this object lives.
+    """
+
+    token_ids: list[int]
+
+
 @dataclass
 class Request:
     """Committed state of one request; everything in it ends at the same token.
 
     Attributes:
-        token_ids: prompt and committed tokens.
+        token_ids: prompt and committed tokens; of an encoder-decoder, those of its decoder.
         block_table: its blocks, the same in the target's and the drafter's cache.
         contents: of its leading blocks, as far as other requests may find them.
         num_cached: leading tokens whose target keys and values are in the cache.
         max_len: length of token_ids at which it ends.
+        encoder_input: the prompt of an encoder-decoder.
     """
 
     request_id: str
@@ -46,6 +57,7 @@ class Request:
     stop_ids: frozenset[int]
     max_len: int
     detokenizer: Detokenizer | None
+    encoder_input: EncoderInput | None = None
     num_prompt_tokens: int = 0
     block_table: list[int] = field(default_factory=list)
     contents: list[Content] = field(default_factory=list)
@@ -57,6 +69,13 @@ class Request:
 
     def __post_init__(self):
         self.num_prompt_tokens = len(self.token_ids)
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """Ids of the prompt, wherever the model reads them."""
+        if self.encoder_input is not None:
+            return self.encoder_input.token_ids
+        return self.token_ids[: self.num_prompt_tokens]
 
     def append(
         self, token_id: int, source: str, drafter: str | None, logprob: float | None
@@ -81,7 +100,7 @@ class Request:
             self.detokenizer.finish()
         return RequestOutput(
             request_id=self.request_id,
-            prompt_token_ids=tuple(self.token_ids[: self.num_prompt_tokens]),
+            prompt_token_ids=tuple(self.prompt_ids),
             token_ids=tuple(self.token_ids[self.num_prompt_tokens :]),
             text=self.detokenizer.text if self.detokenizer is not None else "",
             logprobs=tuple(self.logprobs) if self.params.logprobs else None,

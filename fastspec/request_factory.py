@@ -8,13 +8,17 @@ from transformers import PreTrainedTokenizerBase
 
 from fastspec.config import SamplingParams, is_int
 from fastspec.detokenizer import Detokenizer
-from fastspec.request import Request
+from fastspec.request import EncoderInput, Request
 
 Prompt = str | Sequence[int]
 
 
 class RequestFactory:
-    """Builds requests for one target, with its tokenizer, vocabulary, length limit and eos ids."""
+    """Builds requests for one target, with its tokenizer, vocabulary, length limit and eos ids.
+
+    With the id that its decoder starts with, the target is an encoder-decoder, whose encoder reads
+    the prompts.
+    """
 
     def __init__(
         self,
@@ -22,11 +26,13 @@ class RequestFactory:
         vocab_size: int,
         max_model_len: int,
         eos_ids: frozenset[int],
+        decoder_start_id: int | None = None,
     ):
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._eos_ids = eos_ids
+        self._decoder_start_id = decoder_start_id
         self._num_built = 0
 
     def build(self, prompt: Prompt, params: SamplingParams, request_id: str | None) -> Request:
@@ -38,7 +44,9 @@ class RequestFactory:
         """
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params: expected SamplingParams, got {type(params).__name__}")
-        token_ids = self._prompt_ids(prompt)
+        token_ids, encoder_input = self._prompt_ids(prompt), None
+        if self._decoder_start_id is not None:
+            token_ids, encoder_input = [self._decoder_start_id], EncoderInput(token_ids)
         if params.stop and self._tokenizer is None:
             raise ValueError("stop: stop strings need a tokenizer, and the engine has none")
         self._num_built += 1
@@ -53,6 +61,7 @@ class RequestFactory:
             detokenizer=Detokenizer(self._tokenizer, tuple(params.stop))
             if self._tokenizer
             else None,
+            encoder_input=encoder_input,
         )
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:

@@ -1,20 +1,9 @@
 """Forward passes of one model over packed, ragged batches of sequences in the paged cache."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from fastspec.paged_model import PagedModel, PagedStep
-
-
-@dataclass(frozen=True)
-class Span:
-    """Tokens [start, start + count) of one sequence, whose earlier tokens are in the cache."""
-
-    block_table: list[int]
-    start: int
-    count: int
+from fastspec.paged_model import PagedModel, PagedStep, Span
 
 
 class ModelRunner:
@@ -46,9 +35,9 @@ class ModelRunner:
                 room -= count
                 if count:
                     ids_chunk += ids[:count]
-                    span_chunk.append(Span(span.block_table, span.start, count))
+                    span_chunk.append(span.part(span.start, count))
                 if count < span.count:
-                    left = Span(span.block_table, span.start + count, span.count - count)
+                    left = span.part(span.start + count, span.count - count)
                     rest.append((ids[count:], left))
             self.forward(torch.tensor(ids_chunk, device=self.device), span_chunk, rows=[])
             pending = rest
@@ -79,5 +68,6 @@ class ModelRunner:
             cu_rows=narrow[batch : 2 * batch + 1],
             slot_mapping=wide[count : 2 * count],
             backend=self.paged_model.backend,
+            spans=spans,
         )
         return wide[:count], wide[2 * count :], step

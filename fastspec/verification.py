@@ -34,7 +34,7 @@ def prefill(runner: ModelRunner, requests: list[Request]) -> None:
     pending = [r for r in requests if r.num_cached < len(r.token_ids) - 1]
     runner.prefill(
         [request.token_ids[request.num_cached : -1] for request in pending],
-        [Span(r.block_table, r.num_cached, len(r.token_ids) - 1 - r.num_cached) for r in pending],
+        [Span.of(r, r.num_cached, len(r.token_ids) - 1 - r.num_cached) for r in pending],
     )
     for request in pending:
         request.num_cached = len(request.token_ids) - 1
@@ -48,7 +48,7 @@ def verify(
     proposed = wanted if proposal.num_tokens is None else proposal.num_tokens
     counts = [min(pair) + 1 for pair in zip(wanted, proposed, strict=True)]
     spans = [
-        Span(request.block_table, len(request.token_ids) - 1, count)
+        Span.of(request, len(request.token_ids) - 1, count)
         for request, count in zip(batch.requests, counts, strict=True)
     ]
     target_logits = runner.forward(_packed_ids(runner, batch, proposal, counts), spans)

@@ -6,6 +6,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
     BloomConfig,
     Gemma2Config,
     Gemma3TextConfig,
@@ -14,10 +15,13 @@ from transformers import (
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
+    MT5Config,
     OPTConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3Config,
+    T5Config,
+    UMT5Config,
 )
 
 VOCAB_SIZE = 263  # 256 bytes, one special token and some padding
@@ -44,6 +48,40 @@ CONFIGS = {
     "opt": lambda: OPTConfig(**_SIZES, ffn_dim=64, word_embed_proj_dim=48),
     "bloom": lambda: BloomConfig(hidden_size=48, n_layer=2, n_head=4),
 }
+
+
+_T5_SIZES = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 3}
+_T5_BIAS = {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 20}
+
+T5_CONFIGS = {
+    "t5": lambda: T5Config(**_T5_SIZES, **_T5_BIAS),
+    "flan": lambda: T5Config(
+        **_T5_SIZES, **_T5_BIAS, feed_forward_proj="gated-gelu", tie_word_embeddings=False
+    ),
+    "mt5": lambda: MT5Config(**_T5_SIZES, **_T5_BIAS),
+    "umt5": lambda: UMT5Config(**_T5_SIZES, **_T5_BIAS),
+}
+
+
+def random_t5(kind: str = "flan", seed: int = 0, vocab_size: int = 100) -> PreTrainedModel:
+    """A float32 encoder-decoder whose text depends on what its encoder reads, and on order."""
+    config = T5_CONFIGS[kind]()
+    config.vocab_size = vocab_size
+    config.decoder_start_token_id = config.pad_token_id = 0
+    config.eos_token_id = 1
+    torch.manual_seed(seed)
+    model = AutoModelForSeq2SeqLM.from_config(
+        config, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "relative_attention_bias" in name:
+                parameter.normal_(std=2.0)
+            elif "shared" in name:
+                parameter.normal_(std=0.3)
+            elif parameter.dim() > 1:
+                parameter.normal_(std=2.0 * parameter.shape[-1] ** -0.5)
+    return model
 
 
 def random_model(

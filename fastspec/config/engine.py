@@ -18,6 +18,7 @@ class EngineConfig:
             on a GPU.
         max_batch_size: requests decoded together.
         max_model_len: prompt and new tokens of one request at most; None = the model's own limit.
+            For an encoder-decoder the limit of each of the two.
         prefill_chunk_size: tokens of one forward pass while prompts are read.
         prefix_caching: True lets prompts that begin alike share the blocks of what they share, and
             keeps those of ended requests until their space is needed. Off by default: then what is

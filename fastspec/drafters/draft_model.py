@@ -70,8 +70,7 @@ class DraftModelDrafter:
                 picked = picked[self._index(keep)]
             drafting = [drafting[place] for place in keep]
             spans = [
-                Span(spans[place].block_table, spans[place].start + spans[place].count, 1)
-                for place in keep
+                spans[place].part(spans[place].start + spans[place].count, 1) for place in keep
             ]
             step_ids = picked.clamp(min=0).to(torch.int64)
         for request, limit in zip(batch.requests, limits, strict=True):
@@ -103,10 +102,10 @@ class DraftModelDrafter:
             if end - start > _PREFILL_FROM:
                 filling.update(request.block_table[: (end - 1) // self._block_manager.block_size])
                 late_ids.append(self._readable(request.token_ids[start : end - 1]))
-                late_spans.append(Span(request.block_table, start, end - 1 - start))
+                late_spans.append(Span.of(request, start, end - 1 - start))
                 start = end - 1
             unread += self._readable(request.token_ids[start:end])
-            spans.append(Span(request.block_table, start, end - start))
+            spans.append(Span.of(request, start, end - start))
         self._runner.prefill(late_ids, late_spans)
         self._filled.update((b, self._block_manager.tenancy(b)) for b in filling)
         return torch.tensor(unread, dtype=torch.int64, device=batch.device), spans

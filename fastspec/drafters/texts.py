@@ -18,7 +18,11 @@ class Texts(NamedTuple):
 
 
 class TextStore:
-    """One row for each request; a step uploads only what was committed since the last one."""
+    """One row for each request; a step uploads only what was committed since the last one.
+
+    The text of an encoder-decoder is its encoder's input and then its decoder's tokens: the token
+    that these start with keeps what they end with from being found across the seam.
+    """
 
     def __init__(self):
         self._token_ids = torch.empty((0, 0), dtype=torch.int32)
@@ -28,15 +32,16 @@ class TextStore:
 
     def update(self, batch: Batch) -> Texts:
         """The texts of a batch as they are now."""
-        lengths = [len(request.token_ids) for request in batch.requests]
+        inputs = [r.encoder_input.token_ids if r.encoder_input else [] for r in batch.requests]
+        lengths = [len(i) + len(r.token_ids) for i, r in zip(inputs, batch.requests, strict=True)]
         rows = [self._row(request.request_id) for request in batch.requests]
         self._grow(max(rows) + 1, max(lengths), batch.device)
         width = self._token_ids.shape[1]
         values: list[int] = []
         places: list[int] = []
-        for request, row, length in zip(batch.requests, rows, lengths, strict=True):
+        for request, read, row, length in zip(batch.requests, inputs, rows, lengths, strict=True):
             start = self._lengths[request.request_id]
-            values += request.token_ids[start:]
+            values += read[start:] + request.token_ids[max(0, start - len(read)) :]
             places += range(row * width + start, row * width + length)
             self._lengths[request.request_id] = length
         packed = torch.tensor([*values, *places, *rows, *lengths], device=batch.device)

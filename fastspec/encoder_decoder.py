@@ -1,0 +1,196 @@
+"""T5-type encoder-decoders on the paged cache, and the keys and values of their encoders."""
+
+from itertools import accumulate
+from types import SimpleNamespace
+from typing import Any, cast
+from weakref import WeakKeyDictionary, finalize
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import EncoderDecoderCache
+
+from fastspec.block_manager import blocks_needed
+from fastspec.paged_model import KVCache, PagedModel, PagedStep, PassThroughCache
+from fastspec.request import EncoderInput
+from fastspec.t5_attention import T5_ATTENTION_NAME, EncodedInputs, T5Step
+from fastspec.twin import twin_of
+from fastspec_kernels import store_kv
+
+_BLOCK_SIZE = 16
+_SUPPORTED = (
+    "T5ForConditionalGeneration",
+    "MT5ForConditionalGeneration",
+    "UMT5ForConditionalGeneration",
+)
+
+
+def paged_model_of(model: PreTrainedModel, backend: str) -> PagedModel:
+    """The model on the paged cache, whichever kind it is; ValueError if it cannot be."""
+    kind = EncoderDecoderModel if model.config.is_encoder_decoder else PagedModel
+    return kind(model, backend)
+
+
+def check_same_kind(target: PagedModel, models: list[PagedModel]) -> None:
+    """Refuse models that read prompts in another way than the target does."""
+    for model in models:
+        if (model.decoder_start_id is None) != (target.decoder_start_id is None):
+            raise ValueError(
+                f"drafter: {_kind(model)} cannot draft for {_kind(target)}: both must be decoders,"
+                " or both encoder-decoders"
+            )
+
+
+class EncoderDecoderModel(PagedModel):
+    """A T5-type model: its decoder runs over pages, its encoder once for each input.
+
+    An input is encoded alone and whole when its request first runs, so that what it gives does not
+    depend on the batch. The keys and values of the cross-attention stay until the request is
+    forgotten, also while it waits without blocks.
+
+    Raises:
+        ValueError: an encoder-decoder of another type, or one without a decoder start token.
+    """
+
+    def _adopt(self, model: PreTrainedModel) -> None:
+        if self.name not in _SUPPORTED:
+            raise ValueError(
+                f"{self.name}: of the encoder-decoders only T5, mT5 and umT5 are supported"
+            )
+        start_ids = (
+            getattr(holder, "decoder_start_token_id", None)
+            for holder in (model.generation_config, model.config)
+        )
+        self.decoder_start_id = next((i for i in start_ids if i is not None), None)
+        if self.decoder_start_id is None:
+            raise ValueError(f"{self.name}: its config has no decoder_start_token_id")
+        self.model = twin_of(model, T5_ATTENTION_NAME).eval()
+        encoder = cast(Any, model).encoder
+        self.model.encoder = twin_of(encoder, encoder.config._attn_implementation).eval()
+        layers = [block.layer[1].EncDecAttention for block in self.model.decoder.block]
+        self._num_layers = len(layers)
+        self._encoder_cache = EncoderCache(layers, self.backend)
+        # The model neither projects nor keeps these: our attention knows where the true ones are.
+        self._cache = EncoderDecoderCache(PassThroughCache(), _ReadyCache(layers))
+        size = (1, 1, model.config.d_model)
+        self._encoder_outputs = (torch.empty(size, dtype=self.dtype, device=self.device),)
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, rows: Tensor | int, step: PagedStep
+    ) -> Tensor:
+        inputs = []
+        for span in step.spans:
+            if span.encoder_input is None:
+                raise ValueError(f"{self.name}: needs an encoder_input for every span")
+            if span.encoder_input not in self._encoder_cache:
+                self._encode(span.encoder_input)
+            inputs.append(span.encoder_input)
+        counts = [span.count for span in step.spans]
+        logits = self.model(
+            decoder_input_ids=input_ids[None],
+            encoder_outputs=self._encoder_outputs,
+            past_key_values=self._cache,
+            use_cache=False,
+            t5_step=_t5_step(step, self._encoder_cache.inputs(inputs), counts, positions),
+        ).logits[0]
+        return logits if isinstance(rows, int) else logits[rows]
+
+    def _encode(self, encoder_input: EncoderInput) -> None:
+        last = self.vocab_size - 1  # what a drafter cannot read only costs it accuracy
+        ids = [min(token_id, last) for token_id in encoder_input.token_ids]
+        output = self.model.encoder(input_ids=torch.tensor([ids], device=self.device))
+        self._encoder_cache.add(encoder_input, output.last_hidden_state[0])
+
+
+class EncoderCache:
+    """Pages with the keys and values of encoded inputs; they come back when an input is gone."""
+
+    def __init__(self, layers: list[Any], backend: str):
+        self._layers = layers  # cross-attentions
+        self._backend = backend
+        self._blocks: WeakKeyDictionary[EncoderInput, list[int]] = WeakKeyDictionary()
+        self._free: list[int] = []
+        self._num_blocks = 0
+        self._caches: list[KVCache] = [self._empty(layer, 0) for layer in layers]
+
+    @property
+    def num_used(self) -> int:
+        """Blocks that hold something."""
+        return self._num_blocks - len(self._free)
+
+    def __contains__(self, encoder_input: EncoderInput) -> bool:
+        return encoder_input in self._blocks
+
+    def add(self, encoder_input: EncoderInput, states: Tensor) -> None:
+        """Keep keys and values of an input's encoder states [S, d_model]."""
+        length = states.shape[0]
+        blocks = self._take(blocks_needed(length, _BLOCK_SIZE))
+        slots = [blocks[t // _BLOCK_SIZE] * _BLOCK_SIZE + t % _BLOCK_SIZE for t in range(length)]
+        slot_mapping = torch.tensor(slots, device=states.device)
+        for layer, caches in zip(self._layers, self._caches, strict=True):
+            shape = (length, layer.n_heads, layer.key_value_proj_dim)
+            key, value = layer.k(states).view(shape), layer.v(states).view(shape)
+            store_kv(key, value, *caches, slot_mapping, backend=self._backend)
+        self._blocks[encoder_input] = blocks
+        finalize(encoder_input, self._free.extend, blocks)
+
+    def inputs(self, inputs: list[EncoderInput]) -> EncodedInputs:
+        """What a batch's cross-attention reads."""
+        tables = [self._blocks[encoder_input] for encoder_input in inputs]
+        width = max(map(len, tables))
+        values = [len(encoder_input.token_ids) for encoder_input in inputs]
+        for table in tables:
+            values += table + [-1] * (width - len(table))
+        batch, device = len(inputs), self._caches[0][0].device
+        packed = torch.tensor(values, dtype=torch.int32, device=device)
+        return EncodedInputs(self._caches, packed[batch:].view(batch, width), packed[:batch])
+
+    def _take(self, count: int) -> list[int]:
+        """Free blocks; the caches grow by doubling, so that what is kept is seldom moved."""
+        missing = count - len(self._free)
+        if missing > 0:
+            added = max(missing, self._num_blocks)
+            self._free += range(self._num_blocks + added - 1, self._num_blocks - 1, -1)
+            self._num_blocks += added
+            for index, layer in enumerate(self._layers):
+                fresh = self._empty(layer, added)
+                pairs = zip(self._caches[index], fresh, strict=True)
+                key, value = (torch.cat(pair) for pair in pairs)
+                self._caches[index] = key, value
+        return [self._free.pop() for _ in range(count)]
+
+    def _empty(self, layer: Any, num_blocks: int) -> KVCache:
+        shape = (num_blocks, _BLOCK_SIZE, layer.n_heads, layer.key_value_proj_dim)
+        weight = layer.k.weight
+        return weight.new_empty(shape), weight.new_empty(shape)
+
+
+class _ReadyCache(PassThroughCache):
+    """Says that the keys and values of all cross-attentions are there."""
+
+    def __init__(self, layers: list[Any]):
+        super().__init__()
+        for layer in layers:
+            nothing = layer.k.weight.new_empty((1, layer.n_heads, 1, layer.key_value_proj_dim))
+            self.layers.append(cast(Any, SimpleNamespace(keys=nothing, values=nothing)))
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 1
+
+
+def _t5_step(
+    step: PagedStep, encoded: EncodedInputs, counts: list[int], positions: Tensor
+) -> T5Step:
+    """The layout of a padded batch, in one copy to the device."""
+    batch, width = len(counts), max(counts)
+    starts = [0, *accumulate(counts)]
+    rows = [starts[b] + min(place, counts[b] - 1) for b in range(batch) for place in range(width)]
+    places = [b * width + place for b in range(batch) for place in range(counts[b])]
+    packed = torch.tensor(rows + places, device=positions.device)
+    row_index = packed[: batch * width].view(batch, width)
+    return T5Step(step, encoded, row_index, packed[batch * width :], positions[row_index])
+
+
+def _kind(model: PagedModel) -> str:
+    what = "a decoder" if model.decoder_start_id is None else "an encoder-decoder"
+    return f"{model.name} ({what})"

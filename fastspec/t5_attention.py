@@ -1,0 +1,121 @@
+"""Attention of T5-type decoders: relative bias over the pages, then the encoder's output."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from fastspec.paged_model import KVCache, PagedStep, no_mask
+from fastspec_kernels import cross_attention
+
+T5_ATTENTION_NAME = "fastspec_t5"
+
+
+@dataclass
+class EncodedInputs:
+    """Keys and values of what the encoder made of a batch's inputs.
+
+    Attributes:
+        caches: by layer index.
+        block_table: [B, M] int32.
+        lengths: [B] int32.
+    """
+
+    caches: list[KVCache]
+    block_table: Tensor
+    lengths: Tensor
+
+
+@dataclass
+class T5Step:
+    """One packed forward pass of a T5-type decoder; B sequences with at most Q of the T tokens.
+
+    Attributes:
+        paged: the pass over the decoder's own pages.
+        encoded: what its cross-attention reads.
+        rows: [B, Q] int64, place of each token in the packed batch; any place fills a short row.
+        places: [T] int64, place of each token in the flattened `rows`.
+        positions: [B, Q] int64.
+        bias: [B, H, Q, S] added to the scores of the S slots, -inf where a token does not look.
+            Layers without a bias of their own use that of the layer before.
+    """
+
+    paged: PagedStep
+    encoded: EncodedInputs
+    rows: Tensor
+    places: Tensor
+    positions: Tensor
+    bias: Tensor | None = None
+
+
+def t5_attention(
+    module: Any,
+    query: Tensor,  # [1, H, T, D]
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float = 1.0,
+    t5_step: T5Step | None = None,
+    **kwargs,
+) -> tuple[Tensor, None]:
+    """Self-attention over the pages or cross-attention over the encoder's; returns [1, T, H, D]."""
+    if t5_step is None:
+        name = type(module).__name__
+        raise ValueError(
+            f"{name}: attention {T5_ATTENTION_NAME!r} only runs inside a fastspec engine"
+        )
+    attend = _self_attention if module.is_causal else _cross_attention
+    return attend(module, query, key, value, scaling, t5_step)[None], None
+
+
+AttentionInterface.register(T5_ATTENTION_NAME, t5_attention)
+AttentionMaskInterface.register(T5_ATTENTION_NAME, no_mask)
+
+
+def _cross_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, step: T5Step
+) -> Tensor:
+    encoded = step.encoded
+    return cross_attention(
+        query[0].transpose(0, 1),
+        *encoded.caches[module.layer_idx],
+        encoded.block_table,
+        encoded.lengths,
+        step.paged.cu_rows,
+        scale=scale,
+        backend=step.paged.backend,
+    )
+
+
+def _self_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, step: T5Step
+) -> Tensor:
+    """Gather pages and tokens into padded batches: tree_attention takes no bias."""
+    paged = step.paged
+    caches = paged.store(module.layer_idx, key, value)
+    table = paged.block_table.clamp(min=0)
+    slots = torch.arange(table.shape[1] * caches[0].shape[1], device=table.device)
+    unused = (slots >= paged.context_lens[:, None])[:, :, None, None]
+    # What unused slots hold may not be finite, and would pass even a weight of zero.
+    keys, values = (
+        cache[table].flatten(1, 2).masked_fill_(unused, 0).transpose(1, 2) for cache in caches
+    )
+    if module.has_relative_attention_bias:
+        step.bias = _relative_bias(module, step.positions, slots)
+    padded = query[0][:, step.rows].transpose(0, 1)  # [B, H, Q, D]
+    out = scaled_dot_product_attention(padded, keys, values, attn_mask=step.bias, scale=scale)
+    return out.transpose(1, 2).flatten(0, 1)[step.places]
+
+
+def _relative_bias(module: Any, positions: Tensor, slots: Tensor) -> Tensor:
+    """[B, H, Q, S]: by how far back a slot is; from the largest distance on it stays the same."""
+    far = module.relative_attention_max_distance
+    by_distance = module.compute_bias(1, far + 1, past_seen_tokens=far)[0, :, 0].flip(
+        -1
+    )  # [H, far+1]
+    distances = positions[:, :, None] - slots
+    bias = by_distance[:, distances.clamp(0, far)].masked_fill(distances < 0, -torch.inf)
+    return bias.transpose(0, 1)
