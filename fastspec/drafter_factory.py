@@ -91,7 +91,7 @@ class DrafterFactory:
         """A draft model; ValueError when its token ids mean something else."""
         if not isinstance(source, PreTrainedModel):
             check_same_tokenizer(self._tokenizer, load_tokenizer("drafter", source))
-        return paged_model_of(load_model("drafter", source, self._config), self._config.backend)
+        return paged_model_of(load_model("drafter", source, self._config), self._config)
 
     def _runner(self, model: PagedModel, block_manager: BlockManager) -> ModelRunner:
         """A runner over the blocks of the target's cache."""

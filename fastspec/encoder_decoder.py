@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import EncoderDecoderCache
 
 from fastspec.block_manager import blocks_needed
+from fastspec.config import EngineConfig
 from fastspec.paged_model import KVCache, PagedModel, PagedStep, PassThroughCache
 from fastspec.request import EncoderInput
 from fastspec.t5_attention import T5_ATTENTION_NAME, EncodedInputs, T5Step
@@ -25,10 +26,16 @@ _SUPPORTED = (
 )
 
 
-def paged_model_of(model: PreTrainedModel, backend: str) -> PagedModel:
+def paged_model_of(model: PreTrainedModel, config: EngineConfig) -> PagedModel:
     """The model on the paged cache, whichever kind it is; ValueError if it cannot be."""
-    kind = EncoderDecoderModel if model.config.is_encoder_decoder else PagedModel
-    return kind(model, backend)
+    if not model.config.is_encoder_decoder:
+        return PagedModel(model, config.backend)
+    if config.prefix_caching:
+        raise ValueError(
+            f"prefix_caching: {type(model).__name__} is an encoder-decoder; what its decoder caches"
+            " depends on the encoder's input, so requests cannot share it"
+        )
+    return EncoderDecoderModel(model, config.backend)
 
 
 def check_same_kind(target: PagedModel, models: list[PagedModel]) -> None:

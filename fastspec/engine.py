@@ -59,7 +59,7 @@ class Engine:
         if tokenizer is None and not isinstance(target, PreTrainedModel):
             tokenizer = load_tokenizer("target", target)
         self.tokenizer = tokenizer
-        target_model = paged_model_of(model, config.backend)
+        target_model = paged_model_of(model, config)
         self.device = target_model.device
         self.max_model_len = model_len(config, target_model)
         self._factory = RequestFactory(

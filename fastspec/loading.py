@@ -9,6 +9,7 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -37,13 +38,20 @@ def resolve_device(config: EngineConfig) -> torch.device:
     return device
 
 
+def _language_model(path: str | Path, dtype: str) -> Any:
+    """A decoder or an encoder-decoder, as its configuration says."""
+    config = AutoConfig.from_pretrained(path)
+    loader = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    return loader.from_pretrained(path, dtype=dtype)
+
+
 def load_model(
     field: str,
     source: str | Path | PreTrainedModel,
     config: EngineConfig,
-    from_pretrained: Callable[..., Any] = AutoModelForCausalLM.from_pretrained,
+    from_pretrained: Callable[..., Any] = _language_model,
 ) -> PreTrainedModel:
-    """A causal language model on the device; `field` names the argument in errors."""
+    """A language model on the device; `field` names the argument in errors."""
     if isinstance(source, PreTrainedModel):
         return source
     device = resolve_device(config)

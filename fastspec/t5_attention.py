@@ -79,9 +79,11 @@ def _cross_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, step: T5Step
 ) -> Tensor:
     encoded = step.encoded
+    key_cache, value_cache = encoded.caches[module.layer_idx]
     return cross_attention(
         query[0].transpose(0, 1),
-        *encoded.caches[module.layer_idx],
+        key_cache,
+        value_cache,
         encoded.block_table,
         encoded.lengths,
         step.paged.cu_rows,

@@ -1,0 +1,191 @@
+"""Forward passes that a GPU replays whole: one launch instead of one for every kernel."""
+
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fastspec.layout import DevicePass, PassLayout, PassShape, device_pass
+from fastspec.paged_model import KVCache, PagedModel
+from fastspec.token_tree import TreeLayout
+from fastspec.transfer import host_tensor
+
+MOST_TOKENS = 512  # a pass of more keeps the GPU busy for longer than the host needs to launch it
+LEAST_WIDTH = 64  # blocks in a row of the block table; a wider one costs nothing to read
+logger = logging.getLogger(__name__)
+
+Run = Callable[[], Tensor]
+
+
+class Capture(Protocol):
+    """Records what a function does with its static buffers; what it returns does it again."""
+
+    def __call__(self, run: Run) -> Run: ...
+
+
+class CudaCapture:
+    """Records CUDA graphs, whose scratch memory is shared: one is replayed at a time."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, run: Run) -> Run:
+        with torch.cuda.device(self._device):
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                run()  # kernels are compiled and libraries set up outside the capture
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool):
+                out = run()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return out
+
+        return replay
+
+
+def capture_for(cuda_graphs: str, paged_model: PagedModel) -> Capture | None:
+    """How passes of the model are captured under this setting, None where they are not.
+
+    Raises:
+        ValueError: "on" for a model that is not on a GPU, or that is an encoder-decoder.
+    """
+    reason = None
+    if paged_model.device.type != "cuda":
+        reason = f"runs on {paged_model.device.type}, graphs need a CUDA device"
+    elif paged_model.decoder_start_id is not None:
+        reason = "is an encoder-decoder, whose cross-attention is laid out anew in each pass"
+    if reason is not None:
+        if cuda_graphs == "on":
+            raise ValueError(f"cuda_graphs: 'on', but {paged_model.name} {reason}")
+        return None
+    return None if cuda_graphs == "off" else CudaCapture(paged_model.device)
+
+
+def bucket(shape: PassShape, block_size: int, num_nodes: int) -> tuple[PassShape, int] | None:
+    """The sizes that a pass is padded to, and how many tokens an added sequence may have.
+
+    Tokens are rounded up by a quarter at most, sequences and table widths to powers of 2, with
+    sequences enough to hold the added tokens: `num_nodes` in each at most, if that is not 0. None
+    for passes that are not captured: long ones, and those that only fill the cache.
+    """
+    if not 0 < shape.num_tokens <= MOST_TOKENS:
+        return None
+    step = 1 << max(0, (shape.num_tokens - 1).bit_length() - 3)
+    num_tokens = -(-shape.num_tokens // step) * step
+    width = max(LEAST_WIDTH, power_of_2(shape.width))
+    most_tokens = min(num_nodes or num_tokens, width * block_size)
+    added = -(-(num_tokens - shape.num_tokens) // most_tokens)
+    batch = power_of_2(shape.batch + added)
+    num_rows = power_of_2(shape.num_rows) if shape.num_rows else 0
+    return PassShape(batch, num_tokens, num_rows, width), most_tokens
+
+
+def power_of_2(number: int) -> int:
+    """The smallest power of 2 that is not below a positive number."""
+    return 1 << (number - 1).bit_length()
+
+
+class GraphedForward:
+    """One model's passes of few tokens, each captured the first time its sizes are met.
+
+    Sizes are rounded up, so that there are few graphs; what is added is padding that no row
+    depends on. A pass makes two copies to the device and waits for neither.
+    """
+
+    def __init__(
+        self,
+        paged_model: PagedModel,
+        caches: dict[int, KVCache],
+        block_size: int,
+        capture: Capture,
+        must: bool,
+    ):
+        self._paged_model = paged_model
+        self._caches = caches
+        self._block_size = block_size
+        self._capture: Capture | None = capture
+        self._must = must
+        self._passes: dict[tuple[PassShape, int], StaticPass] = {}
+
+    def forward(
+        self, input_ids: Tensor, layout: PassLayout, tree: TreeLayout | None
+    ) -> Tensor | None:
+        """As ModelRunner.forward; None for a pass that has to run without a graph.
+
+        Raises:
+            ValueError: the model cannot be captured, but must be.
+        """
+        num_nodes = 0 if tree is None else tree.ancestor_mask.shape[1]
+        sizes = bucket(layout.shape, self._block_size, num_nodes)
+        if self._capture is None or sizes is None:
+            return None
+        shape, most_tokens = sizes
+        key = shape, num_nodes
+        if key not in self._passes:
+            self._passes[key] = StaticPass(self._paged_model, self._caches, shape, num_nodes)
+        static = self._passes[key]
+        static.fill(input_ids, layout, most_tokens, tree)
+        if static.replay is None:
+            try:
+                static.replay = self._capture(static.run)
+            except RuntimeError as error:
+                self._give_up(error)
+                return None
+        return static.replay()[: layout.shape.num_rows or layout.shape.num_tokens].clone()
+
+    def _give_up(self, error: RuntimeError) -> None:
+        first_line = str(error).split("\n")[0]
+        message = f"{self._paged_model.name} cannot be captured in a CUDA graph: {first_line}"
+        if self._must:
+            raise ValueError(f"cuda_graphs: 'on', but {message}") from error
+        logger.warning("cuda_graphs: %s; its passes run without graphs", message)
+        self._capture = None
+        self._passes.clear()
+
+
+class StaticPass:
+    """Buffers of one set of sizes, which a graph reads at the same place each time."""
+
+    def __init__(
+        self, paged_model: PagedModel, caches: dict[int, KVCache], shape: PassShape, num_nodes: int
+    ):
+        self.replay: Run | None = None
+        self._paged_model = paged_model
+        self._shape = shape
+        device = paged_model.device
+        self._ids = torch.zeros(shape.num_tokens, dtype=torch.int64, device=device)
+        self._wide = torch.zeros(shape.wide_size, dtype=torch.int64, device=device)
+        self._narrow = torch.zeros(shape.narrow_size, dtype=torch.int32, device=device)
+        buffers = self._wide, self._narrow
+        self._pass: DevicePass = device_pass(shape, *buffers, caches, paged_model.backend)
+        if num_nodes:
+            mask = (shape.batch, num_nodes, -(-num_nodes // 64))
+            self._pass.step.ancestor_mask = torch.zeros(mask, dtype=torch.int64, device=device)
+
+    def fill(
+        self, input_ids: Tensor, layout: PassLayout, most_tokens: int, tree: TreeLayout | None
+    ) -> None:
+        """Copy a pass, padded, into the buffers."""
+        device, step = self._ids.device, self._pass.step
+        padded = layout.padded(self._shape, most_tokens)
+        self._ids[: len(input_ids)].copy_(input_ids)
+        self._wide.copy_(host_tensor(padded.wide(), torch.int64, device), non_blocking=True)
+        self._narrow.copy_(host_tensor(padded.narrow(), torch.int32, device), non_blocking=True)
+        if tree is not None and step.ancestor_mask is not None:
+            batch, num_tokens = layout.shape.batch, layout.shape.num_tokens
+            step.ancestor_mask[:batch].copy_(tree.ancestor_mask)
+            positions = tree.positions(layout.counts, step.context_lens[:batch])
+            self._pass.positions[:num_tokens].copy_(positions)
+
+    def run(self) -> Tensor:
+        """The forward pass over the buffers; logits of the rows, or of all tokens."""
+        positions, rows, step = self._pass
+        keep = rows if self._shape.num_rows else 0
+        return self._paged_model.forward(self._ids, positions, keep, step)
