@@ -19,6 +19,7 @@ from fastspec.runner import ModelRunner
 from fastspec.scheduler import Scheduler
 from fastspec.speculation import Speculation
 from fastspec.stats import PhaseClock, SpecStats
+from fastspec.tree_verification import verify_trees
 from fastspec.verification import Verdict, commit, prefill, verify
 
 
@@ -191,18 +192,20 @@ class Engine:
     def step(self) -> list[StreamEvent]:
         """Advance every running request by one target pass; what was committed and ended."""
         num_draft = self._speculation.num_draft_tokens
+        num_slots = self._speculation.num_draft_slots
         clock = PhaseClock()
-        self._schedule(num_draft)
+        self._schedule(num_slots)
         running = list(self._scheduler.running)
         if not running:
             return []
         clock.lap("prefill")
         room = [request.max_len - len(request.token_ids) - 1 for request in running]
-        batch = Batch(running, [min(num_draft, r) for r in room], num_draft, self.device)
+        batch = Batch(running, [min(num_slots, r) for r in room], num_draft, self.device)
         proposal = self._speculation.propose(batch)
         clock.lap("propose")
         method = self.spec.rejection_sample_method
-        verdicts = verify(self._runner, batch, proposal, method, self.config.backend)
+        judge = verify if proposal.parents is None else verify_trees
+        verdicts = judge(self._runner, batch, proposal, method, self.config.backend)
         clock.lap("verify")
         events = self._commit(batch, verdicts)
         clock.lap("commit")

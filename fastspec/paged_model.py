@@ -2,7 +2,7 @@
 
 import inspect
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +19,19 @@ _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 HeadShape = tuple[int, int]  # G, D
 KVCache = tuple[Tensor, Tensor]  # key, value: [num_blocks, block_size, G, D]
+
+
+class CacheStack(NamedTuple):
+    """Caches of some layers in one piece: keys, values [L, num_blocks, block_size, G, D]."""
+
+    layers: list[int]
+    keys: Tensor
+    values: Tensor
+
+    def by_layer(self) -> dict[int, KVCache]:
+        """The cache of each layer."""
+        pairs = zip(self.keys, self.values, strict=True)
+        return dict(zip(self.layers, pairs, strict=True))
 
 
 @dataclass(frozen=True)
@@ -56,6 +69,7 @@ class PagedStep:
         cu_rows: [B + 1] int32, prefix sums of the tokens of this pass.
         slot_mapping: [T] int64, cache slot of each token.
         backend: of the kernels.
+        ancestor_mask: of token trees, see `TreeLayout`; None = the tokens form chains.
         spans: what is read, as the host knows it.
     """
 
@@ -65,6 +79,7 @@ class PagedStep:
     cu_rows: Tensor
     slot_mapping: Tensor
     backend: str
+    ancestor_mask: Tensor | None = None
     spans: list[Span] = field(default_factory=list)
 
     def store(self, layer: int, key: Tensor, value: Tensor) -> KVCache:
@@ -111,6 +126,7 @@ def paged_attention(
         step.block_table,
         step.context_lens,
         step.cu_rows,
+        ancestor_mask=step.ancestor_mask,
         scale=scaling,
         sliding_window=sliding_window or 0,
         softcap=softcap or 0.0,
@@ -185,17 +201,20 @@ class PagedModel:
         ).logits[0]
         return logits if self._keeps_logits or isinstance(rows, int) else logits[rows]
 
-    def new_caches(self, num_blocks: int, block_size: int) -> dict[int, KVCache]:
-        """Uninitialised caches of every layer."""
+    def new_caches(self, num_blocks: int, block_size: int) -> list[CacheStack]:
+        """Uninitialised caches; layers whose heads are alike share one allocation."""
 
-        def empty(heads: HeadShape) -> Tensor:
-            shape = (num_blocks, block_size, *heads)
+        def empty(num_layers: int, heads: HeadShape) -> Tensor:
+            shape = (num_layers, num_blocks, block_size, *heads)
             return torch.empty(shape, dtype=self.dtype, device=self.device)
 
-        return {
-            layer: (empty(keys), empty(values))
-            for layer, (keys, values) in self.cache_shapes.items()
-        }
+        layers_of: dict[tuple[HeadShape, HeadShape], list[int]] = {}
+        for layer, heads in sorted(self.cache_shapes.items()):
+            layers_of.setdefault(heads, []).append(layer)
+        return [
+            CacheStack(layers, empty(len(layers), keys), empty(len(layers), values))
+            for (keys, values), layers in layers_of.items()
+        ]
 
     def bytes_per_token(self) -> int:
         """Bytes of keys and values that one token takes in all layers."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fastspec.drafters import Proposal
-from fastspec.outputs import StreamEvent
+from fastspec.outputs import StepTree, StreamEvent
 from fastspec.request import VERIFY_STREAM, Batch, Request
 from fastspec.runner import ModelRunner, Span
 from fastspec_kernels import uniform, verify_chain
@@ -17,16 +17,20 @@ class Verdict:
     """What the target decided for one request.
 
     Attributes:
-        num_draft_tokens: proposals judged.
+        num_draft_tokens: proposals judged; of a tree, the tokens of its longest path.
         accepted_len: how many of them were accepted; -1 = the logits were not finite.
         token_ids: the accepted tokens and one more.
         logprobs: of token_ids, or None when nobody asked.
+        extra_source: who wrote the last of token_ids, see `RequestOutput.sources`.
+        tree: what was proposed, if that was a tree.
     """
 
     num_draft_tokens: int
     accepted_len: int
     token_ids: list[int]
     logprobs: list[float] | None
+    extra_source: str
+    tree: StepTree | None = None
 
 
 def prefill(runner: ModelRunner, requests: list[Request]) -> None:
@@ -92,8 +96,13 @@ def _verdict(
     accepted_len, output_ids, draft_ids = row[0], row[1 : num_columns + 1], row[num_columns + 1 :]
     proposed = next((i for i, token in enumerate(draft_ids[:wanted]) if token < 0), wanted)
     emitted = accepted_len + 1
+    extra_source = "bonus" if accepted_len == proposed else "recovered"
     return Verdict(
-        proposed, accepted_len, output_ids[:emitted], logprobs[:emitted] if logprobs else None
+        proposed,
+        accepted_len,
+        output_ids[:emitted],
+        logprobs[:emitted] if logprobs else None,
+        extra_source if proposed else "target",
     )
 
 
@@ -105,18 +114,13 @@ def commit(
     finish_reason = None
     for index, token_id in enumerate(verdict.token_ids):
         is_draft = index < verdict.accepted_len
-        source, writer = ("draft", drafter) if is_draft else (_extra_source(verdict), None)
+        source, writer = ("draft", drafter) if is_draft else (verdict.extra_source, None)
         logprob = verdict.logprobs[index] if verdict.logprobs and request.params.logprobs else None
         finish_reason = request.append(token_id, source, writer, logprob)
         text = request.detokenizer.take() if request.detokenizer is not None else ""
-        events.append(StreamEvent(request.request_id, text, (token_id,), source, writer))
+        tree = verdict.tree if index == 0 else None
+        events.append(StreamEvent(request.request_id, text, (token_id,), source, writer, tree=tree))
         if finish_reason is not None:
             break
     request.num_cached = len(request.token_ids) - 1
     return events, finish_reason
-
-
-def _extra_source(verdict: Verdict) -> str:
-    if verdict.num_draft_tokens == 0:
-        return "target"
-    return "bonus" if verdict.accepted_len == verdict.num_draft_tokens else "recovered"
