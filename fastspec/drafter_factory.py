@@ -9,8 +9,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from fastspec.bigram import load_bigram
 from fastspec.block_manager import BlockManager
 from fastspec.config import EngineConfig, SpecConfig
-from fastspec.drafters import Drafter, DraftModelDrafter, MagDrafter, PromptLookupDrafter
+from fastspec.drafters import (
+    Drafter,
+    DraftModelDrafter,
+    GlideDrafter,
+    MagDrafter,
+    PromptLookupDrafter,
+)
 from fastspec.encoder_decoder import paged_model_of
+from fastspec.glide import GlideLlamaForCausalLM, load_glide
 from fastspec.loading import bigram_beside, check_same_tokenizer, load_model, load_tokenizer
 from fastspec.paged_model import PagedModel
 from fastspec.runner import ModelRunner
@@ -62,21 +69,43 @@ class DrafterFactory:
                 raise ValueError(f"drafter: method {method!r} takes none")
             return _ready(self._copying(target))
         if drafter is None and isinstance(target, str) and target == "tiny":
-            drafter = "tiny-draft"
-        if drafter is None and method == "draft_model":
-            raise ValueError("drafter: method 'draft_model' needs a draft model, got None")
-        return None if drafter is None else self.plan_given(drafter)
+            drafter = "tiny-glide" if method == "glide" else "tiny-draft"
+        if drafter is None and method in ("draft_model", "glide"):
+            raise ValueError(f"drafter: method {method!r} needs a draft model, got None")
+        if method == "draft_model" and isinstance(drafter, GlideLlamaForCausalLM):
+            raise ValueError("drafter: a GLIDE model needs method 'glide', not 'draft_model'")
+        return None if drafter is None else self.plan_given(drafter, method == "glide")
 
-    def plan_given(self, drafter: DrafterSource) -> DrafterPlan:
-        """A drafter as it is, or one that runs the draft model that is named or passed."""
+    def plan_given(self, drafter: DrafterSource, is_glide: bool = False) -> DrafterPlan:
+        """A drafter as it is, or one that runs the draft model that is named or passed.
+
+        A folder or hub id is read as a GLIDE model if it is said to be one; an object says itself.
+        """
         if isinstance(drafter, Drafter):
+            if is_glide and not isinstance(drafter, GlideDrafter):
+                raise ValueError(f"drafter: GLIDE needs a GLIDE model, got {drafter.name!r}")
             return _ready(drafter)
+        if is_glide or isinstance(drafter, GlideLlamaForCausalLM):
+            return self._glide(drafter)
         model = self._load(drafter)
         probabilistic = self._spec.draft_sample_method == "probabilistic"
 
         def build(target: ModelRunner | None, block_manager: BlockManager) -> Drafter:
             runner = self._runner(model, block_manager)
             return DraftModelDrafter(runner, block_manager, self._target_vocab_size, probabilistic)
+
+        return DrafterPlan([model], build)
+
+    def _glide(self, source: ModelSource) -> DrafterPlan:
+        self._check_tokenizer(source)
+        model = PagedModel(load_glide(source, self._config), self._config.backend)
+        probabilistic = self._spec.draft_sample_method == "probabilistic"
+        chunk_size = self._config.prefill_chunk_size
+
+        def build(target: ModelRunner | None, block_manager: BlockManager) -> Drafter:
+            if target is None:
+                raise ValueError("drafter: GLIDE reads the target's cache, and there is no target")
+            return GlideDrafter(model, target, block_manager, chunk_size, probabilistic)
 
         return DrafterPlan([model], build)
 
@@ -89,9 +118,13 @@ class DrafterFactory:
 
     def _load(self, source: ModelSource) -> PagedModel:
         """A draft model; ValueError when its token ids mean something else."""
+        self._check_tokenizer(source)
+        return paged_model_of(load_model("drafter", source, self._config), self._config)
+
+    def _check_tokenizer(self, source: ModelSource) -> None:
+        """Refuse a folder or hub id whose token ids mean something else."""
         if not isinstance(source, PreTrainedModel):
             check_same_tokenizer(self._tokenizer, load_tokenizer("drafter", source))
-        return paged_model_of(load_model("drafter", source, self._config), self._config)
 
     def _runner(self, model: PagedModel, block_manager: BlockManager) -> ModelRunner:
         """A runner over the blocks of the target's cache."""

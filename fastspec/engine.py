@@ -165,16 +165,24 @@ class Engine:
         n_spec_tokens: int = 5,
         use_glide_drafter: bool = False,
     ) -> None:
-        """Turn speculation on between steps; without a drafter the last one is used again."""
-        if use_glide_drafter:
-            raise ValueError("use_glide_drafter: GLIDE is not supported yet")
+        """Turn speculation on between steps; without a drafter the last one is used again.
+
+        Args:
+            n_spec_tokens: tokens proposed in each step, >= 1.
+            use_glide_drafter: read the drafter as a GLIDE model. The last one is used as what it
+                is in any case.
+        Raises:
+            ValueError: a drafter that is missing, or no GLIDE model where one is asked for.
+        """
         if not is_int(n_spec_tokens) or n_spec_tokens < 1:
             raise ValueError(f"n_spec_tokens: expected an int >= 1, got {n_spec_tokens!r}")
         if drafter is None and not self._speculation.has_known_drafter:
             raise ValueError("drafter: there is none to enable; pass one")
+        if drafter is None and use_glide_drafter and not self._speculation.knows_glide:
+            raise ValueError("use_glide_drafter: the drafter to enable is no GLIDE model")
         chosen = None
         if drafter is not None:
-            plan = self._drafter_factory.plan_given(drafter)
+            plan = self._drafter_factory.plan_given(drafter, use_glide_drafter)
             check_same_kind(self._runner.paged_model, plan.models)
             chosen = plan.build(self._runner, self._scheduler.block_manager)
         self.disable_spec_dec()

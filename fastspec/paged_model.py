@@ -40,17 +40,19 @@ class Span:
 
     Attributes:
         encoder_input: what the encoder of an encoder-decoder reads before it.
+        target_len: leading tokens that the target has cached too; a GLIDE draft looks at those.
     """
 
     block_table: list[int]
     start: int
     count: int
     encoder_input: EncoderInput | None = None
+    target_len: int = 0
 
     @classmethod
     def of(cls, request: Request, start: int, count: int) -> "Span":
         """Tokens of a request."""
-        return cls(request.block_table, start, count, request.encoder_input)
+        return cls(request.block_table, start, count, request.encoder_input, request.num_cached)
 
     def part(self, start: int, count: int) -> "Span":
         """Other tokens of the same sequence."""
@@ -71,6 +73,7 @@ class PagedStep:
         backend: of the kernels.
         ancestor_mask: of token trees, see `TreeLayout`; None = the tokens form chains.
         spans: what is read, as the host knows it.
+        glimpse: what a GLIDE draft sees of the target.
     """
 
     caches: dict[int, KVCache]
@@ -81,6 +84,7 @@ class PagedStep:
     backend: str
     ancestor_mask: Tensor | None = None
     spans: list[Span] = field(default_factory=list)
+    glimpse: Any = None
 
     def store(self, layer: int, key: Tensor, value: Tensor) -> KVCache:
         """Write keys and values [1, G, T, D] of a layer into its cache, and return that."""

@@ -6,8 +6,8 @@ from typing import Any
 
 from fastspec.config.checks import is_int, reject_unsupported, require
 
-METHODS = ("auto", "none", "draft_model", "prompt_lookup", "mag")
-LATER_METHODS = ("cascade", "glide", "tree")
+METHODS = ("auto", "none", "draft_model", "prompt_lookup", "mag", "glide")
+LATER_METHODS = ("cascade", "tree")
 _DEFAULT_SPECULATIVE_TOKENS = 5
 _DEFAULT_LOOKUP_TOKENS = 5
 
@@ -19,8 +19,9 @@ class SpecConfig:
     Args:
         method: "auto" (a draft model when one is given, else none), "none" (plain
             decoding, a drafter that is given is not loaded), "draft_model", "prompt_lookup" (copy
-            what followed the last tokens where they stood before) or "mag" (the same after the
-            longest match, then by a table of bigrams). The last two need no second model.
+            what followed the last tokens where they stood before), "mag" (the same after the
+            longest match, then by a table of bigrams) or "glide" (a draft model that also attends
+            to the target's cache, trained for it). The two that copy need no second model.
         num_speculative_tokens: K, tokens proposed in each step, >= 1.
         draft_sample_method: "probabilistic" samples drafts from the drafter's own distribution
             under the request's parameters; "greedy" takes its argmax and verifies it as a point

@@ -1,0 +1,149 @@
+"""The GLIDE draft model: a Llama whose layers also attend to the target's keys and values."""
+
+from copy import deepcopy
+from typing import Any, ClassVar, Protocol
+
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import (
+    LlamaDecoderLayer,
+    LlamaRotaryEmbedding,
+    rotate_half,
+)
+
+
+class GlideLlamaConfig(LlamaConfig):
+    """Shape of a GLIDE draft model; the fields named large_... are those of its target.
+
+    Args:
+        large_hidden_size: read only to derive large_head_dim where that is not given.
+        large_num_attention_heads: heads of a query to the target's keys, a multiple of
+            large_num_key_value_heads.
+        large_num_key_value_heads: None = one for each attention head.
+        large_head_dim: None = large_hidden_size / large_num_attention_heads.
+        block_size: B of the training mask, see `block_mask`.
+        use_remap: only False; an early form of the model mapped the target's keys and values anew.
+    Raises:
+        ValueError: a shape that does not fit together.
+    """
+
+    model_type = "glide_llama"
+
+    large_hidden_size: int = 4096
+    large_num_attention_heads: int = 32
+    large_num_key_value_heads: int | None = None
+    large_head_dim: int | None = None
+    block_size: int = 5
+    use_remap: bool = False
+
+    def __post_init__(self, **kwargs):
+        if self.large_num_key_value_heads is None:
+            self.large_num_key_value_heads = self.large_num_attention_heads
+        if self.large_head_dim is None:
+            self.large_head_dim = self.large_hidden_size // self.large_num_attention_heads
+        super().__post_init__(**kwargs)
+        heads, kv_heads = self.large_num_attention_heads, self.large_num_key_value_heads
+        if not kv_heads or heads % kv_heads:
+            raise ValueError(
+                f"large_num_attention_heads: {heads}, not a multiple of {kv_heads} key-value heads"
+            )
+        if self.block_size < 1:
+            raise ValueError(f"block_size: expected an int >= 1, got {self.block_size}")
+        if self.use_remap:
+            raise ValueError("use_remap: True is not supported, only False")
+
+
+class Glimpse(Protocol):
+    """What a pass of the draft model sees of the target."""
+
+    def attend(self, layer: int, query: Tensor) -> Tensor:
+        """Answer rotated queries [B, H, Q, D] of a draft layer: [B, Q, H, D]."""
+        ...
+
+
+class GlideCrossAttention(nn.Module):
+    """Queries to the target's keys and values, which are used as they are: no projection of ours.
+
+    The query is rotated by its absolute position with the draft model's own rotary settings, at the
+    target's head size; the target's keys are rotated already.
+    """
+
+    def __init__(self, config: GlideLlamaConfig, layer_idx: int):
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.head_dim: int = config.large_head_dim  # pyright: ignore[reportAttributeAccessIssue]
+        size = config.large_num_attention_heads * self.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, size, bias=False)
+        self.o_proj = nn.Linear(size, config.hidden_size, bias=False)
+        self.rotary_emb = None
+        if config.head_dim != self.head_dim:
+            large = deepcopy(config)
+            large.head_dim = self.head_dim
+            self.rotary_emb = LlamaRotaryEmbedding(large)
+
+    def forward(
+        self,
+        hidden_states: Tensor,  # [B, Q, E]
+        position_ids: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        glimpse: Glimpse,
+    ) -> Tensor:
+        query = self.q_proj(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        if self.rotary_emb is not None:
+            position_embeddings = self.rotary_emb(query, position_ids)
+        cos, sin = (part.unsqueeze(1) for part in position_embeddings)
+        rotated = query * cos + rotate_half(query) * sin
+        return self.o_proj(glimpse.attend(self.layer_idx, rotated).flatten(2))
+
+
+class GlideDecoderLayer(LlamaDecoderLayer):
+    """Self-attention, cross-attention without a norm before it, feed-forward block."""
+
+    def __init__(self, config: GlideLlamaConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.cross_attn = GlideCrossAttention(config, layer_idx)
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        hidden_states: Tensor,
+        position_ids: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        glimpse: Glimpse | None = None,
+        paged_step: Any = None,
+        **kwargs,
+    ) -> Tensor:
+        attended, _ = self.self_attn(
+            hidden_states=self.input_layernorm(hidden_states),
+            position_ids=position_ids,
+            position_embeddings=position_embeddings,
+            paged_step=paged_step,
+            **kwargs,
+        )
+        hidden_states = hidden_states + attended
+        if glimpse is None and paged_step is not None:
+            glimpse = paged_step.glimpse
+        if glimpse is not None:
+            hidden_states = hidden_states + self.cross_attn(
+                hidden_states, position_ids, position_embeddings, glimpse
+            )
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class GlideLlamaForCausalLM(LlamaForCausalLM):
+    """A wide and shallow Llama that also reads the target's cache; weights have published names.
+
+    Draft layer i of L reads target layer L_target - L + i. `forward` takes `glimpse`, what is seen
+    of the target; without it there is no cross-attention. Source: Du et al., "GLIDE with a CaPE",
+    arXiv 2402.02082.
+    """
+
+    config: GlideLlamaConfig
+    config_class = GlideLlamaConfig
+    _no_split_modules: ClassVar[list[str]] = ["GlideDecoderLayer"]
+
+    def __init__(self, config: GlideLlamaConfig):
+        super().__init__(config)
+        self.model.layers = nn.ModuleList(
+            GlideDecoderLayer(config, index) for index in range(config.num_hidden_layers)
+        )
+        self.post_init()
