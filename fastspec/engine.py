@@ -10,9 +10,12 @@ from fastspec.block_manager import BlockManager
 from fastspec.cache_size import cache_blocks, model_len
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig, is_int
 from fastspec.drafter_factory import DrafterFactory, DrafterSource
+from fastspec.drafters import Proposal
+from fastspec.economics import Step
 from fastspec.encoder_decoder import check_same_kind, paged_model_of
 from fastspec.loading import eos_token_ids, load_model, load_tokenizer
 from fastspec.outputs import RequestOutput, StreamEvent
+from fastspec.pacing import Pacer, StepCostMeter
 from fastspec.request import Batch, Request
 from fastspec.request_factory import Prompt, RequestFactory, as_params_list, as_prompt_list
 from fastspec.runner import ModelRunner
@@ -81,6 +84,9 @@ class Engine:
         self._scheduler = Scheduler(block_manager, config.max_batch_size)
         first = plan.build(self._runner, block_manager) if plan else None
         self._speculation = Speculation(first, spec.num_speculative_tokens)
+        meter = StepCostMeter(self._runner, block_manager, self._factory, config.backend)
+        self._pacer = Pacer(spec, meter)
+        self._pace()
         self._ids_in_use: set[str] = set()
 
     def generate(
@@ -187,6 +193,7 @@ class Engine:
             chosen = plan.build(self._runner, self._scheduler.block_manager)
         self.disable_spec_dec()
         self._speculation.enable(chosen, n_spec_tokens)
+        self._pace()
 
     def disable_spec_dec(self) -> None:
         """Decode plainly from the next step on; the drafter is remembered."""
@@ -208,14 +215,16 @@ class Engine:
             return []
         clock.lap("prefill")
         room = [request.max_len - len(request.token_ids) - 1 for request in running]
-        batch = Batch(running, [min(num_slots, r) for r in room], num_draft, self.device)
+        wanted = [self._speculation.wanted(request) for request in running]
+        limits = [min(pair) for pair in zip(wanted, room, strict=True)]
+        batch = Batch(running, limits, num_draft, self.device)
         proposal = self._speculation.propose(batch)
         clock.lap("propose")
         method = self.spec.rejection_sample_method
         judge = verify if proposal.parents is None else verify_trees
         verdicts = judge(self._runner, batch, proposal, method, self.config.backend)
         clock.lap("verify")
-        events = self._commit(batch, verdicts)
+        events = self._commit(batch, proposal, verdicts)
         clock.lap("commit")
         for stats in (self.stats, *(request.stats for request in running)):
             for phase, seconds in clock.laps.items():
@@ -237,25 +246,30 @@ class Engine:
                         stats.record_prompt(len(request.prompt_ids), request.num_cached)
             prefill(self._runner, admitted)
 
-    def _commit(self, batch: Batch, verdicts: list[Verdict]) -> list[StreamEvent]:
+    def _commit(
+        self, batch: Batch, proposal: Proposal, verdicts: list[Verdict]
+    ) -> list[StreamEvent]:
         events: list[StreamEvent] = []
         ended: list[tuple[Request, str, str | None]] = []
         accepted = []
-        writer = self._speculation.writer
-        for request, verdict in zip(batch.requests, verdicts, strict=True):
+        for index, (request, verdict) in enumerate(zip(batch.requests, verdicts, strict=True)):
             accepted.append(max(verdict.accepted_len, 0))
             if verdict.accepted_len < 0:
                 where = len(request.token_ids)
                 error = f"logits after {where} tokens hold NaN or inf, or nothing finite"
                 ended.append((request, "error", error))
                 continue
-            new_events, finish_reason = commit(request, verdict, writer)
+            writers = self._speculation.writers(proposal, index)
+            new_events, finish_reason = commit(request, verdict, writers)
             events += new_events
             kept = len(new_events)
             was_cut = kept <= verdict.accepted_len
             judged = kept if was_cut else verdict.num_draft_tokens
+            step = Step(batch.num_draft_tokens[index], judged, min(kept, verdict.accepted_len))
+            self._speculation.record(request, step)
             for stats in (self.stats, request.stats):
-                stats.record_step(judged, min(kept, verdict.accepted_len), kept)
+                stats.record_step(step.proposed, step.accepted, kept)
+                stats.record_passes(proposal.passes[index] if proposal.passes else {})
             if finish_reason is not None:
                 ended.append((request, finish_reason, None))
         self._speculation.commit(batch, accepted)
@@ -266,6 +280,12 @@ class Engine:
             text = request.detokenizer.take(final=True) if request.detokenizer else ""
             events.append(StreamEvent(request.request_id, text, output=output))
         return events
+
+    def _pace(self) -> None:
+        """Give the drafter that is on its schedule."""
+        speculation = self._speculation
+        num_draft = speculation.num_draft_tokens
+        speculation.schedule = self._pacer.schedule(speculation.drafter, num_draft)
 
     def _build(
         self, prompt: Prompt, params: SamplingParams, request_id: str | None = None

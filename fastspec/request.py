@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from fastspec.stats import SpecStats
 # Streams of fastspec_kernels.uniform: drafts must not share numbers with the acceptance tests.
 VERIFY_STREAM = 0
 DRAFT_STREAM = 1
+CASCADE_STREAM = 2
 
 
 class SamplingTensors(TypedDict):
@@ -48,6 +49,7 @@ class Request:
         num_cached: leading tokens whose target keys and values are in the cache.
         max_len: length of token_ids at which it ends.
         encoder_input: the prompt of an encoder-decoder.
+        schedule_state: what the schedule of draft lengths remembers of it.
     """
 
     request_id: str
@@ -66,6 +68,7 @@ class Request:
     sources: list[str] = field(default_factory=list)
     drafters: list[str | None] = field(default_factory=list)
     stats: SpecStats = field(default_factory=SpecStats)
+    schedule_state: Any = None
 
     def __post_init__(self):
         self.num_prompt_tokens = len(self.token_ids)

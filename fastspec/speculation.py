@@ -5,7 +5,9 @@ from collections.abc import Sequence
 import torch
 
 from fastspec.drafters import Drafter, GlideDrafter, Proposal, TreeProposer
+from fastspec.economics import Step
 from fastspec.request import Batch, Request
+from fastspec.schedule import Schedule
 
 
 class Speculation:
@@ -15,6 +17,7 @@ class Speculation:
         self._known = drafter
         self.drafter = drafter
         self._num_draft_tokens = num_draft_tokens
+        self.schedule: Schedule | None = None
 
     @property
     def is_on(self) -> bool:
@@ -39,6 +42,17 @@ class Speculation:
         if isinstance(self.drafter, TreeProposer):
             return self.drafter.num_nodes(self._num_draft_tokens)
         return self.num_draft_tokens
+
+    def wanted(self, request: Request) -> int:
+        """Tokens proposed for a request in its next step, if there is room for them."""
+        if self.schedule is None or not self.is_on:
+            return self.num_draft_slots
+        return min(self.schedule.num_draft_tokens(request), self.num_draft_slots)
+
+    def record(self, request: Request, step: Step) -> None:
+        """Tell the schedule what became of a request's draft."""
+        if self.schedule is not None and self.is_on:
+            self.schedule.record(request, step)
 
     def writers(self, proposal: Proposal, index: int) -> Sequence[str | None]:
         """Who wrote each token that was proposed for one request."""
@@ -65,9 +79,9 @@ class Speculation:
 
     def propose(self, batch: Batch) -> Proposal:
         """What the target is to judge in this step."""
-        if self.drafter is None:
-            shape = (len(batch.requests), 0)
-            return Proposal(torch.empty(shape, dtype=torch.int32, device=batch.device))
+        if self.drafter is None or not any(batch.num_draft_tokens):
+            shape = (len(batch.requests), batch.num_speculative_tokens)
+            return Proposal(torch.full(shape, -1, dtype=torch.int32, device=batch.device))
         return self.drafter.propose(batch)
 
     def commit(self, batch: Batch, accepted: list[int]) -> None:
