@@ -129,7 +129,8 @@ class DrafterFactory:
     def _runner(self, model: PagedModel, block_manager: BlockManager) -> ModelRunner:
         """A runner over the blocks of the target's cache."""
         num_blocks, block_size = block_manager.num_blocks, block_manager.block_size
-        return ModelRunner(model, num_blocks, block_size, self._config.prefill_chunk_size)
+        chunk_size, cuda_graphs = self._config.prefill_chunk_size, self._config.cuda_graphs
+        return ModelRunner(model, num_blocks, block_size, chunk_size, cuda_graphs)
 
 
 def _ready(drafter: Drafter) -> DrafterPlan:

@@ -78,8 +78,8 @@ class Engine:
         models = [target_model, *(plan.models if plan else ())]
         check_same_kind(target_model, models)
         num_blocks = cache_blocks(config, models, self.max_model_len)
-        chunk_size = config.prefill_chunk_size
-        self._runner = ModelRunner(target_model, num_blocks, config.block_size, chunk_size)
+        sizes = num_blocks, config.block_size, config.prefill_chunk_size
+        self._runner = ModelRunner(target_model, *sizes, config.cuda_graphs)
         block_manager = BlockManager(num_blocks, config.block_size, config.prefix_caching)
         self._scheduler = Scheduler(block_manager, config.max_batch_size)
         first = plan.build(self._runner, block_manager) if plan else None

@@ -3,15 +3,29 @@
 import torch
 from torch import Tensor
 
-from fastspec.paged_model import PagedModel, PagedStep, Span
+from fastspec.graphs import GraphedForward, capture_for
+from fastspec.layout import DevicePass, PassLayout, block_tables, device_pass
+from fastspec.paged_model import PagedModel, Span
 from fastspec.token_tree import TreeLayout
+from fastspec.transfer import device_tensor
 from fastspec_kernels import compact_kv
 
 
 class ModelRunner:
-    """One model with its caches; block tables come from outside, so models can share them."""
+    """One model with its caches; block tables come from outside, so models can share them.
 
-    def __init__(self, paged_model: PagedModel, num_blocks: int, block_size: int, chunk_size: int):
+    Raises:
+        ValueError: cuda_graphs is "on", and this model cannot be captured.
+    """
+
+    def __init__(
+        self,
+        paged_model: PagedModel,
+        num_blocks: int,
+        block_size: int,
+        chunk_size: int,
+        cuda_graphs: str = "off",
+    ):
         self.paged_model = paged_model
         self.device = paged_model.device
         self.vocab_size = paged_model.vocab_size
@@ -19,6 +33,10 @@ class ModelRunner:
         self.caches = {k: v for stack in self._cache_stacks for k, v in stack.by_layer().items()}
         self._block_size = block_size
         self._chunk_size = chunk_size
+        self.graphs: GraphedForward | None = None
+        if capture := capture_for(cuda_graphs, paged_model):
+            must = cuda_graphs == "on"
+            self.graphs = GraphedForward(paged_model, self.caches, block_size, capture, must)
 
     def forward(
         self,
@@ -31,6 +49,12 @@ class ModelRunner:
 
         With `tree` the tokens of span b are the first nodes of tree b, its root the first of them.
         """
+        if self.graphs is not None and rows != []:
+            every_row = rows == list(range(len(input_ids)))
+            layout = PassLayout.of(spans, [] if every_row else rows or [], self._block_size)
+            logits = self.graphs.forward(input_ids, layout, tree)
+            if logits is not None:
+                return logits
         positions, kept_rows, step = self._layout(spans, rows or [])
         if tree is not None:
             counts = [span.count for span in spans]
@@ -53,7 +77,7 @@ class ModelRunner:
                 if count < span.count:
                     left = span.part(span.start + count, span.count - count)
                     rest.append((ids[count:], left))
-            self.forward(torch.tensor(ids_chunk, device=self.device), span_chunk, rows=[])
+            self.forward(device_tensor(ids_chunk, torch.int64, self.device), span_chunk, rows=[])
             pending = rest
 
     def compact(self, spans: list[Span], path: Tensor, accepted_len: Tensor) -> None:
@@ -61,10 +85,10 @@ class ModelRunner:
 
         path [B, N] and accepted_len [B] are those of `verify_tree`; nothing waits for the device.
         """
-        tables, width = self._block_tables(spans)
-        starts = [span.start for span in spans]
-        packed = torch.tensor(starts + tables, dtype=torch.int32, device=self.device)
-        block_table = packed[len(spans) :].view(-1, width)
+        tables = block_tables(spans, self._block_size)
+        values = [span.start for span in spans] + [block for table in tables for block in table]
+        packed = device_tensor(values, torch.int32, self.device)
+        block_table = packed[len(spans) :].view(len(spans), -1)
         for stack in self._cache_stacks:
             compact_kv(
                 stack.keys,
@@ -76,39 +100,13 @@ class ModelRunner:
                 backend=self.paged_model.backend,
             )
 
-    def _layout(self, spans: list[Span], rows: list[int]) -> tuple[Tensor, Tensor, PagedStep]:
+    def _layout(self, spans: list[Span], rows: list[int]) -> DevicePass:
         """Positions [T], rows [R] and the step, in two copies to the device."""
-        size = self._block_size
-        positions, slots, context_lens, cu_rows = [], [], [], [0]
-        tables, width = self._block_tables(spans)
-        for span in spans:
-            end = span.start + span.count
-            table = span.block_table
-            positions += range(span.start, end)
-            slots += [table[t // size] * size + t % size for t in range(span.start, end)]
-            context_lens.append(end)
-            cu_rows.append(cu_rows[-1] + span.count)
-        count, batch = len(positions), len(spans)
-        wide = torch.tensor(positions + slots + rows, dtype=torch.int64, device=self.device)
-        narrow = torch.tensor(
-            context_lens + cu_rows + tables, dtype=torch.int32, device=self.device
+        layout = PassLayout.of(spans, rows, self._block_size)
+        buffers = (
+            device_tensor(layout.wide(), torch.int64, self.device),
+            device_tensor(layout.narrow(), torch.int32, self.device),
         )
-        step = PagedStep(
-            caches=self.caches,
-            block_table=narrow[2 * batch + 1 :].view(batch, width),
-            context_lens=narrow[:batch],
-            cu_rows=narrow[batch : 2 * batch + 1],
-            slot_mapping=wide[count : 2 * count],
-            backend=self.paged_model.backend,
-            spans=spans,
-        )
-        return wide[:count], wide[2 * count :], step
-
-    def _block_tables(self, spans: list[Span]) -> tuple[list[int], int]:
-        """Block tables [B, M], flat, as wide as the longest span needs, and M."""
-        width = max(-(-(span.start + span.count) // self._block_size) for span in spans)
-        tables: list[int] = []
-        for span in spans:
-            used = span.block_table[:width]
-            tables += used + [-1] * (width - len(used))
-        return tables, width
+        placed = device_pass(layout.shape, *buffers, self.caches, self.paged_model.backend)
+        placed.step.spans = spans
+        return placed

@@ -23,9 +23,12 @@ class EngineConfig:
         prefix_caching: True lets prompts that begin alike share the blocks of what they share, and
             keeps those of ended requests until their space is needed. Off by default: then what is
             read, and how long that takes, never depends on what ran before.
+        cuda_graphs: "auto" replays passes of few tokens as CUDA graphs where the model is on a GPU
+            and can be captured; where it cannot, a warning is logged once. "on" raises instead, and
+            "off" never captures. Encoder-decoders and GLIDE drafts are never captured.
         backend: passed to every kernel, see fastspec_kernels.
     Raises:
-        ValueError: a value out of range, or a field that this version does not support yet.
+        ValueError: a value out of range.
     """
 
     dtype: str = "auto"
@@ -49,11 +52,8 @@ class EngineConfig:
         for name in ("num_blocks", "kv_cache_memory", "max_model_len"):
             value = getattr(self, name)
             require(name, value, value is None or (is_int(value) and value >= 1), "an int >= 1")
-        require(
-            "cuda_graphs", self.cuda_graphs, self.cuda_graphs in ("auto", "off", "on"), "'auto'"
-        )
+        graphs = ("auto", "on", "off")
+        require("cuda_graphs", self.cuda_graphs, self.cuda_graphs in graphs, f"one of {graphs}")
         require(
             "prefix_caching", self.prefix_caching, isinstance(self.prefix_caching, bool), "a bool"
         )
-        if self.cuda_graphs == "on":
-            raise ValueError("cuda_graphs: 'on' is not supported yet")

@@ -1,0 +1,245 @@
+"""CUDA graphs: which sizes a pass is padded to, and that padding changes nothing. On the CPU a
+stand-in for the capture runs the same function on the same static buffers."""
+
+import logging
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fastspec import Engine, EngineConfig, SamplingParams
+from fastspec.graphs import GraphedForward, bucket, capture_for
+from fastspec.layout import PassLayout, PassShape
+from fastspec.paged_model import PagedModel, Span
+from fastspec.runner import ModelRunner
+from fastspec.token_tree import TreeLayout
+
+from ..models import VOCAB_SIZE, random_model
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 60
+
+
+class CountingCapture:
+    """Captures nothing: a replay runs the function again."""
+
+    def __init__(self):
+        self.num_captured = 0
+
+    def __call__(self, run):
+        self.num_captured += 1
+        run()
+        return run
+
+
+class FailingCapture:
+    """As a model does that waits for the device."""
+
+    def __call__(self, run):
+        raise RuntimeError("operation not permitted when stream is capturing\nmore lines")
+
+
+def spans_of(shapes):
+    """A span for each (start, count), over blocks of its own."""
+    free = torch.randperm(NUM_BLOCKS).tolist()
+    spans = []
+    for start, count in shapes:
+        needed = -(-(start + count) // BLOCK_SIZE)
+        spans.append(Span(free[:needed], start, count))
+        free = free[needed:]
+    return spans
+
+
+def ids_for(spans):
+    return torch.randint(VOCAB_SIZE, (sum(span.count for span in spans),))
+
+
+def runner_of(model, capture=None, must=False):
+    """A runner whose cache holds numbers everywhere, the same for every runner."""
+    runner = ModelRunner(PagedModel(model, "auto"), NUM_BLOCKS, BLOCK_SIZE, 64)
+    generator = torch.Generator().manual_seed(5)
+    for caches in runner.caches.values():
+        for cache in caches:
+            cache.normal_(generator=generator)
+    if capture is not None:
+        arguments = (runner.paged_model, runner.caches, BLOCK_SIZE, capture, must)
+        runner.graphs = GraphedForward(*arguments)
+    return runner
+
+
+def same_caches(one, other):
+    return all(
+        torch.equal(a, b)
+        for layer in one.caches
+        for a, b in zip(one.caches[layer], other.caches[layer], strict=True)
+    )
+
+
+@pytest.mark.parametrize("num_nodes", [0, 7])
+@pytest.mark.parametrize("batch", [1, 3, 32])
+def test_bucket(batch, num_nodes):
+    """Large enough, little more than asked for, with room for all that is added."""
+    for num_tokens in range(batch, 513):
+        asked = PassShape(batch, num_tokens, batch if num_tokens % 2 else 0, 5)
+        shape, most_tokens = bucket(asked, BLOCK_SIZE, num_nodes)
+        assert asked.num_tokens <= shape.num_tokens <= 1.25 * asked.num_tokens
+        added = shape.num_tokens - num_tokens
+        assert added <= (shape.batch - batch) * most_tokens
+        assert most_tokens <= min(num_nodes or shape.num_tokens, shape.width * BLOCK_SIZE)
+        assert shape.num_rows >= asked.num_rows
+        assert (shape.num_rows == 0) == (asked.num_rows == 0)
+        assert shape.width == 64
+        assert bucket(shape, BLOCK_SIZE, num_nodes)[0] == shape  # padded sizes stay
+
+
+def test_few_buckets():
+    """The decode and verify passes of 1 to 32 sequences with 5 proposals need few graphs."""
+    shapes = {
+        bucket(PassShape(batch, batch * count, rows, 10), 16, 0)
+        for batch in range(1, 33)
+        for count, rows in ((1, 0), (6, 0), (2, batch))
+    }
+    assert len(shapes) <= 3 * 16
+
+
+@pytest.mark.parametrize("num_tokens", [0, 513])
+def test_passes_that_are_not_captured(num_tokens):
+    assert bucket(PassShape(1, num_tokens, 0, 5), BLOCK_SIZE, 0) is None
+
+
+def test_padded_layout():
+    layout = PassLayout.of([Span([3, 8], 5, 2), Span([1], 0, 1)], [1, 2], BLOCK_SIZE)
+    assert layout.shape == (2, 3, 2, 2)
+    assert layout.wide() == [5, 6, 0, 33, 34, 4, 1, 2]
+    assert layout.narrow() == [7, 1, 0, 2, 3, 3, 8, 1, -1]
+    padded = layout.padded(PassShape(4, 6, 4, 3), 2)
+    assert padded.wide() == [5, 6, 0, 0, 0, 0, 33, 34, 4, -1, -1, -1, 1, 2, 0, 0]
+    tables = [3, 8, -1, 1, -1, -1, 0, 0, 0, 0, 0, 0]
+    assert padded.narrow() == [7, 1, 2, 1, 0, 2, 3, 5, 6, *tables]
+    assert len(padded.wide()) == padded.shape.wide_size
+    assert len(padded.narrow()) == padded.shape.narrow_size
+    with pytest.raises(ValueError, match=r"^most_tokens: 1 of 3"):
+        layout.padded(PassShape(4, 6, 4, 3), 1)
+
+
+PASSES = [  # (start, count) of each sequence, kept rows
+    ([(9, 1)], None),
+    ([(9, 1), (3, 1), (20, 1)], None),
+    ([(9, 1), (3, 1), (20, 1)], [0, 1, 2]),
+    ([(9, 6), (3, 6), (20, 6)], None),
+    ([(9, 2), (3, 1), (20, 6)], None),
+    ([(9, 2), (3, 1), (20, 2)], [1, 2, 4]),
+    ([(0, 4), (11, 5)], [3]),
+]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2", "gpt_oss", "gpt2"])
+def test_padding_changes_nothing(architecture):
+    """Logits and caches bit for bit, whatever ran before in the same buffers."""
+    model = random_model(architecture)
+    capture = CountingCapture()
+    plain, graphed = runner_of(model), runner_of(model, capture)
+    for shapes, rows in PASSES * 2:
+        spans = spans_of(shapes)
+        ids = ids_for(spans)
+        expected = plain.forward(ids, spans, rows)
+        logits = graphed.forward(ids, spans, rows)
+        torch.testing.assert_close(logits, expected, atol=2e-6, rtol=2e-5)
+        assert logits.shape == expected.shape
+        if architecture == "llama":  # all of whose rows are independent on the CPU
+            assert torch.equal(logits, expected)
+            assert same_caches(plain, graphed)
+    assert 0 < capture.num_captured <= len(PASSES)
+
+
+@torch.inference_mode()
+def test_padding_of_trees_changes_nothing():
+    model = random_model("llama")
+    plain, graphed = runner_of(model), runner_of(model, CountingCapture())
+    parents = torch.tensor([[-1, 0, 0, 1, 1], [-1, 0, 1, 2, 2], [-1, 0, 0, 0, -1]])
+    tree = TreeLayout.of(parents.int(), "auto")
+    for _ in range(2):
+        spans = spans_of([(9, 5), (3, 5), (14, 4)])
+        ids = ids_for(spans)
+        expected = plain.forward(ids, spans, tree=tree)
+        assert torch.equal(graphed.forward(ids, spans, tree=tree), expected)
+        assert same_caches(plain, graphed)
+
+
+@torch.inference_mode()
+def test_logits_outlive_the_next_replay():
+    runner = runner_of(random_model("llama"), CountingCapture())
+    spans = spans_of([(9, 1)])
+    first = runner.forward(torch.tensor([5]), spans)
+    kept = first.clone()
+    runner.forward(torch.tensor([77]), spans)
+    assert torch.equal(first, kept)
+
+
+@torch.inference_mode()
+def test_a_model_that_cannot_be_captured_runs_without(caplog):
+    model = random_model("llama")
+    plain, graphed = runner_of(model), runner_of(model, FailingCapture())
+    spans = spans_of([(9, 1)])
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            ids = ids_for(spans)
+            assert torch.equal(graphed.forward(ids, spans), plain.forward(ids, spans))
+    [record] = caplog.records
+    assert "LlamaForCausalLM cannot be captured" in record.message
+    assert "\n" not in record.message
+    with pytest.raises(ValueError, match=r"^cuda_graphs: 'on', but LlamaForCausalLM"):
+        runner_of(model, FailingCapture(), must=True).forward(ids_for(spans), spans)
+
+
+def test_settings():
+    model = random_model("llama")
+    with pytest.raises(ValueError, match=r"^cuda_graphs: 'on', but LlamaForCausalLM runs on cpu"):
+        Engine(model, config=EngineConfig(cuda_graphs="on"))
+    assert capture_for("auto", PagedModel(model, "auto")) is None
+    assert capture_for("off", PagedModel(model, "auto")) is None
+
+
+class NoWaiting(TorchDispatchMode):
+    """Refuses what would make the host wait for a GPU, and with that a capture fail."""
+
+    REFUSED = ("_local_scalar_dense", "nonzero", "equal", "masked_select", "unique")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.__name__.split(".")[0]
+        if name in self.REFUSED:
+            raise RuntimeError(f"{name} waits for the device")
+        return func(*args, **(kwargs or {}))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen3", "gemma2", "gemma3", "gpt2"])
+def test_a_pass_makes_the_host_wait_for_nothing(architecture):
+    """What is known without a GPU of whether the models of transformers can be captured."""
+    model = random_model(architecture)
+    runner = runner_of(model, CountingCapture())
+    spans = spans_of([(9, 3), (4, 2)])
+    ids = ids_for(spans)
+    runner.forward(ids, spans)
+    with NoWaiting():
+        runner.forward(ids, spans)
+
+
+def test_the_engine_decodes_the_same_with_graphs():
+    model, draft = random_model("llama"), random_model("llama", seed=1, num_hidden_layers=1)
+    prompts = [[5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15, 16], [40]]
+    params = SamplingParams(temperature=0.7, seed=3, max_tokens=20)
+    engine = Engine(model, draft)
+    expected = [output.token_ids for output in engine.generate(prompts, params)]
+    capture = CountingCapture()
+    engine = Engine(model, draft)
+    for runner in runners_of(engine):
+        arguments = (runner.paged_model, runner.caches, 16, capture, True)
+        runner.graphs = GraphedForward(*arguments)
+    assert [output.token_ids for output in engine.generate(prompts, params)] == expected
+    assert capture.num_captured > 2
+
+
+def runners_of(engine):
+    return [engine._runner, engine._speculation.drafter._runner]
