@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from fastspec.config.checks import is_int, reject_unsupported, require
+from fastspec.config.schedule import as_step_costs
 
 METHODS = ("auto", "none", "draft_model", "prompt_lookup", "mag", "glide")
 LATER_METHODS = ("cascade", "tree")
@@ -33,6 +34,10 @@ class SpecConfig:
             1 <= min <= max; the longest match counts. One given alone is both; by default 5.
         bigram_path: table of "mag", a JSON list whose entry i is the id that follows token i; None
             takes bigram.json in the target's folder if there is one, else copies alone.
+        schedule: "constant" (K in every step), "adaptive" (as many as pay off by what was accepted
+            lately, none where drafts fail; see `fastspec.schedule`), or an object like these.
+        step_costs: of "adaptive", K + 1 costs of steps with 0 to K draft tokens, in any unit; None
+            measures them when the drafter is turned on, and assumes some for sampled requests.
         num_assistant_tokens: Hugging Face's name of num_speculative_tokens.
         prompt_lookup_num_tokens: Hugging Face's way to ask for prompt lookup with that many tokens.
     Raises:
@@ -52,7 +57,8 @@ class SpecConfig:
     tree_nodes: int | None = None
     cape: bool = False
     confidence_threshold: float | None = None
-    schedule: str = "constant"
+    schedule: Any = "constant"
+    step_costs: tuple[float, ...] | list[float] | None = None
     synthetic_acceptance_rate: float | None = None
     num_assistant_tokens: InitVar[int | None] = None
     prompt_lookup_num_tokens: InitVar[int | None] = None
@@ -102,15 +108,22 @@ class SpecConfig:
             tree_nodes=None,
             cape=False,
             confidence_threshold=None,
-            schedule="constant",
             synthetic_acceptance_rate=None,
         )
+        self._check_schedule()
 
     @property
     def lookup_lengths(self) -> tuple[int, int]:
         """The least and the most tokens that prompt lookup matches."""
         least = self.prompt_lookup_min or self.prompt_lookup_max or _DEFAULT_LOOKUP_TOKENS
         return least, self.prompt_lookup_max or least
+
+    def _check_schedule(self) -> None:
+        is_chain = self.method != "tree" and not self.cape
+        fits = is_chain or self.schedule == "constant"
+        require("schedule", self.schedule, fits, "'constant' for token trees")
+        costs = as_step_costs(self.schedule, self.step_costs, self.num_speculative_tokens)
+        object.__setattr__(self, "step_costs", costs)
 
     def _check_copying(self) -> None:
         for name in ("prompt_lookup_min", "prompt_lookup_max"):

@@ -132,7 +132,7 @@ def test_sampling_params(field, value):
         ("tree_nodes", 2),
         ("cape", True),
         ("confidence_threshold", 0.3),
-        ("schedule", "adaptive"),
+        ("schedule", "heuristic"),
         ("synthetic_acceptance_rate", 0.5),
         ("prompt_lookup_num_tokens", 0),
     ],

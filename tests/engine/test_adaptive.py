@@ -1,0 +1,211 @@
+"""The adaptive schedule: what it decides by counts alone, and that no text depends on it."""
+
+import random
+from itertools import pairwise
+
+import pytest
+
+from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
+from fastspec.economics import Step, best_num_speculative_tokens, expected_tokens
+from fastspec.request import Request
+from fastspec.schedule import AdaptiveSchedule, Schedule, SweepSchedule
+
+from ..models import perturbed, random_model
+
+PROMPTS = [[1, 2, 3], list(range(5, 22)), [40, 7] * 10, [99]]
+COSTS = [1.0, 1.2, 1.35, 1.5, 1.65, 1.8]
+GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model("llama")
+
+
+@pytest.fixture(scope="module")
+def drafter(model):
+    return perturbed(model, 0.03)
+
+
+def request_of(params=GREEDY):
+    return Request("a", [1], params, 0, frozenset(), 10**6, None)
+
+
+def run(schedule, rate_of, num_tokens, seed=0):
+    """Tokens and cost of a request whose drafts are accepted at a rate that depends on the place.
+
+    Costs are those of COSTS; the lengths that were drafted come with them.
+    """
+    generator = random.Random(seed)
+    request, tokens, cost, lengths = request_of(), 0, 0.0, []
+    while tokens < num_tokens:
+        length = schedule.num_draft_tokens(request)
+        accepted = 0
+        while accepted < length and generator.random() < rate_of(tokens):
+            accepted += 1
+        schedule.record(request, Step(length, length, accepted))
+        tokens += accepted + 1
+        cost += COSTS[length]
+        lengths.append(length)
+    return tokens, cost, lengths
+
+
+@pytest.mark.parametrize("num_tokens", [128, 256, 1024])
+@pytest.mark.parametrize("rate", [0.0, 0.02])
+def test_drafts_that_fail_cost_less_than_three_percent(num_tokens, rate):
+    runs = [run(AdaptiveSchedule(COSTS), lambda _: rate, num_tokens, seed) for seed in range(50)]
+    speed = sum(tokens for tokens, _, _ in runs) / sum(cost for _, cost, _ in runs)
+    assert speed >= 0.97
+
+
+@pytest.mark.parametrize("rate", [0.5, 0.7, 0.9, 1.0])
+def test_it_comes_near_the_best_length(rate):
+    best = max(expected_tokens(rate, length) / COSTS[length] for length in range(6))
+    runs = [run(AdaptiveSchedule(COSTS), lambda _: rate, 512, seed) for seed in range(20)]
+    speed = sum(tokens for tokens, _, _ in runs) / sum(cost for _, cost, _ in runs)
+    assert speed >= 0.93 * best
+
+
+def test_it_stops_and_resumes():
+    _, _, lengths = run(AdaptiveSchedule(COSTS), lambda place: float(place >= 100), 400)
+    assert 0 in lengths[:6]
+    assert lengths[-20:] == [5] * 20
+
+
+def test_plain_steps_between_trials_double():
+    _, _, lengths = run(AdaptiveSchedule(COSTS), lambda _: 0.0, 400)
+    first = lengths.index(0)
+    trials = [place for place, length in enumerate(lengths) if length and place > first]
+    pauses = [end - start - 1 for start, end in pairwise(trials)]
+    assert pauses[:4] == [16, 32, 64, 64]
+    assert {lengths[place] for place in trials} == {1}
+
+
+def test_a_small_gain_changes_nothing():
+    schedule = AdaptiveSchedule([1.0, 1.0001, 1.0002])
+    request = request_of()
+    lengths = set()
+    for place in range(40):
+        lengths.add(schedule.num_draft_tokens(request))
+        schedule.record(request, Step(2, 2, 2 if place % 2 else 1))
+    assert lengths == {2}
+
+
+def test_proposals_that_lack_tell_nothing():
+    schedule = AdaptiveSchedule(COSTS)
+    request = request_of()
+    for _ in range(50):
+        schedule.record(request, Step(5, 0, 0))
+    assert schedule.num_draft_tokens(request) == 5
+
+
+def test_sampled_requests_use_costs_that_no_clock_gave():
+    dear = AdaptiveSchedule([1.0, 50.0, 99.0])
+    greedy, sampled = request_of(), request_of(SamplingParams(temperature=1.0, seed=1))
+    for request in (greedy, sampled):
+        dear.num_draft_tokens(request)
+        dear.record(request, Step(2, 2, 2))
+    assert dear.num_draft_tokens(greedy) == 0
+    assert dear.num_draft_tokens(sampled) == 2
+
+
+def test_the_sweep_takes_every_length_in_turn():
+    schedule, request = SweepSchedule(2), request_of()
+    lengths = []
+    for _ in range(7):
+        lengths.append(schedule.num_draft_tokens(request))
+        schedule.record(request, Step(lengths[-1], lengths[-1], 0))
+    assert lengths == [0, 1, 2, 0, 1, 2, 0]
+    assert isinstance(schedule, Schedule)
+
+
+@pytest.mark.parametrize("quality", ["often right", "wrong", "prompt_lookup", "mag"])
+@pytest.mark.parametrize("schedule", ["adaptive", "sweep"])
+def test_greedy_ids_are_those_of_plain_decoding(model, drafter, quality, schedule):
+    expected = [o.token_ids for o in Engine(model).generate(PROMPTS, GREEDY)]
+    copies = quality in ("prompt_lookup", "mag")
+    spec = SpecConfig(
+        quality if copies else "auto",
+        num_speculative_tokens=4,
+        schedule=SweepSchedule(4) if schedule == "sweep" else "adaptive",
+    )
+    given = {"often right": drafter, "wrong": random_model("llama", seed=7)}.get(quality)
+    engine = Engine(model, given, spec=spec, config=EngineConfig(max_batch_size=3))
+    assert [o.token_ids for o in engine.generate(PROMPTS, GREEDY)] == expected
+    assert engine._scheduler.block_manager.num_free == engine._scheduler.block_manager.num_blocks
+
+
+def test_wrong_drafts_are_given_up(model):
+    spec = SpecConfig(schedule="adaptive", step_costs=COSTS)
+    wrong = random_model("llama", seed=7)
+    adaptive = Engine(model, wrong, spec=spec)
+    adaptive.generate(PROMPTS, GREEDY)
+    constant = Engine(model, wrong)
+    constant.generate(PROMPTS, GREEDY)
+    assert adaptive.stats.num_draft_tokens < constant.stats.num_draft_tokens / 4
+
+
+def sampled_ids(model, drafter, prompts, seeds, **config):
+    params = [SamplingParams(seed=s, max_tokens=30, ignore_eos=True, temperature=1) for s in seeds]
+    engine = Engine(
+        model, drafter, spec=SpecConfig(schedule="adaptive"), config=EngineConfig(**config)
+    )
+    return [output.token_ids for output in engine.generate(prompts, params)]
+
+
+def test_sampled_ids_depend_on_the_seed_alone(model):
+    """Not on the batch, a preemption, or how long anything took."""
+    drafter = perturbed(model, 0.1)
+    together = sampled_ids(model, drafter, PROMPTS, range(4))
+    alone = [sampled_ids(model, drafter, [p], [s])[0] for s, p in enumerate(PROMPTS)]
+    tight = sampled_ids(model, drafter, PROMPTS, range(4), block_size=4, num_blocks=20)
+    assert together == alone == tight
+
+
+def test_switching_on_and_off(model, drafter):
+    expected = [o.token_ids for o in Engine(model).generate(PROMPTS, GREEDY)]
+    engine = Engine(model, drafter, spec=SpecConfig(schedule="adaptive"))
+    engine.disable_spec_dec()
+    assert [o.token_ids for o in engine.generate(PROMPTS, GREEDY)] == expected
+    assert engine.stats.num_draft_tokens == 0
+    engine.enable_spec_dec(n_spec_tokens=2)
+    assert [o.token_ids for o in engine.generate(PROMPTS, GREEDY)] == expected
+    assert 0 < len(engine.stats.num_accepted_tokens_per_pos) <= 2
+
+
+def test_the_best_of_the_model_is_the_best_of_the_formula():
+    costs = [1 + 0.1 * length for length in range(9)]
+    for rate in (0.1, 0.4, 0.6, 0.8, 0.95):
+        speeds = [expected_tokens(rate, length) / costs[length] for length in range(9)]
+        assert speeds.index(max(speeds)) == best_num_speculative_tokens(rate, 0.1, 8)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"schedule": "heuristic"}, "schedule"),
+        ({"schedule": 3}, "schedule"),
+        ({"step_costs": COSTS}, "step_costs"),
+        ({"schedule": "adaptive", "step_costs": COSTS[:3]}, "step_costs"),
+        ({"schedule": "adaptive", "step_costs": [1, 2, 3, 4, 5, 0]}, "step_costs"),
+        ({"schedule": "adaptive", "step_costs": [1, 2, 3, 4, 5, float("nan")]}, "step_costs"),
+        ({"schedule": "adaptive", "step_costs": "cheap!"}, "step_costs"),
+    ],
+)
+def test_bad_configurations(fields, named):
+    with pytest.raises(ValueError, match=named):
+        SpecConfig(**fields)
+
+
+def test_no_costs_for_another_length(model, drafter):
+    engine = Engine(model, drafter, spec=SpecConfig(schedule="adaptive", step_costs=COSTS))
+    with pytest.raises(ValueError, match="step_costs"):
+        engine.enable_spec_dec(n_spec_tokens=7)
+    with pytest.raises(ValueError, match="step_costs"):
+        AdaptiveSchedule([1.0])
+
+
+def test_no_room_to_measure(model, drafter):
+    config = EngineConfig(block_size=4, num_blocks=1)
+    with pytest.raises(ValueError, match="pass step_costs"):
+        Engine(model, drafter, spec=SpecConfig(schedule="adaptive"), config=config)
