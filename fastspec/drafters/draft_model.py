@@ -9,8 +9,10 @@ from torch import Tensor
 
 from fastspec.block_manager import BlockManager
 from fastspec.drafters.base import Proposal
+from fastspec.drafters.texts import Text
 from fastspec.request import DRAFT_STREAM, Batch, Request, SamplingTensors
 from fastspec.runner import ModelRunner, Span
+from fastspec.transfer import device_tensor
 from fastspec_kernels import sample, uniform
 
 _PREFILL_FROM = 8  # more missing tokens than this are read in a pass of their own, without logits
@@ -40,19 +42,45 @@ class DraftModelDrafter:
         self._num_cached: dict[str, int] = {}
         self._filled: dict[int, int] = {}  # by block id, its tenancy when it was full
 
+    @property
+    def runner(self) -> ModelRunner:
+        """The passes of the draft model."""
+        return self._runner
+
     def propose(self, batch: Batch) -> Proposal:
+        texts = [Text(request, request.token_ids) for request in batch.requests]
         limits = [
-            min(wanted, self._room(request))
-            for request, wanted in zip(batch.requests, batch.num_draft_tokens, strict=True)
+            min(wanted, self.room(len(text.token_ids)))
+            for text, wanted in zip(texts, batch.num_draft_tokens, strict=True)
         ]
-        shape = (len(limits), batch.num_speculative_tokens)
-        token_ids = torch.full(shape, -1, dtype=torch.int32, device=batch.device)
+        sampling = batch.sampling if self._probabilistic else greedy_sampling(batch)
+        num = batch.num_speculative_tokens
+        uniforms = uniform(batch.seeds, batch.positions, num, DRAFT_STREAM)
         keeps_logits = self._probabilistic and not batch.all_greedy
-        sampling = batch.sampling if self._probabilistic else self._greedy(batch)
-        uniforms = uniform(batch.seeds, batch.positions, shape[1], DRAFT_STREAM)
+        token_ids, draft_logits = self.write(texts, limits, sampling, uniforms, keeps_logits)
+        passes = [{self.name: limit} for limit in limits]
+        return Proposal(token_ids, draft_logits=draft_logits, passes=passes)
+
+    def write(
+        self,
+        texts: list[Text],
+        limits: list[int],
+        sampling: SamplingTensors,
+        uniforms: Tensor,
+        keeps_logits: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Continue each text by limits[b] tokens, one pass each.
+
+        Args:
+            uniforms: [B, K] float32, one for each token.
+        Returns:
+            The tokens, [B, K] int32, -1 after the last one; and their logits [B, K, V'] if kept.
+        """
+        device = uniforms.device
+        token_ids = torch.full(uniforms.shape, -1, dtype=torch.int32, device=device)
         draft_logits = None
         drafting = [index for index, limit in enumerate(limits) if limit]
-        step_ids, spans = self._read_committed(batch, drafting)
+        step_ids, spans = self._unread([texts[i] for i in drafting], [1] * len(drafting))
         for step in range(max(limits, default=0)):
             rows = [end - 1 for end in accumulate(span.count for span in spans)]
             logits = self._runner.forward(step_ids, spans, rows)[:, : self._vocab_size]
@@ -63,60 +91,79 @@ class DraftModelDrafter:
             token_ids[chosen, step] = picked
             if keeps_logits:
                 if draft_logits is None:
-                    draft_logits = logits.new_zeros((*shape, self._vocab_size))
+                    draft_logits = logits.new_zeros((*uniforms.shape, self._vocab_size))
                 draft_logits[chosen, step] = logits
             keep = [place for place, index in enumerate(drafting) if limits[index] > step + 1]
             if len(keep) < len(drafting):
                 picked = picked[self._index(keep)]
             drafting = [drafting[place] for place in keep]
-            spans = [
-                spans[place].part(spans[place].start + spans[place].count, 1) for place in keep
-            ]
+            spans = [spans[p].part(spans[p].start + spans[p].count, 1) for p in keep]
             step_ids = picked.clamp(min=0).to(torch.int64)
-        for request, limit in zip(batch.requests, limits, strict=True):
+        for text, limit in zip(texts, limits, strict=True):
             if limit:
-                self._num_cached[request.request_id] = len(request.token_ids) + limit - 1
-        return Proposal(token_ids, draft_logits=draft_logits)
+                self._num_cached[text.request.request_id] = len(text.token_ids) + limit - 1
+        return token_ids, draft_logits
+
+    def read(self, texts: list[Text], num_rows: list[int]) -> Tensor:
+        """Logits [R, V'] after each of the last num_rows[b] tokens of each text, packed."""
+        ids, spans = self._unread(texts, num_rows)
+        ends = accumulate(span.count for span in spans)
+        rows = [r for end, n in zip(ends, num_rows, strict=True) for r in range(end - n, end)]
+        for text in texts:
+            self._num_cached[text.request.request_id] = len(text.token_ids)
+        return self._runner.forward(ids, spans, rows)[:, : self._vocab_size]
+
+    def shorten(self, request_id: str, length: int) -> None:
+        """Only the first `length` tokens of what was read still stand in the text."""
+        if request_id in self._num_cached:
+            self._num_cached[request_id] = min(self._num_cached[request_id], length)
+
+    def room(self, length: int) -> int:
+        """Tokens that can be drafted after so many, before the draft model's last position."""
+        last = self._runner.paged_model.max_positions
+        return sys.maxsize if last is None else max(0, last - length + 1)
 
     def commit(self, batch: Batch, accepted: list[int]) -> None:
         for request in batch.requests:
             if request.request_id in self._num_cached:
-                cached = self._num_read(request)
+                cached = self._num_read(request, len(request.token_ids) - 1)
                 self._num_cached[request.request_id] = cached
                 self._mark_filled(request.block_table, cached)
 
     def release(self, request: Request) -> None:
         self._num_cached.pop(request.request_id, None)
 
-    def _read_committed(self, batch: Batch, drafting: list[int]) -> tuple[Tensor, list[Span]]:
-        """Spans of committed tokens not cached yet; long ones are read up to the last token.
+    def _unread(self, texts: list[Text], num_rows: list[int]) -> tuple[Tensor, list[Span]]:
+        """Tokens of the texts that are not cached yet, the last num_rows[b] in any case.
 
-        These are packed in order, so a request can build on what one before it is about to read.
+        Many are read here, up to the last ones, without logits. These are packed in order, so a
+        request can build on what one before it is about to read.
         """
         unread: list[int] = []
         spans, late_ids, late_spans = [], [], []
         filling: set[int] = set()
-        for index in drafting:
-            request = batch.requests[index]
-            start, end = self._num_read(request, filling), len(request.token_ids)
-            if end - start > _PREFILL_FROM:
-                filling.update(request.block_table[: (end - 1) // self._block_manager.block_size])
-                late_ids.append(self._readable(request.token_ids[start : end - 1]))
-                late_spans.append(Span.of(request, start, end - 1 - start))
-                start = end - 1
-            unread += self._readable(request.token_ids[start:end])
-            spans.append(Span.of(request, start, end - start))
+        for (request, token_ids), rows in zip(texts, num_rows, strict=True):
+            most = len(token_ids) - rows
+            start = self._num_read(request, most, filling)
+            if most - start >= _PREFILL_FROM:
+                settled = min(most, len(request.token_ids) - 1) // self._block_manager.block_size
+                filling.update(request.block_table[:settled])
+                late_ids.append(self._readable(token_ids[start:most]))
+                late_spans.append(Span.of(request, start, most - start))
+                start = most
+            unread += self._readable(token_ids[start:])
+            spans.append(Span.of(request, start, len(token_ids) - start))
         self._runner.prefill(late_ids, late_spans)
         self._filled.update((b, self._block_manager.tenancy(b)) for b in filling)
-        return torch.tensor(unread, dtype=torch.int64, device=batch.device), spans
+        return device_tensor(unread, torch.int64, self._runner.device), spans
 
-    def _num_read(self, request: Request, filling: Container[int] = ()) -> int:
-        """Committed tokens in the cache; of a new request, those in pages filled for others."""
+    def _num_read(self, request: Request, most: int, filling: Container[int] = ()) -> int:
+        """Tokens in the cache, `most` at most; of a new request, those that others have read."""
         cached = self._num_cached.get(request.request_id)
         if cached is None:
             known = (b in filling or self._is_filled(b) for b in request.block_table)
             cached = sum(takewhile(bool, known)) * self._block_manager.block_size
-        return min(cached, len(request.token_ids) - 1)
+        return min(cached, most)
 
     def _is_filled(self, block_id: int) -> bool:
         return self._filled.get(block_id) == self._block_manager.tenancy(block_id)
@@ -134,17 +181,14 @@ class DraftModelDrafter:
         last = self._runner.vocab_size - 1
         return [min(token_id, last) for token_id in token_ids]
 
-    def _room(self, request: Request) -> int:
-        """Tokens that can be drafted before the draft model's last position."""
-        last = self._runner.paged_model.max_positions
-        return sys.maxsize if last is None else max(0, last - len(request.token_ids) + 1)
-
-    def _greedy(self, batch: Batch) -> SamplingTensors:
-        zeros = torch.zeros(len(batch.requests), device=batch.device)
-        return SamplingTensors(temperature=zeros, top_k=None, top_p=None, min_p=None)
-
     def _index(self, places: list[int]) -> Tensor:
-        return torch.tensor(places, dtype=torch.int64, device=self._runner.device)
+        return device_tensor(places, torch.int64, self._runner.device)
+
+
+def greedy_sampling(batch: Batch) -> SamplingTensors:
+    """The sampling arguments of greedy decoding."""
+    zeros = torch.zeros(len(batch.requests), device=batch.device)
+    return SamplingTensors(temperature=zeros, top_k=None, top_p=None, min_p=None)
 
 
 def _take(sampling: SamplingTensors, chosen: slice | Tensor) -> SamplingTensors:

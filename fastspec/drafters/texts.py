@@ -5,9 +5,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastspec.request import Batch
+from fastspec.request import Batch, Request
 
 _LEAST_WIDTH = 256
+
+
+class Text(NamedTuple):
+    """Committed tokens of a request, and drafts after them if there are any."""
+
+    request: Request
+    token_ids: list[int]
 
 
 class Texts(NamedTuple):
@@ -31,26 +38,37 @@ class TextStore:
         self._free: list[int] = []
 
     def update(self, batch: Batch) -> Texts:
-        """The texts of a batch as they are now."""
-        inputs = [r.encoder_input.token_ids if r.encoder_input else [] for r in batch.requests]
-        lengths = [len(i) + len(r.token_ids) for i, r in zip(inputs, batch.requests, strict=True)]
-        rows = [self._row(request.request_id) for request in batch.requests]
-        self._grow(max(rows) + 1, max(lengths), batch.device)
+        """The committed texts of a batch."""
+        return self.extend([Text(r, r.token_ids) for r in batch.requests], batch.device)
+
+    def extend(self, texts: list[Text], device: torch.device) -> Texts:
+        """These texts; they go on after what is known of them."""
+        inputs = [_input_of(request) for request, _ in texts]
+        lengths = [len(i) + len(t.token_ids) for i, t in zip(inputs, texts, strict=True)]
+        rows = [self._row(request.request_id) for request, _ in texts]
+        self._grow(max(rows) + 1, max(lengths), device)
         width = self._token_ids.shape[1]
         values: list[int] = []
         places: list[int] = []
-        for request, read, row, length in zip(batch.requests, inputs, rows, lengths, strict=True):
-            start = self._lengths[request.request_id]
-            values += read[start:] + request.token_ids[max(0, start - len(read)) :]
+        for text, read, row, length in zip(texts, inputs, rows, lengths, strict=True):
+            start = self._lengths[text.request.request_id]
+            values += read[start:] + text.token_ids[max(0, start - len(read)) :]
             places += range(row * width + start, row * width + length)
-            self._lengths[request.request_id] = length
-        packed = torch.tensor([*values, *places, *rows, *lengths], device=batch.device)
+            self._lengths[text.request.request_id] = length
+        packed = device_tensor([*values, *places, *rows, *lengths], torch.int64, device)
         new_ids, new_places, row_index, ends = packed.split(
             [len(values), len(places), len(rows), len(lengths)]
         )
         self._token_ids.view(-1)[new_places] = new_ids.to(torch.int32)
         chosen = self._token_ids[:, : max(lengths)].index_select(0, row_index)
         return Texts(chosen, ends.to(torch.int32))
+
+    def shorten(self, request: Request, length: int) -> None:
+        """Only the first `length` tokens of a text, without its encoder's input, still hold."""
+        known = self._lengths.get(request.request_id)
+        if known is not None:
+            most = len(_input_of(request)) + length
+            self._lengths[request.request_id] = min(known, most)
 
     def forget(self, request_id: str) -> None:
         """The row is free for another request."""
@@ -74,3 +92,8 @@ class TextStore:
         grown = torch.zeros((rows, width), dtype=torch.int32, device=device)
         grown[:old_rows, :old_width] = self._token_ids.to(device)
         self._token_ids = grown
+
+
+def _input_of(request: Request) -> list[int]:
+    """What the encoder of an encoder-decoder reads before the text."""
+    return request.encoder_input.token_ids if request.encoder_input else []

@@ -1,0 +1,64 @@
+"""The matrix that steers a cascade of drafters: who writes how much for whom."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastspec.config.checks import is_int
+
+KMatrix = tuple[tuple[int, ...], ...]
+
+COPIED_AT_ONCE = 10  # what CS-Drafting's last drafter writes at a time
+
+
+def as_k_matrix(value: Any) -> KMatrix:
+    """A checked k_matrix: row r asks tokens of each drafter, row 0 for the target.
+
+    Args:
+        value: lists or a tensor, n x n for n drafters, biggest first.
+    Raises:
+        ValueError: not square, an entry that is no int >= 0, an entry below the diagonal that is
+            not 0, or a first row that asks for nothing.
+    """
+    rows = value.tolist() if hasattr(value, "tolist") else value
+    if not _is_list(rows) or not rows or not all(_is_list(row) for row in rows):
+        raise ValueError(f"k_matrix: expected a square list of lists, got {value!r}")
+    if any(len(row) != len(rows) for row in rows):
+        shape = [len(row) for row in rows]
+        raise ValueError(
+            f"k_matrix: expected a square one, got {len(rows)} rows of {shape} entries"
+        )
+    for r, row in enumerate(rows):
+        for c, entry in enumerate(row):
+            if not is_int(entry) or entry < 0:
+                raise ValueError(f"k_matrix: entry [{r}][{c}]: expected an int >= 0, got {entry!r}")
+            if c < r and entry:
+                raise ValueError(
+                    f"k_matrix: entry [{r}][{c}] is below the diagonal: expected 0, got {entry}"
+                )
+    if not any(rows[0]):
+        raise ValueError("k_matrix: its first row asks for no tokens at all")
+    return tuple(tuple(row) for row in rows)
+
+
+def copied_at_once(k_matrix: KMatrix) -> int:
+    """Tokens that a copying drafter at the end of the cascade writes at a time."""
+    return k_matrix[-1][-1] or COPIED_AT_ONCE
+
+
+def most_draft_tokens(k_matrix: KMatrix, row: int = 0) -> int:
+    """Tokens that the row's reviewer can get to judge at most."""
+    size, needed, most = len(k_matrix), 0, 0
+    for level in range(row, size):
+        wanted = k_matrix[row][level]
+        needed += wanted
+        is_last = level == size - 1
+        if wanted:
+            at_once = (
+                copied_at_once(k_matrix) if is_last else most_draft_tokens(k_matrix, level + 1) + 1
+            )
+            most = max(most, needed - 1 + at_once)
+    return most
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
