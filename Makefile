@@ -19,8 +19,9 @@ MINUTES ?= 8
 demo: build/.built
 	$(BIN)/fastspec demo
 
+# One process for each core; a file's tests stay together, the files that take longest come first.
 test: build/.built
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
 
 bench: build/.built
 	$(BIN)/python -m pytest benchmarks --benchmark-only $(if $(RECORD),--record $(RECORD)) $(if $(FULL),--full)
