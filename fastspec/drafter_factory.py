@@ -1,6 +1,6 @@
 """Drafters from what users pass: a path, a hub id, a model or a drafter of their own."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,8 @@ from fastspec.drafters import (
     MagDrafter,
     PromptLookupDrafter,
 )
+from fastspec.drafters.cascade import CascadeDrafter
+from fastspec.drafters.cascade_levels import CopyingLevel, Level, ModelLevel
 from fastspec.encoder_decoder import paged_model_of
 from fastspec.glide import GlideLlamaForCausalLM, load_glide
 from fastspec.loading import bigram_beside, check_same_tokenizer, load_model, load_tokenizer
@@ -23,7 +25,8 @@ from fastspec.paged_model import PagedModel
 from fastspec.runner import ModelRunner
 
 ModelSource = str | Path | PreTrainedModel
-DrafterSource = ModelSource | Drafter
+DraftSource = ModelSource | Drafter
+DrafterSource = DraftSource | Sequence[DraftSource]
 
 
 @dataclass(frozen=True)
@@ -70,8 +73,10 @@ class DrafterFactory:
             return _ready(self._copying(target))
         if drafter is None and isinstance(target, str) and target == "tiny":
             drafter = "tiny-glide" if method == "glide" else "tiny-draft"
-        if drafter is None and method in ("draft_model", "glide"):
+        if drafter is None and method in ("draft_model", "glide", "cascade"):
             raise ValueError(f"drafter: method {method!r} needs a draft model, got None")
+        if method == "cascade" and drafter is not None:
+            return self._cascade(target, drafter)
         if method == "draft_model" and isinstance(drafter, GlideLlamaForCausalLM):
             raise ValueError("drafter: a GLIDE model needs method 'glide', not 'draft_model'")
         return None if drafter is None else self.plan_given(drafter, method == "glide")
@@ -85,6 +90,8 @@ class DrafterFactory:
             if is_glide and not isinstance(drafter, GlideDrafter):
                 raise ValueError(f"drafter: GLIDE needs a GLIDE model, got {drafter.name!r}")
             return _ready(drafter)
+        if not isinstance(drafter, (str, Path, PreTrainedModel)):
+            raise ValueError("drafter: several make a cascade, which spec.method has to be")
         if is_glide or isinstance(drafter, GlideLlamaForCausalLM):
             return self._glide(drafter)
         model = self._load(drafter)
@@ -112,9 +119,42 @@ class DrafterFactory:
     def _copying(self, target: ModelSource) -> Drafter:
         if self._spec.method == "prompt_lookup":
             return PromptLookupDrafter(*self._spec.lookup_lengths, self._config.backend)
+        return self._mag(target)
+
+    def _mag(self, target: ModelSource) -> MagDrafter:
         file = self._spec.bigram_path or bigram_beside(target)
         bigram = load_bigram(file, self._target_vocab_size) if file else None
         return MagDrafter(bigram, self._config.backend)
+
+    def _cascade(self, target: ModelSource, drafter: DrafterSource) -> DrafterPlan:
+        """Levels as they are given, and MaG after them where k_matrix has one more."""
+        spec, backend = self._spec, self._config.backend
+        parts = [s if isinstance(s, Drafter) else self._load(s) for s in _as_list(drafter)]
+        if len(spec.k_matrix) == len(parts) + 1:
+            parts.append(self._mag(target))
+        models = [part for part in parts if isinstance(part, PagedModel)]
+        vocab_size = min([self._target_vocab_size, *(model.vocab_size for model in models)])
+        probabilistic = spec.draft_sample_method == "probabilistic"
+
+        def level(part: PagedModel | Drafter, block_manager: BlockManager) -> Level:
+            if not isinstance(part, PagedModel):
+                return CopyingLevel(part, vocab_size)
+            runner = self._runner(part, block_manager)
+            model = DraftModelDrafter(runner, block_manager, vocab_size, probabilistic)
+            number = f"_{models.index(part) + 1}" if len(models) > 1 else ""
+            return ModelLevel(model, f"{model.name}{number}", spec.lenience, backend)
+
+        def build(target: ModelRunner | None, block_manager: BlockManager) -> Drafter:
+            levels = [level(part, block_manager) for part in parts]
+            return CascadeDrafter(
+                levels,
+                spec.k_matrix,
+                spec.lenience,
+                vocab_size=self._target_vocab_size,
+                probabilistic=probabilistic,
+            )
+
+        return DrafterPlan(models, build)
 
     def _load(self, source: ModelSource) -> PagedModel:
         """A draft model; ValueError when its token ids mean something else."""
@@ -131,6 +171,11 @@ class DrafterFactory:
         num_blocks, block_size = block_manager.num_blocks, block_manager.block_size
         chunk_size, cuda_graphs = self._config.prefill_chunk_size, self._config.cuda_graphs
         return ModelRunner(model, num_blocks, block_size, chunk_size, cuda_graphs)
+
+
+def _as_list(drafter: DrafterSource) -> list[DraftSource]:
+    is_one = isinstance(drafter, (str, Path, PreTrainedModel, Drafter))
+    return [drafter] if is_one else list(drafter)
 
 
 def _ready(drafter: Drafter) -> DrafterPlan:

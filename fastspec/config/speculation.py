@@ -1,16 +1,19 @@
 """How drafts are made and verified."""
 
+import math
 from dataclasses import InitVar, dataclass
 from pathlib import Path
 from typing import Any
 
 from fastspec.config.checks import is_int, reject_unsupported, require
+from fastspec.config.k_matrix import as_k_matrix, most_draft_tokens
 from fastspec.config.schedule import as_step_costs
 
-METHODS = ("auto", "none", "draft_model", "prompt_lookup", "mag", "glide")
-LATER_METHODS = ("cascade", "tree")
+METHODS = ("auto", "none", "draft_model", "prompt_lookup", "mag", "cascade", "glide")
+LATER_METHODS = ("tree",)
 _DEFAULT_SPECULATIVE_TOKENS = 5
 _DEFAULT_LOOKUP_TOKENS = 5
+_DEFAULT_K_MATRIX = ((6, 4), (0, 3))
 
 
 @dataclass(frozen=True)
@@ -21,19 +24,26 @@ class SpecConfig:
         method: "auto" (a draft model when one is given, else none), "none" (plain
             decoding, a drafter that is given is not loaded), "draft_model", "prompt_lookup" (copy
             what followed the last tokens where they stood before), "mag" (the same after the
-            longest match, then by a table of bigrams) or "glide" (a draft model that also attends
-            to the target's cache, trained for it). The two that copy need no second model.
+            longest match, then by a table of bigrams), "cascade" (drafters that review each
+            other: draft models, and MaG last) or "glide" (a draft model that also attends to the
+            target's cache, trained for it). The two that copy need no second model.
         num_speculative_tokens: K, tokens proposed in each step, >= 1.
         draft_sample_method: "probabilistic" samples drafts from the drafter's own distribution
             under the request's parameters; "greedy" takes its argmax and verifies it as a point
             mass. Both are exact.
+        k_matrix: of "cascade", lists or a tensor, n x n: what each level asks of those below it,
+            see `fastspec.drafters.CascadeDrafter`. It sets num_speculative_tokens. None is one for
+            a draft model and MaG.
+        lenience: of "cascade", between its drafters only, >= 1. The output is exact whatever it is;
+            above 1 the target accepts fewer of the drafts, and gets them sooner.
         rejection_sample_method: "standard" judges draft tokens one by one; "block" judges whole
             prefixes, accepts at least as many on average, and reads the rows once more. Both are
             exact, and the same at temperature 0.
         prompt_lookup_min, prompt_lookup_max: last tokens that must, and that can, agree for a copy,
             1 <= min <= max; the longest match counts. One given alone is both; by default 5.
-        bigram_path: table of "mag", a JSON list whose entry i is the id that follows token i; None
-            takes bigram.json in the target's folder if there is one, else copies alone.
+        bigram_path: table of "mag", also in a cascade: a JSON list whose entry i is the id that
+            follows token i; None takes bigram.json in the target's folder if there is one, else
+            copies alone.
         schedule: "constant" (K in every step), "adaptive" (as many as pay off by what was accepted
             lately, none where drafts fail; see `fastspec.schedule`), or an object like these.
         step_costs: of "adaptive", K + 1 costs of steps with 0 to K draft tokens, in any unit; None
@@ -100,10 +110,9 @@ class SpecConfig:
             "'standard' or 'block'",
         )
         self._check_copying()
+        self._check_cascade()
         reject_unsupported(
             self,
-            k_matrix=None,
-            lenience=1.0,
             tree_width=None,
             tree_nodes=None,
             cape=False,
@@ -125,13 +134,31 @@ class SpecConfig:
         costs = as_step_costs(self.schedule, self.step_costs, self.num_speculative_tokens)
         object.__setattr__(self, "step_costs", costs)
 
+    def _check_cascade(self) -> None:
+        lenience, count = self.lenience, self.num_speculative_tokens
+        is_number = isinstance(lenience, (int, float)) and not isinstance(lenience, bool)
+        fits = is_number and 1 <= lenience < math.inf
+        require("lenience", lenience, fits, "a finite number >= 1")
+        if self.method != "cascade":
+            expected = f"None for method {self.method!r}"
+            require("k_matrix", self.k_matrix, self.k_matrix is None, expected)
+            require("lenience", lenience, lenience == 1, f"1 for method {self.method!r}")
+            return
+        given = _DEFAULT_K_MATRIX if self.k_matrix is None else self.k_matrix
+        k_matrix = as_k_matrix(given)
+        most = most_draft_tokens(k_matrix)
+        is_free = count in (most, _DEFAULT_SPECULATIVE_TOKENS)
+        require("num_speculative_tokens", count, is_free, f"{most}, as k_matrix has it, or none")
+        object.__setattr__(self, "k_matrix", k_matrix)
+        object.__setattr__(self, "num_speculative_tokens", most)
+
     def _check_copying(self) -> None:
         for name in ("prompt_lookup_min", "prompt_lookup_max"):
             value = getattr(self, name)
             if self.method != "prompt_lookup":
                 require(name, value, value is None, f"None for method {self.method!r}")
             require(name, value, value is None or (is_int(value) and value >= 1), "an int >= 1")
-        fits = self.method == "mag" or self.bigram_path is None
+        fits = self.method in ("mag", "cascade") or self.bigram_path is None
         require("bigram_path", self.bigram_path, fits, f"None for method {self.method!r}")
         least, most = self.lookup_lengths
         expected = f"at least prompt_lookup_min, {least}"
