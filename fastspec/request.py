@@ -12,6 +12,7 @@ from fastspec.detokenizer import Detokenizer
 from fastspec.outputs import RequestOutput
 from fastspec.prefix_index import Content
 from fastspec.stats import SpecStats
+from fastspec.transfer import device_tensor
 
 # Streams of fastspec_kernels.uniform: drafts must not share numbers with the acceptance tests.
 VERIFY_STREAM = 0
@@ -159,4 +160,4 @@ class Batch:
         return None if all(value == off for value in values) else self._tensor(values, dtype)
 
     def _tensor(self, values: list, dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=self.device)
+        return device_tensor(values, dtype, self.device)

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fastspec.transfer import device_tensor
 from fastspec_kernels import build_tree
 
 
@@ -24,7 +25,7 @@ class TreeLayout(NamedTuple):
 
         A node is as many positions behind its root as it is deep; padding counts as the root.
         """
-        in_batch = torch.tensor(counts, dtype=torch.int64, device=context_lens.device)
+        in_batch = device_tensor(counts, torch.int64, context_lens.device)
         roots = context_lens.long() - in_batch
         return packed(roots[:, None] + self.depths.clamp(min=0), counts)
 
@@ -35,4 +36,4 @@ def packed(values: Tensor, counts: list[int]) -> Tensor:
     if all(count == width for count in counts):
         return values.reshape(-1)
     places = [row * width + column for row, count in enumerate(counts) for column in range(count)]
-    return values.reshape(-1)[torch.tensor(places, dtype=torch.int64, device=values.device)]
+    return values.reshape(-1)[device_tensor(places, torch.int64, values.device)]

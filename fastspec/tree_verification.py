@@ -1,5 +1,7 @@
 """The target's side of a round with token trees: judge every node in one pass, keep one path."""
 
+from itertools import accumulate
+
 import torch
 from torch.nn.functional import pad
 
@@ -8,6 +10,7 @@ from fastspec.outputs import StepTree
 from fastspec.request import VERIFY_STREAM, Batch
 from fastspec.runner import ModelRunner, Span
 from fastspec.token_tree import TreeLayout, packed
+from fastspec.transfer import device_tensor
 from fastspec.verification import Verdict
 from fastspec_kernels import uniform, verify_tree
 
@@ -35,7 +38,7 @@ def verify_trees(
         for request, count in zip(batch.requests, counts, strict=True)
     ]
     last = [[request.token_ids[-1]] for request in batch.requests]
-    roots = torch.tensor(last, dtype=torch.int32, device=batch.device)
+    roots = device_tensor(last, torch.int32, batch.device)
     tree_ids = torch.cat([roots, proposal.token_ids], dim=1)  # [B, N]
     parents = pad(proposal.parents.masked_fill(proposal.token_ids < 0, -1), (1, 0), value=-1)
     target_logits = runner.forward(
@@ -45,7 +48,7 @@ def verify_trees(
     )
     path, output_ids, accepted_len, logprobs = verify_tree(
         target_logits,
-        torch.tensor([0, *counts]).cumsum(0).to(torch.int32).to(batch.device),
+        device_tensor([*accumulate(counts, initial=0)], torch.int32, batch.device),
         tree_ids,
         parents,
         uniform(batch.seeds, batch.positions, num_nodes + 1, VERIFY_STREAM),

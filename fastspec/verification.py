@@ -1,6 +1,8 @@
 """The target's side of a round: read what is missing, judge the proposals, commit what holds."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -9,6 +11,7 @@ from fastspec.drafters import Proposal
 from fastspec.outputs import StepTree, StreamEvent
 from fastspec.request import VERIFY_STREAM, Batch, Request
 from fastspec.runner import ModelRunner, Span
+from fastspec.transfer import device_tensor
 from fastspec_kernels import uniform, verify_chain
 
 
@@ -56,7 +59,7 @@ def verify(
         for request, count in zip(batch.requests, counts, strict=True)
     ]
     target_logits = runner.forward(_packed_ids(runner, batch, proposal, counts), spans)
-    ends = torch.tensor([0, *counts]).cumsum(0).to(torch.int32).to(batch.device)
+    ends = device_tensor([*accumulate(counts, initial=0)], torch.int32, batch.device)
     num_columns = batch.num_speculative_tokens + 1
     output_ids, accepted_len, logprobs = verify_chain(
         target_logits,
@@ -79,15 +82,14 @@ def verify(
 
 def _packed_ids(runner: ModelRunner, batch: Batch, proposal: Proposal, counts: list[int]) -> Tensor:
     """Last committed token and proposals of each request, packed [T]; missing ones are token 0."""
-    last = torch.tensor(
-        [[request.token_ids[-1]] for request in batch.requests], device=batch.device
-    )
+    newest = [[request.token_ids[-1]] for request in batch.requests]
+    last = device_tensor(newest, torch.int64, batch.device)
     ids = torch.cat([last, proposal.token_ids.clamp(0, runner.vocab_size - 1)], dim=1)
     width = ids.shape[1]
     if all(count == width for count in counts):
         return ids.view(-1)
     places = [row * width + column for row, count in enumerate(counts) for column in range(count)]
-    return ids.view(-1)[torch.tensor(places, device=batch.device)]
+    return ids.view(-1)[device_tensor(places, torch.int64, batch.device)]
 
 
 def _verdict(
@@ -107,14 +109,14 @@ def _verdict(
 
 
 def commit(
-    request: Request, verdict: Verdict, drafter: str | None
+    request: Request, verdict: Verdict, writers: Sequence[str | None]
 ) -> tuple[list[StreamEvent], str | None]:
     """Append a verdict's tokens up to the one that ends the request: events, finish reason."""
     events: list[StreamEvent] = []
     finish_reason = None
     for index, token_id in enumerate(verdict.token_ids):
         is_draft = index < verdict.accepted_len
-        source, writer = ("draft", drafter) if is_draft else (verdict.extra_source, None)
+        source, writer = ("draft", writers[index]) if is_draft else (verdict.extra_source, None)
         logprob = verdict.logprobs[index] if verdict.logprobs and request.params.logprobs else None
         finish_reason = request.append(token_id, source, writer, logprob)
         text = request.detokenizer.take() if request.detokenizer is not None else ""

@@ -6,6 +6,7 @@ from torch import Tensor
 from fastspec.drafters.base import Proposal
 from fastspec.drafters.texts import Texts, TextStore
 from fastspec.request import Batch, Request
+from fastspec.transfer import device_tensor
 from fastspec_kernels import match_suffix
 
 
@@ -67,7 +68,7 @@ def copied(token_ids: Tensor, batch: Batch) -> Proposal:
     """
     width = batch.num_speculative_tokens
     if any(wanted < width for wanted in batch.num_draft_tokens):
-        wanted = torch.tensor(batch.num_draft_tokens, device=batch.device)[:, None]
+        wanted = device_tensor(batch.num_draft_tokens, torch.int32, batch.device)[:, None]
         columns = torch.arange(width, device=batch.device)
         token_ids = token_ids.masked_fill(columns >= wanted, -1)
     known = (token_ids >= 0).sum(dim=1).tolist() if batch.device.type == "cpu" else None

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fastspec.request import Batch, Request
+from fastspec.transfer import device_tensor
 
 _LEAST_WIDTH = 256
 

@@ -5,7 +5,6 @@ import logging
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastspec import Engine, EngineConfig, SamplingParams
 from fastspec.graphs import GraphedForward, bucket, capture_for
@@ -15,6 +14,7 @@ from fastspec.runner import ModelRunner
 from fastspec.token_tree import TreeLayout
 
 from ..models import VOCAB_SIZE, random_model
+from .waiting import NoWaiting
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 60
@@ -199,18 +199,6 @@ def test_settings():
         Engine(model, config=EngineConfig(cuda_graphs="on"))
     assert capture_for("auto", PagedModel(model, "auto")) is None
     assert capture_for("off", PagedModel(model, "auto")) is None
-
-
-class NoWaiting(TorchDispatchMode):
-    """Refuses what would make the host wait for a GPU, and with that a capture fail."""
-
-    REFUSED = ("_local_scalar_dense", "nonzero", "equal", "masked_select", "unique")
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.__name__.split(".")[0]
-        if name in self.REFUSED:
-            raise RuntimeError(f"{name} waits for the device")
-        return func(*args, **(kwargs or {}))
 
 
 @torch.inference_mode()
