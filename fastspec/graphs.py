@@ -40,7 +40,9 @@ class CudaCapture:
                 run()  # kernels are compiled and libraries set up outside the capture
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
+            # What other threads do with the GPU meanwhile is no part of the pass.
+            options = {"pool": self._pool, "stream": stream, "capture_error_mode": "thread_local"}
+            with torch.cuda.graph(graph, **options):
                 out = run()
 
         def replay() -> Tensor:

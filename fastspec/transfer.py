@@ -1,4 +1,10 @@
-"""Copies from the host that nobody waits for."""
+"""Copies from the host that nobody waits for.
+
+A round of the engine uploads the layout of each forward pass in two buffers, the tokens that were
+committed last, and for the kernels the seeds, positions and sampling parameters of its requests. It
+waits for the device once, where `verify` reads back what was accepted, and once more where a
+request wants log-probabilities.
+"""
 
 from collections.abc import Sequence
 

@@ -128,6 +128,14 @@ def test_compact_long_paths(length, step):
     check_compact(*case, table, ints([5])[0], path, ints([length])[0])
 
 
+def test_compact_stops_where_a_long_path_ends():
+    """What follows the first negative node does not move, in whatever round it would have."""
+    path = torch.arange(2, 22, dtype=torch.int32)[None]
+    path[0, 5] = -1
+    table = torch.randperm(12).to(torch.int32)[None]
+    check_compact(*layered_caches(), table, ints([5])[0], path, ints([20])[0])
+
+
 @dtypes
 @pytest.mark.parametrize(("heads", "block_size"), [((1, 1), 1), ((3, 7), 5), ((8, 160), 16)])
 def test_compact_sizes(heads, block_size, dtype):
@@ -161,7 +169,8 @@ def test_compact_leaves_shared_pages_alone():
         {"prefix_lens": ints([12])[0]},
         {"prefix_lens": ints([2**31 - 1])[0]},
         {"block_table": ints([-1, -1, -1])},
-        {"block_table": ints([12, 2**31 - 1, -(2**31)])},
+        {"block_table": ints([7, 12, 9])},
+        {"block_table": ints([7, 2**31 - 1, -(2**31)])},
         {"path": ints([-1, 3, 5])},
     ],
 )
