@@ -7,8 +7,6 @@ from fastspec.config.checks import is_int
 
 KMatrix = tuple[tuple[int, ...], ...]
 
-COPIED_AT_ONCE = 10  # what CS-Drafting's last drafter writes at a time
-
 
 def as_k_matrix(value: Any) -> KMatrix:
     """A checked k_matrix: row r asks tokens of each drafter, row 0 for the target.
@@ -40,11 +38,6 @@ def as_k_matrix(value: Any) -> KMatrix:
     return tuple(tuple(row) for row in rows)
 
 
-def copied_at_once(k_matrix: KMatrix) -> int:
-    """Tokens that a copying drafter at the end of the cascade writes at a time."""
-    return k_matrix[-1][-1] or COPIED_AT_ONCE
-
-
 def most_draft_tokens(k_matrix: KMatrix, row: int = 0) -> int:
     """Tokens that the row's reviewer can get to judge at most."""
     size, needed, most = len(k_matrix), 0, 0
@@ -53,10 +46,8 @@ def most_draft_tokens(k_matrix: KMatrix, row: int = 0) -> int:
         needed += wanted
         is_last = level == size - 1
         if wanted:
-            at_once = (
-                copied_at_once(k_matrix) if is_last else most_draft_tokens(k_matrix, level + 1) + 1
-            )
-            most = max(most, needed - 1 + at_once)
+            at_once = k_matrix[-1][-1] if is_last else most_draft_tokens(k_matrix, level + 1) + 1
+            most = max(most, needed - 1 + max(1, at_once))
     return most
 
 

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from fastspec.config.k_matrix import as_k_matrix, copied_at_once
+from fastspec.config.k_matrix import as_k_matrix
 from fastspec.drafters.base import Proposal
 from fastspec.drafters.cascade_levels import Level
 from fastspec.drafters.draft import Draft, laws, padded_ids
@@ -19,8 +19,8 @@ class CascadeDrafter:
     write but reviews what the levels below it have written: it keeps what holds and adds a token of
     its own. What is added comes in whole pieces, so a level may give more than was asked for, and
     the next one then as much less. A level whose own row is all zero, or that is the last, writes.
-    The last level writes k_matrix[-1][-1] tokens at a time if it copies (10 if that is 0, as the
-    published code always does).
+    The last level, if it copies, always writes k_matrix[-1][-1] tokens at a time (the published
+    code writes 10, which is that entry in all its examples), or just what is lacking if that is 0.
 
     A model's review of a sampled request is speculative sampling with the model as target, so the
     tokens have exactly its law, and the real target judges them by that. With lenience above 1 a
@@ -120,8 +120,9 @@ class CascadeDrafter:
 
     def _write(self, number: int, drafts: list[Draft], lacking: list[int], batch: Batch) -> None:
         level = self._levels[number]
-        if number == len(self._levels) - 1 and not level.can_review:
-            lacking = [copied_at_once(self._k_matrix)] * len(drafts)
+        at_once = self._k_matrix[-1][-1]
+        if number == len(self._levels) - 1 and not level.can_review and at_once:
+            lacking = [at_once] * len(drafts)
         room = [draft.limit - draft.length for draft in drafts]
         with self._timed(level):
             level.write(drafts, [min(pair) for pair in zip(lacking, room, strict=True)], batch)
