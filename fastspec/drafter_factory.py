@@ -23,6 +23,7 @@ from fastspec.glide import GlideLlamaForCausalLM, load_glide
 from fastspec.loading import bigram_beside, check_same_tokenizer, load_model, load_tokenizer
 from fastspec.paged_model import PagedModel
 from fastspec.runner import ModelRunner
+from fastspec.tree_factory import as_trees
 
 ModelSource = str | Path | PreTrainedModel
 DraftSource = ModelSource | Drafter
@@ -73,8 +74,10 @@ class DrafterFactory:
             return _ready(self._copying(target))
         if drafter is None and isinstance(target, str) and target == "tiny":
             drafter = "tiny-glide" if method == "glide" else "tiny-draft"
-        if drafter is None and method in ("draft_model", "glide", "cascade"):
+        if drafter is None and method in ("draft_model", "glide", "cascade", "tree"):
             raise ValueError(f"drafter: method {method!r} needs a draft model, got None")
+        if drafter is None and self._spec.cape:
+            raise ValueError("drafter: cape needs a draft model, got None")
         if method == "cascade" and drafter is not None:
             return self._cascade(target, drafter)
         if method == "draft_model" and isinstance(drafter, GlideLlamaForCausalLM):
@@ -85,7 +88,17 @@ class DrafterFactory:
         """A drafter as it is, or one that runs the draft model that is named or passed.
 
         A folder or hub id is read as a GLIDE model if it is said to be one; an object says itself.
+        Either drafts trees if the options ask for them.
         """
+        plan = self._draft_plan(drafter, is_glide)
+
+        def build(target: ModelRunner | None, block_manager: BlockManager) -> Drafter:
+            draft = plan.build(target, block_manager)
+            return as_trees(draft, self._spec, self._config.backend)
+
+        return DrafterPlan(plan.models, build)
+
+    def _draft_plan(self, drafter: DrafterSource, is_glide: bool) -> DrafterPlan:
         if isinstance(drafter, Drafter):
             if is_glide and not isinstance(drafter, GlideDrafter):
                 raise ValueError(f"drafter: GLIDE needs a GLIDE model, got {drafter.name!r}")

@@ -206,18 +206,13 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[StreamEvent]:
         """Advance every running request by one target pass; what was committed and ended."""
-        num_draft = self._speculation.num_draft_tokens
-        num_slots = self._speculation.num_draft_slots
         clock = PhaseClock()
-        self._schedule(num_slots)
+        self._schedule()
         running = list(self._scheduler.running)
         if not running:
             return []
         clock.lap("prefill")
-        room = [request.max_len - len(request.token_ids) - 1 for request in running]
-        wanted = [self._speculation.wanted(request) for request in running]
-        limits = [min(pair) for pair in zip(wanted, room, strict=True)]
-        batch = Batch(running, limits, num_draft, self.device)
+        batch = self._speculation.batch(running, self.config.block_size, self.device)
         proposal = self._speculation.propose(batch)
         clock.lap("propose")
         method = self.spec.rejection_sample_method
@@ -231,15 +226,16 @@ class Engine:
                 stats.seconds[phase] += seconds
         return events
 
-    def _schedule(self, num_draft: int) -> None:
+    def _schedule(self) -> None:
         """Choose the requests of the step and read what the cache lacks of their tokens.
 
         Waiting requests come in waves, so that a prefix which several share is read once.
         """
-        preempted = self._scheduler.schedule(num_draft)
+        num_draft, num_nodes = self._speculation.num_draft_tokens, self._speculation.num_nodes
+        preempted = self._scheduler.schedule(num_draft, num_nodes)
         self._speculation.release(preempted)
         prefill(self._runner, self._scheduler.running)
-        while not preempted and (admitted := self._scheduler.admit(num_draft)):
+        while not preempted and (admitted := self._scheduler.admit(num_draft, num_nodes)):
             for request in admitted:
                 if len(request.token_ids) == request.num_prompt_tokens:
                     for stats in (self.stats, request.stats):

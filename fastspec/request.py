@@ -81,6 +81,11 @@ class Request:
             return self.encoder_input.token_ids
         return self.token_ids[: self.num_prompt_tokens]
 
+    @property
+    def room(self) -> int:
+        """Drafts that can be accepted in one step: the token after them has to fit too."""
+        return self.max_len - len(self.token_ids) - 1
+
     def append(
         self, token_id: int, source: str, drafter: str | None, logprob: float | None
     ) -> str | None:

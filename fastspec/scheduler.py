@@ -39,20 +39,23 @@ class Scheduler:
         """Queue a request that fits."""
         self._waiting.append(request)
 
-    def schedule(self, num_draft_tokens: int) -> list[Request]:
-        """Reserve room for the next step of the running requests; who lost their blocks for it."""
+    def schedule(self, num_draft_tokens: int, num_nodes: int = 0) -> list[Request]:
+        """Reserve room for the next step of the running requests; who lost their blocks for it.
+
+        With num_nodes, that many tokens of a tree, which take room even past the end of a text.
+        """
         preempted: list[Request] = []
         scheduled = 0
         while scheduled < len(self.running):
             request = self.running[scheduled]
-            length = self._length(request, num_draft_tokens)
+            length = self._length(request, num_draft_tokens, num_nodes)
             if self.block_manager.reserve(request.block_table, length):
                 scheduled += 1
             else:
                 preempted.append(self._preempt_youngest())
         return preempted
 
-    def admit(self, num_draft_tokens: int) -> list[Request]:
+    def admit(self, num_draft_tokens: int, num_nodes: int = 0) -> list[Request]:
         """Let waiting requests in, with the cached blocks of their prefixes, as long as they fit.
 
         A request that needs a block which one before it is about to fill has to wait for that: call
@@ -65,7 +68,7 @@ class Scheduler:
         while self._waiting and len(self.running) < self.max_batch_size:
             request = self._waiting[0]
             match = self.block_manager.find(request.token_ids)
-            length = self._length(request, num_draft_tokens)
+            length = self._length(request, num_draft_tokens, num_nodes)
             if match.next_key in coming or not self.block_manager.admit(request, match, length):
                 break
             if match.next_key is not None:
@@ -88,8 +91,11 @@ class Scheduler:
                     return request
         return None
 
-    def _length(self, request: Request, num_draft_tokens: int) -> int:
+    def _length(self, request: Request, num_draft_tokens: int, num_nodes: int) -> int:
         """Tokens that need room in the next step."""
+        if num_nodes:
+            capacity = self.block_manager.num_blocks * self.block_manager.block_size
+            return min(len(request.token_ids) + num_nodes, capacity)
         return min(len(request.token_ids) + num_draft_tokens, request.max_len)
 
     def _preempt_youngest(self) -> Request:

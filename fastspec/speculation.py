@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fastspec.drafters import Drafter, GlideDrafter, Proposal, TreeProposer
+from fastspec.drafters import Drafter, GlideDrafter, Proposal, TreeDrafter, TreeProposer
 from fastspec.economics import Step
 from fastspec.request import Batch, Request
 from fastspec.schedule import Schedule
@@ -29,7 +29,8 @@ class Speculation:
 
     @property
     def knows_glide(self) -> bool:
-        return isinstance(self._known, GlideDrafter)
+        known = self._known.draft if isinstance(self._known, TreeDrafter) else self._known
+        return isinstance(known, GlideDrafter)
 
     @property
     def num_draft_tokens(self) -> int:
@@ -37,17 +38,23 @@ class Speculation:
         return self._num_draft_tokens if self.is_on else 0
 
     @property
-    def num_draft_slots(self) -> int:
-        """Tokens proposed for a request in one step at most: the nodes of a tree count all."""
+    def num_nodes(self) -> int:
+        """Nodes of a request's tree at most; 0 for a drafter that proposes K tokens at most."""
         if isinstance(self.drafter, TreeProposer):
             return self.drafter.num_nodes(self._num_draft_tokens)
-        return self.num_draft_tokens
+        return 0
 
-    def wanted(self, request: Request) -> int:
-        """Tokens proposed for a request in its next step, if there is room for them."""
-        if self.schedule is None or not self.is_on:
-            return self.num_draft_slots
-        return min(self.schedule.num_draft_tokens(request), self.num_draft_slots)
+    def batch(self, requests: list[Request], block_size: int, device: torch.device) -> Batch:
+        """The next step of requests, with what is wanted for each; a tree may fill its blocks."""
+        if num_nodes := self.num_nodes:
+            slots = [len(r.block_table) * block_size - len(r.token_ids) for r in requests]
+            limits = [
+                min(num_nodes, free) if request.room else 0
+                for request, free in zip(requests, slots, strict=True)
+            ]
+        else:
+            limits = [min(self._wanted(request), request.room) for request in requests]
+        return Batch(requests, limits, self.num_draft_tokens, device)
 
     def record(self, request: Request, step: Step) -> None:
         """Tell the schedule what became of a request's draft."""
@@ -62,8 +69,11 @@ class Speculation:
         return [name] * proposal.token_ids.shape[1]
 
     def enable(self, drafter: Drafter | None, num_draft_tokens: int) -> None:
-        """Turn on a drafter, or the known one."""
-        self._known = drafter if drafter is not None else self._known
+        """Turn on a drafter, or the known one; ValueError when it cannot propose so many tokens."""
+        known = drafter if drafter is not None else self._known
+        if isinstance(known, TreeProposer):
+            known.num_nodes(num_draft_tokens)
+        self._known = known
         self.drafter = self._known
         self._num_draft_tokens = num_draft_tokens
 
@@ -94,3 +104,9 @@ class Speculation:
         if self.drafter is not None:
             for request in requests:
                 self.drafter.release(request)
+
+    def _wanted(self, request: Request) -> int:
+        """Tokens proposed for a request in its next step, if there is room for them."""
+        if self.schedule is None or not self.is_on:
+            return self.num_draft_tokens
+        return min(self.schedule.num_draft_tokens(request), self.num_draft_tokens)

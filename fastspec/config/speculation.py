@@ -1,6 +1,7 @@
 """How drafts are made and verified."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import InitVar, dataclass
 from pathlib import Path
 from typing import Any
@@ -8,9 +9,9 @@ from typing import Any
 from fastspec.config.checks import is_int, reject_unsupported, require
 from fastspec.config.k_matrix import as_k_matrix, most_draft_tokens
 from fastspec.config.schedule import as_step_costs
+from fastspec.config.token_trees import check_trees
 
-METHODS = ("auto", "none", "draft_model", "prompt_lookup", "mag", "cascade", "glide")
-LATER_METHODS = ("tree",)
+METHODS = ("auto", "none", "draft_model", "prompt_lookup", "mag", "cascade", "glide", "tree")
 _DEFAULT_SPECULATIVE_TOKENS = 5
 _DEFAULT_LOOKUP_TOKENS = 5
 _DEFAULT_K_MATRIX = ((6, 4), (0, 3))
@@ -48,6 +49,18 @@ class SpecConfig:
             lately, none where drafts fail; see `fastspec.schedule`), or an object like these.
         step_costs: of "adaptive", K + 1 costs of steps with 0 to K draft tokens, in any unit; None
             measures them when the drafter is turned on, and assumes some for sampled requests.
+        tree_width, tree_nodes: of "tree", 4 and 16 by default: children of a node and nodes of a
+            tree at most, the root not counted; num_speculative_tokens is its depth. Likeliest
+            tokens make a tree of the highest cumulative draft probability. Tokens that are sampled
+            ("probabilistic", above temperature 0) make one of a fixed, balanced shape.
+        tree_paths: of "tree": a fixed shape instead, the ranks among siblings from 0 on the way to
+            each node; at most 127 nodes, no deeper than num_speculative_tokens.
+        tree_prompt_lookup: of "tree" with draft_sample_method "greedy": one branch is copied by
+            prompt lookup, within the same number of nodes.
+        cape: siblings for each token of a draft model's greedy chain, more of them the less sure
+            it is. The chain is greedy by definition, whatever draft_sample_method says.
+        cape_bins: pairs of a probability and how many siblings a token up to that probability gets;
+            by default (0.3, 7), (0.6, 5), (0.8, 3), (1, 1).
         num_assistant_tokens: Hugging Face's name of num_speculative_tokens.
         prompt_lookup_num_tokens: Hugging Face's way to ask for prompt lookup with that many tokens.
     Raises:
@@ -65,7 +78,10 @@ class SpecConfig:
     lenience: float = 1.0
     tree_width: int | None = None
     tree_nodes: int | None = None
+    tree_paths: Sequence[Sequence[int]] | None = None
+    tree_prompt_lookup: bool = False
     cape: bool = False
+    cape_bins: Sequence[tuple[float, int]] | None = None
     confidence_threshold: float | None = None
     schedule: Any = "constant"
     step_costs: tuple[float, ...] | list[float] | None = None
@@ -90,8 +106,6 @@ class SpecConfig:
                 expected = f"the value of num_speculative_tokens, {count!r}, or None"
                 require(name, value, is_free, expected)
                 object.__setattr__(self, "num_speculative_tokens", value)
-        if self.method in LATER_METHODS:
-            raise ValueError(f"method: {self.method!r} is not supported yet")
         require("method", self.method, self.method in METHODS, f"one of {METHODS}")
         count = self.num_speculative_tokens
         require("num_speculative_tokens", count, is_int(count) and count >= 1, "an int >= 1")
@@ -111,11 +125,9 @@ class SpecConfig:
         )
         self._check_copying()
         self._check_cascade()
+        check_trees(self)
         reject_unsupported(
             self,
-            tree_width=None,
-            tree_nodes=None,
-            cape=False,
             confidence_threshold=None,
             synthetic_acceptance_rate=None,
         )
@@ -155,7 +167,7 @@ class SpecConfig:
     def _check_copying(self) -> None:
         for name in ("prompt_lookup_min", "prompt_lookup_max"):
             value = getattr(self, name)
-            if self.method != "prompt_lookup":
+            if self.method != "prompt_lookup" and not self.tree_prompt_lookup:
                 require(name, value, value is None, f"None for method {self.method!r}")
             require(name, value, value is None or (is_int(value) and value >= 1), "an int >= 1")
         fits = self.method in ("mag", "cascade") or self.bigram_path is None

@@ -69,7 +69,11 @@ class Drafter(Protocol):
 
 @runtime_checkable
 class TreeProposer(Drafter, Protocol):
-    """A drafter whose proposals hold more tokens than can be accepted of them."""
+    """A drafter whose proposals hold more tokens than can be accepted of them.
+
+    batch.num_draft_tokens[b] is then what there is room for; no path may have more tokens than
+    batch.num_speculative_tokens and batch.requests[b].room.
+    """
 
     def num_nodes(self, num_speculative_tokens: int) -> int:
         """Columns of a proposal at most, when the longest path may have that many tokens."""
