@@ -8,12 +8,13 @@ import numpy as np
 import typer
 
 from fastspec.bigram import save_bigram
-from fastspec.cli import options
+from fastspec.cli import options, train_glide
 from fastspec.cli.display import progress_bar
 from fastspec.loading import load_tokenizer
 from fastspec.train.bigram import count_bigrams
 
 app = typer.Typer(help="Make what drafters need from text of your own.", no_args_is_help=True)
+app.command()(train_glide.glide)
 
 
 @app.command()

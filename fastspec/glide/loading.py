@@ -1,6 +1,7 @@
 """GLIDE draft models from folders, hub ids or objects."""
 
 from pathlib import Path
+from typing import Any, cast
 
 from transformers import PreTrainedModel
 
@@ -22,7 +23,8 @@ def load_glide(source: str | Path | PreTrainedModel, config: EngineConfig) -> Gl
 
 
 def _from_pretrained(path: str | Path, **options) -> GlideLlamaForCausalLM:
-    model, report = GlideLlamaForCausalLM.from_pretrained(path, output_loading_info=True, **options)
+    loaded = GlideLlamaForCausalLM.from_pretrained(path, output_loading_info=True, **options)
+    model, report = cast(Any, loaded)
     missing = sorted(report["missing_keys"])
     if missing:
         raise ValueError(f"is not a GLIDE model: {len(missing)} weights lack, as {missing[0]}")

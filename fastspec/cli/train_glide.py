@@ -1,0 +1,134 @@
+"""`fastspec train glide`: a GLIDE draft for a target of your own."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from transformers import PreTrainedTokenizerBase
+
+from fastspec.cli import options
+from fastspec.cli.display import number, progress_bar
+from fastspec.cli.errors import usage_errors
+from fastspec.config import EngineConfig, SpecConfig
+from fastspec.loading import load_model, load_tokenizer, resolve_device
+from fastspec.train.glide import TrainOptions
+from fastspec.train.glide_data import cut_rows
+from fastspec.train.glide_run import (
+    DraftShape,
+    one_epoch,
+    report_acceptance,
+    split_rows,
+    train_draft,
+)
+from fastspec.train.processes import OneProcess, many_processes
+
+
+def glide(
+    data: Annotated[
+        list[Path],
+        typer.Option(
+            metavar="FILE", help='UTF-8 text, or .jsonl with a "text" a line; repeatable.'
+        ),
+    ],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Draft, checkpoints and record.")],
+    target: options.Target = "tiny",
+    layers: Annotated[int, typer.Option(help="Layers of the draft.")] = 1,
+    hidden_size: Annotated[int | None, typer.Option(help="By default the target's.")] = None,
+    intermediate_size: Annotated[int | None, typer.Option(help="By default the target's.")] = None,
+    steps: Annotated[int | None, typer.Option(help="By default one pass over the data.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Rows of each process in a step.")] = 8,
+    context: Annotated[int, typer.Option(help="Tokens of a row.")] = 512,
+    rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 5e-4,
+    distillation: Annotated[
+        float, typer.Option(help="Weight of the target's distribution against the text, 0 to 1.")
+    ] = 0.0,
+    held_out: Annotated[float, typer.Option(help="Part of the rows that only judge.")] = 0.05,
+    checkpoint_steps: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 200,
+    num_speculative_tokens: options.NumSpeculativeTokens = 5,
+    seed: Annotated[int, typer.Option(help="Of weights and order.")] = 0,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the checkpoint.")] = False,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="A draft as large without cross-attention, to compare.")
+    ] = False,
+    accelerate: Annotated[
+        bool, typer.Option("--accelerate", help="Several devices, under accelerate launch.")
+    ] = False,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+) -> None:
+    """Train a GLIDE draft, which also reads the target's cache; the target stays as it is.
+
+    At the end the draft is used on held-out text, and what was accepted is reported.
+    """
+    for file in data:
+        if not file.is_file():
+            raise typer.BadParameter(f"--data: no such file: {str(file)!r}")
+    if context < 2:
+        raise typer.BadParameter(f"--context: expected an int >= 2, got {context}")
+    with usage_errors():
+        spec = SpecConfig("draft_model", num_speculative_tokens)
+        config = EngineConfig(dtype=dtype, device=device)
+        settings = TrainOptions(
+            steps=1 if steps is None else steps,
+            batch_size=batch_size,
+            rate=rate,
+            distillation=distillation,
+            checkpoint_steps=checkpoint_steps,
+            seed=seed,
+        )
+        processes = many_processes() if accelerate else OneProcess(resolve_device(config))
+    tokenizer = load_tokenizer("target", target)
+    model = load_model("target", target, config)
+    rows = cut_rows(_documents(data, tokenizer), context)
+    torch.manual_seed(seed)
+    with usage_errors():
+        training, judging = split_rows(rows, held_out, seed)
+        draft = DraftShape(layers, hidden_size, intermediate_size, plain).make(model)
+    if steps is None:
+        settings = replace(settings, steps=one_epoch(len(training), batch_size, processes))
+    with progress_bar("steps", live=processes.is_main_process) as bar:
+        task = bar.add_task("training", total=settings.steps)
+
+        def advance(done: int, loss: float) -> None:
+            bar.update(task, completed=done, description=f"loss {loss:.3f}")
+
+        record = train_draft(model, draft, training, settings, out, processes, resume, advance)
+    if processes.is_main_process:
+        tokenizer.save_pretrained(out)
+        report = report_acceptance(model, draft, judging, spec, out)
+        typer.echo(
+            f"{out}: {record['steps']:.0f} steps, loss {record['train_loss']:.3f}; on held-out text"
+            f" acceptance rate {number(report['acceptance_rate'])}, mean acceptance length"
+            f" {number(report['mean_acceptance_length'])}"
+            f" (K={num_speculative_tokens}, {report['held_out_prompts']} prompts)"
+        )
+
+
+def _documents(files: list[Path], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
+    """Token ids of each text."""
+    for file in files:
+        try:
+            content = file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"data: {file} is not UTF-8: {error}") from error
+        texts = _records(file, content) if file.suffix == ".jsonl" else [content]
+        for text in texts:
+            yield tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def _records(file: Path, content: str) -> list[str]:
+    """The field "text" of each line."""
+    texts = []
+    for index, line in enumerate(content.splitlines(), start=1):
+        try:
+            text = json.loads(line)["text"]
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(f'data: line {index} of {file} has no field "text"') from error
+        if not isinstance(text, str):
+            raise ValueError(f'data: "text" in line {index} of {file} is no text: {text!r}')
+        texts.append(text)
+    return texts

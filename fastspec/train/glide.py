@@ -1,0 +1,261 @@
+"""Training of GLIDE draft models, and of plain ones to compare them with."""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from fastspec.config import is_int
+from fastspec.config.checks import require
+from fastspec.glide.dense import DenseGlimpse, block_mask
+from fastspec.glide.model import GlideLlamaConfig, GlideLlamaForCausalLM
+from fastspec.train.glide_data import Lesson, Teacher
+from fastspec.train.processes import Processes
+from fastspec.train.tiny_draft import DistillationLoss
+
+_LOSS_MEMORY = 0.98  # of the running mean
+_MAX_NORM = 1.0
+_SHARED_FIELDS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "tie_word_embeddings",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+)
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """How long and how fast to train.
+
+    Args:
+        steps: optimizer steps, >= 1.
+        batch_size: rows of each process in a step, >= 1.
+        rate: peak learning rate; after the warm-up it falls to 0 as a cosine does.
+        warmup: part of the steps in which the rate rises, from 0 to 1.
+        distillation: weight of the target's distribution against the text's own next token, 0 to 1.
+        checkpoint_steps: steps between checkpoints, >= 1.
+        seed: of the order of the rows.
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    steps: int
+    batch_size: int = 8
+    rate: float = 5e-4
+    warmup: float = 0.025
+    distillation: float = 0.0
+    checkpoint_steps: int = 200
+    seed: int = 0
+
+    def __post_init__(self):
+        for name in ("steps", "batch_size", "checkpoint_steps"):
+            value = getattr(self, name)
+            require(name, value, is_int(value) and value >= 1, "an int >= 1")
+        require("rate", self.rate, 0 < self.rate < math.inf, "a number > 0")
+        for name in ("warmup", "distillation"):
+            value = getattr(self, name)
+            require(name, value, 0 <= value <= 1, "a number from 0 to 1")
+
+    def factor(self, step: int) -> float:
+        """Learning rate of a step, counted from 0, as a part of its peak."""
+        num_warmup = math.ceil(self.warmup * self.steps)
+        if step < num_warmup:
+            return (step + 1) / num_warmup
+        done = (step - num_warmup) / max(1, self.steps - num_warmup)
+        return 0.5 * (1 + math.cos(math.pi * done))
+
+
+def make_glide(target: PreTrainedModel, num_layers: int = 1, **shape: Any) -> GlideLlamaForCausalLM:
+    """A GLIDE draft for a target, which starts from the target's weights where names agree.
+
+    Raises:
+        ValueError: a shape that does not fit together, or more layers than the target has.
+    """
+    large = target.config.get_text_config(decoder=True)
+    require("layers", num_layers, 1 <= num_layers <= large.num_hidden_layers, "1 to the target's")
+    heads = large.num_attention_heads
+    config = GlideLlamaConfig(
+        **_llama_shape(target, num_layers, shape),
+        large_hidden_size=large.hidden_size,
+        large_num_attention_heads=heads,
+        large_num_key_value_heads=getattr(large, "num_key_value_heads", None) or heads,
+        large_head_dim=getattr(large, "head_dim", None) or large.hidden_size // heads,
+    )
+    return _started(GlideLlamaForCausalLM(config), target)
+
+
+def make_plain(glide: GlideLlamaForCausalLM, target: PreTrainedModel) -> LlamaForCausalLM:
+    """A Llama as large as a GLIDE draft: what cross-attention would take, feed-forward has more."""
+    config = glide.config
+    extra = sum(p.numel() for n, p in glide.named_parameters() if ".cross_attn." in n)
+    width = extra // (3 * config.hidden_size * config.num_hidden_layers)
+    shape = {"intermediate_size": config.intermediate_size + width}
+    plain = LlamaConfig(**_llama_shape(glide, config.num_hidden_layers, shape))
+    return _started(LlamaForCausalLM(plain), target)
+
+
+def _llama_shape(model: PreTrainedModel, num_layers: int, shape: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a Llama like this model, with changes; what it lacks takes Llama's default."""
+    config = model.config.get_text_config(decoder=True)
+    own = {name: getattr(config, name, None) for name in _SHARED_FIELDS}
+    own["intermediate_size"] = own["intermediate_size"] or 4 * config.hidden_size
+    rope = getattr(config, "rope_parameters", None) or {}
+    own["rope_parameters"] = rope.get("full_attention", rope) or None
+    kept = {name: value for name, value in own.items() if value is not None}
+    return kept | shape | {"num_hidden_layers": num_layers}
+
+
+@torch.no_grad()
+def _started(draft: Any, target: PreTrainedModel) -> Any:
+    """Copy the target's weights of the same name into as much of the draft's as they fill."""
+    weights = dict(target.named_parameters())
+    for name, parameter in draft.named_parameters():
+        source = weights.get(name)
+        if source is None or source.dim() != parameter.dim():
+            continue
+        if all(s <= p for s, p in zip(source.shape, parameter.shape, strict=True)):
+            parameter[tuple(slice(size) for size in source.shape)] = source.to(parameter)
+    return draft
+
+
+def draft_loss(draft: nn.Module, lesson: Lesson, block_size: int, distillation: float) -> Tensor:
+    """Mean loss over the real tokens; block_size 0 is a plain draft, which sees no target."""
+    inputs, valid = lesson.token_ids[:, :-1], lesson.valid[:, :-1]
+    extra = {}
+    if block_size:
+        extra["glimpse"] = DenseGlimpse(lesson.layers, block_mask(valid, block_size))
+    logits = draft(input_ids=inputs, attention_mask=valid.long(), use_cache=False, **extra).logits
+    counts = lesson.valid[:, 1:]
+    logits = logits[counts]
+    loss = logits.new_zeros(())
+    if distillation < 1:
+        loss = loss + (1 - distillation) * cross_entropy(
+            logits.float(), lesson.token_ids[:, 1:][counts]
+        )
+    if distillation > 0:
+        loss = loss + distillation * DistillationLoss.apply(logits, lesson.target_logits[counts])
+    return loss
+
+
+def adam(model: nn.Module, rate: float) -> list[torch.optim.Optimizer]:
+    """The optimizer of the published recipe."""
+    return [torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0)]
+
+
+class GlideTrainer:
+    """Trains one draft on the lessons of a frozen target.
+
+    The row order is a function of seed and step, so a continued run sees what an unbroken one would
+    have seen. Checkpoints are in `folder/checkpoint.pt`, the record in `folder/record.json`.
+    """
+
+    def __init__(
+        self,
+        draft: PreTrainedModel,
+        teacher: Teacher,
+        num_rows: int,
+        options: TrainOptions,
+        folder: Path,
+        processes: Processes,
+        make_optimizers: Callable[[nn.Module, float], list[torch.optim.Optimizer]] = adam,
+    ):
+        self.options, self.folder, self._processes = options, folder, processes
+        self._teacher, self._num_rows = teacher, num_rows
+        self._block_size = (
+            draft.config.block_size if isinstance(draft, GlideLlamaForCausalLM) else 0
+        )
+        draft.to(processes.device).train()  # pyright: ignore[reportArgumentType]
+        self._draft, *self._optimizers = processes.prepare(
+            draft, *make_optimizers(draft, options.rate)
+        )
+        self.record: dict[str, float] = {"steps": 0, "tokens": 0}
+
+    @property
+    def draft(self) -> PreTrainedModel:
+        """The model as it is."""
+        return self._processes.unwrap_model(self._draft)
+
+    def resume(self) -> None:
+        """Continue from the last checkpoint.
+
+        Raises:
+            ValueError: there is none, or it is of another run.
+        """
+        path = self.folder / "checkpoint.pt"
+        if not path.is_file():
+            raise ValueError(f"resume: no checkpoint at {path}")
+        state = torch.load(path, map_location=self._processes.device, weights_only=True)
+        try:
+            self.draft.load_state_dict(state["draft"])
+        except RuntimeError as error:
+            raise ValueError(f"resume: {path} holds a draft of another shape") from error
+        for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self.record = state["record"]
+
+    def run(self, advance: Callable[[float], None]) -> dict[str, float]:
+        """Train to the last step; `advance` gets the running mean of the loss after each."""
+        for step in range(int(self.record["steps"]), self.options.steps):
+            lesson = self._teacher.lesson(self._indices(step))
+            loss = self._step(lesson, self.options.factor(step))
+            mean = self.record.get("train_loss", loss)
+            self.record["train_loss"] = _LOSS_MEMORY * mean + (1 - _LOSS_MEMORY) * loss
+            self.record["steps"] = step + 1
+            num_tokens = int(lesson.valid[:, 1:].sum())
+            self.record["tokens"] += num_tokens * self._processes.num_processes
+            advance(self.record["train_loss"])
+            if (step + 1) % self.options.checkpoint_steps == 0 or step + 1 == self.options.steps:
+                self._save()
+        return self.record
+
+    def _indices(self, step: int) -> Tensor:
+        """Rows of this process: each epoch visits every row once, in an order of its own."""
+        processes, size = self._processes, self.options.batch_size
+        first = (step * processes.num_processes + processes.process_index) * size
+        places = torch.arange(first, first + size)
+        indices = []
+        for epoch in (places // self._num_rows).unique().tolist():
+            generator = torch.Generator().manual_seed(self.options.seed + epoch)
+            order = torch.randperm(self._num_rows, generator=generator)
+            indices.append(order[places[places // self._num_rows == epoch] % self._num_rows])
+        return torch.cat(indices)
+
+    def _step(self, lesson: Lesson, factor: float) -> float:
+        loss = draft_loss(self._draft, lesson, self._block_size, self.options.distillation)
+        self._processes.backward(loss)
+        self._processes.clip_grad_norm_(self._draft.parameters(), _MAX_NORM)
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self.options.rate * factor
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.item()
+
+    def _save(self) -> None:
+        self._processes.wait_for_everyone()
+        if not self._processes.is_main_process:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        state = {
+            "draft": self.draft.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
+            "record": self.record,
+        }
+        torch.save(state, self.folder / "checkpoint.tmp")
+        (self.folder / "checkpoint.tmp").replace(self.folder / "checkpoint.pt")
+        (self.folder / "record.json").write_text(json.dumps(self.record, indent=1) + "\n")

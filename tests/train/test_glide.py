@@ -1,0 +1,284 @@
+"""The GLIDE trainer: its mask, padding, resumption, command line and report."""
+
+import json
+import re
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from fastspec import Engine, SamplingParams, SpecConfig
+from fastspec.cli import app
+from fastspec.glide import GlideLlamaForCausalLM
+from fastspec.glide.dense import block_mask, read_target
+from fastspec.train.glide import GlideTrainer, TrainOptions, draft_loss, make_glide, make_plain
+from fastspec.train.glide_data import FrozenTarget, Lesson, Rows, cut_rows
+from fastspec.train.processes import OneProcess
+
+from ..models import VOCAB_SIZE, byte_tokenizer, random_model
+
+PROCESS = OneProcess(torch.device("cpu"))
+TEXT = "the cat sat on the mat and the dog sat on the cat. " * 40
+
+
+def rows_of(count=24, width=17, seed=0):
+    """Texts that count up, which is easily learnt."""
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.randint(200, (count, 1), generator=generator)
+    return Rows(starts + torch.arange(width), torch.full((count,), width))
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 5])
+def test_block_mask_follows_the_rule(block_size):
+    valid = torch.ones(3, 13, dtype=torch.bool)
+    valid[1, 8:] = False
+    valid[2, :4] = False  # padding at either end
+    mask = block_mask(valid, block_size)
+    assert mask.shape == (3, 1, 13, 13)
+    for b, first in enumerate((0, 0, 4)):
+        for i in range(13):
+            for j in range(13):
+                if not valid[b, i]:
+                    continue  # nobody reads this row, but it must see something
+                query, key = i - first, j - first
+                in_earlier_block = query // block_size > key // block_size
+                in_first_block = query < block_size and query >= key
+                expected = bool(valid[b, j]) and (in_earlier_block or in_first_block)
+                assert bool(mask[b, 0, i, j]) == expected
+    assert mask.any(dim=-1).all()
+
+
+def test_target_layers_are_its_last_ones_as_its_own_cache_has_them():
+    target = random_model("mistral")  # its own cache drops what leaves the window
+    token_ids = torch.randint(250, (2, 20))
+    layers, logits = read_target(target, token_ids, torch.ones_like(token_ids).bool(), 2)
+    expected = target(token_ids, use_cache=True)
+    torch.testing.assert_close(logits, expected.logits)
+    for layer, pair in zip(expected.past_key_values.layers[1:], layers, strict=True):
+        window = layer.keys.shape[2]
+        for own, kept in zip((layer.keys, layer.values), pair, strict=True):
+            assert kept.shape[2] == 20
+            torch.testing.assert_close(kept[:, :, -window:], own)
+
+
+@pytest.mark.parametrize("is_glide", [True, False])
+def test_padding_changes_no_loss_and_no_gradient(is_glide):
+    target = random_model("llama")
+    glide = make_glide(target)
+    draft = glide if is_glide else make_plain(glide, target)
+    rows = rows_of(1, 12)
+    gradients = []
+    for width in (12, 19):
+        token_ids = torch.full((1, width), 7)
+        token_ids[:, :12] = rows.token_ids
+        teacher = FrozenTarget(target, Rows(token_ids, rows.lengths), 1)
+        lesson = teacher.lesson(torch.tensor([0]))
+        loss = draft_loss(draft, lesson, 5 if is_glide else 0, 0.5)
+        used = [p for n, p in draft.named_parameters() if "lm_head" not in n]
+        gradients.append([loss, *torch.autograd.grad(loss, used)])
+    for alone, padded in zip(*gradients, strict=True):
+        torch.testing.assert_close(padded, alone, atol=1e-5, rtol=1e-4)
+
+
+def test_loss_mixes_the_next_token_and_the_distribution():
+    target = random_model("llama")
+    draft = make_glide(target)
+    lesson = FrozenTarget(target, rows_of(2), 1).lesson(torch.arange(2))
+    hard, soft, mixed = (draft_loss(draft, lesson, 5, weight) for weight in (0.0, 1.0, 0.25))
+    torch.testing.assert_close(mixed, 0.75 * hard + 0.25 * soft)
+    perfect = Lesson(lesson.token_ids, lesson.valid, lesson.layers, lesson.target_logits * 0)
+    even = draft_loss(draft, perfect, 5, 1.0)
+    assert even >= torch.tensor(float(VOCAB_SIZE)).log()
+
+
+def train(folder, steps, draft, stop_at=None, resume=False, **options):
+    target = random_model("llama")
+    rows = rows_of()
+    settings = TrainOptions(steps, batch_size=5, rate=2e-3, checkpoint_steps=4, **options)
+    teacher = FrozenTarget(target, rows, draft.config.num_hidden_layers)
+    trainer = GlideTrainer(draft, teacher, len(rows), settings, folder, PROCESS)
+    if resume:
+        trainer.resume()
+    losses = []
+
+    def advance(loss):
+        losses.append(loss)
+        if trainer.record["steps"] == stop_at:
+            raise KeyboardInterrupt
+
+    if stop_at is None:
+        trainer.run(advance)
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            trainer.run(advance)
+    return losses
+
+
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_training_lowers_the_loss_and_leaves_the_target_alone(num_layers, tmp_path):
+    target = random_model("llama")
+    before = {name: tensor.clone() for name, tensor in target.state_dict().items()}
+    torch.manual_seed(0)
+    draft = make_glide(target, num_layers)
+    query = draft.model.layers[0].cross_attn.q_proj.weight
+    start = query.detach().clone()
+    losses = train(tmp_path, 20, draft)
+    assert losses[-1] < losses[0]
+    assert not torch.equal(query, start)
+    for name, tensor in target.state_dict().items():
+        assert torch.equal(tensor, before[name])
+
+
+def test_a_continued_run_is_the_unbroken_one(tmp_path):
+    drafts = []
+    for _ in range(3):
+        torch.manual_seed(1)
+        drafts.append(make_glide(random_model("llama")))
+    train(tmp_path / "whole", 6, drafts[0])
+    train(tmp_path / "broken", 6, drafts[1], stop_at=5)
+    train(tmp_path / "broken", 6, drafts[2], resume=True)
+    for whole, continued in zip(drafts[0].parameters(), drafts[2].parameters(), strict=True):
+        assert torch.equal(whole, continued)
+    records = [json.loads((tmp_path / n / "record.json").read_text()) for n in ("whole", "broken")]
+    assert records[0] == records[1]
+    assert records[0]["steps"] == 6
+    assert records[0]["tokens"] == 6 * 5 * 16
+
+
+def test_every_row_is_seen_once_in_an_epoch():
+    draft = make_glide(random_model("llama"))
+    for num_processes in (1, 2):
+        shares = []
+        for index in range(num_processes):
+            process = OneProcess(torch.device("cpu"))
+            process.num_processes, process.process_index = num_processes, index
+            options = TrainOptions(12, batch_size=4)
+            trainer = GlideTrainer(draft, None, 24, options, None, process)
+            steps = range(12 // num_processes)
+            shares += [trainer._indices(step).tolist() for step in steps]
+        seen = sorted(index for share in shares for index in share)
+        assert seen == sorted([*range(24)] * 2)
+
+
+def test_plain_draft_is_as_large_as_glide():
+    target = random_model("llama", hidden_size=48, head_dim=12)
+    glide = make_glide(target)
+    plain = make_plain(glide, target)
+    assert plain.num_parameters() == pytest.approx(glide.num_parameters(), rel=0.01)
+    assert not any("cross_attn" in name for name, _ in plain.named_parameters())
+
+
+def test_drafts_start_from_the_target():
+    target = random_model("llama")
+    draft = make_glide(target)
+    assert torch.equal(draft.model.embed_tokens.weight, target.model.embed_tokens.weight)
+    own, large = draft.model.layers[0], target.model.layers[0]
+    assert torch.equal(own.self_attn.q_proj.weight, large.self_attn.q_proj.weight)
+
+
+def test_rows_are_windows_of_each_document():
+    rows = cut_rows([[1, 2, 3, 4, 5, 6], [7], [8, 9], []], context=3)
+    assert rows.token_ids.tolist() == [[1, 2, 3, 4], [4, 5, 6, 0], [8, 9, 0, 0]]
+    assert rows.lengths.tolist() == [4, 3, 2]
+    assert rows.valid.sum(dim=1).tolist() == [4, 3, 2]
+    with pytest.raises(ValueError, match="data: no text has two tokens"):
+        cut_rows([[1], []], context=3)
+
+
+@pytest.fixture(scope="module")
+def target_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("target")
+    random_model("llama").save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["train", "glide", *map(str, arguments)])
+
+
+def test_command_line_makes_a_draft_that_runs(target_folder, tmp_path):
+    text, out = tmp_path / "text.txt", tmp_path / "draft"
+    text.write_text(TEXT)
+    records = tmp_path / "more.jsonl"
+    records.write_text(json.dumps({"text": TEXT[:300]}) + "\n")
+    common = ("--target", target_folder, "--data", text, "--data", records, "--out", out)
+    sizes = ("--context", 32, "--batch-size", 4, "--held-out", 0.1, "--checkpoint-steps", 3)
+    result = run(*common, *sizes, "--steps", 4)
+    assert result.exit_code == 0, result.output
+    assert "4 steps" in result.output
+    assert "acceptance rate" in result.output
+    record = json.loads((out / "record.json").read_text())
+    assert 0 <= record["acceptance_rate"] <= 1
+    assert record["mean_acceptance_length"] >= 1
+    engine = Engine(str(target_folder), str(out), spec=SpecConfig("glide"))
+    plain = Engine(str(target_folder))
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    outputs = [e.generate("the cat", params)[0].token_ids for e in (engine, plain)]
+    assert outputs[0] == outputs[1]
+    again = run(*common, *sizes, "--steps", 4)
+    assert again.exit_code != 0
+    assert "holds a checkpoint" in again.output
+    longer = run(*common, *sizes, "--steps", 5, "--resume")
+    assert longer.exit_code == 0, longer.output
+    assert "5 steps" in longer.output
+    GlideLlamaForCausalLM.from_pretrained(out)
+
+
+def test_plain_baseline_from_the_command_line(target_folder, tmp_path):
+    text, out = tmp_path / "text.txt", tmp_path / "draft"
+    text.write_text(TEXT)
+    options = ("--target", target_folder, "--data", text, "--out", out, "--plain")
+    small = ("--context", 64, "--hidden-size", 32, "--steps", 2)
+    result = run(*options, *small, "--distillation", 1)
+    assert result.exit_code == 0, result.output
+    assert json.loads((out / "config.json").read_text())["model_type"] == "llama"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--steps", 0), "steps"),
+        (("--batch-size", 0), "batch_size"),
+        (("--rate", 0), "rate"),
+        (("--distillation", 1.5), "distillation"),
+        (("--held-out", 1), "held_out"),
+        (("--layers", 9), "layers"),
+        (("--hidden-size", 33), "hidden_size"),
+        (("--context", 1), "--context"),
+        (("--context", 100_000), "data: too little text"),
+        (("--resume",), "resume: no checkpoint"),
+        (("--accelerate",), "accelerate: it is not installed"),
+    ],
+)
+def test_bad_input_is_named(arguments, named, target_folder, tmp_path):
+    if arguments == ("--accelerate",):
+        try:
+            import accelerate  # noqa: F401
+        except ImportError:
+            pass
+        else:
+            pytest.skip("accelerate is installed")
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    result = run("--target", target_folder, "--data", text, "--out", tmp_path / "o", *arguments)
+    assert result.exit_code != 0
+    assert named in result.output
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "named"),
+    [
+        ("a.txt", b"\xff\xfe\xfa", "is not UTF-8"),
+        ("a.jsonl", b'{"words": 1}\n', 'line 1 of .* has no field "text"'),
+        ("a.jsonl", b'{"text": "x"}\n[1\n', "line 2"),
+        ("a.jsonl", b'{"text": 3}\n', "is no text: 3"),
+        ("a.txt", b"", "data: no text has two tokens"),
+    ],
+)
+def test_bad_data_is_named(name, content, named, target_folder, tmp_path):
+    file = tmp_path / name
+    file.write_bytes(content)
+    result = run("--target", target_folder, "--data", file, "--out", tmp_path / "o")
+    assert result.exit_code == 1
+    assert re.search(named, result.output)
