@@ -16,7 +16,8 @@ _PRIOR_RATE = 0.7  # acceptance that a new request is believed to have, as if on
 _MEMORY = 0.9  # of what was known before a step, the part that counts after it
 _GAIN_TO_CHANGE = 1.03  # between two lengths
 _GAIN_TO_RESUME = 1.05  # from plain decoding
-_FIRST_PAUSE, _LONGEST_PAUSE = 8, 64  # plain steps before drafts are tried again
+_FIRST_LENGTH = 3  # of a new request's draft: little is lost where drafts fail
+_FIRST_PAUSE, _LONGEST_PAUSE = 16, 64  # plain steps before drafts are tried again
 _ASSUMED_COST = 0.15  # of one draft token over a plain step, where it must not be measured
 _SETTLED = 16  # steps with drafts after which an earlier pause is forgotten
 
@@ -71,7 +72,7 @@ class AdaptiveSchedule:
     Tokens of a step with k drafts: (1 - a^(k+1)) / (1 - a), with a the rate of acceptance in the
     last steps. Its cost: step_costs[k]. Another length must promise 3 % more, and drafting again
     after plain steps 5 %; drafting stops as soon as it promises less than plain decoding. Then one
-    token is tried after 8 plain steps, then 16 and so on to 64.
+    token is tried after 16 plain steps, then after 32, and from then on after 64.
 
     Args:
         step_costs: of steps with 0, 1, ..., K draft tokens, in any unit; measured ones do.
@@ -111,7 +112,7 @@ class AdaptiveSchedule:
     def _pace(self, request: Request) -> _Pace:
         if request.schedule_state is None:
             costs = self._greedy if request.params.temperature == 0 else self._sampled
-            request.schedule_state = _Pace(costs, length=len(costs) - 1)
+            request.schedule_state = _Pace(costs, length=min(_FIRST_LENGTH, len(costs) - 1))
         return request.schedule_state
 
 
@@ -145,13 +146,13 @@ def _relative(costs: Sequence[float]) -> tuple[float, ...]:
 
 
 class SweepSchedule:
-    """Each length from 0 to K in turn, to measure them under the same conditions."""
+    """The given lengths in turn, to measure them under the same conditions."""
 
-    def __init__(self, num_speculative_tokens: int):
-        self._num_lengths = num_speculative_tokens + 1
+    def __init__(self, lengths: Sequence[int]):
+        self._lengths = tuple(lengths)
 
     def num_draft_tokens(self, request: Request) -> int:
-        return (request.schedule_state or 0) % self._num_lengths
+        return self._lengths[(request.schedule_state or 0) % len(self._lengths)]
 
     def record(self, request: Request, step: Step) -> None:
         request.schedule_state = (request.schedule_state or 0) + 1

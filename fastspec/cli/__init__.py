@@ -1,4 +1,4 @@
-"""The command line: `fastspec generate`, `demo`, `bench`, `simulate`, `info` and `train`."""
+"""The command line: `fastspec generate`, `bench`, `tune` and the others."""
 
 from typing import Annotated
 
@@ -7,13 +7,14 @@ from huggingface_hub.utils import logging as hub_logging
 from transformers.utils import logging as transformers_logging
 
 import fastspec
-from fastspec.cli import bench, demo, generate, info, simulate, train
+from fastspec.cli import bench, demo, generate, info, simulate, train, tune
 from fastspec.cli.errors import OneLineErrors
 
 app = typer.Typer(cls=OneLineErrors, add_completion=False, pretty_exceptions_enable=False)
 app.command()(generate.generate)
 app.command()(demo.demo)
 app.command()(bench.bench)
+app.command()(tune.tune)
 app.command()(simulate.simulate)
 app.command()(info.info)
 app.add_typer(train.app, name="train")

@@ -26,12 +26,14 @@ from fastspec.cli.prompts import bundled_prompts, read_prompts
 from fastspec.config import EngineConfig, SpecConfig
 from fastspec.loading import bigram_beside, check_same_tokenizer, load_model, load_tokenizer
 
+_MAG_TOKENS = 10  # what CS-Drafting's MaG writes
 RESULTS = ROOT / "benchmarks" / "results"
 
 
 def bench(
     target: options.Target = "tiny",
     draft: options.Draft = None,
+    config_file: options.Config = None,
     num_prompts: options.NumPrompts = 8,
     prompts_file: Annotated[
         Path | None,
@@ -43,6 +45,8 @@ def bench(
     prompt_lookup_min: options.PromptLookupMin = None,
     prompt_lookup_max: options.PromptLookupMax = None,
     bigram: options.Bigram = None,
+    k_matrix: options.KMatrix = None,
+    lenience: options.Lenience = 1.0,
     temperatures: Annotated[str, typer.Option(help="Comma-separated list; 0 is greedy.")] = "0,1",
     repeats: Annotated[
         int, typer.Option(help="Timed rounds over all prompts; the median counts.")
@@ -61,9 +65,11 @@ def bench(
 ) -> None:
     """Time plain, speculative, and Hugging Face's plain and assisted decoding, batch 1, in one run.
 
-    All run on one loaded pair and make equally many tokens; greedy outputs are compared first.
+    All run on one loaded pair and make equally many tokens; greedy outputs are compared first. A
+    cascade's parts run beside it, the draft model with K of -k and MaG with K = 10.
     """
-    has_draft = method == "draft_model"
+    is_cascade = method == "cascade"
+    has_draft = is_cascade or method == "draft_model"
     if not has_draft and draft is not None:
         raise typer.BadParameter(f"--draft: --method {method} uses no draft model")
     if draft is None and has_draft:
@@ -72,13 +78,21 @@ def bench(
         draft = "tiny-draft"
     with usage_errors():
         config = BenchConfig(max_tokens, repeats, _numbers(temperatures))
+        table = bigram or (bigram_beside(target) if method in ("mag", "cascade") else None)
+        own = SpecConfig.num_speculative_tokens  # left for k_matrix to set
         spec = SpecConfig(
             drafting_method(method),
-            num_speculative_tokens,
+            own if is_cascade else num_speculative_tokens,
             prompt_lookup_min=prompt_lookup_min,
             prompt_lookup_max=prompt_lookup_max,
-            bigram_path=bigram or (bigram_beside(target) if method == "mag" else None),
+            bigram_path=table,
+            k_matrix=options.k_matrix_of(k_matrix),
+            lenience=lenience,
         )
+        parts = {
+            "draft_model": SpecConfig("draft_model", num_speculative_tokens),
+            "mag": SpecConfig("mag", _MAG_TOKENS, bigram_path=table),
+        }
         engine_config = EngineConfig(dtype=dtype, device=device)
     files = _record_files(out, record, method)
     texts = read_prompts(prompts_file) if prompts_file else bundled_prompts(num_prompts)
@@ -90,7 +104,9 @@ def bench(
     if draft is not None:
         check_same_tokenizer(tokenizer, load_tokenizer("draft", draft))
         draft_model = load_model("draft", draft, engine_config)
-    methods = Methods(target_model, draft_model, spec, max_tokens, engine_config)
+    methods = Methods(
+        target_model, draft_model, spec, max_tokens, engine_config, parts if is_cascade else {}
+    )
     prompts = [tokenizer(text)["input_ids"] for text in texts]
     with progress_bar("runs") as bar:
         total = config.num_runs(len(prompts), len(methods.by_name()))
@@ -107,7 +123,10 @@ def bench(
         "target": _describe(target, target_model),
         "method": method,
         "draft": _describe(draft, draft_model) if draft else None,
-        "num_speculative_tokens": num_speculative_tokens,
+        "num_speculative_tokens": spec.num_speculative_tokens,
+        "k_matrix": spec.k_matrix,
+        "lenience": spec.lenience,
+        "parts": {name: part.num_speculative_tokens for name, part in methods.parts.items()},
         "batch_size": 1,
         "num_prompts": len(prompts),
         "prompt_tokens": sum(map(len, prompts)),

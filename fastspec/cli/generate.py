@@ -25,6 +25,7 @@ from fastspec.stored_outputs import stored_record, write_whole
 def generate(
     target: options.Target = "tiny",
     draft: options.Draft = None,
+    config_file: options.Config = None,
     prompt: Annotated[
         list[str] | None, typer.Option(help="Text to continue; may be given several times.")
     ] = None,

@@ -1,9 +1,12 @@
 """Options that several commands share, each with its one-sentence help."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from fastspec.tuned import load_tuned
 
 Target = Annotated[
     str,
@@ -43,3 +46,35 @@ Dtype = Annotated[
 ]
 Device = Annotated[str, typer.Option(help="Where the models run: auto, cpu, cuda, cuda:1, ...")]
 NumPrompts = Annotated[int, typer.Option(help="How many of the bundled held-out prompts to use.")]
+
+
+def _use_config(context: typer.Context, file: Path | None) -> Path | None:
+    """Let a file of `fastspec tune` give the defaults of a command's options."""
+    if file is None:
+        return None
+    try:
+        tuned = load_tuned(file)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    values = {"target": tuned.target, "draft": tuned.draft, **tuned.spec}
+    if "bigram_path" in values:
+        values["bigram"] = values.pop("bigram_path")
+    if "k_matrix" in values:
+        values["k_matrix"] = json.dumps(values["k_matrix"])
+    known = {parameter.name for parameter in context.command.params}
+    if unknown := set(values) - known:
+        raise typer.BadParameter(f"--config: this command has no {', '.join(sorted(unknown))}")
+    context.default_map = {name: value for name, value in values.items() if value is not None}
+    return file
+
+
+Config = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        metavar="FILE.json",
+        is_eager=True,
+        callback=_use_config,
+        help="Models and drafter from a file of fastspec tune; options given here override it.",
+    ),
+]

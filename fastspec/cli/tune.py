@@ -1,0 +1,186 @@
+"""`fastspec tune`: measure drafters on this machine, and write down the best one."""
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from transformers import PreTrainedModel
+
+from fastspec.bench import describe_environment
+from fastspec.cli import options
+from fastspec.cli.display import number, progress_bar
+from fastspec.cli.errors import drafting_method, usage_errors
+from fastspec.cli.prompts import bundled_prompts, read_prompts
+from fastspec.config import EngineConfig, SamplingParams, SpecConfig
+from fastspec.loading import bigram_beside, check_same_tokenizer, load_model, load_tokenizer
+from fastspec.planner import Measurement, Plan, Planner
+from fastspec.tuned import TunedConfig, save_tuned, spec_fields
+
+_WITH_DRAFT = ("draft_model", "cascade")
+
+
+def tune(
+    out: Annotated[
+        Path,
+        typer.Option(metavar="FILE.json", help="Where the choice goes, for --config."),
+    ],
+    target: options.Target = "tiny",
+    draft: options.Draft = None,
+    prompts_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Prompts of your own, read as generate does."),
+    ] = None,
+    num_prompts: options.NumPrompts = 4,
+    max_tokens: options.MaxTokens = 128,
+    num_speculative_tokens: Annotated[
+        int, typer.Option("--num-speculative-tokens", "-k", help="Draft tokens tried at most.")
+    ] = 8,
+    methods: Annotated[
+        str | None,
+        typer.Option(
+            help="Comma-separated list; by default prompt_lookup and mag, and with a draft model"
+            " draft_model and cascade."
+        ),
+    ] = None,
+    temperature: Annotated[float, typer.Option(help="Of the measured runs; 0 is greedy.")] = 0.0,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed rounds of the chosen drafter.")] = 3,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="CPU threads; without it what torch chooses.")
+    ] = None,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+) -> None:
+    """Choose the drafter and its number of tokens by measuring all of them on your prompts.
+
+    One prompt at a time; predicted by the throughput model, then the choice is measured.
+    """
+    if not out.parent.is_dir():
+        raise typer.BadParameter(f"--out: no such folder: {str(out.parent)!r}")
+    if draft is None and target == "tiny":
+        draft = "tiny-draft"
+    with usage_errors():
+        names = _methods(methods, draft)
+        specs = [_spec(name, num_speculative_tokens, target) for name in names]
+        config = EngineConfig(dtype=dtype, device=device)
+        SamplingParams(temperature=temperature, max_tokens=max_tokens)
+    prompts = read_prompts(prompts_file) if prompts_file else bundled_prompts(num_prompts)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    tokenizer = load_tokenizer("target", target)
+    target_model = load_model("target", target, config)
+    draft_model = None
+    if draft is not None and any(spec.method in _WITH_DRAFT for spec in specs):
+        check_same_tokenizer(tokenizer, load_tokenizer("draft", draft))
+        draft_model = load_model("draft", draft, config)
+    planner = Planner(target_model, tokenizer, max_tokens, temperature, config)
+    with progress_bar("runs") as bar:
+        task = bar.add_task("measuring", total=len(prompts) * (len(specs) + repeats))
+
+        def advance() -> None:
+            bar.advance(task)
+
+        measurements = [
+            planner.measure(spec, _drafter(spec, draft_model), prompts, advance) for spec in specs
+        ]
+        plan = planner.choose(measurements)
+        measured = planner.confirm(
+            plan, _drafter(plan.spec, draft_model), prompts, repeats, advance
+        )
+    _show(Console(highlight=False), measurements, plan, measured, max_tokens)
+    costs = next((m for m in measurements if m.spec.method == plan.spec.method), None)
+    save_tuned(
+        TunedConfig(
+            target,
+            draft if plan.spec.method in _WITH_DRAFT else None,
+            _kept_fields(plan.spec, target),
+            _step_costs(costs, plan.spec),
+            {
+                **describe_environment(),
+                "temperature": temperature,
+                "max_tokens": max_tokens,
+                "num_prompts": len(prompts),
+                "predicted_speed_up": plan.predicted,
+                "measured_speed_up": measured,
+                "table": [row for m in measurements for row in _rows(m, max_tokens)],
+            },
+        ),
+        out,
+    )
+    typer.echo(f"{out}: use it with fastspec generate --config {out}")
+
+
+def _methods(methods: str | None, draft: str | None) -> list[str]:
+    if methods is None:
+        return [*(_WITH_DRAFT if draft else ()), "prompt_lookup", "mag"]
+    names = [drafting_method(name.strip()) for name in methods.split(",")]
+    for name in names:
+        if name in _WITH_DRAFT and draft is None:
+            raise ValueError(f"methods: {name} needs a --draft")
+    return names
+
+
+def _spec(method: str, num_speculative_tokens: int, target: str) -> SpecConfig:
+    if method == "cascade":  # its k_matrix says how many tokens it writes
+        return SpecConfig(method, bigram_path=bigram_beside(target))
+    bigram = bigram_beside(target) if method == "mag" else None
+    return SpecConfig(method, num_speculative_tokens, bigram_path=bigram)
+
+
+def _kept_fields(spec: SpecConfig, target: str) -> dict:
+    """What the file has to say: the target's own bigram table is found without it."""
+    fields = spec_fields(spec)
+    if fields.get("bigram_path") == str(bigram_beside(target)):
+        del fields["bigram_path"]
+    return fields
+
+
+def _drafter(spec: SpecConfig, draft_model: PreTrainedModel | None) -> PreTrainedModel | None:
+    return draft_model if spec.method in _WITH_DRAFT else None
+
+
+def _step_costs(measurement: Measurement | None, spec: SpecConfig) -> list[float] | None:
+    if measurement is None or spec.method == "cascade":
+        return None
+    lengths = range(spec.num_speculative_tokens + 1)
+    return [measurement.step_seconds(length) for length in lengths]
+
+
+def _rows(measurement: Measurement, max_tokens: int) -> list[dict]:
+    return [
+        {
+            "method": measurement.spec.method,
+            "k": length,
+            "draft_ms": 1000 * measurement.draft_seconds[length],
+            "verify_ms": 1000 * measurement.verify_seconds[length],
+            "tokens_per_pass": measurement.tokens_per_pass(length),
+            "tokens_per_s": measurement.tokens_per_second(length),
+            "speed_up": measurement.speed_up(length, max_tokens),
+        }
+        for length in measurement.lengths
+    ]
+
+
+def _show(
+    console: Console,
+    measurements: list[Measurement],
+    plan: Plan,
+    measured: float,
+    max_tokens: int,
+) -> None:
+    table = Table(show_edge=False, pad_edge=False)
+    table.add_column("drafter")
+    for name in ("K", "draft ms", "verify ms", "tokens a pass", "tokens/s", "over plain"):
+        table.add_column(name, justify="right")
+    for measurement in measurements:
+        for row in _rows(measurement, max_tokens):
+            cells = [number(row[key]) for key in ("draft_ms", "verify_ms", "tokens_per_pass")]
+            speed = number(row["tokens_per_s"], 1)
+            table.add_row(row["method"], str(row["k"]), *cells, speed, f"{row['speed_up']:.2f}x")
+    console.print(table)
+    chosen = plan.spec.method
+    if chosen != "none":
+        chosen += f", K={plan.spec.num_speculative_tokens}"
+    console.print(f"Chosen: {chosen}; predicted {plan.predicted:.2f}x, measured {measured:.2f}x")

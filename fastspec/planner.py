@@ -1,0 +1,239 @@
+"""Which drafter, and how many tokens of it: measured on the user's machine, model and prompts."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from fastspec.config import EngineConfig, SamplingParams, SpecConfig
+from fastspec.drafter_factory import DrafterSource
+from fastspec.economics import (
+    Step,
+    acceptance_by_position,
+    expected_tokens_by_position,
+    throughput,
+)
+from fastspec.engine import Engine
+from fastspec.request import Request
+from fastspec.schedule import SweepSchedule
+
+_TRIMMED = 0.1  # share of the slowest steps that is left out: the machine was doing something else
+_LEAST_GAIN = 1.02  # predicted over plain decoding, below which plain decoding is chosen
+
+TokenIds = list[int]
+
+
+class _Recorder(SweepSchedule):
+    """Keeps what became of every draft."""
+
+    def __init__(self, lengths: Sequence[int]):
+        super().__init__(lengths)
+        self.steps: list[Step] = []
+
+    def record(self, request: Request, step: Step) -> None:
+        super().record(request, step)
+        self.steps.append(step)
+
+
+@dataclass
+class Measurement:
+    """What one drafter costs and brings, by the number k of its draft tokens.
+
+    Attributes:
+        spec: the drafter; its num_speculative_tokens is the largest k.
+        draft_seconds: of proposing k tokens, by k; the time of the host is in it.
+        verify_seconds: of the target's pass over what was proposed and one token more, and of the
+            rest of the step, by k.
+        rates: acceptance by position, see `economics.acceptance_by_position`.
+        start_seconds: reading a prompt, by the target alone and by both models.
+    """
+
+    spec: SpecConfig
+    draft_seconds: dict[int, float] = field(default_factory=dict)
+    verify_seconds: dict[int, float] = field(default_factory=dict)
+    rates: list[float] = field(default_factory=list)
+    start_seconds: tuple[float, float] = (0.0, 0.0)
+
+    @property
+    def lengths(self) -> list[int]:
+        """The k that were measured, 0 first."""
+        return sorted(self.draft_seconds)
+
+    def step_seconds(self, length: int) -> float:
+        """Of a step with k draft tokens."""
+        return self.draft_seconds[length] + self.verify_seconds[length]
+
+    def tokens_per_pass(self, length: int) -> float:
+        """Mean tokens of a step with k draft tokens."""
+        return expected_tokens_by_position(self.rates[:length])
+
+    def tokens_per_second(self, length: int) -> float:
+        """By the throughput model, prompts left out."""
+        tokens = self.tokens_per_pass(length)
+        return throughput(tokens, self.draft_seconds[length], self.verify_seconds[length])
+
+    def speed_up(self, length: int, num_tokens: int) -> float:
+        """Predicted over plain decoding, for texts of so many new tokens, prompts included."""
+        plain, both = self.start_seconds
+        before = plain + num_tokens * self.step_seconds(0)
+        after = (both if length else plain) + num_tokens / self.tokens_per_second(length)
+        return before / after
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The choice: a drafter with k tokens, or plain decoding (method "none").
+
+    Attributes:
+        spec: what to run.
+        predicted: its speed-up over plain decoding by the model.
+    """
+
+    spec: SpecConfig
+    predicted: float
+
+
+class Planner:
+    """Runs a target with several drafters, one prompt at a time, ends of text ignored.
+
+    Args:
+        target: the loaded model.
+        tokenizer: of the target; None where the prompts are ids.
+        max_tokens: new tokens of each prompt.
+        temperature: of the runs; texts at 0 and above it are accepted at other rates.
+        config: device, dtype and cache.
+    """
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        max_tokens: int,
+        temperature: float = 0.0,
+        config: EngineConfig = EngineConfig(),  # noqa: B008 (frozen)
+    ):
+        self._target = target
+        self._tokenizer = tokenizer
+        self._config = replace(config, max_batch_size=1)
+        self.max_tokens = max_tokens
+        self._params = SamplingParams(
+            temperature=temperature, seed=0, max_tokens=max_tokens, ignore_eos=True
+        )
+
+    def measure(
+        self,
+        spec: SpecConfig,
+        drafter: DrafterSource | None,
+        prompts: Sequence[str | TokenIds],
+        advance: Callable[[], None],
+    ) -> Measurement:
+        """Decode all prompts while the number of draft tokens goes through 0, 1, ..., K in turn.
+
+        A cascade, whose k_matrix fixes what it writes, is measured with 0 and K alone.
+
+        Raises:
+            ValueError: a prompt, drafter or option that cannot be used, or too few tokens to
+                measure each length twice.
+        """
+        most = spec.num_speculative_tokens
+        lengths = (0, most) if spec.method == "cascade" else range(most + 1)
+        schedule = _Recorder(lengths)
+        engine = self._engine(replace(spec, schedule=schedule, step_costs=None), drafter)
+        self._warm_up(engine, prompts[0])
+        schedule.steps.clear()
+        measurement = Measurement(spec)
+        samples: dict[int, list[tuple[float, float]]] = {length: [] for length in lengths}
+        steps: list[Step] = []
+        starts: list[tuple[float, float]] = []
+        for prompt in prompts:
+            laps = self._run(engine, prompt)
+            recorded, schedule.steps = schedule.steps, []
+            starts.append((laps[0]["prefill"], laps[1]["propose"]))
+            for index, (step, lap) in enumerate(zip(recorded, laps, strict=True)):
+                planned = lengths[index % len(lengths)]
+                if index < 2 or step.wanted != planned:
+                    continue  # the models' first passes, or the end of the text
+                steps.append(step)
+                samples[planned].append((lap["propose"], lap["verify"] + lap["commit"]))
+            advance()
+        for length, pairs in samples.items():
+            if len(pairs) < 2:
+                raise ValueError(
+                    f"max_tokens: too few to measure {length} draft tokens twice; use more prompts"
+                )
+            measurement.draft_seconds[length] = _typical([draft for draft, _ in pairs])
+            measurement.verify_seconds[length] = _typical([verify for _, verify in pairs])
+        measurement.rates = acceptance_by_position(steps)
+        first = measurement.draft_seconds[lengths[1]]
+        plain = statistics.mean(prefill for prefill, _ in starts)
+        extra = statistics.mean(max(0.0, propose - first) for _, propose in starts)
+        measurement.start_seconds = (plain, plain + extra)
+        return measurement
+
+    def choose(self, measurements: Sequence[Measurement]) -> Plan:
+        """The drafter and k with the largest predicted speed-up; plain if none gains 2 %."""
+        options = [
+            (measurement.speed_up(length, self.max_tokens), index, length)
+            for index, measurement in enumerate(measurements)
+            for length in measurement.lengths
+            if length
+        ]
+        predicted, index, length = max(options)
+        if predicted < _LEAST_GAIN:
+            return Plan(SpecConfig("none"), 1.0)
+        spec = measurements[index].spec
+        if spec.method != "cascade":
+            spec = replace(spec, num_speculative_tokens=length)
+        return Plan(spec, predicted)
+
+    def confirm(
+        self,
+        plan: Plan,
+        drafter: DrafterSource | None,
+        prompts: Sequence[str | TokenIds],
+        repeats: int,
+        advance: Callable[[], None],
+    ) -> float:
+        """The speed-up of a plan as measured: plain and chosen runs interleaved, median rounds."""
+        engines = [
+            self._engine(SpecConfig("none"), None),
+            self._engine(plan.spec, drafter),
+        ]
+        for engine in engines:
+            self._warm_up(engine, prompts[0])
+        seconds: list[list[float]] = [[0.0] * repeats for _ in engines]
+        for round_index in range(repeats):
+            for prompt in prompts:
+                for index, engine in enumerate(engines):
+                    start = time.perf_counter()
+                    engine.generate(prompt, self._params)
+                    seconds[index][round_index] += time.perf_counter() - start
+                advance()
+        return statistics.median(seconds[0]) / statistics.median(seconds[1])
+
+    def _engine(self, spec: SpecConfig, drafter: DrafterSource | None) -> Engine:
+        return Engine(self._target, drafter, self._tokenizer, spec, self._config)
+
+    def _warm_up(self, engine: Engine, prompt: str | TokenIds) -> None:
+        engine.generate(prompt, replace(self._params, max_tokens=min(8, self.max_tokens)))
+
+    def _run(self, engine: Engine, prompt: str | TokenIds) -> list[dict[str, float]]:
+        """Seconds of the phases of each step."""
+        engine.add_request(prompt, self._params)
+        laps = []
+        while engine.has_unfinished:
+            before = dict(engine.stats.seconds)
+            for event in engine.step():
+                if event.output is not None and event.output.error is not None:
+                    raise ValueError(f"target: {event.output.error}")
+            after = engine.stats.seconds
+            laps.append({phase: after[phase] - before[phase] for phase in after})
+        return laps
+
+
+def _typical(seconds: list[float]) -> float:
+    """The mean of all but the slowest."""
+    kept = sorted(seconds)[: max(1, round(len(seconds) * (1 - _TRIMMED)))]
+    return statistics.mean(kept)

@@ -1,0 +1,101 @@
+"""`fastspec tune` writes a file that generate and bench read; what it measures decides no test."""
+
+import json
+
+import pytest
+
+SHORT = ["--max-tokens", "30", "-k", "2", "--repeats", "1"]
+
+
+@pytest.fixture
+def prompts_file(tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("def f(\na b a b a\n", encoding="utf-8")
+    return file
+
+
+def saved(file, **fields):
+    record = {"fastspec_config": 1, "target": "tiny", "draft": None, **fields}
+    file.write_text(json.dumps(record), encoding="utf-8")
+    return file
+
+
+def test_the_choice_is_written_and_used(invoke, pair, tmp_path, prompts_file):
+    out = tmp_path / "tuned.json"
+    arguments = [*pair, *SHORT, "--prompts-file", prompts_file, "--out", out]
+    result = invoke("tune", *arguments)
+    assert result.exit_code == 0, result.stderr
+    for name in ("draft_model", "cascade", "prompt_lookup", "mag", "Chosen: ", "measured"):
+        assert name in result.stdout
+    record = json.loads(out.read_text(encoding="utf-8"))
+    assert {row["method"] for row in record["measured"]["table"]} == {
+        "draft_model",
+        "cascade",
+        "prompt_lookup",
+        "mag",
+    }
+    assert record["measured"]["predicted_speed_up"] >= 1.0
+    prompt = ["--prompt", "ab", "--max-tokens", "8"]
+    used = invoke("generate", "--config", out, *prompt)
+    assert used.exit_code == 0, used.stderr
+    plain = invoke("generate", *pair[:2], *prompt, "--method", "none")
+    assert used.stdout == plain.stdout
+
+
+def test_methods_can_be_named(invoke, pair, tmp_path, prompts_file):
+    out = tmp_path / "tuned.json"
+    named = ["--methods", "mag, prompt_lookup", "--out", out]
+    result = invoke("tune", *pair[:2], *SHORT, "--prompts-file", prompts_file, *named)
+    assert result.exit_code == 0, result.stderr
+    assert "draft_model" not in result.stdout
+
+
+def test_options_override_the_file(invoke, bundled, tmp_path):
+    spec = {"method": "draft_model", "num_speculative_tokens": 2}
+    file = saved(tmp_path / "tuned.json", draft="tiny-draft", spec=spec)
+    arguments = ["--prompt", "ab", "--max-tokens", "30", "--json"]
+
+    def longest(*more):
+        result = invoke("generate", "--config", file, *arguments, *more)
+        assert result.exit_code == 0, result.stderr
+        return len(json.loads(result.stdout)["stats"]["acceptance_histogram"]) - 1
+
+    assert longest() <= 2
+    assert longest("-k", "5") > 2
+
+
+def test_bench_reads_the_file(invoke, bundled, tmp_path):
+    file = saved(tmp_path / "tuned.json", spec={"method": "mag", "num_speculative_tokens": 3})
+    short = ["--num-prompts", "1", "--max-tokens", "4", "--repeats", "1"]
+    result = invoke("bench", "--config", file, *short)
+    assert result.exit_code == 0, result.stderr
+    assert "mag, K=3" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["tune"], "--out"),
+        (["tune", "--out", "no/such/tuned.json"], "no/such"),
+        (["tune", "--out", "a.json", "-k", "0"], "num_speculative_tokens"),
+        (["tune", "--out", "a.json", "--methods", "none"], "method"),
+        (["tune", "--out", "a.json", "--target", "b", "--methods", "draft_model"], "--draft"),
+        (["tune", "--out", "a.json", "--max-tokens", "0"], "max_tokens"),
+        (["tune", "--out", "a.json", "--temperature", "-1"], "temperature"),
+        (["generate", "--config", "missing.json", "--prompt", "a"], "no such file"),
+    ],
+)
+def test_usage_errors(invoke, bundled, arguments, named):
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert named in line
+
+
+def test_nothing_is_written_when_measuring_fails(invoke, pair, tmp_path, prompts_file):
+    out = tmp_path / "tuned.json"
+    short = ["--max-tokens", "3", "--prompts-file", prompts_file, "--out", out]
+    result = invoke("tune", *pair, *short)
+    assert result.exit_code == 1
+    assert "max_tokens: too few" in result.stderr
+    assert not out.exists()

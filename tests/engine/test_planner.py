@@ -1,0 +1,150 @@
+"""The planner's arithmetic on measurements by hand, its runs on tiny models, and its file."""
+
+
+import pytest
+
+from fastspec import Engine, SamplingParams, SpecConfig
+from fastspec.config import EngineConfig
+from fastspec.economics import expected_tokens
+from fastspec.planner import Measurement, Plan, Planner
+from fastspec.tuned import TunedConfig, load_tuned, save_tuned, spec_fields
+
+from ..models import perturbed, random_model
+
+PROMPTS = [[1, 2, 3], list(range(5, 22))]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model("llama")
+
+
+@pytest.fixture(scope="module")
+def planner(model):
+    return Planner(model, None, max_tokens=60, config=EngineConfig(max_batch_size=8))
+
+
+def measurement_of(method, draft_seconds, rate, num=3):
+    return Measurement(
+        SpecConfig(method, num),
+        {length: draft_seconds * length for length in range(num + 1)},
+        dict.fromkeys(range(num + 1), 0.01),
+        [rate] * num,
+        (0.02, 0.03),
+    )
+
+
+def test_predictions_by_hand():
+    measured = measurement_of("draft_model", 0.001, 0.5)
+    assert measured.lengths == [0, 1, 2, 3]
+    assert measured.tokens_per_pass(2) == expected_tokens(0.5, 2)
+    assert measured.tokens_per_second(2) == pytest.approx(1.75 / 0.012)
+    assert measured.speed_up(0, 60) == 1.0
+    expected = (0.02 + 60 * 0.01) / (0.03 + 60 * 0.012 / 1.75)
+    assert measured.speed_up(2, 60) == pytest.approx(expected)
+
+
+def test_the_best_drafter_and_length_are_chosen(planner):
+    slow = measurement_of("draft_model", 0.004, 0.9)
+    good = measurement_of("mag", 0.0001, 0.8)
+    plan = planner.choose([slow, good])
+    assert (plan.spec.method, plan.spec.num_speculative_tokens) == ("mag", 3)
+    assert plan.predicted == good.speed_up(3, 60)
+    short = planner.choose([measurement_of("draft_model", 0.004, 0.6)])
+    assert short.spec.num_speculative_tokens == 1
+
+
+def test_plain_decoding_is_chosen_where_nothing_helps(planner):
+    assert planner.choose([measurement_of("draft_model", 0.004, 0.1)]) == Plan(
+        SpecConfig("none"), 1.0
+    )
+
+
+@pytest.mark.parametrize("method", ["draft_model", "prompt_lookup", "mag"])
+def test_a_sweep_measures_every_length(model, planner, method):
+    drafter = perturbed(model, 0.03) if method == "draft_model" else None
+    heard = []
+    measured = planner.measure(SpecConfig(method, 3), drafter, PROMPTS, lambda: heard.append(None))
+    assert measured.lengths == [0, 1, 2, 3]
+    assert all(measured.step_seconds(length) > 0 for length in measured.lengths)
+    assert all(0 <= rate <= 1 for rate in measured.rates)
+    assert len(measured.rates) <= 3
+    assert len(heard) == 2
+    if method == "draft_model":
+        assert measured.rates[0] > 0.3
+    assert planner.choose([measured]).predicted >= 1.0
+
+
+def test_rates_are_those_of_the_live_engine(model, planner):
+    """With the target as its own draft all is accepted."""
+    measured = planner.measure(SpecConfig("draft_model", 4), model, PROMPTS, lambda: None)
+    assert measured.rates == [1.0] * 4
+
+
+def test_a_plan_is_measured(model, planner):
+    heard = []
+    plan = Plan(SpecConfig("draft_model", 3), 1.0)
+    gain = planner.confirm(plan, model, PROMPTS, 2, lambda: heard.append(None))
+    assert gain > 0
+    assert len(heard) == 4
+
+
+def test_too_few_tokens(model):
+    planner = Planner(model, None, max_tokens=6)
+    with pytest.raises(ValueError, match="max_tokens: too few"):
+        planner.measure(SpecConfig("draft_model", 5), model, PROMPTS, lambda: None)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        SpecConfig("none"),
+        SpecConfig("draft_model", 7),
+        SpecConfig("prompt_lookup", 3, prompt_lookup_min=2, prompt_lookup_max=4),
+        SpecConfig("cascade"),
+        SpecConfig("cascade", k_matrix=[[3, 2], [0, 2]]),
+    ],
+    ids=str,
+)
+def test_the_file(tmp_path, spec):
+    file = tmp_path / "tuned.json"
+    save_tuned(TunedConfig("tiny", "tiny-draft", spec_fields(spec)), file)
+    loaded = load_tuned(file)
+    assert loaded.spec_config() == spec
+    assert (loaded.target, loaded.draft) == ("tiny", "tiny-draft")
+    assert [path.name for path in tmp_path.iterdir()] == ["tuned.json"]
+
+
+def test_costs_in_the_file_make_an_adaptive_engine(tmp_path, model):
+    file = tmp_path / "tuned.json"
+    fields = spec_fields(SpecConfig("draft_model", 2))
+    save_tuned(TunedConfig("a", "b", fields, [1.0, 1.1, 1.2]), file)
+    loaded = load_tuned(file)
+    spec = loaded.spec_config(schedule="adaptive", step_costs=loaded.step_costs)
+    params = SamplingParams(temperature=0, max_tokens=20)
+    (output,) = Engine(model, model, spec=spec).generate([[1, 2]], params)
+    assert output.stats.num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ('{"fastspec_config": 1, "target"', "cut off"),
+        ("[1]", "no file of fastspec tune"),
+        ('{"fastspec_config": 2}', "no file of fastspec tune"),
+        ('{"fastspec_config": 1, "target": "a", "draft": 3, "spec": {}}', "lacks"),
+        ('{"fastspec_config": 1, "target": "a", "draft": null, "spec": {"k": 3}}', "lacks"),
+        ('{"fastspec_config": 1, "target": "a", "spec": {"method": "x"}}', "method"),
+        ('{"fastspec_config": 1, "target": "a", "spec": {}, "step_costs": [1]}', "step_costs"),
+    ],
+)
+def test_files_that_are_none(tmp_path, text, named):
+    file = tmp_path / "tuned.json"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=named):
+        load_tuned(file)
+
+
+def test_a_file_that_is_missing(tmp_path):
+    with pytest.raises(ValueError, match="no such file"):
+        load_tuned(tmp_path / "missing.json")
