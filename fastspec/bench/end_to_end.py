@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from fastspec.bench.methods import Decode, Methods, TokenIds
@@ -134,10 +134,15 @@ def _measure_at(
         "seconds": {name: [round(s, 4) for s in rounds] for name, rounds in seconds.items()},
         "ratios": {
             label: round(speeds[ours] / max(speeds[name] for name in theirs), 3)
-            for label, (ours, theirs) in RATIOS.items()
+            for label, (ours, theirs) in (RATIOS | _ratios_to(methods.parts)).items()
         },
         **_acceptance(runs),
     }
+
+
+def _ratios_to(parts: Iterable[str]) -> dict[str, tuple[str, tuple[str, ...]]]:
+    names = tuple(parts)
+    return {"cascade / the better of its parts": ("speculative", names)} if names else {}
 
 
 def _timed(decode: Decode, prompt: TokenIds, temperature: float, seed: int) -> float:

@@ -1,7 +1,8 @@
 """The ways of decoding that a benchmark compares, all on one pair of loaded models."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -22,7 +23,8 @@ class Methods:
     Each method makes exactly `max_tokens` new ids: end-of-sequence ids do not end a text.
     Hugging Face's assisted generation appears twice: drafting K tokens in each step, as ours does
     ("hf_assisted"), and as its own defaults have it ("hf_assisted_default"). Without a draft model
-    ours proposes by spec.method, and theirs by its prompt lookup.
+    ours proposes by spec.method, and theirs by its prompt lookup. The parts of a cascade run by
+    themselves, too.
     """
 
     def __init__(
@@ -32,8 +34,16 @@ class Methods:
         spec: SpecConfig,
         max_tokens: int,
         config: EngineConfig,
+        parts: Mapping[str, SpecConfig],
     ):
         self._engine = Engine(target, draft, spec=spec, config=config)
+        self.parts = parts
+        self._engines = {
+            name: Engine(
+                target, draft if part.method == "draft_model" else None, spec=part, config=config
+            )
+            for name, part in parts.items()
+        }
         self._target = target
         self._generate = cast(Any, target).generate  # only generative classes have it
         self._draft = draft
@@ -54,21 +64,22 @@ class Methods:
             "hf_generate": self._hf_generate,
             "hf_assisted": self._hf_assisted,
             "hf_assisted_default": self._hf_assisted_default,
+            **{name: partial(self._ours, engine) for name, engine in self._engines.items()},
         }
 
     def _plain(self, prompt: TokenIds, temperature: float, seed: int) -> TokenIds:
         self._engine.disable_spec_dec()
-        return self._ours(prompt, temperature, seed)
+        return self._ours(self._engine, prompt, temperature, seed)
 
     def _speculative(self, prompt: TokenIds, temperature: float, seed: int) -> TokenIds:
         self._engine.enable_spec_dec(n_spec_tokens=self._num_speculative_tokens)
-        return self._ours(prompt, temperature, seed)
+        return self._ours(self._engine, prompt, temperature, seed)
 
-    def _ours(self, prompt: TokenIds, temperature: float, seed: int) -> TokenIds:
+    def _ours(self, engine: Engine, prompt: TokenIds, temperature: float, seed: int) -> TokenIds:
         params = SamplingParams(
             temperature=temperature, seed=seed, max_tokens=self.max_tokens, ignore_eos=True
         )
-        output = self._engine.generate([prompt], params)[0]
+        output = engine.generate([prompt], params)[0]
         if output.error is not None:
             raise ValueError(f"target: {output.error}")
         self.last_stats = output.stats

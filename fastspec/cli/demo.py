@@ -45,6 +45,8 @@ def demo(
     max_tokens: options.MaxTokens = 96,
     num_speculative_tokens: options.NumSpeculativeTokens = 5,
     method: options.CopyingMethod = "draft_model",
+    k_matrix: options.KMatrix = None,
+    lenience: options.Lenience = 1.0,
     temperature: Annotated[
         float, typer.Option(help="0 is greedy, where both outputs must be equal.")
     ] = 0.0,
@@ -57,7 +59,12 @@ def demo(
         params = SamplingParams(
             temperature=temperature, seed=0, max_tokens=max_tokens, ignore_eos=True
         )
-        spec = SpecConfig(drafting_method(method), num_speculative_tokens)
+        spec = SpecConfig(
+            drafting_method(method),
+            num_speculative_tokens,
+            k_matrix=options.k_matrix_of(k_matrix),
+            lenience=lenience,
+        )
     if svg is not None and not svg.parent.is_dir():
         raise typer.BadParameter(f"--svg: no such folder: {str(svg.parent)!r}")
     prompts = bundled_prompts(num_prompts)
@@ -104,7 +111,9 @@ def _compare(engine: Engine, prompt: str, params: SamplingParams, spec: SpecConf
 
 
 def _show(console: Console, comparisons: list[Comparison], spec: SpecConfig) -> None:
-    writer = "the draft model" if spec.method == "draft_model" else spec.method
+    writer = {"draft_model": "the draft model", "cascade": "the cascade"}.get(
+        spec.method, spec.method
+    )
     up_to = "" if spec.method == "draft_model" else "up to "
     console.print(
         f"Each step {writer} proposes {up_to}{spec.num_speculative_tokens} tokens and the target"

@@ -63,12 +63,15 @@ def generate(
     method: Annotated[
         str,
         typer.Option(
-            help="auto (a draft model if there is one), none, draft_model, prompt_lookup or mag."
+            help="auto (a draft model if there is one), none, draft_model, prompt_lookup, mag or"
+            " cascade (a draft model and MaG)."
         ),
     ] = "auto",
     prompt_lookup_min: options.PromptLookupMin = None,
     prompt_lookup_max: options.PromptLookupMax = None,
     bigram: options.Bigram = None,
+    k_matrix: options.KMatrix = None,
+    lenience: options.Lenience = 1.0,
     draft_sample_method: Annotated[
         str,
         typer.Option(help="How drafts are chosen: probabilistic or greedy; both are exact."),
@@ -119,6 +122,8 @@ def generate(
             prompt_lookup_min=prompt_lookup_min,
             prompt_lookup_max=prompt_lookup_max,
             bigram_path=bigram,
+            k_matrix=options.k_matrix_of(k_matrix),
+            lenience=lenience,
         )
         config = EngineConfig(
             dtype=dtype,
@@ -127,7 +132,7 @@ def generate(
             prefix_caching=prefix_caching,
         )
     texts = collect_prompts(prompt or [], prompts_file)
-    engine = Engine(target, draft, spec=spec, config=config)
+    engine = Engine(target, options.drafts_of(draft, method), spec=spec, config=config)
     if method == "auto" and not engine.is_speculative:
         note("no --draft, so this is plain decoding")
     prompts = [_chat_ids(engine, text) for text in texts] if chat else texts

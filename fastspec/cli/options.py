@@ -19,7 +19,8 @@ Draft = Annotated[
     str | None,
     typer.Option(
         metavar="PATH_OR_ID",
-        help="Draft model with the target's tokenizer; the bundled target brings its own.",
+        help="Draft model with the target's tokenizer; the bundled target brings its own. Of a"
+        " cascade several, biggest first, with commas between them.",
     ),
 ]
 NumSpeculativeTokens = Annotated[
@@ -28,7 +29,9 @@ NumSpeculativeTokens = Annotated[
 ]
 CopyingMethod = Annotated[
     str,
-    typer.Option(help="draft_model, or copying from the text: prompt_lookup or mag."),
+    typer.Option(
+        help="draft_model, copying from the text (prompt_lookup or mag), or cascade, which is both."
+    ),
 ]
 PromptLookupMin = Annotated[
     int | None, typer.Option(help="prompt_lookup: last tokens that must agree, 5 by default.")
@@ -38,7 +41,21 @@ PromptLookupMax = Annotated[
 ]
 Bigram = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="mag: the bigram table; by default the target's own."),
+    typer.Option(
+        metavar="FILE", help="mag, cascade: the bigram table; by default the target's own."
+    ),
+]
+KMatrix = Annotated[
+    str | None,
+    typer.Option(
+        metavar="JSON",
+        help="cascade: who drafts how much for whom, like [[5,10],[0,10]] for a draft model and"
+        " MaG; see fastspec.drafters.CascadeDrafter.",
+    ),
+]
+Lenience = Annotated[
+    float,
+    typer.Option(help="cascade: how much the drafts forgive each other, >= 1; the target nothing."),
 ]
 MaxTokens = Annotated[int, typer.Option(help="New tokens of each prompt at most.")]
 Dtype = Annotated[
@@ -46,6 +63,19 @@ Dtype = Annotated[
 ]
 Device = Annotated[str, typer.Option(help="Where the models run: auto, cpu, cuda, cuda:1, ...")]
 NumPrompts = Annotated[int, typer.Option(help="How many of the bundled held-out prompts to use.")]
+
+
+def drafts_of(draft: str | None, method: str) -> str | list[str] | None:
+    """What --draft names: of a cascade several, biggest first, with commas between them."""
+    return draft.split(",") if draft is not None and method == "cascade" else draft
+
+
+def k_matrix_of(text: str | None) -> list | None:
+    """The rows that an option gives as JSON."""
+    try:
+        return None if text is None else json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"k_matrix: expected rows like [[5,10],[0,10]], got {text!r}") from error
 
 
 def _use_config(context: typer.Context, file: Path | None) -> Path | None:

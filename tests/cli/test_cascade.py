@@ -1,0 +1,65 @@
+"""`--method cascade` in generate, demo and bench."""
+
+import json
+
+import pytest
+
+CASCADE = ["--method", "cascade", "--k-matrix", "[[2,3],[0,2]]"]
+BENCH = ["bench", "--num-prompts", "2", "--max-tokens", "6", "--repeats", "1", "-k", "2"]
+
+
+def test_generate(invoke, pair):
+    plain = invoke("generate", *pair, "--prompt", "abc", "--max-tokens", "9")
+    for options in (CASCADE, [*CASCADE, "--lenience", "3"]):
+        result = invoke("generate", *pair, *options, "--prompt", "abc", "--max-tokens", "9")
+        assert result.exit_code == 0, result.stderr
+        assert result.stdout == plain.stdout
+
+
+def test_several_drafts(invoke, model_folders):
+    drafts = f"{model_folders['draft']},{model_folders['target']}"
+    result = invoke(
+        *("generate", "--target", model_folders["target"], "--draft", drafts, "--prompt", "abc"),
+        *("--method", "cascade", "--k-matrix", "[[2,3,4],[0,2,2],[0,0,3]]", "--max-tokens", "9"),
+        "--json",
+    )
+    assert result.exit_code == 0, result.stderr
+    stats = json.loads(result.stdout)["stats"]
+    assert set(stats["num_draft_passes"]) == {"draft_model_1", "draft_model_2"}
+
+
+def test_demo(invoke, bundled):
+    result = invoke("demo", "--num-prompts", "1", "--max-tokens", "8", *CASCADE)
+    assert result.exit_code == 0, result.stderr
+    assert "the cascade proposes up to 6 tokens" in result.stdout
+    assert "identical" in result.stdout
+
+
+def test_bench_runs_the_parts_too(invoke, bundled, tmp_path):
+    out = tmp_path / "results.jsonl"
+    result = invoke(*BENCH, *CASCADE, "--temperatures", "0", "--out", out)
+    assert result.exit_code == 0, result.stderr
+    record = json.loads(out.read_text())
+    assert record["k_matrix"] == [[2, 3], [0, 2]]
+    assert record["parts"] == {"draft_model": 2, "mag": 10}
+    assert record["verified"]
+    (measured,) = record["results"]
+    assert {"draft_model", "mag"} <= set(measured["tokens_per_s"])
+    assert "cascade / the better of its parts" in measured["ratios"]
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--k-matrix", "[[2,3],["], "k_matrix: expected rows like"),
+        (["--k-matrix", "[[2,3],[1,2]]"], "k_matrix: entry [1][0] is below the diagonal"),
+        (["--lenience", "0.5"], "lenience: expected a finite number >= 1"),
+        (["--k-matrix", "[[2]]", "--method", "mag"], "k_matrix: expected None for method 'mag'"),
+        (["-k", "3"], "num_speculative_tokens: expected 6, as k_matrix has it"),
+    ],
+)
+def test_options_that_are_wrong(invoke, bundled, options, named):
+    result = invoke("generate", "--prompt", "a", *CASCADE, *options)
+    assert result.exit_code == 2
+    assert named in result.stderr
+    assert result.stderr.count("\n") == 1
