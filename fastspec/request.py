@@ -31,7 +31,7 @@ class SamplingTensors(TypedDict):
 
 @dataclass(eq=False)
 class EncoderInput:
-    """What the encoder of an encoder-decoder reads for one request.
+    """What the encoder of an encoder-decoder reads for one request, or several that are alike.
 
     Each model encodes it once, and keeps what its decoder needs for as long as this object lives.
     """

@@ -3,6 +3,7 @@
 import secrets
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 from transformers import PreTrainedTokenizerBase
 
@@ -33,6 +34,9 @@ class RequestFactory:
         self._max_model_len = max_model_len
         self._eos_ids = eos_ids
         self._decoder_start_id = decoder_start_id
+        self._encoder_inputs: WeakValueDictionary[tuple[int, ...], EncoderInput] = (
+            WeakValueDictionary()
+        )
         self._num_built = 0
 
     def build(self, prompt: Prompt, params: SamplingParams, request_id: str | None) -> Request:
@@ -46,7 +50,8 @@ class RequestFactory:
             raise ValueError(f"params: expected SamplingParams, got {type(params).__name__}")
         token_ids, encoder_input = self._prompt_ids(prompt), None
         if self._decoder_start_id is not None:
-            token_ids, encoder_input = [self._decoder_start_id], EncoderInput(token_ids)
+            encoder_input = self._encoder_input(token_ids)
+            token_ids = [self._decoder_start_id]
         if params.stop and self._tokenizer is None:
             raise ValueError("stop: stop strings need a tokenizer, and the engine has none")
         self._num_built += 1
@@ -63,6 +68,14 @@ class RequestFactory:
             else None,
             encoder_input=encoder_input,
         )
+
+    def _encoder_input(self, token_ids: list[int]) -> EncoderInput:
+        """One object for all requests with these ids, so that they are encoded once."""
+        key = tuple(token_ids)
+        encoder_input = self._encoder_inputs.get(key)
+        if encoder_input is None:
+            encoder_input = self._encoder_inputs[key] = EncoderInput(token_ids)
+        return encoder_input
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):

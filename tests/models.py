@@ -63,24 +63,25 @@ T5_CONFIGS = {
 }
 
 
-def random_t5(kind: str = "flan", seed: int = 0, vocab_size: int = 100) -> PreTrainedModel:
+def random_t5(kind: str = "flan", seed: int = 5, vocab_size: int = 100) -> PreTrainedModel:
     """A float32 encoder-decoder whose text depends on what its encoder reads, and on order."""
     config = T5_CONFIGS[kind]()
     config.vocab_size = vocab_size
     config.decoder_start_token_id = config.pad_token_id = 0
     config.eos_token_id = 1
-    torch.manual_seed(seed)
     model = AutoModelForSeq2SeqLM.from_config(
         config, dtype=torch.float32, attn_implementation="eager"
     ).eval()
+    torch.manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "relative_attention_bias" in name:
                 parameter.normal_(std=2.0)
             elif "shared" in name:
-                parameter.normal_(std=0.3)
-            elif parameter.dim() > 1:
-                parameter.normal_(std=2.0 * parameter.shape[-1] ** -0.5)
+                parameter.normal_(std=0.1)
+            elif parameter.dim() > 1:  # scores of attention are not divided by sqrt(d_kv)
+                scale = config.d_kv**-0.5 if ".q." in name else 1.0
+                parameter.normal_(std=2.0 * scale * parameter.shape[-1] ** -0.5)
     return model
 
 
