@@ -1,7 +1,7 @@
-"""Trains the bundled target and draft: `python -m fastspec.train.tiny STAGE --out DIR`.
+"""Trains the bundled target and drafts: `python -m fastspec.train.tiny STAGE --out DIR`.
 
-Stages, in order: corpus, target, generate, draft, export. Each reads what the ones before it left
-in `--out`, and each number of the model card comes from a record that a stage wrote.
+Stages, in order: corpus, target, generate, draft, export, glide. Each reads what the ones before
+it left in `--out`, and each number of the model card comes from a record that a stage wrote.
 """
 
 import json
@@ -20,9 +20,12 @@ from fastspec.train import (
     tiny_evaluate,
     tiny_export,
     tiny_generate,
+    tiny_glide,
     tiny_prompts,
     tiny_target,
 )
+from fastspec.train.glide import TrainOptions
+from fastspec.train.glide_data import Rows
 from fastspec.train.tiny_loop import LoopOptions
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -153,6 +156,56 @@ def export(out: Out = OUT, assets: Path = Path("fastspec/assets")) -> None:
     tiny_prompts.write_prompts(prompts, assets / "prompts.jsonl")
     record["num_prompts"] = len(prompts)
     record["evaluation"] = _evaluate(models["target"], models["draft"], _prompt_ids(out))
+    tiny_export.write_card(record, assets)
+
+
+@app.command()
+def glide(
+    out: Out = OUT,
+    assets: Path = Path("fastspec/assets"),
+    steps: int = 1000,
+    rows: int = 4,
+    rate: float = 4e-3,
+    checkpoint_steps: int = 50,
+    seed: Seed = 0,
+    resume: Resume = False,
+) -> None:
+    """Distils the GLIDE draft of the bundled target and a plain one as large, and bundles GLIDE."""
+    torch.manual_seed(seed)
+    target = LlamaForCausalLM.from_pretrained(assets / "tiny-target", dtype=torch.float32).eval()
+    token_ids = torch.load(out / "distillation.pt", weights_only=True, mmap=True)["token_ids"]
+    lengths = torch.full((len(token_ids),), token_ids.shape[1])
+    options = TrainOptions(
+        steps, rows, rate, distillation=1.0, checkpoint_steps=checkpoint_steps, seed=seed
+    )
+    texts = Rows(token_ids.long(), lengths)
+    drafts = tiny_glide.train_drafts(target, texts, options, out, resume)
+    export_glide(drafts, target, out, assets, steps)
+
+
+def export_glide(
+    drafts: dict[str, LlamaForCausalLM],
+    target: LlamaForCausalLM,
+    out: Path,
+    assets: Path,
+    planned_steps: int,
+) -> None:
+    """Writes the GLIDE draft, measures it beside the plain one, and adds both to the card."""
+    tokenizer = tiny_target.load_tokenizer(assets, "tiny-target")
+    tiny_export.export_model(drafts["glide"], tokenizer, assets / "tiny-glide")
+    rounded = {name: draft.bfloat16().float() for name, draft in drafts.items()}
+    prompts = tiny_prompts.read_prompts(assets / "prompts.jsonl")
+    ids = [tokenizer.encode(prompt["text"]) for prompt in prompts]
+    record = _read_json(assets / "record.json")
+    record["glide"] = {
+        **_read_json(out / "distillation.json"),
+        **{
+            kind: _describe(rounded[kind]) | _read_json(out / kind / "record.json")
+            for kind in rounded
+        },
+        "planned_steps": planned_steps,
+        "evaluation": tiny_glide.measure_drafts(target, rounded, ids),
+    }
     tiny_export.write_card(record, assets)
 
 

@@ -70,6 +70,28 @@ length is tokens per target step.
 | prompts | temperature | acceptance rate | mean acceptance length |
 | --- | --- | --- | --- |
 {acceptance}
+{glide}"""
+
+GLIDE_CARD = """
+## The GLIDE draft
+
+`tiny-glide`: a draft of {glide[layers]} layer and {glide[parameters]:,} parameters that also
+attends to the keys and values of the target's last layer. Beside it a plain draft as large
+({plain[parameters]:,} parameters) was trained, which is not bundled. Both start from the target's
+embedding and first layer and learn the target's distributions on the same {rows:,} rows in the same
+order: {mix}.
+
+| | GLIDE | plain |
+| --- | --- | --- |
+| steps, of {planned_steps:,} planned | {glide[steps]:,} | {plain[steps]:,} |
+| tokens seen | {glide[tokens]:,} | {plain[tokens]:,} |
+| training loss (running mean) | {glide[train_loss]:.3f} | {plain[train_loss]:.3f} |
+
+The engine's acceptance on the prompts above, chains of {num_speculative_tokens} tokens:
+
+| draft | temperature | acceptance rate | mean acceptance length |
+| --- | --- | --- | --- |
+{acceptance}
 """
 
 
@@ -113,5 +135,19 @@ def write_card(record: dict[str, Any], assets: Path) -> None:
         held_out_percent=HELD_OUT_PER_1000 / 10,
         max_new_tokens=MAX_NEW_TOKENS,
         num_speculative_tokens=NUM_SPECULATIVE_TOKENS,
+        glide=_glide_card(record["glide"]) if "glide" in record else "",
     )
     (assets / "MODEL_CARD.md").write_text(card)
+
+
+def _glide_card(record: dict[str, Any]) -> str:
+    rows = [
+        f"| {row['draft']} | {row['temperature']:g} | {row['acceptance_rate']:.3f} "
+        f"| {row['mean_acceptance_length']:.2f} |"
+        for row in record["evaluation"]
+    ]
+    return GLIDE_CARD.format(
+        **record | {"evaluation": None},
+        acceptance="\n".join(rows),
+        num_speculative_tokens=NUM_SPECULATIVE_TOKENS,
+    )

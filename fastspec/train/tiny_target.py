@@ -37,9 +37,9 @@ def prepare(documents: list[Document], out: Path, vocab_size: int) -> None:
     np.save(out / "held_out.npy", encode_documents(tokenizer, held_out))
 
 
-def load_tokenizer(out: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer written by `prepare`."""
-    return AutoTokenizer.from_pretrained(out / "tokenizer")
+def load_tokenizer(out: Path, name: str = "tokenizer") -> PreTrainedTokenizerFast:
+    """The tokenizer written by `prepare`, or another below that folder."""
+    return AutoTokenizer.from_pretrained(out / name)
 
 
 def load_token_ids(out: Path, split: str) -> torch.Tensor:

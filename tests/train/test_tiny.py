@@ -69,6 +69,17 @@ def test_every_stage_runs_and_the_card_reports_it(tmp_path):
     card = (assets / "MODEL_CARD.md").read_text()
     assert f"| steps | {record['steps']:,} |" in card
     assert "| all | 1 |" in card
+    assert "GLIDE" not in card
+    run("glide", "--out", out, "--assets", assets, "--steps", 2)
+    run("glide", "--out", out, "--assets", assets, "--steps", 3, "--resume")
+    record = json.loads((assets / "record.json").read_text())["glide"]
+    assert record["glide"]["steps"] == record["plain"]["steps"] == 3
+    assert record["glide"]["tokens"] == record["plain"]["tokens"] == 3 * 4 * 16
+    assert [row["draft"] for row in record["evaluation"]] == ["glide", "plain"] * 2
+    card = (assets / "MODEL_CARD.md").read_text()
+    assert "| steps, of 3 planned | 3 | 3 |" in card
+    assert "| plain | 1 |" in card
+    assert (assets / "tiny-glide" / "model.safetensors").is_file()
 
 
 def test_resume_without_checkpoint_is_refused(tmp_path):
