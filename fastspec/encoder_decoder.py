@@ -15,6 +15,7 @@ from fastspec.config import EngineConfig
 from fastspec.paged_model import KVCache, PagedModel, PagedStep, PassThroughCache
 from fastspec.request import EncoderInput
 from fastspec.t5_attention import T5_ATTENTION_NAME, EncodedInputs, T5Step
+from fastspec.transfer import device_tensor
 from fastspec.twin import twin_of
 from fastspec_kernels import store_kv
 
@@ -105,7 +106,7 @@ class EncoderDecoderModel(PagedModel):
     def _encode(self, encoder_input: EncoderInput) -> None:
         last = self.vocab_size - 1  # what a drafter cannot read only costs it accuracy
         ids = [min(token_id, last) for token_id in encoder_input.token_ids]
-        output = self.model.encoder(input_ids=torch.tensor([ids], device=self.device))
+        output = self.model.encoder(input_ids=device_tensor([ids], torch.int64, self.device))
         self._encoder_cache.add(encoder_input, output.last_hidden_state[0])
 
 
@@ -133,7 +134,7 @@ class EncoderCache:
         length = states.shape[0]
         blocks = self._take(blocks_needed(length, _BLOCK_SIZE))
         slots = [blocks[t // _BLOCK_SIZE] * _BLOCK_SIZE + t % _BLOCK_SIZE for t in range(length)]
-        slot_mapping = torch.tensor(slots, device=states.device)
+        slot_mapping = device_tensor(slots, torch.int64, states.device)
         for layer, caches in zip(self._layers, self._caches, strict=True):
             shape = (length, layer.n_heads, layer.key_value_proj_dim)
             key, value = layer.k(states).view(shape), layer.v(states).view(shape)
@@ -149,7 +150,7 @@ class EncoderCache:
         for table in tables:
             values += table + [-1] * (width - len(table))
         batch, device = len(inputs), self._caches[0][0].device
-        packed = torch.tensor(values, dtype=torch.int32, device=device)
+        packed = device_tensor(values, torch.int32, device)
         return EncodedInputs(self._caches, packed[batch:].view(batch, width), packed[:batch])
 
     def _take(self, count: int) -> list[int]:
@@ -193,7 +194,7 @@ def _t5_step(
     starts = [0, *accumulate(counts)]
     rows = [starts[b] + min(place, counts[b] - 1) for b in range(batch) for place in range(width)]
     places = [b * width + place for b in range(batch) for place in range(counts[b])]
-    packed = torch.tensor(rows + places, device=positions.device)
+    packed = device_tensor(rows + places, torch.int64, positions.device)
     row_index = packed[: batch * width].view(batch, width)
     return T5Step(step, encoded, row_index, packed[batch * width :], positions[row_index])
 

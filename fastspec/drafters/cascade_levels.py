@@ -17,6 +17,7 @@ from fastspec.drafters.draft import (
 from fastspec.drafters.draft_model import DraftModelDrafter, greedy_sampling
 from fastspec.drafters.texts import Texts, TextStore
 from fastspec.request import Batch, Request, SamplingTensors
+from fastspec.transfer import device_tensor
 from fastspec_kernels import row_stats, sample, verify_chain
 
 Reviewed = tuple[Draft, int]  # a draft, and the position from which on it is judged
@@ -193,11 +194,11 @@ class ModelLevel:
         tokens = [draft.after(start) for draft, start in reviewed]
         counts = [len(row) for row in tokens]
         width = max(counts)
-        cu_rows = torch.tensor(row_starts([n + 1 for n in counts]), dtype=torch.int32)
+        cu_rows = device_tensor(row_starts([n + 1 for n in counts]), torch.int32, device)
         uniforms = draw_uniforms(drafts, batch.num_speculative_tokens + 1, device)
         output_ids, accepted_len, _ = verify_chain(
             logits,
-            cu_rows.to(device),
+            cu_rows,
             padded_ids(tokens, width, device),
             torch.cat([uniforms[:, :width], uniforms[:, -1:]], dim=1),
             draft_logits=laws(tokens, width, logits.shape[1]),
@@ -215,7 +216,7 @@ class ModelLevel:
         tokens = [draft.after(start) for draft, start in reviewed]
         extra_row = DraftToken(0, self.name)
         packed = [token for row in tokens for token in (*row, extra_row)]
-        ids = torch.tensor([token.token_id for token in packed], device=logits.device)
+        ids = device_tensor([token.token_id for token in packed], torch.int64, logits.device)
         best, _ = sample(
             logits,
             logits.new_zeros(len(packed), dtype=torch.float32),

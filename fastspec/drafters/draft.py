@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fastspec.drafters.texts import Text
 from fastspec.request import CASCADE_STREAM, Request
+from fastspec.transfer import device_tensor
 from fastspec_kernels import uniform
 
 _DRAW_SHIFT = 32  # positions are below 2**32, so the number of the draw goes above
@@ -100,7 +101,7 @@ def draw_uniforms(drafts: list[Draft], num: int, device: torch.device) -> Tensor
         seeds.append(draft.request.seed)
         positions.append(len(draft.request.token_ids) + (draft.num_draws << _DRAW_SHIFT))
         draft.num_draws += 1
-    keys = torch.tensor([seeds, positions], dtype=torch.int64, device=device)
+    keys = device_tensor([seeds, positions], torch.int64, device)
     return uniform(keys[0], keys[1], num, CASCADE_STREAM)
 
 
@@ -118,16 +119,16 @@ def laws(tokens: list[list[DraftToken]], width: int, vocab_size: int) -> Tensor 
         return None
     like = rows[0]
     out = like.new_full((len(tokens), width, vocab_size), -torch.inf)
-    index = torch.tensor(places, device=like.device)
+    index = device_tensor(places, torch.int64, like.device)
     out.view(-1, vocab_size)[index, : like.shape[0]] = torch.stack(rows)
-    out.view(-1)[torch.tensor(point_masses, dtype=torch.int64, device=like.device)] = 0.0
+    out.view(-1)[device_tensor(point_masses, torch.int64, like.device)] = 0.0
     return out
 
 
 def padded_ids(tokens: list[list[DraftToken]], width: int, device: torch.device) -> Tensor:
     """[B, width] int32, -1 after the last token."""
     ids = [[t.token_id for t in row] + [-1] * (width - len(row)) for row in tokens]
-    return torch.tensor(ids, dtype=torch.int32, device=device).view(len(tokens), width)
+    return device_tensor(ids, torch.int32, device).view(len(tokens), width)
 
 
 def row_starts(counts: list[int]) -> list[int]:

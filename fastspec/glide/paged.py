@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fastspec.paged_model import KVCache, PagedModel, Span
 from fastspec.runner import ModelRunner
+from fastspec.transfer import device_tensor
 from fastspec_kernels import cross_attention, tree_attention
 
 
@@ -71,7 +72,7 @@ class GlideRunner(ModelRunner):
         context_lens = step.context_lens
         if not is_reading:
             lengths = [span.target_len for span in spans]
-            context_lens = torch.tensor(lengths, dtype=torch.int32, device=self.device)
+            context_lens = device_tensor(lengths, torch.int32, self.device)
         step.glimpse = PagedGlimpse(
             self._target_caches,
             step.block_table,
