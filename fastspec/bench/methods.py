@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.engine import Engine
+from fastspec.glide import GlideLlamaForCausalLM
 from fastspec.stats import SpecStats
 
 TokenIds = list[int]
@@ -23,8 +24,8 @@ class Methods:
     Each method makes exactly `max_tokens` new ids: end-of-sequence ids do not end a text.
     Hugging Face's assisted generation appears twice: drafting K tokens in each step, as ours does
     ("hf_assisted"), and as its own defaults have it ("hf_assisted_default"). Without a draft model
-    ours proposes by spec.method, and theirs by its prompt lookup. The parts of a cascade run by
-    themselves, too.
+    ours proposes by spec.method, and theirs by its prompt lookup; so does theirs with a GLIDE
+    draft, which it cannot run. The parts of a cascade run by themselves, too.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class Methods:
         }
         self._target = target
         self._generate = cast(Any, target).generate  # only generative classes have it
-        self._draft = draft
+        self._draft = None if isinstance(draft, GlideLlamaForCausalLM) else draft
         self._num_speculative_tokens = spec.num_speculative_tokens
         self.max_tokens = max_tokens
         self.last_stats = SpecStats()

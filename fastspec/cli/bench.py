@@ -2,6 +2,7 @@
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -24,6 +25,7 @@ from fastspec.cli.display import number, progress_bar
 from fastspec.cli.errors import drafting_method, usage_errors
 from fastspec.cli.prompts import bundled_prompts, read_prompts
 from fastspec.config import EngineConfig, SpecConfig
+from fastspec.glide import load_glide
 from fastspec.loading import bigram_beside, check_same_tokenizer, load_model, load_tokenizer
 
 _MAG_TOKENS = 10  # what CS-Drafting's MaG writes
@@ -69,13 +71,13 @@ def bench(
     cascade's parts run beside it, the draft model with K of -k and MaG with K = 10.
     """
     is_cascade = method == "cascade"
-    has_draft = is_cascade or method == "draft_model"
+    has_draft = method in ("draft_model", "glide", "cascade")
     if not has_draft and draft is not None:
         raise typer.BadParameter(f"--draft: --method {method} uses no draft model")
     if draft is None and has_draft:
         if target != "tiny":
             raise typer.BadParameter("--draft: a --target of your own needs a draft model")
-        draft = "tiny-draft"
+        draft = "tiny-glide" if method == "glide" else "tiny-draft"
     with usage_errors():
         config = BenchConfig(max_tokens, repeats, _numbers(temperatures))
         table = bigram or (bigram_beside(target) if method in ("mag", "cascade") else None)
@@ -103,7 +105,8 @@ def bench(
     draft_model = None
     if draft is not None:
         check_same_tokenizer(tokenizer, load_tokenizer("draft", draft))
-        draft_model = load_model("draft", draft, engine_config)
+        load = load_glide if method == "glide" else partial(load_model, "draft")
+        draft_model = load(draft, engine_config)
     methods = Methods(
         target_model, draft_model, spec, max_tokens, engine_config, parts if is_cascade else {}
     )

@@ -25,6 +25,11 @@ from fastspec.outputs import RequestOutput
 
 _ROUNDS = 3  # timed runs of each prompt in each mode
 _WARM_UP_TOKENS = 8
+_WRITERS = {
+    "draft_model": "the draft model",
+    "glide": "the GLIDE draft",
+    "cascade": "the cascade",
+}
 _PICTURE_WIDTH = 104
 _FONT_FACE = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
 
@@ -111,10 +116,8 @@ def _compare(engine: Engine, prompt: str, params: SamplingParams, spec: SpecConf
 
 
 def _show(console: Console, comparisons: list[Comparison], spec: SpecConfig) -> None:
-    writer = {"draft_model": "the draft model", "cascade": "the cascade"}.get(
-        spec.method, spec.method
-    )
-    up_to = "" if spec.method == "draft_model" else "up to "
+    writer = _WRITERS.get(spec.method, spec.method)
+    up_to = "" if spec.method in ("draft_model", "glide") else "up to "
     console.print(
         f"Each step {writer} proposes {up_to}{spec.num_speculative_tokens} tokens and the target"
         f" checks them in one pass. One prompt at a time, CPU threads: {torch.get_num_threads()}."

@@ -63,8 +63,8 @@ def generate(
     method: Annotated[
         str,
         typer.Option(
-            help="auto (a draft model if there is one), none, draft_model, prompt_lookup, mag or"
-            " cascade (a draft model and MaG)."
+            help="auto (a draft model if there is one), none, draft_model, glide, prompt_lookup,"
+            " mag or cascade (a draft model and MaG)."
         ),
     ] = "auto",
     prompt_lookup_min: options.PromptLookupMin = None,

@@ -30,7 +30,8 @@ NumSpeculativeTokens = Annotated[
 CopyingMethod = Annotated[
     str,
     typer.Option(
-        help="draft_model, copying from the text (prompt_lookup or mag), or cascade, which is both."
+        help="draft_model, glide (a draft that reads the target's cache), copying from the text"
+        " (prompt_lookup or mag), or cascade (draft_model and mag)."
     ),
 ]
 PromptLookupMin = Annotated[
