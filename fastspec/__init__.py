@@ -1,6 +1,7 @@
 """Speculative decoding for Hugging Face language models: faster generation, the same output."""
 
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
+from fastspec.csd import csd
 from fastspec.engine import Engine
 from fastspec.outputs import RequestOutput, StreamEvent
 from fastspec.stats import SpecStats
@@ -15,4 +16,5 @@ __all__ = [
     "SpecConfig",
     "SpecStats",
     "StreamEvent",
+    "csd",
 ]

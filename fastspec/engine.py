@@ -161,6 +161,11 @@ class Engine:
         return self._scheduler.has_unfinished
 
     @property
+    def decoder_start_id(self) -> int | None:
+        """The token that the output of an encoder-decoder follows; None for a decoder."""
+        return self._runner.paged_model.decoder_start_id
+
+    @property
     def is_speculative(self) -> bool:
         """Whether a drafter is on."""
         return self._speculation.is_on

@@ -19,7 +19,7 @@ def as_k_matrix(value: Any) -> KMatrix:
     """
     rows = value.tolist() if hasattr(value, "tolist") else value
     if not _is_list(rows) or not rows or not all(_is_list(row) for row in rows):
-        raise ValueError(f"k_matrix: expected a square list of lists, got {value!r}")
+        raise ValueError(f"k_matrix: expected a square list of lists, got {rows!r}")
     if any(len(row) != len(rows) for row in rows):
         shape = [len(row) for row in rows]
         raise ValueError(

@@ -154,7 +154,7 @@ def test_the_most_tokens_of_a_k_matrix():
 def test_matrices_that_are_none(k_matrix, named):
     with pytest.raises(ValueError, match=f"^k_matrix: .*{named}") as error:
         SpecConfig("cascade", k_matrix=k_matrix)
-    assert "\n" not in str(error.value).replace("\n        ", "")
+    assert_one_line(error)
 
 
 @pytest.mark.parametrize(
