@@ -11,9 +11,9 @@ import pytest
 pytest.importorskip("triton")
 SCRIPT = Path(__file__).with_name("compile_attention.py")
 KERNELS = Path(__file__).resolve().parents[2] / "kernels"
-# Spill stores that a kernel may have. None is the aim; a few are left where all 255 registers are
-# in use, most in trees, which keep two mask words for each row.
-SPILLS = {"chain": 8, "tree": 24, "merge": 0, "store_kv": 0, "compact_kv": 0}
+# Spill stores that a kernel may have. None is the aim; a few are left in large tiles, where all 255
+# registers are in use, most in trees, which keep two mask words for each row.
+SPILLS = {"chain": 8, "tree": 24}
 SHARED = 101_376  # bytes; two programs then fit on a processor of sm_90
 LARGE_TILES = {80: "mma", 90: "wgmma", 100: "tcgen05"}
 
@@ -31,7 +31,8 @@ def test_instructions(capability):
     assert len(lines) == 20
     for line in lines:
         kind, _, shape = line["name"].partition(" ")
-        assert line["spills"] <= SPILLS[kind], line
+        is_large = kind in SPILLS and not shape.startswith("q1 ")
+        assert line["spills"] <= (SPILLS[kind] if is_large else 0), line
         assert line["shared"] <= SHARED, line
         assert line["loads16"] > 0, line
         if kind in ("chain", "tree"):
