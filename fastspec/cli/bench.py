@@ -23,7 +23,7 @@ from fastspec.bench.environment import ROOT
 from fastspec.cli import options
 from fastspec.cli.display import number, progress_bar
 from fastspec.cli.errors import drafting_method, usage_errors
-from fastspec.cli.prompts import bundled_prompts, read_prompts
+from fastspec.cli.prompts import bundled_prompts, named_prompts
 from fastspec.config import EngineConfig, SpecConfig
 from fastspec.glide import load_glide
 from fastspec.loading import bigram_beside, check_same_tokenizer, load_model, load_tokenizer
@@ -36,11 +36,13 @@ def bench(
     target: options.Target = "tiny",
     draft: options.Draft = None,
     config_file: options.Config = None,
-    num_prompts: options.NumPrompts = 8,
+    num_prompts: options.NumMeasuredPrompts = 8,
     prompts_file: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Prompts of your own, read as generate does."),
     ] = None,
+    dataset: options.Dataset = None,
+    dataset_file: options.DatasetFile = None,
     max_tokens: options.MaxTokens = 128,
     num_speculative_tokens: options.NumSpeculativeTokens = 4,
     method: options.CopyingMethod = "draft_model",
@@ -97,7 +99,8 @@ def bench(
         }
         engine_config = EngineConfig(dtype=dtype, device=device)
     files = _record_files(out, record, method)
-    texts = read_prompts(prompts_file) if prompts_file else bundled_prompts(num_prompts)
+    named = named_prompts(dataset, dataset_file, prompts_file, num_prompts)
+    texts = named or bundled_prompts(num_prompts)
     if threads is not None:
         torch.set_num_threads(threads)
     tokenizer = load_tokenizer("target", target)

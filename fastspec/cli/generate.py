@@ -13,7 +13,7 @@ from fastspec.cli import options
 from fastspec.cli.display import number, progress_bar
 from fastspec.cli.errors import note, report, usage_errors
 from fastspec.cli.printers import JsonPrinter, TextPrinter
-from fastspec.cli.prompts import collect_prompts
+from fastspec.cli.prompts import check_no_dataset, collect_prompts, named_prompts
 from fastspec.cli.running import Transcript, run_prompts
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.engine import Engine
@@ -37,6 +37,9 @@ def generate(
             " is also read when no prompt is given.",
         ),
     ] = None,
+    dataset: options.Dataset = None,
+    dataset_file: options.DatasetFile = None,
+    num_prompts: options.DatasetPrompts = None,
     num_speculative_tokens: options.NumSpeculativeTokens = 5,
     temperature: Annotated[
         float, typer.Option(help="0 is greedy, above 0 logits are divided by it.")
@@ -131,7 +134,12 @@ def generate(
             max_batch_size=max_batch_size,
             prefix_caching=prefix_caching,
         )
-    texts = collect_prompts(prompt or [], prompts_file)
+    if dataset is None:
+        check_no_dataset(dataset_file, num_prompts)
+        texts = collect_prompts(prompt or [], prompts_file)
+    else:
+        named = named_prompts(dataset, dataset_file, prompts_file, num_prompts)
+        texts = [*(prompt or []), *(named or [])]
     engine = Engine(target, options.drafts_of(draft, method), spec=spec, config=config)
     if method == "auto" and not engine.is_speculative:
         note("no --draft, so this is plain decoding")

@@ -64,6 +64,26 @@ Dtype = Annotated[
 ]
 Device = Annotated[str, typer.Option(help="Where the models run: auto, cpu, cuda, cuda:1, ...")]
 NumPrompts = Annotated[int, typer.Option(help="How many of the bundled held-out prompts to use.")]
+NumMeasuredPrompts = Annotated[
+    int,
+    typer.Option("--num-prompts", help="How many of the bundled prompts, or of --dataset, to use."),
+]
+
+
+Dataset = Annotated[
+    str | None,
+    typer.Option(help="Prompts of mmlu, gsm8k, hellaswag, mt_bench or humaneval."),
+]
+DatasetFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE.jsonl", help="Its records; without it the package datasets downloads them."
+    ),
+]
+DatasetPrompts = Annotated[
+    int | None,
+    typer.Option("--num-prompts", help="How many prompts of --dataset, the first ones; else all."),
+]
 
 
 def drafts_of(draft: str | None, method: str) -> str | list[str] | None:

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import typer
 
+from fastspec.cli.errors import usage_errors
 from fastspec.loading import ASSETS
+from fastspec.prompt_sets import load_prompts
 
 
 def collect_prompts(texts: list[str], file: Path | None) -> list[str]:
@@ -23,6 +25,31 @@ def collect_prompts(texts: list[str], file: Path | None) -> list[str]:
     if not prompts:
         raise typer.BadParameter("no prompt: give --prompt, --prompts-file or lines on stdin")
     return prompts
+
+
+def named_prompts(
+    dataset: str | None, dataset_file: Path | None, file: Path | None, count: int | None
+) -> list[str] | None:
+    """The first `count` prompts of a data set, or those of a file; None where neither is named.
+
+    Raises:
+        typer.BadParameter: both are named, or what is named has no such prompts.
+    """
+    if dataset is None:
+        check_no_dataset(dataset_file, None)
+        return read_prompts(file) if file else None
+    if file is not None:
+        raise typer.BadParameter("--dataset: --prompts-file names other prompts")
+    with usage_errors():
+        return load_prompts(dataset, dataset_file, count)
+
+
+def check_no_dataset(dataset_file: Path | None, num_prompts: int | None) -> None:
+    """Refuse the options that --dataset reads, where it is not given."""
+    if dataset_file is not None:
+        raise typer.BadParameter("--dataset-file: a --dataset must say what it holds")
+    if num_prompts is not None:
+        raise typer.BadParameter("--num-prompts: counts the prompts of a --dataset, there is none")
 
 
 def read_prompts(file: Path) -> list[str]:

@@ -11,7 +11,7 @@ from rich.table import Table
 from fastspec.cli import options
 from fastspec.cli.display import number, progress_bar
 from fastspec.cli.errors import drafting_method, usage_errors
-from fastspec.cli.prompts import read_prompts
+from fastspec.cli.prompts import check_no_dataset, named_prompts
 from fastspec.config import EngineConfig, SpecConfig
 from fastspec.economics import acceptance_by_position, expected_tokens_by_position, throughput
 from fastspec.loading import load_tokenizer, target_vocab_size
@@ -41,6 +41,9 @@ def simulate(
         Path | None,
         typer.Option(metavar="FILE", help="Prompts of a file that holds new ids alone, in order."),
     ] = None,
+    dataset: options.Dataset = None,
+    dataset_file: options.DatasetFile = None,
+    num_prompts: options.DatasetPrompts = None,
     num_speculative_tokens: options.NumSpeculativeTokens = 5,
     method: options.CopyingMethod = "draft_model",
     prompt_lookup_min: options.PromptLookupMin = None,
@@ -85,7 +88,10 @@ def simulate(
             bigram_path=bigram,
         )
         config = EngineConfig(dtype=dtype, device=device, max_batch_size=max_batch_size)
-    outputs = read_outputs(outputs_file, read_prompts(prompts_file) if prompts_file else None)
+    if dataset is None:
+        check_no_dataset(dataset_file, num_prompts)
+    prompts = named_prompts(dataset, dataset_file, prompts_file, num_prompts)
+    outputs = read_outputs(outputs_file, prompts)
     simulator = Simulator(
         target, draft, target_vocab_size(target), load_tokenizer("target", target), spec, config
     )

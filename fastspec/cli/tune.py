@@ -13,7 +13,7 @@ from fastspec.bench import describe_environment
 from fastspec.cli import options
 from fastspec.cli.display import number, progress_bar
 from fastspec.cli.errors import drafting_method, usage_errors
-from fastspec.cli.prompts import bundled_prompts, read_prompts
+from fastspec.cli.prompts import bundled_prompts, named_prompts
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.loading import bigram_beside, check_same_tokenizer, load_model, load_tokenizer
 from fastspec.planner import Measurement, Plan, Planner
@@ -33,7 +33,9 @@ def tune(
         Path | None,
         typer.Option(metavar="FILE", help="Prompts of your own, read as generate does."),
     ] = None,
-    num_prompts: options.NumPrompts = 4,
+    num_prompts: options.NumMeasuredPrompts = 4,
+    dataset: options.Dataset = None,
+    dataset_file: options.DatasetFile = None,
     max_tokens: options.MaxTokens = 128,
     num_speculative_tokens: Annotated[
         int, typer.Option("--num-speculative-tokens", "-k", help="Draft tokens tried at most.")
@@ -66,7 +68,8 @@ def tune(
         specs = [_spec(name, num_speculative_tokens, target) for name in names]
         config = EngineConfig(dtype=dtype, device=device)
         SamplingParams(temperature=temperature, max_tokens=max_tokens)
-    prompts = read_prompts(prompts_file) if prompts_file else bundled_prompts(num_prompts)
+    named = named_prompts(dataset, dataset_file, prompts_file, num_prompts)
+    prompts = named or bundled_prompts(num_prompts)
     if threads is not None:
         torch.set_num_threads(threads)
     tokenizer = load_tokenizer("target", target)

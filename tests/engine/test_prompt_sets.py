@@ -1,0 +1,100 @@
+"""Templates of data sets, from a file; without `datasets` the error says what is missing."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from fastspec.prompt_sets import PROMPT_SETS, load_prompts
+
+RECORDS = {
+    "mmlu": {"question": "2 + 2?", "choices": ["1", "2", "3", "4"], "answer": 3},
+    "gsm8k": {"question": "2 + 2?", "answer": "#### 4"},
+    "hellaswag": {"ctx": "A man sits", "endings": ["a", "b", "c", "d"], "label": "1"},
+    "mt_bench": {"question_id": 81, "turns": ["Write a text.", "Shorter."]},
+    "humaneval": {"task_id": "HumanEval/0", "prompt": "def f():\n"},
+}
+
+
+def test_every_set_has_a_record_here():
+    assert set(RECORDS) == set(PROMPT_SETS)
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_templates(tmp_path, name):
+    file = tmp_path / "set.jsonl"
+    line = json.dumps(RECORDS[name])
+    file.write_text(f"{line}\n\n{line}\n", encoding="utf-8")
+    first, second = load_prompts(name, file)
+    assert first == second
+    asked = {"mmlu": "2 + 2?", "gsm8k": "2 + 2?", "mt_bench": "Write a text."}
+    assert asked.get(name, first) in first
+    assert not {"#### 4", "Shorter."} & {first}
+    assert load_prompts(name, file, limit=1) == [first]
+
+
+def test_texts(tmp_path):
+    file = tmp_path / "set.jsonl"
+    file.write_text(json.dumps(RECORDS["mmlu"]), encoding="utf-8")
+    (prompt,) = load_prompts("mmlu", file)
+    assert prompt.splitlines()[1] == "(A) 1 (B) 2 (C) 3 (D) 4"
+    file.write_text(json.dumps(RECORDS["humaneval"]), encoding="utf-8")
+    assert load_prompts("humaneval", file) == ["def f():\n"]
+    file.write_text('{"prompt": ["One.", "Two."]}', encoding="utf-8")
+    assert load_prompts("mt_bench", file) == ["One."]
+
+
+@pytest.mark.parametrize("name", RECORDS)
+@pytest.mark.parametrize("record", ["{}", "5", "null", '["a"]'])
+def test_records_of_another_kind(tmp_path, name, record):
+    file = tmp_path / "set.jsonl"
+    file.write_text(f"{json.dumps(RECORDS[name])}\n{record}\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=f"line 2 is no record of {name}"):
+        load_prompts(name, file)
+
+
+def test_bad_arguments(tmp_path):
+    file = tmp_path / "set.jsonl"
+    with pytest.raises(ValueError, match="no such file"):
+        load_prompts("mmlu", file)
+    file.write_text(json.dumps(RECORDS["mmlu"]) + '\n{"quest', encoding="utf-8")
+    with pytest.raises(ValueError, match="line 2: not JSON"):
+        load_prompts("mmlu", file)
+    with pytest.raises(ValueError, match="expected one of"):
+        load_prompts("pile", file)
+    with pytest.raises(ValueError, match="num_prompts"):
+        load_prompts("mmlu", file, limit=0)
+    file.write_text(json.dumps(RECORDS["mmlu"]), encoding="utf-8")
+    with pytest.raises(ValueError, match="1 prompts here, 2 are wanted"):
+        load_prompts("mmlu", file, limit=2)
+    file.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match="not UTF-8"):
+        load_prompts("mmlu", file)
+
+
+def test_without_the_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match="needs a file"):
+        load_prompts("gsm8k")
+
+
+def test_with_the_package(monkeypatch):
+    asked = []
+
+    def load_dataset(*arguments, split):
+        asked.append((*arguments, split))
+        return [RECORDS["gsm8k"]] * 3
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    assert len(load_prompts("gsm8k", limit=2)) == 2
+    assert asked == [("openai/gsm8k", "main", "test")]
+
+
+def test_without_a_network(monkeypatch):
+    def load_dataset(*arguments, split):
+        raise ConnectionError("no route\nto host")
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    with pytest.raises(ValueError, match="cannot download gsm8k, pass a file: no route to host"):
+        load_prompts("gsm8k")
