@@ -24,6 +24,7 @@ from fastspec.loading import bigram_beside, check_same_tokenizer, load_model, lo
 from fastspec.paged_model import PagedModel
 from fastspec.runner import ModelRunner
 from fastspec.tree_factory import as_trees
+from fastspec.twin import compile_modules
 
 ModelSource = str | Path | PreTrainedModel
 DraftSource = ModelSource | Drafter
@@ -119,6 +120,8 @@ class DrafterFactory:
     def _glide(self, source: ModelSource) -> DrafterPlan:
         self._check_tokenizer(source)
         model = PagedModel(load_glide(source, self._config), self._config.backend)
+        if self._config.compile_modules:
+            compile_modules(model.model)
         probabilistic = self._spec.draft_sample_method == "probabilistic"
         chunk_size = self._config.prefill_chunk_size
 

@@ -16,7 +16,7 @@ from fastspec.paged_model import KVCache, PagedModel, PagedStep, PassThroughCach
 from fastspec.request import EncoderInput
 from fastspec.t5_attention import T5_ATTENTION_NAME, EncodedInputs, T5Step
 from fastspec.transfer import device_tensor
-from fastspec.twin import twin_of
+from fastspec.twin import compile_modules, twin_of
 from fastspec_kernels import store_kv
 
 _BLOCK_SIZE = 16
@@ -29,14 +29,17 @@ _SUPPORTED = (
 
 def paged_model_of(model: PreTrainedModel, config: EngineConfig) -> PagedModel:
     """The model on the paged cache, whichever kind it is; ValueError if it cannot be."""
-    if not model.config.is_encoder_decoder:
-        return PagedModel(model, config.backend)
-    if config.prefix_caching:
+    is_encoder_decoder = model.config.is_encoder_decoder
+    if is_encoder_decoder and config.prefix_caching:
         raise ValueError(
             f"prefix_caching: {type(model).__name__} is an encoder-decoder; what its decoder caches"
             " depends on the encoder's input, so requests cannot share it"
         )
-    return EncoderDecoderModel(model, config.backend)
+    kind = EncoderDecoderModel if is_encoder_decoder else PagedModel
+    paged_model = kind(model, config.backend)
+    if config.compile_modules:
+        compile_modules(paged_model.model)
+    return paged_model
 
 
 def check_same_kind(target: PagedModel, models: list[PagedModel]) -> None:

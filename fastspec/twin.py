@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,6 +43,23 @@ def use_few_row_kernels(model: PreTrainedModel) -> None:
             _replace(module, _rms_norm)
         elif _is_gated_mlp(module) and _agrees(module, _gated_mlp):
             _replace(module, _gated_mlp)
+
+
+def compile_modules(model: PreTrainedModel) -> None:
+    """Let torch.compile fuse normalisations and gated feed-forward blocks, on any device.
+
+    Modules that already have a kernel of ours keep it. The modules of a class share one compiled
+    function, for any number of rows.
+    """
+    compiled: dict[type, Callable] = {}
+    for module in model.modules():
+        kind = type(module)
+        is_fusible = kind.__name__.endswith("RMSNorm") or hasattr(module, "gate_proj")
+        if not is_fusible or "forward" in module.__dict__:
+            continue
+        if kind not in compiled:
+            compiled[kind] = torch.compile(kind.forward, dynamic=True)
+        module.__dict__["forward"] = partial(compiled[kind], module)
 
 
 def _linear(module: Any, x: Tensor) -> Tensor:

@@ -26,6 +26,9 @@ class EngineConfig:
         cuda_graphs: "auto" replays passes of few tokens as CUDA graphs where the model is on a GPU
             and can be captured; where it cannot, a warning is logged once. "on" raises instead, and
             "off" never captures. Encoder-decoders and GLIDE drafts are never captured.
+        compile_modules: True lets torch.compile fuse normalisations and feed-forward blocks that
+            have no kernel of ours, which takes seconds when they first run. Off by default: what it
+            brings on a GPU has not been measured yet.
         backend: passed to every kernel, see fastspec_kernels.
     Raises:
         ValueError: a value out of range.
@@ -41,6 +44,7 @@ class EngineConfig:
     prefill_chunk_size: int = 512
     prefix_caching: bool = False
     cuda_graphs: str = "auto"
+    compile_modules: bool = False
     backend: str = "auto"
 
     def __post_init__(self):
@@ -54,6 +58,6 @@ class EngineConfig:
             require(name, value, value is None or (is_int(value) and value >= 1), "an int >= 1")
         graphs = ("auto", "on", "off")
         require("cuda_graphs", self.cuda_graphs, self.cuda_graphs in graphs, f"one of {graphs}")
-        require(
-            "prefix_caching", self.prefix_caching, isinstance(self.prefix_caching, bool), "a bool"
-        )
+        for name in ("prefix_caching", "compile_modules"):
+            value = getattr(self, name)
+            require(name, value, isinstance(value, bool), "a bool")

@@ -161,6 +161,7 @@ def test_hugging_face_alias_and_unknown_fields():
         ("max_model_len", -1),
         ("prefill_chunk_size", 0),
         ("prefix_caching", "yes"),
+        ("compile_modules", "yes"),
         ("cuda_graphs", "wrong"),
     ],
 )

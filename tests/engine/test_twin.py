@@ -1,5 +1,6 @@
 """The engine's module tree shares the user's weights and changes nothing the user can see."""
 
+import pytest
 import torch
 
 from fastspec import Engine, EngineConfig, SamplingParams
@@ -71,3 +72,38 @@ def test_logits_do_not_depend_on_how_many_tokens_are_read():
         together = torch.cat([rows for rows in logits if rows.shape[0]])
         assert plain.token_ids == speculative.token_ids
         assert torch.equal(together[:20], alone)
+
+
+@pytest.mark.parametrize("architecture", ["gemma2", "llama"])
+def test_compiled_modules(monkeypatch, architecture):
+    """One function for each class, for any number of rows; everything else stays as it was."""
+    compiled = []
+
+    def count(function, dynamic):
+        compiled.append(function.__qualname__)
+        return compile_(function, dynamic=dynamic, backend="eager")
+
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", count)
+    model = random_model(architecture)
+    config = EngineConfig(backend="reference", compile_modules=True)
+    engine = Engine(model, config=config)
+    prefix = {"gemma2": "Gemma2", "llama": "Llama"}[architecture]
+    assert sorted(compiled) == [f"{prefix}{name}.forward" for name in ("MLP", "RMSNorm")]
+    assert replaced(engine._runner.paged_model.model) == {f"{prefix}MLP", f"{prefix}RMSNorm"}
+    assert replaced(model) == set()
+    expected = Engine(model, config=EngineConfig(backend="reference"))
+    prompts = [[1, 2, 3], [4] * 9]
+    assert [o.token_ids for o in engine.generate(prompts, GREEDY)] == [
+        o.token_ids for o in expected.generate(prompts, GREEDY)
+    ]
+
+
+def test_kernels_of_ours_are_not_compiled():
+    if "cpu" not in available_backends():
+        return
+    models = [
+        Engine(random_model("llama"), config=config)._runner.paged_model.model
+        for config in (EngineConfig(), EngineConfig(compile_modules=True))
+    ]
+    assert replaced(models[0]) == replaced(models[1])
