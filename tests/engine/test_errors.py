@@ -4,7 +4,6 @@ import re
 
 import pytest
 import torch
-from transformers import T5Config, T5ForConditionalGeneration
 
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 from fastspec.drafters import Proposal
@@ -219,13 +218,6 @@ def test_another_tokenizer_is_refused(tmp_path):
 def test_models_that_never_call_our_attention():
     with pytest.raises(ValueError, match="BloomForCausalLM: never calls"):
         Engine(random_model("bloom"))
-
-
-def test_encoder_decoders():
-    sizes = {"d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2}
-    model = T5ForConditionalGeneration(T5Config(vocab_size=30, **sizes))
-    with pytest.raises(ValueError, match="T5ForConditionalGeneration: encoder-decoder"):
-        Engine(model)
 
 
 def test_draft_model_method_without_a_draft(model):
