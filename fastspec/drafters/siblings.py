@@ -23,7 +23,8 @@ def likeliest(logits: Tensor, num: int, temperature: Tensor | None) -> tuple[Ten
     if temperature is not None:
         best = best / temperature[:, None]
     logsumexp, _ = row_stats(logits, temperature=temperature)
-    logprobs = (best - logsumexp[:, None]).clamp(max=0.0).nan_to_num(nan=-torch.inf)
+    logprobs = (best - logsumexp[:, None]).clamp(max=0.0)
+    logprobs = logprobs.masked_fill(logprobs.isnan(), -torch.inf)
     token_ids = token_ids.int().masked_fill(logprobs == -torch.inf, -1)
     missing = (0, num - best.shape[1])
     return pad(token_ids, missing, value=-1), pad(logprobs, missing, value=-torch.inf)

@@ -118,7 +118,6 @@ def test_sampling_params(field, value):
     ("field", "value"),
     [
         ("method", "wrong"),
-        ("method", "tree"),
         ("num_speculative_tokens", 0),
         ("num_speculative_tokens", 2.0),
         ("draft_sample_method", "wrong"),
@@ -129,7 +128,7 @@ def test_sampling_params(field, value):
         ("lenience", 2.0),
         ("tree_width", 2),
         ("tree_nodes", 2),
-        ("cape", True),
+        ("cape", 1),
         ("confidence_threshold", 0.3),
         ("schedule", "heuristic"),
         ("synthetic_acceptance_rate", 0.5),

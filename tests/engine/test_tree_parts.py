@@ -1,0 +1,125 @@
+"""The parts that token trees are made of, each alone."""
+
+import pytest
+import torch
+
+from fastspec.drafters.siblings import drawn, likeliest
+from fastspec.drafters.tree_candidates import Candidates
+from fastspec.request import SamplingTensors
+from fastspec.token_tree import TreeLayout, packed
+from fastspec.tree_shapes import TreeShape, balanced_shape
+from fastspec_kernels.testing import chi_square
+
+
+def test_shapes_number_their_nodes_level_by_level():
+    shape = TreeShape([[1, 0], [0], [0, 1], [1], [0, 0], [0, 1, 0]])
+    assert shape.parents == [0, 0, 1, 1, 2, 4]
+    assert [shape.num_nodes(depth) for depth in range(5)] == [0, 2, 5, 6, 6]
+    first, second, third = shape.levels
+    assert (first.expanded, first.num_children, first.children) == ([0], 2, [1, 2])
+    assert (second.expanded, second.places, second.kept) == ([1, 2], [0, 1], [0, 1, 2])
+    assert (third.expanded, third.places, third.num_children) == ([4], [1], 1)
+
+
+@pytest.mark.parametrize(("width", "num_nodes", "depth"), [(1, 5, 3), (4, 16, 5), (2, 127, 6)])
+def test_balanced_shapes_keep_their_limits(width, num_nodes, depth):
+    shape = balanced_shape(width, num_nodes, depth)
+    assert shape.depth <= depth
+    assert shape.num_nodes(depth) == min(num_nodes, sum(width**d for d in range(1, depth + 1)))
+    assert all(level.num_children <= width for level in shape.levels)
+
+
+def candidates():
+    """a -> (b, c), d -> (e)."""
+    scores = torch.tensor([[-0.1, -0.5, -0.6, -0.3, -0.4]])
+    return Candidates(
+        torch.tensor([[10, 11, 12, 13, 14]], dtype=torch.int32),
+        torch.tensor([[0, 1, 1, 0, 4]]),
+        scores,
+    )
+
+
+@pytest.mark.parametrize(
+    ("limit", "token_ids", "parents"),
+    [
+        (0, [-1] * 4, [-1] * 4),
+        (1, [10, -1, -1, -1], [0, -1, -1, -1]),
+        (3, [10, 13, 14, -1], [0, 0, 2, -1]),
+        (4, [10, 11, 13, 14], [0, 1, 0, 3]),
+    ],
+)
+def test_the_best_candidates_make_the_tree(limit, token_ids, parents):
+    chosen = candidates().best(4, torch.tensor([limit]))
+    assert [values.tolist() for values in chosen] == [[token_ids], [parents]]
+
+
+@pytest.mark.parametrize(
+    ("chain", "token_ids", "parents"),
+    [
+        ([10, 12, 99], [10, 12, 13, 99], [0, 1, 0, 2]),
+        ([98, 97, -1], [10, 13, 98, 97], [0, 0, 0, 3]),
+        ([13, 14, -1], [10, 11, 13, 14], [0, 1, 0, 3]),
+        ([-1, -1, -1], [10, 11, 13, 14], [0, 1, 0, 3]),
+    ],
+)
+def test_a_chain_is_merged_with_what_it_shares(chain, token_ids, parents):
+    merged = candidates().with_chain(torch.tensor([chain], dtype=torch.int32))
+    chosen = merged.best(4, torch.tensor([4]))
+    assert [values.tolist() for values in chosen] == [[token_ids], [parents]]
+
+
+def test_ties_keep_parents_before_their_children():
+    tied = candidates()._replace(scores=torch.zeros(1, 5))
+    token_ids, parents = tied.best(2, torch.tensor([2]))
+    assert (token_ids.tolist(), parents.tolist()) == ([[10, 11]], [[0, 1]])
+
+
+def test_likeliest_tokens():
+    logits = torch.tensor([[0.0, 2.0, 1.0], [1.0, float("-inf"), 0.0], [float("nan")] * 3])
+    token_ids, logprobs = likeliest(logits, 4, None)
+    assert token_ids.tolist() == [[1, 2, 0, -1], [0, 2, -1, -1], [-1] * 4]
+    expected = logits[0].log_softmax(0)[[1, 2, 0]]
+    torch.testing.assert_close(logprobs[0, :3], expected)
+    assert (logprobs[token_ids < 0] == -torch.inf).all()
+    _, sharper = likeliest(logits[:1], 1, torch.tensor([0.5]))
+    torch.testing.assert_close(sharper[0, 0], (2 * logits[0]).log_softmax(0)[1])
+
+
+def test_drawn_tokens_have_the_law_of_draws_without_replacement():
+    rows, logits = 40_000, torch.tensor([0.3, 1.1, -0.4, 0.8, -9.0])
+    sampling = SamplingTensors(
+        temperature=torch.full((rows,), 1.5),
+        top_k=torch.full((rows,), 4, dtype=torch.int32),
+        top_p=None,
+        min_p=None,
+    )
+    uniforms = torch.rand((rows, 3), generator=torch.Generator().manual_seed(5))
+    picked = drawn(logits.expand(rows, -1).clone(), uniforms, sampling)
+    probs = (logits[:4] / 1.5).softmax(0).double()
+    law = torch.zeros(5, 5, 5, dtype=torch.float64)
+    for i in range(4):
+        for j in set(range(4)) - {i}:
+            for k in set(range(4)) - {i, j}:
+                left = 1 - probs[i]
+                law[i, j, k] = probs[i] * probs[j] / left * probs[k] / (left - probs[j])
+    counts = torch.zeros(125).index_add_(
+        0, (picked.long() * torch.tensor([25, 5, 1])).sum(1), torch.ones(rows)
+    )
+    assert chi_square(counts.view(5, 5, 5).numpy(), law.numpy()) > 1e-6
+
+
+def test_greedy_rows_draw_their_likeliest_tokens_until_none_is_left():
+    sampling = SamplingTensors(
+        temperature=torch.tensor([0.0, 1.0]), top_k=None, top_p=torch.tensor([0.1, 0.1]), min_p=None
+    )
+    logits = torch.tensor([[0.0, 2.0, 1.0], [0.0, 2.0, 1.0]])
+    picked = drawn(logits, torch.full((2, 3), 0.5), sampling)
+    assert picked.tolist() == [[1, 2, 0], [1, -1, -1]]
+
+
+def test_positions_and_packing():
+    parents = torch.tensor([[-1, 0, 0, 1], [-1, 0, -1, -1]], dtype=torch.int32)
+    layout = TreeLayout.of(parents, "auto")
+    context_lens = torch.tensor([10 + 4, 5 + 2], dtype=torch.int32)
+    assert layout.positions([4, 2], context_lens).tolist() == [10, 11, 11, 12, 5, 6]
+    assert packed(parents, [2, 3]).tolist() == [-1, 0, -1, 0, -1]
