@@ -124,7 +124,8 @@ class Methods:
             **sampling,
             **assistant,
         )
-        return output[0, len(prompt) :].tolist()
+        num_before = 1 if self._target.config.is_encoder_decoder else len(prompt)
+        return output[0, num_before:].tolist()
 
 
 @contextmanager
