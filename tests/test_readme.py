@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from benchmarks import report
 from fastspec.cli import app, bench
+from fastspec.tuned import TunedConfig, save_tuned
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -27,6 +28,8 @@ SHORTER = {
     "demo": ["--num-prompts", "1", "--max-tokens", "8"],
     "generate": ["--max-tokens", "8"],
     "bench": ["--num-prompts", "1", "--max-tokens", "4", "--repeats", "1"],
+    "tune": ["--num-prompts", "1", "--max-tokens", "40", "-k", "2", "--methods", "mag"],
+    "simulate": [],
     "info": [],
 }
 
@@ -44,6 +47,8 @@ def test_command_runs(line, tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "RESULTS", tmp_path)
     (tmp_path / "docs").mkdir()
     (tmp_path / "prompts.txt").write_text("import \nclass \n", encoding="utf-8")
+    (tmp_path / "run.jsonl").write_text('{"prompt": "import ", "token_ids": [5, 6]}')
+    save_tuned(TunedConfig("tiny", None, {"method": "mag"}), tmp_path / "tuned.json")
     arguments = shlex.split(line)[1:]
     result = CliRunner().invoke(app, [*arguments, *SHORTER[arguments[0]]])
     assert result.exit_code == 0, result.stderr

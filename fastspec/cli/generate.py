@@ -79,6 +79,10 @@ def generate(
         str,
         typer.Option(help="How drafts are chosen: probabilistic or greedy; both are exact."),
     ] = "probabilistic",
+    schedule: Annotated[
+        str,
+        typer.Option(help="constant, or adaptive: as many draft tokens as pay off, even none."),
+    ] = "constant",
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     max_batch_size: Annotated[int, typer.Option(help="Prompts decoded together at most.")] = 32,
@@ -122,6 +126,7 @@ def generate(
             method=method,
             num_speculative_tokens=num_speculative_tokens,
             draft_sample_method=draft_sample_method,
+            schedule=schedule,
             prompt_lookup_min=prompt_lookup_min,
             prompt_lookup_max=prompt_lookup_max,
             bigram_path=bigram,
