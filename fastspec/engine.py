@@ -8,7 +8,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastspec.block_manager import BlockManager
 from fastspec.cache_size import cache_blocks, model_len
-from fastspec.config import EngineConfig, SamplingParams, SpecConfig, is_int
+from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.drafter_factory import DrafterFactory, DrafterSource
 from fastspec.drafters import Proposal
 from fastspec.economics import Step
@@ -72,6 +72,7 @@ class Engine:
             self.max_model_len,
             eos_token_ids(model, tokenizer),
             target_model.decoder_start_id,
+            config.prompt_template,
         )
         self._drafter_factory = DrafterFactory(spec, config, tokenizer, target_model.vocab_size)
         plan = self._drafter_factory.plan(target, drafter)
@@ -83,7 +84,8 @@ class Engine:
         block_manager = BlockManager(num_blocks, config.block_size, config.prefix_caching)
         self._scheduler = Scheduler(block_manager, config.max_batch_size)
         first = plan.build(self._runner, block_manager) if plan else None
-        self._speculation = Speculation(first, spec.num_speculative_tokens)
+        most = config.max_n_spec_tokens
+        self._speculation = Speculation(first, spec.num_speculative_tokens, most)
         meter = StepCostMeter(self._runner, block_manager, self._factory, config.backend)
         self._pacer = Pacer(spec, meter)
         self._pace()
@@ -179,14 +181,13 @@ class Engine:
         """Turn speculation on between steps; without a drafter the last one is used again.
 
         Args:
-            n_spec_tokens: tokens proposed in each step, >= 1.
+            n_spec_tokens: tokens proposed in each step, >= 1, at most config.max_n_spec_tokens.
             use_glide_drafter: read the drafter as a GLIDE model. The last one is used as what it
                 is in any case.
         Raises:
             ValueError: a drafter that is missing, or no GLIDE model where one is asked for.
         """
-        if not is_int(n_spec_tokens) or n_spec_tokens < 1:
-            raise ValueError(f"n_spec_tokens: expected an int >= 1, got {n_spec_tokens!r}")
+        self._speculation.check_count("n_spec_tokens", n_spec_tokens)
         if drafter is None and not self._speculation.has_known_drafter:
             raise ValueError("drafter: there is none to enable; pass one")
         if drafter is None and use_glide_drafter and not self._speculation.knows_glide:

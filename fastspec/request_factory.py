@@ -18,7 +18,7 @@ class RequestFactory:
     """Builds requests for one target, with its tokenizer, vocabulary, length limit and eos ids.
 
     With the id that its decoder starts with, the target is an encoder-decoder, whose encoder reads
-    the prompts.
+    the prompts. A template holds {input_text} where a text prompt goes.
     """
 
     def __init__(
@@ -28,12 +28,14 @@ class RequestFactory:
         max_model_len: int,
         eos_ids: frozenset[int],
         decoder_start_id: int | None = None,
+        prompt_template: str | None = None,
     ):
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._eos_ids = eos_ids
         self._decoder_start_id = decoder_start_id
+        self._prompt_template = prompt_template
         self._encoder_inputs: WeakValueDictionary[tuple[int, ...], EncoderInput] = (
             WeakValueDictionary()
         )
@@ -83,7 +85,9 @@ class RequestFactory:
                 raise ValueError(
                     "prompt: a text needs a tokenizer, and the engine has none; pass ids"
                 )
-            token_ids = self._tokenizer(prompt)["input_ids"]
+            template = self._prompt_template
+            text = template.replace("{input_text}", prompt) if template else prompt
+            token_ids = self._tokenizer(text)["input_ids"]
         else:
             token_ids = _as_list("prompt", prompt)
         if not token_ids:

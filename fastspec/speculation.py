@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from fastspec.config.checks import is_int, require
 from fastspec.drafters import Drafter, GlideDrafter, Proposal, TreeDrafter, TreeProposer
 from fastspec.economics import Step
 from fastspec.request import Batch, Request
@@ -13,7 +14,11 @@ from fastspec.schedule import Schedule
 class Speculation:
     """Proposals of the drafter that is on, or none."""
 
-    def __init__(self, drafter: Drafter | None, num_draft_tokens: int):
+    def __init__(
+        self, drafter: Drafter | None, num_draft_tokens: int, most_draft_tokens: int | None = None
+    ):
+        self._most_draft_tokens = most_draft_tokens
+        self.check_count("num_speculative_tokens", num_draft_tokens)
         self._known = drafter
         self.drafter = drafter
         self._num_draft_tokens = num_draft_tokens
@@ -67,6 +72,13 @@ class Speculation:
             return proposal.writers[index]
         name = self.drafter.name if self.drafter is not None else None
         return [name] * proposal.token_ids.shape[1]
+
+    def check_count(self, name: str, value: int) -> None:
+        """Refuse a number of draft tokens that is none, or more than the engine allows."""
+        require(name, value, is_int(value) and value >= 1, "an int >= 1")
+        most = self._most_draft_tokens
+        fits = most is None or value <= most
+        require(name, value, fits, f"at most max_n_spec_tokens, {most}")
 
     def enable(self, drafter: Drafter | None, num_draft_tokens: int) -> None:
         """Turn on a drafter, or the known one; ValueError when it cannot propose so many tokens."""

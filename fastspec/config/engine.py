@@ -1,8 +1,14 @@
 """Where the models run and how much they may hold."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from fastspec.config.checks import is_int, require
+
+_PLACE = "{input_text}"
+_SAME_AS_COLOSSAL = ("max_batch_size", "block_size", "max_n_spec_tokens", "prompt_template")
+_COLOSSAL_LENGTHS = ("max_input_len", "max_output_len")
 
 
 @dataclass(frozen=True)
@@ -29,6 +35,8 @@ class EngineConfig:
         compile_modules: True lets torch.compile fuse normalisations and feed-forward blocks that
             have no kernel of ours, which takes seconds when they first run. Off by default: what it
             brings on a GPU has not been measured yet.
+        max_n_spec_tokens: num_speculative_tokens at most, also when speculation is turned on anew.
+        prompt_template: text prompts are put in place of its {input_text}.
         backend: passed to every kernel, see fastspec_kernels.
     Raises:
         ValueError: a value out of range.
@@ -45,6 +53,8 @@ class EngineConfig:
     prefix_caching: bool = False
     cuda_graphs: str = "auto"
     compile_modules: bool = False
+    max_n_spec_tokens: int | None = None
+    prompt_template: str | None = None
     backend: str = "auto"
 
     def __post_init__(self):
@@ -53,7 +63,7 @@ class EngineConfig:
         for name in ("block_size", "max_batch_size", "prefill_chunk_size"):
             value = getattr(self, name)
             require(name, value, is_int(value) and value >= 1, "an int >= 1")
-        for name in ("num_blocks", "kv_cache_memory", "max_model_len"):
+        for name in ("num_blocks", "kv_cache_memory", "max_model_len", "max_n_spec_tokens"):
             value = getattr(self, name)
             require(name, value, value is None or (is_int(value) and value >= 1), "an int >= 1")
         graphs = ("auto", "on", "off")
@@ -61,3 +71,29 @@ class EngineConfig:
         for name in ("prefix_caching", "compile_modules"):
             value = getattr(self, name)
             require(name, value, isinstance(value, bool), "a bool")
+        template = self.prompt_template
+        fits = template is None or (isinstance(template, str) and _PLACE in template)
+        require("prompt_template", template, fits, f"a text with {_PLACE}")
+
+    @classmethod
+    def from_colossal(cls, fields: Mapping[str, Any]) -> "EngineConfig":
+        """Fields of Colossal-Inference's InferenceConfig, those that mean the same here.
+
+        max_batch_size, block_size, max_n_spec_tokens and prompt_template keep their names;
+        max_input_len and max_output_len, given together, add up to max_model_len. What is not given
+        has the default of this class.
+
+        Raises:
+            ValueError: another field, or a value out of range. A template must be spelt out, names
+                of templates are unknown here.
+        """
+        kept = {name: value for name, value in fields.items() if name in _SAME_AS_COLOSSAL}
+        lengths = {name: fields[name] for name in _COLOSSAL_LENGTHS if name in fields}
+        for name in fields:
+            if name not in kept and name not in lengths:
+                known = ", ".join((*_SAME_AS_COLOSSAL, *_COLOSSAL_LENGTHS))
+                raise ValueError(f"{name}: has no meaning here; those that have are {known}")
+        for name in _COLOSSAL_LENGTHS if lengths else ():
+            value = lengths.get(name)
+            require(name, value, is_int(value) and value >= 1, "an int >= 1")
+        return cls(**kept, max_model_len=sum(lengths.values()) or None)
