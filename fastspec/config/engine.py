@@ -88,12 +88,12 @@ class EngineConfig:
                 of templates are unknown here.
         """
         kept = {name: value for name, value in fields.items() if name in _SAME_AS_COLOSSAL}
-        lengths = {name: fields[name] for name in _COLOSSAL_LENGTHS if name in fields}
+        lengths: dict[str, Any] = {n: fields[n] for n in _COLOSSAL_LENGTHS if n in fields}
         for name in fields:
             if name not in kept and name not in lengths:
                 known = ", ".join((*_SAME_AS_COLOSSAL, *_COLOSSAL_LENGTHS))
                 raise ValueError(f"{name}: has no meaning here; those that have are {known}")
         for name in _COLOSSAL_LENGTHS if lengths else ():
-            value = lengths.get(name)
+            value: Any = lengths.get(name)
             require(name, value, is_int(value) and value >= 1, "an int >= 1")
         return cls(**kept, max_model_len=sum(lengths.values()) or None)
