@@ -15,7 +15,7 @@ class SpecStats:
         num_cached_prompt_tokens: those that prefix caching found in the cache.
         num_steps: target passes that emitted tokens.
         num_output_tokens: tokens emitted, the extra token of each step included.
-        num_draft_tokens: tokens proposed and judged.
+        num_draft_tokens: tokens proposed and judged; of a tree, those of its longest path.
         num_accepted_tokens: proposed tokens that were emitted.
         num_accepted_tokens_per_pos: the same, by position in the draft.
         acceptance_histogram: steps by number of accepted tokens, index 0 to K.

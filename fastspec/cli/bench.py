@@ -51,6 +51,9 @@ def bench(
     bigram: options.Bigram = None,
     k_matrix: options.KMatrix = None,
     lenience: options.Lenience = 1.0,
+    tree_width: options.TreeWidth = None,
+    tree_nodes: options.TreeNodes = None,
+    cape: options.Cape = False,
     temperatures: Annotated[str, typer.Option(help="Comma-separated list; 0 is greedy.")] = "0,1",
     repeats: Annotated[
         int, typer.Option(help="Timed rounds over all prompts; the median counts.")
@@ -73,7 +76,7 @@ def bench(
     cascade's parts run beside it, the draft model with K of -k and MaG with K = 10.
     """
     is_cascade = method == "cascade"
-    has_draft = method in ("draft_model", "glide", "cascade")
+    has_draft = method in ("draft_model", "glide", "cascade", "tree")
     if not has_draft and draft is not None:
         raise typer.BadParameter(f"--draft: --method {method} uses no draft model")
     if draft is None and has_draft:
@@ -92,13 +95,16 @@ def bench(
             bigram_path=table,
             k_matrix=options.k_matrix_of(k_matrix),
             lenience=lenience,
+            tree_width=tree_width,
+            tree_nodes=tree_nodes,
+            cape=cape,
         )
         parts = {
             "draft_model": SpecConfig("draft_model", num_speculative_tokens),
             "mag": SpecConfig("mag", _MAG_TOKENS, bigram_path=table),
         }
         engine_config = EngineConfig(dtype=dtype, device=device)
-    files = _record_files(out, record, method)
+    files = _record_files(out, record, f"{method}_cape" if cape else method)
     named = named_prompts(dataset, dataset_file, prompts_file, num_prompts)
     texts = named or bundled_prompts(num_prompts)
     if threads is not None:
@@ -132,6 +138,9 @@ def bench(
         "num_speculative_tokens": spec.num_speculative_tokens,
         "k_matrix": spec.k_matrix,
         "lenience": spec.lenience,
+        "tree_width": spec.tree_width,
+        "tree_nodes": spec.tree_nodes,
+        "cape": spec.cape,
         "parts": {name: part.num_speculative_tokens for name, part in methods.parts.items()},
         "batch_size": 1,
         "num_prompts": len(prompts),

@@ -29,6 +29,7 @@ _WRITERS = {
     "draft_model": "the draft model",
     "glide": "the GLIDE draft",
     "cascade": "the cascade",
+    "tree": "the draft model",
 }
 _PICTURE_WIDTH = 104
 _FONT_FACE = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
@@ -52,6 +53,9 @@ def demo(
     method: options.CopyingMethod = "draft_model",
     k_matrix: options.KMatrix = None,
     lenience: options.Lenience = 1.0,
+    tree_width: options.TreeWidth = None,
+    tree_nodes: options.TreeNodes = None,
+    cape: options.Cape = False,
     temperature: Annotated[
         float, typer.Option(help="0 is greedy, where both outputs must be equal.")
     ] = 0.0,
@@ -69,6 +73,9 @@ def demo(
             num_speculative_tokens,
             k_matrix=options.k_matrix_of(k_matrix),
             lenience=lenience,
+            tree_width=tree_width,
+            tree_nodes=tree_nodes,
+            cape=cape,
         )
     if svg is not None and not svg.parent.is_dir():
         raise typer.BadParameter(f"--svg: no such folder: {str(svg.parent)!r}")
@@ -118,8 +125,11 @@ def _compare(engine: Engine, prompt: str, params: SamplingParams, spec: SpecConf
 def _show(console: Console, comparisons: list[Comparison], spec: SpecConfig) -> None:
     writer = _WRITERS.get(spec.method, spec.method)
     up_to = "" if spec.method in ("draft_model", "glide") else "up to "
+    proposal = f"{up_to}{spec.num_speculative_tokens} tokens"
+    if spec.method == "tree" or spec.cape:
+        proposal = f"a tree, {spec.num_speculative_tokens} tokens deep,"
     console.print(
-        f"Each step {writer} proposes {up_to}{spec.num_speculative_tokens} tokens and the target"
+        f"Each step {writer} proposes {proposal} and the target"
         f" checks them in one pass. One prompt at a time, CPU threads: {torch.get_num_threads()}."
     )
     for index, comparison in enumerate(comparisons):

@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -67,7 +67,7 @@ def generate(
         str,
         typer.Option(
             help="auto (a draft model if there is one), none, draft_model, glide, prompt_lookup,"
-            " mag or cascade (a draft model and MaG)."
+            " mag, cascade (a draft model and MaG) or tree (of a draft model's tokens)."
         ),
     ] = "auto",
     prompt_lookup_min: options.PromptLookupMin = None,
@@ -75,6 +75,9 @@ def generate(
     bigram: options.Bigram = None,
     k_matrix: options.KMatrix = None,
     lenience: options.Lenience = 1.0,
+    tree_width: options.TreeWidth = None,
+    tree_nodes: options.TreeNodes = None,
+    cape: options.Cape = False,
     draft_sample_method: Annotated[
         str,
         typer.Option(help="How drafts are chosen: probabilistic or greedy; both are exact."),
@@ -99,6 +102,10 @@ def generate(
     show_sources: Annotated[
         bool, typer.Option("--show-sources", help="Colour the text by who wrote each token.")
     ] = False,
+    show_tree: Annotated[
+        bool,
+        typer.Option("--show-tree", help="Draw the token tree of each step after the text."),
+    ] = False,
     save_outputs: Annotated[
         Path | None,
         typer.Option(metavar="FILE.jsonl", help="Write ids that fastspec simulate reads."),
@@ -107,6 +114,8 @@ def generate(
     """Continue prompts, speculatively when there is a draft model; by default greedily."""
     if as_json and show_sources:
         raise typer.BadParameter("--show-sources: the JSON of --json holds the sources already")
+    if show_tree and (as_json or (method != "tree" and not cape)):
+        raise typer.BadParameter("--show-tree: needs --method tree or --cape, and no --json")
     if save_outputs is not None:
         _check_saving(save_outputs, temperature, seed)
     if method in ("none", "prompt_lookup", "mag") and draft is not None:
@@ -132,6 +141,9 @@ def generate(
             bigram_path=bigram,
             k_matrix=options.k_matrix_of(k_matrix),
             lenience=lenience,
+            tree_width=tree_width,
+            tree_nodes=tree_nodes,
+            cape=cape,
         )
         config = EngineConfig(
             dtype=dtype,
@@ -150,7 +162,8 @@ def generate(
         note("no --draft, so this is plain decoding")
     prompts = [_chat_ids(engine, text) for text in texts] if chat else texts
     streams = len(texts) == 1 and not as_json and sys.stdout.isatty()
-    printer = JsonPrinter() if as_json else TextPrinter(len(texts), show_sources, streams)
+    shown = _token_text(engine) if show_tree else None
+    printer = JsonPrinter() if as_json else TextPrinter(len(texts), show_sources, streams, shown)
     start = time.perf_counter()
     outputs = _run(engine, prompts, texts, params, printer)
     if save_outputs is not None:
@@ -210,6 +223,14 @@ def _chat_ids(engine: Engine, text: str) -> list[int]:
     messages = [{"role": "user", "content": text}]
     wrapped = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     return tokenizer(str(wrapped), add_special_tokens=False)["input_ids"]
+
+
+def _token_text(engine: Engine) -> Callable[[int], str]:
+    """How one token is shown: on one line, spaces and all."""
+    tokenizer = engine.tokenizer
+    if tokenizer is None:
+        raise typer.BadParameter("--show-tree: the target has no tokenizer")
+    return lambda token_id: repr(tokenizer.decode([token_id]))
 
 
 def _summary(engine: Engine, seconds: float) -> str:

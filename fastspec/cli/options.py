@@ -31,7 +31,7 @@ CopyingMethod = Annotated[
     str,
     typer.Option(
         help="draft_model, glide (a draft that reads the target's cache), copying from the text"
-        " (prompt_lookup or mag), or cascade (draft_model and mag)."
+        " (prompt_lookup or mag), cascade (draft_model and mag), or tree (a draft model's)."
     ),
 ]
 PromptLookupMin = Annotated[
@@ -57,6 +57,16 @@ KMatrix = Annotated[
 Lenience = Annotated[
     float,
     typer.Option(help="cascade: how much the drafts forgive each other, >= 1; the target nothing."),
+]
+TreeWidth = Annotated[
+    int | None, typer.Option(help="tree: children of a node at most, 4 by default.")
+]
+TreeNodes = Annotated[
+    int | None, typer.Option(help="tree: nodes of a tree at most, 16 by default; -k is its depth.")
+]
+Cape = Annotated[
+    bool,
+    typer.Option("--cape", help="Add siblings where a draft model is unsure of its greedy chain."),
 ]
 MaxTokens = Annotated[int, typer.Option(help="New tokens of each prompt at most.")]
 Dtype = Annotated[

@@ -2,12 +2,14 @@
 
 import json
 import sys
+from collections.abc import Callable
 
 import typer
 from rich.console import Console
 
 from fastspec.cli.display import SourceWriter, legend
 from fastspec.cli.running import Transcript
+from fastspec.cli.trees import tree_pictures
 from fastspec.outputs import RequestOutput
 
 
@@ -35,13 +37,24 @@ class JsonPrinter:
 
 
 class TextPrinter:
-    """Plain text, several with a line before each; a lone one may come piece by piece."""
+    """Plain text, several with a line before each; a lone one may come piece by piece.
 
-    def __init__(self, num_prompts: int, show_sources: bool, streams: bool):
+    Args:
+        show_token: the text of a token, to draw trees with; None = trees are not drawn.
+    """
+
+    def __init__(
+        self,
+        num_prompts: int,
+        show_sources: bool,
+        streams: bool,
+        show_token: Callable[[int], str] | None = None,
+    ):
         self.streams = streams
         self._num_prompts = num_prompts
         self._console = Console(highlight=False, soft_wrap=True)
         self._sources = SourceWriter(self._console) if show_sources else None
+        self._show_token = show_token
 
     def piece(self, transcript: Transcript, text: str) -> None:
         """Print what an event has just added to a text."""
@@ -61,6 +74,8 @@ class TextPrinter:
         typer.echo("")
         if self._sources is not None:
             self._console.print(legend(output.sources))
+        if self._show_token is not None:
+            self._console.print(tree_pictures(transcript.trees, self._show_token))
 
     def _write(self, piece: str, source: str) -> None:
         if self._sources is not None:

@@ -5,18 +5,19 @@ from dataclasses import dataclass, field
 
 from fastspec.config import SamplingParams
 from fastspec.engine import Engine
-from fastspec.outputs import RequestOutput, StreamEvent
+from fastspec.outputs import RequestOutput, StepTree, StreamEvent
 from fastspec.request_factory import Prompt
 from fastspec.stats import SpecStats
 
 
 @dataclass
 class Transcript:
-    """The text of one request in pieces, each with who wrote it."""
+    """The text of one request in pieces, each with who wrote it, and the trees of its steps."""
 
     index: int
     prompt: str
     pieces: list[tuple[str, str]] = field(default_factory=list)
+    trees: list[StepTree] = field(default_factory=list)
     output: RequestOutput | None = None
 
     def add(self, event: StreamEvent) -> None:
@@ -24,6 +25,8 @@ class Transcript:
         if event.text:
             last = self.pieces[-1][1] if self.pieces else "target"
             self.pieces.append((event.text, event.source or last))
+        if event.tree is not None:
+            self.trees.append(event.tree)
         if event.output is not None:
             self.output = event.output
 
