@@ -9,6 +9,7 @@ from fastspec.drafters.base import Proposal
 from fastspec.drafters.siblings import drawn, likeliest, of_rows
 from fastspec.drafters.tree_candidates import Candidates
 from fastspec.request import DRAFT_STREAM, Batch
+from fastspec.transfer import device_tensor
 from fastspec.tree_shapes import TreeShape
 from fastspec_kernels import uniform
 
@@ -68,7 +69,7 @@ class LikeliestTree:
 
     def add(self, logits: Tensor, places: list[int]) -> None:
         num_requests, width = self._nodes.shape
-        rows = torch.tensor([p // width for p in places], device=logits.device)
+        rows = device_tensor([p // width for p in places], torch.int64, logits.device)
         token_ids, logprobs = likeliest(logits, self._num_children, self._temperature(rows))
         size = (num_requests, width, self._num_children)
         scores = self._scores[:, :, None] + _spread(logprobs, places, size, -torch.inf)
@@ -91,7 +92,7 @@ class LikeliestTree:
         self._all = self._all.with_chain(token_ids)
 
     def proposal(self) -> Proposal:
-        limits = torch.tensor(self._batch.num_draft_tokens, device=self._batch.device)
+        limits = device_tensor(self._batch.num_draft_tokens, torch.int64, self._batch.device)
         token_ids, parents = self._all.best(self._num_nodes, limits)
         # On the CPU, where looking costs nothing, it says how many nodes there are.
         on_cpu = self._batch.device.type == "cpu"
@@ -108,8 +109,8 @@ class LikeliestTree:
 
     def _is_surplus(self, scores: Tensor, bins: ConfidenceBins) -> Tensor:
         """Which of the children [B, E, C] their best sibling is too sure to need."""
-        bounds = torch.tensor([bound for bound, _ in bins[:-1]], device=scores.device)
-        extra = torch.tensor([extra for _, extra in bins], device=scores.device)
+        bounds = device_tensor([bound for bound, _ in bins[:-1]], torch.float32, scores.device)
+        extra = device_tensor([extra for _, extra in bins], torch.int64, scores.device)
         confidence = (scores[:, :, :1] - self._scores[:, :, None]).exp()
         ranks = torch.arange(self._num_children, device=scores.device)
         return ranks > extra[torch.bucketize(confidence, bounds)]
@@ -139,7 +140,7 @@ class FixedTree:
         self._level += 1
         width, device = len(level.expanded), logits.device
         if self._draws:
-            rows = torch.tensor([p // width for p in places], device=device)
+            rows = device_tensor([p // width for p in places], torch.int64, device)
             self._keep_logits(logits, rows, [level.expanded[p % width] for p in places])
             sampling = of_rows(self._batch.sampling, rows)
             token_ids = drawn(logits, self._uniforms(places), sampling)
@@ -148,12 +149,12 @@ class FixedTree:
         size = (len(self._token_ids), width, level.num_children)
         self._newest = _spread(token_ids, places, size, -1).flatten(1)
         first = level.children[0] - 1
-        kept = torch.tensor(level.kept, device=device)
+        kept = device_tensor(level.kept, torch.int64, device)
         self._token_ids[:, first : first + len(level.kept)] = self._newest[:, kept]
 
     def expanded(self) -> tuple[Tensor, Tensor]:
         above, level = self._levels[self._level - 1], self._levels[self._level]
-        places = torch.tensor(level.places, device=self._newest.device)
+        places = device_tensor(level.places, torch.int64, self._newest.device)
         parents = places // above.num_children
         return self._newest[:, places], parents.expand(len(self._newest), -1)
 
@@ -167,7 +168,7 @@ class FixedTree:
         if self._draft_logits is None:
             batch, num_nodes = self._token_ids.shape
             self._draft_logits = logits.new_zeros((batch, num_nodes + 1, logits.shape[1]))
-        self._draft_logits[rows, torch.tensor(nodes, device=logits.device)] = logits
+        self._draft_logits[rows, device_tensor(nodes, torch.int64, logits.device)] = logits
 
     def _uniforms(self, places: list[int]) -> Tensor:
         """[R, C]: of each request those of the nodes that its rows are drawn for."""
@@ -178,12 +179,12 @@ class FixedTree:
             numbers[place] = node
         num = self._token_ids.shape[1] + 1
         all_uniforms = uniform(batch.seeds, batch.positions, num, DRAFT_STREAM)
-        grid = all_uniforms[:, torch.tensor(numbers, device=batch.device)]
-        return grid.view(-1, num_children)[torch.tensor(places, device=batch.device)]
+        grid = all_uniforms[:, device_tensor(numbers, torch.int64, batch.device)]
+        return grid.view(-1, num_children)[device_tensor(places, torch.int64, batch.device)]
 
 
 def _spread(values: Tensor, places: list[int], size: tuple[int, int, int], empty: float) -> Tensor:
     """Rows [R, C] at their places of a grid of the size [B, E, C], `empty` elsewhere."""
     grid = values.new_full((size[0] * size[1], size[2]), empty)
-    grid[torch.tensor(places, dtype=torch.int64, device=values.device)] = values
+    grid[device_tensor(places, torch.int64, values.device)] = values
     return grid.view(size)

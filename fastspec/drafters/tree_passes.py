@@ -8,6 +8,7 @@ from fastspec.drafters.texts import Text
 from fastspec.request import Batch
 from fastspec.runner import Span
 from fastspec.token_tree import TreeLayout, packed
+from fastspec.transfer import device_tensor
 
 
 class TreePasses:
@@ -34,7 +35,7 @@ class TreePasses:
         self._depths = depths
         self._level = 0
         last = [[request.token_ids[-1]] for request in batch.requests]
-        self._token_ids = torch.tensor(last, dtype=torch.int32, device=batch.device)  # [B, S]
+        self._token_ids = device_tensor(last, torch.int32, batch.device)  # [B, S]
         self._parents = torch.full_like(self._token_ids, -1)  # [B, S], places in _token_ids
         self._newest = 0  # place of the first node of the last level
         self._is_chain = True
@@ -95,11 +96,11 @@ class TreePasses:
         for length in lengths:
             rows += range(end + self._newest, end + length)
             end += length
-        parents = self._parents[torch.tensor(reading, device=self._parents.device)]
+        parents = self._parents[device_tensor(reading, torch.int64, self._parents.device)]
         layout = TreeLayout.of(parents, self._runner.paged_model.backend)
         return self._runner.forward(packed(self._ids(reading), lengths), spans, rows, layout)
 
     def _ids(self, reading: list[int]) -> Tensor:
         """Tokens [B', S] int64 of some requests, those that the draft model can embed."""
-        index = torch.tensor(reading, device=self._token_ids.device)
+        index = device_tensor(reading, torch.int64, self._token_ids.device)
         return self._token_ids[index].clamp(0, self._runner.vocab_size - 1).long()

@@ -20,12 +20,13 @@ def rounds(engine, monkeypatch):
     for prompt, params in zip([[5, 6, 7], [8] * 20, [40, 41]], PARAMS, strict=True):
         engine.add_request(prompt, params)
     engine.step()
-    readings = count_readings(monkeypatch)
+    readings, of_each = count_readings(monkeypatch), []
     with NoWaiting():
         while engine.has_unfinished:
             engine.step()
-            yield list(readings)
+            of_each.append(list(readings))
             readings.clear()
+    return of_each
 
 
 @pytest.mark.parametrize("sample_method", ["probabilistic", "greedy"])
@@ -37,9 +38,19 @@ def test_draft_model(monkeypatch, sample_method):
     assert all(len(readings) == 1 for readings in rounds(engine, monkeypatch))
 
 
+def test_token_trees(monkeypatch):
+    model = random_model("llama")
+    spec = SpecConfig(method="tree", tree_width=3, tree_nodes=9)
+    engine = Engine(model, perturbed(model, 0.3), spec=spec)
+    for readings in rounds(engine, monkeypatch):
+        *on_the_cpu, verdicts = readings
+        assert len(verdicts) == 3
+        assert all(len(shape) == 1 for shape in on_the_cpu)  # how many nodes each tree has
+
+
 def test_plain_decoding(monkeypatch):
     engine = Engine(random_model("llama"))
-    readings = list(rounds(engine, monkeypatch))
+    readings = rounds(engine, monkeypatch)
     assert len(readings) == 17
     assert all(len(shapes) == 1 for shapes in readings)
 

@@ -68,11 +68,11 @@ def test_replays_of_trees():
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("method", ["none", "draft_model", "prompt_lookup", "mag"])
+@pytest.mark.parametrize("method", ["none", "draft_model", "prompt_lookup", "mag", "tree"])
 def test_a_round_waits_once(monkeypatch, method):
     """To read what was committed; anything else that waits is an error. Graphs exist by then."""
     model = random_model("llama").cuda()
-    drafter = perturbed(model, 0.3) if method == "draft_model" else None
+    drafter = perturbed(model, 0.3) if method in ("draft_model", "tree") else None
     spec = SpecConfig(method=method, num_speculative_tokens=4)
     engine = Engine(model, drafter, spec=spec, config=EngineConfig(cuda_graphs="on"))
     expected = [output.token_ids for output in engine.generate(PROMPTS, PARAMS)]
