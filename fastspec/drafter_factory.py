@@ -18,6 +18,7 @@ from fastspec.drafters import (
 )
 from fastspec.drafters.cascade import CascadeDrafter
 from fastspec.drafters.cascade_levels import CopyingLevel, Level, ModelLevel
+from fastspec.drafters.ngram import NgramDrafter
 from fastspec.encoder_decoder import paged_model_of
 from fastspec.glide import GlideLlamaForCausalLM, load_glide
 from fastspec.loading import bigram_beside, check_same_tokenizer, load_model, load_tokenizer
@@ -69,7 +70,7 @@ class DrafterFactory:
         method = self._spec.method
         if method == "none":
             return None
-        if method in ("prompt_lookup", "mag"):
+        if method in ("prompt_lookup", "mag", "ngram"):
             if drafter is not None:
                 raise ValueError(f"drafter: method {method!r} takes none")
             return _ready(self._copying(target))
@@ -135,6 +136,8 @@ class DrafterFactory:
     def _copying(self, target: ModelSource) -> Drafter:
         if self._spec.method == "prompt_lookup":
             return PromptLookupDrafter(*self._spec.lookup_lengths, self._config.backend)
+        if self._spec.method == "ngram":
+            return NgramDrafter(*self._spec.ngram_counts)
         return self._mag(target)
 
     def _mag(self, target: ModelSource) -> MagDrafter:

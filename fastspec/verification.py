@@ -59,6 +59,8 @@ def verify(
         for request, count in zip(batch.requests, counts, strict=True)
     ]
     target_logits = runner.forward(_packed_ids(runner, batch, proposal, counts), spans)
+    if proposal.on_judged is not None:
+        proposal.on_judged(target_logits, counts)
     ends = device_tensor([*accumulate(counts, initial=0)], torch.int32, batch.device)
     num_columns = batch.num_speculative_tokens + 1
     output_ids, accepted_len, logprobs = verify_chain(

@@ -11,10 +11,22 @@ from fastspec.config.k_matrix import as_k_matrix, most_draft_tokens
 from fastspec.config.schedule import as_step_costs
 from fastspec.config.token_trees import check_trees
 
-METHODS = ("auto", "none", "draft_model", "prompt_lookup", "mag", "cascade", "glide", "tree")
+METHODS = (
+    "auto",
+    "none",
+    "draft_model",
+    "prompt_lookup",
+    "mag",
+    "ngram",
+    "cascade",
+    "glide",
+    "tree",
+)
 _DEFAULT_SPECULATIVE_TOKENS = 5
 _DEFAULT_LOOKUP_TOKENS = 5
-_DEFAULT_K_MATRIX = ((6, 4), (0, 3))
+_DEFAULT_NGRAM_SIZE = 4
+_DEFAULT_FILLERS = 3
+_DEFAULT_K_MATRIX = ((1, 10), (0, 0))  # of those tried, the fastest with the bundled pair, greedily
 
 
 @dataclass(frozen=True)
@@ -25,13 +37,17 @@ class SpecConfig:
         method: "auto" (a draft model when one is given, else none), "none" (plain
             decoding, a drafter that is given is not loaded), "draft_model", "prompt_lookup" (copy
             what followed the last tokens where they stood before), "mag" (the same after the
-            longest match, then by a table of bigrams), "cascade" (drafters that review each
-            other: draft models, and MaG last) or "glide" (a draft model that also attends to the
-            target's cache, trained for it). The two that copy need no second model.
+            longest match, then by a table of bigrams), "ngram" (what most often followed the last
+            tokens, in the text and in the target's choices so far), "cascade" (drafters that review
+            each other: draft models, and MaG last) or "glide" (a draft model that also attends to
+            the target's cache, trained for it). Those in the text need no second model.
         num_speculative_tokens: K, tokens proposed in each step, >= 1.
         draft_sample_method: "probabilistic" samples drafts from the drafter's own distribution
             under the request's parameters; "greedy" takes its argmax and verifies it as a point
             mass. Both are exact.
+        ngram_size: of "ngram": tokens of the longest n-grams that are counted, >= 2, by default 4.
+        filler_top_k: of "ngram": how many of the target's likeliest tokens are counted at each
+            place that it judges, >= 1, by default 3; 1 counts only what was said.
         k_matrix: of "cascade", lists or a tensor, n x n: what each level asks of those below it,
             see `fastspec.drafters.CascadeDrafter`. It sets num_speculative_tokens. None is one for
             a draft model and MaG.
@@ -74,6 +90,8 @@ class SpecConfig:
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
     bigram_path: str | Path | None = None
+    ngram_size: int | None = None
+    filler_top_k: int | None = None
     k_matrix: Any = None
     lenience: float = 1.0
     tree_width: int | None = None
@@ -146,6 +164,11 @@ class SpecConfig:
         costs = as_step_costs(self.schedule, self.step_costs, self.num_speculative_tokens)
         object.__setattr__(self, "step_costs", costs)
 
+    @property
+    def ngram_counts(self) -> tuple[int, int]:
+        """The size of n-grams and how many fillers, with their defaults."""
+        return self.ngram_size or _DEFAULT_NGRAM_SIZE, self.filler_top_k or _DEFAULT_FILLERS
+
     def _check_cascade(self) -> None:
         lenience, count = self.lenience, self.num_speculative_tokens
         is_number = isinstance(lenience, (int, float)) and not isinstance(lenience, bool)
@@ -170,6 +193,12 @@ class SpecConfig:
             if self.method != "prompt_lookup" and not self.tree_prompt_lookup:
                 require(name, value, value is None, f"None for method {self.method!r}")
             require(name, value, value is None or (is_int(value) and value >= 1), "an int >= 1")
+        for name, least in (("ngram_size", 2), ("filler_top_k", 1)):
+            value = getattr(self, name)
+            if self.method != "ngram":
+                require(name, value, value is None, f"None for method {self.method!r}")
+            fits = value is None or (is_int(value) and value >= least)
+            require(name, value, fits, f"an int >= {least}")
         fits = self.method in ("mag", "cascade") or self.bigram_path is None
         require("bigram_path", self.bigram_path, fits, f"None for method {self.method!r}")
         least, most = self.lookup_lengths

@@ -1,5 +1,6 @@
 """What a drafter is: it proposes, and is told what was kept. It knows nothing of the verifier."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -27,6 +28,8 @@ class Proposal:
             `fastspec_kernels.verify_tree`.
         writers: who wrote each proposal, for a drafter with several parts; None = the drafter.
         passes: of each request, passes through each draft model in this step, by its name.
+        on_judged: of chains: is told the target's logits [T, V], packed: num_rows[b] of each
+            request, after its last committed token and after each proposal that was read.
     Raises:
         ValueError: a tree without its rule or of another shape than its tokens, or a rule alone.
     """
@@ -38,6 +41,7 @@ class Proposal:
     sibling_rule: str | None = None
     writers: list[list[str]] | None = None
     passes: list[dict[str, int]] | None = None
+    on_judged: Callable[[Tensor, list[int]], None] | None = None
 
     def __post_init__(self):
         if (self.parents is None) != (self.sibling_rule is None):

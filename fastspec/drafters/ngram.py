@@ -1,0 +1,140 @@
+"""A store of n-grams that learns while a request is decoded."""
+
+from weakref import finalize
+
+import torch
+from torch import Tensor
+
+from fastspec.drafters.base import Proposal
+from fastspec.drafters.lookup import copied
+from fastspec.drafters.ngram_table import NgramTable
+from fastspec.drafters.texts import Texts, TextStore
+from fastspec.request import Batch, Request
+from fastspec.transfer import device_tensor
+
+
+class NgramDrafter:
+    """Proposes what most often followed the longest known end of the text, token by token.
+
+    It counts every n-gram of 2 to `ngram_size` tokens in prompt and output, and for each place that
+    the target has judged also its `filler_top_k` likeliest tokens, those after rejected drafts too.
+    An end that is not known ends the proposal. Each request has a store of its own, which lives as
+    long as the request, so that what one request says never depends on another.
+
+    Args:
+        ngram_size: >= 2.
+        filler_top_k: >= 1; 1 counts only what was said.
+
+    Source: Ou et al., "Lossless Acceleration of Large Language Model via Adaptive N-gram Parallel
+    Decoding", arXiv 2404.08698; fillers: github.com/romsto/Speculative-Decoding.
+    """
+
+    name = "ngram"
+
+    def __init__(self, ngram_size: int, filler_top_k: int):
+        self._max_context = ngram_size - 1
+        self._filler_top_k = filler_top_k
+        self._table = NgramTable(self._max_context)
+        self._texts = TextStore()
+        self._rows: dict[int, int] = {}  # by the identity of the request
+        self._free: list[int] = []
+        self._num_learnt: dict[int, int] = {}  # tokens of the text, by row
+
+    def propose(self, batch: Batch) -> Proposal:
+        texts = self._texts.update(batch)
+        numbers = [self._row(request, batch.device) for request in batch.requests]
+        rows = device_tensor(numbers, torch.int64, batch.device)
+        self._learn_texts(rows, numbers, texts, batch)
+        windows = _windows(texts, texts.lengths.long()[:, None], self._max_context)[:, 0]
+        token_ids = []
+        grown = windows
+        for _ in range(batch.num_speculative_tokens):
+            chosen = self._table.next_tokens(rows, grown[:, -self._max_context :])
+            if token_ids:
+                chosen = torch.where(token_ids[-1] < 0, -1, chosen)
+            token_ids.append(chosen)
+            grown = torch.cat([grown, chosen[:, None]], dim=1)
+        proposal = copied(torch.stack(token_ids, dim=1).int(), batch)
+        if self._filler_top_k == 1:
+            return proposal
+
+        def learn(target_logits: Tensor, num_rows: list[int]) -> None:
+            self._learn_fillers(rows, grown, target_logits, num_rows)
+
+        return Proposal(proposal.token_ids, num_tokens=proposal.num_tokens, on_judged=learn)
+
+    def commit(self, batch: Batch, accepted: list[int]) -> None:
+        """Nothing: the next proposal learns the new tokens."""
+
+    def release(self, request: Request) -> None:
+        """The text is uploaded anew if the request comes back; what was learnt stays with it."""
+        self._texts.forget(request.request_id)
+
+    def _learn_texts(self, rows: Tensor, numbers: list[int], texts: Texts, batch: Batch) -> None:
+        """Count the n-grams that end in tokens committed since the last time."""
+        starts = [self._num_learnt[number] for number in numbers]
+        ends = [_length(request) for request in batch.requests]
+        self._num_learnt.update(zip(numbers, ends, strict=True))
+        width = max(end - start for start, end in zip(starts, ends, strict=True))
+        begin = device_tensor(starts, torch.int64, batch.device)
+        places = begin[:, None] + torch.arange(width, device=rows.device)  # [B, W]
+        is_new = places < texts.lengths[:, None]
+        successors = texts.token_ids.long().gather(
+            1, places.clamp(max=texts.token_ids.shape[1] - 1)
+        )
+        windows = _windows(texts, places, self._max_context)
+        self._table.learn(
+            rows[:, None].expand_as(places).flatten(),
+            windows.flatten(0, 1),
+            torch.where(is_new, successors, -1).flatten(),
+            places.flatten() + self._filler_top_k,
+        )
+
+    def _learn_fillers(
+        self, rows: Tensor, grown: Tensor, target_logits: Tensor, num_rows: list[int]
+    ) -> None:
+        """Count the target's likeliest tokens after the text and after each draft."""
+        num = self._max_context
+        windows = grown.unfold(1, num, 1)  # [B, K + 1, n - 1]
+        width = windows.shape[1]
+        packed = [b * width + i for b, count in enumerate(num_rows) for i in range(count)]
+        places = device_tensor(packed, torch.int64, rows.device)
+        top = target_logits[: len(packed)].topk(self._filler_top_k).indices  # [T, k]
+        ranks = torch.arange(self._filler_top_k, device=rows.device)
+        recency = (self._filler_top_k - 1 - ranks).expand_as(top)
+        repeat = self._filler_top_k
+        self._table.learn(
+            rows[:, None].expand(-1, width).flatten()[places].repeat_interleave(repeat),
+            windows.flatten(0, 1)[places].repeat_interleave(repeat, dim=0),
+            top.flatten(),
+            recency.flatten(),
+        )
+
+    def _row(self, request: Request, device: torch.device) -> int:
+        row = self._rows.get(id(request))
+        if row is None:
+            row = self._free.pop() if self._free else len(self._num_learnt)
+            self._table.grow(row + 1, device)
+            self._table.clear(row)
+            self._rows[id(request)] = row
+            self._num_learnt[row] = 0
+            finalize(request, self._forget, id(request), row).atexit = False
+        return row
+
+    def _forget(self, key: int, row: int) -> None:
+        del self._rows[key]
+        self._free.append(row)
+
+
+def _length(request: Request) -> int:
+    """Tokens of its text in a TextStore."""
+    read = request.encoder_input.token_ids if request.encoder_input else []
+    return len(read) + len(request.token_ids)
+
+
+def _windows(texts: Texts, places: Tensor, num: int) -> Tensor:
+    """[B, W, num] the tokens before each place [B, W] of the texts, -1 before their beginning."""
+    before = places[:, :, None] + torch.arange(-num, 0, device=places.device)
+    flat = before.clamp(0, texts.token_ids.shape[1] - 1).flatten(1)
+    tokens = texts.token_ids.long().gather(1, flat).view_as(before)
+    return torch.where(before < 0, -1, tokens)

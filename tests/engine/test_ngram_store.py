@@ -1,0 +1,159 @@
+"""The n-gram store: what it counts, what it proposes, same output whatever it proposes."""
+
+from collections import Counter, defaultdict
+
+import pytest
+import torch
+
+from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
+from fastspec.drafters.ngram import NgramDrafter
+from fastspec.drafters.ngram_table import NgramTable
+from fastspec_kernels.testing import chi_square
+
+from ..models import random_model
+from .test_greedy import hugging_face_greedy
+from .test_ngram_drafters import GREEDY, REPETITIVE, batch_of, counts_and_law, request_of
+from .test_sampling import ALPHA, FILTERED
+from .test_sampling import VOCAB_SIZE as SMALL_VOCAB
+
+
+def by_the_rules(text, ngram_size, num):
+    """The most frequent successor of the longest known end, of equals the latest; repeatedly."""
+    counts, latest = defaultdict(Counter), {}
+    for place, token in enumerate(text):
+        for size in range(1, min(ngram_size - 1, place) + 1):
+            context = tuple(text[place - size : place])
+            counts[context][token] += 1
+            latest[context, token] = place
+    drafts = []
+    while len(drafts) < num:
+        end = (text + drafts)[-ngram_size + 1 :]
+        known = next((tuple(end[i:]) for i in range(len(end)) if tuple(end[i:]) in counts), None)
+        if known is None:
+            break
+        best = max(counts[known], key=lambda token: (counts[known][token], latest[known, token]))
+        drafts.append(best)
+    return drafts + [-1] * (num - len(drafts))
+
+
+@pytest.mark.parametrize("ngram_size", [2, 3, 5])
+def test_proposals_follow_the_rules(ngram_size):
+    """A published store held no successors of single tokens, so with n = 2 none at all."""
+    generator = torch.Generator().manual_seed(5)
+    drafter = NgramDrafter(ngram_size, filler_top_k=1)
+    for _ in range(15):
+        words = int(torch.randint(2, 9, (1,), generator=generator))
+        texts = [torch.randint(words, (30,), generator=generator).tolist() for _ in range(3)]
+        starts = torch.randint(1, 15, (3,), generator=generator).tolist()
+        requests = [
+            request_of(text[:start], name)
+            for text, start, name in zip(texts, starts, "abc", strict=True)
+        ]
+        for growth in (0, 1, 4, 9):
+            for request, text in zip(requests, texts, strict=True):
+                length = len(request.token_ids)
+                request.token_ids += text[length : length + growth]
+            proposal = drafter.propose(batch_of(*requests, wanted=5, num=5))
+            expected = [by_the_rules(request.token_ids, ngram_size, 5) for request in requests]
+            assert proposal.token_ids.tolist() == expected
+            assert proposal.num_tokens == [sum(t >= 0 for t in row) for row in expected]
+        for request in requests:
+            drafter.release(request)
+
+
+def test_fillers_are_counted_after_every_judged_place():
+    drafter = NgramDrafter(2, filler_top_k=2)
+    request = request_of([7, 8, 7])
+    proposal = drafter.propose(batch_of(request, wanted=2, num=2))
+    assert proposal.token_ids.tolist() == [[8, 7]]
+    logits = torch.full((3, 20), -9.0)
+    for row, (first, second) in enumerate([(3, 4), (5, 6), (1, 2)]):
+        logits[row, first], logits[row, second] = 2.0, 1.0
+    proposal.on_judged(logits, [3])
+    # After 7: 8 and now 3 and 4; after 8: 7, 5 and 6; after 7 as a draft: 1 and 2.
+    request.token_ids += [3]
+    after_3 = drafter.propose(batch_of(request, wanted=2, num=2)).token_ids.tolist()
+    assert after_3 == [[-1, -1]]
+    request.token_ids += [8]
+    assert drafter.propose(batch_of(request, wanted=1, num=1)).token_ids.tolist() == [[7]]
+    request.token_ids += [7]
+    # What was said twice is first, then by recency: 3, said once and a filler once, after 7.
+    assert drafter.propose(batch_of(request, wanted=1, num=1)).token_ids.tolist() == [[3]]
+
+
+@pytest.mark.parametrize("filler_top_k", [1, 3])
+@pytest.mark.parametrize("ngram_size", [2, 4])
+def test_greedy_output_is_that_of_plain_decoding(ngram_size, filler_top_k):
+    model = random_model("llama")
+    spec = SpecConfig("ngram", 4, ngram_size=ngram_size, filler_top_k=filler_top_k)
+    engine = Engine(model, spec=spec, config=EngineConfig(max_batch_size=3))
+    outputs = engine.generate(REPETITIVE, GREEDY)
+    expected = [hugging_face_greedy(model, prompt, GREEDY.max_tokens) for prompt in REPETITIVE]
+    assert [output.token_ids for output in outputs] == expected
+    assert engine.stats.num_accepted_tokens > 0
+    assert {writer for output in outputs for writer in output.drafters} == {None, "ngram"}
+
+
+def test_requests_do_not_learn_from_each_other():
+    """Neither batch mates, nor earlier requests, nor preemption change what a seed says."""
+    model = random_model("llama")
+    params = [
+        SamplingParams(temperature=0.7, seed=seed, max_tokens=40, ignore_eos=True)
+        for seed in range(len(REPETITIVE))
+    ]
+    spec = SpecConfig("ngram", 4)
+    alone = Engine(model, spec=spec)
+    expected = [
+        alone.generate([prompt], one)[0] for prompt, one in zip(REPETITIVE, params, strict=True)
+    ]
+    for config in (EngineConfig(), EngineConfig(block_size=4, num_blocks=40)):
+        outputs = Engine(model, spec=spec, config=config).generate(REPETITIVE, params)
+        assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
+        assert [o.stats.num_steps for o in outputs] == [o.stats.num_steps for o in expected]
+
+
+def test_a_store_ends_with_its_request():
+    engine = Engine(random_model("llama"), spec=SpecConfig("ngram", 4))
+    engine.generate(REPETITIVE, GREEDY)
+    drafter = engine._speculation.drafter
+    assert drafter._rows == {}
+    assert sorted(drafter._free) == sorted(drafter._num_learnt)
+
+
+def test_sampled_output_has_the_targets_law(monkeypatch):
+    monkeypatch.setattr("fastspec.drafters.ngram_table._BUCKETS", 64)
+    model = random_model("llama", seed=4, vocab_size=SMALL_VOCAB, bos_token_id=0, eos_token_id=0)
+    spec = SpecConfig("ngram", 2, ngram_size=3, filler_top_k=2)
+    assert chi_square(*counts_and_law(model, spec, FILTERED)) > ALPHA
+
+
+def test_contexts_that_share_a_bucket_are_told_apart(monkeypatch):
+    monkeypatch.setattr("fastspec.drafters.ngram_table._BUCKETS", 1)
+    table = NgramTable(1)
+    table.grow(1, torch.device("cpu"))
+    row, zero = torch.tensor([0]), torch.tensor([0])
+    table.learn(row, torch.tensor([[5]]), torch.tensor([9]), zero)
+    assert table.next_tokens(row, torch.tensor([[5]])).tolist() == [9]
+    assert table.next_tokens(row, torch.tensor([[6]])).tolist() == [-1]
+
+
+@pytest.mark.parametrize(
+    ("field", "options"),
+    [
+        ("ngram_size", {"ngram_size": 1}),
+        ("ngram_size", {"ngram_size": 2.0}),
+        ("ngram_size", {"method": "mag", "ngram_size": 3}),
+        ("filler_top_k", {"filler_top_k": 0}),
+        ("filler_top_k", {"method": "none", "filler_top_k": 2}),
+        ("bigram_path", {"bigram_path": "table.json"}),
+        ("k_matrix", {"k_matrix": [[5]]}),
+    ],
+)
+def test_wrong_options(field, options):
+    with pytest.raises(ValueError, match=f"^{field}: "):
+        SpecConfig(**{"method": "ngram", **options})
+
+
+def test_it_takes_no_drafter():
+    with pytest.raises(ValueError, match=r"^drafter: method 'ngram' takes none"):
+        Engine(random_model(), random_model(), spec=SpecConfig("ngram"))
