@@ -9,15 +9,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.drafter_factory import DrafterSource
-from fastspec.economics import (
-    Step,
-    acceptance_by_position,
-    expected_tokens_by_position,
-    throughput,
-)
+from fastspec.economics import Step, throughput
 from fastspec.engine import Engine
+from fastspec.outputs import RequestOutput
 from fastspec.request import Request
 from fastspec.schedule import SweepSchedule
+from fastspec.simulate import Simulator
+from fastspec.stored_outputs import StoredOutput
 
 _TRIMMED = 0.1  # share of the slowest steps that is left out: the machine was doing something else
 _LEAST_GAIN = 1.02  # predicted over plain decoding, below which plain decoding is chosen
@@ -46,14 +44,14 @@ class Measurement:
         draft_seconds: of proposing k tokens, by k; the time of the host is in it.
         verify_seconds: of the target's pass over what was proposed and one token more, and of the
             rest of the step, by k.
-        rates: acceptance by position, see `economics.acceptance_by_position`.
+        tokens_per_pass: mean tokens of a step with k draft tokens, by k.
         start_seconds: reading a prompt, by the target alone and by both models.
     """
 
     spec: SpecConfig
     draft_seconds: dict[int, float] = field(default_factory=dict)
     verify_seconds: dict[int, float] = field(default_factory=dict)
-    rates: list[float] = field(default_factory=list)
+    tokens_per_pass: dict[int, float] = field(default_factory=dict)
     start_seconds: tuple[float, float] = (0.0, 0.0)
 
     @property
@@ -65,13 +63,9 @@ class Measurement:
         """Of a step with k draft tokens."""
         return self.draft_seconds[length] + self.verify_seconds[length]
 
-    def tokens_per_pass(self, length: int) -> float:
-        """Mean tokens of a step with k draft tokens."""
-        return expected_tokens_by_position(self.rates[:length])
-
     def tokens_per_second(self, length: int) -> float:
         """By the throughput model, prompts left out."""
-        tokens = self.tokens_per_pass(length)
+        tokens = self.tokens_per_pass[length]
         return throughput(tokens, self.draft_seconds[length], self.verify_seconds[length])
 
     def speed_up(self, length: int, num_tokens: int) -> float:
@@ -129,9 +123,13 @@ class Planner:
         prompts: Sequence[str | TokenIds],
         advance: Callable[[], None],
     ) -> Measurement:
-        """Decode all prompts while the number of draft tokens goes through 0, 1, ..., K in turn.
+        """Time and count a drafter with 0, 1, ..., K tokens.
 
-        A cascade, whose k_matrix fixes what it writes, is measured with 0 and K alone.
+        Times come from decoding all prompts while the number of draft tokens changes from step to
+        step. What would be accepted with one number throughout differs from what is accepted then,
+        because a step begins where the one before it ended: greedy texts, which do not depend on
+        the drafts, are drafted again for each number (see `fastspec.simulate`), others decoded
+        again. A cascade, whose k_matrix fixes what it writes, is measured with 0 and K alone.
 
         Raises:
             ValueError: a prompt, drafter or option that cannot be used, or too few tokens to
@@ -145,17 +143,17 @@ class Planner:
         schedule.steps.clear()
         measurement = Measurement(spec)
         samples: dict[int, list[tuple[float, float]]] = {length: [] for length in lengths}
-        steps: list[Step] = []
+        outputs: list[RequestOutput] = []
         starts: list[tuple[float, float]] = []
         for prompt in prompts:
-            laps = self._run(engine, prompt)
+            laps, output = self._run(engine, prompt)
+            outputs.append(output)
             recorded, schedule.steps = schedule.steps, []
             starts.append((laps[0]["prefill"], laps[1]["propose"]))
             for index, (step, lap) in enumerate(zip(recorded, laps, strict=True)):
                 planned = lengths[index % len(lengths)]
                 if index < 2 or step.wanted != planned:
                     continue  # the models' first passes, or the end of the text
-                steps.append(step)
                 samples[planned].append((lap["propose"], lap["verify"] + lap["commit"]))
             advance()
         for length, pairs in samples.items():
@@ -165,7 +163,8 @@ class Planner:
                 )
             measurement.draft_seconds[length] = _typical([draft for draft, _ in pairs])
             measurement.verify_seconds[length] = _typical([verify for _, verify in pairs])
-        measurement.rates = acceptance_by_position(steps)
+            num_tokens = self._mean_tokens(spec, drafter, outputs, length) if length else 1.0
+            measurement.tokens_per_pass[length] = num_tokens
         first = measurement.draft_seconds[lengths[1]]
         plain = statistics.mean(prefill for prefill, _ in starts)
         extra = statistics.mean(max(0.0, propose - first) for _, propose in starts)
@@ -219,18 +218,47 @@ class Planner:
     def _warm_up(self, engine: Engine, prompt: str | TokenIds) -> None:
         engine.generate(prompt, replace(self._params, max_tokens=min(8, self.max_tokens)))
 
-    def _run(self, engine: Engine, prompt: str | TokenIds) -> list[dict[str, float]]:
-        """Seconds of the phases of each step."""
+    def _run(
+        self, engine: Engine, prompt: str | TokenIds
+    ) -> tuple[list[dict[str, float]], RequestOutput]:
+        """Seconds of the phases of each step, and the end of it."""
         engine.add_request(prompt, self._params)
         laps = []
-        while engine.has_unfinished:
+        while True:
             before = dict(engine.stats.seconds)
-            for event in engine.step():
-                if event.output is not None and event.output.error is not None:
-                    raise ValueError(f"target: {event.output.error}")
+            events = engine.step()
             after = engine.stats.seconds
             laps.append({phase: after[phase] - before[phase] for phase in after})
-        return laps
+            output = events[-1].output
+            if output is not None and output.error is not None:
+                raise ValueError(f"target: {output.error}")
+            if output is not None:
+                return laps, output
+
+    def _mean_tokens(
+        self,
+        spec: SpecConfig,
+        drafter: DrafterSource | None,
+        outputs: list[RequestOutput],
+        length: int,
+    ) -> float:
+        """Tokens of a step when each has that many draft tokens."""
+        if spec.method != "cascade":
+            spec = replace(spec, num_speculative_tokens=length)
+        if self._params.temperature == 0 and not self._target.config.is_encoder_decoder:
+            vocab_size = self._target.config.get_text_config(decoder=True).vocab_size
+            simulator = Simulator(self._target, drafter, vocab_size, None, spec, self._config)
+            params = self._params
+            stored = [
+                StoredOutput(list(o.prompt_token_ids), list(o.token_ids), params) for o in outputs
+            ]
+            simulator.run(stored)
+            stats = simulator.stats
+        else:
+            engine = self._engine(spec, drafter)
+            engine.generate([list(o.prompt_token_ids) for o in outputs], self._params)
+            stats = engine.stats
+        return stats.num_output_tokens / stats.num_steps
 
 
 def _typical(seconds: list[float]) -> float:

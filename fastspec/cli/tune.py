@@ -158,7 +158,7 @@ def _rows(measurement: Measurement, max_tokens: int) -> list[dict]:
             "k": length,
             "draft_ms": 1000 * measurement.draft_seconds[length],
             "verify_ms": 1000 * measurement.verify_seconds[length],
-            "tokens_per_pass": measurement.tokens_per_pass(length),
+            "tokens_per_pass": measurement.tokens_per_pass[length],
             "tokens_per_s": measurement.tokens_per_second(length),
             "speed_up": measurement.speed_up(length, max_tokens),
         }

@@ -1,6 +1,5 @@
 """The planner's arithmetic on measurements by hand, its runs on tiny models, and its file."""
 
-
 import pytest
 
 from fastspec import Engine, SamplingParams, SpecConfig
@@ -29,7 +28,7 @@ def measurement_of(method, draft_seconds, rate, num=3):
         SpecConfig(method, num),
         {length: draft_seconds * length for length in range(num + 1)},
         dict.fromkeys(range(num + 1), 0.01),
-        [rate] * num,
+        {length: expected_tokens(rate, length) for length in range(num + 1)},
         (0.02, 0.03),
     )
 
@@ -37,7 +36,6 @@ def measurement_of(method, draft_seconds, rate, num=3):
 def test_predictions_by_hand():
     measured = measurement_of("draft_model", 0.001, 0.5)
     assert measured.lengths == [0, 1, 2, 3]
-    assert measured.tokens_per_pass(2) == expected_tokens(0.5, 2)
     assert measured.tokens_per_second(2) == pytest.approx(1.75 / 0.012)
     assert measured.speed_up(0, 60) == 1.0
     expected = (0.02 + 60 * 0.01) / (0.03 + 60 * 0.012 / 1.75)
@@ -67,18 +65,19 @@ def test_a_sweep_measures_every_length(model, planner, method):
     measured = planner.measure(SpecConfig(method, 3), drafter, PROMPTS, lambda: heard.append(None))
     assert measured.lengths == [0, 1, 2, 3]
     assert all(measured.step_seconds(length) > 0 for length in measured.lengths)
-    assert all(0 <= rate <= 1 for rate in measured.rates)
-    assert len(measured.rates) <= 3
     assert len(heard) == 2
-    if method == "draft_model":
-        assert measured.rates[0] > 0.3
+    assert measured.tokens_per_pass[0] == 1.0
+    for length in (1, 2, 3):
+        engine = Engine(model, drafter, spec=SpecConfig(method, length))
+        engine.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
+        assert measured.tokens_per_pass[length] == engine.stats.mean_acceptance_length
     assert planner.choose([measured]).predicted >= 1.0
 
 
-def test_rates_are_those_of_the_live_engine(model, planner):
-    """With the target as its own draft all is accepted."""
-    measured = planner.measure(SpecConfig("draft_model", 4), model, PROMPTS, lambda: None)
-    assert measured.rates == [1.0] * 4
+def test_sampled_texts_are_decoded_again(model):
+    planner = Planner(model, None, max_tokens=40, temperature=1.0)
+    measured = planner.measure(SpecConfig("draft_model", 1), model, PROMPTS, lambda: None)
+    assert measured.tokens_per_pass == {0: 1.0, 1: 2.0}
 
 
 def test_a_plan_is_measured(model, planner):
