@@ -50,7 +50,7 @@ def usage_errors() -> Iterator[None]:
 def drafting_method(method: str) -> str:
     """The method, unless it is one that proposes nothing or leaves the choice open."""
     if method in ("auto", "none"):
-        expected = "draft_model, glide, prompt_lookup, mag, cascade or tree"
+        expected = "draft_model, glide, prompt_lookup, mag, ngram, cascade or tree"
         raise ValueError(f"method: expected {expected}, got {method!r}")
     return method
 

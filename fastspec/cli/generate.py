@@ -67,12 +67,14 @@ def generate(
         str,
         typer.Option(
             help="auto (a draft model if there is one), none, draft_model, glide, prompt_lookup,"
-            " mag, cascade (a draft model and MaG) or tree (of a draft model's tokens)."
+            " mag, ngram, cascade (a draft model and MaG) or tree (of a draft model's tokens)."
         ),
     ] = "auto",
     prompt_lookup_min: options.PromptLookupMin = None,
     prompt_lookup_max: options.PromptLookupMax = None,
     bigram: options.Bigram = None,
+    ngram_size: options.NgramSize = None,
+    filler_top_k: options.FillerTopK = None,
     k_matrix: options.KMatrix = None,
     lenience: options.Lenience = 1.0,
     tree_width: options.TreeWidth = None,
@@ -118,7 +120,7 @@ def generate(
         raise typer.BadParameter("--show-tree: needs --method tree or --cape, and no --json")
     if save_outputs is not None:
         _check_saving(save_outputs, temperature, seed)
-    if method in ("none", "prompt_lookup", "mag") and draft is not None:
+    if method in ("none", "prompt_lookup", "mag", "ngram") and draft is not None:
         raise typer.BadParameter(f"--draft: --method {method} uses no draft model")
     with usage_errors():
         params = SamplingParams(
@@ -139,6 +141,8 @@ def generate(
             prompt_lookup_min=prompt_lookup_min,
             prompt_lookup_max=prompt_lookup_max,
             bigram_path=bigram,
+            ngram_size=ngram_size,
+            filler_top_k=filler_top_k,
             k_matrix=options.k_matrix_of(k_matrix),
             lenience=lenience,
             tree_width=tree_width,

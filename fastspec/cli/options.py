@@ -31,7 +31,8 @@ CopyingMethod = Annotated[
     str,
     typer.Option(
         help="draft_model, glide (a draft that reads the target's cache), copying from the text"
-        " (prompt_lookup or mag), cascade (draft_model and mag), or tree (a draft model's)."
+        " (prompt_lookup or mag), ngram (learns as it goes), cascade (draft_model and mag), or"
+        " tree (a draft model's)."
     ),
 ]
 PromptLookupMin = Annotated[
@@ -45,6 +46,13 @@ Bigram = Annotated[
     typer.Option(
         metavar="FILE", help="mag, cascade: the bigram table; by default the target's own."
     ),
+]
+NgramSize = Annotated[
+    int | None, typer.Option(help="ngram: tokens of the longest n-grams, 4 by default.")
+]
+FillerTopK = Annotated[
+    int | None,
+    typer.Option(help="ngram: how many of the target's likeliest tokens count, 3 by default."),
 ]
 KMatrix = Annotated[
     str | None,

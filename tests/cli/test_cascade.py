@@ -1,4 +1,4 @@
-"""`--method cascade` in generate, demo and bench."""
+"""`--method cascade` in generate, demo and bench; `--method ngram`."""
 
 import json
 
@@ -63,3 +63,15 @@ def test_options_that_are_wrong(invoke, bundled, options, named):
     assert result.exit_code == 2
     assert named in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+def test_ngram(invoke, model_folders):
+    target = ["--target", model_folders["target"], "--prompt", "abcabc", "--max-tokens", "9"]
+    plain = invoke("generate", *target)
+    for options in ([], ["--ngram-size", "2", "--filler-top-k", "1"]):
+        result = invoke("generate", *target, "--method", "ngram", *options)
+        assert result.exit_code == 0, result.stderr
+        assert result.stdout == plain.stdout
+    result = invoke("generate", *target, "--method", "ngram", "--draft", "tiny-draft")
+    assert result.exit_code == 2
+    assert "--draft: --method ngram uses no draft model" in result.stderr
