@@ -32,7 +32,7 @@ def one_line(result) -> str:
         (["--max-tokens", "0"], "max_tokens"),
         (["--stop", ""], "stop"),
         (["--method", "medusa"], "medusa"),
-        (["--method", "cascade"], "not supported yet"),
+        (["--method", "cascade", "--num-speculative-tokens", "3"], "num_speculative_tokens"),
         (["--dtype", "int4"], "dtype"),
         (["--draft-sample-method", "best"], "draft_sample_method"),
         (["--max-batch-size", "0"], "max_batch_size"),
