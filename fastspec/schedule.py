@@ -15,7 +15,8 @@ from fastspec.request import Request
 _PRIOR_RATE = 0.7  # acceptance that a new request is believed to have, as if one token had told
 _MEMORY = 0.9  # of what was known before a step, the part that counts after it
 _GAIN_TO_CHANGE = 1.03  # between two lengths
-_GAIN_TO_RESUME = 1.05  # from plain decoding
+_GAIN_TO_STAY = 1.03  # over plain decoding, so that an error in the costs does little harm
+_GAIN_TO_RESUME = 1.05
 _FIRST_LENGTH = 3  # of a new request's draft: little is lost where drafts fail
 _FIRST_PAUSE, _LONGEST_PAUSE = 16, 64  # plain steps before drafts are tried again
 _ASSUMED_COST = 0.15  # of one draft token over a plain step, where it must not be measured
@@ -70,9 +71,9 @@ class AdaptiveSchedule:
     """The length with the most tokens per second by what was accepted lately, or plain decoding.
 
     Tokens of a step with k drafts: (1 - a^(k+1)) / (1 - a), with a the rate of acceptance in the
-    last steps. Its cost: step_costs[k]. Another length must promise 3 % more, and drafting again
-    after plain steps 5 %; drafting stops as soon as it promises less than plain decoding. Then one
-    token is tried after 16 plain steps, then after 32, and from then on after 64.
+    last steps. Its cost: step_costs[k]. Another length must promise 3 % more than the one in use,
+    drafting at all 3 % more than plain decoding, and drafting again 5 %. Once drafting has stopped,
+    one token is tried after 16 plain steps, then after 32, and from then on after 64.
 
     Args:
         step_costs: of steps with 0, 1, ..., K draft tokens, in any unit; measured ones do.
@@ -133,7 +134,9 @@ def _change_length(pace: _Pace, step: Step) -> None:
     pace.num_steps += 1
     pace.learn(step)
     best = pace.best
-    if best == 0 or pace.speed_up(best) > _GAIN_TO_CHANGE * pace.speed_up(pace.length):
+    if pace.speed_up(best) < _GAIN_TO_STAY:
+        pace.length = 0
+    elif pace.speed_up(best) > _GAIN_TO_CHANGE * pace.speed_up(pace.length):
         pace.length = best
     if pace.num_steps >= _SETTLED:
         pace.pause = _FIRST_PAUSE

@@ -7,6 +7,7 @@ import pytest
 
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 from fastspec.economics import Step, best_num_speculative_tokens, expected_tokens
+from fastspec.pacing import fitted_line
 from fastspec.request import Request
 from fastspec.schedule import AdaptiveSchedule, Schedule, SweepSchedule
 
@@ -178,6 +179,18 @@ def test_the_best_of_the_model_is_the_best_of_the_formula():
     for rate in (0.1, 0.4, 0.6, 0.8, 0.95):
         speeds = [expected_tokens(rate, length) / costs[length] for length in range(9)]
         assert speeds.index(max(speeds)) == best_num_speculative_tokens(rate, 0.1, 8)
+
+
+def test_costs_are_a_line_whatever_disturbed_some():
+    line = [1.0 + 0.2 * length for length in range(6)]
+    assert fitted_line(line) == pytest.approx(line)
+    disturbed = [*line[:1], 9.0, *line[2:4], 7.0, *line[5:]]
+    assert fitted_line(disturbed) == pytest.approx(line, rel=0.25)
+    fast = [1.0, 0.5, 1.4, 1.6, 1.8, 2.0]
+    assert fitted_line(fast) == pytest.approx(line, rel=0.1)
+    flat = fitted_line([1.0, 0.99, 1.0, 0.98])
+    assert flat == sorted(flat)
+    assert flat[-1] > flat[0] > 0
 
 
 @pytest.mark.parametrize(
