@@ -110,6 +110,24 @@ def test_seeds_do_not_depend_on_the_batch(model, drafts):
         assert alone.generate([prompt], one)[0].token_ids == output.token_ids
 
 
+@pytest.mark.parametrize("options", [{"num_blocks": 26}, {"prefix_caching": True}])
+def test_preemption_and_shared_prefixes_change_nothing(model, drafts, options):
+    spec = SpecConfig("cascade", k_matrix=[[3, 2, 4], [0, 2, 3], [0, 0, 4]])
+    params = [
+        SamplingParams(temperature=0.9, seed=seed, max_tokens=40, ignore_eos=True)
+        for seed in range(len(PROMPTS))
+    ]
+    prompts = [[*PROMPTS[1], *prompt] for prompt in PROMPTS]
+    expected = Engine(model, drafts[:2], spec=spec).generate(prompts, params)
+    config = EngineConfig(block_size=4, **options)
+    engine = Engine(model, drafts[:2], spec=spec, config=config)
+    for _ in range(2):
+        outputs = engine.generate(prompts, params)
+        assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
+    if "num_blocks" in options:
+        assert sum(o.stats.num_steps for o in outputs) == sum(o.stats.num_steps for o in expected)
+
+
 @torch.no_grad()
 def test_caches_are_those_of_a_fresh_read(model, drafts):
     """After every step each level's pages hold what reading the committed tokens would give."""
@@ -155,5 +173,5 @@ def test_sampled_output_has_the_targets_law(small_models, options):
     sampling = options.pop("sampling", PLAIN)
     size = len(options["k_matrix"])
     spec = SpecConfig("cascade", **options)
-    counts = drawn_counts((model, drafts[: max(1, size - 1)]), sampling, spec)
+    counts = drawn_counts((model, drafts[: max(1, size - 1)]), sampling, spec, num_draws=5000)
     assert chi_square(counts, exact_law(model, sampling)) > ALPHA

@@ -113,5 +113,5 @@ def test_laws_that_lenience_has_bent_are_caught(monkeypatch):
     monkeypatch.setattr(CascadeDrafter, "propose", keeps_laws)
     model = random_model("llama", seed=4, vocab_size=VOCAB_SIZE, bos_token_id=0, eos_token_id=0)
     spec = SpecConfig("cascade", k_matrix=[[2, 1], [0, 2]], lenience=4.0)
-    counts = drawn_counts((model, perturbed(model, 0.35)), PLAIN, spec)
+    counts = drawn_counts((model, perturbed(model, 0.35)), PLAIN, spec, num_draws=6000)
     assert chi_square(counts, exact_law(model, PLAIN)) < ALPHA

@@ -44,15 +44,15 @@ def exact_law(model, sampling):
     return law / law.sum()
 
 
-def drawn_counts(models, sampling, spec):
+def drawn_counts(models, sampling, spec, num_draws=DRAWS):
     model, drafter = models
     engine = Engine(model, drafter, spec=spec, config=EngineConfig(max_batch_size=512))
     params = [
         SamplingParams(**sampling, seed=seed, max_tokens=LENGTH, ignore_eos=True)
-        for seed in range(DRAWS)
+        for seed in range(num_draws)
     ]
     counts = np.zeros((VOCAB_SIZE,) * LENGTH)
-    for output in engine.generate([PROMPT] * DRAWS, params):
+    for output in engine.generate([PROMPT] * num_draws, params):
         counts[output.token_ids] += 1
     return counts
 
