@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import fastspec.tree_verification
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 from fastspec.drafters import Proposal, TreeDrafter
 from fastspec_kernels.testing import chi_square
@@ -326,8 +327,23 @@ DRAWS = 6_000
 SAMPLED_PATHS = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [1, 1], [0, 0, 0]]
 
 
+def drawn_counts(models, law, **options):
+    """Counts of the first tokens of texts so long that the trees are whole."""
+    model, drafter = models
+    spec = SpecConfig(num_speculative_tokens=3, **options)
+    engine = Engine(model, drafter, spec=spec, config=EngineConfig(max_batch_size=512))
+    params = [
+        SamplingParams(**FILTERED, seed=seed, max_tokens=LENGTH + 1, ignore_eos=True)
+        for seed in range(DRAWS)
+    ]
+    counts = law * 0
+    for output in engine.generate([PROMPT] * DRAWS, params):
+        counts[output.token_ids[:LENGTH]] += 1
+    return counts
+
+
 @pytest.mark.parametrize(
-    ("spec", "rule"),
+    ("options", "rule"),
     [
         ({"method": "tree", "tree_nodes": 9}, "without_replacement"),
         ({"method": "tree", "tree_paths": SAMPLED_PATHS}, "without_replacement"),
@@ -336,11 +352,7 @@ SAMPLED_PATHS = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [1, 1], [0, 0, 0]]
     ],
     ids=["drawn", "paths", "likeliest", "cape"],
 )
-def test_exact_distribution(small_models, spec, rule, monkeypatch):
-    """The first tokens of texts so long that the trees are whole."""
-    model, drafter = small_models
-    spec = SpecConfig(num_speculative_tokens=3, **spec)
-    engine = Engine(model, drafter, spec=spec, config=EngineConfig(max_batch_size=512))
+def test_exact_distribution(small_models, options, rule, monkeypatch):
     rules = set()
     propose = TreeDrafter.propose
 
@@ -350,13 +362,27 @@ def test_exact_distribution(small_models, spec, rule, monkeypatch):
         return proposal
 
     monkeypatch.setattr(TreeDrafter, "propose", spied)
-    params = [
-        SamplingParams(**FILTERED, seed=seed, max_tokens=LENGTH + 1, ignore_eos=True)
-        for seed in range(DRAWS)
-    ]
-    law = exact_law(model, FILTERED)
-    counts = law * 0
-    for output in engine.generate([PROMPT] * DRAWS, params):
-        counts[output.token_ids[:LENGTH]] += 1
+    law = exact_law(small_models[0], FILTERED)
+    assert chi_square(drawn_counts(small_models, law, **options), law) > ALPHA
     assert rules == {rule}
-    assert chi_square(counts, law) > ALPHA
+
+
+def _shared_numbers(monkeypatch):
+    monkeypatch.setattr(fastspec.tree_verification, "VERIFY_STREAM", 1)
+
+
+def _draft_logits_not_drawn_from(monkeypatch):
+    original = fastspec.tree_verification.verify_tree
+
+    def verify_tree(*args, draft_logits, **kwargs):
+        return original(*args, draft_logits=draft_logits / 3, **kwargs)
+
+    monkeypatch.setattr(fastspec.tree_verification, "verify_tree", verify_tree)
+
+
+@pytest.mark.parametrize("break_engine", [_shared_numbers, _draft_logits_not_drawn_from])
+def test_biased_engines_are_caught(small_models, monkeypatch, break_engine):
+    break_engine(monkeypatch)
+    law = exact_law(small_models[0], FILTERED)
+    counts = drawn_counts(small_models, law, method="tree", tree_paths=SAMPLED_PATHS)
+    assert chi_square(counts, law) < ALPHA
