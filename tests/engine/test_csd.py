@@ -69,6 +69,25 @@ def test_encoder_decoders():
     assert ids.shape[1] in (expected.shape[1], 26)
 
 
+@pytest.mark.parametrize("num_drafts", [1, 2])
+@pytest.mark.parametrize("lenience", [1, 4.0])
+def test_encoder_decoders_with_random_matrices(num_drafts, lenience):
+    target = random_t5()
+    drafts = [perturbed(target, 0.05), perturbed(target, 0.1, seed=2)][:num_drafts]
+    generator = torch.Generator().manual_seed(num_drafts)
+    size = num_drafts + 1
+    k_matrix = torch.randint(1, 7, (size, size), generator=generator).triu()
+    prompts = [[5, 6, 7, 5, 6, 7, 5], [9], list(range(1, 30))]
+    params = [fastspec.SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)] * 2
+    params.append(fastspec.SamplingParams(temperature=1, seed=1, max_tokens=24, ignore_eos=True))
+    spec = fastspec.SpecConfig("cascade", k_matrix=k_matrix, lenience=lenience)
+    engine = fastspec.Engine(target, drafts, spec=spec)
+    expected = fastspec.Engine(target).generate(prompts[:2], params[:2])
+    outputs = engine.generate(prompts, params)
+    assert [o.token_ids for o in outputs[:2]] == [o.token_ids for o in expected]
+    assert engine.stats.num_accepted_tokens > 0
+
+
 def test_a_cascade_without_mag_runs(model, drafts):
     """Bug 5 of the published code: use_mag=False cannot work there."""
     ids = fastspec.csd(drafts, model, PROMPT, PROMPT, [[3, 4], [0, 2]], 20)
