@@ -106,18 +106,35 @@ def _self_attention(
         cache[table].flatten(1, 2).masked_fill_(unused, 0).transpose(1, 2) for cache in caches
     )
     if module.has_relative_attention_bias:
-        step.bias = _relative_bias(module, step.positions, slots)
+        step.bias = _relative_bias(module, *_looks(step, slots))
     padded = query[0][:, step.rows].transpose(0, 1)  # [B, H, Q, D]
     out = scaled_dot_product_attention(padded, keys, values, attn_mask=step.bias, scale=scale)
     return out.transpose(1, 2).flatten(0, 1)[step.places]
 
 
-def _relative_bias(module: Any, positions: Tensor, slots: Tensor) -> Tensor:
+def _looks(step: T5Step, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """How far back each slot is for each token, and whether the token sees it: [B, Q, S] both."""
+    if step.paged.ancestor_mask is None:
+        distances = step.positions[:, :, None] - slots
+        return distances, distances >= 0
+    counts = step.paged.cu_rows.diff()[:, None]
+    nodes = slots - (step.paged.context_lens[:, None] - counts)  # [B, S], before the tree below 0
+    in_tree = (nodes >= 0) & (nodes < counts)
+    places = nodes.clamp(0, step.rows.shape[1] - 1)
+    positions = torch.where(in_tree, step.positions.gather(1, places), slots)
+    own = (step.rows - step.rows[:, :1])[:, :, None]  # [B, Q, 1]
+    masks = step.paged.ancestor_mask.take_along_dim(own, dim=1)  # [B, Q, ceil(N / 64)]
+    words = masks.take_along_dim((places // 64)[:, None], dim=2)
+    is_ancestor = (words >> (places % 64)[:, None]) & 1 == 1
+    distances = step.positions[:, :, None] - positions[:, None]
+    return distances, torch.where(in_tree[:, None], is_ancestor, nodes[:, None] < 0)
+
+
+def _relative_bias(module: Any, distances: Tensor, is_seen: Tensor) -> Tensor:
     """[B, H, Q, S]: by how far back a slot is; from the largest distance on it stays the same."""
     far = module.relative_attention_max_distance
     by_distance = module.compute_bias(1, far + 1, past_seen_tokens=far)[0, :, 0].flip(
         -1
     )  # [H, far+1]
-    distances = positions[:, :, None] - slots
-    bias = by_distance[:, distances.clamp(0, far)].masked_fill(distances < 0, -torch.inf)
+    bias = by_distance[:, distances.clamp(0, far)].masked_fill(~is_seen, -torch.inf)
     return bias.transpose(0, 1)

@@ -22,15 +22,12 @@ def as_trees(drafter: Drafter, spec: SpecConfig, backend: str) -> Drafter:
     """A drafter as it is or, if the options ask for trees, one that drafts these with its model.
 
     Raises:
-        ValueError: the drafter is no draft model of a decoder.
+        ValueError: the drafter is no draft model.
     """
     if (spec.method != "tree" and not spec.cape) or isinstance(drafter, TreeProposer):
         return drafter
     if not isinstance(drafter, DraftModelDrafter):
         raise ValueError(f"drafter: trees need a draft model, got {drafter.name!r}")
-    model = drafter.runner.paged_model
-    if model.decoder_start_id is not None:
-        raise ValueError(f"drafter: {model.name}: trees of encoder-decoders are not supported")
     if spec.cape:
         bins = spec.cape_bins or DEFAULT_CAPE_BINS
         return TreeDrafter(drafter, CapePlan(tuple((bound, extra) for bound, extra in bins)))

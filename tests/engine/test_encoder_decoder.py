@@ -61,19 +61,22 @@ def test_plain_decoding(case):
         assert output.stats.num_prompt_tokens == len(prompt)
 
 
-@pytest.mark.parametrize("num_draft", [1, 5])
-@pytest.mark.parametrize("quality", ["often right", "wrong", "target itself"])
+@pytest.mark.parametrize(
+    ("quality", "num_draft"), [("often right", 1), ("often right", 5), ("wrong", 3), ("itself", 4)]
+)
 def test_draft_models(case, num_draft, quality):
     model, expected = case
     drafter = {
         "often right": lambda: perturbed(model, 0.02),
         "wrong": lambda: random_t5("t5", seed=7),
-        "target itself": lambda: model,
+        "itself": lambda: model,
     }[quality]()
     engine = Engine(model, drafter, spec=SpecConfig(num_speculative_tokens=num_draft))
     assert token_ids(engine.generate(PROMPTS, GREEDY)) == expected
-    rate = engine.stats.acceptance_rate
-    assert rate == 1.0 if quality == "target itself" else rate < (0.95, 0.2)[quality == "wrong"]
+    if quality == "itself":
+        assert engine.stats.acceptance_rate == 1.0
+    if quality == "wrong":
+        assert engine.stats.acceptance_rate < 0.2
 
 
 @pytest.mark.parametrize("method", ["mag", "prompt_lookup"])
@@ -81,6 +84,27 @@ def test_drafters_that_copy(case, method):
     model, expected = case
     lookup = {"prompt_lookup_min": 1, "prompt_lookup_max": 3} if method != "mag" else {}
     engine = Engine(model, spec=SpecConfig(method, 4, **lookup))
+    assert token_ids(engine.generate(PROMPTS, GREEDY)) == expected
+    assert engine.stats.num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize(
+    "options", [{"tree_width": 3}, {"tree_nodes": 80}, {"cape": True}], ids=str
+)
+def test_token_trees(case, options):
+    model, expected = case
+    method = "auto" if "cape" in options else "tree"
+    spec = SpecConfig(method, num_speculative_tokens=6, **options)
+    engine = Engine(model, perturbed(model, 0.05), spec=spec, config=EngineConfig(block_size=4))
+    assert token_ids(engine.generate(PROMPTS, GREEDY)) == expected
+    assert engine.stats.mean_acceptance_length > 1.5
+
+
+@pytest.mark.parametrize("k_matrix", [[[3, 4], [0, 2]], [[2, 3, 4], [0, 1, 3], [0, 0, 2]]])
+def test_cascades(model, expected, k_matrix):
+    drafts = [perturbed(model, 0.02), perturbed(model, 0.1)][: len(k_matrix) - 1]
+    spec = SpecConfig("cascade", k_matrix=k_matrix, lenience=2.0)
+    engine = Engine(model, drafts, spec=spec, config=EngineConfig(block_size=4, num_blocks=40))
     assert token_ids(engine.generate(PROMPTS, GREEDY)) == expected
     assert engine.stats.num_accepted_tokens > 0
 

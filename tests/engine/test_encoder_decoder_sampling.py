@@ -12,7 +12,7 @@ from fastspec_kernels.testing import chi_square
 
 from ..models import perturbed, random_t5
 
-VOCAB_SIZE, LENGTH, PROMPT, DRAWS, ALPHA = 6, 3, [4, 2, 5, 1], 4_000, 1e-6
+VOCAB_SIZE, LENGTH, PROMPT, DRAWS, ALPHA = 6, 3, [4, 2, 5, 1], 3_000, 1e-6
 FILTERED = {"temperature": 1.7, "top_k": 5, "top_p": 0.9, "min_p": 0.03}
 
 
@@ -45,6 +45,7 @@ def exact_law(model, sampling):
         ("draft_model", {"temperature": 1.3}),
         ("draft_model", FILTERED),
         ("greedy drafts", FILTERED),
+        ("tree", FILTERED),
         ("mag", {"temperature": 1.3}),
     ],
 )
@@ -52,6 +53,8 @@ def test_exact_distribution(pair, sampling, method):
     model, drafter = pair
     if method == "mag":
         drafter, spec = None, SpecConfig("mag", 2)
+    elif method == "tree":
+        spec = SpecConfig("tree", 2, tree_width=2, tree_nodes=4)
     else:
         how = "greedy" if method == "greedy drafts" else "probabilistic"
         spec = SpecConfig(num_speculative_tokens=2, draft_sample_method=how)
