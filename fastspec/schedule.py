@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 from fastspec.economics import Step, expected_tokens
 from fastspec.request import Request
 
-_PRIOR_RATE = 0.7  # acceptance that a new request is believed to have, as if one token had told
+_PRIOR_RATE = 0.5  # acceptance that a new request is believed to have, as if one token had told
 _MEMORY = 0.9  # of what was known before a step, the part that counts after it
 _GAIN_TO_CHANGE = 1.03  # between two lengths
 _GAIN_TO_STAY = 1.03  # over plain decoding, so that an error in the costs does little harm
