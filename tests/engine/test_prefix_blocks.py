@@ -109,7 +109,7 @@ def test_a_preempted_request_finds_what_it_wrote(model, drafter):
     assert waiting.block_table == []
     engine.abort(first)
     with torch.inference_mode():
-        engine._schedule(num_draft=3)
+        engine._schedule()
     assert waiting.num_cached == len(waiting.token_ids) - 1
     assert len(waiting.contents) >= (waiting.num_cached // SIZE) - 1 > len(requests[1]) // SIZE
     assert finish(engine)[second].token_ids == expected[1]
