@@ -122,9 +122,20 @@ def _llama_shape(model: PreTrainedModel, num_layers: int, shape: dict[str, Any])
 
 @torch.no_grad()
 def _started(draft: Any, target: PreTrainedModel) -> Any:
-    """Copy the target's weights of the same name into as much of the draft's as they fill."""
+    """Copy the target's weights of the same name into as much of the draft's as they fill.
+
+    Queries of cross-attention start as those of the target's layer whose cache they read, and its
+    output at 0, so that a GLIDE draft starts as the plain one.
+    """
     weights = dict(target.named_parameters())
+    first = target.config.get_text_config(decoder=True).num_hidden_layers
+    first -= draft.config.num_hidden_layers
     for name, parameter in draft.named_parameters():
+        if name.endswith("cross_attn.o_proj.weight"):
+            parameter.zero_()
+        if name.endswith("cross_attn.q_proj.weight"):
+            layer = first + int(name.split(".")[2])
+            name = f"model.layers.{layer}.self_attn.q_proj.weight"
         source = weights.get(name)
         if source is None or source.dim() != parameter.dim():
             continue

@@ -120,11 +120,12 @@ def test_training_lowers_the_loss_and_leaves_the_target_alone(num_layers, tmp_pa
     before = {name: tensor.clone() for name, tensor in target.state_dict().items()}
     torch.manual_seed(0)
     draft = make_glide(target, num_layers)
-    query = draft.model.layers[0].cross_attn.q_proj.weight
-    start = query.detach().clone()
+    cross_attn = draft.model.layers[0].cross_attn
+    start = cross_attn.q_proj.weight.detach().clone()
     losses = train(tmp_path, 20, draft)
     assert losses[-1] < losses[0]
-    assert not torch.equal(query, start)
+    assert not torch.equal(cross_attn.q_proj.weight, start)
+    assert cross_attn.o_proj.weight.any()
     for name, tensor in target.state_dict().items():
         assert torch.equal(tensor, before[name])
 
@@ -174,6 +175,10 @@ def test_drafts_start_from_the_target():
     assert torch.equal(draft.model.embed_tokens.weight, target.model.embed_tokens.weight)
     own, large = draft.model.layers[0], target.model.layers[0]
     assert torch.equal(own.self_attn.q_proj.weight, large.self_attn.q_proj.weight)
+    draft = make_glide(target, 2)
+    for layer, large in zip(draft.model.layers, target.model.layers[1:], strict=True):
+        assert torch.equal(layer.cross_attn.q_proj.weight, large.self_attn.q_proj.weight)
+        assert not layer.cross_attn.o_proj.weight.any()
 
 
 def test_rows_are_windows_of_each_document():
