@@ -212,6 +212,18 @@ def test_a_good_draft_is_accepted_and_named():
     assert {writer for output in outputs for writer in output.drafters} == {None, "glide"}
 
 
+@pytest.mark.parametrize("spec", [SpecConfig("glide", 4, cape=True), SpecConfig("tree", 4)])
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_greedy_output_with_trees_over_glide(spec, num_layers):
+    target = random_model("llama")
+    expected = [hugging_face_greedy(target, prompt) for prompt in PROMPTS]
+    config = EngineConfig(max_batch_size=3, block_size=4)
+    for draft in (often_right(target), random_glide(target, num_layers)):
+        engine = Engine(target, draft, spec=spec, config=config)
+        outputs = engine.generate(PROMPTS, GREEDY)
+        assert [output.token_ids for output in outputs] == expected
+
+
 @pytest.mark.parametrize("architecture", ["mistral", "qwen3", "gpt_neox", "gemma3"])
 def test_other_targets(architecture):
     target = random_model(architecture)
@@ -244,10 +256,15 @@ def test_text_ends_at_an_end_token_inside_a_draft():
     assert output.token_ids == tokens[:7]
 
 
-@pytest.mark.parametrize("sampling", [PLAIN, FILTERED], ids=["plain", "filtered"])
-def test_exact_distribution(sampling):
+@pytest.mark.parametrize(
+    ("sampling", "cape"),
+    [(PLAIN, False), (FILTERED, False), (FILTERED, True)],
+    ids=["plain", "filtered", "filtered-cape"],
+)
+def test_exact_distribution(sampling, cape):
     target = random_model("llama", seed=4, vocab_size=SMALL_VOCAB, bos_token_id=0, eos_token_id=0)
-    spec = SpecConfig("glide", 2)
+    bins = [(0.4, 2), (1.0, 1)] if cape else None
+    spec = SpecConfig("glide", 2, cape=cape, cape_bins=bins)
     counts = drawn_counts((target, random_glide(target)), sampling, spec)
     assert chi_square(counts, exact_law(target, sampling)) > ALPHA
 
@@ -270,6 +287,14 @@ def test_glide_is_remembered_when_speculation_is_switched():
     engine.enable_spec_dec(target)
     with pytest.raises(ValueError, match="use_glide_drafter: the drafter to enable is no GLIDE"):
         engine.enable_spec_dec(use_glide_drafter=True)
+
+
+def test_glide_below_trees_is_remembered():
+    target = random_model("llama")
+    engine = Engine(target, often_right(target), spec=SpecConfig("glide", cape=True))
+    engine.disable_spec_dec()
+    engine.enable_spec_dec(n_spec_tokens=2, use_glide_drafter=True)
+    assert "glide" in engine.generate([[1, 2, 3]], GREEDY)[0].drafters
 
 
 def test_switching_on_in_the_middle_of_a_text():
