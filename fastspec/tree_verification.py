@@ -3,6 +3,7 @@
 from itertools import accumulate
 
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 
 from fastspec.drafters import Proposal
@@ -51,7 +52,7 @@ def verify_trees(
         device_tensor([*accumulate(counts, initial=0)], torch.int32, batch.device),
         tree_ids,
         parents,
-        uniform(batch.seeds, batch.positions, num_nodes + 1, VERIFY_STREAM),
+        _uniforms(batch, num_nodes),
         sibling_rule=proposal.sibling_rule,
         draft_logits=proposal.draft_logits,
         **batch.sampling,
@@ -63,6 +64,21 @@ def verify_trees(
     wants_logprobs = any(request.params.logprobs for request in batch.requests)
     logprob_rows = logprobs.tolist() if wants_logprobs else [None] * len(counts)
     return [_verdict(*columns) for columns in zip(table, counts, logprob_rows, strict=True)]
+
+
+def _uniforms(batch: Batch, num_nodes: int) -> Tensor:
+    """[B, N + 1]: a number for each node, and last that which chains have for their extra token.
+
+    So a request that nothing is proposed for gets the same token, whether others have trees or not.
+    """
+    extra = batch.num_speculative_tokens  # the last column of a chain
+    numbers = uniform(batch.seeds, batch.positions, max(num_nodes, extra) + 1, VERIFY_STREAM)
+    parts = [
+        numbers[:, : min(extra, num_nodes)],
+        numbers[:, extra + 1 : num_nodes + 1],
+        numbers[:, extra : extra + 1],
+    ]
+    return torch.cat(parts, dim=1)
 
 
 def _verdict(row: list[list[int]], count: int, logprobs: list[float] | None) -> Verdict:

@@ -128,7 +128,7 @@ class FixedTree:
         self._levels = shape.levels
         self._draws = draws
         num_nodes = shape.num_nodes(batch.num_speculative_tokens)
-        self._parents = torch.tensor(shape.parents[:num_nodes], dtype=torch.int32)
+        self._parents = device_tensor(shape.parents[:num_nodes], torch.int32, batch.device)
         size = (len(batch.requests), num_nodes)
         self._token_ids = torch.full(size, -1, dtype=torch.int32, device=batch.device)
         self._draft_logits: Tensor | None = None
@@ -159,7 +159,7 @@ class FixedTree:
         return self._newest[:, places], parents.expand(len(self._newest), -1)
 
     def proposal(self) -> Proposal:
-        parents = self._parents.to(self._batch.device).expand_as(self._token_ids)
+        parents = self._parents.expand_as(self._token_ids)
         rule = "target_only" if self._draft_logits is None else "without_replacement"
         return Proposal(self._token_ids, parents, self._draft_logits, sibling_rule=rule)
 

@@ -1,6 +1,6 @@
 """Token trees over any draft model: the target judges every node of them in one pass."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fastspec.config.token_trees import MAX_TREE_NODES
 from fastspec.drafters.base import Drafter, Proposal
@@ -112,9 +112,13 @@ class TreeDrafter:
 
     def propose(self, batch: Batch) -> Proposal:
         tree = self._plan.start(batch)
-        depths = [
-            min(tree.max_depth, wanted, request.room, self.draft.room(len(request.token_ids)))
+        limits = [
+            min(wanted, request.room)
             for request, wanted in zip(batch.requests, batch.num_draft_tokens, strict=True)
+        ]
+        depths = [
+            min(tree.max_depth, limit, self.draft.room(len(request.token_ids)))
+            for request, limit in zip(batch.requests, limits, strict=True)
         ]
         passes = TreePasses(self.draft, batch, depths)
         for level in range(max(depths)):
@@ -123,7 +127,8 @@ class TreeDrafter:
                 break
             tree.add(*read)
         if self._branch is not None and isinstance(tree, LikeliestTree):
-            tree.add_branch(self._branch.propose(batch).token_ids)
+            paths = replace(batch, num_draft_tokens=limits)  # not nodes
+            tree.add_branch(self._branch.propose(paths).token_ids)
         return tree.proposal()
 
     def commit(self, batch: Batch, accepted: list[int]) -> None:

@@ -74,16 +74,29 @@ def test_trees_cross_the_borders_of_blocks(model, block_size):
     assert [out.token_ids for out in outputs] == [hugging_face_greedy(model, p) for p in PROMPTS]
 
 
-def test_a_model_at_its_last_positions():
+@pytest.mark.parametrize("name", ["tree", "with a copied branch"])
+def test_a_model_at_its_last_positions(name):
     model = random_model("gpt2", max_position_embeddings=48)
     drafter = perturbed(model, 0.03)
     drafter.config.max_position_embeddings = 24
-    engine = Engine(model, drafter, spec=SpecConfig(method="tree"))
+    engine = Engine(model, drafter, spec=SpecConfig(**TREES[name]))
     plain = Engine(model)
     params = SamplingParams(temperature=0, ignore_eos=True)
     outputs, expected = engine.generate(PROMPTS, params), plain.generate(PROMPTS, params)
     assert [out.token_ids for out in outputs] == [out.token_ids for out in expected]
     assert {out.finish_reason for out in outputs} == {"length"}
+
+
+@pytest.mark.parametrize("name", ["tree", "cape", "paths", "with a copied branch"])
+def test_the_last_token_does_not_depend_on_the_batch(model, name):
+    """Nothing is proposed before it: a batch of it alone has no trees."""
+    engine = Engine(model, perturbed(model, 0.1), spec=SpecConfig(**TREES[name]))
+    params = [SamplingParams(seed=seed, max_tokens=1, ignore_eos=True) for seed in range(8)]
+    mate = SamplingParams(seed=99, max_tokens=30, ignore_eos=True)
+    together = engine.generate([PROMPTS[0]] * 8 + [PROMPTS[1]], [*params, mate])
+    alone = [engine.generate([PROMPTS[0]], p)[0] for p in params]
+    assert all(out.sources == ("target",) for out in alone)
+    assert [out.token_ids for out in alone] == [out.token_ids for out in together[:8]]
 
 
 def test_a_tight_cache_preempts_and_shares_prefixes(model):
