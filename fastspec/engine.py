@@ -34,7 +34,8 @@ class Engine:
 
     Args:
         target: a path, a hub id, a loaded PreTrainedModel, or "tiny" for the bundled pair.
-        drafter: a path, a hub id, a loaded model or a Drafter; None = no speculation ("tiny" brings
+        drafter: a path, a hub id, a loaded model or a Drafter; of a cascade several in a list,
+            biggest first. None where spec.method needs none, else no speculation ("tiny" brings
             its own).
         tokenizer: of the target; None loads the one beside the target. Needed for text prompts and
             stop strings.

@@ -68,16 +68,18 @@ def load_model(
 
 def load_tokenizer(field: str, source: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer beside a model."""
+    path = _existing_path(field, source)
     try:
-        return AutoTokenizer.from_pretrained(_existing_path(field, source))
+        return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
         raise _not_loaded(field, "the tokenizer of ", source, error) from error
 
 
 def target_vocab_size(source: str | Path) -> int:
     """Entries of a target's vocabulary, by its configuration alone."""
+    path = _existing_path("target", source)
     try:
-        config = AutoConfig.from_pretrained(_existing_path("target", source))
+        config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
         raise _not_loaded("target", "the configuration of ", source, error) from error
     return config.get_text_config(decoder=True).vocab_size
@@ -123,8 +125,10 @@ def eos_token_ids(
 
 def _existing_path(field: str, source: str | Path) -> str | Path:
     """The bundled folder of a bundled name; a path must exist, anything else may be a hub id."""
-    if str(source) in BUNDLED:
-        return BUNDLED[str(source)]
+    if folder := BUNDLED.get(str(source)):
+        if not folder.is_dir():
+            raise ValueError(f"{field}: {str(source)!r} is not in this copy of fastspec")
+        return folder
     looks_local = isinstance(source, Path) or str(source).startswith((".", "/", "~"))
     if looks_local and not Path(source).expanduser().is_dir():
         raise ValueError(f"{field}: no such folder: {str(source)!r}")

@@ -149,6 +149,8 @@ class Planner:
             laps, output = self._run(engine, prompt)
             outputs.append(output)
             recorded, schedule.steps = schedule.steps, []
+            if len(laps) < 2:
+                raise ValueError(f"max_tokens: too few to measure with: {self.max_tokens}")
             starts.append((laps[0]["prefill"], laps[1]["propose"]))
             for index, (step, lap) in enumerate(zip(recorded, laps, strict=True)):
                 planned = lengths[index % len(lengths)]

@@ -62,10 +62,11 @@ def verify_outputs(
         ValueError: a prompt without room for the new tokens, or a method that made fewer.
     """
     for index, prompt in enumerate(prompts):
-        if len(prompt) > methods.max_prompt_len:
+        excess = len(prompt) - methods.max_prompt_len
+        if excess > 0:
             raise ValueError(
-                f"prompt {index + 1}: has {len(prompt)} tokens; {methods.max_prompt_len} leave room"
-                " for the new ones"
+                f"max_tokens: with the {len(prompt)} tokens of prompt {index + 1}, {excess} more"
+                " than the models take"
             )
     decoders = methods.by_name()
     equal = dict.fromkeys((name for name in decoders if name != "plain"), 0)

@@ -22,7 +22,7 @@ from fastspec.bench import (
 from fastspec.bench.environment import ROOT
 from fastspec.cli import options
 from fastspec.cli.display import number, progress_bar
-from fastspec.cli.errors import drafting_method, usage_errors
+from fastspec.cli.errors import check_can_write, drafting_method, usage_errors
 from fastspec.cli.prompts import bundled_prompts, named_prompts
 from fastspec.config import EngineConfig, SpecConfig
 from fastspec.glide import load_glide
@@ -171,13 +171,12 @@ def _numbers(text: str) -> tuple[float, ...]:
 
 def _record_files(out: Path | None, record: bool, method: str) -> list[Path]:
     """Where the record goes, checked before anything slow starts."""
+    check_can_write("--out", out)
     files = [] if out is None else [out]
     if record:
         name = "end_to_end" if method == "draft_model" else method
         files.append(RESULTS / f"{name}.jsonl")
-    for file in files:
-        if not file.parent.is_dir():
-            raise typer.BadParameter(f"the record: no such folder: {str(file.parent)!r}")
+        check_can_write("--record", files[-1])
     return files
 
 

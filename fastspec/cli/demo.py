@@ -16,7 +16,7 @@ from rich.text import Text
 
 from fastspec.cli import options
 from fastspec.cli.display import coloured, legend, number, progress_bar
-from fastspec.cli.errors import drafting_method, usage_errors
+from fastspec.cli.errors import check_can_write, drafting_method, usage_errors
 from fastspec.cli.prompts import bundled_prompts
 from fastspec.cli.running import Transcript, run_one
 from fastspec.config import SamplingParams, SpecConfig
@@ -77,8 +77,7 @@ def demo(
             tree_nodes=tree_nodes,
             cape=cape,
         )
-    if svg is not None and not svg.parent.is_dir():
-        raise typer.BadParameter(f"--svg: no such folder: {str(svg.parent)!r}")
+    check_can_write("--svg", svg)
     prompts = bundled_prompts(num_prompts)
     engine = Engine("tiny", spec=spec)
     comparisons = []

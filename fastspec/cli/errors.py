@@ -2,10 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import typer
 from typer.core import TyperGroup
+
+from fastspec.config.speculation import METHODS
 
 # typer carries its own copy of click since 0.2x; the base of its public error is the same in both.
 _CommandLineError = cast(type[typer.BadParameter], typer.BadParameter.__mro__[2])
@@ -27,7 +30,8 @@ class OneLineErrors(TyperGroup):
         try:
             code = super().main(args, prog_name, complete_var, False, **extra)
         except _CommandLineError as error:
-            report(error.format_message())
+            if message := error.format_message():  # none where help was shown instead
+                report(message)
             raise SystemExit(error.exit_code) from error
         except typer.Abort as error:
             report("aborted")
@@ -49,10 +53,20 @@ def usage_errors() -> Iterator[None]:
 
 def drafting_method(method: str) -> str:
     """The method, unless it is one that proposes nothing or leaves the choice open."""
-    if method in ("auto", "none"):
-        expected = "draft_model, glide, prompt_lookup, mag, ngram, cascade or tree"
-        raise ValueError(f"method: expected {expected}, got {method!r}")
+    drafting = tuple(name for name in METHODS if name not in ("auto", "none"))
+    if method not in drafting:
+        raise ValueError(f"method: expected one of {drafting}, got {method!r}")
     return method
+
+
+def check_can_write(option: str, file: Path | None) -> None:
+    """Refuse a file in a folder that does not exist, or a folder, before anything slow starts."""
+    if file is None:
+        return
+    if not file.parent.is_dir():
+        raise typer.BadParameter(f"{option}: no such folder: {str(file.parent)!r}")
+    if file.is_dir():
+        raise typer.BadParameter(f"{option}: expected a file, {str(file)!r} is a folder")
 
 
 def report(message: str) -> None:

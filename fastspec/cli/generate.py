@@ -11,7 +11,7 @@ import typer
 
 from fastspec.cli import options
 from fastspec.cli.display import number, progress_bar
-from fastspec.cli.errors import note, report, usage_errors
+from fastspec.cli.errors import check_can_write, note, report, usage_errors
 from fastspec.cli.printers import JsonPrinter, TextPrinter
 from fastspec.cli.prompts import check_no_dataset, collect_prompts, named_prompts
 from fastspec.cli.running import Transcript, run_prompts
@@ -120,6 +120,8 @@ def generate(
         raise typer.BadParameter("--show-tree: needs --method tree or --cape, and no --json")
     if save_outputs is not None:
         _check_saving(save_outputs, temperature, seed)
+    if method == "none" and schedule != "constant":
+        raise typer.BadParameter("--schedule: --method none proposes nothing to schedule")
     if method in ("none", "prompt_lookup", "mag", "ngram") and draft is not None:
         raise typer.BadParameter(f"--draft: --method {method} uses no draft model")
     with usage_errors():
@@ -181,10 +183,9 @@ def generate(
 
 
 def _check_saving(file: Path, temperature: float, seed: int | None) -> None:
-    if file.suffix != ".jsonl" or not file.parent.is_dir():
-        raise typer.BadParameter(
-            f"--save-outputs: expected a .jsonl file in a folder that exists, got {str(file)!r}"
-        )
+    check_can_write("--save-outputs", file)
+    if file.suffix != ".jsonl":
+        raise typer.BadParameter(f"--save-outputs: expected a .jsonl file, got {str(file)!r}")
     if temperature > 0 and seed is None:
         raise typer.BadParameter("--save-outputs: a sampled run needs a --seed to be simulated")
 

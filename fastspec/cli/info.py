@@ -49,7 +49,6 @@ def describe() -> dict:
         "cpu_instruction_set": cpu_instruction_set(),
         "available_backends": list(available_backends()),
         "unavailable_backends": unavailable_backends(),
-        "cuda_note": "CUDA tensors go through the PyTorch reference in this version",
         "bundled_models": {
             name: (folder / "config.json").is_file() for name, folder in BUNDLED.items()
         },
@@ -69,6 +68,5 @@ def _rows(facts: dict) -> list[tuple[str, str]]:
         ("CPU instruction set", facts["cpu_instruction_set"] or "none, _cpu is not built"),
         ("available backends", ", ".join(facts["available_backends"])),
         *((f"no {name} backend", reason) for name, reason in missing),
-        ("CUDA", facts["cuda_note"]),
         *((f"bundled {name}", "present" if there else "missing") for name, there in bundled),
     ]

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from fastspec.cli import options
 from fastspec.cli.display import number, progress_bar
-from fastspec.cli.errors import drafting_method, usage_errors
+from fastspec.cli.errors import check_can_write, drafting_method, usage_errors
 from fastspec.cli.prompts import check_no_dataset, named_prompts
 from fastspec.config import EngineConfig, SpecConfig
 from fastspec.economics import acceptance_by_position, expected_tokens_by_position, throughput
@@ -72,9 +72,8 @@ def simulate(
     """Count what a drafter would have had accepted, had it drafted for stored outputs."""
     if (draft_seconds is None) != (verify_seconds is None):
         raise typer.BadParameter("--draft-seconds, --verify-seconds: give both or neither")
-    for file in (log, plot):
-        if file is not None and not file.parent.is_dir():
-            raise typer.BadParameter(f"no such folder: {str(file.parent)!r}")
+    check_can_write("--log", log)
+    check_can_write("--plot", plot)
     with usage_errors():
         if plot is not None:
             require_plotting()

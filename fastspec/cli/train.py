@@ -10,6 +10,7 @@ import typer
 from fastspec.bigram import save_bigram
 from fastspec.cli import options, train_glide
 from fastspec.cli.display import progress_bar
+from fastspec.cli.errors import check_can_write
 from fastspec.loading import load_tokenizer
 from fastspec.train.bigram import count_bigrams
 
@@ -27,8 +28,7 @@ def bigram(
     for file in files:
         if not file.is_file():
             raise typer.BadParameter(f"FILE: no such file: {str(file)!r}")
-    if not out.parent.is_dir():
-        raise typer.BadParameter(f"--out: no such folder: {str(out.parent)!r}")
+    check_can_write("--out", out)
     tokenizer = load_tokenizer("target", target)
     with progress_bar("files") as bar:
         task = bar.add_task("counting", total=len(files))

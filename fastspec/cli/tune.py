@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from fastspec.bench import describe_environment
 from fastspec.cli import options
 from fastspec.cli.display import number, progress_bar
-from fastspec.cli.errors import drafting_method, usage_errors
+from fastspec.cli.errors import check_can_write, drafting_method, usage_errors
 from fastspec.cli.prompts import bundled_prompts, named_prompts
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.loading import bigram_beside, check_same_tokenizer, load_model, load_tokenizer
@@ -59,8 +59,7 @@ def tune(
 
     One prompt at a time; predicted by the throughput model, then the choice is measured.
     """
-    if not out.parent.is_dir():
-        raise typer.BadParameter(f"--out: no such folder: {str(out.parent)!r}")
+    check_can_write("--out", out)
     if draft is None and target == "tiny":
         draft = "tiny-draft"
     with usage_errors():
@@ -120,6 +119,8 @@ def _methods(methods: str | None, draft: str | None) -> list[str]:
         return [*(_WITH_DRAFT if draft else ()), "prompt_lookup", "mag"]
     names = [drafting_method(name.strip()) for name in methods.split(",")]
     for name in names:
+        if name == "tree":
+            raise ValueError("methods: token trees cannot be tuned yet")
         if name in _WITH_DRAFT and draft is None:
             raise ValueError(f"methods: {name} needs a --draft")
     return names

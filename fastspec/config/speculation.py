@@ -39,8 +39,9 @@ class SpecConfig:
             what followed the last tokens where they stood before), "mag" (the same after the
             longest match, then by a table of bigrams), "ngram" (what most often followed the last
             tokens, in the text and in the target's choices so far), "cascade" (drafters that review
-            each other: draft models, and MaG last) or "glide" (a draft model that also attends to
-            the target's cache, trained for it). Those in the text need no second model.
+            each other: draft models, and MaG last), "glide" (a draft model that also attends to the
+            target's cache, trained for it) or "tree" (token trees over a draft model).
+            "prompt_lookup", "mag" and "ngram" need no second model.
         num_speculative_tokens: K, tokens proposed in each step, >= 1.
         draft_sample_method: "probabilistic" samples drafts from the drafter's own distribution
             under the request's parameters; "greedy" takes its argmax and verifies it as a point

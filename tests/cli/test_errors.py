@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from fastspec import loading
+
 PROMPT = ["--prompt", "a", "--max-tokens", "3"]
 
 
@@ -38,6 +40,8 @@ def one_line(result) -> str:
         (["--max-batch-size", "0"], "max_batch_size"),
         (["--prompts-file", "missing.txt"], "missing.txt"),
         (["--json", "--show-sources"], "--show-sources"),
+        (["--method", "none", "--schedule", "adaptive"], "--schedule"),
+        (["--save-outputs", "."], "--save-outputs"),
         (["--method", "none"], "--draft"),
     ],
 )
@@ -129,6 +133,13 @@ def test_a_prompt_that_cannot_run_leaves_the_others(invoke, pair, prompt, named)
         (["demo", "--num-prompts", "1000"], "--num-prompts"),
         (["demo", "--temperature", "-1"], "temperature"),
         (["demo", "--svg", "no/such/folder/demo.svg"], "--svg"),
+        (["demo", "--svg", "."], "--svg"),
+        (["demo", "--method", "auto"], "'tree'), got 'auto'"),
+        (["simulate", "x.jsonl", "--log", "no/such/folder/log"], "--log"),
+        (["tune", "--out", "."], "--out"),
+        (["tune", "--out", "t.json", "--methods", "mag,tree"], "token trees"),
+        (["train", "bigram", __file__, "--out", "."], "--out"),
+        (["bench", "--out", "."], "--out"),
         (["bench", "--temperatures", "0,hot"], "temperatures"),
         (["bench", "--temperatures", "-1"], "temperatures"),
         (["bench", "--repeats", "0"], "repeats"),
@@ -144,6 +155,29 @@ def test_usage_errors_of_other_commands(invoke, bundled, arguments, named):
     result = invoke(*arguments)
     assert result.exit_code == 2
     assert named in one_line(result)
+
+
+def test_a_run_too_short_to_tune(invoke, bundled, tmp_path):
+    out = tmp_path / "tuned.json"
+    short = ["--methods", "mag", "--num-prompts", "1", "--max-tokens", "1"]
+    result = invoke("tune", "--out", out, *short)
+    assert result.exit_code == 1
+    assert "max_tokens: too few" in one_line(result)
+    assert not out.exists()
+
+
+def test_a_bundled_model_that_is_missing(invoke, bundled, monkeypatch, tmp_path):
+    monkeypatch.setitem(loading.BUNDLED, "tiny-glide", tmp_path / "nowhere")
+    result = invoke("generate", "--method", "glide", *PROMPT)
+    assert result.exit_code == 1
+    assert "'tiny-glide' is not in this copy" in one_line(result)
+
+
+def test_a_group_without_a_command_shows_its_help(invoke):
+    result = invoke("train")
+    assert result.exit_code == 2
+    assert result.stderr == ""
+    assert "bigram" in result.stdout
 
 
 def test_as_a_program_of_its_own(tmp_path: Path):

@@ -101,7 +101,7 @@ def test_bench_refuses_a_prompt_that_is_too_long(invoke, bundled, tmp_path):
     file.write_text("a" * 251 + "\n", encoding="utf-8")
     result = invoke(*BENCH, "--prompts-file", file)
     assert result.exit_code == 1
-    assert "prompt 1: has 251 tokens" in result.stderr
+    assert "the 251 tokens of prompt 1, 1 more than the models take" in result.stderr
 
 
 @pytest.mark.parametrize("method", ["prompt_lookup", "mag"])
@@ -148,12 +148,11 @@ def test_info(invoke):
     names = {*facts["available_backends"], *facts["unavailable_backends"]}
     assert names == {"cpu", "cuda", "triton", "reference"}
     text = invoke("info").stdout
-    assert "CUDA tensors go through the PyTorch reference" in text
     for reason in facts["unavailable_backends"].values():
         assert reason in " ".join(text.split())
 
 
-@pytest.mark.parametrize("command", ["generate", "demo", "bench", "info"])
+@pytest.mark.parametrize("command", ["generate", "demo", "bench", "tune", "simulate", "info"])
 def test_every_option_is_explained(command):
     options = typer.main.get_command(app).commands[command].params
     assert [option.name for option in options if not (option.help or "").endswith(".")] == []
