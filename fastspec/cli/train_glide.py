@@ -67,6 +67,8 @@ def glide(
     for file in data:
         if not file.is_file():
             raise typer.BadParameter(f"--data: no such file: {str(file)!r}")
+    if out.exists() and not out.is_dir():
+        raise typer.BadParameter(f"--out: expected a folder, {str(out)!r} is a file")
     if context < 2:
         raise typer.BadParameter(f"--context: expected an int >= 2, got {context}")
     with usage_errors():
@@ -83,6 +85,8 @@ def glide(
         processes = many_processes() if accelerate else OneProcess(resolve_device(config))
     tokenizer = load_tokenizer("target", target)
     model = load_model("target", target, config)
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"target: expected a decoder, got {type(model).__name__}")
     rows = cut_rows(_documents(data, tokenizer), context)
     torch.manual_seed(seed)
     with usage_errors():

@@ -119,8 +119,8 @@ def _methods(methods: str | None, draft: str | None) -> list[str]:
         return [*(_WITH_DRAFT if draft else ()), "prompt_lookup", "mag"]
     names = [drafting_method(name.strip()) for name in methods.split(",")]
     for name in names:
-        if name == "tree":
-            raise ValueError("methods: token trees cannot be tuned yet")
+        if name in ("glide", "tree"):
+            raise ValueError(f"methods: {name!r} cannot be tuned yet")
         if name in _WITH_DRAFT and draft is None:
             raise ValueError(f"methods: {name} needs a --draft")
     return names

@@ -44,3 +44,11 @@ def test_bench_against_hugging_face(invoke, folders, method, tmp_path):
     record = json.loads((tmp_path / "record.jsonl").read_text())
     assert record["verified"]
     assert record["target"]["architecture"] == "T5ForConditionalGeneration"
+
+
+def test_a_glide_draft_needs_a_decoder(invoke, folders, tmp_path):
+    target, out = folders[1], tmp_path / "glide"
+    result = invoke("train", "glide", "--target", target, "--data", __file__, "--out", out)
+    assert result.exit_code == 1
+    assert "target: expected a decoder, got T5ForConditionalGeneration" in result.stderr
+    assert not out.exists()
