@@ -159,9 +159,6 @@ class SpecConfig:
         return least, self.prompt_lookup_max or least
 
     def _check_schedule(self) -> None:
-        is_chain = self.method != "tree" and not self.cape
-        fits = is_chain or self.schedule == "constant"
-        require("schedule", self.schedule, fits, "'constant' for token trees")
         costs = as_step_costs(self.schedule, self.step_costs, self.num_speculative_tokens)
         object.__setattr__(self, "step_costs", costs)
 
