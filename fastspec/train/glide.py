@@ -80,9 +80,17 @@ class TrainOptions:
         return 0.5 * (1 + math.cos(math.pi * done))
 
 
-def make_glide(target: PreTrainedModel, num_layers: int = 1, **shape: Any) -> GlideLlamaForCausalLM:
-    """A GLIDE draft for a target, which starts from the target's weights where names agree.
+def make_glide(
+    target: PreTrainedModel,
+    num_layers: int = 1,
+    start: PreTrainedModel | None = None,
+    **shape: Any,
+) -> GlideLlamaForCausalLM:
+    """A GLIDE draft for a target, which starts from the weights of `start` where names agree.
 
+    Args:
+        start: a plain draft as deep, already trained, or the target itself (None).
+        shape: fields of the configuration other than the target's.
     Raises:
         ValueError: a shape that does not fit together, or more layers than the target has.
     """
@@ -96,17 +104,19 @@ def make_glide(target: PreTrainedModel, num_layers: int = 1, **shape: Any) -> Gl
         large_num_key_value_heads=getattr(large, "num_key_value_heads", None) or heads,
         large_head_dim=getattr(large, "head_dim", None) or large.hidden_size // heads,
     )
-    return _started(GlideLlamaForCausalLM(config), target)
+    return _started(GlideLlamaForCausalLM(config), target, start or target)
 
 
-def make_plain(glide: GlideLlamaForCausalLM, target: PreTrainedModel) -> LlamaForCausalLM:
+def make_plain(
+    glide: GlideLlamaForCausalLM, target: PreTrainedModel, start: PreTrainedModel | None = None
+) -> LlamaForCausalLM:
     """A Llama as large as a GLIDE draft: what cross-attention would take, feed-forward has more."""
     config = glide.config
     extra = sum(p.numel() for n, p in glide.named_parameters() if ".cross_attn." in n)
     width = extra // (3 * config.hidden_size * config.num_hidden_layers)
     shape = {"intermediate_size": config.intermediate_size + width}
     plain = LlamaConfig(**_llama_shape(glide, config.num_hidden_layers, shape))
-    return _started(LlamaForCausalLM(plain), target)
+    return _started(LlamaForCausalLM(plain), target, start or target)
 
 
 def _llama_shape(model: PreTrainedModel, num_layers: int, shape: dict[str, Any]) -> dict[str, Any]:
@@ -121,22 +131,22 @@ def _llama_shape(model: PreTrainedModel, num_layers: int, shape: dict[str, Any])
 
 
 @torch.no_grad()
-def _started(draft: Any, target: PreTrainedModel) -> Any:
-    """Copy the target's weights of the same name into as much of the draft's as they fill.
+def _started(draft: Any, target: PreTrainedModel, start: PreTrainedModel) -> Any:
+    """Copy the weights that `start` has under the same name into as much of the draft's.
 
-    Queries of cross-attention start as those of the target's layer whose cache they read, and its
-    output at 0, so that a GLIDE draft starts as the plain one.
+    Queries of cross-attention start as those of the target's layer whose cache they read. Its
+    output starts at 0, as does that of a wider feed-forward layer: what is added changes nothing.
     """
-    weights = dict(target.named_parameters())
+    weights, large = dict(start.named_parameters()), dict(target.named_parameters())
     first = target.config.get_text_config(decoder=True).num_hidden_layers
     first -= draft.config.num_hidden_layers
     for name, parameter in draft.named_parameters():
-        if name.endswith("cross_attn.o_proj.weight"):
+        source = weights.get(name)
+        if name.endswith(("cross_attn.o_proj.weight", "mlp.down_proj.weight")):
             parameter.zero_()
         if name.endswith("cross_attn.q_proj.weight"):
             layer = first + int(name.split(".")[2])
-            name = f"model.layers.{layer}.self_attn.q_proj.weight"
-        source = weights.get(name)
+            source = large.get(f"model.layers.{layer}.self_attn.q_proj.weight")
         if source is None or source.dim() != parameter.dim():
             continue
         if all(s <= p for s, p in zip(source.shape, parameter.shape, strict=True)):

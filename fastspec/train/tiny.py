@@ -163,23 +163,26 @@ def export(out: Out = OUT, assets: Path = Path("fastspec/assets")) -> None:
 def glide(
     out: Out = OUT,
     assets: Path = Path("fastspec/assets"),
-    steps: int = 1000,
+    steps: int = 900,
     rows: int = 4,
-    rate: float = 4e-3,
+    rate: float = 4e-4,
     checkpoint_steps: int = 50,
     seed: Seed = 0,
     resume: Resume = False,
 ) -> None:
     """Distils the GLIDE draft of the bundled target and a plain one as large, and bundles GLIDE."""
     torch.manual_seed(seed)
-    target = LlamaForCausalLM.from_pretrained(assets / "tiny-target", dtype=torch.float32).eval()
+    target, start = (
+        LlamaForCausalLM.from_pretrained(assets / name, dtype=torch.float32).eval()
+        for name in ("tiny-target", "tiny-draft")
+    )
     token_ids = torch.load(out / "distillation.pt", weights_only=True, mmap=True)["token_ids"]
     lengths = torch.full((len(token_ids),), token_ids.shape[1])
     options = TrainOptions(
         steps, rows, rate, distillation=1.0, checkpoint_steps=checkpoint_steps, seed=seed
     )
     texts = Rows(token_ids.long(), lengths)
-    drafts = tiny_glide.train_drafts(target, texts, options, out, resume)
+    drafts = tiny_glide.train_drafts(target, start, texts, options, out, resume)
     export_glide(drafts, target, out, assets, steps)
 
 

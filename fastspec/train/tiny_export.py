@@ -75,11 +75,11 @@ length is tokens per target step.
 GLIDE_CARD = """
 ## The GLIDE draft
 
-`tiny-glide`: a draft of {glide[layers]} layer and {glide[parameters]:,} parameters that also
-attends to the keys and values of the target's last layer. Beside it a plain draft as large
-({plain[parameters]:,} parameters) was trained, which is not bundled. Both start from the target's
-embedding and first layer and learn the target's distributions on the same {rows:,} rows in the same
-order: {mix}.
+`tiny-glide`: a draft of {glide[layers]} layers and {glide[parameters]:,} parameters that also
+attends to the keys and values of the target's last layers. Beside it a plain draft as large
+({plain[parameters]:,} parameters) was trained, which is not bundled. Both start as `tiny-draft`, to
+which their further weights add nothing at first, and learn the target's distributions on the same
+{rows:,} rows in the same order: {mix}.
 
 | | GLIDE | plain |
 | --- | --- | --- |

@@ -75,15 +75,21 @@ def measure_drafts(
 
 
 def train_drafts(
-    target: LlamaForCausalLM, rows: Rows, options: TrainOptions, out: Path, resume: bool
+    target: LlamaForCausalLM,
+    start: LlamaForCausalLM,
+    rows: Rows,
+    options: TrainOptions,
+    out: Path,
+    resume: bool,
 ) -> dict[str, LlamaForCausalLM]:
     """Distils a GLIDE draft and a plain one side by side, on the same rows in the same order.
 
-    Checkpoints and records go to `out/glide` and `out/plain`.
+    Both begin as the draft `start`, and have equally many weights more. Checkpoints and records go
+    to `out/glide` and `out/plain`.
     """
     torch.set_num_threads(1)
-    glide = make_glide(target)
-    drafts: dict[str, Any] = {"glide": glide, "plain": make_plain(glide, target)}
+    glide = make_glide(target, start.config.num_hidden_layers, start)
+    drafts: dict[str, Any] = {"glide": glide, "plain": make_plain(glide, target, start)}
     teacher = StoredTarget(target, rows, glide.config.num_hidden_layers)
 
     def train(kind: str) -> LlamaForCausalLM:

@@ -181,6 +181,18 @@ def test_drafts_start_from_the_target():
         assert not layer.cross_attn.o_proj.weight.any()
 
 
+def test_drafts_start_as_a_trained_one():
+    target, start = random_model("llama"), random_model("llama", num_hidden_layers=1)
+    ids = torch.randint(0, target.config.vocab_size, (1, 9))
+    glide = make_glide(target, 1, start)
+    with torch.no_grad():
+        expected = start(ids).logits
+        for draft in (glide, make_plain(glide, target, start)):
+            torch.testing.assert_close(draft.eval()(ids).logits, expected)
+    large = target.model.layers[-1].self_attn.q_proj.weight
+    assert torch.equal(glide.model.layers[0].cross_attn.q_proj.weight, large)
+
+
 def test_rows_are_windows_of_each_document():
     rows = cut_rows([[1, 2, 3, 4, 5, 6], [7], [8, 9], []], context=3)
     assert rows.token_ids.tolist() == [[1, 2, 3, 4], [4, 5, 6, 0], [8, 9, 0, 0]]
