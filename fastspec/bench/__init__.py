@@ -1,10 +1,18 @@
 """End-to-end measurement: our decoding and Hugging Face's, same weights and prompts, in one run."""
 
-from fastspec.bench.end_to_end import BenchConfig, Mismatch, measure, require_equal, verify_outputs
+from fastspec.bench.end_to_end import (
+    ACCEPTANCE,
+    BenchConfig,
+    Mismatch,
+    measure,
+    require_equal,
+    verify_outputs,
+)
 from fastspec.bench.environment import describe_environment
 from fastspec.bench.methods import Methods
 
 __all__ = [
+    "ACCEPTANCE",
     "BenchConfig",
     "Methods",
     "Mismatch",

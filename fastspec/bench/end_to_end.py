@@ -15,6 +15,9 @@ RATIOS = {
     "plain / hf_generate": ("plain", ("hf_generate",)),
 }
 
+# What a result says of our drafts.
+ACCEPTANCE = ("acceptance_rate", "mean_acceptance_length", "predicted_speed_up", "efficiency")
+
 
 class Mismatch(ValueError):
     """Greedy outputs that should be equal are not."""
@@ -101,7 +104,9 @@ def measure(
 
     Returns:
         For each temperature a dictionary: new tokens per second by method (all prompts' tokens over
-        the median, across rounds, of all prompts' seconds), their ratios, and our acceptance.
+        the median, across rounds, of all prompts' seconds), their ratios, our acceptance, the
+        speed-up over plain decoding that acceptance and the cost of drafts predict, if a pass over
+        the drafts cost no more than one over a single token, and what part of it was reached.
     """
     return [
         _measure_at(temperature, methods, prompts, config, advance)
@@ -118,27 +123,51 @@ def _measure_at(
 ) -> dict:
     decoders = list(methods.by_name().items())
     seconds = {name: [0.0] * config.repeats for name, _ in decoders}
-    runs: list[SpecStats] = []
+    runs: dict[str, list[SpecStats]] = {"plain": [], "speculative": []}
     for round_index in range(config.repeats):
         for seed, prompt in enumerate(prompts):
             first = (round_index + seed) % len(decoders)
             for name, decode in decoders[first:] + decoders[:first]:
                 seconds[name][round_index] += _timed(decode, prompt, temperature, seed)
-                if name == "speculative":
-                    runs.append(methods.last_stats)
+                if name in runs:
+                    runs[name].append(methods.last_stats)
                 advance()
     num_tokens = len(prompts) * config.max_tokens
     speeds = {name: num_tokens / statistics.median(rounds) for name, rounds in seconds.items()}
+    ratios = {
+        label: round(speeds[ours] / max(speeds[name] for name in theirs), 3)
+        for label, (ours, theirs) in (RATIOS | _ratios_to(methods.parts)).items()
+    }
+    predicted = predicted_speed_up(runs["plain"], runs["speculative"])
     return {
         "temperature": temperature,
         "tokens_per_s": {name: round(speed, 2) for name, speed in speeds.items()},
         "seconds": {name: [round(s, 4) for s in rounds] for name, rounds in seconds.items()},
-        "ratios": {
-            label: round(speeds[ours] / max(speeds[name] for name in theirs), 3)
-            for label, (ours, theirs) in (RATIOS | _ratios_to(methods.parts)).items()
-        },
-        **_acceptance(runs),
+        "ratios": ratios,
+        **_acceptance(runs["speculative"]),
+        "predicted_speed_up": round(predicted, 3),
+        "efficiency": round(ratios["speculative / plain"] / predicted, 3),
     }
+
+
+def predicted_speed_up(plain: list[SpecStats], speculative: list[SpecStats]) -> float:
+    """Tokens of a step over its cost in plain steps: 1 for the target's pass, and the drafts'.
+
+    With k draft tokens of cost c each and independent acceptance a this is the formula of
+    Leviathan et al., 2211.17192: (1 - a^(k+1)) / ((1 - a) (k c + 1)).
+    """
+    plain_step = _seconds(plain, "verify", "commit") / _num_steps(plain)
+    draft = _seconds(speculative, "propose") / _num_steps(speculative) / plain_step
+    num_tokens = sum(stats.num_output_tokens for stats in speculative)
+    return num_tokens / _num_steps(speculative) / (1 + draft)
+
+
+def _seconds(runs: list[SpecStats], *phases: str) -> float:
+    return sum(stats.seconds[phase] for stats in runs for phase in phases)
+
+
+def _num_steps(runs: list[SpecStats]) -> int:
+    return sum(stats.num_steps for stats in runs)
 
 
 def _ratios_to(parts: Iterable[str]) -> dict[str, tuple[str, tuple[str, ...]]]:
@@ -156,8 +185,7 @@ def _acceptance(runs: list[SpecStats]) -> dict[str, float | None]:
     num_drafted = sum(stats.num_draft_tokens for stats in runs)
     num_accepted = sum(stats.num_accepted_tokens for stats in runs)
     num_emitted = sum(stats.num_output_tokens for stats in runs)
-    num_steps = sum(stats.num_steps for stats in runs)
     return {
         "acceptance_rate": round(num_accepted / num_drafted, 4) if num_drafted else None,
-        "mean_acceptance_length": round(num_emitted / num_steps, 4),
+        "mean_acceptance_length": round(num_emitted / _num_steps(runs), 4),
     }

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fastspec.bench import (
+    ACCEPTANCE,
     BenchConfig,
     Methods,
     describe_environment,
@@ -213,7 +214,7 @@ def _show(console: Console, result: dict) -> None:
         for name in result["results"][0][key]:
             table.add_row(name, *(number(row[key][name], digits) for row in result["results"]))
         if key == "ratios":
-            for name in ("acceptance_rate", "mean_acceptance_length"):
+            for name in ACCEPTANCE:
                 cells = (number(row[name]) for row in result["results"])
                 table.add_row(name.replace("_", " "), *cells)
         console.print()

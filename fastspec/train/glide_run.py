@@ -59,7 +59,7 @@ class DraftShape:
             )
             heads = self.hidden_size // head_dim
             shape |= {"num_attention_heads": heads, "num_key_value_heads": heads}
-        glide = make_glide(target, self.layers, **shape)
+        glide = make_glide(target, self.layers, start=None, **shape)
         return make_plain(glide, target) if self.plain else glide
 
 
