@@ -129,7 +129,8 @@ class TreeDrafter:
         if self._branch is not None and isinstance(tree, LikeliestTree):
             paths = replace(batch, num_draft_tokens=limits)  # not nodes
             tree.add_branch(self._branch.propose(paths).token_ids)
-        return tree.proposal()
+        counts = [{self.draft.name: count} for count in passes.counts]
+        return replace(tree.proposal(), passes=counts)
 
     def commit(self, batch: Batch, accepted: list[int]) -> None:
         self.draft.commit(batch, accepted)

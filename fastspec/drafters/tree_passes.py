@@ -21,6 +21,8 @@ class TreePasses:
         draft: has cached the text of each request that it reads.
         batch: there is room for num_draft_tokens[b] nodes of each request.
         depths: levels of each request that are wanted.
+    Attributes:
+        counts: [B] passes that each request had a part in.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class TreePasses:
         self._batch = batch
         self._depths = depths
         self._level = 0
+        self.counts = [0] * len(depths)
         last = [[request.token_ids[-1]] for request in batch.requests]
         self._token_ids = device_tensor(last, torch.int32, batch.device)  # [B, S]
         self._parents = torch.full_like(self._token_ids, -1)  # [B, S], places in _token_ids
@@ -45,6 +48,7 @@ class TreePasses:
         """Logits [R, V'] after the committed tokens, and the requests that have a row."""
         self._level = 1
         reading = [b for b, depth in enumerate(self._depths) if depth]
+        self._count(reading)
         texts = [Text(self._batch.requests[b], self._batch.requests[b].token_ids) for b in reading]
         logits = self._draft.read(texts, [1] * len(reading))
         self._vocab_size = logits.shape[1]
@@ -75,9 +79,14 @@ class TreePasses:
         places = [b * width + e for b in reading for e in range(counts[b])]
         if not reading:
             return None
+        self._count(reading)
         read = self._read_last if self._is_chain else self._read_all
         logits = read(reading, [counts[b] for b in reading])
         return logits[:, : self._vocab_size], places
+
+    def _count(self, reading: list[int]) -> None:
+        for b in reading:
+            self.counts[b] += 1
 
     def _read_last(self, reading: list[int], counts: list[int]) -> Tensor:
         """The new node of each chain."""
