@@ -8,22 +8,21 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastspec.block_manager import BlockManager
 from fastspec.cache_size import cache_blocks, model_len
+from fastspec.commit import Ending, commit_round
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.drafter_factory import DrafterFactory, DrafterSource
-from fastspec.drafters import Proposal
-from fastspec.economics import Step
 from fastspec.encoder_decoder import check_same_kind, paged_model_of
 from fastspec.loading import eos_token_ids, load_model, load_tokenizer
 from fastspec.outputs import RequestOutput, StreamEvent
 from fastspec.pacing import Pacer, StepCostMeter
-from fastspec.request import Batch, Request
+from fastspec.request import Request
 from fastspec.request_factory import Prompt, RequestFactory, as_params_list, as_prompt_list
 from fastspec.runner import ModelRunner
 from fastspec.scheduler import Scheduler
 from fastspec.speculation import Speculation
 from fastspec.stats import PhaseClock, SpecStats
 from fastspec.tree_verification import verify_trees
-from fastspec.verification import Verdict, commit, prefill, verify
+from fastspec.verification import prefill, verify
 
 
 class Engine:
@@ -198,8 +197,7 @@ class Engine:
             plan = self._drafter_factory.plan_given(drafter, use_glide_drafter)
             check_same_kind(self._runner.paged_model, plan.models)
             chosen = plan.build(self._runner, self._scheduler.block_manager)
-        self.disable_spec_dec()
-        self._speculation.enable(chosen, n_spec_tokens)
+        self._speculation.enable(chosen, n_spec_tokens, self._scheduler.running)
         self._pace()
 
     def disable_spec_dec(self) -> None:
@@ -226,7 +224,8 @@ class Engine:
         judge = verify if proposal.parents is None else verify_trees
         verdicts = judge(self._runner, batch, proposal, method, self.config.backend)
         clock.lap("verify")
-        events = self._commit(batch, proposal, verdicts)
+        events, endings = commit_round(batch, proposal, verdicts, self._speculation, self.stats)
+        events += [self._end(ending) for ending in endings]
         clock.lap("commit")
         for stats in (self.stats, *(request.stats for request in running)):
             for phase, seconds in clock.laps.items():
@@ -249,40 +248,14 @@ class Engine:
                         stats.record_prompt(len(request.prompt_ids), request.num_cached)
             prefill(self._runner, admitted)
 
-    def _commit(
-        self, batch: Batch, proposal: Proposal, verdicts: list[Verdict]
-    ) -> list[StreamEvent]:
-        events: list[StreamEvent] = []
-        ended: list[tuple[Request, str, str | None]] = []
-        accepted = []
-        for index, (request, verdict) in enumerate(zip(batch.requests, verdicts, strict=True)):
-            accepted.append(max(verdict.accepted_len, 0))
-            if verdict.accepted_len < 0:
-                where = len(request.token_ids)
-                error = f"logits after {where} tokens hold NaN or inf, or nothing finite"
-                ended.append((request, "error", error))
-                continue
-            writers = self._speculation.writers(proposal, index)
-            new_events, finish_reason = commit(request, verdict, writers)
-            events += new_events
-            kept = len(new_events)
-            was_cut = kept <= verdict.accepted_len
-            judged = kept if was_cut else verdict.num_draft_tokens
-            step = Step(batch.num_draft_tokens[index], judged, min(kept, verdict.accepted_len))
-            self._speculation.record(request, step)
-            for stats in (self.stats, request.stats):
-                stats.record_step(step.proposed, step.accepted, kept)
-                stats.record_passes(proposal.passes[index] if proposal.passes else {})
-            if finish_reason is not None:
-                ended.append((request, finish_reason, None))
-        self._speculation.commit(batch, accepted)
-        for request, finish_reason, error in ended:
-            self._scheduler.remove(request.request_id, failed=error is not None)
-            self._forget(request)
-            output = request.output(finish_reason, error)
-            text = request.detokenizer.take(final=True) if request.detokenizer else ""
-            events.append(StreamEvent(request.request_id, text, output=output))
-        return events
+    def _end(self, ending: Ending) -> StreamEvent:
+        """Let a request go; its last event."""
+        request, finish_reason, error = ending
+        self._scheduler.remove(request.request_id, failed=error is not None)
+        self._forget(request)
+        output = request.output(finish_reason, error)
+        text = request.detokenizer.take(final=True) if request.detokenizer else ""
+        return StreamEvent(request.request_id, text, output=output)
 
     def _pace(self) -> None:
         """Give the drafter that is on its schedule."""

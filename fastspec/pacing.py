@@ -8,7 +8,7 @@ import torch
 
 from fastspec.block_manager import BlockManager
 from fastspec.config import SamplingParams, SpecConfig
-from fastspec.drafters import Drafter, Proposal
+from fastspec.drafters import Drafter, Proposal, TreeProposer
 from fastspec.request import Batch, Request
 from fastspec.request_factory import RequestFactory
 from fastspec.runner import ModelRunner
@@ -101,10 +101,13 @@ class Pacer:
         """None = always K.
 
         Raises:
-            ValueError: there are no costs for that K, or no room to measure them.
+            ValueError: a drafter of token trees, there are no costs for that K, or no room to
+                measure them.
         """
         if drafter is None or self._spec.schedule == "constant":
             return None
+        if isinstance(drafter, TreeProposer):
+            raise ValueError("schedule: expected 'constant' for token trees")
         if isinstance(self._spec.schedule, Schedule):
             return self._spec.schedule
         given = self._spec.step_costs

@@ -7,6 +7,7 @@ import torch
 from fastspec.config.checks import is_int, require
 from fastspec.drafters import Drafter, GlideDrafter, Proposal, TreeDrafter, TreeProposer
 from fastspec.economics import Step
+from fastspec.outputs import StepTree
 from fastspec.request import Batch, Request
 from fastspec.schedule import Schedule
 
@@ -66,12 +67,15 @@ class Speculation:
         if self.schedule is not None and self.is_on:
             self.schedule.record(request, step)
 
-    def writers(self, proposal: Proposal, index: int) -> Sequence[str | None]:
-        """Who wrote each token that was proposed for one request."""
-        if proposal.writers is not None:
-            return proposal.writers[index]
-        name = self.drafter.name if self.drafter is not None else None
-        return [name] * proposal.token_ids.shape[1]
+    def writers(
+        self, proposal: Proposal, index: int, tree: StepTree | None
+    ) -> Sequence[str | None]:
+        """Who wrote each token of one request's chain, or of the accepted path of its tree."""
+        if proposal.writers is None:
+            name = self.drafter.name if self.drafter is not None else None
+            return [name] * proposal.token_ids.shape[1]
+        of_each = proposal.writers[index]
+        return of_each if tree is None else [of_each[node - 1] for node in tree.path]
 
     def check_count(self, name: str, value: int) -> None:
         """Refuse a number of draft tokens that is none, or more than the engine allows."""
@@ -80,11 +84,14 @@ class Speculation:
         fits = most is None or value <= most
         require(name, value, fits, f"at most max_n_spec_tokens, {most}")
 
-    def enable(self, drafter: Drafter | None, num_draft_tokens: int) -> None:
+    def enable(
+        self, drafter: Drafter | None, num_draft_tokens: int, running: list[Request]
+    ) -> None:
         """Turn on a drafter, or the known one; ValueError when it cannot propose so many tokens."""
         known = drafter if drafter is not None else self._known
         if isinstance(known, TreeProposer):
             known.num_nodes(num_draft_tokens)
+        self.disable(running)
         self._known = known
         self.drafter = self._known
         self._num_draft_tokens = num_draft_tokens

@@ -1,6 +1,5 @@
-"""The target's side of a round: read what is missing, judge the proposals, commit what holds."""
+"""The target's side of a round: read what is missing, judge the proposals."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -8,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fastspec.drafters import Proposal
-from fastspec.outputs import StepTree, StreamEvent
+from fastspec.outputs import StepTree
 from fastspec.request import VERIFY_STREAM, Batch, Request
 from fastspec.runner import ModelRunner, Span
 from fastspec.transfer import device_tensor
@@ -108,23 +107,3 @@ def _verdict(
         logprobs[:emitted] if logprobs else None,
         extra_source if proposed else "target",
     )
-
-
-def commit(
-    request: Request, verdict: Verdict, writers: Sequence[str | None]
-) -> tuple[list[StreamEvent], str | None]:
-    """Append a verdict's tokens up to the one that ends the request: events, finish reason."""
-    events: list[StreamEvent] = []
-    finish_reason = None
-    for index, token_id in enumerate(verdict.token_ids):
-        is_draft = index < verdict.accepted_len
-        source, writer = ("draft", writers[index]) if is_draft else (verdict.extra_source, None)
-        logprob = verdict.logprobs[index] if verdict.logprobs and request.params.logprobs else None
-        finish_reason = request.append(token_id, source, writer, logprob)
-        text = request.detokenizer.take() if request.detokenizer is not None else ""
-        tree = verdict.tree if index == 0 else None
-        events.append(StreamEvent(request.request_id, text, (token_id,), source, writer, tree=tree))
-        if finish_reason is not None:
-            break
-    request.num_cached = len(request.token_ids) - 1
-    return events, finish_reason

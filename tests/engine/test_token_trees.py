@@ -182,6 +182,14 @@ def test_stop_ids_and_lengths_cut_a_path(model, name):
             assert output.finish_reason == "stop"
 
 
+@pytest.mark.parametrize("name", ["chain", "cape"])
+def test_passes_of_the_draft_model_are_counted(model, name):
+    spec = SpecConfig(num_speculative_tokens=3, **TREES[name])
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    outputs = Engine(model, model, spec=spec).generate(PROMPTS, params)
+    assert all(out.stats.num_draft_passes == {"draft_model": 2 * 3} for out in outputs)
+
+
 def test_eos_and_stop_strings_end_a_path():
     model = random_model("llama", seed=2, vocab_size=95)
     (full,) = engine_of(model, model).generate([PROMPTS[0]], GREEDY)
@@ -206,6 +214,30 @@ def test_logits_that_are_not_finite_fail_one_request_alone():
     outputs = engine_of(model, perturbed(model, 0)).generate([PROMPTS[0], [5, 200, 6]], GREEDY)
     assert outputs[0].token_ids == healthy.token_ids
     assert outputs[1].finish_reason == "error"
+
+
+class CountedTrees:
+    """Says how many nodes its trees have."""
+
+    name = "counted"
+
+    def num_nodes(self, num_speculative_tokens):
+        return 7
+
+    def propose(self, batch):
+        raise NotImplementedError
+
+    def commit(self, batch, accepted):
+        pass
+
+    def release(self, request):
+        pass
+
+
+def test_a_schedule_of_trees_is_refused(model):
+    spec = SpecConfig(schedule="adaptive")
+    with pytest.raises(ValueError, match=r"^schedule: expected 'constant' for token trees"):
+        Engine(model, CountedTrees(), spec=spec)
 
 
 class GivenTrees:
@@ -233,7 +265,8 @@ class GivenTrees:
             token_ids.append([token for token, _ in row])
             parents.append([parent for _, parent in row])
         ids, links = (torch.tensor(x, dtype=torch.int32) for x in (token_ids, parents))
-        return Proposal(ids, links, sibling_rule=self._rule)
+        writers = [[f"node {node}" for node in range(1, ids.shape[1] + 1)]] * len(ids)
+        return Proposal(ids, links, sibling_rule=self._rule, writers=writers)
 
     def commit(self, batch, accepted):
         pass
@@ -249,10 +282,11 @@ def test_trees_and_chains_of_a_drafter_from_outside(model):
     engine = Engine(model, GivenTrees(expected), spec=spec, config=EngineConfig(block_size=4))
     for index, prompt in enumerate(PROMPTS):
         engine.add_request(prompt, GREEDY, str(index))
-    outputs, trees = {}, []
+    outputs, trees, paths = {}, [], {str(index): [] for index in range(4)}
     while engine.has_unfinished:
         for event in engine.step():
             trees += [event.tree] if event.tree else []
+            paths[event.request_id] += event.tree.path if event.tree else ()
             if event.output:
                 outputs[event.request_id] = event.output
     assert [outputs[str(i)].token_ids for i in range(4)] == [out.token_ids for out in plain]
@@ -262,6 +296,8 @@ def test_trees_and_chains_of_a_drafter_from_outside(model):
     sources = [source for out in outputs.values() for source in out.sources]
     assert sources.count("draft") == engine.stats.num_accepted_tokens
     assert "recovered" not in sources[:-4]
+    writers = [name for out in outputs.values() for name in out.drafters if name]
+    assert writers == [f"node {node}" for out in outputs.values() for node in paths[out.request_id]]
 
 
 def test_a_tree_needs_the_rule_of_its_siblings():
@@ -324,6 +360,7 @@ def test_trees_need_a_draft_model(model):
     engine = Engine(model, model, spec=SpecConfig(cape=True))
     with pytest.raises(ValueError, match="n_spec_tokens"):
         engine.enable_spec_dec(n_spec_tokens=50)
+    assert engine.is_speculative
     engine.enable_spec_dec(n_spec_tokens=2)
     (output,) = engine.generate([PROMPTS[0]], GREEDY)
     assert output.token_ids == hugging_face_greedy(model, PROMPTS[0])
