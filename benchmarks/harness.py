@@ -30,16 +30,19 @@ def time_interleaved(functions: dict[str, Callable], seconds: float = 2.0) -> di
     """Call the functions in turn, so that all of them meet the same state of the machine.
 
     Each round calls every function twice and times the second call, whose inputs are in the cache
-    as far as they fit; rounds go on for `seconds`, at least MIN_ROUNDS.
+    as far as they fit; every other round goes backwards, as what ran just before leaves its mark on
+    caches and memory. Rounds go on for `seconds`, at least MIN_ROUNDS.
     """
     samples: dict[str, list[float]] = {name: [] for name in functions}
+    order = list(functions.items())
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(next(iter(samples.values()))) < MIN_ROUNDS:
-        for name, function in functions.items():
+        for name, function in order:
             function()
             start = time.perf_counter()
             function()
             samples[name].append((time.perf_counter() - start) * 1e6)
+        order.reverse()
     return {name: quantiles(values) for name, values in samples.items()}
 
 
