@@ -61,11 +61,16 @@ def end_to_end(record: dict) -> str:
 
 
 def kernels(records: list[dict]) -> str:
-    """Table of the CPU kernels: the last record of each op at the sizes for the README."""
+    """Table of the CPU kernels at the sizes for the README, as last measured.
+
+    Of each op only the records of its last day count: older ones may be of cases that are no more.
+    """
+    headlines = [r for r in records if r.get("backend") == "cpu" and is_headline(r)]
+    last_day = {record["op"]: record["date"][:10] for record in headlines}
     latest = {
         (record["op"], shape(record), record["dtype"]): record
-        for record in records
-        if record.get("backend") == "cpu" and is_headline(record)
+        for record in headlines
+        if record["date"].startswith(last_day[record["op"]])
     }
     meaning = (
         "CPU kernels beside torch in the same run; floor: one read (`amax`) or copy of the data;"
