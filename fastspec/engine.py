@@ -22,7 +22,7 @@ from fastspec.scheduler import Scheduler
 from fastspec.speculation import Speculation
 from fastspec.stats import PhaseClock, SpecStats
 from fastspec.tree_verification import verify_trees
-from fastspec.verification import prefill, verify
+from fastspec.verification import AcceptanceRule, prefill, verify
 
 
 class Engine:
@@ -220,9 +220,9 @@ class Engine:
         batch = self._speculation.batch(running, self.config.block_size, self.device)
         proposal = self._speculation.propose(batch)
         clock.lap("propose")
-        method = self.spec.rejection_sample_method
+        rule = AcceptanceRule(self.spec.rejection_sample_method, self.spec.relaxed_acceptance)
         judge = verify if proposal.parents is None else verify_trees
-        verdicts = judge(self._runner, batch, proposal, method, self.config.backend)
+        verdicts = judge(self._runner, batch, proposal, rule, self.config.backend)
         clock.lap("verify")
         events, endings = commit_round(batch, proposal, verdicts, self._speculation, self.stats)
         events += [self._end(ending) for ending in endings]

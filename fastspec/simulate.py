@@ -86,6 +86,11 @@ class Simulator:
                 "rejection_sample_method: only 'standard' can be simulated, got"
                 f" {spec.rejection_sample_method!r}"
             )
+        if spec.relaxed_acceptance != 1:
+            raise ValueError(
+                "relaxed_acceptance: only exact verification can be simulated, got"
+                f" {spec.relaxed_acceptance}"
+            )
         plan = DrafterFactory(spec, config, tokenizer, vocab_size).plan(target, drafter)
         if plan is None:
             raise ValueError("drafter: there is none to simulate")

@@ -12,24 +12,26 @@ from fastspec.request import VERIFY_STREAM, Batch
 from fastspec.runner import ModelRunner, Span
 from fastspec.token_tree import TreeLayout, packed
 from fastspec.transfer import device_tensor
-from fastspec.verification import Verdict
+from fastspec.verification import AcceptanceRule, Verdict
 from fastspec_kernels import uniform, verify_tree
 
 
 def verify_trees(
-    runner: ModelRunner, batch: Batch, proposal: Proposal, method: str, backend: str
+    runner: ModelRunner, batch: Batch, proposal: Proposal, rule: AcceptanceRule, backend: str
 ) -> list[Verdict]:
     """Judge the trees in one target pass, and move what it accepted behind the cached tokens.
 
     As with chains, a round's only copy from the device is made here.
 
     Raises:
-        ValueError: a proposal without parents or rule, or a method that judges only chains.
+        ValueError: a proposal without parents or rule, or a rule that judges only chains.
     """
     if proposal.parents is None or proposal.sibling_rule is None:
         raise ValueError("parents: expected those of trees, got None")
-    if method != "standard":
-        raise ValueError(f"rejection_sample_method: {method!r} judges chains, not token trees")
+    if rule.method != "standard":
+        raise ValueError(f"rejection_sample_method: {rule.method!r} judges chains, not token trees")
+    if rule.lenience != 1:
+        raise ValueError(f"relaxed_acceptance: {rule.lenience} judges chains, not token trees")
     wanted = batch.num_draft_tokens
     proposed = wanted if proposal.num_tokens is None else proposal.num_tokens
     num_nodes = proposal.token_ids.shape[1] + 1

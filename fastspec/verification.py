@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,8 +47,15 @@ def prefill(runner: ModelRunner, requests: list[Request]) -> None:
         request.num_cached = len(request.token_ids) - 1
 
 
+class AcceptanceRule(NamedTuple):
+    """How the target judges: "standard" or "block"; exact unless lenience is above 1."""
+
+    method: str = "standard"
+    lenience: float = 1.0
+
+
 def verify(
-    runner: ModelRunner, batch: Batch, proposal: Proposal, method: str, backend: str
+    runner: ModelRunner, batch: Batch, proposal: Proposal, rule: AcceptanceRule, backend: str
 ) -> list[Verdict]:
     """Judge the proposals in one target pass; a round's only copy from the device is made here."""
     wanted = batch.num_draft_tokens
@@ -69,7 +77,8 @@ def verify(
         uniform(batch.seeds, batch.positions, num_columns, VERIFY_STREAM),
         draft_logits=proposal.draft_logits,
         **batch.sampling,
-        method=method,
+        lenience=rule.lenience,
+        method=rule.method,
         backend=backend,
     )
     table = torch.cat([accepted_len[:, None], output_ids, proposal.token_ids], dim=1).tolist()

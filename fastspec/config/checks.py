@@ -1,11 +1,18 @@
 """Checks that the configurations share."""
 
+import math
 from typing import Any
 
 
 def is_int(value: Any) -> bool:
     """Whether the value is an int and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_factor(value: Any) -> bool:
+    """Whether the value is a finite number >= 1."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and 1 <= value < math.inf
 
 
 def require(name: str, value: Any, holds: bool, expected: str) -> None:

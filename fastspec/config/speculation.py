@@ -1,12 +1,11 @@
 """How drafts are made and verified."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass
 from pathlib import Path
 from typing import Any
 
-from fastspec.config.checks import is_int, reject_unsupported, require
+from fastspec.config.checks import is_factor, is_int, reject_unsupported, require
 from fastspec.config.k_matrix import as_k_matrix, most_draft_tokens
 from fastspec.config.schedule import as_step_costs
 from fastspec.config.token_trees import check_trees
@@ -78,6 +77,10 @@ class SpecConfig:
             it is. The chain is greedy by definition, whatever draft_sample_method says.
         cape_bins: pairs of a probability and how many siblings a token up to that probability gets;
             by default (0.3, 7), (0.6, 5), (0.8, 3), (1, 1).
+        relaxed_acceptance: LOSSY above 1, off by default. The target then keeps a proposal while
+            u * draft_prob < relaxed_acceptance * target_prob: more are accepted, and the output no
+            longer follows the target, but gives no token more than relaxed_acceptance times its
+            probability. Greedy requests stay exact. Chains and the "standard" rule only.
         num_assistant_tokens: Hugging Face's name of num_speculative_tokens.
         prompt_lookup_num_tokens: Hugging Face's way to ask for prompt lookup with that many tokens.
     Raises:
@@ -104,6 +107,7 @@ class SpecConfig:
     confidence_threshold: float | None = None
     schedule: Any = "constant"
     step_costs: tuple[float, ...] | list[float] | None = None
+    relaxed_acceptance: float = 1.0
     synthetic_acceptance_rate: float | None = None
     num_assistant_tokens: InitVar[int | None] = None
     prompt_lookup_num_tokens: InitVar[int | None] = None
@@ -145,6 +149,7 @@ class SpecConfig:
         self._check_copying()
         self._check_cascade()
         check_trees(self)
+        self._check_relaxed_acceptance()
         reject_unsupported(
             self,
             confidence_threshold=None,
@@ -158,6 +163,13 @@ class SpecConfig:
         least = self.prompt_lookup_min or self.prompt_lookup_max or _DEFAULT_LOOKUP_TOKENS
         return least, self.prompt_lookup_max or least
 
+    def _check_relaxed_acceptance(self) -> None:
+        factor = self.relaxed_acceptance
+        require("relaxed_acceptance", factor, is_factor(factor), "a finite number >= 1")
+        judges_chains = self.method != "tree" and not self.cape
+        fits = factor == 1 or (judges_chains and self.rejection_sample_method == "standard")
+        require("relaxed_acceptance", factor, fits, "1 for trees and for block verification")
+
     def _check_schedule(self) -> None:
         costs = as_step_costs(self.schedule, self.step_costs, self.num_speculative_tokens)
         object.__setattr__(self, "step_costs", costs)
@@ -169,9 +181,7 @@ class SpecConfig:
 
     def _check_cascade(self) -> None:
         lenience, count = self.lenience, self.num_speculative_tokens
-        is_number = isinstance(lenience, (int, float)) and not isinstance(lenience, bool)
-        fits = is_number and 1 <= lenience < math.inf
-        require("lenience", lenience, fits, "a finite number >= 1")
+        require("lenience", lenience, is_factor(lenience), "a finite number >= 1")
         if self.method != "cascade":
             expected = f"None for method {self.method!r}"
             require("k_matrix", self.k_matrix, self.k_matrix is None, expected)
