@@ -27,17 +27,25 @@ COSTS: Mapping[str, Mapping[str, float]] = {
 }
 _FREE = ("mag", "prompt_lookup", "ngram")
 
+CostTable = str | Mapping[str, float]
 
-def pass_cost(model: str, counter_version: str = "model_parameters") -> float:
-    """Cost of one pass of a model in a published table; drafters that copy cost nothing.
 
+def pass_cost(model: str, counter_version: CostTable = "model_parameters") -> float:
+    """Cost of one pass of a model; drafters that copy cost nothing.
+
+    Args:
+        model: its name.
+        counter_version: a published table, which looks for parts of names, or costs by whole name.
     Raises:
         ValueError: no such table, or a model that it does not hold.
     """
-    known = tuple(COSTS)
-    require("counter_version", counter_version, counter_version in COSTS, f"one of {known}")
     if model in _FREE:
         return 0.0
+    if not isinstance(counter_version, str):
+        require("model", model, model in counter_version, f"one of {tuple(counter_version)}")
+        return float(counter_version[model])
+    known = tuple(COSTS)
+    require("counter_version", counter_version, counter_version in COSTS, f"one of {known}")
     table = COSTS[counter_version]
     part = next(
         (part for part in re.findall(r"llama-\d+m|[a-z0-9]+", model.lower()) if part in table), None
@@ -47,7 +55,7 @@ def pass_cost(model: str, counter_version: str = "model_parameters") -> float:
     return float(table[part])
 
 
-def total_cost(passes: Mapping[str, int], counter_version: str = "model_parameters") -> float:
+def total_cost(passes: Mapping[str, int], counter_version: CostTable = "model_parameters") -> float:
     """Sum over the models of passes times the cost of one.
 
     Raises:
@@ -62,7 +70,7 @@ def standardized_walltime_improvement(
     num_tokens: int,
     target: str,
     passes: Mapping[str, int],
-    counter_version: str = "model_parameters",
+    counter_version: CostTable = "model_parameters",
 ) -> float:
     """SWI: cost of plain decoding, one target pass a token, over the cost that was counted.
 
@@ -70,7 +78,7 @@ def standardized_walltime_improvement(
         num_tokens: tokens that the target's text has.
         target: name of the target.
         passes: by model, the target included, how many passes were made.
-        counter_version: the table of costs, "model_parameters" or "previous_work".
+        counter_version: "model_parameters", "previous_work", or costs by name.
     Raises:
         ValueError: see `total_cost`; or nothing was counted.
 

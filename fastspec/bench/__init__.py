@@ -9,7 +9,7 @@ from fastspec.bench.end_to_end import (
     verify_outputs,
 )
 from fastspec.bench.environment import describe_environment
-from fastspec.bench.methods import Methods
+from fastspec.bench.methods import Methods, num_parameters
 
 __all__ = [
     "ACCEPTANCE",
@@ -18,6 +18,7 @@ __all__ = [
     "Mismatch",
     "describe_environment",
     "measure",
+    "num_parameters",
     "require_equal",
     "verify_outputs",
 ]

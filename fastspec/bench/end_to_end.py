@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from fastspec.bench.methods import Decode, Methods, TokenIds
 from fastspec.config import is_int
+from fastspec.cost_counters import standardized_walltime_improvement
 from fastspec.stats import SpecStats
 
 RATIOS = {
@@ -16,7 +17,13 @@ RATIOS = {
 }
 
 # What a result says of our drafts.
-ACCEPTANCE = ("acceptance_rate", "mean_acceptance_length", "predicted_speed_up", "efficiency")
+ACCEPTANCE = (
+    "acceptance_rate",
+    "mean_acceptance_length",
+    "swi",
+    "predicted_speed_up",
+    "efficiency",
+)
 
 
 class Mismatch(ValueError):
@@ -104,9 +111,10 @@ def measure(
 
     Returns:
         For each temperature a dictionary: new tokens per second by method (all prompts' tokens over
-        the median, across rounds, of all prompts' seconds), their ratios, our acceptance, the
-        speed-up over plain decoding that acceptance and the cost of drafts predict, if a pass over
-        the drafts cost no more than one over a single token, and what part of it was reached.
+        the median, across rounds, of all prompts' seconds), their ratios, our acceptance, our SWI
+        with parameters as costs, the speed-up over plain decoding that acceptance and the time of
+        drafts predict, if a pass over the drafts cost no more than one over a single token, and
+        what part of it was reached.
     """
     return [
         _measure_at(temperature, methods, prompts, config, advance)
@@ -145,6 +153,7 @@ def _measure_at(
         "seconds": {name: [round(s, 4) for s in rounds] for name, rounds in seconds.items()},
         "ratios": ratios,
         **_acceptance(runs["speculative"]),
+        "swi": round(swi(runs["speculative"], *methods.num_parameters), 3),
         "predicted_speed_up": round(predicted, 3),
         "efficiency": round(ratios["speculative / plain"] / predicted, 3),
     }
@@ -160,6 +169,21 @@ def predicted_speed_up(plain: list[SpecStats], speculative: list[SpecStats]) -> 
     draft = _seconds(speculative, "propose") / _num_steps(speculative) / plain_step
     num_tokens = sum(stats.num_output_tokens for stats in speculative)
     return num_tokens / _num_steps(speculative) / (1 + draft)
+
+
+def swi(runs: list[SpecStats], target_cost: float, draft_cost: float) -> float:
+    """Chen et al.'s SWI of runs with at most one draft model; drafters that copy cost nothing.
+
+    Args:
+        runs: their counters.
+        target_cost, draft_cost: of one pass, in any unit: parameters, for example.
+    """
+    passes = {"target": _num_steps(runs)}
+    for name in {name for stats in runs for name in stats.num_draft_passes}:
+        passes[name] = sum(stats.num_draft_passes.get(name, 0) for stats in runs)
+    costs = {**dict.fromkeys(passes, draft_cost), "target": target_cost}
+    num_tokens = sum(stats.num_output_tokens for stats in runs)
+    return standardized_walltime_improvement(num_tokens, "target", passes, costs)
 
 
 def _seconds(runs: list[SpecStats], *phases: str) -> float:

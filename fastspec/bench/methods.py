@@ -26,6 +26,10 @@ class Methods:
     ("hf_assisted"), and as its own defaults have it ("hf_assisted_default"). Without a draft model
     ours proposes by spec.method, and theirs by its prompt lookup; so does theirs with a GLIDE
     draft, which it cannot run. The parts of a cascade run by themselves, too.
+
+    Attributes:
+        num_parameters: of the target and of the draft model, 0 without one.
+        last_stats: counters of the last run of ours.
     """
 
     def __init__(
@@ -45,6 +49,10 @@ class Methods:
             )
             for name, part in parts.items()
         }
+        self.num_parameters = (
+            num_parameters(target),
+            0 if draft is None else num_parameters(draft),
+        )
         self._target = target
         self._generate = cast(Any, target).generate  # only generative classes have it
         self._draft = None if isinstance(draft, GlideLlamaForCausalLM) else draft
@@ -126,6 +134,11 @@ class Methods:
         )
         num_before = 1 if self._target.config.is_encoder_decoder else len(prompt)
         return output[0, num_before:].tolist()
+
+
+def num_parameters(model: PreTrainedModel) -> int:
+    """Entries of all weights; shared ones count once."""
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from fastspec.bench import (
     Methods,
     describe_environment,
     measure,
+    num_parameters,
     require_equal,
     verify_outputs,
 )
@@ -185,7 +186,7 @@ def _describe(name: str, model) -> dict:
     return {
         "name": Path(name).name,
         "architecture": type(model).__name__,
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "parameters": num_parameters(model),
         "layers": model.config.get_text_config(decoder=True).num_hidden_layers,
         "vocab_size": model.config.get_text_config(decoder=True).vocab_size,
     }
@@ -216,6 +217,7 @@ def _show(console: Console, result: dict) -> None:
         if key == "ratios":
             for name in ACCEPTANCE:
                 cells = (number(row[name]) for row in result["results"])
-                table.add_row(name.replace("_", " "), *cells)
+                label = "SWI" if name == "swi" else name.replace("_", " ")
+                table.add_row(label, *cells)
         console.print()
         console.print(table)

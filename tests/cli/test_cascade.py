@@ -46,6 +46,8 @@ def test_bench_runs_the_parts_too(invoke, bundled, tmp_path):
     (measured,) = record["results"]
     assert {"draft_model", "mag"} <= set(measured["tokens_per_s"])
     assert "cascade / the better of its parts" in measured["ratios"]
+    assert 0 < measured["swi"] < measured["mean_acceptance_length"]
+    assert "SWI" in result.stdout
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
-"""The speed-up that a benchmark expects from acceptance and the cost of drafts."""
+"""What a benchmark computes from counters: the speed-up it expects, and the SWI."""
 
 import pytest
 
-from fastspec.bench.end_to_end import predicted_speed_up
+from fastspec.bench.end_to_end import predicted_speed_up, swi
 from fastspec.economics import expected_tokens
 from fastspec.stats import SpecStats
 
@@ -19,3 +19,11 @@ def test_prediction_is_the_formula_of_independent_acceptance():
     drafted = [stats(1000, 1000 * tokens, 1000 * num_draft * cost, 1500.0, 50.0)]
     expected = (1 - rate ** (num_draft + 1)) / ((1 - rate) * (num_draft * cost + 1))
     assert predicted_speed_up(plain, drafted) == pytest.approx(expected)
+
+
+def test_swi_of_runs():
+    passes = [{"draft_model": 20}, {"draft_model": 15}]
+    runs = [SpecStats(num_steps=5, num_output_tokens=12, num_draft_passes=of) for of in passes]
+    assert swi(runs, 8e6, 1e6) == pytest.approx(24 * 8 / (10 * 8 + 35))
+    copied = [SpecStats(num_steps=5, num_output_tokens=12)]
+    assert swi(copied, 8e6, 0) == 12 / 5

@@ -125,6 +125,8 @@ def test_swi_equals_its_formula():
     by_time = 100 / (30 + 70 * 0.04 + 90 * 0.02)
     assert swi(100, "flan-t5-xxl", passes, "previous_work") == pytest.approx(by_time)
     assert swi(100, "t5-xxl", {"t5-xxl": 100}) == 1.0
+    own = {"big": 8, "small": 1}
+    assert swi(9, "big", {"big": 3, "small": 12, "mag": 7}, own) == pytest.approx(9 * 8 / 36)
 
 
 @pytest.mark.parametrize(
@@ -143,6 +145,7 @@ def test_swi_equals_its_formula():
         (lambda: cost_counters.pass_cost("llama-27b"), "llama-27b"),
         (lambda: cost_counters.pass_cost("llama-7b", "previous_work"), "previous_work"),
         (lambda: cost_counters.pass_cost("llama-7b", "guess"), "counter_version"),
+        (lambda: cost_counters.pass_cost("b", {"a": 1.0}), "model"),
         (lambda: cost_counters.total_cost({"t5-small": -1}), "t5-small"),
     ],
 )
