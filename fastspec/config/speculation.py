@@ -25,7 +25,7 @@ _DEFAULT_SPECULATIVE_TOKENS = 5
 _DEFAULT_LOOKUP_TOKENS = 5
 _DEFAULT_NGRAM_SIZE = 4
 _DEFAULT_FILLERS = 3
-_DEFAULT_K_MATRIX = ((1, 10), (0, 0))  # of those tried, the fastest with the bundled pair, greedily
+_DEFAULT_K_MATRIX = ((1, 14), (0, 0))  # of those tried, the fastest with the bundled pair, greedily
 
 
 @dataclass(frozen=True)
