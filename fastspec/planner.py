@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
+from fastspec.config.k_matrix import KMatrix
 from fastspec.drafter_factory import DrafterSource
 from fastspec.economics import Step, throughput
 from fastspec.engine import Engine
@@ -20,7 +21,27 @@ from fastspec.stored_outputs import StoredOutput
 _TRIMMED = 0.1  # share of the slowest steps that is left out: the machine was doing something else
 _LEAST_GAIN = 1.02  # predicted over plain decoding, below which plain decoding is chosen
 
+# What the target asks for: tokens of every draft model, and of MaG.
+_HORIZONTAL = ((1, 10), (1, 14), (2, 10), (3, 4))
+_REVIEWED, _COPIED = 6, 8  # tokens that the first draft model reviews at least, and MaG's pieces
+
 TokenIds = list[int]
+
+
+def k_matrices_to_try(num_models: int) -> list[KMatrix]:
+    """Those of cascades of draft models with MaG last: horizontal ones, and one vertical.
+
+    In the vertical one each draft model reviews at least half as many tokens as the one before it.
+    """
+    size = num_models + 1
+    nothing = ((0,) * size,) * num_models
+    horizontal = [((num,) * num_models + (copied,), *nothing) for num, copied in _HORIZONTAL]
+    diagonal = [max(1, _REVIEWED >> level) for level in range(num_models)]
+    rows = [
+        (*[0] * level, num, *[0] * (num_models - level - 1), _COPIED)
+        for level, num in enumerate(diagonal)
+    ]
+    return [*horizontal, (*rows, (0,) * num_models + (_COPIED,))]
 
 
 class _Recorder(SweepSchedule):

@@ -1,5 +1,6 @@
 """`fastspec tune`: measure drafters on this machine, and write down the best one."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -15,8 +16,9 @@ from fastspec.cli.display import number, progress_bar
 from fastspec.cli.errors import check_can_write, drafting_method, usage_errors
 from fastspec.cli.prompts import bundled_prompts, named_prompts
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
+from fastspec.drafter_factory import DrafterSource
 from fastspec.loading import bigram_beside, check_same_tokenizer, load_model, load_tokenizer
-from fastspec.planner import Measurement, Plan, Planner
+from fastspec.planner import Measurement, Plan, Planner, k_matrices_to_try
 from fastspec.tuned import TunedConfig, save_tuned, spec_fields
 
 _WITH_DRAFT = ("draft_model", "cascade")
@@ -44,7 +46,7 @@ def tune(
         str | None,
         typer.Option(
             help="Comma-separated list; by default prompt_lookup and mag, and with a draft model"
-            " draft_model and cascade."
+            " draft_model (of several the first) and cascade (with several k_matrices)."
         ),
     ] = None,
     temperature: Annotated[float, typer.Option(help="Of the measured runs; 0 is greedy.")] = 0.0,
@@ -64,7 +66,12 @@ def tune(
         draft = "tiny-draft"
     with usage_errors():
         names = _methods(methods, draft)
-        specs = [_spec(name, num_speculative_tokens, target) for name in names]
+        drafts = draft.split(",") if draft is not None else []
+        specs = [
+            spec
+            for name in names
+            for spec in _specs(name, num_speculative_tokens, target, len(drafts))
+        ]
         config = EngineConfig(dtype=dtype, device=device)
         SamplingParams(temperature=temperature, max_tokens=max_tokens)
     named = named_prompts(dataset, dataset_file, prompts_file, num_prompts)
@@ -73,10 +80,10 @@ def tune(
         torch.set_num_threads(threads)
     tokenizer = load_tokenizer("target", target)
     target_model = load_model("target", target, config)
-    draft_model = None
-    if draft is not None and any(spec.method in _WITH_DRAFT for spec in specs):
-        check_same_tokenizer(tokenizer, load_tokenizer("draft", draft))
-        draft_model = load_model("draft", draft, config)
+    draft_models = []
+    for name in drafts if any(spec.method in _WITH_DRAFT for spec in specs) else []:
+        check_same_tokenizer(tokenizer, load_tokenizer("draft", name))
+        draft_models.append(load_model("draft", name, config))
     planner = Planner(target_model, tokenizer, max_tokens, temperature, config)
     with progress_bar("runs") as bar:
         task = bar.add_task("measuring", total=len(prompts) * (len(specs) + repeats))
@@ -85,18 +92,18 @@ def tune(
             bar.advance(task)
 
         measurements = [
-            planner.measure(spec, _drafter(spec, draft_model), prompts, advance) for spec in specs
+            planner.measure(spec, _drafter(spec, draft_models), prompts, advance) for spec in specs
         ]
         plan = planner.choose(measurements)
         measured = planner.confirm(
-            plan, _drafter(plan.spec, draft_model), prompts, repeats, advance
+            plan, _drafter(plan.spec, draft_models), prompts, repeats, advance
         )
     _show(Console(highlight=False), measurements, plan, measured, max_tokens)
     costs = next((m for m in measurements if m.spec.method == plan.spec.method), None)
     save_tuned(
         TunedConfig(
             target,
-            draft if plan.spec.method in _WITH_DRAFT else None,
+            {"cascade": draft, "draft_model": drafts[0] if drafts else None}.get(plan.spec.method),
             _kept_fields(plan.spec, target),
             _step_costs(costs, plan.spec),
             {
@@ -126,11 +133,16 @@ def _methods(methods: str | None, draft: str | None) -> list[str]:
     return names
 
 
-def _spec(method: str, num_speculative_tokens: int, target: str) -> SpecConfig:
-    if method == "cascade":  # its k_matrix says how many tokens it writes
-        return SpecConfig(method, bigram_path=bigram_beside(target))
+def _specs(
+    method: str, num_speculative_tokens: int, target: str, num_models: int
+) -> list[SpecConfig]:
+    """What is tried of a method: of a cascade, whose k_matrix says how much it writes, several."""
+    if method == "cascade":
+        table = bigram_beside(target)
+        k_matrices = k_matrices_to_try(num_models)
+        return [SpecConfig(method, k_matrix=rows, bigram_path=table) for rows in k_matrices]
     bigram = bigram_beside(target) if method == "mag" else None
-    return SpecConfig(method, num_speculative_tokens, bigram_path=bigram)
+    return [SpecConfig(method, num_speculative_tokens, bigram_path=bigram)]
 
 
 def _kept_fields(spec: SpecConfig, target: str) -> dict:
@@ -141,8 +153,10 @@ def _kept_fields(spec: SpecConfig, target: str) -> dict:
     return fields
 
 
-def _drafter(spec: SpecConfig, draft_model: PreTrainedModel | None) -> PreTrainedModel | None:
-    return draft_model if spec.method in _WITH_DRAFT else None
+def _drafter(spec: SpecConfig, draft_models: list[PreTrainedModel]) -> DrafterSource | None:
+    if spec.method == "cascade":
+        return draft_models
+    return draft_models[0] if spec.method == "draft_model" else None
 
 
 def _step_costs(measurement: Measurement | None, spec: SpecConfig) -> list[float] | None:
@@ -157,6 +171,7 @@ def _rows(measurement: Measurement, max_tokens: int) -> list[dict]:
         {
             "method": measurement.spec.method,
             "k": length,
+            "k_matrix": measurement.spec.k_matrix,
             "draft_ms": 1000 * measurement.draft_seconds[length],
             "verify_ms": 1000 * measurement.verify_seconds[length],
             "tokens_per_pass": measurement.tokens_per_pass[length],
@@ -182,9 +197,15 @@ def _show(
         for row in _rows(measurement, max_tokens):
             cells = [number(row[key]) for key in ("draft_ms", "verify_ms", "tokens_per_pass")]
             speed = number(row["tokens_per_s"], 1)
-            table.add_row(row["method"], str(row["k"]), *cells, speed, f"{row['speed_up']:.2f}x")
+            cells += [speed, f"{row['speed_up']:.2f}x"]
+            table.add_row(_label(measurement.spec), str(row["k"]), *cells)
     console.print(table)
-    chosen = plan.spec.method
+    chosen = _label(plan.spec)
     if chosen != "none":
         chosen += f", K={plan.spec.num_speculative_tokens}"
     console.print(f"Chosen: {chosen}; predicted {plan.predicted:.2f}x, measured {measured:.2f}x")
+
+
+def _label(spec: SpecConfig) -> str:
+    rows = "" if spec.k_matrix is None else f" {json.dumps(spec.k_matrix, separators=(',', ':'))}"
+    return spec.method + rows

@@ -35,6 +35,10 @@ def test_the_choice_is_written_and_used(invoke, pair, tmp_path, prompts_file):
         "mag",
     }
     assert record["measured"]["predicted_speed_up"] >= 1.0
+    matrices = [row["k_matrix"] for row in record["measured"]["table"] if row["k_matrix"]]
+    assert len(matrices) == 2 * 5  # with drafts and without
+    assert [[2, 10], [0, 0]] in matrices
+    assert [[6, 8], [0, 8]] in matrices
     prompt = ["--prompt", "ab", "--max-tokens", "8"]
     used = invoke("generate", "--config", out, *prompt)
     assert used.exit_code == 0, used.stderr
@@ -48,6 +52,19 @@ def test_methods_can_be_named(invoke, pair, tmp_path, prompts_file):
     result = invoke("tune", *pair[:2], *SHORT, "--prompts-file", prompts_file, *named)
     assert result.exit_code == 0, result.stderr
     assert "draft_model" not in result.stdout
+
+
+def test_several_drafts(invoke, model_folders, tmp_path, prompts_file):
+    out = tmp_path / "tuned.json"
+    drafts = f"{model_folders['draft']},{model_folders['target']}"
+    models = ["--target", model_folders["target"], "--draft", drafts, "--methods", "cascade"]
+    result = invoke("tune", *models, *SHORT, "--prompts-file", prompts_file, "--out", out)
+    assert result.exit_code == 0, result.stderr
+    assert "cascade [[6,0,8],[0,3,8],[0,0,8]]" in result.stdout
+    record = json.loads(out.read_text(encoding="utf-8"))
+    assert record["draft"] in (None, drafts)  # none, if plain decoding was faster
+    used = invoke("generate", "--config", out, "--prompt", "ab", "--max-tokens", "8")
+    assert used.exit_code == 0, used.stderr
 
 
 def test_options_override_the_file(invoke, bundled, tmp_path):

@@ -5,7 +5,7 @@ import pytest
 from fastspec import Engine, SamplingParams, SpecConfig
 from fastspec.config import EngineConfig
 from fastspec.economics import expected_tokens
-from fastspec.planner import Measurement, Plan, Planner
+from fastspec.planner import Measurement, Plan, Planner, k_matrices_to_try
 from fastspec.tuned import TunedConfig, load_tuned, save_tuned, spec_fields
 
 from ..models import perturbed, random_model
@@ -52,6 +52,33 @@ def test_the_best_drafter_and_length_are_chosen(planner):
     assert short.spec.num_speculative_tokens == 1
 
 
+def test_k_matrices_fit_the_levels():
+    assert k_matrices_to_try(1) == [
+        *(((1, 10), (0, 0)), ((1, 14), (0, 0)), ((2, 10), (0, 0)), ((3, 4), (0, 0))),
+        ((6, 8), (0, 8)),
+    ]
+    assert k_matrices_to_try(2)[0] == ((1, 1, 10), (0, 0, 0), (0, 0, 0))
+    assert k_matrices_to_try(2)[-1] == ((6, 0, 8), (0, 3, 8), (0, 0, 8))
+    for num_models in (1, 2, 3, 4):
+        for rows in k_matrices_to_try(num_models):
+            assert SpecConfig("cascade", k_matrix=rows).k_matrix == rows
+            assert len(rows) == num_models + 1
+
+
+def test_the_best_k_matrix_is_chosen(planner):
+    tokens = {((1, 10), (0, 0)): 4.0, ((2, 10), (0, 0)): 6.0, ((3, 4), (0, 0)): 5.0}
+    measured = [
+        Measurement(spec, {0: 0.0, k: 0.004}, {0: 0.01, k: 0.012}, {0: 1.0, k: tokens[rows]})
+        for rows in tokens
+        for spec in [SpecConfig("cascade", k_matrix=rows)]
+        for k in [spec.num_speculative_tokens]
+    ]
+    mag = measurement_of("mag", 0.0001, 0.6)
+    plan = planner.choose([*measured, mag])
+    assert plan.spec == SpecConfig("cascade", k_matrix=[[2, 10], [0, 0]])
+    assert plan.predicted == pytest.approx(6 * 0.01 / 0.016)
+
+
 def test_plain_decoding_is_chosen_where_nothing_helps(planner):
     assert planner.choose([measurement_of("draft_model", 0.004, 0.1)]) == Plan(
         SpecConfig("none"), 1.0
@@ -72,6 +99,16 @@ def test_a_sweep_measures_every_length(model, planner, method):
         engine.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
         assert measured.tokens_per_pass[length] == engine.stats.mean_acceptance_length
     assert planner.choose([measured]).predicted >= 1.0
+
+
+def test_cascades_are_measured(model, planner):
+    drafts = [perturbed(model, 0.03), perturbed(model, 0.1)]
+    horizontal, *_, vertical = k_matrices_to_try(2)
+    for rows in (horizontal, vertical):
+        spec = SpecConfig("cascade", k_matrix=rows)
+        measured = planner.measure(spec, drafts, PROMPTS, lambda: None)
+        assert measured.lengths == [0, spec.num_speculative_tokens]
+        assert measured.tokens_per_pass[spec.num_speculative_tokens] > 1
 
 
 def test_sampled_texts_are_decoded_again(model):
