@@ -48,10 +48,11 @@ class TunedConfig:
 
 
 def spec_fields(spec: SpecConfig) -> dict[str, Any]:
-    """The fields of a SpecConfig that a file keeps."""
+    """The fields of a SpecConfig that a file keeps: what is not default, and a k_matrix."""
     default = SpecConfig(spec.method)
     values = {name: getattr(spec, name) for name in _SPEC_FIELDS}
-    kept = {n: v for n, v in values.items() if v != getattr(default, n) or n == "method"}
+    always = {"method", "k_matrix"} if spec.method == "cascade" else {"method"}
+    kept = {n: v for n, v in values.items() if v != getattr(default, n) or n in always}
     return {n: str(v) if isinstance(v, Path) else v for n, v in kept.items()}
 
 

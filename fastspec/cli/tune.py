@@ -190,7 +190,7 @@ def _show(
     max_tokens: int,
 ) -> None:
     table = Table(show_edge=False, pad_edge=False)
-    table.add_column("drafter")
+    table.add_column("drafter", width=22, overflow="fold")  # a k_matrix of two levels
     for name in ("K", "draft ms", "verify ms", "tokens a pass", "tokens/s", "over plain"):
         table.add_column(name, justify="right")
     for measurement in measurements:

@@ -151,6 +151,11 @@ def test_the_file(tmp_path, spec):
     assert [path.name for path in tmp_path.iterdir()] == ["tuned.json"]
 
 
+def test_the_file_keeps_the_default_k_matrix():
+    spec = SpecConfig("cascade")
+    assert spec_fields(spec) == {"method": "cascade", "k_matrix": spec.k_matrix}
+
+
 def test_costs_in_the_file_make_an_adaptive_engine(tmp_path, model):
     file = tmp_path / "tuned.json"
     fields = spec_fields(SpecConfig("draft_model", 2))
