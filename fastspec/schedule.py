@@ -17,8 +17,8 @@ _MEMORY = 0.9  # of what was known before a step, the part that counts after it
 _GAIN_TO_CHANGE = 1.03  # between two lengths
 _GAIN_TO_STAY = 1.03  # over plain decoding, so that an error in the costs does little harm
 _GAIN_TO_RESUME = 1.05
-_FIRST_LENGTH = 3  # of a new request's draft: little is lost where drafts fail
-_FIRST_PAUSE, _LONGEST_PAUSE = 16, 64  # plain steps before drafts are tried again
+_FIRST_LENGTH = 2  # of a new request's draft: little is lost where drafts fail
+_FIRST_PAUSE, _LONGEST_PAUSE = 32, 128  # plain steps before drafts are tried again
 _ASSUMED_COST = 0.15  # of one draft token over a plain step, where it must not be measured
 _SETTLED = 16  # steps with drafts after which an earlier pause is forgotten
 
@@ -73,7 +73,7 @@ class AdaptiveSchedule:
     Tokens of a step with k drafts: (1 - a^(k+1)) / (1 - a), with a the rate of acceptance in the
     last steps. Its cost: step_costs[k]. Another length must promise 3 % more than the one in use,
     drafting at all 3 % more than plain decoding, and drafting again 5 %. Once drafting has stopped,
-    one token is tried after 16 plain steps, then after 32, and from then on after 64.
+    one token is tried after 32 plain steps, then after 64, and from then on after 128.
 
     Args:
         step_costs: of steps with 0, 1, ..., K draft tokens, in any unit; measured ones do.

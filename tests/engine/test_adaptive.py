@@ -78,7 +78,7 @@ def test_plain_steps_between_trials_double():
     first = lengths.index(0)
     trials = [place for place, length in enumerate(lengths) if length and place > first]
     pauses = [end - start - 1 for start, end in pairwise(trials)]
-    assert pauses[:4] == [32, 64, 64, 64]
+    assert pauses[:4] == [64, 128, 128, 128]
     assert {lengths[place] for place in trials} == {1}
 
 
@@ -95,9 +95,10 @@ def test_a_small_gain_changes_nothing():
 def test_proposals_that_lack_tell_nothing():
     schedule = AdaptiveSchedule(COSTS)
     request = request_of()
+    first = schedule.num_draft_tokens(request)
     for _ in range(50):
         schedule.record(request, Step(5, 0, 0))
-    assert schedule.num_draft_tokens(request) == 3
+    assert schedule.num_draft_tokens(request) == first > 0
 
 
 def test_sampled_requests_use_costs_that_no_clock_gave():
