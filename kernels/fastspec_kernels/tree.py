@@ -1,7 +1,5 @@
 """Token trees: which path of a tree the target accepts, and the structure that attention needs."""
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -96,6 +94,24 @@ def verify_tree(
     Sources: the rules of SpecInfer (arXiv 2305.09781, with replacement) and Sequoia (arXiv
     2402.12374, without).
     """
+
+    def check():
+        check_logits("target_logits", target_logits, 2)
+        device = target_logits.device
+        check_tensor("tree_token_ids", tree_token_ids, (None, None), (torch.int32,), device)
+        batch, num_nodes = tree_token_ids.shape
+        if num_nodes == 0:
+            raise ValueError(f"tree_token_ids: a tree needs its root, shape {[batch, num_nodes]}")
+        check_cu_rows(cu_rows, batch, target_logits)
+        _check_parents(parents, (batch, num_nodes), device)
+        uniform_shape = (batch, num_nodes + 1)
+        check_tensor("uniform_samples", uniform_samples, uniform_shape, (torch.float32,), device)
+        _check_sibling_rule(sibling_rule, draft_logits)
+        check_draft_rows(draft_logits, (batch, num_nodes), target_logits)
+        check_sampling(batch, device, temperature, top_k, top_p, min_p)
+        check_draft_token_map(draft_token_map, draft_logits, target_logits)
+        check_token_bitmask(token_bitmask, target_logits.shape[0], target_logits)
+
     arguments = (
         target_logits,
         dense(cu_rows),
@@ -111,7 +127,6 @@ def verify_tree(
         draft_token_map,
         token_bitmask,
     )
-    check = partial(_check, *arguments)
     return run_checked("verify_tree", backend, target_logits, arguments, check)
 
 
@@ -137,39 +152,6 @@ def build_tree(parents: Tensor, *, backend: str = "auto") -> tuple[Tensor, Tenso
         _check_parents(parents, (parents.shape[0], parents.shape[1]), parents.device)
 
     return run_checked("build_tree", backend, parents, (dense(parents),), check)
-
-
-def _check(
-    target_logits: Tensor,
-    cu_rows: Tensor,
-    tree_token_ids: Tensor,
-    parents: Tensor,
-    uniform_samples: Tensor,
-    sibling_rule: str,
-    draft_logits: Tensor | None,
-    temperature: Tensor | None,
-    top_k: Tensor | None,
-    top_p: Tensor | None,
-    min_p: Tensor | None,
-    draft_token_map: Tensor | None,
-    token_bitmask: Tensor | None,
-) -> None:
-    """Raise ValueError naming the first argument of `verify_tree` that does not fit."""
-    check_logits("target_logits", target_logits, 2)
-    device = target_logits.device
-    check_tensor("tree_token_ids", tree_token_ids, (None, None), (torch.int32,), device)
-    batch, num_nodes = tree_token_ids.shape
-    if num_nodes == 0:
-        raise ValueError(f"tree_token_ids: a tree needs its root, shape {[batch, num_nodes]}")
-    check_cu_rows(cu_rows, batch, target_logits)
-    _check_parents(parents, (batch, num_nodes), device)
-    uniform_shape = (batch, num_nodes + 1)
-    check_tensor("uniform_samples", uniform_samples, uniform_shape, (torch.float32,), device)
-    _check_sibling_rule(sibling_rule, draft_logits)
-    check_draft_rows(draft_logits, (batch, num_nodes), target_logits)
-    check_sampling(batch, device, temperature, top_k, top_p, min_p)
-    check_draft_token_map(draft_token_map, draft_logits, target_logits)
-    check_token_bitmask(token_bitmask, target_logits.shape[0], target_logits)
 
 
 def _check_parents(parents: Tensor, shape: tuple[int, int], device: torch.device) -> None:

@@ -1,7 +1,6 @@
 """Verification of chains: from target logits and proposals to the tokens to emit."""
 
 import math
-from functools import partial
 from numbers import Real
 
 import torch
@@ -99,6 +98,23 @@ def verify_chain(
     Sources: Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318; lenience
     as in arXiv 2312.11462; block verification: Sun et al., arXiv 2403.10444.
     """
+
+    def check():
+        check_logits("target_logits", target_logits, 2)
+        device = target_logits.device
+        check_tensor("draft_token_ids", draft_token_ids, (None, None), (torch.int32,), device)
+        batch, num_draft = draft_token_ids.shape
+        check_cu_rows(cu_rows, batch, target_logits)
+        uniform_shape = (batch, num_draft + 1)
+        check_tensor("uniform_samples", uniform_samples, uniform_shape, (torch.float32,), device)
+        check_draft_rows(draft_logits, (batch, num_draft), target_logits)
+        check_sampling(batch, device, temperature, top_k, top_p, min_p)
+        _check_method(method, lenience)
+        if draft_logsumexp is not None:
+            _check_draft_logsumexp(draft_logsumexp, draft_logits, (batch, num_draft), method)
+        check_draft_token_map(draft_token_map, draft_logits, target_logits)
+        check_token_bitmask(token_bitmask, target_logits.shape[0], target_logits)
+
     arguments = (
         target_logits,
         dense(cu_rows),
@@ -115,41 +131,7 @@ def verify_chain(
         draft_token_map,
         token_bitmask,
     )
-    check = partial(_check, *arguments)
     return run_checked("verify_chain", backend, target_logits, arguments, check)
-
-
-def _check(
-    target_logits: Tensor,
-    cu_rows: Tensor,
-    draft_token_ids: Tensor,
-    uniform_samples: Tensor,
-    draft_logits: Tensor | None,
-    temperature: Tensor | None,
-    top_k: Tensor | None,
-    top_p: Tensor | None,
-    min_p: Tensor | None,
-    lenience: float,
-    method: str,
-    draft_logsumexp: Tensor | None,
-    draft_token_map: Tensor | None,
-    token_bitmask: Tensor | None,
-) -> None:
-    """Raise ValueError naming the first argument of `verify_chain` that does not fit."""
-    check_logits("target_logits", target_logits, 2)
-    device = target_logits.device
-    check_tensor("draft_token_ids", draft_token_ids, (None, None), (torch.int32,), device)
-    batch, num_draft = draft_token_ids.shape
-    check_cu_rows(cu_rows, batch, target_logits)
-    uniform_shape = (batch, num_draft + 1)
-    check_tensor("uniform_samples", uniform_samples, uniform_shape, (torch.float32,), device)
-    check_draft_rows(draft_logits, (batch, num_draft), target_logits)
-    check_sampling(batch, device, temperature, top_k, top_p, min_p)
-    _check_method(method, lenience)
-    if draft_logsumexp is not None:
-        _check_draft_logsumexp(draft_logsumexp, draft_logits, (batch, num_draft), method)
-    check_draft_token_map(draft_token_map, draft_logits, target_logits)
-    check_token_bitmask(token_bitmask, target_logits.shape[0], target_logits)
 
 
 def _check_method(method: str, lenience: float) -> None:
