@@ -9,10 +9,16 @@ from torch.nn.functional import pad
 from fastspec.drafters import Proposal
 from fastspec.outputs import StepTree
 from fastspec.request import VERIFY_STREAM, Batch
-from fastspec.runner import ModelRunner, Span
+from fastspec.runner import ModelRunner
 from fastspec.token_tree import TreeLayout, packed
 from fastspec.transfer import device_tensor
-from fastspec.verification import AcceptanceRule, Verdict
+from fastspec.verification import (
+    AcceptanceRule,
+    Verdict,
+    judged_spans,
+    wanted_logprobs,
+    with_newest,
+)
 from fastspec_kernels import uniform, verify_tree
 
 
@@ -32,17 +38,8 @@ def verify_trees(
         raise ValueError(f"rejection_sample_method: {rule.method!r} judges chains, not token trees")
     if rule.lenience != 1:
         raise ValueError(f"relaxed_acceptance: {rule.lenience} judges chains, not token trees")
-    wanted = batch.num_draft_tokens
-    proposed = wanted if proposal.num_tokens is None else proposal.num_tokens
-    num_nodes = proposal.token_ids.shape[1] + 1
-    counts = [min(*pair, num_nodes - 1) + 1 for pair in zip(wanted, proposed, strict=True)]
-    spans = [
-        Span.of(request, len(request.token_ids) - 1, count)
-        for request, count in zip(batch.requests, counts, strict=True)
-    ]
-    last = [[request.token_ids[-1]] for request in batch.requests]
-    roots = device_tensor(last, torch.int32, batch.device)
-    tree_ids = torch.cat([roots, proposal.token_ids], dim=1)  # [B, N]
+    counts, spans = judged_spans(batch, proposal)
+    tree_ids = with_newest(batch, proposal)  # [B, N]
     parents = pad(proposal.parents.masked_fill(proposal.token_ids < 0, -1), (1, 0), value=-1)
     target_logits = runner.forward(
         packed(tree_ids.clamp(0, runner.vocab_size - 1).long(), counts),
@@ -54,7 +51,7 @@ def verify_trees(
         device_tensor([*accumulate(counts, initial=0)], torch.int32, batch.device),
         tree_ids,
         parents,
-        _uniforms(batch, num_nodes),
+        _uniforms(batch, tree_ids.shape[1]),
         sibling_rule=proposal.sibling_rule,
         draft_logits=proposal.draft_logits,
         **batch.sampling,
@@ -63,8 +60,7 @@ def verify_trees(
     runner.compact(spans, path, accepted_len)
     lens = accepted_len[:, None].expand_as(path)
     table = torch.stack([lens, path, output_ids, tree_ids, parents], dim=1).tolist()
-    wants_logprobs = any(request.params.logprobs for request in batch.requests)
-    logprob_rows = logprobs.tolist() if wants_logprobs else [None] * len(counts)
+    logprob_rows = wanted_logprobs(batch, logprobs)
     return [_verdict(*columns) for columns in zip(table, counts, logprob_rows, strict=True)]
 
 

@@ -11,6 +11,7 @@ from fastspec.drafters import Proposal
 from fastspec.outputs import StepTree
 from fastspec.request import VERIFY_STREAM, Batch, Request
 from fastspec.runner import ModelRunner, Span
+from fastspec.token_tree import packed
 from fastspec.transfer import device_tensor
 from fastspec_kernels import uniform, verify_chain
 
@@ -58,14 +59,9 @@ def verify(
     runner: ModelRunner, batch: Batch, proposal: Proposal, rule: AcceptanceRule, backend: str
 ) -> list[Verdict]:
     """Judge the proposals in one target pass; a round's only copy from the device is made here."""
-    wanted = batch.num_draft_tokens
-    proposed = wanted if proposal.num_tokens is None else proposal.num_tokens
-    counts = [min(pair) + 1 for pair in zip(wanted, proposed, strict=True)]
-    spans = [
-        Span.of(request, len(request.token_ids) - 1, count)
-        for request, count in zip(batch.requests, counts, strict=True)
-    ]
-    target_logits = runner.forward(_packed_ids(runner, batch, proposal, counts), spans)
+    counts, spans = judged_spans(batch, proposal)
+    ids = with_newest(batch, proposal).clamp(0, runner.vocab_size - 1).long()
+    target_logits = runner.forward(packed(ids, counts), spans)
     if proposal.on_judged is not None:
         proposal.on_judged(target_logits, counts)
     ends = device_tensor([*accumulate(counts, initial=0)], torch.int32, batch.device)
@@ -82,24 +78,37 @@ def verify(
         backend=backend,
     )
     table = torch.cat([accepted_len[:, None], output_ids, proposal.token_ids], dim=1).tolist()
-    wants_logprobs = any(request.params.logprobs for request in batch.requests)
-    logprob_rows = logprobs.tolist() if wants_logprobs else [None] * len(counts)
+    logprob_rows = wanted_logprobs(batch, logprobs)
     return [
         _verdict(row, num_columns, count - 1, row_logprobs)
         for row, count, row_logprobs in zip(table, counts, logprob_rows, strict=True)
     ]
 
 
-def _packed_ids(runner: ModelRunner, batch: Batch, proposal: Proposal, counts: list[int]) -> Tensor:
-    """Last committed token and proposals of each request, packed [T]; missing ones are token 0."""
+def judged_spans(batch: Batch, proposal: Proposal) -> tuple[list[int], list[Span]]:
+    """Tokens that the target reads of each request: the newest one, and what is proposed of it."""
+    width = proposal.token_ids.shape[1]
+    wanted = batch.num_draft_tokens
+    proposed = wanted if proposal.num_tokens is None else proposal.num_tokens
+    counts = [min(*pair, width) + 1 for pair in zip(wanted, proposed, strict=True)]
+    spans = [
+        Span.of(request, len(request.token_ids) - 1, count)
+        for request, count in zip(batch.requests, counts, strict=True)
+    ]
+    return counts, spans
+
+
+def with_newest(batch: Batch, proposal: Proposal) -> Tensor:
+    """[B, 1 + K] int32: the newest token of each request, and its proposals as they are."""
     newest = [[request.token_ids[-1]] for request in batch.requests]
-    last = device_tensor(newest, torch.int64, batch.device)
-    ids = torch.cat([last, proposal.token_ids.clamp(0, runner.vocab_size - 1)], dim=1)
-    width = ids.shape[1]
-    if all(count == width for count in counts):
-        return ids.view(-1)
-    places = [row * width + column for row, count in enumerate(counts) for column in range(count)]
-    return ids.view(-1)[device_tensor(places, torch.int64, batch.device)]
+    return torch.cat([device_tensor(newest, torch.int32, batch.device), proposal.token_ids], dim=1)
+
+
+def wanted_logprobs(batch: Batch, logprobs: Tensor) -> list[list[float]] | list[None]:
+    """The rows on the host, read only if some request asks for them."""
+    if any(request.params.logprobs for request in batch.requests):
+        return logprobs.tolist()
+    return [None] * len(batch.requests)
 
 
 def _verdict(
