@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fastspec.config import is_int
+from fastspec.files import write_whole
 
 
 def load_bigram(path: str | Path, vocab_size: int) -> Tensor:
@@ -41,6 +42,4 @@ def load_bigram(path: str | Path, vocab_size: int) -> Tensor:
 
 def save_bigram(successors: list[int], path: Path) -> None:
     """Write a table; whoever reads the file finds the old one or the whole new one."""
-    staged = path.with_name(path.name + ".new")
-    staged.write_text(json.dumps(successors) + "\n", encoding="utf-8")
-    staged.replace(path)
+    write_whole(json.dumps(successors) + "\n", path)

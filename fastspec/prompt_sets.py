@@ -10,6 +10,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from fastspec.files import read_text
+
 
 @dataclass(frozen=True)
 class PromptSet:
@@ -101,13 +103,7 @@ def _filled(name: str, chosen: PromptSet, where: str, record: Any) -> str:
 
 
 def _lines(file: Path) -> Iterable[tuple[str, Any]]:
-    if not file.is_file():
-        raise ValueError(f"dataset_file: no such file: {str(file)!r}")
-    try:
-        text = file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"dataset_file: {file} is not UTF-8: {error}") from error
-    for number, line in enumerate(text.split("\n"), 1):
+    for number, line in enumerate(read_text("dataset_file", file).split("\n"), 1):
         if line.strip():
             where = f"{file}, line {number}"
             try:

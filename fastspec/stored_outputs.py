@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fastspec.config import SamplingParams, is_int
+from fastspec.files import read_text
 from fastspec.outputs import RequestOutput
 
 _TENSOR = re.compile(r"\s*(\[.*?\])\s*(?:,[^()\[\]]*)?\)[\s,\[\]]*", re.DOTALL)
@@ -49,12 +50,7 @@ def read_outputs(path: Path, prompts: list[str] | None = None) -> list[StoredOut
         ValueError: no such file, or one that is cut off or holds something else; the message has
             the line. Prompts that lack, or that are too many.
     """
-    if not path.is_file():
-        raise ValueError(f"outputs: no such file: {str(path)!r}")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"outputs: {path} is not UTF-8: {error}") from error
+    text = read_text("outputs", path)
     readers: dict[str, Callable[[str, str], list[StoredOutput]]] = {
         ".jsonl": _from_lines,
         ".json": _from_joined,
@@ -86,13 +82,6 @@ def accepted_by_step(sources: Iterable[str]) -> list[int]:
         else:
             steps.append(0)
     return steps if steps[-1] else steps[:-1]
-
-
-def write_whole(text: str, path: Path) -> None:
-    """Write a file; whoever reads it finds the old one or the whole new one."""
-    staged = path.with_name(path.name + ".new")
-    staged.write_text(text, encoding="utf-8")
-    staged.replace(path)
 
 
 def _from_lines(text: str, where: str) -> list[StoredOutput]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fastspec.config import SpecConfig
-from fastspec.stored_outputs import write_whole
+from fastspec.files import write_whole
 
 _FORMAT = 1
 _SPEC_FIELDS = (

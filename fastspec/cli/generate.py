@@ -17,9 +17,10 @@ from fastspec.cli.prompts import check_no_dataset, collect_prompts, named_prompt
 from fastspec.cli.running import Transcript, run_prompts
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.engine import Engine
+from fastspec.files import write_whole
 from fastspec.outputs import RequestOutput
 from fastspec.request_factory import Prompt
-from fastspec.stored_outputs import stored_record, write_whole
+from fastspec.stored_outputs import stored_record
 
 
 def generate(

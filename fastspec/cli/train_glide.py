@@ -14,6 +14,7 @@ from fastspec.cli import options
 from fastspec.cli.display import number, progress_bar
 from fastspec.cli.errors import usage_errors
 from fastspec.config import EngineConfig, SpecConfig
+from fastspec.files import read_text
 from fastspec.loading import load_model, load_tokenizer, resolve_device
 from fastspec.train.glide import TrainOptions
 from fastspec.train.glide_data import cut_rows
@@ -115,10 +116,7 @@ def glide(
 def _documents(files: list[Path], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
     """Token ids of each text."""
     for file in files:
-        try:
-            content = file.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"data: {file} is not UTF-8: {error}") from error
+        content = read_text("data", file)
         texts = _records(file, content) if file.suffix == ".jsonl" else [content]
         for text in texts:
             yield tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

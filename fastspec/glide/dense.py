@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
+
+from fastspec.paged_model import PassThroughCache
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,11 @@ def block_mask(valid: Tensor, block_size: int) -> Tensor:
     return ((visible & valid[:, None, :]) | ~valid[:, :, None])[:, None]
 
 
-class TopLayers(Cache):
-    """Hands keys and values on and keeps those of the last layers, whole, windows or not."""
+class TopLayers(PassThroughCache):
+    """Hands keys and values on, and keeps those of the last layers, whole, windows or not."""
 
     def __init__(self, num_target_layers: int, num_draft_layers: int):
-        super().__init__(layers=[])
+        super().__init__()
         self._first = num_target_layers - num_draft_layers
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -61,15 +62,6 @@ class TopLayers(Cache):
         if layer_idx >= self._first:
             self._kept[layer_idx] = (key_states, value_states)
         return key_states, value_states
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        return query_length, 0
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        return 0
 
 
 @torch.no_grad()

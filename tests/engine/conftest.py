@@ -1,7 +1,12 @@
-"""One thread: these models are so small that waking a second one costs more than it brings."""
+"""What the engine's tests share: a small pair of models, and one thread.
+
+The models are so small that waking a second thread costs more than it brings.
+"""
 
 import pytest
 import torch
+
+from ..models import perturbed, random_model
 
 
 @pytest.fixture(autouse=True, scope="package")
@@ -10,3 +15,13 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model("llama")
+
+
+@pytest.fixture(scope="module")
+def drafter(model):
+    return perturbed(model, 0.03)

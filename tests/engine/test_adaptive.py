@@ -18,16 +18,6 @@ COSTS = [1.0, 1.2, 1.35, 1.5, 1.65, 1.8]
 GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def model():
-    return random_model("llama")
-
-
-@pytest.fixture(scope="module")
-def drafter(model):
-    return perturbed(model, 0.03)
-
-
 def request_of(params=GREEDY):
     return Request("a", [1], params, 0, frozenset(), 10**6, None)
 

@@ -7,7 +7,7 @@ import torch
 
 from fastspec.prefix_index import ContentKey
 
-from ..models import perturbed, random_model
+from ..models import random_model
 from .prefix_sharing import (
     SIZE,
     TAILS,
@@ -19,16 +19,6 @@ from .prefix_sharing import (
     finish,
     params_of,
 )
-
-
-@pytest.fixture(scope="module")
-def model():
-    return random_model("llama")
-
-
-@pytest.fixture(scope="module")
-def drafter(model):
-    return perturbed(model, 0.03)
 
 
 def test_a_request_shares_with_one_that_runs_and_outlives_it(model, drafter):

@@ -19,16 +19,6 @@ from .prefix_sharing import (
 from .test_paged_cache import assert_same, cached, fresh
 
 
-@pytest.fixture(scope="module")
-def model():
-    return random_model("llama")
-
-
-@pytest.fixture(scope="module")
-def drafter(model):
-    return perturbed(model, 0.03)
-
-
 @pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("speculative", [False, True])

@@ -5,19 +5,9 @@ import torch
 
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 
-from ..models import EOS_ID, byte_tokenizer, perturbed, random_model
+from ..models import EOS_ID, byte_tokenizer, random_model
 
 PROMPTS = [[1, 2, 3], list(range(5, 22)), [40, 7] * 10, [99], [60, 61, 62, 63]]
-
-
-@pytest.fixture(scope="module")
-def model():
-    return random_model("llama")
-
-
-@pytest.fixture(scope="module")
-def drafter(model):
-    return perturbed(model, 0.03)
 
 
 def engine_of(model, drafter=None, num_draft=4, **config):

@@ -8,30 +8,20 @@ import torch
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 from fastspec.drafters import Proposal
 from fastspec.economics import Step
+from fastspec.files import write_whole
 from fastspec.simulate import Simulator, first_mismatch
 from fastspec.stored_outputs import (
     StoredOutput,
     accepted_by_step,
     read_outputs,
     stored_record,
-    write_whole,
 )
 
-from ..models import VOCAB_SIZE, byte_tokenizer, perturbed, random_model
+from ..models import VOCAB_SIZE, byte_tokenizer
 
 PROMPTS = [[1, 2, 3], list(range(5, 22)), [40, 7] * 17, [9], [40, 7, 40]]
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
 SAMPLED = SamplingParams(temperature=0.9, top_k=2, top_p=0.95, seed=11, max_tokens=40)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return random_model("llama")
-
-
-@pytest.fixture(scope="module")
-def drafter(model):
-    return perturbed(model, 0.03)
 
 
 def stored_run(engine, params, path):
