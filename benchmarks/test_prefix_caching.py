@@ -5,7 +5,7 @@ import pytest
 import fastspec
 from fastspec import EngineConfig
 from fastspec.cli.prompts import bundled_prompts
-from fastspec.loading import load_tokenizer
+from fastspec.models.loading import load_tokenizer
 
 SHARED_TOKENS, OWN_TOKENS = 1000, 10
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from fastspec.drafters import Proposal
-from fastspec.economics import Step
+from fastspec.economics.formulas import Step
 from fastspec.outputs import StreamEvent
 from fastspec.request import Batch, Request
 from fastspec.speculation import Speculation

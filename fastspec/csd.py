@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig, is_int
-from fastspec.drafter_factory import DraftSource
+from fastspec.drafters.factory import DraftSource
 from fastspec.engine import Engine
 
 

@@ -7,12 +7,12 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastspec.block_manager import BlockManager
-from fastspec.cache_size import cache_blocks, model_len
 from fastspec.commit import Ending, commit_round
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
-from fastspec.drafter_factory import DrafterFactory, DrafterSource
-from fastspec.encoder_decoder import check_same_kind, paged_model_of
-from fastspec.loading import eos_token_ids, load_model, load_tokenizer
+from fastspec.drafters.factory import DrafterFactory, DrafterSource
+from fastspec.models.cache_size import cache_blocks, model_len
+from fastspec.models.encoder_decoder import check_same_kind, paged_model_of
+from fastspec.models.loading import eos_token_ids, load_model, load_tokenizer
 from fastspec.outputs import RequestOutput, StreamEvent
 from fastspec.pacing import Pacer, StepCostMeter
 from fastspec.request import Request

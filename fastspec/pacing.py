@@ -9,10 +9,10 @@ import torch
 from fastspec.block_manager import BlockManager
 from fastspec.config import SamplingParams, SpecConfig
 from fastspec.drafters import Drafter, Proposal, TreeProposer
+from fastspec.economics.schedule import AdaptiveSchedule, Schedule
 from fastspec.request import Batch, Request
 from fastspec.request_factory import RequestFactory
 from fastspec.runner import ModelRunner
-from fastspec.schedule import AdaptiveSchedule, Schedule
 from fastspec.verification import AcceptanceRule, prefill, verify
 
 _ROUNDS = 6  # the first warms up; of the others the fastest counts

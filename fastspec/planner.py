@@ -9,12 +9,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.k_matrix import KMatrix
-from fastspec.drafter_factory import DrafterSource
-from fastspec.economics import Step, throughput
+from fastspec.drafters.factory import DrafterSource
+from fastspec.economics.formulas import Step, throughput
+from fastspec.economics.schedule import SweepSchedule
 from fastspec.engine import Engine
 from fastspec.outputs import RequestOutput
 from fastspec.request import Request
-from fastspec.schedule import SweepSchedule
 from fastspec.simulate import Simulator
 from fastspec.stored_outputs import StoredOutput
 

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from fastspec.config import SamplingParams
 from fastspec.detokenizer import Detokenizer
+from fastspec.models.transfer import device_tensor
 from fastspec.outputs import RequestOutput
 from fastspec.prefix_index import Content
 from fastspec.stats import SpecStats
-from fastspec.transfer import device_tensor
 
 # Streams of fastspec_kernels.uniform: drafts must not share numbers with the acceptance tests.
 VERIFY_STREAM = 0

@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from fastspec.graphs import GraphedForward, capture_for
-from fastspec.layout import DevicePass, PassLayout, block_tables, device_pass
-from fastspec.paged_model import PagedModel, Span
+from fastspec.models.graphs import GraphedForward, capture_for
+from fastspec.models.layout import DevicePass, PassLayout, block_tables, device_pass
+from fastspec.models.paged_model import PagedModel, Span
+from fastspec.models.transfer import device_tensor
 from fastspec.token_tree import TreeLayout
-from fastspec.transfer import device_tensor
 from fastspec_kernels import compact_kv
 
 

@@ -14,12 +14,12 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from fastspec.block_manager import BlockManager, blocks_needed
-from fastspec.cache_size import cache_blocks
 from fastspec.config import EngineConfig, SpecConfig
-from fastspec.drafter_factory import DrafterFactory, DrafterSource, ModelSource
 from fastspec.drafters import Drafter, Proposal
-from fastspec.economics import Step
-from fastspec.loading import resolve_device
+from fastspec.drafters.factory import DrafterFactory, DrafterSource, ModelSource
+from fastspec.economics.formulas import Step
+from fastspec.models.cache_size import cache_blocks
+from fastspec.models.loading import resolve_device
 from fastspec.request import Batch, Request
 from fastspec.scheduler import Scheduler
 from fastspec.stats import SpecStats

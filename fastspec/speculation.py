@@ -6,10 +6,10 @@ import torch
 
 from fastspec.config.checks import is_int, require
 from fastspec.drafters import Drafter, GlideDrafter, Proposal, TreeDrafter, TreeProposer
-from fastspec.economics import Step
+from fastspec.economics.formulas import Step
+from fastspec.economics.schedule import Schedule
 from fastspec.outputs import StepTree
 from fastspec.request import Batch, Request
-from fastspec.schedule import Schedule
 
 
 class Speculation:

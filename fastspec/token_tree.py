@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastspec.transfer import device_tensor
+from fastspec.models.transfer import device_tensor
 from fastspec_kernels import build_tree
 
 

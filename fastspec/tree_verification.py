@@ -7,11 +7,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fastspec.drafters import Proposal
+from fastspec.models.transfer import device_tensor
 from fastspec.outputs import StepTree
 from fastspec.request import VERIFY_STREAM, Batch
 from fastspec.runner import ModelRunner
 from fastspec.token_tree import TreeLayout, packed
-from fastspec.transfer import device_tensor
 from fastspec.verification import (
     AcceptanceRule,
     Verdict,

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from fastspec.drafters import Proposal
+from fastspec.models.transfer import device_tensor
 from fastspec.outputs import StepTree
 from fastspec.request import VERIFY_STREAM, Batch, Request
 from fastspec.runner import ModelRunner, Span
 from fastspec.token_tree import packed
-from fastspec.transfer import device_tensor
 from fastspec_kernels import uniform, verify_chain
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fastspec.bench.methods import Decode, Methods, TokenIds
 from fastspec.config import is_int
-from fastspec.cost_counters import standardized_walltime_improvement
+from fastspec.economics.cost_counters import standardized_walltime_improvement
 from fastspec.stats import SpecStats
 
 RATIOS = {

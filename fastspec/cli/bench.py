@@ -28,7 +28,7 @@ from fastspec.cli.errors import check_can_write, drafting_method, usage_errors
 from fastspec.cli.prompts import bundled_prompts, named_prompts
 from fastspec.config import EngineConfig, SpecConfig
 from fastspec.glide import load_glide
-from fastspec.loading import bigram_beside, check_same_tokenizer, load_model, load_tokenizer
+from fastspec.models.loading import bigram_beside, check_same_tokenizer, load_model, load_tokenizer
 
 _MAG_TOKENS = 10  # what CS-Drafting's MaG writes
 RESULTS = ROOT / "benchmarks" / "results"

@@ -12,7 +12,7 @@ from rich.table import Table
 
 import fastspec
 from fastspec.bench.environment import cpu_model
-from fastspec.loading import BUNDLED
+from fastspec.models.loading import BUNDLED
 from fastspec_kernels import available_backends, cpu_instruction_set, unavailable_backends
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from fastspec.tuned import load_tuned
+from fastspec.economics.tuned import load_tuned
 
 Target = Annotated[
     str,

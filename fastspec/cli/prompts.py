@@ -7,7 +7,7 @@ from pathlib import Path
 import typer
 
 from fastspec.cli.errors import usage_errors
-from fastspec.loading import ASSETS
+from fastspec.models.loading import ASSETS
 from fastspec.prompt_sets import load_prompts
 
 

@@ -7,11 +7,11 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from fastspec.bigram import save_bigram
 from fastspec.cli import options, train_glide
 from fastspec.cli.display import progress_bar
 from fastspec.cli.errors import check_can_write
-from fastspec.loading import load_tokenizer
+from fastspec.drafters.bigram_table import save_bigram
+from fastspec.models.loading import load_tokenizer
 from fastspec.train.bigram import count_bigrams
 
 app = typer.Typer(help="Make what drafters need from text of your own.", no_args_is_help=True)

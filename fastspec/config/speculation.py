@@ -62,7 +62,8 @@ class SpecConfig:
             follows token i; None takes bigram.json in the target's folder if there is one, else
             copies alone.
         schedule: "constant" (K in every step), "adaptive" (as many as pay off by what was accepted
-            lately, none where drafts fail; see `fastspec.schedule`), or an object like these.
+            lately, none where drafts fail; see `fastspec.economics.schedule`), or an object like
+            these.
         step_costs: of "adaptive", K + 1 costs of steps with 0 to K draft tokens, in any unit; None
             measures them when the drafter is turned on, and assumes some for sampled requests.
         tree_width, tree_nodes: of "tree", 4 and 16 by default: children of a node and nodes of a

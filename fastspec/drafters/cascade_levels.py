@@ -16,8 +16,8 @@ from fastspec.drafters.draft import (
 )
 from fastspec.drafters.draft_model import DraftModelDrafter, greedy_sampling
 from fastspec.drafters.texts import Texts, TextStore
+from fastspec.models.transfer import device_tensor
 from fastspec.request import Batch, Request, SamplingTensors
-from fastspec.transfer import device_tensor
 from fastspec_kernels import row_stats, sample, verify_chain
 
 Reviewed = tuple[Draft, int]  # a draft, and the position from which on it is judged

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from fastspec.drafters.texts import Text
+from fastspec.models.transfer import device_tensor
 from fastspec.request import CASCADE_STREAM, Request
-from fastspec.transfer import device_tensor
 from fastspec_kernels import uniform
 
 _DRAW_SHIFT = 32  # positions are below 2**32, so the number of the draw goes above

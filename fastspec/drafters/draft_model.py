@@ -10,9 +10,9 @@ from torch import Tensor
 from fastspec.block_manager import BlockManager
 from fastspec.drafters.base import Proposal
 from fastspec.drafters.texts import Text
+from fastspec.models.transfer import device_tensor
 from fastspec.request import DRAFT_STREAM, Batch, Request, SamplingTensors
 from fastspec.runner import ModelRunner, Span
-from fastspec.transfer import device_tensor
 from fastspec_kernels import sample, uniform
 
 _PREFILL_FROM = 8  # more missing tokens than this are read in a pass of their own, without logits

@@ -4,7 +4,7 @@ from fastspec.block_manager import BlockManager
 from fastspec.drafters.draft_model import DraftModelDrafter
 from fastspec.glide.model import GlideLlamaConfig
 from fastspec.glide.paged import GlideRunner
-from fastspec.paged_model import KVCache, PagedModel
+from fastspec.models.paged_model import KVCache, PagedModel
 from fastspec.runner import ModelRunner
 
 

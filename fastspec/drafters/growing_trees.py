@@ -8,8 +8,8 @@ from torch import Tensor
 from fastspec.drafters.base import Proposal
 from fastspec.drafters.siblings import drawn, likeliest, of_rows
 from fastspec.drafters.tree_candidates import Candidates
+from fastspec.models.transfer import device_tensor
 from fastspec.request import DRAFT_STREAM, Batch
-from fastspec.transfer import device_tensor
 from fastspec.tree_shapes import TreeShape
 from fastspec_kernels import uniform
 

@@ -5,8 +5,8 @@ from torch import Tensor
 
 from fastspec.drafters.base import Proposal
 from fastspec.drafters.texts import Texts, TextStore
+from fastspec.models.transfer import device_tensor
 from fastspec.request import Batch, Request
-from fastspec.transfer import device_tensor
 from fastspec_kernels import match_suffix
 
 

@@ -9,8 +9,8 @@ from fastspec.drafters.base import Proposal
 from fastspec.drafters.lookup import copied
 from fastspec.drafters.ngram_table import NgramTable
 from fastspec.drafters.texts import Texts, TextStore
+from fastspec.models.transfer import device_tensor
 from fastspec.request import Batch, Request
-from fastspec.transfer import device_tensor
 
 
 class NgramDrafter:

@@ -5,10 +5,10 @@ from torch import Tensor
 
 from fastspec.drafters.draft_model import DraftModelDrafter
 from fastspec.drafters.texts import Text
+from fastspec.models.transfer import device_tensor
 from fastspec.request import Batch
 from fastspec.runner import Span
 from fastspec.token_tree import TreeLayout, packed
-from fastspec.transfer import device_tensor
 
 
 class TreePasses:

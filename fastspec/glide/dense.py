@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
-from fastspec.paged_model import PassThroughCache
+from fastspec.models.paged_model import PassThroughCache
 
 
 @dataclass(frozen=True)

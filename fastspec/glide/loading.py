@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from fastspec.config import EngineConfig
 from fastspec.glide.model import GlideLlamaForCausalLM
-from fastspec.loading import load_model
+from fastspec.models.loading import load_model
 
 
 def load_glide(source: str | Path | PreTrainedModel, config: EngineConfig) -> GlideLlamaForCausalLM:

@@ -6,9 +6,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from fastspec.paged_model import KVCache, PagedModel, Span
+from fastspec.models.paged_model import KVCache, PagedModel, Span
+from fastspec.models.transfer import device_tensor
 from fastspec.runner import ModelRunner
-from fastspec.transfer import device_tensor
 from fastspec_kernels import cross_attention, tree_attention
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from fastspec.bigram import save_bigram
+from fastspec.drafters.bigram_table import save_bigram
 from fastspec.train.bigram import count_bigrams
 from fastspec.train.tiny_corpus import HELD_OUT_PER_1000, LICENSE
 from fastspec.train.tiny_evaluate import MAX_NEW_TOKENS, NUM_SPECULATIVE_TOKENS

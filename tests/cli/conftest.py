@@ -9,8 +9,8 @@ import torch
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
-from fastspec import loading
 from fastspec.cli import app, prompts
+from fastspec.models import loading
 
 from ..models import byte_tokenizer, perturbed, random_model
 

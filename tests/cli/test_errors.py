@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fastspec import loading
+from fastspec.models import loading
 
 PROMPT = ["--prompt", "a", "--max-tokens", "3"]
 

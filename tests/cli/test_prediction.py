@@ -3,7 +3,7 @@
 import pytest
 
 from fastspec.bench.end_to_end import predicted_speed_up, swi
-from fastspec.economics import expected_tokens
+from fastspec.economics.formulas import expected_tokens
 from fastspec.stats import SpecStats
 
 

@@ -6,10 +6,10 @@ from itertools import pairwise
 import pytest
 
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
-from fastspec.economics import Step, best_num_speculative_tokens, expected_tokens
+from fastspec.economics.formulas import Step, best_num_speculative_tokens, expected_tokens
+from fastspec.economics.schedule import AdaptiveSchedule, Schedule, SweepSchedule
 from fastspec.pacing import fitted_line
 from fastspec.request import Request
-from fastspec.schedule import AdaptiveSchedule, Schedule, SweepSchedule
 
 from ..models import perturbed, random_model
 

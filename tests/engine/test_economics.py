@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fastspec import cost_counters, economics
+from fastspec.economics import cost_counters, formulas
 
 ROUNDS = 200_000
 RATES = (0.0, 0.3, 0.8, 1.0)
@@ -30,28 +30,28 @@ def generator():
 @pytest.mark.parametrize("num", [0, 1, 5])
 def test_plain(generator, rate, num):
     tokens = accepted(generator, rate, num) + 1
-    assert_mean(tokens, economics.expected_tokens(rate, num))
-    by_position = economics.expected_tokens_by_position([rate] * num)
-    assert by_position == pytest.approx(economics.expected_tokens(rate, num))
-    assert_mean(tokens / (1 + num * 0.1), economics.speed_up(rate, num, 0.1))
+    assert_mean(tokens, formulas.expected_tokens(rate, num))
+    by_position = formulas.expected_tokens_by_position([rate] * num)
+    assert by_position == pytest.approx(formulas.expected_tokens(rate, num))
+    assert_mean(tokens / (1 + num * 0.1), formulas.speed_up(rate, num, 0.1))
 
 
 def test_rates_that_differ_by_position(generator):
     rates = [0.9, 0.5, 0.7]
     hits = generator.random((ROUNDS, 3)) < rates
     tokens = np.cumprod(hits, axis=1).sum(axis=1) + 1
-    assert_mean(tokens, economics.expected_tokens_by_position(rates))
+    assert_mean(tokens, formulas.expected_tokens_by_position(rates))
 
 
 def test_measured_rates(generator):
     rates = [0.9, 0.5, 0.7]
     hits = np.cumprod(generator.random((50_000, 3)) < rates, axis=1).sum(axis=1)
     wanted = generator.integers(0, 4, len(hits))
-    steps = [economics.Step(w, w, min(w, h)) for w, h in zip(wanted, hits, strict=True)]
-    assert economics.acceptance_by_position(steps) == pytest.approx(rates, abs=0.02)
-    assert economics.acceptance_by_position([]) == []
-    unproposed = [economics.Step(3, 1, 1), economics.Step(3, 3, 3)]
-    assert economics.acceptance_by_position(unproposed) == [1.0, 0.5, 1.0]
+    steps = [formulas.Step(w, w, min(w, h)) for w, h in zip(wanted, hits, strict=True)]
+    assert formulas.acceptance_by_position(steps) == pytest.approx(rates, abs=0.02)
+    assert formulas.acceptance_by_position([]) == []
+    unproposed = [formulas.Step(3, 1, 1), formulas.Step(3, 3, 3)]
+    assert formulas.acceptance_by_position(unproposed) == [1.0, 0.5, 1.0]
 
 
 @pytest.mark.parametrize("a", RATES)
@@ -62,7 +62,7 @@ def test_vertical(generator, a, b, num_reviews, num_drafts):
     longest = num_reviews * (num_drafts + 1)
     tokens = np.minimum(accepted(generator, a, longest), reviewed) + 1
     time = 1 + num_reviews * 0.2 + num_reviews * num_drafts * 0.01
-    expected = economics.vertical_speed_up((a, b), (0.2, 0.01), num_reviews, num_drafts)
+    expected = formulas.vertical_speed_up((a, b), (0.2, 0.01), num_reviews, num_drafts)
     assert_mean(tokens / time, expected)
 
 
@@ -74,32 +74,32 @@ def test_horizontal(generator, first, second, lengths):
     later = accepted(generator, second, lengths[1])
     tokens = kept + np.where(kept == lengths[0], later, 0) + 1
     time = 1 + lengths[0] * 0.2 + lengths[1] * 0.01
-    expected = economics.horizontal_speed_up((first, second), (0.2, 0.01), lengths)
+    expected = formulas.horizontal_speed_up((first, second), (0.2, 0.01), lengths)
     assert_mean(tokens / time, expected)
 
 
 def test_a_cascade_of_one_kind_is_plain():
-    plain = economics.speed_up(0.7, 6, 0.1)
-    assert economics.horizontal_speed_up((0.7, 0.7), (0.1, 0.1), (2, 4)) == pytest.approx(plain)
-    alone = economics.vertical_speed_up((0.7, 0.0), (0.1, 0.0), 6, 0)
+    plain = formulas.speed_up(0.7, 6, 0.1)
+    assert formulas.horizontal_speed_up((0.7, 0.7), (0.1, 0.1), (2, 4)) == pytest.approx(plain)
+    alone = formulas.vertical_speed_up((0.7, 0.0), (0.1, 0.0), 6, 0)
     assert alone == pytest.approx(plain)
 
 
 def test_the_best_length():
-    best = economics.best_num_speculative_tokens(0.8, 0.05, 12)
-    speeds = [economics.speed_up(0.8, num, 0.05) for num in range(13)]
+    best = formulas.best_num_speculative_tokens(0.8, 0.05, 12)
+    speeds = [formulas.speed_up(0.8, num, 0.05) for num in range(13)]
     assert speeds[best] == max(speeds)
-    assert economics.best_num_speculative_tokens(0.05, 0.1, 12) == 0
-    assert economics.best_num_speculative_tokens(1.0, 0.1, 12) == 12
+    assert formulas.best_num_speculative_tokens(0.05, 0.1, 12) == 0
+    assert formulas.best_num_speculative_tokens(1.0, 0.1, 12) == 12
     # Corollary 3.9 of Leviathan et al.: one draft token already gains (1 + a) / (1 + c).
-    assert economics.speed_up(0.5, 1, 0.1) == pytest.approx(1.5 / 1.1)
+    assert formulas.speed_up(0.5, 1, 0.1) == pytest.approx(1.5 / 1.1)
 
 
 def test_throughput():
-    assert economics.throughput(2.5, 0.02, 0.03) == pytest.approx(50.0)
-    plain = economics.throughput(1.0, 0.0, 0.03)
-    ratio = economics.throughput(economics.expected_tokens(0.6, 4), 4 * 0.003, 0.03) / plain
-    assert ratio == pytest.approx(economics.speed_up(0.6, 4, 0.1))
+    assert formulas.throughput(2.5, 0.02, 0.03) == pytest.approx(50.0)
+    plain = formulas.throughput(1.0, 0.0, 0.03)
+    ratio = formulas.throughput(formulas.expected_tokens(0.6, 4), 4 * 0.003, 0.03) / plain
+    assert ratio == pytest.approx(formulas.speed_up(0.6, 4, 0.1))
 
 
 @pytest.mark.parametrize(
@@ -132,16 +132,16 @@ def test_swi_equals_its_formula():
 @pytest.mark.parametrize(
     ("call", "named"),
     [
-        (lambda: economics.expected_tokens(1.5, 2), "acceptance_rate"),
-        (lambda: economics.expected_tokens(float("nan"), 2), "acceptance_rate"),
-        (lambda: economics.expected_tokens(0.5, -1), "num_speculative_tokens"),
-        (lambda: economics.expected_tokens(0.5, 2.0), "num_speculative_tokens"),
-        (lambda: economics.speed_up(0.5, 2, -0.1), "cost_ratio"),
-        (lambda: economics.throughput(2.0, 0.1, 0.0), "verify_seconds"),
-        (lambda: economics.vertical_speed_up((0.5, 2.0), (0.1, 0.1), 1, 1), "rates"),
-        (lambda: economics.vertical_speed_up((0.5, 0.5), (0.1, 0.1), 0, 1), "num_reviews"),
-        (lambda: economics.horizontal_speed_up((0.5, 0.5), (0.1, -1), (1, 1)), "costs"),
-        (lambda: economics.horizontal_speed_up((0.5, 0.5), (0.1, 0.1), (1, -1)), "lengths"),
+        (lambda: formulas.expected_tokens(1.5, 2), "acceptance_rate"),
+        (lambda: formulas.expected_tokens(float("nan"), 2), "acceptance_rate"),
+        (lambda: formulas.expected_tokens(0.5, -1), "num_speculative_tokens"),
+        (lambda: formulas.expected_tokens(0.5, 2.0), "num_speculative_tokens"),
+        (lambda: formulas.speed_up(0.5, 2, -0.1), "cost_ratio"),
+        (lambda: formulas.throughput(2.0, 0.1, 0.0), "verify_seconds"),
+        (lambda: formulas.vertical_speed_up((0.5, 2.0), (0.1, 0.1), 1, 1), "rates"),
+        (lambda: formulas.vertical_speed_up((0.5, 0.5), (0.1, 0.1), 0, 1), "num_reviews"),
+        (lambda: formulas.horizontal_speed_up((0.5, 0.5), (0.1, -1), (1, 1)), "costs"),
+        (lambda: formulas.horizontal_speed_up((0.5, 0.5), (0.1, 0.1), (1, -1)), "lengths"),
         (lambda: cost_counters.pass_cost("llama-27b"), "llama-27b"),
         (lambda: cost_counters.pass_cost("llama-7b", "previous_work"), "previous_work"),
         (lambda: cost_counters.pass_cost("llama-7b", "guess"), "counter_version"),

@@ -6,7 +6,7 @@ import pytest
 from transformers import BartConfig, BartForConditionalGeneration
 
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
-from fastspec.encoder_decoder import EncoderDecoderModel
+from fastspec.models.encoder_decoder import EncoderDecoderModel
 from fastspec.runner import ModelRunner, Span
 
 from ..models import byte_tokenizer, random_model, random_t5

@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 from fastspec.glide import GlideLlamaConfig, GlideLlamaForCausalLM, load_glide
 from fastspec.glide.paged import GlideRunner
-from fastspec.paged_model import PagedModel, Span
+from fastspec.models.paged_model import PagedModel, Span
 from fastspec.runner import ModelRunner
 from fastspec.train.glide import make_glide
 from fastspec_kernels.testing import chi_square

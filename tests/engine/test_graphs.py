@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from fastspec import Engine, EngineConfig, SamplingParams
-from fastspec.graphs import GraphedForward, bucket, capture_for
-from fastspec.layout import PassLayout, PassShape
-from fastspec.paged_model import PagedModel, Span
+from fastspec.models.graphs import GraphedForward, bucket, capture_for
+from fastspec.models.layout import PassLayout, PassShape
+from fastspec.models.paged_model import PagedModel, Span
 from fastspec.runner import ModelRunner
 from fastspec.token_tree import TreeLayout
 

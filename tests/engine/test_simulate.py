@@ -7,7 +7,7 @@ import torch
 
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 from fastspec.drafters import Proposal
-from fastspec.economics import Step
+from fastspec.economics.formulas import Step
 from fastspec.files import write_whole
 from fastspec.simulate import Simulator, first_mismatch
 from fastspec.stored_outputs import (

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
-from fastspec.paged_model import PagedModel, Span
+from fastspec.models.paged_model import PagedModel, Span
 from fastspec.runner import ModelRunner
 from fastspec.token_tree import TreeLayout
 from tests.gpu.backends import needs_gpu

@@ -6,8 +6,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from fastspec.bigram import load_bigram
-from fastspec.loading import BUNDLED
+from fastspec.drafters.bigram_table import load_bigram
+from fastspec.models.loading import BUNDLED
 from fastspec.train import bigram
 from fastspec.train.bigram import count_bigrams
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fastspec.paged_model import KVCache, PagedStep, Span
+from fastspec.models.paged_model import KVCache, PagedStep, Span
 
 
 class PassShape(NamedTuple):

@@ -4,7 +4,7 @@ import torch
 
 from fastspec.block_manager import blocks_needed
 from fastspec.config import EngineConfig
-from fastspec.paged_model import PagedModel
+from fastspec.models.paged_model import PagedModel
 
 _DEFAULT_CPU_BYTES = 2**30
 _DEFAULT_MODEL_LEN = 4096  # of models without a limit of their own

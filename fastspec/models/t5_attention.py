@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from fastspec.paged_model import KVCache, PagedStep, no_mask
+from fastspec.models.paged_model import KVCache, PagedStep, no_mask
 from fastspec_kernels import cross_attention
 
 T5_ATTENTION_NAME = "fastspec_t5"

@@ -7,10 +7,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fastspec.layout import DevicePass, PassLayout, PassShape, device_pass
-from fastspec.paged_model import KVCache, PagedModel
+from fastspec.models.layout import DevicePass, PassLayout, PassShape, device_pass
+from fastspec.models.paged_model import KVCache, PagedModel
+from fastspec.models.transfer import host_tensor
 from fastspec.token_tree import TreeLayout
-from fastspec.transfer import host_tensor
 
 MOST_TOKENS = 512  # a pass of more keeps the GPU busy for longer than the host needs to launch it
 LEAST_WIDTH = 64  # blocks in a row of the block table; a wider one costs nothing to read

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from fastspec.bigram import load_bigram
 from fastspec.block_manager import BlockManager
 from fastspec.config import EngineConfig, SpecConfig
 from fastspec.drafters import (
@@ -16,16 +15,17 @@ from fastspec.drafters import (
     MagDrafter,
     PromptLookupDrafter,
 )
+from fastspec.drafters.bigram_table import load_bigram
 from fastspec.drafters.cascade import CascadeDrafter
 from fastspec.drafters.cascade_levels import CopyingLevel, Level, ModelLevel
 from fastspec.drafters.ngram import NgramDrafter
-from fastspec.encoder_decoder import paged_model_of
+from fastspec.drafters.tree_factory import as_trees
 from fastspec.glide import GlideLlamaForCausalLM, load_glide
-from fastspec.loading import bigram_beside, check_same_tokenizer, load_model, load_tokenizer
-from fastspec.paged_model import PagedModel
+from fastspec.models.encoder_decoder import paged_model_of
+from fastspec.models.loading import bigram_beside, check_same_tokenizer, load_model, load_tokenizer
+from fastspec.models.paged_model import PagedModel
+from fastspec.models.twin import compile_modules
 from fastspec.runner import ModelRunner
-from fastspec.tree_factory import as_trees
-from fastspec.twin import compile_modules
 
 ModelSource = str | Path | PreTrainedModel
 DraftSource = ModelSource | Drafter

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from fastspec.economics import Step, expected_tokens
+from fastspec.economics.formulas import Step, expected_tokens
 from fastspec.request import Request
 
 _PRIOR_RATE = 0.5  # acceptance that a new request is believed to have, as if one token had told

@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.cache_utils import Cache
 
+from fastspec.models.twin import twin_of, use_few_row_kernels
 from fastspec.request import EncoderInput, Request
-from fastspec.twin import twin_of, use_few_row_kernels
 from fastspec_kernels import store_kv, tree_attention
 
 # A name with "flash", "sdpa" or a slash would make transformers treat it as one of its own.

@@ -1,0 +1,1 @@
+"""What speculation costs and brings: formulas, measured costs, schedules, tuned settings."""
