@@ -72,6 +72,8 @@ def glide(
         raise typer.BadParameter(f"--out: expected a folder, {str(out)!r} is a file")
     if context < 2:
         raise typer.BadParameter(f"--context: expected an int >= 2, got {context}")
+    if accelerate and device != "auto":
+        raise typer.BadParameter(f"--device: accelerate launch chooses it, got {device!r}")
     with usage_errors():
         spec = SpecConfig("draft_model", num_speculative_tokens)
         config = EngineConfig(dtype=dtype, device=device)
@@ -84,6 +86,7 @@ def glide(
             seed=seed,
         )
         processes = many_processes() if accelerate else OneProcess(resolve_device(config))
+        config = replace(config, device=str(processes.device))
     tokenizer = load_tokenizer("target", target)
     model = load_model("target", target, config)
     if model.config.is_encoder_decoder:

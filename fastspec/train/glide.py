@@ -220,7 +220,7 @@ class GlideTrainer:
         path = self.folder / "checkpoint.pt"
         if not path.is_file():
             raise ValueError(f"resume: no checkpoint at {path}")
-        state = torch.load(path, map_location=self._processes.device, weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True)
         try:
             self.draft.load_state_dict(state["draft"])
         except RuntimeError as error:
@@ -233,12 +233,11 @@ class GlideTrainer:
         """Train to the last step; `advance` gets the running mean of the loss after each."""
         for step in range(int(self.record["steps"]), self.options.steps):
             lesson = self._teacher.lesson(self._indices(step))
-            loss = self._step(lesson, self.options.factor(step))
+            loss, num_tokens = self._step(lesson, self.options.factor(step))
             mean = self.record.get("train_loss", loss)
             self.record["train_loss"] = _LOSS_MEMORY * mean + (1 - _LOSS_MEMORY) * loss
             self.record["steps"] = step + 1
-            num_tokens = int(lesson.valid[:, 1:].sum())
-            self.record["tokens"] += num_tokens * self._processes.num_processes
+            self.record["tokens"] += num_tokens
             advance(self.record["train_loss"])
             if (step + 1) % self.options.checkpoint_steps == 0 or step + 1 == self.options.steps:
                 self._save()
@@ -256,16 +255,23 @@ class GlideTrainer:
             indices.append(order[places[places // self._num_rows == epoch] % self._num_rows])
         return torch.cat(indices)
 
-    def _step(self, lesson: Lesson, factor: float) -> float:
+    def _step(self, lesson: Lesson, factor: float) -> tuple[float, int]:
+        """Mean loss over the real tokens of all processes, and their number.
+
+        Gradients of processes are averaged, so each is weighed by the tokens that it has.
+        """
         loss = draft_loss(self._draft, lesson, self._block_size, self.options.distillation)
-        self._processes.backward(loss)
+        num_own = lesson.valid[:, 1:].sum()
+        num_tokens = self._processes.reduce(num_own)
+        share = loss * (num_own / num_tokens)
+        self._processes.backward(share * self._processes.num_processes)
         self._processes.clip_grad_norm_(self._draft.parameters(), _MAX_NORM)
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = self.options.rate * factor
             optimizer.step()
             optimizer.zero_grad()
-        return loss.item()
+        return self._processes.reduce(share.detach()).item(), int(num_tokens)
 
     def _save(self) -> None:
         self._processes.wait_for_everyone()

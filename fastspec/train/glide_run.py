@@ -100,8 +100,9 @@ def train_draft(
     if resume:
         trainer.resume()
     trainer.run(lambda loss: advance(int(trainer.record["steps"]), loss))
+    trained = processes.unwrap_model(trainer.draft, keep_fp32_wrapper=False).eval()
     if processes.is_main_process:
-        trainer.draft.eval().save_pretrained(out)
+        trained.save_pretrained(out)
     return trainer.record
 
 

@@ -5,19 +5,28 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from fastspec.config.checks import require
+
+_SPLIT_MODELS = ("DEEPSPEED", "FSDP", "MEGATRON_LM")
+
 
 class Processes(Protocol):
     """What the trainer asks of the processes that share a run."""
 
-    device: torch.device
-    process_index: int
-    num_processes: int
-    is_main_process: bool
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def process_index(self) -> int: ...
+    @property
+    def num_processes(self) -> int: ...
+    @property
+    def is_main_process(self) -> bool: ...
 
     def prepare(self, *parts: Any) -> Any: ...
     def backward(self, loss: Tensor) -> None: ...
     def clip_grad_norm_(self, parameters: Any, max_norm: float) -> Any: ...
-    def unwrap_model(self, model: Any) -> Any: ...
+    def reduce(self, tensor: Tensor) -> Any: ...
+    def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True) -> Any: ...
     def wait_for_everyone(self) -> None: ...
 
 
@@ -40,7 +49,11 @@ class OneProcess:
     def clip_grad_norm_(self, parameters: Any, max_norm: float) -> Any:
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
 
-    def unwrap_model(self, model: Any) -> Any:
+    def reduce(self, tensor: Tensor) -> Tensor:
+        """The sum over all processes."""
+        return tensor
+
+    def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True) -> Any:
         return model
 
     def wait_for_everyone(self) -> None:
@@ -48,13 +61,18 @@ class OneProcess:
 
 
 def many_processes() -> Processes:
-    """The processes that `accelerate launch` started.
+    """The processes that `accelerate launch` started, each with the whole model.
 
     Raises:
-        ValueError: accelerate is not installed.
+        ValueError: accelerate is not installed, or set up to split the model or to put off steps.
     """
     try:
-        from accelerate import Accelerator  # pyright: ignore[reportMissingImports]
+        from accelerate import Accelerator
     except ImportError as error:
         raise ValueError("accelerate: it is not installed; it is in the extra [train]") from error
-    return Accelerator()
+    accelerator = Accelerator()
+    kind = accelerator.distributed_type.value
+    require("accelerate", kind, kind not in _SPLIT_MODELS, "processes that hold the whole draft")
+    num = accelerator.gradient_accumulation_steps
+    require("gradient_accumulation_steps", num, num == 1, "1; take a larger batch_size")
+    return accelerator
