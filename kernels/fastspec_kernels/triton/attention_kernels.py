@@ -48,10 +48,11 @@ def attention_kernel(
     only longer ones. What else is in the batch thus never decides which tensor-core instruction,
     and with it which rounding, a row meets.
     """
-    b, tile = tl.program_id(0), 0
+    b = tl.program_id(0)
     if V.rows != "few":
-        b, tile = _sequence_of_tile(cu_rows, batch, tl.program_id(0), V)
+        b = _sequence_of_tile(cu_rows, batch, tl.program_id(0), V)
     first_token = tl.load(cu_rows + b)
+    tile = _tile_of_sequence(first_token, b, V)
     num_tokens = tl.load(cu_rows + b + 1) - first_token
     num_rows = num_tokens * V.group
     idle = tile * V.block_m >= num_rows
@@ -65,40 +66,41 @@ def attention_kernel(
     table = block_table + b.to(tl.int64) * table_stride
     paged = (key_cache, value_cache, table, num_blocks, block_stride, slot_stride)
     tree = (ancestor_mask + b.to(tl.int64) * num_nodes * V.words, num_nodes)
-    row = tile * V.block_m + tl.arange(0, V.block_m)
-    inside = row < num_rows
-    token, head = row // V.group, tl.program_id(1) * V.group + row % V.group
-    d = tl.arange(0, V.block_d)
-    stored = inside[:, None] & (d < V.head_size)[None, :]
-    place = (first_token + token).to(tl.int64)
-    offset = place * query_token_stride + head * query_head_stride
-    q = tl.load(query + offset[:, None] + d[None, :], mask=stored, other=0.0).to(V.dot_dtype)
+    d = tl.arange(0, V.block_d)[None, :]
+    token, head, inside, place = _packed_rows(cu_rows, b, V)
+    stored = inside[:, None] & (d < V.head_size)
+    offset = (place * query_token_stride + head * query_head_stride)[:, None] + d
+    q = tl.load(query + offset, mask=stored, other=0.0).to(V.dot_dtype)
     oldest = tile * V.block_m // V.group
     newest = tl.minimum((tile * V.block_m + V.block_m - 1) // V.group, num_tokens - 1)
     low, full_end, end = span(context, num_tokens, oldest, newest, sliding_window, V)
     limits = row_limits(tree, context, num_tokens, token, V)
     scoring = (inner, factor, sliding_window)
 
-    place = place * V.num_heads + head
     peak, total, mixed = _empty_state(V.block_m, V)
     wild = tl.full([], 0, tl.int32)
     first_chunk = low // CHUNK
     num_chunks = tl.maximum((end + CHUNK - 1) // CHUNK - first_chunk, 0)
     begin = first_chunk + tl.program_id(2) * num_chunks // tl.num_programs(2)
     stop = first_chunk + (tl.program_id(2) + 1) * num_chunks // tl.num_programs(2)
-    for chunk in range(begin, stop):
+    # Were they hoisted out of both loops, the constants of one would fill registers in the other.
+    for chunk in tl.range(begin, stop, disable_licm=True):
         start = tl.maximum(chunk * CHUNK, low // V.block_n * V.block_n)
         bounds = (start, full_end, tl.minimum(chunk * CHUNK + CHUNK, end))
         part_peak, part_total, part_mixed, wild = _attend_chunk(
             q, paged, tree, scoring, limits, context, num_tokens, bounds, wild, V
         )
         if V.split:
-            target = place * max_chunks + chunk
-            tl.store(partial + target[:, None] * V.head_size + d[None, :], part_mixed, mask=stored)
+            token, head, inside, place = _packed_rows(cu_rows, b, V)
+            stored = inside[:, None] & (d < V.head_size)
+            target = (place * V.num_heads + head) * max_chunks + chunk
+            tl.store(partial + target[:, None] * V.head_size + d, part_mixed, mask=stored)
             tl.store(partial_stats + target * 2, part_peak, mask=inside)
             tl.store(partial_stats + target * 2 + 1, part_total, mask=inside)
         else:
             peak, total, mixed = merge((peak, total, mixed), (part_peak, part_total, part_mixed))
+    token, head, inside, place = _packed_rows(cu_rows, b, V)
+    place = place * V.num_heads + head
     if not V.split:
         _store_rows(out, logsumexp, sinks, (peak, total, mixed), place, head, inside, V)
     if wild > 0:  # rare: spoil the columns that such values are in, for the rows that see them
@@ -106,6 +108,8 @@ def attention_kernel(
         target, per_row, chunk_size = (
             (partial, max_chunks, CHUNK) if V.split else (out, 1, capacity)
         )
+        stored = inside[:, None] & (d < V.head_size)
+        limits = row_limits(tree, context, num_tokens, token, V)
         nan = tl.full([V.block_m, V.block_d], float("nan"), tl.float32)
         first = tl.maximum(tl.maximum(begin * CHUNK, full_end), low // V.block_n * V.block_n)
         for number in range(first, tl.minimum(stop * CHUNK, end)):
@@ -113,7 +117,7 @@ def attention_kernel(
             sees = visible_keys(tree, limits, context, num_tokens, number, sliding_window, 1, V)
             entry = place * per_row + key // chunk_size
             tl.store(
-                target + entry[:, None] * V.head_size + d[None, :],
+                target + entry[:, None] * V.head_size + d,
                 nan.to(target.dtype.element_ty),
                 mask=stored & sees & is_wild(paged, key, V),
             )
@@ -121,7 +125,7 @@ def attention_kernel(
 
 @triton.jit
 def _sequence_of_tile(cu_rows, batch, tile, V: tl.constexpr):
-    """The sequence of a tile, and the number of the tile in it.
+    """The sequence of a tile.
 
     Sequence b starts at tile cu_rows[b] * group // block_m + b, which leaves room for all its rows.
     """
@@ -131,8 +135,31 @@ def _sequence_of_tile(cu_rows, batch, tile, V: tl.constexpr):
         inside = index < batch
         starts = tl.load(cu_rows + index, mask=inside, other=0) * V.group // V.block_m + index
         found += tl.sum((inside & (starts <= tile)).to(tl.int32), 0)
-    b = found - 1
-    return b, tile - (tl.load(cu_rows + b) * V.group // V.block_m + b)
+    return found - 1
+
+
+@triton.jit
+def _tile_of_sequence(first_token, b, V: tl.constexpr):
+    """The number of this program's tile in sequence b."""
+    tile = 0
+    if V.rows != "few":
+        tile = tl.program_id(0) - (first_token * V.group // V.block_m + b)
+    return tile
+
+
+@triton.jit
+def _packed_rows(cu_rows, b, V: tl.constexpr):
+    """Token and head of each row, whether the sequence has it, and the token's place in the batch.
+
+    After a loop these are worked out anew, as kept values would take up registers all through it;
+    the volatile loads make the compiler do so.
+    """
+    first_token = tl.load(cu_rows + b, volatile=True)
+    num_rows = (tl.load(cu_rows + b + 1, volatile=True) - first_token) * V.group
+    tile = _tile_of_sequence(first_token, b, V)
+    row = tile * V.block_m + tl.arange(0, V.block_m)
+    token, head = row // V.group, tl.program_id(1) * V.group + row % V.group
+    return token, head, row < num_rows, (first_token + token).to(tl.int64)
 
 
 @triton.jit

@@ -50,13 +50,12 @@ def visible_keys(
     if V.mask == "chain":
         seen = keys[None, :] <= position[:, None]
     elif V.mask == "tree":
-        n = tl.arange(0, N)[None, :]
+        node = keys - prefix
         words = _window(low_word, high_word, first - prefix)
         low, high = words.to(tl.int32), (words >> 32).to(tl.int32)
-        bits = tl.where(n < 32, low[:, None], high[:, None]) >> (n & 31)
-        seen = ((bits & 1) == 1) & (keys < context)[None, :]
+        bits = tl.where((node & 32) == 0, low[:, None], high[:, None]) >> (node & 31)
+        seen = (bits & 1) == 1
         if V.windowed:
-            node = keys - prefix
             key_low, key_high = _mask_words(tree, num_tokens, node, V)
             depth = _popcount(key_low) + _popcount(key_high) - 1
             key_position = tl.where(node < 0, keys, prefix + depth)
@@ -83,19 +82,11 @@ def _mask_words(tree, num_tokens, node, V: tl.constexpr):
 
 @triton.jit
 def _window(low, high, start):
-    """Bits start..start + 63 of the words; those before bit 0 are set."""
-    low, high = low.to(tl.uint64), high.to(tl.uint64)
-    if start < 0:
-        behind = tl.minimum(-start, 63).to(tl.uint64)
-        ones = _low_bits(-start).to(tl.uint64)
-        result = tl.where(start <= -64, ones, (low << behind) | ones)
-    else:
-        ahead = tl.minimum(start, 63).to(tl.uint64)
-        # Two shifts, as one by 64 is undefined.
-        near = (low >> ahead) | ((high << (63 - ahead)) << 1)
-        far = tl.minimum(tl.maximum(start - 64, 0), 63).to(tl.uint64)
-        result = tl.where(start < 64, near, high >> far)
-    return result
+    """Bits start..start + 63 of the words, each at its place modulo 64; those before 0 are set."""
+    ends_after_0, ends_after_64 = _low_bits(start + 64), _low_bits(start)
+    begins_after_64 = _low_bits(start - 64)
+    from_low, from_high = ends_after_0 & ~ends_after_64, ends_after_64 & ~begins_after_64
+    return (low & from_low) | (high & from_high) | ~ends_after_0
 
 
 @triton.jit
