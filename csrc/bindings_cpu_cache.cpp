@@ -51,9 +51,11 @@ cpu::Rotation rotation(const Tensor& cos, const Tensor& sin, const Tensor& key) 
 }
 
 void store_kv(const Tensor& key, const Tensor& value, Tensor key_cache, Tensor value_cache,
-              const Tensor& slot_mapping, const OptionalTensor& cos, const OptionalTensor& sin) {
+              const Tensor& slot_mapping, const OptionalTensor& cos, const OptionalTensor& sin,
+              double key_scale, double value_scale) {
   require_caches(key_cache, value_cache);
   element(key_cache);
+  require(key_scale == 1 && value_scale == 1);
   cpu::StoreCall call = {};
   call.num_tokens = slot_mapping.numel();
   call.num_heads = key_cache.size(2);
@@ -74,7 +76,7 @@ void store_kv(const Tensor& key, const Tensor& value, Tensor key_cache, Tensor v
 void compact_kv(Tensor key_caches, Tensor value_caches, const Tensor& block_table,
                 const Tensor& prefix_lens, const Tensor& path, const Tensor& accepted_len) {
   require_caches(key_caches, value_caches, 5);
-  element(key_caches);
+  if (key_caches.scalar_type() != ScalarType::Float8_e4m3fn) element(key_caches);
   require(block_table.dim() == 2 && path.dim() == 2);
   cpu::CompactCall call = {};
   call.batch = block_table.size(0);
@@ -106,7 +108,8 @@ void compact_kv(Tensor key_caches, Tensor value_caches, const Tensor& block_tabl
 // What the attention ops have in common; without options, and without outputs.
 cpu::AttentionCall attention_call(const Tensor& query, const Tensor& key_cache,
                                   const Tensor& value_cache, const Tensor& block_table,
-                                  const Tensor& context_lens, const Tensor& cu_rows, double scale) {
+                                  const Tensor& context_lens, const Tensor& cu_rows, double scale,
+                                  double value_scale) {
   require_caches(key_cache, value_cache);
   require(query.dim() == 3 && block_table.dim() == 2);
   cpu::AttentionCall call = {};
@@ -123,7 +126,7 @@ cpu::AttentionCall attention_call(const Tensor& query, const Tensor& key_cache,
   require(is_matrix(block_table, ScalarType::Int));
   require(is_vector(context_lens, call.batch, ScalarType::Int));
   require(is_vector(cu_rows, call.batch + 1, ScalarType::Int));
-  require(std::isfinite(scale));
+  require(std::isfinite(scale) && value_scale == 1);
   call.element = element(query);
   call.query = query.const_data_ptr();
   call.key_cache = key_cache.const_data_ptr();
@@ -146,9 +149,9 @@ std::tuple<Tensor, Tensor> tree_attention(const Tensor& query, const Tensor& key
                                           double scale, int64_t sliding_window, double softcap,
                                           const OptionalTensor& sinks,
                                           const OptionalTensor& ancestor_mask,
-                                          bool return_logsumexp) {
-  cpu::AttentionCall call =
-      attention_call(query, key_cache, value_cache, block_table, context_lens, cu_rows, scale);
+                                          bool return_logsumexp, double value_scale) {
+  cpu::AttentionCall call = attention_call(query, key_cache, value_cache, block_table, context_lens,
+                                           cu_rows, scale, value_scale);
   require(!sinks || is_vector(*sinks, call.num_heads, ScalarType::Float));
   require(std::isfinite(softcap) && softcap >= 0 && sliding_window >= 0);
   call.holds_queries = true;
@@ -176,9 +179,9 @@ std::tuple<Tensor, Tensor> tree_attention(const Tensor& query, const Tensor& key
 
 Tensor cross_attention(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
                        const Tensor& block_table, const Tensor& context_lens, const Tensor& cu_rows,
-                       double scale) {
-  cpu::AttentionCall call =
-      attention_call(query, key_cache, value_cache, block_table, context_lens, cu_rows, scale);
+                       double scale, double value_scale) {
+  cpu::AttentionCall call = attention_call(query, key_cache, value_cache, block_table, context_lens,
+                                           cu_rows, scale, value_scale);
   Tensor out = new_tensor({call.num_rows, call.num_heads, call.head_size}, query.scalar_type());
   call.out = out.mutable_data_ptr();
   cpu::attention(call);

@@ -58,8 +58,10 @@ cuda::Rotation rotation_of(const Tensor& cos, const Tensor& sin, const Tensor& k
 }
 
 void store_kv(const Tensor& key, const Tensor& value, Tensor key_cache, Tensor value_cache,
-              const Tensor& slot_mapping, const OptionalTensor& cos, const OptionalTensor& sin) {
+              const Tensor& slot_mapping, const OptionalTensor& cos, const OptionalTensor& sin,
+              double key_scale, double value_scale) {
   require_caches(key_cache, value_cache, 4);
+  require(key_scale == 1 && value_scale == 1);
   const DeviceGuard guard(key_cache.get_device_index());
   const int64_t num_tokens = slot_mapping.numel(), num_heads = key_cache.size(2);
   const int64_t head_size = key_cache.size(3), bytes = key_cache.element_size();
@@ -88,7 +90,7 @@ void compact_kv(Tensor key_caches, Tensor value_caches, const Tensor& block_tabl
                 const Tensor& prefix_lens, const Tensor& path, const Tensor& accepted_len) {
   require_caches(key_caches, value_caches, 5);
   const DeviceGuard guard(key_caches.get_device_index());
-  element(key_caches);
+  if (key_caches.scalar_type() != ScalarType::Float8_e4m3fn) element(key_caches);
   require(block_table.dim() == 2 && path.dim() == 2);
   const int64_t batch = block_table.size(0), bytes = key_caches.element_size();
   const ScalarType index = ScalarType::Int;

@@ -5,6 +5,7 @@ namespace {
 
 constexpr int kThreads = 128;  // 16 bytes each: 2 KiB, a slot of 8 heads of 128
 constexpr int kMoves = 8;      // words that a thread holds at once
+constexpr int kBlocks = 6;     // at least: ptxas then has 80 registers, of 48 it might spill
 
 // Offsets in bytes from the start of a layer.
 struct Moves {
@@ -45,7 +46,7 @@ __device__ __forceinline__ void plan_moves(const CompactKvCall& call, int64_t b,
 // its own word of every slot and waits for no other: what it moves in one round it reads before it
 // writes, and later rounds read behind all that was written, as node i of a path is at least i + 1.
 template <class Word>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocks)
     compact_kv_kernel(const CompactKvCall call, int64_t parts) {
   const int64_t index = blockIdx.x, part = index % parts, side = index / parts % 2;
   const int64_t layer = index / parts / 2 % call.num_layers,
@@ -78,12 +79,13 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-bool fits_16_bytes(const CompactKvCall& call) {
+template <class Word>
+bool fits(const CompactKvCall& call) {
   return (reinterpret_cast<uintptr_t>(call.key_caches) |
           reinterpret_cast<uintptr_t>(call.value_caches) |
           static_cast<uintptr_t>(call.layer_stride | call.block_stride | call.slot_stride |
                                  call.slot_bytes)) %
-             sizeof(uint4) ==
+             sizeof(Word) ==
          0;
 }
 
@@ -104,7 +106,8 @@ cudaError_t launch(const CompactKvCall& call, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t launch_compact_kv(const CompactKvCall& call, cudaStream_t stream) {
-  return fits_16_bytes(call) ? launch<uint4>(call, stream) : launch<uint16_t>(call, stream);
+  if (fits<uint4>(call)) return launch<uint4>(call, stream);
+  return fits<uint16_t>(call) ? launch<uint16_t>(call, stream) : launch<uint8_t>(call, stream);
 }
 
 }  // namespace fastspec::cuda

@@ -10,7 +10,9 @@ from fastspec_kernels.checks import (
     check_caches,
     check_contiguous,
     check_last_contiguous,
+    check_scales,
     check_tensor,
+    dtypes_beside,
 )
 
 MAX_TREE_NODES = 128
@@ -32,6 +34,8 @@ def tree_attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     return_logsumexp: bool = False,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend from the last tokens of each sequence to its whole context in the paged cache.
@@ -51,7 +55,8 @@ def tree_attention(
 
     Args:
         query: [T, H, D] float32, bfloat16 or float16, last dimension contiguous; T may be 0.
-        key_cache: [num_blocks, block_size, G, D], dtype of query, last two dimensions contiguous.
+        key_cache: [num_blocks, block_size, G, D], dtype of query or float8_e4m3fn, last two
+            dimensions contiguous.
         value_cache: as key_cache, with the same strides.
         block_table: [B, M] int32, rows contiguous; entries past a context are never read.
         context_lens: [B] int32, tokens in the cache, the query tokens included.
@@ -64,7 +69,9 @@ def tree_attention(
         softcap: bound of the scores, 0 is off.
         sinks: [H] float32 or dtype of query, one more logit per head, in the denominator only.
         return_logsumexp: also return the logarithm of the denominator, sinks not counted.
-        backend: "auto", "cpu", "cuda", "triton" or "reference".
+        key_scale: the key that a stored 1 stands for, 1.0 unless the cache is float8.
+        value_scale: as key_scale, for values.
+        backend: "auto", "cpu", "cuda", "triton" or "reference"; float8 needs one of the last two.
     Returns:
         [T, H, D], dtype of query, contiguous; with return_logsumexp also [T, H] float32, -inf for
         a row that sees nothing.
@@ -77,13 +84,12 @@ def tree_attention(
     on the batch, the other rows, the order of blocks or the number of threads. No host
     synchronisation by a compiled kernel.
     """
-    if scale is None:
-        scale = _default_scale(query)
+    scale = _scale_of_stored(query, key_cache, scale, key_scale, value_scale)
     if isinstance(sinks, Tensor) and sinks.dtype != torch.float32:
         check_tensor("sinks", sinks, (None,), (torch.float32, query.dtype), query.device)
         sinks = sinks.float()
     tensors = (query, key_cache, value_cache, block_table, context_lens, cu_rows)
-    options = (scale, sliding_window, softcap, sinks, ancestor_mask, return_logsumexp)
+    options = (scale, sliding_window, softcap, sinks, ancestor_mask, return_logsumexp, value_scale)
 
     def check():
         _check_tensors(*tensors)
@@ -105,6 +111,8 @@ def cross_attention(
     cu_rows: Tensor,
     *,
     scale: float | None = None,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
     backend: str = "auto",
 ) -> Tensor:
     """Attend from rows that are not in the cache to all context_lens[b] tokens of their sequence.
@@ -118,7 +126,7 @@ def cross_attention(
         context_lens: [B] int32, tokens in the cache; 0 gives rows of 0.
         cu_rows: [B + 1] int32, from 0 to T; sequence b owns rows cu_rows[b]:cu_rows[b + 1].
         scale: None means D ** -0.5.
-        backend: "auto", "cpu", "cuda", "triton" or "reference".
+        key_scale, value_scale, backend: as in `tree_attention`.
     Returns:
         [T, H, D], dtype of query, contiguous.
     Raises:
@@ -127,8 +135,7 @@ def cross_attention(
     float32 accumulation; bits, unused slots and synchronisation as in `tree_attention`. Source: Du
     et al., 2402.02082.
     """
-    if scale is None:
-        scale = _default_scale(query)
+    scale = _scale_of_stored(query, key_cache, scale, key_scale, value_scale)
     tensors = (query, key_cache, value_cache, block_table, context_lens, cu_rows)
 
     def check():
@@ -136,13 +143,23 @@ def cross_attention(
         _check_options(query, scale, 0, 0.0, None)
         _check_indices(query, key_cache, block_table, context_lens, cu_rows, False)
 
-    return run_checked("cross_attention", backend, key_cache, (*tensors, scale), check)
+    arguments = (*tensors, scale, value_scale)
+    return run_checked("cross_attention", backend, key_cache, arguments, check)
 
 
-def _default_scale(query: Tensor) -> float:
-    """D ** -0.5, and any number for what is not a query, which is refused later."""
+def _scale_of_stored(
+    query: Tensor, key_cache: Tensor, scale: float | None, key_scale: float, value_scale: float
+) -> float:
+    """The factor of query . stored key; the scales of the cache are checked on the way.
+
+    By default D ** -0.5, and any number for what is not a query, which is refused later.
+    """
+    if (key_scale, value_scale) != (1.0, 1.0):
+        check_scales(key_cache, key_scale, value_scale)
+    if scale is not None:
+        return scale * key_scale
     head_size = query.shape[-1] if isinstance(query, Tensor) and query.shape else 0
-    return head_size**-0.5 if head_size > 0 else 1.0
+    return head_size**-0.5 * key_scale if head_size > 0 else 1.0
 
 
 def _check_tensors(
@@ -156,7 +173,7 @@ def _check_tensors(
     """Check shapes, dtypes, devices and strides."""
     num_kv_heads, head_size = check_caches(key_cache, value_cache)
     device = key_cache.device
-    check_tensor("query", query, (None, None, head_size), (key_cache.dtype,), device)
+    check_tensor("query", query, (None, None, head_size), dtypes_beside(key_cache), device)
     check_last_contiguous("query", query)
     num_heads = query.shape[1]
     if num_heads == 0 or num_heads % num_kv_heads != 0:

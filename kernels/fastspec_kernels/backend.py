@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fastspec_kernels import library, reference
+from fastspec_kernels.checks import FLOAT8
 
 BACKENDS = ("cpu", "cuda", "triton", "reference")
 # The ops that fastspec_kernels.triton exports.
@@ -30,6 +31,8 @@ TRITON_OPS = frozenset(
         "verify_tree",
     }
 )
+# The ops that calculate with what a cache holds; their compiled kernels take no float8.
+_CACHE_OPS = frozenset({"cross_attention", "store_kv", "tree_attention"})
 # Both are read once: ops run thousands of times a second.
 _DEFAULT = os.environ.get("FASTSPEC_BACKEND", "auto")
 _TRITON_INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
@@ -46,13 +49,13 @@ def implementation(op: str, requested: str, device: torch.device) -> Callable:
 def run_checked(
     op: str, requested: str, tensor: Tensor, arguments: tuple, check: Callable[[], None]
 ) -> Any:
-    """Run `op` on the device of `tensor`; `check` raises for arguments that do not fit.
+    """Run `op` on the device and dtype of `tensor`; `check` raises for arguments that do not fit.
 
     A compiled kernel checks them itself, in a fraction of the time: only when it refuses, `check`
     says which one is wrong.
     """
     try:
-        name = resolve(op, requested, tensor.device)
+        name = resolve(op, requested, tensor.device, tensor.dtype)
         if name == tensor.device.type:
             return getattr(torch.ops.fastspec, op).default(*arguments)
     except (AttributeError, RuntimeError, ValueError):
@@ -62,37 +65,39 @@ def run_checked(
     return implementation(op, name, tensor.device)(*arguments)
 
 
-def resolve(op: str, requested: str, device: torch.device) -> str:
-    """Name the backend that runs `op` on `device`.
+def resolve(op: str, requested: str, device: torch.device, dtype: torch.dtype | None = None) -> str:
+    """Name the backend that runs `op` on `device`, of an op on a cache that has this dtype.
 
     "auto" takes FASTSPEC_BACKEND if it was set at import, else the compiled kernel of the device,
     else Triton on a GPU, else the reference.
 
     Raises:
-        ValueError: the name is unknown, or that backend has no kernel of this op for this device.
+        ValueError: the name is unknown, or that backend has no kernel of this op for this device
+            or dtype.
     """
     if requested == "auto":
         requested = _DEFAULT
     if requested == "auto":
-        if library.has_kernel(op, device.type):
+        if _is_compiled(op, device, dtype):
             return device.type
         return "triton" if device.type == "cuda" and _runs_in_triton(op, "cuda") else "reference"
-    if requested == device.type and library.has_kernel(op, requested):
+    if requested == device.type and _is_compiled(op, device, dtype):
         return requested
     if requested not in BACKENDS:
         raise ValueError(f"backend: expected 'auto' or one of {BACKENDS}, got {requested!r}")
-    available = backends_of(op, device)
+    available = backends_of(op, device, dtype)
     if requested not in available:
+        tensor = f"{device.type} tensor" + (" of float8_e4m3fn" if dtype == FLOAT8 else "")
         raise ValueError(
-            f"backend: {requested!r} cannot run {op} on a {device.type} tensor;"
+            f"backend: {requested!r} cannot run {op} on a {tensor};"
             f" available: {', '.join(available)}"
         )
     return requested
 
 
-def backends_of(op: str, device: torch.device) -> tuple[str, ...]:
+def backends_of(op: str, device: torch.device, dtype: torch.dtype | None = None) -> tuple[str, ...]:
     """The backends that can run `op` on tensors of `device`, best first."""
-    compiled = (device.type,) if library.has_kernel(op, device.type) else ()
+    compiled = (device.type,) if _is_compiled(op, device, dtype) else ()
     triton = ("triton",) if _runs_in_triton(op, device.type) else ()
     return (*compiled, *triton, "reference")
 
@@ -125,6 +130,12 @@ def unavailable_backends() -> dict[str, str]:
 def cpu_instruction_set() -> str | None:
     """The vector instructions that the CPU kernels use here; None when they are not built."""
     return torch.ops.fastspec.cpu_instruction_set() if library.HAS_CPU_EXTENSION else None
+
+
+def _is_compiled(op: str, device: torch.device, dtype: torch.dtype | None) -> bool:
+    """Whether a compiled kernel of the device takes a cache of this dtype."""
+    takes = dtype != FLOAT8 or op not in _CACHE_OPS
+    return takes and library.has_kernel(op, device.type)
 
 
 @cache

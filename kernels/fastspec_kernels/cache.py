@@ -8,7 +8,9 @@ from fastspec_kernels.checks import (
     check_caches,
     check_contiguous,
     check_last_contiguous,
+    check_scales,
     check_tensor,
+    dtypes_beside,
 )
 
 _INDEX = (torch.int32,)
@@ -23,6 +25,8 @@ def store_kv(
     *,
     cos: Tensor | None = None,
     sin: Tensor | None = None,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
     backend: str = "auto",
 ) -> None:
     """Write the keys and values of new tokens into their cache slots, in place.
@@ -32,17 +36,24 @@ def store_kv(
 
     With cos and sin the first R values of every key head are rotated on the way, in float32: value
     i of the first half becomes key[i] * cos[i] - key[i + R / 2] * sin[i], value i of the second
-    half key[i] * cos[i] + key[i - R / 2] * sin[i]. This is the form of transformers' models.
+    half key[i] * cos[i] + key[i - R / 2] * sin[i]. This is the form of transformers' models. The
+    rotated key has the dtype of key.
+
+    A float8 cache stores key / key_scale and value / value_scale, both rounded to nearest even;
+    what lies beyond its largest number, 448, becomes that number, and NaN stays NaN.
 
     Args:
         key: [T, G, D] float32, bfloat16 or float16, last dimension contiguous, any other strides.
         value: [T, G, D], as key.
-        key_cache: [num_blocks, block_size, G, D], dtype of key, last two dimensions contiguous.
+        key_cache: [num_blocks, block_size, G, D], dtype of key or float8_e4m3fn, last two
+            dimensions contiguous.
         value_cache: as key_cache, with the same strides.
         slot_mapping: [T] int64, contiguous.
         cos: [T, R] float32 or dtype of key, R even and at most D, last dimension contiguous.
         sin: as cos; both or neither.
-        backend: "auto", "cpu", "cuda", "triton" or "reference".
+        key_scale: the key that a stored 1 stands for, 1.0 unless the cache is float8.
+        value_scale: as key_scale, for values.
+        backend: "auto", "cpu", "cuda", "triton" or "reference"; float8 needs one of the last two.
     Raises:
         ValueError: a wrong dtype, shape, device or stride, or a backend that cannot run this; for
             tensors on the CPU also a slot outside the cache, before anything is written.
@@ -51,13 +62,15 @@ def store_kv(
     rotation: Su et al., 2104.09864.
     """
     tensors = (key, value, key_cache, value_cache, slot_mapping)
+    options = (cos, sin, key_scale, value_scale)
 
     def check():
         _check_tensors(*tensors)
         _check_rotation(cos, sin, key)
+        check_scales(key_cache, key_scale, value_scale)
         _check_slots(slot_mapping, key_cache)
 
-    run_checked("store_kv", backend, key_cache, (*tensors, cos, sin), check)
+    run_checked("store_kv", backend, key_cache, (*tensors, *options), check)
 
 
 def compact_kv(
@@ -78,8 +91,8 @@ def compact_kv(
     accepted tokens is left over and may be overwritten: a shorter context is all that rollback is.
 
     Args:
-        key_caches: [L, num_blocks, block_size, G, D] float32, bfloat16 or float16, last two
-            dimensions contiguous.
+        key_caches: [L, num_blocks, block_size, G, D] float32, bfloat16, float16 or float8_e4m3fn,
+            last two dimensions contiguous.
         value_caches: as key_caches, with the same strides.
         block_table: [B, M] int32, rows contiguous; the blocks of two sequences that hold places
             after their prefix_lens are different ones.
@@ -109,13 +122,13 @@ def _check_tensors(
 ) -> None:
     """Check shapes, dtypes, devices and strides."""
     num_heads, head_size = check_caches(key_cache, value_cache)
-    device, dtypes = key_cache.device, (key_cache.dtype,)
+    device, dtypes = key_cache.device, dtypes_beside(key_cache)
     check_tensor("slot_mapping", slot_mapping, (None,), (torch.int64,), device)
     check_contiguous("slot_mapping", slot_mapping)
     shape = (slot_mapping.shape[0], num_heads, head_size)
     check_tensor("key", key, shape, dtypes, device)
     check_last_contiguous("key", key)
-    check_tensor("value", value, shape, dtypes, device)
+    check_tensor("value", value, shape, (key.dtype,), device)
     check_last_contiguous("value", value)
 
 

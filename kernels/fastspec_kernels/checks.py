@@ -4,7 +4,9 @@ import torch
 from torch import Tensor
 
 LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-CACHE_DTYPES = LOGITS_DTYPES
+FLOAT8 = torch.float8_e4m3fn
+CACHE_DTYPES = (*LOGITS_DTYPES, FLOAT8)
+_FLOAT32 = torch.finfo(torch.float32)
 
 
 def check_tensor(
@@ -160,3 +162,20 @@ def check_caches(
             f"{names[1]}: expected the strides of {name}, {strides}, got {value_cache.stride()}"
         )
     return shape[-2], shape[-1]
+
+
+def dtypes_beside(cache: Tensor) -> tuple[torch.dtype, ...]:
+    """The dtypes that queries, keys and values may have beside a cache."""
+    return LOGITS_DTYPES if cache.dtype == FLOAT8 else (cache.dtype,)
+
+
+def check_scales(key_cache: Tensor, key_scale: float, value_scale: float) -> None:
+    """Check what one unit of a stored key or value stands for: 1, unless stored in 8 bits."""
+    is_float8 = isinstance(key_cache, Tensor) and key_cache.dtype == FLOAT8
+    for name, scale in (("key_scale", key_scale), ("value_scale", value_scale)):
+        if not _FLOAT32.tiny <= scale <= _FLOAT32.max:
+            raise ValueError(f"{name}: expected a positive, finite float32 number, got {scale}")
+        if scale != 1.0 and not is_float8:
+            raise ValueError(
+                f"{name}: expected 1.0, as key_cache is not float8_e4m3fn, got {scale}"
+            )

@@ -32,12 +32,12 @@ SCHEMAS = (
     "match_suffix(Tensor token_ids, Tensor lengths, int min_match, int max_match, int num_tokens,"
     " str rule) -> Tensor",
     "store_kv(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache,"
-    " Tensor slot_mapping, Tensor? cos, Tensor? sin) -> ()",
+    " Tensor slot_mapping, Tensor? cos, Tensor? sin, float key_scale, float value_scale) -> ()",
     "compact_kv(Tensor(a!) key_caches, Tensor(b!) value_caches, Tensor block_table,"
     " Tensor prefix_lens, Tensor path, Tensor accepted_len) -> ()",
     f"tree_attention({_PAGED}, float scale, int sliding_window, float softcap, Tensor? sinks,"
-    " Tensor? ancestor_mask, bool return_logsumexp) -> (Tensor, Tensor)",
-    f"cross_attention({_PAGED}, float scale) -> Tensor",
+    " Tensor? ancestor_mask, bool return_logsumexp, float value_scale) -> (Tensor, Tensor)",
+    f"cross_attention({_PAGED}, float scale, float value_scale) -> Tensor",
 )
 
 _library = torch.library.Library("fastspec", "DEF")
@@ -145,7 +145,7 @@ def _(token_ids, lengths, min_match, max_match, num_tokens, rule):
 
 
 @torch.library.register_fake("fastspec::store_kv")
-def _(key, value, key_cache, value_cache, slot_mapping, cos, sin):
+def _(key, value, key_cache, value_cache, slot_mapping, cos, sin, key_scale, value_scale):
     _require_one_device(key, value, key_cache, value_cache, slot_mapping, cos, sin)
 
 
@@ -156,7 +156,7 @@ def _(*tensors):
 
 @torch.library.register_fake("fastspec::tree_attention")
 def _(query, *args):
-    *others, _, _, _, sinks, ancestor_mask, return_logsumexp = args
+    *others, _, _, _, sinks, ancestor_mask, return_logsumexp, _ = args
     _require_one_device(query, *others, sinks, ancestor_mask)
     rows = query.shape[:2] if return_logsumexp else (0,)
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
@@ -165,7 +165,7 @@ def _(query, *args):
 
 @torch.library.register_fake("fastspec::cross_attention")
 def _(query, *args):
-    _require_one_device(query, *args[:-1])
+    _require_one_device(query, *args)
     return torch.empty_like(query, memory_format=torch.contiguous_format)
 
 

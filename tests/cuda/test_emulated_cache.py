@@ -17,6 +17,7 @@ pytestmark = pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compil
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ORDERS = range(3)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+moved_dtypes = pytest.mark.parametrize("dtype", [*DTYPES, torch.float8_e4m3fn], ids=str)
 
 
 def check_store(key, value, key_cache, value_cache, slots, cos=None, sin=None):
@@ -24,7 +25,7 @@ def check_store(key, value, key_cache, value_cache, slots, cos=None, sin=None):
     expected = key_cache.clone(), value_cache.clone()
     num_slots = key_cache.shape[0] * key_cache.shape[1]
     kept = torch.where(slots < num_slots, slots, -1)
-    reference.store_kv(key, value, *expected, kept, cos, sin)
+    reference.store_kv(key, value, *expected, kept, cos, sin, 1.0, 1.0)
     before = key_cache.clone(), value_cache.clone()
     for order in ORDERS:
         key_cache.copy_(before[0])
@@ -101,7 +102,7 @@ def check_compact(key_caches, value_caches, *indices):
             assert torch.equal(bits(cache), bits(wanted))
 
 
-@dtypes
+@moved_dtypes
 @pytest.mark.parametrize("prefix", [0, 3, 6])
 def test_compact_overlapping_moves_across_pages(prefix, dtype):
     table = ints([7, 2, 9, 0, 11, -1], [1, 8, 3, 10, 2**31 - 1, -1])
@@ -136,7 +137,7 @@ def test_compact_stops_where_a_long_path_ends():
     check_compact(*layered_caches(), table, ints([5])[0], path, ints([20])[0])
 
 
-@dtypes
+@moved_dtypes
 @pytest.mark.parametrize(("heads", "block_size"), [((1, 1), 1), ((3, 7), 5), ((8, 160), 16)])
 def test_compact_sizes(heads, block_size, dtype):
     num_blocks = -(-24 // block_size)

@@ -70,6 +70,12 @@ def paged(
     return Paged(query, key_cache, value_cache, block_table, lengths, cu_rows, keys, values)
 
 
+def in_float8(case: Paged) -> Paged:
+    """The same case with its caches rounded to 8 bits; the poison stays NaN."""
+    caches = [cache.float().to(torch.float8_e4m3fn) for cache in case.tensors[1:3]]
+    return replace(case, key_cache=caches[0], value_cache=caches[1])
+
+
 def random_trees(batch: int, num_nodes: int, reach: int = 4) -> Tensor:
     """Parents [B, N] int32, each one of the `reach` nodes before; a chain where that is 1."""
     node = torch.arange(num_nodes)

@@ -8,7 +8,7 @@ from fastspec_kernels import compact_kv, store_kv, tree_attention
 from .cases import backends_of, device_of
 from .paged import random_trees
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
 backends = pytest.mark.parametrize("backend", backends_of("compact_kv"))
 
 
@@ -85,11 +85,12 @@ def test_sequences_that_take_no_part_may_hold_anything(backend):
 @pytest.mark.parametrize(
     ("heads", "block_size"), [((1, 1), 1), ((3, 5), 7), ((8, 128), 16), ((2, 80), 256)]
 )
-def test_sizes(backend, heads, block_size):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn], ids=str)
+def test_sizes(backend, heads, block_size, dtype):
     length = 24
     num_blocks = -(-length // block_size)
     table = torch.randperm(num_blocks).to(torch.int32)[None]
-    case = caches(num_blocks=num_blocks, block_size=block_size, heads=heads)
+    case = caches(num_blocks=num_blocks, block_size=block_size, heads=heads, dtype=dtype)
     check(backend, *case, table, ints([5])[0], ints([2, 3, 7, 11, 18]), ints([5])[0])
 
 

@@ -111,4 +111,4 @@ def test_wrong_arguments(backend, name, change):
 
 def test_opcheck():
     tensors = paged([20, 0], [2, 1]).tensors
-    torch.library.opcheck(torch.ops.fastspec.cross_attention.default, (*tensors, 0.25))
+    torch.library.opcheck(torch.ops.fastspec.cross_attention.default, (*tensors, 0.25, 1.0))

@@ -214,7 +214,7 @@ def test_wrong_arguments(backend, name, change):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_opcheck(dtype):
     key, value = torch.randn(2, 3, 2, 8).to(dtype)
-    arguments = (key, value, *caches(dtype=dtype), torch.tensor([3, -1, 4]), None, None)
+    arguments = (key, value, *caches(dtype=dtype), torch.tensor([3, -1, 4]), None, None, 1.0, 1.0)
     torch.library.opcheck(torch.ops.fastspec.store_kv.default, arguments)
-    arguments = (*arguments[:5], *rotary(3, 4, dtype))
+    arguments = (*arguments[:5], *rotary(3, 4, dtype), 1.0, 1.0)
     torch.library.opcheck(torch.ops.fastspec.store_kv.default, arguments)

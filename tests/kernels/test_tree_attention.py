@@ -215,4 +215,4 @@ def test_bits_do_not_depend_on_blocks_or_threads(backend):
 def test_opcheck(sinks):
     tensors = paged([20, 3], [2, 1]).tensors
     op = torch.ops.fastspec.tree_attention.default
-    torch.library.opcheck(op, (*tensors, 0.25, 0, 0.0, sinks, None, False))
+    torch.library.opcheck(op, (*tensors, 0.25, 0, 0.0, sinks, None, False, 1.0))

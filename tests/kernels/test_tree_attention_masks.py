@@ -218,9 +218,9 @@ def test_bits_of_a_row_do_not_depend_on_the_other_rows(backend):
 def test_fake_and_opcheck():
     tensors = paged([20, 3], [2, 1]).tensors
     op = torch.ops.fastspec.tree_attention.default
-    torch.library.opcheck(op, (*tensors, 0.25, 3, 0.0, None, trees(2, 2), True))
+    torch.library.opcheck(op, (*tensors, 0.25, 3, 0.0, None, trees(2, 2), True, 1.0))
     on_meta = [tensor.to("meta") for tensor in tensors]
-    out, logsumexp = op(*on_meta, 0.25, 0, 0.0, None, None, True)
+    out, logsumexp = op(*on_meta, 0.25, 0, 0.0, None, None, True, 1.0)
     assert (out.shape, logsumexp.shape) == ((3, 4, 16), (3, 4))
 
 

@@ -5,7 +5,7 @@ import torch
 
 from fastspec_kernels import build_tree, cross_attention, reference, tree_attention
 
-from ..kernels.paged import Paged, paged
+from ..kernels.paged import Paged, in_float8, paged
 
 attention = pytest.importorskip("fastspec_kernels.triton.attention", reason="needs triton")
 pytestmark = pytest.mark.skipif(
@@ -45,6 +45,24 @@ def test_chains(monkeypatch, programs, block_size):
 @pytest.mark.parametrize(("group", "head_size"), [(1, 64), (3, 80), (5, 24), (2, 1)])
 def test_head_layouts(dtype, group, head_size):
     check(paged([70, 9], [3, 9], group=group, head_size=head_size, dtype=dtype))
+
+
+@SPLITS
+@pytest.mark.parametrize(
+    ("dtype", "group", "head_size"),
+    [(torch.float32, 3, 80), (torch.bfloat16, 4, 128), (torch.float16, 1, 64)],
+)
+def test_float8_caches(monkeypatch, programs, dtype, group, head_size):
+    monkeypatch.setattr(attention, "PROGRAMS_WANTED", programs)
+    case = in_float8(paged([530, 9], [3, 9], group=group, head_size=head_size, dtype=dtype))
+    check(case, return_logsumexp=True, key_scale=0.5, value_scale=3.0)
+    check(case, cross_attention, key_scale=0.25)
+
+
+@pytest.mark.parametrize("window", [0, 50])
+def test_trees_over_float8_caches(window):
+    case = in_float8(paged([150, 40], [9, 9], num_kv_heads=1, dtype=torch.bfloat16))
+    check(case, ancestor_mask=random_trees(2, 9), sliding_window=window, value_scale=0.5)
 
 
 @pytest.mark.parametrize("window", [0, 5, 90])
@@ -145,10 +163,10 @@ def test_hostile_numbers_stay_inside_the_cache(mask):
     case.block_table[0] = torch.tensor([-5, 2**31 - 1, 0, -(2**31), 7]).repeat(2)
     case.context_lens[:] = torch.tensor([2**31 - 1, 2, -7])
     if mask == "cross":
-        out = attention.cross_attention(*case.tensors, 1.0)
+        out = attention.cross_attention(*case.tensors, 1.0, 1.0)
     else:
         masks = random_trees(3, 5) if mask == "tree" else None
-        out, _ = attention.tree_attention(*case.tensors, 1.0, 0, 0.0, None, masks, True)
+        out, _ = attention.tree_attention(*case.tensors, 1.0, 0, 0.0, None, masks, True, 1.0)
     assert out.shape == case.query.shape
 
 
@@ -163,7 +181,7 @@ def test_choice_of_splits():
 
 def test_reference_and_kernels_take_the_same_arguments():
     case = paged([20], [2])
-    options = (0.25, 0, 0.0, None, None, True)
+    options = (0.25, 0, 0.0, None, None, True, 1.0)
     out, logsumexp = attention.tree_attention(*case.tensors, *options)
     expected, expected_logsumexp = reference.tree_attention(*case.tensors, *options)
     torch.testing.assert_close(out, expected)

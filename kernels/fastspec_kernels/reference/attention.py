@@ -13,6 +13,8 @@ def store_kv(
     slot_mapping: Tensor,
     cos: Tensor | None,
     sin: Tensor | None,
+    key_scale: float,
+    value_scale: float,
 ) -> None:
     """Write by (block, offset) of each slot that is not -1."""
     if cos is not None and sin is not None:
@@ -24,8 +26,17 @@ def store_kv(
     kept = slot_mapping >= 0
     slots = slot_mapping[kept]
     block_size = key_cache.shape[1]
-    key_cache[slots // block_size, slots % block_size] = key[kept]
-    value_cache[slots // block_size, slots % block_size] = value[kept]
+    for cache, rows, scale in ((key_cache, key, key_scale), (value_cache, value, value_scale)):
+        cache[slots // block_size, slots % block_size] = _stored(rows[kept], cache.dtype, scale)
+
+
+def _stored(rows: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+    """What a cache keeps of the rows: all, or 8 bits of each value, saturated."""
+    if rows.dtype == dtype:
+        return rows
+    limit = torch.finfo(dtype).max
+    units = rows.float() / torch.full((), scale, device=rows.device)
+    return units.clamp(-limit, limit).to(dtype)
 
 
 def compact_kv(
@@ -72,6 +83,7 @@ def tree_attention(
     sinks: Tensor | None,
     ancestor_mask: Tensor | None,
     return_logsumexp: bool,
+    value_scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Gather each context and find out who sees whom; `_attend` does the rest."""
     out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
@@ -94,7 +106,7 @@ def tree_attention(
         values = _gather(value_cache, block_table[b], context)
         options = (scale, softcap, sinks)
         mixed, logsumexp[rows] = _attend(query[rows], keys, values, visible, *options)
-        out[rows] = mixed.to(out.dtype)
+        out[rows] = (mixed * value_scale).to(out.dtype)
     return out, logsumexp if return_logsumexp else logsumexp.new_empty(0)
 
 
@@ -106,6 +118,7 @@ def cross_attention(
     context_lens: Tensor,
     cu_rows: Tensor,
     scale: float,
+    value_scale: float,
 ) -> Tensor:
     """Gather each context, all of which every row of the sequence sees."""
     out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
@@ -120,7 +133,7 @@ def cross_attention(
             (rows.stop - rows.start, context), dtype=torch.bool, device=query.device
         )
         mixed, _ = _attend(query[rows], keys, values, visible, scale, 0.0, None)
-        out[rows] = mixed.to(out.dtype)
+        out[rows] = (mixed * value_scale).to(out.dtype)
     return out
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fastspec_kernels.triton.attention_kernels import CHUNK, attention_kernel, merge_kernel
 from fastspec_kernels.triton.attention_softmax import LOG2_E
+from fastspec_kernels.triton.cache import numbers_or_bytes
 
 FEW_ROWS = 32
 PROGRAMS_WANTED = 512  # some four for each processor of a large GPU
@@ -39,6 +40,7 @@ class Variant:
     block_d: int
     interpreted: bool
     dot_dtype: tl.dtype
+    float8: str  # "no", "native" (the GPU converts it) or "bits" (the kernel does)
 
     def __post_init__(self):
         """Wrap, as kernels want constants."""
@@ -55,12 +57,14 @@ class Scoring:
     softcap: float = 0.0
     sinks: Tensor | None = None
     ancestor_mask: Tensor | None = None
+    value_scale: float = 1.0
 
 
-def tiles(rows: str, head_size: int) -> dict[str, int]:
+def tiles(rows: str, head_size: int, is_float8: bool = False) -> dict[str, int]:
     """Tile sizes for half precision with few or many rows, and for float32 ("all")."""
     block_d = max(16, triton.next_power_of_2(head_size))
-    block_m, block_n = {"few": (FEW_ROWS, 64), "many": (64, 64), "all": (16, 32)}[rows]
+    few = 32 if is_float8 else 64  # the bytes and what becomes of them share the registers
+    block_m, block_n = {"few": (FEW_ROWS, few), "many": (64, 64), "all": (16, 32)}[rows]
     return {"rows": rows, "block_m": block_m, "block_n": block_n, "block_d": block_d}
 
 
@@ -91,10 +95,11 @@ def tree_attention(
     sinks: Tensor | None,
     ancestor_mask: Tensor | None,
     return_logsumexp: bool,
+    value_scale: float,
 ) -> tuple[Tensor, Tensor]:
     """One launch, two where the chunks of a tile are split among programs."""
     paged = (key_cache, value_cache, block_table, context_lens, cu_rows)
-    scoring = Scoring(scale, sliding_window, softcap, sinks, ancestor_mask)
+    scoring = Scoring(scale, sliding_window, softcap, sinks, ancestor_mask, value_scale)
     mask = "chain" if ancestor_mask is None else "tree"
     return _attend(query, *paged, mask, scoring, return_logsumexp)
 
@@ -107,10 +112,11 @@ def cross_attention(
     context_lens: Tensor,
     cu_rows: Tensor,
     scale: float,
+    value_scale: float,
 ) -> Tensor:
     """As tree_attention, without a tail."""
     paged = (key_cache, value_cache, block_table, context_lens, cu_rows)
-    return _attend(query, *paged, "cross", Scoring(scale), False)[0]
+    return _attend(query, *paged, "cross", Scoring(scale, value_scale=value_scale), False)[0]
 
 
 def _attend(
@@ -146,14 +152,14 @@ def _attend(
     window = scoring.sliding_window if common["windowed"] else 0
     num_nodes = 0 if tree is None else tree.shape[1]
     for rows in kinds_of_rows(query, num_kv_heads, batch, num_nodes):
-        variant = Variant(**common, **tiles(rows, head_size))
+        variant = Variant(**common, **tiles(rows, head_size, common["float8"] != "no"))
         num_tiles = batch
         if rows != "few":
             num_tiles += num_tokens * common["group"] // variant.block_m.value
         attention_kernel[(num_tiles, num_kv_heads, splits)](
             query,
-            key_cache,
-            value_cache,
+            numbers_or_bytes(key_cache),
+            numbers_or_bytes(value_cache),
             block_table,
             context_lens,
             cu_rows,
@@ -176,6 +182,7 @@ def _attend(
             inner,
             factor,
             window,
+            scoring.value_scale,
             V=variant,
             **options(variant),
         )
@@ -192,6 +199,7 @@ def _attend(
             capacity,
             max_chunks,
             window,
+            scoring.value_scale,
             V=variant,
             num_warps=4,
         )
@@ -247,5 +255,15 @@ def choose(
         "merge_m": min(8, triton.next_power_of_2(num_heads)),
         "interpreted": interpreted,
         "dot_dtype": _DOT_DTYPES[dot_dtype],
+        "float8": float8_of(key_cache),
     }
     return common, splits
+
+
+def float8_of(cache: Tensor) -> str:
+    """How kernels read the cache: Variant.float8."""
+    if cache.dtype != torch.float8_e4m3fn:
+        return "no"
+    if cache.device.type != "cuda":
+        return "bits"
+    return "native" if torch.cuda.get_device_capability(cache.device) >= (8, 9) else "bits"

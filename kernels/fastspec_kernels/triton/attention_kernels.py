@@ -40,6 +40,7 @@ def attention_kernel(
     inner,  # factor of the scores before the cap
     factor,  # factor after it, to units of log2
     sliding_window,
+    value_scale,
     V: tl.constexpr,
 ):
     """Program (tile, KV head, split): packed rows (token, head of the group) over a run of chunks.
@@ -102,7 +103,8 @@ def attention_kernel(
     token, head, inside, place = _packed_rows(cu_rows, b, V)
     place = place * V.num_heads + head
     if not V.split:
-        _store_rows(out, logsumexp, sinks, (peak, total, mixed), place, head, inside, V)
+        state = (peak, total, mixed)
+        _store_rows(out, logsumexp, sinks, state, value_scale, place, head, inside, V)
     if wild > 0:  # rare: spoil the columns that such values are in, for the rows that see them
         tl.debug_barrier()
         target, per_row, chunk_size = (
@@ -194,8 +196,10 @@ def _empty_state(BLOCK_M: tl.constexpr, V: tl.constexpr):
 
 
 @triton.jit
-def _store_rows(out, logsumexp, sinks, state, place, head, inside, V: tl.constexpr):
+def _store_rows(out, logsumexp, sinks, state, value_scale, place, head, inside, V: tl.constexpr):
     result, log_total = finish(state, sinks, head, inside, V)
+    if V.float8 != "no":
+        result = result * value_scale
     d = tl.arange(0, V.block_d)
     stored = inside[:, None] & (d < V.head_size)[None, :]
     target = out + place[:, None] * V.head_size + d[None, :]
@@ -217,6 +221,7 @@ def merge_kernel(
     capacity,
     max_chunks,
     sliding_window,
+    value_scale,
     V: tl.constexpr,
 ):
     """Program (token, block of heads): merge the chunks that the token may see, in their order."""
@@ -249,4 +254,5 @@ def merge_kernel(
         part_total = tl.load(partial_stats + source * 2 + 1, mask=inside, other=0.0)
         part = (part_peak, part_total, part_mixed)
         peak, total, mixed = merge((peak, total, mixed), part)
-    _store_rows(out, logsumexp, sinks, (peak, total, mixed), place, head, inside, V)
+    state = (peak, total, mixed)
+    _store_rows(out, logsumexp, sinks, state, value_scale, place, head, inside, V)

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from fastspec_kernels.triton.float8 import cached_values
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -36,7 +38,7 @@ def attend_block(
         loaded = inside[:, None] & (d < V.head_size)[None, :]
     else:
         loaded = None
-    key = tl.load(key_cache + place, mask=loaded, other=ZERO).to(V.dot_dtype)
+    key = cached_values(tl.load(key_cache + place, mask=loaded, other=ZERO), V)
     scores = tl.dot(q, tl.trans(key), input_precision="ieee")
     if V.capped:
         scores = _tanh(scores * inner)
@@ -52,11 +54,11 @@ def attend_block(
     total = tl.fma(total, decay, tl.sum(weights, 1))
     mixed = mixed * decay[:, None]
     weights = weights.to(V.dot_dtype)
-    value = tl.load(value_cache + place, mask=loaded, other=ZERO)
+    value = cached_values(tl.load(value_cache + place, mask=loaded, other=ZERO), V)
     if MASKED:  # weight 0 times NaN must not reach a row that does not see the value
         finite = tl.abs(value.to(tl.float32)) < float("inf")
         value = tl.where(finite, value, 0.0)
-    mixed = tl.dot(weights, value.to(V.dot_dtype), mixed, input_precision="ieee")
+    mixed = tl.dot(weights, value, mixed, input_precision="ieee")
     if MASKED:
         wild += 1 - tl.min(finite.to(tl.int32))
     return new_peak, total, mixed, wild
@@ -71,7 +73,7 @@ def is_wild(paged, keys, V: tl.constexpr):
     block = tl.minimum(tl.maximum(block, 0), num_blocks - 1).to(tl.int64)
     place = block * block_stride + keys % V.block_size * slot_stride
     place = place[:, None] + tl.program_id(1) * V.head_size + d
-    value = tl.load(value_cache + place, mask=d < V.head_size, other=0.0)
+    value = cached_values(tl.load(value_cache + place, mask=d < V.head_size, other=0.0), V)
     return (tl.abs(value.to(tl.float32)) < float("inf")) == 0
 
 

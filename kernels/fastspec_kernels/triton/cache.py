@@ -1,5 +1,6 @@
 """Launches of the kernels that write to a paged cache."""
 
+import torch
 import triton
 from torch import Tensor
 
@@ -16,6 +17,8 @@ def store_kv(
     slot_mapping: Tensor,
     cos: Tensor | None,
     sin: Tensor | None,
+    key_scale: float,
+    value_scale: float,
 ) -> None:
     """One launch."""
     num_tokens, num_heads, head_size = key.shape
@@ -28,8 +31,8 @@ def store_kv(
     store_kernel[(num_tokens, triton.cdiv(num_heads, block_g))](
         key,
         value,
-        key_cache,
-        value_cache,
+        numbers_or_bytes(key_cache),
+        numbers_or_bytes(value_cache),
         slot_mapping,
         cos_rows,
         sin_rows,
@@ -42,12 +45,15 @@ def store_kv(
         key_cache.stride(1),
         cos_rows.stride(0),
         sin_rows.stride(0),
+        key_scale,
+        value_scale,
         BLOCK_SIZE=block_size,
         NUM_HEADS=num_heads,
         HEAD_SIZE=head_size,
         ROTARY_SIZE=0 if cos is None else cos.shape[1],
         BLOCK_G=block_g,
         BLOCK_D=block_d,
+        FLOAT8=key_cache.dtype == torch.float8_e4m3fn,
         INTERPRETED=key.device.type == "cpu",
         num_warps=4,
     )
@@ -69,8 +75,8 @@ def compact_kv(
     width = num_heads * head_size
     block_width = min(triton.next_power_of_2(width), 1024)
     compact_kernel[(batch, 2 * num_layers, triton.cdiv(width, block_width))](
-        key_caches,
-        value_caches,
+        numbers_or_bytes(key_caches),
+        numbers_or_bytes(value_caches),
         block_table,
         prefix_lens,
         path,
@@ -90,3 +96,8 @@ def compact_kv(
         BLOCK_N=triton.next_power_of_2(num_nodes),
         num_warps=4,
     )
+
+
+def numbers_or_bytes(cache: Tensor) -> Tensor:
+    """The cache as kernels take it: float8 in bytes, as the type is unknown to some GPUs."""
+    return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache

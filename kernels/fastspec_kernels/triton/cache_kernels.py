@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from fastspec_kernels.triton.float8 import float8_bits
+
 
 @triton.jit
 def store_kernel(
@@ -22,12 +24,15 @@ def store_kernel(
     slot_stride,
     cos_stride,
     sin_stride,
+    key_scale,
+    value_scale,
     BLOCK_SIZE: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     ROTARY_SIZE: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    FLOAT8: tl.constexpr,  # the caches hold bytes
     INTERPRETED: tl.constexpr,
 ):
     """Program (token, block of heads)."""
@@ -52,9 +57,14 @@ def store_kernel(
         stored = tl.where(rotated[None, :], round_to(turned, stored.dtype, INTERPRETED), stored)
     target = slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * slot_stride
     place = target + g[:, None] * HEAD_SIZE + d[None, :]
+    if FLOAT8:
+        stored = float8_bits(tl.div_rn(stored.to(tl.float32), key_scale))
     tl.store(key_cache + place, stored, mask=inside)
     heads = value + token * value_token_stride + g[:, None] * value_head_stride
-    tl.store(value_cache + place, tl.load(heads + d[None, :], mask=inside, other=0.0), mask=inside)
+    stored = tl.load(heads + d[None, :], mask=inside, other=0.0)
+    if FLOAT8:
+        stored = float8_bits(tl.div_rn(stored.to(tl.float32), value_scale))
+    tl.store(value_cache + place, stored, mask=inside)
 
 
 @triton.jit
