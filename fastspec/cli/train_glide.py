@@ -47,6 +47,9 @@ def glide(
     distillation: Annotated[
         float, typer.Option(help="Weight of the target's distribution against the text, 0 to 1.")
     ] = 0.0,
+    lookup_rows: Annotated[
+        int, typer.Option(help="Fit cross-attention to this many rows first, to copy; 0 does not.")
+    ] = 0,
     held_out: Annotated[float, typer.Option(help="Part of the rows that only judge.")] = 0.05,
     checkpoint_steps: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 200,
     num_speculative_tokens: options.NumSpeculativeTokens = 5,
@@ -72,6 +75,8 @@ def glide(
         raise typer.BadParameter(f"--out: expected a folder, {str(out)!r} is a file")
     if context < 2:
         raise typer.BadParameter(f"--context: expected an int >= 2, got {context}")
+    if plain and lookup_rows:
+        raise typer.BadParameter("--lookup-rows: a --plain draft has no cross-attention")
     if accelerate and device != "auto":
         raise typer.BadParameter(f"--device: accelerate launch chooses it, got {device!r}")
     with usage_errors():
@@ -82,6 +87,7 @@ def glide(
             batch_size=batch_size,
             rate=rate,
             distillation=distillation,
+            lookup_rows=lookup_rows,
             checkpoint_steps=checkpoint_steps,
             seed=seed,
         )

@@ -17,6 +17,7 @@ from fastspec.config.checks import require
 from fastspec.glide.dense import DenseGlimpse, block_mask
 from fastspec.glide.model import GlideLlamaConfig, GlideLlamaForCausalLM
 from fastspec.train.glide_data import Lesson, Teacher
+from fastspec.train.glide_lookup import start_as_lookup
 from fastspec.train.processes import Processes
 from fastspec.train.tiny_draft import DistillationLoss
 
@@ -48,6 +49,8 @@ class TrainOptions:
         rate: peak learning rate; after the warm-up it falls to 0 as a cosine does.
         warmup: part of the steps in which the rate rises, from 0 to 1.
         distillation: weight of the target's distribution against the text's own next token, 0 to 1.
+        lookup_rows: rows to which the cross-attention of a fresh GLIDE draft is fitted at first, as
+            `start_as_lookup` says; 0 leaves it as it is. A plain draft has none.
         checkpoint_steps: steps between checkpoints, >= 1.
         seed: of the order of the rows.
     Raises:
@@ -59,6 +62,7 @@ class TrainOptions:
     rate: float = 5e-4
     warmup: float = 0.025
     distillation: float = 0.0
+    lookup_rows: int = 0
     checkpoint_steps: int = 200
     seed: int = 0
 
@@ -66,6 +70,8 @@ class TrainOptions:
         for name in ("steps", "batch_size", "checkpoint_steps"):
             value = getattr(self, name)
             require(name, value, is_int(value) and value >= 1, "an int >= 1")
+        rows = self.lookup_rows
+        require("lookup_rows", rows, is_int(rows) and rows >= 0, "an int >= 0")
         require("rate", self.rate, 0 < self.rate < math.inf, "a number > 0")
         for name in ("warmup", "distillation"):
             value = getattr(self, name)
@@ -201,6 +207,9 @@ class GlideTrainer:
             draft.config.block_size if isinstance(draft, GlideLlamaForCausalLM) else 0
         )
         draft.to(processes.device).train()  # pyright: ignore[reportArgumentType]
+        if options.lookup_rows and isinstance(draft, GlideLlamaForCausalLM):
+            count = min(options.lookup_rows, num_rows)
+            start_as_lookup(draft, teacher.lesson(torch.linspace(0, num_rows - 1, count).long()))
         self._draft, *self._optimizers = processes.prepare(
             draft, *make_optimizers(draft, options.rate)
         )

@@ -163,10 +163,13 @@ def export(out: Out = OUT, assets: Path = Path("fastspec/assets")) -> None:
 def glide(
     out: Out = OUT,
     assets: Path = Path("fastspec/assets"),
-    steps: int = 900,
+    layers: int = 1,
+    intermediate: int = 1024,
+    steps: int = 4000,
     rows: int = 4,
-    rate: float = 4e-4,
-    checkpoint_steps: int = 50,
+    rate: float = 3e-3,
+    lookup_rows: int = 192,
+    checkpoint_steps: int = 100,
     seed: Seed = 0,
     resume: Resume = False,
 ) -> None:
@@ -179,10 +182,17 @@ def glide(
     token_ids = torch.load(out / "distillation.pt", weights_only=True, mmap=True)["token_ids"]
     lengths = torch.full((len(token_ids),), token_ids.shape[1])
     options = TrainOptions(
-        steps, rows, rate, distillation=1.0, checkpoint_steps=checkpoint_steps, seed=seed
+        steps,
+        rows,
+        rate,
+        distillation=1.0,
+        lookup_rows=lookup_rows,
+        checkpoint_steps=checkpoint_steps,
+        seed=seed,
     )
     texts = Rows(token_ids.long(), lengths)
-    drafts = tiny_glide.train_drafts(target, start, texts, options, out, resume)
+    shape = {"num_layers": layers, "intermediate_size": intermediate}
+    drafts = tiny_glide.train_drafts(target, start, texts, options, shape, out, resume)
     export_glide(drafts, target, out, assets, steps)
 
 

@@ -75,11 +75,12 @@ length is tokens per target step.
 GLIDE_CARD = """
 ## The GLIDE draft
 
-`tiny-glide`: a draft of {glide[layers]} layers and {glide[parameters]:,} parameters that also
-attends to the keys and values of the target's last layers. Beside it a plain draft as large
-({plain[parameters]:,} parameters) was trained, which is not bundled. Both start as `tiny-draft`, to
-which their further weights add nothing at first, and learn the target's distributions on the same
-{rows:,} rows in the same order: {mix}.
+`tiny-glide`: a draft with {glide[layers]} layer and {glide[parameters]:,} parameters that also
+attends to the keys and values of the target's last layer. Beside it a plain draft as large
+({plain[parameters]:,} parameters) was trained, which is not bundled. Both start with the embedding
+and the first layer of `tiny-draft`, cross-attention as a look-up of what followed the current token
+earlier (`fastspec.train.glide_lookup`), and learn the target's distributions on the same {rows:,}
+rows in the same order: {mix}.
 
 | | GLIDE | plain |
 | --- | --- | --- |

@@ -79,16 +79,17 @@ def train_drafts(
     start: LlamaForCausalLM,
     rows: Rows,
     options: TrainOptions,
+    shape: dict[str, int],
     out: Path,
     resume: bool,
 ) -> dict[str, LlamaForCausalLM]:
     """Distils a GLIDE draft and a plain one side by side, on the same rows in the same order.
 
-    Both begin as the draft `start`, and have equally many weights more. Checkpoints and records go
-    to `out/glide` and `out/plain`.
+    Both begin with what they share with the draft `start`, and have equally many weights.
+    Checkpoints and records go to `out/glide` and `out/plain`.
     """
     torch.set_num_threads(1)
-    glide = make_glide(target, start.config.num_hidden_layers, start)
+    glide = make_glide(target, start=start, **shape)
     drafts: dict[str, Any] = {"glide": glide, "plain": make_plain(glide, target, start)}
     teacher = StoredTarget(target, rows, glide.config.num_hidden_layers)
 

@@ -222,7 +222,7 @@ def test_command_line_makes_a_draft_that_runs(target_folder, tmp_path):
     records.write_text(json.dumps({"text": TEXT[:300]}) + "\n")
     common = ("--target", target_folder, "--data", text, "--data", records, "--out", out)
     sizes = ("--context", 32, "--batch-size", 4, "--held-out", 0.1, "--checkpoint-steps", 3)
-    result = run(*common, *sizes, "--steps", 4)
+    result = run(*common, *sizes, "--steps", 4, "--lookup-rows", 6)
     assert result.exit_code == 0, result.output
     assert "4 steps" in result.output
     assert "acceptance rate" in result.output
@@ -260,6 +260,8 @@ def test_plain_baseline_from_the_command_line(target_folder, tmp_path):
         (("--batch-size", 0), "batch_size"),
         (("--rate", 0), "rate"),
         (("--distillation", 1.5), "distillation"),
+        (("--lookup-rows", -1), "lookup_rows"),
+        (("--lookup-rows", 5, "--plain"), "--lookup-rows: a --plain draft"),
         (("--held-out", 1), "held_out"),
         (("--layers", 9), "layers"),
         (("--hidden-size", 33), "hidden_size"),

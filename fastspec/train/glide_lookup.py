@@ -1,0 +1,130 @@
+"""A start for GLIDE's cross-attention: look up what followed the current token earlier."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastspec.glide.dense import DenseGlimpse, block_mask
+from fastspec.glide.model import GlideCrossAttention, GlideLlamaForCausalLM
+from fastspec.train.glide_data import Lesson
+
+_REACH = 40  # tokens over which a rotary pair must turn by less than a radian to be matched
+_SCORE_SPREAD = 2.5  # standard deviation of the scores at the start
+_OUTPUT_SIZE = 0.3  # of what is looked up, relative to the hidden states
+_RIDGE = 1e-2  # relative to the mean square of what a fit reads
+
+
+class _Tokens(NamedTuple):
+    """Ids [T] around each place of a text that has a token on both sides."""
+
+    previous: Tensor
+    current: Tensor
+    following: Tensor
+
+
+@torch.no_grad()
+def start_as_lookup(draft: GlideLlamaForCausalLM, lesson: Lesson) -> None:
+    """Set cross-attention to bring what followed earlier occurrences of the current token.
+
+    The target's keys and values tell almost linearly which token they stand on and which one is
+    before or after it. Of every three query heads one looks for keys of the current token, one for
+    keys right after it, and one for keys of the same two tokens; their outputs are the output
+    embedding of the token after that key, or on it. Queries are fitted to linear discriminants of
+    the keys, outputs to embeddings, both by ridge regression on one lesson. A draft of one layer
+    cannot copy by self-attention alone, and finds this circuit late or never if it starts without.
+    """
+    valid = lesson.valid[:, :-2] & lesson.valid[:, 1:-1] & lesson.valid[:, 2:]
+    ids = lesson.token_ids
+    tokens = _Tokens(*(part[valid] for part in (ids[:, :-2], ids[:, 1:-1], ids[:, 2:])))
+    embeddings = draft.lm_head.weight.float()
+    layers: Any = draft.model.layers
+    for layer, (keys, values) in zip(layers, lesson.layers, strict=True):
+        cross: GlideCrossAttention = layer.cross_attn
+        states = _cross_input(draft, cross, lesson)[:, 1:][valid].float()
+        rotary = cross.rotary_emb or draft.model.rotary_emb
+        positions = torch.arange(keys.shape[2], device=keys.device)[None]
+        cos, sin = rotary(keys.float(), positions)
+        keys = _turned_back(keys.float(), cos, sin)[:, :, 1:].movedim(1, 2)[valid]  # [T, G, D]
+        values = values.float()[:, :, 1:].movedim(1, 2)[valid]
+        slow = (rotary.inv_freq * _REACH < 1).repeat(2)
+        _start_layer(cross, states, keys, values, slow, tokens, embeddings)
+
+
+def _start_layer(
+    cross: GlideCrossAttention,
+    states: Tensor,  # [T, E]
+    keys: Tensor,  # [T, G, D]
+    values: Tensor,
+    slow: Tensor,  # [D] bool
+    tokens: _Tokens,
+    embeddings: Tensor,  # [V, E]
+) -> None:
+    size = cross.head_dim
+    group = cross.q_proj.out_features // size // keys.shape[1]
+    scale = _OUTPUT_SIZE * _rms(states) / _rms(embeddings[tokens.following])
+    for kv_head in range(keys.shape[1]):
+        key, value = keys[:, kv_head], values[:, kv_head]
+        on_key = _discriminants(key, tokens.current, len(embeddings), slow)
+        after_key = _discriminants(key, tokens.previous, len(embeddings), slow)
+        lookups = (
+            (on_key[tokens.current], tokens.following),
+            (after_key[tokens.current], tokens.current),
+            (on_key[tokens.current] + after_key[tokens.previous], tokens.following),
+        )
+        for head in range(kv_head * group, (kv_head + 1) * group):
+            wanted, brought = lookups[head % len(lookups)]
+            query = _fit(states, wanted)
+            spread = (states @ query.T @ key[:: max(1, len(key) // 1000)].T * size**-0.5).std()
+            rows = slice(head * size, (head + 1) * size)
+            cross.q_proj.weight[rows] = (query * _SCORE_SPREAD / spread).to(cross.q_proj.weight)
+            output = _fit(value - value.mean(0), embeddings[brought] - embeddings.mean(0))
+            cross.o_proj.weight[:, rows] = (output * scale).to(cross.o_proj.weight)
+
+
+def _cross_input(
+    draft: GlideLlamaForCausalLM, cross: GlideCrossAttention, lesson: Lesson
+) -> Tensor:
+    """What one cross-attention of the draft reads, [B, S, E]."""
+    inputs: list[Tensor] = []
+    hook = cross.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
+    valid = lesson.valid[:, :-1]
+    glimpse = DenseGlimpse(lesson.layers, block_mask(valid, draft.config.block_size))
+    draft.model(
+        input_ids=lesson.token_ids[:, :-1],
+        attention_mask=valid.long(),
+        use_cache=False,
+        glimpse=glimpse,
+    )
+    hook.remove()
+    return inputs[0]
+
+
+def _turned_back(keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Keys [B, G, S, D] without their rotary embedding."""
+    first, second = keys.chunk(2, dim=-1)
+    return keys * cos[:, None] + torch.cat((second, -first), dim=-1) * sin[:, None]
+
+
+def _discriminants(keys: Tensor, ids: Tensor, vocab_size: int, slow: Tensor) -> Tensor:
+    """[V, D]: for each token the direction that tells the keys of its places from all others."""
+    counts = torch.bincount(ids, minlength=vocab_size)
+    sums = keys.new_zeros(vocab_size, keys.shape[1]).index_add_(0, ids, keys)
+    means = sums / counts.clamp(min=1)[:, None]
+    within = keys - means[ids]
+    covariance = within.T @ within / len(keys)
+    covariance += _RIDGE * covariance.diagonal().mean() * torch.eye(len(slow)).to(keys)
+    apart = (means - keys.mean(0))[:, slow]
+    directions = keys.new_zeros(vocab_size, keys.shape[1])
+    directions[:, slow] = torch.linalg.solve(covariance[slow][:, slow], apart.T).T
+    return directions
+
+
+def _fit(inputs: Tensor, outputs: Tensor) -> Tensor:
+    """The matrix [O, I] that maps inputs [T, I] to outputs [T, O] best."""
+    ridge = _RIDGE * len(inputs) * inputs.square().mean() * torch.eye(inputs.shape[1]).to(inputs)
+    return torch.linalg.solve(inputs.T @ inputs + ridge, inputs.T @ outputs).T
+
+
+def _rms(values: Tensor) -> Tensor:
+    return values.square().mean().sqrt()
