@@ -217,12 +217,13 @@ class Engine:
         if not running:
             return []
         clock.lap("prefill")
-        batch = self._speculation.batch(running, self.config.block_size, self.device)
+        block_size, backend = self.config.block_size, self.config.backend
+        batch = self._speculation.batch(running, block_size, self.device, backend)
         proposal = self._speculation.propose(batch)
         clock.lap("propose")
         rule = AcceptanceRule(self.spec.rejection_sample_method, self.spec.relaxed_acceptance)
         judge = verify if proposal.parents is None else verify_trees
-        verdicts = judge(self._runner, batch, proposal, rule, self.config.backend)
+        verdicts = judge(self._runner, batch, proposal, rule)
         clock.lap("verify")
         events, endings = commit_round(batch, proposal, verdicts, self._speculation, self.stats)
         events += [self._end(ending) for ending in endings]

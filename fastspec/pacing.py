@@ -64,12 +64,12 @@ class StepCostMeter:
 
     def _time_step(self, request: Request, drafter: Drafter, num_draft: int) -> float:
         """One step; whatever was proposed, the target reads that many tokens."""
-        batch = Batch([request], [num_draft], num_draft, self._runner.device)
+        batch = Batch([request], [num_draft], num_draft, self._runner.device, self._backend)
         token_ids = torch.zeros((1, num_draft), dtype=torch.int32, device=batch.device)
         start = time.perf_counter()
         if num_draft:
             drafter.propose(batch)
-        verify(self._runner, batch, Proposal(token_ids), AcceptanceRule(), self._backend)
+        verify(self._runner, batch, Proposal(token_ids), AcceptanceRule())
         seconds = time.perf_counter() - start
         drafter.commit(batch, [0])
         return seconds

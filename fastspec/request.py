@@ -13,6 +13,7 @@ from fastspec.models.transfer import device_tensor
 from fastspec.outputs import RequestOutput
 from fastspec.prefix_index import Content
 from fastspec.stats import SpecStats
+from fastspec_kernels import uniform
 
 # Streams of fastspec_kernels.uniform: drafts must not share numbers with the acceptance tests.
 VERIFY_STREAM = 0
@@ -129,12 +130,14 @@ class Batch:
         requests: read token_ids and block_table; do not write.
         num_draft_tokens: proposals wanted for each, 0..num_speculative_tokens.
         num_speculative_tokens: K, columns of a proposal.
+        backend: of the kernels.
     """
 
     requests: list[Request]
     num_draft_tokens: list[int]
     num_speculative_tokens: int
     device: torch.device
+    backend: str = "auto"
 
     @cached_property
     def all_greedy(self) -> bool:
@@ -159,6 +162,10 @@ class Batch:
     def positions(self) -> Tensor:
         """[B] int64, committed lengths; with seed and stream they name a step's random numbers."""
         return self._tensor([len(request.token_ids) for request in self.requests], torch.int64)
+
+    def uniforms(self, num: int, stream: int) -> Tensor:
+        """[B, num] float32 random numbers of this step, others for each stream."""
+        return uniform(self.seeds, self.positions, num, stream, backend=self.backend)
 
     def _values(self, name: str, dtype: torch.dtype, off: float) -> Tensor | None:
         values = [getattr(request.params, name) for request in self.requests]

@@ -154,7 +154,7 @@ class Simulator:
         requests = [run.request for run in running]
         room = [request.max_len - len(request.token_ids) - 1 for request in requests]
         wanted = [min(self._num_draft, r) for r in room]
-        batch = Batch(requests, wanted, self._num_draft, self.device)
+        batch = Batch(requests, wanted, self._num_draft, self.device, self._config.backend)
         proposal = drafter.propose(batch)
         if proposal.parents is not None:
             raise ValueError("drafter: token trees cannot be simulated")

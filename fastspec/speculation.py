@@ -50,7 +50,9 @@ class Speculation:
             return self.drafter.num_nodes(self._num_draft_tokens)
         return 0
 
-    def batch(self, requests: list[Request], block_size: int, device: torch.device) -> Batch:
+    def batch(
+        self, requests: list[Request], block_size: int, device: torch.device, backend: str
+    ) -> Batch:
         """The next step of requests, with what is wanted for each; a tree may fill its blocks."""
         if num_nodes := self.num_nodes:
             slots = [len(r.block_table) * block_size - len(r.token_ids) for r in requests]
@@ -60,7 +62,7 @@ class Speculation:
             ]
         else:
             limits = [min(self._wanted(request), request.room) for request in requests]
-        return Batch(requests, limits, self.num_draft_tokens, device)
+        return Batch(requests, limits, self.num_draft_tokens, device, backend)
 
     def record(self, request: Request, step: Step) -> None:
         """Tell the schedule what became of a request's draft."""

@@ -19,11 +19,11 @@ from fastspec.verification import (
     wanted_logprobs,
     with_newest,
 )
-from fastspec_kernels import uniform, verify_tree
+from fastspec_kernels import verify_tree
 
 
 def verify_trees(
-    runner: ModelRunner, batch: Batch, proposal: Proposal, rule: AcceptanceRule, backend: str
+    runner: ModelRunner, batch: Batch, proposal: Proposal, rule: AcceptanceRule
 ) -> list[Verdict]:
     """Judge the trees in one target pass, and move what it accepted behind the cached tokens.
 
@@ -44,7 +44,7 @@ def verify_trees(
     target_logits = runner.forward(
         packed(tree_ids.clamp(0, runner.vocab_size - 1).long(), counts),
         spans,
-        tree=TreeLayout.of(parents, backend),
+        tree=TreeLayout.of(parents, batch.backend),
     )
     path, output_ids, accepted_len, logprobs = verify_tree(
         target_logits,
@@ -55,7 +55,7 @@ def verify_trees(
         sibling_rule=proposal.sibling_rule,
         draft_logits=proposal.draft_logits,
         **batch.sampling,
-        backend=backend,
+        backend=batch.backend,
     )
     runner.compact(spans, path, accepted_len)
     lens = accepted_len[:, None].expand_as(path)
@@ -70,7 +70,7 @@ def _uniforms(batch: Batch, num_nodes: int) -> Tensor:
     So a request that nothing is proposed for gets the same token, whether others have trees or not.
     """
     extra = batch.num_speculative_tokens  # the last column of a chain
-    numbers = uniform(batch.seeds, batch.positions, max(num_nodes, extra) + 1, VERIFY_STREAM)
+    numbers = batch.uniforms(max(num_nodes, extra) + 1, VERIFY_STREAM)
     parts = [
         numbers[:, : min(extra, num_nodes)],
         numbers[:, extra + 1 : num_nodes + 1],

@@ -13,7 +13,7 @@ from fastspec.outputs import StepTree
 from fastspec.request import VERIFY_STREAM, Batch, Request
 from fastspec.runner import ModelRunner, Span
 from fastspec.token_tree import packed
-from fastspec_kernels import uniform, verify_chain
+from fastspec_kernels import verify_chain
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class AcceptanceRule(NamedTuple):
 
 
 def verify(
-    runner: ModelRunner, batch: Batch, proposal: Proposal, rule: AcceptanceRule, backend: str
+    runner: ModelRunner, batch: Batch, proposal: Proposal, rule: AcceptanceRule
 ) -> list[Verdict]:
     """Judge the proposals in one target pass; a round's only copy from the device is made here."""
     counts, spans = judged_spans(batch, proposal)
@@ -70,12 +70,12 @@ def verify(
         target_logits,
         ends,
         proposal.token_ids,
-        uniform(batch.seeds, batch.positions, num_columns, VERIFY_STREAM),
+        batch.uniforms(num_columns, VERIFY_STREAM),
         draft_logits=proposal.draft_logits,
         **batch.sampling,
         lenience=rule.lenience,
         method=rule.method,
-        backend=backend,
+        backend=batch.backend,
     )
     table = torch.cat([accepted_len[:, None], output_ids, proposal.token_ids], dim=1).tolist()
     logprob_rows = wanted_logprobs(batch, logprobs)

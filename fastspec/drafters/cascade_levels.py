@@ -135,14 +135,14 @@ class ModelLevel:
 
     def write(self, drafts: list[Draft], counts: list[int], batch: Batch) -> None:
         device = batch.device
-        uniforms = draw_uniforms(drafts, batch.num_speculative_tokens, device)
+        uniforms = draw_uniforms(drafts, batch.num_speculative_tokens, batch)
         keeps_logits = self._lenience > 1 or any(not draft.is_greedy for draft in drafts)
         texts = [draft.text for draft in drafts]
         sampling = self._sampling(drafts, device)
         token_ids, logits = self.model.write(texts, counts, sampling, uniforms, keeps_logits)
         if logits is not None and self._lenience > 1:
             flat = logits.view(-1, logits.shape[-1])
-            probs = _probs(flat, token_ids.view(-1)).view(token_ids.shape).tolist()
+            probs = _probs(flat, token_ids.view(-1), self._backend).view(token_ids.shape).tolist()
         else:
             probs = [[1.0] * token_ids.shape[1]] * len(drafts)
         columns = zip(drafts, token_ids.tolist(), counts, strict=True)
@@ -195,7 +195,7 @@ class ModelLevel:
         counts = [len(row) for row in tokens]
         width = max(counts)
         cu_rows = device_tensor(row_starts([n + 1 for n in counts]), torch.int32, device)
-        uniforms = draw_uniforms(drafts, batch.num_speculative_tokens + 1, device)
+        uniforms = draw_uniforms(drafts, batch.num_speculative_tokens + 1, batch)
         output_ids, accepted_len, _ = verify_chain(
             logits,
             cu_rows,
@@ -224,7 +224,7 @@ class ModelLevel:
             backend=self._backend,
         )
         best_ids = best.tolist()
-        probs, best_probs = _probs(logits, ids).tolist(), _probs(logits, best).tolist()
+        probs, best_probs = (_probs(logits, i, self._backend).tolist() for i in (ids, best))
         verdicts = []
         for row, first in zip(tokens, row_starts([len(row) + 1 for row in tokens]), strict=False):
             accepted = 0
@@ -257,8 +257,8 @@ class ModelLevel:
         return greedy_sampling(batch) if is_greedy else batch.sampling
 
 
-def _probs(logits: Tensor, token_ids: Tensor) -> Tensor:
+def _probs(logits: Tensor, token_ids: Tensor, backend: str) -> Tensor:
     """Probability of one token of each row at temperature 1, [R]."""
-    logsumexp, _ = row_stats(logits)
+    logsumexp, _ = row_stats(logits, backend=backend)
     picked = logits.gather(1, token_ids.clamp(min=0).long()[:, None])[:, 0]
     return torch.exp(picked.float() - logsumexp)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastspec.drafters.texts import Text
 from fastspec.models.transfer import device_tensor
-from fastspec.request import CASCADE_STREAM, Request
+from fastspec.request import CASCADE_STREAM, Batch, Request
 from fastspec_kernels import uniform
 
 _DRAW_SHIFT = 32  # positions are below 2**32, so the number of the draw goes above
@@ -94,15 +94,15 @@ class Draft:
         return len(self.request.token_ids)
 
 
-def draw_uniforms(drafts: list[Draft], num: int, device: torch.device) -> Tensor:
+def draw_uniforms(drafts: list[Draft], num: int, batch: Batch) -> Tensor:
     """[B, num] numbers that no other decision of the step, or of any other step, has."""
     seeds, positions = [], []
     for draft in drafts:
         seeds.append(draft.request.seed)
         positions.append(len(draft.request.token_ids) + (draft.num_draws << _DRAW_SHIFT))
         draft.num_draws += 1
-    keys = device_tensor([seeds, positions], torch.int64, device)
-    return uniform(keys[0], keys[1], num, CASCADE_STREAM)
+    keys = device_tensor([seeds, positions], torch.int64, batch.device)
+    return uniform(keys[0], keys[1], num, CASCADE_STREAM, backend=batch.backend)
 
 
 def laws(tokens: list[list[DraftToken]], width: int, vocab_size: int) -> Tensor | None:

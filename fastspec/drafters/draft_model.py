@@ -13,7 +13,7 @@ from fastspec.drafters.texts import Text
 from fastspec.models.transfer import device_tensor
 from fastspec.request import DRAFT_STREAM, Batch, Request, SamplingTensors
 from fastspec.runner import ModelRunner, Span
-from fastspec_kernels import sample, uniform
+from fastspec_kernels import sample
 
 _PREFILL_FROM = 8  # more missing tokens than this are read in a pass of their own, without logits
 
@@ -55,7 +55,7 @@ class DraftModelDrafter:
         ]
         sampling = batch.sampling if self._probabilistic else greedy_sampling(batch)
         num = batch.num_speculative_tokens
-        uniforms = uniform(batch.seeds, batch.positions, num, DRAFT_STREAM)
+        uniforms = batch.uniforms(num, DRAFT_STREAM)
         keeps_logits = self._probabilistic and not batch.all_greedy
         token_ids, draft_logits = self.write(texts, limits, sampling, uniforms, keeps_logits)
         passes = [{self.name: limit} for limit in limits]
@@ -86,7 +86,10 @@ class DraftModelDrafter:
             logits = self._runner.forward(step_ids, spans, rows)[:, : self._vocab_size]
             chosen = slice(None) if len(drafting) == len(limits) else self._index(drafting)
             picked, _ = sample(
-                logits, uniforms[chosen, step].contiguous(), **_take(sampling, chosen)
+                logits,
+                uniforms[chosen, step].contiguous(),
+                **_take(sampling, chosen),
+                backend=self._runner.paged_model.backend,
             )
             token_ids[chosen, step] = picked
             if keeps_logits:

@@ -11,7 +11,6 @@ from fastspec.drafters.tree_candidates import Candidates
 from fastspec.models.transfer import device_tensor
 from fastspec.request import DRAFT_STREAM, Batch
 from fastspec.tree_shapes import TreeShape
-from fastspec_kernels import uniform
 
 ConfidenceBins = tuple[tuple[float, int], ...]  # up to this probability, so many more siblings
 
@@ -70,7 +69,9 @@ class LikeliestTree:
     def add(self, logits: Tensor, places: list[int]) -> None:
         num_requests, width = self._nodes.shape
         rows = device_tensor([p // width for p in places], torch.int64, logits.device)
-        token_ids, logprobs = likeliest(logits, self._num_children, self._temperature(rows))
+        token_ids, logprobs = likeliest(
+            logits, self._num_children, self._temperature(rows), self._batch.backend
+        )
         size = (num_requests, width, self._num_children)
         scores = self._scores[:, :, None] + _spread(logprobs, places, size, -torch.inf)
         if self._bins is not None:
@@ -143,9 +144,9 @@ class FixedTree:
             rows = device_tensor([p // width for p in places], torch.int64, device)
             self._keep_logits(logits, rows, [level.expanded[p % width] for p in places])
             sampling = of_rows(self._batch.sampling, rows)
-            token_ids = drawn(logits, self._uniforms(places), sampling)
+            token_ids = drawn(logits, self._uniforms(places), sampling, self._batch.backend)
         else:
-            token_ids, _ = likeliest(logits, level.num_children, None)
+            token_ids, _ = likeliest(logits, level.num_children, None, self._batch.backend)
         size = (len(self._token_ids), width, level.num_children)
         self._newest = _spread(token_ids, places, size, -1).flatten(1)
         first = level.children[0] - 1
@@ -178,7 +179,7 @@ class FixedTree:
         for place, node in zip(level.kept, level.children, strict=True):
             numbers[place] = node
         num = self._token_ids.shape[1] + 1
-        all_uniforms = uniform(batch.seeds, batch.positions, num, DRAFT_STREAM)
+        all_uniforms = batch.uniforms(num, DRAFT_STREAM)
         grid = all_uniforms[:, device_tensor(numbers, torch.int64, batch.device)]
         return grid.view(-1, num_children)[device_tensor(places, torch.int64, batch.device)]
 

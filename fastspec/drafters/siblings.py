@@ -10,19 +10,22 @@ from fastspec.request import SamplingTensors
 from fastspec_kernels import row_stats, sample
 
 
-def likeliest(logits: Tensor, num: int, temperature: Tensor | None) -> tuple[Tensor, Tensor]:
+def likeliest(
+    logits: Tensor, num: int, temperature: Tensor | None, backend: str = "auto"
+) -> tuple[Tensor, Tensor]:
     """The `num` likeliest tokens of each row, best first, and their log-probabilities.
 
     Args:
         logits: [R, V].
         temperature: [R], all above 0, or None = 1.
+        backend: of the kernel.
     Returns:
         token_ids [R, num] int32, logprobs [R, num] float32; -1 and -inf where there is none.
     """
     best, token_ids = logits.float().topk(min(num, logits.shape[1]))
     if temperature is not None:
         best = best / temperature[:, None]
-    logsumexp, _ = row_stats(logits, temperature=temperature)
+    logsumexp, _ = row_stats(logits, temperature=temperature, backend=backend)
     logprobs = (best - logsumexp[:, None]).clamp(max=0.0)
     logprobs = logprobs.masked_fill(logprobs.isnan(), -torch.inf)
     token_ids = token_ids.int().masked_fill(logprobs == -torch.inf, -1)
@@ -30,7 +33,9 @@ def likeliest(logits: Tensor, num: int, temperature: Tensor | None) -> tuple[Ten
     return pad(token_ids, missing, value=-1), pad(logprobs, missing, value=-torch.inf)
 
 
-def drawn(logits: Tensor, uniforms: Tensor, sampling: SamplingTensors) -> Tensor:
+def drawn(
+    logits: Tensor, uniforms: Tensor, sampling: SamplingTensors, backend: str = "auto"
+) -> Tensor:
     """Tokens drawn from each row one after the other, each without those before it.
 
     Args:
@@ -38,17 +43,18 @@ def drawn(logits: Tensor, uniforms: Tensor, sampling: SamplingTensors) -> Tensor
         uniforms: [R, num] float32, one for each token.
         sampling: temperature and filters of each row; rows of temperature 0 give their likeliest
             tokens, best first.
+        backend: of the kernels.
     Returns:
         [R, num] int32, -1 where nothing is left to draw.
     """
     temperature = sampling["temperature"]
-    _, threshold = row_stats(logits, **sampling)
+    _, threshold = row_stats(logits, **sampling, backend=backend)
     if temperature is not None:
         threshold = threshold.masked_fill(temperature == 0, -torch.inf)
     left = logits.masked_fill(logits < threshold[:, None], -torch.inf)
     picked = []
     for draw in uniforms.unbind(1):
-        token_ids, _ = sample(left, draw, temperature=temperature)
+        token_ids, _ = sample(left, draw, temperature=temperature, backend=backend)
         picked.append(token_ids)
         left.scatter_(1, token_ids.clamp(min=0).long()[:, None], -torch.inf)
     return torch.stack(picked, dim=1)
