@@ -95,6 +95,7 @@ def generate(
     prefix_caching: Annotated[
         bool, typer.Option("--prefix-caching", help="Read a beginning that prompts share once.")
     ] = False,
+    kv_cache_dtype: options.KvCacheDtype = "auto",
     chat: Annotated[
         bool,
         typer.Option("--chat", help="Wrap each prompt in the tokenizer's chat template."),
@@ -157,6 +158,7 @@ def generate(
             device=device,
             max_batch_size=max_batch_size,
             prefix_caching=prefix_caching,
+            kv_cache_dtype=kv_cache_dtype,
         )
     if dataset is None:
         check_no_dataset(dataset_file, num_prompts)

@@ -80,6 +80,12 @@ MaxTokens = Annotated[int, typer.Option(help="New tokens of each prompt at most.
 Dtype = Annotated[
     str, typer.Option(help="Weights: auto (float32 on CPU), float32, bfloat16 or float16.")
 ]
+KvCacheDtype = Annotated[
+    str,
+    typer.Option(
+        help="Keys and values: auto (as the model) or float8, which rounds them to 8 bits (GPU)."
+    ),
+]
 Device = Annotated[str, typer.Option(help="Where the models run: auto, cpu, cuda, cuda:1, ...")]
 NumPrompts = Annotated[int, typer.Option(help="How many of the bundled held-out prompts to use.")]
 NumMeasuredPrompts = Annotated[

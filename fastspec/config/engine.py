@@ -29,6 +29,12 @@ class EngineConfig:
         prefix_caching: True lets prompts that begin alike share the blocks of what they share, and
             keeps those of ended requests until their space is needed. Off by default: then what is
             read, and how long that takes, never depends on what ran before.
+        kv_cache_dtype: "auto" (that of the model) or "float8": keys and values are rounded to
+            8 bits (e4m3, no scales, nothing calibrated; beyond 448 they become 448), so the cache
+            holds two to four times as many tokens. What is decoded is then the target with such a
+            cache; speculation is lossless with respect to that. Where two passes differ in a last
+            bit, rounding may make it a whole step. Needs a GPU, or for tests backend "reference" or
+            "triton"; ValueError for an encoder-decoder.
         cuda_graphs: "auto" replays passes of few tokens as CUDA graphs where the model is on a GPU
             and can be captured; where it cannot, a warning is logged once. "on" raises instead, and
             "off" never captures. Encoder-decoders and GLIDE drafts are never captured.
@@ -51,6 +57,7 @@ class EngineConfig:
     max_model_len: int | None = None
     prefill_chunk_size: int = 512
     prefix_caching: bool = False
+    kv_cache_dtype: str = "auto"
     cuda_graphs: str = "auto"
     compile_modules: bool = False
     max_n_spec_tokens: int | None = None
@@ -60,6 +67,8 @@ class EngineConfig:
     def __post_init__(self):
         dtypes = ("auto", "float32", "bfloat16", "float16")
         require("dtype", self.dtype, self.dtype in dtypes, f"one of {dtypes}")
+        caches, cache = ("auto", "float8"), self.kv_cache_dtype
+        require("kv_cache_dtype", cache, cache in caches, f"one of {caches}")
         for name in ("block_size", "max_batch_size", "prefill_chunk_size"):
             value = getattr(self, name)
             require(name, value, is_int(value) and value >= 1, "an int >= 1")

@@ -120,7 +120,8 @@ class DrafterFactory:
 
     def _glide(self, source: ModelSource) -> DrafterPlan:
         self._check_tokenizer(source)
-        model = PagedModel(load_glide(source, self._config), self._config.backend)
+        config = self._config
+        model = PagedModel(load_glide(source, config), config.backend, config.kv_cache_dtype)
         if self._config.compile_modules:
             compile_modules(model.model)
         probabilistic = self._spec.draft_sample_method == "probabilistic"

@@ -34,9 +34,10 @@ class PagedGlimpse:
 
     def attend(self, layer: int, query: Tensor) -> Tensor:
         key_cache, value_cache = self.caches[layer]
+        is_float8 = key_cache.dtype == torch.float8_e4m3fn  # beside which queries are as they are
         attention = tree_attention if self.is_causal else cross_attention
         out = attention(
-            query[0].transpose(0, 1).to(key_cache.dtype),
+            query[0].transpose(0, 1).to(query.dtype if is_float8 else key_cache.dtype),
             key_cache,
             value_cache,
             self.block_table,

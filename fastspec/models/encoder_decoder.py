@@ -35,8 +35,13 @@ def paged_model_of(model: PreTrainedModel, config: EngineConfig) -> PagedModel:
             f"prefix_caching: {type(model).__name__} is an encoder-decoder; what its decoder caches"
             " depends on the encoder's input, so requests cannot share it"
         )
+    if is_encoder_decoder and config.kv_cache_dtype != "auto":
+        raise ValueError(
+            f"kv_cache_dtype: {type(model).__name__} is an encoder-decoder; its attention cannot"
+            f" read {config.kv_cache_dtype}"
+        )
     kind = EncoderDecoderModel if is_encoder_decoder else PagedModel
-    paged_model = kind(model, config.backend)
+    paged_model = kind(model, config.backend, config.kv_cache_dtype)
     if config.compile_modules:
         compile_modules(paged_model.model)
     return paged_model

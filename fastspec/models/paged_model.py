@@ -1,6 +1,7 @@
 """The hook into transformers: attention of a packed [1, T] batch over the paged cache."""
 
 import inspect
+import os
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
 
@@ -171,17 +172,25 @@ class PassThroughCache(Cache):
 class PagedModel:
     """A transformers decoder whose attention runs over pages; the model is left as it was found.
 
+    Args:
+        model: what runs.
+        backend: of the kernels.
+        kv_cache_dtype: "auto" or "float8", see `EngineConfig`.
     Raises:
         ValueError: the model cannot be driven this way; the message names it and says why.
     """
 
     decoder_start_id: int | None = None  # only an encoder-decoder has one
 
-    def __init__(self, model: PreTrainedModel, backend: str):
+    def __init__(self, model: PreTrainedModel, backend: str, kv_cache_dtype: str = "auto"):
         self.backend = backend
         self.name = type(model).__name__
         self.device = model.device
         self.dtype = model.dtype
+        self._cache_dtype = self.dtype
+        if kv_cache_dtype == "float8":
+            _check_float8(self.device, backend)
+            self._cache_dtype = torch.float8_e4m3fn
         text_config = model.config.get_text_config(decoder=True)
         self.vocab_size = _vocab_size(model)
         self.max_positions = getattr(text_config, "max_position_embeddings", None)
@@ -210,7 +219,7 @@ class PagedModel:
 
         def empty(num_layers: int, heads: HeadShape) -> Tensor:
             shape = (num_layers, num_blocks, block_size, *heads)
-            return torch.empty(shape, dtype=self.dtype, device=self.device)
+            return torch.empty(shape, dtype=self._cache_dtype, device=self.device)
 
         layers_of: dict[tuple[HeadShape, HeadShape], list[int]] = {}
         for layer, heads in sorted(self.cache_shapes.items()):
@@ -223,7 +232,7 @@ class PagedModel:
     def bytes_per_token(self) -> int:
         """Bytes of keys and values that one token takes in all layers."""
         elements = sum(g * d for pair in self.cache_shapes.values() for g, d in pair)
-        return elements * self.dtype.itemsize
+        return elements * self._cache_dtype.itemsize
 
     def _adopt(self, model: PreTrainedModel) -> None:
         """Check the model, and make the twin that runs."""
@@ -265,6 +274,17 @@ def _vocab_size(model: PreTrainedModel) -> int:
     if head is None:
         raise ValueError(f"{type(model).__name__}: has no language-model head")
     return cast(Tensor, head.weight).shape[0]
+
+
+def _check_float8(device: torch.device, backend: str) -> None:
+    """Refuse what would run, slowly, through the reference without being asked to."""
+    if backend == "auto":
+        backend = os.environ.get("FASTSPEC_BACKEND", "auto")
+    if device.type == "cpu" and backend in ("auto", "cpu"):
+        raise ValueError(
+            f"kv_cache_dtype: the CPU kernels take no float8 (backend {backend!r}); it needs a GPU,"
+            " or for tests backend 'reference' or 'triton'"
+        )
 
 
 def _check_architecture(model: PreTrainedModel, text_config, takes_position_ids: bool) -> None:

@@ -75,6 +75,13 @@ def test_prefix_caching_changes_no_ids(invoke, pair):
     assert found == [[0, 0, 0], [0, *[len(begin) // 16 * 16] * 2]]
 
 
+def test_float8_cache_is_refused_on_the_cpu(invoke, pair):
+    arguments = ["--prompt", "one", "--device", "cpu", "--kv-cache-dtype", "float8"]
+    result = invoke("generate", *pair, *arguments)
+    assert result.exit_code == 1
+    assert "kv_cache_dtype: the CPU kernels take no float8" in " ".join(result.stderr.split())
+
+
 @pytest.mark.parametrize("source", ["pipe", "dash"])
 def test_stdin(invoke, pair, source):
     dash = ["--prompts-file", "-"] if source == "dash" else []

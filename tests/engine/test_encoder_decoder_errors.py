@@ -67,6 +67,11 @@ def test_no_start_token():
         Engine(model)
 
 
+def test_float8_cache(model):
+    with pytest.raises(ValueError, match="kv_cache_dtype: T5ForConditionalGeneration"):
+        Engine(model, config=EngineConfig(kv_cache_dtype="float8", backend="reference"))
+
+
 def test_prefix_caching(model):
     with pytest.raises(ValueError, match="prefix_caching: T5ForConditionalGeneration"):
         Engine(model, config=EngineConfig(prefix_caching=True))

@@ -159,6 +159,8 @@ def test_hugging_face_alias_and_unknown_fields():
         ("max_model_len", -1),
         ("prefill_chunk_size", 0),
         ("prefix_caching", "yes"),
+        ("kv_cache_dtype", "fp8"),
+        ("kv_cache_dtype", None),
         ("compile_modules", "yes"),
         ("cuda_graphs", "wrong"),
     ],
