@@ -210,7 +210,7 @@ def _store_check(vocab, dtype, backend, device):
 
 def _compact_check(vocab, dtype, backend, device):
     """Moves that overlap and cross pages, in two rounds; the second sequence stays as it is."""
-    for element, head_size in product(DTYPES, (128, 5)):
+    for element, head_size in product((*DTYPES, torch.float8_e4m3fn), (128, 5)):
         caches = torch.randn(2, 3, 12, 4, 2, head_size, generator=generator()).to(element).unbind(0)
         table = torch.randperm(12, generator=generator()).view(2, 6).int()
         path = torch.arange(2, 12, dtype=torch.int32).repeat(2, 1)
