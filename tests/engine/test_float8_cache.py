@@ -11,7 +11,7 @@ from transformers.masking_utils import sdpa_mask
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 
 from ..models import random_model
-from .test_glide import often_right
+from .glide_models import often_right
 from .test_greedy import hugging_face_greedy
 from .test_paged_cache import cached
 
