@@ -59,62 +59,66 @@ class LikeliestTree:
         self._width = width
         self._num_children = num_children
         self._num_nodes = num_nodes
-        self._bins = bins
+        self._temperature = _temperature(batch, _GREEDY_TEMPERATURE if bins is None else 1.0)
+        self._num_extra = None if bins is None else _NumExtra(bins, batch.device)
+        self._ranks = torch.arange(num_children, device=batch.device)
         root = torch.zeros((len(batch.requests), 1), dtype=torch.int64, device=batch.device)
         self._nodes, self._scores = root, root.float()  # [B, E], those read last
         # A candidate that is never chosen, for trees to which nothing is added.
-        self._all = Candidates((root - 1).int(), root, torch.full_like(self._scores, -torch.inf))
-        self._newest = self._all
+        none = Candidates((root - 1).int(), root, torch.full_like(self._scores, -torch.inf))
+        self._grown, self._count = [none], none.count
 
     def add(self, logits: Tensor, places: list[int]) -> None:
         num_requests, width = self._nodes.shape
-        rows = device_tensor([p // width for p in places], torch.int64, logits.device)
+        temperature = self._temperature
+        if temperature is not None and (width > 1 or len(places) < num_requests):
+            rows = device_tensor([p // width for p in places], torch.int64, logits.device)
+            temperature = temperature[rows]
         token_ids, logprobs = likeliest(
-            logits, self._num_children, self._temperature(rows), self._batch.backend
+            logits, self._num_children, temperature, self._batch.backend
         )
         size = (num_requests, width, self._num_children)
         scores = self._scores[:, :, None] + _spread(logprobs, places, size, -torch.inf)
-        if self._bins is not None:
-            scores = scores.masked_fill(self._is_surplus(scores, self._bins), -torch.inf)
-        self._newest = Candidates(
+        if self._num_extra is not None:
+            num_extra = self._num_extra.of((scores[:, :, :1] - self._scores[:, :, None]).exp())
+            scores = scores.masked_fill(self._ranks > num_extra, -torch.inf)
+        newest = Candidates(
             _spread(token_ids, places, size, -1).flatten(1),
             self._nodes[:, :, None].expand(size).flatten(1),
             scores.flatten(1),
         )
-        self._all = self._all.joined(self._newest)
+        self._grown.append(newest)
+        self._count += newest.count
 
     def expanded(self) -> tuple[Tensor, Tensor]:
-        self._scores, chosen = self._newest.scores.topk(self._width, dim=1)
-        self._nodes = chosen + self._all.count - self._newest.count + 1
-        return self._newest.token_ids.gather(1, chosen), chosen // self._num_children
+        newest = self._grown[-1]
+        self._scores, chosen = newest.scores.topk(self._width, dim=1)
+        self._nodes = chosen + (self._count - newest.count + 1)
+        return newest.token_ids.gather(1, chosen), chosen // self._num_children
 
     def add_branch(self, token_ids: Tensor) -> None:
         """A chain [B, K] of another drafter's, -1 after its end, that every tree is to hold."""
-        self._all = self._all.with_chain(token_ids)
+        self._grown = [Candidates.joined(self._grown).with_chain(token_ids)]
 
     def proposal(self) -> Proposal:
         limits = device_tensor(self._batch.num_draft_tokens, torch.int64, self._batch.device)
-        token_ids, parents = self._all.best(self._num_nodes, limits)
+        token_ids, parents = Candidates.joined(self._grown).best(self._num_nodes, limits)
         # On the CPU, where looking costs nothing, it says how many nodes there are.
         on_cpu = self._batch.device.type == "cpu"
         known = (token_ids >= 0).sum(dim=1).tolist() if on_cpu else None
         return Proposal(token_ids, parents, num_tokens=known, sibling_rule="target_only")
 
-    def _temperature(self, rows: Tensor) -> Tensor | None:
-        """At which the scores of some requests are taken, [R]."""
-        temperature = of_rows(self._batch.sampling, rows)["temperature"]
-        if temperature is None:
-            return None
-        greedy = 1.0 if self._bins is not None else _GREEDY_TEMPERATURE
-        return temperature.masked_fill(temperature == 0, greedy)
 
-    def _is_surplus(self, scores: Tensor, bins: ConfidenceBins) -> Tensor:
-        """Which of the children [B, E, C] their best sibling is too sure to need."""
-        bounds = device_tensor([bound for bound, _ in bins[:-1]], torch.float32, scores.device)
-        extra = device_tensor([extra for _, extra in bins], torch.int64, scores.device)
-        confidence = (scores[:, :, :1] - self._scores[:, :, None]).exp()
-        ranks = torch.arange(self._num_children, device=scores.device)
-        return ranks > extra[torch.bucketize(confidence, bounds)]
+class _NumExtra:
+    """How many siblings the likeliest of some children gets, by its probability."""
+
+    def __init__(self, bins: ConfidenceBins, device: torch.device):
+        self._bounds = device_tensor([bound for bound, _ in bins[:-1]], torch.float32, device)
+        self._extra = device_tensor([extra for _, extra in bins], torch.int64, device)
+
+    def of(self, confidence: Tensor) -> Tensor:
+        """int64, in the shape of the probabilities."""
+        return self._extra[torch.bucketize(confidence, self._bounds)]
 
 
 class FixedTree:
@@ -184,8 +188,16 @@ class FixedTree:
         return grid.view(-1, num_children)[device_tensor(places, torch.int64, batch.device)]
 
 
+def _temperature(batch: Batch, greedy: float) -> Tensor | None:
+    """At which scores are taken, [B]; `greedy` for requests of temperature 0, None = 1 for all."""
+    temperature = batch.sampling["temperature"]
+    return None if temperature is None else temperature.masked_fill(temperature == 0, greedy)
+
+
 def _spread(values: Tensor, places: list[int], size: tuple[int, int, int], empty: float) -> Tensor:
     """Rows [R, C] at their places of a grid of the size [B, E, C], `empty` elsewhere."""
+    if len(places) == size[0] * size[1]:
+        return values.view(size)
     grid = values.new_full((size[0] * size[1], size[2]), empty)
     grid[device_tensor(places, torch.int64, values.device)] = values
     return grid.view(size)

@@ -27,10 +27,12 @@ def likeliest(
         best = best / temperature[:, None]
     logsumexp, _ = row_stats(logits, temperature=temperature, backend=backend)
     logprobs = (best - logsumexp[:, None]).clamp(max=0.0)
-    logprobs = logprobs.masked_fill(logprobs.isnan(), -torch.inf)
+    logprobs = logprobs.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
     token_ids = token_ids.int().masked_fill(logprobs == -torch.inf, -1)
-    missing = (0, num - best.shape[1])
-    return pad(token_ids, missing, value=-1), pad(logprobs, missing, value=-torch.inf)
+    if missing := num - best.shape[1]:
+        token_ids = pad(token_ids, (0, missing), value=-1)
+        logprobs = pad(logprobs, (0, missing), value=-torch.inf)
+    return token_ids, logprobs
 
 
 def drawn(

@@ -1,5 +1,6 @@
 """Candidates for a token tree, and the choice of those that it is made of."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,9 +26,10 @@ class Candidates(NamedTuple):
         """M."""
         return self.scores.shape[1]
 
-    def joined(self, others: "Candidates") -> "Candidates":
-        """These and others, whose numbers go on from these."""
-        return Candidates(*(torch.cat(pair, dim=1) for pair in zip(self, others, strict=True)))
+    @classmethod
+    def joined(cls, parts: Sequence["Candidates"]) -> "Candidates":
+        """All of them; the numbers of each go on from those before it."""
+        return cls(*(torch.cat(column, dim=1) for column in zip(*parts, strict=True)))
 
     def with_chain(self, token_ids: Tensor) -> "Candidates":
         """These and a chain [B, K] after the root, -1 after its end, preferred to all others.
@@ -43,7 +45,7 @@ class Candidates(NamedTuple):
             new = token.masked_fill(found, -1)[:, None]
             scores = torch.zeros_like(result.scores[:, :1]).masked_fill(new < 0, -torch.inf)
             preferred = result._replace(scores=result.scores.masked_fill(is_same, 0.0))
-            result = preferred.joined(Candidates(new, current[:, None], scores))
+            result = self.joined([preferred, Candidates(new, current[:, None], scores)])
             current = torch.where(found, is_same.int().argmax(dim=1) + 1, result.count)
         return result
 

@@ -105,11 +105,16 @@ class TreePasses:
         for length in lengths:
             rows += range(end + self._newest, end + length)
             end += length
-        parents = self._parents[device_tensor(reading, torch.int64, self._parents.device)]
+        parents = self._of(self._parents, reading)
         layout = TreeLayout.of(parents, self._runner.paged_model.backend)
         return self._runner.forward(packed(self._ids(reading), lengths), spans, rows, layout)
 
     def _ids(self, reading: list[int]) -> Tensor:
         """Tokens [B', S] int64 of some requests, those that the draft model can embed."""
-        index = device_tensor(reading, torch.int64, self._token_ids.device)
-        return self._token_ids[index].clamp(0, self._runner.vocab_size - 1).long()
+        return self._of(self._token_ids, reading).clamp(0, self._runner.vocab_size - 1).long()
+
+    def _of(self, values: Tensor, reading: list[int]) -> Tensor:
+        """Rows of some requests."""
+        if len(reading) == len(values):
+            return values
+        return values[device_tensor(reading, torch.int64, values.device)]
