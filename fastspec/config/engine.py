@@ -38,9 +38,10 @@ class EngineConfig:
         cuda_graphs: "auto" replays passes of few tokens as CUDA graphs where the model is on a GPU
             and can be captured; where it cannot, a warning is logged once. "on" raises instead, and
             "off" never captures. Encoder-decoders and GLIDE drafts are never captured.
-        compile_modules: True lets torch.compile fuse normalisations and feed-forward blocks that
-            have no kernel of ours, which takes seconds when they first run. Off by default: what it
-            brings on a GPU has not been measured yet.
+        compile_modules: True lets torch.compile fuse rotary embeddings, and normalisations and
+            feed-forward blocks that have no kernel of ours, which takes seconds when they first
+            run. Off by default: it makes small models slower on a CPU, and what it brings on a GPU
+            has not been measured yet.
         max_n_spec_tokens: num_speculative_tokens at most, also when speculation is turned on anew.
         prompt_template: text prompts are put in place of its {input_text}.
         backend: passed to every kernel, see fastspec_kernels.

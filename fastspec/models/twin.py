@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from fastspec_kernels import available_backends, gated_mlp, linear, rms_norm
 
 # Above this many rows torch's matrix product is at its best, and prompts are read in such passes.
 _MOST_FEW_ROWS = 64
+_ROTATION = "apply_rotary_pos_emb"  # what transformers' models call the function
 
 
 def twin_of(model: PreTrainedModel, attention: str) -> PreTrainedModel:
@@ -46,20 +48,38 @@ def use_few_row_kernels(model: PreTrainedModel) -> None:
 
 
 def compile_modules(model: PreTrainedModel) -> None:
-    """Let torch.compile fuse normalisations and gated feed-forward blocks, on any device.
+    """Let torch.compile fuse normalisations, gated feed-forward blocks and rotations, anywhere.
 
     Modules that already have a kernel of ours keep it. The modules of a class share one compiled
-    function, for any number of rows.
+    function, for any number of rows. Of attention only the rotation of queries and keys is
+    compiled, where that is transformers' own function.
     """
-    compiled: dict[type, Callable] = {}
+    compiled: dict[type, Callable | None] = {}
     for module in model.modules():
-        kind = type(module)
-        is_fusible = kind.__name__.endswith("RMSNorm") or hasattr(module, "gate_proj")
-        if not is_fusible or "forward" in module.__dict__:
+        if "forward" in module.__dict__:
             continue
+        kind = type(module)
         if kind not in compiled:
-            compiled[kind] = torch.compile(kind.forward, dynamic=True)
-        module.__dict__["forward"] = partial(compiled[kind], module)
+            is_fusible = kind.__name__.endswith("RMSNorm") or hasattr(module, "gate_proj")
+            forward = kind.forward
+            compiled[kind] = _compiled(forward) if is_fusible else _with_compiled_rotation(forward)
+        if forward := compiled[kind]:
+            module.__dict__["forward"] = partial(forward, module)
+
+
+def _compiled(function: Callable) -> Callable:
+    return torch.compile(function, dynamic=True)
+
+
+def _with_compiled_rotation(forward: Callable) -> Callable | None:
+    """The same function that finds a compiled one by the rotation's name; None if it has none."""
+    if not isinstance(forward, FunctionType) or _ROTATION not in forward.__code__.co_names:
+        return None
+    names = forward.__globals__ | {_ROTATION: _compiled(forward.__globals__[_ROTATION])}
+    defaults, closure = forward.__defaults__, forward.__closure__
+    fused = FunctionType(forward.__code__, names, forward.__name__, defaults, closure)
+    fused.__kwdefaults__ = forward.__kwdefaults__
+    return fused
 
 
 def _linear(module: Any, x: Tensor) -> Tensor:

@@ -74,29 +74,42 @@ def test_logits_do_not_depend_on_how_many_tokens_are_read():
         assert torch.equal(together[:20], alone)
 
 
-@pytest.mark.parametrize("architecture", ["gemma2", "llama"])
+PREFIXES = {"gemma2": "Gemma2", "gpt_neox": "GPTNeoX", "llama": "Llama", "qwen3": "Qwen3"}
+
+
+@pytest.mark.parametrize("architecture", PREFIXES)
 def test_compiled_modules(monkeypatch, architecture):
     """One function for each class, for any number of rows; everything else stays as it was."""
-    compiled = []
+    compiled, called = [], set()
 
     def count(function, dynamic):
-        compiled.append(function.__qualname__)
-        return compile_(function, dynamic=dynamic, backend="eager")
+        name = function.__qualname__
+        compiled.append(name)
+        fused = compile_(function, dynamic=dynamic, backend="eager")
+
+        def counted(*args, **kwargs):
+            called.add(name)
+            return fused(*args, **kwargs)
+
+        return counted
 
     compile_ = torch.compile
     monkeypatch.setattr(torch, "compile", count)
     model = random_model(architecture)
     config = EngineConfig(backend="reference", compile_modules=True)
     engine = Engine(model, config=config)
-    prefix = {"gemma2": "Gemma2", "llama": "Llama"}[architecture]
-    assert sorted(compiled) == [f"{prefix}{name}.forward" for name in ("MLP", "RMSNorm")]
-    assert replaced(engine._runner.paged_model.model) == {f"{prefix}MLP", f"{prefix}RMSNorm"}
+    kinds = ("Attention", "MLP", "RMSNorm") if architecture != "gpt_neox" else ("Attention",)
+    names = [PREFIXES[architecture] + kind for kind in kinds]
+    rotation = "apply_rotary_pos_emb"
+    assert sorted(compiled) == [*(f"{name}.forward" for name in names[1:]), rotation]
+    assert replaced(engine._runner.paged_model.model) == {*names}
     assert replaced(model) == set()
     expected = Engine(model, config=EngineConfig(backend="reference"))
     prompts = [[1, 2, 3], [4] * 9]
     assert [o.token_ids for o in engine.generate(prompts, GREEDY)] == [
         o.token_ids for o in expected.generate(prompts, GREEDY)
     ]
+    assert called == {*compiled}
 
 
 def test_kernels_of_ours_are_not_compiled():
@@ -106,4 +119,4 @@ def test_kernels_of_ours_are_not_compiled():
         Engine(random_model("llama"), config=config)._runner.paged_model.model
         for config in (EngineConfig(), EngineConfig(compile_modules=True))
     ]
-    assert replaced(models[0]) == replaced(models[1])
+    assert replaced(models[1]) - replaced(models[0]) == {"LlamaAttention"}
