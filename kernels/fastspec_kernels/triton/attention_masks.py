@@ -34,7 +34,7 @@ def row_limits(tree, context, num_tokens, token, V: tl.constexpr):
     if V.mask == "tree":
         low_word, high_word = _mask_words(tree, num_tokens, token, V)
         if V.windowed:
-            position = prefix + _popcount(low_word) + _popcount(high_word) - 1
+            position = prefix + _depths(tree, num_tokens, token, V)
     return position, low_word, high_word
 
 
@@ -56,9 +56,7 @@ def visible_keys(
         bits = tl.where((node & 32) == 0, low[:, None], high[:, None]) >> (node & 31)
         seen = (bits & 1) == 1
         if V.windowed:
-            key_low, key_high = _mask_words(tree, num_tokens, node, V)
-            depth = _popcount(key_low) + _popcount(key_high) - 1
-            key_position = tl.where(node < 0, keys, prefix + depth)
+            key_position = tl.where(node < 0, keys, prefix + _depths(tree, num_tokens, node, V))
     else:
         seen = (keys < context)[None, :] & (position == position)[:, None]
     if V.windowed:
@@ -78,6 +76,16 @@ def _mask_words(tree, num_tokens, node, V: tl.constexpr):
         high = tl.load(words + node * V.words + 1, mask=inside, other=0)
         high = high & _low_bits(num_tokens - 64)
     return low, high
+
+
+@triton.jit
+def _depths(tree, num_tokens, node, V: tl.constexpr):
+    """The number of nodes above each; 2D, so that the bits of a node are counted by one thread."""
+    words, num_nodes = tree
+    word = tl.arange(0, V.words)[None, :]
+    inside = (node >= 0) & (node < tl.minimum(num_tokens, num_nodes))
+    bits = tl.load(words + node[:, None] * V.words + word, mask=inside[:, None], other=0)
+    return tl.sum(_popcount(bits & _low_bits(num_tokens - 64 * word)), 1) - 1
 
 
 @triton.jit
