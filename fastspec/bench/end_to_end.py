@@ -21,6 +21,8 @@ ACCEPTANCE = (
     "acceptance_rate",
     "mean_acceptance_length",
     "swi",
+    "draft_cost",
+    "judge_cost",
     "predicted_speed_up",
     "efficiency",
 )
@@ -112,9 +114,9 @@ def measure(
     Returns:
         For each temperature a dictionary: new tokens per second by method (all prompts' tokens over
         the median, across rounds, of all prompts' seconds), their ratios, our acceptance, our SWI
-        with parameters as costs, the speed-up over plain decoding that acceptance and the time of
-        drafts predict, if a pass over the drafts cost no more than one over a single token, and
-        what part of it was reached.
+        with parameters as costs, what drafting and judging cost in plain steps, the speed-up over
+        plain decoding that acceptance and the cost of drafting predict, if judging the drafts cost
+        no more than a plain step, and what part of it was reached.
     """
     return [
         _measure_at(temperature, methods, prompts, config, advance)
@@ -146,6 +148,7 @@ def _measure_at(
         label: round(speeds[ours] / max(speeds[name] for name in theirs), 3)
         for label, (ours, theirs) in (RATIOS | _ratios_to(methods.parts)).items()
     }
+    draft_cost, judge_cost = step_costs(runs["plain"], runs["speculative"])
     predicted = predicted_speed_up(runs["plain"], runs["speculative"])
     return {
         "temperature": temperature,
@@ -154,6 +157,8 @@ def _measure_at(
         "ratios": ratios,
         **_acceptance(runs["speculative"]),
         "swi": round(swi(runs["speculative"], *methods.num_parameters), 3),
+        "draft_cost": round(draft_cost, 3),
+        "judge_cost": round(judge_cost, 3),
         "predicted_speed_up": round(predicted, 3),
         "efficiency": round(ratios["speculative / plain"] / predicted, 3),
     }
@@ -165,10 +170,21 @@ def predicted_speed_up(plain: list[SpecStats], speculative: list[SpecStats]) -> 
     With k draft tokens of cost c each and independent acceptance a this is the formula of
     Leviathan et al., 2211.17192: (1 - a^(k+1)) / ((1 - a) (k c + 1)).
     """
-    plain_step = _seconds(plain, "verify", "commit") / _num_steps(plain)
-    draft = _seconds(speculative, "propose") / _num_steps(speculative) / plain_step
+    draft_cost, _ = step_costs(plain, speculative)
     num_tokens = sum(stats.num_output_tokens for stats in speculative)
-    return num_tokens / _num_steps(speculative) / (1 + draft)
+    return num_tokens / _num_steps(speculative) / (1 + draft_cost)
+
+
+def step_costs(plain: list[SpecStats], speculative: list[SpecStats]) -> tuple[float, float]:
+    """Mean time of drafting, and of the target's pass with all that judging takes, in plain steps.
+
+    A pass over the many rows of a token tree costs more than one over a single token where
+    computing, not reading the weights, takes the time: on a CPU.
+    """
+    plain_step = _seconds(plain, "verify", "commit") / _num_steps(plain)
+    step = plain_step * _num_steps(speculative)
+    judging = _seconds(speculative, "verify", "commit")
+    return _seconds(speculative, "propose") / step, judging / step
 
 
 def swi(runs: list[SpecStats], target_cost: float, draft_cost: float) -> float:

@@ -79,6 +79,7 @@ def test_bench_appends_a_record(invoke, bundled, tmp_path):
         best = max(row["tokens_per_s"][name] for name in ("hf_assisted", "hf_assisted_default"))
         predicted, plain_ratio = row["predicted_speed_up"], row["ratios"]["speculative / plain"]
         assert 0 < predicted < row["mean_acceptance_length"]
+        assert min(row["draft_cost"], row["judge_cost"]) > 0
         assert row["efficiency"] == pytest.approx(plain_ratio / predicted, abs=2e-3)
         ratio = row["ratios"]["speculative / hf_assisted"]
         assert ratio == pytest.approx(row["tokens_per_s"]["speculative"] / best, rel=0.01)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fastspec.bench.end_to_end import predicted_speed_up, swi
+from fastspec.bench.end_to_end import predicted_speed_up, step_costs, swi
 from fastspec.economics.formulas import expected_tokens
 from fastspec.stats import SpecStats
 
@@ -19,6 +19,7 @@ def test_prediction_is_the_formula_of_independent_acceptance():
     drafted = [stats(1000, 1000 * tokens, 1000 * num_draft * cost, 1500.0, 50.0)]
     expected = (1 - rate ** (num_draft + 1)) / ((1 - rate) * (num_draft * cost + 1))
     assert predicted_speed_up(plain, drafted) == pytest.approx(expected)
+    assert step_costs(plain, drafted) == pytest.approx((num_draft * cost, 1.55))
 
 
 def test_swi_of_runs():
