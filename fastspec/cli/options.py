@@ -74,7 +74,7 @@ TreeNodes = Annotated[
 ]
 Cape = Annotated[
     bool,
-    typer.Option("--cape", help="Add siblings where a draft model is unsure of its greedy chain."),
+    typer.Option("--cape", help="Add siblings where a draft model is unsure of its chain."),
 ]
 MaxTokens = Annotated[int, typer.Option(help="New tokens of each prompt at most.")]
 Dtype = Annotated[

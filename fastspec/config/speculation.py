@@ -74,8 +74,9 @@ class SpecConfig:
             each node; at most 127 nodes, no deeper than num_speculative_tokens.
         tree_prompt_lookup: of "tree" with draft_sample_method "greedy": one branch is copied by
             prompt lookup, within the same number of nodes.
-        cape: siblings for each token of a draft model's greedy chain, more of them the less sure
-            it is. The chain is greedy by definition, whatever draft_sample_method says.
+        cape: siblings for each token of a draft model's chain, more of them the less sure it is. In
+            the published form, draft_sample_method "greedy", the chain is the likeliest one. Of
+            "probabilistic", requests that sample have it drawn, and siblings without replacement.
         cape_bins: pairs of a probability and how many siblings a token up to that probability gets;
             by default (0.3, 7), (0.6, 5), (0.8, 3), (1, 1).
         relaxed_acceptance: LOSSY above 1, off by default. The target then keeps a proposal while

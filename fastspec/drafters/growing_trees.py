@@ -59,8 +59,9 @@ class LikeliestTree:
         self._width = width
         self._num_children = num_children
         self._num_nodes = num_nodes
-        self._temperature = _temperature(batch, _GREEDY_TEMPERATURE if bins is None else 1.0)
-        self._num_extra = None if bins is None else _NumExtra(bins, batch.device)
+        greedy = _GREEDY_TEMPERATURE if bins is None else 1.0
+        self._temperature = sampling_temperature(batch, greedy)
+        self._num_extra = None if bins is None else NumExtra(bins, batch.device)
         self._ranks = torch.arange(num_children, device=batch.device)
         root = torch.zeros((len(batch.requests), 1), dtype=torch.int64, device=batch.device)
         self._nodes, self._scores = root, root.float()  # [B, E], those read last
@@ -109,7 +110,7 @@ class LikeliestTree:
         return Proposal(token_ids, parents, num_tokens=known, sibling_rule="target_only")
 
 
-class _NumExtra:
+class NumExtra:
     """How many siblings the likeliest of some children gets, by its probability."""
 
     def __init__(self, bins: ConfidenceBins, device: torch.device):
@@ -188,7 +189,7 @@ class FixedTree:
         return grid.view(-1, num_children)[device_tensor(places, torch.int64, batch.device)]
 
 
-def _temperature(batch: Batch, greedy: float) -> Tensor | None:
+def sampling_temperature(batch: Batch, greedy: float) -> Tensor | None:
     """At which scores are taken, [B]; `greedy` for requests of temperature 0, None = 1 for all."""
     temperature = batch.sampling["temperature"]
     return None if temperature is None else temperature.masked_fill(temperature == 0, greedy)

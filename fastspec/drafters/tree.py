@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from fastspec.config.token_trees import MAX_TREE_NODES
 from fastspec.drafters.base import Drafter, Proposal
 from fastspec.drafters.draft_model import DraftModelDrafter
+from fastspec.drafters.drawn_chain import DrawnChain
 from fastspec.drafters.growing_trees import (
     ConfidenceBins,
     FixedTree,
@@ -53,14 +54,17 @@ class TreePlan:
 
 @dataclass(frozen=True)
 class CapePlan:
-    """A chain of likeliest tokens, each with more siblings the less sure the draft model is of it.
+    """A chain whose tokens have the more siblings, the less sure the draft model is.
 
     Attributes:
         bins: for each range of the likeliest token's probability, its upper bound and how many
             siblings are added; the bounds rise to 1. Siblings have no children.
+        is_probabilistic: in batches that sample, the chain is drawn, and the siblings after it,
+            without replacement; otherwise both are the likeliest tokens.
     """
 
     bins: ConfidenceBins
+    is_probabilistic: bool
 
     def size(self, depth: int) -> int:
         """Nodes of a tree at most; ValueError when that is more than attention takes."""
@@ -75,6 +79,8 @@ class CapePlan:
     def start(self, batch: Batch) -> GrowingTree:
         """Trees of roots alone."""
         size = self.size(batch.num_speculative_tokens)
+        if self.is_probabilistic and not batch.all_greedy:
+            return DrawnChain(batch, self._num_children, self.bins)
         return LikeliestTree(batch, 1, self._num_children, size, self.bins)
 
     @property

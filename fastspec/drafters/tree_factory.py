@@ -28,13 +28,14 @@ def as_trees(drafter: Drafter, spec: SpecConfig, backend: str) -> Drafter:
         return drafter
     if not isinstance(drafter, DraftModelDrafter):
         raise ValueError(f"drafter: trees need a draft model, got {drafter.name!r}")
+    draws = spec.draft_sample_method == "probabilistic"
     if spec.cape:
         bins = spec.cape_bins or DEFAULT_CAPE_BINS
-        return TreeDrafter(drafter, CapePlan(tuple((bound, extra) for bound, extra in bins)))
+        return TreeDrafter(drafter, CapePlan(tuple((bound, extra) for bound, extra in bins), draws))
     plan = TreePlan(
         spec.tree_width or DEFAULT_TREE_WIDTH,
         spec.tree_nodes or DEFAULT_TREE_NODES,
-        spec.draft_sample_method == "probabilistic",
+        draws,
         TreeShape(spec.tree_paths) if spec.tree_paths is not None else None,
     )
     takes_branch = spec.tree_prompt_lookup

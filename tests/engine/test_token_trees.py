@@ -116,7 +116,7 @@ def test_a_tight_cache_preempts_and_shares_prefixes(model):
         ("tree", 0.08, 0),
         ("tree", 0.08, 0.4),
         ("cape", 0.08, 0),
-        ("cape", 0.03, 0.4),
+        ("cape", 0.08, 0.4),
     ],
 )
 @torch.no_grad()

@@ -41,9 +41,10 @@ def drawn_counts(models, law, **options):
         ({"method": "tree", "tree_nodes": 9}, "without_replacement"),
         ({"method": "tree", "tree_paths": SAMPLED_PATHS}, "without_replacement"),
         ({"method": "tree", "tree_nodes": 9, "draft_sample_method": "greedy"}, "target_only"),
-        ({"cape": True}, "target_only"),
+        ({"cape": True}, "without_replacement"),
+        ({"cape": True, "draft_sample_method": "greedy"}, "target_only"),
     ],
-    ids=["drawn", "paths", "likeliest", "cape"],
+    ids=["drawn", "paths", "likeliest", "cape", "cape of likeliest"],
 )
 def test_exact_distribution(small_models, options, rule, monkeypatch):
     rules = set()
