@@ -82,15 +82,15 @@ class DrafterFactory:
             raise ValueError("drafter: cape needs a draft model, got None")
         if method == "cascade" and drafter is not None:
             return self._cascade(target, drafter)
-        if method == "draft_model" and isinstance(drafter, GlideLlamaForCausalLM):
-            raise ValueError("drafter: a GLIDE model needs method 'glide', not 'draft_model'")
+        if method == "draft_model" and isinstance(drafter, (str, Path, PreTrainedModel)):
+            drafter = self._read_plain(drafter)
         return None if drafter is None else self.plan_given(drafter, method == "glide")
 
     def plan_given(self, drafter: DrafterSource, is_glide: bool = False) -> DrafterPlan:
         """A drafter as it is, or one that runs the draft model that is named or passed.
 
-        A folder or hub id is read as a GLIDE model if it is said to be one; an object says itself.
-        Either drafts trees if the options ask for them.
+        A folder or hub id is read as a GLIDE model if it is said to be one, by `is_glide` or by its
+        configuration. Either drafts trees if the options ask for them.
         """
         plan = self._draft_plan(drafter, is_glide)
 
@@ -107,9 +107,12 @@ class DrafterFactory:
             return _ready(drafter)
         if not isinstance(drafter, (str, Path, PreTrainedModel)):
             raise ValueError("drafter: several make a cascade, which spec.method has to be")
-        if is_glide or isinstance(drafter, GlideLlamaForCausalLM):
+        if is_glide:
             return self._glide(drafter)
-        model = self._load(drafter)
+        draft_model = self._read(drafter)
+        if isinstance(draft_model, GlideLlamaForCausalLM):
+            return self._glide(draft_model)
+        model = paged_model_of(draft_model, self._config)
         probabilistic = self._spec.draft_sample_method == "probabilistic"
 
         def build(target: ModelRunner | None, block_manager: BlockManager) -> Drafter:
@@ -149,7 +152,10 @@ class DrafterFactory:
     def _cascade(self, target: ModelSource, drafter: DrafterSource) -> DrafterPlan:
         """Levels as they are given, and MaG after them where k_matrix has one more."""
         spec, backend = self._spec, self._config.backend
-        parts = [s if isinstance(s, Drafter) else self._load(s) for s in _as_list(drafter)]
+        parts = [
+            s if isinstance(s, Drafter) else paged_model_of(self._read_plain(s), self._config)
+            for s in _as_list(drafter)
+        ]
         if len(spec.k_matrix) == len(parts) + 1:
             parts.append(self._mag(target))
         models = [part for part in parts if isinstance(part, PagedModel)]
@@ -176,10 +182,18 @@ class DrafterFactory:
 
         return DrafterPlan(models, build)
 
-    def _load(self, source: ModelSource) -> PagedModel:
-        """A draft model; ValueError when its token ids mean something else."""
+    def _read(self, source: ModelSource) -> PreTrainedModel:
+        """A model; ValueError when its token ids mean something else."""
         self._check_tokenizer(source)
-        return paged_model_of(load_model("drafter", source, self._config), self._config)
+        return load_model("drafter", source, self._config)
+
+    def _read_plain(self, source: ModelSource) -> PreTrainedModel:
+        """A model that needs nothing of the target's; ValueError for a GLIDE model."""
+        model = self._read(source)
+        if isinstance(model, GlideLlamaForCausalLM):
+            method = self._spec.method
+            raise ValueError(f"drafter: a GLIDE model needs method 'glide', not {method!r}")
+        return model
 
     def _check_tokenizer(self, source: ModelSource) -> None:
         """Refuse a folder or hub id whose token ids mean something else."""

@@ -4,7 +4,7 @@ from copy import deepcopy
 from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import (
     LlamaDecoderLayer,
     LlamaRotaryEmbedding,
@@ -147,3 +147,7 @@ class GlideLlamaForCausalLM(LlamaForCausalLM):
             GlideDecoderLayer(config, index) for index in range(config.num_hidden_layers)
         )
         self.post_init()
+
+
+AutoConfig.register(GlideLlamaConfig.model_type, GlideLlamaConfig, exist_ok=True)
+AutoModelForCausalLM.register(GlideLlamaConfig, GlideLlamaForCausalLM, exist_ok=True)

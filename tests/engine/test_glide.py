@@ -5,7 +5,7 @@ import pytest
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 from fastspec_kernels.testing import chi_square
 
-from ..models import random_model
+from ..models import byte_tokenizer, random_model
 from .glide_models import often_right, random_glide
 from .test_greedy import GREEDY, PROMPTS, hugging_face_greedy
 from .test_sampling import ALPHA, FILTERED, PLAIN, drawn_counts, exact_law
@@ -140,8 +140,12 @@ def test_switching_on_in_the_middle_of_a_text():
     assert output.token_ids == expected
 
 
-def test_a_glide_model_runs_as_glide_whatever_it_is_called():
-    """Passed as an object it needs no flag; without cross-attention it would only be worse."""
+def test_a_glide_model_runs_as_glide_whatever_it_is_called(tmp_path):
+    """It needs no flag where it says what it is; without cross-attention it would only be worse."""
     target = random_model("llama")
-    engine = Engine(target, often_right(target))
-    assert "glide" in engine.generate([[1, 2, 3]], GREEDY)[0].drafters
+    draft = often_right(target)
+    draft.save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    for source in (draft, tmp_path):
+        engine = Engine(target, source)
+        assert "glide" in engine.generate([[1, 2, 3]], GREEDY)[0].drafters

@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM
 from fastspec import Engine, EngineConfig, SpecConfig
 from fastspec.glide import GlideLlamaConfig, load_glide
 
-from ..models import EOS_ID, VOCAB_SIZE, random_model
+from ..models import EOS_ID, VOCAB_SIZE, byte_tokenizer, random_model
 from .glide_models import random_glide
 from .test_greedy import GREEDY, PROMPTS
 
@@ -81,8 +81,13 @@ def test_models_that_do_not_fit_are_refused(tmp_path):
         Engine(target, random_model("llama"), spec=GLIDE)
     with pytest.raises(ValueError, match="drafter: method 'glide' needs a draft model"):
         Engine(target, spec=GLIDE)
-    with pytest.raises(ValueError, match="method 'glide', not 'draft_model'"):
-        Engine(target, random_glide(target), spec=SpecConfig("draft_model"))
+    random_glide(target).save_pretrained(tmp_path / "glide")
+    byte_tokenizer().save_pretrained(tmp_path / "glide")
+    for draft in (random_glide(target), tmp_path / "glide"):
+        with pytest.raises(ValueError, match="method 'glide', not 'draft_model'"):
+            Engine(target, draft, spec=SpecConfig("draft_model"))
+        with pytest.raises(ValueError, match="method 'glide', not 'cascade'"):
+            Engine(target, [draft], spec=SpecConfig("cascade", k_matrix=[[1]]))
     other = random_glide(random_model("llama", num_key_value_heads=4))
     with pytest.raises(ValueError, match=r"drafter: was made for .*\(4, 16\).*\(2, 16\)"):
         Engine(target, other, spec=GLIDE)
@@ -91,9 +96,9 @@ def test_models_that_do_not_fit_are_refused(tmp_path):
         Engine(random_model("llama", num_hidden_layers=2), deep, spec=GLIDE)
     shape = {"hidden_size": 40, "num_attention_heads": 5, "intermediate_size": 56}
     plain = LlamaForCausalLM(GlideLlamaConfig(**shape, vocab_size=VOCAB_SIZE))
-    plain.save_pretrained(tmp_path)
+    plain.save_pretrained(tmp_path / "plain")
     with pytest.raises(ValueError, match=r"drafter: cannot load .* is not a GLIDE model"):
-        load_glide(tmp_path, EngineConfig())
+        load_glide(tmp_path / "plain", EngineConfig())
 
 
 @pytest.mark.parametrize(
