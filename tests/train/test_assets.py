@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fastspec
 from fastspec.train.tiny_corpus import is_held_out
+from fastspec.train.tiny_evaluate import MAX_NEW_TOKENS
 from fastspec.train.tiny_prompts import read_prompts
 
 ASSETS = Path(fastspec.__file__).parent / "assets"
@@ -63,3 +64,17 @@ def test_card_is_made_from_the_record():
     greedy = next(row for row in overall if row["temperature"] == 0)
     assert f"{greedy['acceptance_rate']:.3f}" in card
     assert greedy["acceptance_rate"] >= 0.6
+
+
+def test_glide_beats_a_plain_draft_as_large():
+    """By the acceptance that the stage measured for both, greedily, and by what it is today."""
+    record = json.loads((ASSETS / "record.json").read_text())["glide"]
+    greedy = {row["draft"]: row for row in record["evaluation"] if row["temperature"] == 0}
+    rates = {kind: greedy[kind]["acceptance_rate"] for kind in ("glide", "plain")}
+    assert rates["glide"] >= rates["plain"] + 0.05
+    assert record["glide"]["parameters"] == record["plain"]["parameters"]
+    assert record["glide"]["tokens"] == record["plain"]["tokens"]
+    prompts = [prompt["text"] for prompt in read_prompts(ASSETS / "prompts.jsonl")]
+    engine = fastspec.Engine("tiny", "tiny-glide", spec=fastspec.SpecConfig("glide", 4))
+    engine.generate(prompts, fastspec.SamplingParams(temperature=0, max_tokens=MAX_NEW_TOKENS))
+    assert engine.stats.acceptance_rate == pytest.approx(rates["glide"], abs=0.02)
