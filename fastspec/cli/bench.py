@@ -58,6 +58,7 @@ def bench(
     tree_width: options.TreeWidth = None,
     tree_nodes: options.TreeNodes = None,
     cape: options.Cape = False,
+    cape_bins: options.CapeBins = None,
     temperatures: Annotated[str, typer.Option(help="Comma-separated list; 0 is greedy.")] = "0,1",
     repeats: Annotated[
         int, typer.Option(help="Timed rounds over all prompts; the median counts.")
@@ -104,6 +105,7 @@ def bench(
             tree_width=tree_width,
             tree_nodes=tree_nodes,
             cape=cape,
+            cape_bins=options.cape_bins_of(cape_bins),
         )
         parts = {
             "draft_model": SpecConfig("draft_model", num_speculative_tokens),
@@ -147,6 +149,7 @@ def bench(
         "tree_width": spec.tree_width,
         "tree_nodes": spec.tree_nodes,
         "cape": spec.cape,
+        "cape_bins": spec.cape_bins,
         "parts": {name: part.num_speculative_tokens for name, part in methods.parts.items()},
         "batch_size": 1,
         "num_prompts": len(prompts),

@@ -56,6 +56,7 @@ def demo(
     tree_width: options.TreeWidth = None,
     tree_nodes: options.TreeNodes = None,
     cape: options.Cape = False,
+    cape_bins: options.CapeBins = None,
     temperature: Annotated[
         float, typer.Option(help="0 is greedy, where both outputs must be equal.")
     ] = 0.0,
@@ -76,6 +77,7 @@ def demo(
             tree_width=tree_width,
             tree_nodes=tree_nodes,
             cape=cape,
+            cape_bins=options.cape_bins_of(cape_bins),
         )
     check_can_write("--svg", svg)
     prompts = bundled_prompts(num_prompts)

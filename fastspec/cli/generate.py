@@ -81,6 +81,7 @@ def generate(
     tree_width: options.TreeWidth = None,
     tree_nodes: options.TreeNodes = None,
     cape: options.Cape = False,
+    cape_bins: options.CapeBins = None,
     draft_sample_method: Annotated[
         str,
         typer.Option(help="How drafts are chosen: probabilistic or greedy; both are exact."),
@@ -152,6 +153,7 @@ def generate(
             tree_width=tree_width,
             tree_nodes=tree_nodes,
             cape=cape,
+            cape_bins=options.cape_bins_of(cape_bins),
         )
         config = EngineConfig(
             dtype=dtype,

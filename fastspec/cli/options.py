@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -76,6 +76,14 @@ Cape = Annotated[
     bool,
     typer.Option("--cape", help="Add siblings where a draft model is unsure of its chain."),
 ]
+CapeBins = Annotated[
+    str | None,
+    typer.Option(
+        metavar="JSON",
+        help="cape: up to which probability a token gets how many siblings, like"
+        " [[0.3,3],[0.6,2],[0.8,1],[1,0]]; by default 7, 5, 3 and 1.",
+    ),
+]
 MaxTokens = Annotated[int, typer.Option(help="New tokens of each prompt at most.")]
 Dtype = Annotated[
     str, typer.Option(help="Weights: auto (float32 on CPU), float32, bfloat16 or float16.")
@@ -117,10 +125,19 @@ def drafts_of(draft: str | None, method: str) -> str | list[str] | None:
 
 def k_matrix_of(text: str | None) -> list | None:
     """The rows that an option gives as JSON."""
+    return _json("k_matrix: expected rows like [[5,10],[0,10]]", text)
+
+
+def cape_bins_of(text: str | None) -> list | None:
+    """The pairs that an option gives as JSON."""
+    return _json("cape_bins: expected pairs like [[0.5,3],[1,0]]", text)
+
+
+def _json(expected: str, text: str | None) -> Any:
     try:
         return None if text is None else json.loads(text)
     except ValueError as error:
-        raise ValueError(f"k_matrix: expected rows like [[5,10],[0,10]], got {text!r}") from error
+        raise ValueError(f"{expected}, got {text!r}") from error
 
 
 def _use_config(context: typer.Context, file: Path | None) -> Path | None:
@@ -134,8 +151,8 @@ def _use_config(context: typer.Context, file: Path | None) -> Path | None:
     values = {"target": tuned.target, "draft": tuned.draft, **tuned.spec}
     if "bigram_path" in values:
         values["bigram"] = values.pop("bigram_path")
-    if "k_matrix" in values:
-        values["k_matrix"] = json.dumps(values["k_matrix"])
+    for name in {"k_matrix", "cape_bins"} & set(values):
+        values[name] = json.dumps(values[name])
     known = {parameter.name for parameter in context.command.params}
     if unknown := set(values) - known:
         raise typer.BadParameter(f"--config: this command has no {', '.join(sorted(unknown))}")

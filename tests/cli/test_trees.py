@@ -33,7 +33,24 @@ def test_show_tree_needs_trees(invoke, model_folders, form):
     assert "--show-tree" in result.stderr
 
 
-@pytest.mark.parametrize("form", [["--method", "tree", "--tree-width", "2"], ["--cape"]])
+@pytest.mark.parametrize(
+    ("form", "named"),
+    [
+        (["--cape", "--cape-bins", "[[1,"], "cape_bins: expected pairs like"),
+        (["--cape", "--cape-bins", "[[0.5,1]]"], "cape_bins: expected probabilities above 0"),
+        (["--cape-bins", "[[1,1]]"], "cape_bins: expected None without cape"),
+    ],
+)
+def test_bins_that_cannot_be_used(invoke, form, named):
+    result = invoke("generate", "--prompt", "abc", *form)
+    assert result.exit_code == 2
+    assert named in result.stderr
+
+
+CAPE = ["--cape", "--cape-bins", "[[0.5,2],[1,0]]"]
+
+
+@pytest.mark.parametrize("form", [["--method", "tree", "--tree-width", "2"], CAPE])
 def test_demo_and_bench(invoke, bundled, tmp_path, form):
     short = ["--num-prompts", "1", "--max-tokens", "6"]
     shown = invoke("demo", *short, *form)
@@ -44,6 +61,7 @@ def test_demo_and_bench(invoke, bundled, tmp_path, form):
     run = invoke("bench", *short, *form, "--repeats", "1", "--out", str(out))
     assert run.exit_code == 0, run.stderr
     record = json.loads(out.read_text())
-    assert record["cape"] == (form == ["--cape"])
+    assert record["cape"] == (form == CAPE)
+    assert record["cape_bins"] == ([[0.5, 2], [1, 0]] if record["cape"] else None)
     assert record["tree_width"] == (None if record["cape"] else 2)
     assert record["verified"]
