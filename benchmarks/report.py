@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,9 +28,12 @@ HEADLINE_SIZES = {"V": 128256, "R": 1, "B": 1, "N": 16, "rows": 5, "context": 81
 
 def report(records: list[dict]) -> str:
     """Everything between the two markers."""
-    whole = [record for record in records if record["op"] == "end_to_end" and record["draft"]]
+    runs = [record for record in records if record["op"] == "end_to_end"]
+    chains = [run for run in runs if run.get("method", "draft_model") == "draft_model"]
     ops = [record for record in records if record["op"] != "end_to_end"]
-    parts = [end_to_end(whole[-1])] if whole else ["No end-to-end run is recorded yet."]
+    parts = [end_to_end(chains[-1])] if chains else ["No end-to-end run is recorded yet."]
+    if runs:
+        parts.append(methods(runs))
     if ops:
         parts.append(kernels(ops))
     return "\n\n".join(parts)
@@ -58,6 +62,47 @@ def end_to_end(record: dict) -> str:
         f" five {verified} before timing. {where(record)}"
     )
     return "\n".join([*lines, "", conditions])
+
+
+def methods(records: list[dict]) -> str:
+    """Table of the drafters on the bundled prompts, each as last measured on the last day."""
+    day = max(record["date"] for record in records)[:10]
+    bundled = [
+        r for r in records if r["date"].startswith(day) and "--prompts-file" not in r["argv"]
+    ]
+    latest = {method_name(record): record for record in sorted(bundled, key=lambda r: r["date"])}
+    temperatures = sorted({row["temperature"] for r in latest.values() for row in r["results"]})
+    at = [f"T={temperature:g}" for temperature in temperatures]
+    columns = {
+        "speed-up": lambda row: f"{row['ratios']['speculative / plain']:.2f}x",
+        "tokens per target step": lambda row: f"{row['mean_acceptance_length']:.2f}",
+        "efficiency": lambda row: f"{row['efficiency']:.2f}",
+    }
+    meaning = (
+        "The bundled models with each drafter: speed-up over our own plain decoding; efficiency:"
+        " what part of the speed-up is reached that acceptance and the cost of drafting predict."
+    )
+    heads = [f"{column}, {temperature}" for column in columns for temperature in at]
+    lines = [meaning, "", *table_head("drafter", *heads)]
+    for name, record in sorted(latest.items()):
+        rows = {row["temperature"]: row for row in record["results"]}
+        cells = [cell(rows.get(t), show) for show in columns.values() for t in temperatures]
+        lines.append(table_row(name, *cells))
+    places = sorted({where(record) for record in latest.values()})
+    return "\n".join([*lines, "", *places])
+
+
+def method_name(record: dict) -> str:
+    """`--method` and the like, as it was given."""
+    cape = " `--cape`" if record.get("cape") else ""
+    return f"`{record.get('method', 'draft_model')}`{cape}, K={record['num_speculative_tokens']}"
+
+
+def cell(row: dict | None, show: Callable[[dict], str]) -> str:
+    """One number of a run; older records lack some."""
+    if row is None or row.get("mean_acceptance_length") is None or "efficiency" not in row:
+        return "-"
+    return show(row)
 
 
 def kernels(records: list[dict]) -> str:
