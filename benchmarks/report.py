@@ -95,7 +95,9 @@ def methods(records: list[dict]) -> str:
 def method_name(record: dict) -> str:
     """`--method` and the like, as it was given."""
     cape = " `--cape`" if record.get("cape") else ""
-    return f"`{record.get('method', 'draft_model')}`{cape}, K={record['num_speculative_tokens']}"
+    bins = f" `--cape-bins {json.dumps(b)}`" if (b := record.get("cape_bins")) else ""
+    method, num_tokens = record.get("method", "draft_model"), record["num_speculative_tokens"]
+    return f"`{method}`{cape}{bins}, K={num_tokens}"
 
 
 def cell(row: dict | None, show: Callable[[dict], str]) -> str:
