@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -26,40 +27,54 @@ FLOATS = ("sinks", "logsumexp", "partial", "partial_stats", "cos", "sin")
 INTS = ("block_table", "context_lens", "cu_rows", "prefix_lens", "path", "accepted_len")
 
 
+# Kind, query tokens of a sequence, head size. Kinds that end in 8 read float8 caches; those that
+# end in + have a window, a cap and sinks and return log-sum-exps.
+SHAPES = [
+    ("chain", 1, 64),
+    ("chain", 64, 64),
+    ("chain8", 64, 64),
+    ("tree", 64, 96),
+    ("chain", 1, 128),
+    ("chain", 64, 128),
+    ("tree", 8, 128),
+    ("tree", 64, 128),
+    ("tree", 128, 128),
+    ("cross", 64, 128),
+    ("chain8", 1, 128),
+    ("chain8", 64, 128),
+    ("tree8", 64, 128),
+    ("chain+", 64, 128),
+    ("tree+", 8, 128),
+    ("tree+", 128, 128),
+]
+
+
 def main() -> None:
     capability = int(sys.argv[1])
-    for head_size in (64, 128):
-        for num_tokens in (1, 16, 64):
-            for tree in (False, True):
-                report_attention(capability, head_size, num_tokens, tree, torch.bfloat16)
-            if num_tokens != 16:
-                report_attention(capability, head_size, num_tokens, False, torch.float8_e4m3fn)
+    for shape in SHAPES:
+        report_attention(capability, *shape)
     report_cache(capability)
 
 
-def report_attention(
-    capability: int, head_size: int, num_tokens: int, tree: bool, dtype: torch.dtype
-) -> None:
-    """The kernels of one sequence of 32 heads on 8, bfloat16, and of 64 such sequences."""
-    if tree and (num_tokens == 1 or head_size == 64):
-        return
-    cached = "*u8" if dtype == torch.float8_e4m3fn else "*bf16"
+def report_attention(capability: int, kind: str, num_tokens: int, head_size: int) -> None:
+    """The kernels of one sequence of 32 heads on 8 (split), and of 64 such sequences (whole)."""
+    mask, is_float8, is_full = kind.rstrip("8+"), kind.endswith("8"), kind.endswith("+")
+    cached = "*u8" if is_float8 else "*bf16"
+    dtype = torch.float8_e4m3fn if is_float8 else torch.bfloat16
     for batch in (1, 64):
         query = torch.empty(batch * num_tokens, 32, head_size, dtype=torch.bfloat16, device="meta")
         cache = torch.empty(512, 16, 8, head_size, dtype=dtype, device="meta")
         table = torch.empty(batch, 512, dtype=torch.int32, device="meta")
         words = -(-num_tokens // 64)
-        mask = torch.empty(batch, num_tokens, words, dtype=torch.int64, device="meta")
-        scoring = attention.Scoring(1.0, ancestor_mask=mask if tree else None)
-        common, _ = attention.choose(
-            query, cache, table, "tree" if tree else "chain", scoring, False
-        )
-        if cached == "*u8" and capability >= 89:
+        nodes = torch.empty(batch, num_tokens, words, dtype=torch.int64, device="meta")
+        scoring = attention.Scoring(1.0, ancestor_mask=nodes if mask == "tree" else None)
+        if is_full:
+            scoring = replace(scoring, sliding_window=1024, softcap=50.0, sinks=torch.empty(32))
+        common, _ = attention.choose(query, cache, table, mask, scoring, is_full)
+        if is_float8 and capability >= 89:
             common["float8"] = "native"
         rows = "few" if num_tokens * 4 <= attention.FEW_ROWS else "many"
-        variant = attention.Variant(**common, **attention.tiles(rows, head_size, cached == "*u8"))
-        kind = "tree" if tree else "chain"
-        kind += "8" if cached == "*u8" else ""
+        variant = attention.Variant(**common, **attention.tiles(rows, head_size, is_float8))
         name = f"{kind} q{num_tokens} d{head_size} b{batch}"
         constants, launch = {"V": variant}, attention.options(variant)
         report(name, attention_kernel, constants, capability, launch, cached)

@@ -84,16 +84,18 @@ def attention_kernel(
     num_chunks = tl.maximum((end + CHUNK - 1) // CHUNK - first_chunk, 0)
     begin = first_chunk + tl.program_id(2) * num_chunks // tl.num_programs(2)
     stop = first_chunk + (tl.program_id(2) + 1) * num_chunks // tl.num_programs(2)
-    # Were they hoisted out of both loops, the constants of one would fill registers in the other.
-    for chunk in tl.range(begin, stop, disable_licm=True):
+    # Where registers are scarce, what one loop needs must not fill them in another.
+    SCARCE: tl.constexpr = V.rows != "few" or V.mask == "tree"
+    for chunk in tl.range(begin, stop, disable_licm=SCARCE):
         start = tl.maximum(chunk * CHUNK, low // V.block_n * V.block_n)
         bounds = (start, full_end, tl.minimum(chunk * CHUNK + CHUNK, end))
         part_peak, part_total, part_mixed, wild = _attend_chunk(
             q, paged, tree, scoring, limits, context, num_tokens, bounds, wild, V
         )
         if V.split:
-            token, head, inside, place = _packed_rows(cu_rows, b, V)
-            stored = inside[:, None] & (d < V.head_size)
+            if SCARCE:
+                token, head, inside, place = _packed_rows(cu_rows, b, V)
+                stored = inside[:, None] & (d < V.head_size)
             target = (place * V.num_heads + head) * max_chunks + chunk
             tl.store(partial + target[:, None] * V.head_size + d, part_mixed, mask=stored)
             tl.store(partial_stats + target * 2, part_peak, mask=inside)
