@@ -36,6 +36,8 @@ class DrawnChain:
         uniforms = batch.uniforms(first + self._num_children, DRAFT_STREAM)[rows, first:]
         token_ids = drawn(logits, uniforms, of_rows(batch.sampling, rows), batch.backend)
         token_ids = token_ids.masked_fill(self._ranks > self._num_extra.of(logprobs.exp()), -1)
+        if self._token_ids:  # after a token that could not be drawn there is none
+            token_ids = token_ids.masked_fill(self._token_ids[-1][rows, :1] < 0, -1)
         num_requests = len(batch.requests)
         self._token_ids.append(token_ids.new_full((num_requests, self._num_children), -1))
         self._token_ids[-1][rows] = token_ids
@@ -47,6 +49,10 @@ class DrawnChain:
         return chain, torch.zeros_like(chain, dtype=torch.int64)
 
     def proposal(self) -> Proposal:
+        if not self._token_ids:  # the draft model is behind its last position everywhere
+            none = self._ranks.new_full((len(self._batch.requests), 1), -1, dtype=torch.int32)
+            counts = [0] * len(none)
+            return Proposal(none, none, num_tokens=counts, sibling_rule="target_only")
         token_ids = torch.cat(self._token_ids, dim=1)
         num_requests, num_nodes = token_ids.shape
         is_missing, order = (token_ids < 0).sort(dim=1, stable=True)

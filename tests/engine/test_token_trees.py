@@ -70,7 +70,7 @@ def test_trees_cross_the_borders_of_blocks(model, block_size):
     assert [out.token_ids for out in outputs] == [hugging_face_greedy(model, p) for p in PROMPTS]
 
 
-@pytest.mark.parametrize("name", ["tree", "with a copied branch"])
+@pytest.mark.parametrize("name", ["tree", "cape", "paths", "with a copied branch"])
 def test_a_model_at_its_last_positions(name):
     model = random_model("gpt2", max_position_embeddings=48)
     drafter = perturbed(model, 0.03)
@@ -81,6 +81,8 @@ def test_a_model_at_its_last_positions(name):
     outputs, expected = engine.generate(PROMPTS, params), plain.generate(PROMPTS, params)
     assert [out.token_ids for out in outputs] == [out.token_ids for out in expected]
     assert {out.finish_reason for out in outputs} == {"length"}
+    sampled = engine.generate(PROMPTS, SamplingParams(seed=5, ignore_eos=True))
+    assert {(out.finish_reason, out.error) for out in sampled} == {("length", None)}
 
 
 @pytest.mark.parametrize("name", ["tree", "cape", "paths", "with a copied branch"])

@@ -3,9 +3,11 @@
 import pytest
 import torch
 
+from fastspec import SamplingParams
+from fastspec.drafters.drawn_chain import DrawnChain
 from fastspec.drafters.siblings import drawn, likeliest
 from fastspec.drafters.tree_candidates import Candidates
-from fastspec.request import SamplingTensors
+from fastspec.request import Batch, Request, SamplingTensors
 from fastspec.token_tree import TreeLayout, packed
 from fastspec.tree_shapes import TreeShape, balanced_shape
 from fastspec_kernels.testing import chi_square
@@ -123,3 +125,20 @@ def test_positions_and_packing():
     context_lens = torch.tensor([10 + 4, 5 + 2], dtype=torch.int32)
     assert layout.positions([4, 2], context_lens).tolist() == [10, 11, 11, 12, 5, 6]
     assert packed(parents, [2, 3]).tolist() == [-1, 0, -1, 0, -1]
+
+
+def test_a_drawn_chain_ends_where_nothing_can_be_drawn():
+    params = SamplingParams(temperature=1.0)
+    requests = [Request(str(b), [1], params, b, frozenset(), 50, None) for b in range(2)]
+    batch = Batch(requests, [9, 9], 3, torch.device("cpu"))
+    tree = DrawnChain(batch, 3, ((1.0, 2),))
+    for level in range(3):
+        logits = torch.zeros(2, 8)
+        if level == 1:
+            logits[0] = float("nan")
+        tree.add(logits, [0, 1])
+    proposal = tree.proposal()
+    assert proposal.parents is not None
+    assert proposal.num_tokens == [3, 9]
+    assert proposal.parents.tolist() == [[0] * 3 + [-1] * 6, [0] * 3 + [1] * 3 + [4] * 3]
+    assert (proposal.token_ids >= 0).sum(dim=1).tolist() == [3, 9]
