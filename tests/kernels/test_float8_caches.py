@@ -88,9 +88,9 @@ def test_scales_divide(backend, dtype):
     values = (torch.randn(500) * 100).to(dtype)
     scaled = store(
         backend, values.view(1, 2, 250), -values.view(1, 2, 250), [0], 1, key_scale=0.3,
-        value_scale=7.0,
+        value_scale=7,
     )  # fmt: skip
-    for stored, scale, sign in zip(scaled, (0.3, 7.0), (1, -1), strict=True):
+    for stored, scale, sign in zip(scaled, (0.3, 7), (1, -1), strict=True):
         expected = codes(backend, sign * values.float() / torch.tensor(scale))
         assert torch.equal(stored.flatten(), expected)
 
