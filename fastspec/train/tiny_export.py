@@ -16,7 +16,7 @@ from fastspec.train.tiny_tokenizer import END_OF_TEXT_ID
 
 CARD = """# The bundled models
 
-Two small Llama-type models and their tokenizer, so that speculative decoding runs with no network.
+Small Llama-type models and their tokenizer, so that speculative decoding runs with no network.
 They are trained, not random, but of no use beyond tests and demonstrations: expect fluent nonsense.
 This file is written by `python -m fastspec.train.tiny export` from `record.json`.
 
@@ -78,8 +78,8 @@ GLIDE_CARD = """
 `tiny-glide`: a draft with {glide[layers]} layer and {glide[parameters]:,} parameters that also
 attends to the keys and values of the target's last layer. Beside it a plain draft as large
 ({plain[parameters]:,} parameters) was trained, which is not bundled. Both start with the embedding
-and the first layer of `tiny-draft`, cross-attention as a look-up of what followed the current token
-earlier (`fastspec.train.glide_lookup`), and learn the target's distributions on the same {rows:,}
+and the first layer of `tiny-draft`, GLIDE's cross-attention as a look-up of what followed the
+current token earlier (`fastspec.train.glide_lookup`), and learn the target's distributions on the same {rows:,}
 rows in the same order: {mix}.
 
 | | GLIDE | plain |
