@@ -56,9 +56,7 @@ class DrawnChain:
         token_ids = torch.cat(self._token_ids, dim=1)
         num_requests, num_nodes = token_ids.shape
         is_missing, order = (token_ids < 0).sort(dim=1, stable=True)
-        number_of = torch.empty_like(
-            order
-        )  # of each token in the tree, those that are missing last
+        number_of = torch.empty_like(order)  # in the tree, those that are missing last
         numbers = torch.arange(1, num_nodes + 1, device=order.device)
         number_of.scatter_(1, order, numbers.expand_as(order))
         chain = number_of[:, :: self._num_children]  # [B, levels]
