@@ -112,6 +112,8 @@ def _discriminants(keys: Tensor, ids: Tensor, vocab_size: int, slow: Tensor) -> 
     sums = keys.new_zeros(vocab_size, keys.shape[1]).index_add_(0, ids, keys)
     means = sums / counts.clamp(min=1)[:, None]
     within = keys - means[ids]
+    if not within.any():
+        raise ValueError("lookup_rows: expected rows in which tokens recur, got too little text")
     covariance = within.T @ within / len(keys)
     covariance += _RIDGE * covariance.diagonal().mean() * torch.eye(len(slow)).to(keys)
     apart = (means - keys.mean(0))[:, slow]

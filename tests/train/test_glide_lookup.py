@@ -6,7 +6,7 @@ import torch
 from fastspec.glide.dense import DenseGlimpse, block_mask
 from fastspec.glide.model import GlideLlamaConfig, GlideLlamaForCausalLM
 from fastspec.train.glide_data import Lesson
-from fastspec.train.glide_lookup import start_as_lookup
+from fastspec.train.glide_lookup import _discriminants, start_as_lookup
 
 VOCAB_SIZE, HEAD_SIZE, PERIOD, LENGTH = 32, 64, 24, 72
 
@@ -88,3 +88,9 @@ def test_padding_is_left_out():
         queries.append(draft.model.layers[0].cross_attn.q_proj.weight)
     torch.testing.assert_close(*queries)
     assert queries[0].isfinite().all()
+
+
+def test_text_without_recurring_tokens_is_refused():
+    keys = torch.randn(3, 4)
+    with pytest.raises(ValueError, match="lookup_rows: expected rows in which tokens recur"):
+        _discriminants(keys, torch.arange(3), 5, torch.ones(4, dtype=torch.bool))
