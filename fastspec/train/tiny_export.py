@@ -79,8 +79,8 @@ GLIDE_CARD = """
 attends to the keys and values of the target's last layer. Beside it a plain draft as large
 ({plain[parameters]:,} parameters) was trained, which is not bundled. Both start with the embedding
 and the first layer of `tiny-draft`, GLIDE's cross-attention as a look-up of what followed the
-current token earlier (`fastspec.train.glide_lookup`), and learn the target's distributions on the same
-{rows:,} rows in the same order: {mix}.
+current token earlier (`fastspec.train.glide_lookup`), and learn the target's distributions on
+the same {rows:,} rows in the same order: {mix}.
 
 | | GLIDE | plain |
 | --- | --- | --- |
