@@ -28,7 +28,7 @@ INTS = ("block_table", "context_lens", "cu_rows", "prefix_lens", "path", "accept
 
 
 # Kind, query tokens of a sequence, head size. Kinds that end in 8 read float8 caches; those that
-# end in + have a window, a cap and sinks and return log-sum-exps.
+# end in w have a window; those in + have a window, a cap and sinks and return log-sum-exps.
 SHAPES = [
     ("chain", 1, 64),
     ("chain", 64, 64),
@@ -43,6 +43,7 @@ SHAPES = [
     ("chain8", 1, 128),
     ("chain8", 64, 128),
     ("tree8", 64, 128),
+    ("treew", 64, 128),
     ("chain+", 64, 128),
     ("tree+", 8, 128),
     ("tree+", 128, 128),
@@ -58,7 +59,7 @@ def main() -> None:
 
 def report_attention(capability: int, kind: str, num_tokens: int, head_size: int) -> None:
     """The kernels of one sequence of 32 heads on 8 (split), and of 64 such sequences (whole)."""
-    mask, is_float8, is_full = kind.rstrip("8+"), kind.endswith("8"), kind.endswith("+")
+    mask, is_float8, is_full = kind.rstrip("8w+"), kind.endswith("8"), kind.endswith("+")
     cached = "*u8" if is_float8 else "*bf16"
     dtype = torch.float8_e4m3fn if is_float8 else torch.bfloat16
     for batch in (1, 64):
@@ -68,8 +69,10 @@ def report_attention(capability: int, kind: str, num_tokens: int, head_size: int
         words = -(-num_tokens // 64)
         nodes = torch.empty(batch, num_tokens, words, dtype=torch.int64, device="meta")
         scoring = attention.Scoring(1.0, ancestor_mask=nodes if mask == "tree" else None)
+        if is_full or kind.endswith("w"):
+            scoring = replace(scoring, sliding_window=1024)
         if is_full:
-            scoring = replace(scoring, sliding_window=1024, softcap=50.0, sinks=torch.empty(32))
+            scoring = replace(scoring, softcap=50.0, sinks=torch.empty(32))
         common, _ = attention.choose(query, cache, table, mask, scoring, is_full)
         if is_float8 and capability >= 89:
             common["float8"] = "native"

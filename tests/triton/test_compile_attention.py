@@ -25,13 +25,13 @@ def test_instructions(capability):
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     lines = [json.loads(line) for line in result.stdout.splitlines()]
-    assert len(lines) == 38
+    assert len(lines) == 40
     for line in lines:
         kind, _, shape = line["name"].partition(" ")
         assert line["spills"] == 0, line
         assert line["shared"] <= SHARED, line
         assert line["loads16"] > 0, line
-        if kind.rstrip("8+") in ("chain", "tree", "cross"):
+        if kind.rstrip("8w+") in ("chain", "tree", "cross"):
             is_few = shape.startswith(("q1 ", "q8 "))
             unit = "mma" if is_few else LARGE_TILES[capability]
             assert line[unit] > 0, line

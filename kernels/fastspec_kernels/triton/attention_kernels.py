@@ -180,8 +180,14 @@ def _attend_chunk(
             peak, total, mixed, wild = attend_block(
                 state, q, paged, first, end, None, inner, factor, False, V
             )
-    STAGES: tl.constexpr = 1 if V.rows == "few" else 2  # as many as the registers allow
-    for first in tl.range(tl.maximum(start, full_end), end, V.block_n, num_stages=STAGES):
+    MANY: tl.constexpr = V.rows != "few"
+    for first in tl.range(
+        tl.maximum(start, full_end),
+        end,
+        V.block_n,
+        num_stages=2 if MANY else 1,  # as many as the registers allow
+        disable_licm=MANY and V.mask == "tree",  # for the mask words' sake
+    ):
         state = (peak, total, mixed, wild)
         seen = visible_keys(tree, limits, context, num_tokens, first, sliding_window, V.block_n, V)
         peak, total, mixed, wild = attend_block(
