@@ -111,7 +111,7 @@ class DrafterFactory:
             return self._glide(drafter)
         draft_model = self._read(drafter)
         if isinstance(draft_model, GlideLlamaForCausalLM):
-            return self._glide(draft_model)
+            return self._glide(drafter)  # read anew, as one that must not lack a weight
         model = paged_model_of(draft_model, self._config)
         probabilistic = self._spec.draft_sample_method == "probabilistic"
 

@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache
 
 from fastspec.models.twin import twin_of, use_few_row_kernels
 from fastspec.request import EncoderInput, Request
-from fastspec_kernels import store_kv, tree_attention
+from fastspec_kernels import available_backends, store_kv, tree_attention
 
 # A name with "flash", "sdpa" or a slash would make transformers treat it as one of its own.
 ATTENTION_NAME = "fastspec_paged"
@@ -280,10 +280,13 @@ def _check_float8(device: torch.device, backend: str) -> None:
     """Refuse what would run, slowly, through the reference without being asked to."""
     if backend == "auto":
         backend = os.environ.get("FASTSPEC_BACKEND", "auto")
-    if device.type == "cpu" and backend in ("auto", "cpu"):
+    is_by_name = backend in ("reference", "triton")
+    runs_in_triton = device.type == "cuda" and "triton" in available_backends()
+    if not is_by_name and (backend != "auto" or not runs_in_triton):
         raise ValueError(
-            f"kv_cache_dtype: the CPU kernels take no float8 (backend {backend!r}); it needs a GPU,"
-            " or for tests backend 'reference' or 'triton'"
+            f"kv_cache_dtype: the compiled kernels of {device.type} take no float8 (backend"
+            f" {backend!r}); it needs a GPU with Triton, or for tests backend 'reference' or"
+            " 'triton'"
         )
 
 

@@ -75,7 +75,9 @@ def _with_compiled_rotation(forward: Callable) -> Callable | None:
     """The same function that finds a compiled one by the rotation's name; None if it has none."""
     if not isinstance(forward, FunctionType) or _ROTATION not in forward.__code__.co_names:
         return None
-    names = forward.__globals__ | {_ROTATION: _compiled(forward.__globals__[_ROTATION])}
+    if (rotation := forward.__globals__.get(_ROTATION)) is None:
+        return None  # a method of that name
+    names = forward.__globals__ | {_ROTATION: _compiled(rotation)}
     defaults, closure = forward.__defaults__, forward.__closure__
     fused = FunctionType(forward.__code__, names, forward.__name__, defaults, closure)
     fused.__kwdefaults__ = forward.__kwdefaults__

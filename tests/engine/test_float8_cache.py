@@ -1,5 +1,6 @@
 """Caches of 8 bits: with any drafter the engine decodes the target with rounded keys and values."""
 
+from contextlib import nullcontext
 from copy import deepcopy
 
 import pytest
@@ -9,6 +10,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
+from fastspec.models import paged_model
 
 from ..models import random_model
 from .glide_models import often_right
@@ -143,8 +145,22 @@ def test_sampled_output_depends_on_the_seed_only(model, drafter):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU takes it")
 def test_the_cpu_kernels_take_no_float8(model, backend, monkeypatch):
     monkeypatch.delenv("FASTSPEC_BACKEND", raising=False)
-    with pytest.raises(ValueError, match=r"^kv_cache_dtype: the CPU kernels"):
+    with pytest.raises(ValueError, match=r"^kv_cache_dtype: the compiled kernels of cpu"):
         Engine(model, config=EngineConfig(kv_cache_dtype="float8", backend=backend))
+
+
+@pytest.mark.parametrize(
+    ("backend", "has_triton", "is_taken"),
+    [("auto", True, True), ("auto", False, False), ("cuda", True, False), ("triton", True, True)],
+)
+def test_a_gpu_needs_triton(monkeypatch, backend, has_triton, is_taken):
+    """The reference is never taken without being asked for."""
+    monkeypatch.delenv("FASTSPEC_BACKEND", raising=False)
+    names = ("cuda", "triton", "reference") if has_triton else ("cuda", "reference")
+    monkeypatch.setattr(paged_model, "available_backends", lambda: names)
+    refused = pytest.raises(ValueError, match="compiled kernels of cuda take no float8")
+    with nullcontext() if is_taken else refused:
+        paged_model._check_float8(torch.device("cuda"), backend)
 
 
 def test_other_architectures():

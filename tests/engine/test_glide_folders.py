@@ -75,6 +75,19 @@ def test_published_folder_loads_and_round_trips(tmp_path):
     assert runs[0] == runs[1] == runs[2]
 
 
+def test_a_folder_that_lacks_weights_is_refused_whatever_the_method(tmp_path):
+    target = random_model("llama")
+    draft = random_glide(target)
+    draft.save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights[f"{LAYER}cross_attn.q_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    for method in ("auto", "glide", "tree"):
+        with pytest.raises(ValueError, match="1 weights lack"):
+            Engine(target, tmp_path, spec=SpecConfig(method), tokenizer=byte_tokenizer())
+
+
 def test_models_that_do_not_fit_are_refused(tmp_path):
     target = random_model("llama")
     with pytest.raises(ValueError, match="drafter: GLIDE needs a GLIDE model, got Llama"):
