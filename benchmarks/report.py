@@ -32,8 +32,8 @@ def report(records: list[dict]) -> str:
     chains = [run for run in runs if run.get("method", "draft_model") == "draft_model"]
     ops = [record for record in records if record["op"] != "end_to_end"]
     parts = [end_to_end(chains[-1])] if chains else ["No end-to-end run is recorded yet."]
-    if runs:
-        parts.append(methods(runs))
+    if bundled := [run for run in runs if is_of_bundled_pair(run)]:
+        parts.append(methods(bundled))
     if ops:
         parts.append(kernels(ops))
     return "\n\n".join(parts)
@@ -64,13 +64,16 @@ def end_to_end(record: dict) -> str:
     return "\n".join([*lines, "", conditions])
 
 
+def is_of_bundled_pair(record: dict) -> bool:
+    """Whether it counts for the table of drafters: bundled prompts too, and efficiency measured."""
+    has_own_prompts = {"--prompts-file", "--dataset"} & set(record["argv"])
+    has_efficiency = all("efficiency" in row for row in record["results"])
+    return record["target"]["name"] == "tiny" and has_efficiency and not has_own_prompts
+
+
 def methods(records: list[dict]) -> str:
-    """Table of the drafters on the bundled prompts, each as last measured on the last day."""
-    day = max(record["date"] for record in records)[:10]
-    bundled = [
-        r for r in records if r["date"].startswith(day) and "--prompts-file" not in r["argv"]
-    ]
-    latest = {method_name(record): record for record in sorted(bundled, key=lambda r: r["date"])}
+    """Table of the drafters, each as last measured."""
+    latest = {method_name(r): r for r in sorted(records, key=lambda record: record["date"])}
     temperatures = sorted({row["temperature"] for r in latest.values() for row in r["results"]})
     at = [f"T={temperature:g}" for temperature in temperatures]
     columns = {
@@ -83,28 +86,24 @@ def methods(records: list[dict]) -> str:
         " what part of the speed-up is reached that acceptance and the cost of drafting predict."
     )
     heads = [f"{column}, {temperature}" for column in columns for temperature in at]
-    lines = [meaning, "", *table_head("drafter", *heads)]
+    lines = [meaning, "", *table_head("drafter", "K", *heads)]
     for name, record in sorted(latest.items()):
         rows = {row["temperature"]: row for row in record["results"]}
         cells = [cell(rows.get(t), show) for show in columns.values() for t in temperatures]
-        lines.append(table_row(name, *cells))
+        lines.append(table_row(name, str(record["num_speculative_tokens"]), *cells))
     places = sorted({where(record) for record in latest.values()})
     return "\n".join([*lines, "", *places])
 
 
 def method_name(record: dict) -> str:
     """`--method` and the like, as it was given."""
-    cape = " `--cape`" if record.get("cape") else ""
+    cape = " `--cape`" if record["cape"] else ""
     bins = f" `--cape-bins {json.dumps(b)}`" if (b := record.get("cape_bins")) else ""
-    method, num_tokens = record.get("method", "draft_model"), record["num_speculative_tokens"]
-    return f"`{method}`{cape}{bins}, K={num_tokens}"
+    return f"`{record['method']}`{cape}{bins}"
 
 
 def cell(row: dict | None, show: Callable[[dict], str]) -> str:
-    """One number of a run; older records lack some."""
-    if row is None or row.get("mean_acceptance_length") is None or "efficiency" not in row:
-        return "-"
-    return show(row)
+    return "-" if row is None else show(row)
 
 
 def kernels(records: list[dict]) -> str:
