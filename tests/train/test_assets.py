@@ -77,4 +77,4 @@ def test_glide_beats_a_plain_draft_as_large():
     prompts = [prompt["text"] for prompt in read_prompts(ASSETS / "prompts.jsonl")]
     engine = fastspec.Engine("tiny", "tiny-glide", spec=fastspec.SpecConfig("glide", 4))
     engine.generate(prompts, fastspec.SamplingParams(temperature=0, max_tokens=MAX_NEW_TOKENS))
-    assert engine.stats.acceptance_rate == pytest.approx(rates["glide"], abs=0.02)
+    assert engine.stats.acceptance_rate == pytest.approx(rates["glide"], abs=0.05)
