@@ -4,7 +4,13 @@ import torch
 from torch import Tensor
 
 from fastspec.drafters.base import Proposal
-from fastspec.drafters.growing_trees import ConfidenceBins, NumExtra, sampling_temperature
+from fastspec.drafters.growing_trees import (
+    ConfidenceBins,
+    NumExtra,
+    known_counts,
+    sampling_temperature,
+    spread,
+)
 from fastspec.drafters.siblings import drawn, likeliest, of_rows
 from fastspec.models.transfer import device_tensor
 from fastspec.request import DRAFT_STREAM, Batch
@@ -38,11 +44,9 @@ class DrawnChain:
         token_ids = token_ids.masked_fill(self._ranks > self._num_extra.of(logprobs.exp()), -1)
         if self._token_ids:  # after a token that could not be drawn there is none
             token_ids = token_ids.masked_fill(self._token_ids[-1][rows, :1] < 0, -1)
-        num_requests = len(batch.requests)
-        self._token_ids.append(token_ids.new_full((num_requests, self._num_children), -1))
-        self._token_ids[-1][rows] = token_ids
-        self._logits.append(logits.new_zeros((num_requests, logits.shape[1])))
-        self._logits[-1][rows] = logits
+        for levels, values, empty in ((self._token_ids, token_ids, -1), (self._logits, logits, 0)):
+            size = (len(batch.requests), 1, values.shape[1])
+            levels.append(spread(values, places, size, empty)[:, 0])
 
     def expanded(self) -> tuple[Tensor, Tensor]:
         chain = self._token_ids[-1][:, :1]
@@ -66,12 +70,10 @@ class DrawnChain:
         draft_logits = logits.new_zeros((num_requests, num_nodes + 1, logits.shape[2]))
         requests = torch.arange(num_requests, device=order.device)[:, None]
         draft_logits[requests, above] = logits
-        # On the CPU, where looking costs nothing, it says how many nodes there are.
-        on_cpu = self._batch.device.type == "cpu"
         return Proposal(
             token_ids.gather(1, order),
             parents.masked_fill(is_missing, -1).int(),
             draft_logits,
-            num_tokens=(~is_missing).sum(dim=1).tolist() if on_cpu else None,
+            num_tokens=known_counts(token_ids),
             sibling_rule="without_replacement",
         )

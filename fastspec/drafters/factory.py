@@ -20,7 +20,7 @@ from fastspec.drafters.cascade import CascadeDrafter
 from fastspec.drafters.cascade_levels import CopyingLevel, Level, ModelLevel
 from fastspec.drafters.ngram import NgramDrafter
 from fastspec.drafters.tree_factory import as_trees
-from fastspec.glide import GlideLlamaForCausalLM, load_glide
+from fastspec.glide import is_glide, load_glide
 from fastspec.models.encoder_decoder import paged_model_of
 from fastspec.models.loading import bigram_beside, check_same_tokenizer, load_model, load_tokenizer
 from fastspec.models.paged_model import PagedModel
@@ -83,16 +83,16 @@ class DrafterFactory:
         if method == "cascade" and drafter is not None:
             return self._cascade(target, drafter)
         if method == "draft_model" and isinstance(drafter, (str, Path, PreTrainedModel)):
-            drafter = self._read_plain(drafter)
+            self._refuse_glide(drafter)
         return None if drafter is None else self.plan_given(drafter, method == "glide")
 
-    def plan_given(self, drafter: DrafterSource, is_glide: bool = False) -> DrafterPlan:
+    def plan_given(self, drafter: DrafterSource, wants_glide: bool = False) -> DrafterPlan:
         """A drafter as it is, or one that runs the draft model that is named or passed.
 
-        A folder or hub id is read as a GLIDE model if it is said to be one, by `is_glide` or by its
-        configuration. Either drafts trees if the options ask for them.
+        A folder or hub id is read as a GLIDE model if that is wanted, or its configuration says so.
+        Either drafts trees if the options ask for them.
         """
-        plan = self._draft_plan(drafter, is_glide)
+        plan = self._draft_plan(drafter, wants_glide)
 
         def build(target: ModelRunner | None, block_manager: BlockManager) -> Drafter:
             draft = plan.build(target, block_manager)
@@ -100,19 +100,17 @@ class DrafterFactory:
 
         return DrafterPlan(plan.models, build)
 
-    def _draft_plan(self, drafter: DrafterSource, is_glide: bool) -> DrafterPlan:
+    def _draft_plan(self, drafter: DrafterSource, wants_glide: bool) -> DrafterPlan:
         if isinstance(drafter, Drafter):
-            if is_glide and not isinstance(drafter, GlideDrafter):
+            if wants_glide and not isinstance(drafter, GlideDrafter):
                 raise ValueError(f"drafter: GLIDE needs a GLIDE model, got {drafter.name!r}")
             return _ready(drafter)
         if not isinstance(drafter, (str, Path, PreTrainedModel)):
             raise ValueError("drafter: several make a cascade, which spec.method has to be")
-        if is_glide:
+        self._check_tokenizer(drafter)
+        if wants_glide or is_glide(drafter):
             return self._glide(drafter)
-        draft_model = self._read(drafter)
-        if isinstance(draft_model, GlideLlamaForCausalLM):
-            return self._glide(drafter)  # read anew, as one that must not lack a weight
-        model = paged_model_of(draft_model, self._config)
+        model = self._load(drafter)
         probabilistic = self._spec.draft_sample_method == "probabilistic"
 
         def build(target: ModelRunner | None, block_manager: BlockManager) -> Drafter:
@@ -122,7 +120,6 @@ class DrafterFactory:
         return DrafterPlan([model], build)
 
     def _glide(self, source: ModelSource) -> DrafterPlan:
-        self._check_tokenizer(source)
         config = self._config
         model = PagedModel(load_glide(source, config), config.backend, config.kv_cache_dtype)
         if self._config.compile_modules:
@@ -152,10 +149,7 @@ class DrafterFactory:
     def _cascade(self, target: ModelSource, drafter: DrafterSource) -> DrafterPlan:
         """Levels as they are given, and MaG after them where k_matrix has one more."""
         spec, backend = self._spec, self._config.backend
-        parts = [
-            s if isinstance(s, Drafter) else paged_model_of(self._read_plain(s), self._config)
-            for s in _as_list(drafter)
-        ]
+        parts = [s if isinstance(s, Drafter) else self._level_model(s) for s in _as_list(drafter)]
         if len(spec.k_matrix) == len(parts) + 1:
             parts.append(self._mag(target))
         models = [part for part in parts if isinstance(part, PagedModel)]
@@ -182,18 +176,19 @@ class DrafterFactory:
 
         return DrafterPlan(models, build)
 
-    def _read(self, source: ModelSource) -> PreTrainedModel:
-        """A model; ValueError when its token ids mean something else."""
+    def _level_model(self, source: ModelSource) -> PagedModel:
         self._check_tokenizer(source)
-        return load_model("drafter", source, self._config)
+        self._refuse_glide(source)
+        return self._load(source)
 
-    def _read_plain(self, source: ModelSource) -> PreTrainedModel:
-        """A model that needs nothing of the target's; ValueError for a GLIDE model."""
-        model = self._read(source)
-        if isinstance(model, GlideLlamaForCausalLM):
+    def _load(self, source: ModelSource) -> PagedModel:
+        return paged_model_of(load_model("drafter", source, self._config), self._config)
+
+    def _refuse_glide(self, source: ModelSource) -> None:
+        """Refuse a model that reads the target's cache where it would not be given that."""
+        if is_glide(source):
             method = self._spec.method
             raise ValueError(f"drafter: a GLIDE model needs method 'glide', not {method!r}")
-        return model
 
     def _check_tokenizer(self, source: ModelSource) -> None:
         """Refuse a folder or hub id whose token ids mean something else."""

@@ -79,12 +79,12 @@ class LikeliestTree:
             logits, self._num_children, temperature, self._batch.backend
         )
         size = (num_requests, width, self._num_children)
-        scores = self._scores[:, :, None] + _spread(logprobs, places, size, -torch.inf)
+        scores = self._scores[:, :, None] + spread(logprobs, places, size, -torch.inf)
         if self._num_extra is not None:
             num_extra = self._num_extra.of((scores[:, :, :1] - self._scores[:, :, None]).exp())
             scores = scores.masked_fill(self._ranks > num_extra, -torch.inf)
         newest = Candidates(
-            _spread(token_ids, places, size, -1).flatten(1),
+            spread(token_ids, places, size, -1).flatten(1),
             self._nodes[:, :, None].expand(size).flatten(1),
             scores.flatten(1),
         )
@@ -104,10 +104,8 @@ class LikeliestTree:
     def proposal(self) -> Proposal:
         limits = device_tensor(self._batch.num_draft_tokens, torch.int64, self._batch.device)
         token_ids, parents = Candidates.joined(self._grown).best(self._num_nodes, limits)
-        # On the CPU, where looking costs nothing, it says how many nodes there are.
-        on_cpu = self._batch.device.type == "cpu"
-        known = (token_ids >= 0).sum(dim=1).tolist() if on_cpu else None
-        return Proposal(token_ids, parents, num_tokens=known, sibling_rule="target_only")
+        counts = known_counts(token_ids)
+        return Proposal(token_ids, parents, num_tokens=counts, sibling_rule="target_only")
 
 
 class NumExtra:
@@ -153,7 +151,7 @@ class FixedTree:
         else:
             token_ids, _ = likeliest(logits, level.num_children, None, self._batch.backend)
         size = (len(self._token_ids), width, level.num_children)
-        self._newest = _spread(token_ids, places, size, -1).flatten(1)
+        self._newest = spread(token_ids, places, size, -1).flatten(1)
         first = level.children[0] - 1
         kept = device_tensor(level.kept, torch.int64, device)
         self._token_ids[:, first : first + len(level.kept)] = self._newest[:, kept]
@@ -195,7 +193,13 @@ def sampling_temperature(batch: Batch, greedy: float) -> Tensor | None:
     return None if temperature is None else temperature.masked_fill(temperature == 0, greedy)
 
 
-def _spread(values: Tensor, places: list[int], size: tuple[int, int, int], empty: float) -> Tensor:
+def known_counts(token_ids: Tensor) -> list[int] | None:
+    """How many nodes each tree has, on the CPU, where looking costs nothing."""
+    on_cpu = token_ids.device.type == "cpu"
+    return (token_ids >= 0).sum(dim=1).tolist() if on_cpu else None
+
+
+def spread(values: Tensor, places: list[int], size: tuple[int, int, int], empty: float) -> Tensor:
     """Rows [R, C] at their places of a grid of the size [B, E, C], `empty` elsewhere."""
     if len(places) == size[0] * size[1]:
         return values.view(size)

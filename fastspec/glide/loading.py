@@ -6,8 +6,8 @@ from typing import Any, cast
 from transformers import PreTrainedModel
 
 from fastspec.config import EngineConfig
-from fastspec.glide.model import GlideLlamaForCausalLM
-from fastspec.models.loading import load_model
+from fastspec.glide.model import GlideLlamaConfig, GlideLlamaForCausalLM
+from fastspec.models.loading import load_config, load_model
 
 
 def load_glide(source: str | Path | PreTrainedModel, config: EngineConfig) -> GlideLlamaForCausalLM:
@@ -20,6 +20,13 @@ def load_glide(source: str | Path | PreTrainedModel, config: EngineConfig) -> Gl
     if not isinstance(model, GlideLlamaForCausalLM):
         raise ValueError(f"drafter: GLIDE needs a GLIDE model, got {type(model).__name__}")
     return model
+
+
+def is_glide(source: str | Path | PreTrainedModel) -> bool:
+    """Whether a model is GLIDE's; of a folder or hub id, whether its configuration says so."""
+    if isinstance(source, PreTrainedModel):
+        return isinstance(source, GlideLlamaForCausalLM)
+    return isinstance(load_config("drafter", source), GlideLlamaConfig)
 
 
 def _from_pretrained(path: str | Path, **options) -> GlideLlamaForCausalLM:

@@ -11,6 +11,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -75,14 +76,18 @@ def load_tokenizer(field: str, source: str | Path) -> PreTrainedTokenizerBase:
         raise _not_loaded(field, "the tokenizer of ", source, error) from error
 
 
+def load_config(field: str, source: str | Path) -> PreTrainedConfig:
+    """The configuration of a model that is not loaded."""
+    path = _existing_path(field, source)
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise _not_loaded(field, "the configuration of ", source, error) from error
+
+
 def target_vocab_size(source: str | Path) -> int:
     """Entries of a target's vocabulary, by its configuration alone."""
-    path = _existing_path("target", source)
-    try:
-        config = AutoConfig.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
-        raise _not_loaded("target", "the configuration of ", source, error) from error
-    return config.get_text_config(decoder=True).vocab_size
+    return load_config("target", source).get_text_config(decoder=True).vocab_size
 
 
 def bigram_beside(target: str | Path | PreTrainedModel) -> Path | None:
