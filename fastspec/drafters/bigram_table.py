@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fastspec.config import is_int
-from fastspec.files import write_whole
+from fastspec.files import read_json, write_whole
 
 
 def load_bigram(path: str | Path, vocab_size: int) -> Tensor:
@@ -19,12 +19,7 @@ def load_bigram(path: str | Path, vocab_size: int) -> Tensor:
         ValueError: no such file, not such a list, longer than the vocabulary, or an id outside it.
     """
     file = Path(path).expanduser()
-    if not file.is_file():
-        raise ValueError(f"bigram_path: no such file: {str(path)!r}")
-    try:
-        successors = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"bigram_path: {file} is not JSON: {error}") from error
+    successors = read_json("bigram_path", file)
     if not isinstance(successors, list) or not successors:
         raise ValueError(f"bigram_path: {file} holds no list of token ids")
     if len(successors) > vocab_size:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fastspec.config import SpecConfig
-from fastspec.files import write_whole
+from fastspec.files import read_json, write_whole
 
 _FORMAT = 1
 _SPEC_FIELDS = (
@@ -68,12 +68,7 @@ def load_tuned(path: Path) -> TunedConfig:
     Raises:
         ValueError: no such file, or one that is cut off or holds something else.
     """
-    if not path.is_file():
-        raise ValueError(f"config: no such file: {str(path)!r}")
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"config: {path} is cut off or not JSON: {error}") from error
+    record = read_json("config", path)
     if not isinstance(record, dict) or record.get("fastspec_config") != _FORMAT:
         raise ValueError(f"config: {path} is no file of fastspec tune")
     target, draft, spec = (record.get(name) for name in ("target", "draft", "spec"))
