@@ -13,7 +13,7 @@ from fastspec.economics.schedule import AdaptiveSchedule, Schedule
 from fastspec.request import Batch, Request
 from fastspec.request_factory import RequestFactory
 from fastspec.runner import ModelRunner
-from fastspec.verification import AcceptanceRule, prefill, verify
+from fastspec.verify import prefill, verify
 
 _ROUNDS = 6  # the first warms up; of the others the fastest counts
 _LEAST_SLOPE = 0.01  # of a plain step, for each draft token
@@ -69,7 +69,7 @@ class StepCostMeter:
         start = time.perf_counter()
         if num_draft:
             drafter.propose(batch)
-        verify(self._runner, batch, Proposal(token_ids), AcceptanceRule())
+        verify(self._runner, batch, Proposal(token_ids))
         seconds = time.perf_counter() - start
         drafter.commit(batch, [0])
         return seconds

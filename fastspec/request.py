@@ -40,7 +40,7 @@ class EncoderInput:
     token_ids: list[int]
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
     """Committed state of one request; everything in it ends at the same token.
 

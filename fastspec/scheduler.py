@@ -77,19 +77,24 @@ class Scheduler:
             admitted.append(request)
         return admitted
 
+    def get(self, request_id: str) -> Request | None:
+        """A running or waiting request."""
+        known = (r for r in (*self.running, *self._waiting) if r.request_id == request_id)
+        return next(known, None)
+
     def remove(self, request_id: str, failed: bool = False) -> Request | None:
         """Take a request out, wherever it is, and its blocks; those of a failed one are no use."""
-        for queue in (self.running, self._waiting):
-            for request in queue:
-                if request.request_id == request_id:
-                    queue.remove(request)
-                    if failed:
-                        self.block_manager.forget(request)
-                    else:
-                        self.block_manager.publish(request)
-                    self.block_manager.release(request)
-                    return request
-        return None
+        request = self.get(request_id)
+        if request is None:
+            return None
+        queue = self.running if request in self.running else self._waiting
+        queue.remove(request)
+        if failed:
+            self.block_manager.forget(request)
+        else:
+            self.block_manager.publish(request)
+        self.block_manager.release(request)
+        return request
 
     def _length(self, request: Request, num_draft_tokens: int, num_nodes: int) -> int:
         """Tokens that need room in the next step."""

@@ -2,11 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
+from fastspec.config.checks import is_int
 from fastspec.request import Batch, Request
+
+_SIBLING_RULES = ("target_only", "without_replacement", "with_replacement")
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,7 @@ class Proposal:
         on_judged: of chains: is told the target's logits [T, V], packed: num_rows[b] of each
             request, after its last committed token and after each proposal that was read.
     Raises:
-        ValueError: a tree without its rule or of another shape than its tokens, or a rule alone.
+        ValueError: a tree without its rule, or a rule alone.
     """
 
     token_ids: Tensor
@@ -47,14 +51,72 @@ class Proposal:
         if (self.parents is None) != (self.sibling_rule is None):
             expected = "None without parents" if self.parents is None else "the rule of the tree"
             raise ValueError(f"sibling_rule: expected {expected}, got {self.sibling_rule!r}")
-        if self.parents is not None and self.parents.shape != self.token_ids.shape:
-            shapes = f"{list(self.token_ids.shape)}, got {list(self.parents.shape)}"
-            raise ValueError(f"parents: expected the shape of token_ids, {shapes}")
+
+
+def check_proposal(proposal: Any, batch: Batch, vocab_size: int) -> None:
+    """Refuse what a drafter must not propose, as far as that shows without reading the tokens.
+
+    Raises:
+        ValueError: the field, what the protocol expects there and what the drafter gave.
+    """
+    if not isinstance(proposal, Proposal):
+        raise ValueError(f"propose: expected a Proposal, got {type(proposal).__name__}")
+    num_requests, num = len(batch.requests), batch.num_speculative_tokens
+    is_chain = proposal.parents is None
+    width = num if is_chain else getattr(proposal.token_ids, "shape", [0])[-1]
+    shape = (num_requests, width)
+    _check_tensor("token_ids", proposal.token_ids, shape, {torch.int32}, batch)
+    if not is_chain:
+        _check_tensor("parents", proposal.parents, shape, {torch.int32}, batch)
+        if proposal.sibling_rule not in _SIBLING_RULES:
+            expected = f"one of {_SIBLING_RULES}"
+            raise ValueError(f"sibling_rule: expected {expected}, got {proposal.sibling_rule!r}")
+        if proposal.on_judged is not None:
+            raise ValueError("on_judged: expected None for trees")
+    if proposal.draft_logits is not None:
+        columns = getattr(proposal.draft_logits, "shape", [0])[-1]
+        rows = (num_requests, width if is_chain else width + 1, columns)
+        floats = {torch.float32, torch.bfloat16, torch.float16}
+        _check_tensor("draft_logits", proposal.draft_logits, rows, floats, batch)
+        if not 1 <= columns <= vocab_size:
+            expected = f"at most the target's {vocab_size} columns"
+            raise ValueError(f"draft_logits: expected {expected}, got {columns}")
+    counts = batch.num_draft_tokens
+    if (num_tokens := proposal.num_tokens) is not None:
+        if len(num_tokens) != num_requests or not all(is_int(n) and n >= 0 for n in num_tokens):
+            raise ValueError(f"num_tokens: expected {num_requests} ints >= 0, got {num_tokens!r}")
+        counts = [min(pair) for pair in zip(counts, num_tokens, strict=True)]
+    if (writers := proposal.writers) is not None:
+        lengths = [len(names) for names in writers]
+        least = [min(count, width) for count in counts]
+        if len(lengths) != num_requests or any(a < b for a, b in zip(lengths, least, strict=True)):
+            raise ValueError(f"writers: expected names of {least} tokens, got {lengths}")
+    if (passes := proposal.passes) is not None and len(passes) != num_requests:
+        raise ValueError(f"passes: expected those of {num_requests} requests, got {len(passes)}")
+
+
+def _check_tensor(
+    name: str, value: Any, shape: tuple[int, ...], dtypes: set[torch.dtype], batch: Batch
+) -> None:
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name}: expected a tensor, got {type(value).__name__}")
+    if tuple(value.shape) != shape:
+        raise ValueError(f"{name}: expected shape {list(shape)}, got {list(value.shape)}")
+    if value.dtype not in dtypes:
+        expected = " or ".join(sorted(str(dtype) for dtype in dtypes))
+        raise ValueError(f"{name}: expected {expected}, got {value.dtype}")
+    if value.device != batch.device:
+        raise ValueError(f"{name}: expected a tensor on {batch.device}, got {value.device}")
 
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Anything that proposes tokens; `name` is shown as the writer of the accepted ones."""
+    """Anything that proposes tokens; `name` is shown as the writer of the accepted ones.
+
+    Where a method raises, or a proposal is not of the documented form, the engine decodes that step
+    plainly, releases the requests, hands the error to the caller once, and asks again in the next
+    step.
+    """
 
     name: str
 

@@ -1,0 +1,34 @@
+"""Whose turn it is with an engine that several threads share."""
+
+from threading import Lock, get_ident
+
+
+class Turn:
+    """A lock that waiting threads are given in turn, however soon its holder wants it again.
+
+    A plain lock that a loop releases and takes again at once may never reach another thread.
+
+    Raises:
+        RuntimeError: the thread that holds it wants it again, that is a drafter, a schedule or a
+            tokenizer called the engine back during a step.
+    """
+
+    def __init__(self):
+        self._entry, self._inside = Lock(), Lock()
+        self._holder: int | None = None
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether this thread holds it."""
+        return self._holder == get_ident()
+
+    def __enter__(self) -> None:
+        if self.is_mine:
+            raise RuntimeError("engine: called from within its own step, by a part of that step")
+        with self._entry:
+            self._inside.acquire()
+        self._holder = get_ident()
+
+    def __exit__(self, *_) -> None:
+        self._holder = None
+        self._inside.release()

@@ -1,0 +1,222 @@
+"""A drafter or schedule that raises, or proposes nonsense, harms no request and is heard once."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fastspec import Engine, SamplingParams, SpecConfig
+from fastspec.drafters import Proposal
+
+GREEDY = SamplingParams(temperature=0, max_tokens=10)
+PROMPTS = [[3, 5, 7, 11 + i] for i in range(3)]
+K = 3
+SPEC = SpecConfig(num_speculative_tokens=K)
+
+
+class Boom(Exception):
+    """What the drafters here raise."""
+
+
+class Scripted:
+    """Proposes the target's own text, or what `change` makes of that; raises where told to."""
+
+    name = "scripted"
+
+    def __init__(self, texts, failing=(), when=lambda call: True, change=lambda proposal: proposal):
+        self.texts, self.failing, self.when, self.change = texts, failing, when, change
+        self.calls = dict.fromkeys(("propose", "commit", "release", "on_judged"), 0)
+
+    def _enter(self, method):
+        self.calls[method] += 1
+        if method in self.failing and self.when(self.calls[method]):
+            raise Boom(method)
+
+    def propose(self, batch):
+        self._enter("propose")
+        rows = []
+        for request in batch.requests:
+            text = self.texts[request.token_ids[3]]
+            done = len(request.token_ids)
+            rows.append((text[done : done + K] + [-1] * K)[:K])
+        token_ids = torch.tensor(rows, dtype=torch.int32)
+        on_judged = (lambda *_: self._enter("on_judged")) if "on_judged" in self.failing else None
+        return self.change(Proposal(token_ids, on_judged=on_judged))
+
+    def commit(self, batch, accepted):
+        self._enter("commit")
+
+    def release(self, request):
+        self._enter("release")
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    return [output.token_ids for output in Engine(model).generate(PROMPTS, GREEDY)]
+
+
+@pytest.fixture(scope="module")
+def texts(expected):
+    return {p[3]: [*p, *ids] for p, ids in zip(PROMPTS, expected, strict=True)}
+
+
+def run(engine):
+    """Outputs by step(), in the order of PROMPTS, and what was raised on the way."""
+    ids = [engine.add_request(prompt, GREEDY) for prompt in PROMPTS]
+    outputs, errors = {}, []
+    for _ in range(200):
+        if not engine.has_unfinished:
+            break
+        try:
+            events = engine.step()
+        except Exception as error:  # whatever it is, the loop of a server goes on
+            errors.append(error)
+            continue
+        outputs |= {event.request_id: event.output for event in events if event.output}
+    assert not engine.has_unfinished
+    manager = engine._scheduler.block_manager
+    assert manager.num_free == manager.num_blocks
+    return [outputs[request_id] for request_id in ids], errors
+
+
+@pytest.mark.parametrize("method", ["propose", "commit", "release", "on_judged"])
+@pytest.mark.parametrize("when", [lambda call: call == 2, lambda call: True], ids=["2nd", "all"])
+def test_no_request_is_lost_and_the_error_is_raised_once(model, expected, texts, method, when):
+    drafter = Scripted(texts, {method}, when)
+    engine = Engine(model, drafter, spec=SPEC)
+    outputs, errors = run(engine)
+    assert [output.token_ids for output in outputs] == expected
+    assert {output.finish_reason for output in outputs} == {"length"}
+    assert all(isinstance(error, Boom) for error in errors)
+    if when(1):
+        assert errors
+    else:
+        assert len(errors) == 1
+        assert engine.stats.num_accepted_tokens > 0  # the drafter was asked again afterwards
+    engine._speculation.take_error()
+    drafter.failing = ()
+    assert [output.token_ids for output in engine.generate(PROMPTS, GREEDY)] == expected
+
+
+@pytest.mark.parametrize("method", ["propose", "commit", "release", "on_judged"])
+def test_generate_completes_and_then_raises(model, expected, texts, method):
+    drafter = Scripted(texts, {method}, lambda call: call == 1)
+    engine = Engine(model, drafter, spec=SPEC)
+    with pytest.raises(Boom) as raised:
+        engine.generate(PROMPTS, GREEDY)
+    assert [output.token_ids for output in raised.value.outputs] == expected
+    assert [output.token_ids for output in engine.generate(PROMPTS, GREEDY)] == expected
+
+
+def test_stream_delivers_everything_and_then_raises(model, expected, texts):
+    engine = Engine(model, Scripted(texts, {"propose"}))
+    stream = engine.stream(PROMPTS[0], GREEDY)
+    while (event := next(stream)).output is None:
+        pass
+    assert event.output.token_ids == expected[0]
+    with pytest.raises(Boom):
+        next(stream)
+
+
+def test_switching_off_works_and_reports_a_failing_release(model, expected, texts):
+    drafter = Scripted(texts, {"release"})
+    engine = Engine(model, drafter, spec=SPEC)
+    engine.add_request(PROMPTS[0], GREEDY)
+    engine.step()
+    with pytest.raises(Boom):
+        engine.disable_spec_dec()
+    assert not engine.is_speculative
+    outputs, errors = run(engine)
+    assert not errors
+    assert [output.token_ids for output in outputs] == expected
+
+
+def _short_writers(proposal):
+    return replace(proposal, writers=[["a"]] * len(proposal.token_ids))
+
+
+def _logits(proposal, *shape, dtype=torch.float32):
+    return replace(proposal, draft_logits=torch.zeros(shape, dtype=dtype))
+
+
+WRONG = {
+    "None": (lambda p: None, "propose"),
+    "tokens as a list": (lambda p: replace(p, token_ids=p.token_ids.tolist()), "token_ids"),
+    "int64": (lambda p: replace(p, token_ids=p.token_ids.long()), "token_ids"),
+    "more than K": (lambda p: replace(p, token_ids=p.token_ids.repeat(1, 2)), "token_ids"),
+    "too few rows": (lambda p: replace(p, token_ids=p.token_ids[:1]), "token_ids"),
+    "one row": (lambda p: replace(p, token_ids=p.token_ids[0]), "token_ids"),
+    "short writers": (_short_writers, "writers"),
+    "writers of too few": (lambda p: replace(p, writers=[["a"] * K]), "writers"),
+    "short counts": (lambda p: replace(p, num_tokens=[1]), "num_tokens"),
+    "negative counts": (lambda p: replace(p, num_tokens=[-3] * 3), "num_tokens"),
+    "passes of too few": (lambda p: replace(p, passes=[{}]), "passes"),
+    "logits of one row": (lambda p: _logits(p, 3, 1, 263), "draft_logits"),
+    "logits of another vocabulary": (lambda p: _logits(p, 3, K, 999), "draft_logits"),
+    "integer logits": (lambda p: _logits(p, 3, K, 263, dtype=torch.int32), "draft_logits"),
+    "parents of another shape": (
+        lambda p: replace(p, parents=p.token_ids[:, :1], sibling_rule="target_only"),
+        "parents",
+    ),
+    "an unknown rule": (
+        lambda p: replace(p, parents=p.token_ids, sibling_rule="guess"),
+        "sibling_rule",
+    ),
+    "another device": (lambda p: replace(p, token_ids=p.token_ids.to("meta")), "token_ids"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_proposal_is_checked_before_anything_is_committed(model, expected, texts, name):
+    change, field = WRONG[name]
+    engine = Engine(
+        model, Scripted(texts, change=change), spec=SpecConfig(num_speculative_tokens=K)
+    )
+    outputs, errors = run(engine)
+    assert [output.token_ids for output in outputs] == expected
+    assert errors
+    assert all(str(error).startswith(f"{field}:") for error in errors), errors[0]
+    assert all(isinstance(error, ValueError) for error in errors)
+
+
+@pytest.mark.parametrize("token", [-7, 263, 10**6, 2**31 - 1])
+def test_ids_outside_the_vocabulary_are_rejected_as_others_are(model, expected, texts, token):
+    def change(proposal):
+        return replace(proposal, token_ids=torch.full_like(proposal.token_ids, token))
+
+    engine = Engine(
+        model, Scripted(texts, change=change), spec=SpecConfig(num_speculative_tokens=K)
+    )
+    outputs, errors = run(engine)
+    assert not errors
+    assert [output.token_ids for output in outputs] == expected
+
+
+@pytest.mark.parametrize("wanted", [-1, 1.5, None, "2"])
+def test_a_schedule_that_answers_nonsense_is_off_and_named(model, expected, texts, wanted):
+    class Schedule:
+        def num_draft_tokens(self, request):
+            return wanted
+
+        def record(self, request, step): ...
+
+    engine = Engine(model, Scripted(texts), spec=SpecConfig(schedule=Schedule()))
+    outputs, errors = run(engine)
+    assert [output.token_ids for output in outputs] == expected
+    assert errors
+    assert all("num_draft_tokens" in str(error) for error in errors)
+
+
+def test_turning_on_what_cannot_be_measured_changes_nothing(model, drafter):
+    spec = SpecConfig(num_speculative_tokens=3, schedule="adaptive", step_costs=[4, 5, 6, 7])
+    engine = Engine(model, drafter, spec=spec)
+    engine.disable_spec_dec()
+    with pytest.raises(ValueError, match="step_costs"):
+        engine.enable_spec_dec(n_spec_tokens=7)
+    assert not engine.is_speculative
+    engine.enable_spec_dec(n_spec_tokens=3)
+    assert engine.is_speculative
+    with pytest.raises(ValueError, match="step_costs"):
+        engine.enable_spec_dec(drafter, n_spec_tokens=9)
+    output = engine.generate([PROMPTS[0]], GREEDY)[0]
+    assert len(output.stats.acceptance_histogram) <= 4

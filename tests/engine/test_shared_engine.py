@@ -1,0 +1,218 @@
+"""One engine, several consumers: threads, generate() beside stream() beside step(), interrupts."""
+
+import gc
+import threading
+
+import pytest
+
+from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
+
+from ..models import byte_tokenizer
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+PROMPTS = [[3, 5, 7, 11 + i] for i in range(6)]
+SPEC = SpecConfig(num_speculative_tokens=3)
+
+
+@pytest.fixture
+def engine(model, drafter):
+    return Engine(model, drafter, tokenizer=byte_tokenizer(), spec=SPEC)
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    return [output.token_ids for output in Engine(model).generate(PROMPTS, GREEDY)]
+
+
+def assert_idle(engine):
+    assert not engine.has_unfinished
+    assert engine.step() == []
+    manager = engine._scheduler.block_manager
+    assert manager.num_free == manager.num_blocks
+
+
+def steps(engine):
+    """Ids and outputs of all requests that step() speaks of, to their end."""
+    ids, outputs = {}, {}
+    while engine.has_unfinished:
+        for event in engine.step():
+            ids.setdefault(event.request_id, []).extend(event.token_ids)
+            if event.output is not None:
+                outputs[event.request_id] = event.output
+    assert {name: tuple(of_one) for name, of_one in ids.items()} == {
+        name: output.token_ids for name, output in outputs.items()
+    }
+    return outputs
+
+
+def test_threads_that_share_an_engine_get_their_own_outputs(engine, expected):
+    results = {}
+
+    def call(index):
+        outputs = engine.generate([PROMPTS[index], PROMPTS[-1 - index]], GREEDY)
+        results[index] = [output.token_ids for output in outputs]
+
+    threads = [threading.Thread(target=call, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert results == {i: [expected[i], expected[-1 - i]] for i in range(4)}
+    assert_idle(engine)
+
+
+def test_a_thread_is_let_in_while_another_generates(engine):
+    """abort() and add_request() of one thread do not wait for the generate() of another."""
+    started, done = threading.Event(), []
+    run = engine._runner.forward
+
+    def forward(*args, **kwargs):
+        started.set()
+        return run(*args, **kwargs)
+
+    engine._runner.forward = forward
+    long = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+    thread = threading.Thread(target=lambda: done.append(engine.generate([PROMPTS[0]], long)))
+    thread.start()
+    assert started.wait(60)
+    request_id = engine.add_request(PROMPTS[1], GREEDY)
+    assert not done
+    assert engine.abort(request_id).finish_reason == "abort"
+    thread.join(60)
+    assert len(done[0][0].token_ids) == 400
+
+
+def test_generate_stream_and_step_mix_at_will(engine, expected):
+    added = [engine.add_request(prompt, GREEDY) for prompt in PROMPTS[:2]]
+    stream = engine.stream(PROMPTS[2], GREEDY)
+    streamed = [next(stream)]
+    early = engine.step()
+    (generated,) = engine.generate([PROMPTS[3]], GREEDY)
+    ids = {name: [t for e in early if e.request_id == name for t in e.token_ids] for name in added}
+    outputs = {}
+    while engine.has_unfinished:
+        for event in engine.step():
+            ids[event.request_id] += event.token_ids
+            if event.output:
+                outputs[event.request_id] = event.output
+    streamed += list(stream)
+    assert generated.token_ids == expected[3]
+    assert [outputs[name].token_ids for name in added] == expected[:2]
+    assert [tuple(ids[name]) for name in added] == expected[:2]
+    assert tuple(t for event in streamed for t in event.token_ids) == expected[2]
+    assert streamed[-1].output.token_ids == expected[2]
+    assert_idle(engine)
+
+
+def test_a_stream_whose_steps_others_ran_ends(engine, expected):
+    stream = engine.stream(PROMPTS[0], GREEDY)
+    first = next(stream)
+    while engine.has_unfinished:
+        assert engine.step() == []
+    events = [first, *stream]
+    assert events[-1].output.token_ids == expected[0]
+    assert_idle(engine)
+
+
+def test_abort_ends_the_stream_that_waits(engine, expected):
+    stream = engine.stream(PROMPTS[0], GREEDY)
+    first = next(stream)
+    output = engine.abort(first.request_id)
+    events = [first, *stream]
+    assert events[-1].output is output
+    assert output.finish_reason == "abort"
+    assert output.token_ids == expected[0][: len(output.token_ids)]
+    assert "".join(event.text for event in events) == output.text
+    assert_idle(engine)
+
+
+def test_an_aborted_request_is_not_heard_of_again(engine):
+    kept, gone = (engine.add_request(prompt, GREEDY) for prompt in PROMPTS[:2])
+    stream = engine.stream(PROMPTS[2], GREEDY)
+    next(stream)  # its step has events of both, which step() has not returned yet
+    assert engine.abort(gone) is not None
+    assert engine.abort(gone) is None
+    stream.close()
+    assert steps(engine).keys() == {kept}
+
+
+@pytest.mark.parametrize("call", ["generate", "stream"])
+def test_an_interrupt_leaves_nothing_running(engine, expected, monkeypatch, call):
+    run, calls = engine._runner.forward, []
+
+    def interrupted(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return run(*args, **kwargs)
+
+    other = engine.add_request(PROMPTS[4], GREEDY)
+    monkeypatch.setattr(engine._runner, "forward", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        _ = (
+            engine.generate(PROMPTS[:3], GREEDY)
+            if call == "generate"
+            else [*engine.stream(PROMPTS[0], GREEDY)]
+        )
+    outputs = steps(engine)
+    assert {name: output.token_ids for name, output in outputs.items()} == {other: expected[4]}
+    assert [o.token_ids for o in engine.generate(PROMPTS, GREEDY)] == expected
+    assert_idle(engine)
+
+
+def test_a_refused_prompt_starts_none_of_its_call(engine):
+    with pytest.raises(ValueError, match="prompt"):
+        engine.generate([PROMPTS[0], [999999]], GREEDY)
+    assert_idle(engine)
+
+
+def test_a_stream_dropped_during_a_step_is_aborted(engine, monkeypatch):
+    """The garbage collector may close a generator in the middle of a step of the same thread."""
+    streams = [engine.stream(PROMPTS[0], GREEDY)]
+    next(streams[0])
+    run = engine._runner.forward
+
+    def forward(*args, **kwargs):
+        streams.clear()
+        gc.collect()
+        return run(*args, **kwargs)
+
+    monkeypatch.setattr(engine._runner, "forward", forward)
+    other = engine.add_request(PROMPTS[1], GREEDY)
+    assert steps(engine).keys() == {other}
+    assert_idle(engine)
+
+
+def test_a_part_of_a_step_cannot_call_the_engine(model, drafter):
+    class Meddling:
+        name = "meddling"
+
+        def propose(self, batch):
+            engine.add_request([1], GREEDY)
+
+        def commit(self, batch, accepted): ...
+
+        def release(self, request): ...
+
+    engine = Engine(model, Meddling())
+    with pytest.raises(RuntimeError, match="within its own step"):
+        engine.generate([PROMPTS[0]], GREEDY)
+    assert_idle(engine)
+
+
+def test_preempted_neighbours_of_threads_keep_their_text(model, drafter, expected):
+    tight = EngineConfig(block_size=4, num_blocks=9)
+    engine = Engine(model, drafter, spec=SPEC, config=tight)
+    results = {}
+    threads = [
+        threading.Thread(
+            target=lambda i=i: results.update({i: engine.generate([PROMPTS[i]], GREEDY)[0]})
+        )
+        for i in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [results[i].token_ids for i in range(4)] == expected[:4]
+    assert_idle(engine)
