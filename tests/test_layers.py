@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,58 @@ def test_optional_packages_are_imported_in_one_module(package):
 def test_kernels_folder_is_no_package():
     """A top-level package called `kernels` would hide Hugging Face's."""
     assert not (KERNELS.parent / "__init__.py").exists()
+
+
+# A module imports from its own floor and those before it; `tools` and `train` share one.
+FLOORS = [
+    ["config"],
+    ["models"],
+    ["drafters"],
+    ["engine"],
+    ["tools", "train"],
+    ["cli", "__init__", "__main__"],
+]
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def module_graph() -> dict[str, set[str]]:
+    """The modules of fastspec that each of them imports."""
+    known = {module_of(path) for path in sources(ENGINE)}
+    graph = {}
+    for path in sources(ENGINE):
+        names = imports(path)
+        used = {n for n in names if n in known} | {n.rpartition(".")[0] for n in names} & known
+        graph[module_of(path)] = used - {module_of(path)}
+    return graph
+
+
+def floor_of(module: str) -> int:
+    part = module.split(".")[1] if "." in module else "__init__"
+    return next(number for number, folders in enumerate(FLOORS) if part in folders)
+
+
+def test_no_import_runs_upwards():
+    upwards = [
+        f"{module} imports {used}"
+        for module, uses in module_graph().items()
+        for used in uses
+        if used != "fastspec" and floor_of(used) > floor_of(module)
+    ]
+    assert upwards == []
+
+
+def test_no_folders_import_each_other_in_a_circle():
+    """Folders of one floor, and those inside a folder, import in one direction alone."""
+    graph: dict[str, set[str]] = {}
+    for module, uses in module_graph().items():
+        if module != "fastspec":
+            others = {used.split(".")[1] for used in uses if used != "fastspec"}
+            graph.setdefault(module.split(".")[1], set()).update(others - {module.split(".")[1]})
+    TopologicalSorter(graph).prepare()  # raises CycleError
 
 
 def test_imported_names():

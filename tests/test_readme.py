@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from benchmarks import report
 from fastspec.cli import app, bench
-from fastspec.economics.tuned import TunedConfig, save_tuned
+from fastspec.tools.tuned import TunedConfig, save_tuned
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -11,7 +11,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from fastspec.bench import (
+from fastspec.cli import options
+from fastspec.cli.display import number, progress_bar
+from fastspec.cli.errors import check_can_write, drafting_method, usage_errors
+from fastspec.cli.prompts import bundled_prompts, named_prompts
+from fastspec.config import EngineConfig, SpecConfig
+from fastspec.drafters.glide import load_glide
+from fastspec.models.loading import bigram_beside, check_same_tokenizer, load_model, load_tokenizer
+from fastspec.tools.bench import (
     ACCEPTANCE,
     BenchConfig,
     Methods,
@@ -21,14 +28,7 @@ from fastspec.bench import (
     require_equal,
     verify_outputs,
 )
-from fastspec.bench.environment import ROOT
-from fastspec.cli import options
-from fastspec.cli.display import number, progress_bar
-from fastspec.cli.errors import check_can_write, drafting_method, usage_errors
-from fastspec.cli.prompts import bundled_prompts, named_prompts
-from fastspec.config import EngineConfig, SpecConfig
-from fastspec.glide import load_glide
-from fastspec.models.loading import bigram_beside, check_same_tokenizer, load_model, load_tokenizer
+from fastspec.tools.bench.environment import ROOT
 
 _MAG_TOKENS = 10  # what CS-Drafting's MaG writes
 RESULTS = ROOT / "benchmarks" / "results"

@@ -20,8 +20,8 @@ from fastspec.cli.errors import check_can_write, drafting_method, usage_errors
 from fastspec.cli.prompts import bundled_prompts
 from fastspec.cli.running import Transcript, run_one
 from fastspec.config import SamplingParams, SpecConfig
-from fastspec.engine import Engine
-from fastspec.outputs import RequestOutput
+from fastspec.engine.engine import Engine
+from fastspec.engine.outputs import RequestOutput
 
 _ROUNDS = 3  # timed runs of each prompt in each mode
 _WARM_UP_TOKENS = 8

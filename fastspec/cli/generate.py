@@ -16,11 +16,11 @@ from fastspec.cli.printers import JsonPrinter, TextPrinter
 from fastspec.cli.prompts import check_no_dataset, collect_prompts, named_prompts
 from fastspec.cli.running import Transcript, run_prompts
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
-from fastspec.engine import Engine
-from fastspec.files import write_whole
-from fastspec.outputs import RequestOutput
-from fastspec.request_factory import Prompt
-from fastspec.stored_outputs import stored_record
+from fastspec.config.files import write_whole
+from fastspec.engine.engine import Engine
+from fastspec.engine.outputs import RequestOutput
+from fastspec.engine.request_factory import Prompt
+from fastspec.tools.stored_outputs import stored_record
 
 
 def generate(

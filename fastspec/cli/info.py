@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 import fastspec
-from fastspec.bench.environment import cpu_model
 from fastspec.models.loading import BUNDLED
+from fastspec.tools.bench.environment import cpu_model
 from fastspec_kernels import available_backends, cpu_instruction_set, unavailable_backends
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fastspec.economics.tuned import load_tuned
+from fastspec.tools.tuned import load_tuned
 
 Target = Annotated[
     str,

@@ -10,7 +10,7 @@ from rich.console import Console
 from fastspec.cli.display import SourceWriter, legend
 from fastspec.cli.running import Transcript
 from fastspec.cli.trees import tree_pictures
-from fastspec.outputs import RequestOutput
+from fastspec.engine.outputs import RequestOutput
 
 
 class JsonPrinter:

@@ -8,7 +8,7 @@ import typer
 
 from fastspec.cli.errors import usage_errors
 from fastspec.models.loading import ASSETS
-from fastspec.prompt_sets import load_prompts
+from fastspec.tools.prompt_sets import load_prompts
 
 
 def collect_prompts(texts: list[str], file: Path | None) -> list[str]:

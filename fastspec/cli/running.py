@@ -4,10 +4,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from fastspec.config import SamplingParams
-from fastspec.engine import Engine
-from fastspec.outputs import RequestOutput, StepTree, StreamEvent
-from fastspec.request_factory import Prompt
-from fastspec.stats import SpecStats
+from fastspec.engine.engine import Engine
+from fastspec.engine.outputs import RequestOutput, StepTree, StreamEvent
+from fastspec.engine.request_factory import Prompt
+from fastspec.engine.stats import SpecStats
 
 
 @dataclass

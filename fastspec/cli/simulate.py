@@ -13,17 +13,17 @@ from fastspec.cli.display import number, progress_bar
 from fastspec.cli.errors import check_can_write, drafting_method, usage_errors
 from fastspec.cli.prompts import check_no_dataset, named_prompts
 from fastspec.config import EngineConfig, SpecConfig
-from fastspec.economics.formulas import (
+from fastspec.config.files import write_whole
+from fastspec.engine.stats import SpecStats
+from fastspec.models.loading import load_tokenizer, target_vocab_size
+from fastspec.tools.formulas import (
     acceptance_by_position,
     expected_tokens_by_position,
     throughput,
 )
-from fastspec.files import write_whole
-from fastspec.models.loading import load_tokenizer, target_vocab_size
-from fastspec.plots import plot_acceptance, require_plotting
-from fastspec.simulate import Simulation, Simulator
-from fastspec.stats import SpecStats
-from fastspec.stored_outputs import StoredOutput, read_outputs
+from fastspec.tools.plots import plot_acceptance, require_plotting
+from fastspec.tools.simulate import Simulation, Simulator
+from fastspec.tools.stored_outputs import StoredOutput, read_outputs
 
 
 def simulate(

@@ -14,7 +14,7 @@ from fastspec.cli import options
 from fastspec.cli.display import number, progress_bar
 from fastspec.cli.errors import usage_errors
 from fastspec.config import EngineConfig, SpecConfig
-from fastspec.files import read_text
+from fastspec.config.files import read_text
 from fastspec.models.loading import load_model, load_tokenizer, resolve_device
 from fastspec.train.glide import TrainOptions
 from fastspec.train.glide_data import cut_rows

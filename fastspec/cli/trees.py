@@ -6,7 +6,7 @@ from rich.console import Group
 from rich.text import Text
 from rich.tree import Tree
 
-from fastspec.outputs import StepTree
+from fastspec.engine.outputs import StepTree
 
 
 def tree_pictures(trees: Iterable[StepTree], show_token: Callable[[int], str]) -> Group:

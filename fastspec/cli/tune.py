@@ -10,16 +10,16 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel
 
-from fastspec.bench import describe_environment
 from fastspec.cli import options
 from fastspec.cli.display import number, progress_bar
 from fastspec.cli.errors import check_can_write, drafting_method, usage_errors
 from fastspec.cli.prompts import bundled_prompts, named_prompts
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.drafters.factory import DrafterSource
-from fastspec.economics.tuned import TunedConfig, save_tuned, spec_fields
 from fastspec.models.loading import bigram_beside, check_same_tokenizer, load_model, load_tokenizer
-from fastspec.planner import Measurement, Plan, Planner, k_matrices_to_try
+from fastspec.tools.bench import describe_environment
+from fastspec.tools.tune import Measurement, Plan, Planner, k_matrices_to_try
+from fastspec.tools.tuned import TunedConfig, save_tuned, spec_fields
 
 _WITH_DRAFT = ("draft_model", "cascade")
 

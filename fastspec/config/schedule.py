@@ -8,7 +8,7 @@ SCHEDULES = ("constant", "adaptive")
 
 
 def is_own_schedule(schedule: Any) -> bool:
-    """Whether it is an object with the methods of `fastspec.economics.schedule.Schedule`."""
+    """Whether it is an object with the methods of `fastspec.engine.schedule.Schedule`."""
     return all(callable(getattr(schedule, name, None)) for name in ("num_draft_tokens", "record"))
 
 

@@ -62,7 +62,7 @@ class SpecConfig:
             follows token i; None takes bigram.json in the target's folder if there is one, else
             copies alone.
         schedule: "constant" (K in every step), "adaptive" (as many as pay off by what was accepted
-            lately, none where drafts fail; see `fastspec.economics.schedule`), or an object like
+            lately, none where drafts fail; see `fastspec.engine.schedule`), or an object like
             these.
         step_costs: of "adaptive", K + 1 costs of steps with 0 to K draft tokens, in any unit; None
             measures them when the drafter is turned on, and assumes some for sampled requests.

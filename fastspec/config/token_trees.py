@@ -5,7 +5,7 @@ from numbers import Real
 from typing import Any
 
 from fastspec.config.checks import is_int, require
-from fastspec.tree_shapes import TreeShape
+from fastspec.config.tree_shapes import TreeShape
 
 DEFAULT_TREE_WIDTH = 4
 DEFAULT_TREE_NODES = 16

@@ -1,13 +1,13 @@
 """Drafters: what proposes the tokens that the target checks."""
 
 from fastspec.drafters.base import Drafter, Proposal, TreeProposer
-from fastspec.drafters.cascade import CascadeDrafter
+from fastspec.drafters.cascade.drafter import CascadeDrafter
 from fastspec.drafters.draft_model import DraftModelDrafter
-from fastspec.drafters.glide import GlideDrafter
-from fastspec.drafters.lookup import PromptLookupDrafter
+from fastspec.drafters.glide.drafter import GlideDrafter
 from fastspec.drafters.mag import MagDrafter
 from fastspec.drafters.ngram import NgramDrafter
-from fastspec.drafters.tree import CapePlan, TreeDrafter, TreePlan
+from fastspec.drafters.prompt_lookup import PromptLookupDrafter
+from fastspec.drafters.tree.drafter import CapePlan, TreeDrafter, TreePlan
 
 __all__ = [
     "CapePlan",

@@ -1,16 +1,140 @@
-"""What a drafter is: it proposes, and is told what was kept. It knows nothing of the verifier."""
+"""What a drafter sees, and what it is: it proposes, and is told what was kept of that.
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+It knows nothing of the verifier, nor of anything else of the engine.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol, TypedDict, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from fastspec.config import SamplingParams
 from fastspec.config.checks import is_int
-from fastspec.request import Batch, Request
+from fastspec.models.paged_model import EncoderInput, Span
+from fastspec.models.transfer import device_tensor
+from fastspec_kernels import uniform
+
+# Streams of fastspec_kernels.uniform: drafts must not share numbers with the acceptance tests.
+VERIFY_STREAM = 0
+DRAFT_STREAM = 1
+CASCADE_STREAM = 2
 
 _SIBLING_RULES = ("target_only", "without_replacement", "with_replacement")
+
+
+class SamplingTensors(TypedDict):
+    """Sampling keyword arguments of the kernels, one value per request; None where none uses it."""
+
+    temperature: Tensor | None
+    top_k: Tensor | None
+    top_p: Tensor | None
+    min_p: Tensor | None
+
+
+@dataclass(eq=False)
+class Request:
+    """The committed tokens of one request and where they are cached; drafters read, never write.
+
+    Attributes:
+        token_ids: prompt and committed tokens; of an encoder-decoder, those of its decoder.
+        seed: of its random numbers.
+        stop_ids: a token of these ends the text.
+        max_len: length of token_ids at which it ends.
+        encoder_input: the prompt of an encoder-decoder.
+        num_prompt_tokens: leading token_ids that were given.
+        block_table: its blocks, the same in the target's and the drafter's cache.
+        num_cached: leading tokens whose target keys and values are in the cache.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    stop_ids: frozenset[int]
+    max_len: int
+    encoder_input: EncoderInput | None = None
+    num_prompt_tokens: int = field(init=False)
+    block_table: list[int] = field(default_factory=list)
+    num_cached: int = 0
+
+    def __post_init__(self):
+        self.num_prompt_tokens = len(self.token_ids)
+
+    @property
+    def room(self) -> int:
+        """Drafts that can be accepted in one step: the token after them has to fit too."""
+        return self.max_len - len(self.token_ids) - 1
+
+    def span(self, start: int, count: int) -> Span:
+        """Tokens of it, for a forward pass."""
+        return Span(self.block_table, start, count, self.encoder_input, self.num_cached)
+
+
+class Blocks(Protocol):
+    """The blocks that the target's cache and the drafters' caches share."""
+
+    num_blocks: int
+    block_size: int
+
+    def tenancy(self, block_id: int) -> int:
+        """A number that changes when a block is handed out anew, and its contents are void."""
+        ...
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The requests of one step, B of them.
+
+    Attributes:
+        requests: see `Request`.
+        num_draft_tokens: proposals wanted for each, 0..num_speculative_tokens.
+        num_speculative_tokens: K, columns of a proposal.
+        backend: of the kernels.
+    """
+
+    requests: Sequence[Request]
+    num_draft_tokens: list[int]
+    num_speculative_tokens: int
+    device: torch.device
+    backend: str = "auto"
+
+    @cached_property
+    def all_greedy(self) -> bool:
+        return all(request.params.temperature == 0 for request in self.requests)
+
+    @cached_property
+    def sampling(self) -> SamplingTensors:
+        """For target and draft rows alike, [B] each."""
+        return {
+            "temperature": self._values("temperature", torch.float32, off=1.0),
+            "top_k": self._values("top_k", torch.int32, off=0),
+            "top_p": self._values("top_p", torch.float32, off=1.0),
+            "min_p": self._values("min_p", torch.float32, off=0.0),
+        }
+
+    @cached_property
+    def seeds(self) -> Tensor:
+        """[B] int64."""
+        return self._tensor([request.seed for request in self.requests], torch.int64)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """[B] int64, committed lengths; with seed and stream they name a step's random numbers."""
+        return self._tensor([len(request.token_ids) for request in self.requests], torch.int64)
+
+    def uniforms(self, num: int, stream: int) -> Tensor:
+        """[B, num] float32 random numbers of this step, others for each stream."""
+        return uniform(self.seeds, self.positions, num, stream, backend=self.backend)
+
+    def _values(self, name: str, dtype: torch.dtype, off: float) -> Tensor | None:
+        values = [getattr(request.params, name) for request in self.requests]
+        return None if all(value == off for value in values) else self._tensor(values, dtype)
+
+    def _tensor(self, values: list, dtype: torch.dtype) -> Tensor:
+        return device_tensor(values, dtype, self.device)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fastspec.config import is_int
-from fastspec.files import read_json, write_whole
+from fastspec.config.files import read_json, write_whole
 
 
 def load_bigram(path: str | Path, vocab_size: int) -> Tensor:

@@ -7,12 +7,10 @@ from itertools import accumulate, takewhile
 import torch
 from torch import Tensor
 
-from fastspec.block_manager import BlockManager
-from fastspec.drafters.base import Proposal
+from fastspec.drafters.base import DRAFT_STREAM, Batch, Blocks, Proposal, Request, SamplingTensors
 from fastspec.drafters.texts import Text
+from fastspec.models.runner import ModelRunner, Span
 from fastspec.models.transfer import device_tensor
-from fastspec.request import DRAFT_STREAM, Batch, Request, SamplingTensors
-from fastspec.runner import ModelRunner, Span
 from fastspec_kernels import sample
 
 _PREFILL_FROM = 8  # more missing tokens than this are read in a pass of their own, without logits
@@ -31,7 +29,7 @@ class DraftModelDrafter:
     def __init__(
         self,
         runner: ModelRunner,
-        block_manager: BlockManager,
+        block_manager: Blocks,
         target_vocab_size: int,
         probabilistic: bool,
     ):
@@ -152,10 +150,10 @@ class DraftModelDrafter:
                 settled = min(most, len(request.token_ids) - 1) // self._block_manager.block_size
                 filling.update(request.block_table[:settled])
                 late_ids.append(self._readable(token_ids[start:most]))
-                late_spans.append(Span.of(request, start, most - start))
+                late_spans.append(request.span(start, most - start))
                 start = most
             unread += self._readable(token_ids[start:])
-            spans.append(Span.of(request, start, len(token_ids) - start))
+            spans.append(request.span(start, len(token_ids) - start))
         self._runner.prefill(late_ids, late_spans)
         self._filled.update((b, self._block_manager.tenancy(b)) for b in filling)
         return device_tensor(unread, torch.int64, self._runner.device), spans

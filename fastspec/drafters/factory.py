@@ -6,7 +6,6 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from fastspec.block_manager import BlockManager
 from fastspec.config import EngineConfig, SpecConfig
 from fastspec.drafters import (
     Drafter,
@@ -15,17 +14,18 @@ from fastspec.drafters import (
     MagDrafter,
     PromptLookupDrafter,
 )
+from fastspec.drafters.base import Blocks
 from fastspec.drafters.bigram_table import load_bigram
-from fastspec.drafters.cascade import CascadeDrafter
-from fastspec.drafters.cascade_levels import CopyingLevel, Level, ModelLevel
+from fastspec.drafters.cascade.drafter import CascadeDrafter
+from fastspec.drafters.cascade.levels import CopyingLevel, Level, ModelLevel
+from fastspec.drafters.glide import is_glide, load_glide
 from fastspec.drafters.ngram import NgramDrafter
-from fastspec.drafters.tree_factory import as_trees
-from fastspec.glide import is_glide, load_glide
+from fastspec.drafters.tree.factory import as_trees
 from fastspec.models.encoder_decoder import paged_model_of
 from fastspec.models.loading import bigram_beside, check_same_tokenizer, load_model, load_tokenizer
 from fastspec.models.paged_model import PagedModel
+from fastspec.models.runner import ModelRunner
 from fastspec.models.twin import compile_modules
-from fastspec.runner import ModelRunner
 
 ModelSource = str | Path | PreTrainedModel
 DraftSource = ModelSource | Drafter
@@ -43,7 +43,7 @@ class DrafterPlan:
     """
 
     models: list[PagedModel]
-    build: Callable[[ModelRunner | None, BlockManager], Drafter]
+    build: Callable[[ModelRunner | None, Blocks], Drafter]
 
 
 class DrafterFactory:
@@ -94,7 +94,7 @@ class DrafterFactory:
         """
         plan = self._draft_plan(drafter, wants_glide)
 
-        def build(target: ModelRunner | None, block_manager: BlockManager) -> Drafter:
+        def build(target: ModelRunner | None, block_manager: Blocks) -> Drafter:
             draft = plan.build(target, block_manager)
             return as_trees(draft, self._spec, self._config.backend)
 
@@ -113,7 +113,7 @@ class DrafterFactory:
         model = self._load(drafter)
         probabilistic = self._spec.draft_sample_method == "probabilistic"
 
-        def build(target: ModelRunner | None, block_manager: BlockManager) -> Drafter:
+        def build(target: ModelRunner | None, block_manager: Blocks) -> Drafter:
             runner = self._runner(model, block_manager)
             return DraftModelDrafter(runner, block_manager, self._target_vocab_size, probabilistic)
 
@@ -127,7 +127,7 @@ class DrafterFactory:
         probabilistic = self._spec.draft_sample_method == "probabilistic"
         chunk_size = self._config.prefill_chunk_size
 
-        def build(target: ModelRunner | None, block_manager: BlockManager) -> Drafter:
+        def build(target: ModelRunner | None, block_manager: Blocks) -> Drafter:
             if target is None:
                 raise ValueError("drafter: GLIDE reads the target's cache, and there is no target")
             return GlideDrafter(model, target, block_manager, chunk_size, probabilistic)
@@ -156,7 +156,7 @@ class DrafterFactory:
         vocab_size = min([self._target_vocab_size, *(model.vocab_size for model in models)])
         probabilistic = spec.draft_sample_method == "probabilistic"
 
-        def level(part: PagedModel | Drafter, block_manager: BlockManager) -> Level:
+        def level(part: PagedModel | Drafter, block_manager: Blocks) -> Level:
             if not isinstance(part, PagedModel):
                 return CopyingLevel(part, vocab_size)
             runner = self._runner(part, block_manager)
@@ -164,7 +164,7 @@ class DrafterFactory:
             number = f"_{models.index(part) + 1}" if len(models) > 1 else ""
             return ModelLevel(model, f"{model.name}{number}", spec.lenience, backend)
 
-        def build(target: ModelRunner | None, block_manager: BlockManager) -> Drafter:
+        def build(target: ModelRunner | None, block_manager: Blocks) -> Drafter:
             levels = [level(part, block_manager) for part in parts]
             return CascadeDrafter(
                 levels,
@@ -195,7 +195,7 @@ class DrafterFactory:
         if not isinstance(source, PreTrainedModel):
             check_same_tokenizer(self._tokenizer, load_tokenizer("drafter", source))
 
-    def _runner(self, model: PagedModel, block_manager: BlockManager) -> ModelRunner:
+    def _runner(self, model: PagedModel, block_manager: Blocks) -> ModelRunner:
         """A runner over the blocks of the target's cache."""
         num_blocks, block_size = block_manager.num_blocks, block_manager.block_size
         chunk_size, cuda_graphs = self._config.prefill_chunk_size, self._config.cuda_graphs

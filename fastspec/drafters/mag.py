@@ -4,10 +4,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fastspec.drafters.base import Proposal
-from fastspec.drafters.lookup import copied
+from fastspec.drafters.base import Batch, Proposal, Request
+from fastspec.drafters.prompt_lookup import copied
 from fastspec.drafters.texts import Texts, TextStore
-from fastspec.request import Batch, Request
 from fastspec_kernels import match_suffix
 
 

@@ -5,12 +5,11 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
-from fastspec.drafters.base import Proposal
-from fastspec.drafters.lookup import copied
+from fastspec.drafters.base import Batch, Proposal, Request
 from fastspec.drafters.ngram_table import NgramTable
+from fastspec.drafters.prompt_lookup import copied
 from fastspec.drafters.texts import Texts, TextStore
 from fastspec.models.transfer import device_tensor
-from fastspec.request import Batch, Request
 
 
 class NgramDrafter:

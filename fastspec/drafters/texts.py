@@ -5,8 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fastspec.drafters.base import Batch, Request
 from fastspec.models.transfer import device_tensor
-from fastspec.request import Batch, Request
 
 _LEAST_WIDTH = 256
 

@@ -2,12 +2,16 @@
 
 import torch
 
-from fastspec.block_manager import blocks_needed
 from fastspec.config import EngineConfig
 from fastspec.models.paged_model import PagedModel
 
 _DEFAULT_CPU_BYTES = 2**30
 _DEFAULT_MODEL_LEN = 4096  # of models without a limit of their own
+
+
+def blocks_needed(num_tokens: int, block_size: int) -> int:
+    """Blocks that hold `num_tokens` tokens."""
+    return -(-num_tokens // block_size)
 
 
 def model_len(config: EngineConfig, target: PagedModel) -> int:

@@ -10,13 +10,18 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import EncoderDecoderCache
 
-from fastspec.block_manager import blocks_needed
 from fastspec.config import EngineConfig
-from fastspec.models.paged_model import KVCache, PagedModel, PagedStep, PassThroughCache
+from fastspec.models.cache_size import blocks_needed
+from fastspec.models.paged_model import (
+    EncoderInput,
+    KVCache,
+    PagedModel,
+    PagedStep,
+    PassThroughCache,
+)
 from fastspec.models.t5_attention import T5_ATTENTION_NAME, EncodedInputs, T5Step
 from fastspec.models.transfer import device_tensor
 from fastspec.models.twin import compile_modules, twin_of
-from fastspec.request import EncoderInput
 from fastspec_kernels import store_kv
 
 _BLOCK_SIZE = 16

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from fastspec.models.layout import DevicePass, PassLayout, PassShape, device_pass
 from fastspec.models.paged_model import KVCache, PagedModel
+from fastspec.models.token_tree import TreeLayout
 from fastspec.models.transfer import host_tensor
-from fastspec.token_tree import TreeLayout
 
 MOST_TOKENS = 512  # a pass of more keeps the GPU busy for longer than the host needs to launch it
 LEAST_WIDTH = 64  # blocks in a row of the block table; a wider one costs nothing to read

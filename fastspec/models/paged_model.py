@@ -11,7 +11,6 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.cache_utils import Cache
 
 from fastspec.models.twin import twin_of, use_few_row_kernels
-from fastspec.request import EncoderInput, Request
 from fastspec_kernels import available_backends, store_kv, tree_attention
 
 # A name with "flash", "sdpa" or a slash would make transformers treat it as one of its own.
@@ -35,6 +34,16 @@ class CacheStack(NamedTuple):
         return dict(zip(self.layers, pairs, strict=True))
 
 
+@dataclass(eq=False)
+class EncoderInput:
+    """What the encoder of an encoder-decoder reads for one request, or several that are alike.
+
+    Each model encodes it once, and keeps what its decoder needs for as long as this object lives.
+    """
+
+    token_ids: list[int]
+
+
 @dataclass(frozen=True)
 class Span:
     """Tokens [start, start + count) of one sequence, whose earlier tokens are in the cache.
@@ -49,11 +58,6 @@ class Span:
     count: int
     encoder_input: EncoderInput | None = None
     target_len: int = 0
-
-    @classmethod
-    def of(cls, request: Request, start: int, count: int) -> "Span":
-        """Tokens of a request."""
-        return cls(request.block_table, start, count, request.encoder_input, request.num_cached)
 
     def part(self, start: int, count: int) -> "Span":
         """Other tokens of the same sequence."""

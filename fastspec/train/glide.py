@@ -14,12 +14,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from fastspec.config import is_int
 from fastspec.config.checks import require
-from fastspec.glide.dense import DenseGlimpse, block_mask
-from fastspec.glide.model import GlideLlamaConfig, GlideLlamaForCausalLM
+from fastspec.drafters.glide.dense import DenseGlimpse, block_mask
+from fastspec.drafters.glide.model import GlideLlamaConfig, GlideLlamaForCausalLM
+from fastspec.train.distillation import DistillationLoss
 from fastspec.train.glide_data import Lesson, Teacher
 from fastspec.train.glide_lookup import start_as_lookup
 from fastspec.train.processes import Processes
-from fastspec.train.tiny_draft import DistillationLoss
 
 _LOSS_MEMORY = 0.98  # of the running mean
 _MAX_NORM = 1.0

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fastspec.glide.dense import read_target
+from fastspec.drafters.glide.dense import read_target
 
 
 @dataclass(frozen=True)

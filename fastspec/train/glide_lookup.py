@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastspec.glide.dense import DenseGlimpse, block_mask
-from fastspec.glide.model import GlideCrossAttention, GlideLlamaForCausalLM
+from fastspec.drafters.glide.dense import DenseGlimpse, block_mask
+from fastspec.drafters.glide.model import GlideCrossAttention, GlideLlamaForCausalLM
 from fastspec.train.glide_data import Lesson
 
 _REACH = 40  # tokens over which a rotary pair must turn by less than a radian to be matched

@@ -7,9 +7,9 @@ import pytest
 import typer
 
 import fastspec
-from fastspec.bench import Methods
 from fastspec.cli import app
 from fastspec.cli import demo as demo_command
+from fastspec.tools.bench import Methods
 
 from ..models import byte_tokenizer
 

@@ -6,10 +6,16 @@ from itertools import pairwise
 import pytest
 
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
-from fastspec.economics.formulas import Step, best_num_speculative_tokens, expected_tokens
-from fastspec.economics.schedule import AdaptiveSchedule, Schedule, SweepSchedule
-from fastspec.pacing import fitted_line
-from fastspec.request import Request
+from fastspec.drafters.base import Request
+from fastspec.engine.pacing import fitted_line
+from fastspec.engine.schedule import (
+    AdaptiveSchedule,
+    Schedule,
+    Step,
+    SweepSchedule,
+    expected_tokens,
+)
+from fastspec.tools.formulas import best_num_speculative_tokens
 
 from ..models import perturbed, random_model
 

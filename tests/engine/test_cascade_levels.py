@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from fastspec import SamplingParams, SpecConfig
-from fastspec.drafters.cascade import CascadeDrafter
-from fastspec.drafters.cascade_levels import ModelLevel
-from fastspec.drafters.draft import Draft, DraftToken
-from fastspec.request import Batch, Request
+from fastspec.drafters.base import Batch, Request
+from fastspec.drafters.cascade.draft import Draft, DraftToken
+from fastspec.drafters.cascade.drafter import CascadeDrafter
+from fastspec.drafters.cascade.levels import ModelLevel
 from fastspec_kernels.testing import chi_square
 
 from ..models import perturbed, random_model

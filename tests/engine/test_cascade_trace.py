@@ -6,9 +6,9 @@ import torch
 from fastspec import Engine, SamplingParams, SpecConfig
 from fastspec.config.k_matrix import as_k_matrix, most_draft_tokens
 from fastspec.drafters import MagDrafter, PromptLookupDrafter
-from fastspec.drafters.cascade import CascadeDrafter
-from fastspec.drafters.draft import DraftToken
-from fastspec.request import Batch, Request
+from fastspec.drafters.base import Batch, Request
+from fastspec.drafters.cascade.draft import DraftToken
+from fastspec.drafters.cascade.drafter import CascadeDrafter
 
 from ..models import perturbed, random_model
 from .test_errors import assert_one_line

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
+from fastspec.drafters.base import Batch, Request
 from fastspec.drafters.texts import TextStore
-from fastspec.request import Batch, EncoderInput, Request
+from fastspec.models.paged_model import EncoderInput
 
 from ..models import T5_CONFIGS, byte_tokenizer, perturbed, random_t5
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from fastspec.glide.paged import GlideRunner
+from fastspec.drafters.glide.paged import GlideRunner
 from fastspec.models.paged_model import PagedModel, Span
-from fastspec.runner import ModelRunner
+from fastspec.models.runner import ModelRunner
 
 from ..models import random_model
 from .glide_models import random_glide

@@ -10,8 +10,8 @@ from fastspec import Engine, EngineConfig, SamplingParams
 from fastspec.models.graphs import GraphedForward, bucket, capture_for
 from fastspec.models.layout import PassLayout, PassShape
 from fastspec.models.paged_model import PagedModel, Span
-from fastspec.runner import ModelRunner
-from fastspec.token_tree import TreeLayout
+from fastspec.models.runner import ModelRunner
+from fastspec.models.token_tree import TreeLayout
 
 from ..models import VOCAB_SIZE, random_model
 from .waiting import NoWaiting

@@ -7,9 +7,9 @@ import torch
 
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 from fastspec.drafters import MagDrafter, PromptLookupDrafter
+from fastspec.drafters.base import Batch, Request
 from fastspec.drafters.bigram_table import load_bigram, save_bigram
 from fastspec.drafters.texts import TextStore
-from fastspec.request import Batch, Request
 from fastspec_kernels.testing import chi_square
 
 from ..models import random_model

@@ -3,11 +3,11 @@
 import pytest
 
 from fastspec import SamplingParams
-from fastspec.block_manager import BlockManager
-from fastspec.detokenizer import Detokenizer
-from fastspec.prefix_index import PrefixIndex
-from fastspec.request import Request
-from fastspec.stats import SpecStats
+from fastspec.drafters.base import Request
+from fastspec.engine.block_manager import BlockManager
+from fastspec.engine.detokenizer import Detokenizer
+from fastspec.engine.prefix_index import PrefixIndex
+from fastspec.engine.stats import SpecStats
 
 from ..models import byte_tokenizer
 

@@ -4,9 +4,9 @@ import pytest
 
 from fastspec import Engine, SamplingParams, SpecConfig
 from fastspec.config import EngineConfig
-from fastspec.economics.formulas import expected_tokens
-from fastspec.economics.tuned import TunedConfig, load_tuned, save_tuned, spec_fields
-from fastspec.planner import Measurement, Plan, Planner, k_matrices_to_try
+from fastspec.engine.schedule import expected_tokens
+from fastspec.tools.tune import Measurement, Plan, Planner, k_matrices_to_try
+from fastspec.tools.tuned import TunedConfig, load_tuned, save_tuned, spec_fields
 
 from ..models import perturbed, random_model
 

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from fastspec.prefix_index import ContentKey
+from fastspec.engine.prefix_index import ContentKey
 
 from ..models import random_model
 from .prefix_sharing import (

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fastspec.prompt_sets import PROMPT_SETS, load_prompts
+from fastspec.tools.prompt_sets import PROMPT_SETS, load_prompts
 
 RECORDS = {
     "mmlu": {"question": "2 + 2?", "choices": ["1", "2", "3", "4"], "answer": 3},

@@ -5,7 +5,7 @@ import torch
 
 import fastspec
 from fastspec import SamplingParams, SpecConfig
-from fastspec.simulate import Simulator
+from fastspec.tools.simulate import Simulator
 
 from ..models import random_model
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-import fastspec.verify
+import fastspec.engine.verify
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 from fastspec_kernels import logits_to_probs
 from fastspec_kernels.testing import chi_square
@@ -75,32 +75,32 @@ def test_exact_distribution(models, sampling, spec):
 
 
 def _shared_numbers(monkeypatch):
-    monkeypatch.setattr(fastspec.verify, "VERIFY_STREAM", 1)
+    monkeypatch.setattr(fastspec.engine.verify, "VERIFY_STREAM", 1)
 
 
 def _draft_logits_not_sampled_from(monkeypatch):
-    original = fastspec.verify.verify_chain
+    original = fastspec.engine.verify.verify_chain
 
     def verify_chain(*args, draft_logits, **kwargs):
         flattened = None if draft_logits is None else draft_logits / 3
         return original(*args, draft_logits=flattened, **kwargs)
 
-    monkeypatch.setattr(fastspec.verify, "verify_chain", verify_chain)
+    monkeypatch.setattr(fastspec.engine.verify, "verify_chain", verify_chain)
 
 
 def _lenient(monkeypatch):
-    original = fastspec.verify.verify_chain
+    original = fastspec.engine.verify.verify_chain
     monkeypatch.setattr(
-        fastspec.verify,
+        fastspec.engine.verify,
         "verify_chain",
         lambda *args, **kwargs: original(*args, **{**kwargs, "lenience": 1.5}),
     )
 
 
 def _unfiltered_verification(monkeypatch):
-    original = fastspec.verify.verify_chain
+    original = fastspec.engine.verify.verify_chain
     monkeypatch.setattr(
-        fastspec.verify,
+        fastspec.engine.verify,
         "verify_chain",
         lambda *args, top_p, **kwargs: original(*args, top_p=None, **kwargs),
     )

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
+from fastspec.config.files import write_whole
 from fastspec.drafters import Proposal
-from fastspec.economics.formulas import Step
-from fastspec.files import write_whole
-from fastspec.simulate import Simulator, first_mismatch
-from fastspec.stored_outputs import (
+from fastspec.engine.schedule import Step
+from fastspec.tools.simulate import Simulator, first_mismatch
+from fastspec.tools.stored_outputs import (
     StoredOutput,
     accepted_by_step,
     read_outputs,

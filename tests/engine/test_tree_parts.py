@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from fastspec import SamplingParams
-from fastspec.drafters.drawn_chain import DrawnChain
-from fastspec.drafters.siblings import drawn, likeliest
-from fastspec.drafters.tree_candidates import Candidates
-from fastspec.request import Batch, Request, SamplingTensors
-from fastspec.token_tree import TreeLayout, packed
-from fastspec.tree_shapes import TreeShape, balanced_shape
+from fastspec.config.tree_shapes import TreeShape, balanced_shape
+from fastspec.drafters.base import Batch, Request, SamplingTensors
+from fastspec.drafters.tree.candidates import Candidates
+from fastspec.drafters.tree.drawn_chain import DrawnChain
+from fastspec.drafters.tree.siblings import drawn, likeliest
+from fastspec.models.token_tree import TreeLayout, packed
 from fastspec_kernels.testing import chi_square
 
 

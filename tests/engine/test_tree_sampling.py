@@ -2,7 +2,7 @@
 
 import pytest
 
-import fastspec.verify
+import fastspec.engine.verify
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 from fastspec.drafters import TreeDrafter
 from fastspec_kernels.testing import chi_square
@@ -62,16 +62,16 @@ def test_exact_distribution(small_models, options, rule, monkeypatch):
 
 
 def _shared_numbers(monkeypatch):
-    monkeypatch.setattr(fastspec.verify, "VERIFY_STREAM", 1)
+    monkeypatch.setattr(fastspec.engine.verify, "VERIFY_STREAM", 1)
 
 
 def _draft_logits_not_drawn_from(monkeypatch):
-    original = fastspec.verify.verify_tree
+    original = fastspec.engine.verify.verify_tree
 
     def verify_tree(*args, draft_logits, **kwargs):
         return original(*args, draft_logits=draft_logits / 3, **kwargs)
 
-    monkeypatch.setattr(fastspec.verify, "verify_tree", verify_tree)
+    monkeypatch.setattr(fastspec.engine.verify, "verify_tree", verify_tree)
 
 
 @pytest.mark.parametrize("break_engine", [_shared_numbers, _draft_logits_not_drawn_from])

@@ -5,8 +5,8 @@ import torch
 
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 from fastspec.models.paged_model import PagedModel, Span
-from fastspec.runner import ModelRunner
-from fastspec.token_tree import TreeLayout
+from fastspec.models.runner import ModelRunner
+from fastspec.models.token_tree import TreeLayout
 from tests.gpu.backends import needs_gpu
 from tests.models import VOCAB_SIZE, perturbed, random_model
 

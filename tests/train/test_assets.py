@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fastspec
-from fastspec.train.tiny_corpus import is_held_out
-from fastspec.train.tiny_evaluate import MAX_NEW_TOKENS
-from fastspec.train.tiny_prompts import read_prompts
+from scripts.tiny.corpus import is_held_out
+from scripts.tiny.evaluate import MAX_NEW_TOKENS
+from scripts.tiny.prompts import read_prompts
 
 ASSETS = Path(fastspec.__file__).parent / "assets"
 MODELS = ("tiny-target", "tiny-draft")

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from fastspec import Engine, SamplingParams, SpecConfig
 from fastspec.cli import app
-from fastspec.glide import GlideLlamaForCausalLM
-from fastspec.glide.dense import block_mask, read_target
+from fastspec.drafters.glide import GlideLlamaForCausalLM
+from fastspec.drafters.glide.dense import block_mask, read_target
 from fastspec.train.glide import GlideTrainer, TrainOptions, draft_loss, make_glide, make_plain
 from fastspec.train.glide_data import FrozenTarget, Lesson, Rows, cut_rows
 from fastspec.train.processes import OneProcess

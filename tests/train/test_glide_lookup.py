@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fastspec.glide.dense import DenseGlimpse, block_mask
-from fastspec.glide.model import GlideLlamaConfig, GlideLlamaForCausalLM
+from fastspec.drafters.glide.dense import DenseGlimpse, block_mask
+from fastspec.drafters.glide.model import GlideLlamaConfig, GlideLlamaForCausalLM
 from fastspec.train.glide_data import Lesson
 from fastspec.train.glide_lookup import _discriminants, start_as_lookup
 

@@ -6,18 +6,16 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from fastspec.train import (
-    tiny,
-    tiny_attention,
-    tiny_corpus,
-    tiny_draft,
-    tiny_evaluate,
-    tiny_generate,
-    tiny_target,
-)
-from fastspec.train.tiny_loop import LoopOptions
-from fastspec.train.tiny_optim import WallClockAnneal, windows
-from fastspec.train.tiny_tokenizer import END_OF_TEXT_ID, train_tokenizer
+from scripts.tiny import attention as tiny_attention
+from scripts.tiny import corpus as tiny_corpus
+from scripts.tiny import draft as tiny_draft
+from scripts.tiny import evaluate as tiny_evaluate
+from scripts.tiny import generate as tiny_generate
+from scripts.tiny import target as tiny_target
+from scripts.tiny.__main__ import app
+from scripts.tiny.loop import LoopOptions
+from scripts.tiny.optim import WallClockAnneal, windows
+from scripts.tiny.tokenizer import END_OF_TEXT_ID, train_tokenizer
 
 LINES = [f"def function_{index}(value):\n    return value + {index}\n\n\n" for index in range(5)]
 
@@ -31,7 +29,7 @@ def single_thread():
 
 
 def run(*arguments):
-    result = CliRunner().invoke(tiny.app, [str(argument) for argument in arguments])
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     assert result.exit_code == 0, result.output
     return result
 
@@ -136,7 +134,7 @@ def test_windows_cover_the_text_once_an_epoch():
 
 def test_anneal_is_a_line_to_zero_and_survives_a_pause(monkeypatch):
     now = 0.0
-    monkeypatch.setattr("fastspec.train.tiny_optim.time.monotonic", lambda: now)
+    monkeypatch.setattr("scripts.tiny.optim.time.monotonic", lambda: now)
     anneal = WallClockAnneal(100.0, warmup_steps=1)
     factors = []
     for step in range(80):

@@ -1,0 +1,1 @@
+"""CS-Drafting: drafters that review each other."""

@@ -1,0 +1,136 @@
+"""What a cascade has drafted for one request so far, and how sure each token was."""
+
+from dataclasses import dataclass, field
+from itertools import accumulate, takewhile
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastspec.drafters.base import CASCADE_STREAM, Batch, Request
+from fastspec.drafters.texts import Text
+from fastspec.models.transfer import device_tensor
+from fastspec_kernels import uniform
+
+_DRAW_SHIFT = 32  # positions are below 2**32, so the number of the draw goes above
+
+
+class DraftToken(NamedTuple):
+    """One drafted token.
+
+    Attributes:
+        writer: the level that put it there; whoever accepts it later does not count.
+        logits: [V'] that it was drawn from, under the request's sampling parameters; None = a point
+            mass.
+        prob: its probability at temperature 1 for the level that wrote or reviewed it last; 1 when
+            it was copied.
+    """
+
+    token_id: int
+    writer: str
+    logits: Tensor | None = None
+    prob: float = 1.0
+
+
+@dataclass(eq=False)
+class Draft:
+    """One request's draft in one step; it ends at a token that would end the text.
+
+    Attributes:
+        limit: length of the text, committed tokens included, that it may reach.
+        is_greedy: whether its tokens are argmaxes.
+        passes: of each level's model, so far.
+        num_unchanged: leading tokens of the text that the last change left as they were.
+    """
+
+    request: Request
+    limit: int
+    is_greedy: bool
+    tokens: list[DraftToken] = field(default_factory=list)
+    passes: dict[str, int] = field(default_factory=dict)
+    num_draws: int = 0
+    num_unchanged: int = 0
+
+    def __post_init__(self):
+        self.token_ids = list(self.request.token_ids)
+
+    @property
+    def text(self) -> Text:
+        return Text(self.request, self.token_ids)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the text, committed ones and drafts."""
+        return len(self.token_ids)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether another token would be of use."""
+        is_ended = self.tokens and self.tokens[-1].token_id in self.request.stop_ids
+        return self.length < self.limit and not is_ended
+
+    def after(self, start: int) -> list[DraftToken]:
+        """The drafts from position `start` of the text on."""
+        return self.tokens[start - self._num_committed :]
+
+    def replace(self, start: int, tokens: list[DraftToken]) -> None:
+        """Let these tokens follow the first `start` ones of the text, as far as they are of use."""
+        tokens = tokens[: max(0, self.limit - start)]
+        is_last = [token.token_id in self.request.stop_ids for token in tokens]
+        if any(is_last):
+            tokens = tokens[: is_last.index(True) + 1]
+        ids = [token.token_id for token in tokens]
+        pairs = zip(self.token_ids[start:], ids, strict=False)
+        self.num_unchanged = start + sum(takewhile(bool, (old == new for old, new in pairs)))
+        self.tokens[start - self._num_committed :] = tokens
+        self.token_ids[start:] = ids
+
+    def count_passes(self, name: str, count: int) -> None:
+        """Note passes of a level's model over this draft."""
+        self.passes[name] = self.passes.get(name, 0) + count
+
+    @property
+    def _num_committed(self) -> int:
+        return len(self.request.token_ids)
+
+
+def draw_uniforms(drafts: list[Draft], num: int, batch: Batch) -> Tensor:
+    """[B, num] numbers that no other decision of the step, or of any other step, has."""
+    seeds, positions = [], []
+    for draft in drafts:
+        seeds.append(draft.request.seed)
+        positions.append(len(draft.request.token_ids) + (draft.num_draws << _DRAW_SHIFT))
+        draft.num_draws += 1
+    keys = device_tensor([seeds, positions], torch.int64, batch.device)
+    return uniform(keys[0], keys[1], num, CASCADE_STREAM, backend=batch.backend)
+
+
+def laws(tokens: list[list[DraftToken]], width: int, vocab_size: int) -> Tensor | None:
+    """Logits [B, width, V] that the tokens were drawn from; None when all are point masses."""
+    places, rows, point_masses = [], [], []
+    for b, row in enumerate(tokens):
+        for place, token in enumerate(row, start=b * width):
+            if token.logits is None:
+                point_masses.append(place * vocab_size + token.token_id)
+            else:
+                places.append(place)
+                rows.append(token.logits)
+    if not rows:
+        return None
+    like = rows[0]
+    out = like.new_full((len(tokens), width, vocab_size), -torch.inf)
+    index = device_tensor(places, torch.int64, like.device)
+    out.view(-1, vocab_size)[index, : like.shape[0]] = torch.stack(rows)
+    out.view(-1)[device_tensor(point_masses, torch.int64, like.device)] = 0.0
+    return out
+
+
+def padded_ids(tokens: list[list[DraftToken]], width: int, device: torch.device) -> Tensor:
+    """[B, width] int32, -1 after the last token."""
+    ids = [[t.token_id for t in row] + [-1] * (width - len(row)) for row in tokens]
+    return device_tensor(ids, torch.int32, device).view(len(tokens), width)
+
+
+def row_starts(counts: list[int]) -> list[int]:
+    """Prefix sums, from 0."""
+    return [0, *accumulate(counts)]

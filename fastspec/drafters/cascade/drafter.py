@@ -1,0 +1,159 @@
+"""CS-Drafting: drafters that review each other, the biggest nearest to the target."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from fastspec.config.k_matrix import as_k_matrix
+from fastspec.drafters.base import Batch, Proposal, Request
+from fastspec.drafters.cascade.draft import Draft, laws, padded_ids
+from fastspec.drafters.cascade.levels import Level
+
+
+class CascadeDrafter:
+    """A cascade of drafters, vertical and horizontal.
+
+    Row 0 of k_matrix says what the target gets to judge: k_matrix[0][0] tokens of the first level,
+    then k_matrix[0][1] of the second, and so on; row r + 1 the same for level r, which does not
+    write but reviews what the levels below it have written: it keeps what holds and adds a token of
+    its own. What is added comes in whole pieces, so a level may give more than was asked for, and
+    the next one then as much less. A level whose own row is all zero, or that is the last, writes.
+    The last level, if it copies, always writes k_matrix[-1][-1] tokens at a time (the published
+    code writes 10, which is that entry in all its examples), or just what is lacking if that is 0.
+
+    A model's review of a sampled request is speculative sampling with the model as target, so the
+    tokens have exactly its law, and the real target judges them by that. With lenience above 1 a
+    model keeps more than its law allows (a greedy draft x stays while lenience * prob(x) > the prob
+    that its writer gave it): then each draft counts as a point mass for the target, which is exact
+    whatever came before. A greedy request's output never depends on lenience.
+
+    Args:
+        levels: biggest first.
+        k_matrix: n x n for n levels, lists or a tensor, upper triangular.
+        lenience: between levels, >= 1; the target always judges exactly.
+        vocab_size: of the target.
+        probabilistic: False makes every draft greedy.
+    Attributes:
+        seconds: wall time by level.
+    Raises:
+        ValueError: k_matrix does not fit the levels.
+
+    Source: Chen et al., "Cascade Speculative Drafting for Even Faster LLM Inference",
+    arXiv 2312.11462.
+    """
+
+    name = "cascade"
+
+    def __init__(
+        self,
+        levels: Sequence[Level],
+        k_matrix: object,
+        lenience: float = 1.0,
+        *,
+        vocab_size: int,
+        probabilistic: bool = True,
+    ):
+        self._levels = list(levels)
+        self._k_matrix = as_k_matrix(k_matrix)
+        self._check_levels()
+        self._keeps_laws = lenience == 1
+        self._vocab_size = vocab_size
+        self._probabilistic = probabilistic
+        self.seconds = {level.name: 0.0 for level in self._levels}
+
+    def propose(self, batch: Batch) -> Proposal:
+        drafts = [
+            self._draft(request, wanted)
+            for request, wanted in zip(batch.requests, batch.num_draft_tokens, strict=True)
+        ]
+        self._fill(0, drafts, batch)
+        tokens = [draft.tokens for draft in drafts]
+        width = batch.num_speculative_tokens
+        return Proposal(
+            padded_ids(tokens, width, batch.device),
+            draft_logits=laws(tokens, width, self._vocab_size) if self._keeps_laws else None,
+            num_tokens=[len(row) for row in tokens],
+            writers=[[token.writer for token in row] for row in tokens],
+            passes=[draft.passes for draft in drafts],
+        )
+
+    def commit(self, batch: Batch, accepted: list[int]) -> None:
+        for level in self._levels:
+            level.commit(batch, accepted)
+
+    def release(self, request: Request) -> None:
+        for level in self._levels:
+            level.release(request)
+
+    def _fill(self, row: int, drafts: list[Draft], batch: Batch) -> None:
+        """Let the levels from `row` on write what row `row` asks of them, one after the other."""
+        starts = [draft.length for draft in drafts]
+        needed = 0
+        for level in range(row, len(self._levels)):
+            wanted = self._k_matrix[row][level]
+            needed += wanted
+            pairs = list(zip(drafts, starts, strict=True)) if wanted else []
+            while True:
+                pairs = [(d, s) for d, s in pairs if d.is_open and d.length - s < needed]
+                if not pairs:
+                    break
+                before = [draft.length for draft, _ in pairs]
+                lacking = [needed - (draft.length - start) for draft, start in pairs]
+                self._add(level, [draft for draft, _ in pairs], lacking, batch)
+                grew = [pair[0].length > n for pair, n in zip(pairs, before, strict=True)]
+                pairs = [pair for pair, has_grown in zip(pairs, grew, strict=True) if has_grown]
+
+    def _add(self, number: int, drafts: list[Draft], lacking: list[int], batch: Batch) -> None:
+        """One piece by one level for each draft."""
+        level = self._levels[number]
+        if not self._reviews(number):
+            self._write(number, drafts, lacking, batch)
+            return
+        starts = [draft.length for draft in drafts]
+        self._fill(number + 1, drafts, batch)
+        with self._timed(level):
+            level.review(drafts, starts, batch)
+        for draft in drafts:
+            for other in self._levels:
+                other.shorten(draft.request, draft.num_unchanged)
+
+    def _write(self, number: int, drafts: list[Draft], lacking: list[int], batch: Batch) -> None:
+        level = self._levels[number]
+        at_once = self._k_matrix[-1][-1]
+        if number == len(self._levels) - 1 and not level.can_review and at_once:
+            lacking = [at_once] * len(drafts)
+        room = [draft.limit - draft.length for draft in drafts]
+        with self._timed(level):
+            level.write(drafts, [min(pair) for pair in zip(lacking, room, strict=True)], batch)
+
+    def _reviews(self, number: int) -> bool:
+        """Whether a level has something to review."""
+        below = self._k_matrix[number + 1 : number + 2]
+        return self._levels[number].can_review and any(map(any, below))
+
+    @contextmanager
+    def _timed(self, level: Level) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self.seconds[level.name] += time.perf_counter() - begin
+
+    def _draft(self, request: Request, wanted: int) -> Draft:
+        """An empty draft; it ends before the last position of the shortest model."""
+        length = len(request.token_ids)
+        wanted = min([wanted, *(level.room(length) for level in self._levels)])
+        is_greedy = not self._probabilistic or request.params.temperature == 0
+        return Draft(request, length + wanted, is_greedy)
+
+    def _check_levels(self) -> None:
+        size, num_levels = len(self._k_matrix), len(self._levels)
+        if size != num_levels:
+            names = [level.name for level in self._levels]
+            raise ValueError(
+                f"k_matrix: it is {size} x {size}, the cascade has {num_levels} levels: {names}"
+            )
+        for number, level in enumerate(self._levels[:-1]):
+            if not level.can_review and any(self._k_matrix[number + 1]):
+                raise ValueError(
+                    f"k_matrix: row {number + 1} is that of {level.name}, which copies and has"
+                    f" nothing to review: expected zeros, got {self._k_matrix[number + 1]}"
+                )

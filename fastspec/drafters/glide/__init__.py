@@ -1,0 +1,6 @@
+"""GLIDE draft models, which look at the target's cached keys and values."""
+
+from fastspec.drafters.glide.loading import is_glide, load_glide
+from fastspec.drafters.glide.model import GlideLlamaConfig, GlideLlamaForCausalLM, Glimpse
+
+__all__ = ["GlideLlamaConfig", "GlideLlamaForCausalLM", "Glimpse", "is_glide", "load_glide"]

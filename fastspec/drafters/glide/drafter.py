@@ -1,0 +1,58 @@
+"""GLIDE: a draft model that also attends to the target's keys and values."""
+
+from fastspec.drafters.base import Blocks
+from fastspec.drafters.draft_model import DraftModelDrafter
+from fastspec.drafters.glide.model import GlideLlamaConfig
+from fastspec.drafters.glide.paged import GlideRunner
+from fastspec.models.paged_model import KVCache, PagedModel
+from fastspec.models.runner import ModelRunner
+
+
+class GlideDrafter(DraftModelDrafter):
+    """Drafts a chain with a GLIDE model, whose layer i of L reads target layer L_target - L + i.
+
+    Args:
+        model: the draft model, for our pages.
+        target: the runner whose pages are read.
+        block_manager: of the blocks that both share.
+        chunk_size: tokens of one pass while a prompt is read.
+        probabilistic: sample drafts, or take the best.
+    Raises:
+        ValueError: the draft was made for a target of another shape.
+
+    Source: Du et al., "GLIDE with a CaPE", arXiv 2402.02082.
+    """
+
+    name = "glide"
+
+    def __init__(
+        self,
+        model: PagedModel,
+        target: ModelRunner,
+        block_manager: Blocks,
+        chunk_size: int,
+        probabilistic: bool,
+    ):
+        caches = _top_caches(model, target)
+        num_blocks, block_size = block_manager.num_blocks, block_manager.block_size
+        runner = GlideRunner(model, caches, num_blocks, block_size, chunk_size)
+        super().__init__(runner, block_manager, target.vocab_size, probabilistic)
+
+
+def _top_caches(model: PagedModel, target: ModelRunner) -> list[KVCache]:
+    """The caches of the target's last layers, one for each layer of the draft."""
+    num_layers = len(model.cache_shapes)
+    if num_layers > len(target.caches):
+        raise ValueError(f"drafter: has {num_layers} layers, the target {len(target.caches)}")
+    caches = [target.caches[layer] for layer in sorted(target.caches)[-num_layers:]]
+    config: GlideLlamaConfig = model.model.config
+    expected = (config.large_num_key_value_heads, config.large_head_dim)
+    for cache in caches:
+        for part in cache:
+            heads = tuple(part.shape[2:])
+            if heads != expected or part.device != model.device:
+                raise ValueError(
+                    "drafter: was made for key-value heads and head size"
+                    f" {expected} on {model.device}, the target has {heads} on {part.device}"
+                )
+    return caches

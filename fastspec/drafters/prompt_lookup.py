@@ -1,0 +1,74 @@
+"""Prompt lookup: what followed the last tokens where they stood before in the same text."""
+
+import torch
+from torch import Tensor
+
+from fastspec.drafters.base import Batch, Proposal, Request
+from fastspec.drafters.texts import Texts, TextStore
+from fastspec.models.transfer import device_tensor
+from fastspec_kernels import match_suffix
+
+
+class PromptLookupDrafter:
+    """Copies from prompt and output; a text whose end stands nowhere else is decoded plainly.
+
+    Args:
+        min_match: tokens that must agree, >= 1.
+        max_match: tokens that are compared, >= min_match. More that agree count for more, and of
+            equally long matches the latest is copied, past the end of the text as if it went on so.
+        backend: passed to the kernel.
+
+    Source: Saxena, "Prompt Lookup Decoding", 2023 (github.com/apoorvumang/prompt-lookup-decoding).
+    """
+
+    name = "prompt_lookup"
+
+    def __init__(self, min_match: int, max_match: int, backend: str = "auto"):
+        self._min_match = min_match
+        self._max_match = max_match
+        self._backend = backend
+        self._texts = TextStore()
+
+    def propose(self, batch: Batch) -> Proposal:
+        texts = self._texts.update(batch)
+        return copied(self.copy(texts, batch.num_speculative_tokens), batch)
+
+    def copy(self, texts: Texts, num_tokens: int) -> Tensor:
+        """What may follow each text: [B, num_tokens] int32, -1 after the last token."""
+        token_ids = match_suffix(
+            texts.token_ids,
+            texts.lengths,
+            min_match=self._min_match,
+            max_match=self._max_match,
+            num_tokens=num_tokens,
+            rule="latest",
+            backend=self._backend,
+        )
+        return _continued(token_ids)
+
+    def commit(self, batch: Batch, accepted: list[int]) -> None:
+        """Nothing: the next proposal uploads the new tokens."""
+
+    def release(self, request: Request) -> None:
+        self._texts.forget(request.request_id)
+
+
+def _continued(token_ids: Tensor) -> Tensor:
+    """A copy that reached the end of the text goes on with itself: loops are drafted in full."""
+    count = (token_ids >= 0).sum(dim=1, keepdim=True).clamp(min=1)
+    columns = torch.arange(token_ids.shape[1], device=token_ids.device)
+    return token_ids.gather(1, columns % count)
+
+
+def copied(token_ids: Tensor, batch: Batch) -> Proposal:
+    """A proposal of point masses [B, K], cut to what is wanted.
+
+    On the CPU, where looking costs nothing, it says how many tokens it holds.
+    """
+    width = batch.num_speculative_tokens
+    if any(wanted < width for wanted in batch.num_draft_tokens):
+        wanted = device_tensor(batch.num_draft_tokens, torch.int32, batch.device)[:, None]
+        columns = torch.arange(width, device=batch.device)
+        token_ids = token_ids.masked_fill(columns >= wanted, -1)
+    known = (token_ids >= 0).sum(dim=1).tolist() if batch.device.type == "cpu" else None
+    return Proposal(token_ids, num_tokens=known)

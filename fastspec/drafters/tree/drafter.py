@@ -1,0 +1,148 @@
+"""Token trees over any draft model: the target judges every node of them in one pass."""
+
+from dataclasses import dataclass, replace
+
+from fastspec.config.token_trees import MAX_TREE_NODES
+from fastspec.config.tree_shapes import TreeShape, balanced_shape
+from fastspec.drafters.base import Batch, Drafter, Proposal, Request
+from fastspec.drafters.draft_model import DraftModelDrafter
+from fastspec.drafters.tree.drawn_chain import DrawnChain
+from fastspec.drafters.tree.growing import (
+    ConfidenceBins,
+    FixedTree,
+    GrowingTree,
+    LikeliestTree,
+)
+from fastspec.drafters.tree.passes import TreePasses
+
+
+@dataclass(frozen=True)
+class TreePlan:
+    """The form of the trees.
+
+    Attributes:
+        width: children of a node at most.
+        num_nodes: nodes of a tree at most, the root not counted.
+        is_probabilistic: in batches that sample, siblings are drawn without replacement. These
+            trees have a shape that is fixed beforehand: which of the drawn tokens are kept must not
+            depend on what they are.
+        shape: of all trees; None = by draft probability, or balanced if siblings are drawn.
+    """
+
+    width: int
+    num_nodes: int
+    is_probabilistic: bool
+    shape: TreeShape | None = None
+
+    def size(self, depth: int) -> int:
+        """Nodes of a tree at most, when paths may have that many tokens."""
+        return self.num_nodes if self.shape is None else self.shape.num_nodes(depth)
+
+    def start(self, batch: Batch) -> GrowingTree:
+        """Trees of roots alone."""
+        depth = batch.num_speculative_tokens
+        draws = self.is_probabilistic and not batch.all_greedy
+        if self.shape is not None:
+            return FixedTree(batch, self.shape, draws)
+        if draws:
+            return FixedTree(batch, balanced_shape(self.width, self.num_nodes, depth), draws)
+        # No more nodes are read by the draft model than by the target: their slots are reserved.
+        expanded = min(self.width, max(1, self.num_nodes // max(1, depth - 1)))
+        return LikeliestTree(batch, expanded, self.width, self.num_nodes)
+
+
+@dataclass(frozen=True)
+class CapePlan:
+    """A chain whose tokens have the more siblings, the less sure the draft model is.
+
+    Attributes:
+        bins: for each range of the likeliest token's probability, its upper bound and how many
+            siblings are added; the bounds rise to 1. Siblings have no children.
+        is_probabilistic: in batches that sample, the chain is drawn, and the siblings after it,
+            without replacement; otherwise both are the likeliest tokens.
+    """
+
+    bins: ConfidenceBins
+    is_probabilistic: bool
+
+    def size(self, depth: int) -> int:
+        """Nodes of a tree at most; ValueError when that is more than attention takes."""
+        size = depth * self._num_children
+        if size > MAX_TREE_NODES:
+            raise ValueError(
+                f"n_spec_tokens: {depth} tokens with up to {self._num_children - 1} siblings make a"
+                f" tree of {size} nodes, more than {MAX_TREE_NODES}"
+            )
+        return size
+
+    def start(self, batch: Batch) -> GrowingTree:
+        """Trees of roots alone."""
+        size = self.size(batch.num_speculative_tokens)
+        if self.is_probabilistic and not batch.all_greedy:
+            return DrawnChain(batch, self._num_children, self.bins)
+        return LikeliestTree(batch, 1, self._num_children, size, self.bins)
+
+    @property
+    def _num_children(self) -> int:
+        return 1 + max(extra for _, extra in self.bins)
+
+
+class TreeDrafter:
+    """Drafts trees with a draft model, one pass of it for each level of all requests' trees.
+
+    The draft model's cache keeps committed tokens only: what was accepted of a tree is read again,
+    together with the token after it, in the first pass of the next step.
+
+    Args:
+        draft: the draft model, which reads the texts.
+        plan: the form of the trees.
+        branch: proposes chains of point masses, which become branches of the trees. Only for plans
+            whose trees are made of likeliest tokens and have no fixed shape.
+    """
+
+    def __init__(
+        self,
+        draft: DraftModelDrafter,
+        plan: TreePlan | CapePlan,
+        branch: Drafter | None = None,
+    ):
+        self.name = draft.name if isinstance(plan, CapePlan) else "tree"
+        self.draft = draft
+        self._plan = plan
+        self._branch = branch
+
+    def num_nodes(self, num_speculative_tokens: int) -> int:
+        """Nodes of a tree at most, when paths may have that many tokens."""
+        return self._plan.size(num_speculative_tokens)
+
+    def propose(self, batch: Batch) -> Proposal:
+        tree = self._plan.start(batch)
+        limits = [
+            min(wanted, request.room)
+            for request, wanted in zip(batch.requests, batch.num_draft_tokens, strict=True)
+        ]
+        depths = [
+            min(tree.max_depth, limit, self.draft.room(len(request.token_ids)))
+            for request, limit in zip(batch.requests, limits, strict=True)
+        ]
+        passes = TreePasses(self.draft, batch, depths)
+        for level in range(max(depths)):
+            read = passes.read_level(*tree.expanded()) if level else passes.read_texts()
+            if read is None:
+                break
+            tree.add(*read)
+        if self._branch is not None and isinstance(tree, LikeliestTree):
+            paths = replace(batch, num_draft_tokens=limits)  # not nodes
+            tree.add_branch(self._branch.propose(paths).token_ids)
+        counts = [{self.draft.name: count} for count in passes.counts]
+        return replace(tree.proposal(), passes=counts)
+
+    def commit(self, batch: Batch, accepted: list[int]) -> None:
+        self.draft.commit(batch, accepted)
+        if self._branch is not None:
+            self._branch.commit(batch, accepted)
+
+    def release(self, request: Request) -> None:
+        self.draft.release(request)
+        if self._branch is not None:
+            self._branch.release(request)

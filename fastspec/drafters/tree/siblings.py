@@ -1,0 +1,69 @@
+"""The tokens that may follow one node of a token tree: the likeliest ones, or a sample."""
+
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fastspec.drafters.base import SamplingTensors
+from fastspec_kernels import row_stats, sample
+
+
+def likeliest(
+    logits: Tensor, num: int, temperature: Tensor | None, backend: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """The `num` likeliest tokens of each row, best first, and their log-probabilities.
+
+    Args:
+        logits: [R, V].
+        temperature: [R], all above 0, or None = 1.
+        backend: of the kernel.
+    Returns:
+        token_ids [R, num] int32, logprobs [R, num] float32; -1 and -inf where there is none.
+    """
+    best, token_ids = logits.float().topk(min(num, logits.shape[1]))
+    if temperature is not None:
+        best = best / temperature[:, None]
+    logsumexp, _ = row_stats(logits, temperature=temperature, backend=backend)
+    logprobs = (best - logsumexp[:, None]).clamp(max=0.0)
+    logprobs = logprobs.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+    token_ids = token_ids.int().masked_fill(logprobs == -torch.inf, -1)
+    if missing := num - best.shape[1]:
+        token_ids = pad(token_ids, (0, missing), value=-1)
+        logprobs = pad(logprobs, (0, missing), value=-torch.inf)
+    return token_ids, logprobs
+
+
+def drawn(
+    logits: Tensor, uniforms: Tensor, sampling: SamplingTensors, backend: str = "auto"
+) -> Tensor:
+    """Tokens drawn from each row one after the other, each without those before it.
+
+    Args:
+        logits: [R, V].
+        uniforms: [R, num] float32, one for each token.
+        sampling: temperature and filters of each row; rows of temperature 0 give their likeliest
+            tokens, best first.
+        backend: of the kernels.
+    Returns:
+        [R, num] int32, -1 where nothing is left to draw.
+    """
+    temperature = sampling["temperature"]
+    _, threshold = row_stats(logits, **sampling, backend=backend)
+    if temperature is not None:
+        threshold = threshold.masked_fill(temperature == 0, -torch.inf)
+    left = logits.masked_fill(logits < threshold[:, None], -torch.inf)
+    picked = []
+    for draw in uniforms.unbind(1):
+        token_ids, _ = sample(left, draw, temperature=temperature, backend=backend)
+        picked.append(token_ids)
+        left.scatter_(1, token_ids.clamp(min=0).long()[:, None], -torch.inf)
+    return torch.stack(picked, dim=1)
+
+
+def of_rows(sampling: SamplingTensors, rows: Tensor) -> SamplingTensors:
+    """The parameters of the requests that logits belong to, [R] each."""
+    values = cast(dict[str, Tensor | None], sampling)
+    taken = {name: None if value is None else value[rows] for name, value in values.items()}
+    return cast(SamplingTensors, taken)

@@ -1,1 +1,0 @@
-"""What speculation costs and brings: formulas, measured costs, schedules, tuned settings."""

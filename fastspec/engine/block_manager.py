@@ -1,0 +1,102 @@
+"""Blocks of the paged KV cache: who owns which. Target and drafter share the block tables."""
+
+from collections import OrderedDict
+
+from fastspec.engine.prefix_index import Match, PrefixIndex
+from fastspec.engine.request import EngineRequest
+from fastspec.models.cache_size import blocks_needed
+
+
+class BlockManager:
+    """A free list of block ids; a table grows when its request needs room and is returned whole.
+
+    Rolling back rejected tokens needs no call: a request's length shrinks, its table stays.
+    With prefix caching, full blocks of committed tokens are shared by the tables of all requests
+    that begin with the same tokens, and stay findable after the last of these has ended, until
+    their space is needed, the least recently used first. Only a table's owner writes to a block,
+    and only after its full blocks, so a shared block never changes.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, prefix_caching: bool = False):
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.prefix_caching = prefix_caching
+        self._index = PrefixIndex(block_size)
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._idle: OrderedDict[int, None] = OrderedDict()  # findable and in no table, oldest first
+        self._num_users = [0] * num_blocks
+        self._tenancies = [0] * num_blocks
+
+    @property
+    def num_free(self) -> int:
+        """Blocks in no table."""
+        return len(self._free) + len(self._idle)
+
+    def tenancy(self, block_id: int) -> int:
+        """A number that changes when a block is handed out anew, and its contents are void."""
+        return self._tenancies[block_id]
+
+    def fits(self, num_tokens: int) -> bool:
+        """Whether an empty cache could hold that many tokens of one request."""
+        return blocks_needed(num_tokens, self.block_size) <= self.num_blocks
+
+    def reserve(self, block_table: list[int], num_tokens: int) -> bool:
+        """Grow the table to hold `num_tokens`; False, and no change, if blocks are lacking."""
+        missing = blocks_needed(num_tokens, self.block_size) - len(block_table)
+        if missing > self.num_free:
+            return False
+        block_table.extend(self._take() for _ in range(missing))
+        return True
+
+    def find(self, token_ids: list[int]) -> Match:
+        """What is cached of a request's tokens, without the last one, whose logits are needed."""
+        return self._index.find(token_ids) if self.prefix_caching else Match([], None)
+
+    def admit(self, request: EngineRequest, match: Match, num_tokens: int) -> bool:
+        """Give a request without blocks those of its match and more, as reserve() does."""
+        shared = [c.block_id for c in match.contents if c.block_id is not None]
+        num_idle = sum(block_id in self._idle for block_id in shared)
+        missing = blocks_needed(num_tokens, self.block_size) - len(shared)
+        if missing > self.num_free - num_idle:
+            return False
+        for block_id in shared:
+            self._idle.pop(block_id, None)
+            self._num_users[block_id] += 1
+        request.block_table += shared
+        request.contents += match.contents
+        request.num_cached = len(shared) * self.block_size
+        return self.reserve(request.block_table, num_tokens)
+
+    def publish(self, request: EngineRequest) -> None:
+        """Let the full blocks of a request's cached tokens be found by others."""
+        num_full = request.num_cached // self.block_size if self.prefix_caching else 0
+        for number in range(len(request.contents), num_full):
+            key = self._index.key(request.contents, request.token_ids, number)
+            request.contents.append(self._index.add(key, request.block_table[number]))
+
+    def release(self, request: EngineRequest) -> None:
+        """Take all blocks from a request; those that can be found stay as they are for now."""
+        for block_id in reversed(request.block_table):  # the end of a text is forgotten first
+            self._num_users[block_id] -= 1
+            if self._num_users[block_id] == 0 and block_id in self._index:
+                self._idle[block_id] = None
+            elif self._num_users[block_id] == 0:
+                self._free.append(block_id)
+        request.block_table.clear()
+        request.contents.clear()
+        request.num_cached = 0
+
+    def forget(self, request: EngineRequest) -> None:
+        """Let nobody find the blocks of a request: what is in them is not to be trusted."""
+        for block_id in request.block_table:
+            self._index.drop(block_id)
+
+    def _take(self) -> int:
+        if self._free:
+            block_id = self._free.pop()
+        else:
+            block_id, _ = self._idle.popitem(last=False)
+            self._index.drop(block_id)
+        self._num_users[block_id] = 1
+        self._tenancies[block_id] += 1
+        return block_id

@@ -1,0 +1,70 @@
+"""What the engine hands back."""
+
+from dataclasses import dataclass
+
+from fastspec.engine.stats import SpecStats
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """A finished request.
+
+    Attributes:
+        request_id: the id given to, or made by, add_request.
+        prompt_token_ids: ids of the prompt.
+        token_ids: new ids; an end-of-sequence or stop id is kept as the last one.
+        text: the new text, without special tokens and ending before a stop string; "" without a
+            tokenizer.
+        logprobs: the target's log-probability of each new token, or None if not asked for.
+        finish_reason: "stop", "length", "abort" or "error".
+        sources: who wrote each token: "draft" (proposed and accepted), "recovered" (drawn after a
+            rejection), "bonus" (drawn after full acceptance) or "target" (nothing was proposed).
+        drafters: the name of the drafter of each "draft" token, else None.
+        stats: counters of this request.
+        error: why the request failed, when finish_reason is "error".
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[float, ...] | None
+    finish_reason: str
+    sources: tuple[str, ...]
+    drafters: tuple[str | None, ...]
+    stats: SpecStats
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class StepTree:
+    """The token tree that one step proposed for a request.
+
+    Attributes:
+        token_ids: of its nodes; the first is the root, the last token committed before.
+        parents: the node that each follows; -1 for the root and where there is no token.
+        path: the nodes that were accepted, from the root down, without it.
+    """
+
+    token_ids: tuple[int, ...]
+    parents: tuple[int, ...]
+    path: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StreamEvent:
+    """One committed token of a request, or its end.
+
+    `text` may be empty while a character or a possible stop string is incomplete, and then holds
+    the text of several tokens; the texts of all events of a request joined are its
+    RequestOutput.text. The last event of a request carries its `output`, and no token. The first
+    event of a step that proposed a token tree carries it.
+    """
+
+    request_id: str
+    text: str
+    token_ids: tuple[int, ...] = ()
+    source: str | None = None
+    drafter: str | None = None
+    output: RequestOutput | None = None
+    tree: StepTree | None = None

@@ -1,0 +1,69 @@
+"""One request while the engine runs it."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastspec.drafters.base import Request
+from fastspec.engine.detokenizer import Detokenizer
+from fastspec.engine.outputs import RequestOutput
+from fastspec.engine.prefix_index import Content
+from fastspec.engine.stats import SpecStats
+
+
+@dataclass(eq=False)
+class EngineRequest(Request):
+    """Committed state of one request; everything in it ends at the same token.
+
+    Attributes:
+        contents: of its leading blocks, as far as other requests may find them.
+        schedule_state: what the schedule of draft lengths remembers of it.
+    """
+
+    detokenizer: Detokenizer | None = None
+    contents: list[Content] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
+    drafters: list[str | None] = field(default_factory=list)
+    stats: SpecStats = field(default_factory=SpecStats)
+    schedule_state: Any = None
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """Ids of the prompt, wherever the model reads them."""
+        if self.encoder_input is not None:
+            return self.encoder_input.token_ids
+        return self.token_ids[: self.num_prompt_tokens]
+
+    def append(
+        self, token_id: int, source: str, drafter: str | None, logprob: float | None
+    ) -> str | None:
+        """Commit one token; the reason to finish, if it is the last one."""
+        self.token_ids.append(token_id)
+        self.sources.append(source)
+        self.drafters.append(drafter)
+        if logprob is not None:
+            self.logprobs.append(logprob)
+        if token_id in self.stop_ids:
+            return "stop"
+        if self.detokenizer is not None:
+            self.detokenizer.push(token_id)
+            if self.detokenizer.stopped:
+                return "stop"
+        return "length" if len(self.token_ids) >= self.max_len else None
+
+    def output(self, finish_reason: str, error: str | None = None) -> RequestOutput:
+        """What the user gets."""
+        if self.detokenizer is not None:
+            self.detokenizer.finish()
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt_token_ids=tuple(self.prompt_ids),
+            token_ids=tuple(self.token_ids[self.num_prompt_tokens :]),
+            text=self.detokenizer.text if self.detokenizer is not None else "",
+            logprobs=tuple(self.logprobs) if self.params.logprobs else None,
+            finish_reason=finish_reason,
+            sources=tuple(self.sources),
+            drafters=tuple(self.drafters),
+            stats=self.stats,
+            error=error,
+        )

@@ -1,0 +1,136 @@
+"""Requests from what users pass: prompts become checked token ids, parameters become limits."""
+
+import secrets
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakValueDictionary
+
+from transformers import PreTrainedTokenizerBase
+
+from fastspec.config import SamplingParams, is_int
+from fastspec.engine.detokenizer import Detokenizer
+from fastspec.engine.request import EngineRequest
+from fastspec.models.paged_model import EncoderInput
+
+Prompt = str | Sequence[int]
+
+
+class RequestFactory:
+    """Builds requests for one target, with its tokenizer, vocabulary, length limit and eos ids.
+
+    With the id that its decoder starts with, the target is an encoder-decoder, whose encoder reads
+    the prompts. A template holds {input_text} where a text prompt goes.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        vocab_size: int,
+        max_model_len: int,
+        eos_ids: frozenset[int],
+        decoder_start_id: int | None = None,
+        prompt_template: str | None = None,
+    ):
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        self._eos_ids = eos_ids
+        self._decoder_start_id = decoder_start_id
+        self._prompt_template = prompt_template
+        self._encoder_inputs: WeakValueDictionary[tuple[int, ...], EncoderInput] = (
+            WeakValueDictionary()
+        )
+        self._num_built = 0
+
+    def build(
+        self, prompt: Prompt, params: SamplingParams, request_id: str | None
+    ) -> EngineRequest:
+        """One request.
+
+        Raises:
+            ValueError: an empty prompt, ids outside the vocabulary, a prompt longer than the model,
+                text or stop strings without a tokenizer, or an argument of another type.
+        """
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"params: expected SamplingParams, got {type(params).__name__}")
+        token_ids, encoder_input = self._prompt_ids(prompt), None
+        if self._decoder_start_id is not None:
+            encoder_input = self._encoder_input(token_ids)
+            token_ids = [self._decoder_start_id]
+        if params.stop and self._tokenizer is None:
+            raise ValueError("stop: stop strings need a tokenizer, and the engine has none")
+        self._num_built += 1
+        stop_ids = frozenset(params.stop_token_ids)
+        return EngineRequest(
+            request_id=request_id if request_id is not None else f"request-{self._num_built}",
+            token_ids=token_ids,
+            params=params,
+            seed=secrets.randbits(63) if params.seed is None else params.seed,
+            stop_ids=stop_ids if params.ignore_eos else stop_ids | self._eos_ids,
+            max_len=min(len(token_ids) + params.max_tokens, self._max_model_len),
+            detokenizer=Detokenizer(self._tokenizer, tuple(params.stop))
+            if self._tokenizer
+            else None,
+            encoder_input=encoder_input,
+        )
+
+    def _encoder_input(self, token_ids: list[int]) -> EncoderInput:
+        """One object for all requests with these ids, so that they are encoded once."""
+        key = tuple(token_ids)
+        encoder_input = self._encoder_inputs.get(key)
+        if encoder_input is None:
+            encoder_input = self._encoder_inputs[key] = EncoderInput(token_ids)
+        return encoder_input
+
+    def _prompt_ids(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            if self._tokenizer is None:
+                raise ValueError(
+                    "prompt: a text needs a tokenizer, and the engine has none; pass ids"
+                )
+            template = self._prompt_template
+            text = template.replace("{input_text}", prompt) if template else prompt
+            token_ids = self._tokenizer(text)["input_ids"]
+        else:
+            token_ids = _as_list("prompt", prompt)
+        if not token_ids:
+            raise ValueError("prompt: is empty")
+        for token_id in token_ids:
+            if not is_int(token_id) or not 0 <= token_id < self._vocab_size:
+                raise ValueError(
+                    f"prompt: token id {token_id!r} is not in 0..{self._vocab_size - 1}"
+                )
+        if len(token_ids) >= self._max_model_len:
+            raise ValueError(
+                f"prompt: has {len(token_ids)} tokens; the limit is {self._max_model_len - 1},"
+                " which leaves room for one new token"
+            )
+        return token_ids
+
+
+def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several, as a list."""
+    if isinstance(prompts, str):
+        return [prompts]
+    several = _as_list("prompts", prompts)
+    if not several:
+        raise ValueError("prompts: the list is empty")
+    return [several] if is_int(several[0]) else several
+
+
+def as_params_list(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    """One set of parameters for each of `count` prompts."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    several = _as_list("params", params)
+    if len(several) != count:
+        raise ValueError(f"params: {len(several)} given for {count} prompts")
+    return several
+
+
+def _as_list(name: str, value: Any) -> list:
+    if not isinstance(value, Sequence):
+        raise ValueError(f"{name}: expected a list, got {type(value).__name__}")
+    return list(value)

@@ -1,0 +1,189 @@
+"""How many tokens a request drafts in each step.
+
+What a schedule decides for a sampled request depends on its own history and on fixed costs, never
+on a clock or on other requests: each length of draft uses other random numbers, and the same seed
+must give the same text. A greedy text is the same whatever is drafted.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from fastspec.config.checks import is_int, require
+from fastspec.engine.request import EngineRequest
+
+_PRIOR_RATE = 0.5  # acceptance that a new request is believed to have, as if one token had told
+_MEMORY = 0.9  # of what was known before a step, the part that counts after it
+_GAIN_TO_CHANGE = 1.03  # between two lengths
+_GAIN_TO_STAY = 1.03  # over plain decoding, so that an error in the costs does little harm
+_GAIN_TO_RESUME = 1.05
+_FIRST_LENGTH = 2  # of a new request's draft: little is lost where drafts fail
+_FIRST_PAUSE, _LONGEST_PAUSE = 32, 128  # plain steps before drafts are tried again
+_ASSUMED_COST = 0.15  # of one draft token over a plain step, where it must not be measured
+_SETTLED = 16  # steps with drafts after which an earlier pause is forgotten
+
+
+class Step(NamedTuple):
+    """Draft tokens of one target pass: as many as there was room for, proposed, accepted.
+
+    Where a text ends within the accepted ones, all three count those up to its end.
+    """
+
+    wanted: int
+    proposed: int
+    accepted: int
+
+
+def expected_tokens(acceptance_rate: float, num_speculative_tokens: int) -> float:
+    """Mean tokens emitted by a target pass when each draft token is accepted independently.
+
+    With rate a and K drafts: (1 - a^(K+1)) / (1 - a), which is K + 1 at a = 1. The extra token of
+    the pass is included.
+
+    Raises:
+        ValueError: a rate outside [0, 1] or a negative K.
+
+    Source: Leviathan et al., 2211.17192, equation 1.
+    """
+    rate, count = acceptance_rate, num_speculative_tokens
+    require("acceptance_rate", rate, 0 <= rate <= 1, "a rate in [0, 1]")
+    require("num_speculative_tokens", count, is_int(count) and count >= 0, "an int >= 0")
+    return sum(rate**power for power in range(count + 1))
+
+
+@runtime_checkable
+class Schedule(Protocol):
+    """Anything that says how much to draft; `request.schedule_state` is its to keep."""
+
+    def num_draft_tokens(self, request: EngineRequest) -> int:
+        """Tokens wanted for the request's next step, 0..num_speculative_tokens."""
+        ...
+
+    def record(self, request: EngineRequest, step: Step) -> None:
+        """What became of them."""
+        ...
+
+
+@dataclass
+class _Pace:
+    """State of one request: decayed counts of acceptance, the length in use, pauses."""
+
+    costs: tuple[float, ...]
+    length: int
+    accepted: float = 0.0
+    rejected: float = 0.0
+    num_idle: int = 0
+    num_steps: int = 0
+    pause: int = _FIRST_PAUSE
+
+    @property
+    def rate(self) -> float:
+        return (self.accepted + _PRIOR_RATE) / (self.accepted + self.rejected + 1)
+
+    @property
+    def best(self) -> int:
+        """The length that promises most."""
+        return max(range(len(self.costs)), key=self.speed_up)
+
+    def speed_up(self, length: int) -> float:
+        """Over plain decoding, by the model."""
+        return expected_tokens(self.rate, length) / self.costs[length]
+
+    def learn(self, step: Step) -> None:
+        """Count a step, and the earlier ones less."""
+        self.accepted = _MEMORY * self.accepted + step.accepted
+        self.rejected = _MEMORY * self.rejected + (step.accepted < step.proposed)
+
+
+class AdaptiveSchedule:
+    """The length with the most tokens per second by what was accepted lately, or plain decoding.
+
+    Tokens of a step with k drafts: (1 - a^(k+1)) / (1 - a), with a the rate of acceptance in the
+    last steps. Its cost: step_costs[k]. Another length must promise 3 % more than the one in use,
+    drafting at all 3 % more than plain decoding, and drafting again 5 %. Once drafting has stopped,
+    one token is tried after 32 plain steps, then after 64, and from then on after 128.
+
+    Args:
+        step_costs: of steps with 0, 1, ..., K draft tokens, in any unit; measured ones do.
+        sampled_step_costs: the same for requests that sample, which must be the same every time;
+            None assumes 15 % of a plain step for each draft token.
+    Raises:
+        ValueError: fewer than two costs, or one that is not positive.
+
+    Source: the throughput model of Yan et al., "Decoding Speculative Decoding", 2402.01528.
+    """
+
+    def __init__(
+        self, step_costs: Sequence[float], sampled_step_costs: Sequence[float] | None = None
+    ):
+        if sampled_step_costs is None:
+            sampled_step_costs = [1 + _ASSUMED_COST * num for num in range(len(step_costs))]
+        self._greedy, self._sampled = _relative(step_costs), _relative(sampled_step_costs)
+
+    def num_draft_tokens(self, request: EngineRequest) -> int:
+        pace = self._pace(request)
+        if pace.length == 0 and pace.num_idle >= pace.pause:
+            return 1
+        return pace.length
+
+    def record(self, request: EngineRequest, step: Step) -> None:
+        pace = self._pace(request)
+        if step.wanted == 0:
+            pace.num_idle += 1
+            return
+        if step.proposed == 0:  # the drafter had nothing to say, which tells nothing of its drafts
+            return
+        if pace.length == 0:
+            _end_trial(pace, step)
+        else:
+            _change_length(pace, step)
+
+    def _pace(self, request: EngineRequest) -> _Pace:
+        if request.schedule_state is None:
+            costs = self._greedy if request.params.temperature == 0 else self._sampled
+            request.schedule_state = _Pace(costs, length=min(_FIRST_LENGTH, len(costs) - 1))
+        return request.schedule_state
+
+
+def _end_trial(pace: _Pace, step: Step) -> None:
+    """One token tried while decoding plainly: if it held, what was known is out of date."""
+    pace.num_idle = 0
+    pace.pause = min(2 * pace.pause, _LONGEST_PAUSE)
+    if step.accepted:
+        pace.accepted = pace.rejected = 0.0
+    pace.learn(step)
+    if pace.speed_up(pace.best) > _GAIN_TO_RESUME:
+        pace.length = pace.best
+        pace.num_steps = 0
+
+
+def _change_length(pace: _Pace, step: Step) -> None:
+    """After a step with drafts."""
+    pace.num_steps += 1
+    pace.learn(step)
+    best = pace.best
+    if pace.speed_up(best) < _GAIN_TO_STAY:
+        pace.length = 0
+    elif pace.speed_up(best) > _GAIN_TO_CHANGE * pace.speed_up(pace.length):
+        pace.length = best
+    if pace.num_steps >= _SETTLED:
+        pace.pause = _FIRST_PAUSE
+
+
+def _relative(costs: Sequence[float]) -> tuple[float, ...]:
+    if len(costs) < 2 or not all(0 < cost < float("inf") for cost in costs):
+        raise ValueError(f"step_costs: expected two or more positive costs, got {costs!r}")
+    return tuple(cost / costs[0] for cost in costs)
+
+
+class SweepSchedule:
+    """The given lengths in turn, to measure them under the same conditions."""
+
+    def __init__(self, lengths: Sequence[int]):
+        self._lengths = tuple(lengths)
+
+    def num_draft_tokens(self, request: EngineRequest) -> int:
+        return self._lengths[(request.schedule_state or 0) % len(self._lengths)]
+
+    def record(self, request: EngineRequest, step: Step) -> None:
+        request.schedule_state = (request.schedule_state or 0) + 1

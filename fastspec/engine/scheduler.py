@@ -1,0 +1,111 @@
+"""Which requests run in a step, and where their blocks come from."""
+
+from collections import deque
+
+from fastspec.engine.block_manager import BlockManager, blocks_needed
+from fastspec.engine.prefix_index import ContentKey
+from fastspec.engine.request import EngineRequest
+
+
+class Scheduler:
+    """First come, first served; when blocks run out the youngest request waits and is read again.
+
+    Invariant: any one request fits the whole cache, so the oldest always makes progress. A request
+    that waits again finds its own blocks later, as far as prefix caching has kept them.
+    """
+
+    def __init__(self, block_manager: BlockManager, max_batch_size: int):
+        self.block_manager = block_manager
+        self.max_batch_size = max_batch_size
+        self.running: list[EngineRequest] = []
+        self._waiting: deque[EngineRequest] = deque()
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.running or self._waiting)
+
+    def check_fits(self, request: EngineRequest) -> None:
+        """Raise ValueError when the request, even alone, would outgrow the cache."""
+        manager = self.block_manager
+        if not manager.fits(request.max_len):
+            needed = blocks_needed(request.max_len, manager.block_size)
+            raise ValueError(
+                f"num_blocks: no room in the cache: {request.num_prompt_tokens} prompt tokens and"
+                f" {request.max_len - request.num_prompt_tokens} new ones need {needed} blocks of"
+                f" {manager.block_size}, the cache has {manager.num_blocks}"
+            )
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request that fits."""
+        self._waiting.append(request)
+
+    def schedule(self, num_draft_tokens: int, num_nodes: int = 0) -> list[EngineRequest]:
+        """Reserve room for the next step of the running requests; who lost their blocks for it.
+
+        With num_nodes, that many tokens of a tree, which take room even past the end of a text.
+        """
+        preempted: list[EngineRequest] = []
+        scheduled = 0
+        while scheduled < len(self.running):
+            request = self.running[scheduled]
+            length = self._length(request, num_draft_tokens, num_nodes)
+            if self.block_manager.reserve(request.block_table, length):
+                scheduled += 1
+            else:
+                preempted.append(self._preempt_youngest())
+        return preempted
+
+    def admit(self, num_draft_tokens: int, num_nodes: int = 0) -> list[EngineRequest]:
+        """Let waiting requests in, with the cached blocks of their prefixes, as long as they fit.
+
+        A request that needs a block which one before it is about to fill has to wait for that: call
+        again when the tokens of these are cached, until nobody comes.
+        """
+        for request in self.running if self._waiting else ():
+            self.block_manager.publish(request)
+        admitted: list[EngineRequest] = []
+        coming: set[ContentKey] = set()
+        while self._waiting and len(self.running) < self.max_batch_size:
+            request = self._waiting[0]
+            match = self.block_manager.find(request.token_ids)
+            length = self._length(request, num_draft_tokens, num_nodes)
+            if match.next_key in coming or not self.block_manager.admit(request, match, length):
+                break
+            if match.next_key is not None:
+                coming.add(match.next_key)
+            self.running.append(self._waiting.popleft())
+            admitted.append(request)
+        return admitted
+
+    def get(self, request_id: str) -> EngineRequest | None:
+        """A running or waiting request."""
+        known = (r for r in (*self.running, *self._waiting) if r.request_id == request_id)
+        return next(known, None)
+
+    def remove(self, request_id: str, failed: bool = False) -> EngineRequest | None:
+        """Take a request out, wherever it is, and its blocks; those of a failed one are no use."""
+        request = self.get(request_id)
+        if request is None:
+            return None
+        queue = self.running if request in self.running else self._waiting
+        queue.remove(request)
+        if failed:
+            self.block_manager.forget(request)
+        else:
+            self.block_manager.publish(request)
+        self.block_manager.release(request)
+        return request
+
+    def _length(self, request: EngineRequest, num_draft_tokens: int, num_nodes: int) -> int:
+        """Tokens that need room in the next step."""
+        if num_nodes:
+            capacity = self.block_manager.num_blocks * self.block_manager.block_size
+            return min(len(request.token_ids) + num_nodes, capacity)
+        return min(len(request.token_ids) + num_draft_tokens, request.max_len)
+
+    def _preempt_youngest(self) -> EngineRequest:
+        request = self.running.pop()
+        self.block_manager.publish(request)
+        self.block_manager.release(request)
+        self._waiting.appendleft(request)
+        return request

@@ -1,0 +1,197 @@
+"""The target's side of a round: read what is missing, judge the proposals, chains or trees."""
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fastspec.drafters import Proposal
+from fastspec.drafters.base import VERIFY_STREAM, Batch
+from fastspec.engine.outputs import StepTree
+from fastspec.engine.request import EngineRequest
+from fastspec.models.runner import ModelRunner, Span
+from fastspec.models.token_tree import TreeLayout, packed
+from fastspec.models.transfer import device_tensor
+from fastspec_kernels import verify_chain, verify_tree
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the target decided for one request.
+
+    Attributes:
+        num_draft_tokens: proposals judged; of a tree, the tokens of its longest path.
+        accepted_len: how many of them were accepted; -1 = the logits were not finite.
+        token_ids: the accepted tokens and one more.
+        logprobs: of token_ids, or None when nobody asked.
+        extra_source: who wrote the last of token_ids, see `RequestOutput.sources`.
+        tree: what was proposed, if that was a tree.
+    """
+
+    num_draft_tokens: int
+    accepted_len: int
+    token_ids: list[int]
+    logprobs: list[float] | None
+    extra_source: str
+    tree: StepTree | None = None
+
+
+def prefill(runner: ModelRunner, requests: list[EngineRequest]) -> None:
+    """Cache every committed token but the last, which is read together with the proposals."""
+    pending = [r for r in requests if r.num_cached < len(r.token_ids) - 1]
+    runner.prefill(
+        [request.token_ids[request.num_cached : -1] for request in pending],
+        [r.span(r.num_cached, len(r.token_ids) - 1 - r.num_cached) for r in pending],
+    )
+    for request in pending:
+        request.num_cached = len(request.token_ids) - 1
+
+
+def verify(
+    runner: ModelRunner,
+    batch: Batch,
+    proposal: Proposal,
+    method: str = "standard",
+    lenience: float = 1.0,
+) -> list[Verdict]:
+    """Judge the proposals in one target pass; a round's only copy from the device is made here.
+
+    What is accepted of a tree is moved behind the cached tokens. Exact unless lenience is above 1;
+    that, and method "block", are for chains only.
+    """
+    counts, spans = _judged_spans(batch, proposal)
+    newest = [[request.token_ids[-1]] for request in batch.requests]
+    newest_ids = device_tensor(newest, torch.int32, batch.device)
+    ids = torch.cat([newest_ids, proposal.token_ids], dim=1)  # [B, 1 + K]
+    cu_rows = device_tensor([*accumulate(counts, initial=0)], torch.int32, batch.device)
+    readable = packed(ids.clamp(0, runner.vocab_size - 1).long(), counts)
+    if proposal.parents is not None:
+        return _verify_trees(runner, batch, proposal, ids, readable, counts, spans, cu_rows)
+    target_logits = runner.forward(readable, spans)
+    if proposal.on_judged is not None:
+        proposal.on_judged(target_logits, counts)
+    num_columns = batch.num_speculative_tokens + 1
+    output_ids, accepted_len, logprobs = verify_chain(
+        target_logits,
+        cu_rows,
+        proposal.token_ids,
+        batch.uniforms(num_columns, VERIFY_STREAM),
+        draft_logits=proposal.draft_logits,
+        **batch.sampling,
+        lenience=lenience,
+        method=method,
+        backend=batch.backend,
+    )
+    table = torch.cat([accepted_len[:, None], output_ids, proposal.token_ids], dim=1).tolist()
+    rows = zip(table, counts, _wanted_logprobs(batch, logprobs), strict=True)
+    return [_chain_verdict(row, num_columns, n - 1, row_logprobs) for row, n, row_logprobs in rows]
+
+
+def _verify_trees(
+    runner: ModelRunner,
+    batch: Batch,
+    proposal: Proposal,
+    tree_ids: Tensor,
+    readable: Tensor,
+    counts: list[int],
+    spans: list[Span],
+    cu_rows: Tensor,
+) -> list[Verdict]:
+    assert proposal.parents is not None
+    assert proposal.sibling_rule is not None
+    parents = pad(proposal.parents.masked_fill(proposal.token_ids < 0, -1), (1, 0), value=-1)
+    target_logits = runner.forward(readable, spans, tree=TreeLayout.of(parents, batch.backend))
+    path, output_ids, accepted_len, logprobs = verify_tree(
+        target_logits,
+        cu_rows,
+        tree_ids,
+        parents,
+        _tree_uniforms(batch, tree_ids.shape[1]),
+        sibling_rule=proposal.sibling_rule,
+        draft_logits=proposal.draft_logits,
+        **batch.sampling,
+        backend=batch.backend,
+    )
+    runner.compact(spans, path, accepted_len)
+    lens = accepted_len[:, None].expand_as(path)
+    table = torch.stack([lens, path, output_ids, tree_ids, parents], dim=1).tolist()
+    rows = zip(table, counts, _wanted_logprobs(batch, logprobs), strict=True)
+    return [_tree_verdict(*columns) for columns in rows]
+
+
+def _judged_spans(batch: Batch, proposal: Proposal) -> tuple[list[int], list[Span]]:
+    """Tokens that the target reads of each request: the newest one, and what is proposed of it."""
+    width = proposal.token_ids.shape[1]
+    wanted = batch.num_draft_tokens
+    proposed = wanted if proposal.num_tokens is None else proposal.num_tokens
+    counts = [min(*pair, width) + 1 for pair in zip(wanted, proposed, strict=True)]
+    spans = [
+        request.span(len(request.token_ids) - 1, count)
+        for request, count in zip(batch.requests, counts, strict=True)
+    ]
+    return counts, spans
+
+
+def _wanted_logprobs(batch: Batch, logprobs: Tensor) -> list[list[float]] | list[None]:
+    """The rows on the host, read only if some request asks for them."""
+    if any(request.params.logprobs for request in batch.requests):
+        return logprobs.tolist()
+    return [None] * len(batch.requests)
+
+
+def _chain_verdict(
+    row: list[int], num_columns: int, wanted: int, logprobs: list[float] | None
+) -> Verdict:
+    accepted_len, output_ids, draft_ids = row[0], row[1 : num_columns + 1], row[num_columns + 1 :]
+    proposed = next((i for i, token in enumerate(draft_ids[:wanted]) if token < 0), wanted)
+    emitted = accepted_len + 1
+    extra_source = "bonus" if accepted_len == proposed else "recovered"
+    return Verdict(
+        proposed,
+        accepted_len,
+        output_ids[:emitted],
+        logprobs[:emitted] if logprobs else None,
+        extra_source if proposed else "target",
+    )
+
+
+def _tree_uniforms(batch: Batch, num_nodes: int) -> Tensor:
+    """[B, N + 1]: a number for each node, and last that which chains have for their extra token.
+
+    So a request that nothing is proposed for gets the same token, whether others have trees or not.
+    """
+    extra = batch.num_speculative_tokens  # the last column of a chain
+    numbers = batch.uniforms(max(num_nodes, extra) + 1, VERIFY_STREAM)
+    parts = [
+        numbers[:, : min(extra, num_nodes)],
+        numbers[:, extra + 1 : num_nodes + 1],
+        numbers[:, extra : extra + 1],
+    ]
+    return torch.cat(parts, dim=1)
+
+
+def _tree_verdict(row: list[list[int]], count: int, logprobs: list[float] | None) -> Verdict:
+    (accepted_len, *_), path, output_ids, token_ids, parents = row
+    accepted, emitted = max(accepted_len, 0), accepted_len + 1
+    tree = StepTree(tuple(token_ids[:count]), tuple(parents[:count]), tuple(path[:accepted]))
+    depths = _depths(tree.parents)
+    end = tree.path[-1] if accepted else 0
+    extra_source = "recovered" if end in tree.parents else "bonus"
+    return Verdict(
+        max(depths),
+        accepted_len,
+        output_ids[:emitted],
+        logprobs[:emitted] if logprobs else None,
+        extra_source if max(depths) else "target",
+        tree,
+    )
+
+
+def _depths(parents: tuple[int, ...]) -> list[int]:
+    """Depth of each node, 0 for the root; -1 where there is none."""
+    depths = [0]
+    for parent in parents[1:]:
+        depths.append(depths[parent] + 1 if parent >= 0 and depths[parent] >= 0 else -1)
+    return depths

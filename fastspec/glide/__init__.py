@@ -1,6 +1,0 @@
-"""GLIDE draft models, which look at the target's cached keys and values."""
-
-from fastspec.glide.loading import is_glide, load_glide
-from fastspec.glide.model import GlideLlamaConfig, GlideLlamaForCausalLM, Glimpse
-
-__all__ = ["GlideLlamaConfig", "GlideLlamaForCausalLM", "Glimpse", "is_glide", "load_glide"]

@@ -1,0 +1,112 @@
+"""Forward passes of one model over packed, ragged batches of sequences in the paged cache."""
+
+import torch
+from torch import Tensor
+
+from fastspec.models.graphs import GraphedForward, capture_for
+from fastspec.models.layout import DevicePass, PassLayout, block_tables, device_pass
+from fastspec.models.paged_model import PagedModel, Span
+from fastspec.models.token_tree import TreeLayout
+from fastspec.models.transfer import device_tensor
+from fastspec_kernels import compact_kv
+
+
+class ModelRunner:
+    """One model with its caches; block tables come from outside, so models can share them.
+
+    Raises:
+        ValueError: cuda_graphs is "on", and this model cannot be captured.
+    """
+
+    def __init__(
+        self,
+        paged_model: PagedModel,
+        num_blocks: int,
+        block_size: int,
+        chunk_size: int,
+        cuda_graphs: str = "off",
+    ):
+        self.paged_model = paged_model
+        self.device = paged_model.device
+        self.vocab_size = paged_model.vocab_size
+        self._cache_stacks = paged_model.new_caches(num_blocks, block_size)
+        self.caches = {k: v for stack in self._cache_stacks for k, v in stack.by_layer().items()}
+        self._block_size = block_size
+        self._chunk_size = chunk_size
+        self.graphs: GraphedForward | None = None
+        if capture := capture_for(cuda_graphs, paged_model):
+            must = cuda_graphs == "on"
+            self.graphs = GraphedForward(paged_model, self.caches, block_size, capture, must)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        spans: list[Span],
+        rows: list[int] | None = None,
+        tree: TreeLayout | None = None,
+    ) -> Tensor:
+        """Run the spans' tokens, packed in order ([T] int64); logits [R, V] of `rows`, or all.
+
+        With `tree` the tokens of span b are the first nodes of tree b, its root the first of them.
+        """
+        if self.graphs is not None and rows != []:
+            every_row = rows == list(range(len(input_ids)))
+            layout = PassLayout.of(spans, [] if every_row else rows or [], self._block_size)
+            logits = self.graphs.forward(input_ids, layout, tree)
+            if logits is not None:
+                return logits
+        positions, kept_rows, step = self._layout(spans, rows or [])
+        if tree is not None:
+            counts = [span.count for span in spans]
+            positions = tree.positions(counts, step.context_lens)
+            step.ancestor_mask = tree.ancestor_mask
+        keep = 0 if rows is None else kept_rows
+        return self.paged_model.forward(input_ids, positions, keep, step)
+
+    def prefill(self, token_ids: list[list[int]], spans: list[Span]) -> None:
+        """Write keys and values of the spans' tokens, at most chunk_size tokens in one pass."""
+        pending = [(ids, span) for ids, span in zip(token_ids, spans, strict=True) if span.count]
+        while pending:
+            ids_chunk, span_chunk, rest, room = [], [], [], self._chunk_size
+            for ids, span in pending:
+                count = min(span.count, room)
+                room -= count
+                if count:
+                    ids_chunk += ids[:count]
+                    span_chunk.append(span.part(span.start, count))
+                if count < span.count:
+                    left = span.part(span.start + count, span.count - count)
+                    rest.append((ids[count:], left))
+            self.forward(device_tensor(ids_chunk, torch.int64, self.device), span_chunk, rows=[])
+            pending = rest
+
+    def compact(self, spans: list[Span], path: Tensor, accepted_len: Tensor) -> None:
+        """Move the accepted nodes of each span's tree behind its root, in all layers.
+
+        path [B, N] and accepted_len [B] are those of `verify_tree`; nothing waits for the device.
+        """
+        tables = block_tables(spans, self._block_size)
+        values = [span.start for span in spans] + [block for table in tables for block in table]
+        packed = device_tensor(values, torch.int32, self.device)
+        block_table = packed[len(spans) :].view(len(spans), -1)
+        for stack in self._cache_stacks:
+            compact_kv(
+                stack.keys,
+                stack.values,
+                block_table,
+                packed[: len(spans)],
+                path,
+                accepted_len,
+                backend=self.paged_model.backend,
+            )
+
+    def _layout(self, spans: list[Span], rows: list[int]) -> DevicePass:
+        """Positions [T], rows [R] and the step, in two copies to the device."""
+        layout = PassLayout.of(spans, rows, self._block_size)
+        buffers = (
+            device_tensor(layout.wide(), torch.int64, self.device),
+            device_tensor(layout.narrow(), torch.int32, self.device),
+        )
+        placed = device_pass(layout.shape, *buffers, self.caches, self.paged_model.backend)
+        placed.step.spans = spans
+        return placed

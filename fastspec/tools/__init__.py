@@ -1,0 +1,1 @@
+"""What is built on the engine: measuring, tuning, simulating, published entry points."""

@@ -1,0 +1,40 @@
+"""Pictures of what was counted; the only module that needs matplotlib."""
+
+from pathlib import Path
+from typing import Any
+
+from fastspec.engine.stats import SpecStats
+
+
+def require_plotting() -> Any:
+    """matplotlib's Figure, which draws without a display.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ValueError("plot: needs matplotlib; install fastspec-kernels[plot]") from error
+    return Figure
+
+
+def plot_acceptance(stats: SpecStats, rates: list[float], path: Path) -> None:
+    """Write two charts: target passes by accepted tokens, and the acceptance rate by position.
+
+    Args:
+        stats: of a run or a simulation.
+        rates: by position in the draft, see `economics.acceptance_by_position`.
+        path: the picture; its suffix says which kind.
+    Raises:
+        ValueError: matplotlib is not installed, or does not know the suffix; nothing is written.
+    """
+    figure = require_plotting()(figsize=(8, 3), layout="constrained")
+    steps, curve = figure.subplots(1, 2)
+    steps.bar(range(len(stats.acceptance_histogram)), stats.acceptance_histogram)
+    steps.set(xlabel="accepted draft tokens", ylabel="target passes")
+    curve.plot(range(1, len(rates) + 1), rates, marker="o")
+    curve.set(xlabel="position in the draft", ylabel="acceptance rate", ylim=(0, 1))
+    staged = path.with_name(f".new.{path.name}")
+    figure.savefig(staged)
+    staged.replace(path)

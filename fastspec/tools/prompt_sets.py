@@ -1,0 +1,127 @@
+"""Prompts of the data sets that papers on speculative decoding report, from a file or the hub.
+
+The only module that needs the package `datasets`.
+"""
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from fastspec.config.files import read_text
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """One data set.
+
+    Attributes:
+        path, name, split: where the hub has it.
+        template: a record as the data set has it, to the text of a prompt; KeyError, TypeError or
+            IndexError where the record is of another kind.
+    """
+
+    path: str
+    name: str | None
+    split: str
+    template: Callable[[dict[str, Any]], str]
+
+
+def _mmlu(record: dict[str, Any]) -> str:
+    first, second, third, fourth = record["choices"]
+    return (
+        f"Question: {record['question']}\n(A) {first} (B) {second} (C) {third} (D) {fourth}\n"
+        "Answer: Let's think step by step."
+    )
+
+
+def _gsm8k(record: dict[str, Any]) -> str:
+    return f"Solve this math problem step by step.\nProblem: {_text(record['question'])}\nSolution:"
+
+
+def _hellaswag(record: dict[str, Any]) -> str:
+    return _text(record["ctx"])
+
+
+def _mt_bench(record: dict[str, Any]) -> str:
+    """The first turn."""
+    turns = record["turns"] if "turns" in record else record["prompt"]
+    return _text(turns[0])
+
+
+def _humaneval(record: dict[str, Any]) -> str:
+    return _text(record["prompt"])
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"expected a text, got {value!r:.40}")
+    return value
+
+
+PROMPT_SETS = {
+    "mmlu": PromptSet("cais/mmlu", "all", "test", _mmlu),
+    "gsm8k": PromptSet("openai/gsm8k", "main", "test", _gsm8k),
+    "hellaswag": PromptSet("Rowan/hellaswag", None, "validation", _hellaswag),
+    "mt_bench": PromptSet("HuggingFaceH4/mt_bench_prompts", None, "train", _mt_bench),
+    "humaneval": PromptSet("openai/openai_humaneval", None, "test", _humaneval),
+}
+
+
+def load_prompts(name: str, file: Path | None = None, limit: int | None = None) -> list[str]:
+    """The first prompts of a data set.
+
+    Args:
+        name: "mmlu", "gsm8k", "hellaswag", "mt_bench" or "humaneval".
+        file: its records, one JSON object a line; None downloads them with `datasets`.
+        limit: how many; None = all.
+    Raises:
+        ValueError: no such data set or file, a record of another kind, fewer prompts than wanted,
+            or no file where `datasets` or the network is missing.
+    """
+    if name not in PROMPT_SETS:
+        raise ValueError(f"dataset: expected one of {[*PROMPT_SETS]}, got {name!r}")
+    if limit is not None and limit < 1:
+        raise ValueError(f"num_prompts: expected an int >= 1, got {limit!r}")
+    chosen = PROMPT_SETS[name]
+    records = _downloaded(name, chosen) if file is None else _lines(file)
+    prompts = [_filled(name, chosen, *pair) for pair in islice(records, limit)]
+    if not prompts or (limit is not None and len(prompts) < limit):
+        raise ValueError(
+            f"dataset: {name} has {len(prompts)} prompts here, {limit or 1} are wanted"
+        )
+    return prompts
+
+
+def _filled(name: str, chosen: PromptSet, where: str, record: Any) -> str:
+    try:
+        return chosen.template(record)
+    except (KeyError, TypeError, IndexError, ValueError) as error:
+        raise ValueError(f"dataset: {where} is no record of {name}: {error!r}") from error
+
+
+def _lines(file: Path) -> Iterable[tuple[str, Any]]:
+    for number, line in enumerate(read_text("dataset_file", file).split("\n"), 1):
+        if line.strip():
+            where = f"{file}, line {number}"
+            try:
+                yield where, json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"dataset_file: {where}: not JSON: {error}") from error
+
+
+def _downloaded(name: str, chosen: PromptSet) -> Iterable[tuple[str, Any]]:
+    try:
+        from datasets import load_dataset  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ValueError(
+            f"dataset: {name} needs a file, or the package datasets to download it"
+        ) from error
+    try:
+        records = load_dataset(chosen.path, chosen.name, split=chosen.split)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"dataset: cannot download {name}, pass a file: {reason}") from error
+    return ((f"{chosen.path}, record {n}", record) for n, record in enumerate(records, 1))

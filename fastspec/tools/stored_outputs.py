@@ -1,0 +1,192 @@
+"""Files of a target's outputs, which `simulate` takes in the place of the target."""
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from fastspec.config import SamplingParams, is_int
+from fastspec.config.files import read_text
+from fastspec.engine.outputs import RequestOutput
+
+_TENSOR = re.compile(r"\s*(\[.*?\])\s*(?:,[^()\[\]]*)?\)[\s,\[\]]*", re.DOTALL)
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
+
+
+@dataclass(frozen=True)
+class StoredOutput:
+    """One output of a target.
+
+    Attributes:
+        prompt: its ids or its text; None where the file holds outputs alone.
+        token_ids: the new ids.
+        params: how the target chose them; drafts are sampled in the same way, with the same seed.
+            Its max_tokens is what limited the run.
+        accepted: draft tokens accepted in each step of the run that was stored, if known.
+    """
+
+    prompt: str | list[int] | None
+    token_ids: list[int]
+    params: SamplingParams
+    accepted: list[int] | None = None
+
+
+def read_outputs(path: Path, prompts: list[str] | None = None) -> list[StoredOutput]:
+    """Read a file of outputs; its name says what it holds.
+
+    - .jsonl: an object a line with "token_ids" and "prompt_token_ids" or "prompt", as
+      `fastspec generate --save-outputs` writes them, or a bare list of new ids.
+    - .json: one object, prompt ids to new ids, both joined by "_" (CS-Drafting's stored targets).
+    - others: printed tensors, `tensor([[518, 799]])`, one output a row (Decoding Speculative
+      Decoding); new ids only.
+
+    Args:
+        path: the file.
+        prompts: texts for the outputs of a file that holds no prompts, in its order.
+    Raises:
+        ValueError: no such file, or one that is cut off or holds something else; the message has
+            the line. Prompts that lack, or that are too many.
+    """
+    text = read_text("outputs", path)
+    readers: dict[str, Callable[[str, str], list[StoredOutput]]] = {
+        ".jsonl": _from_lines,
+        ".json": _from_joined,
+    }
+    outputs = readers.get(path.suffix, _from_tensors)(text, f"outputs: {path}")
+    if not outputs:
+        raise ValueError(f"outputs: {path} holds no output")
+    return _with_prompts(outputs, prompts, path)
+
+
+def stored_record(output: RequestOutput, params: SamplingParams, max_model_len: int) -> dict:
+    """A finished request as a line of a .jsonl file that `read_outputs` reads."""
+    room = max_model_len - len(output.prompt_token_ids)
+    return {
+        "prompt_token_ids": list(output.prompt_token_ids),
+        "token_ids": list(output.token_ids),
+        "accepted": accepted_by_step(output.sources),
+        "max_tokens": min(params.max_tokens, room),
+        **{name: getattr(params, name) for name in _SAMPLING},
+    }
+
+
+def accepted_by_step(sources: Iterable[str]) -> list[int]:
+    """Draft tokens accepted in each step; only the last step may end without a target's token."""
+    steps = [0]
+    for source in sources:
+        if source == "draft":
+            steps[-1] += 1
+        else:
+            steps.append(0)
+    return steps if steps[-1] else steps[:-1]
+
+
+def _from_lines(text: str, where: str) -> list[StoredOutput]:
+    numbered = [(n, line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
+    return [
+        _from_record(_json(line, f"{where}, line {n}"), f"{where}, line {n}")
+        for n, line in numbered
+    ]
+
+
+def _from_record(record: Any, where: str) -> StoredOutput:
+    if isinstance(record, list):
+        record = {"token_ids": record}
+    if not isinstance(record, dict):
+        raise ValueError(f"{where}: expected an object or a list of ids, got {record!r:.60}")
+    if record.get("error"):
+        raise ValueError(f"{where}: the output of a failed request: {record['error']}")
+    token_ids = _ids(record.get("token_ids"), f"{where}, token_ids")
+    prompt = record.get("prompt")
+    if "prompt_token_ids" in record:
+        prompt = _ids(record["prompt_token_ids"], f"{where}, prompt_token_ids")
+    elif prompt is not None and not isinstance(prompt, str):
+        raise ValueError(f"{where}, prompt: expected a text, got {prompt!r:.60}")
+    accepted = record.get("accepted")
+    if accepted is not None:
+        accepted = _ids(accepted, f"{where}, accepted", "counts")
+    try:
+        params = _params(
+            token_ids,
+            max_tokens=record.get("max_tokens", len(token_ids)),
+            **{name: record[name] for name in _SAMPLING if name in record},
+        )
+    except ValueError as error:
+        raise ValueError(f"{where}, {error}") from error
+    return StoredOutput(prompt, token_ids, params, accepted)
+
+
+def _from_joined(text: str, where: str) -> list[StoredOutput]:
+    table = _json(text, where)
+    if not isinstance(table, dict):
+        raise ValueError(f"{where}: expected one object, prompt ids to new ids joined by '_'")
+    outputs = []
+    for key, value in table.items():
+        entry = f"{where}, entry {len(outputs) + 1}"
+        prompt, token_ids = _joined_ids(key, entry), _joined_ids(value, entry)
+        outputs.append(StoredOutput(prompt, token_ids, _params(token_ids)))
+    return outputs
+
+
+def _joined_ids(joined: Any, where: str) -> list[int]:
+    if not isinstance(joined, str) or not re.fullmatch(r"\d+(_\d+)*", joined, re.ASCII):
+        raise ValueError(f"{where}: expected ids joined by '_', got {joined!r:.60}")
+    return [int(part) for part in joined.split("_")]
+
+
+def _from_tensors(text: str, where: str) -> list[StoredOutput]:
+    starts = [match.start() for match in re.finditer(r"tensor\(", text)]
+    if text[: starts[0] if starts else None].strip(" \t\r\n,["):
+        raise ValueError(f"{where}, line 1: expected a printed tensor, tensor([[...]])")
+    outputs = []
+    for start, end in pairwise([*starts, len(text)]):
+        line = f"{where}, line {text.count(chr(10), 0, start) + 1}"
+        match = _TENSOR.fullmatch(text, start + len("tensor("), end)
+        if match is None:
+            raise ValueError(f"{line}: the tensor that begins here is cut off or no list of ids")
+        if "..." in match[1]:
+            raise ValueError(f"{line}: the tensor was abbreviated (...) when it was printed")
+        rows = _json(match[1], line)
+        for row in rows if isinstance(next(iter(rows), None), list) else [rows]:
+            token_ids = _ids(row, line)
+            outputs.append(StoredOutput(None, token_ids, _params(token_ids)))
+    return outputs
+
+
+def _params(token_ids: list[int], **given: Any) -> SamplingParams:
+    """Greedy, of that length, unless the file says otherwise."""
+    params = SamplingParams(**{"temperature": 0.0, "max_tokens": len(token_ids), **given})
+    if params.max_tokens < len(token_ids):
+        raise ValueError(f"max_tokens: {params.max_tokens} for {len(token_ids)} token_ids")
+    return params
+
+
+def _json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: cut off or not JSON: {error}") from error
+
+
+def _ids(value: Any, where: str, what: str = "token ids") -> list[int]:
+    if not isinstance(value, list) or not value or any(not is_int(i) or i < 0 for i in value):
+        raise ValueError(f"{where}: expected a list of {what}, got {value!r:.60}")
+    return value
+
+
+def _with_prompts(
+    outputs: list[StoredOutput], prompts: list[str] | None, path: Path
+) -> list[StoredOutput]:
+    without = sum(output.prompt is None for output in outputs)
+    if prompts is None and without:
+        raise ValueError(f"prompts: {path} has {without} outputs without a prompt; pass theirs")
+    if prompts is None:
+        return outputs
+    if without < len(outputs):
+        raise ValueError(f"prompts: {path} holds prompts of its own")
+    if len(prompts) != len(outputs):
+        raise ValueError(f"prompts: {len(prompts)} given for {len(outputs)} outputs in {path}")
+    return [replace(o, prompt=p) for o, p in zip(outputs, prompts, strict=True)]

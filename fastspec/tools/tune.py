@@ -1,0 +1,290 @@
+"""Which drafter, and how many tokens of it: measured on the user's machine, model and prompts."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from fastspec.config import EngineConfig, SamplingParams, SpecConfig
+from fastspec.config.k_matrix import KMatrix
+from fastspec.drafters.factory import DrafterSource
+from fastspec.engine.engine import Engine
+from fastspec.engine.outputs import RequestOutput
+from fastspec.engine.request import EngineRequest
+from fastspec.engine.schedule import Step, SweepSchedule
+from fastspec.tools.formulas import throughput
+from fastspec.tools.simulate import Simulator
+from fastspec.tools.stored_outputs import StoredOutput
+
+_TRIMMED = 0.1  # share of the slowest steps that is left out: the machine was doing something else
+_LEAST_GAIN = 1.02  # predicted over plain decoding, below which plain decoding is chosen
+
+# What the target asks for: tokens of every draft model, and of MaG.
+_HORIZONTAL = ((1, 10), (1, 14), (2, 10), (3, 4))
+_REVIEWED, _COPIED = 6, 8  # tokens that the first draft model reviews at least, and MaG's pieces
+
+TokenIds = list[int]
+
+
+def k_matrices_to_try(num_models: int) -> list[KMatrix]:
+    """Those of cascades of draft models with MaG last: horizontal ones, and one vertical.
+
+    In the vertical one each draft model reviews at least half as many tokens as the one before it.
+    """
+    size = num_models + 1
+    nothing = ((0,) * size,) * num_models
+    horizontal = [((num,) * num_models + (copied,), *nothing) for num, copied in _HORIZONTAL]
+    diagonal = [max(1, _REVIEWED >> level) for level in range(num_models)]
+    rows = [
+        (*[0] * level, num, *[0] * (num_models - level - 1), _COPIED)
+        for level, num in enumerate(diagonal)
+    ]
+    return [*horizontal, (*rows, (0,) * num_models + (_COPIED,))]
+
+
+class _Recorder(SweepSchedule):
+    """Keeps what became of every draft."""
+
+    def __init__(self, lengths: Sequence[int]):
+        super().__init__(lengths)
+        self.steps: list[Step] = []
+
+    def record(self, request: EngineRequest, step: Step) -> None:
+        super().record(request, step)
+        self.steps.append(step)
+
+
+@dataclass
+class Measurement:
+    """What one drafter costs and brings, by the number k of its draft tokens.
+
+    Attributes:
+        spec: the drafter; its num_speculative_tokens is the largest k.
+        draft_seconds: of proposing k tokens, by k; the time of the host is in it.
+        verify_seconds: of the target's pass over what was proposed and one token more, and of the
+            rest of the step, by k.
+        tokens_per_pass: mean tokens of a step with k draft tokens, by k.
+        start_seconds: reading a prompt, by the target alone and by both models.
+    """
+
+    spec: SpecConfig
+    draft_seconds: dict[int, float] = field(default_factory=dict)
+    verify_seconds: dict[int, float] = field(default_factory=dict)
+    tokens_per_pass: dict[int, float] = field(default_factory=dict)
+    start_seconds: tuple[float, float] = (0.0, 0.0)
+
+    @property
+    def lengths(self) -> list[int]:
+        """The k that were measured, 0 first."""
+        return sorted(self.draft_seconds)
+
+    def step_seconds(self, length: int) -> float:
+        """Of a step with k draft tokens."""
+        return self.draft_seconds[length] + self.verify_seconds[length]
+
+    def tokens_per_second(self, length: int) -> float:
+        """By the throughput model, prompts left out."""
+        tokens = self.tokens_per_pass[length]
+        return throughput(tokens, self.draft_seconds[length], self.verify_seconds[length])
+
+    def speed_up(self, length: int, num_tokens: int) -> float:
+        """Predicted over plain decoding, for texts of so many new tokens, prompts included."""
+        plain, both = self.start_seconds
+        before = plain + num_tokens * self.step_seconds(0)
+        after = (both if length else plain) + num_tokens / self.tokens_per_second(length)
+        return before / after
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The choice: a drafter with k tokens, or plain decoding (method "none").
+
+    Attributes:
+        spec: what to run.
+        predicted: its speed-up over plain decoding by the model.
+    """
+
+    spec: SpecConfig
+    predicted: float
+
+
+class Planner:
+    """Runs a target with several drafters, one prompt at a time, ends of text ignored.
+
+    Args:
+        target: the loaded model.
+        tokenizer: of the target; None where the prompts are ids.
+        max_tokens: new tokens of each prompt.
+        temperature: of the runs; texts at 0 and above it are accepted at other rates.
+        config: device, dtype and cache.
+    """
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        max_tokens: int,
+        temperature: float = 0.0,
+        config: EngineConfig = EngineConfig(),  # noqa: B008 (frozen)
+    ):
+        self._target = target
+        self._tokenizer = tokenizer
+        self._config = replace(config, max_batch_size=1)
+        self.max_tokens = max_tokens
+        self._params = SamplingParams(
+            temperature=temperature, seed=0, max_tokens=max_tokens, ignore_eos=True
+        )
+
+    def measure(
+        self,
+        spec: SpecConfig,
+        drafter: DrafterSource | None,
+        prompts: Sequence[str | TokenIds],
+        advance: Callable[[], None],
+    ) -> Measurement:
+        """Time and count a drafter with 0, 1, ..., K tokens.
+
+        Times come from decoding all prompts while the number of draft tokens changes from step to
+        step. What would be accepted with one number throughout differs from what is accepted then,
+        because a step begins where the one before it ended: greedy texts, which do not depend on
+        the drafts, are drafted again for each number (see `tools.simulate`), others decoded again.
+        A cascade, whose k_matrix fixes what it writes, is measured with 0 and K alone.
+
+        Raises:
+            ValueError: a prompt, drafter or option that cannot be used, or too few tokens to
+                measure each length twice.
+        """
+        most = spec.num_speculative_tokens
+        lengths = (0, most) if spec.method == "cascade" else range(most + 1)
+        schedule = _Recorder(lengths)
+        engine = self._engine(replace(spec, schedule=schedule, step_costs=None), drafter)
+        self._warm_up(engine, prompts[0])
+        schedule.steps.clear()
+        measurement = Measurement(spec)
+        samples: dict[int, list[tuple[float, float]]] = {length: [] for length in lengths}
+        outputs: list[RequestOutput] = []
+        starts: list[tuple[float, float]] = []
+        for prompt in prompts:
+            laps, output = self._run(engine, prompt)
+            outputs.append(output)
+            recorded, schedule.steps = schedule.steps, []
+            if len(laps) < 2:
+                raise ValueError(f"max_tokens: too few to measure with: {self.max_tokens}")
+            starts.append((laps[0]["prefill"], laps[1]["propose"]))
+            for index, (step, lap) in enumerate(zip(recorded, laps, strict=True)):
+                planned = lengths[index % len(lengths)]
+                if index < 2 or step.wanted != planned:
+                    continue  # the models' first passes, or the end of the text
+                samples[planned].append((lap["propose"], lap["verify"] + lap["commit"]))
+            advance()
+        for length, pairs in samples.items():
+            if len(pairs) < 2:
+                raise ValueError(
+                    f"max_tokens: too few to measure {length} draft tokens twice; use more prompts"
+                )
+            measurement.draft_seconds[length] = _typical([draft for draft, _ in pairs])
+            measurement.verify_seconds[length] = _typical([verify for _, verify in pairs])
+            num_tokens = self._mean_tokens(spec, drafter, outputs, length) if length else 1.0
+            measurement.tokens_per_pass[length] = num_tokens
+        first = measurement.draft_seconds[lengths[1]]
+        plain = statistics.mean(prefill for prefill, _ in starts)
+        extra = statistics.mean(max(0.0, propose - first) for _, propose in starts)
+        measurement.start_seconds = (plain, plain + extra)
+        return measurement
+
+    def choose(self, measurements: Sequence[Measurement]) -> Plan:
+        """The drafter and k with the largest predicted speed-up; plain if none gains 2 %."""
+        options = [
+            (measurement.speed_up(length, self.max_tokens), index, length)
+            for index, measurement in enumerate(measurements)
+            for length in measurement.lengths
+            if length
+        ]
+        predicted, index, length = max(options)
+        if predicted < _LEAST_GAIN:
+            return Plan(SpecConfig("none"), 1.0)
+        spec = measurements[index].spec
+        if spec.method != "cascade":
+            spec = replace(spec, num_speculative_tokens=length)
+        return Plan(spec, predicted)
+
+    def confirm(
+        self,
+        plan: Plan,
+        drafter: DrafterSource | None,
+        prompts: Sequence[str | TokenIds],
+        repeats: int,
+        advance: Callable[[], None],
+    ) -> float:
+        """The speed-up of a plan as measured: plain and chosen runs interleaved, median rounds."""
+        engines = [
+            self._engine(SpecConfig("none"), None),
+            self._engine(plan.spec, drafter),
+        ]
+        for engine in engines:
+            self._warm_up(engine, prompts[0])
+        seconds: list[list[float]] = [[0.0] * repeats for _ in engines]
+        for round_index in range(repeats):
+            for prompt in prompts:
+                for index, engine in enumerate(engines):
+                    start = time.perf_counter()
+                    engine.generate(prompt, self._params)
+                    seconds[index][round_index] += time.perf_counter() - start
+                advance()
+        return statistics.median(seconds[0]) / statistics.median(seconds[1])
+
+    def _engine(self, spec: SpecConfig, drafter: DrafterSource | None) -> Engine:
+        return Engine(self._target, drafter, self._tokenizer, spec, self._config)
+
+    def _warm_up(self, engine: Engine, prompt: str | TokenIds) -> None:
+        engine.generate(prompt, replace(self._params, max_tokens=min(8, self.max_tokens)))
+
+    def _run(
+        self, engine: Engine, prompt: str | TokenIds
+    ) -> tuple[list[dict[str, float]], RequestOutput]:
+        """Seconds of the phases of each step, and the end of it."""
+        engine.add_request(prompt, self._params)
+        laps = []
+        while True:
+            before = dict(engine.stats.seconds)
+            events = engine.step()
+            after = engine.stats.seconds
+            laps.append({phase: after[phase] - before[phase] for phase in after})
+            output = events[-1].output
+            if output is not None and output.error is not None:
+                raise ValueError(f"target: {output.error}")
+            if output is not None:
+                return laps, output
+
+    def _mean_tokens(
+        self,
+        spec: SpecConfig,
+        drafter: DrafterSource | None,
+        outputs: list[RequestOutput],
+        length: int,
+    ) -> float:
+        """Tokens of a step when each has that many draft tokens."""
+        if spec.method != "cascade":
+            spec = replace(spec, num_speculative_tokens=length)
+        if self._params.temperature == 0 and not self._target.config.is_encoder_decoder:
+            vocab_size = self._target.config.get_text_config(decoder=True).vocab_size
+            simulator = Simulator(self._target, drafter, vocab_size, None, spec, self._config)
+            params = self._params
+            stored = [
+                StoredOutput(list(o.prompt_token_ids), list(o.token_ids), params) for o in outputs
+            ]
+            simulator.run(stored)
+            stats = simulator.stats
+        else:
+            engine = self._engine(spec, drafter)
+            engine.generate([list(o.prompt_token_ids) for o in outputs], self._params)
+            stats = engine.stats
+        return stats.num_output_tokens / stats.num_steps
+
+
+def _typical(seconds: list[float]) -> float:
+    """The mean of all but the slowest."""
+    kept = sorted(seconds)[: max(1, round(len(seconds) * (1 - _TRIMMED)))]
+    return statistics.mean(kept)

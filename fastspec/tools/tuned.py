@@ -1,0 +1,85 @@
+"""The file that `fastspec tune` writes: a target, a drafter, and how to use it."""
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fastspec.config import SpecConfig
+from fastspec.config.files import read_json, write_whole
+
+_FORMAT = 1
+_SPEC_FIELDS = (
+    "method",
+    "num_speculative_tokens",
+    "prompt_lookup_min",
+    "prompt_lookup_max",
+    "bigram_path",
+    "k_matrix",
+)
+
+
+@dataclass(frozen=True)
+class TunedConfig:
+    """What was chosen.
+
+    Attributes:
+        target: a folder, a hub id, or "tiny".
+        draft: the same of the draft model, None where the method needs none.
+        spec: fields of SpecConfig that are not the defaults of its method.
+        step_costs: seconds of steps with 0 to num_speculative_tokens draft tokens, for
+            SpecConfig(schedule="adaptive"); None where not all were measured.
+        measured: the table the choice was made from, the machine and the versions.
+    """
+
+    target: str
+    draft: str | None
+    spec: dict[str, Any]
+    step_costs: list[float] | None = None
+    measured: dict[str, Any] = field(default_factory=dict)
+
+    def spec_config(self, **changes: Any) -> SpecConfig:
+        """As a SpecConfig, with changes.
+
+        Raises:
+            ValueError: a field out of range.
+        """
+        return SpecConfig(**{**self.spec, **changes})
+
+
+def spec_fields(spec: SpecConfig) -> dict[str, Any]:
+    """The fields of a SpecConfig that a file keeps: what is not default, and a k_matrix."""
+    default = SpecConfig(spec.method)
+    values = {name: getattr(spec, name) for name in _SPEC_FIELDS}
+    always = {"method", "k_matrix"} if spec.method == "cascade" else {"method"}
+    kept = {n: v for n, v in values.items() if v != getattr(default, n) or n in always}
+    return {n: str(v) if isinstance(v, Path) else v for n, v in kept.items()}
+
+
+def save_tuned(config: TunedConfig, path: Path) -> None:
+    """Write the file; whoever reads it finds the old one or the whole new one."""
+    record = {"fastspec_config": _FORMAT, **asdict(config)}
+    write_whole(json.dumps(record, indent=2) + "\n", path)
+
+
+def load_tuned(path: Path) -> TunedConfig:
+    """Read a file that `save_tuned` wrote.
+
+    Raises:
+        ValueError: no such file, or one that is cut off or holds something else.
+    """
+    record = read_json("config", path)
+    if not isinstance(record, dict) or record.get("fastspec_config") != _FORMAT:
+        raise ValueError(f"config: {path} is no file of fastspec tune")
+    target, draft, spec = (record.get(name) for name in ("target", "draft", "spec"))
+    is_named = isinstance(target, str) and (draft is None or isinstance(draft, str))
+    if not is_named or not isinstance(spec, dict) or not set(spec) <= set(_SPEC_FIELDS):
+        raise ValueError(f"config: {path} lacks a target, a draft or fields of SpecConfig")
+    costs = record.get("step_costs")
+    config = TunedConfig(str(target), draft, spec, costs, record.get("measured", {}))
+    paced = {} if costs is None else {"schedule": "adaptive", "step_costs": costs}
+    try:
+        config.spec_config(**paced)
+    except ValueError as error:
+        raise ValueError(f"config: {path}, {error}") from error
+    return config

@@ -1,0 +1,28 @@
+"""The loss that teaches a draft its target's distribution."""
+
+from typing import Any
+
+import torch
+
+
+class DistillationLoss(torch.autograd.Function):
+    """Mean cross-entropy of the draft to the target's distribution, float logits [T, V].
+
+    Its minimum is reached at the target's distribution alone (Hinton et al. 2015, temperature 1).
+    The gradient, draft_probs - target_probs, is made in the forward pass: at this size, passes over
+    [T, V] cost more than the models do.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, draft_logits: torch.Tensor, target_logits: torch.Tensor) -> torch.Tensor:
+        target_probs = target_logits.softmax(dim=-1, dtype=torch.float32)
+        logprobs = draft_logits.log_softmax(dim=-1, dtype=torch.float32)
+        loss = -torch.linalg.vecdot(target_probs, logprobs).mean()
+        gradient = logprobs.exp_().sub_(target_probs).div_(len(draft_logits))
+        ctx.save_for_backward(gradient.to(draft_logits.dtype))
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * gradients[0], None
