@@ -169,7 +169,7 @@ def test_wheel_holds_the_two_packages_and_nothing_else(tiny, tmp_path):
     assert "-cp310-abi3-" in wheel.name
 
 
-@pytest.mark.slow
+@pytest.mark.check
 @needs_nvcc
 @needs_x86
 def test_cuda_extension_builds_beside_a_cpu_torch(tiny):

@@ -184,7 +184,7 @@ def test_report_of_records(tmp_path):
     assert "99" not in text
 
 
-@pytest.mark.slow
+@pytest.mark.check
 def test_the_whole_plan_dry(tmp_path, monkeypatch):
     """As a user starts it: its own process, the repository as the working directory."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)

@@ -14,15 +14,10 @@ from .cases import (
     random_params,
 )
 
+pytestmark = pytest.mark.usefixtures("instruction_set")
+
 NUM_ROWS = 8
 ROW_OPS = {"row_stats": row_stats, "logits_to_probs": logits_to_probs, "sample": sample}
-
-
-@pytest.fixture
-def restore_threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def bits(outputs) -> list[torch.Tensor]:

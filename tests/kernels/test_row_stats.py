@@ -24,6 +24,8 @@ from .cases import (
     rows_for,
 )
 
+pytestmark = pytest.mark.usefixtures("instruction_set")
+
 
 def check_rows(logits, params, backend):
     """Compare every row of both ops with the oracle; returns how many were too close to call."""

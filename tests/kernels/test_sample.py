@@ -28,6 +28,8 @@ from .cases import (
     uniform_samples,
 )
 
+pytestmark = pytest.mark.usefixtures("instruction_set")
+
 FLOATS = st.one_of(
     st.integers(-3, 3).map(float),
     st.floats(width=32, allow_nan=True, allow_infinity=True),
