@@ -95,29 +95,32 @@ def test_large_vocabularies(backend, vocab):
     check_rows(logits, samples, random_params(8, vocab, generator), backend)
 
 
-@given(
-    logits=st.lists(FLOATS, min_size=1, max_size=40),
-    temperature=st.sampled_from([0.0, 1e-6, 0.3, 1.0, 7.5, math.inf]),
-    top_k=st.integers(-1, 8),
-    top_p=st.sampled_from([0.0, 0.3, 0.9, 1.0]),
-    min_p=st.sampled_from([0.0, 0.1, 1.0]),
-    uniform=st.integers(0, 2**24 - 1).map(lambda bits: bits * 2.0**-24),
-)
-def check_any_row(backend, logits, temperature, top_k, top_p, min_p, uniform):
-    params = {
-        "temperature": torch.tensor([temperature]),
-        "top_k": torch.tensor([top_k], dtype=torch.int32),
-        "top_p": torch.tensor([top_p]),
-        "min_p": torch.tensor([min_p]),
-    }
-    check_rows(torch.tensor([logits]), torch.tensor([uniform]), params, backend)
+ANY_ROW = {
+    "logits": st.lists(FLOATS, min_size=1, max_size=40),
+    "temperature": st.sampled_from([0.0, 1e-6, 0.3, 1.0, 7.5, math.inf]),
+    "top_k": st.integers(-1, 8),
+    "top_p": st.sampled_from([0.0, 0.3, 0.9, 1.0]),
+    "min_p": st.sampled_from([0.0, 0.1, 1.0]),
+    "uniform": st.integers(0, 2**24 - 1).map(lambda bits: bits * 2.0**-24),
+}
 
 
 @pytest.mark.parametrize("backend", backends_of("sample"))
 def test_any_row(backend):
     num = affordable(backend, 300)
-    check = settings(max_examples=num, deadline=None, derandomize=True, database=None)
-    check(check_any_row)(backend)
+
+    @settings(max_examples=num, deadline=None, derandomize=True, database=None)
+    @given(**ANY_ROW)
+    def check(logits, temperature, top_k, top_p, min_p, uniform):
+        params = {
+            "temperature": torch.tensor([temperature]),
+            "top_k": torch.tensor([top_k], dtype=torch.int32),
+            "top_p": torch.tensor([top_p]),
+            "min_p": torch.tensor([min_p]),
+        }
+        check_rows(torch.tensor([logits]), torch.tensor([uniform]), params, backend)
+
+    check()
 
 
 @pytest.mark.parametrize("backend", backends_of("sample"))
