@@ -17,6 +17,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 
+from .interpreter import patch_once_per_launch
+
 ROOT = Path(__file__).resolve().parent.parent
 if find_spec("fastspec_kernels") is None:
     sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
@@ -37,6 +39,14 @@ LONG_FILES = (
 def pytest_collection_modifyitems(items):
     """Long files first; the order is otherwise as it was."""
     items.sort(key=lambda item: not item.nodeid.startswith(LONG_FILES))
+
+
+@pytest.fixture(autouse=True)
+def _quick_interpreter():
+    """Once the interpreter is loaded, which takes long and is left to the tests that need it."""
+    interpreter = sys.modules.get("triton.runtime.interpreter")
+    if interpreter and not hasattr(interpreter._patch_lang, "__wrapped__"):
+        patch_once_per_launch(interpreter)
 
 
 @pytest.fixture(autouse=True)
