@@ -14,14 +14,21 @@ CPP_FILES := $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -
 OUT ?= build/gpu
 MINUTES ?= 8
 
-.PHONY: demo test bench gpu lint types format clean force
+.PHONY: demo test check bench gpu lint types format clean force
 
 demo: build/.built
 	$(BIN)/fastspec demo
 
-# One process for each core; a file's tests stay together, the files that take longest come first.
+# One process for each core, but not more than pay for their imports; a file's tests stay together,
+# the files that take longest come first.
+PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+
 test: build/.built
-	$(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
+	$(PYTEST)
+
+# What needs longer than a test should, once for a commit: compilation for every GPU architecture.
+check: lint types build/.built
+	$(PYTEST) -m check
 
 bench: build/.built
 	$(BIN)/python -m pytest benchmarks --benchmark-only $(if $(RECORD),--record $(RECORD)) $(if $(FULL),--full)

@@ -89,7 +89,7 @@ Tensor gated_mlp(const Tensor& input, const Tensor& gate_weight, const Tensor& u
   return out;
 }
 
-std::string instruction_set() { return cpu::kernels().name; }
+void use_instruction_set(std::string name) { cpu::use_instruction_set(name); }
 
 }  // namespace
 }  // namespace fastspec
@@ -102,7 +102,9 @@ STABLE_TORCH_LIBRARY_IMPL(fastspec, CPU, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastspec, CompositeExplicitAutograd, m) {
-  m.impl("cpu_instruction_set", TORCH_BOX(&fastspec::instruction_set));
+  m.impl("cpu_instruction_set", TORCH_BOX(&fastspec::cpu::instruction_set));
+  m.impl("cpu_instruction_sets", TORCH_BOX(&fastspec::cpu::instruction_sets));
+  m.impl("use_cpu_instruction_set", TORCH_BOX(&fastspec::use_instruction_set));
 }
 
 // Importing the module runs the registrations above; it has no Python names of its own.

@@ -6,7 +6,18 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+# Before torch and numpy load. The tests' arrays are so small that waking a second thread costs more
+# than it brings, idle threads of OpenMP spin, and there is one worker for each core already.
+os.environ |= {
+    name: os.environ.get(name, "1")
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+}
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import torch
+
+from .interpreter import patch_once_per_launch
 
 ROOT = Path(__file__).resolve().parent.parent
 if find_spec("fastspec_kernels") is None:
@@ -14,13 +25,6 @@ if find_spec("fastspec_kernels") is None:
 if not torch.cuda.is_available():
     # Before any kernel is defined: it decides how triton.jit understands them.
     os.environ.setdefault("TRITON_INTERPRET", "1")
-
-WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-if WORKERS > 1:
-    # Together the workers, and what they start, should not ask for more threads than there are.
-    threads = max(1, (os.cpu_count() or 1) // WORKERS)
-    torch.set_num_threads(threads)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
 
 # Files that take longest; started first, so that no worker waits for the other at the end.
 LONG_FILES = (
@@ -35,6 +39,14 @@ LONG_FILES = (
 def pytest_collection_modifyitems(items):
     """Long files first; the order is otherwise as it was."""
     items.sort(key=lambda item: not item.nodeid.startswith(LONG_FILES))
+
+
+@pytest.fixture(autouse=True)
+def _quick_interpreter():
+    """Once the interpreter is loaded, which takes long and is left to the tests that need it."""
+    interpreter = sys.modules.get("triton.runtime.interpreter")
+    if interpreter and not hasattr(interpreter._patch_lang, "__wrapped__"):
+        patch_once_per_launch(interpreter)
 
 
 @pytest.fixture(autouse=True)

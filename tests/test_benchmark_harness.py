@@ -1,18 +1,29 @@
 """The harness of the benchmarks: what is timed, compared and recorded."""
 
 import json
-import time
+from types import SimpleNamespace
 
 from benchmarks import harness
 
 
-def test_interleaved_times_are_quantiles_in_microseconds():
+def test_interleaved_times_are_quantiles_in_microseconds(monkeypatch):
+    """On a clock of our own; of the two calls of a round the second, every fourth call slow."""
+    now, calls = 0.0, 0
+
+    def takes(seconds):
+        nonlocal now, calls
+        calls += 1
+        now += seconds * (10 if calls % 4 == 0 else 1)
+
+    monkeypatch.setattr(harness, "time", SimpleNamespace(perf_counter=lambda: now))
+    timings = harness.time_interleaved({"ours": lambda: takes(0.001)}, seconds=0)
+    assert timings["ours"] == harness.Timing(5500.0, 1000.0, 10000.0)
+    calls = 1
     timings = harness.time_interleaved(
-        {"ours": lambda: None, "peer": lambda: time.sleep(0.001)}, seconds=0
+        {"ours": lambda: takes(0.001), "peer": lambda: takes(0.002)}, seconds=0
     )
-    assert timings["ours"].median_us < 1000 <= timings["peer"].median_us
-    for timing in timings.values():
-        assert timing.p20_us <= timing.median_us <= timing.p80_us
+    assert timings["ours"].median_us == 1000.0
+    assert timings["peer"].median_us == 2000.0
 
 
 def test_record(tmp_path, monkeypatch):

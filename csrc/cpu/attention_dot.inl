@@ -1,6 +1,7 @@
-// Scores of bfloat16 rows by the dot products of AVX512-BF16, where the processor has them: twice
-// the products per instruction, and no widening.
+// Scores of bfloat16 rows by the dot products of AVX512-BF16, in the instruction set that has them:
+// twice the products per instruction, and no widening.
 #include "attention_tiles.inl"
+#include "kernels.h"
 
 namespace fastspec::cpu::FASTSPEC_ISA {
 namespace {
@@ -8,7 +9,7 @@ namespace {
 template <bool fetch, class T>
 using ScoreRows = decltype(&score_rows<1, fetch, T>);
 
-#if defined(__AVX512F__) && (defined(__clang__) || __GNUC__ >= 10)
+#if defined(__AVX512F__) && FASTSPEC_COMPILES_BFLOAT16
 
 // 32 values, or where `mask` has fewer bits that many and zeros.
 __attribute__((target("avx512bf16"))) FASTSPEC_INLINE __m512bh load_pairs(const void* from,
@@ -44,15 +45,11 @@ __attribute__((target("avx512bf16"))) void dot_rows(const float* queries, const 
   }
 }
 
-bool multiplies_bfloat16() { return __builtin_cpu_supports("avx512bf16") != 0; }
-
 template <bool fetch>
 constexpr ScoreRows<fetch, BF16> kDotRows[kTileRows] = {dot_rows<1, fetch>, dot_rows<2, fetch>,
                                                         dot_rows<3, fetch>, dot_rows<4, fetch>};
 
 #else
-
-bool multiplies_bfloat16() { return false; }
 
 template <bool fetch>
 constexpr const ScoreRows<fetch, BF16>* kDotRows = kScoreRows<fetch, BF16>;

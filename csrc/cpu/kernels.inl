@@ -6,9 +6,7 @@
 
 namespace fastspec::cpu::FASTSPEC_ISA {
 
-#define FASTSPEC_STRINGIFY(x) #x
-#define FASTSPEC_NAME(x) FASTSPEC_STRINGIFY(x)
 extern const KernelTable kTable;
-const KernelTable kTable = {FASTSPEC_NAME(FASTSPEC_ISA), kAttention, kLinear, kLayers};
+const KernelTable kTable = {kAttention, kLinear, kLayers};
 
 }  // namespace fastspec::cpu::FASTSPEC_ISA

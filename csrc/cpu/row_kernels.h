@@ -67,7 +67,7 @@ struct SamplingTable {
   ListKernels lists;
 };
 
-// The table for the widest instruction set that this processor has.
+// Of the instruction set in use (kernels.h).
 const SamplingTable& sampling_kernels();
 
 }  // namespace fastspec::cpu

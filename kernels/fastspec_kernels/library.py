@@ -1,5 +1,6 @@
 """Schemas and fakes of the torch.library ops, and the loading of the compiled extensions."""
 
+import os
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -11,8 +12,11 @@ _PAGED = (
     "Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_table, Tensor context_lens,"
     " Tensor cu_rows"
 )
+CPU_INSTRUCTION_SETS = ("portable", "avx2", "avx512", "avx512_bf16")
 SCHEMAS = (
     "cpu_instruction_set() -> str",
+    "cpu_instruction_sets() -> str[]",
+    "use_cpu_instruction_set(str name) -> ()",
     "uniform(Tensor seed, Tensor position, int num, int stream) -> Tensor",
     "linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor",
     "rms_norm(Tensor input, Tensor weight, float eps) -> Tensor",
@@ -44,11 +48,33 @@ _library = torch.library.Library("fastspec", "DEF")
 for _schema in SCHEMAS:
     _library.define(_schema)
 
+
+def use_instruction_set(name: str) -> None:
+    """Make the CPU kernels use this path instead of the widest; for debugging."""
+    if name not in CPU_INSTRUCTION_SETS:
+        expected = ", ".join(CPU_INSTRUCTION_SETS)
+        raise ValueError(f"FASTSPEC_CPU_ISA: expected one of {expected}, got {name!r}")
+    if not HAS_CPU_EXTENSION:
+        raise ValueError(
+            f"FASTSPEC_CPU_ISA: {name!r} needs the extension fastspec_kernels._cpu,"
+            " which is not built"
+        )
+    available = torch.ops.fastspec.cpu_instruction_sets()
+    if name not in available:
+        raise ValueError(
+            f"FASTSPEC_CPU_ISA: this processor or this build has no {name!r};"
+            f" available: {', '.join(available)}"
+        )
+    torch.ops.fastspec.use_cpu_instruction_set(name)
+
+
 # A missing extension is normal; one that is there and does not load fails loudly.
 HAS_CPU_EXTENSION = find_spec("fastspec_kernels._cpu") is not None
 HAS_CUDA_EXTENSION = find_spec("fastspec_kernels._cuda") is not None
 if HAS_CPU_EXTENSION:
     import_module("fastspec_kernels._cpu")
+if "FASTSPEC_CPU_ISA" in os.environ:
+    use_instruction_set(os.environ["FASTSPEC_CPU_ISA"])
 if HAS_CUDA_EXTENSION and torch.cuda.is_available():
     import_module("fastspec_kernels._cuda")
 

@@ -59,9 +59,13 @@ def find_nvdisasm() -> str | None:
     return shutil.which("nvdisasm", path=os.pathsep.join(map(str, folders)))
 
 
-pytestmark = pytest.mark.skipif(
-    find_nvcc() is None, reason="no nvcc in CUDA_HOME (or, where that is not set, /usr/local/cuda)"
-)
+pytestmark = [
+    pytest.mark.check,
+    pytest.mark.skipif(
+        find_nvcc() is None,
+        reason="no nvcc in CUDA_HOME (or, where that is not set, /usr/local/cuda)",
+    ),
+]
 needs_nvdisasm = pytest.mark.skipif(
     find_nvdisasm() is None, reason="no nvdisasm in the CUDA toolkit or in triton"
 )

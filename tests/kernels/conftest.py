@@ -1,8 +1,13 @@
-"""Fewer cases for interpreted kernels."""
+"""Every instruction set of the CPU kernels, and fewer cases for interpreted kernels."""
 
+import os
 from collections import defaultdict
+from collections.abc import Iterator
 
+import pytest
 import torch
+
+from fastspec_kernels import library
 
 # Too long, or too many draws, for an interpreter that takes a millisecond per operation.
 LEFT_OUT = (
@@ -14,18 +19,47 @@ LEFT_OUT = (
 CASES_PER_TEST = 2
 WHOLE_TABLES = ("test_edges", "test_wrong_arguments")
 
+INSTRUCTION_SETS = ["none"]
+if library.HAS_CPU_EXTENSION:
+    INSTRUCTION_SETS = torch.ops.fastspec.cpu_instruction_sets()
+    if "FASTSPEC_CPU_ISA" in os.environ:
+        INSTRUCTION_SETS = [os.environ["FASTSPEC_CPU_ISA"]]
+# Tests that end before any vector code.
+ONE_PATH = ("error", "wrong", "opcheck", "registration")
+
+
+@pytest.fixture(params=INSTRUCTION_SETS)
+def instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Runs the test on the CPU once with every instruction set that the processor has."""
+    if request.param == "none":
+        yield
+        return
+    before = torch.ops.fastspec.cpu_instruction_set()
+    torch.ops.fastspec.use_cpu_instruction_set(request.param)
+    yield
+    torch.ops.fastspec.use_cpu_instruction_set(before)
+
+
+@pytest.fixture
+def restore_threads() -> Iterator[None]:
+    """For tests that set the number of threads."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
 
 def pytest_collection_modifyitems(config, items):
-    """Without a GPU Triton takes a few cases of each test, evenly spread, and all edge tables."""
-    if torch.cuda.is_available():
-        return
+    """Leave out what says nothing more, and most of what is interpreted.
+
+    Without a GPU Triton takes a few cases of each test, evenly spread, and all edge tables.
+    """
+    dropped = {item for item in items if not _runs_other_code(item)}
     tests = defaultdict(list)
     for item in items:
-        if hasattr(item, "callspec") and "triton" in item.callspec.id:
+        if item not in dropped and hasattr(item, "callspec") and "triton" in item.callspec.id:
             tests[item.nodeid.split("[")[0]].append(item)
-    dropped = set()
     for name, cases in tests.items():
-        if any(part in name for part in WHOLE_TABLES):
+        if torch.cuda.is_available() or any(part in name for part in WHOLE_TABLES):
             continue
         limit = 0 if any(part in name for part in LEFT_OUT) else CASES_PER_TEST
         limit = min(limit, 1) if "test_bit_identity" in name else limit
@@ -33,3 +67,15 @@ def pytest_collection_modifyitems(config, items):
         dropped |= {item for i, item in enumerate(cases) if i not in kept}
     config.hook.pytest_deselected(items=list(dropped))
     items[:] = [item for item in items if item not in dropped]
+
+
+def _runs_other_code(item: pytest.Item) -> bool:
+    """Whether the test runs other code than the same test with the widest instruction set."""
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    name = params.get("instruction_set", INSTRUCTION_SETS[-1])
+    if name == INSTRUCTION_SETS[-1]:
+        return True
+    if params.get("backend", "cpu") != "cpu" or any(part in item.name for part in ONE_PATH):
+        return False
+    # Only attention multiplies bfloat16.
+    return name != "avx512" or "attention" in item.nodeid

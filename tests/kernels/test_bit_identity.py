@@ -8,21 +8,17 @@ from fastspec_kernels import logits_to_probs, row_stats, sample, verify_chain, v
 from .cases import (
     backends_of,
     device_of,
+    is_slow,
     on_device,
     random_bitmask,
     random_logits,
     random_params,
 )
 
+pytestmark = pytest.mark.usefixtures("instruction_set")
+
 NUM_ROWS = 8
 ROW_OPS = {"row_stats": row_stats, "logits_to_probs": logits_to_probs, "sample": sample}
-
-
-@pytest.fixture
-def restore_threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def bits(outputs) -> list[torch.Tensor]:
@@ -38,6 +34,11 @@ def assert_same(left, right):
 
 def pick(tensors: dict, index) -> dict:
     return {name: value[index].contiguous() for name, value in tensors.items()}
+
+
+def threads_of(backend: str) -> tuple[int, ...]:
+    """An interpreter has no threads, so one pass says all."""
+    return (1,) if is_slow(backend) else (1, 2, 3)
 
 
 def backends_and_vocabs(op: str) -> list[tuple[str, int]]:
@@ -70,7 +71,7 @@ def test_row_ops(op, backend, vocab, restore_threads):
         one = slice(index, index + 1)
         alone = bits(call(logits[one], **pick(params, one), backend=backend))
         assert_same([out[one] for out in whole], alone)
-    for num_threads in (1, 2, 3):
+    for num_threads in threads_of(backend):
         torch.set_num_threads(num_threads)
         assert_same(whole, bits(call(logits, **params, backend=backend)))
         alone = bits(call(logits[:1], **pick(params, slice(1)), backend=backend))
@@ -118,7 +119,7 @@ def assert_no_mates(op, case, backend, **options):
     whole = call_on_rows(op, case, slice(None), backend, **options)
     order = torch.tensor([2, 0, 3, 1])
     assert_same([out[order] for out in whole], call_on_rows(op, case, order, backend, **options))
-    for num_threads in (1, 2, 3):
+    for num_threads in threads_of(backend):
         torch.set_num_threads(num_threads)
         assert_same(whole, call_on_rows(op, case, slice(None), backend, **options))
         for index in range(4):

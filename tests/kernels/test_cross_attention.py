@@ -8,6 +8,8 @@ from fastspec_kernels import cross_attention
 from .cases import device_of
 from .paged import Paged, attention_backends, dense_rows, paged
 
+pytestmark = pytest.mark.usefixtures("instruction_set")
+
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 backends = pytest.mark.parametrize("backend", attention_backends("cross_attention"))
 

@@ -1,9 +1,13 @@
 """`rms_norm` and `gated_mlp`: right against float64, rows independent, bad input named."""
 
+from itertools import product
+
 import pytest
 import torch
 
 from fastspec_kernels import available_backends, gated_mlp, reference, rms_norm
+
+pytestmark = pytest.mark.usefixtures("instruction_set")
 
 BACKENDS = [name for name in available_backends() if name in ("cpu", "reference")]
 SIZES = [1, 7, 16, 40, 100, 192]
@@ -28,28 +32,22 @@ IDS = ["rms_norm", "gated_mlp"]
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("op", "truth", "case"), OPS, ids=IDS)
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("rows", ROWS)
-def test_values(backend, op, truth, case, size, rows):
-    arguments = case(rows, size)
-    actual = op(*arguments, backend=backend)
-    torch.testing.assert_close(actual, truth(*arguments), atol=2e-6, rtol=2e-5)
-    stacked = op(arguments[0][None], *arguments[1:], backend=backend)
-    assert torch.equal(stacked[0], actual)
+def test_values(backend, op, truth, case):
+    for rows, size in product(ROWS, SIZES):
+        arguments = case(rows, size)
+        actual = op(*arguments, backend=backend)
+        torch.testing.assert_close(actual, truth(*arguments), atol=2e-6, rtol=2e-5)
+        stacked = op(arguments[0][None], *arguments[1:], backend=backend)
+        assert torch.equal(stacked[0], actual), (rows, size)
 
 
 @pytest.mark.parametrize(("op", "truth", "case"), OPS, ids=IDS)
-@pytest.mark.parametrize("threads", [1, 2])
-def test_a_rows_bits_do_not_depend_on_the_call(op, truth, case, threads):
+def test_a_rows_bits_do_not_depend_on_the_call(op, truth, case, restore_threads):
     x, *others = case(9, 100)
     alone = torch.cat([op(row[None], *others) for row in x])
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        for count in (1, 2, 3, 5, 9):
-            assert torch.equal(op(x[:count], *others), alone[:count])
-    finally:
-        torch.set_num_threads(before)
+    for threads, count in product((1, 2), (1, 2, 3, 5, 9)):
+        torch.set_num_threads(threads)
+        assert torch.equal(op(x[:count], *others), alone[:count]), (threads, count)
 
 
 def test_large_activations_do_not_overflow():

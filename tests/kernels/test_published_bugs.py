@@ -11,6 +11,8 @@ from . import chain_cases, tree_cases
 from .cases import affordable, backends_of, invalid_rows
 from .chain_cases import chain_case, random_case, run, with_bitmask
 
+pytestmark = pytest.mark.usefixtures("instruction_set")
+
 CHAIN_BACKENDS = backends_of("verify_chain")
 METHODS = ("standard", "block")
 

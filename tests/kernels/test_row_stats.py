@@ -24,6 +24,8 @@ from .cases import (
     rows_for,
 )
 
+pytestmark = pytest.mark.usefixtures("instruction_set")
+
 
 def check_rows(logits, params, backend):
     """Compare every row of both ops with the oracle; returns how many were too close to call."""
@@ -69,7 +71,7 @@ def test_random_rows(backend, vocab, record_property):
     generator = torch.Generator().manual_seed(vocab)
     close = 0
     for dtype in DTYPES:
-        logits = random_logits(rows_for(vocab), vocab, generator, dtype)
+        logits = random_logits(rows_for(vocab, backend), vocab, generator, dtype)
         close += check_rows(logits, random_params(len(logits), vocab, generator), backend)
     record_property("rows_too_close_to_call", close)
     assert close <= 10
@@ -87,8 +89,9 @@ def test_large_vocabularies(backend, vocab):
 @pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "min_p"])
 def test_each_parameter_alone(backend, name):
     generator = torch.Generator().manual_seed(1)
-    logits = random_logits(64, 50, generator)
-    check_rows(logits, {name: random_params(64, 50, generator)[name]}, backend)
+    num = rows_for(50, backend)
+    logits = random_logits(num, 50, generator)
+    check_rows(logits, {name: random_params(num, 50, generator)[name]}, backend)
 
 
 @pytest.mark.parametrize("backend", backends_of("row_stats"))
@@ -169,7 +172,7 @@ def test_temperatures_below_the_spacing_of_floats(backend):
 def test_random_bitmasks(backend, vocab):
     generator = torch.Generator().manual_seed(vocab)
     for dtype in DTYPES:
-        logits = random_logits(rows_for(vocab), vocab, generator, dtype)
+        logits = random_logits(rows_for(vocab, backend), vocab, generator, dtype)
         params = random_params(len(logits), vocab, generator)
         params["token_bitmask"] = random_bitmask(logits, generator)
         assert check_rows(logits, params, backend) <= 4

@@ -16,6 +16,7 @@ from .cases import (
     DTYPES,
     LARGE_VOCABS,
     SMALL_VOCABS,
+    affordable,
     backends_of,
     device_of,
     invalid_rows,
@@ -27,6 +28,8 @@ from .cases import (
     rows_for,
     uniform_samples,
 )
+
+pytestmark = pytest.mark.usefixtures("instruction_set")
 
 FLOATS = st.one_of(
     st.integers(-3, 3).map(float),
@@ -75,7 +78,7 @@ def test_random_rows(backend, vocab, record_property):
     generator = torch.Generator().manual_seed(vocab)
     close = 0
     for dtype in DTYPES:
-        logits = random_logits(rows_for(vocab), vocab, generator, dtype)
+        logits = random_logits(rows_for(vocab, backend), vocab, generator, dtype)
         samples = uniform_samples((len(logits),), generator)
         params = random_params(len(logits), vocab, generator)
         close += check_rows(logits, samples, params, backend)
@@ -92,24 +95,32 @@ def test_large_vocabularies(backend, vocab):
     check_rows(logits, samples, random_params(8, vocab, generator), backend)
 
 
+ANY_ROW = {
+    "logits": st.lists(FLOATS, min_size=1, max_size=40),
+    "temperature": st.sampled_from([0.0, 1e-6, 0.3, 1.0, 7.5, math.inf]),
+    "top_k": st.integers(-1, 8),
+    "top_p": st.sampled_from([0.0, 0.3, 0.9, 1.0]),
+    "min_p": st.sampled_from([0.0, 0.1, 1.0]),
+    "uniform": st.integers(0, 2**24 - 1).map(lambda bits: bits * 2.0**-24),
+}
+
+
 @pytest.mark.parametrize("backend", backends_of("sample"))
-@settings(max_examples=300, deadline=None, derandomize=True, database=None)
-@given(
-    logits=st.lists(FLOATS, min_size=1, max_size=40),
-    temperature=st.sampled_from([0.0, 1e-6, 0.3, 1.0, 7.5, math.inf]),
-    top_k=st.integers(-1, 8),
-    top_p=st.sampled_from([0.0, 0.3, 0.9, 1.0]),
-    min_p=st.sampled_from([0.0, 0.1, 1.0]),
-    uniform=st.integers(0, 2**24 - 1).map(lambda bits: bits * 2.0**-24),
-)
-def test_any_row(backend, logits, temperature, top_k, top_p, min_p, uniform):
-    params = {
-        "temperature": torch.tensor([temperature]),
-        "top_k": torch.tensor([top_k], dtype=torch.int32),
-        "top_p": torch.tensor([top_p]),
-        "min_p": torch.tensor([min_p]),
-    }
-    check_rows(torch.tensor([logits]), torch.tensor([uniform]), params, backend)
+def test_any_row(backend):
+    num = affordable(backend, 300)
+
+    @settings(max_examples=num, deadline=None, derandomize=True, database=None)
+    @given(**ANY_ROW)
+    def check(logits, temperature, top_k, top_p, min_p, uniform):
+        params = {
+            "temperature": torch.tensor([temperature]),
+            "top_k": torch.tensor([top_k], dtype=torch.int32),
+            "top_p": torch.tensor([top_p]),
+            "min_p": torch.tensor([min_p]),
+        }
+        check_rows(torch.tensor([logits]), torch.tensor([uniform]), params, backend)
+
+    check()
 
 
 @pytest.mark.parametrize("backend", backends_of("sample"))
@@ -174,7 +185,7 @@ def test_distribution(backend):
 def test_random_bitmasks(backend, vocab):
     generator = torch.Generator().manual_seed(vocab)
     for dtype in DTYPES:
-        logits = random_logits(rows_for(vocab), vocab, generator, dtype)
+        logits = random_logits(rows_for(vocab, backend), vocab, generator, dtype)
         params = random_params(len(logits), vocab, generator)
         params["token_bitmask"] = random_bitmask(logits, generator)
         samples = uniform_samples((len(logits),), generator)

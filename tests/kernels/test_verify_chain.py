@@ -12,6 +12,8 @@ from fastspec_kernels.testing import CHAIN_EDGES, assert_chain_edge
 from .cases import affordable, backends_of, device_of, invalid_rows, is_slow, sizes_and_dtypes
 from .chain_cases import chain_case, check, random_case, run, with_bitmask, with_logsumexp
 
+pytestmark = pytest.mark.usefixtures("instruction_set")
+
 BACKENDS = backends_of("verify_chain")
 METHODS = ("standard", "block")
 KINDS = {

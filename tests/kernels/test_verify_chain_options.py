@@ -10,6 +10,8 @@ from fastspec_kernels import row_stats
 from .cases import affordable, backends_of, invalid_rows
 from .chain_cases import LAST, OFF, chain_case, check, random_case, run, with_logsumexp
 
+pytestmark = pytest.mark.usefixtures("instruction_set")
+
 BACKENDS = backends_of("verify_chain")
 METHODS = ("standard", "block")
 FLAT = [0.0, 0.0, 0.0]

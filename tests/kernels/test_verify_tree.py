@@ -13,6 +13,8 @@ from .cases import affordable, backends_of, device_of, invalid_rows, sizes_and_d
 from .chain_cases import with_bitmask
 from .tree_cases import RULES, check, plain_case, random_case, run
 
+pytestmark = pytest.mark.usefixtures("instruction_set")
+
 BACKENDS = backends_of("verify_tree")
 KINDS = [
     ("target_only", "random"),

@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("triton.backends.nvidia", reason="Triton's NVIDIA backend is not installed")
 
+pytestmark = pytest.mark.check
 PROGRAM = Path(__file__).with_name("compile_all.py")
 KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 CAPABILITIES = (80, 90, 100)

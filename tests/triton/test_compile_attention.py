@@ -15,7 +15,7 @@ SHARED = 101_376  # bytes; two programs then fit on a processor of sm_90
 LARGE_TILES = {80: "mma", 90: "wgmma", 100: "tcgen05"}
 
 
-@pytest.mark.slow
+@pytest.mark.check
 @pytest.mark.parametrize("capability", LARGE_TILES)
 def test_instructions(capability):
     """Tensor cores and 16-byte loads are used; registers and shared memory suffice: no spills."""
