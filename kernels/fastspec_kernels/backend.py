@@ -62,7 +62,8 @@ def run_checked(
         check()
         raise
     check()
-    return implementation(op, name, tensor.device)(*arguments)
+    with torch.no_grad():  # no kernel is differentiable, and a cache may be a leaf
+        return implementation(op, name, tensor.device)(*arguments)
 
 
 def resolve(op: str, requested: str, device: torch.device, dtype: torch.dtype | None = None) -> str:

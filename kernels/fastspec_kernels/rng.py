@@ -30,7 +30,6 @@ def uniform(
     No host synchronisation; safe in CUDA graphs. Source: Salmon et al., "Parallel random numbers:
     as easy as 1, 2, 3", SC 2011.
     """
-
     check_int("num", num, 0, INT32_MAX)
     check_int("stream", stream, 0, 2**32 - 1)
 

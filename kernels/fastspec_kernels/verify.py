@@ -97,7 +97,6 @@ def verify_chain(
     Sources: Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318; lenience
     as in arXiv 2312.11462; block verification: Sun et al., arXiv 2403.10444.
     """
-
     lenience = check_number("lenience", lenience, 1.0, "a finite number >= 1")
 
     def check():
