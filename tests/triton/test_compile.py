@@ -12,7 +12,7 @@ pytest.importorskip("triton.backends.nvidia", reason="Triton's NVIDIA backend is
 
 PROGRAM = Path(__file__).with_name("compile_all.py")
 KERNELS = Path(__file__).resolve().parents[2] / "kernels"
-CAPABILITIES = (80, 90, 100)
+CAPABILITIES = (80, 90, 100, 120)
 # Kernel: most registers per thread, most bytes of shared memory. The numbers hold for Triton 3.6
 # and 3.7, which differ most in gather_kernel.
 BUDGETS = {

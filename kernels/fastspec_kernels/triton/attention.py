@@ -10,6 +10,7 @@ from torch import Tensor
 from fastspec_kernels.triton.attention_kernels import CHUNK, attention_kernel, merge_kernel
 from fastspec_kernels.triton.attention_softmax import LOG2_E
 from fastspec_kernels.triton.cache import numbers_or_bytes
+from fastspec_kernels.triton.launch import launch
 
 FEW_ROWS = 32
 PROGRAMS_WANTED = 512  # some four for each processor of a large GPU
@@ -69,10 +70,12 @@ def tiles(rows: str, head_size: int, is_float8: bool = False) -> dict[str, int]:
 
 
 def options(variant: Variant) -> dict[str, int]:
-    """Warps and pipeline stages; the same for all variants of one kind of rows and head size."""
+    """How a variant is compiled; the same for all of one kind of rows and head size."""
     wide = variant.block_d.value > 128
     many = variant.rows.value == "many"
-    return {"num_warps": 8 if wide or many else 4, "num_stages": 2 if wide else 3}
+    # What must round alike spells its multiply-adds out; the rest may be fused.
+    fused = {"enable_fp_fusion": True}
+    return {"num_warps": 8 if wide or many else 4, "num_stages": 2 if wide else 3, **fused}
 
 
 def num_splits(programs: int, num_rows: int, head_size: int, max_chunks: int) -> int:
@@ -156,7 +159,9 @@ def _attend(
         num_tiles = batch
         if rows != "few":
             num_tiles += num_tokens * common["group"] // variant.block_m.value
-        attention_kernel[(num_tiles, num_kv_heads, splits)](
+        launch(
+            attention_kernel,
+            (num_tiles, num_kv_heads, splits),
             query,
             numbers_or_bytes(key_cache),
             numbers_or_bytes(value_cache),
@@ -187,7 +192,9 @@ def _attend(
             **options(variant),
         )
     if splits > 1:
-        merge_kernel[(num_tokens, -(-num_heads // variant.merge_m.value))](
+        launch(
+            merge_kernel,
+            (num_tokens, -(-num_heads // variant.merge_m.value)),
             context_lens,
             cu_rows,
             sinks,
@@ -202,6 +209,7 @@ def _attend(
             scoring.value_scale,
             V=variant,
             num_warps=4,
+            enable_fp_fusion=True,
         )
     return out, logsumexp
 
