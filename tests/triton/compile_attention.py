@@ -77,7 +77,8 @@ def report_attention(capability: int, kind: str, num_tokens: int, head_size: int
         if is_float8 and capability >= 89:
             common["float8"] = "native"
         rows = "few" if num_tokens * 4 <= attention.FEW_ROWS else "many"
-        variant = attention.Variant(**common, **attention.tiles(rows, head_size, is_float8))
+        tiles = attention.tiles(rows, head_size, is_float8, divmod(capability, 10))
+        variant = attention.Variant(**common, **tiles)
         name = f"{kind} q{num_tokens} d{head_size} b{batch}"
         constants, launch = {"V": variant}, attention.options(variant)
         report(name, attention_kernel, constants, capability, launch, cached)

@@ -32,6 +32,7 @@ BUDGETS = {
     "walk_kernel": (208, 2048),
     "build_tree_kernel": (40, 1024),
     "uniform_kernel": (40, 1024),
+    "match_suffix_kernel": (128, 1024),
 }
 # All instructions of the statistics kernel over the elements of one thread, with all that is done
 # once per tile; the code for two models holds their loads twice.

@@ -34,6 +34,7 @@ def devices(monkeypatch):
         found.append(current[-1])
 
     monkeypatch.setattr(torch.cuda, "device", on_device)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(type(attention_kernel), "run", run)
     return found
 
