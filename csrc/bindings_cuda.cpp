@@ -71,7 +71,7 @@ const T* data_of(const OptionalTensor& tensor, std::initializer_list<int64_t> sh
 // The second to last dimension of a tensor of logits holds the rows.
 cuda::Logits logits_of(const OptionalTensor& logits, const OptionalTensor& token_bitmask = {}) {
   if (!logits) return {};
-  require(logits->dim() >= 2 && logits->size(-1) > 0);
+  require(logits->dim() >= 2 && logits->size(-1) > 0 && logits->size(-1) <= cuda::kMaxVocab);
   require(logits->stride(-1) == 1 || logits->size(-1) == 1);
   cuda::Logits rows = {};
   rows.data = logits->const_data_ptr();

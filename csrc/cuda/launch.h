@@ -22,6 +22,8 @@ struct Image {
 
 enum class Element : int32_t { kFloat32, kBFloat16, kFloat16 };
 
+constexpr int64_t kMaxVocab = (int64_t{1} << 20) - 1;  // weights of 2^44 add up in 64 bits
+
 // Rows of logits, the last dimension contiguous; strides count elements.
 struct Logits {
   const void* data;
@@ -29,7 +31,7 @@ struct Logits {
   int64_t row_stride;
   int64_t bitmask_stride;
   int64_t num_rows;
-  int64_t size;  // of the vocabulary
+  int64_t size;  // of the vocabulary, at most kMaxVocab
   Element element;
 };
 

@@ -61,7 +61,8 @@ def tree_attention(
         key_cache: [num_blocks, block_size, G, D], dtype of query or float8_e4m3fn, last two
             dimensions contiguous.
         value_cache: as key_cache, with the same strides.
-        block_table: [B, M] int32, rows contiguous; entries past a context are never read.
+        block_table: [B, M] int32, rows contiguous; entries past a context are never read. On a GPU
+            one outside the cache counts as the nearest inside.
         context_lens: [B] int32, tokens in the cache, the query tokens included.
         cu_rows: [B + 1] int32, from 0 to T.
         ancestor_mask: [B, N, ceil(N / 64)] int64, contiguous, N from 1 to 128, no sequence with

@@ -6,6 +6,8 @@ from reprlib import repr as shortened
 import torch
 from torch import Tensor
 
+# Sums of 2**44 for each token stay within 64 bits.
+MAX_GPU_VOCAB = 2**20 - 1
 INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1
 LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FLOAT8 = torch.float8_e4m3fn
@@ -96,6 +98,11 @@ def check_logits(name: str, logits: Tensor, rank: int, device: torch.device | No
     check_tensor(name, logits, shape, LOGITS_DTYPES, device or logits.device)
     if logits.shape[-1] == 0:
         raise ValueError(f"{name}: the vocabulary is empty, shape {list(logits.shape)}")
+    if logits.device.type == "cuda" and logits.shape[-1] > MAX_GPU_VOCAB:
+        raise ValueError(
+            f"{name}: expected a vocabulary of at most {MAX_GPU_VOCAB} on a GPU, got"
+            f" {logits.shape[-1]}"
+        )
     check_last_contiguous(name, logits)
 
 
