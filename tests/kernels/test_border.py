@@ -271,3 +271,69 @@ def test_whatever_kind_of_dense_tensor_is_served(op):
             assert_same(results_of(op, backend, variety), expected)
         with torch.inference_mode():
             assert_same(results_of(op, backend), expected)
+
+
+def cut(*names: str, rows: int = 0) -> dict:
+    """Changes that leave `rows` of the first dimension of these arguments."""
+    return {name: lambda value: value[:rows] for name in names}
+
+
+NO_BOUNDS = {"cu_rows": lambda value: value[:1]}
+PARAMETERS = ("temperature", "top_k", "top_p", "min_p")
+TREE = ("tree_token_ids", "parents", "uniform_samples", "draft_logits", *PARAMETERS)
+CHAIN = ("draft_token_ids", "uniform_samples", "draft_logits", "draft_logsumexp", *PARAMETERS)
+NO_QUERIES = {**cut("query"), "cu_rows": lambda value: value * 0}
+EMPTY = [
+    ("uniform", cut("seed", "position")),
+    ("uniform", {"num": lambda value: 0}),
+    ("linear", cut("input")),
+    ("linear", cut("weight", "bias")),
+    ("rms_norm", cut("input")),
+    ("gated_mlp", cut("input")),
+    ("row_stats", cut("logits", "token_bitmask", *PARAMETERS)),
+    ("logits_to_probs", cut("logits", "token_bitmask", *PARAMETERS)),
+    ("sample", cut("logits", "token_bitmask", "uniform_samples", *PARAMETERS)),
+    ("verify_chain", {**cut(*CHAIN), **NO_BOUNDS}),
+    (
+        "verify_chain",
+        {
+            **dict.fromkeys(("draft_token_ids", "draft_logits"), lambda value: value[:, :0]),
+            "draft_logsumexp": lambda value: value[:, :0],
+            "uniform_samples": lambda value: value[:, :1],
+        },
+    ),
+    ("verify_tree", {**cut(*TREE), **NO_BOUNDS}),
+    ("build_tree", cut("parents")),
+    ("build_tree", {"parents": lambda value: value[:, :0]}),
+    ("match_suffix", cut("token_ids", "lengths")),
+    ("match_suffix", {"num_tokens": lambda value: 0}),
+    (
+        "match_suffix",
+        {"token_ids": lambda value: value[:, :0], "lengths": lambda value: value * 0},
+    ),
+    ("store_kv", cut("key", "value", "slot_mapping", "cos", "sin")),
+    ("compact_kv", cut("block_table", "prefix_lens", "path", "accepted_len")),
+    ("compact_kv", {"path": lambda value: value[:, :0], "accepted_len": lambda value: value * 0}),
+    ("compact_kv", cut("key_caches", "value_caches")),
+    ("tree_attention", NO_QUERIES),
+    (
+        "tree_attention",
+        {**NO_QUERIES, **NO_BOUNDS, **cut("block_table", "context_lens", "ancestor_mask")},
+    ),
+    ("cross_attention", NO_QUERIES),
+    ("cross_attention", {**NO_QUERIES, **NO_BOUNDS, **cut("block_table", "context_lens")}),
+]
+
+
+@pytest.mark.parametrize(("op", "changes"), EMPTY)
+def test_nothing_to_do_is_no_error(op, changes):
+    found = {}
+    for backend in backends_of(op):
+        torch.manual_seed(1)
+        arguments = CALLS[op]()
+        for name, change in changes.items():
+            arguments[name] = change(arguments[name])
+        out = getattr(fastspec_kernels, op)(**arguments, backend=backend)
+        outputs = out if isinstance(out, tuple) else () if out is None else (out,)
+        found[backend] = [(tensor.shape, tensor.dtype) for tensor in outputs]
+    assert all(shapes == found["reference"] for shapes in found.values()), found
