@@ -117,7 +117,11 @@ def available_backends() -> tuple[str, ...]:
 
 
 def unavailable_backends() -> dict[str, str]:
-    """Why each backend that is missing from `available_backends` cannot run."""
+    """Why each backend that is missing from `available_backends` cannot run.
+
+    Whether the CUDA extension has code for the current GPU is asked only once the process uses it:
+    to ask would set it up.
+    """
     reasons = {}
     if not library.HAS_CPU_EXTENSION:
         reasons["cpu"] = "the extension fastspec_kernels._cpu is not built"
@@ -125,7 +129,7 @@ def unavailable_backends() -> dict[str, str]:
         reasons["cuda"] = "torch sees no CUDA device"
     elif not library.HAS_CUDA_EXTENSION:
         reasons["cuda"] = "the extension fastspec_kernels._cuda is not built"
-    elif not library.has_image(torch.cuda.current_device()):
+    elif torch.cuda.is_initialized() and not library.has_image(torch.cuda.current_device()):
         reasons["cuda"] = _no_image(torch.device("cuda", torch.cuda.current_device()))
     if find_spec("triton") is None:
         reasons["triton"] = "triton is not installed"

@@ -16,16 +16,18 @@ def two_gpus(monkeypatch):
     schema = torch.library.Library("fastspec", "IMPL")  # undone with the object
     schema.impl("cuda_architectures", lambda: "8.0;9.0+PTX", "CompositeExplicitAutograd")
     schema.impl("has_cuda_image", lambda device: device == 1, "CompositeExplicitAutograd")
-    library.has_image.cache_clear()
+    forget = library.has_image.cache_clear
+    forget()
     backend._say_once.cache_clear()
     monkeypatch.setattr(library, "has_kernel", lambda op, device_type: op in backend.TRITON_OPS)
     monkeypatch.setattr(library, "HAS_CUDA_EXTENSION", True)
     monkeypatch.setattr(backend, "_runs_in_triton", lambda op, kind: op in backend.TRITON_OPS)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     yield
-    library.has_image.cache_clear()
+    forget()
     schema._destroy()
 
 
@@ -47,3 +49,12 @@ def test_by_name_it_raises_with_what_is_available(two_gpus):
     with pytest.raises(ValueError, match=message):
         backend.resolve("sample", "cuda", OLD)
     assert "compute capability 7.5" in backend.unavailable_backends()["cuda"]
+
+
+def test_to_ask_what_is_available_sets_no_gpu_up(two_gpus, monkeypatch):
+    def never(device_index):
+        raise AssertionError("asked for the code of a GPU")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(library, "has_image", never)
+    assert "cuda" in backend.available_backends()
