@@ -23,7 +23,7 @@ from setuptools.command.build_py import build_py
 from setuptools.modified import newer_group
 
 BUILD_CUDA = os.environ.get("FASTSPEC_BUILD_CUDA", "auto")
-CUDA_ARCHS = os.environ.get("TORCH_CUDA_ARCH_LIST") or "8.0;9.0a;10.0"
+CUDA_ARCHS = os.environ.get("TORCH_CUDA_ARCH_LIST") or "8.0;9.0+PTX;10.0;12.0"
 TORCH_2_11 = "-DTORCH_TARGET_VERSION=0x020b000000000000"
 NVCC_FLAGS = ["-O3", "-std=c++17", "-lineinfo", "-Icsrc", "-Xcompiler=-fPIC,-fvisibility=hidden"]
 ISA_FLAGS = {
@@ -133,7 +133,7 @@ def extensions() -> list[Extension]:
         if toolkit := find_cuda():
             libraries = ["torch_cpu", "c10", "cudart_static", "dl", "rt", "pthread"]
             cuda = extension("cuda", [torch, toolkit], libraries=libraries)
-            cuda.define_macros = [("USE_CUDA", None)]
+            cuda.define_macros = [("USE_CUDA", None), ("FASTSPEC_CUDA_ARCHS", f'"{CUDA_ARCHS}"')]
             # libtorch.so has no symbols of its own, but brings libtorch_cuda.so in when loaded.
             cuda.extra_link_args = ["-Wl,--no-as-needed", "-ltorch"]
             built.append(cuda)

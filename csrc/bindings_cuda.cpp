@@ -3,6 +3,7 @@
 #include <Python.h>
 
 #include <cmath>
+#include <map>
 
 #include "bindings_cuda.h"
 #include "cuda/plan.h"
@@ -16,12 +17,42 @@ int64_t attribute_of(int device, cudaDeviceAttr attribute) {
   return value;
 }
 
+// Of the tensor's device, which is current. To look at a kernel's code takes microseconds: a thread
+// does so once for each device.
+template <cudaError_t (*kImage)(cuda::Image*)>
 cuda::Limits limits_of(const Tensor& tensor) {
+  thread_local std::map<int, cuda::Limits> known;
   const int device = tensor.get_device_index();
-  return {attribute_of(device, cudaDevAttrMultiProcessorCount),
-          attribute_of(device, cudaDevAttrMaxSharedMemoryPerBlockOptin),
-          attribute_of(device, cudaDevAttrComputeCapabilityMajor) >= 9};
+  const auto found = known.find(device);
+  if (found != known.end()) return found->second;
+  cuda::Image image = {};
+  check_launch("image", kImage(&image));
+  const cuda::Limits limits = {
+      attribute_of(device, cudaDevAttrMultiProcessorCount),
+      attribute_of(device, cudaDevAttrMaxSharedMemoryPerBlockOptin),
+      cuda::has_clusters(image, attribute_of(device, cudaDevAttrComputeCapabilityMajor))};
+  known.emplace(device, limits);
+  return limits;
 }
+
+// Whether a device has code of the kernels: machine code, or PTX that its driver could compile.
+bool has_cuda_image(int64_t device) {
+  const DeviceGuard guard(static_cast<torch::stable::accelerator::DeviceIndex>(device));
+  cuda::Image image = {};
+  const cudaError_t error = cuda::image_of_sampling(&image);
+  for (const cudaError_t missing :
+       {cudaErrorNoKernelImageForDevice, cudaErrorInvalidDeviceFunction,
+        cudaErrorInvalidKernelImage, cudaErrorInvalidPtx, cudaErrorUnsupportedPtxVersion,
+        cudaErrorJitCompilerNotFound, cudaErrorJitCompilationDisabled}) {
+    if (error != missing) continue;
+    cudaGetLastError();  // torch would take it for that of its next kernel
+    return false;
+  }
+  check_launch("image", error);
+  return true;
+}
+
+std::string cuda_architectures() { return FASTSPEC_CUDA_ARCHS; }
 
 Tensor new_tensor(const Tensor& beside, std::initializer_list<int64_t> shape, ScalarType type) {
   return torch::stable::new_empty(beside, shape, type);
@@ -40,7 +71,7 @@ const T* data_of(const OptionalTensor& tensor, std::initializer_list<int64_t> sh
 // The second to last dimension of a tensor of logits holds the rows.
 cuda::Logits logits_of(const OptionalTensor& logits, const OptionalTensor& token_bitmask = {}) {
   if (!logits) return {};
-  require(logits->dim() >= 2 && logits->size(-1) > 0);
+  require(logits->dim() >= 2 && logits->size(-1) > 0 && logits->size(-1) <= cuda::kMaxVocab);
   require(logits->stride(-1) == 1 || logits->size(-1) == 1);
   cuda::Logits rows = {};
   rows.data = logits->const_data_ptr();
@@ -75,7 +106,8 @@ cuda::SamplingParameters sampling_parameters(int64_t num, const OptionalTensor& 
 }
 
 cuda::Plan plan_of(const cuda::Logits& logits, const Tensor& tensor) {
-  return cuda::choose_plan(cuda::shape_of(logits), logits.num_rows, limits_of(tensor));
+  return cuda::choose_plan(cuda::shape_of(logits), logits.num_rows,
+                           limits_of<cuda::image_of_sampling>(tensor));
 }
 
 Tensor uniform(const Tensor& seed, const Tensor& position, int64_t num, int64_t stream) {
@@ -188,7 +220,7 @@ std::tuple<Tensor, Tensor, Tensor> verify_chain(
 
   const cuda::RowShape shape =
       cuda::larger_of(cuda::shape_of(call.target), cuda::shape_of(call.draft));
-  const cuda::Limits limits = limits_of(target_logits);
+  const cuda::Limits limits = limits_of<cuda::image_of_verify_chain>(target_logits);
   const cuda::Plan per_row = cuda::choose_plan(shape, batch * rows, limits);
   cuda::Plan per_sequence = cuda::choose_plan(shape, batch, limits);
   per_sequence.staged = 0;
@@ -244,7 +276,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> verify_tree(
 
   const cuda::RowShape shape =
       cuda::larger_of(cuda::shape_of(call.target), cuda::shape_of(call.draft));
-  const cuda::Plan plan = cuda::choose_plan(shape, batch, limits_of(target_logits));
+  const cuda::Plan plan =
+      cuda::choose_plan(shape, batch, limits_of<cuda::image_of_verify_tree>(target_logits));
   check_launch("verify_tree", cuda::launch_verify_tree(call, plan, current_stream(target_logits)));
   return {path, output_token_ids, accepted_len, logprobs};
 }
@@ -273,6 +306,11 @@ STABLE_TORCH_LIBRARY_IMPL(fastspec, CUDA, m) {
   m.impl("verify_chain", TORCH_BOX(&fastspec::verify_chain));
   m.impl("verify_tree", TORCH_BOX(&fastspec::verify_tree));
   m.impl("build_tree", TORCH_BOX(&fastspec::build_tree));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(fastspec, CompositeExplicitAutograd, m) {
+  m.impl("has_cuda_image", TORCH_BOX(&fastspec::has_cuda_image));
+  m.impl("cuda_architectures", TORCH_BOX(&fastspec::cuda_architectures));
 }
 
 // Importing the module runs the registrations above; it has no Python names of its own.

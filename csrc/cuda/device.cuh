@@ -15,7 +15,7 @@ using u64 = unsigned long long;
 
 constexpr int kWarp = 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
-constexpr float kWeightOne = 0x1p44f;  // the weight of the best logit of a row
+constexpr float kWeightOne = 0x1p44f;  // the weight of the best logit of a row, see kMaxVocab
 constexpr float kMassOne = 0x1p60f;    // the mass of a whole distribution
 
 __device__ __forceinline__ unsigned char* dynamic_shared() {

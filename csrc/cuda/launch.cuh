@@ -8,6 +8,14 @@ namespace fastspec::cuda {
 static_assert(sizeof(TeamMemory) <= kFixedSharedBytes);
 static_assert(sizeof(TeamMemory) % sizeof(uint4) == 0);
 
+template <class... Params>
+cudaError_t image_of(void (*kernel)(Params...), Image* image) {
+  cudaFuncAttributes found = {};
+  const cudaError_t error = cudaFuncGetAttributes(&found, reinterpret_cast<const void*>(kernel));
+  *image = {found.ptxVersion, found.binaryVersion};
+  return error;
+}
+
 // Starts `teams` clusters of plan.cluster blocks with room for a row each if plan.staged.
 template <class... Params>
 cudaError_t launch_teams(void (*kernel)(Params...), int64_t teams, const Plan& plan,

@@ -8,12 +8,21 @@ namespace fastspec::cuda {
 
 // How a kernel is cut up. Results do not depend on it.
 struct Plan {
-  int32_t cluster;  // thread blocks that share a row: 1, 2, 4 or 8; 1 before sm_90
+  int32_t cluster;  // thread blocks that share a row: 1, 2, 4 or 8; 1 where Limits has no clusters
   int32_t threads;  // per block, a multiple of 32
   int32_t staged;   // whether a row is kept in the shared memory of its blocks
 };
 
+// What the code of a kernel on the current device was compiled for: its PTX and its machine code,
+// 10 * major + minor each. They differ where the driver made the machine code of older PTX.
+struct Image {
+  int32_t ptx_version;
+  int32_t binary_version;
+};
+
 enum class Element : int32_t { kFloat32, kBFloat16, kFloat16 };
+
+constexpr int64_t kMaxVocab = (int64_t{1} << 20) - 1;  // weights of 2^44 add up in 64 bits
 
 // Rows of logits, the last dimension contiguous; strides count elements.
 struct Logits {
@@ -22,7 +31,7 @@ struct Logits {
   int64_t row_stride;
   int64_t bitmask_stride;
   int64_t num_rows;
-  int64_t size;  // of the vocabulary
+  int64_t size;  // of the vocabulary, at most kMaxVocab
   Element element;
 };
 
@@ -178,6 +187,11 @@ cudaError_t launch_verify_tree(const VerifyTreeCall& call, const Plan& plan, cud
 cudaError_t launch_build_tree(const BuildTreeCall& call, cudaStream_t stream);
 cudaError_t launch_store_kv(const StoreKvCall& call, cudaStream_t stream);
 cudaError_t launch_compact_kv(const CompactKvCall& call, cudaStream_t stream);
+
+// One kernel stands for all of its source file: they are compiled together.
+cudaError_t image_of_sampling(Image* image);
+cudaError_t image_of_verify_chain(Image* image);
+cudaError_t image_of_verify_tree(Image* image);
 
 // samples[b, i] = number i of (seed[b], position[b], stream_id); samples is [batch, num],
 // contiguous.

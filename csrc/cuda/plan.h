@@ -1,15 +1,21 @@
-// How many thread blocks share a row: a pure function of sizes.
+// How many thread blocks share a row: pure functions of sizes and versions.
 #pragma once
 #include "cuda/launch.h"
 
 namespace fastspec::cuda {
 
-// Of a device.
+// Of a device and the code that it has.
 struct Limits {
   int64_t multiprocessors;
   int64_t shared_bytes;  // that one block may have
-  bool clusters;         // sm_90 and later
+  bool clusters;
 };
+
+// Whether blocks may share a row: the device has clusters from sm_90 on, and so has the code if it
+// was compiled for that. PTX of sm_80 has no barrier between blocks, whatever runs it.
+constexpr bool has_clusters(const Image& image, int64_t device_major) {
+  return device_major >= 9 && image.ptx_version >= 90 && image.binary_version >= 90;
+}
 
 constexpr int64_t kFixedSharedBytes = 17 * 1024;  // what a block needs beside the staged row
 

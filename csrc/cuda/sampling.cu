@@ -92,6 +92,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 
 }  // namespace
 
+cudaError_t image_of_sampling(Image* image) { return image_of(row_stats_kernel<false>, image); }
+
 cudaError_t launch_row_stats(const RowStatsCall& call, const Plan& plan, cudaStream_t stream) {
   return launch_teams(plan.staged ? row_stats_kernel<true> : row_stats_kernel<false>,
                       call.logits.num_rows, plan, shape_of(call.logits), stream, call,

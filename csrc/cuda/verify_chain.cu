@@ -292,6 +292,8 @@ __global__ void __launch_bounds__(kDecisionThreads, 1)
 
 }  // namespace
 
+cudaError_t image_of_verify_chain(Image* image) { return image_of(verify_chain_kernel, image); }
+
 cudaError_t launch_verify_chain(const VerifyChainCall& call, const Plan& rows,
                                 const Plan& sequences, cudaStream_t stream) {
   const RowShape shape = larger_of(shape_of(call.target), shape_of(call.draft));

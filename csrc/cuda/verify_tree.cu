@@ -286,6 +286,10 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 
 }  // namespace
 
+cudaError_t image_of_verify_tree(Image* image) {
+  return image_of(verify_tree_kernel<false>, image);
+}
+
 cudaError_t launch_verify_tree(const VerifyTreeCall& call, const Plan& plan, cudaStream_t stream) {
   return launch_teams(plan.staged ? verify_tree_kernel<true> : verify_tree_kernel<false>,
                       call.batch, plan, larger_of(shape_of(call.target), shape_of(call.draft)),

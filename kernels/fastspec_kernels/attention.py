@@ -1,15 +1,18 @@
 """Attention over the block-paged KV cache."""
 
-import math
-
 import torch
 from torch import Tensor
 
 from fastspec_kernels.backend import run_checked
 from fastspec_kernels.checks import (
+    FLOAT32,
     check_caches,
     check_contiguous,
+    check_flag,
+    check_int,
     check_last_contiguous,
+    check_number,
+    check_positive,
     check_scales,
     check_tensor,
     dtypes_beside,
@@ -58,7 +61,8 @@ def tree_attention(
         key_cache: [num_blocks, block_size, G, D], dtype of query or float8_e4m3fn, last two
             dimensions contiguous.
         value_cache: as key_cache, with the same strides.
-        block_table: [B, M] int32, rows contiguous; entries past a context are never read.
+        block_table: [B, M] int32, rows contiguous; entries past a context are never read. On a GPU
+            one outside the cache counts as the nearest inside.
         context_lens: [B] int32, tokens in the cache, the query tokens included.
         cu_rows: [B + 1] int32, from 0 to T.
         ancestor_mask: [B, N, ceil(N / 64)] int64, contiguous, N from 1 to 128, no sequence with
@@ -84,7 +88,13 @@ def tree_attention(
     on the batch, the other rows, the order of blocks or the number of threads. No host
     synchronisation by a compiled kernel.
     """
-    scale = _scale_of_stored(query, key_cache, scale, key_scale, value_scale)
+    key_scale, value_scale = check_scales(key_cache, key_scale, value_scale)
+    scale = _scale_of_stored(query, scale, key_scale)
+    check_int("sliding_window", sliding_window, 0)
+    softcap = check_number("softcap", softcap, 0.0, "a finite float32 number >= 0")
+    if softcap > 0.0:
+        check_positive("softcap", softcap)
+    check_flag("return_logsumexp", return_logsumexp)
     if isinstance(sinks, Tensor) and sinks.dtype != torch.float32:
         check_tensor("sinks", sinks, (None,), (torch.float32, query.dtype), query.device)
         sinks = sinks.float()
@@ -93,7 +103,7 @@ def tree_attention(
 
     def check():
         _check_tensors(*tensors)
-        _check_options(query, scale, sliding_window, softcap, sinks)
+        _check_sinks(query, sinks)
         if ancestor_mask is not None:
             _check_ancestor_mask(ancestor_mask, cu_rows)
         _check_indices(query, key_cache, block_table, context_lens, cu_rows, True)
@@ -135,29 +145,27 @@ def cross_attention(
     float32 accumulation; bits, unused slots and synchronisation as in `tree_attention`. Source: Du
     et al., 2402.02082.
     """
-    scale = _scale_of_stored(query, key_cache, scale, key_scale, value_scale)
+    key_scale, value_scale = check_scales(key_cache, key_scale, value_scale)
+    scale = _scale_of_stored(query, scale, key_scale)
     tensors = (query, key_cache, value_cache, block_table, context_lens, cu_rows)
 
     def check():
         _check_tensors(*tensors)
-        _check_options(query, scale, 0, 0.0, None)
         _check_indices(query, key_cache, block_table, context_lens, cu_rows, False)
 
     arguments = (*tensors, scale, value_scale)
     return run_checked("cross_attention", backend, key_cache, arguments, check)
 
 
-def _scale_of_stored(
-    query: Tensor, key_cache: Tensor, scale: float | None, key_scale: float, value_scale: float
-) -> float:
-    """The factor of query . stored key; the scales of the cache are checked on the way.
+def _scale_of_stored(query: Tensor, scale: float | None, key_scale: float) -> float:
+    """The factor of query . stored key.
 
     By default D ** -0.5, and any number for what is not a query, which is refused later.
     """
-    if (key_scale, value_scale) != (1.0, 1.0):
-        check_scales(key_cache, key_scale, value_scale)
     if scale is not None:
-        return scale * key_scale
+        expected = "a finite float32 number"
+        scale = check_number("scale", scale, -FLOAT32.max, expected)
+        return check_number("scale", scale * key_scale, -FLOAT32.max, expected)
     head_size = query.shape[-1] if isinstance(query, Tensor) and query.shape else 0
     return head_size**-0.5 * key_scale if head_size > 0 else 1.0
 
@@ -187,19 +195,11 @@ def _check_tensors(
     check_contiguous("cu_rows", cu_rows)
 
 
-def _check_options(
-    query: Tensor, scale: float, sliding_window: int, softcap: float, sinks: Tensor | None
-) -> None:
-    """Check what changes the scores."""
+def _check_sinks(query: Tensor, sinks: Tensor | None) -> None:
+    """Check the sinks of the heads."""
     if sinks is not None:
         check_tensor("sinks", sinks, (query.shape[1],), (torch.float32,), query.device)
         check_contiguous("sinks", sinks)
-    if not math.isfinite(scale):
-        raise ValueError(f"scale: expected a finite number, got {scale}")
-    if sliding_window < 0:
-        raise ValueError(f"sliding_window: expected >= 0, got {sliding_window}")
-    if not (math.isfinite(softcap) and softcap >= 0.0):
-        raise ValueError(f"softcap: expected a finite number >= 0, got {softcap}")
 
 
 def _check_ancestor_mask(ancestor_mask: Tensor, cu_rows: Tensor) -> None:

@@ -1,5 +1,6 @@
 """Which implementation of an op runs: an explicit request must be met, the default may degrade."""
 
+import logging
 import os
 from collections.abc import Callable
 from functools import cache
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from fastspec_kernels import library, reference
 from fastspec_kernels.checks import FLOAT8
+
+logger = logging.getLogger(__name__)
 
 BACKENDS = ("cpu", "cuda", "triton", "reference")
 # The ops that fastspec_kernels.triton exports.
@@ -62,14 +65,16 @@ def run_checked(
         check()
         raise
     check()
-    return implementation(op, name, tensor.device)(*arguments)
+    with torch.no_grad():  # no kernel is differentiable, and a cache may be a leaf
+        return implementation(op, name, tensor.device)(*arguments)
 
 
 def resolve(op: str, requested: str, device: torch.device, dtype: torch.dtype | None = None) -> str:
     """Name the backend that runs `op` on `device`, of an op on a cache that has this dtype.
 
     "auto" takes FASTSPEC_BACKEND if it was set at import, else the compiled kernel of the device,
-    else Triton on a GPU, else the reference.
+    else Triton on a GPU, else the reference. A GPU that the CUDA extension was not built for is
+    logged once.
 
     Raises:
         ValueError: the name is unknown, or that backend has no kernel of this op for this device
@@ -80,6 +85,8 @@ def resolve(op: str, requested: str, device: torch.device, dtype: torch.dtype | 
     if requested == "auto":
         if _is_compiled(op, device, dtype):
             return device.type
+        if device.type == "cuda" and _lacks_image(op, device):
+            _say_once(_no_image(device))
         return "triton" if device.type == "cuda" and _runs_in_triton(op, "cuda") else "reference"
     if requested == device.type and _is_compiled(op, device, dtype):
         return requested
@@ -88,9 +95,10 @@ def resolve(op: str, requested: str, device: torch.device, dtype: torch.dtype | 
     available = backends_of(op, device, dtype)
     if requested not in available:
         tensor = f"{device.type} tensor" + (" of float8_e4m3fn" if dtype == FLOAT8 else "")
+        lacks = requested == "cuda" == device.type and _lacks_image(op, device)
         raise ValueError(
-            f"backend: {requested!r} cannot run {op} on a {tensor};"
-            f" available: {', '.join(available)}"
+            f"backend: {requested!r} cannot run {op} on a {tensor}"
+            f"{': ' + _no_image(device) if lacks else ''}; available: {', '.join(available)}"
         )
     return requested
 
@@ -109,7 +117,11 @@ def available_backends() -> tuple[str, ...]:
 
 
 def unavailable_backends() -> dict[str, str]:
-    """Why each backend that is missing from `available_backends` cannot run."""
+    """Why each backend that is missing from `available_backends` cannot run.
+
+    Whether the CUDA extension has code for the current GPU is asked only once the process uses it:
+    to ask would set it up.
+    """
     reasons = {}
     if not library.HAS_CPU_EXTENSION:
         reasons["cpu"] = "the extension fastspec_kernels._cpu is not built"
@@ -117,6 +129,8 @@ def unavailable_backends() -> dict[str, str]:
         reasons["cuda"] = "torch sees no CUDA device"
     elif not library.HAS_CUDA_EXTENSION:
         reasons["cuda"] = "the extension fastspec_kernels._cuda is not built"
+    elif torch.cuda.is_initialized() and not library.has_image(torch.cuda.current_device()):
+        reasons["cuda"] = _no_image(torch.device("cuda", torch.cuda.current_device()))
     if find_spec("triton") is None:
         reasons["triton"] = "triton is not installed"
     elif not (torch.cuda.is_available() or _TRITON_INTERPRETS):
@@ -135,7 +149,28 @@ def cpu_instruction_set() -> str | None:
 def _is_compiled(op: str, device: torch.device, dtype: torch.dtype | None) -> bool:
     """Whether a compiled kernel of the device takes a cache of this dtype."""
     takes = dtype != FLOAT8 or op not in _CACHE_OPS
-    return takes and library.has_kernel(op, device.type)
+    runs = device.type != "cuda" or not _lacks_image(op, device)
+    return takes and runs and library.has_kernel(op, device.type)
+
+
+def _lacks_image(op: str, device: torch.device) -> bool:
+    """Whether the CUDA extension has a kernel of this op, but no code of it for this GPU."""
+    if not library.has_kernel(op, "cuda"):
+        return False
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return not library.has_image(index)
+
+
+def _no_image(device: torch.device) -> str:
+    """Why the CUDA extension cannot run on a GPU."""
+    major, minor = torch.cuda.get_device_capability(device)
+    built = torch.ops.fastspec.cuda_architectures()
+    return f"_cuda was built for {built}, and {device} has compute capability {major}.{minor}"
+
+
+@cache
+def _say_once(reason: str) -> None:
+    logger.warning("backend: %s; its tensors go to Triton or the reference", reason)
 
 
 @cache

@@ -61,13 +61,13 @@ def store_kv(
     No host synchronisation by a compiled kernel. All other slots keep their bits. Source of the
     rotation: Su et al., 2104.09864.
     """
+    key_scale, value_scale = check_scales(key_cache, key_scale, value_scale)
     tensors = (key, value, key_cache, value_cache, slot_mapping)
     options = (cos, sin, key_scale, value_scale)
 
     def check():
         _check_tensors(*tensors)
         _check_rotation(cos, sin, key)
-        check_scales(key_cache, key_scale, value_scale)
         _check_slots(slot_mapping, key_cache)
 
     run_checked("store_kv", backend, key_cache, (*tensors, *options), check)

@@ -1,12 +1,18 @@
 """Border checks: each raises a ValueError that names the argument and what arrived."""
 
+from numbers import Real
+from reprlib import repr as shortened
+
 import torch
 from torch import Tensor
 
+# Sums of 2**44 for each token stay within 64 bits.
+MAX_GPU_VOCAB = 2**20 - 1
+INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1
 LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FLOAT8 = torch.float8_e4m3fn
 CACHE_DTYPES = (*LOGITS_DTYPES, FLOAT8)
-_FLOAT32 = torch.finfo(torch.float32)
+FLOAT32 = torch.finfo(torch.float32)
 
 
 def check_tensor(
@@ -19,6 +25,9 @@ def check_tensor(
     """Check rank, sizes (None = any), dtype and device (None = any) of one argument."""
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+    if not _is_plain(tensor):
+        kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        raise ValueError(f"{name}: expected a dense tensor with its values in memory, got {kind}")
     actual = tensor.shape
     if actual == shape and tensor.dtype in dtypes and tensor.device == device:
         return  # all sizes known: most calls end here, within half a microsecond
@@ -37,9 +46,48 @@ def check_tensor(
         raise ValueError(f"{name}: expected a tensor on {device}, got {tensor.device}")
 
 
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether the values lie in memory as shape and strides say."""
+    return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_neg()
+
+
 def dense(tensor: Tensor) -> Tensor:
-    """The same values dense in memory; what is no tensor is left for the checks to refuse."""
-    return tensor.contiguous() if isinstance(tensor, Tensor) else tensor
+    """The same values contiguous in memory; what is no such tensor is left for the checks."""
+    return tensor.contiguous() if isinstance(tensor, Tensor) and _is_plain(tensor) else tensor
+
+
+# A schema of torch takes a bool or a tensor of one element for a number: kernels cannot tell.
+def check_int(name: str, value: int, least: int, most: int = INT64_MAX) -> None:
+    """Check an integer and its bounds."""
+    if isinstance(value, int) and not isinstance(value, bool) and least <= value <= most:
+        return
+    bounds = f">= {least}" if most == INT64_MAX else f"from {least} to {most}"
+    raise ValueError(f"{name}: expected an int {bounds}, got {shortened(value)}")
+
+
+def check_number(name: str, value: float, least: float, expected: str) -> float:
+    """Check a real number from `least` to the largest float32, and give it as a float."""
+    is_number = type(value) is float or (isinstance(value, Real) and not isinstance(value, bool))
+    if is_number and least <= value <= FLOAT32.max:
+        return float(value)
+    raise ValueError(f"{name}: expected {expected}, got {shortened(value)}")
+
+
+def check_positive(name: str, value: float) -> float:
+    """Check a number that stays above 0, and finite, in float32, and give it as a float."""
+    return check_number(name, value, FLOAT32.tiny, "a positive, finite float32 number")
+
+
+def check_flag(name: str, value: bool) -> None:
+    """Check a truth value."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}: expected True or False, got {shortened(value)}")
+
+
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Check one of a few words."""
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{name}: expected one of {choices}, got {shortened(value)}")
 
 
 def check_logits(name: str, logits: Tensor, rank: int, device: torch.device | None = None) -> None:
@@ -50,6 +98,11 @@ def check_logits(name: str, logits: Tensor, rank: int, device: torch.device | No
     check_tensor(name, logits, shape, LOGITS_DTYPES, device or logits.device)
     if logits.shape[-1] == 0:
         raise ValueError(f"{name}: the vocabulary is empty, shape {list(logits.shape)}")
+    if logits.device.type == "cuda" and logits.shape[-1] > MAX_GPU_VOCAB:
+        raise ValueError(
+            f"{name}: expected a vocabulary of at most {MAX_GPU_VOCAB} on a GPU, got"
+            f" {logits.shape[-1]}"
+        )
     check_last_contiguous(name, logits)
 
 
@@ -169,13 +222,13 @@ def dtypes_beside(cache: Tensor) -> tuple[torch.dtype, ...]:
     return LOGITS_DTYPES if cache.dtype == FLOAT8 else (cache.dtype,)
 
 
-def check_scales(key_cache: Tensor, key_scale: float, value_scale: float) -> None:
+def check_scales(key_cache: Tensor, key_scale: float, value_scale: float) -> tuple[float, float]:
     """Check what one unit of a stored key or value stands for: 1, unless stored in 8 bits."""
+    scales = check_positive("key_scale", key_scale), check_positive("value_scale", value_scale)
     is_float8 = isinstance(key_cache, Tensor) and key_cache.dtype == FLOAT8
-    for name, scale in (("key_scale", key_scale), ("value_scale", value_scale)):
-        if not _FLOAT32.tiny <= scale <= _FLOAT32.max:
-            raise ValueError(f"{name}: expected a positive, finite float32 number, got {scale}")
+    for name, scale in zip(("key_scale", "value_scale"), scales, strict=True):
         if scale != 1.0 and not is_float8:
             raise ValueError(
                 f"{name}: expected 1.0, as key_cache is not float8_e4m3fn, got {scale}"
             )
+    return scales

@@ -1,11 +1,12 @@
 """The blocks of a decoder layer beside attention, fused for the few rows of a decoding step."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from fastspec_kernels import reference
-from fastspec_kernels.backend import resolve
-from fastspec_kernels.checks import LOGITS_DTYPES, check_contiguous, check_tensor
+from fastspec_kernels.backend import run_checked
+from fastspec_kernels.checks import LOGITS_DTYPES, check_contiguous, check_positive, check_tensor
 
 _FLOAT32 = (torch.float32,)
 
@@ -31,14 +32,8 @@ def linear(
     A row's bits do not depend on how many rows are in the call, so a token's logits are the same
     whether it is decoded alone or verified with others. No host synchronisation.
     """
-    try:
-        if resolve("linear", backend, weight.device) != "reference":
-            return torch.ops.fastspec.linear.default(input, weight, bias)
-    except (AttributeError, RuntimeError, ValueError):
-        _check_linear(input, weight, bias)  # names the argument that the kernel refused
-        raise
-    _check_linear(input, weight, bias)
-    return reference.linear(input, weight, bias)
+    arguments = (input, weight, bias)
+    return run_checked("linear", backend, weight, arguments, partial(_check_linear, *arguments))
 
 
 def rms_norm(input: Tensor, weight: Tensor, eps: float, *, backend: str = "auto") -> Tensor:
@@ -49,7 +44,7 @@ def rms_norm(input: Tensor, weight: Tensor, eps: float, *, backend: str = "auto"
     Args:
         input: [..., K] float32, contiguous.
         weight: [K] float32, contiguous.
-        eps: added to the mean square, > 0.
+        eps: added to the mean square, > 0 in float32.
         backend: "auto", "cpu" or "reference".
     Returns:
         [..., K] float32.
@@ -58,14 +53,9 @@ def rms_norm(input: Tensor, weight: Tensor, eps: float, *, backend: str = "auto"
 
     A row's bits do not depend on the other rows. Source: Zhang and Sennrich, 1910.07467.
     """
-    try:
-        if resolve("rms_norm", backend, weight.device) != "reference":
-            return torch.ops.fastspec.rms_norm.default(input, weight, eps)
-    except (AttributeError, RuntimeError, ValueError):
-        _check_norm(input, weight, eps)  # names the argument that the kernel refused
-        raise
-    _check_norm(input, weight, eps)
-    return reference.rms_norm(input, weight, eps)
+    arguments = (input, weight, check_positive("eps", eps))
+    check = partial(_check_norm, input, weight)
+    return run_checked("rms_norm", backend, weight, arguments, check)
 
 
 def gated_mlp(
@@ -94,14 +84,7 @@ def gated_mlp(
     A row's bits do not depend on the other rows. Source: Shazeer, 2002.05202.
     """
     tensors = (input, gate_weight, up_weight, down_weight)
-    try:
-        if resolve("gated_mlp", backend, gate_weight.device) != "reference":
-            return torch.ops.fastspec.gated_mlp.default(*tensors)
-    except (AttributeError, RuntimeError, ValueError):
-        _check_mlp(*tensors)  # names the argument that the kernel refused
-        raise
-    _check_mlp(*tensors)
-    return reference.gated_mlp(*tensors)
+    return run_checked("gated_mlp", backend, gate_weight, tensors, partial(_check_mlp, *tensors))
 
 
 def _check_input(input: Tensor, size: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -120,11 +103,9 @@ def _check_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         check_contiguous("bias", bias)
 
 
-def _check_norm(input: Tensor, weight: Tensor, eps: float) -> None:
+def _check_norm(input: Tensor, weight: Tensor) -> None:
     check_tensor("weight", weight, (None,), _FLOAT32, None)
     check_contiguous("weight", weight)
-    if not eps > 0:
-        raise ValueError(f"eps: expected > 0, got {eps}")
     _check_input(input, weight.shape[0], weight.dtype, weight.device)
 
 

@@ -17,6 +17,8 @@ SCHEMAS = (
     "cpu_instruction_set() -> str",
     "cpu_instruction_sets() -> str[]",
     "use_cpu_instruction_set(str name) -> ()",
+    "cuda_architectures() -> str",
+    "has_cuda_image(int device) -> bool",
     "uniform(Tensor seed, Tensor position, int num, int stream) -> Tensor",
     "linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor",
     "rms_norm(Tensor input, Tensor weight, float eps) -> Tensor",
@@ -86,6 +88,12 @@ def has_kernel(op: str, device_type: str) -> bool:
     return key is not None and torch._C._dispatch_has_kernel_for_dispatch_key(
         f"fastspec::{op}", key
     )
+
+
+@cache
+def has_image(device_index: int) -> bool:
+    """Whether the CUDA extension has code for a GPU: its own, or PTX that the driver compiles."""
+    return torch.ops.fastspec.has_cuda_image(device_index)
 
 
 @torch.library.register_fake("fastspec::uniform")

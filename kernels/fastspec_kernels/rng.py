@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from fastspec_kernels.backend import run_checked
-from fastspec_kernels.checks import check_tensor, dense
+from fastspec_kernels.checks import INT32_MAX, check_int, check_tensor, dense
 
 
 def uniform(
@@ -19,7 +19,7 @@ def uniform(
     Args:
         seed: [B] int64.
         position: [B] int64, for example the number of committed tokens.
-        num: numbers per row, >= 0.
+        num: numbers per row, 0 <= num < 2**31.
         stream: purpose of the numbers, 0 <= stream < 2**32; distinct streams are independent.
         backend: "auto", "cpu", "cuda", "triton" or "reference".
     Returns:
@@ -30,13 +30,11 @@ def uniform(
     No host synchronisation; safe in CUDA graphs. Source: Salmon et al., "Parallel random numbers:
     as easy as 1, 2, 3", SC 2011.
     """
+    check_int("num", num, 0, INT32_MAX)
+    check_int("stream", stream, 0, 2**32 - 1)
 
     def check():
         check_tensor("seed", seed, (None,), (torch.int64,), None)
         check_tensor("position", position, (seed.shape[0],), (torch.int64,), seed.device)
-        if not isinstance(num, int) or num < 0:
-            raise ValueError(f"num: expected an int >= 0, got {num!r}")
-        if not isinstance(stream, int) or not 0 <= stream < 2**32:
-            raise ValueError(f"stream: expected an int in 0..2**32 - 1, got {stream!r}")
 
     return run_checked("uniform", backend, seed, (dense(seed), dense(position), num, stream), check)

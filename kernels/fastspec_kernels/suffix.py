@@ -4,7 +4,13 @@ import torch
 from torch import Tensor
 
 from fastspec_kernels.backend import implementation
-from fastspec_kernels.checks import check_last_contiguous, check_tensor
+from fastspec_kernels.checks import (
+    INT32_MAX,
+    check_choice,
+    check_int,
+    check_last_contiguous,
+    check_tensor,
+)
 
 RULES = ("latest", "earliest_longest")
 
@@ -31,7 +37,7 @@ def match_suffix(
         lengths: [B] int32, 0 <= lengths[b] <= S; checked on the CPU only, elsewhere clamped.
         min_match: tokens that must match, >= 1.
         max_match: tokens that are compared, >= min_match; S or more is no limit.
-        num_tokens: columns of the result, >= 0.
+        num_tokens: columns of the result, 0 <= num_tokens < 2**31.
         rule: among the occurrences of the longest suffix, "latest" takes the one with the largest
             e, "earliest_longest" the one with the smallest.
         backend: "auto", "cpu", "triton" or "reference".
@@ -47,19 +53,13 @@ def match_suffix(
     check_last_contiguous("token_ids", token_ids)
     batch, width = token_ids.shape
     check_tensor("lengths", lengths, (batch,), (torch.int32,), token_ids.device)
-    _check_count("min_match", min_match, 1)
-    _check_count("max_match", max_match, min_match)
-    _check_count("num_tokens", num_tokens, 0)
-    if rule not in RULES:
-        raise ValueError(f"rule: expected one of {RULES}, got {rule!r}")
+    check_int("min_match", min_match, 1)
+    check_int("max_match", max_match, min_match)
+    check_int("num_tokens", num_tokens, 0, INT32_MAX)
+    check_choice("rule", rule, RULES)
     if lengths.device.type == "cpu":
         for row, length in enumerate(lengths.tolist()):
             if not 0 <= length <= width:
                 raise ValueError(f"lengths[{row}]: expected 0 to {width}, got {length}")
     run = implementation("match_suffix", backend, token_ids.device)
     return run(token_ids, lengths.contiguous(), min_match, max_match, num_tokens, rule)
-
-
-def _check_count(name: str, value: int, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name}: expected an int >= {least}, got {value!r}")

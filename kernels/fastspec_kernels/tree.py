@@ -5,6 +5,7 @@ from torch import Tensor
 
 from fastspec_kernels.backend import run_checked
 from fastspec_kernels.checks import (
+    check_choice,
     check_cu_rows,
     check_draft_rows,
     check_draft_token_map,
@@ -170,8 +171,7 @@ def _check_parents(parents: Tensor, shape: tuple[int, int], device: torch.device
 
 def _check_sibling_rule(sibling_rule: str, draft_logits: Tensor | None) -> None:
     """Check that the rule exists and gets what it judges by."""
-    if sibling_rule not in SIBLING_RULES:
-        raise ValueError(f"sibling_rule: expected one of {SIBLING_RULES}, got {sibling_rule!r}")
+    check_choice("sibling_rule", sibling_rule, SIBLING_RULES)
     if sibling_rule == "target_only" and draft_logits is not None:
         raise ValueError("draft_logits: sibling_rule 'target_only' takes none")
     if sibling_rule != "target_only" and draft_logits is None:

@@ -1,18 +1,17 @@
 """Verification of chains: from target logits and proposals to the tokens to emit."""
 
-import math
-from numbers import Real
-
 import torch
 from torch import Tensor
 
 from fastspec_kernels.backend import run_checked
 from fastspec_kernels.checks import (
+    check_choice,
     check_contiguous,
     check_cu_rows,
     check_draft_rows,
     check_draft_token_map,
     check_logits,
+    check_number,
     check_sampling,
     check_tensor,
     check_token_bitmask,
@@ -98,6 +97,7 @@ def verify_chain(
     Sources: Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318; lenience
     as in arXiv 2312.11462; block verification: Sun et al., arXiv 2403.10444.
     """
+    lenience = check_number("lenience", lenience, 1.0, "a finite number >= 1")
 
     def check():
         check_logits("target_logits", target_logits, 2)
@@ -136,10 +136,7 @@ def verify_chain(
 
 def _check_method(method: str, lenience: float) -> None:
     """Check the acceptance rule and its lenience."""
-    if method not in METHODS:
-        raise ValueError(f"method: expected one of {METHODS}, got {method!r}")
-    if not isinstance(lenience, Real) or not 1 <= lenience < math.inf:
-        raise ValueError(f"lenience: expected a finite number >= 1, got {lenience!r}")
+    check_choice("method", method, METHODS)
     if method == "block" and lenience != 1:
         raise ValueError(f"lenience: method 'block' takes 1 only, got {lenience}")
 

@@ -32,6 +32,7 @@ def pointers(*names: str) -> dict:
 
 
 Plan = struct("Plan", cluster=c_int32, threads=c_int32, staged=c_int32)
+Image = struct("Image", ptx_version=c_int32, binary_version=c_int32)
 Run = struct("Run", order=c_uint64, message=c_char * 512)
 Limits = struct("Limits", multiprocessors=c_int64, shared_bytes=c_int64, clusters=ctypes.c_bool)
 RowShape = struct("RowShape", size=c_int64, element_bytes=c_int64)
@@ -238,6 +239,13 @@ def chosen_plan(size: int, element_bytes: int, num_rows: int, limits: ctypes.Str
     function.argtypes = [POINTER(RowShape), c_int64, POINTER(Limits), POINTER(Plan)]
     function(RowShape(size, element_bytes), num_rows, limits, plan)
     return plan
+
+
+def has_clusters(ptx_version: int, binary_version: int, device_major: int) -> bool:
+    """Whether the bindings would let blocks share a row."""
+    function = library().has_clusters
+    function.argtypes, function.restype = [POINTER(Image), c_int64], ctypes.c_bool
+    return function(Image(ptx_version, binary_version), device_major)
 
 
 def poisoned(shape) -> Tensor:

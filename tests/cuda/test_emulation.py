@@ -5,7 +5,7 @@ import ctypes
 import pytest
 
 from . import emulated
-from .emulated import Limits, chosen_plan
+from .emulated import Limits, chosen_plan, has_clusters
 
 pytestmark = pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler found")
 
@@ -19,6 +19,7 @@ FAULTS = [
 ]
 H200 = Limits(132, 227 * 1024, True)
 A100 = Limits(108, 163 * 1024, False)
+RTX_PRO_6000 = Limits(188, 99 * 1024, True)
 
 
 def fault(number: int, order: int = 0) -> tuple[int, str]:
@@ -55,8 +56,31 @@ def test_shared_memory_starts_poisoned():
         (2000000, 4, 256, H200, 8, 0),
         (128256, 2, 1, A100, 1, 0),
         (32000, 4, 1, A100, 1, 1),
+        (128256, 2, 1, RTX_PRO_6000, 8, 1),
+        (128256, 4, 256, RTX_PRO_6000, 8, 1),
+        (262144, 2, 256, RTX_PRO_6000, 8, 1),
+        (262144, 4, 256, RTX_PRO_6000, 8, 0),
     ],
 )
 def test_plan(size, element_bytes, num_rows, limits, cluster, staged):
     plan = chosen_plan(size, element_bytes, num_rows, limits)
     assert (plan.cluster, plan.threads, plan.staged) == (cluster, 512, staged)
+
+
+@pytest.mark.parametrize(
+    ("ptx_version", "binary_version", "device_major", "expected"),
+    [
+        (80, 80, 8, False),
+        (80, 90, 9, False),  # compiled by the driver, of code without a barrier between blocks
+        (80, 120, 12, False),
+        (90, 90, 9, True),
+        (90, 100, 10, True),  # compiled by the driver
+        (100, 100, 10, True),
+        (120, 120, 12, True),
+        (90, 90, 8, False),
+    ],
+)
+def test_blocks_share_rows_only_where_device_and_code_can(
+    ptx_version, binary_version, device_major, expected
+):
+    assert has_clusters(ptx_version, binary_version, device_major) is expected

@@ -94,6 +94,13 @@ def test_empty(backend):
 
 
 @backends
+def test_more_columns_than_a_kernel_writes_at_once(backend):
+    text = [5, *range(10, 1510), 5]
+    limits = {"min_match": 1, "max_match": 2, "num_tokens": 2500}
+    assert run(backend, [text], [len(text)], **limits) == [text[1:] + [-1] * 999]
+
+
+@backends
 @rules
 def test_a_row_does_not_depend_on_the_batch(backend, rule):
     ids = torch.randint(4, (9, 2500 if backend == "cpu" else 60), dtype=torch.int32)

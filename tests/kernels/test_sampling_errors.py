@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastspec_kernels import (
     build_tree,
@@ -13,6 +14,7 @@ from fastspec_kernels import (
     verify_chain,
     verify_tree,
 )
+from fastspec_kernels.checks import check_logits
 
 ROWS, VOCAB = 3, 7
 
@@ -269,6 +271,17 @@ def test_sibling_rule_has_no_default():
 def test_build_tree(bad, match):
     with pytest.raises(ValueError, match=f"^parents: .*{match}"):
         build_tree(bad)
+
+
+def test_vocabularies_whose_sums_would_overflow_on_a_gpu():
+    with FakeTensorMode():
+        for size in (2**20 - 1, 2**20):
+            rows = torch.empty(1, size, dtype=torch.float16, device="cuda:0")
+            if size < 2**20:
+                check_logits("logits", rows, 2)
+                continue
+            with pytest.raises(ValueError, match=r"^logits: .* at most 1048575 .* got 1048576"):
+                check_logits("logits", rows, 2)
 
 
 def test_valid_calls_pass():

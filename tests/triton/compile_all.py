@@ -44,13 +44,31 @@ def recorded_launches(every_variant: bool) -> list[tuple]:
     _call_row_ops(128256, torch.bfloat16, (None,) * 4, None)
     ops.build_tree(torch.empty(BATCH, NUM_DRAFT, dtype=torch.int32))
     ops.uniform(torch.empty(BATCH, dtype=torch.int64), torch.empty(BATCH, dtype=torch.int64), 5, 2)
+    texts = torch.empty(BATCH, 4096, dtype=torch.int32)
+    ops.match_suffix(texts, torch.empty(BATCH, dtype=torch.int32), 2, 3, 10, "latest")
     if every_variant:  # rows of odd length, with everything optional
         _call_chains(50257, torch.float32, _params(BATCH), True)
         _call_trees(50257, torch.float32, _params(BATCH), True)
         rows = BATCH * (NUM_DRAFT + 1)
         _call_row_ops(50257, torch.float16, _params(rows), _bitmask(rows, 50257))
         _call_row_ops(33, torch.float32, _params(rows), None)
+        _call_ones()
     return launches
+
+
+def _call_ones() -> None:
+    """One of everything: the launcher makes a constant of each 1, as the interpreter does not."""
+    one, seed = torch.empty(1, 1, dtype=torch.int32), torch.empty(1, dtype=torch.int64)
+    bounds, uniform, params = torch.empty(2, dtype=torch.int32), torch.empty(1, 2), _params(1)
+    draft = torch.empty(1, 1, 5)
+    chain = (torch.empty(2, 5), bounds, one, uniform, draft, *params)
+    ops.verify_chain(*chain, 1.0, "standard", None, None, None)
+    tree = (torch.empty(1, 5), bounds, one, one, uniform)
+    ops.verify_tree(*tree, "with_replacement", draft, *params, None, None)
+    ops.build_tree(one)
+    ops.uniform(seed, seed, 1, 1)
+    for rule in ("latest", "earliest_longest"):
+        ops.match_suffix(one, one[0], 1, 1, 1, rule)
 
 
 def _call_row_ops(vocab: int, dtype: torch.dtype, params: tuple, bitmask) -> None:

@@ -77,7 +77,8 @@ def report_attention(capability: int, kind: str, num_tokens: int, head_size: int
         if is_float8 and capability >= 89:
             common["float8"] = "native"
         rows = "few" if num_tokens * 4 <= attention.FEW_ROWS else "many"
-        variant = attention.Variant(**common, **attention.tiles(rows, head_size, is_float8))
+        tiles = attention.tiles(rows, head_size, is_float8, divmod(capability, 10))
+        variant = attention.Variant(**common, **tiles)
         name = f"{kind} q{num_tokens} d{head_size} b{batch}"
         constants, launch = {"V": variant}, attention.options(variant)
         report(name, attention_kernel, constants, capability, launch, cached)
@@ -88,11 +89,12 @@ def report_attention(capability: int, kind: str, num_tokens: int, head_size: int
 def report_cache(capability: int) -> None:
     sizes = {"BLOCK_SIZE": 16, "NUM_HEADS": 8, "HEAD_SIZE": 128, "ROTARY_SIZE": 128}
     sizes |= {"BLOCK_G": 8, "BLOCK_D": 128, "INTERPRETED": False}
-    report("store_kv", store_kernel, {**sizes, "FLOAT8": False}, capability, {}, "*bf16")
-    report("store_kv8", store_kernel, {**sizes, "FLOAT8": True}, capability, {}, "*u8")
+    launch = {"enable_fp_fusion": False}
+    report("store_kv", store_kernel, {**sizes, "FLOAT8": False}, capability, launch, "*bf16")
+    report("store_kv8", store_kernel, {**sizes, "FLOAT8": True}, capability, launch, "*u8")
     sizes = {"BLOCK_SIZE": 16, "WIDTH": 1024, "BLOCK_WIDTH": 1024, "MOVES": MOVES, "BLOCK_N": 16}
-    report("compact_kv", compact_kernel, sizes, capability, {}, "*bf16")
-    report("compact_kv8", compact_kernel, sizes, capability, {}, "*u8")
+    report("compact_kv", compact_kernel, sizes, capability, launch, "*bf16")
+    report("compact_kv8", compact_kernel, sizes, capability, launch, "*u8")
 
 
 def report(name: str, kernel, constants: dict, capability: int, options: dict, cached: str) -> None:

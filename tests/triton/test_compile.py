@@ -13,7 +13,7 @@ pytest.importorskip("triton.backends.nvidia", reason="Triton's NVIDIA backend is
 pytestmark = pytest.mark.check
 PROGRAM = Path(__file__).with_name("compile_all.py")
 KERNELS = Path(__file__).resolve().parents[2] / "kernels"
-CAPABILITIES = (80, 90, 100)
+CAPABILITIES = (80, 90, 100, 120)
 # Kernel: most registers per thread, most bytes of shared memory. The numbers hold for Triton 3.6
 # and 3.7, which differ most in gather_kernel.
 BUDGETS = {
@@ -33,6 +33,7 @@ BUDGETS = {
     "walk_kernel": (208, 2048),
     "build_tree_kernel": (40, 1024),
     "uniform_kernel": (40, 1024),
+    "match_suffix_kernel": (128, 1024),
 }
 # All instructions of the statistics kernel over the elements of one thread, with all that is done
 # once per tile; the code for two models holds their loads twice.

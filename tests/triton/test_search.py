@@ -8,7 +8,7 @@ import torch
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
 from fastspec_kernels import backend, reference  # noqa: E402
-from fastspec_kernels.triton import tiles  # noqa: E402
+from fastspec_kernels.triton import filters, tiles  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 if "triton" not in backend.backends_of("row_stats", DEVICE):
@@ -138,3 +138,22 @@ def test_ids_and_parents_out_of_range_are_not_followed():
     assert 0 <= int(output[0, 0]) < 40
     depths, _ = ops.build_tree(case[3])
     assert depths.tolist() == [[0, 1, 1, 2, -1, -1]]
+
+
+@pytest.mark.parametrize("name", ["top_p", "min_p"])
+def test_a_filter_of_nan_reads_nothing_that_was_not_written(monkeypatch, name):
+    """It is off, and top-k is not."""
+
+    def poisoned(*args):
+        search = new_search(*args)
+        for tensor, value in zip(search, (0.0, 0.0, 50.0, 1, 0, -1.0), strict=True):
+            tensor.fill_(value)
+        return search
+
+    new_search = filters._new_search
+    monkeypatch.setattr(filters, "_new_search", poisoned)
+    logits = torch.randn(2, VOCAB, device=DEVICE)
+    values = params(2, top_k=3)
+    values[("temperature", "top_k", "top_p", "min_p").index(name)].fill_(math.nan)
+    found = ops.row_stats(logits, *values, None)[1]
+    assert torch.equal(found, logits.topk(3).values[:, -1])

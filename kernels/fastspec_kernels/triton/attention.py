@@ -10,6 +10,7 @@ from torch import Tensor
 from fastspec_kernels.triton.attention_kernels import CHUNK, attention_kernel, merge_kernel
 from fastspec_kernels.triton.attention_softmax import LOG2_E
 from fastspec_kernels.triton.cache import numbers_or_bytes
+from fastspec_kernels.triton.launch import launch
 
 FEW_ROWS = 32
 PROGRAMS_WANTED = 512  # some four for each processor of a large GPU
@@ -39,6 +40,7 @@ class Variant:
     block_n: int
     block_d: int
     interpreted: bool
+    long_blocks: bool  # offsets in a block of the cache pass 32 bits
     dot_dtype: tl.dtype
     float8: str  # "no", "native" (the GPU converts it) or "bits" (the kernel does)
 
@@ -60,19 +62,24 @@ class Scoring:
     value_scale: float = 1.0
 
 
-def tiles(rows: str, head_size: int, is_float8: bool = False) -> dict[str, int]:
+def tiles(
+    rows: str, head_size: int, is_float8: bool = False, capability: tuple[int, int] = (9, 0)
+) -> dict[str, int]:
     """Tile sizes for half precision with few or many rows, and for float32 ("all")."""
     block_d = max(16, triton.next_power_of_2(head_size))
-    few = 32 if is_float8 else 64  # the bytes and what becomes of them share the registers
-    block_m, block_n = {"few": (FEW_ROWS, few), "many": (64, 64), "all": (16, 32)}[rows]
+    many = 32 if capability[0] == 12 else 64  # the products of 64 keys spill there
+    few = 32 if is_float8 else many  # the bytes and what becomes of them share the registers
+    block_m, block_n = {"few": (FEW_ROWS, few), "many": (64, many), "all": (16, 32)}[rows]
     return {"rows": rows, "block_m": block_m, "block_n": block_n, "block_d": block_d}
 
 
 def options(variant: Variant) -> dict[str, int]:
-    """Warps and pipeline stages; the same for all variants of one kind of rows and head size."""
+    """How a variant is compiled; the same for all of one kind of rows and head size."""
     wide = variant.block_d.value > 128
     many = variant.rows.value == "many"
-    return {"num_warps": 8 if wide or many else 4, "num_stages": 2 if wide else 3}
+    # What must round alike spells its multiply-adds out; the rest may be fused.
+    fused = {"enable_fp_fusion": True}
+    return {"num_warps": 8 if wide or many else 4, "num_stages": 2 if wide else 3, **fused}
 
 
 def num_splits(programs: int, num_rows: int, head_size: int, max_chunks: int) -> int:
@@ -139,6 +146,8 @@ def _attend(
     if out.numel() == 0 or batch == 0:
         return out, logsumexp
 
+    on_gpu = query.device.type == "cuda"
+    capability = torch.cuda.get_device_capability(query.device) if on_gpu else (9, 0)
     common, splits = choose(query, key_cache, block_table, mask, scoring, return_logsumexp)
     max_chunks = -(-capacity // CHUNK.value)
     scratch = (num_tokens * num_heads, max_chunks) if splits > 1 else (0, 0)
@@ -152,11 +161,14 @@ def _attend(
     window = scoring.sliding_window if common["windowed"] else 0
     num_nodes = 0 if tree is None else tree.shape[1]
     for rows in kinds_of_rows(query, num_kv_heads, batch, num_nodes):
-        variant = Variant(**common, **tiles(rows, head_size, common["float8"] != "no"))
+        is_float8 = common["float8"] != "no"
+        variant = Variant(**common, **tiles(rows, head_size, is_float8, capability))
         num_tiles = batch
         if rows != "few":
             num_tiles += num_tokens * common["group"] // variant.block_m.value
-        attention_kernel[(num_tiles, num_kv_heads, splits)](
+        launch(
+            attention_kernel,
+            (num_tiles, num_kv_heads, splits),
             query,
             numbers_or_bytes(key_cache),
             numbers_or_bytes(value_cache),
@@ -187,7 +199,9 @@ def _attend(
             **options(variant),
         )
     if splits > 1:
-        merge_kernel[(num_tokens, -(-num_heads // variant.merge_m.value))](
+        launch(
+            merge_kernel,
+            (num_tokens, -(-num_heads // variant.merge_m.value)),
             context_lens,
             cu_rows,
             sinks,
@@ -202,6 +216,7 @@ def _attend(
             scoring.value_scale,
             V=variant,
             num_warps=4,
+            enable_fp_fusion=True,
         )
     return out, logsumexp
 
@@ -254,6 +269,7 @@ def choose(
         "few_rows": FEW_ROWS,
         "merge_m": min(8, triton.next_power_of_2(num_heads)),
         "interpreted": interpreted,
+        "long_blocks": block_size * key_cache.stride(1) >= 2**31,
         "dot_dtype": _DOT_DTYPES[dot_dtype],
         "float8": float8_of(key_cache),
     }

@@ -70,7 +70,7 @@ def attention_kernel(
     d = tl.arange(0, V.block_d)[None, :]
     token, head, inside, place = _packed_rows(cu_rows, b, V)
     stored = inside[:, None] & (d < V.head_size)
-    offset = (place * query_token_stride + head * query_head_stride)[:, None] + d
+    offset = (place * query_token_stride + head.to(tl.int64) * query_head_stride)[:, None] + d
     q = tl.load(query + offset, mask=stored, other=0.0).to(V.dot_dtype)
     oldest = tile * V.block_m // V.group
     newest = tl.minimum((tile * V.block_m + V.block_m - 1) // V.group, num_tokens - 1)

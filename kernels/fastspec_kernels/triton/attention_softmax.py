@@ -32,7 +32,7 @@ def attend_block(
     else:
         block = tl.load(table + keys // V.block_size)
     block = tl.minimum(tl.maximum(block, 0), num_blocks - 1).to(tl.int64)
-    offset = block * block_stride + (keys % V.block_size) * slot_stride
+    offset = block * block_stride + _in_block(keys, slot_stride, V)
     place = offset[:, None] + (tl.program_id(1) * V.head_size + d)[None, :]
     if MASKED or V.block_d > V.head_size:
         loaded = inside[:, None] & (d < V.head_size)[None, :]
@@ -65,13 +65,22 @@ def attend_block(
 
 
 @triton.jit
+def _in_block(keys, slot_stride, V: tl.constexpr):
+    """Offsets of the slots of keys in their blocks, in 32 bits where that does."""
+    slot = keys % V.block_size
+    if V.long_blocks:
+        slot = slot.to(tl.int64)
+    return slot * slot_stride
+
+
+@triton.jit
 def is_wild(paged, keys, V: tl.constexpr):
     """[N, D]: whether the value at each of the positions is not finite."""
     _, value_cache, table, num_blocks, block_stride, slot_stride = paged
     d = tl.arange(0, V.block_d)[None, :]
     block = tl.load(table + keys // V.block_size)
     block = tl.minimum(tl.maximum(block, 0), num_blocks - 1).to(tl.int64)
-    place = block * block_stride + keys % V.block_size * slot_stride
+    place = block * block_stride + _in_block(keys, slot_stride, V)
     place = place[:, None] + tl.program_id(1) * V.head_size + d
     value = cached_values(tl.load(value_cache + place, mask=d < V.head_size, other=0.0), V)
     return (tl.abs(value.to(tl.float32)) < float("inf")) == 0

@@ -36,7 +36,9 @@ def need_of(
         by_count = top_k > 0
         mass = (tl.sum(masses, 0).to(tl.float64) / MASS_ONE).to(tl.float32) * top_p
         need = tl.where(by_count, top_k * 1.0, tl.where(top_p < 1, mass, 0.0))
-        searched = valid & usable & (greedy == 0) & (top_p > 0) & (min_p < 1)
+        # As in threshold_kernel, NaN included: what it reads must have been written.
+        only_best = (top_p <= 0) | (min_p >= 1)
+        searched = valid & usable & (greedy == 0) & (only_best == 0)
         need = tl.where(searched, need, 0.0)
     return need, by_count, scale, best
 

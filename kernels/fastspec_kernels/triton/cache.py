@@ -5,6 +5,7 @@ import triton
 from torch import Tensor
 
 from fastspec_kernels.triton.cache_kernels import compact_kernel, store_kernel
+from fastspec_kernels.triton.launch import launch
 
 MOVES = 8  # entries that a program of compact_kv holds at once
 
@@ -23,12 +24,12 @@ def store_kv(
     """One launch."""
     num_tokens, num_heads, head_size = key.shape
     num_blocks, block_size = key_cache.shape[:2]
-    if num_tokens == 0:
-        return
     block_d = triton.next_power_of_2(head_size)
     block_g = min(triton.next_power_of_2(num_heads), max(1, 2048 // block_d))
     cos_rows, sin_rows = (key, key) if cos is None or sin is None else (cos, sin)
-    store_kernel[(num_tokens, triton.cdiv(num_heads, block_g))](
+    launch(
+        store_kernel,
+        (num_tokens, triton.cdiv(num_heads, block_g)),
         key,
         value,
         numbers_or_bytes(key_cache),
@@ -74,7 +75,9 @@ def compact_kv(
         return
     width = num_heads * head_size
     block_width = min(triton.next_power_of_2(width), 1024)
-    compact_kernel[(batch, 2 * num_layers, triton.cdiv(width, block_width))](
+    launch(
+        compact_kernel,
+        (batch, 2 * num_layers, triton.cdiv(width, block_width)),
         numbers_or_bytes(key_caches),
         numbers_or_bytes(value_caches),
         block_table,

@@ -43,7 +43,7 @@ def store_kernel(
     g = tl.program_id(1) * BLOCK_G + tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
     inside = (g < NUM_HEADS)[:, None] & (d < HEAD_SIZE)[None, :]
-    heads = key + token * key_token_stride + g[:, None] * key_head_stride
+    heads = key + token * key_token_stride + g[:, None].to(tl.int64) * key_head_stride
     stored = tl.load(heads + d[None, :], mask=inside, other=0.0)
     if ROTARY_SIZE > 0:
         rotated = d < ROTARY_SIZE
@@ -60,7 +60,7 @@ def store_kernel(
     if FLOAT8:
         stored = float8_bits(tl.div_rn(stored.to(tl.float32), key_scale))
     tl.store(key_cache + place, stored, mask=inside)
-    heads = value + token * value_token_stride + g[:, None] * value_head_stride
+    heads = value + token * value_token_stride + g[:, None].to(tl.int64) * value_head_stride
     stored = tl.load(heads + d[None, :], mask=inside, other=0.0)
     if FLOAT8:
         stored = float8_bits(tl.div_rn(stored.to(tl.float32), value_scale))

@@ -6,18 +6,21 @@ import torch
 from torch import Tensor
 
 
-def launch(kernel: Any, programs: int, *args: Any, num_warps: int, **constants: Any) -> None:
-    """Run `programs` programs of a kernel on the device of its tensors; none is no launch."""
-    if programs == 0:
+def launch(
+    kernel: Any, grid: int | tuple[int, ...], *args: Any, num_warps: int, **constants: Any
+) -> None:
+    """Run a grid of programs of a kernel on the device of its tensors; an empty one is left out."""
+    grid = (grid,) if isinstance(grid, int) else grid
+    if 0 in grid:
         return
     # Fused multiply-adds are asked for where they are wanted, so that equal code gives equal bits.
     options = {"num_warps": num_warps, "enable_fp_fusion": False, **constants}
     device = next(tensor.device for tensor in _tensors(args))
     if device.type == "cuda":
-        with torch.cuda.device(device):
-            kernel[(programs,)](*args, **options)
+        with torch.cuda.device(device):  # Triton launches on the current one
+            kernel[grid](*args, **options)
     else:
-        kernel[(programs,)](*args, **options)
+        kernel[grid](*args, **options)
 
 
 def _tensors(args: tuple) -> list[Tensor]:

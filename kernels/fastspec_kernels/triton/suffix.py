@@ -8,6 +8,7 @@ from fastspec_kernels.triton.launch import launch
 from fastspec_kernels.triton.tiles import next_power_of_2, vector_warps
 
 _LARGEST_TILE = 2048
+_MOST_COLUMNS = 1024
 
 
 def match_suffix(
@@ -35,7 +36,7 @@ def match_suffix(
         num_tokens,
         EARLIEST=rule == "earliest_longest",
         TILE=tile,
-        COLUMNS=next_power_of_2(num_tokens),
+        COLUMNS=min(_MOST_COLUMNS, next_power_of_2(num_tokens)),
         num_warps=vector_warps(tile),
     )
     return out
@@ -67,7 +68,7 @@ def match_suffix_kernel(
         alive = (end < length).to(tl.int32)
         matched = tl.zeros([TILE], tl.int32)
         step = length * 0
-        going = (max_match > 0).to(tl.int32)
+        going = tl.where(max_match > step, 1, 0)  # the launcher makes a constant of max_match 1
         while going != 0:
             last = tl.load(text + length - 1 - step)
             compared = (alive != 0) & (end > step)
@@ -86,6 +87,7 @@ def match_suffix_kernel(
         best_end = tl.where(wins, place, best_end)
         best_matched = tl.where(wins, longest, best_matched)
         start += TILE
-    column = tl.arange(0, COLUMNS)
-    tokens = tl.load(text + best_end + column, mask=best_end + column < length, other=-1)
-    tl.store(out + b * num_tokens + column, tokens, mask=column < num_tokens)
+    for first in range(0, num_tokens, COLUMNS):
+        column = first + tl.arange(0, COLUMNS)
+        tokens = tl.load(text + best_end + column, mask=column < length - best_end, other=-1)
+        tl.store(out + b * num_tokens + column, tokens, mask=column < num_tokens)

@@ -27,6 +27,9 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 
 enum cudaLaunchAttributeID { cudaLaunchAttributeClusterDimension };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+struct cudaFuncAttributes {
+  int ptxVersion, binaryVersion;
+};
 struct cudaLaunchAttribute {
   cudaLaunchAttributeID id;
   struct {
@@ -44,6 +47,11 @@ struct cudaLaunchConfig_t {
 };
 
 inline cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
+
+inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
+  *attributes = {90, 90};
+  return cudaSuccess;
+}
 
 template <class... Params, class... Args>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Params...),

@@ -67,6 +67,10 @@ extern "C" int emulated_uniform(const UniformCall* call, const cuda::Plan*, Run*
   });
 }
 
+extern "C" bool has_clusters(const cuda::Image* image, int64_t device_major) {
+  return cuda::has_clusters(*image, device_major);
+}
+
 extern "C" void chosen_plan(const cuda::RowShape* row, int64_t rows, const cuda::Limits* limits,
                             cuda::Plan* plan) {
   *plan = cuda::choose_plan(*row, rows, *limits);

@@ -1,0 +1,60 @@
+"""Which backend serves a GPU that the CUDA extension may have no code for; no GPU is needed."""
+
+import logging
+
+import pytest
+import torch
+
+from fastspec_kernels import backend, library
+
+OLD, NEW = torch.device("cuda", 0), torch.device("cuda", 1)
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    """A process with both GPU backends and two GPUs, of which the extension has code for one."""
+    schema = torch.library.Library("fastspec", "IMPL")  # undone with the object
+    schema.impl("cuda_architectures", lambda: "8.0;9.0+PTX", "CompositeExplicitAutograd")
+    schema.impl("has_cuda_image", lambda device: device == 1, "CompositeExplicitAutograd")
+    forget = library.has_image.cache_clear
+    forget()
+    backend._say_once.cache_clear()
+    monkeypatch.setattr(library, "has_kernel", lambda op, device_type: op in backend.TRITON_OPS)
+    monkeypatch.setattr(library, "HAS_CUDA_EXTENSION", True)
+    monkeypatch.setattr(backend, "_runs_in_triton", lambda op, kind: op in backend.TRITON_OPS)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    yield
+    forget()
+    schema._destroy()
+
+
+def test_auto_goes_past_a_gpu_without_code_and_says_so_once(two_gpus, caplog):
+    with caplog.at_level(logging.WARNING):
+        assert backend.resolve("sample", "auto", NEW) == "cuda"
+        assert caplog.records == []
+        for op in ("sample", "verify_chain", "sample"):
+            assert backend.resolve(op, "auto", OLD) == "triton"
+    [record] = caplog.records
+    assert "built for 8.0;9.0+PTX, and cuda:0 has compute capability 7.5" in record.getMessage()
+    assert backend.backends_of("sample", OLD) == ("triton", "reference")
+    assert backend.backends_of("sample", NEW) == ("cuda", "triton", "reference")
+
+
+def test_by_name_it_raises_with_what_is_available(two_gpus):
+    assert backend.resolve("sample", "cuda", NEW) == "cuda"
+    message = r"^backend: 'cuda' cannot run sample on a cuda tensor: .*7\.5; available: triton, ref"
+    with pytest.raises(ValueError, match=message):
+        backend.resolve("sample", "cuda", OLD)
+    assert "compute capability 7.5" in backend.unavailable_backends()["cuda"]
+
+
+def test_to_ask_what_is_available_sets_no_gpu_up(two_gpus, monkeypatch):
+    def never(device_index):
+        raise AssertionError("asked for the code of a GPU")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(library, "has_image", never)
+    assert "cuda" in backend.available_backends()

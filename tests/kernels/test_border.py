@@ -1,0 +1,339 @@
+"""Every public op refuses what it cannot serve: a ValueError that begins with the argument's name.
+
+One table: ops, their arguments, bad values by kind of argument.
+"""
+
+import inspect
+import math
+import re
+
+import pytest
+import torch
+from torch import Tensor
+
+import fastspec_kernels
+
+from .cases import backends_of, is_slow
+
+INT32 = torch.int32
+
+
+def ints(*values) -> Tensor:
+    return torch.tensor(values, dtype=INT32)
+
+
+def paged() -> dict:
+    """Two sequences of 5 and 3 tokens, blocks of 4 slots, 2 KV heads of 8."""
+    return {
+        "query": torch.randn(3, 4, 8),
+        "key_cache": torch.randn(6, 4, 2, 8),
+        "value_cache": torch.randn(6, 4, 2, 8),
+        "block_table": ints([4, 1], [2, 0]),
+        "context_lens": ints(5, 3),
+        "cu_rows": ints(0, 2, 3),
+    }
+
+
+def row_op() -> dict:
+    parameters = {"temperature": torch.ones(3), "top_k": ints(0, 2, 5)}
+    filters = {"top_p": torch.full((3,), 0.9), "min_p": torch.zeros(3)}
+    bitmask = {"token_bitmask": torch.full((3, 2), -1, dtype=INT32)}
+    return {"logits": torch.randn(3, 40), **parameters, **filters, **bitmask}
+
+
+def verified() -> dict:
+    parameters = {name: value[:2] for name, value in row_op().items() if name != "logits"}
+    return {
+        **parameters,
+        "target_logits": torch.randn(6, 40),
+        "cu_rows": ints(0, 3, 6),
+        "token_bitmask": torch.full((6, 2), -1, dtype=INT32),
+        "draft_token_map": torch.arange(40, dtype=INT32),
+    }
+
+
+# A call of each op that gives every argument but `backend`.
+CALLS = {
+    "uniform": lambda: {
+        "seed": torch.tensor([7, 8]),
+        "position": torch.tensor([3, 4]),
+        "num": 3,
+        "stream": 1,
+    },
+    "linear": lambda: {
+        "input": torch.randn(3, 8),
+        "weight": torch.randn(4, 8),
+        "bias": torch.randn(4),
+    },
+    "rms_norm": lambda: {"input": torch.randn(3, 8), "weight": torch.ones(8), "eps": 1e-6},
+    "gated_mlp": lambda: {
+        "input": torch.randn(3, 8),
+        "gate_weight": torch.randn(16, 8),
+        "up_weight": torch.randn(16, 8),
+        "down_weight": torch.randn(8, 16),
+    },
+    "row_stats": row_op,
+    "logits_to_probs": row_op,
+    "sample": lambda: {**row_op(), "uniform_samples": torch.rand(3)},
+    "verify_chain": lambda: {
+        **verified(),
+        "draft_token_ids": ints([1, 2], [3, 4]),
+        "uniform_samples": torch.rand(2, 3),
+        "draft_logits": torch.randn(2, 2, 40),
+        "lenience": 1.0,
+        "method": "standard",
+        "draft_logsumexp": torch.full((2, 2), 4.0),
+    },
+    "verify_tree": lambda: {
+        **verified(),
+        "tree_token_ids": ints([0, 1, 2], [0, 3, 4]),
+        "parents": ints([-1, 0, 0], [-1, 0, 1]),
+        "uniform_samples": torch.rand(2, 4),
+        "sibling_rule": "with_replacement",
+        "draft_logits": torch.randn(2, 3, 40),
+    },
+    "build_tree": lambda: {"parents": ints([-1, 0, 0], [-1, 0, 1])},
+    "match_suffix": lambda: {
+        "token_ids": ints([1, 2, 1, 2, 0], [3, 3, 3, 0, 0]),
+        "lengths": ints(4, 3),
+        "min_match": 1,
+        "max_match": 3,
+        "num_tokens": 2,
+        "rule": "latest",
+    },
+    "store_kv": lambda: {
+        "key": torch.randn(3, 2, 8),
+        "value": torch.randn(3, 2, 8),
+        "key_cache": torch.zeros(6, 4, 2, 8),
+        "value_cache": torch.zeros(6, 4, 2, 8),
+        "slot_mapping": torch.tensor([0, -1, 23]),
+        "cos": torch.rand(3, 8),
+        "sin": torch.rand(3, 8),
+        "key_scale": 1.0,
+        "value_scale": 1.0,
+    },
+    "compact_kv": lambda: {
+        "key_caches": torch.randn(2, 6, 4, 2, 8),
+        "value_caches": torch.randn(2, 6, 4, 2, 8),
+        "block_table": ints([4, 1], [2, 0]),
+        "prefix_lens": ints(3, 1),
+        "path": ints([2, 3], [1, -1]),
+        "accepted_len": ints(2, 1),
+    },
+    "tree_attention": lambda: {
+        **paged(),
+        "ancestor_mask": torch.tensor([[[1], [3]], [[1], [3]]]),
+        "scale": 0.5,
+        "sliding_window": 2,
+        "softcap": 3.0,
+        "sinks": torch.zeros(4),
+        "return_logsumexp": True,
+        "key_scale": 1.0,
+        "value_scale": 1.0,
+    },
+    "cross_attention": lambda: {**paged(), "scale": 0.5, "key_scale": 1.0, "value_scale": 1.0},
+}
+OPTIONAL = {
+    name: {key for key, value in inspect.signature(op).parameters.items() if value.default is None}
+    for name in CALLS
+    for op in [getattr(fastspec_kernels, name)]
+}
+BAD_INTS = ["x", None, True, 2.0, math.nan, -1, 2**70, [1], torch.tensor(1)]
+BAD_INTS_OF = {
+    "stream": [2**32, 2**40],
+    "num": [10**12],
+    "num_tokens": [10**12],
+    "min_match": [0],
+    "max_match": [0],
+}
+BAD_FLOATS = ["x", None, True, math.nan, math.inf, -math.inf, 1j, [1.0], torch.tensor(1.0), 10**400]
+BAD_FLOATS_OF = {
+    "softcap": [-1.0],
+    "eps": [0.0, -1.0],
+    "key_scale": [0.0, -1.0, 2.0, 1e-45],
+    "value_scale": [0.0, -1.0, 2.0, 1e-45],
+    "lenience": [0.5],
+}
+BAD_STRINGS = ["typo", "", None, 1, [], torch.tensor(1)]
+BAD_BOOLS = [None, 1, 0.0, "yes", [], torch.tensor(True)]
+
+
+def bad_tensors(tensor: Tensor) -> list:
+    """What no argument of this dtype and layout may be."""
+    other = torch.float64 if tensor.is_floating_point() else torch.int16
+    nested = torch.nested.nested_tensor([tensor, tensor], layout=torch.jagged)
+    dtypes = tensor.to(other), tensor.bool(), tensor.to(torch.complex64)
+    return ["x", 1, True, tensor.tolist(), tensor.numpy(), *dtypes, tensor.to_sparse(), nested]
+
+
+def bad_values(op: str, name: str, value) -> list:
+    if name == "backend":
+        return ["gpu", "", None, 1, ["cpu"], "cuda"]
+    if isinstance(value, bool):
+        found = BAD_BOOLS
+    elif isinstance(value, int):
+        found = BAD_INTS + BAD_INTS_OF.get(name, [])
+    elif isinstance(value, float):
+        found = BAD_FLOATS + BAD_FLOATS_OF.get(name, [])
+    elif isinstance(value, str):
+        found = BAD_STRINGS
+    else:
+        found = [None, *bad_tensors(value)]
+    return [x for x in found if not (x is None and name in OPTIONAL[op])]
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_the_table_has_every_argument(op):
+    function = getattr(fastspec_kernels, op)
+    assert {*CALLS[op](), "backend"} == set(inspect.signature(function).parameters)
+    function(**CALLS[op]())
+
+
+def test_the_table_has_every_op():
+    functions = {name for name in fastspec_kernels.__all__ if name != "PAD_TOKEN_ID"}
+    answers = {"available_backends", "unavailable_backends", "cpu_instruction_set"}
+    assert set(CALLS) == functions - answers
+
+
+def answer_to(op: str, arguments: dict) -> str:
+    """What a call ends in."""
+    try:
+        getattr(fastspec_kernels, op)(**arguments)
+    except ValueError as error:
+        return str(error)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_bad_values_are_refused_by_name(op):
+    good = CALLS[op]()
+    wrong = []
+    for name, value in {**good, "backend": "auto"}.items():
+        for bad in bad_values(op, name, value):
+            for backend in backends_of(op):
+                answer = answer_to(op, {**good, "backend": backend, name: bad})
+                if not re.match(rf"{name}\b.*(:| got )", answer):
+                    wrong.append(f"{backend} {name}={bad!r:.40}: {answer:.80}")
+    assert wrong == []
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_tensors_on_another_device_are_refused(op):
+    """By the name of the first tensor that is not where the others are."""
+    good = CALLS[op]()
+    names = [name for name, value in good.items() if isinstance(value, Tensor)]
+    for name in names if len(names) > 1 else []:
+        for backend in backends_of(op):
+            answer = answer_to(op, {**good, "backend": backend, name: good[name].to("meta")})
+            assert re.match(rf"({'|'.join(names)}): .*(meta|cpu)", answer), answer
+
+
+class Labelled(Tensor):
+    """A subclass that adds nothing."""
+
+
+VARIETIES = {
+    "requires_grad": lambda tensor: tensor.requires_grad_(tensor.is_floating_point()),
+    "parameter": lambda tensor: torch.nn.Parameter(tensor, tensor.is_floating_point()),
+    "subclass": lambda tensor: tensor.as_subclass(Labelled),
+    "with gaps": lambda tensor: torch.cat([tensor, tensor])[: len(tensor)],
+}
+
+
+def results_of(op: str, backend: str, variety=None) -> list[Tensor]:
+    """Outputs, and the caches that an op writes to."""
+    torch.manual_seed(1)
+    arguments = CALLS[op]()
+    if variety:
+        for name, value in arguments.items():
+            if isinstance(value, Tensor):
+                arguments[name] = variety(value)
+    out = getattr(fastspec_kernels, op)(**arguments, backend=backend)
+    outputs = out if isinstance(out, tuple) else () if out is None else (out,)
+    caches = [value for name, value in arguments.items() if "_cache" in name]
+    return [tensor.detach().as_subclass(Tensor) for tensor in (*outputs, *caches)]
+
+
+def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
+    assert len(found) == len(expected)
+    for left, right in zip(found, expected, strict=True):
+        assert torch.equal(left, right)
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_whatever_kind_of_dense_tensor_is_served(op):
+    """Gradients are not recorded, and change nothing."""
+    for backend in filter(lambda name: not is_slow(name), backends_of(op)):
+        expected = results_of(op, backend)
+        for variety in VARIETIES.values():
+            assert_same(results_of(op, backend, variety), expected)
+        with torch.inference_mode():
+            assert_same(results_of(op, backend), expected)
+
+
+def cut(*names: str, rows: int = 0) -> dict:
+    """Changes that leave `rows` of the first dimension of these arguments."""
+    return {name: lambda value: value[:rows] for name in names}
+
+
+NO_BOUNDS = {"cu_rows": lambda value: value[:1]}
+PARAMETERS = ("temperature", "top_k", "top_p", "min_p")
+TREE = ("tree_token_ids", "parents", "uniform_samples", "draft_logits", *PARAMETERS)
+CHAIN = ("draft_token_ids", "uniform_samples", "draft_logits", "draft_logsumexp", *PARAMETERS)
+NO_QUERIES = {**cut("query"), "cu_rows": lambda value: value * 0}
+EMPTY = [
+    ("uniform", cut("seed", "position")),
+    ("uniform", {"num": lambda value: 0}),
+    ("linear", cut("input")),
+    ("linear", cut("weight", "bias")),
+    ("rms_norm", cut("input")),
+    ("gated_mlp", cut("input")),
+    ("row_stats", cut("logits", "token_bitmask", *PARAMETERS)),
+    ("logits_to_probs", cut("logits", "token_bitmask", *PARAMETERS)),
+    ("sample", cut("logits", "token_bitmask", "uniform_samples", *PARAMETERS)),
+    ("verify_chain", {**cut(*CHAIN), **NO_BOUNDS}),
+    (
+        "verify_chain",
+        {
+            **dict.fromkeys(("draft_token_ids", "draft_logits"), lambda value: value[:, :0]),
+            "draft_logsumexp": lambda value: value[:, :0],
+            "uniform_samples": lambda value: value[:, :1],
+        },
+    ),
+    ("verify_tree", {**cut(*TREE), **NO_BOUNDS}),
+    ("build_tree", cut("parents")),
+    ("build_tree", {"parents": lambda value: value[:, :0]}),
+    ("match_suffix", cut("token_ids", "lengths")),
+    ("match_suffix", {"num_tokens": lambda value: 0}),
+    (
+        "match_suffix",
+        {"token_ids": lambda value: value[:, :0], "lengths": lambda value: value * 0},
+    ),
+    ("store_kv", cut("key", "value", "slot_mapping", "cos", "sin")),
+    ("compact_kv", cut("block_table", "prefix_lens", "path", "accepted_len")),
+    ("compact_kv", {"path": lambda value: value[:, :0], "accepted_len": lambda value: value * 0}),
+    ("compact_kv", cut("key_caches", "value_caches")),
+    ("tree_attention", NO_QUERIES),
+    (
+        "tree_attention",
+        {**NO_QUERIES, **NO_BOUNDS, **cut("block_table", "context_lens", "ancestor_mask")},
+    ),
+    ("cross_attention", NO_QUERIES),
+    ("cross_attention", {**NO_QUERIES, **NO_BOUNDS, **cut("block_table", "context_lens")}),
+]
+
+
+@pytest.mark.parametrize(("op", "changes"), EMPTY)
+def test_nothing_to_do_is_no_error(op, changes):
+    found = {}
+    for backend in backends_of(op):
+        torch.manual_seed(1)
+        arguments = CALLS[op]()
+        for name, change in changes.items():
+            arguments[name] = change(arguments[name])
+        out = getattr(fastspec_kernels, op)(**arguments, backend=backend)
+        outputs = out if isinstance(out, tuple) else () if out is None else (out,)
+        found[backend] = [(tensor.shape, tensor.dtype) for tensor in outputs]
+    assert all(shapes == found["reference"] for shapes in found.values()), found
