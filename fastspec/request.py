@@ -51,6 +51,8 @@ class Request:
         num_cached: leading tokens whose target keys and values are in the cache.
         max_len: length of token_ids at which it ends.
         encoder_input: the prompt of an encoder-decoder.
+        rereads_above: length above which its model reads the text anew, see `RotaryLengths`.
+        rotary_len: length of the text when it was last read from its start.
         schedule_state: what the schedule of draft lengths remembers of it.
     """
 
@@ -62,7 +64,9 @@ class Request:
     max_len: int
     detokenizer: Detokenizer | None
     encoder_input: EncoderInput | None = None
+    rereads_above: int | None = None
     num_prompt_tokens: int = 0
+    rotary_len: int = 0
     block_table: list[int] = field(default_factory=list)
     contents: list[Content] = field(default_factory=list)
     num_cached: int = 0
@@ -73,7 +77,7 @@ class Request:
     schedule_state: Any = None
 
     def __post_init__(self):
-        self.num_prompt_tokens = len(self.token_ids)
+        self.num_prompt_tokens = self.rotary_len = len(self.token_ids)
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -84,8 +88,20 @@ class Request:
 
     @property
     def room(self) -> int:
-        """Drafts that can be accepted in one step: the token after them has to fit too."""
-        return self.max_len - len(self.token_ids) - 1
+        """Drafts that can be accepted in one step: the token after them has to fit too.
+
+        None are judged beyond the length at which the text is read anew, before it is.
+        """
+        length, most = len(self.token_ids), self.max_len - 1
+        if self.rereads_above is not None and length <= self.rereads_above:
+            most = min(most, self.rereads_above)
+        return most - length
+
+    @property
+    def must_be_reread(self) -> bool:
+        """Whether the text has grown beyond that length since it was read."""
+        limit = self.rereads_above
+        return limit is not None and self.rotary_len <= limit < len(self.token_ids)
 
     def append(
         self, token_id: int, source: str, drafter: str | None, logprob: float | None

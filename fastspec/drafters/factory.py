@@ -24,7 +24,6 @@ from fastspec.glide import is_glide, load_glide
 from fastspec.models.encoder_decoder import paged_model_of
 from fastspec.models.loading import bigram_beside, check_same_tokenizer, load_model, load_tokenizer
 from fastspec.models.paged_model import PagedModel
-from fastspec.models.twin import compile_modules
 from fastspec.runner import ModelRunner
 
 ModelSource = str | Path | PreTrainedModel
@@ -120,10 +119,7 @@ class DrafterFactory:
         return DrafterPlan([model], build)
 
     def _glide(self, source: ModelSource) -> DrafterPlan:
-        config = self._config
-        model = PagedModel(load_glide(source, config), config.backend, config.kv_cache_dtype)
-        if self._config.compile_modules:
-            compile_modules(model.model)
+        model = paged_model_of(load_glide(source, self._config), self._config)
         probabilistic = self._spec.draft_sample_method == "probabilistic"
         chunk_size = self._config.prefill_chunk_size
 

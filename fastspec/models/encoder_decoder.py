@@ -42,6 +42,14 @@ def paged_model_of(model: PreTrainedModel, config: EngineConfig) -> PagedModel:
         )
     kind = EncoderDecoderModel if is_encoder_decoder else PagedModel
     paged_model = kind(model, config.backend, config.kv_cache_dtype)
+    limit = paged_model.rotary.limit if paged_model.rotary else None
+    most = config.max_model_len or paged_model.max_positions
+    if config.prefix_caching and limit is not None and (most is None or most > limit):
+        raise ValueError(
+            f"prefix_caching: {paged_model.name} rotates the keys of texts above {limit} tokens by"
+            " other factors, so long and short ones cannot share them; a max_model_len of"
+            f" {limit} would do"
+        )
     if config.compile_modules:
         compile_modules(paged_model.model)
     return paged_model
