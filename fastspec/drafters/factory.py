@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -67,6 +68,8 @@ class DrafterFactory:
             ValueError: a drafter that is missing, not wanted, or cannot be loaded.
         """
         method = self._spec.method
+        if drafter is not None:
+            _check_type(drafter)
         if method == "none":
             return None
         if method in ("prompt_lookup", "mag", "ngram"):
@@ -91,6 +94,7 @@ class DrafterFactory:
         A folder or hub id is read as a GLIDE model if that is wanted, or its configuration says so.
         Either drafts trees if the options ask for them.
         """
+        _check_type(drafter)
         plan = self._draft_plan(drafter, wants_glide)
 
         def build(target: ModelRunner | None, block_manager: BlockManager) -> Drafter:
@@ -196,6 +200,22 @@ class DrafterFactory:
         num_blocks, block_size = block_manager.num_blocks, block_manager.block_size
         chunk_size, cuda_graphs = self._config.prefill_chunk_size, self._config.cuda_graphs
         return ModelRunner(model, num_blocks, block_size, chunk_size, cuda_graphs)
+
+
+def _check_type(drafter: Any) -> None:
+    one = (str, Path, PreTrainedModel, Drafter)
+    parts = drafter if isinstance(drafter, (list, tuple)) else [drafter]
+    for part in parts:
+        if isinstance(part, PreTrainedTokenizerBase):
+            raise ValueError(
+                "drafter: got a tokenizer; the second argument is the drafter, and tokenizer= takes"
+                " the tokenizer"
+            )
+        if not isinstance(part, one):
+            raise ValueError(
+                "drafter: expected a path, a hub id, a PreTrainedModel, a Drafter, or several in a"
+                f" list, got {type(part).__name__}"
+            )
 
 
 def _as_list(drafter: DrafterSource) -> list[DraftSource]:

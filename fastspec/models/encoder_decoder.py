@@ -56,8 +56,12 @@ def paged_model_of(model: PreTrainedModel, config: EngineConfig) -> PagedModel:
 
 
 def check_same_kind(target: PagedModel, models: list[PagedModel]) -> None:
-    """Refuse models that read prompts in another way than the target does."""
+    """Refuse models that read prompts in another way than the target does, or elsewhere."""
     for model in models:
+        if model.device != target.device:
+            raise ValueError(
+                f"drafter: {model.name} is on {model.device}, and the target on {target.device}"
+            )
         if (model.decoder_start_id is None) != (target.decoder_start_id is None):
             raise ValueError(
                 f"drafter: {_kind(model)} cannot draft for {_kind(target)}: both must be decoders,"

@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
+from fastspec.models.loading import float_dtypes
 from fastspec.models.rotary import RotaryLengths
 from fastspec.models.twin import twin_of, use_few_row_kernels
 from fastspec.request import EncoderInput, Request
@@ -151,7 +152,10 @@ def paged_attention(
     """
     name = type(module).__name__
     if paged_step is None:
-        raise ValueError(f"{name}: attention {ATTENTION_NAME!r} only runs inside a fastspec engine")
+        raise ValueError(
+            f"{name}: its model hands no keyword arguments on to its attention, which could not"
+            " learn where the pages are: not supported"
+        )
     if attention_mask is not None or kwargs.get("position_bias") is not None:
         raise ValueError(f"{name}: builds its own attention mask or bias, which is not supported")
     if kwargs.get("is_causal") is False:
@@ -306,7 +310,13 @@ class PagedModel:
             spans=[Span([0], 0, 1, EncoderInput([0]))],
             calls=calls,
         )
-        self.forward(zero, zero, zero, step)
+        try:
+            self.forward(zero, zero, zero, step)
+        except (ValueError, RuntimeError) as error:
+            if len(dtypes := float_dtypes(self.model)) == 1:
+                raise
+            mixed = f"{self.name}: has weights in {' and '.join(dtypes)}"
+            raise ValueError(f"{mixed}, which do not run together: {error}") from error
         self._check_calls(calls)
         return {call.layer: (call.key_heads, call.value_heads) for call in calls}
 

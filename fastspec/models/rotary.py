@@ -4,7 +4,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 if TYPE_CHECKING:
@@ -53,12 +53,12 @@ class RotaryLengths:
             sequences = torch.searchsorted(step.cu_rows[1:], tokens, right=True)
             self._reach = torch.maximum(self._reach, step.prompt_lens[sequences])
 
-    def _adapt(self, module: nn.Module) -> list[int]:
+    def _adapt(self, module: Any) -> list[int]:
         """Replace what depends on the pass; the lengths above which it takes long factors."""
         kinds = getattr(module, "rope_type", None)
         by_layer_type = isinstance(kinds, dict)
-        names = dict(kinds) if by_layer_type else {None: kinds}
-        limits = {}
+        names: dict[str | None, Any] = dict(kinds) if by_layer_type else {None: kinds}
+        limits: dict[str | None, int] = {}
         for layer_type, kind in names.items():
             if isinstance(kind, str) and "dynamic" in kind:
                 prefix = f"{layer_type}_" if by_layer_type else ""
@@ -105,11 +105,11 @@ class RotaryLengths:
         return tuple(torch.where(is_long, after[..., :-1, :], before) for before, after in pairs)
 
 
-def _device(module: nn.Module, prefix: str) -> torch.device:
+def _device(module: Any, prefix: str) -> torch.device:
     return getattr(module, f"{prefix}inv_freq").device
 
 
-def _generate_rereads(model: PreTrainedModel) -> bool:
+def _generate_rereads(model: Any) -> bool:
     """Whether `generate` drops the cache at original_max_position_embeddings, as Phi3's does."""
     name = "original_max_position_embeddings"
     code = type(model).prepare_inputs_for_generation.__code__

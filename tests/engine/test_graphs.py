@@ -115,7 +115,7 @@ def test_padded_layout():
     padded = layout.padded(PassShape(4, 6, 4, 3), 2)
     assert padded.wide() == [5, 6, 0, 0, 0, 0, 33, 34, 4, -1, -1, -1, 1, 2, 0, 0]
     tables = [3, 8, -1, 1, -1, -1, 0, 0, 0, 0, 0, 0]
-    assert padded.narrow() == [7, 1, 2, 1, 0, 2, 3, 5, 6, *tables]
+    assert padded.narrow() == [7, 1, 2, 1, 0, 2, 3, 5, 6, 0, 4, 0, 0, *tables]
     assert len(padded.wide()) == padded.shape.wide_size
     assert len(padded.narrow()) == padded.shape.narrow_size
     with pytest.raises(ValueError, match=r"^most_tokens: 1 of 3"):
