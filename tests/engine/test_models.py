@@ -107,13 +107,13 @@ def test_refused_architectures(config, message):
 
 @pytest.mark.parametrize("role", ["target", "drafter"])
 def test_dtype_and_device_of_loaded_models(role):
-    model, other = random_model("llama"), random_model("llama").to(torch.bfloat16)
+    model, other = random_model("llama"), cast(Any, random_model("llama")).to(torch.bfloat16)
     models = (other, None) if role == "target" else (model, other)
     message = refusal(*models, config=EngineConfig(dtype="float32"))
     assert message.startswith(f"dtype: 'float32', but the {role}, a loaded LlamaForCausalLM, is in")
     assert "bfloat16" in message
     assert Engine(other, config=EngineConfig(dtype="bfloat16")).device.type == "cpu"
-    away = random_model("llama").to("meta")
+    away = cast(Any, random_model("llama")).to("meta")
     models = (away, None) if role == "target" else (model, away)
     message = refusal(*models, config=EngineConfig(device="cpu"))
     assert message.startswith(f"device: 'cpu', but the {role}, a loaded LlamaForCausalLM, is on m")

@@ -7,8 +7,11 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config, PhimoeConfig
 
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
+from fastspec.models.graphs import GraphedForward
 
 from ..models import EOS_ID, VOCAB_SIZE, perturbed, random_model
+from .glide_models import random_glide
+from .test_graphs import CountingCapture
 from .test_greedy import hugging_face_greedy
 
 LIMIT = 24  # original_max_position_embeddings
@@ -31,7 +34,11 @@ _LONGROPE: dict[str, Any] = {
 
 
 def config_of(kind):
-    sizes = {**_SIZES, "pad_token_id": None, "original_max_position_embeddings": LIMIT}
+    sizes: dict[str, Any] = {
+        **_SIZES,
+        "pad_token_id": None,
+        "original_max_position_embeddings": LIMIT,
+    }
     if kind == "phi3":
         return Phi3Config(**sizes, rope_parameters=dict(_LONGROPE))
     if kind == "phimoe":
@@ -106,6 +113,22 @@ def test_preemption(case):
     config = EngineConfig(block_size=4, num_blocks=24, prefill_chunk_size=9)
     engine = Engine(model, perturbed(model, 0.02), config=config)
     assert texts(engine) == expected
+
+
+def test_padded_passes(case):
+    model, expected = case
+    engine = Engine(model, perturbed(model, 0.02), config=EngineConfig(block_size=4))
+    runner, capture = engine._runner, CountingCapture()
+    runner.graphs = GraphedForward(runner.paged_model, runner.caches, 4, capture, True)
+    assert texts(engine) == expected
+    assert capture.num_captured
+
+
+def test_glide_drafts_with_such_embeddings():
+    model = build("llama")
+    draft = random_glide(model, head_dim=16, rope_parameters=dict(_LONGROPE))
+    expected = [hugging_face_greedy(model, prompt, NEW) for prompt in PROMPTS]
+    assert texts(Engine(model, draft, spec=SpecConfig("glide"))) == expected
 
 
 def test_sampled_text_does_not_depend_on_the_batch(case):
