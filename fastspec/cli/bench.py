@@ -16,7 +16,7 @@ from fastspec.cli.display import number, progress_bar
 from fastspec.cli.errors import check_can_write, drafting_method, usage_errors
 from fastspec.cli.prompts import bundled_prompts, named_prompts
 from fastspec.config import EngineConfig, SpecConfig
-from fastspec.drafters.glide import load_glide
+from fastspec.drafters.glide.drafter import load_glide
 from fastspec.models.loading import bigram_beside, check_same_tokenizer, load_model, load_tokenizer
 from fastspec.tools.bench import (
     ACCEPTANCE,

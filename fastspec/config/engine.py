@@ -17,7 +17,9 @@ class EngineConfig:
 
     Args:
         dtype: "auto" (float32 on CPU, else the checkpoint's), "float32", "bfloat16" or "float16".
-        device: "auto" (cuda when there is one), "cpu", "cuda", "cuda:1", ...
+            A model that is passed loaded stays what it is: "auto" takes that, another is refused.
+        device: "auto" (cuda when there is one), "cpu", "cuda", "cuda:1", ... For a model that is
+            passed loaded the same holds.
         block_size: tokens in one block of the cache.
         num_blocks: blocks in the cache; None derives it from kv_cache_memory.
         kv_cache_memory: bytes of all KV caches together; None = 1 GiB on CPU, half the free memory

@@ -44,7 +44,9 @@ class Request:
         stop_ids: a token of these ends the text.
         max_len: length of token_ids at which it ends.
         encoder_input: the prompt of an encoder-decoder.
+        rereads_above: length above which its model reads the text anew, see `RotaryLengths`.
         num_prompt_tokens: leading token_ids that were given.
+        rotary_len: length of the text when it was last read from its start.
         block_table: its blocks, the same in the target's and the drafter's cache.
         num_cached: leading tokens whose target keys and values are in the cache.
     """
@@ -56,21 +58,42 @@ class Request:
     stop_ids: frozenset[int]
     max_len: int
     encoder_input: EncoderInput | None = None
+    rereads_above: int | None = None
     num_prompt_tokens: int = field(init=False)
+    rotary_len: int = field(init=False)
     block_table: list[int] = field(default_factory=list)
     num_cached: int = 0
 
     def __post_init__(self):
-        self.num_prompt_tokens = len(self.token_ids)
+        self.num_prompt_tokens = self.rotary_len = len(self.token_ids)
 
     @property
     def room(self) -> int:
-        """Drafts that can be accepted in one step: the token after them has to fit too."""
-        return self.max_len - len(self.token_ids) - 1
+        """Drafts that can be accepted in one step: the token after them has to fit too.
+
+        None are judged beyond the length at which the text is read anew, before it is.
+        """
+        length, most = len(self.token_ids), self.max_len - 1
+        if self.rereads_above is not None and length <= self.rereads_above:
+            most = min(most, self.rereads_above)
+        return most - length
+
+    @property
+    def must_be_reread(self) -> bool:
+        """Whether the text has grown beyond that length since it was read."""
+        limit = self.rereads_above
+        return limit is not None and self.rotary_len <= limit < len(self.token_ids)
 
     def span(self, start: int, count: int) -> Span:
         """Tokens of it, for a forward pass."""
-        return Span(self.block_table, start, count, self.encoder_input, self.num_cached)
+        return Span(
+            self.block_table,
+            start,
+            count,
+            self.encoder_input,
+            self.num_cached,
+            self.rotary_len,
+        )
 
 
 class Blocks(Protocol):

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -18,7 +19,7 @@ from fastspec.drafters.base import Blocks
 from fastspec.drafters.bigram_table import load_bigram
 from fastspec.drafters.cascade.drafter import CascadeDrafter
 from fastspec.drafters.cascade.levels import CopyingLevel, Level, ModelLevel
-from fastspec.drafters.glide import is_glide, load_glide
+from fastspec.drafters.glide.drafter import is_glide, load_glide
 from fastspec.drafters.ngram import NgramDrafter
 from fastspec.drafters.tree.factory import as_trees
 from fastspec.models.encoder_decoder import paged_model_of
@@ -68,6 +69,8 @@ class DrafterFactory:
             ValueError: a drafter that is missing, not wanted, or cannot be loaded.
         """
         method = self._spec.method
+        if drafter is not None:
+            _check_type(drafter)
         if method == "none":
             return None
         if method in ("prompt_lookup", "mag", "ngram"):
@@ -92,6 +95,7 @@ class DrafterFactory:
         A folder or hub id is read as a GLIDE model if that is wanted, or its configuration says so.
         Either drafts trees if the options ask for them.
         """
+        _check_type(drafter)
         plan = self._draft_plan(drafter, wants_glide)
 
         def build(target: ModelRunner | None, block_manager: Blocks) -> Drafter:
@@ -120,10 +124,7 @@ class DrafterFactory:
         return DrafterPlan([model], build)
 
     def _glide(self, source: ModelSource) -> DrafterPlan:
-        config = self._config
-        model = PagedModel(load_glide(source, config), config.backend, config.kv_cache_dtype)
-        if self._config.compile_modules:
-            compile_modules(model.model)
+        model = paged_model_of(load_glide(source, self._config), self._config)
         probabilistic = self._spec.draft_sample_method == "probabilistic"
         chunk_size = self._config.prefill_chunk_size
 
@@ -200,6 +201,22 @@ class DrafterFactory:
         num_blocks, block_size = block_manager.num_blocks, block_manager.block_size
         chunk_size, cuda_graphs = self._config.prefill_chunk_size, self._config.cuda_graphs
         return ModelRunner(model, num_blocks, block_size, chunk_size, cuda_graphs)
+
+
+def _check_type(drafter: Any) -> None:
+    one = (str, Path, PreTrainedModel, Drafter)
+    parts = drafter if isinstance(drafter, (list, tuple)) else [drafter]
+    for part in parts:
+        if isinstance(part, PreTrainedTokenizerBase):
+            raise ValueError(
+                "drafter: got a tokenizer; the second argument is the drafter, and tokenizer= takes"
+                " the tokenizer"
+            )
+        if not isinstance(part, one):
+            raise ValueError(
+                "drafter: expected a path, a hub id, a PreTrainedModel, a Drafter, or several in a"
+                f" list, got {type(part).__name__}"
+            )
 
 
 def _as_list(drafter: DrafterSource) -> list[DraftSource]:

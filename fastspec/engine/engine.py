@@ -83,6 +83,7 @@ class Engine:
             eos_token_ids(model, tokenizer),
             target_model.decoder_start_id,
             config.prompt_template,
+            target_model.rotary.rereads_above if target_model.rotary else None,
         )
         self._drafter_factory = DrafterFactory(spec, config, tokenizer, target_model.vocab_size)
         plan = self._drafter_factory.plan(target, drafter)

@@ -19,7 +19,8 @@ class RequestFactory:
     """Builds requests for one target, with its tokenizer, vocabulary, length limit and eos ids.
 
     With the id that its decoder starts with, the target is an encoder-decoder, whose encoder reads
-    the prompts. A template holds {input_text} where a text prompt goes.
+    the prompts. A template holds {input_text} where a text prompt goes. Above `rereads_above`
+    tokens the target reads a text anew.
     """
 
     def __init__(
@@ -30,6 +31,7 @@ class RequestFactory:
         eos_ids: frozenset[int],
         decoder_start_id: int | None = None,
         prompt_template: str | None = None,
+        rereads_above: int | None = None,
     ):
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
@@ -37,6 +39,7 @@ class RequestFactory:
         self._eos_ids = eos_ids
         self._decoder_start_id = decoder_start_id
         self._prompt_template = prompt_template
+        self._rereads_above = rereads_above
         self._encoder_inputs: WeakValueDictionary[tuple[int, ...], EncoderInput] = (
             WeakValueDictionary()
         )
@@ -72,6 +75,7 @@ class RequestFactory:
             if self._tokenizer
             else None,
             encoder_input=encoder_input,
+            rereads_above=self._rereads_above,
         )
 
     def _encoder_input(self, token_ids: list[int]) -> EncoderInput:

@@ -11,7 +11,8 @@ class Scheduler:
     """First come, first served; when blocks run out the youngest request waits and is read again.
 
     Invariant: any one request fits the whole cache, so the oldest always makes progress. A request
-    that waits again finds its own blocks later, as far as prefix caching has kept them.
+    that waits again finds its own blocks later, as far as prefix caching has kept them. A request
+    whose model reads it anew at some length waits for that, too, before all others.
     """
 
     def __init__(self, block_manager: BlockManager, max_batch_size: int):
@@ -52,7 +53,9 @@ class Scheduler:
             if self.block_manager.reserve(request.block_table, length):
                 scheduled += 1
             else:
-                preempted.append(self._preempt_youngest())
+                preempted.append(self._preempt(self.running[-1]))
+        for request in [r for r in reversed(self.running) if r.must_be_reread]:
+            preempted.append(self._preempt(request))
         return preempted
 
     def admit(self, num_draft_tokens: int, num_nodes: int = 0) -> list[EngineRequest]:
@@ -103,8 +106,10 @@ class Scheduler:
             return min(len(request.token_ids) + num_nodes, capacity)
         return min(len(request.token_ids) + num_draft_tokens, request.max_len)
 
-    def _preempt_youngest(self) -> EngineRequest:
-        request = self.running.pop()
+    def _preempt(self, request: EngineRequest) -> EngineRequest:
+        if request.must_be_reread:
+            request.rotary_len = len(request.token_ids)
+        self.running.remove(request)
         self.block_manager.publish(request)
         self.block_manager.release(request)
         self._waiting.appendleft(request)

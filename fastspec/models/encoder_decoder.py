@@ -47,14 +47,26 @@ def paged_model_of(model: PreTrainedModel, config: EngineConfig) -> PagedModel:
         )
     kind = EncoderDecoderModel if is_encoder_decoder else PagedModel
     paged_model = kind(model, config.backend, config.kv_cache_dtype)
+    limit = paged_model.rotary.limit if paged_model.rotary else None
+    most = config.max_model_len or paged_model.max_positions
+    if config.prefix_caching and limit is not None and (most is None or most > limit):
+        raise ValueError(
+            f"prefix_caching: {paged_model.name} rotates the keys of texts above {limit} tokens by"
+            " other factors, so long and short ones cannot share them; a max_model_len of"
+            f" {limit} would do"
+        )
     if config.compile_modules:
         compile_modules(paged_model.model)
     return paged_model
 
 
 def check_same_kind(target: PagedModel, models: list[PagedModel]) -> None:
-    """Refuse models that read prompts in another way than the target does."""
+    """Refuse models that read prompts in another way than the target does, or elsewhere."""
     for model in models:
+        if model.device != target.device:
+            raise ValueError(
+                f"drafter: {model.name} is on {model.device}, and the target on {target.device}"
+            )
         if (model.decoder_start_id is None) != (target.decoder_start_id is None):
             raise ValueError(
                 f"drafter: {_kind(model)} cannot draft for {_kind(target)}: both must be decoders,"

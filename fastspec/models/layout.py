@@ -24,8 +24,8 @@ class PassShape(NamedTuple):
 
     @property
     def narrow_size(self) -> int:
-        """Entries of the int32 buffer: context lengths, prefix sums of rows, block tables."""
-        return 2 * self.batch + 1 + self.batch * self.width
+        """Entries of the int32 buffer: context lengths, prefix sums, prompt lengths, tables."""
+        return 3 * self.batch + 1 + self.batch * self.width
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class PassLayout:
         rows: [R] whose logits are kept; empty where those of all are.
         counts: [B] tokens of each sequence.
         context_lens: [B] tokens in the cache, those of this pass included.
+        prompt_lens: [B] see `RotaryLengths`.
         tables: [B] rows of M block ids.
     """
 
@@ -46,6 +47,7 @@ class PassLayout:
     rows: list[int]
     counts: list[int]
     context_lens: list[int]
+    prompt_lens: list[int]
     tables: list[list[int]]
 
     @classmethod
@@ -58,8 +60,9 @@ class PassLayout:
             slots += [table[t // block_size] * block_size + t % block_size for t in tokens]
         counts = [span.count for span in spans]
         context_lens = [span.start + span.count for span in spans]
+        prompt_lens = [span.prompt_len for span in spans]
         tables = block_tables(spans, block_size)
-        return cls(positions, slots, rows, counts, context_lens, tables)
+        return cls(positions, slots, rows, counts, context_lens, prompt_lens, tables)
 
     @property
     def shape(self) -> PassShape:
@@ -87,6 +90,7 @@ class PassLayout:
             self.rows + [0] * (shape.num_rows - len(self.rows)),
             self.counts + added,
             self.context_lens + added,
+            self.prompt_lens + [0] * len(added),
             tables + [[0] * shape.width for _ in added],
         )
 
@@ -97,7 +101,8 @@ class PassLayout:
     def narrow(self) -> list[int]:
         """Values of the int32 buffer."""
         cu_rows = accumulate(self.counts, initial=0)
-        return [*self.context_lens, *cu_rows, *(block for table in self.tables for block in table)]
+        blocks = (block for table in self.tables for block in table)
+        return [*self.context_lens, *cu_rows, *self.prompt_lens, *blocks]
 
 
 class DevicePass(NamedTuple):
@@ -115,11 +120,12 @@ def device_pass(
     batch, num_tokens = shape.batch, shape.num_tokens
     step = PagedStep(
         caches=caches,
-        block_table=narrow[2 * batch + 1 :].view(batch, shape.width),
+        block_table=narrow[3 * batch + 1 :].view(batch, shape.width),
         context_lens=narrow[:batch],
         cu_rows=narrow[batch : 2 * batch + 1],
         slot_mapping=wide[num_tokens : 2 * num_tokens],
         backend=backend,
+        prompt_lens=narrow[2 * batch + 1 : 3 * batch + 1],
     )
     return DevicePass(wide[:num_tokens], wide[2 * num_tokens :], step)
 

@@ -3,9 +3,13 @@
 from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, cast
 
 import torch
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -24,6 +28,7 @@ BUNDLED = {
     "tiny-draft": ASSETS / "tiny-draft",
     "tiny-glide": ASSETS / "tiny-glide",
 }
+_LOADING_ERRORS = (OSError, ValueError, KeyError)
 
 
 def resolve_device(config: EngineConfig) -> torch.device:
@@ -43,7 +48,11 @@ def _language_model(path: str | Path, dtype: str) -> Any:
     """A decoder or an encoder-decoder, as its configuration says."""
     config = AutoConfig.from_pretrained(path)
     loader = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    return loader.from_pretrained(path, dtype=dtype)
+    loaded = loader.from_pretrained(path, dtype=dtype, output_loading_info=True)
+    model, report = cast(Any, loaded)
+    if missing := sorted(report["missing_keys"]):
+        raise ValueError(f"{len(missing)} weights lack, as {missing[0]}")
+    return model
 
 
 def load_model(
@@ -52,8 +61,14 @@ def load_model(
     config: EngineConfig,
     from_pretrained: Callable[..., Any] = _language_model,
 ) -> PreTrainedModel:
-    """A language model on the device; `field` names the argument in errors."""
+    """A language model on the device; `field` names the argument in errors.
+
+    Raises:
+        ValueError: it cannot be loaded, or is loaded already with another dtype or device than the
+            config asks for.
+    """
     if isinstance(source, PreTrainedModel):
+        _check_loaded(field, source, config)
         return source
     device = resolve_device(config)
     dtype = config.dtype
@@ -62,7 +77,7 @@ def load_model(
     path = _existing_path(field, source)
     try:
         model = from_pretrained(path, dtype=dtype)
-    except (OSError, ValueError, KeyError) as error:
+    except (*_LOADING_ERRORS, SafetensorError, UnpicklingError, RuntimeError) as error:
         raise _not_loaded(field, "", source, error) from error
     return cast(PreTrainedModel, model).to(device)  # pyright: ignore[reportArgumentType]
 
@@ -72,7 +87,7 @@ def load_tokenizer(field: str, source: str | Path) -> PreTrainedTokenizerBase:
     path = _existing_path(field, source)
     try:
         return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
+    except _LOADING_ERRORS as error:
         raise _not_loaded(field, "the tokenizer of ", source, error) from error
 
 
@@ -81,7 +96,7 @@ def load_config(field: str, source: str | Path) -> PreTrainedConfig:
     path = _existing_path(field, source)
     try:
         return AutoConfig.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
+    except _LOADING_ERRORS as error:
         raise _not_loaded(field, "the configuration of ", source, error) from error
 
 
@@ -117,6 +132,12 @@ def check_same_tokenizer(
     )
 
 
+def float_dtypes(model: PreTrainedModel) -> list[str]:
+    """Names of the floating-point types that a model's weights are in."""
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    return sorted(str(d).removeprefix("torch.") for d in dtypes if d.is_floating_point)
+
+
 def eos_token_ids(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
 ) -> frozenset[int]:
@@ -128,16 +149,50 @@ def eos_token_ids(
     return frozenset()
 
 
+def _check_loaded(field: str, model: PreTrainedModel, config: EngineConfig) -> None:
+    """Refuse a loaded model that is not what the config asks for: it is the user's to convert."""
+    name, dtypes = type(model).__name__, float_dtypes(model)
+    if config.dtype != "auto" and dtypes != [config.dtype]:
+        raise ValueError(
+            f"dtype: {config.dtype!r}, but the {field}, a loaded {name}, is in {', '.join(dtypes)};"
+            " convert it, or pass 'auto'"
+        )
+    if config.device == "auto":
+        return
+    device = torch.empty(0, device=resolve_device(config)).device
+    if model.device != device:
+        raise ValueError(
+            f"device: {config.device!r}, but the {field}, a loaded {name}, is on {model.device};"
+            " move it, or pass 'auto'"
+        )
+
+
 def _existing_path(field: str, source: str | Path) -> str | Path:
     """The bundled folder of a bundled name; a path must exist, anything else may be a hub id."""
+    if not isinstance(source, (str, Path)):
+        raise ValueError(
+            f"{field}: expected a path, a hub id or a PreTrainedModel, got {type(source).__name__}"
+        )
     if folder := BUNDLED.get(str(source)):
         if not folder.is_dir():
             raise ValueError(f"{field}: {str(source)!r} is not in this copy of fastspec")
         return folder
-    looks_local = isinstance(source, Path) or str(source).startswith((".", "/", "~"))
-    if looks_local and not Path(source).expanduser().is_dir():
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.is_file():
+        raise ValueError(f"{field}: expected a folder, {str(source)!r} is a file")
+    if isinstance(source, Path) or not _may_be_hub_id(source):
         raise ValueError(f"{field}: no such folder: {str(source)!r}")
-    return Path(source).expanduser() if looks_local else source
+    return source
+
+
+def _may_be_hub_id(name: str) -> bool:
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
 
 
 def _not_loaded(field: str, part: str, source: str | Path, error: Exception) -> ValueError:

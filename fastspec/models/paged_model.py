@@ -2,14 +2,20 @@
 
 import inspect
 import os
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicCache
 
+from fastspec.models.loading import float_dtypes
+from fastspec.models.rotary import RotaryLengths
 from fastspec.models.twin import twin_of, use_few_row_kernels
 from fastspec_kernels import available_backends, store_kv, tree_attention
 
@@ -19,6 +25,15 @@ _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 HeadShape = tuple[int, int]  # G, D
 KVCache = tuple[Tensor, Tensor]  # key, value: [num_blocks, block_size, G, D]
+
+
+class AttentionCall(NamedTuple):
+    """One call of our attention, as the probing pass sees it; a window of 0 is none."""
+
+    layer: int
+    key_heads: HeadShape
+    value_heads: HeadShape
+    window: int
 
 
 class CacheStack(NamedTuple):
@@ -51,6 +66,7 @@ class Span:
     Attributes:
         encoder_input: what the encoder of an encoder-decoder reads before it.
         target_len: leading tokens that the target has cached too; a GLIDE draft looks at those.
+        prompt_len: length of the text that was read first, see `RotaryLengths`.
     """
 
     block_table: list[int]
@@ -58,6 +74,7 @@ class Span:
     count: int
     encoder_input: EncoderInput | None = None
     target_len: int = 0
+    prompt_len: int = 0
 
     def part(self, start: int, count: int) -> "Span":
         """Other tokens of the same sequence."""
@@ -77,8 +94,10 @@ class PagedStep:
         slot_mapping: [T] int64, cache slot of each token.
         backend: of the kernels.
         ancestor_mask: of token trees, see `TreeLayout`; None = the tokens form chains.
+        prompt_lens: [B] int32, see `RotaryLengths`; None = every text is as long as it is now.
         spans: what is read, as the host knows it.
         glimpse: what a GLIDE draft sees of the target.
+        calls: of our attention, noted in the probing pass only.
     """
 
     caches: dict[int, KVCache]
@@ -88,12 +107,17 @@ class PagedStep:
     slot_mapping: Tensor
     backend: str
     ancestor_mask: Tensor | None = None
+    prompt_lens: Tensor | None = None
     spans: list[Span] = field(default_factory=list)
     glimpse: Any = None
+    calls: list[AttentionCall] | None = None
 
-    def store(self, layer: int, key: Tensor, value: Tensor) -> KVCache:
+    def store(self, layer: int, key: Tensor, value: Tensor, window: int = 0) -> KVCache:
         """Write keys and values [1, G, T, D] of a layer into its cache, and return that."""
         key, value = key[0].transpose(0, 1), value[0].transpose(0, 1)  # [T, G, D]
+        if self.calls is not None:
+            heads = (key.shape[1], key.shape[2]), (value.shape[1], value.shape[2])
+            self.calls.append(AttentionCall(layer, *heads, window))
         if layer not in self.caches:
             shape = (1, self.slot_mapping.shape[0])
             self.caches[layer] = (
@@ -118,16 +142,30 @@ def paged_attention(
     paged_step: PagedStep | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """Store this pass's keys and values, then attend over the pages; returns [1, T, H, D]."""
+    """Store this pass's keys and values, then attend over the pages; returns [1, T, H, D].
+
+    Values narrower than keys, as those of latent attention (MLA) are once they are expanded, are
+    stored as wide as keys, filled up with zeros.
+    """
     name = type(module).__name__
     if paged_step is None:
-        raise ValueError(f"{name}: attention {ATTENTION_NAME!r} only runs inside a fastspec engine")
+        raise ValueError(
+            f"{name}: its model hands no keyword arguments on to its attention, which could not"
+            " learn where the pages are: not supported"
+        )
     if attention_mask is not None or kwargs.get("position_bias") is not None:
         raise ValueError(f"{name}: builds its own attention mask or bias, which is not supported")
     if kwargs.get("is_causal") is False:
         raise ValueError(f"{name}: bidirectional attention is not supported")
-    step = paged_step
-    key_cache, value_cache = step.store(cast(int, module.layer_idx), key, value)
+    step, value_size = paged_step, value.shape[-1]
+    if value_size > key.shape[-1]:
+        raise ValueError(
+            f"{name}: values wider than keys ({value_size} and {key.shape[-1]} numbers) are not"
+            " supported"
+        )
+    value = pad(value, (0, key.shape[-1] - value_size))
+    window = sliding_window or 0
+    key_cache, value_cache = step.store(cast(int, module.layer_idx), key, value, window)
     out = tree_attention(
         query[0].transpose(0, 1),
         key_cache,
@@ -137,12 +175,12 @@ def paged_attention(
         step.cu_rows,
         ancestor_mask=step.ancestor_mask,
         scale=scaling,
-        sliding_window=sliding_window or 0,
+        sliding_window=window,
         softcap=softcap or 0.0,
         sinks=s_aux,
         backend=step.backend,
     )
-    return cast(Tensor, out)[None], None
+    return cast(Tensor, out)[None, ..., :value_size], None
 
 
 def no_mask(*args, **kwargs) -> None:
@@ -185,6 +223,8 @@ class PagedModel:
     """
 
     decoder_start_id: int | None = None  # only an encoder-decoder has one
+    rotary: RotaryLengths | None = None  # an encoder-decoder has none
+    _kept_windows: Mapping[int, int] = MappingProxyType({})  # by layer
 
     def __init__(self, model: PreTrainedModel, backend: str, kv_cache_dtype: str = "auto"):
         self.backend = backend
@@ -208,6 +248,8 @@ class PagedModel:
     ) -> Tensor:
         """Run T packed tokens ([T] int64 ids and positions); logits [R, V] of `rows`, 0 = all."""
         keep = {"logits_to_keep": rows} if self._keeps_logits else {}
+        if self.rotary is not None:
+            self.rotary.begin(positions, step)
         logits = self.model(
             input_ids=input_ids[None],
             position_ids=positions[None],
@@ -246,11 +288,14 @@ class PagedModel:
         _check_architecture(model, text_config, "position_ids" in parameters)
         self._cache: Cache = PassThroughCache()
         self._num_layers = cast(int, text_config.num_hidden_layers)
+        self._kept_windows = _kept_windows(text_config)
         self.model: Any = twin_of(model, ATTENTION_NAME).eval()
+        self.rotary = RotaryLengths(self.model, model)
 
     @torch.inference_mode()
     def _probe(self) -> dict[int, tuple[HeadShape, HeadShape]]:
-        """Run one token to see which layers call our attention, with what heads."""
+        """Run one token to see which layers call our attention, and how."""
+        calls: list[AttentionCall] = []
         zero = torch.zeros(1, dtype=torch.int64, device=self.device)
         step = PagedStep(
             caches={},
@@ -260,17 +305,48 @@ class PagedModel:
             slot_mapping=zero,
             backend=self.backend,
             spans=[Span([0], 0, 1, EncoderInput([0]))],
+            calls=calls,
         )
-        self.forward(zero, zero, zero, step)
-        if len(step.caches) != self._num_layers:
+        try:
+            self.forward(zero, zero, zero, step)
+        except (ValueError, RuntimeError) as error:
+            if len(dtypes := float_dtypes(self.model)) == 1:
+                raise
+            mixed = f"{self.name}: has weights in {' and '.join(dtypes)}"
+            raise ValueError(f"{mixed}, which do not run together: {error}") from error
+        self._check_calls(calls)
+        return {call.layer: (call.key_heads, call.value_heads) for call in calls}
+
+    def _check_calls(self, calls: list[AttentionCall]) -> None:
+        """Refuse a model whose layers do not each attend once, over what `generate` keeps."""
+        num_calls = Counter(call.layer for call in calls)
+        if len(num_calls) != self._num_layers:
             raise ValueError(
-                f"{self.name}: {len(step.caches)} of {self._num_layers} layers call transformers'"
+                f"{self.name}: {len(num_calls)} of {self._num_layers} layers call transformers'"
                 " attention interface; state kept elsewhere cannot be rolled back: not supported"
             )
-        return {
-            layer: ((key.shape[2], key.shape[3]), (value.shape[2], value.shape[3]))
-            for layer, (key, value) in step.caches.items()
-        }
+        layer, count = num_calls.most_common(1)[0]
+        if count > 1:
+            raise ValueError(
+                f"{self.name}: layer {layer} attends {count} times in one pass, and its cache has"
+                " room for the keys and values of one: not supported"
+            )
+        for call in calls:
+            kept = self._kept_windows.get(call.layer)
+            most = self.max_positions
+            if kept and kept != call.window and (most is None or kept < most):
+                told = f"a window of {call.window}" if call.window else "no window"
+                raise ValueError(
+                    f"{self.name}: `generate` keeps {kept} tokens of layer {call.layer}, whose"
+                    f" attention is told of {told}: not supported"
+                )
+
+
+def _kept_windows(text_config: Any) -> dict[int, int]:
+    """Tokens that `generate` keeps of each layer, of those that forget some."""
+    layers = DynamicCache(config=text_config).layers
+    windows = (getattr(layer, "sliding_window", None) for layer in layers)
+    return {index: window for index, window in enumerate(windows) if window}
 
 
 def _vocab_size(model: PreTrainedModel) -> int:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.checks import require
-from fastspec.drafters.glide import GlideLlamaForCausalLM
+from fastspec.drafters.glide.drafter import GlideLlamaForCausalLM
 from fastspec.engine.engine import Engine
 from fastspec.train.glide import GlideTrainer, TrainOptions, make_glide, make_plain
 from fastspec.train.glide_data import FrozenTarget, Rows

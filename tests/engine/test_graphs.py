@@ -108,14 +108,14 @@ def test_passes_that_are_not_captured(num_tokens):
 
 
 def test_padded_layout():
-    layout = PassLayout.of([Span([3, 8], 5, 2), Span([1], 0, 1)], [1, 2], BLOCK_SIZE)
+    layout = PassLayout.of([Span([3, 8], 5, 2), Span([1], 0, 1, prompt_len=4)], [1, 2], BLOCK_SIZE)
     assert layout.shape == (2, 3, 2, 2)
     assert layout.wide() == [5, 6, 0, 33, 34, 4, 1, 2]
-    assert layout.narrow() == [7, 1, 0, 2, 3, 3, 8, 1, -1]
+    assert layout.narrow() == [7, 1, 0, 2, 3, 0, 4, 3, 8, 1, -1]
     padded = layout.padded(PassShape(4, 6, 4, 3), 2)
     assert padded.wide() == [5, 6, 0, 0, 0, 0, 33, 34, 4, -1, -1, -1, 1, 2, 0, 0]
     tables = [3, 8, -1, 1, -1, -1, 0, 0, 0, 0, 0, 0]
-    assert padded.narrow() == [7, 1, 2, 1, 0, 2, 3, 5, 6, *tables]
+    assert padded.narrow() == [7, 1, 2, 1, 0, 2, 3, 5, 6, 0, 4, 0, 0, *tables]
     assert len(padded.wide()) == padded.shape.wide_size
     assert len(padded.narrow()) == padded.shape.narrow_size
     with pytest.raises(ValueError, match=r"^most_tokens: 1 of 3"):

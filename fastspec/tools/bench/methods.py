@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
-from fastspec.drafters.glide import GlideLlamaForCausalLM
+from fastspec.drafters.glide.drafter import GlideLlamaForCausalLM
 from fastspec.engine.engine import Engine
 from fastspec.engine.stats import SpecStats
 

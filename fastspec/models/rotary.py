@@ -1,0 +1,116 @@
+"""Rotary embeddings whose frequencies depend on how long a text is, in passes over many texts."""
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+if TYPE_CHECKING:
+    from fastspec.models.paged_model import PagedStep
+
+
+class RotaryLengths:
+    """Lets each token of a packed pass be rotated as in a pass over its own text alone.
+
+    transformers looks at the largest position of a pass: LongRoPE takes other factors, for all of
+    its tokens, where that is beyond the length the model was first trained for. Here the token at
+    position p of a prompt of L tokens takes the long ones if max(L, p + 1) is above that length,
+    whatever shares the pass, and however the prompt is cut. So does `generate` when it reads a
+    prompt in one pass and then decodes token by token.
+
+    Phi3 and its kin do one thing more: `generate` forgets all keys when a text grows beyond that
+    length, and reads it anew with the long factors. `rereads_above` is that length then; whoever
+    runs a text has to do the same, and L is its length at that time from then on.
+
+    Dynamic NTK stretches its frequencies only above max_position_embeddings, which no text of an
+    engine reaches. They are kept as they were first, whatever the model has read before.
+
+    Args:
+        twin: what runs; rotations of these two kinds are replaced in it.
+        source: the user's model, whose `generate` is asked what it does.
+    Attributes:
+        limit: the least length above which rotations change; None = they never do.
+        rereads_above: see above; None = `generate` keeps the keys it has.
+    Raises:
+        ValueError: LongRoPE in a form that cannot be chosen for each token.
+    """
+
+    def __init__(self, twin: PreTrainedModel, source: PreTrainedModel):
+        self._reach = torch.zeros(0)  # [T] of the pass that runs
+        limits = [limit for module in twin.modules() for limit in self._adapt(module)]
+        self.limit: int | None = min(limits, default=None)
+        self.rereads_above: int | None = self.limit if _generate_rereads(source) else None
+
+    def begin(self, positions: Tensor, step: "PagedStep") -> None:
+        """Note how long the text is that each token [T] of the next pass is rotated for."""
+        if self.limit is None:
+            return
+        self._reach = positions + 1
+        if step.prompt_lens is not None:
+            tokens = torch.arange(len(positions), dtype=torch.int32, device=positions.device)
+            sequences = torch.searchsorted(step.cu_rows[1:], tokens, right=True)
+            self._reach = torch.maximum(self._reach, step.prompt_lens[sequences])
+
+    def _adapt(self, module: Any) -> list[int]:
+        """Replace what depends on the pass; the lengths above which it takes long factors."""
+        kinds = getattr(module, "rope_type", None)
+        by_layer_type = isinstance(kinds, dict)
+        names: dict[str | None, Any] = dict(kinds) if by_layer_type else {None: kinds}
+        limits: dict[str | None, int] = {}
+        for layer_type, kind in names.items():
+            if isinstance(kind, str) and "dynamic" in kind:
+                prefix = f"{layer_type}_" if by_layer_type else ""
+                original = getattr(module, f"{prefix}original_inv_freq")
+                setattr(module, f"{prefix}inv_freq", original.to(_device(module, prefix)))
+                names[layer_type] = "default"
+            elif kind == "longrope":
+                parameters = module.config.rope_parameters
+                parameters = parameters[layer_type] if by_layer_type else parameters
+                limits[layer_type] = int(parameters["original_max_position_embeddings"])
+        if isinstance(kinds, (dict, str)):
+            module.rope_type = names if by_layer_type else names[None]  # the update does nothing
+        if limits:
+            module.__dict__["forward"] = partial(self._rotate, module, limits)
+        return list(limits.values())
+
+    def _rotate(
+        self,
+        module: Any,
+        limits: dict[str | None, int],
+        x: Tensor,
+        position_ids: Tensor,
+        layer_type: str | None = None,
+    ) -> tuple[Tensor, ...]:
+        """cos and sin of each token; x gives dtype and device.
+
+        The module is called twice, with positions that make it take one set of factors and then
+        the other: some scale cos and sin by the length as well.
+        """
+        forward = partial(type(module).forward, module, x)
+        if layer_type is not None:
+            forward = partial(forward, layer_type=layer_type)
+        limit = limits.get(layer_type)
+        if limit is None:
+            return forward(position_ids=position_ids)
+        beyond = torch.full_like(position_ids[..., :1], limit)
+        short = forward(position_ids=position_ids.clamp(max=limit - 1))
+        long = forward(position_ids=torch.cat([position_ids, beyond], dim=-1))
+        if not isinstance(short, tuple):
+            name = type(module).__name__
+            raise ValueError(f"{name}: LongRoPE on complex numbers is not supported")
+        is_long = (self._reach > limit)[:, None]
+        pairs = zip(short, long, strict=True)
+        return tuple(torch.where(is_long, after[..., :-1, :], before) for before, after in pairs)
+
+
+def _device(module: Any, prefix: str) -> torch.device:
+    return getattr(module, f"{prefix}inv_freq").device
+
+
+def _generate_rereads(model: Any) -> bool:
+    """Whether `generate` drops the cache at original_max_position_embeddings, as Phi3's does."""
+    name = "original_max_position_embeddings"
+    code = type(model).prepare_inputs_for_generation.__code__
+    return name in code.co_names and hasattr(model.config, name)
