@@ -98,7 +98,7 @@ class Simulator:
         self._vocab_size = vocab_size
         self._tokenizer = tokenizer
         self._config = config
-        self._num_draft = spec.num_speculative_tokens
+        self._num_draft = spec.num_draft_tokens()
         self.stats = SpecStats()
         self.device = plan.models[0].device if plan.models else resolve_device(config)
 

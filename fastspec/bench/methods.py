@@ -56,7 +56,7 @@ class Methods:
         self._target = target
         self._generate = cast(Any, target).generate  # only generative classes have it
         self._draft = None if isinstance(draft, GlideLlamaForCausalLM) else draft
-        self._num_speculative_tokens = spec.num_speculative_tokens
+        self._num_speculative_tokens = spec.num_draft_tokens()
         self.max_tokens = max_tokens
         self.last_stats = SpecStats()
 

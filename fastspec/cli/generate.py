@@ -41,7 +41,7 @@ def generate(
     dataset: options.Dataset = None,
     dataset_file: options.DatasetFile = None,
     num_prompts: options.DatasetPrompts = None,
-    num_speculative_tokens: options.NumSpeculativeTokens = 5,
+    num_speculative_tokens: options.NumSpeculativeTokens = None,
     temperature: Annotated[
         float, typer.Option(help="0 is greedy, above 0 logits are divided by it.")
     ] = 0.0,
@@ -83,9 +83,11 @@ def generate(
     cape: options.Cape = False,
     cape_bins: options.CapeBins = None,
     draft_sample_method: Annotated[
-        str,
-        typer.Option(help="How drafts are chosen: probabilistic or greedy; both are exact."),
-    ] = "probabilistic",
+        str | None,
+        typer.Option(
+            help="How a draft model chooses: probabilistic, the default, or greedy; both are exact."
+        ),
+    ] = None,
     schedule: Annotated[
         str,
         typer.Option(help="constant, or adaptive: as many draft tokens as pay off, even none."),

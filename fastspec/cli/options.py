@@ -24,8 +24,13 @@ Draft = Annotated[
     ),
 ]
 NumSpeculativeTokens = Annotated[
-    int,
-    typer.Option("--num-speculative-tokens", "-k", help="Tokens proposed in each step."),
+    int | None,
+    typer.Option(
+        "--num-speculative-tokens",
+        "-k",
+        help="Tokens proposed in each step; by default 5 (bench: 4), of a cascade what --k-matrix"
+        " says.",
+    ),
 ]
 CopyingMethod = Annotated[
     str,

@@ -52,7 +52,7 @@ def glide(
     ] = 0,
     held_out: Annotated[float, typer.Option(help="Part of the rows that only judge.")] = 0.05,
     checkpoint_steps: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 200,
-    num_speculative_tokens: options.NumSpeculativeTokens = 5,
+    num_speculative_tokens: options.NumSpeculativeTokens = None,
     seed: Annotated[int, typer.Option(help="Of weights and order.")] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the checkpoint.")] = False,
     plain: Annotated[
@@ -118,7 +118,7 @@ def glide(
             f"{out}: {record['steps']:.0f} steps, loss {record['train_loss']:.3f}; on held-out text"
             f" acceptance rate {number(report['acceptance_rate'])}, mean acceptance length"
             f" {number(report['mean_acceptance_length'])}"
-            f" (K={num_speculative_tokens}, {report['held_out_prompts']} prompts)"
+            f" (K={spec.num_draft_tokens()}, {report['held_out_prompts']} prompts)"
         )
 
 

@@ -111,7 +111,7 @@ class DrafterFactory:
         if wants_glide or is_glide(drafter):
             return self._glide(drafter)
         model = self._load(drafter)
-        probabilistic = self._spec.draft_sample_method == "probabilistic"
+        probabilistic = self._spec.draws_drafts
 
         def build(target: ModelRunner | None, block_manager: BlockManager) -> Drafter:
             runner = self._runner(model, block_manager)
@@ -124,7 +124,7 @@ class DrafterFactory:
         model = PagedModel(load_glide(source, config), config.backend, config.kv_cache_dtype)
         if self._config.compile_modules:
             compile_modules(model.model)
-        probabilistic = self._spec.draft_sample_method == "probabilistic"
+        probabilistic = self._spec.draws_drafts
         chunk_size = self._config.prefill_chunk_size
 
         def build(target: ModelRunner | None, block_manager: BlockManager) -> Drafter:
@@ -150,11 +150,11 @@ class DrafterFactory:
         """Levels as they are given, and MaG after them where k_matrix has one more."""
         spec, backend = self._spec, self._config.backend
         parts = [s if isinstance(s, Drafter) else self._level_model(s) for s in _as_list(drafter)]
-        if len(spec.k_matrix) == len(parts) + 1:
+        if len(spec.cascade_matrix) == len(parts) + 1:
             parts.append(self._mag(target))
         models = [part for part in parts if isinstance(part, PagedModel)]
         vocab_size = min([self._target_vocab_size, *(model.vocab_size for model in models)])
-        probabilistic = spec.draft_sample_method == "probabilistic"
+        probabilistic = spec.draws_drafts
 
         def level(part: PagedModel | Drafter, block_manager: BlockManager) -> Level:
             if not isinstance(part, PagedModel):
@@ -168,7 +168,7 @@ class DrafterFactory:
             levels = [level(part, block_manager) for part in parts]
             return CascadeDrafter(
                 levels,
-                spec.k_matrix,
+                spec.cascade_matrix,
                 spec.lenience,
                 vocab_size=self._target_vocab_size,
                 probabilistic=probabilistic,

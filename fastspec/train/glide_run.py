@@ -131,7 +131,7 @@ def report_acceptance(
     stats = engine.stats
     report = {
         "held_out_prompts": min(len(prompts), _REPORT_PROMPTS),
-        "num_speculative_tokens": spec.num_speculative_tokens,
+        "num_speculative_tokens": spec.num_draft_tokens(),
         "acceptance_rate": stats.acceptance_rate,
         "mean_acceptance_length": stats.mean_acceptance_length,
     }
