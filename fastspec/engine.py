@@ -39,8 +39,8 @@ class Engine:
             its own).
         tokenizer: of the target; None loads the one beside the target. Needed for text prompts and
             stop strings.
-        spec: how drafts are made and verified: a SpecConfig, the name of its method, or a mapping of
-            its fields.
+        spec: how drafts are made and verified: a SpecConfig, the name of its method, or a mapping
+            of its fields.
         config: device, dtype and cache; an EngineConfig or a mapping of its fields.
     Raises:
         ValueError: a model or option that cannot be used; the message names it.
@@ -184,8 +184,8 @@ class Engine:
         """Turn speculation on between steps; without a drafter the last one is used again.
 
         Args:
-            n_spec_tokens: tokens proposed in each step, >= 1, at most config.max_n_spec_tokens; None
-                = as many as spec says.
+            n_spec_tokens: tokens proposed in each step, >= 1, at most config.max_n_spec_tokens;
+                None = as many as spec says.
             use_glide_drafter: read the drafter as a GLIDE model. The last one is used as what it
                 is in any case.
         Raises:

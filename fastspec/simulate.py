@@ -178,13 +178,14 @@ class Simulator:
             raise ValueError(
                 f"output {number}: token id {largest} is not in 0..{self._vocab_size - 1}"
             )
+        reached = len(output.token_ids) + self._num_draft + 1  # no step asks for room beyond
         return Request(
             request_id=f"output-{number}",
             token_ids=list(prompt),
             params=output.params,
             seed=output.params.seed or 0,
             stop_ids=frozenset(),
-            max_len=len(prompt) + output.params.max_tokens,
+            max_len=len(prompt) + min(output.params.max_tokens or reached, reached),
             detokenizer=None,
         )
 

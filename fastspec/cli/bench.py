@@ -65,7 +65,8 @@ def bench(
         int, typer.Option(help="Timed rounds over all prompts; the median counts.")
     ] = 3,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="CPU threads; without it what torch chooses.")
+        int | None,
+        typer.Option(min=1, max=1024, help="CPU threads; without it what torch chooses."),
     ] = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",

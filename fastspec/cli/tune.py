@@ -57,7 +57,8 @@ def tune(
     temperature: Annotated[float, typer.Option(help="Of the measured runs; 0 is greedy.")] = 0.0,
     repeats: Annotated[int, typer.Option(min=1, help="Timed rounds of the chosen drafter.")] = 3,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="CPU threads; without it what torch chooses.")
+        int | None,
+        typer.Option(min=1, max=1024, help="CPU threads; without it what torch chooses."),
     ] = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
