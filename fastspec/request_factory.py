@@ -102,6 +102,10 @@ class RequestFactory:
                 )
             template = self._prompt_template
             text = template.replace("{input_text}", prompt) if template else prompt
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise ValueError(f"prompt: {error}") from error
             token_ids = self._tokenizer(text)["input_ids"]
         else:
             token_ids = _as_list("prompt", prompt)

@@ -1,11 +1,11 @@
 """Every failure is one line on stderr, with exit code 2 for usage and 1 for the rest."""
 
-import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, cast
 
 import typer
@@ -57,11 +57,6 @@ class OneLineErrors(TyperGroup):
             report("interrupted")
         raise SystemExit(code if isinstance(code, int) else 0)
 
-    def invoke(self, ctx: typer.Context) -> Any:
-        result = super().invoke(ctx)
-        sys.stdout.flush()  # a pipe that is closed shows here, where `main` expects it
-        return result
-
 
 def _command(group: TyperGroup, typed: list[str]) -> Any:
     """The command that the command line names, as far as there is one."""
@@ -92,7 +87,7 @@ def _as_typed(message: str, command: Any, typed: list[str]) -> str:
 
 
 def _label(parameter: Any, typed: list[str]) -> str:
-    """An option as the user has written it, or else in its long form; the metavar of an argument."""
+    """An option as the user has written it, or in its long form; the metavar of an argument."""
     options = sorted(parameter.opts, key=len, reverse=True)
     if not options[0].startswith("-"):
         return parameter.metavar or parameter.name
@@ -113,11 +108,11 @@ def usage_errors() -> Iterator[None]:
         raise typer.BadParameter(str(error)) from error
 
 
-def drafting_method(method: str) -> str:
+def drafting_method(method: str, field: str = "method") -> str:
     """The method, unless it is one that proposes nothing or leaves the choice open."""
     drafting = tuple(name for name in METHODS if name not in ("auto", "none"))
     if method not in drafting:
-        raise ValueError(f"method: expected one of {drafting}, got {method!r}")
+        raise ValueError(f"{field}: expected one of {drafting}, got {method!r}")
     return method
 
 
@@ -129,9 +124,14 @@ def check_can_write(option: str, file: Path | None) -> None:
         raise typer.BadParameter(f"{option}: no such folder: {str(file.parent)!r}")
     if file.is_dir():
         raise typer.BadParameter(f"{option}: expected a file, {str(file)!r} is a folder")
-    place = file if file.exists() else file.parent
-    if not os.access(place, os.W_OK):
-        raise typer.BadParameter(f"{option}: no right to write {str(file)!r}")
+    try:
+        if file.exists():
+            file.open("a").close()
+        else:
+            TemporaryFile(dir=file.parent).close()
+    except OSError as error:
+        message = f"{option}: cannot write {str(file)!r}: {error.strerror}"
+        raise typer.BadParameter(message) from error
 
 
 def report(message: str) -> None:

@@ -151,7 +151,7 @@ def _use_config(context: typer.Context, file: Path | None) -> Path | None:
     try:
         tuned = load_tuned(file)
     except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+        raise typer.BadParameter(str(error).removeprefix("config: ")) from error
     values = {"target": tuned.target, "draft": tuned.draft, **tuned.spec}
     if "bigram_path" in values:
         values["bigram"] = values.pop("bigram_path")
@@ -173,7 +173,8 @@ def _value(context: typer.Context, spec: dict[str, Any], value: Any) -> Any:
 
     Options that are given are read before those that are not.
     """
-    return value if context.params.get("method", spec["method"]) == spec["method"] else None
+    method = spec.get("method", "auto")
+    return value if context.params.get("method", method) == method else None
 
 
 Config = Annotated[

@@ -129,7 +129,7 @@ def tune(
 def _methods(methods: str | None, draft: str | None) -> list[str]:
     if methods is None:
         return [*(_WITH_DRAFT if draft else ()), "prompt_lookup", "mag"]
-    names = [drafting_method(name.strip()) for name in methods.split(",")]
+    names = [drafting_method(name.strip(), "methods") for name in methods.split(",")]
     for name in names:
         if name in ("glide", "tree"):
             raise ValueError(f"methods: {name!r} cannot be tuned yet")
