@@ -149,12 +149,14 @@ def test_ctrl_c(invoke, pair, monkeypatch):
 def test_a_pipe_that_is_closed(monkeypatch, capsys):
     reading, writing = os.pipe()
     os.close(reading)
-    with pytest.raises(BrokenPipeError), os.fdopen(writing, "w") as stream:
-        monkeypatch.setattr(sys, "stdout", stream)
-        with pytest.raises(SystemExit) as ended:
-            app(["--version"])
+    stream = os.fdopen(writing, "w")
+    monkeypatch.setattr(sys, "stdout", stream)
+    with pytest.raises(SystemExit) as ended:
+        app(["--version"])
     assert ended.value.code == 1
     assert capsys.readouterr().err == ""
+    with pytest.raises(BrokenPipeError):
+        stream.close()
 
 
 def test_devices_and_links_are_written_not_replaced(tmp_path):
