@@ -16,7 +16,7 @@ from fastspec.cli.display import number, progress_bar
 from fastspec.cli.errors import check_can_write, drafting_method, usage_errors
 from fastspec.cli.prompts import bundled_prompts, named_prompts
 from fastspec.config import EngineConfig, SpecConfig
-from fastspec.drafters.glide.drafter import load_glide
+from fastspec.drafters.glide import load_glide
 from fastspec.models.loading import bigram_beside, check_same_tokenizer, load_model, load_tokenizer
 from fastspec.tools.bench import (
     ACCEPTANCE,
@@ -30,6 +30,7 @@ from fastspec.tools.bench import (
 )
 from fastspec.tools.bench.environment import ROOT
 
+_DRAFTED_TOKENS = 4
 _MAG_TOKENS = 10  # what CS-Drafting's MaG writes
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -46,7 +47,7 @@ def bench(
     dataset: options.Dataset = None,
     dataset_file: options.DatasetFile = None,
     max_tokens: options.MaxTokens = 128,
-    num_speculative_tokens: options.NumSpeculativeTokens = 4,
+    num_speculative_tokens: options.NumSpeculativeTokens = None,
     method: options.CopyingMethod = "draft_model",
     prompt_lookup_min: options.PromptLookupMin = None,
     prompt_lookup_max: options.PromptLookupMax = None,
@@ -64,7 +65,8 @@ def bench(
         int, typer.Option(help="Timed rounds over all prompts; the median counts.")
     ] = 3,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="CPU threads; without it what torch chooses.")
+        int | None,
+        typer.Option(min=1, max=1024, help="CPU threads; without it what torch chooses."),
     ] = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
@@ -91,10 +93,10 @@ def bench(
     with usage_errors():
         config = BenchConfig(max_tokens, repeats, _numbers(temperatures))
         table = bigram or (bigram_beside(target) if method in ("mag", "cascade") else None)
-        own = SpecConfig.num_speculative_tokens  # left for k_matrix to set
+        num_drafted = _DRAFTED_TOKENS if num_speculative_tokens is None else num_speculative_tokens
         spec = SpecConfig(
             drafting_method(method),
-            own if is_cascade else num_speculative_tokens,
+            None if is_cascade else num_drafted,  # k_matrix says how many
             prompt_lookup_min=prompt_lookup_min,
             prompt_lookup_max=prompt_lookup_max,
             bigram_path=table,
@@ -108,7 +110,7 @@ def bench(
             cape_bins=options.cape_bins_of(cape_bins),
         )
         parts = {
-            "draft_model": SpecConfig("draft_model", num_speculative_tokens),
+            "draft_model": SpecConfig("draft_model", num_drafted),
             "mag": SpecConfig("mag", _MAG_TOKENS, bigram_path=table),
         }
         engine_config = EngineConfig(dtype=dtype, device=device)
@@ -143,14 +145,14 @@ def bench(
         "target": _describe(target, target_model),
         "method": method,
         "draft": _describe(draft, draft_model) if draft else None,
-        "num_speculative_tokens": spec.num_speculative_tokens,
-        "k_matrix": spec.k_matrix,
+        "num_speculative_tokens": spec.num_draft_tokens(),
+        "k_matrix": spec.cascade_matrix if is_cascade else None,
         "lenience": spec.lenience,
         "tree_width": spec.tree_width,
         "tree_nodes": spec.tree_nodes,
         "cape": spec.cape,
         "cape_bins": spec.cape_bins,
-        "parts": {name: part.num_speculative_tokens for name, part in methods.parts.items()},
+        "parts": {name: part.num_draft_tokens() for name, part in methods.parts.items()},
         "batch_size": 1,
         "num_prompts": len(prompts),
         "prompt_tokens": sum(map(len, prompts)),

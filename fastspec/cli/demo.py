@@ -49,7 +49,7 @@ class Comparison:
 def demo(
     num_prompts: options.NumPrompts = 3,
     max_tokens: options.MaxTokens = 96,
-    num_speculative_tokens: options.NumSpeculativeTokens = 5,
+    num_speculative_tokens: options.NumSpeculativeTokens = None,
     method: options.CopyingMethod = "draft_model",
     k_matrix: options.KMatrix = None,
     lenience: options.Lenience = 1.0,
@@ -108,7 +108,7 @@ def _compare(engine: Engine, prompt: str, params: SamplingParams, spec: SpecConf
     for _ in range(_ROUNDS):
         for speculative in (False, True):
             if speculative:
-                engine.enable_spec_dec(n_spec_tokens=spec.num_speculative_tokens)
+                engine.enable_spec_dec()
             else:
                 engine.disable_spec_dec()
             start = time.perf_counter()
@@ -126,9 +126,9 @@ def _compare(engine: Engine, prompt: str, params: SamplingParams, spec: SpecConf
 def _show(console: Console, comparisons: list[Comparison], spec: SpecConfig) -> None:
     writer = _WRITERS.get(spec.method, spec.method)
     up_to = "" if spec.method in ("draft_model", "glide") else "up to "
-    proposal = f"{up_to}{spec.num_speculative_tokens} tokens"
+    proposal = f"{up_to}{spec.num_draft_tokens()} tokens"
     if spec.method == "tree" or spec.cape:
-        proposal = f"a tree, {spec.num_speculative_tokens} tokens deep,"
+        proposal = f"a tree, {spec.num_draft_tokens()} tokens deep,"
     console.print(
         f"Each step {writer} proposes {proposal} and the target"
         f" checks them in one pass. One prompt at a time, CPU threads: {torch.get_num_threads()}."

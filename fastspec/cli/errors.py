@@ -1,8 +1,11 @@
 """Every failure is one line on stderr, with exit code 2 for usage and 1 for the rest."""
 
+import re
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, cast
 
 import typer
@@ -12,6 +15,15 @@ from fastspec.config.speculation import METHODS
 
 # typer carries its own copy of click since 0.2x; the base of its public error is the same in both.
 _CommandLineError = cast(type[typer.BadParameter], typer.BadParameter.__mro__[2])
+
+_INTERRUPTED = 130  # what typer makes of Ctrl-C: 128 and the signal, as shells have it
+_OPTIONS_OF_FIELDS = {
+    "drafter": "draft",
+    "bigram_path": "bigram",
+    "outputs": "outputs_file",
+    "prompts": "prompts_file",
+    "config": "config_file",
+}
 
 
 class OneLineErrors(TyperGroup):
@@ -27,19 +39,64 @@ class OneLineErrors(TyperGroup):
     ) -> Any:
         if not standalone_mode:
             return super().main(args, prog_name, complete_var, False, **extra)
+        typed = list(sys.argv[1:] if args is None else args)
         try:
             code = super().main(args, prog_name, complete_var, False, **extra)
         except _CommandLineError as error:
             if message := error.format_message():  # none where help was shown instead
-                report(message)
+                report(_as_typed(message, _command(self, typed), typed))
             raise SystemExit(error.exit_code) from error
         except typer.Abort as error:
             report("aborted")
             raise SystemExit(1) from error
         except (ValueError, OSError) as error:
-            report(str(error) or type(error).__name__)
+            message = str(error) or type(error).__name__
+            report(_as_typed(message, _command(self, typed), typed))
             raise SystemExit(1) from error
+        if code == _INTERRUPTED:
+            report("interrupted")
         raise SystemExit(code if isinstance(code, int) else 0)
+
+
+def _command(group: TyperGroup, typed: list[str]) -> Any:
+    """The command that the command line names, as far as there is one."""
+    command: Any = group
+    for argument in typed:
+        found = getattr(command, "commands", {}).get(argument)
+        if found is None and not argument.startswith("-"):
+            break
+        command = found or command
+    return command
+
+
+def _as_typed(message: str, command: Any, typed: list[str]) -> str:
+    """An error with the names of fields replaced by those of the command's options.
+
+    At its beginning any name counts, and further on those that are no English words.
+    """
+    labels = {parameter.name: _label(parameter, typed) for parameter in command.params}
+    for field, name in _OPTIONS_OF_FIELDS.items():
+        if name in labels:
+            labels.setdefault(field, labels[name])
+
+    def label(match: re.Match[str]) -> str:
+        return match[1] + labels.get(match[2], match[2])
+
+    begun = re.sub(r"^(Invalid value: |)(\w+)(?=[:,])", label, message)
+    return re.sub(r"(^|[\s([])([a-z]+_\w+)(?![\w'\"./-])", label, begun)
+
+
+def _label(parameter: Any, typed: list[str]) -> str:
+    """An option as the user has written it, or in its long form; the metavar of an argument."""
+    options = sorted(parameter.opts, key=len, reverse=True)
+    if not options[0].startswith("-"):
+        return parameter.metavar or parameter.name
+
+    def is_typed(option: str) -> bool:
+        is_long = option.startswith("--")
+        return any(a.split("=")[0] == option if is_long else a[:2] == option for a in typed)
+
+    return next(filter(is_typed, options), options[0])
 
 
 @contextmanager
@@ -51,11 +108,11 @@ def usage_errors() -> Iterator[None]:
         raise typer.BadParameter(str(error)) from error
 
 
-def drafting_method(method: str) -> str:
+def drafting_method(method: str, field: str = "method") -> str:
     """The method, unless it is one that proposes nothing or leaves the choice open."""
     drafting = tuple(name for name in METHODS if name not in ("auto", "none"))
     if method not in drafting:
-        raise ValueError(f"method: expected one of {drafting}, got {method!r}")
+        raise ValueError(f"{field}: expected one of {drafting}, got {method!r}")
     return method
 
 
@@ -67,6 +124,14 @@ def check_can_write(option: str, file: Path | None) -> None:
         raise typer.BadParameter(f"{option}: no such folder: {str(file.parent)!r}")
     if file.is_dir():
         raise typer.BadParameter(f"{option}: expected a file, {str(file)!r} is a folder")
+    try:
+        if file.exists():
+            file.open("a").close()
+        else:
+            TemporaryFile(dir=file.parent).close()
+    except OSError as error:
+        message = f"{option}: cannot write {str(file)!r}: {error.strerror}"
+        raise typer.BadParameter(message) from error
 
 
 def report(message: str) -> None:

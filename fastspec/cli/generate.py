@@ -41,7 +41,7 @@ def generate(
     dataset: options.Dataset = None,
     dataset_file: options.DatasetFile = None,
     num_prompts: options.DatasetPrompts = None,
-    num_speculative_tokens: options.NumSpeculativeTokens = 5,
+    num_speculative_tokens: options.NumSpeculativeTokens = None,
     temperature: Annotated[
         float, typer.Option(help="0 is greedy, above 0 logits are divided by it.")
     ] = 0.0,
@@ -83,9 +83,11 @@ def generate(
     cape: options.Cape = False,
     cape_bins: options.CapeBins = None,
     draft_sample_method: Annotated[
-        str,
-        typer.Option(help="How drafts are chosen: probabilistic or greedy; both are exact."),
-    ] = "probabilistic",
+        str | None,
+        typer.Option(
+            help="How a draft model chooses: probabilistic, the default, or greedy; both are exact."
+        ),
+    ] = None,
     schedule: Annotated[
         str,
         typer.Option(help="constant, or adaptive: as many draft tokens as pay off, even none."),
@@ -176,7 +178,7 @@ def generate(
     shown = _token_text(engine) if show_tree else None
     printer = JsonPrinter() if as_json else TextPrinter(len(texts), show_sources, streams, shown)
     start = time.perf_counter()
-    outputs = _run(engine, prompts, texts, params, printer)
+    outputs = _run(engine, prompts, texts, params, max_tokens, printer)
     if save_outputs is not None:
         limit = engine.max_model_len
         records = (stored_record(o, params, limit) for o in outputs if o.error is None)
@@ -200,20 +202,21 @@ def _run(
     prompts: Sequence[Prompt],
     texts: list[str],
     params: SamplingParams,
+    max_tokens: int,
     printer: JsonPrinter | TextPrinter,
 ) -> list[RequestOutput]:
     """Run all prompts, printing each in its turn."""
     transcripts = [Transcript(index, text) for index, text in enumerate(texts)]
     num_printed = 0
     with progress_bar("tokens", live=not printer.streams) as bar:
-        task = bar.add_task("generating", total=len(texts) * params.max_tokens)
+        task = bar.add_task("generating", total=len(texts) * max_tokens)
         for index, event in run_prompts(engine, prompts, params):
             transcripts[index].add(event)
             bar.advance(task, len(event.token_ids))
             printer.piece(transcripts[index], event.text)
             if event.output is None:
                 continue
-            bar.advance(task, params.max_tokens - len(event.output.token_ids))
+            bar.advance(task, max_tokens - len(event.output.token_ids))
             bar.stop()  # stdout may be the same terminal
             for transcript in transcripts[num_printed:]:
                 if transcript.output is None:

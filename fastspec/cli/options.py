@@ -1,11 +1,13 @@
 """Options that several commands share, each with its one-sentence help."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from fastspec.config.files import parse_json
 from fastspec.tools.tuned import load_tuned
 
 Target = Annotated[
@@ -24,8 +26,13 @@ Draft = Annotated[
     ),
 ]
 NumSpeculativeTokens = Annotated[
-    int,
-    typer.Option("--num-speculative-tokens", "-k", help="Tokens proposed in each step."),
+    int | None,
+    typer.Option(
+        "--num-speculative-tokens",
+        "-k",
+        help="Tokens proposed in each step; by default 5 (bench: 4), of a cascade what --k-matrix"
+        " says.",
+    ),
 ]
 CopyingMethod = Annotated[
     str,
@@ -123,21 +130,18 @@ def drafts_of(draft: str | None, method: str) -> str | list[str] | None:
     return draft.split(",") if draft is not None and method == "cascade" else draft
 
 
+_ROWS = "k_matrix: expected rows like [[5,10],[0,10]], {!r:.60} is"
+_PAIRS = "cape_bins: expected pairs like [[0.5,3],[1,0]], {!r:.60} is"
+
+
 def k_matrix_of(text: str | None) -> list | None:
     """The rows that an option gives as JSON."""
-    return _json("k_matrix: expected rows like [[5,10],[0,10]]", text)
+    return None if text is None else parse_json(text, _ROWS.format(text))
 
 
 def cape_bins_of(text: str | None) -> list | None:
     """The pairs that an option gives as JSON."""
-    return _json("cape_bins: expected pairs like [[0.5,3],[1,0]]", text)
-
-
-def _json(expected: str, text: str | None) -> Any:
-    try:
-        return None if text is None else json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{expected}, got {text!r}") from error
+    return None if text is None else parse_json(text, _PAIRS.format(text))
 
 
 def _use_config(context: typer.Context, file: Path | None) -> Path | None:
@@ -147,7 +151,7 @@ def _use_config(context: typer.Context, file: Path | None) -> Path | None:
     try:
         tuned = load_tuned(file)
     except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+        raise typer.BadParameter(str(error).removeprefix("config: ")) from error
     values = {"target": tuned.target, "draft": tuned.draft, **tuned.spec}
     if "bigram_path" in values:
         values["bigram"] = values.pop("bigram_path")
@@ -156,8 +160,21 @@ def _use_config(context: typer.Context, file: Path | None) -> Path | None:
     known = {parameter.name for parameter in context.command.params}
     if unknown := set(values) - known:
         raise typer.BadParameter(f"--config: this command has no {', '.join(sorted(unknown))}")
-    context.default_map = {name: value for name, value in values.items() if value is not None}
+    target = values.pop("target")
+    context.default_map = {
+        "target": target,
+        **{name: partial(_value, context, tuned.spec, value) for name, value in values.items()},
+    }
     return file
+
+
+def _value(context: typer.Context, spec: dict[str, Any], value: Any) -> Any:
+    """A value of the file, but of its drafter nothing where --method names another one.
+
+    Options that are given are read before those that are not.
+    """
+    method = spec.get("method", "auto")
+    return value if context.params.get("method", method) == method else None
 
 
 Config = Annotated[

@@ -1,12 +1,12 @@
 """Prompts from options, files, stdin and the bundled held-out set."""
 
-import json
 import sys
 from pathlib import Path
 
 import typer
 
 from fastspec.cli.errors import usage_errors
+from fastspec.config.files import parse_json
 from fastspec.models.loading import ASSETS
 from fastspec.tools.prompt_sets import load_prompts
 
@@ -21,7 +21,7 @@ def collect_prompts(texts: list[str], file: Path | None) -> list[str]:
     if file is not None:
         prompts += read_prompts(file)
     elif not texts and not sys.stdin.isatty():
-        prompts += _lines(sys.stdin.read())
+        prompts += _lines(_stdin())
     if not prompts:
         raise typer.BadParameter("no prompt: give --prompt, --prompts-file or lines on stdin")
     return prompts
@@ -55,7 +55,7 @@ def check_no_dataset(dataset_file: Path | None, num_prompts: int | None) -> None
 def read_prompts(file: Path) -> list[str]:
     """Prompts of a file: each line, in .jsonl its "text" or "prompt"; blank lines are skipped."""
     if str(file) == "-":
-        content = sys.stdin.read()
+        content = _stdin()
     elif not file.is_file():
         raise typer.BadParameter(f"--prompts-file: no such file: {str(file)!r}")
     else:
@@ -81,15 +81,20 @@ def bundled_prompts(count: int) -> list[str]:
     return [available[index * len(available) // count] for index in range(count)]
 
 
+def _stdin() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(f"stdin: is not UTF-8: {error}") from error
+
+
 def _lines(content: str) -> list[str]:
     return [line for line in content.split("\n") if line.strip()]
 
 
 def _json_prompt(line: str, where: str) -> str:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise typer.BadParameter(f"{where}: not JSON: {error}") from error
+    with usage_errors():
+        record = parse_json(line, f"{where}:")
     prompt = record.get("text", record.get("prompt")) if isinstance(record, dict) else None
     if not isinstance(prompt, str):
         raise typer.BadParameter(f'{where}: expected an object with a "text" or "prompt" string')

@@ -49,7 +49,7 @@ def simulate(
     dataset: options.Dataset = None,
     dataset_file: options.DatasetFile = None,
     num_prompts: options.DatasetPrompts = None,
-    num_speculative_tokens: options.NumSpeculativeTokens = 5,
+    num_speculative_tokens: options.NumSpeculativeTokens = None,
     method: options.CopyingMethod = "draft_model",
     prompt_lookup_min: options.PromptLookupMin = None,
     prompt_lookup_max: options.PromptLookupMax = None,

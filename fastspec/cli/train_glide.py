@@ -1,6 +1,5 @@
 """`fastspec train glide`: a GLIDE draft for a target of your own."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from fastspec.cli import options
 from fastspec.cli.display import number, progress_bar
 from fastspec.cli.errors import usage_errors
 from fastspec.config import EngineConfig, SpecConfig
-from fastspec.config.files import read_text
+from fastspec.config.files import parse_json, read_text
 from fastspec.models.loading import load_model, load_tokenizer, resolve_device
 from fastspec.train.glide import TrainOptions
 from fastspec.train.glide_data import cut_rows
@@ -27,6 +26,8 @@ from fastspec.train.glide_run import (
 )
 from fastspec.train.processes import OneProcess, many_processes
 
+_MOST = 2**20  # of sizes: beyond it nothing can be meant
+
 
 def glide(
     data: Annotated[
@@ -37,12 +38,16 @@ def glide(
     ],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Draft, checkpoints and record.")],
     target: options.Target = "tiny",
-    layers: Annotated[int, typer.Option(help="Layers of the draft.")] = 1,
-    hidden_size: Annotated[int | None, typer.Option(help="By default the target's.")] = None,
-    intermediate_size: Annotated[int | None, typer.Option(help="By default the target's.")] = None,
+    layers: Annotated[int, typer.Option(max=_MOST, help="Layers of the draft.")] = 1,
+    hidden_size: Annotated[
+        int | None, typer.Option(max=_MOST, help="By default the target's.")
+    ] = None,
+    intermediate_size: Annotated[
+        int | None, typer.Option(max=_MOST, help="By default the target's.")
+    ] = None,
     steps: Annotated[int | None, typer.Option(help="By default one pass over the data.")] = None,
-    batch_size: Annotated[int, typer.Option(help="Rows of each process in a step.")] = 8,
-    context: Annotated[int, typer.Option(help="Tokens of a row.")] = 512,
+    batch_size: Annotated[int, typer.Option(max=_MOST, help="Rows of each process in a step.")] = 8,
+    context: Annotated[int, typer.Option(max=_MOST, help="Tokens of a row.")] = 512,
     rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 5e-4,
     distillation: Annotated[
         float, typer.Option(help="Weight of the target's distribution against the text, 0 to 1.")
@@ -52,8 +57,8 @@ def glide(
     ] = 0,
     held_out: Annotated[float, typer.Option(help="Part of the rows that only judge.")] = 0.05,
     checkpoint_steps: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 200,
-    num_speculative_tokens: options.NumSpeculativeTokens = 5,
-    seed: Annotated[int, typer.Option(help="Of weights and order.")] = 0,
+    num_speculative_tokens: options.NumSpeculativeTokens = None,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of weights and order.")] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the checkpoint.")] = False,
     plain: Annotated[
         bool, typer.Option("--plain", help="A draft as large without cross-attention, to compare.")
@@ -118,7 +123,7 @@ def glide(
             f"{out}: {record['steps']:.0f} steps, loss {record['train_loss']:.3f}; on held-out text"
             f" acceptance rate {number(report['acceptance_rate'])}, mean acceptance length"
             f" {number(report['mean_acceptance_length'])}"
-            f" (K={num_speculative_tokens}, {report['held_out_prompts']} prompts)"
+            f" (K={spec.num_draft_tokens()}, {report['held_out_prompts']} prompts)"
         )
 
 
@@ -135,9 +140,10 @@ def _records(file: Path, content: str) -> list[str]:
     """The field "text" of each line."""
     texts = []
     for index, line in enumerate(content.splitlines(), start=1):
+        record = parse_json(line, f"data: line {index} of {file}:")
         try:
-            text = json.loads(line)["text"]
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            text = record["text"]
+        except (KeyError, TypeError) as error:
             raise ValueError(f'data: line {index} of {file} has no field "text"') from error
         if not isinstance(text, str):
             raise ValueError(f'data: "text" in line {index} of {file} is no text: {text!r}')

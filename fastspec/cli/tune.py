@@ -15,12 +15,14 @@ from fastspec.cli.display import number, progress_bar
 from fastspec.cli.errors import check_can_write, drafting_method, usage_errors
 from fastspec.cli.prompts import bundled_prompts, named_prompts
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
+from fastspec.config.checks import refuse
 from fastspec.drafters.factory import DrafterSource
 from fastspec.models.loading import bigram_beside, check_same_tokenizer, load_model, load_tokenizer
 from fastspec.tools.bench import describe_environment
 from fastspec.tools.tune import Measurement, Plan, Planner, k_matrices_to_try
 from fastspec.tools.tuned import TunedConfig, save_tuned, spec_fields
 
+_MOST_DRAFT_TOKENS = 8
 _WITH_DRAFT = ("draft_model", "cascade")
 
 
@@ -40,8 +42,11 @@ def tune(
     dataset_file: options.DatasetFile = None,
     max_tokens: options.MaxTokens = 128,
     num_speculative_tokens: Annotated[
-        int, typer.Option("--num-speculative-tokens", "-k", help="Draft tokens tried at most.")
-    ] = 8,
+        int | None,
+        typer.Option(
+            "--num-speculative-tokens", "-k", help="Draft tokens tried at most; by default 8."
+        ),
+    ] = None,
     methods: Annotated[
         str | None,
         typer.Option(
@@ -52,7 +57,8 @@ def tune(
     temperature: Annotated[float, typer.Option(help="Of the measured runs; 0 is greedy.")] = 0.0,
     repeats: Annotated[int, typer.Option(min=1, help="Timed rounds of the chosen drafter.")] = 3,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="CPU threads; without it what torch chooses.")
+        int | None,
+        typer.Option(min=1, max=1024, help="CPU threads; without it what torch chooses."),
     ] = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
@@ -66,12 +72,11 @@ def tune(
         draft = "tiny-draft"
     with usage_errors():
         names = _methods(methods, draft)
+        if all(name == "cascade" for name in names):
+            refuse("num_speculative_tokens", num_speculative_tokens, "not for cascades alone")
+        most = _MOST_DRAFT_TOKENS if num_speculative_tokens is None else num_speculative_tokens
         drafts = draft.split(",") if draft is not None else []
-        specs = [
-            spec
-            for name in names
-            for spec in _specs(name, num_speculative_tokens, target, len(drafts))
-        ]
+        specs = [spec for name in names for spec in _specs(name, most, target, len(drafts))]
         config = EngineConfig(dtype=dtype, device=device)
         SamplingParams(temperature=temperature, max_tokens=max_tokens)
     named = named_prompts(dataset, dataset_file, prompts_file, num_prompts)
@@ -124,7 +129,7 @@ def tune(
 def _methods(methods: str | None, draft: str | None) -> list[str]:
     if methods is None:
         return [*(_WITH_DRAFT if draft else ()), "prompt_lookup", "mag"]
-    names = [drafting_method(name.strip()) for name in methods.split(",")]
+    names = [drafting_method(name.strip(), "methods") for name in methods.split(",")]
     for name in names:
         if name in ("glide", "tree"):
             raise ValueError(f"methods: {name!r} cannot be tuned yet")
@@ -162,7 +167,7 @@ def _drafter(spec: SpecConfig, draft_models: list[PreTrainedModel]) -> DrafterSo
 def _step_costs(measurement: Measurement | None, spec: SpecConfig) -> list[float] | None:
     if measurement is None or spec.method == "cascade":
         return None
-    lengths = range(spec.num_speculative_tokens + 1)
+    lengths = range(spec.num_draft_tokens() + 1)
     return [measurement.step_seconds(length) for length in lengths]
 
 
@@ -202,7 +207,7 @@ def _show(
     console.print(table)
     chosen = _label(plan.spec)
     if chosen != "none":
-        chosen += f", K={plan.spec.num_speculative_tokens}"
+        chosen += f", K={plan.spec.num_draft_tokens()}"
     console.print(f"Chosen: {chosen}; predicted {plan.predicted:.2f}x, measured {measured:.2f}x")
 
 

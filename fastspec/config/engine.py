@@ -4,11 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fastspec.config.checks import is_int, require
+from fastspec.config.checks import config_of, is_int, normalise_ints, refuse, require
 
 _PLACE = "{input_text}"
 _SAME_AS_COLOSSAL = ("max_batch_size", "block_size", "max_n_spec_tokens", "prompt_template")
 _COLOSSAL_LENGTHS = ("max_input_len", "max_output_len")
+_LARGEST_INT32 = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class EngineConfig:
         device: "auto" (cuda when there is one), "cpu", "cuda", "cuda:1", ... For a model that is
             passed loaded the same holds.
         block_size: tokens in one block of the cache.
-        num_blocks: blocks in the cache; None derives it from kv_cache_memory.
+        num_blocks: blocks in the cache; None derives it from kv_cache_memory. One of the two.
         kv_cache_memory: bytes of all KV caches together; None = 1 GiB on CPU, half the free memory
             on a GPU.
         max_batch_size: requests decoded together.
@@ -44,7 +45,8 @@ class EngineConfig:
             feed-forward blocks that have no kernel of ours, which takes seconds when they first
             run. Off by default: it makes small models slower on a CPU, and what it brings on a GPU
             has not been measured yet.
-        max_n_spec_tokens: num_speculative_tokens at most, also when speculation is turned on anew.
+        max_n_spec_tokens: num_speculative_tokens at most, also when speculation is turned on anew;
+            lowers the default of 5, and refuses more where that is given.
         prompt_template: text prompts are put in place of its {input_text}.
         backend: passed to every kernel, see fastspec_kernels.
     Raises:
@@ -72,20 +74,31 @@ class EngineConfig:
         require("dtype", self.dtype, self.dtype in dtypes, f"one of {dtypes}")
         caches, cache = ("auto", "float8"), self.kv_cache_dtype
         require("kv_cache_dtype", cache, cache in caches, f"one of {caches}")
-        for name in ("block_size", "max_batch_size", "prefill_chunk_size"):
-            value = getattr(self, name)
-            require(name, value, is_int(value) and value >= 1, "an int >= 1")
-        for name in ("num_blocks", "kv_cache_memory", "max_model_len", "max_n_spec_tokens"):
-            value = getattr(self, name)
-            require(name, value, value is None or (is_int(value) and value >= 1), "an int >= 1")
+        counts = ("block_size", "max_batch_size", "prefill_chunk_size", "num_blocks")
+        normalise_ints(self, 1, *counts, "max_model_len", "max_n_spec_tokens", most=_LARGEST_INT32)
+        normalise_ints(self, 1, "kv_cache_memory")
+        if self.num_blocks is not None:
+            refuse("kv_cache_memory", self.kv_cache_memory, "num_blocks sizes the cache already")
         graphs = ("auto", "on", "off")
         require("cuda_graphs", self.cuda_graphs, self.cuda_graphs in graphs, f"one of {graphs}")
+        for name in ("device", "backend"):
+            value = getattr(self, name)
+            require(name, value, isinstance(value, str), "a text")
         for name in ("prefix_caching", "compile_modules"):
             value = getattr(self, name)
             require(name, value, isinstance(value, bool), "a bool")
         template = self.prompt_template
         fits = template is None or (isinstance(template, str) and _PLACE in template)
         require("prompt_template", template, fits, f"a text with {_PLACE}")
+
+    @classmethod
+    def of(cls, value: "EngineConfig | Mapping[str, Any]") -> "EngineConfig":
+        """The value, or what a mapping of fields says.
+
+        Raises:
+            ValueError: another type, a field that there is not, or one that is wrong.
+        """
+        return config_of("config", value, cls)
 
     @classmethod
     def from_colossal(cls, fields: Mapping[str, Any]) -> "EngineConfig":

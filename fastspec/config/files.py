@@ -25,14 +25,31 @@ def read_json(field: str, path: Path) -> Any:
     Raises:
         ValueError: no such file, or not JSON; `field` names the option.
     """
+    return parse_json(read_text(field, path), f"{field}: {path} is")
+
+
+def parse_json(text: str, where: str) -> Any:
+    """What a JSON text holds.
+
+    Raises:
+        ValueError: not JSON, a number of thousands of digits, or lists in lists without an end;
+            `where` begins the message.
+    """
     try:
-        return json.loads(read_text(field, path))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{field}: {path} is cut off or not JSON: {error}") from error
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} cut off or not JSON: {error}") from error
 
 
 def write_whole(text: str, path: Path) -> None:
-    """Write a file; whoever reads it finds the old one or the whole new one."""
+    """Write a file; whoever reads it finds the old one or the whole new one.
+
+    Devices, pipes and what links point to are written themselves, never replaced by a file.
+    """
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
     staged = path.with_name(path.name + ".new")
     staged.write_text(text, encoding="utf-8")
     staged.replace(path)

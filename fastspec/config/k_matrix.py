@@ -35,20 +35,22 @@ def as_k_matrix(value: Any) -> KMatrix:
                 )
     if not any(rows[0]):
         raise ValueError("k_matrix: its first row asks for no tokens at all")
-    return tuple(tuple(row) for row in rows)
+    return tuple(tuple(int(entry) for entry in row) for row in rows)
 
 
-def most_draft_tokens(k_matrix: KMatrix, row: int = 0) -> int:
-    """Tokens that the row's reviewer can get to judge at most."""
-    size, needed, most = len(k_matrix), 0, 0
-    for level in range(row, size):
-        wanted = k_matrix[row][level]
-        needed += wanted
-        is_last = level == size - 1
-        if wanted:
-            at_once = k_matrix[-1][-1] if is_last else most_draft_tokens(k_matrix, level + 1) + 1
-            most = max(most, needed - 1 + max(1, at_once))
-    return most
+def most_draft_tokens(k_matrix: KMatrix) -> int:
+    """Tokens that the target can get to judge at most."""
+    size = len(k_matrix)
+    at_once = [0] * size + [k_matrix[-1][-1]]  # of each level, the last one's under size
+    for row in reversed(range(size)):
+        needed = most = 0
+        for level in range(row, size):
+            wanted = k_matrix[row][level]
+            needed += wanted
+            if wanted:
+                most = max(most, needed - 1 + max(1, at_once[level + 1]))
+        at_once[row] = most + 1
+    return at_once[0] - 1
 
 
 def _is_list(value: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from fastspec.config.checks import is_int, require
+from fastspec.config.checks import is_number, refuse, require
 
 SCHEDULES = ("constant", "adaptive")
 
@@ -23,12 +23,11 @@ def as_step_costs(schedule: Any, step_costs: Any, num_speculative_tokens: int) -
     require("schedule", schedule, fits, known)
     if step_costs is None:
         return None
-    require("step_costs", step_costs, schedule == "adaptive", "None unless schedule is 'adaptive'")
+    if schedule != "adaptive":
+        refuse("step_costs", step_costs, "only with schedule 'adaptive'")
     count = num_speculative_tokens + 1
     expected = f"{count} positive numbers, of steps with 0 to {count - 1} draft tokens"
     is_list = isinstance(step_costs, (list, tuple)) and len(step_costs) == count
-    usable = is_list and all(
-        (is_int(cost) or isinstance(cost, float)) and 0 < cost < float("inf") for cost in step_costs
-    )
+    usable = is_list and all(is_number(cost) and cost > 0 for cost in step_costs)
     require("step_costs", step_costs, usable, expected)
-    return tuple(step_costs)
+    return tuple(float(cost) for cost in step_costs)

@@ -1,12 +1,20 @@
 """How drafts are made and verified."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass
 from pathlib import Path
 from typing import Any
 
-from fastspec.config.checks import is_factor, is_int, reject_unsupported, require
-from fastspec.config.k_matrix import as_k_matrix, most_draft_tokens
+from fastspec.config.checks import (
+    config_of,
+    is_int,
+    normalise_factor,
+    normalise_ints,
+    refuse,
+    reject_unsupported,
+    require,
+)
+from fastspec.config.k_matrix import KMatrix, as_k_matrix, most_draft_tokens
 from fastspec.config.schedule import as_step_costs
 from fastspec.config.token_trees import check_trees
 
@@ -21,6 +29,18 @@ METHODS = (
     "glide",
     "tree",
 )
+_MODEL_METHODS = ("auto", "none", "draft_model", "cascade", "glide", "tree")
+_LOOKUP_FIELDS = ("prompt_lookup_min", "prompt_lookup_max")
+_METHODS_OF_FIELDS = {  # of fields that other methods do not read
+    "draft_sample_method": _MODEL_METHODS,
+    **dict.fromkeys(_LOOKUP_FIELDS, ("prompt_lookup",)),
+    **dict.fromkeys(("ngram_size", "filler_top_k"), ("ngram",)),
+    "bigram_path": ("mag", "cascade"),
+    "k_matrix": ("cascade",),
+    **dict.fromkeys(("tree_width", "tree_nodes", "tree_paths"), ("tree",)),
+}
+MAX_DRAFT_TOKENS = 1024  # beyond it a step is a mistake, or no step
+_MAX_NGRAM_SIZE, _MAX_FILLERS = 64, 1024
 _DEFAULT_SPECULATIVE_TOKENS = 5
 _DEFAULT_LOOKUP_TOKENS = 5
 _DEFAULT_NGRAM_SIZE = 4
@@ -32,6 +52,9 @@ _DEFAULT_K_MATRIX = ((1, 14), (0, 0))  # of those tried, the fastest with the bu
 class SpecConfig:
     """How drafts are made and verified.
 
+    A field that is None is not given, and has the default of its method; what is given is obeyed or
+    refused.
+
     Args:
         method: "auto" (a draft model when one is given, else none), "none" (plain
             decoding, a drafter that is given is not loaded), "draft_model", "prompt_lookup" (copy
@@ -41,16 +64,18 @@ class SpecConfig:
             each other: draft models, and MaG last), "glide" (a draft model that also attends to the
             target's cache, trained for it) or "tree" (token trees over a draft model).
             "prompt_lookup", "mag" and "ngram" need no second model.
-        num_speculative_tokens: K, tokens proposed in each step, >= 1.
-        draft_sample_method: "probabilistic" samples drafts from the drafter's own distribution
-            under the request's parameters; "greedy" takes its argmax and verifies it as a point
-            mass. Both are exact.
-        ngram_size: of "ngram": tokens of the longest n-grams that are counted, >= 2, by default 4.
+        num_speculative_tokens: K, tokens proposed in each step, from 1 to 1024; by default 5, or as
+            many as the k_matrix of a cascade asks for.
+        draft_sample_method: of draft models: "probabilistic", the default, samples drafts from the
+            drafter's own distribution under the request's parameters; "greedy" takes its argmax and
+            verifies it as a point mass. Both are exact.
+        ngram_size: of "ngram": tokens of the longest n-grams that are counted, from 2 to 64, by
+            default 4.
         filler_top_k: of "ngram": how many of the target's likeliest tokens are counted at each
-            place that it judges, >= 1, by default 3; 1 counts only what was said.
+            place that it judges, from 1 to 1024, by default 3; 1 counts only what was said.
         k_matrix: of "cascade", lists or a tensor, n x n: what each level asks of those below it,
-            see `fastspec.drafters.CascadeDrafter`. It sets num_speculative_tokens. None is one for
-            a draft model and MaG.
+            see `fastspec.drafters.CascadeDrafter`. It says what num_speculative_tokens is. None is
+            [[1, 14], [0, 0]], for a draft model and MaG.
         lenience: of "cascade", between its drafters only, >= 1. The output is exact whatever it is;
             above 1 the target accepts fewer of the drafts, and gets them sooner.
         rejection_sample_method: "standard" judges draft tokens one by one; "block" judges whole
@@ -90,8 +115,8 @@ class SpecConfig:
     """
 
     method: str = "auto"
-    num_speculative_tokens: int = _DEFAULT_SPECULATIVE_TOKENS
-    draft_sample_method: str = "probabilistic"
+    num_speculative_tokens: int | None = None
+    draft_sample_method: str | None = None
     rejection_sample_method: str = "standard"
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
@@ -116,38 +141,27 @@ class SpecConfig:
 
     def __post_init__(self, num_assistant_tokens, prompt_lookup_num_tokens):
         if prompt_lookup_num_tokens is not None:
-            asks = self.method in ("auto", "prompt_lookup")
-            expected = f"None for method {self.method!r}"
-            require("prompt_lookup_num_tokens", prompt_lookup_num_tokens, asks, expected)
+            if self.method not in ("auto", "prompt_lookup"):
+                name = "prompt_lookup_num_tokens"
+                refuse(name, prompt_lookup_num_tokens, f"not for method {self.method!r}")
             object.__setattr__(self, "method", "prompt_lookup")
+        require("method", self.method, self.method in METHODS, f"one of {METHODS}")
+        normalise_ints(self, 1, "num_speculative_tokens", most=MAX_DRAFT_TOKENS)
         for name, value in (
             ("num_assistant_tokens", num_assistant_tokens),
             ("prompt_lookup_num_tokens", prompt_lookup_num_tokens),
         ):
             if value is not None:
-                require(name, value, is_int(value) and value >= 1, "an int >= 1")
-                count = self.num_speculative_tokens
-                is_free = count in (value, _DEFAULT_SPECULATIVE_TOKENS)
-                expected = f"the value of num_speculative_tokens, {count!r}, or None"
-                require(name, value, is_free, expected)
-                object.__setattr__(self, "num_speculative_tokens", value)
-        require("method", self.method, self.method in METHODS, f"one of {METHODS}")
-        count = self.num_speculative_tokens
-        require("num_speculative_tokens", count, is_int(count) and count >= 1, "an int >= 1")
-        require(
-            "draft_sample_method",
-            self.draft_sample_method,
-            self.draft_sample_method in ("probabilistic", "greedy"),
-            "'probabilistic' or 'greedy'",
-        )
-        if self.rejection_sample_method == "coupled":
+                self._take_alias(name, value)
+        ways = ("probabilistic", "greedy", None)
+        way = self.draft_sample_method
+        require("draft_sample_method", way, way in ways, "'probabilistic' or 'greedy'")
+        rule = self.rejection_sample_method
+        if rule == "coupled":
             raise ValueError("rejection_sample_method: 'coupled' is not supported yet")
-        require(
-            "rejection_sample_method",
-            self.rejection_sample_method,
-            self.rejection_sample_method in ("standard", "block"),
-            "'standard' or 'block'",
-        )
+        is_known = rule in ("standard", "block")
+        require("rejection_sample_method", rule, is_known, "'standard' or 'block'")
+        self._check_fields_of_methods()
         self._check_copying()
         self._check_cascade()
         check_trees(self)
@@ -157,7 +171,35 @@ class SpecConfig:
             confidence_threshold=None,
             synthetic_acceptance_rate=None,
         )
-        self._check_schedule()
+        costs = as_step_costs(self.schedule, self.step_costs, self.num_draft_tokens())
+        object.__setattr__(self, "step_costs", costs)
+
+    @classmethod
+    def of(cls, value: "SpecConfig | str | Mapping[str, Any]") -> "SpecConfig":
+        """The value, or what the name of a method or a mapping of fields says.
+
+        Raises:
+            ValueError: another type, a field that there is not, or one that is wrong.
+        """
+        return cls(value) if isinstance(value, str) else config_of("spec", value, cls)
+
+    def num_draft_tokens(self, most: int | None = None) -> int:
+        """K: as it is given, as a cascade's k_matrix has it, or else 5, and of these `most`."""
+        if self.num_speculative_tokens is not None:
+            return self.num_speculative_tokens
+        if self.method == "cascade":
+            return most_draft_tokens(self.cascade_matrix)
+        return min(_DEFAULT_SPECULATIVE_TOKENS, most or _DEFAULT_SPECULATIVE_TOKENS)
+
+    @property
+    def draws_drafts(self) -> bool:
+        """Whether a draft model samples where the request does."""
+        return self.draft_sample_method != "greedy"
+
+    @property
+    def cascade_matrix(self) -> KMatrix:
+        """The k_matrix of a cascade, with its default."""
+        return _DEFAULT_K_MATRIX if self.k_matrix is None else self.k_matrix
 
     @property
     def lookup_lengths(self) -> tuple[int, int]:
@@ -165,52 +207,56 @@ class SpecConfig:
         least = self.prompt_lookup_min or self.prompt_lookup_max or _DEFAULT_LOOKUP_TOKENS
         return least, self.prompt_lookup_max or least
 
-    def _check_relaxed_acceptance(self) -> None:
-        factor = self.relaxed_acceptance
-        require("relaxed_acceptance", factor, is_factor(factor), "a finite number >= 1")
-        judges_chains = self.method != "tree" and not self.cape
-        fits = factor == 1 or (judges_chains and self.rejection_sample_method == "standard")
-        require("relaxed_acceptance", factor, fits, "1 for trees and for block verification")
-
-    def _check_schedule(self) -> None:
-        costs = as_step_costs(self.schedule, self.step_costs, self.num_speculative_tokens)
-        object.__setattr__(self, "step_costs", costs)
-
     @property
     def ngram_counts(self) -> tuple[int, int]:
         """The size of n-grams and how many fillers, with their defaults."""
         return self.ngram_size or _DEFAULT_NGRAM_SIZE, self.filler_top_k or _DEFAULT_FILLERS
 
-    def _check_cascade(self) -> None:
-        lenience, count = self.lenience, self.num_speculative_tokens
-        require("lenience", lenience, is_factor(lenience), "a finite number >= 1")
-        if self.method != "cascade":
-            expected = f"None for method {self.method!r}"
-            require("k_matrix", self.k_matrix, self.k_matrix is None, expected)
-            require("lenience", lenience, lenience == 1, f"1 for method {self.method!r}")
-            return
-        given = _DEFAULT_K_MATRIX if self.k_matrix is None else self.k_matrix
-        k_matrix = as_k_matrix(given)
-        most = most_draft_tokens(k_matrix)
-        is_free = count in (most, _DEFAULT_SPECULATIVE_TOKENS)
-        require("num_speculative_tokens", count, is_free, f"{most}, as k_matrix has it, or none")
-        object.__setattr__(self, "k_matrix", k_matrix)
-        object.__setattr__(self, "num_speculative_tokens", most)
+    def _take_alias(self, name: str, value: Any) -> None:
+        """Take num_speculative_tokens by another of its names."""
+        fits = is_int(value) and 1 <= value <= MAX_DRAFT_TOKENS
+        require(name, value, fits, f"an int from 1 to {MAX_DRAFT_TOKENS}")
+        count = self.num_speculative_tokens
+        expected = f"{count!r}, as num_speculative_tokens has it, or none"
+        require(name, value, count in (None, value), expected)
+        object.__setattr__(self, "num_speculative_tokens", int(value))
+
+    def _check_fields_of_methods(self) -> None:
+        for name, methods in _METHODS_OF_FIELDS.items():
+            looks_up = name in _LOOKUP_FIELDS and self.tree_prompt_lookup
+            if self.method not in methods and not looks_up:
+                refuse(name, getattr(self, name), f"not for method {self.method!r}")
 
     def _check_copying(self) -> None:
-        for name in ("prompt_lookup_min", "prompt_lookup_max"):
-            value = getattr(self, name)
-            if self.method != "prompt_lookup" and not self.tree_prompt_lookup:
-                require(name, value, value is None, f"None for method {self.method!r}")
-            require(name, value, value is None or (is_int(value) and value >= 1), "an int >= 1")
-        for name, least in (("ngram_size", 2), ("filler_top_k", 1)):
-            value = getattr(self, name)
-            if self.method != "ngram":
-                require(name, value, value is None, f"None for method {self.method!r}")
-            fits = value is None or (is_int(value) and value >= least)
-            require(name, value, fits, f"an int >= {least}")
-        fits = self.method in ("mag", "cascade") or self.bigram_path is None
-        require("bigram_path", self.bigram_path, fits, f"None for method {self.method!r}")
+        normalise_ints(self, 1, *_LOOKUP_FIELDS, most=2**31 - 1)
+        normalise_ints(self, 2, "ngram_size", most=_MAX_NGRAM_SIZE)
+        normalise_ints(self, 1, "filler_top_k", most=_MAX_FILLERS)
+        is_path = self.bigram_path is None or isinstance(self.bigram_path, (str, Path))
+        require("bigram_path", self.bigram_path, is_path, "a path")
         least, most = self.lookup_lengths
         expected = f"at least prompt_lookup_min, {least}"
         require("prompt_lookup_max", self.prompt_lookup_max, most >= least, expected)
+
+    def _check_cascade(self) -> None:
+        normalise_factor(self, "lenience")
+        if self.method != "cascade":
+            fits = self.lenience == 1
+            require("lenience", self.lenience, fits, f"1 for method {self.method!r}")
+            return
+        if self.k_matrix is not None:
+            object.__setattr__(self, "k_matrix", as_k_matrix(self.k_matrix))
+        most = most_draft_tokens(self.cascade_matrix)
+        if most > MAX_DRAFT_TOKENS:
+            raise ValueError(
+                f"k_matrix: it asks for up to {most} draft tokens, more than {MAX_DRAFT_TOKENS}"
+            )
+        count = self.num_speculative_tokens
+        is_free = count in (None, most)
+        require("num_speculative_tokens", count, is_free, f"{most}, as k_matrix has it, or none")
+
+    def _check_relaxed_acceptance(self) -> None:
+        normalise_factor(self, "relaxed_acceptance")
+        factor = self.relaxed_acceptance
+        judges_chains = self.method != "tree" and not self.cape
+        fits = factor == 1 or (judges_chains and self.rejection_sample_method == "standard")
+        require("relaxed_acceptance", factor, fits, "1 for trees and for block verification")

@@ -1,10 +1,9 @@
 """Checks of the options of token trees."""
 
 from collections.abc import Sequence
-from numbers import Real
 from typing import Any
 
-from fastspec.config.checks import is_int, require
+from fastspec.config.checks import is_int, is_number, normalise_ints, refuse, require
 from fastspec.config.tree_shapes import TreeShape
 
 DEFAULT_TREE_WIDTH = 4
@@ -23,17 +22,12 @@ def check_trees(spec: Any) -> None:
         require("schedule", spec.schedule, is_constant, "'constant' for trees")
     if spec.method == "tree":
         _check_form(spec)
-    else:
-        for name in ("tree_width", "tree_nodes", "tree_paths"):
-            value = getattr(spec, name)
-            require(name, value, value is None, f"None for method {spec.method!r}")
     branch = spec.tree_prompt_lookup
     require("tree_prompt_lookup", branch, isinstance(branch, bool), "a bool")
     if branch:
         is_one = spec.method == "tree" and spec.tree_paths is None
         require("tree_prompt_lookup", branch, is_one, "False without a tree that grows freely")
-        is_greedy = spec.draft_sample_method == "greedy"
-        require("tree_prompt_lookup", branch, is_greedy, "False for drawn siblings")
+        require("tree_prompt_lookup", branch, not spec.draws_drafts, "False for drawn siblings")
     _check_cape(spec)
 
 
@@ -41,17 +35,15 @@ def _check_form(spec: Any) -> None:
     """Check width, number and places of the nodes."""
     paths = spec.tree_paths
     for name in ("tree_width", "tree_nodes"):
-        value = getattr(spec, name)
         if paths is not None:
-            require(name, value, value is None, "None beside tree_paths")
-        fits = value is None or (is_int(value) and 1 <= value <= MAX_TREE_NODES)
-        require(name, value, fits, f"an int from 1 to {MAX_TREE_NODES}")
+            refuse(name, getattr(spec, name), "not beside tree_paths")
+    normalise_ints(spec, 1, "tree_width", "tree_nodes", most=MAX_TREE_NODES)
     if paths is None:
         return
     is_list = isinstance(paths, Sequence) and all(isinstance(path, Sequence) for path in paths)
     require("tree_paths", paths, is_list and not isinstance(paths, str), "a list of lists")
     depth, size = TreeShape(paths).depth, len(paths)
-    most = spec.num_speculative_tokens
+    most = spec.num_draft_tokens()
     if depth > most or size > MAX_TREE_NODES:
         raise ValueError(
             f"tree_paths: expected at most {MAX_TREE_NODES} paths of num_speculative_tokens,"
@@ -63,14 +55,14 @@ def _check_cape(spec: Any) -> None:
     require("cape", spec.cape, isinstance(spec.cape, bool), "a bool")
     bins = spec.cape_bins
     if not spec.cape:
-        require("cape_bins", bins, bins is None, "None without cape")
+        refuse("cape_bins", bins, "only with cape")
         return
     require("cape", spec.cape, spec.method in _CAPE_METHODS, f"False for method {spec.method!r}")
     if bins is not None:
         are_pairs = isinstance(bins, Sequence) and all(
             isinstance(pair, Sequence)
             and len(pair) == 2
-            and isinstance(pair[0], Real)
+            and is_number(pair[0])
             and is_int(pair[1])
             and pair[1] >= 0
             for pair in bins
@@ -80,9 +72,9 @@ def _check_cape(spec: Any) -> None:
         rises = sorted(set(bounds)) == bounds and bounds[-1:] == [1.0] and bounds[0] > 0
         require("cape_bins", bins, rises, "probabilities above 0 that rise to 1")
     most = max(extra for _, extra in bins or DEFAULT_CAPE_BINS)
-    nodes = spec.num_speculative_tokens * (1 + most)
+    nodes = spec.num_draft_tokens() * (1 + most)
     if nodes > MAX_TREE_NODES:
         raise ValueError(
-            f"cape_bins: {most} siblings for each of {spec.num_speculative_tokens} tokens make a"
+            f"cape_bins: {most} siblings for each of {spec.num_draft_tokens()} tokens make a"
             f" tree of {nodes} nodes, more than {MAX_TREE_NODES}"
         )

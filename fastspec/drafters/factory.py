@@ -19,14 +19,13 @@ from fastspec.drafters.base import Blocks
 from fastspec.drafters.bigram_table import load_bigram
 from fastspec.drafters.cascade.drafter import CascadeDrafter
 from fastspec.drafters.cascade.levels import CopyingLevel, Level, ModelLevel
-from fastspec.drafters.glide.drafter import is_glide, load_glide
+from fastspec.drafters.glide import is_glide, load_glide
 from fastspec.drafters.ngram import NgramDrafter
 from fastspec.drafters.tree.factory import as_trees
 from fastspec.models.encoder_decoder import paged_model_of
 from fastspec.models.loading import bigram_beside, check_same_tokenizer, load_model, load_tokenizer
 from fastspec.models.paged_model import PagedModel
 from fastspec.models.runner import ModelRunner
-from fastspec.models.twin import compile_modules
 
 ModelSource = str | Path | PreTrainedModel
 DraftSource = ModelSource | Drafter
@@ -115,7 +114,7 @@ class DrafterFactory:
         if wants_glide or is_glide(drafter):
             return self._glide(drafter)
         model = self._load(drafter)
-        probabilistic = self._spec.draft_sample_method == "probabilistic"
+        probabilistic = self._spec.draws_drafts
 
         def build(target: ModelRunner | None, block_manager: Blocks) -> Drafter:
             runner = self._runner(model, block_manager)
@@ -125,7 +124,7 @@ class DrafterFactory:
 
     def _glide(self, source: ModelSource) -> DrafterPlan:
         model = paged_model_of(load_glide(source, self._config), self._config)
-        probabilistic = self._spec.draft_sample_method == "probabilistic"
+        probabilistic = self._spec.draws_drafts
         chunk_size = self._config.prefill_chunk_size
 
         def build(target: ModelRunner | None, block_manager: Blocks) -> Drafter:
@@ -151,11 +150,11 @@ class DrafterFactory:
         """Levels as they are given, and MaG after them where k_matrix has one more."""
         spec, backend = self._spec, self._config.backend
         parts = [s if isinstance(s, Drafter) else self._level_model(s) for s in _as_list(drafter)]
-        if len(spec.k_matrix) == len(parts) + 1:
+        if len(spec.cascade_matrix) == len(parts) + 1:
             parts.append(self._mag(target))
         models = [part for part in parts if isinstance(part, PagedModel)]
         vocab_size = min([self._target_vocab_size, *(model.vocab_size for model in models)])
-        probabilistic = spec.draft_sample_method == "probabilistic"
+        probabilistic = spec.draws_drafts
 
         def level(part: PagedModel | Drafter, block_manager: Blocks) -> Level:
             if not isinstance(part, PagedModel):
@@ -169,7 +168,7 @@ class DrafterFactory:
             levels = [level(part, block_manager) for part in parts]
             return CascadeDrafter(
                 levels,
-                spec.k_matrix,
+                spec.cascade_matrix,
                 spec.lenience,
                 vocab_size=self._target_vocab_size,
                 probabilistic=probabilistic,

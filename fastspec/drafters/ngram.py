@@ -98,10 +98,10 @@ class NgramDrafter:
         width = windows.shape[1]
         packed = [b * width + i for b, count in enumerate(num_rows) for i in range(count)]
         places = device_tensor(packed, torch.int64, rows.device)
-        top = target_logits[: len(packed)].topk(self._filler_top_k).indices  # [T, k]
-        ranks = torch.arange(self._filler_top_k, device=rows.device)
-        recency = (self._filler_top_k - 1 - ranks).expand_as(top)
-        repeat = self._filler_top_k
+        repeat = min(self._filler_top_k, target_logits.shape[-1])
+        top = target_logits[: len(packed)].topk(repeat).indices  # [T, k]
+        ranks = torch.arange(repeat, device=rows.device)
+        recency = (repeat - 1 - ranks).expand_as(top)
         self._table.learn(
             rows[:, None].expand(-1, width).flatten()[places].repeat_interleave(repeat),
             windows.flatten(0, 1)[places].repeat_interleave(repeat, dim=0),
@@ -112,9 +112,11 @@ class NgramDrafter:
     def _row(self, request: Request, device: torch.device) -> int:
         row = self._rows.get(id(request))
         if row is None:
-            row = self._free.pop() if self._free else len(self._num_learnt)
+            row = self._free[-1] if self._free else len(self._num_learnt)
             self._table.grow(row + 1, device)
             self._table.clear(row)
+            if self._free:
+                self._free.pop()
             self._rows[id(request)] = row
             self._num_learnt[row] = 0
             finalize(request, self._forget, id(request), row).atexit = False

@@ -23,19 +23,25 @@ class NgramTable:
 
     def __init__(self, max_context: int):
         self.max_context = max_context
-        self._counts = torch.empty((0, _BUCKETS), dtype=torch.int32)
-        self._best = torch.empty((0, _BUCKETS), dtype=torch.int64)
+        dtypes = (torch.int32, torch.int64)
+        self._tables = tuple(torch.empty((0, _BUCKETS), dtype=dtype) for dtype in dtypes)
+
+    @property
+    def _counts(self) -> Tensor:
+        return self._tables[0]
+
+    @property
+    def _best(self) -> Tensor:
+        return self._tables[1]
 
     def grow(self, num_rows: int, device: torch.device) -> None:
-        """Make room, by doubling."""
-        missing = max(num_rows, 2 * len(self._counts)) - len(self._counts)
-        if num_rows > len(self._counts):
-            shape = (missing, _BUCKETS)
-            self._counts = torch.cat(
-                [self._counts.to(device), torch.zeros(shape, dtype=torch.int32, device=device)]
-            )
-            self._best = torch.cat(
-                [self._best.to(device), torch.zeros(shape, dtype=torch.int64, device=device)]
+        """Make room, by doubling; both tables grow, or, where memory runs out, neither."""
+        size = len(self._counts)
+        if num_rows > size:
+            shape = (max(num_rows, 2 * size) - size, _BUCKETS)
+            self._tables = tuple(
+                torch.cat([table.to(device), torch.zeros(shape, dtype=table.dtype, device=device)])
+                for table in self._tables
             )
 
     def clear(self, row: int) -> None:

@@ -5,13 +5,16 @@ from typing import cast
 from transformers import PreTrainedTokenizerBase
 
 _INCOMPLETE = "\ufffd"
+_MOST_PENDING = 8  # tokens without a whole character before some are taken as they are
+_CUTS = (3, 4, 5, 6)  # tokens that may still belong to a character, from the end
 
 
 class Detokenizer:
     """Decodes token by token, holding back half characters and what may become a stop string.
 
     Decoding a window that starts a few tokens back keeps the tokenizer's context-dependent spacing
-    right without decoding everything again.
+    right without decoding everything again. The window is bounded: of tokens that never make a
+    character all but the last few are taken as they are.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...]):
@@ -20,27 +23,30 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._stop = stop
         self._hold = max((len(s) for s in stop), default=1) - 1
-        self._ids: list[int] = []
-        self._window_start = 0  # first id of the decoded window
-        self._window_read = 0  # ids of the window whose text is in self.text
+        self._window: list[int] = []  # the last ids
+        self._num_read = 0  # of them, those whose text is in self.text
         self._num_streamed = 0
 
     def push(self, token_id: int) -> None:
         """Add one token; sets `stopped` when its text completes a stop string."""
-        self._ids.append(token_id)
-        known = self._decode(self._window_start, self._window_read)
-        extended = self._decode(self._window_start, len(self._ids))
-        if extended.endswith(_INCOMPLETE) or len(extended) <= len(known):
-            return
-        self._append(extended[len(known) :])
-        self._window_start, self._window_read = self._window_read, len(self._ids)
+        self._window.append(token_id)
+        known, extended = self._decoded()
+        piece = extended[len(known) :]
+        if piece and not piece.endswith(_INCOMPLETE):
+            self._append(piece)
+            self._advance(len(self._window))
+        elif self._find_stop(piece.rstrip(_INCOMPLETE)):
+            self._append(piece)
+        elif len(self._window) - self._num_read >= _MOST_PENDING:
+            self._force(known, extended)
 
     def finish(self) -> None:
         """Add the text of an incomplete last character."""
         if self.stopped:
             return
-        known = self._decode(self._window_start, self._window_read)
-        self._append(self._decode(self._window_start, len(self._ids))[len(known) :])
+        known, extended = self._decoded()
+        self._append(extended[len(known) :])
+        self._advance(len(self._window))
 
     def take(self, final: bool = False) -> str:
         """Text not taken yet and safe to show; `final` includes what was held back."""
@@ -52,12 +58,41 @@ class Detokenizer:
         return piece
 
     def _append(self, piece: str) -> None:
-        searched_from = max(0, len(self.text) - self._hold)
+        found = self._find_stop(piece)
         self.text += piece
-        found = [at for s in self._stop if (at := self.text.find(s, searched_from)) >= 0]
         if found:
             self.text = self.text[: min(found)]
             self.stopped = True
 
-    def _decode(self, start: int, end: int) -> str:
-        return cast(str, self._tokenizer.decode(self._ids[start:end], skip_special_tokens=True))
+    def _find_stop(self, piece: str) -> list[int]:
+        """Where in the text stop strings begin that the piece would complete."""
+        start = max(0, len(self.text) - self._hold)
+        searched = self.text[start:] + piece
+        return [start + at for s in self._stop if (at := searched.find(s)) >= 0]
+
+    def _force(self, known: str, extended: str) -> None:
+        """Read some of the tokens that have waited long: a character has no more than four bytes.
+
+        A cut inside a character would show, because its first bytes alone decode otherwise.
+        """
+        cuts = [len(self._window) - back for back in _CUTS]
+        texts = {cut: self._decode(self._window[:cut]) for cut in cuts}
+        cut = next((c for c in cuts if extended.startswith(texts[c])), cuts[0])
+        piece = texts[cut][len(known) :]
+        if piece:
+            self._append(piece)
+            self._advance(cut)
+        else:  # tokens without text, and what stands before them still decides on spaces
+            del self._window[self._num_read : cut]
+
+    def _advance(self, num_read: int) -> None:
+        """Text of that many ids of the window is taken; those taken now stay as context."""
+        del self._window[: self._num_read]
+        self._num_read = num_read - self._num_read
+
+    def _decoded(self) -> tuple[str, str]:
+        """The text of the window that is taken, and of all of it."""
+        return self._decode(self._window[: self._num_read]), self._decode(self._window)
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return cast(str, self._tokenizer.decode(token_ids, skip_special_tokens=True))

@@ -1,8 +1,9 @@
 """The loop: propose, verify, commit, over a ragged batch of requests."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -41,8 +42,9 @@ class Engine:
             its own).
         tokenizer: of the target; None loads the one beside the target. Needed for text prompts and
             stop strings.
-        spec: how drafts are made and verified.
-        config: device, dtype and cache.
+        spec: how drafts are made and verified: a SpecConfig, the name of its method, or a mapping
+            of its fields.
+        config: device, dtype and cache; an EngineConfig or a mapping of its fields.
     Raises:
         ValueError: a model or option that cannot be used; the message names it.
 
@@ -63,9 +65,10 @@ class Engine:
         target: str | Path | PreTrainedModel,
         drafter: DrafterSource | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
-        spec: SpecConfig = SpecConfig(),  # noqa: B008 (frozen)
-        config: EngineConfig = EngineConfig(),  # noqa: B008 (frozen)
+        spec: SpecConfig | str | Mapping[str, Any] = SpecConfig(),  # noqa: B008 (frozen)
+        config: EngineConfig | Mapping[str, Any] = EngineConfig(),  # noqa: B008 (frozen)
     ):
+        spec, config = SpecConfig.of(spec), EngineConfig.of(config)
         self.config = config
         self.spec = spec
         self.stats = SpecStats()
@@ -98,9 +101,10 @@ class Engine:
         self._speculation = Speculation(self.device, vocab_size, spec, config)
         meter = StepCostMeter(self._runner, block_manager, self._factory, config.backend)
         self._pacer = Pacer(spec, meter)
-        self._speculation.check_count("num_speculative_tokens", spec.num_speculative_tokens)
+        num_draft_tokens = spec.num_draft_tokens(config.max_n_spec_tokens)
+        self._speculation.check_count("num_speculative_tokens", num_draft_tokens)
         if plan:
-            self._turn_on(plan.build(self._runner, block_manager), spec.num_speculative_tokens)
+            self._turn_on(plan.build(self._runner, block_manager), num_draft_tokens)
         self._ids_in_use: set[str] = set()
         self._turn = Turn()
         self._inboxes: dict[str, deque[StreamEvent]] = {}  # of calls of generate() and stream()
@@ -189,19 +193,22 @@ class Engine:
     def enable_spec_dec(
         self,
         drafter: DrafterSource | None = None,
-        n_spec_tokens: int = 5,
+        n_spec_tokens: int | None = None,
         use_glide_drafter: bool = False,
     ) -> None:
         """Turn speculation on between steps; without a drafter the last one is used again.
 
         Args:
-            n_spec_tokens: tokens proposed in each step, >= 1, at most config.max_n_spec_tokens.
+            n_spec_tokens: tokens proposed in each step, >= 1, at most config.max_n_spec_tokens;
+                None = as many as spec says.
             use_glide_drafter: read the drafter as a GLIDE model. The last one is used as what it
                 is in any case.
         Raises:
             ValueError: a drafter that is missing, or no GLIDE model where one is asked for.
         """
         speculation = self._speculation
+        if n_spec_tokens is None:
+            n_spec_tokens = self.spec.num_draft_tokens(self.config.max_n_spec_tokens)
         with self._turn:
             speculation.check_count("n_spec_tokens", n_spec_tokens)
             known = speculation.known

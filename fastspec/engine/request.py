@@ -49,7 +49,11 @@ class EngineRequest(Request):
             self.detokenizer.push(token_id)
             if self.detokenizer.stopped:
                 return "stop"
-        return "length" if len(self.token_ids) >= self.max_len else None
+        if len(self.token_ids) < self.max_len:
+            return None
+        if self.detokenizer is not None:
+            self.detokenizer.finish()  # what it holds back may complete a stop string
+        return "stop" if self.detokenizer is not None and self.detokenizer.stopped else "length"
 
     def output(self, finish_reason: str, error: str | None = None) -> RequestOutput:
         """What the user gets."""

@@ -43,17 +43,22 @@ class RequestFactory:
         self._encoder_inputs: WeakValueDictionary[tuple[int, ...], EncoderInput] = (
             WeakValueDictionary()
         )
-        self._num_built = 0
+        self._alive: WeakValueDictionary[str, EngineRequest] = WeakValueDictionary()
+        self._num_named = 0
 
     def build(
         self, prompt: Prompt, params: SamplingParams, request_id: str | None
     ) -> EngineRequest:
-        """One request.
+        """One request; without an id it gets one that no request has.
 
         Raises:
             ValueError: an empty prompt, ids outside the vocabulary, a prompt longer than the model,
                 text or stop strings without a tokenizer, or an argument of another type.
         """
+        if request_id is None:
+            request_id = self._new_id()
+        elif not isinstance(request_id, str):
+            raise ValueError(f"request_id: expected a text, got {request_id!r}")
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params: expected SamplingParams, got {type(params).__name__}")
         token_ids, encoder_input = self._prompt_ids(prompt), None
@@ -62,21 +67,31 @@ class RequestFactory:
             token_ids = [self._decoder_start_id]
         if params.stop and self._tokenizer is None:
             raise ValueError("stop: stop strings need a tokenizer, and the engine has none")
-        self._num_built += 1
-        stop_ids = frozenset(params.stop_token_ids)
-        return EngineRequest(
-            request_id=request_id if request_id is not None else f"request-{self._num_built}",
+        stop_ids = frozenset(params.stop_token_ids or ())
+        if stop_ids and max(stop_ids) >= self._vocab_size:
+            raise ValueError(f"stop_token_ids: {max(stop_ids)} is not in 0..{self._vocab_size - 1}")
+        most = self._max_model_len if params.max_tokens is None else params.max_tokens
+        request = EngineRequest(
+            request_id=request_id,
             token_ids=token_ids,
             params=params,
             seed=secrets.randbits(63) if params.seed is None else params.seed,
             stop_ids=stop_ids if params.ignore_eos else stop_ids | self._eos_ids,
-            max_len=min(len(token_ids) + params.max_tokens, self._max_model_len),
-            detokenizer=Detokenizer(self._tokenizer, tuple(params.stop))
+            max_len=min(len(token_ids) + most, self._max_model_len),
+            detokenizer=Detokenizer(self._tokenizer, tuple(params.stop or ()))
             if self._tokenizer
             else None,
             encoder_input=encoder_input,
             rereads_above=self._rereads_above,
         )
+        self._alive.setdefault(request_id, request)
+        return request
+
+    def _new_id(self) -> str:
+        while True:
+            self._num_named += 1
+            if (request_id := f"request-{self._num_named}") not in self._alive:
+                return request_id
 
     def _encoder_input(self, token_ids: list[int]) -> EncoderInput:
         """One object for all requests with these ids, so that they are encoded once."""
@@ -94,6 +109,10 @@ class RequestFactory:
                 )
             template = self._prompt_template
             text = template.replace("{input_text}", prompt) if template else prompt
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise ValueError(f"prompt: {error}") from error
             token_ids = self._tokenizer(text)["input_ids"]
         else:
             token_ids = _as_list("prompt", prompt)
@@ -109,7 +128,7 @@ class RequestFactory:
                 f"prompt: has {len(token_ids)} tokens; the limit is {self._max_model_len - 1},"
                 " which leaves room for one new token"
             )
-        return token_ids
+        return [int(token_id) for token_id in token_ids]
 
 
 def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

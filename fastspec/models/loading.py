@@ -39,8 +39,11 @@ def resolve_device(config: EngineConfig) -> torch.device:
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
+        if device.type == "meta":
+            raise RuntimeError("it holds no values")
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device: cannot use {config.device!r}: {_one_line(error)}") from error
+        why = _one_line(error).split(". ")[0]
+        raise ValueError(f"device: cannot use {config.device!r}: {why}") from error
     return device
 
 

@@ -3,14 +3,13 @@
 The only module that needs the package `datasets`.
 """
 
-import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from fastspec.config.files import read_text
+from fastspec.config.files import parse_json, read_text
 
 
 @dataclass(frozen=True)
@@ -106,10 +105,7 @@ def _lines(file: Path) -> Iterable[tuple[str, Any]]:
     for number, line in enumerate(read_text("dataset_file", file).split("\n"), 1):
         if line.strip():
             where = f"{file}, line {number}"
-            try:
-                yield where, json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"dataset_file: {where}: not JSON: {error}") from error
+            yield where, parse_json(line, f"dataset_file: {where}:")
 
 
 def _downloaded(name: str, chosen: PromptSet) -> Iterable[tuple[str, Any]]:

@@ -99,7 +99,7 @@ class Simulator:
         self._vocab_size = vocab_size
         self._tokenizer = tokenizer
         self._config = config
-        self._num_draft = spec.num_speculative_tokens
+        self._num_draft = spec.num_draft_tokens()
         self.stats = SpecStats()
         self.device = plan.models[0].device if plan.models else resolve_device(config)
 
@@ -179,13 +179,14 @@ class Simulator:
             raise ValueError(
                 f"output {number}: token id {largest} is not in 0..{self._vocab_size - 1}"
             )
+        reached = len(output.token_ids) + self._num_draft + 1  # no step asks for room beyond
         return EngineRequest(
             request_id=f"output-{number}",
             token_ids=list(prompt),
             params=output.params,
             seed=output.params.seed or 0,
             stop_ids=frozenset(),
-            max_len=len(prompt) + output.params.max_tokens,
+            max_len=len(prompt) + min(output.params.max_tokens or reached, reached),
             detokenizer=None,
         )
 

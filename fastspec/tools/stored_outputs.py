@@ -1,6 +1,5 @@
 """Files of a target's outputs, which `simulate` takes in the place of the target."""
 
-import json
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -9,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fastspec.config import SamplingParams, is_int
-from fastspec.config.files import read_text
+from fastspec.config.files import parse_json, read_text
 from fastspec.engine.outputs import RequestOutput
 
 _TENSOR = re.compile(r"\s*(\[.*?\])\s*(?:,[^()\[\]]*)?\)[\s,\[\]]*", re.DOTALL)
@@ -68,7 +67,7 @@ def stored_record(output: RequestOutput, params: SamplingParams, max_model_len: 
         "prompt_token_ids": list(output.prompt_token_ids),
         "token_ids": list(output.token_ids),
         "accepted": accepted_by_step(output.sources),
-        "max_tokens": min(params.max_tokens, room),
+        "max_tokens": room if params.max_tokens is None else min(params.max_tokens, room),
         **{name: getattr(params, name) for name in _SAMPLING},
     }
 
@@ -159,16 +158,13 @@ def _from_tensors(text: str, where: str) -> list[StoredOutput]:
 def _params(token_ids: list[int], **given: Any) -> SamplingParams:
     """Greedy, of that length, unless the file says otherwise."""
     params = SamplingParams(**{"temperature": 0.0, "max_tokens": len(token_ids), **given})
-    if params.max_tokens < len(token_ids):
+    if params.max_tokens is None or params.max_tokens < len(token_ids):
         raise ValueError(f"max_tokens: {params.max_tokens} for {len(token_ids)} token_ids")
     return params
 
 
 def _json(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: cut off or not JSON: {error}") from error
+    return parse_json(text, f"{where}:")
 
 
 def _ids(value: Any, where: str, what: str = "token ids") -> list[int]:

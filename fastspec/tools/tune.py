@@ -156,7 +156,7 @@ class Planner:
             ValueError: a prompt, drafter or option that cannot be used, or too few tokens to
                 measure each length twice.
         """
-        most = spec.num_speculative_tokens
+        most = spec.num_draft_tokens()
         lengths = (0, most) if spec.method == "cascade" else range(most + 1)
         schedule = _Recorder(lengths)
         engine = self._engine(replace(spec, schedule=schedule, step_costs=None), drafter)

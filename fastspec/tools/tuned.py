@@ -26,7 +26,7 @@ class TunedConfig:
     Attributes:
         target: a folder, a hub id, or "tiny".
         draft: the same of the draft model, None where the method needs none.
-        spec: fields of SpecConfig that are not the defaults of its method.
+        spec: fields of SpecConfig that are given.
         step_costs: seconds of steps with 0 to num_speculative_tokens draft tokens, for
             SpecConfig(schedule="adaptive"); None where not all were measured.
         measured: the table the choice was made from, the machine and the versions.
@@ -48,11 +48,11 @@ class TunedConfig:
 
 
 def spec_fields(spec: SpecConfig) -> dict[str, Any]:
-    """The fields of a SpecConfig that a file keeps: what is not default, and a k_matrix."""
-    default = SpecConfig(spec.method)
+    """The fields of a SpecConfig that a file keeps: what is given, and a cascade's k_matrix."""
     values = {name: getattr(spec, name) for name in _SPEC_FIELDS}
-    always = {"method", "k_matrix"} if spec.method == "cascade" else {"method"}
-    kept = {n: v for n, v in values.items() if v != getattr(default, n) or n in always}
+    if spec.method == "cascade":
+        values["k_matrix"] = spec.cascade_matrix
+    kept = {n: v for n, v in values.items() if v is not None}
     return {n: str(v) if isinstance(v, Path) else v for n, v in kept.items()}
 
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.checks import require
-from fastspec.drafters.glide.drafter import GlideLlamaForCausalLM
+from fastspec.drafters.glide import GlideLlamaForCausalLM
 from fastspec.engine.engine import Engine
 from fastspec.train.glide import GlideTrainer, TrainOptions, make_glide, make_plain
 from fastspec.train.glide_data import FrozenTarget, Rows
@@ -131,7 +131,7 @@ def report_acceptance(
     stats = engine.stats
     report = {
         "held_out_prompts": min(len(prompts), _REPORT_PROMPTS),
-        "num_speculative_tokens": spec.num_speculative_tokens,
+        "num_speculative_tokens": spec.num_draft_tokens(),
         "acceptance_rate": stats.acceptance_rate,
         "mean_acceptance_length": stats.mean_acceptance_length,
     }

@@ -53,11 +53,11 @@ def test_bench_runs_the_parts_too(invoke, bundled, tmp_path):
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (["--k-matrix", "[[2,3],["], "k_matrix: expected rows like"),
-        (["--k-matrix", "[[2,3],[1,2]]"], "k_matrix: entry [1][0] is below the diagonal"),
-        (["--lenience", "0.5"], "lenience: expected a finite number >= 1"),
-        (["--k-matrix", "[[2]]", "--method", "mag"], "k_matrix: expected None for method 'mag'"),
-        (["-k", "3"], "num_speculative_tokens: expected 6, as k_matrix has it"),
+        (["--k-matrix", "[[2,3],["], "--k-matrix: expected rows like"),
+        (["--k-matrix", "[[2,3],[1,2]]"], "--k-matrix: entry [1][0] is below the diagonal"),
+        (["--lenience", "0.5"], "--lenience: expected a finite number >= 1"),
+        (["--k-matrix", "[[2]]", "--method", "mag"], "--k-matrix: not for method 'mag'"),
+        (["-k", "3"], "-k: expected 6, as --k-matrix has it"),
     ],
 )
 def test_options_that_are_wrong(invoke, bundled, options, named):

@@ -107,10 +107,13 @@ def test_bad_files_write_nothing(invoke, pair, tmp_path, content, code, named):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["simulate", "a.jsonl", "-k", "0"], "num_speculative_tokens"),
+        (["simulate", "a.jsonl", "-k", "0"], "-k: "),
         (["simulate", "a.jsonl", "--method", "none"], "method"),
         (["simulate", "a.jsonl", "--draft-seconds", "1"], "--verify-seconds"),
-        (["simulate", "a.jsonl", "--draft-seconds", "1", "--verify-seconds", "0"], "verify_s"),
+        (
+            ["simulate", "a.jsonl", "--draft-seconds", "1", "--verify-seconds", "0"],
+            "--verify-seconds: ",
+        ),
         (["simulate", "a.jsonl", "--log", "no/such/log.txt"], "no/such"),
         (["generate", "--prompt", "a", "--save-outputs", "a.txt"], ".jsonl"),
         (

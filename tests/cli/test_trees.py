@@ -36,9 +36,9 @@ def test_show_tree_needs_trees(invoke, model_folders, form):
 @pytest.mark.parametrize(
     ("form", "named"),
     [
-        (["--cape", "--cape-bins", "[[1,"], "cape_bins: expected pairs like"),
-        (["--cape", "--cape-bins", "[[0.5,1]]"], "cape_bins: expected probabilities above 0"),
-        (["--cape-bins", "[[1,1]]"], "cape_bins: expected None without cape"),
+        (["--cape", "--cape-bins", "[[1,"], "--cape-bins: expected pairs like"),
+        (["--cape", "--cape-bins", "[[0.5,1]]"], "--cape-bins: expected probabilities above 0"),
+        (["--cape-bins", "[[1,1]]"], "--cape-bins: only with cape"),
     ],
 )
 def test_bins_that_cannot_be_used(invoke, form, named):

@@ -127,8 +127,8 @@ def test_requests_of_a_batch_are_reviewed_each_in_its_own_rounds():
 def test_the_most_tokens_of_a_k_matrix():
     assert most_draft_tokens(as_k_matrix([[5]])) == 9
     assert most_draft_tokens(as_k_matrix([[6, 4], [0, 0]])) == 10
-    assert SpecConfig("cascade", k_matrix=RECIPE_OF_ONE).num_speculative_tokens == 32
-    assert SpecConfig("cascade", k_matrix=RECIPE_OF_TWO).num_speculative_tokens == 38
+    assert SpecConfig("cascade", k_matrix=RECIPE_OF_ONE).num_draft_tokens() == 32
+    assert SpecConfig("cascade", k_matrix=RECIPE_OF_TWO).num_draft_tokens() == 38
     tensor = torch.tensor(RECIPE_OF_TWO)
     assert SpecConfig("cascade", k_matrix=tensor) == SpecConfig("cascade", k_matrix=RECIPE_OF_TWO)
 

@@ -1,4 +1,4 @@
-"""`fastspec.tools.csd` under its published signature, and the published bugs that it does not have."""
+"""`fastspec.csd` under its published signature, and the published bugs that it does not have."""
 
 import inspect
 
@@ -35,7 +35,7 @@ def drafts(model):
 
 
 def test_the_signature_is_the_published_one():
-    parameters = inspect.signature(fastspec.tools.csd).parameters
+    parameters = inspect.signature(fastspec.csd).parameters
     assert tuple(parameters)[:7] == PUBLISHED
     assert parameters["max_length"].default == 200
     assert parameters["leniency"].default == 1
@@ -45,7 +45,7 @@ def test_the_signature_is_the_published_one():
 @pytest.mark.parametrize("as_lists", [False, True])
 def test_decoders(model, drafts, leniency, as_lists):
     k_matrix, prompt = (K_MATRIX.tolist(), PROMPT.tolist()) if as_lists else (K_MATRIX, PROMPT)
-    ids = fastspec.tools.csd([*drafts, MagDrafter()], model, prompt, prompt, k_matrix, 30, leniency)
+    ids = fastspec.csd([*drafts, MagDrafter()], model, prompt, prompt, k_matrix, 30, leniency)
     expected = hugging_face_greedy(model, PROMPT[0].tolist(), 30)
     expected = expected[: expected.index(EOS_ID) + 1] if EOS_ID in expected else expected
     assert ids.tolist() == [[*PROMPT[0].tolist(), *expected]]
@@ -53,17 +53,17 @@ def test_decoders(model, drafts, leniency, as_lists):
 
 def test_lenience_is_another_name(model, drafts):
     arguments = (drafts, model, PROMPT, PROMPT, K_MATRIX, 20)
-    expected = fastspec.tools.csd(*arguments)
-    assert torch.equal(fastspec.tools.csd(*arguments, lenience=3), expected)
+    expected = fastspec.csd(*arguments)
+    assert torch.equal(fastspec.csd(*arguments, lenience=3), expected)
     with pytest.raises(ValueError, match=r"^lenience: expected 2"):
-        fastspec.tools.csd(*arguments, leniency=2, lenience=3)
+        fastspec.csd(*arguments, leniency=2, lenience=3)
 
 
 def test_encoder_decoders():
     target, draft = random_t5(), perturbed(random_t5(), 0.1)
     start = target.config.decoder_start_token_id
     begin = torch.tensor([[start]])
-    ids = fastspec.tools.csd([draft], target, PROMPT, begin, [[5, 10], [0, 10]], 25, 2)
+    ids = fastspec.csd([draft], target, PROMPT, begin, [[5, 10], [0, 10]], 25, 2)
     expected = target.generate(PROMPT, max_new_tokens=25, do_sample=False)
     assert ids[0].tolist() == expected[0, : ids.shape[1]].tolist()
     assert ids.shape[1] in (expected.shape[1], 26)
@@ -90,7 +90,7 @@ def test_encoder_decoders_with_random_matrices(num_drafts, lenience):
 
 def test_a_cascade_without_mag_runs(model, drafts):
     """Bug 5 of the published code: use_mag=False cannot work there."""
-    ids = fastspec.tools.csd(drafts, model, PROMPT, PROMPT, [[3, 4], [0, 2]], 20)
+    ids = fastspec.csd(drafts, model, PROMPT, PROMPT, [[3, 4], [0, 2]], 20)
     assert tuple(ids[0, 7:].tolist()) == hugging_face_greedy(model, PROMPT[0].tolist(), 20)
 
 
@@ -100,10 +100,10 @@ def test_nothing_follows_the_end(model, drafts):
     end = next(token for token in text[4:] if token not in text[:4])
     stopping = perturbed(model, 0.0)
     stopping.generation_config.eos_token_id = [end, 5]
-    ids = fastspec.tools.csd(drafts, stopping, PROMPT, PROMPT, K_MATRIX, 20)
+    ids = fastspec.csd(drafts, stopping, PROMPT, PROMPT, K_MATRIX, 20)
     assert tuple(ids[0, 7:].tolist()) == text[: text.index(end) + 1]
     for length in (1, 2, 7):
-        ids = fastspec.tools.csd(drafts, model, PROMPT, PROMPT, K_MATRIX, length)
+        ids = fastspec.csd(drafts, model, PROMPT, PROMPT, K_MATRIX, length)
         assert tuple(ids[0, 7:].tolist()) == text[:length]
 
 
@@ -123,5 +123,5 @@ def test_nothing_follows_the_end(model, drafts):
 def test_bad_input(model, drafts, field, change):
     arguments = dict(zip(PUBLISHED[:5], (drafts, model, PROMPT, PROMPT, K_MATRIX), strict=True))
     with pytest.raises(ValueError, match=f"^{field}: ") as error:
-        fastspec.tools.csd(**{**arguments, **change})
+        fastspec.csd(**{**arguments, **change})
     assert "\n" not in str(error.value)

@@ -84,7 +84,7 @@ def test_text_needs_a_tokenizer(model):
         ("temperature", float("inf")),
         ("temperature", "hot"),
         ("top_p", None),
-        ("top_k", -1),
+        ("top_k", -2),
         ("top_k", 1.5),
         ("top_p", 0.0),
         ("top_p", 1.1),

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from fastspec import Engine, EngineConfig, SpecConfig
-from fastspec.drafters.glide.drafter import GlideLlamaConfig, load_glide
+from fastspec.drafters.glide import GlideLlamaConfig, load_glide
 
 from ..models import EOS_ID, VOCAB_SIZE, byte_tokenizer, random_model
 from .glide_models import random_glide

@@ -249,11 +249,11 @@ def test_wrong_options(field, options):
 
 
 def test_options_of_other_methods():
-    with pytest.raises(ValueError, match=r"^prompt_lookup_max: expected None"):
+    with pytest.raises(ValueError, match=r"^prompt_lookup_max: not for method 'draft_model'"):
         SpecConfig("draft_model", prompt_lookup_max=3)
     with pytest.raises(ValueError, match=r"^prompt_lookup_num_tokens: "):
         SpecConfig("draft_model", prompt_lookup_num_tokens=3)
-    with pytest.raises(ValueError, match=r"^bigram_path: expected None"):
+    with pytest.raises(ValueError, match=r"^bigram_path: not for method"):
         SpecConfig("prompt_lookup", bigram_path="table.json")
     with pytest.raises(ValueError, match=r"^drafter: method 'prompt_lookup' takes none"):
         Engine(random_model(), random_model(), spec=SpecConfig("prompt_lookup"))

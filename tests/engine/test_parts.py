@@ -9,7 +9,7 @@ from fastspec.engine.detokenizer import Detokenizer
 from fastspec.engine.prefix_index import PrefixIndex
 from fastspec.engine.stats import SpecStats
 
-from ..models import byte_tokenizer
+from ..models import EOS_ID, byte_tokenizer
 
 TEXT = "naïve → 日本語 🙂 end"
 
@@ -60,6 +60,73 @@ def test_an_incomplete_character_ends_the_text():
         detokenizer.push(token_id)
     detokenizer.finish()
     assert detokenizer.text == "ab\ufffd"
+    detokenizer.finish()
+    assert detokenizer.text == "ab\ufffd"
+
+
+class CountingTokenizer:
+    """Counts the tokens that it decodes."""
+
+    def __init__(self):
+        self.tokenizer = byte_tokenizer()
+        self.num_decoded = 0
+
+    def decode(self, token_ids, **kwargs):
+        self.num_decoded += len(token_ids)
+        return self.tokenizer.decode(token_ids, **kwargs)
+
+
+FACE = byte_tokenizer()("🙂")["input_ids"]
+NEVER_WHOLE = {
+    "first bytes": FACE[:1] * 400,
+    "last bytes": FACE[-1:] * 400,
+    "all but the last byte": FACE[:3] * 130,
+    "no text": [EOS_ID] * 400,
+    "characters between": (FACE[:1] * 9 + FACE) * 30,
+    "words between": (FACE[:1] * 11 + [EOS_ID] * 9 + byte_tokenizer()(" a→")["input_ids"]) * 15,
+}
+
+
+@pytest.mark.parametrize("name", NEVER_WHOLE)
+def test_tokens_without_characters_take_linear_time(name):
+    tokenizer = CountingTokenizer()
+    detokenizer = Detokenizer(tokenizer, ())
+    for token_id in NEVER_WHOLE[name]:
+        detokenizer.push(token_id)
+    assert tokenizer.num_decoded < 25 * len(NEVER_WHOLE[name])
+    detokenizer.finish()
+    expected = tokenizer.decode(NEVER_WHOLE[name], skip_special_tokens=True)
+    assert detokenizer.text == detokenizer.take(final=True) == expected
+
+
+def test_a_stop_string_before_half_a_character_ends_the_text_there():
+    detokenizer = Detokenizer(HalfCharacters(), ("END",))
+    detokenizer.push(0)
+    assert not detokenizer.stopped
+    detokenizer.push(1)
+    assert detokenizer.stopped
+    assert detokenizer.take() == detokenizer.text == "the "
+
+
+class HalfCharacters:
+    """A vocabulary of two tokens."""
+
+    def decode(self, token_ids, skip_special_tokens):
+        return b"".join((b"the ", b"END\xf0")[i] for i in token_ids).decode(errors="replace")
+
+
+def test_a_stop_string_that_only_the_end_completes():
+    tokenizer = byte_tokenizer()
+    first = tokenizer("→")["input_ids"][0]
+    for max_len, reasons in ((4, [None, None, "stop"]), (5, [None, None, None])):
+        params = SamplingParams(stop="b\ufffd")
+        detokenizer = Detokenizer(tokenizer, params.stop)
+        request = Request("r", [1], params, 0, frozenset(), max_len, detokenizer)
+        ids = [*tokenizer("ab")["input_ids"], first]
+        assert [request.append(i, "target", None, None) for i in ids] == reasons
+    output = request.output("abort")
+    assert output.text == "a"
+    assert len(output.token_ids) == 3
 
 
 def request_of(token_ids):

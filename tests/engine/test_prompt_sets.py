@@ -59,7 +59,7 @@ def test_bad_arguments(tmp_path):
     with pytest.raises(ValueError, match="no such file"):
         load_prompts("mmlu", file)
     file.write_text(json.dumps(RECORDS["mmlu"]) + '\n{"quest', encoding="utf-8")
-    with pytest.raises(ValueError, match="line 2: not JSON"):
+    with pytest.raises(ValueError, match="line 2: cut off or not JSON"):
         load_prompts("mmlu", file)
     with pytest.raises(ValueError, match="expected one of"):
         load_prompts("pile", file)

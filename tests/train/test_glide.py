@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from fastspec import Engine, SamplingParams, SpecConfig
 from fastspec.cli import app
-from fastspec.drafters.glide.drafter import GlideLlamaForCausalLM
+from fastspec.drafters.glide import GlideLlamaForCausalLM
 from fastspec.drafters.glide.dense import block_mask, read_target
 from fastspec.train.glide import GlideTrainer, TrainOptions, draft_loss, make_glide, make_plain
 from fastspec.train.glide_data import FrozenTarget, Lesson, Rows, cut_rows

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fastspec.drafters.glide.drafter import GlideLlamaForCausalLM
+from fastspec.drafters.glide import GlideLlamaForCausalLM
 from fastspec.train.processes import OneProcess, many_processes
 
 from .two_processes import NUM_STEPS, train

@@ -28,7 +28,7 @@ def as_trees(drafter: Drafter, spec: SpecConfig, backend: str) -> Drafter:
         return drafter
     if not isinstance(drafter, DraftModelDrafter):
         raise ValueError(f"drafter: trees need a draft model, got {drafter.name!r}")
-    draws = spec.draft_sample_method == "probabilistic"
+    draws = spec.draws_drafts
     if spec.cape:
         bins = spec.cape_bins or DEFAULT_CAPE_BINS
         return TreeDrafter(drafter, CapePlan(tuple((bound, extra) for bound, extra in bins), draws))

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from fastspec.config import is_int
+from fastspec.config import SamplingParams, is_int
 from fastspec.engine.stats import SpecStats
 from fastspec.tools.bench.methods import Decode, Methods, TokenIds
 from fastspec.tools.cost_counters import standardized_walltime_improvement
@@ -53,9 +53,13 @@ class BenchConfig:
             value = getattr(self, name)
             if not is_int(value) or value < 1:
                 raise ValueError(f"{name}: expected an int >= 1, got {value!r}")
-        usable = all(0 <= temperature < float("inf") for temperature in self.temperatures)
-        if not self.temperatures or not usable:
-            raise ValueError(f"temperatures: expected numbers >= 0, got {self.temperatures!r}")
+        if not self.temperatures:
+            raise ValueError("temperatures: expected numbers >= 0, got none")
+        for temperature in self.temperatures:
+            try:
+                SamplingParams(temperature=temperature)
+            except ValueError as error:
+                raise ValueError(f"temperatures: {error}") from error
 
     def num_runs(self, num_prompts: int, num_methods: int) -> int:
         """Calls of a method that verify_outputs() and measure() make together."""

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
-from fastspec.drafters.glide.drafter import GlideLlamaForCausalLM
+from fastspec.drafters.glide import GlideLlamaForCausalLM
 from fastspec.engine.engine import Engine
 from fastspec.engine.stats import SpecStats
 
@@ -56,7 +56,7 @@ class Methods:
         self._target = target
         self._generate = cast(Any, target).generate  # only generative classes have it
         self._draft = None if isinstance(draft, GlideLlamaForCausalLM) else draft
-        self._num_speculative_tokens = spec.num_speculative_tokens
+        self._num_speculative_tokens = spec.num_draft_tokens()
         self.max_tokens = max_tokens
         self.last_stats = SpecStats()
 

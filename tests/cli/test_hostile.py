@@ -1,0 +1,169 @@
+"""Absurd values, broken files, closed pipes: one line that names the option, and no traceback."""
+
+import json
+import os
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+
+from fastspec.cli import app, running
+from fastspec.config.files import write_whole
+
+PROMPT = ["--prompt", "a", "--max-tokens", "3"]
+TUNED = {
+    "fastspec_config": 1,
+    "target": "tiny",
+    "draft": "tiny-draft",
+    "spec": {"method": "draft_model", "num_speculative_tokens": 2},
+}
+STORED = {"prompt_token_ids": [1], "token_ids": [1]}
+FILES = {
+    "empty": b"",
+    "half.json": b"{",
+    "deep.json": b"[" * 100_000,
+    "deep.jsonl": b"[" * 100_000,
+    "digits.json": b"9" * 5000,
+    "bytes": b"\xff\xfe\0",
+    "text.txt": b"hello world, " * 60,
+    "run.jsonl": json.dumps(STORED).encode(),
+    "null.jsonl": json.dumps({**STORED, "max_tokens": None}).encode(),
+    "nan.jsonl": json.dumps({**STORED, "temperature": float("nan")}).encode(),
+    "words.json": json.dumps({**TUNED, "spec": {"num_speculative_tokens": "x"}}).encode(),
+    "other.json": json.dumps({**TUNED, "target": 3}).encode(),
+}
+GLIDE = ["train", "glide", "--data", "text.txt", "--out", "out"]
+SIMULATE = ["simulate", "run.jsonl", "--method", "mag"]
+CASCADE = ["--method", "cascade"]
+
+
+@pytest.fixture(autouse=True)
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broken files in the working directory."""
+    for name, content in FILES.items():
+        (tmp_path / name).write_bytes(content)
+    monkeypatch.chdir(tmp_path)
+
+
+def assert_one_line(result, named, code):
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("fastspec: error: ")
+    assert named in line
+    assert len(line) < 400
+    assert result.exit_code == code
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--temperature", "1e39"], "--temperature: "),
+        (["--temperature", "1e-45"], "--temperature: "),
+        (["--min-p", "nan"], "--min-p: "),
+        (["--seed", str(2**63)], "--seed: "),
+        (["-k", str(10**12)], "-k: expected an int from 1"),
+        (["--num-speculative-tokens=-1"], "--num-speculative-tokens: "),
+        (["--method", "prompt_lookup", "--prompt-lookup-max", str(10**30)], "--prompt-lookup-max"),
+        (["--method", "ngram", "--ngram-size", str(10**6)], "--ngram-size: "),
+        (["--method", "ngram", "--filler-top-k", str(10**6)], "--filler-top-k: "),
+        (["--method", "mag", "--draft-sample-method", "greedy"], "--draft-sample-method: not for"),
+        (["--tree-width", "3"], "--tree-width: not for method 'auto'"),
+        ([*CASCADE, "-k", "5"], "-k: expected 15, as --k-matrix has it"),
+        ([*CASCADE, "--k-matrix", "["], "--k-matrix: "),
+        ([*CASCADE, "--k-matrix", "[" * 100_000], "--k-matrix: "),
+        ([*CASCADE, "--k-matrix", "[[NaN]]"], "--k-matrix: "),
+        ([*CASCADE, "--k-matrix", "[[1000000]]"], "--k-matrix: "),
+        (["--cape-bins", "[[1,0]]"], "--cape-bins: only with cape"),
+        (["--cape", "--cape-bins", "[[NaN,1],[1,0]]"], "--cape-bins: "),
+        (["--cape", "--cape-bins", "5"], "--cape-bins: "),
+        (["--config", "half.json"], "--config"),
+        (["--config", "deep.json"], "--config"),
+        (["--config", "digits.json"], "--config"),
+        (["--config", "words.json"], "--config"),
+        (["--config", "other.json"], "--config"),
+        (["--prompts-file", "bytes"], "--prompts-file: "),
+        (["--prompts-file", "deep.jsonl"], "--prompts-file: "),
+        (["--dataset", "gsm8k", "--dataset-file", "deep.jsonl"], "--dataset-file: "),
+        (["--save-outputs", "/proc/x.jsonl"], "--save-outputs: "),
+    ],
+)
+def test_generate(invoke, bundled, arguments, named):
+    assert_one_line(invoke("generate", *PROMPT, *arguments), named, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named", "code"),
+    [
+        (["generate", *PROMPT, "--device", "meta"], "--device: ", 1),
+        (["generate", *PROMPT, "--method", "mag", "--bigram", "deep.json"], "--bigram: ", 1),
+        (["generate", "--prompt", "\udcff"], "prompt 1: prompt: ", 1),
+        (["simulate", "deep.jsonl", "--method", "mag"], "FILE: deep.jsonl, line 1", 1),
+        (["simulate", "null.jsonl", "--method", "mag"], "line 1, ", 1),
+        (["simulate", "nan.jsonl", "--method", "mag"], "line 1, ", 1),
+        ([*SIMULATE, "--verify-seconds", "nan", "--draft-seconds", "1"], "--verify-seconds: ", 2),
+        ([*SIMULATE, "--log", "/proc/x"], "--log: ", 2),
+        (["bench", "--temperatures", "0,1e39"], "--temperatures: ", 2),
+        (["bench", "--threads", str(10**9)], "--threads", 2),
+        (["demo", "-k", str(10**12)], "-k: ", 2),
+        (["tune", "--out", "t.json", "--methods", "nan"], "--methods: ", 2),
+        (["tune", "--out", "t.json", "--methods", "cascade", "-k", "3"], "-k: not for", 2),
+        ([*GLIDE, "--hidden-size", str(10**30)], "--hidden-size", 2),
+        ([*GLIDE, "--batch-size", str(10**30)], "--batch-size", 2),
+        ([*GLIDE, "--context", str(10**30)], "--context", 2),
+        ([*GLIDE, "--seed", str(10**30)], "--seed", 2),
+        ([*GLIDE, "--rate", "nan"], "--rate: ", 2),
+        ([*GLIDE, "--data", "deep.jsonl"], "--data: ", 1),
+    ],
+)
+def test_other_commands(invoke, bundled, arguments, named, code):
+    assert_one_line(invoke(*arguments), named, code)
+
+
+def test_another_method_than_the_file_leaves_its_drafter_out(invoke, bundled, tmp_path):
+    file = tmp_path / "tuned.json"
+    file.write_text(json.dumps(TUNED), encoding="utf-8")
+    for method in ("mag", "cascade", "none"):
+        result = invoke("generate", *PROMPT, "--config", file, "--method", method, "--json")
+        assert result.exit_code == 0, result.stderr
+    result = invoke("generate", *PROMPT, "--config", file, "--method", "draft_model", "--json")
+    assert len(json.loads(result.stdout)["stats"]["acceptance_histogram"]) <= 3
+
+
+def test_an_output_of_many_tokens_is_simulated(invoke, bundled, tmp_path):
+    file = tmp_path / "long.jsonl"
+    file.write_text(json.dumps({**STORED, "max_tokens": 10**27}), encoding="utf-8")
+    result = invoke("simulate", file, "--method", "mag")
+    assert result.exit_code == 0, result.stderr
+
+
+def test_ctrl_c(invoke, pair, monkeypatch):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(running.Engine, "step", interrupted)
+    result = invoke("generate", *pair, *PROMPT)
+    assert result.exit_code == 130
+    assert result.stderr == "fastspec: error: interrupted\n"
+
+
+def test_a_pipe_that_is_closed(monkeypatch, capsys):
+    reading, writing = os.pipe()
+    os.close(reading)
+    stream = os.fdopen(writing, "w")
+    monkeypatch.setattr(sys, "stdout", stream)
+    with pytest.raises(SystemExit) as ended:
+        app(["--version"])
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == ""
+    with pytest.raises(BrokenPipeError):
+        stream.close()
+
+
+def test_devices_and_links_are_written_not_replaced(tmp_path):
+    write_whole("text", Path("/dev/null"))
+    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+    link, file = tmp_path / "link", tmp_path / "file"
+    link.symlink_to(file)
+    write_whole("text", link)
+    assert link.is_symlink()
+    assert file.read_text(encoding="utf-8") == "text"

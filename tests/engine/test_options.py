@@ -1,0 +1,275 @@
+"""What is given is obeyed or refused: no option is silently another one's, cut or ignored."""
+
+from dataclasses import replace
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
+from fastspec.drafters.ngram_table import NgramTable
+
+from ..models import VOCAB_SIZE, random_model
+
+SIZES = {"num_hidden_layers": 1, "max_position_embeddings": 64}
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model("llama", **SIZES)
+
+
+def test_the_number_of_draft_tokens_that_is_not_given():
+    assert SpecConfig().num_speculative_tokens is None
+    assert SpecConfig().num_draft_tokens() == 5
+    assert SpecConfig().num_draft_tokens(3) == 3
+    assert SpecConfig("cascade").num_draft_tokens() == 15
+    assert SpecConfig("cascade", k_matrix=[[2, 3], [0, 2]]).num_draft_tokens() == 6
+    assert replace(SpecConfig(), method="cascade").num_draft_tokens() == 15
+    assert replace(SpecConfig("cascade"), k_matrix=[[2]]).num_draft_tokens() == 3
+    assert replace(SpecConfig("cascade"), method="mag").num_draft_tokens() == 5
+
+
+def test_aliases_of_the_number_of_draft_tokens():
+    for value in (5, 9):
+        assert SpecConfig(num_assistant_tokens=value).num_speculative_tokens == value
+        both = SpecConfig(num_speculative_tokens=value, num_assistant_tokens=value)
+        assert both.num_draft_tokens() == value
+        lookup = SpecConfig(prompt_lookup_num_tokens=value)
+        assert (lookup.method, lookup.num_draft_tokens()) == ("prompt_lookup", value)
+
+
+@pytest.mark.parametrize(
+    ("field", "options"),
+    [
+        ("num_speculative_tokens", {"method": "cascade", "num_speculative_tokens": 5}),
+        ("num_speculative_tokens", {"method": "cascade", "num_assistant_tokens": 5}),
+        ("num_speculative_tokens", {"num_speculative_tokens": 2**40}),
+        ("num_speculative_tokens", {"num_speculative_tokens": True}),
+        ("num_assistant_tokens", {"num_speculative_tokens": 5, "num_assistant_tokens": 9}),
+        ("num_assistant_tokens", {"num_assistant_tokens": 2**40}),
+        ("prompt_lookup_num_tokens", {"num_speculative_tokens": 5, "prompt_lookup_num_tokens": 9}),
+        ("prompt_lookup_num_tokens", {"num_assistant_tokens": 5, "prompt_lookup_num_tokens": 9}),
+        ("draft_sample_method", {"method": "mag", "draft_sample_method": "probabilistic"}),
+        ("draft_sample_method", {"method": "ngram", "draft_sample_method": "greedy"}),
+        ("k_matrix", {"method": "cascade", "k_matrix": [[10**9]]}),
+        ("lenience", {"method": "cascade", "lenience": True}),
+        ("ngram_size", {"method": "ngram", "ngram_size": 10**6}),
+        ("filler_top_k", {"method": "ngram", "filler_top_k": 10**12}),
+        ("prompt_lookup_max", {"method": "prompt_lookup", "prompt_lookup_max": 2**31}),
+        ("bigram_path", {"method": "mag", "bigram_path": 3}),
+        ("tree_nodes", {"method": "tree", "tree_nodes": True}),
+        ("cape_bins", {"cape": True, "cape_bins": [(0.5, 2), (float("nan"), 1), (1.0, 0)]}),
+        ("cape_bins", {"cape": True, "cape_bins": [(True, 2)]}),
+        ("cape_bins", {"cape_bins": [(1.0, 0)]}),
+        ("step_costs", {"schedule": "adaptive", "step_costs": [float("nan")] * 6}),
+        ("step_costs", {"step_costs": [1.0] * 6}),
+        ("relaxed_acceptance", {"relaxed_acceptance": True}),
+    ],
+)
+def test_spec_config_refuses(field, options):
+    with pytest.raises(ValueError, match=f"^{field}: "):
+        SpecConfig(**options)
+
+
+def test_a_large_k_matrix_takes_no_time():
+    rows = [[int(column >= row) for column in range(60)] for row in range(60)]
+    assert SpecConfig("cascade", k_matrix=rows).num_draft_tokens() == 60
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", 1e-45),
+        ("temperature", 1e39),
+        ("temperature", True),
+        ("temperature", 10**400),
+        ("min_p", float("nan")),
+        ("top_p", False),
+        ("top_k", -2),
+        ("top_k", 5.0),
+        ("top_k", True),
+        ("seed", 2**63),
+        ("seed", 0.0),
+        ("max_tokens", True),
+        ("max_tokens", float("inf")),
+        ("ignore_eos", "yes"),
+        ("ignore_eos", 1),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", [True]),
+        ("stop_token_ids", "12"),
+        ("stop", b"end"),
+        ("logprobs", 1),
+    ],
+)
+def test_sampling_params_refuse(field, value):
+    with pytest.raises(ValueError, match=f"^{field}: "):
+        SamplingParams(**{field: value})
+
+
+def test_sampling_params_as_vllm_means_them():
+    params = SamplingParams(
+        stop=None, stop_token_ids=None, top_k=-1, max_tokens=None, logits_processors=None
+    )
+    assert (params.stop, params.stop_token_ids, params.top_k) == ((), (), 0)
+    assert SamplingParams(stop_token_ids={3}).stop_token_ids == (3,)
+    assert SamplingParams(logprobs=0).logprobs is True
+    assert SamplingParams(logprobs=False).logprobs is False
+
+
+def test_numbers_of_other_types_become_plain_ones():
+    params = SamplingParams(
+        temperature=np.float32(0.5),
+        top_p=Fraction(1, 2),
+        top_k=np.int64(7),
+        seed=np.uint64(2**63 - 1),
+        max_tokens=np.int32(4),
+        stop_token_ids=[np.int64(3)],
+    )
+    values = (params.temperature, params.top_p, params.top_k, params.seed, params.max_tokens)
+    assert values == (0.5, 0.5, 7, 2**63 - 1, 4)
+    assert [type(value) for value in (*values, *params.stop_token_ids)] == [float] * 2 + [int] * 4
+    assert str(SamplingParams(temperature=-0.0).temperature) == "0.0"
+    assert type(EngineConfig(block_size=np.int64(8)).block_size) is int
+    assert type(SpecConfig(num_speculative_tokens=np.int64(8)).num_speculative_tokens) is int
+
+
+@pytest.mark.parametrize("top_k", [VOCAB_SIZE + 1, 2**31, 10**30])
+def test_top_k_beyond_the_vocabulary_is_off(model, top_k):
+    options = {"seed": 3, "max_tokens": 8, "ignore_eos": True}
+    expected = Engine(model).generate([[1, 2]], SamplingParams(**options))
+    outputs = Engine(model).generate([[1, 2]], SamplingParams(top_k=top_k, **options))
+    assert outputs[0].token_ids == expected[0].token_ids
+
+
+@pytest.mark.parametrize("max_tokens", [None, 10**12])
+def test_texts_as_long_as_the_model_goes(model, max_tokens):
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    (output,) = Engine(model, model).generate([[1, 2]], params)
+    assert len(output.token_ids) == 62
+    assert output.finish_reason == "length"
+
+
+def test_stop_ids_out_of_the_vocabulary(model):
+    engine = Engine(model)
+    with pytest.raises(ValueError, match=rf"^stop_token_ids: {VOCAB_SIZE} is not in 0"):
+        engine.add_request([1], SamplingParams(stop_token_ids=[3, VOCAB_SIZE]))
+    engine.add_request([1], SamplingParams(stop_token_ids=[VOCAB_SIZE - 1]))
+
+
+@pytest.mark.parametrize(
+    ("field", "options"),
+    [
+        ("kv_cache_memory", {"num_blocks": 4, "kv_cache_memory": 2**20}),
+        ("block_size", {"block_size": 2**31}),
+        ("max_batch_size", {"max_batch_size": True}),
+        ("device", {"device": 3}),
+        ("backend", {"backend": None}),
+    ],
+)
+def test_engine_config_refuses(field, options):
+    with pytest.raises(ValueError, match=f"^{field}: "):
+        EngineConfig(**options)
+
+
+def test_spec_and_config_by_name_or_mapping(model):
+    assert Engine(model, spec="prompt_lookup").is_speculative
+    spec = {"method": "mag", "num_speculative_tokens": 3}
+    engine = Engine(model, spec=spec, config={"max_batch_size": 2})
+    assert engine.spec == SpecConfig(**spec)
+    assert engine.config == EngineConfig(max_batch_size=2)
+    assert SpecConfig.of({"num_assistant_tokens": 4}).num_draft_tokens() == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"spec": "medusa"}, "method: "),
+        ({"spec": {"num_tokens": 3}}, "spec: there is no field 'num_tokens'"),
+        ({"spec": {3: 3}}, "spec: there is no field 3"),
+        ({"spec": 5}, "spec: expected SpecConfig or a mapping, got 5"),
+        ({"spec": {"num_speculative_tokens": 0}}, "num_speculative_tokens: "),
+        ({"config": "cpu"}, "config: expected EngineConfig or a mapping, got 'cpu'"),
+        ({"config": {"blocksize": 3}}, "config: there is no field 'blocksize'"),
+    ],
+)
+def test_specs_and_configs_that_are_none(model, options, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        Engine(model, **options)
+
+
+def test_speculation_turned_on_anew_drafts_as_much_as_before(model):
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    engine = Engine(model, model, spec=SpecConfig(num_speculative_tokens=7))
+    engine.disable_spec_dec()
+    engine.enable_spec_dec()
+    (output,) = engine.generate([[1, 2]], params)
+    assert len(output.stats.acceptance_histogram) == 8
+    engine.enable_spec_dec(n_spec_tokens=2)
+    (output,) = engine.generate([[1, 2]], params)
+    assert len(output.stats.acceptance_histogram) == 3
+
+
+def test_the_default_is_within_the_most_that_the_engine_allows(model):
+    engine = Engine(model, model, config=EngineConfig(max_n_spec_tokens=2))
+    (output,) = engine.generate([[1, 2]], GREEDY)
+    assert len(output.stats.acceptance_histogram) == 3
+    engine.enable_spec_dec()
+
+
+def test_automatic_ids_leave_out_those_in_use(model):
+    engine = Engine(model)
+    given = [engine.add_request([1], GREEDY, f"request-{n}") for n in (2, 4, 5)]
+    with pytest.raises(ValueError, match="already running"):
+        engine.add_request([1], GREEDY, "request-2")
+    automatic = [engine.add_request([1], GREEDY) for _ in range(3)]
+    assert len({*given, *automatic}) == 6
+    outputs = engine.generate([[1], [2]], GREEDY)
+    assert all(output.finish_reason == "length" for output in outputs)
+
+
+@pytest.mark.parametrize("request_id", [7, b"a", ("a",)])
+def test_ids_that_are_no_texts(model, request_id):
+    with pytest.raises(ValueError, match=r"^request_id: "):
+        Engine(model).add_request([1], GREEDY, request_id)
+
+
+def test_ids_of_numpy_become_plain_ones(model):
+    (output,) = Engine(model).generate([list(np.array([1, 2]))], GREEDY)
+    assert [type(token_id) for token_id in output.prompt_token_ids] == [int, int]
+
+
+def test_more_fillers_than_tokens(model):
+    spec = SpecConfig("ngram", filler_top_k=VOCAB_SIZE + 1)
+    (output,) = Engine(model, spec=spec).generate([[1, 2, 1, 2]], GREEDY)
+    assert output.token_ids == Engine(model).generate([[1, 2, 1, 2]], GREEDY)[0].token_ids
+
+
+@pytest.mark.parametrize("failing", range(4))
+@pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
+def test_a_table_that_could_not_grow_grows_later(monkeypatch, failing, error):
+    table = NgramTable(2)
+    table.grow(1, torch.device("cpu"))
+    calls = []
+
+    def failing_at(function):
+        def wrapper(*args, **kwargs):
+            calls.append(function)
+            if len(calls) == failing + 1:
+                raise error
+            return function(*args, **kwargs)
+
+        return wrapper
+
+    with monkeypatch.context() as patched:
+        for name in ("zeros", "cat"):
+            patched.setattr(torch, name, failing_at(getattr(torch, name)))
+        with pytest.raises(error):
+            table.grow(3, torch.device("cpu"))
+    table.grow(3, torch.device("cpu"))
+    rows = torch.tensor([2, 2])
+    windows = torch.tensor([[4, 5], [4, 5]])
+    table.learn(rows, windows, torch.tensor([6, 6]), torch.tensor([0, 1]))
+    assert table.next_tokens(rows, windows).tolist() == [6, 6]
