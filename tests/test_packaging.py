@@ -180,7 +180,7 @@ def test_cuda_extension_builds_beside_a_cpu_torch(tiny):
         shutil.copy(path, tiny / "csrc")
     output = build_in_place(tiny, FASTSPEC_BUILD_CUDA="1", TORCH_CUDA_ARCH_LIST="")
     codes = {"sm_80", "[sm_90,compute_90]", "sm_100", "sm_120"}
-    assert set(re.findall(r"code=(\S+?)['\"]? ", output)) == codes
+    assert set(re.findall(r",code=(\S+?)['\"]? ", output)) == codes
     [library] = tiny.glob("kernels/fastspec_kernels/_cuda*.so")
     assert torch_cpp_symbols(library) == set()
     dependencies = run("objdump", "-p", library, cwd=ROOT).stdout

@@ -31,7 +31,8 @@ class EngineConfig:
         prefill_chunk_size: tokens of one forward pass while prompts are read.
         prefix_caching: True lets prompts that begin alike share the blocks of what they share, and
             keeps those of ended requests until their space is needed. Off by default: then what is
-            read, and how long that takes, never depends on what ran before.
+            read, and how long that takes, never depends on what ran before. ValueError for an
+            encoder-decoder, and for LongRoPE where texts may outgrow the original limit.
         kv_cache_dtype: "auto" (that of the model) or "float8": keys and values are rounded to
             8 bits (e4m3, no scales, nothing calibrated; beyond 448 they become 448), so the cache
             holds two to four times as many tokens. What is decoded is then the target with such a

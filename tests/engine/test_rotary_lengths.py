@@ -43,7 +43,7 @@ def config_of(kind):
         return Phi3Config(**sizes, rope_parameters=dict(_LONGROPE))
     if kind == "phimoe":
         scales = {"short_mscale": 1.1, "long_mscale": 2.5}
-        experts = {"num_local_experts": 2, "num_experts_per_tok": 1}
+        experts: dict[str, Any] = {"num_local_experts": 2, "num_experts_per_tok": 1}
         return PhimoeConfig(**sizes, **experts, rope_parameters={**_LONGROPE, **scales})
     del sizes["original_max_position_embeddings"]
     if kind == "dynamic":
