@@ -45,13 +45,9 @@ class RotaryLengths:
 
     def begin(self, positions: Tensor, step: "PagedStep") -> None:
         """Note how long the text is that each token [T] of the next pass is rotated for."""
-        if self.limit is None:
-            return
-        self._reach = positions + 1
-        if step.prompt_lens is not None:
-            tokens = torch.arange(len(positions), dtype=torch.int32, device=positions.device)
-            sequences = torch.searchsorted(step.cu_rows[1:], tokens, right=True)
-            self._reach = torch.maximum(self._reach, step.prompt_lens[sequences])
+        tokens = torch.arange(len(positions), dtype=torch.int32, device=positions.device)
+        sequences = torch.searchsorted(step.cu_rows[1:], tokens, right=True)
+        self._reach = torch.maximum(positions + 1, step.prompt_lens[sequences])
 
     def _adapt(self, module: Any) -> list[int]:
         """Replace what depends on the pass; the lengths above which it takes long factors."""

@@ -148,7 +148,7 @@ def test_preempted_requests_go_on_with_what_was_encoded(model, expected, chunk):
         for event in engine.step():
             if event.output is not None:
                 ids[event.request_id] = event.output.token_ids
-        waiting = engine._scheduler._waiting
+        waiting = engine._scheduler.waiting
         was_preempted = was_preempted or any(len(request.token_ids) > 1 for request in waiting)
     assert was_preempted
     assert [ids[f"request-{number}"] for number in range(1, 5)] == expected

@@ -95,7 +95,7 @@ def test_a_preempted_request_finds_what_it_wrote(model, drafter):
     first, second = (engine.add_request(r, params_of(max_tokens=30)) for r in requests)
     while len(engine._scheduler.running) != 1:
         engine.step()
-    (waiting,) = engine._scheduler._waiting
+    (waiting,) = engine._scheduler.waiting
     assert waiting.block_table == []
     engine.abort(first)
     with torch.inference_mode():
