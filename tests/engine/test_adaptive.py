@@ -6,8 +6,8 @@ from itertools import pairwise
 import pytest
 
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
-from fastspec.drafters.base import Request
 from fastspec.engine.pacing import fitted_line
+from fastspec.engine.request import EngineRequest
 from fastspec.engine.schedule import (
     AdaptiveSchedule,
     Schedule,
@@ -25,7 +25,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 
 
 def request_of(params=GREEDY):
-    return Request("a", [1], params, 0, frozenset(), 10**6, None)
+    return EngineRequest("a", [1], params, 0, frozenset(), 10**6)
 
 
 def run(schedule, rate_of, num_tokens, seed=0):

@@ -268,9 +268,7 @@ def test_one_that_is_not_finite_fails_alone(model, expected):
 
 
 def test_copies_come_from_the_encoders_input_too():
-    request = Request(
-        "a", [0], GREEDY, 0, frozenset(), 99, None, encoder_input=EncoderInput([5, 6, 7])
-    )
+    request = Request("a", [0], GREEDY, 0, frozenset(), 99, encoder_input=EncoderInput([5, 6, 7]))
     batch = Batch([request], [4], 4, torch.device("cpu"))
     store = TextStore()
     assert store.update(batch).token_ids.tolist() == [[5, 6, 7, 0]]
