@@ -74,7 +74,7 @@ def bench(
         Path | None, typer.Option(metavar="FILE", help="Append the record to this .jsonl file.")
     ] = None,
     record: Annotated[
-        bool, typer.Option("--record", help="Append the record to the checkout's results.")
+        bool, typer.Option("--record", help="In a checkout: append the record to its results.")
     ] = False,
 ) -> None:
     """Time plain, speculative, and Hugging Face's plain and assisted decoding, batch 1, in one run.
@@ -181,6 +181,10 @@ def _record_files(out: Path | None, record: bool, method: str) -> list[Path]:
     check_can_write("--out", out)
     files = [] if out is None else [out]
     if record:
+        if not Path.cwd().is_relative_to(ROOT):
+            raise typer.BadParameter(
+                f"--record: only inside the checkout {ROOT}; --out FILE works anywhere"
+            )
         name = "end_to_end" if method == "draft_model" else method
         files.append(RESULTS / f"{name}.jsonl")
         check_can_write("--record", files[-1])

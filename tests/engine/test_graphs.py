@@ -14,6 +14,7 @@ from fastspec.models.runner import ModelRunner
 from fastspec.models.token_tree import TreeLayout
 
 from ..models import VOCAB_SIZE, random_model
+from .probes import runners_of, use_graphs
 from .waiting import NoWaiting
 
 BLOCK_SIZE = 4
@@ -226,11 +227,6 @@ def test_the_engine_decodes_the_same_with_graphs():
     capture = CountingCapture()
     engine = Engine(model, draft)
     for runner in runners_of(engine):
-        arguments = (runner.paged_model, runner.caches, 16, capture, True)
-        runner.graphs = GraphedForward(*arguments)
+        use_graphs(runner, capture)
     assert [output.token_ids for output in engine.generate(prompts, params)] == expected
     assert capture.num_captured > 2
-
-
-def runners_of(engine):
-    return [engine._runner, engine._speculation.drafter._runner]
