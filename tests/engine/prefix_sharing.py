@@ -58,7 +58,7 @@ class Watcher:
         manager, drafter = self.engine._scheduler.block_manager, self.engine._speculation.drafter
         findable = manager._index._content_of
         filled = [b for b, when in drafter._filled.items() if when == manager.tenancy(b)]
-        for runner, block_ids in ((self.engine._runner, findable), (drafter._runner, filled)):
+        for runner, block_ids in ((self.engine._runner, findable), (drafter.runner, filled)):
             for block_id in block_ids:
                 now = torch.stack(
                     [cache[block_id] for pair in runner.caches.values() for cache in pair]

@@ -124,7 +124,7 @@ def test_vocabularies_padded_differently(model, expected):
 
 
 def encoder_caches(engine):
-    runners = engine._runner, engine._speculation.drafter._runner
+    runners = engine._runner, engine._speculation.drafter.runner
     return [runner.paged_model._encoder_cache for runner in runners]
 
 
@@ -133,7 +133,7 @@ def test_preempted_requests_go_on_with_what_was_encoded(model, expected, chunk):
     config = EngineConfig(block_size=4, num_blocks=16, prefill_chunk_size=chunk)
     engine = Engine(model, perturbed(model, 0.02), config=config)
     encoders = [engine._runner.paged_model.model.encoder]
-    encoders.append(engine._speculation.drafter._runner.paged_model.model.encoder)
+    encoders.append(engine._speculation.drafter.runner.paged_model.model.encoder)
     num_encoded = [0, 0]
     for index, encoder in enumerate(encoders):
 

@@ -230,4 +230,4 @@ def test_the_engine_decodes_the_same_with_graphs():
 
 
 def runners_of(engine):
-    return [engine._runner, engine._speculation.drafter._runner]
+    return [engine._runner, engine._speculation.drafter.runner]

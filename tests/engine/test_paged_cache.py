@@ -59,7 +59,7 @@ def test_caches_equal_a_fresh_prefill(temperature, noise):
             draft_count = engine._speculation.drafter._num_cached[request.request_id]
             assert count - 1 <= draft_count <= count
             assert_same(
-                cached(engine._speculation.drafter._runner, request, draft_count),
+                cached(engine._speculation.drafter.runner, request, draft_count),
                 fresh(drafter, request.token_ids[:draft_count]),
             )
             accepted_lens |= {i for i, n in enumerate(request.stats.acceptance_histogram) if n}

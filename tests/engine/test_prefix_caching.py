@@ -95,7 +95,7 @@ def assert_fresh(engine, model, drafter):
         count = engine._speculation.drafter._num_cached[request.request_id]
         assert len(request.token_ids) - 2 <= count <= len(request.token_ids) - 1
         assert_same(
-            cached(engine._speculation.drafter._runner, request, count),
+            cached(engine._speculation.drafter.runner, request, count),
             fresh(drafter, request.token_ids[:count]),
         )
 
@@ -144,7 +144,7 @@ def test_a_shared_prefix_is_read_once_by_target_and_drafter(model, drafter, at_o
     num_read = dict.fromkeys(("target", "drafter"), 0)
     for name, runner in (
         ("target", engine._runner),
-        ("drafter", engine._speculation.drafter._runner),
+        ("drafter", engine._speculation.drafter.runner),
     ):
 
         def counted(token_ids, spans, name=name, prefill=runner.prefill):
