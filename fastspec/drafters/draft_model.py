@@ -1,8 +1,8 @@
 """A smaller model as drafter: K decoding steps over its own paged cache, without host syncs."""
 
 import sys
-from collections.abc import Container
 from itertools import accumulate, takewhile
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -33,17 +33,12 @@ class DraftModelDrafter:
         target_vocab_size: int,
         probabilistic: bool,
     ):
-        self._runner = runner
+        self.runner = runner
         self._block_manager = block_manager
         self._vocab_size = min(runner.vocab_size, target_vocab_size)
         self._probabilistic = probabilistic
         self._num_cached: dict[str, int] = {}
         self._filled: dict[int, int] = {}  # by block id, its tenancy when it was full
-
-    @property
-    def runner(self) -> ModelRunner:
-        """The passes of the draft model."""
-        return self._runner
 
     def propose(self, batch: Batch) -> Proposal:
         texts = [Text(request, request.token_ids) for request in batch.requests]
@@ -74,29 +69,28 @@ class DraftModelDrafter:
         Returns:
             The tokens, [B, K] int32, -1 after the last one; and their logits [B, K, V'] if kept.
         """
-        device = uniforms.device
+        device, backend = uniforms.device, self.runner.paged_model.backend
         token_ids = torch.full(uniforms.shape, -1, dtype=torch.int32, device=device)
         draft_logits = None
         drafting = [index for index, limit in enumerate(limits) if limit]
         step_ids, spans = self._unread([texts[i] for i in drafting], [1] * len(drafting))
         for step in range(max(limits, default=0)):
             rows = [end - 1 for end in accumulate(span.count for span in spans)]
-            logits = self._runner.forward(step_ids, spans, rows)[:, : self._vocab_size]
-            chosen = slice(None) if len(drafting) == len(limits) else self._index(drafting)
-            picked, _ = sample(
-                logits,
-                uniforms[chosen, step].contiguous(),
-                **_take(sampling, chosen),
-                backend=self._runner.paged_model.backend,
-            )
+            logits = self.runner.forward(step_ids, spans, rows)[:, : self._vocab_size]
+            chosen, row_sampling = slice(None), sampling
+            if len(drafting) < len(limits):
+                chosen = device_tensor(drafting, torch.int64, device)
+                row_sampling = of_rows(sampling, chosen)
+            draws = uniforms[chosen, step].contiguous()
+            picked, _ = sample(logits, draws, **row_sampling, backend=backend)
             token_ids[chosen, step] = picked
             if keeps_logits:
                 if draft_logits is None:
                     draft_logits = logits.new_zeros((*uniforms.shape, self._vocab_size))
                 draft_logits[chosen, step] = logits
             keep = [place for place, index in enumerate(drafting) if limits[index] > step + 1]
-            if len(keep) < len(drafting):
-                picked = picked[self._index(keep)]
+            if 0 < len(keep) < len(drafting):
+                picked = picked[device_tensor(keep, torch.int64, device)]
             drafting = [drafting[place] for place in keep]
             spans = [spans[p].part(spans[p].start + spans[p].count, 1) for p in keep]
             step_ids = picked.clamp(min=0).to(torch.int64)
@@ -112,7 +106,7 @@ class DraftModelDrafter:
         rows = [r for end, n in zip(ends, num_rows, strict=True) for r in range(end - n, end)]
         for text in texts:
             self._num_cached[text.request.request_id] = len(text.token_ids)
-        return self._runner.forward(ids, spans, rows)[:, : self._vocab_size]
+        return self.runner.forward(ids, spans, rows)[:, : self._vocab_size]
 
     def shorten(self, request_id: str, length: int) -> None:
         """Only the first `length` tokens of what was read still stand in the text."""
@@ -121,15 +115,20 @@ class DraftModelDrafter:
 
     def room(self, length: int) -> int:
         """Tokens that can be drafted after so many, before the draft model's last position."""
-        last = self._runner.paged_model.max_positions
+        last = self.runner.paged_model.max_positions
         return sys.maxsize if last is None else max(0, last - length + 1)
 
     def commit(self, batch: Batch, accepted: list[int]) -> None:
+        tenancy, block_size = self._block_manager.tenancy, self._block_manager.block_size
         for request in batch.requests:
-            if request.request_id in self._num_cached:
-                cached = self._num_read(request, len(request.token_ids) - 1)
-                self._num_cached[request.request_id] = cached
-                self._mark_filled(request.block_table, cached)
+            if (cached := self._num_cached.get(request.request_id)) is None:
+                continue
+            cached = min(cached, len(request.token_ids) - 1)
+            self._num_cached[request.request_id] = cached
+            for block_id in reversed(request.block_table[: cached // block_size]):
+                if self._filled.get(block_id) == tenancy(block_id):
+                    break  # what comes before a noted block is noted too
+                self._filled[block_id] = tenancy(block_id)
 
     def release(self, request: Request) -> None:
         self._num_cached.pop(request.request_id, None)
@@ -140,50 +139,30 @@ class DraftModelDrafter:
         Many are read here, up to the last ones, without logits. These are packed in order, so a
         request can build on what one before it is about to read.
         """
+        tenancy, block_size = self._block_manager.tenancy, self._block_manager.block_size
+        last_id = self.runner.vocab_size - 1  # what it cannot embed only costs it accuracy
         unread: list[int] = []
         spans, late_ids, late_spans = [], [], []
         filling: set[int] = set()
         for (request, token_ids), rows in zip(texts, num_rows, strict=True):
-            most = len(token_ids) - rows
-            start = self._num_read(request, most, filling)
+            start, most = self._num_cached.get(request.request_id), len(token_ids) - rows
+            if start is None:  # a new request: others may have read its first blocks
+                known = (
+                    b in filling or self._filled.get(b) == tenancy(b) for b in request.block_table
+                )
+                start = sum(takewhile(bool, known)) * block_size
+            start = min(start, most)
             if most - start >= _PREFILL_FROM:
-                settled = min(most, len(request.token_ids) - 1) // self._block_manager.block_size
+                settled = min(most, len(request.token_ids) - 1) // block_size
                 filling.update(request.block_table[:settled])
-                late_ids.append(self._readable(token_ids[start:most]))
+                late_ids.append([min(token_id, last_id) for token_id in token_ids[start:most]])
                 late_spans.append(request.span(start, most - start))
                 start = most
-            unread += self._readable(token_ids[start:])
+            unread += [min(token_id, last_id) for token_id in token_ids[start:]]
             spans.append(request.span(start, len(token_ids) - start))
-        self._runner.prefill(late_ids, late_spans)
-        self._filled.update((b, self._block_manager.tenancy(b)) for b in filling)
-        return device_tensor(unread, torch.int64, self._runner.device), spans
-
-    def _num_read(self, request: Request, most: int, filling: Container[int] = ()) -> int:
-        """Tokens in the cache, `most` at most; of a new request, those that others have read."""
-        cached = self._num_cached.get(request.request_id)
-        if cached is None:
-            known = (b in filling or self._is_filled(b) for b in request.block_table)
-            cached = sum(takewhile(bool, known)) * self._block_manager.block_size
-        return min(cached, most)
-
-    def _is_filled(self, block_id: int) -> bool:
-        return self._filled.get(block_id) == self._block_manager.tenancy(block_id)
-
-    def _mark_filled(self, block_table: list[int], num_tokens: int) -> None:
-        """Note the blocks that these tokens fill; what comes before a noted one is noted too."""
-        for number in reversed(range(num_tokens // self._block_manager.block_size)):
-            block_id = block_table[number]
-            if self._is_filled(block_id):
-                break
-            self._filled[block_id] = self._block_manager.tenancy(block_id)
-
-    def _readable(self, token_ids: list[int]) -> list[int]:
-        """Ids that the draft model can embed; what it cannot read only costs it accuracy."""
-        last = self._runner.vocab_size - 1
-        return [min(token_id, last) for token_id in token_ids]
-
-    def _index(self, places: list[int]) -> Tensor:
-        return device_tensor(places, torch.int64, self._runner.device)
+        self.runner.prefill(late_ids, late_spans)
+        self._filled.update((b, tenancy(b)) for b in filling)
+        return device_tensor(unread, torch.int64, self.runner.device), spans
 
 
 def greedy_sampling(batch: Batch) -> SamplingTensors:
@@ -192,13 +171,8 @@ def greedy_sampling(batch: Batch) -> SamplingTensors:
     return SamplingTensors(temperature=zeros, top_k=None, top_p=None, min_p=None)
 
 
-def _take(sampling: SamplingTensors, chosen: slice | Tensor) -> SamplingTensors:
-    def rows(value: Tensor | None) -> Tensor | None:
-        return None if value is None else value[chosen]
-
-    return SamplingTensors(
-        temperature=rows(sampling["temperature"]),
-        top_k=rows(sampling["top_k"]),
-        top_p=rows(sampling["top_p"]),
-        min_p=rows(sampling["min_p"]),
-    )
+def of_rows(sampling: SamplingTensors, rows: Tensor) -> SamplingTensors:
+    """The parameters of the requests that rows of logits belong to, [R] each."""
+    values = cast(dict[str, Tensor | None], sampling)
+    taken = {name: None if value is None else value[rows] for name, value in values.items()}
+    return cast(SamplingTensors, taken)

@@ -61,14 +61,15 @@ def _continued(token_ids: Tensor) -> Tensor:
 
 
 def copied(token_ids: Tensor, batch: Batch) -> Proposal:
-    """A proposal of point masses [B, K], cut to what is wanted.
-
-    On the CPU, where looking costs nothing, it says how many tokens it holds.
-    """
-    width = batch.num_speculative_tokens
-    if any(wanted < width for wanted in batch.num_draft_tokens):
+    """A proposal of point masses [B, K], cut to what is wanted."""
+    if any(wanted < batch.num_speculative_tokens for wanted in batch.num_draft_tokens):
         wanted = device_tensor(batch.num_draft_tokens, torch.int32, batch.device)[:, None]
-        columns = torch.arange(width, device=batch.device)
+        columns = torch.arange(token_ids.shape[1], device=batch.device)
         token_ids = token_ids.masked_fill(columns >= wanted, -1)
-    known = (token_ids >= 0).sum(dim=1).tolist() if batch.device.type == "cpu" else None
-    return Proposal(token_ids, num_tokens=known)
+    return Proposal(token_ids, num_tokens=known_counts(token_ids))
+
+
+def known_counts(token_ids: Tensor) -> list[int] | None:
+    """How many tokens each row [B, N] has, on the CPU, where looking costs nothing."""
+    on_cpu = token_ids.device.type == "cpu"
+    return (token_ids >= 0).sum(dim=1).tolist() if on_cpu else None

@@ -5,9 +5,9 @@ import torch
 
 from fastspec import SamplingParams
 from fastspec.config.tree_shapes import TreeShape, balanced_shape
+from fastspec.drafters import CapePlan
 from fastspec.drafters.base import Batch, Request, SamplingTensors
-from fastspec.drafters.tree.candidates import Candidates
-from fastspec.drafters.tree.drawn_chain import DrawnChain
+from fastspec.drafters.tree.grow import best_nodes, with_chain
 from fastspec.drafters.tree.siblings import drawn, likeliest
 from fastspec.models.token_tree import TreeLayout, packed
 from fastspec_kernels.testing import chi_square
@@ -34,11 +34,8 @@ def test_balanced_shapes_keep_their_limits(width, num_nodes, depth):
 def candidates():
     """a -> (b, c), d -> (e)."""
     scores = torch.tensor([[-0.1, -0.5, -0.6, -0.3, -0.4]])
-    return Candidates(
-        torch.tensor([[10, 11, 12, 13, 14]], dtype=torch.int32),
-        torch.tensor([[0, 1, 1, 0, 4]]),
-        scores,
-    )
+    token_ids = torch.tensor([[10, 11, 12, 13, 14]], dtype=torch.int32)
+    return token_ids, torch.tensor([[0, 1, 1, 0, 4]]), scores
 
 
 @pytest.mark.parametrize(
@@ -51,7 +48,7 @@ def candidates():
     ],
 )
 def test_the_best_candidates_make_the_tree(limit, token_ids, parents):
-    chosen = candidates().best(4, torch.tensor([limit]))
+    chosen = best_nodes(candidates(), 4, torch.tensor([limit]))
     assert [values.tolist() for values in chosen] == [[token_ids], [parents]]
 
 
@@ -65,14 +62,14 @@ def test_the_best_candidates_make_the_tree(limit, token_ids, parents):
     ],
 )
 def test_a_chain_is_merged_with_what_it_shares(chain, token_ids, parents):
-    merged = candidates().with_chain(torch.tensor([chain], dtype=torch.int32))
-    chosen = merged.best(4, torch.tensor([4]))
+    merged = with_chain(candidates(), torch.tensor([chain], dtype=torch.int32))
+    chosen = best_nodes(merged, 4, torch.tensor([4]))
     assert [values.tolist() for values in chosen] == [[token_ids], [parents]]
 
 
 def test_ties_keep_parents_before_their_children():
-    tied = candidates()._replace(scores=torch.zeros(1, 5))
-    token_ids, parents = tied.best(2, torch.tensor([2]))
+    tied = (*candidates()[:2], torch.zeros(1, 5))
+    token_ids, parents = best_nodes(tied, 2, torch.tensor([2]))
     assert (token_ids.tolist(), parents.tolist()) == ([[10, 11]], [[0, 1]])
 
 
@@ -131,12 +128,14 @@ def test_a_drawn_chain_ends_where_nothing_can_be_drawn():
     params = SamplingParams(temperature=1.0)
     requests = [Request(str(b), [1], params, b, frozenset(), 50, None) for b in range(2)]
     batch = Batch(requests, [9, 9], 3, torch.device("cpu"))
-    tree = DrawnChain(batch, 3, ((1.0, 2),))
+    tree = CapePlan(((1.0, 2),), is_probabilistic=True).start(batch)
     for level in range(3):
         logits = torch.zeros(2, 8)
         if level == 1:
             logits[0] = float("nan")
-        tree.add(logits, [0, 1])
+        if level:
+            tree.expanded()
+        tree.add(logits, slice(None))
     proposal = tree.proposal()
     assert proposal.parents is not None
     assert proposal.num_tokens == [3, 9]

@@ -1,19 +1,14 @@
 """Token trees over any draft model: the target judges every node of them in one pass."""
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 from fastspec.config.token_trees import MAX_TREE_NODES
 from fastspec.config.tree_shapes import TreeShape, balanced_shape
 from fastspec.drafters.base import Batch, Drafter, Proposal, Request
 from fastspec.drafters.draft_model import DraftModelDrafter
-from fastspec.drafters.tree.drawn_chain import DrawnChain
-from fastspec.drafters.tree.growing import (
-    ConfidenceBins,
-    FixedTree,
-    GrowingTree,
-    LikeliestTree,
-)
-from fastspec.drafters.tree.passes import TreePasses
+from fastspec.drafters.tree.grow import LikeliestTree, ShapedTree, grow
+from fastspec.drafters.tree.siblings import ConfidenceBins
 
 
 @dataclass(frozen=True)
@@ -38,14 +33,14 @@ class TreePlan:
         """Nodes of a tree at most, when paths may have that many tokens."""
         return self.num_nodes if self.shape is None else self.shape.num_nodes(depth)
 
-    def start(self, batch: Batch) -> GrowingTree:
+    def start(self, batch: Batch) -> LikeliestTree | ShapedTree:
         """Trees of roots alone."""
         depth = batch.num_speculative_tokens
         draws = self.is_probabilistic and not batch.all_greedy
         if self.shape is not None:
-            return FixedTree(batch, self.shape, draws)
+            return ShapedTree(batch, self.shape, draws)
         if draws:
-            return FixedTree(batch, balanced_shape(self.width, self.num_nodes, depth), draws)
+            return ShapedTree(batch, balanced_shape(self.width, self.num_nodes, depth), draws)
         # No more nodes are read by the draft model than by the target: their slots are reserved.
         expanded = min(self.width, max(1, self.num_nodes // max(1, depth - 1)))
         return LikeliestTree(batch, expanded, self.width, self.num_nodes)
@@ -75,16 +70,23 @@ class CapePlan:
             )
         return size
 
-    def start(self, batch: Batch) -> GrowingTree:
+    def start(self, batch: Batch) -> LikeliestTree | ShapedTree:
         """Trees of roots alone."""
-        size = self.size(batch.num_speculative_tokens)
+        depth = batch.num_speculative_tokens
+        size = self.size(depth)
         if self.is_probabilistic and not batch.all_greedy:
-            return DrawnChain(batch, self._num_children, self.bins)
+            return ShapedTree(batch, _cape_shape(depth, self._num_children), True, self.bins)
         return LikeliestTree(batch, 1, self._num_children, size, self.bins)
 
     @property
     def _num_children(self) -> int:
         return 1 + max(extra for _, extra in self.bins)
+
+
+@cache
+def _cape_shape(depth: int, num_children: int) -> TreeShape:
+    """A chain, each of its tokens the first of so many siblings."""
+    return TreeShape([(*[0] * d, rank) for d in range(depth) for rank in range(num_children)])
 
 
 class TreeDrafter:
@@ -125,17 +127,11 @@ class TreeDrafter:
             min(tree.max_depth, limit, self.draft.room(len(request.token_ids)))
             for request, limit in zip(batch.requests, limits, strict=True)
         ]
-        passes = TreePasses(self.draft, batch, depths)
-        for level in range(max(depths)):
-            read = passes.read_level(*tree.expanded()) if level else passes.read_texts()
-            if read is None:
-                break
-            tree.add(*read)
+        counts = grow(tree, self.draft, batch, depths)
         if self._branch is not None and isinstance(tree, LikeliestTree):
             paths = replace(batch, num_draft_tokens=limits)  # not nodes
             tree.add_branch(self._branch.propose(paths).token_ids)
-        counts = [{self.draft.name: count} for count in passes.counts]
-        return replace(tree.proposal(), passes=counts)
+        return replace(tree.proposal(), passes=[{self.draft.name: count} for count in counts])
 
     def commit(self, batch: Batch, accepted: list[int]) -> None:
         self.draft.commit(batch, accepted)

@@ -1,13 +1,27 @@
 """The tokens that may follow one node of a token tree: the likeliest ones, or a sample."""
 
-from typing import cast
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from fastspec.drafters.base import SamplingTensors
+from fastspec.models.transfer import device_tensor
 from fastspec_kernels import row_stats, sample
+
+ConfidenceBins = tuple[tuple[float, int], ...]  # up to this probability, so many more siblings
+
+
+class SiblingCut:
+    """Which of a node's children are too many, by the probability of the likeliest one."""
+
+    def __init__(self, bins: ConfidenceBins, num_children: int, device: torch.device):
+        self._bounds = device_tensor([bound for bound, _ in bins[:-1]], torch.float32, device)
+        self._extra = device_tensor([extra for _, extra in bins], torch.int64, device)
+        self._ranks = torch.arange(num_children, device=device)
+
+    def of(self, confidence: Tensor) -> Tensor:
+        """Bool [..., num_children] from probabilities [..., 1]."""
+        return self._ranks > self._extra[torch.bucketize(confidence, self._bounds)]
 
 
 def likeliest(
@@ -60,10 +74,3 @@ def drawn(
         picked.append(token_ids)
         left.scatter_(1, token_ids.clamp(min=0).long()[:, None], -torch.inf)
     return torch.stack(picked, dim=1)
-
-
-def of_rows(sampling: SamplingTensors, rows: Tensor) -> SamplingTensors:
-    """The parameters of the requests that logits belong to, [R] each."""
-    values = cast(dict[str, Tensor | None], sampling)
-    taken = {name: None if value is None else value[rows] for name, value in values.items()}
-    return cast(SamplingTensors, taken)
