@@ -1,14 +1,16 @@
 """Prompts from options, files, stdin and the bundled held-out set."""
 
 import sys
+from importlib.resources import files
 from pathlib import Path
 
 import typer
 
 from fastspec.cli.errors import usage_errors
 from fastspec.config.files import parse_json
-from fastspec.models.loading import ASSETS
 from fastspec.tools.prompt_sets import load_prompts
+
+ASSETS = Path(str(files("fastspec"))) / "assets"
 
 
 def collect_prompts(texts: list[str], file: Path | None) -> list[str]:
@@ -85,7 +87,7 @@ def _stdin() -> str:
     try:
         return sys.stdin.read()
     except UnicodeDecodeError as error:
-        raise typer.BadParameter(f"stdin: is not UTF-8: {error}") from error
+        raise typer.BadParameter(f"stdin: not UTF-8: {error}") from error
 
 
 def _lines(content: str) -> list[str]:

@@ -64,9 +64,9 @@ class SpecConfig:
 
     method: str = option(
         "auto",
-        Kind("one of the methods", lambda value: isinstance(value, str)),
-        "How drafts are made: auto (by a draft model if there is one), or a method by name.",
-        "The methods are in the table below.",
+        Kind("a name of a method", lambda value: isinstance(value, str)),
+        f"How drafts are made: {', '.join(methods())}.",
+        "auto takes a draft model where one is given.",
     )
     num_speculative_tokens: int | None = option(
         None,
