@@ -78,7 +78,7 @@ def _flag(config: type, option: Option, flags: Flags) -> Parameter:
     kind: Any = option.kind.flag_type
     is_json = kind == "json"
     declared = typer.Option(
-        *filter(None, (option.flag, option.short)),
+        *option.flags,
         help=prefix + option.help,
         metavar="JSON" if is_json else None,
         rich_help_panel=_PANELS.get(config),

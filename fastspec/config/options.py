@@ -80,8 +80,7 @@ class Option:
         help: one line, the help text of its flag.
         details: what only the docs say.
         aliases: other names, each with whose it is.
-        flag: how the command line spells it.
-        short: its one-letter flag.
+        flags: how the command line spells it.
     """
 
     name: str
@@ -90,8 +89,7 @@ class Option:
     help: str
     details: str = ""
     aliases: tuple[str, ...] = ()
-    flag: str = ""
-    short: str = ""
+    flags: tuple[str, ...] = ()
     takes_none: bool = False
 
     def checked(self, value: Any) -> Any:
@@ -125,7 +123,7 @@ def options_of(config: type) -> dict[str, Option]:
         each.name: Option(
             each.name,
             each.default,
-            **{"flag": f"--{each.name.replace('_', '-')}", **each.metadata},
+            **{"flags": (f"--{each.name.replace('_', '-')}",), **each.metadata},
         )
         for each in fields(config)
         if "kind" in each.metadata

@@ -77,7 +77,7 @@ class SpecConfig:
             "prompt_lookup_num_tokens (Hugging Face; also chooses prompt_lookup)",
             "n_spec_tokens (Colossal-Inference, in enable_spec_dec)",
         ),
-        short="-k",
+        flags=("--num-speculative-tokens", "-k"),
     )
     draft_sample_method: str | None = option(
         None,
@@ -108,7 +108,7 @@ class SpecConfig:
         "The bigram table; by default bigram.json in the target's folder, if there is one.",
         "A JSON list whose entry i is the id that follows token i. Without a table drafts are"
         " copied only.",
-        flag="--bigram",
+        flags=("--bigram",),
     )
     ngram_size: int | None = option(
         None, integer(2, 64), "Tokens of the longest n-grams that are counted; by default 4."
