@@ -49,9 +49,9 @@ def named_prompts(
 def check_no_dataset(dataset_file: Path | None, num_prompts: int | None) -> None:
     """Refuse the options that --dataset reads, where it is not given."""
     if dataset_file is not None:
-        raise typer.BadParameter("--dataset-file: a --dataset must say what it holds")
+        raise typer.BadParameter("--dataset-file: needs a --dataset that says what it holds")
     if num_prompts is not None:
-        raise typer.BadParameter("--num-prompts: counts the prompts of a --dataset, there is none")
+        raise typer.BadParameter("--num-prompts: needs a --dataset, whose prompts it counts")
 
 
 def read_prompts(file: Path) -> list[str]:

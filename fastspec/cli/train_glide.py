@@ -19,7 +19,7 @@ from fastspec.train.options import TrainOptions
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_MOST = 2**20  # of sizes: beyond it nothing can be meant
+_MOST = 2**20  # of sizes; larger ones are mistakes
 
 
 @with_flags
@@ -51,12 +51,17 @@ def glide(
     lookup_rows: Annotated[
         int, typer.Option(help="Fit cross-attention to this many rows first, to copy; 0 does not.")
     ] = 0,
-    held_out: Annotated[float, typer.Option(help="Part of the rows that only judge.")] = 0.05,
+    held_out: Annotated[
+        float, typer.Option(help="Part of the rows that is held out, to judge the draft.")
+    ] = 0.05,
     checkpoint_steps: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 200,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of weights and order.")] = 0,
+    seed: Annotated[
+        int,
+        typer.Option(min=0, max=2**63 - 1, help="Seed of the weights and of the order of rows."),
+    ] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the checkpoint.")] = False,
     plain: Annotated[
-        bool, typer.Option("--plain", help="A draft as large without cross-attention, to compare.")
+        bool, typer.Option("--plain", help="Train a plain draft of the same size, for comparison.")
     ] = False,
     accelerate: Annotated[
         bool, typer.Option("--accelerate", help="Several devices, under accelerate launch.")
@@ -153,6 +158,6 @@ def _records(file: Path, content: str) -> list[str]:
         except (KeyError, TypeError) as error:
             raise ValueError(f'data: line {index} of {file} has no field "text"') from error
         if not isinstance(text, str):
-            raise ValueError(f'data: "text" in line {index} of {file} is no text: {text!r}')
+            raise ValueError(f'data: "text" in line {index} of {file} is not a text: {text!r}')
         texts.append(text)
     return texts

@@ -59,7 +59,9 @@ def tune(
             " draft_model (of several the first) and cascade (with several k_matrices)."
         ),
     ] = None,
-    temperature: Annotated[float, typer.Option(help="Of the measured runs; 0 is greedy.")] = 0.0,
+    temperature: Annotated[
+        float, typer.Option(help="Temperature of the measured runs; 0 is greedy.")
+    ] = 0.0,
     repeats: Annotated[int, typer.Option(min=1, help="Timed rounds of the chosen drafter.")] = 3,
     threads: options.Threads = None,
 ) -> None:

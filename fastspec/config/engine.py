@@ -145,7 +145,7 @@ class EngineConfig:
         for name in fields:
             if name not in (*known, *_COLOSSAL_LENGTHS):
                 names = ", ".join((*known, *_COLOSSAL_LENGTHS))
-                raise ValueError(f"{name}: has no meaning here; those that have are {names}")
+                raise ValueError(f"{name}: has no meaning here; known names are {names}")
         kept = {name: value for name, value in fields.items() if name in known}
         lengths: dict[str, Any] = {}
         if not fields.keys().isdisjoint(_COLOSSAL_LENGTHS):

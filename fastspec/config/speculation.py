@@ -264,7 +264,7 @@ class SpecConfig:
         kind = options_of(type(self))["num_speculative_tokens"].kind
         require(name, value, kind.fits(value), kind.expected)
         count = self.num_speculative_tokens
-        expected = f"{count!r}, as num_speculative_tokens has it, or none"
+        expected = f"num_speculative_tokens, {count!r}, or nothing"
         require(name, value, count in (None, value), expected)
         object.__setattr__(self, "num_speculative_tokens", value)
 
