@@ -150,8 +150,8 @@ def paged_attention(
     name = type(module).__name__
     if paged_step is None:
         raise ValueError(
-            f"{name}: its model hands no keyword arguments on to its attention, which could not"
-            " learn where the pages are: not supported"
+            f"{name}: its model passes no keyword arguments to its attention, which could not be"
+            " told where the pages are: not supported"
         )
     if attention_mask is not None or kwargs.get("position_bias") is not None:
         raise ValueError(f"{name}: builds its own attention mask or bias, which is not supported")
@@ -184,7 +184,7 @@ def paged_attention(
 
 
 def no_mask(*args, **kwargs) -> None:
-    """Causality and windows are the kernel's business."""
+    """No mask: the kernel applies causality and windows."""
     return None
 
 
@@ -313,7 +313,7 @@ class PagedModel:
             if len(dtypes := float_dtypes(self.model)) == 1:
                 raise
             mixed = f"{self.name}: has weights in {' and '.join(dtypes)}"
-            raise ValueError(f"{mixed}, which do not run together: {error}") from error
+            raise ValueError(f"{mixed}, which do not work together: {error}") from error
         self._check_calls(calls)
         return {call.layer: (call.key_heads, call.value_heads) for call in calls}
 
@@ -338,7 +338,7 @@ class PagedModel:
                 told = f"a window of {call.window}" if call.window else "no window"
                 raise ValueError(
                     f"{self.name}: `generate` keeps {kept} tokens of layer {call.layer}, whose"
-                    f" attention is told of {told}: not supported"
+                    f" attention is given {told}: not supported"
                 )
 
 
@@ -364,7 +364,7 @@ def _check_float8(device: torch.device, backend: str) -> None:
     runs_in_triton = device.type == "cuda" and "triton" in available_backends()
     if not is_by_name and (backend != "auto" or not runs_in_triton):
         raise ValueError(
-            f"kv_cache_dtype: the compiled kernels of {device.type} take no float8 (backend"
+            f"kv_cache_dtype: the compiled kernels of {device.type} do not take float8 (backend"
             f" {backend!r}); it needs a GPU with Triton, or for tests backend 'reference' or"
             " 'triton'"
         )
