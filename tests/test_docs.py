@@ -1,5 +1,6 @@
 """README.md and docs/: every block of code and every command runs; links lead somewhere."""
 
+import json
 import re
 import shlex
 import subprocess
@@ -9,11 +10,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from fastspec import drafters
 from fastspec.cli import app
-from fastspec.models.loading import BUNDLED
-from fastspec.tools.tuned import TunedConfig, save_tuned
+from fastspec.config.methods import methods
 
 ROOT = Path(__file__).resolve().parents[1]
+ASSETS = ROOT / "fastspec" / "assets"
 PAGES = [ROOT / "README.md", ROOT / "kernels" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in PAGES}
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
@@ -49,21 +51,31 @@ def folder(tmp_path, monkeypatch):
     """A working directory with what the pages take for granted."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "docs").mkdir()
-    (tmp_path / "path" / "of").mkdir(parents=True)
-    for name, model in (("target", "tiny"), ("draft", "tiny-draft")):
-        (tmp_path / "path" / "of" / name).symlink_to(BUNDLED[model])
-    (tmp_path / "prompts.txt").write_text("import \nclass \n", encoding="utf-8")
-    (tmp_path / "text.txt").write_text((ROOT / "setup.py").read_text(), encoding="utf-8")
-    (tmp_path / "run.jsonl").write_text('{"prompt": "import ", "token_ids": [5, 6]}')
-    (tmp_path / "gsm8k.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}')
-    (tmp_path / "bigram.json").write_text((BUNDLED["tiny"] / "bigram.json").read_text())
-    save_tuned(TunedConfig("tiny", None, {"method": "mag"}), tmp_path / "tuned.json")
-    return tmp_path
+    models = tmp_path / "path" / "of"
+    models.mkdir(parents=True)
+    for name in ("target", "draft"):
+        (models / name).symlink_to(ASSETS / f"tiny-{name}")
+    tuned = {"fastspec_config": 1, "target": "tiny", "draft": None, "spec": {"method": "mag"}}
+    files = {
+        "prompts.txt": "import \nclass \n",
+        "text.txt": (ROOT / "setup.py").read_text(encoding="utf-8"),
+        "run.jsonl": json.dumps({"prompt": "import ", "token_ids": [5, 6]}),
+        "gsm8k.jsonl": json.dumps({"question": "1 + 1?", "answer": "#### 2"}),
+        "bigram.json": (ASSETS / "tiny-target" / "bigram.json").read_text(encoding="utf-8"),
+        "tuned.json": json.dumps(tuned),
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
 
 
 @pytest.mark.parametrize(("page", "code"), PYTHON)
 def test_python_runs(page, code, folder):
-    exec(compile(code, page, "exec"), {"__name__": "docs"})
+    known = set(methods())
+    try:
+        exec(compile(code, page, "exec"), {"__name__": "docs"})
+    finally:
+        for name in set(methods()) - known:  # of drafters that the page registers
+            drafters.unregister(name)
 
 
 @pytest.mark.parametrize("line", COMMANDS)
@@ -85,7 +97,7 @@ def test_other_command_exists(line):
 
 
 def test_every_block_has_a_language():
-    assert {language for _, language, _ in BLOCKS} <= {"python", "sh", "text"}
+    assert {language for _, language, _ in BLOCKS} <= {"python", "sh", "text", "toml"}
 
 
 @pytest.mark.parametrize("page", TEXTS)

@@ -364,7 +364,7 @@ def _check_float8(device: torch.device, backend: str) -> None:
     runs_in_triton = device.type == "cuda" and "triton" in available_backends()
     if not is_by_name and (backend != "auto" or not runs_in_triton):
         raise ValueError(
-            f"kv_cache_dtype: the compiled kernels of {device.type} do not take float8 (backend"
+            f"kv_cache_dtype: the compiled kernels of {device.type} take no float8 (backend"
             f" {backend!r}); it needs a GPU with Triton, or for tests backend 'reference' or"
             " 'triton'"
         )
