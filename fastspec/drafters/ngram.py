@@ -16,7 +16,7 @@ class NgramDrafter:
     """Proposes what most often followed the longest known end of the text, token by token.
 
     It counts every n-gram of 2 to `ngram_size` tokens in prompt and output, and for each place that
-    the target has judged also its `filler_top_k` likeliest tokens, those after rejected drafts too.
+    the target has judged also its `filler_top_k` best tokens, those after rejected drafts too.
     An end that is not known ends the proposal. Each request has a store of its own, which lives as
     long as the request, so that what one request says never depends on another.
 

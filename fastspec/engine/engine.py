@@ -52,8 +52,8 @@ class Engine:
     Several threads may use one engine: calls take turns, and what they ask for is batched. Each
     event is delivered once: those of `generate` and `stream` to that call, all others by `step`.
 
-    A drafter that raises does no harm to any request: the step goes on plainly, and the error
-    reaches the caller once: from the next `step`, or at the end of a `generate` (as an exception
+    A drafter that raises harms no request: that step is decoded plainly, and the error reaches
+    the caller once: from the next `step`, or at the end of a `generate` (as an exception
     whose `outputs` are complete) or of a `stream`.
 
     Greedy output equals plain greedy decoding of the target token for token, as far as the model's
@@ -167,17 +167,17 @@ class Engine:
         return request.request_id
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request now; its output so far, or None when it is not (or no longer) here.
+        """End a request now; its output so far, or None for an unknown or finished request.
 
-        A `generate` or `stream` that waits for it gets that output too; step() no longer speaks of
-        it.
+        A `generate` or `stream` that waits for it gets that output too; step() returns no further
+        events of it.
         """
         with self._turn:
             return self._abort(request_id)
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether step() has something to do, or to tell."""
+        """Whether step() has work to do, or events to return."""
         is_idle = not self._scheduler.has_unfinished and not self._events
         return not is_idle or self._speculation.error is not None
 
@@ -202,10 +202,10 @@ class Engine:
         Args:
             n_spec_tokens: tokens proposed in each step, >= 1, at most config.max_n_spec_tokens;
                 None = as many as spec says.
-            use_glide_drafter: read the drafter as a GLIDE model. The last one is used as what it
-                is in any case.
+            use_glide_drafter: load the drafter as a GLIDE model; without a drafter, the last one
+                must be such a model.
         Raises:
-            ValueError: a drafter that is missing, or no GLIDE model where one is asked for.
+            ValueError: there is no drafter to use, or it is not the GLIDE model asked for.
         """
         speculation = self._speculation
         if n_spec_tokens is None:
@@ -216,7 +216,7 @@ class Engine:
             if drafter is None and known is None:
                 raise ValueError("drafter: there is none to enable; pass one")
             if drafter is None and use_glide_drafter and not speculation.knows_glide:
-                raise ValueError("use_glide_drafter: the drafter to enable is no GLIDE model")
+                raise ValueError("use_glide_drafter: the drafter to enable is not a GLIDE model")
             if drafter is not None:
                 plan = self._drafter_factory.plan_given(drafter, use_glide_drafter)
                 check_same_kind(self._runner.paged_model, plan.models)

@@ -164,8 +164,8 @@ def paged_attention(
     name = type(module).__name__
     if paged_step is None:
         raise ValueError(
-            f"{name}: its model hands no keyword arguments on to its attention, which could not"
-            " learn where the pages are: not supported"
+            f"{name}: its model passes no keyword arguments to its attention, which could not be"
+            " told where the pages are: not supported"
         )
     if attention_mask is not None or kwargs.get("position_bias") is not None:
         raise ValueError(f"{name}: builds its own attention mask or bias, which is not supported")
@@ -200,7 +200,7 @@ def paged_attention(
 
 
 def no_mask(*args, **kwargs) -> None:
-    """Causality and windows are the kernel's business."""
+    """No mask: the kernel applies causality and windows."""
     return None
 
 
@@ -324,7 +324,7 @@ class PagedModel:
             if len(dtypes := float_dtypes(self.model)) == 1:
                 raise
             mixed = f"{self.name}: has weights in {' and '.join(dtypes)}"
-            raise ValueError(f"{mixed}, which do not run together: {error}") from error
+            raise ValueError(f"{mixed}, which do not work together: {error}") from error
         self._check_calls(calls)
         return {call.layer: (call.key_heads, call.value_heads) for call in calls}
 
@@ -349,7 +349,7 @@ class PagedModel:
                 told = f"a window of {call.window}" if call.window else "no window"
                 raise ValueError(
                     f"{self.name}: `generate` keeps {kept} tokens of layer {call.layer}, whose"
-                    f" attention is told of {told}: not supported"
+                    f" attention is given {told}: not supported"
                 )
 
 

@@ -108,7 +108,7 @@ class Simulator:
         outputs: Sequence[StoredOutput],
         advance: Callable[[int], None] = lambda num_tokens: None,
     ) -> list[Simulation]:
-        """Simulate all outputs, in their order; `advance` hears of tokens that are done.
+        """Simulate all outputs, in their order; `advance` is called with tokens done.
 
         Raises:
             ValueError: an output whose ids are not the target's, or that outgrows the cache;
