@@ -16,7 +16,7 @@ from fastspec.cli.errors import check_can_write, drafting_method, usage_errors
 from fastspec.cli.prompts import bundled_prompts, named_prompts
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.checks import refuse
-from fastspec.drafters.factory import DrafterSource
+from fastspec.drafters.context import DrafterSource
 from fastspec.models.loading import bigram_beside, check_same_tokenizer, load_model, load_tokenizer
 from fastspec.tools.bench import describe_environment
 from fastspec.tools.tune import Measurement, Plan, Planner, k_matrices_to_try

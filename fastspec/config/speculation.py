@@ -15,30 +15,22 @@ from fastspec.config.checks import (
     require,
 )
 from fastspec.config.k_matrix import KMatrix, as_k_matrix, most_draft_tokens
+from fastspec.config.methods import methods
 from fastspec.config.schedule import as_step_costs
 from fastspec.config.token_trees import check_trees
 
-METHODS = (
-    "auto",
-    "none",
-    "draft_model",
-    "prompt_lookup",
-    "mag",
-    "ngram",
-    "cascade",
-    "glide",
-    "tree",
-)
-_MODEL_METHODS = ("auto", "none", "draft_model", "cascade", "glide", "tree")
 _LOOKUP_FIELDS = ("prompt_lookup_min", "prompt_lookup_max")
-_METHODS_OF_FIELDS = {  # of fields that other methods do not read
-    "draft_sample_method": _MODEL_METHODS,
-    **dict.fromkeys(_LOOKUP_FIELDS, ("prompt_lookup",)),
-    **dict.fromkeys(("ngram_size", "filler_top_k"), ("ngram",)),
-    "bigram_path": ("mag", "cascade"),
-    "k_matrix": ("cascade",),
-    **dict.fromkeys(("tree_width", "tree_nodes", "tree_paths"), ("tree",)),
-}
+_OPTIONAL_FIELDS = (  # those whose default is None
+    "draft_sample_method",
+    *_LOOKUP_FIELDS,
+    "ngram_size",
+    "filler_top_k",
+    "bigram_path",
+    "k_matrix",
+    "tree_width",
+    "tree_nodes",
+    "tree_paths",
+)
 MAX_DRAFT_TOKENS = 1024  # beyond it a step is a mistake, or no step
 _MAX_NGRAM_SIZE, _MAX_FILLERS = 64, 1024
 _DEFAULT_SPECULATIVE_TOKENS = 5
@@ -145,7 +137,8 @@ class SpecConfig:
                 name = "prompt_lookup_num_tokens"
                 refuse(name, prompt_lookup_num_tokens, f"not for method {self.method!r}")
             object.__setattr__(self, "method", "prompt_lookup")
-        require("method", self.method, self.method in METHODS, f"one of {METHODS}")
+        if not isinstance(self.method, str) or self.method not in methods():
+            require("method", self.method, False, f"one of {tuple(methods())}")
         normalise_ints(self, 1, "num_speculative_tokens", most=MAX_DRAFT_TOKENS)
         for name, value in (
             ("num_assistant_tokens", num_assistant_tokens),
@@ -222,9 +215,11 @@ class SpecConfig:
         object.__setattr__(self, "num_speculative_tokens", int(value))
 
     def _check_fields_of_methods(self) -> None:
-        for name, methods in _METHODS_OF_FIELDS.items():
-            looks_up = name in _LOOKUP_FIELDS and self.tree_prompt_lookup
-            if self.method not in methods and not looks_up:
+        fields = methods()[self.method].fields
+        if self.method == "tree" and not self.tree_prompt_lookup:
+            fields -= set(_LOOKUP_FIELDS)
+        for name in _OPTIONAL_FIELDS:
+            if name not in fields:
                 refuse(name, getattr(self, name), f"not for method {self.method!r}")
 
     def _check_copying(self) -> None:
@@ -239,12 +234,14 @@ class SpecConfig:
 
     def _check_cascade(self) -> None:
         normalise_factor(self, "lenience")
-        if self.method != "cascade":
+        if "lenience" not in methods()[self.method].fields:
             fits = self.lenience == 1
             require("lenience", self.lenience, fits, f"1 for method {self.method!r}")
             return
         if self.k_matrix is not None:
             object.__setattr__(self, "k_matrix", as_k_matrix(self.k_matrix))
+        if self.method != "cascade":
+            return
         most = most_draft_tokens(self.cascade_matrix)
         if most > MAX_DRAFT_TOKENS:
             raise ValueError(

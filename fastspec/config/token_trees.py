@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from fastspec.config.checks import is_int, is_number, normalise_ints, refuse, require
+from fastspec.config.methods import methods
 from fastspec.config.tree_shapes import TreeShape
 
 DEFAULT_TREE_WIDTH = 4
 DEFAULT_TREE_NODES = 16
 DEFAULT_CAPE_BINS = ((0.3, 7), (0.6, 5), (0.8, 3), (1.0, 1))
 MAX_TREE_NODES = 127  # of the 128 that attention takes one is the root
-_CAPE_METHODS = ("auto", "draft_model", "glide")
 
 
 def check_trees(spec: Any) -> None:
@@ -57,7 +57,8 @@ def _check_cape(spec: Any) -> None:
     if not spec.cape:
         refuse("cape_bins", bins, "only with cape")
         return
-    require("cape", spec.cape, spec.method in _CAPE_METHODS, f"False for method {spec.method!r}")
+    has_cape = "cape" in methods()[spec.method].fields
+    require("cape", spec.cape, has_cape, f"False for method {spec.method!r}")
     if bins is not None:
         are_pairs = isinstance(bins, Sequence) and all(
             isinstance(pair, Sequence)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from fastspec.drafters.base import Batch, Proposal, Request
+from fastspec.drafters.context import DrafterContext
 from fastspec.drafters.texts import Texts, TextStore
 from fastspec.models.transfer import device_tensor
 from fastspec_kernels import match_suffix
@@ -72,3 +73,8 @@ def copied(token_ids: Tensor, batch: Batch) -> Proposal:
         token_ids = token_ids.masked_fill(columns >= wanted, -1)
     known = (token_ids >= 0).sum(dim=1).tolist() if batch.device.type == "cpu" else None
     return Proposal(token_ids, num_tokens=known)
+
+
+def build(context: DrafterContext) -> PromptLookupDrafter:
+    """The method "prompt_lookup"."""
+    return PromptLookupDrafter(*context.spec.lookup_lengths, context.config.backend)

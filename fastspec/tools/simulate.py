@@ -16,7 +16,8 @@ from transformers import PreTrainedTokenizerBase
 from fastspec.config import EngineConfig, SpecConfig
 from fastspec.drafters import Drafter, Proposal
 from fastspec.drafters.base import Batch
-from fastspec.drafters.factory import DrafterFactory, DrafterSource, ModelSource
+from fastspec.drafters.context import DrafterContext, DrafterSource, ModelSource
+from fastspec.drafters.registry import plan_drafter
 from fastspec.engine.block_manager import BlockManager, blocks_needed
 from fastspec.engine.request import EngineRequest
 from fastspec.engine.schedule import Step
@@ -92,7 +93,7 @@ class Simulator:
                 "relaxed_acceptance: only exact verification can be simulated, got"
                 f" {spec.relaxed_acceptance}"
             )
-        plan = DrafterFactory(spec, config, tokenizer, vocab_size).plan(target, drafter)
+        plan = plan_drafter(DrafterContext(spec, config, tokenizer, vocab_size, target, drafter))
         if plan is None:
             raise ValueError("drafter: there is none to simulate")
         self._plan = plan
