@@ -16,6 +16,7 @@ from fastspec.cli.display import number, progress_bar
 from fastspec.cli.errors import check_can_write, drafting_method, usage_errors
 from fastspec.cli.prompts import bundled_prompts, named_prompts
 from fastspec.config import EngineConfig, SpecConfig
+from fastspec.config.methods import methods as known_methods
 from fastspec.drafters.glide import load_glide
 from fastspec.models.loading import bigram_beside, check_same_tokenizer, load_model, load_tokenizer
 from fastspec.tools.bench import (
@@ -83,7 +84,8 @@ def bench(
     cascade's parts run beside it, the draft model with K of -k and MaG with K = 10.
     """
     is_cascade = method == "cascade"
-    has_draft = method in ("draft_model", "glide", "cascade", "tree")
+    with usage_errors():
+        has_draft = known_methods()[drafting_method(method)].needs_draft
     if not has_draft and draft is not None:
         raise typer.BadParameter(f"--draft: --method {method} uses no draft model")
     if draft is None and has_draft:

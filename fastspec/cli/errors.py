@@ -11,7 +11,7 @@ from typing import Any, cast
 import typer
 from typer.core import TyperGroup
 
-from fastspec.config.methods import drafting_methods
+from fastspec.config.methods import methods
 
 # typer carries its own copy of click since 0.2x; the base of its public error is the same in both.
 _CommandLineError = cast(type[typer.BadParameter], typer.BadParameter.__mro__[2])
@@ -110,7 +110,7 @@ def usage_errors() -> Iterator[None]:
 
 def drafting_method(method: str, field: str = "method") -> str:
     """The method, unless it is one that proposes nothing or leaves the choice open."""
-    drafting = tuple(method.name for method in drafting_methods())
+    drafting = tuple(name for name in methods() if name not in ("auto", "none"))
     if method not in drafting:
         raise ValueError(f"{field}: expected one of {drafting}, got {method!r}")
     return method

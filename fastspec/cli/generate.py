@@ -17,6 +17,7 @@ from fastspec.cli.prompts import check_no_dataset, collect_prompts, named_prompt
 from fastspec.cli.running import Transcript, run_prompts
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.files import write_whole
+from fastspec.config.methods import method_named
 from fastspec.engine.engine import Engine
 from fastspec.engine.outputs import RequestOutput
 from fastspec.engine.request_factory import Prompt
@@ -127,7 +128,9 @@ def generate(
         _check_saving(save_outputs, temperature, seed)
     if method == "none" and schedule != "constant":
         raise typer.BadParameter("--schedule: --method none proposes nothing to schedule")
-    if method in ("none", "prompt_lookup", "mag", "ngram") and draft is not None:
+    with usage_errors():
+        takes_draft = method == "auto" or method_named(method).needs_draft
+    if not takes_draft and draft is not None:
         raise typer.BadParameter(f"--draft: --method {method} uses no draft model")
     with usage_errors():
         params = SamplingParams(

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from fastspec.config.files import parse_json
+from fastspec.config.methods import methods
 from fastspec.tools.tuned import load_tuned
 
 Target = Annotated[
@@ -37,9 +38,9 @@ NumSpeculativeTokens = Annotated[
 CopyingMethod = Annotated[
     str,
     typer.Option(
-        help="draft_model, glide (a draft that reads the target's cache), copying from the text"
-        " (prompt_lookup or mag), ngram (learns as it goes), cascade (draft_model and mag), or"
-        " tree (a draft model's)."
+        help="How to draft: "
+        + ", ".join(name for name in methods() if name not in ("auto", "none"))
+        + "; see docs/drafters.md."
     ),
 ]
 PromptLookupMin = Annotated[

@@ -99,6 +99,9 @@ BUILT_IN = {
     )
 }
 
+# Fields that a method reads only if it says so; all others are read whatever the method.
+FIELDS_OF_METHODS = frozenset().union(*(method.fields for method in BUILT_IN.values()))
+
 
 class _Methods(Mapping[str, Method]):
     """Methods by name, those of fastspec first.
@@ -167,6 +170,8 @@ def remove_method(name: str) -> None:
     _METHODS.remove(name)
 
 
-def drafting_methods() -> list[Method]:
-    """Those that name a drafter, without "auto" and "none"."""
-    return [method for method in methods().values() if method.name not in ("auto", "none")]
+def method_named(name: object) -> Method:
+    """The method of that name; ValueError, with all names that there are, for any other."""
+    if not isinstance(name, str) or name not in _METHODS:
+        raise ValueError(f"method: expected one of {tuple(_METHODS)}, got {name!r}")
+    return _METHODS[name]

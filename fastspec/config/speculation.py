@@ -15,7 +15,7 @@ from fastspec.config.checks import (
     require,
 )
 from fastspec.config.k_matrix import KMatrix, as_k_matrix, most_draft_tokens
-from fastspec.config.methods import methods
+from fastspec.config.methods import method_named
 from fastspec.config.schedule import as_step_costs
 from fastspec.config.token_trees import check_trees
 
@@ -137,8 +137,7 @@ class SpecConfig:
                 name = "prompt_lookup_num_tokens"
                 refuse(name, prompt_lookup_num_tokens, f"not for method {self.method!r}")
             object.__setattr__(self, "method", "prompt_lookup")
-        if not isinstance(self.method, str) or self.method not in methods():
-            require("method", self.method, False, f"one of {tuple(methods())}")
+        method_named(self.method)
         normalise_ints(self, 1, "num_speculative_tokens", most=MAX_DRAFT_TOKENS)
         for name, value in (
             ("num_assistant_tokens", num_assistant_tokens),
@@ -215,7 +214,7 @@ class SpecConfig:
         object.__setattr__(self, "num_speculative_tokens", int(value))
 
     def _check_fields_of_methods(self) -> None:
-        fields = methods()[self.method].fields
+        fields = method_named(self.method).fields
         if self.method == "tree" and not self.tree_prompt_lookup:
             fields -= set(_LOOKUP_FIELDS)
         for name in _OPTIONAL_FIELDS:
@@ -234,7 +233,7 @@ class SpecConfig:
 
     def _check_cascade(self) -> None:
         normalise_factor(self, "lenience")
-        if "lenience" not in methods()[self.method].fields:
+        if "lenience" not in method_named(self.method).fields:
             fits = self.lenience == 1
             require("lenience", self.lenience, fits, f"1 for method {self.method!r}")
             return

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fastspec.config.checks import is_int, is_number, normalise_ints, refuse, require
-from fastspec.config.methods import methods
+from fastspec.config.methods import method_named
 from fastspec.config.tree_shapes import TreeShape
 
 DEFAULT_TREE_WIDTH = 4
@@ -57,7 +57,7 @@ def _check_cape(spec: Any) -> None:
     if not spec.cape:
         refuse("cape_bins", bins, "only with cape")
         return
-    has_cape = "cape" in methods()[spec.method].fields
+    has_cape = "cape" in method_named(spec.method).fields
     require("cape", spec.cape, has_cape, f"False for method {spec.method!r}")
     if bins is not None:
         are_pairs = isinstance(bins, Sequence) and all(

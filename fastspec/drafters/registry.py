@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastspec.config import SpecConfig
 from fastspec.config.checks import require
-from fastspec.config.methods import Method, add_method, methods, remove_method
+from fastspec.config.methods import Method, add_method, method_named, remove_method
 from fastspec.drafters.base import Drafter
 from fastspec.drafters.context import DrafterContext, DrafterPlan, as_plan
 from fastspec.drafters.tree import with_siblings
@@ -71,7 +71,7 @@ def plan_drafter(context: DrafterContext) -> DrafterPlan | None:
     Raises:
         ValueError: a drafter that is missing, not wanted, or cannot be loaded.
     """
-    method, given = methods()[context.spec.method], context.drafter
+    method, given = method_named(context.spec.method), context.drafter
     if given is not None:
         _check_type(given)
     if method.build is None:
@@ -98,7 +98,7 @@ def plan_given(context: DrafterContext) -> DrafterPlan:
     """
     _check_type(context.drafter)
     name = "tree" if context.spec.method == "tree" else "auto"
-    return _planned(methods()[name], context)
+    return _planned(method_named(name), context)
 
 
 def _planned(method: Method, context: DrafterContext) -> DrafterPlan:
