@@ -27,7 +27,8 @@ from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.methods import methods
 
 _MAG_TOKENS = 10  # what CS-Drafting's MaG writes
-RESULTS = Path(fastspec.__file__).resolve().parents[1] / "benchmarks" / "results"
+ROOT = Path(fastspec.__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 @with_flags

@@ -20,12 +20,13 @@ from fastspec.cli.options import Flags, with_flags
 from fastspec.cli.prompts import bundled_prompts, named_prompts
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.checks import refuse
+from fastspec.config.methods import method_named
 from fastspec.tools.tuned import TunedConfig, save_tuned, spec_fields
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from fastspec.drafters.factory import DrafterSource
+    from fastspec.drafters.context import DrafterSource
     from fastspec.tools.tune import Measurement, Plan
 
 _MOST_DRAFT_TOKENS = 8
@@ -96,7 +97,7 @@ def tune(
     tokenizer = load_tokenizer("target", target)
     target_model = load_model("target", target, config)
     draft_models = []
-    for name in drafts if any(spec.method in _WITH_DRAFT for spec in specs) else []:
+    for name in drafts if any(map(_needs_draft, specs)) else []:
         check_same_tokenizer(tokenizer, load_tokenizer("draft", name))
         draft_models.append(load_model("draft", name, config))
     planner = Planner(target_model, tokenizer, max_tokens, temperature, config)
@@ -118,7 +119,7 @@ def tune(
     save_tuned(
         TunedConfig(
             target,
-            {"cascade": draft, "draft_model": drafts[0] if drafts else None}.get(plan.spec.method),
+            _named_draft(plan.spec, drafts),
             _kept_fields(plan.spec, target),
             _step_costs(costs, plan.spec),
             {
@@ -136,14 +137,14 @@ def tune(
     typer.echo(f"{out}: use it with fastspec generate --config {out}")
 
 
-def _methods(methods: str | None, draft: str | None) -> list[str]:
-    if methods is None:
+def _methods(given: str | None, draft: str | None) -> list[str]:
+    if given is None:
         return [*(_WITH_DRAFT if draft else ()), "prompt_lookup", "mag"]
-    names = [drafting_method(name.strip(), "methods") for name in methods.split(",")]
+    names = [drafting_method(name.strip(), "methods") for name in given.split(",")]
     for name in names:
         if name in ("glide", "tree"):
             raise ValueError(f"methods: {name!r} cannot be tuned yet")
-        if name in _WITH_DRAFT and draft is None:
+        if method_named(name).needs_draft and draft is None:
             raise ValueError(f"methods: {name} needs a --draft")
     return names
 
@@ -176,7 +177,18 @@ def _kept_fields(spec: SpecConfig, target: str) -> dict:
 def _drafter(spec: SpecConfig, draft_models: "list[PreTrainedModel]") -> "DrafterSource | None":
     if spec.method == "cascade":
         return draft_models
-    return draft_models[0] if spec.method == "draft_model" else None
+    return draft_models[0] if _needs_draft(spec) else None
+
+
+def _named_draft(spec: SpecConfig, drafts: list[str]) -> str | None:
+    """--draft as far as the choice uses it."""
+    if not _needs_draft(spec):
+        return None
+    return ",".join(drafts) if spec.method == "cascade" else drafts[0]
+
+
+def _needs_draft(spec: SpecConfig) -> bool:
+    return method_named(spec.method).needs_draft
 
 
 def _step_costs(measurement: "Measurement | None", spec: SpecConfig) -> list[float] | None:

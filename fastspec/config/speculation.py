@@ -7,7 +7,7 @@ from typing import Any
 
 from fastspec.config.checks import config_of, is_number, refuse, require
 from fastspec.config.k_matrix import KMatrix, as_k_matrix, most_draft_tokens
-from fastspec.config.methods import methods
+from fastspec.config.methods import method_named, methods
 from fastspec.config.options import (
     BOOL,
     FACTOR,
@@ -201,8 +201,7 @@ class SpecConfig:
                 name = "prompt_lookup_num_tokens"
                 refuse(name, prompt_lookup_num_tokens, f"not for method {self.method!r}")
             object.__setattr__(self, "method", "prompt_lookup")
-        known = tuple(methods())
-        require("method", self.method, self.method in known, f"one of {known}")
+        method_named(self.method)
         self._take_alias("num_assistant_tokens", num_assistant_tokens)
         self._take_alias("prompt_lookup_num_tokens", prompt_lookup_num_tokens)
         self._refuse_other_methods_fields()
@@ -273,7 +272,7 @@ class SpecConfig:
         known = methods()
         for name in set().union(*(method.fields for method in known.values())):
             value, default = getattr(self, name), options_of(type(self))[name].default
-            is_read = name in known[self.method].fields
+            is_read = name in method_named(self.method).fields
             if name in _LOOKUP_FIELDS and self.method == "tree":
                 is_read = self.tree_prompt_lookup
             if not is_read and value is not default and value != default:

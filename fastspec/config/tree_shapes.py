@@ -1,4 +1,4 @@
-"""Token trees of a fixed shape: which of a node's most probable, or first drawn, tokens are in it."""
+"""Token trees of a fixed shape: which of the best, or first drawn, tokens after a node it has."""
 
 from collections.abc import Sequence
 from functools import cache

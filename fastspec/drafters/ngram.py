@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fastspec.drafters.base import Batch, Proposal, Request
+from fastspec.drafters.context import DrafterContext
 from fastspec.drafters.ngram_table import NgramTable
 from fastspec.drafters.prompt_lookup import copied
 from fastspec.drafters.texts import Texts, TextStore
@@ -139,3 +140,8 @@ def _windows(texts: Texts, places: Tensor, num: int) -> Tensor:
     flat = before.clamp(0, texts.token_ids.shape[1] - 1).flatten(1)
     tokens = texts.token_ids.long().gather(1, flat).view_as(before)
     return torch.where(before < 0, -1, tokens)
+
+
+def build(context: DrafterContext) -> NgramDrafter:
+    """The method "ngram"."""
+    return NgramDrafter(*context.spec.ngram_counts)

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -12,7 +13,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.drafters import Drafter, Proposal
 from fastspec.drafters.base import Batch
-from fastspec.drafters.factory import DrafterFactory, DrafterSource
+from fastspec.drafters.context import DrafterContext, DrafterSource
+from fastspec.drafters.registry import plan_drafter, plan_given
 from fastspec.engine.block_manager import BlockManager
 from fastspec.engine.outputs import RequestOutput, StreamEvent
 from fastspec.engine.pacing import Pacer, StepCostMeter
@@ -89,8 +91,9 @@ class Engine:
             config.prompt_template,
             target_model.rotary.rereads_above if target_model.rotary else None,
         )
-        self._drafter_factory = DrafterFactory(spec, config, tokenizer, target_model.vocab_size)
-        plan = self._drafter_factory.plan(target, drafter)
+        vocab_size = target_model.vocab_size
+        self._drafting = DrafterContext(spec, config, tokenizer, vocab_size, target)
+        plan = plan_drafter(replace(self._drafting, drafter=drafter))
         models = [target_model, *(plan.models if plan else ())]
         check_same_kind(target_model, models)
         num_blocks = cache_blocks(config, models, self.max_model_len)
@@ -98,7 +101,6 @@ class Engine:
         self._runner = ModelRunner(target_model, *sizes, config.cuda_graphs)
         block_manager = BlockManager(num_blocks, config.block_size, config.prefix_caching)
         self._scheduler = Scheduler(block_manager, config.max_batch_size)
-        vocab_size = target_model.vocab_size
         self._speculation = Speculation(self.device, vocab_size, spec, config)
         meter = StepCostMeter(self._runner, block_manager, self._factory, config.backend)
         self._pacer = Pacer(spec, meter)
@@ -218,7 +220,8 @@ class Engine:
             if drafter is None and use_glide_drafter and not speculation.knows_glide:
                 raise ValueError("use_glide_drafter: the drafter to enable is not a GLIDE model")
             if drafter is not None:
-                plan = self._drafter_factory.plan_given(drafter, use_glide_drafter)
+                given = {"drafter": drafter, "wants_glide": use_glide_drafter}
+                plan = plan_given(replace(self._drafting, **given))
                 check_same_kind(self._runner.paged_model, plan.models)
                 known = plan.build(self._runner, self._scheduler.block_manager)
             self._turn_on(known, n_spec_tokens)
