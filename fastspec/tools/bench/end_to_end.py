@@ -5,7 +5,8 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from fastspec.config import SamplingParams, is_int
+from fastspec.config import SamplingParams
+from fastspec.config.checks import normalise_ints
 from fastspec.engine.stats import SpecStats
 from fastspec.tools.bench.methods import Decode, Methods, TokenIds
 from fastspec.tools.cost_counters import standardized_walltime_improvement
@@ -49,10 +50,7 @@ class BenchConfig:
     temperatures: tuple[float, ...] = (0.0, 1.0)
 
     def __post_init__(self):
-        for name in ("max_tokens", "repeats"):
-            value = getattr(self, name)
-            if not is_int(value) or value < 1:
-                raise ValueError(f"{name}: expected an int >= 1, got {value!r}")
+        normalise_ints(self, 1, "max_tokens", "repeats")
         if not self.temperatures:
             raise ValueError("temperatures: expected numbers >= 0, got none")
         for temperature in self.temperatures:
