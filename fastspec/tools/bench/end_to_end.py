@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from fastspec.config import SamplingParams
@@ -146,9 +146,12 @@ def _measure_at(
                 advance()
     num_tokens = len(prompts) * config.max_tokens
     speeds = {name: num_tokens / statistics.median(rounds) for name, rounds in seconds.items()}
+    pairs = dict(RATIOS)
+    if methods.parts:
+        pairs["cascade / the better of its parts"] = ("speculative", tuple(methods.parts))
     ratios = {
         label: round(speeds[ours] / max(speeds[name] for name in theirs), 3)
-        for label, (ours, theirs) in (RATIOS | _ratios_to(methods.parts)).items()
+        for label, (ours, theirs) in pairs.items()
     }
     draft_cost, judge_cost = step_costs(runs["plain"], runs["speculative"])
     predicted = predicted_speed_up(runs["plain"], runs["speculative"])
@@ -210,11 +213,6 @@ def _seconds(runs: list[SpecStats], *phases: str) -> float:
 
 def _num_steps(runs: list[SpecStats]) -> int:
     return sum(stats.num_steps for stats in runs)
-
-
-def _ratios_to(parts: Iterable[str]) -> dict[str, tuple[str, tuple[str, ...]]]:
-    names = tuple(parts)
-    return {"cascade / the better of its parts": ("speculative", names)} if names else {}
 
 
 def _timed(decode: Decode, prompt: TokenIds, temperature: float, seed: int) -> float:
