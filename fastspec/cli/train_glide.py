@@ -99,7 +99,7 @@ def glide(
     from fastspec.models.loading import load_model, load_tokenizer, resolve_device
     from fastspec.train.glide_data import cut_rows
     from fastspec.train.glide_run import (
-        DraftShape,
+        make_draft,
         one_epoch,
         report_acceptance,
         split_rows,
@@ -118,7 +118,7 @@ def glide(
     torch.manual_seed(seed)
     with usage_errors():
         training, judging = split_rows(rows, held_out, seed)
-        draft = DraftShape(layers, hidden_size, intermediate_size, plain).make(model)
+        draft = make_draft(model, layers, hidden_size, intermediate_size, plain)
     if steps is None:
         settings = replace(settings, steps=one_epoch(len(training), batch_size, processes))
     with progress_bar("steps", live=processes.is_main_process) as bar:

@@ -1,6 +1,7 @@
 """Text files: read with errors that name the option, written whole or not at all."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,18 @@ def parse_json(text: str, where: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} cut off or not JSON: {error}") from error
+
+
+def parse_json_lines(text: str, where: str) -> Iterator[tuple[str, Any]]:
+    """What each line holds that is not blank, and its place: `where` and the line's number.
+
+    Raises:
+        ValueError: a line that is not JSON, see `parse_json`.
+    """
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            place = f"{where}, line {number}"
+            yield place, parse_json(line, f"{place}:")
 
 
 def write_whole(text: str, path: Path) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig, is_int
+from fastspec.config.checks import require
 from fastspec.drafters.context import DraftSource
 from fastspec.engine.engine import Engine
 
@@ -46,8 +47,7 @@ def csd(
     """
     if lenience is not None and leniency not in (1, lenience):
         raise ValueError(f"lenience: expected {leniency!r}, as leniency has it, got {lenience!r}")
-    if not is_int(max_length) or max_length < 1:
-        raise ValueError(f"max_length: expected an int >= 1, got {max_length!r}")
+    require("max_length", max_length, is_int(max_length) and max_length >= 1, "an int >= 1")
     prompt, begin = _row("initial_input", initial_input), _row("input_ids", input_ids)
     spec = SpecConfig(
         "cascade", k_matrix=k_matrix, lenience=leniency if lenience is None else lenience

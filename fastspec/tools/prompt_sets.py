@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from fastspec.config.files import parse_json, read_text
+from fastspec.config.files import parse_json_lines, read_text
 
 
 @dataclass(frozen=True)
@@ -40,18 +40,8 @@ def _gsm8k(record: dict[str, Any]) -> str:
     return f"Solve this math problem step by step.\nProblem: {_text(record['question'])}\nSolution:"
 
 
-def _hellaswag(record: dict[str, Any]) -> str:
-    return _text(record["ctx"])
-
-
-def _mt_bench(record: dict[str, Any]) -> str:
-    """The first turn."""
-    turns = record["turns"] if "turns" in record else record["prompt"]
-    return _text(turns[0])
-
-
-def _humaneval(record: dict[str, Any]) -> str:
-    return _text(record["prompt"])
+def _first_turn(record: dict[str, Any]) -> str:
+    return _text(record["turns" if "turns" in record else "prompt"][0])
 
 
 def _text(value: Any) -> str:
@@ -63,9 +53,9 @@ def _text(value: Any) -> str:
 PROMPT_SETS = {
     "mmlu": PromptSet("cais/mmlu", "all", "test", _mmlu),
     "gsm8k": PromptSet("openai/gsm8k", "main", "test", _gsm8k),
-    "hellaswag": PromptSet("Rowan/hellaswag", None, "validation", _hellaswag),
-    "mt_bench": PromptSet("HuggingFaceH4/mt_bench_prompts", None, "train", _mt_bench),
-    "humaneval": PromptSet("openai/openai_humaneval", None, "test", _humaneval),
+    "hellaswag": PromptSet("Rowan/hellaswag", None, "validation", lambda r: _text(r["ctx"])),
+    "mt_bench": PromptSet("HuggingFaceH4/mt_bench_prompts", None, "train", _first_turn),
+    "humaneval": PromptSet("openai/openai_humaneval", None, "test", lambda r: _text(r["prompt"])),
 }
 
 
@@ -85,27 +75,21 @@ def load_prompts(name: str, file: Path | None = None, limit: int | None = None) 
     if limit is not None and limit < 1:
         raise ValueError(f"num_prompts: expected an int >= 1, got {limit!r}")
     chosen = PROMPT_SETS[name]
-    records = _downloaded(name, chosen) if file is None else _lines(file)
-    prompts = [_filled(name, chosen, *pair) for pair in islice(records, limit)]
+    if file is None:
+        records = _downloaded(name, chosen)
+    else:
+        records = parse_json_lines(read_text("dataset_file", file), f"dataset_file: {file}")
+    prompts = []
+    for where, record in islice(records, limit):
+        try:
+            prompts.append(chosen.template(record))
+        except (KeyError, TypeError, IndexError, ValueError) as error:
+            raise ValueError(f"{where} is no record of {name}: {error!r}") from error
     if not prompts or (limit is not None and len(prompts) < limit):
         raise ValueError(
             f"dataset: {name} has {len(prompts)} prompts here, {limit or 1} are wanted"
         )
     return prompts
-
-
-def _filled(name: str, chosen: PromptSet, where: str, record: Any) -> str:
-    try:
-        return chosen.template(record)
-    except (KeyError, TypeError, IndexError, ValueError) as error:
-        raise ValueError(f"dataset: {where} is not a record of {name}: {error!r}") from error
-
-
-def _lines(file: Path) -> Iterable[tuple[str, Any]]:
-    for number, line in enumerate(read_text("dataset_file", file).split("\n"), 1):
-        if line.strip():
-            where = f"{file}, line {number}"
-            yield where, parse_json(line, f"dataset_file: {where}:")
 
 
 def _downloaded(name: str, chosen: PromptSet) -> Iterable[tuple[str, Any]]:
@@ -120,4 +104,4 @@ def _downloaded(name: str, chosen: PromptSet) -> Iterable[tuple[str, Any]]:
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"dataset: cannot download {name}, pass a file: {reason}") from error
-    return ((f"{chosen.path}, record {n}", record) for n, record in enumerate(records, 1))
+    return ((f"dataset: {chosen.path}, record {n}", record) for n, record in enumerate(records, 1))

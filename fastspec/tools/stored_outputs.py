@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fastspec.config import SamplingParams, is_int
-from fastspec.config.files import parse_json, read_text
+from fastspec.config.files import parse_json, parse_json_lines, read_text
 from fastspec.engine.outputs import RequestOutput
 
 _TENSOR = re.compile(r"\s*(\[.*?\])\s*(?:,[^()\[\]]*)?\)[\s,\[\]]*", re.DOTALL)
@@ -84,14 +84,10 @@ def accepted_by_step(sources: Iterable[str]) -> list[int]:
 
 
 def _from_lines(text: str, where: str) -> list[StoredOutput]:
-    numbered = [(n, line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
-    return [
-        _from_record(_json(line, f"{where}, line {n}"), f"{where}, line {n}")
-        for n, line in numbered
-    ]
+    return [_from_record(*pair) for pair in parse_json_lines(text, where)]
 
 
-def _from_record(record: Any, where: str) -> StoredOutput:
+def _from_record(where: str, record: Any) -> StoredOutput:
     if isinstance(record, list):
         record = {"token_ids": record}
     if not isinstance(record, dict):
@@ -119,7 +115,7 @@ def _from_record(record: Any, where: str) -> StoredOutput:
 
 
 def _from_joined(text: str, where: str) -> list[StoredOutput]:
-    table = _json(text, where)
+    table = parse_json(text, f"{where}:")
     if not isinstance(table, dict):
         raise ValueError(f"{where}: expected one object, prompt ids to new ids joined by '_'")
     outputs = []
@@ -148,7 +144,7 @@ def _from_tensors(text: str, where: str) -> list[StoredOutput]:
             raise ValueError(f"{line}: the tensor that begins here is cut off or no list of ids")
         if "..." in match[1]:
             raise ValueError(f"{line}: the tensor was abbreviated (...) when it was printed")
-        rows = _json(match[1], line)
+        rows = parse_json(match[1], f"{line}:")
         for row in rows if isinstance(next(iter(rows), None), list) else [rows]:
             token_ids = _ids(row, line)
             outputs.append(StoredOutput(None, token_ids, _params(token_ids)))
@@ -161,10 +157,6 @@ def _params(token_ids: list[int], **given: Any) -> SamplingParams:
     if params.max_tokens is None or params.max_tokens < len(token_ids):
         raise ValueError(f"max_tokens: {params.max_tokens} for {len(token_ids)} token_ids")
     return params
-
-
-def _json(text: str, where: str) -> Any:
-    return parse_json(text, f"{where}:")
 
 
 def _ids(value: Any, where: str, what: str = "token ids") -> list[int]:

@@ -11,13 +11,12 @@ from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from fastspec.config.checks import require
-from fastspec.drafters.glide.dense import DenseGlimpse, block_mask
 from fastspec.drafters.glide.model import GlideLlamaConfig, GlideLlamaForCausalLM
 from fastspec.train.distillation import DistillationLoss
 from fastspec.train.glide_data import Lesson, Teacher
 from fastspec.train.glide_lookup import start_as_lookup
 from fastspec.train.options import TrainOptions
-from fastspec.train.processes import Processes
+from fastspec.train.processes import OneProcess
 
 _LOSS_MEMORY = 0.98  # of the running mean
 _MAX_NORM = 1.0
@@ -36,6 +35,8 @@ _SHARED_FIELDS = (
     "pad_token_id",
 )
 
+Advance = Callable[[int, float], None]  # steps done, running mean of the loss
+
 
 def make_glide(
     target: PreTrainedModel,
@@ -53,13 +54,12 @@ def make_glide(
     """
     large = target.config.get_text_config(decoder=True)
     require("layers", num_layers, 1 <= num_layers <= large.num_hidden_layers, "1 to the target's")
-    heads = large.num_attention_heads
     config = GlideLlamaConfig(
         **_llama_shape(target, num_layers, shape),
         large_hidden_size=large.hidden_size,
-        large_num_attention_heads=heads,
-        large_num_key_value_heads=getattr(large, "num_key_value_heads", None) or heads,
-        large_head_dim=getattr(large, "head_dim", None) or large.hidden_size // heads,
+        large_num_attention_heads=large.num_attention_heads,
+        large_num_key_value_heads=getattr(large, "num_key_value_heads", None),
+        large_head_dim=getattr(large, "head_dim", None),
     )
     return _started(GlideLlamaForCausalLM(config), target, start or target)
 
@@ -113,13 +113,8 @@ def _started(draft: Any, target: PreTrainedModel, start: PreTrainedModel) -> Any
 
 def draft_loss(draft: nn.Module, lesson: Lesson, block_size: int, distillation: float) -> Tensor:
     """Mean loss over the real tokens; block_size 0 is a plain draft, which sees no target."""
-    inputs, valid = lesson.token_ids[:, :-1], lesson.valid[:, :-1]
-    extra = {}
-    if block_size:
-        extra["glimpse"] = DenseGlimpse(lesson.layers, block_mask(valid, block_size))
-    logits = draft(input_ids=inputs, attention_mask=valid.long(), use_cache=False, **extra).logits
     counts = lesson.valid[:, 1:]
-    logits = logits[counts]
+    logits = lesson.read_by(draft, block_size).logits[counts]
     loss = logits.new_zeros(())
     if distillation < 1:
         loss = loss + (1 - distillation) * cross_entropy(
@@ -149,18 +144,17 @@ class GlideTrainer:
         num_rows: int,
         options: TrainOptions,
         folder: Path,
-        processes: Processes,
+        processes: OneProcess,
         make_optimizers: Callable[[nn.Module, float], list[torch.optim.Optimizer]] = adam,
     ):
         self.options, self.folder, self._processes = options, folder, processes
         self._teacher, self._num_rows = teacher, num_rows
-        self._block_size = (
-            draft.config.block_size if isinstance(draft, GlideLlamaForCausalLM) else 0
-        )
+        self._block_size = 0
         draft.to(processes.device).train()  # pyright: ignore[reportArgumentType]
-        if options.lookup_rows and isinstance(draft, GlideLlamaForCausalLM):
-            count = min(options.lookup_rows, num_rows)
-            start_as_lookup(draft, teacher.lesson(torch.linspace(0, num_rows - 1, count).long()))
+        if isinstance(draft, GlideLlamaForCausalLM):
+            self._block_size = draft.config.block_size
+            if count := min(options.lookup_rows, num_rows):
+                start_as_lookup(draft, teacher(torch.linspace(0, num_rows - 1, count).long()))
         self._draft, *self._optimizers = processes.prepare(
             draft, *make_optimizers(draft, options.rate)
         )
@@ -189,16 +183,16 @@ class GlideTrainer:
             optimizer.load_state_dict(saved)
         self.record = state["record"]
 
-    def run(self, advance: Callable[[float], None]) -> dict[str, float]:
-        """Train to the last step; `advance` gets the running mean of the loss after each."""
+    def run(self, advance: Advance) -> dict[str, float]:
+        """Train to the last step, and `advance` after each."""
         for step in range(int(self.record["steps"]), self.options.steps):
-            lesson = self._teacher.lesson(self._indices(step))
+            lesson = self._teacher(self._indices(step))
             loss, num_tokens = self._step(lesson, self.options.factor(step))
             mean = self.record.get("train_loss", loss)
             self.record["train_loss"] = _LOSS_MEMORY * mean + (1 - _LOSS_MEMORY) * loss
             self.record["steps"] = step + 1
             self.record["tokens"] += num_tokens
-            advance(self.record["train_loss"])
+            advance(step + 1, self.record["train_loss"])
             if (step + 1) % self.options.checkpoint_steps == 0 or step + 1 == self.options.steps:
                 self._save()
         return self.record

@@ -1,14 +1,14 @@
 """What GLIDE training reads: rows of text, and what the target makes of them."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fastspec.drafters.glide.dense import read_target
+from fastspec.drafters.glide.dense import DenseGlimpse, block_mask, read_target
 
 
 @dataclass(frozen=True)
@@ -71,28 +71,27 @@ class Lesson:
     layers: list[tuple[Tensor, Tensor]]
     target_logits: Tensor
 
+    def read_by(self, draft: nn.Module, block_size: int) -> Any:
+        """What a draft makes of all but the last token; block_size 0 shows it no target."""
+        valid = self.valid[:, :-1]
+        extra = {}
+        if block_size:
+            extra["glimpse"] = DenseGlimpse(self.layers, block_mask(valid, block_size))
+        inputs = self.token_ids[:, :-1]
+        return draft(input_ids=inputs, attention_mask=valid.long(), use_cache=False, **extra)
 
-class Teacher(Protocol):
-    """Where lessons come from."""
 
-    def lesson(self, indices: Tensor) -> Lesson:
-        """The rows of these indices, and what the target says of them."""
-        ...
+Teacher = Callable[[Tensor], Lesson]  # the rows of these indices, and what the target says of them
 
 
-class FrozenTarget:
-    """The target itself, run on every batch and never changed."""
+def frozen_target(target: PreTrainedModel, rows: Rows, num_draft_layers: int) -> Teacher:
+    """A teacher that runs the target on every batch and never changes it."""
+    target.eval()
 
-    def __init__(self, target: PreTrainedModel, rows: Rows, num_draft_layers: int):
-        self._target = target.eval()
-        self._rows = rows
-        self._num_draft_layers = num_draft_layers
-
-    def lesson(self, indices: Tensor) -> Lesson:
-        rows = self._rows.take(indices)
-        device = self._target.device
-        token_ids, valid = rows.token_ids.to(device), rows.valid.to(device)
-        layers, logits = read_target(
-            self._target, token_ids[:, :-1], valid[:, :-1], self._num_draft_layers
-        )
+    def lesson(indices: Tensor) -> Lesson:
+        chosen = rows.take(indices)
+        token_ids, valid = (part.to(target.device) for part in (chosen.token_ids, chosen.valid))
+        layers, logits = read_target(target, token_ids[:, :-1], valid[:, :-1], num_draft_layers)
         return Lesson(token_ids, valid, layers, logits)
+
+    return lesson

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastspec.drafters.glide.dense import DenseGlimpse, block_mask
 from fastspec.drafters.glide.model import GlideCrossAttention, GlideLlamaForCausalLM
 from fastspec.train.glide_data import Lesson
 
@@ -88,14 +87,7 @@ def _cross_input(
     """What one cross-attention of the draft reads, [B, S, E]."""
     inputs: list[Tensor] = []
     hook = cross.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
-    valid = lesson.valid[:, :-1]
-    glimpse = DenseGlimpse(lesson.layers, block_mask(valid, draft.config.block_size))
-    draft.model(
-        input_ids=lesson.token_ids[:, :-1],
-        attention_mask=valid.long(),
-        use_cache=False,
-        glimpse=glimpse,
-    )
+    lesson.read_by(draft.model, draft.config.block_size)
     hook.remove()
     return inputs[0]
 

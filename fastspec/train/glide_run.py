@@ -2,8 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -13,54 +12,43 @@ from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.checks import require
 from fastspec.drafters.glide import GlideLlamaForCausalLM
 from fastspec.engine.engine import Engine
-from fastspec.train.glide import GlideTrainer, TrainOptions, make_glide, make_plain
-from fastspec.train.glide_data import FrozenTarget, Rows
-from fastspec.train.processes import Processes
+from fastspec.train.glide import Advance, GlideTrainer, TrainOptions, make_glide, make_plain
+from fastspec.train.glide_data import Rows, frozen_target
+from fastspec.train.processes import OneProcess
 
 _REPORT_PROMPTS = 16
 _REPORT_TOKENS = 64
 
-Advance = Callable[[int, float], None]  # steps done, running mean of the loss
 
-
-@dataclass(frozen=True)
-class DraftShape:
-    """What draft is trained.
+def make_draft(
+    target: PreTrainedModel,
+    layers: int = 1,
+    hidden_size: int | None = None,
+    intermediate_size: int | None = None,
+    plain: bool = False,
+) -> PreTrainedModel:
+    """A fresh draft for a target; its heads are of the target's size.
 
     Args:
         layers: 1 or 2 is what pays, up to the target's.
         hidden_size, intermediate_size: None = the target's.
         plain: a Llama as large, without cross-attention, to compare with.
+    Raises:
+        ValueError: a shape that does not fit together.
     """
-
-    layers: int = 1
-    hidden_size: int | None = None
-    intermediate_size: int | None = None
-    plain: bool = False
-
-    def make(self, target: PreTrainedModel) -> PreTrainedModel:
-        """A fresh draft for a target; its heads are of the target's size where they fit.
-
-        Raises:
-            ValueError: a shape that does not fit together.
-        """
-        sizes = {"hidden_size": self.hidden_size, "intermediate_size": self.intermediate_size}
-        for name, size in sizes.items():
-            require(name, size, size is None or size >= 1, "an int >= 1")
-        shape = {name: size for name, size in sizes.items() if size is not None}
-        large = target.config.get_text_config(decoder=True)
-        if self.hidden_size not in (None, large.hidden_size):
-            head_dim = getattr(large, "head_dim", None) or (
-                large.hidden_size // large.num_attention_heads
-            )
-            fits = self.hidden_size % head_dim == 0
-            require(
-                "hidden_size", self.hidden_size, fits, f"a multiple of the head size {head_dim}"
-            )
-            heads = self.hidden_size // head_dim
-            shape |= {"num_attention_heads": heads, "num_key_value_heads": heads}
-        glide = make_glide(target, self.layers, start=None, **shape)
-        return make_plain(glide, target) if self.plain else glide
+    sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size}
+    shape = {name: size for name, size in sizes.items() if size is not None}
+    for name, size in shape.items():
+        require(name, size, size >= 1, "an int >= 1")
+    large = target.config.get_text_config(decoder=True)
+    if hidden_size not in (None, large.hidden_size):
+        head_dim = getattr(large, "head_dim", None)
+        head_dim = head_dim or large.hidden_size // large.num_attention_heads
+        heads, rest = divmod(hidden_size, head_dim)
+        require("hidden_size", hidden_size, rest == 0, f"a multiple of the head size {head_dim}")
+        shape |= {"num_attention_heads": heads, "num_key_value_heads": heads}
+    glide = make_glide(target, layers, start=None, **shape)
+    return make_plain(glide, target) if plain else glide
 
 
 def split_rows(rows: Rows, held_out: float, seed: int) -> tuple[Rows, Rows]:
@@ -83,7 +71,7 @@ def train_draft(
     rows: Rows,
     options: TrainOptions,
     out: Path,
-    processes: Processes,
+    processes: OneProcess,
     resume: bool,
     advance: Advance,
 ) -> dict[str, float]:
@@ -95,18 +83,18 @@ def train_draft(
     if (out / "checkpoint.pt").exists() and not resume:
         raise ValueError(f"out: {out} holds a checkpoint: resume it, or choose another folder")
     target.to(processes.device)  # pyright: ignore[reportArgumentType]
-    teacher = FrozenTarget(target, rows, draft.config.num_hidden_layers)
+    teacher = frozen_target(target, rows, draft.config.num_hidden_layers)
     trainer = GlideTrainer(draft, teacher, len(rows), options, out, processes)
     if resume:
         trainer.resume()
-    trainer.run(lambda loss: advance(int(trainer.record["steps"]), loss))
+    trainer.run(advance)
     trained = processes.unwrap_model(trainer.draft, keep_fp32_wrapper=False).eval()
     if processes.is_main_process:
         trained.save_pretrained(out)
     return trainer.record
 
 
-def one_epoch(num_rows: int, batch_size: int, processes: Processes) -> int:
+def one_epoch(num_rows: int, batch_size: int, processes: OneProcess) -> int:
     """Steps that show every row once."""
     return math.ceil(num_rows / (batch_size * processes.num_processes))
 
@@ -120,20 +108,16 @@ def report_acceptance(
     """
     method = "glide" if isinstance(draft, GlideLlamaForCausalLM) else "draft_model"
     engine = Engine(target, draft, spec=replace(spec, method=method), config=EngineConfig())
-    prompts = [
-        row[: max(1, length // 2)].tolist()
-        for row, length in zip(held_out.token_ids, held_out.lengths.tolist(), strict=True)
-    ]
-    room = engine.max_model_len - max(map(len, prompts[:_REPORT_PROMPTS]))
-    tokens = min(_REPORT_TOKENS, room)
-    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-    engine.generate(prompts[:_REPORT_PROMPTS], params)
-    stats = engine.stats
+    shown = held_out.take(torch.arange(len(held_out))[:_REPORT_PROMPTS])
+    lengths = (shown.lengths // 2).clamp(min=1).tolist()
+    prompts = [ids[:n].tolist() for ids, n in zip(shown.token_ids, lengths, strict=True)]
+    max_tokens = min(_REPORT_TOKENS, engine.max_model_len - max(lengths))
+    engine.generate(prompts, SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True))
     report = {
-        "held_out_prompts": min(len(prompts), _REPORT_PROMPTS),
+        "held_out_prompts": len(prompts),
         "num_speculative_tokens": spec.num_draft_tokens(),
-        "acceptance_rate": stats.acceptance_rate,
-        "mean_acceptance_length": stats.mean_acceptance_length,
+        "acceptance_rate": engine.stats.acceptance_rate,
+        "mean_acceptance_length": engine.stats.mean_acceptance_length,
     }
     path = out / "record.json"
     record = json.loads(path.read_text()) | report

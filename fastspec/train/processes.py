@@ -1,6 +1,6 @@
-"""One training process, with the names of an accelerate.Accelerator."""
+"""The processes of a training run: this one alone, or those that accelerate starts."""
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,28 +10,8 @@ from fastspec.config.checks import require
 _SPLIT_MODELS = ("DEEPSPEED", "FSDP", "MEGATRON_LM")
 
 
-class Processes(Protocol):
-    """What the trainer asks of the processes that share a run."""
-
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def process_index(self) -> int: ...
-    @property
-    def num_processes(self) -> int: ...
-    @property
-    def is_main_process(self) -> bool: ...
-
-    def prepare(self, *parts: Any) -> Any: ...
-    def backward(self, loss: Tensor) -> None: ...
-    def clip_grad_norm_(self, parameters: Any, max_norm: float) -> Any: ...
-    def reduce(self, tensor: Tensor) -> Any: ...
-    def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True) -> Any: ...
-    def wait_for_everyone(self) -> None: ...
-
-
 class OneProcess:
-    """A run of one process on one device."""
+    """What the trainer uses of an accelerate.Accelerator, for one process on one device."""
 
     process_index = 0
     num_processes = 1
@@ -60,8 +40,8 @@ class OneProcess:
         """Nobody else is there."""
 
 
-def many_processes() -> Processes:
-    """The processes that `accelerate launch` started, each with the whole model.
+def many_processes() -> Any:
+    """The Accelerator of what `accelerate launch` started: processes that hold the whole model.
 
     Raises:
         ValueError: accelerate is not installed, or set up to split the model or to put off steps.

@@ -91,7 +91,7 @@ def train_drafts(
     torch.set_num_threads(1)
     glide = make_glide(target, start=start, **shape)
     drafts: dict[str, Any] = {"glide": glide, "plain": make_plain(glide, target, start)}
-    teacher = StoredTarget(target, rows, glide.config.num_hidden_layers)
+    teacher = StoredTarget(target, rows, glide.config.num_hidden_layers).lesson
 
     def train(kind: str) -> LlamaForCausalLM:
         trainer = GlideTrainer(
@@ -106,9 +106,9 @@ def train_drafts(
         if resume:
             trainer.resume()
 
-        def advance(loss: float) -> None:
-            if trainer.record["steps"] % _LOG_STEPS == 0:
-                logger.info("%s: step %d, loss %.3f", kind, trainer.record["steps"], loss)
+        def advance(step: int, loss: float) -> None:
+            if step % _LOG_STEPS == 0:
+                logger.info("%s: step %d, loss %.3f", kind, step, loss)
 
         trainer.run(advance)
         return drafts[kind].eval()

@@ -33,13 +33,6 @@ def alone(model, drafter, prompt, params):
     return engine_of(model, drafter, prefix_caching=False).generate([prompt], params)[0]
 
 
-def finish(engine):
-    outputs = {}
-    while engine.has_unfinished:
-        outputs |= {e.request_id: e.output for e in engine.step() if e.output}
-    return outputs
-
-
 class Watcher:
     """Compares, after each step, full blocks with what they held when they became so."""
 

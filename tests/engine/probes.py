@@ -2,10 +2,15 @@
 
 import torch
 
+from fastspec import SamplingParams
+from fastspec.drafters.base import DRAFT_STREAM, Batch
 from fastspec.engine import verify
+from fastspec.engine.request import EngineRequest
 from fastspec.models.graphs import GraphedForward
 
-VERIFIER = verify  # the module in which tests replace verify_chain, verify_tree and VERIFY_STREAM
+_GREEDY = SamplingParams(temperature=0)
+
+VERIFIER = verify  # the module that looks up verify_chain, verify_tree and VERIFY_STREAM
 
 
 def target_runner(engine):
@@ -63,6 +68,20 @@ def take_error(engine):
     """What a drafter raised and nobody has been told yet."""
     error, engine._speculation.error = engine._speculation.error, None
     return error
+
+
+# What a drafter, a schedule and the block manager are given
+
+
+def request_of(token_ids, request_id="r", params=_GREEDY, max_len=1000, **fields):
+    """A request that no engine runs."""
+    of_run = {"seed": 0, "stop_ids": frozenset(), **fields}
+    return EngineRequest(request_id, [*token_ids], params=params, max_len=max_len, **of_run)
+
+
+def batch_of(*requests, wanted=4, num=None):
+    """A step of these requests, each of which wants that many draft tokens."""
+    return Batch(list(requests), [wanted] * len(requests), num or wanted, torch.device("cpu"))
 
 
 # Blocks
@@ -173,10 +192,44 @@ def record_releases(engine):
     return request_ids
 
 
+class CountingCapture:
+    """Captures nothing: a replay runs the function again."""
+
+    def __init__(self):
+        self.num_captured = 0
+
+    def __call__(self, run):
+        self.num_captured += 1
+        run()
+        return run
+
+
 def use_graphs(runner, capture):
     """Run passes as with CUDA graphs, captured by `capture`."""
     size = block_size_of(runner)
     runner.graphs = GraphedForward(runner.paged_model, runner.caches, size, capture, True)
+
+
+# Engines that are not exact
+
+
+def share_numbers(monkeypatch):
+    """Acceptance is decided by the numbers that the drafts were drawn with."""
+    monkeypatch.setattr(VERIFIER, "VERIFY_STREAM", DRAFT_STREAM)
+
+
+def flatten_draft_logits(monkeypatch):
+    """Acceptance takes the drafts for drawn from a flatter distribution than they were."""
+
+    def flattened(exact):
+        def verify(*args, draft_logits, **kwargs):
+            wrong = None if draft_logits is None else draft_logits / 3
+            return exact(*args, draft_logits=wrong, **kwargs)
+
+        return verify
+
+    for name in ("verify_chain", "verify_tree"):
+        monkeypatch.setattr(VERIFIER, name, flattened(getattr(VERIFIER, name)))
 
 
 # Caches

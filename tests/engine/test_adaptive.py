@@ -7,7 +7,6 @@ import pytest
 
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 from fastspec.engine.pacing import fitted_line
-from fastspec.engine.request import EngineRequest
 from fastspec.engine.schedule import (
     AdaptiveSchedule,
     Schedule,
@@ -18,15 +17,11 @@ from fastspec.engine.schedule import (
 from fastspec.tools.formulas import best_num_speculative_tokens
 
 from ..models import perturbed, random_model
-from .probes import assert_blocks_came_back
+from .probes import assert_blocks_came_back, request_of
 
 PROMPTS = [[1, 2, 3], list(range(5, 22)), [40, 7] * 10, [99]]
 COSTS = [1.0, 1.2, 1.35, 1.5, 1.65, 1.8]
 GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
-
-
-def request_of(params=GREEDY):
-    return EngineRequest("a", [1], params, 0, frozenset(), 10**6)
 
 
 def run(schedule, rate_of, num_tokens, seed=0):
@@ -35,7 +30,7 @@ def run(schedule, rate_of, num_tokens, seed=0):
     Costs are those of COSTS; the lengths that were drafted come with them.
     """
     generator = random.Random(seed)
-    request, tokens, cost, lengths = request_of(), 0, 0.0, []
+    request, tokens, cost, lengths = request_of([1]), 0, 0.0, []
     while tokens < num_tokens:
         length = schedule.num_draft_tokens(request)
         accepted = 0
@@ -81,7 +76,7 @@ def test_plain_steps_between_trials_double():
 
 def test_a_small_gain_changes_nothing():
     schedule = AdaptiveSchedule([1.0, 1.0001, 1.0002])
-    request = request_of()
+    request = request_of([1])
     lengths = set()
     for place in range(40):
         lengths.add(schedule.num_draft_tokens(request))
@@ -91,7 +86,7 @@ def test_a_small_gain_changes_nothing():
 
 def test_proposals_that_lack_tell_nothing():
     schedule = AdaptiveSchedule(COSTS)
-    request = request_of()
+    request = request_of([1])
     first = schedule.num_draft_tokens(request)
     for _ in range(50):
         schedule.record(request, Step(5, 0, 0))
@@ -100,7 +95,10 @@ def test_proposals_that_lack_tell_nothing():
 
 def test_sampled_requests_use_costs_that_no_clock_gave():
     dear = AdaptiveSchedule([1.0, 50.0, 99.0])
-    greedy, sampled = request_of(), request_of(SamplingParams(temperature=1.0, seed=1))
+    greedy, sampled = (
+        request_of([1]),
+        request_of([1], params=SamplingParams(temperature=1.0, seed=1)),
+    )
     for request in (greedy, sampled):
         dear.num_draft_tokens(request)
         dear.record(request, Step(2, 2, 2))
@@ -109,7 +107,7 @@ def test_sampled_requests_use_costs_that_no_clock_gave():
 
 
 def test_the_sweep_takes_every_length_in_turn():
-    schedule, request = SweepSchedule(range(3)), request_of()
+    schedule, request = SweepSchedule(range(3)), request_of([1])
     lengths = []
     for _ in range(7):
         lengths.append(schedule.num_draft_tokens(request))

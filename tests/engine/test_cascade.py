@@ -8,9 +8,18 @@ from fastspec.drafters import MagDrafter, PromptLookupDrafter
 from fastspec_kernels.testing import chi_square
 
 from ..models import perturbed, random_model
+from .helpers import (
+    ALPHA,
+    FILTERED,
+    GREEDY,
+    PLAIN,
+    PROMPTS,
+    drawn_counts,
+    exact_law,
+    hugging_face_greedy,
+    small_model,
+)
 from .probes import assert_cached, cached_tokens, remembers_nobody, reviewers_of, running
-from .test_greedy import GREEDY, PROMPTS, hugging_face_greedy
-from .test_sampling import ALPHA, FILTERED, PLAIN, VOCAB_SIZE, drawn_counts, exact_law
 
 RECIPES = [
     ([[5, 14, 10], [0, 1, 10], [0, 0, 10]], 2),
@@ -18,11 +27,6 @@ RECIPES = [
     ([[13, 10], [0, 10]], 3),
     ([[5, 10], [0, 10]], 1),
 ]
-
-
-@pytest.fixture(scope="module")
-def model():
-    return random_model("llama")
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +153,7 @@ def test_caches_are_those_of_a_fresh_read(model, drafts):
 
 @pytest.fixture(scope="module")
 def small_models():
-    model = random_model("llama", seed=4, vocab_size=VOCAB_SIZE, bos_token_id=0, eos_token_id=0)
+    model = small_model()
     return model, [perturbed(model, 0.35), perturbed(model, 0.7, seed=2)]
 
 

@@ -4,14 +4,13 @@ import pytest
 import torch
 
 from fastspec import SamplingParams, SpecConfig
-from fastspec.drafters.base import Batch, Request
 from fastspec.drafters.cascade.draft import Draft, DraftToken
 from fastspec.drafters.cascade.drafter import CascadeDrafter
 from fastspec.drafters.cascade.levels import ModelLevel
 from fastspec_kernels.testing import chi_square
 
-from ..models import perturbed, random_model
-from .test_sampling import ALPHA, PLAIN, VOCAB_SIZE, drawn_counts, exact_law
+from .helpers import ALPHA, PLAIN, drawn_counts, exact_law, small_pair
+from .probes import batch_of, request_of
 
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0, max_tokens=50)
@@ -28,8 +27,7 @@ class FixedLogits:
 
 
 def draft_of(tokens, name="r", limit=40):
-    request = Request(name, [1, 2, 3], GREEDY, 0, frozenset(), 1000, None)
-    draft = Draft(request, limit, is_greedy=True)
+    draft = Draft(request_of([1, 2, 3], name), limit, is_greedy=True)
     draft.replace(3, tokens)
     return draft
 
@@ -65,7 +63,7 @@ def test_greedy_reviews_follow_the_rule(lenience):
             by_the_rules(draft.tokens, rows, lenience)
             for draft, rows in zip(drafts, logits, strict=True)
         ]
-        batch = Batch([draft.request for draft in drafts], [9] * 3, 9, CPU)
+        batch = batch_of(*(draft.request for draft in drafts), wanted=9)
         level = ModelLevel(FixedLogits(logits), "model", lenience)
         level.review(drafts, [3] * 3, batch)
         for draft, wanted in zip(drafts, expected, strict=True):
@@ -79,7 +77,7 @@ def test_greedy_reviews_follow_the_rule(lenience):
 
 
 def test_nothing_follows_a_token_that_ends_the_text_or_the_limit():
-    request = Request("r", [1, 2, 3], GREEDY, 0, frozenset({7}), 1000, None)
+    request = request_of([1, 2, 3], stop_ids=frozenset({7}))
     draft = Draft(request, 9, is_greedy=True)
     draft.replace(3, [DraftToken(i, "mag") for i in (4, 7, 5)])
     assert draft.token_ids == [1, 2, 3, 4, 7]
@@ -98,7 +96,7 @@ def test_rows_that_are_not_finite_leave_nothing():
         logits = torch.zeros(3, 5)
         logits[0, 2] = torch.nan
         level = ModelLevel(FixedLogits([logits]), "model", lenience)
-        level.review([draft], [3], Batch([draft.request], [9], 9, CPU))
+        level.review([draft], [3], batch_of(draft.request, wanted=9))
         assert draft.token_ids == [1, 2, 3]
 
 
@@ -111,7 +109,7 @@ def test_laws_that_lenience_has_bent_are_caught(monkeypatch):
         return before(self, batch)
 
     monkeypatch.setattr(CascadeDrafter, "propose", keeps_laws)
-    model = random_model("llama", seed=4, vocab_size=VOCAB_SIZE, bos_token_id=0, eos_token_id=0)
+    models = small_pair()
     spec = SpecConfig("cascade", k_matrix=[[2, 1], [0, 2]], lenience=4.0)
-    counts = drawn_counts((model, perturbed(model, 0.35)), PLAIN, spec, num_draws=6000)
-    assert chi_square(counts, exact_law(model, PLAIN)) < ALPHA
+    counts = drawn_counts(models, PLAIN, spec, num_draws=6000)
+    assert chi_square(counts, exact_law(models[0], PLAIN)) < ALPHA

@@ -6,12 +6,11 @@ import torch
 from fastspec import Engine, SamplingParams, SpecConfig
 from fastspec.config.k_matrix import as_k_matrix, most_draft_tokens
 from fastspec.drafters import MagDrafter, PromptLookupDrafter
-from fastspec.drafters.base import Batch, Request
 from fastspec.drafters.cascade.draft import DraftToken
 from fastspec.drafters.cascade.drafter import CascadeDrafter
 
 from ..models import perturbed, random_model
-from .probes import drafter_of
+from .probes import batch_of, drafter_of, request_of
 from .test_errors import assert_one_line
 
 GREEDY = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
@@ -46,10 +45,8 @@ class Toy:
 
 
 def propose(levels, k_matrix, num_requests=1, limit=100):
-    requests = [
-        Request(f"r{i}", [1, 2, 3], GREEDY, 0, frozenset(), 1000, None) for i in range(num_requests)
-    ]
-    batch = Batch(requests, [limit] * num_requests, 100, torch.device("cpu"))
+    requests = [request_of([1, 2, 3], f"r{i}") for i in range(num_requests)]
+    batch = batch_of(*requests, wanted=limit, num=100)
     return CascadeDrafter(levels, k_matrix, vocab_size=9).propose(batch)
 
 

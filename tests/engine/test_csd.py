@@ -10,8 +10,8 @@ import torch
 import fastspec
 from fastspec.drafters import MagDrafter
 
-from ..models import EOS_ID, perturbed, random_model, random_t5
-from .test_greedy import hugging_face_greedy
+from ..models import EOS_ID, perturbed, random_t5
+from .helpers import hugging_face_greedy
 
 PUBLISHED = (
     "draft_list",
@@ -24,11 +24,6 @@ PUBLISHED = (
 )
 K_MATRIX = torch.tensor([[5, 14, 10], [0, 1, 10], [0, 0, 10]])
 PROMPT = torch.tensor([[40, 7, 40, 7, 40, 7, 9]])
-
-
-@pytest.fixture(scope="module")
-def model():
-    return random_model("llama")
 
 
 @pytest.fixture(scope="module")

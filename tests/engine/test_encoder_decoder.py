@@ -4,34 +4,22 @@ import pytest
 import torch
 
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
-from fastspec.drafters.base import Batch, Request
 from fastspec.drafters.texts import TextStore
 from fastspec.models.paged_model import EncoderInput
 
 from ..models import T5_CONFIGS, byte_tokenizer, perturbed, random_t5
+from .helpers import GREEDY, hugging_face_greedy
 from .probes import (
     assert_blocks_came_back,
+    batch_of,
     encoder_caches_of,
     encoders_of,
     record_passes,
+    request_of,
     waiting,
 )
 
 PROMPTS = [[5, 6, 7, 1], [9] * 30 + [1], list(range(2, 60)), [7, 8] * 10]
-GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-
-
-def hugging_face_greedy(model, prompt, max_new_tokens=40):
-    input_ids = torch.tensor([prompt])
-    out = model.generate(
-        input_ids,
-        attention_mask=torch.ones_like(input_ids),
-        max_new_tokens=max_new_tokens,
-        eos_token_id=None,
-        do_sample=False,
-        pad_token_id=0,
-    )
-    return tuple(out[0, 1:].tolist())
 
 
 def token_ids(outputs):
@@ -263,8 +251,8 @@ def test_one_that_is_not_finite_fails_alone(model, expected):
 
 
 def test_copies_come_from_the_encoders_input_too():
-    request = Request("a", [0], GREEDY, 0, frozenset(), 99, encoder_input=EncoderInput([5, 6, 7]))
-    batch = Batch([request], [4], 4, torch.device("cpu"))
+    request = request_of([0], encoder_input=EncoderInput([5, 6, 7]))
+    batch = batch_of(request)
     store = TextStore()
     assert store.update(batch).token_ids.tolist() == [[5, 6, 7, 0]]
     request.token_ids += [6, 8]

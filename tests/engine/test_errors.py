@@ -9,13 +9,9 @@ from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 from fastspec.drafters import Proposal
 
 from ..models import VOCAB_SIZE, byte_tokenizer, random_model
+from .helpers import finish
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return random_model("llama")
 
 
 def assert_one_line(error, *parts):
@@ -42,11 +38,9 @@ def test_prompts(model, prompt, parts):
     with pytest.raises(ValueError, match="prompt") as error:
         engine.add_request(prompt, GREEDY)
     assert_one_line(error, *parts)
-    outputs = []
-    while engine.has_unfinished:
-        outputs += [event.output for event in engine.step() if event.output]
-    assert [output.request_id for output in outputs] == [running]
-    assert len(outputs[0].token_ids) == 10
+    outputs = finish(engine)
+    assert [*outputs] == [running]
+    assert len(outputs[running].token_ids) == 10
 
 
 def test_one_bad_prompt_of_several_starts_nothing(model):

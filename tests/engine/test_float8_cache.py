@@ -14,8 +14,8 @@ from fastspec.models import paged_model
 
 from ..models import random_model
 from .glide_models import often_right
+from .helpers import hugging_face_greedy
 from .probes import blocks, cached, running, target_runner
-from .test_greedy import hugging_face_greedy
 
 FLOAT8 = torch.float8_e4m3fn
 PROMPTS = [[1, 2, 3], list(range(5, 22)), [40, 7] * 10]

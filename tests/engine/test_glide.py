@@ -7,9 +7,17 @@ from fastspec_kernels.testing import chi_square
 
 from ..models import byte_tokenizer, random_model
 from .glide_models import often_right, random_glide
-from .test_greedy import GREEDY, PROMPTS, hugging_face_greedy
-from .test_sampling import ALPHA, FILTERED, PLAIN, drawn_counts, exact_law
-from .test_sampling import VOCAB_SIZE as SMALL_VOCAB
+from .helpers import (
+    ALPHA,
+    FILTERED,
+    GREEDY,
+    PLAIN,
+    PROMPTS,
+    drawn_counts,
+    exact_law,
+    hugging_face_greedy,
+    small_model,
+)
 
 GLIDE = SpecConfig(method="glide")
 
@@ -86,7 +94,7 @@ def test_text_ends_at_an_end_token_inside_a_draft():
     ids=["plain", "filtered", "filtered-cape"],
 )
 def test_exact_distribution(sampling, cape):
-    target = random_model("llama", seed=4, vocab_size=SMALL_VOCAB, bos_token_id=0, eos_token_id=0)
+    target = small_model()
     bins = [(0.4, 2), (1.0, 1)] if cape else None
     spec = SpecConfig("glide", 2, cape=cape, cape_bins=bins)
     counts = drawn_counts((target, random_glide(target)), sampling, spec)

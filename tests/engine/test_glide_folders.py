@@ -12,7 +12,7 @@ from fastspec.drafters.glide import GlideLlamaConfig, load_glide
 
 from ..models import EOS_ID, VOCAB_SIZE, byte_tokenizer, random_model
 from .glide_models import random_glide
-from .test_greedy import GREEDY, PROMPTS
+from .helpers import GREEDY, PROMPTS
 
 GLIDE = SpecConfig(method="glide")
 

@@ -14,23 +14,11 @@ from fastspec.models.runner import ModelRunner
 from fastspec.models.token_tree import TreeLayout
 
 from ..models import VOCAB_SIZE, random_model
-from .probes import runners_of, use_graphs
+from .probes import CountingCapture, runners_of, use_graphs
 from .waiting import NoWaiting
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 60
-
-
-class CountingCapture:
-    """Captures nothing: a replay runs the function again."""
-
-    def __init__(self):
-        self.num_captured = 0
-
-    def __call__(self, run):
-        self.num_captured += 1
-        run()
-        return run
 
 
 class FailingCapture:

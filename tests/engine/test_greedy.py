@@ -1,11 +1,11 @@
 """Greedy output is Hugging Face's, token for token, whatever drafts and batches."""
 
 import pytest
-import torch
 
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 
 from ..models import perturbed, random_model
+from .helpers import GREEDY, PROMPTS, hugging_face_greedy
 
 ARCHITECTURES = (
     "llama",
@@ -18,20 +18,6 @@ ARCHITECTURES = (
     "gpt2",
     "opt",
 )
-PROMPTS = [[1, 2, 3], list(range(5, 22)), [40, 7] * 17, [9]]
-GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-
-
-def hugging_face_greedy(model, prompt, max_new_tokens=40):
-    out = model.generate(
-        torch.tensor([prompt]),
-        max_new_tokens=max_new_tokens,
-        min_new_tokens=max_new_tokens,
-        do_sample=False,
-        pad_token_id=0,
-    )
-    return tuple(out[0, len(prompt) :].tolist())
-
 
 # How many tokens are drafted is the engine's business: one architecture takes every number with
 # every draft, the others those that reach within, to the end of and over a sliding window.

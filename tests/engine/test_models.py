@@ -21,7 +21,7 @@ from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 from fastspec.models.encoder_decoder import check_same_kind
 
 from ..models import byte_tokenizer, random_model
-from .test_greedy import hugging_face_greedy
+from .helpers import hugging_face_greedy
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = [[5, 7, 40, 9], list(range(30, 51))]

@@ -7,30 +7,26 @@ import torch
 
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 from fastspec.drafters import MagDrafter, PromptLookupDrafter
-from fastspec.drafters.base import Batch, Request
 from fastspec.drafters.bigram_table import load_bigram, save_bigram
 from fastspec.drafters.texts import TextStore
 from fastspec_kernels.testing import chi_square
 
 from ..models import random_model
-from .probes import record_passes
-from .test_greedy import hugging_face_greedy
-from .test_sampling import ALPHA, FILTERED, PLAIN, exact_law
-from .test_sampling import PROMPT as SHORT_PROMPT
-from .test_sampling import VOCAB_SIZE as SMALL_VOCAB
+from .helpers import (
+    ALPHA,
+    FILTERED,
+    PLAIN,
+    drawn_counts,
+    exact_law,
+    hugging_face_greedy,
+    small_model,
+)
+from .probes import batch_of, record_passes, request_of
 
 CPU = torch.device("cpu")
 REPETITIVE = [[5, 6, 7, 8] * 9, [1, 2, 3], list(range(1, 41)) * 2, [9]]
 GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 LOOKUPS = [{}, {"prompt_lookup_max": 3}, {"prompt_lookup_min": 1, "prompt_lookup_max": 4}]
-
-
-def request_of(token_ids, name="a"):
-    return Request(name, list(token_ids), GREEDY, 0, frozenset(), 1000, None)
-
-
-def batch_of(*requests, wanted=4, num=4):
-    return Batch(list(requests), [wanted] * len(requests), num, CPU)
 
 
 @pytest.mark.parametrize("lookup", LOOKUPS)
@@ -91,7 +87,7 @@ def test_mag_follows_its_rules(num):
         words = int(torch.randint(1, 10, (1,), generator=generator))
         sizes = torch.randint(1, 30, (3,), generator=generator).tolist()
         texts = [torch.randint(words, (n,), generator=generator).tolist() for n in sizes]
-        batch = batch_of(*map(request_of, texts, "abc"), wanted=num, num=num)
+        batch = batch_of(*map(request_of, texts, "abc"), wanted=num)
         for mag, successors in ((drafter, table.tolist()), (without, [])):
             expected = [mag_by_the_rules(text, num, successors) for text in texts]
             assert mag.propose(batch).token_ids.tolist() == expected
@@ -146,30 +142,15 @@ def test_preempted_requests_are_looked_up_again():
 @pytest.mark.parametrize("sampling", [PLAIN, FILTERED], ids=["plain", "filtered"])
 @pytest.mark.parametrize("method", ["prompt_lookup", "mag"])
 def test_sampled_output_has_the_targets_law(sampling, method, tmp_path):
-    model = random_model("llama", seed=4, vocab_size=SMALL_VOCAB, bos_token_id=0, eos_token_id=0)
+    model = small_model()
     specs = {
         "prompt_lookup": SpecConfig("prompt_lookup", 2, prompt_lookup_max=1),
         "mag": SpecConfig("mag", 2, bigram_path=tmp_path / "table.json"),
     }
     spec = specs[method]
     save_bigram([3, 1, 4, 1, 5], tmp_path / "table.json")
-    assert chi_square(*counts_and_law(model, spec, sampling)) > ALPHA
-
-
-def counts_and_law(model, spec, sampling):
-    """How often each text was drawn, and its probability."""
-    law = exact_law(model, sampling)
-    engine = Engine(model, spec=spec, config=EngineConfig(max_batch_size=512))
-    num_draws, length = 6000, law.ndim
-    params = [
-        SamplingParams(**sampling, seed=seed, max_tokens=length, ignore_eos=True)
-        for seed in range(num_draws)
-    ]
-    counts = law * 0
-    for output in engine.generate([SHORT_PROMPT] * num_draws, params):
-        counts[output.token_ids] += 1
-    assert engine.stats.num_draft_tokens > 0
-    return counts, law
+    counts = drawn_counts((model, None), sampling, spec, num_draws=6000)
+    assert chi_square(counts, exact_law(model, sampling)) > ALPHA
 
 
 def test_without_a_match_the_step_is_plain():
@@ -199,7 +180,7 @@ def test_proposals():
     assert proposal.draft_logits is None
     one.token_ids += [3, 9]
     two.token_ids += [7, 7]
-    proposal = drafter.propose(batch_of(two, one, wanted=3))
+    proposal = drafter.propose(batch_of(two, one, wanted=3, num=4))
     assert proposal.token_ids.tolist() == [[8, 9, 7, -1], [-1] * 4]
     assert proposal.num_tokens == [3, 0]
 
@@ -207,13 +188,13 @@ def test_proposals():
 @pytest.mark.parametrize("period", [1, 2, 3, 9])
 def test_loops_are_drafted_in_full(period):
     text = [token % period for token in range(20)]
-    proposal = PromptLookupDrafter(2, 4).propose(batch_of(request_of(text), wanted=7, num=7))
+    proposal = PromptLookupDrafter(2, 4).propose(batch_of(request_of(text), wanted=7))
     assert proposal.token_ids.tolist() == [[token % period for token in range(20, 27)]]
 
 
 def test_texts_follow_their_requests():
     store, generator = TextStore(), torch.Generator().manual_seed(3)
-    requests: list[Request] = []
+    requests = []
     for step in range(60):
         if step % 3 == 0:
             size = int(torch.randint(1, 90, (1,), generator=generator))

@@ -11,11 +11,9 @@ from fastspec.drafters.ngram_table import NgramTable
 from fastspec_kernels.testing import chi_square
 
 from ..models import random_model
-from .probes import drafter_of, is_free_store
-from .test_greedy import hugging_face_greedy
-from .test_ngram_drafters import GREEDY, REPETITIVE, batch_of, counts_and_law, request_of
-from .test_sampling import ALPHA, FILTERED
-from .test_sampling import VOCAB_SIZE as SMALL_VOCAB
+from .helpers import ALPHA, FILTERED, drawn_counts, exact_law, hugging_face_greedy, small_model
+from .probes import batch_of, drafter_of, is_free_store, request_of
+from .test_ngram_drafters import GREEDY, REPETITIVE
 
 
 def by_the_rules(text, ngram_size, num):
@@ -54,7 +52,7 @@ def test_proposals_follow_the_rules(ngram_size):
             for request, text in zip(requests, texts, strict=True):
                 length = len(request.token_ids)
                 request.token_ids += text[length : length + growth]
-            proposal = drafter.propose(batch_of(*requests, wanted=5, num=5))
+            proposal = drafter.propose(batch_of(*requests, wanted=5))
             expected = [by_the_rules(request.token_ids, ngram_size, 5) for request in requests]
             assert proposal.token_ids.tolist() == expected
             assert proposal.num_tokens == [sum(t >= 0 for t in row) for row in expected]
@@ -65,7 +63,7 @@ def test_proposals_follow_the_rules(ngram_size):
 def test_fillers_are_counted_after_every_judged_place():
     drafter = NgramDrafter(2, filler_top_k=2)
     request = request_of([7, 8, 7])
-    proposal = drafter.propose(batch_of(request, wanted=2, num=2))
+    proposal = drafter.propose(batch_of(request, wanted=2))
     assert proposal.token_ids.tolist() == [[8, 7]]
     logits = torch.full((3, 20), -9.0)
     for row, (first, second) in enumerate([(3, 4), (5, 6), (1, 2)]):
@@ -73,13 +71,13 @@ def test_fillers_are_counted_after_every_judged_place():
     proposal.on_judged(logits, [3])
     # After 7: 8 and now 3 and 4; after 8: 7, 5 and 6; after 7 as a draft: 1 and 2.
     request.token_ids += [3]
-    after_3 = drafter.propose(batch_of(request, wanted=2, num=2)).token_ids.tolist()
+    after_3 = drafter.propose(batch_of(request, wanted=2)).token_ids.tolist()
     assert after_3 == [[-1, -1]]
     request.token_ids += [8]
-    assert drafter.propose(batch_of(request, wanted=1, num=1)).token_ids.tolist() == [[7]]
+    assert drafter.propose(batch_of(request, wanted=1)).token_ids.tolist() == [[7]]
     request.token_ids += [7]
     # What was said twice is first, then by recency: 3, said once and a filler once, after 7.
-    assert drafter.propose(batch_of(request, wanted=1, num=1)).token_ids.tolist() == [[3]]
+    assert drafter.propose(batch_of(request, wanted=1)).token_ids.tolist() == [[3]]
 
 
 @pytest.mark.parametrize("filler_top_k", [1, 3])
@@ -121,9 +119,10 @@ def test_a_store_ends_with_its_request():
 
 def test_sampled_output_has_the_targets_law(monkeypatch):
     monkeypatch.setattr("fastspec.drafters.ngram_table._BUCKETS", 64)
-    model = random_model("llama", seed=4, vocab_size=SMALL_VOCAB, bos_token_id=0, eos_token_id=0)
+    model = small_model()
     spec = SpecConfig("ngram", 2, ngram_size=3, filler_top_k=2)
-    assert chi_square(*counts_and_law(model, spec, FILTERED)) > ALPHA
+    counts = drawn_counts((model, None), FILTERED, spec, num_draws=6000)
+    assert chi_square(counts, exact_law(model, FILTERED)) > ALPHA
 
 
 def test_contexts_that_share_a_bucket_are_told_apart(monkeypatch):

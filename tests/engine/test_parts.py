@@ -1,15 +1,18 @@
 """The small parts of the engine, each alone."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from fastspec import SamplingParams
 from fastspec.engine.block_manager import BlockManager
 from fastspec.engine.detokenizer import Detokenizer
 from fastspec.engine.prefix_index import PrefixIndex
-from fastspec.engine.request import EngineRequest
 from fastspec.engine.stats import SpecStats
 
 from ..models import EOS_ID, byte_tokenizer
+from .probes import request_of
 
 TEXT = "naïve → 日本語 🙂 end"
 
@@ -121,16 +124,12 @@ def test_a_stop_string_that_only_the_end_completes():
     for max_len, reasons in ((4, [None, None, "stop"]), (5, [None, None, None])):
         params = SamplingParams(stop="b\ufffd")
         detokenizer = Detokenizer(tokenizer, params.stop)
-        request = EngineRequest("r", [1], params, 0, frozenset(), max_len, detokenizer=detokenizer)
+        request = request_of([1], params=params, max_len=max_len, detokenizer=detokenizer)
         ids = [*tokenizer("ab")["input_ids"], first]
         assert [request.append(i, "target", None, None) for i in ids] == reasons
     output = request.output("abort")
     assert output.text == "a"
     assert len(output.token_ids) == 3
-
-
-def request_of(token_ids):
-    return EngineRequest("r", list(token_ids), SamplingParams(), 0, frozenset(), 99)
 
 
 def test_block_manager():
@@ -186,3 +185,11 @@ def test_statistics():
     assert stats.num_accepted_tokens_per_pos == [2, 1, 1]
     assert stats.acceptance_histogram == [1, 1, 0, 1]
     assert stats.to_dict()["num_draft_tokens"] == 8
+
+
+def test_only_the_probes_look_inside_an_engine():
+    """So that its insides can move without a change to what the tests say."""
+    insides = re.compile(r"engine\._\w+|\._(?:runner|scheduler|speculation)\b")
+    for path in Path(__file__).parent.glob("*.py"):
+        if path.name != "probes.py":
+            assert not insides.findall(path.read_text()), path.name

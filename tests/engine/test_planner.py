@@ -10,14 +10,9 @@ from fastspec.engine.schedule import expected_tokens
 from fastspec.tools.tune import Measurement, Plan, Planner, k_matrices_to_try
 from fastspec.tools.tuned import TunedConfig, load_tuned, save_tuned, spec_fields
 
-from ..models import perturbed, random_model
+from ..models import perturbed
 
 PROMPTS = [[1, 2, 3], list(range(5, 22))]
-
-
-@pytest.fixture(scope="module")
-def model():
-    return random_model("llama")
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import torch
 from fastspec.engine.prefix_index import ContentKey
 
 from ..models import random_model
+from .helpers import finish
 from .prefix_sharing import (
     SIZE,
     TAILS,
@@ -15,7 +16,6 @@ from .prefix_sharing import (
     Watcher,
     alone,
     engine_of,
-    finish,
     params_of,
 )
 from .probes import (

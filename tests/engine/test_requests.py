@@ -6,6 +6,7 @@ import torch
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 
 from ..models import EOS_ID, byte_tokenizer, random_model
+from .helpers import finish
 from .probes import assert_blocks_came_back, record_releases
 
 PROMPTS = [[1, 2, 3], list(range(5, 22)), [40, 7] * 10, [99], [60, 61, 62, 63]]
@@ -187,12 +188,10 @@ def test_abort_returns_what_there_is(model, drafter):
     assert output.finish_reason == "abort"
     assert output.token_ids
     assert engine.abort(gone) is None
-    finished = []
-    while engine.has_unfinished:
-        finished += [event.output for event in engine.step() if event.output]
-    assert [output.request_id for output in finished] == [kept]
+    outputs = finish(engine)
+    assert [*outputs] == [kept]
     (alone,) = engine_of(model, drafter).generate([PROMPTS[0]], sampled(1, ignore_eos=True))
-    assert finished[0].token_ids == alone.token_ids
+    assert outputs[kept].token_ids == alone.token_ids
 
 
 def test_switching_speculation_between_steps(model, drafter):

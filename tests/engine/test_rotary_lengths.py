@@ -10,9 +10,8 @@ from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 
 from ..models import EOS_ID, VOCAB_SIZE, perturbed, random_model
 from .glide_models import random_glide
-from .probes import target_runner, use_graphs
-from .test_graphs import CountingCapture
-from .test_greedy import hugging_face_greedy
+from .helpers import hugging_face_greedy
+from .probes import CountingCapture, target_runner, use_graphs
 
 LIMIT = 24  # original_max_position_embeddings
 NEW = 16

@@ -6,6 +6,7 @@ import torch
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 
 from ..models import EOS_ID, byte_tokenizer, perturbed, random_model
+from .helpers import GREEDY, PROMPTS, hugging_face_greedy
 from .probes import (
     assert_blocks_came_back,
     assert_caches,
@@ -13,7 +14,6 @@ from .probes import (
     remembers_nobody,
     running,
 )
-from .test_greedy import GREEDY, PROMPTS, hugging_face_greedy
 
 PATHS = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1], [0, 1, 0], [0, 0, 0, 0]]
 TREES = {
@@ -37,11 +37,6 @@ TREES = {
     "cape": {"cape": True},
     "narrow cape": {"cape": True, "cape_bins": [(0.5, 2), (1.0, 0)], "num_speculative_tokens": 3},
 }
-
-
-@pytest.fixture(scope="module")
-def model():
-    return random_model("llama")
 
 
 @pytest.mark.parametrize(("name", "noise"), [("tree", 0), ("cape", 0), *((t, 0.03) for t in TREES)])

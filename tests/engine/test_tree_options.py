@@ -6,13 +6,7 @@ import torch
 from fastspec import Engine, EngineConfig, SpecConfig
 from fastspec.drafters import Proposal
 
-from ..models import random_model
-from .test_greedy import GREEDY, PROMPTS, hugging_face_greedy
-
-
-@pytest.fixture(scope="module")
-def model():
-    return random_model("llama")
+from .helpers import GREEDY, PROMPTS, hugging_face_greedy
 
 
 class CountedTrees:

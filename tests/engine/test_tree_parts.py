@@ -6,11 +6,13 @@ import torch
 from fastspec import SamplingParams
 from fastspec.config.tree_shapes import TreeShape, balanced_shape
 from fastspec.drafters import CapePlan
-from fastspec.drafters.base import Batch, Request, SamplingTensors
+from fastspec.drafters.base import SamplingTensors
 from fastspec.drafters.tree.grow import best_nodes, with_chain
 from fastspec.drafters.tree.siblings import drawn, likeliest
 from fastspec.models.token_tree import TreeLayout, packed
 from fastspec_kernels.testing import chi_square
+
+from .probes import batch_of, request_of
 
 
 def test_shapes_number_their_nodes_level_by_level():
@@ -126,8 +128,8 @@ def test_positions_and_packing():
 
 def test_a_drawn_chain_ends_where_nothing_can_be_drawn():
     params = SamplingParams(temperature=1.0)
-    requests = [Request(str(b), [1], params, b, frozenset(), 50, None) for b in range(2)]
-    batch = Batch(requests, [9, 9], 3, torch.device("cpu"))
+    requests = [request_of([1], str(b), params, 50, seed=b) for b in range(2)]
+    batch = batch_of(*requests, wanted=9, num=3)
     tree = CapePlan(((1.0, 2),), is_probabilistic=True).start(batch)
     for level in range(3):
         logits = torch.zeros(2, 8)

@@ -2,37 +2,25 @@
 
 import pytest
 
-from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
+from fastspec import SpecConfig
 from fastspec.drafters import TreeDrafter
 from fastspec_kernels.testing import chi_square
 
-from ..models import perturbed, random_model
-from .probes import VERIFIER
-from .test_sampling import ALPHA, FILTERED, LENGTH, PROMPT, VOCAB_SIZE, exact_law
+from .helpers import ALPHA, FILTERED, drawn_counts, exact_law, small_pair
+from .probes import flatten_draft_logits, share_numbers
 
-DRAWS = 6_000
 SAMPLED_PATHS = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [1, 1], [0, 0, 0]]
 
 
 @pytest.fixture(scope="module")
 def small_models():
-    model = random_model("llama", seed=4, vocab_size=VOCAB_SIZE, bos_token_id=0, eos_token_id=0)
-    return model, perturbed(model, 0.35)
+    return small_pair()
 
 
-def drawn_counts(models, law, **options):
+def counts_of(models, **options):
     """Counts of the first tokens of texts so long that the trees are whole."""
-    model, drafter = models
     spec = SpecConfig(num_speculative_tokens=3, **options)
-    engine = Engine(model, drafter, spec=spec, config=EngineConfig(max_batch_size=512))
-    params = [
-        SamplingParams(**FILTERED, seed=seed, max_tokens=LENGTH + 1, ignore_eos=True)
-        for seed in range(DRAWS)
-    ]
-    counts = law * 0
-    for output in engine.generate([PROMPT] * DRAWS, params):
-        counts[output.token_ids[:LENGTH]] += 1
-    return counts
+    return drawn_counts(models, FILTERED, spec, num_draws=6_000, num_more=1)
 
 
 @pytest.mark.parametrize(
@@ -57,26 +45,13 @@ def test_exact_distribution(small_models, options, rule, monkeypatch):
 
     monkeypatch.setattr(TreeDrafter, "propose", spied)
     law = exact_law(small_models[0], FILTERED)
-    assert chi_square(drawn_counts(small_models, law, **options), law) > ALPHA
+    assert chi_square(counts_of(small_models, **options), law) > ALPHA
     assert rules == {rule}
 
 
-def _shared_numbers(monkeypatch):
-    monkeypatch.setattr(VERIFIER, "VERIFY_STREAM", 1)
-
-
-def _draft_logits_not_drawn_from(monkeypatch):
-    original = VERIFIER.verify_tree
-
-    def verify_tree(*args, draft_logits, **kwargs):
-        return original(*args, draft_logits=draft_logits / 3, **kwargs)
-
-    monkeypatch.setattr(VERIFIER, "verify_tree", verify_tree)
-
-
-@pytest.mark.parametrize("break_engine", [_shared_numbers, _draft_logits_not_drawn_from])
+@pytest.mark.parametrize("break_engine", [share_numbers, flatten_draft_logits])
 def test_biased_engines_are_caught(small_models, monkeypatch, break_engine):
     break_engine(monkeypatch)
     law = exact_law(small_models[0], FILTERED)
-    counts = drawn_counts(small_models, law, method="tree", tree_paths=SAMPLED_PATHS)
+    counts = counts_of(small_models, method="tree", tree_paths=SAMPLED_PATHS)
     assert chi_square(counts, law) < ALPHA

@@ -27,6 +27,10 @@ def device_of(name: str) -> str:
     return "cuda" if name in ("cuda", "triton") and torch.cuda.is_available() else "cpu"
 
 
+def ints(*values) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
 def margin_of(name: str) -> float:
     """Decisions closer than this to their bound may differ from the oracle's."""
     return 1e-12 if name == "reference" else 1e-5

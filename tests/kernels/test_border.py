@@ -13,13 +13,9 @@ from torch import Tensor
 
 import fastspec_kernels
 
-from .cases import backends_of, is_slow
+from .cases import backends_of, ints, is_slow
 
 INT32 = torch.int32
-
-
-def ints(*values) -> Tensor:
-    return torch.tensor(values, dtype=INT32)
 
 
 def paged() -> dict:

@@ -5,15 +5,11 @@ import torch
 
 from fastspec_kernels import compact_kv, store_kv, tree_attention
 
-from .cases import backends_of, device_of
+from .cases import backends_of, device_of, ints
 from .paged import random_trees
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
 backends = pytest.mark.parametrize("backend", backends_of("compact_kv"))
-
-
-def ints(*rows):
-    return torch.tensor(rows, dtype=torch.int32)
 
 
 def caches(num_layers=3, num_blocks=12, block_size=4, heads=(2, 8), dtype=torch.float32):

@@ -7,6 +7,7 @@ import torch
 
 from fastspec_kernels import tree_attention
 
+from .cases import ints
 from .paged import attention_backends, paged
 
 backends = pytest.mark.parametrize("backend", attention_backends("tree_attention"))
@@ -15,10 +16,6 @@ backends = pytest.mark.parametrize("backend", attention_backends("tree_attention
 def arguments() -> dict:
     names = ["query", "key_cache", "value_cache", "block_table", "context_lens", "cu_rows"]
     return dict(zip(names, paged([20, 3], [2, 1]).tensors, strict=True))
-
-
-def ints(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 WRONG = {

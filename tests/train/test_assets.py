@@ -1,6 +1,7 @@
 """The bundled models as shipped."""
 
 import json
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fastspec
+from fastspec.drafters.glide import load_glide
 from scripts.tiny.corpus import is_held_out
-from scripts.tiny.evaluate import MAX_NEW_TOKENS
 from scripts.tiny.prompts import read_prompts
 
 ASSETS = Path(fastspec.__file__).parent / "assets"
@@ -67,18 +68,25 @@ def test_card_is_made_from_the_record():
 
 
 def test_glide_beats_a_plain_draft_as_large():
-    """By the acceptance that the stage measured for both, greedily; and the engine reaches it.
-
-    The engine's own rate on some of the prompts is held against the plain draft's, which is far
-    enough off not to depend on how a processor rounds.
-    """
+    """By the acceptance that the stage measured for both, greedily."""
     record = json.loads((ASSETS / "record.json").read_text())["glide"]
     greedy = {row["draft"]: row for row in record["evaluation"] if row["temperature"] == 0}
-    rates = {kind: greedy[kind]["acceptance_rate"] for kind in ("glide", "plain")}
-    assert rates["glide"] >= rates["plain"] + 0.1
+    assert greedy["glide"]["acceptance_rate"] >= greedy["plain"]["acceptance_rate"] + 0.1
     assert record["glide"]["parameters"] == record["plain"]["parameters"]
     assert record["glide"]["tokens"] == record["plain"]["tokens"]
-    prompts = [prompt["text"] for prompt in read_prompts(ASSETS / "prompts.jsonl")[::4]]
-    engine = fastspec.Engine("tiny", "tiny-glide", spec=fastspec.SpecConfig("glide", 4))
-    engine.generate(prompts, fastspec.SamplingParams(temperature=0, max_tokens=MAX_NEW_TOKENS))
-    assert engine.stats.acceptance_rate > rates["plain"] + 0.05
+
+
+def test_glide_learnt_to_read_the_target():
+    """The engine accepts more of its drafts than of the same draft with its glimpses cut off."""
+    prompts = [prompt["text"] for prompt in read_prompts(ASSETS / "prompts.jsonl")[::8]]
+    params = fastspec.SamplingParams(temperature=0, max_tokens=32)
+    draft = load_glide("tiny-glide", fastspec.EngineConfig())
+    blind = deepcopy(draft)
+    for layer in blind.model.layers:
+        layer.cross_attn.o_proj.weight.data.zero_()
+    rates = []
+    for glide in (draft, blind):
+        engine = fastspec.Engine("tiny", glide, spec=fastspec.SpecConfig("glide", 4))
+        engine.generate(prompts, params)
+        rates.append(engine.stats.acceptance_rate)
+    assert rates[0] > rates[1] + 0.1

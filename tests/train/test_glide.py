@@ -13,7 +13,7 @@ from fastspec.cli import app
 from fastspec.drafters.glide import GlideLlamaForCausalLM
 from fastspec.drafters.glide.dense import block_mask, read_target
 from fastspec.train.glide import GlideTrainer, TrainOptions, draft_loss, make_glide, make_plain
-from fastspec.train.glide_data import FrozenTarget, Lesson, Rows, cut_rows
+from fastspec.train.glide_data import Lesson, Rows, cut_rows, frozen_target
 from fastspec.train.processes import OneProcess
 
 from ..models import VOCAB_SIZE, byte_tokenizer, random_model
@@ -72,8 +72,8 @@ def test_padding_changes_no_loss_and_no_gradient(is_glide):
     for width in (12, 19):
         token_ids = torch.full((1, width), 7)
         token_ids[:, :12] = rows.token_ids
-        teacher = FrozenTarget(target, Rows(token_ids, rows.lengths), 1)
-        lesson = teacher.lesson(torch.tensor([0]))
+        teacher = frozen_target(target, Rows(token_ids, rows.lengths), 1)
+        lesson = teacher(torch.tensor([0]))
         loss = draft_loss(draft, lesson, 5 if is_glide else 0, 0.5)
         used = [p for n, p in draft.named_parameters() if "lm_head" not in n]
         gradients.append([loss, *torch.autograd.grad(loss, used)])
@@ -84,7 +84,7 @@ def test_padding_changes_no_loss_and_no_gradient(is_glide):
 def test_loss_mixes_the_next_token_and_the_distribution():
     target = random_model("llama")
     draft = make_glide(target)
-    lesson = FrozenTarget(target, rows_of(2), 1).lesson(torch.arange(2))
+    lesson = frozen_target(target, rows_of(2), 1)(torch.arange(2))
     hard, soft, mixed = (draft_loss(draft, lesson, 5, weight) for weight in (0.0, 1.0, 0.25))
     torch.testing.assert_close(mixed, 0.75 * hard + 0.25 * soft)
     perfect = Lesson(lesson.token_ids, lesson.valid, lesson.layers, lesson.target_logits * 0)
@@ -96,15 +96,15 @@ def train(folder, steps, draft, stop_at=None, resume=False, **options):
     target = random_model("llama")
     rows = rows_of()
     settings = TrainOptions(steps, batch_size=5, rate=2e-3, checkpoint_steps=4, **options)
-    teacher = FrozenTarget(target, rows, draft.config.num_hidden_layers)
+    teacher = frozen_target(target, rows, draft.config.num_hidden_layers)
     trainer = GlideTrainer(draft, teacher, len(rows), settings, folder, PROCESS)
     if resume:
         trainer.resume()
     losses = []
 
-    def advance(loss):
+    def advance(step, loss):
         losses.append(loss)
-        if trainer.record["steps"] == stop_at:
+        if step == stop_at:
             raise KeyboardInterrupt
 
     if stop_at is None:
@@ -257,14 +257,14 @@ def test_plain_baseline_from_the_command_line(target_folder, tmp_path):
     ("arguments", "named"),
     [
         (("--steps", 0), "steps"),
-        (("--batch-size", 0), "batch_size"),
+        (("--batch-size", 0), "--batch-size: expected"),
         (("--rate", 0), "rate"),
         (("--distillation", 1.5), "distillation"),
-        (("--lookup-rows", -1), "lookup_rows"),
+        (("--lookup-rows", -1), "--lookup-rows: expected"),
         (("--lookup-rows", 5, "--plain"), "--lookup-rows: a --plain draft"),
-        (("--held-out", 1), "held_out"),
+        (("--held-out", 1), "--held-out: expected"),
         (("--layers", 9), "layers"),
-        (("--hidden-size", 33), "hidden_size"),
+        (("--hidden-size", 33), "--hidden-size: expected"),
         (("--context", 1), "--context"),
         (("--context", 100_000), "data: too little text"),
         (("--resume",), "resume: no checkpoint"),

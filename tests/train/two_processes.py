@@ -10,7 +10,7 @@ from fastspec.cli import app
 from fastspec.train.glide import TrainOptions, make_glide
 from fastspec.train.glide_data import Rows
 from fastspec.train.glide_run import train_draft
-from fastspec.train.processes import Processes, many_processes
+from fastspec.train.processes import OneProcess, many_processes
 
 from ..models import byte_tokenizer, random_model
 
@@ -19,7 +19,7 @@ TEXT = "the cat sat on the mat and the dog sat on the cat. " * 20
 
 
 def train(
-    processes: Processes, batch_size: int, out: Path, last: int = NUM_STEPS, resume: bool = False
+    processes: OneProcess, batch_size: int, out: Path, last: int = NUM_STEPS, resume: bool = False
 ) -> dict[str, float]:
     """Train a new draft on rows of unequal lengths, and give up after the step `last`."""
 

@@ -2,10 +2,11 @@
 
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from fastspec.config import SamplingParams, is_int
+from fastspec.config import SamplingParams
+from fastspec.config.checks import normalise_ints
 from fastspec.engine.stats import SpecStats
 from fastspec.tools.bench.methods import Decode, Methods, TokenIds
 from fastspec.tools.cost_counters import standardized_walltime_improvement
@@ -49,10 +50,7 @@ class BenchConfig:
     temperatures: tuple[float, ...] = (0.0, 1.0)
 
     def __post_init__(self):
-        for name in ("max_tokens", "repeats"):
-            value = getattr(self, name)
-            if not is_int(value) or value < 1:
-                raise ValueError(f"{name}: expected an int >= 1, got {value!r}")
+        normalise_ints(self, 1, "max_tokens", "repeats")
         if not self.temperatures:
             raise ValueError("temperatures: expected numbers >= 0, got none")
         for temperature in self.temperatures:
@@ -148,9 +146,12 @@ def _measure_at(
                 advance()
     num_tokens = len(prompts) * config.max_tokens
     speeds = {name: num_tokens / statistics.median(rounds) for name, rounds in seconds.items()}
+    pairs = dict(RATIOS)
+    if methods.parts:
+        pairs["cascade / the better of its parts"] = ("speculative", tuple(methods.parts))
     ratios = {
         label: round(speeds[ours] / max(speeds[name] for name in theirs), 3)
-        for label, (ours, theirs) in (RATIOS | _ratios_to(methods.parts)).items()
+        for label, (ours, theirs) in pairs.items()
     }
     draft_cost, judge_cost = step_costs(runs["plain"], runs["speculative"])
     predicted = predicted_speed_up(runs["plain"], runs["speculative"])
@@ -212,11 +213,6 @@ def _seconds(runs: list[SpecStats], *phases: str) -> float:
 
 def _num_steps(runs: list[SpecStats]) -> int:
     return sum(stats.num_steps for stats in runs)
-
-
-def _ratios_to(parts: Iterable[str]) -> dict[str, tuple[str, tuple[str, ...]]]:
-    names = tuple(parts)
-    return {"cascade / the better of its parts": ("speculative", names)} if names else {}
 
 
 def _timed(decode: Decode, prompt: TokenIds, temperature: float, seed: int) -> float:

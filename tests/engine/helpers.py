@@ -1,0 +1,91 @@
+"""What tests of different drafters share: prompts, expected ids and laws, a run to its end."""
+
+from itertools import product
+
+import numpy as np
+import torch
+
+from fastspec import Engine, EngineConfig, SamplingParams
+from fastspec_kernels import logits_to_probs
+
+from ..models import perturbed, random_model
+
+PROMPTS = [[1, 2, 3], list(range(5, 22)), [40, 7] * 17, [9]]
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+
+
+def hugging_face_greedy(model, prompt, max_new_tokens=40):
+    """The new ids, whatever ends a text."""
+    input_ids = torch.tensor([prompt])
+    out = model.generate(
+        input_ids,
+        attention_mask=torch.ones_like(input_ids),
+        max_new_tokens=max_new_tokens,
+        eos_token_id=None,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    return tuple(out[0, 1 if model.config.is_encoder_decoder else len(prompt) :].tolist())
+
+
+def finish(engine):
+    """Outputs of step() until nothing is left, by request."""
+    outputs = {}
+    while engine.has_unfinished:
+        outputs |= {event.request_id: event.output for event in engine.step() if event.output}
+    return outputs
+
+
+# Sampling: texts of LENGTH tokens out of a small vocabulary, counted and compared with their law
+
+VOCAB_SIZE, LENGTH, PROMPT = 6, 3, [1, 4, 2]
+ALPHA = 1e-6
+PLAIN = {"temperature": 1.3}
+FILTERED = {"temperature": 1.7, "top_k": 5, "top_p": 0.9, "min_p": 0.03}
+
+
+def small_model():
+    return random_model("llama", seed=4, vocab_size=VOCAB_SIZE, bos_token_id=0, eos_token_id=0)
+
+
+def small_pair():
+    model = small_model()
+    return model, perturbed(model, 0.35)
+
+
+@torch.no_grad()
+def exact_law(model, sampling, prompt=PROMPT):
+    """Probability of each text of LENGTH tokens, indexed by its ids."""
+    texts = torch.tensor(list(product(range(VOCAB_SIZE), repeat=LENGTH)))
+    prompts = torch.tensor([prompt] * len(texts))
+    if model.config.is_encoder_decoder:
+        ids = torch.nn.functional.pad(texts[:, :-1], (1, 0), value=0)  # the start token
+        logits = model(input_ids=prompts, decoder_input_ids=ids).logits
+    else:
+        logits = model(torch.cat([prompts, texts[:, :-1]], dim=1)).logits[:, len(prompt) - 1 :]
+    types = {"top_k": torch.int32}
+    rows = {
+        name: torch.full((texts.numel(),), value, dtype=types.get(name, torch.float32))
+        for name, value in sampling.items()
+    }
+    probs = logits_to_probs(logits.flatten(0, 1), **rows, backend="reference").view(logits.shape)
+    law = probs.gather(2, texts[:, :, None])[:, :, 0].double().prod(dim=1).numpy()
+    return (law / law.sum()).reshape((VOCAB_SIZE,) * LENGTH)
+
+
+def drawn_counts(models, sampling, spec, num_draws=12_000, prompt=PROMPT, num_more=0):
+    """How often each text of LENGTH tokens was drawn, from a target and a drafter or None.
+
+    num_more: tokens that each text goes on with, so that the last draft is whole too.
+    """
+    model, drafter = models
+    engine = Engine(model, drafter, spec=spec, config=EngineConfig(max_batch_size=512))
+    params = [
+        SamplingParams(**sampling, seed=seed, max_tokens=LENGTH + num_more, ignore_eos=True)
+        for seed in range(num_draws)
+    ]
+    counts = np.zeros((VOCAB_SIZE,) * LENGTH)
+    for output in engine.generate([prompt] * num_draws, params):
+        counts[output.token_ids[:LENGTH]] += 1
+    assert spec.method == "none" or engine.stats.num_draft_tokens > 0
+    return counts
