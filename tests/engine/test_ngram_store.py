@@ -116,8 +116,10 @@ def test_a_store_ends_with_its_request():
     engine = Engine(random_model("llama"), spec=SpecConfig("ngram", 4))
     engine.generate(REPETITIVE, GREEDY)
     drafter = engine._speculation.drafter
-    assert drafter._rows == {}
-    assert sorted(drafter._free) == sorted(drafter._num_learnt)
+    assert len(drafter._rows) == len(drafter._num_learnt) == 0
+    assert len(drafter._table._counts) == len(REPETITIVE)
+    engine.generate(REPETITIVE, GREEDY)  # in the rows of those before
+    assert len(drafter._table._counts) == len(REPETITIVE)
 
 
 def test_sampled_output_has_the_targets_law(monkeypatch):
