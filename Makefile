@@ -14,7 +14,7 @@ CPP_FILES := $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -
 OUT ?= build/gpu
 MINUTES ?= 8
 
-.PHONY: demo test check bench gpu lint types format clean force
+.PHONY: demo test check bench docs gpu lint types format clean force
 
 demo: build/.built
 	$(BIN)/fastspec demo
@@ -26,12 +26,17 @@ PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist lo
 test: build/.built
 	$(PYTEST)
 
-# What needs longer than a test should, once for a commit: compilation for every GPU architecture.
+# What needs longer than a test should, once for a commit: compilation for every GPU architecture,
+# and the pages of docs/ in strict mode.
 check: lint types build/.built
 	$(PYTEST) -m check
 
 bench: build/.built
 	$(BIN)/python -m pytest benchmarks --benchmark-only $(if $(RECORD),--record $(RECORD)) $(if $(FULL),--full)
+
+# The site, in build/site; needs Python 3.11.
+docs: .venv/.installed
+	$(BIN)/python -m mkdocs build --strict
 
 gpu:
 	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks.gpu --out $(OUT) --minutes $(MINUTES) $(ARGS)

@@ -1,14 +1,24 @@
-"""Writes the numbers of README.md from benchmarks/results: `python -m benchmarks.report`."""
+"""Writes docs/results.md, and the figures of README.md, from benchmarks/results.
+
+`python -m benchmarks.report`, or with `--check` to fail where they are out of date.
+"""
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-BEGIN = "<!-- results: written by `python -m benchmarks.report`, not by hand -->"
-END = "<!-- end of results -->"
+RESULTS, README = "docs/results.md", "README.md"
+HEADLINE = re.compile(r"(<!-- headline: .*?-->\n)(.*?)(<!-- end of headline -->)", re.DOTALL)
+DRAFTERS = re.compile(r"(<!-- drafters: .*?-->\n)(.*?)(<!-- end of drafters -->)", re.DOTALL)
+INTRODUCTION = """# Results
+
+`python -m benchmarks.report` writes this page from the records in `benchmarks/results/*.jsonl`.
+`fastspec bench --record` adds an end-to-end record, `make bench RECORD=NAME` those of the kernels.
+Every figure was taken on a CPU: no kernel of fastspec has run on a GPU yet."""
 METHODS = {
     "plain": "fastspec, plain",
     "speculative": "fastspec, speculative",
@@ -22,21 +32,71 @@ RATIOS = {
     "plain / hf_generate": "plain / Hugging Face `generate`",
 }
 
-# The README shows these sizes, in float32 and with Zipf's logits; the records hold the others.
+# The page shows these sizes, in float32 and with Zipf's logits; the records hold the others.
 HEADLINE_SIZES = {"V": 128256, "R": 1, "B": 1, "N": 16, "rows": 5, "context": 8192}
 
 
-def report(records: list[dict]) -> str:
-    """Everything between the two markers."""
-    runs = [record for record in records if record["op"] == "end_to_end"]
-    chains = [run for run in runs if run.get("method", "draft_model") == "draft_model"]
-    ops = [record for record in records if record["op"] != "end_to_end"]
-    parts = [end_to_end(chains[-1])] if chains else ["No end-to-end run is recorded yet."]
-    if bundled := [run for run in runs if is_of_bundled_pair(run)]:
-        parts.append(methods(bundled))
+def results_page(records: list[dict]) -> str:
+    """All of docs/results.md."""
+    ops = [record for record in records if record["op"] not in ("end_to_end", "first_token")]
+    first_tokens = [record for record in records if record["op"] == "first_token"]
+    parts = [INTRODUCTION, "## End to end"]
+    if chains := chain_runs(records):
+        parts.append(end_to_end(chains[-1]))
+    else:
+        parts.append("No end-to-end run is recorded yet.")
+    if bundled := latest_of_methods(records):
+        parts += ["## Drafters", methods(bundled)]
+    if first_tokens:
+        parts += ["## Prefix caching", prefix_caching(first_tokens)]
     if ops:
-        parts.append(kernels(ops))
-    return "\n\n".join(parts)
+        parts += ["## Kernels", kernels(ops)]
+    return "\n\n".join(parts) + "\n"
+
+
+def updated(readme: str, records: list[dict]) -> str:
+    """The README with its headline and the speed-ups in its table of drafters replaced."""
+    chains, latest = chain_runs(records), latest_of_methods(records)
+    if chains:
+        readme = HEADLINE.sub(lambda m: m[1] + headline(chains[-1]) + "\n" + m[3], readme)
+    return DRAFTERS.sub(lambda m: m[1] + with_speed_ups(m[2], latest) + m[3], readme)
+
+
+def headline(record: dict) -> str:
+    """The greedy row of an end-to-end run in one sentence."""
+    (row,) = (row for row in record["results"] if row["temperature"] == 0)
+    speeds, ratios = row["tokens_per_s"], row["ratios"]
+    assisted = max(speeds["hf_assisted"], speeds["hf_assisted_default"])
+    tokens = ", the same tokens" if record["verified"] else ""
+    return (
+        f"**{ratios['speculative / plain']:.2f}x** the speed of plain greedy decoding and"
+        f" **{ratios['speculative / hf_assisted']:.2f}x** that of Hugging Face's assisted"
+        f" generation with the same pair of models: {speeds['speculative']:.0f} tokens per second"
+        f" against {speeds['plain']:.0f} and {assisted:.0f}{tokens}. [Record](docs/results.md):"
+        f" `{record['target']['name']}` and `{record['draft']['name']}`,"
+        f" K={record['num_speculative_tokens']}, batch {record['batch_size']}, {record['dtype']},"
+        f" {record['cpu']}, {threads(record)}, {record['date'][:10]}."
+    )
+
+
+def with_speed_ups(table: str, latest: dict[str, dict]) -> str:
+    """The table with the last cell of each drafter's row replaced, greedy / sampled."""
+
+    def row(match: re.Match) -> str:
+        rows = {row["temperature"]: row for row in latest.get(match[2], {}).get("results", ())}
+        cells = [cell(rows.get(temperature), speed_up) for temperature in (0.0, 1.0)]
+        return f"{match[1]} {' / '.join(cells) if rows else 'not recorded'} |"
+
+    return re.sub(r"^(\| (`[a-z_]+`) \|.*\|)[^|]*\|$", row, table, flags=re.MULTILINE)
+
+
+def chain_runs(records: list[dict]) -> list[dict]:
+    """End-to-end runs with a draft model's chains."""
+    return [
+        record
+        for record in records
+        if record["op"] == "end_to_end" and record.get("method", "draft_model") == "draft_model"
+    ]
 
 
 def end_to_end(record: dict) -> str:
@@ -71,19 +131,24 @@ def is_of_bundled_pair(record: dict) -> bool:
     return record["target"]["name"] == "tiny" and has_efficiency and not has_own_prompts
 
 
-def methods(records: list[dict]) -> str:
+def latest_of_methods(records: list[dict]) -> dict[str, dict]:
+    """The last run of the bundled models with each drafter."""
+    runs = [r for r in records if r["op"] == "end_to_end" and is_of_bundled_pair(r)]
+    return {method_name(run): run for run in sorted(runs, key=lambda run: run["date"])}
+
+
+def methods(latest: dict[str, dict]) -> str:
     """Table of the drafters, each as last measured."""
-    latest = {method_name(r): r for r in sorted(records, key=lambda record: record["date"])}
     temperatures = sorted({row["temperature"] for r in latest.values() for row in r["results"]})
     at = [f"T={temperature:g}" for temperature in temperatures]
     columns = {
-        "speed-up": lambda row: f"{row['ratios']['speculative / plain']:.2f}x",
+        "speed-up": speed_up,
         "tokens per target step": lambda row: f"{row['mean_acceptance_length']:.2f}",
         "efficiency": lambda row: f"{row['efficiency']:.2f}",
     }
     meaning = (
-        "The bundled models with each drafter: speed-up over our own plain decoding; efficiency:"
-        " what part of the speed-up is reached that acceptance and the cost of drafting predict."
+        "The bundled models with each drafter. Speed-up is over our own plain decoding; efficiency"
+        " is the part reached of the speed-up that acceptance and the cost of drafting predict."
     )
     heads = [f"{column}, {temperature}" for column in columns for temperature in at]
     lines = [meaning, "", *table_head("drafter", "K", *heads)]
@@ -102,14 +167,36 @@ def method_name(record: dict) -> str:
     return f"`{record['method']}`{cape}{bins}"
 
 
+def speed_up(row: dict) -> str:
+    return f"{row['ratios']['speculative / plain']:.2f}x"
+
+
 def cell(row: dict | None, show: Callable[[dict], str]) -> str:
     return "-" if row is None else show(row)
 
 
-def kernels(records: list[dict]) -> str:
-    """Table of the CPU kernels at the sizes for the README, as last measured.
+def prefix_caching(records: list[dict]) -> str:
+    """Table of the time to the first token where the cache holds the beginning of a prompt."""
+    latest = {record["method"]: record for record in records}
+    meaning = (
+        "Time to the first token of a prompt whose beginning another request has left in the cache,"
+        " and without prefix caching."
+    )
+    heads = ("drafter", "shared tokens", "own tokens", "cached", "read in full", "ratio")
+    lines = [meaning, "", *table_head(*heads)]
+    for name, record in sorted(latest.items()):
+        sizes = (str(record["shape"][part]) for part in ("shared_tokens", "own_tokens"))
+        times = (f"{record[part] / 1000:.0f} ms" for part in ("median_us", "peer_us"))
+        ratio = f"{record['ratio_to_peer']:.3g}"
+        lines.append(table_row(f"`{name}`", *sizes, *times, ratio))
+    places = sorted({where(record) for record in latest.values()})
+    return "\n".join([*lines, "", *places])
 
-    Of each op only the records of its last day count: older ones may be of cases that are no more.
+
+def kernels(records: list[dict]) -> str:
+    """Table of the CPU kernels at the headline sizes, as last measured.
+
+    Of each op only the records of its last day count: older ones may be of cases since removed.
     """
     headlines = [r for r in records if r.get("backend") == "cpu" and is_headline(r)]
     last_day = {record["op"]: record["date"][:10] for record in headlines}
@@ -119,11 +206,11 @@ def kernels(records: list[dict]) -> str:
         if record["date"].startswith(last_day[record["op"]])
     }
     meaning = (
-        "CPU kernels beside torch in the same run; floor: one read (`amax`) or copy of the data;"
-        " target amax: one read of the target's rows alone; peer: the same result with transformers"
-        " or torch; torch: one sort for all filters; torch softmax: the softmax of all rows alone;"
-        " names that end in bytes: a copy of as many bytes as that pipeline moves. Below 1 we are"
-        " faster."
+        "Each CPU kernel beside what was timed with it in the same run. *floor*: one read (`amax`)"
+        " or copy of the data; *target amax*: one read of the target's rows alone; *peer*: the same"
+        " result with transformers or torch; *torch*: one sort for all filters; *torch softmax*:"
+        " the softmax of all rows alone; names ending in *bytes*: a copy of as many bytes as that"
+        " pipeline moves. Below 1, ours is faster."
     )
     lines = [meaning, "", *table_head("op", "shape", "median", "our time / the other's")]
     for (op, text, dtype), record in sorted(latest.items()):
@@ -132,7 +219,8 @@ def kernels(records: list[dict]) -> str:
             for name, value in record.items()
             if name.startswith("ratio_to_")
         )
-        median = f"{record['median_us']:.4g} µs"
+        microseconds = record["median_us"]
+        median = f"{microseconds:,.0f} µs" if microseconds >= 100 else f"{microseconds:.3g} µs"
         lines.append(table_row(f"`{op}`", f"{text}, {dtype}", median, ", ".join(ratios)))
     places = sorted({where(record) for record in latest.values()})
     return "\n".join([*lines, "", *places])
@@ -157,9 +245,13 @@ def describe(model: dict) -> str:
 def where(record: dict) -> str:
     commit = f", commit {record['commit']}" if record["commit"] else ""
     return (
-        f"{record['cpu']}, {record['threads']} threads, torch {record['torch']}, transformers"
+        f"{record['cpu']}, {threads(record)}, torch {record['torch']}, transformers"
         f" {record['transformers']}, {record['date'][:10]}{commit}."
     )
+
+
+def threads(record: dict) -> str:
+    return f"{record['threads']} thread{'' if record['threads'] == 1 else 's'}"
 
 
 def table_head(*cells: str) -> list[str]:
@@ -181,24 +273,18 @@ def read_records() -> list[dict]:
     ]
 
 
-def updated(readme: str, records: list[dict]) -> str:
-    """The README with the text between its markers replaced."""
-    before, rest = readme.split(BEGIN)
-    after = rest.split(END)[1]
-    return f"{before}{BEGIN}\n\n{report(records)}\n\n{END}{after}"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="only fail if README.md is stale")
+    parser.add_argument("--check", action="store_true", help="only fail where one is out of date")
     arguments = parser.parse_args()
-    path = ROOT / "README.md"
-    readme = path.read_text(encoding="utf-8")
-    new = updated(readme, read_records())
-    if not arguments.check:
-        path.write_text(new, encoding="utf-8")
-    elif new != readme:
-        sys.exit("README.md: its numbers are stale; run `python -m benchmarks.report`")
+    records = read_records()
+    readme = (ROOT / README).read_text(encoding="utf-8")
+    for name, text in {RESULTS: results_page(records), README: updated(readme, records)}.items():
+        path = ROOT / name
+        if not arguments.check:
+            path.write_text(text, encoding="utf-8")
+        elif not path.is_file() or path.read_text(encoding="utf-8") != text:
+            sys.exit(f"{name}: its figures are out of date; run `python -m benchmarks.report`")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,15 @@
 """Speculative decoding for Hugging Face language models: faster generation, the same output."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
-from fastspec.engine.engine import Engine
-from fastspec.engine.outputs import RequestOutput, StreamEvent
-from fastspec.engine.stats import SpecStats
-from fastspec.tools.csd import csd
+
+if TYPE_CHECKING:
+    from fastspec.engine.engine import Engine
+    from fastspec.engine.outputs import RequestOutput, StreamEvent
+    from fastspec.engine.stats import SpecStats
+    from fastspec.tools.csd import csd
 
 __version__ = "0.1.0"
 
@@ -18,3 +23,22 @@ __all__ = [
     "StreamEvent",
     "csd",
 ]
+
+_MODULES = {  # imported when a name is used: they import torch and transformers
+    "Engine": "fastspec.engine.engine",
+    "RequestOutput": "fastspec.engine.outputs",
+    "SpecStats": "fastspec.engine.stats",
+    "StreamEvent": "fastspec.engine.outputs",
+    "csd": "fastspec.tools.csd",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value = getattr(import_module(_MODULES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

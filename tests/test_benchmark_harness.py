@@ -3,7 +3,10 @@
 import json
 from types import SimpleNamespace
 
+from typer.testing import CliRunner
+
 from benchmarks import harness
+from fastspec.cli import app
 
 
 def test_interleaved_times_are_quantiles_in_microseconds(monkeypatch):
@@ -36,3 +39,12 @@ def test_record(tmp_path, monkeypatch):
         harness.append("run", record)
     lines = (tmp_path / "results" / "run.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == [record, record]
+
+
+def test_bench_records_only_inside_its_checkout(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["bench", "--record", "--prompts-file", "none.txt"])
+    assert result.exit_code == 2
+    assert "--record: only inside the checkout" in result.stderr
+    assert "--out FILE" in result.stderr
+    assert list(tmp_path.iterdir()) == []

@@ -31,6 +31,21 @@ def run(*command, cwd, **environment):
     )
 
 
+def test_every_extra_holds_only_what_is_imported():
+    """Else `pip install fastspec-kernels[extra]` promises what is not there."""
+    project = (ROOT / "pyproject.toml").read_text()
+    table = re.search(r"optional-dependencies\]\n(.*?)\n\[", project, re.S)
+    extras = dict(re.findall(r"^(\w+) = \[(.*?)\]$", table[1], re.S | re.M))
+    assert {"triton", "plot", "train"} <= set(extras)
+    code = "\n".join(
+        path.read_text() for part in ("fastspec", "kernels") for path in (ROOT / part).rglob("*.py")
+    )
+    for extra in extras.keys() - {"test", "dev"}:
+        for package in re.findall(r'"([\w-]+)', extras[extra]):
+            name = package.replace("-", "_")
+            assert re.search(rf"^\s*(import|from) {name}\b", code, re.M), (extra, package)
+
+
 def build_in_place(folder, **environment):
     result = run(sys.executable, "setup.py", "build_ext", "--inplace", cwd=folder, **environment)
     assert result.returncode == 0, result.stdout + result.stderr

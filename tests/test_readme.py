@@ -1,68 +1,35 @@
-"""README.md: its Python runs, its command lines run, its numbers are those on record."""
+"""README.md: short, in step with the records; its blocks and those of docs/ run in test_docs.py."""
 
 import json
 import re
-import shlex
 from pathlib import Path
 
-import pytest
-from typer.testing import CliRunner
-
 from benchmarks import report
-from fastspec.cli import app, bench
-from fastspec.tools.tuned import TunedConfig, save_tuned
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
-PYTHON = [text for language, text in BLOCKS if language == "python"]
-COMMANDS = [
-    line
-    for language, text in BLOCKS
-    if language == "sh"
-    for line in text.splitlines()
-    if line.startswith("fastspec ")
-]
-# Appended to a command of the README: the last value of an option counts, so the run is short.
-SHORTER = {
-    "demo": ["--num-prompts", "1", "--max-tokens", "8"],
-    "generate": ["--max-tokens", "8"],
-    "bench": ["--num-prompts", "1", "--max-tokens", "4", "--repeats", "1"],
-    "tune": ["--num-prompts", "1", "--max-tokens", "40", "-k", "2", "--methods", "mag"],
-    "simulate": [],
-    "info": [],
-}
+RECORDS = report.read_records()
 
 
-@pytest.mark.parametrize("code", PYTHON)
-def test_python_runs(code, capsys):
-    assert len([line for line in code.splitlines() if line.strip()]) <= 10
-    exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
-    assert capsys.readouterr().out
+def test_length():
+    assert len(README.splitlines()) <= 120
+    first = re.findall(r"^```python\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)[0]
+    assert len([line for line in first.splitlines() if line.strip()]) <= 10
 
 
-@pytest.mark.parametrize("line", COMMANDS)
-def test_command_runs(line, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(bench, "RESULTS", tmp_path)
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "prompts.txt").write_text("import \nclass \n", encoding="utf-8")
-    (tmp_path / "run.jsonl").write_text('{"prompt": "import ", "token_ids": [5, 6]}')
-    save_tuned(TunedConfig("tiny", None, {"method": "mag"}), tmp_path / "tuned.json")
-    arguments = shlex.split(line)[1:]
-    result = CliRunner().invoke(app, [*arguments, *SHORTER[arguments[0]]])
-    assert result.exit_code == 0, result.stderr
-    assert result.stdout
+def test_figures_are_those_on_record():
+    assert report.updated(README, RECORDS) == README
+    path = ROOT / report.RESULTS
+    assert report.results_page(RECORDS) == path.read_text(encoding="utf-8")
 
 
-def test_numbers_are_those_on_record():
-    assert report.updated(README, report.read_records()) == README
-
-
-def test_linked_files_exist():
-    targets = re.findall(r"\]\(([^)#]+)\)", README)
-    missing = [name for name in targets if "://" not in name and not (ROOT / name).exists()]
-    assert missing == []
+def test_no_figure_is_written_by_hand():
+    pages = [ROOT / "kernels" / "README.md", *(ROOT / "docs").glob("*.md")]
+    texts = {path.name: path.read_text(encoding="utf-8") for path in pages}
+    del texts[Path(report.RESULTS).name]
+    texts["README.md"] = report.DRAFTERS.sub("", report.HEADLINE.sub("", README))
+    for name, text in texts.items():
+        assert not re.findall(r"\d\.\d+x|\d+ tokens (?:per|a) second", text), name
 
 
 def test_report_of_records():
@@ -100,7 +67,7 @@ def test_report_of_records():
     }
     older, newest = {**kernel, "median_us": 99.0}, json.loads(json.dumps(kernel))
     other_size = {**kernel, "shape": {"K": 4, "V": 1000}, "median_us": 99.0}
-    text = report.report([older, newest, other_size, end_to_end])
+    text = report.results_page([older, newest, other_size, end_to_end])
     assert "| speculative / plain | **1.50x** |" in text
     assert "big (8.5 M parameters, 24 layers)" in text
     assert "| `verify_chain` | K=4, V=128256, float32 | 12.3 µs | peer 0.03 |" in text
@@ -108,7 +75,45 @@ def test_report_of_records():
     assert "`draft_model`" not in text
     measured = {**end_to_end["results"][0], "mean_acceptance_length": 2.5, "efficiency": 0.8}
     glide = {"method": "glide", "cape": True, "target": {"name": "tiny"}, "results": [measured]}
-    text = report.report([end_to_end, {**end_to_end, **glide}])
+    text = report.results_page([end_to_end, {**end_to_end, **glide}])
     assert "| `glide` `--cape` | 4 | 1.50x | 2.50 | 0.80 |" in text
     assert "draft small (1.4 M" in text
-    assert "No end-to-end run" in report.report([])
+    assert "No end-to-end run" in report.results_page([])
+    first_token = {
+        **kernel,
+        "op": "first_token",
+        "method": "none",
+        "shape": {"shared_tokens": 1000, "own_tokens": 10},
+        "median_us": 25_000.0,
+        "peer_us": 420_000.0,
+        "ratio_to_peer": 0.0603,
+    }
+    text = report.results_page([first_token])
+    assert "| `none` | 1000 | 10 | 25 ms | 420 ms | 0.0603 |" in text
+    assert "## Kernels" not in text
+
+
+def test_readme_of_records():
+    """The headline is of the last run with a draft model, each drafter's cell of its own last."""
+    row = {"tokens_per_s": dict.fromkeys(report.METHODS, 100.0), "efficiency": 0.5}
+    row |= {"ratios": dict.fromkeys(report.RATIOS, 1.5), "mean_acceptance_length": 2.0}
+    run = {
+        "op": "end_to_end",
+        "method": "draft_model",
+        "cape": False,
+        "results": [row | {"temperature": 0.0}],
+        "target": {"name": "tiny"},
+        "draft": {"name": "small"},
+        **dict.fromkeys(("num_speculative_tokens", "batch_size", "threads"), 1),
+        **dict.fromkeys(("dtype", "cpu", "torch", "transformers"), "known"),
+        "argv": [],
+        "verified": True,
+        "date": "2026-01-02T03:04:05+00:00",
+    }
+    tree = {**run, "method": "tree", "draft": None}
+    text = report.updated(README, [run, tree])
+    assert "**1.50x** the speed of plain greedy decoding" in text
+    assert "1 thread, 2026-01-02" in text
+    cells = dict(re.findall(r"^\| (`\w+`) \|.* \| ([^|]*) \|$", text, flags=re.MULTILINE))
+    assert cells["`draft_model`"] == cells["`tree`"] == "1.50x / -"
+    assert cells["`glide`"] == "not recorded"

@@ -2,79 +2,66 @@
 
 import json
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 
+import fastspec
 from fastspec.cli import options
 from fastspec.cli.display import number, progress_bar
-from fastspec.cli.errors import check_can_write, drafting_method, usage_errors
-from fastspec.cli.prompts import bundled_prompts, named_prompts
-from fastspec.config import EngineConfig, SpecConfig
-from fastspec.drafters.glide import load_glide
-from fastspec.models.loading import bigram_beside, check_same_tokenizer, load_model, load_tokenizer
-from fastspec.tools.bench import (
-    ACCEPTANCE,
-    BenchConfig,
-    Methods,
-    describe_environment,
-    measure,
-    num_parameters,
-    require_equal,
-    verify_outputs,
+from fastspec.cli.errors import (
+    check_can_write,
+    check_draft,
+    drafting_method,
+    quiet_libraries,
+    usage_errors,
 )
-from fastspec.tools.bench.environment import ROOT
+from fastspec.cli.options import Flags, with_flags
+from fastspec.cli.prompts import bundled_prompts, named_prompts
+from fastspec.config import EngineConfig, SamplingParams, SpecConfig
+from fastspec.config.methods import methods
 
-_DRAFTED_TOKENS = 4
 _MAG_TOKENS = 10  # what CS-Drafting's MaG writes
+ROOT = Path(fastspec.__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 
 
+@with_flags
 def bench(
+    spec: Annotated[SpecConfig, Flags(without=("num_speculative_tokens",), method="draft_model")],
+    engine_config: Annotated[EngineConfig, Flags("dtype", "device")],
     target: options.Target = "tiny",
     draft: options.Draft = None,
     config_file: options.Config = None,
     num_prompts: options.NumMeasuredPrompts = 8,
-    prompts_file: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Prompts of your own, read as generate does."),
-    ] = None,
+    prompts_file: options.OwnPrompts = None,
     dataset: options.Dataset = None,
     dataset_file: options.DatasetFile = None,
     max_tokens: options.MaxTokens = 128,
-    num_speculative_tokens: options.NumSpeculativeTokens = None,
-    method: options.CopyingMethod = "draft_model",
-    prompt_lookup_min: options.PromptLookupMin = None,
-    prompt_lookup_max: options.PromptLookupMax = None,
-    bigram: options.Bigram = None,
-    ngram_size: options.NgramSize = None,
-    filler_top_k: options.FillerTopK = None,
-    k_matrix: options.KMatrix = None,
-    lenience: options.Lenience = 1.0,
-    tree_width: options.TreeWidth = None,
-    tree_nodes: options.TreeNodes = None,
-    cape: options.Cape = False,
-    cape_bins: options.CapeBins = None,
+    num_speculative_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--num-speculative-tokens",
+            "-k",
+            help="Tokens proposed in each step, 5 by default; of a cascade, by its draft model in"
+            " the run without MaG.",
+        ),
+    ] = None,
     temperatures: Annotated[str, typer.Option(help="Comma-separated list; 0 is greedy.")] = "0,1",
     repeats: Annotated[
-        int, typer.Option(help="Timed rounds over all prompts; the median counts.")
+        int, typer.Option(min=1, help="Timed rounds over all prompts; the median counts.")
     ] = 3,
-    threads: Annotated[
-        int | None,
-        typer.Option(min=1, max=1024, help="CPU threads; without it what torch chooses."),
-    ] = None,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
+    threads: options.Threads = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Append the record to this .jsonl file.")
     ] = None,
     record: Annotated[
-        bool, typer.Option("--record", help="Append the record to the checkout's results.")
+        bool, typer.Option("--record", help="In a checkout: append the record to its results.")
     ] = False,
 ) -> None:
     """Time plain, speculative, and Hugging Face's plain and assisted decoding, batch 1, in one run.
@@ -82,41 +69,47 @@ def bench(
     All run on one loaded pair and make equally many tokens; greedy outputs are compared first. A
     cascade's parts run beside it, the draft model with K of -k and MaG with K = 10.
     """
-    is_cascade = method == "cascade"
-    has_draft = method in ("draft_model", "glide", "cascade", "tree")
-    if not has_draft and draft is not None:
-        raise typer.BadParameter(f"--draft: --method {method} uses no draft model")
-    if draft is None and has_draft:
+    with usage_errors():
+        heats = _temperatures(temperatures, max_tokens)
+        method = drafting_method(spec.method)
+        drafted = SpecConfig("draft_model", num_speculative_tokens)
+        is_cascade = method == "cascade"
+        if not is_cascade:  # its k_matrix says how many
+            spec = replace(spec, num_speculative_tokens=drafted.num_draft_tokens())
+    check_draft(method, draft)
+    if draft is None and methods()[method].needs_draft:
         if target != "tiny":
             raise typer.BadParameter("--draft: a --target of your own needs a draft model")
         draft = "tiny-glide" if method == "glide" else "tiny-draft"
-    with usage_errors():
-        config = BenchConfig(max_tokens, repeats, _numbers(temperatures))
-        table = bigram or (bigram_beside(target) if method in ("mag", "cascade") else None)
-        num_drafted = _DRAFTED_TOKENS if num_speculative_tokens is None else num_speculative_tokens
-        spec = SpecConfig(
-            drafting_method(method),
-            None if is_cascade else num_drafted,  # k_matrix says how many
-            prompt_lookup_min=prompt_lookup_min,
-            prompt_lookup_max=prompt_lookup_max,
-            bigram_path=table,
-            ngram_size=ngram_size,
-            filler_top_k=filler_top_k,
-            k_matrix=options.k_matrix_of(k_matrix),
-            lenience=lenience,
-            tree_width=tree_width,
-            tree_nodes=tree_nodes,
-            cape=cape,
-            cape_bins=options.cape_bins_of(cape_bins),
-        )
-        parts = {
-            "draft_model": SpecConfig("draft_model", num_drafted),
-            "mag": SpecConfig("mag", _MAG_TOKENS, bigram_path=table),
-        }
-        engine_config = EngineConfig(dtype=dtype, device=device)
-    files = _record_files(out, record, f"{method}_cape" if cape else method)
+    files = _record_files(out, record, f"{method}_cape" if spec.cape else method)
     named = named_prompts(dataset, dataset_file, prompts_file, num_prompts)
     texts = named or bundled_prompts(num_prompts)
+    quiet_libraries()
+    import torch
+
+    from fastspec.drafters.glide import load_glide
+    from fastspec.models.loading import (
+        bigram_beside,
+        check_same_tokenizer,
+        load_model,
+        load_tokenizer,
+    )
+    from fastspec.tools.bench import (
+        BenchConfig,
+        Methods,
+        describe_environment,
+        measure,
+        require_equal,
+        verify_outputs,
+    )
+
+    config = BenchConfig(max_tokens, repeats, heats)
+    parts = {}
+    if method in ("mag", "cascade"):
+        spec = replace(spec, bigram_path=spec.bigram_path or bigram_beside(target))
+    if is_cascade:
+        mag = SpecConfig("mag", _MAG_TOKENS, bigram_path=spec.bigram_path)
+        parts = {"draft_model": drafted, "mag": mag}
     if threads is not None:
         torch.set_num_threads(threads)
     tokenizer = load_tokenizer("target", target)
@@ -126,17 +119,15 @@ def bench(
         check_same_tokenizer(tokenizer, load_tokenizer("draft", draft))
         load = load_glide if method == "glide" else partial(load_model, "draft")
         draft_model = load(draft, engine_config)
-    methods = Methods(
-        target_model, draft_model, spec, max_tokens, engine_config, parts if is_cascade else {}
-    )
+    measured = Methods(target_model, draft_model, spec, max_tokens, engine_config, parts)
     prompts = [tokenizer(text)["input_ids"] for text in texts]
     with progress_bar("runs") as bar:
-        total = config.num_runs(len(prompts), len(methods.by_name()))
+        total = config.num_runs(len(prompts), len(measured.by_name()))
         task = bar.add_task("measuring", total=total)
-        equal = verify_outputs(methods, prompts, lambda: bar.advance(task))
+        equal = verify_outputs(measured, prompts, lambda: bar.advance(task))
         if target_model.dtype == torch.float32:
             require_equal(equal, len(prompts))
-        results = measure(methods, prompts, config, lambda: bar.advance(task))
+        results = measure(measured, prompts, config, lambda: bar.advance(task))
     result = {
         "op": "end_to_end",
         **describe_environment(),
@@ -152,7 +143,7 @@ def bench(
         "tree_nodes": spec.tree_nodes,
         "cape": spec.cape,
         "cape_bins": spec.cape_bins,
-        "parts": {name: part.num_draft_tokens() for name, part in methods.parts.items()},
+        "parts": {name: part.num_draft_tokens() for name, part in parts.items()},
         "batch_size": 1,
         "num_prompts": len(prompts),
         "prompt_tokens": sum(map(len, prompts)),
@@ -169,11 +160,19 @@ def bench(
             stream.write(json.dumps(result) + "\n")
 
 
-def _numbers(text: str) -> tuple[float, ...]:
+def _temperatures(text: str, max_tokens: int) -> tuple[float, ...]:
+    """The numbers of a list, each one that requests of so many tokens may have."""
     try:
-        return tuple(float(part) for part in text.split(","))
+        temperatures = tuple(float(part) for part in text.split(","))
     except ValueError as error:
         raise ValueError(f"temperatures: expected numbers like 0,1, got {text!r}") from error
+    SamplingParams(max_tokens=max_tokens)
+    for temperature in temperatures:
+        try:
+            SamplingParams(temperature=temperature)
+        except ValueError as error:
+            raise ValueError(f"temperatures: {error}") from error
+    return temperatures
 
 
 def _record_files(out: Path | None, record: bool, method: str) -> list[Path]:
@@ -181,13 +180,19 @@ def _record_files(out: Path | None, record: bool, method: str) -> list[Path]:
     check_can_write("--out", out)
     files = [] if out is None else [out]
     if record:
+        if not Path.cwd().is_relative_to(ROOT):
+            raise typer.BadParameter(
+                f"--record: only inside the checkout {ROOT}; --out FILE works anywhere"
+            )
         name = "end_to_end" if method == "draft_model" else method
         files.append(RESULTS / f"{name}.jsonl")
         check_can_write("--record", files[-1])
     return files
 
 
-def _describe(name: str, model) -> dict:
+def _describe(name: str, model: Any) -> dict:
+    from fastspec.tools.bench import num_parameters
+
     return {
         "name": Path(name).name,
         "architecture": type(model).__name__,
@@ -198,6 +203,8 @@ def _describe(name: str, model) -> dict:
 
 
 def _show(console: Console, result: dict) -> None:
+    from fastspec.tools.bench import ACCEPTANCE
+
     console.print(
         f"{result['num_prompts']} prompts, {result['max_tokens']} new tokens each, batch 1,"
         f" {result['method']}, K={result['num_speculative_tokens']}, {result['dtype']},"

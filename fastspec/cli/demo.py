@@ -5,9 +5,8 @@ import statistics
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 from rich.console import Console, Group
 from rich.rule import Rule
@@ -16,12 +15,20 @@ from rich.text import Text
 
 from fastspec.cli import options
 from fastspec.cli.display import coloured, legend, number, progress_bar
-from fastspec.cli.errors import check_can_write, drafting_method, usage_errors
+from fastspec.cli.errors import (
+    check_can_write,
+    drafting_method,
+    quiet_libraries,
+    usage_errors,
+)
+from fastspec.cli.options import Flags, with_flags
 from fastspec.cli.prompts import bundled_prompts
-from fastspec.cli.running import Transcript, run_one
 from fastspec.config import SamplingParams, SpecConfig
-from fastspec.engine.engine import Engine
-from fastspec.engine.outputs import RequestOutput
+
+if TYPE_CHECKING:
+    from fastspec.cli.running import Transcript
+    from fastspec.engine.engine import Engine
+    from fastspec.engine.outputs import RequestOutput
 
 _ROUNDS = 3  # timed runs of each prompt in each mode
 _WARM_UP_TOKENS = 8
@@ -40,23 +47,17 @@ class Comparison:
     """One prompt decoded both ways: the texts, and the median seconds of each."""
 
     prompt: str
-    plain: Transcript
-    speculative: Transcript
+    plain: "Transcript"
+    speculative: "Transcript"
     plain_seconds: float
     speculative_seconds: float
 
 
+@with_flags
 def demo(
+    spec: Annotated[SpecConfig, Flags(method="draft_model")],
     num_prompts: options.NumPrompts = 3,
     max_tokens: options.MaxTokens = 96,
-    num_speculative_tokens: options.NumSpeculativeTokens = None,
-    method: options.CopyingMethod = "draft_model",
-    k_matrix: options.KMatrix = None,
-    lenience: options.Lenience = 1.0,
-    tree_width: options.TreeWidth = None,
-    tree_nodes: options.TreeNodes = None,
-    cape: options.Cape = False,
-    cape_bins: options.CapeBins = None,
     temperature: Annotated[
         float, typer.Option(help="0 is greedy, where both outputs must be equal.")
     ] = 0.0,
@@ -69,18 +70,12 @@ def demo(
         params = SamplingParams(
             temperature=temperature, seed=0, max_tokens=max_tokens, ignore_eos=True
         )
-        spec = SpecConfig(
-            drafting_method(method),
-            num_speculative_tokens,
-            k_matrix=options.k_matrix_of(k_matrix),
-            lenience=lenience,
-            tree_width=tree_width,
-            tree_nodes=tree_nodes,
-            cape=cape,
-            cape_bins=options.cape_bins_of(cape_bins),
-        )
+        drafting_method(spec.method)
     check_can_write("--svg", svg)
     prompts = bundled_prompts(num_prompts)
+    quiet_libraries()
+    from fastspec.engine.engine import Engine
+
     engine = Engine("tiny", spec=spec)
     comparisons = []
     with progress_bar("runs") as bar:
@@ -102,7 +97,9 @@ def demo(
         raise typer.Exit(1)
 
 
-def _compare(engine: Engine, prompt: str, params: SamplingParams, spec: SpecConfig) -> Comparison:
+def _compare(engine: "Engine", prompt: str, params: SamplingParams, spec: SpecConfig) -> Comparison:
+    from fastspec.cli.running import run_one
+
     seconds = {False: [], True: []}
     transcripts = {}
     for _ in range(_ROUNDS):
@@ -124,6 +121,8 @@ def _compare(engine: Engine, prompt: str, params: SamplingParams, spec: SpecConf
 
 
 def _show(console: Console, comparisons: list[Comparison], spec: SpecConfig) -> None:
+    import torch
+
     writer = _WRITERS.get(spec.method, spec.method)
     up_to = "" if spec.method in ("draft_model", "glide") else "up to "
     proposal = f"{up_to}{spec.num_draft_tokens()} tokens"
@@ -211,12 +210,12 @@ def _conclude(console: Console, comparisons: list[Comparison], temperature: floa
     return True
 
 
-def _output(transcript: Transcript) -> RequestOutput:
+def _output(transcript: "Transcript") -> "RequestOutput":
     output = transcript.output
     if output is None or output.error is not None:
         raise ValueError(output.error if output else "a run has no output")
     return output
 
 
-def _num_tokens(outputs: list[RequestOutput]) -> int:
+def _num_tokens(outputs: "list[RequestOutput]") -> int:
     return sum(len(output.token_ids) for output in outputs)

@@ -11,7 +11,7 @@ from typing import Any, cast
 import typer
 from typer.core import TyperGroup
 
-from fastspec.config.speculation import METHODS
+from fastspec.config.methods import methods
 
 # typer carries its own copy of click since 0.2x; the base of its public error is the same in both.
 _CommandLineError = cast(type[typer.BadParameter], typer.BadParameter.__mro__[2])
@@ -19,7 +19,6 @@ _CommandLineError = cast(type[typer.BadParameter], typer.BadParameter.__mro__[2]
 _INTERRUPTED = 130  # what typer makes of Ctrl-C: 128 and the signal, as shells have it
 _OPTIONS_OF_FIELDS = {
     "drafter": "draft",
-    "bigram_path": "bigram",
     "outputs": "outputs_file",
     "prompts": "prompts_file",
     "config": "config_file",
@@ -110,10 +109,26 @@ def usage_errors() -> Iterator[None]:
 
 def drafting_method(method: str, field: str = "method") -> str:
     """The method, unless it is one that proposes nothing or leaves the choice open."""
-    drafting = tuple(name for name in METHODS if name not in ("auto", "none"))
+    drafting = tuple(name for name in methods() if name not in ("auto", "none"))
     if method not in drafting:
         raise ValueError(f"{field}: expected one of {drafting}, got {method!r}")
     return method
+
+
+def check_draft(method: str, draft: str | None) -> None:
+    """Refuse a draft model that the method would not load."""
+    if draft is not None and method != "auto" and not methods()[method].needs_draft:
+        raise typer.BadParameter(f"--draft: --method {method} uses no draft model")
+
+
+def quiet_libraries() -> None:
+    """Let only errors of transformers and of the hub reach the terminal."""
+    from huggingface_hub.utils import logging as hub_logging
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    hub_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
 
 
 def check_can_write(option: str, file: Path | None) -> None:

@@ -2,23 +2,16 @@
 
 import json
 import platform
-from typing import Annotated
 
-import torch
-import transformers
 import typer
 from rich.console import Console
 from rich.table import Table
 
 import fastspec
-from fastspec.models.loading import BUNDLED
-from fastspec.tools.bench.environment import cpu_model
-from fastspec_kernels import available_backends, cpu_instruction_set, unavailable_backends
+from fastspec.cli import options
 
 
-def info(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
+def info(as_json: options.AsJson = False) -> None:
     """Show versions, devices, which kernel backends are available and why the others are not."""
     facts = describe()
     if as_json:
@@ -34,6 +27,13 @@ def info(
 
 def describe() -> dict:
     """Everything as plain JSON values."""
+    import torch
+    import transformers
+
+    from fastspec.models.loading import BUNDLED
+    from fastspec.tools.bench.environment import cpu_model
+    from fastspec_kernels import available_backends, cpu_instruction_set, unavailable_backends
+
     devices = [f"cpu ({cpu_model()})"]
     devices += [
         f"cuda:{index} ({torch.cuda.get_device_name(index)})"

@@ -1,14 +1,101 @@
-"""Options that several commands share, each with its one-sentence help."""
+"""Flags: those that come from the declarations of the configs, and those that commands share."""
 
-import json
-from functools import partial
+from collections.abc import Callable
+from functools import partial, wraps
+from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from fastspec.cli.errors import usage_errors
+from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.files import parse_json
+from fastspec.config.methods import methods
+from fastspec.config.options import Option, options_of
 from fastspec.tools.tuned import load_tuned
+
+_PANELS = {SamplingParams: "Sampling", SpecConfig: "Drafting", EngineConfig: "Engine"}
+_FEW = 3  # methods that a help text names
+
+
+class Flags:
+    """Which options of a config a command offers: those named, or all but `without`.
+
+    `defaults` take the place of the declared ones where a command measures or compares.
+    """
+
+    def __init__(self, *only: str, without: tuple[str, ...] = (), **defaults: Any):
+        self.only = only
+        self.without = without
+        self.defaults = defaults
+
+    def of(self, config: type) -> list[Option]:
+        """The options of a config that become flags."""
+        return [
+            option
+            for name, option in options_of(config).items()
+            if option.kind.flag_type is not None
+            and (name in self.only if self.only else name not in self.without)
+        ]
+
+
+def with_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with one flag for each option of its configs.
+
+    Configs are the parameters that are annotated with `Flags`.
+    """
+    parameters: list[Parameter] = []
+    configs: dict[str, tuple[type, list[Option]]] = {}
+    for parameter in signature(command).parameters.values():
+        flags = getattr(parameter.annotation, "__metadata__", (None,))[0]
+        if isinstance(flags, Flags):
+            config = parameter.annotation.__origin__
+            configs[parameter.name] = config, flags.of(config)
+            parameters += [_flag(config, option, flags) for option in flags.of(config)]
+        else:
+            parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY))
+
+    @wraps(command)
+    def run(**values: Any) -> None:
+        with usage_errors():
+            for name, (config, options) in configs.items():
+                given = {option: values.pop(option.name) for option in options}
+                values[name] = config(
+                    **{o.name: _read(o, value) for o, value in given.items() if value is not None}
+                )
+        command(**values)
+
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    vars(run)["__signature__"] = Signature(parameters)
+    return run
+
+
+def _flag(config: type, option: Option, flags: Flags) -> Parameter:
+    takers = [name for name, method in methods().items() if option.name in method.fields]
+    prefix = f"{', '.join(takers)}: " if config is SpecConfig and 0 < len(takers) <= _FEW else ""
+    default = flags.defaults.get(option.name, option.default)
+    kind: Any = option.kind.flag_type
+    is_json = kind == "json"
+    declared = typer.Option(
+        *option.flags,
+        help=prefix + option.help,
+        metavar="JSON" if is_json else None,
+        rich_help_panel=_PANELS.get(config),
+    )
+    if default in (None, ()):
+        kind, default = (str if is_json else kind) | None, None
+    return Parameter(
+        option.name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, declared]
+    )
+
+
+def _read(option: Option, value: Any) -> Any:
+    """What a flag says; JSON is parsed."""
+    if option.kind.flag_type != "json":
+        return value
+    return parse_json(value, f"{option.name}: expected {option.kind.expected}, {value!r:.60} is")
+
 
 Target = Annotated[
     str,
@@ -25,90 +112,15 @@ Draft = Annotated[
         " cascade several, biggest first, with commas between them.",
     ),
 ]
-NumSpeculativeTokens = Annotated[
-    int | None,
-    typer.Option(
-        "--num-speculative-tokens",
-        "-k",
-        help="Tokens proposed in each step; by default 5 (bench: 4), of a cascade what --k-matrix"
-        " says.",
-    ),
-]
-CopyingMethod = Annotated[
-    str,
-    typer.Option(
-        help="draft_model, glide (a draft that reads the target's cache), copying from the text"
-        " (prompt_lookup or mag), ngram (learns as it goes), cascade (draft_model and mag), or"
-        " tree (a draft model's)."
-    ),
-]
-PromptLookupMin = Annotated[
-    int | None, typer.Option(help="prompt_lookup: last tokens that must agree, 5 by default.")
-]
-PromptLookupMax = Annotated[
-    int | None, typer.Option(help="prompt_lookup: last tokens that are compared at most.")
-]
-Bigram = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE", help="mag, cascade: the bigram table; by default the target's own."
-    ),
-]
-NgramSize = Annotated[
-    int | None, typer.Option(help="ngram: tokens of the longest n-grams, 4 by default.")
-]
-FillerTopK = Annotated[
-    int | None,
-    typer.Option(help="ngram: how many of the target's likeliest tokens count, 3 by default."),
-]
-KMatrix = Annotated[
-    str | None,
-    typer.Option(
-        metavar="JSON",
-        help="cascade: who drafts how much for whom, like [[5,10],[0,10]] for a draft model and"
-        " MaG; see fastspec.drafters.CascadeDrafter.",
-    ),
-]
-Lenience = Annotated[
-    float,
-    typer.Option(help="cascade: how much the drafts forgive each other, >= 1; the target nothing."),
-]
-TreeWidth = Annotated[
-    int | None, typer.Option(help="tree: children of a node at most, 4 by default.")
-]
-TreeNodes = Annotated[
-    int | None, typer.Option(help="tree: nodes of a tree at most, 16 by default; -k is its depth.")
-]
-Cape = Annotated[
-    bool,
-    typer.Option("--cape", help="Add siblings where a draft model is unsure of its chain."),
-]
-CapeBins = Annotated[
-    str | None,
-    typer.Option(
-        metavar="JSON",
-        help="cape: up to which probability a token gets how many siblings, like"
-        " [[0.3,3],[0.6,2],[0.8,1],[1,0]]; by default 7, 5, 3 and 1.",
-    ),
-]
 MaxTokens = Annotated[int, typer.Option(help="New tokens of each prompt at most.")]
-Dtype = Annotated[
-    str, typer.Option(help="Weights: auto (float32 on CPU), float32, bfloat16 or float16.")
+OwnPrompts = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Prompts of your own, read as generate does.")
 ]
-KvCacheDtype = Annotated[
-    str,
-    typer.Option(
-        help="Keys and values: auto (as the model) or float8, which rounds them to 8 bits (GPU)."
-    ),
-]
-Device = Annotated[str, typer.Option(help="Where the models run: auto, cpu, cuda, cuda:1, ...")]
 NumPrompts = Annotated[int, typer.Option(help="How many of the bundled held-out prompts to use.")]
 NumMeasuredPrompts = Annotated[
     int,
     typer.Option("--num-prompts", help="How many of the bundled prompts, or of --dataset, to use."),
 ]
-
-
 Dataset = Annotated[
     str | None,
     typer.Option(help="Prompts of mmlu, gsm8k, hellaswag, mt_bench or humaneval."),
@@ -123,25 +135,16 @@ DatasetPrompts = Annotated[
     int | None,
     typer.Option("--num-prompts", help="How many prompts of --dataset, the first ones; else all."),
 ]
+Threads = Annotated[
+    int | None,
+    typer.Option(min=1, max=1024, help="CPU threads; by default as many as torch chooses."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, nothing else.")]
 
 
 def drafts_of(draft: str | None, method: str) -> str | list[str] | None:
     """What --draft names: of a cascade several, biggest first, with commas between them."""
     return draft.split(",") if draft is not None and method == "cascade" else draft
-
-
-_ROWS = "k_matrix: expected rows like [[5,10],[0,10]], {!r:.60} is"
-_PAIRS = "cape_bins: expected pairs like [[0.5,3],[1,0]], {!r:.60} is"
-
-
-def k_matrix_of(text: str | None) -> list | None:
-    """The rows that an option gives as JSON."""
-    return None if text is None else parse_json(text, _ROWS.format(text))
-
-
-def cape_bins_of(text: str | None) -> list | None:
-    """The pairs that an option gives as JSON."""
-    return None if text is None else parse_json(text, _PAIRS.format(text))
 
 
 def _use_config(context: typer.Context, file: Path | None) -> Path | None:
@@ -152,18 +155,13 @@ def _use_config(context: typer.Context, file: Path | None) -> Path | None:
         tuned = load_tuned(file)
     except ValueError as error:
         raise typer.BadParameter(str(error).removeprefix("config: ")) from error
-    values = {"target": tuned.target, "draft": tuned.draft, **tuned.spec}
-    if "bigram_path" in values:
-        values["bigram"] = values.pop("bigram_path")
-    for name in {"k_matrix", "cape_bins"} & set(values):
-        values[name] = json.dumps(values[name])
+    drafting = {"draft": tuned.draft, **tuned.spec}
     known = {parameter.name for parameter in context.command.params}
-    if unknown := set(values) - known:
+    if unknown := set(drafting) - known:
         raise typer.BadParameter(f"--config: this command has no {', '.join(sorted(unknown))}")
-    target = values.pop("target")
     context.default_map = {
-        "target": target,
-        **{name: partial(_value, context, tuned.spec, value) for name, value in values.items()},
+        "target": tuned.target,
+        **{name: partial(_value, context, tuned.spec, value) for name, value in drafting.items()},
     }
     return file
 

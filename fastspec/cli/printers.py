@@ -2,15 +2,19 @@
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import typer
 from rich.console import Console
 
-from fastspec.cli.display import SourceWriter, legend
-from fastspec.cli.running import Transcript
+from fastspec.cli.display import SourceWriter, legend, progress_bar
+from fastspec.cli.errors import report
+from fastspec.cli.running import Transcript, run_prompts
 from fastspec.cli.trees import tree_pictures
+from fastspec.config import SamplingParams
+from fastspec.engine.engine import Engine
 from fastspec.engine.outputs import RequestOutput
+from fastspec.engine.request_factory import Prompt
 
 
 class JsonPrinter:
@@ -82,3 +86,35 @@ class TextPrinter:
             self._sources.write(piece, source)
         else:
             typer.echo(piece, nl=False)
+
+
+def run_and_print(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    texts: list[str],
+    params: SamplingParams,
+    printer: JsonPrinter | TextPrinter,
+) -> list[RequestOutput]:
+    """Run all prompts, printing each in its turn."""
+    max_tokens = params.max_tokens or 0  # the command line always has a number
+    transcripts = [Transcript(index, text) for index, text in enumerate(texts)]
+    num_printed = 0
+    with progress_bar("tokens", live=not printer.streams) as bar:
+        task = bar.add_task("generating", total=len(texts) * max_tokens)
+        for index, event in run_prompts(engine, prompts, params):
+            transcripts[index].add(event)
+            bar.advance(task, len(event.token_ids))
+            printer.piece(transcripts[index], event.text)
+            if event.output is None:
+                continue
+            bar.advance(task, max_tokens - len(event.output.token_ids))
+            bar.stop()  # stdout may be the same terminal
+            for transcript in transcripts[num_printed:]:
+                if transcript.output is None:
+                    break
+                printer.finish(transcript, transcript.output)
+                num_printed += 1
+            if event.output.error is not None:
+                report(f"prompt {index + 1}: {event.output.error}")
+            bar.start()
+    return [transcript.output for transcript in transcripts if transcript.output is not None]

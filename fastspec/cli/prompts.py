@@ -1,14 +1,16 @@
 """Prompts from options, files, stdin and the bundled held-out set."""
 
 import sys
+from importlib.resources import files
 from pathlib import Path
 
 import typer
 
 from fastspec.cli.errors import usage_errors
 from fastspec.config.files import parse_json
-from fastspec.models.loading import ASSETS
 from fastspec.tools.prompt_sets import load_prompts
+
+ASSETS = Path(str(files("fastspec"))) / "assets"
 
 
 def collect_prompts(texts: list[str], file: Path | None) -> list[str]:
@@ -47,9 +49,9 @@ def named_prompts(
 def check_no_dataset(dataset_file: Path | None, num_prompts: int | None) -> None:
     """Refuse the options that --dataset reads, where it is not given."""
     if dataset_file is not None:
-        raise typer.BadParameter("--dataset-file: a --dataset must say what it holds")
+        raise typer.BadParameter("--dataset-file: needs a --dataset that says what it holds")
     if num_prompts is not None:
-        raise typer.BadParameter("--num-prompts: counts the prompts of a --dataset, there is none")
+        raise typer.BadParameter("--num-prompts: needs a --dataset, whose prompts it counts")
 
 
 def read_prompts(file: Path) -> list[str]:
@@ -85,7 +87,7 @@ def _stdin() -> str:
     try:
         return sys.stdin.read()
     except UnicodeDecodeError as error:
-        raise typer.BadParameter(f"stdin: is not UTF-8: {error}") from error
+        raise typer.BadParameter(f"stdin: not UTF-8: {error}") from error
 
 
 def _lines(content: str) -> list[str]:

@@ -1,8 +1,9 @@
 """`fastspec simulate`: a drafter against stored outputs, with no target model."""
 
 import json
+from math import inf
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -10,22 +11,25 @@ from rich.table import Table
 
 from fastspec.cli import options
 from fastspec.cli.display import number, progress_bar
-from fastspec.cli.errors import check_can_write, drafting_method, usage_errors
+from fastspec.cli.errors import (
+    check_can_write,
+    drafting_method,
+    quiet_libraries,
+    usage_errors,
+)
+from fastspec.cli.options import Flags, with_flags
 from fastspec.cli.prompts import check_no_dataset, named_prompts
 from fastspec.config import EngineConfig, SpecConfig
+from fastspec.config.checks import require
 from fastspec.config.files import write_whole
-from fastspec.engine.stats import SpecStats
-from fastspec.models.loading import load_tokenizer, target_vocab_size
-from fastspec.tools.formulas import (
-    acceptance_by_position,
-    expected_tokens_by_position,
-    throughput,
-)
-from fastspec.tools.plots import plot_acceptance, require_plotting
-from fastspec.tools.simulate import Simulation, Simulator
-from fastspec.tools.stored_outputs import StoredOutput, read_outputs
+
+if TYPE_CHECKING:
+    from fastspec.engine.stats import SpecStats
+    from fastspec.tools.simulate import Simulation
+    from fastspec.tools.stored_outputs import StoredOutput
 
 
+@with_flags
 def simulate(
     outputs_file: Annotated[
         Path,
@@ -35,6 +39,18 @@ def simulate(
             " with ids joined by '_', else printed tensors.",
         ),
     ],
+    spec: Annotated[
+        SpecConfig,
+        Flags(
+            "method",
+            "num_speculative_tokens",
+            "prompt_lookup_min",
+            "prompt_lookup_max",
+            "bigram_path",
+            method="draft_model",
+        ),
+    ],
+    config: Annotated[EngineConfig, Flags("dtype", "device", "max_batch_size")],
     target: Annotated[
         str,
         typer.Option(
@@ -49,14 +65,6 @@ def simulate(
     dataset: options.Dataset = None,
     dataset_file: options.DatasetFile = None,
     num_prompts: options.DatasetPrompts = None,
-    num_speculative_tokens: options.NumSpeculativeTokens = None,
-    method: options.CopyingMethod = "draft_model",
-    prompt_lookup_min: options.PromptLookupMin = None,
-    prompt_lookup_max: options.PromptLookupMax = None,
-    bigram: options.Bigram = None,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    max_batch_size: Annotated[int, typer.Option(help="Outputs simulated together at most.")] = 32,
     draft_seconds: Annotated[
         float | None, typer.Option(help="Time of one draft token, to predict tokens per second.")
     ] = None,
@@ -70,9 +78,7 @@ def simulate(
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw the counts; needs matplotlib.")
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object, nothing else.")
-    ] = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Count what a drafter would have had accepted, had it drafted for stored outputs."""
     if (draft_seconds is None) != (verify_seconds is None):
@@ -80,21 +86,22 @@ def simulate(
     check_can_write("--log", log)
     check_can_write("--plot", plot)
     with usage_errors():
-        if plot is not None:
-            require_plotting()
-        if draft_seconds is not None and verify_seconds is not None:
-            throughput(1.0, draft_seconds, verify_seconds)
-        spec = SpecConfig(
-            drafting_method(method),
-            num_speculative_tokens,
-            prompt_lookup_min=prompt_lookup_min,
-            prompt_lookup_max=prompt_lookup_max,
-            bigram_path=bigram,
-        )
-        config = EngineConfig(dtype=dtype, device=device, max_batch_size=max_batch_size)
+        drafting_method(spec.method)
+        for name, seconds in (("draft_seconds", draft_seconds), ("verify_seconds", verify_seconds)):
+            fits = seconds is None or (0 <= seconds < inf and (seconds or name == "draft_seconds"))
+            require(name, seconds, bool(fits), "seconds >= 0, of a target pass > 0")
     if dataset is None:
         check_no_dataset(dataset_file, num_prompts)
     prompts = named_prompts(dataset, dataset_file, prompts_file, num_prompts)
+    quiet_libraries()
+    from fastspec.models.loading import load_tokenizer, target_vocab_size
+    from fastspec.tools.plots import plot_acceptance, require_plotting
+    from fastspec.tools.simulate import Simulator
+    from fastspec.tools.stored_outputs import read_outputs
+
+    if plot is not None:
+        with usage_errors():
+            require_plotting()
     outputs = read_outputs(outputs_file, prompts)
     simulator = Simulator(
         target, draft, target_vocab_size(target), load_tokenizer("target", target), spec, config
@@ -116,7 +123,11 @@ def simulate(
         _show(Console(highlight=False), report)
 
 
-def _report(stats: SpecStats, outputs: list[StoredOutput], simulations: list[Simulation]) -> dict:
+def _report(
+    stats: "SpecStats", outputs: "list[StoredOutput]", simulations: "list[Simulation]"
+) -> dict:
+    from fastspec.tools.formulas import acceptance_by_position
+
     known = [
         simulation.accepted == output.accepted
         for output, simulation in zip(outputs, simulations, strict=True)
@@ -134,6 +145,8 @@ def _report(stats: SpecStats, outputs: list[StoredOutput], simulations: list[Sim
 
 def _predicted(rates: list[float], draft_seconds: float, verify_seconds: float) -> list[dict]:
     """Tokens per second for each K up to the simulated one, and over plain decoding."""
+    from fastspec.tools.formulas import expected_tokens_by_position, throughput
+
     rows = []
     for num in range(len(rates) + 1):
         tokens = expected_tokens_by_position(rates[:num])

@@ -4,15 +4,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 import typer
 
 from fastspec.cli import options, train_glide
 from fastspec.cli.display import progress_bar
-from fastspec.cli.errors import check_can_write
-from fastspec.drafters.bigram_table import save_bigram
-from fastspec.models.loading import load_tokenizer
-from fastspec.train.bigram import count_bigrams
+from fastspec.cli.errors import check_can_write, quiet_libraries
+from fastspec.config.files import read_text
 
 app = typer.Typer(help="Make what drafters need from text of your own.", no_args_is_help=True)
 app.command()(train_glide.glide)
@@ -29,16 +26,20 @@ def bigram(
         if not file.is_file():
             raise typer.BadParameter(f"FILE: no such file: {str(file)!r}")
     check_can_write("--out", out)
+    quiet_libraries()
+    import numpy as np
+
+    from fastspec.drafters.bigram_table import save_bigram
+    from fastspec.models.loading import load_tokenizer
+    from fastspec.train.bigram import count_bigrams
+
     tokenizer = load_tokenizer("target", target)
     with progress_bar("files") as bar:
         task = bar.add_task("counting", total=len(files))
 
         def documents() -> Iterator[np.ndarray]:
             for file in files:
-                try:
-                    text = file.read_text(encoding="utf-8")
-                except UnicodeDecodeError as error:
-                    raise ValueError(f"FILE: {file} is not UTF-8: {error}") from error
+                text = read_text("FILE", file)
                 ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
                 yield np.array(ids, dtype=np.int64)
                 bar.advance(task)

@@ -3,33 +3,29 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
-from transformers import PreTrainedTokenizerBase
 
 from fastspec.cli import options
 from fastspec.cli.display import number, progress_bar
-from fastspec.cli.errors import usage_errors
+from fastspec.cli.errors import quiet_libraries, usage_errors
+from fastspec.cli.options import Flags, with_flags
 from fastspec.config import EngineConfig, SpecConfig
+from fastspec.config.checks import require
 from fastspec.config.files import parse_json, read_text
-from fastspec.models.loading import load_model, load_tokenizer, resolve_device
-from fastspec.train.glide import TrainOptions
-from fastspec.train.glide_data import cut_rows
-from fastspec.train.glide_run import (
-    DraftShape,
-    one_epoch,
-    report_acceptance,
-    split_rows,
-    train_draft,
-)
-from fastspec.train.processes import OneProcess, many_processes
+from fastspec.train.options import TrainOptions
 
-_MOST = 2**20  # of sizes: beyond it nothing can be meant
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_MOST = 2**20  # of sizes; larger ones are mistakes
 
 
+@with_flags
 def glide(
+    spec: Annotated[SpecConfig, Flags("num_speculative_tokens", method="draft_model")],
+    config: Annotated[EngineConfig, Flags("dtype", "device")],
     data: Annotated[
         list[Path],
         typer.Option(
@@ -55,19 +51,21 @@ def glide(
     lookup_rows: Annotated[
         int, typer.Option(help="Fit cross-attention to this many rows first, to copy; 0 does not.")
     ] = 0,
-    held_out: Annotated[float, typer.Option(help="Part of the rows that only judge.")] = 0.05,
+    held_out: Annotated[
+        float, typer.Option(help="Part of the rows that is held out, to judge the draft.")
+    ] = 0.05,
     checkpoint_steps: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 200,
-    num_speculative_tokens: options.NumSpeculativeTokens = None,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of weights and order.")] = 0,
+    seed: Annotated[
+        int,
+        typer.Option(min=0, max=2**63 - 1, help="Seed of the weights and of the order of rows."),
+    ] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the checkpoint.")] = False,
     plain: Annotated[
-        bool, typer.Option("--plain", help="A draft as large without cross-attention, to compare.")
+        bool, typer.Option("--plain", help="Train a plain draft of the same size, for comparison.")
     ] = False,
     accelerate: Annotated[
         bool, typer.Option("--accelerate", help="Several devices, under accelerate launch.")
     ] = False,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
 ) -> None:
     """Train a GLIDE draft, which also reads the target's cache; the target stays as it is.
 
@@ -82,11 +80,10 @@ def glide(
         raise typer.BadParameter(f"--context: expected an int >= 2, got {context}")
     if plain and lookup_rows:
         raise typer.BadParameter("--lookup-rows: a --plain draft has no cross-attention")
-    if accelerate and device != "auto":
-        raise typer.BadParameter(f"--device: accelerate launch chooses it, got {device!r}")
+    if accelerate and config.device != "auto":
+        raise typer.BadParameter(f"--device: accelerate launch chooses it, got {config.device!r}")
     with usage_errors():
-        spec = SpecConfig("draft_model", num_speculative_tokens)
-        config = EngineConfig(dtype=dtype, device=device)
+        require("held_out", held_out, 0 < held_out < 1, "a number between 0 and 1")
         settings = TrainOptions(
             steps=1 if steps is None else steps,
             batch_size=batch_size,
@@ -96,6 +93,21 @@ def glide(
             checkpoint_steps=checkpoint_steps,
             seed=seed,
         )
+    quiet_libraries()
+    import torch
+
+    from fastspec.models.loading import load_model, load_tokenizer, resolve_device
+    from fastspec.train.glide_data import cut_rows
+    from fastspec.train.glide_run import (
+        DraftShape,
+        one_epoch,
+        report_acceptance,
+        split_rows,
+        train_draft,
+    )
+    from fastspec.train.processes import OneProcess, many_processes
+
+    with usage_errors():
         processes = many_processes() if accelerate else OneProcess(resolve_device(config))
         config = replace(config, device=str(processes.device))
     tokenizer = load_tokenizer("target", target)
@@ -127,7 +139,7 @@ def glide(
         )
 
 
-def _documents(files: list[Path], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
+def _documents(files: list[Path], tokenizer: "PreTrainedTokenizerBase") -> Iterator[list[int]]:
     """Token ids of each text."""
     for file in files:
         content = read_text("data", file)
@@ -146,6 +158,6 @@ def _records(file: Path, content: str) -> list[str]:
         except (KeyError, TypeError) as error:
             raise ValueError(f'data: line {index} of {file} has no field "text"') from error
         if not isinstance(text, str):
-            raise ValueError(f'data: "text" in line {index} of {file} is no text: {text!r}')
+            raise ValueError(f'data: "text" in line {index} of {file} is not a text: {text!r}')
         texts.append(text)
     return texts

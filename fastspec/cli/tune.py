@@ -2,41 +2,47 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from transformers import PreTrainedModel
 
 from fastspec.cli import options
 from fastspec.cli.display import number, progress_bar
-from fastspec.cli.errors import check_can_write, drafting_method, usage_errors
+from fastspec.cli.errors import (
+    check_can_write,
+    drafting_method,
+    quiet_libraries,
+    usage_errors,
+)
+from fastspec.cli.options import Flags, with_flags
 from fastspec.cli.prompts import bundled_prompts, named_prompts
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.checks import refuse
-from fastspec.drafters.factory import DrafterSource
-from fastspec.models.loading import bigram_beside, check_same_tokenizer, load_model, load_tokenizer
-from fastspec.tools.bench import describe_environment
-from fastspec.tools.tune import Measurement, Plan, Planner, k_matrices_to_try
+from fastspec.config.methods import method_named
 from fastspec.tools.tuned import TunedConfig, save_tuned, spec_fields
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from fastspec.drafters.context import DrafterSource
+    from fastspec.tools.tune import Measurement, Plan
 
 _MOST_DRAFT_TOKENS = 8
 _WITH_DRAFT = ("draft_model", "cascade")
 
 
+@with_flags
 def tune(
+    config: Annotated[EngineConfig, Flags("dtype", "device")],
     out: Annotated[
         Path,
         typer.Option(metavar="FILE.json", help="Where the choice goes, for --config."),
     ],
     target: options.Target = "tiny",
     draft: options.Draft = None,
-    prompts_file: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Prompts of your own, read as generate does."),
-    ] = None,
+    prompts_file: options.OwnPrompts = None,
     num_prompts: options.NumMeasuredPrompts = 4,
     dataset: options.Dataset = None,
     dataset_file: options.DatasetFile = None,
@@ -54,14 +60,11 @@ def tune(
             " draft_model (of several the first) and cascade (with several k_matrices)."
         ),
     ] = None,
-    temperature: Annotated[float, typer.Option(help="Of the measured runs; 0 is greedy.")] = 0.0,
+    temperature: Annotated[
+        float, typer.Option(help="Temperature of the measured runs; 0 is greedy.")
+    ] = 0.0,
     repeats: Annotated[int, typer.Option(min=1, help="Timed rounds of the chosen drafter.")] = 3,
-    threads: Annotated[
-        int | None,
-        typer.Option(min=1, max=1024, help="CPU threads; without it what torch chooses."),
-    ] = None,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
+    threads: options.Threads = None,
 ) -> None:
     """Choose the drafter and its number of tokens by measuring all of them on your prompts.
 
@@ -76,17 +79,25 @@ def tune(
             refuse("num_speculative_tokens", num_speculative_tokens, "not for cascades alone")
         most = _MOST_DRAFT_TOKENS if num_speculative_tokens is None else num_speculative_tokens
         drafts = draft.split(",") if draft is not None else []
-        specs = [spec for name in names for spec in _specs(name, most, target, len(drafts))]
-        config = EngineConfig(dtype=dtype, device=device)
+        SpecConfig(num_speculative_tokens=most)
         SamplingParams(temperature=temperature, max_tokens=max_tokens)
     named = named_prompts(dataset, dataset_file, prompts_file, num_prompts)
     prompts = named or bundled_prompts(num_prompts)
+    quiet_libraries()
+    import torch
+
+    from fastspec.models.loading import check_same_tokenizer, load_model, load_tokenizer
+    from fastspec.tools.bench import describe_environment
+    from fastspec.tools.tune import Planner
+
+    with usage_errors():
+        specs = [spec for name in names for spec in _specs(name, most, target, len(drafts))]
     if threads is not None:
         torch.set_num_threads(threads)
     tokenizer = load_tokenizer("target", target)
     target_model = load_model("target", target, config)
     draft_models = []
-    for name in drafts if any(spec.method in _WITH_DRAFT for spec in specs) else []:
+    for name in drafts if any(map(_needs_draft, specs)) else []:
         check_same_tokenizer(tokenizer, load_tokenizer("draft", name))
         draft_models.append(load_model("draft", name, config))
     planner = Planner(target_model, tokenizer, max_tokens, temperature, config)
@@ -108,7 +119,7 @@ def tune(
     save_tuned(
         TunedConfig(
             target,
-            {"cascade": draft, "draft_model": drafts[0] if drafts else None}.get(plan.spec.method),
+            _named_draft(plan.spec, drafts),
             _kept_fields(plan.spec, target),
             _step_costs(costs, plan.spec),
             {
@@ -126,14 +137,14 @@ def tune(
     typer.echo(f"{out}: use it with fastspec generate --config {out}")
 
 
-def _methods(methods: str | None, draft: str | None) -> list[str]:
-    if methods is None:
+def _methods(given: str | None, draft: str | None) -> list[str]:
+    if given is None:
         return [*(_WITH_DRAFT if draft else ()), "prompt_lookup", "mag"]
-    names = [drafting_method(name.strip(), "methods") for name in methods.split(",")]
+    names = [drafting_method(name.strip(), "methods") for name in given.split(",")]
     for name in names:
         if name in ("glide", "tree"):
             raise ValueError(f"methods: {name!r} cannot be tuned yet")
-        if name in _WITH_DRAFT and draft is None:
+        if method_named(name).needs_draft and draft is None:
             raise ValueError(f"methods: {name} needs a --draft")
     return names
 
@@ -142,6 +153,9 @@ def _specs(
     method: str, num_speculative_tokens: int, target: str, num_models: int
 ) -> list[SpecConfig]:
     """What is tried of a method: of a cascade, whose k_matrix says how much it writes, several."""
+    from fastspec.models.loading import bigram_beside
+    from fastspec.tools.tune import k_matrices_to_try
+
     if method == "cascade":
         table = bigram_beside(target)
         k_matrices = k_matrices_to_try(num_models)
@@ -152,26 +166,39 @@ def _specs(
 
 def _kept_fields(spec: SpecConfig, target: str) -> dict:
     """What the file has to say: the target's own bigram table is found without it."""
+    from fastspec.models.loading import bigram_beside
+
     fields = spec_fields(spec)
     if fields.get("bigram_path") == str(bigram_beside(target)):
         del fields["bigram_path"]
     return fields
 
 
-def _drafter(spec: SpecConfig, draft_models: list[PreTrainedModel]) -> DrafterSource | None:
+def _drafter(spec: SpecConfig, draft_models: "list[PreTrainedModel]") -> "DrafterSource | None":
     if spec.method == "cascade":
         return draft_models
-    return draft_models[0] if spec.method == "draft_model" else None
+    return draft_models[0] if _needs_draft(spec) else None
 
 
-def _step_costs(measurement: Measurement | None, spec: SpecConfig) -> list[float] | None:
+def _named_draft(spec: SpecConfig, drafts: list[str]) -> str | None:
+    """--draft as far as the choice uses it."""
+    if not _needs_draft(spec):
+        return None
+    return ",".join(drafts) if spec.method == "cascade" else drafts[0]
+
+
+def _needs_draft(spec: SpecConfig) -> bool:
+    return method_named(spec.method).needs_draft
+
+
+def _step_costs(measurement: "Measurement | None", spec: SpecConfig) -> list[float] | None:
     if measurement is None or spec.method == "cascade":
         return None
     lengths = range(spec.num_draft_tokens() + 1)
     return [measurement.step_seconds(length) for length in lengths]
 
 
-def _rows(measurement: Measurement, max_tokens: int) -> list[dict]:
+def _rows(measurement: "Measurement", max_tokens: int) -> list[dict]:
     return [
         {
             "method": measurement.spec.method,
@@ -189,8 +216,8 @@ def _rows(measurement: Measurement, max_tokens: int) -> list[dict]:
 
 def _show(
     console: Console,
-    measurements: list[Measurement],
-    plan: Plan,
+    measurements: "list[Measurement]",
+    plan: "Plan",
     measured: float,
     max_tokens: int,
 ) -> None:

@@ -1,4 +1,4 @@
-"""Checks that the configurations share."""
+"""Checks at the border: a value is used, or refused by the name of its field."""
 
 import math
 from collections.abc import Mapping
@@ -36,34 +36,11 @@ def refuse(name: str, value: Any, why: str) -> None:
         raise ValueError(f"{name}: {why}, got {value!r}")
 
 
-def normalise_ints(config: Any, least: int, *names: str, most: int | None = None) -> None:
-    """Check fields of a frozen config and keep them as plain ints; None passes where it is default.
-
-    Raises:
-        ValueError: no int, or one below `least` or above `most`.
-    """
-    expected = f"an int >= {least}" if most is None else f"an int from {least} to {most}"
-    for name in names:
-        value = getattr(config, name)
-        if value is None and getattr(type(config), name) is None:
-            continue
-        fits = is_int(value) and value >= least and (most is None or value <= most)
-        require(name, value, fits, expected)
-        object.__setattr__(config, name, int(value))  # pyright: ignore[reportArgumentType]
-
-
-def normalise_factor(config: Any, name: str) -> None:
-    """Check a field that is a finite number >= 1, and keep it as a float."""
-    value = getattr(config, name)
-    require(name, value, is_number(value) and value >= 1, "a finite number >= 1")
-    object.__setattr__(config, name, float(value))
-
-
 def config_of(name: str, value: Any, kind: type[Config]) -> Config:
     """The value as a config of that kind, which a mapping of its fields becomes.
 
     Raises:
-        ValueError: another type, a field that there is not, or one that is wrong.
+        ValueError: another type, an unknown field, or a value that is wrong.
     """
     if isinstance(value, kind):
         return value
@@ -74,11 +51,3 @@ def config_of(name: str, value: Any, kind: type[Config]) -> Config:
         if field not in known:
             raise ValueError(f"{name}: there is no field {field!r}; there are {', '.join(known)}")
     return kind(**value)
-
-
-def reject_unsupported(config: Any, **neutral: Any) -> None:
-    """Raise ValueError for a field that is not at the one value that works so far."""
-    for name, value in neutral.items():
-        given = getattr(config, name)
-        if (tuple(given) if isinstance(given, list) else given) != value:
-            raise ValueError(f"{name}: {given!r} is not supported yet, only {value!r}")

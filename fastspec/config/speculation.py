@@ -5,137 +5,193 @@ from dataclasses import InitVar, dataclass
 from pathlib import Path
 from typing import Any
 
-from fastspec.config.checks import (
-    config_of,
-    is_int,
-    normalise_factor,
-    normalise_ints,
-    refuse,
-    reject_unsupported,
-    require,
-)
+from fastspec.config.checks import config_of, is_number, refuse, require
 from fastspec.config.k_matrix import KMatrix, as_k_matrix, most_draft_tokens
-from fastspec.config.schedule import as_step_costs
-from fastspec.config.token_trees import check_trees
-
-METHODS = (
-    "auto",
-    "none",
-    "draft_model",
-    "prompt_lookup",
-    "mag",
-    "ngram",
-    "cascade",
-    "glide",
-    "tree",
+from fastspec.config.methods import method_named, methods
+from fastspec.config.options import (
+    BOOL,
+    FACTOR,
+    PATH,
+    Kind,
+    anything,
+    check_options,
+    choice,
+    documented,
+    integer,
+    not_yet,
+    option,
+    options_of,
 )
-_MODEL_METHODS = ("auto", "none", "draft_model", "cascade", "glide", "tree")
-_LOOKUP_FIELDS = ("prompt_lookup_min", "prompt_lookup_max")
-_METHODS_OF_FIELDS = {  # of fields that other methods do not read
-    "draft_sample_method": _MODEL_METHODS,
-    **dict.fromkeys(_LOOKUP_FIELDS, ("prompt_lookup",)),
-    **dict.fromkeys(("ngram_size", "filler_top_k"), ("ngram",)),
-    "bigram_path": ("mag", "cascade"),
-    "k_matrix": ("cascade",),
-    **dict.fromkeys(("tree_width", "tree_nodes", "tree_paths"), ("tree",)),
-}
+from fastspec.config.token_trees import MAX_TREE_NODES, as_cape_bins, as_tree_paths, check_trees
+
 MAX_DRAFT_TOKENS = 1024  # beyond it a step is a mistake, or no step
-_MAX_NGRAM_SIZE, _MAX_FILLERS = 64, 1024
 _DEFAULT_SPECULATIVE_TOKENS = 5
 _DEFAULT_LOOKUP_TOKENS = 5
 _DEFAULT_NGRAM_SIZE = 4
 _DEFAULT_FILLERS = 3
 _DEFAULT_K_MATRIX = ((1, 14), (0, 0))  # of those tried, the fastest with the bundled pair, greedily
+_SCHEDULE_METHODS = ("num_draft_tokens", "record")
+_LOOKUP_FIELDS = ("prompt_lookup_min", "prompt_lookup_max")
 
 
+def _is_schedule(value: Any) -> bool:
+    if isinstance(value, str):
+        return value in ("constant", "adaptive")
+    return all(callable(getattr(value, name, None)) for name in _SCHEDULE_METHODS)
+
+
+_SCHEDULE = Kind(
+    "'constant', 'adaptive' or an object with num_draft_tokens() and record()", _is_schedule
+)
+_STEP_COSTS = Kind(
+    "a list of positive numbers, of steps with 0 to K draft tokens",
+    lambda value: (
+        isinstance(value, (list, tuple)) and all(is_number(cost) and cost > 0 for cost in value)
+    ),
+    lambda value: tuple(float(cost) for cost in value),
+    "json",
+)
+
+
+@documented
 @dataclass(frozen=True)
 class SpecConfig:
     """How drafts are made and verified.
 
     A field that is None is not given, and has the default of its method; what is given is obeyed or
     refused.
-
-    Args:
-        method: "auto" (a draft model when one is given, else none), "none" (plain
-            decoding, a drafter that is given is not loaded), "draft_model", "prompt_lookup" (copy
-            what followed the last tokens where they stood before), "mag" (the same after the
-            longest match, then by a table of bigrams), "ngram" (what most often followed the last
-            tokens, in the text and in the target's choices so far), "cascade" (drafters that review
-            each other: draft models, and MaG last), "glide" (a draft model that also attends to the
-            target's cache, trained for it) or "tree" (token trees over a draft model).
-            "prompt_lookup", "mag" and "ngram" need no second model.
-        num_speculative_tokens: K, tokens proposed in each step, from 1 to 1024; by default 5, or as
-            many as the k_matrix of a cascade asks for.
-        draft_sample_method: of draft models: "probabilistic", the default, samples drafts from the
-            drafter's own distribution under the request's parameters; "greedy" takes its argmax and
-            verifies it as a point mass. Both are exact.
-        ngram_size: of "ngram": tokens of the longest n-grams that are counted, from 2 to 64, by
-            default 4.
-        filler_top_k: of "ngram": how many of the target's likeliest tokens are counted at each
-            place that it judges, from 1 to 1024, by default 3; 1 counts only what was said.
-        k_matrix: of "cascade", lists or a tensor, n x n: what each level asks of those below it,
-            see `fastspec.drafters.CascadeDrafter`. It says what num_speculative_tokens is. None is
-            [[1, 14], [0, 0]], for a draft model and MaG.
-        lenience: of "cascade", between its drafters only, >= 1. The output is exact whatever it is;
-            above 1 the target accepts fewer of the drafts, and gets them sooner.
-        rejection_sample_method: "standard" judges draft tokens one by one; "block" judges whole
-            prefixes, accepts at least as many on average, and reads the rows once more. Both are
-            exact, and the same at temperature 0.
-        prompt_lookup_min, prompt_lookup_max: last tokens that must, and that can, agree for a copy,
-            1 <= min <= max; the longest match counts. One given alone is both; by default 5.
-        bigram_path: table of "mag", also in a cascade: a JSON list whose entry i is the id that
-            follows token i; None takes bigram.json in the target's folder if there is one, else
-            copies alone.
-        schedule: "constant" (K in every step), "adaptive" (as many as pay off by what was accepted
-            lately, none where drafts fail; see `fastspec.engine.schedule`), or an object like
-            these.
-        step_costs: of "adaptive", K + 1 costs of steps with 0 to K draft tokens, in any unit; None
-            measures them when the drafter is turned on, and assumes some for sampled requests.
-        tree_width, tree_nodes: of "tree", 4 and 16 by default: children of a node and nodes of a
-            tree at most, the root not counted; num_speculative_tokens is its depth. Likeliest
-            tokens make a tree of the highest cumulative draft probability. Tokens that are sampled
-            ("probabilistic", above temperature 0) make one of a fixed, balanced shape.
-        tree_paths: of "tree": a fixed shape instead, the ranks among siblings from 0 on the way to
-            each node; at most 127 nodes, no deeper than num_speculative_tokens.
-        tree_prompt_lookup: of "tree" with draft_sample_method "greedy": one branch is copied by
-            prompt lookup, within the same number of nodes.
-        cape: siblings for each token of a draft model's chain, more of them the less sure it is. In
-            the published form, draft_sample_method "greedy", the chain is the likeliest one. Of
-            "probabilistic", requests that sample have it drawn, and siblings without replacement.
-        cape_bins: pairs of a probability and how many siblings a token up to that probability gets;
-            by default (0.3, 7), (0.6, 5), (0.8, 3), (1, 1).
-        relaxed_acceptance: LOSSY above 1, off by default. The target then keeps a proposal while
-            u * draft_prob < relaxed_acceptance * target_prob: more are accepted, and the output no
-            longer follows the target, but gives no token more than relaxed_acceptance times its
-            probability. Greedy requests stay exact. Chains and the "standard" rule only.
-        num_assistant_tokens: Hugging Face's name of num_speculative_tokens.
-        prompt_lookup_num_tokens: Hugging Face's way to ask for prompt lookup with that many tokens.
-    Raises:
-        ValueError: a value out of range, or a field that this version does not support yet.
     """
 
-    method: str = "auto"
-    num_speculative_tokens: int | None = None
-    draft_sample_method: str | None = None
-    rejection_sample_method: str = "standard"
-    prompt_lookup_min: int | None = None
-    prompt_lookup_max: int | None = None
-    bigram_path: str | Path | None = None
-    ngram_size: int | None = None
-    filler_top_k: int | None = None
-    k_matrix: Any = None
-    lenience: float = 1.0
-    tree_width: int | None = None
-    tree_nodes: int | None = None
-    tree_paths: Sequence[Sequence[int]] | None = None
-    tree_prompt_lookup: bool = False
-    cape: bool = False
-    cape_bins: Sequence[tuple[float, int]] | None = None
-    confidence_threshold: float | None = None
-    schedule: Any = "constant"
-    step_costs: tuple[float, ...] | list[float] | None = None
-    relaxed_acceptance: float = 1.0
-    synthetic_acceptance_rate: float | None = None
+    method: str = option(
+        "auto",
+        Kind("a name of a method", lambda value: isinstance(value, str)),
+        f"How drafts are made: {', '.join(methods())}.",
+        "auto takes a draft model where one is given.",
+    )
+    num_speculative_tokens: int | None = option(
+        None,
+        integer(1, MAX_DRAFT_TOKENS),
+        "K, tokens proposed in each step; by default 5, of a cascade what its k_matrix asks for.",
+        aliases=(
+            "num_assistant_tokens (Hugging Face)",
+            "prompt_lookup_num_tokens (Hugging Face; also chooses prompt_lookup)",
+            "n_spec_tokens (Colossal-Inference, in enable_spec_dec)",
+        ),
+        flags=("--num-speculative-tokens", "-k"),
+    )
+    draft_sample_method: str | None = option(
+        None,
+        choice("probabilistic", "greedy"),
+        "How a draft model chooses: probabilistic, the default, or greedy; both are exact.",
+        "probabilistic samples drafts from the drafter's own distribution under the request's"
+        " parameters; greedy takes its argmax and verifies it as a point mass.",
+    )
+    rejection_sample_method: str = option(
+        "standard",
+        choice("standard", "block"),
+        "Judge draft tokens one by one (standard), or whole prefixes (block); both are exact.",
+        "block accepts at least as many on average and reads the rows once more. At temperature 0"
+        " both are the same.",
+    )
+    prompt_lookup_min: int | None = option(
+        None, integer(1), "Last tokens that must agree for a copy; by default 5."
+    )
+    prompt_lookup_max: int | None = option(
+        None,
+        integer(1),
+        "Last tokens that are compared at most; by default prompt_lookup_min.",
+        "The longest match counts. One of the two given alone is both.",
+    )
+    bigram_path: str | Path | None = option(
+        None,
+        PATH,
+        "The bigram table; by default bigram.json in the target's folder, if there is one.",
+        "A JSON list whose entry i is the id that follows token i. Without a table drafts are"
+        " copied only.",
+        flags=("--bigram",),
+    )
+    ngram_size: int | None = option(
+        None, integer(2, 64), "Tokens of the longest n-grams that are counted; by default 4."
+    )
+    filler_top_k: int | None = option(
+        None,
+        integer(1, 1024),
+        "The target's most probable tokens that count at each place it judges; by default 3.",
+        "1 counts only what was written.",
+    )
+    k_matrix: Any = option(
+        None,
+        anything("rows like [[5,10],[0,10]]", as_k_matrix),
+        "Who drafts how much for whom, like [[5,10],[0,10]] for a draft model and MaG.",
+        "Lists or a tensor, n x n: what each level asks of those below it, see"
+        " `fastspec.drafters.CascadeDrafter`. It determines num_speculative_tokens. By default"
+        " [[1,14],[0,0]], for a draft model and MaG.",
+    )
+    lenience: float = option(
+        1.0,
+        FACTOR,
+        "How much the drafts of a cascade forgive each other; the target forgives nothing.",
+        "The output is exact whatever it is; above 1 the target accepts fewer of the drafts, and"
+        " gets them sooner.",
+    )
+    tree_width: int | None = option(
+        None, integer(1, MAX_TREE_NODES), "Children of a node at most; by default 4."
+    )
+    tree_nodes: int | None = option(
+        None,
+        integer(1, MAX_TREE_NODES),
+        "Nodes of a tree at most, without its root; by default 16. Its depth is K.",
+        "Greedy drafts make a tree of the highest cumulative draft probability; sampled drafts one"
+        " of a fixed, balanced shape.",
+    )
+    tree_paths: Sequence[Sequence[int]] | None = option(
+        None,
+        anything("a list of lists of ranks like [[0],[1],[0,0]]", as_tree_paths),
+        "A fixed shape, like [[0],[1],[0,0]]: ranks among siblings on the way to each node.",
+        "Ranks count from 0; at most 127 nodes, no deeper than num_speculative_tokens. Not beside"
+        " tree_width and tree_nodes.",
+    )
+    tree_prompt_lookup: bool = option(
+        False,
+        BOOL,
+        "One branch of the tree is copied by prompt lookup; with greedy drafts only.",
+        "It counts among tree_nodes.",
+    )
+    cape: bool = option(
+        False,
+        BOOL,
+        "Add siblings to the chain of a draft model where it is unsure (CaPE).",
+        "In the published form, draft_sample_method greedy, the chain is the most probable one. Of"
+        " probabilistic, requests that sample have it drawn, and siblings without replacement.",
+    )
+    cape_bins: Sequence[tuple[float, int]] | None = option(
+        None,
+        anything("pairs like [[0.5,3],[1,0]]", as_cape_bins),
+        "Up to which probability a token gets how many siblings, like [[0.5,3],[1,0]].",
+        "By default [[0.3,7],[0.6,5],[0.8,3],[1,1]].",
+    )
+    confidence_threshold: float | None = not_yet(None)
+    schedule: Any = option(
+        "constant",
+        _SCHEDULE,
+        "constant (K in every step), or adaptive: as many draft tokens as pay off, even none.",
+        "In Python also an object with the methods of `fastspec.engine.schedule.Schedule`.",
+    )
+    step_costs: tuple[float, ...] | list[float] | None = option(
+        None,
+        _STEP_COSTS,
+        "adaptive: costs of steps with 0 to K draft tokens, in any unit; by default measured.",
+        "Sampled requests must not depend on a clock: without step_costs, theirs are assumed.",
+    )
+    relaxed_acceptance: float = option(
+        1.0,
+        FACTOR,
+        "LOSSY above 1: more is accepted, and the output no longer follows the target exactly.",
+        "A proposal is kept while u * draft_prob < relaxed_acceptance * target_prob, so no token"
+        " gets more than relaxed_acceptance times its probability. Greedy requests stay exact."
+        " Chains and the standard rule only.",
+    )
+    synthetic_acceptance_rate: float | None = not_yet(None)
     num_assistant_tokens: InitVar[int | None] = None
     prompt_lookup_num_tokens: InitVar[int | None] = None
 
@@ -145,41 +201,29 @@ class SpecConfig:
                 name = "prompt_lookup_num_tokens"
                 refuse(name, prompt_lookup_num_tokens, f"not for method {self.method!r}")
             object.__setattr__(self, "method", "prompt_lookup")
-        require("method", self.method, self.method in METHODS, f"one of {METHODS}")
-        normalise_ints(self, 1, "num_speculative_tokens", most=MAX_DRAFT_TOKENS)
-        for name, value in (
-            ("num_assistant_tokens", num_assistant_tokens),
-            ("prompt_lookup_num_tokens", prompt_lookup_num_tokens),
-        ):
-            if value is not None:
-                self._take_alias(name, value)
-        ways = ("probabilistic", "greedy", None)
-        way = self.draft_sample_method
-        require("draft_sample_method", way, way in ways, "'probabilistic' or 'greedy'")
-        rule = self.rejection_sample_method
-        if rule == "coupled":
-            raise ValueError("rejection_sample_method: 'coupled' is not supported yet")
-        is_known = rule in ("standard", "block")
-        require("rejection_sample_method", rule, is_known, "'standard' or 'block'")
-        self._check_fields_of_methods()
-        self._check_copying()
+        method_named(self.method)
+        self._take_alias("num_assistant_tokens", num_assistant_tokens)
+        self._take_alias("prompt_lookup_num_tokens", prompt_lookup_num_tokens)
+        self._refuse_other_methods_fields()
+        check_options(self)
+        least, most = self.lookup_lengths
+        expected = f"at least prompt_lookup_min, {least}"
+        require("prompt_lookup_max", self.prompt_lookup_max, most >= least, expected)
         self._check_cascade()
         check_trees(self)
-        self._check_relaxed_acceptance()
-        reject_unsupported(
-            self,
-            confidence_threshold=None,
-            synthetic_acceptance_rate=None,
-        )
-        costs = as_step_costs(self.schedule, self.step_costs, self.num_draft_tokens())
-        object.__setattr__(self, "step_costs", costs)
+        self._check_step_costs()
+        judges_chains = self.method != "tree" and not self.cape
+        fits = judges_chains and self.rejection_sample_method == "standard"
+        factor = self.relaxed_acceptance
+        expected = "1 for trees and for block verification"
+        require("relaxed_acceptance", factor, factor == 1 or fits, expected)
 
     @classmethod
     def of(cls, value: "SpecConfig | str | Mapping[str, Any]") -> "SpecConfig":
         """The value, or what the name of a method or a mapping of fields says.
 
         Raises:
-            ValueError: another type, a field that there is not, or one that is wrong.
+            ValueError: another type, an unknown field, or a value that is wrong.
         """
         return cls(value) if isinstance(value, str) else config_of("spec", value, cls)
 
@@ -214,37 +258,29 @@ class SpecConfig:
 
     def _take_alias(self, name: str, value: Any) -> None:
         """Take num_speculative_tokens by another of its names."""
-        fits = is_int(value) and 1 <= value <= MAX_DRAFT_TOKENS
-        require(name, value, fits, f"an int from 1 to {MAX_DRAFT_TOKENS}")
+        if value is None:
+            return
+        kind = options_of(type(self))["num_speculative_tokens"].kind
+        require(name, value, kind.fits(value), kind.expected)
         count = self.num_speculative_tokens
-        expected = f"{count!r}, as num_speculative_tokens has it, or none"
+        expected = f"num_speculative_tokens, {count!r}, or nothing"
         require(name, value, count in (None, value), expected)
-        object.__setattr__(self, "num_speculative_tokens", int(value))
+        object.__setattr__(self, "num_speculative_tokens", value)
 
-    def _check_fields_of_methods(self) -> None:
-        for name, methods in _METHODS_OF_FIELDS.items():
-            looks_up = name in _LOOKUP_FIELDS and self.tree_prompt_lookup
-            if self.method not in methods and not looks_up:
-                refuse(name, getattr(self, name), f"not for method {self.method!r}")
-
-    def _check_copying(self) -> None:
-        normalise_ints(self, 1, *_LOOKUP_FIELDS, most=2**31 - 1)
-        normalise_ints(self, 2, "ngram_size", most=_MAX_NGRAM_SIZE)
-        normalise_ints(self, 1, "filler_top_k", most=_MAX_FILLERS)
-        is_path = self.bigram_path is None or isinstance(self.bigram_path, (str, Path))
-        require("bigram_path", self.bigram_path, is_path, "a path")
-        least, most = self.lookup_lengths
-        expected = f"at least prompt_lookup_min, {least}"
-        require("prompt_lookup_max", self.prompt_lookup_max, most >= least, expected)
+    def _refuse_other_methods_fields(self) -> None:
+        """Refuse what is given for a method that is not this one."""
+        known = methods()
+        for name in set().union(*(method.fields for method in known.values())):
+            value, default = getattr(self, name), options_of(type(self))[name].default
+            is_read = name in method_named(self.method).fields
+            if name in _LOOKUP_FIELDS and self.method == "tree":
+                is_read = self.tree_prompt_lookup
+            if not is_read and value is not default and value != default:
+                refuse(name, value, f"not for method {self.method!r}")
 
     def _check_cascade(self) -> None:
-        normalise_factor(self, "lenience")
         if self.method != "cascade":
-            fits = self.lenience == 1
-            require("lenience", self.lenience, fits, f"1 for method {self.method!r}")
             return
-        if self.k_matrix is not None:
-            object.__setattr__(self, "k_matrix", as_k_matrix(self.k_matrix))
         most = most_draft_tokens(self.cascade_matrix)
         if most > MAX_DRAFT_TOKENS:
             raise ValueError(
@@ -254,9 +290,12 @@ class SpecConfig:
         is_free = count in (None, most)
         require("num_speculative_tokens", count, is_free, f"{most}, as k_matrix has it, or none")
 
-    def _check_relaxed_acceptance(self) -> None:
-        normalise_factor(self, "relaxed_acceptance")
-        factor = self.relaxed_acceptance
-        judges_chains = self.method != "tree" and not self.cape
-        fits = factor == 1 or (judges_chains and self.rejection_sample_method == "standard")
-        require("relaxed_acceptance", factor, fits, "1 for trees and for block verification")
+    def _check_step_costs(self) -> None:
+        costs = self.step_costs
+        if costs is None:
+            return
+        if self.schedule != "adaptive":
+            refuse("step_costs", costs, "only with schedule 'adaptive'")
+        count = self.num_draft_tokens() + 1
+        expected = f"{count} positive numbers, of steps with 0 to {count - 1} draft tokens"
+        require("step_costs", costs, len(costs) == count, expected)

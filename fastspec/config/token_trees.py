@@ -3,75 +3,67 @@
 from collections.abc import Sequence
 from typing import Any
 
-from fastspec.config.checks import is_int, is_number, normalise_ints, refuse, require
+from fastspec.config.checks import is_int, is_number, refuse, require
 from fastspec.config.tree_shapes import TreeShape
 
 DEFAULT_TREE_WIDTH = 4
 DEFAULT_TREE_NODES = 16
 DEFAULT_CAPE_BINS = ((0.3, 7), (0.6, 5), (0.8, 3), (1.0, 1))
 MAX_TREE_NODES = 127  # of the 128 that attention takes one is the root
-_CAPE_METHODS = ("auto", "draft_model", "glide")
+
+
+def as_tree_paths(paths: Any) -> Sequence[Sequence[int]]:
+    """Checked tree_paths: ValueError unless they make a tree."""
+    is_list = isinstance(paths, Sequence) and all(isinstance(path, Sequence) for path in paths)
+    require("tree_paths", paths, is_list and not isinstance(paths, str), "a list of lists")
+    TreeShape(paths)
+    return paths
+
+
+def as_cape_bins(bins: Any) -> Sequence[tuple[float, int]]:
+    """Checked cape_bins: ValueError unless they say how many siblings any probability gets."""
+    are_pairs = isinstance(bins, Sequence) and all(
+        isinstance(pair, Sequence)
+        and len(pair) == 2
+        and is_number(pair[0])
+        and is_int(pair[1])
+        and pair[1] >= 0
+        for pair in bins
+    )
+    require("cape_bins", bins, are_pairs, "pairs of a probability and an int >= 0")
+    bounds = [bound for bound, _ in bins]
+    rises = sorted(set(bounds)) == bounds and bounds[-1:] == [1.0] and bounds[0] > 0
+    require("cape_bins", bins, rises, "probabilities above 0 that rise to 1")
+    return bins
 
 
 def check_trees(spec: Any) -> None:
-    """Raise ValueError for options of a SpecConfig about trees that cannot be met."""
+    """Raise ValueError for options of a SpecConfig about trees that do not go together."""
     if spec.method == "tree" or spec.cape:
         method = spec.rejection_sample_method
         require("rejection_sample_method", method, method == "standard", "'standard' for trees")
         is_constant = spec.schedule == "constant"
         require("schedule", spec.schedule, is_constant, "'constant' for trees")
-    if spec.method == "tree":
-        _check_form(spec)
-    branch = spec.tree_prompt_lookup
-    require("tree_prompt_lookup", branch, isinstance(branch, bool), "a bool")
-    if branch:
-        is_one = spec.method == "tree" and spec.tree_paths is None
-        require("tree_prompt_lookup", branch, is_one, "False without a tree that grows freely")
-        require("tree_prompt_lookup", branch, not spec.draws_drafts, "False for drawn siblings")
-    _check_cape(spec)
-
-
-def _check_form(spec: Any) -> None:
-    """Check width, number and places of the nodes."""
-    paths = spec.tree_paths
-    for name in ("tree_width", "tree_nodes"):
-        if paths is not None:
-            refuse(name, getattr(spec, name), "not beside tree_paths")
-    normalise_ints(spec, 1, "tree_width", "tree_nodes", most=MAX_TREE_NODES)
-    if paths is None:
-        return
-    is_list = isinstance(paths, Sequence) and all(isinstance(path, Sequence) for path in paths)
-    require("tree_paths", paths, is_list and not isinstance(paths, str), "a list of lists")
-    depth, size = TreeShape(paths).depth, len(paths)
-    most = spec.num_draft_tokens()
-    if depth > most or size > MAX_TREE_NODES:
-        raise ValueError(
-            f"tree_paths: expected at most {MAX_TREE_NODES} paths of num_speculative_tokens,"
-            f" {most}, ranks, got {size} of up to {depth}"
+    if spec.tree_prompt_lookup:
+        require("tree_prompt_lookup", True, spec.tree_paths is None, "False beside tree_paths")
+        require("tree_prompt_lookup", True, not spec.draws_drafts, "False for sampled siblings")
+    if spec.tree_paths is not None:
+        refuse("tree_width", spec.tree_width, "not beside tree_paths")
+        refuse("tree_nodes", spec.tree_nodes, "not beside tree_paths")
+        depth, size, most = (
+            TreeShape(spec.tree_paths).depth,
+            len(spec.tree_paths),
+            spec.num_draft_tokens(),
         )
-
-
-def _check_cape(spec: Any) -> None:
-    require("cape", spec.cape, isinstance(spec.cape, bool), "a bool")
-    bins = spec.cape_bins
+        if depth > most or size > MAX_TREE_NODES:
+            raise ValueError(
+                f"tree_paths: expected at most {MAX_TREE_NODES} paths of num_speculative_tokens,"
+                f" {most}, ranks, got {size} of up to {depth}"
+            )
     if not spec.cape:
-        refuse("cape_bins", bins, "only with cape")
+        refuse("cape_bins", spec.cape_bins, "only with cape")
         return
-    require("cape", spec.cape, spec.method in _CAPE_METHODS, f"False for method {spec.method!r}")
-    if bins is not None:
-        are_pairs = isinstance(bins, Sequence) and all(
-            isinstance(pair, Sequence)
-            and len(pair) == 2
-            and is_number(pair[0])
-            and is_int(pair[1])
-            and pair[1] >= 0
-            for pair in bins
-        )
-        require("cape_bins", bins, are_pairs, "pairs of a probability and an int >= 0")
-        bounds = [bound for bound, _ in bins]
-        rises = sorted(set(bounds)) == bounds and bounds[-1:] == [1.0] and bounds[0] > 0
-        require("cape_bins", bins, rises, "probabilities above 0 that rise to 1")
-    most = max(extra for _, extra in bins or DEFAULT_CAPE_BINS)
+    most = max(extra for _, extra in spec.cape_bins or DEFAULT_CAPE_BINS)
     nodes = spec.num_draft_tokens() * (1 + most)
     if nodes > MAX_TREE_NODES:
         raise ValueError(

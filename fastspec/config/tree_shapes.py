@@ -1,4 +1,4 @@
-"""Token trees of a fixed shape: which of a node's likeliest, or first drawn, tokens are in it."""
+"""Token trees of a fixed shape: which of the best, or first drawn, tokens after a node it has."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -77,7 +77,7 @@ class TreeShape:
 
 @cache
 def balanced_shape(width: int, num_nodes: int, depth: int) -> TreeShape:
-    """The nodes that are likeliest to be accepted when siblings are drawn, whatever they turn out.
+    """The nodes most likely to be accepted when siblings are drawn, whichever tokens they get.
 
     No node has more than `width` children, no path more than `depth` tokens. Source of the idea:
     Sequoia (Chen et al., arXiv 2402.12374).

@@ -2,11 +2,13 @@
 
 from fastspec.drafters.base import Drafter, Proposal, TreeProposer
 from fastspec.drafters.cascade.drafter import CascadeDrafter
+from fastspec.drafters.context import DrafterContext, DrafterPlan
 from fastspec.drafters.draft_model import DraftModelDrafter
 from fastspec.drafters.glide.drafter import GlideDrafter
 from fastspec.drafters.mag import MagDrafter
 from fastspec.drafters.ngram import NgramDrafter
 from fastspec.drafters.prompt_lookup import PromptLookupDrafter
+from fastspec.drafters.registry import register, unregister
 from fastspec.drafters.tree.drafter import CapePlan, TreeDrafter, TreePlan
 
 __all__ = [
@@ -14,6 +16,8 @@ __all__ = [
     "CascadeDrafter",
     "DraftModelDrafter",
     "Drafter",
+    "DrafterContext",
+    "DrafterPlan",
     "GlideDrafter",
     "MagDrafter",
     "NgramDrafter",
@@ -22,4 +26,6 @@ __all__ = [
     "TreeDrafter",
     "TreePlan",
     "TreeProposer",
+    "register",
+    "unregister",
 ]

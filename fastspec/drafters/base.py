@@ -6,7 +6,7 @@ It knows nothing of the verifier, nor of anything else of the engine.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol, TypedDict, runtime_checkable
+from typing import Any, Protocol, TypedDict, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -22,6 +22,12 @@ VERIFY_STREAM = 0
 DRAFT_STREAM = 1
 CASCADE_STREAM = 2
 
+_SAMPLING = (
+    ("temperature", torch.float32, 1.0),
+    ("top_k", torch.int32, 0),
+    ("top_p", torch.float32, 1.0),
+    ("min_p", torch.float32, 0.0),
+)
 _SIBLING_RULES = ("target_only", "without_replacement", "with_replacement")
 
 
@@ -131,33 +137,24 @@ class Batch:
     @cached_property
     def sampling(self) -> SamplingTensors:
         """For target and draft rows alike, [B] each."""
-        return {
-            "temperature": self._values("temperature", torch.float32, off=1.0),
-            "top_k": self._values("top_k", torch.int32, off=0),
-            "top_p": self._values("top_p", torch.float32, off=1.0),
-            "min_p": self._values("min_p", torch.float32, off=0.0),
-        }
+        tensors: dict[str, Tensor | None] = {}
+        for name, dtype, off in _SAMPLING:
+            values = [getattr(request.params, name) for request in self.requests]
+            is_off = all(value == off for value in values)
+            tensors[name] = None if is_off else device_tensor(values, dtype, self.device)
+        return cast(SamplingTensors, tensors)
 
     @cached_property
-    def seeds(self) -> Tensor:
-        """[B] int64."""
-        return self._tensor([request.seed for request in self.requests], torch.int64)
-
-    @cached_property
-    def positions(self) -> Tensor:
-        """[B] int64, committed lengths; with seed and stream they name a step's random numbers."""
-        return self._tensor([len(request.token_ids) for request in self.requests], torch.int64)
+    def keys(self) -> Tensor:
+        """[2, B] int64: seeds and committed lengths, which with a stream name random numbers."""
+        lengths = [len(request.token_ids) for request in self.requests]
+        seeds = [request.seed for request in self.requests]
+        return device_tensor([seeds, lengths], torch.int64, self.device)
 
     def uniforms(self, num: int, stream: int) -> Tensor:
         """[B, num] float32 random numbers of this step, others for each stream."""
-        return uniform(self.seeds, self.positions, num, stream, backend=self.backend)
-
-    def _values(self, name: str, dtype: torch.dtype, off: float) -> Tensor | None:
-        values = [getattr(request.params, name) for request in self.requests]
-        return None if all(value == off for value in values) else self._tensor(values, dtype)
-
-    def _tensor(self, values: list, dtype: torch.dtype) -> Tensor:
-        return device_tensor(values, dtype, self.device)
+        seeds, lengths = self.keys
+        return uniform(seeds, lengths, num, stream, backend=self.backend)
 
 
 @dataclass(frozen=True)
@@ -291,3 +288,19 @@ class TreeProposer(Drafter, Protocol):
     def num_nodes(self, num_speculative_tokens: int) -> int:
         """Columns of a proposal at most, when the longest path may have that many tokens."""
         ...
+
+
+class NoDrafter:
+    """Proposes nothing: every step is one of plain decoding."""
+
+    name = "none"
+
+    def propose(self, batch: Batch) -> Proposal:
+        shape = len(batch.requests), batch.num_speculative_tokens
+        return Proposal(torch.full(shape, -1, dtype=torch.int32, device=batch.device))
+
+    def commit(self, batch: Batch, accepted: list[int]) -> None:
+        """Nothing to learn."""
+
+    def release(self, request: Request) -> None:
+        """Nothing to forget."""

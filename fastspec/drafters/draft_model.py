@@ -7,7 +7,16 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from fastspec.drafters.base import DRAFT_STREAM, Batch, Blocks, Proposal, Request, SamplingTensors
+from fastspec.drafters.base import (
+    DRAFT_STREAM,
+    Batch,
+    Blocks,
+    Drafter,
+    Proposal,
+    Request,
+    SamplingTensors,
+)
+from fastspec.drafters.context import DrafterContext, DrafterPlan
 from fastspec.drafters.texts import Text
 from fastspec.models.runner import ModelRunner, Span
 from fastspec.models.transfer import device_tensor
@@ -176,3 +185,17 @@ def of_rows(sampling: SamplingTensors, rows: Tensor) -> SamplingTensors:
     values = cast(dict[str, Tensor | None], sampling)
     taken = {name: None if value is None else value[rows] for name, value in values.items()}
     return cast(SamplingTensors, taken)
+
+
+def build(context: DrafterContext) -> Drafter | DrafterPlan:
+    """The method "draft_model"; a drafter that is given is taken as it is."""
+    if isinstance(context.drafter, Drafter):
+        return context.drafter
+    model = context.load(context.drafter)
+    probabilistic = context.spec.draws_drafts
+
+    def drafter(target: ModelRunner | None, block_manager: Blocks) -> Drafter:
+        runner = context.runner(model, block_manager)
+        return DraftModelDrafter(runner, block_manager, context.vocab_size, probabilistic)
+
+    return DrafterPlan([model], drafter)

@@ -4,8 +4,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fastspec.drafters.bigram_table import load_bigram
+from fastspec.drafters.context import DrafterContext
 from fastspec.drafters.prompt_lookup import CopyingDrafter
 from fastspec.drafters.texts import Texts
+from fastspec.models.loading import bigram_beside
 from fastspec_kernels import match_suffix
 
 
@@ -77,3 +80,10 @@ def _after(first: Tensor, count: Tensor, second: Tensor) -> Tensor:
     """The first count[b] tokens of `first`, then those of `second`, [B, K] all."""
     places = torch.arange(first.shape[1], device=first.device) - count
     return torch.where(places < 0, first, second.gather(1, places.clamp(min=0)))
+
+
+def build(context: DrafterContext) -> MagDrafter:
+    """The method "mag", with the table that the options name or that is beside the target."""
+    file = context.spec.bigram_path or bigram_beside(context.target)
+    bigram = load_bigram(file, context.vocab_size) if file else None
+    return MagDrafter(bigram, context.config.backend)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fastspec.drafters.base import Batch, Proposal, Request
+from fastspec.drafters.context import DrafterContext
 from fastspec.drafters.ngram_table import NgramTable
 from fastspec.drafters.prompt_lookup import copied
 from fastspec.drafters.texts import Texts, TextStore, input_of
@@ -17,7 +18,7 @@ class NgramDrafter:
     """Proposes what most often followed the longest known end of the text, token by token.
 
     It counts every n-gram of 2 to `ngram_size` tokens in prompt and output, and for each place that
-    the target has judged also its `filler_top_k` likeliest tokens, those after rejected drafts too.
+    the target has judged also its `filler_top_k` best tokens, those after rejected drafts too.
     An end that is not known ends the proposal. Each request has a store of its own, which lives as
     long as the request, so that what one request says never depends on another.
 
@@ -127,3 +128,8 @@ def _windows(texts: Texts, places: Tensor, num: int) -> Tensor:
     flat = before.clamp(0, texts.token_ids.shape[1] - 1).flatten(1)
     tokens = texts.token_ids.long().gather(1, flat).view_as(before)
     return torch.where(before < 0, -1, tokens)
+
+
+def build(context: DrafterContext) -> NgramDrafter:
+    """The method "ngram"."""
+    return NgramDrafter(*context.spec.ngram_counts)

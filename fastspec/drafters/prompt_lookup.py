@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from fastspec.drafters.base import Batch, Proposal, Request
+from fastspec.drafters.context import DrafterContext
 from fastspec.drafters.texts import Texts, TextStore
 from fastspec.models.transfer import device_tensor
 from fastspec_kernels import match_suffix
@@ -81,3 +82,8 @@ def known_counts(token_ids: Tensor) -> list[int] | None:
     """How many tokens each row [B, N] has, on the CPU, where looking costs nothing."""
     on_cpu = token_ids.device.type == "cpu"
     return (token_ids >= 0).sum(dim=1).tolist() if on_cpu else None
+
+
+def build(context: DrafterContext) -> PromptLookupDrafter:
+    """The method "prompt_lookup"."""
+    return PromptLookupDrafter(*context.spec.lookup_lengths, context.config.backend)

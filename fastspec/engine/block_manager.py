@@ -42,8 +42,8 @@ class BlockManager:
 
     def reserve(self, block_table: list[int], num_tokens: int) -> bool:
         """Grow the table to hold `num_tokens`; False, and no change, if blocks are lacking."""
-        missing = blocks_needed(num_tokens, self.block_size) - len(block_table)
-        if missing > self.num_free:
+        missing = -(-num_tokens // self.block_size) - len(block_table)
+        if missing > len(self._free) + len(self._idle):
             return False
         block_table.extend(self._take() for _ in range(missing))
         return True

@@ -30,23 +30,20 @@ class Detokenizer:
     def push(self, token_id: int) -> None:
         """Add one token; sets `stopped` when its text completes a stop string."""
         self._window.append(token_id)
-        known, extended = self._decoded()
+        known, extended = self._decode(self._num_read), self._decode(len(self._window))
         piece = extended[len(known) :]
-        if piece and not piece.endswith(_INCOMPLETE):
-            self._append(piece)
-            self._advance(len(self._window))
-        elif self._find_stop(piece.rstrip(_INCOMPLETE)):
-            self._append(piece)
+        if (piece and not piece.endswith(_INCOMPLETE)) or (
+            self._stop and self._find_stop(piece.rstrip(_INCOMPLETE))
+        ):
+            self._append(piece, len(self._window))
         elif len(self._window) - self._num_read >= _MOST_PENDING:
             self._force(known, extended)
 
     def finish(self) -> None:
         """Add the text of an incomplete last character."""
-        if self.stopped:
-            return
-        known, extended = self._decoded()
-        self._append(extended[len(known) :])
-        self._advance(len(self._window))
+        if not self.stopped:
+            known, extended = self._decode(self._num_read), self._decode(len(self._window))
+            self._append(extended[len(known) :], len(self._window))
 
     def take(self, final: bool = False) -> str:
         """Text not taken yet and safe to show; `final` includes what was held back."""
@@ -57,12 +54,15 @@ class Detokenizer:
         self._num_streamed = end
         return piece
 
-    def _append(self, piece: str) -> None:
-        found = self._find_stop(piece)
+    def _append(self, piece: str, num_read: int) -> None:
+        """Take a piece, the text of the window up to `num_read`; the ids of it stay as context."""
+        found = self._find_stop(piece) if self._stop else None
         self.text += piece
         if found:
             self.text = self.text[: min(found)]
             self.stopped = True
+        del self._window[: self._num_read]
+        self._num_read = num_read - self._num_read
 
     def _find_stop(self, piece: str) -> list[int]:
         """Where in the text stop strings begin that the piece would complete."""
@@ -76,23 +76,14 @@ class Detokenizer:
         A cut inside a character would show, because its first bytes alone decode otherwise.
         """
         cuts = [len(self._window) - back for back in _CUTS]
-        texts = {cut: self._decode(self._window[:cut]) for cut in cuts}
+        texts = {cut: self._decode(cut) for cut in cuts}
         cut = next((c for c in cuts if extended.startswith(texts[c])), cuts[0])
         piece = texts[cut][len(known) :]
         if piece:
-            self._append(piece)
-            self._advance(cut)
+            self._append(piece, cut)
         else:  # tokens without text, and what stands before them still decides on spaces
             del self._window[self._num_read : cut]
 
-    def _advance(self, num_read: int) -> None:
-        """Text of that many ids of the window is taken; those taken now stay as context."""
-        del self._window[: self._num_read]
-        self._num_read = num_read - self._num_read
-
-    def _decoded(self) -> tuple[str, str]:
-        """The text of the window that is taken, and of all of it."""
-        return self._decode(self._window[: self._num_read]), self._decode(self._window)
-
-    def _decode(self, token_ids: list[int]) -> str:
-        return cast(str, self._tokenizer.decode(token_ids, skip_special_tokens=True))
+    def _decode(self, num: int) -> str:
+        """The text of the first ids of the window."""
+        return cast(str, self._tokenizer.decode(self._window[:num], skip_special_tokens=True))

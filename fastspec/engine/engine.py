@@ -2,7 +2,9 @@
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -11,7 +13,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.drafters import Drafter, Proposal
 from fastspec.drafters.base import Batch
-from fastspec.drafters.factory import DrafterFactory, DrafterSource
+from fastspec.drafters.context import DrafterContext, DrafterSource
+from fastspec.drafters.registry import plan_drafter, plan_given
 from fastspec.engine.block_manager import BlockManager
 from fastspec.engine.outputs import RequestOutput, StreamEvent
 from fastspec.engine.pacing import Pacer, StepCostMeter
@@ -20,7 +23,7 @@ from fastspec.engine.request_factory import Prompt, RequestFactory, as_params_li
 from fastspec.engine.schedule import Step
 from fastspec.engine.scheduler import Scheduler
 from fastspec.engine.speculation import Speculation
-from fastspec.engine.stats import PhaseClock, SpecStats
+from fastspec.engine.stats import PHASES, SpecStats
 from fastspec.engine.turn import Turn
 from fastspec.engine.verify import Verdict, prefill, verify
 from fastspec.models.cache_size import cache_blocks, model_len
@@ -51,8 +54,8 @@ class Engine:
     Several threads may use one engine: calls take turns, and what they ask for is batched. Each
     event is delivered once: those of `generate` and `stream` to that call, all others by `step`.
 
-    A drafter that raises does no harm to any request: the step goes on plainly, and the error
-    reaches the caller once: from the next `step`, or at the end of a `generate` (as an exception
+    A drafter that raises harms no request: that step is decoded plainly, and the error reaches
+    the caller once: from the next `step`, or at the end of a `generate` (as an exception
     whose `outputs` are complete) or of a `stream`.
 
     Greedy output equals plain greedy decoding of the target token for token, as far as the model's
@@ -88,8 +91,9 @@ class Engine:
             config.prompt_template,
             target_model.rotary.rereads_above if target_model.rotary else None,
         )
-        self._drafter_factory = DrafterFactory(spec, config, tokenizer, target_model.vocab_size)
-        plan = self._drafter_factory.plan(target, drafter)
+        vocab_size = target_model.vocab_size
+        self._drafting = DrafterContext(spec, config, tokenizer, vocab_size, target)
+        plan = plan_drafter(replace(self._drafting, drafter=drafter))
         models = [target_model, *(plan.models if plan else ())]
         check_same_kind(target_model, models)
         num_blocks = cache_blocks(config, models, self.max_model_len)
@@ -97,7 +101,6 @@ class Engine:
         self._runner = ModelRunner(target_model, *sizes, config.cuda_graphs)
         block_manager = BlockManager(num_blocks, config.block_size, config.prefix_caching)
         self._scheduler = Scheduler(block_manager, config.max_batch_size)
-        vocab_size = target_model.vocab_size
         self._speculation = Speculation(self.device, vocab_size, spec, config)
         meter = StepCostMeter(self._runner, block_manager, self._factory, config.backend)
         self._pacer = Pacer(spec, meter)
@@ -166,19 +169,19 @@ class Engine:
         return request.request_id
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request now; its output so far, or None when it is not (or no longer) here.
+        """End a request now; its output so far, or None for an unknown or finished request.
 
-        A `generate` or `stream` that waits for it gets that output too; step() no longer speaks of
-        it.
+        A `generate` or `stream` that waits for it gets that output too; step() returns no further
+        events of it.
         """
         with self._turn:
             return self._abort(request_id)
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether step() has something to do, or to tell."""
+        """Whether step() has work to do, or events to return."""
         is_idle = not self._scheduler.has_unfinished and not self._events
-        return not is_idle or self._speculation.has_error
+        return not is_idle or self._speculation.error is not None
 
     @property
     def decoder_start_id(self) -> int | None:
@@ -201,10 +204,10 @@ class Engine:
         Args:
             n_spec_tokens: tokens proposed in each step, >= 1, at most config.max_n_spec_tokens;
                 None = as many as spec says.
-            use_glide_drafter: read the drafter as a GLIDE model. The last one is used as what it
-                is in any case.
+            use_glide_drafter: load the drafter as a GLIDE model; without a drafter, the last one
+                must be such a model.
         Raises:
-            ValueError: a drafter that is missing, or no GLIDE model where one is asked for.
+            ValueError: there is no drafter to use, or it is not the GLIDE model asked for.
         """
         speculation = self._speculation
         if n_spec_tokens is None:
@@ -215,9 +218,10 @@ class Engine:
             if drafter is None and known is None:
                 raise ValueError("drafter: there is none to enable; pass one")
             if drafter is None and use_glide_drafter and not speculation.knows_glide:
-                raise ValueError("use_glide_drafter: the drafter to enable is no GLIDE model")
+                raise ValueError("use_glide_drafter: the drafter to enable is not a GLIDE model")
             if drafter is not None:
-                plan = self._drafter_factory.plan_given(drafter, use_glide_drafter)
+                given = {"drafter": drafter, "wants_glide": use_glide_drafter}
+                plan = plan_given(replace(self._drafting, **given))
                 check_same_kind(self._runner.paged_model, plan.models)
                 known = plan.build(self._runner, self._scheduler.block_manager)
             self._turn_on(known, n_spec_tokens)
@@ -232,7 +236,8 @@ class Engine:
     def clear_spec_dec(self) -> None:
         """Decode plainly from the next step on and let the drafter go."""
         with self._turn:
-            self._speculation.clear(self._scheduler.running)
+            self._speculation.disable(self._scheduler.running)
+            self._speculation.known = None
             self._raise_error()
 
     def step(self) -> list[StreamEvent]:
@@ -244,7 +249,8 @@ class Engine:
             Exception: whatever the drafter raised in the step before, which was decoded plainly.
         """
         with self._turn:
-            self._raise_error()
+            if self._speculation.error is not None:
+                self._raise_error()
             self._round()
             events, self._events = self._events, []
         return events
@@ -254,42 +260,46 @@ class Engine:
         """Schedule, propose, verify, commit: one pass of the target over all running requests."""
         while self._abandoned:
             self._drop(self._abandoned.popleft())
-        clock = PhaseClock()
-        self._schedule()
-        running = list(self._scheduler.running)
+        times = [perf_counter()]
+        running = self._schedule()
         if not running:
             return
-        clock.lap("prefill")
+        times.append(perf_counter())
         batch, proposal = self._speculation.propose(running)
-        clock.lap("propose")
+        times.append(perf_counter())
         try:
             method, lenience = self.spec.rejection_sample_method, self.spec.relaxed_acceptance
             verdicts = verify(self._runner, batch, proposal, method, lenience)
         except BaseException:
-            self._speculation.release(running)  # it waits for a commit that will not come
+            for request in running:  # the drafter waits for a commit that will not come
+                self._speculation.release(request)
             raise
-        clock.lap("verify")
+        times.append(perf_counter())
         self._commit(running, batch, proposal, verdicts)
-        clock.lap("commit")
-        for stats in (self.stats, *(request.stats for request in running)):
-            for phase, seconds in clock.laps.items():
-                stats.seconds[phase] += seconds
+        times.append(perf_counter())
+        for phase, start, end in zip(PHASES, times, times[1:], strict=False):
+            for stats in (self.stats, *(request.stats for request in running)):
+                stats.seconds[phase] += end - start
 
-    def _schedule(self) -> None:
-        """Choose the requests of the step and read what the cache lacks of their tokens.
+    def _schedule(self) -> list[EngineRequest]:
+        """The requests of the step; what the cache lacks of their tokens is read.
 
         Waiting requests come in waves, so that a prefix which several share is read once.
         """
-        num_draft, num_nodes = self._speculation.num_draft_tokens, self._speculation.num_nodes
-        preempted = self._scheduler.schedule(num_draft, num_nodes)
-        self._speculation.release(preempted)
-        prefill(self._runner, self._scheduler.running)
-        while not preempted and (admitted := self._scheduler.admit(num_draft, num_nodes)):
+        scheduler = self._scheduler
+        room = self._speculation.num_speculative_tokens, self._speculation.max_nodes
+        preempted = scheduler.schedule(*room)
+        for request in preempted:
+            self._speculation.release(request)
+        if any(request.num_cached < len(request.token_ids) - 1 for request in scheduler.running):
+            prefill(self._runner, scheduler.running)
+        while scheduler.waiting and not preempted and (admitted := scheduler.admit(*room)):
             for request in admitted:
                 if len(request.token_ids) == request.num_prompt_tokens:
                     for stats in (self.stats, request.stats):
                         stats.record_prompt(len(request.prompt_ids), request.num_cached)
             prefill(self._runner, admitted)
+        return list(scheduler.running)
 
     def _commit(
         self,
@@ -299,40 +309,47 @@ class Engine:
         verdicts: list[Verdict],
     ) -> None:
         """Give each request the tokens of its verdict, tell drafter and schedule, and count."""
+        speculation = self._speculation
         for index, (request, verdict) in enumerate(zip(running, verdicts, strict=True)):
             if verdict.accepted_len < 0:
                 where = len(request.token_ids)
                 error = f"logits after {where} tokens hold NaN or inf, or nothing finite"
                 self._end(request, "error", error)
                 continue
-            writers = self._speculation.writers(proposal, index, verdict.tree)
+            writers: Sequence[str] = [speculation.drafter.name] * verdict.accepted_len
+            if proposal.writers is not None:
+                writers = proposal.writers[index]
+                if verdict.tree is not None:
+                    writers = [writers[node - 1] for node in verdict.tree.path]
             kept, finish_reason = self._append(request, verdict, writers)
             judged = kept if kept <= verdict.accepted_len else verdict.num_draft_tokens
-            step = Step(batch.num_draft_tokens[index], judged, min(kept, verdict.accepted_len))
-            self._speculation.record(request, step)
+            accepted = min(kept, verdict.accepted_len)
+            if speculation.schedule is not None:
+                speculation.record(request, Step(batch.num_draft_tokens[index], judged, accepted))
+            passes = proposal.passes[index] if proposal.passes else None
             for stats in (self.stats, request.stats):
-                stats.record_step(step.proposed, step.accepted, kept)
-                stats.record_passes(proposal.passes[index] if proposal.passes else {})
+                stats.record_step(judged, accepted, kept, passes)
             if finish_reason is not None:
                 self._end(request, finish_reason)
-        self._speculation.commit(batch, [max(verdict.accepted_len, 0) for verdict in verdicts])
+        speculation.commit(batch, [max(verdict.accepted_len, 0) for verdict in verdicts])
 
     def _append(
-        self, request: EngineRequest, verdict: Verdict, writers: Sequence[str | None]
+        self, request: EngineRequest, verdict: Verdict, writers: Sequence[str]
     ) -> tuple[int, str | None]:
         """Append a verdict's tokens up to the one that ends the request: how many, and why."""
+        events = self._inboxes.get(request.request_id, self._events)
+        logprobs = verdict.logprobs if request.params.logprobs else None
         finish_reason = None
         kept = 0
         for index, token_id in enumerate(verdict.token_ids):
             is_draft = index < verdict.accepted_len
             source, writer = ("draft", writers[index]) if is_draft else (verdict.extra_source, None)
-            logprobs = verdict.logprobs if request.params.logprobs else None
             logprob = logprobs[index] if logprobs else None
             finish_reason = request.append(token_id, source, writer, logprob)
             text = request.detokenizer.take() if request.detokenizer is not None else ""
             tree = verdict.tree if index == 0 else None
             ids = (token_id,)
-            self._post(StreamEvent(request.request_id, text, ids, source, writer, tree=tree))
+            events.append(StreamEvent(request.request_id, text, ids, source, writer, tree=tree))
             kept += 1
             if finish_reason is not None:
                 break
@@ -345,10 +362,11 @@ class Engine:
         """Let a request go, and post its last event."""
         self._scheduler.remove(request.request_id, failed=error is not None)
         self._ids_in_use.discard(request.request_id)
-        self._speculation.release([request])
+        self._speculation.release(request)
         output = request.output(finish_reason, error)
         text = request.detokenizer.take(final=True) if request.detokenizer else ""
-        self._post(StreamEvent(request.request_id, text, output=output))
+        events = self._inboxes.get(request.request_id, self._events)
+        events.append(StreamEvent(request.request_id, text, output=output))
         return output
 
     def _abort(self, request_id: str) -> RequestOutput | None:
@@ -358,10 +376,6 @@ class Engine:
         output = self._end(request, "abort")
         self._events = [event for event in self._events if event.request_id != request_id]
         return output
-
-    def _post(self, event: StreamEvent) -> None:
-        """Deliver an event to the call that waits for it, or keep it for step()."""
-        self._inboxes.get(event.request_id, self._events).append(event)
 
     def _open(self, prompts: list[Prompt], params: list[SamplingParams]) -> list[str]:
         """Queue requests whose events have an inbox; their ids."""
@@ -400,7 +414,8 @@ class Engine:
 
     def _raise_error(self, outputs: Sequence[RequestOutput] = ()) -> None:
         """Raise what a drafter or schedule raised, if it did, with complete outputs attached."""
-        if error := self._speculation.take_error():
+        error, self._speculation.error = self._speculation.error, None
+        if error is not None:
             error.__dict__["outputs"] = list(outputs)
             raise error
 

@@ -177,13 +177,19 @@ def _relative(costs: Sequence[float]) -> tuple[float, ...]:
 
 
 class SweepSchedule:
-    """The given lengths in turn, to measure them under the same conditions."""
+    """The given lengths in turn, to measure them under the same conditions.
+
+    Attributes:
+        wanted: draft tokens of each step so far, fewer than planned at the end of a text.
+    """
 
     def __init__(self, lengths: Sequence[int]):
         self._lengths = tuple(lengths)
+        self.wanted: list[int] = []
 
     def num_draft_tokens(self, request: EngineRequest) -> int:
         return self._lengths[(request.schedule_state or 0) % len(self._lengths)]
 
     def record(self, request: EngineRequest, step: Step) -> None:
         request.schedule_state = (request.schedule_state or 0) + 1
+        self.wanted.append(step.wanted)

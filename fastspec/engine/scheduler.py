@@ -19,11 +19,11 @@ class Scheduler:
         self.block_manager = block_manager
         self.max_batch_size = max_batch_size
         self.running: list[EngineRequest] = []
-        self._waiting: deque[EngineRequest] = deque()
+        self.waiting: deque[EngineRequest] = deque()
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self.running or self._waiting)
+        return bool(self.running or self.waiting)
 
     def check_fits(self, request: EngineRequest) -> None:
         """Raise ValueError when the request, even alone, would outgrow the cache."""
@@ -38,51 +38,58 @@ class Scheduler:
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request that fits."""
-        self._waiting.append(request)
+        self.waiting.append(request)
 
-    def schedule(self, num_draft_tokens: int, num_nodes: int = 0) -> list[EngineRequest]:
+    def schedule(self, num_speculative_tokens: int, max_nodes: int = 0) -> list[EngineRequest]:
         """Reserve room for the next step of the running requests; who lost their blocks for it.
 
-        With num_nodes, that many tokens of a tree, which take room even past the end of a text.
+        With max_nodes, that many tokens of a tree, which take room even past the end of a text.
         """
         preempted: list[EngineRequest] = []
+        room = max_nodes or num_speculative_tokens
+        capacity = self.block_manager.num_blocks * self.block_manager.block_size
         scheduled = 0
         while scheduled < len(self.running):
             request = self.running[scheduled]
-            length = self._length(request, num_draft_tokens, num_nodes)
+            most = capacity if max_nodes else request.max_len
+            length = min(len(request.token_ids) + room, most)
             if self.block_manager.reserve(request.block_table, length):
                 scheduled += 1
             else:
                 preempted.append(self._preempt(self.running[-1]))
-        for request in [r for r in reversed(self.running) if r.must_be_reread]:
-            preempted.append(self._preempt(request))
+        for request in [r for r in reversed(self.running) if r.rereads_above is not None]:
+            if request.must_be_reread:
+                preempted.append(self._preempt(request))
         return preempted
 
-    def admit(self, num_draft_tokens: int, num_nodes: int = 0) -> list[EngineRequest]:
+    def admit(self, num_speculative_tokens: int, max_nodes: int = 0) -> list[EngineRequest]:
         """Let waiting requests in, with the cached blocks of their prefixes, as long as they fit.
 
         A request that needs a block which one before it is about to fill has to wait for that: call
         again when the tokens of these are cached, until nobody comes.
         """
-        for request in self.running if self._waiting else ():
+        room = max_nodes or num_speculative_tokens
+        capacity = self.block_manager.num_blocks * self.block_manager.block_size
+        for request in self.running if self.waiting else ():
             self.block_manager.publish(request)
         admitted: list[EngineRequest] = []
         coming: set[ContentKey] = set()
-        while self._waiting and len(self.running) < self.max_batch_size:
-            request = self._waiting[0]
+        while self.waiting and len(self.running) < self.max_batch_size:
+            request = self.waiting[0]
             match = self.block_manager.find(request.token_ids)
-            length = self._length(request, num_draft_tokens, num_nodes)
+            most = capacity if max_nodes else request.max_len
+            length = min(len(request.token_ids) + room, most)
             if match.next_key in coming or not self.block_manager.admit(request, match, length):
                 break
             if match.next_key is not None:
                 coming.add(match.next_key)
-            self.running.append(self._waiting.popleft())
+            self.running.append(self.waiting.popleft())
             admitted.append(request)
         return admitted
 
     def get(self, request_id: str) -> EngineRequest | None:
         """A running or waiting request."""
-        known = (r for r in (*self.running, *self._waiting) if r.request_id == request_id)
+        known = (r for r in (*self.running, *self.waiting) if r.request_id == request_id)
         return next(known, None)
 
     def remove(self, request_id: str, failed: bool = False) -> EngineRequest | None:
@@ -90,7 +97,7 @@ class Scheduler:
         request = self.get(request_id)
         if request is None:
             return None
-        queue = self.running if request in self.running else self._waiting
+        queue = self.running if request in self.running else self.waiting
         queue.remove(request)
         if failed:
             self.block_manager.forget(request)
@@ -99,18 +106,11 @@ class Scheduler:
         self.block_manager.release(request)
         return request
 
-    def _length(self, request: EngineRequest, num_draft_tokens: int, num_nodes: int) -> int:
-        """Tokens that need room in the next step."""
-        if num_nodes:
-            capacity = self.block_manager.num_blocks * self.block_manager.block_size
-            return min(len(request.token_ids) + num_nodes, capacity)
-        return min(len(request.token_ids) + num_draft_tokens, request.max_len)
-
     def _preempt(self, request: EngineRequest) -> EngineRequest:
         if request.must_be_reread:
             request.rotary_len = len(request.token_ids)
         self.running.remove(request)
         self.block_manager.publish(request)
         self.block_manager.release(request)
-        self._waiting.appendleft(request)
+        self.waiting.appendleft(request)
         return request

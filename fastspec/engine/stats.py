@@ -1,6 +1,6 @@
 """Counters of speculation, kept on the host: they cost no synchronisation."""
 
-import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 PHASES = ("prefill", "propose", "verify", "commit")
@@ -54,18 +54,21 @@ class SpecStats:
         self.num_prompt_tokens += num_tokens
         self.num_cached_prompt_tokens += num_cached
 
-    def record_step(self, proposed: int, accepted: int, emitted: int) -> None:
-        """Count one target pass of one request."""
+    def record_step(
+        self, proposed: int, accepted: int, emitted: int, passes: Mapping[str, int] | None = None
+    ) -> None:
+        """Count one target pass of one request, and the passes through draft models before it."""
         self.num_steps += 1
         self.num_output_tokens += emitted
         self.num_draft_tokens += proposed
         self.num_accepted_tokens += accepted
-        _add(self.num_accepted_tokens_per_pos, [1] * accepted)
-        _add(self.acceptance_histogram, [0] * accepted + [1])
-
-    def record_passes(self, passes: dict[str, int]) -> None:
-        """Count passes through draft models."""
-        for name, count in passes.items():
+        per_pos, histogram = self.num_accepted_tokens_per_pos, self.acceptance_histogram
+        per_pos.extend([0] * (accepted - len(per_pos)))
+        histogram.extend([0] * (accepted + 1 - len(histogram)))
+        histogram[accepted] += 1
+        for position in range(accepted):
+            per_pos[position] += 1
+        for name, count in (passes or {}).items():
             self.num_draft_passes[name] = self.num_draft_passes.get(name, 0) + count
 
     def to_dict(self) -> dict:
@@ -84,22 +87,3 @@ class SpecStats:
             "num_draft_passes": dict(self.num_draft_passes),
             "seconds": dict(self.seconds),
         }
-
-
-class PhaseClock:
-    """Seconds of the phases of one step."""
-
-    def __init__(self):
-        self.laps: dict[str, float] = {}
-        self._last = time.perf_counter()
-
-    def lap(self, phase: str) -> None:
-        now = time.perf_counter()
-        self.laps[phase] = now - self._last
-        self._last = now
-
-
-def _add(counts: list[int], increments: list[int]) -> None:
-    counts.extend([0] * (len(increments) - len(counts)))
-    for index, increment in enumerate(increments):
-        counts[index] += increment

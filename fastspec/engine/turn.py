@@ -23,7 +23,7 @@ class Turn:
         return self._holder == get_ident()
 
     def __enter__(self) -> None:
-        if self.is_mine:
+        if self._holder == get_ident():
             raise RuntimeError("engine: called from within its own step, by a part of that step")
         with self._entry:
             self._inside.acquire()

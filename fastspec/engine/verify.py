@@ -61,12 +61,20 @@ def verify(
     What is accepted of a tree is moved behind the cached tokens. Exact unless lenience is above 1;
     that, and method "block", are for chains only.
     """
-    counts, spans = _judged_spans(batch, proposal)
+    width = proposal.token_ids.shape[1]
+    proposed = batch.num_draft_tokens if proposal.num_tokens is None else proposal.num_tokens
+    pairs = zip(batch.num_draft_tokens, proposed, strict=True)
+    counts = [min(*pair, width) + 1 for pair in pairs]
+    spans = [
+        request.span(len(request.token_ids) - 1, count)
+        for request, count in zip(batch.requests, counts, strict=True)
+    ]
     newest = [[request.token_ids[-1]] for request in batch.requests]
     newest_ids = device_tensor(newest, torch.int32, batch.device)
     ids = torch.cat([newest_ids, proposal.token_ids], dim=1)  # [B, 1 + K]
     cu_rows = device_tensor([*accumulate(counts, initial=0)], torch.int32, batch.device)
-    readable = packed(ids.clamp(0, runner.vocab_size - 1).long(), counts)
+    readable = ids.clamp(0, runner.vocab_size - 1).long()
+    readable = readable.view(-1) if min(counts) == width + 1 else packed(readable, counts)
     if proposal.parents is not None:
         return _verify_trees(runner, batch, proposal, ids, readable, counts, spans, cu_rows)
     target_logits = runner.forward(readable, spans)
@@ -85,8 +93,18 @@ def verify(
         backend=batch.backend,
     )
     table = torch.cat([accepted_len[:, None], output_ids, proposal.token_ids], dim=1).tolist()
-    rows = zip(table, counts, _wanted_logprobs(batch, logprobs), strict=True)
-    return [_chain_verdict(row, num_columns, n - 1, row_logprobs) for row, n, row_logprobs in rows]
+    wants_logprobs = any(request.params.logprobs for request in batch.requests)
+    logprob_rows = logprobs.tolist() if wants_logprobs else None
+    verdicts = []
+    for b, row in enumerate(table):
+        accepted_len, drafts, most = row[0], row[num_columns + 1 :], counts[b] - 1
+        proposed = next((i for i, token in enumerate(drafts[:most]) if token < 0), most)
+        emitted = accepted_len + 1
+        source = "bonus" if accepted_len == proposed else "recovered"
+        row_logprobs = logprob_rows[b][:emitted] if logprob_rows else None
+        source = source if proposed else "target"
+        verdicts.append(Verdict(proposed, accepted_len, row[1 : emitted + 1], row_logprobs, source))
+    return verdicts
 
 
 def _verify_trees(
@@ -117,44 +135,12 @@ def _verify_trees(
     runner.compact(spans, path, accepted_len)
     lens = accepted_len[:, None].expand_as(path)
     table = torch.stack([lens, path, output_ids, tree_ids, parents], dim=1).tolist()
-    rows = zip(table, counts, _wanted_logprobs(batch, logprobs), strict=True)
-    return [_tree_verdict(*columns) for columns in rows]
-
-
-def _judged_spans(batch: Batch, proposal: Proposal) -> tuple[list[int], list[Span]]:
-    """Tokens that the target reads of each request: the newest one, and what is proposed of it."""
-    width = proposal.token_ids.shape[1]
-    wanted = batch.num_draft_tokens
-    proposed = wanted if proposal.num_tokens is None else proposal.num_tokens
-    counts = [min(*pair, width) + 1 for pair in zip(wanted, proposed, strict=True)]
-    spans = [
-        request.span(len(request.token_ids) - 1, count)
-        for request, count in zip(batch.requests, counts, strict=True)
+    wants_logprobs = any(request.params.logprobs for request in batch.requests)
+    logprob_rows = logprobs.tolist() if wants_logprobs else None
+    return [
+        _tree_verdict(row, counts[b], logprob_rows[b] if logprob_rows else None)
+        for b, row in enumerate(table)
     ]
-    return counts, spans
-
-
-def _wanted_logprobs(batch: Batch, logprobs: Tensor) -> list[list[float]] | list[None]:
-    """The rows on the host, read only if some request asks for them."""
-    if any(request.params.logprobs for request in batch.requests):
-        return logprobs.tolist()
-    return [None] * len(batch.requests)
-
-
-def _chain_verdict(
-    row: list[int], num_columns: int, wanted: int, logprobs: list[float] | None
-) -> Verdict:
-    accepted_len, output_ids, draft_ids = row[0], row[1 : num_columns + 1], row[num_columns + 1 :]
-    proposed = next((i for i, token in enumerate(draft_ids[:wanted]) if token < 0), wanted)
-    emitted = accepted_len + 1
-    extra_source = "bonus" if accepted_len == proposed else "recovered"
-    return Verdict(
-        proposed,
-        accepted_len,
-        output_ids[:emitted],
-        logprobs[:emitted] if logprobs else None,
-        extra_source if proposed else "target",
-    )
 
 
 def _tree_uniforms(batch: Batch, num_nodes: int) -> Tensor:

@@ -7,8 +7,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fastspec.models.layout import DevicePass, PassLayout, PassShape, device_pass
-from fastspec.models.paged_model import KVCache, PagedModel
+from fastspec.models.layout import PassShape, lay_out
+from fastspec.models.paged_model import KVCache, PagedModel, PagedStep, Span
 from fastspec.models.token_tree import TreeLayout
 from fastspec.models.transfer import host_tensor
 
@@ -117,15 +117,18 @@ class GraphedForward:
         self._passes: dict[tuple[PassShape, int], StaticPass] = {}
 
     def forward(
-        self, input_ids: Tensor, layout: PassLayout, tree: TreeLayout | None
+        self, input_ids: Tensor, spans: list[Span], rows: list[int], tree: TreeLayout | None
     ) -> Tensor | None:
-        """As ModelRunner.forward; None for a pass that has to run without a graph.
+        """As ModelRunner.forward, with the logits of all tokens where `rows` is empty.
+
+        None for a pass that has to run without a graph.
 
         Raises:
             ValueError: the model cannot be captured, but must be.
         """
         num_nodes = 0 if tree is None else tree.ancestor_mask.shape[1]
-        sizes = bucket(layout.shape, self._block_size, num_nodes)
+        asked = PassShape.of(spans, rows, self._block_size)
+        sizes = bucket(asked, self._block_size, num_nodes)
         if self._capture is None or sizes is None:
             return None
         shape, most_tokens = sizes
@@ -133,14 +136,17 @@ class GraphedForward:
         if key not in self._passes:
             self._passes[key] = StaticPass(self._paged_model, self._caches, shape, num_nodes)
         static = self._passes[key]
-        static.fill(input_ids, layout, most_tokens, tree)
+        wide, narrow = lay_out(spans, rows, self._block_size, shape, most_tokens)
+        static.fill(input_ids, wide, narrow)
+        if tree is not None:
+            static.fill_trees(tree, [span.count for span in spans])
         if static.replay is None:
             try:
                 static.replay = self._capture(static.run)
             except RuntimeError as error:
                 self._give_up(error)
                 return None
-        return static.replay()[: layout.shape.num_rows or layout.shape.num_tokens].clone()
+        return static.replay()[: asked.num_rows or asked.num_tokens].clone()
 
     def _give_up(self, error: RuntimeError) -> None:
         first_line = str(error).split("\n")[0]
@@ -165,29 +171,30 @@ class StaticPass:
         self._ids = torch.zeros(shape.num_tokens, dtype=torch.int64, device=device)
         self._wide = torch.zeros(shape.wide_size, dtype=torch.int64, device=device)
         self._narrow = torch.zeros(shape.narrow_size, dtype=torch.int32, device=device)
+        sizes = shape.batch, shape.num_tokens
         buffers = self._wide, self._narrow
-        self._pass: DevicePass = device_pass(shape, *buffers, caches, paged_model.backend)
+        self._step = PagedStep.of(caches, *buffers, *sizes, paged_model.backend, spans=[])
         if num_nodes:
             mask = (shape.batch, num_nodes, -(-num_nodes // 64))
-            self._pass.step.ancestor_mask = torch.zeros(mask, dtype=torch.int64, device=device)
+            self._step.ancestor_mask = torch.zeros(mask, dtype=torch.int64, device=device)
 
-    def fill(
-        self, input_ids: Tensor, layout: PassLayout, most_tokens: int, tree: TreeLayout | None
-    ) -> None:
+    def fill(self, input_ids: Tensor, wide: list[int], narrow: list[int]) -> None:
         """Copy a pass, padded, into the buffers."""
-        device, step = self._ids.device, self._pass.step
-        padded = layout.padded(self._shape, most_tokens)
+        device = self._ids.device
         self._ids[: len(input_ids)].copy_(input_ids)
-        self._wide.copy_(host_tensor(padded.wide(), torch.int64, device), non_blocking=True)
-        self._narrow.copy_(host_tensor(padded.narrow(), torch.int32, device), non_blocking=True)
-        if tree is not None and step.ancestor_mask is not None:
-            batch, num_tokens = layout.shape.batch, layout.shape.num_tokens
-            step.ancestor_mask[:batch].copy_(tree.ancestor_mask)
-            positions = tree.positions(layout.counts, step.context_lens[:batch])
-            self._pass.positions[:num_tokens].copy_(positions)
+        self._wide.copy_(host_tensor(wide, torch.int64, device), non_blocking=True)
+        self._narrow.copy_(host_tensor(narrow, torch.int32, device), non_blocking=True)
+
+    def fill_trees(self, tree: TreeLayout, counts: list[int]) -> None:
+        """Copy the structure of a filled pass that is one of trees."""
+        step = self._step
+        positions = tree.positions(counts, step.context_lens[: len(counts)])
+        step.positions[: len(positions)].copy_(positions)
+        if step.ancestor_mask is not None:
+            step.ancestor_mask[: len(counts)].copy_(tree.ancestor_mask)
 
     def run(self) -> Tensor:
         """The forward pass over the buffers; logits of the rows, or of all tokens."""
-        positions, rows, step = self._pass
-        keep = rows if self._shape.num_rows else 0
-        return self._paged_model.forward(self._ids, positions, keep, step)
+        step = self._step
+        keep = step.rows if self._shape.num_rows else 0
+        return self._paged_model.forward(self._ids, step.positions, keep, step)

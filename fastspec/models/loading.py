@@ -54,7 +54,7 @@ def _language_model(path: str | Path, dtype: str) -> Any:
     loaded = loader.from_pretrained(path, dtype=dtype, output_loading_info=True)
     model, report = cast(Any, loaded)
     if missing := sorted(report["missing_keys"]):
-        raise ValueError(f"{len(missing)} weights lack, as {missing[0]}")
+        raise ValueError(f"{len(missing)} weights are missing, such as {missing[0]}")
     return model
 
 
@@ -109,7 +109,7 @@ def target_vocab_size(source: str | Path) -> int:
 
 
 def bigram_beside(target: str | Path | PreTrainedModel) -> Path | None:
-    """The bigram table in the target's folder, if it is a folder and has one."""
+    """The bigram table in the target's folder, if the target is a folder that holds one."""
     if isinstance(target, PreTrainedModel):
         return None
     file = Path(_existing_path("target", target)) / "bigram.json"

@@ -86,47 +86,61 @@ class PagedStep:
     """What attention needs to know about one packed forward pass; B sequences, T tokens.
 
     Attributes:
-        caches: by layer index; a layer that is missing, as all are in the probing pass, is given
-            one block with room for this pass.
+        caches: by layer index; empty in the probing pass, which gives each layer one block.
+        positions: [T] int64, of the tokens in their texts.
+        rows: [R] int64, whose logits are kept where not all are.
         block_table: [B, M] int32.
         context_lens: [B] int32, the tokens of this pass included.
         cu_rows: [B + 1] int32, prefix sums of the tokens of this pass.
         slot_mapping: [T] int64, cache slot of each token.
+        prompt_lens: [B] int32, see `RotaryLengths`.
         backend: of the kernels.
+        spans: what is read, as the host knows it; empty where a graph is replayed.
         ancestor_mask: of token trees, see `TreeLayout`; None = the tokens form chains.
-        prompt_lens: [B] int32, see `RotaryLengths`; None = every text is as long as it is now.
-        spans: what is read, as the host knows it.
         glimpse: what a GLIDE draft sees of the target.
         calls: of our attention, noted in the probing pass only.
     """
 
     caches: dict[int, KVCache]
+    positions: Tensor
+    rows: Tensor
     block_table: Tensor
     context_lens: Tensor
     cu_rows: Tensor
     slot_mapping: Tensor
+    prompt_lens: Tensor
     backend: str
-    ancestor_mask: Tensor | None = None
-    prompt_lens: Tensor | None = None
     spans: list[Span] = field(default_factory=list)
+    ancestor_mask: Tensor | None = None
     glimpse: Any = None
     calls: list[AttentionCall] | None = None
 
-    def store(self, layer: int, key: Tensor, value: Tensor, window: int = 0) -> KVCache:
-        """Write keys and values [1, G, T, D] of a layer into its cache, and return that."""
-        key, value = key[0].transpose(0, 1), value[0].transpose(0, 1)  # [T, G, D]
-        if self.calls is not None:
-            heads = (key.shape[1], key.shape[2]), (value.shape[1], value.shape[2])
-            self.calls.append(AttentionCall(layer, *heads, window))
-        if layer not in self.caches:
-            shape = (1, self.slot_mapping.shape[0])
-            self.caches[layer] = (
-                key.new_empty((*shape, *key.shape[1:])),
-                value.new_empty((*shape, *value.shape[1:])),
-            )
-        cache = self.caches[layer]
-        store_kv(key, value, *cache, self.slot_mapping, backend=self.backend)
-        return cache
+    @classmethod
+    def of(
+        cls,
+        caches: dict[int, KVCache],
+        wide: Tensor,
+        narrow: Tensor,
+        batch: int,
+        num_tokens: int,
+        backend: str,
+        spans: list[Span],
+    ) -> "PagedStep":
+        """A pass whose parts are views of the two buffers of `lay_out`."""
+        lens, ends, prompts, tables = narrow.tensor_split((batch, 2 * batch + 1, 3 * batch + 1))
+        positions, slots, rows = wide.tensor_split((num_tokens, 2 * num_tokens))
+        tables = tables.view(batch, -1)
+        return cls(
+            caches, positions, rows, tables, lens, ends, slots, prompts, backend, spans=spans
+        )
+
+    def probed_cache(self, layer: int, key: Tensor, value: Tensor, window: int) -> KVCache:
+        """Note a call in the probing pass; a block with room for keys and values [T, G, D]."""
+        if self.calls is None:
+            raise ValueError(f"layer {layer}: attends, but did not when the model was probed")
+        heads = (key.shape[1], key.shape[2]), (value.shape[1], value.shape[2])
+        self.calls.append(AttentionCall(layer, *heads, window))
+        return key.new_empty((1, *key.shape)), value.new_empty((1, *value.shape))
 
 
 def paged_attention(
@@ -150,26 +164,28 @@ def paged_attention(
     name = type(module).__name__
     if paged_step is None:
         raise ValueError(
-            f"{name}: its model hands no keyword arguments on to its attention, which could not"
-            " learn where the pages are: not supported"
+            f"{name}: its model passes no keyword arguments to its attention, which could not be"
+            " told where the pages are: not supported"
         )
     if attention_mask is not None or kwargs.get("position_bias") is not None:
         raise ValueError(f"{name}: builds its own attention mask or bias, which is not supported")
     if kwargs.get("is_causal") is False:
         raise ValueError(f"{name}: bidirectional attention is not supported")
-    step, value_size = paged_step, value.shape[-1]
-    if value_size > key.shape[-1]:
+    step, layer, window = paged_step, cast(int, module.layer_idx), sliding_window or 0
+    key_size, value_size = key.shape[-1], value.shape[-1]
+    if value_size > key_size:
         raise ValueError(
-            f"{name}: values wider than keys ({value_size} and {key.shape[-1]} numbers) are not"
+            f"{name}: values wider than keys ({value_size} and {key_size} numbers) are not"
             " supported"
         )
-    value = pad(value, (0, key.shape[-1] - value_size))
-    window = sliding_window or 0
-    key_cache, value_cache = step.store(cast(int, module.layer_idx), key, value, window)
+    if value_size < key_size:
+        value = pad(value, (0, key_size - value_size))
+    key, value = key[0].transpose(0, 1), value[0].transpose(0, 1)  # [T, G, D]
+    cache = step.caches.get(layer) or step.probed_cache(layer, key, value, window)
+    store_kv(key, value, *cache, step.slot_mapping, backend=step.backend)
     out = tree_attention(
         query[0].transpose(0, 1),
-        key_cache,
-        value_cache,
+        *cache,
         step.block_table,
         step.context_lens,
         step.cu_rows,
@@ -184,7 +200,7 @@ def paged_attention(
 
 
 def no_mask(*args, **kwargs) -> None:
-    """Causality and windows are the kernel's business."""
+    """No mask: the kernel applies causality and windows."""
     return None
 
 
@@ -248,7 +264,7 @@ class PagedModel:
     ) -> Tensor:
         """Run T packed tokens ([T] int64 ids and positions); logits [R, V] of `rows`, 0 = all."""
         keep = {"logits_to_keep": rows} if self._keeps_logits else {}
-        if self.rotary is not None:
+        if self.rotary is not None and self.rotary.limit is not None:
             self.rotary.begin(positions, step)
         logits = self.model(
             input_ids=input_ids[None],
@@ -297,23 +313,18 @@ class PagedModel:
         """Run one token to see which layers call our attention, and how."""
         calls: list[AttentionCall] = []
         zero = torch.zeros(1, dtype=torch.int64, device=self.device)
-        step = PagedStep(
-            caches={},
-            block_table=zero.to(torch.int32)[None],
-            context_lens=zero.to(torch.int32) + 1,
-            cu_rows=torch.tensor([0, 1], dtype=torch.int32, device=self.device),
-            slot_mapping=zero,
-            backend=self.backend,
-            spans=[Span([0], 0, 1, EncoderInput([0]))],
-            calls=calls,
-        )
+        wide = torch.zeros(3, dtype=torch.int64, device=self.device)
+        narrow = torch.tensor([1, 0, 1, 1, 0], dtype=torch.int32, device=self.device)
+        spans = [Span([0], 0, 1, EncoderInput([0]))]
+        step = PagedStep.of({}, wide, narrow, 1, 1, self.backend, spans)
+        step.calls = calls
         try:
             self.forward(zero, zero, zero, step)
         except (ValueError, RuntimeError) as error:
             if len(dtypes := float_dtypes(self.model)) == 1:
                 raise
             mixed = f"{self.name}: has weights in {' and '.join(dtypes)}"
-            raise ValueError(f"{mixed}, which do not run together: {error}") from error
+            raise ValueError(f"{mixed}, which do not work together: {error}") from error
         self._check_calls(calls)
         return {call.layer: (call.key_heads, call.value_heads) for call in calls}
 
@@ -338,7 +349,7 @@ class PagedModel:
                 told = f"a window of {call.window}" if call.window else "no window"
                 raise ValueError(
                     f"{self.name}: `generate` keeps {kept} tokens of layer {call.layer}, whose"
-                    f" attention is told of {told}: not supported"
+                    f" attention is given {told}: not supported"
                 )
 
 

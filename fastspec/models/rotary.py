@@ -20,9 +20,9 @@ class RotaryLengths:
     whatever shares the pass, and however the prompt is cut. So does `generate` when it reads a
     prompt in one pass and then decodes token by token.
 
-    Phi3 and its kin do one thing more: `generate` forgets all keys when a text grows beyond that
-    length, and reads it anew with the long factors. `rereads_above` is that length then; whoever
-    runs a text has to do the same, and L is its length at that time from then on.
+    Phi3 and models like it do one thing more: `generate` forgets all keys when a text grows beyond
+    that length, and reads it again with the long factors. `rereads_above` is that length then;
+    whoever runs a text has to do the same, and L is its length at that time from then on.
 
     Dynamic NTK stretches its frequencies only above max_position_embeddings, which no text of an
     engine reaches. They are kept as they were first, whatever the model has read before.
@@ -45,13 +45,9 @@ class RotaryLengths:
 
     def begin(self, positions: Tensor, step: "PagedStep") -> None:
         """Note how long the text is that each token [T] of the next pass is rotated for."""
-        if self.limit is None:
-            return
-        self._reach = positions + 1
-        if step.prompt_lens is not None:
-            tokens = torch.arange(len(positions), dtype=torch.int32, device=positions.device)
-            sequences = torch.searchsorted(step.cu_rows[1:], tokens, right=True)
-            self._reach = torch.maximum(self._reach, step.prompt_lens[sequences])
+        tokens = torch.arange(len(positions), dtype=torch.int32, device=positions.device)
+        sequences = torch.searchsorted(step.cu_rows[1:], tokens, right=True)
+        self._reach = torch.maximum(positions + 1, step.prompt_lens[sequences])
 
     def _adapt(self, module: Any) -> list[int]:
         """Replace what depends on the pass; the lengths above which it takes long factors."""

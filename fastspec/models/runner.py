@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from fastspec.models.graphs import GraphedForward, capture_for
-from fastspec.models.layout import DevicePass, PassLayout, block_tables, device_pass
-from fastspec.models.paged_model import PagedModel, Span
+from fastspec.models.layout import lay_out
+from fastspec.models.paged_model import PagedModel, PagedStep, Span
 from fastspec.models.token_tree import TreeLayout
 from fastspec.models.transfer import device_tensor
 from fastspec_kernels import compact_kv
@@ -51,17 +51,18 @@ class ModelRunner:
         """
         if self.graphs is not None and rows != []:
             every_row = rows == list(range(len(input_ids)))
-            layout = PassLayout.of(spans, [] if every_row else rows or [], self._block_size)
-            logits = self.graphs.forward(input_ids, layout, tree)
+            kept = [] if every_row else rows or []
+            logits = self.graphs.forward(input_ids, spans, kept, tree)
             if logits is not None:
                 return logits
-        positions, kept_rows, step = self._layout(spans, rows or [])
+        step = self._step(spans, rows or [])
+        positions = step.positions
         if tree is not None:
-            counts = [span.count for span in spans]
-            positions = tree.positions(counts, step.context_lens)
+            positions = tree.positions([span.count for span in spans], step.context_lens)
             step.ancestor_mask = tree.ancestor_mask
-        keep = 0 if rows is None else kept_rows
-        return self.paged_model.forward(input_ids, positions, keep, step)
+        return self.paged_model.forward(
+            input_ids, positions, 0 if rows is None else step.rows, step
+        )
 
     def prefill(self, token_ids: list[list[int]], spans: list[Span]) -> None:
         """Write keys and values of the spans' tokens, at most chunk_size tokens in one pass."""
@@ -85,8 +86,10 @@ class ModelRunner:
 
         path [B, N] and accepted_len [B] are those of `verify_tree`; nothing waits for the device.
         """
-        tables = block_tables(spans, self._block_size)
-        values = [span.start for span in spans] + [block for table in tables for block in table]
+        width = max(len(span.block_table) for span in spans)
+        values = [span.start for span in spans]
+        for span in spans:
+            values += span.block_table + [-1] * (width - len(span.block_table))
         packed = device_tensor(values, torch.int32, self.device)
         block_table = packed[len(spans) :].view(len(spans), -1)
         for stack in self._cache_stacks:
@@ -100,13 +103,15 @@ class ModelRunner:
                 backend=self.paged_model.backend,
             )
 
-    def _layout(self, spans: list[Span], rows: list[int]) -> DevicePass:
-        """Positions [T], rows [R] and the step, in two copies to the device."""
-        layout = PassLayout.of(spans, rows, self._block_size)
-        buffers = (
-            device_tensor(layout.wide(), torch.int64, self.device),
-            device_tensor(layout.narrow(), torch.int32, self.device),
+    def _step(self, spans: list[Span], rows: list[int]) -> PagedStep:
+        """A pass over the spans, in two copies to the device."""
+        wide, narrow = lay_out(spans, rows, self._block_size)
+        return PagedStep.of(
+            self.caches,
+            device_tensor(wide, torch.int64, self.device),
+            device_tensor(narrow, torch.int32, self.device),
+            len(spans),
+            (len(wide) - len(rows)) // 2,
+            self.paged_model.backend,
+            spans,
         )
-        placed = device_pass(layout.shape, *buffers, self.caches, self.paged_model.backend)
-        placed.step.spans = spans
-        return placed

@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from fastspec.models.paged_model import KVCache, PagedStep, no_mask
-from fastspec_kernels import cross_attention
+from fastspec_kernels import cross_attention, store_kv
 
 T5_ATTENTION_NAME = "fastspec_t5"
 
@@ -97,7 +97,10 @@ def _self_attention(
 ) -> Tensor:
     """Gather pages and tokens into padded batches: tree_attention takes no bias."""
     paged = step.paged
-    caches = paged.store(module.layer_idx, key, value)
+    key, value = key[0].transpose(0, 1), value[0].transpose(0, 1)  # [T, G, D]
+    layer = module.layer_idx
+    caches = paged.caches.get(layer) or paged.probed_cache(layer, key, value, 0)
+    store_kv(key, value, *caches, paged.slot_mapping, backend=paged.backend)
     table = paged.block_table.clamp(min=0)
     slots = torch.arange(table.shape[1] * caches[0].shape[1], device=table.device)
     unused = (slots >= paged.context_lens[:, None])[:, :, None, None]

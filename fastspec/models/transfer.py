@@ -23,4 +23,5 @@ def device_tensor(values: Sequence, dtype: torch.dtype, device: torch.device) ->
 
     The host memory is not used again before they are, torch's allocator sees to that.
     """
-    return host_tensor(values, dtype, device).to(device, non_blocking=True)
+    is_cuda = device.type == "cuda"
+    return torch.tensor(values, dtype=dtype, pin_memory=is_cuda).to(device, non_blocking=True)

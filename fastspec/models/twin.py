@@ -12,6 +12,8 @@ from transformers import PreTrainedModel
 
 from fastspec_kernels import available_backends, gated_mlp, linear, rms_norm
 
+Forward = Callable[[Tensor], Tensor]
+
 # Above this many rows torch's matrix product is at its best, and prompts are read in such passes.
 _MOST_FEW_ROWS = 64
 _ROTATION = "apply_rotary_pos_emb"  # what transformers' models call the function
@@ -40,11 +42,11 @@ def use_few_row_kernels(model: PreTrainedModel) -> None:
         return
     for module in model.modules():
         if type(module) is nn.Linear:
-            _replace(module, _linear)
-        elif _is_rms_norm(module) and _agrees(module, _rms_norm):
-            _replace(module, _rms_norm)
-        elif _is_gated_mlp(module) and _agrees(module, _gated_mlp):
-            _replace(module, _gated_mlp)
+            module.__dict__["forward"] = _linear(module)
+        elif _is_rms_norm(module):
+            _take_over(module, _rms_norm(module))
+        elif _is_gated_mlp(module):
+            _take_over(module, _gated_mlp(module))
 
 
 def compile_modules(model: PreTrainedModel) -> None:
@@ -84,27 +86,46 @@ def _with_compiled_rotation(forward: Callable) -> Callable | None:
     return fused
 
 
-def _linear(module: Any, x: Tensor) -> Tensor:
-    return linear(x.contiguous(), module.weight, module.bias)
+def _linear(module: Any) -> Forward:
+    def forward(x: Tensor) -> Tensor:
+        if x.numel() > _MOST_FEW_ROWS * x.shape[-1]:
+            return nn.Linear.forward(module, x)
+        return linear(x.contiguous(), module.weight, module.bias)
+
+    return forward
 
 
-def _rms_norm(module: Any, x: Tensor) -> Tensor:
-    return rms_norm(x.contiguous(), module.weight, module.variance_epsilon)
-
-
-def _gated_mlp(module: Any, x: Tensor) -> Tensor:
-    weights = (layer.weight for layer in (module.gate_proj, module.up_proj, module.down_proj))
-    return gated_mlp(x.contiguous(), *weights)
-
-
-def _replace(module: nn.Module, few_rows: Callable[[Any, Tensor], Tensor]) -> None:
-    many_rows: Callable[[Any, Tensor], Tensor] = type(module).forward
+def _rms_norm(module: Any) -> Forward:
+    many_rows = type(module).forward
 
     def forward(x: Tensor) -> Tensor:
-        is_few = x.numel() <= _MOST_FEW_ROWS * x.shape[-1]
-        return few_rows(module, x) if is_few else many_rows(module, x)
+        if x.numel() > _MOST_FEW_ROWS * x.shape[-1]:
+            return many_rows(module, x)
+        return rms_norm(x.contiguous(), module.weight, module.variance_epsilon)
 
-    module.__dict__["forward"] = forward
+    return forward
+
+
+def _gated_mlp(module: Any) -> Forward:
+    many_rows = type(module).forward
+    gate, up, down = module.gate_proj, module.up_proj, module.down_proj
+
+    def forward(x: Tensor) -> Tensor:
+        if x.numel() > _MOST_FEW_ROWS * x.shape[-1]:
+            return many_rows(module, x)
+        return gated_mlp(x.contiguous(), gate.weight, up.weight, down.weight)
+
+    return forward
+
+
+def _take_over(module: Any, forward: Forward) -> None:
+    """Replace a module's forward by one that gives the same result on a trial input."""
+    layer = getattr(module, "gate_proj", module)
+    size = layer.weight.shape[-1]
+    trial = torch.linspace(-9.0, 9.0, 2 * size).sin().view(2, size)
+    expected = type(module).forward(module, trial)
+    if torch.allclose(forward(trial), expected, rtol=1e-4, atol=1e-5):
+        module.__dict__["forward"] = forward
 
 
 def _is_rms_norm(module: nn.Module) -> bool:
@@ -119,13 +140,6 @@ def _is_gated_mlp(module: nn.Module) -> bool:
         type(layer) is nn.Linear and layer.bias is None and layer.weight.dtype == torch.float32
         for layer in layers
     )
-
-
-def _agrees(module: Any, few_rows: Callable[[Any, Tensor], Tensor]) -> bool:
-    size = module.weight.shape[0] if few_rows is _rms_norm else module.gate_proj.in_features
-    trial = torch.linspace(-9.0, 9.0, 2 * size).sin().view(2, size)
-    expected = type(module).forward(module, trial)
-    return torch.allclose(few_rows(module, trial), expected, rtol=1e-4, atol=1e-5)
 
 
 def _configs_of(model: PreTrainedModel) -> Iterator:

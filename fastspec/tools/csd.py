@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig, is_int
-from fastspec.drafters.factory import DraftSource
+from fastspec.drafters.context import DraftSource
 from fastspec.engine.engine import Engine
 
 

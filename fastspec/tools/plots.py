@@ -24,7 +24,7 @@ def plot_acceptance(stats: SpecStats, rates: list[float], path: Path) -> None:
 
     Args:
         stats: of a run or a simulation.
-        rates: by position in the draft, see `economics.acceptance_by_position`.
+        rates: by position in the draft, see `formulas.acceptance_by_position`.
         path: the picture; its suffix says which kind.
     Raises:
         ValueError: matplotlib is not installed, or does not know the suffix; nothing is written.

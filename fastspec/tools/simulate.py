@@ -8,6 +8,7 @@ prompts, parameters and seeds the same draft tokens are accepted in each step.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -16,7 +17,8 @@ from transformers import PreTrainedTokenizerBase
 from fastspec.config import EngineConfig, SpecConfig
 from fastspec.drafters import Drafter, Proposal
 from fastspec.drafters.base import Batch
-from fastspec.drafters.factory import DrafterFactory, DrafterSource, ModelSource
+from fastspec.drafters.context import DrafterContext, DrafterSource, ModelSource
+from fastspec.drafters.registry import plan_drafter
 from fastspec.engine.block_manager import BlockManager, blocks_needed
 from fastspec.engine.request import EngineRequest
 from fastspec.engine.schedule import Step
@@ -24,6 +26,7 @@ from fastspec.engine.scheduler import Scheduler
 from fastspec.engine.stats import SpecStats
 from fastspec.models.cache_size import cache_blocks
 from fastspec.models.loading import resolve_device
+from fastspec.models.transfer import device_tensor
 from fastspec.tools.stored_outputs import StoredOutput
 
 _NO_TOKEN = -2  # beyond the end of a text; equal to no proposal, not even to none (-1)
@@ -92,7 +95,7 @@ class Simulator:
                 "relaxed_acceptance: only exact verification can be simulated, got"
                 f" {spec.relaxed_acceptance}"
             )
-        plan = DrafterFactory(spec, config, tokenizer, vocab_size).plan(target, drafter)
+        plan = plan_drafter(DrafterContext(spec, config, tokenizer, vocab_size, target, drafter))
         if plan is None:
             raise ValueError("drafter: there is none to simulate")
         self._plan = plan
@@ -108,65 +111,59 @@ class Simulator:
         outputs: Sequence[StoredOutput],
         advance: Callable[[int], None] = lambda num_tokens: None,
     ) -> list[Simulation]:
-        """Simulate all outputs, in their order; `advance` hears of tokens that are done.
+        """Simulate all outputs, in their order; `advance` is called with tokens done.
 
         Raises:
             ValueError: an output whose ids are not the target's, or that outgrows the cache;
                 nothing is run then.
         """
-        runs = [
-            _Run(self._request(number, output), output, self.device)
-            for number, output in enumerate(outputs, 1)
-        ]
+        runs = [self._run(number, output) for number, output in enumerate(outputs, 1)]
         scheduler, drafter = self._prepare(runs)
-        by_id = {run.request.request_id: run for run in runs}
         while scheduler.has_unfinished:
             for request in scheduler.schedule(self._num_draft):
                 drafter.release(request)
             scheduler.admit(self._num_draft)
-            running = [by_id[request.request_id] for request in scheduler.running]
+            running = cast(list[_Run], list(scheduler.running))
             self._step(running, drafter, advance)
             for run in running:
                 if run.is_done:
-                    scheduler.remove(run.request.request_id)
-                    drafter.release(run.request)
-        return [run.simulation for run in runs]
+                    scheduler.remove(run.request_id)
+                    drafter.release(run)
+        return [Simulation(run.steps, run.stats) for run in runs]
 
     def _prepare(self, runs: list["_Run"]) -> tuple[Scheduler, Drafter]:
         size, batch = self._config.block_size, self._config.max_batch_size
-        longest = max(run.request.max_len for run in runs)
+        longest = max(run.max_len for run in runs)
         num_blocks = batch * blocks_needed(longest, size)
         if self._plan.models:
             num_blocks = cache_blocks(self._config, self._plan.models, longest)
         block_manager = BlockManager(num_blocks, size)
         scheduler = Scheduler(block_manager, batch)
         for run in runs:
-            scheduler.check_fits(run.request)
+            scheduler.check_fits(run)
         for run in runs:
-            scheduler.add(run.request)
-            for stats in (self.stats, run.simulation.stats):
-                stats.record_prompt(len(run.request.token_ids), 0)
+            scheduler.add(run)
+            for stats in (self.stats, run.stats):
+                stats.record_prompt(run.num_prompt_tokens, 0)
         return scheduler, self._plan.build(None, block_manager)
 
     @torch.inference_mode()
     def _step(
         self, running: list["_Run"], drafter: Drafter, advance: Callable[[int], None]
     ) -> None:
-        requests = [run.request for run in running]
-        room = [request.max_len - len(request.token_ids) - 1 for request in requests]
-        wanted = [min(self._num_draft, r) for r in room]
-        batch = Batch(requests, wanted, self._num_draft, self.device, self._config.backend)
+        num = self._num_draft
+        wanted = [min(num, run.room) for run in running]
+        batch = Batch(running, wanted, num, self.device, self._config.backend)
         proposal = drafter.propose(batch)
         if proposal.parents is not None:
             raise ValueError("drafter: token trees cannot be simulated")
-        stored = torch.stack([run.following(self._num_draft) for run in running])
-        accepted = []
-        for run, step in zip(running, _judge(proposal, stored, wanted), strict=True):
-            accepted.append(step.accepted)
+        stored = device_tensor([run.following(num) for run in running], torch.int32, self.device)
+        steps = _judge(proposal, stored, wanted)
+        for run, step in zip(running, steps, strict=True):
             advance(run.commit(step, self.stats))
-        drafter.commit(batch, accepted)
+        drafter.commit(batch, [step.accepted for step in steps])
 
-    def _request(self, number: int, output: StoredOutput) -> EngineRequest:
+    def _run(self, number: int, output: StoredOutput) -> "_Run":
         prompt = output.prompt
         if isinstance(prompt, str):
             if self._tokenizer is None:
@@ -180,46 +177,43 @@ class Simulator:
                 f"output {number}: token id {largest} is not in 0..{self._vocab_size - 1}"
             )
         reached = len(output.token_ids) + self._num_draft + 1  # no step asks for room beyond
-        return EngineRequest(
+        return _Run(
             request_id=f"output-{number}",
             token_ids=list(prompt),
             params=output.params,
             seed=output.params.seed or 0,
             stop_ids=frozenset(),
             max_len=len(prompt) + min(output.params.max_tokens or reached, reached),
-            detokenizer=None,
+            text=[*prompt, *output.token_ids],
         )
 
 
-class _Run:
-    """One output on its way: the request holds the prompt and what has been matched."""
+@dataclass(eq=False)
+class _Run(EngineRequest):
+    """A request whose text is known; its token_ids are what has been matched so far."""
 
-    def __init__(self, request: EngineRequest, output: StoredOutput, device: torch.device):
-        self.request = request
-        self.simulation = Simulation()
-        self._left = list(reversed(output.token_ids))
-        self._stored = torch.tensor(output.token_ids, dtype=torch.int32, device=device)
+    text: list[int] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
 
     @property
     def is_done(self) -> bool:
-        return not self._left
+        return len(self.token_ids) == len(self.text)
 
-    def following(self, count: int) -> Tensor:
-        """The next [count] stored ids, int32."""
-        start = len(self._stored) - len(self._left)
-        ids = self._stored[start : start + count]
-        return torch.nn.functional.pad(ids, (0, count - len(ids)), value=_NO_TOKEN)
+    def following(self, count: int) -> list[int]:
+        """The next `count` stored ids."""
+        ids = self.text[len(self.token_ids) :][:count]
+        return ids + [_NO_TOKEN] * (count - len(ids))
 
     def commit(self, step: Step, all_stats: SpecStats) -> int:
         """Append what a step emits and count it; the number of tokens."""
-        emitted = min(step.accepted + 1, len(self._left))
-        self.request.token_ids += [self._left.pop() for _ in range(emitted)]
-        was_cut = emitted <= step.accepted
+        emitted = self.text[len(self.token_ids) :][: step.accepted + 1]
+        self.token_ids += emitted
+        was_cut = len(emitted) <= step.accepted
         judged = Step(*[step.accepted] * 3) if was_cut else step
-        self.simulation.steps.append(judged)
-        for stats in (self.simulation.stats, all_stats):
-            stats.record_step(judged.proposed, judged.accepted, emitted)
-        return emitted
+        self.steps.append(judged)
+        for stats in (self.stats, all_stats):
+            stats.record_step(judged.proposed, judged.accepted, len(emitted))
+        return len(emitted)
 
 
 def first_mismatch(draft_token_ids: Tensor, stored_token_ids: Tensor) -> Tensor:

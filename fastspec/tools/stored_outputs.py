@@ -47,7 +47,7 @@ def read_outputs(path: Path, prompts: list[str] | None = None) -> list[StoredOut
         prompts: texts for the outputs of a file that holds no prompts, in its order.
     Raises:
         ValueError: no such file, or one that is cut off or holds something else; the message has
-            the line. Prompts that lack, or that are too many.
+            the line. Too few or too many prompts.
     """
     text = read_text("outputs", path)
     readers: dict[str, Callable[[str, str], list[StoredOutput]]] = {

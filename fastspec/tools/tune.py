@@ -9,11 +9,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.k_matrix import KMatrix
-from fastspec.drafters.factory import DrafterSource
+from fastspec.drafters.context import DrafterSource
 from fastspec.engine.engine import Engine
 from fastspec.engine.outputs import RequestOutput
-from fastspec.engine.request import EngineRequest
-from fastspec.engine.schedule import Step, SweepSchedule
+from fastspec.engine.schedule import SweepSchedule
 from fastspec.tools.formulas import throughput
 from fastspec.tools.simulate import Simulator
 from fastspec.tools.stored_outputs import StoredOutput
@@ -42,18 +41,6 @@ def k_matrices_to_try(num_models: int) -> list[KMatrix]:
         for level, num in enumerate(diagonal)
     ]
     return [*horizontal, (*rows, (0,) * num_models + (_COPIED,))]
-
-
-class _Recorder(SweepSchedule):
-    """Keeps what became of every draft."""
-
-    def __init__(self, lengths: Sequence[int]):
-        super().__init__(lengths)
-        self.steps: list[Step] = []
-
-    def record(self, request: EngineRequest, step: Step) -> None:
-        super().record(request, step)
-        self.steps.append(step)
 
 
 @dataclass
@@ -158,10 +145,10 @@ class Planner:
         """
         most = spec.num_draft_tokens()
         lengths = (0, most) if spec.method == "cascade" else range(most + 1)
-        schedule = _Recorder(lengths)
+        schedule = SweepSchedule(lengths)
         engine = self._engine(replace(spec, schedule=schedule, step_costs=None), drafter)
         self._warm_up(engine, prompts[0])
-        schedule.steps.clear()
+        schedule.wanted.clear()
         measurement = Measurement(spec)
         samples: dict[int, list[tuple[float, float]]] = {length: [] for length in lengths}
         outputs: list[RequestOutput] = []
@@ -169,15 +156,14 @@ class Planner:
         for prompt in prompts:
             laps, output = self._run(engine, prompt)
             outputs.append(output)
-            recorded, schedule.steps = schedule.steps, []
+            wanted, schedule.wanted = schedule.wanted, []
             if len(laps) < 2:
                 raise ValueError(f"max_tokens: too few to measure with: {self.max_tokens}")
             starts.append((laps[0]["prefill"], laps[1]["propose"]))
-            for index, (step, lap) in enumerate(zip(recorded, laps, strict=True)):
-                planned = lengths[index % len(lengths)]
-                if index < 2 or step.wanted != planned:
+            for index, (length, lap) in enumerate(zip(wanted, laps, strict=True)):
+                if index < 2 or length != lengths[index % len(lengths)]:
                     continue  # the models' first passes, or the end of the text
-                samples[planned].append((lap["propose"], lap["verify"] + lap["commit"]))
+                samples[length].append((lap["propose"], lap["verify"] + lap["commit"]))
             advance()
         for length, pairs in samples.items():
             if len(pairs) < 2:
@@ -205,10 +191,7 @@ class Planner:
         predicted, index, length = max(options)
         if predicted < _LEAST_GAIN:
             return Plan(SpecConfig("none"), 1.0)
-        spec = measurements[index].spec
-        if spec.method != "cascade":
-            spec = replace(spec, num_speculative_tokens=length)
-        return Plan(spec, predicted)
+        return Plan(_with_length(measurements[index].spec, length), predicted)
 
     def confirm(
         self,
@@ -219,10 +202,7 @@ class Planner:
         advance: Callable[[], None],
     ) -> float:
         """The speed-up of a plan as measured: plain and chosen runs interleaved, median rounds."""
-        engines = [
-            self._engine(SpecConfig("none"), None),
-            self._engine(plan.spec, drafter),
-        ]
+        engines = [self._engine(SpecConfig("none"), None), self._engine(plan.spec, drafter)]
         for engine in engines:
             self._warm_up(engine, prompts[0])
         seconds: list[list[float]] = [[0.0] * repeats for _ in engines]
@@ -266,22 +246,24 @@ class Planner:
         length: int,
     ) -> float:
         """Tokens of a step when each has that many draft tokens."""
-        if spec.method != "cascade":
-            spec = replace(spec, num_speculative_tokens=length)
-        if self._params.temperature == 0 and not self._target.config.is_encoder_decoder:
+        spec, params = _with_length(spec, length), self._params
+        if params.temperature == 0 and not self._target.config.is_encoder_decoder:
             vocab_size = self._target.config.get_text_config(decoder=True).vocab_size
             simulator = Simulator(self._target, drafter, vocab_size, None, spec, self._config)
-            params = self._params
-            stored = [
-                StoredOutput(list(o.prompt_token_ids), list(o.token_ids), params) for o in outputs
-            ]
-            simulator.run(stored)
+            simulator.run(
+                [StoredOutput(list(o.prompt_token_ids), list(o.token_ids), params) for o in outputs]
+            )
             stats = simulator.stats
         else:
             engine = self._engine(spec, drafter)
-            engine.generate([list(o.prompt_token_ids) for o in outputs], self._params)
+            engine.generate([list(o.prompt_token_ids) for o in outputs], params)
             stats = engine.stats
         return stats.num_output_tokens / stats.num_steps
+
+
+def _with_length(spec: SpecConfig, length: int) -> SpecConfig:
+    """With so many draft tokens; a cascade's k_matrix says how many."""
+    return spec if spec.method == "cascade" else replace(spec, num_speculative_tokens=length)
 
 
 def _typical(seconds: list[float]) -> float:

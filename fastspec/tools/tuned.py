@@ -70,11 +70,11 @@ def load_tuned(path: Path) -> TunedConfig:
     """
     record = read_json("config", path)
     if not isinstance(record, dict) or record.get("fastspec_config") != _FORMAT:
-        raise ValueError(f"config: {path} is no file of fastspec tune")
+        raise ValueError(f"config: {path} was not written by fastspec tune")
     target, draft, spec = (record.get(name) for name in ("target", "draft", "spec"))
     is_named = isinstance(target, str) and (draft is None or isinstance(draft, str))
     if not is_named or not isinstance(spec, dict) or not set(spec) <= set(_SPEC_FIELDS):
-        raise ValueError(f"config: {path} lacks a target, a draft or fields of SpecConfig")
+        raise ValueError(f"config: {path} must hold a target, a draft and fields of SpecConfig")
     costs = record.get("step_costs")
     config = TunedConfig(str(target), draft, spec, costs, record.get("measured", {}))
     paced = {} if costs is None else {"schedule": "adaptive", "step_costs": costs}

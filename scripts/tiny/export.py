@@ -95,7 +95,7 @@ The engine's acceptance on the prompts above, chains of {num_speculative_tokens}
 {acceptance}
 
 `tiny-draft`, which is one layer deeper and saw {draft[tokens]:,} tokens, is ahead of both in the
-table before: GLIDE is to be compared with a draft as large and as long trained.
+table before: compare GLIDE with the plain draft, which has its size and its training.
 """
 
 

@@ -5,13 +5,14 @@ import json
 import pytest
 
 CASCADE = ["--method", "cascade", "--k-matrix", "[[2,3],[0,2]]"]
+GREEDY = ["--prompt", "abc", "--max-tokens", "9", "--temperature", "0"]
 BENCH = ["bench", "--num-prompts", "2", "--max-tokens", "6", "--repeats", "1", "-k", "2"]
 
 
 def test_generate(invoke, pair):
-    plain = invoke("generate", *pair, "--prompt", "abc", "--max-tokens", "9")
+    plain = invoke("generate", *pair, *GREEDY)
     for options in (CASCADE, [*CASCADE, "--lenience", "3"]):
-        result = invoke("generate", *pair, *options, "--prompt", "abc", "--max-tokens", "9")
+        result = invoke("generate", *pair, *options, *GREEDY)
         assert result.exit_code == 0, result.stderr
         assert result.stdout == plain.stdout
 
@@ -68,7 +69,7 @@ def test_options_that_are_wrong(invoke, bundled, options, named):
 
 
 def test_ngram(invoke, model_folders):
-    target = ["--target", model_folders["target"], "--prompt", "abcabc", "--max-tokens", "9"]
+    target = ["--target", model_folders["target"], *GREEDY, "--prompt", "abcabc"]
     plain = invoke("generate", *target)
     for options in ([], ["--ngram-size", "2", "--filler-top-k", "1"]):
         result = invoke("generate", *target, "--method", "ngram", *options)

@@ -143,7 +143,7 @@ def test_a_prompt_that_cannot_run_leaves_the_others(invoke, pair, prompt, named)
         (["bench", "--out", "."], "--out"),
         (["bench", "--temperatures", "0,hot"], "temperatures"),
         (["bench", "--temperatures", "-1"], "--temperatures: "),
-        (["bench", "--repeats", "0"], "--repeats: "),
+        (["bench", "--repeats", "0"], "--repeats"),
         (["bench", "-k0"], "-k: "),
         (["bench", "--threads", "0"], "--threads"),
         (["bench", "--target", "elsewhere"], "--draft"),

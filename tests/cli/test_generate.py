@@ -6,6 +6,8 @@ import pytest
 
 from fastspec import Engine, SamplingParams
 
+GREEDY = ["--temperature", "0"]
+
 
 def records(result) -> list[dict]:
     assert result.exit_code == 0, result.stderr
@@ -39,13 +41,13 @@ def test_json_is_one_object_and_nothing_else(invoke, pair):
 def test_text_equals_the_library(invoke, pair, model_folders):
     engine = Engine(str(model_folders["target"]), str(model_folders["draft"]))
     expected = engine.generate("import os", SamplingParams(temperature=0, max_tokens=20))[0].text
-    result = invoke("generate", *pair, "--prompt", "import os", "--max-tokens", "20")
+    result = invoke("generate", *pair, "--prompt", "import os", "--max-tokens", "20", *GREEDY)
     assert result.stdout == expected + "\n"
     assert result.stderr == ""  # no progress bar, no note: stderr is no terminal
 
 
 def test_methods_agree_greedily(invoke, pair):
-    arguments = ["--prompt", "x = 1", "--max-tokens", "16", "--json"]
+    arguments = ["--prompt", "x = 1", "--max-tokens", "16", "--json", *GREEDY]
     (speculative,) = records(invoke("generate", *pair, *arguments))
     (plain,) = records(invoke("generate", *pair[:2], *arguments, "--method", "none"))
     assert plain["token_ids"] == speculative["token_ids"]
@@ -67,7 +69,7 @@ def test_several_prompts_keep_their_order(invoke, pair, tmp_path):
 def test_prefix_caching_changes_no_ids(invoke, pair):
     begin = "a beginning that all of them share, and then "
     arguments = [a for end in "xyz" for a in ("--prompt", begin + end)]
-    arguments += ["--max-tokens", "5", "--json"]
+    arguments += ["--max-tokens", "5", "--json", *GREEDY]
     without = records(invoke("generate", *pair, *arguments))
     shared = records(invoke("generate", *pair, *arguments, "--prefix-caching"))
     assert [r["token_ids"] for r in shared] == [r["token_ids"] for r in without]
@@ -80,7 +82,7 @@ def test_float8_cache_is_refused_on_the_cpu(invoke, pair):
     result = invoke("generate", *pair, *arguments)
     assert result.exit_code == 1
     message = " ".join(result.stderr.split())
-    assert "kv_cache_dtype: the compiled kernels of cpu take no float8" in message
+    assert "kv-cache-dtype: the compiled kernels of cpu take no float8" in message
 
 
 @pytest.mark.parametrize("source", ["pipe", "dash"])
@@ -150,6 +152,7 @@ def test_chat_wraps_the_prompt(invoke, model_folders, tmp_path):
     template = "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
     (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     plain = ["generate", "--target", folder, "--max-tokens", "6", "--json", "--method", "none"]
+    plain += GREEDY
     (wrapped,) = records(invoke(*plain, "--prompt", "hi", "--chat"))
     (spelt_out,) = records(invoke(*plain, "--prompt", "[user]hi"))
     assert wrapped["token_ids"] == spelt_out["token_ids"]

@@ -5,6 +5,7 @@ import json
 
 def test_generate_writes_what_plain_decoding_writes(invoke):
     run = ["generate", "--prompt", "import os\n", "--max-tokens", "24", "--json"]
+    run += ["--temperature", "0"]
     plain, glide = invoke(*run, "--method", "none"), invoke(*run, "--method", "glide")
     assert glide.exit_code == 0, glide.stderr
     outputs = [json.loads(result.stdout) for result in (plain, glide)]

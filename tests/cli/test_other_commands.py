@@ -7,8 +7,7 @@ import pytest
 import typer
 
 import fastspec
-from fastspec.cli import app
-from fastspec.cli import demo as demo_command
+from fastspec.cli import app, running
 from fastspec.tools.bench import Methods
 
 from ..models import byte_tokenizer
@@ -34,12 +33,12 @@ def test_demo_when_sampling_claims_no_identity(invoke, bundled):
 
 
 def test_demo_notices_a_difference(invoke, bundled, monkeypatch):
-    run_one = demo_command.run_one
+    run_one = running.run_one
 
     def wrong_when_speculative(engine, prompt, params):
         return run_one(engine, prompt + "!" * engine.is_speculative, params)
 
-    monkeypatch.setattr(demo_command, "run_one", wrong_when_speculative)
+    monkeypatch.setattr(running, "run_one", wrong_when_speculative)
     result = invoke(*DEMO)
     assert result.exit_code == 1
     assert "DIFFER" in result.stdout

@@ -5,13 +5,14 @@ import json
 import pytest
 
 PROMPTS = ["--prompt", "def f(", "--prompt", "a b a b a", "--max-tokens", "30"]
+GREEDY = ["-k", "4", "--temperature", "0"]
 
 
 @pytest.fixture
 def stored(invoke, pair, tmp_path):
     """A stored greedy run with K = 4."""
     file = tmp_path / "run.jsonl"
-    result = invoke("generate", *pair, *PROMPTS, "-k", "4", "--save-outputs", file, "--json")
+    result = invoke("generate", *pair, *PROMPTS, *GREEDY, "--save-outputs", file, "--json")
     assert result.exit_code == 0, result.stderr
     return file, [json.loads(line)["stats"] for line in result.stdout.splitlines()]
 

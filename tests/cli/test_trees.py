@@ -12,7 +12,7 @@ def options(model_folders):
 @pytest.mark.parametrize("form", [["--method", "tree", "--tree-nodes", "9"], ["--cape"]])
 def test_generate_draws_the_tree_of_each_step(invoke, model_folders, form):
     run = ["generate", *options(model_folders), "--prompt", "abc", "--max-tokens", "12"]
-    run.append("--ignore-eos")
+    run += ["--ignore-eos", "--temperature", "0"]
     plain = invoke(*run, "--json")
     shown = invoke(*run, *form, "--json")
     assert json.loads(shown.stdout)["token_ids"] == json.loads(plain.stdout)["token_ids"]

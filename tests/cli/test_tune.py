@@ -39,7 +39,7 @@ def test_the_choice_is_written_and_used(invoke, pair, tmp_path, prompts_file):
     assert len(matrices) == 2 * 5  # with drafts and without
     assert [[2, 10], [0, 0]] in matrices
     assert [[6, 8], [0, 8]] in matrices
-    prompt = ["--prompt", "ab", "--max-tokens", "8"]
+    prompt = ["--prompt", "ab", "--max-tokens", "8", "--temperature", "0"]
     used = invoke("generate", "--config", out, *prompt)
     assert used.exit_code == 0, used.stderr
     plain = invoke("generate", *pair[:2], *prompt, "--method", "none")

@@ -5,6 +5,7 @@ import torch
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 
 from ..models import byte_tokenizer
+from .probes import blocks, filled_blocks, findable_blocks, runners_of
 
 SIZE = 4
 TEXT = [7, 99, 41, 3, 250, 16, 77, 30, 64, 8, 120, 55, 91]
@@ -32,13 +33,6 @@ def alone(model, drafter, prompt, params):
     return engine_of(model, drafter, prefix_caching=False).generate([prompt], params)[0]
 
 
-def assert_all_came_back(engine):
-    manager = engine._scheduler.block_manager
-    assert manager._num_users == [0] * manager.num_blocks
-    assert sorted([*manager._free, *manager._idle]) == list(range(manager.num_blocks))
-    assert set(manager._idle) == set(manager._index._content_of)
-
-
 def finish(engine):
     outputs = {}
     while engine.has_unfinished:
@@ -55,14 +49,12 @@ class Watcher:
         self.seen = {}
 
     def look(self):
-        manager, drafter = self.engine._scheduler.block_manager, self.engine._speculation.drafter
-        findable = manager._index._content_of
-        filled = [b for b, when in drafter._filled.items() if when == manager.tenancy(b)]
-        for runner, block_ids in ((self.engine._runner, findable), (drafter.runner, filled)):
+        of_both = findable_blocks(self.engine), filled_blocks(self.engine)
+        for runner, block_ids in zip(runners_of(self.engine), of_both, strict=True):
             for block_id in block_ids:
                 now = torch.stack(
                     [cache[block_id] for pair in runner.caches.values() for cache in pair]
                 )
-                key = (id(runner), block_id, manager.tenancy(block_id))
+                key = (id(runner), block_id, blocks(self.engine).tenancy(block_id))
                 assert torch.equal(self.seen.setdefault(key, now), now)
                 self.num_compared += 1

@@ -6,8 +6,8 @@ from itertools import pairwise
 import pytest
 
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
-from fastspec.drafters.base import Request
 from fastspec.engine.pacing import fitted_line
+from fastspec.engine.request import EngineRequest
 from fastspec.engine.schedule import (
     AdaptiveSchedule,
     Schedule,
@@ -18,6 +18,7 @@ from fastspec.engine.schedule import (
 from fastspec.tools.formulas import best_num_speculative_tokens
 
 from ..models import perturbed, random_model
+from .probes import assert_blocks_came_back
 
 PROMPTS = [[1, 2, 3], list(range(5, 22)), [40, 7] * 10, [99]]
 COSTS = [1.0, 1.2, 1.35, 1.5, 1.65, 1.8]
@@ -25,7 +26,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 
 
 def request_of(params=GREEDY):
-    return Request("a", [1], params, 0, frozenset(), 10**6, None)
+    return EngineRequest("a", [1], params, 0, frozenset(), 10**6)
 
 
 def run(schedule, rate_of, num_tokens, seed=0):
@@ -130,7 +131,7 @@ def test_greedy_ids_are_those_of_plain_decoding(model, drafter, quality, schedul
     given = {"often right": drafter, "wrong": random_model("llama", seed=7)}.get(quality)
     engine = Engine(model, given, spec=spec, config=EngineConfig(max_batch_size=3))
     assert [o.token_ids for o in engine.generate(PROMPTS, GREEDY)] == expected
-    assert engine._scheduler.block_manager.num_free == engine._scheduler.block_manager.num_blocks
+    assert_blocks_came_back(engine)
 
 
 def test_wrong_drafts_are_given_up(model):

@@ -8,8 +8,8 @@ from fastspec.drafters import MagDrafter, PromptLookupDrafter
 from fastspec_kernels.testing import chi_square
 
 from ..models import perturbed, random_model
+from .probes import assert_cached, cached_tokens, remembers_nobody, reviewers_of, running
 from .test_greedy import GREEDY, PROMPTS, hugging_face_greedy
-from .test_paged_cache import assert_same, cached, fresh
 from .test_sampling import ALPHA, FILTERED, PLAIN, VOCAB_SIZE, drawn_counts, exact_law
 
 RECIPES = [
@@ -134,18 +134,17 @@ def test_caches_are_those_of_a_fresh_read(model, drafts):
     engine = cascade_of(model, drafts[:2], [[3, 2, 4], [0, 2, 3], [0, 0, 4]])
     for prompt in PROMPTS[:3]:
         engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
-    levels = [level for level in engine._speculation.drafter._levels if level.can_review]
+    reviewers = reviewers_of(engine)
     num_checked = 0
     while engine.has_unfinished:
         engine.step()
-        for request in engine._scheduler.running:
-            for level, draft in zip(levels, drafts, strict=False):
-                count = level.model._num_cached[request.request_id]
-                expected = fresh(draft, request.token_ids[:count])
-                assert_same(cached(level.model.runner, request, count), expected)
+        for request in running(engine):
+            for reviewer, draft in zip(reviewers, drafts, strict=False):
+                count = cached_tokens(reviewer, request)
+                assert_cached(reviewer.runner, request, count, draft)
                 num_checked += 1
     assert num_checked > 20
-    assert all(level.model._num_cached == {} for level in levels)
+    assert all(map(remembers_nobody, reviewers))
 
 
 @pytest.fixture(scope="module")

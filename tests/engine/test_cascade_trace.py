@@ -11,6 +11,7 @@ from fastspec.drafters.cascade.draft import DraftToken
 from fastspec.drafters.cascade.drafter import CascadeDrafter
 
 from ..models import perturbed, random_model
+from .probes import drafter_of
 from .test_errors import assert_one_line
 
 GREEDY = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
@@ -190,6 +191,6 @@ def test_levels_that_do_not_fit():
     with pytest.raises(ValueError, match=r"^drafter: method 'cascade' needs a draft model"):
         build(None, RECIPE_OF_ONE)
     with pytest.raises(ValueError, match=r"^drafter: a level of a cascade"):
-        build([draft, Engine(model, draft)._speculation.drafter], RECIPE_OF_ONE)
+        build([draft, drafter_of(Engine(model, draft))], RECIPE_OF_ONE)
     with pytest.raises(ValueError, match=r"^drafter: several make a cascade"):
         Engine(model, [draft, draft])

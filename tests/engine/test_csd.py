@@ -1,6 +1,8 @@
 """`fastspec.csd` under its published signature, and the published bugs that it does not have."""
 
 import inspect
+import pkgutil
+from importlib import import_module
 
 import pytest
 import torch
@@ -39,6 +41,13 @@ def test_the_signature_is_the_published_one():
     assert tuple(parameters)[:7] == PUBLISHED
     assert parameters["max_length"].default == 200
     assert parameters["leniency"].default == 1
+
+
+def test_no_module_hides_a_public_name():
+    """A submodule becomes an attribute of its package when something imports it."""
+    modules = {module.name for module in pkgutil.iter_modules(fastspec.__path__)}
+    assert not modules & set(fastspec.__all__)
+    assert fastspec.csd is import_module("fastspec.tools.csd").csd
 
 
 @pytest.mark.parametrize("leniency", [1, 2, 50.0])

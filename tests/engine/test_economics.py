@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fastspec.economics import cost_counters, formulas
+from fastspec.tools import cost_counters, formulas
 
 ROUNDS = 200_000
 RATES = (0.0, 0.3, 0.8, 1.0)

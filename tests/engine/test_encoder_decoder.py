@@ -9,6 +9,13 @@ from fastspec.drafters.texts import TextStore
 from fastspec.models.paged_model import EncoderInput
 
 from ..models import T5_CONFIGS, byte_tokenizer, perturbed, random_t5
+from .probes import (
+    assert_blocks_came_back,
+    encoder_caches_of,
+    encoders_of,
+    record_passes,
+    waiting,
+)
 
 PROMPTS = [[5, 6, 7, 1], [9] * 30 + [1], list(range(2, 60)), [7, 8] * 10]
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -123,19 +130,12 @@ def test_vocabularies_padded_differently(model, expected):
         assert token_ids(Engine(model, drafter).generate(PROMPTS, GREEDY)) == expected
 
 
-def encoder_caches(engine):
-    runners = engine._runner, engine._speculation.drafter.runner
-    return [runner.paged_model._encoder_cache for runner in runners]
-
-
 @pytest.mark.parametrize("chunk", [3, 512])
 def test_preempted_requests_go_on_with_what_was_encoded(model, expected, chunk):
     config = EngineConfig(block_size=4, num_blocks=16, prefill_chunk_size=chunk)
     engine = Engine(model, perturbed(model, 0.02), config=config)
-    encoders = [engine._runner.paged_model.model.encoder]
-    encoders.append(engine._speculation.drafter.runner.paged_model.model.encoder)
     num_encoded = [0, 0]
-    for index, encoder in enumerate(encoders):
+    for index, encoder in enumerate(encoders_of(engine)):
 
         def count(*_, index=index):
             num_encoded[index] += 1
@@ -148,8 +148,7 @@ def test_preempted_requests_go_on_with_what_was_encoded(model, expected, chunk):
         for event in engine.step():
             if event.output is not None:
                 ids[event.request_id] = event.output.token_ids
-        waiting = engine._scheduler._waiting
-        was_preempted = was_preempted or any(len(request.token_ids) > 1 for request in waiting)
+        was_preempted |= any(len(request.token_ids) > 1 for request in waiting(engine))
     assert was_preempted
     assert [ids[f"request-{number}"] for number in range(1, 5)] == expected
     assert num_encoded == [4, 4]
@@ -160,14 +159,13 @@ def test_pages_of_encoded_inputs_come_back(model):
     first = engine.add_request(PROMPTS[2], GREEDY)
     engine.add_request(PROMPTS[0], GREEDY)
     engine.step()
-    assert [cache.num_used for cache in encoder_caches(engine)] == [5, 5]
+    assert [cache.num_used for cache in encoder_caches_of(engine)] == [5, 5]
     engine.abort(first)
-    assert [cache.num_used for cache in encoder_caches(engine)] == [1, 1]
+    assert [cache.num_used for cache in encoder_caches_of(engine)] == [1, 1]
     for _ in range(3):
         engine.generate(PROMPTS, GREEDY)
-    assert [cache.num_used for cache in encoder_caches(engine)] == [0, 0]
-    manager = engine._scheduler.block_manager
-    assert manager.num_free == manager.num_blocks
+    assert [cache.num_used for cache in encoder_caches_of(engine)] == [0, 0]
+    assert_blocks_came_back(engine)
 
 
 @pytest.mark.parametrize("kind", T5_CONFIGS)
@@ -176,16 +174,7 @@ def test_logits_are_hugging_faces(kind):
     """Far past the largest distance that the bias tells apart, one token at a time and several."""
     model = random_t5(kind)
     engine = Engine(model, perturbed(model, 0.02), spec=SpecConfig(num_speculative_tokens=3))
-    forward, seen = engine._runner.forward, []
-
-    def recorded(input_ids, spans, *args):
-        logits = forward(input_ids, spans, *args)
-        if logits.shape[0]:
-            for span, rows in zip(spans, logits.split([s.count for s in spans]), strict=True):
-                seen.append((span.encoder_input.token_ids, span.start, rows))
-        return logits
-
-    engine._runner.forward = recorded
+    passes = record_passes(engine)
     outputs = engine.generate(PROMPTS[:3], GREEDY)
     texts = {out.prompt_token_ids: [0, *out.token_ids] for out in outputs}
     logits = {
@@ -194,6 +183,12 @@ def test_logits_are_hugging_faces(kind):
         ).logits[0]
         for prompt, text in texts.items()
     }
+    seen = [
+        (span.encoder_input.token_ids, span.start, rows)
+        for spans, packed in passes
+        if packed.shape[0]
+        for span, rows in zip(spans, packed.split([s.count for s in spans]), strict=True)
+    ]
     assert len(seen) > 20
     for prompt, start, rows in seen:
         expected = logits[tuple(prompt)]
@@ -268,9 +263,7 @@ def test_one_that_is_not_finite_fails_alone(model, expected):
 
 
 def test_copies_come_from_the_encoders_input_too():
-    request = Request(
-        "a", [0], GREEDY, 0, frozenset(), 99, None, encoder_input=EncoderInput([5, 6, 7])
-    )
+    request = Request("a", [0], GREEDY, 0, frozenset(), 99, encoder_input=EncoderInput([5, 6, 7]))
     batch = Batch([request], [4], 4, torch.device("cpu"))
     store = TextStore()
     assert store.update(batch).token_ids.tolist() == [[5, 6, 7, 0]]

@@ -8,6 +8,8 @@ import torch
 from fastspec import Engine, SamplingParams, SpecConfig
 from fastspec.drafters import Proposal
 
+from .probes import assert_blocks_came_back, take_error
+
 GREEDY = SamplingParams(temperature=0, max_tokens=10)
 PROMPTS = [[3, 5, 7, 11 + i] for i in range(3)]
 K = 3
@@ -74,8 +76,7 @@ def run(engine):
             continue
         outputs |= {event.request_id: event.output for event in events if event.output}
     assert not engine.has_unfinished
-    manager = engine._scheduler.block_manager
-    assert manager.num_free == manager.num_blocks
+    assert_blocks_came_back(engine)
     return [outputs[request_id] for request_id in ids], errors
 
 
@@ -93,7 +94,7 @@ def test_no_request_is_lost_and_the_error_is_raised_once(model, expected, texts,
     else:
         assert len(errors) == 1
         assert engine.stats.num_accepted_tokens > 0  # the drafter was asked again afterwards
-    engine._speculation.take_error()
+    take_error(engine)
     drafter.failing = ()
     assert [output.token_ids for output in engine.generate(PROMPTS, GREEDY)] == expected
 

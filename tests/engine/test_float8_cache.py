@@ -14,8 +14,8 @@ from fastspec.models import paged_model
 
 from ..models import random_model
 from .glide_models import often_right
+from .probes import blocks, cached, running, target_runner
 from .test_greedy import hugging_face_greedy
-from .test_paged_cache import cached
 
 FLOAT8 = torch.float8_e4m3fn
 PROMPTS = [[1, 2, 3], list(range(5, 22)), [40, 7] * 10]
@@ -88,10 +88,10 @@ def test_caches_after_each_round(model, drafter, rounded):
     compared = []
     while engine.has_unfinished:
         engine.step()
-        for request in engine._scheduler.running:
+        for request in running(engine):
             token_ids = request.token_ids[:-1]
             layers = rounded(torch.tensor([token_ids]), use_cache=True).past_key_values.layers
-            pages = cached(engine._runner, request, len(token_ids))
+            pages = cached(target_runner(engine), request, len(token_ids))
             for layer, pair in zip(layers, pages, strict=True):
                 for page, states in zip(pair, (layer.keys, layer.values), strict=True):
                     wanted = states[0].transpose(0, 1)
@@ -107,7 +107,7 @@ def test_the_cache_holds_four_times_as_many_tokens(model):
         Engine(model, config=EngineConfig(kv_cache_memory=2**18, prefix_caching=True, **options))
         for options in ({}, {"kv_cache_dtype": "float8", "backend": "reference"})
     ]
-    plain, float8 = (engine._scheduler.block_manager.num_blocks for engine in sizes)
+    plain, float8 = (blocks(engine).num_blocks for engine in sizes)
     assert float8 // 4 == plain
 
 

@@ -109,7 +109,7 @@ def test_glide_is_remembered_when_speculation_is_switched():
     with pytest.raises(ValueError, match="drafter"):
         engine.enable_spec_dec(use_glide_drafter=True)
     engine.enable_spec_dec(target)
-    with pytest.raises(ValueError, match="use_glide_drafter: the drafter to enable is no GLIDE"):
+    with pytest.raises(ValueError, match="use_glide_drafter: the drafter to enable is not a GLIDE"):
         engine.enable_spec_dec(use_glide_drafter=True)
 
 

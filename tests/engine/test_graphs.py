@@ -8,12 +8,13 @@ import torch
 
 from fastspec import Engine, EngineConfig, SamplingParams
 from fastspec.models.graphs import GraphedForward, bucket, capture_for
-from fastspec.models.layout import PassLayout, PassShape
+from fastspec.models.layout import PassShape, lay_out
 from fastspec.models.paged_model import PagedModel, Span
 from fastspec.models.runner import ModelRunner
 from fastspec.models.token_tree import TreeLayout
 
 from ..models import VOCAB_SIZE, random_model
+from .probes import runners_of, use_graphs
 from .waiting import NoWaiting
 
 BLOCK_SIZE = 4
@@ -108,18 +109,21 @@ def test_passes_that_are_not_captured(num_tokens):
 
 
 def test_padded_layout():
-    layout = PassLayout.of([Span([3, 8], 5, 2), Span([1], 0, 1, prompt_len=4)], [1, 2], BLOCK_SIZE)
-    assert layout.shape == (2, 3, 2, 2)
-    assert layout.wide() == [5, 6, 0, 33, 34, 4, 1, 2]
-    assert layout.narrow() == [7, 1, 0, 2, 3, 0, 4, 3, 8, 1, -1]
-    padded = layout.padded(PassShape(4, 6, 4, 3), 2)
-    assert padded.wide() == [5, 6, 0, 0, 0, 0, 33, 34, 4, -1, -1, -1, 1, 2, 0, 0]
+    spans, rows = [Span([3, 8], 5, 2), Span([1], 0, 1, prompt_len=4)], [1, 2]
+    assert PassShape.of(spans, rows, BLOCK_SIZE) == (2, 3, 2, 2)
+    wide, narrow = lay_out(spans, rows, BLOCK_SIZE)
+    assert wide == [5, 6, 0, 33, 34, 4, 1, 2]
+    assert narrow == [7, 1, 0, 2, 3, 0, 4, 3, 8, 1, -1]
+    shape = PassShape(4, 6, 4, 3)
+    wide, narrow = lay_out(spans, rows, BLOCK_SIZE, shape, 2)
+    assert wide == [5, 6, 0, 0, 0, 0, 33, 34, 4, -1, -1, -1, 1, 2, 0, 0]
     tables = [3, 8, -1, 1, -1, -1, 0, 0, 0, 0, 0, 0]
-    assert padded.narrow() == [7, 1, 2, 1, 0, 2, 3, 5, 6, 0, 4, 0, 0, *tables]
-    assert len(padded.wide()) == padded.shape.wide_size
-    assert len(padded.narrow()) == padded.shape.narrow_size
+    assert narrow == [7, 1, 2, 1, 0, 2, 3, 5, 6, 0, 4, 0, 0, *tables]
+    assert len(wide) == shape.wide_size
+    assert len(narrow) == shape.narrow_size
+    assert rows == [1, 2]
     with pytest.raises(ValueError, match=r"^most_tokens: 1 of 3"):
-        layout.padded(PassShape(4, 6, 4, 3), 1)
+        lay_out(spans, rows, BLOCK_SIZE, shape, 1)
 
 
 PASSES = [  # (start, count) of each sequence, kept rows
@@ -223,11 +227,6 @@ def test_the_engine_decodes_the_same_with_graphs():
     capture = CountingCapture()
     engine = Engine(model, draft)
     for runner in runners_of(engine):
-        arguments = (runner.paged_model, runner.caches, 16, capture, True)
-        runner.graphs = GraphedForward(*arguments)
+        use_graphs(runner, capture)
     assert [output.token_ids for output in engine.generate(prompts, params)] == expected
     assert capture.num_captured > 2
-
-
-def runners_of(engine):
-    return [engine._runner, engine._speculation.drafter.runner]

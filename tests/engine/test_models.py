@@ -92,11 +92,11 @@ def test_values_narrower_than_keys(kind):
         ),
         (
             NemotronConfig(**_SIZES, num_key_value_heads=2, head_dim=16),
-            "NemotronAttention: its model hands no keyword arguments on to its attention",
+            "NemotronAttention: its model passes no keyword arguments to its attention",
         ),
         (
             PhimoeConfig(**_SIZES, num_key_value_heads=2, num_local_experts=2, sliding_window=6),
-            "PhimoeForCausalLM: `generate` keeps 6 tokens of layer 0, whose attention is told of no"
+            "PhimoeForCausalLM: `generate` keeps 6 tokens of layer 0, whose attention is given no"
             " window",
         ),
     ],
@@ -138,7 +138,7 @@ def test_truncated_weights(folder):
 def test_weights_that_lack_or_do_not_fit(folder):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))
-    assert "weights lack, as model.layers.3" in refusal(folder)
+    assert "weights are missing, such as model.layers.3" in refusal(folder)
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 99}))
     assert refusal(folder).startswith("target: cannot load ")
 

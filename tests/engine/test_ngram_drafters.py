@@ -13,6 +13,7 @@ from fastspec.drafters.texts import TextStore
 from fastspec_kernels.testing import chi_square
 
 from ..models import random_model
+from .probes import record_passes
 from .test_greedy import hugging_face_greedy
 from .test_sampling import ALPHA, FILTERED, PLAIN, exact_law
 from .test_sampling import PROMPT as SHORT_PROMPT
@@ -171,24 +172,22 @@ def counts_and_law(model, spec, sampling):
     return counts, law
 
 
-def test_without_a_match_the_step_is_plain(monkeypatch):
+def test_without_a_match_the_step_is_plain():
     """The target reads one token a step, as in plain decoding."""
     engine = Engine(random_model("llama"), spec=SpecConfig("prompt_lookup", 5))
-    read = []
-    forward = engine._runner.forward
+    passes = record_passes(engine)
 
-    def counting(input_ids, spans, rows=None):
-        read.append([span.count for span in spans])
-        return forward(input_ids, spans, rows)
+    def last_counts():
+        spans, _ = passes[-1]
+        return [span.count for span in spans]
 
-    monkeypatch.setattr(engine._runner, "forward", counting)
     for token in (11, 12, 13):
         engine.generate([[token, 200, token + 30]], SamplingParams(temperature=0, max_tokens=1))
-    assert read[-1] == [1]
+    assert last_counts() == [1]
     engine.add_request([3, 4] * 8, GREEDY, "copies")
     engine.add_request([90, 91, 92], GREEDY, "does not")
     engine.step()
-    assert read[-1] == [6, 1]
+    assert last_counts() == [6, 1]
 
 
 def test_proposals():

@@ -11,6 +11,7 @@ from fastspec.drafters.ngram_table import NgramTable
 from fastspec_kernels.testing import chi_square
 
 from ..models import random_model
+from .probes import drafter_of, is_free_store
 from .test_greedy import hugging_face_greedy
 from .test_ngram_drafters import GREEDY, REPETITIVE, batch_of, counts_and_law, request_of
 from .test_sampling import ALPHA, FILTERED
@@ -115,11 +116,7 @@ def test_requests_do_not_learn_from_each_other():
 def test_a_store_ends_with_its_request():
     engine = Engine(random_model("llama"), spec=SpecConfig("ngram", 4))
     engine.generate(REPETITIVE, GREEDY)
-    drafter = engine._speculation.drafter
-    assert len(drafter._rows) == len(drafter._num_learnt) == 0
-    assert len(drafter._table._counts) == len(REPETITIVE)
-    engine.generate(REPETITIVE, GREEDY)  # in the rows of those before
-    assert len(drafter._table._counts) == len(REPETITIVE)
+    assert is_free_store(drafter_of(engine))
 
 
 def test_sampled_output_has_the_targets_law(monkeypatch):

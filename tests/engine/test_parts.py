@@ -3,10 +3,10 @@
 import pytest
 
 from fastspec import SamplingParams
-from fastspec.drafters.base import Request
 from fastspec.engine.block_manager import BlockManager
 from fastspec.engine.detokenizer import Detokenizer
 from fastspec.engine.prefix_index import PrefixIndex
+from fastspec.engine.request import EngineRequest
 from fastspec.engine.stats import SpecStats
 
 from ..models import EOS_ID, byte_tokenizer
@@ -121,7 +121,7 @@ def test_a_stop_string_that_only_the_end_completes():
     for max_len, reasons in ((4, [None, None, "stop"]), (5, [None, None, None])):
         params = SamplingParams(stop="b\ufffd")
         detokenizer = Detokenizer(tokenizer, params.stop)
-        request = Request("r", [1], params, 0, frozenset(), max_len, detokenizer)
+        request = EngineRequest("r", [1], params, 0, frozenset(), max_len, detokenizer=detokenizer)
         ids = [*tokenizer("ab")["input_ids"], first]
         assert [request.append(i, "target", None, None) for i in ids] == reasons
     output = request.output("abort")
@@ -130,7 +130,7 @@ def test_a_stop_string_that_only_the_end_completes():
 
 
 def request_of(token_ids):
-    return Request("r", list(token_ids), SamplingParams(), 0, frozenset(), 99, None)
+    return EngineRequest("r", list(token_ids), SamplingParams(), 0, frozenset(), 99)
 
 
 def test_block_manager():

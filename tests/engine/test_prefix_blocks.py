@@ -14,10 +14,20 @@ from .prefix_sharing import (
     TEXT,
     Watcher,
     alone,
-    assert_all_came_back,
     engine_of,
     finish,
     params_of,
+)
+from .probes import (
+    assert_blocks_came_back,
+    blocks,
+    num_users,
+    record_prefills,
+    record_releases,
+    running,
+    schedule,
+    target_runner,
+    waiting,
 )
 
 
@@ -29,15 +39,14 @@ def test_a_request_shares_with_one_that_runs_and_outlives_it(model, drafter):
     prompts = [TEXT + tail for tail in TAILS]
     ids = [engine.add_request(prompt, params_of(seed=9)) for prompt in prompts]
     engine.step()
-    manager = engine._scheduler.block_manager
-    assert [manager._num_users[b] for b in engine._scheduler.running[0].block_table[:3]] == [3] * 3
+    assert num_users(engine, running(engine)[0].block_table[:3]) == [3] * 3
     text = engine.abort(first)
     outputs = finish(engine)
     for request_id, prompt in zip(ids, prompts, strict=True):
         expected = alone(model, drafter, prompt, params_of(seed=9))
         assert outputs[request_id].token_ids == expected.token_ids
         assert outputs[request_id].stats.num_cached_prompt_tokens == 12
-    assert_all_came_back(engine)
+    assert_blocks_came_back(engine)
     longer = TEXT + list(text.token_ids) + [1]
     found = engine.generate([longer], params_of())[0].stats.num_cached_prompt_tokens
     assert found == (len(longer) - 2) // SIZE * SIZE
@@ -55,7 +64,7 @@ def test_eviction_takes_the_least_recently_used_text_from_its_end(model):
     assert found(2).num_cached_prompt_tokens == 0
     assert found(0).num_cached_prompt_tokens == 12
     assert found(1).num_cached_prompt_tokens == 4
-    assert_all_came_back(engine)
+    assert_blocks_came_back(engine)
 
 
 def test_preemption_resumes_through_the_cache(model, drafter):
@@ -65,26 +74,14 @@ def test_preemption_resumes_through_the_cache(model, drafter):
     num_read = {}
     for prefix_caching in (False, True):
         engine = engine_of(model, drafter, prefix_caching, num_blocks=13)
-        runner = engine._runner
-        num_read[prefix_caching] = 0
-
-        def counted(token_ids, spans, on=prefix_caching, prefill=runner.prefill):
-            num_read[on] += sum(map(len, token_ids))
-            prefill(token_ids, spans)
-
-        runner.prefill = counted
-        releases = []
-        release = engine._speculation.drafter.release
-        engine._speculation.drafter.release = lambda r, release=release, releases=releases: (
-            releases.append(r),
-            release(r),
-        )
+        counts, releases = record_prefills(target_runner(engine)), record_releases(engine)
         outputs = engine.generate(prompts, params)
         assert len(releases) > len(prompts), "nothing was preempted"
         assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
         assert [o.stats.num_steps for o in outputs] == [o.stats.num_steps for o in expected]
         assert engine.stats.num_prompt_tokens == sum(map(len, prompts))
-        assert_all_came_back(engine)
+        num_read[prefix_caching] = sum(counts)
+        assert_blocks_came_back(engine)
     assert num_read[True] < num_read[False]
 
 
@@ -93,17 +90,16 @@ def test_a_preempted_request_finds_what_it_wrote(model, drafter):
     requests = [TEXT[:3], TEXT[3:6]]
     expected = [alone(model, drafter, r, params_of(max_tokens=30)).token_ids for r in requests]
     first, second = (engine.add_request(r, params_of(max_tokens=30)) for r in requests)
-    while len(engine._scheduler.running) != 1:
+    while len(running(engine)) != 1:
         engine.step()
-    (waiting,) = engine._scheduler._waiting
-    assert waiting.block_table == []
+    (preempted,) = waiting(engine)
+    assert preempted.block_table == []
     engine.abort(first)
-    with torch.inference_mode():
-        engine._schedule()
-    assert waiting.num_cached == len(waiting.token_ids) - 1
-    assert len(waiting.contents) >= (waiting.num_cached // SIZE) - 1 > len(requests[1]) // SIZE
+    schedule(engine)
+    assert preempted.num_cached == len(preempted.token_ids) - 1
+    assert len(preempted.contents) >= (preempted.num_cached // SIZE) - 1 > len(requests[1]) // SIZE
     assert finish(engine)[second].token_ids == expected[1]
-    assert_all_came_back(engine)
+    assert_blocks_came_back(engine)
 
 
 def test_colliding_hashes_share_nothing_wrong(model, drafter, monkeypatch):
@@ -131,17 +127,17 @@ def test_what_a_failed_request_read_is_not_found():
     output = engine.generate([TEXT], params_of(0))[0]
     assert output.stats.num_cached_prompt_tokens == 0
     assert output.token_ids == expected.token_ids
-    assert_all_came_back(engine)
+    assert_blocks_came_back(engine)
 
 
-def test_an_interrupted_prefill_leaves_nothing_to_be_found(model):
+def test_an_interrupted_prefill_leaves_nothing_to_be_found(model, monkeypatch):
     engine = engine_of(model)
-    prefill = engine._runner.prefill
-    engine._runner.prefill = lambda token_ids, spans: token_ids and 1 / 0
+    runner = target_runner(engine)
+    monkeypatch.setattr(runner, "prefill", lambda token_ids, spans: token_ids and 1 / 0)
     request_id = engine.add_request(TEXT, params_of())
     with pytest.raises(ZeroDivisionError):
         engine.step()
-    engine._runner.prefill = prefill
+    monkeypatch.undo()
     engine.abort(request_id)
     output = engine.generate([TEXT], params_of())[0]
     assert output.stats.num_cached_prompt_tokens == 0
@@ -174,14 +170,13 @@ def test_random_traffic(model, drafter, seed):
         if output is not None:
             assert output.token_ids == expected[name][: len(output.token_ids)]
     assert engine.stats.num_cached_prompt_tokens > 0
-    assert_all_came_back(engine)
+    assert_blocks_came_back(engine)
 
 
 def test_the_cache_takes_all_memory_it_may(model):
     sizes = {"kv_cache_memory": 2**22, "max_batch_size": 1, "max_model_len": 64}
-    per_block = SIZE * engine_of(model)._runner.paged_model.bytes_per_token()
+    per_block = SIZE * target_runner(engine_of(model)).paged_model.bytes_per_token()
     num_blocks = [
-        engine_of(model, prefix_caching=on, **sizes)._scheduler.block_manager.num_blocks
-        for on in (False, True)
+        blocks(engine_of(model, prefix_caching=on, **sizes)).num_blocks for on in (False, True)
     ]
     assert num_blocks == [64 // SIZE, 2**22 // per_block]

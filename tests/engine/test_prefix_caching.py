@@ -1,22 +1,18 @@
 """Requests that begin alike share blocks, and nobody can tell from what they say."""
 
 import pytest
-import torch
 
 from fastspec import Engine, EngineConfig
 
 from ..models import perturbed, random_model
-from .prefix_sharing import (
-    SIZE,
-    TAILS,
-    TEXT,
-    Watcher,
-    alone,
-    assert_all_came_back,
-    engine_of,
-    params_of,
+from .prefix_sharing import SIZE, TAILS, TEXT, Watcher, alone, engine_of, params_of
+from .probes import (
+    assert_blocks_came_back,
+    assert_caches,
+    idle_blocks,
+    record_prefills,
+    runners_of,
 )
-from .test_paged_cache import assert_same, cached, fresh
 
 
 @pytest.mark.parametrize("at_once", [False, True])
@@ -40,7 +36,7 @@ def test_shared_prefixes_of_every_length(model, drafter, speculative, temperatur
         assert found == [0, shared // SIZE * SIZE]
         assert engine.stats.num_cached_prompt_tokens == sum(found)
         assert engine.stats.num_prompt_tokens == sum(map(len, prompts))
-        assert_all_came_back(engine)
+        assert_blocks_came_back(engine)
 
 
 @pytest.mark.parametrize("length", range(1, 14))
@@ -87,19 +83,6 @@ def test_seeds_see_the_same_prefix(model, drafter):
     assert len(texts) == 6
 
 
-@torch.no_grad()
-def assert_fresh(engine, model, drafter):
-    for request in engine._scheduler.running:
-        count = request.num_cached
-        assert_same(cached(engine._runner, request, count), fresh(model, request.token_ids[:count]))
-        count = engine._speculation.drafter._num_cached[request.request_id]
-        assert len(request.token_ids) - 2 <= count <= len(request.token_ids) - 1
-        assert_same(
-            cached(engine._speculation.drafter.runner, request, count),
-            fresh(drafter, request.token_ids[:count]),
-        )
-
-
 @pytest.mark.parametrize("noise", [0.0, 0.08])
 def test_caches_equal_a_fresh_prefill_and_shared_blocks_never_change(model, noise):
     drafter = perturbed(model, noise)
@@ -111,14 +94,14 @@ def test_caches_equal_a_fresh_prefill_and_shared_blocks_never_change(model, nois
         for _ in range(index % 3):
             engine.step()
             watcher.look()
-            assert_fresh(engine, model, drafter)
+            assert_caches(engine, model, drafter)
     while engine.has_unfinished:
         engine.step()
         watcher.look()
-        assert_fresh(engine, model, drafter)
+        assert_caches(engine, model, drafter)
     assert engine.stats.num_cached_prompt_tokens >= 4 * 8
     assert watcher.num_compared > 100
-    assert_all_came_back(engine)
+    assert_blocks_came_back(engine)
 
 
 @pytest.mark.parametrize("how", ["disabled", "one token", "another drafter"])
@@ -132,7 +115,7 @@ def test_a_drafter_reads_what_only_the_target_has_read(model, drafter, how):
     engine.add_request(TEXT + TAILS[1], params_of(seed=1))
     while engine.has_unfinished:
         engine.step()
-        assert_fresh(engine, model, drafter)
+        assert_caches(engine, model, drafter)
     assert engine.stats.num_cached_prompt_tokens == 2 * 12
 
 
@@ -141,17 +124,7 @@ def test_a_shared_prefix_is_read_once_by_target_and_drafter(model, drafter, at_o
     engine = engine_of(model, drafter)
     prefix = TEXT * 3
     prompts = [[*prefix, last, *range(10, 20)] for last in range(4)]
-    num_read = dict.fromkeys(("target", "drafter"), 0)
-    for name, runner in (
-        ("target", engine._runner),
-        ("drafter", engine._speculation.drafter.runner),
-    ):
-
-        def counted(token_ids, spans, name=name, prefill=runner.prefill):
-            num_read[name] += sum(map(len, token_ids))
-            prefill(token_ids, spans)
-
-        runner.prefill = counted
+    of_both = [record_prefills(runner) for runner in runners_of(engine)]
     if at_once:
         engine.generate(prompts, params_of(max_tokens=4))
     else:
@@ -159,7 +132,7 @@ def test_a_shared_prefix_is_read_once_by_target_and_drafter(model, drafter, at_o
             engine.generate([prompt], params_of(max_tokens=4))
     shared = len(prefix) // SIZE * SIZE
     everything = sum(len(prompt) - 1 for prompt in prompts)
-    assert num_read == dict.fromkeys(num_read, everything - 3 * shared)
+    assert [sum(counts) for counts in of_both] == [everything - 3 * shared] * 2
 
 
 def test_off_by_default(model):
@@ -167,4 +140,4 @@ def test_off_by_default(model):
     for _ in range(2):
         engine.generate([TEXT], params_of())
     assert engine.stats.num_cached_prompt_tokens == 0
-    assert engine._scheduler.block_manager._idle == {}
+    assert not idle_blocks(engine)

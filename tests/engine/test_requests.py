@@ -6,6 +6,7 @@ import torch
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 
 from ..models import EOS_ID, byte_tokenizer, random_model
+from .probes import assert_blocks_came_back, record_releases
 
 PROMPTS = [[1, 2, 3], list(range(5, 22)), [40, 7] * 10, [99], [60, 61, 62, 63]]
 
@@ -108,12 +109,7 @@ def test_preemption_changes_nothing(model, drafter):
     params = [sampled(seed, ignore_eos=True) for seed in range(len(PROMPTS))]
     roomy = engine_of(model, drafter).generate(PROMPTS, params)
     tight = engine_of(model, drafter, block_size=4, num_blocks=13)
-    releases = []
-    release = tight._speculation.drafter.release
-    tight._speculation.drafter.release = lambda request: (
-        releases.append(request.request_id),
-        release(request),
-    )
+    releases = record_releases(tight)
     outputs = tight.generate(PROMPTS, params)
     assert len(releases) > len(PROMPTS), "nothing was preempted"
     assert [o.token_ids for o in outputs] == [o.token_ids for o in roomy]
@@ -179,7 +175,7 @@ def test_leaving_a_stream_frees_everything(model, drafter):
     for _ in engine.stream(PROMPTS[0], sampled(1)):
         break
     assert not engine.has_unfinished
-    assert engine._scheduler.block_manager.num_free == engine._scheduler.block_manager.num_blocks
+    assert_blocks_came_back(engine)
 
 
 def test_abort_returns_what_there_is(model, drafter):

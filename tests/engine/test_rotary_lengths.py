@@ -7,10 +7,10 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config, PhimoeConfig
 
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
-from fastspec.models.graphs import GraphedForward
 
 from ..models import EOS_ID, VOCAB_SIZE, perturbed, random_model
 from .glide_models import random_glide
+from .probes import target_runner, use_graphs
 from .test_graphs import CountingCapture
 from .test_greedy import hugging_face_greedy
 
@@ -118,8 +118,8 @@ def test_preemption(case):
 def test_padded_passes(case):
     model, expected = case
     engine = Engine(model, perturbed(model, 0.02), config=EngineConfig(block_size=4))
-    runner, capture = engine._runner, CountingCapture()
-    runner.graphs = GraphedForward(runner.paged_model, runner.caches, 4, capture, True)
+    capture = CountingCapture()
+    use_graphs(target_runner(engine), capture)
     assert texts(engine) == expected
     assert capture.num_captured
 

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-import fastspec.engine.verify
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 from fastspec_kernels import logits_to_probs
 from fastspec_kernels.testing import chi_square
 
 from ..models import perturbed, random_model
+from .probes import VERIFIER
 
 VOCAB_SIZE, LENGTH, PROMPT, DRAWS = 6, 3, [1, 4, 2], 12_000
 ALPHA = 1e-6
@@ -75,32 +75,32 @@ def test_exact_distribution(models, sampling, spec):
 
 
 def _shared_numbers(monkeypatch):
-    monkeypatch.setattr(fastspec.engine.verify, "VERIFY_STREAM", 1)
+    monkeypatch.setattr(VERIFIER, "VERIFY_STREAM", 1)
 
 
 def _draft_logits_not_sampled_from(monkeypatch):
-    original = fastspec.engine.verify.verify_chain
+    original = VERIFIER.verify_chain
 
     def verify_chain(*args, draft_logits, **kwargs):
         flattened = None if draft_logits is None else draft_logits / 3
         return original(*args, draft_logits=flattened, **kwargs)
 
-    monkeypatch.setattr(fastspec.engine.verify, "verify_chain", verify_chain)
+    monkeypatch.setattr(VERIFIER, "verify_chain", verify_chain)
 
 
 def _lenient(monkeypatch):
-    original = fastspec.engine.verify.verify_chain
+    original = VERIFIER.verify_chain
     monkeypatch.setattr(
-        fastspec.engine.verify,
+        VERIFIER,
         "verify_chain",
         lambda *args, **kwargs: original(*args, **{**kwargs, "lenience": 1.5}),
     )
 
 
 def _unfiltered_verification(monkeypatch):
-    original = fastspec.engine.verify.verify_chain
+    original = VERIFIER.verify_chain
     monkeypatch.setattr(
-        fastspec.engine.verify,
+        VERIFIER,
         "verify_chain",
         lambda *args, top_p, **kwargs: original(*args, top_p=None, **kwargs),
     )

@@ -8,6 +8,7 @@ import pytest
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 
 from ..models import byte_tokenizer
+from .probes import assert_blocks_came_back, before_passes
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 PROMPTS = [[3, 5, 7, 11 + i] for i in range(6)]
@@ -27,8 +28,7 @@ def expected(model):
 def assert_idle(engine):
     assert not engine.has_unfinished
     assert engine.step() == []
-    manager = engine._scheduler.block_manager
-    assert manager.num_free == manager.num_blocks
+    assert_blocks_came_back(engine)
 
 
 def steps(engine):
@@ -64,13 +64,7 @@ def test_threads_that_share_an_engine_get_their_own_outputs(engine, expected):
 def test_a_thread_is_let_in_while_another_generates(engine):
     """abort() and add_request() of one thread do not wait for the generate() of another."""
     started, done = threading.Event(), []
-    run = engine._runner.forward
-
-    def forward(*args, **kwargs):
-        started.set()
-        return run(*args, **kwargs)
-
-    engine._runner.forward = forward
+    before_passes(engine, started.set)
     long = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
     thread = threading.Thread(target=lambda: done.append(engine.generate([PROMPTS[0]], long)))
     thread.start()
@@ -137,17 +131,16 @@ def test_an_aborted_request_is_not_heard_of_again(engine):
 
 
 @pytest.mark.parametrize("call", ["generate", "stream"])
-def test_an_interrupt_leaves_nothing_running(engine, expected, monkeypatch, call):
-    run, calls = engine._runner.forward, []
+def test_an_interrupt_leaves_nothing_running(engine, expected, call):
+    calls = []
 
-    def interrupted(*args, **kwargs):
+    def interrupt():
         calls.append(1)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        return run(*args, **kwargs)
 
     other = engine.add_request(PROMPTS[4], GREEDY)
-    monkeypatch.setattr(engine._runner, "forward", interrupted)
+    before_passes(engine, interrupt)
     with pytest.raises(KeyboardInterrupt):
         _ = (
             engine.generate(PROMPTS[:3], GREEDY)
@@ -166,18 +159,16 @@ def test_a_refused_prompt_starts_none_of_its_call(engine):
     assert_idle(engine)
 
 
-def test_a_stream_dropped_during_a_step_is_aborted(engine, monkeypatch):
+def test_a_stream_dropped_during_a_step_is_aborted(engine):
     """The garbage collector may close a generator in the middle of a step of the same thread."""
     streams = [engine.stream(PROMPTS[0], GREEDY)]
     next(streams[0])
-    run = engine._runner.forward
 
-    def forward(*args, **kwargs):
+    def drop():
         streams.clear()
         gc.collect()
-        return run(*args, **kwargs)
 
-    monkeypatch.setattr(engine._runner, "forward", forward)
+    before_passes(engine, drop)
     other = engine.add_request(PROMPTS[1], GREEDY)
     assert steps(engine).keys() == {other}
     assert_idle(engine)

@@ -6,8 +6,14 @@ import torch
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 
 from ..models import EOS_ID, byte_tokenizer, perturbed, random_model
+from .probes import (
+    assert_blocks_came_back,
+    assert_caches,
+    draft_model_of,
+    remembers_nobody,
+    running,
+)
 from .test_greedy import GREEDY, PROMPTS, hugging_face_greedy
-from .test_paged_cache import assert_same, cached, fresh
 
 PATHS = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1], [0, 1, 0], [0, 0, 0, 0]]
 TREES = {
@@ -107,8 +113,7 @@ def test_a_tight_cache_preempts_and_shares_prefixes(model):
         for _ in range(2):
             outputs = engine.generate(prompts, GREEDY)
             assert [out.token_ids for out in outputs] == expected
-        manager = engine._scheduler.block_manager
-        assert manager.num_free == manager.num_blocks
+        assert_blocks_came_back(engine)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +126,6 @@ def test_a_tight_cache_preempts_and_shares_prefixes(model):
         ("cape", 0.08, 0.4),
     ],
 )
-@torch.no_grad()
 def test_caches_equal_a_fresh_prefill(model, name, noise, temperature):
     drafter = perturbed(model, noise)
     config = EngineConfig(block_size=4)
@@ -133,22 +137,11 @@ def test_caches_equal_a_fresh_prefill(model, name, noise, temperature):
     accepted_lens = set()
     while engine.has_unfinished:
         engine.step()
-        draft = engine._speculation.drafter.draft
-        for request in engine._scheduler.running:
-            count = len(request.token_ids) - 1
-            assert request.num_cached == count
-            assert_same(
-                cached(engine._runner, request, count), fresh(model, request.token_ids[:count])
-            )
-            draft_count = draft._num_cached[request.request_id]
-            assert 0 < draft_count <= count
-            assert_same(
-                cached(draft.runner, request, draft_count),
-                fresh(drafter, request.token_ids[:draft_count]),
-            )
+        assert_caches(engine, model, drafter, behind=None)
+        for request in running(engine):
             accepted_lens |= {i for i, n in enumerate(request.stats.acceptance_histogram) if n}
     assert accepted_lens >= ({3} if noise == 0 else {0, 1, 2, 3})
-    assert draft._num_cached == {}
+    assert remembers_nobody(draft_model_of(engine))
 
 
 def engine_of(model, drafter, name="tree", **config):

@@ -2,12 +2,12 @@
 
 import pytest
 
-import fastspec.engine.verify
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 from fastspec.drafters import TreeDrafter
 from fastspec_kernels.testing import chi_square
 
 from ..models import perturbed, random_model
+from .probes import VERIFIER
 from .test_sampling import ALPHA, FILTERED, LENGTH, PROMPT, VOCAB_SIZE, exact_law
 
 DRAWS = 6_000
@@ -62,16 +62,16 @@ def test_exact_distribution(small_models, options, rule, monkeypatch):
 
 
 def _shared_numbers(monkeypatch):
-    monkeypatch.setattr(fastspec.engine.verify, "VERIFY_STREAM", 1)
+    monkeypatch.setattr(VERIFIER, "VERIFY_STREAM", 1)
 
 
 def _draft_logits_not_drawn_from(monkeypatch):
-    original = fastspec.engine.verify.verify_tree
+    original = VERIFIER.verify_tree
 
     def verify_tree(*args, draft_logits, **kwargs):
         return original(*args, draft_logits=draft_logits / 3, **kwargs)
 
-    monkeypatch.setattr(fastspec.engine.verify, "verify_tree", verify_tree)
+    monkeypatch.setattr(VERIFIER, "verify_tree", verify_tree)
 
 
 @pytest.mark.parametrize("break_engine", [_shared_numbers, _draft_logits_not_drawn_from])

@@ -7,6 +7,7 @@ from fastspec import Engine, EngineConfig, SamplingParams
 from fastspec_kernels import available_backends
 
 from ..models import random_model
+from .probes import model_of, record_passes
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 
@@ -19,7 +20,7 @@ def test_weights_are_shared_and_the_model_untouched():
     model = random_model("llama")
     before = model.config._attn_implementation
     engine = Engine(model)
-    twin = engine._runner.paged_model.model
+    twin = model_of(engine)
     assert twin is not model
     for ours, theirs in zip(twin.parameters(), model.parameters(), strict=True):
         assert ours is theirs
@@ -36,14 +37,14 @@ def test_variants_that_only_look_alike_keep_their_code():
         "qwen3": {"Linear", "Qwen3RMSNorm", "Qwen3MLP"},
     }
     for architecture, names in expected.items():
-        twin = Engine(random_model(architecture))._runner.paged_model.model
+        twin = model_of(Engine(random_model(architecture)))
         assert replaced(twin) == names
 
 
 def test_the_reference_backend_uses_torchs_modules():
     model = random_model("llama")
     engine = Engine(model, config=EngineConfig(backend="reference"))
-    assert replaced(engine._runner.paged_model.model) == set()
+    assert replaced(model_of(engine)) == set()
     expected = Engine(model).generate([[1, 2, 3]], GREEDY)
     assert engine.generate([[1, 2, 3]], GREEDY)[0].token_ids == expected[0].token_ids
 
@@ -55,21 +56,13 @@ def test_logits_do_not_depend_on_how_many_tokens_are_read():
         return
     for architecture in ("llama", "mistral", "qwen3"):
         engine = Engine(random_model(architecture))
-        logits = []
-        runner = engine._runner
-        forward = runner.forward
-
-        def recorded(*args, forward=forward, logits=logits, **kwargs):
-            logits.append(forward(*args, **kwargs))
-            return logits[-1]
-
-        runner.forward = recorded
+        passes = record_passes(engine)
         (plain,) = engine.generate([[1, 2, 3]], GREEDY)
-        alone = torch.cat(logits[-20:])
-        logits.clear()
+        alone = torch.cat([logits for _, logits in passes[-20:]])
+        passes.clear()
         engine.enable_spec_dec(random_model(architecture), n_spec_tokens=4)
         (speculative,) = engine.generate([[1, 2, 3]], GREEDY)
-        together = torch.cat([rows for rows in logits if rows.shape[0]])
+        together = torch.cat([logits for _, logits in passes if logits.shape[0]])
         assert plain.token_ids == speculative.token_ids
         assert torch.equal(together[:20], alone)
 
@@ -102,7 +95,7 @@ def test_compiled_modules(monkeypatch, architecture):
     names = [PREFIXES[architecture] + kind for kind in kinds]
     rotation = "apply_rotary_pos_emb"
     assert sorted(compiled) == [*(f"{name}.forward" for name in names[1:]), rotation]
-    assert replaced(engine._runner.paged_model.model) == {*names}
+    assert replaced(model_of(engine)) == {*names}
     assert replaced(model) == set()
     expected = Engine(model, config=EngineConfig(backend="reference"))
     prompts = [[1, 2, 3], [4] * 9]
@@ -116,7 +109,7 @@ def test_kernels_of_ours_are_not_compiled():
     if "cpu" not in available_backends():
         return
     models = [
-        Engine(random_model("llama"), config=config)._runner.paged_model.model
+        model_of(Engine(random_model("llama"), config=config))
         for config in (EngineConfig(), EngineConfig(compile_modules=True))
     ]
     assert replaced(models[1]) - replaced(models[0]) == {"LlamaAttention"}

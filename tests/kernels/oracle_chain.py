@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .oracle import NO_MARGIN, Row, draw, over_target_vocabulary, row, zero_margin
+from .oracle import NO_MARGIN, Row, draw, over_target_vocabulary, remembered, row, zero_margin
 
 
 class Chain(NamedTuple):
@@ -43,6 +43,7 @@ class Draft(NamedTuple):
 FAILED = Chain([], -1, [], NO_MARGIN)
 
 
+@remembered
 def chain(sequence: Sequence) -> Chain:
     """What verify_chain makes of the sequence; the proposals end at the first -1."""
     rows, proposals = sequence.target_logits, sequence.proposals

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .oracle import NO_MARGIN, draw, over_target_vocabulary, row, zero_margin
+from .oracle import NO_MARGIN, draw, over_target_vocabulary, remembered, row, zero_margin
 from .oracle_chain import prob_of, target_row
 
 
@@ -44,6 +44,7 @@ class Tree:
 FAILED = Walk([], [], -1, [], NO_MARGIN)
 
 
+@remembered
 def walk(tree: Tree) -> Walk:
     """Go from the root to an accepted child for as long as there is one, then draw one token."""
     num = min(len(tree.target_logits), len(tree.tokens))

@@ -1,1 +1,43 @@
-"""CS-Drafting: drafters that review each other."""
+"""Cascades: drafters that review each other's drafts."""
+
+from typing import cast
+
+from fastspec.drafters import mag
+from fastspec.drafters.base import Blocks, Drafter
+from fastspec.drafters.cascade.drafter import CascadeDrafter
+from fastspec.drafters.cascade.levels import CopyingLevel, Level, ModelLevel
+from fastspec.drafters.context import DrafterContext, DrafterPlan, DraftSource
+from fastspec.drafters.draft_model import DraftModelDrafter
+from fastspec.models.paged_model import PagedModel
+from fastspec.models.runner import ModelRunner
+
+
+def build(context: DrafterContext) -> DrafterPlan:
+    """The method "cascade": levels as they are given, and MaG where k_matrix has one more."""
+    spec, given = context.spec, context.drafter
+    sources = list(given) if isinstance(given, (list, tuple)) else [cast(DraftSource, given)]
+    parts = [s if isinstance(s, Drafter) else context.load(s) for s in sources]
+    if len(spec.cascade_matrix) == len(parts) + 1:
+        parts.append(mag.build(context))
+    models = [part for part in parts if isinstance(part, PagedModel)]
+    vocab_size = min([context.vocab_size, *(model.vocab_size for model in models)])
+    probabilistic = spec.draws_drafts
+
+    def level(part: PagedModel | Drafter, block_manager: Blocks) -> Level:
+        if not isinstance(part, PagedModel):
+            return CopyingLevel(part, vocab_size)
+        runner = context.runner(part, block_manager)
+        model = DraftModelDrafter(runner, block_manager, vocab_size, probabilistic)
+        number = f"_{models.index(part) + 1}" if len(models) > 1 else ""
+        return ModelLevel(model, f"{model.name}{number}", spec.lenience, context.config.backend)
+
+    def drafter(target: ModelRunner | None, block_manager: Blocks) -> Drafter:
+        return CascadeDrafter(
+            [level(part, block_manager) for part in parts],
+            spec.cascade_matrix,
+            spec.lenience,
+            vocab_size=context.vocab_size,
+            probabilistic=probabilistic,
+        )
+
+    return DrafterPlan(models, drafter)

@@ -1,6 +1,7 @@
 """GLIDE: a draft model that also attends to the target's keys and values."""
 
-from fastspec.drafters.base import Blocks
+from fastspec.drafters.base import Blocks, Drafter
+from fastspec.drafters.context import DrafterContext, DrafterPlan
 from fastspec.drafters.draft_model import DraftModelDrafter
 from fastspec.drafters.glide.model import GlideLlamaConfig
 from fastspec.drafters.glide.paged import GlideRunner
@@ -56,3 +57,21 @@ def _top_caches(model: PagedModel, target: ModelRunner) -> list[KVCache]:
                     f" {expected} on {model.device}, the target has {heads} on {part.device}"
                 )
     return caches
+
+
+def build(context: DrafterContext) -> Drafter | DrafterPlan:
+    """The method "glide"; of drafters that are given, only one of its own kind."""
+    given = context.drafter
+    if isinstance(given, GlideDrafter):
+        return given
+    if isinstance(given, Drafter):
+        raise ValueError(f"drafter: GLIDE needs a GLIDE model, got {given.name!r}")
+    model = context.load_glide(given)
+    chunk_size, probabilistic = context.config.prefill_chunk_size, context.spec.draws_drafts
+
+    def drafter(target: ModelRunner | None, block_manager: Blocks) -> Drafter:
+        if target is None:
+            raise ValueError("drafter: GLIDE reads the target's cache, and there is no target")
+        return GlideDrafter(model, target, block_manager, chunk_size, probabilistic)
+
+    return DrafterPlan([model], drafter)

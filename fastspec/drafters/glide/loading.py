@@ -34,5 +34,7 @@ def _from_pretrained(path: str | Path, **options) -> GlideLlamaForCausalLM:
     model, report = cast(Any, loaded)
     missing = sorted(report["missing_keys"])
     if missing:
-        raise ValueError(f"is not a GLIDE model: {len(missing)} weights lack, as {missing[0]}")
+        raise ValueError(
+            f"is not a GLIDE model: it lacks {len(missing)} weights, such as {missing[0]}"
+        )
     return model

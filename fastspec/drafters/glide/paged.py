@@ -6,7 +6,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from fastspec.models.paged_model import KVCache, PagedModel, Span
+from fastspec.models.paged_model import KVCache, PagedModel, PagedStep, Span
 from fastspec.models.runner import ModelRunner
 from fastspec.models.transfer import device_tensor
 from fastspec_kernels import cross_attention, tree_attention
@@ -66,9 +66,8 @@ class GlideRunner(ModelRunner):
         super().__init__(paged_model, num_blocks, block_size, chunk_size)
         self._target_caches = target_caches
 
-    def _layout(self, spans: list[Span], rows: list[int]):
-        placed = super()._layout(spans, rows)
-        step = placed[-1]
+    def _step(self, spans: list[Span], rows: list[int]) -> PagedStep:
+        step = super()._step(spans, rows)
         is_reading = all(span.start + span.count <= span.target_len for span in spans)
         context_lens = step.context_lens
         if not is_reading:
@@ -82,4 +81,4 @@ class GlideRunner(ModelRunner):
             is_reading,
             step.backend,
         )
-        return placed
+        return step

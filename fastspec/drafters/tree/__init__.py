@@ -1,1 +1,46 @@
-"""Token trees over any draft model."""
+"""Drafters of token trees, and of siblings beside a chain."""
+
+from collections.abc import Callable
+
+from fastspec.config import SpecConfig
+from fastspec.config.token_trees import (
+    DEFAULT_CAPE_BINS,
+    DEFAULT_TREE_NODES,
+    DEFAULT_TREE_WIDTH,
+)
+from fastspec.config.tree_shapes import TreeShape
+from fastspec.drafters import auto, prompt_lookup
+from fastspec.drafters.base import Drafter, TreeProposer
+from fastspec.drafters.context import DrafterContext, DrafterPlan, as_plan
+from fastspec.drafters.draft_model import DraftModelDrafter
+from fastspec.drafters.tree.drafter import CapePlan, TreeDrafter, TreePlan
+
+
+def build(context: DrafterContext) -> DrafterPlan:
+    """The method "tree", over a draft model or one of GLIDE."""
+    spec = context.spec
+    shape = TreeShape(spec.tree_paths) if spec.tree_paths is not None else None
+    width, nodes = spec.tree_width or DEFAULT_TREE_WIDTH, spec.tree_nodes or DEFAULT_TREE_NODES
+    tree = TreePlan(width, nodes, spec.draws_drafts, shape)
+    branch = prompt_lookup.build(context) if spec.tree_prompt_lookup else None
+    return _over(as_plan(auto.build(context)), lambda draft: TreeDrafter(draft, tree, branch))
+
+
+def with_siblings(plan: DrafterPlan, spec: SpecConfig) -> DrafterPlan:
+    """CaPE: the chains of a draft model, with siblings where it is unsure."""
+    bins = tuple((bound, extra) for bound, extra in spec.cape_bins or DEFAULT_CAPE_BINS)
+    return _over(plan, lambda draft: TreeDrafter(draft, CapePlan(bins, spec.draws_drafts)))
+
+
+def _over(plan: DrafterPlan, wrapped: Callable[[DraftModelDrafter], Drafter]) -> DrafterPlan:
+    """What drafts trees with the drafter of a plan; one that does so by itself is left as it is."""
+
+    def drafter(target, block_manager) -> Drafter:
+        draft = plan.build(target, block_manager)
+        if isinstance(draft, TreeProposer):
+            return draft
+        if not isinstance(draft, DraftModelDrafter):
+            raise ValueError(f"drafter: trees need a draft model, got {draft.name!r}")
+        return wrapped(draft)
+
+    return DrafterPlan(plan.models, drafter)

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
+from fastspec.config.methods import method_named
 from fastspec.drafters.glide import GlideLlamaForCausalLM
 from fastspec.engine.engine import Engine
 from fastspec.engine.stats import SpecStats
@@ -43,12 +44,10 @@ class Methods:
     ):
         self._engine = Engine(target, draft, spec=spec, config=config)
         self.parts = parts
-        self._engines = {
-            name: Engine(
-                target, draft if part.method == "draft_model" else None, spec=part, config=config
-            )
-            for name, part in parts.items()
-        }
+        self._engines = {}
+        for name, part in parts.items():
+            needed = draft if method_named(part.method).needs_draft else None
+            self._engines[name] = Engine(target, needed, spec=part, config=config)
         self.num_parameters = (
             num_parameters(target),
             0 if draft is None else num_parameters(draft),

@@ -139,7 +139,7 @@ TREE_EDGES = (
         *((0.0, 0.0, LAST, 0.5), (2,), (0, 1)),
     ),
     TreeEdge(
-        "without replacement: a certain draft leaves the target nothing, but it is divided by 0",
+        "without replacement: a draft of probability 1 leaves nothing, but it is divided by 0",
         *("without_replacement", (ZERO, FLAT, ONE), (ONE, FLAT, FLAT), (0, 1, 0), (-1, 0, 0)),
         *((0.0, 0.0, LAST, 0.5), (2,), (0, 1)),
     ),

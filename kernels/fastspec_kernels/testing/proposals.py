@@ -33,7 +33,7 @@ def assert_draft_contract(
             show with 1e6 draws.
     Raises:
         AssertionError: names the test, the p value, and seen and expected counts.
-        ValueError: shapes that do not fit together, or rows that are no distributions.
+        ValueError: shapes that do not fit together, or rows that are not distributions.
     """
     tokens = np.asarray(token_ids)
     probs = np.asarray(draft_probs, dtype=np.float64)

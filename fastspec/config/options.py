@@ -1,0 +1,150 @@
+"""Options, each declared once.
+
+A field of a config is declared with `option(...)`: its default, what it takes, a line of help and
+its other names. Checks, help texts, command-line flags and docs/options.md come from that.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from functools import cache
+from pathlib import Path
+from textwrap import wrap
+from typing import Any, TypeVar
+
+from fastspec.config.checks import is_int, is_number, require
+
+Config = TypeVar("Config")
+LARGEST_INT32 = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The values that an option takes.
+
+    Attributes:
+        expected: what they are, for errors and docs.
+        fits: whether a value is one of them.
+        plain: the value as it is kept; it may refuse one, too.
+        flag_type: what a command-line flag reads; "json" for lists, None where no flag can say it.
+    """
+
+    expected: str
+    fits: Callable[[Any], bool]
+    plain: Callable[[Any], Any] = lambda value: value
+    flag_type: Any = str
+
+
+def integer(least: int, most: int | None = LARGEST_INT32) -> Kind:
+    """Ints of a range, numpy's included, kept as plain ones."""
+    expected = f"an int >= {least}" if most is None else f"an int from {least} to {most}"
+    return Kind(
+        expected,
+        lambda value: is_int(value) and least <= value and (most is None or value <= most),
+        int,
+        int,
+    )
+
+
+def number(expected: str, fits: Callable[[float], bool]) -> Kind:
+    """Finite numbers, kept as floats; -0.0 becomes 0."""
+    return Kind(
+        expected,
+        lambda value: is_number(value) and fits(float(value)),
+        lambda v: float(v) + 0,
+        float,
+    )
+
+
+def choice(*names: str) -> Kind:
+    """One of a few names."""
+    return Kind(f"one of {names}", lambda value: isinstance(value, str) and value in names)
+
+
+def anything(expected: str, plain: Callable[[Any], Any], flag_type: Any = "json") -> Kind:
+    """What `plain` does not refuse."""
+    return Kind(expected, lambda value: True, plain, flag_type)
+
+
+BOOL = Kind("a bool", lambda value: isinstance(value, bool), flag_type=bool)
+TEXT = Kind("a text", lambda value: isinstance(value, str))
+PATH = Kind("a path", lambda value: isinstance(value, (str, Path)), flag_type=Path)
+FACTOR = number("a finite number >= 1", lambda value: value >= 1)
+
+
+@dataclass(frozen=True)
+class Option:
+    """A declared option.
+
+    Attributes:
+        default: None = not given, unless `takes_none` gives None a meaning beside another default.
+        help: one line, the help text of its flag.
+        details: what only the docs say.
+        aliases: other names, each with whose it is.
+        flags: how the command line spells it.
+    """
+
+    name: str
+    default: Any
+    kind: Kind
+    help: str
+    details: str = ""
+    aliases: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
+    takes_none: bool = False
+
+    def checked(self, value: Any) -> Any:
+        """The value as it is kept; ValueError for one that the option does not take."""
+        if value is None and (self.default is None or self.takes_none):
+            return None
+        require(self.name, value, self.kind.fits(value), self.kind.expected)
+        return self.kind.plain(value)
+
+
+def option(default: Any, kind: Kind, help: str, details: str = "", **more: Any) -> Any:
+    """Declare a field of a config; see `Option` for the rest."""
+    declared = {"kind": kind, "help": help, "details": details, **more}
+    return field(default=default, metadata=declared)
+
+
+def not_yet(default: Any) -> Any:
+    """Declare a field that has a meaning elsewhere, and only its default here so far."""
+
+    def is_default(value: Any) -> bool:
+        return value == default or (default == () and value in ([], None))
+
+    kind = Kind(f"{default!r}, others are not supported yet", is_default, lambda _: default, None)
+    return option(default, kind, "Not supported yet.")
+
+
+@cache
+def options_of(config: type) -> dict[str, Option]:
+    """The options of a config by name, in their order."""
+    return {
+        each.name: Option(
+            each.name,
+            each.default,
+            **{"flags": (f"--{each.name.replace('_', '-')}",), **each.metadata},
+        )
+        for each in fields(config)
+        if "kind" in each.metadata
+    }
+
+
+def check_options(config: Any) -> None:
+    """Check every option of a config on its own, and keep plain values.
+
+    Raises:
+        ValueError: a value that its option does not take, by the name of the option.
+    """
+    for name, declared in options_of(type(config)).items():
+        object.__setattr__(config, name, declared.checked(getattr(config, name)))
+
+
+def documented(config: type[Config]) -> type[Config]:
+    """Add the options to the docstring of a config."""
+    lines = [str(config.__doc__).rstrip(), "", "Args:"]
+    for declared in options_of(config).values():
+        text = f"{declared.name}: {declared.help} {declared.details}"
+        lines += wrap(text, 100, initial_indent="    ", subsequent_indent="        ")
+    config.__doc__ = "\n".join([*lines, "Raises:", "    ValueError: a value out of range."])
+    return config

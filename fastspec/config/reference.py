@@ -1,0 +1,53 @@
+"""The page docs/options.md: `python -m fastspec.config.reference > docs/options.md`."""
+
+import sys
+from collections.abc import Iterable
+
+from fastspec.config.engine import EngineConfig
+from fastspec.config.methods import methods
+from fastspec.config.options import Option, options_of
+from fastspec.config.sampling import SamplingParams
+from fastspec.config.speculation import SpecConfig
+
+_HEAD = """# Options
+
+<!-- written by `python -m fastspec.config.reference`, not by hand -->
+
+Every option of a request, of drafting and of the engine, with its name in Python and on the
+command line of `fastspec generate`. Both have the same defaults. An option that the chosen method
+does not take is refused by name.
+"""
+
+
+def reference() -> str:
+    """The page."""
+    parts = [_HEAD]
+    for config in (SamplingParams, SpecConfig, EngineConfig):
+        summary = str(config.__doc__).split("\n\n", maxsplit=1)[0]
+        parts.append(f"## `{config.__name__}`\n\n{summary}\n")
+        parts += [_section(config, option) for option in options_of(config).values()]
+    parts.append("## Methods\n\n| method | drafts | options of its own |\n| --- | --- | --- |")
+    for name, method in methods().items():
+        parts.append(f"| `{name}` | {method.summary} | {_code(method.fields)} |")
+    return "\n".join(parts) + "\n"
+
+
+def _section(config: type, option: Option) -> str:
+    takers = [name for name, method in methods().items() if option.name in method.fields]
+    facts = [f"- values: {option.kind.expected}", f"- default: `{option.default!r}`"]
+    if option.kind.flag_type is not None:
+        facts.append(f"- command line: {', '.join(f'`{flag}`' for flag in option.flags)}")
+    if option.aliases:
+        facts.append(f"- other names: {', '.join(option.aliases)}")
+    if config is SpecConfig and takers:
+        facts.append(f"- methods: {_code(takers)}")
+    text = f"{option.help} {option.details}".strip()
+    return f"### `{option.name}`\n\n{text}\n\n" + "\n".join(facts) + "\n"
+
+
+def _code(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in sorted(names))
+
+
+if __name__ == "__main__":
+    sys.stdout.write(reference())

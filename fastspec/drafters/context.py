@@ -1,0 +1,99 @@
+"""What a method's build function is given, and what it makes of that."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from fastspec.config import EngineConfig, SpecConfig
+from fastspec.drafters.base import Blocks, Drafter
+from fastspec.drafters.glide.loading import is_glide, load_glide
+from fastspec.models.encoder_decoder import paged_model_of
+from fastspec.models.loading import check_same_tokenizer, load_model, load_tokenizer
+from fastspec.models.paged_model import PagedModel
+from fastspec.models.runner import ModelRunner
+
+ModelSource = str | Path | PreTrainedModel
+DraftSource = ModelSource | Drafter
+DrafterSource = DraftSource | Sequence[DraftSource]
+
+
+@dataclass(frozen=True)
+class DrafterPlan:
+    """A drafter whose models are loaded, and that has no caches yet.
+
+    Attributes:
+        models: those that need a cache beside the target's, so that all are sized together.
+        build: makes the drafter, given the target's runner (None where stored outputs stand for the
+            target) and the blocks that all caches share.
+    """
+
+    models: list[PagedModel]
+    build: Callable[[ModelRunner | None, Blocks], Drafter]
+
+
+def as_plan(made: Any) -> DrafterPlan:
+    """What a build function has made; ValueError when that is no drafter."""
+    if isinstance(made, Drafter) and not isinstance(made, type):
+        return DrafterPlan([], lambda target, block_manager: made)
+    if not isinstance(made, DrafterPlan):
+        raise ValueError(f"build: expected a Drafter or a DrafterPlan from it, got {made!r:.80}")
+    return made
+
+
+@dataclass(frozen=True)
+class DrafterContext:
+    """The target and the options that a drafter is made for.
+
+    Attributes:
+        spec: the method and its options.
+        config: device, dtype, backend and cache.
+        tokenizer: of the target, if it has one.
+        vocab_size: of the target.
+        target: what the user named, or the loaded model.
+        drafter: what the user named or passed; a method that needs no draft model gets None.
+        wants_glide: whether a draft model has to be one of GLIDE.
+    """
+
+    spec: SpecConfig
+    config: EngineConfig
+    tokenizer: PreTrainedTokenizerBase | None
+    vocab_size: int
+    target: ModelSource
+    drafter: DrafterSource | None = None
+    wants_glide: bool = False
+
+    def load(self, source: DrafterSource | None) -> PagedModel:
+        """A draft model as the engine runs it.
+
+        Raises:
+            ValueError: it cannot be loaded, has another tokenizer, or is one of GLIDE, which reads
+                the target's cache.
+        """
+        checked = self._checked(source)
+        if is_glide(checked):
+            method = self.spec.method
+            raise ValueError(f"drafter: a GLIDE model needs method 'glide', not {method!r}")
+        return paged_model_of(load_model("drafter", checked, self.config), self.config)
+
+    def load_glide(self, source: DrafterSource | None) -> PagedModel:
+        """The same of GLIDE."""
+        return paged_model_of(load_glide(self._checked(source), self.config), self.config)
+
+    def runner(self, model: PagedModel, block_manager: Blocks) -> ModelRunner:
+        """A runner over the blocks of the target's cache."""
+        num_blocks, block_size = block_manager.num_blocks, block_manager.block_size
+        chunk_size, cuda_graphs = self.config.prefill_chunk_size, self.config.cuda_graphs
+        return ModelRunner(model, num_blocks, block_size, chunk_size, cuda_graphs)
+
+    def _checked(self, source: DrafterSource | None) -> ModelSource:
+        """One model, whose token ids, as far as its tokenizer says, mean what the target's do."""
+        if isinstance(source, Drafter):
+            raise ValueError(f"drafter: expected a draft model, got the drafter {source.name!r}")
+        if not isinstance(source, (str, Path, PreTrainedModel)):
+            raise ValueError("drafter: several make a cascade, which spec.method has to be")
+        if not isinstance(source, PreTrainedModel):
+            check_same_tokenizer(self.tokenizer, load_tokenizer("drafter", source))
+        return source

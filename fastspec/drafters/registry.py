@@ -1,0 +1,121 @@
+"""The methods of drafting: users' own, and the drafter that a name, options and models ask for."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import fields as fields_of
+from dataclasses import replace
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from fastspec.config import SpecConfig
+from fastspec.config.checks import require
+from fastspec.config.methods import Method, add_method, method_named, remove_method
+from fastspec.drafters.base import Drafter
+from fastspec.drafters.context import DrafterContext, DrafterPlan, as_plan
+from fastspec.drafters.tree import with_siblings
+
+Build = Callable[[DrafterContext], Drafter | DrafterPlan]
+
+
+def register(
+    name: str,
+    build: Build,
+    *,
+    fields: Iterable[str] = (),
+    needs_draft: bool = False,
+    summary: str = "",
+) -> None:
+    """Add a method of drafting, for `SpecConfig(name)` and `--method name`.
+
+    A package adds its methods by an entry point of the group "fastspec.drafters": a function that
+    calls this one, or a module that does so when it is imported.
+
+    Args:
+        name: letters, digits, "_" and "-", none that there is.
+        build: makes the drafter for one engine from a `DrafterContext`: a `Drafter` or, where it
+            runs models with a cache of their own, a `DrafterPlan`. What it raises reaches the
+            user as it is.
+        fields: of SpecConfig, those of other methods that this one reads as well, like
+            "prompt_lookup_max"; every method has those that are of none.
+        needs_draft: whether it takes a draft model, in `DrafterContext.drafter`.
+        summary: one line for help texts.
+    Raises:
+        ValueError: an argument that cannot be used; the message names it.
+    """
+    is_name = isinstance(name, str) and name.replace("-", "_").isidentifier()
+    require("name", name, is_name, "a name of letters, digits, '_' and '-'")
+    require("build", build, callable(build), "a function of a DrafterContext")
+    known = {field.name for field in fields_of(SpecConfig)}
+    read = fields if isinstance(fields, str) else list(fields)
+    fits = not isinstance(read, str) and known.issuperset(read)
+    require("fields", read, fits, f"names of fields of SpecConfig: {', '.join(sorted(known))}")
+    is_line = isinstance(summary, str) and "\n" not in summary
+    require("summary", summary, is_line, "one line of text")
+    add_method(Method(name, summary, frozenset(read), bool(needs_draft), build))
+
+
+def unregister(name: str) -> None:
+    """Forget a method that `register` added; engines that use it go on.
+
+    Raises:
+        ValueError: there is no such method, or it is one of fastspec's own.
+    """
+    remove_method(name)
+
+
+def plan_drafter(context: DrafterContext) -> DrafterPlan | None:
+    """The drafter that spec.method, the target and the drafter together name; None: plain decoding.
+
+    Raises:
+        ValueError: a drafter that is missing, not wanted, or cannot be loaded.
+    """
+    method, given = method_named(context.spec.method), context.drafter
+    if given is not None:
+        _check_type(given)
+    if method.build is None:
+        return None
+    takes_draft = method.needs_draft or method.name == "auto"
+    if given is not None and not takes_draft:
+        raise ValueError(f"drafter: method {method.name!r} takes none")
+    if given is None and takes_draft:
+        if isinstance(context.target, str) and context.target == "tiny":
+            bundled = "tiny-glide" if method.name == "glide" else "tiny-draft"
+            return _planned(method, replace(context, drafter=bundled))
+        if method.needs_draft:
+            raise ValueError(f"drafter: method {method.name!r} needs a draft model, got None")
+        if context.spec.cape:
+            raise ValueError("drafter: cape needs a draft model, got None")
+        return None
+    return _planned(method, context)
+
+
+def plan_given(context: DrafterContext) -> DrafterPlan:
+    """A drafter, or one that runs the draft model that is given, whatever spec.method needs.
+
+    It drafts trees if the options ask for them.
+    """
+    _check_type(context.drafter)
+    name = "tree" if context.spec.method == "tree" else "auto"
+    return _planned(method_named(name), context)
+
+
+def _planned(method: Method, context: DrafterContext) -> DrafterPlan:
+    build: Any = method.build
+    plan = as_plan((resolve_name(build) if isinstance(build, str) else build)(context))
+    return with_siblings(plan, context.spec) if context.spec.cape else plan
+
+
+def _check_type(drafter: Any) -> None:
+    for part in drafter if isinstance(drafter, (list, tuple)) else [drafter]:
+        if isinstance(part, PreTrainedTokenizerBase):
+            raise ValueError(
+                "drafter: got a tokenizer; the second argument is the drafter, and tokenizer= takes"
+                " the tokenizer"
+            )
+        if not isinstance(part, (str, Path, PreTrainedModel, Drafter)):
+            raise ValueError(
+                "drafter: expected a path, a hub id, a PreTrainedModel, a Drafter, or several in a"
+                f" list, got {type(part).__name__}"
+            )

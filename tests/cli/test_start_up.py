@@ -1,0 +1,71 @@
+"""Help and refusals come without torch, and `import fastspec` without transformers."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import fastspec
+from fastspec.config import reference
+
+from ..test_layers import ROOT
+
+PROMPT = ["generate", "--prompt", "a"]
+COMMAND_LINES = [
+    ["--help"],
+    *([command, "--help"] for command in ("generate", "demo", "bench", "tune", "simulate")),
+    ["train", "glide", "--help"],
+    [*PROMPT, "-k", "0"],
+    [*PROMPT, "--method", "medusa"],
+    [*PROMPT, "--method", "mag", "--tree-width", "3"],
+    [*PROMPT, "--block-size", "0"],
+    [*PROMPT, "--method", "mag", "--draft", "x"],
+    ["demo", "--temperature", "-1"],
+    ["bench", "--temperatures", "hot"],
+    ["tune", "--out", "t.json", "--methods", "nan"],
+    ["simulate", "a.jsonl", "--method", "none"],
+    ["train", "glide", "--data", __file__, "--out", "x", "--rate", "nan"],
+]
+HEAVY = ("torch", "transformers", "huggingface_hub", "numpy")
+PROGRAM = """
+import io, json, sys
+from contextlib import redirect_stderr, redirect_stdout
+sys.path[:0] = json.loads(sys.argv[1])
+import fastspec
+fastspec.SpecConfig("mag"), fastspec.EngineConfig(), fastspec.SamplingParams()
+heavy = {"import fastspec": [name for name in json.loads(sys.argv[2]) if name in sys.modules]}
+from fastspec.cli import app
+for arguments in json.loads(sys.argv[3]):
+    with redirect_stdout(io.StringIO()) as shown, redirect_stderr(shown):
+        try:
+            app(arguments)
+        except SystemExit:
+            pass
+    found = [name for name in json.loads(sys.argv[2]) if name in sys.modules]
+    heavy[" ".join(arguments)] = found if shown.getvalue() else "nothing was shown"
+print(json.dumps(heavy))
+"""
+
+
+def test_help_refusals_and_the_package_import_neither_torch_nor_transformers():
+    arguments = [json.dumps(value) for value in (sys.path, HEAVY, COMMAND_LINES)]
+    run = [sys.executable, "-c", PROGRAM, *arguments]
+    result = subprocess.run(
+        run, capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL
+    )
+    imported = json.loads(result.stdout)
+    assert len(imported) == len(COMMAND_LINES) + 1
+    assert {line: names for line, names in imported.items() if names} == {}
+
+
+def test_every_public_name_is_there():
+    assert set(fastspec.__all__) <= set(dir(fastspec))
+    assert all(getattr(fastspec, name) is not None for name in fastspec.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'Motor'"):
+        fastspec.Motor  # noqa: B018
+
+
+def test_the_page_of_options_is_the_declared_one():
+    written = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
+    assert written == reference.reference(), "run python -m fastspec.config.reference"

@@ -1,0 +1,220 @@
+"""What the tests see of the inside of an engine: when that changes, this module alone does."""
+
+import torch
+
+from fastspec.engine import verify
+from fastspec.models.graphs import GraphedForward
+
+VERIFIER = verify  # the module in which tests replace verify_chain, verify_tree and VERIFY_STREAM
+
+
+def target_runner(engine):
+    return engine._runner
+
+
+def drafter_of(engine):
+    return engine._speculation.drafter
+
+
+def draft_model_of(engine):
+    """What runs the draft model and keeps its cache, also where it drafts a tree."""
+    drafter = drafter_of(engine)
+    return getattr(drafter, "draft", drafter)
+
+
+def reviewers_of(engine):
+    """The same for each model of a cascade, biggest first."""
+    return [level.model for level in drafter_of(engine)._levels if level.can_review]
+
+
+def runners_of(engine):
+    """The passes of the target and of its draft model."""
+    return [target_runner(engine), draft_model_of(engine).runner]
+
+
+def model_of(engine):
+    """The module tree that the target's passes run."""
+    return target_runner(engine).paged_model.model
+
+
+def encoders_of(engine):
+    return [runner.paged_model.model.encoder for runner in runners_of(engine)]
+
+
+def encoder_caches_of(engine):
+    return [runner.paged_model._encoder_cache for runner in runners_of(engine)]
+
+
+def running(engine):
+    return engine._scheduler.running
+
+
+def waiting(engine):
+    return engine._scheduler.waiting
+
+
+@torch.inference_mode()
+def schedule(engine):
+    """Admit and read waiting requests, as the next step would."""
+    engine._schedule()
+
+
+def take_error(engine):
+    """What a drafter raised and nobody has been told yet."""
+    error, engine._speculation.error = engine._speculation.error, None
+    return error
+
+
+# Blocks
+
+
+def blocks(engine):
+    return engine._scheduler.block_manager
+
+
+def num_users(engine, block_ids):
+    return [blocks(engine)._num_users[block_id] for block_id in block_ids]
+
+
+def idle_blocks(engine):
+    """In no table, but kept for who begins with the same tokens."""
+    return set(blocks(engine)._idle)
+
+
+def findable_blocks(engine):
+    return set(blocks(engine)._index._content_of)
+
+
+def assert_blocks_came_back(engine):
+    """No block is in a table or lost, and none is kept that nobody could find."""
+    manager = blocks(engine)
+    assert manager.num_free == manager.num_blocks
+    assert manager._num_users == [0] * manager.num_blocks
+    assert sorted([*manager._free, *manager._idle]) == list(range(manager.num_blocks))
+    assert idle_blocks(engine) == findable_blocks(engine)
+
+
+# What a draft model and a store of n-grams remember
+
+
+def cached_tokens(draft_model, request):
+    """Of a request's text, how many the draft model's cache holds."""
+    return draft_model._num_cached[request.request_id]
+
+
+def remembers_nobody(draft_model):
+    return draft_model._num_cached == {}
+
+
+def filled_blocks(engine):
+    """Blocks that hold what the draft model has read, for as long as their tenant stays."""
+    manager = blocks(engine)
+    filled = draft_model_of(engine)._filled
+    return [block_id for block_id, when in filled.items() if when == manager.tenancy(block_id)]
+
+
+def is_free_store(ngram_drafter):
+    """Whether every row of the store may be given to the next request."""
+    return len(ngram_drafter._rows) == len(ngram_drafter._num_learnt) == 0
+
+
+# Calls
+
+
+def before_passes(engine, call):
+    """Call something before each forward pass of the target."""
+    runner = target_runner(engine)
+    forward = runner.forward
+
+    def called(*args, **kwargs):
+        call()
+        return forward(*args, **kwargs)
+
+    runner.forward = called
+
+
+def record_passes(engine):
+    """Spans and logits of each forward pass of the target from now on."""
+    runner, passes = target_runner(engine), []
+    forward = runner.forward
+
+    def recorded(input_ids, spans, *args, **kwargs):
+        logits = forward(input_ids, spans, *args, **kwargs)
+        passes.append((spans, logits))
+        return logits
+
+    runner.forward = recorded
+    return passes
+
+
+def record_prefills(runner):
+    """How many tokens each prefill from now on reads."""
+    prefill, counts = runner.prefill, []
+
+    def recorded(token_ids, spans):
+        counts.append(sum(map(len, token_ids)))
+        prefill(token_ids, spans)
+
+    runner.prefill = recorded
+    return counts
+
+
+def record_releases(engine):
+    """Ids of the requests that the drafter lets go from now on: ended, aborted or preempted."""
+    drafter, request_ids = drafter_of(engine), []
+    release = drafter.release
+
+    def recorded(request):
+        request_ids.append(request.request_id)
+        release(request)
+
+    drafter.release = recorded
+    return request_ids
+
+
+def use_graphs(runner, capture):
+    """Run passes as with CUDA graphs, captured by `capture`."""
+    size = block_size_of(runner)
+    runner.graphs = GraphedForward(runner.paged_model, runner.caches, size, capture, True)
+
+
+# Caches
+
+
+def block_size_of(runner):
+    return next(iter(runner.caches.values()))[0].shape[1]
+
+
+def cached(runner, request, count):
+    """Keys and values of the first `count` tokens of a request, one pair for each layer."""
+    size = block_size_of(runner)
+    slots = torch.tensor([request.block_table[t // size] * size + t % size for t in range(count)])
+    return [
+        tuple(cache.flatten(0, 1)[slots] for cache in pair)
+        for _, pair in sorted(runner.caches.items())
+    ]
+
+
+def assert_cached(runner, request, count, model):
+    """The pages hold what a fresh prefill of the first `count` tokens gives."""
+    out = model(torch.tensor([request.token_ids[:count]]), use_cache=True)
+    layers = out.past_key_values.layers
+    for pair, layer in zip(cached(runner, request, count), layers, strict=True):
+        for states, expected in zip(pair, (layer.keys, layer.values), strict=True):
+            torch.testing.assert_close(states, expected[0].transpose(0, 1), atol=2e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def assert_caches(engine, model, drafter, behind=1):
+    """Between steps both caches are those of a fresh prefill of the committed tokens.
+
+    behind: by how many tokens the draft model may be late, None = by all but one.
+    """
+    target, draft = target_runner(engine), draft_model_of(engine)
+    for request in running(engine):
+        count = len(request.token_ids) - 1
+        assert request.num_cached == count
+        assert_cached(target, request, count, model)
+        draft_count = cached_tokens(draft, request)
+        assert (1 if behind is None else count - behind) <= draft_count <= count
+        assert_cached(draft.runner, request, draft_count, drafter)

@@ -1,0 +1,208 @@
+"""Methods of users' own: registered, found in installed packages, and refused by name."""
+
+import logging
+import re
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import fastspec.drafters
+from fastspec import Engine, SamplingParams, SpecConfig
+from fastspec.config.methods import methods
+from fastspec.drafters import (
+    DrafterPlan,
+    DraftModelDrafter,
+    PromptLookupDrafter,
+    register,
+    unregister,
+)
+from fastspec.tools.simulate import Simulator
+from fastspec.tools.stored_outputs import StoredOutput
+
+from ..models import VOCAB_SIZE
+
+DOCS = (Path(__file__).parents[2] / "docs" / "drafters.md").read_text(encoding="utf-8")
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+PROMPTS = [[1, 2, 3, 1, 2], [9, 9]]
+
+
+@contextmanager
+def registered(name, build, **options):
+    register(name, build, **options)
+    try:
+        yield
+    finally:
+        unregister(name)
+
+
+def copying(context):
+    return PromptLookupDrafter(*context.spec.lookup_lengths)
+
+
+def drafting(context):
+    """A plan, as a method with a draft model has to make one."""
+    model = context.load(context.drafter)
+
+    def drafter(target, block_manager):
+        runner = context.runner(model, block_manager)
+        return DraftModelDrafter(runner, block_manager, context.vocab_size, False)
+
+    return DrafterPlan([model], drafter)
+
+
+def ids(engine):
+    return [output.token_ids for output in engine.generate(PROMPTS, GREEDY)]
+
+
+def test_the_example_of_the_docs_runs():
+    (code,) = re.findall(r"^```python\n(.*?)^```", DOCS, flags=re.MULTILINE | re.DOTALL)
+    assert sum(bool(line.strip()) for line in code.splitlines()) <= 20
+    names = {}
+    try:
+        exec(compile(code, "drafters.md", "exec"), names)
+    finally:
+        unregister("repeat")
+    (plain,) = Engine("tiny", spec="none").generate("x = [\n    0,\n", names["params"])
+    assert names["output"].token_ids == plain.token_ids
+    assert names["output"].stats.num_draft_tokens > 0
+
+
+def test_the_docs_list_every_method():
+    listed = re.findall(r"^\| `(\w+)` \|", DOCS, flags=re.MULTILINE)
+    assert listed == list(methods())
+
+
+def test_every_method_of_ours_has_its_build():
+    for method in methods().values():
+        if method.build is not None:
+            assert callable(fastspec.drafters.registry.resolve_name(method.build)), method.name
+
+
+def test_a_method_without_a_draft_model(model):
+    plain = ids(Engine(model))
+    with registered("mine", copying, fields=["prompt_lookup_max"], summary="copies"):
+        spec = SpecConfig("mine", 3, prompt_lookup_max=2)
+        engine = Engine(model, spec=spec)
+        assert ids(engine) == plain
+        assert engine.stats.num_draft_tokens > 0
+        outputs = [StoredOutput(p, list(o), GREEDY) for p, o in zip(PROMPTS, plain, strict=True)]
+        simulator = Simulator(model, None, VOCAB_SIZE, spec=spec)
+        simulator.run(outputs)
+        assert simulator.stats.num_accepted_tokens == engine.stats.num_accepted_tokens
+        with pytest.raises(ValueError, match="drafter: method 'mine' takes none"):
+            Engine(model, model, spec="mine")
+        with pytest.raises(ValueError, match="ngram_size: not for method 'mine'"):
+            SpecConfig("mine", ngram_size=3)
+        with pytest.raises(ValueError, match="cape: "):
+            SpecConfig("mine", cape=True)
+    with pytest.raises(ValueError, match=r"method: .*'prompt_lookup'.*, got 'mine'"):
+        SpecConfig("mine")
+
+
+def test_a_method_with_a_draft_model(model, drafter):
+    with registered("mine", drafting, fields=("cape", "cape_bins"), needs_draft=True):
+        for cape in (False, True):
+            engine = Engine(model, drafter, spec=SpecConfig("mine", 3, cape=cape))
+            assert ids(engine) == ids(Engine(model))
+            assert engine.stats.num_accepted_tokens > 0
+        with pytest.raises(ValueError, match="drafter: method 'mine' needs a draft model"):
+            Engine(model, spec="mine")
+        with pytest.raises(ValueError, match="expected a draft model, got the drafter"):
+            Engine(model, PromptLookupDrafter(1, 2), spec="mine")
+
+
+def test_what_a_build_raises_or_returns_by_mistake(model):
+    def failing(context):
+        raise KeyError("a table of mine")
+
+    with registered("mine", failing), pytest.raises(KeyError, match="a table of mine"):
+        Engine(model, spec="mine")
+    for made in (None, 5, PromptLookupDrafter):
+        with (
+            registered("mine", lambda context, made=made: made),
+            pytest.raises(ValueError, match="build: expected a Drafter or a DrafterPlan"),
+        ):
+            Engine(model, spec="mine")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("tree", {}, "name: there is a method 'tree' already"),
+        ("mine", {}, "name: there is a method 'mine' already"),
+        ("two words", {}, "name: expected a name"),
+        ("", {}, "name: expected a name"),
+        (5, {}, "name: expected a name"),
+        ("other", {"build": "mag"}, "build: expected a function"),
+        ("other", {"fields": ["tree_width", "no_field"]}, "fields: .*no_field"),
+        ("other", {"fields": "tree_width"}, "fields: "),
+        ("other", {"summary": "two\nlines"}, "summary: expected one line"),
+    ],
+)
+def test_refused_registrations(name, options, message):
+    with registered("mine", copying):
+        with pytest.raises(ValueError, match=message):
+            register(name, **{"build": copying, **options})
+        assert list(methods())[-1] == "mine"
+
+
+@pytest.mark.parametrize("name", ["tree", "nobody"])
+def test_only_what_was_added_can_be_removed(name):
+    with pytest.raises(ValueError, match=f"name: no method '{name}' was registered"):
+        unregister(name)
+
+
+@pytest.fixture
+def packages(tmp_path, monkeypatch):
+    """Installed packages with entry points, each "name = module" and the module's text."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def install(package, module, text, entry):
+        (tmp_path / f"{module}.py").write_text(text)
+        info = tmp_path / f"{package}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[fastspec.drafters]\n{entry}\n")
+
+    before = set(methods())
+    yield install
+    for name in set(methods()) - before:
+        unregister(name)
+
+
+ADDING = """
+from fastspec.drafters import PromptLookupDrafter, register
+def add(name={name!r}):
+    register(name, lambda context: PromptLookupDrafter(1, 2), summary="from a package")
+"""
+
+
+def test_methods_of_installed_packages(packages, model, caplog):
+    packages("whole", "whole_a", ADDING.format(name="packaged"), "packaged = whole_a:add")
+    text = ADDING.format(name="imported") + "add()\n"
+    packages("module", "whole_b", text, "imported = whole_b")
+    packages("broken", "broken_c", "import no_such_module_at_all", "c = broken_c:add")
+    packages("failing", "broken_d", "def add():\n    1 / 0", "d = broken_d:add")
+    packages("clashing", "broken_e", ADDING.format(name="tree"), "e = broken_e:add")
+    packages("absent", "broken_f", "", "f = broken_f:add")
+    with caplog.at_level(logging.WARNING):
+        engine = Engine(model, spec="packaged")  # asks all of them
+    assert ids(engine) == ids(Engine(model))
+    assert methods()["packaged"].summary == "from a package"
+    assert {"packaged", "imported"} <= set(methods())
+    reported = sorted(record.getMessage() for record in caplog.records)
+    assert [line.split(":")[0] for line in reported] == [
+        f"package {name}" for name in ("absent", "broken", "clashing", "failing")
+    ]
+    assert not any("\n" in line for line in reported)
+
+
+def test_packages_are_asked_for_unknown_names_and_lists_alone(packages):
+    text = ADDING.format(name="lazy") + "add()\n"
+    packages("lazy", "lazy_module", text, "lazy = lazy_module")
+    known = methods()
+    assert known["mag"].name == "mag"
+    SpecConfig("mag")
+    assert "lazy" not in known._known
+    assert "lazy" in list(known)
