@@ -4,16 +4,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fastspec.drafters.base import Batch, Proposal, Request
 from fastspec.drafters.bigram_table import load_bigram
 from fastspec.drafters.context import DrafterContext
-from fastspec.drafters.prompt_lookup import copied
-from fastspec.drafters.texts import Texts, TextStore
+from fastspec.drafters.prompt_lookup import CopyingDrafter
+from fastspec.drafters.texts import Texts
 from fastspec.models.loading import bigram_beside
 from fastspec_kernels import match_suffix
 
 
-class MagDrafter:
+class MagDrafter(CopyingDrafter):
     """Copies what follows the earliest place where the longest end of the text stood before.
 
     When that copy reaches the end of the text, the same is done once more with the longer text;
@@ -31,37 +30,27 @@ class MagDrafter:
     name = "mag"
 
     def __init__(self, bigram: Tensor | None = None, backend: str = "auto"):
+        super().__init__()
         self._bigram = bigram
         self._backend = backend
         self._chains: Tensor | None = None
-        self._texts = TextStore()
-
-    def propose(self, batch: Batch) -> Proposal:
-        texts = self._texts.update(batch)
-        return copied(self.copy(texts, batch.num_speculative_tokens), batch)
 
     def copy(self, texts: Texts, num_tokens: int) -> Tensor:
-        """What may follow each text: [B, num_tokens] int32, -1 after the last token."""
-        num = num_tokens
-        first = self._match(texts, num)
-        count = _num_tokens(first)  # [B, 1]
-        columns = torch.arange(num, device=first.device)
         ends = texts.lengths.long()[:, None]
-        longer = pad(texts.token_ids, (0, num)).scatter(1, ends + columns, first)
-        second = self._match(Texts(longer, texts.lengths + count[:, 0].int()), num)
+        places = ends + torch.arange(num_tokens, device=ends.device)
+        first = self._match(texts, num_tokens)
+        count = (first >= 0).sum(dim=1, keepdim=True)  # [B, 1]
+        longer = pad(texts.token_ids, (0, num_tokens)).scatter(1, places, first)
+        second = self._match(Texts(longer, texts.lengths + count[:, 0].int()), num_tokens)
         drafts = _after(first, count, second)
         if self._bigram is not None:
-            count = _num_tokens(drafts)
-            longer = longer.scatter(1, ends + columns, drafts)
-            last = longer.gather(1, ends + count - 1)
-            drafts = _after(drafts, count, self._successors(self._bigram, last[:, 0], num))
+            if self._chains is None or self._chains.shape[1] != num_tokens:
+                self._chains = _chains(self._bigram, num_tokens).to(drafts.device)
+            count = (drafts >= 0).sum(dim=1, keepdim=True)
+            last = longer.scatter(1, places, drafts).gather(1, ends + count - 1)[:, 0]
+            successors = self._chains[last.clamp(max=len(self._chains) - 1).long()]
+            drafts = _after(drafts, count, successors)
         return drafts
-
-    def commit(self, batch: Batch, accepted: list[int]) -> None:
-        """Nothing: the next proposal uploads the new tokens."""
-
-    def release(self, request: Request) -> None:
-        self._texts.forget(request.request_id)
 
     def _match(self, texts: Texts, num_tokens: int) -> Tensor:
         return match_suffix(
@@ -74,15 +63,9 @@ class MagDrafter:
             backend=self._backend,
         )
 
-    def _successors(self, bigram: Tensor, token_ids: Tensor, num: int) -> Tensor:
-        """[B, K]: the next K tokens after each by the table, -1 where that has none."""
-        if self._chains is None or self._chains.shape[1] != num:
-            self._chains = _chains(bigram, num).to(token_ids.device)
-        return self._chains[token_ids.clamp(max=len(self._chains) - 1).long()]
-
 
 def _chains(bigram: Tensor, num: int) -> Tensor:
-    """[n+1, K]: the last row is that of all tokens without a successor."""
+    """[n+1, K]: the next K tokens after each, -1 where there is none; the last row is all -1."""
     size = max(len(bigram), int(bigram.max()) + 1)
     successor = torch.full((size + 1,), size)  # the token `size` stands for none
     successor[: len(bigram)] = bigram
@@ -91,10 +74,6 @@ def _chains(bigram: Tensor, num: int) -> Tensor:
         chain.append(successor[chain[-1]])
     chains = torch.stack(chain, dim=1)
     return chains.masked_fill(chains == size, -1).int()
-
-
-def _num_tokens(token_ids: Tensor) -> Tensor:
-    return (token_ids >= 0).sum(dim=1, keepdim=True)
 
 
 def _after(first: Tensor, count: Tensor, second: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """A store of n-grams that learns while a request is decoded."""
 
-from weakref import finalize
+from itertools import count
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -9,7 +10,7 @@ from fastspec.drafters.base import Batch, Proposal, Request
 from fastspec.drafters.context import DrafterContext
 from fastspec.drafters.ngram_table import NgramTable
 from fastspec.drafters.prompt_lookup import copied
-from fastspec.drafters.texts import Texts, TextStore
+from fastspec.drafters.texts import Texts, TextStore, input_of
 from fastspec.models.transfer import device_tensor
 
 
@@ -36,15 +37,14 @@ class NgramDrafter:
         self._filler_top_k = filler_top_k
         self._table = NgramTable(self._max_context)
         self._texts = TextStore()
-        self._rows: dict[int, int] = {}  # by the identity of the request
-        self._free: list[int] = []
-        self._num_learnt: dict[int, int] = {}  # tokens of the text, by row
+        self._rows: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
+        self._num_learnt: WeakKeyDictionary[Request, int] = WeakKeyDictionary()  # tokens
 
     def propose(self, batch: Batch) -> Proposal:
         texts = self._texts.update(batch)
         numbers = [self._row(request, batch.device) for request in batch.requests]
         rows = device_tensor(numbers, torch.int64, batch.device)
-        self._learn_texts(rows, numbers, texts, batch)
+        self._learn_texts(rows, texts, batch)
         windows = _windows(texts, texts.lengths.long()[:, None], self._max_context)[:, 0]
         token_ids = []
         grown = windows
@@ -70,11 +70,11 @@ class NgramDrafter:
         """The text is uploaded anew if the request comes back; what was learnt stays with it."""
         self._texts.forget(request.request_id)
 
-    def _learn_texts(self, rows: Tensor, numbers: list[int], texts: Texts, batch: Batch) -> None:
+    def _learn_texts(self, rows: Tensor, texts: Texts, batch: Batch) -> None:
         """Count the n-grams that end in tokens committed since the last time."""
-        starts = [self._num_learnt[number] for number in numbers]
-        ends = [_length(request) for request in batch.requests]
-        self._num_learnt.update(zip(numbers, ends, strict=True))
+        starts = [self._num_learnt[request] for request in batch.requests]
+        ends = [len(input_of(request)) + len(request.token_ids) for request in batch.requests]
+        self._num_learnt.update(zip(batch.requests, ends, strict=True))
         width = max(end - start for start, end in zip(starts, ends, strict=True))
         begin = device_tensor(starts, torch.int64, batch.device)
         places = begin[:, None] + torch.arange(width, device=rows.device)  # [B, W]
@@ -97,7 +97,7 @@ class NgramDrafter:
         num = self._max_context
         windows = grown.unfold(1, num, 1)  # [B, K + 1, n - 1]
         width = windows.shape[1]
-        packed = [b * width + i for b, count in enumerate(num_rows) for i in range(count)]
+        packed = [b * width + i for b, n in enumerate(num_rows) for i in range(n)]
         places = device_tensor(packed, torch.int64, rows.device)
         repeat = min(self._filler_top_k, target_logits.shape[-1])
         top = target_logits[: len(packed)].topk(repeat).indices  # [T, k]
@@ -111,27 +111,15 @@ class NgramDrafter:
         )
 
     def _row(self, request: Request, device: torch.device) -> int:
-        row = self._rows.get(id(request))
+        row = self._rows.get(request)
         if row is None:
-            row = self._free[-1] if self._free else len(self._num_learnt)
+            taken = {*self._rows.values()}
+            row = next(number for number in count() if number not in taken)
             self._table.grow(row + 1, device)
             self._table.clear(row)
-            if self._free:
-                self._free.pop()
-            self._rows[id(request)] = row
-            self._num_learnt[row] = 0
-            finalize(request, self._forget, id(request), row).atexit = False
+            self._num_learnt[request] = 0
+            self._rows[request] = row
         return row
-
-    def _forget(self, key: int, row: int) -> None:
-        del self._rows[key]
-        self._free.append(row)
-
-
-def _length(request: Request) -> int:
-    """Tokens of its text in a TextStore."""
-    read = request.encoder_input.token_ids if request.encoder_input else []
-    return len(read) + len(request.token_ids)
 
 
 def _windows(texts: Texts, places: Tensor, num: int) -> Tensor:

@@ -23,26 +23,18 @@ class NgramTable:
 
     def __init__(self, max_context: int):
         self.max_context = max_context
-        dtypes = (torch.int32, torch.int64)
-        self._tables = tuple(torch.empty((0, _BUCKETS), dtype=dtype) for dtype in dtypes)
-
-    @property
-    def _counts(self) -> Tensor:
-        return self._tables[0]
-
-    @property
-    def _best(self) -> Tensor:
-        return self._tables[1]
+        self._counts = torch.empty((0, _BUCKETS), dtype=torch.int32)
+        self._best = torch.empty((0, _BUCKETS), dtype=torch.int64)
 
     def grow(self, num_rows: int, device: torch.device) -> None:
         """Make room, by doubling; both tables grow, or, where memory runs out, neither."""
         size = len(self._counts)
         if num_rows > size:
             shape = (max(num_rows, 2 * size) - size, _BUCKETS)
-            self._tables = tuple(
+            self._counts, self._best = [
                 torch.cat([table.to(device), torch.zeros(shape, dtype=table.dtype, device=device)])
-                for table in self._tables
-            )
+                for table in (self._counts, self._best)
+            ]
 
     def clear(self, row: int) -> None:
         """Forget a row."""

@@ -10,7 +10,30 @@ from fastspec.models.transfer import device_tensor
 from fastspec_kernels import match_suffix
 
 
-class PromptLookupDrafter:
+class CopyingDrafter:
+    """A drafter that needs nothing but the texts, which it keeps on the device."""
+
+    name: str
+
+    def __init__(self):
+        self._texts = TextStore()
+
+    def propose(self, batch: Batch) -> Proposal:
+        texts = self._texts.update(batch)
+        return copied(self.copy(texts, batch.num_speculative_tokens), batch)
+
+    def copy(self, texts: Texts, num_tokens: int) -> Tensor:
+        """What may follow each text: [B, num_tokens] int32, -1 after the last token."""
+        raise NotImplementedError
+
+    def commit(self, batch: Batch, accepted: list[int]) -> None:
+        """Nothing: the next proposal uploads the new tokens."""
+
+    def release(self, request: Request) -> None:
+        self._texts.forget(request.request_id)
+
+
+class PromptLookupDrafter(CopyingDrafter):
     """Copies from prompt and output; a text whose end stands nowhere else is decoded plainly.
 
     Args:
@@ -25,17 +48,12 @@ class PromptLookupDrafter:
     name = "prompt_lookup"
 
     def __init__(self, min_match: int, max_match: int, backend: str = "auto"):
+        super().__init__()
         self._min_match = min_match
         self._max_match = max_match
         self._backend = backend
-        self._texts = TextStore()
-
-    def propose(self, batch: Batch) -> Proposal:
-        texts = self._texts.update(batch)
-        return copied(self.copy(texts, batch.num_speculative_tokens), batch)
 
     def copy(self, texts: Texts, num_tokens: int) -> Tensor:
-        """What may follow each text: [B, num_tokens] int32, -1 after the last token."""
         token_ids = match_suffix(
             texts.token_ids,
             texts.lengths,
@@ -45,20 +63,10 @@ class PromptLookupDrafter:
             rule="latest",
             backend=self._backend,
         )
-        return _continued(token_ids)
-
-    def commit(self, batch: Batch, accepted: list[int]) -> None:
-        """Nothing: the next proposal uploads the new tokens."""
-
-    def release(self, request: Request) -> None:
-        self._texts.forget(request.request_id)
-
-
-def _continued(token_ids: Tensor) -> Tensor:
-    """A copy that reached the end of the text goes on with itself: loops are drafted in full."""
-    count = (token_ids >= 0).sum(dim=1, keepdim=True).clamp(min=1)
-    columns = torch.arange(token_ids.shape[1], device=token_ids.device)
-    return token_ids.gather(1, columns % count)
+        # A copy that reached the end of the text goes on with itself: loops are drafted in full.
+        count = (token_ids >= 0).sum(dim=1, keepdim=True).clamp(min=1)
+        columns = torch.arange(num_tokens, device=token_ids.device)
+        return token_ids.gather(1, columns % count)
 
 
 def copied(token_ids: Tensor, batch: Batch) -> Proposal:

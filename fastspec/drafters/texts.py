@@ -44,18 +44,22 @@ class TextStore:
 
     def extend(self, texts: list[Text], device: torch.device) -> Texts:
         """These texts; they go on after what is known of them."""
-        inputs = [_input_of(request) for request, _ in texts]
-        lengths = [len(i) + len(t.token_ids) for i, t in zip(inputs, texts, strict=True)]
-        rows = [self._row(request.request_id) for request, _ in texts]
+        rows: list[int] = []
+        for request, _ in texts:
+            if request.request_id not in self._rows:
+                row = self._free.pop() if self._free else len(self._rows)
+                self._rows[request.request_id], self._lengths[request.request_id] = row, 0
+            rows.append(self._rows[request.request_id])
+        lengths = [len(input_of(request)) + len(token_ids) for request, token_ids in texts]
         self._grow(max(rows) + 1, max(lengths), device)
         width = self._token_ids.shape[1]
         values: list[int] = []
         places: list[int] = []
-        for text, read, row, length in zip(texts, inputs, rows, lengths, strict=True):
-            start = self._lengths[text.request.request_id]
-            values += read[start:] + text.token_ids[max(0, start - len(read)) :]
+        for (request, token_ids), row, length in zip(texts, rows, lengths, strict=True):
+            read, start = input_of(request), self._lengths[request.request_id]
+            values += read[start:] + token_ids[max(0, start - len(read)) :]
             places += range(row * width + start, row * width + length)
-            self._lengths[text.request.request_id] = length
+            self._lengths[request.request_id] = length
         packed = device_tensor([*values, *places, *rows, *lengths], torch.int64, device)
         new_ids, new_places, row_index, ends = packed.split(
             [len(values), len(places), len(rows), len(lengths)]
@@ -68,7 +72,7 @@ class TextStore:
         """Only the first `length` tokens of a text, without its encoder's input, still hold."""
         known = self._lengths.get(request.request_id)
         if known is not None:
-            most = len(_input_of(request)) + length
+            most = len(input_of(request)) + length
             self._lengths[request.request_id] = min(known, most)
 
     def forget(self, request_id: str) -> None:
@@ -77,24 +81,17 @@ class TextStore:
             self._free.append(self._rows.pop(request_id))
             del self._lengths[request_id]
 
-    def _row(self, request_id: str) -> int:
-        if request_id not in self._rows:
-            self._rows[request_id] = self._free.pop() if self._free else len(self._rows)
-            self._lengths[request_id] = 0
-        return self._rows[request_id]
-
     def _grow(self, rows: int, width: int, device: torch.device) -> None:
         """Make room, by doubling, so that what is kept is seldom moved."""
         old_rows, old_width = self._token_ids.shape
-        if rows <= old_rows and width <= old_width:
-            return
-        rows = old_rows if rows <= old_rows else max(rows, 2 * old_rows)
-        width = old_width if width <= old_width else max(width, 2 * old_width, _LEAST_WIDTH)
-        grown = torch.zeros((rows, width), dtype=torch.int32, device=device)
-        grown[:old_rows, :old_width] = self._token_ids.to(device)
-        self._token_ids = grown
+        if rows > old_rows or width > old_width:
+            rows = old_rows if rows <= old_rows else max(rows, 2 * old_rows)
+            width = old_width if width <= old_width else max(width, 2 * old_width, _LEAST_WIDTH)
+            grown = torch.zeros((rows, width), dtype=torch.int32, device=device)
+            grown[:old_rows, :old_width] = self._token_ids.to(device)
+            self._token_ids = grown
 
 
-def _input_of(request: Request) -> list[int]:
+def input_of(request: Request) -> list[int]:
     """What the encoder of an encoder-decoder reads before the text."""
     return request.encoder_input.token_ids if request.encoder_input else []

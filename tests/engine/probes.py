@@ -134,8 +134,7 @@ def filled_blocks(engine):
 
 def is_free_store(ngram_drafter):
     """Whether every row of the store may be given to the next request."""
-    learnt = ngram_drafter._num_learnt
-    return ngram_drafter._rows == {} and sorted(ngram_drafter._free) == sorted(learnt)
+    return len(ngram_drafter._rows) == len(ngram_drafter._num_learnt) == 0
 
 
 # Calls

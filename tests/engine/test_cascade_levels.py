@@ -26,9 +26,10 @@ class FixedLogits:
         return torch.cat([rows[:n] for rows, n in zip(self._logits, num_rows, strict=True)])
 
 
-def draft_of(tokens, name="r", limit=40):
-    draft = Draft(request_of([1, 2, 3], name), limit, is_greedy=True)
-    draft.replace(3, tokens)
+def draft_of(tokens, name="r", limit=37):
+    request = request_of([1, 2, 3], name)
+    draft = Draft(request, limit, is_greedy=True)
+    draft.replace(0, tokens)
     return draft
 
 
@@ -65,29 +66,29 @@ def test_greedy_reviews_follow_the_rule(lenience):
         ]
         batch = batch_of(*(draft.request for draft in drafts), wanted=9)
         level = ModelLevel(FixedLogits(logits), "model", lenience)
-        level.review(drafts, [3] * 3, batch)
+        level.review(drafts, [0] * 3, batch)
         for draft, wanted in zip(drafts, expected, strict=True):
             assert [token[:2] for token in draft.tokens] == [row[:2] for row in wanted]
             if lenience > 1:
                 probs = [token.prob for token in draft.tokens]
                 assert probs == pytest.approx([row[2] for row in wanted], abs=1e-5)
             num_kept.add(len(wanted) - 1)
-            assert draft.token_ids[3:] == [token.token_id for token in draft.tokens]
+            assert draft.text.token_ids[3:] == [token.token_id for token in draft.tokens]
     assert num_kept >= {0, 1, 2}
 
 
 def test_nothing_follows_a_token_that_ends_the_text_or_the_limit():
     request = request_of([1, 2, 3], stop_ids=frozenset({7}))
-    draft = Draft(request, 9, is_greedy=True)
-    draft.replace(3, [DraftToken(i, "mag") for i in (4, 7, 5)])
-    assert draft.token_ids == [1, 2, 3, 4, 7]
-    assert not draft.is_open
-    draft.replace(4, [DraftToken(i, "model") for i in (5, 5, 5, 5, 5, 5)])
-    assert draft.token_ids == [1, 2, 3, 4, 5, 5, 5, 5, 5]
-    assert draft.num_unchanged == 4
-    assert not draft.is_open
-    draft.replace(4, [])
-    assert draft.is_open
+    draft = Draft(request, 6, is_greedy=True)
+    draft.replace(0, [DraftToken(i, "mag") for i in (4, 7, 5)])
+    assert draft.text.token_ids == [1, 2, 3, 4, 7]
+    assert not draft.lacks(6)
+    draft.replace(1, [DraftToken(i, "model") for i in (5, 5, 5, 5, 5, 5)])
+    assert draft.text.token_ids == [1, 2, 3, 4, 5, 5, 5, 5, 5]
+    assert draft.num_unchanged == 1
+    assert not draft.lacks(6)
+    draft.replace(1, [])
+    assert draft.lacks(6)
 
 
 def test_rows_that_are_not_finite_leave_nothing():
@@ -96,8 +97,8 @@ def test_rows_that_are_not_finite_leave_nothing():
         logits = torch.zeros(3, 5)
         logits[0, 2] = torch.nan
         level = ModelLevel(FixedLogits([logits]), "model", lenience)
-        level.review([draft], [3], batch_of(draft.request, wanted=9))
-        assert draft.token_ids == [1, 2, 3]
+        level.review([draft], [0], batch_of(draft.request, wanted=9))
+        assert draft.text.token_ids == [1, 2, 3]
 
 
 def test_laws_that_lenience_has_bent_are_caught(monkeypatch):

@@ -27,14 +27,14 @@ class Toy:
     def write(self, drafts, counts, batch):
         for draft, count in zip(drafts, counts, strict=True):
             self._log.append((self.name, "writes", count))
-            draft.replace(draft.length, [DraftToken(1, self.name)] * count)
+            draft.replace(len(draft.tokens), [DraftToken(1, self.name)] * count)
 
     def review(self, drafts, starts, batch):
         for draft, start in zip(drafts, starts, strict=True):
-            judged = draft.after(start)
+            judged = draft.tokens[start:]
             kept = judged[: self._kept.pop(0) if self._kept else len(judged)]
             self._log.append((self.name, "reviews", len(judged), len(kept) + 1))
-            draft.count_passes(self.name, 1)
+            draft.passes[self.name] += 1
             draft.replace(start, [*kept, DraftToken(2, self.name)])
 
     def room(self, length):

@@ -1,7 +1,8 @@
 """What a cascade has drafted for one request so far, and how sure each token was."""
 
+from collections import Counter
 from dataclasses import dataclass, field
-from itertools import accumulate, takewhile
+from itertools import takewhile
 from typing import NamedTuple
 
 import torch
@@ -37,61 +38,40 @@ class Draft:
     """One request's draft in one step; it ends at a token that would end the text.
 
     Attributes:
-        limit: length of the text, committed tokens included, that it may reach.
+        limit: tokens that it may have.
         is_greedy: whether its tokens are argmaxes.
         passes: of each level's model, so far.
-        num_unchanged: leading tokens of the text that the last change left as they were.
+        num_unchanged: leading tokens that the last change left as they were.
     """
 
     request: Request
     limit: int
     is_greedy: bool
     tokens: list[DraftToken] = field(default_factory=list)
-    passes: dict[str, int] = field(default_factory=dict)
+    passes: Counter[str] = field(default_factory=Counter)
     num_draws: int = 0
     num_unchanged: int = 0
 
-    def __post_init__(self):
-        self.token_ids = list(self.request.token_ids)
-
     @property
     def text(self) -> Text:
-        return Text(self.request, self.token_ids)
+        """The committed tokens and the draft."""
+        return Text(self.request, self.request.token_ids + [t.token_id for t in self.tokens])
 
-    @property
-    def length(self) -> int:
-        """Tokens of the text, committed ones and drafts."""
-        return len(self.token_ids)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether another token would be of use."""
+    def lacks(self, length: int) -> bool:
+        """Whether it should have so many tokens, and can have another."""
         is_ended = self.tokens and self.tokens[-1].token_id in self.request.stop_ids
-        return self.length < self.limit and not is_ended
-
-    def after(self, start: int) -> list[DraftToken]:
-        """The drafts from position `start` of the text on."""
-        return self.tokens[start - self._num_committed :]
+        return len(self.tokens) < min(length, self.limit) and not is_ended
 
     def replace(self, start: int, tokens: list[DraftToken]) -> None:
-        """Let these tokens follow the first `start` ones of the text, as far as they are of use."""
+        """Let these tokens follow the first `start` ones, as far as they are of use."""
         tokens = tokens[: max(0, self.limit - start)]
         is_last = [token.token_id in self.request.stop_ids for token in tokens]
         if any(is_last):
             tokens = tokens[: is_last.index(True) + 1]
-        ids = [token.token_id for token in tokens]
-        pairs = zip(self.token_ids[start:], ids, strict=False)
-        self.num_unchanged = start + sum(takewhile(bool, (old == new for old, new in pairs)))
-        self.tokens[start - self._num_committed :] = tokens
-        self.token_ids[start:] = ids
-
-    def count_passes(self, name: str, count: int) -> None:
-        """Note passes of a level's model over this draft."""
-        self.passes[name] = self.passes.get(name, 0) + count
-
-    @property
-    def _num_committed(self) -> int:
-        return len(self.request.token_ids)
+        pairs = zip(self.tokens[start:], tokens, strict=False)
+        same = takewhile(bool, (old.token_id == new.token_id for old, new in pairs))
+        self.num_unchanged = start + sum(same)
+        self.tokens[start:] = tokens
 
 
 def draw_uniforms(drafts: list[Draft], num: int, batch: Batch) -> Tensor:
@@ -129,8 +109,3 @@ def padded_ids(tokens: list[list[DraftToken]], width: int, device: torch.device)
     """[B, width] int32, -1 after the last token."""
     ids = [[t.token_id for t in row] + [-1] * (width - len(row)) for row in tokens]
     return device_tensor(ids, torch.int32, device).view(len(tokens), width)
-
-
-def row_starts(counts: list[int]) -> list[int]:
-    """Prefix sums, from 0."""
-    return [0, *accumulate(counts)]

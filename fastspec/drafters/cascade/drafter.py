@@ -1,8 +1,7 @@
 """CS-Drafting: drafters that review each other, the biggest nearest to the target."""
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from fastspec.config.k_matrix import as_k_matrix
 from fastspec.drafters.base import Batch, Proposal, Request
@@ -62,10 +61,12 @@ class CascadeDrafter:
         self.seconds = {level.name: 0.0 for level in self._levels}
 
     def propose(self, batch: Batch) -> Proposal:
-        drafts = [
-            self._draft(request, wanted)
-            for request, wanted in zip(batch.requests, batch.num_draft_tokens, strict=True)
-        ]
+        drafts = []
+        for request, wanted in zip(batch.requests, batch.num_draft_tokens, strict=True):
+            # It ends before the last position of the shortest model.
+            rooms = [level.room(len(request.token_ids)) for level in self._levels]
+            is_greedy = not self._probabilistic or request.params.temperature == 0
+            drafts.append(Draft(request, min(wanted, *rooms), is_greedy))
         self._fill(0, drafts, batch)
         tokens = [draft.tokens for draft in drafts]
         width = batch.num_speculative_tokens
@@ -87,62 +88,37 @@ class CascadeDrafter:
 
     def _fill(self, row: int, drafts: list[Draft], batch: Batch) -> None:
         """Let the levels from `row` on write what row `row` asks of them, one after the other."""
-        starts = [draft.length for draft in drafts]
-        needed = 0
-        for level in range(row, len(self._levels)):
-            wanted = self._k_matrix[row][level]
-            needed += wanted
-            pairs = list(zip(drafts, starts, strict=True)) if wanted else []
-            while True:
-                pairs = [(d, s) for d, s in pairs if d.is_open and d.length - s < needed]
-                if not pairs:
-                    break
-                before = [draft.length for draft, _ in pairs]
-                lacking = [needed - (draft.length - start) for draft, start in pairs]
-                self._add(level, [draft for draft, _ in pairs], lacking, batch)
-                grew = [pair[0].length > n for pair, n in zip(pairs, before, strict=True)]
-                pairs = [pair for pair, has_grown in zip(pairs, grew, strict=True) if has_grown]
+        goals = [len(draft.tokens) for draft in drafts]
+        for number, wanted in enumerate(self._k_matrix[row][row:], start=row):
+            goals = [goal + wanted for goal in goals]
+            pending = list(zip(drafts, goals, strict=True)) if wanted else []
+            while pending := [(draft, goal) for draft, goal in pending if draft.lacks(goal)]:
+                before = [len(draft.tokens) for draft, _ in pending]
+                lacking = [goal - num for (_, goal), num in zip(pending, before, strict=True)]
+                self._add(number, [draft for draft, _ in pending], lacking, batch)
+                grown = zip(pending, before, strict=True)
+                pending = [pair for pair, num in grown if len(pair[0].tokens) > num]
 
     def _add(self, number: int, drafts: list[Draft], lacking: list[int], batch: Batch) -> None:
-        """One piece by one level for each draft."""
-        level = self._levels[number]
-        if not self._reviews(number):
-            self._write(number, drafts, lacking, batch)
-            return
-        starts = [draft.length for draft in drafts]
-        self._fill(number + 1, drafts, batch)
-        with self._timed(level):
-            level.review(drafts, starts, batch)
-        for draft in drafts:
-            for other in self._levels:
-                other.shorten(draft.request, draft.num_unchanged)
-
-    def _write(self, number: int, drafts: list[Draft], lacking: list[int], batch: Batch) -> None:
-        level = self._levels[number]
-        at_once = self._k_matrix[-1][-1]
-        if number == len(self._levels) - 1 and not level.can_review and at_once:
-            lacking = [at_once] * len(drafts)
-        room = [draft.limit - draft.length for draft in drafts]
-        with self._timed(level):
-            level.write(drafts, [min(pair) for pair in zip(lacking, room, strict=True)], batch)
-
-    def _reviews(self, number: int) -> bool:
-        """Whether a level has something to review."""
-        below = self._k_matrix[number + 1 : number + 2]
-        return self._levels[number].can_review and any(map(any, below))
-
-    @contextmanager
-    def _timed(self, level: Level) -> Iterator[None]:
+        """One piece by one level for each draft: a review of what those below write, or its own."""
+        level, starts = self._levels[number], [len(draft.tokens) for draft in drafts]
+        below, at_once = self._k_matrix[number + 1 : number + 2], self._k_matrix[-1][-1]
+        reviews = level.can_review and any(map(any, below))
+        if reviews:
+            self._fill(number + 1, drafts, batch)
         begin = time.perf_counter()
-        yield
+        if reviews:
+            level.review(drafts, starts, batch)
+            for draft in drafts:
+                for other in self._levels:
+                    length = len(draft.request.token_ids) + draft.num_unchanged
+                    other.shorten(draft.request, length)
+        else:
+            if number == len(self._levels) - 1 and not level.can_review and at_once:
+                lacking = [at_once] * len(drafts)
+            room = [draft.limit - len(draft.tokens) for draft in drafts]
+            level.write(drafts, [min(pair) for pair in zip(lacking, room, strict=True)], batch)
         self.seconds[level.name] += time.perf_counter() - begin
-
-    def _draft(self, request: Request, wanted: int) -> Draft:
-        """An empty draft; it ends before the last position of the shortest model."""
-        length = len(request.token_ids)
-        wanted = min([wanted, *(level.room(length) for level in self._levels)])
-        is_greedy = not self._probabilistic or request.params.temperature == 0
-        return Draft(request, length + wanted, is_greedy)
 
     def _check_levels(self) -> None:
         size, num_levels = len(self._k_matrix), len(self._levels)
