@@ -1,4 +1,4 @@
-"""Token trees of a fixed shape: which of a node's most probable, or first drawn, tokens are in it."""
+"""Token trees of a fixed shape: which of a node's best, or first drawn, tokens are in it."""
 
 from collections.abc import Sequence
 from functools import cache
