@@ -74,6 +74,13 @@ def test_flags_have_the_defaults_of_python():
                 assert option.help in flags[name].help
 
 
+@pytest.mark.parametrize("name", ["Engine", "csd", "drafters", "train"])
+def test_names_are_imported_when_they_are_used(monkeypatch, name):
+    expected = getattr(fastspec, name)
+    monkeypatch.delattr(fastspec, name)
+    assert getattr(fastspec, name) is expected
+
+
 def test_every_public_name_is_there():
     assert set(fastspec.__all__) <= set(dir(fastspec))
     assert all(getattr(fastspec, name) is not None for name in fastspec.__all__)
