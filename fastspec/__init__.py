@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 
 if TYPE_CHECKING:
+    from fastspec import drafters as drafters
     from fastspec.engine.engine import Engine
     from fastspec.engine.outputs import RequestOutput, StreamEvent
     from fastspec.engine.stats import SpecStats
@@ -24,7 +25,9 @@ __all__ = [
     "csd",
 ]
 
-_MODULES = {  # imported when a name is used: they import torch and transformers
+# Imported when a name is used: they import torch and transformers.
+_PACKAGES = ("drafters", "engine", "models", "tools", "train")
+_MODULES = {
     "Engine": "fastspec.engine.engine",
     "RequestOutput": "fastspec.engine.outputs",
     "SpecStats": "fastspec.engine.stats",
@@ -34,6 +37,8 @@ _MODULES = {  # imported when a name is used: they import torch and transformers
 
 
 def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return import_module(f"fastspec.{name}")
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value = getattr(import_module(_MODULES[name]), name)
@@ -41,4 +46,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_PACKAGES})

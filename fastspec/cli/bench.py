@@ -9,11 +9,10 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 import fastspec
 from fastspec.cli import options
-from fastspec.cli.display import number, progress_bar
+from fastspec.cli.display import number, progress_bar, table_of
 from fastspec.cli.errors import (
     check_can_write,
     check_draft,
@@ -26,6 +25,7 @@ from fastspec.cli.prompts import bundled_prompts, named_prompts
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.methods import methods
 
+_RECORDED = ("lenience", "tree_width", "tree_nodes", "cape", "cape_bins")
 _MAG_TOKENS = 10  # what CS-Drafting's MaG writes
 ROOT = Path(fastspec.__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -88,49 +88,37 @@ def bench(
     import torch
 
     from fastspec.drafters.glide import load_glide
-    from fastspec.models.loading import (
-        bigram_beside,
-        check_same_tokenizer,
-        load_model,
-        load_tokenizer,
-    )
-    from fastspec.tools.bench import (
-        BenchConfig,
-        Methods,
-        describe_environment,
-        measure,
-        require_equal,
-        verify_outputs,
-    )
+    from fastspec.models import loading
+    from fastspec.tools import bench as timing
 
-    config = BenchConfig(max_tokens, repeats, heats)
+    config = timing.BenchConfig(max_tokens, repeats, heats)
     parts = {}
     if method in ("mag", "cascade"):
-        spec = replace(spec, bigram_path=spec.bigram_path or bigram_beside(target))
+        spec = replace(spec, bigram_path=spec.bigram_path or loading.bigram_beside(target))
     if is_cascade:
         mag = SpecConfig("mag", _MAG_TOKENS, bigram_path=spec.bigram_path)
         parts = {"draft_model": drafted, "mag": mag}
     if threads is not None:
         torch.set_num_threads(threads)
-    tokenizer = load_tokenizer("target", target)
-    target_model = load_model("target", target, engine_config)
+    tokenizer = loading.load_tokenizer("target", target)
+    target_model = loading.load_model("target", target, engine_config)
     draft_model = None
     if draft is not None:
-        check_same_tokenizer(tokenizer, load_tokenizer("draft", draft))
-        load = load_glide if method == "glide" else partial(load_model, "draft")
+        loading.check_same_tokenizer(tokenizer, loading.load_tokenizer("draft", draft))
+        load = load_glide if method == "glide" else partial(loading.load_model, "draft")
         draft_model = load(draft, engine_config)
-    measured = Methods(target_model, draft_model, spec, max_tokens, engine_config, parts)
+    measured = timing.Methods(target_model, draft_model, spec, max_tokens, engine_config, parts)
     prompts = [tokenizer(text)["input_ids"] for text in texts]
     with progress_bar("runs") as bar:
         total = config.num_runs(len(prompts), len(measured.by_name()))
         task = bar.add_task("measuring", total=total)
-        equal = verify_outputs(measured, prompts, lambda: bar.advance(task))
+        equal = timing.verify_outputs(measured, prompts, lambda: bar.advance(task))
         if target_model.dtype == torch.float32:
-            require_equal(equal, len(prompts))
-        results = measure(measured, prompts, config, lambda: bar.advance(task))
+            timing.require_equal(equal, len(prompts))
+        results = timing.measure(measured, prompts, config, lambda: bar.advance(task))
     result = {
         "op": "end_to_end",
-        **describe_environment(),
+        **timing.describe_environment(),
         "device": str(target_model.device),
         "dtype": str(target_model.dtype).removeprefix("torch."),
         "target": _describe(target, target_model),
@@ -138,11 +126,7 @@ def bench(
         "draft": _describe(draft, draft_model) if draft else None,
         "num_speculative_tokens": spec.num_draft_tokens(),
         "k_matrix": spec.cascade_matrix if is_cascade else None,
-        "lenience": spec.lenience,
-        "tree_width": spec.tree_width,
-        "tree_nodes": spec.tree_nodes,
-        "cape": spec.cape,
-        "cape_bins": spec.cape_bins,
+        **{name: getattr(spec, name) for name in _RECORDED},
         "parts": {name: part.num_draft_tokens() for name, part in parts.items()},
         "batch_size": 1,
         "num_prompts": len(prompts),
@@ -220,10 +204,7 @@ def _show(console: Console, result: dict) -> None:
         ("new tokens per second", "tokens_per_s", 1),
         ("ratio", "ratios", 2),
     ):
-        table = Table(show_edge=False, pad_edge=False)
-        table.add_column(title)
-        for row in result["results"]:
-            table.add_column(f"T={row['temperature']:g}", justify="right")
+        table = table_of(*(f"T={row['temperature']:g}" for row in result["results"]), label=title)
         for name in result["results"][0][key]:
             table.add_row(name, *(number(row[key][name], digits) for row in result["results"]))
         if key == "ratios":

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fastspec.cli import options
-from fastspec.cli.display import coloured, legend, number, progress_bar
+from fastspec.cli.display import coloured, legend, number, progress_bar, table_of
 from fastspec.cli.errors import (
     check_can_write,
     drafting_method,
@@ -151,8 +151,7 @@ def _side_by_side(comparison: Comparison) -> Table:
 
 
 def _speeds(comparisons: list[Comparison]) -> Table:
-    table = Table(show_edge=False, pad_edge=False)
-    for name in (
+    table = table_of(
         "prompt",
         "tokens",
         "plain tokens/s",
@@ -160,8 +159,7 @@ def _speeds(comparisons: list[Comparison]) -> Table:
         "ratio",
         "acceptance rate",
         "mean acceptance length",
-    ):
-        table.add_column(name, justify="right")
+    )
     rows = [(str(index + 1), [c]) for index, c in enumerate(comparisons)]
     for name, members in [*rows, ("all", comparisons)]:
         table.add_row(name, *_speed_cells(members), style="bold" if name == "all" else None)

@@ -2,9 +2,11 @@
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 from rich.text import Text
 
 STYLES = {"draft": "green", "recovered": "bold red", "bonus": "bold cyan", "target": "default"}
@@ -71,6 +73,16 @@ def progress_bar(unit: str, live: bool = True) -> Progress:
         redirect_stderr=False,
         disable=not (live and console.is_terminal),
     )
+
+
+def table_of(*columns: str, label: str | None = None, **label_column: Any) -> Table:
+    """An empty table of right-aligned columns, after one for labels if that has a title."""
+    table = Table(show_edge=False, pad_edge=False)
+    if label is not None:
+        table.add_column(label, **label_column)
+    for name in columns:
+        table.add_column(name, justify="right")
+    return table
 
 
 def number(value: float | None, digits: int = 2) -> str:

@@ -155,5 +155,5 @@ def report(message: str) -> None:
 
 
 def note(message: str) -> None:
-    """One line on stderr that is no error."""
+    """One line on stderr that is not an error."""
     typer.echo(f"fastspec: note: {message}", err=True)

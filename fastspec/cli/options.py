@@ -22,7 +22,7 @@ _FEW = 3  # methods that a help text names
 class Flags:
     """Which options of a config a command offers: those named, or all but `without`.
 
-    `defaults` take the place of the declared ones where a command measures or compares.
+    `defaults` take the place of the declared ones; options without a flag are set to theirs.
     """
 
     def __init__(self, *only: str, without: tuple[str, ...] = (), **defaults: Any):
@@ -46,24 +46,26 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
     Configs are the parameters that are annotated with `Flags`.
     """
     parameters: list[Parameter] = []
-    configs: dict[str, tuple[type, list[Option]]] = {}
+    configs: dict[str, tuple[type, list[Option], dict[str, Any]]] = {}
     for parameter in signature(command).parameters.values():
         flags = getattr(parameter.annotation, "__metadata__", (None,))[0]
         if isinstance(flags, Flags):
             config = parameter.annotation.__origin__
-            configs[parameter.name] = config, flags.of(config)
-            parameters += [_flag(config, option, flags) for option in flags.of(config)]
+            offered = flags.of(config)
+            names = {option.name for option in offered}
+            fixed = {name: value for name, value in flags.defaults.items() if name not in names}
+            configs[parameter.name] = config, offered, fixed
+            parameters += [_flag(config, option, flags) for option in offered]
         else:
             parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY))
 
     @wraps(command)
     def run(**values: Any) -> None:
         with usage_errors():
-            for name, (config, options) in configs.items():
+            for name, (config, options, fixed) in configs.items():
                 given = {option: values.pop(option.name) for option in options}
-                values[name] = config(
-                    **{o.name: _read(o, value) for o, value in given.items() if value is not None}
-                )
+                read = {o.name: _read(o, value) for o, value in given.items() if value is not None}
+                values[name] = config(**fixed, **read)
         command(**values)
 
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from fastspec.cli import options
-from fastspec.cli.display import number, progress_bar
+from fastspec.cli.display import number, progress_bar, table_of
 from fastspec.cli.errors import (
     check_can_write,
     drafting_method,
@@ -167,13 +166,9 @@ def _show(console: Console, report: dict) -> None:
             f"The accepted counts are those of the stored run in {report['num_reproduced']} of"
             f" {report['num_known']} outputs."
         )
-    table = Table(show_edge=False, pad_edge=False)
-    for name in (
-        "draft tokens",
-        "passes that accepted so many",
-        "acceptance rate at this position",
-    ):
-        table.add_column(name, justify="right")
+    table = table_of(
+        "draft tokens", "passes that accepted so many", "acceptance rate at this position"
+    )
     rates = [None, *report["rates"]]
     histogram = report["acceptance_histogram"]
     for count in range(max(len(rates), len(histogram))):
@@ -182,9 +177,7 @@ def _show(console: Console, report: dict) -> None:
         table.add_row(str(count), str(passes), number(rate))
     console.print(table)
     if "predicted" in report:
-        table = Table(show_edge=False, pad_edge=False)
-        for name in ("K", "tokens a pass", "predicted tokens/s", "over plain"):
-            table.add_column(name, justify="right")
+        table = table_of("K", "tokens a pass", "predicted tokens/s", "over plain")
         for row in report["predicted"]:
             cells = (number(row["tokens_per_pass"]), number(row["tokens_per_s"], 1))
             table.add_row(str(row["k"]), *cells, f"{row['ratio']:.2f}x")

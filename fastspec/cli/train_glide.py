@@ -25,6 +25,7 @@ _MOST = 2**20  # of sizes; larger ones are mistakes
 @with_flags
 def glide(
     spec: Annotated[SpecConfig, Flags("num_speculative_tokens", method="draft_model")],
+    settings: Annotated[TrainOptions, Flags(without=("steps",), steps=1)],
     config: Annotated[EngineConfig, Flags("dtype", "device")],
     data: Annotated[
         list[Path],
@@ -42,23 +43,10 @@ def glide(
         int | None, typer.Option(max=_MOST, help="By default the target's.")
     ] = None,
     steps: Annotated[int | None, typer.Option(help="By default one pass over the data.")] = None,
-    batch_size: Annotated[int, typer.Option(max=_MOST, help="Rows of each process in a step.")] = 8,
     context: Annotated[int, typer.Option(max=_MOST, help="Tokens of a row.")] = 512,
-    rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 5e-4,
-    distillation: Annotated[
-        float, typer.Option(help="Weight of the target's distribution against the text, 0 to 1.")
-    ] = 0.0,
-    lookup_rows: Annotated[
-        int, typer.Option(help="Fit cross-attention to this many rows first, to copy; 0 does not.")
-    ] = 0,
     held_out: Annotated[
         float, typer.Option(help="Part of the rows that is held out, to judge the draft.")
     ] = 0.05,
-    checkpoint_steps: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 200,
-    seed: Annotated[
-        int,
-        typer.Option(min=0, max=2**63 - 1, help="Seed of the weights and of the order of rows."),
-    ] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the checkpoint.")] = False,
     plain: Annotated[
         bool, typer.Option("--plain", help="Train a plain draft of the same size, for comparison.")
@@ -78,21 +66,14 @@ def glide(
         raise typer.BadParameter(f"--out: expected a folder, {str(out)!r} is a file")
     if context < 2:
         raise typer.BadParameter(f"--context: expected an int >= 2, got {context}")
-    if plain and lookup_rows:
+    if plain and settings.lookup_rows:
         raise typer.BadParameter("--lookup-rows: a --plain draft has no cross-attention")
     if accelerate and config.device != "auto":
         raise typer.BadParameter(f"--device: accelerate launch chooses it, got {config.device!r}")
     with usage_errors():
         require("held_out", held_out, 0 < held_out < 1, "a number between 0 and 1")
-        settings = TrainOptions(
-            steps=1 if steps is None else steps,
-            batch_size=batch_size,
-            rate=rate,
-            distillation=distillation,
-            lookup_rows=lookup_rows,
-            checkpoint_steps=checkpoint_steps,
-            seed=seed,
-        )
+        if steps is not None:
+            settings = replace(settings, steps=steps)
     quiet_libraries()
     import torch
 
@@ -115,12 +96,12 @@ def glide(
     if model.config.is_encoder_decoder:
         raise ValueError(f"target: expected a decoder, got {type(model).__name__}")
     rows = cut_rows(_documents(data, tokenizer), context)
-    torch.manual_seed(seed)
+    torch.manual_seed(settings.seed)
     with usage_errors():
-        training, judging = split_rows(rows, held_out, seed)
+        training, judging = split_rows(rows, held_out, settings.seed)
         draft = make_draft(model, layers, hidden_size, intermediate_size, plain)
     if steps is None:
-        settings = replace(settings, steps=one_epoch(len(training), batch_size, processes))
+        settings = replace(settings, steps=one_epoch(len(training), settings.batch_size, processes))
     with progress_bar("steps", live=processes.is_main_process) as bar:
         task = bar.add_task("training", total=settings.steps)
 

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from fastspec.cli import options
-from fastspec.cli.display import number, progress_bar
+from fastspec.cli.display import number, progress_bar, table_of
 from fastspec.cli.errors import (
     check_can_write,
     drafting_method,
@@ -221,10 +220,8 @@ def _show(
     measured: float,
     max_tokens: int,
 ) -> None:
-    table = Table(show_edge=False, pad_edge=False)
-    table.add_column("drafter", width=22, overflow="fold")  # a k_matrix of two levels
-    for name in ("K", "draft ms", "verify ms", "tokens a pass", "tokens/s", "over plain"):
-        table.add_column(name, justify="right")
+    names = ("K", "draft ms", "verify ms", "tokens a pass", "tokens/s", "over plain")
+    table = table_of(*names, label="drafter", width=22, overflow="fold")  # a k_matrix fits
     for measurement in measurements:
         for row in _rows(measurement, max_tokens):
             cells = [number(row[key]) for key in ("draft_ms", "verify_ms", "tokens_per_pass")]

@@ -14,7 +14,7 @@ def as_k_matrix(value: Any) -> KMatrix:
     Args:
         value: lists or a tensor, n x n for n drafters, biggest first.
     Raises:
-        ValueError: not square, an entry that is no int >= 0, an entry below the diagonal that is
+        ValueError: not square, an entry that is not an int >= 0, one below the diagonal that is
             not 0, or a first row that asks for nothing.
     """
     rows = value.tolist() if hasattr(value, "tolist") else value

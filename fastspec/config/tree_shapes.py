@@ -38,8 +38,8 @@ class TreeShape:
     too.
 
     Raises:
-        ValueError: a path that is no list of ranks, that comes twice, or without its parent or its
-            sibling of the rank before.
+        ValueError: a path that is not a list of ranks, that comes twice, or without its parent or
+            its sibling of the rank before.
     """
 
     def __init__(self, paths: Sequence[Sequence[int]]):

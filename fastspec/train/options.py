@@ -1,48 +1,42 @@
 """How long and how fast a draft is trained."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 
-from fastspec.config.checks import is_int, require
+from fastspec.config.options import check_options, documented, integer, number, option
+
+_MOST = 2**20  # of sizes; larger ones are mistakes
+_PART = number("a number from 0 to 1", lambda value: 0 <= value <= 1)
 
 
+@documented
 @dataclass(frozen=True)
 class TrainOptions:
-    """How long and how fast to train.
+    """How long and how fast to train."""
 
-    Args:
-        steps: optimizer steps, >= 1.
-        batch_size: rows of each process in a step, >= 1.
-        rate: peak learning rate; after the warm-up it falls to 0 as a cosine does.
-        warmup: part of the steps in which the rate rises, from 0 to 1.
-        distillation: weight of the target's distribution against the text's own next token, 0 to 1.
-        lookup_rows: rows to which the cross-attention of a fresh GLIDE draft is fitted at first, as
-            `start_as_lookup` says; 0 leaves it as it is. A plain draft has none.
-        checkpoint_steps: steps between checkpoints, >= 1.
-        seed: of the order of the rows.
-    Raises:
-        ValueError: a value out of range.
-    """
-
-    steps: int
-    batch_size: int = 8
-    rate: float = 5e-4
-    warmup: float = 0.025
-    distillation: float = 0.0
-    lookup_rows: int = 0
-    checkpoint_steps: int = 200
-    seed: int = 0
+    steps: int = option(MISSING, integer(1, None), "Optimizer steps.")
+    batch_size: int = option(8, integer(1, _MOST), "Rows of each process in a step.")
+    rate: float = option(
+        5e-4,
+        number("a number > 0", lambda value: value > 0),
+        "Peak learning rate.",
+        "After the warm-up it falls to 0 as a cosine does.",
+    )
+    warmup: float = option(0.025, _PART, "Part of the steps in which the rate rises, 0 to 1.")
+    distillation: float = option(
+        0.0, _PART, "Weight of the target's distribution against the text, 0 to 1."
+    )
+    lookup_rows: int = option(
+        0,
+        integer(0, None),
+        "Fit cross-attention to this many rows first, to copy; 0 does not.",
+        "As `start_as_lookup` says, for a fresh GLIDE draft; a plain draft has none.",
+    )
+    checkpoint_steps: int = option(200, integer(1, None), "Steps between checkpoints.")
+    seed: int = option(0, integer(0, 2**63 - 1), "Seed of the weights and of the order of rows.")
 
     def __post_init__(self):
-        for name in ("steps", "batch_size", "checkpoint_steps"):
-            value = getattr(self, name)
-            require(name, value, is_int(value) and value >= 1, "an int >= 1")
-        rows = self.lookup_rows
-        require("lookup_rows", rows, is_int(rows) and rows >= 0, "an int >= 0")
-        require("rate", self.rate, 0 < self.rate < math.inf, "a number > 0")
-        for name in ("warmup", "distillation"):
-            value = getattr(self, name)
-            require(name, value, 0 <= value <= 1, "a number from 0 to 1")
+        check_options(self)
 
     def factor(self, step: int) -> float:
         """Learning rate of a step, counted from 0, as a part of its peak."""

@@ -99,6 +99,22 @@ def test_jsonl_prompts(invoke, pair, tmp_path):
     assert [record["prompt"] for record in records(result)] == ["one\nline", "two"]
 
 
+def test_options_that_have_flags_by_their_declarations(invoke, pair):
+    arguments = ["--prompt", "abc", "--max-tokens", "12", "--json", "--ignore-eos", *GREEDY]
+    (plain,) = records(invoke("generate", *pair, *arguments))
+    stop = plain["token_ids"][5]
+    paths = ["--method", "tree", "--tree-paths", "[[0],[1],[0,0]]", "--max-model-len", "40"]
+    (tree,) = records(
+        invoke("generate", *pair, *arguments, *paths, "--stop-token-ids", stop, "--block-size", "4")
+    )
+    count = plain["token_ids"].index(stop) + 1
+    assert tree["token_ids"] == plain["token_ids"][:count]
+    assert tree["finish_reason"] == "stop"
+    costs = ["-k", "2", "--schedule", "adaptive", "--step-costs", "[1,1.1,1.2]"]
+    (paced,) = records(invoke("generate", *pair, *arguments, *costs))
+    assert paced["token_ids"] == plain["token_ids"]
+
+
 def test_seed_repeats_a_sample(invoke, pair):
     arguments = ["--prompt", "a", "--max-tokens", "12", "--json", "--temperature", "1"]
     arguments += ["--top-k", "40", "--top-p", "0.9", "--min-p", "0.01"]

@@ -5,9 +5,12 @@ import subprocess
 import sys
 
 import pytest
+import typer
 
 import fastspec
-from fastspec.config import reference
+from fastspec.cli import app
+from fastspec.config import EngineConfig, SamplingParams, SpecConfig, reference
+from fastspec.config.options import options_of
 
 from ..test_layers import ROOT
 
@@ -57,6 +60,25 @@ def test_help_refusals_and_the_package_import_neither_torch_nor_transformers():
     imported = json.loads(result.stdout)
     assert len(imported) == len(COMMAND_LINES) + 1
     assert {line: names for line, names in imported.items() if names} == {}
+
+
+def test_flags_have_the_defaults_of_python():
+    flags = {flag.name: flag for flag in typer.main.get_command(app).commands["generate"].params}
+    for config in (SamplingParams, SpecConfig, EngineConfig):
+        for name, option in options_of(config).items():
+            if option.kind.flag_type is None:
+                assert name not in flags
+            else:
+                assert flags[name].default == (None if option.default == () else option.default)
+                assert tuple(flags[name].opts) == option.flags
+                assert option.help in flags[name].help
+
+
+@pytest.mark.parametrize("name", ["Engine", "csd", "drafters", "train"])
+def test_names_are_imported_when_they_are_used(monkeypatch, name):
+    expected = getattr(fastspec, name)
+    monkeypatch.delattr(fastspec, name)
+    assert getattr(fastspec, name) is expected
 
 
 def test_every_public_name_is_there():

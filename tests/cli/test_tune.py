@@ -84,6 +84,14 @@ def test_options_override_the_file(invoke, bundled, tmp_path):
     assert longest("-k", "5") > 2
 
 
+def test_a_k_matrix_of_the_file(invoke, bundled, tmp_path):
+    spec = {"method": "cascade", "k_matrix": [[1, 3], [0, 0]]}
+    file = saved(tmp_path / "tuned.json", draft="tiny-draft", spec=spec)
+    result = invoke("generate", "--config", file, "--prompt", "ab", "--max-tokens", "6", "--json")
+    assert result.exit_code == 0, result.stderr
+    assert len(json.loads(result.stdout)["stats"]["acceptance_histogram"]) <= 1 + 4
+
+
 def test_bench_reads_the_file(invoke, bundled, tmp_path):
     file = saved(tmp_path / "tuned.json", spec={"method": "mag", "num_speculative_tokens": 3})
     short = ["--num-prompts", "1", "--max-tokens", "4", "--repeats", "1"]

@@ -1,6 +1,6 @@
 """What is given is obeyed or refused: no option is silently another one's, cut or ignored."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from fractions import Fraction
 
 import numpy as np
@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
+from fastspec.config.methods import methods
+from fastspec.config.options import options_of
 from fastspec.drafters.ngram_table import NgramTable
 
 from ..models import VOCAB_SIZE, random_model
@@ -72,6 +74,40 @@ def test_aliases_of_the_number_of_draft_tokens():
 def test_spec_config_refuses(field, options):
     with pytest.raises(ValueError, match=f"^{field}: "):
         SpecConfig(**options)
+
+
+GIVEN = {
+    "draft_sample_method": "greedy",
+    "prompt_lookup_min": 2,
+    "prompt_lookup_max": 2,
+    "bigram_path": "table.json",
+    "ngram_size": 3,
+    "filler_top_k": 2,
+    "k_matrix": [[1, 2], [0, 0]],
+    "lenience": 2.0,
+    "tree_width": 2,
+    "tree_nodes": 8,
+    "tree_paths": [[0]],
+    "tree_prompt_lookup": True,
+    "cape": True,
+}
+
+
+@pytest.mark.parametrize("method", methods())
+def test_options_of_other_methods_are_refused_by_name(method):
+    for field in GIVEN.keys() - methods()[method].fields:
+        with pytest.raises(ValueError, match=f"^{field}: not for method '{method}', got "):
+            SpecConfig(method, **{field: GIVEN[field]})
+
+
+@pytest.mark.parametrize("config", [SamplingParams, SpecConfig, EngineConfig])
+def test_every_field_is_a_declared_option(config):
+    declared = options_of(config)
+    assert list(declared) == [field.name for field in fields(config)]
+    for name, option in declared.items():
+        assert option.help.endswith(".")
+        assert f"    {name}: {option.help[:40]}" in config.__doc__
+        assert option.checked(option.default) == getattr(config(), name)
 
 
 def test_a_large_k_matrix_takes_no_time():
