@@ -98,7 +98,7 @@ def _filled(name: str, chosen: PromptSet, where: str, record: Any) -> str:
     try:
         return chosen.template(record)
     except (KeyError, TypeError, IndexError, ValueError) as error:
-        raise ValueError(f"dataset: {where} is not a record of {name}: {error!r}") from error
+        raise ValueError(f"dataset: {where} is no record of {name}: {error!r}") from error
 
 
 def _lines(file: Path) -> Iterable[tuple[str, Any]]:

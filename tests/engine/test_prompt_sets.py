@@ -50,7 +50,7 @@ def test_texts(tmp_path):
 def test_records_of_another_kind(tmp_path, name, record):
     file = tmp_path / "set.jsonl"
     file.write_text(f"{json.dumps(RECORDS[name])}\n{record}\n", encoding="utf-8")
-    with pytest.raises(ValueError, match=f"line 2 is not a record of {name}"):
+    with pytest.raises(ValueError, match=f"line 2 is no record of {name}"):
         load_prompts(name, file)
 
 
