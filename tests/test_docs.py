@@ -69,7 +69,8 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("page", "code"), PYTHON)
-def test_python_runs(page, code, folder):
+@pytest.mark.usefixtures("folder")
+def test_python_runs(page, code):
     known = set(methods())
     try:
         exec(compile(code, page, "exec"), {"__name__": "docs"})
@@ -79,7 +80,8 @@ def test_python_runs(page, code, folder):
 
 
 @pytest.mark.parametrize("line", COMMANDS)
-def test_command_runs(line, folder):
+@pytest.mark.usefixtures("folder")
+def test_command_runs(line):
     arguments = shlex.split(line)[1:]
     command = " ".join(arguments[:2]) if arguments[0] == "train" else arguments[0]
     result = CliRunner().invoke(app, [*arguments, *SHORTER.get(command, [])])

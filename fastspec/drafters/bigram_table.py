@@ -21,7 +21,7 @@ def load_bigram(path: str | Path, vocab_size: int) -> Tensor:
     file = Path(path).expanduser()
     successors = read_json("bigram_path", file)
     if not isinstance(successors, list) or not successors:
-        raise ValueError(f"bigram_path: {file} holds no list of token ids")
+        raise ValueError(f"bigram_path: {file} does not hold a list of token ids")
     if len(successors) > vocab_size:
         raise ValueError(
             f"bigram_path: {file} has {len(successors)} entries, the vocabulary {vocab_size}"

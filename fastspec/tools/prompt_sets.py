@@ -84,7 +84,7 @@ def load_prompts(name: str, file: Path | None = None, limit: int | None = None) 
         try:
             prompts.append(chosen.template(record))
         except (KeyError, TypeError, IndexError, ValueError) as error:
-            raise ValueError(f"{where} is no record of {name}: {error!r}") from error
+            raise ValueError(f"{where} is not a record of {name}: {error!r}") from error
     if not prompts or (limit is not None and len(prompts) < limit):
         raise ValueError(
             f"dataset: {name} has {len(prompts)} prompts here, {limit or 1} are wanted"

@@ -141,7 +141,7 @@ def _from_tensors(text: str, where: str) -> list[StoredOutput]:
         line = f"{where}, line {text.count(chr(10), 0, start) + 1}"
         match = _TENSOR.fullmatch(text, start + len("tensor("), end)
         if match is None:
-            raise ValueError(f"{line}: the tensor that begins here is cut off or no list of ids")
+            raise ValueError(f"{line}: the tensor that begins here is cut off or not a list of ids")
         if "..." in match[1]:
             raise ValueError(f"{line}: the tensor was abbreviated (...) when it was printed")
         rows = parse_json(match[1], f"{line}:")

@@ -49,7 +49,7 @@ def many_processes() -> Any:
     try:
         from accelerate import Accelerator
     except ImportError as error:
-        raise ValueError("accelerate: it is not installed; it is in the extra [train]") from error
+        raise ValueError("accelerate: not installed; install fastspec-kernels[train]") from error
     accelerator = Accelerator()
     kind = accelerator.distributed_type.value
     require("accelerate", kind, kind not in _SPLIT_MODELS, "processes that hold the whole draft")

@@ -106,8 +106,8 @@ def test_mag_does_not_draft_the_beginning_of_the_prompt():
     ("content", "named"),
     [
         ("[1, 2", "not JSON"),
-        ("{}", "no list"),
-        ("[]", "no list"),
+        ("{}", "not hold a list"),
+        ("[]", "not hold a list"),
         ("[1, 6]", r"entry 1: expected an id in 0\.\.5, got 6"),
         ("[-1]", "entry 0"),
         ("[1.0]", "entry 0"),
