@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from fastspec.economics import cost_counters, formulas
 
 ROUNDS = 200_000
