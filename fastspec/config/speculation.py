@@ -15,22 +15,11 @@ from fastspec.config.checks import (
     require,
 )
 from fastspec.config.k_matrix import KMatrix, as_k_matrix, most_draft_tokens
-from fastspec.config.methods import method_named
+from fastspec.config.methods import FIELDS_OF_METHODS, method_named
 from fastspec.config.schedule import as_step_costs
 from fastspec.config.token_trees import check_trees
 
 _LOOKUP_FIELDS = ("prompt_lookup_min", "prompt_lookup_max")
-_OPTIONAL_FIELDS = (  # those whose default is None
-    "draft_sample_method",
-    *_LOOKUP_FIELDS,
-    "ngram_size",
-    "filler_top_k",
-    "bigram_path",
-    "k_matrix",
-    "tree_width",
-    "tree_nodes",
-    "tree_paths",
-)
 MAX_DRAFT_TOKENS = 1024  # beyond it a step is a mistake, or no step
 _MAX_NGRAM_SIZE, _MAX_FILLERS = 64, 1024
 _DEFAULT_SPECULATIVE_TOKENS = 5
@@ -217,8 +206,8 @@ class SpecConfig:
         fields = method_named(self.method).fields
         if self.method == "tree" and not self.tree_prompt_lookup:
             fields -= set(_LOOKUP_FIELDS)
-        for name in _OPTIONAL_FIELDS:
-            if name not in fields:
+        for name in sorted(FIELDS_OF_METHODS - fields):
+            if getattr(type(self), name) is None:  # others are checked for themselves
                 refuse(name, getattr(self, name), f"not for method {self.method!r}")
 
     def _check_copying(self) -> None:

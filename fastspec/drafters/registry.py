@@ -95,11 +95,13 @@ def plan_drafter(context: DrafterContext) -> DrafterPlan | None:
 def plan_given(context: DrafterContext) -> DrafterPlan:
     """A drafter, or one that runs the draft model that is given, whatever spec.method needs.
 
-    It drafts trees if the options ask for them.
+    It drafts trees if the options ask for them, and a user's own method runs its own drafter.
     """
-    _check(context.drafter, True, context.spec.method)
-    name = "tree" if context.spec.method == "tree" else "auto"
-    return _planned(method_named(name), context)
+    method, given = method_named(context.spec.method), context.drafter
+    _check(given, True, method.name)
+    is_own = method.build is not None and method.needs_draft and not isinstance(given, Drafter)
+    keeps_method = is_own or method.name == "tree"
+    return _planned(method if keeps_method else method_named("auto"), context)
 
 
 def _planned(method: Method, context: DrafterContext) -> DrafterPlan:

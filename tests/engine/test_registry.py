@@ -47,7 +47,9 @@ def drafting(context):
 
     def drafter(target, block_manager):
         runner = context.runner(model, block_manager)
-        return DraftModelDrafter(runner, block_manager, context.vocab_size, False)
+        drafter = DraftModelDrafter(runner, block_manager, context.vocab_size, False)
+        drafter.name = "mine"
+        return drafter
 
     return DrafterPlan([model], drafter)
 
@@ -64,7 +66,8 @@ def test_the_example_of_the_docs_runs():
         exec(compile(code, "drafters.md", "exec"), names)
     finally:
         unregister("repeat")
-    (plain,) = Engine("tiny", spec="none").generate("x = [\n    0,\n", names["params"])
+    names["engine"].disable_spec_dec()
+    (plain,) = names["engine"].generate("x = [\n    0,\n", names["params"])
     assert names["output"].token_ids == plain.token_ids
     assert names["output"].stats.num_draft_tokens > 0
 
@@ -107,6 +110,11 @@ def test_a_method_with_a_draft_model(model, drafter):
             engine = Engine(model, drafter, spec=SpecConfig("mine", 3, cape=cape))
             assert ids(engine) == ids(Engine(model))
             assert engine.stats.num_accepted_tokens > 0
+        engine = Engine(model, drafter, spec="mine")
+        engine.enable_spec_dec(model)
+        ids(engine)
+        assert engine.stats.acceptance_rate == 1
+        assert engine.stats.num_draft_passes.keys() == {"mine"}
         with pytest.raises(ValueError, match="drafter: method 'mine' needs a draft model"):
             Engine(model, spec="mine")
         with pytest.raises(ValueError, match="expected a draft model, got the drafter"):
