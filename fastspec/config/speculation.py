@@ -7,7 +7,7 @@ from typing import Any
 
 from fastspec.config.checks import config_of, is_number, refuse, require
 from fastspec.config.k_matrix import KMatrix, as_k_matrix, most_draft_tokens
-from fastspec.config.methods import method_named, methods
+from fastspec.config.methods import FIELDS_OF_METHODS, method_named
 from fastspec.config.options import (
     BOOL,
     FACTOR,
@@ -269,10 +269,10 @@ class SpecConfig:
 
     def _refuse_other_methods_fields(self) -> None:
         """Refuse what is given for a method that is not this one."""
-        known = methods()
-        for name in set().union(*(method.fields for method in known.values())):
+        fields = method_named(self.method).fields
+        for name in sorted(FIELDS_OF_METHODS):
             value, default = getattr(self, name), options_of(type(self))[name].default
-            is_read = name in method_named(self.method).fields
+            is_read = name in fields
             if name in _LOOKUP_FIELDS and self.method == "tree":
                 is_read = self.tree_prompt_lookup
             if not is_read and value is not default and value != default:

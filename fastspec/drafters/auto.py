@@ -4,17 +4,15 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from fastspec.drafters import draft_model
+from fastspec.drafters import draft_model, glide
 from fastspec.drafters.base import Drafter
 from fastspec.drafters.context import DrafterContext, DrafterPlan
-from fastspec.drafters.glide import drafter as glide
-from fastspec.drafters.glide import is_glide
 
 
 def build(context: DrafterContext) -> Drafter | DrafterPlan:
     """A GLIDE model where one is wanted, or where the model's configuration says that it is one."""
     given = context.drafter
     is_model = isinstance(given, (str, Path, PreTrainedModel))
-    if context.wants_glide or (is_model and is_glide(given)):
+    if context.wants_glide or (is_model and glide.is_glide(given)):
         return glide.build(context)
     return draft_model.build(context)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastspec.config import EngineConfig, SpecConfig
 from fastspec.drafters.base import Blocks, Drafter
-from fastspec.drafters.glide.loading import is_glide, load_glide
 from fastspec.models.encoder_decoder import paged_model_of
 from fastspec.models.loading import check_same_tokenizer, load_model, load_tokenizer
 from fastspec.models.paged_model import PagedModel
@@ -18,6 +18,7 @@ from fastspec.models.runner import ModelRunner
 ModelSource = str | Path | PreTrainedModel
 DraftSource = ModelSource | Drafter
 DrafterSource = DraftSource | Sequence[DraftSource]
+Loader = Callable[[ModelSource, EngineConfig], PreTrainedModel]
 
 
 @dataclass(frozen=True)
@@ -65,35 +66,23 @@ class DrafterContext:
     drafter: DrafterSource | None = None
     wants_glide: bool = False
 
-    def load(self, source: DrafterSource | None) -> PagedModel:
+    def load(self, source: DrafterSource | None, load: Loader | None = None) -> PagedModel:
         """A draft model as the engine runs it.
 
         Raises:
-            ValueError: it cannot be loaded, has another tokenizer, or is one of GLIDE, which reads
-                the target's cache.
+            ValueError: it cannot be loaded, or its tokenizer is not the target's.
         """
-        checked = self._checked(source)
-        if is_glide(checked):
-            method = self.spec.method
-            raise ValueError(f"drafter: a GLIDE model needs method 'glide', not {method!r}")
-        return paged_model_of(load_model("drafter", checked, self.config), self.config)
-
-    def load_glide(self, source: DrafterSource | None) -> PagedModel:
-        """The same of GLIDE."""
-        return paged_model_of(load_glide(self._checked(source), self.config), self.config)
-
-    def runner(self, model: PagedModel, block_manager: Blocks) -> ModelRunner:
-        """A runner over the blocks of the target's cache."""
-        num_blocks, block_size = block_manager.num_blocks, block_manager.block_size
-        chunk_size, cuda_graphs = self.config.prefill_chunk_size, self.config.cuda_graphs
-        return ModelRunner(model, num_blocks, block_size, chunk_size, cuda_graphs)
-
-    def _checked(self, source: DrafterSource | None) -> ModelSource:
-        """One model, whose token ids, as far as its tokenizer says, mean what the target's do."""
         if isinstance(source, Drafter):
             raise ValueError(f"drafter: expected a draft model, got the drafter {source.name!r}")
         if not isinstance(source, (str, Path, PreTrainedModel)):
             raise ValueError("drafter: several make a cascade, which spec.method has to be")
         if not isinstance(source, PreTrainedModel):
             check_same_tokenizer(self.tokenizer, load_tokenizer("drafter", source))
-        return source
+        load = load or partial(load_model, "drafter")
+        return paged_model_of(load(source, self.config), self.config)
+
+    def runner(self, model: PagedModel, block_manager: Blocks) -> ModelRunner:
+        """A runner over the blocks of the target's cache."""
+        num_blocks, block_size = block_manager.num_blocks, block_manager.block_size
+        chunk_size, cuda_graphs = self.config.prefill_chunk_size, self.config.cuda_graphs
+        return ModelRunner(model, num_blocks, block_size, chunk_size, cuda_graphs)

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterable
 from dataclasses import fields as fields_of
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -14,6 +14,7 @@ from fastspec.config.checks import require
 from fastspec.config.methods import Method, add_method, method_named, remove_method
 from fastspec.drafters.base import Drafter
 from fastspec.drafters.context import DrafterContext, DrafterPlan, as_plan
+from fastspec.drafters.glide import is_glide
 from fastspec.drafters.tree import with_siblings
 
 Build = Callable[[DrafterContext], Drafter | DrafterPlan]
@@ -72,42 +73,45 @@ def plan_drafter(context: DrafterContext) -> DrafterPlan | None:
         ValueError: a drafter that is missing, not wanted, or cannot be loaded.
     """
     method, given = method_named(context.spec.method), context.drafter
-    if given is not None:
-        _check_type(given)
-    if method.build is None:
-        return None
     takes_draft = method.needs_draft or method.name == "auto"
+    if given is not None:
+        takes_glide = not takes_draft or method.name in ("auto", "glide", "tree")
+        _check(given, takes_glide, method.name)
+    if method.name == "none":
+        return None
     if given is not None and not takes_draft:
         raise ValueError(f"drafter: method {method.name!r} takes none")
+    if given is None and takes_draft and context.target == "tiny":
+        given = "tiny-glide" if method.name == "glide" else "tiny-draft"
     if given is None and takes_draft:
-        if isinstance(context.target, str) and context.target == "tiny":
-            bundled = "tiny-glide" if method.name == "glide" else "tiny-draft"
-            return _planned(method, replace(context, drafter=bundled))
-        if method.needs_draft:
-            raise ValueError(f"drafter: method {method.name!r} needs a draft model, got None")
-        if context.spec.cape:
-            raise ValueError("drafter: cape needs a draft model, got None")
-        return None
-    return _planned(method, context)
+        if not method.needs_draft and not context.spec.cape:
+            return None
+        what = f"method {method.name!r}" if method.needs_draft else "cape"
+        raise ValueError(f"drafter: {what} needs a draft model, got None")
+    wants_glide = method.name == "glide"
+    return _planned(method, replace(context, drafter=given, wants_glide=wants_glide))
 
 
 def plan_given(context: DrafterContext) -> DrafterPlan:
     """A drafter, or one that runs the draft model that is given, whatever spec.method needs.
 
-    It drafts trees if the options ask for them.
+    It drafts trees if the options ask for them, and a user's own method runs its own drafter.
     """
-    _check_type(context.drafter)
-    name = "tree" if context.spec.method == "tree" else "auto"
-    return _planned(method_named(name), context)
+    method, given = method_named(context.spec.method), context.drafter
+    _check(given, True, method.name)
+    is_own = method.build is not None and method.needs_draft and not isinstance(given, Drafter)
+    keeps_method = is_own or method.name == "tree"
+    return _planned(method if keeps_method else method_named("auto"), context)
 
 
 def _planned(method: Method, context: DrafterContext) -> DrafterPlan:
-    build: Any = method.build
-    plan = as_plan((resolve_name(build) if isinstance(build, str) else build)(context))
+    build = method.build or import_module(f"fastspec.drafters.{method.name}").build
+    plan = as_plan(build(context))
     return with_siblings(plan, context.spec) if context.spec.cape else plan
 
 
-def _check_type(drafter: Any) -> None:
+def _check(drafter: Any, takes_glide: bool, method: str) -> None:
+    """Refuse what is no drafter, and GLIDE models for methods that do not show them the target."""
     for part in drafter if isinstance(drafter, (list, tuple)) else [drafter]:
         if isinstance(part, PreTrainedTokenizerBase):
             raise ValueError(
@@ -119,3 +123,5 @@ def _check_type(drafter: Any) -> None:
                 "drafter: expected a path, a hub id, a PreTrainedModel, a Drafter, or several in a"
                 f" list, got {type(part).__name__}"
             )
+        if not takes_glide and not isinstance(part, Drafter) and is_glide(part):
+            raise ValueError(f"drafter: a GLIDE model needs method 'glide', not {method!r}")

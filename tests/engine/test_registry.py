@@ -2,14 +2,15 @@
 
 import logging
 import re
+import sys
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-import fastspec.drafters
 from fastspec import Engine, SamplingParams, SpecConfig
-from fastspec.config.methods import methods
+from fastspec.config.methods import BUILT_IN, method_named, methods
 from fastspec.drafters import (
     DrafterPlan,
     DraftModelDrafter,
@@ -46,7 +47,9 @@ def drafting(context):
 
     def drafter(target, block_manager):
         runner = context.runner(model, block_manager)
-        return DraftModelDrafter(runner, block_manager, context.vocab_size, False)
+        drafter = DraftModelDrafter(runner, block_manager, context.vocab_size, False)
+        drafter.name = "mine"
+        return drafter
 
     return DrafterPlan([model], drafter)
 
@@ -63,7 +66,8 @@ def test_the_example_of_the_docs_runs():
         exec(compile(code, "drafters.md", "exec"), names)
     finally:
         unregister("repeat")
-    (plain,) = Engine("tiny", spec="none").generate("x = [\n    0,\n", names["params"])
+    names["engine"].disable_spec_dec()
+    (plain,) = names["engine"].generate("x = [\n    0,\n", names["params"])
     assert names["output"].token_ids == plain.token_ids
     assert names["output"].stats.num_draft_tokens > 0
 
@@ -74,9 +78,9 @@ def test_the_docs_list_every_method():
 
 
 def test_every_method_of_ours_has_its_build():
-    for method in methods().values():
-        if method.build is not None:
-            assert callable(fastspec.drafters.registry.resolve_name(method.build)), method.name
+    for method in BUILT_IN:
+        if method.name != "none":
+            assert callable(import_module(f"fastspec.drafters.{method.name}").build)
 
 
 def test_a_method_without_a_draft_model(model):
@@ -106,6 +110,11 @@ def test_a_method_with_a_draft_model(model, drafter):
             engine = Engine(model, drafter, spec=SpecConfig("mine", 3, cape=cape))
             assert ids(engine) == ids(Engine(model))
             assert engine.stats.num_accepted_tokens > 0
+        engine = Engine(model, drafter, spec="mine")
+        engine.enable_spec_dec(model)
+        ids(engine)
+        assert engine.stats.acceptance_rate == 1
+        assert engine.stats.num_draft_passes.keys() == {"mine"}
         with pytest.raises(ValueError, match="drafter: method 'mine' needs a draft model"):
             Engine(model, spec="mine")
         with pytest.raises(ValueError, match="expected a draft model, got the drafter"):
@@ -201,8 +210,8 @@ def test_methods_of_installed_packages(packages, model, caplog):
 def test_packages_are_asked_for_unknown_names_and_lists_alone(packages):
     text = ADDING.format(name="lazy") + "add()\n"
     packages("lazy", "lazy_module", text, "lazy = lazy_module")
-    known = methods()
-    assert known["mag"].name == "mag"
     SpecConfig("mag")
-    assert "lazy" not in known._known
-    assert "lazy" in list(known)
+    assert method_named("mag") in BUILT_IN
+    assert "lazy_module" not in sys.modules
+    assert "lazy" in methods()
+    assert "lazy_module" in sys.modules

@@ -1,6 +1,14 @@
 """GLIDE draft models, which look at the target's cached keys and values."""
 
+from fastspec.drafters.glide.drafter import build
 from fastspec.drafters.glide.loading import is_glide, load_glide
 from fastspec.drafters.glide.model import GlideLlamaConfig, GlideLlamaForCausalLM, Glimpse
 
-__all__ = ["GlideLlamaConfig", "GlideLlamaForCausalLM", "Glimpse", "is_glide", "load_glide"]
+__all__ = [
+    "GlideLlamaConfig",
+    "GlideLlamaForCausalLM",
+    "Glimpse",
+    "build",
+    "is_glide",
+    "load_glide",
+]
