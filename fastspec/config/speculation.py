@@ -7,7 +7,7 @@ from typing import Any
 
 from fastspec.config.checks import config_of, is_number, refuse, require
 from fastspec.config.k_matrix import KMatrix, as_k_matrix, most_draft_tokens
-from fastspec.config.methods import FIELDS_OF_METHODS, method_named
+from fastspec.config.methods import BUILT_IN, FIELDS_OF_METHODS, method_named
 from fastspec.config.options import (
     BOOL,
     FACTOR,
@@ -65,7 +65,7 @@ class SpecConfig:
     method: str = option(
         "auto",
         Kind("a name of a method", lambda value: isinstance(value, str)),
-        f"How drafts are made: {', '.join(methods())}.",
+        f"How drafts are made: {', '.join(method.name for method in BUILT_IN)}.",
         "auto takes a draft model where one is given.",
     )
     num_speculative_tokens: int | None = option(
