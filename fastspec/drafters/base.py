@@ -179,7 +179,7 @@ class Proposal:
         on_judged: of chains: is told the target's logits [T, V], packed: num_rows[b] of each
             request, after its last committed token and after each proposal that was read.
     Raises:
-        ValueError: a tree without its rule, or a rule alone.
+        ValueError: a tree without its rule or of another shape than its tokens, or a rule alone.
     """
 
     token_ids: Tensor
@@ -195,6 +195,11 @@ class Proposal:
         if (self.parents is None) != (self.sibling_rule is None):
             expected = "None without parents" if self.parents is None else "the rule of the tree"
             raise ValueError(f"sibling_rule: expected {expected}, got {self.sibling_rule!r}")
+        shapes = [getattr(ids, "shape", None) for ids in (self.token_ids, self.parents)]
+        if self.parents is not None and shapes[0] != shapes[1]:
+            raise ValueError(
+                f"parents: expected the shape of token_ids, {shapes[0]}, got {shapes[1]}"
+            )
 
 
 def check_proposal(proposal: Any, batch: Batch, vocab_size: int) -> None:

@@ -32,7 +32,10 @@ class Speculation:
     ):
         self._device = device
         self._vocab_size = vocab_size
-        self._spec = spec
+        rules = ("rejection_sample_method", "standard"), ("relaxed_acceptance", 1)
+        given = ((name, getattr(spec, name), exact) for name, exact in rules)
+        chain_rules = (f"{name}: {value!r}" for name, value, exact in given if value != exact)
+        self._chain_rule = next(chain_rules, None)
         self._config = config
         self._no_drafter = NoDrafter()
         self._has_failed = False  # in this step
@@ -95,8 +98,8 @@ class Speculation:
             if any(batch.num_draft_tokens):
                 proposal = self.drafter.propose(batch)
                 check_proposal(proposal, batch, self._vocab_size)
-                if proposal.parents is not None:
-                    self._check_rule()
+                if proposal.parents is not None and self._chain_rule is not None:
+                    raise ValueError(f"{self._chain_rule} judges chains, not token trees")
                 if proposal.on_judged is not None:
                     told = self._guarded(proposal.on_judged, requests)
                     proposal = replace(proposal, on_judged=told)
@@ -141,13 +144,6 @@ class Speculation:
         for num in wanted:
             require("num_draft_tokens", num, is_int(num) and num >= 0, "an int >= 0")
         return [min(pair) for pair in zip(wanted, limits, strict=True)]
-
-    def _check_rule(self) -> None:
-        """Refuse trees where the rule of acceptance is one for chains."""
-        for name, exact in (("rejection_sample_method", "standard"), ("relaxed_acceptance", 1)):
-            value = getattr(self._spec, name)
-            if value != exact:
-                raise ValueError(f"{name}: {value!r} judges chains, not token trees")
 
     def _fail(self, error: BaseException, requests: Sequence[Request]) -> None:
         """Keep what a drafter or schedule raised, and let the drafter forget the requests.

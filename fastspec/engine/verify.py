@@ -162,7 +162,9 @@ def _tree_verdict(row: list[list[int]], count: int, logprobs: list[float] | None
     (accepted_len, *_), path, output_ids, token_ids, parents = row
     accepted, emitted = max(accepted_len, 0), accepted_len + 1
     tree = StepTree(tuple(token_ids[:count]), tuple(parents[:count]), tuple(path[:accepted]))
-    depths = _depths(tree.parents)
+    depths = [0]  # of each node; -1 where there is none
+    for parent in tree.parents[1:]:
+        depths.append(depths[parent] + 1 if parent >= 0 and depths[parent] >= 0 else -1)
     end = tree.path[-1] if accepted else 0
     extra_source = "recovered" if end in tree.parents else "bonus"
     return Verdict(
@@ -173,11 +175,3 @@ def _tree_verdict(row: list[list[int]], count: int, logprobs: list[float] | None
         extra_source if max(depths) else "target",
         tree,
     )
-
-
-def _depths(parents: tuple[int, ...]) -> list[int]:
-    """Depth of each node, 0 for the root; -1 where there is none."""
-    depths = [0]
-    for parent in parents[1:]:
-        depths.append(depths[parent] + 1 if parent >= 0 and depths[parent] >= 0 else -1)
-    return depths

@@ -28,9 +28,8 @@ def step_of(method: str) -> tuple[list[str], list[str]]:
         if code.co_filename.startswith(PACKAGE) and not code.co_name.startswith("<"):
             place = Path(code.co_filename).relative_to(PACKAGE)
             functions.add(f"{place}:{code.co_firstlineno} {code.co_name}")
-        elif code.co_name in ("__init__", "__new__"):  # generated, of a dataclass or NamedTuple
-            first = frame.f_locals.get("self", frame.f_locals.get("_cls"))
-            kind = first if isinstance(first, type) else type(first)
+        else:  # what dataclasses and NamedTuples generate has no file
+            kind = frame.f_locals.get("_cls") or type(frame.f_locals.get("self"))
             is_record = is_dataclass(kind) or hasattr(kind, "_fields")
             if is_record and kind.__module__.startswith("fastspec."):
                 records.add(kind.__name__)
@@ -44,10 +43,12 @@ def step_of(method: str) -> tuple[list[str], list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("method", "most"), [("none", 40), ("draft_model", 50), ("tree", 70)], ids=str
+    ("method", "most", "most_records"),
+    [("none", 40, 7), ("draft_model", 50, 8), ("tree", 70, 10)],
+    ids=str,
 )
-def test_a_step_enters_few_functions(method, most):
+def test_a_step_enters_few_functions(method, most, most_records):
     functions, records = step_of(method)
     print(f"{method}: {len(functions)} functions, {len(records)} records: {records}", *functions)
     assert len(functions) <= most, functions
-    assert len(records) <= 7, records
+    assert len(records) <= most_records, records

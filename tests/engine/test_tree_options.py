@@ -107,6 +107,7 @@ def test_a_rule_that_does_not_exist_is_refused(model):
     drafter = GivenTrees({"0": [1] * 40}, rule="best_guess")
     engine = Engine(model, drafter, spec=SpecConfig(num_speculative_tokens=6))
     engine.add_request(PROMPTS[0], GREEDY, "0")
+    assert [event.source for event in engine.step()] == ["target"]
     with pytest.raises(ValueError, match="sibling_rule"):
         engine.step()
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fastspec.config import SamplingParams
-from fastspec.config.checks import normalise_ints
+from fastspec.config.checks import is_int, require
 from fastspec.engine.stats import SpecStats
 from fastspec.tools.bench.methods import Decode, Methods, TokenIds
 from fastspec.tools.cost_counters import standardized_walltime_improvement
@@ -50,7 +50,9 @@ class BenchConfig:
     temperatures: tuple[float, ...] = (0.0, 1.0)
 
     def __post_init__(self):
-        normalise_ints(self, 1, "max_tokens", "repeats")
+        for name in ("max_tokens", "repeats"):
+            value = getattr(self, name)
+            require(name, value, is_int(value) and value >= 1, "an int >= 1")
         if not self.temperatures:
             raise ValueError("temperatures: expected numbers >= 0, got none")
         for temperature in self.temperatures:
