@@ -38,7 +38,7 @@ def own_methods() -> Iterator[None]:
 
 @pytest.mark.parametrize("method", ["copies", "drafts"])
 def test_generate_and_simulate(method, invoke, bundled, tmp_path):
-    run = ["generate", "--prompt", "abcabc", "--max-tokens", "12", "--json"]
+    run = ["generate", "--prompt", "abcabc", "--max-tokens", "12", "--temperature", "0", "--json"]
     file = tmp_path / "run.jsonl"
     plain = json.loads(invoke(*run, "--method", "none").stdout)
     ours = json.loads(invoke(*run, "--method", method, "--save-outputs", file).stdout)

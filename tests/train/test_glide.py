@@ -268,7 +268,7 @@ def test_plain_baseline_from_the_command_line(target_folder, tmp_path):
         (("--context", 1), "--context"),
         (("--context", 100_000), "data: too little text"),
         (("--resume",), "resume: no checkpoint"),
-        (("--accelerate",), "accelerate: it is not installed"),
+        (("--accelerate",), "--accelerate: not installed"),
         (("--accelerate", "--device", "cpu"), "--device: accelerate launch chooses it"),
     ],
 )
