@@ -17,6 +17,9 @@ LEFT_OUT = (
     "test_long_periodic_texts",
 )
 CASES_PER_TEST = 2
+# Of each test on an instruction set other than the widest, which runs all cases: enough to meet
+# every branch of the vector code several times.
+CASES_PER_PATH = 12
 WHOLE_TABLES = ("test_edges", "test_wrong_arguments")
 
 INSTRUCTION_SETS = ["none"]
@@ -30,7 +33,10 @@ ONE_PATH = ("error", "wrong", "opcheck", "registration")
 
 @pytest.fixture(params=INSTRUCTION_SETS)
 def instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Runs the test on the CPU once with every instruction set that the processor has."""
+    """Runs the test on the CPU with every instruction set that the processor has.
+
+    The widest runs all cases, the others some of them, or all where FASTSPEC_CPU_ISA names one.
+    """
     if request.param == "none":
         yield
         return
@@ -65,6 +71,15 @@ def pytest_collection_modifyitems(config, items):
         limit = min(limit, 1) if "test_bit_identity" in name else limit
         kept = {len(cases) * i // limit for i in range(min(limit, len(cases)))}
         dropped |= {item for i, item in enumerate(cases) if i not in kept}
+    paths = defaultdict(list)
+    for item in items:
+        name = _instruction_set_of(item)
+        if item not in dropped and name != INSTRUCTION_SETS[-1]:
+            paths[item.nodeid.split("[")[0], name].append(item)
+    for cases in paths.values():
+        limit = min(CASES_PER_PATH, len(cases))
+        kept = {len(cases) * i // limit for i in range(limit)}
+        dropped |= {item for i, item in enumerate(cases) if i not in kept}
     config.hook.pytest_deselected(items=list(dropped))
     items[:] = [item for item in items if item not in dropped]
 
@@ -72,10 +87,15 @@ def pytest_collection_modifyitems(config, items):
 def _runs_other_code(item: pytest.Item) -> bool:
     """Whether the test runs other code than the same test with the widest instruction set."""
     params = item.callspec.params if hasattr(item, "callspec") else {}
-    name = params.get("instruction_set", INSTRUCTION_SETS[-1])
+    name = _instruction_set_of(item)
     if name == INSTRUCTION_SETS[-1]:
         return True
     if params.get("backend", "cpu") != "cpu" or any(part in item.name for part in ONE_PATH):
         return False
     # Only attention multiplies bfloat16.
     return name != "avx512" or "attention" in item.nodeid
+
+
+def _instruction_set_of(item: pytest.Item) -> str:
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    return params.get("instruction_set", INSTRUCTION_SETS[-1])
