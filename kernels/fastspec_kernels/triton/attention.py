@@ -67,8 +67,11 @@ def tiles(
 ) -> dict[str, int]:
     """Tile sizes for half precision with few or many rows, and for float32 ("all")."""
     block_d = max(16, triton.next_power_of_2(head_size))
-    many = 32 if capability[0] == 12 else 64  # the products of 64 keys spill there
-    few = 32 if is_float8 else many  # the bytes and what becomes of them share the registers
+    spills = capability[0] == 12  # there, the products of 64 keys with many rows or wide heads do
+    many = 32 if spills else 64
+    few = many if block_d > 64 else 64
+    if is_float8:
+        few = 32  # the bytes and what becomes of them share the registers
     block_m, block_n = {"few": (FEW_ROWS, few), "many": (64, many), "all": (16, 32)}[rows]
     return {"rows": rows, "block_m": block_m, "block_n": block_n, "block_d": block_d}
 
