@@ -430,7 +430,7 @@ class Engine:
         self, prompt: Prompt, params: SamplingParams, request_id: str | None = None
     ) -> EngineRequest:
         request = self._factory.build(prompt, params, request_id)
-        if request.request_id in self._ids_in_use:
+        if request.request_id in self._ids_in_use or request.request_id in self._inboxes:
             raise ValueError(f"request_id: {request.request_id!r} is already running")
         self._scheduler.check_fits(request)
         return request

@@ -207,3 +207,16 @@ def test_preempted_neighbours_of_threads_keep_their_text(model, drafter, expecte
         thread.join(60)
     assert [results[i].token_ids for i in range(4)] == expected[:4]
     assert_idle(engine)
+
+
+def test_an_id_is_not_free_before_its_call_has_its_output(engine, expected):
+    """Events of a second request of that name would go to the first one's call."""
+    stream = engine.stream(PROMPTS[0], GREEDY)
+    first = next(stream)
+    while engine.has_unfinished:
+        engine.step()
+    with pytest.raises(ValueError, match="request_id"):
+        engine.add_request(PROMPTS[1], GREEDY, first.request_id)
+    assert [*stream][-1].output.token_ids == expected[0]
+    engine.add_request(PROMPTS[1], GREEDY, first.request_id)
+    assert steps(engine)[first.request_id].token_ids == expected[1]
