@@ -137,7 +137,8 @@ def check_options(config: Any) -> None:
         ValueError: a value that its option does not take, by the name of the option.
     """
     for name, declared in options_of(type(config)).items():
-        object.__setattr__(config, name, declared.checked(getattr(config, name)))
+        if (value := getattr(config, name)) is not declared.default:
+            object.__setattr__(config, name, declared.checked(value))
 
 
 def documented(config: type[Config]) -> type[Config]:

@@ -108,7 +108,6 @@ class Engine:
         self._speculation.check_count("num_speculative_tokens", num_draft_tokens)
         if plan:
             self._turn_on(plan.build(self._runner, block_manager), num_draft_tokens)
-        self._ids_in_use: set[str] = set()
         self._turn = Turn()
         self._inboxes: dict[str, deque[StreamEvent]] = {}  # of calls of generate() and stream()
         self._events: list[StreamEvent] = []  # for step(), of all other requests
@@ -165,7 +164,7 @@ class Engine:
         """
         with self._turn:
             request = self._build(prompt, params or SamplingParams(), request_id)
-            self._add(request)
+            self._scheduler.add(request)
         return request.request_id
 
     def abort(self, request_id: str) -> RequestOutput | None:
@@ -361,7 +360,6 @@ class Engine:
     ) -> RequestOutput:
         """Let a request go, and post its last event."""
         self._scheduler.remove(request.request_id, failed=error is not None)
-        self._ids_in_use.discard(request.request_id)
         self._speculation.release(request)
         output = request.output(finish_reason, error)
         text = request.detokenizer.take(final=True) if request.detokenizer else ""
@@ -383,7 +381,7 @@ class Engine:
             requests = [self._build(*pair) for pair in zip(prompts, params, strict=True)]
             for request in requests:
                 self._inboxes[request.request_id] = deque()
-                self._add(request)
+                self._scheduler.add(request)
         return [request.request_id for request in requests]
 
     def _next_event(self, request_id: str) -> StreamEvent:
@@ -430,11 +428,8 @@ class Engine:
         self, prompt: Prompt, params: SamplingParams, request_id: str | None = None
     ) -> EngineRequest:
         request = self._factory.build(prompt, params, request_id)
-        if request.request_id in self._ids_in_use or request.request_id in self._inboxes:
+        if self._scheduler.get(request.request_id) or request.request_id in self._inboxes:
             raise ValueError(f"request_id: {request.request_id!r} is already running")
         self._scheduler.check_fits(request)
         return request
 
-    def _add(self, request: EngineRequest) -> None:
-        self._ids_in_use.add(request.request_id)
-        self._scheduler.add(request)

@@ -20,6 +20,7 @@ class Scheduler:
         self.max_batch_size = max_batch_size
         self.running: list[EngineRequest] = []
         self.waiting: deque[EngineRequest] = deque()
+        self._by_id: dict[str, EngineRequest] = {}  # running and waiting
 
     @property
     def has_unfinished(self) -> bool:
@@ -39,6 +40,7 @@ class Scheduler:
     def add(self, request: EngineRequest) -> None:
         """Queue a request that fits."""
         self.waiting.append(request)
+        self._by_id[request.request_id] = request
 
     def schedule(self, num_speculative_tokens: int, max_nodes: int = 0) -> list[EngineRequest]:
         """Reserve room for the next step of the running requests; who lost their blocks for it.
@@ -89,12 +91,11 @@ class Scheduler:
 
     def get(self, request_id: str) -> EngineRequest | None:
         """A running or waiting request."""
-        known = (r for r in (*self.running, *self.waiting) if r.request_id == request_id)
-        return next(known, None)
+        return self._by_id.get(request_id)
 
     def remove(self, request_id: str, failed: bool = False) -> EngineRequest | None:
         """Take a request out, wherever it is, and its blocks; those of a failed one are no use."""
-        request = self.get(request_id)
+        request = self._by_id.pop(request_id, None)
         if request is None:
             return None
         queue = self.running if request in self.running else self.waiting

@@ -73,7 +73,7 @@ def exact_law(model, sampling, prompt=PROMPT):
     return (law / law.sum()).reshape((VOCAB_SIZE,) * LENGTH)
 
 
-def drawn_counts(models, sampling, spec, num_draws=12_000, prompt=PROMPT, num_more=0):
+def drawn_counts(models, sampling, spec, num_draws=6_000, prompt=PROMPT, num_more=0):
     """How often each text of LENGTH tokens was drawn, from a target and a drafter or None.
 
     num_more: tokens that each text goes on with, so that the last draft is whole too.

@@ -26,7 +26,7 @@ def fast_backends_of(op):
 
 
 def num_draws(backend):
-    return 10_000 if backend == "reference" else 40_000
+    return 5_000 if backend == "reference" else 20_000
 
 
 def with_draft_logsumexp(backend):

@@ -18,7 +18,7 @@ from fastspec_kernels.testing import (
 from . import broken_rules
 from .plain_verifiers import chain_verifier, tree_verifier
 
-FEW = {"num_draws": 8_000, "vocab_size": 12}  # plain Python is slow
+FEW = {"num_draws": 4_000, "vocab_size": 12}  # plain Python is slow
 
 
 @pytest.mark.parametrize("rule", [rules.standard, rules.block])
