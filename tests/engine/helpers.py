@@ -1,6 +1,7 @@
 """What tests of different drafters share: prompts, expected ids and laws, a run to its end."""
 
 from itertools import product
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -14,8 +15,19 @@ PROMPTS = [[1, 2, 3], list(range(5, 22)), [40, 7] * 17, [9]]
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
 
+_GREEDY_TEXTS = WeakKeyDictionary()  # by model, which no test changes once it has been asked
+
+
 def hugging_face_greedy(model, prompt, max_new_tokens=40):
     """The new ids, whatever ends a text."""
+    texts = _GREEDY_TEXTS.setdefault(model, {})
+    key = tuple(prompt), max_new_tokens
+    if key not in texts:
+        texts[key] = _generated(model, prompt, max_new_tokens)
+    return texts[key]
+
+
+def _generated(model, prompt, max_new_tokens):
     input_ids = torch.tensor([prompt])
     out = model.generate(
         input_ids,

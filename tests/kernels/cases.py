@@ -77,7 +77,7 @@ def row_params_of(params: dict[str, Tensor], index: int) -> dict:
 
 def rows_for(vocab: int, name: str) -> int:
     """How many random rows a test of a backend can afford; eight are one of each kind."""
-    return 96 if vocab < 100 and not is_slow(name) else 8
+    return 64 if vocab < 100 and not is_slow(name) else 8
 
 
 def random_logits(num: int, vocab: int, generator: torch.Generator, dtype=torch.float32) -> Tensor:

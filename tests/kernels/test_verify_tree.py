@@ -29,7 +29,7 @@ CHAIN = [-1, 0, 1, 2]
 @pytest.mark.parametrize("vocab", [1, 2, 33, 1000])
 def test_random_batches(backend, rule, draft, masked, vocab, record_property):
     generator = torch.Generator().manual_seed(vocab)
-    close, batch = 0, affordable(backend, 48 if vocab < 100 else 16)
+    close, batch = 0, affordable(backend, 32 if vocab < 100 else 12)
     for num_nodes, dtype in sizes_and_dtypes(backend, (9, 3, 1, 40), vocab):
         case = random_case(batch, num_nodes, vocab, generator, rule, dtype, draft)
         close += check(with_bitmask(case, generator) if masked else case, backend)
@@ -63,7 +63,7 @@ def test_large_vocabularies(backend, vocab):
 def test_plain_batches(backend, rule, parents):
     """Moderate rows, siblings chosen as the rule demands: everything can happen."""
     generator = torch.Generator().manual_seed(len(parents))
-    num = affordable(backend, 200 if len(parents) < 20 else 20)
+    num = affordable(backend, 120 if len(parents) < 20 else 20)
     assert check(plain_case(num, 17, generator, rule, parents), backend) < 5
 
 
@@ -82,7 +82,7 @@ def test_edges(backend, edge):
 @pytest.mark.parametrize("rule", RULES)
 def test_a_chain_gives_what_verify_chain_gives(backend, rule):
     """With one child per node every rule is that of a chain; target_only that of certain ones."""
-    batch, num_draft, vocab = affordable(backend, 200), 3, 17
+    batch, num_draft, vocab = affordable(backend, 120), 3, 17
     generator = torch.Generator().manual_seed(2)
     tree = plain_case(batch, vocab, generator, rule, CHAIN)
     sampled = rule != "target_only"

@@ -66,12 +66,12 @@ def test_trees_over_float8_caches(window):
 
 
 @pytest.mark.parametrize(
-    ("num_nodes", "window"), [(7, 0), (7, 5), (64, 0), (64, 90), (100, 5), (100, 90)]
+    ("num_nodes", "window"), [(7, 0), (7, 5), (64, 90), (100, 5)]
 )
 def test_trees(num_nodes, window):
     """Windows reach back by depth; one row sees nothing of its tree, another garbage bits."""
     rows = [num_nodes, min(5, num_nodes), 0, num_nodes]
-    case = paged([150 + num_nodes, 530, 9, num_nodes], rows, num_kv_heads=1)
+    case = paged([50 + num_nodes, 530, 9, num_nodes], rows, num_kv_heads=1)
     masks = random_trees(4, num_nodes)
     masks[0, num_nodes // 2] = 0
     masks[3, 0] = 0
@@ -81,7 +81,7 @@ def test_trees(num_nodes, window):
     check(case, **case_options, **options)
 
 
-@pytest.mark.parametrize("window", [1, 7, 100, 5000, 2**63 - 1])
+@pytest.mark.parametrize("window", [1, 100, 2**63 - 1])
 def test_windows(window):
     check(paged([200, 1, 65, 600], [1, 1, 20, 2], num_kv_heads=1), sliding_window=window)
 
