@@ -19,17 +19,18 @@ MINUTES ?= 8
 demo: build/.built
 	$(BIN)/fastspec demo
 
-# One process for each core, but not more than pay for their imports; a file's tests stay together,
-# the files that take longest come first.
-PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+# One process for each core, but not more than pay for their imports; the files that take longest
+# come first.
+PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --no-loadscope-reorder
 
+# A file's tests stay together, for what they share.
 test: build/.built
-	$(PYTEST)
+	$(PYTEST) --dist loadfile
 
 # What needs longer than a test should, once for a commit: compilation for every GPU architecture,
 # and the pages of docs/ in strict mode.
 check: lint types build/.built
-	$(PYTEST) -m check
+	$(PYTEST) --dist loadgroup -m check
 
 bench: build/.built
 	$(BIN)/python -m pytest benchmarks --benchmark-only $(if $(RECORD),--record $(RECORD)) $(if $(FULL),--full)

@@ -432,4 +432,3 @@ class Engine:
             raise ValueError(f"request_id: {request.request_id!r} is already running")
         self._scheduler.check_fits(request)
         return request
-

@@ -61,6 +61,7 @@ def find_nvdisasm() -> str | None:
 
 pytestmark = [
     pytest.mark.check,
+    pytest.mark.xdist_group("cuda"),  # what is compiled once is shared
     pytest.mark.skipif(
         find_nvcc() is None,
         reason="no nvcc in CUDA_HOME (or, where that is not set, /usr/local/cuda)",

@@ -40,7 +40,12 @@ BUDGETS = {
 INSTRUCTIONS_PER_ELEMENT = {"one model": 29, "two models": 36}
 
 
-@pytest.fixture(scope="module", params=CAPABILITIES)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(each, marks=pytest.mark.xdist_group(f"sm_{each}")) for each in CAPABILITIES
+    ],
+)
 def compiled(request):
     environment = {name: os.environ[name] for name in os.environ if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(KERNELS)
