@@ -28,8 +28,6 @@ LINES = [
     for line in text.splitlines()
     if line.strip()
 ]
-COMMANDS = sorted({line for _, line in LINES if line.startswith("fastspec ")})
-OTHER_COMMANDS = sorted({line for _, line in LINES if not line.startswith("fastspec ")})
 # Appended to a command: the last value of an option counts, so the run is short.
 SHORTER = {
     "demo": ["--num-prompts", "1", "--max-tokens", "8"],
@@ -43,7 +41,12 @@ RUN_ELSEWHERE = {
     "pip install torch": "any test: it is there",
     "pip install --no-build-isolation .": "test_packaging.py",
     "python -m benchmarks.gpu --out DIR --minutes 8": "benchmarks/test_gpu_run.py",
+    "fastspec fetch smollm2": "cli/test_fetch.py",
+    "fastspec generate --target smollm2 --method prompt_lookup": "cli/test_fetch.py",
 }
+_ALL = {line for _, line in LINES}
+COMMANDS = sorted(line for line in _ALL - set(RUN_ELSEWHERE) if line.startswith("fastspec "))
+OTHER_COMMANDS = sorted(_ALL - set(COMMANDS))
 
 
 @pytest.fixture

@@ -40,7 +40,7 @@ def test_every_extra_holds_only_what_is_imported():
     code = "\n".join(
         path.read_text() for part in ("fastspec", "kernels") for path in (ROOT / part).rglob("*.py")
     )
-    for extra in extras.keys() - {"test", "dev"}:
+    for extra in extras.keys() - {"test", "dev", "gguf"}:  # older transformers import gguf for us
         for package in re.findall(r'"([\w-]+)', extras[extra]):
             name = package.replace("-", "_")
             assert re.search(rf"^\s*(import|from) {name}\b", code, re.M), (extra, package)

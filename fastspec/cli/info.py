@@ -30,7 +30,7 @@ def describe() -> dict:
     import torch
     import transformers
 
-    from fastspec.models.loading import BUNDLED
+    from fastspec.models.named import BUNDLED, FETCHED, cache_folder
     from fastspec.tools.bench.environment import cpu_model
     from fastspec_kernels import available_backends, cpu_instruction_set, unavailable_backends
 
@@ -52,12 +52,14 @@ def describe() -> dict:
         "bundled_models": {
             name: (folder / "config.json").is_file() for name, folder in BUNDLED.items()
         },
+        "fetched_models": {name: (cache_folder() / name).is_dir() for name in FETCHED},
     }
 
 
 def _rows(facts: dict) -> list[tuple[str, str]]:
     missing = facts["unavailable_backends"].items()
     bundled = facts["bundled_models"].items()
+    fetched = facts["fetched_models"].items()
     return [
         ("fastspec", facts["fastspec"]),
         ("python", facts["python"]),
@@ -69,4 +71,5 @@ def _rows(facts: dict) -> list[tuple[str, str]]:
         ("available backends", ", ".join(facts["available_backends"])),
         *((f"no {name} backend", reason) for name, reason in missing),
         *((f"bundled {name}", "present" if there else "missing") for name, there in bundled),
+        *((name, "fetched" if there else f"fastspec fetch {name}") for name, there in fetched),
     ]

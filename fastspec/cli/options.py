@@ -103,7 +103,8 @@ Target = Annotated[
     str,
     typer.Option(
         metavar="PATH_OR_ID",
-        help='Target: a folder, a hub id, or "tiny" for the bundled pair.',
+        help='Target: a folder, a .gguf file, a hub id, "smollm2" once it has been fetched, or'
+        ' "tiny" for the bundled pair.',
     ),
 ]
 Draft = Annotated[

@@ -1,9 +1,9 @@
 """Models and tokenizers by path, hub id or object, with one-line errors."""
 
 from collections.abc import Callable
-from importlib.resources import files
 from pathlib import Path
 from pickle import UnpicklingError
+from struct import error as StructError
 from typing import Any, cast
 
 import torch
@@ -21,14 +21,10 @@ from transformers import (
 )
 
 from fastspec.config import EngineConfig
+from fastspec.models.named import BUNDLED, FETCHED, folder_of
 
-ASSETS = Path(str(files("fastspec"))) / "assets"
-BUNDLED = {
-    "tiny": ASSETS / "tiny-target",
-    "tiny-draft": ASSETS / "tiny-draft",
-    "tiny-glide": ASSETS / "tiny-glide",
-}
-_LOADING_ERRORS = (OSError, ValueError, KeyError)
+# An ImportError says which package is missing; a GGUF file that is cut off fails as a struct.
+_LOADING_ERRORS = (OSError, ValueError, KeyError, ImportError, StructError)
 
 
 def resolve_device(config: EngineConfig) -> torch.device:
@@ -49,9 +45,10 @@ def resolve_device(config: EngineConfig) -> torch.device:
 
 def _language_model(path: str | Path, dtype: str) -> Any:
     """A decoder or an encoder-decoder, as its configuration says."""
-    config = AutoConfig.from_pretrained(path)
+    place, options = _for_transformers(path)
+    config = AutoConfig.from_pretrained(place, **options)
     loader = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    loaded = loader.from_pretrained(path, dtype=dtype, output_loading_info=True)
+    loaded = loader.from_pretrained(place, dtype=dtype, output_loading_info=True, **options)
     model, report = cast(Any, loaded)
     if missing := sorted(report["missing_keys"]):
         raise ValueError(f"{len(missing)} weights are missing, such as {missing[0]}")
@@ -87,18 +84,18 @@ def load_model(
 
 def load_tokenizer(field: str, source: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer beside a model."""
-    path = _existing_path(field, source)
+    place, options = _for_transformers(_existing_path(field, source))
     try:
-        return AutoTokenizer.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(place, **options)
     except _LOADING_ERRORS as error:
         raise _not_loaded(field, "the tokenizer of ", source, error) from error
 
 
 def load_config(field: str, source: str | Path) -> PreTrainedConfig:
     """The configuration of a model that is not loaded."""
-    path = _existing_path(field, source)
+    place, options = _for_transformers(_existing_path(field, source))
     try:
-        return AutoConfig.from_pretrained(path)
+        return AutoConfig.from_pretrained(place, **options)
     except _LOADING_ERRORS as error:
         raise _not_loaded(field, "the configuration of ", source, error) from error
 
@@ -171,23 +168,30 @@ def _check_loaded(field: str, model: PreTrainedModel, config: EngineConfig) -> N
 
 
 def _existing_path(field: str, source: str | Path) -> str | Path:
-    """The bundled folder of a bundled name; a path must exist, anything else may be a hub id."""
+    """The folder of a short name; a path must exist, anything else may be a hub id."""
     if not isinstance(source, (str, Path)):
         raise ValueError(
             f"{field}: expected a path, a hub id or a PreTrainedModel, got {type(source).__name__}"
         )
-    if folder := BUNDLED.get(str(source)):
-        if not folder.is_dir():
-            raise ValueError(f"{field}: {str(source)!r} is not in this copy of fastspec")
+    if folder := folder_of(field, str(source)):
         return folder
     folder = Path(source).expanduser()
     if folder.is_dir():
         return folder
     if folder.is_file():
-        raise ValueError(f"{field}: expected a folder, {str(source)!r} is a file")
+        if folder.suffix != ".gguf":
+            raise ValueError(f"{field}: expected a folder or a .gguf file, got {str(source)!r}")
+        return folder
     if isinstance(source, Path) or not _may_be_hub_id(source):
         raise ValueError(f"{field}: no such folder: {str(source)!r}")
     return source
+
+
+def _for_transformers(path: str | Path) -> tuple[str | Path, dict[str, str]]:
+    """What from_pretrained takes: a folder or a hub id, and of a GGUF file its name."""
+    if isinstance(path, Path) and path.is_file():
+        return path.parent, {"gguf_file": path.name}
+    return path, {}
 
 
 def _may_be_hub_id(name: str) -> bool:
@@ -199,8 +203,8 @@ def _may_be_hub_id(name: str) -> bool:
 
 
 def _not_loaded(field: str, part: str, source: str | Path, error: Exception) -> ValueError:
-    is_folder = str(source) in BUNDLED or Path(source).expanduser().is_dir()
-    what = repr(str(source)) if is_folder else f"{str(source)!r} (no such folder, so a hub id)"
+    is_here = str(source) in (*BUNDLED, *FETCHED) or Path(source).expanduser().exists()
+    what = repr(str(source)) if is_here else f"{str(source)!r} (no such folder, so a hub id)"
     return ValueError(f"{field}: cannot load {part}{what}: {_one_line(error)}")
 
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
 from fastspec.cli import app, prompts
-from fastspec.models import loading
+from fastspec.models import named
 
 from ..models import byte_tokenizer, perturbed, random_model
 
@@ -50,8 +50,8 @@ def bundled(
     lines = [json.dumps({"text": text}) for text in ("def f(", "import ", "a b", "1 + ")]
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines), encoding="utf-8")
     monkeypatch.setattr(prompts, "ASSETS", tmp_path)
-    monkeypatch.setitem(loading.BUNDLED, "tiny", model_folders["target"])
-    monkeypatch.setitem(loading.BUNDLED, "tiny-draft", model_folders["draft"])
+    monkeypatch.setitem(named.BUNDLED, "tiny", model_folders["target"])
+    monkeypatch.setitem(named.BUNDLED, "tiny-draft", model_folders["draft"])
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fastspec.models import loading
+from fastspec.models import named
 
 PROMPT = ["--prompt", "a", "--max-tokens", "3"]
 
@@ -168,7 +168,7 @@ def test_a_run_too_short_to_tune(invoke, bundled, tmp_path):
 
 
 def test_a_bundled_model_that_is_missing(invoke, bundled, monkeypatch, tmp_path):
-    monkeypatch.setitem(loading.BUNDLED, "tiny-glide", tmp_path / "nowhere")
+    monkeypatch.setitem(named.BUNDLED, "tiny-glide", tmp_path / "nowhere")
     result = invoke("generate", "--method", "glide", *PROMPT)
     assert result.exit_code == 1
     assert "'tiny-glide' is not in this copy" in one_line(result)

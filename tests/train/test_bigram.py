@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fastspec.drafters.bigram_table import load_bigram
-from fastspec.models.loading import BUNDLED
+from fastspec.models.named import BUNDLED
 from fastspec.train import bigram
 from fastspec.train.bigram import count_bigrams
 
