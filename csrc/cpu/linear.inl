@@ -12,6 +12,11 @@ namespace {
 // Weights that are read next are on their way while these are multiplied.
 constexpr int64_t kPrefetchBytes = 8192;
 
+template <class T>
+FASTSPEC_INLINE void prefetch_weights(const T* from) {
+  __builtin_prefetch(reinterpret_cast<const char*>(from) + kPrefetchBytes, 0, 2);
+}
+
 // Writes sums[row][output] of a tile, plus the bias, to the output's columns from n on.
 FASTSPEC_INLINE void write_tile(const Product& product, const float* sums, int64_t row_step,
                                 int64_t output_step, int64_t row, int64_t rows, int64_t n,
@@ -34,76 +39,89 @@ FASTSPEC_INLINE void write_tile(const Product& product, const float* sums, int64
   });
 }
 
-// sums[row][output] of `rows` rows, a padded depth apart, and `outputs` weight rows.
-template <int rows, int outputs, class T>
-FASTSPEC_INLINE void multiply_tile(const float* input, const T* weight, int64_t depth,
-                                   int64_t weight_stride, float* out) {
-  const int64_t stride = padded(depth), whole = depth / kNativeLanes * kNativeLanes;
-  NativeF32 sums[kNativeLanes] = {};
-  const auto add = [&](int64_t k, const auto& load_weight) {
-    NativeF32 weights[outputs];
+// How float32 rows, a padded depth apart, meet weights: sums[row][output] of a register tile.
+struct WideTiles {
+  template <int rows, int outputs, bool fetch, class T>
+  FASTSPEC_INLINE static void multiply(const float* input, const T* weight, int64_t depth,
+                                       float* out) {
+    const int64_t stride = padded(depth), whole = depth / kNativeLanes * kNativeLanes;
+    NativeF32 sums[kNativeLanes] = {};
+    const auto add = [&](int64_t k, const auto& load_weight) {
+      NativeF32 weights[outputs];
 #pragma GCC unroll 16
-    for (int n = 0; n < outputs; ++n) weights[n] = load_weight(weight + n * weight_stride + k);
+      for (int n = 0; n < outputs; ++n) weights[n] = load_weight(weight + n * depth + k);
 #pragma GCC unroll 4
-    for (int r = 0; r < rows; ++r) {
-      const NativeF32 x = load_native(input + r * stride + k);
+      for (int r = 0; r < rows; ++r) {
+        const NativeF32 x = load_native(input + r * stride + k);
 #pragma GCC unroll 16
-      for (int n = 0; n < outputs; ++n) {
-        sums[r * outputs + n] = multiply_add(x, weights[n], sums[r * outputs + n]);
+        for (int n = 0; n < outputs; ++n) {
+          sums[r * outputs + n] = multiply_add(x, weights[n], sums[r * outputs + n]);
+        }
+      }
+    };
+    for (int64_t k = 0; k < whole; k += kNativeLanes) {
+      add(k, [](const T* from) {
+        if constexpr (fetch) prefetch_weights(from);
+        return load_native(from);
+      });
+    }
+    if (whole < depth) add(whole, [&](const T* from) { return load_rest(from, depth - whole); });
+    store_native(out, sum_each(sums));
+  }
+};
+
+// Rows times outputs first..last, as many at a time as fill the registers with `rows` rows; the
+// last ones alone. The first rows fetch the weights.
+template <int rows, class Tiles, class X, class W>
+void multiply_rows(const PackedRows& packed, const Product& product, const X* input,
+                   const W* weight, int64_t row, int64_t first, int64_t last) {
+  constexpr int outputs = kNativeLanes / rows;
+  float sums[kNativeLanes];
+  const auto run = [&](int64_t n, auto count, auto fetch) {
+    Tiles::template multiply<rows, count.value, fetch.value>(
+        input, weight + (n - first) * packed.depth, packed.depth, sums);
+    write_tile(product, sums, count.value, 1, row, rows, n, count.value, packed.element);
+  };
+  const auto run_all = [&](auto fetch) {
+    int64_t n = first;
+    for (; n + outputs <= last; n += outputs) {
+      run(n, std::integral_constant<int, outputs>(), fetch);
+    }
+    for (; n < last; ++n) run(n, std::integral_constant<int, 1>(), fetch);
+  };
+  if (row == 0) {
+    run_all(std::true_type());
+  } else {
+    run_all(std::false_type());
+  }
+}
+
+// A few outputs at a time meet all rows but the last ones, so that the first-level cache holds
+// both. `stride` values lie from one row to the next.
+template <class Tiles, class X, class W>
+void multiply_tiles_of(const PackedRows& rows, const Product& product, const X* input,
+                       const W* weight, int64_t stride, int64_t first, int64_t last) {
+  constexpr int64_t kFew = kNativeLanes / 4;
+  const int64_t whole = rows.num_rows / 4 * 4, depth = rows.depth;
+  for (int64_t block = first; block < last; block += kOutputTile) {
+    const int64_t end = block + kOutputTile < last ? block + kOutputTile : last;
+    for (int64_t n = block; n < end && whole > 0; n += kFew) {
+      const int64_t few = n + kFew < end ? n + kFew : end;
+      for (int64_t row = 0; row < whole; row += 4) {
+        multiply_rows<4, Tiles>(rows, product, input + row * stride, weight + n * depth, row, n,
+                                few);
       }
     }
-  };
-  for (int64_t k = 0; k < whole; k += kNativeLanes) {
-    add(k, [](const T* from) {
-      __builtin_prefetch(reinterpret_cast<const char*>(from) + kPrefetchBytes, 0, 2);
-      return load_native(from);
-    });
-  }
-  if (whole < depth) add(whole, [&](const T* from) { return load_rest(from, depth - whole); });
-  store_native(out, sum_each(sums));
-}
-
-// Up to kNativeLanes / rows outputs at a time; the last ones alone, through a tile of one output.
-template <int rows, class T>
-void multiply_rows(const PackedRows& packed, const Product& product, const T* weight,
-                   int64_t weight_stride, int64_t row, int64_t first, int64_t last) {
-  constexpr int outputs = kNativeLanes / rows;
-  const float* input = static_cast<const float*>(packed.data) + row * padded(packed.depth);
-  float sums[kNativeLanes];
-  int64_t n = first;
-  for (; n + outputs <= last; n += outputs) {
-    multiply_tile<rows, outputs>(input, weight + (n - first) * weight_stride, packed.depth,
-                                 weight_stride, sums);
-    write_tile(product, sums, outputs, 1, row, rows, n, outputs, packed.element);
-  }
-  for (; n < last; ++n) {
-    multiply_tile<rows, 1>(input, weight + (n - first) * weight_stride, packed.depth, weight_stride,
-                           sums);
-    write_tile(product, sums, 1, 1, row, rows, n, 1, packed.element);
-  }
-}
-
-// Calls f(std::integral_constant of the number of rows, first row) for each register tile of rows.
-template <class F>
-FASTSPEC_INLINE void each_tile_of_rows(int64_t num_rows, const F& f) {
-  int64_t row = 0;
-  for (; row + 4 <= num_rows; row += 4) f(std::integral_constant<int, 4>(), row);
-  if (row + 2 <= num_rows) {
-    f(std::integral_constant<int, 2>(), row);
-    row += 2;
-  }
-  if (row < num_rows) f(std::integral_constant<int, 1>(), row);
-}
-
-// Outputs whose weights stay in the first-level cache, one block after another.
-template <class T>
-void multiply_wide(const PackedRows& rows, const Product& product, int64_t first, int64_t last) {
-  const T* weight = static_cast<const T*>(product.weight);
-  for (int64_t n = first; n < last; n += kOutputTile) {
-    const int64_t end = n + kOutputTile < last ? n + kOutputTile : last;
-    each_tile_of_rows(rows.num_rows, [&](auto count, int64_t row) {
-      multiply_rows<count.value>(rows, product, weight + n * rows.depth, rows.depth, row, n, end);
-    });
+    int64_t row = whole;
+    if (row + 2 <= rows.num_rows) {
+      multiply_rows<2, Tiles>(rows, product, input + row * stride, weight + block * depth, row,
+                              block, end);
+      row += 2;
+    }
+    if (row < rows.num_rows) {
+      multiply_rows<1, Tiles>(rows, product, input + row * stride, weight + block * depth, row,
+                              block, end);
+    }
   }
 }
 
@@ -157,8 +175,9 @@ void multiply(const PackedRows& rows, const Product& product, int64_t first, int
   switch (packing_of(rows.element)) {
     case Packing::kWide:
       return with_type(rows.element, [&](auto type) {
-        using T = std::remove_const_t<std::remove_pointer_t<decltype(type)>>;
-        multiply_wide<T>(rows, product, first, last);
+        multiply_tiles_of<WideTiles>(rows, product, static_cast<const float*>(rows.data),
+                                     static_cast<decltype(type)>(product.weight),
+                                     padded(rows.depth), first, last);
       });
     case Packing::kPairs:
       return multiply_pairs(rows, product, first, last);

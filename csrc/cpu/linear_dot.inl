@@ -51,54 +51,40 @@ void pack_pairs(const T* from, const PackedRows& rows, int64_t row) {
 
 #if defined(__AVX512F__) && FASTSPEC_COMPILES_BFLOAT16
 
-// As multiply_tile. Depths that are no multiple of kPairDepth end in zeros, also in memory.
-template <int rows, int outputs>
-__attribute__((target("avx512bf16"))) void dot_tile(const BF16* input, const BF16* weight,
-                                                    int64_t depth, float* out) {
-  const int64_t stride = pair_tiles(depth) * kPairDepth;
-  NativeF32 sums[kNativeLanes] = {};
-  for (int64_t k = 0; k < depth; k += kPairDepth) {
-    const __mmask32 mask = depth - k < kPairDepth ? (1u << (depth - k)) - 1 : ~__mmask32{0};
-    __m512bh weights[outputs];
-#pragma GCC unroll 16
-    for (int n = 0; n < outputs; ++n) {
-      const BF16* from = weight + n * depth + k;
-      __builtin_prefetch(reinterpret_cast<const char*>(from) + kPrefetchBytes, 0, 2);
-      weights[n] = bit_cast<__m512bh>(_mm512_maskz_loadu_epi16(mask, from));
-    }
-#pragma GCC unroll 4
-    for (int r = 0; r < rows; ++r) {
-      const __m512bh x = bit_cast<__m512bh>(_mm512_loadu_si512(input + r * stride + k));
+// As WideTiles, of bfloat16 rows. Rows end in zeros where the depth is no multiple of kPairDepth.
+struct PairTiles {
+  template <int rows, int outputs, bool fetch>
+  __attribute__((target("avx512bf16"))) static void multiply(const BF16* input, const BF16* weight,
+                                                             int64_t depth, float* out) {
+    const int64_t stride = pair_tiles(depth) * kPairDepth;
+    NativeF32 sums[kNativeLanes] = {};
+    for (int64_t k = 0; k < depth; k += kPairDepth) {
+      const __mmask32 mask = depth - k < kPairDepth ? (1u << (depth - k)) - 1 : ~__mmask32{0};
+      __m512bh weights[outputs];
 #pragma GCC unroll 16
       for (int n = 0; n < outputs; ++n) {
-        NativeF32& sum = sums[r * outputs + n];
-        sum = bit_cast<NativeF32>(_mm512_dpbf16_ps(bit_cast<__m512>(sum), x, weights[n]));
+        const BF16* from = weight + n * depth + k;
+        if constexpr (fetch) prefetch_weights(from);
+        weights[n] = bit_cast<__m512bh>(_mm512_maskz_loadu_epi16(mask, from));
+      }
+#pragma GCC unroll 4
+      for (int r = 0; r < rows; ++r) {
+        const __m512bh x = bit_cast<__m512bh>(_mm512_loadu_si512(input + r * stride + k));
+#pragma GCC unroll 16
+        for (int n = 0; n < outputs; ++n) {
+          NativeF32& sum = sums[r * outputs + n];
+          sum = bit_cast<NativeF32>(_mm512_dpbf16_ps(bit_cast<__m512>(sum), x, weights[n]));
+        }
       }
     }
+    store_native(out, sum_each(sums));
   }
-  store_native(out, sum_each(sums));
-}
+};
 
-void multiply_pairs(const PackedRows& packed, const Product& product, int64_t first, int64_t last) {
-  const BF16* weight = static_cast<const BF16*>(product.weight);
-  const BF16* input = static_cast<const BF16*>(packed.data);
-  const int64_t depth = packed.depth, stride = pair_tiles(depth) * kPairDepth;
-  float sums[kNativeLanes];
-  for (int64_t begin = first; begin < last; begin += kOutputTile) {
-    const int64_t end = begin + kOutputTile < last ? begin + kOutputTile : last;
-    each_tile_of_rows(packed.num_rows, [&](auto count, int64_t row) {
-      constexpr int rows = count.value, outputs = kNativeLanes / rows;
-      int64_t n = begin;
-      for (; n + outputs <= end; n += outputs) {
-        dot_tile<rows, outputs>(input + row * stride, weight + n * depth, depth, sums);
-        write_tile(product, sums, outputs, 1, row, rows, n, outputs, packed.element);
-      }
-      for (; n < end; ++n) {
-        dot_tile<rows, 1>(input + row * stride, weight + n * depth, depth, sums);
-        write_tile(product, sums, 1, 1, row, rows, n, 1, packed.element);
-      }
-    });
-  }
+void multiply_pairs(const PackedRows& rows, const Product& product, int64_t first, int64_t last) {
+  multiply_tiles_of<PairTiles>(rows, product, static_cast<const BF16*>(rows.data),
+                               static_cast<const BF16*>(product.weight),
+                               pair_tiles(rows.depth) * kPairDepth, first, last);
 }
 
 #else

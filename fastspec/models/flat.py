@@ -290,7 +290,10 @@ def _try(
 
 def _wider_copy(module: nn.Module, dtype: torch.dtype) -> Any:
     """The modules in a type with more digits, and their attention in plain torch."""
-    copy = deepcopy(module).to(dtype)
+    memo: dict[int, Any] = {
+        id(weight): nn.Parameter(weight.to(dtype), False) for weight in module.parameters()
+    }
+    copy = deepcopy(module, memo)
     for part in copy.modules():
         part.__dict__.pop("forward", None)  # one of our kernels
     for config in configs_of(copy):

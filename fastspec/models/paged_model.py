@@ -24,7 +24,7 @@ from fastspec.models.flat import (
 )
 from fastspec.models.loading import float_dtypes
 from fastspec.models.rotary import RotaryLengths
-from fastspec.models.twin import MOST_FEW_ROWS, twin_of, use_few_row_kernels
+from fastspec.models.twin import MOST_FEW_ROWS, twin_of, use_few_row_kernels, use_few_row_mlps
 from fastspec_kernels import available_backends, store_kv, tree_attention
 
 # A name with "flash", "sdpa" or a slash would make transformers treat it as one of its own.
@@ -277,6 +277,8 @@ class PagedModel:
             layers = find_layers(self.model) if self.decoder_start_id is None else []
             use_few_row_kernels(self.model)
         self.cache_shapes = self._probe(layers)
+        if backend in ("auto", "cpu") and self._flat is None:
+            use_few_row_mlps(self.model)
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, rows: Tensor | int, step: PagedStep

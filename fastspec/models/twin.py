@@ -32,24 +32,27 @@ def twin_of(model: PreTrainedModel, attention: str) -> PreTrainedModel:
     return twin
 
 
-@torch.inference_mode()
 def use_few_row_kernels(model: PreTrainedModel) -> None:
     """Let a model on the CPU compute few rows with our kernels, whose rows are independent.
 
-    Linear layers always; normalisations and feed-forward blocks where ours gives the same result on
-    a trial input, so a variant that only looks alike keeps its own code.
+    Linear layers always; normalisations where ours is as exact on a trial input, so a variant that
+    only looks alike keeps its own code, as does what has hooks.
     """
     if model.device.type != "cpu" or "cpu" not in available_backends():
         return
-    plain = {module for module in model.modules() if is_plain(module)}
     for module in model.modules():
-        if not plain.issuperset(module.modules()):
-            continue
-        if type(module) is nn.Linear:
+        if type(module) is nn.Linear and is_plain(module):
             module.__dict__["forward"] = _linear(module)
-        elif _is_rms_norm(module):
+        elif _is_rms_norm(module) and is_plain(module):
             _take_over(module, _rms_norm(module))
-        elif _is_gated_mlp(module):
+
+
+def use_few_row_mlps(model: PreTrainedModel) -> None:
+    """The same for gated feed-forward blocks."""
+    if model.device.type != "cpu" or "cpu" not in available_backends():
+        return
+    for module in model.modules():
+        if _is_gated_mlp(module):
             _take_over(module, _gated_mlp(module))
 
 
@@ -123,9 +126,10 @@ def _gated_mlp(module: Any) -> Forward:
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether its class's forward is all that runs: no hooks, no forward of its own."""
-    hooks = module._forward_hooks or module._forward_pre_hooks
-    return not hooks and "forward" not in module.__dict__
+    """Whether its class's forward, or a kernel of ours in its place, is all that runs."""
+    forward = module.__dict__.get("forward")
+    is_own = forward is not None and getattr(forward, "__module__", None) != __name__
+    return not (is_own or module._forward_hooks or module._forward_pre_hooks)
 
 
 def is_as_exact(ours: Tensor, theirs: Tensor, truth: Tensor) -> bool:
@@ -161,8 +165,11 @@ def _is_rms_norm(module: nn.Module) -> bool:
 
 def _is_gated_mlp(module: nn.Module) -> bool:
     layers = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
-    return all(
-        type(layer) is nn.Linear and layer.bias is None and layer.weight.dtype in _DTYPES
+    return is_plain(module) and all(
+        type(layer) is nn.Linear
+        and is_plain(layer)
+        and layer.bias is None
+        and layer.weight.dtype in _DTYPES
         for layer in layers
     )
 

@@ -158,15 +158,10 @@ def decoder_layer(
         query = key_cache.new_empty((num_rows, queries // head_size, head_size))
         check_attention(query, *caches, *pages, sinks, ancestor_mask)
 
-    options = (scale, sliding_window, softcap, sinks, ancestor_mask)
-    return run_checked(
-        "decoder_layer",
-        backend,
-        key_cache,
-        (hidden, attention_norm, *matrices, mlp_norm, *mlp, *biases, *norms, eps, norm_shift)
-        + (activation, cos, sin, *caches, slot_mapping, *pages, *options),
-        check,
-    )
+    arguments = (hidden, attention_norm, *matrices, mlp_norm, *mlp, *biases, *norms)
+    arguments += (eps, norm_shift, activation, cos, sin, *caches, slot_mapping, *pages)
+    arguments += (scale, sliding_window, softcap, sinks, ancestor_mask)
+    return run_checked("decoder_layer", backend, key_cache, arguments, check)
 
 
 def _check_weight(name: str, tensor: Tensor, shape: tuple[int, ...], cache: Tensor) -> None:

@@ -79,8 +79,8 @@ def gated_mlp(
     Raises:
         ValueError: a wrong dtype, shape, device or stride, or a backend that cannot run this.
 
-    On processors that multiply bfloat16, what enters the last product is rounded to it. A row's bits
-    do not depend on the other rows. Source: Shazeer, 2002.05202.
+    On processors that multiply bfloat16, what enters the last product is rounded to it. A row's
+    bits do not depend on the other rows. Source: Shazeer, 2002.05202.
     """
     tensors = (input, gate_weight, up_weight, down_weight)
     return run_checked("gated_mlp", backend, gate_weight, tensors, partial(_check_mlp, *tensors))
