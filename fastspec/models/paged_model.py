@@ -42,9 +42,9 @@ class AttentionCall(NamedTuple):
     key_heads: HeadShape
     value_heads: HeadShape
     window: int
-    scale: float | None
-    softcap: float
-    sinks: Tensor | None
+    scale: float | None = None
+    softcap: float = 0.0
+    sinks: Tensor | None = None
 
 
 class CacheStack(NamedTuple):

@@ -1,5 +1,7 @@
 """`decoder_layer`: right against float64, rows independent, caches written as `store_kv` does."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -12,8 +14,8 @@ pytestmark = [
 
 # Of a row's norm; 16 bits: queries, keys, values and what enters a product may be rounded.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-PLAIN = {"eps": 1e-6}
-FULL = {
+PLAIN: dict[str, Any] = {"eps": 1e-6}
+FULL: dict[str, Any] = {
     "eps": 1e-5,
     "norm_shift": 1.0,
     "activation": "gelu_tanh",
