@@ -59,33 +59,39 @@ Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& b
   return out;
 }
 
-bool is_float32(const Tensor& tensor, std::initializer_list<int64_t> shape) {
-  return has_shape(tensor, shape) && tensor.scalar_type() == ScalarType::Float &&
-         tensor.is_contiguous();
+bool is_like(const Tensor& tensor, std::initializer_list<int64_t> shape, ScalarType type) {
+  return has_shape(tensor, shape) && tensor.scalar_type() == type && tensor.is_contiguous();
 }
 
 Tensor rms_norm(const Tensor& input, const Tensor& weight, double eps) {
   const std::vector<int64_t> shape = shape_of_rows(input);
   const int64_t size = shape.back();
-  require(input.scalar_type() == ScalarType::Float && input.is_contiguous());
-  require(size > 0 && is_float32(weight, {size}) && eps > 0);
-  Tensor out = new_tensor(shape, ScalarType::Float);
-  cpu::rms_norm(input.const_data_ptr<float>(), weight.const_data_ptr<float>(), input.numel() / size,
-                size, static_cast<float>(eps), out.mutable_data_ptr<float>());
+  const ScalarType type = input.scalar_type();
+  require(input.is_contiguous() && size > 0 && is_like(weight, {size}, type) && eps > 0);
+  Tensor out = new_tensor(shape, type);
+  const cpu::Norm norm = {weight.const_data_ptr(), element(weight), static_cast<float>(eps), 0.0f};
+  cpu::rms_norm(input.const_data_ptr(), norm, input.numel() / size, size, out.mutable_data_ptr());
   return out;
 }
 
 Tensor gated_mlp(const Tensor& input, const Tensor& gate_weight, const Tensor& up_weight,
                  const Tensor& down_weight) {
   const std::vector<int64_t> shape = shape_of_rows(input);
+  require(gate_weight.dim() == 2);
   const int64_t size = shape.back(), hidden = gate_weight.size(0);
-  require(input.scalar_type() == ScalarType::Float && input.is_contiguous() && size > 0);
-  require(is_float32(gate_weight, {hidden, size}) && is_float32(up_weight, {hidden, size}));
-  require(is_float32(down_weight, {size, hidden}));
-  Tensor out = new_tensor(shape, ScalarType::Float);
-  cpu::gated_mlp({input.const_data_ptr<float>(), gate_weight.const_data_ptr<float>(),
-                  up_weight.const_data_ptr<float>(), down_weight.const_data_ptr<float>(),
-                  out.mutable_data_ptr<float>(), input.numel() / size, size, hidden});
+  const ScalarType type = input.scalar_type();
+  require(input.is_contiguous() && size > 0);
+  require(is_like(gate_weight, {hidden, size}, type) && is_like(up_weight, {hidden, size}, type));
+  require(is_like(down_weight, {size, hidden}, type));
+  Tensor out = new_tensor(shape, type);
+  const cpu::Element kind = element(input);
+  cpu::gated_mlp({{gate_weight.const_data_ptr(), up_weight.const_data_ptr(),
+                   down_weight.const_data_ptr(), size, hidden, kind, cpu::Activation::kSilu},
+                  input.const_data_ptr(),
+                  kind,
+                  out.mutable_data_ptr(),
+                  kind,
+                  input.numel() / size});
   return out;
 }
 

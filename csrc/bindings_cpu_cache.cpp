@@ -1,9 +1,12 @@
 // Unpacks the tensors of the ops on paged caches, allocates their outputs, and registers them.
 #include <cmath>
+#include <cstring>
+#include <string>
 #include <tuple>
 
 #include "bindings_cpu.h"
 #include "cpu/compact_kv.h"
+#include "cpu/decoder_layer.h"
 #include "cpu/store_kv.h"
 #include "cpu/tree_attention.h"
 
@@ -29,14 +32,20 @@ void require_rows(const Tensor& rows, int64_t num_rows, int64_t num_heads, const
   require(rows.stride(2) == 1 || rows.size(2) == 1);
 }
 
-cpu::StoreSide store_side(const Tensor& tokens, const Tensor& cache) {
+cpu::StoreSide store_side(const Tensor& cache) {
+  const int64_t size = cache.element_size();
+  cpu::StoreSide side = {};
+  side.cache = static_cast<char*>(cache.mutable_data_ptr());
+  side.block_stride = cache.stride(0) * size;
+  side.slot_stride = cache.stride(1) * size;
+  return side;
+}
+
+void take_tokens(const Tensor& tokens, cpu::StoreSide& side) {
   const int64_t size = tokens.element_size();
-  return {static_cast<const char*>(tokens.const_data_ptr()),
-          static_cast<char*>(cache.mutable_data_ptr()),
-          tokens.stride(0) * size,
-          tokens.stride(1) * size,
-          cache.stride(0) * size,
-          cache.stride(1) * size};
+  side.from = static_cast<const char*>(tokens.const_data_ptr());
+  side.token_stride = tokens.stride(0) * size;
+  side.head_stride = tokens.stride(1) * size;
 }
 
 cpu::Rotation rotation(const Tensor& cos, const Tensor& sin, const Tensor& key) {
@@ -50,26 +59,35 @@ cpu::Rotation rotation(const Tensor& cos, const Tensor& sin, const Tensor& key) 
           sin.stride(0), size};
 }
 
-void store_kv(const Tensor& key, const Tensor& value, Tensor key_cache, Tensor value_cache,
-              const Tensor& slot_mapping, const OptionalTensor& cos, const OptionalTensor& sin,
-              double key_scale, double value_scale) {
+// Without what is stored.
+cpu::StoreCall store_call(const Tensor& key_cache, const Tensor& value_cache,
+                          const Tensor& slot_mapping) {
   require_caches(key_cache, value_cache);
   element(key_cache);
-  require(key_scale == 1 && value_scale == 1);
   cpu::StoreCall call = {};
   call.num_tokens = slot_mapping.numel();
   call.num_heads = key_cache.size(2);
-  require_rows(key, call.num_tokens, call.num_heads, key_cache);
-  require_rows(value, call.num_tokens, call.num_heads, key_cache);
   require(is_vector(slot_mapping, call.num_tokens, ScalarType::Long));
-  require(cos.has_value() == sin.has_value());
-  if (cos) call.rotation = rotation(*cos, *sin, key);
-  call.key = store_side(key, key_cache);
-  call.value = store_side(value, value_cache);
+  call.key = store_side(key_cache);
+  call.value = store_side(value_cache);
   call.slot_mapping = slot_mapping.const_data_ptr<int64_t>();
-  call.head_bytes = key.size(2) * static_cast<int64_t>(key.element_size());
+  call.head_bytes = key_cache.size(3) * static_cast<int64_t>(key_cache.element_size());
   call.num_blocks = key_cache.size(0);
   call.block_size = key_cache.size(1);
+  return call;
+}
+
+void store_kv(const Tensor& key, const Tensor& value, Tensor key_cache, Tensor value_cache,
+              const Tensor& slot_mapping, const OptionalTensor& cos, const OptionalTensor& sin,
+              double key_scale, double value_scale) {
+  cpu::StoreCall call = store_call(key_cache, value_cache, slot_mapping);
+  require(key_scale == 1 && value_scale == 1);
+  require_rows(key, call.num_tokens, call.num_heads, key_cache);
+  require_rows(value, call.num_tokens, call.num_heads, key_cache);
+  require(cos.has_value() == sin.has_value());
+  if (cos) call.rotation = rotation(*cos, *sin, key);
+  take_tokens(key, call.key);
+  take_tokens(value, call.value);
   cpu::store_kv(call);
 }
 
@@ -105,37 +123,32 @@ void compact_kv(Tensor key_caches, Tensor value_caches, const Tensor& block_tabl
   cpu::compact_kv(call);
 }
 
-// What the attention ops have in common; without options, and without outputs.
-cpu::AttentionCall attention_call(const Tensor& query, const Tensor& key_cache,
-                                  const Tensor& value_cache, const Tensor& block_table,
-                                  const Tensor& context_lens, const Tensor& cu_rows, double scale,
-                                  double value_scale) {
+// What the ops that attend have in common; without queries, options and outputs.
+cpu::AttentionCall paged_call(int64_t num_rows, int64_t num_heads, const Tensor& key_cache,
+                              const Tensor& value_cache, const Tensor& block_table,
+                              const Tensor& context_lens, const Tensor& cu_rows, double scale) {
   require_caches(key_cache, value_cache);
-  require(query.dim() == 3 && block_table.dim() == 2);
+  require(block_table.dim() == 2);
   cpu::AttentionCall call = {};
-  call.num_rows = query.size(0);
-  call.num_heads = query.size(1);
-  call.head_size = query.size(2);
+  call.num_rows = num_rows;
+  call.num_heads = num_heads;
+  call.head_size = key_cache.size(3);
   call.num_blocks = key_cache.size(0);
   call.block_size = key_cache.size(1);
   call.num_kv_heads = key_cache.size(2);
   call.batch = block_table.size(0);
   call.max_blocks = block_table.size(1);
-  require(call.num_heads > 0 && call.num_heads % call.num_kv_heads == 0);
-  require_rows(query, call.num_rows, call.num_heads, key_cache);
+  require(num_heads > 0 && num_heads % call.num_kv_heads == 0);
   require(is_matrix(block_table, ScalarType::Int));
   require(is_vector(context_lens, call.batch, ScalarType::Int));
   require(is_vector(cu_rows, call.batch + 1, ScalarType::Int));
-  require(std::isfinite(scale) && value_scale == 1);
-  call.element = element(query);
-  call.query = query.const_data_ptr();
+  require(std::isfinite(scale));
+  call.element = element(key_cache);
   call.key_cache = key_cache.const_data_ptr();
   call.value_cache = value_cache.const_data_ptr();
   call.block_table = block_table.const_data_ptr<int32_t>();
   call.context_lens = context_lens.const_data_ptr<int32_t>();
   call.cu_rows = cu_rows.const_data_ptr<int32_t>();
-  call.query_token_stride = query.stride(0);
-  call.query_head_stride = query.stride(1);
   call.block_stride = key_cache.stride(0);
   call.slot_stride = key_cache.stride(1);
   call.table_stride = block_table.stride(0);
@@ -143,15 +156,23 @@ cpu::AttentionCall attention_call(const Tensor& query, const Tensor& key_cache,
   return call;
 }
 
-std::tuple<Tensor, Tensor> tree_attention(const Tensor& query, const Tensor& key_cache,
-                                          const Tensor& value_cache, const Tensor& block_table,
-                                          const Tensor& context_lens, const Tensor& cu_rows,
-                                          double scale, int64_t sliding_window, double softcap,
-                                          const OptionalTensor& sinks,
-                                          const OptionalTensor& ancestor_mask,
-                                          bool return_logsumexp, double value_scale) {
-  cpu::AttentionCall call = attention_call(query, key_cache, value_cache, block_table, context_lens,
-                                           cu_rows, scale, value_scale);
+cpu::AttentionCall attention_call(const Tensor& query, const Tensor& key_cache,
+                                  const Tensor& value_cache, const Tensor& block_table,
+                                  const Tensor& context_lens, const Tensor& cu_rows, double scale,
+                                  double value_scale) {
+  require(query.dim() == 3 && value_scale == 1);
+  cpu::AttentionCall call = paged_call(query.size(0), query.size(1), key_cache, value_cache,
+                                       block_table, context_lens, cu_rows, scale);
+  require_rows(query, call.num_rows, call.num_heads, key_cache);
+  call.query = query.const_data_ptr();
+  call.query_token_stride = query.stride(0);
+  call.query_head_stride = query.stride(1);
+  return call;
+}
+
+// What a row of a decoder sees, and how its scores are bounded.
+void add_options(cpu::AttentionCall& call, int64_t sliding_window, double softcap,
+                 const OptionalTensor& sinks, const OptionalTensor& ancestor_mask) {
   require(!sinks || is_vector(*sinks, call.num_heads, ScalarType::Float));
   require(std::isfinite(softcap) && softcap >= 0 && sliding_window >= 0);
   call.holds_queries = true;
@@ -167,6 +188,18 @@ std::tuple<Tensor, Tensor> tree_attention(const Tensor& query, const Tensor& key
   // A window longer than any context is none, and its arithmetic must not overflow.
   call.sliding_window = sliding_window < INT32_MAX ? sliding_window : 0;
   call.softcap = static_cast<float>(softcap);
+}
+
+std::tuple<Tensor, Tensor> tree_attention(const Tensor& query, const Tensor& key_cache,
+                                          const Tensor& value_cache, const Tensor& block_table,
+                                          const Tensor& context_lens, const Tensor& cu_rows,
+                                          double scale, int64_t sliding_window, double softcap,
+                                          const OptionalTensor& sinks,
+                                          const OptionalTensor& ancestor_mask,
+                                          bool return_logsumexp, double value_scale) {
+  cpu::AttentionCall call = attention_call(query, key_cache, value_cache, block_table, context_lens,
+                                           cu_rows, scale, value_scale);
+  add_options(call, sliding_window, softcap, sinks, ancestor_mask);
   Tensor out = new_tensor({call.num_rows, call.num_heads, call.head_size}, query.scalar_type());
   call.out = out.mutable_data_ptr();
   Tensor logsumexp = return_logsumexp
@@ -188,6 +221,86 @@ Tensor cross_attention(const Tensor& query, const Tensor& key_cache, const Tenso
   return out;
 }
 
+// A dense tensor of the model's type.
+const void* weight_data(const Tensor& weight, std::initializer_list<int64_t> shape,
+                        ScalarType type) {
+  require(has_shape(weight, shape) && weight.scalar_type() == type && weight.is_contiguous());
+  return weight.const_data_ptr();
+}
+
+const void* weight_data(const OptionalTensor& weight, std::initializer_list<int64_t> shape,
+                        ScalarType type) {
+  return weight ? weight_data(*weight, shape, type) : nullptr;
+}
+
+Tensor decoder_layer(const Tensor& hidden, const Tensor& attention_norm, const Tensor& query_weight,
+                     const Tensor& key_weight, const Tensor& value_weight,
+                     const Tensor& output_weight, const Tensor& mlp_norm, const Tensor& gate_weight,
+                     const Tensor& up_weight, const Tensor& down_weight,
+                     const OptionalTensor& query_bias, const OptionalTensor& key_bias,
+                     const OptionalTensor& value_bias, const OptionalTensor& output_bias,
+                     const OptionalTensor& query_norm, const OptionalTensor& key_norm,
+                     const OptionalTensor& attention_out_norm, const OptionalTensor& mlp_out_norm,
+                     double eps, double norm_shift, std::string activation,
+                     const OptionalTensor& cos, const OptionalTensor& sin, Tensor key_cache,
+                     Tensor value_cache, const Tensor& slot_mapping, const Tensor& block_table,
+                     const Tensor& context_lens, const Tensor& cu_rows, double scale,
+                     int64_t sliding_window, double softcap, const OptionalTensor& sinks,
+                     const OptionalTensor& ancestor_mask) {
+  require(hidden.dim() == 2 && query_weight.dim() == 2 && gate_weight.dim() == 2);
+  require(hidden.scalar_type() == ScalarType::Float && hidden.is_contiguous() && eps > 0);
+  require(activation == "silu" || activation == "gelu_tanh");
+  const int64_t num_rows = hidden.size(0), size = hidden.size(1), wide = gate_weight.size(0);
+  const int64_t queries = query_weight.size(0);
+  const ScalarType type = key_cache.scalar_type();
+  cpu::DecoderLayerCall call = {};
+  call.store = store_call(key_cache, value_cache, slot_mapping);
+  const int64_t head_size = key_cache.size(3), keys = key_cache.size(2) * head_size;
+  require(size > 0 && queries % head_size == 0 && call.store.num_tokens == num_rows);
+  call.attention = paged_call(num_rows, queries / head_size, key_cache, value_cache, block_table,
+                              context_lens, cu_rows, scale);
+  add_options(call.attention, sliding_window, softcap, sinks, ancestor_mask);
+  call.norm = {nullptr, call.attention.element, static_cast<float>(eps),
+               static_cast<float>(norm_shift)};
+  call.attention_norm = weight_data(attention_norm, {size}, type);
+  call.query_norm = weight_data(query_norm, {head_size}, type);
+  call.key_norm = weight_data(key_norm, {head_size}, type);
+  call.attention_out_norm = weight_data(attention_out_norm, {size}, type);
+  call.mlp_norm = weight_data(mlp_norm, {size}, type);
+  call.mlp_out_norm = weight_data(mlp_out_norm, {size}, type);
+  call.query = {weight_data(query_weight, {queries, size}, type),
+                weight_data(query_bias, {queries}, type)};
+  call.key = {weight_data(key_weight, {keys, size}, type), weight_data(key_bias, {keys}, type)};
+  call.value = {weight_data(value_weight, {keys, size}, type),
+                weight_data(value_bias, {keys}, type)};
+  call.output = {weight_data(output_weight, {size, queries}, type),
+                 weight_data(output_bias, {size}, type)};
+  call.mlp = {weight_data(gate_weight, {wide, size}, type),
+              weight_data(up_weight, {wide, size}, type),
+              weight_data(down_weight, {size, wide}, type),
+              size,
+              wide,
+              call.attention.element,
+              activation == "silu" ? cpu::Activation::kSilu : cpu::Activation::kGeluTanh};
+  require(cos.has_value() == sin.has_value());
+  if (cos) {
+    require(is_matrix(*cos, ScalarType::Float) && is_matrix(*sin, ScalarType::Float));
+    call.rotary_size = cos->size(1);
+    require(has_shape(*cos, {num_rows, call.rotary_size}));
+    require(has_shape(*sin, {num_rows, call.rotary_size}));
+    require(call.rotary_size % 2 == 0 && call.rotary_size >= 2 && call.rotary_size <= head_size);
+    call.cos = cos->const_data_ptr<float>();
+    call.sin = sin->const_data_ptr<float>();
+    call.cos_stride = cos->stride(0);
+    call.sin_stride = sin->stride(0);
+  }
+  Tensor out = new_tensor({num_rows, size}, ScalarType::Float);
+  call.hidden = out.mutable_data_ptr<float>();
+  std::memcpy(call.hidden, hidden.const_data_ptr<float>(), num_rows * size * sizeof(float));
+  cpu::decoder_layer(call);
+  return out;
+}
+
 }  // namespace
 }  // namespace fastspec
 
@@ -196,4 +309,5 @@ STABLE_TORCH_LIBRARY_IMPL(fastspec, CPU, m) {
   m.impl("compact_kv", TORCH_BOX(&fastspec::compact_kv));
   m.impl("tree_attention", TORCH_BOX(&fastspec::tree_attention));
   m.impl("cross_attention", TORCH_BOX(&fastspec::cross_attention));
+  m.impl("decoder_layer", TORCH_BOX(&fastspec::decoder_layer));
 }

@@ -5,6 +5,12 @@
 #include "kernels.h"
 #include "row_kernels.h"
 
+#if FASTSPEC_COMPILES_AMX
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace fastspec::cpu {
 
 #define FASTSPEC_DECLARE_TABLES(isa)         \
@@ -22,23 +28,40 @@ struct InstructionSet {
   const char* name;
   const KernelTable* kernels;
   const SamplingTable* sampling;
-  bool multiplies_bfloat16;
+  bool multiplies_bfloat16 = false, multiplies_tiles = false;
 };
 
+#if defined(__x86_64__) && FASTSPEC_COMPILES_BFLOAT16
+// Linux gives a process the registers of AMX when it asks for them.
+static bool may_use_tiles() {
+#if FASTSPEC_COMPILES_AMX
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;
+  uint32_t a, b, c, d;
+  const bool has_tiles =
+      __get_cpuid_count(7, 0, &a, &b, &c, &d) != 0 && (d >> 22 & 1) != 0 && (d >> 24 & 1) != 0;
+  return has_tiles && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+#endif
+
 static std::vector<InstructionSet> find_instruction_sets() {
-  std::vector<InstructionSet> sets = {
-      {"portable", &portable::kTable, &portable::kSamplingTable, false}};
+  std::vector<InstructionSet> sets = {{"portable", &portable::kTable, &portable::kSamplingTable}};
 #if defined(__x86_64__)
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
       __builtin_cpu_supports("f16c")) {
-    sets.push_back({"avx2", &avx2::kTable, &avx2::kSamplingTable, false});
+    sets.push_back({"avx2", &avx2::kTable, &avx2::kSamplingTable});
   }
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
-    sets.push_back({"avx512", &avx512::kTable, &avx512::kSamplingTable, false});
+    sets.push_back({"avx512", &avx512::kTable, &avx512::kSamplingTable});
 #if FASTSPEC_COMPILES_BFLOAT16
     if (__builtin_cpu_supports("avx512bf16")) {
       sets.push_back({"avx512_bf16", &avx512::kTable, &avx512::kSamplingTable, true});
+      if (may_use_tiles()) {
+        sets.push_back({"amx", &avx512::kTable, &avx512::kSamplingTable, true, true});
+      }
     }
 #endif
   }
@@ -78,6 +101,8 @@ void use_instruction_set(const std::string& name) {
 const KernelTable& kernels() { return *current().kernels; }
 
 bool multiplies_bfloat16() { return current().multiplies_bfloat16; }
+
+bool multiplies_tiles() { return current().multiplies_tiles; }
 
 const SamplingTable& sampling_kernels() { return *current().sampling; }
 

@@ -8,6 +8,8 @@ enum class Element { kFloat32, kBFloat16, kFloat16 };
 
 constexpr int64_t kRowPadding = 16;  // rows of scratch are padded to whole vectors of any width
 
+inline int64_t size_of(Element element) { return element == Element::kFloat32 ? 4 : 2; }
+
 inline int64_t padded(int64_t size) { return (size + kRowPadding - 1) / kRowPadding * kRowPadding; }
 
 }  // namespace fastspec::cpu

@@ -16,6 +16,12 @@ namespace fastspec::cpu {
 #else
 #define FASTSPEC_COMPILES_BFLOAT16 0
 #endif
+// And its tiles; the operating system has to hand them out.
+#if defined(__x86_64__) && defined(__linux__) && (defined(__clang__) || __GNUC__ >= 11)
+#define FASTSPEC_COMPILES_AMX 1
+#else
+#define FASTSPEC_COMPILES_AMX 0
+#endif
 
 struct KernelTable {
   AttentionKernels attention;
@@ -34,5 +40,6 @@ void use_instruction_set(const std::string& name);
 // Of the set in use.
 const KernelTable& kernels();
 bool multiplies_bfloat16();
+bool multiplies_tiles();
 
 }  // namespace fastspec::cpu

@@ -1,6 +1,7 @@
 // Vector arithmetic at the native width of one instruction set, for kernels whose bits may differ
 // between instruction sets.
 #pragma once
+#include <type_traits>
 #include <utility>
 
 #include "elements.h"
@@ -20,6 +21,32 @@ FASTSPEC_INLINE NativeF32 load_native(const float* from) {
 template <class T>
 FASTSPEC_INLINE NativeF32 load_native(const T* from) {
   return widen(from);
+}
+
+// The first `count` elements, then zeros.
+template <class T>
+FASTSPEC_INLINE NativeF32 load_rest(const T* from, int64_t count) {
+  T rest[kNativeLanes] = {};
+  std::memcpy(rest, from, count * sizeof(T));
+  return load_native(rest);
+}
+
+template <class T>
+FASTSPEC_INLINE float load_one(const T* from) {
+  return load_rest(from, 1)[0];
+}
+
+// Calls f with a null pointer of the type that holds the elements.
+template <class F>
+auto with_type(Element element, const F& f) {
+  switch (element) {
+    case Element::kBFloat16:
+      return f(static_cast<const BF16*>(nullptr));
+    case Element::kFloat16:
+      return f(static_cast<const F16*>(nullptr));
+    default:
+      return f(static_cast<const float*>(nullptr));
+  }
 }
 
 FASTSPEC_INLINE void store_native(float* to, NativeF32 x) { std::memcpy(to, &x, sizeof(x)); }

@@ -1,29 +1,56 @@
-// The blocks of a decoder layer beside attention, for float32 rows.
+// The blocks of a decoder layer beside attention. Activations are float32 inside.
 #pragma once
 #include <cstdint>
 
+#include "linear.h"
+
 namespace fastspec::cpu {
 
+enum class Activation { kSilu, kGeluTanh };
+
+// Weights of a normalisation; a row is scaled by shift + weight.
+struct Norm {
+  const void* weight;
+  Element element;
+  float eps, shift;
+};
+
 struct LayerKernels {
-  // out[k] = x[k] / sqrt(mean(x^2) + eps) * weight[k]
-  void (*rms_norm)(const float* x, const float* weight, int64_t size, float eps, float* out);
-  // gate[i] = silu(gate[i]) * up[i]
-  void (*silu_multiply)(float* gate, const float* up, int64_t size);
+  // out[k] = x[k] / sqrt(mean(x^2) + eps) * (shift + weight[k])
+  void (*rms_norm)(const float* x, const Norm& norm, int64_t size, float* out);
+  // gate[i] = activation(gate[i]) * up[i]
+  void (*gate)(float* gate, const float* up, int64_t size, Activation activation);
+  // Turns the two halves of x[0..size], of which cos and sin hold the factors.
+  void (*rotate)(float* x, const float* cos, const float* sin, int64_t size);
+  // to[i] += from[i]
+  void (*add)(const float* from, int64_t size, float* to);
+  void (*widen)(const void* from, Element element, int64_t size, float* to);
+  void (*narrow)(const float* from, int64_t size, Element element, void* to);
 };
 
-void rms_norm(const float* input, const float* weight, int64_t num_rows, int64_t size, float eps,
-              float* out);
+// Rows [num_rows, size] of one type, as the weights.
+void rms_norm(const void* input, const Norm& norm, int64_t num_rows, int64_t size, void* out);
 
-// out = (silu(input gate^T) * (input up^T)) down^T; weights are [outputs, inputs].
-struct GatedMlpCall {
-  const float* input;        // [num_rows, size]
-  const float* gate_weight;  // [hidden, size]
-  const float* up_weight;    // [hidden, size]
-  const float* down_weight;  // [size, hidden]
-  float* out;                // [num_rows, size]
-  int64_t num_rows, size, hidden;
+// out = (activation(input gate^T) * (input up^T)) down^T; weights are [outputs, inputs].
+struct MlpWeights {
+  const void* gate;  // [hidden, size]
+  const void* up;    // [hidden, size]
+  const void* down;  // [size, hidden]
+  int64_t size, hidden;
+  Element element;
+  Activation activation;
 };
 
-void gated_mlp(const GatedMlpCall& call);
+// Rows [num_rows, size] in float32 or as the weights.
+struct MlpCall {
+  MlpWeights weights;
+  const void* input;
+  Element input_element;
+  void* out;
+  Element out_element;
+  int64_t num_rows;
+};
+
+void gated_mlp(const MlpCall& call);
 
 }  // namespace fastspec::cpu

@@ -1,4 +1,4 @@
-// Normalisation and activation, one row at a time; sums run in one fixed order.
+// Normalisation, activation and rotation, one row at a time; sums run in one fixed order.
 #include <cmath>
 
 #include "lanes.h"
@@ -7,7 +7,9 @@
 namespace fastspec::cpu::FASTSPEC_ISA {
 namespace {
 
-void rms_norm(const float* x, const float* weight, int64_t size, float eps, float* out) {
+template <class T>
+void rms_norm_typed(const float* x, const T* weight, int64_t size, float eps, float shift,
+                    float* out) {
   NativeF32 squares = {};
   int64_t k = 0;
   for (; k + kNativeLanes <= size; k += kNativeLanes) {
@@ -18,9 +20,16 @@ void rms_norm(const float* x, const float* weight, int64_t size, float eps, floa
   for (; k < size; ++k) sum += x[k] * x[k];
   const float scale = 1.0f / std::sqrt(sum / static_cast<float>(size) + eps);
   for (k = 0; k + kNativeLanes <= size; k += kNativeLanes) {
-    store_native(out + k, load_native(x + k) * scale * load_native(weight + k));
+    store_native(out + k, load_native(x + k) * scale * (load_native(weight + k) + shift));
   }
-  for (; k < size; ++k) out[k] = x[k] * scale * weight[k];
+  for (; k < size; ++k) out[k] = x[k] * scale * (load_one(weight + k) + shift);
+}
+
+void rms_norm(const float* x, const Norm& norm, int64_t size, float* out) {
+  with_type(norm.element, [&](auto type) {
+    const auto* weight = static_cast<decltype(type)>(norm.weight);
+    rms_norm_typed(x, weight, size, norm.eps, norm.shift, out);
+  });
 }
 
 // x / (1 + e^-x); where e^-x overflows the result is -0.
@@ -30,15 +39,60 @@ FASTSPEC_INLINE NativeF32 silu(NativeF32 x) {
   return x / (1.0f + exp2(bounded));
 }
 
-void silu_multiply(float* gate, const float* up, int64_t size) {
-  int64_t i = 0;
-  for (; i + kNativeLanes <= size; i += kNativeLanes) {
-    store_native(gate + i, silu(load_native(gate + i)) * load_native(up + i));
-  }
-  for (; i < size; ++i) gate[i] = silu(native(gate[i]))[0] * up[i];
+FASTSPEC_INLINE NativeF32 gelu_tanh(NativeF32 x) {
+  constexpr float kSqrt2OverPi = 0.7978845608f;
+  const NativeF32 inner = kSqrt2OverPi * (x + 0.044715f * x * x * x);
+  return 0.5f * x * (1.0f + tanh(inner));
 }
 
-constexpr LayerKernels kLayers = {rms_norm, silu_multiply};
+template <class F>
+FASTSPEC_INLINE void gate_by(float* gate, const float* up, int64_t size, const F& f) {
+  int64_t i = 0;
+  for (; i + kNativeLanes <= size; i += kNativeLanes) {
+    store_native(gate + i, f(load_native(gate + i)) * load_native(up + i));
+  }
+  for (; i < size; ++i) gate[i] = f(native(gate[i]))[0] * up[i];
+}
+
+void gate(float* gate, const float* up, int64_t size, Activation activation) {
+  if (activation == Activation::kSilu) {
+    gate_by(gate, up, size, [](NativeF32 x) FASTSPEC_INLINE_LAMBDA { return silu(x); });
+  } else {
+    gate_by(gate, up, size, [](NativeF32 x) FASTSPEC_INLINE_LAMBDA { return gelu_tanh(x); });
+  }
+}
+
+void rotate(float* x, const float* cos, const float* sin, int64_t size) {
+  const int64_t half = size / 2;
+  for (int64_t i = 0; i < half; ++i) {
+    const float first = x[i], second = x[i + half];
+    x[i] = first * cos[i] - second * sin[i];
+    x[i + half] = second * cos[i + half] + first * sin[i + half];
+  }
+}
+
+void add(const float* from, int64_t size, float* to) {
+  for (int64_t i = 0; i < size; ++i) to[i] += from[i];
+}
+
+void widen_values(const void* from, Element element, int64_t size, float* to) {
+  with_type(element, [&](auto type) {
+    const auto* values = static_cast<decltype(type)>(from);
+    int64_t i = 0;
+    for (; i + kNativeLanes <= size; i += kNativeLanes)
+      store_native(to + i, load_native(values + i));
+    for (; i < size; ++i) to[i] = load_one(values + i);
+  });
+}
+
+void narrow_values(const float* from, int64_t size, Element element, void* to) {
+  with_type(element, [&](auto type) {
+    using T = std::remove_const_t<std::remove_pointer_t<decltype(type)>>;
+    for (int64_t i = 0; i < size; ++i) convert(from[i], static_cast<T*>(to) + i);
+  });
+}
+
+constexpr LayerKernels kLayers = {rms_norm, gate, rotate, add, widen_values, narrow_values};
 
 }  // namespace
 }  // namespace fastspec::cpu::FASTSPEC_ISA

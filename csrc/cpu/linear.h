@@ -1,4 +1,4 @@
-// The product of a few rows with a weight matrix, as one verification step needs it.
+// The product of a few rows with weight matrices, as one verification step needs it.
 #pragma once
 #include <cstdint>
 
@@ -6,21 +6,47 @@
 
 namespace fastspec::cpu {
 
-// out[t][n] = sum over k of input[t][k] * weight[n][k], plus bias[n]; all contiguous, of one type.
-struct LinearCall {
-  const void* input;   // [num_rows, depth]
-  const void* weight;  // [num_outputs, depth]
-  const void* bias;    // [num_outputs] or null
-  void* out;           // [num_rows, num_outputs]
-  int64_t num_rows, num_outputs, depth;
-  Element element;
+// Rows made ready by `pack` for products with weights of one type.
+struct PackedRows {
+  Element element;  // of the weights
+  int64_t num_rows, depth;
+  void* data;  // packed_bytes, aligned to 64 bytes
+};
+
+// out[t][n] = sum over k of rows[t][k] * weight[n][k], plus bias[n].
+struct Product {
+  const void* weight;  // [num_outputs, depth], contiguous
+  const void* bias;    // [num_outputs] or null, as the weights
+  void* out;           // [num_rows, num_outputs], contiguous
+  Element out_element;
+  int64_t num_outputs;
 };
 
 struct LinearKernels {
-  // The rows as float32, each padded with zeros to padded(depth).
-  void (*widen_rows)(const LinearCall& call, float* rows);
-  // Outputs first..last of every row, from the widened rows.
-  void (*multiply)(const LinearCall& call, const float* rows, int64_t first, int64_t last);
+  int64_t (*packed_bytes)(Element element, int64_t num_rows, int64_t depth);
+  // From [num_rows, depth], contiguous, in float32 or as the weights. Where the instruction set
+  // multiplies bfloat16, rows become bfloat16, else float32.
+  void (*pack)(const void* input, Element input_element, const PackedRows& rows);
+  // Outputs first..last of every row; `first` is a multiple of kOutputTile.
+  void (*multiply)(const PackedRows& rows, const Product& product, int64_t first, int64_t last);
+};
+
+constexpr int64_t kOutputTile = 16;
+
+// Outputs of one task: whole register tiles, and enough bytes of weights to be worth a thread.
+int64_t outputs_per_task(const PackedRows& rows);
+
+// Products of the same rows, in one parallel region.
+void multiply(const PackedRows& rows, const Product* products, int64_t count);
+
+// One product of [num_rows, depth]; everything is contiguous and of one type.
+struct LinearCall {
+  const void* input;
+  const void* weight;
+  const void* bias;  // or null
+  void* out;
+  int64_t num_rows, num_outputs, depth;
+  Element element;
 };
 
 void linear(const LinearCall& call);

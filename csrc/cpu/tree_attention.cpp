@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include "arena.h"
 #include "kernels.h"
 #include "parallel.h"
 
@@ -81,23 +82,6 @@ Plan make_plan(const AttentionCall& call) {
   }
   return plan;
 }
-
-struct alignas(64) Line {
-  char bytes[64];
-};
-
-// Hands out uninitialised memory by the cache line; without a base it only measures.
-struct Arena {
-  Line* base = nullptr;
-  int64_t used = 0;
-
-  template <class T = float>
-  T* take(int64_t size) {
-    T* const taken = base == nullptr ? nullptr : reinterpret_cast<T*>(base + used);
-    used += (size * sizeof(T) + sizeof(Line) - 1) / sizeof(Line);
-    return taken;
-  }
-};
 
 struct Worker {
   AttentionScratch scratch;

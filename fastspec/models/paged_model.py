@@ -14,9 +14,17 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
+from fastspec.models.flat import (
+    TRIAL_TOKENS,
+    FlatLayer,
+    FlatModel,
+    find_layers,
+    flatten,
+    recording,
+)
 from fastspec.models.loading import float_dtypes
 from fastspec.models.rotary import RotaryLengths
-from fastspec.models.twin import twin_of, use_few_row_kernels
+from fastspec.models.twin import MOST_FEW_ROWS, twin_of, use_few_row_kernels, use_few_row_mlps
 from fastspec_kernels import available_backends, store_kv, tree_attention
 
 # A name with "flash", "sdpa" or a slash would make transformers treat it as one of its own.
@@ -34,6 +42,9 @@ class AttentionCall(NamedTuple):
     key_heads: HeadShape
     value_heads: HeadShape
     window: int
+    scale: float | None = None
+    softcap: float = 0.0
+    sinks: Tensor | None = None
 
 
 class CacheStack(NamedTuple):
@@ -134,12 +145,16 @@ class PagedStep:
             caches, positions, rows, tables, lens, ends, slots, prompts, backend, spans=spans
         )
 
-    def probed_cache(self, layer: int, key: Tensor, value: Tensor, window: int) -> KVCache:
+    def with_caches(self, caches: dict[int, KVCache]) -> "PagedStep":
+        """The same pass over other caches."""
+        return replace(self, caches=caches)
+
+    def probed_cache(self, layer: int, key: Tensor, value: Tensor, *options) -> KVCache:
         """Note a call in the probing pass; a block with room for keys and values [T, G, D]."""
         if self.calls is None:
             raise ValueError(f"layer {layer}: attends, but did not when the model was probed")
         heads = (key.shape[1], key.shape[2]), (value.shape[1], value.shape[2])
-        self.calls.append(AttentionCall(layer, *heads, window))
+        self.calls.append(AttentionCall(layer, *heads, *options))
         return key.new_empty((1, *key.shape)), value.new_empty((1, *value.shape))
 
 
@@ -181,7 +196,8 @@ def paged_attention(
     if value_size < key_size:
         value = pad(value, (0, key_size - value_size))
     key, value = key[0].transpose(0, 1), value[0].transpose(0, 1)  # [T, G, D]
-    cache = step.caches.get(layer) or step.probed_cache(layer, key, value, window)
+    options = window, scaling, softcap or 0.0, s_aux
+    cache = step.caches.get(layer) or step.probed_cache(layer, key, value, *options)
     store_kv(key, value, *cache, step.slot_mapping, backend=step.backend)
     out = tree_attention(
         query[0].transpose(0, 1),
@@ -255,9 +271,14 @@ class PagedModel:
         self.vocab_size = _vocab_size(model)
         self.max_positions = getattr(text_config, "max_position_embeddings", None)
         self._adopt(model)
+        self._flat: FlatModel | None = None
+        layers: list[FlatLayer] = []
         if backend in ("auto", "cpu"):
+            layers = find_layers(self.model) if self.decoder_start_id is None else []
             use_few_row_kernels(self.model)
-        self.cache_shapes = self._probe()
+        self.cache_shapes = self._probe(layers)
+        if backend in ("auto", "cpu") and self._flat is None:
+            use_few_row_mlps(self.model)
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, rows: Tensor | int, step: PagedStep
@@ -266,6 +287,8 @@ class PagedModel:
         keep = {"logits_to_keep": rows} if self._keeps_logits else {}
         if self.rotary is not None and self.rotary.limit is not None:
             self.rotary.begin(positions, step)
+        if self._flat is not None and len(input_ids) <= MOST_FEW_ROWS:
+            return self._flat.forward(input_ids, positions, rows, step)
         logits = self.model(
             input_ids=input_ids[None],
             position_ids=positions[None],
@@ -309,23 +332,32 @@ class PagedModel:
         self.rotary = RotaryLengths(self.model, model)
 
     @torch.inference_mode()
-    def _probe(self) -> dict[int, tuple[HeadShape, HeadShape]]:
-        """Run one token to see which layers call our attention, and how."""
+    def _probe(self, layers: list[FlatLayer]) -> dict[int, tuple[HeadShape, HeadShape]]:
+        """Run a few tokens to see which layers call our attention, and how.
+
+        layers: that may become flat, which is tried on the same tokens.
+        """
         calls: list[AttentionCall] = []
-        zero = torch.zeros(1, dtype=torch.int64, device=self.device)
-        wide = torch.zeros(3, dtype=torch.int64, device=self.device)
-        narrow = torch.tensor([1, 0, 1, 1, 0], dtype=torch.int32, device=self.device)
-        spans = [Span([0], 0, 1, EncoderInput([0]))]
-        step = PagedStep.of({}, wide, narrow, 1, 1, self.backend, spans)
+        count = min(TRIAL_TOKENS, self.max_positions or 1) if layers else 1
+        places = torch.arange(count, device=self.device)
+        input_ids = places * (self.vocab_size // count)
+        first = places[:1]
+        wide = torch.cat([places, places, first])
+        narrow = torch.tensor([count, 0, count, count, 0], dtype=torch.int32, device=self.device)
+        spans = [Span([0], 0, count, EncoderInput([0]))]
+        step = PagedStep.of({}, wide, narrow, 1, count, self.backend, spans)
         step.calls = calls
         try:
-            self.forward(zero, zero, zero, step)
+            with recording(layers):
+                logits = self.forward(input_ids, places, first, step)
         except (ValueError, RuntimeError) as error:
             if len(dtypes := float_dtypes(self.model)) == 1:
                 raise
             mixed = f"{self.name}: has weights in {' and '.join(dtypes)}"
             raise ValueError(f"{mixed}, which do not work together: {error}") from error
         self._check_calls(calls)
+        if self._cache_dtype == self.dtype:
+            self._flat = flatten(self.model, layers, calls, step, input_ids, logits)
         return {call.layer: (call.key_heads, call.value_heads) for call in calls}
 
     def _check_calls(self, calls: list[AttentionCall]) -> None:

@@ -3,6 +3,7 @@
 from fastspec_kernels.attention import cross_attention, tree_attention
 from fastspec_kernels.backend import available_backends, cpu_instruction_set, unavailable_backends
 from fastspec_kernels.cache import compact_kv, store_kv
+from fastspec_kernels.decoder import decoder_layer
 from fastspec_kernels.layers import gated_mlp, linear, rms_norm
 from fastspec_kernels.rng import uniform
 from fastspec_kernels.sampling import logits_to_probs, row_stats, sample
@@ -19,6 +20,7 @@ __all__ = [
     "compact_kv",
     "cpu_instruction_set",
     "cross_attention",
+    "decoder_layer",
     "gated_mlp",
     "linear",
     "logits_to_probs",

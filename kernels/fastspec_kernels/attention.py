@@ -89,24 +89,13 @@ def tree_attention(
     synchronisation by a compiled kernel.
     """
     key_scale, value_scale = check_scales(key_cache, key_scale, value_scale)
-    scale = _scale_of_stored(query, scale, key_scale)
-    check_int("sliding_window", sliding_window, 0)
-    softcap = check_number("softcap", softcap, 0.0, "a finite float32 number >= 0")
-    if softcap > 0.0:
-        check_positive("softcap", softcap)
-    check_flag("return_logsumexp", return_logsumexp)
-    if isinstance(sinks, Tensor) and sinks.dtype != torch.float32:
-        check_tensor("sinks", sinks, (None,), (torch.float32, query.dtype), query.device)
-        sinks = sinks.float()
+    scale = scale_of_stored(query, scale, key_scale)
+    softcap, sinks = check_options(query, sliding_window, softcap, sinks, return_logsumexp)
     tensors = (query, key_cache, value_cache, block_table, context_lens, cu_rows)
     options = (scale, sliding_window, softcap, sinks, ancestor_mask, return_logsumexp, value_scale)
 
     def check():
-        _check_tensors(*tensors)
-        _check_sinks(query, sinks)
-        if ancestor_mask is not None:
-            _check_ancestor_mask(ancestor_mask, cu_rows)
-        _check_indices(query, key_cache, block_table, context_lens, cu_rows, True)
+        check_attention(*tensors, sinks, ancestor_mask)
 
     out, logsumexp = run_checked("tree_attention", backend, key_cache, (*tensors, *options), check)
     return (out, logsumexp) if return_logsumexp else out
@@ -146,7 +135,7 @@ def cross_attention(
     et al., 2402.02082.
     """
     key_scale, value_scale = check_scales(key_cache, key_scale, value_scale)
-    scale = _scale_of_stored(query, scale, key_scale)
+    scale = scale_of_stored(query, scale, key_scale)
     tensors = (query, key_cache, value_cache, block_table, context_lens, cu_rows)
 
     def check():
@@ -157,7 +146,44 @@ def cross_attention(
     return run_checked("cross_attention", backend, key_cache, arguments, check)
 
 
-def _scale_of_stored(query: Tensor, scale: float | None, key_scale: float) -> float:
+def check_options(
+    query: Tensor,
+    sliding_window: int,
+    softcap: float,
+    sinks: Tensor | None,
+    return_logsumexp: bool,
+) -> tuple[float, Tensor | None]:
+    """Check what bounds the scores; softcap as a float, sinks in float32."""
+    check_int("sliding_window", sliding_window, 0)
+    softcap = check_number("softcap", softcap, 0.0, "a finite float32 number >= 0")
+    if softcap > 0.0:
+        check_positive("softcap", softcap)
+    check_flag("return_logsumexp", return_logsumexp)
+    if isinstance(sinks, Tensor) and sinks.dtype != torch.float32:
+        check_tensor("sinks", sinks, (None,), (torch.float32, query.dtype), query.device)
+        sinks = sinks.float()
+    return softcap, sinks
+
+
+def check_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    context_lens: Tensor,
+    cu_rows: Tensor,
+    sinks: Tensor | None,
+    ancestor_mask: Tensor | None,
+) -> None:
+    """Check the tensors of an attention in which queries are the last tokens of their contexts."""
+    _check_tensors(query, key_cache, value_cache, block_table, context_lens, cu_rows)
+    _check_sinks(query, sinks)
+    if ancestor_mask is not None:
+        _check_ancestor_mask(ancestor_mask, cu_rows)
+    _check_indices(query, key_cache, block_table, context_lens, cu_rows, True)
+
+
+def scale_of_stored(query: Tensor, scale: float | None, key_scale: float) -> float:
     """The factor of query . stored key.
 
     By default D ** -0.5, and any number for what is not a query, which is refused later.

@@ -68,7 +68,7 @@ def store_kv(
     def check():
         _check_tensors(*tensors)
         _check_rotation(cos, sin, key)
-        _check_slots(slot_mapping, key_cache)
+        check_slots(slot_mapping, key_cache)
 
     run_checked("store_kv", backend, key_cache, (*tensors, *options), check)
 
@@ -147,7 +147,7 @@ def _check_rotation(cos: Tensor | None, sin: Tensor | None, key: Tensor) -> None
     check_last_contiguous("sin", sin)
 
 
-def _check_slots(slot_mapping: Tensor, key_cache: Tensor) -> None:
+def check_slots(slot_mapping: Tensor, key_cache: Tensor) -> None:
     """Check the values of the slots on the CPU."""
     num_slots = key_cache.shape[0] * key_cache.shape[1]
     if key_cache.device.type == "cpu" and torch.any(

@@ -8,8 +8,6 @@ from torch import Tensor
 from fastspec_kernels.backend import run_checked
 from fastspec_kernels.checks import LOGITS_DTYPES, check_contiguous, check_positive, check_tensor
 
-_FLOAT32 = (torch.float32,)
-
 
 def linear(
     input: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: str = "auto"
@@ -42,12 +40,12 @@ def rms_norm(input: Tensor, weight: Tensor, eps: float, *, backend: str = "auto"
     out = input / sqrt(mean(input**2) + eps) * weight, over the last dimension.
 
     Args:
-        input: [..., K] float32, contiguous.
-        weight: [K] float32, contiguous.
+        input: [..., K] float32, bfloat16 or float16, contiguous.
+        weight: [K], dtype of input, contiguous.
         eps: added to the mean square, > 0 in float32.
         backend: "auto", "cpu" or "reference".
     Returns:
-        [..., K] float32.
+        [..., K], dtype of input, calculated in float32 (reference: float64).
     Raises:
         ValueError: a wrong dtype, shape, device, stride or eps, or a backend that cannot run this.
 
@@ -71,17 +69,18 @@ def gated_mlp(
     out = (silu(input @ gate_weight.T) * (input @ up_weight.T)) @ down_weight.T
 
     Args:
-        input: [..., K] float32, contiguous.
-        gate_weight: [I, K] float32, contiguous.
-        up_weight: [I, K] float32, contiguous.
-        down_weight: [K, I] float32, contiguous.
+        input: [..., K] float32, bfloat16 or float16, contiguous.
+        gate_weight: [I, K], dtype of input, contiguous.
+        up_weight: [I, K], dtype of input, contiguous.
+        down_weight: [K, I], dtype of input, contiguous.
         backend: "auto", "cpu" or "reference".
     Returns:
-        [..., K] float32.
+        [..., K], dtype of input, accumulated in float32 (reference: float64).
     Raises:
         ValueError: a wrong dtype, shape, device or stride, or a backend that cannot run this.
 
-    A row's bits do not depend on the other rows. Source: Shazeer, 2002.05202.
+    On processors that multiply bfloat16, what enters the last product is rounded to it. A row's
+    bits do not depend on the other rows. Source: Shazeer, 2002.05202.
     """
     tensors = (input, gate_weight, up_weight, down_weight)
     return run_checked("gated_mlp", backend, gate_weight, tensors, partial(_check_mlp, *tensors))
@@ -104,16 +103,16 @@ def _check_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 
 
 def _check_norm(input: Tensor, weight: Tensor) -> None:
-    check_tensor("weight", weight, (None,), _FLOAT32, None)
+    check_tensor("weight", weight, (None,), LOGITS_DTYPES, None)
     check_contiguous("weight", weight)
     _check_input(input, weight.shape[0], weight.dtype, weight.device)
 
 
 def _check_mlp(input: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor) -> None:
-    check_tensor("gate_weight", gate_weight, (None, None), _FLOAT32, None)
-    hidden, size = gate_weight.shape
-    check_tensor("up_weight", up_weight, (hidden, size), _FLOAT32, gate_weight.device)
-    check_tensor("down_weight", down_weight, (size, hidden), _FLOAT32, gate_weight.device)
+    check_tensor("gate_weight", gate_weight, (None, None), LOGITS_DTYPES, None)
+    (hidden, size), dtypes = gate_weight.shape, (gate_weight.dtype,)
+    check_tensor("up_weight", up_weight, (hidden, size), dtypes, gate_weight.device)
+    check_tensor("down_weight", down_weight, (size, hidden), dtypes, gate_weight.device)
     for name, tensor in (("gate", gate_weight), ("up", up_weight), ("down", down_weight)):
         check_contiguous(f"{name}_weight", tensor)
     _check_input(input, size, gate_weight.dtype, gate_weight.device)

@@ -42,6 +42,11 @@ def model_of(engine):
     return target_runner(engine).paged_model.model
 
 
+def flat_model_of(engine):
+    """What runs the target's passes of few rows without its modules, if something does."""
+    return target_runner(engine).paged_model._flat
+
+
 def encoders_of(engine):
     return [runner.paged_model.model.encoder for runner in runners_of(engine)]
 

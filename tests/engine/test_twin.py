@@ -1,9 +1,13 @@
 """The engine's module tree shares the user's weights and changes nothing the user can see."""
 
+from typing import Any, cast
+
 import pytest
 import torch
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from fastspec import Engine, EngineConfig, SamplingParams
+from fastspec.models.twin import use_few_row_mlps
 from fastspec_kernels import available_backends
 
 from ..models import random_model
@@ -32,13 +36,48 @@ def test_variants_that_only_look_alike_keep_their_code():
     if "cpu" not in available_backends():
         return
     expected = {
-        "llama": {"Linear", "LlamaRMSNorm", "LlamaMLP"},
-        "gemma2": {"Linear"},
-        "qwen3": {"Linear", "Qwen3RMSNorm", "Qwen3MLP"},
+        "llama": {"Linear", "LlamaRMSNorm"},
+        "gemma2": {"Linear", "Gemma2DecoderLayer"},
+        "gpt_oss": {"Linear", "GptOssRMSNorm"},
+        "qwen3": {"Linear", "Qwen3RMSNorm"},
     }
     for architecture, names in expected.items():
         twin = model_of(Engine(random_model(architecture)))
         assert replaced(twin) == names
+
+
+def test_what_has_hooks_or_its_own_forward_keeps_it():
+    """Also beside modules that a kernel replaces, and inside a block that one would replace."""
+    if "cpu" not in available_backends():
+        return
+    model, called = random_model("llama"), []
+    hooked = model.get_submodule("model.layers.1.mlp.up_proj")
+    hooked.register_forward_hook(lambda *args: called.append("hook"))
+    patched = cast(Any, model.get_submodule("model.layers.0.self_attn.q_proj"))
+    forward = patched.forward
+    patched.forward = lambda x: (called.append("forward"), forward(x))[1]
+    engine = Engine(model)
+    called.clear()
+    (output,) = engine.generate([[1, 2, 3]], GREEDY)
+    assert called.count("hook") == called.count("forward") >= len(output.token_ids)
+    twin = model_of(engine)
+    kept = {name for name, m in twin.named_modules() if type(m).__name__ == "LlamaMLP"}
+    assert "forward" not in twin.get_submodule("model.layers.1.mlp").__dict__
+    assert all("forward" in twin.get_submodule(n).__dict__ for n in kept - {"model.layers.1.mlp"})
+
+
+def test_large_activations_are_no_reason_to_keep_a_module():
+    """A trial compares with the module's own error: it grows with the weights, a bound does not."""
+    if "cpu" not in available_backends():
+        return
+    model = random_model("gpt_neox").float()
+    mlp = LlamaMLP(random_model("llama").config)
+    with torch.no_grad():
+        for parameter in mlp.parameters():
+            parameter.normal_(std=20.0, generator=torch.Generator().manual_seed(1))
+    model.register_module("extra", mlp)
+    use_few_row_mlps(model)
+    assert "forward" in mlp.__dict__
 
 
 def test_the_reference_backend_uses_torchs_modules():
@@ -49,18 +88,20 @@ def test_the_reference_backend_uses_torchs_modules():
     assert engine.generate([[1, 2, 3]], GREEDY)[0].token_ids == expected[0].token_ids
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @torch.inference_mode()
-def test_logits_do_not_depend_on_how_many_tokens_are_read():
+def test_logits_do_not_depend_on_how_many_tokens_are_read(dtype):
     """Plain decoding and verification see the same bits, so greedy ties fall the same way."""
     if "cpu" not in available_backends():
         return
-    for architecture in ("llama", "mistral", "qwen3"):
-        engine = Engine(random_model(architecture))
+    for architecture in ("llama", "mistral", "qwen3", "gemma2"):
+        model = cast(Any, random_model(architecture)).to(dtype)
+        engine = Engine(model)
         passes = record_passes(engine)
         (plain,) = engine.generate([[1, 2, 3]], GREEDY)
         alone = torch.cat([logits for _, logits in passes[-20:]])
         passes.clear()
-        engine.enable_spec_dec(random_model(architecture), n_spec_tokens=4)
+        engine.enable_spec_dec(model, n_spec_tokens=4)
         (speculative,) = engine.generate([[1, 2, 3]], GREEDY)
         together = torch.cat([logits for _, logits in passes if logits.shape[0]])
         assert plain.token_ids == speculative.token_ids
@@ -112,4 +153,4 @@ def test_kernels_of_ours_are_not_compiled():
         model_of(Engine(random_model("llama"), config=config))
         for config in (EngineConfig(), EngineConfig(compile_modules=True))
     ]
-    assert replaced(models[1]) - replaced(models[0]) == {"LlamaAttention"}
+    assert replaced(models[1]) - replaced(models[0]) == {"LlamaAttention", "LlamaMLP"}

@@ -30,6 +30,34 @@ def paged() -> dict:
     }
 
 
+def layer() -> dict:
+    """3 rows of 12 values over the same pages, an MLP of 20."""
+    matrices = {"query_weight": (32, 12), "key_weight": (16, 12), "value_weight": (16, 12)}
+    matrices |= {"output_weight": (12, 32), "gate_weight": (20, 12), "up_weight": (20, 12)}
+    vectors = {"query_bias": 32, "key_bias": 16, "value_bias": 16, "output_bias": 12}
+    vectors |= {"query_norm": 8, "key_norm": 8}
+    norms = "attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm"
+    return {
+        **{name: value for name, value in paged().items() if name != "query"},
+        **{name: torch.randn(*shape) for name, shape in matrices.items()},
+        **{name: torch.randn(size) for name, size in vectors.items()},
+        **{name: torch.randn(12) for name in norms},
+        "hidden": torch.randn(3, 12),
+        "down_weight": torch.randn(12, 20),
+        "slot_mapping": torch.tensor([7, 4, 10]),
+        "cos": torch.rand(3, 8),
+        "sin": torch.rand(3, 8),
+        "eps": 1e-6,
+        "norm_shift": 1.0,
+        "activation": "silu",
+        "ancestor_mask": torch.tensor([[[1], [3]], [[1], [3]]]),
+        "scale": 0.5,
+        "sliding_window": 2,
+        "softcap": 3.0,
+        "sinks": torch.zeros(4),
+    }
+
+
 def row_op() -> dict:
     parameters = {"temperature": torch.ones(3), "top_k": ints(0, 2, 5)}
     filters = {"top_p": torch.full((3,), 0.9), "min_p": torch.zeros(3)}
@@ -127,6 +155,7 @@ CALLS = {
         "key_scale": 1.0,
         "value_scale": 1.0,
     },
+    "decoder_layer": layer,
     "cross_attention": lambda: {**paged(), "scale": 0.5, "key_scale": 1.0, "value_scale": 1.0},
 }
 OPTIONAL = {
@@ -278,7 +307,8 @@ NO_BOUNDS = {"cu_rows": lambda value: value[:1]}
 PARAMETERS = ("temperature", "top_k", "top_p", "min_p")
 TREE = ("tree_token_ids", "parents", "uniform_samples", "draft_logits", *PARAMETERS)
 CHAIN = ("draft_token_ids", "uniform_samples", "draft_logits", "draft_logsumexp", *PARAMETERS)
-NO_QUERIES = {**cut("query"), "cu_rows": lambda value: value * 0}
+NO_ROWS = {"cu_rows": lambda value: value * 0}
+NO_QUERIES = {**cut("query"), **NO_ROWS}
 EMPTY = [
     ("uniform", cut("seed", "position")),
     ("uniform", {"num": lambda value: 0}),
@@ -316,6 +346,7 @@ EMPTY = [
         "tree_attention",
         {**NO_QUERIES, **NO_BOUNDS, **cut("block_table", "context_lens", "ancestor_mask")},
     ),
+    ("decoder_layer", {**cut("hidden", "slot_mapping", "cos", "sin"), **NO_ROWS}),
     ("cross_attention", NO_QUERIES),
     ("cross_attention", {**NO_QUERIES, **NO_BOUNDS, **cut("block_table", "context_lens")}),
 ]

@@ -14,16 +14,20 @@ SIZES = [1, 7, 16, 40, 100, 192]
 ROWS = [0, 1, 2, 5, 33]
 
 
-def norm_case(rows, size):
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+
+def norm_case(rows, size, dtype=torch.float32):
     generator = torch.Generator().manual_seed(size)
     x = 3 * torch.randn(rows, size, generator=generator)
-    return x, torch.randn(size, generator=generator), 1e-6
+    return x.to(dtype), torch.randn(size, generator=generator).to(dtype), 1e-6
 
 
-def mlp_case(rows, size):
+def mlp_case(rows, size, dtype=torch.float32):
     generator = torch.Generator().manual_seed(size)
     shapes = ((rows, size), (2 * size + 1, size), (2 * size + 1, size), (size, 2 * size + 1))
-    return tuple(torch.randn(*shape, generator=generator) / shape[-1] ** 0.5 for shape in shapes)
+    weights = (torch.randn(*shape, generator=generator) / shape[-1] ** 0.5 for shape in shapes)
+    return tuple(weight.to(dtype) for weight in weights)
 
 
 OPS = [(rms_norm, reference.rms_norm, norm_case), (gated_mlp, reference.gated_mlp, mlp_case)]
@@ -31,19 +35,22 @@ IDS = ["rms_norm", "gated_mlp"]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(("op", "truth", "case"), OPS, ids=IDS)
-def test_values(backend, op, truth, case):
+def test_values(backend, dtype, op, truth, case):
+    tolerance = TOLERANCE[dtype]
     for rows, size in product(ROWS, SIZES):
-        arguments = case(rows, size)
+        arguments = case(rows, size, dtype)
         actual = op(*arguments, backend=backend)
-        torch.testing.assert_close(actual, truth(*arguments), atol=2e-6, rtol=2e-5)
+        torch.testing.assert_close(actual, truth(*arguments), atol=tolerance / 10, rtol=tolerance)
         stacked = op(arguments[0][None], *arguments[1:], backend=backend)
         assert torch.equal(stacked[0], actual), (rows, size)
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(("op", "truth", "case"), OPS, ids=IDS)
-def test_a_rows_bits_do_not_depend_on_the_call(op, truth, case, restore_threads):
-    x, *others = case(9, 100)
+def test_a_rows_bits_do_not_depend_on_the_call(dtype, op, truth, case, restore_threads):
+    x, *others = case(9, 100, dtype)
     alone = torch.cat([op(row[None], *others) for row in x])
     for threads, count in product((1, 2), (1, 2, 3, 5, 9)):
         torch.set_num_threads(threads)

@@ -1,0 +1,37 @@
+// A whole decoder layer of the Llama kind for the few rows of a decoding step.
+#pragma once
+#include <cstdint>
+
+#include "layers.h"
+#include "store_kv.h"
+#include "tree_attention.h"
+
+namespace fastspec::cpu {
+
+struct Projection {
+  const void* weight;  // [outputs, inputs]
+  const void* bias;    // [outputs] or null
+};
+
+// Weights and caches share a type, the element of `attention`.
+struct DecoderLayerCall {
+  float* hidden;  // [num_rows, mlp.size], read and overwritten
+  Norm norm;      // eps and shift of all; the weights are those below
+  const void* attention_norm;
+  const void* query_norm;          // [head_size] or null
+  const void* key_norm;            // [head_size] or null
+  const void* attention_out_norm;  // or null
+  const void* mlp_norm;
+  const void* mlp_out_norm;  // or null
+  Projection query, key, value, output;
+  MlpWeights mlp;
+  const float* cos;  // [num_rows, rotary_size] or null
+  const float* sin;
+  int64_t cos_stride, sin_stride, rotary_size;
+  AttentionCall attention;  // without query and out
+  StoreCall store;          // without what is stored
+};
+
+void decoder_layer(const DecoderLayerCall& call);
+
+}  // namespace fastspec::cpu

@@ -1,0 +1,199 @@
+// Products of bfloat16 rows and weights by AVX512-BF16 and by AMX tiles. Included by linear.inl.
+
+constexpr int64_t kPairDepth = 32;  // values of a row in one vector, or in one row of a tile
+constexpr int64_t kTileRowsOfAmx = 16;
+
+struct PairTile {
+  BF16 pairs[kPairDepth / 2][kTileRowsOfAmx][2];
+};
+
+int64_t pair_tiles(int64_t depth) { return (depth + kPairDepth - 1) / kPairDepth; }
+int64_t row_blocks(int64_t rows) { return (rows + kTileRowsOfAmx - 1) / kTileRowsOfAmx; }
+
+FASTSPEC_INLINE BF16 narrow(BF16 x) { return x; }
+
+FASTSPEC_INLINE BF16 narrow(float x) {
+  BF16 y;
+  convert(x, &y);
+  return y;
+}
+
+FASTSPEC_INLINE BF16 narrow(F16 x) { return narrow(load_one(&x)); }
+
+template <class T>
+void narrow_row(const T* from, int64_t size, int64_t padded_size, BF16* to) {
+  for (int64_t k = 0; k < size; ++k) to[k] = narrow(from[k]);
+  std::memset(to + size, 0, (padded_size - size) * sizeof(BF16));
+}
+
+void clear_tiles(const PackedRows& rows) {
+  if (rows.num_rows % kTileRowsOfAmx == 0 && rows.depth % kPairDepth == 0) return;
+  std::memset(rows.data, 0, row_blocks(rows.num_rows) * pair_tiles(rows.depth) * sizeof(PairTile));
+}
+
+template <class T>
+void pack_pairs(const T* from, const PackedRows& rows, int64_t row) {
+  PairTile* tile =
+      static_cast<PairTile*>(rows.data) + row / kTileRowsOfAmx * pair_tiles(rows.depth);
+  const int64_t lane = row % kTileRowsOfAmx;
+  for (int64_t k = 0; k < rows.depth; k += kPairDepth, ++tile) {
+    BF16 values[kPairDepth] = {};
+    if (rows.depth - k >= kPairDepth) {
+      for (int64_t i = 0; i < kPairDepth; ++i) values[i] = narrow(from[k + i]);
+    } else {
+      for (int64_t i = 0; i < rows.depth - k; ++i) values[i] = narrow(from[k + i]);
+    }
+    for (int64_t i = 0; i < kPairDepth / 2; ++i) {
+      std::memcpy(tile->pairs[i][lane], values + 2 * i, 2 * sizeof(BF16));
+    }
+  }
+}
+
+#if defined(__AVX512F__) && FASTSPEC_COMPILES_BFLOAT16
+
+// As WideTiles, of bfloat16 rows. Rows end in zeros where the depth is no multiple of kPairDepth.
+struct PairTiles {
+  template <int rows, int outputs, bool fetch>
+  __attribute__((target("avx512bf16"))) static void multiply(const BF16* input, const BF16* weight,
+                                                             int64_t depth, float* out) {
+    const int64_t stride = pair_tiles(depth) * kPairDepth;
+    NativeF32 sums[kNativeLanes] = {};
+    for (int64_t k = 0; k < depth; k += kPairDepth) {
+      const __mmask32 mask = depth - k < kPairDepth ? (1u << (depth - k)) - 1 : ~__mmask32{0};
+      __m512bh weights[outputs];
+#pragma GCC unroll 16
+      for (int n = 0; n < outputs; ++n) {
+        const BF16* from = weight + n * depth + k;
+        if constexpr (fetch) prefetch_weights(from);
+        weights[n] = bit_cast<__m512bh>(_mm512_maskz_loadu_epi16(mask, from));
+      }
+#pragma GCC unroll 4
+      for (int r = 0; r < rows; ++r) {
+        const __m512bh x = bit_cast<__m512bh>(_mm512_loadu_si512(input + r * stride + k));
+#pragma GCC unroll 16
+        for (int n = 0; n < outputs; ++n) {
+          NativeF32& sum = sums[r * outputs + n];
+          sum = bit_cast<NativeF32>(_mm512_dpbf16_ps(bit_cast<__m512>(sum), x, weights[n]));
+        }
+      }
+    }
+    store_native(out, sum_each(sums));
+  }
+};
+
+void multiply_pairs(const PackedRows& rows, const Product& product, int64_t first, int64_t last) {
+  multiply_tiles_of<PairTiles>(rows, product, static_cast<const BF16*>(rows.data),
+                               static_cast<const BF16*>(product.weight),
+                               pair_tiles(rows.depth) * kPairDepth, first, last);
+}
+
+#else
+
+void multiply_pairs(const PackedRows&, const Product&, int64_t, int64_t) {}
+
+#endif
+
+#if defined(__AVX512F__) && FASTSPEC_COMPILES_AMX
+
+#define FASTSPEC_AMX __attribute__((target("amx-tile,amx-bf16")))
+
+struct alignas(64) TileConfig {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {};
+  uint8_t rows[16] = {};
+};
+
+// Eight tiles of 16 rows of 64 bytes.
+FASTSPEC_AMX void configure_tiles() {
+  TileConfig config;
+  for (int i = 0; i < 8; ++i) {
+    config.row_bytes[i] = 64;
+    config.rows[i] = 16;
+  }
+  _tile_loadconfig(&config);
+}
+
+struct TileSums {
+  float of[kOutputTile][kTileRowsOfAmx];
+};
+
+// The weights of up to 16 outputs times 16 * blocks rows. Tile 4 holds weights, 5 to 7 rows.
+template <int blocks>
+FASTSPEC_AMX void multiply_blocks(const BF16* weight, int64_t outputs, int64_t depth,
+                                  const PairTile* rows, TileSums* sums) {
+  const int64_t tiles = pair_tiles(depth);
+  _tile_zero(0);
+  if constexpr (blocks > 1) _tile_zero(1);
+  if constexpr (blocks > 2) _tile_zero(2);
+  if constexpr (blocks > 3) _tile_zero(3);
+  for (int64_t tile = 0; tile < tiles; ++tile, ++rows) {
+    const BF16* from = weight + tile * kPairDepth;
+    const int64_t left = depth - tile * kPairDepth;
+    if (outputs == kOutputTile && left >= kPairDepth) {
+      // The same place of the next 16 outputs.
+      for (int64_t n = 0; n < kOutputTile; ++n) {
+        __builtin_prefetch(from + (kOutputTile + n) * depth, 0, 2);
+      }
+      _tile_loadd(4, from, depth * sizeof(BF16));
+    } else {
+      BF16 copy[kOutputTile][kPairDepth] = {};
+      const int64_t count = left < kPairDepth ? left : kPairDepth;
+      for (int64_t n = 0; n < outputs; ++n) {
+        std::memcpy(copy[n], from + n * depth, count * sizeof(BF16));
+      }
+      __asm__ volatile("" : : "r"(copy) : "memory");  // GCC's tile loads do not say what they read
+      _tile_loadd(4, copy, 64);
+    }
+    _tile_loadd(5, rows, 64);
+    _tile_dpbf16ps(0, 4, 5);
+    if constexpr (blocks > 1) {
+      _tile_loadd(6, rows + tiles, 64);
+      _tile_dpbf16ps(1, 4, 6);
+    }
+    if constexpr (blocks > 2) {
+      _tile_loadd(7, rows + 2 * tiles, 64);
+      _tile_dpbf16ps(2, 4, 7);
+    }
+    if constexpr (blocks > 3) {
+      _tile_loadd(5, rows + 3 * tiles, 64);
+      _tile_dpbf16ps(3, 4, 5);
+    }
+  }
+  _tile_stored(0, sums[0].of, 64);
+  if constexpr (blocks > 1) _tile_stored(1, sums[1].of, 64);
+  if constexpr (blocks > 2) _tile_stored(2, sums[2].of, 64);
+  if constexpr (blocks > 3) _tile_stored(3, sums[3].of, 64);
+}
+
+FASTSPEC_AMX void multiply_tiles(const PackedRows& packed, const Product& product, int64_t first,
+                                 int64_t last) {
+  constexpr int64_t kMostBlocks = 4;
+  const BF16* weight = static_cast<const BF16*>(product.weight);
+  const PairTile* rows = static_cast<const PairTile*>(packed.data);
+  const int64_t depth = packed.depth, all = row_blocks(packed.num_rows);
+  TileSums sums[kMostBlocks];
+  configure_tiles();
+  for (int64_t n = first; n < last; n += kOutputTile) {
+    const int64_t outputs = last - n < kOutputTile ? last - n : kOutputTile;
+    for (int64_t block = 0; block < all; block += kMostBlocks) {
+      const int64_t blocks = all - block < kMostBlocks ? all - block : kMostBlocks;
+      const auto run = blocks == 1   ? multiply_blocks<1>
+                       : blocks == 2 ? multiply_blocks<2>
+                       : blocks == 3 ? multiply_blocks<3>
+                                     : multiply_blocks<4>;
+      run(weight + n * depth, outputs, depth, rows + block * pair_tiles(depth), sums);
+      for (int64_t b = 0; b < blocks; ++b) {
+        const int64_t row = (block + b) * kTileRowsOfAmx, left = packed.num_rows - row;
+        write_tile(product, sums[b].of[0], 1, kTileRowsOfAmx, row,
+                   left < kTileRowsOfAmx ? left : kTileRowsOfAmx, n, outputs, packed.element);
+      }
+    }
+  }
+  _tile_release();
+}
+
+#else
+
+void multiply_tiles(const PackedRows&, const Product&, int64_t, int64_t) {}
+
+#endif

@@ -1,0 +1,330 @@
+"""Decoders of the Llama kind without their modules: in passes of few rows a layer is one op.
+
+Names only say which layers may compute that. A trial pass at load decides: each layer's modules,
+copied into a wider type, give the truth, and the op must come as near to it as the modules do.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from itertools import pairwise, product
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from fastspec.models.twin import MOST_FEW_ROWS, configs_of, is_as_exact, is_plain
+from fastspec_kernels import available_backends, decoder_layer
+
+if TYPE_CHECKING:
+    from fastspec.models.paged_model import AttentionCall, PagedStep
+
+TRIAL_TOKENS = 6
+_TRIAL_NAME = "fastspec_trial"
+_WIDER = {
+    torch.float32: torch.float64,
+    torch.bfloat16: torch.float32,
+    torch.float16: torch.float32,
+}
+_LINEAR = {
+    "query": "self_attn.q_proj",
+    "key": "self_attn.k_proj",
+    "value": "self_attn.v_proj",
+    "output": "self_attn.o_proj",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
+_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+_SANDWICH = {
+    "attention_norm": "input_layernorm",
+    "attention_out_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_out_norm": "post_feedforward_layernorm",
+}
+_HEAD_NORMS = {"query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm"}
+_VARIANTS = tuple(product((0.0, 1.0), ("silu", "gelu_tanh")))  # norm_shift, activation
+
+
+@dataclass
+class FlatLayer:
+    """The modules of a decoder layer, and the arguments of the op that may replace them.
+
+    Attributes:
+        arguments: of `decoder_layer`; the weights are the modules' parameters themselves.
+        given: the arguments of the modules in the trial pass.
+        made: what they made of them.
+    """
+
+    module: Any
+    index: int
+    arguments: dict[str, Any]
+    given: tuple[tuple, dict[str, Any]] = ((), {})
+    made: Any = None
+
+    def run(self, hidden: Tensor, cos: Tensor, sin: Tensor, step: "PagedStep") -> Tensor:
+        """Rows [T, E] through the layer; factors [T, R]; all float32."""
+        return decoder_layer(
+            hidden,
+            key_cache=step.caches[self.index][0],
+            value_cache=step.caches[self.index][1],
+            slot_mapping=step.slot_mapping,
+            block_table=step.block_table,
+            context_lens=step.context_lens,
+            cu_rows=step.cu_rows,
+            cos=cos,
+            sin=sin,
+            ancestor_mask=step.ancestor_mask,
+            backend=step.backend,
+            **self.arguments,
+        )
+
+    def record(self, *args, **kwargs) -> Any:
+        """The modules' forward, in the trial pass."""
+        self.given = args, kwargs
+        self.made = type(self.module).forward(self.module, *args, **kwargs)
+        return self.made
+
+    def forward(self, hidden_states: Tensor, *args, **kwargs) -> Tensor:
+        """In the place of the modules' forward, for models that are not flat as a whole."""
+        factors, step = kwargs.get("position_embeddings"), kwargs.get("paged_step")
+        if factors is None or not step.caches or hidden_states.shape[1] > MOST_FEW_ROWS:
+            return type(self.module).forward(self.module, hidden_states, *args, **kwargs)
+        cos, sin = (factor[0].float() for factor in factors)
+        out = self.run(hidden_states[0].float(), cos, sin, step)
+        return out[None].to(hidden_states.dtype)
+
+
+class FlatModel:
+    """Embedding, layers and head of a model that computes nothing else."""
+
+    def __init__(self, model: PreTrainedModel, layers: Sequence[FlatLayer]):
+        base = _base_of(model)
+        self._embed, self._rotary, self._norm = base.embed_tokens, base.rotary_emb, base.norm
+        self._head: Any = model.get_output_embeddings()
+        self._dtype = model.dtype
+        self._layers = layers
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, rows: Tensor | int, step: "PagedStep"
+    ) -> Tensor:
+        """As `PagedModel.forward`."""
+        hidden = self._embed(input_ids).float()
+        cos, sin = self._rotary(hidden, positions[None])
+        for layer in self._layers:
+            hidden = layer.run(hidden, cos[0], sin[0], step)
+        return self.logits(hidden if isinstance(rows, int) else hidden[rows])
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """What the head says of rows that have passed the layers."""
+        return self._head(self._norm(hidden.to(self._dtype)))
+
+    def is_whole(self, input_ids: Tensor, logits: Tensor) -> bool:
+        """Whether the trial pass went through these parts and no others.
+
+        input_ids: of the trial pass.
+        logits: what the model said of its first token.
+        """
+        positions = torch.arange(len(input_ids))[None]
+        first, last = self._layers[0], self._layers[-1]
+        factors = self._rotary(first.given[0][0], positions)
+        ways = [(self._embed(input_ids)[None], first.given[0][0])]
+        ways += [(layer.made, after.given[0][0]) for layer, after in pairwise(self._layers)]
+        ways += [(self.logits(last.made[0, :1]), logits)]
+        for layer in self._layers:
+            ways += zip(factors, layer.given[1]["position_embeddings"], strict=True)
+        return all(torch.equal(left, right) for left, right in ways)
+
+
+def find_layers(model: PreTrainedModel) -> list[FlatLayer]:
+    """All decoder layers, if each is made of the modules that those of Llama are made of."""
+    base = _base_of(model)
+    if model.device.type != "cpu" or "cpu" not in available_backends() or base is None:
+        return []
+    layers = []
+    for module in base.layers:
+        arguments = _arguments_of(module, model.dtype)
+        if arguments is None or not all(is_plain(part) for part in module.modules()):
+            return []
+        layers.append(FlatLayer(module, module.self_attn.layer_idx, arguments))
+    return layers
+
+
+@contextmanager
+def recording(layers: Sequence[FlatLayer]) -> Iterator[None]:
+    """Let the layers note what passes through them."""
+    for layer in layers:
+        layer.module.__dict__["forward"] = layer.record
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.module.__dict__["forward"]
+
+
+def flatten(
+    model: PreTrainedModel,
+    layers: list[FlatLayer],
+    calls: "list[AttentionCall]",
+    step: "PagedStep",
+    input_ids: Tensor,
+    logits: Tensor,
+) -> FlatModel | None:
+    """Replace what the op is proven to compute: the whole model, or its layers one by one.
+
+    step, input_ids, logits: of the trial pass, one text, and what the model said of its first
+        token.
+    """
+    by_layer = {call.layer: call for call in calls}
+    proven = [layer for layer in layers if _prove(layer, by_layer[layer.index], step)]
+    flat = FlatModel(model, proven) if layers and len(proven) == len(layers) else None
+    is_whole = flat is not None and _has_plain_ends(model) and flat.is_whole(input_ids, logits)
+    for layer in proven:
+        layer.given, layer.made = ((), {}), None
+        if not is_whole:
+            layer.module.__dict__["forward"] = layer.forward
+    return flat if is_whole else None
+
+
+def _base_of(model: PreTrainedModel) -> Any:
+    """What holds the layers, if its parts have the names that Llama's have."""
+    base = getattr(model, model.base_model_prefix, None)
+    names = "embed_tokens", "layers", "norm", "rotary_emb"
+    return base if all(hasattr(base, name) for name in names) else None
+
+
+def _has_plain_ends(model: PreTrainedModel) -> bool:
+    base, head = _base_of(model), model.get_output_embeddings()
+    outer = all(is_plain(module) for module in (model, base))
+    return outer and type(base.embed_tokens) is nn.Embedding and type(head) is nn.Linear
+
+
+def _part(module: nn.Module, path: str) -> Any:
+    for name in path.split("."):
+        module = getattr(module, name, None)  # pyright: ignore[reportAssignmentType]
+    return module
+
+
+def _arguments_of(module: nn.Module, dtype: torch.dtype) -> dict[str, Any] | None:
+    """The weights of a layer by argument of the op; None if it has others, or lacks one."""
+    arguments: dict[str, Any] = {}
+    for name, path in _LINEAR.items():
+        layer = _part(module, path)
+        if type(layer) is not nn.Linear:
+            return None
+        arguments[f"{name}_weight"] = layer.weight
+        if layer.bias is not None:
+            arguments[f"{name}_bias"] = layer.bias
+    names = _SANDWICH if hasattr(module, "pre_feedforward_layernorm") else _NORMS
+    names = names | {n: path for n, path in _HEAD_NORMS.items() if _part(module, path) is not None}
+    eps = set()
+    for name, path in names.items():
+        norm = _part(module, path)
+        arguments[name] = getattr(norm, "weight", None)
+        eps.add(getattr(norm, "variance_epsilon", getattr(norm, "eps", None)))
+    weights = list(arguments.values())
+    if not all(
+        type(weight) is nn.Parameter and weight.dtype == dtype and weight.is_contiguous()
+        for weight in weights
+    ):
+        return None
+    if {id(weight) for weight in weights} != {id(weight) for weight in module.parameters()}:
+        return None
+    if len(eps) > 1 or None in eps or "gate_bias" in arguments or "down_bias" in arguments:
+        return None
+    return arguments | {"eps": eps.pop()}
+
+
+@torch.inference_mode()
+def _prove(layer: FlatLayer, call: "AttentionCall", step: "PagedStep") -> bool:
+    """Whether a variant of the op gives what the modules gave; it becomes the layer's.
+
+    Modules of 16 bits round so often that a slightly different formula would pass for theirs: of
+    those the op must give the same on float32 copies too.
+    """
+    args, kwargs = layer.given
+    factors, dtype = kwargs.get("position_embeddings"), layer.arguments["attention_norm"].dtype
+    is_usual = isinstance(factors, tuple) and len(factors) == 2 and len(args) == 1
+    if not is_usual or not isinstance(layer.made, Tensor) or call.sinks is not None:
+        return False
+    cos, sin = (factor[0].float() for factor in factors)
+    wide = _WIDER[dtype]
+    copy = _wider_copy(layer.module, wide)
+    wide_factors = cos[None].to(wide), sin[None].to(wide)
+    truth = copy(args[0].to(wide), **(kwargs | {"position_embeddings": wide_factors}))[0]
+    hidden = args[0][0].float()
+    attention = {"scale": call.scale, "softcap": call.softcap, "sliding_window": call.window}
+    for norm_shift, activation in _VARIANTS:
+        options = attention | {"norm_shift": norm_shift, "activation": activation}
+        trial = FlatLayer(layer.module, layer.index, layer.arguments | options)
+        if not is_as_exact(_try(trial, hidden, cos, sin, call, step), layer.made[0], truth):
+            continue
+        if wide == torch.float32:
+            weights = _arguments_of(copy, wide) or {}
+            trial = FlatLayer(copy, layer.index, weights | options)
+            error = (_try(trial, hidden, cos, sin, call, step) - truth).norm()
+            if error > 1e-4 * (truth - hidden).norm() + 1e-6 * truth.norm():
+                continue
+        layer.arguments |= options
+        return True
+    return False
+
+
+def _try(
+    layer: FlatLayer,
+    hidden: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    call: "AttentionCall",
+    step: "PagedStep",
+) -> Tensor:
+    """The op on the trial pass, over a cache of its own."""
+    shape = (1, len(hidden), *call.key_heads)
+    cache = tuple(
+        torch.zeros(shape, dtype=layer.arguments["attention_norm"].dtype) for _ in range(2)
+    )
+    return layer.run(hidden, cos, sin, step.with_caches({layer.index: cache}))
+
+
+def _wider_copy(module: nn.Module, dtype: torch.dtype) -> Any:
+    """The modules in a type with more digits, and their attention in plain torch."""
+    memo: dict[int, Any] = {
+        id(weight): nn.Parameter(weight.to(dtype), False) for weight in module.parameters()
+    }
+    copy = deepcopy(module, memo)
+    for part in copy.modules():
+        part.__dict__.pop("forward", None)  # one of our kernels
+    for config in configs_of(copy):
+        config._attn_implementation = _TRIAL_NAME
+    return copy
+
+
+def _attend_to_text(
+    module: nn.Module,
+    query: Tensor,  # [1, H, T, D]
+    key: Tensor,  # [1, G, T, D]
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs,
+) -> tuple[Tensor, None]:
+    """Causal attention of a whole text, in any type."""
+    group, place = query.shape[1] // key.shape[1], torch.arange(query.shape[2])
+    key, value = (states.repeat_interleave(group, dim=1) for states in (key, value))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = query @ key.transpose(2, 3) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    seen = place <= place[:, None]
+    if sliding_window:
+        seen &= place > place[:, None] - sliding_window
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    return (weights @ value).transpose(1, 2), None
+
+
+AttentionInterface.register(_TRIAL_NAME, _attend_to_text)
+AttentionMaskInterface.register(_TRIAL_NAME, lambda *args, **kwargs: None)
