@@ -20,6 +20,7 @@ class Scheduler:
         self.max_batch_size = max_batch_size
         self.running: list[EngineRequest] = []
         self.waiting: deque[EngineRequest] = deque()
+        self._requests: dict[str, EngineRequest] = {}  # all of them
 
     @property
     def has_unfinished(self) -> bool:
@@ -38,6 +39,7 @@ class Scheduler:
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request that fits."""
+        self._requests[request.request_id] = request
         self.waiting.append(request)
 
     def schedule(self, num_speculative_tokens: int, max_nodes: int = 0) -> list[EngineRequest]:
@@ -89,14 +91,11 @@ class Scheduler:
 
     def get(self, request_id: str) -> EngineRequest | None:
         """A running or waiting request."""
-        known = (r for r in (*self.running, *self.waiting) if r.request_id == request_id)
-        return next(known, None)
+        return self._requests.get(request_id)
 
-    def remove(self, request_id: str, failed: bool = False) -> EngineRequest | None:
+    def remove(self, request: EngineRequest, failed: bool = False) -> None:
         """Take a request out, wherever it is, and its blocks; those of a failed one are no use."""
-        request = self.get(request_id)
-        if request is None:
-            return None
+        del self._requests[request.request_id]
         queue = self.running if request in self.running else self.waiting
         queue.remove(request)
         if failed:
@@ -104,7 +103,6 @@ class Scheduler:
         else:
             self.block_manager.publish(request)
         self.block_manager.release(request)
-        return request
 
     def _preempt(self, request: EngineRequest) -> EngineRequest:
         if request.must_be_reread:

@@ -61,7 +61,7 @@ def waiting(engine):
 @torch.inference_mode()
 def schedule(engine):
     """Admit and read waiting requests, as the next step would."""
-    engine._schedule()
+    engine._loop._schedule()
 
 
 def take_error(engine):
