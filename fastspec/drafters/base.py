@@ -119,13 +119,16 @@ class Batch:
 
     Attributes:
         requests: see `Request`.
-        num_draft_tokens: proposals wanted for each, 0..num_speculative_tokens.
-        num_speculative_tokens: K, columns of a proposal.
+        num_draft_tokens: proposals wanted for each, 0..num_speculative_tokens; of a tree, on its
+            longest path.
+        max_nodes: of the tree of each; of a chain, its num_draft_tokens.
+        num_speculative_tokens: K, columns of a proposal of chains.
         backend: of the kernels.
     """
 
     requests: Sequence[Request]
     num_draft_tokens: list[int]
+    max_nodes: list[int]
     num_speculative_tokens: int
     device: torch.device
     backend: str = "auto"
@@ -230,7 +233,7 @@ def check_proposal(proposal: Any, batch: Batch, vocab_size: int) -> None:
         if not 1 <= columns <= vocab_size:
             expected = f"at most the target's {vocab_size} columns"
             raise ValueError(f"draft_logits: expected {expected}, got {columns}")
-    counts = batch.num_draft_tokens
+    counts = batch.num_draft_tokens if is_chain else batch.max_nodes
     if (num_tokens := proposal.num_tokens) is not None:
         if len(num_tokens) != num_requests or not all(is_int(n) and n >= 0 for n in num_tokens):
             raise ValueError(f"num_tokens: expected {num_requests} ints >= 0, got {num_tokens!r}")
@@ -286,11 +289,11 @@ class Drafter(Protocol):
 class TreeProposer(Drafter, Protocol):
     """A drafter whose proposals hold more tokens than can be accepted of them.
 
-    batch.num_draft_tokens[b] is then what there is room for; no path may have more tokens than
-    batch.num_speculative_tokens and batch.requests[b].room.
+    batch.max_nodes[b] is what there is room for; no path may have more than
+    batch.num_draft_tokens[b].
     """
 
-    def num_nodes(self, num_speculative_tokens: int) -> int:
+    def max_nodes(self, num_speculative_tokens: int) -> int:
         """Columns of a proposal at most, when the longest path may have that many tokens."""
         ...
 

@@ -8,13 +8,12 @@ import torch
 
 from fastspec.drafters import Proposal
 from fastspec.drafters.base import Batch
-from fastspec.engine.outputs import RequestOutput, StreamEvent
+from fastspec.engine.outputs import RequestOutput, StreamEvent, Verdict
 from fastspec.engine.request import EngineRequest
 from fastspec.engine.schedule import Step
 from fastspec.engine.scheduler import Scheduler
 from fastspec.engine.speculation import Speculation
 from fastspec.engine.stats import PHASES, SpecStats
-from fastspec.engine.verify import Verdict
 
 
 class Loop:
@@ -126,8 +125,8 @@ class Loop:
             writers: Sequence[str] = [speculation.drafter.name] * verdict.accepted_len
             if proposal.writers is not None:
                 writers = proposal.writers[index]
-                if verdict.tree is not None:
-                    writers = [writers[node - 1] for node in verdict.tree.path]
+                if verdict.parents:
+                    writers = [writers[node - 1] for node in verdict.path]
             kept, finish_reason = self._append(request, verdict, writers)
             judged = kept if kept <= verdict.accepted_len else verdict.num_draft_tokens
             accepted = min(kept, verdict.accepted_len)
@@ -148,13 +147,13 @@ class Loop:
         logprobs = verdict.logprobs if request.params.logprobs else None
         finish_reason = None
         kept = 0
-        for index, token_id in enumerate(verdict.token_ids):
+        for index, token_id in enumerate(verdict.output_ids):
             is_draft = index < verdict.accepted_len
             source, writer = ("draft", writers[index]) if is_draft else (verdict.extra_source, None)
             logprob = logprobs[index] if logprobs else None
             finish_reason = request.append(token_id, source, writer, logprob)
             text = request.detokenizer.take() if request.detokenizer is not None else ""
-            tree = verdict.tree if index == 0 else None
+            tree = verdict if verdict.parents and index == 0 else None
             ids = (token_id,)
             events.append(StreamEvent(request.request_id, text, ids, source, writer, tree=tree))
             kept += 1

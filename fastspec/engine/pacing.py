@@ -65,7 +65,8 @@ class StepCostMeter:
 
     def _time_step(self, request: EngineRequest, drafter: Drafter, num_draft: int) -> float:
         """One step; whatever was proposed, the target reads that many tokens."""
-        batch = Batch([request], [num_draft], num_draft, self._runner.device, self._backend)
+        device, num = self._runner.device, [num_draft]
+        batch = Batch([request], num, num, num_draft, device, self._backend)
         token_ids = torch.zeros((1, num_draft), dtype=torch.int32, device=batch.device)
         start = time.perf_counter()
         if num_draft:

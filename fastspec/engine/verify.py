@@ -1,6 +1,5 @@
 """The target's side of a round: read what is missing, judge the proposals, chains or trees."""
 
-from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -9,33 +8,12 @@ from torch.nn.functional import pad
 
 from fastspec.drafters import Proposal
 from fastspec.drafters.base import VERIFY_STREAM, Batch
-from fastspec.engine.outputs import StepTree
+from fastspec.engine.outputs import Verdict
 from fastspec.engine.request import EngineRequest
 from fastspec.models.runner import ModelRunner, Span
 from fastspec.models.token_tree import TreeLayout, packed
 from fastspec.models.transfer import device_tensor
 from fastspec_kernels import verify_chain, verify_tree
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What the target decided for one request.
-
-    Attributes:
-        num_draft_tokens: proposals judged; of a tree, the tokens of its longest path.
-        accepted_len: how many of them were accepted; -1 = the logits were not finite.
-        token_ids: the accepted tokens and one more.
-        logprobs: of token_ids, or None when nobody asked.
-        extra_source: who wrote the last of token_ids, see `RequestOutput.sources`.
-        tree: what was proposed, if that was a tree.
-    """
-
-    num_draft_tokens: int
-    accepted_len: int
-    token_ids: list[int]
-    logprobs: list[float] | None
-    extra_source: str
-    tree: StepTree | None = None
 
 
 def prefill(runner: ModelRunner, requests: list[EngineRequest]) -> None:
@@ -62,8 +40,9 @@ def verify(
     that, and method "block", are for chains only.
     """
     width = proposal.token_ids.shape[1]
-    proposed = batch.num_draft_tokens if proposal.num_tokens is None else proposal.num_tokens
-    pairs = zip(batch.num_draft_tokens, proposed, strict=True)
+    wanted = batch.num_draft_tokens if proposal.parents is None else batch.max_nodes
+    proposed = wanted if proposal.num_tokens is None else proposal.num_tokens
+    pairs = zip(wanted, proposed, strict=True)
     counts = [min(*pair, width) + 1 for pair in pairs]
     spans = [
         request.span(len(request.token_ids) - 1, count)
@@ -160,18 +139,19 @@ def _tree_uniforms(batch: Batch, num_nodes: int) -> Tensor:
 
 def _tree_verdict(row: list[list[int]], count: int, logprobs: list[float] | None) -> Verdict:
     (accepted_len, *_), path, output_ids, token_ids, parents = row
-    accepted, emitted = max(accepted_len, 0), accepted_len + 1
-    tree = StepTree(tuple(token_ids[:count]), tuple(parents[:count]), tuple(path[:accepted]))
+    emitted = accepted_len + 1
+    parents, path = parents[:count], path[: max(accepted_len, 0)]
     depths = [0]  # of each node; -1 where there is none
-    for parent in tree.parents[1:]:
+    for parent in parents[1:]:
         depths.append(depths[parent] + 1 if parent >= 0 and depths[parent] >= 0 else -1)
-    end = tree.path[-1] if accepted else 0
-    extra_source = "recovered" if end in tree.parents else "bonus"
+    extra_source = "recovered" if [0, *path][-1] in parents else "bonus"
     return Verdict(
         max(depths),
         accepted_len,
         output_ids[:emitted],
         logprobs[:emitted] if logprobs else None,
         extra_source if max(depths) else "target",
-        tree,
+        tuple(token_ids[:count]),
+        tuple(parents),
+        tuple(path),
     )

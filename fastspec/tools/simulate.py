@@ -21,12 +21,12 @@ from fastspec.drafters.context import DrafterContext, DrafterSource, ModelSource
 from fastspec.drafters.registry import plan_drafter
 from fastspec.engine.block_manager import BlockManager, blocks_needed
 from fastspec.engine.loop import Loop
+from fastspec.engine.outputs import Verdict
 from fastspec.engine.request import EngineRequest
 from fastspec.engine.schedule import Step
 from fastspec.engine.scheduler import Scheduler
 from fastspec.engine.speculation import Speculation
 from fastspec.engine.stats import SpecStats
-from fastspec.engine.verify import Verdict
 from fastspec.models.cache_size import cache_blocks
 from fastspec.models.loading import resolve_device
 from fastspec.tools.stored_outputs import StoredOutput

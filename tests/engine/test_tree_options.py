@@ -14,7 +14,7 @@ class CountedTrees:
 
     name = "counted"
 
-    def num_nodes(self, num_speculative_tokens):
+    def max_nodes(self, num_speculative_tokens):
         return 7
 
     def propose(self, batch):
