@@ -16,7 +16,7 @@ from fastspec.drafters.registry import plan_drafter, plan_given
 from fastspec.engine.block_manager import BlockManager
 from fastspec.engine.loop import Loop
 from fastspec.engine.outputs import RequestOutput, StreamEvent
-from fastspec.engine.pacing import Pacer, StepCostMeter
+from fastspec.engine.pacing import Pacer
 from fastspec.engine.request import EngineRequest
 from fastspec.engine.request_factory import Prompt, RequestFactory, as_params_list, as_prompt_list
 from fastspec.engine.scheduler import Scheduler
@@ -103,8 +103,8 @@ class Engine:
         rule = {"method": spec.rejection_sample_method, "lenience": spec.relaxed_acceptance}
         sides = partial(prefill, self._runner), partial(verify, self._runner, **rule)
         self._loop = Loop(self._scheduler, self._speculation, *sides, self.stats)
-        meter = StepCostMeter(self._runner, block_manager, self._factory, config.backend)
-        self._pacer = Pacer(spec, meter)
+        parts = self._runner, block_manager, self._factory, config.backend
+        self._pacer = Pacer(spec, *parts)
         num_draft_tokens = spec.num_draft_tokens(config.max_n_spec_tokens)
         self._speculation.check_count("num_speculative_tokens", num_draft_tokens)
         if plan:

@@ -1,7 +1,7 @@
 """Counters of speculation, kept on the host: they cost no synchronisation."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 PHASES = ("prefill", "propose", "verify", "commit")
 
@@ -73,17 +73,5 @@ class SpecStats:
 
     def to_dict(self) -> dict:
         """Everything as plain JSON values, the two ratios included."""
-        return {
-            "num_prompt_tokens": self.num_prompt_tokens,
-            "num_cached_prompt_tokens": self.num_cached_prompt_tokens,
-            "num_steps": self.num_steps,
-            "num_output_tokens": self.num_output_tokens,
-            "num_draft_tokens": self.num_draft_tokens,
-            "num_accepted_tokens": self.num_accepted_tokens,
-            "num_accepted_tokens_per_pos": list(self.num_accepted_tokens_per_pos),
-            "acceptance_histogram": list(self.acceptance_histogram),
-            "acceptance_rate": self.acceptance_rate,
-            "mean_acceptance_length": self.mean_acceptance_length,
-            "num_draft_passes": dict(self.num_draft_passes),
-            "seconds": dict(self.seconds),
-        }
+        ratios = "acceptance_rate", "mean_acceptance_length"
+        return {**asdict(self), **{name: getattr(self, name) for name in ratios}}
