@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 
 PHASES = ("prefill", "propose", "verify", "commit")
 
@@ -70,6 +71,18 @@ class SpecStats:
             per_pos[position] += 1
         for name, count in (passes or {}).items():
             self.num_draft_passes[name] = self.num_draft_passes.get(name, 0) + count
+
+    def add(self, other: "SpecStats") -> None:
+        """Count what another one has counted, too."""
+        for name, value in vars(other).items():
+            known = getattr(self, name)
+            if isinstance(value, dict):
+                value = {key: known.get(key, 0) + value.get(key, 0) for key in {**known, **value}}
+            elif isinstance(value, list):
+                value = [sum(pair) for pair in zip_longest(known, value, fillvalue=0)]
+            else:
+                value += known
+            setattr(self, name, value)
 
     def to_dict(self) -> dict:
         """Everything as plain JSON values, the two ratios included."""
