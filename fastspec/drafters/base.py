@@ -181,8 +181,6 @@ class Proposal:
         passes: of each request, passes through each draft model in this step, by its name.
         on_judged: of chains: is told the target's logits [T, V], packed: num_rows[b] of each
             request, after its last committed token and after each proposal that was read.
-    Raises:
-        ValueError: a tree without its rule or of another shape than its tokens, or a rule alone.
     """
 
     token_ids: Tensor
@@ -193,16 +191,6 @@ class Proposal:
     writers: list[list[str]] | None = None
     passes: list[dict[str, int]] | None = None
     on_judged: Callable[[Tensor, list[int]], None] | None = None
-
-    def __post_init__(self):
-        if (self.parents is None) != (self.sibling_rule is None):
-            expected = "None without parents" if self.parents is None else "the rule of the tree"
-            raise ValueError(f"sibling_rule: expected {expected}, got {self.sibling_rule!r}")
-        shapes = [getattr(ids, "shape", None) for ids in (self.token_ids, self.parents)]
-        if self.parents is not None and shapes[0] != shapes[1]:
-            raise ValueError(
-                f"parents: expected the shape of token_ids, {shapes[0]}, got {shapes[1]}"
-            )
 
 
 def check_proposal(proposal: Any, batch: Batch, vocab_size: int) -> None:
@@ -218,6 +206,8 @@ def check_proposal(proposal: Any, batch: Batch, vocab_size: int) -> None:
     width = num if is_chain else getattr(proposal.token_ids, "shape", [0])[-1]
     shape = (num_requests, width)
     _check_tensor("token_ids", proposal.token_ids, shape, {torch.int32}, batch)
+    if is_chain and proposal.sibling_rule is not None:
+        raise ValueError(f"sibling_rule: expected None for chains, got {proposal.sibling_rule!r}")
     if not is_chain:
         _check_tensor("parents", proposal.parents, shape, {torch.int32}, batch)
         if proposal.sibling_rule not in _SIBLING_RULES:

@@ -5,8 +5,10 @@ import torch
 
 from fastspec import Engine, EngineConfig, SpecConfig
 from fastspec.drafters import Proposal
+from fastspec.drafters.base import check_proposal
 
 from .helpers import GREEDY, PROMPTS, hugging_face_greedy
+from .probes import batch_of, request_of
 
 
 class CountedTrees:
@@ -94,13 +96,13 @@ def test_trees_and_chains_of_a_drafter_from_outside(model):
 
 
 def test_a_tree_needs_the_rule_of_its_siblings():
-    ids = torch.zeros((1, 2), dtype=torch.int32)
+    ids, batch = torch.zeros((1, 2), dtype=torch.int32), batch_of(request_of([1]), wanted=2)
     with pytest.raises(ValueError, match="sibling_rule"):
-        Proposal(ids, ids)
+        check_proposal(Proposal(ids, ids), batch, 10)
     with pytest.raises(ValueError, match="sibling_rule"):
-        Proposal(ids, sibling_rule="target_only")
+        check_proposal(Proposal(ids, sibling_rule="target_only"), batch, 10)
     with pytest.raises(ValueError, match="parents"):
-        Proposal(ids, ids[:, :1], sibling_rule="target_only")
+        check_proposal(Proposal(ids, ids[:, :1], sibling_rule="target_only"), batch, 10)
 
 
 def test_a_rule_that_does_not_exist_is_refused(model):
