@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fastspec import Engine, EngineConfig, SpecConfig
+from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 from fastspec.drafters import Proposal
 from fastspec.drafters.base import check_proposal
 
@@ -33,6 +33,20 @@ def test_a_schedule_of_trees_is_refused(model):
     spec = SpecConfig(schedule="adaptive")
     with pytest.raises(ValueError, match=r"^schedule: expected 'constant' for token trees"):
         Engine(model, CountedTrees(), spec=spec)
+
+
+def test_a_batch_counts_tokens_of_a_path_and_nodes_of_a_tree(model):
+    seen = []
+
+    class Listening(CountedTrees):
+        def propose(self, batch):
+            seen.append((batch.num_draft_tokens, batch.max_nodes))
+            shape = len(batch.requests), batch.num_speculative_tokens
+            return Proposal(torch.full(shape, -1, dtype=torch.int32))
+
+    engine = Engine(model, Listening(), spec=SpecConfig(num_speculative_tokens=3))
+    engine.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=4))
+    assert seen == [([3], [7]), ([2], [7]), ([1], [7])]
 
 
 class GivenTrees:
