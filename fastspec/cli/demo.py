@@ -167,20 +167,22 @@ def _speeds(comparisons: list[Comparison]) -> Table:
 
 
 def _speed_cells(comparisons: list[Comparison]) -> list[str]:
+    from fastspec.engine.stats import SpecStats
+
     plain = [_output(c.plain) for c in comparisons]
     speculative = [_output(c.speculative) for c in comparisons]
     plain_speed = _num_tokens(plain) / sum(c.plain_seconds for c in comparisons)
     speculative_speed = _num_tokens(speculative) / sum(c.speculative_seconds for c in comparisons)
-    num_drafted = sum(output.stats.num_draft_tokens for output in speculative)
-    num_accepted = sum(output.stats.num_accepted_tokens for output in speculative)
-    num_steps = sum(output.stats.num_steps for output in speculative)
+    stats = SpecStats()
+    for output in speculative:
+        stats.add(output.stats)
     return [
         str(_num_tokens(speculative)),
         number(plain_speed, 1),
         number(speculative_speed, 1),
         f"{speculative_speed / plain_speed:.2f}x",
-        number(num_accepted / num_drafted if num_drafted else None),
-        number(_num_tokens(speculative) / num_steps),
+        number(stats.acceptance_rate),
+        number(stats.mean_acceptance_length),
     ]
 
 

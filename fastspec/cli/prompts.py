@@ -3,11 +3,12 @@
 import sys
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import typer
 
 from fastspec.cli.errors import usage_errors
-from fastspec.config.files import parse_json
+from fastspec.config.files import parse_json_lines, read_text
 from fastspec.tools.prompt_sets import load_prompts
 
 ASSETS = Path(str(files("fastspec"))) / "assets"
@@ -56,20 +57,13 @@ def check_no_dataset(dataset_file: Path | None, num_prompts: int | None) -> None
 
 def read_prompts(file: Path) -> list[str]:
     """Prompts of a file: each line, in .jsonl its "text" or "prompt"; blank lines are skipped."""
-    if str(file) == "-":
-        content = _stdin()
-    elif not file.is_file():
-        raise typer.BadParameter(f"--prompts-file: no such file: {str(file)!r}")
-    else:
-        try:
-            content = file.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise typer.BadParameter(f"--prompts-file: {file} is not UTF-8: {error}") from error
-    if file.suffix == ".jsonl":
-        numbered = [(n, line) for n, line in enumerate(content.split("\n"), 1) if line.strip()]
-        prompts = [_json_prompt(line, f"--prompts-file: {file}, line {n}") for n, line in numbered]
-    else:
-        prompts = _lines(content)
+    with usage_errors():
+        content = _stdin() if str(file) == "-" else read_text("--prompts-file", file)
+        if file.suffix == ".jsonl":
+            records = parse_json_lines(content, f"--prompts-file: {file}")
+            prompts = [_json_prompt(*record) for record in records]
+        else:
+            prompts = _lines(content)
     if not prompts:
         raise typer.BadParameter(f"--prompts-file: {file} holds no prompt")
     return prompts
@@ -94,9 +88,7 @@ def _lines(content: str) -> list[str]:
     return [line for line in content.split("\n") if line.strip()]
 
 
-def _json_prompt(line: str, where: str) -> str:
-    with usage_errors():
-        record = parse_json(line, f"{where}:")
+def _json_prompt(where: str, record: Any) -> str:
     prompt = record.get("text", record.get("prompt")) if isinstance(record, dict) else None
     if not isinstance(prompt, str):
         raise typer.BadParameter(f'{where}: expected an object with a "text" or "prompt" string')

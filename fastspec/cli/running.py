@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from fastspec.config import SamplingParams
 from fastspec.engine.engine import Engine
-from fastspec.engine.outputs import RequestOutput, StepTree, StreamEvent
+from fastspec.engine.outputs import RequestOutput, StreamEvent, Verdict
 from fastspec.engine.request_factory import Prompt
 from fastspec.engine.stats import SpecStats
 
@@ -17,7 +17,7 @@ class Transcript:
     index: int
     prompt: str
     pieces: list[tuple[str, str]] = field(default_factory=list)
-    trees: list[StepTree] = field(default_factory=list)
+    trees: list[Verdict] = field(default_factory=list)
     output: RequestOutput | None = None
 
     def add(self, event: StreamEvent) -> None:

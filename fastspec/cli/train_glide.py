@@ -13,7 +13,7 @@ from fastspec.cli.errors import quiet_libraries, usage_errors
 from fastspec.cli.options import Flags, with_flags
 from fastspec.config import EngineConfig, SpecConfig
 from fastspec.config.checks import require
-from fastspec.config.files import parse_json, read_text
+from fastspec.config.files import parse_json_lines, read_text
 from fastspec.train.options import TrainOptions
 
 if TYPE_CHECKING:
@@ -124,21 +124,17 @@ def _documents(files: list[Path], tokenizer: "PreTrainedTokenizerBase") -> Itera
     """Token ids of each text."""
     for file in files:
         content = read_text("data", file)
-        texts = _records(file, content) if file.suffix == ".jsonl" else [content]
+        is_jsonl = file.suffix == ".jsonl"
+        texts = _records(content, f"data: {file}") if is_jsonl else [content]
         for text in texts:
             yield tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
-def _records(file: Path, content: str) -> list[str]:
+def _records(content: str, source: str) -> Iterator[str]:
     """The field "text" of each line."""
-    texts = []
-    for index, line in enumerate(content.splitlines(), start=1):
-        record = parse_json(line, f"data: line {index} of {file}:")
-        try:
-            text = record["text"]
-        except (KeyError, TypeError) as error:
-            raise ValueError(f'data: line {index} of {file} has no field "text"') from error
-        if not isinstance(text, str):
-            raise ValueError(f'data: "text" in line {index} of {file} is not a text: {text!r}')
-        texts.append(text)
-    return texts
+    for where, record in parse_json_lines(content, source):
+        if not isinstance(record, dict) or "text" not in record:
+            raise ValueError(f'{where} has no field "text"')
+        if not isinstance(record["text"], str):
+            raise ValueError(f'{where}: "text" is not a text: {record["text"]!r}')
+        yield record["text"]

@@ -6,10 +6,10 @@ from rich.console import Group
 from rich.text import Text
 from rich.tree import Tree
 
-from fastspec.engine.outputs import StepTree
+from fastspec.engine.outputs import Verdict
 
 
-def tree_pictures(trees: Iterable[StepTree], show_token: Callable[[int], str]) -> Group:
+def tree_pictures(trees: Iterable[Verdict], show_token: Callable[[int], str]) -> Group:
     """One picture for each step: accepted tokens bold after +, rejected ones dimmed after -.
 
     The root is the last token committed before the step.
@@ -17,7 +17,7 @@ def tree_pictures(trees: Iterable[StepTree], show_token: Callable[[int], str]) -
     return Group(*(_picture(number, tree, show_token) for number, tree in enumerate(trees, 1)))
 
 
-def _picture(number: int, tree: StepTree, show_token: Callable[[int], str]) -> Tree:
+def _picture(number: int, tree: Verdict, show_token: Callable[[int], str]) -> Tree:
     num_nodes = sum(parent >= 0 for parent in tree.parents)
     title = f"step {number}: {len(tree.path)} accepted of {num_nodes} nodes, after "
     picture = Tree(Text.assemble(title, (show_token(tree.token_ids[0]), "bold")))

@@ -76,7 +76,7 @@ class TreeShape:
 
 
 @cache
-def balanced_shape(width: int, num_nodes: int, depth: int) -> TreeShape:
+def balanced_shape(width: int, max_nodes: int, depth: int) -> TreeShape:
     """The nodes most likely to be accepted when siblings are drawn, whichever tokens they get.
 
     No node has more than `width` children, no path more than `depth` tokens. Source of the idea:
@@ -84,7 +84,7 @@ def balanced_shape(width: int, num_nodes: int, depth: int) -> TreeShape:
     """
     paths: list[Path] = []
     heap: list[tuple[float, Path]] = [(-_FIRST_RATE, (0,))]
-    while heap and len(paths) < num_nodes:
+    while heap and len(paths) < max_nodes:
         value, path = heappop(heap)
         paths.append(path)
         if path[-1] + 1 < width:

@@ -119,13 +119,16 @@ class Batch:
 
     Attributes:
         requests: see `Request`.
-        num_draft_tokens: proposals wanted for each, 0..num_speculative_tokens.
-        num_speculative_tokens: K, columns of a proposal.
+        num_draft_tokens: proposals wanted for each, 0..num_speculative_tokens; of a tree, on its
+            longest path.
+        max_nodes: of the tree of each; of a chain, its num_draft_tokens.
+        num_speculative_tokens: K, columns of a proposal of chains.
         backend: of the kernels.
     """
 
     requests: Sequence[Request]
     num_draft_tokens: list[int]
+    max_nodes: list[int]
     num_speculative_tokens: int
     device: torch.device
     backend: str = "auto"
@@ -178,8 +181,6 @@ class Proposal:
         passes: of each request, passes through each draft model in this step, by its name.
         on_judged: of chains: is told the target's logits [T, V], packed: num_rows[b] of each
             request, after its last committed token and after each proposal that was read.
-    Raises:
-        ValueError: a tree without its rule or of another shape than its tokens, or a rule alone.
     """
 
     token_ids: Tensor
@@ -190,16 +191,6 @@ class Proposal:
     writers: list[list[str]] | None = None
     passes: list[dict[str, int]] | None = None
     on_judged: Callable[[Tensor, list[int]], None] | None = None
-
-    def __post_init__(self):
-        if (self.parents is None) != (self.sibling_rule is None):
-            expected = "None without parents" if self.parents is None else "the rule of the tree"
-            raise ValueError(f"sibling_rule: expected {expected}, got {self.sibling_rule!r}")
-        shapes = [getattr(ids, "shape", None) for ids in (self.token_ids, self.parents)]
-        if self.parents is not None and shapes[0] != shapes[1]:
-            raise ValueError(
-                f"parents: expected the shape of token_ids, {shapes[0]}, got {shapes[1]}"
-            )
 
 
 def check_proposal(proposal: Any, batch: Batch, vocab_size: int) -> None:
@@ -215,6 +206,8 @@ def check_proposal(proposal: Any, batch: Batch, vocab_size: int) -> None:
     width = num if is_chain else getattr(proposal.token_ids, "shape", [0])[-1]
     shape = (num_requests, width)
     _check_tensor("token_ids", proposal.token_ids, shape, {torch.int32}, batch)
+    if is_chain and proposal.sibling_rule is not None:
+        raise ValueError(f"sibling_rule: expected None for chains, got {proposal.sibling_rule!r}")
     if not is_chain:
         _check_tensor("parents", proposal.parents, shape, {torch.int32}, batch)
         if proposal.sibling_rule not in _SIBLING_RULES:
@@ -230,7 +223,7 @@ def check_proposal(proposal: Any, batch: Batch, vocab_size: int) -> None:
         if not 1 <= columns <= vocab_size:
             expected = f"at most the target's {vocab_size} columns"
             raise ValueError(f"draft_logits: expected {expected}, got {columns}")
-    counts = batch.num_draft_tokens
+    counts = batch.num_draft_tokens if is_chain else batch.max_nodes
     if (num_tokens := proposal.num_tokens) is not None:
         if len(num_tokens) != num_requests or not all(is_int(n) and n >= 0 for n in num_tokens):
             raise ValueError(f"num_tokens: expected {num_requests} ints >= 0, got {num_tokens!r}")
@@ -286,11 +279,11 @@ class Drafter(Protocol):
 class TreeProposer(Drafter, Protocol):
     """A drafter whose proposals hold more tokens than can be accepted of them.
 
-    batch.num_draft_tokens[b] is then what there is room for; no path may have more tokens than
-    batch.num_speculative_tokens and batch.requests[b].room.
+    batch.max_nodes[b] is what there is room for; no path may have more than
+    batch.num_draft_tokens[b].
     """
 
-    def num_nodes(self, num_speculative_tokens: int) -> int:
+    def max_nodes(self, num_speculative_tokens: int) -> int:
         """Columns of a proposal at most, when the longest path may have that many tokens."""
         ...
 

@@ -1,6 +1,7 @@
 """A smaller model as drafter: K decoding steps over its own paged cache, without host syncs."""
 
 import sys
+from collections.abc import Sequence
 from itertools import accumulate, takewhile
 from typing import cast
 
@@ -17,7 +18,6 @@ from fastspec.drafters.base import (
     SamplingTensors,
 )
 from fastspec.drafters.context import DrafterContext, DrafterPlan
-from fastspec.drafters.texts import Text
 from fastspec.models.runner import ModelRunner, Span
 from fastspec.models.transfer import device_tensor
 from fastspec_kernels import sample
@@ -50,22 +50,25 @@ class DraftModelDrafter:
         self._filled: dict[int, int] = {}  # by block id, its tenancy when it was full
 
     def propose(self, batch: Batch) -> Proposal:
-        texts = [Text(request, request.token_ids) for request in batch.requests]
+        texts = [request.token_ids for request in batch.requests]
         limits = [
-            min(wanted, self.room(len(text.token_ids)))
+            min(wanted, self.room(len(text)))
             for text, wanted in zip(texts, batch.num_draft_tokens, strict=True)
         ]
         sampling = batch.sampling if self._probabilistic else greedy_sampling(batch)
         num = batch.num_speculative_tokens
         uniforms = batch.uniforms(num, DRAFT_STREAM)
         keeps_logits = self._probabilistic and not batch.all_greedy
-        token_ids, draft_logits = self.write(texts, limits, sampling, uniforms, keeps_logits)
+        token_ids, draft_logits = self.write(
+            batch.requests, texts, limits, sampling, uniforms, keeps_logits
+        )
         passes = [{self.name: limit} for limit in limits]
         return Proposal(token_ids, draft_logits=draft_logits, passes=passes)
 
     def write(
         self,
-        texts: list[Text],
+        requests: Sequence[Request],
+        texts: list[list[int]],
         limits: list[int],
         sampling: SamplingTensors,
         uniforms: Tensor,
@@ -74,6 +77,7 @@ class DraftModelDrafter:
         """Continue each text by limits[b] tokens, one pass each.
 
         Args:
+            texts: the committed tokens of each request, and drafts after them if there are any.
             uniforms: [B, K] float32, one for each token.
         Returns:
             The tokens, [B, K] int32, -1 after the last one; and their logits [B, K, V'] if kept.
@@ -82,7 +86,7 @@ class DraftModelDrafter:
         token_ids = torch.full(uniforms.shape, -1, dtype=torch.int32, device=device)
         draft_logits = None
         drafting = [index for index, limit in enumerate(limits) if limit]
-        step_ids, spans = self._unread([texts[i] for i in drafting], [1] * len(drafting))
+        step_ids, spans = self._unread(requests, texts, [int(limit > 0) for limit in limits])
         for step in range(max(limits, default=0)):
             rows = [end - 1 for end in accumulate(span.count for span in spans)]
             logits = self.runner.forward(step_ids, spans, rows)[:, : self._vocab_size]
@@ -103,18 +107,22 @@ class DraftModelDrafter:
             drafting = [drafting[place] for place in keep]
             spans = [spans[p].part(spans[p].start + spans[p].count, 1) for p in keep]
             step_ids = picked.clamp(min=0).to(torch.int64)
-        for text, limit in zip(texts, limits, strict=True):
+        for request, text, limit in zip(requests, texts, limits, strict=True):
             if limit:
-                self._num_cached[text.request.request_id] = len(text.token_ids) + limit - 1
+                self._num_cached[request.request_id] = len(text) + limit - 1
         return token_ids, draft_logits
 
-    def read(self, texts: list[Text], num_rows: list[int]) -> Tensor:
+    def read(
+        self, requests: Sequence[Request], texts: list[list[int]], num_rows: list[int]
+    ) -> Tensor:
         """Logits [R, V'] after each of the last num_rows[b] tokens of each text, packed."""
-        ids, spans = self._unread(texts, num_rows)
+        ids, spans = self._unread(requests, texts, num_rows)
         ends = accumulate(span.count for span in spans)
-        rows = [r for end, n in zip(ends, num_rows, strict=True) for r in range(end - n, end)]
-        for text in texts:
-            self._num_cached[text.request.request_id] = len(text.token_ids)
+        pairs = zip(ends, filter(None, num_rows), strict=True)
+        rows = [row for end, count in pairs for row in range(end - count, end)]
+        for request, text, count in zip(requests, texts, num_rows, strict=True):
+            if count:
+                self._num_cached[request.request_id] = len(text)
         return self.runner.forward(ids, spans, rows)[:, : self._vocab_size]
 
     def shorten(self, request_id: str, length: int) -> None:
@@ -142,8 +150,10 @@ class DraftModelDrafter:
     def release(self, request: Request) -> None:
         self._num_cached.pop(request.request_id, None)
 
-    def _unread(self, texts: list[Text], num_rows: list[int]) -> tuple[Tensor, list[Span]]:
-        """Tokens of the texts that are not cached yet, the last num_rows[b] in any case.
+    def _unread(
+        self, requests: Sequence[Request], texts: list[list[int]], num_rows: list[int]
+    ) -> tuple[Tensor, list[Span]]:
+        """Tokens of the texts that are not cached yet, the last num_rows[b] > 0 in any case.
 
         Many are read here, up to the last ones, without logits. These are packed in order, so a
         request can build on what one before it is about to read.
@@ -153,7 +163,9 @@ class DraftModelDrafter:
         unread: list[int] = []
         spans, late_ids, late_spans = [], [], []
         filling: set[int] = set()
-        for (request, token_ids), rows in zip(texts, num_rows, strict=True):
+        for request, token_ids, rows in zip(requests, texts, num_rows, strict=True):
+            if not rows:
+                continue
             start, most = self._num_cached.get(request.request_id), len(token_ids) - rows
             if start is None:  # a new request: others may have read its first blocks
                 known = (

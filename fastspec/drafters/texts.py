@@ -1,5 +1,6 @@
 """The committed tokens of the running requests, kept on the device."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -9,13 +10,6 @@ from fastspec.drafters.base import Batch, Request
 from fastspec.models.transfer import device_tensor
 
 _LEAST_WIDTH = 256
-
-
-class Text(NamedTuple):
-    """Committed tokens of a request, and drafts after them if there are any."""
-
-    request: Request
-    token_ids: list[int]
 
 
 class Texts(NamedTuple):
@@ -40,24 +34,30 @@ class TextStore:
 
     def update(self, batch: Batch) -> Texts:
         """The committed texts of a batch."""
-        return self.extend([Text(r, r.token_ids) for r in batch.requests], batch.device)
+        texts = [request.token_ids for request in batch.requests]
+        return self.extend(batch.requests, texts, batch.device)
 
-    def extend(self, texts: list[Text], device: torch.device) -> Texts:
-        """These texts; they go on after what is known of them."""
+    def extend(
+        self, requests: Sequence[Request], texts: list[list[int]], device: torch.device
+    ) -> Texts:
+        """Committed tokens of requests, or drafts after them; they go on after what is known."""
         rows: list[int] = []
-        for request, _ in texts:
+        for request in requests:
             if request.request_id not in self._rows:
                 row = self._free.pop() if self._free else len(self._rows)
                 self._rows[request.request_id], self._lengths[request.request_id] = row, 0
             rows.append(self._rows[request.request_id])
-        lengths = [len(input_of(request)) + len(token_ids) for request, token_ids in texts]
+        reads = [input_of(request) for request in requests]
+        lengths = [len(read) + len(text) for read, text in zip(reads, texts, strict=True)]
         self._grow(max(rows) + 1, max(lengths), device)
         width = self._token_ids.shape[1]
         values: list[int] = []
         places: list[int] = []
-        for (request, token_ids), row, length in zip(texts, rows, lengths, strict=True):
-            read, start = input_of(request), self._lengths[request.request_id]
-            values += read[start:] + token_ids[max(0, start - len(read)) :]
+        for request, read, text, row, length in zip(
+            requests, reads, texts, rows, lengths, strict=True
+        ):
+            start = self._lengths[request.request_id]
+            values += read[start:] + text[max(0, start - len(read)) :]
             places += range(row * width + start, row * width + length)
             self._lengths[request.request_id] = length
         packed = device_tensor([*values, *places, *rows, *lengths], torch.int64, device)

@@ -1,31 +1,29 @@
-"""The loop: propose, verify, commit, over a ragged batch of requests."""
+"""What users call: prompts in, outputs and events out, whatever the rounds do in between."""
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
-from fastspec.drafters import Drafter, Proposal
-from fastspec.drafters.base import Batch
+from fastspec.drafters import Drafter
 from fastspec.drafters.context import DrafterContext, DrafterSource
 from fastspec.drafters.registry import plan_drafter, plan_given
 from fastspec.engine.block_manager import BlockManager
+from fastspec.engine.loop import Loop
 from fastspec.engine.outputs import RequestOutput, StreamEvent
-from fastspec.engine.pacing import Pacer, StepCostMeter
+from fastspec.engine.pacing import Pacer
 from fastspec.engine.request import EngineRequest
 from fastspec.engine.request_factory import Prompt, RequestFactory, as_params_list, as_prompt_list
-from fastspec.engine.schedule import Step
 from fastspec.engine.scheduler import Scheduler
 from fastspec.engine.speculation import Speculation
-from fastspec.engine.stats import PHASES, SpecStats
+from fastspec.engine.stats import SpecStats
 from fastspec.engine.turn import Turn
-from fastspec.engine.verify import Verdict, prefill, verify
+from fastspec.engine.verify import prefill, verify
 from fastspec.models.cache_size import cache_blocks, model_len
 from fastspec.models.encoder_decoder import check_same_kind, paged_model_of
 from fastspec.models.loading import eos_token_ids, load_model, load_tokenizer
@@ -102,16 +100,16 @@ class Engine:
         block_manager = BlockManager(num_blocks, config.block_size, config.prefix_caching)
         self._scheduler = Scheduler(block_manager, config.max_batch_size)
         self._speculation = Speculation(self.device, vocab_size, spec, config)
-        meter = StepCostMeter(self._runner, block_manager, self._factory, config.backend)
-        self._pacer = Pacer(spec, meter)
+        rule = {"method": spec.rejection_sample_method, "lenience": spec.relaxed_acceptance}
+        sides = partial(prefill, self._runner), partial(verify, self._runner, **rule)
+        self._loop = Loop(self._scheduler, self._speculation, *sides, self.stats)
+        parts = self._runner, block_manager, self._factory, config.backend
+        self._pacer = Pacer(spec, *parts)
         num_draft_tokens = spec.num_draft_tokens(config.max_n_spec_tokens)
         self._speculation.check_count("num_speculative_tokens", num_draft_tokens)
         if plan:
             self._turn_on(plan.build(self._runner, block_manager), num_draft_tokens)
         self._turn = Turn()
-        self._inboxes: dict[str, deque[StreamEvent]] = {}  # of calls of generate() and stream()
-        self._events: list[StreamEvent] = []  # for step(), of all other requests
-        self._abandoned: deque[str] = deque()
 
     def generate(
         self,
@@ -174,12 +172,12 @@ class Engine:
         events of it.
         """
         with self._turn:
-            return self._abort(request_id)
+            return self._loop.abort(request_id)
 
     @property
     def has_unfinished(self) -> bool:
         """Whether step() has work to do, or events to return."""
-        is_idle = not self._scheduler.has_unfinished and not self._events
+        is_idle = not self._scheduler.has_unfinished and not self._loop.events
         return not is_idle or self._speculation.error is not None
 
     @property
@@ -250,147 +248,26 @@ class Engine:
         with self._turn:
             if self._speculation.error is not None:
                 self._raise_error()
-            self._round()
-            events, self._events = self._events, []
+            self._loop.round()
+            events, self._loop.events = self._loop.events, []
         return events
-
-    @torch.inference_mode()
-    def _round(self) -> None:
-        """Schedule, propose, verify, commit: one pass of the target over all running requests."""
-        while self._abandoned:
-            self._drop(self._abandoned.popleft())
-        times = [perf_counter()]
-        running = self._schedule()
-        if not running:
-            return
-        times.append(perf_counter())
-        batch, proposal = self._speculation.propose(running)
-        times.append(perf_counter())
-        try:
-            method, lenience = self.spec.rejection_sample_method, self.spec.relaxed_acceptance
-            verdicts = verify(self._runner, batch, proposal, method, lenience)
-        except BaseException:
-            for request in running:  # the drafter waits for a commit that will not come
-                self._speculation.release(request)
-            raise
-        times.append(perf_counter())
-        self._commit(running, batch, proposal, verdicts)
-        times.append(perf_counter())
-        for phase, start, end in zip(PHASES, times, times[1:], strict=False):
-            for stats in (self.stats, *(request.stats for request in running)):
-                stats.seconds[phase] += end - start
-
-    def _schedule(self) -> list[EngineRequest]:
-        """The requests of the step; what the cache lacks of their tokens is read.
-
-        Waiting requests come in waves, so that a prefix which several share is read once.
-        """
-        scheduler = self._scheduler
-        room = self._speculation.num_speculative_tokens, self._speculation.max_nodes
-        preempted = scheduler.schedule(*room)
-        for request in preempted:
-            self._speculation.release(request)
-        if any(request.num_cached < len(request.token_ids) - 1 for request in scheduler.running):
-            prefill(self._runner, scheduler.running)
-        while scheduler.waiting and not preempted and (admitted := scheduler.admit(*room)):
-            for request in admitted:
-                if len(request.token_ids) == request.num_prompt_tokens:
-                    for stats in (self.stats, request.stats):
-                        stats.record_prompt(len(request.prompt_ids), request.num_cached)
-            prefill(self._runner, admitted)
-        return list(scheduler.running)
-
-    def _commit(
-        self,
-        running: list[EngineRequest],
-        batch: Batch,
-        proposal: Proposal,
-        verdicts: list[Verdict],
-    ) -> None:
-        """Give each request the tokens of its verdict, tell drafter and schedule, and count."""
-        speculation = self._speculation
-        for index, (request, verdict) in enumerate(zip(running, verdicts, strict=True)):
-            if verdict.accepted_len < 0:
-                where = len(request.token_ids)
-                error = f"logits after {where} tokens hold NaN or inf, or nothing finite"
-                self._end(request, "error", error)
-                continue
-            writers: Sequence[str] = [speculation.drafter.name] * verdict.accepted_len
-            if proposal.writers is not None:
-                writers = proposal.writers[index]
-                if verdict.tree is not None:
-                    writers = [writers[node - 1] for node in verdict.tree.path]
-            kept, finish_reason = self._append(request, verdict, writers)
-            judged = kept if kept <= verdict.accepted_len else verdict.num_draft_tokens
-            accepted = min(kept, verdict.accepted_len)
-            if speculation.schedule is not None:
-                speculation.record(request, Step(batch.num_draft_tokens[index], judged, accepted))
-            passes = proposal.passes[index] if proposal.passes else None
-            for stats in (self.stats, request.stats):
-                stats.record_step(judged, accepted, kept, passes)
-            if finish_reason is not None:
-                self._end(request, finish_reason)
-        speculation.commit(batch, [max(verdict.accepted_len, 0) for verdict in verdicts])
-
-    def _append(
-        self, request: EngineRequest, verdict: Verdict, writers: Sequence[str]
-    ) -> tuple[int, str | None]:
-        """Append a verdict's tokens up to the one that ends the request: how many, and why."""
-        events = self._inboxes.get(request.request_id, self._events)
-        logprobs = verdict.logprobs if request.params.logprobs else None
-        finish_reason = None
-        kept = 0
-        for index, token_id in enumerate(verdict.token_ids):
-            is_draft = index < verdict.accepted_len
-            source, writer = ("draft", writers[index]) if is_draft else (verdict.extra_source, None)
-            logprob = logprobs[index] if logprobs else None
-            finish_reason = request.append(token_id, source, writer, logprob)
-            text = request.detokenizer.take() if request.detokenizer is not None else ""
-            tree = verdict.tree if index == 0 else None
-            ids = (token_id,)
-            events.append(StreamEvent(request.request_id, text, ids, source, writer, tree=tree))
-            kept += 1
-            if finish_reason is not None:
-                break
-        request.num_cached = len(request.token_ids) - 1
-        return kept, finish_reason
-
-    def _end(
-        self, request: EngineRequest, finish_reason: str, error: str | None = None
-    ) -> RequestOutput:
-        """Let a request go, and post its last event."""
-        self._scheduler.remove(request.request_id, failed=error is not None)
-        self._speculation.release(request)
-        output = request.output(finish_reason, error)
-        text = request.detokenizer.take(final=True) if request.detokenizer else ""
-        events = self._inboxes.get(request.request_id, self._events)
-        events.append(StreamEvent(request.request_id, text, output=output))
-        return output
-
-    def _abort(self, request_id: str) -> RequestOutput | None:
-        request = self._scheduler.get(request_id)
-        if request is None:
-            return None
-        output = self._end(request, "abort")
-        self._events = [event for event in self._events if event.request_id != request_id]
-        return output
 
     def _open(self, prompts: list[Prompt], params: list[SamplingParams]) -> list[str]:
         """Queue requests whose events have an inbox; their ids."""
         with self._turn:
             requests = [self._build(*pair) for pair in zip(prompts, params, strict=True)]
             for request in requests:
-                self._inboxes[request.request_id] = deque()
+                self._loop.inboxes[request.request_id] = deque()
                 self._scheduler.add(request)
         return [request.request_id for request in requests]
 
     def _next_event(self, request_id: str) -> StreamEvent:
         """The next event of an inbox, whoever runs the step that it comes from."""
-        inbox = self._inboxes[request_id]
+        inbox = self._loop.inboxes[request_id]
         while not inbox:
             with self._turn:
                 if not inbox:
-                    self._round()
+                    self._loop.round()
         return inbox.popleft()
 
     def _output(self, request_id: str) -> RequestOutput:
@@ -401,14 +278,10 @@ class Engine:
     def _close(self, request_id: str) -> None:
         """Abort a request of an inbox unless it has ended, and drop the inbox."""
         if self._turn.is_mine:  # a stream collected as garbage during a step
-            self._abandoned.append(request_id)
+            self._loop.abandoned.append(request_id)
             return
         with self._turn:
-            self._drop(request_id)
-
-    def _drop(self, request_id: str) -> None:
-        self._abort(request_id)
-        del self._inboxes[request_id]
+            self._loop.drop(request_id)
 
     def _raise_error(self, outputs: Sequence[RequestOutput] = ()) -> None:
         """Raise what a drafter or schedule raised, if it did, with complete outputs attached."""
@@ -428,7 +301,8 @@ class Engine:
         self, prompt: Prompt, params: SamplingParams, request_id: str | None = None
     ) -> EngineRequest:
         request = self._factory.build(prompt, params, request_id)
-        if self._scheduler.get(request.request_id) or request.request_id in self._inboxes:
-            raise ValueError(f"request_id: {request.request_id!r} is already running")
+        name = request.request_id
+        if self._scheduler.get(name) is not None or name in self._loop.inboxes:
+            raise ValueError(f"request_id: {name!r} is already running")
         self._scheduler.check_fits(request)
         return request

@@ -37,18 +37,28 @@ class RequestOutput:
 
 
 @dataclass(frozen=True)
-class StepTree:
-    """The token tree that one step proposed for a request.
+class Verdict:
+    """What the target decided in one step about what was proposed for a request.
 
     Attributes:
-        token_ids: of its nodes; the first is the root, the last token committed before.
+        num_draft_tokens: proposals judged; of a tree, the tokens of its longest path.
+        accepted_len: how many of them were accepted; -1 = the logits were not finite.
+        output_ids: the accepted tokens and one more.
+        logprobs: of output_ids, or None when nobody asked.
+        extra_source: who wrote the last of output_ids, see `RequestOutput.sources`.
+        token_ids: of a tree's nodes; the first is the root, the last token committed before.
         parents: the node that each follows; -1 for the root and where there is no token.
         path: the nodes that were accepted, from the root down, without it.
     """
 
-    token_ids: tuple[int, ...]
-    parents: tuple[int, ...]
-    path: tuple[int, ...]
+    num_draft_tokens: int
+    accepted_len: int
+    output_ids: list[int]
+    logprobs: list[float] | None
+    extra_source: str
+    token_ids: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+    path: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -58,7 +68,7 @@ class StreamEvent:
     `text` may be empty while a character or a possible stop string is incomplete, and then holds
     the text of several tokens; the texts of all events of a request joined are its
     RequestOutput.text. The last event of a request carries its `output`, and no token. The first
-    event of a step that proposed a token tree carries it.
+    event of a step that proposed a token tree carries that and what was accepted of it.
     """
 
     request_id: str
@@ -67,4 +77,4 @@ class StreamEvent:
     source: str | None = None
     drafter: str | None = None
     output: RequestOutput | None = None
-    tree: StepTree | None = None
+    tree: Verdict | None = None

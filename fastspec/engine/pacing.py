@@ -20,23 +20,56 @@ _ROUNDS = 6  # the first warms up; of the others the fastest counts
 _LEAST_SLOPE = 0.01  # of a plain step, for each draft token
 
 
-class StepCostMeter:
-    """Times steps of one request that is made up for it."""
+class Pacer:
+    """Makes the schedule that spec.schedule names for a drafter and its K.
+
+    Costs are those of steps of one request that is made up for it.
+    """
 
     def __init__(
         self,
+        spec: SpecConfig,
         runner: ModelRunner,
         block_manager: BlockManager,
         factory: RequestFactory,
         backend: str,
     ):
+        self._spec = spec
         self._runner = runner
         self._block_manager = block_manager
         self._factory = factory
         self._backend = backend
+        self._measured: list[float] = []
+        self._measured_of: tuple[Drafter, int] | None = None
+
+    def schedule(self, drafter: Drafter | None, num_speculative_tokens: int) -> Schedule | None:
+        """None = always K.
+
+        Raises:
+            ValueError: a drafter of token trees, there are no costs for that K, or no room to
+                measure them.
+        """
+        if drafter is None or self._spec.schedule == "constant":
+            return None
+        if isinstance(drafter, TreeProposer):
+            raise ValueError("schedule: expected 'constant' for token trees")
+        if isinstance(self._spec.schedule, Schedule):
+            return self._spec.schedule
+        given = self._spec.step_costs
+        if given is not None and len(given) != num_speculative_tokens + 1:
+            raise ValueError(
+                f"step_costs: there are {len(given)}, for up to {len(given) - 1} draft tokens, and"
+                f" {num_speculative_tokens} are asked for"
+            )
+        if given is not None:
+            return AdaptiveSchedule(given, given)
+        if self._measured_of != (drafter, num_speculative_tokens):
+            self._measured = self._measure(drafter, num_speculative_tokens)
+            self._measured_of = (drafter, num_speculative_tokens)
+        return AdaptiveSchedule(self._measured)
 
     @torch.inference_mode()
-    def measure(self, drafter: Drafter, num_speculative_tokens: int) -> list[float]:
+    def _measure(self, drafter: Drafter, num_speculative_tokens: int) -> list[float]:
         """Seconds of steps with 0, 1, ..., K draft tokens, interleaved, on a line through them.
 
         Raises:
@@ -65,7 +98,8 @@ class StepCostMeter:
 
     def _time_step(self, request: EngineRequest, drafter: Drafter, num_draft: int) -> float:
         """One step; whatever was proposed, the target reads that many tokens."""
-        batch = Batch([request], [num_draft], num_draft, self._runner.device, self._backend)
+        device, num = self._runner.device, [num_draft]
+        batch = Batch([request], num, num, num_draft, device, self._backend)
         token_ids = torch.zeros((1, num_draft), dtype=torch.int32, device=batch.device)
         start = time.perf_counter()
         if num_draft:
@@ -87,39 +121,3 @@ def fitted_line(seconds: list[float]) -> list[float]:
     start = median(value - slope * index for index, value in points)
     start = max(start, min(seconds) / 2)  # a cost is positive, however steep the line
     return [start + slope * index for index in range(len(seconds))]
-
-
-class Pacer:
-    """Makes the schedule that spec.schedule names for a drafter and its K."""
-
-    def __init__(self, spec: SpecConfig, meter: StepCostMeter):
-        self._spec = spec
-        self._meter = meter
-        self._measured: list[float] = []
-        self._measured_of: tuple[Drafter, int] | None = None
-
-    def schedule(self, drafter: Drafter | None, num_speculative_tokens: int) -> Schedule | None:
-        """None = always K.
-
-        Raises:
-            ValueError: a drafter of token trees, there are no costs for that K, or no room to
-                measure them.
-        """
-        if drafter is None or self._spec.schedule == "constant":
-            return None
-        if isinstance(drafter, TreeProposer):
-            raise ValueError("schedule: expected 'constant' for token trees")
-        if isinstance(self._spec.schedule, Schedule):
-            return self._spec.schedule
-        given = self._spec.step_costs
-        if given is not None and len(given) != num_speculative_tokens + 1:
-            raise ValueError(
-                f"step_costs: there are {len(given)}, for up to {len(given) - 1} draft tokens, and"
-                f" {num_speculative_tokens} are asked for"
-            )
-        if given is not None:
-            return AdaptiveSchedule(given, given)
-        if self._measured_of != (drafter, num_speculative_tokens):
-            self._measured = self._meter.measure(drafter, num_speculative_tokens)
-            self._measured_of = (drafter, num_speculative_tokens)
-        return AdaptiveSchedule(self._measured)

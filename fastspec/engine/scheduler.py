@@ -20,7 +20,7 @@ class Scheduler:
         self.max_batch_size = max_batch_size
         self.running: list[EngineRequest] = []
         self.waiting: deque[EngineRequest] = deque()
-        self._by_id: dict[str, EngineRequest] = {}  # running and waiting
+        self._requests: dict[str, EngineRequest] = {}  # all of them
 
     @property
     def has_unfinished(self) -> bool:
@@ -39,8 +39,8 @@ class Scheduler:
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request that fits."""
+        self._requests[request.request_id] = request
         self.waiting.append(request)
-        self._by_id[request.request_id] = request
 
     def schedule(self, num_speculative_tokens: int, max_nodes: int = 0) -> list[EngineRequest]:
         """Reserve room for the next step of the running requests; who lost their blocks for it.
@@ -91,13 +91,11 @@ class Scheduler:
 
     def get(self, request_id: str) -> EngineRequest | None:
         """A running or waiting request."""
-        return self._by_id.get(request_id)
+        return self._requests.get(request_id)
 
-    def remove(self, request_id: str, failed: bool = False) -> EngineRequest | None:
+    def remove(self, request: EngineRequest, failed: bool = False) -> None:
         """Take a request out, wherever it is, and its blocks; those of a failed one are no use."""
-        request = self._by_id.pop(request_id, None)
-        if request is None:
-            return None
+        del self._requests[request.request_id]
         queue = self.running if request in self.running else self.waiting
         queue.remove(request)
         if failed:
@@ -105,7 +103,6 @@ class Scheduler:
         else:
             self.block_manager.publish(request)
         self.block_manager.release(request)
-        return request
 
     def _preempt(self, request: EngineRequest) -> EngineRequest:
         if request.must_be_reread:

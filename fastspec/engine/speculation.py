@@ -71,7 +71,7 @@ class Speculation:
     ) -> None:
         """Turn on a drafter; ValueError, and no change, when it cannot propose so many tokens."""
         is_tree = isinstance(drafter, TreeProposer)
-        max_nodes = drafter.num_nodes(num_speculative_tokens) if is_tree else 0
+        max_nodes = drafter.max_nodes(num_speculative_tokens) if is_tree else 0
         self.disable(running)
         self.known = self.drafter = drafter
         self.num_speculative_tokens = num_speculative_tokens
@@ -91,10 +91,10 @@ class Speculation:
         self._has_failed = False
         most, device, backend = self.num_speculative_tokens, self._device, self._config.backend
         try:
-            limits = [min(request.room, most) for request in requests]
+            limits = nodes = [min(request.room, most) for request in requests]
             if self.max_nodes or self.schedule is not None:
-                limits = self._limits(requests, limits)
-            batch = Batch(requests, limits, most, device, backend)
+                limits, nodes = self._limits(requests, limits)
+            batch = Batch(requests, limits, nodes, most, device, backend)
             if any(batch.num_draft_tokens):
                 proposal = self.drafter.propose(batch)
                 check_proposal(proposal, batch, self._vocab_size)
@@ -106,7 +106,8 @@ class Speculation:
                 return batch, proposal
         except BaseException as error:
             self._fail(error, requests)
-        batch = Batch(requests, [0] * len(requests), most, device, backend)
+        none = [0] * len(requests)
+        batch = Batch(requests, none, none, most, device, backend)
         return batch, self._no_drafter.propose(batch)
 
     def record(self, request: EngineRequest, step: Step) -> None:
@@ -132,18 +133,22 @@ class Speculation:
         except BaseException as error:
             self._fail(error, ())
 
-    def _limits(self, requests: list[EngineRequest], limits: list[int]) -> list[int]:
-        """What is wanted of each draft, of at most so many tokens; a tree may fill its blocks."""
+    def _limits(
+        self, requests: list[EngineRequest], limits: list[int]
+    ) -> tuple[list[int], list[int]]:
+        """Tokens of each draft, of at most so many, and its nodes; a tree may fill its blocks."""
         if self.max_nodes:
             size = self._config.block_size
             free = [len(r.block_table) * size - len(r.token_ids) for r in requests]
-            pairs = zip(limits, free, strict=True)
-            return [min(self.max_nodes, slots) if limit else 0 for limit, slots in pairs]
+            nodes = [min(self.max_nodes, slots) for slots in free]
+            limits = [min(pair) for pair in zip(limits, nodes, strict=True)]
+            return limits, [n if limit else 0 for n, limit in zip(nodes, limits, strict=True)]
         assert self.schedule is not None
         wanted = [self.schedule.num_draft_tokens(request) for request in requests]
         for num in wanted:
             require("num_draft_tokens", num, is_int(num) and num >= 0, "an int >= 0")
-        return [min(pair) for pair in zip(wanted, limits, strict=True)]
+        limits = [min(pair) for pair in zip(wanted, limits, strict=True)]
+        return limits, limits
 
     def _fail(self, error: BaseException, requests: Sequence[Request]) -> None:
         """Keep what a drafter or schedule raised, and let the drafter forget the requests.

@@ -1,7 +1,8 @@
 """Counters of speculation, kept on the host: they cost no synchronisation."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 
 PHASES = ("prefill", "propose", "verify", "commit")
 
@@ -71,19 +72,19 @@ class SpecStats:
         for name, count in (passes or {}).items():
             self.num_draft_passes[name] = self.num_draft_passes.get(name, 0) + count
 
+    def add(self, other: "SpecStats") -> None:
+        """Count what another one has counted, too."""
+        for name, value in vars(other).items():
+            known = getattr(self, name)
+            if isinstance(value, dict):
+                value = {key: known.get(key, 0) + value.get(key, 0) for key in {**known, **value}}
+            elif isinstance(value, list):
+                value = [sum(pair) for pair in zip_longest(known, value, fillvalue=0)]
+            else:
+                value += known
+            setattr(self, name, value)
+
     def to_dict(self) -> dict:
         """Everything as plain JSON values, the two ratios included."""
-        return {
-            "num_prompt_tokens": self.num_prompt_tokens,
-            "num_cached_prompt_tokens": self.num_cached_prompt_tokens,
-            "num_steps": self.num_steps,
-            "num_output_tokens": self.num_output_tokens,
-            "num_draft_tokens": self.num_draft_tokens,
-            "num_accepted_tokens": self.num_accepted_tokens,
-            "num_accepted_tokens_per_pos": list(self.num_accepted_tokens_per_pos),
-            "acceptance_histogram": list(self.acceptance_histogram),
-            "acceptance_rate": self.acceptance_rate,
-            "mean_acceptance_length": self.mean_acceptance_length,
-            "num_draft_passes": dict(self.num_draft_passes),
-            "seconds": dict(self.seconds),
-        }
+        ratios = "acceptance_rate", "mean_acceptance_length"
+        return {**asdict(self), **{name: getattr(self, name) for name in ratios}}

@@ -1,6 +1,5 @@
 """The target's side of a round: read what is missing, judge the proposals, chains or trees."""
 
-from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -9,33 +8,12 @@ from torch.nn.functional import pad
 
 from fastspec.drafters import Proposal
 from fastspec.drafters.base import VERIFY_STREAM, Batch
-from fastspec.engine.outputs import StepTree
+from fastspec.engine.outputs import Verdict
 from fastspec.engine.request import EngineRequest
-from fastspec.models.runner import ModelRunner, Span
+from fastspec.models.runner import ModelRunner
 from fastspec.models.token_tree import TreeLayout, packed
 from fastspec.models.transfer import device_tensor
 from fastspec_kernels import verify_chain, verify_tree
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What the target decided for one request.
-
-    Attributes:
-        num_draft_tokens: proposals judged; of a tree, the tokens of its longest path.
-        accepted_len: how many of them were accepted; -1 = the logits were not finite.
-        token_ids: the accepted tokens and one more.
-        logprobs: of token_ids, or None when nobody asked.
-        extra_source: who wrote the last of token_ids, see `RequestOutput.sources`.
-        tree: what was proposed, if that was a tree.
-    """
-
-    num_draft_tokens: int
-    accepted_len: int
-    token_ids: list[int]
-    logprobs: list[float] | None
-    extra_source: str
-    tree: StepTree | None = None
 
 
 def prefill(runner: ModelRunner, requests: list[EngineRequest]) -> None:
@@ -62,8 +40,9 @@ def verify(
     that, and method "block", are for chains only.
     """
     width = proposal.token_ids.shape[1]
-    proposed = batch.num_draft_tokens if proposal.num_tokens is None else proposal.num_tokens
-    pairs = zip(batch.num_draft_tokens, proposed, strict=True)
+    wanted = batch.num_draft_tokens if proposal.parents is None else batch.max_nodes
+    proposed = wanted if proposal.num_tokens is None else proposal.num_tokens
+    pairs = zip(wanted, proposed, strict=True)
     counts = [min(*pair, width) + 1 for pair in pairs]
     spans = [
         request.span(len(request.token_ids) - 1, count)
@@ -75,72 +54,46 @@ def verify(
     cu_rows = device_tensor([*accumulate(counts, initial=0)], torch.int32, batch.device)
     readable = ids.clamp(0, runner.vocab_size - 1).long()
     readable = readable.view(-1) if min(counts) == width + 1 else packed(readable, counts)
-    if proposal.parents is not None:
-        return _verify_trees(runner, batch, proposal, ids, readable, counts, spans, cu_rows)
-    target_logits = runner.forward(readable, spans)
+    parents, layout = proposal.parents, None
+    if parents is not None:
+        parents = pad(parents.masked_fill(proposal.token_ids < 0, -1), (1, 0), value=-1)
+        layout = TreeLayout.of(parents, batch.backend)
+    target_logits = runner.forward(readable, spans, tree=layout)
     if proposal.on_judged is not None:
         proposal.on_judged(target_logits, counts)
-    num_columns = batch.num_speculative_tokens + 1
-    output_ids, accepted_len, logprobs = verify_chain(
-        target_logits,
-        cu_rows,
-        proposal.token_ids,
-        batch.uniforms(num_columns, VERIFY_STREAM),
-        draft_logits=proposal.draft_logits,
-        **batch.sampling,
-        lenience=lenience,
-        method=method,
-        backend=batch.backend,
-    )
-    table = torch.cat([accepted_len[:, None], output_ids, proposal.token_ids], dim=1).tolist()
+    given = {"draft_logits": proposal.draft_logits, **batch.sampling, "backend": batch.backend}
+    if parents is None:
+        uniforms = batch.uniforms(batch.num_speculative_tokens + 1, VERIFY_STREAM)
+        rule = {"lenience": lenience, "method": method}
+        output_ids, accepted_len, logprobs = verify_chain(
+            target_logits, cu_rows, proposal.token_ids, uniforms, **given, **rule
+        )
+        judged = torch.cat([accepted_len[:, None], output_ids, proposal.token_ids], dim=1)
+    else:
+        rule, uniforms = proposal.sibling_rule, _tree_uniforms(batch, ids.shape[1])
+        assert rule is not None
+        path, output_ids, accepted_len, logprobs = verify_tree(
+            target_logits, cu_rows, ids, parents, uniforms, sibling_rule=rule, **given
+        )
+        runner.compact(spans, path, accepted_len)
+        lens = accepted_len[:, None].expand_as(path)
+        judged = torch.stack([lens, path, output_ids, ids, parents], dim=1)
+    table = judged.tolist()
     wants_logprobs = any(request.params.logprobs for request in batch.requests)
-    logprob_rows = logprobs.tolist() if wants_logprobs else None
+    logprob_rows = logprobs.tolist() if wants_logprobs else [None] * len(table)
+    rows = zip(table, counts, logprob_rows, strict=True)
+    if parents is not None:
+        return [_tree_verdict(*row) for row in rows]
     verdicts = []
-    for b, row in enumerate(table):
-        accepted_len, drafts, most = row[0], row[num_columns + 1 :], counts[b] - 1
-        proposed = next((i for i, token in enumerate(drafts[:most]) if token < 0), most)
+    for row, count, row_logprobs in rows:
+        accepted_len, drafts = row[0], row[width + 2 :][: count - 1]
+        proposed = next((i for i, token in enumerate(drafts) if token < 0), len(drafts))
         emitted = accepted_len + 1
         source = "bonus" if accepted_len == proposed else "recovered"
-        row_logprobs = logprob_rows[b][:emitted] if logprob_rows else None
         source = source if proposed else "target"
-        verdicts.append(Verdict(proposed, accepted_len, row[1 : emitted + 1], row_logprobs, source))
+        logprobs = row_logprobs and row_logprobs[:emitted]
+        verdicts.append(Verdict(proposed, accepted_len, row[1 : emitted + 1], logprobs, source))
     return verdicts
-
-
-def _verify_trees(
-    runner: ModelRunner,
-    batch: Batch,
-    proposal: Proposal,
-    tree_ids: Tensor,
-    readable: Tensor,
-    counts: list[int],
-    spans: list[Span],
-    cu_rows: Tensor,
-) -> list[Verdict]:
-    assert proposal.parents is not None
-    assert proposal.sibling_rule is not None
-    parents = pad(proposal.parents.masked_fill(proposal.token_ids < 0, -1), (1, 0), value=-1)
-    target_logits = runner.forward(readable, spans, tree=TreeLayout.of(parents, batch.backend))
-    path, output_ids, accepted_len, logprobs = verify_tree(
-        target_logits,
-        cu_rows,
-        tree_ids,
-        parents,
-        _tree_uniforms(batch, tree_ids.shape[1]),
-        sibling_rule=proposal.sibling_rule,
-        draft_logits=proposal.draft_logits,
-        **batch.sampling,
-        backend=batch.backend,
-    )
-    runner.compact(spans, path, accepted_len)
-    lens = accepted_len[:, None].expand_as(path)
-    table = torch.stack([lens, path, output_ids, tree_ids, parents], dim=1).tolist()
-    wants_logprobs = any(request.params.logprobs for request in batch.requests)
-    logprob_rows = logprobs.tolist() if wants_logprobs else None
-    return [
-        _tree_verdict(row, counts[b], logprob_rows[b] if logprob_rows else None)
-        for b, row in enumerate(table)
-    ]
 
 
 def _tree_uniforms(batch: Batch, num_nodes: int) -> Tensor:
@@ -160,18 +113,19 @@ def _tree_uniforms(batch: Batch, num_nodes: int) -> Tensor:
 
 def _tree_verdict(row: list[list[int]], count: int, logprobs: list[float] | None) -> Verdict:
     (accepted_len, *_), path, output_ids, token_ids, parents = row
-    accepted, emitted = max(accepted_len, 0), accepted_len + 1
-    tree = StepTree(tuple(token_ids[:count]), tuple(parents[:count]), tuple(path[:accepted]))
+    emitted = accepted_len + 1
+    parents, path = parents[:count], path[: max(accepted_len, 0)]
     depths = [0]  # of each node; -1 where there is none
-    for parent in tree.parents[1:]:
+    for parent in parents[1:]:
         depths.append(depths[parent] + 1 if parent >= 0 and depths[parent] >= 0 else -1)
-    end = tree.path[-1] if accepted else 0
-    extra_source = "recovered" if end in tree.parents else "bonus"
+    extra_source = "recovered" if [0, *path][-1] in parents else "bonus"
     return Verdict(
         max(depths),
         accepted_len,
         output_ids[:emitted],
-        logprobs[:emitted] if logprobs else None,
+        logprobs and logprobs[:emitted],
         extra_source if max(depths) else "target",
-        tree,
+        tuple(token_ids[:count]),
+        tuple(parents),
+        tuple(path),
     )

@@ -1,35 +1,35 @@
 """A drafter against stored outputs of a target, which need not be there.
 
-A step accepts the draft tokens up to the first that differs from the stored text, and takes the
-next token from it. That is what standard verification of the live engine does as well, sampled or
-greedy: after a rejection the target never writes the token it has just rejected. So from the same
-prompts, parameters and seeds the same draft tokens are accepted in each step.
+The loop is the engine's, with a verifier that reads what the target has written: it accepts the
+draft tokens up to the first that differs, and takes the next token from the text. That is what
+standard verification of a model's logits does as well, sampled or greedy: after a rejection the
+target never writes the token it has just rejected. So from the same prompts, parameters and seeds
+the same draft tokens are accepted in each step.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import cast
 
-import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from fastspec.config import EngineConfig, SpecConfig
-from fastspec.drafters import Drafter, Proposal
+from fastspec.drafters import Proposal
 from fastspec.drafters.base import Batch
 from fastspec.drafters.context import DrafterContext, DrafterSource, ModelSource
 from fastspec.drafters.registry import plan_drafter
 from fastspec.engine.block_manager import BlockManager, blocks_needed
+from fastspec.engine.loop import Loop
+from fastspec.engine.outputs import Verdict
 from fastspec.engine.request import EngineRequest
 from fastspec.engine.schedule import Step
 from fastspec.engine.scheduler import Scheduler
+from fastspec.engine.speculation import Speculation
 from fastspec.engine.stats import SpecStats
 from fastspec.models.cache_size import cache_blocks
 from fastspec.models.loading import resolve_device
-from fastspec.models.transfer import device_tensor
 from fastspec.tools.stored_outputs import StoredOutput
-
-_NO_TOKEN = -2  # beyond the end of a text; equal to no proposal, not even to none (-1)
 
 
 @dataclass
@@ -101,8 +101,7 @@ class Simulator:
         self._plan = plan
         self._vocab_size = vocab_size
         self._tokenizer = tokenizer
-        self._config = config
-        self._num_draft = spec.num_draft_tokens()
+        self._spec, self._config = spec, config
         self.stats = SpecStats()
         self.device = plan.models[0].device if plan.models else resolve_device(config)
 
@@ -117,53 +116,30 @@ class Simulator:
             ValueError: an output whose ids are not the target's, or that outgrows the cache;
                 nothing is run then.
         """
-        runs = [self._run(number, output) for number, output in enumerate(outputs, 1)]
-        scheduler, drafter = self._prepare(runs)
-        while scheduler.has_unfinished:
-            for request in scheduler.schedule(self._num_draft):
-                drafter.release(request)
-            scheduler.admit(self._num_draft)
-            running = cast(list[_Run], list(scheduler.running))
-            self._step(running, drafter, advance)
-            for run in running:
-                if run.is_done:
-                    scheduler.remove(run.request_id)
-                    drafter.release(run)
-        return [Simulation(run.steps, run.stats) for run in runs]
-
-    def _prepare(self, runs: list["_Run"]) -> tuple[Scheduler, Drafter]:
+        requests = [self._request(number, output) for number, output in enumerate(outputs, 1)]
         size, batch = self._config.block_size, self._config.max_batch_size
-        longest = max(run.max_len for run in runs)
+        longest = max(request.max_len for request in requests)
         num_blocks = batch * blocks_needed(longest, size)
         if self._plan.models:
             num_blocks = cache_blocks(self._config, self._plan.models, longest)
         block_manager = BlockManager(num_blocks, size)
         scheduler = Scheduler(block_manager, batch)
-        for run in runs:
-            scheduler.check_fits(run)
-        for run in runs:
-            scheduler.add(run)
-            for stats in (self.stats, run.stats):
-                stats.record_prompt(run.num_prompt_tokens, 0)
-        return scheduler, self._plan.build(None, block_manager)
+        for request in requests:
+            scheduler.check_fits(request)
+            scheduler.add(request)
+        speculation = Speculation(self.device, self._vocab_size, self._spec, self._config)
+        drafter = self._plan.build(None, block_manager)
+        speculation.enable(drafter, self._spec.num_draft_tokens(), None, [])
+        loop = Loop(scheduler, speculation, _skip_prefill, _compare, self.stats)
+        while scheduler.has_unfinished:
+            loop.round()
+            if speculation.error is not None:
+                raise speculation.error
+            advance(sum(len(event.token_ids) for event in loop.events))
+            loop.events.clear()
+        return [Simulation(request.steps, request.stats) for request in requests]
 
-    @torch.inference_mode()
-    def _step(
-        self, running: list["_Run"], drafter: Drafter, advance: Callable[[int], None]
-    ) -> None:
-        num = self._num_draft
-        wanted = [min(num, run.room) for run in running]
-        batch = Batch(running, wanted, num, self.device, self._config.backend)
-        proposal = drafter.propose(batch)
-        if proposal.parents is not None:
-            raise ValueError("drafter: token trees cannot be simulated")
-        stored = device_tensor([run.following(num) for run in running], torch.int32, self.device)
-        steps = _judge(proposal, stored, wanted)
-        for run, step in zip(running, steps, strict=True):
-            advance(run.commit(step, self.stats))
-        drafter.commit(batch, [step.accepted for step in steps])
-
-    def _run(self, number: int, output: StoredOutput) -> "_Run":
+    def _request(self, number: int, output: StoredOutput) -> "_StoredRequest":
         prompt = output.prompt
         if isinstance(prompt, str):
             if self._tokenizer is None:
@@ -176,8 +152,9 @@ class Simulator:
             raise ValueError(
                 f"output {number}: token id {largest} is not in 0..{self._vocab_size - 1}"
             )
-        reached = len(output.token_ids) + self._num_draft + 1  # no step asks for room beyond
-        return _Run(
+        num_draft = self._spec.num_draft_tokens()
+        reached = len(output.token_ids) + num_draft + 1  # no step asks for room beyond
+        return _StoredRequest(
             request_id=f"output-{number}",
             token_ids=list(prompt),
             params=output.params,
@@ -189,44 +166,44 @@ class Simulator:
 
 
 @dataclass(eq=False)
-class _Run(EngineRequest):
+class _StoredRequest(EngineRequest):
     """A request whose text is known; its token_ids are what has been matched so far."""
 
     text: list[int] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
 
-    @property
-    def is_done(self) -> bool:
-        return len(self.token_ids) == len(self.text)
-
-    def following(self, count: int) -> list[int]:
-        """The next `count` stored ids."""
-        ids = self.text[len(self.token_ids) :][:count]
-        return ids + [_NO_TOKEN] * (count - len(ids))
-
-    def commit(self, step: Step, all_stats: SpecStats) -> int:
-        """Append what a step emits and count it; the number of tokens."""
-        emitted = self.text[len(self.token_ids) :][: step.accepted + 1]
-        self.token_ids += emitted
-        was_cut = len(emitted) <= step.accepted
-        judged = Step(*[step.accepted] * 3) if was_cut else step
-        self.steps.append(judged)
-        for stats in (self.stats, all_stats):
-            stats.record_step(judged.proposed, judged.accepted, len(emitted))
-        return len(emitted)
+    def append(
+        self, token_id: int, source: str, drafter: str | None, logprob: float | None
+    ) -> str | None:
+        super().append(token_id, source, drafter, logprob)
+        return "stop" if len(self.token_ids) == len(self.text) else None
 
 
-def first_mismatch(draft_token_ids: Tensor, stored_token_ids: Tensor) -> Tensor:
-    """Leading places of each row that agree, [B] int64; of [B, K] ids each."""
-    return (draft_token_ids == stored_token_ids).long().cumprod(dim=1).sum(dim=1)
+def _skip_prefill(requests: list[EngineRequest]) -> None:
+    for request in requests:
+        request.num_cached = len(request.token_ids) - 1
 
 
-def _judge(proposal: Proposal, stored: Tensor, wanted: list[int]) -> list[Step]:
-    """A step for each row; one copy from the device."""
-    drafts = proposal.token_ids
-    proposed = (drafts >= 0).long().cumprod(dim=1).sum(dim=1)
-    table = torch.stack([proposed, first_mismatch(drafts, stored)], dim=1).tolist()
-    return [
-        Step(limit, min(count, limit), min(match, limit))
-        for (count, match), limit in zip(table, wanted, strict=True)
-    ]
+def _compare(batch: Batch, proposal: Proposal) -> list[Verdict]:
+    """The verdicts of a target that writes what is stored."""
+    if proposal.parents is not None:
+        raise ValueError("drafter: token trees cannot be simulated")
+    verdicts = []
+    columns = batch.requests, proposal.token_ids.tolist(), batch.num_draft_tokens
+    for request, row, limit in zip(*columns, strict=True):
+        request = cast(_StoredRequest, request)
+        drafts = list(takewhile(lambda token_id: token_id >= 0, row[:limit]))
+        following = request.text[len(request.token_ids) :][: limit + 1]
+        accepted = first_mismatch(drafts, following)
+        is_cut = accepted == len(following)
+        counts = [accepted] * 3 if is_cut else (limit, len(drafts), accepted)
+        request.steps.append(Step(*counts))
+        emitted = following[: accepted + 1]
+        verdicts.append(Verdict(len(drafts), accepted, emitted, None, "target"))
+    return verdicts
+
+
+def first_mismatch(draft_token_ids: list[int], stored_token_ids: list[int]) -> int:
+    """Leading places that agree."""
+    pairs = zip(draft_token_ids, stored_token_ids, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -15,16 +15,30 @@ def stats(num_steps, num_tokens, propose, verify, commit):
 def test_prediction_is_the_formula_of_independent_acceptance():
     rate, num_draft, cost = 0.7, 4, 0.05
     tokens = expected_tokens(rate, num_draft)
-    plain = [stats(60, 60, 0.0, 45.0, 5.0), stats(40, 40, 0.0, 45.0, 5.0)]
-    drafted = [stats(1000, 1000 * tokens, 1000 * num_draft * cost, 1500.0, 50.0)]
+    plain = stats(60, 60, 0.0, 45.0, 5.0)
+    plain.add(stats(40, 40, 0.0, 45.0, 5.0))
+    drafted = stats(1000, 1000 * tokens, 1000 * num_draft * cost, 1500.0, 50.0)
     expected = (1 - rate ** (num_draft + 1)) / ((1 - rate) * (num_draft * cost + 1))
     assert predicted_speed_up(plain, drafted) == pytest.approx(expected)
     assert step_costs(plain, drafted) == pytest.approx((num_draft * cost, 1.55))
 
 
 def test_swi_of_runs():
-    passes = [{"draft_model": 20}, {"draft_model": 15}]
-    runs = [SpecStats(num_steps=5, num_output_tokens=12, num_draft_passes=of) for of in passes]
-    assert swi(runs, 8e6, 1e6) == pytest.approx(24 * 8 / (10 * 8 + 35))
-    copied = [SpecStats(num_steps=5, num_output_tokens=12)]
+    total = SpecStats()
+    for passes in ({}, {"draft_model": 35}):
+        total.add(SpecStats(num_steps=5, num_output_tokens=12, num_draft_passes=passes))
+    assert swi(total, 8e6, 1e6) == pytest.approx(24 * 8 / (10 * 8 + 35))
+    copied = SpecStats(num_steps=5, num_output_tokens=12)
     assert swi(copied, 8e6, 0) == 12 / 5
+
+
+def test_counters_add_up():
+    total, parts = SpecStats(), (SpecStats(), SpecStats())
+    for part, steps in zip(parts, ([(4, 2, 3), (4, 4, 5)], [(4, 0, 1)]), strict=True):
+        for step in steps:
+            part.record_step(*step)
+        total.add(part)
+    assert total.acceptance_histogram == [1, 0, 1, 0, 1]
+    assert total.num_accepted_tokens_per_pos == [2, 2, 1, 1]
+    assert (total.acceptance_rate, total.mean_acceptance_length) == (6 / 12, 9 / 3)
+    assert parts[0].acceptance_histogram == [0, 0, 1, 0, 1]

@@ -66,7 +66,7 @@ def waiting(engine):
 @torch.inference_mode()
 def schedule(engine):
     """Admit and read waiting requests, as the next step would."""
-    engine._schedule()
+    engine._loop._schedule()
 
 
 def take_error(engine):
@@ -86,7 +86,8 @@ def request_of(token_ids, request_id="r", params=_GREEDY, max_len=1000, **fields
 
 def batch_of(*requests, wanted=4, num=None):
     """A step of these requests, each of which wants that many draft tokens."""
-    return Batch(list(requests), [wanted] * len(requests), num or wanted, torch.device("cpu"))
+    most = [wanted] * len(requests)
+    return Batch(list(requests), most, most, num or wanted, torch.device("cpu"))
 
 
 # Blocks

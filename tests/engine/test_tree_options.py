@@ -3,10 +3,12 @@
 import pytest
 import torch
 
-from fastspec import Engine, EngineConfig, SpecConfig
+from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 from fastspec.drafters import Proposal
+from fastspec.drafters.base import check_proposal
 
 from .helpers import GREEDY, PROMPTS, hugging_face_greedy
+from .probes import batch_of, request_of
 
 
 class CountedTrees:
@@ -14,7 +16,7 @@ class CountedTrees:
 
     name = "counted"
 
-    def num_nodes(self, num_speculative_tokens):
+    def max_nodes(self, num_speculative_tokens):
         return 7
 
     def propose(self, batch):
@@ -31,6 +33,20 @@ def test_a_schedule_of_trees_is_refused(model):
     spec = SpecConfig(schedule="adaptive")
     with pytest.raises(ValueError, match=r"^schedule: expected 'constant' for token trees"):
         Engine(model, CountedTrees(), spec=spec)
+
+
+def test_a_batch_counts_tokens_of_a_path_and_nodes_of_a_tree(model):
+    seen = []
+
+    class Listening(CountedTrees):
+        def propose(self, batch):
+            seen.append((batch.num_draft_tokens, batch.max_nodes))
+            shape = len(batch.requests), batch.num_speculative_tokens
+            return Proposal(torch.full(shape, -1, dtype=torch.int32))
+
+    engine = Engine(model, Listening(), spec=SpecConfig(num_speculative_tokens=3))
+    engine.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=4))
+    assert seen == [([3], [7]), ([2], [7]), ([1], [7])]
 
 
 class GivenTrees:
@@ -94,13 +110,13 @@ def test_trees_and_chains_of_a_drafter_from_outside(model):
 
 
 def test_a_tree_needs_the_rule_of_its_siblings():
-    ids = torch.zeros((1, 2), dtype=torch.int32)
+    ids, batch = torch.zeros((1, 2), dtype=torch.int32), batch_of(request_of([1]), wanted=2)
     with pytest.raises(ValueError, match="sibling_rule"):
-        Proposal(ids, ids)
+        check_proposal(Proposal(ids, ids), batch, 10)
     with pytest.raises(ValueError, match="sibling_rule"):
-        Proposal(ids, sibling_rule="target_only")
+        check_proposal(Proposal(ids, sibling_rule="target_only"), batch, 10)
     with pytest.raises(ValueError, match="parents"):
-        Proposal(ids, ids[:, :1], sibling_rule="target_only")
+        check_proposal(Proposal(ids, ids[:, :1], sibling_rule="target_only"), batch, 10)
 
 
 def test_a_rule_that_does_not_exist_is_refused(model):

@@ -285,7 +285,7 @@ def test_bad_input_is_named(arguments, named, target_folder, tmp_path, monkeypat
     ("name", "content", "named"),
     [
         ("a.txt", b"\xff\xfe\xfa", "is not UTF-8"),
-        ("a.jsonl", b'{"words": 1}\n', 'line 1 of .* has no field "text"'),
+        ("a.jsonl", b'{"words": 1}\n', 'line 1 has no field "text"'),
         ("a.jsonl", b'{"text": "x"}\n[1\n', "line 2"),
         ("a.jsonl", b'{"text": 3}\n', "is not a text: 3"),
         ("a.txt", b"", "data: no text has two tokens"),

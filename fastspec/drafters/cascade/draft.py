@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from fastspec.drafters.base import CASCADE_STREAM, Batch, Request
-from fastspec.drafters.texts import Text
 from fastspec.models.transfer import device_tensor
 from fastspec_kernels import uniform
 
@@ -53,9 +52,9 @@ class Draft:
     num_unchanged: int = 0
 
     @property
-    def text(self) -> Text:
+    def text(self) -> list[int]:
         """The committed tokens and the draft."""
-        return Text(self.request, self.request.token_ids + [t.token_id for t in self.tokens])
+        return self.request.token_ids + [token.token_id for token in self.tokens]
 
     def lacks(self, length: int) -> bool:
         """Whether it should have so many tokens, and can have another."""

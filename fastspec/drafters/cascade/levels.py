@@ -73,7 +73,7 @@ class CopyingLevel:
         self._texts = TextStore()
 
     def write(self, drafts: list[Draft], counts: list[int], batch: Batch) -> None:
-        texts = self._texts.extend([draft.text for draft in drafts], batch.device)
+        texts = self._texts.extend(*_texts_of(drafts), batch.device)
         copies = self._copier.copy(texts, max(counts)).tolist()
         for draft, ids, count in zip(drafts, copies, counts, strict=True):
             usable = [0 <= token_id < self._vocab_size for token_id in ids[:count]]
@@ -119,8 +119,9 @@ class ModelLevel:
     def write(self, drafts: list[Draft], counts: list[int], batch: Batch) -> None:
         uniforms = draw_uniforms(drafts, batch.num_speculative_tokens, batch)
         keeps_logits = self._lenience > 1 or any(not draft.is_greedy for draft in drafts)
-        texts, sampling = [draft.text for draft in drafts], _sampling(drafts, batch)
-        token_ids, logits = self.model.write(texts, counts, sampling, uniforms, keeps_logits)
+        token_ids, logits = self.model.write(
+            *_texts_of(drafts), counts, _sampling(drafts, batch), uniforms, keeps_logits
+        )
         probs = [[1.0] * token_ids.shape[1]] * len(drafts)
         if logits is not None and self._lenience > 1:
             flat = logits.view(-1, logits.shape[-1])
@@ -143,7 +144,7 @@ class ModelLevel:
         drafts = [draft for draft, _ in reviewed]
         tokens = [draft.tokens[start:] for draft, start in reviewed]
         num_rows = [len(row) + 1 for row in tokens]
-        logits = self.model.read([draft.text for draft in drafts], num_rows)
+        logits = self.model.read(*_texts_of(drafts), num_rows)
         first = [0, *accumulate(num_rows)]
         split = first[num_by_chain]
         verdicts: list[Verdict] = []
@@ -217,6 +218,10 @@ class ModelLevel:
             verdicts.append((accepted, best_ids[end], kept))
             first += len(row) + 1
         return verdicts
+
+
+def _texts_of(drafts: list[Draft]) -> tuple[list[Request], list[list[int]]]:
+    return [draft.request for draft in drafts], [draft.text for draft in drafts]
 
 
 def _sampling(drafts: list[Draft], batch: Batch) -> SamplingTensors:

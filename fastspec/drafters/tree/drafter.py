@@ -17,7 +17,7 @@ class TreePlan:
 
     Attributes:
         width: children of a node at most.
-        num_nodes: nodes of a tree at most, the root not counted.
+        max_nodes: of a tree, the root not counted.
         is_probabilistic: in batches that sample, siblings are drawn without replacement. These
             trees have a shape that is fixed beforehand: which of the drawn tokens are kept must not
             depend on what they are.
@@ -25,13 +25,13 @@ class TreePlan:
     """
 
     width: int
-    num_nodes: int
+    max_nodes: int
     is_probabilistic: bool
     shape: TreeShape | None = None
 
     def size(self, depth: int) -> int:
         """Nodes of a tree at most, when paths may have that many tokens."""
-        return self.num_nodes if self.shape is None else self.shape.num_nodes(depth)
+        return self.max_nodes if self.shape is None else self.shape.num_nodes(depth)
 
     def start(self, batch: Batch) -> LikeliestTree | ShapedTree:
         """Trees of roots alone."""
@@ -40,10 +40,10 @@ class TreePlan:
         if self.shape is not None:
             return ShapedTree(batch, self.shape, draws)
         if draws:
-            return ShapedTree(batch, balanced_shape(self.width, self.num_nodes, depth), draws)
+            return ShapedTree(batch, balanced_shape(self.width, self.max_nodes, depth), draws)
         # No more nodes are read by the draft model than by the target: their slots are reserved.
-        expanded = min(self.width, max(1, self.num_nodes // max(1, depth - 1)))
-        return LikeliestTree(batch, expanded, self.width, self.num_nodes)
+        expanded = min(self.width, max(1, self.max_nodes // max(1, depth - 1)))
+        return LikeliestTree(batch, expanded, self.width, self.max_nodes)
 
 
 @dataclass(frozen=True)
@@ -113,24 +113,19 @@ class TreeDrafter:
         self._plan = plan
         self._branch = branch
 
-    def num_nodes(self, num_speculative_tokens: int) -> int:
+    def max_nodes(self, num_speculative_tokens: int) -> int:
         """Nodes of a tree at most, when paths may have that many tokens."""
         return self._plan.size(num_speculative_tokens)
 
     def propose(self, batch: Batch) -> Proposal:
         tree = self._plan.start(batch)
-        limits = [
-            min(wanted, request.room)
-            for request, wanted in zip(batch.requests, batch.num_draft_tokens, strict=True)
-        ]
         depths = [
-            min(tree.max_depth, limit, self.draft.room(len(request.token_ids)))
-            for request, limit in zip(batch.requests, limits, strict=True)
+            min(tree.max_depth, wanted, self.draft.room(len(request.token_ids)))
+            for request, wanted in zip(batch.requests, batch.num_draft_tokens, strict=True)
         ]
         counts = grow(tree, self.draft, batch, depths)
         if self._branch is not None and isinstance(tree, LikeliestTree):
-            paths = replace(batch, num_draft_tokens=limits)  # not nodes
-            tree.add_branch(self._branch.propose(paths).token_ids)
+            tree.add_branch(self._branch.propose(batch).token_ids)
         return replace(tree.proposal(), passes=[{self.draft.name: count} for count in counts])
 
     def commit(self, batch: Batch, accepted: list[int]) -> None:

@@ -10,7 +10,6 @@ from fastspec.config.tree_shapes import TreeShape
 from fastspec.drafters.base import DRAFT_STREAM, Batch, Proposal
 from fastspec.drafters.draft_model import DraftModelDrafter, of_rows
 from fastspec.drafters.prompt_lookup import known_counts
-from fastspec.drafters.texts import Text
 from fastspec.drafters.tree.siblings import ConfidenceBins, SiblingCut, drawn, likeliest
 from fastspec.models.token_tree import TreeLayout, packed
 from fastspec.models.transfer import device_tensor
@@ -34,7 +33,7 @@ def grow(
     chain, and only the new one is read.
 
     Args:
-        batch: there is room for num_draft_tokens[b] nodes of each request.
+        batch: there is room for max_nodes[b] nodes of each request.
         depths: levels of each request that are wanted.
     Returns:
         Passes that each request had a part in.
@@ -56,15 +55,15 @@ def grow(
         is_chain = is_chain and width == 1
         counts = [
             max(0, min(width, limit + 1 - first)) if depth > level else 0
-            for limit, depth in zip(batch.num_draft_tokens, depths, strict=True)
+            for limit, depth in zip(batch.max_nodes, depths, strict=True)
         ]
         reading = [b for b, count in enumerate(counts) if count]
         if not reading:
             break
         num_passes = [n + (count > 0) for n, count in zip(num_passes, counts, strict=True)]
         if level == 0:
-            texts = [Text(requests[b], requests[b].token_ids) for b in reading]
-            logits = draft.read(texts, [1] * len(reading))
+            texts = [request.token_ids for request in requests]
+            logits = draft.read(requests, texts, counts)
             vocab_size = logits.shape[1]
         else:
             chosen = slice(None)
@@ -106,14 +105,14 @@ class LikeliestTree:
         batch: Batch,
         width: int,
         num_children: int,
-        num_nodes: int,
+        max_nodes: int,
         bins: ConfidenceBins | None = None,
     ):
         self.max_depth = batch.num_speculative_tokens
         self._batch = batch
         self._width = width
         self._num_children = num_children
-        self._num_nodes = num_nodes
+        self._max_nodes = max_nodes
         self._temperature = batch.sampling["temperature"]
         if self._temperature is not None:
             greedy = _GREEDY_TEMPERATURE if bins is None else 1.0
@@ -153,8 +152,8 @@ class LikeliestTree:
         self._grown = [with_chain(_joined(self._grown), token_ids)]
 
     def proposal(self) -> Proposal:
-        limits = device_tensor(self._batch.num_draft_tokens, torch.int64, self._batch.device)
-        token_ids, parents = best_nodes(_joined(self._grown), self._num_nodes, limits)
+        limits = device_tensor(self._batch.max_nodes, torch.int64, self._batch.device)
+        token_ids, parents = best_nodes(_joined(self._grown), self._max_nodes, limits)
         counts = known_counts(token_ids)
         return Proposal(token_ids, parents, num_tokens=counts, sibling_rule="target_only")
 
@@ -247,8 +246,8 @@ class ShapedTree:
         return Proposal(token_ids, parents.int(), draft_logits, counts, rule)
 
 
-def best_nodes(nodes: Nodes, num_nodes: int, limits: Tensor) -> tuple[Tensor, Tensor]:
-    """The trees of the limits[b] <= num_nodes nodes that score best.
+def best_nodes(nodes: Nodes, max_nodes: int, limits: Tensor) -> tuple[Tensor, Tensor]:
+    """The trees of the limits[b] <= max_nodes nodes that score best.
 
     Args:
         nodes: [B, M] each, parents first; node i + 1 is at place i. token_ids int32; parents int64,
@@ -256,16 +255,16 @@ def best_nodes(nodes: Nodes, num_nodes: int, limits: Tensor) -> tuple[Tensor, Te
             parent, -inf where there is no token.
         limits: [B].
     Returns:
-        token_ids, parents [B, num_nodes] int32, -1 after the last node. A tree holds the parent of
+        token_ids, parents [B, max_nodes] int32, -1 after the last node. A tree holds the parent of
         each of its nodes, as that one scores no less and comes earlier.
     """
     token_ids, parents, scores = nodes
     count, device = scores.shape[1], scores.device
     ordered, order = scores.sort(dim=1, descending=True, stable=True)
     is_out = (torch.arange(count, device=device) >= limits[:, None]) | (ordered == -torch.inf)
-    chosen = order.masked_fill(is_out, count)[:, :num_nodes].sort(dim=1).values
-    chosen = pad(chosen, (0, num_nodes - chosen.shape[1]), value=count)
-    numbers = torch.arange(1, num_nodes + 1, device=device).expand_as(chosen)
+    chosen = order.masked_fill(is_out, count)[:, :max_nodes].sort(dim=1).values
+    chosen = pad(chosen, (0, max_nodes - chosen.shape[1]), value=count)
+    numbers = torch.arange(1, max_nodes + 1, device=device).expand_as(chosen)
     number_of = chosen.new_zeros((len(chosen), count + 2))
     number_of.scatter_(1, chosen + 1, numbers)
     is_node, index = chosen < count, chosen.clamp(max=count - 1)

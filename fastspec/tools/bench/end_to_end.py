@@ -137,14 +137,15 @@ def _measure_at(
 ) -> dict:
     decoders = list(methods.by_name().items())
     seconds = {name: [0.0] * config.repeats for name, _ in decoders}
-    runs: dict[str, list[SpecStats]] = {"plain": [], "speculative": []}
+    plain, ours = SpecStats(), SpecStats()
+    totals = {"plain": plain, "speculative": ours}
     for round_index in range(config.repeats):
         for seed, prompt in enumerate(prompts):
             first = (round_index + seed) % len(decoders)
             for name, decode in decoders[first:] + decoders[:first]:
                 seconds[name][round_index] += _timed(decode, prompt, temperature, seed)
-                if name in runs:
-                    runs[name].append(methods.last_stats)
+                if name in totals:
+                    totals[name].add(methods.last_stats)
                 advance()
     num_tokens = len(prompts) * config.max_tokens
     speeds = {name: num_tokens / statistics.median(rounds) for name, rounds in seconds.items()}
@@ -152,18 +153,19 @@ def _measure_at(
     if methods.parts:
         pairs["cascade / the better of its parts"] = ("speculative", tuple(methods.parts))
     ratios = {
-        label: round(speeds[ours] / max(speeds[name] for name in theirs), 3)
-        for label, (ours, theirs) in pairs.items()
+        label: round(speeds[method] / max(speeds[name] for name in others), 3)
+        for label, (method, others) in pairs.items()
     }
-    draft_cost, judge_cost = step_costs(runs["plain"], runs["speculative"])
-    predicted = predicted_speed_up(runs["plain"], runs["speculative"])
+    draft_cost, judge_cost = step_costs(plain, ours)
+    predicted, rate = predicted_speed_up(plain, ours), ours.acceptance_rate
     return {
         "temperature": temperature,
         "tokens_per_s": {name: round(speed, 2) for name, speed in speeds.items()},
         "seconds": {name: [round(s, 4) for s in rounds] for name, rounds in seconds.items()},
         "ratios": ratios,
-        **_acceptance(runs["speculative"]),
-        "swi": round(swi(runs["speculative"], *methods.num_parameters), 3),
+        "acceptance_rate": None if rate is None else round(rate, 4),
+        "mean_acceptance_length": round(ours.num_output_tokens / ours.num_steps, 4),
+        "swi": round(swi(ours, *methods.num_parameters), 3),
         "draft_cost": round(draft_cost, 3),
         "judge_cost": round(judge_cost, 3),
         "predicted_speed_up": round(predicted, 3),
@@ -171,63 +173,43 @@ def _measure_at(
     }
 
 
-def predicted_speed_up(plain: list[SpecStats], speculative: list[SpecStats]) -> float:
+def predicted_speed_up(plain: SpecStats, speculative: SpecStats) -> float:
     """Tokens of a step over its cost in plain steps: 1 for the target's pass, and the drafts'.
 
     With k draft tokens of cost c each and independent acceptance a this is the formula of
     Leviathan et al., 2211.17192: (1 - a^(k+1)) / ((1 - a) (k c + 1)).
     """
     draft_cost, _ = step_costs(plain, speculative)
-    num_tokens = sum(stats.num_output_tokens for stats in speculative)
-    return num_tokens / _num_steps(speculative) / (1 + draft_cost)
+    return speculative.num_output_tokens / speculative.num_steps / (1 + draft_cost)
 
 
-def step_costs(plain: list[SpecStats], speculative: list[SpecStats]) -> tuple[float, float]:
+def step_costs(plain: SpecStats, speculative: SpecStats) -> tuple[float, float]:
     """Mean time of drafting, and of the target's pass with all that judging takes, in plain steps.
 
     A pass over the many rows of a token tree costs more than one over a single token where
     computing, not reading the weights, takes the time: on a CPU.
     """
-    plain_step = _seconds(plain, "verify", "commit") / _num_steps(plain)
-    step = plain_step * _num_steps(speculative)
-    judging = _seconds(speculative, "verify", "commit")
-    return _seconds(speculative, "propose") / step, judging / step
+    plain_step, judging = (
+        (stats.seconds["verify"] + stats.seconds["commit"]) / stats.num_steps
+        for stats in (plain, speculative)
+    )
+    drafting = speculative.seconds["propose"] / speculative.num_steps
+    return drafting / plain_step, judging / plain_step
 
 
-def swi(runs: list[SpecStats], target_cost: float, draft_cost: float) -> float:
+def swi(stats: SpecStats, target_cost: float, draft_cost: float) -> float:
     """Chen et al.'s SWI of runs with at most one draft model; drafters that copy cost nothing.
 
     Args:
-        runs: their counters.
+        stats: their counters.
         target_cost, draft_cost: of one pass, in any unit: parameters, for example.
     """
-    passes = {"target": _num_steps(runs)}
-    for name in {name for stats in runs for name in stats.num_draft_passes}:
-        passes[name] = sum(stats.num_draft_passes.get(name, 0) for stats in runs)
+    passes = {**stats.num_draft_passes, "target": stats.num_steps}
     costs = {**dict.fromkeys(passes, draft_cost), "target": target_cost}
-    num_tokens = sum(stats.num_output_tokens for stats in runs)
-    return standardized_walltime_improvement(num_tokens, "target", passes, costs)
-
-
-def _seconds(runs: list[SpecStats], *phases: str) -> float:
-    return sum(stats.seconds[phase] for stats in runs for phase in phases)
-
-
-def _num_steps(runs: list[SpecStats]) -> int:
-    return sum(stats.num_steps for stats in runs)
+    return standardized_walltime_improvement(stats.num_output_tokens, "target", passes, costs)
 
 
 def _timed(decode: Decode, prompt: TokenIds, temperature: float, seed: int) -> float:
     start = time.perf_counter()
     decode(prompt, temperature, seed)
     return time.perf_counter() - start
-
-
-def _acceptance(runs: list[SpecStats]) -> dict[str, float | None]:
-    num_drafted = sum(stats.num_draft_tokens for stats in runs)
-    num_accepted = sum(stats.num_accepted_tokens for stats in runs)
-    num_emitted = sum(stats.num_output_tokens for stats in runs)
-    return {
-        "acceptance_rate": round(num_accepted / num_drafted, 4) if num_drafted else None,
-        "mean_acceptance_length": round(num_emitted / _num_steps(runs), 4),
-    }
