@@ -11,7 +11,7 @@ from fastspec.drafters.base import VERIFY_STREAM, Batch
 from fastspec.engine.outputs import Verdict
 from fastspec.engine.request import EngineRequest
 from fastspec.models.runner import ModelRunner
-from fastspec.models.token_tree import TreeLayout, packed
+from fastspec.models.token_tree import packed
 from fastspec.models.transfer import device_tensor
 from fastspec_kernels import verify_chain, verify_tree
 
@@ -54,11 +54,10 @@ def verify(
     cu_rows = device_tensor([*accumulate(counts, initial=0)], torch.int32, batch.device)
     readable = ids.clamp(0, runner.vocab_size - 1).long()
     readable = readable.view(-1) if min(counts) == width + 1 else packed(readable, counts)
-    parents, layout = proposal.parents, None
+    parents = proposal.parents
     if parents is not None:
         parents = pad(parents.masked_fill(proposal.token_ids < 0, -1), (1, 0), value=-1)
-        layout = TreeLayout.of(parents, batch.backend)
-    target_logits = runner.forward(readable, spans, tree=layout)
+    target_logits = runner.forward(readable, spans, parents=parents)
     if proposal.on_judged is not None:
         proposal.on_judged(target_logits, counts)
     given = {"draft_logits": proposal.draft_logits, **batch.sampling, "backend": batch.backend}

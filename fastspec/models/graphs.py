@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastspec.models.layout import PassShape, lay_out
 from fastspec.models.paged_model import KVCache, PagedModel, PagedStep, Span
-from fastspec.models.token_tree import TreeLayout
+from fastspec.models.token_tree import tree_positions
 from fastspec.models.transfer import host_tensor
 
 MOST_TOKENS = 512  # a pass of more keeps the GPU busy for longer than the host needs to launch it
@@ -17,6 +17,7 @@ LEAST_WIDTH = 64  # blocks in a row of the block table; a wider one costs nothin
 logger = logging.getLogger(__name__)
 
 Run = Callable[[], Tensor]
+Tree = tuple[Tensor, Tensor]  # depths [B, N], ancestor_mask [B, N, words]
 
 
 class Capture(Protocol):
@@ -117,16 +118,16 @@ class GraphedForward:
         self._passes: dict[tuple[PassShape, int], StaticPass] = {}
 
     def forward(
-        self, input_ids: Tensor, spans: list[Span], rows: list[int], tree: TreeLayout | None
+        self, input_ids: Tensor, spans: list[Span], rows: list[int], tree: Tree | None
     ) -> Tensor | None:
         """As ModelRunner.forward, with the logits of all tokens where `rows` is empty.
 
-        None for a pass that has to run without a graph.
+        `tree` is what `build_tree` says. None for a pass that has to run without a graph.
 
         Raises:
             ValueError: the model cannot be captured, but must be.
         """
-        num_nodes = 0 if tree is None else tree.ancestor_mask.shape[1]
+        num_nodes = 0 if tree is None else tree[1].shape[1]
         asked = PassShape.of(spans, rows, self._block_size)
         sizes = bucket(asked, self._block_size, num_nodes)
         if self._capture is None or sizes is None:
@@ -185,13 +186,13 @@ class StaticPass:
         self._wide.copy_(host_tensor(wide, torch.int64, device), non_blocking=True)
         self._narrow.copy_(host_tensor(narrow, torch.int32, device), non_blocking=True)
 
-    def fill_trees(self, tree: TreeLayout, counts: list[int]) -> None:
+    def fill_trees(self, tree: Tree, counts: list[int]) -> None:
         """Copy the structure of a filled pass that is one of trees."""
-        step = self._step
-        positions = tree.positions(counts, step.context_lens[: len(counts)])
+        step, (depths, ancestor_mask) = self._step, tree
+        positions = tree_positions(depths, counts, step.context_lens[: len(counts)])
         step.positions[: len(positions)].copy_(positions)
         if step.ancestor_mask is not None:
-            step.ancestor_mask[: len(counts)].copy_(tree.ancestor_mask)
+            step.ancestor_mask[: len(counts)].copy_(ancestor_mask)
 
     def run(self) -> Tensor:
         """The forward pass over the buffers; logits of the rows, or of all tokens."""

@@ -107,7 +107,7 @@ class PagedStep:
         prompt_lens: [B] int32, see `RotaryLengths`.
         backend: of the kernels.
         spans: what is read, as the host knows it; empty where a graph is replayed.
-        ancestor_mask: of token trees, see `TreeLayout`; None = the tokens form chains.
+        ancestor_mask: of token trees, see `build_tree`; None = the tokens form chains.
         glimpse: what a GLIDE draft sees of the target.
         calls: of our attention, noted in the probing pass only.
     """

@@ -6,9 +6,9 @@ from torch import Tensor
 from fastspec.models.graphs import GraphedForward, capture_for
 from fastspec.models.layout import lay_out
 from fastspec.models.paged_model import PagedModel, PagedStep, Span
-from fastspec.models.token_tree import TreeLayout
+from fastspec.models.token_tree import tree_positions
 from fastspec.models.transfer import device_tensor
-from fastspec_kernels import compact_kv
+from fastspec_kernels import build_tree, compact_kv
 
 
 class ModelRunner:
@@ -43,12 +43,16 @@ class ModelRunner:
         input_ids: Tensor,
         spans: list[Span],
         rows: list[int] | None = None,
-        tree: TreeLayout | None = None,
+        parents: Tensor | None = None,
     ) -> Tensor:
         """Run the spans' tokens, packed in order ([T] int64); logits [R, V] of `rows`, or all.
 
-        With `tree` the tokens of span b are the first nodes of tree b, its root the first of them.
+        With `parents` [B, N], see `fastspec_kernels.build_tree`, the tokens of span b are the first
+        nodes of tree b, its root the first of them.
         """
+        tree = None
+        if parents is not None:
+            tree = build_tree(parents, backend=self.paged_model.backend)
         if self.graphs is not None and rows != []:
             every_row = rows == list(range(len(input_ids)))
             kept = [] if every_row else rows or []
@@ -58,8 +62,9 @@ class ModelRunner:
         step = self._step(spans, rows or [])
         positions = step.positions
         if tree is not None:
-            positions = tree.positions([span.count for span in spans], step.context_lens)
-            step.ancestor_mask = tree.ancestor_mask
+            depths, step.ancestor_mask = tree
+            counts = [span.count for span in spans]
+            positions = tree_positions(depths, counts, step.context_lens)
         return self.paged_model.forward(
             input_ids, positions, 0 if rows is None else step.rows, step
         )

@@ -1,33 +1,23 @@
-"""Token trees: what a forward pass needs to know of their structure."""
-
-from typing import NamedTuple
+"""Token trees: where in a text and in a packed pass their nodes are."""
 
 import torch
 from torch import Tensor
 
 from fastspec.models.transfer import device_tensor
-from fastspec_kernels import build_tree
 
 
-class TreeLayout(NamedTuple):
-    """Structure of B trees: depths [B, N] int32, ancestor_mask [B, N, ceil(N / 64)] int64."""
+def tree_positions(depths: Tensor, counts: list[int], context_lens: Tensor) -> Tensor:
+    """Positions [T] int64 of the first counts[b] nodes of each tree, the last of its context.
 
-    depths: Tensor
-    ancestor_mask: Tensor
+    A node is as many positions behind its root as it is deep; padding counts as the root.
 
-    @classmethod
-    def of(cls, parents: Tensor, backend: str) -> "TreeLayout":
-        """The layout of trees given by the parents [B, N] int32 of their nodes."""
-        return cls(*build_tree(parents, backend=backend))
-
-    def positions(self, counts: list[int], context_lens: Tensor) -> Tensor:
-        """Positions [T] int64 of the first counts[b] nodes of each tree, the last of its context.
-
-        A node is as many positions behind its root as it is deep; padding counts as the root.
-        """
-        in_batch = device_tensor(counts, torch.int64, context_lens.device)
-        roots = context_lens.long() - in_batch
-        return packed(roots[:, None] + self.depths.clamp(min=0), counts)
+    Args:
+        depths: [B, N] int32, see `fastspec_kernels.build_tree`.
+        context_lens: [B] int32.
+    """
+    in_batch = device_tensor(counts, torch.int64, context_lens.device)
+    roots = context_lens.long() - in_batch
+    return packed(roots[:, None] + depths.clamp(min=0), counts)
 
 
 def packed(values: Tensor, counts: list[int]) -> Tensor:

@@ -11,7 +11,6 @@ from fastspec.models.graphs import GraphedForward, bucket, capture_for
 from fastspec.models.layout import PassShape, lay_out
 from fastspec.models.paged_model import PagedModel, Span
 from fastspec.models.runner import ModelRunner
-from fastspec.models.token_tree import TreeLayout
 
 from ..models import VOCAB_SIZE, random_model
 from .probes import CountingCapture, runners_of, use_graphs
@@ -150,12 +149,11 @@ def test_padding_of_trees_changes_nothing():
     model = random_model("llama")
     plain, graphed = runner_of(model), runner_of(model, CountingCapture())
     parents = torch.tensor([[-1, 0, 0, 1, 1], [-1, 0, 1, 2, 2], [-1, 0, 0, 0, -1]])
-    tree = TreeLayout.of(parents.int(), "auto")
     for _ in range(2):
         spans = spans_of([(9, 5), (3, 5), (14, 4)])
         ids = ids_for(spans)
-        expected = plain.forward(ids, spans, tree=tree)
-        assert torch.equal(graphed.forward(ids, spans, tree=tree), expected)
+        expected = plain.forward(ids, spans, parents=parents.int())
+        assert torch.equal(graphed.forward(ids, spans, parents=parents.int()), expected)
         assert same_caches(plain, graphed)
 
 

@@ -44,7 +44,7 @@ def step_of(method: str) -> tuple[list[str], list[str]]:
 
 @pytest.mark.parametrize(
     ("method", "most", "most_records"),
-    [("none", 40, 7), ("draft_model", 50, 7), ("tree", 70, 8)],
+    [("none", 40, 7), ("draft_model", 50, 7), ("tree", 70, 7)],
     ids=str,
 )
 def test_a_step_enters_few_functions(method, most, most_records):

@@ -9,7 +9,8 @@ from fastspec.drafters import CapePlan
 from fastspec.drafters.base import SamplingTensors
 from fastspec.drafters.tree.grow import best_nodes, with_chain
 from fastspec.drafters.tree.siblings import drawn, likeliest
-from fastspec.models.token_tree import TreeLayout, packed
+from fastspec.models.token_tree import packed, tree_positions
+from fastspec_kernels import build_tree
 from fastspec_kernels.testing import chi_square
 
 from .probes import batch_of, request_of
@@ -120,9 +121,9 @@ def test_greedy_rows_draw_their_likeliest_tokens_until_none_is_left():
 
 def test_positions_and_packing():
     parents = torch.tensor([[-1, 0, 0, 1], [-1, 0, -1, -1]], dtype=torch.int32)
-    layout = TreeLayout.of(parents, "auto")
+    depths, _ = build_tree(parents)
     context_lens = torch.tensor([10 + 4, 5 + 2], dtype=torch.int32)
-    assert layout.positions([4, 2], context_lens).tolist() == [10, 11, 11, 12, 5, 6]
+    assert tree_positions(depths, [4, 2], context_lens).tolist() == [10, 11, 11, 12, 5, 6]
     assert packed(parents, [2, 3]).tolist() == [-1, 0, -1, 0, -1]
 
 

@@ -6,7 +6,6 @@ import torch
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 from fastspec.models.paged_model import PagedModel, Span
 from fastspec.models.runner import ModelRunner
-from fastspec.models.token_tree import TreeLayout
 from tests.gpu.backends import needs_gpu
 from tests.models import VOCAB_SIZE, perturbed, random_model
 
@@ -59,12 +58,11 @@ def test_replays_of_trees():
     model = random_model("llama").cuda()
     eager, graphed = runner_of(model, "off"), runner_of(model, "on")
     parents = torch.tensor([[-1, 0, 0, 1, 1], [-1, 0, 1, 2, 2], [-1, 0, 0, 0, -1]]).int().cuda()
-    tree = TreeLayout.of(parents, "auto")
     for _ in range(3):
         spans = spans_of([(9, 5), (3, 5), (14, 4)])
         ids = torch.randint(VOCAB_SIZE, (14,), device="cuda")
-        expected = eager.forward(ids, spans, tree=tree)
-        logits = graphed.forward(ids, spans, tree=tree)
+        expected = eager.forward(ids, spans, parents=parents)
+        logits = graphed.forward(ids, spans, parents=parents)
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 

@@ -11,7 +11,7 @@ from fastspec.drafters.base import DRAFT_STREAM, Batch, Proposal
 from fastspec.drafters.draft_model import DraftModelDrafter, of_rows
 from fastspec.drafters.prompt_lookup import known_counts
 from fastspec.drafters.tree.siblings import ConfidenceBins, SiblingCut, drawn, likeliest
-from fastspec.models.token_tree import TreeLayout, packed
+from fastspec.models.token_tree import packed
 from fastspec.models.transfer import device_tensor
 
 Places = slice | Tensor  # of rows [R] in a flat grid [B * E]; a slice stands for all of them
@@ -76,12 +76,12 @@ def grow(
                 requests[b].span(len(requests[b].token_ids) - 1 + start, length)
                 for b, length in zip(reading, lengths, strict=True)
             ]
-            rows = layout = None
+            rows = shape = None
             if not is_chain:
                 ends = zip(accumulate(lengths), reading, strict=True)
                 rows = [row for end, b in ends for row in range(end - counts[b], end)]
-                layout = TreeLayout.of(parents[chosen], runner.paged_model.backend)
-            logits = runner.forward(packed(ids[:, start:], lengths), spans, rows, layout)
+                shape = parents[chosen]
+            logits = runner.forward(packed(ids[:, start:], lengths), spans, rows, shape)
         places = slice(None)
         if sum(counts) < len(counts) * width:
             filled = [b * width + e for b in reading for e in range(counts[b])]
