@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fastspec_kernels import gated_mlp, linear, rms_norm
+from fastspec_kernels import decoder_layer, gated_mlp, linear, rms_norm
 
 from .inputs import BACKENDS
 
@@ -78,4 +78,82 @@ def test_rms_norm(compare, model, rows, backend):
         ours=lambda: rms_norm(x, weight, 1e-6, backend=backend),
         floor=lambda: x.clone(),
         peer=lambda: F.rms_norm(x, (size,), weight, 1e-6),
+    )
+
+
+# SmolLM2-135M: size, hidden, query heads, KV heads, head size, layers.
+SIZES = (576, 1536, 9, 3, 64, 12)
+CONTEXT = 128
+CACHES = ("key_cache", "value_cache")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_decoder_layer(compare, rows, dtype, backend):
+    size, hidden, heads, kv_heads, head_size, num_layers = SIZES
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape):
+        return (torch.randn(*shape, generator=generator) / shape[-1] ** 0.5).to(dtype)
+
+    queries, keys = heads * head_size, kv_heads * head_size
+    shapes = {"query_weight": (queries, size), "key_weight": (keys, size)}
+    shapes |= {"value_weight": (keys, size), "output_weight": (size, queries)}
+    shapes |= {"gate_weight": (hidden, size), "up_weight": (hidden, size)}
+    shapes |= {"down_weight": (size, hidden)}
+    layers = [
+        {name: random(*shape) for name, shape in shapes.items()}
+        | {"attention_norm": torch.ones(size, dtype=dtype)}
+        | {"mlp_norm": torch.ones(size, dtype=dtype)}
+        for _ in range(num_layers)
+    ]
+    floats = [weight.view(torch.float32) for layer in layers for weight in layer.values()]
+    caches = {name: random(CONTEXT // 16, 16, kv_heads, head_size) for name in CACHES}
+    angles = torch.randn(rows, head_size // 2, generator=generator).repeat(1, 2)
+    x, cos, sin = torch.randn(rows, size, generator=generator), angles.cos(), angles.sin()
+    places = {
+        "slot_mapping": torch.arange(CONTEXT - rows, CONTEXT),
+        "block_table": torch.arange(CONTEXT // 16, dtype=torch.int32)[None],
+        "context_lens": torch.tensor([CONTEXT], dtype=torch.int32),
+        "cu_rows": torch.tensor([0, rows], dtype=torch.int32),
+    }
+    seen = torch.arange(CONTEXT) <= torch.arange(CONTEXT - rows, CONTEXT)[:, None]
+
+    def ours(layer):
+        given = {**layer, **caches, **places, "cos": cos, "sin": sin, "eps": 1e-6}
+        return decoder_layer(x, **given, backend=backend)
+
+    def turn(states):  # [heads, rows, head_size]
+        first, second = states.chunk(2, dim=-1)
+        return states * cos.to(dtype) + torch.cat([-second, first], -1) * sin.to(dtype)
+
+    def torch_layer(layer):
+        given = F.rms_norm(x.to(dtype), (size,), layer["attention_norm"], 1e-6)
+        query, key, value = (
+            F.linear(given, layer[f"{name}_weight"]).view(rows, -1, head_size).transpose(0, 1)
+            for name in ("query", "key", "value")
+        )
+        past = [
+            cache.view(CONTEXT, kv_heads, -1)[:-rows].transpose(0, 1) for cache in caches.values()
+        ]
+        keys, values = torch.cat([past[0], turn(key)], 1), torch.cat([past[1], value], 1)
+        attended = F.scaled_dot_product_attention(
+            turn(query)[None], keys[None], values[None], attn_mask=seen, enable_gqa=True
+        )[0]
+        attended = attended.transpose(0, 1).reshape(rows, -1)
+        middle = x.to(dtype) + F.linear(attended, layer["output_weight"])
+        given = F.rms_norm(middle, (size,), layer["mlp_norm"], 1e-6)
+        gate = F.silu(F.linear(given, layer["gate_weight"])) * F.linear(given, layer["up_weight"])
+        return middle + F.linear(gate, layer["down_weight"])
+
+    tolerance = 1e-4 if dtype == torch.float32 else 3e-2
+    expected = torch_layer(layers[0]).float()
+    torch.testing.assert_close(ours(layers[0]), expected, rtol=tolerance, atol=tolerance)
+    shape = {"rows": rows, "K": size, "I": hidden, "context": CONTEXT, "layers": num_layers}
+    compare(
+        {"op": "decoder_layer", "backend": backend, "shape": shape, "dtype": str(dtype)[6:]},
+        ours=lambda: [ours(layer) for layer in layers],
+        floor=lambda: [weight.amax() for weight in floats],
+        peer=lambda: [torch_layer(layer) for layer in layers],
     )

@@ -4,10 +4,11 @@ Names only say which layers may compute that. A trial pass at load decides: each
 copied into a wider type, give the truth, and the op must come as near to it as the modules do.
 """
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,8 @@ from fastspec_kernels import available_backends, decoder_layer
 
 if TYPE_CHECKING:
     from fastspec.models.paged_model import AttentionCall, PagedStep
+
+logger = logging.getLogger(__name__)
 
 TRIAL_TOKENS = 6
 _TRIAL_NAME = "fastspec_trial"
@@ -45,7 +48,8 @@ _SANDWICH = {
     "mlp_out_norm": "post_feedforward_layernorm",
 }
 _HEAD_NORMS = {"query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm"}
-_VARIANTS = tuple(product((0.0, 1.0), ("silu", "gelu_tanh")))  # norm_shift, activation
+# Of norm_shift, activation, and whether queries and keys are rotated.
+_VARIANTS = tuple(product((0.0, 1.0), ("silu", "gelu_tanh"), (True, False)))
 
 
 @dataclass
@@ -56,6 +60,7 @@ class FlatLayer:
         arguments: of `decoder_layer`; the weights are the modules' parameters themselves.
         given: the arguments of the modules in the trial pass.
         made: what they made of them.
+        rotates: whether queries and keys are rotated.
     """
 
     module: Any
@@ -63,6 +68,7 @@ class FlatLayer:
     arguments: dict[str, Any]
     given: tuple[tuple, dict[str, Any]] = ((), {})
     made: Any = None
+    rotates: bool = True
 
     def run(self, hidden: Tensor, cos: Tensor, sin: Tensor, step: "PagedStep") -> Tensor:
         """Rows [T, E] through the layer; factors [T, R]; all float32."""
@@ -74,8 +80,8 @@ class FlatLayer:
             block_table=step.block_table,
             context_lens=step.context_lens,
             cu_rows=step.cu_rows,
-            cos=cos,
-            sin=sin,
+            cos=cos if self.rotates else None,
+            sin=sin if self.rotates else None,
             ancestor_mask=step.ancestor_mask,
             backend=step.backend,
             **self.arguments,
@@ -89,8 +95,9 @@ class FlatLayer:
 
     def forward(self, hidden_states: Tensor, *args, **kwargs) -> Tensor:
         """In the place of the modules' forward, for models that are not flat as a whole."""
-        factors, step = kwargs.get("position_embeddings"), kwargs.get("paged_step")
-        if factors is None or not step.caches or hidden_states.shape[1] > MOST_FEW_ROWS:
+        factors: Any = kwargs.get("position_embeddings")
+        step: Any = kwargs.get("paged_step")
+        if factors is None or step is None or hidden_states.shape[1] > MOST_FEW_ROWS:
             return type(self.module).forward(self.module, hidden_states, *args, **kwargs)
         cos, sin = (factor[0].float() for factor in factors)
         out = self.run(hidden_states[0].float(), cos, sin, step)
@@ -121,18 +128,17 @@ class FlatModel:
         """What the head says of rows that have passed the layers."""
         return self._head(self._norm(hidden.to(self._dtype)))
 
-    def is_whole(self, input_ids: Tensor, logits: Tensor) -> bool:
+    def is_whole(self, input_ids: Tensor, positions: Tensor, logits: Tensor) -> bool:
         """Whether the trial pass went through these parts and no others.
 
-        input_ids: of the trial pass.
+        input_ids, positions: of the trial pass.
         logits: what the model said of its first token.
         """
-        positions = torch.arange(len(input_ids))[None]
         first, last = self._layers[0], self._layers[-1]
-        factors = self._rotary(first.given[0][0], positions)
         ways = [(self._embed(input_ids)[None], first.given[0][0])]
         ways += [(layer.made, after.given[0][0]) for layer, after in pairwise(self._layers)]
         ways += [(self.logits(last.made[0, :1]), logits)]
+        factors = self._rotary(first.given[0][0], positions[None])
         for layer in self._layers:
             ways += zip(factors, layer.given[1]["position_embeddings"], strict=True)
         return all(torch.equal(left, right) for left, right in ways)
@@ -178,14 +184,27 @@ def flatten(
         token.
     """
     by_layer = {call.layer: call for call in calls}
-    proven = [layer for layer in layers if _prove(layer, by_layer[layer.index], step)]
+    proven = [layer for layer in layers if _can_run(_prove, layer, by_layer[layer.index], step)]
     flat = FlatModel(model, proven) if layers and len(proven) == len(layers) else None
-    is_whole = flat is not None and _has_plain_ends(model) and flat.is_whole(input_ids, logits)
+    is_whole = (
+        flat is not None
+        and _has_plain_ends(model)
+        and _can_run(flat.is_whole, input_ids, step.positions, logits)
+    )
     for layer in proven:
         layer.given, layer.made = ((), {}), None
         if not is_whole:
             layer.module.__dict__["forward"] = layer.forward
     return flat if is_whole else None
+
+
+def _can_run(trial: Callable[..., bool], *args) -> bool:
+    """What a trial says; no where it ends in an error, as the modules themselves ran well."""
+    try:
+        return trial(*args)
+    except (RuntimeError, TypeError, ValueError) as error:
+        logger.debug("keeps its modules: %s", error)
+        return False
 
 
 def _base_of(model: PreTrainedModel) -> Any:
@@ -245,7 +264,8 @@ def _prove(layer: FlatLayer, call: "AttentionCall", step: "PagedStep") -> bool:
     those the op must give the same on float32 copies too.
     """
     args, kwargs = layer.given
-    factors, dtype = kwargs.get("position_embeddings"), layer.arguments["attention_norm"].dtype
+    factors: Any = kwargs.get("position_embeddings")
+    dtype = layer.arguments["attention_norm"].dtype
     is_usual = isinstance(factors, tuple) and len(factors) == 2 and len(args) == 1
     if not is_usual or not isinstance(layer.made, Tensor) or call.sinks is not None:
         return False
@@ -256,18 +276,19 @@ def _prove(layer: FlatLayer, call: "AttentionCall", step: "PagedStep") -> bool:
     truth = copy(args[0].to(wide), **(kwargs | {"position_embeddings": wide_factors}))[0]
     hidden = args[0][0].float()
     attention = {"scale": call.scale, "softcap": call.softcap, "sliding_window": call.window}
-    for norm_shift, activation in _VARIANTS:
+    for norm_shift, activation, rotates in _VARIANTS:
         options = attention | {"norm_shift": norm_shift, "activation": activation}
-        trial = FlatLayer(layer.module, layer.index, layer.arguments | options)
+        trial = replace(layer, arguments=layer.arguments | options, rotates=rotates)
         if not is_as_exact(_try(trial, hidden, cos, sin, call, step), layer.made[0], truth):
             continue
         if wide == torch.float32:
             weights = _arguments_of(copy, wide) or {}
-            trial = FlatLayer(copy, layer.index, weights | options)
+            trial = replace(trial, arguments=weights | options)
             error = (_try(trial, hidden, cos, sin, call, step) - truth).norm()
             if error > 1e-4 * (truth - hidden).norm() + 1e-6 * truth.norm():
                 continue
         layer.arguments |= options
+        layer.rotates = rotates
         return True
     return False
 
@@ -281,11 +302,9 @@ def _try(
     step: "PagedStep",
 ) -> Tensor:
     """The op on the trial pass, over a cache of its own."""
-    shape = (1, len(hidden), *call.key_heads)
-    cache = tuple(
-        torch.zeros(shape, dtype=layer.arguments["attention_norm"].dtype) for _ in range(2)
-    )
-    return layer.run(hidden, cos, sin, step.with_caches({layer.index: cache}))
+    shape, dtype = (1, len(hidden), *call.key_heads), layer.arguments["attention_norm"].dtype
+    cache = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
+    return layer.run(hidden, cos, sin, replace(step, caches={layer.index: cache}))
 
 
 def _wider_copy(module: nn.Module, dtype: torch.dtype) -> Any:

@@ -145,10 +145,6 @@ class PagedStep:
             caches, positions, rows, tables, lens, ends, slots, prompts, backend, spans=spans
         )
 
-    def with_caches(self, caches: dict[int, KVCache]) -> "PagedStep":
-        """The same pass over other caches."""
-        return replace(self, caches=caches)
-
     def probed_cache(self, layer: int, key: Tensor, value: Tensor, *options) -> KVCache:
         """Note a call in the probing pass; a block with room for keys and values [T, G, D]."""
         if self.calls is None:
@@ -338,18 +334,19 @@ class PagedModel:
         layers: that may become flat, which is tried on the same tokens.
         """
         calls: list[AttentionCall] = []
-        count = min(TRIAL_TOKENS, self.max_positions or 1) if layers else 1
+        count = TRIAL_TOKENS if layers else 1
         places = torch.arange(count, device=self.device)
-        input_ids = places * (self.vocab_size // count)
-        first = places[:1]
-        wide = torch.cat([places, places, first])
+        # Far apart, as some models scale by position, and that only beyond the first thousands.
+        positions = places * ((self.max_positions or count) // count)
+        input_ids, first = places * (self.vocab_size // count), places[:1]
+        wide = torch.cat([positions, places, first])
         narrow = torch.tensor([count, 0, count, count, 0], dtype=torch.int32, device=self.device)
         spans = [Span([0], 0, count, EncoderInput([0]))]
         step = PagedStep.of({}, wide, narrow, 1, count, self.backend, spans)
         step.calls = calls
         try:
             with recording(layers):
-                logits = self.forward(input_ids, places, first, step)
+                logits = self.forward(input_ids, positions, first, step)
         except (ValueError, RuntimeError) as error:
             if len(dtypes := float_dtypes(self.model)) == 1:
                 raise

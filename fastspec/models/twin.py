@@ -174,7 +174,7 @@ def _is_gated_mlp(module: nn.Module) -> bool:
     )
 
 
-def configs_of(model: PreTrainedModel) -> Iterator:
+def configs_of(model: nn.Module) -> Iterator:
     for module in model.modules():
         config = getattr(module, "config", None)
         if config is not None and hasattr(config, "_attn_implementation"):

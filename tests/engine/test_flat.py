@@ -5,6 +5,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM, SmolLM3Config
 
 from fastspec import Engine, EngineConfig, SamplingParams
 from fastspec_kernels import available_backends
@@ -74,6 +75,20 @@ def test_scaled_rotations(rope_type):
     assert output.token_ids == hugging_face_greedy(model, PROMPTS[1], 20)
 
 
+def test_layers_without_rotation():
+    torch.manual_seed(2)
+    sizes: dict[str, Any] = {"vocab_size": 263, "hidden_size": 32, "intermediate_size": 48}
+    sizes |= {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"max_position_embeddings": 96, "no_rope_layers": [1, 0, 1, 0]}
+    sizes |= dict.fromkeys(("eos_token_id", "bos_token_id", "pad_token_id"))
+    model = AutoModelForCausalLM.from_config(
+        SmolLM3Config(**sizes, initializer_range=0.3), attn_implementation="eager"
+    ).eval()
+    assert is_flat(model)
+    (output,) = Engine(model).generate([PROMPTS[1]], GREEDY)
+    assert output.token_ids == hugging_face_greedy(model, PROMPTS[1], 20)
+
+
 class ScaledLinear(nn.Linear):
     """A subclass that computes something else."""
 
@@ -105,6 +120,19 @@ def change_slightly(model):
         layer.mlp.act_fn = NearlySilu()
 
 
+def change_far_positions(model):
+    """Scales what is far from the beginning of the text, and nothing else."""
+    layer = part(model, "model.layers.1")
+    kind = type(layer)
+
+    class Scaled(kind):
+        def forward(self, hidden_states, *args, position_ids, **kwargs):
+            out = super().forward(hidden_states, *args, position_ids=position_ids, **kwargs)
+            return out * torch.where(position_ids > 300, 2.0, 1.0)[..., None].to(out.dtype)
+
+    layer.__class__ = Scaled
+
+
 def change_subclass(model):
     old = part(model, "model.layers.1.mlp.up_proj")
     new = ScaledLinear(old.in_features, old.out_features, bias=False)
@@ -128,6 +156,7 @@ CHANGES = {
     ),
     "subclass": change_subclass,
     "formula": change_formula,
+    "far positions": change_far_positions,
     "activation": change_slightly,
 }
 

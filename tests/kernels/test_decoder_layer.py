@@ -37,7 +37,7 @@ class Layer:
 
         queries, keys = heads * head_size, kv_heads * head_size
         self.size, self.rotated = size, head_size if not full else 8
-        self.weights = {
+        self.weights: dict[str, Any] = {
             "attention_norm": random(size),
             "query_weight": random(queries, size),
             "key_weight": random(keys, size),
