@@ -30,7 +30,7 @@ test: build/.built
 # What needs longer than a test should, once for a commit: compilation for every GPU architecture,
 # and the pages of docs/ in strict mode.
 check: lint types build/.built
-	$(PYTEST) --dist loadgroup -m check
+	$(PYTEST) --dist load --maxschedchunk 1 -m check
 
 bench: build/.built
 	$(BIN)/python -m pytest benchmarks --benchmark-only $(if $(RECORD),--record $(RECORD)) $(if $(FULL),--full)

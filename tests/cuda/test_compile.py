@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from fcntl import LOCK_EX, flock
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -61,7 +62,6 @@ def find_nvdisasm() -> str | None:
 
 pytestmark = [
     pytest.mark.check,
-    pytest.mark.xdist_group("cuda"),  # what is compiled once is shared
     pytest.mark.skipif(
         find_nvcc() is None,
         reason="no nvcc in CUDA_HOME (or, where that is not set, /usr/local/cuda)",
@@ -80,7 +80,8 @@ def compiled() -> dict[tuple[str, str], tuple[Path, str]]:
     headers = sorted((ROOT / "csrc").rglob("*.*h"))
     common = b"".join(path.read_bytes() for path in headers) + repr(FLAGS).encode()
     jobs = [(source, arch, common) for source in sources for arch in ARCHS]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with (BUILD / "lock").open("w") as lock, ThreadPoolExecutor(os.cpu_count()) as pool:
+        flock(lock, LOCK_EX)  # other workers wait, then find everything there
         results = list(pool.map(lambda job: compile_one(*job), jobs))
     return {
         (source.stem, arch): result for (source, arch, _), result in zip(jobs, results, strict=True)
