@@ -180,7 +180,7 @@ def _existing_path(field: str, source: str | Path) -> str | Path:
         return folder
     if folder.is_file():
         if folder.suffix != ".gguf":
-            raise ValueError(f"{field}: expected a folder or a .gguf file, got {str(source)!r}")
+            raise ValueError(f"{field}: expected a folder or .gguf, {str(source)!r} is a file")
         return folder
     if isinstance(source, Path) or not _may_be_hub_id(source):
         raise ValueError(f"{field}: no such folder: {str(source)!r}")

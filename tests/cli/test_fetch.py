@@ -155,7 +155,7 @@ def test_a_download_that_fails_says_why(cache, monkeypatch, invoke):
 def test_files_that_are_no_models(tmp_path, file):
     other = tmp_path / "model.bin"
     other.write_bytes(b"GGUF")
-    with pytest.raises(ValueError, match=r"target: expected a folder or a \.gguf file"):
+    with pytest.raises(ValueError, match=r"target: expected a folder or \.gguf, .* is a file"):
         Engine(other)
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(file.read_bytes()[:500])

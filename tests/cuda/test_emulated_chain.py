@@ -73,7 +73,7 @@ def variants(case, generator):
 
 
 @pytest.mark.parametrize("draft", ["random", "smaller", "mapped", "certain"])
-@pytest.mark.parametrize("vocab", [1, 5, 33, 260])
+@pytest.mark.parametrize("vocab", [1, 33, 260])
 def test_random_batches(vocab, draft):
     generator = torch.Generator().manual_seed(vocab)
     close = cases = 0

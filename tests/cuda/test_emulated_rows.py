@@ -92,7 +92,7 @@ def same(one, other):
 
 
 @pytest.mark.parametrize("emulation", PLANS, ids=plan_id)
-@pytest.mark.parametrize("vocab", [1, 2, 3, 31, 33, 65, 257])
+@pytest.mark.parametrize("vocab", [1, 3, 33, 257])
 def test_small_vocabularies(emulation, vocab):
     generator = torch.Generator().manual_seed(vocab)
     close = rows = 0

@@ -23,11 +23,12 @@ def hugging_face_greedy(model, prompt, max_new_tokens=40):
     texts = _GREEDY_TEXTS.setdefault(model, {})
     key = tuple(prompt), max_new_tokens
     if key not in texts:
-        texts[key] = _generated(model, prompt, max_new_tokens)
+        texts[key] = generated_greedily(model, prompt, max_new_tokens)
     return texts[key]
 
 
-def _generated(model, prompt, max_new_tokens):
+def generated_greedily(model, prompt, max_new_tokens=40):
+    """The same for a model that a test changes in place."""
     input_ids = torch.tensor([prompt])
     out = model.generate(
         input_ids,

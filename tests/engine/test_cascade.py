@@ -176,5 +176,5 @@ def test_sampled_output_has_the_targets_law(small_models, options):
     sampling = options.pop("sampling", PLAIN)
     size = len(options["k_matrix"])
     spec = SpecConfig("cascade", **options)
-    counts = drawn_counts((model, drafts[: max(1, size - 1)]), sampling, spec, num_draws=5000)
+    counts = drawn_counts((model, drafts[: max(1, size - 1)]), sampling, spec, num_draws=3000)
     assert chi_square(counts, exact_law(model, sampling)) > ALPHA

@@ -10,7 +10,7 @@ from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 
 from ..models import EOS_ID, VOCAB_SIZE, perturbed, random_model
 from .glide_models import random_glide
-from .helpers import hugging_face_greedy
+from .helpers import generated_greedily, hugging_face_greedy
 from .probes import CountingCapture, target_runner, use_graphs
 
 LIMIT = 24  # original_max_position_embeddings
@@ -83,7 +83,7 @@ def test_factors_matter(case):
     model, expected = case
     set_limit(model.config, 96)
     try:
-        others = [hugging_face_greedy(model, prompt, NEW) for prompt in PROMPTS[1:]]
+        others = [generated_greedily(model, prompt, NEW) for prompt in PROMPTS[1:]]
     finally:
         set_limit(model.config, LIMIT)
     assert sum(other != one for other, one in zip(others, expected[1:], strict=True)) >= 3

@@ -19,7 +19,7 @@ LEFT_OUT = (
 CASES_PER_TEST = 2
 # Of each test on an instruction set other than the widest, which runs all cases: enough to meet
 # every branch of the vector code several times.
-CASES_PER_PATH = 8
+CASES_PER_PATH = 6
 WHOLE_TABLES = ("test_edges", "test_wrong_arguments")
 
 INSTRUCTION_SETS = ["none"]
