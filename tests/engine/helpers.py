@@ -12,13 +12,14 @@ from fastspec_kernels import logits_to_probs
 from ..models import perturbed, random_model
 
 PROMPTS = [[1, 2, 3], list(range(5, 22)), [40, 7] * 17, [9]]
-GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+NUM_TOKENS = 28  # over the ends of blocks and windows
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 
 
 _GREEDY_TEXTS = WeakKeyDictionary()  # by model, which no test changes once it has been asked
 
 
-def hugging_face_greedy(model, prompt, max_new_tokens=40):
+def hugging_face_greedy(model, prompt, max_new_tokens=NUM_TOKENS):
     """The new ids, whatever ends a text."""
     texts = _GREEDY_TEXTS.setdefault(model, {})
     key = tuple(prompt), max_new_tokens
@@ -27,7 +28,7 @@ def hugging_face_greedy(model, prompt, max_new_tokens=40):
     return texts[key]
 
 
-def generated_greedily(model, prompt, max_new_tokens=40):
+def generated_greedily(model, prompt, max_new_tokens=NUM_TOKENS):
     """The same for a model that a test changes in place."""
     input_ids = torch.tensor([prompt])
     out = model.generate(
@@ -86,7 +87,7 @@ def exact_law(model, sampling, prompt=PROMPT):
     return (law / law.sum()).reshape((VOCAB_SIZE,) * LENGTH)
 
 
-def drawn_counts(models, sampling, spec, num_draws=6_000, prompt=PROMPT, num_more=0):
+def drawn_counts(models, sampling, spec, num_draws=4_000, prompt=PROMPT, num_more=0):
     """How often each text of LENGTH tokens was drawn, from a target and a drafter or None.
 
     num_more: tokens that each text goes on with, so that the last draft is whole too.

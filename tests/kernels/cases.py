@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fastspec_kernels import backend
 
-SMALL_VOCABS = (1, 2, 3, 31, 32, 33, 64, 65, 1000, 4095, 4096, 4097)
+SMALL_VOCABS = (1, 2, 31, 32, 33, 65, 1000, 4096, 4097)
 LARGE_VOCABS = (32000, 50257, 128256)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TEMPERATURES = (0.0, 1e-6, 0.1, 0.8, 1.0, 10.0, math.inf)

@@ -26,7 +26,7 @@ def fast_backends_of(op):
 
 
 def num_draws(backend):
-    return 5_000 if backend == "reference" else 20_000
+    return 4_000 if backend == "reference" else 12_000
 
 
 def with_draft_logsumexp(backend):

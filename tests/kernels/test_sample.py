@@ -107,7 +107,7 @@ ANY_ROW = {
 
 @pytest.mark.parametrize("backend", backends_of("sample"))
 def test_any_row(backend):
-    num = affordable(backend, 300)
+    num = affordable(backend, 150)
 
     @settings(max_examples=num, deadline=None, derandomize=True, database=None)
     @given(**ANY_ROW)

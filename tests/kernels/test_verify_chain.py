@@ -63,7 +63,7 @@ def test_random_batches_with_logsumexp(backend, kind, vocab, record_property):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("vocab", [4095, 4096, 4097, 8193, 32000, 50257, 128256])
+@pytest.mark.parametrize("vocab", [4096, 4097, 50257, 128256])
 def test_large_vocabularies(backend, vocab):
     generator = torch.Generator().manual_seed(vocab)
     shape = (1 if is_slow(backend) else 4, 2, vocab)

@@ -34,7 +34,7 @@ def random_trees(batch: int, num_nodes: int) -> torch.Tensor:
 
 
 @SPLITS
-@pytest.mark.parametrize("block_size", [1, 16, 33])
+@pytest.mark.parametrize("block_size", [1, 33])
 def test_chains(monkeypatch, programs, block_size):
     monkeypatch.setattr(attention, "PROGRAMS_WANTED", programs)
     case = paged([600, 5, 0, 64, 40], [3, 5, 0, 1, 33], block_size=block_size)
@@ -111,8 +111,7 @@ def row_of(case: Paged, b: int, num_rows: int, last: int) -> Paged:
     return Paged(query, case.key_cache, case.value_cache, table, lengths, cu_rows, [], [])
 
 
-@pytest.mark.parametrize("window", [0, 50])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("window", "dtype"), [(0, torch.float32), (50, torch.float16)])
 def test_bits_of_a_row_depend_on_nothing_else(monkeypatch, fixed_order_products, window, dtype):
     """Alone or in a batch, with more rows or fewer, split or whole: the same bits."""
     lengths, rows = [600, 90, 300], [20, 40, 5]
@@ -139,8 +138,9 @@ def test_a_chain_as_a_tree_has_the_bits_of_the_chain(fixed_order_products):
 
 
 @SPLITS
-@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("poison", "dtype"), [(float("nan"), torch.float32), (float("inf"), torch.bfloat16)]
+)
 def test_values_reach_only_the_rows_that_see_them(
     monkeypatch, fixed_order_products, programs, poison, dtype
 ):
