@@ -104,7 +104,8 @@ def test_trees_and_chains_of_a_drafter_from_outside(model):
     assert all(tree.parents[0] == -1 for tree in trees)
     sources = [source for out in outputs.values() for source in out.sources]
     assert sources.count("draft") == engine.stats.num_accepted_tokens
-    assert "recovered" not in sources[:-4]
+    # Nothing that is proposed of a text is wrong but what would follow its end.
+    assert all("recovered" not in out.sources[:-4] for out in outputs.values())
     writers = [name for out in outputs.values() for name in out.drafters if name]
     assert writers == [f"node {node}" for out in outputs.values() for node in paths[out.request_id]]
 
