@@ -67,7 +67,8 @@ def store_kv(
 
     def check():
         _check_tensors(*tensors)
-        _check_rotation(cos, sin, key)
+        dtypes = (torch.float32, key.dtype)
+        check_rotation(cos, sin, key.shape[0], key.shape[2], dtypes, key.device)
         check_slots(slot_mapping, key_cache)
 
     run_checked("store_kv", backend, key_cache, (*tensors, *options), check)
@@ -132,18 +133,25 @@ def _check_tensors(
     check_last_contiguous("value", value)
 
 
-def _check_rotation(cos: Tensor | None, sin: Tensor | None, key: Tensor) -> None:
+def check_rotation(
+    cos: Tensor | None,
+    sin: Tensor | None,
+    num_rows: int,
+    head_size: int,
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
+) -> None:
     """Check the factors of the rotary embedding."""
     if cos is None and sin is None:
         return
     if cos is None or sin is None:
         raise ValueError("cos, sin: expected both or neither")
-    check_tensor("cos", cos, (key.shape[0], None), (torch.float32, key.dtype), key.device)
+    check_tensor("cos", cos, (num_rows, None), dtypes, device)
     check_last_contiguous("cos", cos)
-    size, head_size = cos.shape[1], key.shape[2]
+    size = cos.shape[1]
     if size % 2 != 0 or not 2 <= size <= head_size:
         raise ValueError(f"cos: expected an even size from 2 to {head_size}, got {size}")
-    check_tensor("sin", sin, tuple(cos.shape), (cos.dtype,), key.device)
+    check_tensor("sin", sin, tuple(cos.shape), (cos.dtype,), device)
     check_last_contiguous("sin", sin)
 
 

@@ -5,14 +5,13 @@ from torch import Tensor
 
 from fastspec_kernels.attention import check_attention, check_options, scale_of_stored
 from fastspec_kernels.backend import run_checked
-from fastspec_kernels.cache import check_slots
+from fastspec_kernels.cache import check_rotation, check_slots
 from fastspec_kernels.checks import (
     FLOAT32,
     LOGITS_DTYPES,
     check_caches,
     check_choice,
     check_contiguous,
-    check_last_contiguous,
     check_number,
     check_positive,
     check_tensor,
@@ -151,7 +150,7 @@ def decoder_layer(
         ):
             if tensor is not None:
                 _check_weight(name, tensor, shape, key_cache)
-        _check_factors(cos, sin, num_rows, head_size, key_cache.device)
+        check_rotation(cos, sin, num_rows, head_size, (torch.float32,), key_cache.device)
         check_tensor("slot_mapping", slot_mapping, (num_rows,), (torch.int64,), key_cache.device)
         check_contiguous("slot_mapping", slot_mapping)
         check_slots(slot_mapping, key_cache)
@@ -168,20 +167,3 @@ def _check_weight(name: str, tensor: Tensor, shape: tuple[int, ...], cache: Tens
     dtypes = (cache.dtype,) if cache.dtype in LOGITS_DTYPES else LOGITS_DTYPES
     check_tensor(name, tensor, shape, dtypes, cache.device)
     check_contiguous(name, tensor)
-
-
-def _check_factors(
-    cos: Tensor | None, sin: Tensor | None, num_rows: int, head_size: int, device: torch.device
-) -> None:
-    """Check the factors of the rotary embedding."""
-    if cos is None and sin is None:
-        return
-    if cos is None or sin is None:
-        raise ValueError("cos, sin: expected both or neither")
-    check_tensor("cos", cos, (num_rows, None), (torch.float32,), device)
-    check_last_contiguous("cos", cos)
-    size = cos.shape[1]
-    if size % 2 != 0 or not 2 <= size <= head_size:
-        raise ValueError(f"cos: expected an even size from 2 to {head_size}, got {size}")
-    check_tensor("sin", sin, (num_rows, size), (torch.float32,), device)
-    check_last_contiguous("sin", sin)

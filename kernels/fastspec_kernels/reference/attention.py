@@ -18,16 +18,22 @@ def store_kv(
 ) -> None:
     """Write by (block, offset) of each slot that is not -1."""
     if cos is not None and sin is not None:
-        size = cos.shape[1]
-        first, second = key[..., :size].float().chunk(2, dim=-1)
-        swapped = torch.cat([-second, first], dim=-1)
-        rotated = key[..., :size].float() * cos[:, None].float() + swapped * sin[:, None].float()
-        key = torch.cat([rotated.to(key.dtype), key[..., size:]], dim=-1)
+        key = rotate(key.float(), cos, sin).to(key.dtype)
     kept = slot_mapping >= 0
     slots = slot_mapping[kept]
     block_size = key_cache.shape[1]
     for cache, rows, scale in ((key_cache, key, key_scale), (value_cache, value, value_scale)):
         cache[slots // block_size, slots % block_size] = _stored(rows[kept], cache.dtype, scale)
+
+
+def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the first R values of each head [T, G, D] by factors [T, R], in the heads' dtype."""
+    size = cos.shape[1]
+    first, second = heads[..., :size].chunk(2, dim=-1)
+    swapped = torch.cat([-second, first], dim=-1)
+    cos, sin = cos[:, None].to(heads.dtype), sin[:, None].to(heads.dtype)
+    rotated = heads[..., :size] * cos + swapped * sin
+    return torch.cat([rotated, heads[..., size:]], dim=-1)
 
 
 def _stored(rows: Tensor, dtype: torch.dtype, scale: float) -> Tensor:

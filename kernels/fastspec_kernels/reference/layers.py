@@ -1,10 +1,9 @@
 """Matrix products and the blocks around attention, in float64 and rounded once."""
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastspec_kernels.reference.attention import store_kv, tree_attention
+from fastspec_kernels.reference.attention import rotate, store_kv, tree_attention
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -67,25 +66,13 @@ def decoder_layer(
     dtype, head_size = key_cache.dtype, key_cache.shape[-1]
 
     def norm(x: Tensor, weight: Tensor | None) -> Tensor:
-        if weight is None:
-            return x
-        scaled = x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
-        return scaled * (norm_shift + weight.double())
-
-    def project(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return F.linear(x, weight.double(), None if bias is None else bias.double())
+        return x if weight is None else rms_norm(x, norm_shift + weight.double(), eps)
 
     def heads(weight: Tensor, bias: Tensor | None) -> Tensor:
-        return project(rows, weight, bias).unflatten(-1, (-1, head_size))
+        return linear(rows, weight, bias).unflatten(-1, (-1, head_size))
 
     def turn(x: Tensor) -> Tensor:
-        if cos is None or sin is None:
-            return x
-        size = cos.shape[1]
-        first, second = x[..., :size].chunk(2, dim=-1)
-        swapped = torch.cat([-second, first], dim=-1)
-        rotated = x[..., :size] * cos[:, None].double() + swapped * sin[:, None].double()
-        return torch.cat([rotated, x[..., size:]], dim=-1)
+        return x if cos is None or sin is None else rotate(x, cos, sin)
 
     x = hidden.double()
     rows = norm(x, attention_norm)
@@ -97,10 +84,10 @@ def decoder_layer(
     pages = block_table, context_lens, cu_rows
     options = scale, sliding_window, softcap, sinks, ancestor_mask
     attended, _ = tree_attention(query, *caches, *pages, *options, False, 1.0)
-    added = project(attended.flatten(1).double(), output_weight, output_bias)
+    added = linear(attended.flatten(1).double(), output_weight, output_bias)
     x = x + norm(added, attention_out_norm)
     rows = norm(x, mlp_norm)
-    gate = project(rows, gate_weight)
+    gate = linear(rows, gate_weight)
     gate = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
-    added = project(gate * project(rows, up_weight), down_weight)
+    added = linear(gate * linear(rows, up_weight), down_weight)
     return (x + norm(added, mlp_out_norm)).float()
