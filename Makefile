@@ -2,6 +2,7 @@
 #   PYTHON=python3.12     interpreter of a new .venv
 #   TORCH=torch==2.13.0   another torch; remembered, so it need not be repeated
 #   TORCH_INDEX=URL       an extra package index to take torch from, for example of CPU-only wheels
+#   MODEL=smollm2         of `make demo`: another model than the bundled pair, answering questions
 
 PYTHON ?= python3
 TORCH ?= $(or $(shell cat .venv/.torch 2>/dev/null),torch==2.13.0)
@@ -17,7 +18,7 @@ MINUTES ?= 8
 .PHONY: demo test check bench docs gpu lint types format clean force
 
 demo: build/.built
-	$(BIN)/fastspec demo
+	$(BIN)/fastspec demo $(if $(MODEL),--target $(MODEL) --chat)
 
 # One process for each core, but not more than pay for their imports; the files that take longest
 # come first.

@@ -24,6 +24,7 @@ from fastspec.cli.options import Flags, with_flags
 from fastspec.cli.prompts import bundled_prompts, named_prompts
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.methods import methods
+from fastspec.models.named import own_draft
 
 _RECORDED = ("lenience", "tree_width", "tree_nodes", "cape", "cape_bins")
 _MAG_TOKENS = 10  # what CS-Drafting's MaG writes
@@ -42,6 +43,7 @@ def bench(
     prompts_file: options.OwnPrompts = None,
     dataset: options.Dataset = None,
     dataset_file: options.DatasetFile = None,
+    chat: options.Chat = False,
     max_tokens: options.MaxTokens = 128,
     num_speculative_tokens: Annotated[
         int | None,
@@ -78,15 +80,16 @@ def bench(
             spec = replace(spec, num_speculative_tokens=drafted.num_draft_tokens())
     check_draft(method, draft)
     if draft is None and methods()[method].needs_draft:
-        if target != "tiny":
+        draft = own_draft(target, method)
+        if draft is None:
             raise typer.BadParameter("--draft: a --target of your own needs a draft model")
-        draft = "tiny-glide" if method == "glide" else "tiny-draft"
     files = _record_files(out, record, f"{method}_cape" if spec.cape else method)
     named = named_prompts(dataset, dataset_file, prompts_file, num_prompts)
-    texts = named or bundled_prompts(num_prompts)
+    texts = named or bundled_prompts(num_prompts, chat)
     quiet_libraries()
     import torch
 
+    from fastspec.drafters.context import load_draft
     from fastspec.drafters.glide import load_glide
     from fastspec.models import loading
     from fastspec.tools import bench as timing
@@ -104,11 +107,11 @@ def bench(
     target_model = loading.load_model("target", target, engine_config)
     draft_model = None
     if draft is not None:
-        loading.check_same_tokenizer(tokenizer, loading.load_tokenizer("draft", draft))
         load = load_glide if method == "glide" else partial(loading.load_model, "draft")
-        draft_model = load(draft, engine_config)
+        draft_model = load_draft("draft", draft, engine_config, tokenizer, target_model, load)
     measured = timing.Methods(target_model, draft_model, spec, max_tokens, engine_config, parts)
-    prompts = [tokenizer(text)["input_ids"] for text in texts]
+    with usage_errors():
+        prompts = [loading.prompt_ids(tokenizer, text, chat) for text in texts]
     with progress_bar("runs") as bar:
         total = config.num_runs(len(prompts), len(measured.by_name()))
         task = bar.add_task("measuring", total=total)

@@ -1,4 +1,4 @@
-"""`fastspec demo`: the bundled pair, plain and speculative, side by side."""
+"""`fastspec demo`: a target, plain and speculative, side by side."""
 
 import re
 import statistics
@@ -17,13 +17,14 @@ from fastspec.cli import options
 from fastspec.cli.display import coloured, legend, number, progress_bar, table_of
 from fastspec.cli.errors import (
     check_can_write,
+    check_draft,
     drafting_method,
     quiet_libraries,
     usage_errors,
 )
-from fastspec.cli.options import Flags, with_flags
+from fastspec.cli.options import Flags, drafts_of, with_flags
 from fastspec.cli.prompts import bundled_prompts
-from fastspec.config import SamplingParams, SpecConfig
+from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 
 if TYPE_CHECKING:
     from fastspec.cli.running import Transcript
@@ -56,7 +57,11 @@ class Comparison:
 @with_flags
 def demo(
     spec: Annotated[SpecConfig, Flags(method="draft_model")],
+    config: Annotated[EngineConfig, Flags("dtype", "device")],
+    target: options.Target = "tiny",
+    draft: options.Draft = None,
     num_prompts: options.NumPrompts = 3,
+    chat: options.Chat = False,
     max_tokens: options.MaxTokens = 96,
     temperature: Annotated[
         float, typer.Option(help="0 is greedy, where both outputs must be equal.")
@@ -65,24 +70,31 @@ def demo(
         Path | None, typer.Option(metavar="FILE", help="Write what is shown as an SVG picture.")
     ] = None,
 ) -> None:
-    """Continue held-out prompts with the bundled pair, plain and speculative, and compare both."""
+    """Continue prompts, plain and speculatively, and compare both.
+
+    By default with the bundled pair. The fetched model answers questions: --target smollm2 --chat.
+    """
     with usage_errors():
         params = SamplingParams(
             temperature=temperature, seed=0, max_tokens=max_tokens, ignore_eos=True
         )
         drafting_method(spec.method)
     check_can_write("--svg", svg)
-    prompts = bundled_prompts(num_prompts)
+    check_draft(spec.method, draft)
+    prompts = bundled_prompts(num_prompts, chat)
     quiet_libraries()
     from fastspec.engine.engine import Engine
+    from fastspec.models.loading import prompt_ids
 
-    engine = Engine("tiny", spec=spec)
+    engine = Engine(target, drafts_of(draft, spec.method), spec=spec, config=config)
+    with usage_errors():
+        ids = [prompt_ids(engine.tokenizer, text, chat) for text in prompts]
     comparisons = []
     with progress_bar("runs") as bar:
         task = bar.add_task("decoding", total=len(prompts))
-        _compare(engine, prompts[0], replace(params, max_tokens=_WARM_UP_TOKENS), spec)
-        for prompt in prompts:
-            comparisons.append(_compare(engine, prompt, params, spec))
+        _compare(engine, prompts[0], ids[0], replace(params, max_tokens=_WARM_UP_TOKENS))
+        for prompt, token_ids in zip(prompts, ids, strict=True):
+            comparisons.append(_compare(engine, prompt, token_ids, params))
             bar.advance(task)
     console = Console(
         record=svg is not None, width=None if svg is None else _PICTURE_WIDTH, highlight=False
@@ -97,7 +109,9 @@ def demo(
         raise typer.Exit(1)
 
 
-def _compare(engine: "Engine", prompt: str, params: SamplingParams, spec: SpecConfig) -> Comparison:
+def _compare(
+    engine: "Engine", prompt: str, prompt_ids: list[int], params: SamplingParams
+) -> Comparison:
     from fastspec.cli.running import run_one
 
     seconds = {False: [], True: []}
@@ -109,7 +123,7 @@ def _compare(engine: "Engine", prompt: str, params: SamplingParams, spec: SpecCo
             else:
                 engine.disable_spec_dec()
             start = time.perf_counter()
-            transcripts[speculative] = run_one(engine, prompt, params)
+            transcripts[speculative] = run_one(engine, prompt, prompt_ids, params)
             seconds[speculative].append(time.perf_counter() - start)
     return Comparison(
         prompt,

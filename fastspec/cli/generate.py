@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fastspec.cli.display import number
-from fastspec.cli.errors import check_can_write, check_draft, note, quiet_libraries
+from fastspec.cli.errors import check_can_write, check_draft, note, quiet_libraries, usage_errors
 from fastspec.cli.options import (
     Config,
     Dataset,
@@ -90,12 +90,14 @@ def generate(
     quiet_libraries()
     from fastspec.cli.printers import JsonPrinter, TextPrinter, run_and_print
     from fastspec.engine.engine import Engine
+    from fastspec.models.loading import prompt_ids
     from fastspec.tools.stored_outputs import stored_record
 
     engine = Engine(target, drafts_of(draft, spec.method), spec=spec, config=config)
     if spec.method == "auto" and not engine.is_speculative:
         note("no --draft, so this is plain decoding")
-    prompts = [_chat_ids(engine, text) for text in texts] if chat else texts
+    with usage_errors():
+        prompts = [prompt_ids(engine.tokenizer, text, True) for text in texts] if chat else texts
     streams = len(texts) == 1 and not as_json and sys.stdout.isatty()
     shown = _token_text(engine) if show_tree else None
     printer = JsonPrinter() if as_json else TextPrinter(len(texts), show_sources, streams, shown)
@@ -117,15 +119,6 @@ def _check_saving(file: Path, params: SamplingParams) -> None:
         raise typer.BadParameter(f"--save-outputs: expected a .jsonl file, got {str(file)!r}")
     if params.temperature > 0 and params.seed is None:
         raise typer.BadParameter("--save-outputs: a sampled run needs a --seed to be simulated")
-
-
-def _chat_ids(engine: "Engine", text: str) -> list[int]:
-    tokenizer = engine.tokenizer
-    if tokenizer is None or tokenizer.chat_template is None:
-        raise typer.BadParameter("--chat: the target's tokenizer has no chat template")
-    messages = [{"role": "user", "content": text}]
-    wrapped = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    return tokenizer(str(wrapped), add_special_tokens=False)["input_ids"]
 
 
 def _token_text(engine: "Engine") -> Callable[[int], str]:

@@ -124,6 +124,14 @@ NumMeasuredPrompts = Annotated[
     int,
     typer.Option("--num-prompts", help="How many of the bundled prompts, or of --dataset, to use."),
 ]
+Chat = Annotated[
+    bool,
+    typer.Option(
+        "--chat",
+        help="Wrap each prompt in the tokenizer's chat template; the bundled prompts are questions"
+        " then, programming tasks, texts to summarise and to edit.",
+    ),
+]
 Dataset = Annotated[
     str | None,
     typer.Option(help="Prompts of mmlu, gsm8k, hellaswag, mt_bench or humaneval."),

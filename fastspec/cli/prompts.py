@@ -69,9 +69,9 @@ def read_prompts(file: Path) -> list[str]:
     return prompts
 
 
-def bundled_prompts(count: int) -> list[str]:
-    """That many of the bundled held-out prompts, spread over the whole set."""
-    available = read_prompts(ASSETS / "prompts.jsonl")
+def bundled_prompts(count: int, chat: bool = False) -> list[str]:
+    """That many of the bundled prompts, held-out code or questions to chat, of the whole set."""
+    available = read_prompts(ASSETS / ("chat-prompts.jsonl" if chat else "prompts.jsonl"))
     if not 1 <= count <= len(available):
         raise typer.BadParameter(f"--num-prompts: expected 1 to {len(available)}, got {count}")
     return [available[index * len(available) // count] for index in range(count)]

@@ -52,10 +52,12 @@ def run_prompts(
             yield index_of[event.request_id], event
 
 
-def run_one(engine: Engine, prompt: str, params: SamplingParams) -> Transcript:
-    """Run one prompt to its end."""
+def run_one(
+    engine: Engine, prompt: str, prompt_ids: list[int], params: SamplingParams
+) -> Transcript:
+    """Run one prompt, given as ids, to its end."""
     transcript = Transcript(0, prompt)
-    for _, event in run_prompts(engine, [prompt], params):
+    for _, event in run_prompts(engine, [prompt_ids], params):
         transcript.add(event)
     return transcript
 

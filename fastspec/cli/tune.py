@@ -1,6 +1,7 @@
 """`fastspec tune`: measure drafters on this machine, and write down the best one."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,6 +21,7 @@ from fastspec.cli.prompts import bundled_prompts, named_prompts
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.checks import refuse
 from fastspec.config.methods import method_named
+from fastspec.models.named import own_draft
 from fastspec.tools.tuned import TunedConfig, save_tuned, spec_fields
 
 if TYPE_CHECKING:
@@ -45,6 +47,7 @@ def tune(
     num_prompts: options.NumMeasuredPrompts = 4,
     dataset: options.Dataset = None,
     dataset_file: options.DatasetFile = None,
+    chat: options.Chat = False,
     max_tokens: options.MaxTokens = 128,
     num_speculative_tokens: Annotated[
         int | None,
@@ -70,8 +73,7 @@ def tune(
     One prompt at a time; predicted by the throughput model, then the choice is measured.
     """
     check_can_write("--out", out)
-    if draft is None and target == "tiny":
-        draft = "tiny-draft"
+    draft = draft or own_draft(target, "draft_model")
     with usage_errors():
         names = _methods(methods, draft)
         if all(name == "cascade" for name in names):
@@ -81,11 +83,12 @@ def tune(
         SpecConfig(num_speculative_tokens=most)
         SamplingParams(temperature=temperature, max_tokens=max_tokens)
     named = named_prompts(dataset, dataset_file, prompts_file, num_prompts)
-    prompts = named or bundled_prompts(num_prompts)
+    texts = named or bundled_prompts(num_prompts, chat)
     quiet_libraries()
     import torch
 
-    from fastspec.models.loading import check_same_tokenizer, load_model, load_tokenizer
+    from fastspec.drafters.context import load_draft
+    from fastspec.models.loading import load_model, load_tokenizer, prompt_ids
     from fastspec.tools.bench import describe_environment
     from fastspec.tools.tune import Planner
 
@@ -97,8 +100,10 @@ def tune(
     target_model = load_model("target", target, config)
     draft_models = []
     for name in drafts if any(map(_needs_draft, specs)) else []:
-        check_same_tokenizer(tokenizer, load_tokenizer("draft", name))
-        draft_models.append(load_model("draft", name, config))
+        load = partial(load_model, "draft")
+        draft_models.append(load_draft("draft", name, config, tokenizer, target_model, load))
+    with usage_errors():
+        prompts = [prompt_ids(tokenizer, text, chat) for text in texts]
     planner = Planner(target_model, tokenizer, max_tokens, temperature, config)
     with progress_bar("runs") as bar:
         task = bar.add_task("measuring", total=len(prompts) * (len(specs) + repeats))

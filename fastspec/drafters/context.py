@@ -13,12 +13,39 @@ from fastspec.drafters.base import Blocks, Drafter
 from fastspec.models.encoder_decoder import paged_model_of
 from fastspec.models.loading import check_same_tokenizer, load_model, load_tokenizer
 from fastspec.models.paged_model import PagedModel
+from fastspec.models.reduced_vocabulary import is_reduced, read_reduced
 from fastspec.models.runner import ModelRunner
 
 ModelSource = str | Path | PreTrainedModel
 DraftSource = ModelSource | Drafter
 DrafterSource = DraftSource | Sequence[DraftSource]
 Loader = Callable[[ModelSource, EngineConfig], PreTrainedModel]
+
+
+def load_draft(
+    field: str,
+    source: ModelSource,
+    config: EngineConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    target: ModelSource,
+    load: Loader,
+) -> PreTrainedModel:
+    """A draft model; what it takes from its target comes from there, as does its tokenizer.
+
+    Args:
+        field: names it in errors.
+        tokenizer: of the target.
+        load: reads a draft that is complete.
+    Raises:
+        ValueError: it cannot be loaded, or is no draft for this target.
+    """
+    if isinstance(source, PreTrainedModel):
+        return load(source, config)
+    if is_reduced(field, source):
+        model = load_model("target", target, config)
+        return load_model(field, source, config, partial(read_reduced, target=model))
+    check_same_tokenizer(tokenizer, load_tokenizer(field, source))
+    return load(source, config)
 
 
 @dataclass(frozen=True)
@@ -54,6 +81,7 @@ class DrafterContext:
         tokenizer: of the target, if it has one.
         vocab_size: of the target.
         target: what the user named, or the loaded model.
+        target_model: the loaded model; None where stored outputs stand for it.
         drafter: what the user named or passed; a method that needs no draft model gets None.
         wants_glide: whether a draft model has to be one of GLIDE.
     """
@@ -65,6 +93,7 @@ class DrafterContext:
     target: ModelSource
     drafter: DrafterSource | None = None
     wants_glide: bool = False
+    target_model: PreTrainedModel | None = None
 
     def load(self, source: DrafterSource | None, load: Loader | None = None) -> PagedModel:
         """A draft model as the engine runs it.
@@ -76,10 +105,10 @@ class DrafterContext:
             raise ValueError(f"drafter: expected a draft model, got the drafter {source.name!r}")
         if not isinstance(source, (str, Path, PreTrainedModel)):
             raise ValueError("drafter: several make a cascade, which spec.method has to be")
-        if not isinstance(source, PreTrainedModel):
-            check_same_tokenizer(self.tokenizer, load_tokenizer("drafter", source))
+        target = self.target_model or self.target
         load = load or partial(load_model, "drafter")
-        return paged_model_of(load(source, self.config), self.config)
+        model = load_draft("drafter", source, self.config, self.tokenizer, target, load)
+        return paged_model_of(model, self.config)
 
     def runner(self, model: PagedModel, block_manager: Blocks) -> ModelRunner:
         """A runner over the blocks of the target's cache."""

@@ -16,6 +16,7 @@ from fastspec.drafters.base import Drafter
 from fastspec.drafters.context import DrafterContext, DrafterPlan, as_plan
 from fastspec.drafters.glide import is_glide
 from fastspec.drafters.tree import with_siblings
+from fastspec.models.named import own_draft
 
 Build = Callable[[DrafterContext], Drafter | DrafterPlan]
 
@@ -81,8 +82,8 @@ def plan_drafter(context: DrafterContext) -> DrafterPlan | None:
         return None
     if given is not None and not takes_draft:
         raise ValueError(f"drafter: method {method.name!r} takes none")
-    if given is None and takes_draft and context.target == "tiny":
-        given = "tiny-glide" if method.name == "glide" else "tiny-draft"
+    if given is None and takes_draft:
+        given = own_draft(context.target, method.name)
     if given is None and takes_draft:
         if not method.needs_draft and not context.spec.cape:
             return None

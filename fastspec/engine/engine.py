@@ -90,7 +90,9 @@ class Engine:
             target_model.rotary.rereads_above if target_model.rotary else None,
         )
         vocab_size = target_model.vocab_size
-        self._drafting = DrafterContext(spec, config, tokenizer, vocab_size, target)
+        self._drafting = DrafterContext(
+            spec, config, tokenizer, vocab_size, target, target_model=model
+        )
         plan = plan_drafter(replace(self._drafting, drafter=drafter))
         models = [target_model, *(plan.models if plan else ())]
         check_same_kind(target_model, models)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from fastspec.models.reduced_vocabulary import ReducedHead
 from fastspec.models.twin import MOST_FEW_ROWS, configs_of, is_as_exact, is_plain
 from fastspec_kernels import available_backends, decoder_layer
 
@@ -217,7 +218,9 @@ def _base_of(model: PreTrainedModel) -> Any:
 def _has_plain_ends(model: PreTrainedModel) -> bool:
     base, head = _base_of(model), model.get_output_embeddings()
     outer = all(is_plain(module) for module in (model, base))
-    return outer and type(base.embed_tokens) is nn.Embedding and type(head) is nn.Linear
+    return (
+        outer and type(base.embed_tokens) is nn.Embedding and type(head) in (nn.Linear, ReducedHead)
+    )
 
 
 def _part(module: nn.Module, path: str) -> Any:

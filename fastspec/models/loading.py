@@ -91,6 +91,23 @@ def load_tokenizer(field: str, source: str | Path) -> PreTrainedTokenizerBase:
         raise _not_loaded(field, "the tokenizer of ", source, error) from error
 
 
+def prompt_ids(tokenizer: PreTrainedTokenizerBase | None, text: str, chat: bool) -> list[int]:
+    """A text's token ids; as a user's message, those of the chat template up to the answer.
+
+    Raises:
+        ValueError: there is no tokenizer, or no template.
+    """
+    if tokenizer is None:
+        raise ValueError("target: a text needs its tokenizer")
+    if not chat:
+        return tokenizer(text)["input_ids"]
+    if tokenizer.chat_template is None:
+        raise ValueError("chat: the target's tokenizer has no chat template")
+    messages = [{"role": "user", "content": text}]
+    wrapped = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    return tokenizer(str(wrapped), add_special_tokens=False)["input_ids"]
+
+
 def load_config(field: str, source: str | Path) -> PreTrainedConfig:
     """The configuration of a model that is not loaded."""
     place, options = _for_transformers(_existing_path(field, source))

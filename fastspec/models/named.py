@@ -9,8 +9,11 @@ BUNDLED = {
     "tiny": ASSETS / "tiny-target",
     "tiny-draft": ASSETS / "tiny-draft",
     "tiny-glide": ASSETS / "tiny-glide",
+    "smollm2-draft": ASSETS / "smollm2-draft",
+    "smollm2-glide": ASSETS / "smollm2-glide",
 }
 FETCHED = ("smollm2",)
+_DRAFTS = {"tiny": ("tiny-draft", "tiny-glide"), "smollm2": ("smollm2-draft", "smollm2-glide")}
 
 
 def cache_folder() -> Path:
@@ -32,3 +35,9 @@ def folder_of(field: str, name: str) -> Path | None:
     if (folder := BUNDLED.get(name)) and not folder.is_dir():
         raise ValueError(f"{field}: {name!r} is not in this copy of fastspec")
     return folder
+
+
+def own_draft(target: object, method: str) -> str | None:
+    """The draft that comes with a target of a short name, for a method; None for other targets."""
+    draft, glide = _DRAFTS.get(str(target), (None, None))
+    return glide if method == "glide" else draft

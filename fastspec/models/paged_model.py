@@ -23,6 +23,7 @@ from fastspec.models.flat import (
     recording,
 )
 from fastspec.models.loading import float_dtypes
+from fastspec.models.reduced_vocabulary import ReducedHead
 from fastspec.models.rotary import RotaryLengths
 from fastspec.models.twin import MOST_FEW_ROWS, twin_of, use_few_row_kernels, use_few_row_mlps
 from fastspec_kernels import available_backends, store_kv, tree_attention
@@ -390,10 +391,10 @@ def _kept_windows(text_config: Any) -> dict[int, int]:
 
 
 def _vocab_size(model: PreTrainedModel) -> int:
-    head = model.get_output_embeddings()
+    head: Any = model.get_output_embeddings()
     if head is None:
         raise ValueError(f"{type(model).__name__}: has no language-model head")
-    return cast(Tensor, head.weight).shape[0]
+    return head.out_features if isinstance(head, ReducedHead) else head.weight.shape[0]
 
 
 def _check_float8(device: torch.device, backend: str) -> None:

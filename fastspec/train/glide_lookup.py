@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fastspec.drafters.glide.model import GlideCrossAttention, GlideLlamaForCausalLM
+from fastspec.models.reduced_vocabulary import ReducedHead
 from fastspec.train.glide_data import Lesson
 
 _REACH = 40  # tokens over which a rotary pair must turn by less than a radian to be matched
@@ -36,7 +37,9 @@ def start_as_lookup(draft: GlideLlamaForCausalLM, lesson: Lesson) -> None:
     valid = lesson.valid[:, :-2] & lesson.valid[:, 1:-1] & lesson.valid[:, 2:]
     ids = lesson.token_ids
     tokens = _Tokens(*(part[valid] for part in (ids[:, :-2], ids[:, 1:-1], ids[:, 2:])))
-    embeddings = draft.lm_head.weight.float()
+    is_reduced = isinstance(draft.lm_head, ReducedHead)
+    output: Any = draft.model.embed_tokens if is_reduced else draft.lm_head
+    embeddings = output.weight.float()
     layers: Any = draft.model.layers
     for layer, (keys, values) in zip(layers, lesson.layers, strict=True):
         cross: GlideCrossAttention = layer.cross_attn

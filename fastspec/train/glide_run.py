@@ -1,19 +1,23 @@
-"""A run of `fastspec train glide`, from text to a folder with a draft and its report."""
+"""A run of `fastspec train draft` or `glide`, from text to a folder with a draft and its report."""
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.checks import require
-from fastspec.drafters.glide import GlideLlamaForCausalLM
+from fastspec.drafters.glide import GlideLlamaForCausalLM, is_glide
 from fastspec.engine.engine import Engine
-from fastspec.train.glide import Advance, GlideTrainer, TrainOptions, make_glide, make_plain
-from fastspec.train.glide_data import Rows, frozen_target
+from fastspec.models.reduced_vocabulary import ReducedHead, reduce_vocabulary, save_reduced
+from fastspec.train.glide import Advance, GlideTrainer, make_glide, make_plain, make_shallow
+from fastspec.train.glide_data import Rows, frozen_target, most_frequent, stored_target
+from fastspec.train.options import DraftShape, TrainOptions
 from fastspec.train.processes import OneProcess
 
 _REPORT_PROMPTS = 16
@@ -21,43 +25,44 @@ _REPORT_TOKENS = 64
 
 
 def make_draft(
-    target: PreTrainedModel,
-    layers: int = 1,
-    hidden_size: int | None = None,
-    intermediate_size: int | None = None,
-    plain: bool = False,
+    target: PreTrainedModel, rows: Rows, shape: DraftShape, kind: str
 ) -> PreTrainedModel:
     """A fresh draft for a target; its heads are of the target's size.
 
     Args:
-        layers: 1 or 2 is what pays, up to the target's.
-        hidden_size, intermediate_size: None = the target's.
-        plain: a Llama as large, without cross-attention, to compare with.
+        rows: what it is to be trained on, which the tokens of a reduced vocabulary are taken from.
+        kind: "glide", "draft" for a plain one, or "plain" for one as large as a GLIDE draft.
     Raises:
         ValueError: a shape that does not fit together.
     """
-    sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size}
-    shape = {name: size for name, size in sizes.items() if size is not None}
-    for name, size in shape.items():
-        require(name, size, size >= 1, "an int >= 1")
+    sizes = {name: getattr(shape, name) for name in ("hidden_size", "intermediate_size")}
+    sizes = {name: size for name, size in sizes.items() if size is not None}
     large = target.config.get_text_config(decoder=True)
-    if hidden_size not in (None, large.hidden_size):
+    if shape.hidden_size not in (None, large.hidden_size):
         head_dim = getattr(large, "head_dim", None)
         head_dim = head_dim or large.hidden_size // large.num_attention_heads
-        heads, rest = divmod(hidden_size, head_dim)
-        require("hidden_size", hidden_size, rest == 0, f"a multiple of the head size {head_dim}")
-        shape |= {"num_attention_heads": heads, "num_key_value_heads": heads}
-    glide = make_glide(target, layers, start=None, **shape)
-    return make_plain(glide, target) if plain else glide
+        heads, rest = divmod(shape.hidden_size, head_dim)
+        expected = f"a multiple of the head size {head_dim}"
+        require("hidden_size", shape.hidden_size, rest == 0, expected)
+        sizes |= {"num_attention_heads": heads, "num_key_value_heads": heads}
+    if kind == "draft":
+        draft = make_shallow(target, shape.layers, **sizes)
+    else:
+        draft = make_glide(target, shape.layers, **sizes)
+        draft = make_plain(draft, target) if kind == "plain" else draft
+    if (size := shape.reduced_vocab_size) is not None:
+        vocab_size = draft.config.vocab_size
+        require("reduced_vocab_size", size, size <= vocab_size, f"at most {vocab_size}")
+        reduce_vocabulary(draft, target, most_frequent(rows, size))
+    return draft
 
 
 def split_rows(rows: Rows, held_out: float, seed: int) -> tuple[Rows, Rows]:
     """Rows to train on, and at least one, chosen at random, to judge the draft by.
 
     Raises:
-        ValueError: a part out of range, or fewer than two rows.
+        ValueError: fewer than two rows.
     """
-    require("held_out", held_out, 0 < held_out < 1, "a number between 0 and 1")
     if len(rows) < 2:
         raise ValueError("data: too little text; there is one row, which cannot be held out too")
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
@@ -74,23 +79,40 @@ def train_draft(
     processes: OneProcess,
     resume: bool,
     advance: Advance,
+    on_row: Callable[[int], None] = lambda num_rows: None,
 ) -> dict[str, float]:
     """Train a draft into the folder `out`: checkpoints, weights, record.
 
+    advance is called after each step, on_row with the rows that the target has been run on where
+    its states are stored first.
+
     Raises:
-        ValueError: a checkpoint that is missing, or there without being asked for.
+        ValueError: a checkpoint that is missing, or there without being asked for; a reduced
+            vocabulary, which only distillation can teach, without it.
     """
     if (out / "checkpoint.pt").exists() and not resume:
         raise ValueError(f"out: {out} holds a checkpoint: resume it, or choose another folder")
     target.to(processes.device)  # pyright: ignore[reportArgumentType]
-    teacher = frozen_target(target, rows, draft.config.num_hidden_layers)
+    head: Any = draft.get_output_embeddings()
+    token_ids = head.token_ids if isinstance(head, ReducedHead) else None
+    if token_ids is not None:
+        weight = options.distillation
+        require("distillation", weight, weight == 1, "1, as the vocabulary is reduced")
+    num_layers = draft.config.num_hidden_layers
+    if options.store_target:
+        out.mkdir(parents=True, exist_ok=True)
+        num_layers = num_layers if isinstance(draft, GlideLlamaForCausalLM) else 0
+        file = out / "target-states.bin"
+        teacher = stored_target(target, rows, num_layers, token_ids, file, on_row)
+    else:
+        teacher = frozen_target(target, rows, num_layers, token_ids)
     trainer = GlideTrainer(draft, teacher, len(rows), options, out, processes)
     if resume:
         trainer.resume()
     trainer.run(advance)
     trained = processes.unwrap_model(trainer.draft, keep_fp32_wrapper=False).eval()
     if processes.is_main_process:
-        trained.save_pretrained(out)
+        trained.save_pretrained(out) if token_ids is None else save_reduced(trained, out)
     return trainer.record
 
 
@@ -100,14 +122,16 @@ def one_epoch(num_rows: int, batch_size: int, processes: OneProcess) -> int:
 
 
 def report_acceptance(
-    target: PreTrainedModel, draft: PreTrainedModel, held_out: Rows, spec: SpecConfig, out: Path
+    target: PreTrainedModel, held_out: Rows, spec: SpecConfig, out: Path
 ) -> dict[str, float]:
-    """Decode held-out prompts greedily with the draft; what was accepted, also into the record.
+    """Decode held-out prompts greedily with the draft in `out`; what was accepted, also into its
+    record.
 
     A prompt is the first half of a row; 16 at most, 64 new tokens each at most.
     """
-    method = "glide" if isinstance(draft, GlideLlamaForCausalLM) else "draft_model"
-    engine = Engine(target, draft, spec=replace(spec, method=method), config=EngineConfig())
+    method = "glide" if is_glide(out) else "draft_model"
+    config = EngineConfig(device=str(target.device))
+    engine = Engine(target, out, spec=replace(spec, method=method), config=config)
     shown = held_out.take(torch.arange(len(held_out))[:_REPORT_PROMPTS])
     lengths = (shown.lengths // 2).clamp(min=1).tolist()
     prompts = [ids[:n].tolist() for ids, n in zip(shown.token_ids, lengths, strict=True)]

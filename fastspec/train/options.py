@@ -3,10 +3,41 @@
 import math
 from dataclasses import MISSING, dataclass
 
-from fastspec.config.options import check_options, documented, integer, number, option
+from fastspec.config.options import BOOL, check_options, choice, documented, integer, number, option
 
 _MOST = 2**20  # of sizes; larger ones are mistakes
 _PART = number("a number from 0 to 1", lambda value: 0 <= value <= 1)
+
+
+@documented
+@dataclass(frozen=True)
+class DraftShape:
+    """The size of a draft, and the text that it is trained on."""
+
+    layers: int = option(1, integer(1, _MOST), "Layers of the draft; few pay most.")
+    hidden_size: int | None = option(
+        None, integer(1, _MOST), "Width of the layers; by default the target's."
+    )
+    intermediate_size: int | None = option(
+        None, integer(1, _MOST), "Width of the feed-forward blocks; by default the target's."
+    )
+    reduced_vocab_size: int | None = option(
+        None,
+        integer(1, _MOST),
+        "Tokens that the draft can write, the most frequent ones of the data; by default all.",
+        "Such a draft takes its embeddings and the rows of its head from the target and keeps its"
+        " own weights in 8 bits: a small file, of use with this target alone.",
+        flags=("--vocab-size",),
+    )
+    context: int = option(512, integer(2, _MOST), "Tokens of a row.")
+    held_out: float = option(
+        0.05,
+        number("a number between 0 and 1", lambda value: 0 < value < 1),
+        "Part of the rows that is held out, to judge the draft.",
+    )
+
+    def __post_init__(self):
+        check_options(self)
 
 
 @documented
@@ -26,11 +57,22 @@ class TrainOptions:
     distillation: float = option(
         0.0, _PART, "Weight of the target's distribution against the text, 0 to 1."
     )
+    optimizer: str = option(
+        "muon",
+        choice("muon", "adam"),
+        "Of the layers' matrices; all else is trained by AdamW.",
+    )
     lookup_rows: int = option(
         0,
         integer(0, None),
         "Fit cross-attention to this many rows first, to copy; 0 does not.",
         "As `start_as_lookup` says, for a fresh GLIDE draft; a plain draft has none.",
+    )
+    store_target: bool = option(
+        False,
+        BOOL,
+        "Run the target once over all rows and keep its final states on disk.",
+        "Instead of at every step; it pays from the second pass over the data on.",
     )
     checkpoint_steps: int = option(200, integer(1, None), "Steps between checkpoints.")
     seed: int = option(0, integer(0, 2**63 - 1), "Seed of the weights and of the order of rows.")

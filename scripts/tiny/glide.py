@@ -12,11 +12,10 @@ from transformers import LlamaForCausalLM
 from fastspec.config import SamplingParams, SpecConfig
 from fastspec.drafters.glide.dense import TopLayers
 from fastspec.engine.engine import Engine
-from fastspec.train.glide import GlideTrainer, TrainOptions, make_glide, make_plain
+from fastspec.train.glide import GlideTrainer, TrainOptions, make_glide, make_plain, muon
 from fastspec.train.glide_data import Lesson, Rows
 from fastspec.train.processes import OneProcess
 from scripts.tiny.evaluate import MAX_NEW_TOKENS, NUM_SPECULATIVE_TOKENS
-from scripts.tiny.optim import make_optimizers
 
 _READ_ROWS = 32
 _LOG_STEPS = 20
@@ -101,7 +100,7 @@ def train_drafts(
             options,
             out / kind,
             OneProcess(torch.device("cpu")),
-            lambda model, rate: make_optimizers(model, rate, shares=1),
+            muon,
         )
         if resume:
             trainer.resume()

@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
-from scripts.tiny.optim import WallClockAnneal, make_optimizers, set_rate
+from fastspec.train.glide import muon
+from scripts.tiny.optim import WallClockAnneal, set_rate
 
 # Tensors of the same number of rows; the first holds token ids i64[B, S + 1].
 Batch = tuple[torch.Tensor, ...]
@@ -58,7 +59,7 @@ class TrainingLoop:
         self.model, self.options = model, options
         self.draw, self.loss_of, self.evaluate = draw, loss_of, evaluate
         self.parameters = list(model.parameters())
-        self.optimizers = make_optimizers(model, options.rate, options.workers)
+        self.optimizers = muon(model, options.rate, options.workers)
         self.pool = ThreadPoolExecutor(options.workers)
         torch.set_num_threads(1)
         self.record: dict[str, float] = {"steps": 0, "tokens": 0, "minutes": 0.0}

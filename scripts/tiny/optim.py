@@ -42,21 +42,6 @@ class WallClockAnneal:
         return self.factor * min(1.0, (self.steps + 1) / self.warmup_steps)
 
 
-def make_optimizers(
-    model: torch.nn.Module, rate: float, shares: int
-) -> list[torch.optim.Optimizer]:
-    """Muon for the layers' matrices, in `shares` that may step at once; AdamW for all else."""
-    matrices, rest = [], []
-    for name, parameter in model.named_parameters():
-        in_layer = ".layers." in name and parameter.ndim == 2
-        (matrices if in_layer else rest).append(parameter)
-    muon = {"lr": rate, "weight_decay": 0.05, "adjust_lr_fn": "match_rms_adamw"}
-    return [
-        *(torch.optim.Muon(matrices[share::shares], **muon) for share in range(shares)),
-        torch.optim.AdamW(rest, lr=rate, betas=(0.9, 0.95), weight_decay=0.0),
-    ]
-
-
 def set_rate(optimizers: list[torch.optim.Optimizer], rate: float) -> None:
     """Sets one learning rate everywhere (Muon's updates are scaled to AdamW's size)."""
     for optimizer in optimizers:

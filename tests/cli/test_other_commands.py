@@ -35,8 +35,8 @@ def test_demo_when_sampling_claims_no_identity(invoke, bundled):
 def test_demo_notices_a_difference(invoke, bundled, monkeypatch):
     run_one = running.run_one
 
-    def wrong_when_speculative(engine, prompt, params):
-        return run_one(engine, prompt + "!" * engine.is_speculative, params)
+    def wrong_when_speculative(engine, prompt, ids, params):
+        return run_one(engine, prompt, [*ids, 1] if engine.is_speculative else ids, params)
 
     monkeypatch.setattr(running, "run_one", wrong_when_speculative)
     result = invoke(*DEMO)

@@ -194,11 +194,12 @@ def test_drafts_start_as_a_trained_one():
     assert torch.equal(glide.model.layers[0].cross_attn.q_proj.weight, large)
 
 
-def test_rows_are_windows_of_each_document():
+def test_rows_are_windows_of_the_documents():
     rows = cut_rows([[1, 2, 3, 4, 5, 6], [7], [8, 9], []], context=3)
-    assert rows.token_ids.tolist() == [[1, 2, 3, 4], [4, 5, 6, 0], [8, 9, 0, 0]]
-    assert rows.lengths.tolist() == [4, 3, 2]
-    assert rows.valid.sum(dim=1).tolist() == [4, 3, 2]
+    assert rows.token_ids.tolist() == [[1, 2, 3, 4], [4, 5, 6, 7], [7, 8, 9, 0]]
+    assert rows.lengths.tolist() == [4, 4, 3]
+    assert rows.valid.sum(dim=1).tolist() == [4, 4, 3]
+    assert cut_rows([[1, 2], [3, 4]], context=3).token_ids.tolist() == [[1, 2, 3, 4]]
     with pytest.raises(ValueError, match="data: no text has two tokens"):
         cut_rows([[1], []], context=3)
 

@@ -4,7 +4,7 @@ from fastspec.drafters.base import Blocks, Drafter
 from fastspec.drafters.context import DrafterContext, DrafterPlan
 from fastspec.drafters.draft_model import DraftModelDrafter
 from fastspec.drafters.glide.loading import load_glide
-from fastspec.drafters.glide.model import GlideLlamaConfig
+from fastspec.drafters.glide.model import GlideLlamaConfig, GlideLlamaForCausalLM
 from fastspec.drafters.glide.paged import GlideRunner
 from fastspec.models.paged_model import KVCache, PagedModel
 from fastspec.models.runner import ModelRunner
@@ -68,6 +68,8 @@ def build(context: DrafterContext) -> Drafter | DrafterPlan:
     if isinstance(given, Drafter):
         raise ValueError(f"drafter: GLIDE needs a GLIDE model, got {given.name!r}")
     model = context.load(given, load_glide)
+    if not isinstance(model.model, GlideLlamaForCausalLM):
+        raise ValueError(f"drafter: GLIDE needs a GLIDE model, got {model.name}")
     chunk_size, probabilistic = context.config.prefill_chunk_size, context.spec.draws_drafts
 
     def drafter(target: ModelRunner | None, block_manager: Blocks) -> Drafter:

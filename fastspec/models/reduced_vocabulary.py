@@ -1,0 +1,124 @@
+"""Draft models that know a part of the vocabulary, and take embeddings from their target.
+
+A draft may propose any subset of the tokens and stay exact: its distribution is then over these
+(FR-Spec, arXiv 2502.14856). What it proposes is checked as ever; its head, most of the weights that
+a shallow draft reads for a token, becomes small.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils.hub import cached_file
+
+from fastspec.models.loading import load_config
+
+_FIELD = "reduced_vocab_size"  # in config.json
+_FILE = "model.safetensors"
+_SCALE = ".scale"
+_MOST = 127  # of 8 bits
+
+
+class ReducedHead(nn.Module):
+    """The rows [R, E] of a language-model head that tell R tokens, in order of their ids.
+
+    All others get logits of -inf; in training mode there are no others, and logits are [.., R].
+    """
+
+    def __init__(self, weight: Tensor, token_ids: Tensor, vocab_size: int):
+        super().__init__()
+        rows, size = weight.shape
+        self.linear = nn.Linear(size, rows, bias=False, device="meta")
+        self.linear.weight = nn.Parameter(weight, requires_grad=False)
+        self.token_ids: Tensor
+        self.register_buffer("token_ids", token_ids)
+        self.out_features = vocab_size
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        known = self.linear(hidden)
+        if self.training:
+            return known
+        logits = known.new_full((*known.shape[:-1], self.out_features), -torch.inf)
+        logits[..., self.token_ids] = known
+        return logits
+
+
+def reduce_vocabulary(draft: PreTrainedModel, target: PreTrainedModel, token_ids: Tensor) -> None:
+    """Give a draft the target's embeddings, frozen, and the rows of its head for some tokens [R].
+
+    Raises:
+        ValueError: the target's hidden states or vocabulary are of another size than the draft's,
+            or its head has a bias.
+    """
+    embeddings: Any = target.get_input_embeddings()
+    head: Any = target.get_output_embeddings()
+    config = draft.config
+    shapes = {tuple(part.weight.shape) for part in (embeddings, head)}
+    if shapes != {(config.vocab_size, config.hidden_size)}:
+        raise ValueError(
+            f"drafter: takes embeddings {(config.vocab_size, config.hidden_size)} from its target,"
+            f" which has {' and '.join(map(str, sorted(shapes)))}"
+        )
+    if getattr(head, "bias", None) is not None:
+        raise ValueError(f"drafter: {type(target).__name__} has a head with a bias: not supported")
+    shared = nn.Embedding.from_pretrained(embeddings.weight.detach().to(draft.dtype))
+    rows = head.weight.detach()[token_ids.to(head.weight.device)].to(draft.dtype)
+    draft.set_input_embeddings(shared)
+    config.tie_word_embeddings = False
+    draft.lm_head = ReducedHead(rows, token_ids.to(rows.device), config.vocab_size)
+    setattr(config, _FIELD, len(token_ids))
+
+
+def is_reduced(field: str, source: str | Path) -> bool:
+    """Whether a draft model takes embeddings from its target; `field` names it in errors."""
+    return hasattr(load_config(field, source), _FIELD)
+
+
+def save_reduced(draft: PreTrainedModel, folder: Path) -> None:
+    """Write a draft without what it takes from its target; matrices in 8 bits, a scale a row."""
+    head: Any = draft.get_output_embeddings()
+    tensors = {"lm_head.token_ids": head.token_ids.to(torch.int32).contiguous()}
+    for name, weight in _own_weights(draft).items():
+        weight = weight.detach().float()
+        if weight.dim() == 2:
+            scale = weight.abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / _MOST
+            tensors[name + _SCALE] = scale.contiguous()
+            weight = (weight / scale).round().to(torch.int8)
+        tensors[name] = weight.contiguous()
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / _FILE)
+    draft.config.save_pretrained(folder)
+
+
+def read_reduced(path: str | Path, target: PreTrainedModel, **options: Any) -> PreTrainedModel:
+    """Read what `save_reduced` wrote, in the target's type and on its device.
+
+    Raises:
+        ValueError: another target, or weights that are missing.
+    """
+    config: Any = AutoConfig.from_pretrained(path)
+    tensors = load_file(str(cached_file(path, _FILE)))
+    token_ids = tensors.pop("lm_head.token_ids").long()
+    ends = {name: getattr(config, name) for name in ("vocab_size", "pad_token_id")}
+    config.update({"vocab_size": 1, "pad_token_id": None})  # both ends are the target's
+    draft = AutoModelForCausalLM.from_config(config, dtype=target.dtype)
+    draft.config.update(ends)
+    own = _own_weights(draft)
+    if missing := sorted(own.keys() - tensors.keys()):
+        raise ValueError(f"{len(missing)} weights are missing, such as {missing[0]}")
+    with torch.no_grad():
+        for name, weight in own.items():
+            weight.copy_(tensors[name] * tensors.get(name + _SCALE, torch.ones(())))
+    draft.to(target.device)  # pyright: ignore[reportArgumentType]
+    reduce_vocabulary(draft, target, token_ids)
+    return draft.eval()
+
+
+def _own_weights(draft: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """Those that it does not take from its target."""
+    ends: Any = draft.get_input_embeddings(), draft.get_output_embeddings()
+    taken = {id(weight) for part in ends for weight in part.parameters()}
+    return {name: each for name, each in draft.named_parameters() if id(each) not in taken}

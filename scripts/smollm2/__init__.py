@@ -1,0 +1,1 @@
+"""The draft models shipped for SmolLM2."""
