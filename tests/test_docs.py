@@ -43,7 +43,9 @@ RUN_ELSEWHERE = {
     "python -m benchmarks.gpu --out DIR --minutes 8": "benchmarks/test_gpu_run.py",
     "fastspec fetch smollm2": "cli/test_fetch.py",
     "fastspec generate --target smollm2 --method prompt_lookup": "cli/test_fetch.py",
-    "fastspec train texts --target smollm2 --prompts-file prompts.txt --out texts.jsonl": "train/test_reduced_vocabulary.py",
+    "fastspec train texts --target smollm2 --prompts-file prompts.txt --out texts.jsonl": (
+        "train/test_reduced_vocabulary.py"
+    ),
     "fastspec train draft --target smollm2 --data texts.jsonl --layers 2 --vocab-size 8192"
     " --store-target --out draft": "train/test_reduced_vocabulary.py",
 }

@@ -42,8 +42,7 @@ class ReducedHead(nn.Module):
         if self.training:
             return known
         logits = known.new_full((*known.shape[:-1], self.out_features), -torch.inf)
-        logits[..., self.token_ids] = known
-        return logits
+        return logits.index_copy_(-1, self.token_ids, known)
 
 
 def reduce_vocabulary(draft: PreTrainedModel, target: PreTrainedModel, token_ids: Tensor) -> None:

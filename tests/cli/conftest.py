@@ -48,7 +48,8 @@ def bundled(
 ) -> None:
     """The random pair and short prompts in the place of the bundled ones."""
     lines = [json.dumps({"text": text}) for text in ("def f(", "import ", "a b", "1 + ")]
-    (tmp_path / "prompts.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    for name in ("prompts.jsonl", "chat-prompts.jsonl"):
+        (tmp_path / name).write_text("\n".join(lines), encoding="utf-8")
     monkeypatch.setattr(prompts, "ASSETS", tmp_path)
     monkeypatch.setitem(named.BUNDLED, "tiny", model_folders["target"])
     monkeypatch.setitem(named.BUNDLED, "tiny-draft", model_folders["draft"])
@@ -63,6 +64,18 @@ def invoke() -> Invoke:
         return CliRunner(env={"COLUMNS": "120"}).invoke(app, command_line, input=stdin)
 
     return call
+
+
+@pytest.fixture
+def chat_pair(model_folders: dict[str, Path], tmp_path: Path) -> list[str | Path]:
+    """The same, with a target that has a chat template."""
+    folder = tmp_path / "chat"
+    folder.mkdir()
+    for file in model_folders["target"].iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    template = "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    return ["--target", folder, "--draft", model_folders["draft"]]
 
 
 @pytest.fixture

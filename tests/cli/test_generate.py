@@ -170,13 +170,8 @@ def test_a_target_alone_decodes_plainly_and_says_so(invoke, model_folders):
     assert result.stderr == "fastspec: note: no --draft, so this is plain decoding\n"
 
 
-def test_chat_wraps_the_prompt(invoke, model_folders, tmp_path):
-    folder = tmp_path / "chat"
-    folder.mkdir()
-    for file in model_folders["target"].iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    template = "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
-    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+def test_chat_wraps_the_prompt(invoke, chat_pair):
+    folder = chat_pair[1]
     plain = ["generate", "--target", folder, "--max-tokens", "6", "--json", "--method", "none"]
     plain += GREEDY
     (wrapped,) = records(invoke(*plain, "--prompt", "hi", "--chat"))

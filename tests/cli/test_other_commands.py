@@ -32,6 +32,25 @@ def test_demo_when_sampling_claims_no_identity(invoke, bundled):
     assert "identical" not in result.stdout
 
 
+@pytest.mark.parametrize(
+    "command",
+    [DEMO, BENCH, ["tune", "--num-prompts", "1", "--max-tokens", "40", "-k", "2"]],
+    ids=lambda command: command[0],
+)
+def test_chat_asks_the_bundled_questions(command, invoke, bundled, chat_pair, tmp_path):
+    template = chat_pair[1] / "chat_template.jinja"
+    template.write_text("{% for message in messages %}<{{ message.content }}>{% endfor %}")
+    (tmp_path / "chat-prompts.jsonl").write_text('{"kind": "chat", "prompt": "why"}\n' * 4)
+    extra = ["--methods", "mag", "--out", tmp_path / "tuned.json"] if command[0] == "tune" else []
+    result = invoke(*command, *chat_pair, "--chat", *extra)
+    assert result.exit_code == 0, result.stderr
+    if command is DEMO:
+        assert "why" in result.stdout
+    result = invoke(*command, "--target", "tiny", "--chat", *extra)
+    assert result.exit_code == 2
+    assert "--chat: the target's tokenizer has no chat template" in result.stderr
+
+
 def test_demo_notices_a_difference(invoke, bundled, monkeypatch):
     run_one = running.run_one
 
