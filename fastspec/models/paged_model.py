@@ -4,6 +4,7 @@ import inspect
 import os
 from collections import Counter
 from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
@@ -30,6 +31,7 @@ from fastspec_kernels import available_backends, store_kv, tree_attention
 # A name with "flash", "sdpa" or a slash would make transformers treat it as one of its own.
 ATTENTION_NAME = "fastspec_paged"
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
+_RECURRENT_TYPES = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 
 HeadShape = tuple[int, int]  # G, D
 KVCache = tuple[Tensor, Tensor]  # key, value: [num_blocks, block_size, G, D]
@@ -154,6 +156,10 @@ class PagedStep:
         return key.new_empty((1, *key.shape)), value.new_empty((1, *value.shape))
 
 
+# For models that hand no keyword arguments to their attention, as Nemotron and StableLM.
+_RUNNING: ContextVar[PagedStep | None] = ContextVar("paged_step", default=None)
+
+
 def paged_attention(
     module: torch.nn.Module,
     query: Tensor,  # [1, H, T, D]
@@ -172,17 +178,14 @@ def paged_attention(
     Values narrower than keys, as those of latent attention (MLA) are once they are expanded, are
     stored as wide as keys, filled up with zeros.
     """
-    name = type(module).__name__
-    if paged_step is None:
-        raise ValueError(
-            f"{name}: its model passes no keyword arguments to its attention, which could not be"
-            " told where the pages are: not supported"
-        )
+    name, step = type(module).__name__, paged_step or _RUNNING.get()
+    if step is None:
+        raise ValueError(f"{name}: called outside of the engine's passes")
     if attention_mask is not None or kwargs.get("position_bias") is not None:
         raise ValueError(f"{name}: builds its own attention mask or bias, which is not supported")
-    if kwargs.get("is_causal") is False:
-        raise ValueError(f"{name}: bidirectional attention is not supported")
-    step, layer, window = paged_step, cast(int, module.layer_idx), sliding_window or 0
+    if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
+        raise ValueError(f"{name}: attends in both directions, as an encoder: not supported")
+    layer, window = cast(int, module.layer_idx), sliding_window or 0
     key_size, value_size = key.shape[-1], value.shape[-1]
     if value_size > key_size:
         raise ValueError(
@@ -285,14 +288,18 @@ class PagedModel:
             self.rotary.begin(positions, step)
         if self._flat is not None and len(input_ids) <= MOST_FEW_ROWS:
             return self._flat.forward(input_ids, positions, rows, step)
-        logits = self.model(
-            input_ids=input_ids[None],
-            position_ids=positions[None],
-            past_key_values=self._cache,
-            use_cache=False,
-            paged_step=step,
-            **keep,
-        ).logits[0]
+        running = _RUNNING.set(step)
+        try:
+            logits = self.model(
+                input_ids=input_ids[None],
+                position_ids=positions[None],
+                past_key_values=self._cache,
+                use_cache=False,
+                paged_step=step,
+                **keep,
+            ).logits[0]
+        finally:
+            _RUNNING.reset(running)
         return logits if self._keeps_logits or isinstance(rows, int) else logits[rows]
 
     def new_caches(self, num_blocks: int, block_size: int) -> list[CacheStack]:
@@ -360,16 +367,16 @@ class PagedModel:
     def _check_calls(self, calls: list[AttentionCall]) -> None:
         """Refuse a model whose layers do not each attend once, over what `generate` keeps."""
         num_calls = Counter(call.layer for call in calls)
+        for layer, count in num_calls.items():
+            if count > 1:
+                raise ValueError(
+                    f"{self.name}: layer {layer} attends {count} times in one pass, and its cache"
+                    " has room for the keys and values of one: not supported"
+                )
         if len(num_calls) != self._num_layers:
             raise ValueError(
                 f"{self.name}: {len(num_calls)} of {self._num_layers} layers call transformers'"
                 " attention interface; state kept elsewhere cannot be rolled back: not supported"
-            )
-        layer, count = num_calls.most_common(1)[0]
-        if count > 1:
-            raise ValueError(
-                f"{self.name}: layer {layer} attends {count} times in one pass, and its cache has"
-                " room for the keys and values of one: not supported"
             )
         for call in calls:
             kept = self._kept_windows.get(call.layer)
@@ -412,10 +419,26 @@ def _check_float8(device: torch.device, backend: str) -> None:
 
 def _check_architecture(model: PreTrainedModel, text_config, takes_position_ids: bool) -> None:
     name = type(model).__name__
-    if not model.is_backend_compatible() or not takes_position_ids:
+    layer_types = set(getattr(text_config, "layer_types", None) or ())
+    unknown = layer_types - _LAYER_TYPES
+    if unknown & _RECURRENT_TYPES or (getattr(model, "_is_stateful", False) and not unknown):
+        raise ValueError(
+            f"{name}: keeps a recurrent state, which cannot be rolled back: not supported"
+        )
+    if unknown:
+        raise ValueError(f"{name}: layers of type {sorted(unknown)} are not supported")
+    if not _calls_interface(model):
         raise ValueError(
             f"{name}: never calls transformers' attention interface, so it is not supported"
         )
-    unknown = set(getattr(text_config, "layer_types", None) or ()) - _LAYER_TYPES
-    if unknown:
-        raise ValueError(f"{name}: layers of type {sorted(unknown)} are not supported")
+    if not takes_position_ids:
+        raise ValueError(f"{name}: takes no position_ids, so it is not supported")
+
+
+def _calls_interface(model: PreTrainedModel) -> bool:
+    """Whether it says so, or the code of a module does."""
+    if model.is_backend_compatible():
+        return True
+    forwards = {inspect.unwrap(type(module).forward) for module in model.modules()}
+    codes = (getattr(forward, "__code__", None) for forward in forwards)
+    return any(code and "ALL_ATTENTION_FUNCTIONS" in code.co_names for code in codes)

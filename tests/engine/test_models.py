@@ -9,11 +9,12 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    BertConfig,
     DeepseekV2Config,
     DeepseekV3Config,
     DiffLlamaConfig,
+    MambaConfig,
     MiniCPM3Config,
-    NemotronConfig,
     PhimoeConfig,
 )
 
@@ -91,8 +92,12 @@ def test_values_narrower_than_keys(kind):
             "DiffLlamaForCausalLM: layer 0 attends 2 times in one pass",
         ),
         (
-            NemotronConfig(**_SIZES, num_key_value_heads=2, head_dim=16),
-            "NemotronAttention: its model passes no keyword arguments to its attention",
+            BertConfig(**_SIZES, is_decoder=False),
+            "BertSelfAttention: attends in both directions, as an encoder: not supported",
+        ),
+        (
+            MambaConfig(vocab_size=263, hidden_size=32, num_hidden_layers=2, state_size=8),
+            "MambaForCausalLM: keeps a recurrent state, which cannot be rolled back: not supported",
         ),
         (
             PhimoeConfig(**_SIZES, num_key_value_heads=2, num_local_experts=2, sliding_window=6),
