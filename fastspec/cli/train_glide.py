@@ -26,7 +26,7 @@ _MOST = 2**20  # of sizes; larger ones are mistakes
 def glide(
     spec: Annotated[SpecConfig, Flags("num_speculative_tokens", method="draft_model")],
     settings: Annotated[TrainOptions, Flags(without=("steps",), steps=1)],
-    config: Annotated[EngineConfig, Flags("dtype", "device")],
+    config: Annotated[EngineConfig, Flags("dtype", "device", dtype="float32")],
     data: Annotated[
         list[Path],
         typer.Option(

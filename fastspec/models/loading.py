@@ -70,13 +70,9 @@ def load_model(
     if isinstance(source, PreTrainedModel):
         _check_loaded(field, source, config)
         return source
-    device = resolve_device(config)
-    dtype = config.dtype
-    if dtype == "auto" and device.type == "cpu":
-        dtype = "float32"
-    path = _existing_path(field, source)
+    device, path = resolve_device(config), _existing_path(field, source)
     try:
-        model = from_pretrained(path, dtype=dtype)
+        model = from_pretrained(path, dtype=config.dtype)
     except (*_LOADING_ERRORS, SafetensorError, UnpicklingError, RuntimeError) as error:
         raise _not_loaded(field, "", source, error) from error
     return cast(PreTrainedModel, model).to(device)  # pyright: ignore[reportArgumentType]

@@ -23,6 +23,7 @@ from fastspec.models.encoder_decoder import check_same_kind
 
 from ..models import byte_tokenizer, random_model
 from .helpers import hugging_face_greedy
+from .probes import model_of
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = [[5, 7, 40, 9], list(range(30, 51))]
@@ -122,6 +123,20 @@ def test_dtype_and_device_of_loaded_models(role):
     models = (away, None) if role == "target" else (model, away)
     message = refusal(*models, config=EngineConfig(device="cpu"))
     assert message.startswith(f"device: 'cpu', but the {role}, a loaded LlamaForCausalLM, is on m")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_folder_is_loaded_in_its_own_dtype(tmp_path, dtype):
+    """On every device; the draft's may be another one."""
+    name = str(dtype).removeprefix("torch.")
+    cast(Any, random_model("llama")).to(dtype).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    engine = Engine(tmp_path, random_model("llama"), config=EngineConfig(device="cpu"))
+    assert model_of(engine).dtype == dtype
+    assert engine.generate([PROMPTS[0]], GREEDY)[0].finish_reason == "length"
+    for asked in {"float32", "bfloat16"} - {name}:
+        config = EngineConfig(device="cpu", dtype=asked)
+        assert str(model_of(Engine(tmp_path, config=config)).dtype) == f"torch.{asked}"
 
 
 def test_a_drafter_on_another_device():
