@@ -74,7 +74,9 @@ class Engine:
         self.spec = spec
         self.stats = SpecStats()
         model = load_model("target", target, config)
-        if tokenizer is None and not isinstance(target, PreTrainedModel):
+        if not isinstance(target, (str, Path)):
+            target = model
+        elif tokenizer is None:
             tokenizer = load_tokenizer("target", target)
         self.tokenizer = tokenizer
         target_model = paged_model_of(model, config)

@@ -25,7 +25,13 @@ from fastspec.models.flat import (
 )
 from fastspec.models.loading import float_dtypes
 from fastspec.models.rotary import RotaryLengths
-from fastspec.models.twin import MOST_FEW_ROWS, twin_of, use_few_row_kernels, use_few_row_mlps
+from fastspec.models.twin import (
+    MOST_FEW_ROWS,
+    is_plain_linear,
+    twin_of,
+    use_few_row_kernels,
+    use_few_row_mlps,
+)
 from fastspec_kernels import available_backends, store_kv, tree_attention
 
 # A name with "flash", "sdpa" or a slash would make transformers treat it as one of its own.
@@ -267,7 +273,9 @@ class PagedModel:
             _check_float8(self.device, backend)
             self._cache_dtype = torch.float8_e4m3fn
         text_config = model.config.get_text_config(decoder=True)
-        self.vocab_size = _vocab_size(model)
+        if model.get_output_embeddings() is None:
+            raise ValueError(f"{self.name}: has no language-model head")
+        self.vocab_size: int = text_config.vocab_size  # until the probing pass has logits
         self.max_positions = getattr(text_config, "max_position_embeddings", None)
         self._adopt(model)
         self._flat: FlatModel | None = None
@@ -283,6 +291,8 @@ class PagedModel:
         self, input_ids: Tensor, positions: Tensor, rows: Tensor | int, step: PagedStep
     ) -> Tensor:
         """Run T packed tokens ([T] int64 ids and positions); logits [R, V] of `rows`, 0 = all."""
+        if not self._head_takes_no_rows and not isinstance(rows, int) and not len(rows):
+            return self.forward(input_ids, positions, torch.zeros_like(positions[:1]), step)[:0]
         keep = {"logits_to_keep": rows} if self._keeps_logits else {}
         if self.rotary is not None and self.rotary.limit is not None:
             self.rotary.begin(positions, step)
@@ -332,6 +342,8 @@ class PagedModel:
         self._num_layers = cast(int, text_config.num_hidden_layers)
         self._kept_windows = _kept_windows(text_config)
         self.model: Any = twin_of(model, ATTENTION_NAME).eval()
+        # What reads packed weights may not.
+        self._head_takes_no_rows = is_plain_linear(self.model.get_output_embeddings())
         self.rotary = RotaryLengths(self.model, model)
 
     @torch.inference_mode()
@@ -359,6 +371,7 @@ class PagedModel:
                 raise
             mixed = f"{self.name}: has weights in {' and '.join(dtypes)}"
             raise ValueError(f"{mixed}, which do not work together: {error}") from error
+        self.vocab_size = logits.shape[-1]
         self._check_calls(calls)
         if self._cache_dtype == self.dtype:
             self._flat = flatten(self.model, layers, calls, step, input_ids, logits)
@@ -394,13 +407,6 @@ def _kept_windows(text_config: Any) -> dict[int, int]:
     layers = DynamicCache(config=text_config).layers
     windows = (getattr(layer, "sliding_window", None) for layer in layers)
     return {index: window for index, window in enumerate(windows) if window}
-
-
-def _vocab_size(model: PreTrainedModel) -> int:
-    head = model.get_output_embeddings()
-    if head is None:
-        raise ValueError(f"{type(model).__name__}: has no language-model head")
-    return cast(Tensor, head.weight).shape[0]
 
 
 def _check_float8(device: torch.device, backend: str) -> None:
