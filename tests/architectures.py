@@ -100,6 +100,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "kimi_linear": {**_LINEAR, "num_experts_per_token": 2},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "full_attn_idxs": [1, 3]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "llama4_text": {"no_rope_layers": [1, 0, 1, 0], "floor_scale": 8, "intermediate_size_mlp": 48},
     "longcat_flash": {"expert_ffn_hidden_size": 16, "moe_topk": 2, "zero_expert_num": 2},
     "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 1, "chunk_size": 16},
     "minimax": {"layer_types": ["linear_attention", "full_attention"] * 2},

@@ -36,7 +36,7 @@ from fastspec_kernels import available_backends, store_kv, tree_attention
 
 # A name with "flash", "sdpa" or a slash would make transformers treat it as one of its own.
 ATTENTION_NAME = "fastspec_paged"
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 _RECURRENT_TYPES = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 
 HeadShape = tuple[int, int]  # G, D
@@ -116,6 +116,7 @@ class PagedStep:
         backend: of the kernels.
         spans: what is read, as the host knows it; empty where a graph is replayed.
         ancestor_mask: of token trees, see `build_tree`; None = the tokens form chains.
+        chunks: by layer that attends in chunks, the pass as it is there.
         glimpse: what a GLIDE draft sees of the target.
         calls: of our attention, noted in the probing pass only.
     """
@@ -131,6 +132,7 @@ class PagedStep:
     backend: str
     spans: list[Span] = field(default_factory=list)
     ancestor_mask: Tensor | None = None
+    chunks: "dict[int, PagedStep]" = field(default_factory=dict)
     glimpse: Any = None
     calls: list[AttentionCall] | None = None
 
@@ -201,7 +203,7 @@ def paged_attention(
     if value_size < key_size:
         value = pad(value, (0, key_size - value_size))
     key, value = key[0].transpose(0, 1), value[0].transpose(0, 1)  # [T, G, D]
-    options = window, scaling, softcap or 0.0, s_aux
+    options, step = (window, scaling, softcap or 0.0, s_aux), step.chunks.get(layer, step)
     cache = step.caches.get(layer) or step.probed_cache(layer, key, value, *options)
     store_kv(key, value, *cache, step.slot_mapping, backend=step.backend)
     out = tree_attention(
@@ -234,12 +236,14 @@ class PassThroughCache(Cache):
 
     def __init__(self):
         super().__init__(layers=[])
+        # What a layer may add to 0, 1, ... to have the positions of a pass.
+        self.num_seen: Tensor | int = 0
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
         return key_states, value_states
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
+    def get_seq_length(self, layer_idx: int | None = None) -> Any:
+        return 0 if layer_idx is None else self.num_seen
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         return query_length, 0
@@ -260,6 +264,9 @@ class PagedModel:
     """
 
     decoder_start_id: int | None = None  # only an encoder-decoder has one
+    chunk_size: int | None = None  # tokens that layers of chunked_layers attend to at most
+    chunked_layers: tuple[int, ...] = ()
+    chains_only: str | None = None  # why no token trees, as an error begins
     rotary: RotaryLengths | None = None  # an encoder-decoder has none
     _kept_windows: Mapping[int, int] = MappingProxyType({})  # by layer
 
@@ -298,6 +305,8 @@ class PagedModel:
             self.rotary.begin(positions, step)
         if self._flat is not None and len(input_ids) <= MOST_FEW_ROWS:
             return self._flat.forward(input_ids, positions, rows, step)
+        if self._counts_positions:
+            self._cache.num_seen = positions - torch.arange(len(positions), device=self.device)
         running = _RUNNING.set(step)
         try:
             logits = self.model(
@@ -338,7 +347,14 @@ class PagedModel:
         parameters = inspect.signature(model.forward).parameters
         self._keeps_logits = "logits_to_keep" in parameters
         _check_architecture(model, text_config, "position_ids" in parameters)
-        self._cache: Cache = PassThroughCache()
+        self._cache: Any = PassThroughCache()
+        self._counts_positions = bool(getattr(text_config, "attn_temperature_tuning", False))
+        types = enumerate(getattr(text_config, "layer_types", None) or ())
+        chunked = tuple(index for index, kind in types if kind == "chunked_attention")
+        size = cast(int, getattr(text_config, "attention_chunk_size", None))
+        if chunked and (self.max_positions is None or size < self.max_positions):
+            self.chunk_size, self.chunked_layers = size, chunked
+            self.chains_only = f"{self.name}: a model that attends in chunks"
         self._num_layers = cast(int, text_config.num_hidden_layers)
         self._kept_windows = _kept_windows(text_config)
         self.model: Any = twin_of(model, ATTENTION_NAME).eval()
@@ -392,6 +408,8 @@ class PagedModel:
                 " attention interface; state kept elsewhere cannot be rolled back: not supported"
             )
         for call in calls:
+            if call.layer in self.chunked_layers:
+                continue
             kept = self._kept_windows.get(call.layer)
             most = self.max_positions
             if kept and kept != call.window and (most is None or kept < most):

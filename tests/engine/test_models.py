@@ -21,7 +21,8 @@ from transformers import (
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 from fastspec.models.encoder_decoder import check_same_kind
 
-from ..models import byte_tokenizer, random_model
+from ..architectures import config_of, random_decoder
+from ..models import byte_tokenizer, perturbed, random_model
 from .helpers import hugging_face_greedy
 from .probes import model_of
 
@@ -83,6 +84,30 @@ def test_values_narrower_than_keys(kind):
     assert len(set(expected[1])) > 4
     engine = Engine(model, random_model("llama"), spec=SpecConfig(num_speculative_tokens=4))
     assert [output.token_ids for output in engine.generate(PROMPTS, GREEDY)] == expected
+
+
+def test_attention_in_chunks():
+    """Prompts and drafts that end in, at and behind the end of a chunk, several in a pass."""
+    model = random_decoder(config_of("llama4_text"))
+    prompts = [[*range(20, 20 + length)] for length in (16, 40)]
+    expected = [hugging_face_greedy(model, prompt, 20) for prompt in prompts]
+    config = EngineConfig(prefill_chunk_size=23)
+    engine = Engine(model, perturbed(model, 0.1), config=config)
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    assert [output.token_ids for output in engine.generate(prompts, params)] == expected
+    assert 0 < engine.stats.acceptance_rate < 1
+    message = refusal(model, config=EngineConfig(block_size=12))
+    assert message.startswith("block_size: Llama4ForCausalLM attends in chunks of 16 tokens")
+    trees = SpecConfig("tree", 3)
+    message = refusal(model, random_model("llama"), spec=trees)
+    assert (
+        message
+        == "Llama4ForCausalLM: a model that attends in chunks judges chains, not token trees"
+    )
+    short = random_decoder(config_of("llama4_text", attention_chunk_size=128))
+    expected = [hugging_face_greedy(short, prompts[-1], 12)]
+    engine = Engine(short, random_model("llama"), spec=trees)
+    assert [output.token_ids for output in engine.generate([prompts[-1]], GREEDY)] == expected
 
 
 @pytest.mark.parametrize(
