@@ -29,7 +29,7 @@ Accelerate = Annotated[
     bool, typer.Option("--accelerate", help="Several devices, under accelerate launch.")
 ]
 _Spec = Annotated[SpecConfig, Flags("num_speculative_tokens", method="draft_model")]
-_Config = Annotated[EngineConfig, Flags("dtype", "device")]
+_Config = Annotated[EngineConfig, Flags("dtype", "device", dtype="float32")]
 
 
 @with_flags

@@ -30,7 +30,7 @@ class EngineConfig:
     dtype: str = option(
         "auto",
         choice("auto", "float32", "bfloat16", "float16"),
-        "Weights: auto (float32 on CPU, else the checkpoint's), float32, bfloat16 or float16.",
+        "Weights: auto (the checkpoint's dtype), float32, bfloat16 or float16.",
         "A model that is passed loaded keeps its dtype: auto takes that, another is refused.",
     )
     device: str = option(

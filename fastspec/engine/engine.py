@@ -74,7 +74,9 @@ class Engine:
         self.spec = spec
         self.stats = SpecStats()
         model = load_model("target", target, config)
-        if tokenizer is None and not isinstance(target, PreTrainedModel):
+        if not isinstance(target, (str, Path)):
+            target = model
+        elif tokenizer is None:
             tokenizer = load_tokenizer("target", target)
         self.tokenizer = tokenizer
         target_model = paged_model_of(model, config)
@@ -101,7 +103,8 @@ class Engine:
         self._runner = ModelRunner(target_model, *sizes, config.cuda_graphs)
         block_manager = BlockManager(num_blocks, config.block_size, config.prefix_caching)
         self._scheduler = Scheduler(block_manager, config.max_batch_size)
-        self._speculation = Speculation(self.device, vocab_size, spec, config)
+        chains_only = target_model.chains_only
+        self._speculation = Speculation(self.device, vocab_size, spec, config, chains_only)
         rule = {"method": spec.rejection_sample_method, "lenience": spec.relaxed_acceptance}
         sides = partial(prefill, self._runner), partial(verify, self._runner, **rule)
         self._loop = Loop(self._scheduler, self._speculation, *sides, self.stats)

@@ -57,13 +57,16 @@ def capture_for(cuda_graphs: str, paged_model: PagedModel) -> Capture | None:
     """How passes of the model are captured under this setting, None where they are not.
 
     Raises:
-        ValueError: "on" for a model that is not on a GPU, or that is an encoder-decoder.
+        ValueError: "on" for a model that is not on a GPU, is an encoder-decoder or attends in
+            chunks.
     """
     reason = None
     if paged_model.device.type != "cuda":
         reason = f"runs on {paged_model.device.type}, graphs need a CUDA device"
     elif paged_model.decoder_start_id is not None:
         reason = "is an encoder-decoder, whose cross-attention is laid out anew in each pass"
+    elif paged_model.chunk_size is not None:
+        reason = "attends in chunks, which are laid out anew in each pass"
     if reason is not None:
         if cuda_graphs == "on":
             raise ValueError(f"cuda_graphs: 'on', but {paged_model.name} {reason}")

@@ -57,29 +57,31 @@ def _language_model(path: str | Path, dtype: str) -> Any:
 
 def load_model(
     field: str,
-    source: str | Path | PreTrainedModel,
+    source: Any,
     config: EngineConfig,
     from_pretrained: Callable[..., Any] = _language_model,
 ) -> PreTrainedModel:
-    """A language model on the device; `field` names the argument in errors.
+    """A language model on the device.
 
+    Args:
+        field: names the argument in errors.
+        source: a path, a hub id, a PreTrainedModel, or a PeftModel with LoRA.
     Raises:
         ValueError: it cannot be loaded, or is loaded already with another dtype or device than the
-            config asks for.
+            config asks for, or on several devices.
     """
+    source = _without_wrapper(field, source)
     if isinstance(source, PreTrainedModel):
         _check_loaded(field, source, config)
         return source
-    device = resolve_device(config)
-    dtype = config.dtype
-    if dtype == "auto" and device.type == "cpu":
-        dtype = "float32"
-    path = _existing_path(field, source)
+    device, path = resolve_device(config), _existing_path(field, source)
     try:
-        model = from_pretrained(path, dtype=dtype)
+        model = from_pretrained(path, dtype=config.dtype)
     except (*_LOADING_ERRORS, SafetensorError, UnpicklingError, RuntimeError) as error:
         raise _not_loaded(field, "", source, error) from error
-    return cast(PreTrainedModel, model).to(device)  # pyright: ignore[reportArgumentType]
+    if model.device != torch.empty(0, device=device).device:  # quantised ones may refuse to move
+        model.to(device)
+    return model
 
 
 def load_tokenizer(field: str, source: str | Path) -> PreTrainedTokenizerBase:
@@ -166,6 +168,19 @@ def eos_token_ids(
     return frozenset()
 
 
+def _without_wrapper(field: str, source: Any) -> Any:
+    """The model that a PeftModel has put its LoRA layers into; anything else as it is."""
+    adapter = getattr(source, "active_peft_config", None)
+    if isinstance(source, PreTrainedModel) or adapter is None:
+        return source
+    if adapter.peft_type != "LORA" or getattr(adapter, "alora_invocation_tokens", None):
+        raise ValueError(
+            f"{field}: {type(source).__name__}: of the adapters of PEFT only LoRA is supported;"
+            " merge_and_unload() may give a model without them"
+        )
+    return source.get_base_model()
+
+
 def _check_loaded(field: str, model: PreTrainedModel, config: EngineConfig) -> None:
     """Refuse a loaded model that is not what the config asks for: it is the user's to convert."""
     name, dtypes = type(model).__name__, float_dtypes(model)
@@ -174,13 +189,18 @@ def _check_loaded(field: str, model: PreTrainedModel, config: EngineConfig) -> N
             f"dtype: {config.dtype!r}, but the {field}, a loaded {name}, is in {', '.join(dtypes)};"
             " convert it, or pass 'auto'"
         )
-    if config.device == "auto":
-        return
-    device = torch.empty(0, device=resolve_device(config)).device
-    if model.device != device:
+    if config.device != "auto":
+        device = torch.empty(0, device=resolve_device(config)).device
+        if model.device != device:
+            raise ValueError(
+                f"device: {config.device!r}, but the {field}, a loaded {name}, is on"
+                f" {model.device}; move it, or pass 'auto'"
+            )
+    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    if len(devices) > 1 or devices == ["meta"]:
         raise ValueError(
-            f"device: {config.device!r}, but the {field}, a loaded {name}, is on {model.device};"
-            " move it, or pass 'auto'"
+            f"{field}: {name} is on {' and '.join(devices)}, as by a device_map; models that are"
+            " spread over several devices or offloaded are not supported"
         )
 
 

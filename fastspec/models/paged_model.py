@@ -4,6 +4,7 @@ import inspect
 import os
 from collections import Counter
 from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
@@ -23,14 +24,20 @@ from fastspec.models.flat import (
     recording,
 )
 from fastspec.models.loading import float_dtypes
-from fastspec.models.reduced_vocabulary import ReducedHead
 from fastspec.models.rotary import RotaryLengths
-from fastspec.models.twin import MOST_FEW_ROWS, twin_of, use_few_row_kernels, use_few_row_mlps
+from fastspec.models.twin import (
+    MOST_FEW_ROWS,
+    is_plain_linear,
+    twin_of,
+    use_few_row_kernels,
+    use_few_row_mlps,
+)
 from fastspec_kernels import available_backends, store_kv, tree_attention
 
 # A name with "flash", "sdpa" or a slash would make transformers treat it as one of its own.
 ATTENTION_NAME = "fastspec_paged"
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+_RECURRENT_TYPES = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 
 HeadShape = tuple[int, int]  # G, D
 KVCache = tuple[Tensor, Tensor]  # key, value: [num_blocks, block_size, G, D]
@@ -109,6 +116,7 @@ class PagedStep:
         backend: of the kernels.
         spans: what is read, as the host knows it; empty where a graph is replayed.
         ancestor_mask: of token trees, see `build_tree`; None = the tokens form chains.
+        chunks: by layer that attends in chunks, the pass as it is there.
         glimpse: what a GLIDE draft sees of the target.
         calls: of our attention, noted in the probing pass only.
     """
@@ -124,6 +132,7 @@ class PagedStep:
     backend: str
     spans: list[Span] = field(default_factory=list)
     ancestor_mask: Tensor | None = None
+    chunks: "dict[int, PagedStep]" = field(default_factory=dict)
     glimpse: Any = None
     calls: list[AttentionCall] | None = None
 
@@ -155,6 +164,10 @@ class PagedStep:
         return key.new_empty((1, *key.shape)), value.new_empty((1, *value.shape))
 
 
+# For models that hand no keyword arguments to their attention, as Nemotron and StableLM.
+_RUNNING: ContextVar[PagedStep | None] = ContextVar("paged_step", default=None)
+
+
 def paged_attention(
     module: torch.nn.Module,
     query: Tensor,  # [1, H, T, D]
@@ -173,17 +186,14 @@ def paged_attention(
     Values narrower than keys, as those of latent attention (MLA) are once they are expanded, are
     stored as wide as keys, filled up with zeros.
     """
-    name = type(module).__name__
-    if paged_step is None:
-        raise ValueError(
-            f"{name}: its model passes no keyword arguments to its attention, which could not be"
-            " told where the pages are: not supported"
-        )
+    name, step = type(module).__name__, paged_step or _RUNNING.get()
+    if step is None:
+        raise ValueError(f"{name}: called outside of the engine's passes")
     if attention_mask is not None or kwargs.get("position_bias") is not None:
         raise ValueError(f"{name}: builds its own attention mask or bias, which is not supported")
-    if kwargs.get("is_causal") is False:
-        raise ValueError(f"{name}: bidirectional attention is not supported")
-    step, layer, window = paged_step, cast(int, module.layer_idx), sliding_window or 0
+    if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
+        raise ValueError(f"{name}: attends in both directions, as an encoder: not supported")
+    layer, window = cast(int, module.layer_idx), sliding_window or 0
     key_size, value_size = key.shape[-1], value.shape[-1]
     if value_size > key_size:
         raise ValueError(
@@ -193,7 +203,7 @@ def paged_attention(
     if value_size < key_size:
         value = pad(value, (0, key_size - value_size))
     key, value = key[0].transpose(0, 1), value[0].transpose(0, 1)  # [T, G, D]
-    options = window, scaling, softcap or 0.0, s_aux
+    options, step = (window, scaling, softcap or 0.0, s_aux), step.chunks.get(layer, step)
     cache = step.caches.get(layer) or step.probed_cache(layer, key, value, *options)
     store_kv(key, value, *cache, step.slot_mapping, backend=step.backend)
     out = tree_attention(
@@ -226,12 +236,14 @@ class PassThroughCache(Cache):
 
     def __init__(self):
         super().__init__(layers=[])
+        # What a layer may add to 0, 1, ... to have the positions of a pass.
+        self.num_seen: Tensor | int = 0
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
         return key_states, value_states
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
+    def get_seq_length(self, layer_idx: int | None = None) -> Any:
+        return 0 if layer_idx is None else self.num_seen
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         return query_length, 0
@@ -252,6 +264,9 @@ class PagedModel:
     """
 
     decoder_start_id: int | None = None  # only an encoder-decoder has one
+    chunk_size: int | None = None  # tokens that layers of chunked_layers attend to at most
+    chunked_layers: tuple[int, ...] = ()
+    chains_only: str | None = None  # why no token trees, as an error begins
     rotary: RotaryLengths | None = None  # an encoder-decoder has none
     _kept_windows: Mapping[int, int] = MappingProxyType({})  # by layer
 
@@ -265,7 +280,9 @@ class PagedModel:
             _check_float8(self.device, backend)
             self._cache_dtype = torch.float8_e4m3fn
         text_config = model.config.get_text_config(decoder=True)
-        self.vocab_size = _vocab_size(model)
+        if model.get_output_embeddings() is None:
+            raise ValueError(f"{self.name}: has no language-model head")
+        self.vocab_size: int = text_config.vocab_size  # until the probing pass has logits
         self.max_positions = getattr(text_config, "max_position_embeddings", None)
         self._adopt(model)
         self._flat: FlatModel | None = None
@@ -281,19 +298,27 @@ class PagedModel:
         self, input_ids: Tensor, positions: Tensor, rows: Tensor | int, step: PagedStep
     ) -> Tensor:
         """Run T packed tokens ([T] int64 ids and positions); logits [R, V] of `rows`, 0 = all."""
+        if not self._head_takes_no_rows and not isinstance(rows, int) and not len(rows):
+            return self.forward(input_ids, positions, torch.zeros_like(positions[:1]), step)[:0]
         keep = {"logits_to_keep": rows} if self._keeps_logits else {}
         if self.rotary is not None and self.rotary.limit is not None:
             self.rotary.begin(positions, step)
         if self._flat is not None and len(input_ids) <= MOST_FEW_ROWS:
             return self._flat.forward(input_ids, positions, rows, step)
-        logits = self.model(
-            input_ids=input_ids[None],
-            position_ids=positions[None],
-            past_key_values=self._cache,
-            use_cache=False,
-            paged_step=step,
-            **keep,
-        ).logits[0]
+        if self._counts_positions:
+            self._cache.num_seen = positions - torch.arange(len(positions), device=self.device)
+        running = _RUNNING.set(step)
+        try:
+            logits = self.model(
+                input_ids=input_ids[None],
+                position_ids=positions[None],
+                past_key_values=self._cache,
+                use_cache=False,
+                paged_step=step,
+                **keep,
+            ).logits[0]
+        finally:
+            _RUNNING.reset(running)
         return logits if self._keeps_logits or isinstance(rows, int) else logits[rows]
 
     def new_caches(self, num_blocks: int, block_size: int) -> list[CacheStack]:
@@ -322,10 +347,19 @@ class PagedModel:
         parameters = inspect.signature(model.forward).parameters
         self._keeps_logits = "logits_to_keep" in parameters
         _check_architecture(model, text_config, "position_ids" in parameters)
-        self._cache: Cache = PassThroughCache()
+        self._cache: Any = PassThroughCache()
+        self._counts_positions = bool(getattr(text_config, "attn_temperature_tuning", False))
+        types = enumerate(getattr(text_config, "layer_types", None) or ())
+        chunked = tuple(index for index, kind in types if kind == "chunked_attention")
+        size = cast(int, getattr(text_config, "attention_chunk_size", None))
+        if chunked and (self.max_positions is None or size < self.max_positions):
+            self.chunk_size, self.chunked_layers = size, chunked
+            self.chains_only = f"{self.name}: a model that attends in chunks"
         self._num_layers = cast(int, text_config.num_hidden_layers)
         self._kept_windows = _kept_windows(text_config)
         self.model: Any = twin_of(model, ATTENTION_NAME).eval()
+        # What reads packed weights may not.
+        self._head_takes_no_rows = is_plain_linear(self.model.get_output_embeddings())
         self.rotary = RotaryLengths(self.model, model)
 
     @torch.inference_mode()
@@ -353,6 +387,7 @@ class PagedModel:
                 raise
             mixed = f"{self.name}: has weights in {' and '.join(dtypes)}"
             raise ValueError(f"{mixed}, which do not work together: {error}") from error
+        self.vocab_size = logits.shape[-1]
         self._check_calls(calls)
         if self._cache_dtype == self.dtype:
             self._flat = flatten(self.model, layers, calls, step, input_ids, logits)
@@ -361,18 +396,20 @@ class PagedModel:
     def _check_calls(self, calls: list[AttentionCall]) -> None:
         """Refuse a model whose layers do not each attend once, over what `generate` keeps."""
         num_calls = Counter(call.layer for call in calls)
+        for layer, count in num_calls.items():
+            if count > 1:
+                raise ValueError(
+                    f"{self.name}: layer {layer} attends {count} times in one pass, and its cache"
+                    " has room for the keys and values of one: not supported"
+                )
         if len(num_calls) != self._num_layers:
             raise ValueError(
                 f"{self.name}: {len(num_calls)} of {self._num_layers} layers call transformers'"
                 " attention interface; state kept elsewhere cannot be rolled back: not supported"
             )
-        layer, count = num_calls.most_common(1)[0]
-        if count > 1:
-            raise ValueError(
-                f"{self.name}: layer {layer} attends {count} times in one pass, and its cache has"
-                " room for the keys and values of one: not supported"
-            )
         for call in calls:
+            if call.layer in self.chunked_layers:
+                continue
             kept = self._kept_windows.get(call.layer)
             most = self.max_positions
             if kept and kept != call.window and (most is None or kept < most):
@@ -388,13 +425,6 @@ def _kept_windows(text_config: Any) -> dict[int, int]:
     layers = DynamicCache(config=text_config).layers
     windows = (getattr(layer, "sliding_window", None) for layer in layers)
     return {index: window for index, window in enumerate(windows) if window}
-
-
-def _vocab_size(model: PreTrainedModel) -> int:
-    head: Any = model.get_output_embeddings()
-    if head is None:
-        raise ValueError(f"{type(model).__name__}: has no language-model head")
-    return head.out_features if isinstance(head, ReducedHead) else head.weight.shape[0]
 
 
 def _check_float8(device: torch.device, backend: str) -> None:
@@ -413,10 +443,26 @@ def _check_float8(device: torch.device, backend: str) -> None:
 
 def _check_architecture(model: PreTrainedModel, text_config, takes_position_ids: bool) -> None:
     name = type(model).__name__
-    if not model.is_backend_compatible() or not takes_position_ids:
+    layer_types = set(getattr(text_config, "layer_types", None) or ())
+    unknown = layer_types - _LAYER_TYPES
+    if unknown & _RECURRENT_TYPES or (getattr(model, "_is_stateful", False) and not unknown):
+        raise ValueError(
+            f"{name}: keeps a recurrent state, which cannot be rolled back: not supported"
+        )
+    if unknown:
+        raise ValueError(f"{name}: layers of type {sorted(unknown)} are not supported")
+    if not _calls_interface(model):
         raise ValueError(
             f"{name}: never calls transformers' attention interface, so it is not supported"
         )
-    unknown = set(getattr(text_config, "layer_types", None) or ()) - _LAYER_TYPES
-    if unknown:
-        raise ValueError(f"{name}: layers of type {sorted(unknown)} are not supported")
+    if not takes_position_ids:
+        raise ValueError(f"{name}: takes no position_ids, so it is not supported")
+
+
+def _calls_interface(model: PreTrainedModel) -> bool:
+    """Whether it says so, or the code of a module does."""
+    if model.is_backend_compatible():
+        return True
+    forwards = {inspect.unwrap(type(module).forward) for module in model.modules()}
+    codes = (getattr(forward, "__code__", None) for forward in forwards)
+    return any(code and "ALL_ATTENTION_FUNCTIONS" in code.co_names for code in codes)

@@ -15,7 +15,8 @@ class ModelRunner:
     """One model with its caches; block tables come from outside, so models can share them.
 
     Raises:
-        ValueError: cuda_graphs is "on", and this model cannot be captured.
+        ValueError: cuda_graphs is "on", and this model cannot be captured; or it attends in chunks
+            that are no whole blocks.
     """
 
     def __init__(
@@ -26,6 +27,11 @@ class ModelRunner:
         chunk_size: int,
         cuda_graphs: str = "off",
     ):
+        if (size := paged_model.chunk_size) and size % block_size:
+            raise ValueError(
+                f"block_size: {paged_model.name} attends in chunks of {size} tokens, which are no"
+                f" whole blocks of {block_size}"
+            )
         self.paged_model = paged_model
         self.device = paged_model.device
         self.vocab_size = paged_model.vocab_size
@@ -61,6 +67,8 @@ class ModelRunner:
                 return logits
         step = self._step(spans, rows or [])
         positions = step.positions
+        if self.paged_model.chunk_size is not None:
+            step.chunks = self._in_chunks(spans, self.paged_model.chunk_size)
         if tree is not None:
             depths, step.ancestor_mask = tree
             counts = [span.count for span in spans]
@@ -107,6 +115,19 @@ class ModelRunner:
                 accepted_len,
                 backend=self.paged_model.backend,
             )
+
+    def _in_chunks(self, spans: list[Span], size: int) -> dict[int, PagedStep]:
+        """The pass as layers see it that attend in chunks: each chunk is a text of its own."""
+        if all(span.start + span.count <= size for span in spans):
+            return {}
+        pieces = []
+        for span in spans:
+            end = span.start + span.count
+            for first in range(span.start // size * size, end, size):
+                start = max(span.start, first)
+                table = span.block_table[first // self._block_size :]
+                pieces.append(Span(table, start - first, min(end, first + size) - start))
+        return dict.fromkeys(self.paged_model.chunked_layers, self._step(pieces, []))
 
     def _step(self, spans: list[Span], rows: list[int]) -> PagedStep:
         """A pass over the spans, in two copies to the device."""

@@ -41,7 +41,7 @@ def use_few_row_kernels(model: PreTrainedModel) -> None:
     if model.device.type != "cpu" or "cpu" not in available_backends():
         return
     for module in model.modules():
-        if type(module) is nn.Linear and is_plain(module):
+        if is_plain_linear(module):
             module.__dict__["forward"] = _linear(module)
         elif _is_rms_norm(module) and is_plain(module):
             _take_over(module, _rms_norm(module))
@@ -132,6 +132,13 @@ def is_plain(module: nn.Module) -> bool:
     return not (is_own or module._forward_hooks or module._forward_pre_hooks)
 
 
+def is_plain_linear(module: Any) -> bool:
+    """Whether its weight is numbers of a type that kernels read: packed ones keep their layers."""
+    if type(module) is not nn.Linear or not is_plain(module):
+        return False
+    return type(module.weight) is nn.Parameter and module.weight.dtype in _DTYPES
+
+
 def is_as_exact(ours: Tensor, theirs: Tensor, truth: Tensor) -> bool:
     """Whether each row of ours lies about as near to the truth, in a wider type, as theirs does."""
 
@@ -166,10 +173,7 @@ def _is_rms_norm(module: nn.Module) -> bool:
 def _is_gated_mlp(module: nn.Module) -> bool:
     layers = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
     return is_plain(module) and all(
-        type(layer) is nn.Linear
-        and is_plain(layer)
-        and layer.bias is None
-        and layer.weight.dtype in _DTYPES
+        is_plain_linear(layer) and layer.bias is None  # pyright: ignore[reportOptionalMemberAccess]
         for layer in layers
     )
 

@@ -102,11 +102,15 @@ table before: compare GLIDE with the plain draft, which has its size and its tra
 def export_model(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Writes one model folder: config, generation config, bf16 weights, tokenizer.
 
-    Guarantee: no reader ever sees a half-written folder.
+    The config says float32, so that is what the weights are loaded as by default: greedy ids, and
+    what is recorded of them, then depend on no rounding. No reader ever sees a half-written folder.
     """
     staged = folder.with_name(folder.name + ".new")
     shutil.rmtree(staged, ignore_errors=True)
     model.bfloat16().save_pretrained(staged)
+    config = staged / "config.json"
+    fields = json.loads(config.read_text()) | {"dtype": "float32"}
+    config.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
     tokenizer.save_pretrained(staged)
     shutil.rmtree(folder, ignore_errors=True)
     staged.rename(folder)

@@ -9,19 +9,22 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    BertConfig,
     DeepseekV2Config,
     DeepseekV3Config,
     DiffLlamaConfig,
+    MambaConfig,
     MiniCPM3Config,
-    NemotronConfig,
     PhimoeConfig,
 )
 
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 from fastspec.models.encoder_decoder import check_same_kind
 
-from ..models import byte_tokenizer, random_model
+from ..architectures import config_of, random_decoder
+from ..models import byte_tokenizer, perturbed, random_model
 from .helpers import hugging_face_greedy
+from .probes import model_of
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = [[5, 7, 40, 9], list(range(30, 51))]
@@ -83,6 +86,30 @@ def test_values_narrower_than_keys(kind):
     assert [output.token_ids for output in engine.generate(PROMPTS, GREEDY)] == expected
 
 
+def test_attention_in_chunks():
+    """Prompts and drafts that end in, at and behind the end of a chunk, several in a pass."""
+    model = random_decoder(config_of("llama4_text"))
+    prompts = [[*range(20, 20 + length)] for length in (16, 40)]
+    expected = [hugging_face_greedy(model, prompt, 20) for prompt in prompts]
+    config = EngineConfig(prefill_chunk_size=23)
+    engine = Engine(model, perturbed(model, 0.1), config=config)
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    assert [output.token_ids for output in engine.generate(prompts, params)] == expected
+    assert 0 < engine.stats.acceptance_rate < 1
+    message = refusal(model, config=EngineConfig(block_size=12))
+    assert message.startswith("block_size: Llama4ForCausalLM attends in chunks of 16 tokens")
+    trees = SpecConfig("tree", 3)
+    message = refusal(model, random_model("llama"), spec=trees)
+    assert (
+        message
+        == "Llama4ForCausalLM: a model that attends in chunks judges chains, not token trees"
+    )
+    short = random_decoder(config_of("llama4_text", attention_chunk_size=128))
+    expected = [hugging_face_greedy(short, prompts[-1], 12)]
+    engine = Engine(short, random_model("llama"), spec=trees)
+    assert [output.token_ids for output in engine.generate([prompts[-1]], GREEDY)] == expected
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -91,8 +118,12 @@ def test_values_narrower_than_keys(kind):
             "DiffLlamaForCausalLM: layer 0 attends 2 times in one pass",
         ),
         (
-            NemotronConfig(**_SIZES, num_key_value_heads=2, head_dim=16),
-            "NemotronAttention: its model passes no keyword arguments to its attention",
+            BertConfig(**_SIZES, is_decoder=False),
+            "BertSelfAttention: attends in both directions, as an encoder: not supported",
+        ),
+        (
+            MambaConfig(vocab_size=263, hidden_size=32, num_hidden_layers=2, state_size=8),
+            "MambaForCausalLM: keeps a recurrent state, which cannot be rolled back: not supported",
         ),
         (
             PhimoeConfig(**_SIZES, num_key_value_heads=2, num_local_experts=2, sliding_window=6),
@@ -117,6 +148,20 @@ def test_dtype_and_device_of_loaded_models(role):
     models = (away, None) if role == "target" else (model, away)
     message = refusal(*models, config=EngineConfig(device="cpu"))
     assert message.startswith(f"device: 'cpu', but the {role}, a loaded LlamaForCausalLM, is on m")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_folder_is_loaded_in_its_own_dtype(tmp_path, dtype):
+    """On every device; the draft's may be another one."""
+    name = str(dtype).removeprefix("torch.")
+    cast(Any, random_model("llama")).to(dtype).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    engine = Engine(tmp_path, random_model("llama"), config=EngineConfig(device="cpu"))
+    assert model_of(engine).dtype == dtype
+    assert engine.generate([PROMPTS[0]], GREEDY)[0].finish_reason == "length"
+    for asked in {"float32", "bfloat16"} - {name}:
+        config = EngineConfig(device="cpu", dtype=asked)
+        assert str(model_of(Engine(tmp_path, config=config)).dtype) == f"torch.{asked}"
 
 
 def test_a_drafter_on_another_device():

@@ -23,12 +23,13 @@ def test_assets_stay_small():
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_weights_are_bf16_and_load(name):
+def test_weights_are_bf16_and_load_as_float32(name):
     stored = load_file(ASSETS / name / "model.safetensors")
     assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
     assert all(tensor.isfinite().all() for tensor in stored.values())
     model = AutoModelForCausalLM.from_pretrained(ASSETS / name, dtype="auto")
-    assert model.dtype == torch.bfloat16
+    assert model.dtype == torch.float32
+    assert all(torch.equal(model.state_dict()[name], stored[name].float()) for name in stored)
     assert model.generation_config.eos_token_id == model.config.eos_token_id == 0
 
 

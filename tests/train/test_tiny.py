@@ -78,6 +78,8 @@ def test_every_stage_runs_and_the_card_reports_it(tmp_path):
     assert "| steps, of 3 planned | 3 | 3 |" in card
     assert "| plain | 1 |" in card
     assert (assets / "tiny-glide" / "model.safetensors").is_file()
+    configs = [json.loads(file.read_text()) for file in assets.glob("tiny-*/config.json")]
+    assert [config["dtype"] for config in configs] == ["float32"] * 3
 
 
 def test_resume_without_checkpoint_is_refused(tmp_path):
