@@ -99,7 +99,9 @@ class Engine:
         self._runner = ModelRunner(target_model, *sizes, config.cuda_graphs)
         block_manager = BlockManager(num_blocks, config.block_size, config.prefix_caching)
         self._scheduler = Scheduler(block_manager, config.max_batch_size)
-        self._speculation = Speculation(self.device, vocab_size, spec, config)
+        is_recurrent = target_model.recurrent is not None
+        name = f"{target_model.name}: a model with recurrent layers" if is_recurrent else None
+        self._speculation = Speculation(self.device, vocab_size, spec, config, name)
         rule = {"method": spec.rejection_sample_method, "lenience": spec.relaxed_acceptance}
         sides = partial(prefill, self._runner), partial(verify, self._runner, **rule)
         self._loop = Loop(self._scheduler, self._speculation, *sides, self.stats)

@@ -20,6 +20,8 @@ class Speculation:
     protocol, becomes `error`: for the rest of the step it is off, decoding goes on plainly, and it
     begins anew in the next step with requests that it knows nothing of.
 
+    Args:
+        chains_only: a target that cannot judge trees, as errors begin.
     Attributes:
         known: the drafter that is on, or was on last.
         num_speculative_tokens: tokens of a request that one step can accept at most; 0 while off.
@@ -28,14 +30,20 @@ class Speculation:
     """
 
     def __init__(
-        self, device: torch.device, vocab_size: int, spec: SpecConfig, config: EngineConfig
+        self,
+        device: torch.device,
+        vocab_size: int,
+        spec: SpecConfig,
+        config: EngineConfig,
+        chains_only: str | None = None,
     ):
         self._device = device
         self._vocab_size = vocab_size
         rules = ("rejection_sample_method", "standard"), ("relaxed_acceptance", 1)
         given = ((name, getattr(spec, name), exact) for name, exact in rules)
         chain_rules = (f"{name}: {value!r}" for name, value, exact in given if value != exact)
-        self._chain_rule = next(chain_rules, None)
+        self._chains_only = chains_only
+        self._chain_rule = chains_only or next(chain_rules, None)
         self._config = config
         self._no_drafter = NoDrafter()
         self._has_failed = False  # in this step
@@ -71,6 +79,8 @@ class Speculation:
     ) -> None:
         """Turn on a drafter; ValueError, and no change, when it cannot propose so many tokens."""
         is_tree = isinstance(drafter, TreeProposer)
+        if is_tree and self._chains_only:
+            raise ValueError(f"{self._chains_only} judges chains, not token trees")
         max_nodes = drafter.max_nodes(num_speculative_tokens) if is_tree else 0
         self.disable(running)
         self.known = self.drafter = drafter

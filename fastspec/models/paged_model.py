@@ -23,6 +23,7 @@ from fastspec.models.flat import (
     recording,
 )
 from fastspec.models.loading import float_dtypes
+from fastspec.models.recurrent import RecurrentLayers, StateKey
 from fastspec.models.rotary import RotaryLengths
 from fastspec.models.twin import MOST_FEW_ROWS, twin_of, use_few_row_kernels, use_few_row_mlps
 from fastspec_kernels import available_backends, store_kv, tree_attention
@@ -30,6 +31,7 @@ from fastspec_kernels import available_backends, store_kv, tree_attention
 # A name with "flash", "sdpa" or a slash would make transformers treat it as one of its own.
 ATTENTION_NAME = "fastspec_paged"
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
+_STATELESS_TYPES = {"mlp", "moe"}  # of layers in hybrids that neither attend nor keep a state
 
 HeadShape = tuple[int, int]  # G, D
 KVCache = tuple[Tensor, Tensor]  # key, value: [num_blocks, block_size, G, D]
@@ -78,6 +80,8 @@ class Span:
         encoder_input: what the encoder of an encoder-decoder reads before it.
         target_len: leading tokens that the target has cached too; a GLIDE draft looks at those.
         prompt_len: length of the text that was read first, see `RotaryLengths`.
+        state_key: names the states that recurrent layers keep of the sequence.
+        settled_len: leading tokens of the sequence that stay in its text, whatever is rejected.
     """
 
     block_table: list[int]
@@ -86,6 +90,8 @@ class Span:
     encoder_input: EncoderInput | None = None
     target_len: int = 0
     prompt_len: int = 0
+    state_key: StateKey | None = None
+    settled_len: int = 0
 
     def part(self, start: int, count: int) -> "Span":
         """Other tokens of the same sequence."""
@@ -250,8 +256,10 @@ class PagedModel:
         ValueError: the model cannot be driven this way; the message names it and says why.
     """
 
+    bytes_per_sequence = 0  # of the states of recurrent layers
     decoder_start_id: int | None = None  # only an encoder-decoder has one
     rotary: RotaryLengths | None = None  # an encoder-decoder has none
+    recurrent: RecurrentLayers | None = None  # None where no layer is
     _kept_windows: Mapping[int, int] = MappingProxyType({})  # by layer
 
     def __init__(self, model: PreTrainedModel, backend: str, kv_cache_dtype: str = "auto"):
@@ -270,7 +278,8 @@ class PagedModel:
         self._flat: FlatModel | None = None
         layers: list[FlatLayer] = []
         if backend in ("auto", "cpu"):
-            layers = find_layers(self.model) if self.decoder_start_id is None else []
+            is_candidate = self.decoder_start_id is None and self.recurrent is None
+            layers = find_layers(self.model) if is_candidate else []
             use_few_row_kernels(self.model)
         self.cache_shapes = self._probe(layers)
         if backend in ("auto", "cpu") and self._flat is None:
@@ -280,19 +289,20 @@ class PagedModel:
         self, input_ids: Tensor, positions: Tensor, rows: Tensor | int, step: PagedStep
     ) -> Tensor:
         """Run T packed tokens ([T] int64 ids and positions); logits [R, V] of `rows`, 0 = all."""
-        keep = {"logits_to_keep": rows} if self._keeps_logits else {}
+        keep: dict[str, Any] = {"logits_to_keep": rows} if self._keeps_logits else {}
         if self.rotary is not None and self.rotary.limit is not None:
             self.rotary.begin(positions, step)
         if self._flat is not None and len(input_ids) <= MOST_FEW_ROWS:
             return self._flat.forward(input_ids, positions, rows, step)
+        if self.recurrent is not None:
+            self.recurrent.begin(step.spans)
+        if self._takes_positions:
+            keep |= {"position_ids": positions[None], "past_key_values": self._cache}
         logits = self.model(
-            input_ids=input_ids[None],
-            position_ids=positions[None],
-            past_key_values=self._cache,
-            use_cache=False,
-            paged_step=step,
-            **keep,
+            input_ids=input_ids[None], use_cache=False, paged_step=step, **keep
         ).logits[0]
+        if self.recurrent is not None:
+            self.recurrent.end()
         return logits if self._keeps_logits or isinstance(rows, int) else logits[rows]
 
     def new_caches(self, num_blocks: int, block_size: int) -> list[CacheStack]:
@@ -310,6 +320,10 @@ class PagedModel:
             for (keys, values), layers in layers_of.items()
         ]
 
+    def resume(self, key: StateKey, start: int) -> int:
+        """Where the next span of a sequence has to begin, of whose tokens `start` still stand."""
+        return start if self.recurrent is None else self.recurrent.resume(key, start)
+
     def bytes_per_token(self) -> int:
         """Bytes of keys and values that one token takes in all layers."""
         elements = sum(g * d for pair in self.cache_shapes.values() for g, d in pair)
@@ -320,11 +334,17 @@ class PagedModel:
         text_config = model.config.get_text_config(decoder=True)
         parameters = inspect.signature(model.forward).parameters
         self._keeps_logits = "logits_to_keep" in parameters
-        _check_architecture(model, text_config, "position_ids" in parameters)
+        self._takes_positions = "position_ids" in parameters
+        self.model: Any = twin_of(model, ATTENTION_NAME).eval()
+        recurrent = RecurrentLayers(self.model, text_config)
+        self.recurrent = recurrent if recurrent.indices else None
+        if self.recurrent is None:
+            _check_architecture(model, text_config, self._takes_positions)
         self._cache: Cache = PassThroughCache()
         self._num_layers = cast(int, text_config.num_hidden_layers)
+        types = getattr(text_config, "layer_types", None) or ()
+        self._stateless = {index for index, kind in enumerate(types) if kind in _STATELESS_TYPES}
         self._kept_windows = _kept_windows(text_config)
-        self.model: Any = twin_of(model, ATTENTION_NAME).eval()
         self.rotary = RotaryLengths(self.model, model)
 
     @torch.inference_mode()
@@ -341,7 +361,8 @@ class PagedModel:
         input_ids, first = places * (self.vocab_size // count), places[:1]
         wide = torch.cat([positions, places, first])
         narrow = torch.tensor([count, 0, count, count, 0], dtype=torch.int32, device=self.device)
-        spans = [Span([0], 0, count, EncoderInput([0]))]
+        key = StateKey()
+        spans = [Span([0], 0, count, EncoderInput([0]), state_key=key, settled_len=count)]
         step = PagedStep.of({}, wide, narrow, 1, count, self.backend, spans)
         step.calls = calls
         try:
@@ -352,6 +373,8 @@ class PagedModel:
                 raise
             mixed = f"{self.name}: has weights in {' and '.join(dtypes)}"
             raise ValueError(f"{mixed}, which do not work together: {error}") from error
+        if self.recurrent is not None:
+            self.bytes_per_sequence = self.recurrent.bytes_kept(key)
         self._check_calls(calls)
         if self._cache_dtype == self.dtype:
             self._flat = flatten(self.model, layers, calls, step, input_ids, logits)
@@ -360,13 +383,17 @@ class PagedModel:
     def _check_calls(self, calls: list[AttentionCall]) -> None:
         """Refuse a model whose layers do not each attend once, over what `generate` keeps."""
         num_calls = Counter(call.layer for call in calls)
-        if len(num_calls) != self._num_layers:
+        known = num_calls.keys() | self._stateless
+        if self.recurrent is not None:
+            known |= self.recurrent.indices
+        if len(known) != self._num_layers:
             raise ValueError(
-                f"{self.name}: {len(num_calls)} of {self._num_layers} layers call transformers'"
+                f"{self.name}: {len(known)} of {self._num_layers} layers call transformers'"
                 " attention interface; state kept elsewhere cannot be rolled back: not supported"
             )
-        layer, count = num_calls.most_common(1)[0]
-        if count > 1:
+        for layer, count in num_calls.items():
+            if count == 1:
+                continue
             raise ValueError(
                 f"{self.name}: layer {layer} attends {count} times in one pass, and its cache has"
                 " room for the keys and values of one: not supported"
