@@ -374,7 +374,7 @@ class PagedModel:
             mixed = f"{self.name}: has weights in {' and '.join(dtypes)}"
             raise ValueError(f"{mixed}, which do not work together: {error}") from error
         if self.recurrent is not None:
-            self.bytes_per_sequence = self.recurrent.bytes_kept(key)
+            self.bytes_per_sequence = 2 * self.recurrent.bytes_kept(key)  # two states
         self._check_calls(calls)
         if self._cache_dtype == self.dtype:
             self._flat = flatten(self.model, layers, calls, step, input_ids, logits)
@@ -383,6 +383,8 @@ class PagedModel:
     def _check_calls(self, calls: list[AttentionCall]) -> None:
         """Refuse a model whose layers do not each attend once, over what `generate` keeps."""
         num_calls = Counter(call.layer for call in calls)
+        if not num_calls.keys() <= set(range(self._num_layers)):
+            raise ValueError(f"{self.name}: layers that share their attention are not supported")
         known = num_calls.keys() | self._stateless
         if self.recurrent is not None:
             known |= self.recurrent.indices
