@@ -49,8 +49,8 @@ class EngineConfig:
         None,
         integer(1, None),
         "Bytes of all KV caches together; by default 1 GiB on CPU, half the free memory on a GPU.",
-        "The states of recurrent layers, of max_batch_size requests, are part of it. Not beside"
-        " num_blocks.",
+        "The states of recurrent layers, for max_batch_size requests, are part of it; on CPU they"
+        " come on top of the default. Not beside num_blocks.",
     )
     max_batch_size: int = option(
         32, integer(1), "Requests decoded together at most.", aliases=("Colossal-Inference",)

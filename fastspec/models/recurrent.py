@@ -98,7 +98,8 @@ class RecurrentLayers:
         self._kinds: dict[type, _Kind] = {}
         for module in modules:
             if type(module) not in self._kinds:
-                self._kinds[type(module)] = self._try(module, text_config.hidden_size)
+                trial = _trial(text_config.hidden_size).to(twin.device, twin.dtype)
+                self._kinds[type(module)] = self._try(module, trial)
             module.__dict__["forward"] = partial(self._forward, module)
 
     def resume(self, key: StateKey, start: int) -> int:
@@ -173,17 +174,15 @@ class RecurrentLayers:
         return rows if last is None else last(rows)
 
     @torch.inference_mode()
-    def _try(self, module: Any, size: int) -> _Kind:
-        """Run a module over a few tokens, in one call and one by one.
+    def _try(self, module: Any, trial: Tensor) -> _Kind:
+        """Run a module over tokens [1, T, E], the later ones in one call and one by one.
 
         Raises:
             ValueError: it takes or returns something else than hidden states.
         """
-        name = _cache_name(module)
-        kind = _Kind(name, True, (), None)
-        weight = next(module.parameters())
-        rows = torch.linspace(-9.0, 9.0, 2 * _TRIAL_TOKENS * size, device=weight.device).sin()
-        before, after = rows.view(1, -1, size).to(weight.dtype).chunk(2, dim=1)
+        cache_name, module_name = _cache_name(module), type(module).__name__
+        kind = _Kind(cache_name, True, (), None)
+        before, after = trial.chunk(2, dim=1)
         calls: list[tuple[set[str], set[str]]] = []
 
         def call(layer: Any, hidden: Tensor) -> Tensor:
@@ -195,12 +194,15 @@ class RecurrentLayers:
                 )
                 for n, child in linear
             ]
-            out = _read(module, kind, self._cache, layer, hidden)
-            for hook in hooks:
-                hook.remove()
+            try:
+                out = _read(module, kind, self._cache, layer, hidden)
+            except RuntimeError as error:
+                raise ValueError(f"{module_name}: fails on hidden states alone: {error}") from error
+            finally:
+                for hook in hooks:
+                    hook.remove()
             if not isinstance(out, Tensor):
-                name = type(module).__name__
-                raise ValueError(f"{name}: returns more than hidden states, not supported")
+                raise ValueError(f"{module_name}: returns more than hidden states, not supported")
             names = [n for n, _, _ in seen]
             once = [each for each in seen if names.count(each[0]) == 1]
             calls.append(
@@ -213,11 +215,11 @@ class RecurrentLayers:
         at_once = _copied(one_by_one)
         singles = torch.cat([call(one_by_one, token) for token in after.split(1, dim=1)], dim=1)
         several = call(at_once, after)
-        tolerance = torch.finfo(weight.dtype).eps ** 0.5
+        tolerance = torch.finfo(trial.dtype).eps ** 0.5
         pairs = zip([several, *_tensors(at_once)], [singles, *_tensors(one_by_one)], strict=True)
         reads_on = all(bool((a - b).norm() <= tolerance * b.norm()) for a, b in pairs)
         first, last = (set.intersection(*sets) for sets in zip(*calls, strict=True))
-        return _Kind(name, reads_on, tuple(sorted(first)), next(iter(last), None))
+        return _Kind(cache_name, reads_on, tuple(sorted(first)), next(iter(last), None))
 
 
 def _read(module: Any, kind: _Kind, cache: DynamicCache, layer: Any, hidden: Tensor) -> Tensor:
@@ -253,6 +255,11 @@ def _is_recurrent(module: nn.Module) -> bool:
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     names = code.co_names if code is not None else ()
     return not _STATE_METHODS.isdisjoint(names) and hasattr(module, "layer_idx")
+
+
+def _trial(size: int) -> Tensor:
+    """Hidden states [1, T, E] of some tokens, and as many more."""
+    return torch.linspace(-9.0, 9.0, 2 * _TRIAL_TOKENS * size).sin().view(1, -1, size)
 
 
 def _is_linear(module: nn.Module) -> bool:

@@ -11,8 +11,9 @@ from fastspec.drafters import Proposal
 from fastspec.models import recurrent
 
 from ..models import RECURRENT_CONFIGS, perturbed, random_model
+from .glide_models import random_glide
 from .helpers import GREEDY, NUM_TOKENS, PROMPTS, finish, hugging_face_greedy
-from .probes import model_of, num_sequences_with_states, waiting
+from .probes import model_of, num_sequences_with_states, target_runner, waiting
 
 K = 4
 CHAINS = ("draft_model", "prompt_lookup", "mag", "ngram", "cascade")
@@ -227,6 +228,14 @@ def test_a_drafter_of_ones_own_that_proposes_trees():
     assert texts(error.value.outputs) == expected
 
 
+def test_glide_reads_the_layers_that_attend():
+    model, expected = case_of("lfm2")
+    glide = random_glide(model)
+    assert texts(Engine(model, glide, spec="glide").generate(PROMPTS, GREEDY)) == expected
+    with pytest.raises(ValueError, match="drafter: has 1 layers, the target 0"):
+        Engine(case_of("mamba")[0], glide, spec="glide")
+
+
 def test_shared_prefixes_are_refused():
     model, _ = case_of("lfm2")
     message = "prefix_caching: Lfm2ForCausalLM has recurrent layers, whose state at the end of a"
@@ -240,7 +249,8 @@ def test_states_count_as_memory_of_the_cache():
     size = 2 * 2 * 4 * (128 * 4 + 96 * 8)
     config = {"max_batch_size": 8, "kv_cache_memory": 8 * size}
     assert texts(Engine(model, config=config).generate(PROMPTS[0], GREEDY)) == expected[:1]
-    with pytest.raises(ValueError, match=f"and the states of 8 requests {8 * size} bytes"):
+    assert target_runner(Engine(model)).paged_model.bytes_per_sequence == size
+    with pytest.raises(ValueError, match=rf"of 8 requests \(max_batch_size\) {8 * size}"):
         Engine(model, config=config | {"kv_cache_memory": 8 * size - 1})
 
 
