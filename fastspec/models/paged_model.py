@@ -31,7 +31,7 @@ from fastspec_kernels import available_backends, store_kv, tree_attention
 # A name with "flash", "sdpa" or a slash would make transformers treat it as one of its own.
 ATTENTION_NAME = "fastspec_paged"
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
-_STATELESS_TYPES = {"mlp", "moe"}  # of layers in hybrids that neither attend nor keep a state
+_STATELESS_TYPES = {"mlp", "moe"}
 
 HeadShape = tuple[int, int]  # G, D
 KVCache = tuple[Tensor, Tensor]  # key, value: [num_blocks, block_size, G, D]
@@ -261,6 +261,7 @@ class PagedModel:
     rotary: RotaryLengths | None = None  # an encoder-decoder has none
     recurrent: RecurrentLayers | None = None  # None where no layer is
     _kept_windows: Mapping[int, int] = MappingProxyType({})  # by layer
+    _stateless: frozenset[int] = frozenset()  # layers that neither attend nor keep a state
 
     def __init__(self, model: PreTrainedModel, backend: str, kv_cache_dtype: str = "auto"):
         self.backend = backend
@@ -343,7 +344,7 @@ class PagedModel:
         self._cache: Cache = PassThroughCache()
         self._num_layers = cast(int, text_config.num_hidden_layers)
         types = getattr(text_config, "layer_types", None) or ()
-        self._stateless = {index for index, kind in enumerate(types) if kind in _STATELESS_TYPES}
+        self._stateless = frozenset(i for i, kind in enumerate(types) if kind in _STATELESS_TYPES)
         self._kept_windows = _kept_windows(text_config)
         self.rotary = RotaryLengths(self.model, model)
 
