@@ -8,18 +8,26 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     BloomConfig,
+    FalconH1Config,
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
     GPTNeoXConfig,
     GptOssConfig,
+    GraniteMoeHybridConfig,
+    JambaConfig,
+    Lfm2Config,
     LlamaConfig,
+    Mamba2Config,
+    MambaConfig,
     MistralConfig,
     MT5Config,
+    NemotronHConfig,
     OPTConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3Config,
+    Qwen3NextConfig,
     T5Config,
     UMT5Config,
 )
@@ -30,7 +38,54 @@ EOS_ID = 256
 _SIZES = {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
 _GQA = {"num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 64}
 
-CONFIGS = {
+_HEADS = {**_SIZES, "num_key_value_heads": 2, "intermediate_size": 64}
+_MAMBA = {"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 8}
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+_MIXED = ["linear_attention", "full_attention", "linear_attention"]
+
+RECURRENT_CONFIGS = {
+    "lfm2": lambda: Lfm2Config(**_HEADS, layer_types=["conv", "full_attention", "conv"]),
+    "mamba": lambda: MambaConfig(hidden_size=48, num_hidden_layers=2, state_size=8),
+    "mamba2": lambda: Mamba2Config(
+        hidden_size=48, num_hidden_layers=2, num_heads=6, head_dim=16, state_size=8, n_groups=2
+    ),
+    "falcon_h1": lambda: FalconH1Config(**_HEADS, **_MAMBA, mamba_d_ssm=96),
+    "granitemoehybrid": lambda: GraniteMoeHybridConfig(
+        **_HEADS, **_MAMBA, mamba_n_groups=1, layer_types=_MIXED, num_local_experts=4
+    ),
+    "jamba": lambda: JambaConfig(
+        **_HEADS, attn_layer_period=3, attn_layer_offset=1, num_experts=4, mamba_d_state=8
+    ),
+    "nemotron_h": lambda: NemotronHConfig(
+        **(_HEADS | _EXPERTS),
+        layers_block_type=["mamba", "attention", "moe"],
+        head_dim=12,
+        mamba_num_heads=6,
+        mamba_head_dim=16,
+        ssm_state_size=8,
+        n_groups=2,
+        chunk_size=8,
+        n_routed_experts=4,
+        moe_shared_expert_intermediate_size=32,
+    ),
+    "qwen3_next": lambda: Qwen3NextConfig(
+        **_HEADS,
+        **_EXPERTS,
+        **_DELTA,
+        head_dim=16,
+        layer_types=_MIXED,
+        num_experts=4,
+        shared_expert_intermediate_size=32,
+    ),
+}
+
+CONFIGS = RECURRENT_CONFIGS | {
     "llama": lambda: LlamaConfig(**_SIZES, **_GQA),
     "mistral": lambda: MistralConfig(**_SIZES, **_GQA, sliding_window=7),
     "qwen3": lambda: Qwen3Config(**_SIZES, **_GQA),

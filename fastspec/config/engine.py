@@ -49,7 +49,8 @@ class EngineConfig:
         None,
         integer(1, None),
         "Bytes of all KV caches together; by default 1 GiB on CPU, half the free memory on a GPU.",
-        "Not beside num_blocks.",
+        "The states of recurrent layers, for max_batch_size requests, are part of it; on CPU they"
+        " come on top of the default. Not beside num_blocks.",
     )
     max_batch_size: int = option(
         32, integer(1), "Requests decoded together at most.", aliases=("Colossal-Inference",)
@@ -69,7 +70,8 @@ class EngineConfig:
         "Prompts that begin alike share the cache blocks of what they share.",
         "Blocks of ended requests are kept until their space is needed. Off by default: then what"
         " is read, and how long that takes, never depends on what ran before. Refused for an"
-        " encoder-decoder, and for LongRoPE where texts may outgrow the original limit.",
+        " encoder-decoder, for recurrent layers, whose state at the end of a shared prefix is not"
+        " kept, and for LongRoPE where texts may outgrow the original limit.",
     )
     kv_cache_dtype: str = option(
         "auto",
@@ -86,7 +88,7 @@ class EngineConfig:
         choice("auto", "on", "off"),
         "Replay passes of few tokens as CUDA graphs: auto (where that works), on or off.",
         "auto logs a warning once where the model on a GPU cannot be captured; on raises instead."
-        " Encoder-decoders and GLIDE drafts are never captured.",
+        " Encoder-decoders, models with recurrent layers and GLIDE drafts are never captured.",
     )
     compile_modules: bool = option(
         False,

@@ -14,6 +14,7 @@ from torch import Tensor
 from fastspec.config import SamplingParams
 from fastspec.config.checks import is_int
 from fastspec.models.paged_model import EncoderInput, Span
+from fastspec.models.recurrent import StateKey
 from fastspec.models.transfer import device_tensor
 from fastspec_kernels import uniform
 
@@ -54,6 +55,7 @@ class Request:
         num_prompt_tokens: leading token_ids that were given.
         rotary_len: length of the text when it was last read from its start.
         block_table: its blocks, the same in the target's and the drafter's cache.
+        state_key: names its states in recurrent layers; another one once it has lost its blocks.
         num_cached: leading tokens whose target keys and values are in the cache.
     """
 
@@ -68,6 +70,7 @@ class Request:
     num_prompt_tokens: int = field(init=False)
     rotary_len: int = field(init=False)
     block_table: list[int] = field(default_factory=list)
+    state_key: StateKey = field(default_factory=StateKey)
     num_cached: int = 0
 
     def __post_init__(self):
@@ -99,6 +102,8 @@ class Request:
             self.encoder_input,
             self.num_cached,
             self.rotary_len,
+            self.state_key,
+            len(self.token_ids),
         )
 
 

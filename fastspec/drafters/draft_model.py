@@ -172,7 +172,7 @@ class DraftModelDrafter:
                     b in filling or self._filled.get(b) == tenancy(b) for b in request.block_table
                 )
                 start = sum(takewhile(bool, known)) * block_size
-            start = min(start, most)
+            start = self.runner.paged_model.resume(request.state_key, min(start, most))
             if most - start >= _PREFILL_FROM:
                 settled = min(most, len(request.token_ids) - 1) // block_size
                 filling.update(request.block_table[:settled])

@@ -5,6 +5,7 @@ from collections import OrderedDict
 from fastspec.engine.prefix_index import Match, PrefixIndex
 from fastspec.engine.request import EngineRequest
 from fastspec.models.cache_size import blocks_needed
+from fastspec.models.recurrent import StateKey
 
 
 class BlockManager:
@@ -85,6 +86,7 @@ class BlockManager:
         request.block_table.clear()
         request.contents.clear()
         request.num_cached = 0
+        request.state_key = StateKey()
 
     def forget(self, request: EngineRequest) -> None:
         """Let nobody find the blocks of a request: what is in them is not to be trusted."""

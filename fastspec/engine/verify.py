@@ -10,7 +10,7 @@ from fastspec.drafters import Proposal
 from fastspec.drafters.base import VERIFY_STREAM, Batch
 from fastspec.engine.outputs import Verdict
 from fastspec.engine.request import EngineRequest
-from fastspec.models.runner import ModelRunner
+from fastspec.models.runner import ModelRunner, Span
 from fastspec.models.token_tree import packed
 from fastspec.models.transfer import device_tensor
 from fastspec_kernels import verify_chain, verify_tree
@@ -19,9 +19,11 @@ from fastspec_kernels import verify_chain, verify_tree
 def prefill(runner: ModelRunner, requests: list[EngineRequest]) -> None:
     """Cache every committed token but the last, which is read together with the proposals."""
     pending = [r for r in requests if r.num_cached < len(r.token_ids) - 1]
+    starts = [runner.paged_model.resume(r.state_key, r.num_cached) for r in pending]
+    pairs = list(zip(pending, starts, strict=True))
     runner.prefill(
-        [request.token_ids[request.num_cached : -1] for request in pending],
-        [r.span(r.num_cached, len(r.token_ids) - 1 - r.num_cached) for r in pending],
+        [request.token_ids[start:-1] for request, start in pairs],
+        [request.span(start, len(request.token_ids) - 1 - start) for request, start in pairs],
     )
     for request in pending:
         request.num_cached = len(request.token_ids) - 1
@@ -57,7 +59,10 @@ def verify(
     parents = proposal.parents
     if parents is not None:
         parents = pad(parents.masked_fill(proposal.token_ids < 0, -1), (1, 0), value=-1)
-    target_logits = runner.forward(readable, spans, parents=parents)
+    rows = None
+    if runner.paged_model.recurrent is not None:
+        readable, spans, rows = _after_reread(runner, batch, readable, counts)
+    target_logits = runner.forward(readable, spans, rows, parents)
     if proposal.on_judged is not None:
         proposal.on_judged(target_logits, counts)
     given = {"draft_logits": proposal.draft_logits, **batch.sampling, "backend": batch.backend}
@@ -93,6 +98,21 @@ def verify(
         logprobs = row_logprobs and row_logprobs[:emitted]
         verdicts.append(Verdict(proposed, accepted_len, row[1 : emitted + 1], logprobs, source))
     return verdicts
+
+
+def _after_reread(
+    runner: ModelRunner, batch: Batch, token_ids: Tensor, counts: list[int]
+) -> tuple[Tensor, list[Span], list[int]]:
+    """Tokens to judge [T] behind those after the last state kept; their spans, and their rows."""
+    parts, spans, rows, end = [], [], [], 0
+    for request, new, count in zip(batch.requests, token_ids.split(counts), counts, strict=True):
+        last = len(request.token_ids) - 1
+        start = runner.paged_model.resume(request.state_key, last)
+        parts += [device_tensor(request.token_ids[start:last], torch.int64, batch.device), new]
+        spans.append(request.span(start, last - start + count))
+        end += last - start + count
+        rows += range(end - count, end)
+    return torch.cat(parts), spans, rows
 
 
 def _tree_uniforms(batch: Batch, num_nodes: int) -> Tensor:

@@ -31,16 +31,19 @@ def cache_blocks(config: EngineConfig, models: list[PagedModel], max_model_len: 
         return config.num_blocks
     device = models[0].device
     memory = config.kv_cache_memory
+    state_bytes = config.max_batch_size * sum(model.bytes_per_sequence for model in models)
     if memory is None:
-        on_gpu = device.type == "cuda"
-        memory = torch.cuda.mem_get_info(device)[0] // 2 if on_gpu else _DEFAULT_CPU_BYTES
+        on_gpu, default = device.type == "cuda", _DEFAULT_CPU_BYTES + state_bytes
+        memory = torch.cuda.mem_get_info(device)[0] // 2 if on_gpu else default
     bytes_per_block = config.block_size * sum(model.bytes_per_token() for model in models)
-    affordable = memory // bytes_per_block
-    if affordable == 0:
+    usable = config.max_batch_size * blocks_needed(max_model_len, config.block_size)
+    affordable = usable
+    if bytes_per_block:
+        affordable = (memory - state_bytes) // bytes_per_block
+    if affordable <= 0 or memory < state_bytes:
+        states = f", the states of {config.max_batch_size} requests (max_batch_size) {state_bytes}"
         raise ValueError(
             f"kv_cache_memory: {memory} bytes hold no block; one of {config.block_size} tokens"
-            f" takes {bytes_per_block} bytes"
+            f" takes {bytes_per_block} bytes{states if state_bytes else ''}"
         )
-    if config.prefix_caching:
-        return affordable
-    return min(affordable, config.max_batch_size * blocks_needed(max_model_len, config.block_size))
+    return affordable if config.prefix_caching else min(affordable, usable)

@@ -55,6 +55,11 @@ def paged_model_of(model: PreTrainedModel, config: EngineConfig) -> PagedModel:
             " other factors, so long and short ones cannot share them; a max_model_len of"
             f" {limit} would do"
         )
+    if config.prefix_caching and paged_model.recurrent is not None:
+        raise ValueError(
+            f"prefix_caching: {paged_model.name} has recurrent layers, whose state at the end of a"
+            " shared prefix is not kept"
+        )
     if config.compile_modules:
         compile_modules(paged_model.model)
     return paged_model

@@ -57,12 +57,14 @@ def capture_for(cuda_graphs: str, paged_model: PagedModel) -> Capture | None:
     """How passes of the model are captured under this setting, None where they are not.
 
     Raises:
-        ValueError: "on" for a model that is not on a GPU, is an encoder-decoder or attends in
-            chunks.
+        ValueError: "on" for a model that is not on a GPU, is an encoder-decoder or recurrent, or
+            attends in chunks.
     """
     reason = None
     if paged_model.device.type != "cuda":
         reason = f"runs on {paged_model.device.type}, graphs need a CUDA device"
+    elif paged_model.recurrent is not None:
+        reason = "has recurrent layers, which read each sequence on its own"
     elif paged_model.decoder_start_id is not None:
         reason = "is an encoder-decoder, whose cross-attention is laid out anew in each pass"
     elif paged_model.chunk_size is not None:

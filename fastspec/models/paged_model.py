@@ -24,6 +24,7 @@ from fastspec.models.flat import (
     recording,
 )
 from fastspec.models.loading import float_dtypes
+from fastspec.models.recurrent import RecurrentLayers, StateKey
 from fastspec.models.rotary import RotaryLengths
 from fastspec.models.twin import (
     MOST_FEW_ROWS,
@@ -37,7 +38,7 @@ from fastspec_kernels import available_backends, store_kv, tree_attention
 # A name with "flash", "sdpa" or a slash would make transformers treat it as one of its own.
 ATTENTION_NAME = "fastspec_paged"
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
-_RECURRENT_TYPES = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
+_STATELESS_TYPES = {"mlp", "moe"}
 
 HeadShape = tuple[int, int]  # G, D
 KVCache = tuple[Tensor, Tensor]  # key, value: [num_blocks, block_size, G, D]
@@ -86,6 +87,8 @@ class Span:
         encoder_input: what the encoder of an encoder-decoder reads before it.
         target_len: leading tokens that the target has cached too; a GLIDE draft looks at those.
         prompt_len: length of the text that was read first, see `RotaryLengths`.
+        state_key: names the states that recurrent layers keep of the sequence.
+        settled_len: leading tokens of the sequence that stay in its text, whatever is rejected.
     """
 
     block_table: list[int]
@@ -94,6 +97,8 @@ class Span:
     encoder_input: EncoderInput | None = None
     target_len: int = 0
     prompt_len: int = 0
+    state_key: StateKey | None = None
+    settled_len: int = 0
 
     def part(self, start: int, count: int) -> "Span":
         """Other tokens of the same sequence."""
@@ -263,12 +268,15 @@ class PagedModel:
         ValueError: the model cannot be driven this way; the message names it and says why.
     """
 
+    bytes_per_sequence = 0  # of the states of recurrent layers
     decoder_start_id: int | None = None  # only an encoder-decoder has one
     chunk_size: int | None = None  # tokens that layers of chunked_layers attend to at most
     chunked_layers: tuple[int, ...] = ()
     chains_only: str | None = None  # why no token trees, as an error begins
     rotary: RotaryLengths | None = None  # an encoder-decoder has none
+    recurrent: RecurrentLayers | None = None  # None where no layer is
     _kept_windows: Mapping[int, int] = MappingProxyType({})  # by layer
+    _stateless: frozenset[int] = frozenset()  # layers that neither attend nor keep a state
 
     def __init__(self, model: PreTrainedModel, backend: str, kv_cache_dtype: str = "auto"):
         self.backend = backend
@@ -288,7 +296,8 @@ class PagedModel:
         self._flat: FlatModel | None = None
         layers: list[FlatLayer] = []
         if backend in ("auto", "cpu"):
-            layers = find_layers(self.model) if self.decoder_start_id is None else []
+            is_candidate = self.decoder_start_id is None and self.recurrent is None
+            layers = find_layers(self.model) if is_candidate else []
             use_few_row_kernels(self.model)
         self.cache_shapes = self._probe(layers)
         if backend in ("auto", "cpu") and self._flat is None:
@@ -300,25 +309,26 @@ class PagedModel:
         """Run T packed tokens ([T] int64 ids and positions); logits [R, V] of `rows`, 0 = all."""
         if not self._head_takes_no_rows and not isinstance(rows, int) and not len(rows):
             return self.forward(input_ids, positions, torch.zeros_like(positions[:1]), step)[:0]
-        keep = {"logits_to_keep": rows} if self._keeps_logits else {}
+        keep: dict[str, Any] = {"logits_to_keep": rows} if self._keeps_logits else {}
         if self.rotary is not None and self.rotary.limit is not None:
             self.rotary.begin(positions, step)
         if self._flat is not None and len(input_ids) <= MOST_FEW_ROWS:
             return self._flat.forward(input_ids, positions, rows, step)
         if self._counts_positions:
             self._cache.num_seen = positions - torch.arange(len(positions), device=self.device)
+        if self.recurrent is not None:
+            self.recurrent.begin(step.spans)
+        if self._takes_positions:
+            keep |= {"position_ids": positions[None], "past_key_values": self._cache}
         running = _RUNNING.set(step)
         try:
             logits = self.model(
-                input_ids=input_ids[None],
-                position_ids=positions[None],
-                past_key_values=self._cache,
-                use_cache=False,
-                paged_step=step,
-                **keep,
+                input_ids=input_ids[None], use_cache=False, paged_step=step, **keep
             ).logits[0]
         finally:
             _RUNNING.reset(running)
+        if self.recurrent is not None:
+            self.recurrent.end()
         return logits if self._keeps_logits or isinstance(rows, int) else logits[rows]
 
     def new_caches(self, num_blocks: int, block_size: int) -> list[CacheStack]:
@@ -336,6 +346,10 @@ class PagedModel:
             for (keys, values), layers in layers_of.items()
         ]
 
+    def resume(self, key: StateKey, start: int) -> int:
+        """Where the next span of a sequence has to begin, of whose tokens `start` still stand."""
+        return start if self.recurrent is None else self.recurrent.resume(key, start)
+
     def bytes_per_token(self) -> int:
         """Bytes of keys and values that one token takes in all layers."""
         elements = sum(g * d for pair in self.cache_shapes.values() for g, d in pair)
@@ -346,20 +360,27 @@ class PagedModel:
         text_config = model.config.get_text_config(decoder=True)
         parameters = inspect.signature(model.forward).parameters
         self._keeps_logits = "logits_to_keep" in parameters
-        _check_architecture(model, text_config, "position_ids" in parameters)
+        self._takes_positions = "position_ids" in parameters
+        self.model: Any = twin_of(model, ATTENTION_NAME).eval()
+        # What reads packed weights may not.
+        self._head_takes_no_rows = is_plain_linear(self.model.get_output_embeddings())
+        recurrent = RecurrentLayers(self.model, text_config)
+        if recurrent.indices:
+            self.recurrent = recurrent
+            self.chains_only = f"{self.name}: a model with recurrent layers"
+        else:
+            _check_architecture(model, text_config, self._takes_positions)
         self._cache: Any = PassThroughCache()
         self._counts_positions = bool(getattr(text_config, "attn_temperature_tuning", False))
-        types = enumerate(getattr(text_config, "layer_types", None) or ())
-        chunked = tuple(index for index, kind in types if kind == "chunked_attention")
+        types = getattr(text_config, "layer_types", None) or ()
+        chunked = tuple(i for i, kind in enumerate(types) if kind == "chunked_attention")
         size = cast(int, getattr(text_config, "attention_chunk_size", None))
         if chunked and (self.max_positions is None or size < self.max_positions):
             self.chunk_size, self.chunked_layers = size, chunked
             self.chains_only = f"{self.name}: a model that attends in chunks"
         self._num_layers = cast(int, text_config.num_hidden_layers)
+        self._stateless = frozenset(i for i, kind in enumerate(types) if kind in _STATELESS_TYPES)
         self._kept_windows = _kept_windows(text_config)
-        self.model: Any = twin_of(model, ATTENTION_NAME).eval()
-        # What reads packed weights may not.
-        self._head_takes_no_rows = is_plain_linear(self.model.get_output_embeddings())
         self.rotary = RotaryLengths(self.model, model)
 
     @torch.inference_mode()
@@ -376,7 +397,8 @@ class PagedModel:
         input_ids, first = places * (self.vocab_size // count), places[:1]
         wide = torch.cat([positions, places, first])
         narrow = torch.tensor([count, 0, count, count, 0], dtype=torch.int32, device=self.device)
-        spans = [Span([0], 0, count, EncoderInput([0]))]
+        key = StateKey()
+        spans = [Span([0], 0, count, EncoderInput([0]), state_key=key, settled_len=count)]
         step = PagedStep.of({}, wide, narrow, 1, count, self.backend, spans)
         step.calls = calls
         try:
@@ -388,6 +410,8 @@ class PagedModel:
             mixed = f"{self.name}: has weights in {' and '.join(dtypes)}"
             raise ValueError(f"{mixed}, which do not work together: {error}") from error
         self.vocab_size = logits.shape[-1]
+        if self.recurrent is not None:
+            self.bytes_per_sequence = 2 * self.recurrent.bytes_kept(key)  # two states
         self._check_calls(calls)
         if self._cache_dtype == self.dtype:
             self._flat = flatten(self.model, layers, calls, step, input_ids, logits)
@@ -402,9 +426,14 @@ class PagedModel:
                     f"{self.name}: layer {layer} attends {count} times in one pass, and its cache"
                     " has room for the keys and values of one: not supported"
                 )
-        if len(num_calls) != self._num_layers:
+        if not num_calls.keys() <= set(range(self._num_layers)):
+            raise ValueError(f"{self.name}: layers that share their attention are not supported")
+        known = num_calls.keys() | self._stateless
+        if self.recurrent is not None:
+            known |= self.recurrent.indices
+        if len(known) != self._num_layers:
             raise ValueError(
-                f"{self.name}: {len(num_calls)} of {self._num_layers} layers call transformers'"
+                f"{self.name}: {len(known)} of {self._num_layers} layers call transformers'"
                 " attention interface; state kept elsewhere cannot be rolled back: not supported"
             )
         for call in calls:
@@ -445,7 +474,7 @@ def _check_architecture(model: PreTrainedModel, text_config, takes_position_ids:
     name = type(model).__name__
     layer_types = set(getattr(text_config, "layer_types", None) or ())
     unknown = layer_types - _LAYER_TYPES
-    if unknown & _RECURRENT_TYPES or (getattr(model, "_is_stateful", False) and not unknown):
+    if getattr(model, "_is_stateful", False) and not unknown:
         raise ValueError(
             f"{name}: keeps a recurrent state, which cannot be rolled back: not supported"
         )

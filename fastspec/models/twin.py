@@ -106,7 +106,8 @@ def _rms_norm(module: Any) -> Forward:
     many_rows = type(module).forward
 
     def forward(x: Tensor) -> Tensor:
-        if x.numel() > MOST_FEW_ROWS * x.shape[-1]:
+        is_wider = x.dtype.itemsize > module.weight.dtype.itemsize  # of a sum kept in float32
+        if is_wider or x.numel() > MOST_FEW_ROWS * x.shape[-1]:
             return many_rows(module, x)
         return rms_norm(x.contiguous(), module.weight, module.variance_epsilon)
 

@@ -277,3 +277,8 @@ def assert_caches(engine, model, drafter, behind=1):
         draft_count = cached_tokens(draft, request)
         assert (1 if behind is None else count - behind) <= draft_count <= count
         assert_cached(draft.runner, request, draft_count, drafter)
+
+
+def num_sequences_with_states(engine):
+    """Texts that the target's recurrent layers keep states of."""
+    return len(target_runner(engine).paged_model.recurrent._kept)

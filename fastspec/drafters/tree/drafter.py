@@ -100,6 +100,8 @@ class TreeDrafter:
         plan: the form of the trees.
         branch: proposes chains of point masses, which become branches of the trees. Only for plans
             whose trees are made of likeliest tokens and have no fixed shape.
+    Raises:
+        ValueError: the draft model has recurrent layers.
     """
 
     def __init__(
@@ -108,6 +110,9 @@ class TreeDrafter:
         plan: TreePlan | CapePlan,
         branch: Drafter | None = None,
     ):
+        model = draft.runner.paged_model
+        if model.recurrent is not None:
+            raise ValueError(f"drafter: {model.name} has recurrent layers, and drafts no trees")
         self.name = draft.name if isinstance(plan, CapePlan) else "tree"
         self.draft = draft
         self._plan = plan

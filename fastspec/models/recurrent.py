@@ -1,0 +1,297 @@
+"""Layers that carry a state from token to token: short convolutions, Mamba, linear attention."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
+
+if TYPE_CHECKING:
+    from fastspec.models.paged_model import Span
+
+_STATE_METHODS = {"update_conv_state", "update_recurrent_state"}
+_CACHE_NAMES = {"cache_params", "past_key_values"}
+_TRIAL_TOKENS = 3
+
+States = dict[int, Any]  # of one sequence: by layer index, a layer of transformers' cache
+
+
+@dataclass(eq=False)
+class StateKey:
+    """Stands for a text while its tokens are cached; a model keeps its states for as long."""
+
+
+@dataclass
+class _Reading:
+    """One span of the pass that runs.
+
+    Attributes:
+        settled: leading tokens of it that are read into `states`; those after them into `beyond`.
+        states: after the tokens before the span, and then after the settled ones.
+        beyond: after all tokens; None where all of them are settled.
+        kept: what the sequence has after the pass, by number of tokens read.
+    """
+
+    span: "Span"
+    settled: int
+    states: States
+    beyond: States | None
+    kept: dict[int, States]
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What a trial told of a class of modules.
+
+    Attributes:
+        cache_name: of the argument that takes the cache.
+        reads_on: whether several tokens in one call leave the state that they leave one by one;
+            some of transformers' modules begin from nothing then.
+        first: children, all linear, that are given the module's input as it is.
+        last: the linear child whose output is the module's, if there is one.
+    """
+
+    cache_name: str
+    reads_on: bool
+    first: tuple[str, ...]
+    last: str | None
+
+
+class RecurrentLayers:
+    """Lets the recurrent layers of a twin read each sequence of a packed pass on its own.
+
+    A state cannot be shortened to fewer tokens. So two are kept of each sequence: after the last
+    token that is certain to stay in its text (what comes after it is read on a copy), and after the
+    last one that was read. The next span begins where `resume` says, and reads again the drafts
+    that were accepted, unless that are all of them.
+
+    What linear layers do first and last in such a layer is done for all sequences together.
+
+    Args:
+        twin: what runs; the forward passes of its recurrent layers are replaced.
+        text_config: of its decoder.
+    Raises:
+        ValueError: recurrent layers of a form that cannot be run alone.
+    """
+
+    def __init__(self, twin: PreTrainedModel, text_config: Any):
+        modules: list[Any] = [module for module in twin.modules() if _is_recurrent(module)]
+        self.indices = {module.layer_idx for module in modules}
+        self._kept: WeakKeyDictionary[StateKey, dict[int, States]] = WeakKeyDictionary()
+        self._readings: list[_Reading] = []
+        if not modules:
+            return
+        if len(modules) > len(self.indices):
+            raise ValueError(
+                f"{type(twin).__name__}: keeps several states in a layer, not supported"
+            )
+        self._cache = DynamicCache(config=text_config)
+        self._unused = {index: self._cache.layers[index] for index in self.indices}
+        self._kinds: dict[type, _Kind] = {}
+        for module in modules:
+            if type(module) not in self._kinds:
+                trial = _trial(text_config.hidden_size).to(twin.device, twin.dtype)
+                self._kinds[type(module)] = self._try(module, trial)
+            module.__dict__["forward"] = partial(self._forward, module)
+
+    def resume(self, key: StateKey, start: int) -> int:
+        """How many of the first `start` tokens need not be read again.
+
+        What was read of these must still stand in the text.
+        """
+        return max((n for n in self._kept.get(key, ()) if n <= start), default=0)
+
+    def begin(self, spans: "list[Span]") -> None:
+        """The next pass reads these spans. Until `end` nothing is kept of their sequences."""
+        self._readings = [self._open(span) for span in spans]
+
+    def end(self) -> None:
+        """The pass has succeeded."""
+        for reading in self._readings:
+            if (key := reading.span.state_key) is not None:
+                self._kept[key] = reading.kept
+        self._readings = []
+
+    def bytes_kept(self, key: StateKey) -> int:
+        """Bytes of all states of a sequence."""
+        layers = [layer for states in self._kept[key].values() for layer in states.values()]
+        return sum(tensor.nbytes for layer in layers for tensor in _tensors(layer))
+
+    def _open(self, span: "Span") -> _Reading:
+        start, end, settled = span.start, span.start + span.count, span.settled_len
+        kept = self._kept.pop(span.state_key, {}) if span.state_key is not None else {}
+        states = kept.get(start) if start else {}
+        if states is None:
+            raise ValueError(f"start: the states after {start} tokens are not kept")
+        if start <= settled < end:
+            beyond: States = {}
+            kept = {settled: states, end: beyond}
+            return _Reading(span, settled - start, states, beyond, kept)
+        kept = {length: older for length, older in kept.items() if length <= settled < start}
+        return _Reading(span, span.count, states, None, {**kept, end: states})
+
+    def _forward(self, module: Any, hidden_states: Tensor, **kwargs) -> Tensor:
+        """The module's output [1, T, E] for packed spans; masks and other caches mean nothing."""
+        index, kind = module.layer_idx, self._kinds[type(module)]
+        read = partial(_read, module, kind, self._cache)
+        last = getattr(module, kind.last) if kind.last else None
+        projected = {name: getattr(module, name)(hidden_states) for name in kind.first}
+        place, first, out = slice(0), 0, []
+
+        def run(layer: Any, start: int, count: int) -> None:
+            nonlocal first, place
+            step = count if kind.reads_on or not start else 1
+            for _ in range(0, count, step or 1):
+                place = slice(first, first + step)
+                first += step
+                out.append(read(layer, hidden_states[:, place]))
+
+        forwards: dict[nn.Module, Callable] = {
+            getattr(module, name): lambda _, rows=rows: rows[:, place]
+            for name, rows in projected.items()
+        }
+        if last is not None:
+            forwards[last] = lambda rows: rows
+        with _replaced(forwards):
+            for reading in self._readings:
+                span, settled = reading.span, reading.settled
+                layer = reading.states.get(index)
+                if layer is None:
+                    layer = reading.states[index] = _copied(self._unused[index])
+                run(layer, span.start, settled)
+                if reading.beyond is not None:
+                    layer = reading.beyond[index] = _copied(layer)
+                    run(layer, span.start + settled, span.count - settled)
+        rows = torch.cat(out, dim=1)
+        return rows if last is None else last(rows)
+
+    @torch.inference_mode()
+    def _try(self, module: Any, trial: Tensor) -> _Kind:
+        """Run a module over tokens [1, T, E], the later ones in one call and one by one.
+
+        Raises:
+            ValueError: it takes or returns something else than hidden states.
+        """
+        cache_name, module_name = _cache_name(module), type(module).__name__
+        kind = _Kind(cache_name, True, (), None)
+        before, after = trial.chunk(2, dim=1)
+        calls: list[tuple[set[str], set[str]]] = []
+
+        def call(layer: Any, hidden: Tensor) -> Tensor:
+            seen: list[tuple[str, Tensor, Tensor]] = []
+            linear = [(n, child) for n, child in module.named_children() if _is_linear(child)]
+            hooks = [
+                child.register_forward_hook(
+                    lambda _, given, made, n=n: seen.append((n, given[0], made))
+                )
+                for n, child in linear
+            ]
+            try:
+                out = _read(module, kind, self._cache, layer, hidden)
+            except RuntimeError as error:
+                raise ValueError(f"{module_name}: fails on hidden states alone: {error}") from error
+            finally:
+                for hook in hooks:
+                    hook.remove()
+            if not isinstance(out, Tensor):
+                raise ValueError(f"{module_name}: returns more than hidden states, not supported")
+            names = [n for n, _, _ in seen]
+            once = [each for each in seen if names.count(each[0]) == 1]
+            calls.append(
+                ({n for n, x, _ in once if x is hidden}, {n for n, _, y in once if y is out})
+            )
+            return out
+
+        one_by_one = _copied(self._unused[module.layer_idx])
+        call(one_by_one, before)
+        at_once = _copied(one_by_one)
+        singles = torch.cat([call(one_by_one, token) for token in after.split(1, dim=1)], dim=1)
+        several = call(at_once, after)
+        tolerance = torch.finfo(trial.dtype).eps ** 0.5
+        pairs = zip([several, *_tensors(at_once)], [singles, *_tensors(one_by_one)], strict=True)
+        reads_on = all(bool((a - b).norm() <= tolerance * b.norm()) for a, b in pairs)
+        first, last = (set.intersection(*sets) for sets in zip(*calls, strict=True))
+        return _Kind(cache_name, reads_on, tuple(sorted(first)), next(iter(last), None))
+
+
+def _read(module: Any, kind: _Kind, cache: DynamicCache, layer: Any, hidden: Tensor) -> Tensor:
+    """The module's own forward over one sequence, whose state is in the layer of a cache."""
+    cache.layers[module.layer_idx] = layer
+    longest = getattr(module, "chunk_size", None)
+    if longest is not None:  # what is shorter than a chunk would be filled up
+        module.chunk_size = min(longest, hidden.shape[1])
+    try:
+        return type(module).forward(module, hidden, **{kind.cache_name: cache})
+    finally:
+        if longest is not None:
+            module.chunk_size = longest
+
+
+@contextmanager
+def _replaced(forwards: dict[nn.Module, Callable]) -> Iterator[None]:
+    """Let other functions stand for the modules' forward passes."""
+    before = [(module.__dict__, module.__dict__.get("forward")) for module in forwards]
+    for module, forward in forwards.items():
+        module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        for attributes, forward in before:
+            attributes.pop("forward")
+            if forward is not None:
+                attributes["forward"] = forward
+
+
+def _is_recurrent(module: nn.Module) -> bool:
+    """Whether transformers' cache keeps a state for the module itself."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    names = code.co_names if code is not None else ()
+    return not _STATE_METHODS.isdisjoint(names) and hasattr(module, "layer_idx")
+
+
+def _trial(size: int) -> Tensor:
+    """Hidden states [1, T, E] of some tokens, and as many more."""
+    return torch.linspace(-9.0, 9.0, 2 * _TRIAL_TOKENS * size).sin().view(1, -1, size)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return type(module) is nn.Linear
+
+
+def _cache_name(module: nn.Module) -> str:
+    parameters = inspect.signature(type(module).forward).parameters
+    required = [name for name, each in parameters.items() if each.default is each.empty]
+    names = [name for name in parameters if name in _CACHE_NAMES]
+    if len(names) != 1 or not {"self", "hidden_states", "kwargs", *names}.issuperset(required):
+        raise ValueError(f"{type(module).__name__}: takes more than hidden states, not supported")
+    return names[0]
+
+
+def _copied(layer: Any) -> Any:
+    """A layer of a cache with states of its own."""
+    other = copy(layer)
+    for name, value in vars(layer).items():
+        if isinstance(value, dict):
+            setattr(other, name, {key: _cloned(each) for key, each in value.items()})
+        else:
+            setattr(other, name, _cloned(value))
+    return other
+
+
+def _cloned(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _tensors(layer: Any) -> list[Tensor]:
+    """The states in a layer of a cache."""
+    values = vars(layer).values()
+    parts = [part for v in values for part in (v.values() if isinstance(v, dict) else [v])]
+    return [part for part in parts if isinstance(part, Tensor)]
