@@ -224,12 +224,15 @@ class Verdict:
 
 # What the engine's message says, by the kind of reason.
 KINDS = {
-    "recurrent state": "keeps a recurrent state",
+    "recurrent state": (
+        r"keeps a recurrent state|keeps several states in a layer|layers of type \['(linear|recur)"
+    ),
     "attention of its own": "never calls transformers' attention interface",
     "counts positions itself": "takes no position_ids",
-    "sparse or compressed attention": "layers of type",
+    "sparse or compressed attention": r"layers of type \['(?!linear|recur)",
     "mask or bias of its own": "builds its own attention mask or bias",
-    "attends several times in a layer": r"layer \d+ attends \d+ times",
+    "attends several times in a layer": r"layer -?\d+ attends \d+ times|share their attention",
+    "outputs beside hidden states": "returns more than hidden states",
     "window that attention is not told of": "`generate` keeps",
 }
 
