@@ -6,6 +6,7 @@
 import argparse
 import json
 import re
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -38,13 +39,18 @@ HEADLINE_SIZES = {"V": 128256, "R": 1, "B": 1, "N": 16, "rows": 5, "context": 81
 
 def results_page(records: list[dict]) -> str:
     """All of docs/results.md."""
-    ops = [record for record in records if record["op"] not in ("end_to_end", "first_token")]
+    others = ("end_to_end", "first_token", "llama_cpp")
+    ops = [record for record in records if record["op"] not in others]
     first_tokens = [record for record in records if record["op"] == "first_token"]
     parts = [INTRODUCTION, "## End to end"]
     if chains := chain_runs(records):
         parts.append(end_to_end(chains[-1]))
     else:
         parts.append("No end-to-end run is recorded yet.")
+    if real := real_runs(records):
+        parts += ["## SmolLM2-135M-Instruct", smollm2(real)]
+    if peers := {r["dtype"]: r for r in records if r["op"] == "llama_cpp"}:
+        parts += ["### Plain decoding beside llama.cpp", llama_cpp(list(peers.values()))]
     if bundled := latest_of_methods(records):
         parts += ["## Drafters", methods(bundled)]
     if first_tokens:
@@ -91,12 +97,67 @@ def with_speed_ups(table: str, latest: dict[str, dict]) -> str:
 
 
 def chain_runs(records: list[dict]) -> list[dict]:
-    """End-to-end runs with a draft model's chains."""
+    """End-to-end runs of the bundled pair with a draft model's chains."""
     return [
         record
         for record in records
-        if record["op"] == "end_to_end" and record.get("method", "draft_model") == "draft_model"
+        if record["op"] == "end_to_end"
+        and record.get("method", "draft_model") == "draft_model"
+        and record["target"]["name"] != "smollm2"
     ]
+
+
+def real_runs(records: list[dict]) -> list[dict]:
+    """The last run of SmolLM2 with each drafter in each dtype."""
+    runs = [r for r in records if r["op"] == "end_to_end" and r["target"]["name"] == "smollm2"]
+    latest = {(r["dtype"], method_name(r)): r for r in sorted(runs, key=lambda run: run["date"])}
+    return [run for _, run in sorted(latest.items())]
+
+
+def smollm2(runs: list[dict]) -> str:
+    """Table of the drafters of SmolLM2: speeds, and ratios within each run."""
+    heads = ("drafter", "dtype", "T", "plain", "speculative", "`generate`", "better assisted")
+    heads += ("speculative / plain", "speculative / assisted", "plain / `generate`")
+    lines = table_head(*heads, "tokens per target step", "efficiency")
+    for run in runs:
+        for row in run["results"]:
+            speeds, ratios = row["tokens_per_s"], row["ratios"]
+            assisted = max(speeds["hf_assisted"], speeds["hf_assisted_default"])
+            shown = (speeds["plain"], speeds["speculative"], speeds["hf_generate"], assisted)
+            cells = [f"{method_name(run)}, K={run['num_speculative_tokens']}", run["dtype"]]
+            cells += [f"{row['temperature']:g}", *(f"{speed:.1f}" for speed in shown)]
+            cells += [f"{ratios[name]:.2f}x" for name in RATIOS]
+            cells.append(f"{row['mean_acceptance_length']:.2f}")
+            lines.append(table_row(*cells, f"{row['efficiency']:.2f}"))
+    notes = [
+        f"`fastspec {' '.join(run['argv'])}`: {'' if run['verified'] else 'NOT '}all greedy ids"
+        f" equal. {where(run)}"
+        for run in runs
+    ]
+    meaning = (
+        "New tokens per second, batch 1, answers to the bundled questions, programming tasks, texts"
+        " to summarise and texts to edit; all methods of a run on the same weights, in turns."
+    )
+    return "\n".join([meaning, "", *lines, "", *(f"- {note}" for note in notes)])
+
+
+def llama_cpp(runs: list[dict]) -> str:
+    """Table of the peer's speeds and ours, medians of the rounds of one run."""
+    names = {
+        "fastspec": "fastspec, plain",
+        "llama_cpp": "llama.cpp (`llama-bench`)",
+        "hugging_face": "Hugging Face `generate`",
+        "one_read": "one read of the weights for each token",
+    }
+    lines = table_head("tokens per second", *(run["dtype"] for run in runs))
+    for name, label in names.items():
+        medians = (statistics.median(run["tokens_per_s"][name]) for run in runs)
+        lines.append(table_row(label, *(f"{speed:.1f}" for speed in medians)))
+    lines.append(
+        table_row("fastspec / llama.cpp", *(f"**{r['ratio_to_llama_cpp']:.2f}x**" for r in runs))
+    )
+    places = sorted({f"{run['llama_cpp']}. {where(run)}" for run in runs})
+    return "\n".join([*lines, "", "`python -m benchmarks.llama_cpp`, alternating rounds.", *places])
 
 
 def end_to_end(record: dict) -> str:
