@@ -9,7 +9,7 @@ import typer
 
 from fastspec.cli import options
 from fastspec.cli.display import number, progress_bar
-from fastspec.cli.errors import quiet_libraries, usage_errors
+from fastspec.cli.errors import check_can_write, quiet_libraries, usage_errors
 from fastspec.cli.options import Flags, with_flags
 from fastspec.config import EngineConfig, SpecConfig
 from fastspec.config.files import parse_json_lines, read_text
@@ -25,6 +25,9 @@ Data = Annotated[
 Out = Annotated[Path, typer.Option(metavar="DIR", help="Draft, checkpoints and record.")]
 Steps = Annotated[int | None, typer.Option(help="By default one pass over the data.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue from the checkpoint.")]
+Plot = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Draw the loss of each step (extra [plot]).")
+]
 Accelerate = Annotated[
     bool, typer.Option("--accelerate", help="Several devices, under accelerate launch.")
 ]
@@ -45,6 +48,7 @@ def draft(
     target: options.Target = "tiny",
     steps: Steps = None,
     resume: Resume = False,
+    plot: Plot = None,
     accelerate: Accelerate = False,
 ) -> None:
     """Train a shallow draft model, which starts from the target's first and last layers.
@@ -52,7 +56,8 @@ def draft(
     Best on text of the target's own, which train texts writes. At the end the draft is used on
     held-out text, and what was accepted is reported.
     """
-    _train("draft", spec, shape, settings, config, data, out, target, steps, resume, accelerate)
+    run = target, steps, resume, plot, accelerate
+    _train("draft", spec, shape, settings, config, data, out, *run)
 
 
 @with_flags
@@ -66,6 +71,7 @@ def glide(
     target: options.Target = "tiny",
     steps: Steps = None,
     resume: Resume = False,
+    plot: Plot = None,
     plain: Annotated[
         bool, typer.Option("--plain", help="Train a plain draft of the same size, for comparison.")
     ] = False,
@@ -78,7 +84,8 @@ def glide(
     if plain and settings.lookup_rows:
         raise typer.BadParameter("--lookup-rows: a --plain draft has no cross-attention")
     kind = "plain" if plain else "glide"
-    _train(kind, spec, shape, settings, config, data, out, target, steps, resume, accelerate)
+    run = target, steps, resume, plot, accelerate
+    _train(kind, spec, shape, settings, config, data, out, *run)
 
 
 def _train(
@@ -92,6 +99,7 @@ def _train(
     target: str,
     steps: int | None,
     resume: bool,
+    plot: Path | None,
     accelerate: bool,
 ) -> None:
     for file in data:
@@ -101,7 +109,12 @@ def _train(
         raise typer.BadParameter(f"--out: expected a folder, {str(out)!r} is a file")
     if accelerate and config.device != "auto":
         raise typer.BadParameter(f"--device: accelerate launch chooses it, got {config.device!r}")
+    check_can_write("--plot", plot)
+    from fastspec.tools.plots import plot_loss, require_plotting
+
     with usage_errors():
+        if plot is not None:
+            require_plotting()
         if steps is not None:
             settings = replace(settings, steps=steps)
     quiet_libraries()
@@ -142,6 +155,8 @@ def _train(
     if processes.is_main_process:
         if shape.reduced_vocab_size is None:
             tokenizer.save_pretrained(out)
+        if plot is not None:
+            plot_loss(record["losses"], plot)
         report = glide_run.report_acceptance(model, judging, spec, out)
         typer.echo(
             f"{out}: {record['steps']:.0f} steps, loss {record['train_loss']:.3f}; on held-out text"

@@ -1,5 +1,6 @@
 """Pictures of what was counted; the only module that needs matplotlib."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,31 @@ def require_plotting() -> Any:
     return Figure
 
 
+def plot_loss(losses: Sequence[float], path: Path) -> None:
+    """Write the loss of each training step, and its mean over 2 % of the steps.
+
+    Raises:
+        ValueError: as for `plot_acceptance`.
+    """
+    figure = require_plotting()(figsize=(6, 3), layout="constrained")
+    chart = figure.subplots()
+    width = max(1, len(losses) // 50)
+    means = [
+        sum(part) / len(part)
+        for part in (losses[max(0, end - width) : end] for end in range(1, len(losses) + 1))
+    ]
+    chart.plot(losses, linewidth=0.5, alpha=0.5)
+    chart.plot(means)
+    chart.set(xlabel="step", ylabel="loss", yscale="log")
+    _save(figure, path)
+
+
+def _save(figure: Any, path: Path) -> None:
+    staged = path.with_name(f".new.{path.name}")
+    figure.savefig(staged)
+    staged.replace(path)
+
+
 def plot_acceptance(stats: SpecStats, rates: list[float], path: Path) -> None:
     """Write two charts: target passes by accepted tokens, and the acceptance rate by position.
 
@@ -35,6 +61,4 @@ def plot_acceptance(stats: SpecStats, rates: list[float], path: Path) -> None:
     steps.set(xlabel="accepted draft tokens", ylabel="target passes")
     curve.plot(range(1, len(rates) + 1), rates, marker="o")
     curve.set(xlabel="position in the draft", ylabel="acceptance rate", ylim=(0, 1))
-    staged = path.with_name(f".new.{path.name}")
-    figure.savefig(staged)
-    staged.replace(path)
+    _save(figure, path)

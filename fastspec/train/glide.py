@@ -203,7 +203,7 @@ class GlideTrainer:
         self._draft, *self._optimizers = processes.prepare(
             draft, *make_optimizers(draft, options.rate)
         )
-        self.record: dict[str, float] = {"steps": 0, "tokens": 0}
+        self.record: dict[str, Any] = {"steps": 0, "tokens": 0, "losses": []}
 
     @property
     def draft(self) -> PreTrainedModel:
@@ -228,7 +228,7 @@ class GlideTrainer:
             optimizer.load_state_dict(saved)
         self.record = state["record"]
 
-    def run(self, advance: Advance) -> dict[str, float]:
+    def run(self, advance: Advance) -> dict[str, Any]:
         """Train to the last step, and `advance` after each."""
         for step in range(int(self.record["steps"]), self.options.steps):
             lesson = self._teacher(self._indices(step))
@@ -237,6 +237,7 @@ class GlideTrainer:
             self.record["train_loss"] = _LOSS_MEMORY * mean + (1 - _LOSS_MEMORY) * loss
             self.record["steps"] = step + 1
             self.record["tokens"] += num_tokens
+            self.record["losses"].append(round(loss, 4))
             advance(step + 1, self.record["train_loss"])
             if (step + 1) % self.options.checkpoint_steps == 0 or step + 1 == self.options.steps:
                 self._save()

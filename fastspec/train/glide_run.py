@@ -80,7 +80,7 @@ def train_draft(
     resume: bool,
     advance: Advance,
     on_row: Callable[[int], None] = lambda num_rows: None,
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """Train a draft into the folder `out`: checkpoints, weights, record.
 
     advance is called after each step, on_row with the rows that the target has been run on where

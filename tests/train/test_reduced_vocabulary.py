@@ -189,9 +189,12 @@ def test_command_line_from_texts_to_a_draft(chat_folder, tmp_path):
     assert first.startswith("[user]what is 0?")
     sizes = ("--layers", 2, "--vocab-size", 60, "--context", 32, "--batch-size", 2, "--steps", 3)
     common = (*common, "--data", texts, "--out", out, *sizes)
-    result = run("draft", *common, "--store-target")
+    picture = tmp_path / "loss.png"
+    result = run("draft", *common, "--store-target", "--plot", picture)
     assert result.exit_code == 0, result.output
     assert "3 steps" in result.output
+    assert len(json.loads((out / "record.json").read_text())["losses"]) == 3
+    assert picture.stat().st_size > 0
     assert not (out / "tokenizer.json").exists()
     engine = Engine(str(chat_folder), str(out), config=EngineConfig(dtype="float32"))
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
