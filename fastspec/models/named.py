@@ -3,17 +3,15 @@
 import os
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 ASSETS = Path(str(files("fastspec"))) / "assets"
 BUNDLED = {
     "tiny": ASSETS / "tiny-target",
     "tiny-draft": ASSETS / "tiny-draft",
     "tiny-glide": ASSETS / "tiny-glide",
-    "smollm2-draft": ASSETS / "smollm2-draft",
-    "smollm2-glide": ASSETS / "smollm2-glide",
 }
 FETCHED = ("smollm2",)
-_DRAFTS = {"tiny": ("tiny-draft", "tiny-glide"), "smollm2": ("smollm2-draft", "smollm2-glide")}
 
 
 def cache_folder() -> Path:
@@ -37,7 +35,8 @@ def folder_of(field: str, name: str) -> Path | None:
     return folder
 
 
-def own_draft(target: object, method: str) -> str | None:
+def own_draft(target: Any, method: str) -> str | None:
     """The draft that comes with a target of a short name, for a method; None for other targets."""
-    draft, glide = _DRAFTS.get(str(target), (None, None))
-    return glide if method == "glide" else draft
+    if target != "tiny":
+        return None
+    return "tiny-glide" if method == "glide" else "tiny-draft"
