@@ -42,7 +42,7 @@ def llama_cpp(programs: Path, model: Path, tokens: int, threads: int) -> float:
 
 
 def fastspec(dtype: str, tokens: int) -> dict[str, float]:
-    """Tokens per second after the first, and of a decoder that only reads the weights once each."""
+    """Tokens per second after the first, and of reading the weights once for each."""
     model = load_model("target", "smollm2", EngineConfig(dtype=dtype))
     tokenizer = load_tokenizer("target", "smollm2")
     engine = Engine(model, tokenizer=tokenizer)
@@ -56,7 +56,7 @@ def fastspec(dtype: str, tokens: int) -> dict[str, float]:
     for _ in range(8):
         start = time.perf_counter()
         for weight in model.parameters():
-            weight.amax()
+            weight.flatten().view(torch.float32).amax()  # of pairs where they have 16 bits
         reads.append(time.perf_counter() - start)
     return {
         "fastspec": 1 / seconds[-1],
