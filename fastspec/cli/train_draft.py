@@ -40,7 +40,8 @@ def draft(
     spec: _Spec,
     shape: Annotated[DraftShape, Flags()],
     settings: Annotated[
-        TrainOptions, Flags(without=("steps", "lookup_rows"), steps=1, distillation=1.0)
+        TrainOptions,
+        Flags(without=("steps", "lookup_rows"), steps=1, distillation=1.0, optimizer="muon"),
     ],
     config: _Config,
     data: Data,

@@ -13,7 +13,6 @@ from transformers import (
     DeepseekV2Config,
     DeepseekV3Config,
     DiffLlamaConfig,
-    MambaConfig,
     MiniCPM3Config,
     PhimoeConfig,
 )
@@ -120,10 +119,6 @@ def test_attention_in_chunks():
         (
             BertConfig(**_SIZES, is_decoder=False),
             "BertSelfAttention: attends in both directions, as an encoder: not supported",
-        ),
-        (
-            MambaConfig(vocab_size=263, hidden_size=32, num_hidden_layers=2, state_size=8),
-            "MambaForCausalLM: keeps a recurrent state, which cannot be rolled back: not supported",
         ),
         (
             PhimoeConfig(**_SIZES, num_key_value_heads=2, num_local_experts=2, sliding_window=6),
