@@ -110,6 +110,8 @@ def _train(
         raise typer.BadParameter(f"--out: expected a folder, {str(out)!r} is a file")
     if accelerate and config.device != "auto":
         raise typer.BadParameter(f"--device: accelerate launch chooses it, got {config.device!r}")
+    if accelerate and settings.store_target:
+        raise typer.BadParameter("--store-target: not with --accelerate, as processes share a file")
     check_can_write("--plot", plot)
     from fastspec.tools.plots import plot_loss, require_plotting
 

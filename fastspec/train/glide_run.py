@@ -103,6 +103,8 @@ def train_draft(
         out.mkdir(parents=True, exist_ok=True)
         num_layers = num_layers if isinstance(draft, GlideLlamaForCausalLM) else 0
         file = out / "target-states.bin"
+        if not resume:  # what a run on other text has left
+            file.unlink(missing_ok=True)
         teacher = stored_target(target, rows, num_layers, token_ids, file, on_row)
     else:
         teacher = frozen_target(target, rows, num_layers, token_ids)

@@ -190,6 +190,8 @@ def test_command_line_from_texts_to_a_draft(chat_folder, tmp_path):
     sizes = ("--layers", 2, "--vocab-size", 60, "--context", 32, "--batch-size", 2, "--steps", 3)
     common = (*common, "--data", texts, "--out", out, *sizes)
     picture = tmp_path / "loss.png"
+    out.mkdir()
+    (out / "target-states.bin").write_bytes(b"of another run")
     result = run("draft", *common, "--store-target", "--plot", picture)
     assert result.exit_code == 0, result.output
     assert "3 steps" in result.output
@@ -200,6 +202,10 @@ def test_command_line_from_texts_to_a_draft(chat_folder, tmp_path):
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     (output,) = engine.generate("what is 4?", params)
     assert output.token_ids == Engine(chat_folder).generate("what is 4?", params)[0].token_ids
+    assert not (out / "target-states.bin").read_bytes().startswith(b"of another run")
+    result = run("draft", *common, "--store-target", "--accelerate")
+    assert result.exit_code == 2
+    assert "--store-target: not with --accelerate" in result.output
     result = run("draft", *common, "--distillation", 0.5, "--resume")
     assert result.exit_code == 1
     assert "distillation: expected 1, as the vocabulary is reduced" in result.output
