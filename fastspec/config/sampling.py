@@ -78,7 +78,7 @@ def _as_structure(value: Any) -> dict[str, Any]:
 
 def _as_processors(value: Any) -> tuple[Any, ...]:
     """Functions of token ids and scores."""
-    several = (value,) if callable(value) and not isinstance(value, list) else value
+    several = () if value is None else value
     fits = isinstance(several, Sequence) and all(map(callable, several))
     require("logits_processors", value, fits, "functions of (input_ids, scores)")
     return tuple(several)
