@@ -107,7 +107,8 @@ class Engine:
         self._speculation = Speculation(self.device, vocab_size, spec, config, chains_only)
         rule = {"method": spec.rejection_sample_method, "lenience": spec.relaxed_acceptance}
         sides = partial(prefill, self._runner), partial(verify, self._runner, **rule)
-        self._loop = Loop(self._scheduler, self._speculation, *sides, self.stats)
+        chunk_size = config.prefill_chunk_size
+        self._loop = Loop(self._scheduler, self._speculation, *sides, self.stats, chunk_size)
         parts = self._runner, block_manager, self._factory, config.backend
         self._pacer = Pacer(spec, *parts)
         num_draft_tokens = spec.num_draft_tokens(config.max_n_spec_tokens)
@@ -245,7 +246,9 @@ class Engine:
     def step(self) -> list[StreamEvent]:
         """Advance every running request by one target pass; what was committed and ended.
 
-        Events that an interrupted step could not return are returned by the next one.
+        Up to config.prefill_chunk_size prompt tokens are read before; requests whose prompts are
+        not read yet take no part, so there may be no events. Events that an interrupted step could
+        not return are returned by the next one.
 
         Raises:
             Exception: whatever the drafter raised in the step before, which was decoded plainly.

@@ -22,9 +22,10 @@ class Loop:
     Args:
         scheduler: the requests.
         speculation: proposes for them.
-        prefill: caches every committed token but the last, which is read with the proposals.
+        prefill: caches so many committed tokens at most, see `fastspec.engine.verify.prefill`.
         verify: judges proposals, by a model's logits or by what it has written before.
         stats: counters of all requests together.
+        chunk_size: tokens that a round reads before it decodes, of all requests together.
     Attributes:
         inboxes: by request id, the events of those that somebody waits for.
         events: those of all other requests.
@@ -35,14 +36,16 @@ class Loop:
         self,
         scheduler: Scheduler,
         speculation: Speculation,
-        prefill: Callable[[list[EngineRequest]], None],
+        prefill: Callable[[list[EngineRequest], int], int],
         verify: Callable[[Batch, Proposal], list[Verdict]],
         stats: SpecStats,
+        chunk_size: int,
     ):
         self._scheduler = scheduler
         self._speculation = speculation
         self._prefill = prefill
         self._verify = verify
+        self._chunk_size = chunk_size
         self.stats = stats
         self.inboxes: dict[str, deque[StreamEvent]] = {}
         self.events: list[StreamEvent] = []
@@ -50,14 +53,16 @@ class Loop:
 
     @torch.inference_mode()
     def round(self) -> None:
-        """Schedule, propose, verify, commit: one pass of the target over all running requests."""
+        """Schedule, propose, verify, commit: one pass of the target over all that are read."""
         while self.abandoned:
             self.drop(self.abandoned.popleft())
         times = [perf_counter()]
         running = self._schedule()
+        times.append(perf_counter())
+        for stats in (self.stats, *(request.stats for request in self._scheduler.running)):
+            stats.seconds["prefill"] += times[1] - times[0]
         if not running:
             return
-        times.append(perf_counter())
         batch, proposal = self._speculation.propose(running)
         times.append(perf_counter())
         try:
@@ -69,7 +74,7 @@ class Loop:
         times.append(perf_counter())
         self._commit(running, batch, proposal, verdicts)
         times.append(perf_counter())
-        for phase, start, end in zip(PHASES, times, times[1:], strict=False):
+        for phase, start, end in zip(PHASES[1:], times[1:], times[2:], strict=False):
             for stats in (self.stats, *(request.stats for request in running)):
                 stats.seconds[phase] += end - start
 
@@ -88,24 +93,25 @@ class Loop:
         del self.inboxes[request_id]
 
     def _schedule(self) -> list[EngineRequest]:
-        """The requests of the step; what the cache lacks of their tokens is read.
+        """The requests of the step; of what the cache lacks of their tokens, one chunk is read.
 
-        Waiting requests come in waves, so that a prefix which several share is read once.
+        Requests come first that came first, and take no part before they are read. Waiting ones
+        come in waves, so that a prefix which several share is read once.
         """
-        scheduler = self._scheduler
+        scheduler, left = self._scheduler, self._chunk_size
         room = self._speculation.num_speculative_tokens, self._speculation.max_nodes
         preempted = scheduler.schedule(*room)
         for request in preempted:
             self._speculation.release(request)
-        if any(request.num_cached < len(request.token_ids) - 1 for request in scheduler.running):
-            self._prefill(scheduler.running)
-        while scheduler.waiting and not preempted and (admitted := scheduler.admit(*room)):
+        if unread := [r for r in scheduler.running if r.num_cached < len(r.token_ids) - 1]:
+            left -= self._prefill(unread, left)
+        while left and scheduler.waiting and not preempted and (admitted := scheduler.admit(*room)):
             for request in admitted:
-                if len(request.token_ids) == request.num_prompt_tokens:
+                if not request.stats.num_prompt_tokens:  # it has not been preempted
                     for stats in (self.stats, request.stats):
                         stats.record_prompt(len(request.prompt_ids), request.num_cached)
-            self._prefill(admitted)
-        return list(scheduler.running)
+            left -= self._prefill(admitted, left)
+        return [r for r in scheduler.running if r.num_cached == len(r.token_ids) - 1]
 
     def _commit(
         self,

@@ -84,7 +84,7 @@ class Pacer:
                 " pass step_costs"
             )
         try:
-            prefill(self._runner, [request])
+            prefill(self._runner, [request], len(request.token_ids))
             seconds = [float("inf")] * (num_speculative_tokens + 1)
             for round_index in range(_ROUNDS):
                 for num_draft in range(num_speculative_tokens + 1):

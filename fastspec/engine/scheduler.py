@@ -68,14 +68,17 @@ class Scheduler:
         """Let waiting requests in, with the cached blocks of their prefixes, as long as they fit.
 
         A request that needs a block which one before it is about to fill has to wait for that: call
-        again when the tokens of these are cached, until nobody comes.
+        again when more tokens of these are cached, until nobody comes.
         """
         room = max_nodes or num_speculative_tokens
         capacity = self.block_manager.num_blocks * self.block_manager.block_size
+        admitted: list[EngineRequest] = []
+        coming: set[ContentKey | None] = set()
         for request in self.running if self.waiting else ():
             self.block_manager.publish(request)
-        admitted: list[EngineRequest] = []
-        coming: set[ContentKey] = set()
+            if request.num_cached < len(request.token_ids) - 1:
+                coming.add(self.block_manager.find(request.token_ids).next_key)
+        coming.discard(None)
         while self.waiting and len(self.running) < self.max_batch_size:
             request = self.waiting[0]
             match = self.block_manager.find(request.token_ids)

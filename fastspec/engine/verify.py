@@ -16,17 +16,22 @@ from fastspec.models.transfer import device_tensor
 from fastspec_kernels import verify_chain, verify_tree
 
 
-def prefill(runner: ModelRunner, requests: list[EngineRequest]) -> None:
-    """Cache every committed token but the last, which is read together with the proposals."""
-    pending = [r for r in requests if r.num_cached < len(r.token_ids) - 1]
-    starts = [runner.paged_model.resume(r.state_key, r.num_cached) for r in pending]
-    pairs = list(zip(pending, starts, strict=True))
-    runner.prefill(
-        [request.token_ids[start:-1] for request, start in pairs],
-        [request.span(start, len(request.token_ids) - 1 - start) for request, start in pairs],
-    )
-    for request in pending:
-        request.num_cached = len(request.token_ids) - 1
+def prefill(runner: ModelRunner, requests: list[EngineRequest], most: int) -> int:
+    """Cache committed tokens, `most` of all requests together, the first request's first.
+
+    The last token of each is left, which is read together with the proposals. How many were cached.
+    """
+    spans, num_read = [], 0
+    for request in requests:
+        start = runner.paged_model.resume(request.state_key, request.num_cached)
+        spans.append(request.span(start, min(len(request.token_ids) - 1 - start, most - num_read)))
+        num_read += spans[-1].count
+    ends = [span.start + span.count for span in spans]
+    pairs = list(zip(requests, spans, ends, strict=True))
+    runner.prefill([r.token_ids[span.start : end] for r, span, end in pairs], spans)
+    for request, _, end in pairs:
+        request.num_cached = end
+    return num_read
 
 
 def verify(

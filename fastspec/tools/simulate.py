@@ -130,7 +130,7 @@ class Simulator:
         speculation = Speculation(self.device, self._vocab_size, self._spec, self._config)
         drafter = self._plan.build(None, block_manager)
         speculation.enable(drafter, self._spec.num_draft_tokens(), None, [])
-        loop = Loop(scheduler, speculation, _skip_prefill, _compare, self.stats)
+        loop = Loop(scheduler, speculation, _skip_prefill, _compare, self.stats, 1)
         while scheduler.has_unfinished:
             loop.round()
             if speculation.error is not None:
@@ -179,9 +179,10 @@ class _StoredRequest(EngineRequest):
         return "stop" if len(self.token_ids) == len(self.text) else None
 
 
-def _skip_prefill(requests: list[EngineRequest]) -> None:
+def _skip_prefill(requests: list[EngineRequest], most: int) -> int:
     for request in requests:
         request.num_cached = len(request.token_ids) - 1
+    return 0
 
 
 def _compare(batch: Batch, proposal: Proposal) -> list[Verdict]:
