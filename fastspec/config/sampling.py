@@ -1,7 +1,7 @@
 """How the tokens of one request are chosen."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastspec.config.checks import is_int
@@ -131,6 +131,18 @@ class SamplingParams:
         " tokens, is not supported yet.",
     )
     n: int = not_yet(1)
+    drafter: str | None = option(
+        None,
+        Kind("a name", lambda value: isinstance(value, str), flag_type=None),
+        "Who drafts: a name given to `Engine.add_drafter`, or none; by default the engine's own.",
+        "Its options hold for the request: the method, K, the rule of acceptance, the schedule.",
+    )
+    num_speculative_tokens: int | None = option(
+        None,
+        replace(integer(0), flag_type=None),
+        "Tokens proposed in each step, at most the drafter's K, which is the default; 0 is none.",
+        "A text drafted in chains is then the same as in an engine with that K.",
+    )
     logits_processors: tuple[Any, ...] | list[Any] | None = not_yet(())
 
     def __post_init__(self):

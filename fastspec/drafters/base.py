@@ -129,6 +129,7 @@ class Batch:
         max_nodes: of the tree of each; of a chain, its num_draft_tokens.
         num_speculative_tokens: K, columns of a proposal of chains.
         backend: of the kernels.
+        own_limits: K of each request, where some ask for less; it names random numbers.
     """
 
     requests: Sequence[Request]
@@ -137,6 +138,7 @@ class Batch:
     num_speculative_tokens: int
     device: torch.device
     backend: str = "auto"
+    own_limits: list[int] | None = None
 
     @cached_property
     def all_greedy(self) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
-from fastspec.drafters import Drafter
+from fastspec.config.checks import require
 from fastspec.drafters.context import DrafterContext, DrafterSource
 from fastspec.drafters.registry import plan_drafter, plan_given
 from fastspec.engine.block_manager import BlockManager
@@ -103,18 +103,16 @@ class Engine:
         self._runner = ModelRunner(target_model, *sizes, config.cuda_graphs)
         block_manager = BlockManager(num_blocks, config.block_size, config.prefix_caching)
         self._scheduler = Scheduler(block_manager, config.max_batch_size)
-        chains_only = target_model.chains_only
-        self._speculation = Speculation(self.device, vocab_size, spec, config, chains_only)
-        rule = {"method": spec.rejection_sample_method, "lenience": spec.relaxed_acceptance}
-        sides = partial(prefill, self._runner), partial(verify, self._runner, **rule)
+        self._speculation = self._new_speculation(spec)
+        speculations = {None: self._speculation, "none": self._new_speculation(SpecConfig("none"))}
+        sides = partial(prefill, self._runner), partial(verify, self._runner)
         chunk_size = config.prefill_chunk_size
-        self._loop = Loop(self._scheduler, self._speculation, *sides, self.stats, chunk_size)
-        parts = self._runner, block_manager, self._factory, config.backend
-        self._pacer = Pacer(spec, *parts)
-        num_draft_tokens = spec.num_draft_tokens(config.max_n_spec_tokens)
+        self._loop = Loop(self._scheduler, speculations, *sides, self.stats, chunk_size)
+        num_draft_tokens = self._speculation.usual_num_tokens
         self._speculation.check_count("num_speculative_tokens", num_draft_tokens)
         if plan:
-            self._turn_on(plan.build(self._runner, block_manager), num_draft_tokens)
+            drafter = plan.build(self._runner, block_manager)
+            self._speculation.enable(drafter, num_draft_tokens, [])
         self._turn = Turn()
 
     def generate(
@@ -184,7 +182,7 @@ class Engine:
     def has_unfinished(self) -> bool:
         """Whether step() has work to do, or events to return."""
         is_idle = not self._scheduler.has_unfinished and not self._loop.events
-        return not is_idle or self._speculation.error is not None
+        return not is_idle or any(each.error for each in [*self._loop.speculations.values()])
 
     @property
     def decoder_start_id(self) -> int | None:
@@ -214,7 +212,7 @@ class Engine:
         """
         speculation = self._speculation
         if n_spec_tokens is None:
-            n_spec_tokens = self.spec.num_draft_tokens(self.config.max_n_spec_tokens)
+            n_spec_tokens = speculation.usual_num_tokens
         with self._turn:
             speculation.check_count("n_spec_tokens", n_spec_tokens)
             known = speculation.known
@@ -227,7 +225,8 @@ class Engine:
                 plan = plan_given(replace(self._drafting, **given))
                 check_same_kind(self._runner.paged_model, plan.models)
                 known = plan.build(self._runner, self._scheduler.block_manager)
-            self._turn_on(known, n_spec_tokens)
+            assert known is not None
+            speculation.enable(known, n_spec_tokens, self._scheduler.running)
             self._raise_error()
 
     def disable_spec_dec(self) -> None:
@@ -243,6 +242,59 @@ class Engine:
             self._speculation.known = None
             self._raise_error()
 
+    def add_drafter(
+        self,
+        name: str,
+        spec: SpecConfig | str | Mapping[str, Any],
+        drafter: DrafterSource | None = None,
+    ) -> None:
+        """Make a drafter known beside the engine's own, for `SamplingParams(drafter=name)`.
+
+        Requests of unlike drafters share a batch; those of each are proposed for and verified
+        together, so a step takes one target pass for each drafter in use. Like that of
+        `enable_spec_dec`, a draft model's cache comes on top of config.kv_cache_memory. Turning the
+        engine's own drafter off and on changes nothing for the others.
+
+        Args:
+            spec: as of the engine: the method, K, the rule of acceptance, the schedule.
+            drafter: as of the engine.
+        Raises:
+            ValueError: the name is in use, or the drafter or an option cannot be used.
+        """
+        with self._turn:
+            speculations, is_name = self._loop.speculations, isinstance(name, str) and name != ""
+            free = is_name and name not in speculations
+            require("name", name, free, "a name that no drafter of the engine has")
+            spec = SpecConfig.of(spec)
+            plan = plan_drafter(replace(self._drafting, spec=spec, drafter=drafter))
+            if plan is None:
+                raise ValueError('spec: there is nothing to draft with; "none" is known already')
+            check_same_kind(self._runner.paged_model, plan.models)
+            speculation = self._new_speculation(spec)
+            num_draft_tokens = speculation.usual_num_tokens
+            speculation.check_count("num_speculative_tokens", num_draft_tokens)
+            known = plan.build(self._runner, self._scheduler.block_manager)
+            speculation.enable(known, num_draft_tokens, [])
+            speculations[name] = speculation
+
+    def remove_drafter(self, name: str) -> None:
+        """Let go what `add_drafter` added.
+
+        Raises:
+            ValueError: there is none of that name, or unfinished requests use it.
+        """
+        with self._turn:
+            speculations = self._loop.speculations
+            names = [each for each in speculations if each not in (None, "none")]
+            require("name", name, name in names, f"one of {names}")
+            requests = (*self._scheduler.running, *self._scheduler.waiting)
+            users = [request.request_id for request in requests if request.params.drafter == name]
+            if users:
+                raise ValueError(f"name: {name!r} drafts for requests that go on: {users}")
+            error = speculations.pop(name).error
+            if error is not None:
+                raise error
+
     def step(self) -> list[StreamEvent]:
         """Advance every running request by one target pass; what was committed and ended.
 
@@ -254,7 +306,7 @@ class Engine:
             Exception: whatever the drafter raised in the step before, which was decoded plainly.
         """
         with self._turn:
-            if self._speculation.error is not None:
+            if any(each.error for each in self._loop.speculations.values()):
                 self._raise_error()
             self._loop.round()
             events, self._loop.events = self._loop.events, []
@@ -293,17 +345,18 @@ class Engine:
 
     def _raise_error(self, outputs: Sequence[RequestOutput] = ()) -> None:
         """Raise what a drafter or schedule raised, if it did, with complete outputs attached."""
-        error, self._speculation.error = self._speculation.error, None
-        if error is not None:
-            error.__dict__["outputs"] = list(outputs)
-            raise error
+        for speculation in self._loop.speculations.values():
+            error, speculation.error = speculation.error, None
+            if error is not None:
+                error.__dict__["outputs"] = list(outputs)
+                raise error
 
-    def _turn_on(self, drafter: Drafter | None, num_draft_tokens: int) -> None:
-        """Switch to a drafter with its schedule; nothing has changed where that fails."""
-        assert drafter is not None
-        schedule = self._pacer.schedule(drafter, num_draft_tokens)
-        running = self._scheduler.running
-        self._speculation.enable(drafter, num_draft_tokens, schedule, running)
+    def _new_speculation(self, spec: SpecConfig) -> Speculation:
+        """One with nothing turned on yet."""
+        target, blocks = self._runner.paged_model, self._scheduler.block_manager
+        pacer = Pacer(spec, self._runner, blocks, self._factory, self.config.backend)
+        sizes = self.device, target.vocab_size
+        return Speculation(*sizes, spec, self.config, target.chains_only, pacer)
 
     def _build(
         self, prompt: Prompt, params: SamplingParams, request_id: str | None = None
@@ -312,5 +365,9 @@ class Engine:
         name = request.request_id
         if self._scheduler.get(name) is not None or name in self._loop.inboxes:
             raise ValueError(f"request_id: {name!r} is already running")
+        speculations, drafter = self._loop.speculations, request.params.drafter
+        names = [each for each in speculations if each is not None]
+        require("drafter", drafter, drafter in speculations, f"one of {names}")
+        speculations[drafter].check_request(request.params)
         self._scheduler.check_fits(request)
         return request

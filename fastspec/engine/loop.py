@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from time import perf_counter
 
 import torch
@@ -21,12 +22,14 @@ class Loop:
 
     Args:
         scheduler: the requests.
-        speculation: proposes for them.
+        speculations: who proposes for them, by `SamplingParams.drafter`.
         prefill: caches so many committed tokens at most, see `fastspec.engine.verify.prefill`.
-        verify: judges proposals, by a model's logits or by what it has written before.
+        verify: judges a proposal by a drafter's rule, by a model's logits or by what it has written
+            before.
         stats: counters of all requests together.
         chunk_size: tokens that a round reads before it decodes, of all requests together.
     Attributes:
+        speculations: see above; drafters come and go between rounds.
         inboxes: by request id, the events of those that somebody waits for.
         events: those of all other requests.
         abandoned: ids of inboxes to drop before the next round, those of ended requests too.
@@ -35,14 +38,14 @@ class Loop:
     def __init__(
         self,
         scheduler: Scheduler,
-        speculation: Speculation,
+        speculations: dict[str | None, Speculation],
         prefill: Callable[[list[EngineRequest], int], int],
-        verify: Callable[[Batch, Proposal], list[Verdict]],
+        verify: Callable[..., list[Verdict]],
         stats: SpecStats,
         chunk_size: int,
     ):
         self._scheduler = scheduler
-        self._speculation = speculation
+        self.speculations = speculations
         self._prefill = prefill
         self._verify = verify
         self._chunk_size = chunk_size
@@ -53,30 +56,28 @@ class Loop:
 
     @torch.inference_mode()
     def round(self) -> None:
-        """Schedule, propose, verify, commit: one pass of the target over all that are read."""
+        """Schedule, then for the requests of each drafter propose, verify, commit.
+
+        Requests that get no drafts take part in the first of these passes of the target.
+        """
         while self.abandoned:
             self.drop(self.abandoned.popleft())
-        times = [perf_counter()]
-        running = self._schedule()
-        times.append(perf_counter())
+        start = perf_counter()
+        ready = self._schedule()
+        seconds = perf_counter() - start
         for stats in (self.stats, *(request.stats for request in self._scheduler.running)):
-            stats.seconds["prefill"] += times[1] - times[0]
-        if not running:
-            return
-        batch, proposal = self._speculation.propose(running)
-        times.append(perf_counter())
-        try:
-            verdicts = self._verify(batch, proposal)
-        except BaseException:
-            for request in running:  # the drafter waits for a commit that will not come
-                self._speculation.release(request)
-            raise
-        times.append(perf_counter())
-        self._commit(running, batch, proposal, verdicts)
-        times.append(perf_counter())
-        for phase, start, end in zip(PHASES[1:], times[1:], times[2:], strict=False):
-            for stats in (self.stats, *(request.stats for request in running)):
-                stats.seconds[phase] += end - start
+            stats.seconds["prefill"] += seconds
+        groups: dict[Speculation, list[EngineRequest]] = {}
+        others: list[EngineRequest] = []
+        for request in ready:
+            speculation = self.speculations[request.params.drafter]
+            group = groups.setdefault(speculation, []) if speculation.limit(request) else others
+            group.append(request)
+        if others and not groups:
+            groups = {self.speculations[None]: []}
+        for speculation, requests in groups.items():
+            self._step(speculation, requests, others)
+            others = []
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now: its output so far; None for one that is not there."""
@@ -92,6 +93,43 @@ class Loop:
         self.abort(request_id)
         del self.inboxes[request_id]
 
+    def _step(
+        self,
+        speculation: Speculation,
+        requests: list[EngineRequest],
+        others: list[EngineRequest],
+    ) -> None:
+        """One pass of the target over requests of a drafter, and others that get no drafts."""
+        times = [perf_counter()]
+        batch, proposal = speculation.propose(requests, others)
+        running = requests + others
+        times.append(perf_counter())
+        try:
+            verdicts = self._verify(batch, proposal, **speculation.rule)
+        except BaseException:
+            for request in running:  # the drafter waits for a commit that will not come
+                speculation.release(request)
+            raise
+        times.append(perf_counter())
+        self._commit(speculation, running, batch, proposal, verdicts)
+        times.append(perf_counter())
+        for phase, (start, end) in zip(PHASES[1:], pairwise(times), strict=True):
+            for stats in (self.stats, *(request.stats for request in running)):
+                stats.seconds[phase] += end - start
+
+    def _reach(self, request: EngineRequest) -> int:
+        """Tokens that the next step may cache; a tree takes room even past the end of a text."""
+        speculation, length = self.speculations[request.params.drafter], len(request.token_ids)
+        num = speculation.limit(request)
+        if num and speculation.max_nodes:
+            return length + speculation.max_nodes
+        return min(length + num, request.max_len)
+
+    def _release(self, request: EngineRequest) -> None:
+        """It has ended or lost its blocks; any drafter may have seen it."""
+        for speculation in self.speculations.values():
+            speculation.release(request)
+
     def _schedule(self) -> list[EngineRequest]:
         """The requests of the step; of what the cache lacks of their tokens, one chunk is read.
 
@@ -99,13 +137,15 @@ class Loop:
         come in waves, so that a prefix which several share is read once.
         """
         scheduler, left = self._scheduler, self._chunk_size
-        room = self._speculation.num_speculative_tokens, self._speculation.max_nodes
-        preempted = scheduler.schedule(*room)
+        preempted = scheduler.schedule(self._reach)
         for request in preempted:
-            self._speculation.release(request)
+            self._release(request)
         if unread := [r for r in scheduler.running if r.num_cached < len(r.token_ids) - 1]:
             left -= self._prefill(unread, left)
-        while left and scheduler.waiting and not preempted and (admitted := scheduler.admit(*room)):
+        while left and scheduler.waiting and not preempted:
+            admitted = scheduler.admit(self._reach)
+            if not admitted:
+                break
             for request in admitted:
                 if not request.stats.num_prompt_tokens:  # it has not been preempted
                     for stats in (self.stats, request.stats):
@@ -115,13 +155,13 @@ class Loop:
 
     def _commit(
         self,
+        speculation: Speculation,
         running: list[EngineRequest],
         batch: Batch,
         proposal: Proposal,
         verdicts: list[Verdict],
     ) -> None:
         """Give each request the tokens of its verdict, tell drafter and schedule, and count."""
-        speculation = self._speculation
         for index, (request, verdict) in enumerate(zip(running, verdicts, strict=True)):
             if verdict.accepted_len < 0:
                 where = len(request.token_ids)
@@ -136,7 +176,8 @@ class Loop:
             kept, finish_reason = self._append(request, verdict, writers)
             judged = kept if kept <= verdict.accepted_len else verdict.num_draft_tokens
             accepted = min(kept, verdict.accepted_len)
-            if speculation.schedule is not None:
+            drafts = batch.own_limits is None or batch.own_limits[index] > 0
+            if speculation.schedule is not None and drafts:
                 speculation.record(request, Step(batch.num_draft_tokens[index], judged, accepted))
             passes = proposal.passes[index] if proposal.passes else None
             for stats in (self.stats, request.stats):
@@ -173,7 +214,7 @@ class Loop:
     ) -> RequestOutput:
         """Let a request go, and post its last event."""
         self._scheduler.remove(request, failed=error is not None)
-        self._speculation.release(request)
+        self._release(request)
         output = request.output(finish_reason, error)
         text = request.detokenizer.take(final=True) if request.detokenizer else ""
         events = self.inboxes.get(request.request_id, self.events)

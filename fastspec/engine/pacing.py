@@ -42,14 +42,14 @@ class Pacer:
         self._measured: list[float] = []
         self._measured_of: tuple[Drafter, int] | None = None
 
-    def schedule(self, drafter: Drafter | None, num_speculative_tokens: int) -> Schedule | None:
+    def schedule(self, drafter: Drafter, num_speculative_tokens: int) -> Schedule | None:
         """None = always K.
 
         Raises:
             ValueError: a drafter of token trees, there are no costs for that K, or no room to
                 measure them.
         """
-        if drafter is None or self._spec.schedule == "constant":
+        if self._spec.schedule == "constant":
             return None
         if isinstance(drafter, TreeProposer):
             raise ValueError("schedule: expected 'constant' for token trees")

@@ -13,7 +13,7 @@ from fastspec.engine.request import EngineRequest
 from fastspec.models.runner import ModelRunner, Span
 from fastspec.models.token_tree import packed
 from fastspec.models.transfer import device_tensor
-from fastspec_kernels import verify_chain, verify_tree
+from fastspec_kernels import uniform, verify_chain, verify_tree
 
 
 def prefill(runner: ModelRunner, requests: list[EngineRequest], most: int) -> int:
@@ -72,14 +72,14 @@ def verify(
         proposal.on_judged(target_logits, counts)
     given = {"draft_logits": proposal.draft_logits, **batch.sampling, "backend": batch.backend}
     if parents is None:
-        uniforms = batch.uniforms(batch.num_speculative_tokens + 1, VERIFY_STREAM)
+        uniforms = _uniforms(batch, batch.num_speculative_tokens)
         rule = {"lenience": lenience, "method": method}
         output_ids, accepted_len, logprobs = verify_chain(
             target_logits, cu_rows, proposal.token_ids, uniforms, **given, **rule
         )
         judged = torch.cat([accepted_len[:, None], output_ids, proposal.token_ids], dim=1)
     else:
-        rule, uniforms = proposal.sibling_rule, _tree_uniforms(batch, ids.shape[1])
+        rule, uniforms = proposal.sibling_rule, _uniforms(batch, ids.shape[1])
         assert rule is not None
         path, output_ids, accepted_len, logprobs = verify_tree(
             target_logits, cu_rows, ids, parents, uniforms, sibling_rule=rule, **given
@@ -120,19 +120,19 @@ def _after_reread(
     return torch.cat(parts), spans, rows
 
 
-def _tree_uniforms(batch: Batch, num_nodes: int) -> Tensor:
-    """[B, N + 1]: a number for each node, and last that which chains have for their extra token.
+def _uniforms(batch: Batch, num: int) -> Tensor:
+    """[B, N + 1]: a number for each of N proposals, and last that of the extra token, the K-th.
 
-    So a request that nothing is proposed for gets the same token, whether others have trees or not.
+    K is the request's own: it gets the same token whatever else is proposed in the batch.
     """
-    extra = batch.num_speculative_tokens  # the last column of a chain
-    numbers = batch.uniforms(max(num_nodes, extra) + 1, VERIFY_STREAM)
-    parts = [
-        numbers[:, : min(extra, num_nodes)],
-        numbers[:, extra + 1 : num_nodes + 1],
-        numbers[:, extra : extra + 1],
-    ]
-    return torch.cat(parts, dim=1)
+    most, own_limits = batch.num_speculative_tokens, batch.own_limits
+    numbers = uniform(*batch.keys, max(num, most) + 1, VERIFY_STREAM, backend=batch.backend)
+    if num == most and own_limits is None:
+        return numbers
+    limits = own_limits or [most] * len(batch.requests)
+    extra = device_tensor(limits, torch.int64, batch.device)[:, None]
+    places = torch.arange(num, device=batch.device)
+    return numbers.gather(1, torch.cat([places + (places >= extra), extra], dim=1))
 
 
 def _tree_verdict(row: list[list[int]], count: int, logprobs: list[float] | None) -> Verdict:
