@@ -130,7 +130,14 @@ class SamplingParams:
         "Of greedy requests at temperature 1. More than 0, which would ask for those of other"
         " tokens, is not supported yet.",
     )
-    n: int = not_yet(1)
+    n: int = option(
+        1,
+        replace(integer(1, 2**14), flag_type=None),
+        "Texts sampled for the prompt, which is read once; `RequestOutput.outputs` has all.",
+        "The first has the seed, so it is that of n=1; text i has one that splitmix64 derives from"
+        " the two, see `fastspec.engine.request_factory.sample_seed`. Each counts against"
+        " max_batch_size. Where `prefix_caching` is refused the prompt is read for each.",
+    )
     drafter: str | None = option(
         None,
         Kind("a name", lambda value: isinstance(value, str), flag_type=None),

@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from fastspec.engine.stats import SpecStats
 from fastspec.engine.turn import Turn
 from fastspec.engine.verify import prefill, verify
 from fastspec.models.cache_size import cache_blocks, model_len
-from fastspec.models.encoder_decoder import check_same_kind, paged_model_of
+from fastspec.models.encoder_decoder import check_same_kind, paged_model_of, prefix_obstacle
 from fastspec.models.loading import eos_token_ids, load_model, load_tokenizer
 from fastspec.models.runner import ModelRunner
 
@@ -90,6 +91,7 @@ class Engine:
             target_model.decoder_start_id,
             config.prompt_template,
             target_model.rotary.rereads_above if target_model.rotary else None,
+            not config.prefix_caching and prefix_obstacle(target_model, config) is None,
         )
         vocab_size = target_model.vocab_size
         self._drafting = DrafterContext(
@@ -129,9 +131,11 @@ class Engine:
             ValueError: a prompt or parameter that cannot be run; nothing is started then.
         """
         prompt_list = as_prompt_list(prompts)
-        request_ids = self._open(prompt_list, as_params_list(params, len(prompt_list)))
+        params_list = as_params_list(params, len(prompt_list))
+        request_ids = self._open(prompt_list, params_list)
         try:
-            outputs = [self._output(request_id) for request_id in request_ids]
+            pairs = zip(request_ids, params_list, strict=True)
+            outputs = [self._output(request_id, one.n) for request_id, one in pairs]
         finally:
             for request_id in request_ids:
                 self._close(request_id)
@@ -141,16 +145,21 @@ class Engine:
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamEvent]:
         """Run one prompt and yield each token as it is committed; the last event has the output.
 
-        Leaving the loop early aborts the request.
+        Where n > 1, the events of the samples are mixed, and each has a last one. Leaving the loop
+        early aborts the request.
         """
-        (request_id,) = self._open([prompt], [params or SamplingParams()])
+        params = params or SamplingParams()
+        (request_id,) = self._open([prompt], [params])
+        outputs: list[RequestOutput] = []
         try:
-            while (event := self._next_event(request_id)).output is None:
+            while len(outputs) < params.n:
+                event = self._next_event(request_id)
+                if event.output is not None:
+                    outputs.append(event.output)
                 yield event
-            yield event
         finally:
             self._close(request_id)
-        self._raise_error([event.output])
+        self._raise_error(outputs)
 
     def add_request(
         self,
@@ -165,12 +174,16 @@ class Engine:
                 untouched.
         """
         with self._turn:
-            request = self._build(prompt, params or SamplingParams(), request_id)
-            self._scheduler.add(request)
-        return request.request_id
+            samples = self._build(prompt, params or SamplingParams(), request_id)
+            for request in samples:
+                self._scheduler.add(request)
+        return samples[0].public_id
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now; its output so far, or None for an unknown or finished request.
+
+        Where n > 1, all samples that go on end; the output is that of the first of them, which has
+        the others.
 
         A `generate` or `stream` that waits for it gets that output too; step() returns no further
         events of it.
@@ -288,9 +301,9 @@ class Engine:
             names = [each for each in speculations if each not in (None, "none")]
             require("name", name, name in names, f"one of {names}")
             requests = (*self._scheduler.running, *self._scheduler.waiting)
-            users = [request.request_id for request in requests if request.params.drafter == name]
+            users = {request.public_id for request in requests if request.params.drafter == name}
             if users:
-                raise ValueError(f"name: {name!r} drafts for requests that go on: {users}")
+                raise ValueError(f"name: {name!r} drafts for requests that go on: {sorted(users)}")
             error = speculations.pop(name).error
             if error is not None:
                 raise error
@@ -316,10 +329,11 @@ class Engine:
         """Queue requests whose events have an inbox; their ids."""
         with self._turn:
             requests = [self._build(*pair) for pair in zip(prompts, params, strict=True)]
-            for request in requests:
-                self._loop.inboxes[request.request_id] = deque()
+            request_ids = [samples[0].public_id for samples in requests]
+            self._loop.inboxes |= {request_id: deque() for request_id in request_ids}
+            for request in chain(*requests):
                 self._scheduler.add(request)
-        return [request.request_id for request in requests]
+        return request_ids
 
     def _next_event(self, request_id: str) -> StreamEvent:
         """The next event of an inbox, whoever runs the step that it comes from."""
@@ -330,10 +344,15 @@ class Engine:
                     self._loop.round()
         return inbox.popleft()
 
-    def _output(self, request_id: str) -> RequestOutput:
-        while (output := self._next_event(request_id).output) is None:
-            pass
-        return output
+    def _output(self, request_id: str, num: int) -> RequestOutput:
+        """The first of so many samples, with the others, when all have ended."""
+        outputs: dict[int, RequestOutput] = {}
+        while len(outputs) < num:
+            event = self._next_event(request_id)
+            if event.output is not None:
+                outputs[event.index] = event.output
+        others = tuple(outputs[index] for index in range(1, num))
+        return replace(outputs[0], others=others) if others else outputs[0]
 
     def _close(self, request_id: str) -> None:
         """Abort a request of an inbox unless it has ended, and drop the inbox."""
@@ -360,14 +379,15 @@ class Engine:
 
     def _build(
         self, prompt: Prompt, params: SamplingParams, request_id: str | None = None
-    ) -> EngineRequest:
-        request = self._factory.build(prompt, params, request_id)
-        name = request.request_id
-        if self._scheduler.get(name) is not None or name in self._loop.inboxes:
+    ) -> list[EngineRequest]:
+        samples = self._factory.build(prompt, params, request_id)
+        request = samples[0]
+        name = request.public_id
+        if self._scheduler.samples(name) or name in self._loop.inboxes:
             raise ValueError(f"request_id: {name!r} is already running")
         speculations, drafter = self._loop.speculations, request.params.drafter
         names = [each for each in speculations if each is not None]
         require("drafter", drafter, drafter in speculations, f"one of {names}")
         speculations[drafter].check_request(request.params)
         self._scheduler.check_fits(request)
-        return request
+        return samples

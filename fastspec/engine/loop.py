@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from time import perf_counter
 
@@ -80,13 +81,14 @@ class Loop:
             others = []
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request now: its output so far; None for one that is not there."""
-        request = self._scheduler.get(request_id)
-        if request is None:
+        """End a request now, with all its samples: what there is of it; None if it is not there."""
+        requests = self._scheduler.samples(request_id)
+        if not requests:
             return None
-        output = self._end(request, "abort")
-        self.events = [event for event in self.events if event.request_id != request_id]
-        return output
+        output, *others = [self._end(request, "abort") for request in requests]
+        ended = {(request_id, request.index) for request in requests}
+        self.events = [e for e in self.events if (e.request_id, e.index) not in ended]
+        return replace(output, others=tuple(others)) if others else output
 
     def drop(self, request_id: str) -> None:
         """Abort a request of an inbox unless it has ended, and drop the inbox."""
@@ -190,7 +192,8 @@ class Loop:
         self, request: EngineRequest, verdict: Verdict, writers: Sequence[str]
     ) -> tuple[int, str | None]:
         """Append a verdict's tokens up to the one that ends the request: how many, and why."""
-        events = self.inboxes.get(request.request_id, self.events)
+        name, sample = request.public_id, request.index
+        events = self.inboxes.get(name, self.events)
         logprobs = verdict.logprobs if request.params.logprobs else None
         finish_reason = None
         kept = 0
@@ -202,7 +205,7 @@ class Loop:
             text = request.detokenizer.take() if request.detokenizer is not None else ""
             tree = verdict if verdict.parents and index == 0 else None
             ids = (token_id,)
-            events.append(StreamEvent(request.request_id, text, ids, source, writer, tree=tree))
+            events.append(StreamEvent(name, text, ids, source, writer, tree=tree, index=sample))
             kept += 1
             if finish_reason is not None:
                 break
@@ -217,6 +220,7 @@ class Loop:
         self._release(request)
         output = request.output(finish_reason, error)
         text = request.detokenizer.take(final=True) if request.detokenizer else ""
-        events = self.inboxes.get(request.request_id, self.events)
-        events.append(StreamEvent(request.request_id, text, output=output))
+        name, sample = request.public_id, request.index
+        events = self.inboxes.get(name, self.events)
+        events.append(StreamEvent(name, text, output=output, index=sample))
         return output

@@ -1,13 +1,13 @@
 """What the engine hands back."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fastspec.engine.stats import SpecStats
 
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A finished request.
+    """A finished request, or one of its samples.
 
     Attributes:
         request_id: the id given to, or made by, add_request.
@@ -22,6 +22,8 @@ class RequestOutput:
         drafters: the name of the drafter of each "draft" token, else None.
         stats: counters of this request.
         error: why the request failed, when finish_reason is "error".
+        index: of the sample, 0 to n - 1.
+        others: the other samples, where they have ended together.
     """
 
     request_id: str
@@ -34,6 +36,13 @@ class RequestOutput:
     drafters: tuple[str | None, ...]
     stats: SpecStats
     error: str | None = None
+    index: int = 0
+    others: tuple["RequestOutput", ...] = field(default=(), repr=False)
+
+    @property
+    def outputs(self) -> tuple["RequestOutput", ...]:
+        """All samples of the prompt, this one first."""
+        return (self, *self.others)
 
 
 @dataclass(frozen=True)
@@ -68,7 +77,8 @@ class StreamEvent:
     `text` may be empty while a character or a possible stop string is incomplete, and then holds
     the text of several tokens; the texts of all events of a request joined are its
     RequestOutput.text. The last event of a request carries its `output`, and no token. The first
-    event of a step that proposed a token tree carries that and what was accepted of it.
+    event of a step that proposed a token tree carries that and what was accepted of it. Where
+    n > 1, `index` says which sample the event is of, and each sample has a last event.
     """
 
     request_id: str
@@ -78,3 +88,4 @@ class StreamEvent:
     drafter: str | None = None
     output: RequestOutput | None = None
     tree: Verdict | None = None
+    index: int = 0

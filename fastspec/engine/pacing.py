@@ -76,7 +76,7 @@ class Pacer:
             ValueError: no blocks are free for it.
         """
         params = SamplingParams(temperature=0.0, seed=0, max_tokens=num_speculative_tokens + 1)
-        request = self._factory.build([0], params, "step-costs")
+        (request,) = self._factory.build([0], params, "step-costs")
         length = len(request.token_ids) + num_speculative_tokens
         if not self._block_manager.reserve(request.block_table, length):
             raise ValueError(

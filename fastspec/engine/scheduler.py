@@ -21,7 +21,7 @@ class Scheduler:
         self.max_batch_size = max_batch_size
         self.running: list[EngineRequest] = []
         self.waiting: deque[EngineRequest] = deque()
-        self._requests: dict[str, EngineRequest] = {}  # all of them
+        self._samples: dict[str, list[EngineRequest]] = {}  # all requests, by the id users know
 
     @property
     def has_unfinished(self) -> bool:
@@ -40,7 +40,7 @@ class Scheduler:
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request that fits."""
-        self._requests[request.request_id] = request
+        self._samples.setdefault(request.public_id, []).append(request)
         self.waiting.append(request)
 
     def schedule(self, reach: Callable[[EngineRequest], int]) -> list[EngineRequest]:
@@ -74,11 +74,11 @@ class Scheduler:
         for request in self.running if self.waiting else ():
             self.block_manager.publish(request)
             if request.num_cached < len(request.token_ids) - 1:
-                coming.add(self.block_manager.find(request.token_ids).next_key)
+                coming.add(self.block_manager.find(request).next_key)
         coming.discard(None)
         while self.waiting and len(self.running) < self.max_batch_size:
             request = self.waiting[0]
-            match = self.block_manager.find(request.token_ids)
+            match = self.block_manager.find(request)
             length = min(reach(request), capacity)
             if match.next_key in coming or not self.block_manager.admit(request, match, length):
                 break
@@ -88,13 +88,15 @@ class Scheduler:
             admitted.append(request)
         return admitted
 
-    def get(self, request_id: str) -> EngineRequest | None:
-        """A running or waiting request."""
-        return self._requests.get(request_id)
+    def samples(self, request_id: str) -> list[EngineRequest]:
+        """Those of a request that run or wait."""
+        return [*self._samples.get(request_id, ())]
 
     def remove(self, request: EngineRequest, failed: bool = False) -> None:
         """Take a request out, wherever it is, and its blocks; those of a failed one are no use."""
-        del self._requests[request.request_id]
+        self._samples[request.public_id].remove(request)
+        if not self._samples[request.public_id]:
+            del self._samples[request.public_id]
         queue = self.running if request in self.running else self.waiting
         queue.remove(request)
         if failed:

@@ -126,7 +126,8 @@ def _uniforms(batch: Batch, num: int) -> Tensor:
     K is the request's own: it gets the same token whatever else is proposed in the batch.
     """
     most, own_limits = batch.num_speculative_tokens, batch.own_limits
-    numbers = uniform(*batch.keys, max(num, most) + 1, VERIFY_STREAM, backend=batch.backend)
+    seeds, lengths = batch.keys
+    numbers = uniform(seeds, lengths, max(num, most) + 1, VERIFY_STREAM, backend=batch.backend)
     if num == most and own_limits is None:
         return numbers
     limits = own_limits or [most] * len(batch.requests)
