@@ -4,13 +4,14 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
-from fastspec.drafters import Drafter
+from fastspec.config.checks import require
 from fastspec.drafters.context import DrafterContext, DrafterSource
 from fastspec.drafters.registry import plan_drafter, plan_given
 from fastspec.engine.block_manager import BlockManager
@@ -25,7 +26,7 @@ from fastspec.engine.stats import SpecStats
 from fastspec.engine.turn import Turn
 from fastspec.engine.verify import prefill, verify
 from fastspec.models.cache_size import cache_blocks, model_len
-from fastspec.models.encoder_decoder import check_same_kind, paged_model_of
+from fastspec.models.encoder_decoder import check_same_kind, paged_model_of, prefix_obstacle
 from fastspec.models.loading import eos_token_ids, load_model, load_tokenizer
 from fastspec.models.runner import ModelRunner
 
@@ -90,6 +91,7 @@ class Engine:
             target_model.decoder_start_id,
             config.prompt_template,
             target_model.rotary.rereads_above if target_model.rotary else None,
+            not config.prefix_caching and prefix_obstacle(target_model, config) is None,
         )
         vocab_size = target_model.vocab_size
         self._drafting = DrafterContext(
@@ -103,17 +105,16 @@ class Engine:
         self._runner = ModelRunner(target_model, *sizes, config.cuda_graphs)
         block_manager = BlockManager(num_blocks, config.block_size, config.prefix_caching)
         self._scheduler = Scheduler(block_manager, config.max_batch_size)
-        chains_only = target_model.chains_only
-        self._speculation = Speculation(self.device, vocab_size, spec, config, chains_only)
-        rule = {"method": spec.rejection_sample_method, "lenience": spec.relaxed_acceptance}
-        sides = partial(prefill, self._runner), partial(verify, self._runner, **rule)
-        self._loop = Loop(self._scheduler, self._speculation, *sides, self.stats)
-        parts = self._runner, block_manager, self._factory, config.backend
-        self._pacer = Pacer(spec, *parts)
-        num_draft_tokens = spec.num_draft_tokens(config.max_n_spec_tokens)
+        self._speculation = self._new_speculation(spec)
+        speculations = {None: self._speculation, "none": self._new_speculation(SpecConfig("none"))}
+        sides = partial(prefill, self._runner), partial(verify, self._runner)
+        chunk_size = config.prefill_chunk_size
+        self._loop = Loop(self._scheduler, speculations, *sides, self.stats, chunk_size)
+        num_draft_tokens = self._speculation.usual_num_tokens
         self._speculation.check_count("num_speculative_tokens", num_draft_tokens)
         if plan:
-            self._turn_on(plan.build(self._runner, block_manager), num_draft_tokens)
+            drafter = plan.build(self._runner, block_manager)
+            self._speculation.enable(drafter, num_draft_tokens, [])
         self._turn = Turn()
 
     def generate(
@@ -130,9 +131,11 @@ class Engine:
             ValueError: a prompt or parameter that cannot be run; nothing is started then.
         """
         prompt_list = as_prompt_list(prompts)
-        request_ids = self._open(prompt_list, as_params_list(params, len(prompt_list)))
+        params_list = as_params_list(params, len(prompt_list))
+        request_ids = self._open(prompt_list, params_list)
         try:
-            outputs = [self._output(request_id) for request_id in request_ids]
+            pairs = zip(request_ids, params_list, strict=True)
+            outputs = [self._output(request_id, one.n) for request_id, one in pairs]
         finally:
             for request_id in request_ids:
                 self._close(request_id)
@@ -142,16 +145,21 @@ class Engine:
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamEvent]:
         """Run one prompt and yield each token as it is committed; the last event has the output.
 
-        Leaving the loop early aborts the request.
+        Where n > 1, the events of the samples are mixed, and each has a last one. Leaving the loop
+        early aborts the request.
         """
-        (request_id,) = self._open([prompt], [params or SamplingParams()])
+        params = params or SamplingParams()
+        (request_id,) = self._open([prompt], [params])
+        outputs: list[RequestOutput] = []
         try:
-            while (event := self._next_event(request_id)).output is None:
+            while len(outputs) < params.n:
+                event = self._next_event(request_id)
+                if event.output is not None:
+                    outputs.append(event.output)
                 yield event
-            yield event
         finally:
             self._close(request_id)
-        self._raise_error([event.output])
+        self._raise_error(outputs)
 
     def add_request(
         self,
@@ -166,12 +174,16 @@ class Engine:
                 untouched.
         """
         with self._turn:
-            request = self._build(prompt, params or SamplingParams(), request_id)
-            self._scheduler.add(request)
-        return request.request_id
+            samples = self._build(prompt, params or SamplingParams(), request_id)
+            for request in samples:
+                self._scheduler.add(request)
+        return samples[0].public_id
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now; its output so far, or None for an unknown or finished request.
+
+        Where n > 1, all samples that go on end; the output is that of the first of them, which has
+        the others.
 
         A `generate` or `stream` that waits for it gets that output too; step() returns no further
         events of it.
@@ -183,7 +195,7 @@ class Engine:
     def has_unfinished(self) -> bool:
         """Whether step() has work to do, or events to return."""
         is_idle = not self._scheduler.has_unfinished and not self._loop.events
-        return not is_idle or self._speculation.error is not None
+        return not is_idle or any(each.error for each in [*self._loop.speculations.values()])
 
     @property
     def decoder_start_id(self) -> int | None:
@@ -213,7 +225,7 @@ class Engine:
         """
         speculation = self._speculation
         if n_spec_tokens is None:
-            n_spec_tokens = self.spec.num_draft_tokens(self.config.max_n_spec_tokens)
+            n_spec_tokens = speculation.usual_num_tokens
         with self._turn:
             speculation.check_count("n_spec_tokens", n_spec_tokens)
             known = speculation.known
@@ -226,7 +238,8 @@ class Engine:
                 plan = plan_given(replace(self._drafting, **given))
                 check_same_kind(self._runner.paged_model, plan.models)
                 known = plan.build(self._runner, self._scheduler.block_manager)
-            self._turn_on(known, n_spec_tokens)
+            assert known is not None
+            speculation.enable(known, n_spec_tokens, self._scheduler.running)
             self._raise_error()
 
     def disable_spec_dec(self) -> None:
@@ -242,16 +255,71 @@ class Engine:
             self._speculation.known = None
             self._raise_error()
 
+    def add_drafter(
+        self,
+        name: str,
+        spec: SpecConfig | str | Mapping[str, Any],
+        drafter: DrafterSource | None = None,
+    ) -> None:
+        """Make a drafter known beside the engine's own, for `SamplingParams(drafter=name)`.
+
+        Requests of unlike drafters share a batch; those of each are proposed for and verified
+        together, so a step takes one target pass for each drafter in use. Like that of
+        `enable_spec_dec`, a draft model's cache comes on top of config.kv_cache_memory. Turning the
+        engine's own drafter off and on changes nothing for the others.
+
+        Args:
+            spec: as of the engine: the method, K, the rule of acceptance, the schedule.
+            drafter: as of the engine.
+        Raises:
+            ValueError: the name is in use, or the drafter or an option cannot be used.
+        """
+        with self._turn:
+            speculations, is_name = self._loop.speculations, isinstance(name, str) and name != ""
+            free = is_name and name not in speculations
+            require("name", name, free, "a name that no drafter of the engine has")
+            spec = SpecConfig.of(spec)
+            plan = plan_drafter(replace(self._drafting, spec=spec, drafter=drafter))
+            if plan is None:
+                raise ValueError('spec: there is nothing to draft with; "none" is known already')
+            check_same_kind(self._runner.paged_model, plan.models)
+            speculation = self._new_speculation(spec)
+            num_draft_tokens = speculation.usual_num_tokens
+            speculation.check_count("num_speculative_tokens", num_draft_tokens)
+            known = plan.build(self._runner, self._scheduler.block_manager)
+            speculation.enable(known, num_draft_tokens, [])
+            speculations[name] = speculation
+
+    def remove_drafter(self, name: str) -> None:
+        """Let go what `add_drafter` added.
+
+        Raises:
+            ValueError: there is none of that name, or unfinished requests use it.
+        """
+        with self._turn:
+            speculations = self._loop.speculations
+            names = [each for each in speculations if each not in (None, "none")]
+            require("name", name, name in names, f"one of {names}")
+            requests = (*self._scheduler.running, *self._scheduler.waiting)
+            users = {request.public_id for request in requests if request.params.drafter == name}
+            if users:
+                raise ValueError(f"name: {name!r} drafts for requests that go on: {sorted(users)}")
+            error = speculations.pop(name).error
+            if error is not None:
+                raise error
+
     def step(self) -> list[StreamEvent]:
         """Advance every running request by one target pass; what was committed and ended.
 
-        Events that an interrupted step could not return are returned by the next one.
+        Up to config.prefill_chunk_size prompt tokens are read before; requests whose prompts are
+        not read yet take no part, so there may be no events. Events that an interrupted step could
+        not return are returned by the next one.
 
         Raises:
             Exception: whatever the drafter raised in the step before, which was decoded plainly.
         """
         with self._turn:
-            if self._speculation.error is not None:
+            if any(each.error for each in self._loop.speculations.values()):
                 self._raise_error()
             self._loop.round()
             events, self._loop.events = self._loop.events, []
@@ -261,10 +329,11 @@ class Engine:
         """Queue requests whose events have an inbox; their ids."""
         with self._turn:
             requests = [self._build(*pair) for pair in zip(prompts, params, strict=True)]
-            for request in requests:
-                self._loop.inboxes[request.request_id] = deque()
+            request_ids = [samples[0].public_id for samples in requests]
+            self._loop.inboxes |= {request_id: deque() for request_id in request_ids}
+            for request in chain(*requests):
                 self._scheduler.add(request)
-        return [request.request_id for request in requests]
+        return request_ids
 
     def _next_event(self, request_id: str) -> StreamEvent:
         """The next event of an inbox, whoever runs the step that it comes from."""
@@ -275,10 +344,15 @@ class Engine:
                     self._loop.round()
         return inbox.popleft()
 
-    def _output(self, request_id: str) -> RequestOutput:
-        while (output := self._next_event(request_id).output) is None:
-            pass
-        return output
+    def _output(self, request_id: str, num: int) -> RequestOutput:
+        """The first of so many samples, with the others, when all have ended."""
+        outputs: dict[int, RequestOutput] = {}
+        while len(outputs) < num:
+            event = self._next_event(request_id)
+            if event.output is not None:
+                outputs[event.index] = event.output
+        others = tuple(outputs[index] for index in range(1, num))
+        return replace(outputs[0], others=others) if others else outputs[0]
 
     def _close(self, request_id: str) -> None:
         """Abort a request of an inbox unless it has ended, and drop the inbox."""
@@ -290,24 +364,30 @@ class Engine:
 
     def _raise_error(self, outputs: Sequence[RequestOutput] = ()) -> None:
         """Raise what a drafter or schedule raised, if it did, with complete outputs attached."""
-        error, self._speculation.error = self._speculation.error, None
-        if error is not None:
-            error.__dict__["outputs"] = list(outputs)
-            raise error
+        for speculation in self._loop.speculations.values():
+            error, speculation.error = speculation.error, None
+            if error is not None:
+                error.__dict__["outputs"] = list(outputs)
+                raise error
 
-    def _turn_on(self, drafter: Drafter | None, num_draft_tokens: int) -> None:
-        """Switch to a drafter with its schedule; nothing has changed where that fails."""
-        assert drafter is not None
-        schedule = self._pacer.schedule(drafter, num_draft_tokens)
-        running = self._scheduler.running
-        self._speculation.enable(drafter, num_draft_tokens, schedule, running)
+    def _new_speculation(self, spec: SpecConfig) -> Speculation:
+        """One with nothing turned on yet."""
+        target, blocks = self._runner.paged_model, self._scheduler.block_manager
+        pacer = Pacer(spec, self._runner, blocks, self._factory, self.config.backend)
+        sizes = self.device, target.vocab_size
+        return Speculation(*sizes, spec, self.config, target.chains_only, pacer)
 
     def _build(
         self, prompt: Prompt, params: SamplingParams, request_id: str | None = None
-    ) -> EngineRequest:
-        request = self._factory.build(prompt, params, request_id)
-        name = request.request_id
-        if self._scheduler.get(name) is not None or name in self._loop.inboxes:
+    ) -> list[EngineRequest]:
+        samples = self._factory.build(prompt, params, request_id)
+        request = samples[0]
+        name = request.public_id
+        if self._scheduler.samples(name) or name in self._loop.inboxes:
             raise ValueError(f"request_id: {name!r} is already running")
+        speculations, drafter = self._loop.speculations, request.params.drafter
+        names = [each for each in speculations if each is not None]
+        require("drafter", drafter, drafter in speculations, f"one of {names}")
+        speculations[drafter].check_request(request.params)
         self._scheduler.check_fits(request)
-        return request
+        return samples

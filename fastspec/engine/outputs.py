@@ -7,7 +7,7 @@ from fastspec.engine.stats import SpecStats
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A finished request.
+    """A finished request, or one of its samples.
 
     Attributes:
         request_id: the id given to, or made by, add_request.
@@ -24,6 +24,8 @@ class RequestOutput:
         drafters: the name of the drafter of each "draft" token, else None.
         stats: counters of this request.
         error: why the request failed, when finish_reason is "error".
+        index: of the sample, 0 to n - 1.
+        others: the other samples, where they have ended together.
     """
 
     request_id: str
@@ -37,6 +39,13 @@ class RequestOutput:
     stats: SpecStats
     error: str | None = None
     top_logprobs: tuple[dict[int, float], ...] | None = None
+    index: int = 0
+    others: tuple["RequestOutput", ...] = field(default=(), repr=False)
+
+    @property
+    def outputs(self) -> tuple["RequestOutput", ...]:
+        """All samples of the prompt, this one first."""
+        return (self, *self.others)
 
 
 @dataclass(frozen=True)
@@ -74,7 +83,8 @@ class StreamEvent:
     the text of several tokens; the texts of all events of a request joined are its
     RequestOutput.text. `logprob` and `top_logprobs` of the token are as there. The last event of a
     request carries its `output`, and no token. The first event of a step that proposed a token tree
-    carries that and what was accepted of it.
+    carries that and what was accepted of it. Where n > 1, `index` says which sample the event is
+    of, and each sample has a last event.
     """
 
     request_id: str
@@ -86,3 +96,4 @@ class StreamEvent:
     tree: Verdict | None = None
     logprob: float | None = None
     top_logprobs: dict[int, float] | None = None
+    index: int = 0
