@@ -17,8 +17,9 @@ from fastspec.engine.block_manager import BlockManager
 from fastspec.engine.loop import Loop
 from fastspec.engine.outputs import RequestOutput, StreamEvent
 from fastspec.engine.pacing import Pacer
+from fastspec.engine.prompts import Prompt, as_prompt_list
 from fastspec.engine.request import EngineRequest
-from fastspec.engine.request_factory import Prompt, RequestFactory, as_params_list, as_prompt_list
+from fastspec.engine.request_factory import RequestFactory, as_params_list
 from fastspec.engine.scheduler import Scheduler
 from fastspec.engine.speculation import Speculation
 from fastspec.engine.stats import SpecStats
@@ -124,7 +125,9 @@ class Engine:
         """Run prompts to their end, batched; outputs in the order of the prompts.
 
         Args:
-            prompts: a text, a list of texts, a list of ids, or a list of lists of ids.
+            prompts: a text, a list of ids, an integer tensor or array (of two dimensions: a batch),
+                what a tokenizer returns (less what its attention_mask hides), vLLM's {"prompt":
+                text} or {"prompt_token_ids": ids}, or a list of any of these.
             params: one for all, or one for each prompt; None = SamplingParams().
         Raises:
             ValueError: a prompt or parameter that cannot be run; nothing is started then.
@@ -257,7 +260,7 @@ class Engine:
             events, self._loop.events = self._loop.events, []
         return events
 
-    def _open(self, prompts: list[Prompt], params: list[SamplingParams]) -> list[str]:
+    def _open(self, prompts: Sequence[Prompt], params: list[SamplingParams]) -> list[str]:
         """Queue requests whose events have an inbox; their ids."""
         with self._turn:
             requests = [self._build(*pair) for pair in zip(prompts, params, strict=True)]

@@ -2,17 +2,15 @@
 
 import secrets
 from collections.abc import Sequence
-from typing import Any
 from weakref import WeakValueDictionary
 
 from transformers import PreTrainedTokenizerBase
 
 from fastspec.config import SamplingParams, is_int
 from fastspec.engine.detokenizer import Detokenizer
+from fastspec.engine.prompts import Prompt, as_prompt
 from fastspec.engine.request import EngineRequest
 from fastspec.models.paged_model import EncoderInput
-
-Prompt = str | Sequence[int]
 
 
 class RequestFactory:
@@ -102,6 +100,7 @@ class RequestFactory:
         return encoder_input
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
+        prompt = as_prompt(prompt)
         if isinstance(prompt, str):
             if self._tokenizer is None:
                 raise ValueError(
@@ -115,7 +114,7 @@ class RequestFactory:
                 raise ValueError(f"prompt: {error}") from error
             token_ids = self._tokenizer(text)["input_ids"]
         else:
-            token_ids = _as_list("prompt", prompt)
+            token_ids = prompt
         if not token_ids:
             raise ValueError("prompt: is empty")
         for token_id in token_ids:
@@ -131,29 +130,15 @@ class RequestFactory:
         return [int(token_id) for token_id in token_ids]
 
 
-def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several, as a list."""
-    if isinstance(prompts, str):
-        return [prompts]
-    several = _as_list("prompts", prompts)
-    if not several:
-        raise ValueError("prompts: the list is empty")
-    return [several] if is_int(several[0]) else several
-
-
 def as_params_list(
     params: SamplingParams | Sequence[SamplingParams] | None, count: int
 ) -> list[SamplingParams]:
     """One set of parameters for each of `count` prompts."""
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
-    several = _as_list("params", params)
+    if not isinstance(params, Sequence):
+        raise ValueError(f"params: expected a list, got {type(params).__name__}")
+    several = list(params)
     if len(several) != count:
         raise ValueError(f"params: {len(several)} given for {count} prompts")
     return several
-
-
-def _as_list(name: str, value: Any) -> list:
-    if not isinstance(value, Sequence):
-        raise ValueError(f"{name}: expected a list, got {type(value).__name__}")
-    return list(value)
