@@ -17,7 +17,7 @@ from fastspec.engine.block_manager import BlockManager
 from fastspec.engine.loop import Loop
 from fastspec.engine.outputs import RequestOutput, StreamEvent
 from fastspec.engine.pacing import Pacer
-from fastspec.engine.prompts import Prompt, as_prompt_list
+from fastspec.engine.prompts import Message, Prompt, as_conversations, as_prompt_list
 from fastspec.engine.request import EngineRequest
 from fastspec.engine.request_factory import RequestFactory, as_params_list
 from fastspec.engine.scheduler import Scheduler
@@ -27,7 +27,7 @@ from fastspec.engine.turn import Turn
 from fastspec.engine.verify import prefill, verify
 from fastspec.models.cache_size import cache_blocks, model_len
 from fastspec.models.encoder_decoder import check_same_kind, paged_model_of
-from fastspec.models.loading import eos_token_ids, load_model, load_tokenizer
+from fastspec.models.loading import chat_prompt_ids, eos_token_ids, load_model, load_tokenizer
 from fastspec.models.runner import ModelRunner
 
 
@@ -141,6 +141,35 @@ class Engine:
                 self._close(request_id)
         self._raise_error(outputs)
         return outputs
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one or several conversations, wrapped by the tokenizer's chat template.
+
+        Args:
+            messages: {"role": ..., "content": ...} each, or a list of such conversations.
+            params: as for `generate`.
+            add_generation_prompt: end with what opens an answer.
+            tools: functions or JSON schemas that the template lists.
+            chat_template_kwargs: more arguments of the tokenizer's apply_chat_template, its
+                chat_template and what the template itself reads.
+        Raises:
+            ValueError: there is no tokenizer or template, or it refuses the messages.
+        """
+        several = as_conversations(messages)
+        given = {"tools": tools, "add_generation_prompt": add_generation_prompt}
+        if taken := {"tokenize", *given} & set(chat_template_kwargs or ()):
+            raise ValueError(f"chat_template_kwargs: {min(taken)} is not taken from there")
+        options = given | dict(chat_template_kwargs or {})
+        prompts = [chat_prompt_ids(self.tokenizer, each, **options) for each in several]
+        return self.generate(prompts, params)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamEvent]:
         """Run one prompt and yield each token as it is committed; the last event has the output.

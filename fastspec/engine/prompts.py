@@ -1,6 +1,7 @@
 """Prompts in every form that users have them, as texts and lists of ids."""
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ from torch import Tensor
 
 # A mapping is a BatchEncoding, or a dict with one of its keys or one of vLLM's.
 Prompt = str | Sequence[int] | Tensor | np.ndarray | Mapping[str, Any]
+Message = Mapping[str, Any]
 _KEYS = ("prompt", "prompt_token_ids", "input_ids")
 
 
@@ -38,6 +40,24 @@ def as_prompt(prompt: Any) -> str | list[int]:
     if len(several) != 1:
         raise ValueError(f"prompt: expected one, got a batch of {len(several)}")
     return several[0]
+
+
+def as_conversations(messages: Any) -> list[list[Message]]:
+    """One conversation or several, as lists of messages.
+
+    Raises:
+        ValueError: something else, an empty conversation, or a message without a role.
+    """
+    several = _as_list("messages", messages)
+    if several and isinstance(several[0], Mapping):
+        several = [several]
+    conversations = [_as_list("messages", each) for each in several]
+    if not conversations or not all(conversations):
+        raise ValueError("messages: a conversation is empty")
+    for message in chain.from_iterable(conversations):
+        if not isinstance(message, Mapping) or "role" not in message:
+            raise ValueError(f"messages: expected a role and a content, got {message!r:.60}")
+    return conversations
 
 
 def _of_mapping(prompt: Mapping[str, Any]) -> list[str | list[int]]:
