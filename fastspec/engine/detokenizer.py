@@ -15,13 +15,26 @@ class Detokenizer:
     Decoding a window that starts a few tokens back keeps the tokenizer's context-dependent spacing
     right without decoding everything again. The window is bounded: of tokens that never make a
     character all but the last few are taken as they are.
+
+    Args:
+        stop: strings that end the text.
+        keeps_stop: whether it ends after such a string, not before it.
+        skips_special: whether special tokens have no text.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...]):
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stop: tuple[str, ...] = (),
+        keeps_stop: bool = False,
+        skips_special: bool = True,
+    ):
         self.text = ""
         self.stopped = False
         self._tokenizer = tokenizer
         self._stop = stop
+        self._keeps_stop = keeps_stop
+        self._skips_special = skips_special
         self._hold = max((len(s) for s in stop), default=1) - 1
         self._window: list[int] = []  # the last ids
         self._num_read = 0  # of them, those whose text is in self.text
@@ -59,16 +72,17 @@ class Detokenizer:
         found = self._find_stop(piece) if self._stop else None
         self.text += piece
         if found:
-            self.text = self.text[: min(found)]
+            self.text = self.text[: min(found)[self._keeps_stop]]
             self.stopped = True
         del self._window[: self._num_read]
         self._num_read = num_read - self._num_read
 
-    def _find_stop(self, piece: str) -> list[int]:
-        """Where in the text stop strings begin that the piece would complete."""
+    def _find_stop(self, piece: str) -> list[tuple[int, int]]:
+        """Where in the text stop strings begin and end that the piece would complete."""
         start = max(0, len(self.text) - self._hold)
         searched = self.text[start:] + piece
-        return [start + at for s in self._stop if (at := searched.find(s)) >= 0]
+        places = ((start + searched.find(s), len(s)) for s in self._stop if s in searched)
+        return [(at, at + size) for at, size in places]
 
     def _force(self, known: str, extended: str) -> None:
         """Read some of the tokens that have waited long: a character has no more than four bytes.
@@ -86,4 +100,5 @@ class Detokenizer:
 
     def _decode(self, num: int) -> str:
         """The text of the first ids of the window."""
-        return cast(str, self._tokenizer.decode(self._window[:num], skip_special_tokens=True))
+        ids, skips = self._window[:num], self._skips_special
+        return cast(str, self._tokenizer.decode(ids, skip_special_tokens=skips))

@@ -13,8 +13,8 @@ class RequestOutput:
         request_id: the id given to, or made by, add_request.
         prompt_token_ids: ids of the prompt.
         token_ids: new ids; an end-of-sequence or stop id is kept as the last one.
-        text: the new text, without special tokens and ending before a stop string; "" without a
-            tokenizer.
+        text: the new text, by default without special tokens and ending before a stop string; ""
+            without a tokenizer.
         logprobs: the target's log-probability of each new token, or None if not asked for.
         finish_reason: "stop", "length", "abort" or "error".
         sources: who wrote each token: "draft" (proposed and accepted), "recovered" (drawn after a

@@ -44,6 +44,8 @@ class EngineRequest(Request):
         if logprob is not None:
             self.logprobs.append(logprob)
         if token_id in self.stop_ids:
+            if self.detokenizer is not None and self.params.include_stop_str_in_output:
+                self.detokenizer.push(token_id)
             return "stop"
         if self.detokenizer is not None:
             self.detokenizer.push(token_id)

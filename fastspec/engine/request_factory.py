@@ -76,14 +76,18 @@ class RequestFactory:
             seed=secrets.randbits(63) if params.seed is None else params.seed,
             stop_ids=stop_ids if params.ignore_eos else stop_ids | self._eos_ids,
             max_len=min(len(token_ids) + most, self._max_model_len),
-            detokenizer=Detokenizer(self._tokenizer, tuple(params.stop or ()))
-            if self._tokenizer
-            else None,
+            detokenizer=self._detokenizer(params),
             encoder_input=encoder_input,
             rereads_above=self._rereads_above,
         )
         self._alive.setdefault(request_id, request)
         return request
+
+    def _detokenizer(self, params: SamplingParams) -> Detokenizer | None:
+        if self._tokenizer is None:
+            return None
+        keeps_stop, skips_special = params.include_stop_str_in_output, params.skip_special_tokens
+        return Detokenizer(self._tokenizer, tuple(params.stop or ()), keeps_stop, skips_special)
 
     def _new_id(self) -> str:
         while True:

@@ -1,5 +1,7 @@
 """What ends a request, what it reports, and that requests do not disturb each other."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -73,6 +75,14 @@ def test_eos_ends_unless_ignored(model):
     assert output.finish_reason == "stop"
 
 
+def test_without_max_tokens_the_model_length_ends_a_request(model, drafter):
+    engine = engine_of(model, drafter, max_model_len=200)
+    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    (output,) = engine.generate(PROMPTS[0], params)
+    assert len(output.prompt_token_ids) + len(output.token_ids) == 200
+    assert output.finish_reason == "length"
+
+
 @pytest.mark.parametrize("num_draft", [1, 3, 8])
 def test_stop_strings_cut_text_and_ids_at_one_token(model, num_draft):
     tokenizer = byte_tokenizer()
@@ -90,6 +100,31 @@ def test_stop_strings_cut_text_and_ids_at_one_token(model, num_draft):
     assert tokenizer.decode(output.token_ids) == full.text[: where + 3]
     streamed = list(engine.stream(PROMPTS[0], params))
     assert "".join(event.text for event in streamed) == output.text
+    (kept,) = engine.generate(PROMPTS[0], replace(params, include_stop_str_in_output=True))
+    assert kept.token_ids == output.token_ids
+    assert kept.text == full.text[: where + 3]
+
+
+@pytest.mark.parametrize("speculative", [False, True])
+def test_special_tokens_in_the_text(model, speculative):
+    """The text that is streamed is the decoded ids, special tokens and all."""
+    tokenizer = byte_tokenizer()
+    engine = engine_of(model, model if speculative else None, num_draft=5)
+    (plain,) = engine.generate(PROMPTS[0], sampled(26, max_tokens=40, ignore_eos=True))
+    assert EOS_ID in plain.token_ids, "of another seed"
+    assert "<|end|>" not in plain.text
+    params = sampled(26, max_tokens=40, ignore_eos=True, skip_special_tokens=False)
+    *events, last = engine.stream(PROMPTS[0], params)
+    whole = tokenizer.decode(plain.token_ids)
+    assert "".join(event.text for event in [*events, last]) == last.output.text == whole
+    stopping = {"stop": "<|end|>", "include_stop_str_in_output": True}
+    (stopped,) = engine.generate(PROMPTS[0], replace(params, **stopping))
+    assert stopped.finish_reason == "stop"
+    assert stopped.text == whole[: whole.index("<|end|>") + 7]
+    ending = {"ignore_eos": False, "include_stop_str_in_output": True}
+    (ended,) = engine.generate(PROMPTS[0], replace(params, **ending))
+    assert (ended.text, ended.token_ids) == (stopped.text, stopped.token_ids)
+    assert engine.generate(PROMPTS[0], replace(params, ignore_eos=False))[0].text == ended.text[:-7]
 
 
 def test_same_seed_same_tokens_whatever_the_batch(model, drafter):
