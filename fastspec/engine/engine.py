@@ -5,8 +5,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
+from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
@@ -121,6 +123,7 @@ class Engine:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Run prompts to their end, batched; outputs in the order of the prompts.
 
@@ -129,18 +132,23 @@ class Engine:
                 what a tokenizer returns (less what its attention_mask hides), vLLM's {"prompt":
                 text} or {"prompt_token_ids": ids}, or a list of any of these.
             params: one for all, or one for each prompt; None = SamplingParams().
+            use_tqdm: show a bar of finished prompts, with their tokens per second and acceptance.
         Raises:
             ValueError: a prompt or parameter that cannot be run; nothing is started then.
         """
         prompt_list = as_prompt_list(prompts)
-        request_ids = self._open(prompt_list, as_params_list(params, len(prompt_list)))
-        try:
-            outputs = [self._output(request_id) for request_id in request_ids]
-        finally:
-            for request_id in request_ids:
-                self._close(request_id)
-        self._raise_error(outputs)
-        return outputs
+        params_list = as_params_list(params, len(prompt_list))
+        outputs: dict[int, RequestOutput] = {}
+        stats, start = SpecStats(), perf_counter()
+        with tqdm(total=len(prompt_list), desc="Processed prompts", disable=not use_tqdm) as bar:
+            for event in self._run(prompt_list, params_list):
+                if event.output is None:
+                    continue
+                outputs[event.index] = event.output
+                stats.add(event.output.stats)
+                bar.set_postfix(_speed(stats, perf_counter() - start), refresh=False)
+                bar.update()
+        return [outputs[index] for index in range(len(prompt_list))]
 
     def chat(
         self,
@@ -150,12 +158,13 @@ class Engine:
         add_generation_prompt: bool = True,
         tools: Sequence[Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Answer one or several conversations, wrapped by the tokenizer's chat template.
 
         Args:
             messages: {"role": ..., "content": ...} each, or a list of such conversations.
-            params: as for `generate`.
+            params, use_tqdm: as for `generate`.
             add_generation_prompt: end with what opens an answer.
             tools: functions or JSON schemas that the template lists.
             chat_template_kwargs: more arguments of the tokenizer's apply_chat_template, its
@@ -169,21 +178,20 @@ class Engine:
             raise ValueError(f"chat_template_kwargs: {min(taken)} is not taken from there")
         options = given | dict(chat_template_kwargs or {})
         prompts = [chat_prompt_ids(self.tokenizer, each, **options) for each in several]
-        return self.generate(prompts, params)
+        return self.generate(prompts, params, use_tqdm)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamEvent]:
-        """Run one prompt and yield each token as it is committed; the last event has the output.
+    def stream(
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[StreamEvent]:
+        """Run one prompt, or several, and yield each token as it is committed.
 
-        Leaving the loop early aborts the request.
+        The last event of a prompt has its output; `event.index` says which prompt an event is of.
+        Leaving the loop early aborts what still runs. Takes what `generate` takes.
         """
-        (request_id,) = self._open([prompt], [params or SamplingParams()])
-        try:
-            while (event := self._next_event(request_id)).output is None:
-                yield event
-            yield event
-        finally:
-            self._close(request_id)
-        self._raise_error([event.output])
+        prompt_list = as_prompt_list(prompt, "prompt")
+        return self._run(prompt_list, as_params_list(params, len(prompt_list)))
 
     def add_request(
         self,
@@ -289,28 +297,42 @@ class Engine:
             events, self._loop.events = self._loop.events, []
         return events
 
-    def _open(self, prompts: Sequence[Prompt], params: list[SamplingParams]) -> list[str]:
+    def _open(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[str]:
         """Queue requests whose events have an inbox; their ids."""
         with self._turn:
             requests = [self._build(*pair) for pair in zip(prompts, params, strict=True)]
-            for request in requests:
+            for index, request in enumerate(requests):
+                request.index = index
                 self._loop.inboxes[request.request_id] = deque()
                 self._scheduler.add(request)
         return [request.request_id for request in requests]
 
-    def _next_event(self, request_id: str) -> StreamEvent:
-        """The next event of an inbox, whoever runs the step that it comes from."""
-        inbox = self._loop.inboxes[request_id]
-        while not inbox:
-            with self._turn:
-                if not inbox:
-                    self._loop.round()
-        return inbox.popleft()
+    def _run(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
+    ) -> Iterator[StreamEvent]:
+        """Events of some prompts as they come, whoever runs the steps that they come from.
 
-    def _output(self, request_id: str) -> RequestOutput:
-        while (output := self._next_event(request_id).output) is None:
-            pass
-        return output
+        What a drafter raised is raised at the end, with the outputs.
+        """
+        request_ids = self._open(prompts, params)
+        outputs: dict[int, RequestOutput] = {}
+        try:
+            inboxes = [self._loop.inboxes[request_id] for request_id in request_ids]
+            while len(outputs) < len(inboxes):
+                while not any(inboxes):
+                    with self._turn:
+                        if not any(inboxes):
+                            self._loop.round()
+                for inbox in inboxes:
+                    while inbox:
+                        event = inbox.popleft()
+                        if event.output is not None:
+                            outputs[event.index] = event.output
+                        yield event
+        finally:
+            for request_id in request_ids:
+                self._close(request_id)
+        self._raise_error([outputs[index] for index in sorted(outputs)])
 
     def _close(self, request_id: str) -> None:
         """Abort a request of an inbox unless it has ended, and drop the inbox."""
@@ -343,3 +365,10 @@ class Engine:
             raise ValueError(f"request_id: {name!r} is already running")
         self._scheduler.check_fits(request)
         return request
+
+
+def _speed(stats: SpecStats, seconds: float) -> dict[str, str]:
+    """What a progress bar says of finished requests."""
+    speed = {"tok/s": f"{stats.num_output_tokens / seconds:.1f}"}
+    rate = stats.acceptance_rate
+    return speed if rate is None else speed | {"acceptance": f"{rate:.2f}"}

@@ -155,7 +155,8 @@ class Loop:
             text = request.detokenizer.take() if request.detokenizer is not None else ""
             tree = verdict if verdict.parents and index == 0 else None
             ids = (token_id,)
-            events.append(StreamEvent(request.request_id, text, ids, source, writer, tree=tree))
+            place = {"tree": tree, "index": request.index}
+            events.append(StreamEvent(request.request_id, text, ids, source, writer, **place))
             kept += 1
             if finish_reason is not None:
                 break
@@ -171,5 +172,6 @@ class Loop:
         output = request.output(finish_reason, error)
         text = request.detokenizer.take(final=True) if request.detokenizer else ""
         events = self.inboxes.get(request.request_id, self.events)
-        events.append(StreamEvent(request.request_id, text, output=output))
+        event = StreamEvent(request.request_id, text, output=output, index=request.index)
+        events.append(event)
         return output

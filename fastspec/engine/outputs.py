@@ -68,7 +68,8 @@ class StreamEvent:
     `text` may be empty while a character or a possible stop string is incomplete, and then holds
     the text of several tokens; the texts of all events of a request joined are its
     RequestOutput.text. The last event of a request carries its `output`, and no token. The first
-    event of a step that proposed a token tree carries that and what was accepted of it.
+    event of a step that proposed a token tree carries that and what was accepted of it. `index` is
+    the place of its prompt among those of a stream.
     """
 
     request_id: str
@@ -78,3 +79,4 @@ class StreamEvent:
     drafter: str | None = None
     output: RequestOutput | None = None
     tree: Verdict | None = None
+    index: int = 0

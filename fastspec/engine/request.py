@@ -16,6 +16,7 @@ class EngineRequest(Request):
 
     Attributes:
         contents: of its leading blocks, as far as other requests may find them.
+        index: place of its prompt among those of the call that waits for it.
         schedule_state: what the schedule of draft lengths remembers of it.
     """
 
@@ -25,6 +26,7 @@ class EngineRequest(Request):
     sources: list[str] = field(default_factory=list)
     drafters: list[str | None] = field(default_factory=list)
     stats: SpecStats = field(default_factory=SpecStats)
+    index: int = 0
     schedule_state: Any = None
 
     @property

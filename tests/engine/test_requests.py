@@ -1,5 +1,6 @@
 """What ends a request, what it reports, and that requests do not disturb each other."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from ..models import EOS_ID, byte_tokenizer, random_model
 from .helpers import finish
 from .probes import assert_blocks_came_back, record_releases
 
+TEMPLATE = {"chat_template_kwargs": {"chat_template": "{{ messages[0].content }}"}}
 PROMPTS = [[1, 2, 3], list(range(5, 22)), [40, 7] * 10, [99], [60, 61, 62, 63]]
 
 
@@ -105,15 +107,15 @@ def test_stop_strings_cut_text_and_ids_at_one_token(model, num_draft):
     assert kept.text == full.text[: where + 3]
 
 
-@pytest.mark.parametrize("speculative", [False, True])
-def test_special_tokens_in_the_text(model, speculative):
+@pytest.mark.parametrize(("speculative", "seed"), [(False, 26), (True, 5)])
+def test_special_tokens_in_the_text(model, speculative, seed):
     """The text that is streamed is the decoded ids, special tokens and all."""
     tokenizer = byte_tokenizer()
     engine = engine_of(model, model if speculative else None, num_draft=5)
-    (plain,) = engine.generate(PROMPTS[0], sampled(26, max_tokens=40, ignore_eos=True))
+    (plain,) = engine.generate(PROMPTS[0], sampled(seed, max_tokens=40, ignore_eos=True))
     assert EOS_ID in plain.token_ids, "of another seed"
     assert "<|end|>" not in plain.text
-    params = sampled(26, max_tokens=40, ignore_eos=True, skip_special_tokens=False)
+    params = sampled(seed, max_tokens=40, ignore_eos=True, skip_special_tokens=False)
     *events, last = engine.stream(PROMPTS[0], params)
     whole = tokenizer.decode(plain.token_ids)
     assert "".join(event.text for event in [*events, last]) == last.output.text == whole
@@ -249,3 +251,45 @@ def test_switching_speculation_between_steps(model, drafter):
     engine.clear_spec_dec()
     with pytest.raises(ValueError, match="drafter: there is none"):
         engine.enable_spec_dec()
+
+
+def test_several_prompts_in_one_stream(model, drafter):
+    engine = engine_of(model, drafter, max_batch_size=3)
+    params = [sampled(seed, max_tokens=6 + seed) for seed in range(len(PROMPTS))]
+    expected = engine.generate(PROMPTS, params)
+    events = list(engine.stream(PROMPTS, params))
+    for index, output in enumerate(expected):
+        own = [event for event in events if event.index == index]
+        assert own[-1].output.token_ids == output.token_ids
+        assert tuple(t for event in own for t in event.token_ids) == output.token_ids
+        assert "".join(event.text for event in own) == output.text
+    first = [event.index for event in events if event.token_ids][: len(PROMPTS) * 2]
+    assert len(set(first)) > 1, "one after the other"
+    assert_blocks_came_back(engine)
+
+
+def test_leaving_a_stream_of_several_prompts_frees_everything(model, drafter):
+    engine = engine_of(model, drafter)
+    for event in engine.stream(PROMPTS, sampled(1)):
+        if event.index == 1:
+            break
+    del event
+    assert not engine.has_unfinished
+    assert_blocks_came_back(engine)
+
+
+def test_a_bar_of_finished_prompts(model, drafter, capsys):
+    engine = engine_of(model, drafter)
+    plain = engine.generate(PROMPTS, sampled(1))
+    assert capsys.readouterr() == ("", "")
+    shown = engine.generate(PROMPTS, sampled(1), use_tqdm=True)
+    assert [output.token_ids for output in shown] == [output.token_ids for output in plain]
+    bar = capsys.readouterr().err
+    assert "Processed prompts: 100%" in bar
+    assert "5/5" in bar
+    assert re.search(r"tok/s=[\d.]+, acceptance=0\.\d\d", bar)
+    engine.disable_spec_dec()
+    engine.chat([{"role": "user", "content": "a"}], sampled(1), use_tqdm=True, **TEMPLATE)
+    bar = capsys.readouterr().err
+    assert "1/1" in bar
+    assert "acceptance" not in bar
