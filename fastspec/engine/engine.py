@@ -282,6 +282,29 @@ class Engine:
             self._speculation.known = None
             self._raise_error()
 
+    def metrics(self) -> dict[str, Any]:
+        """Gauges and counters since the engine was made, by the names of vLLM's metrics.
+
+        request_success counts ended requests by reason; kv_cache_usage_perc goes from 0 to 1.
+        `RequestOutput.stats.to_metrics()` has the counters of one request.
+        """
+        blocks = self._scheduler.block_manager
+        return {
+            "num_requests_running": len(self._scheduler.running),
+            "num_requests_waiting": len(self._scheduler.waiting),
+            "kv_cache_usage_perc": 1 - blocks.num_free / blocks.num_blocks,
+            **self.stats.to_metrics(),
+        }
+
+    def __repr__(self) -> str:
+        target = self._runner.paged_model
+        dtype = str(target.dtype).removeprefix("torch.")
+        return (
+            f"Engine({type(target.model).__name__}, drafter={self._speculation.drafter.name!r},"
+            f" dtype={dtype}, device={self.device},"
+            f" num_blocks={self._scheduler.block_manager.num_blocks})"
+        )
+
     def step(self) -> list[StreamEvent]:
         """Advance every running request by one target pass; what was committed and ended.
 

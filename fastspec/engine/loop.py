@@ -97,6 +97,8 @@ class Loop:
         preempted = scheduler.schedule(*room)
         for request in preempted:
             self._speculation.release(request)
+            for stats in (self.stats, request.stats):
+                stats.num_preemptions += 1
         if any(request.num_cached < len(request.token_ids) - 1 for request in scheduler.running):
             self._prefill(scheduler.running)
         while scheduler.waiting and not preempted and (admitted := scheduler.admit(*room)):
@@ -169,6 +171,8 @@ class Loop:
         """Let a request go, and post its last event."""
         self._scheduler.remove(request, failed=error is not None)
         self._speculation.release(request)
+        for stats in (self.stats, request.stats):
+            stats.finish_reasons[finish_reason] += 1
         output = request.output(finish_reason, error)
         text = request.detokenizer.take(final=True) if request.detokenizer else ""
         events = self.inboxes.get(request.request_id, self.events)

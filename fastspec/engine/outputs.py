@@ -4,8 +4,10 @@ from dataclasses import dataclass
 
 from fastspec.engine.stats import SpecStats
 
+_MOST_SHOWN = 40  # characters of a text in a repr
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class RequestOutput:
     """A finished request.
 
@@ -35,6 +37,14 @@ class RequestOutput:
     stats: SpecStats
     error: str | None = None
 
+    def __repr__(self) -> str:
+        error = f", error={_short(self.error)}" if self.error is not None else ""
+        return (
+            f"RequestOutput({self.request_id!r}, {len(self.prompt_token_ids)} prompt tokens,"
+            f" {len(self.token_ids)} new ones, text={_short(self.text)},"
+            f" finish_reason={self.finish_reason!r}{error}, stats={self.stats!r})"
+        )
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -61,7 +71,7 @@ class Verdict:
     path: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class StreamEvent:
     """One committed token of a request, or its end.
 
@@ -80,3 +90,19 @@ class StreamEvent:
     output: RequestOutput | None = None
     tree: Verdict | None = None
     index: int = 0
+
+    def __repr__(self) -> str:
+        given = {
+            "token_ids": self.token_ids or None,
+            "source": self.source,
+            "drafter": self.drafter,
+            "index": self.index or None,
+            "output": self.output,
+        }
+        fields = "".join(f", {name}={v!r}" for name, v in given.items() if v is not None)
+        tree = f", tree of {len(self.tree.token_ids)} nodes" if self.tree is not None else ""
+        return f"StreamEvent({self.request_id!r}, {_short(self.text)}{fields}{tree})"
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…")

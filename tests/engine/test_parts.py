@@ -210,6 +210,9 @@ def test_statistics():
     assert stats.num_accepted_tokens_per_pos == [2, 1, 1]
     assert stats.acceptance_histogram == [1, 1, 0, 1]
     assert stats.to_dict()["num_draft_tokens"] == 8
+    stats.record_step(proposed=0, accepted=0, emitted=1)
+    assert (stats.num_steps, stats.num_drafts) == (4, 3)
+    assert repr(stats) == "SpecStats(8 tokens in 4 steps, 4 of 8 draft tokens accepted)"
 
 
 def test_only_the_probes_look_inside_an_engine():

@@ -293,3 +293,50 @@ def test_a_bar_of_finished_prompts(model, drafter, capsys):
     bar = capsys.readouterr().err
     assert "1/1" in bar
     assert "acceptance" not in bar
+
+
+def test_metrics_by_vllms_names(model, drafter):
+    engine = engine_of(model, drafter, num_draft=3, block_size=4, num_blocks=13)
+    at_rest = engine.metrics()
+    assert at_rest["request_success"] == {"stop": 0, "length": 0, "abort": 0, "error": 0}
+    assert {value for value in at_rest.values() if isinstance(value, (int, float))} == {0}
+    ids = [engine.add_request(prompt, sampled(1, ignore_eos=True)) for prompt in PROMPTS]
+    outputs, seen = [], []
+    while engine.has_unfinished:
+        outputs += [event.output for event in engine.step() if event.output is not None]
+        seen.append(engine.metrics())
+        if len(seen) == 2:
+            outputs.append(engine.abort(ids[-1]))
+    assert max(now["num_requests_running"] for now in seen) > 1
+    assert max(now["num_requests_waiting"] for now in seen) > 0
+    assert 0.5 < max(now["kv_cache_usage_perc"] for now in seen) <= 1
+    assert seen[-1]["kv_cache_usage_perc"] == 0
+    total, parts = engine.metrics(), [output.stats.to_metrics() for output in outputs]
+    assert total["request_success"] == {"stop": 0, "length": 4, "abort": 1, "error": 0}
+    assert total["num_preemptions"] > 0
+    assert total["generation_tokens"] == sum(len(output.token_ids) for output in outputs)
+    assert total["prompt_tokens"] == sum(len(o.prompt_token_ids) for o in outputs if o.token_ids)
+    assert 0 < total["spec_decode_num_drafts"] <= engine.stats.num_steps
+    assert len(total["spec_decode_num_accepted_tokens_per_pos"]) == 3
+    assert set(total) - set(parts[0]) == {
+        "num_requests_running",
+        "num_requests_waiting",
+        "kv_cache_usage_perc",
+    }
+    for name in set(parts[0]) - {"request_success", "spec_decode_num_accepted_tokens_per_pos"}:
+        assert total[name] == sum(part[name] for part in parts), name
+
+
+def test_reprs_are_one_short_line(model, drafter):
+    engine = engine_of(model, drafter, max_model_len=500)
+    params = sampled(1, max_tokens=None, ignore_eos=True, logprobs=True)
+    *events, last = engine.stream([3] * 300, params)
+    shown = [repr(each) for each in (engine, engine.stats, events[0], last, last.output)]
+    assert all(len(line) < 400 and "\n" not in line for line in shown), shown
+    name = "LlamaForCausalLM, drafter='draft_model', dtype=float32, device=cpu, num_blocks="
+    assert shown[0].startswith(f"Engine({name}")
+    assert "300 prompt tokens, 200 new ones" in shown[4]
+    assert f"finish_reason='length', stats={last.output.stats!r}" in shown[4]
+    assert f"token_ids={events[0].token_ids}, source=" in shown[2]
+    engine.disable_spec_dec()
+    assert "drafter='none'" in repr(engine)
