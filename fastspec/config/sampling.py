@@ -4,11 +4,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-from fastspec.config.checks import is_int
+from fastspec.config.checks import is_int, is_number, refuse, require
 from fastspec.config.options import (
     BOOL,
     LARGEST_INT32,
     Kind,
+    anything,
     check_options,
     documented,
     integer,
@@ -17,6 +18,7 @@ from fastspec.config.options import (
     option,
 )
 
+_MOST_LOGPROBS = 100
 # What the kernels take: float32 numbers that are not denormal, and int32.
 _SMALLEST_FLOAT32, _LARGEST_FLOAT32 = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
 
@@ -33,6 +35,53 @@ def _several(each: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 def _is_text(value: Any) -> bool:
     return isinstance(value, str) and value != ""
+
+
+def _is_ids(value: Any) -> bool:
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
+        return False
+    return len(value) > 0 and all(is_int(each) and each >= 0 for each in list(value))
+
+
+def _as_bias(value: Any) -> dict[int, float]:
+    """A bias for each token, of which JSON writes the ids as texts."""
+    expected = 'a mapping like {"15": -5.5} of token ids to numbers; -inf bans a token'
+    require("logit_bias", value, isinstance(value, Mapping), expected)
+    bias = {}
+    for key, added in value.items():
+        is_id = (is_int(key) and key >= 0) or (isinstance(key, str) and key.isdecimal())
+        is_ban = isinstance(added, float) and added == float("-inf")
+        is_bias = is_ban or (is_number(added) and abs(added) <= _LARGEST_FLOAT32)
+        require("logit_bias", value, is_id and is_bias, expected)
+        bias[int(key)] = float(added)
+    return bias
+
+
+def _as_structure(value: Any) -> dict[str, Any]:
+    """The one form that the text is to have."""
+    expected = f"a mapping with one of {', '.join(_GRAMMARS)}"
+    fits = isinstance(value, Mapping) and len(value) == 1 and next(iter(value)) in _GRAMMARS
+    require("structured_outputs", value, fits, expected)
+    ((kind, form),) = value.items()
+    if kind == "json":
+        fits, expected = isinstance(form, (str, Mapping)), "json: a schema, as a mapping or a text"
+    elif kind == "json_object":
+        fits, expected = form is True, "json_object: True"
+    elif kind == "choice":
+        is_list = isinstance(form, Sequence) and not isinstance(form, str)
+        fits, expected = is_list and bool(form) and all(map(_is_text, form)), "choice: texts"
+    else:
+        fits, expected = _is_text(form), f"{kind}: a text"
+    require("structured_outputs", value, fits, expected)
+    return dict(value)
+
+
+def _as_processors(value: Any) -> tuple[Any, ...]:
+    """Functions of token ids and scores."""
+    several = (value,) if callable(value) and not isinstance(value, list) else value
+    fits = isinstance(several, Sequence) and all(map(callable, several))
+    require("logits_processors", value, fits, "functions of (input_ids, scores)")
+    return tuple(several)
 
 
 _TEMPERATURE = number(
@@ -58,11 +107,23 @@ _STOP_IDS = Kind(
     list[int],
 )
 _LOGPROBS = Kind(
-    "True, 0, False or None",
-    lambda value: isinstance(value, bool) or (is_int(value) and value == 0),
-    lambda value: value is not False,
-    None,
+    f"a bool or an int from 0 to {_MOST_LOGPROBS}",
+    lambda value: isinstance(value, bool) or (is_int(value) and 0 <= value <= _MOST_LOGPROBS),
+    lambda value: None if value is False else int(value) * (value is not True),
+    int,
 )
+_PENALTY = number("a number from -2 to 2", lambda value: -2 <= value <= 2)
+_WORDS = Kind(
+    "texts or lists of token ids, none of them empty",
+    lambda value: _is_text(value) or _several(lambda word: _is_text(word) or _is_ids(word))(value),
+    lambda value: (
+        (value,)
+        if isinstance(value, str)
+        else tuple(word if isinstance(word, str) else tuple(map(int, word)) for word in value or ())
+    ),
+    list[str],
+)
+_GRAMMARS = ("json", "json_object", "regex", "choice", "grammar")
 
 
 @documented
@@ -92,10 +153,55 @@ class SamplingParams:
         number("a number in [0, 1]", lambda value: 0 <= value <= 1),
         "Drop tokens below this fraction of the best one's probability; 0 is off.",
     )
-    repetition_penalty: float = not_yet(1.0)
-    presence_penalty: float = not_yet(0.0)
-    frequency_penalty: float = not_yet(0.0)
-    logit_bias: Mapping[int, float] | None = not_yet(None)
+    repetition_penalty: float = option(
+        1.0,
+        number("a number > 0", lambda value: _SMALLEST_FLOAT32 <= value <= _LARGEST_FLOAT32),
+        "Above 1: tokens of prompt and text become less likely; 1 is off.",
+        "Their positive logits are divided by it, their negative ones multiplied (Keskar et al.,"
+        " 1909.05858).",
+    )
+    presence_penalty: float = option(
+        0.0,
+        _PENALTY,
+        "Taken off the logit of each token that the new text holds; 0 is off.",
+    )
+    frequency_penalty: float = option(
+        0.0,
+        _PENALTY,
+        "Taken off the logit of a token for each time the new text holds it; 0 is off.",
+    )
+    logit_bias: Mapping[int, float] | None = option(
+        None,
+        anything("a mapping of token ids to numbers", _as_bias),
+        'Added to the logits of tokens, like {"15": -5.5}; -inf bans a token.',
+        "Before the penalties, as these are before temperature and filters.",
+    )
+    bad_words: str | Collection[str | Sequence[int]] | None = option(
+        (),
+        _WORDS,
+        "Never write this; may be given several times.",
+        "Texts, also with a space before them, or lists of token ids. The token that would"
+        " complete one after the text so far is banned; another spelling in tokens is not.",
+    )
+    allowed_token_ids: Collection[int] | None = option(
+        None,
+        Kind(
+            "a list of ints >= 0, not empty",
+            lambda value: bool(value) and _STOP_IDS.fits(value),
+            lambda value: tuple(int(token_id) for token_id in value),
+            list[int],
+        ),
+        "Write no other tokens than these; may be given several times.",
+        "What ends the text has to be among them, or max_tokens ends it.",
+    )
+    structured_outputs: Mapping[str, Any] | None = option(
+        None,
+        anything(f"a mapping with one of {', '.join(_GRAMMARS)}", _as_structure),
+        'The form of the text, like {"json": {"type": "object"}} or {"regex": "[0-9]+"}.',
+        "json takes a JSON schema, json_object True, regex a pattern, choice a list of texts,"
+        " grammar an EBNF in the Lark syntax of llguidance, which the extra [grammar] installs."
+        " Tokens that do not fit are never drafted, drawn or accepted.",
+    )
     seed: int | None = option(
         None,
         integer(0, 2**63 - 1),
@@ -109,7 +215,12 @@ class SamplingParams:
         "None = as many as the model has room for.",
         takes_none=True,
     )
-    min_tokens: int = not_yet(0)
+    min_tokens: int = option(
+        0,
+        integer(0),
+        "Nothing ends the text before it has so many new tokens.",
+        "Neither an end-of-sequence nor a stop token is drawn, and stop strings do not count.",
+    )
     stop: str | Collection[str] | None = option(
         (),
         _STOP,
@@ -139,12 +250,32 @@ class SamplingParams:
     logprobs: bool | int | None = option(
         None,
         _LOGPROBS,
-        "True or 0 returns the target's log-probability of each emitted token.",
-        "Of greedy requests at temperature 1. More than 0, which would ask for those of other"
-        " tokens, is not supported yet.",
+        "The target's log-probability of each new token, and of so many best tokens beside it.",
+        "True and 0 ask for those of the emitted tokens alone. They are those of the distribution"
+        " that a token is drawn from, after penalties, temperature and filters; of greedy requests"
+        " at temperature 1.",
+    )
+    prompt_logprobs: int | None = option(
+        None,
+        integer(0, _MOST_LOGPROBS),
+        "The same for the tokens of the prompt, at temperature 1 and without filters.",
+        "Such a prompt is read anew, whatever prefix caching has of it.",
     )
     n: int = not_yet(1)
-    logits_processors: tuple[Any, ...] | list[Any] | None = not_yet(())
+    logits_processors: Sequence[Any] | None = option(
+        (),
+        Kind("functions of (input_ids, scores)", lambda value: True, _as_processors, None),
+        "Functions that change the scores of the next token, as transformers' LogitsProcessor.",
+        "Called as processor(input_ids [1, n] int64, scores [1, V] float32) -> scores for each row"
+        " that is judged, with the tokens before it, drafts included; they come after penalties"
+        " and bans, before temperature and filters. They must depend on nothing else. One that"
+        " raises ends its request alone.",
+    )
 
     def __post_init__(self):
         check_options(self)
+        least, most = self.min_tokens, self.max_tokens
+        fits = most is None or least <= most
+        require("min_tokens", least, fits, f"at most max_tokens, {most}")
+        if self.structured_outputs is not None and self.ignore_eos:
+            refuse("structured_outputs", self.structured_outputs, "not beside ignore_eos")

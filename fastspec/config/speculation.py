@@ -88,10 +88,14 @@ class SpecConfig:
     )
     rejection_sample_method: str = option(
         "standard",
-        choice("standard", "block"),
-        "Judge draft tokens one by one (standard), or whole prefixes (block); both are exact.",
-        "block accepts at least as many on average and reads the rows once more. At temperature 0"
-        " both are the same.",
+        choice("standard", "block", "coupled"),
+        "Judge draft tokens one by one (standard) or whole prefixes (block), or draw by place"
+        " (coupled); all are exact.",
+        "block accepts at least as many on average and reads the rows once more. With coupled a"
+        " sampled text depends on its seed alone: it is the same with any drafter, any number of"
+        " draft tokens, or none. Draft models read the same noise as the target, so that their"
+        " drafts are accepted nearly as often as with standard; cascades do not, and lose more. At"
+        " temperature 0 all are the same.",
     )
     prompt_lookup_min: int | None = option(
         None, integer(1), "Last tokens that must agree for a copy; by default 5."
@@ -215,7 +219,7 @@ class SpecConfig:
         judges_chains = self.method != "tree" and not self.cape
         fits = judges_chains and self.rejection_sample_method == "standard"
         factor = self.relaxed_acceptance
-        expected = "1 for trees and for block verification"
+        expected = "1 for trees, and for block and coupled verification"
         require("relaxed_acceptance", factor, factor == 1 or fits, expected)
 
     @classmethod

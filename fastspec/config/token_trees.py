@@ -41,7 +41,8 @@ def check_trees(spec: Any) -> None:
     """Raise ValueError for options of a SpecConfig about trees that do not go together."""
     if spec.method == "tree" or spec.cape:
         method = spec.rejection_sample_method
-        require("rejection_sample_method", method, method == "standard", "'standard' for trees")
+        fits = method != "block"
+        require("rejection_sample_method", method, fits, "'standard' or 'coupled' for trees")
         is_constant = spec.schedule == "constant"
         require("schedule", spec.schedule, is_constant, "'constant' for trees")
     if spec.tree_prompt_lookup:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fastspec.config import SamplingParams
 from fastspec.config.checks import is_int
+from fastspec.drafters.logit_rules import LogitRules
 from fastspec.models.paged_model import EncoderInput, Span
 from fastspec.models.recurrent import StateKey
 from fastspec.models.transfer import device_tensor
@@ -52,6 +53,7 @@ class Request:
         max_len: length of token_ids at which it ends.
         encoder_input: the prompt of an encoder-decoder.
         rereads_above: length above which its model reads the text anew, see `RotaryLengths`.
+        rules: what its rows of logits must obey besides `params`; None = nothing.
         num_prompt_tokens: leading token_ids that were given.
         rotary_len: length of the text when it was last read from its start.
         block_table: its blocks, the same in the target's and the drafter's cache.
@@ -67,6 +69,7 @@ class Request:
     max_len: int
     encoder_input: EncoderInput | None = None
     rereads_above: int | None = None
+    rules: LogitRules | None = None
     num_prompt_tokens: int = field(init=False)
     rotary_len: int = field(init=False)
     block_table: list[int] = field(default_factory=list)
@@ -129,6 +132,8 @@ class Batch:
         max_nodes: of the tree of each; of a chain, its num_draft_tokens.
         num_speculative_tokens: K, columns of a proposal of chains.
         backend: of the kernels.
+        is_coupled: a token is drawn by numbers that belong to its place in the text, so drafts that
+            use them are accepted more often, see `fastspec_kernels.sample_coupled`.
     """
 
     requests: Sequence[Request]
@@ -137,6 +142,7 @@ class Batch:
     num_speculative_tokens: int
     device: torch.device
     backend: str = "auto"
+    is_coupled: bool = False
 
     @cached_property
     def all_greedy(self) -> bool:

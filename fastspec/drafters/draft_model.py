@@ -18,9 +18,10 @@ from fastspec.drafters.base import (
     SamplingTensors,
 )
 from fastspec.drafters.context import DrafterContext, DrafterPlan
+from fastspec.drafters.logit_rules import Rows, apply_rules, without_forbidden
 from fastspec.models.runner import ModelRunner, Span
 from fastspec.models.transfer import device_tensor
-from fastspec_kernels import sample
+from fastspec_kernels import sample, sample_coupled
 
 _PREFILL_FROM = 8  # more missing tokens than this are read in a pass of their own, without logits
 
@@ -58,9 +59,10 @@ class DraftModelDrafter:
         sampling = batch.sampling if self._probabilistic else greedy_sampling(batch)
         num = batch.num_speculative_tokens
         uniforms = batch.uniforms(num, DRAFT_STREAM)
-        keeps_logits = self._probabilistic and not batch.all_greedy
+        keys = batch.keys if batch.is_coupled else None
+        keeps_logits = self._probabilistic and not batch.all_greedy and keys is None
         token_ids, draft_logits = self.write(
-            batch.requests, texts, limits, sampling, uniforms, keeps_logits
+            batch.requests, texts, limits, sampling, uniforms, keeps_logits, keys
         )
         passes = [{self.name: limit} for limit in limits]
         return Proposal(token_ids, draft_logits=draft_logits, passes=passes)
@@ -73,12 +75,15 @@ class DraftModelDrafter:
         sampling: SamplingTensors,
         uniforms: Tensor,
         keeps_logits: bool,
+        coupled_keys: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Continue each text by limits[b] tokens, one pass each.
 
         Args:
             texts: the committed tokens of each request, and drafts after them if there are any.
             uniforms: [B, K] float32, one for each token.
+            coupled_keys: [2, B] int64, seeds and lengths, where tokens are drawn by their places
+                instead; texts are then the committed tokens alone.
         Returns:
             The tokens, [B, K] int32, -1 after the last one; and their logits [B, K, V'] if kept.
         """
@@ -86,17 +91,30 @@ class DraftModelDrafter:
         token_ids = torch.full(uniforms.shape, -1, dtype=torch.int32, device=device)
         draft_logits = None
         drafting = [index for index, limit in enumerate(limits) if limit]
+        path = self._path(requests, texts, uniforms.shape[1])
         step_ids, spans = self._unread(requests, texts, [int(limit > 0) for limit in limits])
         for step in range(max(limits, default=0)):
             rows = [end - 1 for end in accumulate(span.count for span in spans)]
             logits = self.runner.forward(step_ids, spans, rows)[:, : self._vocab_size]
+            if path is not None:
+                nodes = [len(texts[b]) - len(requests[b].token_ids) + step for b in drafting]
+                logits = self.ruled(requests, logits, Rows(drafting, nodes, path))
             chosen, row_sampling = slice(None), sampling
             if len(drafting) < len(limits):
                 chosen = device_tensor(drafting, torch.int64, device)
                 row_sampling = of_rows(sampling, chosen)
-            draws = uniforms[chosen, step].contiguous()
-            picked, _ = sample(logits, draws, **row_sampling, backend=backend)
+            if coupled_keys is None:
+                draws = uniforms[chosen, step].contiguous()
+                picked, _ = sample(logits, draws, **row_sampling, backend=backend)
+            else:
+                seeds, lengths = coupled_keys[:, chosen].unbind()
+                picked, _ = sample_coupled(
+                    logits, seeds, lengths + step, **row_sampling, backend=backend
+                )
             token_ids[chosen, step] = picked
+            if path is not None:
+                places = device_tensor([drafting, nodes], torch.int64, device)
+                path[places[0], places[1] + 1] = picked
             if keeps_logits:
                 if draft_logits is None:
                     draft_logits = logits.new_zeros((*uniforms.shape, self._vocab_size))
@@ -123,7 +141,15 @@ class DraftModelDrafter:
         for request, text, count in zip(requests, texts, num_rows, strict=True):
             if count:
                 self._num_cached[request.request_id] = len(text)
-        return self.runner.forward(ids, spans, rows)[:, : self._vocab_size]
+        logits = self.runner.forward(ids, spans, rows)[:, : self._vocab_size]
+        path = self._path(requests, texts)
+        if path is None:
+            return logits
+        ends = [len(text) - len(r.token_ids) + 1 for r, text in zip(requests, texts, strict=True)]
+        pairs = list(enumerate(zip(ends, num_rows, strict=True)))
+        owners = [b for b, (_, count) in pairs for _ in range(count)]
+        nodes = [node for _, (end, count) in pairs for node in range(end - count, end)]
+        return self.ruled(requests, logits, Rows(owners, nodes, path))
 
     def shorten(self, request_id: str, length: int) -> None:
         """Only the first `length` tokens of what was read still stand in the text."""
@@ -149,6 +175,26 @@ class DraftModelDrafter:
 
     def release(self, request: Request) -> None:
         self._num_cached.pop(request.request_id, None)
+
+    def _path(
+        self, requests: Sequence[Request], texts: list[list[int]], room: int = 0
+    ) -> Tensor | None:
+        """[B, N + room] int32: the tokens of texts from the last committed one on, and -1.
+
+        None where no request has rules that could need them.
+        """
+        if all(request.rules is None for request in requests):
+            return None
+        ends = [text[len(r.token_ids) - 1 :] for r, text in zip(requests, texts, strict=True)]
+        width = max(map(len, ends)) + room
+        padded = [end + [-1] * (width - len(end)) for end in ends]
+        return device_tensor(padded, torch.int32, self.runner.device)
+
+    def ruled(self, requests: Sequence[Request], logits: Tensor, rows: Rows) -> Tensor:
+        """Rows of logits under the rules of their requests."""
+        texts = [request.token_ids for request in requests]
+        rules, backend = [r.rules for r in requests], self.runner.paged_model.backend
+        return without_forbidden(*apply_rules(texts, rules, logits, rows, backend))
 
     def _unread(
         self, requests: Sequence[Request], texts: list[list[int]], num_rows: list[int]

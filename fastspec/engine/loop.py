@@ -122,6 +122,10 @@ class Loop:
             if verdict.accepted_len < 0:
                 where = len(request.token_ids)
                 error = f"logits after {where} tokens hold NaN or inf, or nothing finite"
+                if request.rules is not None:
+                    failure = request.rules.failure
+                    error += ", or the request allows no token that is left"
+                    error = error if failure is None else f"logits_processors: {failure!r}"
                 self._end(request, "error", error)
                 continue
             writers: Sequence[str] = [speculation.drafter.name] * verdict.accepted_len
@@ -146,19 +150,29 @@ class Loop:
     ) -> tuple[int, str | None]:
         """Append a verdict's tokens up to the one that ends the request: how many, and why."""
         events = self.inboxes.get(request.request_id, self.events)
-        logprobs = verdict.logprobs if request.params.logprobs else None
+        logprobs = verdict.logprobs if request.params.logprobs is not None else None
         finish_reason = None
         kept = 0
         for index, token_id in enumerate(verdict.output_ids):
             is_draft = index < verdict.accepted_len
             source, writer = ("draft", writers[index]) if is_draft else (verdict.extra_source, None)
             logprob = logprobs[index] if logprobs else None
-            finish_reason = request.append(token_id, source, writer, logprob)
+            top = verdict.top_logprobs[index] if verdict.top_logprobs else None
+            finish_reason = request.append(token_id, source, writer, logprob, top)
             text = request.detokenizer.take() if request.detokenizer is not None else ""
             tree = verdict if verdict.parents and index == 0 else None
-            ids = (token_id,)
-            place = {"tree": tree, "index": request.index}
-            events.append(StreamEvent(request.request_id, text, ids, source, writer, **place))
+            event = StreamEvent(
+                request.request_id,
+                text,
+                (token_id,),
+                source,
+                writer,
+                tree=tree,
+                logprob=logprob,
+                top_logprobs=top,
+                index=request.index,
+            )
+            events.append(event)
             kept += 1
             if finish_reason is not None:
                 break

@@ -1,6 +1,6 @@
 """What the engine hands back."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fastspec.engine.stats import SpecStats
 
@@ -18,6 +18,8 @@ class RequestOutput:
         text: the new text, by default without special tokens and ending before a stop string; ""
             without a tokenizer.
         logprobs: the target's log-probability of each new token, or None if not asked for.
+        top_logprobs: for each new token, those of the best tokens at its place, best first, and its
+            own; tokens that a filter leaves no probability are not there. None if not asked for.
         finish_reason: "stop", "length", "abort" or "error".
         sources: who wrote each token: "draft" (proposed and accepted), "recovered" (drawn after a
             rejection), "bonus" (drawn after full acceptance) or "target" (nothing was proposed).
@@ -36,6 +38,7 @@ class RequestOutput:
     drafters: tuple[str | None, ...]
     stats: SpecStats
     error: str | None = None
+    top_logprobs: tuple[dict[int, float], ...] | None = None
 
     def __repr__(self) -> str:
         error = f", error={_short(self.error)}" if self.error is not None else ""
@@ -59,6 +62,7 @@ class Verdict:
         token_ids: of a tree's nodes; the first is the root, the last token committed before.
         parents: the node that each follows; -1 for the root and where there is no token.
         path: the nodes that were accepted, from the root down, without it.
+        top_logprobs: the best tokens at the place of each of output_ids, where they are wanted.
     """
 
     num_draft_tokens: int
@@ -69,6 +73,7 @@ class Verdict:
     token_ids: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
     path: tuple[int, ...] = ()
+    top_logprobs: list[dict[int, float]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, repr=False)
@@ -77,9 +82,10 @@ class StreamEvent:
 
     `text` may be empty while a character or a possible stop string is incomplete, and then holds
     the text of several tokens; the texts of all events of a request joined are its
-    RequestOutput.text. The last event of a request carries its `output`, and no token. The first
-    event of a step that proposed a token tree carries that and what was accepted of it. `index` is
-    the place of its prompt among those of a stream.
+    RequestOutput.text. `logprob` and `top_logprobs` of the token are as there. The last event of a
+    request carries its `output`, and no token. The first event of a step that proposed a token tree
+    carries that and what was accepted of it. `index` is the place of its prompt among those of a
+    stream.
     """
 
     request_id: str
@@ -89,6 +95,8 @@ class StreamEvent:
     drafter: str | None = None
     output: RequestOutput | None = None
     tree: Verdict | None = None
+    logprob: float | None = None
+    top_logprobs: dict[int, float] | None = None
     index: int = 0
 
     def __repr__(self) -> str:

@@ -23,6 +23,7 @@ class EngineRequest(Request):
     detokenizer: Detokenizer | None = None
     contents: list[Content] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[dict[int, float]] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
     drafters: list[str | None] = field(default_factory=list)
     stats: SpecStats = field(default_factory=SpecStats)
@@ -37,7 +38,12 @@ class EngineRequest(Request):
         return self.token_ids[: self.num_prompt_tokens]
 
     def append(
-        self, token_id: int, source: str, drafter: str | None, logprob: float | None
+        self,
+        token_id: int,
+        source: str,
+        drafter: str | None,
+        logprob: float | None,
+        top_logprobs: dict[int, float] | None = None,
     ) -> str | None:
         """Commit one token; the reason to finish, if it is the last one."""
         self.token_ids.append(token_id)
@@ -45,14 +51,19 @@ class EngineRequest(Request):
         self.drafters.append(drafter)
         if logprob is not None:
             self.logprobs.append(logprob)
+        if top_logprobs is not None:
+            self.top_logprobs.append(top_logprobs)
         if token_id in self.stop_ids:
             if self.detokenizer is not None and self.params.include_stop_str_in_output:
                 self.detokenizer.push(token_id)
             return "stop"
+        is_complete = self.rules is not None and self.rules.ends_text(token_id)
         if self.detokenizer is not None:
             self.detokenizer.push(token_id)
             if self.detokenizer.stopped:
                 return "stop"
+        if is_complete:
+            return "stop"
         if len(self.token_ids) < self.max_len:
             return None
         if self.detokenizer is not None:
@@ -68,7 +79,8 @@ class EngineRequest(Request):
             prompt_token_ids=tuple(self.prompt_ids),
             token_ids=tuple(self.token_ids[self.num_prompt_tokens :]),
             text=self.detokenizer.text if self.detokenizer is not None else "",
-            logprobs=tuple(self.logprobs) if self.params.logprobs else None,
+            logprobs=None if self.params.logprobs is None else tuple(self.logprobs),
+            top_logprobs=tuple(self.top_logprobs) if self.params.logprobs else None,
             finish_reason=finish_reason,
             sources=tuple(self.sources),
             drafters=tuple(self.drafters),

@@ -1,13 +1,16 @@
 """Requests from what users pass: prompts become checked token ids, parameters become limits."""
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from weakref import WeakValueDictionary
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from fastspec.config import SamplingParams, is_int
+from fastspec.drafters.logit_rules import LogitRules
 from fastspec.engine.detokenizer import Detokenizer
+from fastspec.engine.grammar import GrammarCompiler
 from fastspec.engine.prompts import Prompt, as_prompt
 from fastspec.engine.request import EngineRequest
 from fastspec.models.paged_model import EncoderInput
@@ -38,6 +41,7 @@ class RequestFactory:
         self._decoder_start_id = decoder_start_id
         self._prompt_template = prompt_template
         self._rereads_above = rereads_above
+        self._grammars = GrammarCompiler(tokenizer, vocab_size, eos_ids)
         self._encoder_inputs: WeakValueDictionary[tuple[int, ...], EncoderInput] = (
             WeakValueDictionary()
         )
@@ -66,19 +70,20 @@ class RequestFactory:
         if params.stop and self._tokenizer is None:
             raise ValueError("stop: stop strings need a tokenizer, and the engine has none")
         stop_ids = frozenset(params.stop_token_ids or ())
-        if stop_ids and max(stop_ids) >= self._vocab_size:
-            raise ValueError(f"stop_token_ids: {max(stop_ids)} is not in 0..{self._vocab_size - 1}")
+        self._check_ids("stop_token_ids", stop_ids)
+        stop_ids = stop_ids if params.ignore_eos else stop_ids | self._eos_ids
         most = self._max_model_len if params.max_tokens is None else params.max_tokens
         request = EngineRequest(
             request_id=request_id,
             token_ids=token_ids,
             params=params,
             seed=secrets.randbits(63) if params.seed is None else params.seed,
-            stop_ids=stop_ids if params.ignore_eos else stop_ids | self._eos_ids,
+            stop_ids=stop_ids,
             max_len=min(len(token_ids) + most, self._max_model_len),
             detokenizer=self._detokenizer(params),
             encoder_input=encoder_input,
             rereads_above=self._rereads_above,
+            rules=self._rules(params, len(token_ids), stop_ids),
         )
         self._alive.setdefault(request_id, request)
         return request
@@ -88,6 +93,38 @@ class RequestFactory:
             return None
         keeps_stop, skips_special = params.include_stop_str_in_output, params.skip_special_tokens
         return Detokenizer(self._tokenizer, tuple(params.stop or ()), keeps_stop, skips_special)
+
+    def _rules(
+        self, params: SamplingParams, num_prompt_tokens: int, stop_ids: frozenset[int]
+    ) -> LogitRules | None:
+        """What the request asks of its logits besides temperature and filters."""
+        self._check_ids("logit_bias", params.logit_bias or ())
+        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
+        allowed = grammar = None
+        if params.allowed_token_ids is not None:
+            bits = np.zeros(-(-self._vocab_size // 32) * 32, np.uint8)
+            bits[list(params.allowed_token_ids)] = 1
+            allowed = np.packbits(bits, bitorder="little").view(np.int32)
+        if params.structured_outputs is not None:
+            grammar = self._grammars.compile(params.structured_outputs)
+        bad_words = [ids for word in params.bad_words or () for ids in self._spellings(word)]
+        rules = LogitRules(params, num_prompt_tokens, stop_ids, bad_words, allowed, grammar)
+        return rules if rules.any else None
+
+    def _spellings(self, word: str | Sequence[int]) -> list[Sequence[int]]:
+        """A bad word in tokens, as a text also with a space before it."""
+        if not isinstance(word, str):
+            self._check_ids("bad_words", word)
+            return [word]
+        if self._tokenizer is None:
+            raise ValueError("bad_words: texts need a tokenizer, and the engine has none")
+        texts = (word.lstrip() or word, f" {word.lstrip()}")
+        ids = [tuple(self._tokenizer(t, add_special_tokens=False)["input_ids"]) for t in texts]
+        return [each for each in dict.fromkeys(ids) if each]
+
+    def _check_ids(self, name: str, token_ids: Iterable[int]) -> None:
+        if (largest := max(token_ids, default=0)) >= self._vocab_size:
+            raise ValueError(f"{name}: {largest} is not in 0..{self._vocab_size - 1}")
 
     def _new_id(self) -> str:
         while True:

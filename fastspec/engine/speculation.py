@@ -39,9 +39,10 @@ class Speculation:
     ):
         self._device = device
         self._vocab_size = vocab_size
-        rules = ("rejection_sample_method", "standard"), ("relaxed_acceptance", 1)
+        rules = ("rejection_sample_method", ("standard", "coupled")), ("relaxed_acceptance", (1,))
         given = ((name, getattr(spec, name), exact) for name, exact in rules)
-        chain_rules = (f"{name}: {value!r}" for name, value, exact in given if value != exact)
+        chain_rules = (f"{name}: {value!r}" for name, value, exact in given if value not in exact)
+        self._is_coupled = spec.rejection_sample_method == "coupled"
         self._chains_only = chains_only
         self._chain_rule = chains_only or next(chain_rules, None)
         self._config = config
@@ -104,7 +105,7 @@ class Speculation:
             limits = nodes = [min(request.room, most) for request in requests]
             if self.max_nodes or self.schedule is not None:
                 limits, nodes = self._limits(requests, limits)
-            batch = Batch(requests, limits, nodes, most, device, backend)
+            batch = Batch(requests, limits, nodes, most, device, backend, self._is_coupled)
             if any(batch.num_draft_tokens):
                 proposal = self.drafter.propose(batch)
                 check_proposal(proposal, batch, self._vocab_size)
@@ -117,7 +118,7 @@ class Speculation:
         except BaseException as error:
             self._fail(error, requests)
         none = [0] * len(requests)
-        batch = Batch(requests, none, none, most, device, backend)
+        batch = Batch(requests, none, none, most, device, backend, self._is_coupled)
         return batch, self._no_drafter.propose(batch)
 
     def record(self, request: EngineRequest, step: Step) -> None:

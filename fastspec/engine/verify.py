@@ -8,12 +8,15 @@ from torch.nn.functional import pad
 
 from fastspec.drafters import Proposal
 from fastspec.drafters.base import VERIFY_STREAM, Batch
+from fastspec.drafters.draft_model import of_rows
+from fastspec.drafters.logit_rules import Rows, apply_rules, without_forbidden
+from fastspec.engine.coupled import judge_coupled
 from fastspec.engine.outputs import Verdict
 from fastspec.engine.request import EngineRequest
 from fastspec.models.runner import ModelRunner, Span
 from fastspec.models.token_tree import packed
 from fastspec.models.transfer import device_tensor
-from fastspec_kernels import verify_chain, verify_tree
+from fastspec_kernels import row_stats, verify_chain, verify_tree
 
 
 def prefill(runner: ModelRunner, requests: list[EngineRequest]) -> None:
@@ -39,7 +42,8 @@ def verify(
     """Judge the proposals in one target pass; a round's only copy from the device is made here.
 
     What is accepted of a tree is moved behind the cached tokens. Exact unless lenience is above 1;
-    that, and method "block", are for chains only.
+    that, and method "block", are for chains only. Another copy is made for requests that want the
+    best tokens' log-probabilities, and for rules that read drafts on the host.
     """
     width = proposal.token_ids.shape[1]
     wanted = batch.num_draft_tokens if proposal.parents is None else batch.max_nodes
@@ -65,39 +69,87 @@ def verify(
     target_logits = runner.forward(readable, spans, rows, parents)
     if proposal.on_judged is not None:
         proposal.on_judged(target_logits, counts)
-    given = {"draft_logits": proposal.draft_logits, **batch.sampling, "backend": batch.backend}
-    if parents is None:
+    owners = [b for b, count in enumerate(counts) for _ in range(count)]
+    nodes = [node for count in counts for node in range(count)]
+    token_bitmask = None
+    if any(request.rules is not None for request in batch.requests):
+        texts, rules = zip(*((r.token_ids, r.rules) for r in batch.requests), strict=True)
+        places = Rows(owners, nodes, ids, parents)
+        target_logits, token_bitmask = apply_rules(
+            texts, rules, target_logits, places, batch.backend
+        )
+    given = {**batch.sampling, "token_bitmask": token_bitmask, "backend": batch.backend}
+    path, draft_logits = ids[:, :0], proposal.draft_logits
+    if method == "coupled":
+        places = device_tensor([owners, nodes], torch.int64, batch.device)
+        judged = judge_coupled(target_logits, places, ids, parents, batch, token_bitmask)
+        path, output_ids, accepted_len, logprobs = judged
+    elif parents is None:
         uniforms = batch.uniforms(batch.num_speculative_tokens + 1, VERIFY_STREAM)
-        rule = {"lenience": lenience, "method": method}
+        given |= {"draft_logits": draft_logits, "lenience": lenience, "method": method}
         output_ids, accepted_len, logprobs = verify_chain(
-            target_logits, cu_rows, proposal.token_ids, uniforms, **given, **rule
+            target_logits, cu_rows, proposal.token_ids, uniforms, **given
         )
-        judged = torch.cat([accepted_len[:, None], output_ids, proposal.token_ids], dim=1)
     else:
-        rule, uniforms = proposal.sibling_rule, _tree_uniforms(batch, ids.shape[1])
-        assert rule is not None
-        path, output_ids, accepted_len, logprobs = verify_tree(
-            target_logits, cu_rows, ids, parents, uniforms, sibling_rule=rule, **given
-        )
+        uniforms = _tree_uniforms(batch, ids.shape[1])
+        given |= {"draft_logits": draft_logits, "sibling_rule": proposal.sibling_rule}
+        judged = verify_tree(target_logits, cu_rows, ids, parents, uniforms, **given)
+        path, output_ids, accepted_len, logprobs = judged
+    if parents is None:
+        table = torch.cat([accepted_len[:, None], output_ids, proposal.token_ids], dim=1)
+    else:
         runner.compact(spans, path, accepted_len)
-        lens = accepted_len[:, None].expand_as(path)
-        judged = torch.stack([lens, path, output_ids, ids, parents], dim=1)
-    table = judged.tolist()
-    wants_logprobs = any(request.params.logprobs for request in batch.requests)
+        lens = accepted_len[:, None].expand_as(output_ids)
+        table = torch.stack([lens, path, output_ids, ids, parents], dim=1)
+    table = table.tolist()
+    wants_logprobs = any(request.params.logprobs is not None for request in batch.requests)
     logprob_rows = logprobs.tolist() if wants_logprobs else [None] * len(table)
-    rows = zip(table, counts, logprob_rows, strict=True)
-    if parents is not None:
-        return [_tree_verdict(*row) for row in rows]
-    verdicts = []
-    for row, count, row_logprobs in rows:
-        accepted_len, drafts = row[0], row[width + 2 :][: count - 1]
-        proposed = next((i for i, token in enumerate(drafts) if token < 0), len(drafts))
-        emitted = accepted_len + 1
-        source = "bonus" if accepted_len == proposed else "recovered"
-        source = source if proposed else "target"
-        logprobs = row_logprobs and row_logprobs[:emitted]
-        verdicts.append(Verdict(proposed, accepted_len, row[1 : emitted + 1], logprobs, source))
+    make = _chain_verdict if parents is None else _tree_verdict
+    verdicts = list(map(make, table, counts, logprob_rows))
+    most = max(request.params.logprobs or 0 for request in batch.requests)
+    if most:
+        _add_best(verdicts, most, target_logits, counts, batch, token_bitmask)
     return verdicts
+
+
+def _add_best(
+    verdicts: list[Verdict],
+    most: int,
+    target_logits: Tensor,
+    counts: list[int],
+    batch: Batch,
+    token_bitmask: Tensor | None,
+) -> None:
+    """Give the verdicts of requests that want them the best tokens at each of their places."""
+    first, rows, owners = [*accumulate(counts, initial=0)], [], []
+    for b, (request, verdict) in enumerate(zip(batch.requests, verdicts, strict=True)):
+        if request.params.logprobs and verdict.accepted_len >= 0:
+            path = verdict.path or range(1, verdict.accepted_len + 1)
+            rows += [first[b] + node for node in (0, *path)]
+            owners += [b] * len(verdict.output_ids)
+    if not rows:
+        return
+    chosen, chosen_owners = device_tensor([rows, owners], torch.int64, batch.device)
+    mask = None if token_bitmask is None else token_bitmask[chosen]
+    logits, sampling = target_logits[chosen], of_rows(batch.sampling, chosen_owners)
+    kept = {**sampling, "token_bitmask": mask, "backend": batch.backend}
+    logsumexp, threshold = row_stats(logits, **kept)
+    best, token_ids = without_forbidden(logits.float(), mask).topk(min(most, logits.shape[1]))
+    scale = sampling["temperature"]
+    if scale is not None:
+        threshold = threshold.masked_fill(scale == 0, -torch.inf)
+        best_of = best / torch.where(scale == 0, 1.0, scale)[:, None]
+    else:
+        best_of = best
+    logprobs = (best_of - logsumexp[:, None]).masked_fill(best < threshold[:, None], -torch.inf)
+    for b, ids, values in zip(owners, token_ids.tolist(), logprobs.tolist(), strict=True):
+        verdict, num = verdicts[b], batch.requests[b].params.logprobs
+        assert verdict.logprobs is not None
+        place = len(verdict.top_logprobs)
+        pairs = zip(ids[:num], values, strict=False)
+        top = {token_id: value for token_id, value in pairs if value > -torch.inf}
+        top.setdefault(verdict.output_ids[place], verdict.logprobs[place])
+        verdict.top_logprobs.append(top)
 
 
 def _after_reread(
@@ -128,6 +180,16 @@ def _tree_uniforms(batch: Batch, num_nodes: int) -> Tensor:
         numbers[:, extra : extra + 1],
     ]
     return torch.cat(parts, dim=1)
+
+
+def _chain_verdict(row: list[int], count: int, logprobs: list[float] | None) -> Verdict:
+    accepted_len, width = row[0], (len(row) - 2) // 2
+    drafts, emitted = row[width + 2 :][: count - 1], accepted_len + 1
+    proposed = next((i for i, token in enumerate(drafts) if token < 0), len(drafts))
+    source = "bonus" if accepted_len == proposed else "recovered"
+    source = source if proposed else "target"
+    logprobs = logprobs and logprobs[:emitted]
+    return Verdict(proposed, accepted_len, row[1 : emitted + 1], logprobs, source)
 
 
 def _tree_verdict(row: list[list[int]], count: int, logprobs: list[float] | None) -> Verdict:

@@ -8,6 +8,7 @@ request wants log-probabilities.
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,7 +19,9 @@ def host_tensor(values: Sequence, dtype: torch.dtype, device: torch.device) -> T
     return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
 
 
-def device_tensor(values: Sequence, dtype: torch.dtype, device: torch.device) -> Tensor:
+def device_tensor(
+    values: Sequence | np.ndarray, dtype: torch.dtype, device: torch.device
+) -> Tensor:
     """A tensor on the device; the host goes on before the values are there.
 
     The host memory is not used again before they are, torch's allocator sees to that.

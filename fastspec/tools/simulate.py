@@ -172,10 +172,8 @@ class _StoredRequest(EngineRequest):
     text: list[int] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
 
-    def append(
-        self, token_id: int, source: str, drafter: str | None, logprob: float | None
-    ) -> str | None:
-        super().append(token_id, source, drafter, logprob)
+    def append(self, token_id: int, *others) -> str | None:
+        super().append(token_id, *others)
         return "stop" if len(self.token_ids) == len(self.text) else None
 
 

@@ -5,8 +5,9 @@ from fastspec_kernels.backend import available_backends, cpu_instruction_set, un
 from fastspec_kernels.cache import compact_kv, store_kv
 from fastspec_kernels.decoder import decoder_layer
 from fastspec_kernels.layers import gated_mlp, linear, rms_norm
+from fastspec_kernels.penalties import penalize
 from fastspec_kernels.rng import uniform
-from fastspec_kernels.sampling import logits_to_probs, row_stats, sample
+from fastspec_kernels.sampling import logits_to_probs, row_stats, sample, sample_coupled
 from fastspec_kernels.suffix import match_suffix
 from fastspec_kernels.tree import build_tree, verify_tree
 from fastspec_kernels.verify import verify_chain
@@ -25,9 +26,11 @@ __all__ = [
     "linear",
     "logits_to_probs",
     "match_suffix",
+    "penalize",
     "rms_norm",
     "row_stats",
     "sample",
+    "sample_coupled",
     "store_kv",
     "tree_attention",
     "unavailable_backends",

@@ -137,14 +137,33 @@ def check_token_bitmask(token_bitmask: Tensor | None, num_rows: int, logits: Ten
 
 def check_cu_rows(cu_rows: Tensor, batch: int, logits: Tensor) -> None:
     """Check the prefix sums of rows; their values only where that needs no synchronisation."""
-    check_tensor("cu_rows", cu_rows, (batch + 1,), (torch.int32,), logits.device)
-    if logits.device.type != "cpu":
+    check_sums("cu_rows", cu_rows, batch, logits.shape[0], logits.device, of=" rows")
+
+
+def check_sums(
+    name: str, cu: Tensor, batch: int, most: int, device: torch.device, of: str = ""
+) -> None:
+    """Check prefix sums; their values only where that needs no synchronisation."""
+    check_tensor(name, cu, (batch + 1,), (torch.int32,), device)
+    if device.type != "cpu":
         return
-    sums, num_rows = cu_rows.tolist(), logits.shape[0]
-    if sums[0] != 0 or sums != sorted(sums) or sums[-1] > num_rows:
-        raise ValueError(
-            f"cu_rows: expected prefix sums from 0 to at most {num_rows} rows, got {sums}"
-        )
+    sums = cu.tolist()
+    if sums[0] != 0 or sums != sorted(sums) or sums[-1] > most:
+        raise ValueError(f"{name}: expected prefix sums from 0 to at most {most}{of}, got {sums}")
+
+
+def check_parents(parents: Tensor, shape: tuple[int, int], device: torch.device) -> None:
+    """Check the shape and, where that needs no synchronisation, that parents come first."""
+    check_tensor("parents", parents, shape, (torch.int32,), device)
+    if device.type == "cpu":
+        late = (parents >= torch.arange(shape[1], dtype=torch.int32)) | (parents < -1)
+        late[:, :1] = False
+        if late.any():
+            b, i = late.nonzero()[0].tolist()
+            raise ValueError(
+                f"parents: expected -1 or an earlier node, got {int(parents[b, i])} for node {i}"
+                f" of tree {b}"
+            )
 
 
 def check_draft_rows(

@@ -35,6 +35,12 @@ SCHEMAS = (
     f"logits_to_probs(Tensor logits, {_SAMPLING}, Tensor? token_bitmask) -> Tensor",
     f"sample(Tensor logits, Tensor uniform_samples, {_SAMPLING}, Tensor? token_bitmask)"
     " -> (Tensor, Tensor)",
+    f"sample_coupled(Tensor logits, Tensor seed, Tensor position, {_SAMPLING},"
+    " Tensor? token_bitmask) -> (Tensor, Tensor)",
+    "penalize(Tensor(a!) logits, Tensor row_sequence, Tensor row_node, Tensor tree_token_ids,"
+    " Tensor cu_history, Tensor history_ids, Tensor history_counts, Tensor cu_bias,"
+    " Tensor bias_ids, Tensor bias, Tensor bias_until, Tensor? parents,"
+    " Tensor? repetition_penalty, Tensor? presence_penalty, Tensor? frequency_penalty) -> ()",
     "verify_chain(Tensor target_logits, Tensor cu_rows, Tensor draft_token_ids,"
     f" Tensor uniform_samples, Tensor? draft_logits, {_SAMPLING}, float lenience, str method,"
     " Tensor? draft_logsumexp, Tensor? draft_token_map, Tensor? token_bitmask)"
@@ -152,6 +158,18 @@ def _(logits, uniform_samples, *params):
     _require_one_device(logits, uniform_samples, *params)
     rows = logits.shape[:1]
     return logits.new_empty(rows, dtype=torch.int32), logits.new_empty(rows, dtype=torch.float32)
+
+
+@torch.library.register_fake("fastspec::sample_coupled")
+def _(logits, seed, position, *params):
+    _require_one_device(logits, seed, position, *params)
+    rows = logits.shape[:1]
+    return logits.new_empty(rows, dtype=torch.int32), logits.new_empty(rows, dtype=torch.float32)
+
+
+@torch.library.register_fake("fastspec::penalize")
+def _(*tensors):
+    _require_one_device(*tensors)
 
 
 @torch.library.register_fake("fastspec::verify_chain")

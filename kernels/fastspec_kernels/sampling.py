@@ -129,6 +129,60 @@ def sample(
     return run_checked("sample", backend, logits, (logits, dense(uniform_samples), *params), check)
 
 
+def sample_coupled(
+    logits: Tensor,
+    seed: Tensor,
+    position: Tensor,
+    *,
+    temperature: Tensor | None = None,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+    token_bitmask: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Draw one token per row from its filtered distribution by Gumbel-max with shared noise.
+
+    The token is the one with the largest logit / temperature + g(x) of those that the filters keep,
+    lowest id on ties; g(x) = -log(-log(u)), where u = (w + 0.5) * 2**-32 and w is word x % 4 of
+    Philox4x32-10 with key seed[r] and counter (position[r], x // 4, a stream of this op's own). Two
+    models that read the same (seed, position) meet the same noise: where they agree on a
+    distribution they draw the same token, and where they do not, they do so at least with
+    probability (1 - d) / (1 + d), d their total variation distance. Greedy rows take their largest
+    logit. The rule of the filters is that of `row_stats`.
+
+    Args:
+        logits: [R, V] float32, bfloat16 or float16, any row stride.
+        seed: [R] int64.
+        position: [R] int64, of the token that is drawn; a row with the same (seed, position) as
+            another is not independent of it.
+        temperature, top_k, top_p, min_p, token_bitmask: [R, ...] each, see `row_stats`.
+        backend: "auto", "cpu", "cuda", "triton" or "reference".
+    Returns:
+        token_ids: [R] int32, -1 for an invalid row.
+        logprobs: [R] float32, as those of `sample`.
+    Raises:
+        ValueError: a wrong dtype, shape, device or stride, or a backend that cannot run this.
+
+    No host synchronisation; safe in CUDA graphs. A row's result never depends on the other rows.
+    Backends give the same token unless the two largest sums, or a filter and its bound, lie within
+    1e-5. A token of probability below 2**-32 is drawn too rarely.
+
+    Sources: Maddison et al., "A* sampling", NIPS 2014 (Gumbel-max); Daliri et al., "Coupling
+    without communication and drafter-invariant speculative decoding", arXiv 2408.07978 (what shared
+    noise gives).
+    """
+
+    def check():
+        _check(logits, temperature, top_k, top_p, min_p, token_bitmask)
+        for name, value in (("seed", seed), ("position", position)):
+            check_tensor(name, value, logits.shape[:1], (torch.int64,), logits.device)
+
+    params = (temperature, top_k, top_p, min_p, token_bitmask)
+    arguments = (logits, dense(seed), dense(position), *params)
+    return run_checked("sample_coupled", backend, logits, arguments, check)
+
+
 def _check(
     logits: Tensor,
     temperature: Tensor | None,

@@ -10,6 +10,7 @@ from fastspec_kernels.checks import (
     check_draft_rows,
     check_draft_token_map,
     check_logits,
+    check_parents,
     check_sampling,
     check_tensor,
     check_token_bitmask,
@@ -104,7 +105,7 @@ def verify_tree(
         if num_nodes == 0:
             raise ValueError(f"tree_token_ids: a tree needs its root, shape {[batch, num_nodes]}")
         check_cu_rows(cu_rows, batch, target_logits)
-        _check_parents(parents, (batch, num_nodes), device)
+        check_parents(parents, (batch, num_nodes), device)
         uniform_shape = (batch, num_nodes + 1)
         check_tensor("uniform_samples", uniform_samples, uniform_shape, (torch.float32,), device)
         _check_sibling_rule(sibling_rule, draft_logits)
@@ -150,23 +151,9 @@ def build_tree(parents: Tensor, *, backend: str = "auto") -> tuple[Tensor, Tenso
 
     def check():
         check_tensor("parents", parents, (None, None), (torch.int32,), None)
-        _check_parents(parents, (parents.shape[0], parents.shape[1]), parents.device)
+        check_parents(parents, (parents.shape[0], parents.shape[1]), parents.device)
 
     return run_checked("build_tree", backend, parents, (dense(parents),), check)
-
-
-def _check_parents(parents: Tensor, shape: tuple[int, int], device: torch.device) -> None:
-    """Check the shape and, where that needs no synchronisation, that parents come first."""
-    check_tensor("parents", parents, shape, (torch.int32,), device)
-    if device.type == "cpu":
-        late = (parents >= torch.arange(shape[1], dtype=torch.int32)) | (parents < -1)
-        late[:, :1] = False
-        if late.any():
-            b, i = late.nonzero()[0].tolist()
-            raise ValueError(
-                f"parents: expected -1 or an earlier node, got {int(parents[b, i])} for node {i}"
-                f" of tree {b}"
-            )
 
 
 def _check_sibling_rule(sibling_rule: str, draft_logits: Tensor | None) -> None:

@@ -137,7 +137,34 @@ def test_a_large_k_matrix_takes_no_time():
         ("stop_token_ids", [True]),
         ("stop_token_ids", "12"),
         ("stop", b"end"),
-        ("logprobs", 1),
+        ("logprobs", 101),
+        ("logprobs", -1),
+        ("logprobs", 0.5),
+        ("prompt_logprobs", -1),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", float("inf")),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", "1"),
+        ("logit_bias", [1]),
+        ("logit_bias", {"a": 1.0}),
+        ("logit_bias", {3: float("nan")}),
+        ("logit_bias", {3: float("inf")}),
+        ("logit_bias", {-3: 1.0}),
+        ("bad_words", [""]),
+        ("bad_words", [[]]),
+        ("bad_words", [[-1]]),
+        ("bad_words", 3),
+        ("allowed_token_ids", []),
+        ("allowed_token_ids", [-1]),
+        ("structured_outputs", "json"),
+        ("structured_outputs", {}),
+        ("structured_outputs", {"json": "{}", "regex": "a"}),
+        ("structured_outputs", {"choice": []}),
+        ("structured_outputs", {"json": 3}),
+        ("min_tokens", -1),
+        ("min_tokens", 129),
+        ("logits_processors", 3),
+        ("logits_processors", [3]),
     ],
 )
 def test_sampling_params_refuse(field, value):
@@ -151,8 +178,10 @@ def test_sampling_params_as_vllm_means_them():
     )
     assert (params.stop, params.stop_token_ids, params.top_k) == ((), (), 0)
     assert SamplingParams(stop_token_ids={3}).stop_token_ids == (3,)
-    assert SamplingParams(logprobs=0).logprobs is True
-    assert SamplingParams(logprobs=False).logprobs is False
+    assert SamplingParams(logprobs=True).logprobs == SamplingParams(logprobs=0).logprobs == 0
+    assert SamplingParams(logprobs=False).logprobs is None
+    assert SamplingParams(logit_bias={"7": -1}).logit_bias == {7: -1.0}
+    assert SamplingParams(bad_words="a").bad_words == ("a",)
 
 
 def test_numbers_of_other_types_become_plain_ones():

@@ -76,6 +76,27 @@ def verified() -> dict:
     }
 
 
+def penalized() -> dict:
+    """Three rows of two trees, two histories, and three entries of bias."""
+    return {
+        "logits": torch.randn(3, 40),
+        "row_sequence": ints(0, 0, 1),
+        "row_node": ints(0, 2, 1),
+        "tree_token_ids": ints([0, 1, 2], [0, 3, 4]),
+        "cu_history": ints(0, 2, 5),
+        "history_ids": ints(1, 7, 0, 3, 9),
+        "history_counts": ints(0, 2, 1, 1, 0),
+        "cu_bias": ints(0, 1, 3),
+        "bias_ids": ints(2, 3, 30),
+        "bias": torch.tensor([1.0, -math.inf, 2.0]),
+        "bias_until": ints(1, 2, 0),
+        "parents": ints([-1, 0, 1], [-1, 0, 0]),
+        "repetition_penalty": torch.tensor([1.2, 1.0]),
+        "presence_penalty": torch.tensor([0.0, 0.5]),
+        "frequency_penalty": torch.tensor([0.1, 0.0]),
+    }
+
+
 # A call of each op that gives every argument but `backend`.
 CALLS = {
     "uniform": lambda: {
@@ -99,6 +120,12 @@ CALLS = {
     "row_stats": row_op,
     "logits_to_probs": row_op,
     "sample": lambda: {**row_op(), "uniform_samples": torch.rand(3)},
+    "sample_coupled": lambda: {
+        **row_op(),
+        "seed": torch.tensor([7, 8, 9]),
+        "position": torch.tensor([3, 4, 5]),
+    },
+    "penalize": penalized,
     "verify_chain": lambda: {
         **verified(),
         "draft_token_ids": ints([1, 2], [3, 4]),
@@ -268,7 +295,7 @@ VARIETIES = {
 
 
 def results_of(op: str, backend: str, variety=None) -> list[Tensor]:
-    """Outputs, and the caches that an op writes to."""
+    """Outputs, and what an op writes to: caches, or logits that it only edits."""
     torch.manual_seed(1)
     arguments = CALLS[op]()
     if variety:
@@ -277,8 +304,9 @@ def results_of(op: str, backend: str, variety=None) -> list[Tensor]:
                 arguments[name] = variety(value)
     out = getattr(fastspec_kernels, op)(**arguments, backend=backend)
     outputs = out if isinstance(out, tuple) else () if out is None else (out,)
-    caches = [value for name, value in arguments.items() if "_cache" in name]
-    return [tensor.detach().as_subclass(Tensor) for tensor in (*outputs, *caches)]
+    edited = [value for name, value in arguments.items() if "_cache" in name]
+    edited += [arguments["logits"]] if op == "penalize" else []
+    return [tensor.detach().as_subclass(Tensor) for tensor in (*outputs, *edited)]
 
 
 def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
@@ -319,6 +347,15 @@ EMPTY = [
     ("row_stats", cut("logits", "token_bitmask", *PARAMETERS)),
     ("logits_to_probs", cut("logits", "token_bitmask", *PARAMETERS)),
     ("sample", cut("logits", "token_bitmask", "uniform_samples", *PARAMETERS)),
+    ("sample_coupled", cut("logits", "token_bitmask", "seed", "position", *PARAMETERS)),
+    ("penalize", cut("logits", "row_sequence", "row_node")),
+    (
+        "penalize",
+        {
+            **cut("history_ids", "history_counts", "bias_ids", "bias", "bias_until"),
+            **dict.fromkeys(("cu_history", "cu_bias"), lambda value: value * 0),
+        },
+    ),
     ("verify_chain", {**cut(*CHAIN), **NO_BOUNDS}),
     (
         "verify_chain",

@@ -9,6 +9,7 @@ from torch.nn.functional import pad
 from fastspec.config.tree_shapes import TreeShape
 from fastspec.drafters.base import DRAFT_STREAM, Batch, Proposal
 from fastspec.drafters.draft_model import DraftModelDrafter, of_rows
+from fastspec.drafters.logit_rules import Rows
 from fastspec.drafters.prompt_lookup import known_counts
 from fastspec.drafters.tree.siblings import ConfidenceBins, SiblingCut, drawn, likeliest
 from fastspec.models.token_tree import packed
@@ -82,11 +83,16 @@ def grow(
                 rows = [row for end, b in ends for row in range(end - counts[b], end)]
                 shape = parents[chosen]
             logits = runner.forward(packed(ids[:, start:], lengths), spans, rows, shape)
+            logits = logits[:, :vocab_size]
+            if any(request.rules is not None for request in requests):
+                owners = [b for b in reading for _ in range(counts[b])]
+                nodes = [first + place for b in reading for place in range(counts[b])]
+                logits = draft.ruled(requests, logits, Rows(owners, nodes, token_ids, parents))
         places = slice(None)
         if sum(counts) < len(counts) * width:
             filled = [b * width + e for b in reading for e in range(counts[b])]
             places = device_tensor(filled, torch.int64, batch.device)
-        tree.add(logits[:, :vocab_size], places)
+        tree.add(logits, places)
     return num_passes
 
 
@@ -199,12 +205,17 @@ class ShapedTree:
         else:
             requests = torch.arange(num_requests, device=device).repeat_interleave(size[1])[places]
             nodes = device_tensor(level.expanded, torch.int64, device).repeat(num_requests)[places]
-            self._drawn_from.append((requests, nodes, logits))
+            keys = None
+            if self._batch.is_coupled:
+                keys = self._batch.keys[:, requests]
+                keys[1] += self._num_levels - 1
+            else:
+                self._drawn_from.append((requests, nodes, logits))
             sampling = of_rows(self._batch.sampling, requests)
             uniforms = self._uniforms.new_zeros((num_requests, size[1] * size[2]))
             uniforms[:, kept] = self._uniforms[:, added]
             uniforms = uniforms.view(-1, size[2])[places]
-            token_ids = drawn(logits, uniforms, sampling, backend)
+            token_ids = drawn(logits, uniforms, sampling, backend, keys)
             if self._cut is not None:
                 temperature = sampling["temperature"]
                 if temperature is not None:
@@ -235,7 +246,7 @@ class ShapedTree:
             number_of[:, 1:].scatter_(1, order, numbers)
             token_ids = token_ids.gather(1, order)
             parents = number_of.gather(1, parents.gather(1, order)).masked_fill(is_missing, -1)
-            counts = known_counts(token_ids) if self._drawn_from else [0] * num_requests
+            counts = known_counts(token_ids) if self._num_levels else [0] * num_requests
         draft_logits = None
         for requests, nodes, logits in self._drawn_from:
             if draft_logits is None:

@@ -6,7 +6,7 @@ from torch.nn.functional import pad
 
 from fastspec.drafters.base import SamplingTensors
 from fastspec.models.transfer import device_tensor
-from fastspec_kernels import row_stats, sample
+from fastspec_kernels import row_stats, sample, sample_coupled
 
 ConfidenceBins = tuple[tuple[float, int], ...]  # up to this probability, so many more siblings
 
@@ -50,7 +50,11 @@ def likeliest(
 
 
 def drawn(
-    logits: Tensor, uniforms: Tensor, sampling: SamplingTensors, backend: str = "auto"
+    logits: Tensor,
+    uniforms: Tensor,
+    sampling: SamplingTensors,
+    backend: str = "auto",
+    coupled_keys: Tensor | None = None,
 ) -> Tensor:
     """Tokens drawn from each row one after the other, each without those before it.
 
@@ -60,6 +64,8 @@ def drawn(
         sampling: temperature and filters of each row; rows of temperature 0 give their likeliest
             tokens, best first.
         backend: of the kernels.
+        coupled_keys: [2, R] int64, seed and place of each row's tokens, whose noise draws them
+            instead; the first is then the one that `fastspec_kernels.sample_coupled` draws.
     Returns:
         [R, num] int32, -1 where nothing is left to draw.
     """
@@ -70,7 +76,12 @@ def drawn(
     left = logits.masked_fill(logits < threshold[:, None], -torch.inf)
     picked = []
     for draw in uniforms.unbind(1):
-        token_ids, _ = sample(left, draw, temperature=temperature, backend=backend)
+        if coupled_keys is None:
+            token_ids, _ = sample(left, draw, temperature=temperature, backend=backend)
+        else:
+            token_ids, _ = sample_coupled(
+                left, *coupled_keys, temperature=temperature, backend=backend
+            )
         picked.append(token_ids)
         left.scatter_(1, token_ids.clamp(min=0).long()[:, None], -torch.inf)
     return torch.stack(picked, dim=1)

@@ -7,8 +7,14 @@ from fastspec_kernels.reference.attention import (
     tree_attention,
 )
 from fastspec_kernels.reference.layers import decoder_layer, gated_mlp, linear, rms_norm
+from fastspec_kernels.reference.penalties import penalize
 from fastspec_kernels.reference.rng import uniform
-from fastspec_kernels.reference.sampling import logits_to_probs, row_stats, sample
+from fastspec_kernels.reference.sampling import (
+    logits_to_probs,
+    row_stats,
+    sample,
+    sample_coupled,
+)
 from fastspec_kernels.reference.suffix import match_suffix
 from fastspec_kernels.reference.tree import build_tree, verify_tree
 from fastspec_kernels.reference.verify import verify_chain
@@ -22,9 +28,11 @@ __all__ = [
     "linear",
     "logits_to_probs",
     "match_suffix",
+    "penalize",
     "rms_norm",
     "row_stats",
     "sample",
+    "sample_coupled",
     "store_kv",
     "tree_attention",
     "uniform",

@@ -3,9 +3,22 @@
 import torch
 from torch import Tensor
 
+GUMBEL_STREAM = 0x67756D62  # of `gumbel`, far from what callers of `uniform` number their own by
+
 
 def uniform(seed: Tensor, position: Tensor, num: int, stream: int) -> Tensor:
-    """Philox4x32-10 in int64 arithmetic."""
+    """The top 24 bits of the words."""
+    return (_philox(seed, position, num, stream) >> 8).to(torch.float32) * 2.0**-24
+
+
+def gumbel(seed: Tensor, position: Tensor, num: int) -> Tensor:
+    """[B, num] float64 Gumbel noise of 32-bit uniform numbers in the middle of their steps."""
+    uniforms = (_philox(seed, position, num, GUMBEL_STREAM).double() + 0.5) * 2.0**-32
+    return -(-uniforms.log()).log()
+
+
+def _philox(seed: Tensor, position: Tensor, num: int, stream: int) -> Tensor:
+    """[B, num] words of Philox4x32-10, in int64 arithmetic."""
     low = 0xFFFFFFFF
     index = torch.arange(num, device=seed.device)
     counter = [
@@ -21,8 +34,7 @@ def uniform(seed: Tensor, position: Tensor, num: int, stream: int) -> Tensor:
         counter = [high2 ^ counter[1] ^ key[0], low2, high0 ^ counter[3] ^ key[1], low0]
         key = [(key[0] + 0x9E3779B9) & low, (key[1] + 0xBB67AE85) & low]
     words = torch.stack(counter, dim=-1)  # [B, num, 4]
-    picked = words.gather(-1, (index % 4).expand(seed.shape[0], -1)[..., None])[..., 0]
-    return (picked >> 8).to(torch.float32) * 2.0**-24
+    return words.gather(-1, (index % 4).expand(seed.shape[0], -1)[..., None])[..., 0]
 
 
 def _multiply_32(value: Tensor, factor: int) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fastspec_kernels.reference.rng import gumbel
+
 INF = float("inf")
 
 
@@ -120,6 +122,26 @@ def sample(
     logits = only_allowed(logits, token_bitmask)
     rows = row_distributions(logits, temperature, top_k, top_p, min_p)
     token_ids = draw(rows.probs, uniform_samples)
+    logprobs = rows.log_probs.gather(-1, token_ids[:, None])[:, 0]
+    token_ids = torch.where(rows.valid, token_ids, -1)
+    return token_ids.int(), torch.where(rows.valid, logprobs, float("nan")).float()
+
+
+def sample_coupled(
+    logits: Tensor,
+    seed: Tensor,
+    position: Tensor,
+    temperature: Tensor | None,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    min_p: Tensor | None,
+    token_bitmask: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """One token per row by Gumbel-max, and its log-probability; the best of a one-hot row is it."""
+    logits = only_allowed(logits, token_bitmask)
+    rows = row_distributions(logits, temperature, top_k, top_p, min_p)
+    scores = rows.probs.log() + gumbel(seed, position, logits.shape[-1])
+    token_ids = scores.argmax(-1)
     logprobs = rows.log_probs.gather(-1, token_ids[:, None])[:, 0]
     token_ids = torch.where(rows.valid, token_ids, -1)
     return token_ids.int(), torch.where(rows.valid, logprobs, float("nan")).float()

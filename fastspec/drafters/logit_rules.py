@@ -1,0 +1,277 @@
+"""What a request asks of its logits besides temperature and filters, on every row that it judges.
+
+A row stands after a node of a tree: the committed text, and after it a path of drafted tokens. What
+it may say next depends on both, so target and drafters ask here before they read their rows.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastspec.config import SamplingParams
+from fastspec.models.transfer import device_tensor
+from fastspec_kernels import penalize
+
+_ALWAYS = 2**31 - 1
+
+
+class Grammar(Protocol):
+    """What may follow a text that has to have a form."""
+
+    def mask_after(self, path: list[int], words: np.ndarray) -> None:
+        """Write the bits [ceil(V/32)] int32 of the tokens that may follow the text and a path."""
+
+    def advance(self, token_id: int) -> bool:
+        """Add a token to the text; whether anything may follow it."""
+        ...
+
+
+class LogitRules:
+    """The rules of one request.
+
+    Args:
+        params: of the request.
+        num_prompt_tokens: leading tokens of its text that were given.
+        ends: tokens that end its text, which min_tokens puts off.
+        bad_words: lists of token ids.
+        allowed: bits [ceil(V/32)] int32 of the tokens that may ever be written; None = all.
+        grammar: what the text has to be.
+    Attributes:
+        failure: what a processor raised, or did wrong; the request cannot go on.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        num_prompt_tokens: int,
+        ends: frozenset[int],
+        bad_words: Sequence[Sequence[int]] = (),
+        allowed: np.ndarray | None = None,
+        grammar: Grammar | None = None,
+    ):
+        self.params = params
+        self.grammar = grammar
+        self.allowed = allowed
+        self.failure: Exception | None = None
+        self._processors: Sequence[Callable] = params.logits_processors or ()
+        self._num_prompt_tokens = num_prompt_tokens
+        self._ends = ends if params.min_tokens else frozenset[int]()
+        self._long_words = [list(word) for word in bad_words if len(word) > 1]
+        self._bias = dict(params.logit_bias or {})
+        self._bias |= {word[0]: -np.inf for word in bad_words if len(word) == 1}
+        self._num_counted = 0
+        self._seen = np.empty(0, np.int32)
+        self._counts = np.empty(0, np.int32)
+
+    @property
+    def any(self) -> bool:
+        """Whether there is anything to obey."""
+        return self.edits or self.reads_path or self.allowed is not None
+
+    @property
+    def has_penalties(self) -> bool:
+        params = self.params
+        factors = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+        return factors != (1.0, 0.0, 0.0)
+
+    @property
+    def changes_rows(self) -> bool:
+        """Whether `change` does anything."""
+        return bool(self._processors or self._long_words)
+
+    @property
+    def edits(self) -> bool:
+        """Whether single logits change: by penalties, biases or bans."""
+        return self.has_penalties or bool(self._bias) or bool(self._ends)
+
+    @property
+    def reads_path(self) -> bool:
+        """Whether it must see the drafted tokens themselves, on the host."""
+        return self.changes_rows or self.grammar is not None
+
+    def history(self, token_ids: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        """The distinct tokens of a text that only grows, ascending, and how many are output."""
+        if not self.has_penalties:
+            return self._seen, self._counts
+        new, start = token_ids[self._num_counted :], self._num_counted
+        if new:
+            is_output = np.arange(start, len(token_ids)) >= self._num_prompt_tokens
+            ids = np.concatenate([self._seen, np.asarray(new, np.int32)])
+            counts = np.concatenate([self._counts, is_output.astype(np.int32)])
+            self._seen, place = np.unique(ids, return_inverse=True)
+            self._counts = np.bincount(place, weights=counts).astype(np.int32)
+            self._num_counted = len(token_ids)
+        return self._seen, self._counts
+
+    def bias(self, token_ids: list[int]) -> list[tuple[int, float, int]]:
+        """Tokens, ascending, what is added to their logits, and until how many more tokens."""
+        missing = self.params.min_tokens - (len(token_ids) - self._num_prompt_tokens)
+        bans = self._ends if missing > 0 else frozenset[int]()
+        return [
+            (i, -np.inf, missing) if i in bans else (i, self._bias[i], _ALWAYS)
+            for i in sorted(self._bias.keys() | bans)
+        ]
+
+    def ends_text(self, token_id: int) -> bool:
+        """Whether nothing may follow a token that was just committed."""
+        return self.grammar is not None and not self.grammar.advance(token_id)
+
+    def change(self, text: list[int], path: list[int], row: Tensor) -> None:
+        """Ban the ends of bad words, and let the processors change a row [V] float32."""
+        prefix = text + path
+        for *start, last in self._long_words:
+            if prefix[-len(start) :] == start and last < len(row):
+                row[last] = -torch.inf
+        if not self._processors or self.failure is not None:
+            return
+        input_ids = device_tensor([prefix], torch.int64, row.device)
+        scores = row[None].clone()
+        try:
+            for processor in self._processors:
+                scores = processor(input_ids, scores)
+                _check_scores(scores, row)
+        except BaseException as error:  # anybody's code: an error must not end other requests
+            if not isinstance(error, Exception):
+                raise
+            self.failure = error
+            scores.fill_(torch.nan)
+        row.copy_(scores[0])
+
+
+class Rows(NamedTuple):
+    """Rows of logits, and the places in trees that each stands after.
+
+    Attributes:
+        requests: [R] the request of each, by its place in the batch.
+        nodes: [R] the node of its tree.
+        token_ids: [B, N] int32; node 0 is the last committed token.
+        parents: [B, N] int32, as `fastspec_kernels.build_tree` takes them; None = chains.
+    """
+
+    requests: list[int]
+    nodes: list[int]
+    token_ids: Tensor
+    parents: Tensor | None = None
+
+
+def apply_rules(
+    texts: Sequence[list[int]],
+    rules: Sequence[LogitRules | None],
+    logits: Tensor,
+    rows: Rows,
+    backend: str,
+) -> tuple[Tensor, Tensor | None]:
+    """Logits [R, V] as the requests of a batch want them, and what the rows may say at all.
+
+    Penalties, biases, bans and min_tokens cost no wait for the device; processors, grammars and bad
+    words of several tokens need one copy of the drafted tokens to the host.
+
+    Args:
+        texts: the committed tokens of each request.
+        rules: of each; None = nothing.
+        logits: changed in place if they are float32.
+    Returns:
+        Logits, float32 where a row changes; and [R, ceil(V/32)] int32 with the bits of the tokens
+        allowed, None where all are.
+    """
+    logits = _edited(texts, rules, logits, rows, backend)
+    reading = {b for b, rule in enumerate(rules) if rule is not None and rule.reads_path}
+    masked = {b for b, rule in enumerate(rules) if rule is not None and rule.allowed is not None}
+    if not reading and not masked:
+        return logits, None
+    token_ids = rows.token_ids.tolist() if reading else []
+    parents = rows.parents.tolist() if reading and rows.parents is not None else None
+    words = np.full((len(rows.nodes), -(-logits.shape[1] // 32)), -1, np.int32)
+    for row, (b, node) in enumerate(zip(rows.requests, rows.nodes, strict=True)):
+        rule = rules[b]
+        if rule is None or b not in reading | masked:
+            continue
+        if b in reading:
+            path = _path(token_ids[b], parents[b] if parents is not None else None, node)
+            if path and not 0 <= min(path) <= max(path) < logits.shape[1]:
+                continue  # a row that nothing leads to
+            if rule.changes_rows:
+                logits = logits.float()
+                rule.change(texts[b], path, logits[row])
+            if rule.grammar is not None:
+                masked.add(b)
+                rule.grammar.mask_after(path, words[row])
+        if rule.allowed is not None:
+            words[row] &= rule.allowed[: words.shape[1]]
+    return logits, device_tensor(words, torch.int32, logits.device) if masked else None
+
+
+def without_forbidden(logits: Tensor, token_bitmask: Tensor | None) -> Tensor:
+    """Logits [R, V] with -inf for the tokens whose bit is not set."""
+    if token_bitmask is None:
+        return logits
+    token = torch.arange(logits.shape[1], device=logits.device)
+    bits = token_bitmask[:, token // 32] >> (token % 32).int()
+    return logits.masked_fill(bits & 1 == 0, -torch.inf)
+
+
+def _edited(
+    texts: Sequence[list[int]],
+    rules: Sequence[LogitRules | None],
+    logits: Tensor,
+    rows: Rows,
+    backend: str,
+) -> Tensor:
+    """Logits after biases and penalties."""
+    if not any(rule is not None and rule.edits for rule in rules):
+        return logits
+    nothing = np.empty(0, np.int32)
+    histories, biases, factors = [], [], []
+    for text, rule in zip(texts, rules, strict=True):
+        histories.append((nothing, nothing) if rule is None else rule.history(text))
+        biases.append([] if rule is None else rule.bias(text))
+        params = SamplingParams() if rule is None else rule.params
+        factors.append(
+            [params.repetition_penalty, params.presence_penalty, params.frequency_penalty]
+        )
+    integers, device = torch.int32, logits.device
+    ids, counts = (np.concatenate(part) for part in zip(*histories, strict=True))
+    entries = [entry for bias in biases for entry in bias]
+    bias_ids, values, untils = zip(*entries, strict=True) if entries else ((), (), ())
+    repetition, presence, frequency = device_tensor(
+        [list(column) for column in zip(*factors, strict=True)], torch.float32, device
+    )
+    logits = logits.float()
+    penalize(
+        logits,
+        device_tensor(rows.requests, integers, device),
+        device_tensor(rows.nodes, integers, device),
+        rows.token_ids,
+        device_tensor(np.cumsum([0, *(len(each) for each, _ in histories)]), integers, device),
+        device_tensor(ids, integers, device),
+        device_tensor(counts, integers, device),
+        device_tensor(np.cumsum([0, *map(len, biases)]), integers, device),
+        device_tensor(bias_ids, integers, device),
+        device_tensor(values, torch.float32, device),
+        device_tensor(untils, integers, device),
+        parents=rows.parents,
+        repetition_penalty=repetition,
+        presence_penalty=presence,
+        frequency_penalty=frequency,
+        backend=backend,
+    )
+    return logits
+
+
+def _path(token_ids: list[int], parents: list[int] | None, node: int) -> list[int]:
+    """The drafted tokens up to a node, without the root."""
+    path = []
+    while node > 0:
+        path.append(token_ids[node])
+        node = node - 1 if parents is None else parents[node]
+    return path[::-1]
+
+
+def _check_scores(scores: object, row: Tensor) -> None:
+    shape = (1, len(row))
+    if not isinstance(scores, Tensor) or tuple(scores.shape) != shape:
+        got = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+        raise ValueError(f"logits_processors: expected scores of shape {shape}, got {got}")

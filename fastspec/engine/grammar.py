@@ -1,0 +1,95 @@
+"""Texts that must have a form: JSON, a pattern, one of a few texts, or a grammar, by llguidance."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+_COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+class GrammarCompiler:
+    """Makes grammars for one tokenizer; its trie is built with the first of them.
+
+    Args:
+        tokenizer: of the target, a fast one; None refuses every grammar.
+        vocab_size: of the target.
+        eos_ids: tokens that may end a text once it is complete.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, eos_ids: frozenset[int]
+    ):
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_ids = eos_ids
+        self._tokens: Any = None
+
+    def compile(self, structure: Mapping[str, Any]) -> "LlguidanceGrammar":
+        """The grammar of `SamplingParams.structured_outputs`.
+
+        Raises:
+            ValueError: a form that is not understood, no fast tokenizer with an end-of-sequence
+                token, or llguidance is not installed.
+        """
+        try:
+            from llguidance import LLMatcher
+            from llguidance.hf import from_tokenizer
+        except ImportError as error:
+            raise ValueError(
+                "structured_outputs: needs llguidance; pip install 'fastspec-kernels[grammar]'"
+            ) from error
+        if not isinstance(self._tokenizer, PreTrainedTokenizerFast) or not self._eos_ids:
+            raise ValueError(
+                "structured_outputs: needs a fast tokenizer with an end-of-sequence token"
+            )
+        if self._tokens is None:
+            self._tokens = from_tokenizer(self._tokenizer, self._vocab_size, sorted(self._eos_ids))
+        try:
+            matcher = LLMatcher(self._tokens, _source(LLMatcher, structure), log_level=0)
+        except ValueError as error:
+            raise ValueError(f"structured_outputs: {error}") from error
+        if matcher.is_error():
+            raise ValueError(f"structured_outputs: {matcher.get_error()}")
+        return LlguidanceGrammar(matcher, self._eos_ids)
+
+
+class LlguidanceGrammar:
+    """What may follow one text, see `fastspec.drafters.logit_rules.Grammar`."""
+
+    def __init__(self, matcher: Any, eos_ids: frozenset[int]):
+        self._matcher = matcher
+        self._eos_ids = eos_ids
+
+    def mask_after(self, path: list[int], words: np.ndarray) -> None:
+        """Write the bits of the tokens that may follow a path; where none leads, all are set."""
+        taken = self._matcher.try_consume_tokens(path) if path else 0
+        if taken == len(path) and not self._matcher.is_stopped():
+            mask = np.frombuffer(self._matcher.compute_bitmask(), np.int32)
+            words[: len(mask)] = mask[: len(words)]
+            words[len(mask) :] = 0
+        if taken:
+            self._matcher.rollback(taken)
+
+    def advance(self, token_id: int) -> bool:
+        """Add a token; whether anything may follow it."""
+        self._matcher.consume_token(token_id)
+        return not self._matcher.is_stopped()
+
+
+def _source(matcher: Any, structure: Mapping[str, Any]) -> str:
+    """The form in llguidance's terms."""
+    ((kind, form),) = structure.items()
+    if kind == "json_object":
+        kind, form = "json", {"type": "object"}
+    if kind == "json":
+        schema = form if isinstance(form, str) else json.dumps(form)
+        return matcher.grammar_from_json_schema(schema, defaults=_COMPACT)
+    if kind == "regex":
+        return matcher.grammar_from_regex(form)
+    if kind == "choice":
+        texts = " | ".join(json.dumps(text) for text in form)
+        return matcher.grammar_from_lark(f"start: {texts}")
+    return matcher.grammar_from_lark(form)
