@@ -14,7 +14,7 @@ from fastspec.cli.trees import tree_pictures
 from fastspec.config import SamplingParams
 from fastspec.engine.engine import Engine
 from fastspec.engine.outputs import RequestOutput
-from fastspec.engine.request_factory import Prompt
+from fastspec.engine.prompts import Prompt
 
 
 class JsonPrinter:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from fastspec.config import SamplingParams
 from fastspec.engine.engine import Engine
 from fastspec.engine.outputs import RequestOutput, StreamEvent, Verdict
-from fastspec.engine.request_factory import Prompt
+from fastspec.engine.prompts import Prompt
 from fastspec.engine.stats import SpecStats
 
 

@@ -232,6 +232,19 @@ class SamplingParams:
         "End after this token, as after an end-of-sequence token; may be given several times.",
         "Ids of the target's vocabulary; token_ids keeps the one that was found.",
     )
+    include_stop_str_in_output: bool = option(
+        False,
+        BOOL,
+        "End the text after the stop string that was found, not before it.",
+        "Or after the token of stop_token_ids, or the model's end-of-sequence token, if it has a"
+        " text.",
+    )
+    skip_special_tokens: bool = option(
+        True,
+        BOOL,
+        "Leave special tokens out of the text; stop strings do not see them then.",
+        flags=("--skip-special-tokens/--no-skip-special-tokens",),
+    )
     ignore_eos: bool = option(False, BOOL, "Go on after the model's end-of-sequence tokens.")
     logprobs: bool | int | None = option(
         None,

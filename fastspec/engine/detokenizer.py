@@ -15,14 +15,30 @@ class Detokenizer:
     Decoding a window that starts a few tokens back keeps the tokenizer's context-dependent spacing
     right without decoding everything again. The window is bounded: of tokens that never make a
     character all but the last few are taken as they are.
+
+    Args:
+        stop: strings that end the text.
+        keeps_stop: whether it ends after such a string, not before it.
+        skips_special: whether special tokens have no text.
+        min_tokens: tokens before which no such string counts.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...]):
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stop: tuple[str, ...] = (),
+        keeps_stop: bool = False,
+        skips_special: bool = True,
+        min_tokens: int = 0,
+    ):
         self.text = ""
         self.stopped = False
         self._tokenizer = tokenizer
         self._stop = stop
+        self._keeps_stop = keeps_stop
+        self._skips_special = skips_special
         self._hold = max((len(s) for s in stop), default=1) - 1
+        self._num_left = min_tokens
         self._window: list[int] = []  # the last ids
         self._num_read = 0  # of them, those whose text is in self.text
         self._num_streamed = 0
@@ -30,6 +46,7 @@ class Detokenizer:
     def push(self, token_id: int) -> None:
         """Add one token; sets `stopped` when its text completes a stop string."""
         self._window.append(token_id)
+        self._num_left -= 1
         known, extended = self._decode(self._num_read), self._decode(len(self._window))
         piece = extended[len(known) :]
         if (piece and not piece.endswith(_INCOMPLETE)) or (
@@ -59,16 +76,20 @@ class Detokenizer:
         found = self._find_stop(piece) if self._stop else None
         self.text += piece
         if found:
-            self.text = self.text[: min(found)]
+            self.text = self.text[: min(found)[self._keeps_stop]]
             self.stopped = True
         del self._window[: self._num_read]
         self._num_read = num_read - self._num_read
 
-    def _find_stop(self, piece: str) -> list[int]:
-        """Where in the text stop strings begin that the piece would complete."""
-        start = max(0, len(self.text) - self._hold)
-        searched = self.text[start:] + piece
-        return [start + at for s in self._stop if (at := searched.find(s)) >= 0]
+    def _find_stop(self, piece: str) -> list[tuple[int, int]]:
+        """Where in the text stop strings begin and end that the piece would complete."""
+        if self._num_left > 0:
+            return []
+        text = self.text[-self._hold :] + piece if self._hold else piece
+        first = len(self.text) + len(piece) - len(text)
+        ends = {s: max(0, len(text) - len(piece) - len(s) + 1) for s in self._stop}
+        places = ((text.find(s, start), len(s)) for s, start in ends.items())
+        return [(first + at, first + at + size) for at, size in places if at >= 0]
 
     def _force(self, known: str, extended: str) -> None:
         """Read some of the tokens that have waited long: a character has no more than four bytes.
@@ -86,4 +107,5 @@ class Detokenizer:
 
     def _decode(self, num: int) -> str:
         """The text of the first ids of the window."""
-        return cast(str, self._tokenizer.decode(self._window[:num], skip_special_tokens=True))
+        ids, skips = self._window[:num], self._skips_special
+        return cast(str, self._tokenizer.decode(ids, skip_special_tokens=skips))

@@ -4,10 +4,11 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
+from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
@@ -18,8 +19,9 @@ from fastspec.engine.block_manager import BlockManager
 from fastspec.engine.loop import Loop
 from fastspec.engine.outputs import RequestOutput, StreamEvent
 from fastspec.engine.pacing import Pacer
+from fastspec.engine.prompts import Message, Prompt, as_conversations, as_prompt_list
 from fastspec.engine.request import EngineRequest
-from fastspec.engine.request_factory import Prompt, RequestFactory, as_params_list, as_prompt_list
+from fastspec.engine.request_factory import RequestFactory, as_params_list
 from fastspec.engine.scheduler import Scheduler
 from fastspec.engine.speculation import Speculation
 from fastspec.engine.stats import SpecStats
@@ -27,7 +29,7 @@ from fastspec.engine.turn import Turn
 from fastspec.engine.verify import prefill, verify
 from fastspec.models.cache_size import cache_blocks, model_len
 from fastspec.models.encoder_decoder import check_same_kind, paged_model_of, prefix_obstacle
-from fastspec.models.loading import eos_token_ids, load_model, load_tokenizer
+from fastspec.models.loading import chat_prompt_ids, eos_token_ids, load_model, load_tokenizer
 from fastspec.models.runner import ModelRunner
 
 
@@ -121,45 +123,77 @@ class Engine:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Run prompts to their end, batched; outputs in the order of the prompts.
 
         Args:
-            prompts: a text, a list of texts, a list of ids, or a list of lists of ids.
+            prompts: a text, a list of ids, an integer tensor or array (of two dimensions: a batch),
+                what a tokenizer returns (less what its attention_mask hides), vLLM's {"prompt":
+                text} or {"prompt_token_ids": ids}, or a list of any of these.
             params: one for all, or one for each prompt; None = SamplingParams().
+            use_tqdm: show a bar of finished prompts, with their tokens per second and acceptance.
         Raises:
             ValueError: a prompt or parameter that cannot be run; nothing is started then.
         """
         prompt_list = as_prompt_list(prompts)
         params_list = as_params_list(params, len(prompt_list))
-        request_ids = self._open(prompt_list, params_list)
-        try:
-            pairs = zip(request_ids, params_list, strict=True)
-            outputs = [self._output(request_id, one.n) for request_id, one in pairs]
-        finally:
-            for request_id in request_ids:
-                self._close(request_id)
-        self._raise_error(outputs)
-        return outputs
+        samples: list[dict[int, RequestOutput]] = [{} for _ in prompt_list]
+        stats, start = SpecStats(), perf_counter()
+        with tqdm(total=len(prompt_list), desc="Processed prompts", disable=not use_tqdm) as bar:
+            for event in self._run(prompt_list, params_list):
+                if event.output is None:
+                    continue
+                outputs = samples[event.prompt_index]
+                outputs[event.index] = event.output
+                stats.add(event.output.stats)
+                bar.set_postfix(_speed(stats, perf_counter() - start), refresh=False)
+                bar.update(len(outputs) == params_list[event.prompt_index].n)
+        return [_with_others(outputs) for outputs in samples]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamEvent]:
-        """Run one prompt and yield each token as it is committed; the last event has the output.
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Answer one or several conversations, wrapped by the tokenizer's chat template.
 
-        Where n > 1, the events of the samples are mixed, and each has a last one. Leaving the loop
-        early aborts the request.
+        Args:
+            messages: {"role": ..., "content": ...} each, or a list of such conversations.
+            params, use_tqdm: as for `generate`.
+            add_generation_prompt: end with what opens an answer.
+            tools: functions or JSON schemas that the template lists.
+            chat_template_kwargs: more arguments of the tokenizer's apply_chat_template, its
+                chat_template and what the template itself reads.
+        Raises:
+            ValueError: there is no tokenizer or template, or it refuses the messages.
         """
-        params = params or SamplingParams()
-        (request_id,) = self._open([prompt], [params])
-        outputs: list[RequestOutput] = []
-        try:
-            while len(outputs) < params.n:
-                event = self._next_event(request_id)
-                if event.output is not None:
-                    outputs.append(event.output)
-                yield event
-        finally:
-            self._close(request_id)
-        self._raise_error(outputs)
+        several = as_conversations(messages)
+        given = {"tools": tools, "add_generation_prompt": add_generation_prompt}
+        if taken := {"tokenize", *given} & set(chat_template_kwargs or ()):
+            raise ValueError(f"chat_template_kwargs: {min(taken)} is not taken from there")
+        options = given | dict(chat_template_kwargs or {})
+        prompts = [chat_prompt_ids(self.tokenizer, each, **options) for each in several]
+        return self.generate(prompts, params, use_tqdm)
+
+    def stream(
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[StreamEvent]:
+        """Run one prompt, or several, and yield each token as it is committed.
+
+        The last event of each has its output; `event.prompt_index` says which prompt an event is
+        of, and where n > 1 `event.index` which sample. Leaving the loop early aborts what still
+        runs. Takes what `generate` takes.
+        """
+        prompt_list = as_prompt_list(prompt, "prompt")
+        return self._run(prompt_list, as_params_list(params, len(prompt_list)))
 
     def add_request(
         self,
@@ -308,6 +342,29 @@ class Engine:
             if error is not None:
                 raise error
 
+    def metrics(self) -> dict[str, Any]:
+        """Gauges and counters since the engine was made, by the names of vLLM's metrics.
+
+        request_success counts ended requests by reason; kv_cache_usage_perc goes from 0 to 1.
+        `RequestOutput.stats.to_metrics()` has the counters of one request.
+        """
+        blocks = self._scheduler.block_manager
+        return {
+            "num_requests_running": len(self._scheduler.running),
+            "num_requests_waiting": len(self._scheduler.waiting),
+            "kv_cache_usage_perc": 1 - blocks.num_free / blocks.num_blocks,
+            **self.stats.to_metrics(),
+        }
+
+    def __repr__(self) -> str:
+        target = self._runner.paged_model
+        dtype = str(target.dtype).removeprefix("torch.")
+        return (
+            f"Engine({type(target.model).__name__}, drafter={self._speculation.drafter.name!r},"
+            f" dtype={dtype}, device={self.device},"
+            f" num_blocks={self._scheduler.block_manager.num_blocks})"
+        )
+
     def step(self) -> list[StreamEvent]:
         """Advance every running request by one target pass; what was committed and ended.
 
@@ -325,34 +382,47 @@ class Engine:
             events, self._loop.events = self._loop.events, []
         return events
 
-    def _open(self, prompts: list[Prompt], params: list[SamplingParams]) -> list[str]:
+    def _open(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[str]:
         """Queue requests whose events have an inbox; their ids."""
         with self._turn:
             requests = [self._build(*pair) for pair in zip(prompts, params, strict=True)]
+            requests = [self._build(*pair) for pair in zip(prompts, params, strict=True)]
             request_ids = [samples[0].public_id for samples in requests]
             self._loop.inboxes |= {request_id: deque() for request_id in request_ids}
-            for request in chain(*requests):
-                self._scheduler.add(request)
+            for place, samples in enumerate(requests):
+                for request in samples:
+                    request.prompt_index = place
+                    self._scheduler.add(request)
         return request_ids
 
-    def _next_event(self, request_id: str) -> StreamEvent:
-        """The next event of an inbox, whoever runs the step that it comes from."""
-        inbox = self._loop.inboxes[request_id]
-        while not inbox:
-            with self._turn:
-                if not inbox:
-                    self._loop.round()
-        return inbox.popleft()
+    def _run(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
+    ) -> Iterator[StreamEvent]:
+        """Events of some prompts as they come, whoever runs the steps that they come from.
 
-    def _output(self, request_id: str, num: int) -> RequestOutput:
-        """The first of so many samples, with the others, when all have ended."""
-        outputs: dict[int, RequestOutput] = {}
-        while len(outputs) < num:
-            event = self._next_event(request_id)
-            if event.output is not None:
-                outputs[event.index] = event.output
-        others = tuple(outputs[index] for index in range(1, num))
-        return replace(outputs[0], others=others) if others else outputs[0]
+        What a drafter raised is raised at the end, with the outputs.
+        """
+        request_ids = self._open(prompts, params)
+        samples: list[dict[int, RequestOutput]] = [{} for _ in prompts]
+        num_left = sum(each.n for each in params)
+        try:
+            inboxes = [self._loop.inboxes[request_id] for request_id in request_ids]
+            while num_left:
+                while not any(inboxes):
+                    with self._turn:
+                        if not any(inboxes):
+                            self._loop.round()
+                for inbox in inboxes:
+                    while inbox:
+                        event = inbox.popleft()
+                        if event.output is not None:
+                            samples[event.prompt_index][event.index] = event.output
+                            num_left -= 1
+                        yield event
+        finally:
+            for request_id in request_ids:
+                self._close(request_id)
+        self._raise_error([_with_others(outputs) for outputs in samples])
 
     def _close(self, request_id: str) -> None:
         """Abort a request of an inbox unless it has ended, and drop the inbox."""
@@ -391,3 +461,16 @@ class Engine:
         speculations[drafter].check_request(request.params)
         self._scheduler.check_fits(request)
         return samples
+
+
+def _with_others(outputs: Mapping[int, RequestOutput]) -> RequestOutput:
+    """The first sample of a prompt, with the others."""
+    others = tuple(outputs[index] for index in range(1, len(outputs)))
+    return replace(outputs[0], others=others) if others else outputs[0]
+
+
+def _speed(stats: SpecStats, seconds: float) -> dict[str, str]:
+    """What a progress bar says of finished requests."""
+    speed = {"tok/s": f"{stats.num_output_tokens / seconds:.1f}"}
+    rate = stats.acceptance_rate
+    return speed if rate is None else speed | {"acceptance": f"{rate:.2f}"}

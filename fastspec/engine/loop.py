@@ -142,6 +142,8 @@ class Loop:
         preempted = scheduler.schedule(self._reach)
         for request in preempted:
             self._release(request)
+            for stats in (self.stats, request.stats):
+                stats.num_preemptions += 1
         if unread := [r for r in scheduler.running if r.num_cached < len(r.token_ids) - 1]:
             left -= self._prefill(unread, left)
         while left and scheduler.waiting and not preempted:
@@ -219,6 +221,7 @@ class Loop:
                 logprob=logprob,
                 top_logprobs=top,
                 index=sample,
+                prompt_index=request.prompt_index,
             )
             events.append(event)
             kept += 1
@@ -233,9 +236,12 @@ class Loop:
         """Let a request go, and post its last event."""
         self._scheduler.remove(request, failed=error is not None)
         self._release(request)
+        for stats in (self.stats, request.stats):
+            stats.finish_reasons[finish_reason] += 1
         output = request.output(finish_reason, error)
         text = request.detokenizer.take(final=True) if request.detokenizer else ""
         name, sample = request.public_id, request.index
         events = self.inboxes.get(name, self.events)
-        events.append(StreamEvent(name, text, output=output, index=sample))
+        place = request.prompt_index
+        events.append(StreamEvent(name, text, output=output, index=sample, prompt_index=place))
         return output

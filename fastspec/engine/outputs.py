@@ -4,8 +4,10 @@ from dataclasses import dataclass, field
 
 from fastspec.engine.stats import SpecStats
 
+_MOST_SHOWN = 40  # characters of a text in a repr
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class RequestOutput:
     """A finished request, or one of its samples.
 
@@ -13,8 +15,8 @@ class RequestOutput:
         request_id: the id given to, or made by, add_request.
         prompt_token_ids: ids of the prompt.
         token_ids: new ids; an end-of-sequence or stop id is kept as the last one.
-        text: the new text, without special tokens and ending before a stop string; "" without a
-            tokenizer.
+        text: the new text, by default without special tokens and ending before a stop string; ""
+            without a tokenizer.
         logprobs: the target's log-probability of each new token, or None if not asked for.
         top_logprobs: for each new token, those of the best tokens at its place, best first, and its
             own; tokens that a filter leaves no probability are not there. None if not asked for.
@@ -47,6 +49,14 @@ class RequestOutput:
         """All samples of the prompt, this one first."""
         return (self, *self.others)
 
+    def __repr__(self) -> str:
+        error = f", error={_short(self.error)}" if self.error is not None else ""
+        return (
+            f"RequestOutput({self.request_id!r}, {len(self.prompt_token_ids)} prompt tokens,"
+            f" {len(self.token_ids)} new ones, text={_short(self.text)},"
+            f" finish_reason={self.finish_reason!r}{error}, stats={self.stats!r})"
+        )
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -75,7 +85,7 @@ class Verdict:
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class StreamEvent:
     """One committed token of a request, or its end.
 
@@ -84,7 +94,7 @@ class StreamEvent:
     RequestOutput.text. `logprob` and `top_logprobs` of the token are as there. The last event of a
     request carries its `output`, and no token. The first event of a step that proposed a token tree
     carries that and what was accepted of it. Where n > 1, `index` says which sample the event is
-    of, and each sample has a last event.
+    of, and each sample has a last event; `prompt_index` is the place of its prompt in a `stream`.
     """
 
     request_id: str
@@ -97,3 +107,21 @@ class StreamEvent:
     logprob: float | None = None
     top_logprobs: dict[int, float] | None = None
     index: int = 0
+    prompt_index: int = 0
+
+    def __repr__(self) -> str:
+        given = {
+            "token_ids": self.token_ids or None,
+            "source": self.source,
+            "drafter": self.drafter,
+            "index": self.index or None,
+            "prompt_index": self.prompt_index or None,
+            "output": self.output,
+        }
+        fields = "".join(f", {name}={v!r}" for name, v in given.items() if v is not None)
+        tree = f", tree of {len(self.tree.token_ids)} nodes" if self.tree is not None else ""
+        return f"StreamEvent({self.request_id!r}, {_short(self.text)}{fields}{tree})"
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…")

@@ -19,6 +19,7 @@ class EngineRequest(Request):
         index: of the sample.
         root: what the texts of the samples of one prompt follow, so that only these find them.
         contents: of its leading blocks, as far as other requests may find them.
+        prompt_index: place of its prompt among those of the call that waits for it.
         schedule_state: what the schedule of draft lengths remembers of it.
     """
 
@@ -32,6 +33,7 @@ class EngineRequest(Request):
     sources: list[str] = field(default_factory=list)
     drafters: list[str | None] = field(default_factory=list)
     stats: SpecStats = field(default_factory=SpecStats)
+    prompt_index: int = 0
     schedule_state: Any = None
 
     def __post_init__(self):
@@ -62,6 +64,8 @@ class EngineRequest(Request):
         if top_logprobs is not None:
             self.top_logprobs.append(top_logprobs)
         if token_id in self.stop_ids:
+            if self.detokenizer is not None and self.params.include_stop_str_in_output:
+                self.detokenizer.push(token_id)
             return "stop"
         is_complete = self.rules is not None and self.rules.ends_text(token_id)
         if self.detokenizer is not None:

@@ -2,7 +2,6 @@
 
 import secrets
 from collections.abc import Iterable, Sequence
-from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -13,10 +12,10 @@ from fastspec.drafters.logit_rules import LogitRules
 from fastspec.engine.detokenizer import Detokenizer
 from fastspec.engine.grammar import GrammarCompiler
 from fastspec.engine.prefix_index import Content
+from fastspec.engine.prompts import Prompt, as_prompt
 from fastspec.engine.request import EngineRequest
 from fastspec.models.paged_model import EncoderInput
 
-Prompt = str | Sequence[int]
 _BEFORE_INDEX = "\0"  # in the ids of samples, by which drafters tell them apart
 
 
@@ -108,9 +107,7 @@ class RequestFactory:
                 seed=sample_seed(seed, index),
                 stop_ids=stop_ids,
                 max_len=min(len(token_ids) + most, self._max_model_len),
-                detokenizer=Detokenizer(self._tokenizer, tuple(params.stop or ()))
-                if self._tokenizer
-                else None,
+                detokenizer=self._detokenizer(params),
                 encoder_input=encoder_input,
                 rereads_above=self._rereads_above,
                 rules=self._rules(params, len(token_ids), stop_ids),
@@ -119,6 +116,18 @@ class RequestFactory:
         ]
         self._alive.setdefault(request_id, requests[0])
         return requests
+
+    def _detokenizer(self, params: SamplingParams) -> Detokenizer | None:
+        if self._tokenizer is None:
+            return None
+        keeps_stop, skips_special = params.include_stop_str_in_output, params.skip_special_tokens
+        return Detokenizer(
+            self._tokenizer,
+            tuple(params.stop or ()),
+            keeps_stop,
+            skips_special,
+            params.min_tokens,
+        )
 
     def _rules(
         self, params: SamplingParams, num_prompt_tokens: int, stop_ids: frozenset[int]
@@ -167,6 +176,7 @@ class RequestFactory:
         return encoder_input
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
+        prompt = as_prompt(prompt)
         if isinstance(prompt, str):
             if self._tokenizer is None:
                 raise ValueError(
@@ -180,7 +190,7 @@ class RequestFactory:
                 raise ValueError(f"prompt: {error}") from error
             token_ids = self._tokenizer(text)["input_ids"]
         else:
-            token_ids = _as_list("prompt", prompt)
+            token_ids = prompt
         if not token_ids:
             raise ValueError("prompt: is empty")
         for token_id in token_ids:
@@ -196,29 +206,15 @@ class RequestFactory:
         return [int(token_id) for token_id in token_ids]
 
 
-def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several, as a list."""
-    if isinstance(prompts, str):
-        return [prompts]
-    several = _as_list("prompts", prompts)
-    if not several:
-        raise ValueError("prompts: the list is empty")
-    return [several] if is_int(several[0]) else several
-
-
 def as_params_list(
     params: SamplingParams | Sequence[SamplingParams] | None, count: int
 ) -> list[SamplingParams]:
     """One set of parameters for each of `count` prompts."""
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
-    several = _as_list("params", params)
+    if not isinstance(params, Sequence):
+        raise ValueError(f"params: expected a list, got {type(params).__name__}")
+    several = list(params)
     if len(several) != count:
         raise ValueError(f"params: {len(several)} given for {count} prompts")
     return several
-
-
-def _as_list(name: str, value: Any) -> list:
-    if not isinstance(value, Sequence):
-        raise ValueError(f"{name}: expected a list, got {type(value).__name__}")
-    return list(value)

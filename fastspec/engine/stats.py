@@ -3,18 +3,23 @@
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
+from typing import Any
 
 PHASES = ("prefill", "propose", "verify", "commit")
+FINISH_REASONS = ("stop", "length", "abort", "error")
 
 
-@dataclass
+@dataclass(repr=False)
 class SpecStats:
     """What speculation and caching did, for one request or summed over an engine's life.
 
     Attributes:
         num_prompt_tokens: tokens of the prompts that were started.
         num_cached_prompt_tokens: those that prefix caching found in the cache.
+        num_preemptions: how often a request lost its blocks and was read again.
+        finish_reasons: ended requests by the reason.
         num_steps: target passes that emitted tokens.
+        num_drafts: those of them that judged proposed tokens.
         num_output_tokens: tokens emitted, the extra token of each step included.
         num_draft_tokens: tokens proposed and judged; of a tree, those of its longest path.
         num_accepted_tokens: proposed tokens that were emitted.
@@ -27,7 +32,10 @@ class SpecStats:
 
     num_prompt_tokens: int = 0
     num_cached_prompt_tokens: int = 0
+    num_preemptions: int = 0
+    finish_reasons: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FINISH_REASONS, 0))
     num_steps: int = 0
+    num_drafts: int = 0
     num_output_tokens: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
@@ -60,6 +68,7 @@ class SpecStats:
     ) -> None:
         """Count one target pass of one request, and the passes through draft models before it."""
         self.num_steps += 1
+        self.num_drafts += proposed > 0
         self.num_output_tokens += emitted
         self.num_draft_tokens += proposed
         self.num_accepted_tokens += accepted
@@ -83,6 +92,28 @@ class SpecStats:
             else:
                 value += known
             setattr(self, name, value)
+
+    def to_metrics(self) -> dict[str, Any]:
+        """The counters by the names of vLLM's metrics."""
+        return {
+            "prompt_tokens": self.num_prompt_tokens,
+            "prompt_tokens_cached": self.num_cached_prompt_tokens,
+            "generation_tokens": self.num_output_tokens,
+            "num_preemptions": self.num_preemptions,
+            "request_success": dict(self.finish_reasons),
+            "spec_decode_num_drafts": self.num_drafts,
+            "spec_decode_num_draft_tokens": self.num_draft_tokens,
+            "spec_decode_num_accepted_tokens": self.num_accepted_tokens,
+            "spec_decode_num_accepted_tokens_per_pos": list(self.num_accepted_tokens_per_pos),
+        }
+
+    def __repr__(self) -> str:
+        shown = f"{self.num_output_tokens} tokens in {self.num_steps} steps"
+        if self.acceptance_rate is not None:
+            shown += (
+                f", {self.num_accepted_tokens} of {self.num_draft_tokens} draft tokens accepted"
+            )
+        return f"SpecStats({shown})"
 
     def to_dict(self) -> dict:
         """Everything as plain JSON values, the two ratios included."""

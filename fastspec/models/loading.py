@@ -1,6 +1,6 @@
 """Models and tokenizers by path, hub id or object, with one-line errors."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
 from struct import error as StructError
@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
+from jinja2 import TemplateError
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -103,11 +104,29 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase | None, text: str, chat: bool)
         raise ValueError("target: a text needs its tokenizer")
     if not chat:
         return tokenizer(text)["input_ids"]
-    if tokenizer.chat_template is None:
-        raise ValueError("chat: the target's tokenizer has no chat template")
     messages = [{"role": "user", "content": text}]
-    wrapped = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    return tokenizer(str(wrapped), add_special_tokens=False)["input_ids"]
+    return chat_prompt_ids(tokenizer, messages, add_generation_prompt=True)
+
+
+def chat_prompt_ids(
+    tokenizer: PreTrainedTokenizerBase | None, messages: Sequence[Mapping[str, Any]], **options: Any
+) -> list[int]:
+    """A conversation's token ids by the chat template, which writes the special tokens itself.
+
+    Args:
+        options: of the tokenizer's apply_chat_template.
+    Raises:
+        ValueError: there is no tokenizer or no template, or the template fails.
+    """
+    if tokenizer is None:
+        raise ValueError("chat: messages need a tokenizer, and there is none")
+    if tokenizer.chat_template is None and options.get("chat_template") is None:
+        raise ValueError("chat: the target's tokenizer has no chat template")
+    try:
+        text = tokenizer.apply_chat_template(cast(Any, messages), tokenize=False, **options)
+    except (TemplateError, TypeError, ValueError) as error:
+        raise ValueError(f"messages: the chat template fails: {_one_line(error)}") from error
+    return tokenizer(str(text), add_special_tokens=False)["input_ids"]
 
 
 def load_config(field: str, source: str | Path) -> PreTrainedConfig:

@@ -38,7 +38,7 @@ class Simulation:
 
     Attributes:
         steps: one for each target pass.
-        stats: the same counts as those of a live request.
+        stats: the same counts as those of a live request; every end counts as a "stop".
     """
 
     steps: list[Step] = field(default_factory=list)

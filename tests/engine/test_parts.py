@@ -17,9 +17,9 @@ from .probes import request_of
 TEXT = "naïve → 日本語 🙂 end"
 
 
-def pieces(text, stop=()):
+def pieces(text, stop=(), keeps_stop=False, skips_special=True):
     tokenizer = byte_tokenizer()
-    detokenizer = Detokenizer(tokenizer, stop)
+    detokenizer = Detokenizer(tokenizer, stop, keeps_stop, skips_special)
     taken = []
     for token_id in tokenizer(text)["input_ids"]:
         detokenizer.push(token_id)
@@ -42,6 +42,31 @@ def test_stop_strings_of_several_tokens(stop):
     detokenizer, taken = pieces(TEXT, (stop, "never"))
     assert detokenizer.stopped
     assert detokenizer.text == "".join(taken) == TEXT[: TEXT.index(stop)]
+
+
+@pytest.mark.parametrize("stop", ["日本", "ï", "🙂", "→ 日", " end"])
+def test_the_stop_string_may_stay(stop):
+    detokenizer, taken = pieces(TEXT, (stop, "never"), keeps_stop=True)
+    end = TEXT.index(stop) + len(stop)
+    assert detokenizer.text == "".join(taken) == TEXT[:end]
+    assert all("\ufffd" not in piece for piece in taken)
+
+
+def test_special_tokens_may_stay_and_stop():
+    text = "🙂<|end|>日本<|end|>"
+    detokenizer, taken = pieces(text)
+    assert detokenizer.text == "".join(taken) == "🙂日本"
+    detokenizer, taken = pieces(text, skips_special=False)
+    assert detokenizer.text == "".join(taken) == text
+    assert all("\ufffd" not in piece for piece in taken)
+    for keeps_stop, expected in ((False, "🙂"), (True, "🙂<|end|>日")):
+        detokenizer, taken = pieces(text, ("<|end|>日",), keeps_stop, skips_special=False)
+        assert detokenizer.text == "".join(taken) == expected
+    assert pieces(text, ("<|end|>",))[0].text == "🙂日本"
+
+
+def test_of_stop_strings_that_begin_together_the_shorter_counts():
+    assert pieces("abc", ("bc", "b"), keeps_stop=True)[0].text == "ab"
 
 
 def test_the_first_of_several_stop_strings_counts():
@@ -185,6 +210,9 @@ def test_statistics():
     assert stats.num_accepted_tokens_per_pos == [2, 1, 1]
     assert stats.acceptance_histogram == [1, 1, 0, 1]
     assert stats.to_dict()["num_draft_tokens"] == 8
+    stats.record_step(proposed=0, accepted=0, emitted=1)
+    assert (stats.num_steps, stats.num_drafts) == (4, 3)
+    assert repr(stats) == "SpecStats(8 tokens in 4 steps, 4 of 8 draft tokens accepted)"
 
 
 def test_only_the_probes_look_inside_an_engine():

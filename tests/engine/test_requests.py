@@ -1,5 +1,8 @@
 """What ends a request, what it reports, and that requests do not disturb each other."""
 
+import re
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,6 +12,7 @@ from ..models import EOS_ID, byte_tokenizer, random_model
 from .helpers import finish
 from .probes import assert_blocks_came_back, record_releases
 
+TEMPLATE = {"chat_template_kwargs": {"chat_template": "{{ messages[0].content }}"}}
 PROMPTS = [[1, 2, 3], list(range(5, 22)), [40, 7] * 10, [99], [60, 61, 62, 63]]
 
 
@@ -73,6 +77,14 @@ def test_eos_ends_unless_ignored(model):
     assert output.finish_reason == "stop"
 
 
+def test_without_max_tokens_the_model_length_ends_a_request(model, drafter):
+    engine = engine_of(model, drafter, max_model_len=200)
+    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    (output,) = engine.generate(PROMPTS[0], params)
+    assert len(output.prompt_token_ids) + len(output.token_ids) == 200
+    assert output.finish_reason == "length"
+
+
 @pytest.mark.parametrize("num_draft", [1, 3, 8])
 def test_stop_strings_cut_text_and_ids_at_one_token(model, num_draft):
     tokenizer = byte_tokenizer()
@@ -90,6 +102,31 @@ def test_stop_strings_cut_text_and_ids_at_one_token(model, num_draft):
     assert tokenizer.decode(output.token_ids) == full.text[: where + 3]
     streamed = list(engine.stream(PROMPTS[0], params))
     assert "".join(event.text for event in streamed) == output.text
+    (kept,) = engine.generate(PROMPTS[0], replace(params, include_stop_str_in_output=True))
+    assert kept.token_ids == output.token_ids
+    assert kept.text == full.text[: where + 3]
+
+
+@pytest.mark.parametrize(("speculative", "seed"), [(False, 26), (True, 5)])
+def test_special_tokens_in_the_text(model, speculative, seed):
+    """The text that is streamed is the decoded ids, special tokens and all."""
+    tokenizer = byte_tokenizer()
+    engine = engine_of(model, model if speculative else None, num_draft=5)
+    (plain,) = engine.generate(PROMPTS[0], sampled(seed, max_tokens=40, ignore_eos=True))
+    assert EOS_ID in plain.token_ids, "of another seed"
+    assert "<|end|>" not in plain.text
+    params = sampled(seed, max_tokens=40, ignore_eos=True, skip_special_tokens=False)
+    *events, last = engine.stream(PROMPTS[0], params)
+    whole = tokenizer.decode(plain.token_ids)
+    assert "".join(event.text for event in [*events, last]) == last.output.text == whole
+    stopping = {"stop": "<|end|>", "include_stop_str_in_output": True}
+    (stopped,) = engine.generate(PROMPTS[0], replace(params, **stopping))
+    assert stopped.finish_reason == "stop"
+    assert stopped.text == whole[: whole.index("<|end|>") + 7]
+    ending = {"ignore_eos": False, "include_stop_str_in_output": True}
+    (ended,) = engine.generate(PROMPTS[0], replace(params, **ending))
+    assert (ended.text, ended.token_ids) == (stopped.text, stopped.token_ids)
+    assert engine.generate(PROMPTS[0], replace(params, ignore_eos=False))[0].text == ended.text[:-7]
 
 
 def test_same_seed_same_tokens_whatever_the_batch(model, drafter):
@@ -214,3 +251,92 @@ def test_switching_speculation_between_steps(model, drafter):
     engine.clear_spec_dec()
     with pytest.raises(ValueError, match="drafter: there is none"):
         engine.enable_spec_dec()
+
+
+def test_several_prompts_in_one_stream(model, drafter):
+    engine = engine_of(model, drafter, max_batch_size=3)
+    params = [sampled(seed, max_tokens=6 + seed) for seed in range(len(PROMPTS))]
+    expected = engine.generate(PROMPTS, params)
+    events = list(engine.stream(PROMPTS, params))
+    for index, output in enumerate(expected):
+        own = [event for event in events if event.prompt_index == index]
+        assert own[-1].output.token_ids == output.token_ids
+        assert tuple(t for event in own for t in event.token_ids) == output.token_ids
+        assert "".join(event.text for event in own) == output.text
+    first = [event.prompt_index for event in events if event.token_ids][: len(PROMPTS) * 2]
+    assert len(set(first)) > 1, "one after the other"
+    assert_blocks_came_back(engine)
+
+
+def test_leaving_a_stream_of_several_prompts_frees_everything(model, drafter):
+    engine = engine_of(model, drafter)
+    for event in engine.stream(PROMPTS, sampled(1)):
+        if event.index == 1:
+            break
+    del event
+    assert not engine.has_unfinished
+    assert_blocks_came_back(engine)
+
+
+def test_a_bar_of_finished_prompts(model, drafter, capsys):
+    engine = engine_of(model, drafter)
+    plain = engine.generate(PROMPTS, sampled(1))
+    assert capsys.readouterr() == ("", "")
+    shown = engine.generate(PROMPTS, sampled(1), use_tqdm=True)
+    assert [output.token_ids for output in shown] == [output.token_ids for output in plain]
+    bar = capsys.readouterr().err
+    assert "Processed prompts: 100%" in bar
+    assert "5/5" in bar
+    assert re.search(r"tok/s=[\d.]+, acceptance=0\.\d\d", bar)
+    engine.disable_spec_dec()
+    engine.chat([{"role": "user", "content": "a"}], sampled(1), use_tqdm=True, **TEMPLATE)
+    bar = capsys.readouterr().err
+    assert "1/1" in bar
+    assert "acceptance" not in bar
+
+
+def test_metrics_by_vllms_names(model, drafter):
+    engine = engine_of(model, drafter, num_draft=3, block_size=4, num_blocks=13)
+    at_rest = engine.metrics()
+    assert at_rest["request_success"] == {"stop": 0, "length": 0, "abort": 0, "error": 0}
+    assert {value for value in at_rest.values() if isinstance(value, (int, float))} == {0}
+    ids = [engine.add_request(prompt, sampled(1, ignore_eos=True)) for prompt in PROMPTS]
+    outputs, seen = [], []
+    while engine.has_unfinished:
+        outputs += [event.output for event in engine.step() if event.output is not None]
+        seen.append(engine.metrics())
+        if len(seen) == 2:
+            outputs.append(engine.abort(ids[-1]))
+    assert max(now["num_requests_running"] for now in seen) > 1
+    assert max(now["num_requests_waiting"] for now in seen) > 0
+    assert 0.5 < max(now["kv_cache_usage_perc"] for now in seen) <= 1
+    assert seen[-1]["kv_cache_usage_perc"] == 0
+    total, parts = engine.metrics(), [output.stats.to_metrics() for output in outputs]
+    assert total["request_success"] == {"stop": 0, "length": 4, "abort": 1, "error": 0}
+    assert total["num_preemptions"] > 0
+    assert total["generation_tokens"] == sum(len(output.token_ids) for output in outputs)
+    assert total["prompt_tokens"] == sum(len(o.prompt_token_ids) for o in outputs if o.token_ids)
+    assert 0 < total["spec_decode_num_drafts"] <= engine.stats.num_steps
+    assert len(total["spec_decode_num_accepted_tokens_per_pos"]) == 3
+    assert set(total) - set(parts[0]) == {
+        "num_requests_running",
+        "num_requests_waiting",
+        "kv_cache_usage_perc",
+    }
+    for name in set(parts[0]) - {"request_success", "spec_decode_num_accepted_tokens_per_pos"}:
+        assert total[name] == sum(part[name] for part in parts), name
+
+
+def test_reprs_are_one_short_line(model, drafter):
+    engine = engine_of(model, drafter, max_model_len=500)
+    params = sampled(1, max_tokens=None, ignore_eos=True, logprobs=True)
+    *events, last = engine.stream([3] * 300, params)
+    shown = [repr(each) for each in (engine, engine.stats, events[0], last, last.output)]
+    assert all(len(line) < 400 and "\n" not in line for line in shown), shown
+    name = "LlamaForCausalLM, drafter='draft_model', dtype=float32, device=cpu, num_blocks="
+    assert shown[0].startswith(f"Engine({name}")
+    assert "300 prompt tokens, 200 new ones" in shown[4]
+    assert f"finish_reason='length', stats={last.output.stats!r}" in shown[4]
+    assert f"token_ids={events[0].token_ids}, source=" in shown[2]
+    engine.disable_spec_dec()
+    assert "drafter='none'" in repr(engine)

@@ -1,0 +1,117 @@
+"""Prompts in every form that users have them, as texts and lists of ids."""
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+# A mapping is a BatchEncoding, or a dict with one of its keys or one of vLLM's.
+Prompt = str | Sequence[int] | Tensor | np.ndarray | Mapping[str, Any]
+Message = Mapping[str, Any]
+_KEYS = ("prompt", "prompt_token_ids", "input_ids")
+
+
+def as_prompt_list(prompts: Any, name: str = "prompts") -> list[str | list[int]]:
+    """One prompt or several, each a text or a list of what should be ids.
+
+    Raises:
+        ValueError: nothing that prompts come in, named by `name` or the key of a mapping.
+    """
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, Mapping):
+        return _of_mapping(prompts)
+    if isinstance(prompts, (Tensor, np.ndarray)):
+        return [*_rows(name, prompts)]
+    several = _as_list(name, prompts)
+    if not several:
+        raise ValueError(f"{name}: the list is empty")
+    is_batch = isinstance(several[0], (Sequence, Mapping, Tensor, np.ndarray))
+    return [as_prompt(each) for each in several] if is_batch else [several]
+
+
+def as_prompt(prompt: Any) -> str | list[int]:
+    """One prompt, or a batch of one where it is a tensor, an array or a mapping."""
+    if not isinstance(prompt, (Mapping, Tensor, np.ndarray)):
+        return prompt if isinstance(prompt, str) else _as_list("prompt", prompt)
+    several = as_prompt_list(prompt, "prompt")
+    if len(several) != 1:
+        raise ValueError(f"prompt: expected one, got a batch of {len(several)}")
+    return several[0]
+
+
+def as_conversations(messages: Any) -> list[list[Message]]:
+    """One conversation or several, as lists of messages.
+
+    Raises:
+        ValueError: something else, an empty conversation, or a message without a role.
+    """
+    several = _as_list("messages", messages)
+    if several and isinstance(several[0], Mapping):
+        several = [several]
+    conversations = [_as_list("messages", each) for each in several]
+    if not conversations or not all(conversations):
+        raise ValueError("messages: a conversation is empty")
+    for message in chain.from_iterable(conversations):
+        if not isinstance(message, Mapping) or "role" not in message:
+            raise ValueError(f"messages: expected a role and a content, got {message!r:.60}")
+    return conversations
+
+
+def _of_mapping(prompt: Mapping[str, Any]) -> list[str | list[int]]:
+    given = [key for key in _KEYS if key in prompt]
+    if len(given) != 1:
+        raise ValueError(f"prompt: expected one of the keys {_KEYS}, got {[*prompt]}")
+    (key,) = given
+    value, mask = prompt[key], prompt.get("attention_mask") if key == "input_ids" else None
+    for other in prompt:
+        if other != key and (other != "attention_mask" or key != "input_ids"):
+            raise ValueError(f"{other}: not supported beside {key} in a prompt")
+    if key == "prompt":
+        if not isinstance(value, str):
+            raise ValueError(f"prompt: expected a text, got {type(value).__name__}")
+        return [value]
+    rows = _rows(key, value)
+    return [*rows] if mask is None else [*_unmasked(rows, mask)]
+
+
+def _unmasked(rows: list[list[int]], mask: Any) -> list[list[int]]:
+    """The rows without their padding."""
+    if isinstance(mask, (Tensor, np.ndarray)):
+        mask = mask * 1  # of bools, too
+    masks = _rows("attention_mask", mask)
+    if [len(row) for row in masks] != [len(row) for row in rows]:
+        raise ValueError("attention_mask: expected the shape of input_ids")
+    kept = []
+    for row, places in zip(rows, masks, strict=True):
+        seen = [index for index, place in enumerate(places) if place]
+        has_hole = seen and seen[-1] - seen[0] >= len(seen)
+        if has_hole or any(place not in (0, 1) for place in places):
+            raise ValueError(
+                f"attention_mask: expected 1s without a gap, and 0s at the ends, got {places!r:.60}"
+            )
+        kept.append(row[seen[0] : seen[-1] + 1] if seen else [])
+    return kept
+
+
+def _rows(name: str, value: Any) -> list[list[int]]:
+    """Ids of one or two dimensions as rows; what is in a list is not looked at."""
+    if isinstance(value, (Tensor, np.ndarray)):
+        kind = str(value.dtype).removeprefix("torch.")
+        if value.ndim not in (1, 2) or not kind.startswith(("int", "uint")):
+            raise ValueError(
+                f"{name}: expected integers in one or two dimensions, got {kind} in {value.ndim}"
+            )
+        return value.tolist() if value.ndim == 2 else [value.tolist()]
+    several = _as_list(name, value)
+    if several and isinstance(several[0], (Sequence, Tensor, np.ndarray)):
+        return [row for each in several for row in _rows(name, each)]
+    return [several]
+
+
+def _as_list(name: str, value: Any) -> list:
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
+        raise ValueError(f"{name}: expected a list, got {type(value).__name__}")
+    return list(value)

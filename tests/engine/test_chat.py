@@ -1,0 +1,91 @@
+"""Conversations become the ids that the tokenizer's chat template gives."""
+
+import pytest
+from tokenizers.processors import TemplateProcessing
+
+from fastspec import Engine, SamplingParams
+
+from ..models import EOS_ID, byte_tokenizer
+
+GREEDY = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+TEMPLATE = (
+    "<|end|>{% for tool in tools or [] %}({{ tool.name }}){% endfor %}"
+    "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}{{ style }}"
+)
+HI, WHY = [{"role": "user", "content": "hi"}], [{"role": "user", "content": "why?"}]
+
+
+def chat_tokenizer():
+    """With a template, and a text start that other texts get."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    start = TemplateProcessing("<|end|> $A", special_tokens=[("<|end|>", EOS_ID)])
+    tokenizer.backend_tokenizer.post_processor = start
+    assert tokenizer("a")["input_ids"][0] == EOS_ID
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def engine(model):
+    return Engine(model, tokenizer=chat_tokenizer())
+
+
+def shown(engine, *arguments, **options):
+    outputs = engine.chat(*arguments, **options)
+    return [engine.tokenizer.decode(output.prompt_token_ids) for output in outputs]
+
+
+def test_one_conversation_or_several(engine):
+    assert shown(engine, HI, GREEDY) == ["<|end|>[user]hi[assistant]"]
+    assert shown(engine, [HI, HI + WHY], [GREEDY] * 2)[1] == "<|end|>[user]hi[user]why?[assistant]"
+
+
+def test_no_second_start_token(engine):
+    (output,) = engine.chat(HI, GREEDY)
+    expected = engine.tokenizer.apply_chat_template(HI, add_generation_prompt=True)["input_ids"]
+    assert list(output.prompt_token_ids) == expected
+    assert output.prompt_token_ids.count(EOS_ID) == 1
+
+
+def test_what_the_template_is_told(engine):
+    options = {"add_generation_prompt": False, "tools": [{"name": "add"}]}
+    assert shown(engine, HI, GREEDY, **options) == ["<|end|>(add)[user]hi"]
+    style = {"style": "short"}
+    assert shown(engine, HI, GREEDY, chat_template_kwargs=style)[0].endswith("[assistant]short")
+    other = {"chat_template": "{{ messages[0].content }}"}
+    assert shown(engine, HI, GREEDY, chat_template_kwargs=other) == ["hi"]
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "message"),
+    [
+        ("hi", {}, "messages: expected a list, got str"),
+        ([], {}, "messages: a conversation is empty"),
+        ([HI, []], {}, "messages: a conversation is empty"),
+        ([HI, "hi"], {}, "messages: expected a list, got str"),
+        ([{"content": "hi"}], {}, "messages: expected a role"),
+        (HI, {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs: tokenize"),
+        (
+            HI,
+            {"chat_template_kwargs": {"chat_template": "{% if %}"}},
+            "messages: the chat template",
+        ),
+        (
+            HI,
+            {"chat_template_kwargs": {"chat_template": "{{ raise_exception('roles') }}"}},
+            "messages: the chat template fails: roles",
+        ),
+    ],
+)
+def test_errors(engine, messages, options, message):
+    with pytest.raises(ValueError, match=message):
+        engine.chat(messages, GREEDY, **options)
+    assert not engine.has_unfinished
+
+
+def test_no_tokenizer_or_no_template(model):
+    with pytest.raises(ValueError, match="chat: messages need a tokenizer"):
+        Engine(model).chat(HI, GREEDY)
+    with pytest.raises(ValueError, match="chat: the target's tokenizer has no chat template"):
+        Engine(model, tokenizer=byte_tokenizer()).chat(HI, GREEDY)

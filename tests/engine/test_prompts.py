@@ -1,0 +1,91 @@
+"""Prompts in every form that users have them: the same ids, or an error by name."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import BatchEncoding
+
+from fastspec import Engine, SamplingParams
+
+from ..models import byte_tokenizer
+from .helpers import finish
+
+GREEDY = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+IDS = [[5, 6, 7], [9, 8, 7]]
+LEFT = {"input_ids": [[0, 5, 6], [1, 2, 3]], "attention_mask": [[0, 1, 1], [1, 1, 1]]}
+RIGHT = {"input_ids": [[5, 6, 0], [1, 2, 3]], "attention_mask": [[1, 1, 0], [1, 1, 1]]}
+PADDED = [[5, 6], [1, 2, 3]]
+TENSORS = {"input_ids": torch.tensor(LEFT["input_ids"]), "attention_mask": torch.ones(2, 3) > 0}
+
+
+@pytest.fixture(scope="module")
+def engine(model):
+    return Engine(model, tokenizer=byte_tokenizer())
+
+
+@pytest.mark.parametrize(
+    ("prompts", "expected"),
+    [
+        (torch.tensor(IDS[0]), IDS[:1]),
+        (torch.tensor(IDS, dtype=torch.int32), IDS),
+        (np.array(IDS[0]), IDS[:1]),
+        (np.array(IDS, dtype=np.uint8), IDS),
+        (tuple(np.array(IDS[0])), IDS[:1]),
+        ([torch.tensor(IDS[0]), np.array(IDS[1])], IDS),
+        ([torch.tensor(IDS[:1]), IDS[1], "ab"], [*IDS, [64, 65]]),
+        ({"prompt": "ab"}, [[64, 65]]),
+        ({"prompt_token_ids": IDS[0]}, IDS[:1]),
+        ([{"prompt_token_ids": IDS[0]}, {"prompt": "ab"}], [IDS[0], [64, 65]]),
+        ({"input_ids": IDS}, IDS),
+        (LEFT, PADDED),
+        (BatchEncoding(RIGHT), PADDED),
+        (BatchEncoding(LEFT, tensor_type="pt"), PADDED),
+        (TENSORS, LEFT["input_ids"]),
+        ({"input_ids": [[5], [1, 2]], "attention_mask": [[1], [1, 1]]}, [[5], [1, 2]]),
+        ([BatchEncoding({"input_ids": IDS[0], "attention_mask": [True, True, False]})], [[5, 6]]),
+    ],
+    ids=str,
+)
+def test_forms_of_prompts(engine, prompts, expected):
+    outputs = engine.generate(prompts, GREEDY)
+    assert [list(output.prompt_token_ids) for output in outputs] == expected
+    assert all(type(token_id) is int for output in outputs for token_id in output.prompt_token_ids)
+
+
+@pytest.mark.parametrize("prompt", [torch.tensor([1, 2]), {"prompt_token_ids": np.array([[1, 2]])}])
+def test_one_prompt_of_any_form(engine, prompt):
+    assert [*engine.stream(prompt, GREEDY)][-1].output.prompt_token_ids == (1, 2)
+    request_id = engine.add_request(prompt, GREEDY)
+    assert finish(engine)[request_id].prompt_token_ids == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (torch.ones(2), "prompts: expected integers in one or two dimensions, got float32"),
+        (torch.tensor([True]), "prompts: expected integers .* got bool"),
+        (torch.tensor(1), "prompts: expected integers .* got int64 in 0"),
+        (np.ones((1, 1, 1), dtype=int), "prompts: expected integers .* in 3"),
+        (np.array(["a"]), "prompts: expected integers"),
+        ([np.array([0.5])], "prompt: expected integers"),
+        ([torch.tensor(IDS)], "prompt: expected one, got a batch of 2"),
+        (b"ab", "prompts: expected a list, got bytes"),
+        ({"prompt": "a", "multi_modal_data": {}}, "multi_modal_data: not supported"),
+        ({"prompt": "a", "prompt_token_ids": [1]}, "prompt: expected one of the keys"),
+        ({"text": "a"}, r"prompt: expected one of the keys .* got \['text'\]"),
+        ({"prompt": [1]}, "prompt: expected a text, got list"),
+        ({"prompt_token_ids": "a"}, "prompt_token_ids: expected a list, got str"),
+        ({"input_ids": [1], "token_type_ids": [0]}, "token_type_ids: not supported"),
+        ({"prompt_token_ids": [1], "attention_mask": [1]}, "attention_mask: not supported"),
+        ({"input_ids": IDS, "attention_mask": [[1, 0, 1], [1, 1, 1]]}, "attention_mask: .* a gap"),
+        ({"input_ids": IDS, "attention_mask": [[1, 2, 1], [1, 1, 1]]}, "attention_mask: .* 1s"),
+        ({"input_ids": IDS, "attention_mask": [[1, 1], [1, 1]]}, "attention_mask: .* the shape"),
+        ({"input_ids": [5, 6], "attention_mask": [0, 0]}, "prompt: is empty"),
+    ],
+    ids=str,
+)
+def test_what_is_no_prompt_is_refused_by_name(engine, prompt, message):
+    with pytest.raises(ValueError, match=message) as error:
+        engine.generate(prompt, GREEDY)
+    assert "\n" not in str(error.value)
+    assert not engine.has_unfinished
