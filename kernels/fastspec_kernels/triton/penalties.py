@@ -102,6 +102,10 @@ def penalize_kernel(
     out = logits + row * row_stride
     tree = b.to(tl.int64) * trees.num_nodes
 
+    inverse = tl.full([], 1.0, tl.float64)
+    if penalties.repetition is not None:
+        inverse = 1.0 / tl.load(penalties.repetition + b).to(tl.float64)
+
     position = tl.arange(0, NODES)
     path = tl.full([NODES], -1, tl.int32)
     depth = start * 0
@@ -124,7 +128,7 @@ def penalize_kernel(
         count, _ = _count(ids, entry, trees, tree, start)
         count += tl.load(lists.history_counts + entry, mask=there, other=0)
         bias, _ = _bias_of(lists, ids, first_biased, end_biased, depth)
-        _edit(out, ids, there, bias, there, count, vocab, penalties, b, INTERPRETED)
+        _edit(out, ids, there, bias, there, count, vocab, penalties, b, inverse, INTERPRETED)
     for first in range(first_biased, end_biased, ENTRIES):
         entry = first + tl.arange(0, ENTRIES)
         there = entry < end_biased
@@ -134,12 +138,22 @@ def penalize_kernel(
         count, _ = _count(ids, entry, trees, tree, start)
         bias = tl.load(lists.bias + entry, mask=there, other=0.0)
         _edit(
-            out, ids, there & (known == 0), bias, count > 0, count, vocab, penalties, b, INTERPRETED
+            out,
+            ids,
+            there & (known == 0),
+            bias,
+            count > 0,
+            count,
+            vocab,
+            penalties,
+            b,
+            inverse,
+            INTERPRETED,
         )
     _, known = _find(lists.history_ids, path, first_known, end_known)
     _, biased = _bias_of(lists, path, first_biased, end_biased, depth)
     own = is_first & (known == 0) & (biased == 0) & (position < depth)
-    _edit(out, path, own, 0.0, own, counts, vocab, penalties, b, INTERPRETED)
+    _edit(out, path, own, 0.0, own, counts, vocab, penalties, b, inverse, INTERPRETED)
 
 
 @triton.jit
@@ -194,13 +208,17 @@ def _bias_of(lists, ids, first, end, depth):
 
 
 @triton.jit
-def _edit(out, ids, there, bias, seen, count, vocab, penalties, b, INTERPRETED: tl.constexpr):
+def _edit(
+    out, ids, there, bias, seen, count, vocab, penalties, b, inverse, INTERPRETED: tl.constexpr
+):
     """Read, change and write the logits of some ids, no two of them equal."""
     there &= (ids >= 0) & (ids < vocab)
     x = tl.load(out + ids, mask=there, other=0.0).to(tl.float32) + bias
     if penalties.repetition is not None:
-        repetition = tl.load(penalties.repetition + b) + tl.zeros_like(x)
-        x = tl.where(seen, tl.where(x > 0, tl.div_rn(x, repetition), x * repetition), x)
+        # Two numbers of 24 bits have no quotient so close to a tie that the rounding of the
+        # inverse shows; a division here would be a call, for which registers are spilt.
+        quotient = (x.to(tl.float64) * inverse).to(tl.float32)
+        x = tl.where(seen, tl.where(x > 0, quotient, x * tl.load(penalties.repetition + b)), x)
     share = tl.zeros_like(x)
     if penalties.frequency is not None:
         share = tl.load(penalties.frequency + b) * count.to(tl.float32)
