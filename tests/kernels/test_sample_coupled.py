@@ -40,11 +40,21 @@ def run(logits, seed, position, params, backend):
     return token_ids.tolist(), logprobs.tolist()
 
 
-def check_rows(logits, params, backend, first_seed=0):
+def check_rows(logits, params, backend):
     """Compare every row with the oracle; returns how many were too close to call."""
-    seed = torch.arange(first_seed, first_seed + len(logits)) * 0x123456789ABCDEF
-    position = torch.arange(len(logits)) * 2**31
-    token_ids, logprobs = run(logits, seed, position, params, backend)
+    keys = keys_of(len(logits))
+    return check_outputs(run(logits, *keys, params, backend), logits, keys, params, backend)
+
+
+def keys_of(num_rows):
+    """Seeds and positions of rows, beyond 32 bits."""
+    row = torch.arange(num_rows)
+    return row * 0x123456789ABCDEF, row * 2**31
+
+
+def check_outputs(outputs, logits, keys, params, backend):
+    """Compare what was drawn with the oracle; returns how many rows were too close to call."""
+    (token_ids, logprobs), (seed, position) = outputs, keys
     noise = reference.rng.gumbel(seed, position, logits.shape[1]).numpy()
     close = 0
     for index, (token, logprob) in enumerate(zip(token_ids, logprobs, strict=True)):
