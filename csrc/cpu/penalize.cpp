@@ -26,7 +26,11 @@ struct Penalties {
   float apply(const Edit& edit, float x) const {
     x += edit.bias;
     if (edit.seen) x = x > 0 ? x / repetition : x * repetition;
-    if (edit.count > 0) x -= frequency * static_cast<float>(edit.count) + presence;
+    if (edit.count > 0) {
+      // In double, where it is exact: no compiler can fuse it with the addition.
+      const auto each = static_cast<float>(double{frequency} * edit.count);
+      x -= each + presence;
+    }
     return x;
   }
 };
