@@ -118,7 +118,7 @@ def random_case(
 
 
 @backends
-@pytest.mark.parametrize("vocab", [1, 5, 40, 1000])
+@pytest.mark.parametrize("vocab", [1, 40, 300])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_random_rows(backend, vocab, dtype):
     generator = torch.Generator().manual_seed(vocab)
