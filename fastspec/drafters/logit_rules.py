@@ -129,20 +129,19 @@ class LogitRules:
         for *start, last in self._long_words:
             if prefix[-len(start) :] == start and last < len(row):
                 row[last] = -torch.inf
-        if not self._processors or self.failure is not None:
+        if not self._processors:
             return
         input_ids = device_tensor([prefix], torch.int64, row.device)
         scores = row[None].clone()
         try:
-            for processor in self._processors:
+            for processor in () if self.failure else self._processors:
                 scores = processor(input_ids, scores)
                 _check_scores(scores, row)
         except BaseException as error:  # anybody's code: an error must not end other requests
             if not isinstance(error, Exception):
                 raise
             self.failure = error
-            scores.fill_(torch.nan)
-        row.copy_(scores[0])
+        row.copy_(scores[0]) if self.failure is None else row.fill_(torch.nan)
 
 
 class Rows(NamedTuple):

@@ -52,7 +52,8 @@ class BlockManager:
 
     def find(self, request: EngineRequest) -> Match:
         """What is cached of a request's tokens, without the last one, whose logits are needed."""
-        if not self.prefix_caching and request.root is None:
+        is_shared = self.prefix_caching or request.root is not None
+        if not is_shared or request.lacks_prompt_logprobs:
             return Match([], None)
         return self._index.find(request.token_ids, request.root)
 

@@ -20,6 +20,8 @@ class RequestOutput:
         logprobs: the target's log-probability of each new token, or None if not asked for.
         top_logprobs: for each new token, those of the best tokens at its place, best first, and its
             own; tokens that a filter leaves no probability are not there. None if not asked for.
+        prompt_logprobs: the same for the tokens of the prompt, whatever temperature and filters;
+            None for the first token. None if not asked for, and for all samples but the first.
         finish_reason: "stop", "length", "abort" or "error".
         sources: who wrote each token: "draft" (proposed and accepted), "recovered" (drawn after a
             rejection), "bonus" (drawn after full acceptance) or "target" (nothing was proposed).
@@ -41,6 +43,7 @@ class RequestOutput:
     stats: SpecStats
     error: str | None = None
     top_logprobs: tuple[dict[int, float], ...] | None = None
+    prompt_logprobs: tuple[dict[int, float] | None, ...] | None = None
     index: int = 0
     others: tuple["RequestOutput", ...] = field(default=(), repr=False)
 

@@ -30,6 +30,7 @@ class EngineRequest(Request):
     contents: list[Content] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, float] | None] = field(default_factory=lambda: [None])
     sources: list[str] = field(default_factory=list)
     drafters: list[str | None] = field(default_factory=list)
     stats: SpecStats = field(default_factory=SpecStats)
@@ -46,6 +47,12 @@ class EngineRequest(Request):
         if self.encoder_input is not None:
             return self.encoder_input.token_ids
         return self.token_ids[: self.num_prompt_tokens]
+
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """Whether its prompt has to be read with logits; the first sample does so for all."""
+        is_wanted = self.params.prompt_logprobs is not None and self.index == 0
+        return is_wanted and len(self.prompt_logprobs) < self.num_prompt_tokens
 
     def append(
         self,
@@ -92,6 +99,9 @@ class EngineRequest(Request):
             text=self.detokenizer.text if self.detokenizer is not None else "",
             logprobs=None if self.params.logprobs is None else tuple(self.logprobs),
             top_logprobs=tuple(self.top_logprobs) if self.params.logprobs else None,
+            prompt_logprobs=None
+            if self.params.prompt_logprobs is None or self.index
+            else tuple(self.prompt_logprobs),
             finish_reason=finish_reason,
             sources=tuple(self.sources),
             drafters=tuple(self.drafters),

@@ -8,6 +8,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from fastspec.config import SamplingParams, is_int
+from fastspec.config.checks import refuse
 from fastspec.drafters.logit_rules import LogitRules
 from fastspec.engine.detokenizer import Detokenizer
 from fastspec.engine.grammar import GrammarCompiler
@@ -86,6 +87,8 @@ class RequestFactory:
             raise ValueError(f"params: expected SamplingParams, got {type(params).__name__}")
         token_ids, encoder_input = self._prompt_ids(prompt), None
         if self._decoder_start_id is not None:
+            why = "an encoder-decoder does not predict its prompt"
+            refuse("prompt_logprobs", params.prompt_logprobs, why)
             encoder_input = self._encoder_input(token_ids)
             token_ids = [self._decoder_start_id]
         if params.stop and self._tokenizer is None:

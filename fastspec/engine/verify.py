@@ -30,11 +30,33 @@ def prefill(runner: ModelRunner, requests: list[EngineRequest], most: int) -> in
         spans.append(request.span(start, min(len(request.token_ids) - 1 - start, most - num_read)))
         num_read += spans[-1].count
     ends = [span.start + span.count for span in spans]
-    pairs = list(zip(requests, spans, ends, strict=True))
-    runner.prefill([r.token_ids[span.start : end] for r, span, end in pairs], spans)
-    for request, _, end in pairs:
+    triples = list(zip(requests, spans, ends, strict=True))
+    for request, span in zip(requests, spans, strict=True):
+        if request.lacks_prompt_logprobs and span.count:
+            _read_with_logprobs(runner, request, span)
+    others = [triple for triple in triples if not triple[0].lacks_prompt_logprobs]
+    ids = [request.token_ids[span.start : end] for request, span, end in others]
+    runner.prefill(ids, [span for _, span, _ in others])
+    for request, _, end in triples:
         request.num_cached = end
     return num_read
+
+
+def _read_with_logprobs(runner: ModelRunner, request: EngineRequest, span: Span) -> None:
+    """Cache a part of a prompt, and keep how likely each token after it was."""
+    first, end = span.start + 1, span.start + span.count
+    ids = device_tensor(request.token_ids[span.start : end], torch.int64, runner.device)
+    logits = runner.forward(ids, [span])
+    logprobs = logits.double().log_softmax(-1)
+    best, best_ids = logprobs.topk(min(request.params.prompt_logprobs or 0, logits.shape[1]))
+    known = request.prompt_logprobs
+    following = request.token_ids[first : min(end + 1, request.num_prompt_tokens)]
+    own = device_tensor(following, torch.int64, runner.device)
+    values = logprobs[: len(following)].gather(1, own[:, None])[:, 0].tolist()
+    rows = zip(following, values, best_ids.tolist(), best.tolist(), strict=False)
+    for place, (token_id, value, row_ids, row) in enumerate(rows, start=first):
+        if place == len(known):
+            known.append({**dict(zip(row_ids, row, strict=True)), token_id: value})
 
 
 def verify(
@@ -162,7 +184,7 @@ def _add_best(
         place = len(verdict.top_logprobs)
         pairs = zip(ids[:num], values, strict=False)
         top = {token_id: value for token_id, value in pairs if value > -torch.inf}
-        top.setdefault(verdict.output_ids[place], verdict.logprobs[place])
+        top[verdict.output_ids[place]] = verdict.logprobs[place]
         verdict.top_logprobs.append(top)
 
 

@@ -1,0 +1,252 @@
+"""Every sampling parameter on every verified row: with any drafter the text of plain decoding."""
+
+import json
+
+import pytest
+import torch
+
+from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
+from fastspec_kernels.testing import chi_square
+
+from .. import differential
+from ..models import EOS_ID, byte_tokenizer, perturbed, random_model
+from .helpers import ALPHA, PLAIN, drawn_counts, exact_law, finish, small_pair
+from .probes import VERIFIER
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"enum": ["a", "b"]},
+        "on": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2},
+    },
+    "required": ["name", "on"],
+    "additionalProperties": False,
+}
+FORMS = [
+    ({"json": SCHEMA}, lambda text: set(json.loads(text)) == {"name", "on"}),
+    ({"json": json.dumps(SCHEMA)}, lambda text: set(json.loads(text)) == {"name", "on"}),
+    ({"regex": "[xyz]{3}(1|2)"}, lambda text: len(text) == 4 and text[3] in "12"),
+    ({"choice": ["yes", "no"]}, lambda text: text in ("yes", "no")),
+    ({"grammar": 'start: "<" /[ab]{2}/ ">"'}, lambda text: text[0] == "<" and text[3] == ">"),
+]
+METHODS = ("draft_model", "prompt_lookup", "ngram", "tree", "cape", "glide", "cascade")
+
+
+@pytest.fixture(scope="module")
+def target():
+    return random_model("llama")
+
+
+@pytest.fixture(scope="module")
+def expected(target):
+    return differential.expected_cases(40, 3, target, byte_tokenizer())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_unlike_requests_equal_plain_decoding(target, expected, method):
+    """Greedy ones that of transformers, see tests/differential.py."""
+    engine = differential.engine_of(method, target, byte_tokenizer(), seed=1)
+    assert not differential.run(engine, expected, differential.random.Random(1))
+    assert engine.stats.num_accepted_tokens > 20
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_forms_hold_with_every_method(target, temperature):
+    """The text of a form is that of plain decoding, and complete."""
+    params = [
+        SamplingParams(temperature=temperature, seed=7, max_tokens=60, structured_outputs=form)
+        for form, _ in FORMS
+    ]
+    prompts = [[40 + i, 50, 60] for i in range(len(FORMS))]
+    texts = []
+    for method in ("none", *METHODS):
+        engine = differential.engine_of(method, target, byte_tokenizer(), seed=1)
+        outputs = engine.generate(prompts, params)
+        texts.append([output.text for output in outputs])
+        assert {output.finish_reason for output in outputs} == {"stop"}
+        assert texts[-1] == texts[0]
+    for text, (_, fits) in zip(texts[0], FORMS, strict=True):
+        assert fits(text), text
+
+
+def test_forms_that_are_none_are_refused(target):
+    engine = Engine(target, tokenizer=byte_tokenizer(), spec="none")
+    for form in ({"regex": "("}, {"json": {"type": "nothing"}}, {"grammar": "strt: x"}):
+        with pytest.raises(ValueError, match=r"^structured_outputs: "):
+            engine.add_request([1], SamplingParams(structured_outputs=form))
+    bare = Engine(target, spec="none")
+    with pytest.raises(ValueError, match=r"^structured_outputs: .* fast tokenizer"):
+        bare.add_request([1], SamplingParams(structured_outputs={"regex": "a"}))
+    for field, value in [
+        ("logit_bias", {263: 1.0}),
+        ("allowed_token_ids", [263]),
+        ("bad_words", [[263]]),
+    ]:
+        with pytest.raises(ValueError, match=rf"^{field}: 263 is not in"):
+            bare.add_request([1], SamplingParams(**{field: value}))
+    with pytest.raises(ValueError, match=r"^bad_words: texts need a tokenizer"):
+        bare.add_request([1], SamplingParams(bad_words=["a"]))
+    assert not bare.has_unfinished
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"repetition_penalty": 1.6, "frequency_penalty": 0.6, "presence_penalty": -1.0},
+        {"logit_bias": {2: 1.5, 4: -float("inf")}, "min_tokens": 2, "stop_token_ids": [3]},
+        {"bad_words": [[1], [2, 5]]},
+        {"logits_processors": [lambda ids, scores: scores * (1 + ids[0, -1] / 4)]},
+    ],
+    ids=lambda rules: next(iter(rules)),
+)
+def test_the_law_is_that_of_the_changed_logits(rules):
+    """Drafts drawn under the same rules are judged under them: nothing else would be exact."""
+    models = small_pair()
+    spec = SpecConfig(num_speculative_tokens=2)
+    plain = drawn_counts(models, {**PLAIN, **rules}, SpecConfig("none"), num_draws=3_500)
+    drafted = drawn_counts(models, {**PLAIN, **rules}, spec, num_draws=3_500)
+    law = (plain + drafted) / (plain + drafted).sum()
+    assert chi_square(drafted, law) > ALPHA
+    assert chi_square(drafted, exact_law(models[0], PLAIN)) < ALPHA
+
+
+def test_a_broken_rule_is_caught(monkeypatch, target, expected):
+    """The comparison fails when the verifier forgets the rules of rows after the first."""
+    original = VERIFIER.apply_rules
+
+    def forgetful(texts, rules, logits, rows, backend):
+        first = rows._replace(nodes=[0] * len(rows.nodes))
+        return original(texts, rules, logits, first, backend)
+
+    monkeypatch.setattr(VERIFIER, "apply_rules", forgetful)
+    engine = differential.engine_of("draft_model", target, byte_tokenizer(), seed=1)
+    assert differential.run(engine, expected, differential.random.Random(1))
+
+
+def test_a_processor_that_raises_ends_its_request_alone(target):
+    def raises(input_ids, scores):
+        if input_ids.shape[1] > 6:
+            raise RuntimeError("no more")
+        return scores
+
+    broken = [raises, lambda ids, scores: scores[0], lambda ids, scores: None]
+    given = [SamplingParams(temperature=0, max_tokens=12, logits_processors=[b]) for b in broken]
+    params = [*given, SamplingParams(temperature=0, max_tokens=12)]
+    for method in ("none", "draft_model", "tree"):
+        engine = differential.engine_of(method, target, byte_tokenizer(), seed=1)
+        *failed, healthy = engine.generate([[1, 2, 3]] * 4, params)
+        assert [output.finish_reason for output in failed] == ["error"] * 3
+        assert "RuntimeError('no more')" in failed[0].error
+        assert len(failed[0].token_ids) == 4
+        assert "logits_processors: expected scores of shape (1, 263)" in failed[1].error
+        (alone,) = Engine(target, spec="none").generate([[1, 2, 3]], params[3])
+        assert healthy.token_ids == alone.token_ids
+
+
+def test_nothing_left_to_say_fails_the_request_by_name(target):
+    engine = Engine(target, tokenizer=byte_tokenizer(), spec="none")
+    bans = {5: -float("inf")}
+    params = SamplingParams(temperature=0, allowed_token_ids=[5], logit_bias=bans)
+    (output,) = engine.generate([[1, 2]], params)
+    assert output.finish_reason == "error"
+    assert "allows no token" in output.error
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_logprobs_are_those_of_the_distribution_drawn_from(target, temperature):
+    given = {"temperature": temperature, "max_tokens": 10, "seed": 3, "logprobs": 4}
+    params = SamplingParams(**given, prompt_logprobs=2, repetition_penalty=1.3)
+    prompt = [7, 30, 31, 7, 30]
+    engine = Engine(target, perturbed(target, 0.2), config=EngineConfig(prefill_chunk_size=2))
+    (output,) = engine.generate([prompt], params)
+    text = torch.tensor([prompt + list(output.token_ids)])
+    logits = target(text).logits[0].detach()
+    raw = logits.log_softmax(-1)
+    assert output.prompt_logprobs[0] is None
+    for place, row in enumerate(output.prompt_logprobs[1:], start=1):
+        best = raw[place - 1].topk(2)
+        assert list(row)[:2] == best.indices.tolist()
+        assert row[prompt[place]] == pytest.approx(float(raw[place - 1, prompt[place]]), abs=1e-4)
+    for place, (value, top) in enumerate(zip(output.logprobs, output.top_logprobs, strict=True)):
+        end = len(prompt) + place
+        row, seen = logits[end - 1].clone(), text[0, :end].unique()
+        row[seen] = torch.where(row[seen] > 0, row[seen] / 1.3, row[seen] * 1.3)
+        row = (row / (temperature or 1.0)).log_softmax(-1)
+        assert value == pytest.approx(float(row[output.token_ids[place]]), abs=1e-4)
+        assert list(top)[:4] == row.topk(4).indices.tolist()
+        assert top[output.token_ids[place]] == value
+    events = list(engine.stream(prompt, params))
+    assert [event.logprob for event in events[:-1]] == list(output.logprobs)
+    assert [event.top_logprobs for event in events[:-1]] == list(output.top_logprobs)
+
+
+def test_prompt_logprobs_with_cached_prefixes_samples_and_preemption(target):
+    config = EngineConfig(prefix_caching=True, num_blocks=12, max_model_len=96)
+    prompt = [10 + i % 50 for i in range(60)]
+    engine = Engine(target, perturbed(target, 0.2), config=config)
+    want = SamplingParams(temperature=0, max_tokens=20, prompt_logprobs=0, ignore_eos=True)
+    (cold,) = engine.generate([prompt], want)
+    warm, other = engine.generate([prompt, prompt[::-1]], want)
+    assert warm.prompt_logprobs == cold.prompt_logprobs
+    assert len(other.prompt_logprobs) == len(prompt)
+    (several,) = engine.generate([prompt[:5]], SamplingParams(n=2, prompt_logprobs=1, max_tokens=2))
+    assert len(several.prompt_logprobs) == 5
+    assert several.outputs[1].prompt_logprobs is None
+
+
+def test_min_tokens_puts_off_stop_strings_and_end_tokens(target):
+    tokenizer = byte_tokenizer()
+    (free,) = Engine(target, tokenizer=tokenizer, spec="none").generate(
+        [[1, 2, 3]], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    )
+    stop = next(c for c in free.text if c.isascii() and c.isprintable())
+    first = free.text.index(stop)
+    given = {"temperature": 0, "max_tokens": 24, "ignore_eos": True, "stop": [stop]}
+    for method in ("none", "draft_model"):
+        engine = differential.engine_of(method, target, tokenizer, seed=1)
+        (soon,) = engine.generate([[1, 2, 3]], SamplingParams(**given))
+        (late,) = engine.generate([[1, 2, 3]], SamplingParams(**given, min_tokens=20))
+        assert soon.text == free.text[:first]
+        assert len(late.token_ids) >= 20
+        assert free.token_ids[: len(late.token_ids)] == late.token_ids
+
+
+def test_bad_words_as_texts_are_never_written(target):
+    tokenizer = byte_tokenizer()
+    for method in ("none", "draft_model", "tree"):
+        engine = differential.engine_of(method, target, tokenizer, seed=1)
+        params = SamplingParams(temperature=0, max_tokens=40, bad_words=["a", "bc"])
+        (output,) = engine.generate([[70, 71, 72]], params)
+        assert "a" not in output.text
+        assert "bc" not in output.text
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_a_seed_is_a_text_whatever_goes_on_beside_it(target, backend):
+    """By coupled draws also whatever drafts: alone, in a batch, preempted, with cached prefixes."""
+    rules = {"temperature": 1.0, "repetition_penalty": 1.2, "max_tokens": 24, "ignore_eos": True}
+    params = [SamplingParams(**rules, seed=seed) for seed in range(5)]
+    prompts = [[seed + 1, 9, 9, 4] * 4 for seed in range(5)]
+    spec = SpecConfig("none", rejection_sample_method="coupled")
+    alone = Engine(target, spec=spec, config=EngineConfig(backend=backend))
+    texts = [alone.generate([p], one)[0].token_ids for p, one in zip(prompts, params, strict=True)]
+    for method in ("draft_model", "ngram", "tree") if backend == "cpu" else ("tree",):
+        for config in (
+            EngineConfig(backend=backend, num_blocks=10, max_model_len=64),
+            EngineConfig(backend=backend, prefix_caching=True),
+        ):
+            draft = perturbed(target, 0.2) if method != "ngram" else None
+            given = SpecConfig(method, rejection_sample_method="coupled", num_speculative_tokens=3)
+            engine = Engine(target, draft, spec=given, config=config)
+            for order in ([0, 1, 2, 3, 4], [3, 1, 4, 0, 2]):
+                ids = {i: engine.add_request(prompts[i], params[i]) for i in order}
+                outputs = finish(engine)
+                assert [outputs[ids[i]].token_ids for i in range(5)] == texts
+
+
+def test_end_of_sequence_completes_a_form(target):
+    """Where a text may go on or end, the end-of-sequence token is among what is allowed."""
+    engine = Engine(target, tokenizer=byte_tokenizer(), spec="none")
+    given = {"structured_outputs": {"regex": "a+"}, "logit_bias": {EOS_ID: 50.0}}
+    (output,) = engine.generate([[1]], SamplingParams(temperature=0, max_tokens=9, **given))
+    assert (output.text, output.token_ids[-1], output.finish_reason) == ("a", EOS_ID, "stop")
