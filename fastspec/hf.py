@@ -304,7 +304,7 @@ def _write(
     if streamer is not None:
         streamer.put(ids[:, :start].clone())
     for event in engine.stream(batch.given, params):
-        row = event.index
+        row = event.prompt_index
         if event.output is not None:
             if event.output.error is not None:
                 raise ValueError(event.output.error)

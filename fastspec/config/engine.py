@@ -62,7 +62,12 @@ class EngineConfig:
         "For an encoder-decoder the limit of each of the two.",
     )
     prefill_chunk_size: int = option(
-        512, integer(1), "Tokens of one forward pass while prompts are read."
+        512,
+        integer(1),
+        "Prompt tokens read before each decoding step at most, of all requests together.",
+        "Requests whose prompts are read are decoded between the chunks of a longer one. More"
+        " reads prompts faster, less lets the others wait less. An encoder, and a draft model when"
+        " it first drafts for a request, read a whole prompt at once.",
     )
     prefix_caching: bool = option(
         False,

@@ -1,7 +1,7 @@
 """How the tokens of one request are chosen."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastspec.config.checks import is_int, is_number, refuse, require
@@ -13,7 +13,6 @@ from fastspec.config.options import (
     check_options,
     documented,
     integer,
-    not_yet,
     number,
     option,
 )
@@ -78,7 +77,7 @@ def _as_structure(value: Any) -> dict[str, Any]:
 
 def _as_processors(value: Any) -> tuple[Any, ...]:
     """Functions of token ids and scores."""
-    several = (value,) if callable(value) and not isinstance(value, list) else value
+    several = () if value is None else value
     fits = isinstance(several, Sequence) and all(map(callable, several))
     require("logits_processors", value, fits, "functions of (input_ids, scores)")
     return tuple(several)
@@ -261,7 +260,26 @@ class SamplingParams:
         "The same for the tokens of the prompt, at temperature 1 and without filters.",
         "Such a prompt is read anew, whatever prefix caching has of it.",
     )
-    n: int = not_yet(1)
+    n: int = option(
+        1,
+        replace(integer(1, 2**14), flag_type=None),
+        "Texts sampled for the prompt, which is read once; `RequestOutput.outputs` has all.",
+        "The first has the seed, so it is that of n=1; text i has one that splitmix64 derives from"
+        " the two, see `fastspec.engine.request_factory.sample_seed`. Each counts against"
+        " max_batch_size. Where `prefix_caching` is refused the prompt is read for each.",
+    )
+    drafter: str | None = option(
+        None,
+        Kind("a name", lambda value: isinstance(value, str), flag_type=None),
+        "Who drafts: a name given to `Engine.add_drafter`, or none; by default the engine's own.",
+        "Its options hold for the request: the method, K, the rule of acceptance, the schedule.",
+    )
+    num_speculative_tokens: int | None = option(
+        None,
+        replace(integer(0), flag_type=None),
+        "Tokens proposed in each step, at most the drafter's K, which is the default; 0 is none.",
+        "A text drafted in chains is then the same as in an engine with that K.",
+    )
     logits_processors: Sequence[Any] | None = option(
         (),
         Kind("functions of (input_ids, scores)", lambda value: True, _as_processors, None),

@@ -132,6 +132,7 @@ class Batch:
         max_nodes: of the tree of each; of a chain, its num_draft_tokens.
         num_speculative_tokens: K, columns of a proposal of chains.
         backend: of the kernels.
+        own_limits: K of each request, where some ask for less; it names random numbers.
         is_coupled: a token is drawn by numbers that belong to its place in the text, so drafts that
             use them are accepted more often, see `fastspec_kernels.sample_coupled`.
     """
@@ -142,6 +143,7 @@ class Batch:
     num_speculative_tokens: int
     device: torch.device
     backend: str = "auto"
+    own_limits: list[int] | None = None
     is_coupled: bool = False
 
     @cached_property

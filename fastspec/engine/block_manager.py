@@ -14,8 +14,9 @@ class BlockManager:
     Rolling back rejected tokens needs no call: a request's length shrinks, its table stays.
     With prefix caching, full blocks of committed tokens are shared by the tables of all requests
     that begin with the same tokens, and stay findable after the last of these has ended, until
-    their space is needed, the least recently used first. Only a table's owner writes to a block,
-    and only after its full blocks, so a shared block never changes.
+    their space is needed, the least recently used first. Without it the samples of one prompt share
+    their blocks so. Only a table's owner writes to a block, and only after its full blocks, so a
+    shared block never changes.
     """
 
     def __init__(self, num_blocks: int, block_size: int, prefix_caching: bool = False):
@@ -49,9 +50,11 @@ class BlockManager:
         block_table.extend(self._take() for _ in range(missing))
         return True
 
-    def find(self, token_ids: list[int]) -> Match:
+    def find(self, request: EngineRequest) -> Match:
         """What is cached of a request's tokens, without the last one, whose logits are needed."""
-        return self._index.find(token_ids) if self.prefix_caching else Match([], None)
+        if not self.prefix_caching and request.root is None:
+            return Match([], None)
+        return self._index.find(request.token_ids, request.root)
 
     def admit(self, request: EngineRequest, match: Match, num_tokens: int) -> bool:
         """Give a request without blocks those of its match and more, as reserve() does."""
@@ -70,9 +73,10 @@ class BlockManager:
 
     def publish(self, request: EngineRequest) -> None:
         """Let the full blocks of a request's cached tokens be found by others."""
-        num_full = request.num_cached // self.block_size if self.prefix_caching else 0
-        for number in range(len(request.contents), num_full):
-            key = self._index.key(request.contents, request.token_ids, number)
+        if not self.prefix_caching and request.root is None:
+            return
+        for number in range(len(request.contents), request.num_cached // self.block_size):
+            key = self._index.key(request.contents, request.token_ids, number, request.root)
             request.contents.append(self._index.add(key, request.block_table[number]))
 
     def release(self, request: EngineRequest) -> None:

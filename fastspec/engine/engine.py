@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -12,7 +13,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
-from fastspec.drafters import Drafter
+from fastspec.config.checks import require
 from fastspec.drafters.context import DrafterContext, DrafterSource
 from fastspec.drafters.registry import plan_drafter, plan_given
 from fastspec.engine.block_manager import BlockManager
@@ -28,7 +29,7 @@ from fastspec.engine.stats import SpecStats
 from fastspec.engine.turn import Turn
 from fastspec.engine.verify import prefill, verify
 from fastspec.models.cache_size import cache_blocks, model_len
-from fastspec.models.encoder_decoder import check_same_kind, paged_model_of
+from fastspec.models.encoder_decoder import check_same_kind, paged_model_of, prefix_obstacle
 from fastspec.models.loading import chat_prompt_ids, eos_token_ids, load_model, load_tokenizer
 from fastspec.models.runner import ModelRunner
 
@@ -93,6 +94,7 @@ class Engine:
             target_model.decoder_start_id,
             config.prompt_template,
             target_model.rotary.rereads_above if target_model.rotary else None,
+            not config.prefix_caching and prefix_obstacle(target_model, config) is None,
         )
         vocab_size = target_model.vocab_size
         self._drafting = DrafterContext(
@@ -106,17 +108,16 @@ class Engine:
         self._runner = ModelRunner(target_model, *sizes, config.cuda_graphs)
         block_manager = BlockManager(num_blocks, config.block_size, config.prefix_caching)
         self._scheduler = Scheduler(block_manager, config.max_batch_size)
-        chains_only = target_model.chains_only
-        self._speculation = Speculation(self.device, vocab_size, spec, config, chains_only)
-        rule = {"method": spec.rejection_sample_method, "lenience": spec.relaxed_acceptance}
-        sides = partial(prefill, self._runner), partial(verify, self._runner, **rule)
-        self._loop = Loop(self._scheduler, self._speculation, *sides, self.stats)
-        parts = self._runner, block_manager, self._factory, config.backend
-        self._pacer = Pacer(spec, *parts)
-        num_draft_tokens = spec.num_draft_tokens(config.max_n_spec_tokens)
+        self._speculation = self._new_speculation(spec)
+        speculations = {None: self._speculation, "none": self._new_speculation(SpecConfig("none"))}
+        sides = partial(prefill, self._runner), partial(verify, self._runner)
+        chunk_size = config.prefill_chunk_size
+        self._loop = Loop(self._scheduler, speculations, *sides, self.stats, chunk_size)
+        num_draft_tokens = self._speculation.usual_num_tokens
         self._speculation.check_count("num_speculative_tokens", num_draft_tokens)
         if plan:
-            self._turn_on(plan.build(self._runner, block_manager), num_draft_tokens)
+            drafter = plan.build(self._runner, block_manager)
+            self._speculation.enable(drafter, num_draft_tokens, [])
         self._turn = Turn()
 
     def generate(
@@ -138,17 +139,17 @@ class Engine:
         """
         prompt_list = as_prompt_list(prompts)
         params_list = as_params_list(params, len(prompt_list))
-        outputs: dict[int, RequestOutput] = {}
+        samples: list[dict[int, RequestOutput]] = [{} for _ in prompt_list]
         stats, start = SpecStats(), perf_counter()
         with tqdm(total=len(prompt_list), desc="Processed prompts", disable=not use_tqdm) as bar:
-            for event in self._run(prompt_list, params_list):
+            for event in self._run(prompt_list, params_list, samples):
                 if event.output is None:
                     continue
-                outputs[event.index] = event.output
                 stats.add(event.output.stats)
                 bar.set_postfix(_speed(stats, perf_counter() - start), refresh=False)
-                bar.update()
-        return [outputs[index] for index in range(len(prompt_list))]
+                place = event.prompt_index
+                bar.update(len(samples[place]) == params_list[place].n)
+        return [_joined(each) for each in samples]
 
     def chat(
         self,
@@ -187,11 +188,13 @@ class Engine:
     ) -> Iterator[StreamEvent]:
         """Run one prompt, or several, and yield each token as it is committed.
 
-        The last event of a prompt has its output; `event.index` says which prompt an event is of.
-        Leaving the loop early aborts what still runs. Takes what `generate` takes.
+        The last event of a prompt has its output; `event.prompt_index` says which prompt an event
+        is of. Where n > 1, the events of the samples are mixed, and each has a last one. Leaving
+        the loop early aborts what still runs. Takes what `generate` takes.
         """
         prompt_list = as_prompt_list(prompt, "prompt")
-        return self._run(prompt_list, as_params_list(params, len(prompt_list)))
+        params_list = as_params_list(params, len(prompt_list))
+        return self._run(prompt_list, params_list, [{} for _ in prompt_list])
 
     def add_request(
         self,
@@ -206,12 +209,16 @@ class Engine:
                 untouched.
         """
         with self._turn:
-            request = self._build(prompt, params or SamplingParams(), request_id)
-            self._scheduler.add(request)
-        return request.request_id
+            samples = self._build(prompt, params or SamplingParams(), request_id)
+            for request in samples:
+                self._scheduler.add(request)
+        return samples[0].public_id
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now; its output so far, or None for an unknown or finished request.
+
+        Where n > 1, all samples that go on end; the output is that of the first of them, which has
+        the others.
 
         A `generate` or `stream` that waits for it gets that output too; step() returns no further
         events of it.
@@ -223,7 +230,7 @@ class Engine:
     def has_unfinished(self) -> bool:
         """Whether step() has work to do, or events to return."""
         is_idle = not self._scheduler.has_unfinished and not self._loop.events
-        return not is_idle or self._speculation.error is not None
+        return not is_idle or any(each.error for each in [*self._loop.speculations.values()])
 
     @property
     def decoder_start_id(self) -> int | None:
@@ -253,7 +260,7 @@ class Engine:
         """
         speculation = self._speculation
         if n_spec_tokens is None:
-            n_spec_tokens = self.spec.num_draft_tokens(self.config.max_n_spec_tokens)
+            n_spec_tokens = speculation.usual_num_tokens
         with self._turn:
             speculation.check_count("n_spec_tokens", n_spec_tokens)
             known = speculation.known
@@ -266,7 +273,8 @@ class Engine:
                 plan = plan_given(replace(self._drafting, **given))
                 check_same_kind(self._runner.paged_model, plan.models)
                 known = plan.build(self._runner, self._scheduler.block_manager)
-            self._turn_on(known, n_spec_tokens)
+            assert known is not None
+            speculation.enable(known, n_spec_tokens, self._scheduler.running)
             self._raise_error()
 
     def disable_spec_dec(self) -> None:
@@ -281,6 +289,59 @@ class Engine:
             self._speculation.disable(self._scheduler.running)
             self._speculation.known = None
             self._raise_error()
+
+    def add_drafter(
+        self,
+        name: str,
+        spec: SpecConfig | str | Mapping[str, Any],
+        drafter: DrafterSource | None = None,
+    ) -> None:
+        """Make a drafter known beside the engine's own, for `SamplingParams(drafter=name)`.
+
+        Requests of unlike drafters share a batch; those of each are proposed for and verified
+        together, so a step takes one target pass for each drafter in use. Like that of
+        `enable_spec_dec`, a draft model's cache comes on top of config.kv_cache_memory. Turning the
+        engine's own drafter off and on changes nothing for the others.
+
+        Args:
+            spec: as of the engine: the method, K, the rule of acceptance, the schedule.
+            drafter: as of the engine.
+        Raises:
+            ValueError: the name is in use, or the drafter or an option cannot be used.
+        """
+        with self._turn:
+            speculations, is_name = self._loop.speculations, isinstance(name, str) and name != ""
+            free = is_name and name not in speculations
+            require("name", name, free, "a name that no drafter of the engine has")
+            spec = SpecConfig.of(spec)
+            plan = plan_drafter(replace(self._drafting, spec=spec, drafter=drafter))
+            if plan is None:
+                raise ValueError('spec: there is nothing to draft with; "none" is known already')
+            check_same_kind(self._runner.paged_model, plan.models)
+            speculation = self._new_speculation(spec)
+            num_draft_tokens = speculation.usual_num_tokens
+            speculation.check_count("num_speculative_tokens", num_draft_tokens)
+            known = plan.build(self._runner, self._scheduler.block_manager)
+            speculation.enable(known, num_draft_tokens, [])
+            speculations[name] = speculation
+
+    def remove_drafter(self, name: str) -> None:
+        """Let go what `add_drafter` added.
+
+        Raises:
+            ValueError: there is none of that name, or unfinished requests use it.
+        """
+        with self._turn:
+            speculations = self._loop.speculations
+            names = [each for each in speculations if each not in (None, "none")]
+            require("name", name, name in names, f"one of {names}")
+            requests = (*self._scheduler.running, *self._scheduler.waiting)
+            users = {request.public_id for request in requests if request.params.drafter == name}
+            if users:
+                raise ValueError(f"name: {name!r} drafts for requests that go on: {sorted(users)}")
+            error = speculations.pop(name).error
+            if error is not None:
+                raise error
 
     def metrics(self) -> dict[str, Any]:
         """Gauges and counters since the engine was made, by the names of vLLM's metrics.
@@ -308,13 +369,15 @@ class Engine:
     def step(self) -> list[StreamEvent]:
         """Advance every running request by one target pass; what was committed and ended.
 
-        Events that an interrupted step could not return are returned by the next one.
+        Up to config.prefill_chunk_size prompt tokens are read before; requests whose prompts are
+        not read yet take no part, so there may be no events. Events that an interrupted step could
+        not return are returned by the next one.
 
         Raises:
             Exception: whatever the drafter raised in the step before, which was decoded plainly.
         """
         with self._turn:
-            if self._speculation.error is not None:
+            if any(each.error for each in self._loop.speculations.values()):
                 self._raise_error()
             self._loop.round()
             events, self._loop.events = self._loop.events, []
@@ -324,24 +387,33 @@ class Engine:
         """Queue requests whose events have an inbox; their ids."""
         with self._turn:
             requests = [self._build(*pair) for pair in zip(prompts, params, strict=True)]
-            for index, request in enumerate(requests):
-                request.index = index
-                self._loop.inboxes[request.request_id] = deque()
+            request_ids = [samples[0].public_id for samples in requests]
+            self._loop.inboxes |= {request_id: deque() for request_id in request_ids}
+            for place, each in enumerate(requests):
+                for request in each:
+                    request.prompt_index = place
+            for request in chain(*requests):
                 self._scheduler.add(request)
-        return [request.request_id for request in requests]
+        return request_ids
 
     def _run(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        samples: list[dict[int, RequestOutput]],
     ) -> Iterator[StreamEvent]:
         """Events of some prompts as they come, whoever runs the steps that they come from.
 
         What a drafter raised is raised at the end, with the outputs.
+
+        Args:
+            samples: of each prompt, gets the outputs by their index.
         """
         request_ids = self._open(prompts, params)
-        outputs: dict[int, RequestOutput] = {}
         try:
             inboxes = [self._loop.inboxes[request_id] for request_id in request_ids]
-            while len(outputs) < len(inboxes):
+            left = sum(each.n for each in params)
+            while left:
                 while not any(inboxes):
                     with self._turn:
                         if not any(inboxes):
@@ -350,12 +422,13 @@ class Engine:
                     while inbox:
                         event = inbox.popleft()
                         if event.output is not None:
-                            outputs[event.index] = event.output
+                            samples[event.prompt_index][event.output.index] = event.output
+                            left -= 1
                         yield event
         finally:
             for request_id in request_ids:
                 self._close(request_id)
-        self._raise_error([outputs[index] for index in sorted(outputs)])
+        self._raise_error([_joined(each) for each in samples])
 
     def _close(self, request_id: str) -> None:
         """Abort a request of an inbox unless it has ended, and drop the inbox."""
@@ -367,27 +440,39 @@ class Engine:
 
     def _raise_error(self, outputs: Sequence[RequestOutput] = ()) -> None:
         """Raise what a drafter or schedule raised, if it did, with complete outputs attached."""
-        error, self._speculation.error = self._speculation.error, None
-        if error is not None:
-            error.__dict__["outputs"] = list(outputs)
-            raise error
+        for speculation in self._loop.speculations.values():
+            error, speculation.error = speculation.error, None
+            if error is not None:
+                error.__dict__["outputs"] = list(outputs)
+                raise error
 
-    def _turn_on(self, drafter: Drafter | None, num_draft_tokens: int) -> None:
-        """Switch to a drafter with its schedule; nothing has changed where that fails."""
-        assert drafter is not None
-        schedule = self._pacer.schedule(drafter, num_draft_tokens)
-        running = self._scheduler.running
-        self._speculation.enable(drafter, num_draft_tokens, schedule, running)
+    def _new_speculation(self, spec: SpecConfig) -> Speculation:
+        """One with nothing turned on yet."""
+        target, blocks = self._runner.paged_model, self._scheduler.block_manager
+        pacer = Pacer(spec, self._runner, blocks, self._factory, self.config.backend)
+        sizes = self.device, target.vocab_size
+        return Speculation(*sizes, spec, self.config, target.chains_only, pacer)
 
     def _build(
         self, prompt: Prompt, params: SamplingParams, request_id: str | None = None
-    ) -> EngineRequest:
-        request = self._factory.build(prompt, params, request_id)
-        name = request.request_id
-        if self._scheduler.get(name) is not None or name in self._loop.inboxes:
+    ) -> list[EngineRequest]:
+        samples = self._factory.build(prompt, params, request_id)
+        request = samples[0]
+        name = request.public_id
+        if self._scheduler.samples(name) or name in self._loop.inboxes:
             raise ValueError(f"request_id: {name!r} is already running")
+        speculations, drafter = self._loop.speculations, request.params.drafter
+        names = [each for each in speculations if each is not None]
+        require("drafter", drafter, drafter in speculations, f"one of {names}")
+        speculations[drafter].check_request(request.params)
         self._scheduler.check_fits(request)
-        return request
+        return samples
+
+
+def _joined(samples: Mapping[int, RequestOutput]) -> RequestOutput:
+    """The first sample of a prompt with the others."""
+    others = tuple(samples[index] for index in range(1, len(samples)))
+    return replace(samples[0], others=others) if others else samples[0]
 
 
 def _speed(stats: SpecStats, seconds: float) -> dict[str, str]:

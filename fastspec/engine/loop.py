@@ -2,6 +2,8 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from time import perf_counter
 
 import torch
@@ -21,11 +23,14 @@ class Loop:
 
     Args:
         scheduler: the requests.
-        speculation: proposes for them.
-        prefill: caches every committed token but the last, which is read with the proposals.
-        verify: judges proposals, by a model's logits or by what it has written before.
+        speculations: who proposes for them, by `SamplingParams.drafter`.
+        prefill: caches so many committed tokens at most, see `fastspec.engine.verify.prefill`.
+        verify: judges a proposal by a drafter's rule, by a model's logits or by what it has written
+            before.
         stats: counters of all requests together.
+        chunk_size: tokens that a round reads before it decodes, of all requests together.
     Attributes:
+        speculations: see above; drafters come and go between rounds.
         inboxes: by request id, the events of those that somebody waits for.
         events: those of all other requests.
         abandoned: ids of inboxes to drop before the next round, those of ended requests too.
@@ -34,15 +39,17 @@ class Loop:
     def __init__(
         self,
         scheduler: Scheduler,
-        speculation: Speculation,
-        prefill: Callable[[list[EngineRequest]], None],
-        verify: Callable[[Batch, Proposal], list[Verdict]],
+        speculations: dict[str | None, Speculation],
+        prefill: Callable[[list[EngineRequest], int], int],
+        verify: Callable[..., list[Verdict]],
         stats: SpecStats,
+        chunk_size: int,
     ):
         self._scheduler = scheduler
-        self._speculation = speculation
+        self.speculations = speculations
         self._prefill = prefill
         self._verify = verify
+        self._chunk_size = chunk_size
         self.stats = stats
         self.inboxes: dict[str, deque[StreamEvent]] = {}
         self.events: list[StreamEvent] = []
@@ -50,74 +57,115 @@ class Loop:
 
     @torch.inference_mode()
     def round(self) -> None:
-        """Schedule, propose, verify, commit: one pass of the target over all running requests."""
+        """Schedule, then for the requests of each drafter propose, verify, commit.
+
+        Requests that get no drafts take part in the first of these passes of the target.
+        """
         while self.abandoned:
             self.drop(self.abandoned.popleft())
-        times = [perf_counter()]
-        running = self._schedule()
-        if not running:
-            return
-        times.append(perf_counter())
-        batch, proposal = self._speculation.propose(running)
-        times.append(perf_counter())
-        try:
-            verdicts = self._verify(batch, proposal)
-        except BaseException:
-            for request in running:  # the drafter waits for a commit that will not come
-                self._speculation.release(request)
-            raise
-        times.append(perf_counter())
-        self._commit(running, batch, proposal, verdicts)
-        times.append(perf_counter())
-        for phase, start, end in zip(PHASES, times, times[1:], strict=False):
-            for stats in (self.stats, *(request.stats for request in running)):
-                stats.seconds[phase] += end - start
+        start = perf_counter()
+        ready = self._schedule()
+        seconds = perf_counter() - start
+        for stats in (self.stats, *(request.stats for request in self._scheduler.running)):
+            stats.seconds["prefill"] += seconds
+        groups: dict[Speculation, list[EngineRequest]] = {}
+        others: list[EngineRequest] = []
+        for request in ready:
+            speculation = self.speculations[request.params.drafter]
+            group = groups.setdefault(speculation, []) if speculation.limit(request) else others
+            group.append(request)
+        if others and not groups:
+            groups = {self.speculations[None]: []}
+        for speculation, requests in groups.items():
+            self._step(speculation, requests, others)
+            others = []
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request now: its output so far; None for one that is not there."""
-        request = self._scheduler.get(request_id)
-        if request is None:
+        """End a request now, with all its samples: what there is of it; None if it is not there."""
+        requests = self._scheduler.samples(request_id)
+        if not requests:
             return None
-        output = self._end(request, "abort")
-        self.events = [event for event in self.events if event.request_id != request_id]
-        return output
+        output, *others = [self._end(request, "abort") for request in requests]
+        ended = {(request_id, request.index) for request in requests}
+        self.events = [e for e in self.events if (e.request_id, e.index) not in ended]
+        return replace(output, others=tuple(others)) if others else output
 
     def drop(self, request_id: str) -> None:
         """Abort a request of an inbox unless it has ended, and drop the inbox."""
         self.abort(request_id)
         del self.inboxes[request_id]
 
-    def _schedule(self) -> list[EngineRequest]:
-        """The requests of the step; what the cache lacks of their tokens is read.
+    def _step(
+        self,
+        speculation: Speculation,
+        requests: list[EngineRequest],
+        others: list[EngineRequest],
+    ) -> None:
+        """One pass of the target over requests of a drafter, and others that get no drafts."""
+        times = [perf_counter()]
+        batch, proposal = speculation.propose(requests, others)
+        running = requests + others
+        times.append(perf_counter())
+        try:
+            verdicts = self._verify(batch, proposal, **speculation.rule)
+        except BaseException:
+            for request in running:  # the drafter waits for a commit that will not come
+                speculation.release(request)
+            raise
+        times.append(perf_counter())
+        self._commit(speculation, running, batch, proposal, verdicts)
+        times.append(perf_counter())
+        for phase, (start, end) in zip(PHASES[1:], pairwise(times), strict=True):
+            for stats in (self.stats, *(request.stats for request in running)):
+                stats.seconds[phase] += end - start
 
-        Waiting requests come in waves, so that a prefix which several share is read once.
+    def _reach(self, request: EngineRequest) -> int:
+        """Tokens that the next step may cache; a tree takes room even past the end of a text."""
+        speculation, length = self.speculations[request.params.drafter], len(request.token_ids)
+        num = speculation.limit(request)
+        if num and speculation.max_nodes:
+            return length + speculation.max_nodes
+        return min(length + num, request.max_len)
+
+    def _release(self, request: EngineRequest) -> None:
+        """It has ended or lost its blocks; any drafter may have seen it."""
+        for speculation in self.speculations.values():
+            speculation.release(request)
+
+    def _schedule(self) -> list[EngineRequest]:
+        """The requests of the step; of what the cache lacks of their tokens, one chunk is read.
+
+        Requests come first that came first, and take no part before they are read. Waiting ones
+        come in waves, so that a prefix which several share is read once.
         """
-        scheduler = self._scheduler
-        room = self._speculation.num_speculative_tokens, self._speculation.max_nodes
-        preempted = scheduler.schedule(*room)
+        scheduler, left = self._scheduler, self._chunk_size
+        preempted = scheduler.schedule(self._reach)
         for request in preempted:
-            self._speculation.release(request)
+            self._release(request)
             for stats in (self.stats, request.stats):
                 stats.num_preemptions += 1
-        if any(request.num_cached < len(request.token_ids) - 1 for request in scheduler.running):
-            self._prefill(scheduler.running)
-        while scheduler.waiting and not preempted and (admitted := scheduler.admit(*room)):
+        if unread := [r for r in scheduler.running if r.num_cached < len(r.token_ids) - 1]:
+            left -= self._prefill(unread, left)
+        while left and scheduler.waiting and not preempted:
+            admitted = scheduler.admit(self._reach)
+            if not admitted:
+                break
             for request in admitted:
-                if len(request.token_ids) == request.num_prompt_tokens:
+                if not request.stats.num_prompt_tokens:  # it has not been preempted
                     for stats in (self.stats, request.stats):
                         stats.record_prompt(len(request.prompt_ids), request.num_cached)
-            self._prefill(admitted)
-        return list(scheduler.running)
+            left -= self._prefill(admitted, left)
+        return [r for r in scheduler.running if r.num_cached == len(r.token_ids) - 1]
 
     def _commit(
         self,
+        speculation: Speculation,
         running: list[EngineRequest],
         batch: Batch,
         proposal: Proposal,
         verdicts: list[Verdict],
     ) -> None:
         """Give each request the tokens of its verdict, tell drafter and schedule, and count."""
-        speculation = self._speculation
         for index, (request, verdict) in enumerate(zip(running, verdicts, strict=True)):
             if verdict.accepted_len < 0:
                 where = len(request.token_ids)
@@ -136,7 +184,8 @@ class Loop:
             kept, finish_reason = self._append(request, verdict, writers)
             judged = kept if kept <= verdict.accepted_len else verdict.num_draft_tokens
             accepted = min(kept, verdict.accepted_len)
-            if speculation.schedule is not None:
+            drafts = batch.own_limits is None or batch.own_limits[index] > 0
+            if speculation.schedule is not None and drafts:
                 speculation.record(request, Step(batch.num_draft_tokens[index], judged, accepted))
             passes = proposal.passes[index] if proposal.passes else None
             for stats in (self.stats, request.stats):
@@ -149,7 +198,8 @@ class Loop:
         self, request: EngineRequest, verdict: Verdict, writers: Sequence[str]
     ) -> tuple[int, str | None]:
         """Append a verdict's tokens up to the one that ends the request: how many, and why."""
-        events = self.inboxes.get(request.request_id, self.events)
+        name, sample = request.public_id, request.index
+        events = self.inboxes.get(name, self.events)
         logprobs = verdict.logprobs if request.params.logprobs is not None else None
         finish_reason = None
         kept = 0
@@ -162,7 +212,7 @@ class Loop:
             text = request.detokenizer.take() if request.detokenizer is not None else ""
             tree = verdict if verdict.parents and index == 0 else None
             event = StreamEvent(
-                request.request_id,
+                name,
                 text,
                 (token_id,),
                 source,
@@ -170,7 +220,8 @@ class Loop:
                 tree=tree,
                 logprob=logprob,
                 top_logprobs=top,
-                index=request.index,
+                index=sample,
+                prompt_index=request.prompt_index,
             )
             events.append(event)
             kept += 1
@@ -184,12 +235,14 @@ class Loop:
     ) -> RequestOutput:
         """Let a request go, and post its last event."""
         self._scheduler.remove(request, failed=error is not None)
-        self._speculation.release(request)
+        self._release(request)
         for stats in (self.stats, request.stats):
             stats.finish_reasons[finish_reason] += 1
         output = request.output(finish_reason, error)
         text = request.detokenizer.take(final=True) if request.detokenizer else ""
-        events = self.inboxes.get(request.request_id, self.events)
-        event = StreamEvent(request.request_id, text, output=output, index=request.index)
+        name, sample = request.public_id, request.index
+        events = self.inboxes.get(name, self.events)
+        place = request.prompt_index
+        event = StreamEvent(name, text, output=output, index=sample, prompt_index=place)
         events.append(event)
         return output

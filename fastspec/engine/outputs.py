@@ -9,7 +9,7 @@ _MOST_SHOWN = 40  # characters of a text in a repr
 
 @dataclass(frozen=True, repr=False)
 class RequestOutput:
-    """A finished request.
+    """A finished request, or one of its samples.
 
     Attributes:
         request_id: the id given to, or made by, add_request.
@@ -26,6 +26,8 @@ class RequestOutput:
         drafters: the name of the drafter of each "draft" token, else None.
         stats: counters of this request.
         error: why the request failed, when finish_reason is "error".
+        index: of the sample, 0 to n - 1.
+        others: the other samples, where they have ended together.
     """
 
     request_id: str
@@ -39,13 +41,21 @@ class RequestOutput:
     stats: SpecStats
     error: str | None = None
     top_logprobs: tuple[dict[int, float], ...] | None = None
+    index: int = 0
+    others: tuple["RequestOutput", ...] = ()
+
+    @property
+    def outputs(self) -> tuple["RequestOutput", ...]:
+        """All samples of the prompt, this one first."""
+        return (self, *self.others)
 
     def __repr__(self) -> str:
         error = f", error={_short(self.error)}" if self.error is not None else ""
+        others = f", {len(self.others)} more samples" if self.others else ""
         return (
             f"RequestOutput({self.request_id!r}, {len(self.prompt_token_ids)} prompt tokens,"
             f" {len(self.token_ids)} new ones, text={_short(self.text)},"
-            f" finish_reason={self.finish_reason!r}{error}, stats={self.stats!r})"
+            f" finish_reason={self.finish_reason!r}{error}, stats={self.stats!r}{others})"
         )
 
 
@@ -84,8 +94,8 @@ class StreamEvent:
     the text of several tokens; the texts of all events of a request joined are its
     RequestOutput.text. `logprob` and `top_logprobs` of the token are as there. The last event of a
     request carries its `output`, and no token. The first event of a step that proposed a token tree
-    carries that and what was accepted of it. `index` is the place of its prompt among those of a
-    stream.
+    carries that and what was accepted of it. Where n > 1, `index` says which sample the event is
+    of, and each sample has a last event; `prompt_index` is the place of its prompt in a stream.
     """
 
     request_id: str
@@ -98,6 +108,7 @@ class StreamEvent:
     logprob: float | None = None
     top_logprobs: dict[int, float] | None = None
     index: int = 0
+    prompt_index: int = 0
 
     def __repr__(self) -> str:
         given = {
@@ -105,6 +116,7 @@ class StreamEvent:
             "source": self.source,
             "drafter": self.drafter,
             "index": self.index or None,
+            "prompt_index": self.prompt_index or None,
             "output": self.output,
         }
         fields = "".join(f", {name}={v!r}" for name, v in given.items() if v is not None)

@@ -42,14 +42,14 @@ class Pacer:
         self._measured: list[float] = []
         self._measured_of: tuple[Drafter, int] | None = None
 
-    def schedule(self, drafter: Drafter | None, num_speculative_tokens: int) -> Schedule | None:
+    def schedule(self, drafter: Drafter, num_speculative_tokens: int) -> Schedule | None:
         """None = always K.
 
         Raises:
             ValueError: a drafter of token trees, there are no costs for that K, or no room to
                 measure them.
         """
-        if drafter is None or self._spec.schedule == "constant":
+        if self._spec.schedule == "constant":
             return None
         if isinstance(drafter, TreeProposer):
             raise ValueError("schedule: expected 'constant' for token trees")
@@ -76,7 +76,7 @@ class Pacer:
             ValueError: no blocks are free for it.
         """
         params = SamplingParams(temperature=0.0, seed=0, max_tokens=num_speculative_tokens + 1)
-        request = self._factory.build([0], params, "step-costs")
+        (request,) = self._factory.build([0], params, "step-costs")
         length = len(request.token_ids) + num_speculative_tokens
         if not self._block_manager.reserve(request.block_table, length):
             raise ValueError(
@@ -84,7 +84,7 @@ class Pacer:
                 " pass step_costs"
             )
         try:
-            prefill(self._runner, [request])
+            prefill(self._runner, [request], len(request.token_ids))
             seconds = [float("inf")] * (num_speculative_tokens + 1)
             for round_index in range(_ROUNDS):
                 for num_draft in range(num_speculative_tokens + 1):

@@ -44,21 +44,30 @@ class PrefixIndex:
     def __contains__(self, block_id: int) -> bool:
         return block_id in self._content_of
 
-    def find(self, token_ids: list[int]) -> Match:
-        """The longest cached prefix of full blocks that leaves the last token to be read."""
+    def find(self, token_ids: list[int], root: Content | None = None) -> Match:
+        """The longest cached prefix of full blocks that leaves the last token to be read.
+
+        Texts that follow a root of their own are found from that root alone.
+        """
         contents: list[Content] = []
         for number in range((len(token_ids) - 1) // self._block_size):
-            key = self.key(contents, token_ids, number)
+            key = self.key(contents, token_ids, number, root)
             content = self._contents.get(key)
             if content is None or content.block_id is None:
                 return Match(contents, key)
             contents.append(content)
         return Match(contents, None)
 
-    def key(self, contents: list[Content], token_ids: list[int], number: int) -> ContentKey:
+    def key(
+        self,
+        contents: list[Content],
+        token_ids: list[int],
+        number: int,
+        root: Content | None = None,
+    ) -> ContentKey:
         """Key of block `number`, which follows `contents`."""
         start = number * self._block_size
-        parent = contents[-1] if contents else None
+        parent = contents[-1] if contents else root
         return ContentKey(parent, tuple(token_ids[start : start + self._block_size]))
 
     def add(self, key: ContentKey, block_id: int) -> Content:

@@ -15,11 +15,17 @@ class EngineRequest(Request):
     """Committed state of one request; everything in it ends at the same token.
 
     Attributes:
+        public_id: the id that users know; the samples of one prompt share it.
+        index: of the sample.
+        root: what the texts of the samples of one prompt follow, so that only these find them.
         contents: of its leading blocks, as far as other requests may find them.
-        index: place of its prompt among those of the call that waits for it.
+        prompt_index: place of its prompt among those of the call that waits for it.
         schedule_state: what the schedule of draft lengths remembers of it.
     """
 
+    public_id: str = ""
+    index: int = 0
+    root: Content | None = None
     detokenizer: Detokenizer | None = None
     contents: list[Content] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -27,8 +33,12 @@ class EngineRequest(Request):
     sources: list[str] = field(default_factory=list)
     drafters: list[str | None] = field(default_factory=list)
     stats: SpecStats = field(default_factory=SpecStats)
-    index: int = 0
+    prompt_index: int = 0
     schedule_state: Any = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.public_id = self.public_id or self.request_id
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -75,7 +85,8 @@ class EngineRequest(Request):
         if self.detokenizer is not None:
             self.detokenizer.finish()
         return RequestOutput(
-            request_id=self.request_id,
+            request_id=self.public_id,
+            index=self.index,
             prompt_token_ids=tuple(self.prompt_ids),
             token_ids=tuple(self.token_ids[self.num_prompt_tokens :]),
             text=self.detokenizer.text if self.detokenizer is not None else "",

@@ -11,9 +11,27 @@ from fastspec.config import SamplingParams, is_int
 from fastspec.drafters.logit_rules import LogitRules
 from fastspec.engine.detokenizer import Detokenizer
 from fastspec.engine.grammar import GrammarCompiler
+from fastspec.engine.prefix_index import Content
 from fastspec.engine.prompts import Prompt, as_prompt
 from fastspec.engine.request import EngineRequest
 from fastspec.models.paged_model import EncoderInput
+
+_BEFORE_INDEX = "\0"  # in the ids of samples, by which drafters tell them apart
+
+
+def sample_seed(seed: int, index: int) -> int:
+    """The seed of sample `index` of a prompt: the first has the request's own.
+
+    The others have the upper 63 bits of number `index` of the generator splitmix64 that begins
+    with the request's seed (Steele et al., OOPSLA 2014).
+    """
+    if index == 0:
+        return seed
+    mask = 2**64 - 1
+    mixed = (seed + index * 0x9E3779B97F4A7C15) & mask
+    mixed = ((mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9) & mask
+    mixed = ((mixed ^ mixed >> 27) * 0x94D049BB133111EB) & mask
+    return (mixed ^ mixed >> 31) >> 1
 
 
 class RequestFactory:
@@ -21,7 +39,8 @@ class RequestFactory:
 
     With the id that its decoder starts with, the target is an encoder-decoder, whose encoder reads
     the prompts. A template holds {input_text} where a text prompt goes. Above `rereads_above`
-    tokens the target reads a text anew.
+    tokens the target reads a text anew. With `shares_prompts` the samples of one prompt share its
+    blocks, but with nobody else.
     """
 
     def __init__(
@@ -33,6 +52,7 @@ class RequestFactory:
         decoder_start_id: int | None = None,
         prompt_template: str | None = None,
         rereads_above: int | None = None,
+        shares_prompts: bool = False,
     ):
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
@@ -42,6 +62,7 @@ class RequestFactory:
         self._prompt_template = prompt_template
         self._rereads_above = rereads_above
         self._grammars = GrammarCompiler(tokenizer, vocab_size, eos_ids)
+        self._shares_prompts = shares_prompts
         self._encoder_inputs: WeakValueDictionary[tuple[int, ...], EncoderInput] = (
             WeakValueDictionary()
         )
@@ -50,8 +71,8 @@ class RequestFactory:
 
     def build(
         self, prompt: Prompt, params: SamplingParams, request_id: str | None
-    ) -> EngineRequest:
-        """One request; without an id it gets one that no request has.
+    ) -> list[EngineRequest]:
+        """The samples of a request; without an id it gets one that no request has.
 
         Raises:
             ValueError: an empty prompt, ids outside the vocabulary, a prompt longer than the model,
@@ -59,8 +80,8 @@ class RequestFactory:
         """
         if request_id is None:
             request_id = self._new_id()
-        elif not isinstance(request_id, str):
-            raise ValueError(f"request_id: expected a text, got {request_id!r}")
+        elif not isinstance(request_id, str) or _BEFORE_INDEX in request_id:
+            raise ValueError(f"request_id: expected a text without NUL, got {request_id!r}")
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params: expected SamplingParams, got {type(params).__name__}")
         token_ids, encoder_input = self._prompt_ids(prompt), None
@@ -73,20 +94,28 @@ class RequestFactory:
         self._check_ids("stop_token_ids", stop_ids)
         stop_ids = stop_ids if params.ignore_eos else stop_ids | self._eos_ids
         most = self._max_model_len if params.max_tokens is None else params.max_tokens
-        request = EngineRequest(
-            request_id=request_id,
-            token_ids=token_ids,
-            params=params,
-            seed=secrets.randbits(63) if params.seed is None else params.seed,
-            stop_ids=stop_ids,
-            max_len=min(len(token_ids) + most, self._max_model_len),
-            detokenizer=self._detokenizer(params),
-            encoder_input=encoder_input,
-            rereads_above=self._rereads_above,
-            rules=self._rules(params, len(token_ids), stop_ids),
-        )
-        self._alive.setdefault(request_id, request)
-        return request
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        root = Content(None) if params.n > 1 and self._shares_prompts else None
+        requests = [
+            EngineRequest(
+                request_id=f"{request_id}{_BEFORE_INDEX}{index}" if index else request_id,
+                public_id=request_id,
+                index=index,
+                root=root,
+                token_ids=[*token_ids],
+                params=params,
+                seed=sample_seed(seed, index),
+                stop_ids=stop_ids,
+                max_len=min(len(token_ids) + most, self._max_model_len),
+                detokenizer=self._detokenizer(params),
+                encoder_input=encoder_input,
+                rereads_above=self._rereads_above,
+                rules=self._rules(params, len(token_ids), stop_ids),
+            )
+            for index in range(params.n)
+        ]
+        self._alive.setdefault(request_id, requests[0])
+        return requests
 
     def _detokenizer(self, params: SamplingParams) -> Detokenizer | None:
         if self._tokenizer is None:

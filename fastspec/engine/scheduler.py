@@ -1,6 +1,7 @@
 """Which requests run in a step, and where their blocks come from."""
 
 from collections import deque
+from collections.abc import Callable
 
 from fastspec.engine.block_manager import BlockManager, blocks_needed
 from fastspec.engine.prefix_index import ContentKey
@@ -20,7 +21,7 @@ class Scheduler:
         self.max_batch_size = max_batch_size
         self.running: list[EngineRequest] = []
         self.waiting: deque[EngineRequest] = deque()
-        self._requests: dict[str, EngineRequest] = {}  # all of them
+        self._samples: dict[str, list[EngineRequest]] = {}  # all requests, by the id users know
 
     @property
     def has_unfinished(self) -> bool:
@@ -39,23 +40,20 @@ class Scheduler:
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request that fits."""
-        self._requests[request.request_id] = request
+        self._samples.setdefault(request.public_id, []).append(request)
         self.waiting.append(request)
 
-    def schedule(self, num_speculative_tokens: int, max_nodes: int = 0) -> list[EngineRequest]:
+    def schedule(self, reach: Callable[[EngineRequest], int]) -> list[EngineRequest]:
         """Reserve room for the next step of the running requests; who lost their blocks for it.
 
-        With max_nodes, that many tokens of a tree, which take room even past the end of a text.
+        reach: tokens of a request that its next step may cache, of which it gets what there is.
         """
         preempted: list[EngineRequest] = []
-        room = max_nodes or num_speculative_tokens
         capacity = self.block_manager.num_blocks * self.block_manager.block_size
         scheduled = 0
         while scheduled < len(self.running):
             request = self.running[scheduled]
-            most = capacity if max_nodes else request.max_len
-            length = min(len(request.token_ids) + room, most)
-            if self.block_manager.reserve(request.block_table, length):
+            if self.block_manager.reserve(request.block_table, min(reach(request), capacity)):
                 scheduled += 1
             else:
                 preempted.append(self._preempt(self.running[-1]))
@@ -64,23 +62,24 @@ class Scheduler:
                 preempted.append(self._preempt(request))
         return preempted
 
-    def admit(self, num_speculative_tokens: int, max_nodes: int = 0) -> list[EngineRequest]:
+    def admit(self, reach: Callable[[EngineRequest], int]) -> list[EngineRequest]:
         """Let waiting requests in, with the cached blocks of their prefixes, as long as they fit.
 
         A request that needs a block which one before it is about to fill has to wait for that: call
-        again when the tokens of these are cached, until nobody comes.
+        again when more tokens of these are cached, until nobody comes.
         """
-        room = max_nodes or num_speculative_tokens
         capacity = self.block_manager.num_blocks * self.block_manager.block_size
+        admitted: list[EngineRequest] = []
+        coming: set[ContentKey | None] = set()
         for request in self.running if self.waiting else ():
             self.block_manager.publish(request)
-        admitted: list[EngineRequest] = []
-        coming: set[ContentKey] = set()
+            if request.num_cached < len(request.token_ids) - 1:
+                coming.add(self.block_manager.find(request).next_key)
+        coming.discard(None)
         while self.waiting and len(self.running) < self.max_batch_size:
             request = self.waiting[0]
-            match = self.block_manager.find(request.token_ids)
-            most = capacity if max_nodes else request.max_len
-            length = min(len(request.token_ids) + room, most)
+            match = self.block_manager.find(request)
+            length = min(reach(request), capacity)
             if match.next_key in coming or not self.block_manager.admit(request, match, length):
                 break
             if match.next_key is not None:
@@ -89,13 +88,15 @@ class Scheduler:
             admitted.append(request)
         return admitted
 
-    def get(self, request_id: str) -> EngineRequest | None:
-        """A running or waiting request."""
-        return self._requests.get(request_id)
+    def samples(self, request_id: str) -> list[EngineRequest]:
+        """Those of a request that run or wait."""
+        return [*self._samples.get(request_id, ())]
 
     def remove(self, request: EngineRequest, failed: bool = False) -> None:
         """Take a request out, wherever it is, and its blocks; those of a failed one are no use."""
-        del self._requests[request.request_id]
+        self._samples[request.public_id].remove(request)
+        if not self._samples[request.public_id]:
+            del self._samples[request.public_id]
         queue = self.running if request in self.running else self.waiting
         queue.remove(request)
         if failed:

@@ -1,14 +1,15 @@
-"""The drafter of an engine: which one is known, whether it is on, how much it proposes."""
+"""One drafter of an engine: which is known, whether it is on, how much it proposes for whom."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 
-from fastspec.config import EngineConfig, SpecConfig
+from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.checks import is_int, require
 from fastspec.drafters import Drafter, GlideDrafter, Proposal, TreeDrafter, TreeProposer
 from fastspec.drafters.base import Batch, NoDrafter, Request, check_proposal
+from fastspec.engine.pacing import Pacer
 from fastspec.engine.request import EngineRequest
 from fastspec.engine.schedule import Schedule, Step
 
@@ -22,7 +23,10 @@ class Speculation:
 
     Args:
         chains_only: a target that cannot judge trees, as errors begin.
+        pacer: makes the schedules; None = always K.
     Attributes:
+        rule: how the target judges what is proposed.
+        usual_num_tokens: K where none is named.
         known: the drafter that is on, or was on last.
         num_speculative_tokens: tokens of a request that one step can accept at most; 0 while off.
         max_nodes: of a request's tree; 0 where the drafter proposes chains, and while off.
@@ -36,6 +40,7 @@ class Speculation:
         spec: SpecConfig,
         config: EngineConfig,
         chains_only: str | None = None,
+        pacer: Pacer | None = None,
     ):
         self._device = device
         self._vocab_size = vocab_size
@@ -44,8 +49,11 @@ class Speculation:
         chain_rules = (f"{name}: {value!r}" for name, value, exact in given if value not in exact)
         self._is_coupled = spec.rejection_sample_method == "coupled"
         self._chains_only = chains_only
+        self._pacer = pacer
         self._chain_rule = chains_only or next(chain_rules, None)
         self._config = config
+        self.rule = {"method": spec.rejection_sample_method, "lenience": spec.relaxed_acceptance}
+        self.usual_num_tokens = spec.num_draft_tokens(config.max_n_spec_tokens)
         self._no_drafter = NoDrafter()
         self._has_failed = False  # in this step
         self.drafter: Drafter = self._no_drafter
@@ -71,14 +79,24 @@ class Speculation:
         fits = most is None or value <= most
         require(name, value, fits, f"at most max_n_spec_tokens, {most}")
 
+    def check_request(self, params: SamplingParams) -> None:
+        """Refuse a request that asks for more draft tokens than it can get."""
+        num, most = params.num_speculative_tokens, 0
+        if self.known is not None:
+            most = self.num_speculative_tokens or self.usual_num_tokens
+        fits = num is None or num <= most
+        require("num_speculative_tokens", num, fits, f"at most K of the drafter, {most}")
+
+    def limit(self, request: EngineRequest) -> int:
+        """K of a request of this drafter."""
+        wanted, most = request.params.num_speculative_tokens, self.num_speculative_tokens
+        return most if wanted is None else min(wanted, most)
+
     def enable(
-        self,
-        drafter: Drafter,
-        num_speculative_tokens: int,
-        schedule: Schedule | None,
-        running: list[EngineRequest],
+        self, drafter: Drafter, num_speculative_tokens: int, running: list[EngineRequest]
     ) -> None:
         """Turn on a drafter; ValueError, and no change, when it cannot propose so many tokens."""
+        schedule = self._pacer and self._pacer.schedule(drafter, num_speculative_tokens)
         is_tree = isinstance(drafter, TreeProposer)
         if is_tree and self._chains_only:
             raise ValueError(f"{self._chains_only} judges chains, not token trees")
@@ -97,15 +115,21 @@ class Speculation:
         self.num_speculative_tokens = self.max_nodes = 0
         self.schedule = None
 
-    def propose(self, requests: list[EngineRequest]) -> tuple[Batch, Proposal]:
-        """The next step of some requests, and what the target is to judge in it."""
+    def propose(
+        self, requests: list[EngineRequest], others: list[EngineRequest]
+    ) -> tuple[Batch, Proposal]:
+        """The next step of its requests and of others, who get no drafts; what is to be judged."""
         self._has_failed = False
         most, device, backend = self.num_speculative_tokens, self._device, self._config.backend
+        own_limits = [self.limit(request) for request in requests] + [0] * len(others)
+        requests = requests + others
+        pairs = list(zip(requests, own_limits, strict=True))
+        rules = device, backend, own_limits if min(own_limits) < most else None, self._is_coupled
         try:
-            limits = nodes = [min(request.room, most) for request in requests]
+            limits = nodes = [min(request.room, limit) for request, limit in pairs]
             if self.max_nodes or self.schedule is not None:
                 limits, nodes = self._limits(requests, limits)
-            batch = Batch(requests, limits, nodes, most, device, backend, self._is_coupled)
+            batch = Batch(requests, limits, nodes, most, *rules)
             if any(batch.num_draft_tokens):
                 proposal = self.drafter.propose(batch)
                 check_proposal(proposal, batch, self._vocab_size)
@@ -118,7 +142,7 @@ class Speculation:
         except BaseException as error:
             self._fail(error, requests)
         none = [0] * len(requests)
-        batch = Batch(requests, none, none, most, device, backend, self._is_coupled)
+        batch = Batch(requests, none, none, most, *rules)
         return batch, self._no_drafter.propose(batch)
 
     def record(self, request: EngineRequest, step: Step) -> None:
@@ -155,7 +179,9 @@ class Speculation:
             limits = [min(pair) for pair in zip(limits, nodes, strict=True)]
             return limits, [n if limit else 0 for n, limit in zip(nodes, limits, strict=True)]
         assert self.schedule is not None
-        wanted = [self.schedule.num_draft_tokens(request) for request in requests]
+        schedule = self.schedule
+        pairs = zip(requests, limits, strict=True)
+        wanted = [schedule.num_draft_tokens(request) if limit else 0 for request, limit in pairs]
         for num in wanted:
             require("num_draft_tokens", num, is_int(num) and num >= 0, "an int >= 0")
         limits = [min(pair) for pair in zip(wanted, limits, strict=True)]

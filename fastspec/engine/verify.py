@@ -16,20 +16,25 @@ from fastspec.engine.request import EngineRequest
 from fastspec.models.runner import ModelRunner, Span
 from fastspec.models.token_tree import packed
 from fastspec.models.transfer import device_tensor
-from fastspec_kernels import row_stats, verify_chain, verify_tree
+from fastspec_kernels import row_stats, uniform, verify_chain, verify_tree
 
 
-def prefill(runner: ModelRunner, requests: list[EngineRequest]) -> None:
-    """Cache every committed token but the last, which is read together with the proposals."""
-    pending = [r for r in requests if r.num_cached < len(r.token_ids) - 1]
-    starts = [runner.paged_model.resume(r.state_key, r.num_cached) for r in pending]
-    pairs = list(zip(pending, starts, strict=True))
-    runner.prefill(
-        [request.token_ids[start:-1] for request, start in pairs],
-        [request.span(start, len(request.token_ids) - 1 - start) for request, start in pairs],
-    )
-    for request in pending:
-        request.num_cached = len(request.token_ids) - 1
+def prefill(runner: ModelRunner, requests: list[EngineRequest], most: int) -> int:
+    """Cache committed tokens, `most` of all requests together, the first request's first.
+
+    The last token of each is left, which is read together with the proposals. How many were cached.
+    """
+    spans, num_read = [], 0
+    for request in requests:
+        start = runner.paged_model.resume(request.state_key, request.num_cached)
+        spans.append(request.span(start, min(len(request.token_ids) - 1 - start, most - num_read)))
+        num_read += spans[-1].count
+    ends = [span.start + span.count for span in spans]
+    pairs = list(zip(requests, spans, ends, strict=True))
+    runner.prefill([r.token_ids[span.start : end] for r, span, end in pairs], spans)
+    for request, _, end in pairs:
+        request.num_cached = end
+    return num_read
 
 
 def verify(
@@ -85,13 +90,13 @@ def verify(
         judged = judge_coupled(target_logits, places, ids, parents, batch, token_bitmask)
         path, output_ids, accepted_len, logprobs = judged
     elif parents is None:
-        uniforms = batch.uniforms(batch.num_speculative_tokens + 1, VERIFY_STREAM)
+        uniforms = _uniforms(batch, batch.num_speculative_tokens)
         given |= {"draft_logits": draft_logits, "lenience": lenience, "method": method}
         output_ids, accepted_len, logprobs = verify_chain(
             target_logits, cu_rows, proposal.token_ids, uniforms, **given
         )
     else:
-        uniforms = _tree_uniforms(batch, ids.shape[1])
+        uniforms = _uniforms(batch, ids.shape[1])
         given |= {"draft_logits": draft_logits, "sibling_rule": proposal.sibling_rule}
         judged = verify_tree(target_logits, cu_rows, ids, parents, uniforms, **given)
         path, output_ids, accepted_len, logprobs = judged
@@ -167,19 +172,20 @@ def _after_reread(
     return torch.cat(parts), spans, rows
 
 
-def _tree_uniforms(batch: Batch, num_nodes: int) -> Tensor:
-    """[B, N + 1]: a number for each node, and last that which chains have for their extra token.
+def _uniforms(batch: Batch, num: int) -> Tensor:
+    """[B, N + 1]: a number for each of N proposals, and last that of the extra token, the K-th.
 
-    So a request that nothing is proposed for gets the same token, whether others have trees or not.
+    K is the request's own: it gets the same token whatever else is proposed in the batch.
     """
-    extra = batch.num_speculative_tokens  # the last column of a chain
-    numbers = batch.uniforms(max(num_nodes, extra) + 1, VERIFY_STREAM)
-    parts = [
-        numbers[:, : min(extra, num_nodes)],
-        numbers[:, extra + 1 : num_nodes + 1],
-        numbers[:, extra : extra + 1],
-    ]
-    return torch.cat(parts, dim=1)
+    most, own_limits = batch.num_speculative_tokens, batch.own_limits
+    seeds, lengths = batch.keys
+    numbers = uniform(seeds, lengths, max(num, most) + 1, VERIFY_STREAM, backend=batch.backend)
+    if num == most and own_limits is None:
+        return numbers
+    limits = own_limits or [most] * len(batch.requests)
+    extra = device_tensor(limits, torch.int64, batch.device)[:, None]
+    places = torch.arange(num, device=batch.device)
+    return numbers.gather(1, torch.cat([places + (places >= extra), extra], dim=1))
 
 
 def _chain_verdict(row: list[int], count: int, logprobs: list[float] | None) -> Verdict:

@@ -35,11 +35,6 @@ _SUPPORTED = (
 def paged_model_of(model: PreTrainedModel, config: EngineConfig) -> PagedModel:
     """The model on the paged cache, whichever kind it is; ValueError if it cannot be."""
     is_encoder_decoder = model.config.is_encoder_decoder
-    if is_encoder_decoder and config.prefix_caching:
-        raise ValueError(
-            f"prefix_caching: {type(model).__name__} is an encoder-decoder; what its decoder caches"
-            " depends on the encoder's input, so requests cannot share it"
-        )
     if is_encoder_decoder and config.kv_cache_dtype != "auto":
         raise ValueError(
             f"kv_cache_dtype: {type(model).__name__} is an encoder-decoder; its attention cannot"
@@ -47,22 +42,31 @@ def paged_model_of(model: PreTrainedModel, config: EngineConfig) -> PagedModel:
         )
     kind = EncoderDecoderModel if is_encoder_decoder else PagedModel
     paged_model = kind(model, config.backend, config.kv_cache_dtype)
-    limit = paged_model.rotary.limit if paged_model.rotary else None
-    most = config.max_model_len or paged_model.max_positions
-    if config.prefix_caching and limit is not None and (most is None or most > limit):
-        raise ValueError(
-            f"prefix_caching: {paged_model.name} rotates the keys of texts above {limit} tokens by"
-            " other factors, so long and short ones cannot share them; a max_model_len of"
-            f" {limit} would do"
-        )
-    if config.prefix_caching and paged_model.recurrent is not None:
-        raise ValueError(
-            f"prefix_caching: {paged_model.name} has recurrent layers, whose state at the end of a"
-            " shared prefix is not kept"
-        )
+    obstacle = prefix_obstacle(paged_model, config)
+    if config.prefix_caching and obstacle is not None:
+        raise ValueError(f"prefix_caching: {paged_model.name} {obstacle}")
     if config.compile_modules:
         compile_modules(paged_model.model)
     return paged_model
+
+
+def prefix_obstacle(paged_model: PagedModel, config: EngineConfig) -> str | None:
+    """Why requests cannot share the blocks of a prompt; None where they can."""
+    if paged_model.decoder_start_id is not None:
+        return (
+            "is an encoder-decoder; what its decoder caches depends on the encoder's input, so"
+            " requests cannot share it"
+        )
+    limit = paged_model.rotary.limit if paged_model.rotary else None
+    most = config.max_model_len or paged_model.max_positions
+    if limit is not None and (most is None or most > limit):
+        return (
+            f"rotates the keys of texts above {limit} tokens by other factors, so long and short"
+            f" ones cannot share them; a max_model_len of {limit} would do"
+        )
+    if paged_model.recurrent is not None:
+        return "has recurrent layers, whose state at the end of a shared prefix is not kept"
+    return None
 
 
 def check_same_kind(target: PagedModel, models: list[PagedModel]) -> None:

@@ -129,8 +129,9 @@ class Simulator:
             scheduler.add(request)
         speculation = Speculation(self.device, self._vocab_size, self._spec, self._config)
         drafter = self._plan.build(None, block_manager)
-        speculation.enable(drafter, self._spec.num_draft_tokens(), None, [])
-        loop = Loop(scheduler, speculation, _skip_prefill, _compare, self.stats)
+        speculation.enable(drafter, self._spec.num_draft_tokens(), [])
+        sides = _skip_prefill, _compare
+        loop = Loop(scheduler, {None: speculation}, *sides, self.stats, chunk_size=1)
         while scheduler.has_unfinished:
             loop.round()
             if speculation.error is not None:
@@ -177,12 +178,13 @@ class _StoredRequest(EngineRequest):
         return "stop" if len(self.token_ids) == len(self.text) else None
 
 
-def _skip_prefill(requests: list[EngineRequest]) -> None:
+def _skip_prefill(requests: list[EngineRequest], most: int) -> int:
     for request in requests:
         request.num_cached = len(request.token_ids) - 1
+    return 0
 
 
-def _compare(batch: Batch, proposal: Proposal) -> list[Verdict]:
+def _compare(batch: Batch, proposal: Proposal, method: str, lenience: float) -> list[Verdict]:
     """The verdicts of a target that writes what is stored."""
     if proposal.parents is not None:
         raise ValueError("drafter: token trees cannot be simulated")

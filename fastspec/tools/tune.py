@@ -229,7 +229,8 @@ class Planner:
         laps = []
         while True:
             before = dict(engine.stats.seconds)
-            events = engine.step()
+            while not (events := engine.step()):
+                pass  # a long prompt is read in several rounds
             after = engine.stats.seconds
             laps.append({phase: after[phase] - before[phase] for phase in after})
             output = events[-1].output

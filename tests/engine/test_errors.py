@@ -97,7 +97,7 @@ def test_text_needs_a_tokenizer(model):
         ("frequency_penalty", 0.5),
         ("logit_bias", {3: 1.0}),
         ("min_tokens", 3),
-        ("n", 2),
+        ("n", 0),
         ("logprobs", 5),
         ("logits_processors", [lambda ids, logits: logits]),
     ],

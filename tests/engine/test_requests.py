@@ -259,11 +259,11 @@ def test_several_prompts_in_one_stream(model, drafter):
     expected = engine.generate(PROMPTS, params)
     events = list(engine.stream(PROMPTS, params))
     for index, output in enumerate(expected):
-        own = [event for event in events if event.index == index]
+        own = [event for event in events if event.prompt_index == index]
         assert own[-1].output.token_ids == output.token_ids
         assert tuple(t for event in own for t in event.token_ids) == output.token_ids
         assert "".join(event.text for event in own) == output.text
-    first = [event.index for event in events if event.token_ids][: len(PROMPTS) * 2]
+    first = [event.prompt_index for event in events if event.token_ids][: len(PROMPTS) * 2]
     assert len(set(first)) > 1, "one after the other"
     assert_blocks_came_back(engine)
 
@@ -271,7 +271,7 @@ def test_several_prompts_in_one_stream(model, drafter):
 def test_leaving_a_stream_of_several_prompts_frees_everything(model, drafter):
     engine = engine_of(model, drafter)
     for event in engine.stream(PROMPTS, sampled(1)):
-        if event.index == 1:
+        if event.prompt_index == 1:
             break
     del event
     assert not engine.has_unfinished
