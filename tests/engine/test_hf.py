@@ -14,7 +14,6 @@ from transformers import (
     StoppingCriteriaList,
     SynthIDTextWatermarkingConfig,
     TemperatureLogitsWarper,
-    TopKLogitsWarper,
     set_seed,
 )
 from transformers.generation.streamers import BaseStreamer
@@ -237,21 +236,31 @@ def test_samples_follow_the_law():
     assert chi_square(counts_of(model, 2000), law) > ALPHA
 
 
-class Halved(LogitsProcessor):
+class Favour(LogitsProcessor):
     """Not one of transformers', which have parameters of ours."""
 
     def __call__(self, input_ids, scores):
-        return scores / 2
+        scores[:, 0] += 2.0
+        return scores
 
 
-def test_samples_of_warpers_in_another_order_follow_the_law():
-    """They stay processors: what comes after another processor must see its scores."""
+def test_samples_of_a_warper_before_another_processor_follow_the_law():
+    """It stays a processor: what comes after it must see its scores."""
     model = small_model()
-    law = exact_law(model, {"temperature": 3.4, "top_k": 3})
-    order = [TopKLogitsWarper(3), TemperatureLogitsWarper(1.7), Halved()]
+
+    def biased(ids):
+        output = model(ids)
+        output.logits[..., 0] += 2.0 * 1.7
+        return output
+
+    biased.config = model.config
+    order = [TemperatureLogitsWarper(1.7), Favour()]
     options = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": None}
     options["logits_processor"] = LogitsProcessorList(order)
-    assert chi_square(counts_of(model, 500, **options), law) > ALPHA
+    assert (
+        chi_square(counts_of(model, 500, **options), exact_law(biased, {"temperature": 1.7}))
+        > ALPHA
+    )
 
 
 def test_the_seed_of_torch_repeats_a_sample(model, drafter):
