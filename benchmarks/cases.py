@@ -22,12 +22,13 @@ OPS = (
     "verify_chain",
     "verify_tree",
     "sample",
+    "sample_coupled",
     "row_stats",
     "logits_to_probs",
     "build_tree",
     "uniform",
 )
-ROW_OPS = ("sample", "row_stats", "logits_to_probs")
+ROW_OPS = ("sample", "sample_coupled", "row_stats", "logits_to_probs")
 OPS_WITHOUT_LOGITS = ("build_tree", "uniform")
 NUM_UNIFORMS = 6  # per sequence: K = 4 to accept, one to draw, one to spare
 ITEM_SIZE = {"float32": 4, "bfloat16": 2}

@@ -70,6 +70,17 @@ def parameters(values: dict, num: int, device: torch.device | str = "cpu") -> di
     }
 
 
+def randomness(
+    op: str, num: int, generator: torch.Generator, device: torch.device | str = "cpu"
+) -> tuple[Tensor, ...]:
+    """What a row op takes beside `num` rows of logits."""
+    if op == "sample":
+        return (torch.rand(num, generator=generator, device=device),)
+    if op == "sample_coupled":
+        return tuple(torch.randint(2**62, (2, num), generator=generator, device=device))
+    return ()
+
+
 def draw_tokens(
     logits: Tensor, values: dict, num: int, replacement: bool, generator: torch.Generator
 ) -> Tensor:

@@ -39,7 +39,7 @@ HEADLINE_SIZES = {"V": 128256, "R": 1, "B": 1, "N": 16, "rows": 5, "context": 81
 
 def results_page(records: list[dict]) -> str:
     """All of docs/results.md."""
-    others = ("end_to_end", "first_token", "llama_cpp")
+    others = ("end_to_end", "first_token", "llama_cpp", "batches")
     ops = [record for record in records if record["op"] not in others]
     first_tokens = [record for record in records if record["op"] == "first_token"]
     parts = [INTRODUCTION, "## End to end"]
@@ -55,6 +55,8 @@ def results_page(records: list[dict]) -> str:
         parts += ["## Drafters", methods(bundled)]
     if first_tokens:
         parts += ["## Prefix caching", prefix_caching(first_tokens)]
+    if runs := [record for record in records if record["op"] == "batches"]:
+        parts += ["## Batches", batches(runs[-1])]
     if ops:
         parts += ["## Kernels", kernels(ops)]
     return "\n\n".join(parts) + "\n"
@@ -252,6 +254,26 @@ def prefix_caching(records: list[dict]) -> str:
         lines.append(table_row(f"`{name}`", *sizes, *times, ratio))
     places = sorted({where(record) for record in latest.values()})
     return "\n".join([*lines, "", *places])
+
+
+def batches(record: dict) -> str:
+    """Table of one run with one request at a time, and with several."""
+    size = record["batch_size"]
+    heads = ("method", "batch 1", f"batch {size}", f"batch {size} / batch 1", "over plain, batched")
+    lines = [
+        f"New tokens per second of `{record['target']}`, greedy, {record['max_tokens']} tokens of"
+        f" each of {size} prompts: one after the other and together, all methods in turns, median"
+        f" of {record['repeats']} rounds.",
+        "",
+        *table_head(*heads),
+    ]
+    for name, row in record["tokens_per_s"].items():
+        alone, together = row
+        ratios = record["ratios"][name]
+        lines.append(
+            table_row(name, f"{alone:.0f}", f"{together:.0f}", *map("{:.2f}".format, ratios))
+        )
+    return "\n".join([*lines, "", where(record)])
 
 
 def kernels(records: list[dict]) -> str:

@@ -13,5 +13,9 @@ def test_sample(measure, case, backend, device_type):
     measure(case, backend, device_type)
 
 
+def test_sample_coupled(measure, case, backend, device_type):
+    measure(case, backend, device_type)
+
+
 def test_uniform(measure, case, backend, device_type):
     measure(case, backend, device_type)

@@ -82,33 +82,36 @@ def _reader(*tensors: list[Tensor]) -> Callable[[int], list[Tensor]]:
 
 def _rows(case: Case, backend: str, device: torch.device, num_sets: int) -> Workload:
     make = _Maker(case, device, num_sets)
-    logits, uniforms = make.logits(case.batch), make.uniforms(case.batch)
+    logits = make.logits(case.batch)
+    extras = [
+        inputs.randomness(case.op, case.batch, make.generator, device) for _ in range(num_sets)
+    ]
     params, values, op = make.params(), make.values, getattr(ops, case.op)
 
     def at(i: int) -> Tensor:
         return logits[i % len(logits)]
 
     def ours(i: int):
-        extra = (uniforms[i],) if case.op == "sample" else ()
-        return op(at(i), *extra, **params, backend=backend)
+        return op(at(i), *extras[i], **params, backend=backend)
 
     def check() -> dict:
         for i in verification.picks(len(logits)):
-            extra = (uniforms[i],) if case.op == "sample" else ()
-            verification.rows(case.op, at(i), extra, params, ours(i))
+            verification.rows(case.op, at(i), extras[i], params, ours(i))
         verification.peer_rule(at(0)[:1], values)
         return {}
 
     theirs = {
         "sample": peers.hf_sample,
+        "sample_coupled": peers.hf_sample,
         "row_stats": lambda rows, values: peers.hf_logits(rows, values).logsumexp(-1),
         "logits_to_probs": peers.hf_probs,
     }[case.op]
     others = {"peer": Peer(lambda i: theirs(at(i), values))}
-    if case.op == "sample":
+    if case.op in ("sample", "sample_coupled"):
         others["torch"] = Peer(lambda i: peers.torch_sample(at(i), values))
     if peers.HAS_FLASHINFER and device.type == "cuda" and case.op != "row_stats":
-        of_flashinfer = {"sample": peers.flashinfer_sample}.get(case.op, peers.flashinfer_probs)
+        draws = case.op in ("sample", "sample_coupled")
+        of_flashinfer = peers.flashinfer_sample if draws else peers.flashinfer_probs
         others["flashinfer"] = Peer(lambda i: of_flashinfer(at(i), values))
     return Workload(case, backend, device, num_sets, ours, _reader(logits), check, peers=others)
 

@@ -134,6 +134,23 @@ std::tuple<Tensor, Tensor> sample(const Tensor& logits, const Tensor& uniform_sa
   return {token_ids, logprobs};
 }
 
+std::tuple<Tensor, Tensor> sample_coupled(const Tensor& logits, const Tensor& seed,
+                                          const Tensor& position, const OptionalTensor& temperature,
+                                          const OptionalTensor& top_k, const OptionalTensor& top_p,
+                                          const OptionalTensor& min_p,
+                                          const OptionalTensor& token_bitmask) {
+  require(logits.dim() == 2);
+  const int64_t rows = logits.size(0);
+  require(is_vector(seed, rows, ScalarType::Long) && is_vector(position, rows, ScalarType::Long));
+  Tensor token_ids = new_tensor({rows}, ScalarType::Int);
+  Tensor logprobs = new_tensor({rows}, ScalarType::Float);
+  cpu::sample_coupled(allowed_logits(logits, token_bitmask),
+                      sampling_parameters(rows, temperature, top_k, top_p, min_p),
+                      seed.const_data_ptr<int64_t>(), position.const_data_ptr<int64_t>(),
+                      out<int32_t>(token_ids), out<float>(logprobs));
+  return {token_ids, logprobs};
+}
+
 std::tuple<Tensor, Tensor, Tensor> verify_chain(
     const Tensor& target_logits, const Tensor& cu_rows, const Tensor& draft_token_ids,
     const Tensor& uniform_samples, const OptionalTensor& draft_logits,
@@ -230,6 +247,7 @@ STABLE_TORCH_LIBRARY_IMPL(fastspec, CPU, m) {
   m.impl("row_stats", TORCH_BOX(&fastspec::row_stats));
   m.impl("logits_to_probs", TORCH_BOX(&fastspec::logits_to_probs));
   m.impl("sample", TORCH_BOX(&fastspec::sample));
+  m.impl("sample_coupled", TORCH_BOX(&fastspec::sample_coupled));
   m.impl("verify_chain", TORCH_BOX(&fastspec::verify_chain));
   m.impl("verify_tree", TORCH_BOX(&fastspec::verify_tree));
   m.impl("build_tree", TORCH_BOX(&fastspec::build_tree));

@@ -176,6 +176,69 @@ std::tuple<Tensor, Tensor> sample(const Tensor& logits, const Tensor& uniform_sa
   return {token_ids, logprobs};
 }
 
+std::tuple<Tensor, Tensor> sample_coupled(const Tensor& logits, const Tensor& seed,
+                                          const Tensor& position, const OptionalTensor& temperature,
+                                          const OptionalTensor& top_k, const OptionalTensor& top_p,
+                                          const OptionalTensor& min_p,
+                                          const OptionalTensor& token_bitmask) {
+  require(logits.dim() == 2);
+  require_device_of(logits, {seed, position, temperature, top_k, top_p, min_p, token_bitmask});
+  const DeviceGuard guard(logits.get_device_index());
+  const int64_t rows = logits.size(0);
+  Tensor token_ids = new_tensor(logits, {rows}, ScalarType::Int);
+  Tensor logprobs = new_tensor(logits, {rows}, ScalarType::Float);
+  const cuda::SampleCoupledCall call = {logits_of(logits, token_bitmask),
+                                        sampling_parameters(rows, temperature, top_k, top_p, min_p),
+                                        data_of<int64_t>(seed, {rows}),
+                                        data_of<int64_t>(position, {rows}),
+                                        token_ids.mutable_data_ptr<int32_t>(),
+                                        logprobs.mutable_data_ptr<float>()};
+  check_launch("sample_coupled", cuda::launch_sample_coupled(call, plan_of(call.logits, logits),
+                                                             current_stream(logits)));
+  return {token_ids, logprobs};
+}
+
+void penalize(Tensor logits, const Tensor& row_sequence, const Tensor& row_node,
+              const Tensor& tree_token_ids, const Tensor& cu_history, const Tensor& history_ids,
+              const Tensor& history_counts, const Tensor& cu_bias, const Tensor& bias_ids,
+              const Tensor& bias, const Tensor& bias_until, const OptionalTensor& parents,
+              const OptionalTensor& repetition_penalty, const OptionalTensor& presence_penalty,
+              const OptionalTensor& frequency_penalty) {
+  require(logits.dim() == 2 && tree_token_ids.dim() == 2 && tree_token_ids.size(1) > 0);
+  require(history_ids.dim() == 1 && bias_ids.dim() == 1);
+  require_device_of(logits, {row_sequence, row_node, tree_token_ids, cu_history, history_ids,
+                             history_counts, cu_bias, bias_ids, bias, bias_until, parents,
+                             repetition_penalty, presence_penalty, frequency_penalty});
+  const DeviceGuard guard(logits.get_device_index());
+  const cuda::Logits all = logits_of(logits);
+  require(all.num_rows < 2 || all.row_stride >= all.size);
+  const int64_t batch = tree_token_ids.size(0), num_nodes = tree_token_ids.size(1);
+  const int64_t known = history_ids.size(0), biased = bias_ids.size(0);
+  cuda::PenalizeCall call = {};
+  call.logits = logits.mutable_data_ptr();
+  call.row_sequence = data_of<int32_t>(row_sequence, {all.num_rows});
+  call.row_node = data_of<int32_t>(row_node, {all.num_rows});
+  call.tree_token_ids = data_of<int32_t>(tree_token_ids, {batch, num_nodes});
+  call.parents = data_of<int32_t>(parents, {batch, num_nodes});
+  call.cu_history = data_of<int32_t>(cu_history, {batch + 1});
+  call.history_ids = data_of<int32_t>(history_ids, {known});
+  call.history_counts = data_of<int32_t>(history_counts, {known});
+  call.cu_bias = data_of<int32_t>(cu_bias, {batch + 1});
+  call.bias_ids = data_of<int32_t>(bias_ids, {biased});
+  call.bias = data_of<float>(bias, {biased});
+  call.bias_until = data_of<int32_t>(bias_until, {biased});
+  call.repetition_penalty = data_of<float>(repetition_penalty, {batch});
+  call.presence_penalty = data_of<float>(presence_penalty, {batch});
+  call.frequency_penalty = data_of<float>(frequency_penalty, {batch});
+  call.row_stride = all.row_stride;
+  call.num_rows = all.num_rows;
+  call.vocab = all.size;
+  call.batch = batch;
+  call.num_nodes = num_nodes;
+  call.element = all.element;
+  check_launch("penalize", cuda::launch_penalize(call, current_stream(logits)));
+}
+
 std::tuple<Tensor, Tensor, Tensor> verify_chain(
     const Tensor& target_logits, const Tensor& cu_rows, const Tensor& draft_token_ids,
     const Tensor& uniform_samples, const OptionalTensor& draft_logits,
@@ -303,6 +366,8 @@ STABLE_TORCH_LIBRARY_IMPL(fastspec, CUDA, m) {
   m.impl("row_stats", TORCH_BOX(&fastspec::row_stats));
   m.impl("logits_to_probs", TORCH_BOX(&fastspec::logits_to_probs));
   m.impl("sample", TORCH_BOX(&fastspec::sample));
+  m.impl("sample_coupled", TORCH_BOX(&fastspec::sample_coupled));
+  m.impl("penalize", TORCH_BOX(&fastspec::penalize));
   m.impl("verify_chain", TORCH_BOX(&fastspec::verify_chain));
   m.impl("verify_tree", TORCH_BOX(&fastspec::verify_tree));
   m.impl("build_tree", TORCH_BOX(&fastspec::build_tree));

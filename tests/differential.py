@@ -1,10 +1,10 @@
 """Random requests, decoded by Hugging Face's `generate` and by our engine with every drafter.
 
-`python -m tests.differential --requests 400` prints what differs, and exits with 1 if anything does.
-Greedy requests must equal `generate` in ids, text, log-probabilities (1e-4) and finish reason; those
-that sample must equal our own plain decoding, through `rejection_sample_method="coupled"`. Requests
-come in batches of 1 to 16 of unlike ones, in caches so small that some are preempted, and some are
-aborted on the way: these must be beginnings of what they would have been.
+`python -m tests.differential --requests 400` prints what differs, and exits with 1 if anything
+does. Greedy requests must equal `generate` in ids, text, log-probabilities (1e-4) and finish
+reason; those that sample must equal our own plain decoding, by `rejection_sample_method="coupled"`.
+Requests come in batches of 1 to 16 of unlike ones, in caches so small that some are preempted, and
+some are aborted on the way: these must be beginnings of what they would have been.
 """
 
 import argparse
@@ -82,7 +82,7 @@ def random_case(rng: random.Random, greedy: bool) -> Case:
         "bad_words": maybe(
             0.25, lambda: [[rng.randrange(256) for _ in range(n)] for n in (1, 1, 2)]
         ),
-        "allowed_token_ids": maybe(0.15, lambda: sorted(rng.sample(range(256), 90)) + [EOS_ID]),
+        "allowed_token_ids": maybe(0.15, lambda: [*sorted(rng.sample(range(256), 90)), EOS_ID]),
         "logits_processors": maybe(0.2, lambda: [EveryThird()]),
         "stop_token_ids": maybe(0.4, lambda: rng.sample(range(256), 12)),
         "min_tokens": maybe(0.3, lambda: rng.randrange(8)),

@@ -16,7 +16,7 @@ import fastspec_kernels as ops
 from benchmarks import verification
 from benchmarks.gpu import options
 from benchmarks.gpu.steps import UNFINISHED
-from benchmarks.inputs import binary_tree, draw_tokens, make_logits, noisy
+from benchmarks.inputs import binary_tree, draw_tokens, make_logits, noisy, randomness
 from fastspec_kernels.backend import backends_of
 
 TINY_VOCABS = (1, 33, 1000)
@@ -98,7 +98,7 @@ def _moved(tensor: Tensor, device: torch.device) -> Tensor:
 def _rows_check(op: str):
     def check(vocab, dtype, backend, device):
         logits = logits_of(BATCH, vocab, dtype)
-        extra = (torch.rand(BATCH, generator=generator()),) if op == "sample" else ()
+        extra = randomness(op, BATCH, generator())
         args = moved((logits, *extra), device)
         for params in (MIXED, {**MIXED, "token_bitmask": bitmask(BATCH, vocab)}):
             ours = getattr(ops, op)(*args, **moved(params, device), backend=backend)
@@ -222,9 +222,54 @@ def _compact_check(vocab, dtype, backend, device):
         verification.equal(ours, caches)
 
 
-SAMPLING_OPS = ("row_stats", "logits_to_probs", "sample", "verify_chain", "verify_tree")
+def penalize_inputs(vocab: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """A row for each node of three trees; history and bias of every other token, or of none."""
+    history = torch.arange(0, vocab, 2, dtype=torch.int32)
+    bias = torch.arange(vocab // 3, vocab, 2, dtype=torch.int32)
+    tokens = torch.randint(vocab, (BATCH, NUM_NODES), generator=generator()).int()
+    nodes = torch.arange(BATCH * NUM_NODES, dtype=torch.int32)
+    return (
+        logits_of(BATCH * NUM_NODES, vocab, dtype),
+        nodes // NUM_NODES,
+        nodes % NUM_NODES,
+        tokens,
+        torch.tensor([0, len(history), len(history), len(history)], dtype=torch.int32),
+        history,
+        history % 4,
+        torch.tensor([0, 0, len(bias), len(bias)], dtype=torch.int32),
+        bias,
+        torch.randn(len(bias), generator=generator()),
+        bias % 4,
+    )
+
+
+def _penalize_check(vocab, dtype, backend, device):
+    """To the last bit, of chains and of trees."""
+    args = penalize_inputs(vocab, dtype)
+    values = torch.tensor([[1.3, 0.7, 1.0], [0.5, 0.0, -0.5], [0.1, 0.2, 0.0]])
+    names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    penalties = dict(zip(names, values, strict=True))
+    for parents in (None, binary_tree(NUM_NODES).expand(BATCH, -1).contiguous()):
+        options_of = {**penalties, "parents": parents}
+        expected, ours = args[0].clone(), args[0].to(device, copy=True)
+        ops.penalize(expected, *args[1:], **options_of, backend="reference")
+        on_device = {name: x for name, x in options_of.items() if x is not None}
+        ops.penalize(ours, *moved(args[1:], device), **moved(on_device, device), backend=backend)
+        verification.equal((ours,), (expected,))
+
+
+SAMPLING_OPS = (
+    "row_stats",
+    "logits_to_probs",
+    "sample",
+    "sample_coupled",
+    "penalize",
+    "verify_chain",
+    "verify_tree",
+)
 CHECKS: dict[str, Callable] = {
-    **{op: _rows_check(op) for op in SAMPLING_OPS[:3]},
+    **{op: _rows_check(op) for op in SAMPLING_OPS[:4]},
+    "penalize": _penalize_check,
     "verify_chain": _chain_check,
     "verify_tree": _tree_check,
     "build_tree": _build_tree_check,

@@ -7,6 +7,7 @@
 #include <numeric>
 
 #include "common/half.h"
+#include "common/philox.h"
 #include "parallel.h"
 
 namespace fastspec::cpu {
@@ -133,6 +134,67 @@ int64_t draw(const Row& row, double uniform) {
   float weights[kChunk];
   row.kernels().weigh(row.logits.at(begin), row.chunk_size(chunk), row.weighting, 1.0f, weights);
   return begin + draw_from(weights, row.chunk_size(chunk), bound - before);
+}
+
+// Gumbel-max over a row, token by token.
+class Race {
+ public:
+  Race(const Row& row, const NoiseKey& key) : row_(row), key_(key) {}
+
+  int64_t winner() const { return token_; }
+
+  // What `may_reach` compares with, rounding allowed for.
+  float least() const { return static_cast<float>(score_ * kLog2E - 1e-3); }
+
+  void enter_group(int64_t group) {
+    const uint32_t word = philox_word(key_.seed, key_.position, kLeastStream, group);
+    const double least = -std::log(((word >> 4) + 0.5) * 0x1p-28) / kGroup;
+    const int64_t first = group / kGroup * kTile + group % kGroup;
+    for (uint32_t place = 0; place < kGroup; ++place) {
+      const int64_t token = first + place * kGroup;
+      if (token >= row_.logits.size) return;
+      enter(token, least, place == least_place(word));
+    }
+  }
+
+ private:
+  void enter(int64_t token, double least, bool has_least) {
+    const float x = row_.logit(token);
+    if (!(x >= row_.weighting.cutoff)) return;
+    const double weight = (double{x} - row_.weighting.max) / row_.sampling.temperature;
+    double score = weight - std::log(least);
+    if (score < score_) return;
+    if (!has_least) {
+      const uint32_t word = philox_word(key_.seed, key_.position, kOthersStream, token);
+      score = weight - std::log(least - std::log((word + 0.5) * 0x1p-32));
+    }
+    if (score < score_ || (score == score_ && token > token_)) return;
+    score_ = score;
+    token_ = token;
+  }
+
+  const Row& row_;
+  const NoiseKey key_;
+  double score_ = -std::numeric_limits<double>::infinity();
+  int64_t token_ = -1;
+};
+
+int64_t draw_coupled(const Row& row, const NoiseKey& key) {
+  static_assert(kGroup == kLanes && kTile == kGroup * kLanes);
+  const int64_t best = row.argmax();
+  if (row.sampling.greedy()) return best;
+  Race race(row, key);
+  race.enter_group(group_of(static_cast<uint32_t>(best)));
+  const int64_t groups = num_lane_maxima(row.logits.size);
+  for (int64_t first = 0; first < groups; first += 2 * kGroup) {
+    uint32_t groups_left = sampling_kernels().lists.may_reach(
+        row.lane_maxima + first, row.weighting, key, first, race.least());
+    if (first + kGroup >= groups) groups_left &= 0xffff;
+    for (; groups_left != 0; groups_left &= groups_left - 1) {
+      race.enter_group(first + __builtin_ctz(groups_left));
+    }
+  }
+  return race.winner();
 }
 
 int64_t jobs_per_thread(int64_t logits_per_job) {

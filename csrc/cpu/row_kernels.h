@@ -9,7 +9,7 @@ namespace fastspec::cpu {
 
 constexpr int64_t kLanes = 16;
 // One tile leaves one maximum per lane, each over kTile / kLanes logits.
-constexpr int64_t kTile = 256;
+constexpr int64_t kTile = 256;  // a lane's tokens of a tile share a group of noise (philox.h)
 // The unit of parallel work and of fixed-order sums; a row's result depends on nothing else.
 constexpr int64_t kChunk = 4096;
 constexpr int64_t kMaximaPerChunk = kChunk / kTile * kLanes;
@@ -53,6 +53,12 @@ struct RowKernels {
   float (*lowest)(const void* logits, int64_t size, const float* lane_maxima, float bound);
 };
 
+// The noise of a row (common/philox.h).
+struct NoiseKey {
+  uint64_t seed;
+  uint64_t position;
+};
+
 // Functions on float arrays of any size.
 struct ListKernels {
   int64_t (*count_above)(const float* values, int64_t size, float bound);
@@ -60,6 +66,10 @@ struct ListKernels {
   double (*mass_above)(const float* values, const float* weights, int64_t size, float bound);
   // target[i] = max(target[i] - draft[i], 0); returns the sum. `size` is a multiple of kLanes.
   double (*subtract)(float* target, const float* draft, int64_t size);
+  // Bit i is set where a token of group first + i may have (logit - max) * scale + noise / ln 2 of
+  // at least `least`; the maxima are those of 32 groups.
+  uint32_t (*may_reach)(const float* lane_maxima, const Weighting&, const NoiseKey&, int64_t first,
+                        float least);
 };
 
 struct SamplingTable {

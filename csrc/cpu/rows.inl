@@ -1,7 +1,9 @@
 // Every kernel of row_kernels.h, in namespace FASTSPEC_ISA; included by one source file per
 // instruction set.
+#include "common/philox.h"
 #include "row_kernels.h"
 #include "simd_exp2.h"
+#include "simd_philox.h"
 
 namespace fastspec::cpu::FASTSPEC_ISA {
 namespace {
@@ -227,6 +229,33 @@ double list_subtract(float* target, const float* draft, int64_t size) {
   return reduce_sum(sum);
 }
 
+// The noise of a group is at most -ln(-ln(1 - d) / 16) < -ln(d / 16), where 1 - d = (word / 16 +
+// 0.5) / 2^28; the bits of a float as an integer are at most its binary logarithm.
+uint32_t list_may_reach(const float* lane_maxima, const Weighting& weighting, const NoiseKey& key,
+                        int64_t first, float least) {
+  const F32x16 best[2] = {load(lane_maxima), load(lane_maxima + kLanes)};
+  const float cutoff = weighting.cutoff;
+  if ((lanes_at_least(best[0], cutoff) | lanes_at_least(best[1], cutoff)) == 0) return 0;
+  NativeU32 words[2 * kParts];
+  philox_words(key.seed, key.position, kLeastStream, static_cast<uint32_t>(first / 4), words);
+  uint32_t may_reach = 0;
+#pragma GCC unroll 2
+  for (int half = 0; half < 2; ++half) {
+    const F32x16 bound = each_part([&](int i) {
+      const NativeU32 complement = ~words[half * kParts + i] >> 4;
+      const NativeF32 d =
+          __builtin_convertvector(bit_cast<NativeI32>(complement), NativeF32) + 0.5f;
+      const NativeF32 bits = __builtin_convertvector(bit_cast<NativeI32>(d), NativeF32);
+      const NativeF32 noise = multiply_add(bits, native(-0x1p-23f), native(127.0f + 32.0f));
+      const NativeF32 below = best[half].part[i] - native(weighting.max);
+      const NativeF32 score = multiply_add(below, native(weighting.scale), noise);
+      return best[half].part[i] >= native(cutoff) ? score : native(-kInfinity);
+    });
+    may_reach |= lanes_at_least(bound, least) << (half * kLanes);
+  }
+  return may_reach;
+}
+
 template <class T>
 constexpr RowKernels row_kernels() {
   return {row_max<T>,        row_sum<T>,    row_weigh<T>, row_subtract<T>,
@@ -238,6 +267,6 @@ constexpr RowKernels row_kernels() {
 extern const SamplingTable kSamplingTable;
 const SamplingTable kSamplingTable = {
     {row_kernels<float>(), row_kernels<BF16>(), row_kernels<F16>()},
-    {list_count_above, list_mass_above, list_subtract}};
+    {list_count_above, list_mass_above, list_subtract, list_may_reach}};
 
 }  // namespace fastspec::cpu::FASTSPEC_ISA

@@ -73,4 +73,15 @@ void sample(const LogitsMatrix& logits, const SamplingParameters& parameters,
   });
 }
 
+void sample_coupled(const LogitsMatrix& logits, const SamplingParameters& parameters,
+                    const int64_t* seed, const int64_t* position, int32_t* token_ids,
+                    float* logprobs) {
+  each_prepared_row(logits, parameters, [&](const Row& row, int64_t i) {
+    const NoiseKey key = {static_cast<uint64_t>(seed[i]), static_cast<uint64_t>(position[i])};
+    const int64_t token = row.valid ? draw_coupled(row, key) : -1;
+    token_ids[i] = static_cast<int32_t>(token);
+    logprobs[i] = row.valid ? static_cast<float>(row.log_prob(token)) : kNaN;
+  });
+}
+
 }  // namespace fastspec::cpu

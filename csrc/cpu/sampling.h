@@ -41,6 +41,10 @@ void sample(const LogitsMatrix& logits, const SamplingParameters& parameters,
             const float* uniform_samples, int64_t uniform_stride, int32_t* token_ids,
             float* logprobs);
 
+void sample_coupled(const LogitsMatrix& logits, const SamplingParameters& parameters,
+                    const int64_t* seed, const int64_t* position, int32_t* token_ids,
+                    float* logprobs);
+
 struct VerifyChainInputs {
   LogitsMatrix target;
   const LogitsMatrix* draft;       // of K rows for each sequence, or null: point masses

@@ -104,6 +104,22 @@ __device__ __forceinline__ float widen(uint32_t bits, Element element) {
   return element == Element::kBFloat16 ? __uint_as_float(bits << 16) : half_to_float(bits);
 }
 
+// The bits of a value, rounded to nearest even.
+__device__ __forceinline__ uint32_t narrow(float value, Element element) {
+  if (is_wide(element)) return __float_as_uint(value);
+#if defined(__CUDA_ARCH__)
+  uint16_t bits;
+  if (element == Element::kBFloat16) {
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+  } else {
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+  }
+  return bits;
+#else
+  return element == Element::kBFloat16 ? bfloat16_from_float(value) : float16_from_float(value);
+#endif
+}
+
 // The logits of one unit as they lie in memory; 16-bit formats leave the second half unused.
 struct Raw {
   uint4 low, high;

@@ -73,6 +73,39 @@ struct SampleCall {
   float* logprobs;               // [R]
 };
 
+struct SampleCoupledCall {
+  Logits logits;
+  SamplingParameters parameters;
+  const int64_t* seed;      // [R]
+  const int64_t* position;  // [R]
+  int32_t* token_ids;       // [R]
+  float* logprobs;          // [R]
+};
+
+struct PenalizeCall {
+  void* logits;                   // [R, V], rows row_stride elements apart
+  const int32_t* row_sequence;    // [R]; a row of no sequence or node is left as it is
+  const int32_t* row_node;        // [R]
+  const int32_t* tree_token_ids;  // [B, N]
+  const int32_t* parents;         // [B, N], or null: chains
+  const int32_t* cu_history;      // [B + 1]
+  const int32_t* history_ids;
+  const int32_t* history_counts;
+  const int32_t* cu_bias;  // [B + 1]
+  const int32_t* bias_ids;
+  const float* bias;
+  const int32_t* bias_until;
+  const float* repetition_penalty;  // [B], or null: off, as the next two
+  const float* presence_penalty;
+  const float* frequency_penalty;
+  int64_t row_stride;
+  int64_t num_rows;
+  int64_t vocab;
+  int64_t batch;
+  int64_t num_nodes;
+  Element element;
+};
+
 struct VerifyChainCall {
   Logits target;
   Logits draft;                    // rows of [B, K]; data null: each proposal is certain
@@ -180,6 +213,9 @@ cudaError_t launch_row_stats(const RowStatsCall& call, const Plan& plan, cudaStr
 cudaError_t launch_logits_to_probs(const LogitsToProbsCall& call, const Plan& plan,
                                    cudaStream_t stream);
 cudaError_t launch_sample(const SampleCall& call, const Plan& plan, cudaStream_t stream);
+cudaError_t launch_sample_coupled(const SampleCoupledCall& call, const Plan& plan,
+                                  cudaStream_t stream);
+cudaError_t launch_penalize(const PenalizeCall& call, cudaStream_t stream);
 // `rows` is the plan of the statistics of single rows, `sequences` that of the decision.
 cudaError_t launch_verify_chain(const VerifyChainCall& call, const Plan& rows,
                                 const Plan& sequences, cudaStream_t stream);

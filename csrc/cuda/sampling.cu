@@ -1,3 +1,4 @@
+#include "common/philox.h"
 #include "cuda/draw.cuh"
 #include "cuda/launch.cuh"
 
@@ -90,6 +91,75 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   team.sync();
 }
 
+// -ln((word + 0.5) / 2^bits), to within rounding also where that is close to 0: the complement is
+// exact, and what it makes is at most a half.
+__device__ __forceinline__ float minus_log(uint32_t word, int bits) {
+  const uint32_t half = 1u << (bits - 1);
+  const bool low = word < half;
+  const float one = 1.0f / (2.0f * static_cast<float>(half));
+  const float share = static_cast<float>(low ? word : half + (half - 1) - word) * one + 0.5f * one;
+  return low ? -logf(share) : -log1pf(-share);
+}
+
+__device__ __forceinline__ PhiloxBlock noise_block(uint64_t seed, uint64_t position,
+                                                   uint32_t stream, int64_t first) {
+  const uint32_t counter[4] = {static_cast<uint32_t>(position),
+                               static_cast<uint32_t>(position >> 32),
+                               static_cast<uint32_t>(first / 4), stream};
+  return philox4x32_10(seed, counter);
+}
+
+// Gumbel-max: the key of this thread's best token, of four neighbours at a time. Keys are in the
+// order of the scores, of equal ones in that of falling ids.
+__device__ u64 best_with_noise(const Team& team, const Row& row, const Weighting& weighting,
+                               uint64_t seed, uint64_t position) {
+  u64 best = 0;
+  const int64_t thread = team.warp() * kWarp + team.lane();
+#pragma unroll 1
+  for (int64_t first = 4 * thread; first < row.size; first += 4 * kWarp * team.num_warps()) {
+    const PhiloxBlock shared =
+        noise_block(seed, position, kLeastStream, group_of(static_cast<uint32_t>(first)));
+    const PhiloxBlock own = noise_block(seed, position, kOthersStream, first);
+    const uint32_t place = place_of(static_cast<uint32_t>(first));
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float x = logit_at(row, first + j);
+      if (!(x >= weighting.threshold && x > -infinity())) continue;
+      float number = minus_log(shared.word[j] >> 4, 28) * (1.0f / kGroup);
+      if (least_place(shared.word[j]) != place) number += minus_log(own.word[j], 32);
+      const float score = weighting.log2_of(x) - log2f(number);
+      const u64 key = u64{to_key(score)} << 32 | static_cast<uint32_t>(INT32_MAX - (first + j));
+      best = best > key ? best : key;
+    }
+  }
+  return best;
+}
+
+template <bool kStaged>
+__global__ void __launch_bounds__(kMaxThreads, 1)
+    sample_coupled_kernel(const SampleCoupledCall call, const int32_t cluster) {
+  Team team(cluster);
+  const int64_t index = team.index();
+  const Sampling sampling = sampling_at(call.parameters, index);
+  const Row row = row_of(call.logits, index);
+  const RowView<kStaged> view(team, row);
+  const RowStatistics found = row_statistics(team, view, sampling);
+  int64_t token = found.argmax;
+  if (found.valid && !sampling.greedy()) {
+    const u64 own = best_with_noise(team, row, weighting_of(found, sampling),
+                                    static_cast<uint64_t>(__ldg(call.seed + index)),
+                                    static_cast<uint64_t>(__ldg(call.position + index)));
+    const u64 best = team.all_reduce(own, u64{0}, [](u64 a, u64 b) { return a > b ? a : b; });
+    token = INT32_MAX - static_cast<int64_t>(best & UINT32_MAX);
+  }
+  if (team.rank() == 0 && threadIdx.x == 0) {
+    call.token_ids[index] = static_cast<int32_t>(token);
+    call.logprobs[index] =
+        found.valid ? logprob(found, sampling, logit_at(row, token)) : not_a_number();
+  }
+  team.sync();
+}
+
 }  // namespace
 
 cudaError_t image_of_sampling(Image* image) { return image_of(row_stats_kernel<false>, image); }
@@ -109,6 +179,13 @@ cudaError_t launch_logits_to_probs(const LogitsToProbsCall& call, const Plan& pl
 
 cudaError_t launch_sample(const SampleCall& call, const Plan& plan, cudaStream_t stream) {
   return launch_teams(plan.staged ? sample_kernel<true> : sample_kernel<false>,
+                      call.logits.num_rows, plan, shape_of(call.logits), stream, call,
+                      plan.cluster);
+}
+
+cudaError_t launch_sample_coupled(const SampleCoupledCall& call, const Plan& plan,
+                                  cudaStream_t stream) {
+  return launch_teams(plan.staged ? sample_coupled_kernel<true> : sample_coupled_kernel<false>,
                       call.logits.num_rows, plan, shape_of(call.logits), stream, call,
                       plan.cluster);
 }

@@ -30,9 +30,10 @@ struct Weighting {
   float scale;
   float threshold;
 
-  __device__ __forceinline__ float unfiltered(float x) const {
-    return exp2_approx(__fmul_rn(fmaf(x, 0.5f, -half_max), scale));
+  __device__ __forceinline__ float log2_of(float x) const {
+    return __fmul_rn(fmaf(x, 0.5f, -half_max), scale);
   }
+  __device__ __forceinline__ float unfiltered(float x) const { return exp2_approx(log2_of(x)); }
   __device__ __forceinline__ float weight(float x) const {
     return x >= threshold ? unfiltered(x) : 0.0f;
   }

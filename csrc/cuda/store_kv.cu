@@ -7,21 +7,6 @@ constexpr int kThreads = 256;  // at most: enough for 16 bytes each of a token o
 constexpr int kBlocks =
     3;  // on a multiprocessor: 80 registers, where ptxas might take 64 and spill
 
-__device__ __forceinline__ uint32_t narrow(float value, Element element) {
-  if (is_wide(element)) return __float_as_uint(value);
-#if defined(__CUDA_ARCH__)
-  uint16_t bits;
-  if (element == Element::kBFloat16) {
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-  } else {
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-  }
-  return bits;
-#else
-  return element == Element::kBFloat16 ? bfloat16_from_float(value) : float16_from_float(value);
-#endif
-}
-
 // What one thread moves at a time: a value, wherever it lies.
 struct One {
   static constexpr int kValues = 1;

@@ -179,7 +179,8 @@ class SpecConfig:
         "constant",
         _SCHEDULE,
         "constant (K in every step), or adaptive: as many draft tokens as pay off, even none.",
-        "In Python also an object with the methods of `fastspec.engine.schedule.Schedule`.",
+        "Greedy requests draft less where many share a step; sampled ones must not heed others. In"
+        " Python also an object with the methods of `fastspec.engine.schedule.Schedule`.",
     )
     step_costs: tuple[float, ...] | list[float] | None = option(
         None,

@@ -91,7 +91,8 @@ class DraftModelDrafter:
         token_ids = torch.full(uniforms.shape, -1, dtype=torch.int32, device=device)
         draft_logits = None
         drafting = [index for index, limit in enumerate(limits) if limit]
-        path = self._path(requests, texts, uniforms.shape[1])
+        has_rules = any(request.rules is not None for request in requests)
+        path = self._path(requests, texts, uniforms.shape[1]) if has_rules else None
         step_ids, spans = self._unread(requests, texts, [int(limit > 0) for limit in limits])
         for step in range(max(limits, default=0)):
             rows = [end - 1 for end in accumulate(span.count for span in spans)]
@@ -142,9 +143,9 @@ class DraftModelDrafter:
             if count:
                 self._num_cached[request.request_id] = len(text)
         logits = self.runner.forward(ids, spans, rows)[:, : self._vocab_size]
-        path = self._path(requests, texts)
-        if path is None:
+        if all(request.rules is None for request in requests):
             return logits
+        path = self._path(requests, texts)
         ends = [len(text) - len(r.token_ids) + 1 for r, text in zip(requests, texts, strict=True)]
         pairs = list(enumerate(zip(ends, num_rows, strict=True)))
         owners = [b for b, (_, count) in pairs for _ in range(count)]
@@ -176,15 +177,8 @@ class DraftModelDrafter:
     def release(self, request: Request) -> None:
         self._num_cached.pop(request.request_id, None)
 
-    def _path(
-        self, requests: Sequence[Request], texts: list[list[int]], room: int = 0
-    ) -> Tensor | None:
-        """[B, N + room] int32: the tokens of texts from the last committed one on, and -1.
-
-        None where no request has rules that could need them.
-        """
-        if all(request.rules is None for request in requests):
-            return None
+    def _path(self, requests: Sequence[Request], texts: list[list[int]], room: int = 0) -> Tensor:
+        """[B, N + room] int32: the tokens of texts from the last committed one on, and -1."""
         ends = [text[len(r.token_ids) - 1 :] for r, text in zip(requests, texts, strict=True)]
         width = max(map(len, ends)) + room
         padded = [end + [-1] * (width - len(end)) for end in ends]

@@ -58,10 +58,12 @@ class LogitRules:
         self.failure: Exception | None = None
         self._processors: Sequence[Callable] = params.logits_processors or ()
         self._num_prompt_tokens = num_prompt_tokens
-        self._ends = ends if params.min_tokens else frozenset[int]()
         self._long_words = [list(word) for word in bad_words if len(word) > 1]
         self._bias = dict(params.logit_bias or {})
         self._bias |= {word[0]: -np.inf for word in bad_words if len(word) == 1}
+        ends = ends if params.min_tokens else frozenset[int]()
+        self._biased_ends = sorted(ends & self._bias.keys())  # an entry of a list says one thing
+        self._ends = ends - self._bias.keys()
         self._num_counted = 0
         self._seen = np.empty(0, np.int32)
         self._counts = np.empty(0, np.int32)
@@ -80,7 +82,7 @@ class LogitRules:
     @property
     def changes_rows(self) -> bool:
         """Whether `change` does anything."""
-        return bool(self._processors or self._long_words)
+        return bool(self._processors or self._long_words or self._biased_ends)
 
     @property
     def edits(self) -> bool:
@@ -122,6 +124,8 @@ class LogitRules:
     def change(self, text: list[int], path: list[int], row: Tensor) -> None:
         """Ban the ends of bad words, and let the processors change a row [V] float32."""
         prefix = text + path
+        if len(prefix) - self._num_prompt_tokens < self.params.min_tokens:
+            row[[i for i in self._biased_ends if i < len(row)]] = -torch.inf
         for *start, last in self._long_words:
             if prefix[-len(start) :] == start and last < len(row):
                 row[last] = -torch.inf

@@ -20,6 +20,7 @@ class Detokenizer:
         stop: strings that end the text.
         keeps_stop: whether it ends after such a string, not before it.
         skips_special: whether special tokens have no text.
+        min_tokens: tokens before which no such string counts.
     """
 
     def __init__(
@@ -28,6 +29,7 @@ class Detokenizer:
         stop: tuple[str, ...] = (),
         keeps_stop: bool = False,
         skips_special: bool = True,
+        min_tokens: int = 0,
     ):
         self.text = ""
         self.stopped = False
@@ -36,6 +38,7 @@ class Detokenizer:
         self._keeps_stop = keeps_stop
         self._skips_special = skips_special
         self._hold = max((len(s) for s in stop), default=1) - 1
+        self._num_left = min_tokens
         self._window: list[int] = []  # the last ids
         self._num_read = 0  # of them, those whose text is in self.text
         self._num_streamed = 0
@@ -43,6 +46,7 @@ class Detokenizer:
     def push(self, token_id: int) -> None:
         """Add one token; sets `stopped` when its text completes a stop string."""
         self._window.append(token_id)
+        self._num_left -= 1
         known, extended = self._decode(self._num_read), self._decode(len(self._window))
         piece = extended[len(known) :]
         if (piece and not piece.endswith(_INCOMPLETE)) or (
@@ -79,10 +83,13 @@ class Detokenizer:
 
     def _find_stop(self, piece: str) -> list[tuple[int, int]]:
         """Where in the text stop strings begin and end that the piece would complete."""
-        start = max(0, len(self.text) - self._hold)
-        searched = self.text[start:] + piece
-        places = ((start + searched.find(s), len(s)) for s in self._stop if s in searched)
-        return [(at, at + size) for at, size in places]
+        if self._num_left > 0:
+            return []
+        text = self.text[-self._hold :] + piece if self._hold else piece
+        first = len(self.text) + len(piece) - len(text)
+        ends = {s: max(0, len(text) - len(piece) - len(s) + 1) for s in self._stop}
+        places = ((text.find(s, start), len(s)) for s, start in ends.items())
+        return [(first + at, first + at + size) for at, size in places if at >= 0]
 
     def _force(self, known: str, extended: str) -> None:
         """Read some of the tokens that have waited long: a character has no more than four bytes.

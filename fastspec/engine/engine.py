@@ -4,7 +4,6 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -142,14 +141,15 @@ class Engine:
         samples: list[dict[int, RequestOutput]] = [{} for _ in prompt_list]
         stats, start = SpecStats(), perf_counter()
         with tqdm(total=len(prompt_list), desc="Processed prompts", disable=not use_tqdm) as bar:
-            for event in self._run(prompt_list, params_list, samples):
+            for event in self._run(prompt_list, params_list):
                 if event.output is None:
                     continue
+                outputs = samples[event.prompt_index]
+                outputs[event.index] = event.output
                 stats.add(event.output.stats)
                 bar.set_postfix(_speed(stats, perf_counter() - start), refresh=False)
-                place = event.prompt_index
-                bar.update(len(samples[place]) == params_list[place].n)
-        return [_joined(each) for each in samples]
+                bar.update(len(outputs) == params_list[event.prompt_index].n)
+        return [_with_others(outputs) for outputs in samples]
 
     def chat(
         self,
@@ -188,13 +188,12 @@ class Engine:
     ) -> Iterator[StreamEvent]:
         """Run one prompt, or several, and yield each token as it is committed.
 
-        The last event of a prompt has its output; `event.prompt_index` says which prompt an event
-        is of. Where n > 1, the events of the samples are mixed, and each has a last one. Leaving
-        the loop early aborts what still runs. Takes what `generate` takes.
+        The last event of each has its output; `event.prompt_index` says which prompt an event is
+        of, and where n > 1 `event.index` which sample. Leaving the loop early aborts what still
+        runs. Takes what `generate` takes.
         """
         prompt_list = as_prompt_list(prompt, "prompt")
-        params_list = as_params_list(params, len(prompt_list))
-        return self._run(prompt_list, params_list, [{} for _ in prompt_list])
+        return self._run(prompt_list, as_params_list(params, len(prompt_list)))
 
     def add_request(
         self,
@@ -389,31 +388,25 @@ class Engine:
             requests = [self._build(*pair) for pair in zip(prompts, params, strict=True)]
             request_ids = [samples[0].public_id for samples in requests]
             self._loop.inboxes |= {request_id: deque() for request_id in request_ids}
-            for place, each in enumerate(requests):
-                for request in each:
+            for place, samples in enumerate(requests):
+                for request in samples:
                     request.prompt_index = place
-            for request in chain(*requests):
-                self._scheduler.add(request)
+                    self._scheduler.add(request)
         return request_ids
 
     def _run(
-        self,
-        prompts: Sequence[Prompt],
-        params: Sequence[SamplingParams],
-        samples: list[dict[int, RequestOutput]],
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
     ) -> Iterator[StreamEvent]:
         """Events of some prompts as they come, whoever runs the steps that they come from.
 
         What a drafter raised is raised at the end, with the outputs.
-
-        Args:
-            samples: of each prompt, gets the outputs by their index.
         """
         request_ids = self._open(prompts, params)
+        samples: list[dict[int, RequestOutput]] = [{} for _ in prompts]
+        num_left = sum(each.n for each in params)
         try:
             inboxes = [self._loop.inboxes[request_id] for request_id in request_ids]
-            left = sum(each.n for each in params)
-            while left:
+            while num_left:
                 while not any(inboxes):
                     with self._turn:
                         if not any(inboxes):
@@ -422,13 +415,13 @@ class Engine:
                     while inbox:
                         event = inbox.popleft()
                         if event.output is not None:
-                            samples[event.prompt_index][event.output.index] = event.output
-                            left -= 1
+                            samples[event.prompt_index][event.index] = event.output
+                            num_left -= 1
                         yield event
         finally:
             for request_id in request_ids:
                 self._close(request_id)
-        self._raise_error([_joined(each) for each in samples])
+        self._raise_error([_with_others(outputs) for outputs in samples])
 
     def _close(self, request_id: str) -> None:
         """Abort a request of an inbox unless it has ended, and drop the inbox."""
@@ -449,7 +442,8 @@ class Engine:
     def _new_speculation(self, spec: SpecConfig) -> Speculation:
         """One with nothing turned on yet."""
         target, blocks = self._runner.paged_model, self._scheduler.block_manager
-        pacer = Pacer(spec, self._runner, blocks, self._factory, self.config.backend)
+        sizes = self.config.backend, self.config.max_batch_size
+        pacer = Pacer(spec, self._runner, blocks, self._factory, *sizes)
         sizes = self.device, target.vocab_size
         return Speculation(*sizes, spec, self.config, target.chains_only, pacer)
 
@@ -469,10 +463,10 @@ class Engine:
         return samples
 
 
-def _joined(samples: Mapping[int, RequestOutput]) -> RequestOutput:
-    """The first sample of a prompt with the others."""
-    others = tuple(samples[index] for index in range(1, len(samples)))
-    return replace(samples[0], others=others) if others else samples[0]
+def _with_others(outputs: Mapping[int, RequestOutput]) -> RequestOutput:
+    """The first sample of a prompt, with the others."""
+    others = tuple(outputs[index] for index in range(1, len(outputs)))
+    return replace(outputs[0], others=others) if others else outputs[0]
 
 
 def _speed(stats: SpecStats, seconds: float) -> dict[str, str]:

@@ -243,6 +243,5 @@ class Loop:
         name, sample = request.public_id, request.index
         events = self.inboxes.get(name, self.events)
         place = request.prompt_index
-        event = StreamEvent(name, text, output=output, index=sample, prompt_index=place)
-        events.append(event)
+        events.append(StreamEvent(name, text, output=output, index=sample, prompt_index=place))
         return output

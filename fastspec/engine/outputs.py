@@ -42,7 +42,7 @@ class RequestOutput:
     error: str | None = None
     top_logprobs: tuple[dict[int, float], ...] | None = None
     index: int = 0
-    others: tuple["RequestOutput", ...] = ()
+    others: tuple["RequestOutput", ...] = field(default=(), repr=False)
 
     @property
     def outputs(self) -> tuple["RequestOutput", ...]:
@@ -95,7 +95,7 @@ class StreamEvent:
     RequestOutput.text. `logprob` and `top_logprobs` of the token are as there. The last event of a
     request carries its `output`, and no token. The first event of a step that proposed a token tree
     carries that and what was accepted of it. Where n > 1, `index` says which sample the event is
-    of, and each sample has a last event; `prompt_index` is the place of its prompt in a stream.
+    of, and each sample has a last event; `prompt_index` is the place of its prompt in a `stream`.
     """
 
     request_id: str

@@ -121,7 +121,13 @@ class RequestFactory:
         if self._tokenizer is None:
             return None
         keeps_stop, skips_special = params.include_stop_str_in_output, params.skip_special_tokens
-        return Detokenizer(self._tokenizer, tuple(params.stop or ()), keeps_stop, skips_special)
+        return Detokenizer(
+            self._tokenizer,
+            tuple(params.stop or ()),
+            keeps_stop,
+            skips_special,
+            params.min_tokens,
+        )
 
     def _rules(
         self, params: SamplingParams, num_prompt_tokens: int, stop_ids: frozenset[int]

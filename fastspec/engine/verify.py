@@ -109,8 +109,17 @@ def verify(
     table = table.tolist()
     wants_logprobs = any(request.params.logprobs is not None for request in batch.requests)
     logprob_rows = logprobs.tolist() if wants_logprobs else [None] * len(table)
-    make = _chain_verdict if parents is None else _tree_verdict
-    verdicts = list(map(make, table, counts, logprob_rows))
+    verdicts = []
+    for row, count, values in zip(table, counts, logprob_rows, strict=True):
+        if parents is not None:
+            verdicts.append(_tree_verdict(row, count, values))
+            continue
+        drafts, emitted = row[width + 2 :][: count - 1], row[0] + 1
+        proposed = next((i for i, token in enumerate(drafts) if token < 0), len(drafts))
+        source = "bonus" if row[0] == proposed else "recovered"
+        source = source if proposed else "target"
+        values = values and values[:emitted]
+        verdicts.append(Verdict(proposed, row[0], row[1 : emitted + 1], values, source))
     most = max(request.params.logprobs or 0 for request in batch.requests)
     if most:
         _add_best(verdicts, most, target_logits, counts, batch, token_bitmask)
@@ -186,16 +195,6 @@ def _uniforms(batch: Batch, num: int) -> Tensor:
     extra = device_tensor(limits, torch.int64, batch.device)[:, None]
     places = torch.arange(num, device=batch.device)
     return numbers.gather(1, torch.cat([places + (places >= extra), extra], dim=1))
-
-
-def _chain_verdict(row: list[int], count: int, logprobs: list[float] | None) -> Verdict:
-    accepted_len, width = row[0], (len(row) - 2) // 2
-    drafts, emitted = row[width + 2 :][: count - 1], accepted_len + 1
-    proposed = next((i for i, token in enumerate(drafts) if token < 0), len(drafts))
-    source = "bonus" if accepted_len == proposed else "recovered"
-    source = source if proposed else "target"
-    logprobs = logprobs and logprobs[:emitted]
-    return Verdict(proposed, accepted_len, row[1 : emitted + 1], logprobs, source)
 
 
 def _tree_verdict(row: list[list[int]], count: int, logprobs: list[float] | None) -> Verdict:

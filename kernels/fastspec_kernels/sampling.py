@@ -143,13 +143,18 @@ def sample_coupled(
 ) -> tuple[Tensor, Tensor]:
     """Draw one token per row from its filtered distribution by Gumbel-max with shared noise.
 
-    The token is the one with the largest logit / temperature + g(x) of those that the filters keep,
-    lowest id on ties; g(x) = -log(-log(u)), where u = (w + 0.5) * 2**-32 and w is word x % 4 of
-    Philox4x32-10 with key seed[r] and counter (position[r], x // 4, a stream of this op's own). Two
-    models that read the same (seed, position) meet the same noise: where they agree on a
-    distribution they draw the same token, and where they do not, they do so at least with
-    probability (1 - d) / (1 + d), d their total variation distance. Greedy rows take their largest
+    The token x is the one with the largest logit / temperature + g(x) of those that the filters
+    keep, lowest id on ties, where g is Gumbel noise that depends on seed[r], position[r] and x
+    alone. Two models that read the same (seed, position) meet the same noise: where they agree on
+    a distribution they draw the same token, and where they do not, they still do with a probability
+    of at least (1 - d) / (1 + d), d their total variation distance. Greedy rows take their largest
     logit. The rule of the filters is that of `row_stats`.
+
+    g(x) = -log(e(x)), where the e are independent and exponential. Tokens with the same x // 256
+    and x % 16 draw them together: word w of Philox4x32-10 says which of the sixteen has the least,
+    w % 16, and that this is -log((w // 16 + 0.5) / 2**28) / 16; the others have -log((w' + 0.5) /
+    2**32) more, w' a word of their own. So a group whose best logit cannot win with its largest
+    noise costs one word. Words are numbered as in `uniform`, on two streams of this op's own.
 
     Args:
         logits: [R, V] float32, bfloat16 or float16, any row stride.
@@ -166,7 +171,7 @@ def sample_coupled(
 
     No host synchronisation; safe in CUDA graphs. A row's result never depends on the other rows.
     Backends give the same token unless the two largest sums, or a filter and its bound, lie within
-    1e-5. A token of probability below 2**-32 is drawn too rarely.
+    1e-5. What is less likely than about 2**-32 is drawn too rarely.
 
     Sources: Maddison et al., "A* sampling", NIPS 2014 (Gumbel-max); Daliri et al., "Coupling
     without communication and drafter-invariant speculative decoding", arXiv 2408.07978 (what shared

@@ -47,6 +47,17 @@ ROW = {"logits": Logits, "parameters": Parameters}
 RowStatsCall = struct("RowStatsCall", **ROW, **pointers("logsumexp", "threshold"))
 LogitsToProbsCall = struct("LogitsToProbsCall", **ROW, **pointers("probs"))
 SampleCall = struct("SampleCall", **ROW, **pointers("uniform_samples", "token_ids", "logprobs"))
+SampleCoupledCall = struct(
+    "SampleCoupledCall", **ROW, **pointers("seed", "position", "token_ids", "logprobs")
+)
+PenalizeCall = struct(
+    "PenalizeCall",
+    **pointers("logits", "row_sequence", "row_node", "tree_token_ids", "parents", "cu_history"),
+    **pointers("history_ids", "history_counts", "cu_bias", "bias_ids", "bias", "bias_until"),
+    **pointers("repetition_penalty", "presence_penalty", "frequency_penalty"),
+    **dict.fromkeys(("row_stride", "num_rows", "vocab", "batch", "num_nodes"), c_int64),
+    element=c_int32,
+)
 VerifyChainCall = struct(
     "VerifyChainCall",
     target=Logits,
@@ -148,6 +159,24 @@ class Emulation:
         rows = logits_struct(logits, bitmask), parameters_struct(parameters)
         self.launch("sample", SampleCall(*rows, *map(address, tensors)))
         return tensors[1:]
+
+    def sample_coupled(self, logits, seed, position, *parameters):
+        parameters, bitmask = parameters[:4], parameters[4]
+        outputs = poisoned_ids(logits.shape[:1]), poisoned(logits.shape[:1])
+        rows = logits_struct(logits, bitmask), parameters_struct(parameters)
+        call = SampleCoupledCall(*rows, *map(address, (seed, position, *outputs)))
+        self.launch("sample_coupled", call)
+        return outputs
+
+    def penalize(self, logits, **tensors):
+        pointers = {name: address(tensor) for name, tensor in tensors.items()}
+        sizes = logits.stride(0), *logits.shape, *tensors["tree_token_ids"].shape
+        call = PenalizeCall(address(logits), **pointers)
+        names = "row_stride", "num_rows", "vocab", "batch", "num_nodes"
+        for name, value in zip(names, sizes, strict=True):
+            setattr(call, name, value)
+        call.element = ELEMENTS[logits.dtype]
+        self.launch("penalize", call)
 
     def verify_chain(
         self,

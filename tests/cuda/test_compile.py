@@ -27,9 +27,11 @@ REGISTERS = {
     "build_tree_kernel": 40,  # 128
     "store_kv_kernel": 80,  # 256
     "compact_kv_kernel": 80,  # 128
-    "row_stats_kernel": 128,  # 512, as the next four
+    "penalize_kernel": 80,  # 128
+    "row_stats_kernel": 128,  # 512, as the next five
     "logits_to_probs_kernel": 128,
     "sample_kernel": 128,
+    "sample_coupled_kernel": 128,
     "chain_statistics_kernel": 128,
     "verify_tree_kernel": 128,
     "verify_chain_kernel": 168,  # 256

@@ -18,6 +18,7 @@ from ..kernels.cases import (
     random_params,
     uniform_samples,
 )
+from ..kernels.test_sample_coupled import check_outputs, keys_of
 from . import emulated
 from .emulated import Emulation
 
@@ -139,6 +140,23 @@ def test_invalid_rows_and_parameters(emulation):
         samples = torch.full((5,), 0.5)
         outputs = run_all(emulation, rows, samples, params)
         check_rows(outputs, rows, samples, params)
+
+
+@pytest.mark.parametrize("vocab", [1, 33, 259, 4099])
+def test_sample_coupled(vocab):
+    """Every plan and order of the threads gives the same bits."""
+    generator = torch.Generator().manual_seed(vocab)
+    num_rows = 24 if vocab < 1000 else 8
+    keys = keys_of(num_rows)
+    for dtype in DTYPES[: 3 if vocab < 1000 else 1]:
+        logits = random_logits(num_rows, vocab, generator, dtype)
+        logits[2:5] = invalid_rows(vocab) if dtype == torch.float32 else logits[2:5]
+        params = random_params(num_rows, vocab, generator)
+        params["token_bitmask"] = random_bitmask(logits, generator)
+        outputs = [emulation.sample_coupled(logits, *keys, *params.values()) for emulation in PLANS]
+        assert all(same(found, outputs[0]) for found in outputs)
+        lists = [found.tolist() for found in outputs[0]]
+        assert check_outputs(lists, logits, keys, params, "cuda") <= 4 + num_rows // 4
 
 
 def test_ties_are_kept_together():

@@ -282,3 +282,22 @@ def assert_caches(engine, model, drafter, behind=1):
 def num_sequences_with_states(engine):
     """Texts that the target's recurrent layers keep states of."""
     return len(target_runner(engine).paged_model.recurrent._kept)
+
+
+def measured_batch_size(engine):
+    """Requests of the largest batch that the adaptive schedule knows the costs of."""
+    batch = engine._speculation.schedule._batch
+    return 1 if batch is None else batch[0]
+
+
+def count_preemptions(engine):
+    """A list of one number that counts them from now on."""
+    scheduler, count = engine._scheduler, [0]
+    preempt = scheduler._preempt
+
+    def counted(request):
+        count[0] += 1
+        return preempt(request)
+
+    scheduler._preempt = counted
+    return count

@@ -14,6 +14,7 @@ LEFT_OUT = (
     "large_vocabularies",
     "test_distribution",
     "test_is_uniform",
+    "test_two_models",
     "test_long_periodic_texts",
 )
 CASES_PER_TEST = 2

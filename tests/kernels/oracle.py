@@ -109,6 +109,13 @@ def draw(weights: np.ndarray, sample: float) -> Draw:
     return Draw(int(positive[index]), float(min(below, above)))
 
 
+def race(row: Row, noise: np.ndarray) -> Draw:
+    """Gumbel-max; the margin is between the two largest sums."""
+    sums = np.where(row.kept, row.logprobs + noise, -np.inf)
+    best, second = np.sort(sums)[::-1][:2] if len(sums) > 1 else (0.0, -np.inf)
+    return Draw(int(sums.argmax()), float(best - second))
+
+
 def _top_p(x, weights, kept, top_p):
     """Kept set and margin of the nucleus: a value stays while less than top_p lies above it."""
     values, inverse = np.unique(x[kept], return_inverse=True)

@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from fastspec_kernels import logits_to_probs, row_stats, sample, verify_chain, verify_tree
+from fastspec_kernels import (
+    logits_to_probs,
+    row_stats,
+    sample,
+    sample_coupled,
+    verify_chain,
+    verify_tree,
+)
 
 from .cases import (
     backends_of,
@@ -18,7 +25,12 @@ from .cases import (
 pytestmark = pytest.mark.usefixtures("instruction_set")
 
 NUM_ROWS = 8
-ROW_OPS = {"row_stats": row_stats, "logits_to_probs": logits_to_probs, "sample": sample}
+ROW_OPS = {
+    "row_stats": row_stats,
+    "logits_to_probs": logits_to_probs,
+    "sample": sample,
+    "sample_coupled": sample_coupled,
+}
 
 
 def bits(outputs) -> list[torch.Tensor]:
@@ -60,6 +72,8 @@ def test_row_ops(op, backend, vocab, restore_threads):
     params = random_params(NUM_ROWS, vocab, generator)
     if op == "sample":
         params["uniform_samples"] = torch.rand(NUM_ROWS, generator=generator)
+    if op == "sample_coupled":
+        params["seed"] = params["position"] = torch.arange(NUM_ROWS)
     params = {name: value.to(logits.device) for name, value in params.items()}
     call = ROW_OPS[op]
     whole = bits(call(logits, **params, backend=backend))

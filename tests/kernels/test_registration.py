@@ -100,7 +100,8 @@ def misfits(value):
         return [0.5, float("nan"), float("inf")]
     if not isinstance(value, torch.Tensor):
         return []
-    other = torch.float64 if value.is_floating_point() else torch.int64
+    whole = torch.int32 if value.dtype == torch.int64 else torch.int64
+    other = torch.float64 if value.is_floating_point() else whole
     found = [value.to(other), value[None], value[:-1]]
     if value.dim() > 1 and value.shape[-1] > 1:
         found.append(torch.stack([value, value], -1)[..., 0])

@@ -1,9 +1,11 @@
-"""uniform: published Philox vectors, the same bits on every backend, and what a stream promises."""
+"""Random numbers: published Philox vectors, the same bits on every backend, and their laws."""
 
+import numpy as np
 import pytest
 import torch
 
 from fastspec_kernels import reference, uniform
+from fastspec_kernels.testing import chi_square
 
 from .cases import backends_of, device_of
 
@@ -93,6 +95,20 @@ def test_is_uniform_and_uncorrelated(backend):
     assert abs(flat.square().mean() - 1 / 12) < 6 * error / 180**0.5
     for lag in (1, 2, 4, 1000):
         assert abs((flat[lag:] * flat[:-lag]).mean()) < 6 * error / 12
+
+
+def test_the_noise_is_gumbel_and_independent_within_a_group():
+    """Exponential numbers of unit rate: each token's, and pairs of one group; 16 bins each way."""
+    num, vocab, bins = 4_000, 260, 8
+    noise = reference.rng.gumbel(torch.full((num,), 5), torch.arange(num), vocab)
+    shares = ((-(-noise).exp()).exp() * bins).long().clamp(0, bins - 1)
+    even = np.full(bins, 1 / bins)
+    for token in (0, 16, 37, 240, 255, 256):
+        counts = np.bincount(shares[:, token], minlength=bins)
+        assert chi_square(counts, even) > 1e-6
+    for one, other in ((0, 16), (0, 240), (21, 37), (0, 1), (240, 256)):
+        joint = np.bincount(shares[:, one] * bins + shares[:, other], minlength=bins**2)
+        assert chi_square(joint, np.outer(even, even).flatten()) > 1e-6
 
 
 def test_streams_and_seeds_differ():

@@ -45,6 +45,7 @@ def recorded_launches(every_variant: bool) -> list[tuple]:
     ops.build_tree(torch.empty(BATCH, NUM_DRAFT, dtype=torch.int32))
     ops.uniform(torch.empty(BATCH, dtype=torch.int64), torch.empty(BATCH, dtype=torch.int64), 5, 2)
     texts = torch.empty(BATCH, 4096, dtype=torch.int32)
+    _call_penalize(128256, torch.bfloat16, NUM_DRAFT, (None,) * 4)
     ops.match_suffix(texts, torch.empty(BATCH, dtype=torch.int32), 2, 3, 10, "latest")
     if every_variant:  # rows of odd length, with everything optional
         _call_chains(50257, torch.float32, _params(BATCH), True)
@@ -52,6 +53,8 @@ def recorded_launches(every_variant: bool) -> list[tuple]:
         rows = BATCH * (NUM_DRAFT + 1)
         _call_row_ops(50257, torch.float16, _params(rows), _bitmask(rows, 50257))
         _call_row_ops(33, torch.float32, _params(rows), None)
+        parents = torch.empty(BATCH, 64, dtype=torch.int32)
+        _call_penalize(50257, torch.float16, 64, (parents, *torch.empty(3, BATCH)))
         _call_ones()
     return launches
 
@@ -67,8 +70,21 @@ def _call_ones() -> None:
     ops.verify_tree(*tree, "with_replacement", draft, *params, None, None)
     ops.build_tree(one)
     ops.uniform(seed, seed, 1, 1)
+    ops.sample_coupled(torch.empty(1, 1), seed, seed, *params, None)
+    lists = (bounds, one[0], one[0], bounds, one[0], torch.empty(1), one[0])
+    ops.penalize(torch.empty(1, 1), one[0], one[0], one, *lists, one, *torch.empty(3, 1))
     for rule in ("latest", "earliest_longest"):
         ops.match_suffix(one, one[0], 1, 1, 1, rule)
+
+
+def _call_penalize(vocab: int, dtype: torch.dtype, num_nodes: int, options: tuple) -> None:
+    rows = torch.empty(BATCH * num_nodes, dtype=torch.int32)
+    tokens = torch.empty(BATCH, num_nodes, dtype=torch.int32)
+    entries = torch.empty(30, dtype=torch.int32)
+    history = torch.empty(BATCH + 1, dtype=torch.int32), entries, entries
+    bias = history[0], entries, torch.empty(30), entries
+    logits = torch.empty(len(rows), vocab, dtype=dtype)
+    ops.penalize(logits, rows, rows, tokens, *history, *bias, *options)
 
 
 def _call_row_ops(vocab: int, dtype: torch.dtype, params: tuple, bitmask) -> None:
@@ -77,6 +93,8 @@ def _call_row_ops(vocab: int, dtype: torch.dtype, params: tuple, bitmask) -> Non
     ops.row_stats(logits, *params, bitmask)
     ops.logits_to_probs(logits, *params, bitmask)
     ops.sample(logits, torch.empty(rows), *params, bitmask)
+    seed = torch.empty(rows, dtype=torch.int64)
+    ops.sample_coupled(logits, seed, seed, *params, bitmask)
 
 
 def _call_chains(vocab: int, dtype: torch.dtype, params: tuple, full: bool) -> None:

@@ -34,6 +34,9 @@ BUDGETS = {
     "build_tree_kernel": (40, 1024),
     "uniform_kernel": (40, 1024),
     "match_suffix_kernel": (128, 1024),
+    "race_kernel": (144, 16384),
+    "winner_kernel": (40, 1024),
+    "penalize_kernel": (64, 1024),
 }
 # All instructions of the statistics kernel over the elements of one thread, with all that is done
 # once per tile; the code for two models holds their loads twice.

@@ -105,6 +105,7 @@ def test_launches_of_each_op(launches):
         (lambda: ops.row_stats(logits[:, :99], *params(2), None), 4),
         (lambda: ops.row_stats(logits, *params(2), None), 7),
         (lambda: ops.sample(logits, uniform[0], *off, None), 2),
+        (lambda: ops.sample_coupled(logits, nodes[0].long(), nodes[0].long(), *off, None), 3),
         (lambda: ops.logits_to_probs(logits, *off, None), 2),
         (lambda: ops.verify_chain(*chain, None, *off, 1.0, "standard", *[None] * 3), 3),
         (lambda: ops.verify_chain(*chain, draft, *off, 1.0, "standard", *[None] * 3), 4),
@@ -157,3 +158,19 @@ def test_a_filter_of_nan_reads_nothing_that_was_not_written(monkeypatch, name):
     values[("temperature", "top_k", "top_p", "min_p").index(name)].fill_(math.nan)
     found = ops.row_stats(logits, *values, None)[1]
     assert torch.equal(found, logits.topk(3).values[:, -1])
+
+
+def test_penalize_leaves_rows_of_no_sequence_or_node_alone():
+    """Garbage again; a parent that does not come first ends the path."""
+    large = 2**31 - 1
+    sequences, rows = [0, 1, -1, large, 0, 0], [1, 1, 0, 0, 7, -1]
+    lists = [[0, 1], [3], [2], [0, 1], [4], [1.5], [9]]
+    tensors = [
+        torch.tensor(value, dtype=torch.float32 if value == [1.5] else torch.int32, device=DEVICE)
+        for value in (sequences, rows, [[0, 5, 6]], *lists, [[large, large, 1]])
+    ]
+    logits = torch.ones(6, 40, device=DEVICE)
+    ops.penalize(logits, *tensors, torch.full((1,), 2.0, device=DEVICE), None, None)
+    expected = torch.ones(6, 40)
+    expected[0, [3, 4, 5]] = torch.tensor([0.5, 2.5, 0.5])
+    assert torch.equal(logits.cpu(), expected)

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-GUMBEL_STREAM = 0x67756D62  # of `gumbel`, far from what callers of `uniform` number their own by
+# Of `gumbel`, far from what callers of `uniform` number their own by.
+LEAST_STREAM, OTHERS_STREAM = 0x67756D62, 0x67756D63
 
 
 def uniform(seed: Tensor, position: Tensor, num: int, stream: int) -> Tensor:
@@ -12,9 +13,14 @@ def uniform(seed: Tensor, position: Tensor, num: int, stream: int) -> Tensor:
 
 
 def gumbel(seed: Tensor, position: Tensor, num: int) -> Tensor:
-    """[B, num] float64 Gumbel noise of 32-bit uniform numbers in the middle of their steps."""
-    uniforms = (_philox(seed, position, num, GUMBEL_STREAM).double() + 0.5) * 2.0**-32
-    return -(-uniforms.log()).log()
+    """[B, num] float64 Gumbel noise: -log of exponential numbers, in groups of sixteen."""
+    token = torch.arange(num, device=seed.device)
+    words = _philox(seed, position, -(-num // 256) * 16, LEAST_STREAM)
+    words = words[:, token // 256 * 16 + token % 16]
+    least = -(((words >> 4) + 0.5) * 2.0**-28).log() / 16
+    others = -((_philox(seed, position, num, OTHERS_STREAM) + 0.5) * 2.0**-32).log()
+    has_least = words % 16 == token // 16 % 16
+    return -torch.where(has_least, least, least + others).log()
 
 
 def _philox(seed: Tensor, position: Tensor, num: int, stream: int) -> Tensor:

@@ -36,6 +36,7 @@ int guarded(Run* run, const Launch& launch) {
 FASTSPEC_EMULATED(row_stats, RowStatsCall)
 FASTSPEC_EMULATED(logits_to_probs, LogitsToProbsCall)
 FASTSPEC_EMULATED(sample, SampleCall)
+FASTSPEC_EMULATED(sample_coupled, SampleCoupledCall)
 FASTSPEC_EMULATED(verify_tree, VerifyTreeCall)
 
 extern "C" int emulated_verify_chain(const cuda::VerifyChainCall* call, const cuda::Plan* plan,
@@ -51,6 +52,7 @@ extern "C" int emulated_verify_chain(const cuda::VerifyChainCall* call, const cu
   }
 
 FASTSPEC_EMULATED_PLAIN(build_tree, BuildTreeCall)
+FASTSPEC_EMULATED_PLAIN(penalize, PenalizeCall)
 FASTSPEC_EMULATED_PLAIN(store_kv, StoreKvCall)
 FASTSPEC_EMULATED_PLAIN(compact_kv, CompactKvCall)
 

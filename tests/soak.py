@@ -1,0 +1,372 @@
+"""Random requests without end, a twentieth of them faulty, and everything that must hold of them.
+
+`python -m tests.soak --requests 20000` runs on tiny random models, prints a line of progress now
+and then and a JSON summary at the end, and exits with 1 if anything did not hold;
+`tests/test_soak.py` runs a short form. Requests join at random, are aborted at random and
+preempted, since the caches are small. Each healthy one must have the text that it has alone: a
+greedy one by plain decoding, a sampled one with the same seed and drafter. Each must end once, its
+events must add up to its output, no block may be lost, and memory must not grow.
+"""
+
+import argparse
+import gc
+import json
+import random
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
+from fastspec.drafters import Proposal
+from fastspec.engine.request_factory import sample_seed
+
+from .engine.probes import assert_blocks_came_back, count_preemptions
+from .models import byte_tokenizer, perturbed, random_model, random_t5
+
+SHIFT = 50  # requests between two moments at which nothing runs
+MOST_AT_ONCE = 20
+MOST_QUIET = 50  # rounds without an event while requests wait
+LONGEST_PROMPT, MAX_MODEL_LEN = 40, 64
+POISONED = 99  # this token's embedding is NaN
+SHOWN = 20  # failures in the summary
+GROWTH = 1.02  # of objects, and RSS_GROWTH of memory, that counts as flat
+RSS_GROWTH = 1.10
+FLAT_FROM = 2000  # requests: in shorter runs memory is reported only
+
+# How each field of SamplingParams is drawn; where a function gives None the field is not passed.
+FIELDS = {
+    "temperature": lambda rng: rng.choice([0.0, 0.0, 0.7, 1.0, 1.4]),
+    "top_k": lambda rng: rng.choice([None, None, 1, 5, 40]),
+    "top_p": lambda rng: rng.choice([None, None, 0.5, 0.95]),
+    "min_p": lambda rng: rng.choice([None, None, 0.02, 0.3]),
+    "seed": lambda rng: rng.choice([0, rng.randrange(2**63)]),
+    "max_tokens": lambda rng: rng.choice([1, *[rng.randrange(2, 17)] * 8, None]),
+    "stop": lambda rng: rng.choice([None, None, [chr(rng.randrange(32, 127))]]),
+    "stop_token_ids": lambda rng: rng.choice([None, [rng.randrange(90)]]),
+    "ignore_eos": lambda rng: rng.choice([None, True]),
+    "logprobs": lambda rng: rng.choice([None, 0]),
+    "n": lambda rng: rng.choice([None] * 14 + [2, 3]),
+    "num_speculative_tokens": lambda rng: rng.choice([None, None, None, 0, 1, 2]),
+}
+ABSURD = [
+    {"temperature": -1.0},
+    {"temperature": float("nan")},
+    {"top_p": 0.0},
+    {"top_k": "many"},
+    {"max_tokens": 0},
+    {"n": 0},
+    {"stop": [3]},
+    {"seed": -1},
+    {"num_speculative_tokens": 10**6},
+    {"drafter": "nobody"},
+    {"drafter": 7},
+]
+BAD_PROMPTS = [
+    [],
+    [10**6],
+    [-1],
+    [1.5],
+    [1] * (MAX_MODEL_LEN + 1),
+    7,
+    None,
+    "\ud800",
+    [None],
+    [[1]],
+]
+
+
+class FaultyDrafter:
+    """Raises, or proposes what no drafter may, most of the time."""
+
+    name = "faulty"
+
+    def __init__(self, rng):
+        self._rng = rng
+
+    def propose(self, batch):
+        kind = self._rng.randrange(5)
+        shape = len(batch.requests), batch.num_speculative_tokens
+        if kind == 0:
+            raise ZeroDivisionError("propose")
+        if kind == 1:
+            return None
+        if kind == 2:
+            return Proposal(torch.zeros(shape))
+        return Proposal(torch.full(shape, self._rng.choice([-7, 3, 2**31 - 1]), dtype=torch.int32))
+
+    def commit(self, batch, accepted):
+        if self._rng.randrange(4) == 0:
+            raise ZeroDivisionError("commit")
+
+    def release(self, request):
+        if self._rng.randrange(4) == 0:
+            raise ZeroDivisionError("release")
+
+
+def _llama():
+    model = random_model("llama", num_hidden_layers=1)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[POISONED] = float("nan")
+    return model
+
+
+def _gemma2():
+    return random_model(
+        "gemma2", num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"]
+    )
+
+
+def _mamba2():
+    return random_model("mamba2", num_hidden_layers=1)
+
+
+_CHAINS = {
+    "lookup": SpecConfig("prompt_lookup", num_speculative_tokens=5, prompt_lookup_min=1),
+    "block": SpecConfig("draft_model", 3, rejection_sample_method="block"),
+    "greedy drafts": SpecConfig("draft_model", 2, draft_sample_method="greedy"),
+    "adaptive": SpecConfig("draft_model", 3, schedule="adaptive", step_costs=[6, 7, 8, 9]),
+    "mag": SpecConfig("mag", 4),
+    "ngram": SpecConfig("ngram", 2),
+}
+_TREES = {
+    "tree": SpecConfig("tree", 3, tree_width=2, tree_nodes=6),
+    "cape": SpecConfig("draft_model", 2, cape=True),
+    "cascade": SpecConfig("cascade", k_matrix=((2, 4), (0, 0))),
+}
+# Name, share of the requests, model, drafters beside the engine's own, configuration.
+WORLDS = (
+    ("llama", 20, _llama, {**_CHAINS, **_TREES}, {"num_blocks": 44, "prefix_caching": True}),
+    ("gemma2", 8, _gemma2, {**_CHAINS, **_TREES}, {"num_blocks": 40}),
+    ("t5", 2, random_t5, _CHAINS, {"num_blocks": 20}),
+    ("mamba2", 1, _mamba2, {"lookup": _CHAINS["lookup"]}, {"num_blocks": 40}),
+)
+
+
+@dataclass
+class Sent:
+    """A request on its way: what is known of it so far."""
+
+    prompt: list[int]
+    params: SamplingParams
+    is_aborted: bool = False
+    ids: dict[int, list[int]] = field(default_factory=dict)
+    texts: dict[int, str] = field(default_factory=dict)
+    outputs: dict[int, list] = field(default_factory=dict)
+
+
+class World:
+    """One model: an engine with a small cache, and one for texts alone."""
+
+    def __init__(self, name, make, drafters, config, rng, failures, counts):
+        self.name, self.rng = name, rng
+        self.failures, self.counts = failures, counts
+        self.model = make()
+        self.vocab_size = self.model.config.vocab_size
+        self.drafters = [None, "none", *drafters]
+        config = {"max_model_len": MAX_MODEL_LEN, "block_size": 4, **config}
+        small = EngineConfig(**config, prefill_chunk_size=13, max_batch_size=8)
+        config.pop("num_blocks", None)
+        roomy = EngineConfig(**{**config, "prefix_caching": False}, max_batch_size=1)
+        self.engine, self.reference = (self._engine(drafters, c) for c in (small, roomy))
+        self.engine.add_drafter("faulty", SpecConfig(num_speculative_tokens=2), FaultyDrafter(rng))
+        self.preemptions = count_preemptions(self.engine)
+
+    def _engine(self, drafters, config):
+        draft = perturbed(self.model, 0.05)
+        spec = SpecConfig(num_speculative_tokens=4)
+        engine = Engine(self.model, draft, byte_tokenizer(), spec=spec, config=config)
+        for name, spec in drafters.items():
+            takes_draft = spec.method in ("draft_model", "tree", "cascade")
+            engine.add_drafter(name, spec, draft if takes_draft else None)
+        return engine
+
+    def shift(self, num_requests):
+        """Run so many requests, until nothing is left."""
+        sent, num_sent, num_quiet = {}, 0, 0
+        while num_sent < num_requests or self.engine.has_unfinished:
+            for _ in range(self.rng.randrange(4)):
+                if num_sent < num_requests and len(sent) < MOST_AT_ONCE:
+                    num_sent += 1
+                    self._send(sent)
+            if sent and self.rng.random() < 0.02:
+                self._abort(sent)
+            try:
+                events = self.engine.step()
+            except (ZeroDivisionError, ValueError):  # of the faulty drafter
+                self.counts["errors heard"] += 1
+                continue
+            num_quiet = 0 if events or not sent else num_quiet + 1
+            if num_quiet > MOST_QUIET:
+                return self.fail(f"nothing happens to {[*sent]}")
+            for event in events:
+                self._note(sent, event)
+        for request_id in sent:
+            self.fail(f"{request_id} never ended")
+        try:
+            assert_blocks_came_back(self.engine)
+        except AssertionError as error:
+            self.fail(f"blocks: {error}")
+        if self.engine._loop.inboxes or self.engine._loop.events:
+            self.fail("events are left")
+        return None
+
+    def fail(self, what):
+        self.failures.append(f"{self.name}: {what}")
+
+    def _send(self, sent):
+        rng = self.rng
+        self.counts["requests"] += 1
+        drawn = {name: draw(rng) for name, draw in FIELDS.items()}
+        fields = {name: value for name, value in drawn.items() if value is not None}
+        prompt = [rng.randrange(90) for _ in range(rng.randrange(1, LONGEST_PROMPT))]
+        if rng.random() < 0.3:
+            prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9] * 2 + prompt[:20]  # a prefix to share
+        fields["drafter"] = rng.choice(self.drafters)
+        if fields["drafter"] == "none":
+            fields.pop("num_speculative_tokens", None)
+        if rng.random() < 0.05:
+            self.counts["faulty"] += 1
+            kind = rng.choice(["drafter", "NaN", "parameter", "prompt"])
+            if kind == "drafter":
+                fields |= {"drafter": "faulty", "temperature": 0.0}
+            elif kind == "NaN" and self.name == "llama":
+                prompt[-1] = POISONED
+            else:
+                bad = rng.choice(BAD_PROMPTS) if kind == "prompt" else prompt
+                return self._refused(bad, fields | (rng.choice(ABSURD) if bad is prompt else {}))
+        params = SamplingParams(**fields)
+        sent[self.engine.add_request(prompt, params)] = Sent(prompt, params)
+        return None
+
+    def _refused(self, prompt, fields):
+        """What cannot be run is refused, and leaves nothing."""
+        try:
+            self.engine.add_request(prompt, SamplingParams(**fields))
+        except ValueError:
+            self.counts["refused"] += 1
+        else:
+            self.fail(f"not refused: {prompt!r:.60}, {fields}")
+
+    def _abort(self, sent):
+        request_id = self.rng.choice([*sent])
+        sent[request_id].is_aborted = True
+        output = self.engine.abort(request_id)
+        self.counts["aborted"] += 1
+        for one in output.outputs if output else ():
+            ids = sent[request_id].ids.setdefault(one.index, [])
+            ids[:] = one.token_ids  # its events that nobody has seen are gone
+            sent[request_id].texts[one.index] = one.text
+            self._end(sent, request_id, one)
+
+    def _note(self, sent, event):
+        request = sent.get(event.request_id)
+        if request is None or request.outputs.get(event.index):
+            self.fail(f"{event.request_id}: an event after its end: {event}")
+            return
+        request.ids.setdefault(event.index, []).extend(event.token_ids)
+        request.texts[event.index] = request.texts.get(event.index, "") + event.text
+        if event.output is not None:
+            self._end(sent, event.request_id, event.output)
+
+    def _end(self, sent, request_id, output):
+        request, index = sent[request_id], output.index
+        request.outputs.setdefault(index, []).append(output)
+        if len(request.outputs[index]) > 1:
+            self.fail(f"{request_id} has ended twice")
+        if (output.request_id, output.token_ids) != (request_id, tuple(request.ids[index])):
+            self.fail(f"{request_id}: its events are not its output")
+        if output.text != request.texts[index]:
+            self.fail(f"{request_id}: its texts are {request.texts[index]!r}, not {output.text!r}")
+        if len(request.outputs) == request.params.n:
+            del sent[request_id]
+            for (one,) in request.outputs.values():
+                self._compare(request, one)
+
+    def _compare(self, request, output):
+        """With the text alone, of which an aborted one has the beginning."""
+        params = request.params
+        alone = {"n": 1, "seed": sample_seed(params.seed, output.index)}
+        if params.temperature == 0:
+            alone |= {"drafter": "none", "num_speculative_tokens": None}
+        (expected,) = self.reference.generate([request.prompt], replace(params, **alone))
+        self.counts["samples"] += 1
+        self.counts[f"ended by {output.finish_reason}"] += 1
+        count = len(output.token_ids)
+        same = output.token_ids == expected.token_ids[:count]
+        if output.finish_reason != "abort" or not request.is_aborted:
+            ends = output.finish_reason, output.text, output.error
+            same = same and ends == (expected.finish_reason, expected.text, expected.error)
+            same = same and count == len(expected.token_ids)
+        if same and output.logprobs is not None:
+            pairs = zip(output.logprobs, expected.logprobs, strict=False)
+            same = all(abs(a - b) < 1e-4 for a, b in pairs)
+        if not same:
+            self.fail(f"not as alone: {request.prompt}, {params}: {output}, {expected}")
+
+
+def memory():
+    """Live objects, and bytes of the process (0 where the system does not tell)."""
+    gc.collect()
+    statm = Path("/proc/self/statm")
+    pages = int(statm.read_text().split()[1]) if statm.exists() else 0
+    return {"objects": len(gc.get_objects()), "rss_mib": pages * 4096 // 2**20}
+
+
+def run(num_requests, seed=0, progress=lambda done: None):
+    """The summary of a run; its "failures" are empty if everything held."""
+    rng, failures, counts = random.Random(seed), [], Counter()
+    worlds = [World(name, *parts, rng, failures, counts) for name, _, *parts in WORLDS]
+    shares = [share for _, share, *_ in WORLDS]
+    start, samples = time.perf_counter(), []
+    for world in worlds:  # each at least once, and what is made at first use is made
+        world.shift(SHIFT // 5)
+    while counts["requests"] < num_requests:
+        (world,) = rng.choices(worlds, shares)
+        world.shift(min(SHIFT, num_requests - counts["requests"]))
+        if counts["requests"] >= (len(samples) + 1) * num_requests / 20:
+            samples.append(memory())
+        progress(counts["requests"])
+    first, last = samples[0], samples[-1]
+    if num_requests >= FLAT_FROM:
+        if last["objects"] > GROWTH * first["objects"]:
+            failures.append(f"objects grew from {first['objects']} to {last['objects']}")
+        if last["rss_mib"] > RSS_GROWTH * first["rss_mib"]:
+            failures.append(f"memory grew from {first['rss_mib']} to {last['rss_mib']} MiB")
+    counts["preempted"] = sum(world.preemptions[0] for world in worlds)
+    return {
+        "seed": seed,
+        "seconds": round(time.perf_counter() - start, 1),
+        **counts,
+        "memory": {"first": first, "last": last},
+        "num_failures": len(failures),
+        "failures": failures[:SHOWN],
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    start, shown = time.perf_counter(), 0
+
+    def progress(done):
+        nonlocal shown
+        if done >= shown + max(SHIFT, options.requests // 40) or done == options.requests:
+            shown, seconds = done, time.perf_counter() - start
+            print(
+                f"{done}/{options.requests} requests, {seconds:.0f} s", file=sys.stderr, flush=True
+            )
+
+    summary = run(options.requests, options.seed, progress)
+    print(json.dumps(summary, indent=2))
+    return int(summary["num_failures"] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""A short form of the soak, and that it sees what it looks for."""
+
+import random
+from collections import Counter
+
+import pytest
+import torch
+
+from fastspec.drafters.base import Batch
+from fastspec.engine import speculation
+from fastspec.engine.block_manager import BlockManager
+
+from . import soak
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_nothing_is_lost_or_changed():
+    summary = soak.run(250, seed=1)
+    assert summary["failures"] == []
+    assert summary["requests"] >= 250
+    for what in ("preempted", "aborted", "refused", "errors heard", "faulty"):
+        assert summary[what] > 0, what
+
+
+def shift_of(name, num_requests=40):
+    """What one shift in one world complains about."""
+    (parts,) = [parts for each, _, *parts in soak.WORLDS if each == name]
+    failures = []
+    soak.World(name, *parts, random.Random(3), failures, Counter()).shift(num_requests)
+    return failures
+
+
+def test_it_sees_a_wrong_text(monkeypatch):
+    def without_limits(*args):
+        return Batch(*args[:-1])  # the number of an extra token depends on the other requests
+
+    monkeypatch.setattr(speculation, "Batch", without_limits)
+    failures = shift_of("gemma2")
+    assert failures
+    assert all("not as alone" in failure for failure in failures)
+
+
+def test_it_sees_a_lost_block(monkeypatch):
+    release = BlockManager.release
+
+    lost = []
+
+    def forgetful(self, request):
+        if request.block_table and not lost:
+            lost.append(request.block_table.pop())
+        release(self, request)
+
+    monkeypatch.setattr(BlockManager, "release", forgetful)
+    assert any("blocks" in failure for failure in shift_of("gemma2", 5))
