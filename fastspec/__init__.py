@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from fastspec.engine.engine import Engine
     from fastspec.engine.outputs import RequestOutput, StreamEvent
     from fastspec.engine.stats import SpecStats
+    from fastspec.hf import HFGenerator, hf_generate
     from fastspec.tools.csd import csd
 
 __version__ = "0.1.0"
@@ -17,22 +18,26 @@ __version__ = "0.1.0"
 __all__ = [
     "Engine",
     "EngineConfig",
+    "HFGenerator",
     "RequestOutput",
     "SamplingParams",
     "SpecConfig",
     "SpecStats",
     "StreamEvent",
     "csd",
+    "hf_generate",
 ]
 
 # Imported when a name is used: they import torch and transformers.
 _PACKAGES = ("drafters", "engine", "models", "tools", "train")
 _MODULES = {
     "Engine": "fastspec.engine.engine",
+    "HFGenerator": "fastspec.hf",
     "RequestOutput": "fastspec.engine.outputs",
     "SpecStats": "fastspec.engine.stats",
     "StreamEvent": "fastspec.engine.outputs",
     "csd": "fastspec.tools.csd",
+    "hf_generate": "fastspec.hf",
 }
 
 

@@ -386,7 +386,6 @@ class Engine:
         """Queue requests whose events have an inbox; their ids."""
         with self._turn:
             requests = [self._build(*pair) for pair in zip(prompts, params, strict=True)]
-            requests = [self._build(*pair) for pair in zip(prompts, params, strict=True)]
             request_ids = [samples[0].public_id for samples in requests]
             self._loop.inboxes |= {request_id: deque() for request_id in request_ids}
             for place, samples in enumerate(requests):

@@ -54,10 +54,11 @@ class RequestOutput:
 
     def __repr__(self) -> str:
         error = f", error={_short(self.error)}" if self.error is not None else ""
+        others = f", {len(self.others)} more samples" if self.others else ""
         return (
             f"RequestOutput({self.request_id!r}, {len(self.prompt_token_ids)} prompt tokens,"
             f" {len(self.token_ids)} new ones, text={_short(self.text)},"
-            f" finish_reason={self.finish_reason!r}{error}, stats={self.stats!r})"
+            f" finish_reason={self.finish_reason!r}{error}, stats={self.stats!r}{others})"
         )
 
 

@@ -271,7 +271,7 @@ def test_several_prompts_in_one_stream(model, drafter):
 def test_leaving_a_stream_of_several_prompts_frees_everything(model, drafter):
     engine = engine_of(model, drafter)
     for event in engine.stream(PROMPTS, sampled(1)):
-        if event.index == 1:
+        if event.prompt_index == 1:
             break
     del event
     assert not engine.has_unfinished
@@ -338,5 +338,7 @@ def test_reprs_are_one_short_line(model, drafter):
     assert "300 prompt tokens, 200 new ones" in shown[4]
     assert f"finish_reason='length', stats={last.output.stats!r}" in shown[4]
     assert f"token_ids={events[0].token_ids}, source=" in shown[2]
+    (several,) = engine.generate([[3] * 3], sampled(1, n=3))
+    assert repr(several).endswith(", 2 more samples)")
     engine.disable_spec_dec()
     assert "drafter='none'" in repr(engine)

@@ -1,0 +1,466 @@
+"""`generate` of transformers with an engine behind it: for its `custom_generate`, and alone.
+
+`generate` prepares inputs, configuration, processors and criteria as ever; the engine decodes.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.logits_process import (
+    LogitNormalization,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    SynthIDTextWatermarkLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+from transformers.generation.utils import (
+    GenerateDecoderOnlyOutput,
+    GenerateEncoderDecoderOutput,
+)
+
+from fastspec.config import EngineConfig, SamplingParams, SpecConfig
+from fastspec.drafters.context import DrafterSource
+from fastspec.engine.engine import Engine
+from fastspec.engine.prompts import as_prompt_list
+
+# Fields of a GenerationConfig that change what is decoded, or what comes back, beyond what the
+# engine does; and fields of drafting, with the defaults that transformers fills in.
+_REFUSED = {
+    "num_beams": (None, 1),
+    "num_beam_groups": (None, 1),
+    "constraints": (None,),
+    "force_words_ids": (None,),
+    "penalty_alpha": (None, 0),
+    "dola_layers": (None,),
+    "guidance_scale": (None, 1),
+    "output_scores": (None, False),
+    "output_logits": (None, False),
+    "output_attentions": (None, False),
+    "output_hidden_states": (None, False),
+    "cache_implementation": (None, "dynamic"),
+    "is_assistant": (None, False),
+    "use_mtp": (None, False),
+    "speculation_type": (None,),
+    "assistant_early_exit": (None,),
+    "assistant_ensemble_weight": (None,),
+    "assistant_confidence_threshold": (None, 0, 0.4),
+    "num_assistant_tokens_schedule": (None, "constant"),
+}
+_DEFAULT_ASSISTANT_TOKENS = 20
+_DEFAULT_NGRAM_SIZE = 2
+# What `generate` prepares for a forward pass, and the engine does itself.
+_PREPARED = {
+    "attention_mask",
+    "cache_params",
+    "encoder_outputs",
+    "logits_to_keep",
+    "past_key_values",
+    "position_ids",
+    "use_cache",
+}
+# In the order in which the engine applies them, with the names of their parameter.
+_WARPERS = {
+    TemperatureLogitsWarper: "temperature",
+    TopKLogitsWarper: "top_k",
+    TopPLogitsWarper: "top_p",
+    MinPLogitsWarper: "min_p",
+}
+_STATEFUL = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
+
+
+class HFGenerator:
+    """Decodes for `model.generate(..., custom_generate=generator)`, speculatively with a drafter.
+
+    It keeps an engine, which takes time to make; `hf_generate` makes one for each call. The
+    statistics are those of its `engine`. Several threads may use it.
+
+    Args:
+        model: whose `generate` will call it; a PeftModel's calls it for its base model.
+        drafter, spec, config: as `Engine` takes them.
+    Raises:
+        ValueError: a model or option that the engine cannot use.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        drafter: DrafterSource | None = None,
+        spec: SpecConfig | str | Mapping[str, Any] = SpecConfig(),  # noqa: B008 (frozen)
+        config: EngineConfig | Mapping[str, Any] = EngineConfig(),  # noqa: B008 (frozen)
+    ):
+        self.engine = Engine(model, drafter, spec=spec, config=config)
+        self._model = model if isinstance(model, PreTrainedModel) else model.get_base_model()
+
+    def generate(self, inputs: Any = None, **options: Any) -> Any:
+        """What `model.generate` returns for these arguments; see `hf_generate`."""
+        return _prepare_and_call(self, self._model, inputs, **options)
+
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        *,
+        generation_config: GenerationConfig,
+        logits_processor: Sequence[Callable],
+        stopping_criteria: Sequence[Callable],
+        token_streamer: Any = None,
+        inputs_tensor: Tensor | None = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        """Decode what `model.generate` has prepared."""
+        if model is not self._model:
+            raise ValueError(f"model: this generator is another {type(self._model).__name__}'s")
+        asked = _asked_spec(generation_config)
+        if asked not in (None, self.engine.spec):
+            raise ValueError("num_assistant_tokens, prompt_lookup_num_tokens: set by its spec here")
+        _refuse(generation_config, model_kwargs)
+        batch = _Batch.of(input_ids, inputs_tensor, model_kwargs, self.engine.decoder_start_id)
+        limit, ends, criteria = _split_criteria(stopping_criteria)
+        vocab_size = model.config.get_text_config(decoder=True).vocab_size
+        ends = [token_id for token_id in ends if 0 <= token_id < vocab_size]
+        room = None if limit is None else limit - input_ids.shape[1]
+        read = input_ids.shape[1] if batch.is_encoded else max(map(len, batch.given))
+        longest = read + (room or 1)
+        if longest > self.engine.max_model_len:
+            raise ValueError(
+                f"max_length: {longest} tokens of prompt and text, the engine has room for"
+                f" {self.engine.max_model_len}"
+            )
+        pad_id = generation_config.pad_token_id
+        if pad_id is None and ends:
+            pad_id = ends[0]
+        if pad_id is None and criteria and len(batch.given) > 1:
+            raise ValueError("pad_token_id: needed for rows that stop at different lengths")
+        params = batch.params(logits_processor, generation_config.do_sample, ends, room)
+        ids = _write(self.engine, batch, params, criteria, pad_id or 0, token_streamer)
+        if not generation_config.return_dict_in_generate:
+            return ids
+        kinds: Any = GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
+        return kinds[batch.is_encoded](sequences=ids)
+
+
+def hf_generate(
+    model: PreTrainedModel,
+    inputs: Any = None,
+    *,
+    drafter: DrafterSource | None = None,
+    assistant_model: DrafterSource | None = None,
+    spec: SpecConfig | str | Mapping[str, Any] | None = None,
+    config: EngineConfig | Mapping[str, Any] | None = None,
+    token_streamer: Any = None,
+    inputs_tensor: Tensor | None = None,
+    **options: Any,
+) -> Any:
+    """`model.generate`, run by an engine: speculative, batched, the same greedy output.
+
+    Call it with the arguments of `model.generate`, or give it to that as `custom_generate`, and
+    then a drafter and a streamer by names that transformers hands on: `drafter=` and
+    `token_streamer=`. Sampling draws its seeds from torch's generator, so `set_seed` repeats it.
+
+    Args:
+        inputs: token ids [B, n], or what a tokenizer returns for return_tensors="pt".
+        drafter, spec, config: as `Engine` takes them; assistant_model is another name of drafter.
+        options: arguments of `model.generate`, streamer and tokenizer among them.
+    Returns:
+        Token ids [B, m], or an output with these as sequences for return_dict_in_generate.
+    Raises:
+        ValueError: what the engine cannot honour, by name.
+    """
+    if drafter is not None and assistant_model is not None:
+        raise ValueError("assistant_model: beside drafter, of which it is another name")
+    drafter = assistant_model if drafter is None else drafter
+    prepared: Any = options.get("generation_config")
+    if not hasattr(prepared, "_eos_token_tensor"):  # the mark of a call by `generate`
+        given = {"drafter": drafter, "spec": spec, "config": config}
+        given["token_streamer"] = token_streamer
+        return _prepare_and_call(hf_generate, model, inputs, **given, **options)
+    asked = _asked_spec(prepared)
+    if asked is not None and spec is not None:
+        raise ValueError("num_assistant_tokens, prompt_lookup_num_tokens: not beside spec")
+    if config is None:
+        encoded = 0 if inputs_tensor is None else inputs_tensor.shape[1]
+        longest = max(prepared.max_length, encoded + 1)
+        config = EngineConfig(max_batch_size=len(inputs), max_model_len=longest)
+    generator = HFGenerator(model, drafter, asked or spec or SpecConfig(), config)
+    passed_on = {"token_streamer": token_streamer, "inputs_tensor": inputs_tensor}
+    return generator(model, inputs, **passed_on, **options)
+
+
+class _Batch(NamedTuple):
+    """The rows of one call.
+
+    Attributes:
+        input_ids: [B, n], what the output begins with; padded on either side.
+        given: the ids that the engine reads, without padding.
+        starts: where those of each row begin in it.
+        is_encoded: whether an encoder reads them, and not the model whose text grows.
+    """
+
+    input_ids: Tensor
+    given: list[list[int]]
+    starts: list[int]
+    is_encoded: bool
+
+    @classmethod
+    def of(
+        cls,
+        input_ids: Tensor,
+        encoded: Tensor | None,
+        model_kwargs: Mapping[str, Any],
+        decoder_start_id: int | None,
+    ) -> "_Batch":
+        is_encoded = decoder_start_id is not None
+        read = input_ids
+        if is_encoded:
+            if encoded is None or encoded.ndim != 2 or encoded.is_floating_point():
+                raise ValueError("input_ids: the encoder reads nothing else")
+            if input_ids.tolist() != [[decoder_start_id]] * len(input_ids):
+                raise ValueError(f"decoder_input_ids: expected [{decoder_start_id}] in each row")
+            read = encoded.repeat_interleave(len(input_ids) // len(encoded), dim=0)
+        mask = model_kwargs.get("attention_mask")
+        mask = torch.ones_like(read) if mask is None else mask.long()
+        given: list[Any] = as_prompt_list({"input_ids": read, "attention_mask": mask})
+        starts = [row.index(1) if 1 in row else 0 for row in mask.tolist()]
+        positions = model_kwargs.get("position_ids")
+        if positions is not None:
+            expected = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 0)
+            if positions.ndim != 2 or bool((positions != expected).any()):
+                raise ValueError("position_ids: only those that follow from attention_mask")
+        return cls(input_ids, given, starts, is_encoded)
+
+    def params(
+        self, processors: Sequence[Callable], do_sample: bool, ends: list[int], room: int | None
+    ) -> list[SamplingParams]:
+        """How each row is decoded; the seeds are drawn from torch's generator."""
+        num_rows, length = self.input_ids.shape
+        paddings = [0] * num_rows if self.is_encoded else self.starts
+        rest, sampling = _split_warpers(processors)
+        rules, rest = _split_rules(rest, ends, length, paddings)
+        if room is not None:
+            rules["min_tokens"] = min(rules["min_tokens"], room)
+        seeds = torch.randint(2**63 - 1, (num_rows,)).tolist() if do_sample else [0] * num_rows
+        return [
+            SamplingParams(
+                **(sampling if do_sample else {"temperature": 0}),
+                **rules,
+                max_tokens=room,
+                stop_token_ids=ends,
+                ignore_eos=True,
+                seed=seed,
+                logits_processors=[self._processor(rest, row)] if rest else [],
+            )
+            for row, seed in enumerate(seeds)
+        ]
+
+    def _processor(self, processors: Sequence[Callable], row: int) -> Callable:
+        """Processors of a batch as one of a row: they see the padded text, in its place."""
+        num_rows = len(self.input_ids)
+        num_given = 1 if self.is_encoded else len(self.given[row])
+
+        def process(input_ids: Tensor, scores: Tensor) -> Tensor:
+            start = self.input_ids[row : row + 1].to(input_ids.device)
+            texts = torch.cat([start, input_ids[:, num_given:]], dim=1).expand(num_rows, -1)
+            scores = scores.repeat(num_rows, 1)
+            for processor in processors:
+                scores = processor(texts, scores)
+            return scores[row : row + 1]
+
+        return process
+
+
+def _write(
+    engine: Engine,
+    batch: _Batch,
+    params: list[SamplingParams],
+    criteria: Callable | None,
+    pad_id: int,
+    streamer: Any,
+) -> Tensor:
+    """The rows with what the engine writes after them, up to where a criterion holds."""
+    num_rows, start = batch.input_ids.shape
+    room = params[0].max_tokens or engine.max_model_len
+    ids = torch.full((num_rows, start + room), pad_id)
+    ids[:, :start] = batch.input_ids
+    ends, is_done, num_shown = [start] * num_rows, [False] * num_rows, start
+    if streamer is not None:
+        streamer.put(ids[:, :start].clone())
+    for event in engine.stream(batch.given, params):
+        row = event.prompt_index
+        if event.output is not None:
+            if event.output.error is not None:
+                raise ValueError(event.output.error)
+            is_done[row] = True
+        elif not is_done[row]:
+            ids[row, ends[row]] = event.token_ids[0]
+            ends[row] += 1
+            if criteria is not None:
+                texts = ids[row : row + 1, : ends[row]].expand(num_rows, -1)
+                is_done[row] = bool(criteria(texts.to(batch.input_ids.device), None)[row])
+            if is_done[row]:
+                engine.abort(event.request_id)
+        if streamer is None:
+            continue
+        known = [end for end, done in zip(ends, is_done, strict=True) if not done]
+        while num_shown < min(known, default=max(ends)):
+            streamer.put(ids[:, num_shown].clone())
+            num_shown += 1
+    if streamer is not None:
+        streamer.end()
+    return ids[:, : max(ends)].to(batch.input_ids.device)
+
+
+def _prepare_and_call(
+    decode: Callable,
+    model: Any,
+    inputs: Any,
+    streamer: Any = None,
+    tokenizer: Any = None,
+    **options: Any,
+) -> Any:
+    """Let `model.generate` call a function, with what it would not hand on to that."""
+    if isinstance(inputs, Mapping):
+        options, inputs = {**inputs, **options}, None
+    for name in ("assistant_tokenizer", "synced_gpus"):
+        if options.pop(name, None):
+            raise ValueError(f"{name}: not supported")
+    if streamer is not None:
+        options["token_streamer"] = streamer
+    config = options.get("generation_config")
+    stop = options.pop("stop_strings", None) or getattr(config, "stop_strings", None)
+    if stop is not None:
+        if tokenizer is None:
+            raise ValueError("stop_strings: need the tokenizer, as tokenizer=")
+        given = options.get("stopping_criteria") or []
+        criterion = StopStringCriteria(tokenizer, stop)
+        options["stopping_criteria"] = StoppingCriteriaList([criterion, *given])
+        if config is not None:
+            options["generation_config"] = config = copy(config)
+            config.stop_strings = None
+    return model.generate(inputs, custom_generate=decode, **options)
+
+
+def _asked_spec(config: GenerationConfig) -> SpecConfig | None:
+    """What the fields of assisted generation ask for; None where they have their defaults."""
+    count, lookup = config.num_assistant_tokens, config.prompt_lookup_num_tokens
+    if lookup is not None:
+        most = config.max_matching_ngram_size or _DEFAULT_NGRAM_SIZE
+        return SpecConfig("prompt_lookup", lookup, prompt_lookup_min=1, prompt_lookup_max=most)
+    if count in (None, _DEFAULT_ASSISTANT_TOKENS):
+        return None
+    return SpecConfig(num_speculative_tokens=count)
+
+
+def _refuse(config: GenerationConfig, model_kwargs: Mapping[str, Any]) -> None:
+    """Refuse by name what would go unheard."""
+    for name, values in _REFUSED.items():
+        if (value := getattr(config, name, None)) not in values:
+            raise ValueError(f"{name}: {value!r} is not supported")
+    for name, value in model_kwargs.items():
+        if value is not None and name not in _PREPARED:
+            raise ValueError(f"{name}: not supported")
+        if getattr(value, "_is_user_defined", False):
+            raise ValueError(f"{name}: the engine keeps a cache of its own")
+
+
+def _split_criteria(
+    criteria: Sequence[Callable],
+) -> tuple[int | None, list[int], Callable | None]:
+    """The largest length, the ids that end a text, and the other criteria as one, if any."""
+    limits = [each.max_length for each in criteria if type(each) is MaxLengthCriteria]
+    ends = [each.eos_token_id.tolist() for each in criteria if type(each) is EosTokenCriteria]
+    others = [each for each in criteria if type(each) not in (MaxLengthCriteria, EosTokenCriteria)]
+    known = [*chain.from_iterable(ends)]
+    return min(limits, default=None), known, StoppingCriteriaList(others) if others else None
+
+
+def _split_warpers(processors: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Processors without the last ones that are sampling parameters of ours, and these.
+
+    Only the last ones, in the engine's order: what follows another processor must see its scores.
+    """
+    rest, sampling = list(processors), {}
+    while rest and type(rest[-1]) is LogitNormalization:  # changes no probability
+        rest.pop()
+    for kind in reversed(_WARPERS):
+        if rest and type(rest[-1]) is kind:
+            kept, filler = (
+                getattr(rest[-1], name, default)
+                for name, default in (("min_tokens_to_keep", 1), ("filter_value", -torch.inf))
+            )
+            if kept == 1 and filler == -torch.inf:
+                sampling[_WARPERS[kind]] = getattr(rest.pop(), _WARPERS[kind])
+    return rest, sampling
+
+
+def _split_rules(
+    processors: Sequence[Any], ends: list[int], length: int, paddings: list[int]
+) -> tuple[dict[str, Any], list[Any]]:
+    """The first processors as parameters, which the engine applies before others, and the others.
+
+    Args:
+        length: of the padded prompts.
+        paddings: tokens before each of them.
+    """
+    for processor in processors:
+        if isinstance(processor, _STATEFUL):
+            name = type(processor).__name__
+            raise ValueError(f"logits_processor: {name} keeps a state, which is not supported")
+    rules: dict[str, Any] = {"min_tokens": 0}
+    rest = list(processors)
+    while rest and _take_rule(rest[0], rules, ends, length, paddings):
+        rest.pop(0)
+    return rules, rest
+
+
+def _take_rule(
+    processor: Any, rules: dict[str, Any], ends: list[int], length: int, paddings: list[int]
+) -> bool:
+    """Add what a processor does to the rules, if they can say it and in the same order."""
+    kind = type(processor)
+    if kind is RepetitionPenaltyLogitsProcessor and "repetition_penalty" not in rules:
+        ignored = processor.prompt_ignore_length
+        ignored = ignored.tolist() if isinstance(ignored, Tensor) else ignored
+        if (ignored or [0] * len(paddings)) != paddings:
+            return False
+        rules["repetition_penalty"] = processor.penalty
+    elif kind in (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor):
+        if processor.eos_token_id.tolist() != ends:
+            return False
+        least = (
+            processor.min_length
+            if kind is MinLengthLogitsProcessor
+            else (processor.prompt_length_to_skip + processor.min_new_tokens)
+        )
+        rules["min_tokens"] = max(rules["min_tokens"], least - length)
+    elif kind in (SequenceBiasLogitsProcessor, NoBadWordsLogitsProcessor):
+        biases = processor.sequence_bias
+        is_ban = all(bias == -torch.inf for bias in biases.values())
+        comes_first = rules == {"min_tokens": 0}  # penalties come after biases
+        if any(len(ids) != 1 for ids in biases) or not (is_ban or comes_first):
+            return False
+        rules["logit_bias"] = rules.get("logit_bias", {}) | {i: b for (i,), b in biases.items()}
+    elif kind is SuppressTokensLogitsProcessor:
+        banned = dict.fromkeys(processor.suppress_tokens.tolist(), -torch.inf)
+        rules["logit_bias"] = rules.get("logit_bias", {}) | banned
+    else:
+        return False
+    return True
