@@ -1,7 +1,7 @@
 """The schedule of an engine, with the costs of its steps, which are measured once."""
 
 import time
-from itertools import combinations
+from itertools import accumulate, combinations
 from statistics import median
 
 import torch
@@ -69,8 +69,11 @@ class Pacer:
             return AdaptiveSchedule(given, given)
         if self._measured_of != (drafter, num_speculative_tokens):
             _, alone = self._measure(drafter, num_speculative_tokens, 1)
-            batched = self._measure(drafter, num_speculative_tokens, self._batch_size)
-            self._measured = AdaptiveSchedule(alone, None, batched if batched[0] > 1 else None)
+            size, seconds = self._measure(drafter, num_speculative_tokens, self._batch_size)
+            # No line: the rows of a batch cost the more, the fuller the processor is.
+            rising = [*accumulate(reversed(seconds), min)][::-1]
+            of_batch = (size, rising) if size > 1 else None
+            self._measured = AdaptiveSchedule(fitted_line(alone), None, of_batch)
             self._measured_of = (drafter, num_speculative_tokens)
         return self._measured
 
@@ -79,8 +82,6 @@ class Pacer:
         self, drafter: Drafter, num_speculative_tokens: int, most: int
     ) -> tuple[int, list[float]]:
         """Requests in a step, `most` if there is room, and seconds with 0, 1, ..., K draft tokens.
-
-        Lengths are interleaved, and the seconds lie on a line through the measured ones.
 
         Raises:
             ValueError: no blocks are free for it.
@@ -106,7 +107,7 @@ class Pacer:
                     taken = self._time_step(requests, drafter, num_draft)
                     if round_index:
                         seconds[num_draft] = min(seconds[num_draft], taken)
-            return len(requests), fitted_line(seconds)
+            return len(requests), seconds
         finally:
             for request in requests:
                 drafter.release(request)
