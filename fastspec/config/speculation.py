@@ -179,8 +179,7 @@ class SpecConfig:
         "constant",
         _SCHEDULE,
         "constant (K in every step), or adaptive: as many draft tokens as pay off, even none.",
-        "Greedy requests draft less where many share a step; sampled ones must not heed others. In"
-        " Python also an object with the methods of `fastspec.engine.schedule.Schedule`.",
+        "In Python also an object with the methods of `fastspec.engine.schedule.Schedule`.",
     )
     step_costs: tuple[float, ...] | list[float] | None = option(
         None,

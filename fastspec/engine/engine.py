@@ -442,8 +442,7 @@ class Engine:
     def _new_speculation(self, spec: SpecConfig) -> Speculation:
         """One with nothing turned on yet."""
         target, blocks = self._runner.paged_model, self._scheduler.block_manager
-        sizes = self.config.backend, self.config.max_batch_size
-        pacer = Pacer(spec, self._runner, blocks, self._factory, *sizes)
+        pacer = Pacer(spec, self._runner, blocks, self._factory, self.config.backend)
         sizes = self.device, target.vocab_size
         return Speculation(*sizes, spec, self.config, target.chains_only, pacer)
 

@@ -17,15 +17,13 @@ from fastspec.engine.verify import prefill, verify
 from fastspec.models.runner import ModelRunner
 
 _ROUNDS = 6  # the first warms up; of the others the fastest counts
-_BATCH_SIZE = 8  # of the batch whose steps are measured
 _LEAST_SLOPE = 0.01  # of a plain step, for each draft token
 
 
 class Pacer:
     """Makes the schedule that spec.schedule names for a drafter and its K.
 
-    Costs are those of steps of requests that are made up for it: of one, and of a batch of 8, or of
-    fewer where the engine takes no more.
+    Costs are those of steps of one request that is made up for it.
     """
 
     def __init__(
@@ -35,15 +33,13 @@ class Pacer:
         block_manager: BlockManager,
         factory: RequestFactory,
         backend: str,
-        max_batch_size: int,
     ):
         self._spec = spec
         self._runner = runner
         self._block_manager = block_manager
         self._factory = factory
         self._backend = backend
-        self._batch_size = min(_BATCH_SIZE, max_batch_size)
-        self._measured: AdaptiveSchedule | None = None
+        self._measured: list[float] = []
         self._measured_of: tuple[Drafter, int] | None = None
 
     def schedule(self, drafter: Drafter, num_speculative_tokens: int) -> Schedule | None:
@@ -68,62 +64,49 @@ class Pacer:
         if given is not None:
             return AdaptiveSchedule(given, given)
         if self._measured_of != (drafter, num_speculative_tokens):
-            _, alone = self._measure(drafter, num_speculative_tokens, 1)
-            batched = self._measure(drafter, num_speculative_tokens, self._batch_size)
-            self._measured = AdaptiveSchedule(alone, None, batched if batched[0] > 1 else None)
+            self._measured = self._measure(drafter, num_speculative_tokens)
             self._measured_of = (drafter, num_speculative_tokens)
-        return self._measured
+        return AdaptiveSchedule(self._measured)
 
     @torch.inference_mode()
-    def _measure(
-        self, drafter: Drafter, num_speculative_tokens: int, most: int
-    ) -> tuple[int, list[float]]:
-        """Requests in a step, `most` if there is room, and seconds with 0, 1, ..., K draft tokens.
-
-        Lengths are interleaved, and the seconds lie on a line through the measured ones.
+    def _measure(self, drafter: Drafter, num_speculative_tokens: int) -> list[float]:
+        """Seconds of steps with 0, 1, ..., K draft tokens, interleaved, on a line through them.
 
         Raises:
             ValueError: no blocks are free for it.
         """
         params = SamplingParams(temperature=0.0, seed=0, max_tokens=num_speculative_tokens + 1)
-        requests: list[EngineRequest] = []
-        for index in range(most):
-            (request,) = self._factory.build([0], params, f"step-costs-{index}")
-            length = len(request.token_ids) + num_speculative_tokens
-            if not self._block_manager.reserve(request.block_table, length):
-                break
-            requests.append(request)
-        if not requests:
+        (request,) = self._factory.build([0], params, "step-costs")
+        length = len(request.token_ids) + num_speculative_tokens
+        if not self._block_manager.reserve(request.block_table, length):
             raise ValueError(
                 "schedule: 'adaptive' measures steps first, and the cache has no room for that now;"
                 " pass step_costs"
             )
         try:
-            prefill(self._runner, requests, sum(len(request.token_ids) for request in requests))
+            prefill(self._runner, [request], len(request.token_ids))
             seconds = [float("inf")] * (num_speculative_tokens + 1)
             for round_index in range(_ROUNDS):
                 for num_draft in range(num_speculative_tokens + 1):
-                    taken = self._time_step(requests, drafter, num_draft)
+                    taken = self._time_step(request, drafter, num_draft)
                     if round_index:
                         seconds[num_draft] = min(seconds[num_draft], taken)
-            return len(requests), fitted_line(seconds)
+            return fitted_line(seconds)
         finally:
-            for request in requests:
-                drafter.release(request)
-                self._block_manager.release(request)
+            drafter.release(request)
+            self._block_manager.release(request)
 
-    def _time_step(self, requests: list[EngineRequest], drafter: Drafter, num_draft: int) -> float:
-        """One step; whatever was proposed, the target reads that many tokens of each request."""
-        device, num = self._runner.device, [num_draft] * len(requests)
-        batch = Batch(requests, num, num, num_draft, device, self._backend)
-        shape = len(requests), num_draft
-        token_ids = torch.zeros(shape, dtype=torch.int32, device=batch.device)
+    def _time_step(self, request: EngineRequest, drafter: Drafter, num_draft: int) -> float:
+        """One step; whatever was proposed, the target reads that many tokens."""
+        device, num = self._runner.device, [num_draft]
+        batch = Batch([request], num, num, num_draft, device, self._backend)
+        token_ids = torch.zeros((1, num_draft), dtype=torch.int32, device=batch.device)
         start = time.perf_counter()
         if num_draft:
             drafter.propose(batch)
         verify(self._runner, batch, Proposal(token_ids))
         seconds = time.perf_counter() - start
-        drafter.commit(batch, [0] * len(requests))
+        drafter.commit(batch, [0])
         return seconds
 
 

@@ -2,8 +2,7 @@
 
 What a schedule decides for a sampled request depends on its own history and on fixed costs, never
 on a clock or on other requests: each length of draft uses other random numbers, and the same seed
-must give the same text. A greedy text is the same whatever is drafted, so greedy requests may heed
-how many share the step.
+must give the same text. A greedy text is the same whatever is drafted.
 """
 
 from collections.abc import Sequence
@@ -108,9 +107,6 @@ class AdaptiveSchedule:
         step_costs: of steps with 0, 1, ..., K draft tokens, in any unit; measured ones do.
         sampled_step_costs: the same for requests that sample, which must be the same every time;
             None assumes 15 % of a plain step for each draft token.
-        batch_step_costs: a number of requests and the costs of steps in which each of them drafts
-            so much, in the unit of step_costs, which are then those of one request alone. Drafts
-            cost the more of a step, the more requests share it. None = the same in every batch.
     Raises:
         ValueError: fewer than two costs, or one that is not positive.
 
@@ -118,24 +114,11 @@ class AdaptiveSchedule:
     """
 
     def __init__(
-        self,
-        step_costs: Sequence[float],
-        sampled_step_costs: Sequence[float] | None = None,
-        batch_step_costs: tuple[int, Sequence[float]] | None = None,
+        self, step_costs: Sequence[float], sampled_step_costs: Sequence[float] | None = None
     ):
         if sampled_step_costs is None:
             sampled_step_costs = [1 + _ASSUMED_COST * num for num in range(len(step_costs))]
         self._greedy, self._sampled = _relative(step_costs), _relative(sampled_step_costs)
-        self._alone, self._batch = step_costs, batch_step_costs
-
-    def begin(self, num_requests: int) -> None:
-        """So many requests take part in the next step, which greedy ones may heed."""
-        if self._batch is None:
-            return
-        size, costs = self._batch
-        part = (min(num_requests, size) - 1) / (size - 1)
-        pairs = zip(self._alone, costs, strict=True)
-        self._greedy = _relative([alone + part * (batched - alone) for alone, batched in pairs])
 
     def num_draft_tokens(self, request: EngineRequest) -> int:
         pace = self._pace(request)
@@ -156,10 +139,9 @@ class AdaptiveSchedule:
             _change_length(pace, step)
 
     def _pace(self, request: EngineRequest) -> _Pace:
-        costs = self._greedy if request.params.temperature == 0 else self._sampled
         if request.schedule_state is None:
+            costs = self._greedy if request.params.temperature == 0 else self._sampled
             request.schedule_state = _Pace(costs, length=min(_FIRST_LENGTH, len(costs) - 1))
-        request.schedule_state.costs = costs
         return request.schedule_state
 
 

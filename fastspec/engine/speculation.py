@@ -11,7 +11,7 @@ from fastspec.drafters import Drafter, GlideDrafter, Proposal, TreeDrafter, Tree
 from fastspec.drafters.base import Batch, NoDrafter, Request, check_proposal
 from fastspec.engine.pacing import Pacer
 from fastspec.engine.request import EngineRequest
-from fastspec.engine.schedule import AdaptiveSchedule, Schedule, Step
+from fastspec.engine.schedule import Schedule, Step
 
 
 class Speculation:
@@ -180,8 +180,6 @@ class Speculation:
             return limits, [n if limit else 0 for n, limit in zip(nodes, limits, strict=True)]
         assert self.schedule is not None
         schedule = self.schedule
-        if isinstance(schedule, AdaptiveSchedule):
-            schedule.begin(len(requests))
         pairs = zip(requests, limits, strict=True)
         wanted = [schedule.num_draft_tokens(request) if limit else 0 for request, limit in pairs]
         for num in wanted:

@@ -284,12 +284,6 @@ def num_sequences_with_states(engine):
     return len(target_runner(engine).paged_model.recurrent._kept)
 
 
-def measured_batch_size(engine):
-    """Requests of the largest batch that the adaptive schedule knows the costs of."""
-    batch = engine._speculation.schedule._batch
-    return 1 if batch is None else batch[0]
-
-
 def count_preemptions(engine):
     """A list of one number that counts them from now on."""
     scheduler, count = engine._scheduler, [0]

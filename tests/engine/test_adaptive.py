@@ -17,7 +17,7 @@ from fastspec.engine.schedule import (
 from fastspec.tools.formulas import best_num_speculative_tokens
 
 from ..models import perturbed, random_model
-from .probes import assert_blocks_came_back, measured_batch_size, request_of
+from .probes import assert_blocks_came_back, request_of
 
 PROMPTS = [[1, 2, 3], list(range(5, 22)), [40, 7] * 10, [99]]
 COSTS = [1.0, 1.2, 1.35, 1.5, 1.65, 1.8]
@@ -104,32 +104,6 @@ def test_sampled_requests_use_costs_that_no_clock_gave():
         dear.record(request, Step(2, 2, 2))
     assert dear.num_draft_tokens(greedy) == 0
     assert dear.num_draft_tokens(sampled) == 2
-
-
-def test_greedy_requests_heed_the_batch_and_sampled_ones_must_not():
-    greedy = request_of([1])
-    sampled = request_of([1], params=SamplingParams(temperature=1.0, seed=1))
-    lengths = {}
-    schedule = AdaptiveSchedule([1.0, 1.1, 1.2, 1.3], None, (8, [2.0, 4.0, 6.0, 8.0]))
-    for size in (1, 8, 30, 1, 4):
-        for request in (greedy, sampled):
-            request.schedule_state = None
-            for _ in range(20):
-                schedule.begin(size)
-                num = schedule.num_draft_tokens(request)
-                schedule.record(request, Step(num, num, max(0, num - 1)))
-            lengths.setdefault(request, []).append(schedule.num_draft_tokens(request))
-    assert lengths[greedy] == [2, 0, 0, 2, 0]
-    assert len({*lengths[sampled]}) == 1
-
-
-def test_costs_are_measured_of_one_request_and_of_a_batch(model, drafter):
-    spec = SpecConfig(schedule="adaptive", num_speculative_tokens=2)
-    for num_blocks, most, size in ((32, 32, 8), (32, 4, 4), (3, 32, 3), (32, 1, 1), (1, 9, 1)):
-        config = EngineConfig(num_blocks=num_blocks, max_batch_size=most)
-        engine = Engine(model, drafter, spec=spec, config=config)
-        assert measured_batch_size(engine) == size
-        assert_blocks_came_back(engine)
 
 
 def test_the_sweep_takes_every_length_in_turn():
