@@ -48,7 +48,15 @@ FIELDS = {
     "stop": lambda rng: rng.choice([None, None, [chr(rng.randrange(32, 127))]]),
     "stop_token_ids": lambda rng: rng.choice([None, [rng.randrange(90)]]),
     "ignore_eos": lambda rng: rng.choice([None, True]),
-    "logprobs": lambda rng: rng.choice([None, 0]),
+    "logprobs": lambda rng: rng.choice([None, 0, 3]),
+    "prompt_logprobs": lambda rng: rng.choice([None] * 9 + [0, 2]),
+    "repetition_penalty": lambda rng: rng.choice([None, None, None, 0.9, 1.3]),
+    "presence_penalty": lambda rng: rng.choice([None, None, None, 0.7]),
+    "frequency_penalty": lambda rng: rng.choice([None, None, None, -0.2, 0.4]),
+    "logit_bias": lambda rng: rng.choice([None, None, {rng.randrange(90): 3.0, 7: -float("inf")}]),
+    "bad_words": lambda rng: rng.choice([None, None, None, [[rng.randrange(90)], [3, 4]]]),
+    "allowed_token_ids": lambda rng: rng.choice([None] * 7 + [list(range(80))]),
+    "min_tokens": lambda rng: rng.choice([None, None, 1]),
     "n": lambda rng: rng.choice([None] * 14 + [2, 3]),
     "num_speculative_tokens": lambda rng: rng.choice([None, None, None, 0, 1, 2]),
 }
@@ -227,6 +235,8 @@ class World:
         if rng.random() < 0.3:
             prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9] * 2 + prompt[:20]  # a prefix to share
         fields["drafter"] = rng.choice(self.drafters)
+        if self.engine.decoder_start_id is not None:
+            fields.pop("prompt_logprobs", None)
         if fields["drafter"] == "none":
             fields.pop("num_speculative_tokens", None)
         if rng.random() < 0.05:

@@ -137,7 +137,7 @@ def test_a_processor_that_raises_ends_its_request_alone(target):
         *failed, healthy = engine.generate([[1, 2, 3]] * 4, params)
         assert [output.finish_reason for output in failed] == ["error"] * 3
         assert "RuntimeError('no more')" in failed[0].error
-        assert len(failed[0].token_ids) == 4
+        assert len(failed[0].token_ids) <= 4  # drafts are asked about, too
         assert "logits_processors: expected scores of shape (1, 263)" in failed[1].error
         (alone,) = Engine(target, spec="none").generate([[1, 2, 3]], params[3])
         assert healthy.token_ids == alone.token_ids
