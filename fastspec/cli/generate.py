@@ -74,6 +74,9 @@ def generate(
     """Continue prompts, speculatively when there is a draft model, plainly without."""
     if as_json and show_sources:
         raise typer.BadParameter("--show-sources: the JSON of --json holds the sources already")
+    for name in ("logprobs", "prompt_logprobs"):
+        if not as_json and getattr(params, name) is not None:
+            raise typer.BadParameter(f"--{name.replace('_', '-')}: is a part of the JSON of --json")
     if show_tree and (as_json or (spec.method != "tree" and not spec.cape)):
         raise typer.BadParameter("--show-tree: needs --method tree or --cape, and no --json")
     if save_outputs is not None:

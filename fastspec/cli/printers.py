@@ -37,6 +37,9 @@ class JsonPrinter:
             "error": output.error,
             "stats": output.stats.to_dict(),
         }
+        for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
+            if (values := getattr(output, name)) is not None:
+                record[name] = values
         typer.echo(json.dumps(record, ensure_ascii=False))
 
 

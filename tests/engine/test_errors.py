@@ -92,14 +92,7 @@ def test_text_needs_a_tokenizer(model):
         ("stop", 3),
         ("stop_token_ids", 3),
         ("stop_token_ids", ["a"]),
-        ("repetition_penalty", 1.1),
-        ("presence_penalty", 0.5),
-        ("frequency_penalty", 0.5),
-        ("logit_bias", {3: 1.0}),
-        ("min_tokens", 3),
         ("n", 0),
-        ("logprobs", 5),
-        ("logits_processors", [lambda ids, logits: logits]),
     ],
 )
 def test_sampling_params(field, value):
@@ -115,7 +108,6 @@ def test_sampling_params(field, value):
         ("num_speculative_tokens", 0),
         ("num_speculative_tokens", 2.0),
         ("draft_sample_method", "wrong"),
-        ("rejection_sample_method", "coupled"),
         ("rejection_sample_method", "wrong"),
         ("prompt_lookup_max", 3),
         ("k_matrix", [[1]]),
