@@ -442,7 +442,8 @@ class Engine:
     def _new_speculation(self, spec: SpecConfig) -> Speculation:
         """One with nothing turned on yet."""
         target, blocks = self._runner.paged_model, self._scheduler.block_manager
-        pacer = Pacer(spec, self._runner, blocks, self._factory, self.config.backend)
+        sizes = self.config.backend, self.config.max_batch_size
+        pacer = Pacer(spec, self._runner, blocks, self._factory, *sizes)
         sizes = self.device, target.vocab_size
         return Speculation(*sizes, spec, self.config, target.chains_only, pacer)
 

@@ -1,7 +1,7 @@
 """The schedule of an engine, with the costs of its steps, which are measured once."""
 
 import time
-from itertools import combinations
+from itertools import accumulate, combinations
 from statistics import median
 
 import torch
@@ -17,13 +17,15 @@ from fastspec.engine.verify import prefill, verify
 from fastspec.models.runner import ModelRunner
 
 _ROUNDS = 6  # the first warms up; of the others the fastest counts
+_BATCH_SIZE = 8  # of the batch whose steps are measured
 _LEAST_SLOPE = 0.01  # of a plain step, for each draft token
 
 
 class Pacer:
     """Makes the schedule that spec.schedule names for a drafter and its K.
 
-    Costs are those of steps of one request that is made up for it.
+    Costs are those of steps of requests that are made up for it: of one, and of a batch of 8, or of
+    fewer where the engine takes no more.
     """
 
     def __init__(
@@ -33,13 +35,15 @@ class Pacer:
         block_manager: BlockManager,
         factory: RequestFactory,
         backend: str,
+        max_batch_size: int,
     ):
         self._spec = spec
         self._runner = runner
         self._block_manager = block_manager
         self._factory = factory
         self._backend = backend
-        self._measured: list[float] = []
+        self._batch_size = min(_BATCH_SIZE, max_batch_size)
+        self._measured: AdaptiveSchedule | None = None
         self._measured_of: tuple[Drafter, int] | None = None
 
     def schedule(self, drafter: Drafter, num_speculative_tokens: int) -> Schedule | None:
@@ -64,49 +68,63 @@ class Pacer:
         if given is not None:
             return AdaptiveSchedule(given, given)
         if self._measured_of != (drafter, num_speculative_tokens):
-            self._measured = self._measure(drafter, num_speculative_tokens)
+            _, alone = self._measure(drafter, num_speculative_tokens, 1)
+            size, seconds = self._measure(drafter, num_speculative_tokens, self._batch_size)
+            # No line: the rows of a batch cost the more, the fuller the processor is.
+            rising = [*accumulate(reversed(seconds), min)][::-1]
+            of_batch = (size, rising) if size > 1 else None
+            self._measured = AdaptiveSchedule(fitted_line(alone), None, of_batch)
             self._measured_of = (drafter, num_speculative_tokens)
-        return AdaptiveSchedule(self._measured)
+        return self._measured
 
     @torch.inference_mode()
-    def _measure(self, drafter: Drafter, num_speculative_tokens: int) -> list[float]:
-        """Seconds of steps with 0, 1, ..., K draft tokens, interleaved, on a line through them.
+    def _measure(
+        self, drafter: Drafter, num_speculative_tokens: int, most: int
+    ) -> tuple[int, list[float]]:
+        """Requests in a step, `most` if there is room, and seconds with 0, 1, ..., K draft tokens.
 
         Raises:
             ValueError: no blocks are free for it.
         """
         params = SamplingParams(temperature=0.0, seed=0, max_tokens=num_speculative_tokens + 1)
-        (request,) = self._factory.build([0], params, "step-costs")
-        length = len(request.token_ids) + num_speculative_tokens
-        if not self._block_manager.reserve(request.block_table, length):
+        requests: list[EngineRequest] = []
+        for index in range(most):
+            (request,) = self._factory.build([0], params, f"step-costs-{index}")
+            length = len(request.token_ids) + num_speculative_tokens
+            if not self._block_manager.reserve(request.block_table, length):
+                break
+            requests.append(request)
+        if not requests:
             raise ValueError(
                 "schedule: 'adaptive' measures steps first, and the cache has no room for that now;"
                 " pass step_costs"
             )
         try:
-            prefill(self._runner, [request], len(request.token_ids))
+            prefill(self._runner, requests, sum(len(request.token_ids) for request in requests))
             seconds = [float("inf")] * (num_speculative_tokens + 1)
             for round_index in range(_ROUNDS):
                 for num_draft in range(num_speculative_tokens + 1):
-                    taken = self._time_step(request, drafter, num_draft)
+                    taken = self._time_step(requests, drafter, num_draft)
                     if round_index:
                         seconds[num_draft] = min(seconds[num_draft], taken)
-            return fitted_line(seconds)
+            return len(requests), seconds
         finally:
-            drafter.release(request)
-            self._block_manager.release(request)
+            for request in requests:
+                drafter.release(request)
+                self._block_manager.release(request)
 
-    def _time_step(self, request: EngineRequest, drafter: Drafter, num_draft: int) -> float:
-        """One step; whatever was proposed, the target reads that many tokens."""
-        device, num = self._runner.device, [num_draft]
-        batch = Batch([request], num, num, num_draft, device, self._backend)
-        token_ids = torch.zeros((1, num_draft), dtype=torch.int32, device=batch.device)
+    def _time_step(self, requests: list[EngineRequest], drafter: Drafter, num_draft: int) -> float:
+        """One step; whatever was proposed, the target reads that many tokens of each request."""
+        device, num = self._runner.device, [num_draft] * len(requests)
+        batch = Batch(requests, num, num, num_draft, device, self._backend)
+        shape = len(requests), num_draft
+        token_ids = torch.zeros(shape, dtype=torch.int32, device=batch.device)
         start = time.perf_counter()
         if num_draft:
             drafter.propose(batch)
         verify(self._runner, batch, Proposal(token_ids))
         seconds = time.perf_counter() - start
-        drafter.commit(batch, [0])
+        drafter.commit(batch, [0] * len(requests))
         return seconds
 
 

@@ -2,7 +2,8 @@
 
 What a schedule decides for a sampled request depends on its own history and on fixed costs, never
 on a clock or on other requests: each length of draft uses other random numbers, and the same seed
-must give the same text. A greedy text is the same whatever is drafted.
+must give the same text. A greedy text is the same whatever is drafted, so greedy requests may heed
+those beside them.
 """
 
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ _GAIN_TO_RESUME = 1.05
 _FIRST_LENGTH = 2  # of a new request's draft: little is lost where drafts fail
 _FIRST_PAUSE, _LONGEST_PAUSE = 32, 128  # plain steps before drafts are tried again
 _ASSUMED_COST = 0.15  # of one draft token over a plain step, where it must not be measured
+_TRIAL_STEPS = 8  # with drafts of _FIRST_LENGTH, from which a batch learns what drafts are worth
 _SETTLED = 16  # steps with drafts after which an earlier pause is forgotten
 
 
@@ -78,7 +80,11 @@ class _Pace:
 
     @property
     def rate(self) -> float:
-        return (self.accepted + _PRIOR_RATE) / (self.accepted + self.rejected + 1)
+        return self.rate_from(_PRIOR_RATE)
+
+    def rate_from(self, prior: float) -> float:
+        """What is believed of its drafts, if `prior` was believed before the first."""
+        return (self.accepted + prior) / (self.accepted + self.rejected + 1)
 
     @property
     def best(self) -> int:
@@ -103,10 +109,16 @@ class AdaptiveSchedule:
     drafting at all 3 % more than plain decoding, and drafting again 5 %. Once drafting has stopped,
     one token is tried after 32 plain steps, then after 64, and from then on after 128.
 
+    Greedy requests that share a step draft equally much where `batch_step_costs` are known: a draft
+    model reads its weights for the longest draft. Their tokens of a step together decide, new ones
+    are believed to be like those before them, and what holds above for one holds for all of them.
+
     Args:
         step_costs: of steps with 0, 1, ..., K draft tokens, in any unit; measured ones do.
         sampled_step_costs: the same for requests that sample, which must be the same every time;
             None assumes 15 % of a plain step for each draft token.
+        batch_step_costs: a number of requests, and the costs of steps in which each of them drafts
+            so much, in the unit of step_costs, which are then those of one request alone.
     Raises:
         ValueError: fewer than two costs, or one that is not positive.
 
@@ -114,11 +126,48 @@ class AdaptiveSchedule:
     """
 
     def __init__(
-        self, step_costs: Sequence[float], sampled_step_costs: Sequence[float] | None = None
+        self,
+        step_costs: Sequence[float],
+        sampled_step_costs: Sequence[float] | None = None,
+        batch_step_costs: tuple[int, Sequence[float]] | None = None,
     ):
         if sampled_step_costs is None:
             sampled_step_costs = [1 + _ASSUMED_COST * num for num in range(len(step_costs))]
         self._greedy, self._sampled = _relative(step_costs), _relative(sampled_step_costs)
+        self._alone, self._batch = step_costs, batch_step_costs
+        self._shared = _Pace(self._greedy, length=min(_FIRST_LENGTH, len(step_costs) - 1))
+
+    def common_length(self, requests: Sequence[EngineRequest]) -> int | None:
+        """Tokens that each greedy request of a step drafts; None where each decides for itself."""
+        paces = [self._pace(r) for r in requests if r.params.temperature == 0]
+        if self._batch is None or len(paces) < 2:
+            return None
+        shared = self._shared
+        if shared.num_steps < _TRIAL_STEPS:
+            shared.num_steps += 1
+            return shared.length
+        size, batched = self._batch
+        part = (min(len(requests), size) - 1) / (size - 1)
+        pairs = zip(self._alone, batched, strict=True)
+        costs = _relative([alone + part * (cost - alone) for alone, cost in pairs])
+        rates = [pace.rate_from(shared.rate) for pace in paces]
+
+        def speed_up(length: int) -> float:
+            tokens = sum(expected_tokens(rate, length) for rate in rates)
+            return tokens / len(rates) / costs[length]
+
+        best = max(range(len(costs)), key=speed_up)
+        if speed_up(best) < _GAIN_TO_STAY:
+            shared.length = 0
+        elif speed_up(best) > _GAIN_TO_CHANGE * speed_up(shared.length):
+            shared.length, shared.num_idle, shared.pause = best, 0, _FIRST_PAUSE
+        if shared.length:
+            return shared.length
+        shared.num_idle += 1
+        if shared.num_idle < shared.pause:
+            return 0
+        shared.num_idle, shared.pause = 0, min(2 * shared.pause, _LONGEST_PAUSE)
+        return 1
 
     def num_draft_tokens(self, request: EngineRequest) -> int:
         pace = self._pace(request)
@@ -133,6 +182,8 @@ class AdaptiveSchedule:
             return
         if step.proposed == 0:  # the drafter had nothing to say, which tells nothing of its drafts
             return
+        if request.params.temperature == 0:
+            self._shared.learn(step)
         if pace.length == 0:
             _end_trial(pace, step)
         else:

@@ -11,7 +11,7 @@ from fastspec.drafters import Drafter, GlideDrafter, Proposal, TreeDrafter, Tree
 from fastspec.drafters.base import Batch, NoDrafter, Request, check_proposal
 from fastspec.engine.pacing import Pacer
 from fastspec.engine.request import EngineRequest
-from fastspec.engine.schedule import Schedule, Step
+from fastspec.engine.schedule import AdaptiveSchedule, Schedule, Step
 
 
 class Speculation:
@@ -180,8 +180,14 @@ class Speculation:
             return limits, [n if limit else 0 for n, limit in zip(nodes, limits, strict=True)]
         assert self.schedule is not None
         schedule = self.schedule
-        pairs = zip(requests, limits, strict=True)
-        wanted = [schedule.num_draft_tokens(request) if limit else 0 for request, limit in pairs]
+        common = None
+        if isinstance(schedule, AdaptiveSchedule):
+            common = schedule.common_length(requests)
+        wanted = []
+        for request, limit in zip(requests, limits, strict=True):
+            decides = common is None or request.params.temperature > 0
+            num = schedule.num_draft_tokens(request) if decides and limit else common
+            wanted.append(num if limit else 0)
         for num in wanted:
             require("num_draft_tokens", num, is_int(num) and num >= 0, "an int >= 0")
         limits = [min(pair) for pair in zip(wanted, limits, strict=True)]

@@ -218,3 +218,29 @@ def test_no_room_to_measure(model, drafter):
     config = EngineConfig(block_size=4, num_blocks=1)
     with pytest.raises(ValueError, match="pass step_costs"):
         Engine(model, drafter, spec=SpecConfig(schedule="adaptive"), config=config)
+
+
+@pytest.mark.parametrize(("rate", "longest"), [(0.0, 0), (0.9, 5)])
+def test_greedy_requests_of_a_batch_draft_equally_much(rate, longest):
+    """What together they lose or gain decides; drafts that fail are tried again now and then."""
+    generator = random.Random(1)
+    schedule = AdaptiveSchedule(COSTS, None, (8, [3.0, 3.5, 3.9, 4.2, 4.6, 4.9]))
+    requests = [request_of([1]) for _ in range(8)]
+    lengths = []
+    for _ in range(60):
+        common = schedule.common_length(requests)
+        assert schedule.common_length(requests[:1]) is None
+        lengths.append(common)
+        for request in requests:
+            accepted = 0
+            while accepted < common and generator.random() < rate:
+                accepted += 1
+            schedule.record(request, Step(common, common, accepted))
+    assert set(lengths[:8]) == {2}
+    assert lengths[-1] == longest
+    assert lengths[10:].count(0) == (0 if longest else 49)
+
+
+def test_without_costs_of_a_batch_each_request_decides_for_itself():
+    requests = [request_of([1]), request_of([2])]
+    assert AdaptiveSchedule(COSTS, COSTS).common_length(requests) is None
