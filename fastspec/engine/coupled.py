@@ -35,7 +35,9 @@ def judge_coupled(
     owners, nodes = places
     num_requests, width = ids.shape
     chain = torch.arange(-1, width - 1, device=ids.device)
-    depths = (chain + 1).expand_as(ids) if parents is None else build_tree(parents)[0]
+    depths = (chain + 1).expand_as(ids)
+    if parents is not None:
+        depths, _ = build_tree(parents, backend=batch.backend)
     parents = chain.expand_as(ids) if parents is None else parents
     seeds, lengths = batch.keys
     picked, logprobs = sample_coupled(

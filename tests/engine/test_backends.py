@@ -10,7 +10,14 @@ from ..models import perturbed, random_t5
 
 PROMPTS = [[1, 2, 3, 1, 2, 3, 1, 2], [7] * 20]
 PARAMS = [
-    SamplingParams(temperature=temperature, seed=0, max_tokens=8, ignore_eos=True)
+    SamplingParams(
+        temperature=temperature,
+        seed=0,
+        max_tokens=8,
+        ignore_eos=True,
+        repetition_penalty=1.2,
+        logprobs=2,
+    )
     for temperature in (1.0, 0.0)
 ]
 CASES = {
@@ -24,6 +31,8 @@ CASES = {
     "glide": ("glide", {}),
     "cape": ("glide", {"cape": True, "num_speculative_tokens": 3}),
     "drawn tree": ("tree", {"tree_nodes": 6}),
+    "coupled": ("draft_model", {"rejection_sample_method": "coupled"}),
+    "coupled tree": ("tree", {"tree_nodes": 6, "rejection_sample_method": "coupled"}),
     "likeliest tree": (
         "tree",
         {"tree_nodes": 6, "draft_sample_method": "greedy", "tree_prompt_lookup": True},
@@ -54,7 +63,8 @@ def test_every_kernel_is_asked_for_by_name(case, asked_for, model, drafter):
     engine = Engine(model, draft, spec=SpecConfig(method, **options), config=config)
     engine.generate(PROMPTS, PARAMS)
     judge = "verify_tree" if "tree" in case or case == "cape" else "verify_chain"
-    assert {judge, "uniform", "tree_attention"} <= {*asked_for}
+    judge = {"sample_coupled"} if "coupled" in case else {judge, "uniform"}
+    assert {*judge, "penalize", "row_stats", "tree_attention"} <= {*asked_for}
     assert set().union(*asked_for.values()) == {"reference"}, asked_for
 
 
