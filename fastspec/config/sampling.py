@@ -198,7 +198,8 @@ class SamplingParams:
         anything(f"a mapping with one of {', '.join(_GRAMMARS)}", _as_structure),
         'The form of the text, like {"json": {"type": "object"}} or {"regex": "[0-9]+"}.',
         "json takes a JSON schema, json_object True, regex a pattern, choice a list of texts,"
-        " grammar an EBNF in the Lark syntax of llguidance, which the extra [grammar] installs."
+        " grammar an EBNF, in the syntax of Lark (start: ...) or GBNF (root ::= ...). The extra"
+        " [grammar] installs llguidance, which reads them."
         " Tokens that do not fit are never drafted, drawn or accepted.",
     )
     seed: int | None = option(

@@ -36,6 +36,7 @@ class GrammarCompiler:
         """
         try:
             from llguidance import LLMatcher
+            from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
             from llguidance.hf import from_tokenizer
         except ImportError as error:
             raise ValueError(
@@ -48,8 +49,9 @@ class GrammarCompiler:
         if self._tokens is None:
             self._tokens = from_tokenizer(self._tokenizer, self._vocab_size, sorted(self._eos_ids))
         try:
-            matcher = LLMatcher(self._tokens, _source(LLMatcher, structure), log_level=0)
-        except ValueError as error:
+            source = _source(LLMatcher, any_to_lark, structure)
+            matcher = LLMatcher(self._tokens, source, log_level=0)
+        except (ValueError, GbnfToLarkError) as error:
             raise ValueError(f"structured_outputs: {error}") from error
         if matcher.is_error():
             raise ValueError(f"structured_outputs: {matcher.get_error()}")
@@ -79,7 +81,7 @@ class LlguidanceGrammar:
         return not self._matcher.is_stopped()
 
 
-def _source(matcher: Any, structure: Mapping[str, Any]) -> str:
+def _source(matcher: Any, any_to_lark: Any, structure: Mapping[str, Any]) -> str:
     """The form in llguidance's terms."""
     ((kind, form),) = structure.items()
     if kind == "json_object":
@@ -92,4 +94,4 @@ def _source(matcher: Any, structure: Mapping[str, Any]) -> str:
     if kind == "choice":
         texts = " | ".join(json.dumps(text) for text in form)
         return matcher.grammar_from_lark(f"start: {texts}")
-    return matcher.grammar_from_lark(form)
+    return matcher.grammar_from_lark(any_to_lark(form))

@@ -27,6 +27,7 @@ FORMS = [
     ({"json": json.dumps(SCHEMA)}, lambda text: set(json.loads(text)) == {"name", "on"}),
     ({"regex": "[xyz]{3}(1|2)"}, lambda text: len(text) == 4 and text[3] in "12"),
     ({"choice": ["yes", "no"]}, lambda text: text in ("yes", "no")),
+    ({"grammar": 'root ::= "x" [01] [01]'}, lambda text: text[0] == "x" and len(text) == 3),
     ({"grammar": 'start: "<" /[ab]{2}/ ">"'}, lambda text: text[0] == "<" and text[3] == ">"),
 ]
 METHODS = ("draft_model", "prompt_lookup", "ngram", "tree", "cape", "glide", "cascade")
