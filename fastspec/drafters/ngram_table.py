@@ -17,8 +17,9 @@ _COUNT_AT = _RECENCY_AT + _RECENCY_BITS
 class NgramTable:
     """Counts of the tokens after each context of 1 to n tokens, one table for each row.
 
-    With `one_level` only contexts of n tokens are counted. Contexts that share a bucket cost accuracy, never correctness: a bucket belongs to the one whose
-    successor was seen most often, and answers only to that one's fingerprint.
+    With `one_level` only contexts of n tokens are counted. Contexts that share a bucket cost
+    accuracy, never correctness: a bucket belongs to the one whose successor was seen most often,
+    and answers only to that one's fingerprint.
     """
 
     def __init__(self, max_context: int, one_level: bool = False):
