@@ -107,7 +107,9 @@ def bench(
     target_model = loading.load_model("target", target, engine_config)
     draft_model = None
     if draft is not None:
-        load = load_glide if method == "glide" else partial(loading.load_model, "draft")
+        load = partial(loading.load_model, "draft")
+        if method == "glide":
+            load = partial(load_glide, target=target_model)
         draft_model = load_draft("draft", draft, engine_config, tokenizer, target_model, load)
     measured = timing.Methods(target_model, draft_model, spec, max_tokens, engine_config, parts)
     with usage_errors():
