@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fastspec.tools.compat.colossal import InferenceConfig, InferenceEngine
     from fastspec.tools.compat.romsto import (
         GreedyProcessor,
         LogitsProcessor,
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GreedyProcessor",
+    "InferenceConfig",
+    "InferenceEngine",
     "LogitsProcessor",
     "MultinomialProcessor",
     "NGramStorage",
@@ -47,14 +50,19 @@ __all__ = [
 ]
 
 # Imported when a name is used: they import torch and transformers. All others are of romsto.
-_SAMPLING = ("autoregressive_sampling", "speculative_sampling", "speculative_sampling_v2")
+_MODULES = {
+    "InferenceConfig": "colossal",
+    "InferenceEngine": "colossal",
+    "autoregressive_sampling": "sampling",
+    "speculative_sampling": "sampling",
+    "speculative_sampling_v2": "sampling",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = "sampling" if name in _SAMPLING else "romsto"
-    return getattr(import_module(f"fastspec.tools.compat.{module}"), name)
+    return getattr(import_module(f"{__name__}.{_MODULES.get(name, 'romsto')}"), name)
 
 
 def __dir__() -> list[str]:
