@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
+from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig, compat
 
 from ..models import byte_tokenizer, random_model, random_t5
 from .helpers import GREEDY, hugging_face_greedy
@@ -159,3 +159,16 @@ def test_most_draft_tokens():
     with pytest.raises(ValueError, match=r"n_spec_tokens: .* at most max_n_spec_tokens, 3"):
         engine.enable_spec_dec(n_spec_tokens=4)
     engine.enable_spec_dec(n_spec_tokens=2)
+
+
+def test_published_entries():
+    """A loaded model is converted, where `Engine` refuses to."""
+    model, config = random_model("llama"), compat.InferenceConfig(dtype="bf16", max_batch_size=2)
+    with pytest.raises(ValueError, match=r"^dtype: 'bfloat16'"):
+        Engine(model, config=config)
+    engine = compat.InferenceEngine(model, byte_tokenizer(), config, verbose=True)
+    assert engine.config == EngineConfig(dtype="bfloat16", max_batch_size=2)
+    (output,) = engine.generate([[1, 2]], GREEDY)
+    assert len(output.token_ids) == GREEDY.max_tokens
+    with pytest.raises(ValueError, match=r"^model_policy: "):
+        compat.InferenceEngine(model, model_policy="llama")
