@@ -65,11 +65,20 @@ def bench(
     record: Annotated[
         bool, typer.Option("--record", help="In a checkout: append the record to its results.")
     ] = False,
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.json",
+            help="Write a trace of one speculative run, by torch.profiler, for chrome://tracing or"
+            " Perfetto.",
+        ),
+    ] = None,
 ) -> None:
     """Time plain, speculative, and Hugging Face's plain and assisted decoding, batch 1, in one run.
 
-    All run on one loaded pair and make equally many tokens; greedy outputs are compared first. A
-    cascade's parts run beside it, the draft model with K of -k and MaG with K = 10.
+    All run on one loaded pair and make equally many tokens; greedy outputs are compared first. The
+    draft model runs alone, too. A cascade's parts run beside it, the draft model with K of -k and
+    MaG with K = 10.
     """
     with usage_errors():
         heats = _temperatures(temperatures, max_tokens)
@@ -83,6 +92,7 @@ def bench(
         draft = own_draft(target, method)
         if draft is None:
             raise typer.BadParameter("--draft: a --target of your own needs a draft model")
+    check_can_write("--profile", profile)
     files = _record_files(out, record, f"{method}_cape" if spec.cape else method)
     named = named_prompts(dataset, dataset_file, prompts_file, num_prompts)
     texts = named or bundled_prompts(num_prompts, chat)
@@ -107,7 +117,9 @@ def bench(
     target_model = loading.load_model("target", target, engine_config)
     draft_model = None
     if draft is not None:
-        load = load_glide if method == "glide" else partial(loading.load_model, "draft")
+        load = partial(loading.load_model, "draft")
+        if method == "glide":
+            load = partial(load_glide, target=target_model)
         draft_model = load_draft("draft", draft, engine_config, tokenizer, target_model, load)
     measured = timing.Methods(target_model, draft_model, spec, max_tokens, engine_config, parts)
     with usage_errors():
@@ -119,6 +131,8 @@ def bench(
         if target_model.dtype == torch.float32:
             timing.require_equal(equal, len(prompts))
         results = timing.measure(measured, prompts, config, lambda: bar.advance(task))
+    if profile is not None:
+        timing.write_profile(measured, prompts[0], heats[0], profile)
     result = {
         "op": "end_to_end",
         **timing.describe_environment(),

@@ -134,12 +134,14 @@ Chat = Annotated[
 ]
 Dataset = Annotated[
     str | None,
-    typer.Option(help="Prompts of mmlu, gsm8k, hellaswag, mt_bench or humaneval."),
+    typer.Option(help="Prompts of mmlu, gsm8k, hellaswag, mt_bench, humaneval or sharegpt."),
 ]
 DatasetFile = Annotated[
     Path | None,
     typer.Option(
-        metavar="FILE.jsonl", help="Its records; without it the package datasets downloads them."
+        metavar="FILE",
+        help="Its records, one JSON object a line or a JSON list; without it the package datasets"
+        " downloads them.",
     ),
 ]
 DatasetPrompts = Annotated[

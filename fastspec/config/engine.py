@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fastspec.config.checks import config_of, is_int, refuse, require
+from fastspec.config.checks import config_of, refuse
+from fastspec.config.colossal import fields_of_colossal
 from fastspec.config.options import (
     BOOL,
     TEXT,
@@ -18,7 +19,6 @@ from fastspec.config.options import (
 )
 
 _PLACE = "{input_text}"
-_COLOSSAL_LENGTHS = ("max_input_len", "max_output_len")
 _TEMPLATE = Kind(f"a text with {_PLACE}", lambda value: isinstance(value, str) and _PLACE in value)
 
 
@@ -136,27 +136,18 @@ class EngineConfig:
 
     @classmethod
     def from_colossal(cls, fields: Mapping[str, Any]) -> "EngineConfig":
-        """Fields of Colossal-Inference's InferenceConfig, those that mean the same here.
+        """Fields of Colossal-Inference's InferenceConfig, those that its README shows.
 
-        max_batch_size, block_size, max_n_spec_tokens and prompt_template keep their names;
-        max_input_len and max_output_len, given together, add up to max_model_len. What is not given
+        max_batch_size, block_size and max_n_spec_tokens keep their names. dtype may be a torch
+        dtype, or fp16, bf16 or fp32. max_input_len and max_output_len, given together, add up to
+        max_model_len. prompt_template is a text with {input_text}, or vicuna, llama or baichuan.
+        prefill_ratio and use_cuda_kernel have no effect, which a warning says. What is not given
         has the default of this class.
 
         Raises:
-            ValueError: another field, or a value out of range. A template must be spelt out, names
-                of templates are unknown here.
+            ValueError: another field, or a value out of range.
         """
         known = [
             name for name, each in options_of(cls).items() if "Colossal-Inference" in each.aliases
         ]
-        for name in fields:
-            if name not in (*known, *_COLOSSAL_LENGTHS):
-                names = ", ".join((*known, *_COLOSSAL_LENGTHS))
-                raise ValueError(f"{name}: has no meaning here; known names are {names}")
-        kept = {name: value for name, value in fields.items() if name in known}
-        lengths: dict[str, Any] = {}
-        if not fields.keys().isdisjoint(_COLOSSAL_LENGTHS):
-            lengths = {name: fields.get(name) for name in _COLOSSAL_LENGTHS}
-        for name, value in lengths.items():
-            require(name, value, is_int(value) and value >= 1, "an int >= 1")
-        return cls(**kept, max_model_len=sum(lengths.values()) or None)
+        return cls(**fields_of_colossal(fields, known))

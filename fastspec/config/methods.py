@@ -52,7 +52,9 @@ BUILT_IN = (
     Method(
         "ngram",
         "counts what followed the last tokens, in the text and in the target's choices",
-        frozenset({"ngram_size", "filler_top_k"}),
+        frozenset(
+            {"ngram_size", "filler_top_k", "ngram_one_level", "ngram_store", "ngram_guesses"}
+        ),
     ),
     Method(
         "cascade",

@@ -123,6 +123,24 @@ class SpecConfig:
         "The target's most probable tokens that count at each place it judges; by default 3.",
         "1 counts only what was written.",
     )
+    ngram_one_level: bool = option(
+        False, BOOL, "Count n-grams of ngram_size tokens alone, none that are shorter."
+    )
+    ngram_store: str = option(
+        "request",
+        choice("request", "engine"),
+        "Whose n-grams are counted: of the request alone, or of all requests of the engine.",
+        "engine keeps what is learnt across prompts, in a table of fixed size. It needs"
+        " rejection_sample_method coupled, with which a text depends on its seed alone: otherwise"
+        " the drafts of a request would be correlated with its draws if an earlier one had its"
+        " seed.",
+    )
+    ngram_guesses: bool = option(
+        False,
+        BOOL,
+        "Where nothing is known, propose any token instead of none.",
+        "Which one depends on the tokens before it alone.",
+    )
     k_matrix: Any = option(
         None,
         anything("rows like [[5,10],[0,10]]", as_k_matrix),
@@ -214,6 +232,9 @@ class SpecConfig:
         expected = f"at least prompt_lookup_min, {least}"
         require("prompt_lookup_max", self.prompt_lookup_max, most >= least, expected)
         self._check_cascade()
+        fits = self.ngram_store == "request" or self.rejection_sample_method == "coupled"
+        expected = "'request' unless rejection_sample_method is 'coupled'"
+        require("ngram_store", self.ngram_store, fits, expected)
         check_trees(self)
         self._check_step_costs()
         judges_chains = self.method != "tree" and not self.cape

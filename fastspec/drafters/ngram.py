@@ -25,6 +25,11 @@ class NgramDrafter:
     Args:
         ngram_size: >= 2.
         filler_top_k: >= 1; 1 counts only what was said.
+        one_level: count n-grams of `ngram_size` tokens alone.
+        vocab_size: go on after an end that is not known with any token below it.
+        table: the store of all requests, with contexts of `ngram_size` - 1 tokens. It outlives
+            them, and so two requests of one seed are independent only if they are judged by
+            rejection_sample_method "coupled".
 
     Source: Ou et al., "Lossless Acceleration of Large Language Model via Adaptive N-gram Parallel
     Decoding", arXiv 2404.08698; fillers: github.com/romsto/Speculative-Decoding.
@@ -32,10 +37,19 @@ class NgramDrafter:
 
     name = "ngram"
 
-    def __init__(self, ngram_size: int, filler_top_k: int):
+    def __init__(
+        self,
+        ngram_size: int,
+        filler_top_k: int,
+        one_level: bool = False,
+        vocab_size: int | None = None,
+        table: NgramTable | None = None,
+    ):
         self._max_context = ngram_size - 1
         self._filler_top_k = filler_top_k
-        self._table = NgramTable(self._max_context)
+        self._vocab_size = vocab_size
+        self._is_shared = table is not None
+        self._table = NgramTable(self._max_context, one_level) if table is None else table
         self._texts = TextStore()
         self._rows: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
         self._num_learnt: WeakKeyDictionary[Request, int] = WeakKeyDictionary()  # tokens
@@ -49,8 +63,12 @@ class NgramDrafter:
         token_ids = []
         grown = windows
         for _ in range(batch.num_speculative_tokens):
-            chosen = self._table.next_tokens(rows, grown[:, -self._max_context :])
-            if token_ids:
+            ends = grown[:, -self._max_context :]
+            chosen = self._table.next_tokens(rows, ends)
+            if self._vocab_size is not None:
+                guesses = self._table.guess(ends, self._vocab_size)
+                chosen = torch.where(chosen < 0, guesses, chosen)
+            elif token_ids:
                 chosen = torch.where(token_ids[-1] < 0, -1, chosen)
             token_ids.append(chosen)
             grown = torch.cat([grown, chosen[:, None]], dim=1)
@@ -114,9 +132,10 @@ class NgramDrafter:
         row = self._rows.get(request)
         if row is None:
             taken = {*self._rows.values()}
-            row = next(number for number in count() if number not in taken)
+            row = 0 if self._is_shared else next(n for n in count() if n not in taken)
             self._table.grow(row + 1, device)
-            self._table.clear(row)
+            if not self._is_shared:
+                self._table.clear(row)
             self._num_learnt[request] = 0
             self._rows[request] = row
         return row
@@ -132,4 +151,9 @@ def _windows(texts: Texts, places: Tensor, num: int) -> Tensor:
 
 def build(context: DrafterContext) -> NgramDrafter:
     """The method "ngram"."""
-    return NgramDrafter(*context.spec.ngram_counts)
+    spec = context.spec
+    size, fillers = spec.ngram_counts
+    vocab_size = context.vocab_size if spec.ngram_guesses else None
+    is_shared = spec.ngram_store == "engine"
+    table = NgramTable(size - 1, spec.ngram_one_level) if is_shared else None
+    return NgramDrafter(size, fillers, spec.ngram_one_level, vocab_size, table)

@@ -17,12 +17,14 @@ _COUNT_AT = _RECENCY_AT + _RECENCY_BITS
 class NgramTable:
     """Counts of the tokens after each context of 1 to n tokens, one table for each row.
 
-    Contexts that share a bucket cost accuracy, never correctness: a bucket belongs to the one whose
-    successor was seen most often, and answers only to that one's fingerprint.
+    With `one_level` only contexts of n tokens are counted. Contexts that share a bucket cost
+    accuracy, never correctness: a bucket belongs to the one whose successor was seen most often,
+    and answers only to that one's fingerprint.
     """
 
-    def __init__(self, max_context: int):
+    def __init__(self, max_context: int, one_level: bool = False):
         self.max_context = max_context
+        self._shortest = max_context if one_level else 1
         self._counts = torch.empty((0, _BUCKETS), dtype=torch.int32)
         self._best = torch.empty((0, _BUCKETS), dtype=torch.int64)
 
@@ -76,6 +78,10 @@ class NgramTable:
         tokens = found.gather(1, (longest - 1).clamp(min=0)[:, None])[:, 0]
         return torch.where(longest > 0, tokens & ((1 << _TOKEN_BITS) - 1), -1)
 
+    def guess(self, windows: Tensor, vocab_size: int) -> Tensor:
+        """Any token after each window, [N]: the same one each time, so no draw depends on it."""
+        return (self._contexts(windows)[0][:, -1] >> 1).remainder(vocab_size)
+
     def _contexts(self, windows: Tensor) -> tuple[Tensor, Tensor]:
         """Hashes [N, n] of the last 1 to n tokens, and whether there are so many."""
         value = torch.full_like(windows[:, 0], _SEED)
@@ -84,6 +90,7 @@ class NgramTable:
             value = (value + windows[:, -back] + 1) * _MULTIPLIER
             hashes.append(value)
         usable = (windows >= 0).flip(1).cummin(dim=1).values
+        usable[:, : self._shortest - 1] = False
         return _mixed(torch.stack(hashes, dim=1)), usable
 
 

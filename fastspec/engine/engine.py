@@ -9,13 +9,14 @@ from time import perf_counter
 from typing import Any
 
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.checks import require
 from fastspec.drafters.context import DrafterContext, DrafterSource
 from fastspec.drafters.registry import plan_drafter, plan_given
 from fastspec.engine.block_manager import BlockManager
+from fastspec.engine.generation_config import params_of
 from fastspec.engine.loop import Loop
 from fastspec.engine.outputs import RequestOutput, StreamEvent
 from fastspec.engine.pacing import Pacer
@@ -124,6 +125,8 @@ class Engine:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = False,
+        *,
+        generation_config: GenerationConfig | None = None,
     ) -> list[RequestOutput]:
         """Run prompts to their end, batched; outputs in the order of the prompts.
 
@@ -133,10 +136,18 @@ class Engine:
                 text} or {"prompt_token_ids": ids}, or a list of any of these.
             params: one for all, or one for each prompt; None = SamplingParams().
             use_tqdm: show a bar of finished prompts, with their tokens per second and acceptance.
+            generation_config: transformers' GenerationConfig in place of params, with the defaults
+                and meanings of its `generate`: greedy unless do_sample, max_length with the prompt.
         Raises:
             ValueError: a prompt or parameter that cannot be run; nothing is started then.
         """
         prompt_list = as_prompt_list(prompts)
+        if generation_config is not None:
+            require("params", params, params is None, "None beside generation_config")
+            prompt_list = [self._factory.prompt_ids(prompt) for prompt in prompt_list]
+            is_decoder = self.decoder_start_id is None
+            lengths = [len(ids) if is_decoder else 1 for ids in prompt_list]
+            params = [params_of(generation_config, length) for length in lengths]
         params_list = as_params_list(params, len(prompt_list))
         samples: list[dict[int, RequestOutput]] = [{} for _ in prompt_list]
         stats, start = SpecStats(), perf_counter()

@@ -85,7 +85,7 @@ class RequestFactory:
             raise ValueError(f"request_id: expected a text without NUL, got {request_id!r}")
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params: expected SamplingParams, got {type(params).__name__}")
-        token_ids, encoder_input = self._prompt_ids(prompt), None
+        token_ids, encoder_input = self.prompt_ids(prompt), None
         if self._decoder_start_id is not None:
             why = "an encoder-decoder does not predict its prompt"
             refuse("prompt_logprobs", params.prompt_logprobs, why)
@@ -178,7 +178,8 @@ class RequestFactory:
             encoder_input = self._encoder_inputs[key] = EncoderInput(token_ids)
         return encoder_input
 
-    def _prompt_ids(self, prompt: Prompt) -> list[int]:
+    def prompt_ids(self, prompt: Prompt) -> list[int]:
+        """A prompt's ids, of a text with the template around it; see `build`."""
         prompt = as_prompt(prompt)
         if isinstance(prompt, str):
             if self._tokenizer is None:

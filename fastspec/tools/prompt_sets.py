@@ -5,11 +5,10 @@ The only module that needs the package `datasets`.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from fastspec.config.files import parse_json_lines, read_text
+from fastspec.config.files import parse_json, parse_json_lines, read_text
 
 
 @dataclass(frozen=True)
@@ -18,14 +17,14 @@ class PromptSet:
 
     Attributes:
         path, name, split: where the hub has it.
-        template: a record as the data set has it, to the text of a prompt; KeyError, TypeError or
-            IndexError where the record is of another kind.
+        template: a record as the data set has it, to the text of a prompt, None where it has none;
+            KeyError, TypeError or IndexError where the record is of another kind.
     """
 
     path: str
     name: str | None
     split: str
-    template: Callable[[dict[str, Any]], str]
+    template: Callable[[dict[str, Any]], str | None]
 
 
 def _mmlu(record: dict[str, Any]) -> str:
@@ -44,6 +43,12 @@ def _first_turn(record: dict[str, Any]) -> str:
     return _text(record["turns" if "turns" in record else "prompt"][0])
 
 
+def _question(record: dict[str, Any]) -> str | None:
+    """What a person asks first; some conversations hold no more than answers."""
+    turns = (turn for turn in record["conversations"] if turn["from"] in ("human", "user"))
+    return next((_text(turn["value"]) for turn in turns), None)
+
+
 def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(f"expected a text, got {value!r:.40}")
@@ -55,6 +60,7 @@ PROMPT_SETS = {
     "gsm8k": PromptSet("openai/gsm8k", "main", "test", _gsm8k),
     "hellaswag": PromptSet("Rowan/hellaswag", None, "validation", lambda r: _text(r["ctx"])),
     "mt_bench": PromptSet("HuggingFaceH4/mt_bench_prompts", None, "train", _first_turn),
+    "sharegpt": PromptSet("anon8231489123/ShareGPT_Vicuna_unfiltered", None, "train", _question),
     "humaneval": PromptSet("openai/openai_humaneval", None, "test", lambda r: _text(r["prompt"])),
 }
 
@@ -63,8 +69,9 @@ def load_prompts(name: str, file: Path | None = None, limit: int | None = None) 
     """The first prompts of a data set.
 
     Args:
-        name: "mmlu", "gsm8k", "hellaswag", "mt_bench" or "humaneval".
-        file: its records, one JSON object a line; None downloads them with `datasets`.
+        name: "mmlu", "gsm8k", "hellaswag", "mt_bench", "humaneval" or "sharegpt".
+        file: its records, one JSON object a line or all in one list; None downloads them with
+            `datasets`.
         limit: how many; None = all.
     Raises:
         ValueError: no such data set or file, a record of another kind, fewer prompts than wanted,
@@ -78,18 +85,30 @@ def load_prompts(name: str, file: Path | None = None, limit: int | None = None) 
     if file is None:
         records = _downloaded(name, chosen)
     else:
-        records = parse_json_lines(read_text("dataset_file", file), f"dataset_file: {file}")
+        records = _stored(read_text("dataset_file", file), f"dataset_file: {file}")
     prompts = []
-    for where, record in islice(records, limit):
+    for where, record in records:
         try:
-            prompts.append(chosen.template(record))
+            prompt = chosen.template(record)
         except (KeyError, TypeError, IndexError, ValueError) as error:
             raise ValueError(f"{where} is not a record of {name}: {error!r}") from error
+        if prompt is not None:
+            prompts.append(prompt)
+        if len(prompts) == limit:
+            break
     if not prompts or (limit is not None and len(prompts) < limit):
         raise ValueError(
             f"dataset: {name} has {len(prompts)} prompts here, {limit or 1} are wanted"
         )
     return prompts
+
+
+def _stored(text: str, where: str) -> Iterable[tuple[str, Any]]:
+    """The records of a file, each with its place."""
+    if not text.lstrip().startswith("["):
+        return parse_json_lines(text, where)
+    records = parse_json(text, f"{where}:")
+    return ((f"{where}, record {number}", record) for number, record in enumerate(records, 1))
 
 
 def _downloaded(name: str, chosen: PromptSet) -> Iterable[tuple[str, Any]]:

@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from fastspec.config.checks import require
+from fastspec.drafters.glide.loading import shape_of_target
 from fastspec.drafters.glide.model import GlideLlamaConfig, GlideLlamaForCausalLM
 from fastspec.train.distillation import DistillationLoss
 from fastspec.train.glide_data import Lesson, Teacher
@@ -57,10 +58,7 @@ def make_glide(
     require("layers", num_layers, 1 <= num_layers <= large.num_hidden_layers, "1 to the target's")
     config = GlideLlamaConfig(
         **_llama_shape(target, num_layers, shape),
-        large_hidden_size=large.hidden_size,
-        large_num_attention_heads=large.num_attention_heads,
-        large_num_key_value_heads=getattr(large, "num_key_value_heads", None),
-        large_head_dim=getattr(large, "head_dim", None),
+        **shape_of_target(target),
     )
     return _started(GlideLlamaForCausalLM(config), target, start or target)
 

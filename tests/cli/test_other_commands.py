@@ -74,13 +74,17 @@ def test_demo_draws_itself(invoke, bundled, tmp_path):
 
 def test_bench_appends_a_record(invoke, bundled, tmp_path):
     out = tmp_path / "results.jsonl"
+    trace = tmp_path / "trace.json"
     for _ in range(2):
-        result = invoke(*BENCH, "-k", "2", "--out", out)
+        result = invoke(*BENCH, "-k", "2", "--out", out, "--profile", trace)
         assert result.exit_code == 0, result.stderr
         assert result.stderr == ""
+    events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    assert any("fastspec::" in event.get("name", "") for event in events)
     assert "all methods gave the same token ids" in result.stdout
     record = json.loads(out.read_text(encoding="utf-8").splitlines()[1])
     assert record["verified"] is True
+    assert "draft" not in record["prompts_equal_to_plain"]
     assert record["num_speculative_tokens"] == 2
     assert [row["temperature"] for row in record["results"]] == [0, 1]
     for row in record["results"]:
@@ -90,6 +94,7 @@ def test_bench_appends_a_record(invoke, bundled, tmp_path):
             "hf_generate",
             "hf_assisted",
             "hf_assisted_default",
+            "draft",
         }
         assert all(speed > 0 for speed in row["tokens_per_s"].values())
         assert 0 <= row["acceptance_rate"] <= 1

@@ -1,10 +1,15 @@
 """Colossal-Inference's names: what is taken over, what is refused."""
 
+import logging
+
 import pytest
+import torch
+from transformers import GenerationConfig
 
-from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
+from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig, compat
 
-from ..models import byte_tokenizer, random_model
+from ..models import byte_tokenizer, random_model, random_t5
+from .helpers import GREEDY, hugging_face_greedy
 
 FIELDS = {
     "max_batch_size": 4,
@@ -28,18 +33,104 @@ def test_fields_that_mean_something():
     assert EngineConfig.from_colossal({}) == EngineConfig()
 
 
+# As the README files have them: of the engine, and of its speculative decoding.
+PUBLISHED = {
+    "dtype": torch.float16,
+    "max_batch_size": 4,
+    "max_input_len": 1024,
+    "max_output_len": 512,
+    "use_cuda_kernel": True,
+}
+PUBLISHED_SPEC = {
+    "dtype": "fp16",
+    "max_batch_size": 1,
+    "max_input_len": 256,
+    "max_output_len": 256,
+    "prefill_ratio": 1.2,
+    "block_size": 16,
+    "max_n_spec_tokens": 5,
+    "prompt_template": "vicuna",
+}
+
+
+def test_published_dictionaries(caplog):
+    with caplog.at_level(logging.WARNING, "fastspec"):
+        config = EngineConfig.from_colossal(PUBLISHED)
+        assert "use_cuda_kernel has no effect" in caplog.text
+        spec_config = EngineConfig.from_colossal(PUBLISHED_SPEC)
+        assert "prefill_ratio has no effect: prompts are read beside decoding" in caplog.text
+    assert config == EngineConfig(dtype="float16", max_batch_size=4, max_model_len=1536)
+    template = spec_config.prompt_template
+    assert spec_config == EngineConfig(
+        dtype="float16",
+        max_batch_size=1,
+        max_model_len=512,
+        max_n_spec_tokens=5,
+        prompt_template=template,
+    )
+    assert template.endswith("USER: {input_text}\nASSISTANT: ")
+    for name, dtype in {"bf16": "bfloat16", "fp32": "float32", torch.bfloat16: "bfloat16"}.items():
+        assert EngineConfig.from_colossal({"dtype": name}).dtype == dtype
+    for name, part in {"llama": "[/INST]", "baichuan": "<reserved_106> {input_text} "}.items():
+        assert part in EngineConfig.from_colossal({"prompt_template": name}).prompt_template
+
+
+def test_generation_config():
+    """max_length counts the prompt, as in `generate`, and nothing samples unless asked to."""
+    model, prompts = random_model("llama"), [[1, 2, 3], [40, 7] * 5]
+    engine = Engine(model, tokenizer=byte_tokenizer())
+    config = GenerationConfig(pad_token_id=0, eos_token_id=262, max_length=24, num_beams=1)
+    outputs = engine.generate(prompts=prompts, generation_config=config)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.token_ids == hugging_face_greedy(model, prompt, 24 - len(prompt))
+    config = GenerationConfig(
+        max_new_tokens=6, do_sample=True, temperature=0.7, num_return_sequences=2, min_new_tokens=6
+    )
+    (output,) = engine.generate("ab", generation_config=config)
+    assert [len(sample.token_ids) for sample in output.outputs] == [6, 6]
+    t5 = random_t5()
+    generated = t5.generate(
+        torch.tensor([prompts[1]]), max_length=9, do_sample=False, eos_token_id=None
+    )
+    (output,) = Engine(t5).generate(
+        prompts[1:], generation_config=GenerationConfig(max_length=9, eos_token_id=99)
+    )
+    assert [0, *output.token_ids] == generated[0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (GenerationConfig(num_beams=4), "generation_config: num_beams is not supported, got 4"),
+        (GenerationConfig(no_repeat_ngram_size=2), "no_repeat_ngram_size"),
+        (GenerationConfig(forced_eos_token_id=1), "forced_eos_token_id"),
+        (GenerationConfig(max_length=3), "max_length, 3, leaves no room after 3 tokens"),
+        ({"max_length": 30}, "generation_config: expected a GenerationConfig, got dict"),
+    ],
+)
+def test_generation_config_that_asks_for_something_else(config, named):
+    engine = Engine(random_model("llama"))
+    with pytest.raises(ValueError, match=named):
+        engine.generate([[1, 2, 3]], generation_config=config)
+    with pytest.raises(ValueError, match="params: expected None beside generation_config"):
+        engine.generate([[1, 2, 3]], GREEDY, generation_config=config)
+
+
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
         ({"tp_size": 2}, "tp_size: has no meaning here"),
-        ({"use_cuda_kernel": True}, "use_cuda_kernel"),
+        ({"use_cuda_kernel": "yes"}, "use_cuda_kernel: expected a bool"),
+        ({"prefill_ratio": "1.2"}, "prefill_ratio: expected a number"),
+        ({"dtype": "int8"}, "dtype: expected a torch dtype or one of float32, fp32"),
+        ({"dtype": torch.float64}, "dtype"),
         ({"temperature": 0.5}, "temperature"),
         ({"max_batchsize": 2}, "max_batchsize"),
         ({"max_input_len": 5}, "max_output_len: expected an int >= 1, got None"),
         ({"max_input_len": 0, "max_output_len": 5}, "max_input_len"),
         ({"max_batch_size": 0}, "max_batch_size"),
         ({"max_n_spec_tokens": 0}, "max_n_spec_tokens"),
-        ({"prompt_template": "llama"}, "prompt_template: expected a text with"),
+        ({"prompt_template": "llama3"}, "prompt_template: expected a text with"),
     ],
 )
 def test_fields_that_mean_nothing_or_are_out_of_range(fields, named):
@@ -68,3 +159,16 @@ def test_most_draft_tokens():
     with pytest.raises(ValueError, match=r"n_spec_tokens: .* at most max_n_spec_tokens, 3"):
         engine.enable_spec_dec(n_spec_tokens=4)
     engine.enable_spec_dec(n_spec_tokens=2)
+
+
+def test_published_entries():
+    """A loaded model is converted, where `Engine` refuses to."""
+    model, config = random_model("llama"), compat.InferenceConfig(dtype="bf16", max_batch_size=2)
+    with pytest.raises(ValueError, match=r"^dtype: 'bfloat16'"):
+        Engine(model, config=config)
+    engine = compat.InferenceEngine(model, byte_tokenizer(), config, verbose=True)
+    assert engine.config == EngineConfig(dtype="bfloat16", max_batch_size=2)
+    (output,) = engine.generate([[1, 2]], GREEDY)
+    assert len(output.token_ids) == GREEDY.max_tokens
+    with pytest.raises(ValueError, match=r"^model_policy: "):
+        compat.InferenceEngine(model, model_policy="llama")

@@ -13,6 +13,7 @@ from fastspec.drafters.glide import GlideLlamaConfig, load_glide
 from ..models import EOS_ID, VOCAB_SIZE, byte_tokenizer, random_model
 from .glide_models import random_glide
 from .helpers import GREEDY, PROMPTS
+from .probes import drafter_of
 
 GLIDE = SpecConfig(method="glide")
 
@@ -51,11 +52,9 @@ def test_published_folder_loads_and_round_trips(tmp_path):
     target = random_model("llama", num_key_value_heads=4)
     draft = random_glide(target)
     published, saved = tmp_path / "published", tmp_path / "saved"
-    published.mkdir()
-    weights = {name: tensor.contiguous() for name, tensor in draft.state_dict().items()}
+    weights = draft.state_dict()
     assert set(weights) == NAMES
-    save_file(weights, published / "model.safetensors", metadata={"format": "pt"})
-    (published / "config.json").write_text(json.dumps(PUBLISHED))
+    published_folder(published, draft, PUBLISHED)
     loaded = load_glide(published, EngineConfig())
     assert loaded.config.large_head_dim == 16
     assert loaded.config.large_num_key_value_heads == 4
@@ -73,6 +72,50 @@ def test_published_folder_loads_and_round_trips(tmp_path):
         for part in outputs
     ]
     assert runs[0] == runs[1] == runs[2]
+
+
+def published_folder(folder, draft, fields):
+    folder.mkdir(exist_ok=True)
+    weights = {name: tensor.contiguous() for name, tensor in draft.state_dict().items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(fields))
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("heads", [4, 2])
+@pytest.mark.parametrize("method", ["glide", "auto"])
+def test_what_a_folder_does_not_say_of_the_target_comes_from_it(tmp_path, heads, method):
+    """By auto, too, where such a folder ran as a plain Llama, without its cross-attention."""
+    target = random_model("llama", num_key_value_heads=heads)
+    draft = random_glide(target)
+    fields = {name: v for name, v in PUBLISHED.items() if not name.startswith("large_")}
+    folder = published_folder(tmp_path, draft, fields)
+    tokenizer = byte_tokenizer()
+    runs = []
+    for each in (draft, folder):
+        engine = Engine(target, each, tokenizer=tokenizer, spec=SpecConfig(method))
+        assert drafter_of(engine).name == "glide"
+        outputs = engine.generate(PROMPTS, GREEDY)
+        runs.append([(o.token_ids, o.stats.num_accepted_tokens) for o in outputs])
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"large_num_attention_heads": 8}, r"cross_attn.o_proj.weight has the shape \(40, 64\)"),
+        ({"large_num_key_value_heads": 4}, r"was made for .*\(4, 16\).*\(2, 16\)"),
+        ({"large_head_dim": 8}, r"cross_attn.o_proj.weight has the shape \(40, 64\)"),
+        ({"large_num_attention_heads": 3}, "large_num_attention_heads: 3, not a multiple of 2"),
+    ],
+)
+def test_a_folder_for_another_target(tmp_path, fields, named):
+    target = random_model("llama", num_key_value_heads=2)
+    stored = {name: v for name, v in PUBLISHED.items() if not name.startswith("large_")} | fields
+    folder = published_folder(tmp_path, random_glide(target), stored)
+    with pytest.raises(ValueError, match=f"^drafter: .*{named}"):
+        Engine(target, folder, tokenizer=byte_tokenizer(), spec=GLIDE)
 
 
 def test_a_folder_that_lacks_weights_is_refused_whatever_the_method(tmp_path):

@@ -16,11 +16,11 @@ from .probes import batch_of, drafter_of, is_free_store, request_of
 from .test_ngram_drafters import GREEDY, REPETITIVE
 
 
-def by_the_rules(text, ngram_size, num):
+def by_the_rules(text, ngram_size, num, shortest=1):
     """The most frequent successor of the longest known end, of equals the latest; repeatedly."""
     counts, latest = defaultdict(Counter), {}
     for place, token in enumerate(text):
-        for size in range(1, min(ngram_size - 1, place) + 1):
+        for size in range(shortest, min(ngram_size - 1, place) + 1):
             context = tuple(text[place - size : place])
             counts[context][token] += 1
             latest[context, token] = place
@@ -35,11 +35,14 @@ def by_the_rules(text, ngram_size, num):
     return drafts + [-1] * (num - len(drafts))
 
 
-@pytest.mark.parametrize("ngram_size", [2, 3, 5])
-def test_proposals_follow_the_rules(ngram_size):
+@pytest.mark.parametrize(
+    ("ngram_size", "one_level"), [(2, False), (3, False), (5, False), (2, True), (3, True)]
+)
+def test_proposals_follow_the_rules(ngram_size, one_level):
     """A published store held no successors of single tokens, so with n = 2 none at all."""
     generator = torch.Generator().manual_seed(5)
-    drafter = NgramDrafter(ngram_size, filler_top_k=1)
+    drafter = NgramDrafter(ngram_size, filler_top_k=1, one_level=one_level)
+    shortest = ngram_size - 1 if one_level else 1
     for _ in range(15):
         words = int(torch.randint(2, 9, (1,), generator=generator))
         texts = [torch.randint(words, (30,), generator=generator).tolist() for _ in range(3)]
@@ -53,7 +56,9 @@ def test_proposals_follow_the_rules(ngram_size):
                 length = len(request.token_ids)
                 request.token_ids += text[length : length + growth]
             proposal = drafter.propose(batch_of(*requests, wanted=5))
-            expected = [by_the_rules(request.token_ids, ngram_size, 5) for request in requests]
+            expected = [
+                by_the_rules(request.token_ids, ngram_size, 5, shortest) for request in requests
+            ]
             assert proposal.token_ids.tolist() == expected
             assert proposal.num_tokens == [sum(t >= 0 for t in row) for row in expected]
         for request in requests:
@@ -111,6 +116,39 @@ def test_requests_do_not_learn_from_each_other():
         assert [o.stats.num_steps for o in outputs] == [o.stats.num_steps for o in expected]
 
 
+def test_where_nothing_is_known_any_token_is_proposed():
+    proposals = [
+        NgramDrafter(3, 1, vocab_size=6).propose(batch_of(request_of(text), wanted=4))
+        for text in ([1], [1], [2])
+    ]
+    assert [proposal.num_tokens for proposal in proposals] == [[4]] * 3
+    first, again, other = (proposal.token_ids.tolist() for proposal in proposals)
+    assert first == again != other
+    assert set(first[0] + other[0]) <= {*range(6)}
+    spec = SpecConfig("ngram", 2, ngram_guesses=True)
+    counts = drawn_counts((small_model(), None), FILTERED, spec, num_draws=1000)
+    assert chi_square(counts, exact_law(small_model(), FILTERED)) > ALPHA
+
+
+def test_a_store_kept_across_prompts():
+    """What one prompt taught drafts for the next, and no text depends on it, whatever its seed."""
+    model = random_model("llama")
+    params = [
+        SamplingParams(temperature=t, seed=5, max_tokens=40, ignore_eos=True) for t in (0, 0.7)
+    ]
+    prompts = REPETITIVE[:1] * 2
+    plain = Engine(model, spec=SpecConfig("none", rejection_sample_method="coupled"))
+    expected = [output.token_ids for output in plain.generate(prompts, params)]
+    options = {"rejection_sample_method": "coupled", "ngram_store": "engine"}
+    engine = Engine(model, spec=SpecConfig("ngram", 4, **options))
+    first, again = engine.generate(prompts, params), engine.generate(prompts, params)
+    assert [o.token_ids for o in first] == [o.token_ids for o in again] == expected
+    for before, after in zip(first, again, strict=True):
+        assert after.stats.num_steps < before.stats.num_steps
+    with pytest.raises(ValueError, match=r"^ngram_store: .* 'coupled', got 'engine'"):
+        SpecConfig("ngram", ngram_store="engine")
+
+
 def test_a_store_ends_with_its_request():
     engine = Engine(random_model("llama"), spec=SpecConfig("ngram", 4))
     engine.generate(REPETITIVE, GREEDY)
@@ -143,6 +181,9 @@ def test_contexts_that_share_a_bucket_are_told_apart(monkeypatch):
         ("ngram_size", {"method": "mag", "ngram_size": 3}),
         ("filler_top_k", {"filler_top_k": 0}),
         ("filler_top_k", {"method": "none", "filler_top_k": 2}),
+        ("ngram_store", {"ngram_store": "disk"}),
+        ("ngram_one_level", {"method": "mag", "ngram_one_level": True}),
+        ("ngram_guesses", {"ngram_guesses": 1}),
         ("bigram_path", {"bigram_path": "table.json"}),
         ("k_matrix", {"k_matrix": [[5]]}),
     ],

@@ -13,6 +13,14 @@ RECORDS = {
     "gsm8k": {"question": "2 + 2?", "answer": "#### 4"},
     "hellaswag": {"ctx": "A man sits", "endings": ["a", "b", "c", "d"], "label": "1"},
     "mt_bench": {"question_id": 81, "turns": ["Write a text.", "Shorter."]},
+    "sharegpt": {
+        "id": "QWJhYvA_0",
+        "conversations": [
+            {"from": "gpt", "value": "#### 4"},
+            {"from": "human", "value": "2 + 2?"},
+            {"from": "human", "value": "Shorter."},
+        ],
+    },
     "humaneval": {"task_id": "HumanEval/0", "prompt": "def f():\n"},
 }
 
@@ -29,9 +37,26 @@ def test_templates(tmp_path, name):
     first, second = load_prompts(name, file)
     assert first == second
     asked = {"mmlu": "2 + 2?", "gsm8k": "2 + 2?", "mt_bench": "Write a text."}
+    asked |= {"sharegpt": "2 + 2?"}
     assert asked.get(name, first) in first
     assert not {"#### 4", "Shorter."} & {first}
     assert load_prompts(name, file, limit=1) == [first]
+
+
+def test_a_list_in_one_file(tmp_path):
+    """ShareGPT's form; conversations in which nobody asks are passed over."""
+    file, record = tmp_path / "set.json", RECORDS["sharegpt"]
+    silent = {"id": "1", "conversations": record["conversations"][:1]}
+    asking = {"id": "2", "conversations": [{"from": "user", "value": "Why?"}]}
+    file.write_text(json.dumps([silent, record, asking], indent=2), encoding="utf-8")
+    assert load_prompts("sharegpt", file) == ["2 + 2?", "Why?"]
+    assert load_prompts("sharegpt", file, limit=1) == ["2 + 2?"]
+    file.write_text(json.dumps([record, {"conversations": 5}]), encoding="utf-8")
+    with pytest.raises(ValueError, match="record 2 is not a record of sharegpt"):
+        load_prompts("sharegpt", file)
+    file.write_text("[1,", encoding="utf-8")
+    with pytest.raises(ValueError, match="cut off or not JSON"):
+        load_prompts("sharegpt", file)
 
 
 def test_texts(tmp_path):

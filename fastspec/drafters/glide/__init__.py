@@ -1,7 +1,7 @@
 """GLIDE draft models, which look at the target's cached keys and values."""
 
 from fastspec.drafters.glide.drafter import build
-from fastspec.drafters.glide.loading import is_glide, load_glide
+from fastspec.drafters.glide.loading import is_glide, load_glide, shape_of_target
 from fastspec.drafters.glide.model import GlideLlamaConfig, GlideLlamaForCausalLM, Glimpse
 
 __all__ = [
@@ -11,4 +11,5 @@ __all__ = [
     "build",
     "is_glide",
     "load_glide",
+    "shape_of_target",
 ]

@@ -1,5 +1,7 @@
 """GLIDE: a draft model that also attends to the target's keys and values."""
 
+from functools import partial
+
 from fastspec.drafters.base import Blocks, Drafter
 from fastspec.drafters.context import DrafterContext, DrafterPlan
 from fastspec.drafters.draft_model import DraftModelDrafter
@@ -67,7 +69,7 @@ def build(context: DrafterContext) -> Drafter | DrafterPlan:
         return given
     if isinstance(given, Drafter):
         raise ValueError(f"drafter: GLIDE needs a GLIDE model, got {given.name!r}")
-    model = context.load(given, load_glide)
+    model = context.load(given, partial(load_glide, target=context.target_model))
     if not isinstance(model.model, GlideLlamaForCausalLM):
         raise ValueError(f"drafter: GLIDE needs a GLIDE model, got {model.name}")
     chunk_size, probabilistic = context.config.prefill_chunk_size, context.spec.draws_drafts

@@ -1,5 +1,6 @@
 """GLIDE draft models from folders, hub ids or objects."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,28 +11,62 @@ from fastspec.drafters.glide.model import GlideLlamaConfig, GlideLlamaForCausalL
 from fastspec.models.loading import load_config, load_model
 
 
-def load_glide(source: str | Path | PreTrainedModel, config: EngineConfig) -> PreTrainedModel:
+def load_glide(
+    source: str | Path | PreTrainedModel,
+    config: EngineConfig,
+    target: PreTrainedModel | None = None,
+) -> PreTrainedModel:
     """A GLIDE draft model on the device, from a folder with the published weight names.
 
+    Args:
+        target: what the folder's configuration does not say of its target comes from here.
     Raises:
-        ValueError: it cannot be loaded, or a folder's has no cross-attention.
+        ValueError: it cannot be loaded, or a folder's weights are not those of a GLIDE model for
+            such a target.
     """
-    return load_model("drafter", source, config, _from_pretrained)
+    return load_model("drafter", source, config, partial(_from_pretrained, target=target))
 
 
 def is_glide(source: str | Path | PreTrainedModel) -> bool:
     """Whether a model is GLIDE's; of a folder or hub id, whether its configuration says so."""
     if isinstance(source, PreTrainedModel):
         return isinstance(source, GlideLlamaForCausalLM)
-    return isinstance(load_config("drafter", source), GlideLlamaConfig)
+    config = load_config("drafter", source)  # a published one is a Llama's but for the class
+    is_named = GlideLlamaForCausalLM.__name__ in (config.architectures or ())
+    return is_named or isinstance(config, GlideLlamaConfig)
 
 
-def _from_pretrained(path: str | Path, **options) -> GlideLlamaForCausalLM:
-    loaded = GlideLlamaForCausalLM.from_pretrained(path, output_loading_info=True, **options)
+def shape_of_target(target: PreTrainedModel) -> dict[str, Any]:
+    """The fields of GlideLlamaConfig that are those of a target."""
+    config = target.config.get_text_config(decoder=True)
+    heads, hidden_size = config.num_attention_heads, config.hidden_size
+    return {
+        "large_hidden_size": hidden_size,
+        "large_num_attention_heads": heads,
+        "large_num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "large_head_dim": getattr(config, "head_dim", None) or hidden_size // heads,
+    }
+
+
+def _from_pretrained(
+    path: str | Path, target: PreTrainedModel | None, **options: Any
+) -> GlideLlamaForCausalLM:
+    stored, _ = GlideLlamaConfig.get_config_dict(path)
+    known = {} if target is None else shape_of_target(target)
+    config = GlideLlamaConfig.from_dict(known | {k: v for k, v in stored.items() if v is not None})
+    loaded = GlideLlamaForCausalLM.from_pretrained(
+        path, config=config, output_loading_info=True, ignore_mismatched_sizes=True, **options
+    )
     model, report = cast(Any, loaded)
     missing = sorted(report["missing_keys"])
     if missing:
         raise ValueError(
             f"is not a GLIDE model: it lacks {len(missing)} weights, such as {missing[0]}"
+        )
+    if report["mismatched_keys"]:
+        name, stored_shape, shape = min(report["mismatched_keys"])
+        raise ValueError(
+            f"{name} has the shape {tuple(stored_shape)}; by its configuration, and the target's"
+            f" where that says nothing, it is {tuple(shape)}"
         )
     return model

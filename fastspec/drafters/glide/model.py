@@ -15,6 +15,8 @@ from transformers.models.llama.modeling_llama import (
 class GlideLlamaConfig(LlamaConfig):
     """Shape of a GLIDE draft model; the fields named large_... are those of its target.
 
+    A folder may lack them: `load_glide` takes them from the target itself.
+
     Args:
         large_hidden_size: read only to derive large_head_dim where that is not given.
         large_num_attention_heads: heads of a query to the target's keys, a multiple of

@@ -7,6 +7,7 @@ from fastspec.tools.bench.end_to_end import (
     measure,
     require_equal,
     verify_outputs,
+    write_profile,
 )
 from fastspec.tools.bench.environment import describe_environment
 from fastspec.tools.bench.methods import Methods, num_parameters
@@ -21,4 +22,5 @@ __all__ = [
     "num_parameters",
     "require_equal",
     "verify_outputs",
+    "write_profile",
 ]

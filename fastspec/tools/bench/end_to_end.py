@@ -4,6 +4,10 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
 
 from fastspec.config import SamplingParams
 from fastspec.config.checks import is_int, require
@@ -72,6 +76,8 @@ def verify_outputs(
 ) -> dict[str, int]:
     """Compare the greedy ids of every method with those of our plain decoding; also warms them up.
 
+    The draft model alone says something else, and is not compared.
+
     Returns:
         For each other method, the number of prompts where all ids are equal.
     Raises:
@@ -85,7 +91,7 @@ def verify_outputs(
                 " than the models take"
             )
     decoders = methods.by_name()
-    equal = dict.fromkeys((name for name in decoders if name != "plain"), 0)
+    equal = dict.fromkeys((name for name in decoders if name not in ("plain", "draft")), 0)
     for prompt in prompts:
         ids = {}
         for name, decode in decoders.items():
@@ -171,6 +177,17 @@ def _measure_at(
         "predicted_speed_up": round(predicted, 3),
         "efficiency": round(ratios["speculative / plain"] / predicted, 3),
     }
+
+
+def write_profile(methods: Methods, prompt: TokenIds, temperature: float, file: Path) -> None:
+    """Trace one speculative run with torch.profiler, for a browser's trace viewer."""
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(ProfilerActivity.CUDA)
+    decode = methods.by_name()["speculative"]
+    with profile(activities=activities) as profiler:
+        decode(prompt, temperature, 0)
+    profiler.export_chrome_trace(str(file))
 
 
 def predicted_speed_up(plain: SpecStats, speculative: SpecStats) -> float:

@@ -26,7 +26,9 @@ class Methods:
     Hugging Face's assisted generation appears twice: drafting K tokens in each step, as ours does
     ("hf_assisted"), and as its own defaults have it ("hf_assisted_default"). Without a draft model
     ours proposes by spec.method, and theirs by its prompt lookup; so does theirs with a GLIDE
-    draft, which it cannot run. The parts of a cascade run by themselves, too.
+    draft, which it cannot run. The parts of a cascade run by themselves, too, and so does the
+    draft model ("draft"), where it takes texts as long as the target's and needs no target: its
+    speed is what drafting can gain at most.
 
     Attributes:
         num_parameters: of the target and of the draft model, 0 without one.
@@ -43,18 +45,22 @@ class Methods:
         parts: Mapping[str, SpecConfig],
     ):
         self._engine = Engine(target, draft, spec=spec, config=config)
+        self._draft = None if isinstance(draft, GlideLlamaForCausalLM) else draft
         self.parts = parts
         self._engines = {}
         for name, part in parts.items():
             needed = draft if method_named(part.method).needs_draft else None
             self._engines[name] = Engine(target, needed, spec=part, config=config)
+        if self._draft is not None:
+            alone = Engine(self._draft, spec=SpecConfig("none"), config=config)
+            if alone.max_model_len >= self._engine.max_model_len:
+                self._engines["draft"] = alone
         self.num_parameters = (
             num_parameters(target),
             0 if draft is None else num_parameters(draft),
         )
         self._target = target
         self._generate = cast(Any, target).generate  # only generative classes have it
-        self._draft = None if isinstance(draft, GlideLlamaForCausalLM) else draft
         self._num_speculative_tokens = spec.num_draft_tokens()
         self.max_tokens = max_tokens
         self.last_stats = SpecStats()

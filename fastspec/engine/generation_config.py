@@ -1,0 +1,79 @@
+"""transformers' GenerationConfig as parameters of a request."""
+
+from typing import Any
+
+from transformers import GenerationConfig
+
+from fastspec.config import SamplingParams
+
+_DEFAULTS = {"max_length": 20, "temperature": 1.0, "top_k": 50, "top_p": 1.0}  # of `generate`
+_READ = (
+    *_DEFAULTS,
+    *("do_sample", "max_new_tokens", "min_new_tokens", "min_length", "min_p", "repetition_penalty"),
+    *("num_return_sequences", "eos_token_id", "stop_strings"),
+)
+# Padding and caches are the engine's own matter; the rest says where the object comes from.
+_WITHOUT_EFFECT = (
+    *("pad_token_id", "bos_token_id", "decoder_start_token_id", "use_cache"),
+    *("transformers_version", "_from_model_config"),
+)
+# What turns a field off. None and False do so everywhere.
+_OFF = {
+    "num_beams": 1,
+    "num_beam_groups": 1,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1,
+    "length_penalty": 1,
+    "diversity_penalty": 0,
+    "typical_p": 1,
+    "epsilon_cutoff": 0,
+    "eta_cutoff": 0,
+    "guidance_scale": 1,
+}
+
+
+def params_of(config: GenerationConfig, num_given: int) -> SamplingParams:
+    """The parameters that make a request what `generate` would make of it.
+
+    Args:
+        num_given: tokens that max_length and min_length count beside the new ones.
+    Raises:
+        ValueError: a field that asks for something else, or a value out of range.
+    """
+    if not isinstance(config, GenerationConfig):
+        raise ValueError(
+            f"generation_config: expected a GenerationConfig, got {type(config).__name__}"
+        )
+    fresh = vars(GenerationConfig())
+    for name, value in vars(config).items():
+        is_off = value is None or value is False or value in (fresh.get(name), _OFF.get(name))
+        if not is_off and name not in _READ + _WITHOUT_EFFECT:
+            raise ValueError(f"generation_config: {name} is not supported, got {value!r}")
+    given = {name: value for name in _READ if (value := getattr(config, name, None)) is not None}
+    given = _DEFAULTS | given
+    max_tokens = given.get("max_new_tokens", given["max_length"] - num_given)
+    if max_tokens < 1:
+        raise ValueError(
+            f"generation_config: max_length, {given['max_length']}, leaves no room after"
+            f" {num_given} tokens"
+        )
+    least = max(given.get("min_new_tokens", 0), given.get("min_length", 0) - num_given)
+    fields: dict[str, Any] = {"temperature": 0}
+    if given.get("do_sample"):
+        fields = {
+            name: given[name]
+            for name in ("temperature", "top_k", "top_p", "min_p")
+            if name in given
+        }
+    ends = given.get("eos_token_id")
+    if ends is not None:
+        fields |= {"ignore_eos": True, "stop_token_ids": [ends] if isinstance(ends, int) else ends}
+    return SamplingParams(
+        **fields,
+        max_tokens=max_tokens,
+        min_tokens=min(least, max_tokens),
+        repetition_penalty=given.get("repetition_penalty", 1.0),
+        n=given.get("num_return_sequences", 1),
+        stop=given.get("stop_strings"),
+    )

@@ -1,0 +1,352 @@
+"""The functions of romsto's Speculative-Decoding (github.com/romsto/Speculative-Decoding).
+
+Each call makes an engine for its models; for many prompts make one `Engine` and batch them.
+
+Arguments that all functions share:
+    inputs: ids of the prompt.
+    logits_processor: how tokens are chosen, one of the processors here or a subclass of them.
+    max_gen_len: new tokens at most, >= 1.
+    eos_tokens_id: ids that end the text, alone; the last one is kept. The model's own do not count.
+    end_tokens_id: its name in the published README.
+    debug: log the counters, at the level INFO.
+    tokenizer, pad_token_id, use_cache, first_target: taken and without effect. There is no buffer
+        to pad, the cache is always used, and the target reads the prompt before the drafter.
+
+Random seeds come from torch's generator, so torch.manual_seed makes samples repeatable.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import TopKLogitsWarper, TopPLogitsWarper
+
+from fastspec.config import EngineConfig, SamplingParams, SpecConfig, is_int
+from fastspec.config.checks import require
+from fastspec.drafters.context import ModelSource
+from fastspec.drafters.ngram import NgramDrafter
+from fastspec.drafters.ngram_table import NgramTable
+from fastspec.engine.outputs import RequestOutput
+from fastspec.models.loading import load_model
+from fastspec.tools.compat.sampling import generated, seed_from_torch
+
+_NO_IDS: Any = torch.empty((1, 0), dtype=torch.int64)  # filters read none
+
+
+class LogitsProcessor:
+    """How tokens are chosen: filtered at temperature 1, and only then divided by the temperature.
+
+    Processors of your own derive from `GreedyProcessor` or `MultinomialProcessor` and change logits
+    [1, V] in `_process`. A `sample` of your own is refused: what it draws could not be verified.
+    """
+
+    def __init__(self, temperature: float = 1):
+        self.temperature = temperature
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """The probabilities that logits [..., V] stand for."""
+        return (self._process(logits.clone()) / self.temperature).softmax(dim=-1)
+
+    def _process(self, logits: Tensor) -> Tensor:
+        return logits
+
+
+class GreedyProcessor(LogitsProcessor):
+    """The most probable token; the temperature has no effect."""
+
+
+class MultinomialProcessor(LogitsProcessor):
+    """Sampling at a temperature."""
+
+
+class TopKProcessor(MultinomialProcessor):
+    """Sampling among the top_k best tokens, ties included."""
+
+    def __init__(self, temperature: float, top_k: int):
+        super().__init__(temperature)
+        self.top_k = top_k
+
+    def _process(self, logits: Tensor) -> Tensor:
+        return TopKLogitsWarper(self.top_k)(_NO_IDS, logits)
+
+
+class NucleusProcessor(MultinomialProcessor):
+    """Sampling among the best tokens that have the probability top_p at temperature 1."""
+
+    def __init__(self, temperature: float, top_p: float):
+        super().__init__(temperature)
+        self.top_p = top_p
+
+    def _process(self, logits: Tensor) -> Tensor:
+        return TopPLogitsWarper(self.top_p)(_NO_IDS, logits)
+
+
+class TopKNucleusProcessor(MultinomialProcessor):
+    """Both: the nucleus of the top_k best tokens."""
+
+    def __init__(self, temperature: float, top_k: int, top_p: float):
+        super().__init__(temperature)
+        self.top_k = top_k
+        self.top_p = top_p
+
+    def _process(self, logits: Tensor) -> Tensor:
+        return TopPLogitsWarper(self.top_p)(_NO_IDS, TopKLogitsWarper(self.top_k)(_NO_IDS, logits))
+
+
+Ids = list[int]
+EndIds = int | Sequence[int]
+_GREEDY = GreedyProcessor()
+
+
+class NGramStorage:
+    """Counts of n-grams of 2 to n tokens, kept from call to call until `reset`.
+
+    Args:
+        n: >= 2.
+        vocab_size: of the target.
+
+    It has a fixed size and forgets what is rare, see `fastspec.drafters.ngram_table.NgramTable`.
+    """
+
+    one_level = False
+
+    def __init__(self, n: int, vocab_size: int):
+        require("n", n, is_int(n) and n >= 2, "an int >= 2")
+        require("vocab_size", vocab_size, is_int(vocab_size) and vocab_size >= 1, "an int >= 1")
+        self.n = n
+        self.vocab_size = vocab_size
+        self.table = NgramTable(n - 1, self.one_level)
+
+    def initialize(self, input_ids: Tensor) -> None:
+        """Count the n-grams of texts [B, S]."""
+        grams = pad(input_ids, (self.n - 1, 0), value=-1).unfold(1, self.n, 1)
+        self._learn(grams[:, :, :-1].flatten(0, 1), grams[:, :, -1].flatten())
+
+    def update(self, input_ids: Tensor, next_tokens: Tensor) -> None:
+        """Count that each of next_tokens [B, k] followed the texts [B, S] once."""
+        num = next_tokens.shape[1]
+        self._learn(self._ends(input_ids).repeat_interleave(num, dim=0), next_tokens.flatten())
+
+    def next_token(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """What most often followed the end of the texts [B, S], and whether it is known, [B] each.
+
+        Where it is not, the token is any one.
+        """
+        ends = self._ends(input_ids)
+        self.table.grow(1, input_ids.device)
+        tokens = self.table.next_tokens(ends.new_zeros(len(ends)), ends)
+        known = tokens >= 0
+        return torch.where(known, tokens, self.table.guess(ends, self.vocab_size)), known
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.table = NgramTable(self.n - 1, self.one_level)
+
+    def _ends(self, input_ids: Tensor) -> Tensor:
+        return pad(input_ids, (self.n - 1, 0), value=-1)[:, -(self.n - 1) :]
+
+    def _learn(self, windows: Tensor, successors: Tensor) -> None:
+        self.table.grow(1, windows.device)
+        recency = torch.arange(len(windows), device=windows.device)
+        self.table.learn(recency * 0, windows, successors, recency)
+
+
+class OneLevelNGramStorage(NGramStorage):
+    """The same, of n-grams of n tokens alone."""
+
+    one_level = True
+
+
+def autoregressive_generate(
+    inputs: Ids,
+    model: ModelSource,
+    max_gen_len: int = 40,
+    logits_processor: LogitsProcessor = _GREEDY,
+    eos_tokens_id: EndIds = 1,
+    pad_token_id: int | None = 0,
+    use_cache: bool = False,
+    debug: bool = False,
+    *,
+    end_tokens_id: EndIds | None = None,
+) -> Ids:
+    """Generate without speculation: the new ids, of an encoder-decoder after its start token."""
+    params = _params(max_gen_len, logits_processor, eos_tokens_id, end_tokens_id)
+    return _written(generated(model, None, inputs, SpecConfig("none"), params, debug))
+
+
+def speculative_generate(
+    inputs: Ids,
+    drafter: ModelSource,
+    target: ModelSource,
+    tokenizer: Any = None,
+    gamma: int = 5,
+    logits_processor: LogitsProcessor = _GREEDY,
+    max_gen_len: int = 40,
+    eos_tokens_id: EndIds = 1,
+    pad_token_id: int | None = 0,
+    use_cache: bool = False,
+    skip_sample_adjustment: bool = False,
+    first_target: bool = True,
+    debug: bool = False,
+    *,
+    end_tokens_id: EndIds | None = None,
+) -> tuple[Ids, float]:
+    """Generate with the drafts of a smaller model: what `autoregressive_generate` says, faster.
+
+    Greedy ids are the same; samples have the same distribution.
+
+    Args:
+        gamma: draft tokens in each step, >= 1.
+        skip_sample_adjustment: only False; True draws from the target after a rejection, not from
+            the residual, which is LOSSY: rejected tokens then come too rarely.
+    Returns:
+        The new ids, and the accepted part of the drafts, 0.0 where there were none.
+    """
+    require("skip_sample_adjustment", skip_sample_adjustment, not skip_sample_adjustment, _LOSSY)
+    require("gamma", gamma, is_int(gamma) and gamma >= 1, "an int >= 1")
+    params = _params(max_gen_len, logits_processor, eos_tokens_id, end_tokens_id)
+    spec = SpecConfig("draft_model", gamma)
+    return _with_rate(generated(target, drafter, inputs, spec, params, debug))
+
+
+# The engine tells the two kinds of models apart.
+autoregressive_generate_encoder_decoder = autoregressive_generate
+speculative_generate_encoder_decoder = speculative_generate
+
+
+def ngram_assisted_speculative_generate(
+    inputs: Ids,
+    ngramstorage: NGramStorage,
+    target: ModelSource,
+    tokenizer: Any = None,
+    gamma: int = 5,
+    filler_top_k: int = 3,
+    logits_processor: LogitsProcessor = _GREEDY,
+    max_gen_len: int = 40,
+    eos_tokens_id: EndIds = 1,
+    pad_token_id: int | None = 0,
+    use_cache: bool = False,
+    first_target: bool = True,
+    stop_if_unknown: bool = False,
+    debug: bool = False,
+    *,
+    end_tokens_id: EndIds | None = None,
+) -> tuple[Ids, float]:
+    """Generate with the drafts of an n-gram store, which learns the prompt and what is written.
+
+    Args:
+        ngramstorage: keeps what it learns for the next call.
+        gamma: draft tokens in each step, >= 1.
+        filler_top_k: the target's most probable tokens that count at each place; 1 = none but what
+            was written.
+        stop_if_unknown: end the draft where the store knows nothing; else go on with any token.
+    Returns:
+        The new ids, and the accepted part of the drafts, 0.0 where there were none.
+    """
+    require("gamma", gamma, is_int(gamma) and gamma >= 1, "an int >= 1")
+    fits = is_int(filler_top_k) and filler_top_k >= 1
+    require("filler_top_k", filler_top_k, fits, "an int >= 1")
+    fits = isinstance(ngramstorage, NGramStorage)
+    require("ngramstorage", ngramstorage, fits, "an NGramStorage or OneLevelNGramStorage")
+    storage, vocab_size = ngramstorage, None if stop_if_unknown else ngramstorage.vocab_size
+    drafter = NgramDrafter(storage.n, filler_top_k, storage.one_level, vocab_size, storage.table)
+    # The store may know earlier texts of the same seed: a draw must not depend on what it proposes.
+    spec = SpecConfig("auto", gamma, rejection_sample_method="coupled")
+    params = _params(max_gen_len, logits_processor, eos_tokens_id, end_tokens_id)
+    return _with_rate(generated(target, drafter, inputs, spec, params, debug))
+
+
+def beam_search_generate(
+    inputs: Ids,
+    model: ModelSource,
+    max_gen_len: int = 40,
+    num_beams: int = 4,
+    top_k: int = 3,
+    min_length: float = 5.0,
+    alpha: float = 1.2,
+    eos_tokens_id: EndIds = 1,
+    pad_token_id: int | None = 0,
+    debug: bool = False,
+    *,
+    end_tokens_id: EndIds | None = None,
+) -> Ids:
+    """Hugging Face's beam search, for its name's sake: it has nothing to do with speculation.
+
+    Args:
+        num_beams: >= 1.
+        top_k, min_length: taken and without effect; Hugging Face looks at all tokens after each
+            beam, and divides a score by length ** alpha alone.
+        alpha: its length_penalty.
+        pad_token_id: after the end of a beam; None or an id.
+    Returns:
+        The new ids of the best beam; an end token is kept.
+    """
+    for name, value in (("max_gen_len", max_gen_len), ("num_beams", num_beams)):
+        require(name, value, is_int(value) and value >= 1, "an int >= 1")
+    loaded: Any = load_model("model", model, EngineConfig())
+    input_ids = torch.tensor([inputs], device=loaded.device)
+    output = loaded.generate(
+        input_ids,
+        attention_mask=torch.ones_like(input_ids),
+        max_new_tokens=max_gen_len,
+        num_beams=num_beams,
+        length_penalty=alpha,
+        do_sample=False,
+        eos_token_id=_ends(eos_tokens_id, end_tokens_id),
+        pad_token_id=0 if pad_token_id is None else pad_token_id,
+    )
+    return output[0, 0 if loaded.config.is_encoder_decoder else len(inputs) :].tolist()
+
+
+_LOSSY = "False; True is LOSSY, it does not keep the target's distribution, and is not offered"
+
+
+def _params(
+    max_gen_len: int, processor: LogitsProcessor, ends: EndIds, other_ends: EndIds | None
+) -> SamplingParams:
+    require("max_gen_len", max_gen_len, is_int(max_gen_len) and max_gen_len >= 1, "an int >= 1")
+    return SamplingParams(
+        **_sampling(processor),
+        seed=seed_from_torch(),
+        max_tokens=max_gen_len,
+        ignore_eos=True,
+        stop_token_ids=_ends(ends, other_ends),
+    )
+
+
+def _ends(ends: EndIds, other_ends: EndIds | None) -> list[int]:
+    ends = ends if other_ends is None else other_ends
+    return [ends] if isinstance(ends, int) else [*ends]
+
+
+def _sampling(processor: LogitsProcessor) -> dict[str, Any]:
+    """The fields of SamplingParams that mean what a processor does."""
+    is_known = isinstance(processor, LogitsProcessor)
+    require("logits_processor", processor, is_known, "a processor of fastspec.compat")
+    expected = "one without sample(): derive it from GreedyProcessor or MultinomialProcessor"
+    require("logits_processor", processor, not hasattr(processor, "sample"), expected)
+    kind = type(processor)
+    heat = 0.0 if isinstance(processor, GreedyProcessor) else processor.temperature
+    is_same = kind in _SAME or (kind in _SAME_AT_1 and heat == 1)
+    if not is_same:
+        process = processor._process
+        return {"temperature": heat, "logits_processors": [lambda _, scores: process(scores)]}
+    filters = {name: vars(processor).get(name) for name in ("top_k", "top_p")}
+    return {"temperature": heat, **{name: v for name, v in filters.items() if v is not None}}
+
+
+# What filters by rank, or not at all, is the same before and after the temperature.
+_SAME = (GreedyProcessor, MultinomialProcessor, TopKProcessor)
+_SAME_AT_1 = (NucleusProcessor, TopKNucleusProcessor)
+
+
+def _written(made: tuple[RequestOutput, int | None]) -> Ids:
+    """The ids of a text, those of an encoder-decoder after its start token."""
+    output, start = made
+    return [*output.token_ids] if start is None else [start, *output.token_ids]
+
+
+def _with_rate(made: tuple[RequestOutput, int | None]) -> tuple[Ids, float]:
+    return _written(made), made[0].stats.acceptance_rate or 0.0
