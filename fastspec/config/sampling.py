@@ -298,3 +298,5 @@ class SamplingParams:
         require("min_tokens", least, fits, f"at most max_tokens, {most}")
         if self.structured_outputs is not None and self.ignore_eos:
             refuse("structured_outputs", self.structured_outputs, "not beside ignore_eos")
+        if self.structured_outputs is not None and self.min_tokens:
+            refuse("min_tokens", self.min_tokens, "not beside structured_outputs")

@@ -188,7 +188,11 @@ class DraftModelDrafter:
         """Rows of logits under the rules of their requests."""
         texts = [request.token_ids for request in requests]
         rules, backend = [r.rules for r in requests], self.runner.paged_model.backend
-        return without_forbidden(*apply_rules(texts, rules, logits, rows, backend))
+        logits, bitmask, dead = apply_rules(texts, rules, logits, rows, backend)
+        logits = without_forbidden(logits, bitmask)
+        for row in dead:
+            logits[row] = torch.nan  # nothing is drafted there
+        return logits
 
     def _unread(
         self, requests: Sequence[Request], texts: list[list[int]], num_rows: list[int]

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fastspec.config import SamplingParams
 from fastspec.models.transfer import device_tensor
@@ -22,7 +23,11 @@ class Grammar(Protocol):
     """What may follow a text that has to have a form."""
 
     def mask_after(self, path: list[int], words: np.ndarray) -> None:
-        """Write the bits [ceil(V/32)] int32 of the tokens that may follow the text and a path."""
+        """Write the bits [ceil(V/32)] int32 of the tokens that may follow the text and a path.
+
+        Raises:
+            ValueError: it cannot tell.
+        """
 
     def advance(self, token_id: int) -> bool:
         """Add a token to the text; whether anything may follow it."""
@@ -34,18 +39,20 @@ class LogitRules:
 
     Args:
         params: of the request.
+        vocab_size: V of the target.
         num_prompt_tokens: leading tokens of its text that were given.
         ends: tokens that end its text, which min_tokens puts off.
         bad_words: lists of token ids.
         allowed: bits [ceil(V/32)] int32 of the tokens that may ever be written; None = all.
         grammar: what the text has to be.
     Attributes:
-        failure: what a processor raised, or did wrong; the request cannot go on.
+        failure: what a processor or the grammar raised after the committed text.
     """
 
     def __init__(
         self,
         params: SamplingParams,
+        vocab_size: int,
         num_prompt_tokens: int,
         ends: frozenset[int],
         bad_words: Sequence[Sequence[int]] = (),
@@ -57,6 +64,7 @@ class LogitRules:
         self.allowed = allowed
         self.failure: Exception | None = None
         self._processors: Sequence[Callable] = params.logits_processors or ()
+        self._vocab_size = vocab_size
         self._num_prompt_tokens = num_prompt_tokens
         self._long_words = [list(word) for word in bad_words if len(word) > 1]
         self._bias = dict(params.logit_bias or {})
@@ -122,7 +130,11 @@ class LogitRules:
         return self.grammar is not None and not self.grammar.advance(token_id)
 
     def change(self, text: list[int], path: list[int], row: Tensor) -> None:
-        """Ban the ends of bad words, and let the processors change a row [V] float32."""
+        """Ban the ends of bad words, and let the processors change a row [V] float32.
+
+        Raises:
+            Exception: what a processor raised; ValueError for scores of another shape.
+        """
         prefix = text + path
         if len(prefix) - self._num_prompt_tokens < self.params.min_tokens:
             row[[i for i in self._biased_ends if i < len(row)]] = -torch.inf
@@ -132,16 +144,15 @@ class LogitRules:
         if not self._processors:
             return
         input_ids = device_tensor([prefix], torch.int64, row.device)
-        scores = row[None].clone()
-        try:
-            for processor in () if self.failure else self._processors:
-                scores = processor(input_ids, scores)
-                _check_scores(scores, row)
-        except BaseException as error:  # anybody's code: an error must not end other requests
-            if not isinstance(error, Exception):
-                raise
-            self.failure = error
-        row.copy_(scores[0]) if self.failure is None else row.fill_(torch.nan)
+        # A draft model may lack the last tokens of the target.
+        scores = pad(row, (0, self._vocab_size - len(row)), value=-torch.inf)[None].clone()
+        shape = tuple(scores.shape)
+        for processor in self._processors:
+            scores = processor(input_ids, scores)
+            if not isinstance(scores, Tensor) or tuple(scores.shape) != shape:
+                got = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+                raise ValueError(f"expected scores of shape {shape}, got {got}")
+        row.copy_(scores[0, : len(row)])
 
 
 class Rows(NamedTuple):
@@ -166,45 +177,68 @@ def apply_rules(
     logits: Tensor,
     rows: Rows,
     backend: str,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None, dict[int, Exception | None]]:
     """Logits [R, V] as the requests of a batch want them, and what the rows may say at all.
 
     Penalties, biases, bans and min_tokens cost no wait for the device; processors, grammars and bad
-    words of several tokens need one copy of the drafted tokens to the host.
+    words of several tokens need a copy of the drafted tokens to the host, and a look at the rows.
 
     Args:
         texts: the committed tokens of each request.
         rules: of each; None = nothing.
         logits: changed in place if they are float32.
     Returns:
-        Logits, float32 where a row changes; and [R, ceil(V/32)] int32 with the bits of the tokens
-        allowed, None where all are.
+        Logits, float32 where a row of the batch may change; [R, ceil(V/32)] int32 with the bits of
+        the tokens allowed, None where all are; and the rows after drafted tokens, or after the
+        text, where nothing can be drawn, each with what a processor or grammar raised. The logits
+        of these are 0 and allowed, as whoever judges reads rows that it may not get to.
     """
+    known = [rule for rule in rules if rule is not None]
+    if any(rule.edits or rule.changes_rows for rule in known):
+        logits = logits.float()
     logits = _edited(texts, rules, logits, rows, backend)
-    reading = {b for b, rule in enumerate(rules) if rule is not None and rule.reads_path}
-    masked = {b for b, rule in enumerate(rules) if rule is not None and rule.allowed is not None}
-    if not reading and not masked:
-        return logits, None
+    reading = any(rule.reads_path for rule in known)
+    if not reading and all(rule.allowed is None for rule in known):
+        return logits, None, {}
     token_ids = rows.token_ids.tolist() if reading else []
     parents = rows.parents.tolist() if reading and rows.parents is not None else None
     words = np.full((len(rows.nodes), -(-logits.shape[1] // 32)), -1, np.int32)
+    dead: dict[int, Exception | None] = {}
+    read: list[int] = []
     for row, (b, node) in enumerate(zip(rows.requests, rows.nodes, strict=True)):
         rule = rules[b]
-        if rule is None or b not in reading | masked:
+        if rule is None:
             continue
-        if b in reading:
+        if rule.reads_path:
             path = _path(token_ids[b], parents[b] if parents is not None else None, node)
             if path and not 0 <= min(path) <= max(path) < logits.shape[1]:
                 continue  # a row that nothing leads to
-            if rule.changes_rows:
-                logits = logits.float()
-                rule.change(texts[b], path, logits[row])
-            if rule.grammar is not None:
-                masked.add(b)
-                rule.grammar.mask_after(path, words[row])
+            read.append(row)
+            try:
+                if rule.changes_rows:
+                    rule.change(texts[b], path, logits[row])
+                if rule.grammar is not None:
+                    rule.grammar.mask_after(path, words[row])
+            except BaseException as error:  # anybody's code: an error must not end other requests
+                if not isinstance(error, Exception):
+                    raise
+                dead[row] = error
         if rule.allowed is not None:
             words[row] &= rule.allowed[: words.shape[1]]
-    return logits, device_tensor(words, torch.int32, logits.device) if masked else None
+    bitmask = None
+    if any(rule.allowed is not None or rule.grammar is not None for rule in known):
+        bitmask = device_tensor(words, torch.int32, logits.device)
+    if read:
+        places = device_tensor(read, torch.int64, logits.device)
+        left = without_forbidden(logits[places], None if bitmask is None else bitmask[places])
+        is_left = (left > -torch.inf).any(1).tolist()
+        for row in [row for row, lives in zip(read, is_left, strict=True) if not lives]:
+            dead.setdefault(row, None)
+    for row in dead:
+        logits[row] = 0.0
+        if bitmask is not None:
+            bitmask[row] = -1
+    return logits, bitmask, dead
 
 
 def without_forbidden(logits: Tensor, token_bitmask: Tensor | None) -> Tensor:
@@ -242,7 +276,6 @@ def _edited(
     repetition, presence, frequency = device_tensor(
         [list(column) for column in zip(*factors, strict=True)], torch.float32, device
     )
-    logits = logits.float()
     penalize(
         logits,
         device_tensor(rows.requests, integers, device),
@@ -271,10 +304,3 @@ def _path(token_ids: list[int], parents: list[int] | None, node: int) -> list[in
         path.append(token_ids[node])
         node = node - 1 if parents is None else parents[node]
     return path[::-1]
-
-
-def _check_scores(scores: object, row: Tensor) -> None:
-    shape = (1, len(row))
-    if not isinstance(scores, Tensor) or tuple(scores.shape) != shape:
-        got = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
-        raise ValueError(f"logits_processors: expected scores of shape {shape}, got {got}")

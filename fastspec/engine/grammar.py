@@ -67,18 +67,19 @@ class LlguidanceGrammar:
 
     def mask_after(self, path: list[int], words: np.ndarray) -> None:
         """Write the bits of the tokens that may follow a path; where none leads, all are set."""
-        taken = self._matcher.try_consume_tokens(path) if path else 0
-        if taken == len(path) and not self._matcher.is_stopped():
-            mask = np.frombuffer(self._matcher.compute_bitmask(), np.int32)
+        matcher = self._matcher.deep_copy() if path else self._matcher  # an error is for ever
+        taken = matcher.try_consume_tokens(path) if path else 0
+        if taken == len(path) and (matcher.is_error() or not matcher.is_stopped()):
+            mask = np.frombuffer(matcher.compute_bitmask(), np.int32)
+            if matcher.is_error():
+                raise ValueError(f"structured_outputs: {matcher.get_error()}")
             words[: len(mask)] = mask[: len(words)]
             words[len(mask) :] = 0
-        if taken:
-            self._matcher.rollback(taken)
 
     def advance(self, token_id: int) -> bool:
         """Add a token; whether anything may follow it."""
         self._matcher.consume_token(token_id)
-        return not self._matcher.is_stopped()
+        return self._matcher.is_error() or not self._matcher.is_stopped()
 
 
 def _source(matcher: Any, any_to_lark: Any, structure: Mapping[str, Any]) -> str:

@@ -173,7 +173,7 @@ class Loop:
                 if request.rules is not None:
                     failure = request.rules.failure
                     error += ", or the request allows no token that is left"
-                    error = error if failure is None else f"logits_processors: {failure!r}"
+                    error = error if failure is None else f"its rules raised {failure!r}"
                 self._end(request, "error", error)
                 continue
             writers: Sequence[str] = [speculation.drafter.name] * verdict.accepted_len

@@ -146,7 +146,9 @@ class RequestFactory:
         if params.structured_outputs is not None:
             grammar = self._grammars.compile(params.structured_outputs)
         bad_words = [ids for word in params.bad_words or () for ids in self._spellings(word)]
-        rules = LogitRules(params, num_prompt_tokens, stop_ids, bad_words, allowed, grammar)
+        rules = LogitRules(
+            params, self._vocab_size, num_prompt_tokens, stop_ids, bad_words, allowed, grammar
+        )
         return rules if rules.any else None
 
     def _spellings(self, word: str | Sequence[int]) -> list[Sequence[int]]:

@@ -1,5 +1,6 @@
 """The target's side of a round: read what is missing, judge the proposals, chains or trees."""
 
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -31,10 +32,10 @@ def prefill(runner: ModelRunner, requests: list[EngineRequest], most: int) -> in
         num_read += spans[-1].count
     ends = [span.start + span.count for span in spans]
     triples = list(zip(requests, spans, ends, strict=True))
+    others = [triple for triple in triples if not triple[0].lacks_prompt_logprobs]
     for request, span in zip(requests, spans, strict=True):
         if request.lacks_prompt_logprobs and span.count:
             _read_with_logprobs(runner, request, span)
-    others = [triple for triple in triples if not triple[0].lacks_prompt_logprobs]
     ids = [request.token_ids[span.start : end] for request, span, end in others]
     runner.prefill(ids, [span for _, span, _ in others])
     for request, _, end in triples:
@@ -47,14 +48,16 @@ def _read_with_logprobs(runner: ModelRunner, request: EngineRequest, span: Span)
     first, end = span.start + 1, span.start + span.count
     ids = device_tensor(request.token_ids[span.start : end], torch.int64, runner.device)
     logits = runner.forward(ids, [span])
-    logprobs = logits.double().log_softmax(-1)
-    best, best_ids = logprobs.topk(min(request.params.prompt_logprobs or 0, logits.shape[1]))
-    known = request.prompt_logprobs
+    logsumexp, _ = row_stats(logits, backend=runner.paged_model.backend)
+    most, known = min(request.params.prompt_logprobs or 0, logits.shape[1]), request.prompt_logprobs
+    best, best_ids = logits.topk(most)
     following = request.token_ids[first : min(end + 1, request.num_prompt_tokens)]
     own = device_tensor(following, torch.int64, runner.device)
-    values = logprobs[: len(following)].gather(1, own[:, None])[:, 0].tolist()
-    rows = zip(following, values, best_ids.tolist(), best.tolist(), strict=False)
-    for place, (token_id, value, row_ids, row) in enumerate(rows, start=first):
+    values = logits[: len(following)].gather(1, own[:, None]).float()
+    columns = [values - logsumexp[: len(following), None], best.float() - logsumexp[:, None]]
+    values, best = (column.tolist() for column in columns)
+    rows = zip(following, values, best_ids.tolist(), best, strict=False)
+    for place, (token_id, (value,), row_ids, row) in enumerate(rows, start=first):
         if place == len(known):
             known.append({**dict(zip(row_ids, row, strict=True)), token_id: value})
 
@@ -98,13 +101,16 @@ def verify(
         proposal.on_judged(target_logits, counts)
     owners = [b for b, count in enumerate(counts) for _ in range(count)]
     nodes = [node for count in counts for node in range(count)]
-    token_bitmask = None
+    token_bitmask, dead = None, {}
     if any(request.rules is not None for request in batch.requests):
         texts, rules = zip(*((r.token_ids, r.rules) for r in batch.requests), strict=True)
-        places = Rows(owners, nodes, ids, parents)
-        target_logits, token_bitmask = apply_rules(
-            texts, rules, target_logits, places, batch.backend
+        judged_rows = Rows(owners, nodes, ids, parents)
+        target_logits, token_bitmask, dead = apply_rules(
+            texts, rules, target_logits, judged_rows, batch.backend
         )
+        for row in [row for row in dead if nodes[row] == 0]:
+            rules[owners[row]].failure = dead.pop(row)
+            target_logits[row] = torch.nan
     given = {**batch.sampling, "token_bitmask": token_bitmask, "backend": batch.backend}
     path, draft_logits = ids[:, :0], proposal.draft_logits
     if method == "coupled":
@@ -142,6 +148,13 @@ def verify(
         source = source if proposed else "target"
         values = values and values[:emitted]
         verdicts.append(Verdict(proposed, row[0], row[1 : emitted + 1], values, source))
+    for row in dead:  # the draft holds up to there, and then the text fails in the next step
+        verdict = verdicts[owners[row]]
+        reached = verdict.path[-1] if verdict.path else verdict.accepted_len
+        if reached == nodes[row]:
+            logprobs = verdict.logprobs and verdict.logprobs[:-1]
+            kept = verdict.output_ids[:-1]
+            verdicts[owners[row]] = replace(verdict, output_ids=kept, logprobs=logprobs)
     most = max(request.params.logprobs or 0 for request in batch.requests)
     if most:
         _add_best(verdicts, most, target_logits, counts, batch, token_bitmask)
@@ -161,7 +174,7 @@ def _add_best(
     for b, (request, verdict) in enumerate(zip(batch.requests, verdicts, strict=True)):
         if request.params.logprobs and verdict.accepted_len >= 0:
             path = verdict.path or range(1, verdict.accepted_len + 1)
-            rows += [first[b] + node for node in (0, *path)]
+            rows += [first[b] + node for node in (0, *path)][: len(verdict.output_ids)]
             owners += [b] * len(verdict.output_ids)
     if not rows:
         return

@@ -1,11 +1,13 @@
 """Every sampling parameter on every verified row: with any drafter the text of plain decoding."""
 
 import json
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
+from fastspec.engine.grammar import LlguidanceGrammar
 from fastspec_kernels.testing import chi_square
 
 from .. import differential
@@ -138,10 +140,93 @@ def test_a_processor_that_raises_ends_its_request_alone(target):
         *failed, healthy = engine.generate([[1, 2, 3]] * 4, params)
         assert [output.finish_reason for output in failed] == ["error"] * 3
         assert "RuntimeError('no more')" in failed[0].error
-        assert len(failed[0].token_ids) <= 4  # drafts are asked about, too
-        assert "logits_processors: expected scores of shape (1, 263)" in failed[1].error
+        assert len(failed[0].token_ids) == 4
+        assert "expected scores of shape (1, 263)" in failed[1].error
         (alone,) = Engine(target, spec="none").generate([[1, 2, 3]], params[3])
         assert healthy.token_ids == alone.token_ids
+
+
+@pytest.mark.parametrize("method", ["draft_model", "prompt_lookup", "tree", "cape", "cascade"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_what_fails_after_a_draft_fails_as_plain_decoding_does(target, method, temperature):
+    """Whether a row raises or has nothing left must not matter before the text gets there."""
+
+    def raises_after(input_ids, scores):
+        scores[0, 65:70] = -torch.inf
+        if input_ids.shape[1] > 20 or int(input_ids[0, -1]) in range(65, 70):
+            raise KeyError("no state")
+        return scores
+
+    def dead_after(input_ids, scores):
+        scores[0, 65:70] = -torch.inf
+        last = int(input_ids[0, -1])
+        return scores - torch.inf if last in range(65, 70) or last % 29 == 3 else scores
+
+    words = [[65, 10], [65, 11], [66, 10], [66, 11]]
+    given = [
+        {"logits_processors": [raises_after]},
+        {"logits_processors": [dead_after]},
+        {"allowed_token_ids": [10, 11], "bad_words": words},
+    ]
+    shared = {"temperature": temperature, "max_tokens": 24, "ignore_eos": True, "logprobs": 1}
+    params = [SamplingParams(**shared, seed=3, **each) for each in given]
+    prompts = [[65, 66, 10, 65, 66, 12]] * 3
+    plain = differential.engine_of("ngram", target, byte_tokenizer(), seed=1)
+    plain.disable_spec_dec()
+    engine = differential.engine_of(method, target, byte_tokenizer(), seed=1)
+    expected, outputs = plain.generate(prompts, params), engine.generate(prompts, params)
+    assert expected[0].finish_reason == "error"
+    assert expected[2].finish_reason == "length"
+    for one, other in zip(outputs, expected, strict=True):
+        assert (one.token_ids, one.finish_reason) == (other.token_ids, other.finish_reason)
+        assert len(one.logprobs) == len(one.top_logprobs) == len(one.token_ids)
+
+
+def test_processors_see_the_vocabulary_of_the_target(target):
+    """Also where a draft model has fewer tokens, and in batches of bfloat16."""
+    draft = random_model("llama", vocab_size=250)
+    bias = torch.linspace(-2, 2, 263)
+    given = {"max_tokens": 12, "seed": 1, "ignore_eos": True}
+    params = [
+        SamplingParams(**given, logits_processors=[lambda ids, scores: scores + bias]),
+        SamplingParams(**given),
+    ]
+    spec = SpecConfig("draft_model", rejection_sample_method="coupled")
+    plain = Engine(target, spec=SpecConfig("none", rejection_sample_method="coupled"))
+    expected = plain.generate([[1, 2, 3]] * 2, params)
+    outputs = Engine(target, draft, spec=spec).generate([[1, 2, 3]] * 2, params)
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
+    half = random_model("llama").bfloat16()
+    engine = Engine(half, perturbed(random_model("llama"), 0.1).bfloat16())
+    several = [SamplingParams(**given, num_speculative_tokens=1, repetition_penalty=1.2)]
+    outputs = engine.generate([[1, 2]] * 3, [*several, params[1], params[1]])
+    assert {output.finish_reason for output in outputs} == {"length"}
+
+
+def test_a_grammar_that_breaks_is_an_error(target, monkeypatch):
+    """llguidance may give up on a pattern: then it says that it has stopped, as at its end."""
+    advance = LlguidanceGrammar.advance
+
+    def breaks(self, token_id):
+        goes_on = advance(self, token_id)
+        if len(taken) == 3:
+            monkeypatch.setattr(self, "_matcher", broken)
+        taken.append(token_id)
+        return goes_on
+
+    broken = Mock(
+        is_stopped=lambda: True,
+        is_error=lambda: True,
+        compute_bitmask=lambda: bytes(36),
+        get_error=lambda: "too many states",
+    )
+    taken = []
+    monkeypatch.setattr(LlguidanceGrammar, "advance", breaks)
+    engine = Engine(target, tokenizer=byte_tokenizer(), spec="none")
+    params = SamplingParams(structured_outputs={"regex": "[a-z]+"}, max_tokens=20, seed=1)
+    (output,) = engine.generate([[70]], params)
+    assert (output.finish_reason, len(output.token_ids)) == ("error", 4)
+    assert "too many states" in output.error
 
 
 def test_nothing_left_to_say_fails_the_request_by_name(target):

@@ -57,7 +57,7 @@ def test_bad_values(value):
     "options", [{"method": "tree"}, {"cape": True}, {"rejection_sample_method": "block"}]
 )
 def test_only_chains_under_the_standard_rule_can_be_relaxed(options):
-    with pytest.raises(ValueError, match="relaxed_acceptance: expected 1 for trees and for block"):
+    with pytest.raises(ValueError, match="relaxed_acceptance: expected 1 for trees, and for block"):
         SpecConfig(**options, relaxed_acceptance=2.0)
 
 
