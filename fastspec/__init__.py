@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 
 if TYPE_CHECKING:
+    from fastspec import compat as compat
     from fastspec import drafters as drafters
     from fastspec.engine.engine import Engine
     from fastspec.engine.outputs import RequestOutput, StreamEvent
@@ -26,7 +27,7 @@ __all__ = [
 ]
 
 # Imported when a name is used: they import torch and transformers.
-_PACKAGES = ("drafters", "engine", "models", "tools", "train")
+_PACKAGES = ("compat", "drafters", "engine", "models", "tools", "train")
 _MODULES = {
     "Engine": "fastspec.engine.engine",
     "RequestOutput": "fastspec.engine.outputs",

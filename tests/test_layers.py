@@ -114,7 +114,7 @@ FLOORS = [
     ["drafters"],
     ["engine"],
     ["tools", "train"],
-    ["cli", "__init__", "__main__"],
+    ["cli", "compat", "__init__", "__main__"],
 ]
 
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fastspec.config import EngineConfig, SpecConfig
 from fastspec.drafters import Proposal
-from fastspec.drafters.base import Batch
+from fastspec.drafters.base import Batch, Drafter
 from fastspec.drafters.context import DrafterContext, DrafterSource, ModelSource
 from fastspec.drafters.registry import plan_drafter
 from fastspec.engine.block_manager import BlockManager, blocks_needed
@@ -74,6 +74,7 @@ class Simulator:
         decoder_start_id: of a target that is an encoder-decoder, whose encoder reads the prompts.
     Attributes:
         stats: counters of all outputs together.
+        drafter: that of the last run.
     Raises:
         ValueError: a drafter or option that cannot be used.
     """
@@ -113,6 +114,7 @@ class Simulator:
         self._tokenizer = tokenizer
         self._spec, self._config = spec, config
         self.stats = SpecStats()
+        self.drafter: Drafter | None = None
         self.device = plan.models[0].device if plan.models else resolve_device(config)
 
     def run(
@@ -138,8 +140,8 @@ class Simulator:
             scheduler.check_fits(request)
             scheduler.add(request)
         speculation = Speculation(self.device, self._vocab_size, self._spec, self._config)
-        drafter = self._plan.build(None, block_manager)
-        speculation.enable(drafter, self._spec.num_draft_tokens(), [])
+        self.drafter = self._plan.build(None, block_manager)
+        speculation.enable(self.drafter, self._spec.num_draft_tokens(), [])
         sides = _skip_prefill, _compare
         loop = Loop(scheduler, {None: speculation}, *sides, self.stats, chunk_size=1)
         while scheduler.has_unfinished:
