@@ -134,12 +134,16 @@ Chat = Annotated[
 ]
 Dataset = Annotated[
     str | None,
-    typer.Option(help="Prompts of mmlu, gsm8k, hellaswag, mt_bench or humaneval."),
+    typer.Option(
+        help="Prompts of mmlu, sampled_mmlu, gsm8k, hellaswag, mt_bench or humaneval; mmlu_vicuna"
+        " and gsm8k_vicuna are in that model's form."
+    ),
 ]
 DatasetFile = Annotated[
     Path | None,
     typer.Option(
-        metavar="FILE.jsonl", help="Its records; without it the package datasets downloads them."
+        metavar="FILE.jsonl",
+        help="Its records, also as a JSON list; without it the package datasets downloads them.",
     ),
 ]
 DatasetPrompts = Annotated[

@@ -29,7 +29,7 @@ class Methods:
     draft, which it cannot run. The parts of a cascade run by themselves, too.
 
     Attributes:
-        num_parameters: of the target and of the draft model, 0 without one.
+        costs: of one pass of the target and of the draft model, 0 without one, for the SWI.
         last_stats: counters of the last run of ours.
     """
 
@@ -41,6 +41,7 @@ class Methods:
         max_tokens: int,
         config: EngineConfig,
         parts: Mapping[str, SpecConfig],
+        costs: tuple[float, float] | None = None,
     ):
         self._engine = Engine(target, draft, spec=spec, config=config)
         self.parts = parts
@@ -48,10 +49,8 @@ class Methods:
         for name, part in parts.items():
             needed = draft if method_named(part.method).needs_draft else None
             self._engines[name] = Engine(target, needed, spec=part, config=config)
-        self.num_parameters = (
-            num_parameters(target),
-            0 if draft is None else num_parameters(draft),
-        )
+        parameters = num_parameters(target), 0 if draft is None else num_parameters(draft)
+        self.costs = costs or parameters
         self._target = target
         self._generate = cast(Any, target).generate  # only generative classes have it
         self._draft = None if isinstance(draft, GlideLlamaForCausalLM) else draft
