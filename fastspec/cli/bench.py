@@ -94,9 +94,9 @@ def bench(
     costs = None
     if counter_version is not None:
         with usage_errors():
-            # A pass of drafters that copy costs nothing.
+            cost_of_target = pass_cost(Path(target).name, counter_version)
             cost_of_draft = pass_cost(Path(draft).name, counter_version) if draft else 0.0
-            costs = pass_cost(Path(target).name, counter_version), cost_of_draft
+            costs = cost_of_target, cost_of_draft
     files = _record_files(out, record, f"{method}_cape" if spec.cape else method)
     named = named_prompts(dataset, dataset_file, prompts_file, num_prompts)
     texts = named or bundled_prompts(num_prompts, chat)
