@@ -25,6 +25,7 @@ from fastspec.cli.prompts import bundled_prompts, named_prompts
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.methods import methods
 from fastspec.models.named import own_draft
+from fastspec.tools.cost_counters import pass_cost
 
 _RECORDED = ("lenience", "tree_width", "tree_nodes", "cape", "cape_bins")
 _MAG_TOKENS = 10  # what CS-Drafting's MaG writes
@@ -52,6 +53,13 @@ def bench(
             "-k",
             help="Tokens proposed in each step, 5 by default; of a cascade, by its draft model in"
             " the run without MaG.",
+        ),
+    ] = None,
+    counter_version: Annotated[
+        str | None,
+        typer.Option(
+            help="Costs of CS-Drafting's SWI by the names of the models, model_parameters or"
+            " previous_work; by default the numbers of their parameters."
         ),
     ] = None,
     temperatures: Annotated[str, typer.Option(help="Comma-separated list; 0 is greedy.")] = "0,1",
@@ -93,6 +101,12 @@ def bench(
         if draft is None:
             raise typer.BadParameter("--draft: a --target of your own needs a draft model")
     check_can_write("--profile", profile)
+    costs = None
+    if counter_version is not None:
+        with usage_errors():
+            cost_of_target = pass_cost(Path(target).name, counter_version)
+            cost_of_draft = pass_cost(Path(draft).name, counter_version) if draft else 0.0
+            costs = cost_of_target, cost_of_draft
     files = _record_files(out, record, f"{method}_cape" if spec.cape else method)
     named = named_prompts(dataset, dataset_file, prompts_file, num_prompts)
     texts = named or bundled_prompts(num_prompts, chat)
@@ -121,7 +135,9 @@ def bench(
         if method == "glide":
             load = partial(load_glide, target=target_model)
         draft_model = load_draft("draft", draft, engine_config, tokenizer, target_model, load)
-    measured = timing.Methods(target_model, draft_model, spec, max_tokens, engine_config, parts)
+    measured = timing.Methods(
+        target_model, draft_model, spec, max_tokens, engine_config, parts, costs
+    )
     with usage_errors():
         prompts = [loading.prompt_ids(tokenizer, text, chat) for text in texts]
     with progress_bar("runs") as bar:
@@ -152,6 +168,8 @@ def bench(
         "repeats": repeats,
         "verified": all(count == len(prompts) for count in equal.values()),
         "prompts_equal_to_plain": equal,
+        "counter_version": counter_version,
+        "pass_costs": measured.costs,
         "results": results,
         "argv": sys.argv[1:],
     }

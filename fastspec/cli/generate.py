@@ -45,7 +45,7 @@ def generate(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help='One prompt a line, or .jsonl objects with "text" or "prompt"; - is stdin, which'
+            help='One prompt a line, or JSON lines with "text" or "prompt"; - is stdin, which'
             " is also read when no prompt is given.",
         ),
     ] = None,

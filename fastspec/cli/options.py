@@ -134,7 +134,10 @@ Chat = Annotated[
 ]
 Dataset = Annotated[
     str | None,
-    typer.Option(help="Prompts of mmlu, gsm8k, hellaswag, mt_bench, humaneval or sharegpt."),
+    typer.Option(
+        help="Prompts of mmlu, sampled_mmlu, gsm8k, hellaswag, mt_bench, humaneval or sharegpt;"
+        " mmlu_vicuna and gsm8k_vicuna are in that model's form."
+    ),
 ]
 DatasetFile = Annotated[
     Path | None,

@@ -8,7 +8,7 @@ from typing import Any
 import typer
 
 from fastspec.cli.errors import usage_errors
-from fastspec.config.files import parse_json_lines, read_text
+from fastspec.config.files import first_json_line, parse_json_lines, read_text
 from fastspec.tools.prompt_sets import load_prompts
 
 ASSETS = Path(str(files("fastspec"))) / "assets"
@@ -56,10 +56,10 @@ def check_no_dataset(dataset_file: Path | None, num_prompts: int | None) -> None
 
 
 def read_prompts(file: Path) -> list[str]:
-    """Prompts of a file: each line, in .jsonl its "text" or "prompt"; blank lines are skipped."""
+    """Prompts of a file: each line, of JSON lines "text" or "prompt"; blank lines are skipped."""
     with usage_errors():
         content = _stdin() if str(file) == "-" else read_text("--prompts-file", file)
-        if file.suffix == ".jsonl":
+        if file.suffix in (".json", ".jsonl") or _prompt_of(first_json_line(content)):
             records = parse_json_lines(content, f"--prompts-file: {file}")
             prompts = [_json_prompt(*record) for record in records]
         else:
@@ -89,7 +89,12 @@ def _lines(content: str) -> list[str]:
 
 
 def _json_prompt(where: str, record: Any) -> str:
-    prompt = record.get("text", record.get("prompt")) if isinstance(record, dict) else None
-    if not isinstance(prompt, str):
+    prompt = _prompt_of(record)
+    if prompt is None:
         raise typer.BadParameter(f'{where}: expected an object with a "text" or "prompt" string')
     return prompt
+
+
+def _prompt_of(record: Any) -> str | None:
+    prompt = record.get("text", record.get("prompt")) if isinstance(record, dict) else None
+    return prompt if isinstance(prompt, str) else None

@@ -1,6 +1,8 @@
 """`fastspec simulate`: a drafter against stored outputs, with no target model."""
 
 import json
+import statistics
+from collections.abc import Iterator
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -34,8 +36,8 @@ def simulate(
         Path,
         typer.Argument(
             metavar="FILE",
-            help="Stored outputs: .jsonl from generate --save-outputs or with lists of ids, .json"
-            " with ids joined by '_', else printed tensors.",
+            help="Stored outputs: JSON lines of generate --save-outputs or of lists of ids, ids"
+            " joined by '_' (CS-Drafting), or printed tensors (Decoding Speculative Decoding).",
         ),
     ],
     spec: Annotated[
@@ -46,6 +48,8 @@ def simulate(
             "prompt_lookup_min",
             "prompt_lookup_max",
             "bigram_path",
+            "k_matrix",
+            "lenience",
             method="draft_model",
         ),
     ],
@@ -74,6 +78,9 @@ def simulate(
         Path | None,
         typer.Option(metavar="FILE", help="Write how many tokens match after each pass, [N] each."),
     ] = None,
+    log_rows: Annotated[
+        int, typer.Option(min=1, help="Outputs side by side in a line of --log, [N, N].")
+    ] = 1,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw the counts; needs matplotlib.")
     ] = None,
@@ -82,6 +89,10 @@ def simulate(
     """Count what a drafter would have had accepted, had it drafted for stored outputs."""
     if (draft_seconds is None) != (verify_seconds is None):
         raise typer.BadParameter("--draft-seconds, --verify-seconds: give both or neither")
+    if draft_seconds is not None and spec.method == "cascade":
+        raise typer.BadParameter("--draft-seconds: the draft tokens of a cascade cost unequally")
+    if log_rows > 1 and log is None:
+        raise typer.BadParameter("--log-rows: needs --log")
     check_can_write("--log", log)
     check_can_write("--plot", plot)
     with usage_errors():
@@ -93,7 +104,7 @@ def simulate(
         check_no_dataset(dataset_file, num_prompts)
     prompts = named_prompts(dataset, dataset_file, prompts_file, num_prompts)
     quiet_libraries()
-    from fastspec.models.loading import load_tokenizer, target_vocab_size
+    from fastspec.models.loading import load_tokenizer, target_decoder_start, target_vocab_size
     from fastspec.tools.plots import plot_acceptance, require_plotting
     from fastspec.tools.simulate import Simulator
     from fastspec.tools.stored_outputs import read_outputs
@@ -101,10 +112,11 @@ def simulate(
     if plot is not None:
         with usage_errors():
             require_plotting()
-    outputs = read_outputs(outputs_file, prompts)
-    simulator = Simulator(
-        target, draft, target_vocab_size(target), load_tokenizer("target", target), spec, config
-    )
+    start_id, tokenizer = target_decoder_start(target), load_tokenizer("target", target)
+    outputs = read_outputs(outputs_file, prompts, start_id)
+    drafts = options.drafts_of(draft, spec.method)
+    vocab_size = target_vocab_size(target)
+    simulator = Simulator(target, drafts, vocab_size, tokenizer, spec, config, start_id)
     with progress_bar("tokens") as bar:
         total = sum(len(output.token_ids) for output in outputs)
         task = bar.add_task("simulating", total=total)
@@ -113,13 +125,21 @@ def simulate(
     if draft_seconds is not None and verify_seconds is not None:
         report["predicted"] = _predicted(report["rates"], draft_seconds, verify_seconds)
     if log is not None:
-        write_whole("".join(f"[{count}]\n" for s in simulations for count in s.matched), log)
+        write_whole("".join(f"{line}\n" for line in _log(simulations, log_rows)), log)
     if plot is not None:
         plot_acceptance(simulator.stats, report["rates"], plot)
     if as_json:
         typer.echo(json.dumps(report))
     else:
         _show(Console(highlight=False), report)
+
+
+def _log(simulations: "list[Simulation]", num_rows: int) -> Iterator[list[int]]:
+    """Tokens that match after each pass, of so many outputs at a time; those at their end wait."""
+    for first in range(0, len(simulations), num_rows):
+        rows = [simulation.matched for simulation in simulations[first : first + num_rows]]
+        for place in range(max(map(len, rows))):
+            yield [row[min(place, len(row) - 1)] for row in rows]
 
 
 def _report(
@@ -136,6 +156,7 @@ def _report(
         "num_outputs": len(outputs),
         **{key: value for key, value in stats.to_dict().items() if key != "seconds"},
         "rates": acceptance_by_position(step for s in simulations for step in s.steps),
+        "means_by_prompt": [s.stats.mean_acceptance_length for s in simulations],
         "accepted": [simulation.accepted for simulation in simulations],
         "num_known": len(known),
         "num_reproduced": sum(known),
@@ -161,6 +182,11 @@ def _show(console: Console, report: dict) -> None:
         f" {report['num_steps']} target passes: {number(report['mean_acceptance_length'])} a pass,"
         f" acceptance rate {number(report['acceptance_rate'])}"
     )
+    means = report["means_by_prompt"]
+    console.print(
+        f"Tokens a pass by prompt: {number(statistics.fmean(means))} on average,"
+        f" {number(min(means))} to {number(max(means))}"
+    )
     if report["num_known"]:
         console.print(
             f"The accepted counts are those of the stored run in {report['num_reproduced']} of"
@@ -182,3 +208,6 @@ def _show(console: Console, report: dict) -> None:
             cells = (number(row["tokens_per_pass"]), number(row["tokens_per_s"], 1))
             table.add_row(str(row["k"]), *cells, f"{row['ratio']:.2f}x")
         console.print(table)
+        best = max(report["predicted"], key=lambda row: row["tokens_per_s"])
+        more = ", the longest draft here" if best is report["predicted"][-1] else ""
+        console.print(f"Best K: {best['k']}{more}, {best['ratio']:.2f}x plain decoding")

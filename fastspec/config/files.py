@@ -54,6 +54,15 @@ def parse_json_lines(text: str, where: str) -> Iterator[tuple[str, Any]]:
             yield place, parse_json(line, f"{place}:")
 
 
+def first_json_line(text: str) -> Any:
+    """What the first line that is not blank holds; None where that is not JSON."""
+    first = next((line for line in text.split("\n") if line.strip()), "")
+    try:
+        return json.loads(first)
+    except (ValueError, RecursionError):
+        return None
+
+
 def write_whole(text: str, path: Path) -> None:
     """Write a file; whoever reads it finds the old one or the whole new one.
 

@@ -1,6 +1,7 @@
 """Drafters: what proposes the tokens that the target checks."""
 
 from fastspec.drafters.base import Drafter, Proposal, TreeProposer
+from fastspec.drafters.bigram_table import load_bigram
 from fastspec.drafters.cascade.drafter import CascadeDrafter
 from fastspec.drafters.context import DrafterContext, DrafterPlan
 from fastspec.drafters.draft_model import DraftModelDrafter
@@ -26,6 +27,7 @@ __all__ = [
     "TreeDrafter",
     "TreePlan",
     "TreeProposer",
+    "load_bigram",
     "register",
     "unregister",
 ]

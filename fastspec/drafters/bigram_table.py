@@ -10,9 +10,12 @@ from fastspec.config import is_int
 from fastspec.config.files import read_json, write_whole
 
 
-def load_bigram(path: str | Path, vocab_size: int) -> Tensor:
+def load_bigram(path: str | Path, vocab_size: int | None = None) -> Tensor:
     """A flat JSON list as CS-Drafting published them: entry i is the id that follows token i.
 
+    Args:
+        path: the file.
+        vocab_size: of the target; None checks no ids against it.
     Returns:
         [n] int32, n <= vocab_size; tokens beyond the list have no successor.
     Raises:
@@ -22,6 +25,8 @@ def load_bigram(path: str | Path, vocab_size: int) -> Tensor:
     successors = read_json("bigram_path", file)
     if not isinstance(successors, list) or not successors:
         raise ValueError(f"bigram_path: {file} does not hold a list of token ids")
+    if vocab_size is None:
+        vocab_size = 2**31
     if len(successors) > vocab_size:
         raise ValueError(
             f"bigram_path: {file} has {len(successors)} entries, the vocabulary {vocab_size}"

@@ -13,6 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.checks import require
+from fastspec.drafters.base import Drafter
 from fastspec.drafters.context import DrafterContext, DrafterSource
 from fastspec.drafters.registry import plan_drafter, plan_given
 from fastspec.engine.block_manager import BlockManager
@@ -211,15 +212,23 @@ class Engine:
         prompt: Prompt,
         params: SamplingParams | None = None,
         request_id: str | None = None,
+        *,
+        decoder_input_ids: Sequence[int] | None = None,
     ) -> str:
         """Queue a request for step(); its id.
 
+        Args:
+            prompt, params: see `generate`.
+            request_id: None makes one.
+            decoder_input_ids: of an encoder-decoder, what its output begins with: the start token,
+                and what of the output is already there.
         Raises:
             ValueError: the prompt, a parameter or the id cannot be used; other requests are
                 untouched.
         """
         with self._turn:
-            samples = self._build(prompt, params or SamplingParams(), request_id)
+            params = params or SamplingParams()
+            samples = self._build(prompt, params, request_id, decoder_input_ids)
             for request in samples:
                 self._scheduler.add(request)
         return samples[0].public_id
@@ -246,6 +255,11 @@ class Engine:
     def decoder_start_id(self) -> int | None:
         """The token that the output of an encoder-decoder follows; None for a decoder."""
         return self._runner.paged_model.decoder_start_id
+
+    @property
+    def drafter(self) -> Drafter | None:
+        """The drafter that is on, or was on last."""
+        return self._speculation.known
 
     @property
     def is_speculative(self) -> bool:
@@ -459,9 +473,13 @@ class Engine:
         return Speculation(*sizes, spec, self.config, target.chains_only, pacer)
 
     def _build(
-        self, prompt: Prompt, params: SamplingParams, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str | None = None,
+        decoder_input_ids: Sequence[int] | None = None,
     ) -> list[EngineRequest]:
-        samples = self._factory.build(prompt, params, request_id)
+        samples = self._factory.build(prompt, params, request_id, decoder_input_ids)
         request = samples[0]
         name = request.public_id
         if self._scheduler.samples(name) or name in self._loop.inboxes:

@@ -71,7 +71,11 @@ class RequestFactory:
         self._num_named = 0
 
     def build(
-        self, prompt: Prompt, params: SamplingParams, request_id: str | None
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str | None,
+        decoder_input_ids: Sequence[int] | None = None,
     ) -> list[EngineRequest]:
         """The samples of a request; without an id it gets one that no request has.
 
@@ -91,6 +95,12 @@ class RequestFactory:
             refuse("prompt_logprobs", params.prompt_logprobs, why)
             encoder_input = self._encoder_input(token_ids)
             token_ids = [self._decoder_start_id]
+        if decoder_input_ids is not None:
+            begun = self._checked_ids("decoder_input_ids", decoder_input_ids)
+            if encoder_input is None or begun[:1] != token_ids:
+                start = "None for a decoder" if encoder_input is None else f"{token_ids} first"
+                raise ValueError(f"decoder_input_ids: expected {start}, got {begun}")
+            token_ids = begun
         if params.stop and self._tokenizer is None:
             raise ValueError("stop: stop strings need a tokenizer, and the engine has none")
         stop_ids = frozenset(params.stop_token_ids or ())
@@ -197,16 +207,19 @@ class RequestFactory:
             token_ids = self._tokenizer(text)["input_ids"]
         else:
             token_ids = prompt
+        return self._checked_ids("prompt", token_ids)
+
+    def _checked_ids(self, name: str, token_ids: Sequence[int]) -> list[int]:
         if not token_ids:
-            raise ValueError("prompt: is empty")
+            raise ValueError(f"{name}: is empty")
         for token_id in token_ids:
             if not is_int(token_id) or not 0 <= token_id < self._vocab_size:
                 raise ValueError(
-                    f"prompt: token id {token_id!r} is not in 0..{self._vocab_size - 1}"
+                    f"{name}: token id {token_id!r} is not in 0..{self._vocab_size - 1}"
                 )
         if len(token_ids) >= self._max_model_len:
             raise ValueError(
-                f"prompt: has {len(token_ids)} tokens; the limit is {self._max_model_len - 1},"
+                f"{name}: has {len(token_ids)} tokens; the limit is {self._max_model_len - 1},"
                 " which leaves room for one new token"
             )
         return [int(token_id) for token_id in token_ids]

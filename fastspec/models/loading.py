@@ -143,6 +143,12 @@ def target_vocab_size(source: str | Path) -> int:
     return load_config("target", source).get_text_config(decoder=True).vocab_size
 
 
+def target_decoder_start(source: str | Path) -> int | None:
+    """The token that an encoder-decoder's output follows, by its configuration alone."""
+    config = load_config("target", source)
+    return config.decoder_start_token_id if config.is_encoder_decoder else None
+
+
 def bigram_beside(target: str | Path | PreTrainedModel) -> Path | None:
     """The bigram table in the target's folder, if the target is a folder that holds one."""
     if isinstance(target, PreTrainedModel):

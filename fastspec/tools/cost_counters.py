@@ -21,6 +21,7 @@ COSTS: Mapping[str, Mapping[str, float]] = {
         "llama-68m": 68,
         "llama-160m": 160,
         "7b": 7000,
+        "llama": 7000,  # where its name says no size
     },
     # Time of a pass over that of T5-XXL, from Leviathan et al., 2211.17192.
     "previous_work": {"xxl": 1, "large": 0.11, "base": 0.04, "small": 0.02},
@@ -41,18 +42,24 @@ def pass_cost(model: str, counter_version: CostTable = "model_parameters") -> fl
     """
     if model in _FREE:
         return 0.0
+    check_counter(counter_version)
     if not isinstance(counter_version, str):
         require("model", model, model in counter_version, f"one of {tuple(counter_version)}")
         return float(counter_version[model])
-    known = tuple(COSTS)
-    require("counter_version", counter_version, counter_version in COSTS, f"one of {known}")
     table = COSTS[counter_version]
-    part = next(
-        (part for part in re.findall(r"llama-\d+m|[a-z0-9]+", model.lower()) if part in table), None
-    )
+    parts = [part for part in re.findall(r"llama-\d+m|[a-z0-9]+", model.lower()) if part in table]
+    has_size = re.search(r"\d[mb](?![a-z0-9])", model.lower())
+    part = next((part for part in parts if part != "llama" or not has_size), None)
     if part is None:
         raise ValueError(f"model: {counter_version} has no cost of {model!r}, only of {[*table]}")
     return float(table[part])
+
+
+def check_counter(counter_version: CostTable) -> None:
+    """ValueError unless these are costs by name, or the name of a published table."""
+    if isinstance(counter_version, str):
+        known = tuple(COSTS)
+        require("counter_version", counter_version, counter_version in COSTS, f"one of {known}")
 
 
 def total_cost(passes: Mapping[str, int], counter_version: CostTable = "model_parameters") -> float:

@@ -1,7 +1,9 @@
 """`csd`: cascade speculative drafting under its published signature."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, Literal, cast, overload
 
 import torch
 from torch import Tensor
@@ -9,34 +11,57 @@ from transformers import PreTrainedModel
 
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig, is_int
 from fastspec.config.checks import require
+from fastspec.drafters import CascadeDrafter, Drafter, MagDrafter
 from fastspec.drafters.context import DraftSource
 from fastspec.engine.engine import Engine
+from fastspec.engine.stats import SpecStats
+from fastspec.tools.compat.cs_drafting import CSDraftingMaGModel, CSDraftingModel, StoredTarget
+from fastspec.tools.simulate import Simulator
+
+Ids = Tensor | Sequence[Sequence[int]]
+_Run = tuple[list[int], SpecStats, dict[str, float]]  # new ids, counts, seconds by level
+_CONFIG = EngineConfig(max_batch_size=1)
+
+
+@overload
+def csd(*args: Any, return_stats: Literal[True], **kwargs: Any) -> tuple[Tensor, SpecStats]: ...
+
+
+@overload
+def csd(*args: Any, **kwargs: Any) -> Tensor: ...
 
 
 def csd(
-    draft_list: Sequence[DraftSource],
-    target_model: str | Path | PreTrainedModel,
-    initial_input: Tensor | Sequence[Sequence[int]],
-    input_ids: Tensor | Sequence[Sequence[int]],
-    k_matrix: Tensor | Sequence[Sequence[int]],
+    draft_list: Sequence[DraftSource | CSDraftingModel],
+    target_model: str | Path | PreTrainedModel | CSDraftingModel,
+    initial_input: Ids,
+    input_ids: Ids,
+    k_matrix: Ids,
     max_length: int = 200,
     leniency: float = 1,
     *,
     lenience: float | None = None,
-) -> Tensor:
+    bigram_path: str | Path | None = None,
+    return_stats: bool = False,
+) -> Tensor | tuple[Tensor, SpecStats]:
     """Decode one text greedily with a cascade; the ids are those of plain greedy decoding.
 
     Args:
-        draft_list: models, paths or hub ids, biggest first; MaG (a MagDrafter) comes last, and is
-            added where k_matrix has one level more than the list.
+        draft_list: models, paths or hub ids, biggest first; MaG (a MagDrafter or "mag") comes last,
+            and is added where k_matrix has one level more than the list. The published wrappers of
+            models, `fastspec.compat`, will do, and count what is done.
         target_model: a decoder, or an encoder-decoder of the T5 type.
         initial_input: [1, n] ids of the prompt, which an encoder-decoder's encoder reads.
-        input_ids: [1, n] ids that the decoder starts with: the prompt again, or the start token of
-            an encoder-decoder.
+        input_ids: [1, n] ids that the decoder starts with: the prompt, or the start token of an
+            encoder-decoder, and what of the output is already there.
         k_matrix: see `fastspec.drafters.CascadeDrafter`.
         max_length: new tokens at most, >= 1. The published code stops some tokens later.
         leniency: between drafts only, >= 1; the output does not depend on it.
         lenience: another name of leniency.
+        bigram_path: the bigram table of the MaG that is added; by default bigram.json in the
+            target's folder, if there is one.
+        return_stats: return the counters, too: num_steps are the target's passes, and
+            num_draft_passes those of each draft model.
     Returns:
         [1, n] int64: input_ids and the new tokens, up to an end-of-sequence token.
     Raises:
@@ -49,23 +74,105 @@ def csd(
         raise ValueError(f"lenience: expected {leniency!r}, as leniency has it, got {lenience!r}")
     require("max_length", max_length, is_int(max_length) and max_length >= 1, "an int >= 1")
     prompt, begin = _row("initial_input", initial_input), _row("input_ids", input_ids)
+    if isinstance(draft_list, str) or not isinstance(draft_list, Sequence):
+        raise ValueError(f"draft_list: expected a list, got {type(draft_list).__name__}")
+    drafts = [_unwrapped(f"draft_list: item {n}:", each) for n, each in enumerate(draft_list)]
+    if drafts[-1:] == ["mag"]:
+        drafts.pop()  # k_matrix has a level more than the list now, and adds it
+    if "mag" in drafts:
+        raise ValueError(f"draft_list: item {drafts.index('mag')}: 'mag' comes last")
+    if bigram_path is not None and drafts and isinstance(drafts[-1], Drafter):
+        raise ValueError("bigram_path: the MaG in draft_list has its own table")
     spec = SpecConfig(
-        "cascade", k_matrix=k_matrix, lenience=leniency if lenience is None else lenience
+        "cascade",
+        k_matrix=k_matrix,
+        lenience=leniency if lenience is None else lenience,
+        bigram_path=bigram_path,
     )
-    engine = Engine(
-        target_model, list(draft_list), spec=spec, config=EngineConfig(max_batch_size=1)
-    )
-    expected = prompt if engine.decoder_start_id is None else [engine.decoder_start_id]
-    if begin != expected:
-        raise ValueError(f"input_ids: expected {expected} for this target, got {begin}")
+    if isinstance(target_model, StoredTarget):
+        run = _stored(target_model, drafts, spec, prompt, begin, max_length)
+    else:
+        target = _unwrapped("target_model:", target_model, drafters=False)
+        run = _decoded(target, drafts, spec, prompt, begin, max_length)
+    token_ids, stats, seconds = run
+    for wrapper, (name, spent) in zip(draft_list, seconds.items(), strict=False):
+        if isinstance(wrapper, CSDraftingModel):
+            wrapper.record(stats.num_draft_passes.get(name, 0), spent)
+    if isinstance(target_model, CSDraftingModel):
+        judging = (stats.seconds[phase] for phase in ("prefill", "verify", "commit"))
+        target_model.record(stats.num_steps, sum(judging))
+    ids = torch.tensor([[*begin, *token_ids]])
+    return (ids, stats) if return_stats else ids
+
+
+def _decoded(
+    target: Any,
+    drafts: list[DraftSource],
+    spec: SpecConfig,
+    prompt: list[int],
+    begin: list[int],
+    max_length: int,
+) -> _Run:
+    """A live run."""
+    engine = Engine(target, drafts, spec=spec, config=_CONFIG)
+    start = engine.decoder_start_id
+    _check_begin(begin, prompt if start is None else [start])
     params = SamplingParams(temperature=0, max_tokens=max_length)
-    (output,) = engine.generate([prompt], params)
+    if start is None:
+        engine.add_request(begin, params)
+    else:
+        engine.add_request(prompt, params, decoder_input_ids=begin)
+    outputs = []
+    while engine.has_unfinished:
+        outputs += [event.output for event in engine.step() if event.output is not None]
+    (output,) = outputs
     if output.error is not None:
         raise ValueError(f"target_model: {output.error}")
-    return torch.tensor([[*begin, *output.token_ids]])
+    return [*output.token_ids], output.stats, cast(CascadeDrafter, engine.drafter).seconds
 
 
-def _row(name: str, ids: Tensor | Sequence[Sequence[int]]) -> list[int]:
+def _stored(
+    target: StoredTarget,
+    drafts: list[DraftSource],
+    spec: SpecConfig,
+    prompt: list[int],
+    begin: list[int],
+    max_length: int,
+) -> _Run:
+    """A run over the target's stored outputs."""
+    start, output = target.first_decode_id, target.output_of(prompt)
+    expected = prompt if start is None else [start]
+    if begin != expected:
+        raise ValueError(f"input_ids: expected {expected} for a stored target, got {begin}")
+    limit = SamplingParams(temperature=0, max_tokens=max_length)
+    output = replace(output, token_ids=output.token_ids[:max_length], params=limit)
+    vocab_size = target.vocab_size
+    simulator = Simulator(target.name, drafts, vocab_size, None, spec, _CONFIG, start)
+    (simulation,) = simulator.run([output])
+    return output.token_ids, simulation.stats, cast(CascadeDrafter, simulator.drafter).seconds
+
+
+def _check_begin(begin: list[int], expected: list[int]) -> None:
+    if begin[: len(expected)] != expected:
+        raise ValueError(
+            f"input_ids: expected {expected} for this target, and what follows, got {begin}"
+        )
+
+
+def _unwrapped(field: str, given: Any, drafters: bool = True) -> Any:
+    """What a published wrapper holds, or what has none; ValueError for anything else."""
+    model = given.model if isinstance(given, CSDraftingModel) else given
+    if isinstance(given, CSDraftingMaGModel):
+        model = MagDrafter(given.model)
+    if isinstance(model, (str, Path, PreTrainedModel)) or (drafters and isinstance(model, Drafter)):
+        return model
+    raise ValueError(
+        f"{field} expected a model, a path, a hub id{', a MagDrafter' if drafters else ''} or a"
+        f" wrapper of fastspec.compat, got {type(given).__name__}"
+    )
+
+
+def _row(name: str, ids: Ids) -> list[int]:
     """The only row of a batch of one."""
     rows = ids.tolist() if isinstance(ids, Tensor) else ids
     if not isinstance(rows, Sequence) or len(rows) != 1 or not isinstance(rows[0], Sequence):

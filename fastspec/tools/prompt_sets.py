@@ -3,6 +3,7 @@
 The only module that needs the package `datasets`.
 """
 
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,27 +17,51 @@ class PromptSet:
     """One data set.
 
     Attributes:
-        path, name, split: where the hub has it.
+        path, name, split: where the hub has it; path None = only files have it.
         template: a record as the data set has it, to the text of a prompt, None where it has none;
             KeyError, TypeError or IndexError where the record is of another kind.
     """
 
-    path: str
+    path: str | None
     name: str | None
     split: str
     template: Callable[[dict[str, Any]], str | None]
 
 
+# The texts of MMLU and GSM8K are those of CS-Drafting's experiments, blank for blank.
+_VICUNA = (
+    "A chat between a curious user and an artificial intelligence assistant. The assistant gives"
+    " helpful, detailed, and polite answers to the user's questions. USER: {} ASSISTANT:"
+)
+
+
+def _mmlu_question(record: dict[str, Any]) -> str:
+    """A record of cais/mmlu, or one with the fields input, A, B, C and D."""
+    if "input" in record:
+        question, choices = record["input"], [record[letter] for letter in "ABCD"]
+    else:
+        question, choices = record["question"], record["choices"]
+    first, second, third, fourth = map(_text, choices)
+    return f"Question: {_text(question)}\n(A) {first} (B) {second} (C) {third} (D) {fourth}\n"
+
+
 def _mmlu(record: dict[str, Any]) -> str:
-    first, second, third, fourth = record["choices"]
-    return (
-        f"Question: {record['question']}\n(A) {first} (B) {second} (C) {third} (D) {fourth}\n"
-        "Answer: Let's think step by step."
-    )
+    return f"{_mmlu_question(record)} Answer: \n Let's think step by step. "
+
+
+def _mmlu_vicuna(record: dict[str, Any]) -> str:
+    question = _mmlu_question(record)
+    return _VICUNA.format(f"Answer the question step by step: {question} Answer: \n")
 
 
 def _gsm8k(record: dict[str, Any]) -> str:
-    return f"Solve this math problem step by step.\nProblem: {_text(record['question'])}\nSolution:"
+    question = _text(record["question"])
+    return f"Reason the math question below step by step. Question: {question}.\n Answer: "
+
+
+def _gsm8k_vicuna(record: dict[str, Any]) -> str:
+    question = _text(record["question"])
+    return _VICUNA.format(f"Reason the math question step by step. Question: {question}\n Answer: ")
 
 
 def _first_turn(record: dict[str, Any]) -> str:
@@ -57,7 +82,10 @@ def _text(value: Any) -> str:
 
 PROMPT_SETS = {
     "mmlu": PromptSet("cais/mmlu", "all", "test", _mmlu),
+    "mmlu_vicuna": PromptSet("cais/mmlu", "all", "test", _mmlu_vicuna),
+    "sampled_mmlu": PromptSet(None, None, "test", _mmlu),
     "gsm8k": PromptSet("openai/gsm8k", "main", "test", _gsm8k),
+    "gsm8k_vicuna": PromptSet("openai/gsm8k", "main", "test", _gsm8k_vicuna),
     "hellaswag": PromptSet("Rowan/hellaswag", None, "validation", lambda r: _text(r["ctx"])),
     "mt_bench": PromptSet("HuggingFaceH4/mt_bench_prompts", None, "train", _first_turn),
     "sharegpt": PromptSet("anon8231489123/ShareGPT_Vicuna_unfiltered", None, "train", _question),
@@ -69,9 +97,10 @@ def load_prompts(name: str, file: Path | None = None, limit: int | None = None) 
     """The first prompts of a data set.
 
     Args:
-        name: "mmlu", "gsm8k", "hellaswag", "mt_bench", "humaneval" or "sharegpt".
-        file: its records, one JSON object a line or all in one list; None downloads them with
-            `datasets`.
+        name: "mmlu", "sampled_mmlu" (from a file), "gsm8k", "hellaswag", "mt_bench", "humaneval" or
+            "sharegpt"; "mmlu_vicuna" and "gsm8k_vicuna" in the form of that chat model.
+        file: its records, one JSON object a line, a JSON list, or an object with one by the name of
+            the split; None downloads them with `datasets`.
         limit: how many; None = all.
     Raises:
         ValueError: no such data set or file, a record of another kind, fewer prompts than wanted,
@@ -85,7 +114,7 @@ def load_prompts(name: str, file: Path | None = None, limit: int | None = None) 
     if file is None:
         records = _downloaded(name, chosen)
     else:
-        records = _stored(read_text("dataset_file", file), f"dataset_file: {file}")
+        records = _records(read_text("dataset_file", file), f"dataset_file: {file}", chosen.split)
     prompts = []
     for where, record in records:
         try:
@@ -103,15 +132,25 @@ def load_prompts(name: str, file: Path | None = None, limit: int | None = None) 
     return prompts
 
 
-def _stored(text: str, where: str) -> Iterable[tuple[str, Any]]:
-    """The records of a file, each with its place."""
-    if not text.lstrip().startswith("["):
+def _records(text: str, where: str, split: str) -> Iterable[tuple[str, Any]]:
+    """The records of a JSON list, also in an object by its split, or of lines; and their places."""
+    if text.lstrip().startswith("["):
+        whole = parse_json(text, f"{where}:")
+    else:
+        try:
+            whole = json.loads(text)
+        except (ValueError, RecursionError):
+            whole = None
+        if isinstance(whole, dict):
+            whole = whole.get(split)
+    if not isinstance(whole, list):
         return parse_json_lines(text, where)
-    records = parse_json(text, f"{where}:")
-    return ((f"{where}, record {number}", record) for number, record in enumerate(records, 1))
+    return ((f"{where}, record {number}", record) for number, record in enumerate(whole, 1))
 
 
 def _downloaded(name: str, chosen: PromptSet) -> Iterable[tuple[str, Any]]:
+    if chosen.path is None:
+        raise ValueError(f"dataset: {name} needs a file")
     try:
         from datasets import load_dataset  # pyright: ignore[reportMissingImports]
     except ImportError as error:

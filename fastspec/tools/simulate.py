@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fastspec.config import EngineConfig, SpecConfig
 from fastspec.drafters import Proposal
-from fastspec.drafters.base import Batch
+from fastspec.drafters.base import Batch, Drafter
 from fastspec.drafters.context import DrafterContext, DrafterSource, ModelSource
 from fastspec.drafters.registry import plan_drafter
 from fastspec.engine.block_manager import BlockManager, blocks_needed
@@ -29,6 +29,7 @@ from fastspec.engine.speculation import Speculation
 from fastspec.engine.stats import SpecStats
 from fastspec.models.cache_size import cache_blocks
 from fastspec.models.loading import resolve_device
+from fastspec.models.paged_model import EncoderInput
 from fastspec.tools.stored_outputs import StoredOutput
 
 
@@ -70,8 +71,10 @@ class Simulator:
         tokenizer: of the target, compared with the drafter's.
         spec: the drafter and K, as for the engine.
         config: device, dtype and cache, as for the engine.
+        decoder_start_id: of a target that is an encoder-decoder, whose encoder reads the prompts.
     Attributes:
         stats: counters of all outputs together.
+        drafter: that of the last run.
     Raises:
         ValueError: a drafter or option that cannot be used.
     """
@@ -84,6 +87,7 @@ class Simulator:
         tokenizer: PreTrainedTokenizerBase | None = None,
         spec: SpecConfig = SpecConfig(),  # noqa: B008 (frozen)
         config: EngineConfig = EngineConfig(),  # noqa: B008 (frozen)
+        decoder_start_id: int | None = None,
     ):
         if spec.rejection_sample_method != "standard":
             raise ValueError(
@@ -98,11 +102,19 @@ class Simulator:
         plan = plan_drafter(DrafterContext(spec, config, tokenizer, vocab_size, target, drafter))
         if plan is None:
             raise ValueError("drafter: there is none to simulate")
+        for model in plan.models:
+            if (model.decoder_start_id is None) != (decoder_start_id is None):
+                raise ValueError(
+                    f"drafter: {model.name} and the target must both be decoders, or both"
+                    " encoder-decoders"
+                )
         self._plan = plan
+        self._decoder_start_id = decoder_start_id
         self._vocab_size = vocab_size
         self._tokenizer = tokenizer
         self._spec, self._config = spec, config
         self.stats = SpecStats()
+        self.drafter: Drafter | None = None
         self.device = plan.models[0].device if plan.models else resolve_device(config)
 
     def run(
@@ -128,8 +140,8 @@ class Simulator:
             scheduler.check_fits(request)
             scheduler.add(request)
         speculation = Speculation(self.device, self._vocab_size, self._spec, self._config)
-        drafter = self._plan.build(None, block_manager)
-        speculation.enable(drafter, self._spec.num_draft_tokens(), [])
+        self.drafter = self._plan.build(None, block_manager)
+        speculation.enable(self.drafter, self._spec.num_draft_tokens(), [])
         sides = _skip_prefill, _compare
         loop = Loop(scheduler, {None: speculation}, *sides, self.stats, chunk_size=1)
         while scheduler.has_unfinished:
@@ -155,14 +167,17 @@ class Simulator:
             )
         num_draft = self._spec.num_draft_tokens()
         reached = len(output.token_ids) + num_draft + 1  # no step asks for room beyond
+        start = self._decoder_start_id
+        begin = list(prompt) if start is None else [start]
         return _StoredRequest(
             request_id=f"output-{number}",
-            token_ids=list(prompt),
+            token_ids=begin,
             params=output.params,
             seed=output.params.seed or 0,
             stop_ids=frozenset(),
-            max_len=len(prompt) + min(output.params.max_tokens or reached, reached),
-            text=[*prompt, *output.token_ids],
+            max_len=len(begin) + min(output.params.max_tokens or reached, reached),
+            text=[*begin, *output.token_ids],
+            encoder_input=None if start is None else EncoderInput(list(prompt)),
         )
 
 

@@ -1,17 +1,18 @@
 """Files of a target's outputs, which `simulate` takes in the place of the target."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from fastspec.config import SamplingParams, is_int
-from fastspec.config.files import parse_json, parse_json_lines, read_text
+from fastspec.config.files import first_json_line, parse_json, parse_json_lines, read_text
 from fastspec.engine.outputs import RequestOutput
 
 _TENSOR = re.compile(r"\s*(\[.*?\])\s*(?:,[^()\[\]]*)?\)[\s,\[\]]*", re.DOTALL)
+_JOINED = re.compile(r'\s*\{\s*"\d+(_\d+)*"\s*:')  # how such a file begins
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
 
 
@@ -33,28 +34,34 @@ class StoredOutput:
     accepted: list[int] | None = None
 
 
-def read_outputs(path: Path, prompts: list[str] | None = None) -> list[StoredOutput]:
-    """Read a file of outputs; its name says what it holds.
+def read_outputs(
+    path: Path, prompts: list[str] | None = None, decoder_start_id: int | None = None
+) -> list[StoredOutput]:
+    """Read a file of outputs; how it begins says what it holds.
 
-    - .jsonl: an object a line with "token_ids" and "prompt_token_ids" or "prompt", as
+    - JSON lines: an object a line with "token_ids" and "prompt_token_ids" or "prompt", as
       `fastspec generate --save-outputs` writes them, or a bare list of new ids.
-    - .json: one object, prompt ids to new ids, both joined by "_" (CS-Drafting's stored targets).
-    - others: printed tensors, `tensor([[518, 799]])`, one output a row (Decoding Speculative
-      Decoding); new ids only.
+    - One JSON object: prompt ids to the ids of the whole text, both joined by "_" (CS-Drafting's
+      stored targets). A decoder's text begins with the prompt, an encoder-decoder's with its start
+      token; what follows is new.
+    - Printed tensors: `tensor([[518, 799]])`, one output a row (Decoding Speculative Decoding);
+      new ids only.
 
     Args:
         path: the file.
         prompts: texts for the outputs of a file that holds no prompts, in its order.
+        decoder_start_id: of a target that is an encoder-decoder.
     Raises:
         ValueError: no such file, or one that is cut off or holds something else; the message has
             the line. Too few or too many prompts.
     """
-    text = read_text("outputs", path)
-    readers: dict[str, Callable[[str, str], list[StoredOutput]]] = {
-        ".jsonl": _from_lines,
-        ".json": _from_joined,
-    }
-    outputs = readers.get(path.suffix, _from_tensors)(text, f"outputs: {path}")
+    text, where = read_text("outputs", path), f"outputs: {path}"
+    if _JOINED.match(text):
+        outputs = _from_joined(text, where, decoder_start_id)
+    elif path.suffix in (".json", ".jsonl") or isinstance(first_json_line(text), (dict, list)):
+        outputs = [_from_record(*pair) for pair in parse_json_lines(text, where)]
+    else:
+        outputs = _from_tensors(text, where)
     if not outputs:
         raise ValueError(f"outputs: {path} holds no output")
     return _with_prompts(outputs, prompts, path)
@@ -81,10 +88,6 @@ def accepted_by_step(sources: Iterable[str]) -> list[int]:
         else:
             steps.append(0)
     return steps if steps[-1] else steps[:-1]
-
-
-def _from_lines(text: str, where: str) -> list[StoredOutput]:
-    return [_from_record(*pair) for pair in parse_json_lines(text, where)]
 
 
 def _from_record(where: str, record: Any) -> StoredOutput:
@@ -114,14 +117,19 @@ def _from_record(where: str, record: Any) -> StoredOutput:
     return StoredOutput(prompt, token_ids, params, accepted)
 
 
-def _from_joined(text: str, where: str) -> list[StoredOutput]:
-    table = parse_json(text, f"{where}:")
-    if not isinstance(table, dict):
-        raise ValueError(f"{where}: expected one object, prompt ids to new ids joined by '_'")
+def _from_joined(text: str, where: str, decoder_start_id: int | None) -> list[StoredOutput]:
     outputs = []
-    for key, value in table.items():
+    for key, value in parse_json(text, f"{where}:").items():
         entry = f"{where}, entry {len(outputs) + 1}"
-        prompt, token_ids = _joined_ids(key, entry), _joined_ids(value, entry)
+        prompt, whole = _joined_ids(key, entry), _joined_ids(value, entry)
+        begin = prompt if decoder_start_id is None else [decoder_start_id]
+        token_ids = whole[len(begin) :]
+        if whole[: len(begin)] != begin or not token_ids:
+            first = "its prompt" if decoder_start_id is None else f"the start id {decoder_start_id}"
+            raise ValueError(
+                f"{entry}: expected the whole text, {first} and then new ids, got {value!r:.60};"
+                " new ids alone go in a .jsonl file"
+            )
         outputs.append(StoredOutput(prompt, token_ids, _params(token_ids)))
     return outputs
 

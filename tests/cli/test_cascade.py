@@ -51,6 +51,32 @@ def test_bench_runs_the_parts_too(invoke, bundled, tmp_path):
     assert "SWI" in result.stdout
 
 
+def test_swi_by_published_costs(invoke, pair, tmp_path):
+    """The names of the models say what a pass costs; a name that says nothing is refused first."""
+    folders = {"llama": pair[1], "llama-160m": pair[3]}
+    for name, folder in folders.items():
+        (tmp_path / name).symlink_to(folder)
+    out, prompts = tmp_path / "out.jsonl", tmp_path / "prompts.txt"
+    prompts.write_text("a b\n", encoding="utf-8")
+    named = ["--target", tmp_path / "llama", "--draft", tmp_path / "llama-160m"]
+    rest = ["--prompts-file", prompts, "--temperatures", "0", "--counter-version"]
+    result = invoke(*BENCH, *named, *rest, "model_parameters", "--out", out)
+    assert result.exit_code == 0, result.stderr
+    record = json.loads(out.read_text())
+    assert record["pass_costs"] == [7000, 160]
+    (measured,) = record["results"]
+    per_step = 7000 / (7000 + 2 * 160)  # K = 2 passes of the draft before each of the target
+    assert measured["swi"] >= round(measured["mean_acceptance_length"] * per_step, 3) - 1e-3
+    for options, message in (
+        ([*pair, *rest, "model_parameters"], "has no cost of 'target'"),
+        ([*named, *rest, "previous_work"], "has no cost of 'llama"),
+        ([*named, *rest, "guess"], "--counter-version: expected one of"),
+    ):
+        result = invoke(*BENCH, *options)
+        assert result.exit_code == 2
+        assert message in result.stderr
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [

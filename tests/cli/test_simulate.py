@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from ..models import byte_tokenizer
+
 PROMPTS = ["--prompt", "def f(", "--prompt", "a b a b a", "--max-tokens", "30"]
 GREEDY = ["-k", "4", "--temperature", "0"]
 
@@ -54,6 +56,69 @@ def test_tables_and_the_log(invoke, pair, stored, tmp_path):
     assert len(matched) == sum(live["num_steps"] for live in lives)
     assert [count for (count,) in matched].count(30) == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["matched.txt", "run.jsonl"]
+
+
+def test_rows_side_by_side_in_the_log(invoke, pair, stored, tmp_path):
+    """As the simulation of Decoding Speculative Decoding logs a batch; finished rows wait."""
+    file, _ = stored
+    one, two = tmp_path / "one.txt", tmp_path / "two.txt"
+    for log, options in ((one, []), (two, ["--log-rows", "2"])):
+        assert invoke("simulate", file, *pair, "-k", "4", "--log", log, *options).exit_code == 0
+    single = [json.loads(line)[0] for line in one.read_text(encoding="utf-8").splitlines()]
+    end = single.index(30) + 1
+    rows = [json.loads(line) for line in two.read_text(encoding="utf-8").splitlines()]
+    for row, counts in zip(zip(*rows, strict=True), (single[:end], single[end:]), strict=True):
+        assert list(dict.fromkeys(row)) == counts
+    assert len(rows) == max(end, len(single) - end)
+
+
+def test_means_by_prompt_and_the_best_k(invoke, pair, stored):
+    file, lives = stored
+    seconds = ["--draft-seconds", "0.001", "--verify-seconds", "0.01"]
+    report = simulated(invoke, file, *pair, "-k", "4", *seconds)
+    assert report["means_by_prompt"] == [live["mean_acceptance_length"] for live in lives]
+    best = max(report["predicted"], key=lambda row: row["tokens_per_s"])
+    shown = invoke("simulate", file, *pair, "-k", "4", *seconds).stdout
+    assert f"Best K: {best['k']}" in shown
+    assert "Tokens a pass by prompt: " in shown
+    free = ["--draft-seconds", "0", "--verify-seconds", "0.01"]
+    shown = invoke("simulate", file, *pair, "-k", "2", *free).stdout
+    assert "Best K: 2, the longest draft here" in shown
+
+
+def test_a_cascade(invoke, pair, model_folders, tmp_path):
+    file = tmp_path / "run.jsonl"
+    drafts = f"{model_folders['draft']},{model_folders['target']}"
+    cascade = ["--method", "cascade", "--k-matrix", "[[2,3,4],[0,1,4],[0,0,4]]", "--lenience", "2"]
+    models = [*pair[:2], "--draft", drafts, *cascade]
+    greedy = ["--temperature", "0", "--save-outputs", file, "--json"]
+    live = invoke("generate", *models, *PROMPTS, *greedy)
+    assert live.exit_code == 0, live.stderr
+    report = simulated(invoke, file, *models)
+    assert report["num_reproduced"] == report["num_known"] == 2
+    passes = [json.loads(line)["stats"]["num_draft_passes"] for line in live.stdout.splitlines()]
+    total = {name: sum(each[name] for each in passes) for name in passes[0]}
+    assert report["num_draft_passes"] == total
+
+
+def test_prompts_in_json_lines_of_any_name(invoke, pair, tmp_path):
+    """As Decoding Speculative Decoding keeps them: hellaswag.json, a JSON object a line."""
+    file, prompts = tmp_path / "target.txt", tmp_path / "hellaswag.json"
+    file.write_text("tensor([[65, 66]])\n", encoding="utf-8")
+    a_b = byte_tokenizer()("a b")["input_ids"]
+    for name in ("hellaswag.json", "hellaswag.txt"):
+        prompts = tmp_path / name
+        prompts.write_text('{"prompt": "a b", "id": 3}\n', encoding="utf-8")
+        save = tmp_path / "run.jsonl"
+        told = invoke(
+            *("generate", *pair, "--prompts-file", prompts, "--max-tokens", "2"),
+            *("--temperature", "0", "--save-outputs", save),
+        )
+        assert told.exit_code == 0, told.stderr
+        assert json.loads(save.read_text(encoding="utf-8"))["prompt_token_ids"] == a_b
+        assert simulated(invoke, file, *pair, "--prompts-file", prompts)["num_outputs"] == 1
+    prompts.write_text('{"a": 1}\n', encoding="utf-8")  # a prompt of its own
+    assert simulated(invoke, file, *pair, "--prompts-file", prompts)["num_outputs"] == 1
 
 
 def test_predictions(invoke, pair, stored):
@@ -116,6 +181,14 @@ def test_bad_files_write_nothing(invoke, pair, tmp_path, content, code, named):
             "--verify-seconds: ",
         ),
         (["simulate", "a.jsonl", "--log", "no/such/log.txt"], "no/such"),
+        (["simulate", "a.jsonl", "--log-rows", "2"], "--log-rows: needs --log"),
+        (
+            [
+                *("simulate", "a.jsonl", "--method", "cascade"),
+                *("--draft-seconds", "1", "--verify-seconds", "1"),
+            ],
+            "--draft-seconds: the draft tokens of a cascade",
+        ),
         (["generate", "--prompt", "a", "--save-outputs", "a.txt"], ".jsonl"),
         (
             ["generate", "--prompt", "a", "--save-outputs", "a.jsonl", "--temperature", "1"],

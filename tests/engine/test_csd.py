@@ -1,14 +1,17 @@
 """`fastspec.csd` under its published signature, and the published bugs that it does not have."""
 
 import inspect
+import json
 import pkgutil
 from importlib import import_module
+from itertools import pairwise
 
 import pytest
 import torch
 
 import fastspec
-from fastspec.drafters import MagDrafter
+from fastspec import compat
+from fastspec.drafters import MagDrafter, load_bigram
 
 from ..models import EOS_ID, perturbed, random_t5
 from .helpers import hugging_face_greedy
@@ -129,3 +132,152 @@ def test_bad_input(model, drafts, field, change):
     with pytest.raises(ValueError, match=f"^{field}: ") as error:
         fastspec.csd(**{**arguments, **change})
     assert "\n" not in str(error.value)
+
+
+def test_a_decoder_goes_on_with_what_is_there(model, drafts):
+    """input_ids longer than initial_input: the prompt and the first tokens of the output."""
+    whole = fastspec.csd(drafts, model, PROMPT, PROMPT, K_MATRIX, 20)
+    begin = whole[:, : PROMPT.shape[1] + 9]
+    assert torch.equal(fastspec.csd(drafts, model, PROMPT, begin, K_MATRIX, 11), whole)
+    with pytest.raises(ValueError, match=r"^input_ids: expected \[40, 7, .* and what follows"):
+        fastspec.csd(drafts, model, PROMPT, whole[:, 1:], K_MATRIX)
+
+
+def test_an_encoder_decoder_goes_on_with_what_is_there():
+    target = random_t5()
+    arguments = ([perturbed(target, 0.1)], target, PROMPT)
+    whole = fastspec.csd(*arguments, [[0]], [[5, 10], [0, 10]], 20)
+    begin = whole[:, :6]
+    assert torch.equal(fastspec.csd(*arguments, begin, [[5, 10], [0, 10]], 15), whole)
+    engine = fastspec.Engine(target)
+    for ids, named in (([5], r"expected \[0\] first"), ([], "is empty"), ([0, 9999], "9999")):
+        with pytest.raises(ValueError, match=f"^decoder_input_ids: .*{named}"):
+            engine.add_request([5, 6], decoder_input_ids=ids)
+    assert not engine.has_unfinished
+
+
+def test_only_an_encoder_decoder_takes_decoder_input_ids(model):
+    with pytest.raises(ValueError, match=r"^decoder_input_ids: expected None"):
+        fastspec.Engine(model).add_request([5, 6], decoder_input_ids=[5, 6])
+
+
+@pytest.fixture
+def bigram(model, tmp_path):
+    """A file with what follows each token in a text of the model's own."""
+    text = [*PROMPT[0].tolist(), *hugging_face_greedy(model, PROMPT[0].tolist(), 30)]
+    successors = dict(pairwise(text))
+    file = tmp_path / "bigram.json"
+    file.write_text(json.dumps([successors.get(i, 0) for i in range(200)]), encoding="utf-8")
+    return file
+
+
+def test_a_bigram_table_and_the_counters(model, drafts, bigram):
+    arguments = (model, PROMPT, PROMPT, K_MATRIX, 30)
+    without, plain = fastspec.csd(drafts, *arguments, return_stats=True)
+    ids, stats = fastspec.csd(drafts, *arguments, bigram_path=bigram, return_stats=True)
+    own = [*drafts, MagDrafter(load_bigram(bigram))]
+    same = fastspec.csd(own, *arguments, return_stats=True)[1]
+    named = fastspec.csd([*drafts, "mag"], *arguments, bigram_path=bigram, return_stats=True)[1]
+    assert torch.equal(ids, without)
+    assert set(stats.num_draft_passes) == {"draft_model_1", "draft_model_2"}
+    counts = [(each.num_steps, each.num_draft_passes) for each in (stats, same, named, plain)]
+    assert counts[0] == counts[1] == counts[2] != counts[3]
+    with pytest.raises(ValueError, match=r"^bigram_path: the MaG in draft_list"):
+        fastspec.csd(own, *arguments, bigram_path=bigram)
+
+
+def passes_by_level(stats):
+    return [count for _, count in sorted(stats.num_draft_passes.items())]
+
+
+def test_the_wrappers_of_published_scripts(model, drafts, bigram):
+    wrapped = [
+        compat.CountedCSDraftingDecoderModelKVCache(drafts[0], name="flan-t5-base"),
+        compat.CountedCSDraftingDecoderModel(drafts[1], name="JackFram/llama-160m", vocab_size=9),
+        compat.get_mag_model(bigram, True),
+    ]
+    target = compat.CountedCSDraftingDecoderModel(model, name="llama")
+    arguments = (PROMPT.to(target.device), PROMPT, K_MATRIX, 30)
+    expected, stats = fastspec.csd(
+        [*drafts, "mag"], model, *arguments, bigram_path=bigram, return_stats=True
+    )
+    for _ in range(2):
+        assert torch.equal(compat.csd(wrapped, target, *arguments), expected)
+    models = [target, *wrapped[:2]]
+    passes = [stats.num_steps, *passes_by_level(stats)]
+    assert [each.forward_count for each in models] == [2 * count for count in passes]
+    assert [len(each.wall_time) for each in models] == [2 * count for count in passes]
+    assert all(seconds > 0 for each in models for seconds in each.wall_time)
+    costs = [each.calculate_time_cost() for each in (*models, wrapped[2])]
+    assert costs == [2 * n * c for n, c in zip(passes, (7000, 220, 160), strict=True)] + [0]
+    assert {each.forward_count for each in models} == {0}
+    plain = [compat.CSDraftingDecoderModel(drafts[0], name="a").cpu(), wrapped[2].to("cpu")]
+    short = [[5, 10], [0, 10]]
+    assert torch.equal(fastspec.csd(plain, target, PROMPT, PROMPT, short, 30), expected)
+    assert compat.CSDraftingDecoderModelKVCache(model).vocab_size == model.config.vocab_size
+
+
+@pytest.mark.parametrize("name", ["decoder", "encoder-decoder"])
+def test_wrappers_of_stored_targets(tmp_path, model, drafts, name):
+    """The published experiment: the target is a file of its texts."""
+    target, own, cached, begin = model, drafts, "CountedCSDraftingCachedDecoderModel", PROMPT
+    draft_class = compat.CountedCSDraftingDecoderModel
+    if name == "encoder-decoder":
+        target, begin = random_t5(), torch.tensor([[0]])
+        own = [perturbed(target, 0.02), perturbed(target, 0.05, seed=2)]
+        cached = "CountedCSDraftingCachedEncoderDecoderModel"
+        draft_class = compat.CountedCSDraftingEncoderDecoderModel
+    live, stats = fastspec.csd(own, target, PROMPT, begin, K_MATRIX, 30, return_stats=True)
+    file = tmp_path / "cache.json"
+    key, value = ("_".join(map(str, ids[0].tolist())) for ids in (PROMPT, live))
+    file.write_text(json.dumps({key: value}), encoding="utf-8")
+    dummy = compat.DummyModel(vocab_size=target.config.vocab_size)
+    stored = getattr(compat, cached)(dummy, name="flan-t5-xxl", cache_dir=file)
+    wrapped = [draft_class(each, name="small") for each in own]
+    ids = fastspec.csd([*wrapped, "mag"], stored, PROMPT, begin, K_MATRIX, 30)
+    assert torch.equal(ids, live)
+    assert stored.forward_count == stats.num_steps
+    assert [each.forward_count for each in wrapped] == passes_by_level(stats)
+    assert stored.calculate_time_cost() == stats.num_steps * 11300
+    shorter = fastspec.csd(wrapped, stored, PROMPT, begin, K_MATRIX, 7)
+    assert torch.equal(shorter, live[:, : begin.shape[1] + 7])
+    with pytest.raises(ValueError, match=r"^initial_input: 'flan-t5-xxl' has no stored output"):
+        fastspec.csd(wrapped, stored, [[9]], begin, K_MATRIX)
+    with pytest.raises(ValueError, match=r"^input_ids: expected .* for a stored target"):
+        fastspec.csd(wrapped, stored, PROMPT, live[:, :9], K_MATRIX)
+
+
+def test_every_name_of_the_module():
+    assert {"csd", "get_mag_model", "CSDraftingEncoderDecoderModel"} <= set(dir(compat))
+    for name in compat.__all__:
+        assert callable(getattr(compat, name))
+    assert compat.csd is fastspec.csd
+    with pytest.raises(AttributeError, match=r"'fastspec\.compat' has no attribute 'nothing'"):
+        _ = compat.nothing
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda m: fastspec.csd([m, object()], m, PROMPT, PROMPT, K_MATRIX), "draft_list: item 1"),
+        (lambda m: fastspec.csd([None], m, PROMPT, PROMPT, K_MATRIX), "draft_list: item 0"),
+        (lambda m: fastspec.csd(m, m, PROMPT, PROMPT, K_MATRIX), "draft_list: expected a list"),
+        (lambda m: fastspec.csd("mag", m, PROMPT, PROMPT, K_MATRIX), "draft_list: expected a list"),
+        (lambda m: fastspec.csd(["mag", m], m, PROMPT, PROMPT, K_MATRIX), "draft_list: item 0"),
+        (lambda m: fastspec.csd([m], 3, PROMPT, PROMPT, [[5, 10], [0, 10]]), "target_model: "),
+        (lambda m: fastspec.csd([m], MagDrafter(), PROMPT, PROMPT, [[5]]), "target_model: "),
+        (lambda m: compat.CSDraftingDecoderModel(m, sample=True), "sample: "),
+        (lambda m: compat.CSDraftingDecoderModel("path"), "model: CSDraftingDecoderModel"),
+        (lambda m: compat.CSDraftingMaGModel(m), "model: CSDraftingMaGModel expects a Tensor"),
+        (lambda m: compat.CountedCSDraftingDecoderModel(m, counter_version="x"), "counter_version"),
+        (lambda m: compat.CountedCSDraftingDecoderModel(m).calculate_time_cost(), "model: "),
+        (lambda m: compat.get_mag_model("no/such.json"), "bigram_path: no such file"),
+        (
+            lambda m: compat.CountedCSDraftingCachedDecoderModel(compat.DummyModel()),
+            "outputs: no such file",
+        ),
+    ],
+)
+def test_unknown_objects_are_refused_by_name(model, call, named):
+    with pytest.raises(ValueError, match=f"^{named}"):
+        call(model)

@@ -110,6 +110,9 @@ def test_throughput():
         ("t5-base", 220),
         ("JackFram/llama-160m", 160),
         ("llama_7b", 7000),
+        ("llama", 7000),
+        ("LLaMA-chat", 7000),
+        ("meta-llama/Llama-2-7b-hf", 7000),
         ("mag", 0),
     ],
 )
@@ -143,6 +146,8 @@ def test_swi_equals_its_formula():
         (lambda: formulas.horizontal_speed_up((0.5, 0.5), (0.1, -1), (1, 1)), "costs"),
         (lambda: formulas.horizontal_speed_up((0.5, 0.5), (0.1, 0.1), (1, -1)), "lengths"),
         (lambda: cost_counters.pass_cost("llama-27b"), "llama-27b"),
+        (lambda: cost_counters.pass_cost("Llama-3.2-1B"), "1B"),
+        (lambda: cost_counters.pass_cost("llama-2-13b-hf"), "13b"),
         (lambda: cost_counters.pass_cost("llama-7b", "previous_work"), "previous_work"),
         (lambda: cost_counters.pass_cost("llama-7b", "guess"), "counter_version"),
         (lambda: cost_counters.pass_cost("b", {"a": 1.0}), "model"),

@@ -8,9 +8,15 @@ import pytest
 
 from fastspec.tools.prompt_sets import PROMPT_SETS, load_prompts
 
+MMLU = {"question": "2 + 2?", "choices": ["1", "2", "3", "4"], "answer": 3}
+LETTERS = {"input": "2 + 2?", "A": "1", "B": "2", "C": "3", "D": "4", "target": "D"}
+GSM8K = {"question": "2 + 2?", "answer": "#### 4"}
 RECORDS = {
-    "mmlu": {"question": "2 + 2?", "choices": ["1", "2", "3", "4"], "answer": 3},
-    "gsm8k": {"question": "2 + 2?", "answer": "#### 4"},
+    "mmlu": MMLU,
+    "mmlu_vicuna": MMLU,
+    "sampled_mmlu": LETTERS,
+    "gsm8k": GSM8K,
+    "gsm8k_vicuna": GSM8K,
     "hellaswag": {"ctx": "A man sits", "endings": ["a", "b", "c", "d"], "label": "1"},
     "mt_bench": {"question_id": 81, "turns": ["Write a text.", "Shorter."]},
     "sharegpt": {
@@ -36,8 +42,8 @@ def test_templates(tmp_path, name):
     file.write_text(f"{line}\n\n{line}\n", encoding="utf-8")
     first, second = load_prompts(name, file)
     assert first == second
-    asked = {"mmlu": "2 + 2?", "gsm8k": "2 + 2?", "mt_bench": "Write a text."}
-    asked |= {"sharegpt": "2 + 2?"}
+    asked = {"mt_bench": "Write a text.", "sharegpt": "2 + 2?"}
+    asked |= {name: "2 + 2?" for name in RECORDS if "mmlu" in name or "gsm8k" in name}
     assert asked.get(name, first) in first
     assert not {"#### 4", "Shorter."} & {first}
     assert load_prompts(name, file, limit=1) == [first]
@@ -62,8 +68,24 @@ def test_a_list_in_one_file(tmp_path):
 def test_texts(tmp_path):
     file = tmp_path / "set.jsonl"
     file.write_text(json.dumps(RECORDS["mmlu"]), encoding="utf-8")
-    (prompt,) = load_prompts("mmlu", file)
-    assert prompt.splitlines()[1] == "(A) 1 (B) 2 (C) 3 (D) 4"
+    question = "Question: 2 + 2?\n(A) 1 (B) 2 (C) 3 (D) 4\n"
+    mmlu = f"{question} Answer: \n Let's think step by step. "
+    assert load_prompts("mmlu", file) == [mmlu]
+    vicuna = (
+        "A chat between a curious user and an artificial intelligence assistant. The assistant"
+        " gives helpful, detailed, and polite answers to the user's questions. USER: "
+    )
+    asked = f"Answer the question step by step: {question} Answer: \n"
+    assert load_prompts("mmlu_vicuna", file) == [f"{vicuna}{asked} ASSISTANT:"]
+    file.write_text(json.dumps([LETTERS]), encoding="utf-8")
+    for name in ("mmlu", "sampled_mmlu"):
+        assert load_prompts(name, file) == [mmlu]
+    gsm8k = "Reason the math question below step by step. Question: 2 + 2?.\n Answer: "
+    for text in (json.dumps(GSM8K), json.dumps({"train": [], "test": [GSM8K]}, indent=1)):
+        file.write_text(text, encoding="utf-8")
+        assert load_prompts("gsm8k", file) == [gsm8k]
+    asked = "Reason the math question step by step. Question: 2 + 2?\n Answer: "
+    assert load_prompts("gsm8k_vicuna", file) == [f"{vicuna}{asked} ASSISTANT:"]
     file.write_text(json.dumps(RECORDS["humaneval"]), encoding="utf-8")
     assert load_prompts("humaneval", file) == ["def f():\n"]
     file.write_text('{"prompt": ["One.", "Two."]}', encoding="utf-8")
@@ -100,8 +122,9 @@ def test_bad_arguments(tmp_path):
 
 def test_without_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ValueError, match="needs a file"):
-        load_prompts("gsm8k")
+    for name in ("gsm8k", "sampled_mmlu"):
+        with pytest.raises(ValueError, match="needs a file"):
+            load_prompts(name)
 
 
 def test_with_the_package(monkeypatch):

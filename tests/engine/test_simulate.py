@@ -17,7 +17,7 @@ from fastspec.tools.stored_outputs import (
     stored_record,
 )
 
-from ..models import VOCAB_SIZE, byte_tokenizer
+from ..models import VOCAB_SIZE, byte_tokenizer, perturbed, random_t5
 
 PROMPTS = [[1, 2, 3], list(range(5, 22)), [40, 7] * 17, [9], [40, 7, 40]]
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
@@ -130,9 +130,64 @@ def test_printed_tensors(tmp_path):
 
 def test_joined_ids(tmp_path):
     file = tmp_path / "cache.json"
-    file.write_text('{"1_2_3": "4_5", "9": "7"}', encoding="utf-8")
-    outputs = read_outputs(file)
-    assert [(o.prompt, o.token_ids) for o in outputs] == [([1, 2, 3], [4, 5]), ([9], [7])]
+    file.write_text('{"1_2_3": "1_2_3_4_5", "9": "9_7"}', encoding="utf-8")
+    expected = [([1, 2, 3], [4, 5]), ([9], [7])]
+    assert [(o.prompt, o.token_ids) for o in read_outputs(file)] == expected
+    with pytest.raises(ValueError, match="entry 1: expected the whole text, the start id 0"):
+        read_outputs(file, decoder_start_id=0)
+    file.write_text('{"1_2_3": "0_4_5", "9": "0_7"}', encoding="utf-8")
+    outputs = read_outputs(file, decoder_start_id=0)
+    assert [(o.prompt, o.token_ids) for o in outputs] == expected
+
+
+@pytest.mark.parametrize("name", ["decoder", "encoder-decoder"])
+@pytest.mark.parametrize("lenience", [1, 3.0])
+def test_a_cascade_over_the_published_layout(tmp_path, model, name, lenience):
+    """The stored texts of CS-Drafting's targets give the passes of the live run."""
+    target = model if name == "decoder" else random_t5()
+    drafts = [perturbed(target, 0.02), perturbed(target, 0.05, seed=2)]
+    matrix = [[3, 4, 5], [0, 1, 5], [0, 0, 5]]
+    spec = SpecConfig("cascade", k_matrix=matrix, lenience=lenience)
+    engine = Engine(target, drafts, spec=spec)
+    lives = engine.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=40))
+    start = engine.decoder_start_id
+    table = {}
+    for live in lives:
+        prompt = [*live.prompt_token_ids]
+        text = [*(prompt if start is None else [start]), *live.token_ids]
+        table["_".join(map(str, prompt))] = "_".join(map(str, text))
+    file = tmp_path / "cache.json"
+    file.write_text(json.dumps(table), encoding="utf-8")
+    vocab_size = target.config.vocab_size
+    simulator = Simulator(target, drafts, vocab_size, spec=spec, decoder_start_id=start)
+    simulations = simulator.run(read_outputs(file, decoder_start_id=start))
+    for live, simulation in zip(lives, simulations, strict=True):
+        assert simulation.accepted == accepted_by_step(live.sources)
+        assert simulation.stats.num_draft_passes == live.stats.num_draft_passes
+    assert engine.stats.num_accepted_tokens > 0
+    other = 0 if start is None else None
+    with pytest.raises(ValueError, match=r"^drafter: .* must both be decoders"):
+        Simulator(target, drafts, vocab_size, spec=spec, decoder_start_id=other)
+
+
+@pytest.mark.parametrize(
+    ("text", "ids"),
+    [
+        ('{"token_ids": [4, 5], "prompt": "a"}\n', [4, 5]),
+        ("tensor([[4, 5]])", [4, 5]),
+        ("[tensor([[4, 5]])]", [4, 5]),
+        ("[4, 5]\n", [4, 5]),
+        ('{"9": "9_4_5"}', [4, 5]),
+        ('{\n  "9": "9_4_5"\n}\n', [4, 5]),
+    ],
+)
+@pytest.mark.parametrize("name", ["a.txt", "a"])
+def test_the_content_says_what_a_file_is(tmp_path, text, ids, name):
+    file = tmp_path / name
+    file.write_text(text, encoding="utf-8")
+    prompts = None if '"' in text else ["a"]
+    (output,) = read_outputs(file, prompts)
+    assert output.token_ids == ids
 
 
 def test_lines_of_ids(tmp_path, model):
@@ -162,9 +217,11 @@ def test_lines_of_ids(tmp_path, model):
         ("a.jsonl", '{"token_ids": [1], "error": "no room"}', "no room"),
         ("a.jsonl", "", "holds no output"),
         ("a.json", '{"1_2": "3_4"', "cut off"),
-        ("a.json", "[1]", "expected one object"),
+        ("a.json", "5", "line 1: expected an object"),
         ("a.json", '{"1_2": "3_"}', "entry 1"),
-        ("a.json", '{"1": "2", "a": "3"}', "entry 2"),
+        ("a.json", '{"1": "1_2", "a": "3"}', "entry 2"),
+        ("a.json", '{"1_2": "3_4"}', "entry 1: expected the whole text, its prompt"),
+        ("a.json", '{"1_2": "1_2"}', "entry 1: expected the whole text"),
         ("a.json", '{"1": 2}', "entry 1"),
         ("a.txt", "tensor([[1, 2]])\ntensor([[3,\n", "line 2: the tensor that begins here"),
         ("a.txt", "tensor([[1, 2]])\n\ntensor([[3, 4]\n", "line 3"),
@@ -200,7 +257,7 @@ def test_prompts_that_lack_or_are_too_many(tmp_path):
     with pytest.raises(ValueError, match="2 given for 1 outputs"):
         read_outputs(file, ["a", "b"])
     joined = tmp_path / "a.json"
-    joined.write_text('{"1": "2"}', encoding="utf-8")
+    joined.write_text('{"1": "1_2"}', encoding="utf-8")
     with pytest.raises(ValueError, match="prompts of its own"):
         read_outputs(joined, ["a"])
 

@@ -24,7 +24,9 @@ class CascadeDrafter:
     tokens have exactly its law, and the real target judges them by that. With lenience above 1 a
     model keeps more than its law allows (a greedy draft x stays while lenience * prob(x) > the prob
     that its writer gave it): then each draft counts as a point mass for the target, which is exact
-    whatever came before. A greedy request's output never depends on lenience.
+    whatever came before. A greedy request's output never depends on lenience. The published code
+    compares with the probabilities of the last piece written, mostly MaG's and 1, so there lenience
+    seldom acts; here it acts as the rule says, and with a weak second draft it costs target passes.
 
     Args:
         levels: biggest first.

@@ -124,7 +124,7 @@ def measure(
     Returns:
         For each temperature a dictionary: new tokens per second by method (all prompts' tokens over
         the median, across rounds, of all prompts' seconds), their ratios, our acceptance, our SWI
-        with parameters as costs, what drafting and judging cost in plain steps, the speed-up over
+        with the costs of methods, what drafting and judging cost in plain steps, the speed-up over
         plain decoding that acceptance and the cost of drafting predict, if judging the drafts cost
         no more than a plain step, and what part of it was reached.
     """
@@ -171,7 +171,7 @@ def _measure_at(
         "ratios": ratios,
         "acceptance_rate": None if rate is None else round(rate, 4),
         "mean_acceptance_length": round(ours.num_output_tokens / ours.num_steps, 4),
-        "swi": round(swi(ours, *methods.num_parameters), 3),
+        "swi": round(swi(ours, *methods.costs), 3),
         "draft_cost": round(draft_cost, 3),
         "judge_cost": round(judge_cost, 3),
         "predicted_speed_up": round(predicted, 3),

@@ -31,7 +31,7 @@ class Methods:
     speed is what drafting can gain at most.
 
     Attributes:
-        num_parameters: of the target and of the draft model, 0 without one.
+        costs: of one pass of the target and of the draft model, 0 without one, for the SWI.
         last_stats: counters of the last run of ours.
     """
 
@@ -43,6 +43,7 @@ class Methods:
         max_tokens: int,
         config: EngineConfig,
         parts: Mapping[str, SpecConfig],
+        costs: tuple[float, float] | None = None,
     ):
         self._engine = Engine(target, draft, spec=spec, config=config)
         self._draft = None if isinstance(draft, GlideLlamaForCausalLM) else draft
@@ -55,10 +56,8 @@ class Methods:
             alone = Engine(self._draft, spec=SpecConfig("none"), config=config)
             if alone.max_model_len >= self._engine.max_model_len:
                 self._engines["draft"] = alone
-        self.num_parameters = (
-            num_parameters(target),
-            0 if draft is None else num_parameters(draft),
-        )
+        parameters = num_parameters(target), 0 if draft is None else num_parameters(draft)
+        self.costs = costs or parameters
         self._target = target
         self._generate = cast(Any, target).generate  # only generative classes have it
         self._num_speculative_tokens = spec.num_draft_tokens()
