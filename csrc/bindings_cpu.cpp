@@ -95,7 +95,7 @@ Tensor gated_mlp(const Tensor& input, const Tensor& gate_weight, const Tensor& u
   return out;
 }
 
-void use_instruction_set(std::string name) { cpu::use_instruction_set(name); }
+void use_instruction_set(const Text& name) { cpu::use_instruction_set(name); }
 
 }  // namespace
 }  // namespace fastspec

@@ -11,6 +11,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "bindings_text.h"
 #include "cpu/elements.h"
 
 namespace fastspec {

@@ -241,7 +241,7 @@ Tensor decoder_layer(const Tensor& hidden, const Tensor& attention_norm, const T
                      const OptionalTensor& value_bias, const OptionalTensor& output_bias,
                      const OptionalTensor& query_norm, const OptionalTensor& key_norm,
                      const OptionalTensor& attention_out_norm, const OptionalTensor& mlp_out_norm,
-                     double eps, double norm_shift, std::string activation,
+                     double eps, double norm_shift, const Text& activation,
                      const OptionalTensor& cos, const OptionalTensor& sin, Tensor key_cache,
                      Tensor value_cache, const Tensor& slot_mapping, const Tensor& block_table,
                      const Tensor& context_lens, const Tensor& cu_rows, double scale,

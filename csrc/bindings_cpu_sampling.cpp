@@ -155,7 +155,7 @@ std::tuple<Tensor, Tensor, Tensor> verify_chain(
     const Tensor& target_logits, const Tensor& cu_rows, const Tensor& draft_token_ids,
     const Tensor& uniform_samples, const OptionalTensor& draft_logits,
     const OptionalTensor& temperature, const OptionalTensor& top_k, const OptionalTensor& top_p,
-    const OptionalTensor& min_p, double lenience, const std::string& method,
+    const OptionalTensor& min_p, double lenience, const Text& method,
     const OptionalTensor& draft_logsumexp, const OptionalTensor& draft_token_map,
     const OptionalTensor& token_bitmask) {
   require(draft_token_ids.dim() == 2);
@@ -197,7 +197,7 @@ cpu::SiblingRule sibling_rule_named(const std::string& name) {
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> verify_tree(
     const Tensor& target_logits, const Tensor& cu_rows, const Tensor& tree_token_ids,
-    const Tensor& parents, const Tensor& uniform_samples, const std::string& sibling_rule,
+    const Tensor& parents, const Tensor& uniform_samples, const Text& sibling_rule,
     const OptionalTensor& draft_logits, const OptionalTensor& temperature,
     const OptionalTensor& top_k, const OptionalTensor& top_p, const OptionalTensor& min_p,
     const OptionalTensor& draft_token_map, const OptionalTensor& token_bitmask) {

@@ -8,7 +8,7 @@ namespace fastspec {
 namespace {
 
 Tensor match_suffix(const Tensor& token_ids, const Tensor& lengths, int64_t min_match,
-                    int64_t max_match, int64_t num_tokens, const std::string& rule) {
+                    int64_t max_match, int64_t num_tokens, const Text& rule) {
   require(token_ids.dim() == 2 && token_ids.scalar_type() == ScalarType::Int);
   const int64_t batch = token_ids.size(0), width = token_ids.size(1);
   require(width < 2 || token_ids.stride(1) == 1);

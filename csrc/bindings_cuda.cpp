@@ -243,7 +243,7 @@ std::tuple<Tensor, Tensor, Tensor> verify_chain(
     const Tensor& target_logits, const Tensor& cu_rows, const Tensor& draft_token_ids,
     const Tensor& uniform_samples, const OptionalTensor& draft_logits,
     const OptionalTensor& temperature, const OptionalTensor& top_k, const OptionalTensor& top_p,
-    const OptionalTensor& min_p, double lenience, const std::string& method,
+    const OptionalTensor& min_p, double lenience, const Text& method,
     const OptionalTensor& draft_logsumexp, const OptionalTensor& draft_token_map,
     const OptionalTensor& token_bitmask) {
   const DeviceGuard guard(target_logits.get_device_index());
@@ -301,7 +301,7 @@ cuda::SiblingRule sibling_rule_of(const std::string& name) {
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> verify_tree(
     const Tensor& target_logits, const Tensor& cu_rows, const Tensor& tree_token_ids,
-    const Tensor& parents, const Tensor& uniform_samples, const std::string& sibling_rule,
+    const Tensor& parents, const Tensor& uniform_samples, const Text& sibling_rule,
     const OptionalTensor& draft_logits, const OptionalTensor& temperature,
     const OptionalTensor& top_k, const OptionalTensor& top_p, const OptionalTensor& min_p,
     const OptionalTensor& draft_token_map, const OptionalTensor& token_bitmask) {

@@ -11,6 +11,7 @@
 #include <optional>
 #include <stdexcept>
 
+#include "bindings_text.h"
 #include "cuda/launch.h"
 
 namespace fastspec {
