@@ -191,7 +191,7 @@ def test_wheel_holds_the_two_packages_and_nothing_else(tiny, tmp_path):
 def test_cuda_extension_builds_beside_a_cpu_torch(tiny):
     for name in ("common", "cuda"):
         shutil.copytree(ROOT / "csrc" / name, tiny / "csrc" / name)
-    for path in (ROOT / "csrc").glob("bindings_cuda*"):
+    for path in (*(ROOT / "csrc").glob("bindings_cuda*"), ROOT / "csrc" / "bindings_text.h"):
         shutil.copy(path, tiny / "csrc")
     output = build_in_place(tiny, FASTSPEC_BUILD_CUDA="1", TORCH_CUDA_ARCH_LIST="")
     codes = {"sm_80", "[sm_90,compute_90]", "sm_100", "sm_120"}
