@@ -17,6 +17,7 @@ from fastspec.models.transfer import device_tensor
 from fastspec_kernels import penalize
 
 _ALWAYS = 2**31 - 1
+_NO_PENALTIES = (1.0, 0.0, 0.0)  # repetition, presence, frequency
 
 
 class Grammar(Protocol):
@@ -82,10 +83,13 @@ class LogitRules:
         return self.edits or self.reads_path or self.allowed is not None
 
     @property
-    def has_penalties(self) -> bool:
+    def penalties(self) -> tuple[float, float, float]:
         params = self.params
-        factors = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
-        return factors != (1.0, 0.0, 0.0)
+        return params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.penalties != _NO_PENALTIES
 
     @property
     def changes_rows(self) -> bool:
@@ -265,10 +269,7 @@ def _edited(
     for text, rule in zip(texts, rules, strict=True):
         histories.append((nothing, nothing) if rule is None else rule.history(text))
         biases.append([] if rule is None else rule.bias(text))
-        params = SamplingParams() if rule is None else rule.params
-        factors.append(
-            [params.repetition_penalty, params.presence_penalty, params.frequency_penalty]
-        )
+        factors.append(_NO_PENALTIES if rule is None else rule.penalties)
     integers, device = torch.int32, logits.device
     ids, counts = (np.concatenate(part) for part in zip(*histories, strict=True))
     entries = [entry for bias in biases for entry in bias]

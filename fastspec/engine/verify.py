@@ -99,10 +99,14 @@ def verify(
     target_logits = runner.forward(readable, spans, rows, parents)
     if proposal.on_judged is not None:
         proposal.on_judged(target_logits, counts)
-    owners = [b for b, count in enumerate(counts) for _ in range(count)]
-    nodes = [node for count in counts for node in range(count)]
     token_bitmask, dead = None, {}
-    if any(request.rules is not None for request in batch.requests):
+    has_rules = any(request.rules is not None for request in batch.requests)
+    if has_rules or method == "coupled":  # the request and the node that each row stands after
+        owners = [b for b, count in enumerate(counts) for _ in range(count)]
+        nodes = [node for count in counts for node in range(count)]
+    else:
+        owners, nodes = [], []
+    if has_rules:
         texts, rules = zip(*((r.token_ids, r.rules) for r in batch.requests), strict=True)
         judged_rows = Rows(owners, nodes, ids, parents)
         target_logits, token_bitmask, dead = apply_rules(
