@@ -20,6 +20,7 @@ struct Chain {
   Row* draft = nullptr;   // num_proposals rows; null where proposals are certain, or none is read
   int64_t accepted = 0;
   bool running = true;
+  bool ends_invalid = false;  // the row after the last proposal cannot be used
   bool valid = true;
   double factor = 1.0;                  // of the target in the residual
   const Row* rejected_draft = nullptr;  // the draft row at the first rejection
@@ -28,13 +29,14 @@ struct Chain {
   bool rejected() const { return accepted < num_proposals; }
 };
 
-bool all_valid(const Chain& chain) {
-  bool valid = true;
-  for (int64_t i = 0; i <= chain.num_proposals; ++i) valid &= chain.target[i].valid;
-  for (int64_t i = 0; chain.draft != nullptr && i < chain.num_proposals; ++i) {
-    valid &= chain.draft[i].valid;
+// Ends a chain at its first invalid row, of either model: the text fails if it gets there.
+void cut_at_invalid_row(Chain& chain) {
+  for (int64_t i = 0; i <= chain.num_proposals; ++i) {
+    const bool has_draft = chain.draft != nullptr && i < chain.num_proposals;
+    if (chain.target[i].valid && (!has_draft || chain.draft[i].valid)) continue;
+    chain.num_proposals = i;
+    chain.ends_invalid = true;
   }
-  return valid;
 }
 
 Chain add_chain(const VerifyChainInputs& in, int64_t b, RowBatch& batch) {
@@ -97,12 +99,14 @@ bool accepts(const VerifyChainInputs& in, Chain& chain) {
   return uniform * prob < in.lenience * chain.target[i].prob(token);
 }
 
-// Judges the proposals in order; rows are weighed only as they are reached.
+// Judges the proposals in order; rows are weighed only as they are reached. A chain that gets to an
+// invalid row is no longer valid.
 void judge(const VerifyChainInputs& in, std::vector<Chain>& chains, RowBatch& batch) {
   std::vector<Row*> rows;
   for (int64_t i = 0; i <= in.num_draft; ++i) {
     rows.clear();
     for (Chain& chain : chains) {
+      if (!chain.rejected() && chain.ends_invalid) chain.running = chain.valid = false;
       if (!chain.running) continue;
       rows.push_back(chain.target + i);
       if (chain.draft != nullptr && chain.rejected()) rows.push_back(chain.draft + i);
@@ -150,7 +154,8 @@ void judge_blocks(const VerifyChainInputs& in, std::vector<Chain>& chains, RowBa
   std::vector<Row*> rows;
   for (Chain& chain : chains) {
     if (chain.greedy()) continue;
-    for (int64_t i = 0; i <= chain.num_proposals; ++i) rows.push_back(chain.target + i);
+    const int64_t count = chain.num_proposals + (chain.ends_invalid ? 0 : 1);
+    for (int64_t i = 0; i < count; ++i) rows.push_back(chain.target + i);
     for (int64_t i = 0; chain.draft != nullptr && i < chain.num_proposals; ++i) {
       rows.push_back(chain.draft + i);
     }
@@ -245,19 +250,12 @@ void verify_slab(const VerifyChainInputs& in, int64_t begin, int64_t end,
     if (in.cu_rows[b + 1] > in.cu_rows[b]) chains.push_back(add_chain(in, b, batch));
   }
   batch.scan();
-  std::vector<Chain> valid;
-  for (const Chain& chain : chains) {
-    if (all_valid(chain)) {
-      valid.push_back(chain);
-    } else {
-      out.accepted_len[chain.index] = -1;
-    }
-  }
-  if (in.block) judge_blocks(in, valid, batch);
-  judge(in, valid, batch);
+  for (Chain& chain : chains) cut_at_invalid_row(chain);
+  if (in.block) judge_blocks(in, chains, batch);
+  judge(in, chains, batch);
   RowBatch late(in.draft_logsumexp == nullptr ? 0 : end - begin, in.target.logits.size);
-  read_rejected_drafts(in, valid, late);
-  finish(in, valid, out);
+  read_rejected_drafts(in, chains, late);
+  finish(in, chains, out);
 }
 
 }  // namespace

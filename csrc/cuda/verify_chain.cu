@@ -100,9 +100,13 @@ class ChainVerifier {
       : team_(team), call_(call), chain_(chain), num_(chain.num_proposals()) {}
 
   __device__ Verdict verdict() {
-    if (!rows_valid()) return {false, 0, 1.0};
-    if (chain_.sampling().greedy()) return greedy_verdict();
-    return call_.block ? block_verdict() : standard_verdict();
+    const int64_t invalid = first_invalid_row();
+    num_ = smaller(num_, invalid);  // the text fails if it gets there
+    Verdict found = chain_.sampling().greedy() ? greedy_verdict()
+                    : call_.block              ? block_verdict()
+                                               : standard_verdict();
+    if (found.accepted == invalid) found.valid = false;
+    return found;
   }
 
   // The token after the accepted ones; -1 if the draft row that this needs is invalid.
@@ -140,11 +144,12 @@ class ChainVerifier {
     return count;
   }
 
-  __device__ bool rows_valid() const {
-    const int64_t targets = num_ + 1, drafts = chain_.draft_first() ? num_ : 0;
-    return first_failure(targets, [&](int64_t i) { return chain_.target(i)->valid != 0; }) ==
-               targets &&
-           first_failure(drafts, [&](int64_t i) { return chain_.draft(i)->valid != 0; }) == drafts;
+  // The first position whose target or draft row is invalid, or one that no chain gets to.
+  __device__ int64_t first_invalid_row() const {
+    return first_failure(num_ + 1, [&](int64_t i) {
+      const bool has_draft = chain_.draft_first() && i < num_;
+      return chain_.target(i)->valid != 0 && (!has_draft || chain_.draft(i)->valid != 0);
+    });
   }
 
   __device__ double target_prob(int64_t i) const {

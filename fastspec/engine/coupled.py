@@ -60,7 +60,7 @@ def judge_coupled(
     path, tokens, values = [node], [choices[:, :1]], [logprob_of[:, :1]]
     for _ in range(min(batch.num_speculative_tokens, width - 1)):
         choice = choices.gather(1, node)
-        follows = (parents == node) & (ids == choice) & is_judged
+        follows = (parents == node) & (ids == choice) & is_judged & (choice >= 0)
         is_going = is_going & follows.any(1, keepdim=True)
         node = torch.where(is_going, follows.int().argmax(1, keepdim=True), node)
         path.append(torch.where(is_going, node, -1))
@@ -68,9 +68,8 @@ def judge_coupled(
         values.append(torch.where(is_going, logprob_of.gather(1, node), 0.0))
     steps = torch.cat(path, dim=1)
     accepted_len = (steps >= 0).sum(1) - 1
-    is_valid = ((choices >= 0) | ~is_judged).all(1)
-    accepted_len = torch.where(is_valid, accepted_len, -1).int()
-    is_valid = is_valid[:, None]
+    is_valid = choices.gather(1, node) >= 0  # [B, 1], of the row that the text gets to
+    accepted_len = torch.where(is_valid[:, 0], accepted_len, -1).int()
     missing = width - steps.shape[1]
     return (
         pad(steps[:, 1:].int().where(is_valid, -1), (0, missing + 1), value=-1),

@@ -83,8 +83,9 @@ def verify_chain(
         backend: "auto", "cpu", "cuda", "triton" or "reference".
     Returns:
         output_token_ids: [B, K+1] int32: accepted proposals, the extra token, then -1.
-        accepted_len: [B] int32 in 0..K; -1 where a row in use is invalid (see `row_stats`), with no
-            output.
+        accepted_len: [B] int32 in 0..K; -1, with no output, where the text gets to a row of either
+            model that is invalid (see `row_stats`): such a row ends the chain, and those behind a
+            rejection do not count.
         logprobs: [B, K+1] float32, the target's log-probability of each token as in `sample`, 0
             after the end.
     Raises:

@@ -14,6 +14,7 @@ from ..kernels.chain_cases import (
     expect,
     random_case,
     with_bitmask,
+    with_invalid_rows,
     with_logsumexp,
 )
 from . import emulated
@@ -164,10 +165,21 @@ def test_invalid_rows_fail_their_sequence_alone(emulation):
             "uniform_samples": torch.rand(4, 3, generator=generator),
             "draft_logits": draft,
         }
+        case["uniform_samples"][:, 0] = 0  # accepts the first proposals
         output, accepted_len, logprobs = run(emulation, case)
         assert (accepted_len < 0).tolist() == [False, True, True, False]
         assert (output[[1, 2]] == -1).all()
         assert (logprobs[[1, 2]] == 0).all()
+
+
+@pytest.mark.parametrize("method", ["standard", "block"])
+@pytest.mark.parametrize("draft", ["random", "certain"])
+def test_an_invalid_row_ends_a_chain(method, draft):
+    generator = torch.Generator().manual_seed(11)
+    case = {**random_case(30, 3, 33, generator, draft=draft), "method": method}
+    case = with_invalid_rows({"draft_logits": None, **case}, generator)
+    assert check(Emulation(), case) < 10
+    assert (run(Emulation(), case)[1] < 0).any()
 
 
 def test_rows_outside_the_matrix_fail_their_sequence():

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
+from fastspec.drafters import Proposal
 
 from ..models import EOS_ID, byte_tokenizer, random_model
 from .helpers import finish
@@ -169,6 +170,33 @@ def test_nan_logits_fail_that_request_alone(model, speculative):
     assert len(untouched) >= 3
     for index in untouched:
         assert outputs[index].token_ids == expected[index].token_ids
+
+
+@pytest.mark.parametrize("rule", ["standard", "block", "coupled"])
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_a_rejected_draft_that_makes_nan_logits_fails_nothing(temperature, rule):
+    broken = random_model("llama")
+    with torch.no_grad():
+        broken.model.embed_tokens.weight[99] = float("nan")
+
+    class Proposes99:
+        name = "99"
+
+        def propose(self, batch):
+            shape = (len(batch.requests), batch.num_speculative_tokens)
+            return Proposal(torch.full(shape, 99, dtype=torch.int32))
+
+        def commit(self, batch, accepted): ...
+
+        def release(self, request): ...
+
+    params = sampled(3, temperature=temperature, ignore_eos=True)
+    spec = SpecConfig(rejection_sample_method=rule)
+    outputs = Engine(broken, Proposes99(), spec=spec).generate(PROMPTS[:3], params)
+    assert [output.finish_reason for output in outputs] == ["length"] * 3
+    if temperature == 0 or rule == "coupled":
+        plain = Engine(broken, spec=spec).generate(PROMPTS[:3], params)
+        assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]
 
 
 def test_logprobs_are_the_targets(model, drafter):

@@ -8,6 +8,7 @@ import torch
 from fastspec_kernels import PAD_TOKEN_ID, row_stats, verify_chain
 
 from .cases import (
+    invalid_rows,
     margin_of,
     on_device,
     random_bitmask,
@@ -132,6 +133,22 @@ def random_map(vocab, draft_vocab, generator):
 def with_bitmask(case, generator):
     """The case under a random mask; proposals are allowed or not as it happens."""
     return {**case, "token_bitmask": random_bitmask(case["target_logits"], generator)}
+
+
+def with_invalid_rows(case, generator):
+    """The case with a target row of every second sequence spoiled, and a draft row of some."""
+    cu_rows, target, draft = case["cu_rows"], case["target_logits"].clone(), case["draft_logits"]
+    bad = invalid_rows(target.shape[1]).to(target.dtype)
+    for b in range(0, len(cu_rows) - 1, 2):
+        rows = range(*cu_rows[b : b + 2].tolist())
+        if rows:
+            target[rows[int(torch.randint(len(rows), (1,), generator=generator))]] = bad[b % 3]
+    if draft is not None:
+        draft = draft.clone()
+        for b in range(0, len(draft), 6):
+            place = int(torch.randint(draft.shape[1], (1,), generator=generator))
+            draft[b, place] = bad[b % 3, : draft.shape[2]]
+    return {**case, "target_logits": target, "draft_logits": draft}
 
 
 def with_logsumexp(case):

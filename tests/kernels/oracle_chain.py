@@ -34,7 +34,7 @@ class Sequence:
 class Draft(NamedTuple):
     """What is known of the draft at one position."""
 
-    proposal_prob: float | None  # None: invalid
+    proposal_prob: float | None  # None: the proposal cannot be judged
     probs: np.ndarray | None  # over the target's vocabulary; None: invalid
     margin: float  # of the filters of the row
     slack: float  # relative error of probabilities taken from float32 differences
@@ -52,15 +52,19 @@ def chain(sequence: Sequence) -> Chain:
     num = 0
     while num < min(len(proposals), len(rows) - 1) and proposals[num] >= 0:
         num += 1
-    targets = [target_row(sequence, i) for i in range(num + 1)]
-    if any(target is None for target in targets):
-        return FAILED
-    if sequence.params.get("temperature") == 0:
-        return _greedy(targets, proposals[:num])
-    vocab = rows.shape[1]
-    drafts = [_draft_at(sequence, i, vocab) for i in range(num)]
-    if sequence.draft_logsumexp is None and any(one.probs is None for one in drafts):
-        return FAILED
+    is_greedy = sequence.params.get("temperature") == 0
+    vocab, targets, drafts = rows.shape[1], [], []
+    for i in range(num + 1):  # up to the first row that says nothing, where the text fails
+        targets.append(target_row(sequence, i))
+        if i < num and not is_greedy:
+            drafts.append(_draft_at(sequence, i, vocab))
+            if drafts[i].proposal_prob is None:
+                targets[i] = None
+        if targets[i] is None:
+            break
+    drafts = drafts[: len(targets) - 1]
+    if is_greedy:
+        return _greedy(targets, proposals[: len(targets) - 1])
     decide = _block if sequence.method == "block" else _standard
     return decide(sequence, targets, drafts)
 
@@ -78,11 +82,12 @@ def prob_of(probs, token: int) -> float:
 
 
 def _greedy(targets, proposals) -> Chain:
-    best = [int(target.probs.argmax()) for target in targets]
     num = 0
-    while num < len(proposals) and proposals[num] == best[num]:
+    while num < len(proposals) and proposals[num] == targets[num].probs.argmax():
         num += 1
-    return _emit(targets, best[:num], best[num], NO_MARGIN)
+    if targets[num] is None:
+        return FAILED
+    return _emit(targets, proposals[:num], int(targets[num].probs.argmax()), NO_MARGIN)
 
 
 def _standard(sequence, targets, drafts) -> Chain:
@@ -90,8 +95,6 @@ def _standard(sequence, targets, drafts) -> Chain:
     margin = NO_MARGIN
     for i, draft in enumerate(drafts):
         target, token = targets[i], proposals[i]
-        if draft.proposal_prob is None:
-            return FAILED
         scaled = lenience * prob_of(target.probs, token)
         coin = samples[i] * draft.proposal_prob
         margin = min(margin, target.margin)
@@ -143,6 +146,8 @@ def _block(sequence, targets, drafts) -> Chain:
 
 def _bonus(targets, accepted, sample, margin) -> Chain:
     last = targets[len(accepted)]
+    if last is None:
+        return FAILED
     extra = draw(last.probs, sample)
     return _emit(targets, accepted, extra.token, min(margin, last.margin, extra.margin))
 

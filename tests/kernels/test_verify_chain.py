@@ -10,7 +10,15 @@ from fastspec_kernels import PAD_TOKEN_ID, verify_chain
 from fastspec_kernels.testing import CHAIN_EDGES, assert_chain_edge
 
 from .cases import affordable, backends_of, device_of, invalid_rows, is_slow, sizes_and_dtypes
-from .chain_cases import chain_case, check, random_case, run, with_bitmask, with_logsumexp
+from .chain_cases import (
+    chain_case,
+    check,
+    random_case,
+    run,
+    with_bitmask,
+    with_invalid_rows,
+    with_logsumexp,
+)
 
 pytestmark = pytest.mark.usefixtures("instruction_set")
 
@@ -136,7 +144,7 @@ def test_block_accepts_a_prefix_that_the_standard_rule_rejects(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("method", METHODS)
 def test_invalid_rows_fail_their_sequence_alone(backend, method):
-    """A bad row in use fails the sequence; a row that is not in use may hold anything."""
+    """A bad row that the text gets to fails the sequence; any other may hold anything."""
     generator = torch.Generator().manual_seed(7)
     vocab = 40
     for bad in invalid_rows(vocab):
@@ -154,11 +162,30 @@ def test_invalid_rows_fail_their_sequence_alone(backend, method):
             "draft_logits": draft,
             "method": method,
         }
+        case["uniform_samples"][:, 0] = 0  # accepts the first proposals
         output, accepted_len, logprobs = run(case, backend)
         assert (accepted_len < 0).tolist() == [False, True, True, False]
         assert (output[[1, 2]] == PAD_TOKEN_ID).all()
         assert (logprobs[[1, 2]] == 0).all()
         check(case, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["random", "certain"])
+@pytest.mark.parametrize("method", METHODS)
+def test_an_invalid_row_ends_a_chain(backend, method, kind):
+    """Sequences whose text stops before it are as they would be; the others fail."""
+    generator = torch.Generator().manual_seed(11)
+    batch = 8 if is_slow(backend) else 60
+    case = {**plain_case(batch, 3, 17, generator), "method": method}
+    case["temperature"] = torch.arange(batch) % 4 / 2
+    if kind == "certain":
+        case["draft_logits"] = None
+    case = with_invalid_rows(case, generator)
+    assert check(case, backend) < 5
+    accepted_len = run(case, backend)[1]
+    assert (accepted_len < 0).any()
+    assert (accepted_len[::2] >= 0).any()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

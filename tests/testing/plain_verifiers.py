@@ -26,8 +26,14 @@ def chain_verifier(rule):
             draft = drafts[b]
             if draft is None or is_greedy(parameters, b):
                 draft = [[float(x == token) for x in range(len(target[0]))] for token in proposals]
-            if not has_nan(target + draft[: len(proposals)]):
-                emitted = rule(target, draft, proposals, uniform_samples[b].tolist())
+            invalid = next((i for i, row in enumerate(target) if has_nan(row)), len(target))
+            drawn = draft[: len(proposals)]
+            invalid = min([invalid, *(i for i, row in enumerate(drawn) if has_nan(row))])
+            emitted = []
+            if invalid > 0:  # else there is nothing to judge
+                target = [*target[:invalid], *([target[0]] * (len(target) > invalid))]
+                emitted = rule(target, draft, proposals[:invalid], uniform_samples[b].tolist())
+            if 0 < len(emitted) <= invalid:
                 output[b, : len(emitted)] = torch.tensor(emitted)
                 accepted_len[b] = len(emitted) - 1
         return output, accepted_len
@@ -80,5 +86,5 @@ def is_greedy(parameters, b):
     return "temperature" in parameters and parameters["temperature"][b] == 0
 
 
-def has_nan(rows):
-    return any(value != value for row in rows for value in row)
+def has_nan(row):
+    return any(value != value for value in row)

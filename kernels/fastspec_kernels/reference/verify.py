@@ -53,7 +53,6 @@ def verify_chain(
     present = cu_rows[1:] > cu_rows[:-1]
     leading = (draft_token_ids >= 0).cumprod(-1).sum(-1)
     num_proposals = torch.minimum(leading, cu_rows[1:] - cu_rows[:-1] - 1).clamp(min=0)
-    proposed = step < num_proposals[:, None]  # [B, K+1]
     rows = cu_rows[:-1, None] + torch.minimum(step, num_proposals[:, None])
 
     params = (temperature, top_k, top_p, min_p)
@@ -64,7 +63,12 @@ def verify_chain(
     else:
         draft = _drawn_draft(draft_logits, tokens, vocab, params, draft_logsumexp, draft_token_map)
     greedy = torch.zeros_like(present) if temperature is None else temperature == 0
-    draft_used = proposed & ~greedy[:, None]
+    draft_used = (step < num_proposals[:, None]) & ~greedy[:, None]
+    usable = target.valid & (draft.valid | ~draft_used)  # [B, K+1]
+    # A chain ends at the first invalid row: the text fails if it gets there.
+    num_proposals = torch.minimum(num_proposals, usable.long().cumprod(-1).sum(-1))
+    proposed = step < num_proposals[:, None]
+    draft_used = draft_used & proposed
     draft_probs = torch.where(draft_used[..., None], draft.probs, 0.0)
 
     target_prob = prob_of(target.probs, tokens)
@@ -80,15 +84,14 @@ def verify_chain(
         weight = scales.gather(-1, accepted_len[:, None])[:, 0]
 
     sequence = torch.arange(batch, device=step.device)
+    valid = usable[sequence, accepted_len]  # [B]
+    valid = valid & (draft.row_valid | ~draft_used)[sequence, accepted_len]
     target_row = target.probs[sequence, accepted_len]  # [B, V]
     residual = weight[:, None] * target_row - draft_probs[sequence, accepted_len]
     extra = draw(positive_or(residual, target_row), uniform[:, -1])
 
     output = torch.where(step < accepted_len[:, None], tokens, extra[:, None])
     logprobs = prob_of(target.log_probs, output)
-    valid = target.valid.all(-1) & _draft_valid(
-        draft, draft_used, accepted_len, draft_logsumexp is not None
-    )
     emitted = (step <= accepted_len[:, None]) & (present & valid)[:, None]
     accepted_len = torch.where(present, torch.where(valid, accepted_len, -1), 0)
     return (
@@ -173,16 +176,6 @@ def _drawn_draft(
     proposal_prob = prob_of(torch.nn.functional.pad(weights, (0, 0, 0, 1)), tokens)
     finite = torch.nn.functional.pad(logsumexp.isfinite(), (0, 1), value=True)
     return Draft(probs, proposal_prob, finite & (proposal_prob < INF), row_valid)
-
-
-def _draft_valid(draft: Draft, used: Tensor, accepted_len: Tensor, has_logsumexp: bool) -> Tensor:
-    """Whether every draft row that counts for a sequence [B] is valid."""
-    if not has_logsumexp:
-        return (draft.row_valid | ~used).all(-1)
-    step = torch.arange(used.shape[1], device=used.device)
-    judged = used & (step <= accepted_len[:, None])
-    read_whole = used & (step == accepted_len[:, None])
-    return ((draft.valid | ~judged) & (draft.row_valid | ~read_whole)).all(-1)
 
 
 def _block_scales(target_prob: Tensor, draft_prob: Tensor) -> Tensor:

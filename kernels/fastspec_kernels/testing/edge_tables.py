@@ -94,6 +94,14 @@ CHAIN_EDGES = (
         *(((NAN, 0.0), (0.0, 0.0)), None, (1,), (0.5, 0.5), (-1, -1), -1),
     ),
     ChainEdge(
+        "a row behind a rejection is judged",
+        *((ONE, (NAN, 0.0, 0.0), ZERO), None, (0, 1), (0.5, 0.5, 0.5), (1, -1, -1), 0),
+    ),
+    ChainEdge(
+        "a draft row behind a rejection is judged",
+        *((ONE, ZERO, ZERO), (ZERO, (NAN, 0.0, 0.0)), (0, 0), (0.5, 0.5, 0.5), (1, -1, -1), 0),
+    ),
+    ChainEdge(
         "a row without any possible token gives tokens",
         *(((0.0, 0.0), (OFF, OFF)), None, (1,), (0.0, 0.5), (-1, -1), -1),
     ),

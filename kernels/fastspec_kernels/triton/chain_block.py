@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from fastspec_kernels.triton.chain_judge import (
+    end_of_chain,
     judged_by_draft,
     judged_by_target,
     proposals_of,
@@ -36,8 +37,8 @@ def scales_kernel(
     draft_prob, draft_valid = judged_by_draft(
         draft, slots, params, tiles, target, chain, tokens, b, num, num_tiles, STEPS, MERGED
     )
-    valid = (valid & draft_valid) | (step > num)
-    usable = usable & present & (greedy == 0) & (tl.min(valid.to(tl.int32), 0) != 0)
+    num, _ = end_of_chain(valid & draft_valid, num, STEPS)
+    usable = usable & present & (greedy == 0)
     scales = _scales_of(target_prob, draft_prob, num, STEPS)
     at = b * chain.num_draft + step
     weight = tl.where(usable & (step < num), scales, -1.0).to(tl.float32)
@@ -69,9 +70,7 @@ def block_kernel(
     draft_prob, draft_valid = judged_by_draft(
         draft, slots, params, tiles, target, chain, tokens, b, num, num_tiles, STEPS, MERGED
     )
-    valid = (valid & (draft_valid | greedy)) | (step > num)
-    usable = usable & present & (tl.min(valid.to(tl.int32), 0) != 0)
-
+    num, stop = end_of_chain(valid & (draft_valid | greedy), num, STEPS)
     scales = _scales_of(target_prob, draft_prob, num, STEPS)
     if draft.logits is None:
         rest = scales * (1.0 - target_prob)
@@ -91,6 +90,7 @@ def block_kernel(
     if greedy:
         passes = (tokens == best_ids) & (step < num)
         length = tl.min(tl.where(passes, STEPS, step), 0)
+    usable = usable & present & (length < stop)
     write_verdict(chain, verdict, b, step, tokens, logprob, length, usable, present)
     rejected = usable & (length < num) & (greedy == 0)
     tl.store(verdict.rejected + b, tl.where(rejected, length, -1))

@@ -65,13 +65,11 @@ def judge_kernel(
     )
     at = b * (chain.num_draft + 1) + step
     uniform = tl.load(chain.uniform_samples + at, mask=step < num, other=0.0).to(tl.float64)
+    num, stop = end_of_chain(valid & (draft_valid | greedy), num, STEPS)
     passes = uniform * draft_prob < target_prob * lenience
     passes = tl.where(greedy, tokens == best_ids, passes) & (step < num)
     length = tl.min(tl.where(passes, OUTSIDE, step), 0)
-    if chain.logsumexp is not None:
-        draft_valid = draft_valid | (step > length)
-    valid = valid & (draft_valid | greedy)
-    usable = usable & present & (tl.min((valid | (step > num)).to(tl.int32), 0) != 0)
+    usable = usable & present & (length < stop)
     write_verdict(chain, verdict, b, step, tokens, logprob, length, usable, present)
     rejected = usable & (length < num) & (greedy == 0)
     tl.store(verdict.rejected + b, tl.where(rejected, length, -1))
@@ -89,6 +87,14 @@ def proposals_of(slots, target, chain, b, STEPS: tl.constexpr):
     tokens = tl.load(chain.token_ids + at, mask=step < chain.num_draft, other=-1)
     num = tl.minimum(tl.min(tl.where(tokens < 0, step, OUTSIDE), 0), count - 1)
     return tl.where(step < num, tokens, -1), num, count > 0
+
+
+@triton.jit
+def end_of_chain(valid, num, STEPS: tl.constexpr):
+    """The number of proposals before the first invalid row, and that row: texts fail there."""
+    step = tl.arange(0, STEPS)
+    stop = tl.min(tl.where(valid | (step > num), OUTSIDE, step), 0)
+    return tl.minimum(num, stop), stop
 
 
 @triton.jit
