@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from fastspec.config.checks import is_int, require
 from fastspec.engine.request import EngineRequest
 
 _PRIOR_RATE = 0.5  # acceptance that a new request is believed to have, as if one token had told
@@ -34,23 +33,6 @@ class Step(NamedTuple):
     wanted: int
     proposed: int
     accepted: int
-
-
-def expected_tokens(acceptance_rate: float, num_speculative_tokens: int) -> float:
-    """Mean tokens emitted by a target pass when each draft token is accepted independently.
-
-    With rate a and K drafts: (1 - a^(K+1)) / (1 - a), which is K + 1 at a = 1. The extra token of
-    the pass is included.
-
-    Raises:
-        ValueError: a rate outside [0, 1] or a negative K.
-
-    Source: Leviathan et al., 2211.17192, equation 1.
-    """
-    rate, count = acceptance_rate, num_speculative_tokens
-    require("acceptance_rate", rate, 0 <= rate <= 1, "a rate in [0, 1]")
-    require("num_speculative_tokens", count, is_int(count) and count >= 0, "an int >= 0")
-    return sum(rate**power for power in range(count + 1))
 
 
 @runtime_checkable
@@ -78,22 +60,9 @@ class _Pace:
     num_steps: int = 0
     pause: int = _FIRST_PAUSE
 
-    @property
-    def rate(self) -> float:
-        return self.rate_from(_PRIOR_RATE)
-
-    def rate_from(self, prior: float) -> float:
-        """What is believed of its drafts, if `prior` was believed before the first."""
+    def rate(self, prior: float = _PRIOR_RATE) -> float:
+        """The acceptance of its drafts, if `prior` was believed before the first."""
         return (self.accepted + prior) / (self.accepted + self.rejected + 1)
-
-    @property
-    def best(self) -> int:
-        """The length that promises most."""
-        return max(range(len(self.costs)), key=self.speed_up)
-
-    def speed_up(self, length: int) -> float:
-        """Over plain decoding, by the model."""
-        return expected_tokens(self.rate, length) / self.costs[length]
 
     def learn(self, step: Step) -> None:
         """Count a step, and the earlier ones less."""
@@ -150,17 +119,13 @@ class AdaptiveSchedule:
         part = (min(len(requests), size) - 1) / (size - 1)
         pairs = zip(self._alone, batched, strict=True)
         costs = _relative([alone + part * (cost - alone) for alone, cost in pairs])
-        rates = [pace.rate_from(shared.rate) for pace in paces]
-
-        def speed_up(length: int) -> float:
-            tokens = sum(expected_tokens(rate, length) for rate in rates)
-            return tokens / len(rates) / costs[length]
-
-        best = max(range(len(costs)), key=speed_up)
-        if speed_up(best) < _GAIN_TO_STAY:
+        prior = shared.rate()
+        gains = _speed_ups([pace.rate(prior) for pace in paces], costs)
+        if max(gains) < _GAIN_TO_STAY:
             shared.length = 0
-        elif speed_up(best) > _GAIN_TO_CHANGE * speed_up(shared.length):
-            shared.length, shared.num_idle, shared.pause = best, 0, _FIRST_PAUSE
+        elif max(gains) > _GAIN_TO_CHANGE * gains[shared.length]:
+            shared.length, shared.num_idle = gains.index(max(gains)), 0
+            shared.pause = _FIRST_PAUSE
         if shared.length:
             return shared.length
         shared.num_idle += 1
@@ -203,8 +168,9 @@ def _end_trial(pace: _Pace, step: Step) -> None:
     if step.accepted:
         pace.accepted = pace.rejected = 0.0
     pace.learn(step)
-    if pace.speed_up(pace.best) > _GAIN_TO_RESUME:
-        pace.length = pace.best
+    gains = _speed_ups([pace.rate()], pace.costs)
+    if max(gains) > _GAIN_TO_RESUME:
+        pace.length = gains.index(max(gains))
         pace.num_steps = 0
 
 
@@ -212,13 +178,23 @@ def _change_length(pace: _Pace, step: Step) -> None:
     """After a step with drafts."""
     pace.num_steps += 1
     pace.learn(step)
-    best = pace.best
-    if pace.speed_up(best) < _GAIN_TO_STAY:
+    gains = _speed_ups([pace.rate()], pace.costs)
+    if max(gains) < _GAIN_TO_STAY:
         pace.length = 0
-    elif pace.speed_up(best) > _GAIN_TO_CHANGE * pace.speed_up(pace.length):
-        pace.length = best
+    elif max(gains) > _GAIN_TO_CHANGE * gains[pace.length]:
+        pace.length = gains.index(max(gains))
     if pace.num_steps >= _SETTLED:
         pace.pause = _FIRST_PAUSE
+
+
+def _speed_ups(rates: Sequence[float], costs: Sequence[float]) -> list[float]:
+    """Of requests in one step over plain decoding, with each length of draft that has a cost."""
+    tokens, powers, gains = 0.0, [1.0] * len(rates), []
+    for cost in costs:
+        tokens += sum(powers)
+        gains.append(tokens / len(rates) / cost)
+        powers = [power * rate for power, rate in zip(powers, rates, strict=True)]
+    return gains
 
 
 def _relative(costs: Sequence[float]) -> tuple[float, ...]:

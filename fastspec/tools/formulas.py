@@ -5,7 +5,24 @@ from math import prod
 
 from fastspec.config import is_int
 from fastspec.config.checks import require
-from fastspec.engine.schedule import Step, expected_tokens
+from fastspec.engine.schedule import Step
+
+
+def expected_tokens(acceptance_rate: float, num_speculative_tokens: int) -> float:
+    """Mean tokens emitted by a target pass when each draft token is accepted independently.
+
+    With rate a and K drafts: (1 - a^(K+1)) / (1 - a), which is K + 1 at a = 1. The extra token of
+    the pass is included.
+
+    Raises:
+        ValueError: a rate outside [0, 1] or a negative K.
+
+    Source: Leviathan et al., 2211.17192, equation 1.
+    """
+    rate, count = acceptance_rate, num_speculative_tokens
+    require("acceptance_rate", rate, 0 <= rate <= 1, "a rate in [0, 1]")
+    require("num_speculative_tokens", count, is_int(count) and count >= 0, "an int >= 0")
+    return sum(rate**power for power in range(count + 1))
 
 
 def expected_tokens_by_position(acceptance_by_position: Sequence[float]) -> float:

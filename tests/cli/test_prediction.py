@@ -2,9 +2,9 @@
 
 import pytest
 
-from fastspec.engine.schedule import expected_tokens
 from fastspec.engine.stats import SpecStats
 from fastspec.tools.bench.end_to_end import predicted_speed_up, step_costs, swi
+from fastspec.tools.formulas import expected_tokens
 
 
 def stats(num_steps, num_tokens, propose, verify, commit):

@@ -7,14 +7,8 @@ import pytest
 
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 from fastspec.engine.pacing import fitted_line
-from fastspec.engine.schedule import (
-    AdaptiveSchedule,
-    Schedule,
-    Step,
-    SweepSchedule,
-    expected_tokens,
-)
-from fastspec.tools.formulas import best_num_speculative_tokens
+from fastspec.engine.schedule import AdaptiveSchedule, Schedule, Step, SweepSchedule
+from fastspec.tools.formulas import best_num_speculative_tokens, expected_tokens
 
 from ..models import perturbed, random_model
 from .probes import assert_blocks_came_back, request_of

@@ -4,7 +4,7 @@ import pytest
 
 from fastspec import Engine, SamplingParams, SpecConfig
 from fastspec.config import EngineConfig
-from fastspec.engine.schedule import expected_tokens
+from fastspec.tools.formulas import expected_tokens
 from fastspec.tools.tune import Measurement, Plan, Planner, k_matrices_to_try
 from fastspec.tools.tuned import TunedConfig, load_tuned, save_tuned, spec_fields
 
