@@ -78,9 +78,6 @@ float filter_threshold(const Row& row);
 // The id that the inverse CDF gives: the first whose cumulative weight exceeds uniform * sum.
 int64_t draw(const Row& row, double uniform);
 
-// The id that Gumbel-max gives with the noise of (seed, position).
-int64_t draw_coupled(const Row& row, uint64_t seed, uint64_t position);
-
 // The id that Gumbel-max gives: that with the largest (logit - max) / temperature + noise.
 int64_t draw_coupled(const Row& row, const NoiseKey& key);
 

@@ -64,8 +64,6 @@ struct ListKernels {
   int64_t (*count_above)(const float* values, int64_t size, float bound);
   // Sum of weights[i] where values[i] > bound.
   double (*mass_above)(const float* values, const float* weights, int64_t size, float bound);
-  // target[i] = max(target[i] - draft[i], 0); returns the sum. `size` is a multiple of kLanes.
-  double (*subtract)(float* target, const float* draft, int64_t size);
   // Bit i is set where a token of group first + i may have (logit - max) * scale + noise / ln 2 of
   // at least `least`; the maxima are those of 32 groups.
   uint32_t (*may_reach)(const float* lane_maxima, const Weighting&, const NoiseKey&, int64_t first,

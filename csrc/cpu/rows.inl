@@ -215,20 +215,6 @@ double list_mass_above(const float* values, const float* weights, int64_t size, 
   return total;
 }
 
-double list_subtract(float* target, const float* draft, int64_t size) {
-  F32x16 sum = broadcast(0.0f);
-  for (int64_t begin = 0; begin < size; begin += kTile) {
-    F32x16 tile_sum = broadcast(0.0f);
-    for (int64_t i = begin; i < smaller(begin + kTile, size); i += kLanes) {
-      const F32x16 rest = max(load(target + i) - load(draft + i), broadcast(0.0f));
-      store(target + i, rest);
-      tile_sum = tile_sum + rest;
-    }
-    sum = sum + tile_sum;
-  }
-  return reduce_sum(sum);
-}
-
 // The noise of a group is at most -ln(-ln(1 - d) / 16) < -ln(d / 16), where 1 - d = (word / 16 +
 // 0.5) / 2^28; the bits of a float as an integer are at most its binary logarithm.
 uint32_t list_may_reach(const float* lane_maxima, const Weighting& weighting, const NoiseKey& key,
@@ -267,6 +253,6 @@ constexpr RowKernels row_kernels() {
 extern const SamplingTable kSamplingTable;
 const SamplingTable kSamplingTable = {
     {row_kernels<float>(), row_kernels<BF16>(), row_kernels<F16>()},
-    {list_count_above, list_mass_above, list_subtract, list_may_reach}};
+    {list_count_above, list_mass_above, list_may_reach}};
 
 }  // namespace fastspec::cpu::FASTSPEC_ISA

@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <numeric>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -39,100 +40,126 @@ struct Tree {
   int64_t first_child() const { return child_from(walk.node + 1); }
 };
 
-// Probabilities of a vocabulary up to a common factor, with sums by chunk.
-class Dense {
+// A distribution over the target's vocabulary without some of its tokens.
+class Without {
  public:
-  explicit Dense(int64_t size) : weights_(num_chunks(size) * kChunk), sums_(num_chunks(size)) {}
-
-  float* chunk(int64_t chunk) { return weights_.data() + chunk * kChunk; }
-  double weight(int64_t token) const { return weights_[token]; }
-  double total() const { return std::accumulate(sums_.begin(), sums_.end(), 0.0); }
-
-  void set_sum(int64_t chunk, double sum) { sums_[chunk] = sum; }
-  void clear(int64_t token) {
-    weights_[token] = 0;
-    add_up(token / kChunk);
+  Without(const Draft& all, int64_t size) : all_(all), size_(size), sums_(num_chunks(size)) {
+    const Row& row = *all.row;
+    float probs[kChunk];
+    for (int64_t chunk = 0; chunk < num_chunks(size); ++chunk) {
+      if (all.token_map != nullptr) {
+        sums_[chunk] = weigh(chunk, probs);
+      } else if (chunk < row.chunks()) {
+        sums_[chunk] = row.chunk_sums[chunk] / row.sum;
+      }
+    }
   }
-  void add_up(int64_t chunk) {
-    const float* begin = weights_.data() + chunk * kChunk;
-    sums_[chunk] = std::accumulate(begin, begin + kChunk, 0.0);
+
+  double prob(int64_t token) const {
+    return token < 0 || token >= size_ || removed(token) ? 0.0 : all_.prob(token, size_);
   }
-  int64_t draw(double uniform) const {
+  bool removed(int64_t token) const {
+    return std::find(tokens_.begin(), tokens_.end(), token) != tokens_.end();
+  }
+  void remove(int64_t token) {
+    if (token >= 0 && token < size_ && !removed(token)) tokens_.push_back(token);
+  }
+
+  double total() {
+    float probs[kChunk];
+    for (; summed_ < tokens_.size(); ++summed_) {
+      const int64_t chunk = tokens_[summed_] / kChunk;
+      sums_[chunk] = weigh(chunk, probs);
+    }
+    return std::accumulate(sums_.begin(), sums_.end(), 0.0);
+  }
+  // The token of the inverse CDF, -1 where nothing is left.
+  int64_t draw(double uniform) {
+    const double sum = total();
+    if (!(sum > 0)) return -1;
     double before = 0;
-    const double bound = uniform * total();
-    const int64_t chunk = draw_chunk(sums_.data(), sums_.size(), bound, &before);
-    return chunk * kChunk + draw_from(weights_.data() + chunk * kChunk, kChunk, bound - before);
+    const int64_t chunk = draw_chunk(sums_.data(), num_chunks(size_), uniform * sum, &before);
+    float probs[kChunk];
+    weigh(chunk, probs);
+    return chunk * kChunk + draw_from(probs, kChunk, uniform * sum - before);
   }
 
  private:
-  std::vector<float> weights_;
+  double weigh(int64_t chunk, float* probs) const {
+    const int64_t begin = chunk * kChunk, size = std::min(kChunk, size_ - begin);
+    all_.probs(begin, size, probs);
+    std::fill(probs + size, probs + kChunk, 0.0f);
+    for (const int64_t token : tokens_) {
+      if (token >= begin && token < begin + size) probs[token - begin] = 0;
+    }
+    return std::accumulate(probs, probs + size, 0.0);
+  }
+
+  const Draft all_;
+  const int64_t size_;
+  std::vector<int64_t> tokens_;
+  size_t summed_ = 0;  // tokens whose chunks have been summed without them
   std::vector<double> sums_;
 };
 
-// What is left of target and draft as one drawn sibling after the other is rejected.
+// What is left of target and draft as one drawn sibling after the other is rejected. A rejection
+// takes target_total_ * draft_scale_ * draft from the target, which is never less than all that was
+// left of the rejected token: so max(target - taken_ * draft, 0) is left, whatever was rejected.
 class Siblings {
  public:
   Siblings(const Row& target, const Draft& draft)
-      : row_(target), draft_row_(draft), size_(target.logits.size) {}
+      : target_(target), draft_(draft), size_(target.logits.size) {}
 
   double target_prob(int64_t token) const {
     if (token < 0 || token >= size_) return 0.0;
-    return dense_ ? target_.weight(token) / target_total_ : row_.prob(token);
+    const double gone = taken_ > 0 ? taken_ * draft_.prob(token, size_) : 0.0;
+    return std::max(target_.prob(token) - gone, 0.0) / target_total_;
   }
   double draft_prob(int64_t token) const {
     if (token < 0 || token >= size_) return 0.0;
-    return dense_ ? draft_.weight(token) * draft_scale_ : draft_row_.prob(token, size_);
+    return (left_ ? left_->prob(token) : draft_.prob(token, size_)) * draft_scale_;
   }
 
   void reject(int64_t token, bool replaced) {
-    if (!dense_) make_dense();
-    Dense rest(size_);
-    // In the units of target_, whose weights add up to target_total_.
-    const auto factor = static_cast<float>(draft_scale_ * target_total_);
-    parallel_for(num_chunks(size_), weighings_per_thread(kChunk), [&](int64_t chunk) {
-      float taken[kChunk];
-      const float* draft = draft_.chunk(chunk);
-      for (int64_t i = 0; i < kChunk; ++i) taken[i] = draft[i] * factor;
-      std::copy_n(target_.chunk(chunk), kChunk, rest.chunk(chunk));
-      rest.set_sum(chunk, sampling_kernels().lists.subtract(rest.chunk(chunk), taken, kChunk));
-    });
-    if (rest.total() > 0) {
-      target_ = std::move(rest);
-      target_total_ = target_.total();
+    const double taken = taken_ + target_total_ * draft_scale_;
+    std::vector<double> sums = residual_sums(taken);
+    const double total = std::accumulate(sums.begin(), sums.end(), 0.0);
+    if (total > kRounding) {
+      taken_ = taken;
+      target_total_ = taken * total;
+      sums_ = std::move(sums);
     }
-    if (replaced || token < 0 || token >= size_) return;
-    draft_.clear(token);
-    const double total = draft_.total();
-    draft_scale_ = total > 0 ? 1.0 / total : 0.0;
+    if (replaced) return;
+    if (!left_) left_.emplace(draft_, size_);
+    left_->remove(token);
+    const double left = left_->total();
+    draft_scale_ = left > 0 ? 1.0 / left : 0.0;
   }
 
   int64_t draw(double uniform) const {
-    return dense_ ? target_.draw(uniform) : fastspec::cpu::draw(row_, uniform);
+    if (sums_.empty()) return fastspec::cpu::draw(target_, uniform);
+    return Residual(target_, draft_, 1.0 / taken_).draw(sums_.data(), uniform);
   }
 
  private:
-  void make_dense() {
-    target_ = Dense(size_);
-    draft_ = Dense(size_);
-    parallel_for(num_chunks(size_), weighings_per_thread(kChunk), [&](int64_t chunk) {
-      const int64_t begin = chunk * kChunk, size = row_.chunk_size(chunk);
-      const auto factor = static_cast<float>(1.0 / row_.sum);
-      row_.kernels().weigh(row_.logits.at(begin), size, row_.weighting, factor,
-                           target_.chunk(chunk));
-      draft_row_.probs(begin, size, draft_.chunk(chunk));
-      target_.add_up(chunk);
-      draft_.add_up(chunk);
-    });
-    dense_ = true;
+  // What the difference of two equal rows may add up to.
+  static constexpr double kRounding = 0x1p-22;
+
+  std::vector<double> residual_sums(double taken) const {
+    const Residual residual(target_, draft_, 1.0 / taken);
+    std::vector<double> sums(residual.chunks());
+    parallel_for(residual.chunks(), weighings_per_thread(kChunk),
+                 [&](int64_t chunk) { sums[chunk] = residual.sum(chunk); });
+    return sums;
   }
 
-  const Row& row_;
-  Draft draft_row_;
-  int64_t size_;
-  bool dense_ = false;
-  Dense target_{0};
+  const Row& target_;
+  const Draft draft_;
+  const int64_t size_;
+  double taken_ = 0.0;
   double target_total_ = 1.0;
-  Dense draft_{0};
+  std::vector<double> sums_;  // of what is left of the target over `taken_`, by chunk
+  std::optional<Without> left_;
   double draft_scale_ = 1.0;
 };
 
@@ -150,41 +177,22 @@ Decision decide_greedy(const Tree& tree) {
   return {child, best};
 }
 
-// Draws from a row without some of its tokens; from all of it where they are all it has.
-int64_t draw_without(const Row& row, const std::vector<int64_t>& tokens, double uniform) {
-  std::vector<double> sums(row.chunk_sums, row.chunk_sums + row.chunks());
-  float weights[kChunk];
-  const auto weigh = [&](int64_t chunk) {
-    const int64_t begin = chunk * kChunk, size = row.chunk_size(chunk);
-    row.kernels().weigh(row.logits.at(begin), size, row.weighting, 1.0f, weights);
-    for (const int64_t token : tokens) {
-      if (token >= begin && token < begin + size) weights[token - begin] = 0;
-    }
-    return std::accumulate(weights, weights + size, 0.0);
-  };
-  for (const int64_t token : tokens) sums[token / kChunk] = weigh(token / kChunk);
-  const double total = std::accumulate(sums.begin(), sums.end(), 0.0);
-  if (!(total > 0)) return draw(row, uniform);
-  double before = 0;
-  const int64_t chunk = draw_chunk(sums.data(), row.chunks(), uniform * total, &before);
-  weigh(chunk);
-  return chunk * kChunk + draw_from(weights, row.chunk_size(chunk), uniform * total - before);
-}
-
 Decision decide_by_mass(const Tree& tree) {
   const Row& row = *tree.walk.target;
-  std::vector<int64_t> tokens;
+  Without left({&row, -1, nullptr}, row.logits.size);
   double mass = 0;
   for (int64_t child = tree.first_child(); child < tree.walk.num_nodes;
        child = tree.child_from(child + 1)) {
     const int64_t token = tree.token(child);
     const double prob = row.prob(token);
-    if (!(prob > 0) || std::find(tokens.begin(), tokens.end(), token) != tokens.end()) continue;
+    if (!(prob > 0) || left.removed(token)) continue;
     mass += prob;
     if (tree.uniform(tree.walk.node) < mass) return {child, -1};
-    tokens.push_back(token);
+    left.remove(token);
   }
-  return {tree.walk.num_nodes, draw_without(row, tokens, tree.uniform(tree.in.num_nodes))};
+  const double uniform = tree.uniform(tree.in.num_nodes);
+  const int64_t token = left.draw(uniform);
+  return {tree.walk.num_nodes, token >= 0 ? token : draw(row, uniform)};
 }
 
 Decision decide_drawn(const Tree& tree) {
