@@ -42,6 +42,10 @@ RUN_ELSEWHERE = {
     "pip install --no-build-isolation .": "test_packaging.py",
     "python -m benchmarks.gpu --out DIR --minutes 8": "benchmarks/test_gpu_run.py",
     "fastspec fetch smollm2": "cli/test_fetch.py",
+    "fastspec serve": "serve/test_border.py",
+    "fastspec serve --target smollm2 --method prompt_lookup --schedule adaptive": (
+        "serve/test_border.py"
+    ),
     "fastspec generate --target smollm2 --method prompt_lookup": "cli/test_fetch.py",
     "fastspec train texts --target smollm2 --prompts-file prompts.txt --out texts.jsonl": (
         "train/test_reduced_vocabulary.py"

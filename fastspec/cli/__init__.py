@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import fastspec
-from fastspec.cli import bench, demo, fetch, generate, info, simulate, train, tune
+from fastspec.cli import bench, demo, fetch, generate, info, serve, simulate, train, tune
 from fastspec.cli.errors import OneLineErrors
 
 app = typer.Typer(cls=OneLineErrors, add_completion=False, pretty_exceptions_enable=False)
@@ -18,6 +18,7 @@ for command in (
     demo.demo,
     bench.bench,
     tune.tune,
+    serve.serve,
     simulate.simulate,
     fetch.fetch,
     info.info,
