@@ -42,6 +42,7 @@ RUN_ELSEWHERE = {
     "pip install --no-build-isolation .": "test_packaging.py",
     "python -m benchmarks.gpu --out DIR --minutes 8": "benchmarks/test_gpu_run.py",
     "fastspec fetch smollm2": "cli/test_fetch.py",
+    "fastspec chat": "cli/test_chat.py",
     "fastspec serve": "serve/test_border.py",
     "fastspec serve --target smollm2 --method prompt_lookup --schedule adaptive": (
         "serve/test_border.py"

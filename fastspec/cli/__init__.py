@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import fastspec
-from fastspec.cli import bench, demo, fetch, generate, info, serve, simulate, train, tune
+from fastspec.cli import bench, chat, demo, fetch, generate, info, serve, simulate, train, tune
 from fastspec.cli.errors import OneLineErrors
 
 app = typer.Typer(cls=OneLineErrors, add_completion=False, pretty_exceptions_enable=False)
@@ -19,6 +19,7 @@ for command in (
     bench.bench,
     tune.tune,
     serve.serve,
+    chat.chat,
     simulate.simulate,
     fetch.fetch,
     info.info,
