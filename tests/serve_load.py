@@ -153,11 +153,7 @@ def idle_gauges(address):
     for _ in range(200):
         text = httpx2.get(f"{address}/metrics", trust_env=False).text
         samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
-        values = {
-            s.name.removeprefix("fastspec:"): s.value
-            for s in samples
-            if not s.labels.keys() - {"model_name"}
-        }
+        values = {sample.name.removeprefix("fastspec:"): sample.value for sample in samples}
         left = {name: values[name] for name in names if values[name]}
         if not left:
             return {}
