@@ -71,6 +71,7 @@ def folder(tmp_path, monkeypatch):
     tuned = {"fastspec_config": 1, "target": "tiny", "draft": None, "spec": {"method": "mag"}}
     files = {
         "prompts.txt": "import \nclass \n",
+        "rows.jsonl": json.dumps({"prompt": "import "}),
         "text.txt": (ROOT / "setup.py").read_text(encoding="utf-8"),
         "run.jsonl": json.dumps({"prompt": "import ", "token_ids": [5, 6]}),
         "gsm8k.jsonl": json.dumps({"question": "1 + 1?", "answer": "#### 2"}),

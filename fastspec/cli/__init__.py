@@ -9,12 +9,25 @@ from typing import Annotated
 import typer
 
 import fastspec
-from fastspec.cli import bench, chat, demo, fetch, generate, info, serve, simulate, train, tune
+from fastspec.cli import (
+    batch,
+    bench,
+    chat,
+    demo,
+    fetch,
+    generate,
+    info,
+    serve,
+    simulate,
+    train,
+    tune,
+)
 from fastspec.cli.errors import OneLineErrors
 
 app = typer.Typer(cls=OneLineErrors, add_completion=False, pretty_exceptions_enable=False)
 for command in (
     generate.generate,
+    batch.batch,
     demo.demo,
     bench.bench,
     tune.tune,

@@ -19,7 +19,7 @@ COMMAND_LINES = [
     ["--help"],
     *(
         [command, "--help"]
-        for command in ("generate", "demo", "bench", "tune", "simulate", "serve", "chat")
+        for command in ("generate", "demo", "bench", "tune", "simulate", "serve", "chat", "batch")
     ),
     ["train", "glide", "--help"],
     [*PROMPT, "-k", "0"],
