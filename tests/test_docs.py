@@ -42,6 +42,11 @@ RUN_ELSEWHERE = {
     "pip install --no-build-isolation .": "test_packaging.py",
     "python -m benchmarks.gpu --out DIR --minutes 8": "benchmarks/test_gpu_run.py",
     "fastspec fetch smollm2": "cli/test_fetch.py",
+    "fastspec chat": "cli/test_chat.py",
+    "fastspec serve": "serve/test_border.py",
+    "fastspec serve --target smollm2 --method prompt_lookup --schedule adaptive": (
+        "serve/test_border.py"
+    ),
     "fastspec generate --target smollm2 --method prompt_lookup": "cli/test_fetch.py",
     "fastspec train texts --target smollm2 --prompts-file prompts.txt --out texts.jsonl": (
         "train/test_reduced_vocabulary.py"
@@ -66,6 +71,7 @@ def folder(tmp_path, monkeypatch):
     tuned = {"fastspec_config": 1, "target": "tiny", "draft": None, "spec": {"method": "mag"}}
     files = {
         "prompts.txt": "import \nclass \n",
+        "rows.jsonl": json.dumps({"prompt": "import "}),
         "text.txt": (ROOT / "setup.py").read_text(encoding="utf-8"),
         "run.jsonl": json.dumps({"prompt": "import ", "token_ids": [5, 6]}),
         "gsm8k.jsonl": json.dumps({"question": "1 + 1?", "answer": "#### 2"}),

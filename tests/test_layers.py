@@ -114,6 +114,7 @@ FLOORS = [
     ["drafters"],
     ["engine"],
     ["tools", "train", "hf"],
+    ["serve"],
     ["cli", "compat", "__init__", "__main__"],
 ]
 

@@ -179,6 +179,7 @@ def test_wheel_holds_the_two_packages_and_nothing_else(tiny, tmp_path):
     folders = {name.split("/")[0] for name in names if ".dist-info/" not in name}
     assert folders == {"fastspec", "fastspec_kernels"}
     assert {"fastspec/py.typed", "fastspec_kernels/py.typed"} <= set(names)
+    assert "fastspec/serve/page.html" in names
     assets = [path for path in (tiny / "fastspec" / "assets").rglob("*") if path.is_file()]
     assert [path for path in assets if path.relative_to(tiny).as_posix() not in names] == []
     assert [name for name in names if name.endswith(".so")] == ["fastspec_kernels/_cpu.abi3.so"]

@@ -9,15 +9,30 @@ from typing import Annotated
 import typer
 
 import fastspec
-from fastspec.cli import bench, demo, fetch, generate, info, simulate, train, tune
+from fastspec.cli import (
+    batch,
+    bench,
+    chat,
+    demo,
+    fetch,
+    generate,
+    info,
+    serve,
+    simulate,
+    train,
+    tune,
+)
 from fastspec.cli.errors import OneLineErrors
 
 app = typer.Typer(cls=OneLineErrors, add_completion=False, pretty_exceptions_enable=False)
 for command in (
     generate.generate,
+    batch.batch,
     demo.demo,
     bench.bench,
     tune.tune,
+    serve.serve,
+    chat.chat,
     simulate.simulate,
     fetch.fetch,
     info.info,

@@ -13,9 +13,15 @@ from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.files import parse_json
 from fastspec.config.methods import methods
 from fastspec.config.options import Option, options_of
+from fastspec.config.serve import ServeConfig
 from fastspec.tools.tuned import load_tuned
 
-_PANELS = {SamplingParams: "Sampling", SpecConfig: "Drafting", EngineConfig: "Engine"}
+_PANELS = {
+    SamplingParams: "Sampling",
+    SpecConfig: "Drafting",
+    EngineConfig: "Engine",
+    ServeConfig: "Server",
+}
 _FEW = 3  # methods that a help text names
 
 

@@ -7,22 +7,23 @@ from fastspec.config.engine import EngineConfig
 from fastspec.config.methods import methods
 from fastspec.config.options import Option, options_of
 from fastspec.config.sampling import SamplingParams
+from fastspec.config.serve import ServeConfig
 from fastspec.config.speculation import SpecConfig
 
 _HEAD = """# Options
 
 <!-- written by `python -m fastspec.config.reference`, not by hand -->
 
-Every option of a request, of drafting and of the engine, with its name in Python and on the
-command line of `fastspec generate`. Both have the same defaults. An option that the chosen method
-does not take is refused by name.
+Every option of a request, of drafting, of the engine and of the server, with its name in Python
+and on the command line of `fastspec generate` and `fastspec serve`. Both have the same defaults. An
+option that the chosen method does not take is refused by name.
 """
 
 
 def reference() -> str:
     """The page."""
     parts = [_HEAD]
-    for config in (SamplingParams, SpecConfig, EngineConfig):
+    for config in (SamplingParams, SpecConfig, EngineConfig, ServeConfig):
         summary = str(config.__doc__).split("\n\n", maxsplit=1)[0]
         parts.append(f"## `{config.__name__}`\n\n{summary}\n")
         parts += [_section(config, option) for option in options_of(config).values()]

@@ -163,6 +163,10 @@ class Engine:
                 bar.update(len(outputs) == params_list[event.prompt_index].n)
         return [_with_others(outputs) for outputs in samples]
 
+    def prompt_ids(self, prompt: Prompt) -> list[int]:
+        """The ids of a prompt, as `generate` reads it; ValueError for one that cannot be run."""
+        return self._factory.prompt_ids(prompt)
+
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
@@ -260,6 +264,12 @@ class Engine:
     def drafter(self) -> Drafter | None:
         """The drafter that is on, or was on last."""
         return self._speculation.known
+
+    @property
+    def drafters(self) -> dict[str | None, int]:
+        """Names for `SamplingParams.drafter`, None the engine's own, with the K of each."""
+        speculations = self._loop.speculations
+        return {name: each.num_speculative_tokens for name, each in speculations.items()}
 
     @property
     def is_speculative(self) -> bool:

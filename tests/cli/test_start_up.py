@@ -17,7 +17,10 @@ from ..test_layers import ROOT
 PROMPT = ["generate", "--prompt", "a"]
 COMMAND_LINES = [
     ["--help"],
-    *([command, "--help"] for command in ("generate", "demo", "bench", "tune", "simulate")),
+    *(
+        [command, "--help"]
+        for command in ("generate", "demo", "bench", "tune", "simulate", "serve", "chat", "batch")
+    ),
     ["train", "glide", "--help"],
     [*PROMPT, "-k", "0"],
     [*PROMPT, "--method", "medusa"],

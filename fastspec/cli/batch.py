@@ -1,0 +1,63 @@
+"""`fastspec batch`: answer a file of prompts, by several processes if there is room."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fastspec.cli.display import progress_bar
+from fastspec.cli.errors import check_can_write, check_draft, quiet_libraries, report
+from fastspec.cli.options import Config, Draft, Flags, Target, Threads, drafts_of, with_flags
+from fastspec.config import EngineConfig, SamplingParams, SpecConfig
+
+
+@with_flags
+def batch(
+    params: Annotated[SamplingParams, Flags(without=("logprobs", "prompt_logprobs"))],
+    spec: Annotated[SpecConfig, Flags()],
+    config: Annotated[EngineConfig, Flags()],
+    input_file: Annotated[
+        Path,
+        typer.Option(
+            "--input",
+            metavar="FILE.jsonl",
+            help='JSON lines, each an object with "prompt" or "messages"; the rest is kept.',
+        ),
+    ],
+    output_file: Annotated[
+        Path,
+        typer.Option(
+            "--output",
+            metavar="FILE.jsonl",
+            help="The same objects with their answers; a run that was cut off goes on from"
+            " FILE.jsonl.part.",
+        ),
+    ],
+    replicas: Annotated[
+        int, typer.Option(min=1, max=256, help="Processes, each with an engine of its own.")
+    ] = 1,
+    target: Target = "tiny",
+    draft: Draft = None,
+    config_file: Config = None,
+    threads: Threads = None,
+) -> None:
+    """Answer every prompt of a file, in its order; the same command goes on after a break."""
+    check_draft(spec.method, draft)
+    check_can_write("--output", output_file)
+    quiet_libraries()
+    from fastspec.tools.batch import BatchJob, run_batch
+
+    job = BatchJob(target, drafts_of(draft, spec.method), params, spec, config, threads)
+    with progress_bar("prompts") as bar:
+        task = bar.add_task("answering")
+        num_failed = run_batch(
+            job,
+            input_file,
+            output_file,
+            replicas,
+            lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    typer.echo(str(output_file))
+    if num_failed:
+        report(f"{num_failed} prompts failed; their error says why")
+        raise typer.Exit(1)

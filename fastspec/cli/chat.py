@@ -1,0 +1,324 @@
+"""`fastspec chat`: a conversation in the terminal that shows who wrote each token."""
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from fastspec.cli.display import SourceWriter, number
+from fastspec.cli.errors import note
+from fastspec.cli.options import Config, Draft, Flags, Target, Threads, drafts_of, with_flags
+from fastspec.cli.serve import ChatTemplate, load_engine
+from fastspec.config import EngineConfig, SamplingParams, SpecConfig
+from fastspec.config.checks import require
+
+if TYPE_CHECKING:
+    from fastspec.engine.engine import Engine
+    from fastspec.engine.outputs import RequestOutput
+
+_HELP = """\
+/speculative      answer speculatively, on or off
+/target           answer by the target alone, on or off: the other answers are compared with it
+/drafter          answer by the draft model alone, on or off
+/ngram            answer with drafts of n-grams, on or off
+/gamma N          draft N tokens in each step
+/length N         new tokens of an answer at most
+/processor NAME   greedy, multinomial T, topk T K, nucleus T P or topknucleus T K P
+/chat             wrap what you type in the chat template and remember it, on or off
+/cache            what is cached
+/debug            show what each step accepted, on or off
+/clear            forget the conversation and clear the screen
+/quit             the end; Ctrl-C stops an answer, Ctrl-D ends too"""
+# romsto's names of ways to choose tokens, and what their numbers are.
+_PROCESSORS = {
+    "greedy": (),
+    "multinomial": ("temperature",),
+    "topk": ("temperature", "top_k"),
+    "nucleus": ("temperature", "top_p"),
+    "topknucleus": ("temperature", "top_k", "top_p"),
+}
+_CLEAR_SCREEN = "\033[2J\033[H"
+
+
+@with_flags
+def chat(
+    params: Annotated[
+        SamplingParams,
+        Flags("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", temperature=0.0),
+    ],
+    spec: Annotated[SpecConfig, Flags()],
+    config: Annotated[EngineConfig, Flags()],
+    target: Target = "tiny",
+    draft: Draft = None,
+    config_file: Config = None,
+    chat_template: ChatTemplate = None,
+    threads: Threads = None,
+) -> None:
+    """Talk to a model, and see what speculation does for each answer."""
+    engine = load_engine(target, draft, spec, config, "", chat_template, threads)
+    from fastspec.models.named import own_draft
+
+    drafts = drafts_of(draft, spec.method) or own_draft(target, spec.method)
+    drafter = drafts if isinstance(drafts, str) else None
+    chat = Chat(engine, drafter, params, config, Console(highlight=False, soft_wrap=True))
+    note("/help lists the commands")
+    if engine.tokenizer is None:
+        raise typer.BadParameter("--target: it has no tokenizer")
+    while (line := _read_line()) is not None:
+        if line.strip() == "/quit":
+            break
+        chat.take(line)
+
+
+def _read_line() -> str | None:
+    """What the user types next; None at the end."""
+    if not sys.stdin.isatty():
+        line = sys.stdin.readline()
+        return line.rstrip("\n") if line else None
+    import readline  # noqa: F401 (input() edits lines and remembers them then)
+
+    while True:
+        try:
+            return input("> ")
+        except KeyboardInterrupt:
+            typer.echo("\n/quit or Ctrl-D ends")
+        except EOFError:
+            typer.echo()
+            return None
+
+
+@dataclass
+class Run:
+    """One way to answer: whether it is on, and what the engine is told."""
+
+    is_on: bool
+    drafter: str | None = None
+
+
+class Chat:
+    """A conversation with an engine, in lines that are commands or something to answer.
+
+    Args:
+        drafter: names the draft model, to let it answer alone; None = there is none.
+        config: of the engine that runs it then.
+    """
+
+    def __init__(
+        self,
+        engine: "Engine",
+        drafter: str | None,
+        params: SamplingParams,
+        config: EngineConfig,
+        console: Console,
+    ):
+        self._engine = engine
+        self._drafter = drafter
+        self._draft_engine: Engine | None = None
+        self._params = params
+        self._config = config
+        self._console = console
+        self._messages: list[dict[str, str]] = []
+        self._uses_template = getattr(engine.tokenizer, "chat_template", None) is not None
+        self._debugs = False
+        self._num_ngrams: int | None = None
+        self._runs = {
+            "speculative": Run(engine.is_speculative),
+            "ngram": Run(False, "ngram"),
+            "drafter": Run(False),
+            "target": Run(True, "none"),
+        }
+
+    def take(self, line: str) -> None:
+        """Answer a line, or do what it commands; what cannot be done is said in a line."""
+        name, *words = line.split() or [""]
+        commands: dict[str, tuple[Callable[..., None], int | None]] = {
+            **{f"/{name}": (partial(self._toggle, name), 0) for name in self._runs},
+            "/gamma": (self._set_gamma, 1),
+            "/length": (self._set_length, 1),
+            "/processor": (self._set_processor, None),
+            "/chat": (self._toggle_chat, 0),
+            "/cache": (self._tell_cache, 0),
+            "/debug": (self._toggle_debug, 0),
+            "/clear": (self._clear, 0),
+            "/help": (partial(self._say, _HELP), 0),
+        }
+        try:
+            if not name.startswith("/"):
+                if name:
+                    self._answer(line)
+                return
+            if name not in commands:
+                raise ValueError(f"there is no command {name}; /help lists them")
+            command, count = commands[name]
+            fits = count is None or len(words) == count
+            require(name, " ".join(words), fits, "one number" if count else "nothing after it")
+            command(*words)
+        except ValueError as error:
+            self._say(str(error))
+
+    def _answer(self, text: str) -> None:
+        """Answer in every way that is on, the target last, and compare."""
+        from fastspec.models.loading import chat_prompt_ids
+
+        prompt: str | list[int] = text
+        if self._uses_template:
+            messages = [*self._messages, {"role": "user", "content": text}]
+            prompt = chat_prompt_ids(self._engine.tokenizer, messages, add_generation_prompt=True)
+        speeds: dict[str, float] = {}
+        first: RequestOutput | None = None
+        for name, run in self._runs.items():
+            if not run.is_on:
+                continue
+            output, speed = self._run(name, run, prompt)
+            first = first or output
+            if output.finish_reason == "abort":
+                break
+            speeds[name] = speed
+        if first is None:
+            raise ValueError("nothing answers: turn /speculative or /target on")
+        self._compare(speeds)
+        if self._uses_template:
+            self._messages += [
+                {"role": "user", "content": text},
+                {"role": "assistant", "content": first.text},
+            ]
+
+    def _run(self, name: str, run: Run, prompt: str | list[int]) -> tuple["RequestOutput", float]:
+        """One answer as it comes, then how it went; its tokens per second."""
+        engine = self._engine if name != "drafter" else self._drafting_engine()
+        params = replace(self._params, drafter=run.drafter)
+        self._console.print(Text(f"[{name}]", style="dim"))
+        writer = SourceWriter(self._console)
+        steps: list[list[str]] = [[]]
+        start = time.perf_counter()
+        request_id, output, source = engine.add_request(prompt, params), None, "target"
+        try:
+            while output is None:
+                for event in engine.step():
+                    output = event.output
+                    source = event.source or source
+                    if event.text:
+                        writer.write(event.text, source)
+                    if event.source is not None:
+                        steps[-1].append(f"{event.drafter or event.source} {event.text!r}")
+                        if event.source != "draft":
+                            steps.append([])
+                self._console.file.flush()
+        except KeyboardInterrupt:
+            ended = engine.abort(request_id)
+            output = ended or next(event.output for event in engine.step() if event.output)
+        seconds = time.perf_counter() - start
+        self._console.print()
+        if self._debugs:
+            for place, step in enumerate(filter(None, steps), 1):
+                self._console.print(Text(f"  step {place}: {', '.join(step)}", style="dim"))
+        self._report(output, seconds)
+        return output, len(output.token_ids) / seconds
+
+    def _report(self, output: "RequestOutput", seconds: float) -> None:
+        stats = output.stats
+        told = f"{len(output.token_ids)} tokens, {len(output.token_ids) / seconds:.1f} tokens/s"
+        if stats.acceptance_rate is not None:
+            length = number(stats.mean_acceptance_length)
+            told += f", acceptance rate {stats.acceptance_rate:.2f}, {length} tokens per step"
+        if output.finish_reason in ("abort", "error"):
+            told += f", {output.error or 'stopped'}"
+        self._console.print(Text(told, style="dim"))
+
+    def _compare(self, speeds: dict[str, float]) -> None:
+        """The gain of each answer over the target's."""
+        plain = speeds.pop("target", None)
+        for name, speed in speeds.items():
+            if plain:
+                gain = 100 * (speed / plain - 1)
+                self._console.print(Text(f"{name}: {gain:+.0f} % over the target", style="bold"))
+
+    def _drafting_engine(self) -> "Engine":
+        from fastspec.engine.engine import Engine
+
+        if self._drafter is None:
+            raise ValueError("/drafter: there is no draft model that could answer alone")
+        if self._draft_engine is None:
+            self._draft_engine = Engine(self._drafter, spec="none", config=self._config)
+        return self._draft_engine
+
+    def _toggle(self, name: str) -> None:
+        run = self._runs[name]
+        if not run.is_on:
+            if name == "speculative" and not self._engine.is_speculative:
+                raise ValueError("/speculative: there is no drafter; see --method and --draft")
+            if name == "drafter":
+                self._drafting_engine()
+            if name == "ngram" and "ngram" not in self._engine.drafters:
+                self._engine.add_drafter("ngram", SpecConfig("ngram", self._num_ngrams))
+        run.is_on = not run.is_on
+        self._say(f"{name} is {'on' if run.is_on else 'off'}")
+
+    def _set_gamma(self, value: str) -> None:
+        count = _whole("/gamma", value)
+        if self._engine.is_speculative:
+            self._engine.enable_spec_dec(n_spec_tokens=count)
+        self._num_ngrams = count
+        if "ngram" in self._engine.drafters:
+            self._engine.remove_drafter("ngram")
+            self._engine.add_drafter("ngram", SpecConfig("ngram", count))
+        self._say(f"{count} draft tokens in each step")
+
+    def _set_length(self, value: str) -> None:
+        self._params = replace(self._params, max_tokens=_whole("/length", value))
+        self._say(f"at most {self._params.max_tokens} new tokens")
+
+    def _set_processor(self, name: str = "", *values: str) -> None:
+        require("/processor", name, name in _PROCESSORS, f"one of {', '.join(_PROCESSORS)}")
+        fields = _PROCESSORS[name]
+        fits = len(values) == len(fields)
+        require("/processor", " ".join(values), fits, f"{name} {' '.join(fields)}".strip())
+        numbers = {
+            field: _whole(field, value) if field == "top_k" else _number(field, value)
+            for field, value in zip(fields, values, strict=True)
+        }
+        plain = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        self._params = replace(self._params, **(plain | numbers))
+        self._say(f"tokens are chosen by {' '.join((name, *values))}")
+
+    def _toggle_chat(self) -> None:
+        if getattr(self._engine.tokenizer, "chat_template", None) is None:
+            raise ValueError("/chat: the tokenizer has no chat template; see --chat-template")
+        self._uses_template = not self._uses_template
+        self._say(f"the chat template is {'on' if self._uses_template else 'off'}")
+
+    def _toggle_debug(self) -> None:
+        self._debugs = not self._debugs
+        self._say(f"debugging is {'on' if self._debugs else 'off'}")
+
+    def _tell_cache(self) -> None:
+        shared = self._config.prefix_caching
+        how = "is kept for the next answer" if shared else "is not (--prefix-caching keeps it)"
+        self._say(f"Keys and values are always cached; what a conversation begins with {how}.")
+
+    def _clear(self) -> None:
+        self._messages = []
+        if self._console.is_terminal:
+            self._console.file.write(_CLEAR_SCREEN)
+        self._say("the conversation is empty")
+
+    def _say(self, text: str) -> None:
+        self._console.print(Text(text))
+
+
+def _whole(name: str, value: str) -> int:
+    require(name, value, value.isdecimal() and int(value) > 0, "a whole number > 0")
+    return int(value)
+
+
+def _number(name: str, value: str) -> float:
+    try:
+        return float(value)
+    except ValueError as error:
+        raise ValueError(f"{name}: expected a number, got {value!r}") from error

@@ -1,0 +1,111 @@
+"""`fastspec serve`: OpenAI's HTTP interface and a page that shows who wrote each token."""
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fastspec.cli.errors import check_draft, note, quiet_libraries, usage_errors
+from fastspec.cli.options import Config, Draft, Flags, Target, Threads, drafts_of, with_flags
+from fastspec.config import EngineConfig, SpecConfig
+from fastspec.config.files import read_text
+from fastspec.config.methods import method_named, methods
+from fastspec.config.serve import ServeConfig
+
+if TYPE_CHECKING:
+    from fastspec.engine.engine import Engine
+
+Methods = Annotated[
+    str,
+    typer.Option(
+        metavar="NAMES",
+        help="Methods that can be chosen beside --method, with commas between them; the K of"
+        " --num-speculative-tokens is theirs, too. none can always be chosen.",
+    ),
+]
+ChatTemplate = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", help="Chat template in Jinja, in the place of the tokenizer's own."
+    ),
+]
+
+
+@with_flags
+def serve(
+    serving: Annotated[ServeConfig, Flags()],
+    spec: Annotated[SpecConfig, Flags()],
+    config: Annotated[EngineConfig, Flags()],
+    target: Target = "tiny",
+    draft: Draft = None,
+    config_file: Config = None,
+    methods: Methods = "prompt_lookup,ngram",
+    chat_template: ChatTemplate = None,
+    threads: Threads = None,
+) -> None:
+    """Serve OpenAI's HTTP interface, and a page that shows who wrote each token."""
+    with usage_errors():
+        has_keys = bool(serving.api_keys())
+    try:
+        from fastspec.serve.app import is_loopback
+        from fastspec.serve.server import listen, new_server
+    except ImportError as error:
+        message = f"{error}; pip install 'fastspec-kernels[serve]'"
+        raise typer.BadParameter(message) from error
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    with listen(serving) as listener:
+        engine = load_engine(target, draft, spec, config, methods, chat_template, threads)
+        if not has_keys and not is_loopback(serving.host):
+            note(f"whoever reaches {serving.host} may use this server: there are no API keys")
+        host = f"[{serving.host}]" if ":" in serving.host else serving.host
+        port = listener.getsockname()[1]
+        note(f"serving {Path(target).name} at http://{host}:{port}/ until Ctrl-C")
+        new_server(engine, serving, Path(target).name).run(sockets=[listener])
+
+
+def load_engine(
+    target: str,
+    draft: str | None,
+    spec: SpecConfig,
+    config: EngineConfig,
+    extra_methods: str,
+    chat_template: Path | None,
+    threads: int | None,
+) -> "Engine":
+    """An engine with its own drafter and those of other methods, by their names."""
+    check_draft(spec.method, draft)
+    with usage_errors():
+        names = [name.strip() for name in extra_methods.split(",") if name.strip()]
+        names = [name for name in dict.fromkeys(names) if name not in (spec.method, "none")]
+        specs = {
+            method_named(name).name: SpecConfig(
+                name,
+                None if name == "cascade" else spec.num_speculative_tokens,
+                schedule=spec.schedule,
+            )
+            for name in names
+        }
+        if "auto" in specs:
+            raise ValueError("methods: auto is for --method")
+        template = None
+        if chat_template is not None:
+            template = read_text("chat_template", chat_template)
+    quiet_libraries()
+    import torch
+
+    from fastspec.engine.engine import Engine
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    engine = Engine(target, drafts_of(draft, spec.method), spec=spec, config=config)
+    if template is not None:
+        if engine.tokenizer is None:
+            raise typer.BadParameter("--chat-template: the target has no tokenizer")
+        engine.tokenizer.chat_template = template
+    own = engine.drafter.name if engine.drafter is not None else None
+    for name, each in specs.items():
+        if name != own:
+            drafter = drafts_of(draft, name) if methods()[name].needs_draft else None
+            engine.add_drafter(name, each, drafter)
+    return engine

@@ -1,0 +1,444 @@
+"""The HTTP interface: OpenAI's endpoints, the published demo's /predict, health and metrics."""
+
+import asyncio
+import base64
+import hashlib
+import hmac
+import logging
+import re
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from functools import partial
+from importlib.resources import files
+from ipaddress import ip_address
+from time import perf_counter
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import HTMLResponse, JSONResponse, Response
+from starlette.exceptions import HTTPException
+from starlette.routing import Route
+
+from fastspec.config import SamplingParams
+from fastspec.config.checks import require
+from fastspec.config.serve import ServeConfig
+from fastspec.engine.engine import Engine
+from fastspec.engine.outputs import RequestOutput
+from fastspec.models.loading import chat_prompt_ids
+from fastspec.serve.engine_thread import EngineFailure, EngineThread, Generation
+from fastspec.serve.metrics import ServerMetrics
+from fastspec.serve.replies import Answer, error_body, server_event
+from fastspec.serve.requests import Asked, chat, completion, parse_body
+
+logger = logging.getLogger(__name__)
+
+_LAST_WORDS = 1.0  # seconds that a client has to take the end of a stream that is cut
+_RETRY_AFTER = {"Retry-After": "1"}
+_OPEN_PATHS = ("/", "/health")  # for whoever has no API key
+_HEADERS = ((b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer"))
+_PREDICT = SamplingParams(max_tokens=40, top_k=10, top_p=0.9)  # as the published server has it
+
+Receive = Callable[[], Any]
+Send = Callable[[Mapping[str, Any]], Any]
+
+
+class Refused(Exception):
+    """An answer that is an error."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ):
+        super().__init__(message)
+        body = error_body(status, message, code)
+        self.response = JSONResponse(body, status, headers=dict(headers or {}))
+
+
+class ClientGone(Exception):
+    """Nobody waits for the answer."""
+
+
+def create_app(
+    engine: Engine,
+    config: ServeConfig = ServeConfig(),  # noqa: B008 (frozen)
+    model: str = "fastspec",
+    api_keys: tuple[str, ...] = (),
+) -> FastAPI:
+    """The application of one engine; its lifespan begins and ends the engine's thread.
+
+    Args:
+        model: its name, unless config has one.
+        api_keys: one of these has to come with each request; none = everybody may ask.
+    """
+    model = config.served_model_name or model
+    metrics = ServerMetrics(engine, model)
+    thread = EngineThread(engine)
+    own = engine.drafter.name if engine.drafter is not None else "none"
+    drafters = {str(name): name for name in engine.drafters if name is not None}
+    drafters |= {own: None} if own not in drafters else {}
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        thread.start()
+        yield
+        await thread.stop()
+
+    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    for path, kind in (
+        ("/v1/completions", "completion"),
+        ("/v1/chat/completions", "chat"),
+        ("/predict", "predict"),
+    ):
+        endpoint = Endpoint(kind, engine, thread, metrics, config, model, drafters)
+        app.router.routes.append(Route(path, endpoint, methods=["POST"]))
+
+    card = {
+        "id": model,
+        "object": "model",
+        "created": 0,
+        "owned_by": "fastspec",
+        "max_model_len": engine.max_model_len,
+        "speculation": {
+            "default": own,
+            "methods": {name: engine.drafters[drafter] for name, drafter in drafters.items()},
+        },
+        "has_chat_template": getattr(engine.tokenizer, "chat_template", None) is not None,
+    }
+
+    @app.get("/v1/models")
+    async def models() -> JSONResponse:
+        return JSONResponse({"object": "list", "data": [card]})
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> JSONResponse:
+        _check_model(name, model)
+        return JSONResponse(card)
+
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/metrics")
+    async def metrics_page() -> Response:
+        return Response(metrics.page(), media_type="text/plain; version=0.0.4")
+
+    page = files("fastspec.serve").joinpath("page.html").read_text(encoding="utf-8")
+    page_headers = {"Content-Security-Policy": _policy(page), "Cache-Control": "no-cache"}
+
+    @app.get("/")
+    async def home() -> HTMLResponse:
+        return HTMLResponse(page, headers=page_headers)
+
+    @app.exception_handler(HTTPException)
+    async def refused(request: Request, error: HTTPException) -> JSONResponse:
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        return JSONResponse(error_body(error.status_code, message), error.status_code)
+
+    @app.exception_handler(Refused)
+    async def refused_here(request: Request, error: Refused) -> JSONResponse:
+        return error.response
+
+    @app.exception_handler(Exception)
+    async def failed(request: Request, error: Exception) -> JSONResponse:
+        return JSONResponse(error_body(500, "internal error; the server's log has it"), 500)
+
+    app.add_middleware(Guard, hosts=_allowed_hosts(config), api_keys=api_keys, metrics=metrics)
+    return app
+
+
+class Guard:
+    """Who may ask: the Host header, the API key. It also counts answers and adds headers."""
+
+    def __init__(
+        self,
+        app: Any,
+        hosts: frozenset[str] | None,
+        api_keys: tuple[str, ...],
+        metrics: ServerMetrics,
+    ):
+        self._app = app
+        self._hosts = hosts
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
+        self._metrics = metrics
+
+    async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def counted(message: Mapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                self._metrics.responses.labels(str(message["status"])).inc()
+                message = {**message, "headers": [*message["headers"], *_HEADERS]}
+            await send(message)
+
+        headers = dict(scope["headers"])
+        try:
+            self._check(scope["path"], headers)
+        except Refused as error:
+            await error.response(dict(scope), receive, counted)
+        else:
+            await self._app(scope, receive, counted)
+
+    def _check(self, path: str, headers: Mapping[bytes, bytes]) -> None:
+        if self._hosts is not None:
+            host = _host_name(headers.get(b"host", b"").decode("latin-1"))
+            if host not in self._hosts:
+                message = f"the Host header names {host!r:.80}; --allowed-host allows more names"
+                raise Refused(403, message)
+        if self._digests and path not in _OPEN_PATHS:
+            scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+            digest = hashlib.sha256(key.strip()).digest()
+            known = [hmac.compare_digest(digest, each) for each in self._digests]
+            if scheme.lower() != b"bearer" or not any(known):
+                message = "expected a known API key: Authorization: Bearer KEY"
+                raise Refused(401, message, "invalid_api_key", {"WWW-Authenticate": "Bearer"})
+
+
+class Endpoint:
+    """One kind of request, from its body to the last byte of its answer, as an ASGI application.
+
+    It works on an answer and listens for the end of the connection at once: then, and when the
+    time is up, the generation is aborted.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        engine: Engine,
+        thread: EngineThread,
+        metrics: ServerMetrics,
+        config: ServeConfig,
+        model: str,
+        drafters: Mapping[str, str | None],
+    ):
+        self._kind = kind
+        self._engine = engine
+        self._thread = thread
+        self._metrics = metrics
+        self._config = config
+        self._model = model
+        self._drafters = drafters
+
+    async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
+        stream = Stream(send)
+        work = asyncio.ensure_future(self._answer(scope, receive, stream))
+        try:
+            await asyncio.wait({work}, timeout=self._config.request_timeout)
+        finally:
+            in_time = work.done()
+            work.cancel()
+            await asyncio.wait({work})
+        try:
+            response = work.result() if in_time else self._too_late().response
+        except ClientGone:
+            return
+        except Refused as error:
+            response = error.response
+        except EngineFailure as error:
+            response = Refused(500, f"{error}; the server's log has more").response
+        if not stream.has_begun:
+            if response is not None:
+                await response(dict(scope), receive, send)
+        elif response is not None:  # an error in the middle of a stream
+            last = server_event(bytes(response.body).decode()) + server_event("[DONE]")
+            end = asyncio.ensure_future(stream.write(last, is_last=True))
+            await asyncio.wait({end}, timeout=_LAST_WORDS)
+            end.cancel()
+
+    def _too_late(self) -> Refused:
+        seconds = self._config.request_timeout
+        return Refused(504, f"the answer took more than {seconds:g} seconds", "timeout")
+
+    async def _answer(
+        self, scope: Mapping[str, Any], receive: Receive, stream: "Stream"
+    ) -> Response | None:
+        """The response, unless it was streamed; Refused, ClientGone or EngineFailure."""
+        start = perf_counter()
+        asked = self._parse(await self._body(scope, receive))
+        generation = await self._open(asked)
+        gone = asyncio.ensure_future(_disconnected(receive))
+        try:
+            work = asyncio.ensure_future(self._run(asked, generation, stream, start))
+            try:
+                await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+                if not work.done():
+                    raise ClientGone
+                return work.result()
+            finally:
+                work.cancel()
+        finally:
+            gone.cancel()
+            generation.close()
+
+    async def _body(self, scope: Mapping[str, Any], receive: Receive) -> bytes:
+        headers = dict(scope["headers"])
+        content_type = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
+        if content_type != b"application/json":  # also what keeps other sites' forms out
+            raise Refused(415, "Content-Type: expected application/json")
+        most = self._config.max_body_bytes
+        too_long = Refused(413, f"the body has more than {most} bytes")
+        if int(headers.get(b"content-length", b"0")) > most:
+            raise too_long
+        body = bytearray()
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            body += message.get("body", b"")
+            if len(body) > most:
+                raise too_long
+            if not message.get("more_body"):
+                return bytes(body)
+
+    def _parse(self, body: bytes) -> Asked:
+        try:
+            parsed = parse_body(body)
+            if self._kind == "predict":
+                prompt = parsed.get("prompt")
+                fits = {*parsed} == {"prompt"} and isinstance(prompt, str)
+                require("body", [*parsed], fits, 'an object like {"prompt": "a text"}')
+                return Asked([str(prompt)], _PREDICT, False, False, False, False)
+            asked = (chat if self._kind == "chat" else completion)(
+                parsed, self._config, self._drafters
+            )
+        except ValueError as error:
+            raise Refused(400, str(error)) from error
+        _check_model(parsed.get("model"), self._model)
+        return asked
+
+    async def _open(self, asked: Asked) -> Generation:
+        prompts = [asked.prompts] if self._kind == "chat" else asked.prompts
+        num_texts, most = len(prompts) * asked.params.n, self._config.max_requests
+        if self._thread.num_texts + num_texts > most:
+            message = f"{most} texts are generated already; try again later"
+            raise Refused(429, message, "server_busy", _RETRY_AFTER)
+        try:
+            made = [partial(self._prompt_ids, prompt, asked.template) for prompt in prompts]
+            return await self._thread.open(made, asked.params)
+        except (ValueError, RecursionError) as error:
+            raise Refused(400, str(error)) from error
+
+    def _prompt_ids(self, prompt: Any, template: Mapping[str, Any] | None) -> list[int]:
+        """The ids of a prompt, made in the engine's thread."""
+        if template is not None:
+            options = {"add_generation_prompt": True, **template}
+            prompt = chat_prompt_ids(self._engine.tokenizer, prompt, **options)
+        ids, most = self._engine.prompt_ids(prompt), self._config.max_prompt_tokens
+        if most is not None and len(ids) > most:
+            raise ValueError(f"prompt: has {len(ids)} tokens; the limit is {most}")
+        return ids
+
+    async def _run(
+        self, asked: Asked, generation: Generation, stream: "Stream", start: float
+    ) -> Response | None:
+        """Send tokens as they come, or wait for all of them."""
+        answer = self._new_answer(asked, generation)
+        outputs: list[RequestOutput] = []
+        is_first = True
+        async for events in generation.steps():
+            if is_first:
+                self._metrics.time_to_first_token.observe(perf_counter() - start)
+                is_first = False
+            outputs += [event.output for event in events if event.output is not None]
+            if broken := next((each for each in outputs if each.error is not None), None):
+                raise Refused(500, str(broken.error), "generation_failed")
+            if asked.stream:
+                await stream.write(answer.chunks(events))
+            else:
+                for event in events:
+                    answer.add(event)
+        self._metrics.request_latency.observe(perf_counter() - start)
+        if asked.stream:
+            await stream.write(answer.last_chunks(), is_last=True)
+            return None
+        if self._kind == "predict":
+            return JSONResponse(outputs[0].text)
+        return JSONResponse(answer.whole())
+
+    def _new_answer(self, asked: Asked, generation: Generation) -> Answer:
+        params = asked.params
+        num_tokens = params.num_speculative_tokens
+        if num_tokens is None:
+            num_tokens = self._engine.drafters[params.drafter]
+        tokenizer = self._engine.tokenizer
+        return Answer(
+            self._kind == "chat",
+            self._model,
+            asked,
+            num_tokens,
+            (lambda token_id: str(tokenizer.decode([token_id]))) if tokenizer else str,
+            generation.places,
+        )
+
+
+class Stream:
+    """An answer that is sent as it is made, as server-sent events."""
+
+    def __init__(self, send: Send):
+        self._send = send
+        self.has_begun = False
+
+    async def write(self, body: bytes, is_last: bool = False) -> None:
+        """Send a part; waits while the client reads more slowly."""
+        if not self.has_begun:
+            self.has_begun = True
+            headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-store")]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        message = {"type": "http.response.body", "body": body, "more_body": not is_last}
+        await self._send(message)
+
+
+async def _disconnected(receive: Receive) -> None:
+    """Return when the client has gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _check_model(name: Any, model: str) -> None:
+    if name is not None and name != model:
+        message = f"model: there is no {name!r:.80} here, but {model!r}"
+        raise Refused(404, message, "model_not_found")
+
+
+def _allowed_hosts(config: ServeConfig) -> frozenset[str] | None:
+    """Names that the Host header may have; None = any."""
+    given = {name.lower() for name in config.allowed_host}
+    if "*" in given:
+        return None
+    if is_loopback(config.host):
+        return frozenset({"localhost", "127.0.0.1", "[::1]", config.host.lower(), *given})
+    return frozenset(given) or None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can connect to an address."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def _host_name(header: str) -> str:
+    """The Host header without its port."""
+    return re.sub(r":\d+$", "", header.strip().lower())
+
+
+def _policy(page: str) -> str:
+    """What the page may do: its own script and style, and requests to this server."""
+    hashes = {}
+    for tag in ("script", "style"):
+        (text,) = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.S)
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        hashes[tag] = f"'sha256-{digest}'"
+    return (
+        f"default-src 'none'; script-src {hashes['script']}; style-src {hashes['style']};"
+        " connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none';"
+        " frame-ancestors 'none'"
+    )

@@ -1,0 +1,190 @@
+"""One thread that steps an engine, and asyncio tasks that ask it for texts."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Any
+
+from fastspec.config import SamplingParams
+from fastspec.engine.engine import Engine
+from fastspec.engine.outputs import StreamEvent
+from fastspec.engine.prompts import Prompt
+
+logger = logging.getLogger(__name__)
+
+
+class EngineFailure(Exception):
+    """The engine cannot step, whatever it is asked for."""
+
+
+class Generation:
+    """The texts of some prompts, as they grow.
+
+    Attributes:
+        num_texts: of all prompts together.
+        places: of the prompts, by the ids of their requests.
+        num_left: texts of each request that have not ended.
+    """
+
+    def __init__(self, close: Callable[["Generation"], None], num_texts: int):
+        self.num_texts = num_texts
+        self.places: dict[str, int] = {}
+        self.num_left: dict[str, int] = {}
+        self.inbox: asyncio.Queue[list[StreamEvent] | EngineFailure] = asyncio.Queue()
+        self._close = close
+
+    async def steps(self) -> AsyncIterator[list[StreamEvent]]:
+        """What each step of the engine added.
+
+        Raises:
+            EngineFailure: the engine cannot go on.
+        """
+        num_left = self.num_texts
+        while num_left:
+            events = await self.inbox.get()
+            if isinstance(events, EngineFailure):
+                raise events
+            num_left -= sum(event.output is not None for event in events)
+            yield events
+
+    def close(self) -> None:
+        """Abort what still runs."""
+        self._close(self)
+
+
+class EngineThread:
+    """Steps an engine while it has requests, and hands each its events.
+
+    Everything that touches the engine happens in this thread, between two steps; tasks wait for
+    nothing but their own texts.
+    """
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        self.num_texts = 0  # asked for and not ended
+        self._calls: SimpleQueue[tuple[Callable[[], Any], Future] | None] = SimpleQueue()
+        self._generations: dict[str, Generation] = {}  # by the ids of requests that run
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = Thread(target=self._run, name="fastspec-engine", daemon=True)
+
+    def start(self) -> None:
+        """Begin, for the tasks of the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """Abort everything and end the thread."""
+        self._calls.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    async def open(
+        self, prompts: Sequence[Callable[[], Prompt]], params: SamplingParams
+    ) -> Generation:
+        """Queue prompts, all or none.
+
+        Args:
+            prompts: functions that make them, since tokenizers are no good in several threads.
+        Raises:
+            ValueError: a prompt or parameter that cannot be run.
+        """
+        generation = Generation(self._close, len(prompts) * params.n)
+        self.num_texts += generation.num_texts
+        queued = self._call(lambda: self._add(generation, prompts, params))
+        try:
+            await asyncio.wrap_future(queued)
+        except BaseException:
+            generation.close()
+            raise
+        return generation
+
+    def _close(self, generation: Generation) -> None:
+        self.num_texts -= generation.num_texts
+        generation.num_texts = 0
+        self._call(lambda: self._abort(generation))
+
+    def _call(self, call: Callable[[], Any]) -> Future:
+        """Do something between two steps."""
+        future: Future = Future()
+        self._calls.put((call, future))
+        return future
+
+    def _add(
+        self,
+        generation: Generation,
+        prompts: Sequence[Callable[[], Prompt]],
+        params: SamplingParams,
+    ) -> None:
+        for place, prompt in enumerate(prompts):
+            request_id = self.engine.add_request(prompt(), params)
+            self._generations[request_id] = generation
+            generation.places[request_id] = place
+            generation.num_left[request_id] = params.n
+
+    def _abort(self, generation: Generation) -> None:
+        for request_id in generation.places:
+            if self._generations.pop(request_id, None) is not None:
+                self.engine.abort(request_id)
+
+    def _run(self) -> None:
+        num_failures = 0
+        while self._do_calls():
+            if not self.engine.has_unfinished:
+                continue
+            try:
+                self._deliver(self.engine.step())
+                num_failures = 0
+            except Exception as error:  # a thread that ends would leave every client waiting
+                num_failures += 1
+                logger.exception("a step of the engine failed")
+                if num_failures > 1:  # one may be a drafter's, which harms no request
+                    self._fail(EngineFailure(f"{type(error).__name__} in a step of the engine"))
+        self._fail(EngineFailure("the server ends"))
+
+    def _do_calls(self) -> bool:
+        """Do what was asked for, waiting for it where the engine is idle; False at the end."""
+        waits = not self.engine.has_unfinished
+        while True:
+            try:
+                asked = self._calls.get(block=waits)
+            except Empty:
+                return True
+            if asked is None:
+                return False
+            waits = False
+            call, future = asked
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(call())
+                except Exception as error:  # whatever it is, it is the caller's
+                    future.set_exception(error)
+
+    def _deliver(self, events: list[StreamEvent]) -> None:
+        """Sort the events of a step by who waits for them."""
+        mail: dict[Generation, list[StreamEvent]] = {}
+        for event in events:
+            request_id = event.request_id
+            generation = self._generations[request_id]
+            mail.setdefault(generation, []).append(event)
+            if event.output is not None:
+                generation.num_left[request_id] -= 1
+                if not generation.num_left[request_id]:
+                    del self._generations[request_id]
+        self._post(mail)
+
+    def _fail(self, error: EngineFailure) -> None:
+        """End everything that runs."""
+        generations = {*self._generations.values()}
+        for generation in generations:
+            self._abort(generation)
+        self._post(dict.fromkeys(generations, error))
+
+    def _post(self, mail: Mapping[Generation, list[StreamEvent] | EngineFailure]) -> None:
+        def put() -> None:
+            for generation, content in mail.items():
+                generation.inbox.put_nowait(content)
+
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(put)

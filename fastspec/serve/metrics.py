@@ -1,0 +1,93 @@
+"""The engine's counters for Prometheus, by vLLM's names after the prefix `fastspec:`."""
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from fastspec.engine.engine import Engine
+
+_PREFIX = "fastspec:"
+_GAUGES = {
+    "num_requests_running": "Texts that are generated now.",
+    "num_requests_waiting": "Texts that wait for a place in the batch.",
+    "kv_cache_usage_perc": "Used part of the cache's blocks, from 0 to 1.",
+}
+_COUNTERS = {
+    "prompt_tokens": "Tokens of prompts.",
+    "prompt_tokens_cached": "Those of them that prefix caching found.",
+    "generation_tokens": "New tokens.",
+    "num_preemptions": "How often a text lost its blocks and was read again.",
+    "spec_decode_num_drafts": "Drafts that were judged.",
+    "spec_decode_num_draft_tokens": "Their tokens.",
+    "spec_decode_num_accepted_tokens": "Those of them that were accepted.",
+}
+_LABELLED = {
+    "request_success": ("finished_reason", "Texts that have ended, by the reason."),
+    "spec_decode_num_accepted_tokens_per_pos": (
+        "position",
+        "Accepted draft tokens, by their position in the draft.",
+    ),
+}
+_SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+_LONG = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+
+class EngineCollector:
+    """Reads the engine when it is asked; the engine counts anyway."""
+
+    def __init__(self, engine: Engine, model: str):
+        self._engine = engine
+        self._model = model
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics of the engine."""
+        values = self._engine.metrics()
+        for name, text in _GAUGES.items():
+            gauge = GaugeMetricFamily(_PREFIX + name, text, labels=["model_name"])
+            gauge.add_metric([self._model], values[name])
+            yield gauge
+        for name, text in _COUNTERS.items():
+            counter = CounterMetricFamily(_PREFIX + name, text, labels=["model_name"])
+            counter.add_metric([self._model], values[name])
+            yield counter
+        for name, (label, text) in _LABELLED.items():
+            value = values[name]
+            pairs = value.items() if isinstance(value, dict) else enumerate(value)
+            counter = CounterMetricFamily(_PREFIX + name, text, labels=["model_name", label])
+            for key, count in pairs:
+                counter.add_metric([self._model, str(key)], count)
+            yield counter
+
+
+class ServerMetrics:
+    """What the server itself measures, and the page of all metrics."""
+
+    def __init__(self, engine: Engine, model: str):
+        self._registry = CollectorRegistry()
+        self._registry.register(EngineCollector(engine, model))
+        labels = {"labelnames": ["model_name"], "registry": self._registry}
+        first = Histogram(
+            f"{_PREFIX}time_to_first_token_seconds",
+            "From a request's arrival to its first token.",
+            buckets=_SHORT,
+            **labels,
+        )
+        whole = Histogram(
+            f"{_PREFIX}e2e_request_latency_seconds",
+            "From a request's arrival to its last token.",
+            buckets=_LONG,
+            **labels,
+        )
+        self.time_to_first_token = first.labels(model)
+        self.request_latency = whole.labels(model)
+        self.responses = Counter(
+            f"{_PREFIX}http_responses",
+            "Answers, by their status.",
+            labelnames=["status"],
+            registry=self._registry,
+        )
+
+    def page(self) -> bytes:
+        """All metrics in Prometheus' text form."""
+        return generate_latest(self._registry)

@@ -1,0 +1,233 @@
+"""What the engine makes, in the shapes of OpenAI's answers."""
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+from uuid import uuid4
+
+from fastspec.engine.outputs import RequestOutput, StreamEvent
+from fastspec.engine.stats import SpecStats
+from fastspec.serve.requests import Asked
+
+_LEAST_LOGPROB = -9999.0  # JSON has no infinity
+_KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+_KINDS |= {429: "rate_limit_error"}
+
+
+def error_body(status: int, message: str, code: str | None = None) -> dict[str, Any]:
+    """An error as OpenAI's clients read it; a message that begins with a field's name has that."""
+    kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
+    field = re.match(r"(\w+): ", message)
+    param = field[1] if field and kind == "invalid_request_error" else None
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def server_event(data: Mapping[str, Any] | str) -> bytes:
+    """One event of a stream."""
+    text = data if isinstance(data, str) else json.dumps(data)
+    return f"data: {text}\n\n".encode()
+
+
+def acceptance(outputs: Iterable[RequestOutput], num_spec_tokens: int) -> dict[str, Any]:
+    """How speculation went, by vLLM's names; only steps with drafts count."""
+    stats = SpecStats()
+    for output in outputs:
+        stats.add(output.stats)
+    histogram = list(stats.acceptance_histogram)
+    if histogram:
+        histogram[0] -= stats.num_steps - stats.num_drafts
+    accepted, drafts = stats.num_accepted_tokens, stats.num_drafts
+    return {
+        "speculative_decoding": {
+            "mean_acceptance_length": 1 + accepted / drafts if drafts else None,
+            "draft_acceptance_rate": stats.acceptance_rate,
+            "acceptance_histogram": histogram,
+            "num_spec_steps": drafts,
+            "num_accepted_draft_tokens": accepted,
+            "num_draft_tokens": stats.num_draft_tokens,
+            "num_spec_tokens": num_spec_tokens,
+        }
+    }
+
+
+class Answer:
+    """One answer, whole or in chunks: a chunk has one token, so clients can count them.
+
+    Args:
+        is_chat: its form.
+        model: its name in the answer.
+        asked: what the client wants to know.
+        num_spec_tokens: K of the request.
+        decode: the text of one token.
+        places: of the prompts, by the ids of their requests.
+    """
+
+    def __init__(
+        self,
+        is_chat: bool,
+        model: str,
+        asked: Asked,
+        num_spec_tokens: int,
+        decode: Callable[[int], str],
+        places: Mapping[str, int],
+    ):
+        self._is_chat = is_chat
+        self._asked = asked
+        self._num_spec_tokens = num_spec_tokens
+        self._decode = decode
+        self._places = places
+        kind = "chat.completion" if is_chat else "text_completion"
+        self._head = {
+            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid4().hex}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._chunk_head = self._head | {"object": f"{kind}.chunk" if is_chat else kind}
+        self._lengths: dict[int, int] = {}  # of the texts, by the index of their choice
+        self._outputs: list[tuple[int, RequestOutput]] = []
+
+    def chunks(self, events: Sequence[StreamEvent]) -> bytes:
+        """What a step added, as events of a stream.
+
+        The end of a text, which is an event of its own, goes with its last token.
+        """
+        chunks: list[tuple[int, dict[str, Any]]] = []
+        for event in events:
+            chunk = self._chunk(event)
+            (choice,) = chunk["choices"]
+            if event.output is not None and chunks and chunks[-1][0] == choice["index"]:
+                (last,) = chunks[-1][1]["choices"]
+                last["finish_reason"] = choice["finish_reason"]
+                if self._is_chat:
+                    last["delta"]["content"] += event.text
+                else:
+                    last["text"] += event.text
+            else:
+                chunks.append((choice["index"], chunk))
+        return b"".join(server_event(chunk) for _, chunk in chunks)
+
+    def last_chunks(self) -> bytes:
+        """The end of a stream, with what was asked about all of it."""
+        extra = self._extra()
+        if self._asked.include_usage:
+            extra |= {"usage": self._usage()}
+        more = server_event({**self._chunk_head, "choices": [], **extra}) if extra else b""
+        return more + server_event("[DONE]")
+
+    def whole(self) -> dict[str, Any]:
+        """The answer, once `add` was given everything."""
+        pairs = sorted(self._outputs, key=lambda pair: pair[0])
+        choices = [self._choice(index, output) for index, output in pairs]
+        return {**self._head, "choices": choices, "usage": self._usage(), **self._extra()}
+
+    def add(self, event: StreamEvent) -> None:
+        """Keep the output of a text that has ended."""
+        if event.output is not None:
+            self._outputs.append((self._index(event), event.output))
+
+    def _index(self, event: StreamEvent) -> int:
+        return self._places[event.request_id] * self._asked.params.n + event.index
+
+    def _chunk(self, event: StreamEvent) -> dict[str, Any]:
+        self.add(event)
+        index = self._index(event)
+        choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": None}
+        if self._is_chat:
+            choice["delta"] = {"content": event.text}
+            if index not in self._lengths:
+                choice["delta"]["role"] = "assistant"
+        else:
+            choice["text"] = event.text
+        if event.logprob is not None:
+            tops = None if event.top_logprobs is None else [event.top_logprobs]
+            choice["logprobs"] = self._logprobs(
+                event.token_ids, [event.logprob], tops, self._lengths.get(index, 0)
+            )
+        if self._asked.sources and event.token_ids:
+            choice |= {
+                "token_ids": event.token_ids,
+                "sources": [event.source],
+                "drafters": [event.drafter],
+            }
+        if event.output is not None:
+            choice["finish_reason"] = event.output.finish_reason
+        self._lengths[index] = self._lengths.get(index, 0) + len(event.text)
+        return {**self._chunk_head, "choices": [choice]}
+
+    def _choice(self, index: int, output: RequestOutput) -> dict[str, Any]:
+        choice: dict[str, Any] = {
+            "index": index,
+            "finish_reason": output.finish_reason,
+            "logprobs": None,
+        }
+        if self._is_chat:
+            choice["message"] = {"role": "assistant", "content": output.text}
+        else:
+            choice["text"] = output.text
+        if output.logprobs is not None:
+            tops = output.top_logprobs
+            choice["logprobs"] = self._logprobs(output.token_ids, output.logprobs, tops, 0)
+        if self._asked.sources:
+            choice |= {
+                "token_ids": output.token_ids,
+                "sources": output.sources,
+                "drafters": output.drafters,
+            }
+        return choice
+
+    def _logprobs(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        tops: Sequence[Mapping[int, float]] | None,
+        offset: int,
+    ) -> dict[str, Any]:
+        """Of tokens whose text begins at `offset` of their choice's."""
+        tokens = [self._decode(token_id) for token_id in token_ids]
+        values = [max(logprob, _LEAST_LOGPROB) for logprob in logprobs]
+        count = self._asked.params.logprobs or 0
+        best = [
+            [(self._decode(t), max(value, _LEAST_LOGPROB)) for t, value in top.items()]
+            for top in tops or ()
+        ]
+        if self._is_chat:
+            best = [[_token(*pair) for pair in pairs[:count]] for pairs in best]
+            best = best or [[] for _ in tokens]
+            pairs = zip(tokens, values, best, strict=True)
+            content = [{**_token(token, v), "top_logprobs": b} for token, v, b in pairs]
+            return {"content": content, "refusal": None}
+        offsets = []
+        for token in tokens:
+            offsets.append(offset)
+            offset += len(token)
+        return {
+            "tokens": tokens,
+            "token_logprobs": values,
+            "top_logprobs": [dict(pairs) for pairs in best] or None,
+            "text_offset": offsets,
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        firsts = [output for _, output in self._outputs if output.index == 0]
+        prompt = sum(len(output.prompt_token_ids) for output in firsts)
+        new = sum(len(output.token_ids) for _, output in self._outputs)
+        cached = sum(output.stats.num_cached_prompt_tokens for output in firsts)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": new,
+            "total_tokens": prompt + new,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    def _extra(self) -> dict[str, Any]:
+        if not self._asked.metrics:
+            return {}
+        outputs = [output for _, output in self._outputs]
+        return {"metrics": acceptance(outputs, self._num_spec_tokens)}
+
+
+def _token(token: str, logprob: float) -> dict[str, Any]:
+    return {"token": token, "logprob": logprob, "bytes": list(token.encode())}

@@ -1,0 +1,283 @@
+"""The bodies of OpenAI's requests, as prompts and parameters of the engine."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastspec.config import SamplingParams
+from fastspec.config.checks import is_int, refuse, require
+from fastspec.config.serve import ServeConfig
+from fastspec.engine.prompts import Message
+
+_COMPLETION_TOKENS = 16  # what OpenAI's interface has where max_tokens is not given
+_MOST_ITEMS = 1024  # of a list or mapping that every token may be compared with
+_MOST_STOPS = 16
+_LIMITED = {"stop": _MOST_STOPS, "bad_words": _MOST_STOPS}
+# Of SamplingParams, those that both kinds of requests name as it does.
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "bad_words",
+    "allowed_token_ids",
+    "structured_outputs",
+    "seed",
+    "n",
+    "min_tokens",
+    "stop",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "ignore_eos",
+)
+_GUIDED = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")}
+_COMMON = {"model", "stream", "stream_options", "user", "speculation", "response_format"}
+_COMMON |= {*_SAMPLING, *_GUIDED, "max_tokens", "logprobs"}
+COMPLETION_FIELDS = _COMMON | {"prompt", "echo", "best_of", "suffix"}
+CHAT_FIELDS = _COMMON | {
+    "messages",
+    "max_completion_tokens",
+    "top_logprobs",
+    "tools",
+    "tool_choice",
+    "chat_template_kwargs",
+    "add_generation_prompt",
+}
+_SPECULATION = {"method", "drafter", "num_speculative_tokens", "metrics", "sources"}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a client asks for.
+
+    Attributes:
+        prompts: texts or ids, or one conversation.
+        params: of all prompts.
+        stream: whether tokens are sent as they come.
+        include_usage: whether a stream ends with the number of tokens.
+        metrics, sources: whether the answer says how speculation went, and who wrote each token.
+        template: what a conversation's template is told.
+    """
+
+    prompts: Sequence[str | list[int]] | Sequence[Message]
+    params: SamplingParams
+    stream: bool
+    include_usage: bool
+    metrics: bool
+    sources: bool
+    template: Mapping[str, Any] | None = None
+
+
+def parse_body(body: bytes) -> dict[str, Any]:
+    """The object that a body holds; ValueError for anything else."""
+    try:
+        parsed = json.loads(body, parse_constant=_no_number)
+        json.dumps(parsed, ensure_ascii=False).encode()  # escapes may make halves of characters
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"body: not JSON: {error}") from error
+    if not isinstance(parsed, dict):
+        raise ValueError(f"body: expected an object, got {type(parsed).__name__}")
+    return parsed
+
+
+def completion(
+    body: Mapping[str, Any], config: ServeConfig, drafters: Mapping[str, str | None]
+) -> Asked:
+    """A body of /v1/completions.
+
+    Args:
+        drafters: what `speculation` may name, and how the engine calls it.
+    Raises:
+        ValueError: a field that is unknown, or has a value that cannot be served.
+    """
+    given = _given(body, COMPLETION_FIELDS)
+    prompt = given.get("prompt")
+    several: Any = [prompt] if isinstance(prompt, str) or _is_ids(prompt) else prompt
+    fits = isinstance(several, list) and bool(several)
+    fits = fits and (all(map(_is_text, several)) or all(map(_is_ids, several)))
+    require("prompt", _short(prompt), fits, "a text, a list of token ids, or a list of either")
+    for name, neutral in (("suffix", ""), ("echo", False)):
+        value = given.get(name, neutral)
+        refuse(name, None if value == neutral else value, "not supported")
+    n = given.get("n", 1)
+    require("best_of", given.get("best_of"), given.get("best_of") in (None, n), f"n, {n!r}")
+    fields = _sampling(given, config, len(several))
+    fields["max_tokens"] = _max_tokens(given, "max_tokens", config, _COMPLETION_TOKENS)
+    logprobs = given.get("logprobs")
+    if logprobs is not None:
+        require("logprobs", logprobs, is_int(logprobs), "an int")
+        fields["logprobs"] = logprobs
+    return _asked(several, fields, given, drafters)
+
+
+def chat(body: Mapping[str, Any], config: ServeConfig, drafters: Mapping[str, str | None]) -> Asked:
+    """A body of /v1/chat/completions; see `completion`."""
+    given = _given(body, CHAT_FIELDS)
+    messages = given.get("messages")
+    fits = isinstance(messages, list) and bool(messages)
+    require("messages", _short(messages), fits, "a list of messages, not empty")
+    assert isinstance(messages, list)
+    fields = _sampling(given, config, 1)
+    name = "max_tokens" if "max_tokens" in given else "max_completion_tokens"
+    if {"max_tokens", "max_completion_tokens"} <= {*given}:
+        refuse("max_tokens", given["max_tokens"], "max_completion_tokens says it already")
+    fields["max_tokens"] = _max_tokens(given, name, config, None)
+    wants = _flag(given, "logprobs")
+    top = given.get("top_logprobs")
+    require("top_logprobs", top, top is None or wants, "none, unless logprobs is true")
+    if wants:
+        fields["logprobs"] = 0 if top is None else top
+    return _asked([_message(each) for each in messages], fields, given, drafters, _template(given))
+
+
+def _given(body: Mapping[str, Any], known: set[str]) -> dict[str, Any]:
+    """The fields of a body, without those that are null."""
+    if unknown := sorted({*body} - known):
+        raise ValueError(f"{unknown[0]:.60}: unknown field; there are {', '.join(sorted(known))}")
+    return {name: value for name, value in body.items() if value is not None}
+
+
+def _sampling(given: Mapping[str, Any], config: ServeConfig, num_prompts: int) -> dict[str, Any]:
+    """What goes to SamplingParams as it is, within the server's limits."""
+    fields = {name: given[name] for name in _SAMPLING if name in given}
+    for name, value in fields.items():
+        most = _LIMITED.get(name, _MOST_ITEMS)
+        fits = not isinstance(value, (list, dict)) or len(value) <= most
+        require(name, _short(value), fits, f"at most {most} entries")
+    n = fields.get("n", 1)
+    require("n", n, is_int(n) and n >= 1, "an int >= 1")
+    most = config.max_n
+    require("n", n, n * num_prompts <= most, f"at most {most} texts for {num_prompts} prompts")
+    forms = {kind: given[name] for name, kind in _GUIDED.items() if name in given}
+    if "response_format" in given:
+        forms |= _response_format(given["response_format"])
+    if forms:
+        refuse("structured_outputs", fields.get("structured_outputs"), "given in two ways")
+        fields["structured_outputs"] = forms
+    return fields
+
+
+def _response_format(form: Any) -> dict[str, Any]:
+    """OpenAI's response_format as structured_outputs has it."""
+    kind = form.get("type") if isinstance(form, dict) else None
+    expected = "an object whose type is text, json_object or json_schema"
+    require(
+        "response_format", _short(form), kind in ("text", "json_object", "json_schema"), expected
+    )
+    if kind == "text":
+        return {}
+    if kind == "json_object":
+        return {"json_object": True}
+    inner = form.get("json_schema")
+    schema = inner.get("schema") if isinstance(inner, dict) else None
+    fits = isinstance(schema, dict)
+    require("response_format", _short(form), fits, 'a schema: {"json_schema": {"schema": {...}}}')
+    return {"json": schema}
+
+
+def _max_tokens(
+    given: Mapping[str, Any], name: str, config: ServeConfig, default: int | None
+) -> int:
+    """New tokens at most; None as default is as many as the server allows."""
+    most = config.max_completion_tokens
+    value = given.get(name, min(default or most, most))
+    require(name, value, is_int(value) and 1 <= value <= most, f"an int from 1 to {most}")
+    return value
+
+
+def _template(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What the chat template is told: never another template, which is a program."""
+    template = given.get("chat_template_kwargs", {})
+    require("chat_template_kwargs", _short(template), isinstance(template, dict), "an object")
+    if "chat_template" in template:
+        raise ValueError("chat_template_kwargs: chat_template is not taken from requests")
+    tools, choice = given.get("tools"), given.get("tool_choice")
+    fits = tools is None or (isinstance(tools, list) and all(isinstance(t, dict) for t in tools))
+    require("tools", _short(tools), fits, "a list of objects")
+    expected = "auto or none: the template lists the tools, and the model's answer is a text"
+    require("tool_choice", _short(choice), choice in (None, "auto", "none"), expected)
+    template = {**template}
+    if "add_generation_prompt" in given:
+        template["add_generation_prompt"] = _flag(given, "add_generation_prompt")
+    if tools and choice != "none":
+        template["tools"] = tools
+    return template
+
+
+def _message(message: Any) -> dict[str, Any]:
+    """A message whose content is one text, as templates have it."""
+    fits = isinstance(message, dict) and isinstance(message.get("role"), str)
+    require("messages", _short(message), fits, "objects with a role")
+    content = message.get("content")
+    if isinstance(content, list):
+        texts = [part.get("text") if isinstance(part, dict) else None for part in content]
+        fits = all(isinstance(text, str) for text in texts)
+        require("messages", _short(content), fits, "content: a text, or parts of type text")
+        return {**message, "content": "".join(map(str, texts))}
+    expected = "content: a text, or parts of type text"
+    require("messages", _short(content), content is None or isinstance(content, str), expected)
+    return message
+
+
+def _asked(
+    prompts: Sequence[Any],
+    fields: dict[str, Any],
+    given: Mapping[str, Any],
+    drafters: Mapping[str, str | None],
+    template: Mapping[str, Any] | None = None,
+) -> Asked:
+    speculation = given.get("speculation", {})
+    known = isinstance(speculation, dict) and {*speculation} <= _SPECULATION
+    require("speculation", _short(speculation), known, f"an object of {sorted(_SPECULATION)}")
+    names = [speculation[name] for name in ("method", "drafter") if name in speculation]
+    for name in names:
+        fits = isinstance(name, str) and name in drafters and name == names[0]
+        require("speculation", name, fits, f"method: one of {sorted(drafters)}")
+        fields["drafter"] = drafters[name]
+    num_tokens = speculation.get("num_speculative_tokens")
+    if num_tokens is not None:
+        fields["num_speculative_tokens"] = num_tokens
+    options = given.get("stream_options", {})
+    fits = isinstance(options, dict) and {*options} <= {"include_usage"}
+    require("stream_options", _short(options), fits, "an object with include_usage")
+    stream = _flag(given, "stream")
+    require("stream_options", options, stream or not options, "none, unless stream is true")
+    return Asked(
+        prompts,
+        SamplingParams(**fields),
+        stream,
+        _flag(options, "include_usage"),
+        _flag(speculation, "metrics"),
+        _flag(speculation, "sources"),
+        template,
+    )
+
+
+def _flag(given: Mapping[str, Any], name: str) -> bool:
+    value = given.get(name)
+    require(name, value, value is None or isinstance(value, bool), "a bool")
+    return bool(value)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(is_int, value))
+
+
+def _short(value: Any) -> Any:
+    """A value for an error: no more of it than helps."""
+    text = repr(value)
+    return value if len(text) <= 80 else f"{text[:80]}…"
+
+
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is no number of JSON")

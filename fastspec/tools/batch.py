@@ -1,0 +1,270 @@
+"""Many prompts from a file to a file, by one engine or by several processes with one each."""
+
+import hashlib
+import json
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any
+
+import torch
+
+from fastspec.config import EngineConfig, SamplingParams, SpecConfig
+from fastspec.config.checks import require
+from fastspec.config.files import parse_json_lines, read_text, write_whole
+from fastspec.drafters.context import DrafterSource
+from fastspec.engine.engine import Engine
+from fastspec.engine.outputs import RequestOutput
+from fastspec.models.loading import chat_prompt_ids
+
+_AHEAD = 2  # rows that a process has at once, in units of its batch size
+Row = tuple[int, Any]  # its place, and a text or a conversation
+
+
+@dataclass(frozen=True)
+class BatchJob:
+    """What every process needs to know.
+
+    Attributes:
+        threads: of each process; None = as many as torch chooses.
+    """
+
+    target: str
+    draft: DrafterSource | None
+    params: SamplingParams
+    spec: SpecConfig
+    config: EngineConfig
+    threads: int | None = None
+
+    def engine(self) -> Engine:
+        """An engine of this process."""
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+        return Engine(self.target, self.draft, spec=self.spec, config=self.config)
+
+
+def run_batch(
+    job: BatchJob,
+    source: Path,
+    target: Path,
+    replicas: int = 1,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> int:
+    """Answer every row of a file of JSON lines; how many of them failed.
+
+    A row has a "prompt" or "messages"; its answer is the same object with text, token_ids,
+    finish_reason and error, in the order of the rows. Answers are kept beside the target file as
+    they come, so that a run that was cut off goes on where it stopped.
+
+    Args:
+        replicas: processes, each with an engine of its own. What a process had when it died, the
+            others answer.
+        progress: called with the rows that are done, and all.
+    Raises:
+        ValueError: a row that is none, a rest of another run, models that cannot be loaded, or
+            every process has died.
+    """
+    rows = [_row(place, row) for place, row in parse_json_lines(_read(source), str(source))]
+    prompts = [row.get("messages", row.get("prompt")) for row in rows]
+    with _Answers(job, rows, target) as answers:
+        left = deque((n, prompt) for n, prompt in enumerate(prompts) if n not in answers.known)
+        progress(len(answers.known), len(rows))
+        made = _in_this_process(job, left) if replicas == 1 else _in_processes(job, left, replicas)
+        for number, answer in made if left else ():
+            answers.keep(number, answer)
+            progress(len(answers.known), len(rows))
+        return answers.finish()
+
+
+class _Answers:
+    """What is known so far, in a file that a later run reads."""
+
+    def __init__(self, job: BatchJob, rows: list[dict[str, Any]], target: Path):
+        self.known: dict[int, dict[str, Any]] = {}
+        self._rows = rows
+        self._target = target
+        self._part = target.with_name(f"{target.name}.part")
+        parts = [rows, job.target, repr(job.draft), repr(job.params), repr(job.spec)]
+        digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+        self._head = {"fastspec_batch": 1, "digest": digest}
+
+    def __enter__(self) -> "_Answers":
+        text = self._part.read_text(encoding="utf-8") if self._part.exists() else ""
+        lines = text.split("\n")[:-1]  # the last one may have been cut off
+        if lines:
+            head, *kept = [json.loads(line) for line in lines]
+            what = f"{self._part} is the rest of a run with other prompts or options; remove it"
+            if head != self._head:
+                raise ValueError(f"output: {what}")
+            self.known = dict(kept)
+        whole = [self._head, *self.known.items()]
+        write_whole("".join(json.dumps(line) + "\n" for line in whole), self._part)
+        self._stream = self._part.open("a", encoding="utf-8")
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._stream.close()
+
+    def keep(self, number: int, answer: dict[str, Any]) -> None:
+        if number not in self.known:
+            self.known[number] = answer
+            self._stream.write(json.dumps((number, answer)) + "\n")
+            self._stream.flush()
+
+    def finish(self) -> int:
+        """Write all answers in order; how many rows failed."""
+        answers = [self.known[number] for number in range(len(self._rows))]
+        pairs = zip(self._rows, answers, strict=True)
+        lines = [json.dumps(row | answer, ensure_ascii=False) for row, answer in pairs]
+        write_whole("".join(line + "\n" for line in lines), self._target)
+        self._part.unlink()
+        return sum(answer["error"] is not None for answer in answers)
+
+
+def _read(source: Path) -> str:
+    return read_text("input", source)
+
+
+def _row(place: str, row: Any) -> dict[str, Any]:
+    fits = isinstance(row, dict) and ("prompt" in row) != ("messages" in row)
+    require(place, f"{row!r:.60}", fits, "an object with prompt or messages")
+    return row
+
+
+def _in_this_process(job: BatchJob, left: deque[Row]) -> Iterator[tuple[int, dict[str, Any]]]:
+    engine = job.engine()
+
+    def take(room: int, waits: bool) -> list[Row]:
+        return [left.popleft() for _ in range(min(room, len(left)))]
+
+    yield from _answered(engine, job, take)
+
+
+def _answered(
+    engine: Engine, job: BatchJob, take: Callable[[int, bool], list[Row]]
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Answers as they come, until there is nothing to take.
+
+    Args:
+        take: gives so many rows at most; whether to wait for some.
+    """
+    numbers: dict[str, int] = {}
+    most = _AHEAD * engine.config.max_batch_size
+    while (rows := take(most - len(numbers), not numbers)) or numbers:
+        for number, prompt in rows:
+            try:
+                if not isinstance(prompt, str):
+                    options = {"add_generation_prompt": True}
+                    prompt = chat_prompt_ids(engine.tokenizer, _messages(prompt), **options)
+                numbers[engine.add_request(prompt, job.params)] = number
+            except ValueError as error:
+                yield number, _answer(None, str(error))
+        for event in engine.step() if numbers else ():
+            if event.output is not None:
+                yield numbers.pop(event.request_id), _answer(event.output, event.output.error)
+
+
+def _messages(messages: Any) -> list[Mapping[str, Any]]:
+    fits = isinstance(messages, list) and all(isinstance(m, dict) for m in messages)
+    require("messages", f"{messages!r:.60}", fits, "a list of objects")
+    return messages
+
+
+def _answer(output: RequestOutput | None, error: str | None) -> dict[str, Any]:
+    return {
+        "text": output.text if output else "",
+        "token_ids": list(output.token_ids) if output else [],
+        "finish_reason": output.finish_reason if output else "error",
+        "error": error,
+    }
+
+
+def _in_processes(
+    job: BatchJob, left: deque[Row], replicas: int
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Answers of several processes as they come; each is given rows as it has room."""
+    ahead = _AHEAD * job.config.max_batch_size
+    with ExitStack() as stack:
+        taken: dict[Connection, dict[int, Any]] = {
+            stack.enter_context(_process(job)): {} for _ in range(min(replicas, len(left)))
+        }
+        while left or any(taken.values()):
+            if not taken:
+                raise ValueError("replicas: every process has died; the same command goes on")
+            share = max(1, -(-len(left) // len(taken)))
+            for connection in [*taken]:
+                mine = taken[connection]
+                num = min(ahead - len(mine), share, len(left))
+                rows = [left.popleft() for _ in range(max(num, 0))]
+                mine |= dict(rows)
+                if rows and not _sent(connection, rows):
+                    left.extendleft(taken.pop(connection).items())
+            for connection in wait([*taken]):
+                assert isinstance(connection, Connection)
+                try:
+                    number, answer = connection.recv()
+                except (EOFError, ConnectionError):  # it has died: the others do what it had
+                    left.extendleft(taken.pop(connection).items())
+                    continue
+                if number is None:
+                    raise ValueError(answer)
+                del taken[connection][number]
+                yield number, answer
+
+
+def _sent(connection: Connection, rows: list[Row]) -> bool:
+    try:
+        connection.send(rows)
+    except ConnectionError:
+        return False
+    return True
+
+
+@contextmanager
+def _process(job: BatchJob) -> Iterator[Connection]:
+    """A process that answers what is sent to it, for as long as the block."""
+    context = get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=_work, args=(there, job), daemon=True)
+    process.start()
+    there.close()
+    try:
+        yield here
+    finally:
+        here.close()
+        process.terminate()
+        process.join()
+
+
+def _work(connection: Connection, job: BatchJob) -> None:
+    """What each process does."""
+    try:
+        engine = job.engine()
+    except ValueError as error:
+        with suppress(ConnectionError):
+            connection.send((None, str(error)))
+        return
+
+    inbox: SimpleQueue[list[Row]] = SimpleQueue()
+
+    def read() -> None:  # always, so that neither side waits for the other to read
+        with suppress(EOFError, ConnectionError):
+            while True:
+                inbox.put(connection.recv())
+
+    def take(room: int, waits: bool) -> list[Row]:
+        rows = inbox.get() if waits else []
+        while not inbox.empty():
+            rows += inbox.get()
+        return rows
+
+    Thread(target=read, daemon=True).start()
+    with suppress(ConnectionError):  # nobody asks any more
+        for answer in _answered(engine, job, take):
+            connection.send(answer)

@@ -1,0 +1,139 @@
+"""`fastspec batch`: answers in order, once each, whatever is cut off or killed."""
+
+import json
+import multiprocessing
+import os
+import signal
+import threading
+from contextlib import contextmanager
+
+import pytest
+
+from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
+from fastspec.tools import batch
+from fastspec.tools.batch import BatchJob, run_batch
+
+PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture
+def job(model_folders):
+    config = EngineConfig(max_batch_size=2)
+    spec = SpecConfig(num_speculative_tokens=3)
+    folders = (str(model_folders[name]) for name in ("target", "draft"))
+    return BatchJob(*folders, PARAMS, spec, config, threads=1)
+
+
+@pytest.fixture
+def source(tmp_path):
+    rows = [{"id": number, "prompt": f"def f{number}("} for number in range(12)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path / "in.jsonl"
+
+
+def answers(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.fixture
+def expected(job, source):
+    prompts = [row["prompt"] for row in answers(source)]
+    return [output.text for output in Engine(job.target).generate(prompts, PARAMS)]
+
+
+def test_answers_are_in_order(invoke, pair, source, tmp_path, expected):
+    options = ["--max-tokens", "8", "--temperature", "0", "--ignore-eos"]
+    result = invoke("batch", *pair, *options, "--input", source, "--output", tmp_path / "out.jsonl")
+    assert result.exit_code == 0, result.stderr
+    rows = answers(tmp_path / "out.jsonl")
+    assert [row["id"] for row in rows] == [*range(12)]
+    assert [row["text"] for row in rows] == expected
+    assert {row["finish_reason"] for row in rows} == {"length"}
+    assert [*tmp_path.glob("*.part")] == []
+
+
+def test_a_run_that_was_cut_off_goes_on(job, source, tmp_path, expected, monkeypatch):
+    target, part = tmp_path / "out.jsonl", tmp_path / "out.jsonl.part"
+
+    def stop(done, total):
+        if done == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_batch(job, source, target, progress=stop)
+    assert not target.exists()
+    with part.open("a") as stream:
+        stream.write('[7, {"text": "cut o')
+    asked, answered = [], batch._answered
+
+    def counted(engine, job, take):
+        for number, answer in answered(engine, job, take):
+            asked.append(number)
+            yield number, answer
+
+    monkeypatch.setattr(batch, "_answered", counted)
+    assert run_batch(job, source, target) == 0
+    assert len(asked) == 7
+    assert [row["text"] for row in answers(target)] == expected
+
+
+def test_the_rest_of_another_run_is_refused(job, source, tmp_path):
+    (tmp_path / "out.jsonl.part").write_text('{"fastspec_batch": 1, "digest": "other"}\n')
+    with pytest.raises(ValueError, match=r"output: .*out\.jsonl\.part is the rest"):
+        run_batch(job, source, tmp_path / "out.jsonl")
+
+
+def test_a_killed_process_loses_nothing(job, source, tmp_path, expected):
+    killed = []
+
+    def kill(done, total):
+        if done == 3 and not killed:
+            victim = multiprocessing.active_children()[0]
+            killed.append(victim.pid)
+            os.kill(victim.pid, signal.SIGKILL)
+
+    assert run_batch(job, source, tmp_path / "out.jsonl", 2, kill) == 0
+    assert killed
+    rows = answers(tmp_path / "out.jsonl")
+    assert [row["id"] for row in rows] == [*range(12)]
+    assert [row["text"] for row in rows] == expected
+    assert multiprocessing.active_children() == []
+
+
+def test_rows_that_cannot_be_answered_fail_alone(invoke, chat_pair, tmp_path):
+    rows = [
+        {"prompt": "x"},
+        {"prompt": "y" * 500},
+        {"prompt": ""},
+        {"prompt": 5},
+        {"messages": []},
+        {"messages": [{"role": "user", "content": "hi"}], "name": "kept"},
+    ]
+    (tmp_path / "in").write_text("\n".join(map(json.dumps, rows)))
+    arguments = ["--input", tmp_path / "in", "--output", tmp_path / "out", "--max-tokens", "4"]
+    result = invoke("batch", *chat_pair, *arguments)
+    assert result.exit_code == 1
+    assert "4 prompts failed" in result.stderr
+    failed = [row["error"] is not None for row in answers(tmp_path / "out")]
+    assert failed == [False, True, True, True, True, False]
+    assert answers(tmp_path / "out")[-1]["name"] == "kept"
+
+
+@pytest.mark.parametrize("line", ["{}", "[1]", '{"prompt": "x", "messages": []}', "{"])
+def test_rows_that_are_none(job, tmp_path, line):
+    (tmp_path / "in").write_text(f'{{"prompt": "x"}}\n{line}\n')
+    with pytest.raises(ValueError, match="line 2"):
+        run_batch(job, tmp_path / "in", tmp_path / "out")
+
+
+def test_processes_that_cannot_load_say_why(source, tmp_path, monkeypatch):
+    @contextmanager
+    def in_a_thread(job):
+        here, there = multiprocessing.Pipe()
+        threading.Thread(target=batch._work, args=(there, job)).start()
+        yield here
+
+    monkeypatch.setattr(batch, "_process", in_a_thread)
+    absent = BatchJob(str(tmp_path), None, PARAMS, SpecConfig(), EngineConfig())
+    with pytest.raises(ValueError, match="target"):
+        run_batch(absent, source, tmp_path / "out", 2)

@@ -1,0 +1,115 @@
+"""`fastspec chat`, its input through a pipe."""
+
+import re
+
+import pytest
+
+from fastspec.engine.engine import Engine
+
+LENGTH = ["--max-tokens", "12", "-k", "3"]
+
+
+@pytest.fixture
+def talk(invoke, chat_pair):
+    """What the program prints for these lines."""
+
+    def say(*lines, options=()):
+        result = invoke("chat", *chat_pair, *LENGTH, *options, stdin="\n".join(lines) + "\n")
+        assert result.exit_code == 0, result.stderr
+        return result.stdout
+
+    return say
+
+
+def plain(text):
+    """A run's text without the marks of who wrote it."""
+    return re.sub(r"<(draft|recovered|bonus|target)>", "", text)
+
+
+def answers(shown):
+    """Texts by the way they were made; an end-of-sequence token has none."""
+    found = re.findall(r"^\[(\w+)\]\n(.*?)\n\d+ tokens, ", shown, flags=re.M | re.S)
+    return [(name, plain(text)) for name, text in found]
+
+
+def test_answers_are_compared_with_the_target(talk):
+    shown = talk("hello", "", "/quit", "never read")
+    (first, text), (second, same) = answers(shown)
+    assert (first, second) == ("speculative", "target")
+    assert text == same
+    assert re.search(r"acceptance rate \d\.\d\d, \d\.\d\d tokens per step", shown)
+    assert re.search(r"speculative: [+-]\d+ % over the target", shown)
+    assert "<draft>" in shown
+    assert len(answers(shown)) == 2
+
+
+def test_all_ways_to_answer(talk):
+    shown = talk("/ngram", "/drafter", "/speculative", "/gamma 2", "hello hello hello")
+    ways = dict(answers(shown))
+    assert [*ways] == ["ngram", "drafter", "target"]
+    assert ways["ngram"] == ways["target"]
+    assert shown.count("over the target") == 2
+
+
+def test_the_conversation_is_remembered_until_it_is_cleared(talk):
+    shown = talk("/speculative", "one", "two", "/clear", "two", "/chat", "[user]two")
+    one, then_two, two, raw = (text for _, text in answers(shown))
+    assert one != then_two != two
+    assert raw == two  # what the template would have made of it
+    assert "the conversation is empty" in shown
+
+
+def test_settings(talk):
+    shown = talk("/length 3", "/processor nucleus 0.8 0.9", "/debug", "hello", "/cache", "/help")
+    assert "at most 3 new tokens" in shown
+    assert "tokens are chosen by nucleus 0.8 0.9" in shown
+    assert "step 1: " in shown
+    assert "/processor NAME" in shown
+    assert "--prefix-caching" in shown
+    assert {int(count) for count in re.findall(r"^(\d+) tokens, ", shown, flags=re.M)} <= {1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("/what", "there is no command /what"),
+        ("/gamma", "/gamma: expected one number"),
+        ("/gamma 0", "/gamma: expected a whole number"),
+        ("/gamma many", "/gamma: expected a whole number"),
+        ("/length 1 2", "/length: expected one number"),
+        ("/target now", "/target: expected nothing after it"),
+        ("/processor", "one of greedy"),
+        ("/processor beam", "/processor: expected one of greedy"),
+        ("/processor topk 1", "/processor: expected topk temperature top_k"),
+        ("/processor multinomial hot", "temperature: expected a number"),
+        ("/processor nucleus 1 7", "top_p: expected"),
+        ("x" * 300, "prompt: has"),
+    ],
+)
+def test_what_cannot_be_done_is_said_and_the_talk_goes_on(talk, line, told):
+    shown = talk(line, "/debug")
+    assert told in shown
+    assert "debugging is on" in shown
+
+
+def test_commands_that_need_what_is_not_there(invoke, model_folders):
+    lines = "/chat\n/drafter\n/speculative\n/target\nhello\n"
+    result = invoke("chat", "--target", model_folders["target"], *LENGTH, stdin=lines)
+    for told in ("no chat template", "no draft model", "no drafter", "nothing answers"):
+        assert told in result.stdout
+
+
+def test_an_interrupt_stops_the_answer_and_not_the_program(talk, monkeypatch):
+    step, calls = Engine.step, []
+
+    def interrupted(engine):
+        calls.append(engine)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return step(engine)
+
+    monkeypatch.setattr(Engine, "step", interrupted)
+    shown = talk("hello", "again")
+    assert len(answers(shown)) == 3  # the first question was stopped before the target's turn
+    assert re.search(r"^[1-9]\d* tokens, .*, stopped$", shown, flags=re.M)
+    assert not calls[0].has_unfinished

@@ -1,0 +1,341 @@
+"""Who may ask, for how much and for how long; clients that go, requests that are nonsense."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+
+import httpx2
+import pytest
+import torch
+
+from fastspec import SamplingParams
+from fastspec.config.serve import ServeConfig
+
+from ..engine.probes import before_passes
+from ..models import byte_tokenizer, random_model
+from .helpers import assert_idle, new_engine, serving, wait_for
+
+COMPLETIONS = "/v1/completions"
+LONG = {"prompt": "import os\n", "temperature": 0, "max_tokens": 200, "ignore_eos": True}
+SHORT = LONG | {"max_tokens": 3}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Gate:
+    """Holds the engine before a pass while it is closed."""
+
+    def __init__(self, engine):
+        self._open, self.is_held = threading.Event(), threading.Event()
+        self.open()
+        before_passes(engine, self._pass)
+
+    def _pass(self):
+        self.is_held.set()
+        assert self._open.wait(60)
+
+    def close(self):
+        self._open.clear()
+        self.is_held.clear()
+
+    def open(self):
+        self._open.set()
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return new_engine()
+
+
+@pytest.fixture(scope="module")
+def gate(engine):
+    return Gate(engine)
+
+
+@pytest.fixture
+def closed(gate):
+    gate.close()
+    yield gate
+    gate.open()
+
+
+LIMITS = {
+    "max_requests": 2,
+    "max_body_bytes": 4000,
+    "max_prompt_tokens": 40,
+    "max_completion_tokens": 300,
+    "max_n": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def client(engine):
+    with serving(engine, **LIMITS) as address, httpx2.Client(base_url=address) as client:
+        yield client
+    assert_idle(engine)
+
+
+def error_of(response, status):
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert {*error} == {"message", "type", "param", "code"}
+    return error
+
+
+@contextmanager
+def asking(client, body):
+    """A connection that has asked for a text and waits; it is cut at the end of the block."""
+    content = json.dumps(body).encode()
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with socket.create_connection((client.base_url.host, client.base_url.port), 30) as connection:
+        connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+        yield connection
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_is_aborted_and_its_blocks_come_back(client, engine, closed, stream):
+    aborted = engine.stats.finish_reasons["abort"]
+    with asking(client, LONG | {"stream": stream}):
+        assert closed.is_held.wait(30)
+    closed.open()
+    wait_for(lambda: engine.stats.finish_reasons["abort"] == aborted + 1)
+    assert_idle(engine)
+
+
+def test_a_client_that_goes_in_the_middle(client, engine, gate):
+    aborted = engine.stats.finish_reasons["abort"]
+    with asking(client, LONG | {"stream": True}) as connection:
+        while b"data: " not in connection.recv(1000):
+            pass
+    wait_for(lambda: engine.stats.finish_reasons["abort"] == aborted + 1)
+    assert_idle(engine)
+
+
+def test_a_full_server_says_when_to_come_back(client, engine, closed):
+    with asking(client, LONG | {"n": 2}):
+        assert closed.is_held.wait(30)
+        response = client.post(COMPLETIONS, json=SHORT)
+        error = error_of(response, 429)
+        assert (error["code"], response.headers["retry-after"]) == ("server_busy", "1")
+    closed.open()
+    wait_for(lambda: client.post(COMPLETIONS, json=SHORT).status_code == 200)
+
+
+@pytest.mark.parametrize(
+    ("fields", "status"),
+    [
+        ({"prompt": "x" * 5000}, 413),
+        ({"prompt": "x" * 41}, 400),
+        ({"max_tokens": 301}, 400),
+        ({"n": 3}, 400),
+        ({"prompt": ["a", "b", "c"]}, 400),
+    ],
+)
+def test_limits(client, fields, status):
+    error_of(client.post(COMPLETIONS, json=SHORT | fields), status)
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"", 400),
+        (b"{", 400),
+        (b"[]", 400),
+        (b"\xff\xfe", 400),
+        (b'{"prompt": "\\ud800"}', 400),
+        (b'{"prompt": "a", "temperature": NaN}', 400),
+        (b'{"prompt": "a", "seed": ' + b"9" * 3000 + b"}", 400),
+        (b"[" * 3900, 400),
+        (b'{"prompt": ' + b"[" * 1900 + b"]" * 1900 + b"}", 400),
+        (b'{"\\n\\u0000": 1}', 400),
+    ],
+)
+def test_malformed_bodies(client, body, status):
+    headers = {"content-type": "application/json"}
+    for path in (COMPLETIONS, "/v1/chat/completions", "/predict"):
+        error_of(client.post(path, content=body, headers=headers), status)
+
+
+def test_a_body_without_its_length_is_cut_off_too(client):
+    headers = {"content-type": "application/json"}
+    chunks = (b" " * 1000 for _ in range(20))
+    error_of(client.post(COMPLETIONS, content=chunks, headers=headers), 413)
+
+
+def test_bodies_of_forms_are_refused(client):
+    """A web page elsewhere can post these without asking; JSON it cannot."""
+    for kind in ("text/plain", "application/x-www-form-urlencoded"):
+        body, headers = json.dumps(SHORT).encode(), {"content-type": kind}
+        error_of(client.post(COMPLETIONS, content=body, headers=headers), 415)
+    response = client.options(COMPLETIONS, headers={"origin": "http://elsewhere"})
+    assert error_of(response, 405)
+    assert not any(name.startswith("access-control") for name in response.headers)
+
+
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example:80", ""])
+def test_a_foreign_host_name_is_refused_on_loopback(client, host):
+    for path in ("/", "/health", "/v1/models"):
+        error_of(client.get(path, headers={"host": host}), 403)
+    assert client.get("/health", headers={"host": "LOCALHOST:1"}).status_code == 200
+
+
+def test_paths_that_are_not_there(client):
+    assert "/nothing" in error_of(client.get("/nothing"), 404)["message"]
+    error_of(client.get(COMPLETIONS), 405)
+
+
+def test_the_published_demo(client, engine):
+    response = client.post("/predict", json={"prompt": "import os\n"})
+    assert isinstance(response.json(), str)
+    error_of(client.post("/predict", json={"prompt": "x", "max_tokens": 3}), 400)
+
+
+def test_an_engine_that_fails_answers_and_goes_on(client, engine, monkeypatch, caplog):
+    def broken():
+        raise ZeroDivisionError("secret")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "step", broken)
+        error = error_of(client.post(COMPLETIONS, json=SHORT), 500)
+        assert "secret" not in json.dumps(error)
+        with client.stream("POST", COMPLETIONS, json=SHORT | {"stream": True}) as response:
+            assert "error" in response.read().decode()
+    assert "secret" in caplog.text
+    assert client.post(COMPLETIONS, json=SHORT).status_code == 200
+    assert_idle(engine)
+
+
+def test_what_a_drafter_raises_is_logged_and_harms_nobody(client, engine, monkeypatch, caplog):
+    def broken(batch):
+        raise ZeroDivisionError("in a drafter")
+
+    expected = client.post(COMPLETIONS, json=SHORT).json()["choices"]
+    monkeypatch.setattr(engine.drafter, "propose", broken)
+    assert client.post(COMPLETIONS, json=SHORT).json()["choices"] == expected
+    client.post(COMPLETIONS, json=SHORT)
+    assert "in a drafter" in caplog.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_time_is_limited(engine, closed, stream):
+    with serving(engine, request_timeout=0.3) as address:
+        response = httpx2.post(address + COMPLETIONS, json=LONG | {"stream": stream})
+        assert error_of(response, 504)["code"] == "timeout"
+        closed.open()
+        assert_idle(engine)
+
+
+def test_slow_bodies_count_too(engine):
+    def dribble():
+        yield b'{"prompt": '
+        threading.Event().wait(0.5)
+        yield b'"x"}'
+
+    with serving(engine, request_timeout=0.2) as address:
+        headers = {"content-type": "application/json"}
+        response = httpx2.post(address + COMPLETIONS, content=dribble(), headers=headers)
+        error_of(response, 504)
+
+
+def test_api_keys(engine, tmp_path, monkeypatch):
+    (tmp_path / "keys").write_text("one\ntwo\n", encoding="utf-8")
+    monkeypatch.setenv("SOME_KEYS", "three, four")
+    config = {"api_keys_file": tmp_path / "keys", "api_keys_variable": "SOME_KEYS"}
+    with serving(engine, **config) as address, httpx2.Client(base_url=address) as client:
+        for header in (None, "Bearer", "Bearer five", "Basic one", "one", "Bearer onetwo"):
+            headers = {"authorization": header} if header else {}
+            for path in ("/v1/models", "/metrics", "/nothing"):
+                response = client.get(path, headers=headers)
+                assert error_of(response, 401)["code"] == "invalid_api_key"
+        for key in ("one", "two", "three", "four"):
+            headers = {"authorization": f"Bearer {key}"}
+            assert client.get("/v1/models", headers=headers).status_code == 200
+        assert client.get("/health").status_code == client.get("/").status_code == 200
+
+
+@pytest.mark.parametrize("field", ["api_keys_file", "api_keys_variable"])
+def test_no_keys_where_some_were_promised(field, tmp_path, monkeypatch):
+    (tmp_path / "keys").write_text(" \n", encoding="utf-8")
+    monkeypatch.delenv("SOME_KEYS", raising=False)
+    value = tmp_path / "keys" if field == "api_keys_file" else "SOME_KEYS"
+    with pytest.raises(ValueError, match=f"{field}: .* holds no key"):
+        ServeConfig(**{field: value}).api_keys()
+
+
+def test_other_names_of_the_host(engine):
+    with serving(engine, allowed_host=("model.example",)) as address:
+        for host, status in (("model.example", 200), ("127.0.0.1", 200), ("evil.example", 403)):
+            assert httpx2.get(f"{address}/health", headers={"host": host}).status_code == status
+    with serving(engine, allowed_host=("*",)) as address:
+        assert httpx2.get(f"{address}/health", headers={"host": "x"}).status_code == 200
+
+
+def test_a_slow_reader_gets_everything(client, engine):
+    texts = []
+    with client.stream("POST", COMPLETIONS, json=LONG | {"stream": True}) as response:
+        for number, line in enumerate(response.iter_lines()):
+            if number % 50 == 0:
+                threading.Event().wait(0.02)
+            if line.startswith("data: {"):
+                texts.append(json.loads(line[6:])["choices"][0]["text"])
+    params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+    assert "".join(texts) == engine.generate(["import os\n"], params)[0].text
+
+
+def test_sigterm_lets_running_requests_end(tmp_path):
+    """The command itself, in a process of its own."""
+    random_model("llama", num_hidden_layers=1).save_pretrained(tmp_path / "target")
+    byte_tokenizer().save_pretrained(tmp_path / "target")
+    command = [sys.executable, "-m", "fastspec", "serve", "--target", "target", "--port", "0"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    server = subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment
+    )
+    try:
+        address = server.stderr.readline().split(" at ")[1].split("/ until")[0]
+        body = LONG | {"max_tokens": 400, "stream": True}
+        with httpx2.stream("POST", address + COMPLETIONS, json=body, timeout=60) as response:
+            lines = response.iter_lines()
+            first = next(lines)
+            server.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert json.loads(first[6:])["choices"][0]["finish_reason"] is None
+        assert rest[-1] == "data: [DONE]"
+        assert json.loads(rest[-2][6:])["choices"][0]["finish_reason"] == "length"
+        assert len(rest) == 400
+        server.wait(30)
+        assert server.stderr.read() == ""
+    finally:
+        server.kill()
+        server.stderr.close()
+
+
+def test_a_port_that_is_taken_and_other_refusals(tmp_path, engine):
+    from typer.testing import CliRunner
+
+    from fastspec.cli import app
+
+    with serving(engine) as address:
+        port = address.rpartition(":")[2]
+        for arguments, told in (
+            (["--port", port], "in use"),
+            (["--port", "99999"], "--port"),
+            (["--methods", "magic"], "magic"),
+            (["--api-keys-variable", "NOT_SET_AT_ALL"], "--api-keys-variable"),
+            (["--chat-template", str(tmp_path / "none"), "--port", "0"], "no such file"),
+        ):
+            result = CliRunner().invoke(app, ["serve", *arguments])
+            assert result.exit_code in (1, 2)
+            assert told in result.stderr
+            assert len(result.stderr.splitlines()) == 1

@@ -1,0 +1,273 @@
+"""The real OpenAI client drives the server: what it gets is what the engine says."""
+
+import json
+
+import openai
+import pytest
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+
+from fastspec import SamplingParams
+
+from .helpers import MODEL, assert_idle, new_engine, serving
+
+PROMPT, MESSAGES = "import os\n", [{"role": "user", "content": "hi"}]
+GREEDY = {"temperature": 0, "max_tokens": 24, "extra_body": {"ignore_eos": True}}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return new_engine()
+
+
+@pytest.fixture(scope="module")
+def address(engine):
+    with serving(engine) as address:
+        yield address
+    assert_idle(engine)
+
+
+@pytest.fixture(scope="module")
+def client(address):
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def complete(client, prompt=PROMPT, **options):
+    return client.completions.create(model=MODEL, prompt=prompt, **(GREEDY | options))
+
+
+def converse(client, messages=MESSAGES, **options):
+    return client.chat.completions.create(model=MODEL, messages=messages, **(GREEDY | options))
+
+
+def generated(engine, prompt=PROMPT, **fields):
+    fields = {"temperature": 0, "max_tokens": 24, "ignore_eos": True, **fields}
+    return engine.generate([prompt], SamplingParams(**fields))[0]
+
+
+def test_greedy_completions_are_those_of_the_engine(client, engine):
+    answer = complete(client)
+    expected = generated(engine)
+    assert answer.choices[0].text == expected.text
+    assert answer.choices[0].finish_reason == "length"
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(PROMPT), 24)
+    assert answer.usage.total_tokens == len(PROMPT) + 24
+
+
+def test_prompts_as_ids_and_several_at_once(client, engine):
+    prompts = [[3, 5, 7], [11, 13]]
+    answer = complete(client, prompts, n=2)
+    expected = [generated(engine, prompt).text for prompt in prompts for _ in range(2)]
+    assert [choice.text for choice in answer.choices] == expected
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert answer.usage.prompt_tokens == 5
+
+
+def test_a_chat_is_wrapped_in_the_template(client, engine):
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    parts = [
+        {"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}
+    ]
+    for options, prompt in (
+        ({}, "[user]hi[assistant]"),
+        ({"messages": parts, "tools": tools}, "(add)[user]hi[assistant]"),
+        ({"tools": tools, "tool_choice": "none"}, "[user]hi[assistant]"),
+    ):
+        message = converse(client, **options).choices[0].message
+        assert (message.role, message.content) == ("assistant", generated(engine, prompt).text)
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 5, "n": 2}])
+def test_streams_have_the_same_text_in_one_chunk_a_token(client, sampling):
+    whole = complete(client, **sampling)
+    streamed = [*complete(client, stream=True, stream_options={"include_usage": True}, **sampling)]
+    assert streamed[-1].usage == whole.usage
+    for choice in whole.choices:
+        mine = [c.choices[0] for c in streamed[:-1] if c.choices[0].index == choice.index]
+        assert "".join(each.text for each in mine) == choice.text
+        assert len(mine) == 24
+        assert [each.finish_reason for each in mine] == [None] * 23 + ["length"]
+    whole = converse(client, **sampling)
+    texts = dict.fromkeys(range(sampling.get("n", 1)), "")
+    for chunk in converse(client, stream=True, **sampling):
+        texts[chunk.choices[0].index] += chunk.choices[0].delta.content
+    assert [*texts.values()] == [choice.message.content for choice in whole.choices]
+
+
+def test_seeds(client):
+    texts = [complete(client, temperature=1.0, seed=seed, n=2).choices for seed in (0, 0, 1)]
+    first, again, other = ([choice.text for choice in choices] for choices in texts)
+    assert first == again != other
+    assert first[0] != first[1]
+
+
+def test_a_stop_string_ends_the_text_before_it(client, engine):
+    text = generated(engine).text
+    stop = text[6:8]
+    answer = complete(client, stop=[stop])
+    assert answer.choices[0].text == text[: text.index(stop)]
+    assert answer.choices[0].finish_reason == "stop"
+    streamed = complete(client, stop=[stop], stream=True)
+    assert "".join(c.choices[0].text for c in streamed) == answer.choices[0].text
+
+
+def test_logprobs(client, engine):
+    expected = generated(engine, logprobs=2)
+    logprobs = complete(client, logprobs=2).choices[0].logprobs
+    assert logprobs.token_logprobs == pytest.approx(expected.logprobs)
+    assert all(
+        token in top for token, top in zip(logprobs.tokens, logprobs.top_logprobs, strict=True)
+    )
+    streamed = [c.choices[0].logprobs for c in complete(client, logprobs=2, stream=True)]
+    assert [each.tokens[0] for each in streamed] == logprobs.tokens
+    assert [each.token_logprobs[0] for each in streamed] == pytest.approx(expected.logprobs)
+    content = converse(client, logprobs=True, top_logprobs=2).choices[0].logprobs.content
+    assert [len(each.top_logprobs) for each in content] == [2] * 24
+    assert all(each.logprob <= each.top_logprobs[0].logprob + 1e-6 for each in content)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"response_format": {"type": "json_object"}},
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "n", "schema": {"type": "object"}},
+            }
+        },
+    ],
+)
+def test_response_formats(client, form):
+    pytest.importorskip("llguidance")
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    schema["additionalProperties"] = False
+    if "json_schema" in form["response_format"]:
+        form["response_format"]["json_schema"]["schema"] = schema
+    answer = converse(client, max_tokens=60, extra_body={}, temperature=1.0, seed=1, **form)
+    text = answer.choices[0].message.content
+    if answer.choices[0].finish_reason == "stop":
+        assert isinstance(json.loads(text), dict)
+    else:
+        assert text.startswith("{")
+    guided = complete(client, extra_body={"guided_choice": ["yes", "no"]})
+    assert guided.choices[0].text in ("yes", "no")
+
+
+def test_speculation_is_chosen_by_request_and_reported(client, engine):
+    text = generated(engine).text
+    for method, most in (("none", 0), ("draft_model", 4), ("prompt_lookup", 6)):
+        speculation = {"method": method, "metrics": True, "sources": True}
+        answer = complete(client, extra_body={"ignore_eos": True, "speculation": speculation})
+        choice, metrics = answer.choices[0], answer.metrics["speculative_decoding"]
+        assert choice.text == text
+        assert metrics["num_spec_tokens"] == most
+        assert len(choice.sources) == len(choice.token_ids) == 24
+        assert {*choice.drafters} <= {None, method}
+        drafts = choice.sources.count("draft")
+        assert metrics["num_accepted_draft_tokens"] == drafts
+        assert (metrics["num_spec_steps"] > 0) == (most > 0)
+        assert sum(metrics["acceptance_histogram"]) == metrics["num_spec_steps"]
+        if drafts:
+            mean = 1 + drafts / metrics["num_spec_steps"]
+            assert metrics["mean_acceptance_length"] == pytest.approx(mean)
+    off = {"ignore_eos": True, "speculation": {"num_speculative_tokens": 0, "sources": True}}
+    assert {*complete(client, extra_body=off).choices[0].sources} == {"target"}
+    streamed = [*complete(client, stream=True, extra_body={**off, "speculation": speculation})]
+    assert [c.choices[0].sources[0] for c in streamed[:-1]] == choice.sources
+    assert streamed[-1].metrics == answer.metrics
+
+
+def test_models(client):
+    (card,) = client.models.list().data
+    assert card.id == MODEL == client.models.retrieve(MODEL).id
+    assert card.speculation["methods"] == {"none": 0, "draft_model": 4, "prompt_lookup": 6}
+    with pytest.raises(openai.NotFoundError, match="gpt"):
+        client.models.retrieve("gpt-4")
+
+
+def test_metrics_parse_and_count(client, address):
+    import httpx2
+
+    def read():
+        text = httpx2.get(f"{address}/metrics").text
+        samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
+        return {(s.name, s.labels.get("finished_reason")): s.value for s in samples}
+
+    before = read()
+    complete(client)
+    after = read()
+    assert after["fastspec:generation_tokens_total", None] == (
+        before["fastspec:generation_tokens_total", None] + 24
+    )
+    ended = "fastspec:request_success_total", "length"
+    assert after[ended] == before[ended] + 1
+    assert after["fastspec:time_to_first_token_seconds_count", None] > 0
+    assert after["fastspec:num_requests_running", None] == 0
+
+
+BAD = [
+    ({"temperature": -1}, "temperature"),
+    ({"max_tokens": 10**6}, "max_tokens"),
+    ({"max_tokens": True}, "max_tokens"),
+    ({"n": 100}, "n"),
+    ({"n": "two"}, "n"),
+    ({"logprobs": True}, "logprobs"),
+    ({"stop": ["x"] * 100}, "stop"),
+    ({"logit_bias": {"99999": 1}}, "logit_bias"),
+    ({"prompt": "x" * 600}, "prompt"),
+    ({"prompt": [[]]}, "prompt"),
+    ({"prompt": [10**9]}, "prompt"),
+    ({"prompt": None}, "prompt"),
+    ({"echo": True}, "echo"),
+    ({"beams": 3}, "beams"),
+    ({"response_format": {"type": "xml"}}, "response_format"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"speculation": {"method": "magic"}}, "speculation"),
+    ({"speculation": {"num_speculative_tokens": 99}}, "num_speculative_tokens"),
+    ({"speculation": {"k": 1}}, "speculation"),
+    ({"guided_regex": "["}, "structured_outputs"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), BAD)
+def test_what_cannot_be_served_is_refused_by_name(client, fields, param):
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.post("/completions", body={"prompt": PROMPT, **fields}, cast_to=object)
+    assert caught.value.param == param
+    assert caught.value.type == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": []},
+        {"messages": [{"content": "x"}]},
+        {"messages": [{"role": "user", "content": 5}]},
+        {"messages": MESSAGES, "top_logprobs": 2},
+        {"messages": MESSAGES, "tools": "all"},
+        {"messages": MESSAGES, "tool_choice": "required"},
+        {"messages": MESSAGES, "max_tokens": 3, "max_completion_tokens": 3},
+        {"messages": MESSAGES, "chat_template_kwargs": {"chat_template": "{{ 1 }}"}},
+        {"messages": MESSAGES, "chat_template_kwargs": {"tokenize": True}},
+        {"messages": MESSAGES, "chat_template": "x"},
+    ],
+)
+def test_chats_that_cannot_be_served(client, fields):
+    with pytest.raises(openai.BadRequestError):
+        client.post("/chat/completions", body=fields, cast_to=object)
+
+
+def test_another_model_is_not_found(client):
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.completions.create(model="gpt-4", prompt="x")
+    assert caught.value.code == "model_not_found"
