@@ -139,6 +139,7 @@ _CHAINS = {
     "adaptive": SpecConfig("draft_model", 3, schedule="adaptive", step_costs=[6, 7, 8, 9]),
     "mag": SpecConfig("mag", 4),
     "ngram": SpecConfig("ngram", 2),
+    "suffix": SpecConfig("suffix", 2),
 }
 _TREES = {
     "tree": SpecConfig("tree", 3, tree_width=2, tree_nodes=6),

@@ -57,6 +57,18 @@ BUILT_IN = (
         ),
     ),
     Method(
+        "suffix",
+        "copies what most often followed the last tokens, here and in earlier outputs",
+        frozenset(
+            {
+                "suffix_max_spec_factor",
+                "suffix_min_token_prob",
+                "suffix_max_cached_tokens",
+                "tree_nodes",
+            }
+        ),
+    ),
+    Method(
         "cascade",
         "draft models that review each other, and MaG last (CS-Drafting)",
         _SAMPLED | {"k_matrix", "lenience", "bigram_path"},

@@ -32,6 +32,8 @@ METHODS = {
     "prompt_lookup": {"prompt_lookup_min": 1, "prompt_lookup_max": 4},
     "mag": {},
     "ngram": {},
+    "suffix": {},
+    "suffix, trees": {"tree_nodes": 12},
     "cascade": {},
     "cascade, reviewing": {"k_matrix": [[5, 4], [0, 4]], "lenience": 2.0},
     "tree": {},
