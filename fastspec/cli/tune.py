@@ -146,7 +146,7 @@ def _methods(given: str | None, draft: str | None) -> list[str]:
         return [*(_WITH_DRAFT if draft else ()), "prompt_lookup", "mag", "suffix"]
     names = [drafting_method(name.strip(), "methods") for name in given.split(",")]
     for name in names:
-        if name in ("glide", "tree"):
+        if name in ("glide", "tree", "early_exit"):
             raise ValueError(f"methods: {name!r} cannot be tuned yet")
         if method_named(name).needs_draft and draft is None:
             raise ValueError(f"methods: {name} needs a --draft")

@@ -75,6 +75,7 @@ BUILT_IN = (
         True,
     ),
     Method("glide", "a draft model that reads the target's cache", _SAMPLED | _CAPE, True),
+    Method("early_exit", "the target's own first layers", _SAMPLED | _CAPE | {"exit_layer"}),
     Method("tree", "token trees over a draft model", _SAMPLED | _TREE | _LOOKUP, True),
 )
 # Fields that a method reads only if it says so; all others are read whatever the method.

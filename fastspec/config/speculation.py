@@ -161,6 +161,13 @@ class SpecConfig:
         "Tokens of earlier outputs that are kept, and of a corpus; by default 500000 each.",
         "The oldest go first. 500000 tokens take up to 100 MB.",
     )
+    exit_layer: int | None = option(
+        None,
+        integer(1),
+        "How many of the target's layers draft, fewer than it has.",
+        "It has no default: which is best depends on the target, and on whether it was trained for"
+        " it.",
+    )
     k_matrix: Any = option(
         None,
         anything("rows like [[5,10],[0,10]]", as_k_matrix),
@@ -255,6 +262,8 @@ class SpecConfig:
         fits = self.ngram_store == "request" or self.rejection_sample_method == "coupled"
         expected = "'request' unless rejection_sample_method is 'coupled'"
         require("ngram_store", self.ngram_store, fits, expected)
+        needs_exit = self.method == "early_exit"
+        require("exit_layer", None, not needs_exit or self.exit_layer is not None, "an int >= 1")
         check_trees(self)
         self._check_step_costs()
         judges_chains = not self.drafts_trees

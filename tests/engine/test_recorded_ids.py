@@ -41,6 +41,7 @@ METHODS = {
     "tree, fixed": {"tree_paths": [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]},
     "tree, copied branch": COPIED,
     "draft_model, cape": {"cape": True, "num_speculative_tokens": 4},
+    "early_exit": {"exit_layer": 6},
     "glide": {"num_speculative_tokens": 4},
     "glide, cape": {"cape": True, "num_speculative_tokens": 3},
 }
