@@ -23,7 +23,17 @@ from .models import EOS_ID, byte_tokenizer, perturbed, random_model
 
 NUM_BLOCKS = 24  # of 16 tokens: room for some four of sixteen requests
 TOLERANCE = 1e-4
-METHODS = ("draft_model", "prompt_lookup", "mag", "ngram", "tree", "cape", "glide", "cascade")
+METHODS = (
+    "draft_model",
+    "prompt_lookup",
+    "mag",
+    "ngram",
+    "suffix",
+    "tree",
+    "cape",
+    "glide",
+    "cascade",
+)
 
 
 @dataclass

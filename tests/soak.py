@@ -139,16 +139,18 @@ _CHAINS = {
     "adaptive": SpecConfig("draft_model", 3, schedule="adaptive", step_costs=[6, 7, 8, 9]),
     "mag": SpecConfig("mag", 4),
     "ngram": SpecConfig("ngram", 2),
+    "suffix": SpecConfig("suffix", 2),
 }
 _TREES = {
     "tree": SpecConfig("tree", 3, tree_width=2, tree_nodes=6),
     "cape": SpecConfig("draft_model", 2, cape=True),
     "cascade": SpecConfig("cascade", k_matrix=((2, 4), (0, 0))),
 }
+_EXIT = {"early exit": SpecConfig("early_exit", 2, exit_layer=1)}  # of two layers
 # Name, share of the requests, model, drafters beside the engine's own, configuration.
 WORLDS = (
     ("llama", 20, _llama, {**_CHAINS, **_TREES}, {"num_blocks": 44, "prefix_caching": True}),
-    ("gemma2", 8, _gemma2, {**_CHAINS, **_TREES}, {"num_blocks": 40}),
+    ("gemma2", 8, _gemma2, {**_CHAINS, **_TREES, **_EXIT}, {"num_blocks": 40}),
     ("t5", 2, random_t5, _CHAINS, {"num_blocks": 20}),
     ("mamba2", 1, _mamba2, {"lookup": _CHAINS["lookup"]}, {"num_blocks": 40}),
 )

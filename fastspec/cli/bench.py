@@ -94,7 +94,8 @@ def bench(
         drafted = SpecConfig("draft_model", num_speculative_tokens)
         is_cascade = method == "cascade"
         if not is_cascade:  # its k_matrix says how many
-            spec = replace(spec, num_speculative_tokens=drafted.num_draft_tokens())
+            count = num_speculative_tokens or spec.num_draft_tokens()
+            spec = replace(spec, num_speculative_tokens=count)
     check_draft(method, draft)
     if draft is None and methods()[method].needs_draft:
         draft = own_draft(target, method)

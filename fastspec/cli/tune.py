@@ -58,8 +58,8 @@ def tune(
     methods: Annotated[
         str | None,
         typer.Option(
-            help="Comma-separated list; by default prompt_lookup and mag, and with a draft model"
-            " draft_model (of several the first) and cascade (with several k_matrices)."
+            help="Comma-separated list; by default prompt_lookup, mag and suffix, and with a draft"
+            " model draft_model (of several the first) and cascade (with several k_matrices)."
         ),
     ] = None,
     temperature: Annotated[
@@ -143,10 +143,10 @@ def tune(
 
 def _methods(given: str | None, draft: str | None) -> list[str]:
     if given is None:
-        return [*(_WITH_DRAFT if draft else ()), "prompt_lookup", "mag"]
+        return [*(_WITH_DRAFT if draft else ()), "prompt_lookup", "mag", "suffix"]
     names = [drafting_method(name.strip(), "methods") for name in given.split(",")]
     for name in names:
-        if name in ("glide", "tree"):
+        if name in ("glide", "tree", "early_exit"):
             raise ValueError(f"methods: {name!r} cannot be tuned yet")
         if method_named(name).needs_draft and draft is None:
             raise ValueError(f"methods: {name} needs a --draft")

@@ -57,12 +57,25 @@ BUILT_IN = (
         ),
     ),
     Method(
+        "suffix",
+        "copies what most often followed the last tokens, here and in earlier outputs",
+        frozenset(
+            {
+                "suffix_max_spec_factor",
+                "suffix_min_token_prob",
+                "suffix_max_cached_tokens",
+                "tree_nodes",
+            }
+        ),
+    ),
+    Method(
         "cascade",
         "draft models that review each other, and MaG last (CS-Drafting)",
         _SAMPLED | {"k_matrix", "lenience", "bigram_path"},
         True,
     ),
     Method("glide", "a draft model that reads the target's cache", _SAMPLED | _CAPE, True),
+    Method("early_exit", "the target's own first layers", _SAMPLED | _CAPE | {"exit_layer"}),
     Method("tree", "token trees over a draft model", _SAMPLED | _TREE | _LOOKUP, True),
 )
 # Fields that a method reads only if it says so; all others are read whatever the method.

@@ -69,6 +69,8 @@ BOOL = Kind("a bool", lambda value: isinstance(value, bool), flag_type=bool)
 TEXT = Kind("a text", lambda value: isinstance(value, str))
 PATH = Kind("a path", lambda value: isinstance(value, (str, Path)), flag_type=Path)
 FACTOR = number("a finite number >= 1", lambda value: value >= 1)
+POSITIVE = number("a finite number > 0", lambda value: value > 0)
+SHARE = number("a number from 0 to 1", lambda value: 0 <= value <= 1)
 
 
 @dataclass(frozen=True)

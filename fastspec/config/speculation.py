@@ -12,6 +12,8 @@ from fastspec.config.options import (
     BOOL,
     FACTOR,
     PATH,
+    POSITIVE,
+    SHARE,
     Kind,
     anything,
     check_options,
@@ -29,6 +31,8 @@ _DEFAULT_SPECULATIVE_TOKENS = 5
 _DEFAULT_LOOKUP_TOKENS = 5
 _DEFAULT_NGRAM_SIZE = 4
 _DEFAULT_FILLERS = 3
+_DEFAULT_SUFFIX_TOKENS = 24
+_DEFAULT_SUFFIX_LIMITS = (2.0, 0.1, 500_000)
 _DEFAULT_K_MATRIX = ((1, 14), (0, 0))  # of those tried, the fastest with the bundled pair, greedily
 _SCHEDULE_METHODS = ("num_draft_tokens", "record")
 _LOOKUP_FIELDS = ("prompt_lookup_min", "prompt_lookup_max")
@@ -71,7 +75,7 @@ class SpecConfig:
     num_speculative_tokens: int | None = option(
         None,
         integer(1, MAX_DRAFT_TOKENS),
-        "K, tokens proposed in each step; by default 5, of a cascade what its k_matrix asks for.",
+        "K, tokens proposed in each step; by default 5 (suffix: 24; cascade: as k_matrix asks).",
         aliases=(
             "num_assistant_tokens (Hugging Face)",
             "prompt_lookup_num_tokens (Hugging Face; also chooses prompt_lookup)",
@@ -140,6 +144,29 @@ class SpecConfig:
         BOOL,
         "Where nothing is known, propose any token instead of none.",
         "Which one depends on the tokens before it alone.",
+    )
+    suffix_max_spec_factor: float | None = option(
+        None,
+        POSITIVE,
+        "Tokens of a draft at most, over those that match; by default 2.",
+    )
+    suffix_min_token_prob: float | None = option(
+        None,
+        SHARE,
+        "A draft ends where fewer of the places that match have gone on so; by default 0.1.",
+    )
+    suffix_max_cached_tokens: int | None = option(
+        None,
+        integer(2),
+        "Tokens of earlier outputs that are kept, and of a corpus; by default 500000 each.",
+        "The oldest go first. 500000 tokens take up to 100 MB.",
+    )
+    exit_layer: int | None = option(
+        None,
+        integer(1),
+        "How many of the target's layers draft, fewer than it has.",
+        "It has no default: which is best depends on the target, and on whether it was trained for"
+        " it.",
     )
     k_matrix: Any = option(
         None,
@@ -235,9 +262,11 @@ class SpecConfig:
         fits = self.ngram_store == "request" or self.rejection_sample_method == "coupled"
         expected = "'request' unless rejection_sample_method is 'coupled'"
         require("ngram_store", self.ngram_store, fits, expected)
+        needs_exit = self.method == "early_exit"
+        require("exit_layer", None, not needs_exit or self.exit_layer is not None, "an int >= 1")
         check_trees(self)
         self._check_step_costs()
-        judges_chains = self.method != "tree" and not self.cape
+        judges_chains = not self.drafts_trees
         fits = judges_chains and self.rejection_sample_method == "standard"
         factor = self.relaxed_acceptance
         expected = "1 for trees, and for block and coupled verification"
@@ -253,12 +282,25 @@ class SpecConfig:
         return cls(value) if isinstance(value, str) else config_of("spec", value, cls)
 
     def num_draft_tokens(self, most: int | None = None) -> int:
-        """K: as it is given, as a cascade's k_matrix has it, or else 5, and of these `most`."""
+        """K: as it is given, as a cascade's k_matrix has it, or else 5 (of suffix 24), and of these
+        `most`."""
         if self.num_speculative_tokens is not None:
             return self.num_speculative_tokens
         if self.method == "cascade":
             return most_draft_tokens(self.cascade_matrix)
-        return min(_DEFAULT_SPECULATIVE_TOKENS, most or _DEFAULT_SPECULATIVE_TOKENS)
+        usual = _DEFAULT_SPECULATIVE_TOKENS
+        if self.method == "suffix":
+            usual = _DEFAULT_SUFFIX_TOKENS
+        return min(usual, most or usual)
+
+    @property
+    def drafts_trees(self) -> bool:
+        """Whether proposals are trees: always, with siblings, or of copies."""
+        return (
+            self.method == "tree"
+            or self.cape
+            or (self.method == "suffix" and self.tree_nodes is not None)
+        )
 
     @property
     def draws_drafts(self) -> bool:
@@ -275,6 +317,16 @@ class SpecConfig:
         """The least and the most tokens that prompt lookup matches."""
         least = self.prompt_lookup_min or self.prompt_lookup_max or _DEFAULT_LOOKUP_TOKENS
         return least, self.prompt_lookup_max or least
+
+    @property
+    def suffix_limits(self) -> tuple[float, float, int]:
+        """The factor, the probability and the tokens of suffix decoding, with their defaults."""
+        factor, least, most = _DEFAULT_SUFFIX_LIMITS
+        return (
+            self.suffix_max_spec_factor or factor,
+            least if self.suffix_min_token_prob is None else self.suffix_min_token_prob,
+            self.suffix_max_cached_tokens or most,
+        )
 
     @property
     def ngram_counts(self) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 It knows nothing of the verifier, nor of anything else of the engine.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol, TypedDict, cast, runtime_checkable
@@ -298,6 +298,15 @@ class TreeProposer(Drafter, Protocol):
 
     def max_nodes(self, num_speculative_tokens: int) -> int:
         """Columns of a proposal at most, when the longest path may have that many tokens."""
+        ...
+
+
+@runtime_checkable
+class CorpusReader(Drafter, Protocol):
+    """A drafter that also copies from texts that `Engine.add_corpus` gives it."""
+
+    def add_corpus(self, texts: Iterable[Sequence[int]]) -> None:
+        """Token ids of each text."""
         ...
 
 

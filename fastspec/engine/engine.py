@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.checks import require
-from fastspec.drafters.base import Drafter
+from fastspec.drafters.base import CorpusReader, Drafter
 from fastspec.drafters.context import DrafterContext, DrafterSource
 from fastspec.drafters.registry import plan_drafter, plan_given
 from fastspec.engine.block_manager import BlockManager
@@ -376,6 +376,24 @@ class Engine:
             error = speculations.pop(name).error
             if error is not None:
                 raise error
+
+    def add_corpus(self, texts: Prompt | Sequence[Prompt]) -> None:
+        """Texts that suffix decoding may copy from besides what requests have said.
+
+        Each drafter of the engine that has a method `add_corpus` gets them, as lists of token ids.
+
+        Args:
+            texts: as the prompts of `generate`; nothing is put before them.
+        Raises:
+            ValueError: a text that is no prompt, or no drafter would read them.
+        """
+        ids = [self._factory.corpus_ids(text) for text in as_prompt_list(texts, "texts")]
+        with self._turn:
+            known = [each.known for each in self._loop.speculations.values()]
+            readers = [each for each in known if isinstance(each, CorpusReader)]
+            require("texts", len(ids), bool(readers), "a drafter that reads a corpus, as suffix")
+            for reader in readers:
+                reader.add_corpus(ids)
 
     def metrics(self) -> dict[str, Any]:
         """Gauges and counters since the engine was made, by the names of vLLM's metrics.

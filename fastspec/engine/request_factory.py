@@ -209,20 +209,32 @@ class RequestFactory:
             token_ids = prompt
         return self._checked_ids("prompt", token_ids)
 
-    def _checked_ids(self, name: str, token_ids: Sequence[int]) -> list[int]:
-        if not token_ids:
-            raise ValueError(f"{name}: is empty")
+    def corpus_ids(self, text: str | Sequence[int]) -> list[int]:
+        """The ids of a text of any length, with nothing put before it."""
+        if isinstance(text, str):
+            if self._tokenizer is None:
+                raise ValueError("texts: a text needs a tokenizer, and the engine has none")
+            return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return self._known_ids("texts", text)
+
+    def _known_ids(self, name: str, token_ids: Sequence[int]) -> list[int]:
         for token_id in token_ids:
             if not is_int(token_id) or not 0 <= token_id < self._vocab_size:
                 raise ValueError(
                     f"{name}: token id {token_id!r} is not in 0..{self._vocab_size - 1}"
                 )
+        return [int(token_id) for token_id in token_ids]
+
+    def _checked_ids(self, name: str, token_ids: Sequence[int]) -> list[int]:
+        if not token_ids:
+            raise ValueError(f"{name}: is empty")
+        token_ids = self._known_ids(name, token_ids)
         if len(token_ids) >= self._max_model_len:
             raise ValueError(
                 f"{name}: has {len(token_ids)} tokens; the limit is {self._max_model_len - 1},"
                 " which leaves room for one new token"
             )
-        return [int(token_id) for token_id in token_ids]
+        return token_ids
 
 
 def as_params_list(

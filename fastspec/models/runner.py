@@ -5,7 +5,7 @@ from torch import Tensor
 
 from fastspec.models.graphs import GraphedForward, capture_for
 from fastspec.models.layout import lay_out
-from fastspec.models.paged_model import PagedModel, PagedStep, Span
+from fastspec.models.paged_model import KVCache, PagedModel, PagedStep, Span
 from fastspec.models.token_tree import tree_positions
 from fastspec.models.transfer import device_tensor
 from fastspec_kernels import build_tree, compact_kv
@@ -14,6 +14,9 @@ from fastspec_kernels import build_tree, compact_kv
 class ModelRunner:
     """One model with its caches; block tables come from outside, so models can share them.
 
+    Args:
+        caches: of a runner of the model whose first layers this one runs, which are read and
+            written; None = its own.
     Raises:
         ValueError: cuda_graphs is "on", and this model cannot be captured; or it attends in chunks
             that are no whole blocks.
@@ -26,6 +29,7 @@ class ModelRunner:
         block_size: int,
         chunk_size: int,
         cuda_graphs: str = "off",
+        caches: dict[int, KVCache] | None = None,
     ):
         if (size := paged_model.chunk_size) and size % block_size:
             raise ValueError(
@@ -35,8 +39,12 @@ class ModelRunner:
         self.paged_model = paged_model
         self.device = paged_model.device
         self.vocab_size = paged_model.vocab_size
-        self._cache_stacks = paged_model.new_caches(num_blocks, block_size)
-        self.caches = {k: v for stack in self._cache_stacks for k, v in stack.by_layer().items()}
+        self._cache_stacks = []
+        if caches is None:
+            self._cache_stacks = paged_model.new_caches(num_blocks, block_size)
+            pairs = (stack.by_layer().items() for stack in self._cache_stacks)
+            caches = {layer: cache for stack in pairs for layer, cache in stack}
+        self.caches = caches
         self._block_size = block_size
         self._chunk_size = chunk_size
         self.graphs: GraphedForward | None = None

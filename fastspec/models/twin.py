@@ -32,6 +32,26 @@ def twin_of(model: PreTrainedModel, attention: str) -> PreTrainedModel:
     return twin
 
 
+def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
+    """A copy with the same weights that has a decoder's first layers only, its norm and its head.
+
+    Raises:
+        ValueError: its layers are not in one list.
+    """
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    copy = deepcopy(model, shared)
+    text_config: Any = copy.config.get_text_config(decoder=True)
+    size = text_config.num_hidden_layers
+    lists = [m for m in copy.modules() if isinstance(m, nn.ModuleList) and len(m) == size]
+    if len(lists) != 1:
+        raise ValueError(f"{type(model).__name__}: {len(lists)} lists of {size} layers, not one")
+    del lists[0][count:]
+    if getattr(text_config, "layer_types", None):
+        text_config.layer_types = text_config.layer_types[:count]
+    text_config.num_hidden_layers = count
+    return copy
+
+
 def use_few_row_kernels(model: PreTrainedModel) -> None:
     """Let a model on the CPU compute few rows with our kernels, whose rows are independent.
 

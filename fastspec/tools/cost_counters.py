@@ -26,7 +26,7 @@ COSTS: Mapping[str, Mapping[str, float]] = {
     # Time of a pass over that of T5-XXL, from Leviathan et al., 2211.17192.
     "previous_work": {"xxl": 1, "large": 0.11, "base": 0.04, "small": 0.02},
 }
-_FREE = ("mag", "prompt_lookup", "ngram")
+_FREE = ("mag", "prompt_lookup", "ngram", "suffix")
 
 CostTable = str | Mapping[str, float]
 

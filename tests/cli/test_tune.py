@@ -33,6 +33,7 @@ def test_the_choice_is_written_and_used(invoke, pair, tmp_path, prompts_file):
         "cascade",
         "prompt_lookup",
         "mag",
+        "suffix",
     }
     assert record["measured"]["predicted_speed_up"] >= 1.0
     matrices = [row["k_matrix"] for row in record["measured"]["table"] if row["k_matrix"]]

@@ -32,7 +32,17 @@ FORMS = [
     ({"grammar": 'root ::= "x" [01] [01]'}, lambda text: text[0] == "x" and len(text) == 3),
     ({"grammar": 'start: "<" /[ab]{2}/ ">"'}, lambda text: text[0] == "<" and text[3] == ">"),
 ]
-METHODS = ("draft_model", "prompt_lookup", "mag", "ngram", "tree", "cape", "glide", "cascade")
+METHODS = (
+    "draft_model",
+    "prompt_lookup",
+    "mag",
+    "ngram",
+    "suffix",
+    "tree",
+    "cape",
+    "glide",
+    "cascade",
+)
 
 
 @pytest.fixture(scope="module")

@@ -32,6 +32,8 @@ METHODS = {
     "prompt_lookup": {"prompt_lookup_min": 1, "prompt_lookup_max": 4},
     "mag": {},
     "ngram": {},
+    "suffix": {},
+    "suffix, trees": {"tree_nodes": 12},
     "cascade": {},
     "cascade, reviewing": {"k_matrix": [[5, 4], [0, 4]], "lenience": 2.0},
     "tree": {},
@@ -39,6 +41,7 @@ METHODS = {
     "tree, fixed": {"tree_paths": [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]},
     "tree, copied branch": COPIED,
     "draft_model, cape": {"cape": True, "num_speculative_tokens": 4},
+    "early_exit": {"exit_layer": 6},
     "glide": {"num_speculative_tokens": 4},
     "glide, cape": {"cape": True, "num_speculative_tokens": 3},
 }

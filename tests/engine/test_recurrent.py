@@ -16,7 +16,7 @@ from .helpers import GREEDY, NUM_TOKENS, PROMPTS, finish, hugging_face_greedy
 from .probes import model_of, num_sequences_with_states, target_runner, waiting
 
 K = 4
-CHAINS = ("draft_model", "prompt_lookup", "mag", "ngram", "cascade")
+CHAINS = ("draft_model", "prompt_lookup", "mag", "ngram", "suffix", "cascade")
 TIGHT = EngineConfig(block_size=4, num_blocks=24, prefill_chunk_size=5)
 
 

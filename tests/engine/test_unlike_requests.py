@@ -17,6 +17,7 @@ DRAFTERS = {
     "tree": SpecConfig("tree", 3, tree_width=2, tree_nodes=6),
     "adaptive": SpecConfig("draft_model", 2, schedule="adaptive", step_costs=[3, 4, 5]),
     "ngram": SpecConfig("ngram", 2),
+    "suffix": SpecConfig("suffix", 2),
 }
 
 

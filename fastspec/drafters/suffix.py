@@ -1,0 +1,251 @@
+"""Suffix decoding: what followed the end of the text where it stood before, here or in the past."""
+
+from array import array
+from collections.abc import Iterable, Sequence
+from heapq import heappop, heappush
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+
+from fastspec.drafters.base import Batch, Proposal, Request
+from fastspec.drafters.context import DrafterContext
+from fastspec.drafters.texts import input_of
+from fastspec.models.transfer import device_tensor
+
+_NO_TOKEN = -1  # between texts: it agrees with nothing, and nothing is copied from beyond it
+_MOST_MATCH = 32
+_MOST_PLACES = 32  # of those where an end stood before, the latest count
+
+
+class Draft(NamedTuple):
+    """Tokens, the node that each follows (0 = the end of the text), and how many may be right."""
+
+    token_ids: Sequence[int] = ()
+    parents: Sequence[int] = ()
+    expected: float = 0.0
+
+
+class SuffixIndex:
+    """Texts, and where the last tokens of any text stand in them.
+
+    Each place knows the one before it that follows the same two tokens, as in the hash chains of
+    LZ77 compressors: a new token costs one step, and a search looks at the latest places alone, so
+    neither takes longer as the texts grow.
+    """
+
+    def __init__(self):
+        self._token_ids = array("i")
+        self._earlier = array("i")  # of each token, the place before it with the same last tokens
+        self._latest: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._token_ids)
+
+    def add(self, token_ids: Iterable[int]) -> None:
+        """The text goes on."""
+        known, earlier, latest = self._token_ids, self._earlier, self._latest
+        last = known[-1] if known else _NO_TOKEN
+        for token in token_ids:
+            known.append(token)
+            pair, last = _pair(last, token), token
+            earlier.append(latest.get(pair, 0))
+            latest[pair] = len(known)
+
+    def end(self, num: int) -> array:
+        """The last tokens."""
+        return self._token_ids[-num:]
+
+    def places(self, end: array) -> list[tuple[int, int]]:
+        """Where an end of a text stands, the latest first, and how many of its tokens agree.
+
+        A place is that of the token which follows.
+        """
+        known, found, size = self._token_ids, [], len(end)
+        place = self._latest.get(_pair(*end[-2:]), 0) if size > 1 else 0
+        while place and len(found) < _MOST_PLACES:
+            if place < len(known):
+                length, most = 2, min(size, place)
+                if most == size and known[place - size : place] == end:
+                    length = size
+                while length < most and known[place - 1 - length] == end[-1 - length]:
+                    length += 1
+                found.append((length, place))
+            place = self._earlier[place - 1]
+        return found
+
+    def draft(
+        self, places: list[int], depth: int, max_nodes: int, least: float, is_chain: bool
+    ) -> Draft:
+        """What followed at some places: the likeliest paths, by how often each was taken.
+
+        Args:
+            depth: tokens of a path at most.
+            least: share of the places that must have gone a path.
+            is_chain: at each fork the most frequent token alone, of equals the latest.
+        """
+        known, token_ids, parents = self._token_ids, [], []
+        # Paths to go on with: minus their share, a number that breaks ties, the last token, the
+        # node before it, their length, and where they stand.
+        paths = [(-1.0, 0, _NO_TOKEN, 0, 0, places)]
+        expected, num_paths = 0.0, 1
+        while paths and len(token_ids) < max_nodes:
+            share, _, token, parent, length, places = heappop(paths)
+            if length:
+                token_ids.append(token)
+                parents.append(parent)
+                expected -= share
+            if length == depth:
+                continue
+            following: dict[int, list[int]] = {}
+            for place in places:
+                if place < len(known) and known[place] != _NO_TOKEN:
+                    following.setdefault(known[place], []).append(place + 1)
+            total = sum(map(len, following.values()))
+            branches = following.items()
+            if is_chain and following:
+                branches = [max(branches, key=lambda branch: len(branch[1]))]
+            for token, after in branches:
+                part = share * len(after) / total
+                if -part >= least:
+                    node = len(token_ids)
+                    heappush(paths, (part, num_paths, token, node, length + 1, after))
+                    num_paths += 1
+        return Draft(token_ids, parents, expected)
+
+
+class PastTexts:
+    """The latest texts, in two indices: when the newer one is full, the older one goes.
+
+    Args:
+        max_tokens: of both together.
+    """
+
+    def __init__(self, max_tokens: int):
+        self._most = max(1, max_tokens // 2)
+        self.indices = [SuffixIndex(), SuffixIndex()]
+
+    def add(self, token_ids: Sequence[int]) -> None:
+        """A whole text, or the end of one that is too long."""
+        text = [*token_ids[-self._most + 1 :], _NO_TOKEN]
+        if len(self.indices[0]) + len(text) > self._most:
+            self.indices = [SuffixIndex(), self.indices[0]]
+        self.indices[0].add(text)
+
+
+class SuffixDrafter:
+    """Copies what most often followed the longest known end of the text, as far as that is likely.
+
+    It searches the request's own text, what ended requests have said, and a corpus. A longer match
+    makes a longer draft; of all lengths and texts the draft counts of which most is expected to
+    hold. What other requests have said is for greedy requests, and under coupled verification for
+    all: elsewhere drafts decide which random numbers are used, and a sampled text must not depend
+    on other requests.
+
+    Args:
+        max_spec_factor: tokens of a draft at most, over those of the match.
+        min_token_prob: share of the places of a match that must agree on a path.
+        max_cached_tokens: of past texts, and as many of the corpus; the oldest go first.
+
+    Source: Oliaro et al., "SuffixDecoding: Extreme Speculative Decoding for Emerging AI
+    Applications", arXiv 2411.04975.
+    """
+
+    name = "suffix"
+
+    def __init__(self, max_spec_factor: float, min_token_prob: float, max_cached_tokens: int):
+        self._factor = max_spec_factor
+        self._least = min_token_prob
+        self._own: WeakKeyDictionary[Request, SuffixIndex] = WeakKeyDictionary()
+        self._num_shared: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
+        self._past, self._corpus = PastTexts(max_cached_tokens), PastTexts(max_cached_tokens)
+
+    def add_corpus(self, texts: Iterable[Sequence[int]]) -> None:
+        """Texts to copy from, as token ids."""
+        for token_ids in texts:
+            self._corpus.add(token_ids)
+
+    def propose(self, batch: Batch) -> Proposal:
+        num = batch.num_speculative_tokens
+        drafts = [
+            self._draft(request, wanted, wanted, batch.is_coupled, is_chain=True)
+            for request, wanted in zip(batch.requests, batch.num_draft_tokens, strict=True)
+        ]
+        rows = [[*draft.token_ids, *[-1] * (num - len(draft.token_ids))] for draft in drafts]
+        token_ids = device_tensor(rows, torch.int32, batch.device)
+        return Proposal(token_ids, num_tokens=[len(draft.token_ids) for draft in drafts])
+
+    def commit(self, batch: Batch, accepted: list[int]) -> None:
+        """Nothing: the next proposal reads the new tokens."""
+
+    def release(self, request: Request) -> None:
+        """Others may copy what it has said; if it comes back, from there on."""
+        if request not in self._own:
+            return
+        start = self._num_shared.get(request, request.num_prompt_tokens)
+        if said := request.token_ids[start:]:
+            self._past.add(said)
+            self._num_shared[request] = start + len(said)
+
+    def _draft(
+        self, request: Request, depth: int, max_nodes: int, is_coupled: bool, is_chain: bool
+    ) -> Draft:
+        best = Draft()
+        own = self._own.get(request)
+        if own is None:
+            own = self._own[request] = SuffixIndex()
+            own.add(input_of(request))
+        own.add(request.token_ids[len(own) - len(input_of(request)) :])
+        indices = [own, *self._corpus.indices]
+        if is_coupled or request.params.temperature == 0:
+            indices += self._past.indices
+        end = own.end(_MOST_MATCH)
+        for index in indices:
+            places = index.places(end)
+            for length in sorted({length for length, _ in places}, reverse=True):
+                most = min(depth, int(self._factor * length))
+                if most <= best.expected:
+                    break
+                agreeing = [place for agreed, place in places if agreed >= length]
+                draft = index.draft(agreeing, most, max_nodes, self._least, is_chain)
+                best = max(best, draft, key=lambda draft: draft.expected)
+        return best
+
+
+class SuffixTreeDrafter(SuffixDrafter):
+    """The same with a tree of the likeliest paths for each request.
+
+    Args:
+        tree_nodes: of a tree, its root not counted.
+    """
+
+    def __init__(self, tree_nodes: int, *args):
+        super().__init__(*args)
+        self._tree_nodes = tree_nodes
+
+    def max_nodes(self, num_speculative_tokens: int) -> int:
+        """Nodes of a tree at most."""
+        return self._tree_nodes
+
+    def propose(self, batch: Batch) -> Proposal:
+        limits = zip(batch.requests, batch.num_draft_tokens, batch.max_nodes, strict=True)
+        drafts = [self._draft(*limit, batch.is_coupled, is_chain=False) for limit in limits]
+        rows = [
+            [[*part, *[-1] * (self._tree_nodes - len(part))] for part in draft[:2]]
+            for draft in drafts
+        ]
+        token_ids, parents = device_tensor(rows, torch.int32, batch.device).unbind(1)
+        counts = [len(draft.token_ids) for draft in drafts]
+        return Proposal(token_ids, parents, num_tokens=counts, sibling_rule="target_only")
+
+
+def _pair(token: int, other: int) -> int:
+    return token << 32 | other
+
+
+def build(context: DrafterContext) -> SuffixDrafter:
+    """The method "suffix"."""
+    spec = context.spec
+    if spec.tree_nodes is not None:
+        return SuffixTreeDrafter(spec.tree_nodes, *spec.suffix_limits)
+    return SuffixDrafter(*spec.suffix_limits)

@@ -1,0 +1,108 @@
+"""Drafts by the target's first layers, on its own pages: same output, no second cache."""
+
+import pytest
+import torch
+
+from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
+from fastspec.tools.simulate import Simulator
+from fastspec.tools.stored_outputs import StoredOutput
+from fastspec_kernels.testing import chi_square
+
+from ..models import VOCAB_SIZE, random_model, random_t5
+from .helpers import ALPHA, FILTERED, drawn_counts, exact_law, hugging_face_greedy, small_model
+from .probes import draft_model_of, flat_model_of, target_runner
+
+PROMPTS = [[1, 2, 3], list(range(5, 22)), [40, 7] * 17, [9]]
+GREEDY = SamplingParams(temperature=0, max_tokens=28, ignore_eos=True)
+SPEC = SpecConfig("early_exit", 4, exit_layer=1)
+
+
+def with_quiet_layers(kind, scale, **config):
+    """A target whose layers after the first add little."""
+    model = random_model(kind, **config)
+    with torch.no_grad():
+        for layer in model.model.layers[1:]:
+            layer.self_attn.o_proj.weight *= scale
+            layer.mlp.down_proj.weight *= scale
+    return model
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2", "gpt_neox"])
+def test_greedy_output_is_that_of_plain_decoding(kind):
+    model = random_model(kind)
+    expected = [hugging_face_greedy(model, prompt, GREEDY.max_tokens) for prompt in PROMPTS]
+    engine = Engine(model, spec=SPEC, config=EngineConfig(max_batch_size=3))
+    outputs = engine.generate(PROMPTS, GREEDY)
+    assert [output.token_ids for output in outputs] == expected
+    assert engine.stats.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("config", [{"num_blocks": 30}, {"prefix_caching": True}])
+@pytest.mark.parametrize("options", [{}, {"cape": True}])
+def test_every_draft_holds_where_later_layers_add_nothing(config, options):
+    """So what the first layers find in the pages is right, after drafts of all kinds."""
+    model = with_quiet_layers("llama", 0.0)
+    spec = SpecConfig("early_exit", 4, exit_layer=1, **options)
+    engine = Engine(model, spec=spec, config=EngineConfig(block_size=4, **config))
+    expected = [hugging_face_greedy(model, prompt, GREEDY.max_tokens) for prompt in PROMPTS]
+    for _ in range(2):
+        outputs = engine.generate(PROMPTS, GREEDY)
+        assert [output.token_ids for output in outputs] == expected
+    assert engine.stats.acceptance_rate == 1.0
+    assert {writer for output in outputs for writer in output.drafters} == {None, "early_exit"}
+
+
+def test_some_drafts_hold_after_others_were_rejected():
+    model = with_quiet_layers("llama", 0.35)
+    engine = Engine(model, spec=SPEC)
+    expected = [hugging_face_greedy(model, prompt, GREEDY.max_tokens) for prompt in PROMPTS]
+    assert [output.token_ids for output in engine.generate(PROMPTS, GREEDY)] == expected
+    assert 0.05 < engine.stats.acceptance_rate < 0.95
+
+
+def test_the_pages_are_the_targets_and_the_pass_is_flat():
+    model = random_model("llama")
+    engine = Engine(model, spec=SPEC)
+    draft, target = draft_model_of(engine).runner, target_runner(engine)
+    assert draft.caches is target.caches
+    assert (draft.paged_model._flat is None) == (flat_model_of(engine) is None)
+    assert len(draft.paged_model.cache_shapes) == 1
+    assert len(model.model.layers) == model.config.num_hidden_layers == 3
+
+
+@pytest.mark.parametrize("options", [{}, {"cape": True}, {"rejection_sample_method": "coupled"}])
+def test_sampled_output_has_the_targets_law(options):
+    model = small_model()
+    spec = SpecConfig("early_exit", 2, exit_layer=1, **options)
+    counts = drawn_counts((model, None), FILTERED, spec, num_draws=2500)
+    assert chi_square(counts, exact_law(model, FILTERED)) > ALPHA
+
+
+@pytest.mark.parametrize(
+    ("model", "spec", "named"),
+    [
+        ("llama", {"exit_layer": 3}, "exit_layer: expected an int from 1 to 2 for LlamaFor"),
+        (
+            "mamba2",
+            {"exit_layer": 1},
+            "method: 'early_exit' needs a plain decoder, and Mamba2ForCausalLM is recurrent",
+        ),
+        ("t5", {"exit_layer": 1}, "method: .*plain decoder, and T5For.* is an encoder-decoder"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(model, spec, named):
+    target = random_t5() if model == "t5" else random_model(model)
+    with pytest.raises(ValueError, match=f"^{named}"):
+        Engine(target, spec=SpecConfig("early_exit", **spec))
+
+
+def test_wrong_options():
+    with pytest.raises(ValueError, match=r"^exit_layer: expected an int >= 1, got None"):
+        SpecConfig("early_exit")
+    with pytest.raises(ValueError, match=r"^exit_layer: not for method"):
+        SpecConfig("draft_model", exit_layer=2)
+    with pytest.raises(ValueError, match=r"^drafter: method 'early_exit' takes none"):
+        Engine(random_model(), random_model(), spec=SPEC)
+    simulator = Simulator("tiny", None, VOCAB_SIZE, spec=SPEC)
+    with pytest.raises(ValueError, match=r"^method: 'early_exit' runs the target's layers"):
+        simulator.run([StoredOutput([1, 2], [3], GREEDY)])
