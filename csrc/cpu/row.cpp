@@ -12,9 +12,9 @@
 
 namespace fastspec::cpu {
 
-// Less work than this is not worth waking a thread.
-static constexpr int64_t kLogitsPerThread = 1 << 16;
-static constexpr int64_t kWeighingsPerThread = 1 << 14;
+// Less work than this, some 30 us, is not worth waking a thread, which may be slow to come.
+static constexpr int64_t kLogitsPerThread = 1 << 18;
+static constexpr int64_t kWeighingsPerThread = 1 << 17;
 static constexpr int64_t kScratchPerChunk = kMaximaPerChunk + kLanes + 1;
 static constexpr double kLog2E = 1.4426950408889634;
 

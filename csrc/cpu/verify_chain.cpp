@@ -162,7 +162,8 @@ void judge_blocks(const VerifyChainInputs& in, std::vector<Chain>& chains, RowBa
   }
   batch.weigh(rows);
   // Across chains where there are several, else across the chunks of the one.
-  parallel_for(chains.size(), 1, [&](int64_t c) {
+  const int64_t grain = weighings_per_thread((in.num_draft + 1) * in.target.logits.size);
+  parallel_for(chains.size(), grain, [&](int64_t c) {
     Chain& chain = chains[c];
     if (chain.greedy()) return;
     const std::vector<double> scales = prefix_scales(in, chain);

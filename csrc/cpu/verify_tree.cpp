@@ -246,7 +246,7 @@ void advance_all(const VerifyTreeInputs& in, const std::vector<Walk*>& walks,
   }
   batch.scan();
   batch.weigh(batch.valid_rows());
-  parallel_for(walks.size(), 1, [&](int64_t i) {
+  parallel_for(walks.size(), weighings_per_thread(in.target.logits.size), [&](int64_t i) {
     Walk& walk = *walks[i];
     if (walk.target->valid && (walk.draft == nullptr || walk.draft->valid)) {
       advance(in, walk, out);
