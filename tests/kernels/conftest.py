@@ -21,6 +21,7 @@ CASES_PER_TEST = 2
 # Of each test on an instruction set other than the widest, which runs all cases: enough to meet
 # every branch of the vector code several times.
 CASES_PER_PATH = 6
+CASES_OF_REFERENCE = 12  # which is plain; its tables of edges are run whole
 WHOLE_TABLES = ("test_edges", "test_wrong_arguments")
 
 INSTRUCTION_SETS = ["none"]
@@ -75,10 +76,15 @@ def pytest_collection_modifyitems(config, items):
     paths = defaultdict(list)
     for item in items:
         name = _instruction_set_of(item)
+        if hasattr(item, "callspec") and item.callspec.params.get("backend") == "reference":
+            name = "reference"
+        if name == "reference" and any(part in item.name for part in WHOLE_TABLES):
+            continue
         if item not in dropped and name != INSTRUCTION_SETS[-1]:
             paths[item.nodeid.split("[")[0], name].append(item)
-    for cases in paths.values():
-        limit = min(CASES_PER_PATH, len(cases))
+    for (_, name), cases in paths.items():
+        most = CASES_OF_REFERENCE if name == "reference" else CASES_PER_PATH
+        limit = min(most, len(cases))
         kept = {len(cases) * i // limit for i in range(limit)}
         dropped |= {item for i, item in enumerate(cases) if i not in kept}
     config.hook.pytest_deselected(items=list(dropped))
