@@ -26,3 +26,27 @@ class DistillationLoss(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         (gradient,) = ctx.saved_tensors
         return gradient * gradients[0], None
+
+
+class FrozenHeadLoss(torch.autograd.Function):
+    """The same loss up to a constant factor of rounding, by way of a head that does not learn.
+
+    Rows [N, E] and head [R, E] of one type, target_probs [N, R] of it too. Logits of rows are never
+    kept: the gradient of the rows is made at once.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, head: torch.Tensor, target_probs: torch.Tensor
+    ) -> torch.Tensor:
+        logits = rows @ head.T
+        probs = logits.softmax(dim=-1)
+        logsumexp = logits.amax(dim=-1).float() - probs.amax(dim=-1).float().log()
+        loss = logsumexp.mean() - torch.linalg.vecdot(target_probs, logits).float().mean()
+        ctx.save_for_backward((probs.sub_(target_probs) @ head).div_(len(rows)))
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * gradients[0], None, None

@@ -1,0 +1,109 @@
+"""`fastspec train eagle3`: an EAGLE-3 draft for a target of your own."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fastspec.cli import options
+from fastspec.cli.display import progress_bar
+from fastspec.cli.errors import check_can_write, quiet_libraries, usage_errors
+from fastspec.cli.options import Flags, with_flags
+from fastspec.cli.train_draft import Data, Out, Plot, Resume, Steps
+from fastspec.config import EngineConfig
+from fastspec.config.files import parse_json_lines, read_text
+from fastspec.train.options import DraftShape, TrainOptions
+
+_FIXED = ("steps", "lookup_rows", "distillation", "store_target")
+
+
+@with_flags
+def eagle3(
+    shape: Annotated[DraftShape, Flags(without=("layers", "hidden_size"))],
+    settings: Annotated[TrainOptions, Flags(without=_FIXED, steps=1, optimizer="muon", rate=2e-3)],
+    config: Annotated[EngineConfig, Flags("dtype", "device", dtype="bfloat16")],
+    data: Data,
+    out: Out,
+    target: options.Target = "tiny",
+    steps: Steps = None,
+    resume: Resume = False,
+    plot: Plot = None,
+) -> None:
+    """Train an EAGLE-3 draft, which reads hidden states of the target; that stays as it is.
+
+    The target reads all texts once, and its states are kept on disk meanwhile. Lines of .jsonl hold
+    a "text", or "prompt_ids" and the "token_ids" that the target has written after them, which
+    alone are learnt then. At the end it is reported what of a draft is accepted on held-out text.
+    """
+    for file in data:
+        if not file.is_file():
+            raise typer.BadParameter(f"--data: no such file: {str(file)!r}")
+    if out.exists() and not out.is_dir():
+        raise typer.BadParameter(f"--out: expected a folder, {str(out)!r} is a file")
+    check_can_write("--plot", plot)
+    from fastspec.tools.plots import plot_loss, require_plotting
+
+    with usage_errors():
+        if plot is not None:
+            require_plotting()
+    quiet_libraries()
+    import torch
+
+    from fastspec.models.loading import load_model, load_tokenizer
+    from fastspec.train.eagle3 import cut_texts, make_eagle3, split_texts, train_eagle3
+
+    tokenizer = load_tokenizer("target", target)
+    model = load_model("target", target, config)
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"target: expected a decoder, got {type(model).__name__}")
+    texts = cut_texts(_documents(data, tokenizer), shape.context)
+    torch.manual_seed(settings.seed)
+    with usage_errors():
+        training, judging = split_texts(texts, shape.held_out, settings.seed)
+        fresh = make_eagle3(model, training, shape)
+        num_steps = -(-len(training) // settings.batch_size) if steps is None else steps
+        settings = replace(settings, steps=num_steps)
+    with progress_bar("steps") as bar:
+        task = bar.add_task("training", total=settings.steps)
+
+        def advance(done: int, loss: float) -> None:
+            bar.update(task, completed=done, description=f"loss {loss:.3f}")
+
+        def on_text(done: int) -> None:
+            bar.update(task, description=f"target: text {done} of {len(texts)}")
+
+        record = train_eagle3(
+            model, fresh, training, judging, settings, out, resume, advance, on_text
+        )
+    if plot is not None:
+        plot_loss(record["losses"], plot)
+    accepted = ", ".join(f"{part:.2f}" for part in record["greedy_acceptance"])
+    typer.echo(
+        f"{out}: {record['steps']} steps, loss {record['train_loss']:.3f}; on held-out text the"
+        f" target takes of each draft token, if those before it were taken: {accepted}"
+    )
+
+
+def _documents(files: list[Path], tokenizer: Any) -> Iterator[tuple[list[int], int]]:
+    """Token ids of each text, and where what is learnt of it begins."""
+    for file in files:
+        content = read_text("data", file)
+        if file.suffix != ".jsonl":
+            yield tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"], 1
+            continue
+        for where, record in parse_json_lines(content, f"data: {file}"):
+            if not isinstance(record, dict):
+                raise ValueError(f'{where} has no field "text"')
+            if isinstance(record.get("text"), str):
+                ids = tokenizer(record["text"], add_special_tokens=False, verbose=False)
+                yield ids["input_ids"], 1
+                continue
+            prompt, answer = record.get("prompt_ids"), record.get("token_ids")
+            most = len(tokenizer)
+            for name, ids in (("prompt_ids", prompt), ("token_ids", answer)):
+                is_list = isinstance(ids, list) and all(type(i) is int and 0 <= i < most for i in ids)
+                if not is_list:
+                    raise ValueError(f'{where}: expected "text", or lists of ids; {name} is none')
+            yield [*prompt, *answer], len(prompt)
