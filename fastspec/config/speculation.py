@@ -237,7 +237,7 @@ class SpecConfig:
         require("ngram_store", self.ngram_store, fits, expected)
         check_trees(self)
         self._check_step_costs()
-        judges_chains = self.method != "tree" and not self.cape
+        judges_chains = not self.drafts_trees and not self.cape
         fits = judges_chains and self.rejection_sample_method == "standard"
         factor = self.relaxed_acceptance
         expected = "1 for trees, and for block and coupled verification"
@@ -259,6 +259,12 @@ class SpecConfig:
         if self.method == "cascade":
             return most_draft_tokens(self.cascade_matrix)
         return min(_DEFAULT_SPECULATIVE_TOKENS, most or _DEFAULT_SPECULATIVE_TOKENS)
+
+    @property
+    def drafts_trees(self) -> bool:
+        """Whether the options ask for token trees: the method, or one of their fields does."""
+        fields = self.tree_width, self.tree_nodes, self.tree_paths
+        return self.method == "tree" or self.tree_prompt_lookup or any(f is not None for f in fields)
 
     @property
     def draws_drafts(self) -> bool:
@@ -298,7 +304,7 @@ class SpecConfig:
         for name in sorted(FIELDS_OF_METHODS):
             value, default = getattr(self, name), options_of(type(self))[name].default
             is_read = name in fields
-            if name in _LOOKUP_FIELDS and self.method == "tree":
+            if name in _LOOKUP_FIELDS and is_read and self.method != "prompt_lookup":
                 is_read = self.tree_prompt_lookup
             if not is_read and value is not default and value != default:
                 refuse(name, value, f"not for method {self.method!r}")

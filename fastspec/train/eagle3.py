@@ -100,7 +100,8 @@ def make_eagle3(target: PreTrainedModel, texts: Sequence[Text], shape: DraftShap
     _start_as_last_layer(draft, target)
     token_ids = count_tokens(texts, num_ids).to(target.device)
     embeddings: Any = target.get_input_embeddings()
-    draft.set_ends(embeddings.weight.float(), reduced_rows(target, token_ids).float(), token_ids)
+    head_rows = reduced_rows(target, token_ids).float()
+    draft.set_ends(embeddings.weight.float(), head_rows, token_ids, vocab_size)
     return draft
 
 

@@ -4,7 +4,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import GenerationMixin, LlamaConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
@@ -23,8 +23,8 @@ class Eagle3Config(LlamaConfig):
     Args:
         draft_vocab_size: tokens that it can write; None = all.
         target_hidden_size: of each hidden state that it reads; None = its own.
-        target_layers: the three layers of the target whose inputs it reads; None = those of the
-            published drafts: 2, half of all, and the third from the last.
+        target_layers: the layers of the target whose inputs it reads; None = the three that
+            published drafts read, see `usual_layers`.
         norm_before_residual: whether the residual is the hidden state after its norm.
     Raises:
         ValueError: a shape that is none of an EAGLE-3 draft.
@@ -54,7 +54,7 @@ class HiddenStates(Protocol):
     """Where the rows of a pass find the hidden states they read, and leave their own."""
 
     def read(self, fuse: nn.Module) -> Tensor:
-        """Of each row [1, T, E]: the target's three states fused, or what the draft made itself."""
+        """Of each row [1, T, E]: the target's states fused, or what the draft made itself."""
         ...
 
     def keep(self, hidden: Tensor) -> None:
@@ -91,7 +91,7 @@ class Eagle3Layer(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
-class Eagle3Draft(PreTrainedModel):
+class Eagle3Draft(PreTrainedModel, GenerationMixin):
     """Drafts with its target's hidden states; weights have published names.
 
     Row i reads the embedding of token i and a hidden state of token i - 1, the target's where that
@@ -109,17 +109,20 @@ class Eagle3Draft(PreTrainedModel):
         super().__init__(config)
         size, read = config.hidden_size, config.target_hidden_size or config.hidden_size
         self.embed_tokens = nn.Embedding(config.vocab_size, size, device="meta")
-        self.fc = nn.Linear(3 * read, size, bias=False)
+        num_states = len(config.target_layers or range(3))
+        self.fc = nn.Linear(num_states * read, size, bias=False)
         self.midlayer = Eagle3Layer(config)
         self.norm = LlamaRMSNorm(size, config.rms_norm_eps)
         self.rotary_emb = LlamaRotaryEmbedding(config)
         self.lm_head: nn.Module = nn.Identity()  # see `set_ends`
         self.post_init()
 
-    def set_ends(self, embeddings: Tensor, head: Tensor, token_ids: Tensor) -> None:
-        """Give it embeddings [V, E], frozen, and the head's rows [R, E] for so many token ids."""
+    def set_ends(
+        self, embeddings: Tensor, head: Tensor, token_ids: Tensor, vocab_size: int
+    ) -> None:
+        """Give it frozen embeddings, and the rows [R, E] of a head that tell R of V tokens."""
         self.embed_tokens = nn.Embedding.from_pretrained(embeddings.detach())
-        self.lm_head = ReducedHead(head, token_ids, len(embeddings))
+        self.lm_head = ReducedHead(head, token_ids, vocab_size)
 
     def get_input_embeddings(self) -> nn.Module:
         return self.embed_tokens
