@@ -103,7 +103,9 @@ def _documents(files: list[Path], tokenizer: Any) -> Iterator[tuple[list[int], i
             prompt, answer = record.get("prompt_ids"), record.get("token_ids")
             most = len(tokenizer)
             for name, ids in (("prompt_ids", prompt), ("token_ids", answer)):
-                is_list = isinstance(ids, list) and all(type(i) is int and 0 <= i < most for i in ids)
+                is_list = isinstance(ids, list) and all(
+                    type(i) is int and 0 <= i < most for i in ids
+                )
                 if not is_list:
                     raise ValueError(f'{where}: expected "text", or lists of ids; {name} is none')
             yield [*prompt, *answer], len(prompt)

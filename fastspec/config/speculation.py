@@ -264,7 +264,9 @@ class SpecConfig:
     def drafts_trees(self) -> bool:
         """Whether the options ask for token trees: the method, or one of their fields does."""
         fields = self.tree_width, self.tree_nodes, self.tree_paths
-        return self.method == "tree" or self.tree_prompt_lookup or any(f is not None for f in fields)
+        return (
+            self.method == "tree" or self.tree_prompt_lookup or any(f is not None for f in fields)
+        )
 
     @property
     def draws_drafts(self) -> bool:

@@ -368,7 +368,9 @@ class PagedModel:
         require("target layers", layers, 0 <= min(layers) <= max(layers) <= most, f"0 to {most}")
         for index in layers:
 
-            def keep(module: torch.nn.Module, args: tuple, kwargs: dict, index: int = index) -> None:
+            def keep(
+                module: torch.nn.Module, args: tuple, kwargs: dict, index: int = index
+            ) -> None:
                 step = _RUNNING.get()
                 if step is not None and index in step.inputs:
                     step.keep_input(index, (args[0] if args else kwargs["hidden_states"])[0])

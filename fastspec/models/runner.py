@@ -149,9 +149,7 @@ class ModelRunner:
                 pieces.append(Span(table, start - first, min(end, first + size) - start))
         return dict.fromkeys(self.paged_model.chunked_layers, self._step(pieces, []))
 
-    def _step(
-        self, spans: list[Span], rows: list[int], parents: Tensor | None = None
-    ) -> PagedStep:
+    def _step(self, spans: list[Span], rows: list[int], parents: Tensor | None = None) -> PagedStep:
         """A pass over the spans, in two copies to the device."""
         wide, narrow = lay_out(spans, rows, self._block_size)
         step = PagedStep.of(

@@ -90,7 +90,9 @@ def make_eagle3(target: PreTrainedModel, texts: Sequence[Text], shape: DraftShap
     large = target.config.get_text_config(decoder=True)
     size = shape.hidden_size
     require("hidden_size", size, size in (None, large.hidden_size), "the target's")
-    width = {} if shape.intermediate_size is None else {"intermediate_size": shape.intermediate_size}
+    width = (
+        {} if shape.intermediate_size is None else {"intermediate_size": shape.intermediate_size}
+    )
     head: Any = target.get_output_embeddings()
     vocab_size = len(head.weight)
     num_ids = shape.reduced_vocab_size or vocab_size
@@ -339,7 +341,9 @@ def judge(
             draft_probs = logits.softmax(-1)
             shared = torch.minimum(draft_probs, probs[:, token_ids]).sum()
             hits = token_ids[logits.argmax(-1)] == probs.argmax(-1)
-            totals[:, step] += torch.stack([shared.cpu(), hits.sum().cpu(), torch.tensor(len(hits))])
+            totals[:, step] += torch.stack(
+                [shared.cpu(), hits.sum().cpu(), torch.tensor(len(hits))]
+            )
     sampled, greedy = (totals[:2] / totals[2].clamp(min=1)).tolist()
     return {"sampled_acceptance": sampled, "greedy_acceptance": greedy}
 

@@ -64,7 +64,10 @@ def save_eagle3(draft: Eagle3Draft, folder: Path) -> None:
 
 def _read(path: str | Path, target: PreTrainedModel, **options: Any) -> Eagle3Draft:
     tensors = _tensors(path)
-    if "midlayer.self_attn.q_proj.weight" in tensors and "midlayer.hidden_norm.weight" not in tensors:
+    if (
+        "midlayer.self_attn.q_proj.weight" in tensors
+        and "midlayer.hidden_norm.weight" not in tensors
+    ):
         raise ValueError("is a draft of EAGLE-1 or EAGLE-2, which are not supported: EAGLE-3 is")
     large = target.config.get_text_config(decoder=True)
     embeddings, head = (
@@ -82,7 +85,9 @@ def _read(path: str | Path, target: PreTrainedModel, **options: Any) -> Eagle3Dr
     own.pop("embed_tokens.weight")
     if names := own.keys() ^ tensors.keys():
         is_missing = min(names) in own
-        raise ValueError(f"is no EAGLE-3 draft: {min(names)} is {'missing' if is_missing else 'new'}")
+        raise ValueError(
+            f"is no EAGLE-3 draft: {min(names)} is {'missing' if is_missing else 'new'}"
+        )
     with torch.no_grad():
         for name, weight in own.items():
             stored, shape = tuple(tensors[name].shape), tuple(weight.shape)
@@ -96,7 +101,9 @@ def _read(path: str | Path, target: PreTrainedModel, **options: Any) -> Eagle3Dr
     size = draft.config.hidden_size
     for name, part in (("embed_tokens.weight", embeddings), ("lm_head.weight", head)):
         if part.shape[1] != size:
-            raise ValueError(f"{name}: rows of {part.shape[1]} numbers, and the draft's have {size}")
+            raise ValueError(
+                f"{name}: rows of {part.shape[1]} numbers, and the draft's have {size}"
+            )
     ends = [part.to(target.device, target.dtype) for part in (embeddings, head)]
     draft.set_ends(*ends, token_ids.to(target.device), vocab_size)
     return draft.eval()

@@ -85,9 +85,7 @@ class Eagle3Runner(ModelRunner):
             shifted = [span for span in shifted if span.count]
         return super().forward(input_ids, shifted, rows, parents)
 
-    def _step(
-        self, spans: list[Span], rows: list[int], parents: Tensor | None = None
-    ) -> PagedStep:
+    def _step(self, spans: list[Span], rows: list[int], parents: Tensor | None = None) -> PagedStep:
         step = super()._step(spans, rows)
         is_known = [
             place < span.target_len
@@ -106,7 +104,5 @@ class Eagle3Runner(ModelRunner):
         place = torch.where(known, step.positions, before)
         blocks = step.block_table[owner, place // self._block_size].long()
         slots = blocks * self._block_size + place % self._block_size
-        step.glimpse = PagedStates(
-            self._inputs_read, self._own, is_known, slots, step.slot_mapping
-        )
+        step.glimpse = PagedStates(self._inputs_read, self._own, is_known, slots, step.slot_mapping)
         return step
