@@ -13,6 +13,7 @@ from fastspec.cli.errors import check_can_write, quiet_libraries, usage_errors
 from fastspec.cli.options import Flags, with_flags
 from fastspec.cli.train_draft import Data, Out, Plot, Resume, Steps
 from fastspec.config import EngineConfig
+from fastspec.config.checks import is_int
 from fastspec.config.files import parse_json_lines, read_text
 from fastspec.train.options import DraftShape, TrainOptions
 
@@ -58,7 +59,8 @@ def eagle3(
     model = load_model("target", target, config)
     if model.config.is_encoder_decoder:
         raise ValueError(f"target: expected a decoder, got {type(model).__name__}")
-    texts = cut_texts(_documents(data, tokenizer), shape.context)
+    vocab_size = model.config.get_text_config(decoder=True).vocab_size
+    texts = cut_texts(_documents(data, tokenizer, vocab_size), shape.context)
     torch.manual_seed(settings.seed)
     with usage_errors():
         training, judging = split_texts(texts, shape.held_out, settings.seed)
@@ -86,26 +88,27 @@ def eagle3(
     )
 
 
-def _documents(files: list[Path], tokenizer: Any) -> Iterator[tuple[list[int], int]]:
+def _documents(
+    files: list[Path], tokenizer: Any, vocab_size: int
+) -> Iterator[tuple[list[int], int]]:
     """Token ids of each text, and where what is learnt of it begins."""
+
+    def are_ids(value: Any) -> bool:
+        return isinstance(value, list) and all(is_int(i) and 0 <= i < vocab_size for i in value)
+
     for file in files:
         content = read_text("data", file)
         if file.suffix != ".jsonl":
             yield tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"], 1
             continue
         for where, record in parse_json_lines(content, f"data: {file}"):
-            if not isinstance(record, dict):
-                raise ValueError(f'{where} has no field "text"')
-            if isinstance(record.get("text"), str):
-                ids = tokenizer(record["text"], add_special_tokens=False, verbose=False)
+            fields = record if isinstance(record, dict) else {}
+            if isinstance(fields.get("text"), str):
+                ids = tokenizer(fields["text"], add_special_tokens=False, verbose=False)
                 yield ids["input_ids"], 1
                 continue
-            prompt, answer = record.get("prompt_ids"), record.get("token_ids")
-            most = len(tokenizer)
-            for name, ids in (("prompt_ids", prompt), ("token_ids", answer)):
-                is_list = isinstance(ids, list) and all(
-                    type(i) is int and 0 <= i < most for i in ids
-                )
-                if not is_list:
-                    raise ValueError(f'{where}: expected "text", or lists of ids; {name} is none')
-            yield [*prompt, *answer], len(prompt)
+            for name in ("prompt_ids", "token_ids"):
+                if not are_ids(fields.get(name)):
+                    given = f"{name} is {fields.get(name)!r:.40}"
+                    raise ValueError(f'{where}: expected "text", or lists of ids; {given}')
+            yield [*fields["prompt_ids"], *fields["token_ids"]], len(fields["prompt_ids"])

@@ -306,7 +306,7 @@ class SpecConfig:
         for name in sorted(FIELDS_OF_METHODS):
             value, default = getattr(self, name), options_of(type(self))[name].default
             is_read = name in fields
-            if name in _LOOKUP_FIELDS and is_read and self.method != "prompt_lookup":
+            if name in _LOOKUP_FIELDS and self.method in ("tree", "eagle3"):
                 is_read = self.tree_prompt_lookup
             if not is_read and value is not default and value != default:
                 refuse(name, value, f"not for method {self.method!r}")

@@ -166,9 +166,9 @@ class PagedStep:
 
     def keep_input(self, layer: int, hidden: Tensor) -> None:
         """Store what a layer is given, [T, E], in two halves as if they were keys and values."""
-        cache = self.inputs[layer]
-        halves = hidden.to(cache[0].dtype)[:, None].tensor_split(2, dim=-1)
-        store_kv(*halves, *cache, self.slot_mapping, backend=self.backend)
+        key_cache, value_cache = self.inputs[layer]
+        first, second = hidden.to(key_cache.dtype)[:, None].chunk(2, dim=-1)
+        store_kv(first, second, key_cache, value_cache, self.slot_mapping, backend=self.backend)
 
     def probed_cache(self, layer: int, key: Tensor, value: Tensor, *options) -> KVCache:
         """Note a call in the probing pass; a block with room for keys and values [T, G, D]."""

@@ -29,10 +29,10 @@ class DistillationLoss(torch.autograd.Function):
 
 
 class FrozenHeadLoss(torch.autograd.Function):
-    """The same loss up to a constant factor of rounding, by way of a head that does not learn.
+    """The same loss of rows [N, E] before a head [R, E] that does not learn.
 
-    Rows [N, E] and head [R, E] of one type, target_probs [N, R] of it too. Logits of rows are never
-    kept: the gradient of the rows is made at once.
+    target_probs [N, R]; all three have one type, in which logits are made and dropped again: only
+    the gradient of the rows is kept.
     """
 
     @staticmethod

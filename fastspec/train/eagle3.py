@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -97,7 +97,7 @@ def make_eagle3(target: PreTrainedModel, texts: Sequence[Text], shape: DraftShap
     vocab_size = len(head.weight)
     num_ids = shape.reduced_vocab_size or vocab_size
     require("reduced_vocab_size", num_ids, num_ids <= vocab_size, f"at most {vocab_size}")
-    fields = llama_shape(target, 1, width) | {"vocab_size": vocab_size}
+    fields: dict[str, Any] = llama_shape(target, 1, width) | {"vocab_size": vocab_size}
     draft = Eagle3Draft(Eagle3Config(**fields, draft_vocab_size=num_ids))
     _start_as_last_layer(draft, target)
     token_ids = count_tokens(texts, num_ids).to(target.device)
@@ -112,19 +112,17 @@ def _start_as_last_layer(draft: Eagle3Draft, target: PreTrainedModel) -> None:
     size = draft.config.hidden_size
     draft.fc.weight.mul_(0.1)
     draft.fc.weight[:, 2 * size :] += torch.eye(size)
-    source = dict(decoder_layers(target)[-1].named_parameters())
+    decoder: Any = target.get_decoder()
+    source = dict(decoder.layers[-1].named_parameters())
     source["hidden_norm.weight"] = source.get("input_layernorm.weight")
-    final: Any = target.get_decoder()
-    if getattr(final, "norm", None) is not None and final.norm.weight.shape == (size,):
-        draft.norm.weight.copy_(final.norm.weight)
-    for name, weight in draft.midlayer.named_parameters():
+    source["norm.weight"] = getattr(getattr(decoder, "norm", None), "weight", None)
+    for name, weight in [*draft.midlayer.named_parameters(), *draft.norm.named_parameters("norm")]:
         old = source.get(name)
-        if old is None or old.dim() != weight.dim() or len(old) != len(weight):
+        if old is None or old.shape[:-1] != weight.shape[:-1]:
             continue
-        if old.shape == weight.shape:
-            weight.copy_(old)
-        elif old.dim() == 2 and 2 * old.shape[1] == weight.shape[1]:
-            weight[:, old.shape[1] :] = old
+        size = old.shape[-1]
+        if weight.shape[-1] in (size, 2 * size):  # queries, keys and values read twice as much
+            weight[..., weight.shape[-1] - size :] = old
 
 
 @dataclass(frozen=True)
@@ -171,7 +169,8 @@ class StoredStates:
         self._target, self._layers, self._texts = target.eval(), layers, texts
         self._head = reduced_rows(target, token_ids)
         self._ends = [0, *accumulate(len(text.token_ids) for text in texts)]
-        self._sizes = [(target.config.get_text_config(decoder=True).hidden_size)] * 4
+        size = target.config.get_text_config(decoder=True).hidden_size
+        self._sizes = [len(layers) * size, size]
         width, count = sum(self._sizes), self._ends[-1]
         self._states = torch.from_file(
             str(file), shared=True, size=count * width, dtype=target.dtype
@@ -190,7 +189,7 @@ class StoredStates:
         texts = [self._texts[row] for row in rows]
         places = torch.cat([torch.arange(*self._ends[row : row + 2]) for row in rows])
         states = self._states[places].to(device)
-        features, hidden = states.split([sum(self._sizes[:3]), self._sizes[3]], dim=-1)
+        features, hidden = states.split(self._sizes, dim=-1)
         return UnrolledLesson(
             torch.cat([text.token_ids for text in texts]).to(device),
             torch.tensor([len(text.token_ids) for text in texts], device=device),
@@ -261,20 +260,22 @@ def _unrolled(
         cos, sin = draft.rotary_emb(embeddings, column[rows][None] + step)
         query, key = apply_rotary_pos_emb(query, key, cos[0], sin[0])
         places = text[rows], column[rows]
-
-        def spread(part: Tensor, places: tuple[Tensor, Tensor] = places) -> Tensor:
-            return part.new_zeros(len(lengths), width, *part.shape[1:]).index_put(places, part)
-
+        query, key, value = (
+            part.new_zeros(len(lengths), width, *part.shape[1:]).index_put(places, part)
+            for part in (query, key, value)
+        )
         if past is None:
-            past = spread(key), spread(value)
+            past = key, value
         else:
-            own.append((spread(key), spread(value)))
-        attended = _attend(spread(query), past, own, attention.scaling)[places].flatten(1)
+            own.append((key, value))
+        attended = _attend(query, past, own, attention.scaling)[places].flatten(1)
         hidden = layer.finish(residual, attention.o_proj(attended))
         judged = column[rows] + 1 >= first[rows]
         yield draft.norm(hidden[judged]), rows[judged] + 1 + step
         goes_on = judged & (column[rows] + 2 + step <= last[rows])
         rows, hidden = rows[goes_on], hidden[goes_on]
+        if not len(rows):
+            return
 
 
 def _attend(
@@ -373,8 +374,8 @@ def train_eagle3(
     if not resume:  # what a run on other text has left
         file.unlink(missing_ok=True)
     layers = draft.config.target_layers or usual_layers(len(decoder_layers(target)))
-    token_ids = draft.get_output_embeddings().token_ids
-    teacher = StoredStates(target, layers, [*texts, *held_out], token_ids, file, on_text)
+    token_ids = cast(Any, draft.lm_head).token_ids
+    teacher: Any = StoredStates(target, layers, [*texts, *held_out], token_ids, file, on_text)
     processes = OneProcess(target.device)
     trainer = Eagle3Trainer(draft, teacher, len(texts), options, out, processes)
     if resume:

@@ -157,7 +157,7 @@ def adam(model: nn.Module, rate: float) -> list[torch.optim.Optimizer]:
 
 
 def muon(model: nn.Module, rate: float, shares: int = 1) -> list[torch.optim.Optimizer]:
-    """Muon for all matrices but the ends', in `shares` that may step at once; AdamW for all else."""
+    """Muon for all matrices but the ends, in `shares` that may step at once; AdamW for the rest."""
     matrices, rest = [], []
     for name, parameter in model.named_parameters():
         is_end = "embed_tokens" in name or "lm_head" in name

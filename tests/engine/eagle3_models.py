@@ -1,6 +1,6 @@
-"""EAGLE-3 drafts of random weights in the published layout, and a plain statement of their forward.
+"""EAGLE-3 drafts of random weights in the published layout, and a statement of their forward.
 
-The statement is written from the paper (arXiv 2503.01840) and the layout: dense, one text, no cache.
+It is written from the paper (arXiv 2503.01840) and the layout: dense, one text, no cache.
 """
 
 import json

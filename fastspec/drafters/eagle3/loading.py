@@ -80,7 +80,8 @@ def _read(path: str | Path, target: PreTrainedModel, **options: Any) -> Eagle3Dr
     token_ids = torch.arange(num_ids) + (0 if offsets is None else offsets.long())
     if not 0 <= int(token_ids.min()) <= int(token_ids.max()) < vocab_size:
         raise ValueError(f"d2t: names tokens outside of the target's vocabulary of {vocab_size}")
-    draft = Eagle3Draft(_config_of(path, large, vocab_size, num_ids)).to(target.dtype)
+    draft: Any = Eagle3Draft(_config_of(path, large, vocab_size, num_ids))
+    draft.to(target.dtype)
     own = dict(draft.named_parameters())
     own.pop("embed_tokens.weight")
     if names := own.keys() ^ tensors.keys():
@@ -104,8 +105,8 @@ def _read(path: str | Path, target: PreTrainedModel, **options: Any) -> Eagle3Dr
             raise ValueError(
                 f"{name}: rows of {part.shape[1]} numbers, and the draft's have {size}"
             )
-    ends = [part.to(target.device, target.dtype) for part in (embeddings, head)]
-    draft.set_ends(*ends, token_ids.to(target.device), vocab_size)
+    embeddings, head = (part.to(target.device, target.dtype) for part in (embeddings, head))
+    draft.set_ends(embeddings, head, token_ids.to(target.device), vocab_size)
     return draft.eval()
 
 

@@ -27,9 +27,9 @@ class Methods:
     Hugging Face's assisted generation appears twice: drafting K tokens in each step, as ours does
     ("hf_assisted"), and as its own defaults have it ("hf_assisted_default"). Without a draft model
     ours proposes by spec.method, and theirs by its prompt lookup; so does theirs with a
-    GLIDE or EAGLE-3 draft, which it cannot run. The parts of a cascade run by themselves, too, and so does the
-    draft model ("draft"), where it takes texts as long as the target's and needs no target: its
-    speed is what drafting can gain at most.
+    GLIDE or EAGLE-3 draft, which it cannot run. The parts of a cascade run by themselves, too, and
+    so does the draft model ("draft"), where it takes texts as long as the target's and needs no
+    target: its speed is what drafting can gain at most.
 
     Attributes:
         costs: of one pass of the target and of the draft model, 0 without one, for the SWI.
