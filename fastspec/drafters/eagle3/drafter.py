@@ -79,11 +79,11 @@ def build(context: DrafterContext) -> Drafter | DrafterPlan:
         return given
     if isinstance(given, Drafter):
         raise ValueError(f"drafter: EAGLE-3 needs an EAGLE-3 draft, got {given.name!r}")
-    if context.target_model is None:
+    if (target_model := context.target_model) is None:
         raise ValueError("drafter: EAGLE-3 reads the target's hidden states; there is no target")
     # It has no tokenizer of its own.
     context = replace(context, tokenizer=None)
-    model = context.load(given, partial(load_eagle3, target=context.target_model))
+    model = context.load(given, partial(load_eagle3, target=target_model))
     draft = model.model
     if not isinstance(draft, Eagle3Draft):
         raise ValueError(f"drafter: EAGLE-3 needs an EAGLE-3 draft, got {model.name}")
