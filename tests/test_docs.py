@@ -35,6 +35,7 @@ SHORTER = {
     "bench": ["--num-prompts", "1", "--max-tokens", "4", "--repeats", "1"],
     "tune": ["--num-prompts", "1", "--max-tokens", "40", "-k", "2", "--methods", "mag"],
     "train glide": ["--steps", "2", "--batch-size", "2", "--context", "64"],
+    "train eagle3": ["--steps", "2", "--batch-size", "2", "--context", "64"],
 }
 # Those that other tests run, with less to do.
 RUN_ELSEWHERE = {

@@ -115,6 +115,7 @@ def bench(
     import torch
 
     from fastspec.drafters.context import load_draft
+    from fastspec.drafters.eagle3 import is_eagle3, load_eagle3
     from fastspec.drafters.glide import load_glide
     from fastspec.models import loading
     from fastspec.tools import bench as timing
@@ -135,7 +136,10 @@ def bench(
         load = partial(loading.load_model, "draft")
         if method == "glide":
             load = partial(load_glide, target=target_model)
-        draft_model = load_draft("draft", draft, engine_config, tokenizer, target_model, load)
+        if is_eagle3(draft):
+            draft_model = load_eagle3(draft, engine_config, target_model)
+        else:
+            draft_model = load_draft("draft", draft, engine_config, tokenizer, target_model, load)
     measured = timing.Methods(
         target_model, draft_model, spec, max_tokens, engine_config, parts, costs
     )

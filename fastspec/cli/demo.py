@@ -36,6 +36,7 @@ _WARM_UP_TOKENS = 8
 _WRITERS = {
     "draft_model": "the draft model",
     "glide": "the GLIDE draft",
+    "eagle3": "the EAGLE-3 draft",
     "cascade": "the cascade",
     "tree": "the draft model",
 }
@@ -138,9 +139,10 @@ def _show(console: Console, comparisons: list[Comparison], spec: SpecConfig) -> 
     import torch
 
     writer = _WRITERS.get(spec.method, spec.method)
-    up_to = "" if spec.method in ("draft_model", "glide") else "up to "
+    is_chain = spec.method in ("draft_model", "glide", "eagle3")
+    up_to = "" if is_chain else "up to "
     proposal = f"{up_to}{spec.num_draft_tokens()} tokens"
-    if spec.method == "tree" or spec.cape:
+    if spec.drafts_trees or spec.cape:
         proposal = f"a tree, {spec.num_draft_tokens()} tokens deep,"
     console.print(
         f"Each step {writer} proposes {proposal} and the target"

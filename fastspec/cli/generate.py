@@ -77,7 +77,7 @@ def generate(
     for name in ("logprobs", "prompt_logprobs"):
         if not as_json and getattr(params, name) is not None:
             raise typer.BadParameter(f"--{name.replace('_', '-')}: is a part of the JSON of --json")
-    if show_tree and (as_json or (spec.method != "tree" and not spec.cape)):
+    if show_tree and (as_json or not (spec.drafts_trees or spec.cape)):
         raise typer.BadParameter("--show-tree: needs --method tree or --cape, and no --json")
     if save_outputs is not None:
         _check_saving(save_outputs, params)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from fastspec.cli import options, train_draft
+from fastspec.cli import options, train_draft, train_eagle3
 from fastspec.cli.display import progress_bar
 from fastspec.cli.errors import check_can_write, quiet_libraries, usage_errors
 from fastspec.cli.options import Flags, with_flags
@@ -17,6 +17,7 @@ from fastspec.config.files import read_text
 app = typer.Typer(help="Make what drafters need from text of your own.", no_args_is_help=True)
 app.command()(train_draft.draft)
 app.command()(train_draft.glide)
+app.command()(train_eagle3.eagle3)
 
 
 @app.command()

@@ -76,6 +76,12 @@ BUILT_IN = (
     ),
     Method("glide", "a draft model that reads the target's cache", _SAMPLED | _CAPE, True),
     Method("early_exit", "the target's own first layers", _SAMPLED | _CAPE | {"exit_layer"}),
+    Method(
+        "eagle3",
+        "one layer that goes on from the target's hidden states, a chain or a tree",
+        _SAMPLED | _CAPE | _TREE | _LOOKUP,
+        True,
+    ),
     Method("tree", "token trees over a draft model", _SAMPLED | _TREE | _LOOKUP, True),
 )
 # Fields that a method reads only if it says so; all others are read whatever the method.

@@ -266,7 +266,7 @@ class SpecConfig:
         require("exit_layer", None, not needs_exit or self.exit_layer is not None, "an int >= 1")
         check_trees(self)
         self._check_step_costs()
-        judges_chains = not self.drafts_trees
+        judges_chains = not self.drafts_trees and not self.cape
         fits = judges_chains and self.rejection_sample_method == "standard"
         factor = self.relaxed_acceptance
         expected = "1 for trees, and for block and coupled verification"
@@ -295,11 +295,10 @@ class SpecConfig:
 
     @property
     def drafts_trees(self) -> bool:
-        """Whether proposals are trees: always, with siblings, or of copies."""
+        """Whether the options ask for token trees: the method, or one of their fields does."""
+        fields = self.tree_width, self.tree_nodes, self.tree_paths
         return (
-            self.method == "tree"
-            or self.cape
-            or (self.method == "suffix" and self.tree_nodes is not None)
+            self.method == "tree" or self.tree_prompt_lookup or any(f is not None for f in fields)
         )
 
     @property
@@ -350,7 +349,7 @@ class SpecConfig:
         for name in sorted(FIELDS_OF_METHODS):
             value, default = getattr(self, name), options_of(type(self))[name].default
             is_read = name in fields
-            if name in _LOOKUP_FIELDS and self.method == "tree":
+            if name in _LOOKUP_FIELDS and self.method in ("tree", "eagle3"):
                 is_read = self.tree_prompt_lookup
             if not is_read and value is not default and value != default:
                 refuse(name, value, f"not for method {self.method!r}")

@@ -40,6 +40,8 @@ def as_cape_bins(bins: Any) -> Sequence[tuple[float, int]]:
 def check_trees(spec: Any) -> None:
     """Raise ValueError for options of a SpecConfig about trees that do not go together."""
     if spec.drafts_trees:
+        require("cape", spec.cape, not spec.cape, "False for trees, whose siblings it chooses")
+    if spec.drafts_trees or spec.cape:
         method = spec.rejection_sample_method
         fits = method != "block"
         require("rejection_sample_method", method, fits, "'standard' or 'coupled' for trees")

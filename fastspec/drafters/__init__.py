@@ -5,6 +5,7 @@ from fastspec.drafters.bigram_table import load_bigram
 from fastspec.drafters.cascade.drafter import CascadeDrafter
 from fastspec.drafters.context import DrafterContext, DrafterPlan
 from fastspec.drafters.draft_model import DraftModelDrafter
+from fastspec.drafters.eagle3.drafter import Eagle3Drafter
 from fastspec.drafters.glide.drafter import GlideDrafter
 from fastspec.drafters.mag import MagDrafter
 from fastspec.drafters.ngram import NgramDrafter
@@ -19,6 +20,7 @@ __all__ = [
     "Drafter",
     "DrafterContext",
     "DrafterPlan",
+    "Eagle3Drafter",
     "GlideDrafter",
     "MagDrafter",
     "NgramDrafter",

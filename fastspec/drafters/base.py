@@ -120,6 +120,10 @@ class Blocks(Protocol):
         """A number that changes when a block is handed out anew, and its contents are void."""
         ...
 
+    def share_with_next(self) -> None:
+        """From now on share a block only where the token after it is the same too."""
+        ...
+
 
 @dataclass(frozen=True)
 class Batch:

@@ -34,7 +34,7 @@ def load_draft(
 
     Args:
         field: names it in errors.
-        tokenizer: of the target.
+        tokenizer: of the target; None = the draft's is not looked at.
         load: reads a draft that is complete.
     Raises:
         ValueError: it cannot be loaded, or is no draft for this target.
@@ -44,7 +44,8 @@ def load_draft(
     if is_reduced(field, source):
         model = load_model("target", target, config)
         return load_model(field, source, config, partial(read_reduced, target=model))
-    check_same_tokenizer(tokenizer, load_tokenizer(field, source))
+    if tokenizer is not None:
+        check_same_tokenizer(tokenizer, load_tokenizer(field, source))
     return load(source, config)
 
 

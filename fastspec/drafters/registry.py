@@ -14,8 +14,9 @@ from fastspec.config.checks import require
 from fastspec.config.methods import Method, add_method, method_named, remove_method
 from fastspec.drafters.base import Drafter
 from fastspec.drafters.context import DrafterContext, DrafterPlan, as_plan
+from fastspec.drafters.eagle3 import is_eagle3
 from fastspec.drafters.glide import is_glide
-from fastspec.drafters.tree import with_siblings
+from fastspec.drafters.tree import with_siblings, with_trees
 from fastspec.models.named import own_draft
 
 Build = Callable[[DrafterContext], Drafter | DrafterPlan]
@@ -76,8 +77,7 @@ def plan_drafter(context: DrafterContext) -> DrafterPlan | None:
     method, given = method_named(context.spec.method), context.drafter
     takes_draft = method.needs_draft or method.name == "auto"
     if given is not None:
-        takes_glide = not takes_draft or method.name in ("auto", "glide", "tree")
-        _check(given, takes_glide, method.name)
+        _check(given, method.name if takes_draft else "auto")
     if method.name == "none":
         return None
     if given is not None and not takes_draft:
@@ -99,7 +99,7 @@ def plan_given(context: DrafterContext) -> DrafterPlan:
     It drafts trees if the options ask for them, and a user's own method runs its own drafter.
     """
     method, given = method_named(context.spec.method), context.drafter
-    _check(given, True, method.name)
+    _check(given, "auto")
     is_own = method.build is not None and method.needs_draft and not isinstance(given, Drafter)
     keeps_method = is_own or method.name == "tree"
     return _planned(method if keeps_method else method_named("auto"), context)
@@ -108,11 +108,13 @@ def plan_given(context: DrafterContext) -> DrafterPlan:
 def _planned(method: Method, context: DrafterContext) -> DrafterPlan:
     build = method.build or import_module(f"fastspec.drafters.{method.name}").build
     plan = as_plan(build(context))
+    if method.name == "eagle3" and context.spec.drafts_trees:
+        return with_trees(plan, context)
     return with_siblings(plan, context.spec) if context.spec.cape else plan
 
 
-def _check(drafter: Any, takes_glide: bool, method: str) -> None:
-    """Refuse what is no drafter, and GLIDE models for methods that do not show them the target."""
+def _check(drafter: Any, method: str) -> None:
+    """Refuse what is no drafter, and drafts that need their target for methods without it."""
     for part in drafter if isinstance(drafter, (list, tuple)) else [drafter]:
         if isinstance(part, PreTrainedTokenizerBase):
             raise ValueError(
@@ -124,5 +126,9 @@ def _check(drafter: Any, takes_glide: bool, method: str) -> None:
                 "drafter: expected a path, a hub id, a PreTrainedModel, a Drafter, or several in a"
                 f" list, got {type(part).__name__}"
             )
-        if not takes_glide and not isinstance(part, Drafter) and is_glide(part):
+        if isinstance(part, Drafter) or method in ("auto", "tree"):
+            continue
+        if method != "glide" and is_glide(part):
             raise ValueError(f"drafter: a GLIDE model needs method 'glide', not {method!r}")
+        if method != "eagle3" and is_eagle3(part):
+            raise ValueError(f"drafter: an EAGLE-3 draft needs method 'eagle3', not {method!r}")

@@ -38,6 +38,13 @@ class BlockManager:
         """A number that changes when a block is handed out anew, and its contents are void."""
         return self._tenancies[block_id]
 
+    def share_with_next(self) -> None:
+        """From now on share a block only where the token after it is the same too.
+
+        Blocks that were filled before are found no more.
+        """
+        self._index.num_ahead = 1
+
     def fits(self, num_tokens: int) -> bool:
         """Whether an empty cache could hold that many tokens of one request."""
         return blocks_needed(num_tokens, self.block_size) <= self.num_blocks

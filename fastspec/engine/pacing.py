@@ -89,7 +89,7 @@ class Pacer:
         params = SamplingParams(temperature=0.0, seed=0, max_tokens=num_speculative_tokens + 1)
         requests: list[EngineRequest] = []
         for index in range(most):
-            (request,) = self._factory.build([0], params, f"step-costs-{index}")
+            (request,) = self._factory.build([0, 0], params, f"step-costs-{index}")
             length = len(request.token_ids) + num_speculative_tokens
             if not self._block_manager.reserve(request.block_table, length):
                 break

@@ -34,10 +34,15 @@ class Match(NamedTuple):
 
 
 class PrefixIndex:
-    """Which contents are cached, and in which blocks; one content is found in one block."""
+    """Which contents are cached, and in which blocks; one content is found in one block.
+
+    Attributes:
+        num_ahead: tokens after a block that must be the same as well.
+    """
 
     def __init__(self, block_size: int):
         self._block_size = block_size
+        self.num_ahead = 0
         self._contents: WeakValueDictionary[ContentKey, Content] = WeakValueDictionary()
         self._content_of: dict[int, Content] = {}
 
@@ -68,7 +73,8 @@ class PrefixIndex:
         """Key of block `number`, which follows `contents`."""
         start = number * self._block_size
         parent = contents[-1] if contents else root
-        return ContentKey(parent, tuple(token_ids[start : start + self._block_size]))
+        end = start + self._block_size + self.num_ahead
+        return ContentKey(parent, tuple(token_ids[start:end]))
 
     def add(self, key: ContentKey, block_id: int) -> Content:
         """Note that a block holds a content, unless another does already."""

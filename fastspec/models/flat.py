@@ -122,6 +122,8 @@ class FlatModel:
         hidden = self._embed(input_ids).float()
         cos, sin = self._rotary(hidden, positions[None])
         for layer in self._layers:
+            if layer.index in step.inputs:
+                step.keep_input(layer.index, hidden)
             hidden = layer.run(hidden, cos[0], sin[0], step)
         return self.logits(hidden if isinstance(rows, int) else hidden[rows])
 

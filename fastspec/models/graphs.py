@@ -120,6 +120,7 @@ class GraphedForward:
         self._block_size = block_size
         self._capture: Capture | None = capture
         self._must = must
+        self._inputs: dict[int, KVCache] = {}
         self._passes: dict[tuple[PassShape, int], StaticPass] = {}
 
     def forward(
@@ -140,7 +141,9 @@ class GraphedForward:
         shape, most_tokens = sizes
         key = shape, num_nodes
         if key not in self._passes:
-            self._passes[key] = StaticPass(self._paged_model, self._caches, shape, num_nodes)
+            static = StaticPass(self._paged_model, self._caches, shape, num_nodes)
+            static.keep_inputs(self._inputs)
+            self._passes[key] = static
         static = self._passes[key]
         wide, narrow = lay_out(spans, rows, self._block_size, shape, most_tokens)
         static.fill(input_ids, wide, narrow)
@@ -153,6 +156,11 @@ class GraphedForward:
                 self._give_up(error)
                 return None
         return static.replay()[: asked.num_rows or asked.num_tokens].clone()
+
+    def keep_inputs(self, inputs: dict[int, KVCache]) -> None:
+        """Store what some layers are given, in every pass from now on."""
+        self._inputs = inputs
+        self._passes.clear()
 
     def _give_up(self, error: RuntimeError) -> None:
         first_line = str(error).split("\n")[0]
@@ -183,6 +191,10 @@ class StaticPass:
         if num_nodes:
             mask = (shape.batch, num_nodes, -(-num_nodes // 64))
             self._step.ancestor_mask = torch.zeros(mask, dtype=torch.int64, device=device)
+
+    def keep_inputs(self, inputs: dict[int, KVCache]) -> None:
+        """Before the capture: store what some layers are given."""
+        self._step.inputs = inputs
 
     def fill(self, input_ids: Tensor, wide: list[int], narrow: list[int]) -> None:
         """Copy a pass, padded, into the buffers."""

@@ -10,6 +10,7 @@ BUNDLED = {
     "tiny": ASSETS / "tiny-target",
     "tiny-draft": ASSETS / "tiny-draft",
     "tiny-glide": ASSETS / "tiny-glide",
+    "smollm2-eagle3": ASSETS / "smollm2-eagle3",
 }
 FETCHED = ("smollm2",)
 
@@ -37,6 +38,8 @@ def folder_of(field: str, name: str) -> Path | None:
 
 def own_draft(target: Any, method: str) -> str | None:
     """The draft that comes with a target of a short name, for a method; None for other targets."""
-    if target != "tiny":
+    if target == "smollm2" and method == "eagle3":
+        return "smollm2-eagle3"
+    if target != "tiny" or method == "eagle3":
         return None
     return "tiny-glide" if method == "glide" else "tiny-draft"

@@ -15,6 +15,8 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
+from fastspec.config.checks import require
+from fastspec.models.captured import decoder_layers
 from fastspec.models.flat import (
     TRIAL_TOKENS,
     FlatLayer,
@@ -121,8 +123,9 @@ class PagedStep:
         backend: of the kernels.
         spans: what is read, as the host knows it; empty where a graph is replayed.
         ancestor_mask: of token trees, see `build_tree`; None = the tokens form chains.
+        inputs: by layer, pages of what it is given, beside its keys and values; see `keep_inputs`.
         chunks: by layer that attends in chunks, the pass as it is there.
-        glimpse: what a GLIDE draft sees of the target.
+        glimpse: what a draft sees of its target.
         calls: of our attention, noted in the probing pass only.
     """
 
@@ -137,6 +140,7 @@ class PagedStep:
     backend: str
     spans: list[Span] = field(default_factory=list)
     ancestor_mask: Tensor | None = None
+    inputs: dict[int, KVCache] = field(default_factory=dict)
     chunks: "dict[int, PagedStep]" = field(default_factory=dict)
     glimpse: Any = None
     calls: list[AttentionCall] | None = None
@@ -159,6 +163,12 @@ class PagedStep:
         return cls(
             caches, positions, rows, tables, lens, ends, slots, prompts, backend, spans=spans
         )
+
+    def keep_input(self, layer: int, hidden: Tensor) -> None:
+        """Store what a layer is given, [T, E], in two halves as if they were keys and values."""
+        key_cache, value_cache = self.inputs[layer]
+        first, second = hidden.to(key_cache.dtype)[:, None].chunk(2, dim=-1)
+        store_kv(first, second, key_cache, value_cache, self.slot_mapping, backend=self.backend)
 
     def probed_cache(self, layer: int, key: Tensor, value: Tensor, *options) -> KVCache:
         """Note a call in the probing pass; a block with room for keys and values [T, G, D]."""
@@ -269,6 +279,7 @@ class PagedModel:
     """
 
     bytes_per_sequence = 0  # of the states of recurrent layers
+    bytes_beside = 0  # of a token, in pages that are no keys or values
     decoder_start_id: int | None = None  # only an encoder-decoder has one
     chunk_size: int | None = None  # tokens that layers of chunked_layers attend to at most
     chunked_layers: tuple[int, ...] = ()
@@ -346,14 +357,37 @@ class PagedModel:
             for (keys, values), layers in layers_of.items()
         ]
 
+    def keep_inputs(self, layers: list[int], num_blocks: int, block_size: int) -> CacheStack:
+        """Pages of what these layers are given, for passes whose `inputs` they are; zeros first.
+
+        Raises:
+            ValueError: there are no such layers.
+        """
+        modules, model = decoder_layers(self.model), self.model
+        most = len(modules) - 1
+        require("target layers", layers, 0 <= min(layers) <= max(layers) <= most, f"0 to {most}")
+        for index in layers:
+
+            def keep(
+                module: torch.nn.Module, args: tuple, kwargs: dict, index: int = index
+            ) -> None:
+                step = _RUNNING.get()
+                if step is not None and index in step.inputs:
+                    step.keep_input(index, (args[0] if args else kwargs["hidden_states"])[0])
+
+            modules[index].register_forward_pre_hook(keep, with_kwargs=True)
+        half = model.config.get_text_config(decoder=True).hidden_size // 2
+        shape = (2, len(layers), num_blocks, block_size, 1, half)
+        return CacheStack(layers, *torch.zeros(shape, dtype=self.dtype, device=self.device))
+
     def resume(self, key: StateKey, start: int) -> int:
         """Where the next span of a sequence has to begin, of whose tokens `start` still stand."""
         return start if self.recurrent is None else self.recurrent.resume(key, start)
 
     def bytes_per_token(self) -> int:
-        """Bytes of keys and values that one token takes in all layers."""
+        """Bytes that one token takes in all layers, and beside them."""
         elements = sum(g * d for pair in self.cache_shapes.values() for g, d in pair)
-        return elements * self._cache_dtype.itemsize
+        return elements * self._cache_dtype.itemsize + self.bytes_beside
 
     def _adopt(self, model: PreTrainedModel) -> None:
         """Check the model, and make the twin that runs."""

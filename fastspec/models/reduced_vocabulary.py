@@ -61,14 +61,24 @@ def reduce_vocabulary(draft: PreTrainedModel, target: PreTrainedModel, token_ids
             f"drafter: takes embeddings {(config.vocab_size, config.hidden_size)} from its target,"
             f" which has {' and '.join(map(str, sorted(shapes)))}"
         )
-    if getattr(head, "bias", None) is not None:
-        raise ValueError(f"drafter: {type(target).__name__} has a head with a bias: not supported")
     shared = nn.Embedding.from_pretrained(embeddings.weight.detach().to(draft.dtype))
-    rows = head.weight.detach()[token_ids.to(head.weight.device)].to(draft.dtype)
+    rows = reduced_rows(target, token_ids).to(draft.dtype)
     draft.set_input_embeddings(shared)
     config.tie_word_embeddings = False
     draft.lm_head = ReducedHead(rows, token_ids.to(rows.device), config.vocab_size)
     setattr(config, _FIELD, len(token_ids))
+
+
+def reduced_rows(target: PreTrainedModel, token_ids: Tensor) -> Tensor:
+    """The rows [R, E] of a target's head that tell some tokens [R].
+
+    Raises:
+        ValueError: its head has a bias.
+    """
+    head: Any = target.get_output_embeddings()
+    if getattr(head, "bias", None) is not None:
+        raise ValueError(f"drafter: {type(target).__name__} has a head with a bias: not supported")
+    return head.weight.detach()[token_ids.to(head.weight.device)]
 
 
 def is_reduced(field: str, source: str | Path) -> bool:

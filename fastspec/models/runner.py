@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from fastspec.config.checks import require
 from fastspec.models.graphs import GraphedForward, capture_for
 from fastspec.models.layout import lay_out
 from fastspec.models.paged_model import KVCache, PagedModel, PagedStep, Span
@@ -45,12 +46,31 @@ class ModelRunner:
             pairs = (stack.by_layer().items() for stack in self._cache_stacks)
             caches = {layer: cache for stack in pairs for layer, cache in stack}
         self.caches = caches
-        self._block_size = block_size
+        self.inputs: dict[int, KVCache] = {}
+        self._num_blocks, self._block_size = num_blocks, block_size
         self._chunk_size = chunk_size
         self.graphs: GraphedForward | None = None
         if capture := capture_for(cuda_graphs, paged_model):
             must = cuda_graphs == "on"
             self.graphs = GraphedForward(paged_model, self.caches, block_size, capture, must)
+
+    def keep_inputs(self, layers: list[int]) -> list[KVCache]:
+        """From now on, keep what these layers are given of each token, in pages of the same slots.
+
+        Tokens that were read before have zeros there.
+
+        Raises:
+            ValueError: there are no such layers, or others are kept already.
+        """
+        kept = sorted(self.inputs)
+        require("target layers", layers, not kept or kept == sorted(layers), f"{kept}, as before")
+        if not kept:
+            pages = self.paged_model.keep_inputs(layers, self._num_blocks, self._block_size)
+            self._cache_stacks.append(pages)
+            self.inputs = pages.by_layer()
+            if self.graphs is not None:
+                self.graphs.keep_inputs(self.inputs)
+        return [self.inputs[layer] for layer in layers]
 
     def forward(
         self,
@@ -73,7 +93,7 @@ class ModelRunner:
             logits = self.graphs.forward(input_ids, spans, kept, tree)
             if logits is not None:
                 return logits
-        step = self._step(spans, rows or [])
+        step = self._step(spans, rows or [], parents)
         positions = step.positions
         if self.paged_model.chunk_size is not None:
             step.chunks = self._in_chunks(spans, self.paged_model.chunk_size)
@@ -137,10 +157,10 @@ class ModelRunner:
                 pieces.append(Span(table, start - first, min(end, first + size) - start))
         return dict.fromkeys(self.paged_model.chunked_layers, self._step(pieces, []))
 
-    def _step(self, spans: list[Span], rows: list[int]) -> PagedStep:
+    def _step(self, spans: list[Span], rows: list[int], parents: Tensor | None = None) -> PagedStep:
         """A pass over the spans, in two copies to the device."""
         wide, narrow = lay_out(spans, rows, self._block_size)
-        return PagedStep.of(
+        step = PagedStep.of(
             self.caches,
             device_tensor(wide, torch.int64, self.device),
             device_tensor(narrow, torch.int32, self.device),
@@ -149,3 +169,5 @@ class ModelRunner:
             self.paged_model.backend,
             spans,
         )
+        step.inputs = self.inputs
+        return step

@@ -26,3 +26,27 @@ class DistillationLoss(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         (gradient,) = ctx.saved_tensors
         return gradient * gradients[0], None
+
+
+class FrozenHeadLoss(torch.autograd.Function):
+    """The same loss of rows [N, E] before a head [R, E] that does not learn.
+
+    target_probs [N, R]; all three have one type, in which logits are made and dropped again: only
+    the gradient of the rows is kept.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, head: torch.Tensor, target_probs: torch.Tensor
+    ) -> torch.Tensor:
+        logits = rows @ head.T
+        probs = logits.softmax(dim=-1)
+        logsumexp = logits.amax(dim=-1).float() - probs.amax(dim=-1).float().log()
+        loss = logsumexp.mean() - torch.linalg.vecdot(target_probs, logits).float().mean()
+        ctx.save_for_backward((probs.sub_(target_probs) @ head).div_(len(rows)))
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * gradients[0], None, None

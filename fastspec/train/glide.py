@@ -57,7 +57,7 @@ def make_glide(
     large = target.config.get_text_config(decoder=True)
     require("layers", num_layers, 1 <= num_layers <= large.num_hidden_layers, "1 to the target's")
     config = GlideLlamaConfig(
-        **_llama_shape(target, num_layers, shape),
+        **llama_shape(target, num_layers, shape),
         **shape_of_target(target),
     )
     return _started(GlideLlamaForCausalLM(config), target, start or target)
@@ -71,7 +71,7 @@ def make_shallow(target: PreTrainedModel, num_layers: int = 1, **shape: Any) -> 
     """
     large = target.config.get_text_config(decoder=True)
     require("layers", num_layers, 1 <= num_layers <= large.num_hidden_layers, "1 to the target's")
-    draft = LlamaForCausalLM(LlamaConfig(**_llama_shape(target, num_layers, shape)))
+    draft = LlamaForCausalLM(LlamaConfig(**llama_shape(target, num_layers, shape)))
     return _started(draft, target, target)
 
 
@@ -83,11 +83,11 @@ def make_plain(
     extra = sum(p.numel() for n, p in glide.named_parameters() if ".cross_attn." in n)
     width = extra // (3 * config.hidden_size * config.num_hidden_layers)
     shape = {"intermediate_size": config.intermediate_size + width}
-    plain = LlamaConfig(**_llama_shape(glide, config.num_hidden_layers, shape))
+    plain = LlamaConfig(**llama_shape(glide, config.num_hidden_layers, shape))
     return _started(LlamaForCausalLM(plain), target, start or target)
 
 
-def _llama_shape(model: PreTrainedModel, num_layers: int, shape: dict[str, Any]) -> dict[str, Any]:
+def llama_shape(model: PreTrainedModel, num_layers: int, shape: dict[str, Any]) -> dict[str, Any]:
     """The fields of a Llama like this model, with changes; what it lacks takes Llama's default."""
     config = model.config.get_text_config(decoder=True)
     own = {name: getattr(config, name, None) for name in _SHARED_FIELDS}
@@ -157,11 +157,11 @@ def adam(model: nn.Module, rate: float) -> list[torch.optim.Optimizer]:
 
 
 def muon(model: nn.Module, rate: float, shares: int = 1) -> list[torch.optim.Optimizer]:
-    """Muon for the layers' matrices, in `shares` that may step at once; AdamW for all else."""
+    """Muon for all matrices but the ends, in `shares` that may step at once; AdamW for the rest."""
     matrices, rest = [], []
     for name, parameter in model.named_parameters():
-        in_layer = ".layers." in name and parameter.ndim == 2
-        (matrices if in_layer else rest).append(parameter)
+        is_end = "embed_tokens" in name or "lm_head" in name
+        (matrices if parameter.ndim == 2 and not is_end else rest).append(parameter)
     options = {"lr": rate, "weight_decay": 0.05, "adjust_lr_fn": "match_rms_adamw"}
     return [
         *(torch.optim.Muon(matrices[share::shares], **options) for share in range(shares)),
@@ -253,13 +253,17 @@ class GlideTrainer:
             indices.append(order[places[places // self._num_rows == epoch] % self._num_rows])
         return torch.cat(indices)
 
+    def _loss(self, lesson: Lesson) -> tuple[Tensor, Tensor]:
+        """Mean loss over the tokens learnt from, and their number."""
+        loss = draft_loss(self._draft, lesson, self._block_size, self.options.distillation)
+        return loss, lesson.valid[:, 1:].sum()
+
     def _step(self, lesson: Lesson, factor: float) -> tuple[float, int]:
         """Mean loss over the real tokens of all processes, and their number.
 
         Gradients of processes are averaged, so each is weighed by the tokens that it has.
         """
-        loss = draft_loss(self._draft, lesson, self._block_size, self.options.distillation)
-        num_own = lesson.valid[:, 1:].sum()
+        loss, num_own = self._loss(lesson)
         num_tokens = self._processes.reduce(num_own)
         share = loss * (num_own / num_tokens)
         self._processes.backward(share * self._processes.num_processes)

@@ -14,6 +14,7 @@ from scripts.tiny.corpus import HELD_OUT_PER_1000, LICENSE
 from scripts.tiny.evaluate import MAX_NEW_TOKENS, NUM_SPECULATIVE_TOKENS
 from scripts.tiny.tokenizer import END_OF_TEXT_ID
 
+OTHER_MODELS = "\n## The EAGLE-3 draft"  # what begins like this was not made here, and stays
 CARD = """# The bundled models
 
 Small Llama-type models and their tokenizer, so that speculative decoding runs with no network.
@@ -145,7 +146,9 @@ def write_card(record: dict[str, Any], assets: Path) -> None:
         num_speculative_tokens=NUM_SPECULATIVE_TOKENS,
         glide=_glide_card(record["glide"], record["draft"]) if "glide" in record else "",
     )
-    (assets / "MODEL_CARD.md").write_text(card)
+    path = assets / "MODEL_CARD.md"
+    _, mark, others = (path.read_text() if path.exists() else "").partition(OTHER_MODELS)
+    path.write_text(card + mark + others)
 
 
 def _glide_card(record: dict[str, Any], draft: dict[str, Any]) -> str:

@@ -66,7 +66,7 @@ class GlideRunner(ModelRunner):
         super().__init__(paged_model, num_blocks, block_size, chunk_size)
         self._target_caches = target_caches
 
-    def _step(self, spans: list[Span], rows: list[int]) -> PagedStep:
+    def _step(self, spans: list[Span], rows: list[int], parents: Tensor | None = None) -> PagedStep:
         step = super()._step(spans, rows)
         is_reading = all(span.start + span.count <= span.target_len for span in spans)
         context_lens = step.context_lens

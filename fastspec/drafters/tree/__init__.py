@@ -17,13 +17,18 @@ from fastspec.drafters.tree.drafter import CapePlan, TreeDrafter, TreePlan
 
 
 def build(context: DrafterContext) -> DrafterPlan:
-    """The method "tree", over a draft model or one of GLIDE."""
+    """The method "tree", over any draft model."""
+    return with_trees(as_plan(auto.build(context)), context)
+
+
+def with_trees(plan: DrafterPlan, context: DrafterContext) -> DrafterPlan:
+    """Trees of what a draft model would write chains of."""
     spec = context.spec
     shape = TreeShape(spec.tree_paths) if spec.tree_paths is not None else None
     width, nodes = spec.tree_width or DEFAULT_TREE_WIDTH, spec.tree_nodes or DEFAULT_TREE_NODES
     tree = TreePlan(width, nodes, spec.draws_drafts, shape)
     branch = prompt_lookup.build(context) if spec.tree_prompt_lookup else None
-    return _over(as_plan(auto.build(context)), lambda draft: TreeDrafter(draft, tree, branch))
+    return _over(plan, lambda draft: TreeDrafter(draft, tree, branch))
 
 
 def with_siblings(plan: DrafterPlan, spec: SpecConfig) -> DrafterPlan:

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.methods import method_named
+from fastspec.drafters.eagle3 import Eagle3Draft
 from fastspec.drafters.glide import GlideLlamaForCausalLM
 from fastspec.engine.engine import Engine
 from fastspec.engine.stats import SpecStats
@@ -25,10 +26,10 @@ class Methods:
     Each method makes exactly `max_tokens` new ids: end-of-sequence ids do not end a text.
     Hugging Face's assisted generation appears twice: drafting K tokens in each step, as ours does
     ("hf_assisted"), and as its own defaults have it ("hf_assisted_default"). Without a draft model
-    ours proposes by spec.method, and theirs by its prompt lookup; so does theirs with a GLIDE
-    draft, which it cannot run. The parts of a cascade run by themselves, too, and so does the
-    draft model ("draft"), where it takes texts as long as the target's and needs no target: its
-    speed is what drafting can gain at most.
+    ours proposes by spec.method, and theirs by its prompt lookup; so does theirs with a
+    GLIDE or EAGLE-3 draft, which it cannot run. The parts of a cascade run by themselves, too, and
+    so does the draft model ("draft"), where it takes texts as long as the target's and needs no
+    target: its speed is what drafting can gain at most.
 
     Attributes:
         costs: of one pass of the target and of the draft model, 0 without one, for the SWI.
@@ -46,7 +47,8 @@ class Methods:
         costs: tuple[float, float] | None = None,
     ):
         self._engine = Engine(target, draft, spec=spec, config=config)
-        self._draft = None if isinstance(draft, GlideLlamaForCausalLM) else draft
+        needs_target = isinstance(draft, (GlideLlamaForCausalLM, Eagle3Draft))
+        self._draft = None if needs_target else draft
         self.parts = parts
         self._engines = {}
         for name, part in parts.items():

@@ -1,0 +1,15 @@
+"""EAGLE-3 drafts, which go on from their target's hidden states."""
+
+from fastspec.drafters.eagle3.drafter import Eagle3Drafter, build
+from fastspec.drafters.eagle3.loading import is_eagle3, load_eagle3, save_eagle3
+from fastspec.drafters.eagle3.model import Eagle3Config, Eagle3Draft
+
+__all__ = [
+    "Eagle3Config",
+    "Eagle3Draft",
+    "Eagle3Drafter",
+    "build",
+    "is_eagle3",
+    "load_eagle3",
+    "save_eagle3",
+]

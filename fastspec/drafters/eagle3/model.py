@@ -1,0 +1,157 @@
+"""The EAGLE-3 draft: one decoder layer that reads its target's hidden states."""
+
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin, LlamaConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+)
+
+from fastspec.config.checks import require
+from fastspec.models.reduced_vocabulary import ReducedHead
+
+
+class Eagle3Config(LlamaConfig):
+    """Shape of an EAGLE-3 draft; a published one is that of a Llama with one layer and these.
+
+    Args:
+        draft_vocab_size: tokens that it can write; None = all.
+        target_hidden_size: of each hidden state that it reads; None = its own.
+        target_layers: the layers of the target whose inputs it reads; None = the three that
+            published drafts read, see `usual_layers`.
+        norm_before_residual: whether the residual is the hidden state after its norm.
+    Raises:
+        ValueError: a shape that is none of an EAGLE-3 draft.
+    """
+
+    model_type = "eagle3"
+
+    draft_vocab_size: int | None = None
+    target_hidden_size: int | None = None
+    target_layers: list[int] | None = None
+    norm_before_residual: bool = False
+
+    def __post_init__(self, **kwargs):
+        super().__post_init__(**kwargs)
+        if self.target_hidden_size is None:
+            self.target_hidden_size = self.hidden_size
+        if self.draft_vocab_size is None:
+            self.draft_vocab_size = self.vocab_size
+        num = self.num_hidden_layers
+        require("num_hidden_layers", num, num == 1, "1, as EAGLE-3 drafts have one layer")
+        most = self.vocab_size
+        fits = 1 <= self.draft_vocab_size <= most
+        require("draft_vocab_size", self.draft_vocab_size, fits, f"1 to vocab_size, {most}")
+
+
+class HiddenStates(Protocol):
+    """Where the rows of a pass find the hidden states they read, and leave their own."""
+
+    def read(self, fuse: nn.Module) -> Tensor:
+        """Of each row [1, T, E]: the target's states fused, or what the draft made itself."""
+        ...
+
+    def keep(self, hidden: Tensor) -> None:
+        """Note what the draft made of each row [1, T, E], before its norm."""
+        ...
+
+
+class Eagle3Layer(nn.Module):
+    """A decoder layer whose attention reads embeddings and hidden states side by side."""
+
+    def __init__(self, config: Eagle3Config):
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.norm_before_residual = config.norm_before_residual
+        self.self_attn = LlamaAttention(config, 0)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            narrow = getattr(self.self_attn, name)
+            wide = nn.Linear(2 * size, narrow.out_features, bias=narrow.bias is not None)
+            setattr(self.self_attn, name, wide)
+        self.mlp = LlamaMLP(config)
+        self.input_layernorm = LlamaRMSNorm(size, eps)
+        self.hidden_norm = LlamaRMSNorm(size, eps)
+        self.post_attention_layernorm = LlamaRMSNorm(size, eps)
+
+    def join(self, embeddings: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """What attention reads [..., 2E], and what its output is added to [..., E]."""
+        normed = self.hidden_norm(hidden)
+        joined = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)
+        return joined, normed if self.norm_before_residual else hidden
+
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """The output of the layer, given what attention says."""
+        hidden = residual + attended
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class Eagle3Draft(PreTrainedModel, GenerationMixin):
+    """Drafts with its target's hidden states; weights have published names.
+
+    Row i reads the embedding of token i and a hidden state of token i - 1, the target's where that
+    is known, else its own, and tells token i + 1. Source: Li et al., "EAGLE-3", arXiv 2503.01840.
+    """
+
+    config: Eagle3Config
+    config_class = Eagle3Config
+    base_model_prefix = "model"
+    _supports_sdpa = True
+    _supports_attention_backend = True
+    _no_split_modules: ClassVar[list[str]] = ["Eagle3Layer"]
+
+    def __init__(self, config: Eagle3Config):
+        super().__init__(config)
+        size, read = config.hidden_size, config.target_hidden_size or config.hidden_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, size, device="meta")
+        num_states = len(config.target_layers or range(3))
+        self.fc = nn.Linear(num_states * read, size, bias=False)
+        self.midlayer = Eagle3Layer(config)
+        self.norm = LlamaRMSNorm(size, config.rms_norm_eps)
+        self.rotary_emb = LlamaRotaryEmbedding(config)
+        self.lm_head: nn.Module = nn.Identity()  # see `set_ends`
+        self.post_init()
+
+    def set_ends(
+        self, embeddings: Tensor, head: Tensor, token_ids: Tensor, vocab_size: int
+    ) -> None:
+        """Give it frozen embeddings, and the rows [R, E] of a head that tell R of V tokens."""
+        self.embed_tokens = nn.Embedding.from_pretrained(embeddings.detach())
+        self.lm_head = ReducedHead(head, token_ids, vocab_size)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed_tokens
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def forward(
+        self,
+        input_ids: Tensor,  # [1, T]
+        position_ids: Tensor,
+        logits_to_keep: int | Tensor = 0,
+        paged_step: Any = None,
+        **kwargs,
+    ) -> CausalLMOutputWithPast:
+        embeddings = self.embed_tokens(input_ids)
+        states: HiddenStates | None = paged_step.glimpse
+        # The pass that probes the model has none.
+        hidden = torch.zeros_like(embeddings) if states is None else states.read(self.fc)
+        joined, residual = self.midlayer.join(embeddings, hidden)
+        attended, _ = self.midlayer.self_attn(
+            hidden_states=joined,
+            position_embeddings=self.rotary_emb(embeddings, position_ids),
+            attention_mask=None,
+            paged_step=paged_step,
+            **kwargs,
+        )
+        hidden = self.midlayer.finish(residual, attended)
+        if states is not None:
+            states.keep(hidden)
+        rows = slice(None) if isinstance(logits_to_keep, int) else logits_to_keep
+        return CausalLMOutputWithPast(logits=self.lm_head(self.norm(hidden[:, rows])))

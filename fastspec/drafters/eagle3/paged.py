@@ -1,0 +1,108 @@
+"""Passes of an EAGLE-3 draft over pages: its own cache, its own hidden states, its target's."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fastspec.models.paged_model import KVCache, PagedModel, PagedStep, Span
+from fastspec.models.runner import ModelRunner
+from fastspec.models.token_tree import packed
+from fastspec.models.transfer import device_tensor
+
+
+@dataclass(frozen=True)
+class PagedStates:
+    """The hidden states that the T rows of one pass read and leave.
+
+    Attributes:
+        inputs: pages of what layers of the target were given.
+        own: [slots, E], what the draft has made.
+        is_known: of each row, whether the target has read the token before its own.
+        slots: [T] int64, where that is kept in `inputs`, else in `own`.
+        row_slots: [T] int64, of the rows.
+    """
+
+    inputs: list[KVCache]
+    own: Tensor
+    is_known: list[bool]
+    slots: Tensor
+    row_slots: Tensor
+
+    def read(self, fuse: nn.Module) -> Tensor:
+        if not any(self.is_known):
+            return self.own[self.slots][None]
+        halves = [part.flatten(0, 1)[self.slots, 0] for cache in self.inputs for part in cache]
+        fused = fuse(torch.cat(halves, dim=-1))
+        if not all(self.is_known):
+            is_known = device_tensor(self.is_known, torch.bool, fused.device)
+            fused = torch.where(is_known[:, None], fused, self.own[self.slots])
+        return fused[None]
+
+    def keep(self, hidden: Tensor) -> None:
+        self.own[self.row_slots] = hidden[0]
+
+
+class Eagle3Runner(ModelRunner):
+    """Runs an EAGLE-3 draft, which reads token i with what its target made of token i - 1.
+
+    The row of token i is the draft's row i - 1, as the first token has none: it lies in the slot of
+    the token before. So what a block holds depends on one token after it.
+    """
+
+    def __init__(
+        self,
+        paged_model: PagedModel,
+        inputs: list[KVCache],
+        num_blocks: int,
+        block_size: int,
+        chunk_size: int,
+    ):
+        super().__init__(paged_model, num_blocks, block_size, chunk_size)
+        self._inputs_read = inputs
+        size = paged_model.model.config.hidden_size
+        shape = num_blocks * block_size, size
+        self._own = torch.zeros(shape, dtype=paged_model.dtype, device=self.device)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        spans: list[Span],
+        rows: list[int] | None = None,
+        parents: Tensor | None = None,
+    ) -> Tensor:
+        """As `ModelRunner.forward`; `rows` has none of the first token of a text."""
+        shifted, kept, place = [], [], 0
+        for span in spans:
+            is_first = int(span.start == 0)
+            kept += range(place + is_first, place + span.count)
+            shifted.append(span.part(span.start - 1 + is_first, span.count - is_first))
+            place += span.count
+        if len(kept) < place:
+            input_ids = input_ids[device_tensor(kept, torch.int64, self.device)]
+            place_of = {old: new for new, old in enumerate(kept)}
+            rows = rows and [place_of[row] for row in rows]
+            shifted = [span for span in shifted if span.count]
+        return super().forward(input_ids, shifted, rows, parents)
+
+    def _step(self, spans: list[Span], rows: list[int], parents: Tensor | None = None) -> PagedStep:
+        step = super()._step(spans, rows)
+        is_known = [
+            place < span.target_len
+            for span in spans
+            for place in range(span.start, span.start + span.count)
+        ]
+        owners = [index for index, span in enumerate(spans) for _ in range(span.count)]
+        owner = device_tensor(owners, torch.int64, self.device)
+        known = device_tensor(is_known, torch.bool, self.device)
+        before = step.positions - 1
+        if parents is not None:
+            counts = [span.count for span in spans]
+            starts = device_tensor([span.start for span in spans], torch.int64, self.device)
+            before = starts[owner] + packed(parents, counts).clamp(min=0)
+        # Row i of the target is what row i here reads.
+        place = torch.where(known, step.positions, before)
+        blocks = step.block_table[owner, place // self._block_size].long()
+        slots = blocks * self._block_size + place % self._block_size
+        step.glimpse = PagedStates(self._inputs_read, self._own, is_known, slots, step.slot_mapping)
+        return step

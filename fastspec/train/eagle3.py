@@ -1,0 +1,389 @@
+"""Training of EAGLE-3 drafts: several steps of drafting in a row, as they are used."""
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from fastspec.config.checks import require
+from fastspec.drafters.eagle3.loading import save_eagle3
+from fastspec.drafters.eagle3.model import Eagle3Config, Eagle3Draft
+from fastspec.models.captured import capturing, decoder_layers, usual_layers
+from fastspec.models.reduced_vocabulary import reduced_rows
+from fastspec.train.distillation import FrozenHeadLoss
+from fastspec.train.glide import Advance, GlideTrainer, llama_shape
+from fastspec.train.options import DraftShape, TrainOptions
+from fastspec.train.processes import OneProcess
+
+_READ_TEXTS = 16
+_STEP_WEIGHT = 0.8  # of a step against the one before it, as published
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text of a target's own.
+
+    Attributes:
+        token_ids: [n] int64.
+        start: what comes before it was given; the draft learns what follows.
+    """
+
+    token_ids: Tensor
+    start: int = 1
+
+
+def cut_texts(documents: Iterable[tuple[list[int], int]], context: int) -> list[Text]:
+    """Texts of at most `context` tokens; each document is its ids and where its answer starts.
+
+    Raises:
+        ValueError: none has an answer after at least one token, and two tokens for it.
+    """
+    texts = []
+    for ids, start in documents:
+        for first in range(0, len(ids), context):
+            part = torch.tensor(ids[first : first + context])
+            begin = max(1, start - first)
+            if begin + 1 < len(part):
+                texts.append(Text(part, begin))
+    if not texts:
+        raise ValueError("data: no text is long enough to learn from")
+    return texts
+
+
+def split_texts(texts: list[Text], held_out: float, seed: int) -> tuple[list[Text], list[Text]]:
+    """Texts to train on, and at least one, chosen at random, to judge the draft by.
+
+    Raises:
+        ValueError: fewer than two texts.
+    """
+    if len(texts) < 2:
+        raise ValueError("data: too little text; there is one text, which cannot be held out too")
+    order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed)).tolist()
+    count = min(max(1, round(held_out * len(texts))), len(texts) - 1)
+    return [texts[i] for i in order[count:]], [texts[i] for i in order[:count]]
+
+
+def count_tokens(texts: Sequence[Text], count: int) -> Tensor:
+    """The tokens that answers hold most often, [count] ids in order, the lowest ones on ties."""
+    counts = torch.bincount(torch.cat([text.token_ids[text.start :] for text in texts]))
+    counts = nn.functional.pad(counts, (0, max(0, count - len(counts))))
+    return counts.argsort(descending=True, stable=True)[:count].sort().values
+
+
+def make_eagle3(target: PreTrainedModel, texts: Sequence[Text], shape: DraftShape) -> Eagle3Draft:
+    """A fresh draft, which starts from the target's last layer, and whose ends are the target's.
+
+    It fuses hidden states to the last of the three; attention begins with the half that reads them.
+
+    Raises:
+        ValueError: a shape that does not fit the target.
+    """
+    require("layers", shape.layers, shape.layers == 1, "1, as EAGLE-3 drafts have one layer")
+    large = target.config.get_text_config(decoder=True)
+    size = shape.hidden_size
+    require("hidden_size", size, size in (None, large.hidden_size), "the target's")
+    width = (
+        {} if shape.intermediate_size is None else {"intermediate_size": shape.intermediate_size}
+    )
+    head: Any = target.get_output_embeddings()
+    vocab_size = len(head.weight)
+    num_ids = shape.reduced_vocab_size or vocab_size
+    require("reduced_vocab_size", num_ids, num_ids <= vocab_size, f"at most {vocab_size}")
+    fields: dict[str, Any] = llama_shape(target, 1, width) | {"vocab_size": vocab_size}
+    draft = Eagle3Draft(Eagle3Config(**fields, draft_vocab_size=num_ids))
+    _start_as_last_layer(draft, target)
+    token_ids = count_tokens(texts, num_ids).to(target.device)
+    embeddings: Any = target.get_input_embeddings()
+    head_rows = reduced_rows(target, token_ids).float()
+    draft.set_ends(embeddings.weight.float(), head_rows, token_ids, vocab_size)
+    return draft
+
+
+@torch.no_grad()
+def _start_as_last_layer(draft: Eagle3Draft, target: PreTrainedModel) -> None:
+    size = draft.config.hidden_size
+    draft.fc.weight.mul_(0.1)
+    draft.fc.weight[:, 2 * size :] += torch.eye(size)
+    decoder: Any = target.get_decoder()
+    source = dict(decoder.layers[-1].named_parameters())
+    source["hidden_norm.weight"] = source.get("input_layernorm.weight")
+    source["norm.weight"] = getattr(getattr(decoder, "norm", None), "weight", None)
+    for name, weight in [*draft.midlayer.named_parameters(), *draft.norm.named_parameters("norm")]:
+        old = source.get(name)
+        if old is None or old.shape[:-1] != weight.shape[:-1]:
+            continue
+        size = old.shape[-1]
+        if weight.shape[-1] in (size, 2 * size):  # queries, keys and values read twice as much
+            weight[..., weight.shape[-1] - size :] = old
+
+
+@dataclass(frozen=True)
+class UnrolledLesson:
+    """One batch of texts, packed, T tokens in all.
+
+    Attributes:
+        token_ids: [T].
+        lengths, starts: [B], see `Text`.
+        features: [T, 3E], the target's hidden states that the draft reads.
+        target_probs: [T, R], among the tokens that the draft can write.
+        last_hidden: [T, E], what the target's head reads.
+    """
+
+    token_ids: Tensor
+    lengths: Tensor
+    starts: Tensor
+    features: Tensor
+    target_probs: Tensor
+    last_hidden: Tensor
+
+
+class StoredStates:
+    """A teacher that has run the target once over each text.
+
+    Args:
+        layers: of the target, whose inputs are kept beside what its head reads.
+        token_ids: those that the draft can write.
+        file: holds the states, mapped into memory; what is in it already is used.
+        advance: called with the texts read so far.
+    Raises:
+        ValueError: the target's logits are not its head's output.
+    """
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        layers: Sequence[int],
+        texts: Sequence[Text],
+        token_ids: Tensor,
+        file: Path,
+        advance: Callable[[int], None] = lambda num_texts: None,
+    ):
+        self._target, self._layers, self._texts = target.eval(), layers, texts
+        self._head = reduced_rows(target, token_ids)
+        self._ends = [0, *accumulate(len(text.token_ids) for text in texts)]
+        size = target.config.get_text_config(decoder=True).hidden_size
+        self._sizes = [len(layers) * size, size]
+        width, count = sum(self._sizes), self._ends[-1]
+        self._states = torch.from_file(
+            str(file), shared=True, size=count * width, dtype=target.dtype
+        ).view(count, width)
+        self._check()
+        by_length = sorted(range(len(texts)), key=lambda row: len(texts[row].token_ids))
+        for first in range(0, len(texts), _READ_TEXTS):
+            rows = by_length[first : first + _READ_TEXTS]
+            self._fill([row for row in rows if not self._states[self._ends[row]].any()])
+            advance(first + len(rows))
+
+    @torch.no_grad()
+    def __call__(self, indices: Tensor) -> UnrolledLesson:
+        """The texts of these indices, and what the target makes of them."""
+        rows, device = indices.tolist(), self._target.device
+        texts = [self._texts[row] for row in rows]
+        places = torch.cat([torch.arange(*self._ends[row : row + 2]) for row in rows])
+        states = self._states[places].to(device)
+        features, hidden = states.split(self._sizes, dim=-1)
+        return UnrolledLesson(
+            torch.cat([text.token_ids for text in texts]).to(device),
+            torch.tensor([len(text.token_ids) for text in texts], device=device),
+            torch.tensor([text.start for text in texts], device=device),
+            features,
+            (hidden @ self._head.T).softmax(-1),
+            hidden,
+        )
+
+    @torch.no_grad()
+    def _fill(self, rows: list[int]) -> None:
+        if not rows:
+            return
+        ids = pad_sequence([self._texts[row].token_ids for row in rows], batch_first=True)
+        decoder: Any = self._target.get_decoder()
+        with capturing(decoder_layers(self._target), self._layers) as inputs:
+            last = decoder(input_ids=ids.to(self._target.device), use_cache=False).last_hidden_state
+        states = torch.cat([*(inputs[layer] for layer in self._layers), last], dim=-1).cpu()
+        for row, own in zip(rows, states, strict=True):
+            first, end = self._ends[row : row + 2]
+            self._states[first:end] = own[: end - first]
+
+    @torch.no_grad()
+    def _check(self) -> None:
+        target: Any = self._target
+        ids = self._texts[0].token_ids[None, :2].to(target.device)
+        hidden = target.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+        head = target.get_output_embeddings()
+        if not torch.equal(head(hidden), target(ids, use_cache=False).logits):
+            raise ValueError(f"target: {type(target).__name__} changes what its head says")
+
+
+def unrolled(
+    draft: Eagle3Draft, lesson: UnrolledLesson, num_steps: int
+) -> Iterable[tuple[Tensor, Tensor]]:
+    """Of each step of drafting: what the head reads [N, E], and the place [N] of each row.
+
+    As in training-time test, a row reads the target's hidden state in the first step and in each
+    later one what the step before made of it; it attends to the first step's rows before it, and to
+    its own of every step. The row at place t says what the target's head says at place t + 1.
+    """
+    kind = lesson.features.dtype
+    with torch.autocast(lesson.features.device.type, torch.bfloat16, kind == torch.bfloat16):
+        yield from _unrolled(draft, lesson, num_steps)
+
+
+def _unrolled(
+    draft: Eagle3Draft, lesson: UnrolledLesson, num_steps: int
+) -> Iterable[tuple[Tensor, Tensor]]:
+    layer, lengths = draft.midlayer, lesson.lengths
+    attention, width = layer.self_attn, int(lengths.max())
+    head_dim = attention.head_dim
+    is_token = torch.arange(width, device=lengths.device) < lengths[:, None]
+    text, column = is_token.nonzero(as_tuple=True)  # [T]
+    last = lengths[text] - 2  # a place has to be followed by a token of the same text
+    first = lesson.starts[text] - 1
+    rows = (column + 1 <= last).nonzero()[:, 0]
+    hidden = draft.fc(lesson.features[rows].to(draft.fc.weight.dtype)).float()
+    own: list[tuple[Tensor, Tensor]] = []  # of the steps after the first, [B, S, G, D]
+    past: tuple[Tensor, Tensor] | None = None
+    for step in range(num_steps):
+        embeddings = draft.embed_tokens(lesson.token_ids[rows + 1 + step])
+        joined, residual = layer.join(embeddings, hidden)
+        query, key, value = (
+            part(joined).unflatten(-1, (-1, head_dim))
+            for part in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
+        cos, sin = draft.rotary_emb(embeddings, column[rows][None] + step)
+        query, key = apply_rotary_pos_emb(query, key, cos[0], sin[0])
+        places = text[rows], column[rows]
+        query, key, value = (
+            part.new_zeros(len(lengths), width, *part.shape[1:]).index_put(places, part)
+            for part in (query, key, value)
+        )
+        if past is None:
+            past = key, value
+        else:
+            own.append((key, value))
+        attended = _attend(query, past, own, attention.scaling)[places].flatten(1)
+        hidden = layer.finish(residual, attention.o_proj(attended))
+        judged = column[rows] + 1 >= first[rows]
+        yield draft.norm(hidden[judged]), rows[judged] + 1 + step
+        goes_on = judged & (column[rows] + 2 + step <= last[rows])
+        rows, hidden = rows[goes_on], hidden[goes_on]
+        if not len(rows):
+            return
+
+
+def _attend(
+    query: Tensor,  # [B, S, H, D]
+    past: tuple[Tensor, Tensor],  # [B, S, G, D]
+    own: list[tuple[Tensor, Tensor]],
+    scale: float,
+) -> Tensor:
+    """Attention to the rows of the first step up to itself, and to itself in the later steps."""
+    num_heads = past[0].shape[2]
+    query = query.unflatten(2, (num_heads, -1)).permute(0, 2, 3, 1, 4) * scale  # [B, G, R, S, D]
+    key, value = (part.transpose(1, 2)[:, :, None] for part in past)
+    scores = query @ key.transpose(3, 4)
+    place = torch.arange(query.shape[3], device=query.device)
+    scores = scores.masked_fill(place > place[:, None], -torch.inf)
+    own = [tuple(part.transpose(1, 2)[:, :, None] for part in pair) for pair in own]  # pyright: ignore
+    extra = [(query * key).sum(-1, keepdim=True).to(scores.dtype) for key, _ in own]
+    weights = torch.cat([scores, *extra], dim=-1).softmax(-1, dtype=torch.float32).to(value.dtype)
+    out = weights[..., : len(place)] @ value
+    for index, (_, own_value) in enumerate(own):
+        out = out + weights[..., len(place) + index, None] * own_value
+    return out.permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+class Eagle3Trainer(GlideTrainer):
+    """Trains a draft over several steps of drafting at once, on the target's own distribution."""
+
+    num_steps = 4
+
+    def _loss(self, lesson: Any) -> tuple[Tensor, Tensor]:
+        draft: Any = self.draft
+        head = draft.lm_head.linear.weight.to(lesson.features.dtype)
+        losses = [
+            FrozenHeadLoss.apply(rows.to(head.dtype), head, lesson.target_probs[places])
+            for rows, places in unrolled(draft, lesson, self.num_steps)
+        ]
+        weights = torch.tensor([_STEP_WEIGHT**step for step in range(len(losses))])
+        loss = (torch.stack(losses) * weights.to(losses[0])).sum() / weights.sum()
+        return loss, (lesson.lengths - lesson.starts - 1).sum()
+
+
+@torch.no_grad()
+def judge(
+    draft: Eagle3Draft,
+    target: PreTrainedModel,
+    teacher: Callable[[Tensor], UnrolledLesson],
+    indices: Tensor,
+    num_steps: int,
+) -> dict[str, list[float]]:
+    """What the target would accept of each place of a draft that follows the text so far.
+
+    Returns:
+        "sampled_acceptance", at temperature 1, and "greedy_acceptance", by step.
+    """
+    head: Any = target.get_output_embeddings()
+    reduced: Any = draft.lm_head
+    token_ids = reduced.token_ids
+    totals = torch.zeros(3, num_steps, dtype=torch.float64)
+    for index in indices:
+        lesson = teacher(index[None])
+        truth = head(lesson.last_hidden).float().softmax(-1)
+        for step, (rows, places) in enumerate(unrolled(draft, lesson, num_steps)):
+            logits, probs = reduced.linear(rows.float()), truth[places]
+            draft_probs = logits.softmax(-1)
+            shared = torch.minimum(draft_probs, probs[:, token_ids]).sum()
+            hits = token_ids[logits.argmax(-1)] == probs.argmax(-1)
+            totals[:, step] += torch.stack(
+                [shared.cpu(), hits.sum().cpu(), torch.tensor(len(hits))]
+            )
+    sampled, greedy = (totals[:2] / totals[2].clamp(min=1)).tolist()
+    return {"sampled_acceptance": sampled, "greedy_acceptance": greedy}
+
+
+def train_eagle3(
+    target: PreTrainedModel,
+    draft: Eagle3Draft,
+    texts: Sequence[Text],
+    held_out: Sequence[Text],
+    options: TrainOptions,
+    out: Path,
+    resume: bool,
+    advance: Advance,
+    on_text: Callable[[int], None] = lambda num_texts: None,
+) -> dict[str, Any]:
+    """Train a draft into the folder `out`: checkpoints, weights, record.
+
+    advance is called after each step, on_text with the texts that the target has read.
+
+    Raises:
+        ValueError: a checkpoint that is missing, or there without being asked for.
+    """
+    if (out / "checkpoint.pt").exists() and not resume:
+        raise ValueError(f"out: {out} holds a checkpoint: resume it, or choose another folder")
+    out.mkdir(parents=True, exist_ok=True)
+    file = out / "target-states.bin"
+    if not resume:  # what a run on other text has left
+        file.unlink(missing_ok=True)
+    layers = draft.config.target_layers or usual_layers(len(decoder_layers(target)))
+    token_ids = cast(Any, draft.lm_head).token_ids
+    teacher: Any = StoredStates(target, layers, [*texts, *held_out], token_ids, file, on_text)
+    processes = OneProcess(target.device)
+    trainer = Eagle3Trainer(draft, teacher, len(texts), options, out, processes)
+    if resume:
+        trainer.resume()
+    trainer.run(advance)
+    judged = torch.arange(len(texts), len(texts) + len(held_out))
+    record = trainer.record | judge(draft, target, teacher, judged, trainer.num_steps + 1)
+    (out / "record.json").write_text(json.dumps(record, indent=1) + "\n")
+    save_eagle3(draft, out)
+    file.unlink()
+    return record

@@ -1,0 +1,253 @@
+"""EAGLE-3 drafts: the published forward, the same output, the exact law."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
+from fastspec_kernels.testing import chi_square
+
+from ..models import random_model
+from .eagle3_models import published_logits, write_folder
+from .helpers import (
+    ALPHA,
+    FILTERED,
+    GREEDY,
+    PLAIN,
+    PROMPTS,
+    drawn_counts,
+    exact_law,
+    finish,
+    hugging_face_greedy,
+    small_model,
+)
+from .probes import CountingCapture, count_preemptions, target_runner, use_graphs
+
+SAMPLED = SamplingParams(temperature=1.0, max_tokens=9, seed=5, ignore_eos=True)
+CHAIN = SpecConfig("eagle3", 3)
+TREE = SpecConfig("eagle3", 3, tree_nodes=7, tree_width=2)
+GREEDY_TREE = SpecConfig("eagle3", 4, tree_nodes=9, draft_sample_method="greedy")
+SMALL = EngineConfig(max_batch_size=3, block_size=4, prefill_chunk_size=7)
+
+
+def spied(engine):
+    """The proposals of an engine's drafter as they are made, with their batches and texts."""
+    seen, drafter = [], engine.drafter
+    propose = drafter.propose
+
+    def spy(batch):
+        proposal = propose(batch)
+        texts = [list(request.token_ids) for request in batch.requests]
+        seen.append((texts, batch, proposal))
+        return proposal
+
+    drafter.propose = spy
+    return seen
+
+
+def rows_of(proposal, batch, index):
+    """For each row of logits of a request: its node, and the tokens on the way to it."""
+    tokens = proposal.token_ids[index].tolist()[: batch.max_nodes[index]]
+    paths, parents = [[]], range(len(tokens))
+    if proposal.parents is not None:
+        parents = proposal.parents[index].tolist()[: len(tokens)]
+    for token, parent in zip(tokens, parents, strict=True):
+        paths.append([*paths[parent], token])
+    depth = batch.num_draft_tokens[index]
+    return [(node, paths[node]) for node in sorted(set(parents)) if len(paths[node]) < depth]
+
+
+def assert_published(seen, weights, target, layers=None, least=40):
+    """All rows of logits are those of the published forward."""
+    num_rows = 0
+    for texts, batch, proposal in seen:
+        for index, text in enumerate(texts):
+            if len(text) < 2:
+                continue  # nothing to go on from
+            for row, path in rows_of(proposal, batch, index):
+                expected = published_logits(weights, target, text, path, layers)[-1]
+                logits = proposal.draft_logits[index, row]
+                torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+                num_rows += 1
+    assert num_rows >= least
+
+
+@pytest.mark.parametrize("spec", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize(("hidden_size", "num_known"), [(64, None), (96, 50)])
+def test_logits_are_those_of_the_published_forward(tmp_path, spec, hidden_size, num_known):
+    target = random_model("llama", num_hidden_layers=6)
+    weights = write_folder(tmp_path, target, hidden_size, num_known)
+    engine = Engine(target, tmp_path, spec=spec, config=SMALL)
+    seen = spied(engine)
+    engine.generate(PROMPTS, SAMPLED)
+    assert_published(seen, weights, target)
+
+
+def test_hidden_states_survive_preemption_and_shared_prefixes(tmp_path):
+    """Prompts of whole blocks that differ right after them: no draft reads another one's row."""
+    target = random_model("llama", num_hidden_layers=6)
+    weights = write_folder(tmp_path, target)
+    config = EngineConfig(max_batch_size=3, block_size=4, num_blocks=13, prefix_caching=True)
+    engine = Engine(target, tmp_path, spec=CHAIN, config=config)
+    seen, preempted = spied(engine), count_preemptions(engine)
+    prompts = [[*range(5, 17), *last] for last in ([1], [2], [3, 4])]
+    together = engine.generate(prompts, SAMPLED)
+    engine.generate([prompts[1]], SAMPLED)
+    assert_published(seen, weights, target)
+    assert preempted
+    assert engine.stats.num_cached_prompt_tokens > 0
+    alone = Engine(target, tmp_path, spec=CHAIN)
+    assert [alone.generate([p], SAMPLED)[0].token_ids for p in prompts] == [
+        output.token_ids for output in together
+    ]
+
+
+@pytest.mark.parametrize("field", ["eagle_config", "eagle_aux_hidden_state_layer_ids"])
+def test_a_folder_says_which_hidden_states_it_reads(tmp_path, field):
+    target = random_model("llama", num_hidden_layers=6)
+    ids = "eagle_aux_hidden_state_layer_ids"
+    given = {ids: [1, 2, 4]} if field == ids else {field: {ids: [0, 1, 3]}}
+    weights = write_folder(tmp_path, target, **given)
+    engine = Engine(target, tmp_path, spec=CHAIN)
+    seen = spied(engine)
+    engine.generate(PROMPTS[:1], SAMPLED)
+    assert_published(seen, weights, target, [1, 2, 4], least=10)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "spec"),
+    [("llama", CHAIN), ("llama", TREE), ("qwen3", CHAIN), ("gemma3", GREEDY_TREE)],
+)
+def test_greedy_output_is_that_of_plain_decoding(tmp_path, architecture, spec):
+    target = random_model(architecture)
+    write_folder(tmp_path, target, num_known=90)
+    expected = [hugging_face_greedy(target, prompt) for prompt in PROMPTS]
+    engine = Engine(target, tmp_path, spec=spec, config=SMALL)
+    assert [output.token_ids for output in engine.generate(PROMPTS, GREEDY)] == expected
+
+
+@pytest.mark.parametrize(
+    ("sampling", "options"),
+    [
+        (FILTERED, {}),
+        (PLAIN, {"rejection_sample_method": "coupled"}),
+        (PLAIN, {"tree_nodes": 4, "tree_width": 2}),
+    ],
+    ids=["chain", "coupled", "tree"],
+)
+def test_exact_distribution(tmp_path, sampling, options):
+    target = small_model()
+    write_folder(tmp_path, target, num_known=4)
+    counts = drawn_counts((target, tmp_path), sampling, SpecConfig("eagle3", 2, **options), 2_000)
+    assert chi_square(counts, exact_law(target, sampling)) > ALPHA
+
+
+def test_unlike_requests_in_one_batch(tmp_path):
+    """Each has the text that it has alone, whatever shares its batch, and one is aborted."""
+    target = random_model("llama")
+    write_folder(tmp_path, target)
+    params = [
+        SamplingParams(temperature=1.0, max_tokens=12, seed=1, top_k=20, repetition_penalty=1.3),
+        SamplingParams(temperature=0, max_tokens=12, logit_bias={7: 4.0}, min_tokens=12),
+        SamplingParams(temperature=0.7, max_tokens=12, seed=2, num_speculative_tokens=1),
+        SamplingParams(temperature=1.0, max_tokens=40, seed=3),
+    ]
+    alone = [
+        Engine(target, tmp_path, spec=CHAIN).generate([prompt], each)[0].token_ids
+        for prompt, each in zip(PROMPTS, params[:3], strict=False)
+    ]
+    engine = Engine(target, tmp_path, spec=CHAIN, config=EngineConfig(block_size=4))
+    ids = [engine.add_request(*pair) for pair in zip(PROMPTS, params, strict=True)]
+    engine.step()
+    engine.abort(ids[3])
+    outputs = finish(engine)
+    assert [outputs[request_id].token_ids for request_id in ids[:3]] == alone
+
+
+def test_switched_on_in_the_middle_of_a_text(tmp_path):
+    """What the target read before it has no hidden states: drafts are bad, the text is not."""
+    target = random_model("llama")
+    write_folder(tmp_path, target)
+    engine = Engine(target, config=EngineConfig(block_size=4, prefix_caching=True))
+    engine.generate([PROMPTS[2]], GREEDY)
+    request_id = engine.add_request(PROMPTS[1], GREEDY)
+    engine.step()
+    engine.enable_spec_dec(tmp_path, n_spec_tokens=3)
+    expected = [hugging_face_greedy(target, prompt) for prompt in PROMPTS[1:3]]
+    assert finish(engine)[request_id].token_ids == expected[0]
+    assert engine.generate([PROMPTS[2]], GREEDY)[0].token_ids == expected[1]
+
+
+def test_passes_that_are_replayed_keep_hidden_states_too(tmp_path):
+    target = random_model("llama", num_hidden_layers=6)
+    weights = write_folder(tmp_path, target)
+    engine = Engine(target, tmp_path, spec=CHAIN)
+    runner = target_runner(engine)
+    use_graphs(runner, CountingCapture())
+    runner.graphs.keep_inputs(runner.inputs)
+    seen = spied(engine)
+    engine.generate(PROMPTS, SAMPLED)
+    assert_published(seen, weights, target)
+
+
+def test_adaptive_schedule(tmp_path):
+    target = random_model("llama")
+    write_folder(tmp_path, target)
+    engine = Engine(target, tmp_path, spec=SpecConfig("eagle3", 2, schedule="adaptive"))
+    expected = hugging_face_greedy(target, PROMPTS[1])
+    assert engine.generate([PROMPTS[1]], GREEDY)[0].token_ids == expected
+
+
+def test_a_folder_that_says_so_needs_no_method(tmp_path):
+    target = random_model("llama")
+    write_folder(tmp_path, target)
+    assert Engine(target, tmp_path).drafter.name == "eagle3"
+    tree = Engine(target, tmp_path, spec=SpecConfig("tree", 2)).drafter
+    assert (tree.name, tree.draft.name) == ("tree", "eagle3")
+    with pytest.raises(ValueError, match="an EAGLE-3 draft needs method 'eagle3'"):
+        Engine(target, tmp_path, spec="draft_model")
+
+
+def without(name):
+    return lambda weights: weights.pop(name)
+
+
+def as_first_versions(weights):
+    """EAGLE-1 and 2 have a plain layer without the norm before it."""
+    for name in list(weights):
+        weights[name.replace("midlayer.", "layers.0.")] = weights.pop(name)
+    del weights["layers.0.hidden_norm.weight"]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (without("fc.weight"), "fc.weight is missing"),
+        (as_first_versions, "EAGLE-1 or EAGLE-2"),
+        (lambda weights: weights.update(extra=torch.zeros(1)), "extra is new"),
+        (lambda weights: weights.update({"fc.weight": torch.zeros(48, 7)}), "fc.weight has the"),
+        (lambda weights: weights.update(d2t=torch.full((263,), 9)), "d2t"),
+    ],
+)
+def test_other_folders_are_refused(tmp_path, change, told):
+    target = random_model("llama")
+    write_folder(tmp_path, target)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    change(weights)
+    save_file(weights, file)
+    with pytest.raises(ValueError, match=f"drafter: .*{told}"):
+        Engine(target, tmp_path, spec="eagle3")
+
+
+def test_targets_without_such_layers_are_refused(tmp_path):
+    target = random_model("llama")
+    write_folder(tmp_path, target, eagle_aux_hidden_state_layer_ids=[0, 1, 3])
+    with pytest.raises(ValueError, match="target layers: expected 0 to 2, got"):
+        Engine(target, tmp_path, spec="eagle3")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+    with pytest.raises(ValueError, match="num_hidden_layers: expected 1"):
+        Engine(target, tmp_path, spec="eagle3")

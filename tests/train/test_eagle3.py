@@ -1,0 +1,170 @@
+"""Training of EAGLE-3 drafts: what it unrolls is what drafting does, and it helps."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from fastspec import Engine, SpecConfig
+from fastspec.cli import app
+from fastspec.config import EngineConfig
+from fastspec.drafters.eagle3 import load_eagle3, save_eagle3
+from fastspec.models.captured import usual_layers
+from fastspec.train.distillation import FrozenHeadLoss
+from fastspec.train.eagle3 import (
+    StoredStates,
+    Text,
+    count_tokens,
+    cut_texts,
+    make_eagle3,
+    split_texts,
+    train_eagle3,
+    unrolled,
+)
+from fastspec.train.options import DraftShape, TrainOptions
+
+from ..engine.eagle3_models import published_logits, write_folder
+from ..engine.helpers import GREEDY, PROMPTS, hugging_face_greedy
+from ..models import byte_tokenizer, random_model
+
+KNOWN = 60
+
+
+def texts_of(target, count=12):
+    """Texts of a target's own, after prompts of five tokens."""
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(250, (count, 5), generator=generator)
+    texts = target.generate(
+        prompts,
+        attention_mask=torch.ones_like(prompts),
+        max_new_tokens=20,
+        eos_token_id=None,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    return [Text(text, 5) for text in texts]
+
+
+def test_a_row_of_each_step_is_what_the_published_forward_drafts(tmp_path):
+    """Whatever the lengths of the texts beside it, and where their answers start."""
+    target = random_model("llama", num_hidden_layers=6)
+    weights = write_folder(tmp_path, target, num_known=KNOWN)
+    draft = load_eagle3(tmp_path, EngineConfig(), target).train()
+    ids = torch.arange(3, 27)
+    texts = [Text(ids[:9], 4), Text(ids[2:], 12), Text(ids[5:8], 1)]
+    lesson = StoredStates(target, usual_layers(6), texts, draft.lm_head.token_ids, tmp_path / "s")(
+        torch.arange(3)
+    )
+    owners = [
+        (index, place) for index, text in enumerate(texts) for place in range(len(text.token_ids))
+    ]
+    seen = set()
+    for step, (rows, places) in enumerate(unrolled(draft, lesson, 4)):
+        for row, place in zip(rows, places.tolist(), strict=True):
+            index, column = owners[place]
+            text = texts[index].token_ids.tolist()
+            begin = column - step + 1  # tokens before the first that this row's chain drafted
+            expected = published_logits(weights, target, text[:begin], text[begin : column + 1])[-1]
+            logits = draft.lm_head.linear(row)
+            torch.testing.assert_close(
+                logits, expected[draft.lm_head.token_ids], atol=1e-4, rtol=1e-4
+            )
+            seen.add((index, begin, step))
+    # An answer's first token is drafted after the prompt alone, its last one is never drafted from.
+    assert seen == {
+        (index, begin, step)
+        for index, text in enumerate(texts)
+        for step in range(4)
+        for begin in range(max(2, text.start), len(text.token_ids))
+        if begin + step < len(text.token_ids)
+    }
+
+
+def test_loss_and_gradient_are_those_of_cross_entropy():
+    torch.manual_seed(0)
+    rows, head = torch.randn(5, 8, requires_grad=True), torch.randn(11, 8)
+    probs = torch.randn(5, 11).softmax(-1)
+    loss = FrozenHeadLoss.apply(rows, head, probs)
+    expected = torch.nn.functional.cross_entropy(rows @ head.T, probs)
+    torch.testing.assert_close(loss, expected)
+    (gradient,) = torch.autograd.grad(3 * loss, rows)
+    torch.testing.assert_close(gradient, torch.autograd.grad(3 * expected, rows)[0])
+
+
+def test_training_helps_and_goes_on_where_it_stopped(tmp_path):
+    target = random_model("llama", num_hidden_layers=6)
+    texts, held_out = split_texts(texts_of(target), 0.2, seed=0)
+    shape = DraftShape(reduced_vocab_size=KNOWN)
+    done = []
+
+    def run(folder, steps, resume=False):
+        torch.manual_seed(0)
+        options = TrainOptions(steps=steps, batch_size=4, rate=5e-3, warmup=0.0)
+        draft = make_eagle3(target, texts, shape)
+        arguments = target, draft, texts, held_out, options, tmp_path / folder, resume
+        return train_eagle3(*arguments, lambda *step: done.append(step))
+
+    record = run("whole", 24)
+    losses = record["losses"]
+    before = run("start", 1)["sampled_acceptance"]
+    assert sum(losses[-5:]) < sum(losses[:5]) - 1
+    assert all(old < new for old, new in zip(before, record["sampled_acceptance"], strict=True))
+    assert len(before) == 5
+    assert not (tmp_path / "whole" / "target-states.bin").exists()
+    with pytest.raises(ValueError, match="holds a checkpoint"):
+        run("whole", 24)
+    longer = run("whole", 26, resume=True)
+    assert (longer["losses"][:24], longer["steps"]) == (losses, 26)
+    engine = Engine(target, tmp_path / "whole", spec=SpecConfig("eagle3", 3))
+    expected = [hugging_face_greedy(target, prompt) for prompt in PROMPTS]
+    assert [output.token_ids for output in engine.generate(PROMPTS, GREEDY)] == expected
+
+
+def test_a_saved_draft_is_the_same(tmp_path):
+    """It keeps neither embeddings nor a head: these are the target's."""
+    target = random_model("llama", num_hidden_layers=6)
+    draft = make_eagle3(target, texts_of(target, 2), DraftShape(reduced_vocab_size=KNOWN))
+    save_eagle3(draft, tmp_path)
+    loaded = load_eagle3(tmp_path, EngineConfig(), target)
+    assert torch.equal(loaded.lm_head.token_ids, draft.lm_head.token_ids)
+    assert torch.equal(loaded.lm_head.linear.weight, target.lm_head.weight[draft.lm_head.token_ids])
+    assert loaded.embed_tokens.weight.data_ptr() == target.get_input_embeddings().weight.data_ptr()
+    for name, weight in loaded.midlayer.named_parameters():
+        given = draft.midlayer.get_parameter(name)
+        torch.testing.assert_close(weight, given.bfloat16().float(), atol=0, rtol=0)
+
+
+def test_texts_and_vocabulary_come_from_answers():
+    documents = [([1, 2, 3, 4, 4, 4, 5], 3), ([9, 9], 1), ([7, 7, 7, 8, 8], 4)]
+    texts = cut_texts(documents, 4)
+    assert [(text.token_ids.tolist(), text.start) for text in texts] == [([4, 4, 5], 1)]
+    texts = cut_texts(documents, 7)
+    assert [(text.token_ids.tolist(), text.start) for text in texts] == [([1, 2, 3, 4, 4, 4, 5], 3)]
+    assert count_tokens(texts, 3).tolist() == [0, 4, 5]
+    with pytest.raises(ValueError, match="data: no text is long enough"):
+        cut_texts(documents[1:], 8)
+
+
+def test_the_command(tmp_path):
+    target = random_model("llama", num_hidden_layers=6)
+    target.save_pretrained(tmp_path / "target")
+    byte_tokenizer().save_pretrained(tmp_path / "target")
+    lines = [
+        {"prompt_ids": text.token_ids[:5].tolist(), "token_ids": text.token_ids[5:].tolist()}
+        for text in texts_of(target, 5)
+    ]
+    lines.append({"text": "a text of which all is learnt"})
+    data, out = tmp_path / "texts.jsonl", tmp_path / "out"
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    command = ["train", "eagle3", "--target", str(tmp_path / "target"), "--data", str(data)]
+    command += ["--out", str(out), "--vocab-size", "50", "--batch-size", "2", "--steps", "2"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.stderr
+    assert "2 steps, loss" in result.stdout
+    assert json.loads((out / "record.json").read_text())["steps"] == 2
+    assert Engine(target, out).drafter.name == "eagle3"
+    data.write_text('{"prompt_ids": [1, 2], "token_ids": [1, 9999]}\n')
+    result = CliRunner().invoke(app, [*command, "--resume"])
+    assert result.exit_code == 1
+    assert 'line 1: expected "text", or lists of ids; token_ids is [1, 9999]' in result.stderr
