@@ -96,6 +96,7 @@ class Engine:
             config.prompt_template,
             target_model.rotary.rereads_above if target_model.rotary else None,
             not config.prefix_caching and prefix_obstacle(target_model, config) is None,
+            target_model.agreed,
         )
         vocab_size = target_model.vocab_size
         self._drafting = DrafterContext(

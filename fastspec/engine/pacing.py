@@ -107,7 +107,7 @@ class Pacer:
                     taken = self._time_step(requests, drafter, num_draft)
                     if round_index:
                         seconds[num_draft] = min(seconds[num_draft], taken)
-            return len(requests), seconds
+            return len(requests), self._runner.paged_model.agreed(seconds)
         finally:
             for request in requests:
                 drafter.release(request)

@@ -1,7 +1,7 @@
 """Requests from what users pass: prompts become checked token ids, parameters become limits."""
 
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -41,7 +41,7 @@ class RequestFactory:
     With the id that its decoder starts with, the target is an encoder-decoder, whose encoder reads
     the prompts. A template holds {input_text} where a text prompt goes. Above `rereads_above`
     tokens the target reads a text anew. With `shares_prompts` the samples of one prompt share its
-    blocks, but with nobody else.
+    blocks, but with nobody else. Seeds that nobody has given are the same wherever `agreed` is.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class RequestFactory:
         prompt_template: str | None = None,
         rereads_above: int | None = None,
         shares_prompts: bool = False,
+        agreed: Callable[[list], list] = list,
     ):
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
@@ -64,6 +65,7 @@ class RequestFactory:
         self._rereads_above = rereads_above
         self._grammars = GrammarCompiler(tokenizer, vocab_size, eos_ids)
         self._shares_prompts = shares_prompts
+        self._agreed = agreed
         self._encoder_inputs: WeakValueDictionary[tuple[int, ...], EncoderInput] = (
             WeakValueDictionary()
         )
@@ -107,7 +109,9 @@ class RequestFactory:
         self._check_ids("stop_token_ids", stop_ids)
         stop_ids = stop_ids if params.ignore_eos else stop_ids | self._eos_ids
         most = self._max_model_len if params.max_tokens is None else params.max_tokens
-        seed = secrets.randbits(63) if params.seed is None else params.seed
+        seed = params.seed
+        if seed is None:
+            (seed,) = self._agreed([secrets.randbits(63)])
         root = Content(None) if params.n > 1 and self._shares_prompts else None
         requests = [
             EngineRequest(

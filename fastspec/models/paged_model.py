@@ -28,6 +28,7 @@ from fastspec.models.flat import (
 from fastspec.models.loading import float_dtypes
 from fastspec.models.recurrent import RecurrentLayers, StateKey
 from fastspec.models.rotary import RotaryLengths
+from fastspec.models.sharded import agreement
 from fastspec.models.twin import (
     MOST_FEW_ROWS,
     is_plain_linear,
@@ -311,6 +312,7 @@ class PagedModel:
             layers = find_layers(self.model) if is_candidate else []
             use_few_row_kernels(self.model)
         self.cache_shapes = self._probe(layers)
+        self.agreed = agreement(self.model)
         if backend in ("auto", "cpu") and self._flat is None:
             use_few_row_mlps(self.model)
 
