@@ -115,7 +115,7 @@ def test_sampling_params(field, value):
         ("tree_width", 2),
         ("tree_nodes", 2),
         ("cape", 1),
-        ("confidence_threshold", 0.3),
+        ("confidence_threshold", 1.3),
         ("schedule", "heuristic"),
         ("synthetic_acceptance_rate", 0.5),
         ("prompt_lookup_num_tokens", 0),
