@@ -40,7 +40,7 @@ _TREE = frozenset({"tree_width", "tree_nodes", "tree_paths", "tree_prompt_lookup
 BUILT_IN = (
     Method("auto", "a draft model where one is given, else plain decoding", _SAMPLED | _CHAIN),
     Method("none", "plain decoding; a drafter that is given is not loaded", _SAMPLED),
-    Method("draft_model", "a smaller model with the same tokenizer", _SAMPLED | _CHAIN, True),
+    Method("draft_model", "a smaller model, best with the same tokenizer", _SAMPLED | _CHAIN, True),
     Method(
         "prompt_lookup", "copies what followed the last tokens where they stood before", _LOOKUP
     ),

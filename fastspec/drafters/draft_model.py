@@ -116,11 +116,12 @@ class DraftModelDrafter:
                 chosen = device_tensor(drafting, torch.int64, device)
                 row_sampling = of_rows(sampling, chosen)
             if self._threshold is not None:
-                places = self._sure_rows(logits, row_sampling)
+                places = self._sure_rows(logits, row_sampling, self._threshold)
                 for place in {*range(len(drafting))}.difference(places):
                     counts[drafting[place]] = step
                 if len(places) < len(drafting):
-                    drafting, spans = ([of[p] for p in places] for of in (drafting, spans))
+                    drafting = [drafting[place] for place in places]
+                    spans = [spans[place] for place in places]
                     logits = logits[device_tensor(places, torch.int64, device)]
                     chosen = device_tensor(drafting, torch.int64, device)
                     row_sampling = of_rows(sampling, chosen)
@@ -154,16 +155,16 @@ class DraftModelDrafter:
                 self._num_cached[request.request_id] = len(text) + min(limit, count + 1) - 1
         return token_ids, draft_logits, counts
 
-    def _sure_rows(self, logits: Tensor, sampling: SamplingTensors) -> list[int]:
+    def _sure_rows(self, logits: Tensor, sampling: SamplingTensors, threshold: float) -> list[int]:
         """The rows in which some token reaches the threshold; this waits for the device."""
         temperature = sampling["temperature"]
         if temperature is not None:
             temperature = temperature.masked_fill(temperature == 0, 1.0)
-        filters = SamplingTensors({**sampling, "temperature": temperature})
+        filters: SamplingTensors = {**sampling, "temperature": temperature}
         logsumexp, _ = row_stats(logits, **filters, backend=self.runner.paged_model.backend)
         best = logits.float().amax(dim=1)
         best = best if temperature is None else best / temperature
-        is_sure = (best - logsumexp).exp() >= self._threshold
+        is_sure = (best - logsumexp).exp() >= threshold
         return is_sure.nonzero()[:, 0].tolist()
 
     def read(

@@ -191,17 +191,6 @@ def test_folder_without_a_model(tmp_path):
     assert_one_line(error)
 
 
-def test_another_tokenizer_is_refused(tmp_path):
-    for name, tokenizer in (("target", byte_tokenizer()), ("draft", byte_tokenizer())):
-        random_model("llama").save_pretrained(tmp_path / name)
-        if name == "draft":
-            tokenizer.add_tokens(["extra"])
-        tokenizer.save_pretrained(tmp_path / name)
-    with pytest.raises(ValueError, match="tokenizer differs") as error:
-        Engine(tmp_path / "target", tmp_path / "draft")
-    assert_one_line(error, "'extra'", "257")
-
-
 def test_models_that_never_call_our_attention():
     with pytest.raises(ValueError, match="BloomForCausalLM: never calls"):
         Engine(random_model("bloom"))
