@@ -133,13 +133,14 @@ def bench(
     target_model = loading.load_model("target", target, engine_config)
     draft_model = None
     if draft is not None:
-        load = partial(loading.load_model, "draft")
-        if method == "glide":
+        load, is_glide = partial(loading.load_model, "draft"), method == "glide"
+        if is_glide:
             load = partial(load_glide, target=target_model)
         if is_eagle3(draft):
             draft_model = load_eagle3(draft, engine_config, target_model)
         else:
-            draft_model = load_draft("draft", draft, engine_config, tokenizer, target_model, load)
+            given = engine_config, tokenizer, target_model, load
+            draft_model = load_draft("draft", draft, *given, keeps_ids=is_glide)
     measured = timing.Methods(
         target_model, draft_model, spec, max_tokens, engine_config, parts, costs
     )

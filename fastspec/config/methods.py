@@ -33,14 +33,14 @@ class Method:
 
 
 _SAMPLED = frozenset({"draft_sample_method"})
-_CAPE = frozenset({"cape", "cape_bins"})
+_CHAIN = frozenset({"cape", "cape_bins", "confidence_threshold"})
 _LOOKUP = frozenset({"prompt_lookup_min", "prompt_lookup_max"})
 _TREE = frozenset({"tree_width", "tree_nodes", "tree_paths", "tree_prompt_lookup"})
 
 BUILT_IN = (
-    Method("auto", "a draft model where one is given, else plain decoding", _SAMPLED | _CAPE),
+    Method("auto", "a draft model where one is given, else plain decoding", _SAMPLED | _CHAIN),
     Method("none", "plain decoding; a drafter that is given is not loaded", _SAMPLED),
-    Method("draft_model", "a smaller model with the same tokenizer", _SAMPLED | _CAPE, True),
+    Method("draft_model", "a smaller model, best with the same tokenizer", _SAMPLED | _CHAIN, True),
     Method(
         "prompt_lookup", "copies what followed the last tokens where they stood before", _LOOKUP
     ),
@@ -74,12 +74,12 @@ BUILT_IN = (
         _SAMPLED | {"k_matrix", "lenience", "bigram_path"},
         True,
     ),
-    Method("glide", "a draft model that reads the target's cache", _SAMPLED | _CAPE, True),
-    Method("early_exit", "the target's own first layers", _SAMPLED | _CAPE | {"exit_layer"}),
+    Method("glide", "a draft model that reads the target's cache", _SAMPLED | _CHAIN, True),
+    Method("early_exit", "the target's own first layers", _SAMPLED | _CHAIN | {"exit_layer"}),
     Method(
         "eagle3",
         "one layer that goes on from the target's hidden states, a chain or a tree",
-        _SAMPLED | _CAPE | _TREE | _LOOKUP,
+        _SAMPLED | _CHAIN | _TREE | _LOOKUP,
         True,
     ),
     Method("tree", "token trees over a draft model", _SAMPLED | _TREE | _LOOKUP, True),

@@ -219,7 +219,13 @@ class SpecConfig:
         "Up to which probability a token gets how many siblings, like [[0.5,3],[1,0]].",
         "By default [[0.3,7],[0.6,5],[0.8,3],[1,1]].",
     )
-    confidence_threshold: float | None = not_yet(None)
+    confidence_threshold: float | None = option(
+        None,
+        SHARE,
+        "End a chain before a place where the draft model gives no token this probability.",
+        "Exact: the place is judged before a token is drawn there. Greedy requests are judged at"
+        " temperature 1. On a GPU the host waits for each draft token.",
+    )
     schedule: Any = option(
         "constant",
         _SCHEDULE,
@@ -368,6 +374,10 @@ class SpecConfig:
 
     def _check_step_costs(self) -> None:
         costs = self.step_costs
+        measures = self.schedule == "adaptive" and costs is None
+        fits = self.confidence_threshold is None or not measures
+        expected = "'constant' beside confidence_threshold, or step_costs"
+        require("schedule", self.schedule, fits, expected)
         if costs is None:
             return
         if self.schedule != "adaptive":

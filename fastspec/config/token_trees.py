@@ -47,6 +47,7 @@ def check_trees(spec: Any) -> None:
         require("rejection_sample_method", method, fits, "'standard' or 'coupled' for trees")
         is_constant = spec.schedule == "constant"
         require("schedule", spec.schedule, is_constant, "'constant' for trees")
+        refuse("confidence_threshold", spec.confidence_threshold, "not for trees")
     if spec.tree_prompt_lookup:
         require("tree_prompt_lookup", True, spec.tree_paths is None, "False beside tree_paths")
         require("tree_prompt_lookup", True, not spec.draws_drafts, "False for sampled siblings")

@@ -11,10 +11,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from fastspec.config import EngineConfig, SpecConfig
 from fastspec.drafters.base import Blocks, Drafter
 from fastspec.models.encoder_decoder import paged_model_of
-from fastspec.models.loading import check_same_tokenizer, load_model, load_tokenizer
+from fastspec.models.loading import (
+    check_same_tokenizer,
+    load_config,
+    load_model,
+    load_tokenizer,
+)
 from fastspec.models.paged_model import PagedModel
 from fastspec.models.reduced_vocabulary import is_reduced, read_reduced
 from fastspec.models.runner import ModelRunner
+from fastspec.models.shared_vocabulary import with_vocabulary_of
 
 ModelSource = str | Path | PreTrainedModel
 DraftSource = ModelSource | Drafter
@@ -29,13 +35,17 @@ def load_draft(
     tokenizer: PreTrainedTokenizerBase | None,
     target: ModelSource,
     load: Loader,
+    keeps_ids: bool = False,
 ) -> PreTrainedModel:
     """A draft model; what it takes from its target comes from there, as does its tokenizer.
+
+    One with another tokenizer beside it becomes one for the target's ids.
 
     Args:
         field: names it in errors.
         tokenizer: of the target; None = the draft's is not looked at.
         load: reads a draft that is complete.
+        keeps_ids: refuse a draft with another tokenizer.
     Raises:
         ValueError: it cannot be loaded, or is no draft for this target.
     """
@@ -44,9 +54,21 @@ def load_draft(
     if is_reduced(field, source):
         model = load_model("target", target, config)
         return load_model(field, source, config, partial(read_reduced, target=model))
-    if tokenizer is not None:
-        check_same_tokenizer(tokenizer, load_tokenizer(field, source))
-    return load(source, config)
+    if tokenizer is None:
+        return load(source, config)
+    own = load_tokenizer(field, source)
+    if keeps_ids:
+        check_same_tokenizer(tokenizer, own)
+    model = load(source, config)
+    if own is None or tokenizer.get_vocab() == own.get_vocab():
+        return model
+    if model.config.is_encoder_decoder:
+        check_same_tokenizer(tokenizer, own)
+    target_config = (
+        target.config if isinstance(target, PreTrainedModel) else load_config("target", target)
+    )
+    vocab_size = target_config.get_text_config(decoder=True).vocab_size
+    return with_vocabulary_of(model, own, tokenizer, vocab_size)
 
 
 @dataclass(frozen=True)
@@ -107,8 +129,9 @@ class DrafterContext:
         if not isinstance(source, (str, Path, PreTrainedModel)):
             raise ValueError("drafter: several make a cascade, which spec.method has to be")
         target = self.target_model or self.target
-        load = load or partial(load_model, "drafter")
-        model = load_draft("drafter", source, self.config, self.tokenizer, target, load)
+        reader = load or partial(load_model, "drafter")
+        given = self.config, self.tokenizer, target, reader
+        model = load_draft("drafter", source, *given, keeps_ids=load is not None)
         return paged_model_of(model, self.config)
 
     def runner(self, model: PagedModel, block_manager: Blocks) -> ModelRunner:

@@ -21,13 +21,17 @@ from fastspec.drafters.context import DrafterContext, DrafterPlan
 from fastspec.drafters.logit_rules import Rows, apply_rules, without_forbidden
 from fastspec.models.runner import ModelRunner, Span
 from fastspec.models.transfer import device_tensor
-from fastspec_kernels import sample, sample_coupled
+from fastspec_kernels import row_stats, sample, sample_coupled
 
 _PREFILL_FROM = 8  # more missing tokens than this are read in a pass of their own, without logits
 
 
 class DraftModelDrafter:
     """Drafts with a language model that has the target's tokenizer.
+
+    With a threshold a draft ends before a place where no token has that probability, in the law it
+    would be drawn from (of greedy requests, that of temperature 1). The token there is not drawn,
+    so the end of a draft depends on nothing that the target is not shown: sampling stays exact.
 
     Its cache uses the target's block tables, so a request's pages have the same ids in both caches
     and rolling back costs nothing. Which pages it has filled it knows by itself: a page that the
@@ -42,11 +46,13 @@ class DraftModelDrafter:
         block_manager: Blocks,
         target_vocab_size: int,
         probabilistic: bool,
+        confidence_threshold: float | None = None,
     ):
         self.runner = runner
         self._block_manager = block_manager
         self._vocab_size = min(runner.vocab_size, target_vocab_size)
         self._probabilistic = probabilistic
+        self._threshold = confidence_threshold
         self._num_cached: dict[str, int] = {}
         self._filled: dict[int, int] = {}  # by block id, its tenancy when it was full
 
@@ -61,11 +67,13 @@ class DraftModelDrafter:
         uniforms = batch.uniforms(num, DRAFT_STREAM)
         keys = batch.keys if batch.is_coupled else None
         keeps_logits = self._probabilistic and not batch.all_greedy and keys is None
-        token_ids, draft_logits = self.write(
+        token_ids, draft_logits, counts = self.write(
             batch.requests, texts, limits, sampling, uniforms, keeps_logits, keys
         )
-        passes = [{self.name: limit} for limit in limits]
-        return Proposal(token_ids, draft_logits=draft_logits, passes=passes)
+        pairs = zip(limits, counts, strict=True)
+        passes = [{self.name: min(limit, count + 1)} for limit, count in pairs]
+        num_tokens = None if self._threshold is None else counts
+        return Proposal(token_ids, draft_logits=draft_logits, num_tokens=num_tokens, passes=passes)
 
     def write(
         self,
@@ -76,8 +84,8 @@ class DraftModelDrafter:
         uniforms: Tensor,
         keeps_logits: bool,
         coupled_keys: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Continue each text by limits[b] tokens, one pass each.
+    ) -> tuple[Tensor, Tensor | None, list[int]]:
+        """Continue each text by limits[b] tokens, one pass each, or up to an unsure one.
 
         Args:
             texts: the committed tokens of each request, and drafts after them if there are any.
@@ -85,16 +93,19 @@ class DraftModelDrafter:
             coupled_keys: [2, B] int64, seeds and lengths, where tokens are drawn by their places
                 instead; texts are then the committed tokens alone.
         Returns:
-            The tokens, [B, K] int32, -1 after the last one; and their logits [B, K, V'] if kept.
+            The tokens, [B, K] int32, -1 after the last one; their logits [B, K, V'] if kept; and
+            how many each text got.
         """
         device, backend = uniforms.device, self.runner.paged_model.backend
         token_ids = torch.full(uniforms.shape, -1, dtype=torch.int32, device=device)
         draft_logits = None
-        drafting = [index for index, limit in enumerate(limits) if limit]
+        drafting, counts = [index for index, limit in enumerate(limits) if limit], [*limits]
         has_rules = any(request.rules is not None for request in requests)
         path = self._path(requests, texts, uniforms.shape[1]) if has_rules else None
         step_ids, spans = self._unread(requests, texts, [int(limit > 0) for limit in limits])
         for step in range(max(limits, default=0)):
+            if not drafting:
+                break
             rows = [end - 1 for end in accumulate(span.count for span in spans)]
             logits = self.runner.forward(step_ids, spans, rows)[:, : self._vocab_size]
             if path is not None:
@@ -104,6 +115,18 @@ class DraftModelDrafter:
             if len(drafting) < len(limits):
                 chosen = device_tensor(drafting, torch.int64, device)
                 row_sampling = of_rows(sampling, chosen)
+            if self._threshold is not None:
+                places = self._sure_rows(logits, row_sampling, self._threshold)
+                for place in {*range(len(drafting))}.difference(places):
+                    counts[drafting[place]] = step
+                if len(places) < len(drafting):
+                    drafting = [drafting[place] for place in places]
+                    spans = [spans[place] for place in places]
+                    logits = logits[device_tensor(places, torch.int64, device)]
+                    chosen = device_tensor(drafting, torch.int64, device)
+                    row_sampling = of_rows(sampling, chosen)
+                if not drafting:
+                    break
             if coupled_keys is None:
                 draws = uniforms[chosen, step].contiguous()
                 picked, _ = sample(logits, draws, **row_sampling, backend=backend)
@@ -114,6 +137,7 @@ class DraftModelDrafter:
                 )
             token_ids[chosen, step] = picked
             if path is not None:
+                nodes = [len(texts[b]) - len(requests[b].token_ids) + step for b in drafting]
                 places = device_tensor([drafting, nodes], torch.int64, device)
                 path[places[0], places[1] + 1] = picked
             if keeps_logits:
@@ -126,10 +150,22 @@ class DraftModelDrafter:
             drafting = [drafting[place] for place in keep]
             spans = [spans[p].part(spans[p].start + spans[p].count, 1) for p in keep]
             step_ids = picked.clamp(min=0).to(torch.int64)
-        for request, text, limit in zip(requests, texts, limits, strict=True):
+        for request, text, limit, count in zip(requests, texts, limits, counts, strict=True):
             if limit:
-                self._num_cached[request.request_id] = len(text) + limit - 1
-        return token_ids, draft_logits
+                self._num_cached[request.request_id] = len(text) + min(limit, count + 1) - 1
+        return token_ids, draft_logits, counts
+
+    def _sure_rows(self, logits: Tensor, sampling: SamplingTensors, threshold: float) -> list[int]:
+        """The rows in which some token reaches the threshold; this waits for the device."""
+        temperature = sampling["temperature"]
+        if temperature is not None:
+            temperature = temperature.masked_fill(temperature == 0, 1.0)
+        filters: SamplingTensors = {**sampling, "temperature": temperature}
+        logsumexp, _ = row_stats(logits, **filters, backend=self.runner.paged_model.backend)
+        best = logits.float().amax(dim=1)
+        best = best if temperature is None else best / temperature
+        is_sure = (best - logsumexp).exp() >= threshold
+        return is_sure.nonzero()[:, 0].tolist()
 
     def read(
         self, requests: Sequence[Request], texts: list[list[int]], num_rows: list[int]
@@ -248,10 +284,10 @@ def build(context: DrafterContext) -> Drafter | DrafterPlan:
     if isinstance(context.drafter, Drafter):
         return context.drafter
     model = context.load(context.drafter)
-    probabilistic = context.spec.draws_drafts
+    options = context.spec.draws_drafts, context.spec.confidence_threshold
 
     def drafter(target: ModelRunner | None, block_manager: Blocks) -> Drafter:
         runner = context.runner(model, block_manager)
-        return DraftModelDrafter(runner, block_manager, context.vocab_size, probabilistic)
+        return DraftModelDrafter(runner, block_manager, context.vocab_size, *options)
 
     return DrafterPlan([model], drafter)

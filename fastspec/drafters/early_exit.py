@@ -50,6 +50,7 @@ def build(context: DrafterContext) -> DrafterPlan:
         model = paged_model_of(first_layers(target, count), config)
         sizes = block_manager.num_blocks, block_manager.block_size, config.prefill_chunk_size
         own = ModelRunner(model, *sizes, config.cuda_graphs, runner.caches)
-        return EarlyExitDrafter(own, block_manager, context.vocab_size, context.spec.draws_drafts)
+        options = context.spec.draws_drafts, context.spec.confidence_threshold
+        return EarlyExitDrafter(own, block_manager, context.vocab_size, *options)
 
     return DrafterPlan([], drafter)

@@ -15,6 +15,7 @@ from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.checks import require
 from fastspec.drafters.base import CorpusReader, Drafter
 from fastspec.drafters.context import DrafterContext, DrafterSource
+from fastspec.drafters.draft_model import DraftModelDrafter
 from fastspec.drafters.registry import plan_drafter, plan_given
 from fastspec.engine.block_manager import BlockManager
 from fastspec.engine.generation_config import params_of
@@ -33,6 +34,7 @@ from fastspec.models.cache_size import cache_blocks, model_len
 from fastspec.models.encoder_decoder import check_same_kind, paged_model_of, prefix_obstacle
 from fastspec.models.loading import chat_prompt_ids, eos_token_ids, load_model, load_tokenizer
 from fastspec.models.runner import ModelRunner
+from fastspec.models.shared_vocabulary import vocabulary_of
 
 
 class Engine:
@@ -413,8 +415,13 @@ class Engine:
     def __repr__(self) -> str:
         target = self._runner.paged_model
         dtype = str(target.dtype).removeprefix("torch.")
+        drafter, tokens = self._speculation.drafter, None
+        draft = getattr(drafter, "draft", drafter)
+        if isinstance(draft, DraftModelDrafter):
+            tokens = vocabulary_of(draft.runner.paged_model.model)
+        part = f" drafting {tokens} tokens," if tokens else ""
         return (
-            f"Engine({type(target.model).__name__}, drafter={self._speculation.drafter.name!r},"
+            f"Engine({type(target.model).__name__}, drafter={drafter.name!r},{part}"
             f" dtype={dtype}, device={self.device},"
             f" num_blocks={self._scheduler.block_manager.num_blocks})"
         )

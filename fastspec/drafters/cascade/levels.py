@@ -119,7 +119,7 @@ class ModelLevel:
     def write(self, drafts: list[Draft], counts: list[int], batch: Batch) -> None:
         uniforms = draw_uniforms(drafts, batch.num_speculative_tokens, batch)
         keeps_logits = self._lenience > 1 or any(not draft.is_greedy for draft in drafts)
-        token_ids, logits = self.model.write(
+        token_ids, logits, _ = self.model.write(
             *_texts_of(drafts), counts, _sampling(drafts, batch), uniforms, keeps_logits
         )
         probs = [[1.0] * token_ids.shape[1]] * len(drafts)

@@ -28,6 +28,7 @@ class Eagle3Drafter(DraftModelDrafter):
         block_manager: of the blocks that both share.
         chunk_size: tokens of one pass while a prompt is read.
         probabilistic: sample drafts, or take the best.
+        confidence_threshold: see `DraftModelDrafter`.
     Raises:
         ValueError: the target lacks a layer that the draft reads.
 
@@ -43,12 +44,14 @@ class Eagle3Drafter(DraftModelDrafter):
         block_manager: Blocks,
         chunk_size: int,
         probabilistic: bool,
+        confidence_threshold: float | None = None,
     ):
         inputs = target.keep_inputs(model.model.config.target_layers)
         block_manager.share_with_next()
         num_blocks, block_size = block_manager.num_blocks, block_manager.block_size
         runner = Eagle3Runner(model, inputs, num_blocks, block_size, chunk_size)
-        super().__init__(runner, block_manager, target.vocab_size, probabilistic)
+        options = probabilistic, confidence_threshold
+        super().__init__(runner, block_manager, target.vocab_size, *options)
 
     def write(
         self,
@@ -59,7 +62,7 @@ class Eagle3Drafter(DraftModelDrafter):
         uniforms: Tensor,
         keeps_logits: bool,
         coupled_keys: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, list[int]]:
         written = super().write(
             requests, texts, limits, sampling, uniforms, keeps_logits, coupled_keys
         )
@@ -89,11 +92,12 @@ def build(context: DrafterContext) -> Drafter | DrafterPlan:
         raise ValueError(f"drafter: EAGLE-3 needs an EAGLE-3 draft, got {model.name}")
     num_kept = draft.fc.in_features + draft.fc.out_features
     model.bytes_beside = num_kept * model.dtype.itemsize
-    chunk_size, probabilistic = context.config.prefill_chunk_size, context.spec.draws_drafts
+    chunk_size, spec = context.config.prefill_chunk_size, context.spec
+    options = chunk_size, spec.draws_drafts, spec.confidence_threshold
 
     def drafter(target: ModelRunner | None, block_manager: Blocks) -> Drafter:
         if target is None:
             raise ValueError("drafter: EAGLE-3 reads the target's hidden states; there is none")
-        return Eagle3Drafter(model, target, block_manager, chunk_size, probabilistic)
+        return Eagle3Drafter(model, target, block_manager, *options)
 
     return DrafterPlan([model], drafter)

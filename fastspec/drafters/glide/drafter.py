@@ -21,6 +21,7 @@ class GlideDrafter(DraftModelDrafter):
         block_manager: of the blocks that both share.
         chunk_size: tokens of one pass while a prompt is read.
         probabilistic: sample drafts, or take the best.
+        confidence_threshold: see `DraftModelDrafter`.
     Raises:
         ValueError: the draft was made for a target of another shape.
 
@@ -36,11 +37,13 @@ class GlideDrafter(DraftModelDrafter):
         block_manager: Blocks,
         chunk_size: int,
         probabilistic: bool,
+        confidence_threshold: float | None = None,
     ):
         caches = _top_caches(model, target)
         num_blocks, block_size = block_manager.num_blocks, block_manager.block_size
         runner = GlideRunner(model, caches, num_blocks, block_size, chunk_size)
-        super().__init__(runner, block_manager, target.vocab_size, probabilistic)
+        options = probabilistic, confidence_threshold
+        super().__init__(runner, block_manager, target.vocab_size, *options)
 
 
 def _top_caches(model: PagedModel, target: ModelRunner) -> list[KVCache]:
@@ -72,11 +75,12 @@ def build(context: DrafterContext) -> Drafter | DrafterPlan:
     model = context.load(given, partial(load_glide, target=context.target_model))
     if not isinstance(model.model, GlideLlamaForCausalLM):
         raise ValueError(f"drafter: GLIDE needs a GLIDE model, got {model.name}")
-    chunk_size, probabilistic = context.config.prefill_chunk_size, context.spec.draws_drafts
+    chunk_size, spec = context.config.prefill_chunk_size, context.spec
+    options = chunk_size, spec.draws_drafts, spec.confidence_threshold
 
     def drafter(target: ModelRunner | None, block_manager: Blocks) -> Drafter:
         if target is None:
             raise ValueError("drafter: GLIDE reads the target's cache, and there is no target")
-        return GlideDrafter(model, target, block_manager, chunk_size, probabilistic)
+        return GlideDrafter(model, target, block_manager, *options)
 
     return DrafterPlan([model], drafter)

@@ -1,0 +1,123 @@
+"""Draft models with another tokenizer than the target's: they draft the tokens that both have.
+
+Token-level intersection: the draft's distribution over the tokens of both vocabularies is as good a
+proposal as any other, so output is exact at any temperature (Timor et al., arXiv 2502.05202).
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from copy import copy, deepcopy
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from fastspec.models.reduced_vocabulary import ReducedHead
+
+logger = logging.getLogger(__name__)
+
+Spelling = str | bytes  # of a special token its name, of any other one what it stands for
+_SPACE = "\u2581"  # of SentencePiece
+_PLAIN_BYTES = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_OTHER_BYTES = [byte for byte in range(256) if byte not in _PLAIN_BYTES]
+# The characters that byte-level tokenizers write bytes with, as GPT-2's.
+_BYTE_OF = {chr(byte): byte for byte in _PLAIN_BYTES} | {
+    chr(256 + index): byte for index, byte in enumerate(_OTHER_BYTES)
+}
+
+
+def with_vocabulary_of(
+    draft: PreTrainedModel,
+    own: PreTrainedTokenizerBase,
+    target: PreTrainedTokenizerBase,
+    vocab_size: int,
+) -> PreTrainedModel:
+    """A copy of a draft model, on the same weights, that reads and writes the target's token ids.
+
+    A token that it lacks it reads as the mean of the longest tokens that spell it, and never
+    writes.
+
+    Args:
+        own, target: the tokenizers.
+        vocab_size: columns of the target's logits.
+    Raises:
+        ValueError: they share no token, or the head of the draft has a bias.
+    """
+    theirs, ours = spellings(target), spellings(own)
+    id_of = {spelling: index for index, spelling in sorted(ours.items(), reverse=True)}
+    embeddings: Any = draft.get_input_embeddings()
+    head: Any = draft.get_output_embeddings()
+    num_known = min(len(embeddings.weight), len(head.weight))
+    pairs = {i: id_of[s] for i, s in theirs.items() if id_of.get(s, num_known) < num_known}
+    ends = cast(Any, target.eos_token_id), cast(Any, own.eos_token_id)
+    if None not in ends:
+        pairs[ends[0]] = ends[1]
+    pairs = {index: pairs[index] for index in sorted(pairs) if index < vocab_size}
+    if not pairs:
+        raise ValueError("drafter: its tokenizer has no token in common with the target's")
+    if getattr(head, "bias", None) is not None:
+        name = type(draft).__name__
+        raise ValueError(f"drafter: {name} has another tokenizer, and a head with a bias")
+    logger.warning(
+        "drafter: its tokenizer is not the target's; it drafts the %d of %d tokens that both have",
+        len(pairs),
+        vocab_size,
+    )
+    shared = {id(tensor): tensor for tensor in (*draft.parameters(), *draft.buffers())}
+    twin = deepcopy(draft, shared)
+    device = embeddings.weight.device
+    kept = torch.tensor([*pairs], device=device)
+    rows = torch.tensor([*pairs.values()], device=device)
+    weight = embeddings.weight.new_zeros((vocab_size, embeddings.weight.shape[1]))
+    with torch.no_grad():
+        for index in theirs.keys() - pairs.keys():
+            if index < vocab_size and (pieces := _pieces(theirs[index], id_of)):
+                weight[index] = embeddings.weight[pieces].float().mean(0).to(weight.dtype)
+        weight[kept] = embeddings.weight[rows]
+    reads = copy(embeddings)
+    reads._parameters = {"weight": nn.Parameter(weight, requires_grad=False)}
+    reads.num_embeddings, reads.padding_idx = vocab_size, None
+    twin.set_input_embeddings(reads)
+    twin.set_output_embeddings(ReducedHead(head.weight.detach()[rows], kept, vocab_size))
+    text_config: Any = twin.config.get_text_config(decoder=True)
+    text_config.vocab_size, text_config.tie_word_embeddings = vocab_size, False
+    return twin
+
+
+def spellings(tokenizer: PreTrainedTokenizerBase) -> dict[int, Spelling]:
+    """What each token stands for, however its tokenizer writes spaces and bytes."""
+    vocab = tokenizer.get_vocab()
+    special = set(tokenizer.all_special_ids)
+    is_byte_level = any(token.startswith("\u0120") for token in vocab)
+    found: dict[int, Spelling] = {}
+    for token, index in vocab.items():
+        if index in special:
+            found[index] = token
+        elif is_byte_level and all(char in _BYTE_OF for char in token):
+            found[index] = bytes(_BYTE_OF[char] for char in token)
+        elif len(token) == 6 and token.startswith("<0x"):
+            found[index] = bytes.fromhex(token[3:5])
+        else:
+            found[index] = token.replace(_SPACE, " ").encode()
+    return found
+
+
+def _pieces(spelling: Spelling, id_of: Mapping[Spelling, int]) -> Sequence[int]:
+    """The longest tokens that spell another one, from its beginning on; none for a special one."""
+    if isinstance(spelling, str):
+        return []
+    pieces, start = [], 0
+    while start < len(spelling):
+        ends = range(len(spelling), start, -1)
+        end = next((end for end in ends if spelling[start:end] in id_of), None)
+        if end is not None:
+            pieces.append(id_of[spelling[start:end]])
+        start = end or start + 1
+    return pieces
+
+
+def vocabulary_of(model: Any) -> str | None:
+    """Which part of the vocabulary a draft model drafts; None where that is all."""
+    head = model.get_output_embeddings()
+    return f"{len(head.token_ids)} of {head.out_features}" if type(head) is ReducedHead else None
