@@ -230,15 +230,15 @@ def test_our_own_bugs_show_nothing_of_the_inside(client, monkeypatch):
 
 def test_requests_beside_the_server_disturb_nobody(client, engine, closed):
     """Somebody else uses the engine, too, and steals no events of the server's requests."""
-    with asking(client, SHORT | {"stream": True}) as connection:
+    with asking(client, LONG | {"stream": True}) as connection:
         assert closed.is_held.wait(30)
-        params = SamplingParams(temperature=0, max_tokens=3)
+        params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
         closed.open()
-        engine.add_request("x", params)
+        engine.add_request("x", SamplingParams(max_tokens=3))
         (output,) = engine.generate(["import os\n"], params)
         received = b""
         while b"[DONE]" not in received:
-            received += connection.recv(10_000)
+            received += connection.recv(100_000)
     texts = re.findall(rb'"text": ("(?:[^"\\]|\\.)*")', received)
     assert "".join(json.loads(text) for text in texts) == output.text
     assert_idle(engine)
