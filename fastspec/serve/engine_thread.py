@@ -166,7 +166,9 @@ class EngineThread:
         mail: dict[Generation, list[StreamEvent]] = {}
         for event in events:
             request_id = event.request_id
-            generation = self._generations[request_id]
+            generation = self._generations.get(request_id)
+            if generation is None:  # of who else uses the engine
+                continue
             mail.setdefault(generation, []).append(event)
             if event.output is not None:
                 generation.num_left[request_id] -= 1

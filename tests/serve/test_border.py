@@ -1,7 +1,9 @@
 """Who may ask, for how much and for how long; clients that go, requests that are nonsense."""
 
+import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -15,6 +17,8 @@ import torch
 
 from fastspec import SamplingParams
 from fastspec.config.serve import ServeConfig
+from fastspec.serve.app import create_app
+from fastspec.serve.replies import Answer
 
 from ..engine.probes import before_passes
 from ..models import byte_tokenizer, random_model
@@ -216,6 +220,30 @@ def test_an_engine_that_fails_answers_and_goes_on(client, engine, monkeypatch, c
     assert_idle(engine)
 
 
+def test_our_own_bugs_show_nothing_of_the_inside(client, monkeypatch):
+    def broken(self):
+        raise ZeroDivisionError("secret")
+
+    monkeypatch.setattr(Answer, "whole", broken)
+    assert "secret" not in str(error_of(client.post(COMPLETIONS, json=SHORT), 500))
+
+
+def test_requests_beside_the_server_disturb_nobody(client, engine, closed):
+    """Somebody else uses the engine, too, and steals no events of the server's requests."""
+    with asking(client, LONG | {"stream": True}) as connection:
+        assert closed.is_held.wait(30)
+        params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+        closed.open()
+        engine.add_request("x", SamplingParams(max_tokens=3))
+        (output,) = engine.generate(["import os\n"], params)
+        received = b""
+        while b"[DONE]" not in received:
+            received += connection.recv(100_000)
+    texts = re.findall(rb'"text": ("(?:[^"\\]|\\.)*")', received)
+    assert "".join(json.loads(text) for text in texts) == output.text
+    assert_idle(engine)
+
+
 def test_what_a_drafter_raises_is_logged_and_harms_nobody(client, engine, monkeypatch, caplog):
     def broken(batch):
         raise ZeroDivisionError("in a drafter")
@@ -234,6 +262,28 @@ def test_the_time_is_limited(engine, closed, stream):
         assert error_of(response, 504)["code"] == "timeout"
         closed.open()
         assert_idle(engine)
+
+
+def test_a_reader_that_stops_is_let_go(engine):
+    """Its connection takes nothing any more, not even the end."""
+    body = json.dumps(LONG | {"stream": True}).encode()
+    messages = [{"type": "http.request", "body": body}]
+
+    async def receive():
+        return messages.pop() if messages else await asyncio.Event().wait()
+
+    async def send(message):
+        await asyncio.Event().wait()
+
+    async def ask():
+        app = create_app(engine, ServeConfig(request_timeout=0.2))
+        headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": COMPLETIONS, "headers": headers}
+        async with app.router.lifespan_context(app):
+            await asyncio.wait_for(app(scope, receive, send), 30)
+            assert_idle(engine)
+
+    asyncio.run(ask())
 
 
 def test_slow_bodies_count_too(engine):
