@@ -262,8 +262,8 @@ def agents(records: list[dict]) -> str:
     """Table of the drafters that copy, on the turns of `benchmarks/agent_trace.jsonl`."""
     meaning = (
         "Greedy decoding of 40 turns of an agent (`python -m benchmarks.agent`). Speed-up and"
-        " tokens per pass are of what the target writes; the last column is of a target that had written"
-        " the trace itself, by simulation."
+        " tokens per pass are of what the target writes; the last column is of a target that had"
+        " written the trace itself, by simulation."
     )
     heads = ("target", "drafter", "speed-up", "tokens per pass", "tokens per pass, trace")
     lines = [meaning, "", *table_head(*heads)]
