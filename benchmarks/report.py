@@ -39,7 +39,7 @@ HEADLINE_SIZES = {"V": 128256, "R": 1, "B": 1, "N": 16, "rows": 5, "context": 81
 
 def results_page(records: list[dict]) -> str:
     """All of docs/results.md."""
-    others = ("end_to_end", "first_token", "llama_cpp", "batches", "serve_load")
+    others = ("end_to_end", "first_token", "llama_cpp", "batches", "serve_load", "agent")
     ops = [record for record in records if record["op"] not in others]
     first_tokens = [record for record in records if record["op"] == "first_token"]
     parts = [INTRODUCTION, "## End to end"]
@@ -57,6 +57,8 @@ def results_page(records: list[dict]) -> str:
         parts += ["## Prefix caching", prefix_caching(first_tokens)]
     if runs := [record for record in records if record["op"] == "batches"]:
         parts += ["## Batches", batches(runs[-1])]
+    if turns := {r["target"]: r for r in records if r["op"] == "agent"}:
+        parts += ["## Turns of an agent", agents([*turns.values()])]
     if ops:
         parts += ["## Kernels", kernels(ops)]
     return "\n\n".join(parts) + "\n"
@@ -254,6 +256,25 @@ def prefix_caching(records: list[dict]) -> str:
         lines.append(table_row(f"`{name}`", *sizes, *times, ratio))
     places = sorted({where(record) for record in latest.values()})
     return "\n".join([*lines, "", *places])
+
+
+def agents(records: list[dict]) -> str:
+    """Table of the drafters that copy, on the turns of `benchmarks/agent_trace.jsonl`."""
+    meaning = (
+        "Greedy decoding of 40 turns of an agent (`python -m benchmarks.agent`). Speed-up and"
+        " tokens per pass are of what the target writes; the last column is of a target that had"
+        " written the trace itself, by simulation."
+    )
+    heads = ("target", "drafter", "speed-up", "tokens per pass", "tokens per pass, trace")
+    lines = [meaning, "", *table_head(*heads)]
+    for record in records:
+        rows = record["generated"]
+        for name, row in rows.items():
+            speed = f"{row['tokens_per_s'] / rows['plain']['tokens_per_s']:.2f}x"
+            trace = f"{record['replayed_trace'].get(name, 1):.2f}"
+            cells = speed, f"{row['tokens_per_pass']:.2f}", trace
+            lines.append(table_row(record["target"], name, *cells))
+    return "\n".join([*lines, "", *sorted({where(record) for record in records})])
 
 
 def batches(record: dict) -> str:
