@@ -86,6 +86,17 @@ def test_logits_are_those_of_the_published_forward(tmp_path, spec, hidden_size, 
     assert_published(seen, weights, target)
 
 
+def test_prompts_that_are_read_token_by_token(tmp_path):
+    """The first token of a text has no row of the draft, and may be all that a pass is to read."""
+    target = random_model("llama", num_hidden_layers=6)
+    weights = write_folder(tmp_path, target)
+    config = EngineConfig(prefill_chunk_size=1)
+    engine = Engine(target, tmp_path, spec=CHAIN, config=config)
+    seen = spied(engine)
+    engine.generate(PROMPTS[1:2], SAMPLED)
+    assert_published(seen, weights, target, least=10)
+
+
 def test_hidden_states_survive_preemption_and_shared_prefixes(tmp_path):
     """Prompts of whole blocks that differ right after them: no draft reads another one's row."""
     target = random_model("llama", num_hidden_layers=6)
