@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from torch.nn.functional import linear, rms_norm, silu
 
 HEADS, KV_HEADS = 4, 2
+THETA = 500.0
 
 
 def write_folder(folder, target, hidden_size=None, num_known=None, seed=3, **config):
@@ -55,7 +56,7 @@ def write_folder(folder, target, hidden_size=None, num_known=None, seed=3, **con
         "num_attention_heads": HEADS,
         "num_key_value_heads": KV_HEADS,
         "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
+        "rope_theta": THETA,
         "vocab_size": vocab_size,
         "draft_vocab_size": len(known),
         "max_position_embeddings": 64,
@@ -123,7 +124,7 @@ def _layer(weights, embeddings, hidden, norm_before_residual):
 
 def _rotated(part):
     half = part.shape[-1] // 2
-    frequencies = 10000.0 ** -(torch.arange(half) / half)
+    frequencies = THETA ** -(torch.arange(half) / half)
     angles = torch.arange(len(part))[:, None] * frequencies
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
     first, second = part[..., :half], part[..., half:]

@@ -249,6 +249,7 @@ def as_first_versions(weights):
         (as_first_versions, "EAGLE-1 or EAGLE-2"),
         (lambda weights: weights.update(extra=torch.zeros(1)), "extra is new"),
         (lambda weights: weights.update({"fc.weight": torch.zeros(48, 7)}), "fc.weight has the"),
+        (lambda weights: weights.update({"lm_head.weight": torch.zeros(9, 48)}), "9, 48.*263, 48"),
         (lambda weights: weights.update(d2t=torch.full((263,), 9)), "d2t"),
     ],
 )
