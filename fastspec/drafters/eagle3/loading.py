@@ -58,7 +58,7 @@ def save_eagle3(draft: Eagle3Draft, folder: Path) -> None:
     tensors |= {"d2t": token_ids - torch.arange(len(token_ids)), "t2d": is_known}
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / _FILES[0], metadata={"format": "pt"})
-    config = draft.config.to_dict() | {"model_type": "llama", "architectures": [_ARCHITECTURE]}
+    config = draft.config.to_diff_dict() | {"model_type": "llama", "architectures": [_ARCHITECTURE]}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
