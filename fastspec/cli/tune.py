@@ -59,8 +59,7 @@ def tune(
         str | None,
         typer.Option(
             help="Comma-separated list; by default prompt_lookup, mag and suffix, and with a draft"
-            " model draft_model (of several the first) and cascade (with several k_matrices), or"
-            " eagle3."
+            " model draft_model (of several the first) and cascade (with several k_matrices)."
         ),
     ] = None,
     temperature: Annotated[
@@ -74,7 +73,7 @@ def tune(
     One prompt at a time; predicted by the throughput model, then the choice is measured.
     """
     check_can_write("--out", out)
-    draft = draft or own_draft(target, "draft_model") or own_draft(target, "eagle3")
+    draft = draft or own_draft(target, "draft_model")
     with usage_errors():
         names = _methods(methods, draft)
         if all(name == "cascade" for name in names):
@@ -89,7 +88,7 @@ def tune(
     import torch
 
     from fastspec.drafters.context import load_draft
-    from fastspec.drafters.eagle3 import is_eagle3, load_eagle3
+    from fastspec.drafters.eagle3 import is_eagle3
     from fastspec.models.loading import load_model, load_tokenizer, prompt_ids
     from fastspec.tools.bench import describe_environment
     from fastspec.tools.tune import Planner
@@ -103,8 +102,7 @@ def tune(
     draft_models = []
     for name in drafts if any(map(_needs_draft, specs)) else []:
         if is_eagle3(name):
-            draft_models.append(load_eagle3(name, config, target_model))
-            continue
+            raise ValueError("draft: an EAGLE-3 draft cannot be tuned yet")
         load = partial(load_model, "draft")
         draft_models.append(load_draft("draft", name, config, tokenizer, target_model, load))
     with usage_errors():
@@ -148,13 +146,10 @@ def tune(
 
 def _methods(given: str | None, draft: str | None) -> list[str]:
     if given is None:
-        from fastspec.drafters.eagle3 import is_eagle3
-
-        with_draft = ("eagle3",) if draft and is_eagle3(draft) else _WITH_DRAFT
-        return [*(with_draft if draft else ()), "prompt_lookup", "mag", "suffix"]
+        return [*(_WITH_DRAFT if draft else ()), "prompt_lookup", "mag", "suffix"]
     names = [drafting_method(name.strip(), "methods") for name in given.split(",")]
     for name in names:
-        if name in ("glide", "tree", "early_exit"):
+        if name in ("glide", "eagle3", "tree", "early_exit"):
             raise ValueError(f"methods: {name!r} cannot be tuned yet")
         if method_named(name).needs_draft and draft is None:
             raise ValueError(f"methods: {name} needs a --draft")

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from torch.nn.functional import linear, rms_norm, silu
 
 HEADS, KV_HEADS = 4, 2
+THETA = 500.0
 
 
 def write_folder(folder, target, hidden_size=None, num_known=None, seed=3, **config):
@@ -55,7 +56,7 @@ def write_folder(folder, target, hidden_size=None, num_known=None, seed=3, **con
         "num_attention_heads": HEADS,
         "num_key_value_heads": KV_HEADS,
         "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
+        "rope_theta": THETA,
         "vocab_size": vocab_size,
         "draft_vocab_size": len(known),
         "max_position_embeddings": 64,
@@ -67,7 +68,7 @@ def write_folder(folder, target, hidden_size=None, num_known=None, seed=3, **con
 
 
 @torch.no_grad()
-def published_logits(weights, target, text, drafts, layers=None):
+def published_logits(weights, target, text, drafts, layers=None, norm_before_residual=False):
     """Logits [len(drafts) + 1, V] after a text and after each token of a path drafted behind it."""
     states = target(torch.tensor([text]), output_hidden_states=True).hidden_states
     num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
@@ -81,7 +82,8 @@ def published_logits(weights, target, text, drafts, layers=None):
         known = weights["d2t"] + torch.arange(len(weights["d2t"]))
     rows = []
     for count in range(len(drafts) + 1):
-        out = _layer(weights, table[text[1:] + drafts[:count]], hidden)
+        embeddings = table[text[1:] + drafts[:count]]
+        out = _layer(weights, embeddings, hidden, norm_before_residual)
         last = rms_norm(out[-1], (size,), weights["norm.weight"], 1e-6)
         row = torch.full((vocab_size,), -torch.inf)
         row[known] = linear(last, weights["lm_head.weight"])
@@ -90,7 +92,7 @@ def published_logits(weights, target, text, drafts, layers=None):
     return torch.stack(rows)
 
 
-def _layer(weights, embeddings, hidden):
+def _layer(weights, embeddings, hidden, norm_before_residual):
     """The decoder layer over all rows [n, E]."""
     weights = {
         name.removeprefix("midlayer.").removesuffix(".weight"): part
@@ -113,7 +115,8 @@ def _layer(weights, embeddings, hidden):
     scores = torch.einsum("ihd,jhd->hij", query, key) * (size // HEADS) ** -0.5
     scores = scores.masked_fill(torch.ones(count, count).triu(1).bool(), -torch.inf)
     attended = torch.einsum("hij,jhd->ihd", scores.softmax(-1), value).flatten(1)
-    hidden = hidden + linear(attended, weights["self_attn.o_proj"])
+    residual = both[:, size:] if norm_before_residual else hidden
+    hidden = residual + linear(attended, weights["self_attn.o_proj"])
     normed = rms_norm(hidden, (size,), weights["post_attention_layernorm"], 1e-6)
     gated = silu(linear(normed, weights["mlp.gate_proj"])) * linear(normed, weights["mlp.up_proj"])
     return hidden + linear(gated, weights["mlp.down_proj"])
@@ -121,7 +124,7 @@ def _layer(weights, embeddings, hidden):
 
 def _rotated(part):
     half = part.shape[-1] // 2
-    frequencies = 10000.0 ** -(torch.arange(half) / half)
+    frequencies = THETA ** -(torch.arange(half) / half)
     angles = torch.arange(len(part))[:, None] * frequencies
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
     first, second = part[..., :half], part[..., half:]

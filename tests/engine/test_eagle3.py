@@ -25,6 +25,7 @@ from .helpers import (
 )
 from .probes import CountingCapture, count_preemptions, target_runner, use_graphs
 
+IDS = "eagle_aux_hidden_state_layer_ids"
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=9, seed=5, ignore_eos=True)
 CHAIN = SpecConfig("eagle3", 3)
 TREE = SpecConfig("eagle3", 3, tree_nodes=7, tree_width=2)
@@ -59,7 +60,7 @@ def rows_of(proposal, batch, index):
     return [(node, paths[node]) for node in sorted(set(parents)) if len(paths[node]) < depth]
 
 
-def assert_published(seen, weights, target, layers=None, least=40):
+def assert_published(seen, weights, target, least=40, **options):
     """All rows of logits are those of the published forward."""
     num_rows = 0
     for texts, batch, proposal in seen:
@@ -67,7 +68,7 @@ def assert_published(seen, weights, target, layers=None, least=40):
             if len(text) < 2:
                 continue  # nothing to go on from
             for row, path in rows_of(proposal, batch, index):
-                expected = published_logits(weights, target, text, path, layers)[-1]
+                expected = published_logits(weights, target, text, path, **options)[-1]
                 logits = proposal.draft_logits[index, row]
                 torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
                 num_rows += 1
@@ -83,6 +84,17 @@ def test_logits_are_those_of_the_published_forward(tmp_path, spec, hidden_size, 
     seen = spied(engine)
     engine.generate(PROMPTS, SAMPLED)
     assert_published(seen, weights, target)
+
+
+def test_prompts_that_are_read_token_by_token(tmp_path):
+    """The first token of a text has no row of the draft, and may be all that a pass is to read."""
+    target = random_model("llama", num_hidden_layers=6)
+    weights = write_folder(tmp_path, target)
+    config = EngineConfig(prefill_chunk_size=1)
+    engine = Engine(target, tmp_path, spec=CHAIN, config=config)
+    seen = spied(engine)
+    engine.generate(PROMPTS[1:2], SAMPLED)
+    assert_published(seen, weights, target, least=10)
 
 
 def test_hidden_states_survive_preemption_and_shared_prefixes(tmp_path):
@@ -104,16 +116,25 @@ def test_hidden_states_survive_preemption_and_shared_prefixes(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("field", ["eagle_config", "eagle_aux_hidden_state_layer_ids"])
-def test_a_folder_says_which_hidden_states_it_reads(tmp_path, field):
+@pytest.mark.parametrize(
+    ("config", "options"),
+    [
+        ({IDS: [1, 2, 4]}, {"layers": [1, 2, 4]}),
+        ({"eagle_config": {IDS: [0, 1, 3]}}, {"layers": [1, 2, 4]}),
+        ({"norm_before_residual": True}, {"norm_before_residual": True}),
+    ],
+)
+def test_other_published_folders(tmp_path, config, options):
+    """Other hidden states, another residual, another file with other names."""
     target = random_model("llama", num_hidden_layers=6)
-    ids = "eagle_aux_hidden_state_layer_ids"
-    given = {ids: [1, 2, 4]} if field == ids else {field: {ids: [0, 1, 3]}}
-    weights = write_folder(tmp_path, target, **given)
+    weights = write_folder(tmp_path, target, **config)
+    (tmp_path / "model.safetensors").unlink()
+    renamed = {name.replace("midlayer", "model.layers.0"): w for name, w in weights.items()}
+    torch.save(renamed, tmp_path / "pytorch_model.bin")
     engine = Engine(target, tmp_path, spec=CHAIN)
     seen = spied(engine)
     engine.generate(PROMPTS[:1], SAMPLED)
-    assert_published(seen, weights, target, [1, 2, 4], least=10)
+    assert_published(seen, weights, target, least=10, **options)
 
 
 @pytest.mark.parametrize(
@@ -228,6 +249,7 @@ def as_first_versions(weights):
         (as_first_versions, "EAGLE-1 or EAGLE-2"),
         (lambda weights: weights.update(extra=torch.zeros(1)), "extra is new"),
         (lambda weights: weights.update({"fc.weight": torch.zeros(48, 7)}), "fc.weight has the"),
+        (lambda weights: weights.update({"lm_head.weight": torch.zeros(9, 48)}), "9, 48.*263, 48"),
         (lambda weights: weights.update(d2t=torch.full((263,), 9)), "d2t"),
     ],
 )

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fastspec
+from fastspec.drafters.eagle3 import is_eagle3
 from fastspec.drafters.glide import load_glide
 from scripts.tiny.corpus import is_held_out
 from scripts.tiny.prompts import read_prompts
@@ -91,3 +92,20 @@ def test_glide_learnt_to_read_the_target():
         engine.generate(prompts, params)
         rates.append(engine.stats.acceptance_rate)
     assert rates[0] > rates[1] + 0.1
+
+
+def test_the_eagle3_draft_is_small_and_leaves_its_ends_to_the_target():
+    folder = ASSETS / "smollm2-eagle3"
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 12e6
+    assert is_eagle3(folder)
+    stored = load_file(folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    token_ids = stored["d2t"] + torch.arange(len(stored["d2t"]))
+    assert stored["t2d"].nonzero()[:, 0].tolist() == token_ids.tolist()
+    assert len(token_ids) == config["draft_vocab_size"] == 8192
+    assert not {"lm_head.weight", "embed_tokens.weight"} & stored.keys()
+    weights = [weight for name, weight in stored.items() if name not in ("d2t", "t2d")]
+    assert {weight.dtype for weight in weights} == {torch.bfloat16}
+    assert all(weight.isfinite().all() for weight in weights)
+    record = json.loads((folder / "record.json").read_text())
+    assert f"{record['steps']} steps" in (ASSETS / "MODEL_CARD.md").read_text()

@@ -58,7 +58,7 @@ def save_eagle3(draft: Eagle3Draft, folder: Path) -> None:
     tensors |= {"d2t": token_ids - torch.arange(len(token_ids)), "t2d": is_known}
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / _FILES[0], metadata={"format": "pt"})
-    config = draft.config.to_dict() | {"model_type": "llama", "architectures": [_ARCHITECTURE]}
+    config = draft.config.to_diff_dict() | {"model_type": "llama", "architectures": [_ARCHITECTURE]}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -76,7 +76,7 @@ def _read(path: str | Path, target: PreTrainedModel, **options: Any) -> Eagle3Dr
     offsets = tensors.pop("d2t", None)
     tensors.pop("t2d", None)  # says the same
     vocab_size = len(cast(Any, target.get_output_embeddings()).weight)
-    num_ids = next((len(part) for part in (offsets, head) if part is not None), vocab_size)
+    num_ids = vocab_size if offsets is None else len(offsets)
     token_ids = torch.arange(num_ids) + (0 if offsets is None else offsets.long())
     if not 0 <= int(token_ids.min()) <= int(token_ids.max()) < vocab_size:
         raise ValueError(f"d2t: names tokens outside of the target's vocabulary of {vocab_size}")
@@ -89,22 +89,22 @@ def _read(path: str | Path, target: PreTrainedModel, **options: Any) -> Eagle3Dr
         raise ValueError(
             f"is no EAGLE-3 draft: {min(names)} is {'missing' if is_missing else 'new'}"
         )
-    with torch.no_grad():
-        for name, weight in own.items():
-            stored, shape = tuple(tensors[name].shape), tuple(weight.shape)
-            if stored != shape:
-                raise ValueError(f"{name} has the shape {stored}; for this target it is {shape}")
-            weight.copy_(tensors[name])
     if embeddings is None:
         embeddings = cast(Any, target.get_input_embeddings()).weight
     if head is None:
         head = reduced_rows(target, token_ids)
     size = draft.config.hidden_size
-    for name, part in (("embed_tokens.weight", embeddings), ("lm_head.weight", head)):
-        if part.shape[1] != size:
+    ends = {"embed_tokens.weight": embeddings[:vocab_size], "lm_head.weight": head}
+    shapes = {"embed_tokens.weight": (vocab_size, size), "lm_head.weight": (num_ids, size)}
+    shapes |= {name: tuple(weight.shape) for name, weight in own.items()}
+    for name, weight in (tensors | ends).items():
+        if tuple(weight.shape) != shapes[name]:
             raise ValueError(
-                f"{name}: rows of {part.shape[1]} numbers, and the draft's have {size}"
+                f"{name} has the shape {tuple(weight.shape)}; for this target it is {shapes[name]}"
             )
+    with torch.no_grad():
+        for name, weight in own.items():
+            weight.copy_(tensors[name])
     embeddings, head = (part.to(target.device, target.dtype) for part in (embeddings, head))
     draft.set_ends(embeddings, head, token_ids.to(target.device), vocab_size)
     return draft.eval()
@@ -120,8 +120,11 @@ def _tensors(path: str | Path) -> dict[str, Tensor]:
         raise ValueError(f"has none of {_FILES}")
     is_pickled = name.endswith(".bin")
     stored = torch.load(file, "cpu", weights_only=True) if is_pickled else load_file(file)
-    names = (name.removeprefix("model.").replace("layers.0.", "midlayer.") for name in stored)
-    return dict(zip(names, stored.values(), strict=True))
+    return {
+        name.removeprefix("model.").replace("layers.0.", "midlayer."): weight
+        for name, weight in stored.items()
+        if not name.endswith("rotary_emb.inv_freq")  # computed, and not always stored
+    }
 
 
 def _config_of(

@@ -1,6 +1,6 @@
 """The EAGLE-3 draft: one decoder layer that reads its target's hidden states."""
 
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -101,9 +101,7 @@ class Eagle3Draft(PreTrainedModel, GenerationMixin):
     config: Eagle3Config
     config_class = Eagle3Config
     base_model_prefix = "model"
-    _supports_sdpa = True
     _supports_attention_backend = True
-    _no_split_modules: ClassVar[list[str]] = ["Eagle3Layer"]
 
     def __init__(self, config: Eagle3Config):
         super().__init__(config)

@@ -1,6 +1,7 @@
 """Passes of an EAGLE-3 draft over pages: its own cache, its own hidden states, its target's."""
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -72,17 +73,17 @@ class Eagle3Runner(ModelRunner):
         parents: Tensor | None = None,
     ) -> Tensor:
         """As `ModelRunner.forward`; `rows` has none of the first token of a text."""
-        shifted, kept, place = [], [], 0
-        for span in spans:
-            is_first = int(span.start == 0)
-            kept += range(place + is_first, place + span.count)
-            shifted.append(span.part(span.start - 1 + is_first, span.count - is_first))
-            place += span.count
-        if len(kept) < place:
+        if any(span.start == 0 for span in spans):
+            places = accumulate((span.count for span in spans), initial=0)
+            firsts = {place for place, span in zip(places, spans, strict=False) if span.start == 0}
+            kept = [row for row in range(len(input_ids)) if row not in firsts]
             input_ids = input_ids[device_tensor(kept, torch.int64, self.device)]
-            place_of = {old: new for new, old in enumerate(kept)}
-            rows = rows and [place_of[row] for row in rows]
-            shifted = [span for span in shifted if span.count]
+            rows = rows and [kept.index(row) for row in rows]
+            spans = [span if span.start else span.part(1, span.count - 1) for span in spans]
+            spans = [span for span in spans if span.count]
+            if not spans:
+                return torch.empty((0, self.vocab_size), device=self.device)
+        shifted = [span.part(span.start - 1, span.count) for span in spans]
         return super().forward(input_ids, shifted, rows, parents)
 
     def _step(self, spans: list[Span], rows: list[int], parents: Tensor | None = None) -> PagedStep:

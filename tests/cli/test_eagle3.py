@@ -1,0 +1,59 @@
+"""An EAGLE-3 draft on the command line."""
+
+import json
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from fastspec.models.named import BUNDLED, own_draft
+
+from ..engine.eagle3_models import write_folder
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "eagle3"
+    write_folder(folder, AutoModelForCausalLM.from_pretrained(BUNDLED["tiny"]), num_known=500)
+    return str(folder)
+
+
+def test_generate_and_bench(invoke, draft, tmp_path):
+    run = ["generate", "--prompt", "import os\n", "--max-tokens", "8", "--json"]
+    run += ["--temperature", "0"]
+    plain, chain = invoke(*run, "--method", "none"), invoke(*run, "--draft", draft)
+    assert chain.exit_code == 0, chain.stderr
+    outputs = [json.loads(result.stdout) for result in (plain, chain)]
+    assert outputs[1]["token_ids"] == outputs[0]["token_ids"]
+    assert outputs[1]["stats"]["num_draft_tokens"] > 0
+    short = ["--method", "eagle3", "--draft", draft, "--num-prompts", "1", "--max-tokens", "4"]
+    out = tmp_path / "results.jsonl"
+    timed = invoke("bench", *short, "--repeats", "1", "--temperatures", "0", "--out", out)
+    assert timed.exit_code == 0, timed.stderr
+    assert json.loads(out.read_text(encoding="utf-8"))["method"] == "eagle3"
+
+
+def test_trees_are_shown(invoke, draft):
+    run = ["generate", "--prompt", "import os\n", "--max-tokens", "4", "--show-tree"]
+    shown = invoke(*run, "--method", "eagle3", "--draft", draft, "--tree-nodes", "4")
+    assert shown.exit_code == 0, shown.stderr
+
+
+def test_what_it_cannot_do_is_refused(invoke, draft, tmp_path):
+    run = ["generate", "--prompt", "x", "--method", "eagle3", "--draft", draft]
+    refused = invoke(*run, "--tree-nodes", "4", "--cape")
+    assert refused.exit_code == 2
+    assert "cape" in refused.stderr
+    for asked in (["--methods", "eagle3"], ["--num-prompts", "1"]):
+        refused = invoke("tune", "--draft", draft, *asked, "--out", tmp_path / "tuned.json")
+        assert refused.exit_code != 0
+        assert "cannot be tuned yet" in refused.stderr
+    stored = tmp_path / "run.jsonl"
+    stored.write_text(json.dumps({"prompt": "import ", "token_ids": [5, 6]}), encoding="utf-8")
+    simulated = invoke("simulate", stored, "--method", "eagle3", "--draft", draft)
+    assert simulated.exit_code != 0
+    assert "EAGLE-3 reads the target's hidden states" in simulated.stderr
+
+
+def test_smollm2_has_one_of_its_own():
+    assert own_draft("smollm2", "eagle3") == "smollm2-eagle3"
+    assert own_draft("tiny", "eagle3") is None
