@@ -15,7 +15,7 @@ CPP_FILES := $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -
 OUT ?= build/gpu
 MINUTES ?= 8
 
-.PHONY: demo test check bench docs gpu lint types format clean force
+.PHONY: demo test check sanitize bench docs gpu lint types format clean force
 
 demo: build/.built
 	$(BIN)/fastspec demo $(if $(MODEL),--target $(MODEL) --chat)
@@ -32,6 +32,23 @@ test: build/.built
 # and the pages of docs/ in strict mode.
 check: lint types build/.built
 	$(PYTEST) --dist load --maxschedchunk 1 -m check
+
+# Tests of the CPU kernels under AddressSanitizer and UBSan, in a copy of the sources; before a
+# release, with GCC.
+SANITIZED := build/sanitized
+SANITIZERS := -fsanitize=address,undefined
+sanitize: build/.built
+	rm -rf $(SANITIZED)
+	mkdir -p $(SANITIZED)
+	cp -r setup.py pyproject.toml README.md LICENSE csrc kernels fastspec tests $(SANITIZED)
+	rm -f $(SANITIZED)/kernels/fastspec_kernels/*.so
+	cd $(SANITIZED) && CXX="$(CXX) $(SANITIZERS)" LDFLAGS="$(SANITIZERS)" \
+	    ../../$(BIN)/python setup.py --quiet build_ext --inplace
+	cd $(SANITIZED) && PYTHONPATH=.:kernels ASAN_OPTIONS=detect_leaks=0 \
+	    UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+	    LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so.6)" \
+	    ../../$(BIN)/python -m pytest tests/kernels -p no:cacheprovider \
+	    -k "(cpu or error or border) and not triton and not large"
 
 bench: build/.built
 	$(BIN)/python -m pytest benchmarks --benchmark-only $(if $(RECORD),--record $(RECORD)) $(if $(FULL),--full)
