@@ -112,7 +112,6 @@ def extension(device: str, roots: list[Path], **options) -> Extension:
         include_dirs=["csrc", *(f"{root}/include" for root in roots)],
         library_dirs=[f"{root}/{lib}" for root in roots for lib in ("lib", "lib64")],
         extra_compile_args=["-O3", "-g0", "-std=c++17", "-fvisibility=hidden", TORCH_2_11],
-        extra_link_args=["-Wl,-s"] if sys.platform == "linux" else [],  # no symbol tables
         py_limited_api=True,
         **options,
     )
@@ -136,7 +135,7 @@ def extensions() -> list[Extension]:
             cuda = extension("cuda", [torch, toolkit], libraries=libraries)
             cuda.define_macros = [("USE_CUDA", None), ("FASTSPEC_CUDA_ARCHS", f'"{CUDA_ARCHS}"')]
             # libtorch.so has no symbols of its own, but brings libtorch_cuda.so in when loaded.
-            cuda.extra_link_args += ["-Wl,--no-as-needed", "-ltorch"]
+            cuda.extra_link_args = ["-Wl,--no-as-needed", "-ltorch"]
             built.append(cuda)
         elif must:
             raise SystemExit("FASTSPEC_BUILD_CUDA=1: no nvcc in CUDA_HOME or on PATH")
