@@ -124,7 +124,7 @@ class Siblings {
     const double taken = taken_ + target_total_ * draft_scale_;
     std::vector<double> sums = residual_sums(taken);
     const double total = std::accumulate(sums.begin(), sums.end(), 0.0);
-    if (total > kRounding) {
+    if (taken * total > kRounding) {
       taken_ = taken;
       target_total_ = taken * total;
       sums_ = std::move(sums);

@@ -127,7 +127,7 @@ class PastTexts:
 
     def add(self, token_ids: Sequence[int]) -> None:
         """A whole text, or the end of one that is too long."""
-        text = [*token_ids[-self._most + 1 :], _NO_TOKEN]
+        text = [*token_ids[max(0, len(token_ids) - self._most + 1) :], _NO_TOKEN]
         if len(self.indices[0]) + len(text) > self._most:
             self.indices = [SuffixIndex(), self.indices[0]]
         self.indices[0].add(text)

@@ -378,8 +378,9 @@ class PagedModel:
                     step.keep_input(index, (args[0] if args else kwargs["hidden_states"])[0])
 
             modules[index].register_forward_pre_hook(keep, with_kwargs=True)
-        half = model.config.get_text_config(decoder=True).hidden_size // 2
-        shape = (2, len(layers), num_blocks, block_size, 1, half)
+        size = model.config.get_text_config(decoder=True).hidden_size
+        require("hidden_size", size, size % 2 == 0, "an even number, to keep hidden states")
+        shape = (2, len(layers), num_blocks, block_size, 1, size // 2)
         return CacheStack(layers, *torch.zeros(shape, dtype=self.dtype, device=self.device))
 
     def resume(self, key: StateKey, start: int) -> int:

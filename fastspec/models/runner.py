@@ -62,10 +62,10 @@ class ModelRunner:
         Raises:
             ValueError: there are no such layers, or others are kept already.
         """
-        kept = sorted(self.inputs)
-        require("target layers", layers, not kept or kept == sorted(layers), f"{kept}, as before")
+        kept, wanted = sorted(self.inputs), sorted({*layers})
+        require("target layers", layers, not kept or kept == wanted, f"{kept}, as before")
         if not kept:
-            pages = self.paged_model.keep_inputs(layers, self._num_blocks, self._block_size)
+            pages = self.paged_model.keep_inputs(wanted, self._num_blocks, self._block_size)
             self._cache_stacks.append(pages)
             self.inputs = pages.by_layer()
             if self.graphs is not None:

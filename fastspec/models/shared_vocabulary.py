@@ -45,13 +45,14 @@ def with_vocabulary_of(
         ValueError: they share no token, or the head of the draft has a bias.
     """
     theirs, ours = spellings(target), spellings(own)
-    id_of = {spelling: index for index, spelling in sorted(ours.items(), reverse=True)}
     embeddings: Any = draft.get_input_embeddings()
     head: Any = draft.get_output_embeddings()
     num_known = min(len(embeddings.weight), len(head.weight))
-    pairs = {i: id_of[s] for i, s in theirs.items() if id_of.get(s, num_known) < num_known}
+    known = {index: spelling for index, spelling in ours.items() if index < num_known}
+    id_of = {spelling: index for index, spelling in sorted(known.items(), reverse=True)}
+    pairs = {index: id_of[spelling] for index, spelling in theirs.items() if spelling in id_of}
     ends = cast(Any, target.eos_token_id), cast(Any, own.eos_token_id)
-    if None not in ends:
+    if ends[0] is not None and ends[1] in known:
         pairs[ends[0]] = ends[1]
     pairs = {index: pairs[index] for index in sorted(pairs) if index < vocab_size}
     if not pairs:

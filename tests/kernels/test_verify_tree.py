@@ -9,7 +9,14 @@ import torch
 from fastspec_kernels import PAD_TOKEN_ID, verify_chain, verify_tree
 from fastspec_kernels.testing import TREE_EDGES, assert_tree_edge
 
-from .cases import affordable, backends_of, device_of, invalid_rows, sizes_and_dtypes
+from .cases import (
+    affordable,
+    backends_of,
+    device_of,
+    invalid_rows,
+    is_slow,
+    sizes_and_dtypes,
+)
 from .chain_cases import with_bitmask
 from .tree_cases import RULES, check, plain_case, random_case, run
 
@@ -35,6 +42,28 @@ def test_random_batches(backend, rule, draft, masked, vocab, record_property):
         close += check(with_bitmask(case, generator) if masked else case, backend)
     record_property("sequences_too_close_to_call", close)
     assert close <= 1 + batch // 2
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rule", RULES[1:])
+@pytest.mark.parametrize("gap", [6, 13, 18, 60])
+def test_drawn_siblings_of_a_sure_draft(backend, rule, gap):
+    """One token has all but e^-gap of the draft; the siblings after it come from the rest."""
+    if gap > 14 and backend not in ("cpu", "reference"):
+        pytest.skip("beyond what its fixed-point weights tell apart, and what fastspec draws")
+    generator = torch.Generator().manual_seed(gap)
+    batch = 8 if is_slow(backend) else 60
+    case = plain_case(batch, 5, generator, rule, [-1, 0, 0, 0])
+    case["draft_logits"][:, 0, 0] = case["draft_logits"][:, 0, 1:].amax(1) + gap
+    case["target_logits"] = case["target_logits"].view(batch, 4, 5)
+    case["target_logits"][:, 0, 0] -= 6
+    case["target_logits"] = case["target_logits"].flatten(0, 1)
+    case["tree_token_ids"][:, 1] = 0
+    case["tree_token_ids"][:, 2:] = torch.tensor([1, 2], dtype=torch.int32)
+    check(case, backend)
+    _, tokens, _, _ = run(case, backend)
+    _, expected, _, _ = run(case, "reference")
+    assert (tokens != expected).any(1).sum() <= 1  # whatever the oracle calls close
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

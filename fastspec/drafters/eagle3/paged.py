@@ -34,7 +34,7 @@ class PagedStates:
         if not any(self.is_known):
             return self.own[self.slots][None]
         halves = [part.flatten(0, 1)[self.slots, 0] for cache in self.inputs for part in cache]
-        fused = fuse(torch.cat(halves, dim=-1))
+        fused = fuse(torch.cat(halves, dim=-1).to(self.own.dtype))
         if not all(self.is_known):
             is_known = device_tensor(self.is_known, torch.bool, fused.device)
             fused = torch.where(is_known[:, None], fused, self.own[self.slots])

@@ -164,6 +164,9 @@ class LikeliestTree:
         return Proposal(token_ids, parents, num_tokens=counts, sibling_rule="target_only")
 
 
+_REACH = 14.0  # in nats
+
+
 class ShapedTree:
     """A tree of one shape, of a draft model's likeliest tokens or of tokens drawn from it.
 
@@ -209,9 +212,10 @@ class ShapedTree:
             if self._batch.is_coupled:
                 keys = self._batch.keys[:, requests]
                 keys[1] += self._num_levels - 1
-            else:
-                self._drawn_from.append((requests, nodes, logits))
             sampling = of_rows(self._batch.sampling, requests)
+            if keys is None:
+                logits = _within_reach(logits, sampling["temperature"])
+                self._drawn_from.append((requests, nodes, logits))
             uniforms = self._uniforms.new_zeros((num_requests, size[1] * size[2]))
             uniforms[:, kept] = self._uniforms[:, added]
             uniforms = uniforms.view(-1, size[2])[places]
@@ -255,6 +259,20 @@ class ShapedTree:
             draft_logits[requests, rows] = logits
         rule = "target_only" if draft_logits is None else "without_replacement"
         return Proposal(token_ids, parents.int(), draft_logits, counts, rule)
+
+
+def _within_reach(logits: Tensor, temperature: Tensor | None) -> Tensor:
+    """Logits [R, V] without the tokens e^14 times less likely than the best one.
+
+    Once siblings are rejected, `verify_tree` weighs the rest in units of the best token, and has no
+    digits left for what is far below it. What may be drawn depends on the row alone, so it is exact
+    to draw none of these.
+    """
+    reach = torch.full_like(logits[:, 0], _REACH, dtype=torch.float32)
+    if temperature is not None:
+        reach = (reach * temperature).masked_fill(temperature == 0, torch.inf)
+    best = logits.float().amax(dim=1)
+    return logits.masked_fill(logits < (best - reach)[:, None], -torch.inf)
 
 
 def best_nodes(nodes: Nodes, max_nodes: int, limits: Tensor) -> tuple[Tensor, Tensor]:
