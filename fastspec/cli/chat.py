@@ -20,7 +20,7 @@ from fastspec.config.checks import require
 
 if TYPE_CHECKING:
     from fastspec.engine.engine import Engine
-    from fastspec.engine.outputs import RequestOutput
+    from fastspec.engine.outputs import RequestOutput, StreamEvent
 
 _HELP = """\
 /speculative      answer speculatively, on or off
@@ -198,9 +198,11 @@ class Chat:
         steps: list[list[str]] = [[]]
         start = time.perf_counter()
         request_id, output, source = engine.add_request(prompt, params), None, "target"
+        events: list[StreamEvent] = []
         try:
             while output is None:
-                for event in engine.step():
+                events = engine.step()
+                for event in events:
                     output = event.output
                     source = event.source or source
                     if event.text:
@@ -211,8 +213,10 @@ class Chat:
                             steps.append([])
                 self._console.file.flush()
         except KeyboardInterrupt:
-            ended = engine.abort(request_id)
-            output = ended or next(event.output for event in engine.step() if event.output)
+            output = engine.abort(request_id)
+            if output is None:  # it had ended: its last event is here, or waits
+                rest = [*events, *engine.step()]
+                output = next(event.output for event in rest if event.output)
         seconds = time.perf_counter() - start
         self._console.print()
         if self._debugs:

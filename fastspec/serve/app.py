@@ -119,6 +119,8 @@ def create_app(
 
     @app.get("/health")
     async def health() -> JSONResponse:
+        if not thread.is_alive:
+            return JSONResponse({"status": "the engine has stopped"}, 503)
         return JSONResponse({"status": "ok"})
 
     @app.get("/metrics")
@@ -316,6 +318,8 @@ class Endpoint:
     async def _open(self, asked: Asked) -> Generation:
         prompts = [asked.prompts] if self._kind == "chat" else asked.prompts
         num_texts, most = len(prompts) * asked.params.n, self._config.max_requests
+        if num_texts > most:
+            raise Refused(400, f"n: the server generates at most {most} texts at a time")
         if self._thread.num_texts + num_texts > most:
             message = f"{most} texts are generated already; try again later"
             raise Refused(429, message, "server_busy", _RETRY_AFTER)

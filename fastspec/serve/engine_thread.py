@@ -5,7 +5,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
-from threading import Thread
+from threading import Thread, stack_size
 from typing import Any
 
 from fastspec.config import SamplingParams
@@ -14,6 +14,8 @@ from fastspec.engine.outputs import StreamEvent
 from fastspec.engine.prompts import Prompt
 
 logger = logging.getLogger(__name__)
+
+_STACK_BYTES = 2**26  # grammars are compiled recursively
 
 
 class EngineFailure(Exception):
@@ -73,7 +75,16 @@ class EngineThread:
     def start(self) -> None:
         """Begin, for the tasks of the running event loop."""
         self._loop = asyncio.get_running_loop()
-        self._thread.start()
+        before = stack_size(_STACK_BYTES)
+        try:
+            self._thread.start()
+        finally:
+            stack_size(before)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether anybody steps the engine."""
+        return self._thread.is_alive()
 
     async def stop(self) -> None:
         """Abort everything and end the thread."""
@@ -139,7 +150,7 @@ class EngineThread:
             except Exception as error:  # a thread that ends would leave every client waiting
                 num_failures += 1
                 logger.exception("a step of the engine failed")
-                if num_failures > 1:  # one may be a drafter's, which harms no request
+                if num_failures > len(self.engine.drafters):  # each may be a drafter's: no harm
                     self._fail(EngineFailure(f"{type(error).__name__} in a step of the engine"))
         self._fail(EngineFailure("the server ends"))
 
@@ -160,6 +171,9 @@ class EngineThread:
                     future.set_result(call())
                 except Exception as error:  # whatever it is, it is the caller's
                     future.set_exception(error)
+                except BaseException as error:  # a panic of a tokenizer's or a grammar's library
+                    logger.exception("a request could not be read")
+                    future.set_exception(EngineFailure(f"{type(error).__name__} in a request"))
 
     def _deliver(self, events: list[StreamEvent]) -> None:
         """Sort the events of a step by who waits for them."""
@@ -179,9 +193,12 @@ class EngineThread:
     def _fail(self, error: EngineFailure) -> None:
         """End everything that runs."""
         generations = {*self._generations.values()}
-        for generation in generations:
-            self._abort(generation)
         self._post(dict.fromkeys(generations, error))
+        for generation in generations:
+            try:
+                self._abort(generation)
+            except Exception:  # the others have to end, too
+                logger.exception("a text could not be ended")
 
     def _post(self, mail: Mapping[Generation, list[StreamEvent] | EngineFailure]) -> None:
         def put() -> None:

@@ -12,6 +12,8 @@ from fastspec.engine.prompts import Message
 
 _COMPLETION_TOKENS = 16  # what OpenAI's interface has where max_tokens is not given
 _MOST_ITEMS = 1024  # of a list or mapping that every token may be compared with
+_MOST_LOGPROBS = 20  # as OpenAI has it
+_MOST_FORM_BYTES = 2**16  # of a grammar, which is read recursively
 _MOST_STOPS = 16
 _LIMITED = {"stop": _MOST_STOPS, "bad_words": _MOST_STOPS}
 # Of SamplingParams, those that both kinds of requests name as it does.
@@ -111,7 +113,8 @@ def completion(
     fields["max_tokens"] = _max_tokens(given, "max_tokens", config, _COMPLETION_TOKENS)
     logprobs = given.get("logprobs")
     if logprobs is not None:
-        require("logprobs", logprobs, is_int(logprobs), "an int")
+        most = _MOST_LOGPROBS
+        require("logprobs", logprobs, is_int(logprobs) and logprobs <= most, f"0 to {most}")
         fields["logprobs"] = logprobs
     return _asked(several, fields, given, drafters)
 
@@ -131,6 +134,8 @@ def chat(body: Mapping[str, Any], config: ServeConfig, drafters: Mapping[str, st
     wants = _flag(given, "logprobs")
     top = given.get("top_logprobs")
     require("top_logprobs", top, top is None or wants, "none, unless logprobs is true")
+    fits = top is None or (is_int(top) and top <= _MOST_LOGPROBS)
+    require("top_logprobs", top, fits, f"0 to {_MOST_LOGPROBS}")
     if wants:
         fields["logprobs"] = 0 if top is None else top
     return _asked([_message(each) for each in messages], fields, given, drafters, _template(given))
@@ -156,10 +161,15 @@ def _sampling(given: Mapping[str, Any], config: ServeConfig, num_prompts: int) -
     require("n", n, n * num_prompts <= most, f"at most {most} texts for {num_prompts} prompts")
     forms = {kind: given[name] for name, kind in _GUIDED.items() if name in given}
     if "response_format" in given:
-        forms |= _response_format(given["response_format"])
+        form = _response_format(given["response_format"])
+        refuse("response_format", (forms and form) or None, "given in two ways")
+        forms |= form
     if forms:
         refuse("structured_outputs", fields.get("structured_outputs"), "given in two ways")
         fields["structured_outputs"] = forms
+    form = fields.get("structured_outputs")
+    size, most = len(json.dumps(form)), _MOST_FORM_BYTES
+    require("structured_outputs", _short(form), size <= most, f"at most {most} bytes of JSON")
     return fields
 
 

@@ -90,7 +90,9 @@ class _Answers:
         self._rows = rows
         self._target = target
         self._part = target.with_name(f"{target.name}.part")
-        parts = [rows, job.target, repr(job.draft), repr(job.params), repr(job.spec)]
+        names = ("dtype", "prompt_template", "max_model_len", "kv_cache_dtype")
+        engine = {name: getattr(job.config, name) for name in names}  # what changes answers
+        parts = [rows, job.target, repr(job.draft), repr(job.params), repr(job.spec), repr(engine)]
         digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
         self._head = {"fastspec_batch": 1, "digest": digest}
 
@@ -121,10 +123,20 @@ class _Answers:
         """Write all answers in order; how many rows failed."""
         answers = [self.known[number] for number in range(len(self._rows))]
         pairs = zip(self._rows, answers, strict=True)
-        lines = [json.dumps(row | answer, ensure_ascii=False) for row, answer in pairs]
+        lines = [_line(row | answer) for row, answer in pairs]
         write_whole("".join(line + "\n" for line in lines), self._target)
         self._part.unlink()
         return sum(answer["error"] is not None for answer in answers)
+
+
+def _line(row: dict[str, Any]) -> str:
+    """JSON in UTF-8; halves of characters, which it cannot hold, stay escapes."""
+    text = json.dumps(row, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(row)
+    return text
 
 
 def _read(source: Path) -> str:

@@ -77,6 +77,13 @@ def test_a_run_that_was_cut_off_goes_on(job, source, tmp_path, expected, monkeyp
     assert [row["text"] for row in answers(target)] == expected
 
 
+def test_halves_of_characters_stay_escapes(job, tmp_path):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "a", "note": "\\ud800"}\n{"prompt": "b", "note": "\u00e9"}\n')
+    assert run_batch(job, source, target) == 0
+    assert [row["note"] for row in answers(target)] == ["\ud800", "\u00e9"]
+
+
 def test_the_rest_of_another_run_is_refused(job, source, tmp_path):
     (tmp_path / "out.jsonl.part").write_text('{"fastspec_batch": 1, "digest": "other"}\n')
     with pytest.raises(ValueError, match=r"output: .*out\.jsonl\.part is the rest"):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from contextlib import contextmanager
+from pathlib import Path
 
 import httpx2
 import pytest
@@ -144,6 +145,8 @@ def test_a_full_server_says_when_to_come_back(client, engine, closed):
         ({"max_tokens": 301}, 400),
         ({"n": 3}, 400),
         ({"prompt": ["a", "b", "c"]}, 400),
+        ({"logprobs": 21}, 400),
+        ({"guided_json": {}, "response_format": {"type": "json_object"}}, 400),
     ],
 )
 def test_limits(client, fields, status):
@@ -218,6 +221,39 @@ def test_an_engine_that_fails_answers_and_goes_on(client, engine, monkeypatch, c
     assert "secret" in caplog.text
     assert client.post(COMPLETIONS, json=SHORT).status_code == 200
     assert_idle(engine)
+
+
+def test_a_panic_of_a_library_ends_one_request_alone(client, engine, monkeypatch):
+    class Panic(BaseException):
+        """As pyo3's, which is no Exception."""
+
+    def broken(prompt):
+        raise Panic
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "prompt_ids", broken)
+        error_of(client.post(COMPLETIONS, json=SHORT), 500)
+    assert client.get("/health").status_code == 200
+    assert client.post(COMPLETIONS, json=SHORT).status_code == 200
+
+
+def test_deep_grammars_do_not_end_the_server(tmp_path):
+    rules = [f"r{n}: r{n + 1}" for n in range(4000)]  # 54 kB; the native stack is 8 MiB or less
+    grammar = "\n".join(["start: r0", *rules, 'r4000: "a"'])
+    script = f"""
+import httpx2
+from tests.serve.helpers import new_engine, serving
+with serving(new_engine()) as address:
+    body = {{"prompt": "a", "max_tokens": 2, "guided_grammar": {grammar!r}}}
+    print(httpx2.post(address + "{COMPLETIONS}", json=body, timeout=60).status_code)
+    body["guided_grammar"] += "\\n" * 2**16
+    print(httpx2.post(address + "{COMPLETIONS}", json=body, timeout=60).status_code)
+"""
+    root = Path(__file__).resolve().parents[2]
+    environment = os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{root / 'kernels'}"}
+    command = [sys.executable, "-c", script]
+    run = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True)
+    assert run.stdout.split() == ["200", "400"], run.stderr[-2000:]
 
 
 def test_our_own_bugs_show_nothing_of_the_inside(client, monkeypatch):
