@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from fastspec.cli.display import SourceWriter
 from fastspec.engine.engine import Engine
 
 LENGTH = ["--max-tokens", "12", "-k", "3"]
@@ -97,6 +98,27 @@ def test_commands_that_need_what_is_not_there(invoke, model_folders):
     result = invoke("chat", "--target", model_folders["target"], *LENGTH, stdin=lines)
     for told in ("no chat template", "no draft model", "no drafter", "nothing answers"):
         assert told in result.stdout
+
+
+def test_an_interrupt_after_the_last_token_loses_nothing(talk, monkeypatch):
+    write, engines = SourceWriter.write, []
+    step = Engine.step
+
+    def noted(engine):
+        engines.append(engine)
+        return step(engine)
+
+    def interrupted(self, text, source):
+        write(self, text, source)
+        if len(engines) < 1000 and not engines[-1].has_unfinished:
+            engines.extend([engines[-1]] * 1000)  # once
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Engine, "step", noted)
+    monkeypatch.setattr(SourceWriter, "write", interrupted)
+    shown = talk("hello", "again")
+    assert re.search(r"^[1-9]\d* tokens", shown, flags=re.M)
+    assert len(answers(shown)) >= 3
 
 
 def test_an_interrupt_stops_the_answer_and_not_the_program(talk, monkeypatch):
