@@ -103,11 +103,7 @@ def _train(
     plot: Path | None,
     accelerate: bool,
 ) -> None:
-    for file in data:
-        if not file.is_file():
-            raise typer.BadParameter(f"--data: no such file: {str(file)!r}")
-    if out.exists() and not out.is_dir():
-        raise typer.BadParameter(f"--out: expected a folder, {str(out)!r} is a file")
+    check_files(data, out)
     if accelerate and config.device != "auto":
         raise typer.BadParameter(f"--device: accelerate launch chooses it, got {config.device!r}")
     if accelerate and settings.store_target:
@@ -167,6 +163,15 @@ def _train(
             f" {number(report['mean_acceptance_length'])}"
             f" (K={spec.num_draft_tokens()}, {report['held_out_prompts']} prompts)"
         )
+
+
+def check_files(data: list[Path], out: Path) -> None:
+    """Refuse --data that is not there, and an --out that is no folder."""
+    for file in data:
+        if not file.is_file():
+            raise typer.BadParameter(f"--data: no such file: {str(file)!r}")
+    if out.exists() and not out.is_dir():
+        raise typer.BadParameter(f"--out: expected a folder, {str(out)!r} is a file")
 
 
 def _documents(files: list[Path], tokenizer: "PreTrainedTokenizerBase") -> Iterator[list[int]]:

@@ -11,7 +11,7 @@ from fastspec.cli import options
 from fastspec.cli.display import progress_bar
 from fastspec.cli.errors import check_can_write, quiet_libraries, usage_errors
 from fastspec.cli.options import Flags, with_flags
-from fastspec.cli.train_draft import Data, Out, Plot, Resume, Steps
+from fastspec.cli.train_draft import Data, Out, Plot, Resume, Steps, check_files
 from fastspec.config import EngineConfig
 from fastspec.config.checks import is_int
 from fastspec.config.files import parse_json_lines, read_text
@@ -38,11 +38,7 @@ def eagle3(
     a "text", or "prompt_ids" and the "token_ids" that the target has written after them, which
     alone are learnt then. At the end it is reported what of a draft is accepted on held-out text.
     """
-    for file in data:
-        if not file.is_file():
-            raise typer.BadParameter(f"--data: no such file: {str(file)!r}")
-    if out.exists() and not out.is_dir():
-        raise typer.BadParameter(f"--out: expected a folder, {str(out)!r} is a file")
+    check_files(data, out)
     check_can_write("--plot", plot)
     from fastspec.tools.plots import plot_loss, require_plotting
 
