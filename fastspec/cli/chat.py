@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from io import TextIOWrapper
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -70,6 +71,8 @@ def chat(
     note("/help lists the commands")
     if engine.tokenizer is None:
         raise typer.BadParameter("--target: it has no tokenizer")
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
     while (line := _read_line()) is not None:
         if line.strip() == "/quit":
             break

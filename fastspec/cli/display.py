@@ -41,6 +41,11 @@ def legend(sources: Iterable[str]) -> Text:
     return Text("\n").join(lines)
 
 
+# A model's control characters are shown, so that none reaches the terminal.
+_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"}
+_PICTURES |= {0x7F: 0x2421, **dict.fromkeys(range(0x80, 0xA0), 0xFFFD)}
+
+
 class SourceWriter:
     """Writes pieces of text as they come, in colour, or else after a mark that names the writer."""
 
@@ -50,6 +55,7 @@ class SourceWriter:
         self._last: str | None = None
 
     def write(self, piece: str, source: str) -> None:
+        piece = piece.translate(_PICTURES)
         if self._has_colour:
             self._console.out(piece, style=STYLES[source], end="", highlight=False)
             return

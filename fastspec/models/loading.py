@@ -26,6 +26,15 @@ from fastspec.models.named import BUNDLED, FETCHED, folder_of
 
 # An ImportError says which package is missing; a GGUF file that is cut off fails as a struct.
 _LOADING_ERRORS = (OSError, ValueError, KeyError, ImportError, StructError)
+# Of a template, which is a program that meets what users wrote.
+_TEMPLATE_ERRORS = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+)
 
 
 def resolve_device(config: EngineConfig) -> torch.device:
@@ -124,7 +133,7 @@ def chat_prompt_ids(
         raise ValueError("chat: the target's tokenizer has no chat template")
     try:
         text = tokenizer.apply_chat_template(cast(Any, messages), tokenize=False, **options)
-    except (TemplateError, TypeError, ValueError) as error:
+    except _TEMPLATE_ERRORS as error:
         raise ValueError(f"messages: the chat template fails: {_one_line(error)}") from error
     return tokenizer(str(text), add_special_tokens=False)["input_ids"]
 

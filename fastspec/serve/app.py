@@ -8,7 +8,7 @@ import logging
 import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from functools import partial
+from functools import cache, partial
 from importlib.resources import files
 from ipaddress import ip_address
 from time import perf_counter
@@ -27,7 +27,7 @@ from fastspec.engine.outputs import RequestOutput
 from fastspec.models.loading import chat_prompt_ids
 from fastspec.serve.engine_thread import EngineFailure, EngineThread, Generation
 from fastspec.serve.metrics import ServerMetrics
-from fastspec.serve.replies import Answer, error_body, server_event
+from fastspec.serve.replies import Answer, error_body, server_event, token_text
 from fastspec.serve.requests import Asked, chat, completion, parse_body
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ _LAST_WORDS = 1.0  # seconds that a client has to take the end of a stream that 
 _RETRY_AFTER = {"Retry-After": "1"}
 _OPEN_PATHS = ("/", "/health")  # for whoever has no API key
 _HEADERS = ((b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer"))
-_PREDICT = SamplingParams(max_tokens=40, top_k=10, top_p=0.9)  # as the published server has it
+_PREDICT_TOKENS = 40  # as the published server has it
 
 Receive = Callable[[], Any]
 Send = Callable[[Mapping[str, Any]], Any]
@@ -306,7 +306,9 @@ class Endpoint:
                 prompt = parsed.get("prompt")
                 fits = {*parsed} == {"prompt"} and isinstance(prompt, str)
                 require("body", [*parsed], fits, 'an object like {"prompt": "a text"}')
-                return Asked([str(prompt)], _PREDICT, False, False, False, False)
+                num_tokens = min(_PREDICT_TOKENS, self._config.max_completion_tokens)
+                params = SamplingParams(max_tokens=num_tokens, top_k=10, top_p=0.9)
+                return Asked([str(prompt)], params, False, False, False, False)
             asked = (chat if self._kind == "chat" else completion)(
                 parsed, self._config, self._drafters
             )
@@ -371,13 +373,12 @@ class Endpoint:
         num_tokens = params.num_speculative_tokens
         if num_tokens is None:
             num_tokens = self._engine.drafters[params.drafter]
-        tokenizer = self._engine.tokenizer
         return Answer(
             self._kind == "chat",
             self._model,
             asked,
             num_tokens,
-            (lambda token_id: str(tokenizer.decode([token_id]))) if tokenizer else str,
+            cache(partial(token_text, self._engine.tokenizer)),
             generation.places,
         )
 

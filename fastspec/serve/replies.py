@@ -4,16 +4,20 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 from uuid import uuid4
+
+from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from fastspec.engine.outputs import RequestOutput, StreamEvent
 from fastspec.engine.stats import SpecStats
 from fastspec.serve.requests import Asked
 
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity
-_KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
-_KINDS |= {429: "rate_limit_error"}
+_KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_INCOMPLETE = "\ufffd"
 
 
 def error_body(status: int, message: str, code: str | None = None) -> dict[str, Any]:
@@ -60,7 +64,7 @@ class Answer:
         model: its name in the answer.
         asked: what the client wants to know.
         num_spec_tokens: K of the request.
-        decode: the text of one token.
+        decode: the text and the bytes of one token.
         places: of the prompts, by the ids of their requests.
     """
 
@@ -70,7 +74,7 @@ class Answer:
         model: str,
         asked: Asked,
         num_spec_tokens: int,
-        decode: Callable[[int], str],
+        decode: Callable[[int], tuple[str, bytes]],
         places: Mapping[str, int],
     ):
         self._is_chat = is_chat
@@ -86,7 +90,7 @@ class Answer:
             "model": model,
         }
         self._chunk_head = self._head | {"object": f"{kind}.chunk" if is_chat else kind}
-        self._lengths: dict[int, int] = {}  # of the texts, by the index of their choice
+        self._offsets: dict[int, int] = {}  # of the next token, by the index of its choice
         self._outputs: list[tuple[int, RequestOutput]] = []
 
     def chunks(self, events: Sequence[StreamEvent]) -> bytes:
@@ -137,15 +141,13 @@ class Answer:
         choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": None}
         if self._is_chat:
             choice["delta"] = {"content": event.text}
-            if index not in self._lengths:
+            if index not in self._offsets:
                 choice["delta"]["role"] = "assistant"
         else:
             choice["text"] = event.text
         if event.logprob is not None:
             tops = None if event.top_logprobs is None else [event.top_logprobs]
-            choice["logprobs"] = self._logprobs(
-                event.token_ids, [event.logprob], tops, self._lengths.get(index, 0)
-            )
+            choice["logprobs"] = self._logprobs(index, event.token_ids, [event.logprob], tops)
         if self._asked.sources and event.token_ids:
             choice |= {
                 "token_ids": event.token_ids,
@@ -154,7 +156,7 @@ class Answer:
             }
         if event.output is not None:
             choice["finish_reason"] = event.output.finish_reason
-        self._lengths[index] = self._lengths.get(index, 0) + len(event.text)
+        self._offsets.setdefault(index, 0)
         return {**self._chunk_head, "choices": [choice]}
 
     def _choice(self, index: int, output: RequestOutput) -> dict[str, Any]:
@@ -169,7 +171,7 @@ class Answer:
             choice["text"] = output.text
         if output.logprobs is not None:
             tops = output.top_logprobs
-            choice["logprobs"] = self._logprobs(output.token_ids, output.logprobs, tops, 0)
+            choice["logprobs"] = self._logprobs(index, output.token_ids, output.logprobs, tops)
         if self._asked.sources:
             choice |= {
                 "token_ids": output.token_ids,
@@ -180,33 +182,33 @@ class Answer:
 
     def _logprobs(
         self,
+        index: int,
         token_ids: Sequence[int],
         logprobs: Sequence[float],
         tops: Sequence[Mapping[int, float]] | None,
-        offset: int,
     ) -> dict[str, Any]:
-        """Of tokens whose text begins at `offset` of their choice's."""
+        """Of the next tokens of a choice; an offset counts the texts of the tokens before."""
         tokens = [self._decode(token_id) for token_id in token_ids]
         values = [max(logprob, _LEAST_LOGPROB) for logprob in logprobs]
-        count = self._asked.params.logprobs or 0
         best = [
             [(self._decode(t), max(value, _LEAST_LOGPROB)) for t, value in top.items()]
             for top in tops or ()
         ]
         if self._is_chat:
+            count = self._asked.params.logprobs or 0
             best = [[_token(*pair) for pair in pairs[:count]] for pairs in best]
             best = best or [[] for _ in tokens]
             pairs = zip(tokens, values, best, strict=True)
             content = [{**_token(token, v), "top_logprobs": b} for token, v, b in pairs]
             return {"content": content, "refusal": None}
-        offsets = []
-        for token in tokens:
-            offsets.append(offset)
-            offset += len(token)
+        offsets = [
+            *accumulate((len(text) for text, _ in tokens), initial=self._offsets.get(index, 0))
+        ]
+        self._offsets[index] = offsets.pop()
         return {
-            "tokens": tokens,
+            "tokens": [text for text, _ in tokens],
             "token_logprobs": values,
-            "top_logprobs": [dict(pairs) for pairs in best] or None,
+            "top_logprobs": [{text: v for (text, _), v in pairs} for pairs in best] or None,
             "text_offset": offsets,
         }
 
@@ -229,5 +231,24 @@ class Answer:
         return {"metrics": acceptance(outputs, self._num_spec_tokens)}
 
 
-def _token(token: str, logprob: float) -> dict[str, Any]:
-    return {"token": token, "logprob": logprob, "bytes": list(token.encode())}
+def token_text(tokenizer: PreTrainedTokenizerBase | None, token_id: int) -> tuple[str, bytes]:
+    """The text and the bytes of a token; without a tokenizer, its number.
+
+    A token of bytes that are no whole character is written `bytes:\\xe2\\x82`, as OpenAI has it.
+    """
+    text = str(tokenizer.decode([token_id]) if tokenizer else token_id)
+    if tokenizer is None or _INCOMPLETE not in text:
+        return text, text.encode()
+    piece = str(tokenizer.convert_ids_to_tokens(token_id))
+    if found := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", piece):
+        own = bytes.fromhex(found[1])
+    else:
+        byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
+        if not {*piece} <= {*byte_of}:
+            return text, text.encode()
+        own = bytes(byte_of[character] for character in piece)
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in own), own
+
+
+def _token(token: tuple[str, bytes], logprob: float) -> dict[str, Any]:
+    return {"token": token[0], "logprob": logprob, "bytes": list(token[1])}

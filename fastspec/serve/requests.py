@@ -224,15 +224,19 @@ def _message(message: Any) -> dict[str, Any]:
     """A message whose content is one text, as templates have it."""
     fits = isinstance(message, dict) and isinstance(message.get("role"), str)
     require("messages", _short(message), fits, "objects with a role")
-    content = message.get("content")
+    content, expected = message.get("content"), "content: a text, or parts of type text"
     if isinstance(content, list):
-        texts = [part.get("text") if isinstance(part, dict) else None for part in content]
-        fits = all(isinstance(text, str) for text in texts)
-        require("messages", _short(content), fits, "content: a text, or parts of type text")
+        texts = [_text_of(part) for part in content]
+        require("messages", _short(content), None not in texts, expected)
         return {**message, "content": "".join(map(str, texts))}
-    expected = "content: a text, or parts of type text"
     require("messages", _short(content), content is None or isinstance(content, str), expected)
     return message
+
+
+def _text_of(part: Any) -> str | None:
+    is_text = isinstance(part, dict) and part.get("type", "text") == "text"
+    text = part.get("text") if is_text else None
+    return text if isinstance(text, str) else None
 
 
 def _asked(

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -14,6 +15,7 @@ from threading import Thread
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.checks import require
@@ -72,7 +74,7 @@ def run_batch(
     """
     rows = [_row(place, row) for place, row in parse_json_lines(_read(source), str(source))]
     prompts = [row.get("messages", row.get("prompt")) for row in rows]
-    with _Answers(job, rows, target) as answers:
+    with _alone(target), _Answers(job, rows, target) as answers:
         left = deque((n, prompt) for n, prompt in enumerate(prompts) if n not in answers.known)
         progress(len(answers.known), len(rows))
         made = _in_this_process(job, left) if replicas == 1 else _in_processes(job, left, replicas)
@@ -80,6 +82,19 @@ def run_batch(
             answers.keep(number, answer)
             progress(len(answers.known), len(rows))
         return answers.finish()
+
+
+@contextmanager
+def _alone(target: Path) -> Iterator[None]:
+    """Keep other runs away from a file for as long as the block."""
+    lock = Path(f"{target}.lock")
+    try:
+        held = FileLock(lock).acquire(timeout=0)
+    except Timeout as error:
+        raise ValueError(f"output: another run writes {target}") from error
+    with held:
+        yield
+        lock.unlink(missing_ok=True)
 
 
 class _Answers:
@@ -269,6 +284,7 @@ def _work(connection: Connection, job: BatchJob) -> None:
         with suppress(EOFError, ConnectionError):
             while True:
                 inbox.put(connection.recv())
+        os._exit(1)  # whoever asked has gone, perhaps killed, and an engine may be at work
 
     def take(room: int, waits: bool) -> list[Row]:
         rows = inbox.get() if waits else []

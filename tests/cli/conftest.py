@@ -59,7 +59,7 @@ def bundled(
 def invoke() -> Invoke:
     """Call the command line; stdin, stdout and stderr are no terminals."""
 
-    def call(*arguments: str | Path, stdin: str = "") -> Result:
+    def call(*arguments: str | Path, stdin: str | bytes = "") -> Result:
         command_line = [str(argument) for argument in arguments]
         return CliRunner(env={"COLUMNS": "120"}).invoke(app, command_line, input=stdin)
 

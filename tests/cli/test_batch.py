@@ -77,6 +77,26 @@ def test_a_run_that_was_cut_off_goes_on(job, source, tmp_path, expected, monkeyp
     assert [row["text"] for row in answers(target)] == expected
 
 
+def test_two_runs_do_not_share_a_file(job, source, tmp_path, expected):
+    def run_another(done, total):
+        with pytest.raises(ValueError, match="output: another run writes"):
+            run_batch(job, source, tmp_path / "out.jsonl")
+
+    assert run_batch(job, source, tmp_path / "out.jsonl", progress=run_another) == 0
+    assert [*tmp_path.glob("out*")] == [tmp_path / "out.jsonl"]
+
+
+def test_a_process_ends_when_nobody_asks(job):
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=batch._work, args=(there, job), daemon=True)
+    process.start()
+    there.close()
+    here.close()  # as where the one that asks is killed
+    process.join(60)
+    assert process.exitcode is not None
+
+
 def test_halves_of_characters_stay_escapes(job, tmp_path):
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text('{"prompt": "a", "note": "\\ud800"}\n{"prompt": "b", "note": "\u00e9"}\n')

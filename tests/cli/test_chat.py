@@ -1,8 +1,10 @@
 """`fastspec chat`, its input through a pipe."""
 
 import re
+from io import StringIO
 
 import pytest
+from rich.console import Console
 
 from fastspec.cli.display import SourceWriter
 from fastspec.engine.engine import Engine
@@ -42,6 +44,18 @@ def test_answers_are_compared_with_the_target(talk):
     assert re.search(r"speculative: [+-]\d+ % over the target", shown)
     assert "<draft>" in shown
     assert len(answers(shown)) == 2
+
+
+def test_what_a_model_writes_controls_no_terminal():
+    stream = StringIO()
+    SourceWriter(Console(file=stream)).write("a\x1b[2J\r\x9b1m\n", "target")
+    assert stream.getvalue() == "<target>a\u241b[2J\u240d\ufffd1m\n"
+
+
+def test_input_that_is_no_text(invoke, chat_pair):
+    result = invoke("chat", *chat_pair, *LENGTH, stdin=b"caf\xe9\n")
+    assert result.exit_code == 0, result.stderr
+    assert "tokens/s" in result.stdout
 
 
 def test_all_ways_to_answer(talk):

@@ -14,7 +14,8 @@ from ..models import byte_tokenizer, perturbed, random_model
 MODEL = "tiny-random"
 TEMPLATE = (
     "{% for tool in tools or [] %}({{ tool.function.name }}){% endfor %}"
-    "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
+    "{% for message in messages %}{{ 1 / 0 if message.role == 'broken' }}"
+    "[{{ message.role }}]{{ message.content }}{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 

@@ -206,6 +206,9 @@ def test_the_published_demo(client, engine):
     response = client.post("/predict", json={"prompt": "import os\n"})
     assert isinstance(response.json(), str)
     error_of(client.post("/predict", json={"prompt": "x", "max_tokens": 3}), 400)
+    with serving(engine, max_completion_tokens=3) as address:
+        text = httpx2.post(f"{address}/predict", json={"prompt": "import os\n"}).json()
+    assert len(text.encode()) <= 12
 
 
 def test_an_engine_that_fails_answers_and_goes_on(client, engine, monkeypatch, caplog):

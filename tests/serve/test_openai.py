@@ -130,9 +130,22 @@ def test_logprobs(client, engine):
     streamed = [c.choices[0].logprobs for c in complete(client, logprobs=2, stream=True)]
     assert [each.tokens[0] for each in streamed] == logprobs.tokens
     assert [each.token_logprobs[0] for each in streamed] == pytest.approx(expected.logprobs)
+    assert [each.text_offset[0] for each in streamed] == logprobs.text_offset
     content = converse(client, logprobs=True, top_logprobs=2).choices[0].logprobs.content
     assert [len(each.top_logprobs) for each in content] == [2] * 24
     assert all(each.logprob <= each.top_logprobs[0].logprob + 1e-6 for each in content)
+
+
+def test_tokens_that_are_no_whole_character_have_their_bytes(client, engine):
+    """Each by its own name: the random pair writes any byte."""
+    ids, bytes_of = engine.tokenizer("\u00e9\u00ef")["input_ids"], [0xC3, 0xA9, 0xC3, 0xAF]
+    bias = {str(token_id): 100 for token_id in ids}
+    logprobs = complete(client, logprobs=3, logit_bias=bias).choices[0].logprobs
+    names = {f"bytes:\\x{byte:02x}" for byte in bytes_of}
+    assert {*logprobs.tokens} <= names
+    assert all({*top} == names for top in logprobs.top_logprobs)
+    content = converse(client, logprobs=True, logit_bias=bias).choices[0].logprobs.content
+    assert all(each.token == f"bytes:\\x{each.bytes[0]:02x}" for each in content)
 
 
 @pytest.mark.parametrize(
@@ -253,6 +266,8 @@ def test_what_cannot_be_served_is_refused_by_name(client, fields, param):
         {"messages": []},
         {"messages": [{"content": "x"}]},
         {"messages": [{"role": "user", "content": 5}]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "text": "x"}]}]},
+        {"messages": [{"role": "broken"}]},
         {"messages": MESSAGES, "top_logprobs": 2},
         {"messages": MESSAGES, "tools": "all"},
         {"messages": MESSAGES, "tool_choice": "required"},
@@ -271,3 +286,4 @@ def test_another_model_is_not_found(client):
     with pytest.raises(openai.NotFoundError) as caught:
         client.completions.create(model="gpt-4", prompt="x")
     assert caught.value.code == "model_not_found"
+    assert caught.value.type == "invalid_request_error"
