@@ -38,10 +38,12 @@ from transformers.generation.utils import (
 )
 
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
+from fastspec.config.checks import refuse
 from fastspec.drafters.context import DrafterSource
 from fastspec.engine.engine import Engine
 from fastspec.engine.prompts import as_prompt_list
 
+_HEURISTIC = ("heuristic", "heuristic_transient")  # one call: nothing is kept for another
 # Fields of a GenerationConfig that change what is decoded, or what comes back, beyond what the
 # engine does; and fields of drafting, with the defaults that transformers fills in.
 _REFUSED = {
@@ -60,10 +62,9 @@ _REFUSED = {
     "is_assistant": (None, False),
     "use_mtp": (None, False),
     "speculation_type": (None,),
-    "assistant_early_exit": (None,),
     "assistant_ensemble_weight": (None,),
     "assistant_confidence_threshold": (None, 0, 0.4),
-    "num_assistant_tokens_schedule": (None, "constant"),
+    "num_assistant_tokens_schedule": (None, "constant", *_HEURISTIC),
 }
 _DEFAULT_ASSISTANT_TOKENS = 20
 _DEFAULT_NGRAM_SIZE = 2
@@ -361,12 +362,19 @@ def _prepare_and_call(
 def _asked_spec(config: GenerationConfig) -> SpecConfig | None:
     """What the fields of assisted generation ask for; None where they have their defaults."""
     count, lookup = config.num_assistant_tokens, config.prompt_lookup_num_tokens
+    exit_layer = config.assistant_early_exit
     if lookup is not None:
+        refuse("assistant_early_exit", exit_layer, "not beside prompt_lookup_num_tokens")
         most = config.max_matching_ngram_size or _DEFAULT_NGRAM_SIZE
         return SpecConfig("prompt_lookup", lookup, prompt_lookup_min=1, prompt_lookup_max=most)
-    if count in (None, _DEFAULT_ASSISTANT_TOKENS):
-        return None
-    return SpecConfig(num_speculative_tokens=count)
+    asked: dict[str, Any] = {}
+    if count not in (None, _DEFAULT_ASSISTANT_TOKENS):
+        asked["num_speculative_tokens"] = count
+    if config.num_assistant_tokens_schedule in _HEURISTIC:
+        asked["schedule"] = "heuristic"
+    if exit_layer is not None:
+        asked |= {"method": "early_exit", "exit_layer": exit_layer}
+    return SpecConfig(**asked) if asked else None
 
 
 def _refuse(config: GenerationConfig, model_kwargs: Mapping[str, Any]) -> None:

@@ -108,16 +108,6 @@ def option(default: Any, kind: Kind, help: str, details: str = "", **more: Any) 
     return field(default=default, metadata=declared)
 
 
-def not_yet(default: Any) -> Any:
-    """Declare a field that has a meaning elsewhere, and only its default here so far."""
-
-    def is_default(value: Any) -> bool:
-        return value == default or (default == () and value in ([], None))
-
-    kind = Kind(f"{default!r}, others are not supported yet", is_default, lambda _: default, None)
-    return option(default, kind, "Not supported yet.")
-
-
 @cache
 def options_of(config: type) -> dict[str, Option]:
     """The options of a config by name, in their order."""

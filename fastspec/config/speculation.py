@@ -20,7 +20,6 @@ from fastspec.config.options import (
     choice,
     documented,
     integer,
-    not_yet,
     option,
     options_of,
 )
@@ -40,12 +39,13 @@ _LOOKUP_FIELDS = ("prompt_lookup_min", "prompt_lookup_max")
 
 def _is_schedule(value: Any) -> bool:
     if isinstance(value, str):
-        return value in ("constant", "adaptive")
+        return value in ("constant", "adaptive", "heuristic")
     return all(callable(getattr(value, name, None)) for name in _SCHEDULE_METHODS)
 
 
 _SCHEDULE = Kind(
-    "'constant', 'adaptive' or an object with num_draft_tokens() and record()", _is_schedule
+    "'constant', 'adaptive', 'heuristic' or an object with num_draft_tokens() and record()",
+    _is_schedule,
 )
 _STEP_COSTS = Kind(
     "a list of positive numbers, of steps with 0 to K draft tokens",
@@ -230,7 +230,10 @@ class SpecConfig:
         "constant",
         _SCHEDULE,
         "constant (K in every step), or adaptive: as many draft tokens as pay off, even none.",
-        "In Python also an object with the methods of `fastspec.engine.schedule.Schedule`.",
+        "heuristic is transformers': from K on, one less after a step in which a draft token was"
+        " rejected, else two more, 1 to K. In Python also an object with the methods of"
+        " `fastspec.engine.schedule.Schedule`.",
+        aliases=("num_assistant_tokens_schedule (Hugging Face)",),
     )
     step_costs: tuple[float, ...] | list[float] | None = option(
         None,
@@ -246,7 +249,14 @@ class SpecConfig:
         " gets more than relaxed_acceptance times its probability. Greedy requests stay exact."
         " Chains and the standard rule only.",
     )
-    synthetic_acceptance_rate: float | None = not_yet(None)
+    synthetic_acceptance_rate: float | None = option(
+        None,
+        SHARE,
+        "LOSSY, for benchmarks: accept each draft token with this probability, whatever it is.",
+        "It is that of a token after accepted ones; the token after them is the target's own."
+        " Steps cost what they always cost, so speed at a rate of acceptance can be measured"
+        " before there is such a draft. Greedy requests too; chains and the standard rule only.",
+    )
     num_assistant_tokens: InitVar[int | None] = None
     prompt_lookup_num_tokens: InitVar[int | None] = None
 
@@ -274,9 +284,14 @@ class SpecConfig:
         self._check_step_costs()
         judges_chains = not self.drafts_trees and not self.cape
         fits = judges_chains and self.rejection_sample_method == "standard"
-        factor = self.relaxed_acceptance
+        factor, rate = self.relaxed_acceptance, self.synthetic_acceptance_rate
         expected = "1 for trees, and for block and coupled verification"
         require("relaxed_acceptance", factor, factor == 1 or fits, expected)
+        expected = (
+            "None for trees, beside relaxed_acceptance, and for block and coupled verification"
+        )
+        fits = fits and factor == 1
+        require("synthetic_acceptance_rate", rate, rate is None or fits, expected)
 
     @classmethod
     def of(cls, value: "SpecConfig | str | Mapping[str, Any]") -> "SpecConfig":

@@ -12,7 +12,7 @@ from fastspec.drafters.base import Batch
 from fastspec.engine.block_manager import BlockManager
 from fastspec.engine.request import EngineRequest
 from fastspec.engine.request_factory import RequestFactory
-from fastspec.engine.schedule import AdaptiveSchedule, Schedule
+from fastspec.engine.schedule import AdaptiveSchedule, HeuristicSchedule, Schedule
 from fastspec.engine.verify import prefill, verify
 from fastspec.models.runner import ModelRunner
 
@@ -59,6 +59,8 @@ class Pacer:
             raise ValueError("schedule: expected 'constant' for token trees")
         if isinstance(self._spec.schedule, Schedule):
             return self._spec.schedule
+        if self._spec.schedule == "heuristic":
+            return HeuristicSchedule(num_speculative_tokens)
         given = self._spec.step_costs
         if given is not None and len(given) != num_speculative_tokens + 1:
             raise ValueError(

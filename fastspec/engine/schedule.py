@@ -203,6 +203,22 @@ def _relative(costs: Sequence[float]) -> tuple[float, ...]:
     return tuple(cost / costs[0] for cost in costs)
 
 
+class HeuristicSchedule:
+    """As transformers has it: two tokens more after a draft that held, else one less, 1 to K."""
+
+    def __init__(self, num_speculative_tokens: int):
+        self._most = num_speculative_tokens
+
+    def num_draft_tokens(self, request: EngineRequest) -> int:
+        return request.schedule_state or self._most
+
+    def record(self, request: EngineRequest, step: Step) -> None:
+        if step.proposed:
+            change = 2 if step.accepted == step.proposed else -1
+            length = self.num_draft_tokens(request) + change
+            request.schedule_state = max(1, min(length, self._most))
+
+
 class SweepSchedule:
     """The given lengths in turn, to measure them under the same conditions.
 

@@ -44,15 +44,23 @@ class Speculation:
     ):
         self._device = device
         self._vocab_size = vocab_size
-        rules = ("rejection_sample_method", ("standard", "coupled")), ("relaxed_acceptance", (1,))
-        given = ((name, getattr(spec, name), exact) for name, exact in rules)
-        chain_rules = (f"{name}: {value!r}" for name, value, exact in given if value not in exact)
+        for_trees = {
+            "rejection_sample_method": ("standard", "coupled"),
+            "relaxed_acceptance": (1,),
+            "synthetic_acceptance_rate": (None,),
+        }
+        given = ((name, getattr(spec, name)) for name in for_trees)
+        chain_rules = (f"{name}: {v!r}" for name, v in given if v not in for_trees[name])
         self._is_coupled = spec.rejection_sample_method == "coupled"
         self._chains_only = chains_only
         self._pacer = pacer
         self._chain_rule = chains_only or next(chain_rules, None)
         self._config = config
-        self.rule = {"method": spec.rejection_sample_method, "lenience": spec.relaxed_acceptance}
+        self.rule = {
+            "method": spec.rejection_sample_method,
+            "lenience": spec.relaxed_acceptance,
+            "synthetic_rate": spec.synthetic_acceptance_rate,
+        }
         self.usual_num_tokens = spec.num_draft_tokens(config.max_n_spec_tokens)
         self._no_drafter = NoDrafter()
         self._has_failed = False  # in this step

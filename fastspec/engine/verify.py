@@ -14,6 +14,7 @@ from fastspec.drafters.logit_rules import Rows, apply_rules, without_forbidden
 from fastspec.engine.coupled import judge_coupled
 from fastspec.engine.outputs import Verdict
 from fastspec.engine.request import EngineRequest
+from fastspec.engine.synthetic import judge_synthetic
 from fastspec.models.runner import ModelRunner, Span
 from fastspec.models.token_tree import packed
 from fastspec.models.transfer import device_tensor
@@ -68,12 +69,14 @@ def verify(
     proposal: Proposal,
     method: str = "standard",
     lenience: float = 1.0,
+    synthetic_rate: float | None = None,
 ) -> list[Verdict]:
     """Judge the proposals in one target pass; a round's only copy from the device is made here.
 
-    What is accepted of a tree is moved behind the cached tokens. Exact unless lenience is above 1;
-    that, and method "block", are for chains only. Another copy is made for requests that want the
-    best tokens' log-probabilities, and for rules that read drafts on the host.
+    What is accepted of a tree is moved behind the cached tokens. Exact unless lenience is above 1
+    or there is a synthetic rate; these, and method "block", are for chains only. Another copy is
+    made for requests that want the best tokens' log-probabilities, and for rules that read drafts
+    on the host.
     """
     width = proposal.token_ids.shape[1]
     wanted = batch.num_draft_tokens if proposal.parents is None else batch.max_nodes
@@ -122,11 +125,15 @@ def verify(
         judged = judge_coupled(target_logits, places, ids, parents, batch, token_bitmask)
         path, output_ids, accepted_len, logprobs = judged
     elif parents is None:
+        judged = target_logits, cu_rows, proposal.token_ids
         uniforms = _uniforms(batch, batch.num_speculative_tokens)
-        given |= {"draft_logits": draft_logits, "lenience": lenience, "method": method}
-        output_ids, accepted_len, logprobs = verify_chain(
-            target_logits, cu_rows, proposal.token_ids, uniforms, **given
-        )
+        if synthetic_rate is not None:
+            given = batch.sampling, token_bitmask, batch.backend
+            judged = judge_synthetic(*judged, uniforms, synthetic_rate, *given)
+        else:
+            given |= {"draft_logits": draft_logits, "lenience": lenience, "method": method}
+            judged = verify_chain(*judged, uniforms, **given)
+        output_ids, accepted_len, logprobs = judged
     else:
         uniforms = _uniforms(batch, ids.shape[1])
         given |= {"draft_logits": draft_logits, "sibling_rule": proposal.sibling_rule}

@@ -15,6 +15,7 @@ from typing import cast
 from transformers import PreTrainedTokenizerBase
 
 from fastspec.config import EngineConfig, SpecConfig
+from fastspec.config.checks import require
 from fastspec.drafters import Proposal
 from fastspec.drafters.base import Batch, Drafter
 from fastspec.drafters.context import DrafterContext, DrafterSource, ModelSource
@@ -31,6 +32,8 @@ from fastspec.models.cache_size import cache_blocks
 from fastspec.models.loading import resolve_device
 from fastspec.models.paged_model import EncoderInput
 from fastspec.tools.stored_outputs import StoredOutput
+
+_RULES = ("rejection_sample_method", "relaxed_acceptance", "synthetic_acceptance_rate")
 
 
 @dataclass
@@ -89,16 +92,10 @@ class Simulator:
         config: EngineConfig = EngineConfig(),  # noqa: B008 (frozen)
         decoder_start_id: int | None = None,
     ):
-        if spec.rejection_sample_method != "standard":
-            raise ValueError(
-                "rejection_sample_method: only 'standard' can be simulated, got"
-                f" {spec.rejection_sample_method!r}"
-            )
-        if spec.relaxed_acceptance != 1:
-            raise ValueError(
-                "relaxed_acceptance: only exact verification can be simulated, got"
-                f" {spec.relaxed_acceptance}"
-            )
+        exact = SpecConfig()
+        for name in _RULES:
+            value, expected = getattr(spec, name), getattr(exact, name)
+            require(name, value, value == expected, f"{expected!r}, as only that is simulated")
         plan = plan_drafter(DrafterContext(spec, config, tokenizer, vocab_size, target, drafter))
         if plan is None:
             raise ValueError("drafter: there is none to simulate")
@@ -199,7 +196,7 @@ def _skip_prefill(requests: list[EngineRequest], most: int) -> int:
     return 0
 
 
-def _compare(batch: Batch, proposal: Proposal, method: str, lenience: float) -> list[Verdict]:
+def _compare(batch: Batch, proposal: Proposal, **rule: object) -> list[Verdict]:
     """The verdicts of a target that writes what is stored."""
     if proposal.parents is not None:
         raise ValueError("drafter: token trees cannot be simulated")

@@ -186,7 +186,7 @@ def test_costs_are_a_line_whatever_disturbed_some():
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"schedule": "heuristic"}, "schedule"),
+        ({"schedule": "dynamic"}, "schedule"),
         ({"schedule": 3}, "schedule"),
         ({"step_costs": COSTS}, "step_costs"),
         ({"schedule": "adaptive", "step_costs": COSTS[:3]}, "step_costs"),

@@ -116,8 +116,8 @@ def test_sampling_params(field, value):
         ("tree_nodes", 2),
         ("cape", 1),
         ("confidence_threshold", 1.3),
-        ("schedule", "heuristic"),
-        ("synthetic_acceptance_rate", 0.5),
+        ("schedule", "dynamic"),
+        ("synthetic_acceptance_rate", 1.5),
         ("prompt_lookup_num_tokens", 0),
     ],
 )

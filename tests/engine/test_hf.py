@@ -299,9 +299,9 @@ def test_outputs_as_mappings(model, drafter):
         {"position_ids": torch.tensor([[5, 6, 7, 8, 9, 10]])},
         {"token_type_ids": torch.zeros(1, 6, dtype=torch.long)},
         {"use_mtp": True},
-        {"assistant_early_exit": 1},
+        {"assistant_early_exit": 1, "prompt_lookup_num_tokens": 3},
         {"assistant_confidence_threshold": 0.2},
-        {"num_assistant_tokens_schedule": "heuristic"},
+        {"num_assistant_tokens_schedule": "other"},
         {"attention_mask": torch.tensor([[1, 0, 1, 1, 1, 1]])},
         {"synced_gpus": True},
         {"assistant_tokenizer": byte_tokenizer()},
@@ -313,6 +313,15 @@ def test_what_it_cannot_honour_is_refused_by_name(model, options):
     with pytest.raises(ValueError, match=f"^{next(iter(options))}") as error:
         hf_generate(target, **ONE, **GREEDY | options)
     assert "\n" not in str(error.value)
+
+
+def test_schedule_and_early_exit(model, drafter):
+    expected = model.generate(**ONE, **GREEDY)
+    for options in (
+        {"assistant_model": drafter, "num_assistant_tokens_schedule": "heuristic"},
+        {"assistant_early_exit": 1, "num_assistant_tokens": 3},
+    ):
+        assert torch.equal(hf_generate(model, **ONE, **GREEDY, **options), expected)
 
 
 def test_more_refusals(model, drafter):

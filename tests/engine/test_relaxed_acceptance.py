@@ -61,8 +61,16 @@ def test_only_chains_under_the_standard_rule_can_be_relaxed(options):
         SpecConfig(**options, relaxed_acceptance=2.0)
 
 
-def test_a_simulation_is_exact():
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("relaxed_acceptance", 2.0),
+        ("synthetic_acceptance_rate", 0.5),
+        ("rejection_sample_method", "block"),
+    ],
+)
+def test_a_simulation_is_exact(name, value):
     target = random_model("llama")
-    spec = SpecConfig("prompt_lookup", relaxed_acceptance=2.0)
-    with pytest.raises(ValueError, match="relaxed_acceptance: only exact verification"):
+    spec = SpecConfig("prompt_lookup", **{name: value})
+    with pytest.raises(ValueError, match=f"{name}: expected .* as only that is simulated"):
         Simulator(target, None, target.config.vocab_size, spec=spec)
