@@ -50,6 +50,13 @@ def simulate(
             "bigram_path",
             "k_matrix",
             "lenience",
+            "tree_width",
+            "tree_nodes",
+            "tree_paths",
+            "cape",
+            "cape_bins",
+            "suffix_max_spec_factor",
+            "suffix_min_token_prob",
             method="draft_model",
         ),
     ],
@@ -89,8 +96,9 @@ def simulate(
     """Count what a drafter would have had accepted, had it drafted for stored outputs."""
     if (draft_seconds is None) != (verify_seconds is None):
         raise typer.BadParameter("--draft-seconds, --verify-seconds: give both or neither")
-    if draft_seconds is not None and spec.method == "cascade":
-        raise typer.BadParameter("--draft-seconds: the draft tokens of a cascade cost unequally")
+    costs_vary = spec.method == "cascade" or spec.drafts_trees or spec.cape
+    if draft_seconds is not None and costs_vary:
+        raise typer.BadParameter("--draft-seconds: not for cascades and trees, whose costs vary")
     if log_rows > 1 and log is None:
         raise typer.BadParameter("--log-rows: needs --log")
     check_can_write("--log", log)

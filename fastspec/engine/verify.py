@@ -1,5 +1,6 @@
 """The target's side of a round: read what is missing, judge the proposals, chains or trees."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -151,7 +152,7 @@ def verify(
     verdicts = []
     for row, count, values in zip(table, counts, logprob_rows, strict=True):
         if parents is not None:
-            verdicts.append(_tree_verdict(row, count, values))
+            verdicts.append(tree_verdict(row, count, values))
             continue
         drafts, emitted = row[width + 2 :][: count - 1], row[0] + 1
         proposed = next((i for i, token in enumerate(drafts) if token < 0), len(drafts))
@@ -243,7 +244,14 @@ def _uniforms(batch: Batch, num: int) -> Tensor:
     return numbers.gather(1, torch.cat([places + (places >= extra), extra], dim=1))
 
 
-def _tree_verdict(row: list[list[int]], count: int, logprobs: list[float] | None) -> Verdict:
+def tree_verdict(
+    row: Sequence[Sequence[int]], count: int, logprobs: list[float] | None = None
+) -> Verdict:
+    """The verdict on a tree: accepted_len, path, output ids, tokens and parents of its nodes.
+
+    Args:
+        row: those five, each as long as the longest, of which the first `count` nodes were read.
+    """
     (accepted_len, *_), path, output_ids, token_ids, parents = row
     emitted = accepted_len + 1
     parents, path = parents[:count], path[: max(accepted_len, 0)]
@@ -254,7 +262,7 @@ def _tree_verdict(row: list[list[int]], count: int, logprobs: list[float] | None
     return Verdict(
         max(depths),
         accepted_len,
-        output_ids[:emitted],
+        list(output_ids[:emitted]),
         logprobs and logprobs[:emitted],
         extra_source if max(depths) else "target",
         tuple(token_ids[:count]),

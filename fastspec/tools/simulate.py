@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fastspec.config import EngineConfig, SpecConfig
 from fastspec.config.checks import require
+from fastspec.config.token_trees import MAX_TREE_NODES
 from fastspec.drafters import Proposal
 from fastspec.drafters.base import Batch, Drafter
 from fastspec.drafters.context import DrafterContext, DrafterSource, ModelSource
@@ -28,6 +29,7 @@ from fastspec.engine.schedule import Step
 from fastspec.engine.scheduler import Scheduler
 from fastspec.engine.speculation import Speculation
 from fastspec.engine.stats import SpecStats
+from fastspec.engine.verify import tree_verdict
 from fastspec.models.cache_size import cache_blocks
 from fastspec.models.loading import resolve_device
 from fastspec.models.paged_model import EncoderInput
@@ -110,6 +112,7 @@ class Simulator:
         self._vocab_size = vocab_size
         self._tokenizer = tokenizer
         self._spec, self._config = spec, config
+        self._max_nodes = MAX_TREE_NODES if spec.drafts_trees or spec.cape else 0
         self.stats = SpecStats()
         self.drafter: Drafter | None = None
         self.device = plan.models[0].device if plan.models else resolve_device(config)
@@ -127,7 +130,7 @@ class Simulator:
         """
         requests = [self._request(number, output) for number, output in enumerate(outputs, 1)]
         size, batch = self._config.block_size, self._config.max_batch_size
-        longest = max(request.max_len for request in requests)
+        longest = max(request.max_len for request in requests) + self._max_nodes
         num_blocks = batch * blocks_needed(longest, size)
         if self._plan.models:
             num_blocks = cache_blocks(self._config, self._plan.models, longest)
@@ -198,21 +201,43 @@ def _skip_prefill(requests: list[EngineRequest], most: int) -> int:
 
 def _compare(batch: Batch, proposal: Proposal, **rule: object) -> list[Verdict]:
     """The verdicts of a target that writes what is stored."""
-    if proposal.parents is not None:
-        raise ValueError("drafter: token trees cannot be simulated")
-    verdicts = []
-    columns = batch.requests, proposal.token_ids.tolist(), batch.num_draft_tokens
-    for request, row, limit in zip(*columns, strict=True):
-        request = cast(_StoredRequest, request)
-        drafts = list(takewhile(lambda token_id: token_id >= 0, row[:limit]))
+    verdicts, parents = [], proposal.parents
+    trees = [None] * len(batch.requests) if parents is None else parents.tolist()
+    rows = zip(proposal.token_ids.tolist(), trees, strict=True)
+    for place, (request, (row, tree)) in enumerate(zip(batch.requests, rows, strict=True)):
+        request, limit = cast(_StoredRequest, request), batch.num_draft_tokens[place]
         following = request.text[len(request.token_ids) :][: limit + 1]
-        accepted = first_mismatch(drafts, following)
+        if tree is None:
+            drafts = list(takewhile(lambda token_id: token_id >= 0, row[:limit]))
+            accepted = first_mismatch(drafts, following)
+            emitted = following[: accepted + 1]
+            verdict = Verdict(len(drafts), accepted, emitted, None, "target")
+        else:
+            verdict = _follow(request, row, tree, batch.max_nodes[place], following)
+        accepted = verdict.accepted_len
         is_cut = accepted == len(following)
-        counts = [accepted] * 3 if is_cut else (limit, len(drafts), accepted)
+        counts = [accepted] * 3 if is_cut else (limit, verdict.num_draft_tokens, accepted)
         request.steps.append(Step(*counts))
-        emitted = following[: accepted + 1]
-        verdicts.append(Verdict(len(drafts), accepted, emitted, None, "target"))
+        verdicts.append(verdict)
     return verdicts
+
+
+def _follow(
+    request: EngineRequest, row: list[int], tree: list[int], most: int, following: list[int]
+) -> Verdict:
+    """The verdict on a tree of at most so many nodes, as far as it knows what follows."""
+    token_ids = [request.token_ids[-1], *row]
+    parents = [-1, *(p if token >= 0 else -1 for p, token in zip(tree, row, strict=True))]
+    path = [0]
+    for token in following:
+        nodes = range(path[-1] + 1, min(most, len(row)) + 1)
+        found = (n for n in nodes if parents[n] == path[-1] and token_ids[n] == token)
+        if (node := next(found, None)) is None:
+            break
+        path.append(node)
+    emitted = following[: len(path)]
+    judged = [len(path) - 1], path[1:], emitted, token_ids, parents
+    return tree_verdict(judged, min(most, len(row)) + 1)
 
 
 def first_mismatch(draft_token_ids: list[int], stored_token_ids: list[int]) -> int:

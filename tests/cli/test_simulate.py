@@ -34,6 +34,14 @@ def test_a_stored_run_is_reproduced(invoke, pair, stored):
     assert simulated(invoke, file, *pair, "-k", "1")["num_reproduced"] == 0
 
 
+def test_trees(invoke, pair, tmp_path):
+    file, tree = tmp_path / "run.jsonl", ["--method", "tree", "-k", "3", "--tree-nodes", "7"]
+    live = [*tree, "--save-outputs", file]
+    assert invoke("generate", *pair, *PROMPTS, *GREEDY, *live).exit_code == 0
+    report = simulated(invoke, file, *pair, *tree)
+    assert report["num_reproduced"] == report["num_known"] == 2
+
+
 @pytest.mark.parametrize("method", ["prompt_lookup", "mag"])
 def test_a_sampled_run_is_reproduced(invoke, pair, tmp_path, method):
     file = tmp_path / "run.jsonl"
@@ -187,7 +195,7 @@ def test_bad_files_write_nothing(invoke, pair, tmp_path, content, code, named):
                 *("simulate", "a.jsonl", "--method", "cascade"),
                 *("--draft-seconds", "1", "--verify-seconds", "1"),
             ],
-            "--draft-seconds: the draft tokens of a cascade",
+            "--draft-seconds: not for cascades and trees",
         ),
         (["generate", "--prompt", "a", "--save-outputs", "a.txt"], ".jsonl"),
         (

@@ -33,15 +33,24 @@ def stored_run(engine, params, path):
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("method", ["draft_model", "greedy drafts", "prompt_lookup", "mag"])
-def test_a_stored_run_is_reproduced(model, drafter, tmp_path, params, method):
-    spec = SpecConfig(
-        "draft_model" if method == "greedy drafts" else method,
-        num_speculative_tokens=4,
-        draft_sample_method="greedy" if method == "greedy drafts" else None,
-        prompt_lookup_min=1 if method == "prompt_lookup" else None,
-    )
-    given = None if method in ("prompt_lookup", "mag") else drafter
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"method": "draft_model"},
+        {"method": "draft_model", "draft_sample_method": "greedy"},
+        {"method": "draft_model", "draft_sample_method": "greedy", "cape": True},
+        {"method": "tree"},
+        {"method": "tree", "tree_paths": [[0], [1], [0, 0], [0, 1], [0, 0, 0]]},
+        {"method": "prompt_lookup", "prompt_lookup_min": 1},
+        {"method": "suffix"},
+        {"method": "suffix", "tree_nodes": 9},
+        {"method": "mag"},
+    ],
+    ids=str,
+)
+def test_a_stored_run_is_reproduced(model, drafter, tmp_path, params, options):
+    spec = SpecConfig(**options, num_speculative_tokens=4)
+    given = drafter if spec.method in ("draft_model", "tree") else None
     engine = Engine(model, given, spec=spec, config=EngineConfig(max_batch_size=3))
     lives, outputs = stored_run(engine, params, tmp_path / "run.jsonl")
     assert engine.stats.num_accepted_tokens > 0
