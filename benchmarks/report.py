@@ -107,6 +107,7 @@ def chain_runs(records: list[dict]) -> list[dict]:
         for record in records
         if record["op"] == "end_to_end"
         and record.get("method", "draft_model") == "draft_model"
+        and "hf_assisted" in record["results"][0]["tokens_per_s"]
         and record["target"]["name"] != "smollm2"
     ]
 
@@ -126,11 +127,15 @@ def smollm2(runs: list[dict]) -> str:
     for run in runs:
         for row in run["results"]:
             speeds, ratios = row["tokens_per_s"], row["ratios"]
-            assisted = max(speeds["hf_assisted"], speeds["hf_assisted_default"])
-            shown = (speeds["plain"], speeds["speculative"], speeds["hf_generate"], assisted)
+            peers = [
+                speeds[name] for name in ("hf_assisted", "hf_assisted_default") if name in speeds
+            ]
+            shown = speeds["plain"], speeds["speculative"], speeds.get("hf_generate")
+            shown = (*shown, max(peers, default=None))
             cells = [f"{method_name(run)}, K={run['num_speculative_tokens']}", run["dtype"]]
-            cells += [f"{row['temperature']:g}", *(f"{speed:.1f}" for speed in shown)]
-            cells += [f"{ratios[name]:.2f}x" for name in RATIOS]
+            cells += [f"{row['temperature']:g}"]
+            cells += ["-" if speed is None else f"{speed:.1f}" for speed in shown]
+            cells += [f"{ratios[name]:.2f}x" if name in ratios else "-" for name in RATIOS]
             cells.append(f"{row['mean_acceptance_length']:.2f}")
             lines.append(table_row(*cells, f"{row['efficiency']:.2f}"))
     notes = [
@@ -229,7 +234,9 @@ def method_name(record: dict) -> str:
     """`--method` and the like, as it was given."""
     cape = " `--cape`" if record["cape"] else ""
     bins = f" `--cape-bins {json.dumps(b)}`" if (b := record.get("cape_bins")) else ""
-    return f"`{record['method']}`{cape}{bins}"
+    nodes, is_tree = record.get("tree_nodes"), record["method"] == "tree"
+    tree = f" `--tree-nodes {nodes}`" if nodes and not is_tree else ""
+    return f"`{record['method']}`{cape}{bins}{tree}"
 
 
 def speed_up(row: dict) -> str:

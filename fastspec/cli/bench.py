@@ -63,6 +63,9 @@ def bench(
         ),
     ] = None,
     temperatures: Annotated[str, typer.Option(help="Comma-separated list; 0 is greedy.")] = "0,1",
+    peers: Annotated[
+        bool, typer.Option("--peers/--no-peers", help="Time Hugging Face's decoding as well.")
+    ] = True,
     repeats: Annotated[
         int, typer.Option(min=1, help="Timed rounds over all prompts; the median counts.")
     ] = 3,
@@ -142,7 +145,7 @@ def bench(
             given = engine_config, tokenizer, target_model, load
             draft_model = load_draft("draft", draft, *given, keeps_ids=is_glide)
     measured = timing.Methods(
-        target_model, draft_model, spec, max_tokens, engine_config, parts, costs
+        target_model, draft_model, spec, max_tokens, engine_config, parts, costs, peers
     )
     with usage_errors():
         prompts = [loading.prompt_ids(tokenizer, text, chat) for text in texts]

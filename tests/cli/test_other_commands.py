@@ -7,6 +7,7 @@ import pytest
 import typer
 
 import fastspec
+from benchmarks.report import smollm2
 from fastspec.cli import app, running
 from fastspec.tools.bench import Methods
 
@@ -129,6 +130,16 @@ def test_bench_refuses_a_prompt_that_is_too_long(invoke, bundled, tmp_path):
     result = invoke(*BENCH, "--prompts-file", file)
     assert result.exit_code == 1
     assert "the 251 tokens of prompt 1, 1 more than the models take" in result.stderr
+
+
+def test_bench_without_peers(invoke, bundled, tmp_path):
+    out = tmp_path / "results.jsonl"
+    result = invoke(*BENCH, "--method", "suffix", "--no-peers", "--out", out)
+    assert result.exit_code == 0, result.stderr
+    record = json.loads(out.read_text(encoding="utf-8"))
+    assert {*record["results"][0]["tokens_per_s"]} == {"plain", "speculative"}
+    assert [*record["results"][0]["ratios"]] == ["speculative / plain"]
+    assert "| - | - |" in smollm2([record])
 
 
 @pytest.mark.parametrize("method", ["prompt_lookup", "mag"])

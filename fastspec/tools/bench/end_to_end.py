@@ -161,6 +161,7 @@ def _measure_at(
     ratios = {
         label: round(speeds[method] / max(speeds[name] for name in others), 3)
         for label, (method, others) in pairs.items()
+        if {*others} <= {*speeds}
     }
     draft_cost, judge_cost = step_costs(plain, ours)
     predicted, rate = predicted_speed_up(plain, ours), ours.acceptance_rate

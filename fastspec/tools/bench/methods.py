@@ -29,7 +29,8 @@ class Methods:
     ours proposes by spec.method, and theirs by its prompt lookup; so does theirs with a
     GLIDE or EAGLE-3 draft, which it cannot run. The parts of a cascade run by themselves, too, and
     so does the draft model ("draft"), where it takes texts as long as the target's and needs no
-    target: its speed is what drafting can gain at most.
+    target: its speed is what drafting can gain at most. Without `peers` Hugging Face's are left
+    out.
 
     Attributes:
         costs: of one pass of the target and of the draft model, 0 without one, for the SWI.
@@ -45,7 +46,9 @@ class Methods:
         config: EngineConfig,
         parts: Mapping[str, SpecConfig],
         costs: tuple[float, float] | None = None,
+        peers: bool = True,
     ):
+        self._peers = peers
         self._engine = Engine(target, draft, spec=spec, config=config)
         needs_target = isinstance(draft, (GlideLlamaForCausalLM, Eagle3Draft))
         self._draft = None if needs_target else draft
@@ -73,12 +76,15 @@ class Methods:
 
     def by_name(self) -> dict[str, Decode]:
         """All methods."""
-        return {
-            "plain": self._plain,
-            "speculative": self._speculative,
+        peers: dict[str, Decode] = {
             "hf_generate": self._hf_generate,
             "hf_assisted": self._hf_assisted,
             "hf_assisted_default": self._hf_assisted_default,
+        }
+        return {
+            "plain": self._plain,
+            "speculative": self._speculative,
+            **(peers if self._peers else {}),
             **{name: partial(self._ours, engine) for name, engine in self._engines.items()},
         }
 
