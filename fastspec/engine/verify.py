@@ -14,8 +14,8 @@ from fastspec.drafters.logit_rules import Rows, apply_rules, without_forbidden
 from fastspec.engine.coupled import judge_coupled
 from fastspec.engine.outputs import Verdict
 from fastspec.engine.request import EngineRequest
-from fastspec.models.runner import ModelRunner, Span
-from fastspec.models.token_tree import packed
+from fastspec.models.layout import Span, packed
+from fastspec.models.runner import ModelRunner
 from fastspec.models.transfer import device_tensor
 from fastspec_kernels import row_stats, uniform, verify_chain, verify_tree
 

@@ -15,6 +15,7 @@ from typing import cast
 from transformers import PreTrainedTokenizerBase
 
 from fastspec.config import EngineConfig, SpecConfig
+from fastspec.config.checks import require
 from fastspec.drafters import Proposal
 from fastspec.drafters.base import Batch, Drafter
 from fastspec.drafters.context import DrafterContext, DrafterSource, ModelSource
@@ -28,8 +29,8 @@ from fastspec.engine.scheduler import Scheduler
 from fastspec.engine.speculation import Speculation
 from fastspec.engine.stats import SpecStats
 from fastspec.models.cache_size import cache_blocks
+from fastspec.models.layout import EncoderInput
 from fastspec.models.loading import resolve_device
-from fastspec.models.paged_model import EncoderInput
 from fastspec.tools.stored_outputs import StoredOutput
 
 
@@ -89,16 +90,10 @@ class Simulator:
         config: EngineConfig = EngineConfig(),  # noqa: B008 (frozen)
         decoder_start_id: int | None = None,
     ):
-        if spec.rejection_sample_method != "standard":
-            raise ValueError(
-                "rejection_sample_method: only 'standard' can be simulated, got"
-                f" {spec.rejection_sample_method!r}"
-            )
-        if spec.relaxed_acceptance != 1:
-            raise ValueError(
-                "relaxed_acceptance: only exact verification can be simulated, got"
-                f" {spec.relaxed_acceptance}"
-            )
+        rule, factor = spec.rejection_sample_method, spec.relaxed_acceptance
+        expected = "'standard', which alone can be simulated"
+        require("rejection_sample_method", rule, rule == "standard", expected)
+        require("relaxed_acceptance", factor, factor == 1, "1: only exactness can be simulated")
         plan = plan_drafter(DrafterContext(spec, config, tokenizer, vocab_size, target, drafter))
         if plan is None:
             raise ValueError("drafter: there is none to simulate")
