@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from fastspec.tools.bench.environment import describe_environment
+from fastspec.tools.bench import describe_environment
 
 RESULTS = Path(__file__).parent / "results"
 MIN_ROUNDS = 20

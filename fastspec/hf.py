@@ -38,34 +38,22 @@ from transformers.generation.utils import (
 )
 
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
-from fastspec.config.checks import refuse
+from fastspec.config.checks import refuse, require
 from fastspec.drafters.context import DrafterSource
 from fastspec.engine.engine import Engine
+from fastspec.engine.generation_config import is_off
 from fastspec.engine.prompts import as_prompt_list
 
 _HEURISTIC = ("heuristic", "heuristic_transient")  # one call: nothing is kept for another
 # Fields of a GenerationConfig that change what is decoded, or what comes back, beyond what the
-# engine does; and fields of drafting, with the defaults that transformers fills in.
-_REFUSED = {
-    "num_beams": (None, 1),
-    "num_beam_groups": (None, 1),
-    "constraints": (None,),
-    "force_words_ids": (None,),
-    "penalty_alpha": (None, 0),
-    "dola_layers": (None,),
-    "guidance_scale": (None, 1),
-    "output_scores": (None, False),
-    "output_logits": (None, False),
-    "output_attentions": (None, False),
-    "output_hidden_states": (None, False),
-    "cache_implementation": (None, "dynamic"),
-    "is_assistant": (None, False),
-    "use_mtp": (None, False),
-    "speculation_type": (None,),
-    "assistant_ensemble_weight": (None,),
-    "assistant_confidence_threshold": (None, 0, 0.4),
-    "num_assistant_tokens_schedule": (None, "constant", *_HEURISTIC),
-}
+# engine does; and fields of drafting.
+_REFUSED = (
+    *("num_beams", "num_beam_groups", "constraints", "force_words_ids", "penalty_alpha"),
+    *("dola_layers", "guidance_scale", "output_scores", "output_logits", "output_attentions"),
+    *("output_hidden_states", "cache_implementation", "is_assistant", "use_mtp"),
+    *("speculation_type", "assistant_ensemble_weight"),
+    "assistant_confidence_threshold",
+)
 _DEFAULT_ASSISTANT_TOKENS = 20
 _DEFAULT_NGRAM_SIZE = 2
 # What `generate` prepares for a forward pass, and the engine does itself.
@@ -370,7 +358,10 @@ def _asked_spec(config: GenerationConfig) -> SpecConfig | None:
     asked: dict[str, Any] = {}
     if count not in (None, _DEFAULT_ASSISTANT_TOKENS):
         asked["num_speculative_tokens"] = count
-    if config.num_assistant_tokens_schedule in _HEURISTIC:
+    schedule, known = config.num_assistant_tokens_schedule, ("constant", *_HEURISTIC)
+    fits = schedule is None or schedule in known
+    require("num_assistant_tokens_schedule", schedule, fits, f"one of {known}")
+    if schedule in _HEURISTIC:
         asked["schedule"] = "heuristic"
     if exit_layer is not None:
         asked |= {"method": "early_exit", "exit_layer": exit_layer}
@@ -379,8 +370,8 @@ def _asked_spec(config: GenerationConfig) -> SpecConfig | None:
 
 def _refuse(config: GenerationConfig, model_kwargs: Mapping[str, Any]) -> None:
     """Refuse by name what would go unheard."""
-    for name, values in _REFUSED.items():
-        if (value := getattr(config, name, None)) not in values:
+    for name in _REFUSED:
+        if not is_off(name, value := getattr(config, name, None)):
             raise ValueError(f"{name}: {value!r} is not supported")
     for name, value in model_kwargs.items():
         if value is not None and name not in _PREPARED:

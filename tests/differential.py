@@ -17,23 +17,15 @@ from tqdm import tqdm
 from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
+from fastspec.config.methods import methods
 
 from .engine.glide_models import often_right
 from .models import EOS_ID, byte_tokenizer, perturbed, random_model
 
 NUM_BLOCKS = 24  # of 16 tokens: room for some four of sixteen requests
 TOLERANCE = 1e-4
-METHODS = (
-    "draft_model",
-    "prompt_lookup",
-    "mag",
-    "ngram",
-    "suffix",
-    "tree",
-    "cape",
-    "glide",
-    "cascade",
-)
+_LEFT_OUT = ("auto", "none", "eagle3")  # EAGLE-3 needs a target of more layers
+METHODS = ("cape", *(name for name in methods() if name not in _LEFT_OUT))
 
 
 @dataclass
@@ -198,6 +190,8 @@ def spec_of(method: str) -> SpecConfig:
             return SpecConfig(method, k_matrix=[[2, 2], [0, 3]], rejection_sample_method="coupled")
         case "prompt_lookup":
             return SpecConfig(method, prompt_lookup_max=2, **options)
+        case "early_exit":
+            return SpecConfig(method, exit_layer=1, **options)
         case _:
             return SpecConfig(method, **options)
 

@@ -27,7 +27,6 @@ from fastspec.cli.prompts import bundled_prompts
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 
 if TYPE_CHECKING:
-    from fastspec.cli.running import Transcript
     from fastspec.engine.engine import Engine
     from fastspec.engine.outputs import RequestOutput
 
@@ -46,11 +45,12 @@ _FONT_FACE = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
 
 @dataclass(frozen=True)
 class Comparison:
-    """One prompt decoded both ways: the texts, and the median seconds of each."""
+    """One prompt decoded both ways: outputs, texts in pieces, and the median seconds of each."""
 
     prompt: str
-    plain: "Transcript"
-    speculative: "Transcript"
+    plain: "RequestOutput"
+    speculative: "RequestOutput"
+    texts: list[Text]
     plain_seconds: float
     speculative_seconds: float
 
@@ -113,26 +113,26 @@ def demo(
 def _compare(
     engine: "Engine", prompt: str, prompt_ids: list[int], params: SamplingParams
 ) -> Comparison:
-    from fastspec.cli.running import run_one
+    from fastspec.cli.printers import Transcript
 
-    seconds = {False: [], True: []}
-    transcripts = {}
+    seconds: tuple[list[float], list[float]] = ([], [])
+    ways = engine.disable_spec_dec, engine.enable_spec_dec
+    outputs, texts = [], []
     for _ in range(_ROUNDS):
-        for speculative in (False, True):
-            if speculative:
-                engine.enable_spec_dec()
-            else:
-                engine.disable_spec_dec()
-            start = time.perf_counter()
-            transcripts[speculative] = run_one(engine, prompt, prompt_ids, params)
-            seconds[speculative].append(time.perf_counter() - start)
-    return Comparison(
-        prompt,
-        transcripts[False],
-        transcripts[True],
-        statistics.median(seconds[False]),
-        statistics.median(seconds[True]),
-    )
+        outputs, texts = [], []
+        for turn, times in zip(ways, seconds, strict=True):
+            turn()
+            transcript, start = Transcript(0, prompt), time.perf_counter()
+            for event in engine.stream(prompt_ids, params):
+                transcript.add(event)
+            times.append(time.perf_counter() - start)
+            output = transcript.output
+            if output is None or output.error is not None:
+                raise ValueError(output.error if output else "a run has no output")
+            outputs.append(output)
+            texts.append(coloured(transcript.pieces))
+    plain_seconds, speculative_seconds = map(statistics.median, seconds)
+    return Comparison(prompt, outputs[0], outputs[1], texts, plain_seconds, speculative_seconds)
 
 
 def _show(console: Console, comparisons: list[Comparison], spec: SpecConfig) -> None:
@@ -153,7 +153,7 @@ def _show(console: Console, comparisons: list[Comparison], spec: SpecConfig) -> 
         console.print(Text(comparison.prompt, style="dim"))
         console.print(_side_by_side(comparison))
     console.print(Rule(style="dim"))
-    sources = [s for c in comparisons for s in _output(c.speculative).sources]
+    sources = [s for c in comparisons for s in c.speculative.sources]
     console.print(Group(legend(sources), Text()))
     console.print(_speeds(comparisons))
 
@@ -162,7 +162,7 @@ def _side_by_side(comparison: Comparison) -> Table:
     table = Table(expand=True, show_edge=False, pad_edge=False)
     for name in ("plain", "speculative"):
         table.add_column(name, ratio=1, overflow="fold")
-    table.add_row(coloured(comparison.plain.pieces), coloured(comparison.speculative.pieces))
+    table.add_row(*comparison.texts)
     return table
 
 
@@ -185,15 +185,15 @@ def _speeds(comparisons: list[Comparison]) -> Table:
 def _speed_cells(comparisons: list[Comparison]) -> list[str]:
     from fastspec.engine.stats import SpecStats
 
-    plain = [_output(c.plain) for c in comparisons]
-    speculative = [_output(c.speculative) for c in comparisons]
-    plain_speed = _num_tokens(plain) / sum(c.plain_seconds for c in comparisons)
-    speculative_speed = _num_tokens(speculative) / sum(c.speculative_seconds for c in comparisons)
+    num_plain = sum(len(c.plain.token_ids) for c in comparisons)
+    plain_speed = num_plain / sum(c.plain_seconds for c in comparisons)
     stats = SpecStats()
-    for output in speculative:
-        stats.add(output.stats)
+    for comparison in comparisons:
+        stats.add(comparison.speculative.stats)
+    num_tokens = stats.num_output_tokens
+    speculative_speed = num_tokens / sum(c.speculative_seconds for c in comparisons)
     return [
-        str(_num_tokens(speculative)),
+        str(num_tokens),
         number(plain_speed, 1),
         number(speculative_speed, 1),
         f"{speculative_speed / plain_speed:.2f}x",
@@ -211,7 +211,7 @@ def _conclude(console: Console, comparisons: list[Comparison], temperature: floa
         )
         return True
     for index, comparison in enumerate(comparisons):
-        plain, speculative = _output(comparison.plain), _output(comparison.speculative)
+        plain, speculative = comparison.plain, comparison.speculative
         if plain.token_ids != speculative.token_ids:
             pairs = enumerate(zip(plain.token_ids, speculative.token_ids, strict=False))
             place = next((n for n, (one, other) in pairs if one != other), "the shorter one's end")
@@ -219,19 +219,8 @@ def _conclude(console: Console, comparisons: list[Comparison], temperature: floa
                 f"The outputs of prompt {index + 1} DIFFER at token {place}.", style="red"
             )
             return False
-    num_tokens = _num_tokens([_output(comparison.plain) for comparison in comparisons])
+    num_tokens = sum(len(comparison.plain.token_ids) for comparison in comparisons)
     console.print(
         f"Both outputs are identical: {num_tokens} token ids compared.", style="bold green"
     )
     return True
-
-
-def _output(transcript: "Transcript") -> "RequestOutput":
-    output = transcript.output
-    if output is None or output.error is not None:
-        raise ValueError(output.error if output else "a run has no output")
-    return output
-
-
-def _num_tokens(outputs: "list[RequestOutput]") -> int:
-    return sum(len(output.token_ids) for output in outputs)

@@ -31,7 +31,7 @@ def describe() -> dict:
     import transformers
 
     from fastspec.models.named import BUNDLED, FETCHED, cache_folder
-    from fastspec.tools.bench.environment import cpu_model
+    from fastspec.tools.bench import cpu_model
     from fastspec_kernels import available_backends, cpu_instruction_set, unavailable_backends
 
     devices = [f"cpu ({cpu_model()})"]

@@ -1,20 +1,64 @@
-"""How `fastspec generate` prints what it made."""
+"""Requests run event by event, and how `fastspec generate` prints them."""
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group
+from rich.text import Text
+from rich.tree import Tree
 
 from fastspec.cli.display import SourceWriter, legend, progress_bar
 from fastspec.cli.errors import report
-from fastspec.cli.running import Transcript, run_prompts
-from fastspec.cli.trees import tree_pictures
 from fastspec.config import SamplingParams
 from fastspec.engine.engine import Engine
-from fastspec.engine.outputs import RequestOutput
+from fastspec.engine.outputs import RequestOutput, StreamEvent, Verdict
 from fastspec.engine.prompts import Prompt
+
+
+@dataclass
+class Transcript:
+    """The text of one request in pieces, each with who wrote it, and the trees of its steps."""
+
+    index: int
+    prompt: str
+    pieces: list[tuple[str, str]] = field(default_factory=list)
+    trees: list[Verdict] = field(default_factory=list)
+    output: RequestOutput | None = None
+
+    def add(self, event: StreamEvent) -> None:
+        """Append an event; the end of a text counts as written by the writer of its last token."""
+        if event.text:
+            last = self.pieces[-1][1] if self.pieces else "target"
+            self.pieces.append((event.text, event.source or last))
+        if event.tree is not None:
+            self.trees.append(event.tree)
+        if event.output is not None:
+            self.output = event.output
+
+
+def run_prompts(
+    engine: Engine, prompts: Sequence[Prompt], params: SamplingParams
+) -> Iterator[tuple[int, StreamEvent]]:
+    """Run prompts batched, yielding each event with the index of its prompt.
+
+    A prompt that the engine refuses ends at once with finish_reason "error"; the others run.
+    """
+    index_of = {}
+    for index, prompt in enumerate(prompts):
+        request_id = f"prompt-{index + 1}"
+        try:
+            engine.add_request(prompt, params, request_id)
+        except ValueError as error:
+            refused = RequestOutput(request_id, finish_reason="error", error=str(error))
+            yield index, StreamEvent(request_id, "", output=refused)
+        else:
+            index_of[request_id] = index
+    while engine.has_unfinished:
+        for event in engine.step():
+            yield index_of[event.request_id], event
 
 
 class JsonPrinter:
@@ -82,7 +126,7 @@ class TextPrinter:
         if self._sources is not None:
             self._console.print(legend(output.sources))
         if self._show_token is not None:
-            self._console.print(tree_pictures(transcript.trees, self._show_token))
+            self._console.print(_tree_pictures(transcript.trees, self._show_token))
 
     def _write(self, piece: str, source: str) -> None:
         if self._sources is not None:
@@ -121,3 +165,24 @@ def run_and_print(
                 report(f"prompt {index + 1}: {event.output.error}")
             bar.start()
     return [transcript.output for transcript in transcripts if transcript.output is not None]
+
+
+def _tree_pictures(trees: Iterable[Verdict], show_token: Callable[[int], str]) -> Group:
+    """One picture for each step: accepted tokens bold after +, rejected ones dimmed after -.
+
+    The root is the last token committed before the step.
+    """
+    return Group(*(_picture(number, tree, show_token) for number, tree in enumerate(trees, 1)))
+
+
+def _picture(number: int, tree: Verdict, show_token: Callable[[int], str]) -> Tree:
+    num_nodes = sum(parent >= 0 for parent in tree.parents)
+    title = f"step {number}: {len(tree.path)} accepted of {num_nodes} nodes, after "
+    picture = Tree(Text.assemble(title, (show_token(tree.token_ids[0]), "bold")))
+    branches = {0: picture}
+    for node, (token_id, parent) in enumerate(zip(tree.token_ids, tree.parents, strict=True)):
+        if parent in branches:
+            mark, style = ("+", "bold green") if node in tree.path else ("-", "dim")
+            label = Text(f"{mark} {show_token(token_id)}", style=style)
+            branches[node] = branches[parent].add(label, guide_style=style)
+    return picture

@@ -1,7 +1,6 @@
 """Prompts from options, files, stdin and the bundled held-out set."""
 
 import sys
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +8,8 @@ import typer
 
 from fastspec.cli.errors import usage_errors
 from fastspec.config.files import first_json_line, parse_json_lines, read_text
+from fastspec.models.named import ASSETS
 from fastspec.tools.prompt_sets import load_prompts
-
-ASSETS = Path(str(files("fastspec"))) / "assets"
 
 
 def collect_prompts(texts: list[str], file: Path | None) -> list[str]:

@@ -30,6 +30,11 @@ def require(name: str, value: Any, holds: bool, expected: str) -> None:
         raise ValueError(f"{name}: expected {expected}, got {value!r}")
 
 
+def require_int(name: str, value: Any, least: int) -> None:
+    """Raise ValueError with the field's name unless it is an int, and large enough."""
+    require(name, value, is_int(value) and value >= least, f"an int >= {least}")
+
+
 def refuse(name: str, value: Any, why: str) -> None:
     """Raise ValueError for a field that has no meaning here, unless it was not given."""
     if value is not None:

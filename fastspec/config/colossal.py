@@ -4,7 +4,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from fastspec.config.checks import is_int, require
+from fastspec.config.checks import require, require_int
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ def fields_of_colossal(fields: Mapping[str, Any], known: list[str]) -> dict[str,
     if not fields.keys().isdisjoint(_LENGTHS):
         lengths: dict[str, Any] = {name: fields.get(name) for name in _LENGTHS}
         for name, value in lengths.items():
-            require(name, value, is_int(value) and value >= 1, "an int >= 1")
+            require_int(name, value, 1)
         kept["max_model_len"] = sum(lengths.values())
     for name, (kind, why) in _WITHOUT_EFFECT.items():
         if name in fields:

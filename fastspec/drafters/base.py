@@ -14,8 +14,7 @@ from torch import Tensor
 from fastspec.config import SamplingParams
 from fastspec.config.checks import is_int
 from fastspec.drafters.logit_rules import LogitRules
-from fastspec.models.paged_model import EncoderInput, Span
-from fastspec.models.recurrent import StateKey
+from fastspec.models.layout import EncoderInput, Span, StateKey
 from fastspec.models.transfer import device_tensor
 from fastspec_kernels import uniform
 

@@ -1,7 +1,7 @@
 """A smaller model as drafter: K decoding steps over its own paged cache, without host syncs."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, takewhile
 from typing import cast
 
@@ -17,9 +17,11 @@ from fastspec.drafters.base import (
     Request,
     SamplingTensors,
 )
-from fastspec.drafters.context import DrafterContext, DrafterPlan
+from fastspec.drafters.context import DrafterContext, DrafterPlan, Loader
 from fastspec.drafters.logit_rules import Rows, apply_rules, without_forbidden
-from fastspec.models.runner import ModelRunner, Span
+from fastspec.models.layout import KVCache, Span
+from fastspec.models.paged_model import PagedModel
+from fastspec.models.runner import ModelRunner
 from fastspec.models.transfer import device_tensor
 from fastspec_kernels import row_stats, sample, sample_coupled
 
@@ -277,6 +279,66 @@ def of_rows(sampling: SamplingTensors, rows: Tensor) -> SamplingTensors:
     values = cast(dict[str, Tensor | None], sampling)
     taken = {name: None if value is None else value[rows] for name, value in values.items()}
     return cast(SamplingTensors, taken)
+
+
+class TargetReader(DraftModelDrafter):
+    """Drafts with a model whose passes read pages of the target beside its own.
+
+    Args:
+        model: the draft model, for our pages.
+        target: the runner whose pages are read.
+        block_manager: of the blocks that both share.
+        chunk_size: tokens of one pass while a prompt is read.
+        probabilistic: sample drafts, or take the best.
+        confidence_threshold: see `DraftModelDrafter`.
+    Raises:
+        ValueError: the draft was made for another target.
+    """
+
+    kind: str  # of its method and of its models, for errors
+    reads: str  # of the target
+    model_class: type
+    runner_class: Callable[..., ModelRunner]
+
+    def __init__(
+        self,
+        model: PagedModel,
+        target: ModelRunner,
+        block_manager: Blocks,
+        chunk_size: int,
+        probabilistic: bool,
+        confidence_threshold: float | None = None,
+    ):
+        sizes = block_manager.num_blocks, block_manager.block_size, chunk_size
+        runner = self.runner_class(model, self.pages(model, target, block_manager), *sizes)
+        options = probabilistic, confidence_threshold
+        super().__init__(runner, block_manager, target.vocab_size, *options)
+
+    @staticmethod
+    def pages(model: PagedModel, target: ModelRunner, blocks: Blocks) -> list[KVCache]:
+        """What its passes read of the target, which keeps it from now on."""
+        raise NotImplementedError
+
+    @classmethod
+    def plan(cls, context: DrafterContext, load: Loader) -> "Drafter | DrafterPlan":
+        """Its method, over a model that `load` reads; of drafters, only one of its own is taken."""
+        given = context.drafter
+        if isinstance(given, cls):
+            return given
+        if isinstance(given, Drafter):
+            raise ValueError(f"drafter: {cls.kind} needs a {cls.kind} model, got {given.name!r}")
+        model = context.load(given, load)
+        if not isinstance(model.model, cls.model_class):
+            raise ValueError(f"drafter: {cls.kind} needs a {cls.kind} model, got {model.name}")
+        chunk_size, spec = context.config.prefill_chunk_size, context.spec
+        options = chunk_size, spec.draws_drafts, spec.confidence_threshold
+
+        def drafter(target: ModelRunner | None, block_manager: Blocks) -> Drafter:
+            if target is None:
+                raise ValueError(f"drafter: {cls.kind} reads {cls.reads}, and there is no target")
+            return cls(model, target, block_manager, *options)
+
+        return DrafterPlan([model], drafter)
 
 
 def build(context: DrafterContext) -> Drafter | DrafterPlan:

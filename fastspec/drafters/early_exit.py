@@ -9,7 +9,8 @@ from fastspec.drafters.base import Batch, Blocks, Drafter, Request
 from fastspec.drafters.context import DrafterContext, DrafterPlan
 from fastspec.drafters.draft_model import DraftModelDrafter
 from fastspec.models.encoder_decoder import paged_model_of
-from fastspec.models.runner import ModelRunner, Span
+from fastspec.models.layout import Span
+from fastspec.models.runner import ModelRunner
 from fastspec.models.twin import first_layers
 
 

@@ -5,7 +5,7 @@ from collections import OrderedDict
 from fastspec.engine.prefix_index import Match, PrefixIndex
 from fastspec.engine.request import EngineRequest
 from fastspec.models.cache_size import blocks_needed
-from fastspec.models.recurrent import StateKey
+from fastspec.models.layout import StateKey
 
 
 class BlockManager:

@@ -16,17 +16,16 @@ from fastspec.config.checks import require
 from fastspec.drafters.base import CorpusReader, Drafter
 from fastspec.drafters.context import DrafterContext, DrafterSource
 from fastspec.drafters.draft_model import DraftModelDrafter
-from fastspec.drafters.registry import plan_drafter, plan_given
+from fastspec.drafters.registry import plan_drafter
 from fastspec.engine.block_manager import BlockManager
 from fastspec.engine.generation_config import params_of
 from fastspec.engine.loop import Loop
 from fastspec.engine.outputs import RequestOutput, StreamEvent
-from fastspec.engine.pacing import Pacer
 from fastspec.engine.prompts import Message, Prompt, as_conversations, as_prompt_list
 from fastspec.engine.request import EngineRequest
 from fastspec.engine.request_factory import RequestFactory, as_params_list
 from fastspec.engine.scheduler import Scheduler
-from fastspec.engine.speculation import Speculation
+from fastspec.engine.speculation import Speculations
 from fastspec.engine.stats import SpecStats
 from fastspec.engine.turn import Turn
 from fastspec.engine.verify import prefill, verify
@@ -101,10 +100,8 @@ class Engine:
             target_model.agreed,
         )
         vocab_size = target_model.vocab_size
-        self._drafting = DrafterContext(
-            spec, config, tokenizer, vocab_size, target, target_model=model
-        )
-        plan = plan_drafter(replace(self._drafting, drafter=drafter))
+        drafting = DrafterContext(spec, config, tokenizer, vocab_size, target, target_model=model)
+        plan = plan_drafter(replace(drafting, drafter=drafter))
         models = [target_model, *(plan.models if plan else ())]
         check_same_kind(target_model, models)
         num_blocks = cache_blocks(config, models, self.max_model_len)
@@ -112,16 +109,12 @@ class Engine:
         self._runner = ModelRunner(target_model, *sizes, config.cuda_graphs)
         block_manager = BlockManager(num_blocks, config.block_size, config.prefix_caching)
         self._scheduler = Scheduler(block_manager, config.max_batch_size)
-        self._speculation = self._new_speculation(spec)
-        speculations = {None: self._speculation, "none": self._new_speculation(SpecConfig("none"))}
+        self._drafters = Speculations(drafting, self._runner, block_manager, self._factory)
+        self._speculation = self._drafters.add(None, spec, plan)
+        self._drafters.add("none", SpecConfig("none"), None)
         sides = partial(prefill, self._runner), partial(verify, self._runner)
         chunk_size = config.prefill_chunk_size
-        self._loop = Loop(self._scheduler, speculations, *sides, self.stats, chunk_size)
-        num_draft_tokens = self._speculation.usual_num_tokens
-        self._speculation.check_count("num_speculative_tokens", num_draft_tokens)
-        if plan:
-            drafter = plan.build(self._runner, block_manager)
-            self._speculation.enable(drafter, num_draft_tokens, [])
+        self._loop = Loop(self._scheduler, self._drafters, *sides, self.stats, chunk_size)
         self._turn = Turn()
 
     def generate(
@@ -256,7 +249,7 @@ class Engine:
     def has_unfinished(self) -> bool:
         """Whether step() has work to do, or events to return."""
         is_idle = not self._scheduler.has_unfinished and not self._loop.events
-        return not is_idle or any(each.error for each in [*self._loop.speculations.values()])
+        return not is_idle or any(each.error for each in [*self._drafters.values()])
 
     @property
     def decoder_start_id(self) -> int | None:
@@ -271,8 +264,7 @@ class Engine:
     @property
     def drafters(self) -> dict[str | None, int]:
         """Names for `SamplingParams.drafter`, None the engine's own, with the K of each."""
-        speculations = self._loop.speculations
-        return {name: each.num_speculative_tokens for name, each in speculations.items()}
+        return {name: each.num_speculative_tokens for name, each in self._drafters.items()}
 
     @property
     def is_speculative(self) -> bool:
@@ -295,37 +287,23 @@ class Engine:
         Raises:
             ValueError: there is no drafter to use, or it is not the GLIDE model asked for.
         """
-        speculation = self._speculation
-        if n_spec_tokens is None:
-            n_spec_tokens = speculation.usual_num_tokens
         with self._turn:
-            speculation.check_count("n_spec_tokens", n_spec_tokens)
-            known = speculation.known
-            if drafter is None and known is None:
-                raise ValueError("drafter: there is none to enable; pass one")
-            if drafter is None and use_glide_drafter and not speculation.knows_glide:
-                raise ValueError("use_glide_drafter: the drafter to enable is not a GLIDE model")
-            if drafter is not None:
-                given = {"drafter": drafter, "wants_glide": use_glide_drafter}
-                plan = plan_given(replace(self._drafting, **given))
-                check_same_kind(self._runner.paged_model, plan.models)
-                known = plan.build(self._runner, self._scheduler.block_manager)
-            assert known is not None
-            speculation.enable(known, n_spec_tokens, self._scheduler.running)
-            self._raise_error()
+            running = self._scheduler.running
+            self._drafters.enable(drafter, n_spec_tokens, use_glide_drafter, running)
+            self._drafters.raise_error()
 
     def disable_spec_dec(self) -> None:
         """Decode plainly from the next step on; the drafter is remembered."""
         with self._turn:
             self._speculation.disable(self._scheduler.running)
-            self._raise_error()
+            self._drafters.raise_error()
 
     def clear_spec_dec(self) -> None:
         """Decode plainly from the next step on and let the drafter go."""
         with self._turn:
             self._speculation.disable(self._scheduler.running)
             self._speculation.known = None
-            self._raise_error()
+            self._drafters.raise_error()
 
     def add_drafter(
         self,
@@ -347,20 +325,14 @@ class Engine:
             ValueError: the name is in use, or the drafter or an option cannot be used.
         """
         with self._turn:
-            speculations, is_name = self._loop.speculations, isinstance(name, str) and name != ""
-            free = is_name and name not in speculations
+            is_name = isinstance(name, str) and name != ""
+            free = is_name and name not in self._drafters
             require("name", name, free, "a name that no drafter of the engine has")
             spec = SpecConfig.of(spec)
-            plan = plan_drafter(replace(self._drafting, spec=spec, drafter=drafter))
+            plan = self._drafters.plan(spec, drafter)
             if plan is None:
                 raise ValueError('spec: there is nothing to draft with; "none" is known already')
-            check_same_kind(self._runner.paged_model, plan.models)
-            speculation = self._new_speculation(spec)
-            num_draft_tokens = speculation.usual_num_tokens
-            speculation.check_count("num_speculative_tokens", num_draft_tokens)
-            known = plan.build(self._runner, self._scheduler.block_manager)
-            speculation.enable(known, num_draft_tokens, [])
-            speculations[name] = speculation
+            self._drafters.add(name, spec, plan)
 
     def remove_drafter(self, name: str) -> None:
         """Let go what `add_drafter` added.
@@ -369,14 +341,13 @@ class Engine:
             ValueError: there is none of that name, or unfinished requests use it.
         """
         with self._turn:
-            speculations = self._loop.speculations
-            names = [each for each in speculations if each not in (None, "none")]
+            names = [each for each in self._drafters if each not in (None, "none")]
             require("name", name, name in names, f"one of {names}")
             requests = (*self._scheduler.running, *self._scheduler.waiting)
             users = {request.public_id for request in requests if request.params.drafter == name}
             if users:
                 raise ValueError(f"name: {name!r} drafts for requests that go on: {sorted(users)}")
-            error = speculations.pop(name).error
+            error = self._drafters.pop(name).error
             if error is not None:
                 raise error
 
@@ -392,7 +363,7 @@ class Engine:
         """
         ids = [self._factory.corpus_ids(text) for text in as_prompt_list(texts, "texts")]
         with self._turn:
-            known = [each.known for each in self._loop.speculations.values()]
+            known = [each.known for each in self._drafters.values()]
             readers = [each for each in known if isinstance(each, CorpusReader)]
             require("texts", len(ids), bool(readers), "a drafter that reads a corpus, as suffix")
             for reader in readers:
@@ -437,8 +408,8 @@ class Engine:
             Exception: whatever the drafter raised in the step before, which was decoded plainly.
         """
         with self._turn:
-            if any(each.error for each in self._loop.speculations.values()):
-                self._raise_error()
+            if any(each.error for each in self._drafters.values()):
+                self._drafters.raise_error()
             self._loop.round()
             events, self._loop.events = self._loop.events, []
         return events
@@ -482,7 +453,7 @@ class Engine:
         finally:
             for request_id in request_ids:
                 self._close(request_id)
-        self._raise_error([_with_others(outputs) for outputs in samples])
+        self._drafters.raise_error([_with_others(outputs) for outputs in samples])
 
     def _close(self, request_id: str) -> None:
         """Abort a request of an inbox unless it has ended, and drop the inbox."""
@@ -491,22 +462,6 @@ class Engine:
             return
         with self._turn:
             self._loop.drop(request_id)
-
-    def _raise_error(self, outputs: Sequence[RequestOutput] = ()) -> None:
-        """Raise what a drafter or schedule raised, if it did, with complete outputs attached."""
-        for speculation in self._loop.speculations.values():
-            error, speculation.error = speculation.error, None
-            if error is not None:
-                error.__dict__["outputs"] = list(outputs)
-                raise error
-
-    def _new_speculation(self, spec: SpecConfig) -> Speculation:
-        """One with nothing turned on yet."""
-        target, blocks = self._runner.paged_model, self._scheduler.block_manager
-        sizes = self.config.backend, self.config.max_batch_size
-        pacer = Pacer(spec, self._runner, blocks, self._factory, *sizes)
-        sizes = self.device, target.vocab_size
-        return Speculation(*sizes, spec, self.config, target.chains_only, pacer)
 
     def _build(
         self,
@@ -520,10 +475,10 @@ class Engine:
         name = request.public_id
         if self._scheduler.samples(name) or name in self._loop.inboxes:
             raise ValueError(f"request_id: {name!r} is already running")
-        speculations, drafter = self._loop.speculations, request.params.drafter
-        names = [each for each in speculations if each is not None]
-        require("drafter", drafter, drafter in speculations, f"one of {names}")
-        speculations[drafter].check_request(request.params)
+        drafter = request.params.drafter
+        names = [each for each in self._drafters if each is not None]
+        require("drafter", drafter, drafter in self._drafters, f"one of {names}")
+        self._drafters[drafter].check_request(request.params)
         self._scheduler.check_fits(request)
         return samples
 

@@ -17,20 +17,29 @@ _WITHOUT_EFFECT = (
     *("pad_token_id", "bos_token_id", "decoder_start_token_id", "use_cache"),
     *("transformers_version", "_from_model_config"),
 )
-# What turns a field off. None and False do so everywhere.
+# What turns a field off, or is its default. None and False do so everywhere.
 _OFF = {
-    "num_beams": 1,
-    "num_beam_groups": 1,
-    "no_repeat_ngram_size": 0,
-    "encoder_no_repeat_ngram_size": 0,
-    "encoder_repetition_penalty": 1,
-    "length_penalty": 1,
-    "diversity_penalty": 0,
-    "typical_p": 1,
-    "epsilon_cutoff": 0,
-    "eta_cutoff": 0,
-    "guidance_scale": 1,
+    "num_beams": (1,),
+    "num_beam_groups": (1,),
+    "no_repeat_ngram_size": (0,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "encoder_repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "diversity_penalty": (0,),
+    "penalty_alpha": (0,),
+    "typical_p": (1,),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "guidance_scale": (1,),
+    "cache_implementation": ("dynamic",),
+    "assistant_confidence_threshold": (0, 0.4),
+    "num_assistant_tokens_schedule": ("constant",),
 }
+
+
+def is_off(name: str, value: Any) -> bool:
+    """Whether a field of a GenerationConfig asks for nothing."""
+    return value is None or value is False or value in _OFF.get(name, ())
 
 
 def params_of(config: GenerationConfig, num_given: int) -> SamplingParams:
@@ -47,8 +56,8 @@ def params_of(config: GenerationConfig, num_given: int) -> SamplingParams:
         )
     fresh = vars(GenerationConfig())
     for name, value in vars(config).items():
-        is_off = value is None or value is False or value in (fresh.get(name), _OFF.get(name))
-        if not is_off and name not in _READ + _WITHOUT_EFFECT:
+        is_default = is_off(name, value) or value == fresh.get(name)
+        if not is_default and name not in _READ + _WITHOUT_EFFECT:
             raise ValueError(f"generation_config: {name} is not supported, got {value!r}")
     given = {name: value for name in _READ if (value := getattr(config, name, None)) is not None}
     given = _DEFAULTS | given

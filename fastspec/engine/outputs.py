@@ -33,14 +33,14 @@ class RequestOutput:
     """
 
     request_id: str
-    prompt_token_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    text: str
-    logprobs: tuple[float, ...] | None
-    finish_reason: str
-    sources: tuple[str, ...]
-    drafters: tuple[str | None, ...]
-    stats: SpecStats
+    prompt_token_ids: tuple[int, ...] = ()
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    logprobs: tuple[float, ...] | None = None
+    finish_reason: str = "stop"
+    sources: tuple[str, ...] = ()
+    drafters: tuple[str | None, ...] = ()
+    stats: SpecStats = field(default_factory=SpecStats)
     error: str | None = None
     top_logprobs: tuple[dict[int, float], ...] | None = None
     prompt_logprobs: tuple[dict[int, float] | None, ...] | None = None

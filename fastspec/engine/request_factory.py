@@ -15,7 +15,7 @@ from fastspec.engine.grammar import GrammarCompiler
 from fastspec.engine.prefix_index import Content
 from fastspec.engine.prompts import Prompt, as_prompt
 from fastspec.engine.request import EngineRequest
-from fastspec.models.paged_model import EncoderInput
+from fastspec.models.layout import EncoderInput
 
 _BEFORE_INDEX = "\0"  # in the ids of samples, by which drafters tell them apart
 

@@ -1,4 +1,4 @@
-"""One drafter of an engine: which is known, whether it is on, how much it proposes for whom."""
+"""The drafters of an engine: which are known and on, and how much each proposes for whom."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -6,12 +6,19 @@ from dataclasses import replace
 import torch
 
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
-from fastspec.config.checks import is_int, require
-from fastspec.drafters import Drafter, GlideDrafter, Proposal, TreeDrafter, TreeProposer
+from fastspec.config.checks import require, require_int
+from fastspec.drafters import Drafter, GlideDrafter, Proposal, TreeProposer
 from fastspec.drafters.base import Batch, NoDrafter, Request, check_proposal
+from fastspec.drafters.context import DrafterContext, DrafterPlan, DrafterSource
+from fastspec.drafters.registry import plan_drafter, plan_given
+from fastspec.engine.block_manager import BlockManager
+from fastspec.engine.outputs import RequestOutput
 from fastspec.engine.pacing import Pacer
 from fastspec.engine.request import EngineRequest
+from fastspec.engine.request_factory import RequestFactory
 from fastspec.engine.schedule import AdaptiveSchedule, Schedule, Step
+from fastspec.models.encoder_decoder import check_same_kind
+from fastspec.models.runner import ModelRunner
 
 
 class Speculation:
@@ -75,14 +82,9 @@ class Speculation:
     def is_on(self) -> bool:
         return self.drafter is not self._no_drafter
 
-    @property
-    def knows_glide(self) -> bool:
-        known = self.known.draft if isinstance(self.known, TreeDrafter) else self.known
-        return isinstance(known, GlideDrafter)
-
     def check_count(self, name: str, value: int) -> None:
         """Refuse a number of draft tokens that is none, or more than the engine allows."""
-        require(name, value, is_int(value) and value >= 1, "an int >= 1")
+        require_int(name, value, 1)
         most = self._config.max_n_spec_tokens
         fits = most is None or value <= most
         require(name, value, fits, f"at most max_n_spec_tokens, {most}")
@@ -197,7 +199,7 @@ class Speculation:
             num = schedule.num_draft_tokens(request) if decides and limit else common
             wanted.append(num if limit else 0)
         for num in wanted:
-            require("num_draft_tokens", num, is_int(num) and num >= 0, "an int >= 0")
+            require_int("num_draft_tokens", num, 0)
         limits = [min(pair) for pair in zip(wanted, limits, strict=True)]
         return limits, limits
 
@@ -222,3 +224,78 @@ class Speculation:
                 self._fail(error, requests)
 
         return guarded
+
+
+class Speculations(dict[str | None, Speculation]):
+    """All drafters of an engine, by `SamplingParams.drafter`; None names its own.
+
+    Args:
+        drafting: the target and the options that drafters are made for.
+        runner, block_manager: of the target.
+        factory: makes the requests that steps are measured with.
+    """
+
+    def __init__(
+        self,
+        drafting: DrafterContext,
+        runner: ModelRunner,
+        block_manager: BlockManager,
+        factory: RequestFactory,
+    ):
+        super().__init__()
+        self._drafting, self._runner = drafting, runner
+        self._block_manager, self._factory = block_manager, factory
+
+    def plan(self, spec: SpecConfig, drafter: DrafterSource | None) -> DrafterPlan | None:
+        """What would draft, see `plan_drafter`."""
+        return plan_drafter(replace(self._drafting, spec=spec, drafter=drafter))
+
+    def add(self, name: str | None, spec: SpecConfig, plan: DrafterPlan | None) -> Speculation:
+        """Make a drafter known by a name that is free, and turn it on; a plan of None is plain.
+
+        Raises:
+            ValueError: K is too large, or the drafter does not fit the target or the options.
+        """
+        target, config = self._runner.paged_model, self._drafting.config
+        sizes = config.backend, config.max_batch_size
+        pacer = Pacer(spec, self._runner, self._block_manager, self._factory, *sizes)
+        sizes = self._runner.device, target.vocab_size
+        speculation = Speculation(*sizes, spec, config, target.chains_only, pacer)
+        speculation.check_count("num_speculative_tokens", speculation.usual_num_tokens)
+        if plan is not None:
+            speculation.enable(self._built(plan), speculation.usual_num_tokens, [])
+        self[name] = speculation
+        return speculation
+
+    def enable(
+        self,
+        drafter: DrafterSource | None,
+        num_tokens: int | None,
+        wants_glide: bool,
+        running: list[EngineRequest],
+    ) -> None:
+        """Turn on the engine's own drafter, or another in its place; see `enable_spec_dec`."""
+        own = self[None]
+        num_tokens = own.usual_num_tokens if num_tokens is None else num_tokens
+        own.check_count("n_spec_tokens", num_tokens)
+        known = own.known
+        if drafter is not None:
+            given = {"drafter": drafter, "wants_glide": wants_glide}
+            known = self._built(plan_given(replace(self._drafting, **given)))
+        elif known is None:
+            raise ValueError("drafter: there is none to enable; pass one")
+        elif wants_glide and not isinstance(getattr(known, "draft", known), GlideDrafter):
+            raise ValueError("use_glide_drafter: the drafter to enable is not a GLIDE model")
+        own.enable(known, num_tokens, running)
+
+    def raise_error(self, outputs: Sequence[RequestOutput] = ()) -> None:
+        """Raise what a drafter or schedule raised, if it did, with complete outputs attached."""
+        for speculation in self.values():
+            error, speculation.error = speculation.error, None
+            if error is not None:
+                error.__dict__["outputs"] = list(outputs)
+                raise error
+
+    def _built(self, plan: DrafterPlan) -> Drafter:
+        check_same_kind(self._runner.paged_model, plan.models)
+        return plan.build(self._runner, self._block_manager)

@@ -16,8 +16,8 @@ from fastspec.engine.coupled import judge_coupled
 from fastspec.engine.outputs import Verdict
 from fastspec.engine.request import EngineRequest
 from fastspec.engine.synthetic import judge_synthetic
-from fastspec.models.runner import ModelRunner, Span
-from fastspec.models.token_tree import packed
+from fastspec.models.layout import Span, packed
+from fastspec.models.runner import ModelRunner
 from fastspec.models.transfer import device_tensor
 from fastspec_kernels import row_stats, uniform, verify_chain, verify_tree
 

@@ -12,14 +12,9 @@ from transformers.cache_utils import EncoderDecoderCache
 
 from fastspec.config import EngineConfig
 from fastspec.models.cache_size import blocks_needed
-from fastspec.models.paged_model import (
-    EncoderInput,
-    KVCache,
-    PagedModel,
-    PagedStep,
-    PassThroughCache,
-)
-from fastspec.models.t5_attention import T5_ATTENTION_NAME, EncodedInputs, T5Step
+from fastspec.models.layout import EncoderInput, KVCache, PagedStep
+from fastspec.models.paged_model import PagedModel, PassThroughCache
+from fastspec.models.t5_attention import T5_ATTENTION_NAME, T5Step
 from fastspec.models.transfer import device_tensor
 from fastspec.models.twin import compile_modules, twin_of
 from fastspec_kernels import store_kv
@@ -127,13 +122,13 @@ class EncoderDecoderModel(PagedModel):
             if span.encoder_input not in self._encoder_cache:
                 self._encode(span.encoder_input)
             inputs.append(span.encoder_input)
-        counts = [span.count for span in step.spans]
+        encoded = self._encoder_cache.inputs(inputs)
         logits = self.model(
             decoder_input_ids=input_ids[None],
             encoder_outputs=self._encoder_outputs,
             past_key_values=self._cache,
             use_cache=False,
-            t5_step=_t5_step(step, self._encoder_cache.inputs(inputs), counts, positions),
+            t5_step=_t5_step(step, positions, *encoded),
         ).logits[0]
         return logits if isinstance(rows, int) else logits[rows]
 
@@ -176,8 +171,8 @@ class EncoderCache:
         self._blocks[encoder_input] = blocks
         finalize(encoder_input, self._free.extend, blocks)
 
-    def inputs(self, inputs: list[EncoderInput]) -> EncodedInputs:
-        """What a batch's cross-attention reads."""
+    def inputs(self, inputs: list[EncoderInput]) -> tuple[list[KVCache], Tensor, Tensor]:
+        """What a batch's cross-attention reads: by layer, block tables [B, M] and lengths [B]."""
         tables = [self._blocks[encoder_input] for encoder_input in inputs]
         width = max(map(len, tables))
         values = [len(encoder_input.token_ids) for encoder_input in inputs]
@@ -185,7 +180,7 @@ class EncoderCache:
             values += table + [-1] * (width - len(table))
         batch, device = len(inputs), self._caches[0][0].device
         packed = device_tensor(values, torch.int32, device)
-        return EncodedInputs(self._caches, packed[batch:].view(batch, width), packed[:batch])
+        return self._caches, packed[batch:].view(batch, width), packed[:batch]
 
     def _take(self, count: int) -> list[int]:
         """Free blocks; the caches grow by doubling, so that what is kept is seldom moved."""
@@ -221,16 +216,18 @@ class _ReadyCache(PassThroughCache):
 
 
 def _t5_step(
-    step: PagedStep, encoded: EncodedInputs, counts: list[int], positions: Tensor
+    step: PagedStep, positions: Tensor, encoded: list[KVCache], table: Tensor, lens: Tensor
 ) -> T5Step:
     """The layout of a padded batch, in one copy to the device."""
+    counts = [span.count for span in step.spans]
     batch, width = len(counts), max(counts)
     starts = [0, *accumulate(counts)]
     rows = [starts[b] + min(place, counts[b] - 1) for b in range(batch) for place in range(width)]
     places = [b * width + place for b in range(batch) for place in range(counts[b])]
     packed = device_tensor(rows + places, torch.int64, positions.device)
     row_index = packed[: batch * width].view(batch, width)
-    return T5Step(step, encoded, row_index, packed[batch * width :], positions[row_index])
+    places_index = packed[batch * width :]
+    return T5Step(step, encoded, table, lens, row_index, places_index, positions[row_index])
 
 
 def _kind(model: PagedModel) -> str:

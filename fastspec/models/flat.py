@@ -10,18 +10,16 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from fastspec.models.layout import AttentionCall, PagedStep
 from fastspec.models.reduced_vocabulary import ReducedHead
 from fastspec.models.twin import MOST_FEW_ROWS, configs_of, is_as_exact, is_plain
 from fastspec_kernels import available_backends, decoder_layer
-
-if TYPE_CHECKING:
-    from fastspec.models.paged_model import AttentionCall, PagedStep
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +69,7 @@ class FlatLayer:
     made: Any = None
     rotates: bool = True
 
-    def run(self, hidden: Tensor, cos: Tensor, sin: Tensor, step: "PagedStep") -> Tensor:
+    def run(self, hidden: Tensor, cos: Tensor, sin: Tensor, step: PagedStep) -> Tensor:
         """Rows [T, E] through the layer; factors [T, R]; all float32."""
         return decoder_layer(
             hidden,
@@ -116,7 +114,7 @@ class FlatModel:
         self._layers = layers
 
     def forward(
-        self, input_ids: Tensor, positions: Tensor, rows: Tensor | int, step: "PagedStep"
+        self, input_ids: Tensor, positions: Tensor, rows: Tensor | int, step: PagedStep
     ) -> Tensor:
         """As `PagedModel.forward`."""
         hidden = self._embed(input_ids).float()
@@ -176,8 +174,8 @@ def recording(layers: Sequence[FlatLayer]) -> Iterator[None]:
 def flatten(
     model: PreTrainedModel,
     layers: list[FlatLayer],
-    calls: "list[AttentionCall]",
-    step: "PagedStep",
+    calls: list[AttentionCall],
+    step: PagedStep,
     input_ids: Tensor,
     logits: Tensor,
 ) -> FlatModel | None:
@@ -262,7 +260,7 @@ def _arguments_of(module: nn.Module, dtype: torch.dtype) -> dict[str, Any] | Non
 
 
 @torch.inference_mode()
-def _prove(layer: FlatLayer, call: "AttentionCall", step: "PagedStep") -> bool:
+def _prove(layer: FlatLayer, call: AttentionCall, step: PagedStep) -> bool:
     """Whether a variant of the op gives what the modules gave; it becomes the layer's.
 
     Modules of 16 bits round so often that a slightly different formula would pass for theirs: of
@@ -303,8 +301,8 @@ def _try(
     hidden: Tensor,
     cos: Tensor,
     sin: Tensor,
-    call: "AttentionCall",
-    step: "PagedStep",
+    call: AttentionCall,
+    step: PagedStep,
 ) -> Tensor:
     """The op on the trial pass, over a cache of its own."""
     shape, dtype = (1, len(hidden), *call.key_heads), layer.arguments["attention_norm"].dtype

@@ -7,9 +7,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fastspec.models.layout import PassShape, lay_out
-from fastspec.models.paged_model import KVCache, PagedModel, PagedStep, Span
-from fastspec.models.token_tree import tree_positions
+from fastspec.models.layout import KVCache, PagedStep, PassShape, Span, lay_out, tree_positions
+from fastspec.models.paged_model import PagedModel
 from fastspec.models.transfer import host_tensor
 
 MOST_TOKENS = 512  # a pass of more keeps the GPU busy for longer than the host needs to launch it
@@ -141,8 +140,7 @@ class GraphedForward:
         shape, most_tokens = sizes
         key = shape, num_nodes
         if key not in self._passes:
-            static = StaticPass(self._paged_model, self._caches, shape, num_nodes)
-            static.keep_inputs(self._inputs)
+            static = StaticPass(self._paged_model, self._caches, self._inputs, shape, num_nodes)
             self._passes[key] = static
         static = self._passes[key]
         wide, narrow = lay_out(spans, rows, self._block_size, shape, most_tokens)
@@ -176,7 +174,12 @@ class StaticPass:
     """Buffers of one set of sizes, which a graph reads at the same place each time."""
 
     def __init__(
-        self, paged_model: PagedModel, caches: dict[int, KVCache], shape: PassShape, num_nodes: int
+        self,
+        paged_model: PagedModel,
+        caches: dict[int, KVCache],
+        inputs: dict[int, KVCache],
+        shape: PassShape,
+        num_nodes: int,
     ):
         self.replay: Run | None = None
         self._paged_model = paged_model
@@ -188,13 +191,10 @@ class StaticPass:
         sizes = shape.batch, shape.num_tokens
         buffers = self._wide, self._narrow
         self._step = PagedStep.of(caches, *buffers, *sizes, paged_model.backend, spans=[])
+        self._step.inputs = inputs
         if num_nodes:
             mask = (shape.batch, num_nodes, -(-num_nodes // 64))
             self._step.ancestor_mask = torch.zeros(mask, dtype=torch.int64, device=device)
-
-    def keep_inputs(self, inputs: dict[int, KVCache]) -> None:
-        """Before the capture: store what some layers are given."""
-        self._step.inputs = inputs
 
     def fill(self, input_ids: Tensor, wide: list[int], narrow: list[int]) -> None:
         """Copy a pass, padded, into the buffers."""

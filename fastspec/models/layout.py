@@ -1,9 +1,155 @@
-"""How a packed forward pass is laid out: two lists on the host, two buffers on the device."""
+"""A packed forward pass: what it reads, and its layout in two buffers on the device."""
 
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from fastspec.models.paged_model import Span
+import torch
+from torch import Tensor
+
+from fastspec.models.transfer import device_tensor
+from fastspec_kernels import store_kv
+
+HeadShape = tuple[int, int]  # G, D
+KVCache = tuple[Tensor, Tensor]  # key, value: [num_blocks, block_size, G, D]
+
+
+class AttentionCall(NamedTuple):
+    """One call of our attention, as the probing pass sees it; a window of 0 is none."""
+
+    layer: int
+    key_heads: HeadShape
+    value_heads: HeadShape
+    window: int
+    scale: float | None = None
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+
+
+class CacheStack(NamedTuple):
+    """Caches of some layers in one piece: keys, values [L, num_blocks, block_size, G, D]."""
+
+    layers: list[int]
+    keys: Tensor
+    values: Tensor
+
+    def by_layer(self) -> dict[int, KVCache]:
+        """The cache of each layer."""
+        pairs = zip(self.keys, self.values, strict=True)
+        return dict(zip(self.layers, pairs, strict=True))
+
+
+@dataclass(eq=False)
+class StateKey:
+    """Stands for a text while its tokens are cached; a model keeps its states for as long."""
+
+
+@dataclass(eq=False)
+class EncoderInput:
+    """What the encoder of an encoder-decoder reads for one request, or several that are alike.
+
+    Each model encodes it once, and keeps what its decoder needs for as long as this object lives.
+    """
+
+    token_ids: list[int]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens [start, start + count) of one sequence, whose earlier tokens are in the cache.
+
+    Attributes:
+        encoder_input: what the encoder of an encoder-decoder reads before it.
+        target_len: leading tokens that the target has cached too; a GLIDE draft looks at those.
+        prompt_len: length of the text that was read first, see `RotaryLengths`.
+        state_key: names the states that recurrent layers keep of the sequence.
+        settled_len: leading tokens of the sequence that stay in its text, whatever is rejected.
+    """
+
+    block_table: list[int]
+    start: int
+    count: int
+    encoder_input: EncoderInput | None = None
+    target_len: int = 0
+    prompt_len: int = 0
+    state_key: StateKey | None = None
+    settled_len: int = 0
+
+    def part(self, start: int, count: int) -> "Span":
+        """Other tokens of the same sequence."""
+        return replace(self, start=start, count=count)
+
+
+@dataclass
+class PagedStep:
+    """What attention needs to know about one packed forward pass; B sequences, T tokens.
+
+    Attributes:
+        caches: by layer index; empty in the probing pass, which gives each layer one block.
+        positions: [T] int64, of the tokens in their texts.
+        rows: [R] int64, whose logits are kept where not all are.
+        block_table: [B, M] int32.
+        context_lens: [B] int32, the tokens of this pass included.
+        cu_rows: [B + 1] int32, prefix sums of the tokens of this pass.
+        slot_mapping: [T] int64, cache slot of each token.
+        prompt_lens: [B] int32, see `RotaryLengths`.
+        backend: of the kernels.
+        spans: what is read, as the host knows it; empty where a graph is replayed.
+        ancestor_mask: of token trees, see `build_tree`; None = the tokens form chains.
+        inputs: by layer, pages of what it is given, beside its keys and values; see `keep_inputs`.
+        chunks: by layer that attends in chunks, the pass as it is there.
+        glimpse: what a draft sees of its target.
+        calls: of our attention, noted in the probing pass only.
+    """
+
+    caches: dict[int, KVCache]
+    positions: Tensor
+    rows: Tensor
+    block_table: Tensor
+    context_lens: Tensor
+    cu_rows: Tensor
+    slot_mapping: Tensor
+    prompt_lens: Tensor
+    backend: str
+    spans: list[Span] = field(default_factory=list)
+    ancestor_mask: Tensor | None = None
+    inputs: dict[int, KVCache] = field(default_factory=dict)
+    chunks: "dict[int, PagedStep]" = field(default_factory=dict)
+    glimpse: Any = None
+    calls: list[AttentionCall] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        caches: dict[int, KVCache],
+        wide: Tensor,
+        narrow: Tensor,
+        batch: int,
+        num_tokens: int,
+        backend: str,
+        spans: list[Span],
+    ) -> "PagedStep":
+        """A pass whose parts are views of the two buffers of `lay_out`."""
+        lens, ends, prompts, tables = narrow.tensor_split((batch, 2 * batch + 1, 3 * batch + 1))
+        positions, slots, rows = wide.tensor_split((num_tokens, 2 * num_tokens))
+        tables = tables.view(batch, -1)
+        return cls(
+            caches, positions, rows, tables, lens, ends, slots, prompts, backend, spans=spans
+        )
+
+    def keep_input(self, layer: int, hidden: Tensor) -> None:
+        """Store what a layer is given, [T, E], in two halves as if they were keys and values."""
+        key_cache, value_cache = self.inputs[layer]
+        first, second = hidden.to(key_cache.dtype)[:, None].chunk(2, dim=-1)
+        store_kv(first, second, key_cache, value_cache, self.slot_mapping, backend=self.backend)
+
+    def probed_cache(self, layer: int, key: Tensor, value: Tensor, *options) -> KVCache:
+        """Note a call in the probing pass; a block with room for keys and values [T, G, D]."""
+        if self.calls is None:
+            raise ValueError(f"layer {layer}: attends, but did not when the model was probed")
+        heads = (key.shape[1], key.shape[2]), (value.shape[1], value.shape[2])
+        self.calls.append(AttentionCall(layer, *heads, *options))
+        return key.new_empty((1, *key.shape)), value.new_empty((1, *value.shape))
 
 
 class PassShape(NamedTuple):
@@ -79,3 +225,26 @@ def lay_out(
         narrow += table + [-1] * (width - len(table))
     narrow += [0] * (width * (len(counts) - len(spans)))
     return positions + slots + rows, narrow
+
+
+def tree_positions(depths: Tensor, counts: list[int], context_lens: Tensor) -> Tensor:
+    """Positions [T] int64 of the first counts[b] nodes of each tree, the last of its context.
+
+    A node is as many positions behind its root as it is deep; padding counts as the root.
+
+    Args:
+        depths: [B, N] int32, see `fastspec_kernels.build_tree`.
+        context_lens: [B] int32.
+    """
+    in_batch = device_tensor(counts, torch.int64, context_lens.device)
+    roots = context_lens.long() - in_batch
+    return packed(roots[:, None] + depths.clamp(min=0), counts)
+
+
+def packed(values: Tensor, counts: list[int]) -> Tensor:
+    """The first counts[b] entries of each row of [B, N], one row after another, [T]."""
+    width = values.shape[1]
+    if all(count == width for count in counts):
+        return values.reshape(-1)
+    places = [row * width + column for row, count in enumerate(counts) for column in range(count)]
+    return values.reshape(-1)[device_tensor(places, torch.int64, values.device)]

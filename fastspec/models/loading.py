@@ -96,11 +96,7 @@ def load_model(
 
 def load_tokenizer(field: str, source: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer beside a model."""
-    place, options = _for_transformers(_existing_path(field, source))
-    try:
-        return AutoTokenizer.from_pretrained(place, **options)
-    except _LOADING_ERRORS as error:
-        raise _not_loaded(field, "the tokenizer of ", source, error) from error
+    return _beside(AutoTokenizer, field, "the tokenizer of ", source)
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase | None, text: str, chat: bool) -> list[int]:
@@ -140,11 +136,15 @@ def chat_prompt_ids(
 
 def load_config(field: str, source: str | Path) -> PreTrainedConfig:
     """The configuration of a model that is not loaded."""
+    return _beside(AutoConfig, field, "the configuration of ", source)
+
+
+def _beside(kind: Any, field: str, part: str, source: str | Path) -> Any:
     place, options = _for_transformers(_existing_path(field, source))
     try:
-        return AutoConfig.from_pretrained(place, **options)
+        return kind.from_pretrained(place, **options)
     except _LOADING_ERRORS as error:
-        raise _not_loaded(field, "the configuration of ", source, error) from error
+        raise _not_loaded(field, part, source, error) from error
 
 
 def target_vocab_size(source: str | Path) -> int:

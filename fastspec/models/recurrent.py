@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,19 +14,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-if TYPE_CHECKING:
-    from fastspec.models.paged_model import Span
+from fastspec.models.layout import Span, StateKey
 
 _STATE_METHODS = {"update_conv_state", "update_recurrent_state"}
 _CACHE_NAMES = {"cache_params", "past_key_values"}
 _TRIAL_TOKENS = 3
 
 States = dict[int, Any]  # of one sequence: by layer index, a layer of transformers' cache
-
-
-@dataclass(eq=False)
-class StateKey:
-    """Stands for a text while its tokens are cached; a model keeps its states for as long."""
 
 
 @dataclass
@@ -40,7 +34,7 @@ class _Reading:
         kept: what the sequence has after the pass, by number of tokens read.
     """
 
-    span: "Span"
+    span: Span
     settled: int
     states: States
     beyond: States | None
@@ -98,7 +92,9 @@ class RecurrentLayers:
         self._kinds: dict[type, _Kind] = {}
         for module in modules:
             if type(module) not in self._kinds:
-                trial = _trial(text_config.hidden_size).to(twin.device, twin.dtype)
+                size = text_config.hidden_size
+                trial = torch.linspace(-9.0, 9.0, 2 * _TRIAL_TOKENS * size).sin().view(1, -1, size)
+                trial = trial.to(twin.device, twin.dtype)
                 self._kinds[type(module)] = self._try(module, trial)
             module.__dict__["forward"] = partial(self._forward, module)
 
@@ -109,7 +105,7 @@ class RecurrentLayers:
         """
         return max((n for n in self._kept.get(key, ()) if n <= start), default=0)
 
-    def begin(self, spans: "list[Span]") -> None:
+    def begin(self, spans: list[Span]) -> None:
         """The next pass reads these spans. Until `end` nothing is kept of their sequences."""
         self._readings = [self._open(span) for span in spans]
 
@@ -125,7 +121,7 @@ class RecurrentLayers:
         layers = [layer for states in self._kept[key].values() for layer in states.values()]
         return sum(tensor.nbytes for layer in layers for tensor in _tensors(layer))
 
-    def _open(self, span: "Span") -> _Reading:
+    def _open(self, span: Span) -> _Reading:
         start, end, settled = span.start, span.start + span.count, span.settled_len
         kept = self._kept.pop(span.state_key, {}) if span.state_key is not None else {}
         states = kept.get(start) if start else {}
@@ -187,7 +183,8 @@ class RecurrentLayers:
 
         def call(layer: Any, hidden: Tensor) -> Tensor:
             seen: list[tuple[str, Tensor, Tensor]] = []
-            linear = [(n, child) for n, child in module.named_children() if _is_linear(child)]
+            children: list[tuple[str, Any]] = [*module.named_children()]
+            linear = [(n, child) for n, child in children if type(child) is nn.Linear]
             hooks = [
                 child.register_forward_hook(
                     lambda _, given, made, n=n: seen.append((n, given[0], made))
@@ -255,15 +252,6 @@ def _is_recurrent(module: nn.Module) -> bool:
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     names = code.co_names if code is not None else ()
     return not _STATE_METHODS.isdisjoint(names) and hasattr(module, "layer_idx")
-
-
-def _trial(size: int) -> Tensor:
-    """Hidden states [1, T, E] of some tokens, and as many more."""
-    return torch.linspace(-9.0, 9.0, 2 * _TRIAL_TOKENS * size).sin().view(1, -1, size)
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return type(module) is nn.Linear
 
 
 def _cache_name(module: nn.Module) -> str:

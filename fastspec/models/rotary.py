@@ -1,14 +1,13 @@
 """Rotary embeddings whose frequencies depend on how long a text is, in passes over many texts."""
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-if TYPE_CHECKING:
-    from fastspec.models.paged_model import PagedStep
+from fastspec.models.layout import PagedStep
 
 
 class RotaryLengths:
@@ -43,7 +42,7 @@ class RotaryLengths:
         self.limit: int | None = min(limits, default=None)
         self.rereads_above: int | None = self.limit if _generate_rereads(source) else None
 
-    def begin(self, positions: Tensor, step: "PagedStep") -> None:
+    def begin(self, positions: Tensor, step: PagedStep) -> None:
         """Note how long the text is that each token [T] of the next pass is rotated for."""
         tokens = torch.arange(len(positions), dtype=torch.int32, device=positions.device)
         sequences = torch.searchsorted(step.cu_rows[1:], tokens, right=True)
@@ -59,7 +58,8 @@ class RotaryLengths:
             if isinstance(kind, str) and "dynamic" in kind:
                 prefix = f"{layer_type}_" if by_layer_type else ""
                 original = getattr(module, f"{prefix}original_inv_freq")
-                setattr(module, f"{prefix}inv_freq", original.to(_device(module, prefix)))
+                device = getattr(module, f"{prefix}inv_freq").device
+                setattr(module, f"{prefix}inv_freq", original.to(device))
                 names[layer_type] = "default"
             elif kind == "longrope":
                 parameters = module.config.rope_parameters
@@ -99,10 +99,6 @@ class RotaryLengths:
         is_long = (self._reach > limit)[:, None]
         pairs = zip(short, long, strict=True)
         return tuple(torch.where(is_long, after[..., :-1, :], before) for before, after in pairs)
-
-
-def _device(module: Any, prefix: str) -> torch.device:
-    return getattr(module, f"{prefix}inv_freq").device
 
 
 def _generate_rereads(model: Any) -> bool:

@@ -5,9 +5,8 @@ from torch import Tensor
 
 from fastspec.config.checks import require
 from fastspec.models.graphs import GraphedForward, capture_for
-from fastspec.models.layout import lay_out
-from fastspec.models.paged_model import KVCache, PagedModel, PagedStep, Span
-from fastspec.models.token_tree import tree_positions
+from fastspec.models.layout import KVCache, PagedStep, Span, lay_out, tree_positions
+from fastspec.models.paged_model import PagedModel
 from fastspec.models.transfer import device_tensor
 from fastspec_kernels import build_tree, compact_kv
 

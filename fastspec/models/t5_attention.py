@@ -8,25 +8,11 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from fastspec.models.paged_model import KVCache, PagedStep, no_mask
+from fastspec.models.layout import KVCache, PagedStep
+from fastspec.models.paged_model import no_mask
 from fastspec_kernels import cross_attention, store_kv
 
 T5_ATTENTION_NAME = "fastspec_t5"
-
-
-@dataclass
-class EncodedInputs:
-    """Keys and values of what the encoder made of a batch's inputs.
-
-    Attributes:
-        caches: by layer index.
-        block_table: [B, M] int32.
-        lengths: [B] int32.
-    """
-
-    caches: list[KVCache]
-    block_table: Tensor
-    lengths: Tensor
 
 
 @dataclass
@@ -35,7 +21,9 @@ class T5Step:
 
     Attributes:
         paged: the pass over the decoder's own pages.
-        encoded: what its cross-attention reads.
+        encoded: by layer, keys and values of what the encoder made of the inputs.
+        encoded_table: [B, M] int32, the blocks of these.
+        encoded_lens: [B] int32.
         rows: [B, Q] int64, place of each token in the packed batch; any place fills a short row.
         places: [T] int64, place of each token in the flattened `rows`.
         positions: [B, Q] int64.
@@ -44,7 +32,9 @@ class T5Step:
     """
 
     paged: PagedStep
-    encoded: EncodedInputs
+    encoded: list[KVCache]
+    encoded_table: Tensor
+    encoded_lens: Tensor
     rows: Tensor
     places: Tensor
     positions: Tensor
@@ -78,14 +68,13 @@ AttentionMaskInterface.register(T5_ATTENTION_NAME, no_mask)
 def _cross_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, step: T5Step
 ) -> Tensor:
-    encoded = step.encoded
-    key_cache, value_cache = encoded.caches[module.layer_idx]
+    key_cache, value_cache = step.encoded[module.layer_idx]
     return cross_attention(
         query[0].transpose(0, 1),
         key_cache,
         value_cache,
-        encoded.block_table,
-        encoded.lengths,
+        step.encoded_table,
+        step.encoded_lens,
         step.paged.cu_rows,
         scale=scale,
         backend=step.paged.backend,

@@ -72,7 +72,8 @@ def run_batch(
         ValueError: a row that is none, a rest of another run, models that cannot be loaded, or
             every process has died.
     """
-    rows = [_row(place, row) for place, row in parse_json_lines(_read(source), str(source))]
+    lines = parse_json_lines(read_text("input", source), str(source))
+    rows = [_row(place, row) for place, row in lines]
     prompts = [row.get("messages", row.get("prompt")) for row in rows]
     with _alone(target), _Answers(job, rows, target) as answers:
         left = deque((n, prompt) for n, prompt in enumerate(prompts) if n not in answers.known)
@@ -152,10 +153,6 @@ def _line(row: dict[str, Any]) -> str:
     except UnicodeEncodeError:
         return json.dumps(row)
     return text
-
-
-def _read(source: Path) -> str:
-    return read_text("input", source)
 
 
 def _row(place: str, row: Any) -> dict[str, Any]:

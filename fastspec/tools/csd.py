@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from fastspec.config import EngineConfig, SamplingParams, SpecConfig, is_int
-from fastspec.config.checks import require
+from fastspec.config import EngineConfig, SamplingParams, SpecConfig
+from fastspec.config.checks import require_int
 from fastspec.drafters import CascadeDrafter, Drafter, MagDrafter
 from fastspec.drafters.context import DraftSource
 from fastspec.engine.engine import Engine
@@ -72,7 +72,7 @@ def csd(
     """
     if lenience is not None and leniency not in (1, lenience):
         raise ValueError(f"lenience: expected {leniency!r}, as leniency has it, got {lenience!r}")
-    require("max_length", max_length, is_int(max_length) and max_length >= 1, "an int >= 1")
+    require_int("max_length", max_length, 1)
     prompt, begin = _row("initial_input", initial_input), _row("input_ids", input_ids)
     if isinstance(draft_list, str) or not isinstance(draft_list, Sequence):
         raise ValueError(f"draft_list: expected a list, got {type(draft_list).__name__}")
@@ -116,16 +116,18 @@ def _decoded(
     """A live run."""
     engine = Engine(target, drafts, spec=spec, config=_CONFIG)
     start = engine.decoder_start_id
-    _check_begin(begin, prompt if start is None else [start])
+    expected = prompt if start is None else [start]
+    if begin[: len(expected)] != expected:
+        raise ValueError(
+            f"input_ids: expected {expected} for this target, and what follows, got {begin}"
+        )
     params = SamplingParams(temperature=0, max_tokens=max_length)
     if start is None:
         engine.add_request(begin, params)
     else:
         engine.add_request(prompt, params, decoder_input_ids=begin)
-    outputs = []
-    while engine.has_unfinished:
-        outputs += [event.output for event in engine.step() if event.output is not None]
-    (output,) = outputs
+    while (output := next((e.output for e in engine.step() if e.output), None)) is None:
+        pass
     if output.error is not None:
         raise ValueError(f"target_model: {output.error}")
     return [*output.token_ids], output.stats, cast(CascadeDrafter, engine.drafter).seconds
@@ -150,13 +152,6 @@ def _stored(
     simulator = Simulator(target.name, drafts, vocab_size, None, spec, _CONFIG, start)
     (simulation,) = simulator.run([output])
     return output.token_ids, simulation.stats, cast(CascadeDrafter, simulator.drafter).seconds
-
-
-def _check_begin(begin: list[int], expected: list[int]) -> None:
-    if begin[: len(expected)] != expected:
-        raise ValueError(
-            f"input_ids: expected {expected} for this target, and what follows, got {begin}"
-        )
 
 
 def _unwrapped(field: str, given: Any, drafters: bool = True) -> Any:

@@ -3,8 +3,7 @@
 from collections.abc import Iterable, Sequence
 from math import prod
 
-from fastspec.config import is_int
-from fastspec.config.checks import require
+from fastspec.config.checks import require, require_int
 from fastspec.engine.schedule import Step
 
 
@@ -20,8 +19,8 @@ def expected_tokens(acceptance_rate: float, num_speculative_tokens: int) -> floa
     Source: Leviathan et al., 2211.17192, equation 1.
     """
     rate, count = acceptance_rate, num_speculative_tokens
-    require("acceptance_rate", rate, 0 <= rate <= 1, "a rate in [0, 1]")
-    require("num_speculative_tokens", count, is_int(count) and count >= 0, "an int >= 0")
+    _check_rate("acceptance_rate", rate)
+    require_int("num_speculative_tokens", count, 0)
     return sum(rate**power for power in range(count + 1))
 
 
@@ -84,7 +83,7 @@ def best_num_speculative_tokens(acceptance_rate: float, cost_ratio: float, limit
     Raises:
         ValueError: an argument out of range, see `speed_up`.
     """
-    _check_count("limit", limit)
+    require_int("limit", limit, 0)
     return max(range(limit + 1), key=lambda num: speed_up(acceptance_rate, num, cost_ratio))
 
 
@@ -128,8 +127,8 @@ def vertical_speed_up(
     Source: Chen et al., 2312.11462, theorem 4.3.
     """
     _check_pairs(rates, costs)
-    _check_count("num_reviews", num_reviews, least=1)
-    _check_count("num_drafts", num_drafts)
+    require_int("num_reviews", num_reviews, 1)
+    require_int("num_drafts", num_drafts, 0)
     (a, b), (first_cost, second_cost) = rates, costs
     generated = 1 + (a - 1) * _geometric(a * b, num_drafts + 1)
     if a == 1:
@@ -158,7 +157,7 @@ def horizontal_speed_up(
     """
     _check_pairs(rates, costs)
     for length in lengths:
-        _check_count("lengths", length)
+        require_int("lengths", length, 0)
     (first, second), (num_first, num_second) = rates, lengths
     tokens = _geometric(first, num_first)
     tokens += first**num_first * _geometric(second, num_second + 1)
@@ -178,12 +177,8 @@ def _check_pairs(rates: tuple[float, float], costs: tuple[float, float]) -> None
 
 
 def _check_rate(name: str, value: float) -> None:
-    require(name, value, 0 <= value <= 1, "a rate in 0..1")
+    require(name, value, 0 <= value <= 1, "a rate in [0, 1]")
 
 
 def _check_cost(name: str, value: float) -> None:
     require(name, value, 0 <= value < float("inf"), "a number >= 0")
-
-
-def _check_count(name: str, value: int, least: int = 0) -> None:
-    require(name, value, is_int(value) and value >= least, f"an int >= {least}")

@@ -31,8 +31,8 @@ from fastspec.engine.speculation import Speculation
 from fastspec.engine.stats import SpecStats
 from fastspec.engine.verify import tree_verdict
 from fastspec.models.cache_size import cache_blocks
+from fastspec.models.layout import EncoderInput
 from fastspec.models.loading import resolve_device
-from fastspec.models.paged_model import EncoderInput
 from fastspec.tools.stored_outputs import StoredOutput
 
 _RULES = ("rejection_sample_method", "relaxed_acceptance", "synthetic_acceptance_rate")
@@ -165,8 +165,8 @@ class Simulator:
             raise ValueError(
                 f"output {number}: token id {largest} is not in 0..{self._vocab_size - 1}"
             )
-        num_draft = self._spec.num_draft_tokens()
-        reached = len(output.token_ids) + num_draft + 1  # no step asks for room beyond
+        # No step asks for room beyond.
+        reached = len(output.token_ids) + self._spec.num_draft_tokens() + 1
         start = self._decoder_start_id
         begin = list(prompt) if start is None else [start]
         return _StoredRequest(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fastspec.config import SamplingParams, is_int
+from fastspec.config.checks import require
 from fastspec.config.files import first_json_line, parse_json, parse_json_lines, read_text
 from fastspec.engine.outputs import RequestOutput
 
@@ -24,14 +25,21 @@ class StoredOutput:
         prompt: its ids or its text; None where the file holds outputs alone.
         token_ids: the new ids.
         params: how the target chose them; drafts are sampled in the same way, with the same seed.
-            Its max_tokens is what limited the run.
+            Its max_tokens is what limited the run, None the end of its text.
         accepted: draft tokens accepted in each step of the run that was stored, if known.
+    Raises:
+        ValueError: more tokens than params allow.
     """
 
     prompt: str | list[int] | None
     token_ids: list[int]
     params: SamplingParams
     accepted: list[int] | None = None
+
+    def __post_init__(self):
+        most, num = self.params.max_tokens, len(self.token_ids)
+        if most is not None and most < num:
+            raise ValueError(f"max_tokens: {most} for {num} token_ids")
 
 
 def read_outputs(
@@ -106,15 +114,11 @@ def _from_record(where: str, record: Any) -> StoredOutput:
     accepted = record.get("accepted")
     if accepted is not None:
         accepted = _ids(accepted, f"{where}, accepted", "counts")
+    given = {name: record[name] for name in (*_SAMPLING, "max_tokens") if name in record}
     try:
-        params = _params(
-            token_ids,
-            max_tokens=record.get("max_tokens", len(token_ids)),
-            **{name: record[name] for name in _SAMPLING if name in record},
-        )
+        return StoredOutput(prompt, token_ids, _params(token_ids, **given), accepted)
     except ValueError as error:
         raise ValueError(f"{where}, {error}") from error
-    return StoredOutput(prompt, token_ids, params, accepted)
 
 
 def _from_joined(text: str, where: str, decoder_start_id: int | None) -> list[StoredOutput]:
@@ -162,8 +166,7 @@ def _from_tensors(text: str, where: str) -> list[StoredOutput]:
 def _params(token_ids: list[int], **given: Any) -> SamplingParams:
     """Greedy, of that length, unless the file says otherwise."""
     params = SamplingParams(**{"temperature": 0.0, "max_tokens": len(token_ids), **given})
-    if params.max_tokens is None or params.max_tokens < len(token_ids):
-        raise ValueError(f"max_tokens: {params.max_tokens} for {len(token_ids)} token_ids")
+    require("max_tokens", params.max_tokens, params.max_tokens is not None, "an int")
     return params
 
 

@@ -3,12 +3,11 @@
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
@@ -20,10 +19,10 @@ from fastspec.models.captured import capturing, decoder_layers, usual_layers
 from fastspec.models.reduced_vocabulary import reduced_rows
 from fastspec.train.distillation import FrozenHeadLoss
 from fastspec.train.glide import Advance, GlideTrainer, llama_shape
+from fastspec.train.glide_data import check_head, most_frequent, states_file, stored_states
 from fastspec.train.options import DraftShape, TrainOptions
 from fastspec.train.processes import OneProcess
 
-_READ_TEXTS = 16
 _STEP_WEIGHT = 0.8  # of a step against the one before it, as published
 
 
@@ -58,29 +57,10 @@ def cut_texts(documents: Iterable[tuple[list[int], int]], context: int) -> list[
     return texts
 
 
-def split_texts(texts: list[Text], held_out: float, seed: int) -> tuple[list[Text], list[Text]]:
-    """Texts to train on, and at least one, chosen at random, to judge the draft by.
-
-    Raises:
-        ValueError: fewer than two texts.
-    """
-    if len(texts) < 2:
-        raise ValueError("data: too little text; there is one text, which cannot be held out too")
-    order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed)).tolist()
-    count = min(max(1, round(held_out * len(texts))), len(texts) - 1)
-    return [texts[i] for i in order[count:]], [texts[i] for i in order[:count]]
-
-
-def count_tokens(texts: Sequence[Text], count: int) -> Tensor:
-    """The tokens that answers hold most often, [count] ids in order, the lowest ones on ties."""
-    counts = torch.bincount(torch.cat([text.token_ids[text.start :] for text in texts]))
-    counts = nn.functional.pad(counts, (0, max(0, count - len(counts))))
-    return counts.argsort(descending=True, stable=True)[:count].sort().values
-
-
 def make_eagle3(target: PreTrainedModel, texts: Sequence[Text], shape: DraftShape) -> Eagle3Draft:
     """A fresh draft, which starts from the target's last layer, and whose ends are the target's.
 
+    Of a reduced vocabulary it can write the tokens that the answers in the texts hold most often.
     It fuses hidden states to the last of the three; attention begins with the half that reads them.
 
     Raises:
@@ -100,7 +80,8 @@ def make_eagle3(target: PreTrainedModel, texts: Sequence[Text], shape: DraftShap
     fields: dict[str, Any] = llama_shape(target, 1, width) | {"vocab_size": vocab_size}
     draft = Eagle3Draft(Eagle3Config(**fields, draft_vocab_size=num_ids))
     _start_as_last_layer(draft, target)
-    token_ids = count_tokens(texts, num_ids).to(target.device)
+    answers = torch.cat([text.token_ids[text.start :] for text in texts])
+    token_ids = most_frequent(answers, num_ids).to(target.device)
     embeddings: Any = target.get_input_embeddings()
     head_rows = reduced_rows(target, token_ids).float()
     draft.set_ends(embeddings.weight.float(), head_rows, token_ids, vocab_size)
@@ -145,81 +126,56 @@ class UnrolledLesson:
     last_hidden: Tensor
 
 
-class StoredStates:
+@torch.no_grad()
+def stored_lessons(
+    target: PreTrainedModel,
+    layers: Sequence[int],
+    texts: Sequence[Text],
+    token_ids: Tensor,
+    file: Path,
+    advance: Callable[[int], None] = lambda num_texts: None,
+) -> Callable[[Tensor], UnrolledLesson]:
     """A teacher that has run the target once over each text.
 
     Args:
         layers: of the target, whose inputs are kept beside what its head reads.
         token_ids: those that the draft can write.
-        file: holds the states, mapped into memory; what is in it already is used.
-        advance: called with the texts read so far.
+        file, advance: as for `stored_states`.
     Raises:
         ValueError: the target's logits are not its head's output.
     """
+    target, device, head = target.eval(), target.device, reduced_rows(target, token_ids)
+    decoder: Any = target.get_decoder()
+    size = target.config.get_text_config(decoder=True).hidden_size
+    sizes = [len(layers) * size, size]
 
-    def __init__(
-        self,
-        target: PreTrainedModel,
-        layers: Sequence[int],
-        texts: Sequence[Text],
-        token_ids: Tensor,
-        file: Path,
-        advance: Callable[[int], None] = lambda num_texts: None,
-    ):
-        self._target, self._layers, self._texts = target.eval(), layers, texts
-        self._head = reduced_rows(target, token_ids)
-        self._ends = [0, *accumulate(len(text.token_ids) for text in texts)]
-        size = target.config.get_text_config(decoder=True).hidden_size
-        self._sizes = [len(layers) * size, size]
-        width, count = sum(self._sizes), self._ends[-1]
-        self._states = torch.from_file(
-            str(file), shared=True, size=count * width, dtype=target.dtype
-        ).view(count, width)
-        self._check()
-        by_length = sorted(range(len(texts)), key=lambda row: len(texts[row].token_ids))
-        for first in range(0, len(texts), _READ_TEXTS):
-            rows = by_length[first : first + _READ_TEXTS]
-            self._fill([row for row in rows if not self._states[self._ends[row]].any()])
-            advance(first + len(rows))
+    def read(token_ids: Tensor) -> Tensor:
+        with capturing(decoder_layers(target), layers) as inputs:
+            last = decoder(input_ids=token_ids.to(device), use_cache=False).last_hidden_state
+        return torch.cat([*(inputs[layer] for layer in layers), last], dim=-1)
+
+    def read_texts(rows: list[int]) -> Tensor:
+        return read(pad_sequence([texts[row].token_ids for row in rows], batch_first=True))
+
+    sample_ids = texts[0].token_ids[None, :2].to(device)
+    check_head("target", target, sample_ids, read(sample_ids)[..., -size:])
+    lengths = [len(text.token_ids) for text in texts]
+    states = stored_states(file, target.dtype, lengths, sum(sizes), read_texts, advance)
 
     @torch.no_grad()
-    def __call__(self, indices: Tensor) -> UnrolledLesson:
-        """The texts of these indices, and what the target makes of them."""
-        rows, device = indices.tolist(), self._target.device
-        texts = [self._texts[row] for row in rows]
-        places = torch.cat([torch.arange(*self._ends[row : row + 2]) for row in rows])
-        states = self._states[places].to(device)
-        features, hidden = states.split(self._sizes, dim=-1)
+    def lesson(indices: Tensor) -> UnrolledLesson:
+        rows = indices.tolist()
+        features, hidden = torch.cat([states[row] for row in rows]).to(device).split(sizes, dim=-1)
         return UnrolledLesson(
-            torch.cat([text.token_ids for text in texts]).to(device),
-            torch.tensor([len(text.token_ids) for text in texts], device=device),
-            torch.tensor([text.start for text in texts], device=device),
+            torch.cat([texts[row].token_ids for row in rows]).to(device),
+            torch.tensor([lengths[row] for row in rows], device=device),
+            torch.tensor([texts[row].start for row in rows], device=device),
             features,
-            (hidden @ self._head.T).softmax(-1),
+            (hidden @ head.T).softmax(-1),
             hidden,
         )
 
-    @torch.no_grad()
-    def _fill(self, rows: list[int]) -> None:
-        if not rows:
-            return
-        ids = pad_sequence([self._texts[row].token_ids for row in rows], batch_first=True)
-        decoder: Any = self._target.get_decoder()
-        with capturing(decoder_layers(self._target), self._layers) as inputs:
-            last = decoder(input_ids=ids.to(self._target.device), use_cache=False).last_hidden_state
-        states = torch.cat([*(inputs[layer] for layer in self._layers), last], dim=-1).cpu()
-        for row, own in zip(rows, states, strict=True):
-            first, end = self._ends[row : row + 2]
-            self._states[first:end] = own[: end - first]
-
-    @torch.no_grad()
-    def _check(self) -> None:
-        target: Any = self._target
-        ids = self._texts[0].token_ids[None, :2].to(target.device)
-        hidden = target.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
-        head = target.get_output_embeddings()
-        if not torch.equal(head(hidden), target(ids, use_cache=False).logits):
-            raise ValueError(f"target: {type(target).__name__} changes what its head says")
+    return lesson
 
 
 def unrolled(
@@ -367,15 +323,11 @@ def train_eagle3(
     Raises:
         ValueError: a checkpoint that is missing, or there without being asked for.
     """
-    if (out / "checkpoint.pt").exists() and not resume:
-        raise ValueError(f"out: {out} holds a checkpoint: resume it, or choose another folder")
-    out.mkdir(parents=True, exist_ok=True)
-    file = out / "target-states.bin"
-    if not resume:  # what a run on other text has left
-        file.unlink(missing_ok=True)
+    file = states_file(out, resume)
     layers = draft.config.target_layers or usual_layers(len(decoder_layers(target)))
     token_ids = cast(Any, draft.lm_head).token_ids
-    teacher: Any = StoredStates(target, layers, [*texts, *held_out], token_ids, file, on_text)
+    every = [*texts, *held_out]
+    teacher: Any = stored_lessons(target, layers, every, token_ids, file, on_text)
     processes = OneProcess(target.device)
     trainer = Eagle3Trainer(draft, teacher, len(texts), options, out, processes)
     if resume:

@@ -54,12 +54,8 @@ def make_glide(
     Raises:
         ValueError: a shape that does not fit together, or more layers than the target has.
     """
-    large = target.config.get_text_config(decoder=True)
-    require("layers", num_layers, 1 <= num_layers <= large.num_hidden_layers, "1 to the target's")
-    config = GlideLlamaConfig(
-        **llama_shape(target, num_layers, shape),
-        **shape_of_target(target),
-    )
+    fields = llama_shape(target, num_layers, shape) | shape_of_target(target)
+    config = GlideLlamaConfig(**fields)
     return _started(GlideLlamaForCausalLM(config), target, start or target)
 
 
@@ -69,8 +65,6 @@ def make_shallow(target: PreTrainedModel, num_layers: int = 1, **shape: Any) -> 
     Raises:
         ValueError: a shape that does not fit together, or more layers than the target has.
     """
-    large = target.config.get_text_config(decoder=True)
-    require("layers", num_layers, 1 <= num_layers <= large.num_hidden_layers, "1 to the target's")
     draft = LlamaForCausalLM(LlamaConfig(**llama_shape(target, num_layers, shape)))
     return _started(draft, target, target)
 
@@ -90,6 +84,7 @@ def make_plain(
 def llama_shape(model: PreTrainedModel, num_layers: int, shape: dict[str, Any]) -> dict[str, Any]:
     """The fields of a Llama like this model, with changes; what it lacks takes Llama's default."""
     config = model.config.get_text_config(decoder=True)
+    require("layers", num_layers, 1 <= num_layers <= config.num_hidden_layers, "1 to the target's")
     own = {name: getattr(config, name, None) for name in _SHARED_FIELDS}
     own["intermediate_size"] = own["intermediate_size"] or 4 * config.hidden_size
     rope = getattr(config, "rope_parameters", None) or {}

@@ -1,7 +1,7 @@
-"""What GLIDE training reads: rows of text, and what the target makes of them."""
+"""What training reads: rows of text, and what the target makes of them, live or kept on disk."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from fastspec.drafters.glide.dense import DenseGlimpse, block_mask, read_target
 from fastspec.models.reduced_vocabulary import ReducedHead
 from fastspec.models.twin import twin_of
 
-_READ_ROWS = 16
+_READ_TEXTS = 16  # in one pass of the target
 
 
 @dataclass(frozen=True)
@@ -92,9 +92,22 @@ class Lesson:
 Teacher = Callable[[Tensor], Lesson]  # the rows of these indices, and what the target says of them
 
 
-def most_frequent(rows: Rows, count: int) -> Tensor:
+def split_places(num: int, held_out: float, seed: int) -> tuple[Tensor, Tensor]:
+    """Which of so many texts to train on, and at least one, chosen at random, to judge a draft by.
+
+    Raises:
+        ValueError: fewer than two texts.
+    """
+    if num < 2:
+        raise ValueError("data: too little text; there is one row, which cannot be held out too")
+    order = torch.randperm(num, generator=torch.Generator().manual_seed(seed))
+    count = min(max(1, round(held_out * num)), num - 1)
+    return order[count:], order[:count]
+
+
+def most_frequent(token_ids: Tensor, count: int) -> Tensor:
     """The tokens that occur most often, [count] ids in order, the lowest ones on ties."""
-    counts = torch.bincount(rows.token_ids[rows.valid])
+    counts = torch.bincount(token_ids)
     counts = pad(counts, (0, max(0, count - len(counts))))
     return counts.argsort(descending=True, stable=True)[:count].sort().values
 
@@ -133,42 +146,32 @@ def stored_target(
     Args:
         num_draft_layers: of a GLIDE draft, whose keys and values are kept; 0 for others.
         token_ids: as for `frozen_target`.
-        file: where they are kept, mapped into memory; one that is there already is used.
-        advance: called with the rows read so far.
+        file, advance: as for `stored_states`.
     Raises:
         ValueError: the target's logits are not its head's output.
     """
-    target.eval()
-    head, body = _head_for(target, token_ids), _with_head(target, nn.Identity())
-    config = target.config.get_text_config(decoder=True)
-    full_head: Any = target.get_output_embeddings()
-    sample_ids, all_valid = rows.token_ids[:1, :2].to(target.device), torch.ones(1, 2).bool()
-    layers, hidden = read_target(body, sample_ids, all_valid.to(target.device), num_draft_layers)
-    if not torch.equal(full_head(hidden), target(sample_ids, use_cache=False).logits):
-        raise ValueError(f"store_target: {type(target).__name__} changes what its head says")
+    head, body = _head_for(target, token_ids), _with_head(target.eval(), nn.Identity())
+    sample_ids = rows.token_ids[:1, :2].to(target.device)
+    layers, hidden = read_target(body, sample_ids, sample_ids >= 0, num_draft_layers)
+    check_head("store_target", target, sample_ids, hidden)
     shapes = [tuple(part.shape[1::2]) for pair in layers for part in pair]  # [G, D]
-    sizes = [config.hidden_size, *(math.prod(shape) for shape in shapes)]
+    sizes = [hidden.shape[-1], *(math.prod(shape) for shape in shapes)]
     count, length = rows.token_ids.shape[0], rows.token_ids.shape[1] - 1
-    part_file = file if file.exists() else file.with_suffix(".part")
-    states = torch.from_file(
-        str(part_file), shared=True, size=count * length * sum(sizes), dtype=target.dtype
-    ).view(count, length, sum(sizes))
-    if part_file != file:
-        for first in range(0, count, _READ_ROWS):
-            chosen = rows.take(torch.arange(count)[first : first + _READ_ROWS])
-            ids, valid = (
-                part[:, :-1].to(target.device) for part in (chosen.token_ids, chosen.valid)
-            )
-            layers, hidden = read_target(body, ids, valid, num_draft_layers)
-            parts = [part.transpose(1, 2).flatten(2) for pair in layers for part in pair]
-            states[first : first + len(ids)] = torch.cat([hidden, *parts], dim=-1).cpu()
-            advance(first + len(ids))
-        part_file.replace(file)
+
+    def read(places: list[int]) -> Tensor:
+        chosen = rows.take(torch.tensor(places))
+        ids, valid = (part[:, :-1].to(target.device) for part in (chosen.token_ids, chosen.valid))
+        layers, hidden = read_target(body, ids, valid, num_draft_layers)
+        parts = [part.transpose(1, 2).flatten(2) for pair in layers for part in pair]
+        return torch.cat([hidden, *parts], dim=-1)
+
+    states = stored_states(file, target.dtype, [length] * count, sum(sizes), read, advance)
 
     def lesson(indices: Tensor) -> Lesson:
         chosen = rows.take(indices)
         token_ids, valid = (part.to(target.device) for part in (chosen.token_ids, chosen.valid))
-        hidden, *parts = states[indices].to(target.device).split(sizes, dim=-1)
+        chosen_states = torch.stack([states[place] for place in indices.tolist()])
+        hidden, *parts = chosen_states.to(target.device).split(sizes, dim=-1)
         heads = [
             part.unflatten(-1, shape).transpose(1, 2)
             for part, shape in zip(parts, shapes, strict=True)
@@ -178,6 +181,58 @@ def stored_target(
         return Lesson(token_ids, valid, list(zip(heads[::2], heads[1::2], strict=True)), logits)
 
     return lesson
+
+
+def stored_states(
+    file: Path,
+    dtype: torch.dtype,
+    lengths: Sequence[int],
+    width: int,
+    read: Callable[[list[int]], Tensor],
+    advance: Callable[[int], None],
+) -> Sequence[Tensor]:
+    """States [S, width] of each of some texts, kept on disk.
+
+    Args:
+        file: mapped into memory, one text after another, in a folder that is made; texts whose
+            states are in it already are not read.
+        lengths: tokens of each text.
+        read: the states [n, S, width] of texts, by their places, padded to the longest.
+        advance: called with the texts that are there, whenever some were read.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    whole = torch.from_file(str(file), shared=True, size=sum(lengths) * width, dtype=dtype)
+    states = whole.view(-1, width).split(list(lengths))
+    by_length = sorted(range(len(lengths)), key=lambda place: lengths[place])
+    for first in range(0, len(lengths), _READ_TEXTS):
+        places = by_length[first : first + _READ_TEXTS]
+        unread = [place for place in places if not states[place][0].any()]
+        if unread:
+            for place, own in zip(unread, read(unread).cpu(), strict=True):
+                states[place].copy_(own[: lengths[place]])
+            advance(first + len(places))
+    return states
+
+
+def check_head(field: str, target: Any, token_ids: Tensor, hidden: Tensor) -> None:
+    """Refuse a target that makes something else of hidden states than its head says of them."""
+    head = target.get_output_embeddings()
+    if not torch.equal(head(hidden), target(token_ids, use_cache=False).logits):
+        raise ValueError(f"{field}: {type(target).__name__} changes what its head says")
+
+
+def states_file(folder: Path, resume: bool) -> Path:
+    """Where a run keeps the states of its target, if it does: in its folder.
+
+    Raises:
+        ValueError: the folder holds a checkpoint, and the run is a new one.
+    """
+    if (folder / "checkpoint.pt").exists() and not resume:
+        raise ValueError(f"out: {folder} holds a checkpoint: resume it, or choose another folder")
+    file = folder / "target-states.bin"
+    if not resume:  # what a run on other text has left
+        file.unlink(missing_ok=True)
+    return file
 
 
 def _head_for(target: PreTrainedModel, token_ids: Tensor | None) -> Any:

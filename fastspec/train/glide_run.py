@@ -1,7 +1,6 @@
 """A run of `fastspec train draft` or `glide`, from text to a folder with a draft and its report."""
 
 import json
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,13 @@ from fastspec.drafters.glide import GlideLlamaForCausalLM, is_glide
 from fastspec.engine.engine import Engine
 from fastspec.models.reduced_vocabulary import ReducedHead, reduce_vocabulary, save_reduced
 from fastspec.train.glide import Advance, GlideTrainer, make_glide, make_plain, make_shallow
-from fastspec.train.glide_data import Rows, frozen_target, most_frequent, stored_target
+from fastspec.train.glide_data import (
+    Rows,
+    frozen_target,
+    most_frequent,
+    states_file,
+    stored_target,
+)
 from fastspec.train.options import DraftShape, TrainOptions
 from fastspec.train.processes import OneProcess
 
@@ -53,21 +58,8 @@ def make_draft(
     if (size := shape.reduced_vocab_size) is not None:
         vocab_size = draft.config.vocab_size
         require("reduced_vocab_size", size, size <= vocab_size, f"at most {vocab_size}")
-        reduce_vocabulary(draft, target, most_frequent(rows, size))
+        reduce_vocabulary(draft, target, most_frequent(rows.token_ids[rows.valid], size))
     return draft
-
-
-def split_rows(rows: Rows, held_out: float, seed: int) -> tuple[Rows, Rows]:
-    """Rows to train on, and at least one, chosen at random, to judge the draft by.
-
-    Raises:
-        ValueError: fewer than two rows.
-    """
-    if len(rows) < 2:
-        raise ValueError("data: too little text; there is one row, which cannot be held out too")
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
-    count = min(max(1, round(held_out * len(rows))), len(rows) - 1)
-    return rows.take(order[count:]), rows.take(order[:count])
 
 
 def train_draft(
@@ -90,8 +82,7 @@ def train_draft(
         ValueError: a checkpoint that is missing, or there without being asked for; a reduced
             vocabulary, which only distillation can teach, without it.
     """
-    if (out / "checkpoint.pt").exists() and not resume:
-        raise ValueError(f"out: {out} holds a checkpoint: resume it, or choose another folder")
+    file = states_file(out, resume)
     target.to(processes.device)  # pyright: ignore[reportArgumentType]
     head: Any = draft.get_output_embeddings()
     token_ids = head.token_ids if isinstance(head, ReducedHead) else None
@@ -100,11 +91,7 @@ def train_draft(
         require("distillation", weight, weight == 1, "1, as the vocabulary is reduced")
     num_layers = draft.config.num_hidden_layers
     if options.store_target:
-        out.mkdir(parents=True, exist_ok=True)
         num_layers = num_layers if isinstance(draft, GlideLlamaForCausalLM) else 0
-        file = out / "target-states.bin"
-        if not resume:  # what a run on other text has left
-            file.unlink(missing_ok=True)
         teacher = stored_target(target, rows, num_layers, token_ids, file, on_row)
     else:
         teacher = frozen_target(target, rows, num_layers, token_ids)
@@ -116,11 +103,6 @@ def train_draft(
     if processes.is_main_process:
         trained.save_pretrained(out) if token_ids is None else save_reduced(trained, out)
     return trainer.record
-
-
-def one_epoch(num_rows: int, batch_size: int, processes: OneProcess) -> int:
-    """Steps that show every row once."""
-    return math.ceil(num_rows / (batch_size * processes.num_processes))
 
 
 def report_acceptance(

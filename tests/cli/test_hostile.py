@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fastspec.cli import app, running
+from fastspec import Engine
+from fastspec.cli import app
 from fastspec.config.files import write_whole
 
 PROMPT = ["--prompt", "a", "--max-tokens", "3"]
@@ -140,7 +141,7 @@ def test_ctrl_c(invoke, pair, monkeypatch):
     def interrupted(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(running.Engine, "step", interrupted)
+    monkeypatch.setattr(Engine, "step", interrupted)
     result = invoke("generate", *pair, *PROMPT)
     assert result.exit_code == 130
     assert result.stderr == "fastspec: error: interrupted\n"

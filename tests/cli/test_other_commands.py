@@ -8,7 +8,8 @@ import typer
 
 import fastspec
 from benchmarks.report import smollm2
-from fastspec.cli import app, running
+from fastspec import Engine
+from fastspec.cli import app
 from fastspec.tools.bench import Methods
 
 from ..models import byte_tokenizer
@@ -53,12 +54,12 @@ def test_chat_asks_the_bundled_questions(command, invoke, bundled, chat_pair, tm
 
 
 def test_demo_notices_a_difference(invoke, bundled, monkeypatch):
-    run_one = running.run_one
+    stream = Engine.stream
 
-    def wrong_when_speculative(engine, prompt, ids, params):
-        return run_one(engine, prompt, [*ids, 1] if engine.is_speculative else ids, params)
+    def wrong_when_speculative(engine, ids, params):
+        return stream(engine, [*ids, 1] if engine.is_speculative else ids, params)
 
-    monkeypatch.setattr(running, "run_one", wrong_when_speculative)
+    monkeypatch.setattr(Engine, "stream", wrong_when_speculative)
     result = invoke(*DEMO)
     assert result.exit_code == 1
     assert "DIFFER" in result.stdout

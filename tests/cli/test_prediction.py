@@ -3,7 +3,7 @@
 import pytest
 
 from fastspec.engine.stats import SpecStats
-from fastspec.tools.bench.end_to_end import predicted_speed_up, step_costs, swi
+from fastspec.tools.bench import predicted_speed_up, step_costs, swi
 from fastspec.tools.formulas import expected_tokens
 
 

@@ -5,7 +5,7 @@ import torch
 
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 from fastspec.drafters.texts import TextStore
-from fastspec.models.paged_model import EncoderInput
+from fastspec.models.layout import EncoderInput
 
 from ..models import T5_CONFIGS, byte_tokenizer, perturbed, random_t5
 from .helpers import GREEDY, hugging_face_greedy

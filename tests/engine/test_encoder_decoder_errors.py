@@ -7,7 +7,8 @@ from transformers import BartConfig, BartForConditionalGeneration
 
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 from fastspec.models.encoder_decoder import EncoderDecoderModel
-from fastspec.models.runner import ModelRunner, Span
+from fastspec.models.layout import Span
+from fastspec.models.runner import ModelRunner
 
 from ..models import byte_tokenizer, random_model, random_t5
 

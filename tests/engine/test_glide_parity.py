@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from fastspec.drafters.glide.paged import GlideRunner
-from fastspec.models.paged_model import PagedModel, Span
+from fastspec.models.layout import Span
+from fastspec.models.paged_model import PagedModel
 from fastspec.models.runner import ModelRunner
 
 from ..models import random_model

@@ -8,8 +8,8 @@ import torch
 
 from fastspec import Engine, EngineConfig, SamplingParams
 from fastspec.models.graphs import GraphedForward, bucket, capture_for
-from fastspec.models.layout import PassShape, lay_out
-from fastspec.models.paged_model import PagedModel, Span
+from fastspec.models.layout import PassShape, Span, lay_out
+from fastspec.models.paged_model import PagedModel
 from fastspec.models.runner import ModelRunner
 
 from ..models import VOCAB_SIZE, random_model

@@ -32,17 +32,6 @@ FORMS = [
     ({"grammar": 'root ::= "x" [01] [01]'}, lambda text: text[0] == "x" and len(text) == 3),
     ({"grammar": 'start: "<" /[ab]{2}/ ">"'}, lambda text: text[0] == "<" and text[3] == ">"),
 ]
-METHODS = (
-    "draft_model",
-    "prompt_lookup",
-    "mag",
-    "ngram",
-    "suffix",
-    "tree",
-    "cape",
-    "glide",
-    "cascade",
-)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +44,7 @@ def expected(target):
     return differential.expected_cases(40, 3, target, byte_tokenizer())
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", differential.METHODS)
 def test_unlike_requests_equal_plain_decoding(target, expected, method):
     """Greedy ones that of transformers, see tests/differential.py."""
     engine = differential.engine_of(method, target, byte_tokenizer(), seed=1)
@@ -72,7 +61,7 @@ def test_forms_hold_with_every_method(target, temperature):
     ]
     prompts = [[40 + i, 50, 60] for i in range(len(FORMS))]
     texts = []
-    for method in ("none", *METHODS):
+    for method in ("none", *differential.METHODS):
         engine = differential.engine_of(method, target, byte_tokenizer(), seed=1)
         outputs = engine.generate(prompts, params)
         texts.append([output.text for output in outputs])

@@ -1,6 +1,7 @@
 """A simulated drafter accepts exactly what the live engine accepted; files that hold no outputs."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -274,6 +275,8 @@ def test_prompts_that_lack_or_are_too_many(tmp_path):
 def test_simulations_that_cannot_run(model):
     params = SamplingParams(temperature=0, max_tokens=3)
     good = StoredOutput([1], [2, 3, 4], params)
+    with pytest.raises(ValueError, match="max_tokens: 2 for 3 token_ids"):  # it would never end
+        replace(good, params=replace(params, max_tokens=2))
     with pytest.raises(ValueError, match="there is none"):
         Simulator(model, None, VOCAB_SIZE)
     with pytest.raises(ValueError, match="rejection_sample_method"):

@@ -9,7 +9,7 @@ from fastspec.drafters import CapePlan
 from fastspec.drafters.base import SamplingTensors
 from fastspec.drafters.tree.grow import best_nodes, with_chain
 from fastspec.drafters.tree.siblings import drawn, likeliest
-from fastspec.models.token_tree import packed, tree_positions
+from fastspec.models.layout import packed, tree_positions
 from fastspec_kernels import build_tree
 from fastspec_kernels.testing import chi_square
 

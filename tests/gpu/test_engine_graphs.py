@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
-from fastspec.models.paged_model import PagedModel, Span
+from fastspec.models.layout import Span
+from fastspec.models.paged_model import PagedModel
 from fastspec.models.runner import ModelRunner
 from tests.gpu.backends import needs_gpu
 from tests.models import VOCAB_SIZE, perturbed, random_model

@@ -13,15 +13,14 @@ from fastspec.drafters.eagle3 import load_eagle3, save_eagle3
 from fastspec.models.captured import usual_layers
 from fastspec.train.distillation import FrozenHeadLoss
 from fastspec.train.eagle3 import (
-    StoredStates,
     Text,
-    count_tokens,
     cut_texts,
     make_eagle3,
-    split_texts,
+    stored_lessons,
     train_eagle3,
     unrolled,
 )
+from fastspec.train.glide_data import split_places
 from fastspec.train.options import DraftShape, TrainOptions
 
 from ..engine.eagle3_models import published_logits, write_folder
@@ -53,9 +52,9 @@ def test_a_row_of_each_step_is_what_the_published_forward_drafts(tmp_path):
     draft = load_eagle3(tmp_path, EngineConfig(), target).train()
     ids = torch.arange(3, 27)
     texts = [Text(ids[:9], 4), Text(ids[2:], 12), Text(ids[5:8], 1)]
-    lesson = StoredStates(target, usual_layers(6), texts, draft.lm_head.token_ids, tmp_path / "s")(
-        torch.arange(3)
-    )
+    known = draft.lm_head.token_ids
+    teacher = stored_lessons(target, usual_layers(6), texts, known, tmp_path / "s")
+    lesson = teacher(torch.arange(3))
     owners = [
         (index, place) for index, text in enumerate(texts) for place in range(len(text.token_ids))
     ]
@@ -94,7 +93,8 @@ def test_loss_and_gradient_are_those_of_cross_entropy():
 
 def test_training_helps_and_goes_on_where_it_stopped(tmp_path):
     target = random_model("llama", num_hidden_layers=6)
-    texts, held_out = split_texts(texts_of(target), 0.2, seed=0)
+    every = texts_of(target)
+    texts, held_out = ([every[i] for i in part] for part in split_places(len(every), 0.2, seed=0))
     shape = DraftShape(reduced_vocab_size=KNOWN)
     done = []
 
@@ -141,7 +141,9 @@ def test_texts_and_vocabulary_come_from_answers():
     assert [(text.token_ids.tolist(), text.start) for text in texts] == [([4, 4, 5], 1)]
     texts = cut_texts(documents, 7)
     assert [(text.token_ids.tolist(), text.start) for text in texts] == [([1, 2, 3, 4, 4, 4, 5], 3)]
-    assert count_tokens(texts, 3).tolist() == [0, 4, 5]
+    target = random_model("llama", num_hidden_layers=6)
+    draft = make_eagle3(target, texts, DraftShape(reduced_vocab_size=3))
+    assert draft.lm_head.token_ids.tolist() == [0, 4, 5]
     with pytest.raises(ValueError, match="data: no text is long enough"):
         cut_texts(documents[1:], 8)
 
@@ -167,4 +169,6 @@ def test_the_command(tmp_path):
     data.write_text('{"prompt_ids": [1, 2], "token_ids": [1, 9999]}\n')
     result = CliRunner().invoke(app, [*command, "--resume"])
     assert result.exit_code == 1
-    assert 'line 1: expected "text", or lists of ids; token_ids is [1, 9999]' in result.stderr
+    assert (
+        'line 1 has no field "text", and no lists of ids: token_ids is [1, 9999]' in result.stderr
+    )

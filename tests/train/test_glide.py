@@ -220,7 +220,8 @@ def test_command_line_makes_a_draft_that_runs(target_folder, tmp_path):
     text, out = tmp_path / "text.txt", tmp_path / "draft"
     text.write_text(TEXT)
     records = tmp_path / "more.jsonl"
-    records.write_text(json.dumps({"text": TEXT[:300]}) + "\n")
+    lines = {"text": TEXT[:300]}, {"prompt_ids": [3, 4], "token_ids": [5, 6, 7]}
+    records.write_text("".join(json.dumps(line) + "\n" for line in lines))
     common = ("--target", target_folder, "--data", text, "--data", records, "--out", out)
     sizes = ("--context", 32, "--batch-size", 4, "--held-out", 0.1, "--checkpoint-steps", 3)
     result = run(*common, *sizes, "--steps", 4, "--lookup-rows", 6)

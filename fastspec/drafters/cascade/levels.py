@@ -19,30 +19,36 @@ from fastspec_kernels import row_stats, sample, verify_chain
 Verdict = tuple[int, int, list[float]]
 
 
-class Level(Protocol):
+class Level:
     """One drafter of a cascade; what it caches follows the drafts as they change."""
 
+    can_review = False
     name: str
-    can_review: bool
 
     def write(self, drafts: list[Draft], counts: list[int], batch: Batch) -> None:
         """Continue each draft by at most counts[b] tokens."""
+        raise NotImplementedError
 
     def review(self, drafts: list[Draft], starts: list[int], batch: Batch) -> None:
-        """Keep what holds of each draft from starts[b] on, and add a token of its own."""
+        """Keep what holds of each draft from starts[b] on, and add a token, where it can review."""
+        raise NotImplementedError
 
     def room(self, length: int) -> int:
         """Tokens that can be drafted after so many."""
-        ...
+        return sys.maxsize
 
     def shorten(self, request: Request, length: int) -> None:
         """Of the request's text only the first `length` tokens are still those seen before."""
+        raise NotImplementedError
 
     def commit(self, batch: Batch, accepted: list[int]) -> None:
         """The step has ended, see Drafter.commit."""
+        for request in batch.requests:
+            self.shorten(request, len(request.token_ids) - 1)
 
     def release(self, request: Request) -> None:
         """The request has ended or lost its blocks."""
+        raise NotImplementedError
 
 
 @runtime_checkable
@@ -56,10 +62,8 @@ class Copier(Protocol):
         ...
 
 
-class CopyingLevel:
+class CopyingLevel(Level):
     """A drafter that copies; ids that some model of the cascade does not have end a copy."""
-
-    can_review = False
 
     def __init__(self, copier: object, vocab_size: int):
         if not isinstance(copier, Copier):
@@ -80,24 +84,14 @@ class CopyingLevel:
             end = usable.index(False) if False in usable else count
             draft.replace(len(draft.tokens), [DraftToken(i, self.name) for i in ids[:end]])
 
-    def review(self, drafts: list[Draft], starts: list[int], batch: Batch) -> None:
-        raise ValueError(f"k_matrix: {self.name} copies and cannot review")
-
-    def room(self, length: int) -> int:
-        return sys.maxsize
-
     def shorten(self, request: Request, length: int) -> None:
         self._texts.shorten(request, length)
-
-    def commit(self, batch: Batch, accepted: list[int]) -> None:
-        for request in batch.requests:
-            self._texts.shorten(request, len(request.token_ids) - 1)
 
     def release(self, request: Request) -> None:
         self._texts.forget(request.request_id)
 
 
-class ModelLevel:
+class ModelLevel(Level):
     """A draft model, over a cache of its own.
 
     Args:

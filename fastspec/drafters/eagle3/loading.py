@@ -32,15 +32,17 @@ def is_eagle3(source: str | Path | PreTrainedModel) -> bool:
 
 
 def load_eagle3(
-    source: str | Path | PreTrainedModel, config: EngineConfig, target: PreTrainedModel
+    source: str | Path | PreTrainedModel, config: EngineConfig, target: PreTrainedModel | None
 ) -> PreTrainedModel:
     """An EAGLE-3 draft on the device, in the target's type.
 
     A folder that lacks embeddings or a head takes the target's.
 
     Raises:
-        ValueError: it cannot be loaded, or is no EAGLE-3 draft for this target.
+        ValueError: it cannot be loaded, or is no EAGLE-3 draft for this target; there is none.
     """
+    if target is None:
+        raise ValueError("drafter: EAGLE-3 reads the target's hidden states; there is no target")
     return load_model("drafter", source, config, partial(_read, target=target))
 
 

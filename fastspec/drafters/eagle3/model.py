@@ -115,6 +115,11 @@ class Eagle3Draft(PreTrainedModel, GenerationMixin):
         self.lm_head: nn.Module = nn.Identity()  # see `set_ends`
         self.post_init()
 
+    @property
+    def numbers_beside(self) -> int:
+        """What a token takes in pages beside keys and values: hidden states of both models."""
+        return self.fc.in_features + self.fc.out_features
+
     def set_ends(
         self, embeddings: Tensor, head: Tensor, token_ids: Tensor, vocab_size: int
     ) -> None:

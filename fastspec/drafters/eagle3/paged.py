@@ -6,9 +6,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from fastspec.models.paged_model import KVCache, PagedModel, PagedStep, Span
+from fastspec.models.layout import KVCache, PagedStep, Span, packed
+from fastspec.models.paged_model import PagedModel
 from fastspec.models.runner import ModelRunner
-from fastspec.models.token_tree import packed
 from fastspec.models.transfer import device_tensor
 
 

@@ -6,7 +6,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from fastspec.models.paged_model import KVCache, PagedModel, PagedStep, Span
+from fastspec.models.layout import KVCache, PagedStep, Span
+from fastspec.models.paged_model import PagedModel
 from fastspec.models.runner import ModelRunner
 from fastspec.models.transfer import device_tensor
 from fastspec_kernels import cross_attention, tree_attention

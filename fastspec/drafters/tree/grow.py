@@ -12,7 +12,7 @@ from fastspec.drafters.draft_model import DraftModelDrafter, of_rows
 from fastspec.drafters.logit_rules import Rows
 from fastspec.drafters.prompt_lookup import known_counts
 from fastspec.drafters.tree.siblings import ConfidenceBins, SiblingCut, drawn, likeliest
-from fastspec.models.token_tree import packed
+from fastspec.models.layout import packed
 from fastspec.models.transfer import device_tensor
 
 Places = slice | Tensor  # of rows [R] in a flat grid [B * E]; a slice stands for all of them

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
-from fastspec.config import EngineConfig, SamplingParams, SpecConfig, is_int
-from fastspec.config.checks import require
+from fastspec.config import EngineConfig, SamplingParams, SpecConfig
+from fastspec.config.checks import require, require_int
 from fastspec.drafters.context import ModelSource
 from fastspec.drafters.ngram import NgramDrafter
 from fastspec.drafters.ngram_table import NgramTable
@@ -113,8 +113,8 @@ class NGramStorage:
     one_level = False
 
     def __init__(self, n: int, vocab_size: int):
-        require("n", n, is_int(n) and n >= 2, "an int >= 2")
-        require("vocab_size", vocab_size, is_int(vocab_size) and vocab_size >= 1, "an int >= 1")
+        require_int("n", n, 2)
+        require_int("vocab_size", vocab_size, 1)
         self.n = n
         self.vocab_size = vocab_size
         self.table = NgramTable(n - 1, self.one_level)
@@ -205,7 +205,7 @@ def speculative_generate(
         The new ids, and the accepted part of the drafts, 0.0 where there were none.
     """
     require("skip_sample_adjustment", skip_sample_adjustment, not skip_sample_adjustment, _LOSSY)
-    require("gamma", gamma, is_int(gamma) and gamma >= 1, "an int >= 1")
+    require_int("gamma", gamma, 1)
     params = _params(max_gen_len, logits_processor, eos_tokens_id, end_tokens_id)
     spec = SpecConfig("draft_model", gamma)
     return _with_rate(generated(target, drafter, inputs, spec, params, debug))
@@ -245,9 +245,8 @@ def ngram_assisted_speculative_generate(
     Returns:
         The new ids, and the accepted part of the drafts, 0.0 where there were none.
     """
-    require("gamma", gamma, is_int(gamma) and gamma >= 1, "an int >= 1")
-    fits = is_int(filler_top_k) and filler_top_k >= 1
-    require("filler_top_k", filler_top_k, fits, "an int >= 1")
+    require_int("gamma", gamma, 1)
+    require_int("filler_top_k", filler_top_k, 1)
     fits = isinstance(ngramstorage, NGramStorage)
     require("ngramstorage", ngramstorage, fits, "an NGramStorage or OneLevelNGramStorage")
     storage, vocab_size = ngramstorage, None if stop_if_unknown else ngramstorage.vocab_size
@@ -284,7 +283,7 @@ def beam_search_generate(
         The new ids of the best beam; an end token is kept.
     """
     for name, value in (("max_gen_len", max_gen_len), ("num_beams", num_beams)):
-        require(name, value, is_int(value) and value >= 1, "an int >= 1")
+        require_int(name, value, 1)
     loaded: Any = load_model("model", model, EngineConfig())
     input_ids = torch.tensor([inputs], device=loaded.device)
     output = loaded.generate(
@@ -306,7 +305,7 @@ _LOSSY = "False; True is LOSSY, it does not keep the target's distribution, and 
 def _params(
     max_gen_len: int, processor: LogitsProcessor, ends: EndIds, other_ends: EndIds | None
 ) -> SamplingParams:
-    require("max_gen_len", max_gen_len, is_int(max_gen_len) and max_gen_len >= 1, "an int >= 1")
+    require_int("max_gen_len", max_gen_len, 1)
     return SamplingParams(
         **_sampling(processor),
         seed=seed_from_torch(),

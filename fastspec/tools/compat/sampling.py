@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig, is_int
-from fastspec.config.checks import require
+from fastspec.config.checks import require, require_int
 from fastspec.drafters.context import DrafterSource, ModelSource
 from fastspec.engine.engine import Engine
 from fastspec.engine.outputs import RequestOutput
@@ -38,7 +38,7 @@ def autoregressive_sampling(
     Raises:
         ValueError: an argument that cannot be used; the message names it.
     """
-    require("N", N, is_int(N) and N >= 1, "an int >= 1")
+    require_int("N", N, 1)
     return _sampled("x", x, model, None, SpecConfig("none"), N, (temperature, top_k, top_p), None)
 
 
@@ -72,8 +72,8 @@ def speculative_sampling(
 
     Source: Leviathan et al., arXiv 2211.17192.
     """
-    require("max_len", max_len, is_int(max_len) and max_len >= 1, "an int >= 1")
-    require("gamma", gamma, is_int(gamma) and gamma >= 1, "an int >= 1")
+    require_int("max_len", max_len, 1)
+    require_int("gamma", gamma, 1)
     fits = random_seed is None or (is_int(random_seed) and random_seed >= 0)
     require("random_seed", random_seed, fits, "an int >= 0 or None")
     spec, sampling = SpecConfig("draft_model", gamma), (temperature, top_k, top_p)

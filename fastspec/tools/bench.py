@@ -1,0 +1,435 @@
+"""End-to-end measurement: our decoding and Hugging Face's, same weights and prompts, in one run.
+
+All methods are verified to say the same, and then timed interleaved.
+"""
+
+import datetime
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import transformers
+from torch.profiler import ProfilerActivity, profile
+from transformers import PreTrainedModel
+
+import fastspec
+from fastspec.config import EngineConfig, SamplingParams, SpecConfig
+from fastspec.config.checks import require_int
+from fastspec.config.methods import method_named
+from fastspec.drafters.eagle3 import Eagle3Draft
+from fastspec.drafters.glide import GlideLlamaForCausalLM
+from fastspec.engine.engine import Engine
+from fastspec.engine.stats import SpecStats
+from fastspec.tools.cost_counters import standardized_walltime_improvement
+from fastspec_kernels import cpu_instruction_set
+
+ROOT = Path(fastspec.__file__).resolve().parents[1]
+TokenIds = list[int]
+_HF_LOOKUP_TOKENS = 10  # what Hugging Face's documentation and the method's author use
+Decode = Callable[[TokenIds, float, int], TokenIds]  # prompt ids, temperature, seed -> new ids
+RATIOS = {
+    "speculative / plain": ("speculative", ("plain",)),
+    "speculative / hf_assisted": ("speculative", ("hf_assisted", "hf_assisted_default")),
+    "plain / hf_generate": ("plain", ("hf_generate",)),
+}
+
+# What a result says of our drafts.
+ACCEPTANCE = (
+    "acceptance_rate",
+    "mean_acceptance_length",
+    "swi",
+    "draft_cost",
+    "judge_cost",
+    "predicted_speed_up",
+    "efficiency",
+)
+
+
+class Methods:
+    """Our plain and speculative decoding and Hugging Face's plain and assisted generation.
+
+    Each method makes exactly `max_tokens` new ids: end-of-sequence ids do not end a text.
+    Hugging Face's assisted generation appears twice: drafting K tokens in each step, as ours does
+    ("hf_assisted"), and as its own defaults have it ("hf_assisted_default"). Without a draft model
+    ours proposes by spec.method, and theirs by its prompt lookup; so does theirs with a
+    GLIDE or EAGLE-3 draft, which it cannot run. The parts of a cascade run by themselves, too, and
+    so does the draft model ("draft"), where it takes texts as long as the target's and needs no
+    target: its speed is what drafting can gain at most. Without `peers` Hugging Face's are left
+    out.
+
+    Attributes:
+        costs: of one pass of the target and of the draft model, 0 without one, for the SWI.
+        last_stats: counters of the last run of ours.
+    """
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        draft: PreTrainedModel | None,
+        spec: SpecConfig,
+        max_tokens: int,
+        config: EngineConfig,
+        parts: Mapping[str, SpecConfig],
+        costs: tuple[float, float] | None = None,
+        peers: bool = True,
+    ):
+        self._peers = peers
+        self._engine = Engine(target, draft, spec=spec, config=config)
+        needs_target = isinstance(draft, (GlideLlamaForCausalLM, Eagle3Draft))
+        self._draft = None if needs_target else draft
+        self.parts = parts
+        self._engines = {}
+        for name, part in parts.items():
+            needed = draft if method_named(part.method).needs_draft else None
+            self._engines[name] = Engine(target, needed, spec=part, config=config)
+        if self._draft is not None:
+            alone = Engine(self._draft, spec=SpecConfig("none"), config=config)
+            if alone.max_model_len >= self._engine.max_model_len:
+                self._engines["draft"] = alone
+        parameters = num_parameters(target), 0 if draft is None else num_parameters(draft)
+        self.costs = costs or parameters
+        self._target = target
+        self._generate = cast(Any, target).generate  # only generative classes have it
+        self._num_speculative_tokens = spec.num_draft_tokens()
+        self.max_tokens = max_tokens
+        self.last_stats = SpecStats()
+
+    @property
+    def max_prompt_len(self) -> int:
+        """Longest prompt after which every method has room for its new tokens."""
+        return self._engine.max_model_len - self.max_tokens
+
+    def by_name(self) -> dict[str, Decode]:
+        """All methods."""
+        peers: dict[str, Decode] = {
+            "hf_generate": self._hf_generate,
+            "hf_assisted": self._hf_assisted,
+            "hf_assisted_default": self._hf_assisted_default,
+        }
+        return {
+            "plain": self._plain,
+            "speculative": self._speculative,
+            **(peers if self._peers else {}),
+            **{name: partial(self._ours, engine) for name, engine in self._engines.items()},
+        }
+
+    def _plain(self, prompt: TokenIds, temperature: float, seed: int) -> TokenIds:
+        self._engine.disable_spec_dec()
+        return self._ours(self._engine, prompt, temperature, seed)
+
+    def _speculative(self, prompt: TokenIds, temperature: float, seed: int) -> TokenIds:
+        self._engine.enable_spec_dec(n_spec_tokens=self._num_speculative_tokens)
+        return self._ours(self._engine, prompt, temperature, seed)
+
+    def _ours(self, engine: Engine, prompt: TokenIds, temperature: float, seed: int) -> TokenIds:
+        params = SamplingParams(
+            temperature=temperature, seed=seed, max_tokens=self.max_tokens, ignore_eos=True
+        )
+        output = engine.generate([prompt], params)[0]
+        if output.error is not None:
+            raise ValueError(f"target: {output.error}")
+        self.last_stats = output.stats
+        return list(output.token_ids)
+
+    def _hf_assisted(self, prompt: TokenIds, temperature: float, seed: int) -> TokenIds:
+        if self._draft is None:
+            num = self._num_speculative_tokens
+            return self._hf_generate(prompt, temperature, seed, prompt_lookup_num_tokens=num)
+        changes = {
+            "num_assistant_tokens": self._num_speculative_tokens,
+            "num_assistant_tokens_schedule": "constant",
+            "assistant_confidence_threshold": 0.0,
+        }
+        with _changed(self._draft.generation_config, changes):
+            return self._hf_generate(prompt, temperature, seed, assistant_model=self._draft)
+
+    def _hf_assisted_default(self, prompt: TokenIds, temperature: float, seed: int) -> TokenIds:
+        if self._draft is None:
+            num = _HF_LOOKUP_TOKENS
+            return self._hf_generate(prompt, temperature, seed, prompt_lookup_num_tokens=num)
+        return self._hf_generate(prompt, temperature, seed, assistant_model=self._draft)
+
+    def _hf_generate(
+        self, prompt: TokenIds, temperature: float, seed: int, **assistant
+    ) -> TokenIds:
+        input_ids = torch.tensor([prompt], device=self._target.device)
+        sampling = {"do_sample": False}
+        if temperature > 0:
+            # Hugging Face would otherwise keep the 50 best tokens, or what the checkpoint asks for.
+            sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+        torch.manual_seed(seed)
+        output = self._generate(
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            max_new_tokens=self.max_tokens,
+            eos_token_id=None,
+            pad_token_id=0,
+            num_beams=1,
+            repetition_penalty=1.0,
+            **sampling,
+            **assistant,
+        )
+        num_before = 1 if self._target.config.is_encoder_decoder else len(prompt)
+        return output[0, num_before:].tolist()
+
+
+def num_parameters(model: PreTrainedModel) -> int:
+    """Entries of all weights; shared ones count once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@contextmanager
+def _changed(holder: object, changes: dict) -> Iterator[None]:
+    """Attributes changed for the length of a block."""
+    previous = {name: getattr(holder, name) for name in changes}
+    try:
+        for name, value in changes.items():
+            setattr(holder, name, value)
+        yield
+    finally:
+        for name, value in previous.items():
+            setattr(holder, name, value)
+
+
+class Mismatch(ValueError):
+    """Greedy outputs that should be equal are not."""
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """What is timed.
+
+    Args:
+        max_tokens: new tokens of each prompt, end-of-sequence ids ignored, >= 1.
+        repeats: timed rounds over all prompts, >= 1.
+        temperatures: at least one, each >= 0.
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    max_tokens: int = 128
+    repeats: int = 3
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+
+    def __post_init__(self):
+        for name in ("max_tokens", "repeats"):
+            value = getattr(self, name)
+            require_int(name, value, 1)
+        if not self.temperatures:
+            raise ValueError("temperatures: expected numbers >= 0, got none")
+        for temperature in self.temperatures:
+            try:
+                SamplingParams(temperature=temperature)
+            except ValueError as error:
+                raise ValueError(f"temperatures: {error}") from error
+
+    def num_runs(self, num_prompts: int, num_methods: int) -> int:
+        """Calls of a method that verify_outputs() and measure() make together."""
+        rounds = 1 + self.repeats * len(self.temperatures)
+        return rounds * num_prompts * num_methods
+
+
+def verify_outputs(
+    methods: Methods, prompts: list[TokenIds], advance: Callable[[], None]
+) -> dict[str, int]:
+    """Compare the greedy ids of every method with those of our plain decoding; also warms them up.
+
+    The draft model alone says something else, and is not compared.
+
+    Returns:
+        For each other method, the number of prompts where all ids are equal.
+    Raises:
+        ValueError: a prompt without room for the new tokens, or a method that made fewer.
+    """
+    for index, prompt in enumerate(prompts):
+        excess = len(prompt) - methods.max_prompt_len
+        if excess > 0:
+            raise ValueError(
+                f"max_tokens: with the {len(prompt)} tokens of prompt {index + 1}, {excess} more"
+                " than the models take"
+            )
+    decoders = methods.by_name()
+    equal = dict.fromkeys((name for name in decoders if name not in ("plain", "draft")), 0)
+    for prompt in prompts:
+        ids = {}
+        for name, decode in decoders.items():
+            ids[name] = decode(prompt, 0.0, 0)
+            advance()
+            if len(ids[name]) != methods.max_tokens:
+                raise Mismatch(f"{name}: {len(ids[name])} new tokens, not {methods.max_tokens}")
+        for name in equal:
+            equal[name] += ids[name] == ids["plain"]
+    return equal
+
+
+def require_equal(equal: dict[str, int], num_prompts: int) -> None:
+    """Raise Mismatch unless every method agreed on every prompt."""
+    for name, count in equal.items():
+        if count < num_prompts:
+            raise Mismatch(
+                f"greedy outputs differ: {name} and plain agree on {count} of {num_prompts} prompts"
+            )
+
+
+def measure(
+    methods: Methods,
+    prompts: list[TokenIds],
+    config: BenchConfig,
+    advance: Callable[[], None],
+) -> list[dict]:
+    """Time every method at every temperature, interleaved so that noise hits all alike.
+
+    Returns:
+        For each temperature a dictionary: new tokens per second by method (all prompts' tokens over
+        the median, across rounds, of all prompts' seconds), their ratios, our acceptance, our SWI
+        with the costs of methods, what drafting and judging cost in plain steps, the speed-up over
+        plain decoding that acceptance and the cost of drafting predict, if judging the drafts cost
+        no more than a plain step, and what part of it was reached.
+    """
+    return [
+        _measure_at(temperature, methods, prompts, config, advance)
+        for temperature in config.temperatures
+    ]
+
+
+def _measure_at(
+    temperature: float,
+    methods: Methods,
+    prompts: list[TokenIds],
+    config: BenchConfig,
+    advance: Callable[[], None],
+) -> dict:
+    decoders = list(methods.by_name().items())
+    seconds = {name: [0.0] * config.repeats for name, _ in decoders}
+    plain, ours = SpecStats(), SpecStats()
+    totals = {"plain": plain, "speculative": ours}
+    for round_index in range(config.repeats):
+        for seed, prompt in enumerate(prompts):
+            first = (round_index + seed) % len(decoders)
+            for name, decode in decoders[first:] + decoders[:first]:
+                start = time.perf_counter()
+                decode(prompt, temperature, seed)
+                seconds[name][round_index] += time.perf_counter() - start
+                if name in totals:
+                    totals[name].add(methods.last_stats)
+                advance()
+    num_tokens = len(prompts) * config.max_tokens
+    speeds = {name: num_tokens / statistics.median(rounds) for name, rounds in seconds.items()}
+    pairs = dict(RATIOS)
+    if methods.parts:
+        pairs["cascade / the better of its parts"] = ("speculative", tuple(methods.parts))
+    ratios = {
+        label: round(speeds[method] / max(speeds[name] for name in others), 3)
+        for label, (method, others) in pairs.items()
+        if {*others} <= {*speeds}
+    }
+    draft_cost, judge_cost = step_costs(plain, ours)
+    predicted, rate = predicted_speed_up(plain, ours), ours.acceptance_rate
+    return {
+        "temperature": temperature,
+        "tokens_per_s": {name: round(speed, 2) for name, speed in speeds.items()},
+        "seconds": {name: [round(s, 4) for s in rounds] for name, rounds in seconds.items()},
+        "ratios": ratios,
+        "acceptance_rate": None if rate is None else round(rate, 4),
+        "mean_acceptance_length": round(ours.num_output_tokens / ours.num_steps, 4),
+        "swi": round(swi(ours, *methods.costs), 3),
+        "draft_cost": round(draft_cost, 3),
+        "judge_cost": round(judge_cost, 3),
+        "predicted_speed_up": round(predicted, 3),
+        "efficiency": round(ratios["speculative / plain"] / predicted, 3),
+    }
+
+
+def write_profile(methods: Methods, prompt: TokenIds, temperature: float, file: Path) -> None:
+    """Trace one speculative run with torch.profiler, for a browser's trace viewer."""
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(ProfilerActivity.CUDA)
+    decode = methods.by_name()["speculative"]
+    with profile(activities=activities) as profiler:
+        decode(prompt, temperature, 0)
+    profiler.export_chrome_trace(str(file))
+
+
+def predicted_speed_up(plain: SpecStats, speculative: SpecStats) -> float:
+    """Tokens of a step over its cost in plain steps: 1 for the target's pass, and the drafts'.
+
+    With k draft tokens of cost c each and independent acceptance a this is the formula of
+    Leviathan et al., 2211.17192: (1 - a^(k+1)) / ((1 - a) (k c + 1)).
+    """
+    draft_cost, _ = step_costs(plain, speculative)
+    return speculative.num_output_tokens / speculative.num_steps / (1 + draft_cost)
+
+
+def step_costs(plain: SpecStats, speculative: SpecStats) -> tuple[float, float]:
+    """Mean time of drafting, and of the target's pass with all that judging takes, in plain steps.
+
+    A pass over the many rows of a token tree costs more than one over a single token where
+    computing, not reading the weights, takes the time: on a CPU.
+    """
+    plain_step, judging = (
+        (stats.seconds["verify"] + stats.seconds["commit"]) / stats.num_steps
+        for stats in (plain, speculative)
+    )
+    drafting = speculative.seconds["propose"] / speculative.num_steps
+    return drafting / plain_step, judging / plain_step
+
+
+def swi(stats: SpecStats, target_cost: float, draft_cost: float) -> float:
+    """Chen et al.'s SWI of runs with at most one draft model; drafters that copy cost nothing.
+
+    Args:
+        stats: their counters.
+        target_cost, draft_cost: of one pass, in any unit: parameters, for example.
+    """
+    passes = {**stats.num_draft_passes, "target": stats.num_steps}
+    costs = {**dict.fromkeys(passes, draft_cost), "target": target_cost}
+    return standardized_walltime_improvement(stats.num_output_tokens, "target", passes, costs)
+
+
+def describe_environment() -> dict:
+    """Machine, versions and commit as plain JSON values; what cannot be found out is None."""
+    status = _git("status", "--porcelain", "--untracked-files=no")
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "commit": _git("rev-parse", "--short=12", "HEAD"),
+        "dirty": None if status is None else bool(status),
+        "cpu": cpu_model(),
+        "cpu_instruction_set": cpu_instruction_set(),
+        "threads": torch.get_num_threads(),
+        "fastspec": fastspec.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def cpu_model() -> str | None:
+    """The processor's name as the system gives it."""
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine() or None
+
+
+def _git(*arguments: str) -> str | None:
+    """Output of git in the checkout that this package runs from, if it is one."""
+    if not (ROOT / ".git").exists():
+        return None
+    try:
+        result = subprocess.run(
+            ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return result.stdout.strip()
