@@ -9,15 +9,16 @@ namespace fastspec::cpu::FASTSPEC_ISA {
 namespace {
 
 constexpr int kTileRows = 4;
+constexpr int kPackedRows = 6;  // of a register tile on packed keys
 constexpr int kTileVectors = kNativeLanes == 16 ? 4 : 2;
 constexpr int64_t kAhead = 16;  // rows from the one in use to the one that is fetched from memory
 
-// Rows of consecutive keys in the order in which they are read: the keys, the values, the first
+// Rows of consecutive keys in the order in which they are read: the keys, the values, the
 // keys of the next tile. Each row holds one KV head, or several side by side. Rows past the end
 // repeat another one.
 template <class T>
 struct KeyTile {
-  const T* keys[2 * kKeyTile + kAhead];
+  const T* keys[3 * kKeyTile];
   int64_t size;
 
   const T** values() { return keys + kKeyTile; }
@@ -47,7 +48,7 @@ void locate_tile(const AttentionCall& call, const QueryTile& tile, int64_t first
   const T* values = static_cast<const T*>(call.value_cache) + tile.first_kv_head * call.head_size;
   const int64_t left = last_key - first_key;
   to.size = left < kKeyTile ? left : kKeyTile;
-  int64_t ahead = left - to.size < kAhead ? left - to.size : kAhead;
+  int64_t ahead = left - to.size < kKeyTile ? left - to.size : kKeyTile;
   each_key(call, tile, first_key, to.size, [&](int64_t offset, int64_t j) {
     to.keys[j] = keys + offset;
     to.values()[j] = values + offset;
@@ -58,23 +59,7 @@ void locate_tile(const AttentionCall& call, const QueryTile& tile, int64_t first
     to.keys[j] = to.keys[j - 1];
     to.values()[j] = to.values()[j - 1];
   }
-  for (; ahead < kAhead; ++ahead) to.next_keys()[ahead] = to.keys[0];
-}
-
-// Copies one KV head, as float32 padded with zeros.
-template <class T>
-void copy_tile(const AttentionCall& call, const QueryTile& tile, int64_t first_key, int64_t kv_head,
-               const AttentionScratch& scratch, KeyTile<float>& to) {
-  const T* keys = static_cast<const T*>(call.key_cache) + kv_head * call.head_size;
-  const T* values = static_cast<const T*>(call.value_cache) + kv_head * call.head_size;
-  const int64_t stride = padded(call.head_size);
-  each_key(call, tile, first_key, to.size, [&](int64_t offset, int64_t j) {
-    widen_row(keys + offset, call.head_size, scratch.keys + j * stride);
-    widen_row(values + offset, call.head_size, scratch.values + j * stride);
-    to.keys[j] = scratch.keys + j * stride;
-    to.values()[j] = scratch.values + j * stride;
-  });
-  for (int64_t j = to.size; j % kNativeLanes != 0; ++j) to.keys[j] = to.keys[j - 1];
+  for (; ahead < kKeyTile; ++ahead) to.next_keys()[ahead] = to.keys[0];
 }
 
 // Into the second-level cache; the first is too small for rows that lie a power of two apart.
@@ -84,6 +69,26 @@ FASTSPEC_INLINE void prefetch(const T* row, int64_t size) {
     __builtin_prefetch(row + d, 0, 2);
   }
 }
+
+// Some values of the rows that are read next, a few lines of memory at a time: more at once would
+// wait for each other.
+template <class T>
+struct NextRows {
+  const T* const* rows;
+  int64_t first_dim, size, lines;
+  int64_t row = 0, dim = 0;
+
+  FASTSPEC_INLINE void fetch() {
+    for (int64_t i = 0; i < lines && row < kKeyTile; ++i) {
+      __builtin_prefetch(rows[row] + first_dim + dim, 0, 2);
+      dim += 64 / static_cast<int64_t>(sizeof(T));
+      if (dim >= size) {
+        dim = 0;
+        ++row;
+      }
+    }
+  }
+};
 
 // scores[row][key] = scale * the sum over the lanes of sums[row][key].
 template <int rows, int num_keys>
@@ -176,8 +181,9 @@ constexpr decltype(&score_rows<1, fetch, T>) kScoreRows[kTileRows] = {
     score_rows<1, fetch, T>, score_rows<2, fetch, T>, score_rows<3, fetch, T>,
     score_rows<4, fetch, T>};
 template <bool fetch, class T>
-constexpr decltype(&sum_rows<1, fetch, T>) kSumRows[kTileRows] = {
-    sum_rows<1, fetch, T>, sum_rows<2, fetch, T>, sum_rows<3, fetch, T>, sum_rows<4, fetch, T>};
+constexpr decltype(&sum_rows<1, fetch, T>) kSumRows[kPackedRows] = {
+    sum_rows<1, fetch, T>, sum_rows<2, fetch, T>, sum_rows<3, fetch, T>,
+    sum_rows<4, fetch, T>, sum_rows<5, fetch, T>, sum_rows<6, fetch, T>};
 
 }  // namespace
 }  // namespace fastspec::cpu::FASTSPEC_ISA

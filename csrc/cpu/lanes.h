@@ -83,24 +83,26 @@ FASTSPEC_INLINE void convert(float x, F16* to) {
   to->bits = static_cast<uint16_t>(half | sign);
 }
 
+// Lane i of the result is lane from[i] of a, or where that is too large of b.
+template <int... from>
+FASTSPEC_INLINE NativeF32 pick(NativeF32 a, NativeF32 b) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, from...);
+#else
+  return __builtin_shuffle(a, b, NativeI32{from...});
+#endif
+}
+
 // Lane i of the result comes from lane i of a where i has no `bit`, else from lane i of b.
 template <int bit, int... i>
 FASTSPEC_INLINE NativeF32 blend(NativeF32 a, NativeF32 b, std::integer_sequence<int, i...>) {
-#if defined(__clang__)
-  return __builtin_shufflevector(a, b, ((i & bit) ? i + kNativeLanes : i)...);
-#else
-  return __builtin_shuffle(a, b, NativeI32{((i & bit) ? i + kNativeLanes : i)...});
-#endif
+  return pick<((i & bit) ? i + kNativeLanes : i)...>(a, b);
 }
 
 // The lanes that `blend` leaves out, each at the place of its partner i ^ bit.
 template <int bit, int... i>
 FASTSPEC_INLINE NativeF32 cross(NativeF32 a, NativeF32 b, std::integer_sequence<int, i...>) {
-#if defined(__clang__)
-  return __builtin_shufflevector(a, b, ((i & bit) ? (i ^ bit) + kNativeLanes : (i ^ bit))...);
-#else
-  return __builtin_shuffle(a, b, NativeI32{((i & bit) ? (i ^ bit) + kNativeLanes : (i ^ bit))...});
-#endif
+  return pick<((i & bit) ? (i ^ bit) + kNativeLanes : (i ^ bit))...>(a, b);
 }
 
 // Lane i of sums[0] becomes the sum over the lanes of sums[i], in the same order for every i.
@@ -117,13 +119,28 @@ FASTSPEC_INLINE NativeF32 sum_each(NativeF32 (&sums)[kNativeLanes]) {
   return sums[0];
 }
 
+// Swaps each lane with `bit` of a for the lane without it of b.
+template <int bit, int... i>
+FASTSPEC_INLINE void exchange(NativeF32& a, NativeF32& b, std::integer_sequence<int, i...>) {
+  const NativeF32 before = a;
+  a = pick<((i & bit) ? (i ^ bit) + kNativeLanes : i)...>(before, b);
+  b = pick<((i & bit) ? i + kNativeLanes : (i ^ bit))...>(before, b);
+}
+
+// Lane i of row j becomes lane j of row i.
+template <int bit = kNativeLanes / 2>
+FASTSPEC_INLINE void transpose(NativeF32 (&rows)[kNativeLanes]) {
+  constexpr std::make_integer_sequence<int, kNativeLanes> lanes;
+#pragma GCC unroll 16
+  for (int i = 0; i < kNativeLanes; ++i) {
+    if ((i & bit) == 0) exchange<bit>(rows[i], rows[i + bit], lanes);
+  }
+  if constexpr (bit > 1) transpose<bit / 2>(rows);
+}
+
 template <int bit, int... i>
 FASTSPEC_INLINE NativeF32 swap(NativeF32 x, std::integer_sequence<int, i...>) {
-#if defined(__clang__)
-  return __builtin_shufflevector(x, x, (i ^ bit)...);
-#else
-  return __builtin_shuffle(x, NativeI32{(i ^ bit)...});
-#endif
+  return pick<(i ^ bit)...>(x, x);
 }
 
 template <int bit = kNativeLanes / 2>

@@ -2,6 +2,7 @@
 //
 // The sum of each pair of row and output has its own accumulator and takes the terms in the same
 // order whatever the tile, so a row's result does not depend on the other rows.
+#include "amx.h"
 #include "kernels.h"
 #include "lanes.h"
 #include "linear.h"

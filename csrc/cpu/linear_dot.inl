@@ -1,15 +1,5 @@
 // Products of bfloat16 rows and weights by AVX512-BF16 and by AMX tiles. Included by linear.inl.
 
-constexpr int64_t kPairDepth = 32;  // values of a row in one vector, or in one row of a tile
-constexpr int64_t kTileRowsOfAmx = 16;
-
-struct PairTile {
-  BF16 pairs[kPairDepth / 2][kTileRowsOfAmx][2];
-};
-
-int64_t pair_tiles(int64_t depth) { return (depth + kPairDepth - 1) / kPairDepth; }
-int64_t row_blocks(int64_t rows) { return (rows + kTileRowsOfAmx - 1) / kTileRowsOfAmx; }
-
 FASTSPEC_INLINE BF16 narrow(BF16 x) { return x; }
 
 FASTSPEC_INLINE BF16 narrow(float x) {
@@ -95,24 +85,6 @@ void multiply_pairs(const PackedRows&, const Product&, int64_t, int64_t) {}
 
 #if defined(__AVX512F__) && FASTSPEC_COMPILES_AMX
 
-#define FASTSPEC_AMX __attribute__((target("amx-tile,amx-bf16")))
-
-struct alignas(64) TileConfig {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t row_bytes[16] = {};
-  uint8_t rows[16] = {};
-};
-
-// Eight tiles of 16 rows of 64 bytes.
-FASTSPEC_AMX void configure_tiles() {
-  TileConfig config;
-  for (int i = 0; i < 8; ++i) {
-    config.row_bytes[i] = 64;
-    config.rows[i] = 16;
-  }
-  _tile_loadconfig(&config);
-}
-
 struct TileSums {
   float of[kOutputTile][kTileRowsOfAmx];
 };
@@ -141,7 +113,7 @@ FASTSPEC_AMX void multiply_blocks(const BF16* weight, int64_t outputs, int64_t d
       for (int64_t n = 0; n < outputs; ++n) {
         std::memcpy(copy[n], from + n * depth, count * sizeof(BF16));
       }
-      __asm__ volatile("" : : "r"(copy) : "memory");  // GCC's tile loads do not say what they read
+      finish_stores(copy);
       _tile_loadd(4, copy, 64);
     }
     _tile_loadd(5, rows, 64);

@@ -13,8 +13,9 @@
 namespace fastspec::cpu {
 namespace {
 
-constexpr int64_t kSplit = 512;  // keys; fixed, as the order of sums depends on it
-constexpr int64_t kRowsPerTile = 64;
+constexpr int64_t kSplit = 512;       // keys; fixed, as the order of sums depends on it
+constexpr int64_t kRowsPerTile = 64;  // of several KV heads
+constexpr int64_t kRowsOfOneHead = 256;
 constexpr int64_t kTasksPerThread = 4;  // fewer query tiles than this: contexts are split too
 constexpr int64_t kSerialWork =
     1 << 20;  // multiply-adds that one thread does before another wakes up
@@ -33,7 +34,8 @@ KeyRange nth_split(KeyRange range, int64_t n) {
 struct Plan {
   std::vector<Sight> sights;
   std::vector<QueryTile> tiles;
-  int64_t max_rows = 0, num_splits = 0, work = 0;
+  int64_t max_rows = 0, max_padded_rows = 0, max_kv_heads = 0;  // of a tile
+  int64_t num_splits = 0, work = 0;
 };
 
 // The first place after everything that a row sees.
@@ -57,17 +59,20 @@ void add_tile(const AttentionCall& call, QueryTile tile, Plan& plan) {
   tile.num_rows = tile.num_kv_heads * tile.num_tokens * (call.num_heads / call.num_kv_heads);
   plan.tiles.push_back(tile);
   plan.max_rows = std::max(plan.max_rows, tile.num_rows);
+  plan.max_padded_rows =
+      std::max(plan.max_padded_rows, tile.num_kv_heads * padded(tile.num_rows / tile.num_kv_heads));
+  plan.max_kv_heads = std::max(plan.max_kv_heads, tile.num_kv_heads);
   plan.num_splits += num_splits(tile.keys);
   plan.work += tile.num_rows * (tile.keys.last - tile.keys.first) * call.head_size * 2;
 }
 
-// Tiles of about kRowsPerTile rows: many tokens of one KV head, or few tokens of several, whose
-// keys are neighbours in memory.
+// Many tokens of one KV head, for which its keys are packed once, or few tokens of several heads,
+// whose keys are neighbours in memory.
 Plan make_plan(const AttentionCall& call) {
   Plan plan;
   plan.sights = sights_of(call);
   const int64_t group = call.num_heads / call.num_kv_heads;
-  const int64_t most_tokens = std::max<int64_t>(1, kRowsPerTile / group);
+  const int64_t most_tokens = std::max<int64_t>(1, kRowsOfOneHead / group);
   for (int64_t b = 0; b < call.batch; ++b) {
     const int64_t end = call.cu_rows[b + 1];
     for (int64_t token = call.cu_rows[b]; token < end; token += most_tokens) {
@@ -92,9 +97,11 @@ AttentionState take_state(Arena& arena, int64_t rows, int64_t head_size) {
   return {arena.take(rows), arena.take(rows), arena.take(rows * padded(head_size))};
 }
 
-Worker take_worker(Arena& arena, int64_t rows, int64_t head_size) {
-  const int64_t stride = padded(head_size), copied = stride == head_size ? 0 : kKeyTile * stride;
-  return {{arena.take(rows * stride), arena.take(copied), arena.take(copied),
+Worker take_worker(Arena& arena, const Plan& plan, int64_t head_size) {
+  const int64_t rows = plan.max_rows;
+  const int64_t depth = (head_size + kDepthPadding - 1) / kDepthPadding * kDepthPadding;
+  const int64_t packed = (1 + plan.max_kv_heads) * kKeyTile * depth / 2;
+  return {{arena.take(plan.max_padded_rows * depth), arena.take(packed), arena.take(packed),
            arena.take(rows * kKeyTile), arena.take(rows * kRowPadding), arena.take<uint64_t>(rows)},
           take_state(arena, rows, head_size),
           take_state(arena, rows, head_size)};
@@ -102,12 +109,12 @@ Worker take_worker(Arena& arena, int64_t rows, int64_t head_size) {
 
 class Workers {
  public:
-  Workers(int64_t count, int64_t rows, int64_t head_size) : count(count) {
+  Workers(int64_t count, const Plan& plan, int64_t head_size) : count(count) {
     Arena measure;
-    for (int64_t i = 0; i < count; ++i) take_worker(measure, rows, head_size);
+    for (int64_t i = 0; i < count; ++i) take_worker(measure, plan, head_size);
     memory_.reset(new Line[measure.used]);
     Arena arena{memory_.get()};
-    for (int64_t i = 0; i < count; ++i) workers_.push_back(take_worker(arena, rows, head_size));
+    for (int64_t i = 0; i < count; ++i) workers_.push_back(take_worker(arena, plan, head_size));
   }
   const Worker& operator[](int64_t i) const { return workers_[i]; }
   const int64_t count;
@@ -177,7 +184,7 @@ void attention(const AttentionCall& call) {
   const int64_t num_tiles = plan.tiles.size();
   if (num_tiles == 0) return;
   const int64_t threads = plan.work < kSerialWork ? 1 : num_threads();
-  const Workers workers(threads, plan.max_rows, call.head_size);
+  const Workers workers(threads, plan, call.head_size);
   if (threads > 1 && num_tiles < kTasksPerThread * threads && plan.num_splits > num_tiles) {
     run_by_splits(call, plan, workers);
   } else {

@@ -61,10 +61,11 @@ struct AttentionState {
 };
 
 constexpr int64_t kKeyTile = 64;  // as many as a word has bits
-// What `attend` needs beside a state.
+// What `attend` needs beside a state. Depth is head_size up to a multiple of kDepthPadding.
+constexpr int64_t kDepthPadding = 32;
 struct AttentionScratch {
-  float* queries;    // [rows, padded_head_size]
-  float* keys;       // [kKeyTile, padded_head_size], only where that is not head_size
+  float* queries;    // [KV heads, rows of a head up to a multiple of kRowPadding, depth]
+  float* keys;       // packed, [1 + KV heads, kKeyTile, depth / 2]
   float* values;     // as keys
   float* weights;    // [rows, kKeyTile]
   float* lane_sums;  // [rows, kRowPadding]

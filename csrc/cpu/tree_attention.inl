@@ -10,7 +10,9 @@ namespace fastspec::cpu::FASTSPEC_ISA {
 namespace {
 
 constexpr float kMinusInfinity = -kInfinity;
-constexpr int64_t kKeyStep = 16;  // keys before the next KV head takes its turn
+constexpr int64_t kGroupForTiles = 7;  // query heads of a KV head
+constexpr int64_t kRowsToPack = 32;    // of a KV head
+constexpr int64_t kKeyStep = 16;       // keys before the next KV head takes its turn
 
 constexpr uint64_t kAllSeen = ~uint64_t{0};
 
@@ -141,18 +143,32 @@ FASTSPEC_INLINE void each_row_tile(int64_t num_heads, int64_t per_head, const F&
   }
 }
 
-// The rows of num_heads KV heads, from first_row on, against one key tile, of which they see all
-// unless `masked`. Heads take turns every few keys, so that caches are read front to back.
-template <bool masked, bool fetch, class T>
-void attend_tile(const AttentionCall& call, const QueryTile& tile, int64_t first_row,
-                 int64_t num_heads, KeyTile<T>& keys, const AttentionScratch& scratch,
-                 const AttentionState& state) {
-  const int64_t group = call.num_heads / call.num_kv_heads, stride = padded(call.head_size);
-  const int64_t per_head = tile.num_tokens * group;
-  const float* queries = scratch.queries + first_row * stride;
-  float* out = state.value + first_row * stride;
-  const float scale = call.softcap > 0.0f ? call.scale / call.softcap : call.scale * kLog2E;
-  const auto* const score = score_functions<fetch, T>();
+// Whether some of `count` rows of a KV head see a key of the tile.
+bool any_sees(const AttentionScratch& scratch, int64_t row, int64_t count, int64_t group) {
+  uint64_t any = 0;
+  for (int64_t t = row / group; t <= (row + count - 1) / group; ++t) any |= scratch.seen[t];
+  return any != 0;
+}
+
+// What scores are multiplied by before `soften`.
+float scale_of_scores(const AttentionCall& call) {
+  return call.softcap > 0.0f ? call.scale / call.softcap : call.scale * kLog2E;
+}
+
+#include "attention_amx.inl"
+#include "attention_packed.inl"
+
+// All rows of a tile against one key tile in the caches, of which they see all unless `masked`.
+// KV heads take turns every few keys, so that caches are read front to back.
+template <bool masked, class T>
+void attend_in_place(const AttentionCall& call, const QueryTile& tile, KeyTile<T>& keys,
+                     const AttentionScratch& scratch, const AttentionState& state) {
+  const int64_t group = call.num_heads / call.num_kv_heads, stride = call.head_size;
+  const int64_t num_heads = tile.num_kv_heads, per_head = tile.num_tokens * group;
+  const float* queries = scratch.queries;
+  float* out = state.value;
+  const float scale = scale_of_scores(call);
+  const auto* const score = score_functions<true, T>();
   for (int64_t j = 0; j < keys.size; j += kKeyStep) {
     const KeyRange span = {j, j + kKeyStep < keys.size ? j + kKeyStep : keys.size};
     each_row_tile(num_heads, per_head, [&](int64_t row, int64_t count, int64_t head) {
@@ -162,8 +178,8 @@ void attend_tile(const AttentionCall& call, const QueryTile& tile, int64_t first
   }
   for (int64_t row = 0; row < num_heads * per_head; ++row) {
     const uint64_t seen = masked ? scratch.seen[row % per_head / group] : kAllSeen;
-    soften<masked>(scratch.weights + row * kKeyTile, seen, call.softcap, first_row + row, scratch,
-                   state, stride);
+    soften<masked>(scratch.weights + row * kKeyTile, seen, call.softcap, row, scratch, state,
+                   stride);
   }
   for (int64_t j = 0; j < keys.size; j += kKeyStep) {
     each_row_tile(num_heads, per_head, [&](int64_t row, int64_t count, int64_t head) {
@@ -174,11 +190,11 @@ void attend_tile(const AttentionCall& call, const QueryTile& tile, int64_t first
         for (int64_t r = 0; r < count; ++r) {
           seen[r] = scratch.seen[(row + r) % per_head / group] & bits_of(j, j + kKeyStep);
         }
-        add_seen_values<fetch>(weights, keys.values(), seen, count, first_dim, stride,
-                               out + row * stride);
+        add_seen_values<true>(weights, keys.values(), seen, count, first_dim, stride,
+                              out + row * stride);
       } else {
-        kSumRows<fetch, T>[count - 1](weights, keys.values(), {j, j + kKeyStep}, first_dim, stride,
-                                      out + row* stride);
+        kSumRows<true, T>[count - 1](weights, keys.values(), {j, j + kKeyStep}, first_dim, stride,
+                                     out + row* stride);
       }
     });
   }
@@ -193,28 +209,48 @@ bool look_at(const QueryTile& tile, int64_t first_key, const AttentionScratch& s
   return any != 0;
 }
 
-// One key tile, in the caches or, where rows must be padded, copied head by head.
+// Whether AMX multiplies. As no bit may depend on the number of rows, one row of a sequence must
+// fill its tiles well enough.
+template <class T>
+bool by_tiles(const AttentionCall& call) {
+  return std::is_same_v<T, BF16> && multiplies_tiles() &&
+         call.num_heads >= kGroupForTiles * call.num_kv_heads;
+}
+
+// Whether a tile has rows enough to pay for packing its keys, or heads of odd size.
+template <class T>
+bool packs(const AttentionCall& call, const QueryTile& tile) {
+  if (call.head_size != padded(call.head_size)) return true;
+  return tile.num_rows / tile.num_kv_heads >= kRowsToPack && !keeps_bfloat16<T>(call.head_size);
+}
+
 template <bool masked, class T>
 void attend_keys(const AttentionCall& call, const QueryTile& tile, int64_t key, int64_t last_key,
                  const AttentionScratch& scratch, const AttentionState& state) {
-  if (call.head_size == padded(call.head_size)) {
-    KeyTile<T> keys;
-    locate_tile(call, tile, key, last_key, keys);
-    return attend_tile<masked, true>(call, tile, 0, tile.num_kv_heads, keys, scratch, state);
+  KeyTile<T> keys;
+  locate_tile(call, tile, key, last_key, keys);
+  if constexpr (std::is_same_v<T, BF16>) {
+    if (by_tiles<T>(call)) return attend_by_tiles<masked>(call, tile, keys, scratch, state);
   }
-  const int64_t per_head = tile.num_rows / tile.num_kv_heads;
-  KeyTile<float> keys;
-  keys.size = last_key - key < kKeyTile ? last_key - key : kKeyTile;
+  if (!packs<T>(call, tile)) return attend_in_place<masked>(call, tile, keys, scratch, state);
   for (int64_t head = 0; head < tile.num_kv_heads; ++head) {
-    copy_tile<T>(call, tile, key, tile.first_kv_head + head, scratch, keys);
-    attend_tile<masked, false>(call, tile, head * per_head, 1, keys, scratch, state);
+    const bool last = head + 1 == tile.num_kv_heads;
+    const NextRows<T> next = {last ? keys.next_keys() : keys.keys,
+                              last ? 0 : (head + 1) * call.head_size, call.head_size,
+                              2 * kLinesAtATime};
+    attend_packed<masked>(call, tile, head, keys, next, scratch, state);
   }
 }
 
 template <class T>
 void attend_typed(const AttentionCall& call, const QueryTile& tile, KeyRange range,
                   const AttentionScratch& scratch, const AttentionState& state) {
-  load_queries<T>(call, tile, scratch.queries);
+  if (by_tiles<T>(call)) {
+    configure_tiles();
+    pack_queries(call, tile, scratch);
+  } else {
+    load_queries<T>(call, tile, scratch.queries);
+  }
   for (int64_t i = 0; i < tile.num_rows; ++i) state.maximum[i] = kMinusInfinity;
   std::memset(scratch.lane_sums, 0, tile.num_rows * kNativeLanes * sizeof(float));
   std::memset(state.value, 0, tile.num_rows * padded(call.head_size) * sizeof(float));
@@ -228,6 +264,7 @@ void attend_typed(const AttentionCall& call, const QueryTile& tile, KeyRange ran
   for (int64_t i = 0; i < tile.num_rows; ++i) {
     state.sum[i] = total(load_native(scratch.lane_sums + i * kNativeLanes));
   }
+  if (by_tiles<T>(call)) release_tiles();
 }
 
 void attend(const AttentionCall& call, const QueryTile& tile, KeyRange range,

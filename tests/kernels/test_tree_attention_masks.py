@@ -1,5 +1,7 @@
 """tree_attention of token trees: parity, windows by depth, isolation, and its bits."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -68,7 +70,7 @@ def test_groups_and_head_sizes(backend, group, head_size):
 @pytest.mark.parametrize("head_size", [64, 80, 96, 128, 192, 256, 40, 100])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_head_sizes(backend, head_size, dtype):
-    case = paged([90, 21], [9, 5], head_size=head_size, dtype=dtype)
+    case = paged([90, 21], [9, 5], group=8, head_size=head_size, dtype=dtype)
     check(case, backend, ancestor_mask=trees(2, 9))
 
 
@@ -139,12 +141,13 @@ def test_bits_past_the_rows_are_ignored(backend, num_nodes):
 
 
 @backends
-@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("group", [1, 8])
 @pytest.mark.parametrize("head_size", [16, 24])
-def test_hidden_nodes_may_hold_anything(backend, group, head_size):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_hidden_nodes_may_hold_anything(backend, group, head_size, dtype):
     """NaN in one node, or before the window, reaches the rows that see it and no other."""
     num_rows, length, node = 40, 150, 11
-    case = paged([length], [num_rows], group=group, head_size=head_size)
+    case = paged([length], [num_rows], group=group, head_size=head_size, dtype=dtype)
     mask = trees(1, num_rows)
     clean, _ = run(case, backend, ancestor_mask=mask)
     places = seen_places(length, num_rows, 0, mask[0])
@@ -156,6 +159,26 @@ def test_hidden_nodes_may_hold_anything(backend, group, head_size):
     poisoned, _ = run(case, backend, ancestor_mask=mask)
     assert torch.equal(poisoned[~sees], clean[~sees])
     assert poisoned[sees].isnan().all()
+
+
+@compiled
+@pytest.mark.parametrize("head_size", [16, 80, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_node_has_the_same_bits_in_a_small_and_in_a_large_tree(backend, head_size, dtype):
+    """Few rows meet keys where they lie, many rows meet packed ones."""
+    large, small, prefix = 70, 3, 300
+    case = paged([prefix + large], [large], group=8, head_size=head_size, dtype=dtype)
+    mask = trees(1, large)
+    whole = run(case, backend, ancestor_mask=mask)
+    few = replace(
+        case,
+        query=case.query[:small],
+        context_lens=torch.tensor([prefix + small], dtype=torch.int32),
+        cu_rows=torch.tensor([0, small], dtype=torch.int32),
+    )
+    alone = run(few, backend, ancestor_mask=mask[:, :small, :1].contiguous())
+    for ours, theirs in zip(alone, whole, strict=True):
+        assert torch.equal(ours, theirs[:small])
 
 
 @backends
@@ -170,7 +193,7 @@ def test_a_tree_without_branches_is_a_chain(backend, num_rows, window):
 
 
 @compiled
-@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("group", [1, 8])
 @pytest.mark.parametrize("window", [0, 6])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bits_do_not_depend_on_batch_split_or_threads(backend, group, window, dtype):

@@ -1,0 +1,172 @@
+"""The table of `tests/mutants.py`: file, text that occurs once in it, what replaces it, tests.
+
+`path` is the instruction set of vector code whose object is compiled again and tested.
+"""
+
+from typing import NamedTuple
+
+CHAIN = "tests/kernels/test_verify_chain.py tests/kernels/test_verify_chain_options.py"
+TREE = "tests/kernels/test_verify_tree.py"
+LAW = "tests/kernels/test_law.py"
+ATTENTION = "tests/kernels/test_tree_attention.py tests/kernels/test_tree_attention_masks.py"
+CACHE = "tests/kernels/test_store_kv.py tests/kernels/test_compact_kv.py"
+PENALTIES = "tests/kernels/test_penalize.py"
+EMULATED_CHAIN, EMULATED_TREE = (
+    "tests/cuda/test_emulated_chain.py",
+    "tests/cuda/test_emulated_tree.py",
+)
+GREEDY, TREES = "tests/engine/test_greedy.py", "tests/engine/test_token_trees.py"
+SAMPLING = "tests/engine/test_sampling.py"
+PREFIXES = "tests/engine/test_prefix_caching.py tests/engine/test_prefix_blocks.py"
+
+
+class Mutation(NamedTuple):
+    file: str
+    old: str
+    new: str
+    tests: str
+    path: str = ""
+
+
+def _of(file: str, tests: str, *pairs: tuple[str, str], path: str = "") -> list[Mutation]:
+    return [Mutation(file, old, new, tests, path) for old, new in pairs]
+
+
+MUTATIONS = [
+    *_of(
+        "csrc/cpu/verify_chain.cpp",
+        f"{CHAIN} {LAW}",
+        ("uniform * prob < in.lenience * chain", "uniform * prob <= in.lenience * chain"),
+        ("chain.proposals[chain.num_proposals] >= 0", "chain.proposals[chain.num_proposals] > 0"),
+        (
+            "i <= chain.num_proposals; ++i) {\n    const bool",
+            "i < chain.num_proposals; ++i) {\n    const bool",
+        ),
+        ("grown / draft : 1.0);", "grown / draft : 0.5);"),
+        ("rest + 1.0 - scale;", "rest + 1.0;"),
+        (
+            "(chain.index + 1) * (in.num_draft + 1) - 1]",
+            "(chain.index + 1) * (in.num_draft + 1) - 2]",
+        ),
+        ("chain.factor = scales[length];", ""),
+    ),
+    *_of(
+        "csrc/cpu/residual.cpp",
+        f"{CHAIN} {LAW}",
+        ("1.0 : factor_ / target_.sum", "1.0 : 1.0 / target_.sum"),
+        ("kChunk] = kInfinity;", "kChunk] = 0.0f;"),
+    ),
+    *_of(
+        "csrc/cpu/verify_tree.cpp",
+        f"{TREE} {LAW}",
+        ("mass += prob;", "mass = prob;"),
+        ("return {child, -1};\n    left.remove(token);", "return {child, -1};"),
+        ("== SiblingRule::kWithReplacement", "!= SiblingRule::kWithReplacement"),
+        ("taken_ * draft_.prob(token, size_)", "draft_.prob(token, size_)"),
+        ("left > 0 ? 1.0 / left : 0.0", "left > 0 ? 1.0 : 0.0"),
+        ("taken_ + target_total_ * draft_scale_", "taken_ + target_total_"),
+    ),
+    *_of(
+        "csrc/cpu/compact_kv.cpp",
+        CACHE,
+        ("prefix + 1 + i)", "prefix + i)"),
+        ("task / 2 * call.layer_stride", "0 * call.layer_stride"),
+    ),
+    *_of(
+        "csrc/cpu/store_kv.cpp",
+        CACHE,
+        ("first * cos[i].wide() - second", "first * cos[i].wide() + second"),
+        ("second * cos[i + half].wide()", "second * cos[i].wide()"),
+        ("if (slot < 0) continue;", "if (slot < -1) continue;"),
+    ),
+    *_of(
+        "csrc/cpu/match_suffix.cpp",
+        "tests/kernels/test_match_suffix.py",
+        ("if (counted > longest ||", "if (counted >= longest ||"),
+        ("std::min(count, call.max_match)", "count"),
+        ("if (i + count > seen_to) {", "if (i + count > seen_from) {"),
+    ),
+    *_of(
+        "csrc/cpu/penalize.cpp",
+        PENALTIES,
+        ("x > 0 ? x / repetition : x * repetition", "x / repetition"),
+        ("depth < call.bias_until[entry]", "depth <= call.bias_until[entry]"),
+        ("x -= each + presence;", "x -= each;"),
+        ("node - 1 : call.parents", "0 : call.parents"),
+    ),
+    *_of(
+        "csrc/cpu/tree_attention_sights.cpp",
+        ATTENTION,
+        ("tree.root + oldest, 0", "tree.root + oldest - 1, 0"),
+        ("if (depths[node] < oldest)", "if (depths[node] <= oldest)"),
+        ("(uint64_t{1} << left) - 1", "(uint64_t{1} << left)"),
+    ),
+    *_of(
+        "csrc/cpu/tree_attention.inl",
+        ATTENTION,
+        ("into.sum[row] * keep + next", "into.sum[row] + next"),
+        ("call.sinks[at.head] * kLog2E", "call.sinks[at.head]"),
+        path="avx2",
+    ),
+    *_of(
+        "csrc/cpu/attention_packed.inl",
+        ATTENTION,
+        ("<< (kLaneBits - 1 - bit)", "<< bit"),
+        ("scratch.seen[row / group]", "scratch.seen[row % group]"),
+        path="avx2",
+    ),
+    *_of(
+        "csrc/cpu/attention_amx.inl",
+        ATTENTION,
+        ("if (!masked || !wild) {", "if (true) {"),
+        ("const uint64_t bits = seen[r] >> j;", "const uint64_t bits = kAllSeen;"),
+        path="amx",
+    ),
+    *_of(
+        "csrc/cpu/linear.inl",
+        "tests/kernels/test_linear.py",
+        ("output_step] + bias[i]", "output_step]"),
+        path="avx2",
+    ),
+    *_of(
+        "csrc/cuda/verify_chain.cu",
+        EMULATED_CHAIN,
+        ("coin < call_.lenience * found", "coin < found"),
+        ("if (chain_.uniform(length - 1) < bound)", "if (chain_.uniform(0) < bound)"),
+    ),
+    *_of(
+        "csrc/cuda/verify_tree.cu",
+        EMULATED_TREE,
+        ("tree_.uniform(node_) < mass", "tree_.uniform(child) < mass"),
+        ("removed ? 0.0 : proposed * draft_prob", "proposed * draft_prob"),
+    ),
+    *_of(
+        "kernels/fastspec_kernels/triton/chain_judge.py",
+        f"{CHAIN} -k triton",
+        ("tl.minimum(num, stop), stop", "num, stop"),
+        ("(length < num) & (greedy == 0)", "(greedy == 0)"),
+    ),
+    *_of(
+        "fastspec/engine/verify.py",
+        f"{GREEDY} {TREES} {SAMPLING}",
+        ('"bonus" if row[0] == proposed else', '"bonus" if row[0] != proposed else'),
+        ("places + (places >= extra)", "places"),
+        ("[-1] in parents else", "[-1] not in parents else"),
+        ("len(request.token_ids) - 1 - start, most", "len(request.token_ids) - start, most"),
+    ),
+    *_of(
+        "fastspec/engine/coupled.py",
+        f"{SAMPLING} tests/engine/test_tree_sampling.py tests/engine/test_samples.py",
+        ("lengths[owners] + depths[owners, nodes]", "lengths[owners]"),
+    ),
+    *_of(
+        "fastspec/engine/prefix_index.py",
+        PREFIXES,
+        ("parent = contents[-1] if contents else root", "parent = root"),
+    ),
+    *_of(
+        "fastspec/engine/block_manager.py",
+        f"{PREFIXES} tests/engine/test_requests.py",
+        ("missing > self.num_free - num_idle", "missing > self.num_free"),
+    ),
+]
