@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -187,7 +187,7 @@ class RecurrentLayers:
             linear = [(n, child) for n, child in children if type(child) is nn.Linear]
             hooks = [
                 child.register_forward_hook(
-                    lambda _, given, made, n=n: seen.append((n, given[0], made))
+                    lambda _, given, made, n=n: seen.append((n, given[0], cast(Tensor, made)))
                 )
                 for n, child in linear
             ]
