@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastspec_kernels.triton.attention_kernels import CHUNK, attention_kernel, merge_kernel
+from fastspec_kernels.triton.attention_kernels import CHUNK, RUN, attention_kernel, merge_kernel
 from fastspec_kernels.triton.attention_softmax import LOG2_E
 from fastspec_kernels.triton.cache import numbers_or_bytes
 from fastspec_kernels.triton.launch import launch
@@ -85,11 +85,17 @@ def options(variant: Variant) -> dict[str, int]:
     return {"num_warps": 8 if wide or many else 4, "num_stages": 2 if wide else 3, **fused}
 
 
-def num_splits(programs: int, num_rows: int, head_size: int, max_chunks: int) -> int:
-    """How many programs share the chunks of a tile; 1 needs no scratch and no merge."""
-    if num_rows * max_chunks * (head_size + 2) * 4 > PARTIAL_BYTES:
+def num_splits(programs: int, num_rows: int, head_size: int, capacity: int) -> int:
+    """How many programs share the keys of a tile; 1 needs no scratch and no merge."""
+    splits = min(-(-capacity // CHUNK.value), PROGRAMS_WANTED // max(programs, 1))
+    if num_rows * most_partials(splits, capacity) * (head_size + 2) * 4 > PARTIAL_BYTES:
         return 1
-    return max(1, min(max_chunks, PROGRAMS_WANTED // max(programs, 1)))
+    return max(1, splits)
+
+
+def most_partials(splits: int, capacity: int) -> int:
+    """How many partials a row can have: of chunks, up to one a program, or of all runs."""
+    return max(splits + 1, -(-capacity // RUN.value))  # a window may begin and end inside chunks
 
 
 def tree_attention(
@@ -152,8 +158,8 @@ def _attend(
     on_gpu = query.device.type == "cuda"
     capability = torch.cuda.get_device_capability(query.device) if on_gpu else (9, 0)
     common, splits = choose(query, key_cache, block_table, mask, scoring, return_logsumexp)
-    max_chunks = -(-capacity // CHUNK.value)
-    scratch = (num_tokens * num_heads, max_chunks) if splits > 1 else (0, 0)
+    num_partials = most_partials(splits, capacity)
+    scratch = (num_tokens * num_heads, num_partials) if splits > 1 else (0, 0)
     partial = query.new_empty((*scratch, head_size), dtype=torch.float32)
     partial_stats = query.new_empty((*scratch, 2), dtype=torch.float32)
     tree = scoring.ancestor_mask
@@ -188,7 +194,7 @@ def _attend(
             num_blocks,
             capacity,
             num_nodes,
-            max_chunks,
+            num_partials,
             query.stride(0),
             query.stride(1),
             key_cache.stride(0),
@@ -214,7 +220,8 @@ def _attend(
             partial_stats,
             batch,
             capacity,
-            max_chunks,
+            num_partials,
+            splits,
             window,
             scoring.value_scale,
             V=variant,
@@ -251,8 +258,7 @@ def choose(
     group = num_heads // num_kv_heads
     tree = scoring.ancestor_mask
     programs = (num_tokens * group // 64 + batch) * num_kv_heads
-    max_chunks = -(-width * block_size // CHUNK.value)
-    splits = num_splits(programs, num_tokens * num_heads, head_size, max_chunks)
+    splits = num_splits(programs, num_tokens * num_heads, head_size, width * block_size)
     windowed = 0 < scoring.sliding_window < width * block_size
     # The interpreter multiplies the bits of bfloat16 as integers.
     interpreted = query.device.type == "cpu"

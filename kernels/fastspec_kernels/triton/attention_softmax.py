@@ -10,28 +10,44 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
+def block_numbers(paged, first, end, V: tl.constexpr):
+    """[N] int64: the blocks of the cache that hold the keys first..first + block_n below `end`."""
+    table, num_blocks = paged[2], paged[3]
+    keys = first + tl.arange(0, V.block_n)
+    block = tl.load(table + keys // V.block_size, mask=keys < end, other=0)
+    return tl.minimum(tl.maximum(block, 0), num_blocks - 1).to(tl.int64)
+
+
+@triton.jit
 def attend_block(
-    state, q, paged, first, end, seen, inner, factor, MASKED: tl.constexpr, V: tl.constexpr
+    state,
+    wild,
+    q,
+    paged,
+    block,
+    first,
+    end,
+    seen,
+    inner,
+    factor,
+    MASKED: tl.constexpr,
+    V: tl.constexpr,
 ):
     """Add the keys first..first + block_n to the state: peak [M], total [M], mixed values [M, D].
 
-    The fourth part of the state counts the masked blocks with a value that is not finite; such
+    `block` is what block_numbers gives for them: worked out one step ahead, so that it need not be
+    waited for. `wild` counts the masked blocks with a value that is not finite; such
     values count as 0 here. Masked, keys from `end` on are not loaded, and `seen` [M, N] says which
     ones the rows see. The multiply-adds are spelt out, so that the compiler rounds alike with and
     without a mask: a row gets the same bits from a block whether or not it is masked for its
     neighbours. A block of which a row sees nothing leaves its state as it is.
     """
-    peak, total, mixed, wild = state
-    key_cache, value_cache, table, num_blocks, block_stride, slot_stride = paged
+    peak, total, mixed = state
+    key_cache, value_cache, _, _, block_stride, slot_stride = paged
     ZERO: tl.constexpr = 0.0 if MASKED or V.block_d > V.head_size else None
     keys = first + tl.arange(0, V.block_n)
     d = tl.arange(0, V.block_d)
     inside = keys < end
-    if MASKED:
-        block = tl.load(table + keys // V.block_size, mask=inside, other=0)
-    else:
-        block = tl.load(table + keys // V.block_size)
-    block = tl.minimum(tl.maximum(block, 0), num_blocks - 1).to(tl.int64)
     offset = block * block_stride + _in_block(keys, slot_stride, V)
     place = offset[:, None] + (tl.program_id(1) * V.head_size + d)[None, :]
     if MASKED or V.block_d > V.head_size:
@@ -61,7 +77,7 @@ def attend_block(
     mixed = tl.dot(weights, value, mixed, input_precision="ieee")
     if MASKED:
         wild += 1 - tl.min(finite.to(tl.int32))
-    return new_peak, total, mixed, wild
+    return (new_peak, total, mixed), wild
 
 
 @triton.jit
