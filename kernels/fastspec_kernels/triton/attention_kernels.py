@@ -13,10 +13,11 @@ from fastspec_kernels.triton.attention_softmax import (
 )
 from fastspec_kernels.triton.cache_kernels import round_to
 
-# The keys of a row are added up in a fixed tree: blocks of keys in their order within a chunk, chunks
-# in their order within a run, and then the runs. Chunks and runs are stretches of key positions
-# (0..511 is a chunk, whoever reads it), and a program of a split writes whole ones, so that the
-# bits of a row depend neither on the split nor on how many rows its sequence has.
+# The keys of a row are added up in a fixed tree: blocks of keys in their order within a chunk,
+# chunks in their order within a run, and then the runs. Chunks and runs are stretches of key
+# positions (0..511 is a chunk, whoever reads it), and a split writes the state of each of its
+# chunks or of each of its runs, so that the bits of a row depend neither on the split nor on how
+# many rows its sequence has.
 CHUNK = tl.constexpr(512)
 RUN = tl.constexpr(2048)
 BLOCK_BATCH = tl.constexpr(128)
@@ -84,7 +85,6 @@ def attention_kernel(
     oldest = tile * V.block_m // V.group
     newest = tl.minimum((tile * V.block_m + V.block_m - 1) // V.group, num_tokens - 1)
     low, full, full_end, end = span(context, num_tokens, oldest, newest, sliding_window, V)
-    limits = row_limits(tree, context, num_tokens, token, V)
 
     unit = _keys_of_partial(context, num_tokens, sliding_window, tl.num_programs(2), V)
     first_unit = low // unit
@@ -92,14 +92,13 @@ def attention_kernel(
     begin = (first_unit + tl.program_id(2) * num_units // tl.num_programs(2)) * unit
     stop = (first_unit + (tl.program_id(2) + 1) * num_units // tl.num_programs(2)) * unit
     begin, stop = tl.maximum(begin, low // V.block_n * V.block_n), tl.minimum(stop, end)
-    if V.split:
-        if begin >= stop:
-            return
+    if V.split and begin >= stop:
+        return
     store = (partial, partial_stats, num_partials, cu_rows, b, unit)
     state = _empty_state(V.block_m, V)
     run, whole = state, state
     wild = tl.full([], 0, tl.int32)
-    for part in range(0 if V.windowed else 1, 2):
+    for part in tl.range(0 if V.windowed else 1, 2, disable_licm=True):
         first_full, first_masked, part_end = _part(part, begin, full, full_end, stop)
         block = block_numbers(paged, first_full, stop, V)
         for first in tl.range(first_full, first_masked, V.block_n):
@@ -109,16 +108,16 @@ def attention_kernel(
             )
             block = later
             state, run, whole = _fold(state, run, whole, first + V.block_n, stop, store, V)
-        block = block_numbers(paged, first_masked, stop, V)
-        for first in tl.range(first_masked, part_end, V.block_n):
-            later = block_numbers(paged, first + V.block_n, stop, V)
+        for first in tl.range(first_masked, part_end, V.block_n, num_stages=1, disable_licm=True):
+            token, _, _, _ = _packed_rows(cu_rows, b, V)
+            limits = row_limits(tree, context, num_tokens, token, V)
+            block = block_numbers(paged, first, stop, V)
             seen = visible_keys(
                 tree, limits, context, num_tokens, first, sliding_window, V.block_n, V
             )
             state, wild = attend_block(
                 state, wild, q, paged, block, first, end, seen, inner, factor, True, V
             )
-            block = later
             state, run, whole = _fold(state, run, whole, first + V.block_n, stop, store, V)
     run = merge(run, state)
     if V.split:
@@ -193,7 +192,7 @@ def _store_partial(state, last_key, store, V: tl.constexpr):
     partial, partial_stats, num_partials, cu_rows, b, unit = store
     peak, total, mixed = state
     d = tl.arange(0, V.block_d)[None, :]
-    token, head, inside, place = _packed_rows(cu_rows, b, V)
+    _, head, inside, place = _packed_rows(cu_rows, b, V)
     target = (place * V.num_heads + head) * num_partials + last_key // unit % num_partials
     stored = inside[:, None] & (d < V.head_size)
     tl.store(partial + target[:, None] * V.head_size + d, mixed, mask=stored)
