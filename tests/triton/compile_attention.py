@@ -82,7 +82,7 @@ def report_attention(
     # Of a batch the first kind has few rows, where there are such.
     kinds = attention.kinds_of_rows(query, 8, 2, num_tokens if mask == "tree" else 0)
     rows = kinds[0] if num_tokens * 4 <= attention.FEW_ROWS else kinds[-1]
-    sizes = head_size, cache.itemsize, mask == "tree" and scoring.sliding_window > 0
+    sizes = head_size, query.itemsize, is_float8, mask == "tree" and scoring.sliding_window > 0
     tiles = attention.tiles(rows, *sizes, divmod(capability, 10))
     variant = attention.Variant(**common, **tiles)
     constants, launch = {"V": variant}, attention.options(variant)

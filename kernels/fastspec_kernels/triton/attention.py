@@ -67,10 +67,11 @@ def tiles(
     rows: str,
     head_size: int,
     itemsize: int,
+    is_float8: bool = False,
     is_windowed_tree: bool = False,
     capability: tuple[int, int] = (9, 0),
 ) -> dict[str, int]:
-    """Tile sizes for half precision with few or many rows, and for "all" rows; itemsize of a cache.
+    """Tile sizes for few, many or "all" rows; itemsize of queries, and whether the cache is float8.
 
     Two steps of keys and values, of at most 16 KiB each, wait in shared memory (of which some GPUs
     give a program 99 KiB) while one is multiplied; registers hold three states of block_m rows.
@@ -82,9 +83,9 @@ def tiles(
     most = 64
     if rows == "all" or is_windowed_tree or (narrow and (rows == "many" or block_d > 64)):
         most = 32
-    if itemsize == 1 and rows == "few":
+    if is_float8 and rows == "few":
         most = 32  # the bytes and what becomes of them share the registers
-    block_n = min(most, 2**14 // (block_d * max(itemsize, 2)))
+    block_n = min(most, 2**14 // (block_d * itemsize))
     return {"rows": rows, "block_m": block_m, "block_n": block_n, "block_d": block_d}
 
 
@@ -185,7 +186,8 @@ def _attend(
         inner, factor = scoring.scale / scoring.softcap, scoring.softcap * LOG2_E.value
     window = scoring.sliding_window if common["windowed"] else 0
     num_nodes = 0 if tree is None else tree.shape[1]
-    sizes = head_size, key_cache.itemsize, tree is not None and scoring.sliding_window > 0
+    is_windowed_tree = tree is not None and scoring.sliding_window > 0
+    sizes = head_size, query.itemsize, common["float8"] != "no", is_windowed_tree
     for rows in kinds_of_rows(query, num_kv_heads, batch, num_nodes):
         variant = Variant(**common, **tiles(rows, *sizes, capability))
         num_tiles = batch

@@ -35,12 +35,12 @@ def attend_block(
 ):
     """Add the keys first..first + block_n to the state: peak [M], total [M], mixed values [M, D].
 
-    `block` is what block_numbers gives for them: worked out one step ahead, so that it need not be
-    waited for. `wild` counts the masked blocks with a value that is not finite; such
-    values count as 0 here. Masked, keys from `end` on are not loaded, and `seen` [M, N] says which
-    ones the rows see. The multiply-adds are spelt out, so that the compiler rounds alike with and
-    without a mask: a row gets the same bits from a block whether or not it is masked for its
-    neighbours. A block of which a row sees nothing leaves its state as it is.
+    `block` is what block_numbers gives for them, read one step ahead so that nothing waits for it.
+    `wild` counts the masked blocks with a value that is not finite; such values count as 0 here.
+    Masked, keys from `end` on are not loaded, and `seen` [M, N] says which ones the rows see. The
+    multiply-adds are spelt out, so that the compiler rounds alike with and without a mask: a row
+    gets the same bits from a block whether or not it is masked for its neighbours. A block of which
+    a row sees nothing leaves its state as it is.
     """
     peak, total, mixed = state
     key_cache, value_cache, _, _, block_stride, slot_stride = paged
