@@ -57,7 +57,8 @@ def tree_attention(
     decoding with one, verification with the proposals and the token before them.
 
     Args:
-        query: [T, H, D] float32, bfloat16 or float16, last dimension contiguous; T may be 0.
+        query: [T, H, D] float32, bfloat16 or float16, last dimension contiguous; T may be 0, and
+            "triton" takes a D of up to 512, in float32 256.
         key_cache: [num_blocks, block_size, G, D], dtype of query or float8_e4m3fn, last two
             dimensions contiguous.
         value_cache: as key_cache, with the same strides.

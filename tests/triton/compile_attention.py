@@ -27,27 +27,30 @@ FLOATS = ("sinks", "logsumexp", "partial", "partial_stats", "cos", "sin")
 INTS = ("block_table", "context_lens", "cu_rows", "prefix_lens", "path", "accepted_len")
 
 
-# Kind, query tokens of a sequence, head size. Kinds that end in 8 read float8 caches; those that
-# end in w have a window; those in + have a window, a cap and sinks and return log-sum-exps.
+# Kind, query tokens of a sequence, head size, sequences (1 is split, 64 are not), dtype. Kinds
+# that end in 8 read float8 caches; those in + have a window, a cap and sinks and return
+# log-sum-exps.
 SHAPES = [
-    ("chain", 1, 64),
-    ("chain", 64, 64),
-    ("chain8", 64, 64),
-    ("tree", 64, 96),
-    ("chain", 1, 128),
-    ("chain", 64, 128),
-    ("tree", 8, 128),
-    ("tree", 64, 128),
-    ("tree", 128, 128),
-    ("cross", 64, 128),
-    ("chain8", 1, 128),
-    ("chain8", 64, 128),
-    ("tree8", 64, 128),
-    ("treew", 64, 128),
-    ("chain+", 64, 128),
-    ("tree+", 8, 128),
-    ("tree+", 128, 128),
+    ("chain", 1, 64, 64, "bf16"),
+    ("chain", 64, 64, 1, "fp16"),
+    ("chain", 1, 128, 1, "bf16"),
+    ("chain", 64, 128, 64, "bf16"),
+    ("tree", 8, 128, 64, "bf16"),
+    ("tree", 128, 128, 1, "bf16"),
+    ("tree", 128, 128, 64, "bf16"),
+    ("cross", 64, 128, 64, "bf16"),
+    ("chain8", 1, 128, 64, "bf16"),
+    ("tree8", 64, 128, 64, "bf16"),
+    ("chain+", 64, 128, 64, "bf16"),
+    ("tree+", 8, 128, 64, "bf16"),
+    ("tree+", 128, 128, 64, "bf16"),
+    ("tree+", 8, 256, 64, "bf16"),
+    ("tree", 64, 256, 64, "bf16"),
+    ("tree+", 4, 512, 64, "bf16"),
+    ("tree", 8, 128, 64, "fp32"),
+    ("chain", 1, 256, 64, "fp32"),
 ]
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def main() -> None:
@@ -57,51 +60,62 @@ def main() -> None:
     report_cache(capability)
 
 
-def report_attention(capability: int, kind: str, num_tokens: int, head_size: int) -> None:
-    """The kernels of one sequence of 32 heads on 8 (split), and of 64 such sequences (whole)."""
-    mask, is_float8, is_full = kind.rstrip("8w+"), kind.endswith("8"), kind.endswith("+")
-    cached = "*u8" if is_float8 else "*bf16"
-    dtype = torch.float8_e4m3fn if is_float8 else torch.bfloat16
-    for batch in (1, 64):
-        query = torch.empty(batch * num_tokens, 32, head_size, dtype=torch.bfloat16, device="meta")
-        cache = torch.empty(512, 16, 8, head_size, dtype=dtype, device="meta")
-        table = torch.empty(batch, 512, dtype=torch.int32, device="meta")
-        words = -(-num_tokens // 64)
-        nodes = torch.empty(batch, num_tokens, words, dtype=torch.int64, device="meta")
-        scoring = attention.Scoring(1.0, ancestor_mask=nodes if mask == "tree" else None)
-        if is_full or kind.endswith("w"):
-            scoring = replace(scoring, sliding_window=1024)
-        if is_full:
-            scoring = replace(scoring, softcap=50.0, sinks=torch.empty(32))
-        common, _ = attention.choose(query, cache, table, mask, scoring, is_full)
-        if is_float8 and capability >= 89:
-            common["float8"] = "native"
-        rows = "few" if num_tokens * 4 <= attention.FEW_ROWS else "many"
-        tiles = attention.tiles(rows, head_size, is_float8, divmod(capability, 10))
-        variant = attention.Variant(**common, **tiles)
-        name = f"{kind} q{num_tokens} d{head_size} b{batch}"
-        constants, launch = {"V": variant}, attention.options(variant)
-        report(name, attention_kernel, constants, capability, launch, cached)
-        if batch == 1 and kind == "chain" and num_tokens == 1:
-            report(f"merge d{head_size}", merge_kernel, constants, capability, {}, cached)
+def report_attention(
+    capability: int, kind: str, num_tokens: int, head_size: int, batch: int, dtype: str
+) -> None:
+    """The kernel of sequences of 32 heads on 8, and the one that merges where they are split."""
+    mask, is_float8, is_full = kind.rstrip("8+"), kind.endswith("8"), kind.endswith("+")
+    size = (batch * num_tokens, 32, head_size)
+    query = torch.empty(size, dtype=DTYPES[dtype], device="meta")
+    cache_dtype = torch.float8_e4m3fn if is_float8 else query.dtype
+    cache = torch.empty(512, 16, 8, head_size, dtype=cache_dtype, device="meta")
+    table = torch.empty(batch, 512, dtype=torch.int32, device="meta")
+    words = -(-num_tokens // 64)
+    nodes = torch.empty(batch, num_tokens, words, dtype=torch.int64, device="meta")
+    scoring = attention.Scoring(1.0, ancestor_mask=nodes if mask == "tree" else None)
+    if is_full:
+        scoring = replace(scoring, sliding_window=1024, softcap=50.0, sinks=torch.empty(32))
+    common, splits = attention.choose(query, cache, table, mask, scoring, is_full)
+    assert (splits > 1) == (batch == 1)
+    if is_float8 and capability >= 89:
+        common["float8"] = "native"
+    # Of a batch the first kind has few rows, where there are such.
+    kinds = attention.kinds_of_rows(query, 8, 2, num_tokens if mask == "tree" else 0)
+    rows = kinds[0] if num_tokens * 4 <= attention.FEW_ROWS else kinds[-1]
+    sizes = head_size, query.itemsize, is_float8, mask == "tree" and scoring.sliding_window > 0
+    tiles = attention.tiles(rows, *sizes, divmod(capability, 10))
+    variant = attention.Variant(**common, **tiles)
+    constants, launch = {"V": variant}, attention.options(variant)
+    name = f"{kind} q{num_tokens} d{head_size} b{batch} {dtype}"
+    report(name, attention_kernel, constants, capability, launch, dtype, is_float8)
+    if batch == 1 and kind == "chain" and num_tokens == 1:
+        report(f"merge d{head_size}", merge_kernel, constants, capability, {}, dtype)
 
 
 def report_cache(capability: int) -> None:
     sizes = {"BLOCK_SIZE": 16, "NUM_HEADS": 8, "HEAD_SIZE": 128, "ROTARY_SIZE": 128}
     sizes |= {"BLOCK_G": 8, "BLOCK_D": 128, "INTERPRETED": False}
     launch = {"enable_fp_fusion": False}
-    report("store_kv", store_kernel, {**sizes, "FLOAT8": False}, capability, launch, "*bf16")
-    report("store_kv8", store_kernel, {**sizes, "FLOAT8": True}, capability, launch, "*u8")
+    report("store_kv", store_kernel, {**sizes, "FLOAT8": False}, capability, launch, "bf16")
+    report("store_kv8", store_kernel, {**sizes, "FLOAT8": True}, capability, launch, "bf16", True)
     sizes = {"BLOCK_SIZE": 16, "WIDTH": 1024, "BLOCK_WIDTH": 1024, "MOVES": MOVES, "BLOCK_N": 16}
-    report("compact_kv", compact_kernel, sizes, capability, launch, "*bf16")
-    report("compact_kv8", compact_kernel, sizes, capability, launch, "*u8")
+    report("compact_kv", compact_kernel, sizes, capability, launch, "bf16")
+    report("compact_kv8", compact_kernel, sizes, capability, launch, "bf16", True)
 
 
-def report(name: str, kernel, constants: dict, capability: int, options: dict, cached: str) -> None:
+def report(
+    name: str,
+    kernel,
+    constants: dict,
+    capability: int,
+    options: dict,
+    dtype: str,
+    is_float8: bool = False,
+) -> None:
     """Compile with all pointers and strides divisible by 16, as the launches of real models are."""
     signature, attributes = {}, {}
     for index, argument in enumerate(kernel.arg_names):
-        kind = type_of(argument, cached) if argument not in constants else "constexpr"
+        kind = type_of(argument, dtype, is_float8) if argument not in constants else "constexpr"
         signature[argument] = kind
         if kind.startswith("*") or argument.endswith("stride"):
             attributes[(index,)] = [["tt.divisibility", 16]]
@@ -115,6 +129,10 @@ def report(name: str, kernel, constants: dict, capability: int, options: dict, c
         code = run("nvdisasm", "-c", file.name)
     line = {"name": name, "shared": compiled.metadata.shared}
     line["registers"] = int(re.search(r"REG:(\d+)", usage)[1])
+    # Only the loop over unmasked keys copies ahead; what it leaves in flight while it multiplies.
+    waits = re.findall(r"cp\.async\.wait_group\s+(\d+)", compiled.asm["ptx"])
+    line["in_flight"] = max(map(int, waits), default=0)
+    line["float8"] = sorted(set(re.findall(r"\be[45]m[23]x2\b", compiled.asm["ptx"])))
     for key, pattern in {
         "spills": r"\bSTL\b",
         "mma": r"\bHMMA\b",
@@ -126,11 +144,11 @@ def report(name: str, kernel, constants: dict, capability: int, options: dict, c
     print(json.dumps(line), flush=True)
 
 
-def type_of(argument: str, cached: str) -> str:
+def type_of(argument: str, dtype: str, is_float8: bool) -> str:
     if argument in CACHES:
-        return cached
+        return "*u8" if is_float8 else f"*{dtype}"
     if argument in ROWS:
-        return "*bf16"
+        return f"*{dtype}"
     if argument in FLOATS:
         return "*fp32"
     if argument in INTS:

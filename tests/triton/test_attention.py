@@ -47,6 +47,10 @@ def test_head_layouts(dtype, group, head_size):
     check(paged([70, 9], [3, 9], group=group, head_size=head_size, dtype=dtype))
 
 
+def test_the_widest_heads():
+    check(paged([40, 9], [3, 9], group=3, num_kv_heads=1, head_size=260, dtype=torch.float16))
+
+
 @SPLITS
 @pytest.mark.parametrize(
     ("dtype", "group", "head_size"),
@@ -173,11 +177,47 @@ def test_hostile_numbers_stay_inside_the_cache(mask):
 
 def test_choice_of_splits():
     """Enough programs need no split, nor does a scratch too large allow one."""
-    assert attention.num_splits(8, 32, 128, 16) == 16
-    assert attention.num_splits(8, 32, 128, 256) == 64
-    assert attention.num_splits(512, 2048, 128, 16) == 1
-    assert attention.num_splits(8, 2**16, 128, 256) == 1
+    assert attention.num_splits(8, 32, 128, 8192) == 16
+    assert attention.num_splits(8, 32, 128, 2**17) == 64
+    assert attention.num_splits(512, 2048, 128, 8192) == 1
+    assert attention.num_splits(8, 2**14, 128, 2**17) == 1
     assert attention.num_splits(8, 32, 128, 0) == 1
+
+
+def test_scratch_of_a_long_context():
+    """64 rows of 32 heads, 128 Ki tokens: 34 MB of states, of 2048 tokens each."""
+    splits = attention.num_splits(40, 64 * 32, 128, 2**17)
+    assert splits == 12
+    assert attention.most_partials(splits, 2**17) == 64
+
+
+@pytest.mark.parametrize(("length", "window"), [(4700, 0), (2700, 1500)])
+def test_bits_do_not_depend_on_the_number_of_splits(monkeypatch, length, window):
+    """Whole, split at the ends of runs among two or three programs, and at those of chunks."""
+    case = paged([length], [2], num_kv_heads=1, group=1, block_size=64)
+    found = []
+    for programs in (1, 2, 3, 512):
+        monkeypatch.setattr(attention, "PROGRAMS_WANTED", programs)
+        found.append(tree_attention(*case.tensors, sliding_window=window, backend="triton"))
+    for other in found[1:]:
+        assert torch.equal(other, found[0])
+
+
+def test_bfloat16_is_rounded_not_cut():
+    """The interpreter multiplies in float32: nearly every number rounds as the exact one does."""
+    case = paged([90, 12], [4, 5], dtype=torch.bfloat16)
+    out = tree_attention(*case.tensors, backend="triton")
+    exact = [x.float() if x.is_floating_point() else x for x in case.tensors]
+    expected = tree_attention(*exact, backend="reference").bfloat16()
+    assert (out == expected).float().mean() > 0.98
+
+
+@pytest.mark.parametrize("op", [tree_attention, cross_attention])
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float16, 512), (torch.float32, 256)], ids=str)
+def test_heads_too_wide_are_refused(op, dtype, most):
+    case = paged([5], [1], head_size=most + 1, dtype=dtype)
+    with pytest.raises(ValueError, match=f"query: head size {most + 1}, triton takes at most"):
+        op(*case.tensors, backend="triton")
 
 
 def test_reference_and_kernels_take_the_same_arguments():

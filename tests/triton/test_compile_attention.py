@@ -11,7 +11,9 @@ import pytest
 pytest.importorskip("triton")
 SCRIPT = Path(__file__).with_name("compile_attention.py")
 KERNELS = Path(__file__).resolve().parents[2] / "kernels"
-SHARED = 101_376  # bytes: all of sm_120, and two programs fit on a processor of sm_90
+# Bytes of shared memory that a program may have. A processor has 1 KiB more, and keeps 1 KiB for
+# each of its programs.
+SHARED = {80: 163 * 2**10, 90: 227 * 2**10, 100: 227 * 2**10, 120: 99 * 2**10}
 LARGE_TILES = {80: "mma", 90: "wgmma", 100: "tcgen05", 120: "mma"}
 
 
@@ -25,13 +27,22 @@ def test_instructions(capability):
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     lines = [json.loads(line) for line in result.stdout.splitlines()]
-    assert len(lines) == 40
+    assert len(lines) == 23
     for line in lines:
         kind, _, shape = line["name"].partition(" ")
-        assert line["spills"] == 0, line
-        assert line["shared"] <= SHARED, line
+        # The widest heads in float32 compile and fit, but no more.
+        assert line["spills"] == 0 or shape == "q1 d256 b64 fp32", line
+        assert line["shared"] <= SHARED[capability], line
         assert line["loads16"] > 0, line
-        if kind.rstrip("8w+") in ("chain", "tree", "cross"):
-            is_few = shape.startswith(("q1 ", "q8 "))
-            unit = "mma" if is_few else LARGE_TILES[capability]
-            assert line[unit] > 0, line
+        if kind.rstrip("8+") not in ("chain", "tree", "cross"):
+            continue
+        # Keys and values of the next step are on their way while those of one are multiplied.
+        assert line["in_flight"] >= 2, line
+        is_large = shape.startswith(("q64", "q128")) and " d256 " not in shape and kind != "tree+"
+        assert line[LARGE_TILES[capability] if is_large else "mma"] > 0, line
+        if kind == "chain" and shape in ("q1 d64 b64 bf16", "q1 d128 b1 bf16"):
+            # Two programs fit on a processor of a data centre's GPU.
+            assert 2 * 128 * line["registers"] <= 2**16, line
+            assert capability == 120 or 2 * line["shared"] <= SHARED[capability] - 2**10, line
+        is_read = kind.endswith("8") and capability >= 89
+        assert line["float8"] == (["e4m3x2"] if is_read else []), line

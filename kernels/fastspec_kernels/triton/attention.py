@@ -7,11 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastspec_kernels.triton.attention_kernels import CHUNK, attention_kernel, merge_kernel
+from fastspec_kernels.triton.attention_kernels import CHUNK, RUN, attention_kernel, merge_kernel
 from fastspec_kernels.triton.attention_softmax import LOG2_E
 from fastspec_kernels.triton.cache import numbers_or_bytes
 from fastspec_kernels.triton.launch import launch
 
+MAX_HEAD_SIZE = 512  # half of it in float32: wider ones do not fit into the registers
 FEW_ROWS = 32
 PROGRAMS_WANTED = 512  # some four for each processor of a large GPU
 PARTIAL_BYTES = 256 * 2**20  # scratch that a split may cost
@@ -63,33 +64,50 @@ class Scoring:
 
 
 def tiles(
-    rows: str, head_size: int, is_float8: bool = False, capability: tuple[int, int] = (9, 0)
+    rows: str,
+    head_size: int,
+    itemsize: int,
+    is_float8: bool = False,
+    is_windowed_tree: bool = False,
+    capability: tuple[int, int] = (9, 0),
 ) -> dict[str, int]:
-    """Tile sizes for half precision with few or many rows, and for float32 ("all")."""
+    """Tile sizes for few, many or "all" rows; itemsize of queries, and whether the cache is float8.
+
+    Two steps of keys and values, of at most 16 KiB each, wait in shared memory (of which some GPUs
+    give a program 99 KiB) while one is multiplied; registers hold three states of block_m rows.
+    """
     block_d = max(16, triton.next_power_of_2(head_size))
-    spills = capability[0] == 12  # there, the products of 64 keys with many rows or wide heads do
-    many = 32 if spills else 64
-    few = many if block_d > 64 else 64
-    if is_float8:
-        few = 32  # the bytes and what becomes of them share the registers
-    block_m, block_n = {"few": (FEW_ROWS, few), "many": (64, many), "all": (16, 32)}[rows]
+    narrow = capability[0] == 12 or capability in ((8, 6), (8, 9))
+    many = FEW_ROWS if block_d > 128 or is_windowed_tree else 64
+    block_m = {"few": FEW_ROWS, "many": many, "all": 16}[rows]
+    most = 64
+    if rows == "all" or is_windowed_tree or (narrow and (rows == "many" or block_d > 64)):
+        most = 32
+    if is_float8 and rows == "few":
+        most = 32  # the bytes and what becomes of them share the registers
+    block_n = min(most, 2**14 // (block_d * itemsize))
     return {"rows": rows, "block_m": block_m, "block_n": block_n, "block_d": block_d}
 
 
 def options(variant: Variant) -> dict[str, int]:
     """How a variant is compiled; the same for all of one kind of rows and head size."""
-    wide = variant.block_d.value > 128
-    many = variant.rows.value == "many"
-    # What must round alike spells its multiply-adds out; the rest may be fused.
-    fused = {"enable_fp_fusion": True}
-    return {"num_warps": 8 if wide or many else 4, "num_stages": 2 if wide else 3, **fused}
+    eight = variant.block_d.value > 128 or variant.rows.value == "many"
+    # What must round alike spells its multiply-adds out; the rest may be fused. With three stages
+    # the keys and values of the next step are on their way while those of one are multiplied.
+    return {"num_warps": 8 if eight else 4, "num_stages": 3, "enable_fp_fusion": True}
 
 
-def num_splits(programs: int, num_rows: int, head_size: int, max_chunks: int) -> int:
-    """How many programs share the chunks of a tile; 1 needs no scratch and no merge."""
-    if num_rows * max_chunks * (head_size + 2) * 4 > PARTIAL_BYTES:
+def num_splits(programs: int, num_rows: int, head_size: int, capacity: int) -> int:
+    """How many programs share the keys of a tile; 1 needs no scratch and no merge."""
+    splits = min(-(-capacity // CHUNK.value), PROGRAMS_WANTED // max(programs, 1))
+    if num_rows * most_partials(splits, capacity) * (head_size + 2) * 4 > PARTIAL_BYTES:
         return 1
-    return max(1, min(max_chunks, PROGRAMS_WANTED // max(programs, 1)))
+    return max(1, splits)
+
+
+def most_partials(splits: int, capacity: int) -> int:
+    """How many partials a row can have: of chunks, up to one a program, or of all runs."""
+    return max(splits + 1, -(-capacity // RUN.value))  # a window may begin and end inside chunks
 
 
 def tree_attention(
@@ -141,6 +159,11 @@ def _attend(
     return_logsumexp: bool,
 ) -> tuple[Tensor, Tensor]:
     num_tokens, num_heads, head_size = query.shape
+    most = MAX_HEAD_SIZE if query.dtype != torch.float32 else MAX_HEAD_SIZE // 2
+    if head_size > most:
+        raise ValueError(
+            f"query: head size {head_size}, triton takes at most {most} in {query.dtype}"
+        )
     num_blocks, block_size, num_kv_heads, _ = key_cache.shape
     batch, width = block_table.shape
     capacity = width * block_size if num_blocks > 0 else 0
@@ -152,8 +175,8 @@ def _attend(
     on_gpu = query.device.type == "cuda"
     capability = torch.cuda.get_device_capability(query.device) if on_gpu else (9, 0)
     common, splits = choose(query, key_cache, block_table, mask, scoring, return_logsumexp)
-    max_chunks = -(-capacity // CHUNK.value)
-    scratch = (num_tokens * num_heads, max_chunks) if splits > 1 else (0, 0)
+    num_partials = most_partials(splits, capacity)
+    scratch = (num_tokens * num_heads, num_partials) if splits > 1 else (0, 0)
     partial = query.new_empty((*scratch, head_size), dtype=torch.float32)
     partial_stats = query.new_empty((*scratch, 2), dtype=torch.float32)
     tree = scoring.ancestor_mask
@@ -163,9 +186,10 @@ def _attend(
         inner, factor = scoring.scale / scoring.softcap, scoring.softcap * LOG2_E.value
     window = scoring.sliding_window if common["windowed"] else 0
     num_nodes = 0 if tree is None else tree.shape[1]
+    is_windowed_tree = tree is not None and scoring.sliding_window > 0
+    sizes = head_size, query.itemsize, common["float8"] != "no", is_windowed_tree
     for rows in kinds_of_rows(query, num_kv_heads, batch, num_nodes):
-        is_float8 = common["float8"] != "no"
-        variant = Variant(**common, **tiles(rows, head_size, is_float8, capability))
+        variant = Variant(**common, **tiles(rows, *sizes, capability))
         num_tiles = batch
         if rows != "few":
             num_tiles += num_tokens * common["group"] // variant.block_m.value
@@ -188,7 +212,7 @@ def _attend(
             num_blocks,
             capacity,
             num_nodes,
-            max_chunks,
+            num_partials,
             query.stride(0),
             query.stride(1),
             key_cache.stride(0),
@@ -214,7 +238,8 @@ def _attend(
             partial_stats,
             batch,
             capacity,
-            max_chunks,
+            num_partials,
+            splits,
             window,
             scoring.value_scale,
             V=variant,
@@ -226,9 +251,9 @@ def _attend(
 
 def kinds_of_rows(query: Tensor, num_kv_heads: int, batch: int, num_nodes: int) -> tuple[str, ...]:
     """The kinds of sequences that there may be, as far as shapes tell; one launch each."""
-    if query.dtype == torch.float32 and query.device.type != "cpu":
-        return ("all",)  # no tensor cores: small tiles keep the products in registers
-    num_tokens, num_heads, _ = query.shape
+    num_tokens, num_heads, head_size = query.shape
+    if head_size > 256 or (query.dtype == torch.float32 and query.device.type != "cpu"):
+        return ("all",)  # small tiles keep the products in registers
     group = num_heads // num_kv_heads
     most = min(num_tokens, num_nodes) if num_nodes > 0 else num_tokens
     if most * group <= FEW_ROWS:
@@ -251,8 +276,7 @@ def choose(
     group = num_heads // num_kv_heads
     tree = scoring.ancestor_mask
     programs = (num_tokens * group // 64 + batch) * num_kv_heads
-    max_chunks = -(-width * block_size // CHUNK.value)
-    splits = num_splits(programs, num_tokens * num_heads, head_size, max_chunks)
+    splits = num_splits(programs, num_tokens * num_heads, head_size, width * block_size)
     windowed = 0 < scoring.sliding_window < width * block_size
     # The interpreter multiplies the bits of bfloat16 as integers.
     interpreted = query.device.type == "cpu"

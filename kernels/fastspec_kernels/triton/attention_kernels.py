@@ -4,16 +4,26 @@ import triton
 import triton.language as tl
 
 from fastspec_kernels.triton.attention_masks import row_limits, span, visible_keys
-from fastspec_kernels.triton.attention_softmax import attend_block, finish, is_wild, merge
+from fastspec_kernels.triton.attention_softmax import (
+    attend_block,
+    block_numbers,
+    finish,
+    is_wild,
+    merge,
+)
 from fastspec_kernels.triton.cache_kernels import round_to
 
-# Softmax partials belong to fixed stretches of key positions (0..511 is one, whoever reads it), so
-# that the bits of a row depend neither on the split nor on how many rows its sequence has.
+# The keys of a row are added up in a fixed tree: blocks of keys in their order within a chunk,
+# chunks in their order within a run, and then the runs. Chunks and runs are stretches of key
+# positions (0..511 is a chunk, whoever reads it), and a split writes the state of each of its
+# chunks or of each of its runs, so that the bits of a row depend neither on the split nor on how
+# many rows its sequence has.
 CHUNK = tl.constexpr(512)
+RUN = tl.constexpr(2048)
 BLOCK_BATCH = tl.constexpr(128)
 
 
-@triton.jit(do_not_specialize=["batch", "num_blocks", "capacity", "num_nodes", "max_chunks"])
+@triton.jit(do_not_specialize=["batch", "num_blocks", "capacity", "num_nodes", "num_partials"])
 def attention_kernel(
     query,  # [T, H, D]
     key_cache,  # [num_blocks, block_size, G, D]
@@ -25,13 +35,13 @@ def attention_kernel(
     sinks,  # [H], where V.sinks
     out,  # [T, H, D], unless V.split
     logsumexp,  # [T, H], where V.logsumexp
-    partial,  # [T * H, max_chunks, D], where V.split
-    partial_stats,  # [T * H, max_chunks, 2], peak and total, where V.split
+    partial,  # [T * H, num_partials, D], where V.split
+    partial_stats,  # [T * H, num_partials, 2], peak and total, where V.split
     batch,
     num_blocks,
     capacity,  # slots in a row of block_table
     num_nodes,
-    max_chunks,
+    num_partials,
     query_token_stride,
     query_head_stride,
     block_stride,
@@ -74,57 +84,120 @@ def attention_kernel(
     q = tl.load(query + offset, mask=stored, other=0.0).to(V.dot_dtype)
     oldest = tile * V.block_m // V.group
     newest = tl.minimum((tile * V.block_m + V.block_m - 1) // V.group, num_tokens - 1)
-    low, full_end, end = span(context, num_tokens, oldest, newest, sliding_window, V)
-    limits = row_limits(tree, context, num_tokens, token, V)
-    scoring = (inner, factor, sliding_window)
+    low, full, full_end, end = span(context, num_tokens, oldest, newest, sliding_window, V)
 
-    peak, total, mixed = _empty_state(V.block_m, V)
+    unit = _keys_of_partial(context, num_tokens, sliding_window, tl.num_programs(2), V)
+    first_unit = low // unit
+    num_units = tl.maximum((end + unit - 1) // unit - first_unit, 0)
+    begin = (first_unit + tl.program_id(2) * num_units // tl.num_programs(2)) * unit
+    stop = (first_unit + (tl.program_id(2) + 1) * num_units // tl.num_programs(2)) * unit
+    begin, stop = tl.maximum(begin, low // V.block_n * V.block_n), tl.minimum(stop, end)
+    if V.split and begin >= stop:
+        return
+    store = (partial, partial_stats, num_partials, cu_rows, b, unit)
+    state = _empty_state(V.block_m, V)
+    run, whole = state, state
     wild = tl.full([], 0, tl.int32)
-    first_chunk = low // CHUNK
-    num_chunks = tl.maximum((end + CHUNK - 1) // CHUNK - first_chunk, 0)
-    begin = first_chunk + tl.program_id(2) * num_chunks // tl.num_programs(2)
-    stop = first_chunk + (tl.program_id(2) + 1) * num_chunks // tl.num_programs(2)
-    # Where registers are scarce, what one loop needs must not fill them in another.
-    SCARCE: tl.constexpr = V.rows != "few" or V.mask == "tree"
-    for chunk in tl.range(begin, stop, disable_licm=SCARCE):
-        start = tl.maximum(chunk * CHUNK, low // V.block_n * V.block_n)
-        bounds = (start, full_end, tl.minimum(chunk * CHUNK + CHUNK, end))
-        part_peak, part_total, part_mixed, wild = _attend_chunk(
-            q, paged, tree, scoring, limits, context, num_tokens, bounds, wild, V
-        )
-        if V.split:
-            if SCARCE:
-                token, head, inside, place = _packed_rows(cu_rows, b, V)
-                stored = inside[:, None] & (d < V.head_size)
-            target = (place * V.num_heads + head) * max_chunks + chunk
-            tl.store(partial + target[:, None] * V.head_size + d, part_mixed, mask=stored)
-            tl.store(partial_stats + target * 2, part_peak, mask=inside)
-            tl.store(partial_stats + target * 2 + 1, part_total, mask=inside)
-        else:
-            peak, total, mixed = merge((peak, total, mixed), (part_peak, part_total, part_mixed))
+    for part in tl.range(0 if V.windowed else 1, 2, disable_licm=True):
+        first_full, first_masked, part_end = _part(part, begin, full, full_end, stop)
+        block = block_numbers(paged, first_full, stop, V)
+        for first in tl.range(first_full, first_masked, V.block_n):
+            later = block_numbers(paged, first + V.block_n, stop, V)
+            state, wild = attend_block(
+                state, wild, q, paged, block, first, end, None, inner, factor, False, V
+            )
+            block = later
+            state, run, whole = _fold(state, run, whole, first + V.block_n, stop, store, V)
+        for first in tl.range(first_masked, part_end, V.block_n, num_stages=1, disable_licm=True):
+            token, _, _, _ = _packed_rows(cu_rows, b, V)
+            limits = row_limits(tree, context, num_tokens, token, V)
+            block = block_numbers(paged, first, stop, V)
+            seen = visible_keys(
+                tree, limits, context, num_tokens, first, sliding_window, V.block_n, V
+            )
+            state, wild = attend_block(
+                state, wild, q, paged, block, first, end, seen, inner, factor, True, V
+            )
+            state, run, whole = _fold(state, run, whole, first + V.block_n, stop, store, V)
+    run = merge(run, state)
+    if V.split:
+        _store_partial(run, stop - 1, store, V)
     token, head, inside, place = _packed_rows(cu_rows, b, V)
     place = place * V.num_heads + head
     if not V.split:
-        state = (peak, total, mixed)
-        _store_rows(out, logsumexp, sinks, state, value_scale, place, head, inside, V)
+        whole = merge(whole, run)
+        _store_rows(out, logsumexp, sinks, whole, value_scale, place, head, inside, V)
     if wild > 0:  # rare: spoil the columns that such values are in, for the rows that see them
         tl.debug_barrier()
-        target, per_row, chunk_size = (
-            (partial, max_chunks, CHUNK) if V.split else (out, 1, capacity)
-        )
         stored = inside[:, None] & (d < V.head_size)
         limits = row_limits(tree, context, num_tokens, token, V)
         nan = tl.full([V.block_m, V.block_d], float("nan"), tl.float32)
-        first = tl.maximum(tl.maximum(begin * CHUNK, full_end), low // V.block_n * V.block_n)
-        for number in range(first, tl.minimum(stop * CHUNK, end)):
-            key = number + tl.arange(0, 1)
-            sees = visible_keys(tree, limits, context, num_tokens, number, sliding_window, 1, V)
-            entry = place * per_row + key // chunk_size
-            tl.store(
-                target + entry[:, None] * V.head_size + d,
-                nan.to(target.dtype.element_ty),
-                mask=stored & sees & is_wild(paged, key, V),
-            )
+        for part in range(0 if V.windowed else 1, 2):
+            _, first_masked, part_end = _part(part, begin, full, full_end, stop)
+            for number in range(first_masked, part_end):
+                key = number + tl.arange(0, 1)
+                sees = visible_keys(tree, limits, context, num_tokens, number, sliding_window, 1, V)
+                target, entry = out, place
+                if V.split:
+                    target, entry = partial, place * num_partials + number // unit % num_partials
+                tl.store(
+                    target + entry[:, None] * V.head_size + d,
+                    nan.to(target.dtype.element_ty),
+                    mask=stored & sees & is_wild(paged, key, V),
+                )
+
+
+@triton.jit
+def _keys_of_partial(context, num_tokens, sliding_window, splits, V: tl.constexpr):
+    """A chunk where that suffices to give each program of a split one of them, else a run."""
+    unit = RUN
+    if V.split:
+        prefix = context - num_tokens
+        if V.windowed:
+            prefix = tl.minimum(prefix, sliding_window)
+        unit = tl.where(prefix + num_tokens <= splits * CHUNK, CHUNK, RUN)
+    return unit
+
+
+@triton.jit
+def _part(part, begin, full, full_end, stop):
+    """The keys begin..stop, in part 0 those below `full`: where the unmasked, masked ones start."""
+    if part == 0:
+        first_full, first_masked, end = begin, begin, tl.minimum(full, stop)
+    else:
+        first_full = tl.maximum(begin, full)
+        end = stop
+        first_masked = tl.maximum(first_full, tl.minimum(full_end, stop))
+    return first_full, first_masked, end
+
+
+@triton.jit
+def _fold(state, run, whole, number, stop, store, V: tl.constexpr):
+    """Pass on what is complete with the keys below `number`; nothing where that is the last one."""
+    unit = store[5]
+    if number % CHUNK == 0:
+        run = merge(run, state)
+        state = _empty_state(V.block_m, V)
+        if (number % unit == 0) & (number < stop):
+            if V.split:
+                _store_partial(run, number - 1, store, V)
+            else:
+                whole = merge(whole, run)
+            run = state
+    return state, run, whole
+
+
+@triton.jit
+def _store_partial(state, last_key, store, V: tl.constexpr):
+    partial, partial_stats, num_partials, cu_rows, b, unit = store
+    peak, total, mixed = state
+    d = tl.arange(0, V.block_d)[None, :]
+    _, head, inside, place = _packed_rows(cu_rows, b, V)
+    target = (place * V.num_heads + head) * num_partials + last_key // unit % num_partials
+    stored = inside[:, None] & (d < V.head_size)
+    tl.store(partial + target[:, None] * V.head_size + d, mixed, mask=stored)
+    tl.store(partial_stats + target * 2, peak, mask=inside)
+    tl.store(partial_stats + target * 2 + 1, total, mask=inside)
 
 
 @triton.jit
@@ -167,36 +240,6 @@ def _packed_rows(cu_rows, b, V: tl.constexpr):
 
 
 @triton.jit
-def _attend_chunk(
-    q, paged, tree, scoring, limits, context, num_tokens, bounds, wild, V: tl.constexpr
-):
-    """The state of the rows after the keys start..end: whole blocks first, then masked ones."""
-    inner, factor, sliding_window = scoring
-    start, full_end, end = bounds
-    peak, total, mixed = _empty_state(V.block_m, V)
-    if not V.windowed:
-        for first in range(start, tl.minimum(full_end, end), V.block_n):
-            state = (peak, total, mixed, wild)
-            peak, total, mixed, wild = attend_block(
-                state, q, paged, first, end, None, inner, factor, False, V
-            )
-    MANY: tl.constexpr = V.rows != "few"
-    for first in tl.range(
-        tl.maximum(start, full_end),
-        end,
-        V.block_n,
-        num_stages=2 if MANY else 1,  # as many as the registers allow
-        disable_licm=MANY and V.mask == "tree",  # for the mask words' sake
-    ):
-        state = (peak, total, mixed, wild)
-        seen = visible_keys(tree, limits, context, num_tokens, first, sliding_window, V.block_n, V)
-        peak, total, mixed, wild = attend_block(
-            state, q, paged, first, end, seen, inner, factor, True, V
-        )
-    return peak, total, mixed, wild
-
-
-@triton.jit
 def _empty_state(BLOCK_M: tl.constexpr, V: tl.constexpr):
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.full([BLOCK_M], 0.0, tl.float32)
@@ -216,7 +259,7 @@ def _store_rows(out, logsumexp, sinks, state, value_scale, place, head, inside, 
         tl.store(logsumexp + place, log_total, mask=inside)
 
 
-@triton.jit(do_not_specialize=["batch", "capacity", "max_chunks"])
+@triton.jit(do_not_specialize=["batch", "capacity", "num_partials", "splits"])
 def merge_kernel(
     context_lens,
     cu_rows,
@@ -227,12 +270,13 @@ def merge_kernel(
     partial_stats,
     batch,
     capacity,
-    max_chunks,
+    num_partials,
+    splits,
     sliding_window,
     value_scale,
     V: tl.constexpr,
 ):
-    """Program (token, block of heads): merge the chunks that the token may see, in their order."""
+    """Program (token, block of heads): merge the partials of what the token may see, in order."""
     token = tl.program_id(0)
     b = tl.full([], 0, tl.int32)
     for first in range(0, batch, BLOCK_BATCH):
@@ -245,22 +289,26 @@ def merge_kernel(
     num_tokens = tl.load(cu_rows + b + 1) - first_token
     context = tl.minimum(tl.maximum(tl.load(context_lens + b), 0), capacity)
     number = token - first_token
-    low, _, end = span(context, num_tokens, number, number, sliding_window, V)
+    low, _, _, end = span(context, num_tokens, number, number, sliding_window, V)
+    unit = _keys_of_partial(context, num_tokens, sliding_window, splits, V)
 
     head = tl.program_id(1) * V.merge_m + tl.arange(0, V.merge_m)
     inside = head < V.num_heads
     d = tl.arange(0, V.block_d)
     stored = inside[:, None] & (d < V.head_size)[None, :]
     place = token.to(tl.int64) * V.num_heads + head
-    peak, total, mixed = _empty_state(V.merge_m, V)
-    for chunk in tl.range(low // CHUNK, (end + CHUNK - 1) // CHUNK, loop_unroll_factor=4):
-        source = place * max_chunks + chunk
+    whole = _empty_state(V.merge_m, V)
+    run = whole
+    for index in tl.range(low // unit, (end + unit - 1) // unit, loop_unroll_factor=4):
+        source = place * num_partials + index % num_partials
         part_mixed = tl.load(
             partial + source[:, None] * V.head_size + d[None, :], mask=stored, other=0.0
         )
         part_peak = tl.load(partial_stats + source * 2, mask=inside, other=0.0)
         part_total = tl.load(partial_stats + source * 2 + 1, mask=inside, other=0.0)
-        part = (part_peak, part_total, part_mixed)
-        peak, total, mixed = merge((peak, total, mixed), part)
-    state = (peak, total, mixed)
-    _store_rows(out, logsumexp, sinks, state, value_scale, place, head, inside, V)
+        run = merge(run, (part_peak, part_total, part_mixed))
+        if (index + 1) * unit % RUN == 0:
+            whole = merge(whole, run)
+            run = _empty_state(V.merge_m, V)
+    whole = merge(whole, run)
+    _store_rows(out, logsumexp, sinks, whole, value_scale, place, head, inside, V)

@@ -6,22 +6,25 @@ import triton.language as tl
 
 @triton.jit
 def span(context, num_tokens, oldest, newest, sliding_window, V: tl.constexpr):
-    """Bounds of the keys that tokens oldest..newest may see: low, full_end, end.
+    """Bounds of the keys that tokens oldest..newest may see: low, full, full_end, end.
 
-    None sees a key outside low..end; below full_end, the start of a block of keys, all see all.
+    None sees a key outside low..end; from `full` to full_end, starts of blocks, all see all keys.
     """
     prefix = context - num_tokens
+    last_position = prefix + newest
     if V.mask == "chain":
         first_position, end = prefix + oldest, prefix + newest + 1
         full_end = first_position + 1
     elif V.mask == "tree":  # a node that sees no node stands before the tree
         first_position, end, full_end = prefix - 1, context, prefix
+        last_position = context - 1
     else:
         first_position, end, full_end = context - 1, context, context
-    low = 0
+    low, full = 0, 0
     if V.windowed:
-        low, full_end = tl.maximum(first_position - sliding_window + 1, 0), 0
-    return low, tl.maximum(full_end, 0) // V.block_n * V.block_n, end
+        low = tl.maximum(first_position - sliding_window + 1, 0)
+        full = tl.maximum(last_position - sliding_window + V.block_n, 0) // V.block_n * V.block_n
+    return low, full, tl.maximum(full_end, 0) // V.block_n * V.block_n, end
 
 
 @triton.jit

@@ -10,36 +10,54 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
+def block_numbers(paged, first, end, V: tl.constexpr):
+    """[N]: the blocks of the cache that hold the keys first..first + block_n below `end`."""
+    table, num_blocks = paged[2], paged[3]
+    keys = first + tl.arange(0, V.block_n)
+    block = tl.load(table + keys // V.block_size, mask=keys < end, other=0)
+    return tl.minimum(tl.maximum(block, 0), num_blocks - 1)
+
+
+@triton.jit
 def attend_block(
-    state, q, paged, first, end, seen, inner, factor, MASKED: tl.constexpr, V: tl.constexpr
+    state,
+    wild,
+    q,
+    paged,
+    block,
+    first,
+    end,
+    seen,
+    inner,
+    factor,
+    MASKED: tl.constexpr,
+    V: tl.constexpr,
 ):
     """Add the keys first..first + block_n to the state: peak [M], total [M], mixed values [M, D].
 
-    The fourth part of the state counts the masked blocks with a value that is not finite; such
-    values count as 0 here. Masked, keys from `end` on are not loaded, and `seen` [M, N] says which
-    ones the rows see. The multiply-adds are spelt out, so that the compiler rounds alike with and
-    without a mask: a row gets the same bits from a block whether or not it is masked for its
-    neighbours. A block of which a row sees nothing leaves its state as it is.
+    `block` is what block_numbers gives for them, read one step ahead so that nothing waits for it.
+    `wild` counts the masked blocks with a value that is not finite; such values count as 0 here.
+    Masked, keys from `end` on are not loaded, and `seen` [M, N] says which ones the rows see. The
+    multiply-adds are spelt out, so that the compiler rounds alike with and without a mask: a row
+    gets the same bits from a block whether or not it is masked for its neighbours. A block of which
+    a row sees nothing leaves its state as it is.
     """
-    peak, total, mixed, wild = state
-    key_cache, value_cache, table, num_blocks, block_stride, slot_stride = paged
+    peak, total, mixed = state
+    key_cache, value_cache, _, _, block_stride, slot_stride = paged
+    # Three products of tf32 for one of float32, as the operands of exact ones fill all registers.
+    PRECISION: tl.constexpr = "tf32x3" if V.dot_dtype == tl.float32 else "ieee"
     ZERO: tl.constexpr = 0.0 if MASKED or V.block_d > V.head_size else None
     keys = first + tl.arange(0, V.block_n)
     d = tl.arange(0, V.block_d)
     inside = keys < end
-    if MASKED:
-        block = tl.load(table + keys // V.block_size, mask=inside, other=0)
-    else:
-        block = tl.load(table + keys // V.block_size)
-    block = tl.minimum(tl.maximum(block, 0), num_blocks - 1).to(tl.int64)
-    offset = block * block_stride + _in_block(keys, slot_stride, V)
+    offset = block.to(tl.int64) * block_stride + _in_block(keys, slot_stride, V)
     place = offset[:, None] + (tl.program_id(1) * V.head_size + d)[None, :]
     if MASKED or V.block_d > V.head_size:
         loaded = inside[:, None] & (d < V.head_size)[None, :]
     else:
         loaded = None
     key = cached_values(tl.load(key_cache + place, mask=loaded, other=ZERO), V)
-    scores = tl.dot(q, tl.trans(key), input_precision="ieee")
+    scores = tl.dot(q, tl.trans(key), input_precision=PRECISION)
     if V.capped:
         scores = _tanh(scores * inner)
     scaled = scores * factor
@@ -58,10 +76,10 @@ def attend_block(
     if MASKED:  # weight 0 times NaN must not reach a row that does not see the value
         finite = tl.abs(value.to(tl.float32)) < float("inf")
         value = tl.where(finite, value, 0.0)
-    mixed = tl.dot(weights, value, mixed, input_precision="ieee")
+    mixed = tl.dot(weights, value, mixed, input_precision=PRECISION)
     if MASKED:
         wild += 1 - tl.min(finite.to(tl.int32))
-    return new_peak, total, mixed, wild
+    return (new_peak, total, mixed), wild
 
 
 @triton.jit
