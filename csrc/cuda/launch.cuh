@@ -1,5 +1,7 @@
 // Launches of kernels whose blocks work in teams.
 #pragma once
+#include <atomic>
+
 #include "cuda/plan.h"
 #include "cuda/team.cuh"
 
@@ -16,18 +18,32 @@ cudaError_t image_of(void (*kernel)(Params...), Image* image) {
   return error;
 }
 
+// Lets the blocks of a kernel have all the shared memory of the current device: once for each, and
+// never less, as another thread may be about to launch.
+template <auto kKernel>
+cudaError_t allow_all_shared_memory() {
+  static std::atomic<uint64_t> allowed{0};  // a bit per device
+  int device = 0, bytes = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
+  if (error != cudaSuccess || (allowed.load(std::memory_order_acquire) & bit) != 0) return error;
+  error = cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  if (error != cudaSuccess) return error;
+  error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kKernel),
+                               cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (error == cudaSuccess) allowed.fetch_or(bit, std::memory_order_release);
+  return error;
+}
+
 // Starts `teams` clusters of plan.cluster blocks with room for a row each if plan.staged.
-template <class... Params>
-cudaError_t launch_teams(void (*kernel)(Params...), int64_t teams, const Plan& plan,
-                         const RowShape& row, cudaStream_t stream, Params... args) {
+template <auto kStaged, auto kPlain, class Call>
+cudaError_t launch_teams(int64_t teams, const Plan& plan, const RowShape& row, cudaStream_t stream,
+                         const Call& call) {
   if (teams == 0) return cudaSuccess;  // an empty grid is a launch error
-  const int64_t stage = plan.staged ? staged_bytes(row, plan.cluster, plan.threads) : 0;
-  const int64_t shared = static_cast<int64_t>(sizeof(TeamMemory)) + stage;
-  constexpr int64_t kWithoutAsking = 48 * 1024;
-  if (shared > kWithoutAsking) {
-    const cudaError_t error =
-        cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                             cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
+  int64_t shared = sizeof(TeamMemory);
+  if (plan.staged) {
+    shared += staged_bytes(row, plan.cluster, plan.threads);
+    const cudaError_t error = allow_all_shared_memory<kStaged>();
     if (error != cudaSuccess) return error;
   }
   cudaLaunchAttribute cluster = {};
@@ -42,7 +58,7 @@ cudaError_t launch_teams(void (*kernel)(Params...), int64_t teams, const Plan& p
   config.stream = stream;
   config.attrs = &cluster;
   config.numAttrs = plan.cluster > 1 ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, args...);
+  return cudaLaunchKernelEx(&config, plan.staged ? kStaged : kPlain, call, plan.cluster);
 }
 
 }  // namespace fastspec::cuda

@@ -303,12 +303,13 @@ cudaError_t launch_verify_chain(const VerifyChainCall& call, const Plan& rows,
                                 const Plan& sequences, cudaStream_t stream) {
   const RowShape shape = larger_of(shape_of(call.target), shape_of(call.draft));
   const cudaError_t error =
-      launch_teams(rows.staged ? chain_statistics_kernel<true> : chain_statistics_kernel<false>,
-                   call.batch * (2 * call.num_draft + 1), rows, shape, stream, call, rows.cluster);
+      launch_teams<chain_statistics_kernel<true>, chain_statistics_kernel<false>>(
+          call.batch * (2 * call.num_draft + 1), rows, shape, stream, call);
   if (error != cudaSuccess) return error;
   Plan plan = sequences;
   if (plan.threads > kDecisionThreads) plan.threads = kDecisionThreads;
-  return launch_teams(verify_chain_kernel, call.batch, plan, shape, stream, call, plan.cluster);
+  return launch_teams<verify_chain_kernel, verify_chain_kernel>(call.batch, plan, shape, stream,
+                                                                call);
 }
 
 }  // namespace fastspec::cuda

@@ -69,6 +69,8 @@ extern "C" int emulated_uniform(const UniformCall* call, const cuda::Plan*, Run*
   });
 }
 
+extern "C" void emulated_device(int device) { emulation::now.device = device; }
+
 extern "C" bool has_clusters(const cuda::Image* image, int64_t device_major) {
   return cuda::has_clusters(*image, device_major);
 }
