@@ -35,8 +35,9 @@ cudaError_t allow_all_shared_memory() {
   return error;
 }
 
-// Starts `teams` clusters of plan.cluster blocks with room for a row each if plan.staged.
-template <auto kStaged, auto kPlain, class Call>
+// Starts `teams` clusters of plan.cluster blocks with room for a row each if plan.staged. With
+// kWaits the kernel itself waits for the one in front of it, and may start early.
+template <auto kStaged, auto kPlain, bool kWaits = false, class Call>
 cudaError_t launch_teams(int64_t teams, const Plan& plan, const RowShape& row, cudaStream_t stream,
                          const Call& call) {
   if (teams == 0) return cudaSuccess;  // an empty grid is a launch error
@@ -46,18 +47,25 @@ cudaError_t launch_teams(int64_t teams, const Plan& plan, const RowShape& row, c
     const cudaError_t error = allow_all_shared_memory<kStaged>();
     if (error != cudaSuccess) return error;
   }
-  cudaLaunchAttribute cluster = {};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = plan.cluster;
-  cluster.val.clusterDim.y = 1;
-  cluster.val.clusterDim.z = 1;
+  cudaLaunchAttribute attributes[2] = {};
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(teams * plan.cluster));
   config.blockDim = dim3(static_cast<unsigned>(plan.threads));
   config.dynamicSmemBytes = static_cast<size_t>(shared);
   config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = plan.cluster > 1 ? 1 : 0;
+  config.attrs = attributes;
+  if (plan.cluster > 1) {
+    cudaLaunchAttribute& cluster = attributes[config.numAttrs++];
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim.x = plan.cluster;
+    cluster.val.clusterDim.y = 1;
+    cluster.val.clusterDim.z = 1;
+  }
+  if (kWaits && plan.early) {
+    cudaLaunchAttribute& early = attributes[config.numAttrs++];
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+  }
   return cudaLaunchKernelEx(&config, plan.staged ? kStaged : kPlain, call, plan.cluster);
 }
 

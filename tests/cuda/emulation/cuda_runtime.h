@@ -25,7 +25,10 @@ struct float4 {
 };
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
-enum cudaLaunchAttributeID { cudaLaunchAttributeClusterDimension };
+enum cudaLaunchAttributeID {
+  cudaLaunchAttributeClusterDimension,
+  cudaLaunchAttributeProgrammaticStreamSerialization
+};
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
 enum cudaDeviceAttr { cudaDevAttrMaxSharedMemoryPerBlockOptin };
 struct cudaFuncAttributes {
@@ -37,6 +40,7 @@ struct cudaLaunchAttribute {
     struct {
       unsigned x, y, z;
     } clusterDim;
+    int programmaticStreamSerializationAllowed;
   } val;
 };
 struct cudaLaunchConfig_t {
@@ -70,7 +74,11 @@ inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const v
 template <class... Params, class... Args>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Params...),
                                Args... args) {
-  const unsigned cluster = config->numAttrs > 0 ? config->attrs->val.clusterDim.x : 1;
+  unsigned cluster = 1;
+  for (unsigned i = 0; i < config->numAttrs; ++i) {
+    const cudaLaunchAttribute& found = config->attrs[i];
+    if (found.id == cudaLaunchAttributeClusterDimension) cluster = found.val.clusterDim.x;
+  }
   emulation::check_shared_bytes(reinterpret_cast<const void*>(kernel), config->dynamicSmemBytes);
   emulation::run(config->gridDim.x, cluster, config->blockDim.x, config->dynamicSmemBytes,
                  [=] { kernel(args...); });

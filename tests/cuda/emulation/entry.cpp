@@ -41,7 +41,7 @@ FASTSPEC_EMULATED(verify_tree, VerifyTreeCall)
 
 extern "C" int emulated_verify_chain(const cuda::VerifyChainCall* call, const cuda::Plan* plan,
                                      Run* run) {
-  const cuda::Plan sequences{plan->cluster, plan->threads, 0};
+  const cuda::Plan sequences{plan->cluster, plan->threads, 0, 1};
   return guarded(run, [&] { return cuda::launch_verify_chain(*call, *plan, sequences, nullptr); });
 }
 
