@@ -6,6 +6,11 @@
 namespace fastspec::cuda {
 
 constexpr int kTileThreads = 64;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr int kTileBlocks = 4;  // of a multiprocessor; with more, registers spill
+#else
+constexpr int kTileBlocks = 8;
+#endif
 constexpr int kTileUnits = kTile / kUnit / kTileThreads;  // of a thread
 
 // One value per warp each, in dynamic shared memory.

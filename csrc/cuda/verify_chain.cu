@@ -84,7 +84,7 @@ class Chain {
 // A block for each tile of rows [begin, end) of each sequence; those that nobody needs leave at
 // once.
 template <Element kElement>
-__global__ void __launch_bounds__(kTileThreads, 8)
+__global__ void __launch_bounds__(kTileThreads, kTileBlocks)
     chain_tiles_kernel(const VerifyChainCall call, const int32_t begin, const int32_t end) {
   let_next_kernel_start();
   const Team team(1);

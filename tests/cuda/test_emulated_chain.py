@@ -90,7 +90,7 @@ def test_random_batches(vocab, draft):
         for emulation, variant in zip(PLANS, variants(case, generator), strict=False):
             close += check(emulation, variant)
             cases += 16
-    assert close <= cases / 2
+    assert close <= cases / 10
 
 
 @pytest.mark.parametrize("draft", ["random", "mapped", "certain"])
