@@ -257,6 +257,9 @@ std::tuple<Tensor, Tensor, Tensor> verify_chain(
   const int64_t vocab = target_logits.size(1), rows = 2 * num_draft + 1, width = num_draft + 1;
   Tensor statistics = new_tensor(target_logits, {batch, rows, 3}, ScalarType::Long);
   static_assert(sizeof(cuda::RowStatistics) == 3 * sizeof(int64_t));
+  const int64_t num_tiles = cuda::tiles_of(vocab);
+  Tensor tiles = new_tensor(target_logits, {batch, rows, num_tiles, 2}, ScalarType::Long);
+  static_assert(sizeof(cuda::TileStatistics) == 2 * sizeof(int64_t));
   Tensor output_token_ids = new_tensor(target_logits, {batch, width}, ScalarType::Int);
   Tensor accepted_len = new_tensor(target_logits, {batch}, ScalarType::Int);
   Tensor logprobs = new_tensor(target_logits, {batch, width}, ScalarType::Float);
@@ -277,6 +280,8 @@ std::tuple<Tensor, Tensor, Tensor> verify_chain(
   call.lenience = lenience;
   call.block = method == "block";
   call.statistics = static_cast<cuda::RowStatistics*>(statistics.mutable_data_ptr());
+  call.tiles = static_cast<cuda::TileStatistics*>(tiles.mutable_data_ptr());
+  call.num_tiles = num_tiles;
   call.output_token_ids = output_token_ids.mutable_data_ptr<int32_t>();
   call.accepted_len = accepted_len.mutable_data_ptr<int32_t>();
   call.logprobs = logprobs.mutable_data_ptr<float>();

@@ -27,6 +27,19 @@ __device__ __forceinline__ unsigned char* dynamic_shared() {
 #endif
 }
 
+// A kernel that is launched early may start once all blocks of the one in front of it have let it;
+// what that one writes is there after the wait. Without such launches both do nothing.
+__device__ __forceinline__ void let_next_kernel_start() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // 2^x to about 2 units in the last place; 2^-inf = 0. Weights below 2^-44 are dropped anyway, so
 // flushing denormal results to zero changes nothing.
 __device__ __forceinline__ float exp2_approx(float x) {

@@ -4,8 +4,8 @@
 
 namespace fastspec::cuda {
 
-// Draws the lowest token whose cumulative weight exceeds sample * total, or gives -1 where nothing
-// has weight. weigh(logits of a unit, first token, weights) is called with the row's units.
+// Draws the lowest token whose cumulative weight exceeds a bound, or gives -1 where nothing has
+// weight. weigh(logits of a unit, first token, weights) is called with the row's units.
 template <class View, class Weigh>
 class Draw {
  public:
@@ -18,10 +18,12 @@ class Draw {
     return sum;
   }
 
-  __device__ int64_t token(float sample) const {
+  // bound_of(total) < total.
+  template <class BoundOf>
+  __device__ int64_t token(const BoundOf& bound_of) const {
     const WarpShare share = team_.share(total());
     if (share.total == 0) return -1;
-    const u64 bound = share_rounded_down(sample, share.total);
+    const u64 bound = bound_of(share.total);
     if (share.before <= bound && bound < share.before + share.own) find(bound - share.before);
     team_.sync();
     return team_.memory().token;
@@ -84,7 +86,9 @@ class Draw {
 
 template <class View, class Weigh>
 __device__ int64_t draw(Team& team, const View& view, float sample, const Weigh& weigh) {
-  return Draw<View, Weigh>(team, view, weigh).token(sample);
+  return Draw<View, Weigh>(team, view, weigh).token([&](u64 total) {
+    return share_rounded_down(sample, total);
+  });
 }
 
 // The sum of the weights over the whole row.
@@ -133,9 +137,8 @@ struct DraftRow {
   // The logits of kUnit target tokens from `first` on; -inf where the drafter has none.
   __device__ __forceinline__ void read(int64_t first, float (&x)[kUnit]) const {
     const bool whole = token_map == nullptr && first >= 0 && first + kUnit <= row.size;
-    const void* address = static_cast<const char*>(row.data) + first * bytes_of(row.element);
-    if (whole && reinterpret_cast<uintptr_t>(address) % sizeof(uint4) == 0) {
-      load_unit(address, is_wide(row.element)).unpack(row.element, x);
+    if (whole && is_aligned(address_of(row, first))) {
+      load_unit(address_of(row, first), is_wide(row.element)).unpack(row.element, x);
       return;
     }
 #pragma unroll

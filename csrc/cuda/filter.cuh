@@ -10,6 +10,18 @@ struct Threshold {
   u64 kept;     // the weight from this value on
 };
 
+__device__ __forceinline__ void add_to(uint32_t* bin, uint32_t weight) { atomicAdd(bin, weight); }
+
+// In two halves: shared memory adds 32 bits by itself, but 64 only in a loop that compares and
+// starts again, once for each other thread at the bin. Few weights reach the upper half.
+__device__ __forceinline__ void add_to(u64* bin, u64 weight) {
+  uint32_t* halves = reinterpret_cast<uint32_t*>(bin);
+  const uint32_t low = static_cast<uint32_t>(weight);
+  const uint32_t carry = atomicAdd(halves, low) > ~low;
+  const uint32_t high = static_cast<uint32_t>(weight >> 32) + carry;
+  if (high != 0) atomicAdd(halves + 1, high);
+}
+
 // Adds equal neighbours up before they go to a histogram, where they would wait for each other.
 template <class Bin>
 class RunLength {
@@ -26,7 +38,7 @@ class RunLength {
   }
 
   __device__ __forceinline__ void flush() {
-    if (sum_ != 0) atomicAdd(bins_ + bin_, sum_);
+    if (sum_ != 0) add_to(bins_ + bin_, sum_);
   }
 
  private:

@@ -11,6 +11,7 @@ struct Plan {
   int32_t cluster;  // thread blocks that share a row: 1, 2, 4 or 8; 1 where Limits has no clusters
   int32_t threads;  // per block, a multiple of 32
   int32_t staged;   // whether a row is kept in the shared memory of its blocks
+  int32_t early;    // whether a kernel may start before the one in front of it has ended
 };
 
 // What the code of a kernel on the current device was compiled for: its PTX and its machine code,
@@ -50,6 +51,17 @@ struct RowStatistics {
   float threshold;  // the lowest kept logit, -inf without a filter
   int32_t argmax;   // of greedy rows only: the lowest id of the best logit
   int32_t valid;
+};
+
+constexpr int64_t kTile = 4096;  // logits
+
+constexpr int64_t tiles_of(int64_t vocab) { return (vocab + kTile - 1) / kTile; }
+
+// What one look at a tile of a row finds out.
+struct TileStatistics {
+  unsigned long long total;  // of all weights; that of the tile's best logit is 2^44
+  float max;                 // NaN if there is one
+  int32_t argmax;            // of greedy rows only: the lowest id of the best logit
 };
 
 struct RowStatsCall {
@@ -119,8 +131,11 @@ struct VerifyChainCall {
   int64_t batch;
   int64_t num_draft;
   double lenience;
-  int32_t block;              // block verification, not token by token
-  RowStatistics* statistics;  // workspace [B, 2K + 1]: the target rows, then the draft rows
+  int32_t block;  // block verification, not token by token
+  // Workspace, of the target rows and then the draft rows.
+  RowStatistics* statistics;  // [B, 2K + 1]
+  TileStatistics* tiles;      // [B, 2K + 1, num_tiles]
+  int64_t num_tiles;          // of a target row
   int32_t* output_token_ids;  // [B, K + 1]
   int32_t* accepted_len;      // [B]
   float* logprobs;            // [B, K + 1]
@@ -216,7 +231,7 @@ cudaError_t launch_sample(const SampleCall& call, const Plan& plan, cudaStream_t
 cudaError_t launch_sample_coupled(const SampleCoupledCall& call, const Plan& plan,
                                   cudaStream_t stream);
 cudaError_t launch_penalize(const PenalizeCall& call, cudaStream_t stream);
-// `rows` is the plan of the statistics of single rows, `sequences` that of the decision.
+// `rows` is the plan for rows with filters, `sequences` that of the decision.
 cudaError_t launch_verify_chain(const VerifyChainCall& call, const Plan& rows,
                                 const Plan& sequences, cudaStream_t stream);
 cudaError_t launch_verify_tree(const VerifyTreeCall& call, const Plan& plan, cudaStream_t stream);

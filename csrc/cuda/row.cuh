@@ -39,6 +39,69 @@ __device__ __forceinline__ float logit_at(const Row& row, int64_t token) {
   return widen(bits_at(row, token), row.element);
 }
 
+// Whether each token from `first` on is allowed, one bit each; arbitrary outside the row.
+__device__ __forceinline__ uint32_t allowed_bits(const Row& row, int64_t first) {
+  if (row.bitmask == nullptr) return ~0u;
+  const int64_t start = larger(first, 0), index = start / 32;
+  const uint32_t low = __ldg(row.bitmask + index);
+  const uint32_t high = index + 1 < (row.size + 31) / 32 ? __ldg(row.bitmask + index + 1) : 0;
+  return __funnelshift_r(low, high, start % 32) << (start - first);
+}
+
+// The unit with -inf for what is not allowed.
+__device__ __forceinline__ Raw keep(const Raw& raw, uint32_t allowed, Element element) {
+  uint32_t words[kUnit] = {raw.low.x,  raw.low.y,  raw.low.z,  raw.low.w,
+                           raw.high.x, raw.high.y, raw.high.z, raw.high.w};
+  const uint32_t off = element == Element::kFloat16 ? 0xfc00fc00u : 0xff80ff80u;
+#pragma unroll
+  for (int j = 0; j < kUnit; ++j) {
+    if (is_wide(element)) {
+      if ((allowed >> j & 1) == 0) words[j] = 0xff800000u;
+    } else if (j < kUnit / 2) {
+      const uint32_t pair = allowed >> (2 * j);
+      const uint32_t kept = (pair & 1 ? 0xffffu : 0u) | (pair & 2 ? 0xffff0000u : 0u);
+      words[j] = (words[j] & kept) | (off & ~kept);
+    }
+  }
+  return {{words[0], words[1], words[2], words[3]}, {words[4], words[5], words[6], words[7]}};
+}
+
+__device__ __forceinline__ const void* address_of(const Row& row, int64_t token) {
+  return static_cast<const char*>(row.data) + token * bytes_of(row.element);
+}
+
+__device__ __forceinline__ bool is_aligned(const void* address) {
+  return reinterpret_cast<uintptr_t>(address) % sizeof(uint4) == 0;
+}
+
+// The logits of kUnit tokens from `first` on, which may lie partly outside the row, or be masked.
+__device__ __forceinline__ Raw load_tokens(const Row& row, int64_t first) {
+  const uint32_t all = (1u << kUnit) - 1;
+  uint32_t inside = all;
+  if (first < 0) inside &= all << -first;
+  if (first + kUnit > row.size) inside &= all >> smaller(first + kUnit - row.size, kUnit);
+  const uint32_t allowed = inside == 0 ? 0 : inside & allowed_bits(row, first);
+  const bool wide = is_wide(row.element);
+  if (inside == all && is_aligned(address_of(row, first))) {
+    const Raw raw = load_unit(address_of(row, first), wide);
+    return allowed == all ? raw : keep(raw, allowed, row.element);
+  }
+  uint32_t words[kUnit] = {};
+#pragma unroll
+  for (int j = 0; j < kUnit; ++j) {
+    if ((inside >> j & 1) == 0) continue;
+    const uint32_t bits = bits_at(row, first + j);
+    if (wide) {
+      words[j] = bits;
+    } else {
+      words[j / 2] |= bits << (j % 2 * 16);
+    }
+  }
+  const Raw raw = {{words[0], words[1], words[2], words[3]},
+                   {words[4], words[5], words[6], words[7]}};
+  return keep(raw, allowed, row.element);
+}
+
 // The passes of a team over one row. Each warp has a stretch of consecutive tokens. If kStaged the
 // first pass copies the row, without what is not allowed, to shared memory, from where the others
 // read it.
@@ -76,7 +139,8 @@ class RowView {
       if (unit >= easy_begin && unit + (kAhead - 1) * kWarp < easy_end) {
         Raw raw[kAhead];
 #pragma unroll
-        for (int i = 0; i < kAhead; ++i) raw[i] = load_unit(address(unit + i * kWarp), wide);
+        for (int i = 0; i < kAhead; ++i)
+          raw[i] = load_unit(address_of(row_, first_token(unit + i * kWarp)), wide);
 #pragma unroll
         for (int i = 0; i < kAhead; ++i) consume(raw[i], unit + i * kWarp);
         unit += kAhead * kWarp;
@@ -114,65 +178,7 @@ class RowView {
     visit(x, first_token(unit));
   }
 
-  __device__ __forceinline__ const void* address(int64_t unit) const {
-    return static_cast<const char*>(row_.data) + first_token(unit) * bytes_of(row_.element);
-  }
-
-  // A unit that may lie partly outside the row, or be masked.
-  __device__ Raw load(int64_t unit) const {
-    const int64_t first = first_token(unit);
-    const uint32_t all = (1u << kUnit) - 1;
-    uint32_t inside = all;
-    if (first < 0) inside &= all << -first;
-    if (first + kUnit > row_.size) inside &= all >> (first + kUnit - row_.size);
-    const uint32_t allowed = inside & allowed_bits(first);
-    const bool wide = is_wide(row_.element);
-    if (inside == all) {
-      const Raw raw = load_unit(address(unit), wide);
-      return allowed == all ? raw : keep(raw, allowed);
-    }
-    uint32_t words[kUnit] = {};
-#pragma unroll
-    for (int j = 0; j < kUnit; ++j) {
-      if ((inside >> j & 1) == 0) continue;
-      const uint32_t bits = bits_at(row_, first + j);
-      if (wide) {
-        words[j] = bits;
-      } else {
-        words[j / 2] |= bits << (j % 2 * 16);
-      }
-    }
-    return keep(
-        {{words[0], words[1], words[2], words[3]}, {words[4], words[5], words[6], words[7]}},
-        allowed);
-  }
-
-  // The unit with -inf for what is not allowed.
-  __device__ Raw keep(const Raw& raw, uint32_t allowed) const {
-    uint32_t words[kUnit] = {raw.low.x,  raw.low.y,  raw.low.z,  raw.low.w,
-                             raw.high.x, raw.high.y, raw.high.z, raw.high.w};
-    const uint32_t off = row_.element == Element::kFloat16 ? 0xfc00fc00u : 0xff80ff80u;
-#pragma unroll
-    for (int j = 0; j < kUnit; ++j) {
-      if (is_wide(row_.element)) {
-        if ((allowed >> j & 1) == 0) words[j] = 0xff800000u;
-      } else if (j < kUnit / 2) {
-        const uint32_t pair = allowed >> (2 * j);
-        const uint32_t kept = (pair & 1 ? 0xffffu : 0u) | (pair & 2 ? 0xffff0000u : 0u);
-        words[j] = (words[j] & kept) | (off & ~kept);
-      }
-    }
-    return {{words[0], words[1], words[2], words[3]}, {words[4], words[5], words[6], words[7]}};
-  }
-
-  // Whether each token of a unit is allowed, one bit each; arbitrary outside the row.
-  __device__ uint32_t allowed_bits(int64_t first) const {
-    if (row_.bitmask == nullptr) return ~0u;
-    const int64_t start = larger(first, 0), index = start / 32;
-    const uint32_t low = __ldg(row_.bitmask + index);
-    const uint32_t high = index + 1 < (row_.size + 31) / 32 ? __ldg(row_.bitmask + index + 1) : 0;
-    return __funnelshift_r(low, high, start % 32) << (start - first);
-  }
+  __device__ Raw load(int64_t unit) const { return load_tokens(row_, first_token(unit)); }
 
   __device__ __forceinline__ void to_stage(const Raw& raw, int64_t unit) const {
     stage_[unit - begin_] = raw.low;

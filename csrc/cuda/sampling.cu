@@ -165,29 +165,25 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 cudaError_t image_of_sampling(Image* image) { return image_of(row_stats_kernel<false>, image); }
 
 cudaError_t launch_row_stats(const RowStatsCall& call, const Plan& plan, cudaStream_t stream) {
-  return launch_teams(plan.staged ? row_stats_kernel<true> : row_stats_kernel<false>,
-                      call.logits.num_rows, plan, shape_of(call.logits), stream, call,
-                      plan.cluster);
+  return launch_teams<row_stats_kernel<true>, row_stats_kernel<false>>(
+      call.logits.num_rows, plan, shape_of(call.logits), stream, call);
 }
 
 cudaError_t launch_logits_to_probs(const LogitsToProbsCall& call, const Plan& plan,
                                    cudaStream_t stream) {
-  return launch_teams(plan.staged ? logits_to_probs_kernel<true> : logits_to_probs_kernel<false>,
-                      call.logits.num_rows, plan, shape_of(call.logits), stream, call,
-                      plan.cluster);
+  return launch_teams<logits_to_probs_kernel<true>, logits_to_probs_kernel<false>>(
+      call.logits.num_rows, plan, shape_of(call.logits), stream, call);
 }
 
 cudaError_t launch_sample(const SampleCall& call, const Plan& plan, cudaStream_t stream) {
-  return launch_teams(plan.staged ? sample_kernel<true> : sample_kernel<false>,
-                      call.logits.num_rows, plan, shape_of(call.logits), stream, call,
-                      plan.cluster);
+  return launch_teams<sample_kernel<true>, sample_kernel<false>>(
+      call.logits.num_rows, plan, shape_of(call.logits), stream, call);
 }
 
 cudaError_t launch_sample_coupled(const SampleCoupledCall& call, const Plan& plan,
                                   cudaStream_t stream) {
-  return launch_teams(plan.staged ? sample_coupled_kernel<true> : sample_coupled_kernel<false>,
-                      call.logits.num_rows, plan, shape_of(call.logits), stream, call,
-                      plan.cluster);
+  return launch_teams<sample_coupled_kernel<true>, sample_coupled_kernel<false>>(
+      call.logits.num_rows, plan, shape_of(call.logits), stream, call);
 }
 
 }  // namespace fastspec::cuda

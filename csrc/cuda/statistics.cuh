@@ -12,6 +12,10 @@ struct Sampling {
   float min_p;
 
   __device__ bool greedy() const { return temperature == 0.0f; }
+  // Whether top-k, top-p or min-p may drop a token.
+  __device__ bool filters(int64_t vocab) const {
+    return !greedy() && ((top_k > 0 && top_k < vocab) || top_p < 1.0f || min_p > 0.0f);
+  }
   // The temperature of log-probabilities.
   __device__ float scale() const { return greedy() ? 1.0f : temperature; }
 };

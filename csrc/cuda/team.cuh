@@ -114,7 +114,6 @@ class Team {
     return value;
   }
 
- private:
   template <class T, class Op>
   __device__ T warp_reduce(T value, const Op& op) const {
     for (int step = kWarp / 2; step > 0; step /= 2) {
@@ -123,6 +122,7 @@ class Team {
     return value;
   }
 
+ private:
   template <class T>
   __device__ void publish(T value) const {
     u64 word = 0;

@@ -1,5 +1,5 @@
-#include "cuda/draw.cuh"
 #include "cuda/launch.cuh"
+#include "cuda/tiles.cuh"
 
 namespace fastspec::cuda {
 namespace {
@@ -15,7 +15,12 @@ class Chain {
     const int64_t rows = __ldg(call.cu_rows + index + 1) - first_row_;
     present_ = rows > 0;
     const int64_t limit = smaller(call.num_draft, rows - 1);
-    while (num_proposals_ < limit && proposal(num_proposals_) >= 0) ++num_proposals_;
+    unsigned ended = 0;  // whole warps look for the padding
+    for (int64_t base = 0; base < limit && ended == 0; base += kWarp) {
+      const int64_t i = base + threadIdx.x % kWarp;
+      ended = __ballot_sync(kAllLanes, i >= limit || proposal(i) < 0);
+      num_proposals_ = base + (ended != 0 ? __ffs(ended) - 1 : kWarp);
+    }
   }
 
   __device__ bool present() const { return present_; }
@@ -45,6 +50,22 @@ class Chain {
     return {row, call_.draft_token_map, call_.target.size};
   }
 
+  // Row i of 2K + 1: those of the target, then those of the drafter.
+  __device__ bool is_needed(int64_t i) const {
+    const int64_t draft = i - call_.num_draft - 1;
+    return present_ && (draft < 0 ? i <= num_proposals_ : draft_first() && draft < num_proposals_);
+  }
+  __device__ bool is_there(int64_t i) const { return i > call_.num_draft || has_row(i); }
+  __device__ Row row(int64_t i) const {
+    return i > call_.num_draft ? draft_row(i - call_.num_draft - 1).row : target_row(i);
+  }
+
+  // Whether rows are read by teams, for the filters, and not by tiles.
+  __device__ bool is_filtered() const { return sampling_.filters(call_.target.size); }
+  __device__ TileStatistics* tiles(int64_t i) const {
+    return call_.tiles + (target(i) - call_.statistics) * call_.num_tiles;
+  }
+
   // The places of the statistics; one wide row per sequence.
   __device__ RowStatistics* target(int64_t i) const {
     return call_.statistics + index_ * (2 * call_.num_draft + 1) + i;
@@ -60,26 +81,49 @@ class Chain {
   int64_t num_proposals_ = 0;
 };
 
-// A team for each target row, then one for each draft row; those that nobody needs leave at once.
+// A block for each tile of rows [begin, end) of each sequence; those that nobody needs leave at
+// once.
+template <Element kElement>
+__global__ void __launch_bounds__(kTileThreads, kTileBlocks)
+    chain_tiles_kernel(const VerifyChainCall call, const int32_t begin, const int32_t end) {
+  let_next_kernel_start();
+  const Team team(1);
+  const uint32_t tiles = static_cast<uint32_t>(call.num_tiles), index = blockIdx.x / tiles;
+  const uint32_t tile = blockIdx.x % tiles, rows = static_cast<uint32_t>(end - begin);
+  const int64_t i = begin + index % rows;
+  const Chain chain(call, index / rows);
+  if (!chain.is_needed(i) || chain.is_filtered() || !chain.is_there(i)) return;
+  const TileStatistics found =
+      tile_statistics<kElement>(team, chain.row(i), tile, chain.sampling());
+  if (threadIdx.x == 0) chain.tiles(i)[tile] = found;
+}
+
+// A team for each row of a sequence with filters.
 template <bool kStaged>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     chain_statistics_kernel(const VerifyChainCall call, const int32_t cluster) {
   Team team(cluster);
-  const int64_t rows = 2 * call.num_draft + 1;
+  const int64_t rows = 2 * call.num_draft + 1, i = team.index() % rows;
   const Chain chain(call, team.index() / rows);
-  const int64_t i = team.index() % rows, draft = i - call.num_draft - 1;
-  if (!chain.present()) return;
-  if (draft >= 0 ? !chain.draft_first() || draft >= chain.num_proposals()
-                 : i > chain.num_proposals()) {
-    return;
-  }
+  if (!chain.is_needed(i) || !chain.is_filtered()) return;
   RowStatistics found = {};
-  if (draft >= 0 || chain.has_row(i)) {
-    const Row row = draft >= 0 ? chain.draft_row(draft).row : chain.target_row(i);
-    found = row_statistics(team, RowView<kStaged>(team, row), chain.sampling());
+  if (chain.is_there(i)) {
+    found = row_statistics(team, RowView<kStaged>(team, chain.row(i)), chain.sampling());
   }
   if (team.rank() == 0 && threadIdx.x == 0) *chain.target(i) = found;
   team.sync();  // nobody leaves while another block may read its shared memory
+}
+
+// Makes rows of the tiles, a warp each; every block of the team does so for itself.
+__device__ void merge_rows(const Team& team, const VerifyChainCall& call, const Chain& chain) {
+  const int64_t rows = 2 * call.num_draft + 1;
+  for (int64_t i = team.block_warp(); i < rows; i += team.block_warps()) {
+    if (!chain.is_needed(i)) continue;
+    const int64_t num = chain.is_there(i) ? call.num_tiles : 0;
+    const RowStatistics found = merge_tiles(team, chain.tiles(i), num, chain.sampling());
+    if (team.lane() == 0) *chain.target(i) = found;
+  }
+  __syncthreads();
 }
 
 // What one position makes of its proposal.
@@ -125,14 +169,24 @@ class ChainVerifier {
       removed = chain_.proposal(at);
     }
     while (token < 0) {
-      token =
-          draw(team_, view, sample, WithoutToken{weighting_of(row, chain_.sampling()), removed});
+      token = draw_without(at, row, view, sample, removed);
       removed = -1;
     }
     return token;
   }
 
  private:
+  // A token of a target row other than `removed`, -1 if there is none.
+  __device__ int64_t draw_without(int64_t at, const RowStatistics& row, const RowView<false>& view,
+                                  float sample, int64_t removed) {
+    const Sampling& sampling = chain_.sampling();
+    if (chain_.is_filtered()) {
+      return draw(team_, view, sample, WithoutToken{weighting_of(row, sampling), removed});
+    }
+    return draw_from_tiles(team_, view.row(), chain_.tiles(at), call_.num_tiles, row, sampling,
+                           sample, removed);
+  }
+
   // Calls holds(i) for each i < count, spread over the lanes; the first i that fails, or count.
   template <class Holds>
   __device__ int64_t first_failure(int64_t count, const Holds& holds) const {
@@ -282,8 +336,10 @@ __device__ void write_chain(const VerifyChainCall& call, const Chain& chain, int
 // the row of the first rejection, or of the bonus token, draws the extra token.
 __global__ void __launch_bounds__(kDecisionThreads, 1)
     verify_chain_kernel(const VerifyChainCall call, const int32_t cluster) {
+  wait_for_previous_kernel();
   Team team(cluster);
   const Chain chain(call, team.index());
+  if (!chain.is_filtered()) merge_rows(team, call, chain);
   Verdict verdict = {false, 0, 1.0};
   int64_t extra = -1;
   if (chain.present()) {
@@ -295,20 +351,47 @@ __global__ void __launch_bounds__(kDecisionThreads, 1)
   team.sync();
 }
 
+// The tiles of rows [begin, end) of each sequence, which have logits of this type.
+cudaError_t launch_tiles(const VerifyChainCall& call, Element element, int32_t begin, int32_t end,
+                         cudaStream_t stream) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(call.batch * (end - begin) * call.num_tiles));
+  config.blockDim = dim3(kTileThreads);
+  config.dynamicSmemBytes = sizeof(TileMemory);
+  config.stream = stream;
+  return cudaLaunchKernelEx(&config,
+                            element == Element::kFloat32    ? chain_tiles_kernel<Element::kFloat32>
+                            : element == Element::kBFloat16 ? chain_tiles_kernel<Element::kBFloat16>
+                                                            : chain_tiles_kernel<Element::kFloat16>,
+                            call, begin, end);
+}
+
 }  // namespace
 
 cudaError_t image_of_verify_chain(Image* image) { return image_of(verify_chain_kernel, image); }
 
 cudaError_t launch_verify_chain(const VerifyChainCall& call, const Plan& rows,
                                 const Plan& sequences, cudaStream_t stream) {
+  if (call.batch == 0) return cudaSuccess;  // an empty grid is a launch error
+  const int32_t targets = static_cast<int32_t>(call.num_draft) + 1, all = 2 * targets - 1;
+  const bool reads_drafts =
+      call.draft.data != nullptr && call.draft_logsumexp == nullptr && call.num_draft > 0;
+  const bool together = reads_drafts && call.draft.element == call.target.element;
+  cudaError_t error = launch_tiles(call, call.target.element, 0, together ? all : targets, stream);
+  if (error == cudaSuccess && reads_drafts && !together) {
+    error = launch_tiles(call, call.draft.element, targets, all, stream);
+  }
   const RowShape shape = larger_of(shape_of(call.target), shape_of(call.draft));
-  const cudaError_t error =
-      launch_teams(rows.staged ? chain_statistics_kernel<true> : chain_statistics_kernel<false>,
-                   call.batch * (2 * call.num_draft + 1), rows, shape, stream, call, rows.cluster);
+  const SamplingParameters& filters = call.parameters;
+  if (error == cudaSuccess && (filters.top_k || filters.top_p || filters.min_p)) {
+    error = launch_teams<chain_statistics_kernel<true>, chain_statistics_kernel<false>>(
+        call.batch * all, rows, shape, stream, call);
+  }
   if (error != cudaSuccess) return error;
   Plan plan = sequences;
   if (plan.threads > kDecisionThreads) plan.threads = kDecisionThreads;
-  return launch_teams(verify_chain_kernel, call.batch, plan, shape, stream, call, plan.cluster);
+  return launch_teams<verify_chain_kernel, verify_chain_kernel, true>(call.batch, plan, shape,
+                                                                      stream, call);
 }
 
 }  // namespace fastspec::cuda

@@ -291,9 +291,8 @@ cudaError_t image_of_verify_tree(Image* image) {
 }
 
 cudaError_t launch_verify_tree(const VerifyTreeCall& call, const Plan& plan, cudaStream_t stream) {
-  return launch_teams(plan.staged ? verify_tree_kernel<true> : verify_tree_kernel<false>,
-                      call.batch, plan, larger_of(shape_of(call.target), shape_of(call.draft)),
-                      stream, call, plan.cluster);
+  return launch_teams<verify_tree_kernel<true>, verify_tree_kernel<false>>(
+      call.batch, plan, larger_of(shape_of(call.target), shape_of(call.draft)), stream, call);
 }
 
 }  // namespace fastspec::cuda

@@ -31,7 +31,7 @@ def pointers(*names: str) -> dict:
     return dict.fromkeys(names, c_void_p)
 
 
-Plan = struct("Plan", cluster=c_int32, threads=c_int32, staged=c_int32)
+Plan = struct("Plan", **dict.fromkeys(("cluster", "threads", "staged", "early"), c_int32))
 Image = struct("Image", ptx_version=c_int32, binary_version=c_int32)
 Run = struct("Run", order=c_uint64, message=c_char * 512)
 Limits = struct("Limits", multiprocessors=c_int64, shared_bytes=c_int64, clusters=ctypes.c_bool)
@@ -70,7 +70,9 @@ VerifyChainCall = struct(
     num_draft=c_int64,
     lenience=c_double,
     block=c_int32,
-    **pointers("statistics", "output_token_ids", "accepted_len", "logprobs"),
+    **pointers("statistics", "tiles"),
+    num_tiles=c_int64,
+    **pointers("output_token_ids", "accepted_len", "logprobs"),
 )
 VerifyTreeCall = struct(
     "VerifyTreeCall",
@@ -196,7 +198,9 @@ class Emulation:
         token_bitmask,
     ):
         batch, num_draft = draft_token_ids.shape
+        num_tiles = (target_logits.shape[1] + 4095) // 4096
         statistics = torch.full((batch, 2 * num_draft + 1, 3), -1, dtype=torch.int64)
+        tiles = torch.full((batch, 2 * num_draft + 1, num_tiles, 2), -1, dtype=torch.int64)
         shape = batch, num_draft + 1
         outputs = poisoned_ids(shape), poisoned_ids((batch,)), poisoned(shape)
         inputs = draft_token_map, draft_logsumexp, cu_rows, draft_token_ids, uniform_samples
@@ -210,6 +214,8 @@ class Emulation:
             lenience,
             method == "block",
             address(statistics),
+            address(tiles),
+            num_tiles,
             *map(address, outputs),
         )
         self.launch("verify_chain", call)

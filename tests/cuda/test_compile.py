@@ -15,7 +15,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "cuda_guard"
-PROBE = Path(__file__).resolve().parent / "statistics_probe.cu"
 SOURCES = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
 ARCHS = ("80", "90", "100", "120")
 FLAGS = ["-cubin", "-O3", "-std=c++17", f"-I{ROOT / 'csrc'}", "-Xptxas=-v"]
@@ -28,6 +27,7 @@ REGISTERS = {
     "store_kv_kernel": 80,  # 256
     "compact_kv_kernel": 80,  # 128
     "penalize_kernel": 80,  # 128
+    "chain_tiles_kernel": 255,  # 64; 128 before sm_100
     "row_stats_kernel": 128,  # 512, as the next five
     "logits_to_probs_kernel": 128,
     "sample_kernel": 128,
@@ -36,16 +36,10 @@ REGISTERS = {
     "verify_tree_kernel": 128,
     "verify_chain_kernel": 168,  # 256
 }
-# Instructions per logit of a loop; at the bandwidth of an H200 there is time for about 31 of them
-# with 32-bit logits and 15 with 16-bit ones.
-INSTRUCTIONS = {
-    "best_float32": 2.5,
-    "best_bfloat16": 4.0,
-    "best_float16": 4.0,
-    "sum_float32": 14.0,
-    "sum_bfloat16": 14.0,
-}
-LOGITS_PER_ROUND = {"best": 32, "sum": 8}  # of one lane, in one round of the loop
+# Instructions per logit; at the bandwidth of an H200 there is time for about 31 of them with 32-bit
+# logits and 15 with 16-bit ones.
+BEST_IN_TILE, SUM_IN_TILE = 4.0, 10.5
+SUM_STAGED = 15.5  # whatever the type of the logits is: known only when the kernel runs
 
 
 def find_nvcc() -> Path | None:
@@ -78,10 +72,9 @@ needs_nvdisasm = pytest.mark.skipif(
 def compiled() -> dict[tuple[str, str], tuple[Path, str]]:
     """Cubin and ptxas report of each source for each architecture, from build/ if unchanged."""
     BUILD.mkdir(parents=True, exist_ok=True)
-    sources = [*SOURCES, PROBE]
     headers = sorted((ROOT / "csrc").rglob("*.*h"))
     common = b"".join(path.read_bytes() for path in headers) + repr(FLAGS).encode()
-    jobs = [(source, arch, common) for source in sources for arch in ARCHS]
+    jobs = [(source, arch, common) for source in SOURCES for arch in ARCHS]
     with (BUILD / "lock").open("w") as lock, ThreadPoolExecutor(os.cpu_count()) as pool:
         flock(lock, LOCK_EX)  # other workers wait, then find everything there
         results = list(pool.map(lambda job: compile_one(*job), jobs))
@@ -148,27 +141,81 @@ def test_every_kernel_has_its_limits():
     assert names == set(REGISTERS)
 
 
+def is_instruction(line: str) -> bool:
+    return line.startswith("/*") and "NOP" not in line
+
+
+def branch_target(line: str) -> str:
+    """The label, or nothing."""
+    match = re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", line)
+    return f"{match[1]}:" if match else ""
+
+
+def inner_loops(lines: list[str]) -> list[list[str]]:
+    """From the label that a loop begins with to the branch back there."""
+    places = {line: i for i, line in enumerate(lines) if line.endswith(":")}
+    ends = [(places.get(branch_target(line), len(lines)), i) for i, line in enumerate(lines)]
+    loops = [(begin, end) for begin, end in ends if begin <= end]
+    return [
+        lines[begin : end + 1]
+        for begin, end in loops
+        if not any(begin <= b and e <= end and (b, e) != (begin, end) for b, e in loops)
+    ]
+
+
+def longest_round(loop: list[str]) -> int:
+    """The instructions of a round of a loop, whichever way it takes from branch to branch."""
+    places = {line: i for i, line in enumerate(loop) if line.endswith(":")}
+    longest = [-len(loop)] * len(loop)
+    longest[-1] = 1
+    for i in reversed(range(len(loop) - 1)):
+        ways = [i + 1]
+        if target := branch_target(loop[i]):
+            conditional = "@" in loop[i] or re.search(r"BRA\s+!?U?P\d", loop[i])
+            ways = ways if conditional else []
+            ways += [place for place in [places.get(target, 0)] if place > i]
+        longest[i] = is_instruction(loop[i]) + max((longest[j] for j in ways), default=-len(loop))
+    return longest[0]
+
+
 @needs_nvdisasm
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("name", INSTRUCTIONS)
-def test_loops_are_short_and_load_16_bytes(name, arch):
-    """Of the straight pieces of code, the one that does most of the work."""
-    body = "\n".join(disassembly(PROBE.stem, arch)[name])
-    pieces = re.split(r"\n\.L_x_\d+:\n", body)
-    work = "MUFU.EX2" if name.startswith("sum") else "LDG.E.128"
-    piece = max(pieces, key=lambda text: text.count(work)).splitlines()
-    instructions = [line for line in piece if line.startswith("/*") and "NOP" not in line]
-    logits = LOGITS_PER_ROUND[name.split("_")[0]]
-    if work == "LDG.E.128":
-        # A whole round on its way before the first is needed.
-        bytes_per_logit = 4 if name.endswith("32") else 2
-        loads = sum(work in line for line in instructions)
-        assert loads == logits * bytes_per_logit // 16
-    else:
-        assert sum("LDS.128" in line for line in body.splitlines()) >= 1
-        assert sum(work in line for line in instructions) == logits
-    assert not any(re.search(r"\b(LDL|STL)\b", line) for line in instructions)
-    assert len(instructions) / logits <= INSTRUCTIONS[name]
+@pytest.mark.parametrize("element", range(3), ids=["float32", "bfloat16", "float16"])
+def test_tiles_are_read_at_once_in_few_instructions(element, arch):
+    """Of the straight pieces of code, those that do the work for a thread's 64 logits."""
+    [lines] = [
+        body
+        for name, body in disassembly("verify_chain", arch).items()
+        if f"chain_tiles_kernelILNS0_7ElementE{element}" in name
+    ]
+    pieces = re.split(r"\n\.L_x_\d+:\n", "\n".join(lines))
+    assert max(piece.count("LDG.E.128") for piece in pieces) == (16 if element == 0 else 8)
+    for work, limit in (("FMNMX", BEST_IN_TILE), ("MUFU.EX2", SUM_IN_TILE)):
+        piece = max(pieces, key=lambda text: text.count(work)).splitlines()
+        assert sum(work in line for line in piece) >= 32  # there are maxima of three
+        assert sum(map(is_instruction, piece)) / 64 <= limit, work
+    assert not any(re.search(r"\b(LDL|STL)\b", line) for line in lines)
+
+
+@needs_nvdisasm
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("kernel", ["row_stats", "sample", "logits_to_probs", "sample_coupled"])
+def test_sums_of_staged_rows_take_few_instructions(kernel, arch):
+    """The loop that adds the weights of eight logits in a round, as it is shipped."""
+    [lines] = [
+        body
+        for name, body in disassembly("sampling", arch).items()
+        if re.search(rf"\d{kernel}_kernelILb1E", name)
+    ]
+    sums = [loop for loop in inner_loops(lines) if is_sum("\n".join(loop))]
+    assert sums
+    assert all(0 < longest_round(loop) / 8 <= SUM_STAGED for loop in sums)
+
+
+def is_sum(loop: str) -> bool:
+    """Whether a loop adds eight weights from shared memory, and does nothing else with them."""
+    others = re.search(r"ATOMS|MNMX|SHFL|VOTE|STG", loop)
+    return loop.count("MUFU.EX2") == 8 == loop.count("F2I.U64") and "LDS.128" in loop and not others
 
 
 @needs_nvdisasm
@@ -178,9 +225,17 @@ def test_rows_are_shared_by_clusters_where_there_are_any(source, arch):
     """The barrier of a cluster, and whole words read from the shared memory of another block."""
     for mangled, lines in disassembly(source, arch).items():
         text = "\n".join(lines)
+        if "chain_tiles" in mangled:
+            assert "UCGABAR" not in text  # nobody waits for another block
+            assert ("PREEXIT" in text) == (arch != "80")  # the next kernel may start
+            continue
+        assert ("ACQBULK" in text) == (arch != "80" and "verify_chain_kernel" in mangled)
         for instruction in ("UCGABAR_ARV", "UCGABAR_WAIT", " LD.E.64"):
             assert (instruction in text) == (arch != "80"), (mangled, instruction)
         assert " LD.E.U8" not in text
+        # Thresholds are found with additions that shared memory makes by itself, not in a loop.
+        assert "ATOMS.ADD" in text
+        assert not re.search(r"ATOMS\.CAS", text), mangled
         assert "LDG.E.128" in text
         assert "LDL" not in text
 

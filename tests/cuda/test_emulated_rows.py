@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fastspec_kernels import reference
+from fastspec_kernels.checks import MAX_GPU_VOCAB
 
 from ..kernels import oracle
 from ..kernels.cases import (
@@ -20,7 +21,7 @@ from ..kernels.cases import (
 )
 from ..kernels.test_sample_coupled import check_outputs, keys_of
 from . import emulated
-from .emulated import Emulation
+from .emulated import Emulation, library
 
 pytestmark = pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler found")
 
@@ -104,7 +105,7 @@ def test_small_vocabularies(emulation, vocab):
         outputs = run_all(emulation, logits, samples, params)
         close += check_rows(outputs, logits, samples, params)
         rows += 24
-    assert close <= rows / 2
+    assert close <= rows / 10
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -178,6 +179,26 @@ def test_top_p_bound_is_exclusive():
         parameters = temperature, None, torch.tensor([share]), None, None
         probs = Emulation().logits_to_probs(logits, *parameters)
         assert int((probs > 0).sum()) == kept, share
+
+
+def test_shared_memory_is_asked_for_once_on_each_device():
+    """A smaller row must not take away what a larger one is about to be launched with."""
+    try:
+        for device in (0, 1):
+            library().emulated_device(device)
+            for vocab in (40000, 30000, 50000):
+                logits = torch.zeros(1, vocab, dtype=torch.bfloat16)
+                found, _ = Emulation(1, 64).row_stats(logits, None, None, None, None, None)
+                assert found.item() == pytest.approx(math.log(vocab))
+    finally:
+        library().emulated_device(0)
+
+
+def test_the_largest_vocabulary_has_room_for_equal_weights():
+    """One token more would make the sum of its weights 2**64."""
+    logits = torch.zeros(1, MAX_GPU_VOCAB, dtype=torch.float16)
+    found, _ = Emulation(1, 32, staged=False).row_stats(logits, None, None, None, None, None)
+    assert found.item() == pytest.approx(math.log(MAX_GPU_VOCAB))
 
 
 def test_distant_rows_are_addressed_in_64_bits():

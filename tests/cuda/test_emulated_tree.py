@@ -67,7 +67,7 @@ def test_random_trees(vocab, rule):
         case["token_bitmask"] = random_bitmask(case["target_logits"], generator)
         close += check(PLANS[3], case)
         cases += 32
-    assert close <= cases / 2
+    assert close <= cases / 10
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import fastspec_kernels
 from fastspec_kernels import (
     build_tree,
     logits_to_probs,
@@ -273,15 +274,23 @@ def test_build_tree(bad, match):
         build_tree(bad)
 
 
-def test_vocabularies_whose_sums_would_overflow_on_a_gpu():
+@pytest.mark.parametrize("backend", ["auto", "cuda", "triton", "reference"])
+@pytest.mark.parametrize("op", ["row_stats", "sample", "verify_chain", "verify_tree"])
+def test_vocabularies_whose_sums_would_overflow_on_a_gpu(op, backend):
+    """2**20 weights of 2**44 add up to 2**64, which is 0 in 64 bits."""
+    name = "target_logits" if op.startswith("verify") else "logits"
+    others = {"row_stats": 0, "sample": 1, "verify_chain": 3, "verify_tree": 4}[op]
+    options = {"backend": backend}
+    if op == "verify_tree":
+        options["sibling_rule"] = "target_only"
     with FakeTensorMode():
-        for size in (2**20 - 1, 2**20):
-            rows = torch.empty(1, size, dtype=torch.float16, device="cuda:0")
-            if size < 2**20:
-                check_logits("logits", rows, 2)
-                continue
-            with pytest.raises(ValueError, match=r"^logits: .* at most 1048575 .* got 1048576"):
-                check_logits("logits", rows, 2)
+        check_logits(name, fake_row(2**20 - 1), 2)
+        with pytest.raises(ValueError, match=rf"^{name}: .* at most 1048575 .* got 1048576"):
+            getattr(fastspec_kernels, op)(fake_row(2**20), *[None] * others, **options)
+
+
+def fake_row(vocab):
+    return torch.empty(1, vocab, dtype=torch.float16, device="cuda:0")
 
 
 def test_valid_calls_pass():

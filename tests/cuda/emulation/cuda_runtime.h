@@ -25,8 +25,12 @@ struct float4 {
 };
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
-enum cudaLaunchAttributeID { cudaLaunchAttributeClusterDimension };
+enum cudaLaunchAttributeID {
+  cudaLaunchAttributeClusterDimension,
+  cudaLaunchAttributeProgrammaticStreamSerialization
+};
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+enum cudaDeviceAttr { cudaDevAttrMaxSharedMemoryPerBlockOptin };
 struct cudaFuncAttributes {
   int ptxVersion, binaryVersion;
 };
@@ -36,6 +40,7 @@ struct cudaLaunchAttribute {
     struct {
       unsigned x, y, z;
     } clusterDim;
+    int programmaticStreamSerializationAllowed;
   } val;
 };
 struct cudaLaunchConfig_t {
@@ -46,7 +51,20 @@ struct cudaLaunchConfig_t {
   unsigned numAttrs;
 };
 
-inline cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
+inline cudaError_t cudaGetDevice(int* device) {
+  *device = emulation::now.device;
+  return cudaSuccess;
+}
+
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
+  *value = 227 * 1024;
+  return cudaSuccess;
+}
+
+inline cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute, int bytes) {
+  emulation::allow_shared_bytes(kernel, static_cast<size_t>(bytes));
+  return cudaSuccess;
+}
 
 inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
   *attributes = {90, 90};
@@ -56,7 +74,12 @@ inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const v
 template <class... Params, class... Args>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Params...),
                                Args... args) {
-  const unsigned cluster = config->numAttrs > 0 ? config->attrs->val.clusterDim.x : 1;
+  unsigned cluster = 1;
+  for (unsigned i = 0; i < config->numAttrs; ++i) {
+    const cudaLaunchAttribute& found = config->attrs[i];
+    if (found.id == cudaLaunchAttributeClusterDimension) cluster = found.val.clusterDim.x;
+  }
+  emulation::check_shared_bytes(reinterpret_cast<const void*>(kernel), config->dynamicSmemBytes);
   emulation::run(config->gridDim.x, cluster, config->blockDim.x, config->dynamicSmemBytes,
                  [=] { kernel(args...); });
   return cudaSuccess;

@@ -41,7 +41,7 @@ FASTSPEC_EMULATED(verify_tree, VerifyTreeCall)
 
 extern "C" int emulated_verify_chain(const cuda::VerifyChainCall* call, const cuda::Plan* plan,
                                      Run* run) {
-  const cuda::Plan sequences{plan->cluster, plan->threads, 0};
+  const cuda::Plan sequences{plan->cluster, plan->threads, 0, 1};
   return guarded(run, [&] { return cuda::launch_verify_chain(*call, *plan, sequences, nullptr); });
 }
 
@@ -68,6 +68,8 @@ extern "C" int emulated_uniform(const UniformCall* call, const cuda::Plan*, Run*
                                 static_cast<uint32_t>(call->stream_id), nullptr);
   });
 }
+
+extern "C" void emulated_device(int device) { emulation::now.device = device; }
 
 extern "C" bool has_clusters(const cuda::Image* image, int64_t device_major) {
   return cuda::has_clusters(*image, device_major);

@@ -5,11 +5,13 @@
 
 #include <algorithm>
 #include <cstring>
+#include <map>
 #include <memory>
 #include <numeric>
 #include <random>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace emulation {
@@ -84,6 +86,7 @@ Fiber* current;
 jmp_buf scheduler;
 std::string failure;
 std::vector<std::unique_ptr<unsigned char[]>> stacks;
+std::map<std::pair<int, const void*>, size_t> allowed_bytes;  // by device and kernel
 
 std::vector<unsigned> order_of(unsigned size) {
   std::vector<unsigned> order(size);
@@ -226,6 +229,19 @@ void run(unsigned blocks, unsigned cluster, unsigned threads, size_t shared_byte
   blocks_per_cluster = cluster;
   for (const unsigned index : order_of(blocks / cluster))
     run_cluster(index * cluster, shared_bytes);
+}
+
+void allow_shared_bytes(const void* kernel, size_t bytes) {
+  if (!allowed_bytes.emplace(std::pair(now.device, kernel), bytes).second) {
+    throw std::runtime_error("shared memory was asked for again");
+  }
+}
+
+void check_shared_bytes(const void* kernel, size_t bytes) {
+  const auto found = allowed_bytes.find({now.device, kernel});
+  if (bytes > (found == allowed_bytes.end() ? 48 * 1024 : found->second)) {
+    throw std::runtime_error("more shared memory than was asked for");
+  }
 }
 
 unsigned char* dynamic_shared() { return current->block->base(); }

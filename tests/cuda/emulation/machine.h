@@ -16,6 +16,7 @@ namespace emulation {
 // What the running thread sees of itself.
 struct Now {
   dim3 thread, block, block_size;
+  int device = 0;
 };
 extern Now now;
 
@@ -26,6 +27,11 @@ void set_order(uint64_t seed);
 // Runs a grid of clusters; throws std::runtime_error on a deadlock and other misuse.
 void run(unsigned blocks, unsigned cluster, unsigned threads, size_t shared_bytes,
          const std::function<void()>& kernel);
+
+// What the blocks of a kernel may have on the current device. To ask for it twice is an error, as
+// is a launch that needs more: 48 KiB before it was asked for.
+void allow_shared_bytes(const void* kernel, size_t bytes);
+void check_shared_bytes(const void* kernel, size_t bytes);
 
 unsigned char* dynamic_shared();
 void wait_for_block();
