@@ -22,7 +22,7 @@ from fastspec.cli.errors import (
 )
 from fastspec.cli.options import Flags, with_flags
 from fastspec.cli.prompts import bundled_prompts, named_prompts
-from fastspec.config import EngineConfig, SpecConfig
+from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.methods import methods
 from fastspec.models.named import own_draft
 from fastspec.tools.cost_counters import pass_cost
@@ -190,10 +190,17 @@ def bench(
 
 
 def _temperatures(text: str) -> tuple[float, ...]:
+    """The numbers of a list, each one that requests may have."""
     try:
-        return tuple(float(part) for part in text.split(","))
+        temperatures = tuple(float(part) for part in text.split(","))
     except ValueError as error:
         raise ValueError(f"temperatures: expected numbers like 0,1, got {text!r}") from error
+    for temperature in temperatures:
+        try:
+            SamplingParams(temperature=temperature)
+        except ValueError as error:
+            raise ValueError(f"temperatures: {error}") from error
+    return temperatures
 
 
 def _record_files(out: Path | None, record: bool, method: str) -> list[Path]:
