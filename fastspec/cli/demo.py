@@ -87,6 +87,7 @@ def demo(
     from fastspec.engine.engine import Engine
     from fastspec.models.loading import prompt_ids
 
+    spec = spec.for_repeated_prompts()
     engine = Engine(target, drafts_of(draft, spec.method), spec=spec, config=config)
     with usage_errors():
         ids = [prompt_ids(engine.tokenizer, text, chat) for text in prompts]

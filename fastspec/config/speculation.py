@@ -1,7 +1,7 @@
 """How drafts are made and verified."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import InitVar, dataclass
+from dataclasses import InitVar, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ _DEFAULT_LOOKUP_TOKENS = 5
 _DEFAULT_NGRAM_SIZE = 4
 _DEFAULT_FILLERS = 3
 _DEFAULT_SUFFIX_TOKENS = 24
+_FEWEST_SUFFIX_TOKENS = 2
 _DEFAULT_SUFFIX_LIMITS = (2.0, 0.1, 500_000)
 _DEFAULT_K_MATRIX = ((1, 14), (0, 0))  # of those tried, the fastest with the bundled pair, greedily
 _SCHEDULE_METHODS = ("num_draft_tokens", "record")
@@ -157,7 +158,7 @@ class SpecConfig:
     )
     suffix_max_cached_tokens: int | None = option(
         None,
-        integer(2),
+        integer(_FEWEST_SUFFIX_TOKENS),
         "Tokens of earlier outputs that are kept, and of a corpus; by default 500000 each.",
         "The oldest go first. 500000 tokens take up to 100 MB.",
     )
@@ -301,6 +302,13 @@ class SpecConfig:
             ValueError: another type, an unknown field, or a value that is wrong.
         """
         return cls(value) if isinstance(value, str) else config_of("spec", value, cls)
+
+    def for_repeated_prompts(self) -> "SpecConfig":
+        """The same where prompts are decoded again, as benchmarks do: then earlier outputs, which
+        `suffix` would copy, do not count unless its options say so."""
+        if self.method == "suffix" and self.suffix_max_cached_tokens is None:
+            return replace(self, suffix_max_cached_tokens=_FEWEST_SUFFIX_TOKENS)
+        return self
 
     def num_draft_tokens(self, most: int | None = None) -> int:
         """K: as it is given, as a cascade's k_matrix has it, or else 5 (of suffix 24), and of these

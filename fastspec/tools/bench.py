@@ -82,6 +82,7 @@ class Methods:
         peers: bool = True,
     ):
         self._peers = peers
+        spec = spec.for_repeated_prompts()
         self._engine = Engine(target, draft, spec=spec, config=config)
         needs_target = isinstance(draft, (GlideLlamaForCausalLM, Eagle3Draft))
         self._draft = None if needs_target else draft

@@ -216,6 +216,7 @@ class Planner:
         return statistics.median(seconds[0]) / statistics.median(seconds[1])
 
     def _engine(self, spec: SpecConfig, drafter: DrafterSource | None) -> Engine:
+        spec = spec.for_repeated_prompts()
         return Engine(self._target, drafter, self._tokenizer, spec, self._config)
 
     def _warm_up(self, engine: Engine, prompt: str | TokenIds) -> None:

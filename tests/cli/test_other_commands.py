@@ -141,6 +141,8 @@ def test_bench_without_peers(invoke, bundled, tmp_path):
     assert {*record["results"][0]["tokens_per_s"]} == {"plain", "speculative"}
     assert [*record["results"][0]["ratios"]] == ["speculative / plain"]
     assert "| - | - |" in smollm2([record])
+    # A prompt is decoded three times: what suffix then finds must not be its earlier output.
+    assert record["results"][0]["mean_acceptance_length"] < 2
 
 
 @pytest.mark.parametrize("method", ["prompt_lookup", "mag"])
