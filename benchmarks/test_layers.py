@@ -1,10 +1,12 @@
 """The ops around attention on the shapes of a decoding step, weights cold as in a whole model."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from fastspec_kernels import decoder_layer, gated_mlp, linear, rms_norm
+from fastspec_kernels import LayerWeights, decoder_layers, gated_mlp, linear, rms_norm
 
 from .inputs import BACKENDS
 
@@ -84,13 +86,12 @@ def test_rms_norm(compare, model, rows, backend):
 # SmolLM2-135M: size, hidden, query heads, KV heads, head size, layers.
 SIZES = (576, 1536, 9, 3, 64, 12)
 CONTEXT = 128
-CACHES = ("key_cache", "value_cache")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_decoder_layer(compare, rows, dtype, backend):
+def test_decoder_layers(compare, rows, dtype, backend):
     size, hidden, heads, kv_heads, head_size, num_layers = SIZES
     generator = torch.Generator().manual_seed(0)
 
@@ -109,10 +110,10 @@ def test_decoder_layer(compare, rows, dtype, backend):
         for _ in range(num_layers)
     ]
     floats = [weight.view(torch.float32) for layer in layers for weight in layer.values()]
-    caches = {name: random(CONTEXT // 16, 16, kv_heads, head_size) for name in CACHES}
+    caches = [random(CONTEXT // 16, 16, kv_heads, head_size) for _ in range(2)]
     angles = torch.randn(rows, head_size // 2, generator=generator).repeat(1, 2)
     x, cos, sin = torch.randn(rows, size, generator=generator), angles.cos(), angles.sin()
-    places = {
+    places: dict[str, Any] = {
         "slot_mapping": torch.arange(CONTEXT - rows, CONTEXT),
         "block_table": torch.arange(CONTEXT // 16, dtype=torch.int32)[None],
         "context_lens": torch.tensor([CONTEXT], dtype=torch.int32),
@@ -120,9 +121,12 @@ def test_decoder_layer(compare, rows, dtype, backend):
     }
     seen = torch.arange(CONTEXT) <= torch.arange(CONTEXT - rows, CONTEXT)[:, None]
 
-    def ours(layer):
-        given = {**layer, **caches, **places, "cos": cos, "sin": sin, "eps": 1e-6}
-        return decoder_layer(x, **given, backend=backend)
+    weights = [LayerWeights(**layer) for layer in layers]
+    options = places | {"cos": cos, "sin": sin, "eps": 1e-6, "backend": backend}
+
+    def ours(number):
+        keys, values = ([cache] * number for cache in caches)
+        return decoder_layers(x, weights[:number], keys, values, **options)
 
     def turn(states):  # [heads, rows, head_size]
         first, second = states.chunk(2, dim=-1)
@@ -134,9 +138,7 @@ def test_decoder_layer(compare, rows, dtype, backend):
             F.linear(given, layer[f"{name}_weight"]).view(rows, -1, head_size).transpose(0, 1)
             for name in ("query", "key", "value")
         )
-        past = [
-            cache.view(CONTEXT, kv_heads, -1)[:-rows].transpose(0, 1) for cache in caches.values()
-        ]
+        past = [cache.view(CONTEXT, kv_heads, -1)[:-rows].transpose(0, 1) for cache in caches]
         keys, values = torch.cat([past[0], turn(key)], 1), torch.cat([past[1], value], 1)
         attended = F.scaled_dot_product_attention(
             turn(query)[None], keys[None], values[None], attn_mask=seen, enable_gqa=True
@@ -149,11 +151,11 @@ def test_decoder_layer(compare, rows, dtype, backend):
 
     tolerance = 1e-4 if dtype == torch.float32 else 3e-2
     expected = torch_layer(layers[0]).float()
-    torch.testing.assert_close(ours(layers[0]), expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(ours(1), expected, rtol=tolerance, atol=tolerance)
     shape = {"rows": rows, "K": size, "I": hidden, "context": CONTEXT, "layers": num_layers}
     compare(
-        {"op": "decoder_layer", "backend": backend, "shape": shape, "dtype": str(dtype)[6:]},
-        ours=lambda: [ours(layer) for layer in layers],
+        {"op": "decoder_layers", "backend": backend, "shape": shape, "dtype": str(dtype)[6:]},
+        ours=lambda: ours(num_layers),
         floor=lambda: [weight.amax() for weight in floats],
         peer=lambda: [torch_layer(layer) for layer in layers],
     )

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <string>
 #include <tuple>
+#include <vector>
 
 #include "bindings_cpu.h"
 #include "cpu/compact_kv.h"
@@ -233,71 +234,119 @@ const void* weight_data(const OptionalTensor& weight, std::initializer_list<int6
   return weight ? weight_data(*weight, shape, type) : nullptr;
 }
 
-Tensor decoder_layer(const Tensor& hidden, const Tensor& attention_norm, const Tensor& query_weight,
-                     const Tensor& key_weight, const Tensor& value_weight,
-                     const Tensor& output_weight, const Tensor& mlp_norm, const Tensor& gate_weight,
-                     const Tensor& up_weight, const Tensor& down_weight,
-                     const OptionalTensor& query_bias, const OptionalTensor& key_bias,
-                     const OptionalTensor& value_bias, const OptionalTensor& output_bias,
-                     const OptionalTensor& query_norm, const OptionalTensor& key_norm,
-                     const OptionalTensor& attention_out_norm, const OptionalTensor& mlp_out_norm,
-                     double eps, double norm_shift, const Text& activation,
-                     const OptionalTensor& cos, const OptionalTensor& sin, Tensor key_cache,
-                     Tensor value_cache, const Tensor& slot_mapping, const Tensor& block_table,
-                     const Tensor& context_lens, const Tensor& cu_rows, double scale,
-                     int64_t sliding_window, double softcap, const OptionalTensor& sinks,
-                     const OptionalTensor& ancestor_mask) {
-  require(hidden.dim() == 2 && query_weight.dim() == 2 && gate_weight.dim() == 2);
-  require(hidden.scalar_type() == ScalarType::Float && hidden.is_contiguous() && eps > 0);
+// The tensors of a layer, in the order of `LayerWeights` in fastspec_kernels.
+enum LayerTensor {
+  kAttentionNorm,
+  kQuery,
+  kKey,
+  kValue,
+  kOutput,
+  kMlpNorm,
+  kGate,
+  kUp,
+  kDown,
+  kQueryBias,
+  kKeyBias,
+  kValueBias,
+  kOutputBias,
+  kQueryNorm,
+  kKeyNorm,
+  kAttentionOutNorm,
+  kMlpOutNorm,
+  kSinks,
+  kNumLayerTensors
+};
+
+// Fills in the weights of a layer; sizes and caches are known.
+void add_weights(const OptionalTensor* weights, ScalarType type, cpu::DecoderLayerCall& call) {
+  const int64_t size = call.mlp.size, wide = call.mlp.hidden, inputs = call.beside_size + size;
+  const int64_t head_size = call.attention.head_size;
+  const int64_t queries = call.attention.num_heads * head_size;
+  const int64_t keys = call.attention.num_kv_heads * head_size;
+  const auto data = [&](LayerTensor name, std::initializer_list<int64_t> shape) {
+    require(weights[name] || name >= kQueryBias);
+    return weight_data(weights[name], shape, type);
+  };
+  call.attention_norm = data(kAttentionNorm, {size});
+  call.query_norm = data(kQueryNorm, {head_size});
+  call.key_norm = data(kKeyNorm, {head_size});
+  call.attention_out_norm = data(kAttentionOutNorm, {size});
+  call.mlp_norm = data(kMlpNorm, {size});
+  call.mlp_out_norm = data(kMlpOutNorm, {size});
+  call.query = {data(kQuery, {queries, inputs}), data(kQueryBias, {queries})};
+  call.key = {data(kKey, {keys, inputs}), data(kKeyBias, {keys})};
+  call.value = {data(kValue, {keys, inputs}), data(kValueBias, {keys})};
+  call.output = {data(kOutput, {size, queries}), data(kOutputBias, {size})};
+  call.mlp.gate = data(kGate, {wide, size});
+  call.mlp.up = data(kUp, {wide, size});
+  call.mlp.down = data(kDown, {size, wide});
+}
+
+Tensor decoder_layers(const Tensor& hidden, std::vector<OptionalTensor> layers,
+                      std::vector<Tensor> key_caches, std::vector<Tensor> value_caches, double eps,
+                      double norm_shift, const Text& activation, const OptionalTensor& cos,
+                      const OptionalTensor& sin, const OptionalTensor& beside,
+                      const Tensor& slot_mapping, const Tensor& block_table,
+                      const Tensor& context_lens, const Tensor& cu_rows, double scale,
+                      int64_t sliding_window, double softcap,
+                      const OptionalTensor& ancestor_mask) {
+  require(hidden.dim() == 2 && hidden.size(1) > 0 && eps > 0);
+  require(hidden.scalar_type() == ScalarType::Float && hidden.is_contiguous());
   require(activation == "silu" || activation == "gelu_tanh");
-  const int64_t num_rows = hidden.size(0), size = hidden.size(1), wide = gate_weight.size(0);
-  const int64_t queries = query_weight.size(0);
-  const ScalarType type = key_cache.scalar_type();
-  cpu::DecoderLayerCall call = {};
-  call.store = store_call(key_cache, value_cache, slot_mapping);
-  const int64_t head_size = key_cache.size(3), keys = key_cache.size(2) * head_size;
-  require(size > 0 && queries % head_size == 0 && call.store.num_tokens == num_rows);
-  call.attention = paged_call(num_rows, queries / head_size, key_cache, value_cache, block_table,
-                              context_lens, cu_rows, scale);
-  add_options(call.attention, sliding_window, softcap, sinks, ancestor_mask);
-  call.norm = {nullptr, call.attention.element, static_cast<float>(eps),
-               static_cast<float>(norm_shift)};
-  call.attention_norm = weight_data(attention_norm, {size}, type);
-  call.query_norm = weight_data(query_norm, {head_size}, type);
-  call.key_norm = weight_data(key_norm, {head_size}, type);
-  call.attention_out_norm = weight_data(attention_out_norm, {size}, type);
-  call.mlp_norm = weight_data(mlp_norm, {size}, type);
-  call.mlp_out_norm = weight_data(mlp_out_norm, {size}, type);
-  call.query = {weight_data(query_weight, {queries, size}, type),
-                weight_data(query_bias, {queries}, type)};
-  call.key = {weight_data(key_weight, {keys, size}, type), weight_data(key_bias, {keys}, type)};
-  call.value = {weight_data(value_weight, {keys, size}, type),
-                weight_data(value_bias, {keys}, type)};
-  call.output = {weight_data(output_weight, {size, queries}, type),
-                 weight_data(output_bias, {size}, type)};
-  call.mlp = {weight_data(gate_weight, {wide, size}, type),
-              weight_data(up_weight, {wide, size}, type),
-              weight_data(down_weight, {size, wide}, type),
-              size,
-              wide,
-              call.attention.element,
-              activation == "silu" ? cpu::Activation::kSilu : cpu::Activation::kGeluTanh};
+  const size_t num_layers = key_caches.size();
+  require(num_layers > 0 && value_caches.size() == num_layers);
+  require(layers.size() == num_layers * kNumLayerTensors);
+  const int64_t num_rows = hidden.size(0);
+  cpu::DecoderLayerCall shared = {};
+  shared.mlp.size = hidden.size(1);
+  shared.mlp.activation =
+      activation == "silu" ? cpu::Activation::kSilu : cpu::Activation::kGeluTanh;
   require(cos.has_value() == sin.has_value());
   if (cos) {
     require(is_matrix(*cos, ScalarType::Float) && is_matrix(*sin, ScalarType::Float));
-    call.rotary_size = cos->size(1);
-    require(has_shape(*cos, {num_rows, call.rotary_size}));
-    require(has_shape(*sin, {num_rows, call.rotary_size}));
-    require(call.rotary_size % 2 == 0 && call.rotary_size >= 2 && call.rotary_size <= head_size);
-    call.cos = cos->const_data_ptr<float>();
-    call.sin = sin->const_data_ptr<float>();
-    call.cos_stride = cos->stride(0);
-    call.sin_stride = sin->stride(0);
+    shared.rotary_size = cos->size(1);
+    require(has_shape(*cos, {num_rows, shared.rotary_size}));
+    require(has_shape(*sin, {num_rows, shared.rotary_size}));
+    require(shared.rotary_size % 2 == 0 && shared.rotary_size >= 2);
+    shared.cos = cos->const_data_ptr<float>();
+    shared.sin = sin->const_data_ptr<float>();
+    shared.cos_stride = cos->stride(0);
+    shared.sin_stride = sin->stride(0);
   }
-  Tensor out = new_tensor({num_rows, size}, ScalarType::Float);
-  call.hidden = out.mutable_data_ptr<float>();
-  std::memcpy(call.hidden, hidden.const_data_ptr<float>(), num_rows * size * sizeof(float));
-  cpu::decoder_layer(call);
+  if (beside) {
+    require(beside->dim() == 2 && beside->size(0) == num_rows && beside->is_contiguous());
+    require(beside->scalar_type() == ScalarType::Float);
+    shared.beside_size = beside->size(1);
+    shared.beside = beside->const_data_ptr<float>();
+  }
+  // All layers are checked before the first one writes.
+  std::vector<cpu::DecoderLayerCall> calls(num_layers, shared);
+  for (size_t index = 0; index < num_layers; ++index) {
+    const OptionalTensor* weights = &layers[index * kNumLayerTensors];
+    const Tensor &key_cache = key_caches[index], &value_cache = value_caches[index];
+    cpu::DecoderLayerCall& call = calls[index];
+    call.store = store_call(key_cache, value_cache, slot_mapping);
+    const int64_t head_size = key_cache.size(3);
+    require(call.store.num_tokens == num_rows && call.rotary_size <= head_size);
+    require(weights[kQuery] && weights[kQuery]->dim() == 2);
+    require(weights[kGate] && weights[kGate]->dim() == 2);
+    require(weights[kQuery]->size(0) % head_size == 0);
+    call.attention = paged_call(num_rows, weights[kQuery]->size(0) / head_size, key_cache,
+                                value_cache, block_table, context_lens, cu_rows, scale);
+    add_options(call.attention, sliding_window, softcap, weights[kSinks], ancestor_mask);
+    call.norm = {nullptr, call.attention.element, static_cast<float>(eps),
+                 static_cast<float>(norm_shift)};
+    call.mlp.hidden = weights[kGate]->size(0);
+    call.mlp.element = call.attention.element;
+    add_weights(weights, key_cache.scalar_type(), call);
+  }
+  Tensor out = new_tensor({num_rows, hidden.size(1)}, ScalarType::Float);
+  float* rows = out.mutable_data_ptr<float>();
+  std::memcpy(rows, hidden.const_data_ptr<float>(), num_rows * hidden.size(1) * sizeof(float));
+  for (cpu::DecoderLayerCall& call : calls) {
+    call.hidden = rows;
+    cpu::decoder_layer(call);
+  }
   return out;
 }
 
@@ -309,5 +358,5 @@ STABLE_TORCH_LIBRARY_IMPL(fastspec, CPU, m) {
   m.impl("compact_kv", TORCH_BOX(&fastspec::compact_kv));
   m.impl("tree_attention", TORCH_BOX(&fastspec::tree_attention));
   m.impl("cross_attention", TORCH_BOX(&fastspec::cross_attention));
-  m.impl("decoder_layer", TORCH_BOX(&fastspec::decoder_layer));
+  m.impl("decoder_layers", TORCH_BOX(&fastspec::decoder_layers));
 }

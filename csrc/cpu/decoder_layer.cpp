@@ -1,5 +1,6 @@
 #include "decoder_layer.h"
 
+#include <algorithm>
 #include <memory>
 
 #include "arena.h"
@@ -12,13 +13,14 @@ struct Sizes {
   explicit Sizes(const DecoderLayerCall& call)
       : rows(call.attention.num_rows),
         size(call.mlp.size),
+        inputs(call.beside_size + size),
         queries(call.attention.num_heads * call.attention.head_size),
         keys(call.attention.num_kv_heads * call.attention.head_size) {}
-  const int64_t rows, size, queries, keys;  // values of a row
+  const int64_t rows, size, inputs, queries, keys;  // values of a row
 };
 
 struct Scratch {
-  float *normed, *query, *key, *value, *branch;
+  float *inputs, *normed, *query, *key, *value, *branch;
   char *stored_query, *stored_key, *stored_value, *attended;  // in the type of the caches
   char *packed, *packed_attended;
 };
@@ -27,7 +29,8 @@ Scratch take_scratch(const DecoderLayerCall& call, const Sizes& n, Arena& arena)
   const LinearKernels& kernel = kernels().linear;
   const Element element = call.attention.element;
   const int64_t bytes = size_of(element);
-  return {arena.take(n.rows * n.size),
+  return {arena.take(n.rows * n.inputs),
+          arena.take(n.rows * n.size),
           arena.take(n.rows * n.queries),
           arena.take(n.rows * n.keys),
           arena.take(n.rows * n.keys),
@@ -36,7 +39,7 @@ Scratch take_scratch(const DecoderLayerCall& call, const Sizes& n, Arena& arena)
           arena.take<char>(n.rows * n.keys * bytes),
           arena.take<char>(n.rows * n.keys * bytes),
           arena.take<char>(n.rows * n.queries * bytes),
-          arena.take<char>(kernel.packed_bytes(element, n.rows, n.size)),
+          arena.take<char>(kernel.packed_bytes(element, n.rows, n.inputs)),
           arena.take<char>(kernel.packed_bytes(element, n.rows, n.queries))};
 }
 
@@ -84,9 +87,14 @@ void attend(const DecoderLayerCall& call, const Sizes& n, const Scratch& scratch
   const KernelTable& kernel = kernels();
   AttentionCall attention = call.attention;
   const Element element = attention.element;
-  normalize(call, call.attention_norm, call.hidden, n.rows, n.size, scratch.normed);
-  const PackedRows rows = {element, n.rows, n.size, scratch.packed};
-  kernel.linear.pack(scratch.normed, Element::kFloat32, rows);
+  for (int64_t row = 0; row < n.rows; ++row) {
+    float* inputs = scratch.inputs + row * n.inputs;
+    std::copy_n(call.beside + row * call.beside_size, call.beside_size, inputs);
+    normalize(call, call.attention_norm, call.hidden + row * n.size, 1, n.size,
+              inputs + call.beside_size);
+  }
+  const PackedRows rows = {element, n.rows, n.inputs, scratch.packed};
+  kernel.linear.pack(scratch.inputs, Element::kFloat32, rows);
   const Product products[] = {
       {call.query.weight, call.query.bias, scratch.query, Element::kFloat32, n.queries},
       {call.key.weight, call.key.bias, scratch.key, Element::kFloat32, n.keys},

@@ -112,6 +112,10 @@ def eagle3(
     data: Data,
     out: Out,
     target: options.Target = "tiny",
+    start: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Train this draft further, instead of a fresh one."),
+    ] = None,
     steps: Steps = None,
     resume: Resume = False,
     plot: Plot = None,
@@ -123,6 +127,10 @@ def eagle3(
     on held-out text.
     """
     settings = _checked(settings, steps, data, out, plot)
+    for flag in ("intermediate_size", "reduced_vocab_size"):
+        if start is not None and getattr(shape, flag) is not None:
+            raise typer.BadParameter("--start: the sizes of the draft are those of this folder")
+    from fastspec.drafters.eagle3.loading import load_eagle3
     from fastspec.train.eagle3 import cut_texts, make_eagle3, train_eagle3
     from fastspec.train.glide_data import split_places
 
@@ -131,11 +139,14 @@ def eagle3(
     with usage_errors():
         places = split_places(len(texts), shape.held_out, settings.seed)
         training, judging = ([texts[place] for place in part] for part in places)
-        fresh = make_eagle3(model, training, shape)
+        if start is None:
+            draft = make_eagle3(model, training, shape)
+        else:
+            draft = load_eagle3(start, config, model).float()
     if steps is None:
         settings = replace(settings, steps=-(-len(training) // settings.batch_size))
     with _progress(settings.steps, len(texts)) as calls:
-        record = train_eagle3(model, fresh, training, judging, settings, out, resume, *calls)
+        record = train_eagle3(model, draft, training, judging, settings, out, resume, *calls)
     accepted = ", ".join(f"{part:.2f}" for part in record["greedy_acceptance"])
     report = f"the target takes of each draft token, if those before it were taken: {accepted}"
     _report(out, record, plot, report)

@@ -5,12 +5,12 @@ copied into a wider type, give the truth, and the op must come as near to it as 
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from itertools import pairwise, product
-from typing import Any
+from itertools import groupby, pairwise, product
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from fastspec.models.layout import AttentionCall, PagedStep
 from fastspec.models.reduced_vocabulary import ReducedHead
 from fastspec.models.twin import MOST_FEW_ROWS, configs_of, is_as_exact, is_plain
-from fastspec_kernels import available_backends, decoder_layer
+from fastspec_kernels import LayerWeights, available_backends, decoder_layers
 
 logger = logging.getLogger(__name__)
 
@@ -53,10 +53,11 @@ _VARIANTS = tuple(product((0.0, 1.0), ("silu", "gelu_tanh"), (True, False)))
 
 @dataclass
 class FlatLayer:
-    """The modules of a decoder layer, and the arguments of the op that may replace them.
+    """The modules of a decoder layer, and what the op that may replace them needs to know.
 
     Attributes:
-        arguments: of `decoder_layer`; the weights are the modules' parameters themselves.
+        weights: the modules' parameters themselves.
+        options: of `decoder_layers`.
         given: the arguments of the modules in the trial pass.
         made: what they made of them.
         rotates: whether queries and keys are rotated.
@@ -64,27 +65,11 @@ class FlatLayer:
 
     module: Any
     index: int
-    arguments: dict[str, Any]
+    weights: LayerWeights
+    options: dict[str, Any]
     given: tuple[tuple, dict[str, Any]] = ((), {})
     made: Any = None
     rotates: bool = True
-
-    def run(self, hidden: Tensor, cos: Tensor, sin: Tensor, step: PagedStep) -> Tensor:
-        """Rows [T, E] through the layer; factors [T, R]; all float32."""
-        return decoder_layer(
-            hidden,
-            key_cache=step.caches[self.index][0],
-            value_cache=step.caches[self.index][1],
-            slot_mapping=step.slot_mapping,
-            block_table=step.block_table,
-            context_lens=step.context_lens,
-            cu_rows=step.cu_rows,
-            cos=cos if self.rotates else None,
-            sin=sin if self.rotates else None,
-            ancestor_mask=step.ancestor_mask,
-            backend=step.backend,
-            **self.arguments,
-        )
 
     def record(self, *args, **kwargs) -> Any:
         """The modules' forward, in the trial pass."""
@@ -99,8 +84,30 @@ class FlatLayer:
         if factors is None or step is None or hidden_states.shape[1] > MOST_FEW_ROWS:
             return type(self.module).forward(self.module, hidden_states, *args, **kwargs)
         cos, sin = (factor[0].float() for factor in factors)
-        out = self.run(hidden_states[0].float(), cos, sin, step)
+        out = run_layers([self], hidden_states[0].float(), cos, sin, step)
         return out[None].to(hidden_states.dtype)
+
+
+def run_layers(
+    layers: Sequence[FlatLayer], hidden: Tensor, cos: Tensor, sin: Tensor, step: PagedStep
+) -> Tensor:
+    """Rows [T, E] through layers that share their options; factors [T, R]; all float32."""
+    first, caches = layers[0], step.caches
+    return decoder_layers(
+        hidden,
+        [layer.weights for layer in layers],
+        [caches[layer.index][0] for layer in layers],
+        [caches[layer.index][1] for layer in layers],
+        step.slot_mapping,
+        step.block_table,
+        step.context_lens,
+        step.cu_rows,
+        cos=cos if first.rotates else None,
+        sin=sin if first.rotates else None,
+        ancestor_mask=step.ancestor_mask,
+        backend=step.backend,
+        **first.options,
+    )
 
 
 class FlatModel:
@@ -112,6 +119,7 @@ class FlatModel:
         self._head: Any = model.get_output_embeddings()
         self._dtype = model.dtype
         self._layers = layers
+        self._runs = [[*run] for _, run in groupby(layers, lambda x: (x.options, x.rotates))]
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, rows: Tensor | int, step: PagedStep
@@ -119,10 +127,11 @@ class FlatModel:
         """As `PagedModel.forward`."""
         hidden = self._embed(input_ids).float()
         cos, sin = self._rotary(hidden, positions[None])
-        for layer in self._layers:
-            if layer.index in step.inputs:
-                step.keep_input(layer.index, hidden)
-            hidden = layer.run(hidden, cos[0], sin[0], step)
+        for run in self._runs:
+            for part in _from_each(step.inputs, run) if step.inputs else [run]:
+                if part[0].index in step.inputs:
+                    step.keep_input(part[0].index, hidden)
+                hidden = run_layers(part, hidden, cos[0], sin[0], step)
         return self.logits(hidden if isinstance(rows, int) else hidden[rows])
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -145,6 +154,12 @@ class FlatModel:
         return all(torch.equal(left, right) for left, right in ways)
 
 
+def _from_each(kept: Container[int], run: list[FlatLayer]) -> Iterator[list[FlatLayer]]:
+    """A run of layers in parts, of which one starts at each layer whose input is kept."""
+    starts = [place for place, layer in enumerate(run) if not place or layer.index in kept]
+    return (run[start:end] for start, end in pairwise([*starts, len(run)]))
+
+
 def find_layers(model: PreTrainedModel) -> list[FlatLayer]:
     """All decoder layers, if each is made of the modules that those of Llama are made of."""
     base = _base_of(model)
@@ -152,10 +167,10 @@ def find_layers(model: PreTrainedModel) -> list[FlatLayer]:
         return []
     layers = []
     for module in base.layers:
-        arguments = _arguments_of(module, model.dtype)
-        if arguments is None or not all(is_plain(part) for part in module.modules()):
+        found = _weights_of(module, model.dtype)
+        if found is None or not all(is_plain(part) for part in module.modules()):
             return []
-        layers.append(FlatLayer(module, module.self_attn.layer_idx, arguments))
+        layers.append(FlatLayer(module, module.self_attn.layer_idx, *found))
     return layers
 
 
@@ -229,24 +244,26 @@ def _part(module: nn.Module, path: str) -> Any:
     return module
 
 
-def _arguments_of(module: nn.Module, dtype: torch.dtype) -> dict[str, Any] | None:
-    """The weights of a layer by argument of the op; None if it has others, or lacks one."""
-    arguments: dict[str, Any] = {}
+def _weights_of(
+    module: nn.Module, dtype: torch.dtype
+) -> tuple[LayerWeights, dict[str, Any]] | None:
+    """The weights of a layer, and eps of its norms; None if it has others, or lacks one."""
+    found: dict[str, Any] = {}
     for name, path in _LINEAR.items():
         layer = _part(module, path)
         if type(layer) is not nn.Linear:
             return None
-        arguments[f"{name}_weight"] = layer.weight
+        found[f"{name}_weight"] = layer.weight
         if layer.bias is not None:
-            arguments[f"{name}_bias"] = layer.bias
+            found[f"{name}_bias"] = layer.bias
     names = _SANDWICH if hasattr(module, "pre_feedforward_layernorm") else _NORMS
     names = names | {n: path for n, path in _HEAD_NORMS.items() if _part(module, path) is not None}
     eps = set()
     for name, path in names.items():
         norm = _part(module, path)
-        arguments[name] = getattr(norm, "weight", None)
+        found[name] = getattr(norm, "weight", None)
         eps.add(getattr(norm, "variance_epsilon", getattr(norm, "eps", None)))
-    weights = list(arguments.values())
+    weights = list(found.values())
     if not all(
         type(weight) is nn.Parameter and weight.dtype == dtype and weight.is_contiguous()
         for weight in weights
@@ -254,9 +271,9 @@ def _arguments_of(module: nn.Module, dtype: torch.dtype) -> dict[str, Any] | Non
         return None
     if {id(weight) for weight in weights} != {id(weight) for weight in module.parameters()}:
         return None
-    if len(eps) > 1 or None in eps or "gate_bias" in arguments or "down_bias" in arguments:
+    if len(eps) > 1 or None in eps or not found.keys() <= {*LayerWeights._fields}:
         return None
-    return arguments | {"eps": eps.pop()}
+    return LayerWeights(**found), {"eps": eps.pop()}
 
 
 @torch.inference_mode()
@@ -268,7 +285,7 @@ def _prove(layer: FlatLayer, call: AttentionCall, step: PagedStep) -> bool:
     """
     args, kwargs = layer.given
     factors: Any = kwargs.get("position_embeddings")
-    dtype = layer.arguments["attention_norm"].dtype
+    dtype = layer.weights.attention_norm.dtype
     is_usual = isinstance(factors, tuple) and len(factors) == 2 and len(args) == 1
     if not is_usual or not isinstance(layer.made, Tensor) or call.sinks is not None:
         return False
@@ -280,18 +297,17 @@ def _prove(layer: FlatLayer, call: AttentionCall, step: PagedStep) -> bool:
     hidden = args[0][0].float()
     attention = {"scale": call.scale, "softcap": call.softcap, "sliding_window": call.window}
     for norm_shift, activation, rotates in _VARIANTS:
-        options = attention | {"norm_shift": norm_shift, "activation": activation}
-        trial = replace(layer, arguments=layer.arguments | options, rotates=rotates)
+        options = layer.options | attention | {"norm_shift": norm_shift, "activation": activation}
+        trial = replace(layer, options=options, rotates=rotates)
         if not is_as_exact(_try(trial, hidden, cos, sin, call, step), layer.made[0], truth):
             continue
         if wide == torch.float32:
-            weights = _arguments_of(copy, wide) or {}
-            trial = replace(trial, arguments=weights | options)
+            weights, _ = cast(Any, _weights_of(copy, wide))
+            trial = replace(trial, weights=weights)
             error = (_try(trial, hidden, cos, sin, call, step) - truth).norm()
             if error > 1e-4 * (truth - hidden).norm() + 1e-6 * truth.norm():
                 continue
-        layer.arguments |= options
-        layer.rotates = rotates
+        layer.options, layer.rotates = options, rotates
         return True
     return False
 
@@ -305,9 +321,9 @@ def _try(
     step: PagedStep,
 ) -> Tensor:
     """The op on the trial pass, over a cache of its own."""
-    shape, dtype = (1, len(hidden), *call.key_heads), layer.arguments["attention_norm"].dtype
+    shape, dtype = (1, len(hidden), *call.key_heads), layer.weights.attention_norm.dtype
     cache = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
-    return layer.run(hidden, cos, sin, replace(step, caches={layer.index: cache}))
+    return run_layers([layer], hidden, cos, sin, replace(step, caches={layer.index: cache}))
 
 
 def _wider_copy(module: nn.Module, dtype: torch.dtype) -> Any:

@@ -3,9 +3,10 @@
 from fastspec_kernels.attention import cross_attention, tree_attention
 from fastspec_kernels.backend import available_backends, cpu_instruction_set, unavailable_backends
 from fastspec_kernels.cache import compact_kv, store_kv
-from fastspec_kernels.decoder import decoder_layer
+from fastspec_kernels.decoder import decoder_layers
 from fastspec_kernels.layers import gated_mlp, linear, rms_norm
 from fastspec_kernels.penalties import penalize
+from fastspec_kernels.reference.layers import LayerWeights
 from fastspec_kernels.rng import uniform
 from fastspec_kernels.sampling import logits_to_probs, row_stats, sample, sample_coupled
 from fastspec_kernels.suffix import match_suffix
@@ -16,12 +17,13 @@ PAD_TOKEN_ID = -1
 
 __all__ = [
     "PAD_TOKEN_ID",
+    "LayerWeights",
     "available_backends",
     "build_tree",
     "compact_kv",
     "cpu_instruction_set",
     "cross_attention",
-    "decoder_layer",
+    "decoder_layers",
     "gated_mlp",
     "linear",
     "logits_to_probs",

@@ -37,7 +37,7 @@ TRITON_OPS = frozenset(
     }
 )
 # The ops that calculate with what a cache holds; their compiled kernels take no float8.
-_CACHE_OPS = frozenset({"cross_attention", "decoder_layer", "store_kv", "tree_attention"})
+_CACHE_OPS = frozenset({"cross_attention", "decoder_layers", "store_kv", "tree_attention"})
 # Both are read once: ops run thousands of times a second.
 _DEFAULT = os.environ.get("FASTSPEC_BACKEND", "auto")
 _TRITON_INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"

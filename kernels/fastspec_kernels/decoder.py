@@ -1,4 +1,7 @@
-"""A whole decoder layer in one call, for the few rows of a decoding step."""
+"""Whole decoder layers in one call, for the few rows of a decoding step."""
+
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -16,23 +19,16 @@ from fastspec_kernels.checks import (
     check_positive,
     check_tensor,
 )
+from fastspec_kernels.reference.layers import LayerWeights
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 
 
-def decoder_layer(
+def decoder_layers(
     hidden: Tensor,
-    attention_norm: Tensor,
-    query_weight: Tensor,
-    key_weight: Tensor,
-    value_weight: Tensor,
-    output_weight: Tensor,
-    mlp_norm: Tensor,
-    gate_weight: Tensor,
-    up_weight: Tensor,
-    down_weight: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
+    layers: Sequence[LayerWeights],
+    key_caches: Sequence[Tensor],
+    value_caches: Sequence[Tensor],
     slot_mapping: Tensor,
     block_table: Tensor,
     context_lens: Tensor,
@@ -41,54 +37,40 @@ def decoder_layer(
     eps: float,
     cos: Tensor | None = None,
     sin: Tensor | None = None,
-    query_bias: Tensor | None = None,
-    key_bias: Tensor | None = None,
-    value_bias: Tensor | None = None,
-    output_bias: Tensor | None = None,
-    query_norm: Tensor | None = None,
-    key_norm: Tensor | None = None,
-    attention_out_norm: Tensor | None = None,
-    mlp_out_norm: Tensor | None = None,
+    beside: Tensor | None = None,
     norm_shift: float = 0.0,
     activation: str = "silu",
     ancestor_mask: Tensor | None = None,
     scale: float | None = None,
     sliding_window: int = 0,
     softcap: float = 0.0,
-    sinks: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Run few rows through a decoder layer of the Llama kind, their keys and values into the cache.
+    """Run few rows through decoder layers of the Llama kind, their keys and values into the caches.
 
-    rows = norm(hidden, attention_norm); query, key and value are their projections, queries and
-    keys normalised head by head where query_norm and key_norm are given, then rotated as in
-    `store_kv`. Keys and values go to their slots, and `tree_attention` reads the pages. With
+    In each layer, with its weights: rows = norm(hidden, attention_norm), behind what is `beside`;
+    query, key and value are their projections, queries and keys normalised head by head where
+    query_norm and key_norm are given, then rotated as in `store_kv`. Keys and values go to their
+    slots, and `tree_attention` reads the pages. With
     hidden = hidden + norm(output projection, attention_out_norm) and
-    rows = norm(hidden, mlp_norm) the result is
+    rows = norm(hidden, mlp_norm) the next layer gets
     hidden + norm((activation(rows @ gate_weight.T) * (rows @ up_weight.T)) @ down_weight.T,
     mlp_out_norm). norm is `rms_norm` with the weights norm_shift + weight, or nothing without.
 
     Args:
         hidden: [T, E] float32, contiguous; made for the 1 to about 64 rows of a step.
-        attention_norm, mlp_norm: [E].
-        query_weight: [H * D, E].
-        key_weight, value_weight: [G * D, E].
-        output_weight: [E, H * D].
-        gate_weight, up_weight: [I, E].
-        down_weight: [E, I].
-        key_cache, value_cache: as in `store_kv`, float32, bfloat16 or float16. All weights,
-            biases and norms have their dtype and are contiguous.
+        layers: at least one; weights and norms have the dtype of the caches and are contiguous.
+        key_caches, value_caches: of each layer, as in `store_kv`, float32, bfloat16 or float16.
         slot_mapping: [T] int64, as in `store_kv`.
         block_table, context_lens, cu_rows: as in `tree_attention`.
         eps: of the norms, > 0 in float32.
         cos, sin: [T, R] float32, R even and at most D, last dimension contiguous; None: no
             rotation.
-        query_bias, key_bias, value_bias, output_bias: a value for each output.
-        query_norm, key_norm: [D].
-        attention_out_norm, mlp_out_norm: [E].
+        beside: [T, B] float32, contiguous; what every layer's attention reads before its rows, as
+            an EAGLE-3 draft does. None: nothing.
         norm_shift: added to the weights of all norms: 0, or 1 for Gemma's.
         activation: "silu" or "gelu_tanh".
-        ancestor_mask, scale, sliding_window, softcap, sinks: as in `tree_attention`.
+        ancestor_mask, scale, sliding_window, softcap: as in `tree_attention`.
         backend: "auto", "cpu" or "reference".
     Returns:
         [T, E] float32.
@@ -100,70 +82,99 @@ def decoder_layer(
     bfloat16 also what enters a product with bfloat16 weights. A row's bits do not depend on the
     other rows. No host synchronisation.
     """
-    scale = scale_of_stored(key_cache, scale, 1.0)
-    softcap, sinks = check_options(key_cache, sliding_window, softcap, sinks, False)
+    _first_of("layers", layers, LayerWeights)
+    cache: Tensor = _first_of("key_caches", key_caches, Tensor)
+    _first_of("value_caches", value_caches, Tensor)
+    scale = scale_of_stored(cache, scale, 1.0)
+    softcap, _ = check_options(cache, sliding_window, softcap, None, False)
     eps = check_positive("eps", eps)
     norm_shift = check_number("norm_shift", norm_shift, -FLOAT32.max, "a finite float32 number")
     check_choice("activation", activation, ACTIVATIONS)
-    matrices = (query_weight, key_weight, value_weight, output_weight)
-    mlp = (gate_weight, up_weight, down_weight)
-    biases = (query_bias, key_bias, value_bias, output_bias)
-    norms = (query_norm, key_norm, attention_out_norm, mlp_out_norm)
-    caches = (key_cache, value_cache)
     pages = (block_table, context_lens, cu_rows)
 
     def check():
-        num_kv_heads, head_size = check_caches(*caches)
-        check_tensor("hidden", hidden, (None, None), (torch.float32,), key_cache.device)
+        lists = {"layers": layers, "key_caches": key_caches, "value_caches": value_caches}
+        num_layers = sorted(map(len, lists.values()))[1]  # what most of them have
+        for name, values in lists.items():
+            if len(values) != num_layers:
+                raise ValueError(
+                    f"{name}: expected those of {num_layers} layers, got {len(values)}"
+                )
+        check_tensor("hidden", hidden, (None, None), (torch.float32,), cache.device)
         check_contiguous("hidden", hidden)
         num_rows, size = hidden.shape
-        check_tensor("query_weight", query_weight, (None, size), LOGITS_DTYPES, key_cache.device)
-        check_tensor("gate_weight", gate_weight, (None, size), LOGITS_DTYPES, key_cache.device)
-        queries, keys = query_weight.shape[0], num_kv_heads * head_size
-        if queries == 0 or queries % keys != 0:
-            raise ValueError(
-                f"query_weight: {queries} outputs, not a multiple of {num_kv_heads} KV heads of"
-                f" {head_size}"
-            )
-        wide = gate_weight.shape[0]
-        for name, tensor, shape in (
-            ("attention_norm", attention_norm, (size,)),
-            ("query_weight", query_weight, (queries, size)),
-            ("key_weight", key_weight, (keys, size)),
-            ("value_weight", value_weight, (keys, size)),
-            ("output_weight", output_weight, (size, queries)),
-            ("mlp_norm", mlp_norm, (size,)),
-            ("gate_weight", gate_weight, (wide, size)),
-            ("up_weight", up_weight, (wide, size)),
-            ("down_weight", down_weight, (size, wide)),
-        ):
-            _check_weight(name, tensor, shape, key_cache)
-        for name, tensor, shape in (
-            ("query_bias", query_bias, (queries,)),
-            ("key_bias", key_bias, (keys,)),
-            ("value_bias", value_bias, (keys,)),
-            ("output_bias", output_bias, (size,)),
-            ("query_norm", query_norm, (head_size,)),
-            ("key_norm", key_norm, (head_size,)),
-            ("attention_out_norm", attention_out_norm, (size,)),
-            ("mlp_out_norm", mlp_out_norm, (size,)),
-        ):
-            if tensor is not None:
-                _check_weight(name, tensor, shape, key_cache)
-        check_rotation(cos, sin, num_rows, head_size, (torch.float32,), key_cache.device)
-        check_tensor("slot_mapping", slot_mapping, (num_rows,), (torch.int64,), key_cache.device)
+        num_inputs = size
+        if beside is not None:
+            check_tensor("beside", beside, (num_rows, None), (torch.float32,), cache.device)
+            check_contiguous("beside", beside)
+            num_inputs += beside.shape[1]
+        check_tensor("slot_mapping", slot_mapping, (num_rows,), (torch.int64,), cache.device)
         check_contiguous("slot_mapping", slot_mapping)
-        check_slots(slot_mapping, key_cache)
-        query = key_cache.new_empty((num_rows, queries // head_size, head_size))
-        check_attention(query, *caches, *pages, sinks, ancestor_mask)
+        for index, weights in enumerate(layers):
+            own = key_caches[index], value_caches[index]
+            names = f"key_caches[{index}]", f"value_caches[{index}]"
+            num_kv_heads, head_size = check_caches(*own, names)
+            check_rotation(cos, sin, num_rows, head_size, (torch.float32,), cache.device)
+            check_slots(slot_mapping, own[0])
+            sizes = size, num_inputs, num_kv_heads
+            num_heads = _check_weights(f"layers[{index}]", weights, own[0], *sizes)
+            query = own[0].new_empty((num_rows, num_heads, head_size))
+            check_attention(query, *own, *pages, None, ancestor_mask)
 
-    arguments = (hidden, attention_norm, *matrices, mlp_norm, *mlp, *biases, *norms)
-    arguments += (eps, norm_shift, activation, cos, sin, *caches, slot_mapping, *pages)
-    arguments += (scale, sliding_window, softcap, sinks, ancestor_mask)
-    return run_checked("decoder_layer", backend, key_cache, arguments, check)
+    arguments = (hidden, [weight for layer in layers for weight in layer])
+    arguments += (list(key_caches), list(value_caches), eps, norm_shift, activation, cos, sin)
+    arguments += (beside, slot_mapping, *pages, scale, sliding_window, softcap, ancestor_mask)
+    return run_checked("decoder_layers", backend, cache, arguments, check)
 
 
-def _check_weight(name: str, tensor: Tensor, shape: tuple[int, ...], cache: Tensor) -> None:
-    dtypes = (cache.dtype,) if cache.dtype in LOGITS_DTYPES else LOGITS_DTYPES
-    check_tensor(name, tensor, shape, dtypes, cache.device)
-    check_contiguous(name, tensor)
+def _first_of(name: str, values: Sequence[Any], kind: type) -> Any:
+    """The first of some values of a kind; whether they are such."""
+    is_list = isinstance(values, (list, tuple)) and not isinstance(values, LayerWeights)
+    if not is_list or not values or not all(isinstance(value, kind) for value in values):
+        raise ValueError(f"{name}: expected a {kind.__name__} for each layer, got {values!r:.60}")
+    return values[0]
+
+
+def _check_weights(
+    name: str, weights: LayerWeights, cache: Tensor, size: int, num_inputs: int, num_kv_heads: int
+) -> int:
+    """Check a layer's weights, and give its number of query heads."""
+    head_size = cache.shape[-1]
+    for field, columns in (("query_weight", num_inputs), ("gate_weight", size)):
+        tensor = getattr(weights, field)
+        check_tensor(f"{name}.{field}", tensor, (None, columns), LOGITS_DTYPES, cache.device)
+    queries, keys = weights.query_weight.shape[0], num_kv_heads * head_size
+    if queries == 0 or queries % keys != 0:
+        raise ValueError(
+            f"{name}.query_weight: {queries} outputs, not a multiple of {num_kv_heads} KV heads of"
+            f" {head_size}"
+        )
+    wide = weights.gate_weight.shape[0]
+    shapes: dict[str, tuple[int, ...]] = {
+        "attention_norm": (size,),
+        "query_weight": (queries, num_inputs),
+        "key_weight": (keys, num_inputs),
+        "value_weight": (keys, num_inputs),
+        "output_weight": (size, queries),
+        "mlp_norm": (size,),
+        "gate_weight": (wide, size),
+        "up_weight": (wide, size),
+        "down_weight": (size, wide),
+        "query_bias": (queries,),
+        "key_bias": (keys,),
+        "value_bias": (keys,),
+        "output_bias": (size,),
+        "query_norm": (head_size,),
+        "key_norm": (head_size,),
+        "attention_out_norm": (size,),
+        "mlp_out_norm": (size,),
+        "sinks": (queries // head_size,),
+    }
+    own = (cache.dtype,) if cache.dtype in LOGITS_DTYPES else LOGITS_DTYPES
+    for field, shape in shapes.items():
+        tensor = cast(Tensor, getattr(weights, field))
+        if tensor is not None or field not in LayerWeights._field_defaults:
+            dtypes = (torch.float32,) if field == "sinks" else own
+            check_tensor(f"{name}.{field}", tensor, shape, dtypes, cache.device)
+            check_contiguous(f"{name}.{field}", tensor)
+    return queries // head_size

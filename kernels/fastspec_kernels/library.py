@@ -23,14 +23,11 @@ SCHEMAS = (
     "linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor",
     "rms_norm(Tensor input, Tensor weight, float eps) -> Tensor",
     "gated_mlp(Tensor input, Tensor gate_weight, Tensor up_weight, Tensor down_weight) -> Tensor",
-    "decoder_layer(Tensor hidden, Tensor attention_norm, Tensor query_weight, Tensor key_weight,"
-    " Tensor value_weight, Tensor output_weight, Tensor mlp_norm, Tensor gate_weight,"
-    " Tensor up_weight, Tensor down_weight, Tensor? query_bias, Tensor? key_bias,"
-    " Tensor? value_bias, Tensor? output_bias, Tensor? query_norm, Tensor? key_norm,"
-    " Tensor? attention_out_norm, Tensor? mlp_out_norm, float eps, float norm_shift,"
-    " str activation, Tensor? cos, Tensor? sin, Tensor(a!) key_cache, Tensor(b!) value_cache,"
-    " Tensor slot_mapping, Tensor block_table, Tensor context_lens, Tensor cu_rows, float scale,"
-    " int sliding_window, float softcap, Tensor? sinks, Tensor? ancestor_mask) -> Tensor",
+    "decoder_layers(Tensor hidden, Tensor?[] layers, Tensor(a!)[] key_caches,"
+    " Tensor(b!)[] value_caches, float eps, float norm_shift, str activation, Tensor? cos,"
+    " Tensor? sin, Tensor? beside, Tensor slot_mapping, Tensor block_table, Tensor context_lens,"
+    " Tensor cu_rows, float scale, int sliding_window, float softcap, Tensor? ancestor_mask)"
+    " -> Tensor",
     f"row_stats(Tensor logits, {_SAMPLING}, Tensor? token_bitmask) -> (Tensor, Tensor)",
     f"logits_to_probs(Tensor logits, {_SAMPLING}, Tensor? token_bitmask) -> Tensor",
     f"sample(Tensor logits, Tensor uniform_samples, {_SAMPLING}, Tensor? token_bitmask)"
@@ -134,9 +131,9 @@ def _(input, gate_weight, up_weight, down_weight):
     return input.new_empty(input.shape)
 
 
-@torch.library.register_fake("fastspec::decoder_layer")
-def _(hidden, *arguments):
-    _require_one_device(hidden, *arguments)
+@torch.library.register_fake("fastspec::decoder_layers")
+def _(hidden, layers, key_caches, value_caches, *arguments):
+    _require_one_device(hidden, *layers, *key_caches, *value_caches, *arguments)
     return hidden.new_empty(hidden.shape)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import fastspec_kernels
+from fastspec_kernels import LayerWeights
 
 from .cases import backends_of, ints, is_slow
 
@@ -30,20 +31,25 @@ def paged() -> dict:
     }
 
 
-def layer() -> dict:
-    """3 rows of 12 values over the same pages, an MLP of 20."""
-    matrices = {"query_weight": (32, 12), "key_weight": (16, 12), "value_weight": (16, 12)}
-    matrices |= {"output_weight": (12, 32), "gate_weight": (20, 12), "up_weight": (20, 12)}
-    vectors = {"query_bias": 32, "key_bias": 16, "value_bias": 16, "output_bias": 12}
-    vectors |= {"query_norm": 8, "key_norm": 8}
+def layers() -> dict:
+    """3 rows of 12 values, 5 beside them, over the same pages, an MLP of 20; two layers."""
+    shapes = {"query_weight": (32, 17), "key_weight": (16, 17), "value_weight": (16, 17)}
+    shapes |= {"output_weight": (12, 32), "gate_weight": (20, 12), "up_weight": (20, 12)}
+    shapes |= {"query_bias": (32,), "key_bias": (16,), "value_bias": (16,), "output_bias": (12,)}
+    shapes |= {"query_norm": (8,), "key_norm": (8,), "down_weight": (12, 20), "sinks": (4,)}
     norms = "attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm"
+    shapes |= dict.fromkeys(norms, (12,))
+    pages = paged()
     return {
-        **{name: value for name, value in paged().items() if name != "query"},
-        **{name: torch.randn(*shape) for name, shape in matrices.items()},
-        **{name: torch.randn(size) for name, size in vectors.items()},
-        **{name: torch.randn(12) for name in norms},
+        **{name: pages[name] for name in ("block_table", "context_lens", "cu_rows")},
+        "layers": [
+            LayerWeights(**{name: torch.randn(*shape) for name, shape in shapes.items()})
+            for _ in range(2)
+        ],
+        "key_caches": [pages["key_cache"], paged()["key_cache"]],
+        "value_caches": [pages["value_cache"], paged()["value_cache"]],
         "hidden": torch.randn(3, 12),
-        "down_weight": torch.randn(12, 20),
+        "beside": torch.randn(3, 5),
         "slot_mapping": torch.tensor([7, 4, 10]),
         "cos": torch.rand(3, 8),
         "sin": torch.rand(3, 8),
@@ -54,7 +60,6 @@ def layer() -> dict:
         "scale": 0.5,
         "sliding_window": 2,
         "softcap": 3.0,
-        "sinks": torch.zeros(4),
     }
 
 
@@ -182,7 +187,7 @@ CALLS = {
         "key_scale": 1.0,
         "value_scale": 1.0,
     },
-    "decoder_layer": layer,
+    "decoder_layers": layers,
     "cross_attention": lambda: {**paged(), "scale": 0.5, "key_scale": 1.0, "value_scale": 1.0},
 }
 OPTIONAL = {
@@ -218,6 +223,19 @@ def bad_tensors(tensor: Tensor) -> list:
     return ["x", 1, True, tensor.tolist(), tensor.numpy(), *dtypes, tensor.to_sparse(), nested]
 
 
+def bad_lists(values: list) -> list:
+    """Lists that have a bad value in one place, and what is none."""
+    found = ["x", 1, None, [], values[0], values[:1], [*values, values[0]], [*values[:-1], None]]
+    if isinstance(values[0], Tensor):
+        return found + [[values[0], bad] for bad in bad_tensors(values[1])]
+    for name, value in values[1]._asdict().items():
+        wrong = [*bad_tensors(value), value[:-1]]
+        if name not in LayerWeights._field_defaults:
+            wrong.append(None)
+        found += [[values[0], values[1]._replace(**{name: bad})] for bad in wrong]
+    return found
+
+
 def bad_values(op: str, name: str, value) -> list:
     if name == "backend":
         return ["gpu", "", None, 1, ["cpu"], "cuda"]
@@ -229,6 +247,8 @@ def bad_values(op: str, name: str, value) -> list:
         found = BAD_FLOATS + BAD_FLOATS_OF.get(name, [])
     elif isinstance(value, str):
         found = BAD_STRINGS
+    elif isinstance(value, list):
+        found = bad_lists(value)
     else:
         found = [None, *bad_tensors(value)]
     return [x for x in found if not (x is None and name in OPTIONAL[op])]
@@ -242,7 +262,7 @@ def test_the_table_has_every_argument(op):
 
 
 def test_the_table_has_every_op():
-    functions = {name for name in fastspec_kernels.__all__ if name != "PAD_TOKEN_ID"}
+    functions = {*fastspec_kernels.__all__} - {"PAD_TOKEN_ID", "LayerWeights"}
     answers = {"available_backends", "unavailable_backends", "cpu_instruction_set"}
     assert set(CALLS) == functions - answers
 
@@ -304,7 +324,10 @@ def results_of(op: str, backend: str, variety=None) -> list[Tensor]:
                 arguments[name] = variety(value)
     out = getattr(fastspec_kernels, op)(**arguments, backend=backend)
     outputs = out if isinstance(out, tuple) else () if out is None else (out,)
-    edited = [value for name, value in arguments.items() if "_cache" in name]
+    caches = [value for name, value in arguments.items() if "_cache" in name]
+    edited = [
+        cache for value in caches for cache in (value if isinstance(value, list) else [value])
+    ]
     edited += [arguments["logits"]] if op == "penalize" else []
     return [tensor.detach().as_subclass(Tensor) for tensor in (*outputs, *edited)]
 
@@ -383,7 +406,7 @@ EMPTY = [
         "tree_attention",
         {**NO_QUERIES, **NO_BOUNDS, **cut("block_table", "context_lens", "ancestor_mask")},
     ),
-    ("decoder_layer", {**cut("hidden", "slot_mapping", "cos", "sin"), **NO_ROWS}),
+    ("decoder_layers", {**cut("hidden", "beside", "slot_mapping", "cos", "sin"), **NO_ROWS}),
     ("cross_attention", NO_QUERIES),
     ("cross_attention", {**NO_QUERIES, **NO_BOUNDS, **cut("block_table", "context_lens")}),
 ]

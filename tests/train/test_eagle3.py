@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from fastspec import Engine, SpecConfig
@@ -160,12 +161,23 @@ def test_the_command(tmp_path):
     data, out = tmp_path / "texts.jsonl", tmp_path / "out"
     data.write_text("".join(json.dumps(line) + "\n" for line in lines))
     command = ["train", "eagle3", "--target", str(tmp_path / "target"), "--data", str(data)]
-    command += ["--out", str(out), "--vocab-size", "50", "--batch-size", "2", "--steps", "2"]
+    command += ["--batch-size", "2", "--steps", "2", "--vocab-size", "50", "--out", str(out)]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.stderr
     assert "2 steps, loss" in result.stdout
     assert json.loads((out / "record.json").read_text())["steps"] == 2
     assert Engine(target, out).drafter.name == "eagle3"
+    # Further, at a rate so low that the draft stays what it was.
+    again = [*command[:-6], "--out", str(tmp_path / "again"), "--start", str(out), "--steps", "1"]
+    result = CliRunner().invoke(app, [*again, "--rate", "1e-9"])
+    assert result.exit_code == 0, result.stderr
+    files = (load_file(folder / "model.safetensors") for folder in (out, tmp_path / "again"))
+    for one, other in zip(*(file.items() for file in files), strict=True):
+        assert one[0] == other[0]
+        assert torch.equal(one[1], other[1])
+    result = CliRunner().invoke(app, [*again, "--vocab-size", "40"])
+    assert result.exit_code == 2
+    assert "--start" in result.stderr
     data.write_text('{"prompt_ids": [1, 2], "token_ids": [1, 9999]}\n')
     result = CliRunner().invoke(app, [*command, "--resume"])
     assert result.exit_code == 1

@@ -1,6 +1,6 @@
 """The EAGLE-3 draft: one decoder layer that reads its target's hidden states."""
 
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,10 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from fastspec.config.checks import require
+from fastspec.models.layout import PagedStep
 from fastspec.models.reduced_vocabulary import ReducedHead
+from fastspec.models.twin import MOST_FEW_ROWS, is_plain, is_plain_linear
+from fastspec_kernels import LayerWeights, decoder_layers
 
 
 class Eagle3Config(LlamaConfig):
@@ -68,6 +71,7 @@ class Eagle3Layer(nn.Module):
     def __init__(self, config: Eagle3Config):
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
+        self.config = config
         self.norm_before_residual = config.norm_before_residual
         self.self_attn = LlamaAttention(config, 0)
         for name in ("q_proj", "k_proj", "v_proj"):
@@ -84,6 +88,24 @@ class Eagle3Layer(nn.Module):
         normed = self.hidden_norm(hidden)
         joined = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)
         return joined, normed if self.norm_before_residual else hidden
+
+    def weights(self) -> LayerWeights | None:
+        """For `decoder_layers`, beside normed embeddings; None if it computes something else."""
+        attention, mlp = self.self_attn, self.mlp
+        names = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
+        linear = {name: getattr(attention, path) for name, path in names.items()}
+        linear |= {name: getattr(mlp, f"{name}_proj") for name in ("gate", "up", "down")}
+        is_usual = all(map(is_plain_linear, linear.values())) and all(map(is_plain, self.modules()))
+        has_bias = any(linear[name].bias is not None for name in ("gate", "up", "down"))
+        is_gated = self.config.hidden_act == "silu" and not has_bias
+        if self.norm_before_residual or not is_usual or not is_gated:
+            return None
+        return LayerWeights(
+            attention_norm=self.hidden_norm.weight,
+            mlp_norm=self.post_attention_layernorm.weight,
+            **{f"{name}_weight": layer.weight for name, layer in linear.items()},
+            **{f"{name}_bias": linear[name].bias for name in names},
+        )
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
         """The output of the layer, given what attention says."""
@@ -113,6 +135,7 @@ class Eagle3Draft(PreTrainedModel, GenerationMixin):
         self.norm = LlamaRMSNorm(size, config.rms_norm_eps)
         self.rotary_emb = LlamaRotaryEmbedding(config)
         self.lm_head: nn.Module = nn.Identity()  # see `set_ends`
+        self._op_weights: LayerWeights | None = None
         self.post_init()
 
     @property
@@ -126,6 +149,10 @@ class Eagle3Draft(PreTrainedModel, GenerationMixin):
         """Give it frozen embeddings, and the rows [R, E] of a head that tell R of V tokens."""
         self.embed_tokens = nn.Embedding.from_pretrained(embeddings.detach())
         self.lm_head = ReducedHead(head, token_ids, vocab_size)
+
+    def use_op(self) -> None:
+        """From now on passes of few rows run the layer as one op, if it computes the same."""
+        self._op_weights = self.midlayer.weights()
 
     def get_input_embeddings(self) -> nn.Module:
         return self.embed_tokens
@@ -145,16 +172,45 @@ class Eagle3Draft(PreTrainedModel, GenerationMixin):
         states: HiddenStates | None = paged_step.glimpse
         # The pass that probes the model has none.
         hidden = torch.zeros_like(embeddings) if states is None else states.read(self.fc)
-        joined, residual = self.midlayer.join(embeddings, hidden)
-        attended, _ = self.midlayer.self_attn(
-            hidden_states=joined,
-            position_embeddings=self.rotary_emb(embeddings, position_ids),
-            attention_mask=None,
-            paged_step=paged_step,
-            **kwargs,
-        )
-        hidden = self.midlayer.finish(residual, attended)
+        factors = self.rotary_emb(embeddings, position_ids)
+        if self._op_weights is not None and input_ids.shape[1] <= MOST_FEW_ROWS:
+            hidden = self._by_op(embeddings, hidden, factors, paged_step)
+        else:
+            joined, residual = self.midlayer.join(embeddings, hidden)
+            attended, _ = self.midlayer.self_attn(
+                hidden_states=joined,
+                position_embeddings=factors,
+                attention_mask=None,
+                paged_step=paged_step,
+                **kwargs,
+            )
+            hidden = self.midlayer.finish(residual, attended)
         if states is not None:
             states.keep(hidden)
         rows = slice(None) if isinstance(logits_to_keep, int) else logits_to_keep
         return CausalLMOutputWithPast(logits=self.lm_head(self.norm(hidden[:, rows])))
+
+    def _by_op(
+        self, embeddings: Tensor, hidden: Tensor, factors: tuple[Tensor, Tensor], step: PagedStep
+    ) -> Tensor:
+        """The layer's output, [1, T, E]."""
+        layer, (keys, values) = self.midlayer, step.caches[0]
+        cos, sin = (factor[0].float() for factor in factors)
+        out = decoder_layers(
+            hidden[0].float(),
+            [cast(LayerWeights, self._op_weights)],
+            [keys],
+            [values],
+            step.slot_mapping,
+            step.block_table,
+            step.context_lens,
+            step.cu_rows,
+            eps=layer.hidden_norm.variance_epsilon,
+            cos=cos,
+            sin=sin,
+            beside=layer.input_layernorm(embeddings)[0].float(),
+            ancestor_mask=step.ancestor_mask,
+            scale=layer.self_attn.scaling,
+            backend=step.backend,
+        )
+        return out[None].to(hidden.dtype)

@@ -10,6 +10,7 @@ from fastspec.models.layout import KVCache, PagedStep, Span, packed
 from fastspec.models.paged_model import PagedModel
 from fastspec.models.runner import ModelRunner
 from fastspec.models.transfer import device_tensor
+from fastspec_kernels import available_backends
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,10 @@ class Eagle3Runner(ModelRunner):
         size = paged_model.model.config.hidden_size
         shape = num_blocks * block_size, size
         self._own = torch.zeros(shape, dtype=paged_model.dtype, device=self.device)
+        is_on_cpu = self.device.type == "cpu" and paged_model.backend in ("auto", "cpu")
+        has_kernel = is_on_cpu and "cpu" in available_backends()
+        if has_kernel and self.caches[0][0].dtype == paged_model.dtype:
+            paged_model.model.use_op()
 
     def forward(
         self,

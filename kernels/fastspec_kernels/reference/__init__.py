@@ -6,7 +6,7 @@ from fastspec_kernels.reference.attention import (
     store_kv,
     tree_attention,
 )
-from fastspec_kernels.reference.layers import decoder_layer, gated_mlp, linear, rms_norm
+from fastspec_kernels.reference.layers import decoder_layers, gated_mlp, linear, rms_norm
 from fastspec_kernels.reference.penalties import penalize
 from fastspec_kernels.reference.rng import uniform
 from fastspec_kernels.reference.sampling import (
@@ -23,7 +23,7 @@ __all__ = [
     "build_tree",
     "compact_kv",
     "cross_attention",
-    "decoder_layer",
+    "decoder_layers",
     "gated_mlp",
     "linear",
     "logits_to_probs",

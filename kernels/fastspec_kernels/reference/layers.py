@@ -1,5 +1,8 @@
 """Matrix products and the blocks around attention, in float64 and rounded once."""
 
+from typing import NamedTuple
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -26,32 +29,55 @@ def gated_mlp(input: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight
     return (hidden @ down_weight.double().T).to(input.dtype)
 
 
-def decoder_layer(
+class LayerWeights(NamedTuple):
+    """The weights of a decoder layer of the Llama kind, see `decoder_layers`.
+
+    H query heads, G KV heads, all of D numbers; E numbers in a hidden state, B beside it.
+
+    Attributes:
+        attention_norm, mlp_norm: [E].
+        query_weight: [H * D, B + E].
+        key_weight, value_weight: [G * D, B + E].
+        output_weight: [E, H * D].
+        gate_weight, up_weight: [I, E].
+        down_weight: [E, I].
+        query_bias, key_bias, value_bias, output_bias: a value for each output.
+        query_norm, key_norm: [D].
+        attention_out_norm, mlp_out_norm: [E].
+        sinks: [H] float32, as in `tree_attention`; all others have one dtype.
+    """
+
+    attention_norm: Tensor
+    query_weight: Tensor
+    key_weight: Tensor
+    value_weight: Tensor
+    output_weight: Tensor
+    mlp_norm: Tensor
+    gate_weight: Tensor
+    up_weight: Tensor
+    down_weight: Tensor
+    query_bias: Tensor | None = None
+    key_bias: Tensor | None = None
+    value_bias: Tensor | None = None
+    output_bias: Tensor | None = None
+    query_norm: Tensor | None = None
+    key_norm: Tensor | None = None
+    attention_out_norm: Tensor | None = None
+    mlp_out_norm: Tensor | None = None
+    sinks: Tensor | None = None
+
+
+def decoder_layers(
     hidden: Tensor,
-    attention_norm: Tensor,
-    query_weight: Tensor,
-    key_weight: Tensor,
-    value_weight: Tensor,
-    output_weight: Tensor,
-    mlp_norm: Tensor,
-    gate_weight: Tensor,
-    up_weight: Tensor,
-    down_weight: Tensor,
-    query_bias: Tensor | None,
-    key_bias: Tensor | None,
-    value_bias: Tensor | None,
-    output_bias: Tensor | None,
-    query_norm: Tensor | None,
-    key_norm: Tensor | None,
-    attention_out_norm: Tensor | None,
-    mlp_out_norm: Tensor | None,
+    layers: list[Tensor | None],
+    key_caches: list[Tensor],
+    value_caches: list[Tensor],
     eps: float,
     norm_shift: float,
     activation: str,
     cos: Tensor | None,
     sin: Tensor | None,
-    key_cache: Tensor,
-    value_cache: Tensor,
+    beside: Tensor | None,
     slot_mapping: Tensor,
     block_table: Tensor,
     context_lens: Tensor,
@@ -59,35 +85,38 @@ def decoder_layer(
     scale: float,
     sliding_window: int,
     softcap: float,
-    sinks: Tensor | None,
     ancestor_mask: Tensor | None,
 ) -> Tensor:
-    """Attend and feed forward, each after a norm and added to what came in."""
-    dtype, head_size = key_cache.dtype, key_cache.shape[-1]
+    """Attend and feed forward, each after a norm and added to what came in, layer after layer."""
+    dtype, pages = key_caches[0].dtype, (block_table, context_lens, cu_rows)
 
     def norm(x: Tensor, weight: Tensor | None) -> Tensor:
         return x if weight is None else rms_norm(x, norm_shift + weight.double(), eps)
 
-    def heads(weight: Tensor, bias: Tensor | None) -> Tensor:
-        return linear(rows, weight, bias).unflatten(-1, (-1, head_size))
+    def heads(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return linear(rows, weight, bias).unflatten(-1, (-1, key_caches[0].shape[-1]))
 
     def turn(x: Tensor) -> Tensor:
         return x if cos is None or sin is None else rotate(x, cos, sin)
 
     x = hidden.double()
-    rows = norm(x, attention_norm)
-    query = turn(norm(heads(query_weight, query_bias), query_norm)).to(dtype)
-    key = turn(norm(heads(key_weight, key_bias), key_norm)).to(dtype)
-    value = heads(value_weight, value_bias).to(dtype)
-    caches = key_cache, value_cache
-    store_kv(key, value, *caches, slot_mapping, None, None, 1.0, 1.0)
-    pages = block_table, context_lens, cu_rows
-    options = scale, sliding_window, softcap, sinks, ancestor_mask
-    attended, _ = tree_attention(query, *caches, *pages, *options, False, 1.0)
-    added = linear(attended.flatten(1).double(), output_weight, output_bias)
-    x = x + norm(added, attention_out_norm)
-    rows = norm(x, mlp_norm)
-    gate = linear(rows, gate_weight)
-    gate = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
-    added = linear(gate * linear(rows, up_weight), down_weight)
-    return (x + norm(added, mlp_out_norm)).float()
+    for index, caches in enumerate(zip(key_caches, value_caches, strict=True)):
+        size = len(LayerWeights._fields)
+        w = LayerWeights(*layers[index * size : (index + 1) * size])  # pyright: ignore
+        rows = norm(x, w.attention_norm)
+        if beside is not None:
+            rows = torch.cat([beside.double(), rows], dim=-1)
+        query = turn(norm(heads(rows, w.query_weight, w.query_bias), w.query_norm)).to(dtype)
+        key = turn(norm(heads(rows, w.key_weight, w.key_bias), w.key_norm)).to(dtype)
+        value = heads(rows, w.value_weight, w.value_bias).to(dtype)
+        store_kv(key, value, *caches, slot_mapping, None, None, 1.0, 1.0)
+        options = scale, sliding_window, softcap, w.sinks, ancestor_mask
+        attended, _ = tree_attention(query, *caches, *pages, *options, False, 1.0)
+        added = linear(attended.flatten(1).double(), w.output_weight, w.output_bias)
+        x = x + norm(added, w.attention_out_norm)
+        rows = norm(x, w.mlp_norm)
+        gate = linear(rows, w.gate_weight)
+        gate = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+        added = linear(gate * linear(rows, w.up_weight), w.down_weight)
+        x = x + norm(added, w.mlp_out_norm)
+    return x.float()

@@ -1,0 +1,235 @@
+"""`decoder_layers`: right against float64, rows independent, caches written as `store_kv` does."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from fastspec_kernels import LayerWeights, available_backends, build_tree, decoder_layers
+
+pytestmark = [
+    pytest.mark.usefixtures("instruction_set"),
+    pytest.mark.skipif("cpu" not in available_backends(), reason="needs the CPU kernels"),
+]
+
+# Of a row's norm; 16 bits: queries, keys, values and what enters a product may be rounded.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+PLAIN: dict[str, Any] = {"eps": 1e-6}
+FULL: dict[str, Any] = {
+    "eps": 1e-5,
+    "norm_shift": 1.0,
+    "activation": "gelu_tanh",
+    "softcap": 3.0,
+    "sliding_window": 4,
+    "scale": 0.3,
+}
+
+
+class Layers:
+    """Weights and pages of two layers, the same for the same sizes."""
+
+    def __init__(
+        self,
+        dtype,
+        full=False,
+        size=48,
+        hidden=80,
+        heads=4,
+        kv_heads=2,
+        head_size=16,
+        beside=0,
+        number=2,
+    ):
+        generator = torch.Generator().manual_seed(size)
+
+        def random(*shape):
+            scale = shape[-1] ** -0.5 if len(shape) > 1 else 1.0
+            return (scale * torch.randn(*shape, generator=generator)).to(dtype)
+
+        queries, keys = heads * head_size, kv_heads * head_size
+        self.size, self.rotated = size, head_size if not full else 8
+        inputs = size + beside
+
+        def weights():
+            given: dict[str, Any] = {
+                "attention_norm": random(size),
+                "query_weight": random(queries, inputs),
+                "key_weight": random(keys, inputs),
+                "value_weight": random(keys, inputs),
+                "output_weight": random(size, queries),
+                "mlp_norm": random(size),
+                "gate_weight": random(hidden, size),
+                "up_weight": random(hidden, size),
+                "down_weight": random(size, hidden),
+            }
+            if full:
+                given |= {
+                    "query_bias": random(queries),
+                    "key_bias": random(keys),
+                    "value_bias": random(keys),
+                    "output_bias": random(size),
+                    "query_norm": random(head_size),
+                    "key_norm": random(head_size),
+                    "attention_out_norm": random(size),
+                    "mlp_out_norm": random(size),
+                    "sinks": torch.randn(heads, generator=generator),
+                }
+            return LayerWeights(**given)
+
+        self.weights = [weights() for _ in range(number)]
+        self.options = FULL if full else PLAIN
+        self.caches = [[random(9, 4, kv_heads, head_size) for _ in self.weights] for _ in range(2)]
+        self.rows = torch.randn(64, size, generator=generator)
+        self.beside = torch.randn(64, beside, generator=generator) if beside else None
+        self.angles = torch.randn(64, self.rotated, generator=generator)
+
+    def run(self, rows, table, context_lens, counts, mask=None, backend="cpu"):
+        """The rows with these numbers, the last of their contexts; also the caches afterwards."""
+        table = torch.tensor(table, dtype=torch.int32)
+        caches = [[cache.clone() for cache in side] for side in self.caches]
+        slots = [
+            int(table[b, place // 4]) * 4 + place % 4
+            for b, (length, count) in enumerate(zip(context_lens, counts, strict=True))
+            for place in range(length - count, length)
+        ]
+        out = decoder_layers(
+            self.rows[rows],
+            self.weights,
+            *caches,
+            slot_mapping=torch.tensor(slots, dtype=torch.int64),
+            block_table=table,
+            context_lens=torch.tensor(context_lens, dtype=torch.int32),
+            cu_rows=torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32),
+            cos=self.angles[rows].cos(),
+            sin=self.angles[rows].sin(),
+            beside=None if self.beside is None else self.beside[rows],
+            ancestor_mask=mask,
+            backend=backend,
+            **self.options,
+        )
+        return out, caches
+
+
+def assert_close(actual, expected, tolerance):
+    assert actual.dtype == torch.float32
+    error, size = (actual - expected).norm(dim=-1), expected.norm(dim=-1)
+    assert (error <= tolerance * size).all(), (error / size).max()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("full", [False, True], ids=["plain", "every option"])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {},
+        {"size": 33, "hidden": 17, "head_size": 10, "heads": 2},
+        {"beside": 48, "number": 1},
+        {"size": 33, "beside": 7},
+    ],
+    ids=str,
+)
+def test_values(dtype, full, sizes):
+    layer = Layers(dtype, full, **sizes)
+    calls = [
+        ([3], [[5, 2]], [6], [1]),
+        ([0, 1, 2, 3, 4], [[4, 0], [2, 3]], [6, 3], [3, 2]),
+        (list(range(18)), [[1, 3, 5, 7, 8]], [18], [18]),
+        ([], [[1]], [0], [0]),
+    ]
+    for call in calls:
+        out, caches = layer.run(*call)
+        expected, expected_caches = layer.run(*call, backend="reference")
+        assert_close(out, expected, TOLERANCE[dtype])
+        for side, expected_side in zip(caches, expected_caches, strict=True):
+            for cache, other in zip(side, expected_side, strict=True):
+                assert_close(cache.float().flatten(2), other.float().flatten(2), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_trees(dtype):
+    layer = Layers(dtype)
+    parents = torch.tensor([[-1, 0, 0, 1, 1]], dtype=torch.int32)
+    _, mask = build_tree(parents)
+    call = ([0, 1, 2, 3, 4], [[4, 0, 2]], [11], [5], mask)
+    assert_close(layer.run(*call)[0], layer.run(*call, backend="reference")[0], TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("full", [False, True], ids=["plain", "every option"])
+def test_a_rows_bits_do_not_depend_on_the_call(dtype, full, restore_threads):
+    """Alone on the cache that the rows before it have left, or together with them and others."""
+    layer, count = Layers(dtype, full), 9
+    table = [[4, 0, 2]]
+    alone = []
+    for row in range(count):
+        out, layer.caches = layer.run([row], table, [row + 1], [1])
+        alone.append(out)
+    rows = torch.cat(alone)
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        for number in (1, 2, 4, 5, 9):
+            together, _ = layer.run(list(range(number)), table, [number], [number])
+            assert torch.equal(together, rows[:number]), (threads, number)
+        more, _ = layer.run(
+            [*range(20, 31), *range(count)], [[1, 3, 5], *table], [11, count], [11, count]
+        )
+        assert torch.equal(more[11:], rows), threads
+
+
+def written(given: Layers, **changes):
+    """The caches after a call with one row of 2, and the call's error."""
+    caches = [[cache.clone() for cache in side] for side in given.caches]
+    arguments: dict[str, Any] = {
+        "layers": given.weights,
+        "slot_mapping": torch.tensor([17]),
+        "block_table": torch.tensor([[4]], dtype=torch.int32),
+        "context_lens": torch.tensor([2], dtype=torch.int32),
+        "cu_rows": torch.tensor([0, 1], dtype=torch.int32),
+    }
+    error = ""
+    try:
+        decoder_layers(
+            given.rows[:1],
+            key_caches=caches[0],
+            value_caches=caches[1],
+            eps=1e-6,
+            **(arguments | changes),
+        )
+    except ValueError as raised:
+        error = str(raised)
+    return [
+        not torch.equal(*pair)
+        for sides in zip(caches, given.caches, strict=True)
+        for pair in zip(*sides, strict=True)
+    ], error
+
+
+def test_nothing_is_written_for_the_slot_minus_one():
+    layers = Layers(torch.float32)
+    assert written(layers) == ([True] * 4, "")
+    assert written(layers, slot_mapping=torch.tensor([-1])) == ([False] * 4, "")
+
+
+def test_nothing_is_written_where_a_later_layer_is_wrong():
+    layers = Layers(torch.float32)
+    first, second = layers.weights
+    wrong = second._replace(down_weight=second.down_weight[:, 1:].contiguous())
+    changed, error = written(layers, layers=[first, wrong])
+    assert not any(changed)
+    assert error.startswith("layers[1].down_weight: expected shape")
+    changed, error = written(layers, layers=[first])
+    assert not any(changed)
+    assert error == "layers: expected those of 2 layers, got 1"
+
+
+def test_layers_in_one_call_are_those_in_several(restore_threads):
+    layers = Layers(torch.bfloat16, number=3)
+    call = ([0, 1, 2, 3, 4], [[4, 0], [2, 3]], [6, 3], [3, 2])
+    together, caches = layers.run(*call)
+    weights, pages, rows = layers.weights, layers.caches, layers.rows
+    for index in range(3):
+        layers.weights, layers.caches = [weights[index]], [[side[index]] for side in pages]
+        out, alone = layers.run(*call)
+        layers.rows = torch.cat([out, rows[5:]])
+        assert torch.equal(alone[0][0], caches[0][index])
+    assert torch.equal(out, together)
