@@ -236,7 +236,8 @@ def method_name(record: dict) -> str:
     bins = f" `--cape-bins {json.dumps(b)}`" if (b := record.get("cape_bins")) else ""
     nodes, is_tree = record.get("tree_nodes"), record["method"] == "tree"
     tree = f" `--tree-nodes {nodes}`" if nodes and not is_tree else ""
-    return f"`{record['method']}`{cape}{bins}{tree}"
+    copied = f" `--suffix-tokens {n}`" if (n := record.get("suffix_tokens")) else ""
+    return f"`{record['method']}`{cape}{bins}{tree}{copied}"
 
 
 def speed_up(row: dict) -> str:

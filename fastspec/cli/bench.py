@@ -27,7 +27,7 @@ from fastspec.config.methods import methods
 from fastspec.models.named import own_draft
 from fastspec.tools.cost_counters import pass_cost
 
-_RECORDED = ("lenience", "tree_width", "tree_nodes", "cape", "cape_bins")
+_RECORDED = ("lenience", "tree_width", "tree_nodes", "cape", "cape_bins", "suffix_tokens")
 _MAG_TOKENS = 10  # what CS-Drafting's MaG writes
 ROOT = Path(fastspec.__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -97,7 +97,7 @@ def bench(
         drafted = SpecConfig("draft_model", num_speculative_tokens)
         is_cascade = method == "cascade"
         if not is_cascade:  # its k_matrix says how many
-            count = num_speculative_tokens or spec.num_draft_tokens()
+            count = num_speculative_tokens or spec.num_model_tokens()
             spec = replace(spec, num_speculative_tokens=count)
     check_draft(method, draft)
     if draft is None and methods()[method].needs_draft:
@@ -167,7 +167,7 @@ def bench(
         "target": _describe(target, target_model),
         "method": method,
         "draft": _describe(draft, draft_model) if draft else None,
-        "num_speculative_tokens": spec.num_draft_tokens(),
+        "num_speculative_tokens": spec.num_model_tokens(),
         "k_matrix": spec.cascade_matrix if is_cascade else None,
         **{name: getattr(spec, name) for name in _RECORDED},
         "parts": {name: part.num_draft_tokens() for name, part in parts.items()},

@@ -36,11 +36,13 @@ _SAMPLED = frozenset({"draft_sample_method"})
 _CHAIN = frozenset({"cape", "cape_bins", "confidence_threshold"})
 _LOOKUP = frozenset({"prompt_lookup_min", "prompt_lookup_max"})
 _TREE = frozenset({"tree_width", "tree_nodes", "tree_paths", "tree_prompt_lookup"})
+_SUFFIX = frozenset({"suffix_max_spec_factor", "suffix_min_token_prob", "suffix_max_cached_tokens"})
+_MODEL = _SAMPLED | _SUFFIX | {"suffix_tokens"}
 
 BUILT_IN = (
-    Method("auto", "a draft model where one is given, else plain decoding", _SAMPLED | _CHAIN),
+    Method("auto", "a draft model where one is given, else plain decoding", _MODEL | _CHAIN),
     Method("none", "plain decoding; a drafter that is given is not loaded", _SAMPLED),
-    Method("draft_model", "a smaller model, best with the same tokenizer", _SAMPLED | _CHAIN, True),
+    Method("draft_model", "a smaller model, best with the same tokenizer", _MODEL | _CHAIN, True),
     Method(
         "prompt_lookup", "copies what followed the last tokens where they stood before", _LOOKUP
     ),
@@ -59,14 +61,7 @@ BUILT_IN = (
     Method(
         "suffix",
         "copies what most often followed the last tokens, here and in earlier outputs",
-        frozenset(
-            {
-                "suffix_max_spec_factor",
-                "suffix_min_token_prob",
-                "suffix_max_cached_tokens",
-                "tree_nodes",
-            }
-        ),
+        _SUFFIX | {"tree_nodes"},
     ),
     Method(
         "cascade",
@@ -74,15 +69,15 @@ BUILT_IN = (
         _SAMPLED | {"k_matrix", "lenience", "bigram_path"},
         True,
     ),
-    Method("glide", "a draft model that reads the target's cache", _SAMPLED | _CHAIN, True),
-    Method("early_exit", "the target's own first layers", _SAMPLED | _CHAIN | {"exit_layer"}),
+    Method("glide", "a draft model that reads the target's cache", _MODEL | _CHAIN, True),
+    Method("early_exit", "the target's own first layers", _MODEL | _CHAIN | {"exit_layer"}),
     Method(
         "eagle3",
         "one layer that goes on from the target's hidden states, a chain or a tree",
-        _SAMPLED | _CHAIN | _TREE | _LOOKUP,
+        _MODEL | _CHAIN | _TREE | _LOOKUP,
         True,
     ),
-    Method("tree", "token trees over a draft model", _SAMPLED | _TREE | _LOOKUP, True),
+    Method("tree", "token trees over a draft model", _MODEL | _TREE | _LOOKUP, True),
 )
 # Fields that a method reads only if it says so; all others are read whatever the method.
 FIELDS_OF_METHODS = frozenset().union(*(method.fields for method in BUILT_IN))

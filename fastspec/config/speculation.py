@@ -36,6 +36,7 @@ _DEFAULT_SUFFIX_LIMITS = (2.0, 0.1, 500_000)
 _DEFAULT_K_MATRIX = ((1, 14), (0, 0))  # of those tried, the fastest with the bundled pair, greedily
 _SCHEDULE_METHODS = ("num_draft_tokens", "record")
 _LOOKUP_FIELDS = ("prompt_lookup_min", "prompt_lookup_max")
+_SUFFIX_FIELDS = ("suffix_max_spec_factor", "suffix_min_token_prob", "suffix_max_cached_tokens")
 
 
 def _is_schedule(value: Any) -> bool:
@@ -145,6 +146,13 @@ class SpecConfig:
         BOOL,
         "Where nothing is known, propose any token instead of none.",
         "Which one depends on the tokens before it alone.",
+    )
+    suffix_tokens: int | None = option(
+        None,
+        integer(1, MAX_DRAFT_TOKENS),
+        "Copy up to so many tokens where the text repeats itself, as suffix does; by default none.",
+        "Where a copy promises at least one token the draft model does not run, and where none does"
+        " it drafts as ever. The options of suffix apply.",
     )
     suffix_max_spec_factor: float | None = option(
         None,
@@ -283,6 +291,8 @@ class SpecConfig:
         require("exit_layer", None, not needs_exit or self.exit_layer is not None, "an int >= 1")
         check_trees(self)
         self._check_step_costs()
+        fits = self.suffix_tokens is None or self.schedule == "constant"
+        require("schedule", self.schedule, fits, "'constant' beside suffix_tokens")
         judges_chains = not self.drafts_trees and not self.cape
         fits = judges_chains and self.rejection_sample_method == "standard"
         factor, rate = self.relaxed_acceptance, self.synthetic_acceptance_rate
@@ -306,13 +316,19 @@ class SpecConfig:
     def for_repeated_prompts(self) -> "SpecConfig":
         """The same where prompts are decoded again, as benchmarks do: then earlier outputs, which
         `suffix` would copy, do not count unless its options say so."""
-        if self.method == "suffix" and self.suffix_max_cached_tokens is None:
+        copies = self.method == "suffix" or self.suffix_tokens is not None
+        if copies and self.suffix_max_cached_tokens is None:
             return replace(self, suffix_max_cached_tokens=_FEWEST_SUFFIX_TOKENS)
         return self
 
     def num_draft_tokens(self, most: int | None = None) -> int:
-        """K: as it is given, as a cascade's k_matrix has it, or else 5 (of suffix 24), and of these
-        `most`."""
+        """K: what a draft model drafts, or what is copied where that is more; see
+        `num_model_tokens`."""
+        return max(self.num_model_tokens(most), self.suffix_tokens or 0)
+
+    def num_model_tokens(self, most: int | None = None) -> int:
+        """K without copies: as it is given, as a cascade's k_matrix has it, or else 5 (of suffix
+        24), and of these `most`."""
         if self.num_speculative_tokens is not None:
             return self.num_speculative_tokens
         if self.method == "cascade":
@@ -380,6 +396,8 @@ class SpecConfig:
             is_read = name in fields
             if name in _LOOKUP_FIELDS and self.method in ("tree", "eagle3"):
                 is_read = self.tree_prompt_lookup
+            if name in _SUFFIX_FIELDS and self.method != "suffix":
+                is_read = is_read and self.suffix_tokens is not None
             if not is_read and value is not default and value != default:
                 refuse(name, value, f"not for method {self.method!r}")
 

@@ -16,6 +16,7 @@ from fastspec.drafters.base import Drafter
 from fastspec.drafters.context import DrafterContext, DrafterPlan, as_plan
 from fastspec.drafters.eagle3 import is_eagle3
 from fastspec.drafters.glide import is_glide
+from fastspec.drafters.suffix_first import with_copies
 from fastspec.drafters.tree import with_siblings, with_trees
 from fastspec.models.named import own_draft
 
@@ -107,10 +108,12 @@ def plan_given(context: DrafterContext) -> DrafterPlan:
 
 def _planned(method: Method, context: DrafterContext) -> DrafterPlan:
     build = method.build or import_module(f"fastspec.drafters.{method.name}").build
-    plan = as_plan(build(context))
-    if method.name == "eagle3" and context.spec.drafts_trees:
-        return with_trees(plan, context)
-    return with_siblings(plan, context.spec) if context.spec.cape else plan
+    plan, spec = as_plan(build(context)), context.spec
+    if method.name == "eagle3" and spec.drafts_trees:
+        plan = with_trees(plan, context)
+    elif spec.cape:
+        plan = with_siblings(plan, spec)
+    return plan if spec.suffix_tokens is None else with_copies(plan, spec)
 
 
 def _check(drafter: Any, method: str) -> None:

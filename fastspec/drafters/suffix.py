@@ -168,7 +168,7 @@ class SuffixDrafter:
     def propose(self, batch: Batch) -> Proposal:
         num = batch.num_speculative_tokens
         drafts = [
-            self._draft(request, wanted, wanted, batch.is_coupled, is_chain=True)
+            self.draft(request, wanted, wanted, batch.is_coupled)
             for request, wanted in zip(batch.requests, batch.num_draft_tokens, strict=True)
         ]
         rows = [[*draft.token_ids, *[-1] * (num - len(draft.token_ids))] for draft in drafts]
@@ -187,9 +187,15 @@ class SuffixDrafter:
             self._past.add(said)
             self._num_shared[request] = start + len(said)
 
-    def _draft(
-        self, request: Request, depth: int, max_nodes: int, is_coupled: bool, is_chain: bool
+    def draft(
+        self,
+        request: Request,
+        depth: int,
+        max_nodes: int,
+        is_coupled: bool,
+        is_chain: bool = True,
     ) -> Draft:
+        """What may follow a request's text: paths of `depth` tokens at most, so many nodes."""
         best = Draft()
         own = self._own.get(request)
         if own is None:
@@ -229,7 +235,7 @@ class SuffixTreeDrafter(SuffixDrafter):
 
     def propose(self, batch: Batch) -> Proposal:
         limits = zip(batch.requests, batch.num_draft_tokens, batch.max_nodes, strict=True)
-        drafts = [self._draft(*limit, batch.is_coupled, is_chain=False) for limit in limits]
+        drafts = [self.draft(*limit, batch.is_coupled, is_chain=False) for limit in limits]
         rows = [
             [[*part, *[-1] * (self._tree_nodes - len(part))] for part in draft[:2]]
             for draft in drafts

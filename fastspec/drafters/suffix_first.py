@@ -1,0 +1,169 @@
+"""Copies where the text repeats itself, a draft model where it does not."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fastspec.config import SpecConfig
+from fastspec.drafters.base import Batch, Drafter, Proposal, Request, TreeProposer
+from fastspec.drafters.context import DrafterPlan
+from fastspec.drafters.suffix import SuffixDrafter
+from fastspec.models.transfer import device_tensor
+
+_LEAST_EXPECTED = 1.0  # tokens of a copy that must be expected to hold
+
+
+class SuffixFirst:
+    """Asks a draft model only for the requests whose text has no likely copy.
+
+    A copy costs no pass, and holds longer than a draft model of any size guesses. Which of the two
+    is proposed depends on the text alone, and each is judged by the law that it was drawn from, so
+    output is as exact as either's.
+
+    Args:
+        model: drafts chains, or trees.
+        copies: drafts what is copied.
+        num_tokens: that the model drafts on a path at most; copies have all of K.
+        draws: whether the model samples where requests do, so that proposals have its logits.
+    """
+
+    def __init__(self, model: Drafter, copies: SuffixDrafter, num_tokens: int, draws: bool):
+        self.name = model.name
+        self.draft: Drafter = getattr(model, "draft", model)
+        self._model = model
+        self._copies = copies
+        self._num_tokens = num_tokens
+        self._draws = draws
+
+    def add_corpus(self, texts: Iterable[Sequence[int]]) -> None:
+        """Texts to copy from, as token ids."""
+        self._copies.add_corpus(texts)
+
+    def propose(self, batch: Batch) -> Proposal:
+        wanted = batch.num_draft_tokens
+        copied: dict[int, Sequence[int]] = {}  # by place in the batch
+        for place, (request, num) in enumerate(zip(batch.requests, wanted, strict=True)):
+            draft = self._copies.draft(request, num, num, batch.is_coupled)
+            if draft.expected >= _LEAST_EXPECTED:
+                copied[place] = draft.token_ids
+        depths = [
+            0 if place in copied else min(num, self._num_tokens) for place, num in enumerate(wanted)
+        ]
+        proposal = self._drafted(batch, depths) if any(depths) else self._nothing(batch)
+        return self._with_copies(proposal, copied, batch)
+
+    def commit(self, batch: Batch, accepted: list[int]) -> None:
+        self._model.commit(batch, accepted)
+
+    def release(self, request: Request) -> None:
+        self._model.release(request)
+        self._copies.release(request)
+
+    def _drafted(self, batch: Batch, depths: list[int]) -> Proposal:
+        """The model's proposal."""
+        num, nodes = min(batch.num_speculative_tokens, self._num_tokens), depths
+        if isinstance(self._model, TreeProposer):
+            most = self._model.max_nodes(num)
+            room = zip(batch.max_nodes, depths, strict=True)
+            nodes = [min(free, most) if depth else 0 for free, depth in room]
+        own = replace(batch, num_draft_tokens=depths, max_nodes=nodes, num_speculative_tokens=num)
+        proposal = self._model.propose(own)
+        counts = nodes if proposal.num_tokens is None else proposal.num_tokens
+        writers = proposal.writers or [[self.name] * count for count in counts]
+        return replace(proposal, num_tokens=counts, writers=writers)
+
+    def _nothing(self, batch: Batch) -> Proposal:
+        """No proposal of the model's, to be judged as one of its own would be.
+
+        By another rule a seed would give another text, so that one would depend on who else is in
+        the batch.
+        """
+        num, device = len(batch.requests), batch.device
+        is_tree = isinstance(self._model, TreeProposer)
+        rule, draft_logits = "target_only" if is_tree else None, None
+        if self._draws and not batch.all_greedy and not batch.is_coupled:
+            draft_logits = torch.zeros((num, int(is_tree), 1), dtype=torch.bfloat16, device=device)
+            rule = "without_replacement" if is_tree else None
+        token_ids = torch.empty((num, 0), dtype=torch.int32, device=device)
+        return Proposal(
+            token_ids,
+            parents=token_ids if is_tree else None,
+            draft_logits=draft_logits,
+            num_tokens=[0] * num,
+            sibling_rule=rule,
+            writers=[[] for _ in range(num)],
+        )
+
+    def _with_copies(
+        self, proposal: Proposal, copied: dict[int, Sequence[int]], batch: Batch
+    ) -> Proposal:
+        """A proposal with copies in the rows of some requests, as wide as the engine wants it."""
+        token_ids, parents, device = proposal.token_ids, proposal.parents, batch.device
+        lengths = [len(copy) for copy in copied.values()]
+        most = batch.num_speculative_tokens
+        width = most if parents is None else max(token_ids.shape[1], *lengths, 0)
+        missing = width - token_ids.shape[1]
+        token_ids = pad(token_ids, (0, missing), value=-1)
+        parents = None if parents is None else pad(parents, (0, missing), value=-1)
+        draft_logits = proposal.draft_logits
+        if draft_logits is not None:
+            draft_logits = _with_point_masses(draft_logits, missing, copied)
+        counts, writers = list(proposal.num_tokens or ()), list(proposal.writers or ())
+        for place, copy in copied.items():
+            row = [*copy, *[-1] * (width - len(copy))]
+            token_ids[place] = device_tensor(row, torch.int32, device)
+            if parents is not None:
+                row = [*range(len(copy)), *[-1] * (width - len(copy))]
+                parents[place] = device_tensor(row, torch.int32, device)
+            counts[place], writers[place] = len(copy), [self._copies.name] * len(copy)
+        return replace(
+            proposal,
+            token_ids=token_ids,
+            parents=parents,
+            draft_logits=draft_logits,
+            num_tokens=counts,
+            writers=writers,
+        )
+
+
+class SuffixFirstTrees(SuffixFirst):
+    """The same over a drafter of trees; a copy is a tree of one branch."""
+
+    _model: TreeProposer
+
+    def max_nodes(self, num_speculative_tokens: int) -> int:
+        """Nodes of a tree at most, when paths may have that many tokens."""
+        num = min(num_speculative_tokens, self._num_tokens)
+        return max(num_speculative_tokens, self._model.max_nodes(num))
+
+
+def with_copies(plan: DrafterPlan, spec: SpecConfig) -> DrafterPlan:
+    """The drafter of a plan where nothing can be copied."""
+
+    def drafter(target, block_manager) -> Drafter:
+        model = plan.build(target, block_manager)
+        kind = SuffixFirstTrees if isinstance(model, TreeProposer) else SuffixFirst
+        copies = SuffixDrafter(*spec.suffix_limits)
+        return kind(model, copies, spec.num_model_tokens(), spec.draws_drafts)
+
+    return DrafterPlan(plan.models, drafter)
+
+
+def _with_point_masses(logits: Tensor, missing: int, copied: dict[int, Sequence[int]]) -> Tensor:
+    """Logits [B, N, V'] with `missing` more rows of each request; of copies, what makes them sure.
+
+    A draft model may lack the last tokens of its target, which a copy may hold.
+    """
+    highest = max((max(copy) for copy in copied.values()), default=0)
+    columns = max(0, highest + 1 - logits.shape[2])
+    if columns:
+        logits = pad(logits, (0, columns), value=-torch.inf)
+    logits = pad(logits, (0, 0, 0, missing))
+    for place, copy in copied.items():
+        logits[place] = -torch.inf
+        ids = device_tensor(copy, torch.int64, logits.device)
+        logits[place, torch.arange(len(copy), device=logits.device), ids] = 0.0
+    return logits

@@ -1,0 +1,161 @@
+"""Copies where the text repeats itself, a draft model elsewhere: same output, same law."""
+
+import pytest
+
+from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
+from fastspec_kernels.testing import chi_square
+
+from ..models import perturbed, random_model
+from .eagle3_models import write_folder
+from .helpers import (
+    ALPHA,
+    FILTERED,
+    GREEDY,
+    PLAIN,
+    PROMPTS,
+    VOCAB_SIZE,
+    drawn_counts,
+    exact_law,
+    finish,
+    hugging_face_greedy,
+    small_model,
+)
+
+REPEATED = [*[3, 5, 2, 1] * 4, 4]  # in small vocabularies: the next token has a match only at times
+COPIES = {"suffix_tokens": 6, "suffix_max_spec_factor": 3.0}
+TREE = {"tree_nodes": 6, "tree_width": 2}
+
+
+def drafter_of(kind, target, folder):
+    if kind == "eagle3":
+        write_folder(folder, target)
+        return folder
+    return None if kind == "early_exit" else perturbed(target, 0.2)
+
+
+@pytest.mark.parametrize("blocks", [{}, {"block_size": 4, "num_blocks": 40}])
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("draft_model", {}),
+        ("draft_model", {"cape": True, "cape_bins": [[1, 2]]}),
+        ("draft_model", {"confidence_threshold": 0.05}),
+        ("tree", TREE),
+        ("tree", {**TREE, "tree_prompt_lookup": True, "draft_sample_method": "greedy"}),
+        ("early_exit", {"exit_layer": 1}),
+        ("eagle3", {}),
+        ("eagle3", TREE),
+    ],
+    ids=str,
+)
+def test_greedy_output_is_that_of_plain_decoding(tmp_path, method, options, blocks):
+    target = random_model("llama", num_hidden_layers=6)
+    drafter = drafter_of(method, target, tmp_path)
+    spec = SpecConfig(method, 2, **COPIES, **options)
+    config = EngineConfig(max_batch_size=3, prefill_chunk_size=7, **blocks)
+    engine = Engine(target, drafter, spec=spec, config=config)
+    outputs = engine.generate(PROMPTS, GREEDY)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        assert output.token_ids == hugging_face_greedy(target, prompt)
+    written = {name for output in outputs for name in output.drafters}
+    assert "suffix" in written
+    if method != "eagle3":  # one of random weights, which the target never agrees with
+        assert len(written - {None, "suffix"}) == 1
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "sampling"),
+    [
+        ("draft_model", {}, FILTERED),
+        ("tree", TREE, FILTERED),
+        ("eagle3", {}, PLAIN),
+    ],
+    ids=str,
+)
+def test_exact_distribution(tmp_path, method, options, sampling):
+    target = small_model()
+    drafter = drafter_of(method, target, tmp_path)
+    spec = SpecConfig(method, 2, **COPIES, **options)
+    counts = drawn_counts(
+        (target, drafter), sampling, spec, num_draws=2_000, prompt=REPEATED, num_more=3
+    )
+    assert chi_square(counts, exact_law(target, sampling, REPEATED)) > ALPHA
+
+
+def test_exact_distribution_beside_a_draft_model_that_lacks_tokens():
+    """Copies hold tokens that the draft model has no logits of."""
+    target = small_model()
+    draft = random_model("llama", seed=5, vocab_size=VOCAB_SIZE - 2, bos_token_id=0, eos_token_id=0)
+    spec = SpecConfig("draft_model", 2, **COPIES)
+    counts = drawn_counts(
+        (target, draft), PLAIN, spec, num_draws=2_000, prompt=REPEATED, num_more=3
+    )
+    assert chi_square(counts, exact_law(target, PLAIN, REPEATED)) > ALPHA
+
+
+def test_no_model_runs_where_all_is_copied():
+    target = random_model("llama")
+    engine = Engine(target, perturbed(target, 0.2), spec=SpecConfig("draft_model", 2, **COPIES))
+    drafter = engine.drafter
+    assert drafter is not None
+    passes, propose = [], drafter.propose
+
+    def counted(batch):
+        proposal = propose(batch)
+        passes.append((proposal.writers, proposal.passes))
+        return proposal
+
+    drafter.propose = counted
+    engine.generate([[5, 6, 7, 8] * 9], SamplingParams(temperature=0, max_tokens=2))
+    (writers, drafted), *_ = passes
+    assert writers == [["suffix"] * len(writers[0])]
+    assert drafted is None
+
+
+@pytest.mark.parametrize(
+    "options", [{}, TREE, {"draft_sample_method": "greedy"}, {"rejection_sample_method": "block"}]
+)
+def test_a_seeded_text_does_not_depend_on_the_batch(tmp_path, options):
+    target = random_model("llama", num_hidden_layers=6)
+    write_folder(tmp_path, target)
+    params = [
+        SamplingParams(temperature=0.2, seed=seed, max_tokens=40, ignore_eos=True)
+        for seed in range(len(PROMPTS))
+    ]
+    spec = SpecConfig("eagle3", 2, **COPIES, **options)
+    engine = Engine(target, tmp_path, spec=spec)
+    together = [output.token_ids for output in engine.generate(PROMPTS, params)]
+    alone = [
+        Engine(target, tmp_path, spec=spec).generate([prompt], each)[0].token_ids
+        for prompt, each in zip(PROMPTS, params, strict=True)
+    ]
+    assert together == alone
+
+
+def test_a_corpus_is_copied_from():
+    target = random_model("llama")
+    engine = Engine(target, perturbed(target, 0.2), spec=SpecConfig("draft_model", 2, **COPIES))
+    expected = hugging_face_greedy(target, PROMPTS[1])
+    engine.add_corpus([[*PROMPTS[1], *expected]])
+    request_id = engine.add_request(PROMPTS[1], GREEDY)
+    output = finish(engine)[request_id]
+    assert output.token_ids == expected
+    assert set(output.drafters) == {None, "suffix"}
+
+
+def test_options():
+    assert SpecConfig("eagle3", 2, suffix_tokens=8).num_draft_tokens() == 8
+    assert SpecConfig("eagle3", 9, suffix_tokens=8).num_draft_tokens() == 9
+    assert SpecConfig("draft_model", suffix_tokens=3).num_draft_tokens() == 5
+    repeated = SpecConfig("glide", suffix_tokens=3).for_repeated_prompts()
+    assert repeated.suffix_max_cached_tokens == 2
+    refused = [
+        ({"method": "draft_model", "suffix_min_token_prob": 0.5}, "suffix_min_token_prob"),
+        ({"method": "prompt_lookup", "suffix_tokens": 4}, "suffix_tokens"),
+        ({"method": "suffix", "suffix_tokens": 4}, "suffix_tokens"),
+        ({"method": "eagle3", "suffix_tokens": 4, "schedule": "adaptive"}, "schedule"),
+        ({"method": "eagle3", "suffix_tokens": 0}, "suffix_tokens"),
+    ]
+    for options, name in refused:
+        with pytest.raises(ValueError, match=name):
+            SpecConfig(**options)
