@@ -144,3 +144,26 @@ def test_a_drawn_chain_ends_where_nothing_can_be_drawn():
     assert proposal.num_tokens == [3, 9]
     assert proposal.parents.tolist() == [[0] * 3 + [-1] * 6, [0] * 3 + [1] * 3 + [4] * 3]
     assert (proposal.token_ids >= 0).sum(dim=1).tolist() == [3, 9]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("columns", [512, 2048, 2049, 49152])
+def test_the_likeliest_tokens_of_wide_rows(dtype, columns):
+    """Ties, tokens that cannot follow, rows of which little or nothing is left."""
+    generator = torch.Generator().manual_seed(columns)
+    logits = torch.randn(5, columns, generator=generator).to(dtype)
+    logits[1] = logits[1].round()
+    logits[2, 7:] = -torch.inf
+    logits[3] = -torch.inf
+    logits[4, 100] = torch.nan
+    for num in (1, 2, 8):
+        token_ids, logprobs = likeliest(logits, num, None)
+        expected = logits.float().log_softmax(-1).topk(num).values
+        rows = [0, 1, 2]
+        torch.testing.assert_close(logprobs[rows], expected[rows].nan_to_num(neginf=-torch.inf))
+        is_token = logprobs[rows] > -torch.inf
+        assert ((token_ids[rows] >= 0) == is_token).all()
+        found = logits[rows].float().log_softmax(-1).gather(1, token_ids[rows].clamp(min=0).long())
+        torch.testing.assert_close(found[is_token], logprobs[rows][is_token])
+        assert all(len(set(row)) == num for row in token_ids[:2].tolist())
+        assert (token_ids[3:] == -1).all()

@@ -92,23 +92,29 @@ class Eagle3Runner(ModelRunner):
         return super().forward(input_ids, shifted, rows, parents)
 
     def _step(self, spans: list[Span], rows: list[int], parents: Tensor | None = None) -> PagedStep:
-        step = super()._step(spans, rows)
-        is_known = [
-            place < span.target_len
-            for span in spans
-            for place in range(span.start, span.start + span.count)
-        ]
-        owners = [index for index, span in enumerate(spans) for _ in range(span.count)]
-        owner = device_tensor(owners, torch.int64, self.device)
-        known = device_tensor(is_known, torch.bool, self.device)
-        before = step.positions - 1
+        step, size = super()._step(spans, rows), self._block_size
+        slots, is_known = [], []  # of the states that the rows read: the target's of their own slot
+        for span in spans:
+            for place in range(span.start, span.start + span.count):
+                is_known.append(place < span.target_len)
+                source = place if is_known[-1] else place - 1
+                slots.append(span.block_table[source // size] * size + source % size)
+        read = device_tensor(slots, torch.int64, self.device)
         if parents is not None:
-            counts = [span.count for span in spans]
-            starts = device_tensor([span.start for span in spans], torch.int64, self.device)
-            before = starts[owner] + packed(parents, counts).clamp(min=0)
-        # Row i of the target is what row i here reads.
-        place = torch.where(known, step.positions, before)
-        blocks = step.block_table[owner, place // self._block_size].long()
-        slots = blocks * self._block_size + place % self._block_size
-        step.glimpse = PagedStates(self._inputs_read, self._own, is_known, slots, step.slot_mapping)
+            read = torch.where(
+                device_tensor(is_known, torch.bool, self.device),
+                read,
+                self._slots_of_parents(step, spans, parents),
+            )
+        step.glimpse = PagedStates(self._inputs_read, self._own, is_known, read, step.slot_mapping)
         return step
+
+    def _slots_of_parents(self, step: PagedStep, spans: list[Span], parents: Tensor) -> Tensor:
+        """Of the rows of trees, [T] int64."""
+        counts = [span.count for span in spans]
+        owners = [index for index, count in enumerate(counts) for _ in range(count)]
+        starts = [span.start for span in spans]
+        owner, start = (device_tensor(x, torch.int64, self.device) for x in (owners, starts))
+        place = start[owner] + packed(parents, counts).clamp(min=0)
+        blocks = step.block_table[owner, place // self._block_size].long()
+        return blocks * self._block_size + place % self._block_size
