@@ -25,6 +25,7 @@ from fastspec.cli.errors import (
 from fastspec.cli.options import Flags, drafts_of, with_flags
 from fastspec.cli.prompts import bundled_prompts
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
+from fastspec.models.named import own_draft
 
 if TYPE_CHECKING:
     from fastspec.engine.engine import Engine
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 _ROUNDS = 3  # timed runs of each prompt in each mode
 _WARM_UP_TOKENS = 8
 _WRITERS = {
+    "auto": "the draft model",
     "draft_model": "the draft model",
     "glide": "the GLIDE draft",
     "eagle3": "the EAGLE-3 draft",
@@ -57,7 +59,7 @@ class Comparison:
 
 @with_flags
 def demo(
-    spec: Annotated[SpecConfig, Flags(method="draft_model")],
+    spec: Annotated[SpecConfig, Flags()],
     config: Annotated[EngineConfig, Flags("dtype", "device")],
     target: options.Target = "tiny",
     draft: options.Draft = None,
@@ -74,12 +76,16 @@ def demo(
     """Continue prompts, plain and speculatively, and compare both.
 
     By default with the bundled pair. The fetched model answers questions: --target smollm2 --chat.
+    The method auto takes the draft that the target comes with, or copies where there is none.
     """
     with usage_errors():
         params = SamplingParams(
             temperature=temperature, seed=0, max_tokens=max_tokens, ignore_eos=True
         )
-        drafting_method(spec.method)
+        if spec.method == "auto" and draft is None:
+            spec = _usual(spec, target)
+        if spec.method != "auto":
+            drafting_method(spec.method)
     check_can_write("--svg", svg)
     check_draft(spec.method, draft)
     prompts = bundled_prompts(num_prompts, chat)
@@ -111,6 +117,15 @@ def demo(
         raise typer.Exit(1)
 
 
+def _usual(spec: SpecConfig, target: str) -> SpecConfig:
+    """The method that suits a target which is named without a draft."""
+    if own_draft(target, "eagle3") is not None:  # short drafts pay on a CPU
+        count, copied = spec.num_speculative_tokens or 2, spec.suffix_tokens or 8
+        given = {"num_speculative_tokens": count, "suffix_tokens": copied}
+        return replace(spec, method="eagle3", **given)
+    return replace(spec, method="draft_model" if own_draft(target, "draft_model") else "suffix")
+
+
 def _compare(
     engine: "Engine", prompt: str, prompt_ids: list[int], params: SamplingParams
 ) -> Comparison:
@@ -140,11 +155,13 @@ def _show(console: Console, comparisons: list[Comparison], spec: SpecConfig) -> 
     import torch
 
     writer = _WRITERS.get(spec.method, spec.method)
-    is_chain = spec.method in ("draft_model", "glide", "eagle3")
-    up_to = "" if is_chain else "up to "
-    proposal = f"{up_to}{spec.num_draft_tokens()} tokens"
+    is_chain = spec.method in ("auto", "draft_model", "glide", "eagle3")
+    up_to, count = "" if is_chain else "up to ", spec.num_model_tokens()
+    proposal = f"{up_to}{count} tokens"
     if spec.drafts_trees or spec.cape:
-        proposal = f"a tree, {spec.num_draft_tokens()} tokens deep,"
+        proposal = f"a tree, {count} tokens deep,"
+    if spec.suffix_tokens is not None:
+        proposal += f" or copies up to {spec.suffix_tokens}"
     console.print(
         f"Each step {writer} proposes {proposal} and the target"
         f" checks them in one pass. One prompt at a time, CPU threads: {torch.get_num_threads()}."

@@ -134,7 +134,7 @@ def test_a_prompt_that_cannot_run_leaves_the_others(invoke, pair, prompt, named)
         (["demo", "--temperature", "-1"], "--temperature: "),
         (["demo", "--svg", "no/such/folder/demo.svg"], "--svg"),
         (["demo", "--svg", "."], "--svg"),
-        (["demo", "--method", "auto"], "'tree'), got 'auto'"),
+        (["demo", "--method", "none"], "'tree'), got 'none'"),
         (["simulate", "x.jsonl", "--log", "no/such/folder/log"], "--log"),
         (["tune", "--out", "."], "--out"),
         (["tune", "--out", "t.json", "--methods", "mag,tree"], "'tree' cannot be tuned"),
