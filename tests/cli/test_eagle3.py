@@ -32,6 +32,34 @@ def test_generate_and_bench(invoke, draft, tmp_path):
     assert json.loads(out.read_text(encoding="utf-8"))["method"] == "eagle3"
 
 
+def test_copies_first(invoke, draft):
+    prompt = "import os\nimport sys\nimport os\nimport"
+    run = ["generate", "--prompt", prompt, "--max-tokens", "12", "--json", "--temperature", "0"]
+    plain = invoke(*run, "--method", "none")
+    copied = invoke(*run, "--draft", draft, "--method", "eagle3", "-k", "2", "--suffix-tokens", "8")
+    assert copied.exit_code == 0, copied.stderr
+    outputs = [json.loads(result.stdout) for result in (plain, copied)]
+    assert outputs[1]["token_ids"] == outputs[0]["token_ids"]
+    assert outputs[1]["stats"]["num_accepted_tokens"] > 0  # of copies: the draft is random
+
+
+def test_the_draft_that_a_target_comes_with_is_shown(invoke, draft, monkeypatch):
+    def own(target, method):
+        return draft if method == "eagle3" else None
+
+    monkeypatch.setattr("fastspec.cli.demo.own_draft", own)
+    monkeypatch.setattr("fastspec.drafters.registry.own_draft", own)
+    short = ["demo", "--num-prompts", "1", "--max-tokens", "8"]
+    shown = invoke(*short)
+    assert shown.exit_code == 0, shown.stderr
+    told = " ".join(shown.stdout.split())
+    assert "the EAGLE-3 draft proposes 2 tokens or copies up to 8 and the target" in told
+    monkeypatch.setattr("fastspec.cli.demo.own_draft", lambda target, method: None)
+    shown = invoke(*short)
+    assert shown.exit_code == 0, shown.stderr
+    assert "suffix proposes up to 24 tokens" in shown.stdout
+
+
 def test_trees_are_shown(invoke, draft):
     run = ["generate", "--prompt", "import os\n", "--max-tokens", "4", "--show-tree"]
     shown = invoke(*run, "--method", "eagle3", "--draft", draft, "--tree-nodes", "4")
