@@ -259,7 +259,7 @@ enum LayerTensor {
 
 // Fills in the weights of a layer; sizes and caches are known.
 void add_weights(const OptionalTensor* weights, ScalarType type, cpu::DecoderLayerCall& call) {
-  const int64_t size = call.mlp.size, wide = call.mlp.hidden, inputs = call.beside_size + size;
+  const int64_t size = call.mlp.size, wide = call.mlp.hidden, inputs = call.embedding_size + size;
   const int64_t head_size = call.attention.head_size;
   const int64_t queries = call.attention.num_heads * head_size;
   const int64_t keys = call.attention.num_kv_heads * head_size;
@@ -285,7 +285,7 @@ void add_weights(const OptionalTensor* weights, ScalarType type, cpu::DecoderLay
 Tensor decoder_layers(const Tensor& hidden, std::vector<OptionalTensor> layers,
                       std::vector<Tensor> key_caches, std::vector<Tensor> value_caches, double eps,
                       double norm_shift, const Text& activation, const OptionalTensor& cos,
-                      const OptionalTensor& sin, const OptionalTensor& beside,
+                      const OptionalTensor& sin, const OptionalTensor& embeddings,
                       const Tensor& slot_mapping, const Tensor& block_table,
                       const Tensor& context_lens, const Tensor& cu_rows, double scale,
                       int64_t sliding_window, double softcap,
@@ -313,11 +313,11 @@ Tensor decoder_layers(const Tensor& hidden, std::vector<OptionalTensor> layers,
     shared.cos_stride = cos->stride(0);
     shared.sin_stride = sin->stride(0);
   }
-  if (beside) {
-    require(beside->dim() == 2 && beside->size(0) == num_rows && beside->is_contiguous());
-    require(beside->scalar_type() == ScalarType::Float);
-    shared.beside_size = beside->size(1);
-    shared.beside = beside->const_data_ptr<float>();
+  if (embeddings) {
+    require(embeddings->dim() == 2 && embeddings->size(0) == num_rows);
+    require(embeddings->scalar_type() == ScalarType::Float && embeddings->is_contiguous());
+    shared.embedding_size = embeddings->size(1);
+    shared.embeddings = embeddings->const_data_ptr<float>();
   }
   // All layers are checked before the first one writes.
   std::vector<cpu::DecoderLayerCall> calls(num_layers, shared);

@@ -13,7 +13,7 @@ struct Sizes {
   explicit Sizes(const DecoderLayerCall& call)
       : rows(call.attention.num_rows),
         size(call.mlp.size),
-        inputs(call.beside_size + size),
+        inputs(call.embedding_size + size),
         queries(call.attention.num_heads * call.attention.head_size),
         keys(call.attention.num_kv_heads * call.attention.head_size) {}
   const int64_t rows, size, inputs, queries, keys;  // values of a row
@@ -89,9 +89,9 @@ void attend(const DecoderLayerCall& call, const Sizes& n, const Scratch& scratch
   const Element element = attention.element;
   for (int64_t row = 0; row < n.rows; ++row) {
     float* inputs = scratch.inputs + row * n.inputs;
-    std::copy_n(call.beside + row * call.beside_size, call.beside_size, inputs);
+    std::copy_n(call.embeddings + row * call.embedding_size, call.embedding_size, inputs);
     normalize(call, call.attention_norm, call.hidden + row * n.size, 1, n.size,
-              inputs + call.beside_size);
+              inputs + call.embedding_size);
   }
   const PackedRows rows = {element, n.rows, n.inputs, scratch.packed};
   kernel.linear.pack(scratch.inputs, Element::kFloat32, rows);

@@ -17,8 +17,8 @@ struct Projection {
 struct DecoderLayerCall {
   float* hidden;  // [num_rows, mlp.size], read and overwritten
   Norm norm;      // eps and shift of all; the weights are those below
-  const float* beside;   // [num_rows, beside_size] or null: what attention reads before hidden rows
-  int64_t beside_size;
+  const float* embeddings;  // [num_rows, embedding_size] or null, which attention reads in front
+  int64_t embedding_size;
   const void* attention_norm;
   const void* query_norm;          // [head_size] or null
   const void* key_norm;            // [head_size] or null

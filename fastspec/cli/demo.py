@@ -76,7 +76,8 @@ def demo(
     """Continue prompts, plain and speculatively, and compare both.
 
     By default with the bundled pair. The fetched model answers questions: --target smollm2 --chat.
-    The method auto takes the draft that the target comes with, or copies where there is none.
+    Without --method and --draft: the draft that comes with the target, and for any other target the
+    method suffix.
     """
     with usage_errors():
         params = SamplingParams(
@@ -118,12 +119,14 @@ def demo(
 
 
 def _usual(spec: SpecConfig, target: str) -> SpecConfig:
-    """The method that suits a target which is named without a draft."""
-    if own_draft(target, "eagle3") is not None:  # short drafts pay on a CPU
-        count, copied = spec.num_speculative_tokens or 2, spec.suffix_tokens or 8
-        given = {"num_speculative_tokens": count, "suffix_tokens": copied}
-        return replace(spec, method="eagle3", **given)
-    return replace(spec, method="draft_model" if own_draft(target, "draft_model") else "suffix")
+    """The method for a target that is named without a draft."""
+    if own_draft(target, "eagle3") is not None:
+        copied = spec.suffix_tokens or (8 if spec.schedule == "constant" else None)
+        count = spec.num_speculative_tokens or 2  # short drafts pay on a CPU
+        return replace(spec, method="eagle3", num_speculative_tokens=count, suffix_tokens=copied)
+    if own_draft(target, "draft_model") is not None:
+        return replace(spec, method="draft_model")
+    return spec if spec.suffix_tokens or spec.cape else replace(spec, method="suffix")
 
 
 def _compare(

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -114,7 +114,10 @@ def eagle3(
     target: options.Target = "tiny",
     start: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Train this draft further, instead of a fresh one."),
+        typer.Option(
+            metavar="DIR",
+            help="Start from the weights of this EAGLE-3 draft instead of fresh ones.",
+        ),
     ] = None,
     steps: Steps = None,
     resume: Resume = False,
@@ -127,10 +130,12 @@ def eagle3(
     on held-out text.
     """
     settings = _checked(settings, steps, data, out, plot)
-    for flag in ("intermediate_size", "reduced_vocab_size"):
-        if start is not None and getattr(shape, flag) is not None:
-            raise typer.BadParameter("--start: the sizes of the draft are those of this folder")
-    from fastspec.drafters.eagle3.loading import load_eagle3
+    sizes = {"--intermediate-size": shape.intermediate_size}
+    sizes |= {"--vocab-size": shape.reduced_vocab_size}
+    for flag, size in sizes.items():
+        if start is not None and size is not None:
+            raise typer.BadParameter(f"{flag}: not with --start, whose draft keeps its size")
+    from fastspec.drafters.eagle3 import Eagle3Draft, load_eagle3
     from fastspec.train.eagle3 import cut_texts, make_eagle3, train_eagle3
     from fastspec.train.glide_data import split_places
 
@@ -142,7 +147,7 @@ def eagle3(
         if start is None:
             draft = make_eagle3(model, training, shape)
         else:
-            draft = load_eagle3(start, config, model).float()
+            draft = cast(Eagle3Draft, load_eagle3(start, config, model)).float()
     if steps is None:
         settings = replace(settings, steps=-(-len(training) // settings.batch_size))
     with _progress(settings.steps, len(texts)) as calls:

@@ -78,6 +78,7 @@ class SpecConfig:
         None,
         integer(1, MAX_DRAFT_TOKENS),
         "K, tokens proposed in each step; by default 5 (suffix: 24; cascade: as k_matrix asks).",
+        "With suffix_tokens: those of the draft model; a copy may be longer.",
         aliases=(
             "num_assistant_tokens (Hugging Face)",
             "prompt_lookup_num_tokens (Hugging Face; also chooses prompt_lookup)",
@@ -150,24 +151,30 @@ class SpecConfig:
     suffix_tokens: int | None = option(
         None,
         integer(1, MAX_DRAFT_TOKENS),
-        "Copy up to so many tokens where the text repeats itself, as suffix does; by default none.",
-        "Where a copy promises at least one token the draft model does not run, and where none does"
-        " it drafts as ever. The options of suffix apply.",
+        "With a draft model: copy up to so many tokens where the text repeats itself; by default"
+        " none.",
+        "Where a copy is expected to yield at least one accepted token it is proposed and the draft"
+        " model does not run; elsewhere the draft model proposes num_speculative_tokens. The"
+        " suffix_* options apply. It needs schedule 'constant'; without a draft model use method"
+        " suffix.",
     )
     suffix_max_spec_factor: float | None = option(
         None,
         POSITIVE,
-        "Tokens of a draft at most, over those that match; by default 2.",
+        "suffix, or with suffix_tokens: tokens of a draft at most, over those that match; by"
+        " default 2.",
     )
     suffix_min_token_prob: float | None = option(
         None,
         SHARE,
-        "A draft ends where fewer of the places that match have gone on so; by default 0.1.",
+        "suffix, or with suffix_tokens: a draft ends where fewer of the places that match have gone"
+        " on so; by default 0.1.",
     )
     suffix_max_cached_tokens: int | None = option(
         None,
         integer(_FEWEST_SUFFIX_TOKENS),
-        "Tokens of earlier outputs that are kept, and of a corpus; by default 500000 each.",
+        "suffix, or with suffix_tokens: tokens of earlier outputs that are kept, and of a corpus;"
+        " by default 500000 each.",
         "The oldest go first. 500000 tokens take up to 100 MB.",
     )
     exit_layer: int | None = option(
@@ -322,8 +329,8 @@ class SpecConfig:
         return self
 
     def num_draft_tokens(self, most: int | None = None) -> int:
-        """K: what a draft model drafts, or what is copied where that is more; see
-        `num_model_tokens`."""
+        """K, most tokens of a proposal: num_model_tokens(most), or suffix_tokens if that is
+        more."""
         return max(self.num_model_tokens(most), self.suffix_tokens or 0)
 
     def num_model_tokens(self, most: int | None = None) -> int:
@@ -396,7 +403,7 @@ class SpecConfig:
             is_read = name in fields
             if name in _LOOKUP_FIELDS and self.method in ("tree", "eagle3"):
                 is_read = self.tree_prompt_lookup
-            if name in _SUFFIX_FIELDS and self.method != "suffix":
+            if name in _SUFFIX_FIELDS and "suffix_tokens" in fields:
                 is_read = is_read and self.suffix_tokens is not None
             if not is_read and value is not default and value != default:
                 refuse(name, value, f"not for method {self.method!r}")

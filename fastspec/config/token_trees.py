@@ -48,6 +48,8 @@ def check_trees(spec: Any) -> None:
         is_constant = spec.schedule == "constant"
         require("schedule", spec.schedule, is_constant, "'constant' for trees")
         refuse("confidence_threshold", spec.confidence_threshold, "not for trees")
+        copied, most = spec.suffix_tokens, MAX_TREE_NODES
+        require("suffix_tokens", copied, (copied or 0) <= most, f"at most {most} for trees")
     if spec.tree_prompt_lookup:
         require("tree_prompt_lookup", True, spec.tree_paths is None, "False beside tree_paths")
         require("tree_prompt_lookup", True, not spec.draws_drafts, "False for sampled siblings")
@@ -57,7 +59,7 @@ def check_trees(spec: Any) -> None:
         depth, size, most = (
             TreeShape(spec.tree_paths).depth,
             len(spec.tree_paths),
-            spec.num_draft_tokens(),
+            spec.num_model_tokens(),
         )
         if depth > most or size > MAX_TREE_NODES:
             raise ValueError(
@@ -68,9 +70,9 @@ def check_trees(spec: Any) -> None:
         refuse("cape_bins", spec.cape_bins, "only with cape")
         return
     most = max(extra for _, extra in spec.cape_bins or DEFAULT_CAPE_BINS)
-    nodes = spec.num_draft_tokens() * (1 + most)
+    nodes = spec.num_model_tokens() * (1 + most)
     if nodes > MAX_TREE_NODES:
         raise ValueError(
-            f"cape_bins: {most} siblings for each of {spec.num_draft_tokens()} tokens make a"
+            f"cape_bins: {most} siblings for each of {spec.num_model_tokens()} tokens make a"
             f" tree of {nodes} nodes, more than {MAX_TREE_NODES}"
         )

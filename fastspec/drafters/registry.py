@@ -86,9 +86,14 @@ def plan_drafter(context: DrafterContext) -> DrafterPlan | None:
     if given is None and takes_draft:
         given = own_draft(context.target, method.name)
     if given is None and takes_draft:
-        if not method.needs_draft and not context.spec.cape:
+        if method.needs_draft:
+            what = f"method {method.name!r}"
+        elif context.spec.cape:
+            what = "cape"
+        elif context.spec.suffix_tokens is not None:
+            what = "suffix_tokens (method 'suffix' copies without one)"
+        else:
             return None
-        what = f"method {method.name!r}" if method.needs_draft else "cape"
         raise ValueError(f"drafter: {what} needs a draft model, got None")
     wants_glide = method.name == "glide"
     return _planned(method, replace(context, drafter=given, wants_glide=wants_glide))

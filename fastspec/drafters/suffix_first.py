@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 from fastspec.config import SpecConfig
 from fastspec.drafters.base import Batch, Drafter, Proposal, Request, TreeProposer
 from fastspec.drafters.context import DrafterPlan
+from fastspec.drafters.draft_model import DraftModelDrafter
 from fastspec.drafters.suffix import SuffixDrafter
 from fastspec.models.transfer import device_tensor
 
@@ -26,16 +27,24 @@ class SuffixFirst:
     Args:
         model: drafts chains, or trees.
         copies: drafts what is copied.
-        num_tokens: that the model drafts on a path at most; copies have all of K.
-        draws: whether the model samples where requests do, so that proposals have its logits.
+        num_tokens: most that the model drafts on a path.
+        num_copied: most that a copy has.
+        draws: whether the model samples for sampled requests, so that its proposals have logits.
     """
 
-    def __init__(self, model: Drafter, copies: SuffixDrafter, num_tokens: int, draws: bool):
+    def __init__(
+        self,
+        model: Drafter,
+        copies: SuffixDrafter,
+        num_tokens: int,
+        num_copied: int,
+        draws: bool,
+    ):
         self.name = model.name
-        self.draft: Drafter = getattr(model, "draft", model)
+        self.draft: Drafter = getattr(model, "draft", model)  # where the engine looks for GLIDE
         self._model = model
         self._copies = copies
-        self._num_tokens = num_tokens
+        self._num_tokens, self._num_copied = num_tokens, num_copied
         self._draws = draws
 
     def add_corpus(self, texts: Iterable[Sequence[int]]) -> None:
@@ -46,7 +55,8 @@ class SuffixFirst:
         wanted = batch.num_draft_tokens
         copied: dict[int, Sequence[int]] = {}  # by place in the batch
         for place, (request, num) in enumerate(zip(batch.requests, wanted, strict=True)):
-            draft = self._copies.draft(request, num, num, batch.is_coupled)
+            most = min(num, self._num_copied)
+            draft = self._copies.draft(request, most, most, batch.is_coupled)
             if draft.expected >= _LEAST_EXPECTED:
                 copied[place] = draft.token_ids
         depths = [
@@ -63,7 +73,7 @@ class SuffixFirst:
         self._copies.release(request)
 
     def _drafted(self, batch: Batch, depths: list[int]) -> Proposal:
-        """The model's proposal."""
+        """The model's proposal for the requests with a depth, counts and writers filled in."""
         num, nodes = min(batch.num_speculative_tokens, self._num_tokens), depths
         if isinstance(self._model, TreeProposer):
             most = self._model.max_nodes(num)
@@ -71,9 +81,15 @@ class SuffixFirst:
             nodes = [min(free, most) if depth else 0 for free, depth in room]
         own = replace(batch, num_draft_tokens=depths, max_nodes=nodes, num_speculative_tokens=num)
         proposal = self._model.propose(own)
+        if proposal.draft_logits is None and self._has_logits(batch):  # it had no room for a token
+            return replace(self._nothing(batch), passes=proposal.passes)
         counts = nodes if proposal.num_tokens is None else proposal.num_tokens
         writers = proposal.writers or [[self.name] * count for count in counts]
         return replace(proposal, num_tokens=counts, writers=writers)
+
+    def _has_logits(self, batch: Batch) -> bool:
+        """Whether the model's proposals for this batch have its logits."""
+        return self._draws and not batch.all_greedy and not batch.is_coupled
 
     def _nothing(self, batch: Batch) -> Proposal:
         """No proposal of the model's, to be judged as one of its own would be.
@@ -84,7 +100,7 @@ class SuffixFirst:
         num, device = len(batch.requests), batch.device
         is_tree = isinstance(self._model, TreeProposer)
         rule, draft_logits = "target_only" if is_tree else None, None
-        if self._draws and not batch.all_greedy and not batch.is_coupled:
+        if self._has_logits(batch):
             draft_logits = torch.zeros((num, int(is_tree), 1), dtype=torch.bfloat16, device=device)
             rule = "without_replacement" if is_tree else None
         token_ids = torch.empty((num, 0), dtype=torch.int32, device=device)
@@ -137,17 +153,21 @@ class SuffixFirstTrees(SuffixFirst):
     def max_nodes(self, num_speculative_tokens: int) -> int:
         """Nodes of a tree at most, when paths may have that many tokens."""
         num = min(num_speculative_tokens, self._num_tokens)
-        return max(num_speculative_tokens, self._model.max_nodes(num))
+        copied = min(num_speculative_tokens, self._num_copied)
+        return max(copied, self._model.max_nodes(num))
 
 
 def with_copies(plan: DrafterPlan, spec: SpecConfig) -> DrafterPlan:
-    """The drafter of a plan where nothing can be copied."""
+    """The plan's drafter behind copies of the text, see `SuffixFirst`."""
 
     def drafter(target, block_manager) -> Drafter:
         model = plan.build(target, block_manager)
+        if not isinstance(getattr(model, "draft", model), DraftModelDrafter):
+            raise ValueError(f"suffix_tokens: needs a draft model, got drafter {model.name!r}")
         kind = SuffixFirstTrees if isinstance(model, TreeProposer) else SuffixFirst
         copies = SuffixDrafter(*spec.suffix_limits)
-        return kind(model, copies, spec.num_model_tokens(), spec.draws_drafts)
+        sizes = spec.num_model_tokens(), spec.suffix_tokens or 0
+        return kind(model, copies, *sizes, spec.draws_drafts)
 
     return DrafterPlan(plan.models, drafter)
 

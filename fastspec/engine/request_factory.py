@@ -218,7 +218,7 @@ class RequestFactory:
         if isinstance(text, str):
             if self._tokenizer is None:
                 raise ValueError("texts: a text needs a tokenizer, and the engine has none")
-            return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+            text = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return self._known_ids("texts", text)
 
     def _known_ids(self, name: str, token_ids: Sequence[int]) -> list[int]:

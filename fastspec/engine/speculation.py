@@ -261,7 +261,9 @@ class Speculations(dict[str | None, Speculation]):
         pacer = Pacer(spec, self._runner, self._block_manager, self._factory, *sizes)
         sizes = self._runner.device, target.vocab_size
         speculation = Speculation(*sizes, spec, config, target.chains_only, pacer)
-        speculation.check_count("num_speculative_tokens", speculation.usual_num_tokens)
+        count, is_copy = speculation.usual_num_tokens, spec.suffix_tokens is not None
+        is_copy = is_copy and count > spec.num_model_tokens(config.max_n_spec_tokens)
+        speculation.check_count("suffix_tokens" if is_copy else "num_speculative_tokens", count)
         if plan is not None:
             speculation.enable(self._built(plan), speculation.usual_num_tokens, [])
         self[name] = speculation

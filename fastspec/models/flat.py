@@ -1,4 +1,5 @@
-"""Decoders of the Llama kind without their modules: in passes of few rows a layer is one op.
+"""Decoders of the Llama kind without their modules: passes of few rows are one op over all layers
+that are alike.
 
 Names only say which layers may compute that. A trial pass at load decides: each layer's modules,
 copied into a wider type, give the truth, and the op must come as near to it as the modules do.
@@ -128,7 +129,7 @@ class FlatModel:
         hidden = self._embed(input_ids).float()
         cos, sin = self._rotary(hidden, positions[None])
         for run in self._runs:
-            for part in _from_each(step.inputs, run) if step.inputs else [run]:
+            for part in _from_each(step.inputs, run):
                 if part[0].index in step.inputs:
                     step.keep_input(part[0].index, hidden)
                 hidden = run_layers(part, hidden, cos[0], sin[0], step)

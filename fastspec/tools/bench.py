@@ -100,6 +100,7 @@ class Methods:
         self._target = target
         self._generate = cast(Any, target).generate  # only generative classes have it
         self._num_speculative_tokens = spec.num_draft_tokens()
+        self._num_assistant_tokens = spec.num_model_tokens()  # the peers copy nothing
         self.max_tokens = max_tokens
         self.last_stats = SpecStats()
 
@@ -142,10 +143,10 @@ class Methods:
 
     def _hf_assisted(self, prompt: TokenIds, temperature: float, seed: int) -> TokenIds:
         if self._draft is None:
-            num = self._num_speculative_tokens
+            num = self._num_assistant_tokens
             return self._hf_generate(prompt, temperature, seed, prompt_lookup_num_tokens=num)
         changes = {
-            "num_assistant_tokens": self._num_speculative_tokens,
+            "num_assistant_tokens": self._num_assistant_tokens,
             "num_assistant_tokens_schedule": "constant",
             "assistant_confidence_threshold": 0.0,
         }

@@ -37,7 +37,7 @@ def decoder_layers(
     eps: float,
     cos: Tensor | None = None,
     sin: Tensor | None = None,
-    beside: Tensor | None = None,
+    embeddings: Tensor | None = None,
     norm_shift: float = 0.0,
     activation: str = "silu",
     ancestor_mask: Tensor | None = None,
@@ -46,12 +46,12 @@ def decoder_layers(
     softcap: float = 0.0,
     backend: str = "auto",
 ) -> Tensor:
-    """Run few rows through decoder layers of the Llama kind, their keys and values into the caches.
+    """Run few rows through decoder layers of the Llama kind and store their keys and values.
 
-    In each layer, with its weights: rows = norm(hidden, attention_norm), behind what is `beside`;
-    query, key and value are their projections, queries and keys normalised head by head where
-    query_norm and key_norm are given, then rotated as in `store_kv`. Keys and values go to their
-    slots, and `tree_attention` reads the pages. With
+    In each layer, with its weights: rows = norm(hidden, attention_norm), after `embeddings`; query,
+    key and value are their projections, queries and keys normalised head by head where query_norm
+    and key_norm are given, then rotated as in `store_kv`. Keys and values go to their slots, and
+    `tree_attention` reads the pages. With
     hidden = hidden + norm(output projection, attention_out_norm) and
     rows = norm(hidden, mlp_norm) the next layer gets
     hidden + norm((activation(rows @ gate_weight.T) * (rows @ up_weight.T)) @ down_weight.T,
@@ -66,8 +66,8 @@ def decoder_layers(
         eps: of the norms, > 0 in float32.
         cos, sin: [T, R] float32, R even and at most D, last dimension contiguous; None: no
             rotation.
-        beside: [T, B] float32, contiguous; what every layer's attention reads before its rows, as
-            an EAGLE-3 draft does. None: nothing.
+        embeddings: [T, S] float32, contiguous; normed token embeddings that each layer's attention
+            reads in front of its rows, as in EAGLE-3. None: none.
         norm_shift: added to the weights of all norms: 0, or 1 for Gemma's.
         activation: "silu" or "gelu_tanh".
         ancestor_mask, scale, sliding_window, softcap: as in `tree_attention`.
@@ -93,21 +93,18 @@ def decoder_layers(
     pages = (block_table, context_lens, cu_rows)
 
     def check():
-        lists = {"layers": layers, "key_caches": key_caches, "value_caches": value_caches}
-        num_layers = sorted(map(len, lists.values()))[1]  # what most of them have
-        for name, values in lists.items():
-            if len(values) != num_layers:
-                raise ValueError(
-                    f"{name}: expected those of {num_layers} layers, got {len(values)}"
-                )
+        for name, caches in (("key_caches", key_caches), ("value_caches", value_caches)):
+            if len(caches) != len(layers):
+                expected = f"one for each of {len(layers)} layers"
+                raise ValueError(f"{name}: expected {expected}, got {len(caches)}")
         check_tensor("hidden", hidden, (None, None), (torch.float32,), cache.device)
         check_contiguous("hidden", hidden)
         num_rows, size = hidden.shape
         num_inputs = size
-        if beside is not None:
-            check_tensor("beside", beside, (num_rows, None), (torch.float32,), cache.device)
-            check_contiguous("beside", beside)
-            num_inputs += beside.shape[1]
+        if embeddings is not None:
+            check_tensor("embeddings", embeddings, (num_rows, None), (torch.float32,), cache.device)
+            check_contiguous("embeddings", embeddings)
+            num_inputs += embeddings.shape[1]
         check_tensor("slot_mapping", slot_mapping, (num_rows,), (torch.int64,), cache.device)
         check_contiguous("slot_mapping", slot_mapping)
         for index, weights in enumerate(layers):
@@ -123,13 +120,13 @@ def decoder_layers(
 
     arguments = (hidden, [weight for layer in layers for weight in layer])
     arguments += (list(key_caches), list(value_caches), eps, norm_shift, activation, cos, sin)
-    arguments += (beside, slot_mapping, *pages, scale, sliding_window, softcap, ancestor_mask)
+    arguments += (embeddings, slot_mapping, *pages, scale, sliding_window, softcap, ancestor_mask)
     return run_checked("decoder_layers", backend, cache, arguments, check)
 
 
 def _first_of(name: str, values: Sequence[Any], kind: type) -> Any:
-    """The first of some values of a kind; whether they are such."""
-    is_list = isinstance(values, (list, tuple)) and not isinstance(values, LayerWeights)
+    """The first value; ValueError unless `values` is a list or tuple of at least one `kind`."""
+    is_list = isinstance(values, (list, tuple))
     if not is_list or not values or not all(isinstance(value, kind) for value in values):
         raise ValueError(f"{name}: expected a {kind.__name__} for each layer, got {values!r:.60}")
     return values[0]

@@ -2,7 +2,9 @@
 
 import pytest
 
-from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
+from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig, drafters
+from fastspec.drafters.base import NoDrafter
+from fastspec.drafters.ngram import NgramDrafter
 from fastspec_kernels.testing import chi_square
 
 from ..models import perturbed, random_model
@@ -155,7 +157,56 @@ def test_options():
         ({"method": "suffix", "suffix_tokens": 4}, "suffix_tokens"),
         ({"method": "eagle3", "suffix_tokens": 4, "schedule": "adaptive"}, "schedule"),
         ({"method": "eagle3", "suffix_tokens": 0}, "suffix_tokens"),
+        ({"method": "tree", "suffix_tokens": 128}, "suffix_tokens"),
+        (
+            {"method": "tree", "tree_paths": [[0], [0, 0]], "num_speculative_tokens": 1},
+            "tree_paths",
+        ),
     ]
+    SpecConfig("draft_model", 2, cape=True, suffix_tokens=24)
+    paths = {"tree_paths": [[0], [0, 0]], "num_speculative_tokens": 1, "suffix_tokens": 8}
+    with pytest.raises(ValueError, match="tree_paths"):
+        SpecConfig("tree", **paths)
     for options, name in refused:
         with pytest.raises(ValueError, match=name):
             SpecConfig(**options)
+
+
+def test_what_it_needs_is_said():
+    target = random_model("llama")
+    with pytest.raises(ValueError, match="method 'suffix' copies without one"):
+        Engine(target, spec=SpecConfig(suffix_tokens=8))
+    with pytest.raises(ValueError, match="suffix_tokens: needs a draft model, got drafter 'ngram'"):
+        Engine(target, NgramDrafter(4, 3), spec=SpecConfig(suffix_tokens=8))
+    config = EngineConfig(max_n_spec_tokens=5)
+    spec = SpecConfig("draft_model", 2, suffix_tokens=8)
+    with pytest.raises(ValueError, match="suffix_tokens: expected at most max_n_spec_tokens, 5"):
+        Engine(target, perturbed(target, 0.2), spec=spec, config=config)
+
+
+def test_a_methods_own_use_of_the_options_of_suffix():
+    """A registered method reads them without copying first."""
+    fields = ["suffix_max_cached_tokens"]
+    drafters.register("mine", lambda context: NoDrafter(), fields=fields)
+    try:
+        assert SpecConfig("mine", suffix_max_cached_tokens=100).suffix_limits[2] == 100
+    finally:
+        drafters.unregister("mine")
+
+
+def test_copies_are_no_longer_than_asked_for():
+    target = random_model("llama")
+    spec = SpecConfig("draft_model", 9, suffix_tokens=3, suffix_max_spec_factor=9.0)
+    engine = Engine(target, perturbed(target, 0.2), spec=spec)
+    longest, drafter = [], engine.drafter
+    assert drafter is not None
+    propose = drafter.propose
+
+    def counted(batch):
+        proposal = propose(batch)
+        longest.append(max(row.count("suffix") for row in proposal.writers or [[]]))
+        return proposal
+
+    drafter.propose = counted
+    engine.generate([[5, 6, 7, 8] * 9], GREEDY)
+    assert max(longest) == 3

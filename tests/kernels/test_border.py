@@ -32,7 +32,7 @@ def paged() -> dict:
 
 
 def layers() -> dict:
-    """3 rows of 12 values, 5 beside them, over the same pages, an MLP of 20; two layers."""
+    """3 rows of 12 values, 5 of embeddings, over the same pages, an MLP of 20; two layers."""
     shapes = {"query_weight": (32, 17), "key_weight": (16, 17), "value_weight": (16, 17)}
     shapes |= {"output_weight": (12, 32), "gate_weight": (20, 12), "up_weight": (20, 12)}
     shapes |= {"query_bias": (32,), "key_bias": (16,), "value_bias": (16,), "output_bias": (12,)}
@@ -49,7 +49,7 @@ def layers() -> dict:
         "key_caches": [pages["key_cache"], paged()["key_cache"]],
         "value_caches": [pages["value_cache"], paged()["value_cache"]],
         "hidden": torch.randn(3, 12),
-        "beside": torch.randn(3, 5),
+        "embeddings": torch.randn(3, 5),
         "slot_mapping": torch.tensor([7, 4, 10]),
         "cos": torch.rand(3, 8),
         "sin": torch.rand(3, 8),
@@ -225,8 +225,9 @@ def bad_tensors(tensor: Tensor) -> list:
 
 def bad_lists(values: list) -> list:
     """Lists that have a bad value in one place, and what is none."""
-    found = ["x", 1, None, [], values[0], values[:1], [*values, values[0]], [*values[:-1], None]]
+    found = ["x", 1, None, [], values[0], [*values[:-1], None]]
     if isinstance(values[0], Tensor):
+        found += [values[:1], [*values, values[0]]]
         return found + [[values[0], bad] for bad in bad_tensors(values[1])]
     for name, value in values[1]._asdict().items():
         wrong = [*bad_tensors(value), value[:-1]]
@@ -406,7 +407,7 @@ EMPTY = [
         "tree_attention",
         {**NO_QUERIES, **NO_BOUNDS, **cut("block_table", "context_lens", "ancestor_mask")},
     ),
-    ("decoder_layers", {**cut("hidden", "beside", "slot_mapping", "cos", "sin"), **NO_ROWS}),
+    ("decoder_layers", {**cut("hidden", "embeddings", "slot_mapping", "cos", "sin"), **NO_ROWS}),
     ("cross_attention", NO_QUERIES),
     ("cross_attention", {**NO_QUERIES, **NO_BOUNDS, **cut("block_table", "context_lens")}),
 ]

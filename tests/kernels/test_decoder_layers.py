@@ -37,7 +37,7 @@ class Layers:
         heads=4,
         kv_heads=2,
         head_size=16,
-        beside=0,
+        embeddings=0,
         number=2,
     ):
         generator = torch.Generator().manual_seed(size)
@@ -48,7 +48,7 @@ class Layers:
 
         queries, keys = heads * head_size, kv_heads * head_size
         self.size, self.rotated = size, head_size if not full else 8
-        inputs = size + beside
+        inputs = size + embeddings
 
         def weights():
             given: dict[str, Any] = {
@@ -80,7 +80,7 @@ class Layers:
         self.options = FULL if full else PLAIN
         self.caches = [[random(9, 4, kv_heads, head_size) for _ in self.weights] for _ in range(2)]
         self.rows = torch.randn(64, size, generator=generator)
-        self.beside = torch.randn(64, beside, generator=generator) if beside else None
+        self.embeddings = torch.randn(64, embeddings, generator=generator) if embeddings else None
         self.angles = torch.randn(64, self.rotated, generator=generator)
 
     def run(self, rows, table, context_lens, counts, mask=None, backend="cpu"):
@@ -102,7 +102,7 @@ class Layers:
             cu_rows=torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32),
             cos=self.angles[rows].cos(),
             sin=self.angles[rows].sin(),
-            beside=None if self.beside is None else self.beside[rows],
+            embeddings=None if self.embeddings is None else self.embeddings[rows],
             ancestor_mask=mask,
             backend=backend,
             **self.options,
@@ -123,8 +123,8 @@ def assert_close(actual, expected, tolerance):
     [
         {},
         {"size": 33, "hidden": 17, "head_size": 10, "heads": 2},
-        {"beside": 48, "number": 1},
-        {"size": 33, "beside": 7},
+        {"embeddings": 48, "number": 1},
+        {"size": 33, "embeddings": 7},
     ],
     ids=str,
 )
@@ -219,7 +219,7 @@ def test_nothing_is_written_where_a_later_layer_is_wrong():
     assert error.startswith("layers[1].down_weight: expected shape")
     changed, error = written(layers, layers=[first])
     assert not any(changed)
-    assert error == "layers: expected those of 2 layers, got 1"
+    assert error == "key_caches: expected one for each of 1 layers, got 2"
 
 
 def test_layers_in_one_call_are_those_in_several(restore_threads):

@@ -65,13 +65,23 @@ class HiddenStates(Protocol):
         ...
 
 
+_LINEAR = {
+    "query": ("self_attn", "q_proj"),
+    "key": ("self_attn", "k_proj"),
+    "value": ("self_attn", "v_proj"),
+    "output": ("self_attn", "o_proj"),
+    "gate": ("mlp", "gate_proj"),
+    "up": ("mlp", "up_proj"),
+    "down": ("mlp", "down_proj"),
+}
+
+
 class Eagle3Layer(nn.Module):
     """A decoder layer whose attention reads embeddings and hidden states side by side."""
 
     def __init__(self, config: Eagle3Config):
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.config = config
         self.norm_before_residual = config.norm_before_residual
         self.self_attn = LlamaAttention(config, 0)
         for name in ("q_proj", "k_proj", "v_proj"):
@@ -90,22 +100,21 @@ class Eagle3Layer(nn.Module):
         return joined, normed if self.norm_before_residual else hidden
 
     def weights(self) -> LayerWeights | None:
-        """For `decoder_layers`, beside normed embeddings; None if it computes something else."""
-        attention, mlp = self.self_attn, self.mlp
-        names = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
-        linear = {name: getattr(attention, path) for name, path in names.items()}
-        linear |= {name: getattr(mlp, f"{name}_proj") for name in ("gate", "up", "down")}
-        is_usual = all(map(is_plain_linear, linear.values())) and all(map(is_plain, self.modules()))
-        has_bias = any(linear[name].bias is not None for name in ("gate", "up", "down"))
-        is_gated = self.config.hidden_act == "silu" and not has_bias
-        if self.norm_before_residual or not is_usual or not is_gated:
-            return None
-        return LayerWeights(
-            attention_norm=self.hidden_norm.weight,
-            mlp_norm=self.post_attention_layernorm.weight,
-            **{f"{name}_weight": layer.weight for name, layer in linear.items()},
-            **{f"{name}_bias": linear[name].bias for name in names},
-        )
+        """For `decoder_layers`, after normed embeddings; None if it computes something else."""
+        found: dict[str, Tensor] = {
+            "attention_norm": self.hidden_norm.weight,
+            "mlp_norm": self.post_attention_layernorm.weight,
+        }
+        for name, (part, path) in _LINEAR.items():
+            layer = getattr(getattr(self, part), path)
+            if not is_plain_linear(layer):
+                return None
+            found[f"{name}_weight"] = layer.weight
+            if layer.bias is not None:
+                found[f"{name}_bias"] = layer.bias
+        is_usual = all(map(is_plain, self.modules())) and found.keys() <= {*LayerWeights._fields}
+        is_usual = is_usual and self.mlp.config.hidden_act == "silu"
+        return LayerWeights(**found) if is_usual and not self.norm_before_residual else None
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
         """The output of the layer, given what attention says."""
@@ -151,7 +160,7 @@ class Eagle3Draft(PreTrainedModel, GenerationMixin):
         self.lm_head = ReducedHead(head, token_ids, vocab_size)
 
     def use_op(self) -> None:
-        """From now on passes of few rows run the layer as one op, if it computes the same."""
+        """From now on passes of few rows run the layer as one op, where `weights` allows it."""
         self._op_weights = self.midlayer.weights()
 
     def get_input_embeddings(self) -> nn.Module:
@@ -208,7 +217,7 @@ class Eagle3Draft(PreTrainedModel, GenerationMixin):
             eps=layer.hidden_norm.variance_epsilon,
             cos=cos,
             sin=sin,
-            beside=layer.input_layernorm(embeddings)[0].float(),
+            embeddings=layer.input_layernorm(embeddings)[0].float(),
             ancestor_mask=step.ancestor_mask,
             scale=layer.self_attn.scaling,
             backend=step.backend,

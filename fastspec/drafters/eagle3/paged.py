@@ -66,8 +66,8 @@ class Eagle3Runner(ModelRunner):
         shape = num_blocks * block_size, size
         self._own = torch.zeros(shape, dtype=paged_model.dtype, device=self.device)
         is_on_cpu = self.device.type == "cpu" and paged_model.backend in ("auto", "cpu")
-        has_kernel = is_on_cpu and "cpu" in available_backends()
-        if has_kernel and self.caches[0][0].dtype == paged_model.dtype:
+        same_type = self.caches[0][0].dtype == paged_model.dtype  # the op takes no 8-bit caches
+        if is_on_cpu and same_type and "cpu" in available_backends():
             paged_model.model.use_op()
 
     def forward(
@@ -93,7 +93,9 @@ class Eagle3Runner(ModelRunner):
 
     def _step(self, spans: list[Span], rows: list[int], parents: Tensor | None = None) -> PagedStep:
         step, size = super()._step(spans, rows), self._block_size
-        slots, is_known = [], []  # of the states that the rows read: the target's of their own slot
+        # Where each row's hidden state lies: the target's in the row's own slot, the draft's in the
+        # one before.
+        slots, is_known = [], []
         for span in spans:
             for place in range(span.start, span.start + span.count):
                 is_known.append(place < span.target_len)
@@ -110,7 +112,7 @@ class Eagle3Runner(ModelRunner):
         return step
 
     def _slots_of_parents(self, step: PagedStep, spans: list[Span], parents: Tensor) -> Tensor:
-        """Of the rows of trees, [T] int64."""
+        """Slots [T] int64 of the states of each row's parent, for rows of token trees."""
         counts = [span.count for span in spans]
         owners = [index for index, count in enumerate(counts) for _ in range(count)]
         starts = [span.start for span in spans]

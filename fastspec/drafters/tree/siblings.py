@@ -54,13 +54,12 @@ def likeliest(
 def _largest(logits: Tensor, num: int) -> tuple[Tensor, Tensor]:
     """The `num` largest logits of each row [R, V], largest first, in float32, and their places.
 
-    They are in the groups with the `num` largest maxima, so few need sorting.
+    They lie in the `num` groups with the largest maxima, so only those are sorted.
     """
-    num_rows, size = logits.shape
+    size = logits.shape[1]
     if size % _GROUP or size < 4 * num * _GROUP:
         return logits.float().topk(num)
-    groups = logits.view(num_rows, -1, _GROUP)
-    chosen = groups.amax(dim=2).topk(num, sorted=False).indices
+    chosen = logits.unflatten(1, (-1, _GROUP)).amax(dim=2).topk(num, sorted=False).indices
     places = (chosen[:, :, None] * _GROUP + torch.arange(_GROUP, device=logits.device)).flatten(1)
     best, within = logits.gather(1, places).float().topk(num)
     return best, places.gather(1, within)

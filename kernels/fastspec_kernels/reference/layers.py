@@ -32,12 +32,13 @@ def gated_mlp(input: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight
 class LayerWeights(NamedTuple):
     """The weights of a decoder layer of the Llama kind, see `decoder_layers`.
 
-    H query heads, G KV heads, all of D numbers; E numbers in a hidden state, B beside it.
+    H query heads, G KV heads, D numbers of a head, E of a hidden state, I of the feed-forward
+    block, S of an embedding before it (0 without).
 
     Attributes:
         attention_norm, mlp_norm: [E].
-        query_weight: [H * D, B + E].
-        key_weight, value_weight: [G * D, B + E].
+        query_weight: [H * D, S + E].
+        key_weight, value_weight: [G * D, S + E].
         output_weight: [E, H * D].
         gate_weight, up_weight: [I, E].
         down_weight: [E, I].
@@ -77,7 +78,7 @@ def decoder_layers(
     activation: str,
     cos: Tensor | None,
     sin: Tensor | None,
-    beside: Tensor | None,
+    embeddings: Tensor | None,
     slot_mapping: Tensor,
     block_table: Tensor,
     context_lens: Tensor,
@@ -88,24 +89,25 @@ def decoder_layers(
     ancestor_mask: Tensor | None,
 ) -> Tensor:
     """Attend and feed forward, each after a norm and added to what came in, layer after layer."""
-    dtype, pages = key_caches[0].dtype, (block_table, context_lens, cu_rows)
+    pages = block_table, context_lens, cu_rows
 
     def norm(x: Tensor, weight: Tensor | None) -> Tensor:
         return x if weight is None else rms_norm(x, norm_shift + weight.double(), eps)
 
     def heads(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return linear(rows, weight, bias).unflatten(-1, (-1, key_caches[0].shape[-1]))
+        return linear(rows, weight, bias).unflatten(-1, (-1, head_size))
 
     def turn(x: Tensor) -> Tensor:
         return x if cos is None or sin is None else rotate(x, cos, sin)
 
     x = hidden.double()
     for index, caches in enumerate(zip(key_caches, value_caches, strict=True)):
+        dtype, head_size = caches[0].dtype, caches[0].shape[-1]
         size = len(LayerWeights._fields)
         w = LayerWeights(*layers[index * size : (index + 1) * size])  # pyright: ignore
         rows = norm(x, w.attention_norm)
-        if beside is not None:
-            rows = torch.cat([beside.double(), rows], dim=-1)
+        if embeddings is not None:
+            rows = torch.cat([embeddings.double(), rows], dim=-1)
         query = turn(norm(heads(rows, w.query_weight, w.query_bias), w.query_norm)).to(dtype)
         key = turn(norm(heads(rows, w.key_weight, w.key_bias), w.key_norm)).to(dtype)
         value = heads(rows, w.value_weight, w.value_bias).to(dtype)
