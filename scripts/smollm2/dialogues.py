@@ -21,13 +21,13 @@ _TOGETHER = 64
 _LONGEST_PROMPT = 500  # tokens
 
 
-def given_prompts(tokenizer: Any) -> Iterator[list[int]]:
+def given_prompts(tokenizer: Any, seed: int) -> Iterator[list[int]]:
     """Ids of prompts put together, without the longest."""
-    ids = (prompt_ids(tokenizer, text, True) for text in make_prompts(1_000_000))
+    ids = (prompt_ids(tokenizer, text, True) for text in make_prompts(1_000_000, seed))
     return (each for each in ids if len(each) < _LONGEST_PROMPT)
 
 
-def own_prompts(engine: Engine) -> Iterator[list[int]]:
+def own_prompts(engine: Engine, seed: int) -> Iterator[list[int]]:
     """Ids of turns that the target writes in the user's place, without those it does not end."""
     tokenizer: Any = engine.tokenizer
     turn = [{"role": "user", "content": "@@"}]
@@ -36,7 +36,7 @@ def own_prompts(engine: Engine) -> Iterator[list[int]]:
         tokenizer(part, add_special_tokens=False)["input_ids"] for part in text.split("@@")
     )
     special = {*tokenizer.all_special_ids}
-    for first in count(0, _TOGETHER):
+    for first in count(1_000_000 * seed, _TOGETHER):
         params = [
             SamplingParams(temperature=1.0, top_p=0.95, max_tokens=96, seed=first + place)
             for place in range(_TOGETHER)
@@ -53,18 +53,23 @@ def main() -> None:
     parser.add_argument("--given", type=int, default=3600, help="prompts put together")
     parser.add_argument("--own", type=int, default=1200, help="prompts of the target's own")
     parser.add_argument("--max-tokens", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0, help="another one gives other dialogues")
     options = parser.parse_args()
     config = EngineConfig(dtype="bfloat16", max_batch_size=_TOGETHER, max_model_len=1024)
     engine = Engine("smollm2", config=config)
-    given = islice(given_prompts(engine.tokenizer), options.given)
-    prompts = chain(given, islice(own_prompts(engine), options.own))
+    given = islice(given_prompts(engine.tokenizer, options.seed), options.given)
+    prompts = chain(given, islice(own_prompts(engine, options.seed), options.own))
     options.out.touch()
     with options.out.open("r+", encoding="utf-8") as file:
         done = sum(1 for _ in file)
         prompts = islice(prompts, done, None)
         while part := list(islice(prompts, _TOGETHER)):
             params = [
-                SamplingParams(temperature=0.8 * (n % 2), max_tokens=options.max_tokens, seed=n)
+                SamplingParams(
+                    temperature=0.8 * (n % 2),
+                    max_tokens=options.max_tokens,
+                    seed=n + 1_000_000 * options.seed,
+                )
                 for n in range(done, done + len(part))
             ]
             for ids, output in zip(part, engine.generate(part, params), strict=True):
