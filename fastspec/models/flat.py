@@ -129,7 +129,7 @@ class FlatModel:
         hidden = self._embed(input_ids).float()
         cos, sin = self._rotary(hidden, positions[None])
         for run in self._runs:
-            for part in _from_each(step.inputs, run):
+            for part in _from_each(step.inputs, run) if step.inputs else [run]:
                 if part[0].index in step.inputs:
                     step.keep_input(part[0].index, hidden)
                 hidden = run_layers(part, hidden, cos[0], sin[0], step)
