@@ -288,8 +288,7 @@ Tensor decoder_layers(const Tensor& hidden, std::vector<OptionalTensor> layers,
                       const OptionalTensor& sin, const OptionalTensor& embeddings,
                       const Tensor& slot_mapping, const Tensor& block_table,
                       const Tensor& context_lens, const Tensor& cu_rows, double scale,
-                      int64_t sliding_window, double softcap,
-                      const OptionalTensor& ancestor_mask) {
+                      int64_t sliding_window, double softcap, const OptionalTensor& ancestor_mask) {
   require(hidden.dim() == 2 && hidden.size(1) > 0 && eps > 0);
   require(hidden.scalar_type() == ScalarType::Float && hidden.is_contiguous());
   require(activation == "silu" || activation == "gelu_tanh");

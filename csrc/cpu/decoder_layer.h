@@ -15,8 +15,8 @@ struct Projection {
 
 // Weights and caches share a type, the element of `attention`.
 struct DecoderLayerCall {
-  float* hidden;  // [num_rows, mlp.size], read and overwritten
-  Norm norm;      // eps and shift of all; the weights are those below
+  float* hidden;            // [num_rows, mlp.size], read and overwritten
+  Norm norm;                // eps and shift of all; the weights are those below
   const float* embeddings;  // [num_rows, embedding_size] or null, which attention reads in front
   int64_t embedding_size;
   const void* attention_norm;
