@@ -215,11 +215,12 @@ class RequestFactory:
 
     def corpus_ids(self, text: str | Sequence[int]) -> list[int]:
         """The ids of a text of any length, with nothing put before it."""
-        if isinstance(text, str):
-            if self._tokenizer is None:
-                raise ValueError("texts: a text needs a tokenizer, and the engine has none")
-            text = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        return self._known_ids("texts", text)
+        if not isinstance(text, str):
+            return self._known_ids("texts", text)
+        if self._tokenizer is None:
+            raise ValueError("texts: a text needs a tokenizer, and the engine has none")
+        ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return self._known_ids("texts", ids)
 
     def _known_ids(self, name: str, token_ids: Sequence[int]) -> list[int]:
         for token_id in token_ids:
