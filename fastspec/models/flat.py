@@ -19,7 +19,13 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from fastspec.models.layout import AttentionCall, PagedStep
 from fastspec.models.reduced_vocabulary import ReducedHead
-from fastspec.models.twin import MOST_FEW_ROWS, configs_of, is_as_exact, is_plain
+from fastspec.models.twin import (
+    MOST_FEW_ROWS,
+    configs_of,
+    is_as_exact,
+    is_plain,
+    is_plain_linear,
+)
 from fastspec_kernels import LayerWeights, available_backends, decoder_layers
 
 logger = logging.getLogger(__name__)
@@ -245,18 +251,27 @@ def _part(module: nn.Module, path: str) -> Any:
     return module
 
 
-def _weights_of(
-    module: nn.Module, dtype: torch.dtype
-) -> tuple[LayerWeights, dict[str, Any]] | None:
-    """The weights of a layer, and eps of its norms; None if it has others, or lacks one."""
+def linear_weights(module: nn.Module) -> dict[str, Any] | None:
+    """Weights and biases of the linear parts of a layer, named as in `LayerWeights` where it has
+    them; None where a part is missing or not a plain linear layer."""
     found: dict[str, Any] = {}
     for name, path in _LINEAR.items():
         layer = _part(module, path)
-        if type(layer) is not nn.Linear:
+        if not is_plain_linear(layer):
             return None
         found[f"{name}_weight"] = layer.weight
         if layer.bias is not None:
             found[f"{name}_bias"] = layer.bias
+    return found
+
+
+def _weights_of(
+    module: nn.Module, dtype: torch.dtype
+) -> tuple[LayerWeights, dict[str, Any]] | None:
+    """The weights of a layer, and eps of its norms; None if it has others, or lacks one."""
+    found = linear_weights(module)
+    if found is None:
+        return None
     names = _SANDWICH if hasattr(module, "pre_feedforward_layernorm") else _NORMS
     names = names | {n: path for n, path in _HEAD_NORMS.items() if _part(module, path) is not None}
     eps = set()

@@ -14,9 +14,10 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from fastspec.config.checks import require
+from fastspec.models.flat import linear_weights
 from fastspec.models.layout import PagedStep
 from fastspec.models.reduced_vocabulary import ReducedHead
-from fastspec.models.twin import MOST_FEW_ROWS, is_plain, is_plain_linear
+from fastspec.models.twin import MOST_FEW_ROWS, is_plain
 from fastspec_kernels import LayerWeights, decoder_layers
 
 
@@ -65,17 +66,6 @@ class HiddenStates(Protocol):
         ...
 
 
-_LINEAR = {
-    "query": ("self_attn", "q_proj"),
-    "key": ("self_attn", "k_proj"),
-    "value": ("self_attn", "v_proj"),
-    "output": ("self_attn", "o_proj"),
-    "gate": ("mlp", "gate_proj"),
-    "up": ("mlp", "up_proj"),
-    "down": ("mlp", "down_proj"),
-}
-
-
 class Eagle3Layer(nn.Module):
     """A decoder layer whose attention reads embeddings and hidden states side by side."""
 
@@ -101,20 +91,14 @@ class Eagle3Layer(nn.Module):
 
     def weights(self) -> LayerWeights | None:
         """For `decoder_layers`, after normed embeddings; None if it computes something else."""
-        found: dict[str, Tensor] = {
-            "attention_norm": self.hidden_norm.weight,
-            "mlp_norm": self.post_attention_layernorm.weight,
-        }
-        for name, (part, path) in _LINEAR.items():
-            layer = getattr(getattr(self, part), path)
-            if not is_plain_linear(layer):
-                return None
-            found[f"{name}_weight"] = layer.weight
-            if layer.bias is not None:
-                found[f"{name}_bias"] = layer.bias
-        is_usual = all(map(is_plain, self.modules())) and found.keys() <= {*LayerWeights._fields}
-        is_usual = is_usual and self.mlp.config.hidden_act == "silu"
-        return LayerWeights(**found) if is_usual and not self.norm_before_residual else None
+        found = linear_weights(self)
+        if found is None or not all(map(is_plain, self.modules())):
+            return None
+        is_gated = found.keys() <= {*LayerWeights._fields} and self.mlp.config.hidden_act == "silu"
+        if self.norm_before_residual or not is_gated:
+            return None
+        norms = self.hidden_norm.weight, self.post_attention_layernorm.weight
+        return LayerWeights(attention_norm=norms[0], mlp_norm=norms[1], **found)
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
         """The output of the layer, given what attention says."""
