@@ -88,8 +88,8 @@ def bench(
     """Time plain, speculative, and Hugging Face's plain and assisted decoding, batch 1, in one run.
 
     All run on one loaded pair and make equally many tokens; greedy outputs are compared first. The
-    draft model runs alone, too. A cascade's parts run beside it, the draft model with K of -k and
-    MaG with K = 10.
+    draft model runs alone, too. A cascade's parts run beside it, each draft model with K of -k and
+    MaG with K = 10; of several draft models, assisted generation has the biggest.
     """
     with usage_errors():
         heats = _temperatures(temperatures)
@@ -104,49 +104,40 @@ def bench(
         draft = own_draft(target, method)
         if draft is None:
             raise typer.BadParameter("--draft: a --target of your own needs a draft model")
+    named_drafts = [] if draft is None else draft.split(",") if is_cascade else [draft]
     check_can_write("--profile", profile)
     costs = None
     if counter_version is not None:
         with usage_errors():
-            cost_of_target = pass_cost(Path(target).name, counter_version)
-            cost_of_draft = pass_cost(Path(draft).name, counter_version) if draft else 0.0
-            costs = cost_of_target, cost_of_draft
+            costs = [pass_cost(Path(n).name, counter_version) for n in (target, *named_drafts)]
     files = _record_files(out, record, f"{method}_cape" if spec.cape else method)
     named = named_prompts(dataset, dataset_file, prompts_file, num_prompts)
     texts = named or bundled_prompts(num_prompts, chat)
     quiet_libraries()
     import torch
 
-    from fastspec.drafters.context import load_draft
-    from fastspec.drafters.eagle3 import is_eagle3, load_eagle3
-    from fastspec.drafters.glide import load_glide
     from fastspec.models import loading
     from fastspec.tools import bench as timing
 
     with usage_errors():
         config = timing.BenchConfig(max_tokens, repeats, heats)
-    parts = {}
     if method in ("mag", "cascade"):
         spec = replace(spec, bigram_path=spec.bigram_path or loading.bigram_beside(target))
-    if is_cascade:
-        mag = SpecConfig("mag", _MAG_TOKENS, bigram_path=spec.bigram_path)
-        parts = {"draft_model": drafted, "mag": mag}
     if threads is not None:
         torch.set_num_threads(threads)
     tokenizer = loading.load_tokenizer("target", target)
     target_model = loading.load_model("target", target, engine_config)
-    draft_model = None
-    if draft is not None:
-        load, is_glide = partial(loading.load_model, "draft"), method == "glide"
-        if is_glide:
-            load = partial(load_glide, target=target_model)
-        if is_eagle3(draft):
-            draft_model = load_eagle3(draft, engine_config, target_model)
-        else:
-            given = engine_config, tokenizer, target_model, load
-            draft_model = load_draft("draft", draft, *given, keeps_ids=is_glide)
+    drafts = [
+        _load_draft(name, engine_config, tokenizer, target_model, is_glide=method == "glide")
+        for name in named_drafts
+    ]
+    parts: dict[str, tuple[SpecConfig, Any]] = {}
+    if is_cascade:
+        for number, model in enumerate(drafts, start=1):
+            parts[f"draft_model_{number}" if len(drafts) > 1 else "draft_model"] = drafted, model
+        parts["mag"] = SpecConfig("mag", _MAG_TOKENS, bigram_path=spec.bigram_path), None
     measured = timing.Methods(
-        target_model, draft_model, spec, max_tokens, engine_config, parts, costs, peers
+        target_model, drafts, spec, max_tokens, engine_config, parts, costs, peers
     )
     with usage_errors():
         prompts = [loading.prompt_ids(tokenizer, text, chat) for text in texts]
@@ -159,6 +150,7 @@ def bench(
         results = timing.measure(measured, prompts, config, lambda: bar.advance(task))
     if profile is not None:
         timing.write_profile(measured, prompts[0], heats[0], profile)
+    described = [_describe(*pair) for pair in zip(named_drafts, drafts, strict=True)]
     result = {
         "op": "end_to_end",
         **timing.describe_environment(),
@@ -166,11 +158,11 @@ def bench(
         "dtype": str(target_model.dtype).removeprefix("torch."),
         "target": _describe(target, target_model),
         "method": method,
-        "draft": _describe(draft, draft_model) if draft else None,
+        "draft": described[0] if len(described) == 1 else described or None,
         "num_speculative_tokens": spec.num_model_tokens(),
         "k_matrix": spec.cascade_matrix if is_cascade else None,
         **{name: getattr(spec, name) for name in _RECORDED},
-        "parts": {name: part.num_draft_tokens() for name, part in parts.items()},
+        "parts": {name: part.num_draft_tokens() for name, (part, _) in parts.items()},
         "batch_size": 1,
         "num_prompts": len(prompts),
         "prompt_tokens": sum(map(len, prompts)),
@@ -187,6 +179,20 @@ def bench(
     for file in files:
         with file.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(result) + "\n")
+
+
+def _load_draft(
+    name: str, config: EngineConfig, tokenizer: Any, target: Any, is_glide: bool
+) -> Any:
+    from fastspec.drafters.context import load_draft
+    from fastspec.drafters.eagle3 import is_eagle3, load_eagle3
+    from fastspec.drafters.glide import load_glide
+    from fastspec.models.loading import load_model
+
+    if is_eagle3(name):
+        return load_eagle3(name, config, target)
+    load = partial(load_glide, target=target) if is_glide else partial(load_model, "draft")
+    return load_draft("draft", name, config, tokenizer, target, load, keeps_ids=is_glide)
 
 
 def _temperatures(text: str) -> tuple[float, ...]:

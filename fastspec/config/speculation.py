@@ -238,9 +238,10 @@ class SpecConfig:
     confidence_threshold: float | None = option(
         None,
         SHARE,
-        "End a chain before a place where the draft model gives no token this probability.",
-        "Exact: the place is judged before a token is drawn there. Greedy requests are judged at"
-        " temperature 1. On a GPU the host waits for each draft token.",
+        "End a chain of a draft model once all its tokens together are less probable than this.",
+        "Exact: the token that makes it so is still proposed. A pass of the draft model is saved"
+        " where it would seldom pay; greedy requests are judged at temperature 1. On a GPU the host"
+        " waits for each draft token.",
     )
     schedule: Any = option(
         "constant",

@@ -23,7 +23,7 @@ from fastspec.models.layout import KVCache, Span
 from fastspec.models.paged_model import PagedModel
 from fastspec.models.runner import ModelRunner
 from fastspec.models.transfer import device_tensor
-from fastspec_kernels import row_stats, sample, sample_coupled
+from fastspec_kernels import sample, sample_coupled
 
 _PREFILL_FROM = 8  # more missing tokens than this are read in a pass of their own, without logits
 
@@ -31,9 +31,9 @@ _PREFILL_FROM = 8  # more missing tokens than this are read in a pass of their o
 class DraftModelDrafter:
     """Drafts with a language model that has the target's tokenizer.
 
-    With a threshold a draft ends before a place where no token has that probability, in the law it
-    would be drawn from (of greedy requests, that of temperature 1). The token there is not drawn,
-    so the end of a draft depends on nothing that the target is not shown: sampling stays exact.
+    With a threshold a draft ends with the token that makes it less probable than that, all its
+    tokens together in the law they were drawn from (of greedy requests, that of temperature 1). Its
+    end depends on nothing that the target is not shown, so sampling stays exact.
 
     Its cache uses the target's block tables, so a request's pages have the same ids in both caches
     and rolling back costs nothing. Which pages it has filled it knows by itself: a page that the
@@ -72,8 +72,7 @@ class DraftModelDrafter:
         token_ids, draft_logits, counts = self.write(
             batch.requests, texts, limits, sampling, uniforms, keeps_logits, keys
         )
-        pairs = zip(limits, counts, strict=True)
-        passes = [{self.name: min(limit, count + 1)} for limit, count in pairs]
+        passes = [{self.name: count} for count in counts]
         num_tokens = None if self._threshold is None else counts
         return Proposal(token_ids, draft_logits=draft_logits, num_tokens=num_tokens, passes=passes)
 
@@ -87,7 +86,7 @@ class DraftModelDrafter:
         keeps_logits: bool,
         coupled_keys: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, list[int]]:
-        """Continue each text by limits[b] tokens, one pass each, or up to an unsure one.
+        """Continue each text by limits[b] tokens, one pass each, or as long as it is sure enough.
 
         Args:
             texts: the committed tokens of each request, and drafts after them if there are any.
@@ -102,6 +101,7 @@ class DraftModelDrafter:
         token_ids = torch.full(uniforms.shape, -1, dtype=torch.int32, device=device)
         draft_logits = None
         drafting, counts = [index for index, limit in enumerate(limits) if limit], [*limits]
+        chain_logprobs = torch.zeros(len(limits), device=device)
         has_rules = any(request.rules is not None for request in requests)
         path = self._path(requests, texts, uniforms.shape[1]) if has_rules else None
         step_ids, spans = self._unread(requests, texts, [int(limit > 0) for limit in limits])
@@ -117,24 +117,12 @@ class DraftModelDrafter:
             if len(drafting) < len(limits):
                 chosen = device_tensor(drafting, torch.int64, device)
                 row_sampling = of_rows(sampling, chosen)
-            if self._threshold is not None:
-                places = self._sure_rows(logits, row_sampling, self._threshold)
-                for place in {*range(len(drafting))}.difference(places):
-                    counts[drafting[place]] = step
-                if len(places) < len(drafting):
-                    drafting = [drafting[place] for place in places]
-                    spans = [spans[place] for place in places]
-                    logits = logits[device_tensor(places, torch.int64, device)]
-                    chosen = device_tensor(drafting, torch.int64, device)
-                    row_sampling = of_rows(sampling, chosen)
-                if not drafting:
-                    break
             if coupled_keys is None:
                 draws = uniforms[chosen, step].contiguous()
-                picked, _ = sample(logits, draws, **row_sampling, backend=backend)
+                picked, logprobs = sample(logits, draws, **row_sampling, backend=backend)
             else:
                 seeds, lengths = coupled_keys[:, chosen].unbind()
-                picked, _ = sample_coupled(
+                picked, logprobs = sample_coupled(
                     logits, seeds, lengths + step, **row_sampling, backend=backend
                 )
             token_ids[chosen, step] = picked
@@ -147,27 +135,22 @@ class DraftModelDrafter:
                     draft_logits = logits.new_zeros((*uniforms.shape, self._vocab_size))
                 draft_logits[chosen, step] = logits
             keep = [place for place, index in enumerate(drafting) if limits[index] > step + 1]
+            if self._threshold is not None and keep:
+                chain_logprobs[chosen] += logprobs
+                is_sure = (chain_logprobs[chosen].exp() >= self._threshold).tolist()
+                for place in keep:
+                    if not is_sure[place]:
+                        counts[drafting[place]] = step + 1
+                keep = [place for place in keep if is_sure[place]]
             if 0 < len(keep) < len(drafting):
                 picked = picked[device_tensor(keep, torch.int64, device)]
             drafting = [drafting[place] for place in keep]
             spans = [spans[p].part(spans[p].start + spans[p].count, 1) for p in keep]
             step_ids = picked.clamp(min=0).to(torch.int64)
-        for request, text, limit, count in zip(requests, texts, limits, counts, strict=True):
-            if limit:
-                self._num_cached[request.request_id] = len(text) + min(limit, count + 1) - 1
+        for request, text, count in zip(requests, texts, counts, strict=True):
+            if count:
+                self._num_cached[request.request_id] = len(text) + count - 1
         return token_ids, draft_logits, counts
-
-    def _sure_rows(self, logits: Tensor, sampling: SamplingTensors, threshold: float) -> list[int]:
-        """The rows in which some token reaches the threshold; this waits for the device."""
-        temperature = sampling["temperature"]
-        if temperature is not None:
-            temperature = temperature.masked_fill(temperature == 0, 1.0)
-        filters: SamplingTensors = {**sampling, "temperature": temperature}
-        logsumexp, _ = row_stats(logits, **filters, backend=self.runner.paged_model.backend)
-        best = logits.float().amax(dim=1)
-        best = best if temperature is None else best / temperature
-        is_sure = (best - logsumexp).exp() >= threshold
-        return is_sure.nonzero()[:, 0].tolist()
 
     def read(
         self, requests: Sequence[Request], texts: list[list[int]], num_rows: list[int]

@@ -8,7 +8,7 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +23,6 @@ from transformers import PreTrainedModel
 import fastspec
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.checks import require_int
-from fastspec.config.methods import method_named
 from fastspec.drafters.eagle3 import Eagle3Draft
 from fastspec.drafters.glide import GlideLlamaForCausalLM
 from fastspec.engine.engine import Engine
@@ -63,40 +62,44 @@ class Methods:
     GLIDE or EAGLE-3 draft, which it cannot run. The parts of a cascade run by themselves, too, and
     so does the draft model ("draft"), where it takes texts as long as the target's and needs no
     target: its speed is what drafting can gain at most. Without `peers` Hugging Face's are left
-    out.
+    out. Of several draft models, a cascade's, both take the first.
 
+    Args:
+        parts: of a cascade by name, with the draft model of each if it has one.
     Attributes:
-        costs: of one pass of the target and of the draft model, 0 without one, for the SWI.
+        costs: of one pass of the target and of each draft model, for the SWI.
         last_stats: counters of the last run of ours.
     """
 
     def __init__(
         self,
         target: PreTrainedModel,
-        draft: PreTrainedModel | None,
+        drafts: Sequence[PreTrainedModel],
         spec: SpecConfig,
         max_tokens: int,
         config: EngineConfig,
-        parts: Mapping[str, SpecConfig],
-        costs: tuple[float, float] | None = None,
+        parts: Mapping[str, tuple[SpecConfig, PreTrainedModel | None]],
+        costs: Sequence[float] | None = None,
         peers: bool = True,
     ):
         self._peers = peers
         spec = spec.for_repeated_prompts()
-        self._engine = Engine(target, draft, spec=spec, config=config)
+        draft = drafts[0] if drafts else None
+        self._engine = Engine(
+            target, drafts if len(drafts) > 1 else draft, spec=spec, config=config
+        )
         needs_target = isinstance(draft, (GlideLlamaForCausalLM, Eagle3Draft))
         self._draft = None if needs_target else draft
         self.parts = parts
-        self._engines = {}
-        for name, part in parts.items():
-            needed = draft if method_named(part.method).needs_draft else None
-            self._engines[name] = Engine(target, needed, spec=part, config=config)
+        self._engines = {
+            name: Engine(target, model, spec=part, config=config)
+            for name, (part, model) in parts.items()
+        }
         if self._draft is not None:
             alone = Engine(self._draft, spec=SpecConfig("none"), config=config)
             if alone.max_model_len >= self._engine.max_model_len:
                 self._engines["draft"] = alone
-        parameters = num_parameters(target), 0 if draft is None else num_parameters(draft)
-        self.costs = costs or parameters
+        self.costs = costs or [num_parameters(model) for model in (target, *drafts)]
         self._target = target
         self._generate = cast(Any, target).generate  # only generative classes have it
         self._num_speculative_tokens = spec.num_draft_tokens()
@@ -385,15 +388,19 @@ def step_costs(plain: SpecStats, speculative: SpecStats) -> tuple[float, float]:
     return drafting / plain_step, judging / plain_step
 
 
-def swi(stats: SpecStats, target_cost: float, draft_cost: float) -> float:
-    """Chen et al.'s SWI of runs with at most one draft model; drafters that copy cost nothing.
+def swi(stats: SpecStats, target_cost: float, *draft_costs: float) -> float:
+    """Chen et al.'s SWI; drafters that copy cost nothing.
 
     Args:
-        stats: their counters.
-        target_cost, draft_cost: of one pass, in any unit: parameters, for example.
+        stats: counters of the runs.
+        target_cost: of one pass, in any unit: parameters, for example.
+        draft_costs: of one pass of each draft model; of several, a cascade's, in its order.
     """
     passes = {**stats.num_draft_passes, "target": stats.num_steps}
-    costs = {**dict.fromkeys(passes, draft_cost), "target": target_cost}
+    costs = {f"draft_model_{n}": cost for n, cost in enumerate(draft_costs, start=1)}
+    if len(draft_costs) < 2:
+        costs = dict.fromkeys(passes, sum(draft_costs))
+    costs["target"] = target_cost
     return standardized_walltime_improvement(stats.num_output_tokens, "target", passes, costs)
 
 

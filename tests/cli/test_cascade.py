@@ -4,6 +4,9 @@ import json
 
 import pytest
 
+from fastspec.engine.stats import SpecStats
+from fastspec.tools.bench import swi
+
 CASCADE = ["--method", "cascade", "--k-matrix", "[[2,3],[0,2]]"]
 GREEDY = ["--prompt", "abc", "--max-tokens", "9", "--temperature", "0"]
 BENCH = ["bench", "--num-prompts", "2", "--max-tokens", "6", "--repeats", "1", "-k", "2"]
@@ -49,6 +52,31 @@ def test_bench_runs_the_parts_too(invoke, bundled, tmp_path):
     assert "cascade / the better of its parts" in measured["ratios"]
     assert 0 < measured["swi"] < measured["mean_acceptance_length"]
     assert "SWI" in result.stdout
+
+
+def test_several_draft_models_are_measured_and_counted(invoke, pair, tmp_path):
+    """The passes of each cost what the published table says of it."""
+    folders = {"flan-t5-large": pair[1], "flan-t5-base": pair[3], "flan-t5-small": pair[3]}
+    for name, folder in folders.items():
+        (tmp_path / name).symlink_to(folder)
+    out, prompts = tmp_path / "out.jsonl", tmp_path / "prompts.txt"
+    prompts.write_text("a b\n", encoding="utf-8")
+    drafts = f"{tmp_path / 'flan-t5-base'},{tmp_path / 'flan-t5-small'}"
+    cascade = ["--method", "cascade", "--k-matrix", "[[2,1],[0,3]]"]
+    given = ["--target", tmp_path / "flan-t5-large", "--draft", drafts, *cascade]
+    rest = ["--prompts-file", prompts, "--temperatures", "0", "--out", out]
+    counted = ["--counter-version", "model_parameters"]
+    result = invoke(*BENCH, *given, *rest, *counted, "--no-peers", "-k", "2")
+    assert result.exit_code == 0, result.stderr
+    record = json.loads(out.read_text())
+    assert [draft["name"] for draft in record["draft"]] == ["flan-t5-base", "flan-t5-small"]
+    assert record["pass_costs"] == [770, 220, 60]
+    assert record["parts"] == {"draft_model_1": 2, "draft_model_2": 2, "mag": 10}
+    (measured,) = record["results"]
+    assert {"draft_model_1", "draft_model_2", "mag"} <= set(measured["tokens_per_s"])
+    passes = {"draft_model_1": 3, "draft_model_2": 10}
+    stats = SpecStats(num_steps=5, num_output_tokens=20, num_draft_passes=passes)
+    assert swi(stats, 770, 220, 60) == pytest.approx(20 * 770 / (5 * 770 + 3 * 220 + 10 * 60))
 
 
 def test_swi_by_published_costs(invoke, pair, tmp_path):
