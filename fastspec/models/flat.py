@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise, product
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from fastspec.models.layout import AttentionCall, PagedStep
 from fastspec.models.reduced_vocabulary import ReducedHead
+from fastspec.models.rotary import RotaryTable
 from fastspec.models.twin import (
     MOST_FEW_ROWS,
     configs_of,
@@ -117,6 +118,16 @@ def run_layers(
     )
 
 
+class FlatPass(Protocol):
+    """What runs passes of few rows in the place of a model's modules."""
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, rows: Tensor | int, step: PagedStep
+    ) -> Tensor:
+        """As `PagedModel.forward`."""
+        ...
+
+
 class FlatModel:
     """Embedding, layers and head of a model that computes nothing else."""
 
@@ -125,6 +136,9 @@ class FlatModel:
         self._embed, self._rotary, self._norm = base.embed_tokens, base.rotary_emb, base.norm
         self._head: Any = model.get_output_embeddings()
         self._dtype = model.dtype
+        is_fixed = "forward" not in vars(self._rotary)  # else it depends on lengths
+        like = torch.zeros((), device=model.device)
+        self._table = RotaryTable(self._rotary, like) if is_fixed else None
         self._layers = layers
         self._runs = [[*run] for _, run in groupby(layers, lambda x: (x.options, x.rotates))]
 
@@ -133,12 +147,15 @@ class FlatModel:
     ) -> Tensor:
         """As `PagedModel.forward`."""
         hidden = self._embed(input_ids).float()
-        cos, sin = self._rotary(hidden, positions[None])
+        if self._table is not None:
+            cos, sin = self._table.factors(positions)
+        else:
+            cos, sin = (factor[0] for factor in self._rotary(hidden, positions[None]))
         for run in self._runs:
             for part in _from_each(step.inputs, run) if step.inputs else [run]:
                 if part[0].index in step.inputs:
                     step.keep_input(part[0].index, hidden)
-                hidden = run_layers(part, hidden, cos[0], sin[0], step)
+                hidden = run_layers(part, hidden, cos, sin, step)
         return self.logits(hidden if isinstance(rows, int) else hidden[rows])
 
     def logits(self, hidden: Tensor) -> Tensor:

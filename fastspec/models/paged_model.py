@@ -19,7 +19,7 @@ from fastspec.models.captured import decoder_layers
 from fastspec.models.flat import (
     TRIAL_TOKENS,
     FlatLayer,
-    FlatModel,
+    FlatPass,
     find_layers,
     flatten,
     recording,
@@ -175,7 +175,7 @@ class PagedModel:
         self.vocab_size: int = text_config.vocab_size  # until the probing pass has logits
         self.max_positions = getattr(text_config, "max_position_embeddings", None)
         self._adopt(model)
-        self._flat: FlatModel | None = None
+        self._flat: FlatPass | None = None
         layers: list[FlatLayer] = []
         if backend in ("auto", "cpu"):
             is_candidate = self.decoder_start_id is None and self.recurrent is None
@@ -185,6 +185,10 @@ class PagedModel:
         self.agreed = agreement(self.model)
         if backend in ("auto", "cpu") and self._flat is None:
             use_few_row_mlps(self.model)
+
+    def run_flat(self, flat: FlatPass) -> None:
+        """From now on passes of few rows are this one's."""
+        self._flat = flat
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, rows: Tensor | int, step: PagedStep

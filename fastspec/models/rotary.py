@@ -1,13 +1,35 @@
-"""Rotary embeddings whose frequencies depend on how long a text is, in passes over many texts."""
+"""Rotary embeddings in passes over many texts: looked up, or dependent on how long a text is."""
 
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fastspec.models.layout import PagedStep
+
+
+class RotaryTable:
+    """What a rotation says of every position, computed once; it must depend on nothing else.
+
+    Args:
+        rotary: the model's module.
+        like: of its type and device.
+    """
+
+    def __init__(self, rotary: nn.Module, like: Tensor):
+        self._rotary, self._like = rotary, like
+        self._cos = self._sin = torch.empty((0, 0), device=like.device)
+
+    def factors(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [T, R] float32 of rows at these positions [T], on a CPU."""
+        end = int(positions.max()) + 1
+        if end > len(self._cos):
+            places = torch.arange(1 << (end - 1).bit_length(), device=positions.device)
+            cos, sin = self._rotary(self._like, places[None])
+            self._cos, self._sin = cos[0].float(), sin[0].float()
+        return self._cos[positions], self._sin[positions]
 
 
 class RotaryLengths:

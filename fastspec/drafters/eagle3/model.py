@@ -17,7 +17,8 @@ from fastspec.config.checks import require
 from fastspec.models.flat import linear_weights
 from fastspec.models.layout import PagedStep
 from fastspec.models.reduced_vocabulary import ReducedHead
-from fastspec.models.twin import MOST_FEW_ROWS, is_plain
+from fastspec.models.rotary import RotaryTable
+from fastspec.models.twin import is_plain
 from fastspec_kernels import LayerWeights, decoder_layers
 
 
@@ -128,7 +129,6 @@ class Eagle3Draft(PreTrainedModel, GenerationMixin):
         self.norm = LlamaRMSNorm(size, config.rms_norm_eps)
         self.rotary_emb = LlamaRotaryEmbedding(config)
         self.lm_head: nn.Module = nn.Identity()  # see `set_ends`
-        self._op_weights: LayerWeights | None = None
         self.post_init()
 
     @property
@@ -142,10 +142,6 @@ class Eagle3Draft(PreTrainedModel, GenerationMixin):
         """Give it frozen embeddings, and the rows [R, E] of a head that tell R of V tokens."""
         self.embed_tokens = nn.Embedding.from_pretrained(embeddings.detach())
         self.lm_head = ReducedHead(head, token_ids, vocab_size)
-
-    def use_op(self) -> None:
-        """From now on passes of few rows run the layer as one op, where `weights` allows it."""
-        self._op_weights = self.midlayer.weights()
 
     def get_input_embeddings(self) -> nn.Module:
         return self.embed_tokens
@@ -165,33 +161,42 @@ class Eagle3Draft(PreTrainedModel, GenerationMixin):
         states: HiddenStates | None = paged_step.glimpse
         # The pass that probes the model has none.
         hidden = torch.zeros_like(embeddings) if states is None else states.read(self.fc)
-        factors = self.rotary_emb(embeddings, position_ids)
-        if self._op_weights is not None and input_ids.shape[1] <= MOST_FEW_ROWS:
-            hidden = self._by_op(embeddings, hidden, factors, paged_step)
-        else:
-            joined, residual = self.midlayer.join(embeddings, hidden)
-            attended, _ = self.midlayer.self_attn(
-                hidden_states=joined,
-                position_embeddings=factors,
-                attention_mask=None,
-                paged_step=paged_step,
-                **kwargs,
-            )
-            hidden = self.midlayer.finish(residual, attended)
+        joined, residual = self.midlayer.join(embeddings, hidden)
+        attended, _ = self.midlayer.self_attn(
+            hidden_states=joined,
+            position_embeddings=self.rotary_emb(embeddings, position_ids),
+            attention_mask=None,
+            paged_step=paged_step,
+            **kwargs,
+        )
+        hidden = self.midlayer.finish(residual, attended)
         if states is not None:
             states.keep(hidden)
         rows = slice(None) if isinstance(logits_to_keep, int) else logits_to_keep
         return CausalLMOutputWithPast(logits=self.lm_head(self.norm(hidden[:, rows])))
 
-    def _by_op(
-        self, embeddings: Tensor, hidden: Tensor, factors: tuple[Tensor, Tensor], step: PagedStep
+
+class FlatEagle3:
+    """Passes of few rows of a draft without its modules, see `PagedModel.run_flat`.
+
+    Args:
+        draft: whose layer the op computes.
+        weights: of the layer.
+    """
+
+    def __init__(self, draft: Eagle3Draft, weights: LayerWeights):
+        self._draft, self._weights = draft, weights
+        self._table = RotaryTable(draft.rotary_emb, torch.zeros((), device=draft.device))
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, rows: Tensor | int, step: PagedStep
     ) -> Tensor:
-        """The layer's output, [1, T, E]."""
-        layer, (keys, values) = self.midlayer, step.caches[0]
-        cos, sin = (factor[0].float() for factor in factors)
-        out = decoder_layers(
-            hidden[0].float(),
-            [cast(LayerWeights, self._op_weights)],
+        draft, layer, states = self._draft, self._draft.midlayer, cast(HiddenStates, step.glimpse)
+        keys, values = step.caches[0]
+        cos, sin = self._table.factors(positions)
+        hidden = decoder_layers(
+            states.read(draft.fc)[0].float(),
+            [self._weights],
             [keys],
             [values],
             step.slot_mapping,
@@ -201,9 +206,12 @@ class Eagle3Draft(PreTrainedModel, GenerationMixin):
             eps=layer.hidden_norm.variance_epsilon,
             cos=cos,
             sin=sin,
-            embeddings=layer.input_layernorm(embeddings)[0].float(),
+            embeddings=layer.input_layernorm(draft.embed_tokens(input_ids)).float(),
             ancestor_mask=step.ancestor_mask,
             scale=layer.self_attn.scaling,
             backend=step.backend,
         )
-        return out[None].to(hidden.dtype)
+        hidden = hidden.to(draft.dtype)
+        states.keep(hidden[None])
+        hidden = hidden if isinstance(rows, int) else hidden[rows]
+        return draft.lm_head(draft.norm(hidden))

@@ -6,6 +6,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
+from fastspec.drafters.eagle3.model import FlatEagle3
 from fastspec.models.layout import KVCache, PagedStep, Span, packed
 from fastspec.models.paged_model import PagedModel
 from fastspec.models.runner import ModelRunner
@@ -68,7 +69,9 @@ class Eagle3Runner(ModelRunner):
         is_on_cpu = self.device.type == "cpu" and paged_model.backend in ("auto", "cpu")
         same_type = self.caches[0][0].dtype == paged_model.dtype  # the op takes no 8-bit caches
         if is_on_cpu and same_type and "cpu" in available_backends():
-            paged_model.model.use_op()
+            weights = paged_model.model.midlayer.weights()
+            if weights is not None:
+                paged_model.run_flat(FlatEagle3(paged_model.model, weights))
 
     def forward(
         self,
