@@ -236,8 +236,10 @@ def method_name(record: dict) -> str:
     bins = f" `--cape-bins {json.dumps(b)}`" if (b := record.get("cape_bins")) else ""
     nodes, is_tree = record.get("tree_nodes"), record["method"] == "tree"
     tree = f" `--tree-nodes {nodes}`" if nodes and not is_tree else ""
+    least = record.get("confidence_threshold")
+    sure = f" `--confidence-threshold {least}`" if least else ""
     copied = f" `--suffix-tokens {n}`" if (n := record.get("suffix_tokens")) else ""
-    return f"`{record['method']}`{cape}{bins}{tree}{copied}"
+    return f"`{record['method']}`{cape}{bins}{tree}{sure}{copied}"
 
 
 def speed_up(row: dict) -> str:

@@ -27,7 +27,15 @@ from fastspec.config.methods import methods
 from fastspec.models.named import own_draft
 from fastspec.tools.cost_counters import pass_cost
 
-_RECORDED = ("lenience", "tree_width", "tree_nodes", "cape", "cape_bins", "suffix_tokens")
+_RECORDED = (
+    "lenience",
+    "tree_width",
+    "tree_nodes",
+    "cape",
+    "cape_bins",
+    "confidence_threshold",
+    "suffix_tokens",
+)
 _MAG_TOKENS = 10  # what CS-Drafting's MaG writes
 ROOT = Path(fastspec.__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

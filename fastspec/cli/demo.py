@@ -121,9 +121,10 @@ def demo(
 def _usual(spec: SpecConfig, target: str) -> SpecConfig:
     """The method for a target that is named without a draft."""
     if own_draft(target, "eagle3") is not None:
-        copied = spec.suffix_tokens or (8 if spec.schedule == "constant" else None)
-        count = spec.num_speculative_tokens or 2  # short drafts pay on a CPU
-        return replace(spec, method="eagle3", num_speculative_tokens=count, suffix_tokens=copied)
+        usual = {"num_speculative_tokens": 4, "confidence_threshold": 0.3, "suffix_tokens": 8}
+        names = list(usual) if spec.schedule == "constant" else ["num_speculative_tokens"]
+        values = {name: getattr(spec, name) or usual[name] for name in names}
+        return replace(spec, method="eagle3", **values)
     if own_draft(target, "draft_model") is not None:
         return replace(spec, method="draft_model")
     return spec if spec.suffix_tokens or spec.cape else replace(spec, method="suffix")
@@ -159,7 +160,8 @@ def _show(console: Console, comparisons: list[Comparison], spec: SpecConfig) -> 
 
     writer = _WRITERS.get(spec.method, spec.method)
     is_chain = spec.method in ("auto", "draft_model", "glide", "eagle3")
-    up_to, count = "" if is_chain else "up to ", spec.num_model_tokens()
+    is_fixed = is_chain and spec.confidence_threshold is None
+    up_to, count = "" if is_fixed else "up to ", spec.num_model_tokens()
     proposal = f"{up_to}{count} tokens"
     if spec.drafts_trees or spec.cape:
         proposal = f"a tree, {count} tokens deep,"

@@ -53,7 +53,7 @@ def test_the_draft_that_a_target_comes_with_is_shown(invoke, draft, monkeypatch)
     shown = invoke(*short)
     assert shown.exit_code == 0, shown.stderr
     told = " ".join(shown.stdout.split())
-    assert "the EAGLE-3 draft proposes 2 tokens or copies up to 8 and the target" in told
+    assert "the EAGLE-3 draft proposes up to 4 tokens or copies up to 8 and the target" in told
     monkeypatch.setattr("fastspec.cli.demo.own_draft", lambda target, method: None)
     shown = invoke(*short)
     assert shown.exit_code == 0, shown.stderr
