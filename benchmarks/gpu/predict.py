@@ -4,14 +4,12 @@
 tests.gpu.resources` compiles the kernels and writes that page and resources.json anew.
 """
 
-import json
-import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 
+from benchmarks import cases as timed
+from benchmarks.gpu.resource_model import MACHINES, Case, Launch, Machine, Model, Phase, load
 from benchmarks.report import table_head, table_row
 
 VOCAB, ITEM = 128256, 2  # bfloat16 logits
@@ -21,156 +19,6 @@ HEADS, KV_HEADS, HEAD_SIZE, LAYERS = 32, 8, 128, 32
 SLOT = KV_HEADS * HEAD_SIZE * ITEM  # bytes of a token's keys in one layer
 TILE = 4096  # logits, csrc/cuda/launch.h
 UNIT = 8  # logits that a lane takes at a time, csrc/cuda/device.cuh
-RESOURCES = Path(__file__).with_name("resources.json")
-# Times the floor, plus microseconds. Of attention, for up to 16 tokens per sequence.
-GOALS = {
-    "verify_chain": (1.3, 4.0),
-    "verify_tree": (2.0, 8.0),
-    "tree_attention": (1.25, 0.0),
-    "cross_attention": (1.25, 0.0),
-}
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What is assumed of a GPU; microseconds, and units per microsecond."""
-
-    name: str
-    bandwidth: float  # bytes, of a copy
-    multiprocessors: int = 132
-    clock: float = 1755.0  # cycles
-    l2_bandwidth: float = 5.5e6
-    l2_bytes: int = 40 << 20  # what stays there from one kernel to the next
-    port: int = 64  # bytes per cycle into one multiprocessor
-    lanes: int = 128  # instructions of single lanes per cycle and multiprocessor
-    converters: int = 16  # of those, exponentials, logarithms and conversions
-    products: float = 2048.0  # multiply-adds of tensor cores per cycle, half of the peak of wgmma
-    memory: float = 0.65  # latency of an access to memory
-    cache: float = 0.3  # of one to the L2
-    barrier: float = 0.3  # of a cluster
-    launch: float = 1.5  # of a kernel in a graph, which waits for the one in front of it
-    early_launch: float = 0.7  # where it was launched early
-
-    def resident(self, registers: int, threads: int, shared: int) -> int:
-        """Blocks that one multiprocessor holds."""
-        warps = -(-threads // 32)
-        per_warp = -(-registers * 32 // 256) * 256
-        return max(
-            1, min(32, 64 // warps, 65536 // (per_warp * warps), (228 << 10) // (shared + 1024))
-        )
-
-
-MACHINES = (Machine("H100", 3.0e6), Machine("H200", 4.3e6))
-
-
-@dataclass(frozen=True)
-class Phase:
-    """What a block does between two barriers.
-
-    `regions`: pieces of code, each with how many logits or keys one round of a thread covers; all
-    of them go over `elements`.
-    """
-
-    bytes: float = 0.0
-    in_flight: float = math.inf  # bytes that the block has on their way at once
-    elements: float = 0.0
-    regions: tuple[tuple[str, float], ...] = ()
-    multiply_adds: float = 0.0
-    cached: bool = False
-
-
-@dataclass(frozen=True)
-class Launch:
-    """One kernel; `accesses` to memory and to the L2 that wait for each other, before phases."""
-
-    kernel: str
-    blocks: int
-    threads: int
-    phases: tuple[Phase, ...] = ()
-    shared: int = 0
-    memory_accesses: float = 0
-    cache_accesses: float = 0
-    barriers: int = 0
-    early: bool = False
-
-
-@dataclass(frozen=True)
-class Case:
-    """A call of an op, the bytes that it must move, and its launches."""
-
-    op: str
-    batch: int
-    shape: str
-    floor_bytes: float
-    launches: tuple[Launch, ...]
-
-    @property
-    def bytes(self) -> float:
-        return sum(part.blocks * phase.bytes for part in self.launches for phase in part.phases)
-
-    def floor(self, machine: Machine) -> float:
-        return self.floor_bytes / machine.bandwidth
-
-    def goal(self, machine: Machine) -> float | None:
-        if self.op not in GOALS:
-            return None
-        times, plus = GOALS[self.op]
-        return times * self.floor(machine) + plus
-
-
-@dataclass
-class Model:
-    """Times of launches on one machine."""
-
-    machine: Machine
-    resources: dict[str, dict] = field(default_factory=lambda: load()["kernels"])
-
-    def time(self, case: Case) -> float:
-        return sum(map(self.time_of_launch, case.launches))
-
-    def resident(self, part: Launch) -> int:
-        own = self.resources[part.kernel]
-        shared = part.shared + own["shared"]
-        return self.machine.resident(own["registers"], part.threads, shared)
-
-    def in_flight(self, part: Launch) -> int:
-        return min(part.blocks, self.resident(part) * self.machine.multiprocessors)
-
-    def time_of_launch(self, part: Launch) -> float:
-        machine = self.machine
-        waves = math.ceil(part.blocks / self.in_flight(part))
-        waits = part.memory_accesses * machine.memory + part.cache_accesses * machine.cache
-        waits += part.barriers * machine.barrier
-        if self.resident(part) == 1:
-            waits *= waves  # no other block works meanwhile
-        start = machine.early_launch if part.early else machine.launch
-        return start + waits + sum(self.time_of_phase(part, phase, waves) for phase in part.phases)
-
-    def time_of_phase(self, part: Launch, phase: Phase, waves: int) -> float:
-        machine, blocks = self.machine, part.blocks
-        latency = machine.cache if phase.cached else machine.memory
-        bandwidth = machine.l2_bandwidth if phase.cached else machine.bandwidth
-        most = math.ceil(blocks / machine.multiprocessors)  # blocks of the busiest multiprocessor
-        regions = self.resources[part.kernel].get("regions", {})
-        issued, converted = (
-            sum(regions[name][kind] / covered for name, covered in phase.regions)
-            for kind in ("instructions", "conversions")
-        )
-        work = most * phase.elements / machine.clock
-        steady = max(
-            blocks * phase.bytes / bandwidth,
-            most * phase.bytes / (machine.port * machine.clock),
-            work * issued / machine.lanes,
-            work * converted / machine.converters,
-            most * phase.multiply_adds / (machine.products * machine.clock),
-        )
-        fill = latency if phase.bytes else 0.0
-        return max(steady + fill, waves * math.ceil(phase.bytes / phase.in_flight) * latency)
-
-
-@cache
-def load() -> dict:
-    return json.loads(RESOURCES.read_text(encoding="utf-8"))
 
 
 def cluster_of(rows: int, machine: Machine) -> int:
@@ -179,6 +27,11 @@ def cluster_of(rows: int, machine: Machine) -> int:
     while cluster < 8 and rows * cluster < machine.multiprocessors:
         cluster *= 2
     return cluster
+
+
+def shape_of(op: str, batch: int, **changes) -> dict:
+    """As benchmarks/cases.py names it."""
+    return timed.Case(op, VOCAB, batch, "zipf", "bfloat16", **changes).shape
 
 
 TEAM_SHARED = 17 << 10
@@ -198,21 +51,27 @@ def row_launch(kernel: str, rows: int, machine: Machine, *more: Phase, barriers:
 
 def row_stats(batch: int, machine: Machine) -> Case:
     launch = row_launch("row_stats", batch, machine, barriers=3)
-    return Case("row_stats", batch, "", batch * ROW, (launch,))
+    return Case("row_stats", batch, shape_of("row_stats", batch), batch * ROW, (launch,))
 
 
 def logits_to_probs(batch: int, machine: Machine) -> Case:
     share = VOCAB / cluster_of(batch, machine)
     write = Phase(4 * share, elements=share, regions=(("write", UNIT),))
     launch = row_launch("logits_to_probs", batch, machine, write, barriers=3)
-    return Case("logits_to_probs", batch, "", batch * (ROW + 4 * VOCAB), (launch,))
+    return Case(
+        "logits_to_probs",
+        batch,
+        shape_of("logits_to_probs", batch),
+        batch * (ROW + 4 * VOCAB),
+        (launch,),
+    )
 
 
 def sample(batch: int, machine: Machine) -> Case:
     cluster = cluster_of(batch, machine)
     again = Phase(elements=VOCAB / cluster, regions=(("sum", UNIT),))
     launch = row_launch("sample", batch, machine, again, found(cluster, 512), barriers=5)
-    return Case("sample", batch, "", batch * ROW, (launch,))
+    return Case("sample", batch, shape_of("sample", batch), batch * ROW, (launch,))
 
 
 def found(cluster: int, threads: int) -> Phase:
@@ -225,7 +84,7 @@ def sample_coupled(batch: int, machine: Machine) -> Case:
     share = VOCAB / cluster_of(batch, machine)
     race = Phase(ITEM * share, elements=share, regions=(("race", 4),), cached=True)
     launch = row_launch("sample_coupled", batch, machine, race, barriers=4)
-    return Case("sample_coupled", batch, "", batch * ROW, (launch,))
+    return Case("sample_coupled", batch, shape_of("sample_coupled", batch), batch * ROW, (launch,))
 
 
 def verify_chain(batch: int, machine: Machine, given: bool = False) -> Case:
@@ -262,7 +121,8 @@ def verify_chain(batch: int, machine: Machine, given: bool = False) -> Case:
         early=True,
     )
     floor = batch * (NUM_DRAFT + 2 if given else 2 * NUM_DRAFT + 1) * ROW
-    shape = f"K={NUM_DRAFT}" + (", draft_logsumexp" if given else "")
+    rule = "draft_logsumexp" if given else "standard"
+    shape = shape_of("verify_chain", batch, num_draft=NUM_DRAFT, rule=rule)
     return Case("verify_chain", batch, shape, floor, (tiles, decision))
 
 
@@ -286,11 +146,13 @@ def verify_tree(batch: int, machine: Machine) -> Case:
         cache_accesses=5 * nodes,
         barriers=4 * nodes + 6,
     )
-    return Case("verify_tree", batch, f"N={NUM_NODES}", batch * 2 * nodes * ROW, (launch,))
+    rule = "without_replacement"
+    shape = shape_of("verify_tree", batch, num_nodes=NUM_NODES, rule=rule)
+    return Case("verify_tree", batch, shape, batch * 2 * nodes * ROW, (launch,))
 
 
 def small(
-    op: str, batch: int, blocks: int, threads: int, moved: float, shape: str, **waits
+    op: str, batch: int, blocks: int, threads: int, moved: float, shape: dict, **waits
 ) -> Case:
     """A kernel that reads and writes little."""
     launch = Launch(op, blocks, threads, (Phase(moved / blocks),), **waits)
@@ -301,7 +163,7 @@ def penalize(batch: int, machine: Machine) -> Case:
     """Histories of 1024 tokens: a binary search each in the (empty) list of biases."""
     rows, known = batch * (NUM_DRAFT + 1), 1024
     moved = rows * known * (2 * ITEM + 8)
-    shape = f"K={NUM_DRAFT}, {known} known"
+    shape = {"B": batch, "K": NUM_DRAFT, "history": known}
     rounds = known / 128
     return small(
         "penalize", batch, rows, 128, moved, shape, memory_accesses=3 + rounds, cache_accesses=2
@@ -312,26 +174,35 @@ def build_tree(batch: int, machine: Machine) -> Case:
     blocks = -(-batch * NUM_NODES // 128)
     moved = batch * NUM_NODES * 16
     waits = {"memory_accesses": 1, "cache_accesses": 2 * DEPTH}
-    return small("build_tree", batch, blocks, 128, moved, f"N={NUM_NODES}", **waits)
+    return small(
+        "build_tree",
+        batch,
+        blocks,
+        128,
+        moved,
+        shape_of("build_tree", batch, num_nodes=NUM_NODES),
+        **waits,
+    )
 
 
 def uniform(batch: int, machine: Machine) -> Case:
     blocks = -(-batch * 2 // 256)
-    return small("uniform", batch, blocks, 256, batch * 40, "6 numbers", memory_accesses=1)
+    shape = shape_of("uniform", batch)
+    return small("uniform", batch, blocks, 256, batch * 40, shape, memory_accesses=1)
 
 
 def store_kv(batch: int, machine: Machine) -> Case:
     tokens = batch * (NUM_DRAFT + 1)
     moved = tokens * (4 * SLOT + 2 * HEAD_SIZE * 4)
     threads = 192  # 128 units of values, 64 pairs of keys
-    shape = f"{NUM_DRAFT + 1} tokens, rotated"
+    shape = {"B": batch, "tokens": NUM_DRAFT + 1, "rotated": HEAD_SIZE}
     return small("store_kv", batch, tokens, threads, moved, shape, memory_accesses=1)
 
 
 def compact_kv(batch: int, machine: Machine) -> Case:
     blocks = batch * LAYERS * 2
     moved = blocks * DEPTH * SLOT * 2
-    shape = f"{DEPTH} moves, {LAYERS} layers"
+    shape = {"B": batch, "moves": DEPTH, "layers": LAYERS}
     return small("compact_kv", batch, blocks, 128, moved, shape, memory_accesses=3)
 
 
@@ -340,7 +211,7 @@ def match_suffix(batch: int, machine: Machine) -> Case:
     width, matched, tile = 4096, 10, 2048
     waits = {"memory_accesses": width / tile, "cache_accesses": 2 * matched * width / tile + 2}
     threads = 32 * load()["kernels"]["match_suffix"]["warps"]
-    shape = f"{width} tokens"
+    shape = {"B": batch, "tokens": width}
     return small("match_suffix", batch, batch, threads, batch * width * 4, shape, **waits)
 
 
@@ -382,7 +253,7 @@ def attention(op: str, batch: int, machine: Machine, tokens: int, context: int) 
         )  # four partials of eight heads at once
         launches.append(Launch("merge d128", rows // 8, 128, (merged,), 0, 0, 3))
     floor = batch * (context * 2 * SLOT + tokens * HEADS * HEAD_SIZE * ITEM * 2)
-    shape = f"{tokens} tokens, context {context // 1024}k"
+    shape = {"B": batch, "tokens": tokens, "context": context}
     return Case(op, batch, shape, floor, tuple(launches))
 
 
@@ -416,6 +287,20 @@ def cases(machine: Machine) -> list[Case]:
                 found.append(attention("tree_attention", batch, machine, tokens, context))
     found += [attention("cross_attention", batch, machine, 5, 8192) for batch in batches]
     return found
+
+
+def predicted(record: dict) -> float | None:
+    """The time of a recorded case, where there is a prediction of it for its GPU."""
+    for machine in MACHINES:
+        if machine.name not in record.get("device", ""):
+            continue
+        for case in cases(machine):
+            same = (case.op, case.backend, case.shape)
+            if same == (record["op"], record["backend"], record["shape"]) and (
+                record["dtype"] == "bfloat16" or "V" not in case.shape
+            ):
+                return Model(machine).time(case)
+    return None
 
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "kernels.md"
@@ -506,7 +391,9 @@ def times_table() -> str:
             floor, time, goal = own.floor(model.machine), model.time(own), own.goal(model.machine)
             cells += [f"{floor:.3g}", f"{time:.3g}", verdict(time, goal)]
         blocks = "+".join(str(models[0].in_flight(part)) for part in case.launches)
-        first = (f"`{case.op}`", str(case.batch), case.shape, str(len(case.launches)), blocks)
+        hidden = ("B", "R", "V", "sampling")
+        sizes = (f"{name}={value}" for name, value in case.shape.items() if name not in hidden)
+        first = (f"`{case.op}`", str(case.batch), ", ".join(sizes), str(len(case.launches)), blocks)
         lines.append(table_row(*first, f"{case.bytes / 1e6:.3g}", *cells))
     return "\n".join(lines)
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import bench, report, steps
+from benchmarks.gpu import bench, predict, report, steps
+from benchmarks.gpu.resource_model import MACHINES, Model
 from benchmarks.gpu.runner import Runner
 from benchmarks.gpu.state import State
 from benchmarks.gpu.steps import Command, Context, Step
@@ -188,11 +189,22 @@ def test_report_of_records(tmp_path):
     lines = "".join(json.dumps(record) + "\n" for record in records)
     (tmp_path / "kernels.jsonl").write_text(lines)
     text = report.text_of(tmp_path)
-    assert (
-        "| B=64, K=4, V=128256, zipf, bfloat16 | cuda | 50 | 40 | 25 | 2 | 1.37 | 10 (e) | 1.5 |"
-        in text
-    )
+    shown = "| B=64, K=4, V=128256, zipf, bfloat16 | cuda | 50 | 40 | 25 | 2 | 1.37 | - |"
+    assert f"{shown} 10 (e) | 1.5 |" in text
     assert "99" not in text
+
+
+def test_report_sets_a_time_beside_the_predicted_one():
+    [case] = [
+        case
+        for case in predict.cases(MACHINES[0])
+        if case.op == "verify_chain" and case.batch == 64 and "rule" not in case.shape
+    ]
+    time = Model(MACHINES[0]).time(case)
+    record = gpu_record(shape=case.shape, median_us=3 * time, device="NVIDIA H100 80GB HBM3")
+    assert report.over_predicted(record) == "3"
+    assert report.over_predicted({**record, "dtype": "float32"}) == "-"
+    assert report.over_predicted({**record, "device": "another"}) == "-"
 
 
 @pytest.mark.check

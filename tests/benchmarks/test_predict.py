@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.gpu import predict
-from benchmarks.gpu.predict import Launch, Machine, Model, Phase
+from benchmarks.gpu.resource_model import MACHINES, Launch, Machine, Model, Phase
 
 MACHINE = Machine("test", bandwidth=1e6, multiprocessors=4, port=10**4)
 OWN = {"registers": 64, "shared": 0, "regions": {"work": {"instructions": 8, "conversions": 0}}}
@@ -23,13 +23,13 @@ def test_the_page_is_what_the_model_says():
 
 
 def test_every_op_is_predicted_for_one_sequence_and_many():
-    shown = {(case.op, case.batch) for case in predict.cases(predict.MACHINES[0])}
+    shown = {(case.op, case.batch) for case in predict.cases(MACHINES[0])}
     ops = {op for op, _ in shown}
     assert ops >= {"verify_chain", "verify_tree", "tree_attention", "store_kv", "compact_kv"}
     assert shown == {(op, batch) for op in ops for batch in (1, 64)}
 
 
-@pytest.mark.parametrize("machine", predict.MACHINES, ids=lambda machine: machine.name)
+@pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)
 def test_no_prediction_beats_what_must_move_or_the_launches(machine):
     model = Model(machine)
     for case in predict.cases(machine):

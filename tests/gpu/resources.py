@@ -9,7 +9,7 @@ import re
 import subprocess
 from importlib.metadata import version
 
-from benchmarks.gpu import predict
+from benchmarks.gpu import predict, resource_model
 from tests.cuda import test_compile as cuda
 from tests.cuda.sass import region
 from tests.triton import test_compile as triton
@@ -95,7 +95,7 @@ def main() -> None:
         **of_attention(attention.compile_all(90)),
     }
     found = {**compilers(), "architecture": "sm_90", "kernels": kernels}
-    predict.RESOURCES.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    resource_model.RESOURCES.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     page = predict.PAGE.read_text(encoding="utf-8")
     predict.PAGE.write_text(predict.updated(page), encoding="utf-8")
 

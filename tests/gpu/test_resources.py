@@ -4,17 +4,17 @@ import pytest
 
 pytest.importorskip("triton.backends.nvidia", reason="Triton's NVIDIA backend is not installed")
 
-from benchmarks.gpu import predict
+from benchmarks.gpu.resource_model import load
 from tests.cuda.test_compile import find_nvcc, find_nvdisasm
 from tests.gpu import resources
 from tests.triton import test_compile, test_compile_attention
 
 pytestmark = pytest.mark.check
-KERNELS = predict.load()["kernels"]
+KERNELS = load()["kernels"]
 
 
 def require_the_same(compiler: str) -> None:
-    here, known = resources.compilers()[compiler], predict.load()[compiler]
+    here, known = resources.compilers()[compiler], load()[compiler]
     if here != known:
         pytest.skip(f"the numbers are of {compiler} {known}, here is {here}")
 
