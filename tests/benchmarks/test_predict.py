@@ -54,6 +54,12 @@ def test_the_slowest_of_bytes_instructions_and_loads_decides():
     assert time_of(Launch("kernel", 4, 256, (works,))) == pytest.approx(issue + MACHINE.memory)
 
 
+def test_the_decisions_of_64_chains_are_one_wave():
+    machine = MACHINES[0]
+    decision = predict.verify_chain(64, machine).launches[-1]
+    assert Model(machine).in_flight(decision) == decision.blocks == 256
+
+
 def test_more_registers_make_more_waves():
     waits = Launch("kernel", 8, 512, (Phase(bytes=64, in_flight=64),), memory_accesses=3)
     assert time_of(waits, registers=128) > 1.9 * time_of(waits)

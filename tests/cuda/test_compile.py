@@ -36,7 +36,7 @@ REGISTERS = {
     "sample_coupled_kernel": 128,
     "chain_statistics_kernel": 128,
     "verify_tree_kernel": 128,
-    "verify_chain_kernel": 168,  # 256
+    "verify_chain_kernel": 168,  # 256; 128 before sm_100
 }
 # Instructions per logit; at the bandwidth of an H200 there is time for about 31 of them with 32-bit
 # logits and 15 with 16-bit ones.
