@@ -6,6 +6,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks.gpu import options
+from benchmarks.gpu.predict import predicted
+from benchmarks.gpu.resource_model import GOALS
 from benchmarks.gpu.state import State
 from benchmarks.report import table_head, table_row
 
@@ -18,12 +20,13 @@ PEERS = (
     "vllm_v2_bytes",
     "sglang_bytes",
 )
-GOALS = {"verify_chain": (1.3, 4.0), "verify_tree": (2.0, 8.0)}  # times the floor, plus µs
 MEANING = """\
 Times are medians in microseconds. **cold**: every call reads inputs that are not in the L2;
 **warm**: the same inputs again and again. **floor**: the bytes that must move over the copy
 bandwidth measured in the same process. **ours/goal**: our time over 1.3 times the floor + 4 µs for
-verify_chain, over 2 times the floor + 8 µs for verify_tree. The other columns are the other's time
+verify_chain, 2 times the floor + 8 µs for verify_tree, 1.25 times the floor for attention.
+**ours/predicted**: over what docs/kernels.md predicts; where it is far from 1, an assumption there
+is wrong. The other columns are the other's time
 over ours, so above 1 we are faster: *peer* Hugging Face, *torch* one sort, *torch_softmax* only the
 softmax of all rows, *flashinfer* its kernels; names that end in *bytes* are a copy of as many bytes
 as that pipeline moves, since the pipeline itself was not run. (e) marks times of the wall clock,
@@ -83,6 +86,7 @@ def machine_table(records: list[dict]) -> str:
 def op_table(records: list[dict]) -> str:
     peers = [name for name in PEERS if any(f"{name}_us" in record for record in records)]
     head = ("shape", "backend", "cold", "warm", "floor", "ours/floor", "ours/goal")
+    head += ("ours/predicted",)
     lines = table_head(*head, *peers)
     for record in records:
         sizes = ", ".join(f"{name}={value}" for name, value in record["shape"].items())
@@ -96,6 +100,7 @@ def op_table(records: list[dict]) -> str:
                 f"{record['floor_us']:.4g}",
                 f"{record['ratio_to_floor']:.3g}",
                 over_goal(record),
+                over_predicted(record),
                 *(ratio(record, name) for name in peers),
             )
         )
@@ -107,6 +112,11 @@ def over_goal(record: dict) -> str:
         return "-"
     times, plus = GOALS[record["op"]]
     return f"{record['median_us'] / (times * record['floor_us'] + plus):.3g}"
+
+
+def over_predicted(record: dict) -> str:
+    time = predicted(record)
+    return "-" if time is None else f"{record['median_us'] / time:.3g}"
 
 
 def ratio(record: dict, name: str) -> str:

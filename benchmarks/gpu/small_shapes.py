@@ -28,6 +28,11 @@ MIXED = {  # a sequence each: plain, greedy, filtered
     "top_p": torch.tensor([1.0, 1.0, 0.9]),
     "min_p": torch.tensor([0.0, 0.0, 0.01]),
 }
+TOLERANCE = {
+    torch.float32: {"atol": 1e-4, "rtol": 1e-4},
+    torch.float16: {"atol": 4e-3, "rtol": 4e-3},
+    torch.bfloat16: {"atol": 3e-2, "rtol": 3e-2},
+}
 BATCH = 3
 NUM_DRAFT = 3
 NUM_NODES = 7
@@ -222,6 +227,52 @@ def _compact_check(vocab, dtype, backend, device):
         verification.equal(ours, caches)
 
 
+def _attention_check(op: str):
+    """Ragged chains and trees over one to three chunks, blocks out of order, NaN in unused slots.
+
+    Few sequences, so that programs share a context and their parts are merged.
+    """
+
+    def check(vocab, dtype, backend, device):
+        counts = torch.tensor([5, 1, NUM_NODES])
+        cu_rows = torch.cat([torch.zeros(1), counts.cumsum(0)]).int()
+        lengths = torch.tensor([40, 1, 1100], dtype=torch.int32)
+        table = torch.randperm(3 * 70, generator=generator()).view(3, 70).int()
+        shown = build_tree_mask() if op == "tree_attention" else None
+        for element, head_size in product(DTYPES, (128, 64)):
+            query = torch.randn(int(cu_rows[-1]), 8, head_size, generator=generator()).to(element)
+            caches = torch.full((2, 3 * 70, 16, 2, head_size), torch.nan, dtype=element)
+            for blocks, length in zip(table.long(), lengths.tolist(), strict=True):
+                slots = torch.arange(length)
+                entries = torch.randn(2, length, 2, head_size, generator=generator())
+                caches[:, blocks[slots // 16], slots % 16] = entries.to(element)
+            args = (query, *caches.unbind(0), table, lengths, cu_rows)
+            for mask in (None,) if shown is None else (None, shown):
+                options_of = {} if mask is None else {"ancestor_mask": mask}
+                expected = getattr(ops, op)(*args, **options_of, backend="reference")
+                on_device = moved(args, device), moved(options_of, device)
+                ours = getattr(ops, op)(*on_device[0], **on_device[1], backend=backend)
+                torch.testing.assert_close(ours.cpu(), expected, **TOLERANCE[element])
+
+    return check
+
+
+def build_tree_mask() -> Tensor:
+    """[BATCH, NUM_NODES, 1] of binary trees."""
+    parents = binary_tree(NUM_NODES).repeat(BATCH, 1)
+    return ops.build_tree(parents, backend="reference")[1]
+
+
+def _suffix_check(vocab, dtype, backend, device):
+    texts = torch.randint(3, (BATCH, 3000), generator=generator()).int()
+    lengths = torch.tensor([3000, 1, 700], dtype=torch.int32)
+    for rule in ("latest", "earliest_longest"):
+        search = {"min_match": 2, "max_match": 6, "num_tokens": 10, "rule": rule}
+        expected = ops.match_suffix(texts, lengths, **search, backend="reference")
+        ours = ops.match_suffix(*moved((texts, lengths), device), **search, backend=backend)
+        verification.equal((ours,), (expected,))
+
+
 def penalize_inputs(vocab: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """A row for each node of three trees; history and bias of every other token, or of none."""
     history = torch.arange(0, vocab, 2, dtype=torch.int32)
@@ -267,15 +318,19 @@ SAMPLING_OPS = (
     "verify_chain",
     "verify_tree",
 )
+# Attention and the caches first: a wrong one spoils every token after it.
 CHECKS: dict[str, Callable] = {
+    "tree_attention": _attention_check("tree_attention"),
+    "cross_attention": _attention_check("cross_attention"),
+    "store_kv": _store_check,
+    "compact_kv": _compact_check,
     **{op: _rows_check(op) for op in SAMPLING_OPS[:4]},
     "penalize": _penalize_check,
     "verify_chain": _chain_check,
     "verify_tree": _tree_check,
     "build_tree": _build_tree_check,
     "uniform": _uniform_check,
-    "store_kv": _store_check,
-    "compact_kv": _compact_check,
+    "match_suffix": _suffix_check,
 }
 
 

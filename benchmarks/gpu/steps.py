@@ -120,17 +120,19 @@ def find_sanitizer() -> str | None:
     return shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=extra)
 
 
+# What would be worst if wrong comes first; benchmarks/gpu/README.md says what to look at.
 STEPS = (
     Step("machine", 0.1, module("machine")),
     Step("build", 0.4, build),
     Step("tests", 0.25, gpu_tests),
-    Step("headline", 0.25, module("bench", "--group", "headline"), ("headline.progress",)),
+    Step("memcheck-triton", 0.12, sanitizer("memcheck", "triton")),
     Step("memcheck", 0.12, sanitizer("memcheck", "cuda")),
-    Step("racecheck", 0.12, sanitizer("racecheck", "cuda")),
-    Step("synccheck", 0.1, sanitizer("synccheck", "cuda")),
-    Step("initcheck", 0.1, sanitizer("initcheck", "cuda")),
-    Step("memcheck-triton", 0.1, sanitizer("memcheck", "triton")),
+    Step("caches", 0.15, module("caches"), ("caches.progress",)),
+    Step("headline", 0.25, module("bench", "--group", "headline"), ("headline.progress",)),
     Step("racecheck-triton", 0.1, sanitizer("racecheck", "triton")),
+    Step("racecheck", 0.12, sanitizer("racecheck", "cuda")),
+    Step("initcheck", 0.1, sanitizer("initcheck", "cuda")),
+    Step("synccheck", 0.1, sanitizer("synccheck", "cuda")),
     Step("kernel-tests", 0.3, kernel_tests),
     Step("bench", 1.0, module("bench", "--group", "all"), ("all.progress",)),
 )

@@ -5,6 +5,11 @@ namespace fastspec::cuda {
 namespace {
 
 constexpr int32_t kDecisionThreads = 256;  // more would have too few registers each
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr int kDecisionBlocks = 1;  // of a multiprocessor; with more, registers spill
+#else
+constexpr int kDecisionBlocks = 2;  // 64 sequences of 4 blocks each are one wave
+#endif
 
 // One sequence, as every thread of its team sees it.
 class Chain {
@@ -334,7 +339,7 @@ __device__ void write_chain(const VerifyChainCall& call, const Chain& chain, int
 
 // A team per sequence: every warp judges the proposals for itself, from scalars; then one pass over
 // the row of the first rejection, or of the bonus token, draws the extra token.
-__global__ void __launch_bounds__(kDecisionThreads, 1)
+__global__ void __launch_bounds__(kDecisionThreads, kDecisionBlocks)
     verify_chain_kernel(const VerifyChainCall call, const int32_t cluster) {
   wait_for_previous_kernel();
   Team team(cluster);

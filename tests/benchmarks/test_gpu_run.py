@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import json
+import re
 import subprocess
 import sys
 import time
@@ -12,7 +13,8 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import bench, report, steps
+from benchmarks.gpu import bench, caches, predict, report, small_shapes, steps
+from benchmarks.gpu.resource_model import MACHINES, Model
 from benchmarks.gpu.runner import Runner
 from benchmarks.gpu.state import State
 from benchmarks.gpu.steps import Command, Context, Step
@@ -95,6 +97,41 @@ def test_steps_without_time_are_not_run_and_the_report_is(tmp_path):
 def test_names_of_steps_are_distinct():
     names = [step.name for step in (*steps.STEPS, steps.REPORT)]
     assert len(set(names)) == len(names)
+
+
+def test_the_page_says_what_to_look_at_in_the_order_of_the_steps():
+    page = (ROOT / "benchmarks" / "gpu" / "README.md").read_text(encoding="utf-8")
+    named = re.findall(r"^\| `([\w-]+)` \|", page, flags=re.MULTILINE)
+    assert named == [step.name for step in (*steps.STEPS, steps.REPORT)]
+
+
+def test_attention_and_caches_come_first():
+    assert tuple(small_shapes.CHECKS)[: len(caches.OPS)] == caches.OPS
+    names = [step.name for step in steps.STEPS]
+    assert names.index("memcheck-triton") < names.index("caches") < names.index("headline")
+    shown = [op for op, *_ in caches.tiny_plan()]
+    assert tuple(shown) == caches.OPS
+
+
+@pytest.mark.parametrize("case", list(caches.tiny_plan()), ids=lambda case: case[0])
+def test_times_of_caches_are_verified_first(case, monkeypatch):
+    op, shape, num_bytes, _ = case
+    record = caches.measure(op, shape, num_bytes, "reference", "cpu")
+    assert record["op"] == op
+    assert record["verified"]
+    reference = getattr(caches.ops, op)
+
+    def wrong(*args, backend, **options):
+        """Someone else's values: of another query, key or path."""
+        if backend == "reference":
+            return reference(*args, backend=backend, **options)
+        place = 4 if op == "compact_kv" else 0
+        args = (*args[:place], args[place] + 1, *args[place + 1 :])
+        return reference(*args, backend="reference", **options)
+
+    monkeypatch.setattr(caches.ops, op, wrong)
+    with pytest.raises(AssertionError):
+        caches.measure(op, shape, num_bytes, "wrong", "cpu")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
@@ -188,11 +225,22 @@ def test_report_of_records(tmp_path):
     lines = "".join(json.dumps(record) + "\n" for record in records)
     (tmp_path / "kernels.jsonl").write_text(lines)
     text = report.text_of(tmp_path)
-    assert (
-        "| B=64, K=4, V=128256, zipf, bfloat16 | cuda | 50 | 40 | 25 | 2 | 1.37 | 10 (e) | 1.5 |"
-        in text
-    )
+    shown = "| B=64, K=4, V=128256, zipf, bfloat16 | cuda | 50 | 40 | 25 | 2 | 1.37 | - |"
+    assert f"{shown} 10 (e) | 1.5 |" in text
     assert "99" not in text
+
+
+def test_report_sets_a_time_beside_the_predicted_one():
+    [case] = [
+        case
+        for case in predict.cases(MACHINES[0])
+        if case.op == "verify_chain" and case.batch == 64 and "rule" not in case.shape
+    ]
+    time = Model(MACHINES[0]).time(case)
+    record = gpu_record(shape=case.shape, median_us=3 * time, device="NVIDIA H100 80GB HBM3")
+    assert report.over_predicted(record) == "3"
+    assert report.over_predicted({**record, "dtype": "float32"}) == "-"
+    assert report.over_predicted({**record, "device": "another"}) == "-"
 
 
 @pytest.mark.check
@@ -207,13 +255,13 @@ def test_the_whole_plan_dry(tmp_path, monkeypatch):
     assert set(statuses) == {step.name for step in (*steps.STEPS, steps.REPORT)}
     assert set(statuses.values()) == {"done", "skipped"}
     records = report.read_lines(out / "kernels.jsonl")
-    assert {record["op"] for record in records} == set(bench.OPS)
-    assert len(records) == len(bench.tiny_plan("all"))
+    assert {record["op"] for record in records} == {*bench.OPS, *caches.OPS}
+    assert len(records) == len(bench.tiny_plan("all")) + len(caches.OPS)
     assert all(record["verified"] for record in records)
     machine = report.read_lines(out / "machine.jsonl")
     assert {record["what"] for record in machine} >= {"copy", "read"}
     text = (out / "report.md").read_text(encoding="utf-8")
-    assert all(f"### {op}" in text for op in bench.OPS)
+    assert all(f"### {op}" in text for op in (*bench.OPS, *caches.OPS))
 
     again = subprocess.run(call, cwd=ROOT, capture_output=True, text=True, timeout=400)
     assert again.returncode == 0

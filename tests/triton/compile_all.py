@@ -1,6 +1,7 @@
 """Compiles the kernels of the launches below for one GPU generation; prints a JSON line for each.
 
-Run as a program, as Triton compiles nothing in a process that interprets: compile_all.py 90
+Run as a program, as Triton compiles nothing in a process that interprets: compile_all.py 90, or of
+one kernel alone: compile_all.py 90 match_suffix_kernel
 """
 
 import json
@@ -205,9 +206,11 @@ def _output(tool: str, *args: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def main(capability: int) -> None:
+def main(capability: int, only: str = "") -> None:
     seen = set()
-    for kernel, args, options in recorded_launches(every_variant=capability == 90):
+    for kernel, args, options in recorded_launches(every_variant=capability == 90 and not only):
+        if only not in kernel.fn.__name__:
+            continue
         compiled = compile_launch(kernel, args, options, capability)
         if compiled.hash in seen:
             continue
@@ -224,4 +227,4 @@ def main(capability: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), *sys.argv[2:])

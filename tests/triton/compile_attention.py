@@ -18,6 +18,7 @@ from fastspec_kernels.triton import attention
 from fastspec_kernels.triton.attention_kernels import attention_kernel, merge_kernel
 from fastspec_kernels.triton.cache import MOVES
 from fastspec_kernels.triton.cache_kernels import compact_kernel, store_kernel
+from tests.cuda.sass import region
 
 TOOLS = Path(nvidia.__file__).parent / "bin"
 CACHES = ("key_cache", "value_cache", "key_caches", "value_caches")
@@ -49,6 +50,12 @@ SHAPES = [
     ("tree+", 4, 512, 64, "bf16"),
     ("tree", 8, 128, 64, "fp32"),
     ("chain", 1, 256, 64, "fp32"),
+    ("tree", 5, 128, 1, "bf16"),
+    ("tree", 5, 128, 64, "bf16"),
+    ("tree", 16, 128, 1, "bf16"),
+    ("tree", 16, 128, 64, "bf16"),
+    ("cross", 5, 128, 1, "bf16"),
+    ("cross", 5, 128, 64, "bf16"),
 ]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -127,7 +134,11 @@ def report(
         file.flush()
         usage = run("cuobjdump", "-res-usage", file.name)
         code = run("nvdisasm", "-c", file.name)
-    line = {"name": name, "shared": compiled.metadata.shared}
+    line = {"name": name, "shared": compiled.metadata.shared, "warps": options["num_warps"]}
+    if kernel is attention_kernel:
+        lines = [row.strip() for row in code.splitlines()]
+        line["block_n"] = constants["V"].block_n.value
+        line["regions"] = {"loop": region(lines, r"\bH\w*MMA\b")}
     line["registers"] = int(re.search(r"REG:(\d+)", usage)[1])
     # Only the loop over unmasked keys copies ahead; what it leaves in flight while it multiplies.
     waits = re.findall(r"cp\.async\.wait_group\s+(\d+)", compiled.asm["ptx"])

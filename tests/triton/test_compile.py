@@ -56,10 +56,10 @@ def test_every_kernel(capability):
     check_statistics_kernel(compiled)
 
 
-def compile_all(capability):
+def compile_all(capability, *only):
     environment = {name: os.environ[name] for name in os.environ if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(KERNELS)
-    command = [sys.executable, str(PROGRAM), str(capability)]
+    command = [sys.executable, str(PROGRAM), str(capability), *only]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]
     return [json.loads(line) for line in run.stdout.splitlines()]
