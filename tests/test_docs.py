@@ -42,6 +42,7 @@ RUN_ELSEWHERE = {
     "pip install torch": "any test: it is there",
     "pip install --no-build-isolation .": "test_packaging.py",
     "python -m benchmarks.gpu --out DIR --minutes 8": "benchmarks/test_gpu_run.py",
+    "python -m benchmarks.draft_economics": "benchmarks/test_draft_economics.py",
     "fastspec fetch smollm2": "cli/test_fetch.py",
     "fastspec chat": "cli/test_chat.py",
     "fastspec serve": "serve/test_border.py",
@@ -49,8 +50,10 @@ RUN_ELSEWHERE = {
         "serve/test_border.py"
     ),
     "fastspec generate --target smollm2 --method prompt_lookup": "cli/test_fetch.py",
-    "fastspec generate --target smollm2 --method eagle3 -k 2 --suffix-tokens 8 --dtype bfloat16"
-    ' --chat --prompt "Why is the sky blue?"': "cli/test_eagle3.py",
+    "fastspec generate --target smollm2 --method eagle3 -k 4 --confidence-threshold 0.3"
+    ' --suffix-tokens 8 --dtype bfloat16 --chat --prompt "Why is the sky blue?"': (
+        "cli/test_eagle3.py"
+    ),
     "fastspec train texts --target smollm2 --prompts-file prompts.txt --out texts.jsonl": (
         "train/test_reduced_vocabulary.py"
     ),
