@@ -38,11 +38,19 @@ _LOOKUP = frozenset({"prompt_lookup_min", "prompt_lookup_max"})
 _TREE = frozenset({"tree_width", "tree_nodes", "tree_paths", "tree_prompt_lookup"})
 _SUFFIX = frozenset({"suffix_max_spec_factor", "suffix_min_token_prob", "suffix_max_cached_tokens"})
 _MODEL = _SAMPLED | _SUFFIX | {"suffix_tokens"}
+_OTHER = frozenset({"heterogeneous_vocab"})
 
 BUILT_IN = (
-    Method("auto", "a draft model where one is given, else plain decoding", _MODEL | _CHAIN),
+    Method(
+        "auto", "a draft model where one is given, else plain decoding", _MODEL | _CHAIN | _OTHER
+    ),
     Method("none", "plain decoding; a drafter that is given is not loaded", _SAMPLED),
-    Method("draft_model", "a smaller model, best with the same tokenizer", _MODEL | _CHAIN, True),
+    Method(
+        "draft_model",
+        "a smaller model, best with the same tokenizer",
+        _MODEL | _CHAIN | _OTHER,
+        True,
+    ),
     Method(
         "prompt_lookup", "copies what followed the last tokens where they stood before", _LOOKUP
     ),
@@ -66,7 +74,7 @@ BUILT_IN = (
     Method(
         "cascade",
         "draft models that review each other, and MaG last (CS-Drafting)",
-        _SAMPLED | {"k_matrix", "lenience", "bigram_path"},
+        _SAMPLED | _OTHER | {"k_matrix", "lenience", "bigram_path"},
         True,
     ),
     Method("glide", "a draft model that reads the target's cache", _MODEL | _CHAIN, True),
@@ -77,7 +85,7 @@ BUILT_IN = (
         _MODEL | _CHAIN | _TREE | _LOOKUP,
         True,
     ),
-    Method("tree", "token trees over a draft model", _MODEL | _TREE | _LOOKUP, True),
+    Method("tree", "token trees over a draft model", _MODEL | _TREE | _LOOKUP | _OTHER, True),
 )
 # Fields that a method reads only if it says so; all others are read whatever the method.
 FIELDS_OF_METHODS = frozenset().union(*(method.fields for method in BUILT_IN))

@@ -93,6 +93,16 @@ class SpecConfig:
         "probabilistic samples drafts from the drafter's own distribution under the request's"
         " parameters; greedy takes its argmax and verifies it as a point mass.",
     )
+    heterogeneous_vocab: str | None = option(
+        None,
+        choice("intersection", "reencoding"),
+        "A draft with another tokenizer drafts the tokens that both have (intersection), or text"
+        " that is encoded anew (reencoding, greedy drafts); by default chosen.",
+        "Both are exact. The intersection is chosen unless fewer than half of all runs of"
+        " num_speculative_tokens tokens of ordinary text are tokens that both have, and always for"
+        " trees, cascades, CaPE and where draft_sample_method is given as probabilistic;"
+        " `engine.spec` says what was chosen.",
+    )
     rejection_sample_method: str = option(
         "standard",
         choice("standard", "block", "coupled"),
@@ -299,6 +309,11 @@ class SpecConfig:
         require("exit_layer", None, not needs_exit or self.exit_layer is not None, "an int >= 1")
         check_trees(self)
         self._check_step_costs()
+        fits = self.method not in ("tree", "cascade") and not self.cape
+        fits = fits and self.draft_sample_method != "probabilistic"
+        fits = fits or self.heterogeneous_vocab != "reencoding"
+        expected = "not 'reencoding' for trees, cascades, cape and probabilistic drafts"
+        require("heterogeneous_vocab", self.heterogeneous_vocab, fits, expected)
         fits = self.suffix_tokens is None or self.schedule == "constant"
         require("schedule", self.schedule, fits, "'constant' beside suffix_tokens")
         judges_chains = not self.drafts_trees and not self.cape

@@ -79,10 +79,12 @@ class DrafterPlan:
         models: those that need a cache beside the target's, so that all are sized together.
         build: makes the drafter, given the target's runner (None where stored outputs stand for the
             target) and the blocks that all caches share.
+        heterogeneous_vocab: how it drafts where its tokenizer is not the target's.
     """
 
     models: list[PagedModel]
     build: Callable[[ModelRunner | None, Blocks], Drafter]
+    heterogeneous_vocab: str | None = None
 
 
 def as_plan(made: Any) -> DrafterPlan:

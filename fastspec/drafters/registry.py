@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from fastspec.config import SpecConfig
 from fastspec.config.checks import require
 from fastspec.config.methods import Method, add_method, method_named, remove_method
+from fastspec.drafters import reencoding
 from fastspec.drafters.base import Drafter
 from fastspec.drafters.context import DrafterContext, DrafterPlan, as_plan
 from fastspec.drafters.eagle3 import is_eagle3
@@ -19,6 +20,7 @@ from fastspec.drafters.glide import is_glide
 from fastspec.drafters.suffix_first import with_copies
 from fastspec.drafters.tree import with_siblings, with_trees
 from fastspec.models.named import own_draft
+from fastspec.models.shared_vocabulary import is_intersection
 
 Build = Callable[[DrafterContext], Drafter | DrafterPlan]
 
@@ -113,7 +115,11 @@ def plan_given(context: DrafterContext) -> DrafterPlan:
 
 def _planned(method: Method, context: DrafterContext) -> DrafterPlan:
     build = method.build or import_module(f"fastspec.drafters.{method.name}").build
-    plan, spec = as_plan(build(context)), context.spec
+    spec = context.spec
+    plan = reencoding.build(context) if method.name in ("auto", "draft_model") else None
+    plan = plan or as_plan(build(context))
+    if any(is_intersection(part.model) for part in plan.models):
+        plan = replace(plan, heterogeneous_vocab="intersection")
     if method.name == "eagle3" and spec.drafts_trees:
         plan = with_trees(plan, context)
     elif spec.cape:

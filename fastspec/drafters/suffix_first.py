@@ -167,9 +167,10 @@ def with_copies(plan: DrafterPlan, spec: SpecConfig) -> DrafterPlan:
         kind = SuffixFirstTrees if isinstance(model, TreeProposer) else SuffixFirst
         copies = SuffixDrafter(*spec.suffix_limits)
         sizes = spec.num_model_tokens(), spec.suffix_tokens or 0
-        return kind(model, copies, *sizes, spec.draws_drafts)
+        return kind(model, copies, *sizes, draws)
 
-    return DrafterPlan(plan.models, drafter)
+    draws = spec.draws_drafts and plan.heterogeneous_vocab != "reencoding"
+    return replace(plan, build=drafter)
 
 
 def _with_point_masses(logits: Tensor, missing: int, copied: dict[int, Sequence[int]]) -> Tensor:

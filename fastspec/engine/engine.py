@@ -102,6 +102,8 @@ class Engine:
         vocab_size = target_model.vocab_size
         drafting = DrafterContext(spec, config, tokenizer, vocab_size, target, target_model=model)
         plan = plan_drafter(replace(drafting, drafter=drafter))
+        if plan and plan.heterogeneous_vocab:
+            spec = self.spec = replace(spec, heterogeneous_vocab=plan.heterogeneous_vocab)
         models = [target_model, *(plan.models if plan else ())]
         check_same_kind(target_model, models)
         num_blocks = cache_blocks(config, models, self.max_model_len)

@@ -18,6 +18,7 @@ from fastspec.models.reduced_vocabulary import ReducedHead
 logger = logging.getLogger(__name__)
 
 Spelling = str | bytes  # of a special token its name, of any other one what it stands for
+_FIELD = "num_shared_tokens"  # of a draft's configuration
 _SPACE = "\u2581"  # of SentencePiece
 _PLAIN_BYTES = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _OTHER_BYTES = [byte for byte in range(256) if byte not in _PLAIN_BYTES]
@@ -59,7 +60,10 @@ def with_vocabulary_of(
         raise ValueError("drafter: its tokenizer has no token in common with the target's")
     if getattr(head, "bias", None) is not None:
         name = type(draft).__name__
-        raise ValueError(f"drafter: {name} has another tokenizer, and a head with a bias")
+        raise ValueError(
+            f"drafter: {name} has another tokenizer, and a head with a bias; heterogeneous_vocab"
+            " 'reencoding' takes it"
+        )
     logger.warning(
         "drafter: its tokenizer is not the target's; it drafts the %d of %d tokens that both have",
         len(pairs),
@@ -82,6 +86,7 @@ def with_vocabulary_of(
     twin.set_input_embeddings(reads)
     twin.set_output_embeddings(ReducedHead(head.weight.detach()[rows], kept, vocab_size))
     text_config: Any = twin.config.get_text_config(decoder=True)
+    setattr(text_config, _FIELD, len(pairs))
     text_config.vocab_size, text_config.tie_word_embeddings = vocab_size, False
     return twin
 
@@ -95,8 +100,8 @@ def spellings(tokenizer: PreTrainedTokenizerBase) -> dict[int, Spelling]:
     for token, index in vocab.items():
         if index in special:
             found[index] = token
-        elif is_byte_level and all(char in _BYTE_OF for char in token):
-            found[index] = bytes(_BYTE_OF[char] for char in token)
+        elif is_byte_level and _BYTE_OF.keys() >= set(token):
+            found[index] = bytes(map(_BYTE_OF.__getitem__, token))
         elif len(token) == 6 and token.startswith("<0x"):
             found[index] = bytes.fromhex(token[3:5])
         else:
@@ -122,3 +127,8 @@ def vocabulary_of(model: Any) -> str | None:
     """Which part of the vocabulary a draft model drafts; None where that is all."""
     head = model.get_output_embeddings()
     return f"{len(head.token_ids)} of {head.out_features}" if type(head) is ReducedHead else None
+
+
+def is_intersection(model: Any) -> bool:
+    """Whether a draft model is one that `with_vocabulary_of` made."""
+    return hasattr(model.config.get_text_config(decoder=True), _FIELD)

@@ -1,6 +1,7 @@
 """Drafters of token trees, and of siblings beside a chain."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from fastspec.config import SpecConfig
 from fastspec.config.token_trees import (
@@ -48,4 +49,4 @@ def _over(plan: DrafterPlan, wrapped: Callable[[DraftModelDrafter], Drafter]) ->
             raise ValueError(f"drafter: trees need a draft model, got {draft.name!r}")
         return wrapped(draft)
 
-    return DrafterPlan(plan.models, drafter)
+    return replace(plan, build=drafter)

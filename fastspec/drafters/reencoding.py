@@ -1,0 +1,369 @@
+"""Draft models with another tokenizer that draft text: it is encoded anew, both ways.
+
+String-level drafting with one candidate (SLEM of Timor et al., arXiv 2502.05202; transformers'
+universal assisted generation). The draft model reads the text in its own tokens and goes on with
+its best ones; what these spell is encoded by the target's tokenizer. Which tokens that gives
+depends on the text alone, so they are point masses, and output is exact at any temperature.
+"""
+
+import json
+import logging
+from codecs import IncrementalDecoder, getincrementaldecoder
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from fastspec.config import SamplingParams
+from fastspec.drafters.base import Batch, Blocks, Proposal, Request
+from fastspec.drafters.context import DrafterContext, DrafterPlan
+from fastspec.drafters.draft_model import DraftModelDrafter, greedy_sampling
+from fastspec.drafters.eagle3 import is_eagle3
+from fastspec.drafters.glide import is_glide
+from fastspec.models.encoder_decoder import paged_model_of
+from fastspec.models.layout import StateKey
+from fastspec.models.loading import load_config, load_model, load_tokenizer
+from fastspec.models.named import ASSETS
+from fastspec.models.reduced_vocabulary import is_reduced
+from fastspec.models.runner import ModelRunner
+from fastspec.models.shared_vocabulary import spellings
+from fastspec.models.transfer import device_tensor
+
+logger = logging.getLogger(__name__)
+
+_LEAST_SHARE = 0.5  # of the runs of K tokens that both tokenizers must have for the intersection
+_LOOK_BEHIND = 4  # last tokens of a text that are encoded again with what follows
+_MOST_BEHIND = 20  # the same where none of these but an earlier one opens a word
+_SAMPLE = "Two words, 1+2:\n  caf\u00e9"
+_DECODER = partial(getincrementaldecoder("utf-8"), "replace")
+
+
+class SpelledTokenizer:
+    """A tokenizer that goes on with a text where its tokens end.
+
+    A text is the bytes that its tokens stand for, not what `decode` makes of them: that drops
+    spaces, and depends on where a text is cut. Special tokens stand for their names.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self._tokenizer: Any = tokenizer
+        found = spellings(tokenizer)
+        self.names = {index: name for index, name in found.items() if isinstance(name, str)}
+        self.bytes = {index: name.encode() for index, name in self.names.items()}
+        self.bytes |= {i: text for i, text in found.items() if isinstance(text, bytes)}
+        self.end_id = self._tokenizer.eos_token_id
+        self.end = self.names.get(self.end_id)
+        first = self._tokenizer("a")["input_ids"][:1]
+        self.beginning = first if first == [self._tokenizer.bos_token_id] else []
+        self._adds_space = self.spelled(self._ids("a")) == b" a"  # as SentencePiece
+        self._doubles_space = self.spelled(self._ids(" a")) == b"  a"
+
+    @property
+    def is_faithful(self) -> bool:
+        """Whether the tokens of a text spell it."""
+        return self.spelled(self._ids(_SAMPLE)).removeprefix(b" ") == _SAMPLE.encode()
+
+    def spelled(self, token_ids: Iterable[int]) -> bytes:
+        """The text of tokens; those without a spelling stand for nothing."""
+        return b"".join(self.bytes.get(index, b"") for index in token_ids)
+
+    def extended(
+        self, token_ids: Sequence[int], more: str, num_dropped: int = 0
+    ) -> tuple[int, list[int]]:
+        """The last tokens of a text encoded again, with `more` text after them.
+
+        Args:
+            num_dropped: bytes at the end of the text that `more` begins with too.
+        Returns:
+            A place in the text, and the tokens from there on.
+        """
+        least = max(0, len(token_ids) - _MOST_BEHIND)
+        places = range(max(0, len(token_ids) - _LOOK_BEHIND), least, -1)
+        start = next((place for place in places if self._opens_word(token_ids[place])), least)
+        end = self.spelled(token_ids[start:])
+        text = end[: len(end) - num_dropped].decode(errors="replace") + more
+        begins = text.startswith(" ")
+        ids = self._ids(text[1:] if begins and self._doubles_space else text)
+        if self._adds_space and not begins and self.spelled(ids[:1]) == b" ":
+            del ids[0]
+        return start, ids
+
+    def _opens_word(self, index: int) -> bool:
+        return index in self.names or self.bytes.get(index, b"")[:1].isspace()
+
+    def _ids(self, text: str) -> list[int]:
+        return self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+@dataclass(eq=False)
+class _Text:
+    """A request's text as the draft model reads it.
+
+    Attributes:
+        own: in tokens of the draft model, with blocks of its own.
+        num_read: tokens of the target whose text it is.
+        decoder: holds a character at their end that is not complete.
+        drafted: what was last drafted after it.
+    """
+
+    own: Request
+    num_read: int = 0
+    decoder: IncrementalDecoder = field(default_factory=_DECODER)
+    drafted: list[int] = field(default_factory=list)
+
+    @property
+    def pending(self) -> bytes:
+        """The bytes of that character."""
+        return self.decoder.getstate()[0]
+
+
+class ReencodingDrafter(DraftModelDrafter):
+    """Drafts text with a language model that has another tokenizer than the target.
+
+    The model's cache has block tables of its own, since the same text is more tokens in one of the
+    two; where it is full, requests take turns, and texts are read again. Of a text whose tokens
+    have changed, those before the first change stay cached. Nothing is drafted where the target's
+    tokenizer would not have written the last tokens that there are.
+
+    Args:
+        blocks: how many there are, and of what size.
+        target, own: the tokenizers of the target and of the draft model.
+        target_vocab_size: columns of the target's logits.
+        confidence_threshold: see `DraftModelDrafter`.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        blocks: Blocks,
+        target: SpelledTokenizer,
+        own: SpelledTokenizer,
+        target_vocab_size: int,
+        confidence_threshold: float | None = None,
+    ):
+        self._blocks = _OwnBlocks(blocks.num_blocks, blocks.block_size)
+        super().__init__(runner, self._blocks, runner.vocab_size, False, confidence_threshold)
+        self._target, self._own, self._num_ids = target, own, target_vocab_size
+        self._read, self._written = _translated(target, own), _translated(own, target)
+        self._texts: WeakKeyDictionary[Request, _Text] = WeakKeyDictionary()
+
+    def propose(self, batch: Batch) -> Proposal:
+        num = batch.num_speculative_tokens
+        rows: list[list[int]] = [[] for _ in batch.requests]
+        passes: list[dict[str, int]] = [{} for _ in batch.requests]
+        group: dict[int, tuple[_Text, int]] = {}  # by place: what is drafted together
+        for place, request in enumerate(batch.requests):
+            if not batch.num_draft_tokens[place]:
+                continue
+            text = self._text_of(request)
+            length = len(text.own.token_ids)
+            limit = min(batch.num_draft_tokens[place], self.room(length))
+            if not length or not limit or not self._blocks.can_hold(length + limit):
+                continue
+            if not self._make_room(text, length + limit, group):
+                self._draft(batch, group, rows, passes)
+                group = {}
+                self._make_room(text, length + limit, group)
+            group[place] = text, limit
+        self._draft(batch, group, rows, passes)
+        counts = [len(row) for row in rows]
+        padded = [row + [-1] * (num - len(row)) for row in rows]
+        token_ids = device_tensor(padded, torch.int32, batch.device)
+        return Proposal(token_ids, num_tokens=counts, passes=passes)
+
+    def commit(self, batch: Batch, accepted: list[int]) -> None:
+        """Nothing: the next proposal reads the new tokens."""
+
+    def release(self, request: Request) -> None:
+        """The text is kept for as long as the request, so that it is always cut alike."""
+        if (text := self._texts.get(request)) is not None:
+            self._evict(text)
+
+    def _text_of(self, request: Request) -> _Text:
+        """The text with what the target has written since; its cache rolled back to that."""
+        if (text := self._texts.get(request)) is None:
+            params = SamplingParams(temperature=0)
+            beginning = list(self._own.beginning)
+            own = Request(request.request_id, beginning, params, 0, frozenset(), 0)
+            text = self._texts[request] = _Text(own)
+        new, text.num_read = request.token_ids[text.num_read :], len(request.token_ids)
+        piece = text.decoder.decode(b"".join(self._read.get(index, b"") for index in new))
+        if not piece:
+            return text
+        own_ids = text.own.token_ids
+        start, ids = self._own.extended(own_ids, piece)
+        known = own_ids[start:] + text.drafted
+        pairs = takewhile(lambda pair: pair[0] == pair[1], zip(known, ids, strict=False))
+        self.shorten(request.request_id, start + len(list(pairs)))
+        own_ids[start:] = ids
+        text.own.rotary_len = text.own.rotary_len or len(own_ids)
+        text.drafted = []
+        return text
+
+    def _draft(
+        self,
+        batch: Batch,
+        group: dict[int, tuple[_Text, int]],
+        rows: list[list[int]],
+        passes: list[dict[str, int]],
+    ) -> None:
+        """Draft after some texts together; fills their rows."""
+        if not group:
+            return
+        requests = [text.own for text, _ in group.values()]
+        limits = [limit for _, limit in group.values()]
+        sampling = greedy_sampling(replace(batch, requests=requests))
+        unused = torch.zeros((len(group), max(limits)), device=batch.device)
+        texts = [request.token_ids for request in requests]
+        drafts, _, counts = self.write(requests, texts, limits, sampling, unused, False)
+        for (place, (text, limit)), draft, count in zip(
+            group.items(), drafts.tolist(), counts, strict=True
+        ):
+            text.drafted = draft[:count]
+            wanted = batch.num_draft_tokens[place]
+            rows[place] = self._encoded(batch.requests[place], text, text.drafted)[:wanted]
+            passes[place] = {self.name: min(limit, count + 1)}
+
+    def _encoded(self, request: Request, text: _Text, draft: Sequence[int]) -> list[int]:
+        """A draft in the target's tokens, after those that there are; none where these differ."""
+        known = list(takewhile(self._written.__contains__, draft))
+        if self._own.end_id in known:
+            known = known[: known.index(self._own.end_id) + 1]
+        more = _DECODER().decode(b"".join(self._written[index] for index in known))
+        start, ids = self._target.extended(request.token_ids, more, len(text.pending))
+        end = request.token_ids[start:]
+        if ids[: len(end)] != end:
+            return []
+        return list(takewhile(lambda index: index < self._num_ids, ids[len(end) :]))
+
+    def _make_room(self, text: _Text, num_tokens: int, group: dict[int, tuple[_Text, int]]) -> bool:
+        """Blocks for a text, if need be those of others that are not of the group."""
+        kept = [text, *(other for other, _ in group.values())]
+        while not self._blocks.grow(text.own.block_table, num_tokens):
+            others = (other for other in self._texts.values() if other.own.block_table)
+            other = next((other for other in others if other not in kept), None)
+            if other is None:
+                return False
+            self._evict(other)
+        return True
+
+    def _evict(self, text: _Text) -> None:
+        """Its blocks are free."""
+        super().release(text.own)
+        self._blocks.free(text.own.block_table)
+        text.own.state_key = StateKey()
+
+
+class _OwnBlocks:
+    """Blocks of the draft model's cache, see `Blocks`; no two texts share one."""
+
+    def __init__(self, num_blocks: int, block_size: int):
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self._free = list(range(num_blocks))
+        self._tenancies = [0] * num_blocks
+
+    def tenancy(self, block_id: int) -> int:
+        """A number that changes when a block is handed out."""
+        return self._tenancies[block_id]
+
+    def share_with_next(self) -> None:
+        """Nothing is shared."""
+
+    def can_hold(self, num_tokens: int) -> bool:
+        """Whether there are blocks for one text so long."""
+        return num_tokens <= self.num_blocks * self.block_size
+
+    def grow(self, block_table: list[int], num_tokens: int) -> bool:
+        """Add the blocks that so many tokens need; False, and nothing, where too few are free."""
+        missing = -(-num_tokens // self.block_size) - len(block_table)
+        if missing > len(self._free):
+            return False
+        for _ in range(missing):
+            block_id = self._free.pop()
+            self._tenancies[block_id] += 1
+            block_table.append(block_id)
+        return True
+
+    def free(self, block_table: list[int]) -> None:
+        """Take the blocks of a text back."""
+        self._free += block_table
+        block_table.clear()
+
+
+def _translated(source: SpelledTokenizer, reader: SpelledTokenizer) -> dict[int, bytes]:
+    """The text of tokens for another tokenizer; special ones that it lacks are left out."""
+    known = set(reader.names.values())
+    found = dict(source.bytes)
+    for index, name in source.names.items():
+        name = reader.end if name == source.end else name
+        if name in known:
+            found[index] = str(name).encode()
+        else:
+            del found[index]
+    return found
+
+
+def share_of_runs(
+    target: PreTrainedTokenizerBase, own: PreTrainedTokenizerBase, num_tokens: int
+) -> float:
+    """The share of runs of so many of the target's tokens, in ordinary text, that both have."""
+    theirs, ours = spellings(target), set(spellings(own).values())
+    lines = (ASSETS / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    num_runs, num_shared = 0, 0
+    for line in lines:
+        ids = target(json.loads(line)["text"], add_special_tokens=False)["input_ids"]
+        shared = [theirs[index] in ours for index in ids]
+        runs = [shared[at : at + num_tokens] for at in range(len(ids) - num_tokens + 1)]
+        num_runs, num_shared = num_runs + len(runs), num_shared + sum(map(all, runs))
+    return num_shared / max(1, num_runs)
+
+
+def build(context: DrafterContext) -> DrafterPlan | None:
+    """A plan where drafts are to be encoded anew; None where the draft model takes token ids.
+
+    Raises:
+        ValueError: that is asked for, and cannot be done.
+    """
+    spec, config, source, target = context.spec, context.config, context.drafter, context.tokenizer
+    must = spec.heterogeneous_vocab == "reencoding"
+    takes_ids = spec.heterogeneous_vocab == "intersection" or spec.cape
+    if takes_ids or spec.draft_sample_method == "probabilistic":
+        return None
+    if (
+        not isinstance(source, (str, Path))
+        or target is None
+        or context.wants_glide
+        or any(check(source) for check in (is_glide, is_eagle3, partial(is_reduced, "drafter")))
+    ):
+        if must:
+            expected = "a draft model by its path or hub id, and the target's tokenizer"
+            raise ValueError(f"heterogeneous_vocab: 'reencoding' needs {expected}")
+        return None
+    if not must and load_config("drafter", source).is_encoder_decoder:
+        return None
+    own = load_tokenizer("drafter", source)
+    if not must:
+        if own.get_vocab() == target.get_vocab():
+            return None
+        if share_of_runs(target, own, spec.num_model_tokens()) >= _LEAST_SHARE:
+            return None
+    tokenizers = SpelledTokenizer(target), SpelledTokenizer(own)
+    if not all(each.is_faithful for each in tokenizers):
+        if must:
+            raise ValueError("heterogeneous_vocab: 'reencoding' needs tokens that spell their text")
+        return None
+    model = paged_model_of(load_model("drafter", source, config), config)
+    logger.warning("drafter: its tokenizer is not the target's; its text is encoded anew")
+
+    def drafter(target_runner: ModelRunner | None, blocks: Blocks) -> ReencodingDrafter:
+        runner = context.runner(model, blocks)
+        options = context.vocab_size, spec.confidence_threshold
+        return ReencodingDrafter(runner, blocks, *tokenizers, *options)
+
+    return DrafterPlan([model], drafter, "reencoding")
