@@ -2,6 +2,7 @@
 
 import json
 import logging
+import socket
 import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -136,11 +137,13 @@ def answers(address: str, replicas: int, job: BatchJob, left: deque[Row]) -> Ans
 @contextmanager
 def _cluster(address: str) -> Iterator[None]:
     """The cluster of an address, unless this process has one already."""
-    if ray.is_initialized():
-        yield
-        return
+    host, _, port = address.rpartition(":")
+    begins = not ray.is_initialized()
     try:
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+        if host and "/" not in host:  # Ray would try for many minutes
+            socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+        if begins:
+            ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
         raise ValueError(f"ray: cannot reach {address!r}: {error}") from error
     try:
@@ -148,7 +151,8 @@ def _cluster(address: str) -> Iterator[None]:
     except ray.exceptions.RayError as error:
         raise ValueError(f"ray: {error}; the same command goes on") from error
     finally:
-        ray.shutdown()
+        if begins:
+            ray.shutdown()
 
 
 class _Actor:

@@ -46,6 +46,7 @@ def expected(folders):
 def cluster():
     """Two processors of this machine, with no reports to anybody and no file in the home folder."""
     quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_TOKEN": "0123456789abcdef" * 2}
+    quiet["RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S"] = "120"  # 5 are few on a busy machine
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         for name, value in quiet.items():
             patch.setenv(name, value)
@@ -95,6 +96,13 @@ def test_actors_that_cannot_load_say_why(tmp_path):
     absent = BatchJob(str(tmp_path), None, PARAMS, SpecConfig(), EngineConfig())
     with pytest.raises(ValueError, match="target"):
         run_batch(absent, source, tmp_path / "out", elsewhere=partial(answers, "auto", 1))
+
+
+def test_a_cluster_that_is_not_there(tmp_path):
+    source = write(tmp_path / "in", [{"prompt": "a"}])
+    job = BatchJob("tiny", None, PARAMS, SpecConfig(), EngineConfig())
+    with pytest.raises(ValueError, match=r"ray: cannot reach '127\.0\.0\.1:1'"):
+        run_batch(job, source, tmp_path / "out", elsewhere=partial(answers, "127.0.0.1:1", 1))
 
 
 @pytest.fixture(scope="module")
