@@ -42,13 +42,19 @@ def expected(folders):
     return [output.text for output in Engine(folders[0]).generate(PROMPTS, PARAMS)]
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="module")
 def cluster():
     """Two processors of this machine, with no reports to anybody and no file in the home folder."""
     quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_TOKEN": "0123456789abcdef" * 2}
-    quiet["RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S"] = "120"  # 5 are few on a busy machine
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
-        for name, value in quiet.items():
+    patient = {
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120",
+        "RAY_raylet_start_wait_time_s": "300",
+    }
+    temporary = tempfile.TemporaryDirectory(
+        ignore_cleanup_errors=True
+    )  # paths of sockets are short
+    with pytest.MonkeyPatch.context() as patch, temporary as folder:
+        for name, value in (quiet | patient).items():
             patch.setenv(name, value)
         ray.init(num_cpus=2, include_dashboard=False, _temp_dir=folder, log_to_driver=False)
         yield
@@ -73,6 +79,7 @@ def write(path, rows):
     return path
 
 
+@pytest.mark.usefixtures("cluster")
 def test_rows_are_answered_once_though_an_actor_is_killed(folders, expected, tmp_path):
     source = write(tmp_path / "in", [{"id": n, "prompt": text} for n, text in enumerate(PROMPTS)])
     job = BatchJob(*folders, PARAMS, SpecConfig(num_speculative_tokens=3), EngineConfig())
@@ -91,6 +98,7 @@ def test_rows_are_answered_once_though_an_actor_is_killed(folders, expected, tmp
     assert [row["text"] for row in rows] == expected
 
 
+@pytest.mark.usefixtures("cluster")
 def test_actors_that_cannot_load_say_why(tmp_path):
     source = write(tmp_path / "in", [{"prompt": "a"}])
     absent = BatchJob(str(tmp_path), None, PARAMS, SpecConfig(), EngineConfig())
@@ -106,7 +114,7 @@ def test_a_cluster_that_is_not_there(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def client(folders):
+def client(folders, cluster):
     """Of two replicas."""
     target, draft = folders
     options = {"num_replicas": "2", "max_batch_size": "4", "allowed_host": '["ray.example"]'}
