@@ -1,5 +1,6 @@
 """`fastspec batch`: answer a file of prompts, by several processes if there is room."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -7,8 +8,9 @@ import typer
 
 from fastspec.cli.display import progress_bar
 from fastspec.cli.errors import check_can_write, check_draft, quiet_libraries, report
-from fastspec.cli.options import Config, Draft, Flags, Target, Threads, drafts_of, with_flags
+from fastspec.cli.options import Config, Draft, Flags, Target, Threads, with_flags
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
+from fastspec.config.methods import drafts_of
 
 
 @with_flags
@@ -36,6 +38,15 @@ def batch(
     replicas: Annotated[
         int, typer.Option(min=1, max=256, help="Processes, each with an engine of its own.")
     ] = 1,
+    ray_address: Annotated[
+        str | None,
+        typer.Option(
+            "--ray",
+            metavar="ADDRESS",
+            help="Cluster of Ray to run them on, auto where this machine belongs to one; local"
+            " starts one here.",
+        ),
+    ] = None,
     target: Target = "tiny",
     draft: Draft = None,
     config_file: Config = None,
@@ -46,8 +57,21 @@ def batch(
     check_can_write("--output", output_file)
     quiet_libraries()
     from fastspec.tools.batch import BatchJob, run_batch
+    from fastspec.tools.ranks import in_launched, launched, work_for_first
 
+    rank, size = launched()
+    if size > 1 and (replicas > 1 or ray_address is not None):
+        raise typer.BadParameter("--replicas, --ray: the launcher has started processes already")
+    elsewhere = in_launched if size > 1 else None
+    if ray_address is not None:
+        try:
+            from fastspec.serve.on_ray import answers
+        except ImportError as error:
+            raise typer.BadParameter(f"--ray: {error}") from error
+        elsewhere = partial(answers, ray_address, replicas)
     job = BatchJob(target, drafts_of(draft, spec.method), params, spec, config, threads)
+    if rank > 0:
+        return work_for_first(job)
     with progress_bar("prompts") as bar:
         task = bar.add_task("answering")
         num_failed = run_batch(
@@ -56,6 +80,7 @@ def batch(
             output_file,
             replicas,
             lambda done, total: bar.update(task, completed=done, total=total),
+            elsewhere,
         )
     typer.echo(str(output_file))
     if num_failed:

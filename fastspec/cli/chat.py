@@ -14,10 +14,11 @@ from rich.text import Text
 
 from fastspec.cli.display import SourceWriter, number
 from fastspec.cli.errors import note
-from fastspec.cli.options import Config, Draft, Flags, Target, Threads, drafts_of, with_flags
+from fastspec.cli.options import Config, Draft, Flags, Target, Threads, with_flags
 from fastspec.cli.serve import ChatTemplate, load_engine
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.checks import require
+from fastspec.config.methods import drafts_of
 
 if TYPE_CHECKING:
     from fastspec.engine.engine import Engine

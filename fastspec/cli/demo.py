@@ -22,9 +22,10 @@ from fastspec.cli.errors import (
     quiet_libraries,
     usage_errors,
 )
-from fastspec.cli.options import Flags, drafts_of, with_flags
+from fastspec.cli.options import Flags, with_flags
 from fastspec.cli.prompts import bundled_prompts
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
+from fastspec.config.methods import drafts_of
 from fastspec.models.named import own_draft
 
 if TYPE_CHECKING:

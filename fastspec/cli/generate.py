@@ -19,12 +19,12 @@ from fastspec.cli.options import (
     Draft,
     Flags,
     Target,
-    drafts_of,
     with_flags,
 )
 from fastspec.cli.prompts import check_no_dataset, collect_prompts, named_prompts
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.files import write_whole
+from fastspec.config.methods import drafts_of
 
 if TYPE_CHECKING:
     from fastspec.engine.engine import Engine

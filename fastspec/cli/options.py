@@ -164,11 +164,6 @@ Threads = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, nothing else.")]
 
 
-def drafts_of(draft: str | None, method: str) -> str | list[str] | None:
-    """What --draft names: of a cascade several, biggest first, with commas between them."""
-    return draft.split(",") if draft is not None and method == "cascade" else draft
-
-
 def _use_config(context: typer.Context, file: Path | None) -> Path | None:
     """Let a file of `fastspec tune` give the defaults of a command's options."""
     if file is None:

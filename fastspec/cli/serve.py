@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fastspec.cli.errors import check_draft, note, quiet_libraries, usage_errors
-from fastspec.cli.options import Config, Draft, Flags, Target, Threads, drafts_of, with_flags
+from fastspec.cli.options import Config, Draft, Flags, Target, Threads, with_flags
 from fastspec.config import EngineConfig, SpecConfig
 from fastspec.config.files import read_text
-from fastspec.config.methods import method_named, methods
 from fastspec.config.serve import ServeConfig
+from fastspec.serve.loading import ServedEngine, extra_specs
 
 if TYPE_CHECKING:
     from fastspec.engine.engine import Engine
@@ -76,36 +76,14 @@ def load_engine(
     """An engine with its own drafter and those of other methods, by their names."""
     check_draft(spec.method, draft)
     with usage_errors():
-        names = [name.strip() for name in extra_methods.split(",") if name.strip()]
-        names = [name for name in dict.fromkeys(names) if name not in (spec.method, "none")]
-        specs = {
-            method_named(name).name: SpecConfig(
-                name,
-                None if name == "cascade" else spec.num_speculative_tokens,
-                schedule=spec.schedule,
-            )
-            for name in names
-        }
-        if "auto" in specs:
-            raise ValueError("methods: auto is for --method")
-        template = None
-        if chat_template is not None:
-            template = read_text("chat_template", chat_template)
+        served = ServedEngine(
+            target,
+            draft,
+            spec,
+            config,
+            extra_specs(extra_methods, spec),
+            None if chat_template is None else read_text("chat_template", chat_template),
+            threads,
+        )
     quiet_libraries()
-    import torch
-
-    from fastspec.engine.engine import Engine
-
-    if threads is not None:
-        torch.set_num_threads(threads)
-    engine = Engine(target, drafts_of(draft, spec.method), spec=spec, config=config)
-    if template is not None:
-        if engine.tokenizer is None:
-            raise typer.BadParameter("--chat-template: the target has no tokenizer")
-        engine.tokenizer.chat_template = template
-    own = engine.drafter.name if engine.drafter is not None else None
-    for name, each in specs.items():
-        if name != own:
-            drafter = drafts_of(draft, name) if methods()[name].needs_draft else None
-            engine.add_drafter(name, each, drafter)
-    return engine
+    return served.load()

@@ -23,6 +23,7 @@ from fastspec.cli.prompts import check_no_dataset, named_prompts
 from fastspec.config import EngineConfig, SpecConfig
 from fastspec.config.checks import require
 from fastspec.config.files import write_whole
+from fastspec.config.methods import drafts_of
 
 if TYPE_CHECKING:
     from fastspec.engine.stats import SpecStats
@@ -122,7 +123,7 @@ def simulate(
             require_plotting()
     start_id, tokenizer = target_decoder_start(target), load_tokenizer("target", target)
     outputs = read_outputs(outputs_file, prompts, start_id)
-    drafts = options.drafts_of(draft, spec.method)
+    drafts = drafts_of(draft, spec.method)
     vocab_size = target_vocab_size(target)
     simulator = Simulator(target, drafts, vocab_size, tokenizer, spec, config, start_id)
     with progress_bar("tokens") as bar:

@@ -134,3 +134,8 @@ def _ask_packages() -> None:
             package = entry_point.dist.name if entry_point.dist else "?"
             why = " ".join(f"{type(error).__name__}: {error}".split())
             logger.warning("package %s: method %s left out: %s", package, entry_point.name, why)
+
+
+def drafts_of(draft: str | None, method: str) -> str | list[str] | None:
+    """What --draft names: of a cascade several, biggest first, with commas between them."""
+    return draft.split(",") if draft is not None and method == "cascade" else draft

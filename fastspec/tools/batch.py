@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -27,6 +28,7 @@ from fastspec.models.loading import chat_prompt_ids
 
 _AHEAD = 2  # rows that a process has at once, in units of its batch size
 Row = tuple[int, Any]  # its place, and a text or a conversation
+Answers = Iterator[tuple[int, dict[str, Any]]]  # by the place of the row, as they come
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,9 @@ class BatchJob:
     threads: int | None = None
 
     def engine(self) -> Engine:
-        """An engine of this process."""
+        """An engine of this process, on the GPU that its launcher means it to have."""
+        if "LOCAL_RANK" in os.environ and torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         if self.threads is not None:
             torch.set_num_threads(self.threads)
         return Engine(self.target, self.draft, spec=self.spec, config=self.config)
@@ -57,6 +61,7 @@ def run_batch(
     target: Path,
     replicas: int = 1,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    elsewhere: Callable[[BatchJob, deque[Row]], Answers] | None = None,
 ) -> int:
     """Answer every row of a file of JSON lines; how many of them failed.
 
@@ -68,6 +73,7 @@ def run_batch(
         replicas: processes, each with an engine of its own. What a process had when it died, the
             others answer.
         progress: called with the rows that are done, and all.
+        elsewhere: what answers rows in the place of processes that this one starts.
     Raises:
         ValueError: a row that is none, a rest of another run, models that cannot be loaded, or
             every process has died.
@@ -78,8 +84,9 @@ def run_batch(
     with _alone(target), _Answers(job, rows, target) as answers:
         left = deque((n, prompt) for n, prompt in enumerate(prompts) if n not in answers.known)
         progress(len(answers.known), len(rows))
-        made = _in_this_process(job, left) if replicas == 1 else _in_processes(job, left, replicas)
-        for number, answer in made if left else ():
+        if elsewhere is None:
+            elsewhere = in_this_process if replicas == 1 else partial(_in_processes, replicas)
+        for number, answer in elsewhere(job, left):
             answers.keep(number, answer)
             progress(len(answers.known), len(rows))
         return answers.finish()
@@ -161,18 +168,17 @@ def _row(place: str, row: Any) -> dict[str, Any]:
     return row
 
 
-def _in_this_process(job: BatchJob, left: deque[Row]) -> Iterator[tuple[int, dict[str, Any]]]:
-    engine = job.engine()
+def in_this_process(job: BatchJob, left: deque[Row], engine: Engine | None = None) -> Answers:
+    """Answers of an engine, by default a new one."""
 
     def take(room: int, waits: bool) -> list[Row]:
         return [left.popleft() for _ in range(min(room, len(left)))]
 
-    yield from _answered(engine, job, take)
+    if left:
+        yield from _answered(engine or job.engine(), job, take)
 
 
-def _answered(
-    engine: Engine, job: BatchJob, take: Callable[[int, bool], list[Row]]
-) -> Iterator[tuple[int, dict[str, Any]]]:
+def _answered(engine: Engine, job: BatchJob, take: Callable[[int, bool], list[Row]]) -> Answers:
     """Answers as they come, until there is nothing to take.
 
     Args:
@@ -209,37 +215,41 @@ def _answer(output: RequestOutput | None, error: str | None) -> dict[str, Any]:
     }
 
 
-def _in_processes(
-    job: BatchJob, left: deque[Row], replicas: int
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Answers of several processes as they come; each is given rows as it has room."""
-    ahead = _AHEAD * job.config.max_batch_size
+def _in_processes(replicas: int, job: BatchJob, left: deque[Row]) -> Answers:
+    """Answers of several processes that this one starts."""
     with ExitStack() as stack:
-        taken: dict[Connection, dict[int, Any]] = {
-            stack.enter_context(_process(job)): {} for _ in range(min(replicas, len(left)))
-        }
-        while left or any(taken.values()):
-            if not taken:
-                raise ValueError("replicas: every process has died; the same command goes on")
-            share = max(1, -(-len(left) // len(taken)))
-            for connection in [*taken]:
-                mine = taken[connection]
-                num = min(ahead - len(mine), share, len(left))
-                rows = [left.popleft() for _ in range(max(num, 0))]
-                mine |= dict(rows)
-                if rows and not _sent(connection, rows):
-                    left.extendleft(taken.pop(connection).items())
-            for connection in wait([*taken]):
-                assert isinstance(connection, Connection)
-                try:
-                    number, answer = connection.recv()
-                except (EOFError, ConnectionError):  # it has died: the others do what it had
-                    left.extendleft(taken.pop(connection).items())
-                    continue
-                if number is None:
-                    raise ValueError(answer)
-                del taken[connection][number]
-                yield number, answer
+        started = [stack.enter_context(process(job)) for _ in range(min(replicas, len(left)))]
+        yield from handed_out(job, left, started)
+
+
+def handed_out(job: BatchJob, left: deque[Row], workers: list[Connection]) -> Answers:
+    """Answers of processes that `work`, as they come; each is given rows as it has room."""
+    ahead = _AHEAD * job.config.max_batch_size
+    taken: dict[Connection, dict[int, Any]] = {connection: {} for connection in workers}
+    while left or any(taken.values()):
+        if not taken:
+            raise ValueError("replicas: every process has died; the same command goes on")
+        share = max(1, -(-len(left) // len(taken)))
+        for connection in [*taken]:
+            mine = taken[connection]
+            num = min(ahead - len(mine), share, len(left))
+            rows = [left.popleft() for _ in range(max(num, 0))]
+            mine |= dict(rows)
+            if rows and not _sent(connection, rows):
+                left.extendleft(taken.pop(connection).items())
+        for connection in wait([*taken]):
+            assert isinstance(connection, Connection)
+            try:
+                number, answer = connection.recv()
+            except (EOFError, ConnectionError):  # it has died: the others do what it had
+                left.extendleft(taken.pop(connection).items())
+                continue
+            if number is None:
+                raise ValueError(answer)
+            del taken[connection][number]
+            yield number, answer
+    for connection in taken:
+        _sent(connection, [])
 
 
 def _sent(connection: Connection, rows: list[Row]) -> bool:
@@ -251,11 +261,11 @@ def _sent(connection: Connection, rows: list[Row]) -> bool:
 
 
 @contextmanager
-def _process(job: BatchJob) -> Iterator[Connection]:
+def process(job: BatchJob) -> Iterator[Connection]:
     """A process that answers what is sent to it, for as long as the block."""
     context = get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=_work, args=(there, job), daemon=True)
+    process = context.Process(target=work, args=(there, job), daemon=True)
     process.start()
     there.close()
     try:
@@ -266,8 +276,8 @@ def _process(job: BatchJob) -> Iterator[Connection]:
         process.join()
 
 
-def _work(connection: Connection, job: BatchJob) -> None:
-    """What each process does."""
+def work(connection: Connection, job: BatchJob) -> None:
+    """Answer the rows that are sent, until none are."""
     try:
         engine = job.engine()
     except ValueError as error:
@@ -279,8 +289,9 @@ def _work(connection: Connection, job: BatchJob) -> None:
 
     def read() -> None:  # always, so that neither side waits for the other to read
         with suppress(EOFError, ConnectionError):
-            while True:
-                inbox.put(connection.recv())
+            while rows := connection.recv():
+                inbox.put(rows)
+            return inbox.put([])
         os._exit(1)  # whoever asked has gone, perhaps killed, and an engine may be at work
 
     def take(room: int, waits: bool) -> list[Row]:

@@ -4,7 +4,11 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
+import subprocess
+import sys
 import threading
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -13,6 +17,7 @@ from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 from fastspec.tools import batch
 from fastspec.tools.batch import BatchJob, run_batch
 
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
@@ -89,7 +94,7 @@ def test_two_runs_do_not_share_a_file(job, source, tmp_path, expected):
 def test_a_process_ends_when_nobody_asks(job):
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=batch._work, args=(there, job), daemon=True)
+    process = context.Process(target=batch.work, args=(there, job), daemon=True)
     process.start()
     there.close()
     here.close()  # as where the one that asks is killed
@@ -157,10 +162,70 @@ def test_processes_that_cannot_load_say_why(source, tmp_path, monkeypatch):
     @contextmanager
     def in_a_thread(job):
         here, there = multiprocessing.Pipe()
-        threading.Thread(target=batch._work, args=(there, job)).start()
+        threading.Thread(target=batch.work, args=(there, job)).start()
         yield here
 
-    monkeypatch.setattr(batch, "_process", in_a_thread)
+    monkeypatch.setattr(batch, "process", in_a_thread)
     absent = BatchJob(str(tmp_path), None, PARAMS, SpecConfig(), EngineConfig())
     with pytest.raises(ValueError, match="target"):
         run_batch(absent, source, tmp_path / "out", 2)
+
+
+def test_processes_of_a_launcher_are_those_of_one_machine(
+    invoke, pair, source, tmp_path, monkeypatch
+):
+    command = ["batch", *pair, "--input", source, "--output", tmp_path / "out.jsonl"]
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    result = invoke(*command, "--replicas", "2")
+    assert (result.exit_code, "--replicas" in result.stderr) == (2, True)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    result = invoke(*command)
+    assert (result.exit_code, "one machine" in result.stderr) == (1, True)
+
+
+@pytest.fixture
+def batch_command(pair, source, tmp_path):
+    options = ["--max-tokens", "8", "--temperature", "0", "--ignore-eos", "--max-batch-size", "2"]
+    files = ["--input", source, "--output", tmp_path / "out.jsonl"]
+    return [str(part) for part in ("-m", "fastspec", "batch", *pair, *options, *files)]
+
+
+@pytest.mark.check
+def test_processes_of_accelerate_launch_share_a_file(batch_command, tmp_path, expected):
+    pytest.importorskip("accelerate")
+    launch = ["-m", "accelerate.commands.accelerate_cli", "launch", "--main_process_port", "0"]
+    launch += ["--multi_gpu", "--num_processes", "2"]  # no GPU is asked for, but torchrun
+    result = subprocess.run(
+        [sys.executable, *launch, *batch_command], env=ENVIRONMENT, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("out.jsonl") == 1
+    rows = answers(tmp_path / "out.jsonl")
+    assert [row["id"] for row in rows] == [*range(12)]
+    assert [row["text"] for row in rows] == expected
+
+
+@pytest.mark.check
+def test_what_a_launched_process_had_when_it_died_is_answered(batch_command, tmp_path, expected):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    ranks = []
+    for rank in ("0", "1"):
+        place = {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        environment = ENVIRONMENT | place | {"MASTER_PORT": str(port)}
+        ranks.append(subprocess.Popen([sys.executable, *batch_command], env=environment))
+    part = tmp_path / "out.jsonl.part"
+    while ranks[0].poll() is None and not (part.exists() and part.read_text().count("\n") > 1):
+        time.sleep(0.01)
+    ranks[1].kill()
+    assert [rank.wait(300) for rank in ranks] in ([0, -signal.SIGKILL], [0, 0])
+    assert [row["text"] for row in answers(tmp_path / "out.jsonl")] == expected
+
+
+def test_without_ray_the_extra_is_named(invoke, pair, source, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "fastspec.serve.on_ray", raising=False)
+    files = ["--input", source, "--output", tmp_path / "out.jsonl"]
+    result = invoke("batch", *pair, *files, "--ray", "auto")
+    assert result.exit_code == 2
+    assert "fastspec-kernels[ray]" in result.stderr
