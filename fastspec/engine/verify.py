@@ -153,6 +153,8 @@ def verify(
     if parents is not None:
         runner.compact(spans, path, accepted_len)
     table = table.tolist()
+    if ranks is not None and has_rules:
+        dead = ranks.all_of([*dead])[0]
     wants_logprobs = any(request.params.logprobs is not None for request in batch.requests)
     if ranks is not None and wants_logprobs:
         logprobs = ranks.of_first(logprobs)

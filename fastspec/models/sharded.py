@@ -31,7 +31,7 @@ class Ranks:
         rank: of this process in the group.
     """
 
-    def __init__(self, group: distributed.ProcessGroup, device: torch.device):
+    def __init__(self, group: "distributed.ProcessGroup", device: torch.device):
         self._group, self._device = group, device
         self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
 

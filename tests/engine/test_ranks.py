@@ -196,6 +196,24 @@ def test_what_fails_on_one_rank_costs_all_of_them_its_drafts(both):
     assert first == second == texts(Engine(both.models[0], config=CONFIG), 0.0)
 
 
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_rules_that_fail_on_one_rank_are_those_of_rank_0(both, failing_rank):
+    def run(here):
+        def rule(ids, logits):
+            if ids.shape[1] == 6 and here.rank == failing_rank:
+                raise ArithmeticError("six")
+            return logits
+
+        given = SamplingParams(temperature=0, max_tokens=9, logits_processors=[rule])
+        engine = Engine(here.target, here.draft, config=CONFIG)
+        (output,) = engine.generate([PROMPTS[1]], given)
+        return output.token_ids, output.finish_reason
+
+    first, second = both(run)
+    assert first == second
+    assert first[1] == ("length" if failing_rank else "error")
+
+
 def test_requests_of_one_rank_alone_are_refused_on_all(both):
     def run(here):
         engine = Engine(here.target, config=CONFIG)

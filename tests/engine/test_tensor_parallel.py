@@ -39,6 +39,7 @@ def test_two_ranks_write_what_one_process_writes(tmp_path):
     assert "ValueError: drafter: a GLIDE draft reads all heads of its target" in first["glide"]
     assert "ValueError: method: 'early_exit' drafts with layers of" in first["early_exit"]
     assert "is split over processes; a draft model has to be whole" in first["split draft"]
+    assert "over the dimensions ['fsdp'] of a mesh of processes; only tensor" in first["fsdp"]
     assert "an encoder-decoder that is split over processes" in first["encoder-decoder"]
     assert "'waiting' differs: rank 0 has [('request-1'," in first["lonely"]
     assert "RuntimeError: tensor parallel: rank 0 of 2 cannot go on" in left

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.distributed import DistributedConfig
@@ -85,7 +86,12 @@ def refusals(model, folder, plan):
     norm = encoder_decoder.encoder.final_layer_norm
     split = distribute_tensor(norm.weight.data, weight.device_mesh, [Replicate()])
     norm.weight = torch.nn.Parameter(split)
+    fsdp = AutoModelForCausalLM.from_pretrained(folder / "draft")
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
+    split = distribute_tensor(fsdp.model.norm.weight.data, mesh, [Replicate()])
+    fsdp.model.norm.weight = torch.nn.Parameter(split)
     tried = {
+        "fsdp": partial(Engine, fsdp),
         "glide": partial(Engine, model, folder / "glide", spec="glide"),
         "early_exit": partial(Engine, model, spec=SpecConfig("early_exit", exit_layer=1)),
         "split draft": partial(Engine, model, split_draft),
