@@ -46,6 +46,11 @@ def build(context: DrafterContext) -> DrafterPlan:
         if target.config.is_encoder_decoder or runner.paged_model.recurrent is not None:
             kind = "an encoder-decoder" if target.config.is_encoder_decoder else "recurrent"
             raise ValueError(f"method: 'early_exit' needs a plain decoder, and {name} is {kind}")
+        if runner.paged_model.ranks is not None:
+            raise ValueError(
+                f"method: 'early_exit' drafts with layers of {name}, which is split over processes;"
+                " each process has to draft alone"
+            )
         most: int = target.config.get_text_config(decoder=True).num_hidden_layers - 1
         require("exit_layer", count, count <= most, f"an int from 1 to {most} for {name}")
         model = paged_model_of(first_layers(target, count), config)

@@ -19,9 +19,9 @@ from fastspec.drafters.draft_model import DraftModelDrafter
 from fastspec.drafters.registry import plan_drafter
 from fastspec.engine.block_manager import BlockManager
 from fastspec.engine.generation_config import params_of
-from fastspec.engine.loop import Loop
 from fastspec.engine.outputs import RequestOutput, StreamEvent
 from fastspec.engine.prompts import Message, Prompt, as_conversations, as_prompt_list
+from fastspec.engine.ranks import check_options, loop_of, new_seeds
 from fastspec.engine.request import EngineRequest
 from fastspec.engine.request_factory import RequestFactory, as_params_list
 from fastspec.engine.scheduler import Scheduler
@@ -85,7 +85,9 @@ class Engine:
         elif tokenizer is None:
             tokenizer = load_tokenizer("target", target)
         self.tokenizer = tokenizer
+        check_options(model, spec, config)
         target_model = paged_model_of(model, config)
+        ranks = target_model.ranks
         self.device = target_model.device
         self.max_model_len = model_len(config, target_model)
         self._factory = RequestFactory(
@@ -97,7 +99,7 @@ class Engine:
             config.prompt_template,
             target_model.rotary.rereads_above if target_model.rotary else None,
             not config.prefix_caching and prefix_obstacle(target_model, config) is None,
-            target_model.agreed,
+            new_seeds(ranks),
         )
         vocab_size = target_model.vocab_size
         drafting = DrafterContext(spec, config, tokenizer, vocab_size, target, target_model=model)
@@ -115,8 +117,8 @@ class Engine:
         self._speculation = self._drafters.add(None, spec, plan)
         self._drafters.add("none", SpecConfig("none"), None)
         sides = partial(prefill, self._runner), partial(verify, self._runner)
-        chunk_size = config.prefill_chunk_size
-        self._loop = Loop(self._scheduler, self._drafters, *sides, self.stats, chunk_size)
+        given = self._scheduler, self._drafters, *sides, self.stats, config.prefill_chunk_size
+        self._loop = loop_of(ranks, *given)
         self._turn = Turn()
 
     def generate(

@@ -109,7 +109,8 @@ class Pacer:
                     taken = self._time_step(requests, drafter, num_draft)
                     if round_index:
                         seconds[num_draft] = min(seconds[num_draft], taken)
-            return len(requests), self._runner.paged_model.agreed(seconds)
+            ranks = self._runner.paged_model.ranks
+            return len(requests), seconds if ranks is None else ranks.least(seconds)
         finally:
             for request in requests:
                 drafter.release(request)

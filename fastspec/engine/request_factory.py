@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -41,7 +42,7 @@ class RequestFactory:
     With the id that its decoder starts with, the target is an encoder-decoder, whose encoder reads
     the prompts. A template holds {input_text} where a text prompt goes. Above `rereads_above`
     tokens the target reads a text anew. With `shares_prompts` the samples of one prompt share its
-    blocks, but with nobody else. Seeds that nobody has given are the same wherever `agreed` is.
+    blocks, but with nobody else. `new_seed` makes the seeds that nobody has given.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class RequestFactory:
         prompt_template: str | None = None,
         rereads_above: int | None = None,
         shares_prompts: bool = False,
-        agreed: Callable[[list], list] = list,
+        new_seed: Callable[[], int] = partial(secrets.randbits, 63),  # noqa: B008 (no state)
     ):
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
@@ -65,7 +66,7 @@ class RequestFactory:
         self._rereads_above = rereads_above
         self._grammars = GrammarCompiler(tokenizer, vocab_size, eos_ids)
         self._shares_prompts = shares_prompts
-        self._agreed = agreed
+        self._new_seed = new_seed
         self._encoder_inputs: WeakValueDictionary[tuple[int, ...], EncoderInput] = (
             WeakValueDictionary()
         )
@@ -111,7 +112,7 @@ class RequestFactory:
         most = self._max_model_len if params.max_tokens is None else params.max_tokens
         seed = params.seed
         if seed is None:
-            (seed,) = self._agreed([secrets.randbits(63)])
+            seed = self._new_seed()
         root = Content(None) if params.n > 1 and self._shares_prompts else None
         requests = [
             EngineRequest(

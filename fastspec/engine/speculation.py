@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
+from torch.nn.functional import pad
 
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.checks import require, require_int
@@ -19,6 +21,10 @@ from fastspec.engine.request_factory import RequestFactory
 from fastspec.engine.schedule import AdaptiveSchedule, Schedule, Step
 from fastspec.models.encoder_decoder import check_same_kind
 from fastspec.models.runner import ModelRunner
+from fastspec.models.sharded import Ranks
+from fastspec.models.transfer import device_tensor
+
+_HEAD = 5  # columns before the tokens of a packed proposal
 
 
 class Speculation:
@@ -226,6 +232,84 @@ class Speculation:
         return guarded
 
 
+class SharedSpeculation(Speculation):
+    """Proposals of a target's ranks: all of them judge that of rank 0.
+
+    What one of them cannot propose costs all of them the drafts of that step. A drafter whose
+    proposal was another one than rank 0's forgets the requests: it has not written what is judged.
+    """
+
+    def __init__(self, ranks: Ranks, *args):
+        super().__init__(*args)
+        self._ranks = ranks
+
+    def propose(
+        self, requests: list[EngineRequest], others: list[EngineRequest]
+    ) -> tuple[Batch, Proposal]:
+        batch, proposal = super().propose(requests, others)
+        most = self.num_speculative_tokens
+        width = max(most, self.max_nodes)
+        if not width:
+            return batch, proposal
+        if (wide := proposal.token_ids.shape[1]) > width:
+            error = ValueError(f"propose: expected trees of at most {width} nodes, got {wide}")
+            self._fail(error, batch.requests)
+            batch, proposal = self._without_drafts(batch)
+        own = self._packed(batch, proposal, width)
+        shared = own.clone()
+        if self._ranks.rank:
+            shared[:, 1:] = torch.iinfo(shared.dtype).max
+        shared = self._ranks.least_of(shared)
+        rows = shared.tolist()
+        has_failed, tree_width, *_ = rows[0]
+        if has_failed:
+            if not self._has_failed:
+                error = RuntimeError("drafter: failed on another rank, whose own error says why")
+                self._fail(error, batch.requests)
+            return self._without_drafts(batch)
+        if rows == own.tolist():
+            return batch, proposal
+        self._has_failed = True
+        for request in batch.requests:
+            self.release(request)
+        _, _, limits, nodes, counts = ([row[place] for row in rows] for place in range(_HEAD))
+        is_tree = tree_width >= 0
+        token_ids, parents = shared[:, _HEAD:].split(width, dim=1)
+        count = tree_width if is_tree else most
+        proposal = Proposal(
+            token_ids[:, :count].contiguous(),
+            parents[:, :count].contiguous() if is_tree else None,
+            num_tokens=None if counts[0] < 0 else counts,
+            sibling_rule="target_only" if is_tree else None,
+        )
+        return replace(batch, num_draft_tokens=limits, max_nodes=nodes), proposal
+
+    def _without_drafts(self, batch: Batch) -> tuple[Batch, Proposal]:
+        none = [0] * len(batch.requests)
+        batch = replace(batch, num_draft_tokens=none, max_nodes=none)
+        return batch, self._no_drafter.propose(batch)
+
+    def _packed(self, batch: Batch, proposal: Proposal, width: int) -> Tensor:
+        """[B, _HEAD + 2 * width] int32: what the target reads depends on.
+
+        That is -1 where this rank has failed, the width of trees or -1, the tokens and the nodes
+        that were wanted, the number proposed or -1; tokens; parents.
+        """
+        num, ids = len(batch.requests), proposal.token_ids
+        parents = ids if proposal.parents is None else proposal.parents
+        heads = [
+            [-int(self._has_failed)] * num,
+            [-1 if proposal.parents is None else ids.shape[1]] * num,
+            batch.num_draft_tokens,
+            batch.max_nodes,
+            [-1] * num if proposal.num_tokens is None else proposal.num_tokens,
+        ]
+        columns = device_tensor(heads, torch.int32, ids.device).t()
+        missing = 0, width - ids.shape[1]
+        parts = [pad(part, missing, value=-1) for part in (ids, parents)]
+        return torch.cat([columns, *parts], dim=1)
+
+
 class Speculations(dict[str | None, Speculation]):
     """All drafters of an engine, by `SamplingParams.drafter`; None names its own.
 
@@ -248,6 +332,8 @@ class Speculations(dict[str | None, Speculation]):
 
     def plan(self, spec: SpecConfig, drafter: DrafterSource | None) -> DrafterPlan | None:
         """What would draft, see `plan_drafter`."""
+        if (ranks := self._runner.paged_model.ranks) is not None:
+            ranks.check(call="add_drafter", spec=spec)
         return plan_drafter(replace(self._drafting, spec=spec, drafter=drafter))
 
     def add(self, name: str | None, spec: SpecConfig, plan: DrafterPlan | None) -> Speculation:
@@ -260,7 +346,9 @@ class Speculations(dict[str | None, Speculation]):
         sizes = config.backend, config.max_batch_size
         pacer = Pacer(spec, self._runner, self._block_manager, self._factory, *sizes)
         sizes = self._runner.device, target.vocab_size
-        speculation = Speculation(*sizes, spec, config, target.chains_only, pacer)
+        given = *sizes, spec, config, target.chains_only, pacer
+        ranks = target.ranks
+        speculation = Speculation(*given) if ranks is None else SharedSpeculation(ranks, *given)
         count, is_copy = speculation.usual_num_tokens, spec.suffix_tokens is not None
         is_copy = is_copy and count > spec.num_model_tokens(config.max_n_spec_tokens)
         speculation.check_count("suffix_tokens" if is_copy else "num_speculative_tokens", count)
@@ -278,6 +366,8 @@ class Speculations(dict[str | None, Speculation]):
     ) -> None:
         """Turn on the engine's own drafter, or another in its place; see `enable_spec_dec`."""
         own = self[None]
+        if (ranks := self._runner.paged_model.ranks) is not None:
+            ranks.check(call="enable_spec_dec", num_tokens=num_tokens, is_new=drafter is not None)
         num_tokens = own.usual_num_tokens if num_tokens is None else num_tokens
         own.check_count("n_spec_tokens", num_tokens)
         known = own.known

@@ -77,7 +77,7 @@ def verify(
     What is accepted of a tree is moved behind the cached tokens. Exact unless lenience is above 1
     or there is a synthetic rate; these, and method "block", are for chains only. Another copy is
     made for requests that want the best tokens' log-probabilities, and for rules that read drafts
-    on the host.
+    on the host. Of ranks that share the target all take what rank 0 accepts.
     """
     width = proposal.token_ids.shape[1]
     wanted = batch.num_draft_tokens if proposal.parents is None else batch.max_nodes
@@ -143,11 +143,21 @@ def verify(
     if parents is None:
         table = torch.cat([accepted_len[:, None], output_ids, proposal.token_ids], dim=1)
     else:
-        runner.compact(spans, path, accepted_len)
         lens = accepted_len[:, None].expand_as(output_ids)
         table = torch.stack([lens, path, output_ids, ids, parents], dim=1)
+    ranks = runner.paged_model.ranks
+    if ranks is not None:
+        table = ranks.of_first(table)
+        if parents is not None:
+            path, accepted_len = table[:, 1].contiguous(), table[:, 0, 0].contiguous()
+    if parents is not None:
+        runner.compact(spans, path, accepted_len)
     table = table.tolist()
+    if ranks is not None and has_rules:
+        dead = ranks.all_of([*dead])[0]
     wants_logprobs = any(request.params.logprobs is not None for request in batch.requests)
+    if ranks is not None and wants_logprobs:
+        logprobs = ranks.of_first(logprobs)
     logprob_rows = logprobs.tolist() if wants_logprobs else [None] * len(table)
     verdicts = []
     for row, count, values in zip(table, counts, logprob_rows, strict=True):

@@ -35,7 +35,8 @@ def cache_blocks(config: EngineConfig, models: list[PagedModel], max_model_len: 
     if memory is None:
         on_gpu, default = device.type == "cuda", _DEFAULT_CPU_BYTES + state_bytes
         memory = torch.cuda.mem_get_info(device)[0] // 2 if on_gpu else default
-        (memory,) = models[0].agreed([memory])
+        if models[0].ranks is not None:
+            (memory,) = models[0].ranks.least([memory])
     bytes_per_block = config.block_size * sum(model.bytes_per_token() for model in models)
     usable = config.max_batch_size * blocks_needed(max_model_len, config.block_size)
     affordable = usable

@@ -65,8 +65,13 @@ def prefix_obstacle(paged_model: PagedModel, config: EngineConfig) -> str | None
 
 
 def check_same_kind(target: PagedModel, models: list[PagedModel]) -> None:
-    """Refuse models that read prompts in another way than the target does, or elsewhere."""
+    """Refuse models that read prompts unlike the target does, or elsewhere, or in parts."""
     for model in models:
+        if model is not target and model.ranks is not None:
+            raise ValueError(
+                f"drafter: {model.name} is split over processes; a draft model has to be whole on"
+                " each: load it without a DistributedConfig"
+            )
         if model.device != target.device:
             raise ValueError(
                 f"drafter: {model.name} is on {model.device}, and the target on {target.device}"
@@ -93,6 +98,10 @@ class EncoderDecoderModel(PagedModel):
         if self.name not in _SUPPORTED:
             raise ValueError(
                 f"{self.name}: of the encoder-decoders only T5, mT5 and umT5 are supported"
+            )
+        if self.ranks is not None:
+            raise ValueError(
+                f"{self.name}: an encoder-decoder that is split over processes is not supported"
             )
         start_ids = (
             getattr(holder, "decoder_start_token_id", None)

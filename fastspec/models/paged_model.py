@@ -36,7 +36,7 @@ from fastspec.models.layout import (
 from fastspec.models.loading import float_dtypes
 from fastspec.models.recurrent import RecurrentLayers
 from fastspec.models.rotary import RotaryLengths
-from fastspec.models.sharded import agreement
+from fastspec.models.sharded import ranks_of
 from fastspec.models.twin import (
     MOST_FEW_ROWS,
     is_plain_linear,
@@ -165,6 +165,7 @@ class PagedModel:
         self.name = type(model).__name__
         self.device = model.device
         self.dtype = model.dtype
+        self.ranks = ranks_of(model)
         self._cache_dtype = self.dtype
         if kv_cache_dtype == "float8":
             _check_float8(self.device, backend)
@@ -182,7 +183,6 @@ class PagedModel:
             layers = find_layers(self.model) if is_candidate else []
             use_few_row_kernels(self.model)
         self.cache_shapes = self._probe(layers)
-        self.agreed = agreement(self.model)
         if backend in ("auto", "cpu") and self._flat is None:
             use_few_row_mlps(self.model)
 

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from fastspec.models.loading import load_config
+from fastspec.models.sharded import whole
 
 _FIELD = "reduced_vocab_size"  # in config.json
 _FILE = "model.safetensors"
@@ -61,7 +62,7 @@ def reduce_vocabulary(draft: PreTrainedModel, target: PreTrainedModel, token_ids
             f"drafter: takes embeddings {(config.vocab_size, config.hidden_size)} from its target,"
             f" which has {' and '.join(map(str, sorted(shapes)))}"
         )
-    shared = nn.Embedding.from_pretrained(embeddings.weight.detach().to(draft.dtype))
+    shared = nn.Embedding.from_pretrained(whole(embeddings.weight.detach()).to(draft.dtype))
     rows = reduced_rows(target, token_ids).to(draft.dtype)
     draft.set_input_embeddings(shared)
     config.tie_word_embeddings = False
@@ -78,7 +79,8 @@ def reduced_rows(target: PreTrainedModel, token_ids: Tensor) -> Tensor:
     head: Any = target.get_output_embeddings()
     if getattr(head, "bias", None) is not None:
         raise ValueError(f"drafter: {type(target).__name__} has a head with a bias: not supported")
-    return head.weight.detach()[token_ids.to(head.weight.device)]
+    weight = whole(head.weight.detach())
+    return weight[token_ids.to(weight.device)]
 
 
 def is_reduced(field: str, source: str | Path) -> bool:

@@ -16,6 +16,7 @@ from fastspec.drafters.eagle3.model import Eagle3Config, Eagle3Draft
 from fastspec.models.captured import usual_layers
 from fastspec.models.loading import load_config, load_model
 from fastspec.models.reduced_vocabulary import reduced_rows
+from fastspec.models.sharded import whole
 
 _ARCHITECTURE = "LlamaForCausalLMEagle3"
 _FILES = ("model.safetensors", "pytorch_model.bin")
@@ -92,7 +93,7 @@ def _read(path: str | Path, target: PreTrainedModel, **options: Any) -> Eagle3Dr
             f"is no EAGLE-3 draft: {min(names)} is {'missing' if is_missing else 'new'}"
         )
     if embeddings is None:
-        embeddings = cast(Any, target.get_input_embeddings()).weight
+        embeddings = whole(cast(Any, target.get_input_embeddings()).weight)
     if head is None:
         head = reduced_rows(target, token_ids)
     size = draft.config.hidden_size

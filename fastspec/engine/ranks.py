@@ -1,0 +1,81 @@
+"""Engines in several processes that share a target's weights: all of them take the same steps."""
+
+import secrets
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+from zlib import crc32
+
+from transformers import PreTrainedModel
+
+from fastspec.config import EngineConfig, SpecConfig
+from fastspec.engine.loop import Loop
+from fastspec.engine.request import EngineRequest
+from fastspec.engine.scheduler import Scheduler
+from fastspec.models.sharded import ADDRESS, Ranks, ranks_of
+
+
+def check_options(model: PreTrainedModel, spec: SpecConfig, config: EngineConfig) -> None:
+    """Raise on all ranks of a target where one of them makes another engine."""
+    ranks = ranks_of(model)
+    if ranks is not None:
+        options = {"spec": spec, "config": replace(config, device="auto")}
+        ranks.check(call="Engine", target=type(model).__name__, **options)
+
+
+def new_seeds(ranks: Ranks | None) -> Callable[[], int]:
+    """What makes the seeds that nobody has given."""
+    return partial(secrets.randbits, 63) if ranks is None else ranks.new_seeds()
+
+
+def loop_of(ranks: Ranks | None, *args: Any) -> Loop:
+    """The rounds of an engine."""
+    return Loop(*args) if ranks is None else SameRounds(ranks, *args)
+
+
+class SameRounds(Loop):
+    """Rounds that all ranks of a target begin in the same state, or none of them begins."""
+
+    def __init__(self, ranks: Ranks, scheduler: Scheduler, *args: Any):
+        super().__init__(scheduler, *args)
+        self._ranks, self._scheduler = ranks, scheduler
+        self._numbers: WeakKeyDictionary[EngineRequest, int] = WeakKeyDictionary()
+
+    def round(self) -> None:
+        while self.abandoned:
+            self.drop(self.abandoned.popleft())
+        self._check_state()
+        try:
+            super().round()
+        except BaseException as error:
+            failure = self._ranks.failed(error)
+            if isinstance(error, RuntimeError):  # as a lost connection is, wherever it shows
+                raise failure from error
+            raise
+
+    def _check_state(self) -> None:
+        """Raise on all ranks unless they have the same requests, read as far."""
+        drafters = {
+            name: (each.drafter.name, each.num_speculative_tokens, each.max_nodes)
+            for name, each in self.speculations.items()
+        }
+        running = [
+            (r.request_id, len(r.token_ids), r.num_cached, len(r.block_table), self._number(r))
+            for r in self._scheduler.running
+        ]
+        waiting = [(r.request_id, self._number(r)) for r in self._scheduler.waiting]
+        state = {"drafters": drafters, "running": running, "waiting": waiting}
+        blocks = self._scheduler.block_manager
+        self._ranks.check(call="step", **state, free_blocks=blocks.num_free)
+
+    def _number(self, request: EngineRequest) -> int:
+        """Of what was asked for, made once; the tokens that follow are those of rank 0."""
+        number = self._numbers.get(request)
+        if number is None:
+            start = request.token_ids[: request.num_prompt_tokens]
+            asked = request.prompt_ids, start, request.seed, request.max_len, request.params
+            text = ADDRESS.sub("", repr((*asked, sorted(request.stop_ids))))
+            number = self._numbers[request] = crc32(text.encode())
+        return number

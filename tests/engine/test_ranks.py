@@ -1,0 +1,298 @@
+"""Processes that share a target, as threads over whole models: rank 0 decides, none goes astray.
+
+Rank 1's models are others than rank 0's, so whatever it decided by itself would show.
+"""
+
+import threading
+from queue import SimpleQueue
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fastspec import Engine, SamplingParams, SpecConfig
+from fastspec.drafters import Proposal
+from fastspec.engine import ranks as engine_ranks
+from fastspec.models import paged_model
+from fastspec.models.sharded import Ranks
+
+from ..models import perturbed, random_model
+from .probes import before_passes, running
+
+PROMPTS = [[1, 2, 3] * 5, [7, 8, 9], [40, 7] * 9]
+CONFIG = {"num_blocks": 8, "max_batch_size": 2}  # requests wait, and lose their blocks
+HERE = threading.local()
+
+
+class ThreadRanks(Ranks):
+    """Two ranks that are threads: what one has it puts into the queue of the other."""
+
+    def __init__(self, rank, queues):
+        self.rank, self.size = rank, len(queues)
+        self._device = torch.device("cpu")
+        self._own, self._other = queues[rank], queues[1 - rank]
+
+    def least_of(self, values):
+        return torch.stack(self.all_of(values.clone())).amin(0)
+
+    def of_first(self, values):
+        return self.all_of(values.clone())[0]
+
+    def all_of(self, value):
+        self._other.put(value)
+        other = self._own.get(timeout=60)
+        if other is None:
+            self._own.put(None)
+            raise RuntimeError("connection lost")
+        return [other, value] if self.rank else [value, other]
+
+    def leave(self):
+        """As a process that ends."""
+        self._other.put(None)
+
+
+@pytest.fixture
+def both(monkeypatch):
+    """Runs a function on two ranks, each with its own target and draft; what each returned."""
+    models = []
+    for seed in range(2):
+        target = random_model("llama", seed, num_hidden_layers=2)
+        models.append((target, perturbed(target, 0.05)))
+
+    def ranks_of(model):
+        return HERE.ranks if model is HERE.target else None
+
+    monkeypatch.setattr(engine_ranks, "ranks_of", ranks_of)
+    monkeypatch.setattr(paged_model, "ranks_of", ranks_of)
+
+    def run(function):
+        queues = SimpleQueue(), SimpleQueue()
+        results: list = [None, None]
+
+        def run_one(rank):
+            HERE.target, draft = models[rank]
+            HERE.ranks = ThreadRanks(rank, queues)
+            try:
+                results[rank] = function(
+                    SimpleNamespace(rank=rank, target=HERE.target, draft=draft)
+                )
+            except Exception as error:
+                results[rank] = error
+            finally:
+                HERE.ranks.leave()
+
+        threads = [threading.Thread(target=run_one, args=(rank,)) for rank in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return results
+
+    run.models = models[0]
+    return run
+
+
+def params(temperature):
+    fields = {"temperature": temperature, "max_tokens": 20, "ignore_eos": True}
+    return [SamplingParams(**fields, seed=seed) for seed in range(len(PROMPTS))]
+
+
+def texts(engine, temperature):
+    outputs = engine.generate(PROMPTS, params(temperature))
+    return [output.token_ids for output in outputs]
+
+
+class Moody:
+    """A schedule that goes by something else on each rank."""
+
+    def __init__(self, most):
+        self._most = most
+
+    def num_draft_tokens(self, request):
+        return len(request.token_ids) % (self._most + 1)
+
+    def record(self, request, step):
+        pass
+
+
+SPECS = {
+    "none": lambda rank: SpecConfig("none"),
+    "draft_model": lambda rank: SpecConfig("draft_model", 3),
+    "coupled": lambda rank: SpecConfig("draft_model", 3, rejection_sample_method="coupled"),
+    "unsure": lambda rank: SpecConfig("draft_model", 4, confidence_threshold=0.3),
+    "cascade": lambda rank: SpecConfig("cascade"),
+    "tree": lambda rank: SpecConfig("tree", 3),
+    "cape": lambda rank: SpecConfig("draft_model", 3, cape=True),
+    "ngram": lambda rank: SpecConfig("ngram"),
+    "copies": lambda rank: SpecConfig("draft_model", 3, suffix_tokens=6),
+    "moody": lambda rank: SpecConfig("draft_model", 3, schedule=Moody(rank + 2)),
+}
+
+
+class Failing:
+    """Proposes ones; on one rank the third proposal fails."""
+
+    name = "failing"
+
+    def __init__(self, fails):
+        self._fails, self._count = fails, 0
+
+    def propose(self, batch):
+        self._count += 1
+        if self._fails and self._count == 3:
+            raise ArithmeticError("the third")
+        shape = len(batch.requests), batch.num_speculative_tokens
+        return Proposal(torch.ones(shape, dtype=torch.int32))
+
+    def commit(self, batch, accepted):
+        pass
+
+    def release(self, request):
+        pass
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_all_ranks_write_what_rank_0_decides(both, name):
+    def run(here):
+        spec = SPECS[name](here.rank)
+        engine = Engine(here.target, _draft(spec, here.draft), spec=spec, config=CONFIG)
+        return [texts(engine, temperature) for temperature in (0.0, 0.9)]
+
+    results = both(run)
+    target, draft = both.models
+    HERE.target = None
+    spec = SPECS[name](0)
+    alone = Engine(target, _draft(spec, draft), spec=spec, config=CONFIG)
+    expected = [texts(alone, temperature) for temperature in (0.0, 0.9)]
+    assert results == [expected, expected]
+
+
+def test_page_tables_are_the_same(both):
+    def run(here):
+        engine = Engine(here.target, here.draft, spec=SpecConfig("tree", 3), config=CONFIG)
+        for prompt, each in zip(PROMPTS, params(0.9), strict=True):
+            engine.add_request(prompt, each)
+        tables = []
+        while engine.has_unfinished:
+            engine.step()
+            tables.append([(r.request_id, [*r.block_table]) for r in running(engine)])
+        return tables
+
+    first, second = both(run)
+    assert first == second
+    assert len(first) > 5
+
+
+def test_what_fails_on_one_rank_costs_all_of_them_its_drafts(both):
+    def run(here):
+        engine = Engine(here.target, Failing(here.rank == 1), config=CONFIG)
+        kind = ArithmeticError if here.rank else RuntimeError
+        with pytest.raises(kind) as raised:
+            texts(engine, 0.0)
+        return [output.token_ids for output in raised.value.outputs]
+
+    first, second = both(run)
+    HERE.target = None
+    assert first == second == texts(Engine(both.models[0], config=CONFIG), 0.0)
+
+
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_rules_that_fail_on_one_rank_are_those_of_rank_0(both, failing_rank):
+    def run(here):
+        def rule(ids, logits):
+            if ids.shape[1] == 6 and here.rank == failing_rank:
+                raise ArithmeticError("six")
+            return logits
+
+        given = SamplingParams(temperature=0, max_tokens=9, logits_processors=[rule])
+        engine = Engine(here.target, here.draft, config=CONFIG)
+        (output,) = engine.generate([PROMPTS[1]], given)
+        return output.token_ids, output.finish_reason
+
+    first, second = both(run)
+    assert first == second
+    assert first[1] == ("length" if failing_rank else "error")
+
+
+def test_requests_of_one_rank_alone_are_refused_on_all(both):
+    def run(here):
+        engine = Engine(here.target, config=CONFIG)
+        engine.add_request(PROMPTS[0], params(0.0)[0])
+        engine.step()
+        if here.rank:
+            engine.add_request(PROMPTS[1], params(0.0)[1], "own")
+        with pytest.raises(RuntimeError, match=r"'waiting' differs: rank 0 has \[\].*'own'"):
+            engine.step()
+        engine.abort("own")  # nothing has been run, so nothing is lost
+        while engine.has_unfinished:
+            engine.step()
+        return engine.stats.num_output_tokens
+
+    assert both(run) == [20, 20]
+
+
+@pytest.mark.parametrize(
+    ("part", "values"),
+    [
+        ("spec", [{"spec": "ngram"}, {"spec": "mag"}]),
+        ("config", [{}, {"config": {"prefill_chunk_size": 7}}]),
+    ],
+)
+def test_engines_of_unlike_options_are_refused(both, part, values):
+    errors = both(lambda here: Engine(here.target, **values[here.rank]))
+    assert all(f"{part!r} differs: rank 0 has" in str(error) for error in errors)
+
+
+def test_other_tokens_of_a_prompt_are_seen(both):
+    errors = both(lambda here: Engine(here.target).generate([[1, 2, 3 + here.rank]]))
+    assert all("'waiting' differs" in str(error) for error in errors)
+
+
+def test_other_calls_are_seen(both):
+    def run(here):
+        engine = Engine(here.target, here.draft, config=CONFIG)
+        if here.rank:
+            engine.enable_spec_dec(n_spec_tokens=2)
+        else:
+            engine.generate(PROMPTS, params(0.0))
+
+    errors = both(run)
+    assert all("'call' differs: rank 0 has 'step'" in str(error) for error in errors)
+
+
+def test_a_rank_that_fails_in_a_pass_ends_the_others(both):
+    def fail():
+        raise MemoryError("too little")
+
+    def run(here):
+        engine = Engine(here.target, config=CONFIG)
+        if here.rank:
+            before_passes(engine, fail)
+        with pytest.raises(MemoryError if here.rank else RuntimeError) as first:
+            engine.generate(PROMPTS, params(0.0))
+        if here.rank:
+            HERE.ranks.leave()
+        with pytest.raises(RuntimeError, match=f"rank {here.rank} of 2 cannot go on") as later:
+            engine.generate(PROMPTS, params(0.0))
+        return str(first.value), str(later.value)
+
+    (first, later), (_, own) = both(run)
+    assert first == later
+    assert "another rank has ended" in first
+    assert "MemoryError: too little" in own
+
+
+def test_seeds_that_nobody_gives_are_the_same(both):
+    def run(here):
+        engine = Engine(here.target, config=CONFIG)
+        given = SamplingParams(max_tokens=20, ignore_eos=True)
+        return [engine.generate(PROMPTS[1], given)[0].token_ids for _ in range(2)]
+
+    first, second = both(run)
+    assert first == second
+    assert first[0] != first[1]
+
+
+def _draft(spec, draft):
+    needs_draft = spec.method in ("draft_model", "cascade", "tree")
+    return draft if needs_draft else None
