@@ -59,7 +59,8 @@ def tune(
         str | None,
         typer.Option(
             help="Comma-separated list; by default prompt_lookup, mag and suffix, and with a draft"
-            " model draft_model (of several the first) and cascade (with several k_matrices)."
+            " model draft_model (of several the first) and cascade (with several k_matrices), with"
+            " one of EAGLE-3 eagle3, chains."
         ),
     ] = None,
     temperature: Annotated[
@@ -73,7 +74,7 @@ def tune(
     One prompt at a time; predicted by the throughput model, then the choice is measured.
     """
     check_can_write("--out", out)
-    draft = draft or own_draft(target, "draft_model")
+    draft = draft or own_draft(target, "draft_model") or own_draft(target, "eagle3")
     with usage_errors():
         names = _methods(methods, draft)
         if all(name == "cascade" for name in names):
@@ -88,7 +89,7 @@ def tune(
     import torch
 
     from fastspec.drafters.context import load_draft
-    from fastspec.drafters.eagle3 import is_eagle3
+    from fastspec.drafters.eagle3 import is_eagle3, load_eagle3
     from fastspec.models.loading import load_model, load_tokenizer, prompt_ids
     from fastspec.tools.bench import describe_environment
     from fastspec.tools.tune import Planner
@@ -102,7 +103,8 @@ def tune(
     draft_models = []
     for name in drafts if any(map(_needs_draft, specs)) else []:
         if is_eagle3(name):
-            raise ValueError("draft: an EAGLE-3 draft cannot be tuned yet")
+            draft_models.append(load_eagle3(name, config, target_model))
+            continue
         load = partial(load_model, "draft")
         draft_models.append(load_draft("draft", name, config, tokenizer, target_model, load))
     with usage_errors():
@@ -146,14 +148,23 @@ def tune(
 
 def _methods(given: str | None, draft: str | None) -> list[str]:
     if given is None:
-        return [*(_WITH_DRAFT if draft else ()), "prompt_lookup", "mag", "suffix"]
+        return [*_methods_with(draft), "prompt_lookup", "mag", "suffix"]
     names = [drafting_method(name.strip(), "methods") for name in given.split(",")]
     for name in names:
-        if name in ("glide", "eagle3", "tree", "early_exit"):
+        if name in ("glide", "tree", "early_exit"):
             raise ValueError(f"methods: {name!r} cannot be tuned yet")
         if method_named(name).needs_draft and draft is None:
             raise ValueError(f"methods: {name} needs a --draft")
     return names
+
+
+def _methods_with(draft: str | None) -> tuple[str, ...]:
+    """Those that a draft model can be tried with."""
+    from fastspec.drafters.eagle3 import is_eagle3
+
+    if draft is None:
+        return ()
+    return ("eagle3",) if "," not in draft and is_eagle3(draft) else _WITH_DRAFT
 
 
 def _specs(

@@ -36,10 +36,13 @@ _AHEAD = 8  # rows of a block at most, in units of the batch size
 def application(args: Mapping[str, Any]) -> serve.Application:
     """See `fastspec.serve.ray_app`."""
     left = dict(args)
-    serving, spec, config = (
-        each(**{n: _read(o, left.pop(n)) for n, o in options_of(each).items() if n in left})
-        for each in (ServeConfig, SpecConfig, EngineConfig)
-    )
+
+    def given(kind: type) -> dict[str, Any]:
+        named = options_of(kind).items()
+        return {name: _read(option, left.pop(name)) for name, option in named if name in left}
+
+    serving = ServeConfig(**given(ServeConfig))
+    spec, config = SpecConfig(**given(SpecConfig)), EngineConfig(**given(EngineConfig))
     if {"host", "port"} & {*args}:
         raise ValueError("host, port: Ray Serve listens, so they are options of its own")
     template = left.pop("chat_template", None)

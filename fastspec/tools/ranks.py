@@ -8,7 +8,8 @@ from datetime import timedelta
 from multiprocessing.connection import Client, Listener
 
 from torch import distributed
-from torch.distributed import Store, rendezvous
+from torch.distributed.distributed_c10d import Store
+from torch.distributed.rendezvous import rendezvous
 
 from fastspec.config.checks import require
 from fastspec.tools.batch import Answers, BatchJob, Row, handed_out, process, work

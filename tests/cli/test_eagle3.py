@@ -71,10 +71,6 @@ def test_what_it_cannot_do_is_refused(invoke, draft, tmp_path):
     refused = invoke(*run, "--tree-nodes", "4", "--cape")
     assert refused.exit_code == 2
     assert "cape" in refused.stderr
-    for asked in (["--methods", "eagle3"], ["--num-prompts", "1"]):
-        refused = invoke("tune", "--draft", draft, *asked, "--out", tmp_path / "tuned.json")
-        assert refused.exit_code != 0
-        assert "cannot be tuned yet" in refused.stderr
     stored = tmp_path / "run.jsonl"
     stored.write_text(json.dumps({"prompt": "import ", "token_ids": [5, 6]}), encoding="utf-8")
     simulated = invoke("simulate", stored, "--method", "eagle3", "--draft", draft)
@@ -85,3 +81,18 @@ def test_what_it_cannot_do_is_refused(invoke, draft, tmp_path):
 def test_smollm2_has_one_of_its_own():
     assert own_draft("smollm2", "eagle3") == "smollm2-eagle3"
     assert own_draft("tiny", "eagle3") is None
+
+
+def test_tune(invoke, draft, tmp_path):
+    """An EAGLE-3 draft is tried as one, and named in the file if it is chosen."""
+    prompts, out = tmp_path / "prompts.txt", tmp_path / "tuned.json"
+    prompts.write_text("def f(\n", encoding="utf-8")
+    run = ["tune", "--draft", draft, "--prompts-file", prompts, "--out", out, "--max-tokens", "16"]
+    tuned = invoke(*run, "-k", "1", "--repeats", "1")
+    assert tuned.exit_code == 0, tuned.stderr
+    record = json.loads(out.read_text(encoding="utf-8"))
+    tried = {row["method"] for row in record["measured"]["table"]}
+    assert tried == {"eagle3", "prompt_lookup", "mag", "suffix"}
+    refused = invoke(*run, "--methods", "draft_model")
+    assert refused.exit_code == 1
+    assert "an EAGLE-3 draft needs method 'eagle3'" in refused.stderr

@@ -9,6 +9,7 @@ from fastspec.tools.tune import Measurement, Plan, Planner, k_matrices_to_try
 from fastspec.tools.tuned import TunedConfig, load_tuned, save_tuned, spec_fields
 
 from ..models import perturbed
+from .eagle3_models import write_folder
 
 PROMPTS = [[1, 2, 3], list(range(5, 22))]
 
@@ -94,6 +95,17 @@ def test_a_sweep_measures_every_length(model, planner, method):
         engine.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
         assert measured.tokens_per_pass[length] == engine.stats.mean_acceptance_length
     assert planner.choose([measured]).predicted >= 1.0
+
+
+def test_eagle3_is_measured(tmp_path, model, planner):
+    """Its chains, with each number of tokens, beside the target whose hidden states it reads."""
+    write_folder(tmp_path, model)
+    measured = planner.measure(SpecConfig("eagle3", 2), tmp_path, PROMPTS, lambda: None)
+    assert measured.lengths == [0, 1, 2]
+    for length in (1, 2):
+        engine = Engine(model, tmp_path, spec=SpecConfig("eagle3", length))
+        engine.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
+        assert measured.tokens_per_pass[length] == engine.stats.mean_acceptance_length
 
 
 def test_cascades_are_measured(model, planner):
