@@ -70,7 +70,7 @@ def measured(drafts: list[Path], num_prompts: int, max_tokens: int, repeats: int
         for prompt in prompts:
             for name, each in (("plain", plain), ("draft", engine)):
                 stats[name].add(each.generate([prompt], params)[0].stats)
-        rate = stats["draft"].acceptance_rate or 0.0
+        rate = chance(stats["draft"])
         cost = step_costs(stats["plain"], stats["draft"])[0] / PROBE_LENGTH
         best = max(1, best_num_speculative_tokens(rate, cost, LONGEST))
         engine.enable_spec_dec(n_spec_tokens=best)
@@ -106,6 +106,12 @@ def measured(drafts: list[Path], num_prompts: int, max_tokens: int, repeats: int
     return rows
 
 
+def chance(stats: SpecStats) -> float:
+    """How often a draft token is accepted after accepted ones: what the formula takes."""
+    rejections = sum(stats.acceptance_histogram[:PROBE_LENGTH])
+    return stats.num_accepted_tokens / max(1, stats.num_accepted_tokens + rejections)
+
+
 def num_parameters(folder: Path) -> int:
     from safetensors import safe_open
 
@@ -122,7 +128,7 @@ def plot(record: dict, path: Path) -> None:
     costs.bar(names, [row["cost_of_a_draft_token"] for row in drafts])
     costs.set(title="cost of a draft token", ylabel="of a plain step")
     rates.bar(names, [row["acceptance_rate"] for row in drafts])
-    rates.set(title=f"acceptance rate, K={PROBE_LENGTH}", ylim=(0, 1))
+    rates.set(title="acceptance of a draft token", ylim=(0, 1))
     for name in ("predicted", "measured"):
         speeds.plot(names, [row[f"{name}_speed_up"] for row in drafts], marker="o", label=name)
     speeds.set(title="speed-up at the best K", ylim=(0, None))
@@ -135,11 +141,11 @@ def plot(record: dict, path: Path) -> None:
 def page(text: str, record: dict) -> str:
     """The page with its table replaced."""
     head = (
-        "| draft | parameters | acceptance rate | cost of a draft token | best K | predicted |"
+        "| draft | parameters | acceptance | cost of a draft token | best K | predicted |"
         " measured |\n| --- | ---: | ---: | ---: | ---: | ---: | ---: |\n"
     )
     rows = "".join(
-        f"| {row['layers']} layers, width {row['hidden_size']} | {row['parameters'] / 1e6:.1f} M |"
+        f"| {row['layers']} layer{'s' * (row['layers'] > 1)}, width {row['hidden_size']} | {row['parameters'] / 1e6:.1f} M |"
         f" {row['acceptance_rate']:.2f} | {row['cost_of_a_draft_token']:.2f} |"
         f" {row['num_speculative_tokens']} | {row['predicted_speed_up']:.2f}x |"
         f" **{row['measured_speed_up']:.2f}x** |\n"
