@@ -1,5 +1,6 @@
 """Makes the tests run in a bare checkout and, Triton's too, without a GPU; seeds each test."""
 
+import gc
 import os
 import sys
 from importlib.util import find_spec
@@ -41,6 +42,12 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: not item.nodeid.startswith(LONG_FILES))
 
 
+def pytest_collection_finish():
+    """What was imported stays: no collection of garbage walks through its million objects."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _quick_interpreter():
     """Once the interpreter is loaded, which takes long and is left to the tests that need it."""
@@ -51,4 +58,6 @@ def _quick_interpreter():
 
 @pytest.fixture(autouse=True)
 def _seed():
-    torch.manual_seed(0)
+    """Without a GPU `torch.manual_seed` notes for later, with a traceback, to seed one."""
+    seed = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
+    seed(0)
