@@ -18,7 +18,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 
-from .interpreter import patch_once_per_launch
+from .interpreter import quicken
 
 ROOT = Path(__file__).resolve().parent.parent
 if find_spec("fastspec_kernels") is None:
@@ -53,7 +53,7 @@ def _quick_interpreter():
     """Once the interpreter is loaded, which takes long and is left to the tests that need it."""
     interpreter = sys.modules.get("triton.runtime.interpreter")
     if interpreter and not hasattr(interpreter._patch_lang, "__wrapped__"):
-        patch_once_per_launch(interpreter)
+        quicken(interpreter)
 
 
 @pytest.fixture(autouse=True)
