@@ -105,8 +105,8 @@ def test_the_law_is_that_of_the_changed_logits(rules):
     """Drafts drawn under the same rules are judged under them: nothing else would be exact."""
     models = small_pair()
     spec = SpecConfig(num_speculative_tokens=2)
-    plain = drawn_counts(models, {**PLAIN, **rules}, SpecConfig("none"))
-    drafted = drawn_counts(models, {**PLAIN, **rules}, spec)
+    plain = drawn_counts(models, {**PLAIN, **rules}, SpecConfig("none"), num_draws=3_500)
+    drafted = drawn_counts(models, {**PLAIN, **rules}, spec, num_draws=3_500)
     law = (plain + drafted) / (plain + drafted).sum()
     assert chi_square(drafted, law) > ALPHA
     assert chi_square(drafted, exact_law(models[0], PLAIN)) < ALPHA
