@@ -20,8 +20,8 @@ LEFT_OUT = (
 CASES_PER_TEST = 2
 # Of each test on an instruction set other than the widest, which runs all cases: enough to meet
 # every branch of the vector code several times.
-CASES_PER_PATH = 4
-CASES_OF_REFERENCE = 8  # which is plain; its tables of edges are run whole
+CASES_PER_PATH = 6
+CASES_OF_REFERENCE = 12  # which is plain; its tables of edges are run whole
 WHOLE_TABLES = ("test_edges", "test_wrong_arguments")
 
 INSTRUCTION_SETS = ["none"]
