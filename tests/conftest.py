@@ -1,5 +1,6 @@
 """Makes the tests run in a bare checkout and, Triton's too, without a GPU; seeds each test."""
 
+import gc
 import os
 import sys
 from importlib.util import find_spec
@@ -17,7 +18,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 
-from .interpreter import patch_once_per_launch
+from .interpreter import quicken
 
 ROOT = Path(__file__).resolve().parent.parent
 if find_spec("fastspec_kernels") is None:
@@ -29,6 +30,10 @@ if not torch.cuda.is_available():
 # Files that take longest; started first, so that no worker waits for the other at the end.
 LONG_FILES = (
     "tests/test_packaging.py",
+    "tests/train/test_processes.py",
+    "tests/test_soak.py",
+    "tests/test_docs.py",
+    "tests/engine/test_parameters.py",
     "tests/triton/test_compile_attention.py",
     "tests/triton/test_compile.py",
     "tests/cuda/test_compile.py",
@@ -41,14 +46,22 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: not item.nodeid.startswith(LONG_FILES))
 
 
+def pytest_collection_finish():
+    """What was imported stays: no collection of garbage walks through its million objects."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _quick_interpreter():
     """Once the interpreter is loaded, which takes long and is left to the tests that need it."""
     interpreter = sys.modules.get("triton.runtime.interpreter")
     if interpreter and not hasattr(interpreter._patch_lang, "__wrapped__"):
-        patch_once_per_launch(interpreter)
+        quicken(interpreter)
 
 
 @pytest.fixture(autouse=True)
 def _seed():
-    torch.manual_seed(0)
+    """Without a GPU `torch.manual_seed` notes for later, with a traceback, to seed one."""
+    seed = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
+    seed(0)

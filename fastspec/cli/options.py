@@ -11,7 +11,7 @@ import typer
 from fastspec.cli.errors import usage_errors
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.files import parse_json
-from fastspec.config.methods import methods
+from fastspec.config.methods import Method, methods
 from fastspec.config.options import Option, options_of
 from fastspec.config.serve import ServeConfig
 from fastspec.tools.tuned import load_tuned
@@ -53,6 +53,7 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
     """
     parameters: list[Parameter] = []
     configs: dict[str, tuple[type, list[Option], dict[str, Any]]] = {}
+    known = methods()  # asked for once: it reads the metadata of every installed package
     for parameter in signature(command).parameters.values():
         flags = getattr(parameter.annotation, "__metadata__", (None,))[0]
         if isinstance(flags, Flags):
@@ -61,7 +62,7 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
             names = {option.name for option in offered}
             fixed = {name: value for name, value in flags.defaults.items() if name not in names}
             configs[parameter.name] = config, offered, fixed
-            parameters += [_flag(config, option, flags) for option in offered]
+            parameters += [_flag(config, option, flags, known) for option in offered]
         else:
             parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY))
 
@@ -79,8 +80,8 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _flag(config: type, option: Option, flags: Flags) -> Parameter:
-    takers = [name for name, method in methods().items() if option.name in method.fields]
+def _flag(config: type, option: Option, flags: Flags, known: dict[str, Method]) -> Parameter:
+    takers = [name for name, method in known.items() if option.name in method.fields]
     prefix = f"{', '.join(takers)}: " if config is SpecConfig and 0 < len(takers) <= _FEW else ""
     default = flags.defaults.get(option.name, option.default)
     kind: Any = option.kind.flag_type

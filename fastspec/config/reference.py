@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterable
 
 from fastspec.config.engine import EngineConfig
-from fastspec.config.methods import methods
+from fastspec.config.methods import Method, methods
 from fastspec.config.options import Option, options_of
 from fastspec.config.sampling import SamplingParams
 from fastspec.config.serve import ServeConfig
@@ -22,19 +22,19 @@ option that the chosen method does not take is refused by name.
 
 def reference() -> str:
     """The page."""
-    parts = [_HEAD]
+    parts, known = [_HEAD], methods()
     for config in (SamplingParams, SpecConfig, EngineConfig, ServeConfig):
         summary = str(config.__doc__).split("\n\n", maxsplit=1)[0]
         parts.append(f"## `{config.__name__}`\n\n{summary}\n")
-        parts += [_section(config, option) for option in options_of(config).values()]
+        parts += [_section(config, option, known) for option in options_of(config).values()]
     parts.append("## Methods\n\n| method | drafts | options of its own |\n| --- | --- | --- |")
-    for name, method in methods().items():
+    for name, method in known.items():
         parts.append(f"| `{name}` | {method.summary} | {_code(method.fields)} |")
     return "\n".join(parts) + "\n"
 
 
-def _section(config: type, option: Option) -> str:
-    takers = [name for name, method in methods().items() if option.name in method.fields]
+def _section(config: type, option: Option, known: dict[str, Method]) -> str:
+    takers = [name for name, method in known.items() if option.name in method.fields]
     facts = [f"- values: {option.kind.expected}", f"- default: `{option.default!r}`"]
     if option.kind.flag_type is not None:
         facts.append(f"- command line: {', '.join(f'`{flag}`' for flag in option.flags)}")

@@ -33,6 +33,17 @@ COMMAND_LINES = [
     ["simulate", "a.jsonl", "--method", "none"],
     ["train", "glide", "--data", __file__, "--out", "x", "--rate", "nan"],
 ]
+ENTRY_POINTS = """
+import sys
+from importlib import metadata
+asked, entry_points = [], metadata.entry_points
+metadata.entry_points = lambda **group: asked.append(group) or entry_points(**group)
+sys.path[:0] = sys.argv[1:]
+from fastspec.cli import app
+print(len(asked), len(app.registered_commands) + sum(
+    len(group.typer_instance.registered_commands) for group in app.registered_groups
+))
+"""
 HEAVY = ("torch", "transformers", "huggingface_hub", "numpy")
 PROGRAM = """
 import io, json, sys
@@ -63,6 +74,14 @@ def test_help_refusals_and_the_package_import_neither_torch_nor_transformers():
     imported = json.loads(result.stdout)
     assert len(imported) == len(COMMAND_LINES) + 1
     assert {line: names for line, names in imported.items() if names} == {}
+
+
+def test_installed_packages_are_read_once_for_each_command():
+    """Not for each flag: their metadata are files by the hundred."""
+    run = [sys.executable, "-c", ENTRY_POINTS, *sys.path]
+    result = subprocess.run(run, capture_output=True, text=True, check=True)
+    times, commands = map(int, result.stdout.split())
+    assert 0 < times <= commands
 
 
 def test_flags_have_the_defaults_of_python():

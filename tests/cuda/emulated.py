@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from filelock import FileLock
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -109,13 +110,14 @@ def library() -> ctypes.CDLL:
     texts = [path.read_bytes() for path in (*sources, *sorted(headers))]
     digest = hashlib.sha256(b"".join([*texts, repr((COMPILER, FLAGS)).encode()])).hexdigest()
     path = BUILD / f"emulated_{digest[:16]}.so"
-    if not path.exists():
-        BUILD.mkdir(parents=True, exist_ok=True)
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            objects = list(pool.map(compile_one, sources, [digest[:16]] * len(sources)))
-        temporary = path.with_suffix(f".{os.getpid()}")
-        subprocess.run([COMPILER, "-shared", *objects, "-o", temporary], check=True)
-        temporary.rename(path)
+    BUILD.mkdir(parents=True, exist_ok=True)
+    with FileLock(BUILD / "emulated.lock"):  # each worker of a test run comes by
+        if not path.exists():
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                objects = list(pool.map(compile_one, sources, [digest[:16]] * len(sources)))
+            temporary = path.with_suffix(f".{os.getpid()}")
+            subprocess.run([COMPILER, "-shared", *objects, "-o", temporary], check=True)
+            temporary.rename(path)
     return ctypes.CDLL(str(path))
 
 

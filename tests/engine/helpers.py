@@ -1,7 +1,7 @@
 """What tests of different drafters share: prompts, expected ids and laws, a run to its end."""
 
+from hashlib import blake2b
 from itertools import product
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -16,20 +16,23 @@ NUM_TOKENS = 28  # over the ends of blocks and windows
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 
 
-_GREEDY_TEXTS = WeakKeyDictionary()  # by model, which no test changes once it has been asked
+_GREEDY_TEXTS = {}  # many tests build the same model
 
 
 def hugging_face_greedy(model, prompt, max_new_tokens=NUM_TOKENS):
-    """The new ids, whatever ends a text."""
-    texts = _GREEDY_TEXTS.setdefault(model, {})
-    key = tuple(prompt), max_new_tokens
-    if key not in texts:
-        texts[key] = generated_greedily(model, prompt, max_new_tokens)
-    return texts[key]
+    """The new ids, whatever ends a text, of a model that its config and its weights describe."""
+    digest = blake2b(repr((type(model), model.config._attn_implementation)).encode())
+    digest.update(model.config.to_json_string().encode())
+    for tensor in model.state_dict().values():
+        digest.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy())
+    key = digest.digest(), tuple(prompt), max_new_tokens
+    if key not in _GREEDY_TEXTS:
+        _GREEDY_TEXTS[key] = generated_greedily(model, prompt, max_new_tokens)
+    return _GREEDY_TEXTS[key]
 
 
 def generated_greedily(model, prompt, max_new_tokens=NUM_TOKENS):
-    """The same for a model that a test changes in place."""
+    """The same for a model with hooks or with functions of its own."""
     input_ids = torch.tensor([prompt])
     out = model.generate(
         input_ids,
@@ -87,7 +90,7 @@ def exact_law(model, sampling, prompt=PROMPT):
     return (law / law.sum()).reshape((VOCAB_SIZE,) * LENGTH)
 
 
-def drawn_counts(models, sampling, spec, num_draws=4_000, prompt=PROMPT, num_more=0):
+def drawn_counts(models, sampling, spec, num_draws=2_000, prompt=PROMPT, num_more=0):
     """How often each text of LENGTH tokens was drawn, from a target and a drafter or None.
 
     num_more: tokens that each text goes on with, so that the last draft is whole too.

@@ -1,5 +1,7 @@
 """What the tests of prefix caching have in common."""
 
+from functools import lru_cache
+
 import torch
 
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
@@ -28,9 +30,14 @@ def params_of(temperature=1.0, seed=0, max_tokens=10, **kwargs):
     )
 
 
+@lru_cache(maxsize=2)
+def _unshared(model, drafter):
+    return engine_of(model, drafter, prefix_caching=False)
+
+
 def alone(model, drafter, prompt, params):
-    """What a request says in an engine of its own, without sharing."""
-    return engine_of(model, drafter, prefix_caching=False).generate([prompt], params)[0]
+    """What a request says by itself in an engine without sharing."""
+    return _unshared(model, drafter).generate([prompt], params)[0]
 
 
 class Watcher:

@@ -80,7 +80,7 @@ def test_the_draft_ends_with_the_token_that_makes_it_improbable():
 def test_sampled_output_has_the_targets_law(rule):
     models = small_pair()
     spec = SpecConfig("draft_model", 3, confidence_threshold=0.2, rejection_sample_method=rule)
-    counts = drawn_counts(models, FILTERED, spec, num_draws=2000, num_more=2)
+    counts = drawn_counts(models, FILTERED, spec, num_more=2)
     assert chi_square(counts, exact_law(models[0], FILTERED)) > ALPHA
 
 

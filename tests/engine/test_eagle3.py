@@ -161,7 +161,7 @@ def test_greedy_output_is_that_of_plain_decoding(tmp_path, architecture, spec):
 def test_exact_distribution(tmp_path, sampling, options):
     target = small_model()
     write_folder(tmp_path, target, num_known=4)
-    counts = drawn_counts((target, tmp_path), sampling, SpecConfig("eagle3", 2, **options), 2_000)
+    counts = drawn_counts((target, tmp_path), sampling, SpecConfig("eagle3", 2, **options))
     assert chi_square(counts, exact_law(target, sampling)) > ALPHA
 
 

@@ -74,7 +74,7 @@ def test_the_pages_are_the_targets_and_the_pass_is_flat():
 def test_sampled_output_has_the_targets_law(options):
     model = small_model()
     spec = SpecConfig("early_exit", 2, exit_layer=1, **options)
-    counts = drawn_counts((model, None), FILTERED, spec, num_draws=2500)
+    counts = drawn_counts((model, None), FILTERED, spec)
     assert chi_square(counts, exact_law(model, FILTERED)) > ALPHA
 
 

@@ -11,7 +11,7 @@ from fastspec import Engine, EngineConfig, SamplingParams
 from fastspec_kernels import available_backends
 
 from ..models import random_model
-from .helpers import PROMPTS, hugging_face_greedy
+from .helpers import PROMPTS, generated_greedily, hugging_face_greedy
 from .probes import flat_model_of, model_of, record_passes
 
 pytestmark = pytest.mark.skipif("cpu" not in available_backends(), reason="needs the CPU kernels")
@@ -171,7 +171,7 @@ def test_changed_models_keep_what_was_changed(change, dtype):
         assert flat_model_of(engine) is None
     if dtype == torch.float32:
         (output,) = engine.generate([PROMPTS[0]], GREEDY)
-        assert output.token_ids == hugging_face_greedy(model, PROMPTS[0], 20)
+        assert output.token_ids == generated_greedily(model, PROMPTS[0], 20)
 
 
 def test_large_activations_stay_within_the_modules_own_error():

@@ -149,7 +149,7 @@ def test_sampled_output_has_the_targets_law(sampling, method, tmp_path):
     }
     spec = specs[method]
     save_bigram([3, 1, 4, 1, 5], tmp_path / "table.json")
-    counts = drawn_counts((model, None), sampling, spec, num_draws=4000)
+    counts = drawn_counts((model, None), sampling, spec)
     assert chi_square(counts, exact_law(model, sampling)) > ALPHA
 
 

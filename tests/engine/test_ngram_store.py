@@ -159,7 +159,7 @@ def test_sampled_output_has_the_targets_law(monkeypatch):
     monkeypatch.setattr("fastspec.drafters.ngram_table._BUCKETS", 64)
     model = small_model()
     spec = SpecConfig("ngram", 2, ngram_size=3, filler_top_k=2)
-    counts = drawn_counts((model, None), FILTERED, spec, num_draws=6000)
+    counts = drawn_counts((model, None), FILTERED, spec, num_draws=3000)
     assert chi_square(counts, exact_law(model, FILTERED)) > ALPHA
 
 

@@ -95,7 +95,7 @@ def test_sampled_output_has_the_targets_law(method):
     assert draft.get_output_embeddings().token_ids.tolist() == [0, 2, 4, 5]
     assert model.config.vocab_size == len(model.get_input_embeddings().weight) == 6
     spec = SpecConfig(method, 2)
-    counts = drawn_counts((model, draft), FILTERED, spec, num_draws=2000, num_more=2)
+    counts = drawn_counts((model, draft), FILTERED, spec, num_more=2)
     assert chi_square(counts, exact_law(model, FILTERED)) > ALPHA
 
 

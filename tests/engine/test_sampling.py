@@ -56,7 +56,7 @@ def _unfiltered_verification(monkeypatch):
 def test_biased_engines_are_caught(models, monkeypatch, break_engine):
     break_engine(monkeypatch)
     spec = SpecConfig(num_speculative_tokens=2)
-    counts = drawn_counts(models, FILTERED, spec, num_draws=9_000)
+    counts = drawn_counts(models, FILTERED, spec)
     law = exact_law(models[0], FILTERED)
     impossible = counts[law == 0].sum()
     assert impossible > 0 or chi_square(counts, law) < ALPHA

@@ -20,7 +20,7 @@ def small_models():
 def counts_of(models, **options):
     """Counts of the first tokens of texts so long that the trees are whole."""
     spec = SpecConfig(num_speculative_tokens=3, **options)
-    return drawn_counts(models, FILTERED, spec, num_draws=4_000, num_more=1)
+    return drawn_counts(models, FILTERED, spec, num_more=1)
 
 
 @pytest.mark.parametrize(

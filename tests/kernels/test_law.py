@@ -1,6 +1,6 @@
 """What the verification ops emit follows the exact laws of the losslessness kit."""
 
-from functools import partial
+from functools import partial, wraps
 
 import pytest
 import torch
@@ -11,13 +11,39 @@ from fastspec_kernels.testing import (
     assert_draft_contract,
     assert_lossless,
     assert_lossless_tree,
+    chain,
     rules,
+    tree,
 )
 
 from .cases import backends_of, device_of, is_slow
 
 METHODS = {"standard": rules.standard, "block": rules.block}
 SIBLING_RULES = ("target_only", "without_replacement", "with_replacement")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def laws_found_once():
+    """For all backends: to enumerate a law takes longer than to draw from it."""
+
+    def once(find):
+        laws = {}
+
+        @wraps(find)
+        def found(rule, target, draft, *shape):
+            function = getattr(rule, "func", rule), repr(getattr(rule, "keywords", None))
+            models = [tuple(units.tobytes() for units in model.units) for model in (target, draft)]
+            key = *function, *models, shape
+            if key not in laws:
+                laws[key] = find(rule, target, draft, *shape)
+            return laws[key]
+
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chain, "chain_law", once(chain.chain_law))
+        patch.setattr(tree, "tree_law", once(tree.tree_law))
+        yield
 
 
 def fast_backends_of(op):
