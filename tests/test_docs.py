@@ -42,7 +42,7 @@ RUN_ELSEWHERE = {
     "pip install torch": "any test: it is there",
     "pip install --no-build-isolation .": "test_packaging.py",
     "python -m benchmarks.gpu --out DIR --minutes 8": "benchmarks/test_gpu_run.py",
-    "python -m benchmarks.draft_economics": "benchmarks/test_draft_economics.py",
+    "python -m benchmarks.draft_economics --threads 2": "benchmarks/test_draft_economics.py",
     "fastspec fetch smollm2": "cli/test_fetch.py",
     "fastspec chat": "cli/test_chat.py",
     "fastspec serve": "serve/test_border.py",

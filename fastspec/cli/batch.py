@@ -43,8 +43,9 @@ def batch(
         typer.Option(
             "--ray",
             metavar="ADDRESS",
-            help="Cluster of Ray to run them on, auto where this machine belongs to one; local"
-            " starts one here.",
+            help="Address of a Ray cluster to run on: auto on a machine of the cluster,"
+            " ray://HOST:10001 from elsewhere, local to start one here; --replicas is the number of"
+            " actors.",
         ),
     ] = None,
     target: Target = "tiny",
@@ -52,7 +53,10 @@ def batch(
     config_file: Config = None,
     threads: Threads = None,
 ) -> None:
-    """Answer every prompt of a file, in its order; the same command goes on after a break."""
+    """Answer every prompt of a file, in order.
+
+    After an interruption, run the same command again to continue.
+    """
     check_draft(spec.method, draft)
     check_can_write("--output", output_file)
     quiet_libraries()

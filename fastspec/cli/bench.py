@@ -97,7 +97,7 @@ def bench(
 
     All run on one loaded pair and make equally many tokens; greedy outputs are compared first. The
     draft model runs alone, too. A cascade's parts run beside it, each draft model with K of -k and
-    MaG with K = 10; of several draft models, assisted generation has the biggest.
+    MaG with K = 10; with several draft models, assisted generation gets the biggest.
     """
     with usage_errors():
         heats = _temperatures(temperatures)

@@ -123,9 +123,12 @@ def _usual(spec: SpecConfig, target: str) -> SpecConfig:
     """The method for a target that is named without a draft."""
     if own_draft(target, "eagle3") is not None:
         usual = {"num_speculative_tokens": 4, "confidence_threshold": 0.3, "suffix_tokens": 8}
-        names = list(usual) if spec.schedule == "constant" else ["num_speculative_tokens"]
-        values = {name: getattr(spec, name) or usual[name] for name in names}
-        return replace(spec, method="eagle3", **values)
+        if spec.schedule != "constant" or spec.cape:
+            del usual["confidence_threshold"]
+        if spec.schedule != "constant":
+            del usual["suffix_tokens"]
+        left_open = {n: value for n, value in usual.items() if getattr(spec, n) is None}
+        return replace(spec, method="eagle3", **left_open)
     if own_draft(target, "draft_model") is not None:
         return replace(spec, method="draft_model")
     return spec if spec.suffix_tokens or spec.cape else replace(spec, method="suffix")

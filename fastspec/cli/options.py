@@ -118,8 +118,8 @@ Draft = Annotated[
     str | None,
     typer.Option(
         metavar="PATH_OR_ID",
-        help="Draft model with the target's tokenizer; the bundled target brings its own. Of a"
-        " cascade several, biggest first, with commas between them.",
+        help="Draft model, best with the target's tokenizer; the bundled target brings its own."
+        " For a cascade several, biggest first, separated by commas.",
     ),
 ]
 MaxTokens = Annotated[int, typer.Option(help="New tokens of each prompt at most.")]

@@ -59,8 +59,8 @@ def tune(
         str | None,
         typer.Option(
             help="Comma-separated list; by default prompt_lookup, mag and suffix, and with a draft"
-            " model draft_model (of several the first) and cascade (with several k_matrices), with"
-            " one of EAGLE-3 eagle3, chains."
+            " model draft_model (of several the first) and cascade (with several k_matrices);"
+            " with an EAGLE-3 draft, eagle3 (chains)."
         ),
     ] = None,
     temperature: Annotated[

@@ -248,9 +248,9 @@ class SpecConfig:
     confidence_threshold: float | None = option(
         None,
         SHARE,
-        "End a chain of a draft model once all its tokens together are less probable than this.",
-        "Exact: the token that makes it so is still proposed. A pass of the draft model is saved"
-        " where it would seldom pay; greedy requests are judged at temperature 1. On a GPU the host"
+        "End a chain of a draft model once the product of its tokens' probabilities is below this.",
+        "Exact: the token that brings it below is still proposed. A pass of the draft model is"
+        " saved where it would seldom pay; greedy requests are judged at temperature 1. On a GPU the host"
         " waits for each draft token.",
     )
     schedule: Any = option(

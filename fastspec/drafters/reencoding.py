@@ -222,13 +222,13 @@ class ReencodingDrafter(DraftModelDrafter):
         unused = torch.zeros((len(group), max(limits)), device=batch.device)
         texts = [request.token_ids for request in requests]
         drafts, _, counts = self.write(requests, texts, limits, sampling, unused, False)
-        for (place, (text, limit)), draft, count in zip(
+        for (place, (text, _)), draft, count in zip(
             group.items(), drafts.tolist(), counts, strict=True
         ):
             text.drafted = draft[:count]
             wanted = batch.num_draft_tokens[place]
             rows[place] = self._encoded(batch.requests[place], text, text.drafted)[:wanted]
-            passes[place] = {self.name: min(limit, count + 1)}
+            passes[place] = {self.name: count}
 
     def _encoded(self, request: Request, text: _Text, draft: Sequence[int]) -> list[int]:
         """A draft in the target's tokens, after those that there are; none where these differ."""

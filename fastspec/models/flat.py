@@ -156,11 +156,8 @@ class FlatModel:
                 if part[0].index in step.inputs:
                     step.keep_input(part[0].index, hidden)
                 hidden = run_layers(part, hidden, cos, sin, step)
-        return self.logits(hidden if isinstance(rows, int) else hidden[rows])
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """What the head says of rows that have passed the layers."""
-        return self._head(self._norm(hidden.to(self._dtype)))
+        kept = hidden if isinstance(rows, int) else hidden[rows]
+        return self._head(self._norm(kept.to(self._dtype)))
 
     def is_whole(self, input_ids: Tensor, positions: Tensor, logits: Tensor) -> bool:
         """Whether the trial pass went through these parts and no others.
@@ -171,7 +168,7 @@ class FlatModel:
         first, last = self._layers[0], self._layers[-1]
         ways = [(self._embed(input_ids)[None], first.given[0][0])]
         ways += [(layer.made, after.given[0][0]) for layer, after in pairwise(self._layers)]
-        ways += [(self.logits(last.made[0, :1]), logits)]
+        ways += [(self._head(self._norm(last.made[0, :1])), logits)]
         factors = self._rotary(first.given[0][0], positions[None])
         for layer in self._layers:
             ways += zip(factors, layer.given[1]["position_embeddings"], strict=True)

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 try:
     import ray  # pyright: ignore[reportMissingImports]
@@ -24,9 +24,6 @@ from fastspec.config.options import Option, options_of
 from fastspec.config.serve import ServeConfig
 from fastspec.serve.loading import ServedEngine, extra_specs
 from fastspec.tools.batch import Answers, BatchJob, Row, in_this_process
-
-if TYPE_CHECKING:
-    from fastapi import FastAPI
 
 _LIVES = 3  # times that an actor is started again after it was killed
 _BLOCKS = 4  # of rows that each actor gets at least, so that none waits long for the last one
@@ -59,7 +56,7 @@ def application(args: Mapping[str, Any]) -> serve.Application:
     if left:
         raise ValueError(f"{', '.join(map(str, left))}: ray_app takes no such argument")
 
-    def new_app() -> "FastAPI":
+    def new_app() -> Any:
         from fastspec.serve.app import create_app
 
         return create_app(engine.load(), serving, Path(target).name, serving.api_keys())
@@ -152,7 +149,7 @@ def _cluster(address: str) -> Iterator[None]:
     try:
         yield
     except ray.exceptions.RayError as error:
-        raise ValueError(f"ray: {error}; the same command goes on") from error
+        raise ValueError(f"ray: {error}; run the same command again to continue") from error
     finally:
         if begins:
             ray.shutdown()

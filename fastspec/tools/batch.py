@@ -228,7 +228,9 @@ def handed_out(job: BatchJob, left: deque[Row], workers: list[Connection]) -> An
     taken: dict[Connection, dict[int, Any]] = {connection: {} for connection in workers}
     while left or any(taken.values()):
         if not taken:
-            raise ValueError("replicas: every process has died; the same command goes on")
+            raise ValueError(
+                "batch: every process has died; run the same command again to continue"
+            )
         share = max(1, -(-len(left) // len(taken)))
         for connection in [*taken]:
             mine = taken[connection]

@@ -22,7 +22,12 @@ def launched() -> tuple[int, int]:
     """The rank of this process, and how many there are; (0, 1) where nothing launched it."""
     rank, size = (int(os.environ.get(name, n)) for name, n in (("RANK", 0), ("WORLD_SIZE", 1)))
     here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    require("WORLD_SIZE", size, size == here, "processes of one machine; --ray takes several")
+    require(
+        "WORLD_SIZE",
+        size,
+        size == here,
+        "processes of one machine (--ray runs on several machines)",
+    )
     return rank, size
 
 

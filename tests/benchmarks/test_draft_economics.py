@@ -24,6 +24,8 @@ def test_a_draft_is_measured_drawn_and_told(tmp_path):
     draft_economics.plot(run, picture)
     assert "2 x 192" in picture.read_text()
     text = draft_economics.PAGE.read_text()
+    *_, last = draft_economics.RECORDS.read_text(encoding="utf-8").splitlines()
+    assert draft_economics.page(text, json.loads(last)) == text
     page = draft_economics.page(text, environment | run)
     assert "| 2 layers, width 192 | 1.4 M |" in page
     assert draft_economics.page(page, environment | run) == page

@@ -160,8 +160,12 @@ def test_a_folder_is_loaded_in_its_own_dtype(tmp_path, dtype):
 
 
 def test_a_drafter_on_another_device():
-    target = SimpleNamespace(device=torch.device("cpu"), decoder_start_id=None, name="Target")
-    draft = SimpleNamespace(device=torch.device("cuda:0"), decoder_start_id=None, name="Draft")
+    target = SimpleNamespace(
+        device=torch.device("cpu"), decoder_start_id=None, name="Target", ranks=None
+    )
+    draft = SimpleNamespace(
+        device=torch.device("cuda:0"), decoder_start_id=None, name="Draft", ranks=None
+    )
     with pytest.raises(ValueError, match="drafter: Draft is on cuda:0, and the target on cpu"):
         check_same_kind(cast(Any, target), cast(Any, [draft]))
 
