@@ -61,7 +61,7 @@ def batch(
     check_can_write("--output", output_file)
     quiet_libraries()
     from fastspec.tools.batch import BatchJob, run_batch
-    from fastspec.tools.ranks import in_launched, launched, work_for_first
+    from fastspec.tools.launched import in_launched, launched, work_for_first
 
     rank, size = launched()
     if size > 1 and (replicas > 1 or ray_address is not None):

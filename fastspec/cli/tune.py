@@ -1,6 +1,7 @@
 """`fastspec tune`: measure drafters on this machine, and write down the best one."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -129,7 +130,7 @@ def tune(
         TunedConfig(
             target,
             _named_draft(plan.spec, drafts),
-            _kept_fields(plan.spec, target),
+            _kept_fields(plan.spec, target, draft_models),
             _step_costs(costs, plan.spec),
             {
                 **describe_environment(),
@@ -182,10 +183,13 @@ def _specs(
     return [SpecConfig(method, num_speculative_tokens, bigram_path=bigram)]
 
 
-def _kept_fields(spec: SpecConfig, target: str) -> dict:
+def _kept_fields(spec: SpecConfig, target: str, draft_models: "list[PreTrainedModel]") -> dict:
     """What the file has to say: the target's own bigram table is found without it."""
     from fastspec.models.loading import bigram_beside
+    from fastspec.models.shared_vocabulary import is_intersection
 
+    if spec.method == "draft_model" and is_intersection(draft_models[0]):
+        spec = replace(spec, heterogeneous_vocab="intersection")  # as it was measured
     fields = spec_fields(spec)
     if fields.get("bigram_path") == str(bigram_beside(target)):
         del fields["bigram_path"]

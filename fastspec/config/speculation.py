@@ -250,8 +250,8 @@ class SpecConfig:
         SHARE,
         "End a chain of a draft model once the product of its tokens' probabilities is below this.",
         "Exact: the token that brings it below is still proposed. A pass of the draft model is"
-        " saved where it would seldom pay; greedy requests are judged at temperature 1. On a GPU the host"
-        " waits for each draft token.",
+        " saved where it would seldom pay; greedy drafts are judged at temperature 1. On a GPU the"
+        " host waits for each draft token.",
     )
     schedule: Any = option(
         "constant",

@@ -101,7 +101,7 @@ class DraftModelDrafter:
         token_ids = torch.full(uniforms.shape, -1, dtype=torch.int32, device=device)
         draft_logits = None
         drafting, counts = [index for index, limit in enumerate(limits) if limit], [*limits]
-        chain_logprobs = torch.zeros(len(limits), device=device)
+        chain_logprobs = torch.zeros(len(limits), dtype=torch.float32, device=device)
         has_rules = any(request.rules is not None for request in requests)
         path = self._path(requests, texts, uniforms.shape[1]) if has_rules else None
         step_ids, spans = self._unread(requests, texts, [int(limit > 0) for limit in limits])

@@ -57,10 +57,10 @@ class SpelledTokenizer:
         self.names = {index: name for index, name in found.items() if isinstance(name, str)}
         self.bytes = {index: name.encode() for index, name in self.names.items()}
         self.bytes |= {i: text for i, text in found.items() if isinstance(text, bytes)}
-        self.end_id = self._tokenizer.eos_token_id
+        self.end_id, self.begin_id = self._tokenizer.eos_token_id, self._tokenizer.bos_token_id
         self.end = self.names.get(self.end_id)
         first = self._tokenizer("a")["input_ids"][:1]
-        self.beginning = first if first == [self._tokenizer.bos_token_id] else []
+        self.beginning = first if first == [self.begin_id] else []
         self._adds_space = self.spelled(self._ids("a")) == b" a"  # as SentencePiece
         self._doubles_space = self.spelled(self._ids(" a")) == b"  a"
 
@@ -192,17 +192,21 @@ class ReencodingDrafter(DraftModelDrafter):
             beginning = list(self._own.beginning)
             own = Request(request.request_id, beginning, params, 0, frozenset(), 0)
             text = self._texts[request] = _Text(own)
+            if beginning and request.token_ids[0] == self._target.begin_id:
+                text.num_read = 1  # the draft's own beginning stands for it
         new, text.num_read = request.token_ids[text.num_read :], len(request.token_ids)
         piece = text.decoder.decode(b"".join(self._read.get(index, b"") for index in new))
         if not piece:
             return text
         own_ids = text.own.token_ids
+        is_new = own_ids == self._own.beginning
         start, ids = self._own.extended(own_ids, piece)
         known = own_ids[start:] + text.drafted
         pairs = takewhile(lambda pair: pair[0] == pair[1], zip(known, ids, strict=False))
         self.shorten(request.request_id, start + len(list(pairs)))
         own_ids[start:] = ids
-        text.own.rotary_len = text.own.rotary_len or len(own_ids)
+        if is_new:
+            text.own.rotary_len = len(own_ids)
         text.drafted = []
         return text
 
@@ -340,12 +344,11 @@ def build(context: DrafterContext) -> DrafterPlan | None:
         or target is None
         or context.wants_glide
         or any(check(source) for check in (is_glide, is_eagle3, partial(is_reduced, "drafter")))
+        or load_config("drafter", source).is_encoder_decoder
     ):
         if must:
-            expected = "a draft model by its path or hub id, and the target's tokenizer"
+            expected = "a decoder by its path or hub id, and the target's tokenizer"
             raise ValueError(f"heterogeneous_vocab: 'reencoding' needs {expected}")
-        return None
-    if not must and load_config("drafter", source).is_encoder_decoder:
         return None
     own = load_tokenizer("drafter", source)
     if not must:

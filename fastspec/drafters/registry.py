@@ -94,6 +94,8 @@ def plan_drafter(context: DrafterContext) -> DrafterPlan | None:
             what = "cape"
         elif context.spec.suffix_tokens is not None:
             what = "suffix_tokens (method 'suffix' copies without one)"
+        elif context.spec.heterogeneous_vocab is not None:
+            what = "heterogeneous_vocab"
         else:
             return None
         raise ValueError(f"drafter: {what} needs a draft model, got None")
@@ -118,7 +120,8 @@ def _planned(method: Method, context: DrafterContext) -> DrafterPlan:
     spec = context.spec
     plan = reencoding.build(context) if method.name in ("auto", "draft_model") else None
     plan = plan or as_plan(build(context))
-    if any(is_intersection(part.model) for part in plan.models):
+    is_told = "heterogeneous_vocab" in method.fields
+    if is_told and any(is_intersection(part.model) for part in plan.models):
         plan = replace(plan, heterogeneous_vocab="intersection")
     if method.name == "eagle3" and spec.drafts_trees:
         plan = with_trees(plan, context)

@@ -136,9 +136,7 @@ class FlatModel:
         self._embed, self._rotary, self._norm = base.embed_tokens, base.rotary_emb, base.norm
         self._head: Any = model.get_output_embeddings()
         self._dtype = model.dtype
-        is_fixed = "forward" not in vars(self._rotary)  # else it depends on lengths
-        like = torch.zeros((), device=model.device)
-        self._table = RotaryTable(self._rotary, like) if is_fixed else None
+        self._table = RotaryTable(self._rotary)
         self._layers = layers
         self._runs = [[*run] for _, run in groupby(layers, lambda x: (x.options, x.rotates))]
 
@@ -147,10 +145,7 @@ class FlatModel:
     ) -> Tensor:
         """As `PagedModel.forward`."""
         hidden = self._embed(input_ids).float()
-        if self._table is not None:
-            cos, sin = self._table.factors(positions)
-        else:
-            cos, sin = (factor[0] for factor in self._rotary(hidden, positions[None]))
+        cos, sin = self._table.factors(positions)
         for run in self._runs:
             for part in _from_each(step.inputs, run) if step.inputs else [run]:
                 if part[0].index in step.inputs:

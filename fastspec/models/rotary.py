@@ -9,27 +9,32 @@ from transformers import PreTrainedModel
 
 from fastspec.models.layout import PagedStep
 
+_MOST_KEPT = 1 << 15  # positions, a few MiB of factors
+
 
 class RotaryTable:
-    """What a rotation says of every position, computed once; it must depend on nothing else.
+    """What a model's rotation says of positions, kept for the first ones.
 
-    Args:
-        rotary: the model's module.
-        like: of its type and device.
+    Nothing is kept of one that `RotaryLengths` has replaced: it depends on more than positions.
     """
 
-    def __init__(self, rotary: nn.Module, like: Tensor):
-        self._rotary, self._like = rotary, like
-        self._cos = self._sin = torch.empty((0, 0), device=like.device)
+    def __init__(self, rotary: nn.Module):
+        self._rotary = rotary
+        self._cos = self._sin = torch.empty((0, 0))
 
     def factors(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [T, R] float32 of rows at these positions [T], on a CPU."""
         end = int(positions.max()) + 1
+        if end > _MOST_KEPT or "forward" in vars(self._rotary):
+            return self._computed(positions)
         if end > len(self._cos):
-            places = torch.arange(1 << (end - 1).bit_length(), device=positions.device)
-            cos, sin = self._rotary(self._like, places[None])
-            self._cos, self._sin = cos[0].float(), sin[0].float()
+            self._cos, self._sin = self._computed(torch.arange(1 << (end - 1).bit_length()))
         return self._cos[positions], self._sin[positions]
+
+    def _computed(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        like = torch.zeros((), dtype=torch.float32)
+        cos, sin = self._rotary(like, positions[None])
+        return cos[0].float(), sin[0].float()
 
 
 class RotaryLengths:

@@ -16,6 +16,7 @@ _SPEC_FIELDS = (
     "prompt_lookup_max",
     "bigram_path",
     "k_matrix",
+    "heterogeneous_vocab",
 )
 
 

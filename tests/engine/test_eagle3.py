@@ -10,7 +10,7 @@ from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 from fastspec_kernels.testing import chi_square
 
 from ..models import random_model
-from .eagle3_models import published_logits, write_folder
+from .eagle3_models import THETA, published_logits, write_folder
 from .helpers import (
     ALPHA,
     FILTERED,
@@ -146,6 +146,18 @@ def test_greedy_output_is_that_of_plain_decoding(tmp_path, architecture, spec):
     write_folder(tmp_path, target, num_known=90)
     expected = [hugging_face_greedy(target, prompt) for prompt in PROMPTS]
     engine = Engine(target, tmp_path, spec=spec, config=SMALL)
+    assert [output.token_ids for output in engine.generate(PROMPTS, GREEDY)] == expected
+
+
+def test_a_draft_that_rotates_by_lengths(tmp_path):
+    """What its rotation says of a position depends on the text: nothing is kept."""
+    target = random_model("llama")
+    factors = {"short_factor": [1.0] * 8, "long_factor": [3.0] * 8, "factor": 4.0}
+    rope = {"rope_type": "longrope", "rope_theta": THETA, **factors}
+    rope["original_max_position_embeddings"] = 16
+    write_folder(tmp_path, target, rope_parameters=rope)
+    expected = [hugging_face_greedy(target, prompt) for prompt in PROMPTS]
+    engine = Engine(target, tmp_path, spec=SpecConfig("eagle3", 3), config=SMALL)
     assert [output.token_ids for output in engine.generate(PROMPTS, GREEDY)] == expected
 
 

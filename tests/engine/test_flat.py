@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, SmolLM3Config
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from fastspec import Engine, EngineConfig, SamplingParams
+from fastspec.models.rotary import RotaryTable
 from fastspec_kernels import available_backends
 
 from ..models import random_model
@@ -62,6 +64,16 @@ def test_biases_and_tied_weights():
     assert is_flat(model)
     (output,) = Engine(model).generate([PROMPTS[0]], GREEDY)
     assert output.token_ids == hugging_face_greedy(model, PROMPTS[0], 20)
+
+
+def test_kept_rotations_are_those_of_the_module():
+    rotary = LlamaRotaryEmbedding(cast(Any, random_model("llama")).config)
+    table = RotaryTable(rotary)
+    for places in ([3], [0, 70, 5], [40_000, 2], [69]):
+        positions = torch.tensor(places)
+        expected = rotary(torch.zeros(()), positions[None])
+        for got, factor in zip(table.factors(positions), expected, strict=True):
+            torch.testing.assert_close(got, factor[0], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("rope_type", ["linear", "dynamic", "yarn", "llama3"])

@@ -1,19 +1,25 @@
 """Draft models with another tokenizer that draft text: same output, same law."""
 
 import logging
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
-from fastspec.drafters.reencoding import SpelledTokenizer, share_of_runs
+from fastspec.drafters import register, unregister
+from fastspec.drafters.context import DrafterPlan
+from fastspec.drafters.draft_model import DraftModelDrafter
+from fastspec.drafters.reencoding import ReencodingDrafter, SpelledTokenizer, share_of_runs
 from fastspec.models.loading import load_model, load_tokenizer
 from fastspec_kernels.testing import chi_square
 
 from ..models import byte_tokenizer, perturbed, random_model
 from .helpers import ALPHA, FILTERED, drawn_counts, exact_law, finish, hugging_face_greedy
 from .helpers import small_model as small_target
+from .probes import request_of
 
 PROMPTS = ["def f(x):\n    return", "caf\u00e9 \u4f60\u597d \U0001f600", "x = [1, 2, 1, 2", "a"]
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
@@ -201,12 +207,58 @@ def test_where_the_tokens_that_both_have_are_drafted(folders):
     assert share_of_runs(byte_wise, byte_wise, 5) == 1.0
 
 
+def test_a_method_of_ones_own_may_run_such_a_draft(folders):
+    _, paths = folders
+
+    def build(context):
+        model = context.load(context.drafter)
+
+        def drafter(target, block_manager):
+            runner = context.runner(model, block_manager)
+            return DraftModelDrafter(runner, block_manager, context.vocab_size, True)
+
+        return DrafterPlan([model], drafter)
+
+    register("mine", build, needs_draft=True)
+    try:
+        engine = Engine(paths["target"], paths["bytes"], spec="mine")
+    finally:
+        unregister("mine")
+    assert engine.spec.heterogeneous_vocab is None
+
+
+def test_a_draft_begins_once():
+    """The target's own beginning is not read behind the draft's."""
+    ends = {"bos_token": "<s>", "eos_token": "</s>"}
+
+    def beginning(first, chars):
+        tokens = [first, *chars, "</s>"]
+        vocab = {token: index for index, token in enumerate(tokens)}
+        tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", 0)]
+        )
+        return SpelledTokenizer(PreTrainedTokenizerFast(tokenizer_object=tokenizer, **ends))
+
+    chars = sorted(pre_tokenizers.ByteLevel.alphabet())
+    target, own = beginning("<s>", chars), beginning("<s>", chars[::-1])
+    blocks = SimpleNamespace(num_blocks=8, block_size=4, share_with_next=lambda: None)
+    runner = SimpleNamespace(vocab_size=300)
+    drafter = ReencodingDrafter(cast(Any, runner), cast(Any, blocks), target, own, 300)
+    text = drafter._text_of(request_of([0, 5, 6, 7]))
+    assert text.own.token_ids.count(0) == 1
+    assert own.spelled(text.own.token_ids[1:]) == target.spelled([5, 6, 7])
+    assert text.own.rotary_len == 4
+
+
 def test_what_cannot_be_encoded_anew_is_refused(folders):
     target, paths = folders
     spec = SpecConfig("draft_model", **REENCODING)
-    with pytest.raises(ValueError, match="'reencoding' needs a draft model by its path"):
+    with pytest.raises(ValueError, match="'reencoding' needs a decoder by its path"):
         Engine(paths["target"], perturbed(target, 0.1), spec=spec)
-    with pytest.raises(ValueError, match="'reencoding' needs a draft model by its path"):
+    with pytest.raises(ValueError, match="'reencoding' needs a decoder by its path"):
         Engine(target, paths["bytes"], spec=spec)
     for options in (
         {"method": "tree"},
@@ -216,6 +268,8 @@ def test_what_cannot_be_encoded_anew_is_refused(folders):
     ):
         with pytest.raises(ValueError, match="heterogeneous_vocab: expected not 'reencoding'"):
             SpecConfig(**options, **REENCODING)
+    with pytest.raises(ValueError, match="drafter: heterogeneous_vocab needs a draft model"):
+        Engine(target, spec=SpecConfig(**REENCODING))
     with pytest.raises(ValueError, match="heterogeneous_vocab: not for method 'glide'"):
         SpecConfig("glide", **REENCODING)
 

@@ -186,7 +186,7 @@ class FlatEagle3:
 
     def __init__(self, draft: Eagle3Draft, weights: LayerWeights):
         self._draft, self._weights = draft, weights
-        self._table = RotaryTable(draft.rotary_emb, torch.zeros((), device=draft.device))
+        self._table = RotaryTable(draft.rotary_emb)
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, rows: Tensor | int, step: PagedStep
