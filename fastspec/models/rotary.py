@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from fastspec.models.layout import PagedStep
 
-_MOST_KEPT = 1 << 15  # positions, a few MiB of factors
+_LEAST_KEPT, _MOST_KEPT = 1 << 10, 1 << 15  # positions; at most some MiB of factors
 
 
 class RotaryTable:
@@ -28,7 +28,8 @@ class RotaryTable:
         if end > _MOST_KEPT or "forward" in vars(self._rotary):
             return self._computed(positions)
         if end > len(self._cos):
-            self._cos, self._sin = self._computed(torch.arange(1 << (end - 1).bit_length()))
+            num = max(_LEAST_KEPT, 1 << (end - 1).bit_length())
+            self._cos, self._sin = self._computed(torch.arange(num))
         return self._cos[positions], self._sin[positions]
 
     def _computed(self, positions: Tensor) -> tuple[Tensor, Tensor]:

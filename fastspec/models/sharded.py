@@ -101,8 +101,8 @@ class Ranks:
         """
         self._failure = (
             f"tensor parallel: rank {self.rank} of {self.size} cannot go on, and its engine cannot"
-            " be used again. If the cause is a lost connection or a timeout, another rank ended,"
-            " failed or made other calls, and its own error says why."
+            " be used again. If the cause is a lost connection or a timeout, another rank has"
+            " ended, failed or made other calls, and its own error says why."
             f" {type(error).__name__}: {error}"
         )
         return RuntimeError(self._failure)

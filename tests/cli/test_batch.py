@@ -175,7 +175,10 @@ def test_processes_of_a_launcher_are_those_of_one_machine(
     invoke, pair, source, tmp_path, monkeypatch
 ):
     command = ["batch", *pair, "--input", source, "--output", tmp_path / "out.jsonl"]
-    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("WORLD_SIZE", "4")  # alone it is no launcher's
+    assert invoke(*command, "--max-tokens", "2").exit_code == 0
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     result = invoke(*command, "--replicas", "2")
     assert (result.exit_code, "--replicas" in result.stderr) == (2, True)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")

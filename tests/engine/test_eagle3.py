@@ -152,7 +152,7 @@ def test_greedy_output_is_that_of_plain_decoding(tmp_path, architecture, spec):
 def test_a_draft_that_rotates_by_lengths(tmp_path):
     """What its rotation says of a position depends on the text: nothing is kept."""
     target = random_model("llama")
-    factors = {"short_factor": [1.0] * 8, "long_factor": [3.0] * 8, "factor": 4.0}
+    factors = {"short_factor": [1.0] * 6, "long_factor": [3.0] * 6, "factor": 4.0}
     rope = {"rope_type": "longrope", "rope_theta": THETA, **factors}
     rope["original_max_position_embeddings"] = 16
     write_folder(tmp_path, target, rope_parameters=rope)
