@@ -3,7 +3,6 @@
 import json
 import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -136,7 +135,9 @@ def bench(
     tokenizer = loading.load_tokenizer("target", target)
     target_model = loading.load_model("target", target, engine_config)
     drafts = [
-        _load_draft(name, engine_config, tokenizer, target_model, is_glide=method == "glide")
+        timing.load_named_draft(
+            name, engine_config, tokenizer, target_model, is_glide=method == "glide"
+        )
         for name in named_drafts
     ]
     parts: dict[str, tuple[SpecConfig, Any]] = {}
@@ -187,20 +188,6 @@ def bench(
     for file in files:
         with file.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(result) + "\n")
-
-
-def _load_draft(
-    name: str, config: EngineConfig, tokenizer: Any, target: Any, is_glide: bool
-) -> Any:
-    from fastspec.drafters.context import load_draft
-    from fastspec.drafters.eagle3 import is_eagle3, load_eagle3
-    from fastspec.drafters.glide import load_glide
-    from fastspec.models.loading import load_model
-
-    if is_eagle3(name):
-        return load_eagle3(name, config, target)
-    load = partial(load_glide, target=target) if is_glide else partial(load_model, "draft")
-    return load_draft("draft", name, config, tokenizer, target, load, keeps_ids=is_glide)
 
 
 def _temperatures(text: str) -> tuple[float, ...]:

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -89,10 +88,8 @@ def tune(
     quiet_libraries()
     import torch
 
-    from fastspec.drafters.context import load_draft
-    from fastspec.drafters.eagle3 import is_eagle3, load_eagle3
     from fastspec.models.loading import load_model, load_tokenizer, prompt_ids
-    from fastspec.tools.bench import describe_environment
+    from fastspec.tools.bench import describe_environment, load_named_draft
     from fastspec.tools.tune import Planner
 
     with usage_errors():
@@ -101,13 +98,10 @@ def tune(
         torch.set_num_threads(threads)
     tokenizer = load_tokenizer("target", target)
     target_model = load_model("target", target, config)
-    draft_models = []
-    for name in drafts if any(map(_needs_draft, specs)) else []:
-        if is_eagle3(name):
-            draft_models.append(load_eagle3(name, config, target_model))
-            continue
-        load = partial(load_model, "draft")
-        draft_models.append(load_draft("draft", name, config, tokenizer, target_model, load))
+    draft_models = [
+        load_named_draft(name, config, tokenizer, target_model)
+        for name in (drafts if any(map(_needs_draft, specs)) else ())
+    ]
     with usage_errors():
         prompts = [prompt_ids(tokenizer, text, chat) for text in texts]
     planner = Planner(target_model, tokenizer, max_tokens, temperature, config)

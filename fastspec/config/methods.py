@@ -38,17 +38,19 @@ _LOOKUP = frozenset({"prompt_lookup_min", "prompt_lookup_max"})
 _TREE = frozenset({"tree_width", "tree_nodes", "tree_paths", "tree_prompt_lookup"})
 _SUFFIX = frozenset({"suffix_max_spec_factor", "suffix_min_token_prob", "suffix_max_cached_tokens"})
 _MODEL = _SAMPLED | _SUFFIX | {"suffix_tokens"}
-_OTHER = frozenset({"heterogeneous_vocab"})
+_TOKENIZER = frozenset({"heterogeneous_vocab"})
 
 BUILT_IN = (
     Method(
-        "auto", "a draft model where one is given, else plain decoding", _MODEL | _CHAIN | _OTHER
+        "auto",
+        "a draft model where one is given, else plain decoding",
+        _MODEL | _CHAIN | _TOKENIZER,
     ),
     Method("none", "plain decoding; a drafter that is given is not loaded", _SAMPLED),
     Method(
         "draft_model",
         "a smaller model, best with the same tokenizer",
-        _MODEL | _CHAIN | _OTHER,
+        _MODEL | _CHAIN | _TOKENIZER,
         True,
     ),
     Method(
@@ -74,7 +76,7 @@ BUILT_IN = (
     Method(
         "cascade",
         "draft models that review each other, and MaG last (CS-Drafting)",
-        _SAMPLED | _OTHER | {"k_matrix", "lenience", "bigram_path"},
+        _SAMPLED | _TOKENIZER | {"k_matrix", "lenience", "bigram_path"},
         True,
     ),
     Method("glide", "a draft model that reads the target's cache", _MODEL | _CHAIN, True),
@@ -85,7 +87,7 @@ BUILT_IN = (
         _MODEL | _CHAIN | _TREE | _LOOKUP,
         True,
     ),
-    Method("tree", "token trees over a draft model", _MODEL | _TREE | _LOOKUP | _OTHER, True),
+    Method("tree", "token trees over a draft model", _MODEL | _TREE | _LOOKUP | _TOKENIZER, True),
 )
 # Fields that a method reads only if it says so; all others are read whatever the method.
 FIELDS_OF_METHODS = frozenset().union(*(method.fields for method in BUILT_IN))

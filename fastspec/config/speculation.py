@@ -309,11 +309,11 @@ class SpecConfig:
         require("exit_layer", None, not needs_exit or self.exit_layer is not None, "an int >= 1")
         check_trees(self)
         self._check_step_costs()
-        fits = self.method not in ("tree", "cascade") and not self.cape
-        fits = fits and self.draft_sample_method != "probabilistic"
-        fits = fits or self.heterogeneous_vocab != "reencoding"
-        expected = "not 'reencoding' for trees, cascades, cape and probabilistic drafts"
-        require("heterogeneous_vocab", self.heterogeneous_vocab, fits, expected)
+        if self.heterogeneous_vocab == "reencoding":
+            is_chain = self.method not in ("tree", "cascade") and not self.cape
+            fits = is_chain and self.draft_sample_method != "probabilistic"
+            expected = "not 'reencoding' for trees, cascades, cape and probabilistic drafts"
+            require("heterogeneous_vocab", self.heterogeneous_vocab, fits, expected)
         fits = self.suffix_tokens is None or self.schedule == "constant"
         require("schedule", self.schedule, fits, "'constant' beside suffix_tokens")
         judges_chains = not self.drafts_trees and not self.cape

@@ -1,8 +1,8 @@
 """What a method's build function is given, and what it makes of that."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ def load_draft(
     target: ModelSource,
     load: Loader,
     keeps_ids: bool = False,
+    read_tokenizer: Callable[[str, str | Path], PreTrainedTokenizerBase] = load_tokenizer,
 ) -> PreTrainedModel:
     """A draft model; what it takes from its target comes from there, as does its tokenizer.
 
@@ -46,6 +47,7 @@ def load_draft(
         tokenizer: of the target; None = the draft's is not looked at.
         load: reads a draft that is complete.
         keeps_ids: refuse a draft with another tokenizer.
+        read_tokenizer: reads the draft's.
     Raises:
         ValueError: it cannot be loaded, or is no draft for this target.
     """
@@ -56,7 +58,7 @@ def load_draft(
         return load_model(field, source, config, partial(read_reduced, target=model))
     if tokenizer is None:
         return load(source, config)
-    own = load_tokenizer(field, source)
+    own = read_tokenizer(field, source)
     if keeps_ids:
         check_same_tokenizer(tokenizer, own)
     model = load(source, config)
@@ -109,6 +111,7 @@ class DrafterContext:
         target_model: the loaded model; None where stored outputs stand for it.
         drafter: what the user named or passed; a method that needs no draft model gets None.
         wants_glide: whether a draft model has to be one of GLIDE.
+        read_tokenizer: reads that of a draft model, each once.
     """
 
     spec: SpecConfig
@@ -119,6 +122,9 @@ class DrafterContext:
     drafter: DrafterSource | None = None
     wants_glide: bool = False
     target_model: PreTrainedModel | None = None
+    read_tokenizer: Callable[[str, str | Path], PreTrainedTokenizerBase] = field(
+        default_factory=lambda: cache(load_tokenizer)
+    )
 
     def load(self, source: DrafterSource | None, load: Loader | None = None) -> PagedModel:
         """A draft model as the engine runs it.
@@ -133,7 +139,8 @@ class DrafterContext:
         target = self.target_model or self.target
         reader = load or partial(load_model, "drafter")
         given = self.config, self.tokenizer, target, reader
-        model = load_draft("drafter", source, *given, keeps_ids=load is not None)
+        options = {"keeps_ids": load is not None, "read_tokenizer": self.read_tokenizer}
+        model = load_draft("drafter", source, *given, **options)
         return paged_model_of(model, self.config)
 
     def runner(self, model: PagedModel, block_manager: Blocks) -> ModelRunner:

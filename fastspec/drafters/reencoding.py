@@ -28,7 +28,7 @@ from fastspec.drafters.eagle3 import is_eagle3
 from fastspec.drafters.glide import is_glide
 from fastspec.models.encoder_decoder import paged_model_of
 from fastspec.models.layout import StateKey
-from fastspec.models.loading import load_config, load_model, load_tokenizer
+from fastspec.models.loading import load_config, load_model
 from fastspec.models.named import ASSETS
 from fastspec.models.reduced_vocabulary import is_reduced
 from fastspec.models.runner import ModelRunner
@@ -350,7 +350,7 @@ def build(context: DrafterContext) -> DrafterPlan | None:
             expected = "a decoder by its path or hub id, and the target's tokenizer"
             raise ValueError(f"heterogeneous_vocab: 'reencoding' needs {expected}")
         return None
-    own = load_tokenizer("drafter", source)
+    own = context.read_tokenizer("drafter", source)
     if not must:
         if own.get_vocab() == target.get_vocab():
             return None

@@ -1,8 +1,6 @@
 """Requests from what users pass: prompts become checked token ids, parameters become limits."""
 
-import secrets
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -51,11 +49,11 @@ class RequestFactory:
         vocab_size: int,
         max_model_len: int,
         eos_ids: frozenset[int],
-        decoder_start_id: int | None = None,
-        prompt_template: str | None = None,
-        rereads_above: int | None = None,
-        shares_prompts: bool = False,
-        new_seed: Callable[[], int] = partial(secrets.randbits, 63),  # noqa: B008 (no state)
+        decoder_start_id: int | None,
+        prompt_template: str | None,
+        rereads_above: int | None,
+        shares_prompts: bool,
+        new_seed: Callable[[], int],
     ):
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size

@@ -97,9 +97,17 @@ class FlatLayer:
 
 
 def run_layers(
-    layers: Sequence[FlatLayer], hidden: Tensor, cos: Tensor, sin: Tensor, step: PagedStep
+    layers: Sequence[FlatLayer],
+    hidden: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    step: PagedStep,
+    embeddings: Tensor | None = None,
 ) -> Tensor:
-    """Rows [T, E] through layers that share their options; factors [T, R]; all float32."""
+    """Rows [T, E] through layers that share their options; factors [T, R]; all float32.
+
+    embeddings: see `decoder_layers`.
+    """
     first, caches = layers[0], step.caches
     return decoder_layers(
         hidden,
@@ -112,6 +120,7 @@ def run_layers(
         step.cu_rows,
         cos=cos if first.rotates else None,
         sin=sin if first.rotates else None,
+        embeddings=embeddings,
         ancestor_mask=step.ancestor_mask,
         backend=step.backend,
         **first.options,

@@ -18,15 +18,17 @@ from typing import Any, cast
 import torch
 import transformers
 from torch.profiler import ProfilerActivity, profile
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import fastspec
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.checks import require_int
-from fastspec.drafters.eagle3 import Eagle3Draft
-from fastspec.drafters.glide import GlideLlamaForCausalLM
+from fastspec.drafters.context import load_draft
+from fastspec.drafters.eagle3 import Eagle3Draft, is_eagle3, load_eagle3
+from fastspec.drafters.glide import GlideLlamaForCausalLM, load_glide
 from fastspec.engine.engine import Engine
 from fastspec.engine.stats import SpecStats
+from fastspec.models.loading import load_model
 from fastspec.tools.cost_counters import standardized_walltime_improvement
 from fastspec_kernels import cpu_instruction_set
 
@@ -184,6 +186,20 @@ class Methods:
         )
         num_before = 1 if self._target.config.is_encoder_decoder else len(prompt)
         return output[0, num_before:].tolist()
+
+
+def load_named_draft(
+    name: str,
+    config: EngineConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    target: PreTrainedModel,
+    is_glide: bool = False,
+) -> PreTrainedModel:
+    """A draft model of any kind for a loaded target; see `fastspec.drafters.context.load_draft`."""
+    if is_eagle3(name):
+        return load_eagle3(name, config, target)
+    load = partial(load_glide, target=target) if is_glide else partial(load_model, "draft")
+    return load_draft("draft", name, config, tokenizer, target, load, keeps_ids=is_glide)
 
 
 def num_parameters(model: PreTrainedModel) -> int:

@@ -14,12 +14,12 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from fastspec.config.checks import require
-from fastspec.models.flat import linear_weights
+from fastspec.models.flat import FlatLayer, linear_weights, run_layers
 from fastspec.models.layout import PagedStep
 from fastspec.models.reduced_vocabulary import ReducedHead
 from fastspec.models.rotary import RotaryTable
 from fastspec.models.twin import is_plain
-from fastspec_kernels import LayerWeights, decoder_layers
+from fastspec_kernels import LayerWeights
 
 
 class Eagle3Config(LlamaConfig):
@@ -185,33 +185,18 @@ class FlatEagle3:
     """
 
     def __init__(self, draft: Eagle3Draft, weights: LayerWeights):
-        self._draft, self._weights = draft, weights
+        layer = draft.midlayer
+        options = {"eps": layer.hidden_norm.variance_epsilon, "scale": layer.self_attn.scaling}
+        self._draft, self._layer = draft, FlatLayer(layer, 0, weights, options)
         self._table = RotaryTable(draft.rotary_emb)
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, rows: Tensor | int, step: PagedStep
     ) -> Tensor:
-        draft, layer, states = self._draft, self._draft.midlayer, cast(HiddenStates, step.glimpse)
-        keys, values = step.caches[0]
-        cos, sin = self._table.factors(positions)
-        hidden = decoder_layers(
-            states.read(draft.fc)[0].float(),
-            [self._weights],
-            [keys],
-            [values],
-            step.slot_mapping,
-            step.block_table,
-            step.context_lens,
-            step.cu_rows,
-            eps=layer.hidden_norm.variance_epsilon,
-            cos=cos,
-            sin=sin,
-            embeddings=layer.input_layernorm(draft.embed_tokens(input_ids)).float(),
-            ancestor_mask=step.ancestor_mask,
-            scale=layer.self_attn.scaling,
-            backend=step.backend,
-        )
-        hidden = hidden.to(draft.dtype)
+        draft, states = self._draft, cast(HiddenStates, step.glimpse)
+        embeddings = draft.midlayer.input_layernorm(draft.embed_tokens(input_ids)).float()
+        read, factors = states.read(draft.fc)[0].float(), self._table.factors(positions)
+        hidden = run_layers([self._layer], read, *factors, step, embeddings).to(draft.dtype)
         states.keep(hidden[None])
         hidden = hidden if isinstance(rows, int) else hidden[rows]
         return draft.lm_head(draft.norm(hidden))
