@@ -32,6 +32,10 @@ softmax of all rows, *flashinfer* its kernels; names that end in *bytes* are a c
 as that pipeline moves, since the pipeline itself was not run. (e) marks times of the wall clock,
 launches included.
 """
+MEANING_OF_ENGINE = """\
+Microseconds of a token of each of B sequences, prompts not counted; **floor**: one read of the
+target's weights for each token. Draft tokens are accepted by a coin, as all weights are random.
+"""
 
 
 def read_lines(path: Path) -> list[dict]:
@@ -50,6 +54,9 @@ def text_of(folder: Path) -> str:
         parts += ["## Kernels", MEANING]
     for op in sorted({record["op"] for record in kernels}):
         parts += [f"### {op}", op_table([record for record in kernels if record["op"] == op])]
+    engine = latest(read_lines(folder / "engine.jsonl"))
+    if engine:
+        parts += ["## Engine", MEANING_OF_ENGINE, engine_table(engine)]
     errors = latest(read_lines(folder / "errors.jsonl"))
     if errors:
         parts += ["## Not measured", errors_table(errors)]
@@ -103,6 +110,18 @@ def op_table(records: list[dict]) -> str:
                 over_predicted(record),
                 *(ratio(record, name) for name in peers),
             )
+        )
+    return "\n".join(lines)
+
+
+def engine_table(records: list[dict]) -> str:
+    lines = table_head("method", "B", "context", "time", "floor", "ours/floor", "tokens a pass")
+    for record in records:
+        numbers = (record[name] for name in ("median_us", "floor_us", "ratio_to_floor"))
+        texts = (f"{number:.4g}" for number in numbers)
+        passes = f"{record['tokens_per_pass']:.3g}"
+        lines.append(
+            table_row(record["backend"], *map(str, record["shape"].values()), *texts, passes)
         )
     return "\n".join(lines)
 

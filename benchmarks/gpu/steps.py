@@ -5,11 +5,13 @@ import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 UNFINISHED = 3  # exit status of a step that stopped at its deadline with work left
 SANITIZER_ERROR = 9
+WORKERS = 8  # each a process with a context of its own on the GPU
 
 
 @dataclass(frozen=True)
@@ -75,15 +77,20 @@ def build(context: Context) -> Command:
 
 
 def pytest(*arguments: str) -> Callable[[Context], Command]:
+    """Where pytest-xdist is installed in parallel, as most of the time is Triton's compiler's."""
+    parallel = ["--numprocesses", str(WORKERS), "--dist", "worksteal"] if find_spec("xdist") else []
+
     def command(context: Context) -> Command:
-        return python("-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments)
+        return python("-m", "pytest", "-q", "-p", "no:cacheprovider", *parallel, *arguments)
 
     return command
 
 
 def gpu_tests(context: Context) -> Command:
-    """All tests that need a GPU; in a dry run those of one folder, to see them skipped."""
-    return pytest("-m", "gpu", "tests/gpu" if context.dry_run else "tests")(context)
+    """All tests that need a GPU, and none of the modules that need other packages; in a dry run
+    those of one folder, to see them skipped."""
+    folders = ["tests/gpu"] if context.dry_run else ["tests/gpu", "tests/kernels"]
+    return pytest("-m", "gpu", *folders)(context)
 
 
 def kernel_tests(context: Context) -> Command:
@@ -129,6 +136,7 @@ STEPS = (
     Step("memcheck", 0.12, sanitizer("memcheck", "cuda")),
     Step("caches", 0.15, module("caches"), ("caches.progress",)),
     Step("headline", 0.25, module("bench", "--group", "headline"), ("headline.progress",)),
+    Step("engine", 0.3, module("engine"), ("engine.progress",)),
     Step("racecheck-triton", 0.1, sanitizer("racecheck", "triton")),
     Step("racecheck", 0.12, sanitizer("racecheck", "cuda")),
     Step("initcheck", 0.1, sanitizer("initcheck", "cuda")),

@@ -1,0 +1,153 @@
+"""Times the engine on models of random weights: plain, with drafts, and beside `generate`."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from benchmarks import cuda_timing, harness
+from benchmarks.gpu import options
+from benchmarks.gpu.bench import Progress
+from benchmarks.gpu.steps import UNFINISHED
+from benchmarks.harness import Timing
+from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
+
+SLOWEST_CASE = 30.0  # seconds
+NUM_DRAFT, RATE = 4, 0.75  # of the draft tokens, accepted by a coin: weights are random
+ROUNDS = 3
+# Llama 3.1 8B and, as its draft, Llama 3.2 1B.
+TARGET = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+}
+DRAFT = {
+    **TARGET,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "tie_word_embeddings": True,
+}
+TINY = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 1000}
+SHAPES = ({"B": 1, "context": 512}, {"B": 1, "context": 4096}, {"B": 16, "context": 512})
+TINY_SHAPES = ({"B": 2, "context": 16},)
+
+
+def random_model(fields: dict, device: str) -> PreTrainedModel:
+    config = LlamaConfig(**fields, bos_token_id=0, eos_token_id=0)
+    with torch.device(device):
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+    return model.eval()
+
+
+def engine_run(
+    models: tuple, shape: dict, num_tokens: int, method: str, cuda_graphs: str
+) -> Callable[[int], float]:
+    """A function of a number of new tokens that returns the tokens of each target pass."""
+    target, drafter = models
+    drafts = method == "draft_model"
+    rules = {"num_speculative_tokens": NUM_DRAFT, "synthetic_acceptance_rate": RATE}
+    spec = SpecConfig(method, **rules) if drafts else SpecConfig("none")
+    blocks = shape["B"] * (-(-(shape["context"] + num_tokens + NUM_DRAFT) // 16) + 1)
+    config = EngineConfig(
+        cuda_graphs=cuda_graphs, max_batch_size=shape["B"], num_blocks=blocks, dtype="bfloat16"
+    )
+    engine = Engine(target, drafter if drafts else None, spec=spec, config=config)
+    prompts = prompts_of(shape, target)
+
+    def run(count: int) -> float:
+        params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+        outputs = engine.generate(prompts, params)
+        assert all(len(output.token_ids) == count for output in outputs), "an output is too short"
+        passes = max(output.stats.num_steps for output in outputs)
+        return count / max(1, passes)
+
+    return run
+
+
+def generate_run(models: tuple, shape: dict) -> Callable[[int], float]:
+    """Hugging Face's generate, as it is by default."""
+    target, _ = models
+    input_ids = torch.tensor(prompts_of(shape, target), device=target.device)
+
+    def run(count: int) -> float:
+        lengths = {"min_new_tokens": count, "max_new_tokens": count}
+        mask = torch.ones_like(input_ids)
+        target.generate(input_ids, attention_mask=mask, do_sample=False, pad_token_id=0, **lengths)
+        return 1.0
+
+    return run
+
+
+def prompts_of(shape: dict, target: PreTrainedModel) -> list[list[int]]:
+    size = (shape["B"], shape["context"])
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(1, target.config.vocab_size, size, generator=generator).tolist()
+
+
+def runs(models: tuple, shape: dict, num_tokens: int) -> Iterator[tuple[str, Callable]]:
+    """Name and maker of each way to generate."""
+    for cuda_graphs in ("auto", "off"):
+        suffix = "" if cuda_graphs == "auto" else ", no graphs"
+        for method in ("none", "draft_model"):
+            given = models, shape, num_tokens, method, cuda_graphs
+            yield method + suffix, lambda given=given: engine_run(*given)
+    yield "hf generate", lambda: generate_run(models, shape)
+
+
+def time_one(run: Callable[[int], float], num_tokens: int, device: str) -> tuple[Timing, float]:
+    """Time of a token of one sequence without the prompt's, and tokens of each pass."""
+
+    def seconds(count: int) -> float:
+        start = time.perf_counter()
+        run(count)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    run(num_tokens)  # compiles, captures
+    samples = []
+    for _ in range(ROUNDS):
+        short = seconds(1)
+        samples.append((seconds(num_tokens) - short) / (num_tokens - 1) * 1e6)
+    return harness.quantiles(samples), run(num_tokens)
+
+
+def main() -> int:
+    arguments = options.parser(__doc__).parse_args()
+    device = "cpu" if arguments.dry_run else "cuda"
+    sizes = [{**fields, **TINY} if arguments.dry_run else fields for fields in (TARGET, DRAFT)]
+    models = tuple(random_model(fields, device) for fields in sizes)
+    read = models[0].lm_head, *models[0].model.layers  # of the embeddings a row a token
+    num_bytes = sum(parameter.nbytes for part in read for parameter in part.parameters())
+    bandwidth = 1e9 if arguments.dry_run else cuda_timing.copy_bandwidth()
+    floor = round(num_bytes / bandwidth * 1e6, 1)
+    num_tokens = 4 if arguments.dry_run else 128
+    progress = Progress(arguments.out / "engine.progress")
+    for shape in TINY_SHAPES if arguments.dry_run else SHAPES:
+        for method, make in runs(models, shape, num_tokens):
+            name = f"{method}-B{shape['B']}-{shape['context']}"
+            if name in progress.status:
+                continue
+            if options.seconds_left(arguments) < SLOWEST_CASE and not arguments.dry_run:
+                print(f"{len(progress.status)} cases measured", flush=True)
+                return UNFINISHED
+            progress.note(name, "began")
+            timing, tokens_per_pass = time_one(make(), num_tokens, device)
+            fields = {"op": "engine", "backend": method, "shape": shape, "logits": "-"}
+            fields |= {"dtype": "bfloat16", "tokens_per_pass": round(tokens_per_pass, 3)}
+            timings = {"ours": timing, "floor": Timing(floor, floor, floor)}
+            harness.append("engine", harness.record_of(fields, timings, device), arguments.out)
+            progress.note(name, "done")
+            print(f"{name}: {timing.median_us:.0f} µs a token, floor {floor}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
