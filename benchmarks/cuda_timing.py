@@ -111,21 +111,25 @@ def time_eager(function: Callable[[int], object], num_sets: int) -> Timing:
 
 @cache
 def copy_buffers() -> tuple[torch.Tensor, torch.Tensor]:
-    source = torch.randint(256, (COPY_BYTES,), dtype=torch.uint8, device="cuda")
+    source = torch.randint(1 << 20, (COPY_BYTES // 4,), dtype=torch.int32, device="cuda")
     return source, torch.empty_like(source)
 
 
 def copy_of(num_bytes: int) -> Callable[[int], None]:
-    """A function that reads and writes `num_bytes` in sum, elsewhere in the buffers at each set."""
+    """A function that reads and writes `num_bytes` in sum, elsewhere in the buffers at each set.
+
+    By a kernel that changes the sign: a graph gives plain copies to a copy engine, which reaches
+    two thirds of the bandwidth (2.8 of 4.3 TB/s on an H200).
+    """
     source, target = copy_buffers()
-    whole, rest = divmod(num_bytes // 2, COPY_BYTES)
+    whole, rest = divmod(-(-num_bytes // 8), len(source))
 
     def run(i: int) -> None:
         for _ in range(whole):
-            target[:].copy_(source[:])
+            torch.neg(source, out=target)
         if rest:
-            start = i % (COPY_BYTES // rest) * rest // 512 * 512
-            target[start : start + rest].copy_(source[start : start + rest])
+            start = i % (len(source) // rest) * rest // 128 * 128
+            torch.neg(source[start : start + rest], out=target[start : start + rest])
 
     return run
 

@@ -89,7 +89,7 @@ def _cpu_copy_of(num_bytes: int) -> Callable[[int], None]:
 def _time_on_gpu(workload: Workload, num_bytes: int) -> tuple[dict[str, Timing], dict]:
     """The floor is the bytes over the copy bandwidth measured in this process."""
     bandwidth = cuda_timing.copy_bandwidth()
-    floor = round(num_bytes / bandwidth * 1e6, 3)
+    floor = round(num_bytes / bandwidth * 1e6, 6)
     working, errors = _peers_that_work(workload)
     copies = {
         name: cuda_timing.copy_of(size) for name, size in traffic.pipelines(workload.case).items()

@@ -151,7 +151,7 @@ def measure(op: str, shape: dict, num_bytes: float, backend: str, device: str) -
         timings["floor"] = timings["ours"]
         return harness.record_of(fields, timings, device)
     timings = cuda_timing.time_cold({"ours": call.run}, num_sets)
-    floor = round(num_bytes / cuda_timing.copy_bandwidth() * 1e6, 3)
+    floor = round(num_bytes / cuda_timing.copy_bandwidth() * 1e6, 6)
     timings["floor"] = Timing(floor, floor, floor)
     fields["warm_us"] = cuda_timing.time_warm(call.run).median_us
     return harness.record_of(fields, timings, device)

@@ -82,11 +82,13 @@ def tree_attention(
         a row that sees nothing.
     Raises:
         ValueError: a wrong dtype, shape, device, stride or range, or a backend that cannot run
-            this; for tensors on the CPU also lengths or blocks that lie outside their bounds.
+            this; for tensors on the CPU also lengths, blocks or trees outside their bounds.
 
     float32 accumulation. Unused cache slots may hold anything, and what a row does not see never
     reaches it. On one backend a row's bits depend on its own query, position and context only: not
-    on the batch, the other rows, the order of blocks or the number of threads. No host
+    on the batch, the other rows, the order of blocks or the number of threads. There is one
+    exception: in 16 bits, GPUs from Hopper on multiply the rows of a sequence that has more than 32
+    of them (tokens times H / G) by other instructions, which round in another way. No host
     synchronisation by a compiled kernel.
     """
     key_scale, value_scale = check_scales(key_cache, key_scale, value_scale)

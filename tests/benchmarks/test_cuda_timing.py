@@ -74,7 +74,7 @@ def _stand_in(monkeypatch):
         "_sleep": lambda cycles: None,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    buffer = torch.zeros(1 << 16, dtype=torch.uint8)
+    buffer = torch.zeros(1 << 14, dtype=torch.int32)
     monkeypatch.setattr(cuda_timing, "COPY_BYTES", 1 << 16)
     monkeypatch.setattr(cuda_timing, "copy_buffers", lambda: (buffer, buffer.clone()))
     monkeypatch.setattr(cuda_timing, "flush_buffer", lambda: torch.zeros(8))
@@ -100,22 +100,14 @@ def test_warm_replays_stay_on_one_set():
 
 @pytest.mark.parametrize("num_bytes", [0, 2, 1000, 1 << 17, (1 << 18) + 10])
 def test_copies_move_as_many_bytes_as_asked(num_bytes, monkeypatch):
-    moved = []
-
-    class Buffer:
-        def __getitem__(self, part):
-            start, stop, _ = part.indices(1 << 16)
-            self.size = stop - start
-            return self
-
-        def copy_(self, other):
-            moved.append(2 * self.size)
-
-    monkeypatch.setattr(cuda_timing, "copy_buffers", lambda: (Buffer(), Buffer()))
+    buffer, moved = torch.zeros(1 << 14, dtype=torch.int32), []
+    neg = lambda source, out: moved.append(source.nbytes + out.nbytes)  # noqa: E731
+    monkeypatch.setattr(cuda_timing, "copy_buffers", lambda: (buffer, buffer.clone()))
+    monkeypatch.setattr(torch, "neg", neg)
     for i in range(5):
         moved.clear()
         cuda_timing.copy_of(num_bytes)(i)
-        assert sum(moved) == num_bytes
+        assert 0 <= sum(moved) - num_bytes < 8  # whole numbers of 4 bytes
 
 
 def test_record_of_a_gpu_case():

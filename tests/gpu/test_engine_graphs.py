@@ -71,7 +71,7 @@ def test_replays_of_trees():
 def test_a_round_waits_once(monkeypatch, method):
     """To read what was committed; anything else that waits is an error. Graphs exist by then."""
     model = random_model("llama").cuda()
-    drafter = perturbed(model, 0.3) if method in ("draft_model", "tree") else None
+    drafter = perturbed(model, 0.3).cuda() if method in ("draft_model", "tree") else None
     spec = SpecConfig(method=method, num_speculative_tokens=4)
     engine = Engine(model, drafter, spec=spec, config=EngineConfig(cuda_graphs="on"))
     expected = [output.token_ids for output in engine.generate(PROMPTS, PARAMS)]

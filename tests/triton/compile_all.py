@@ -14,19 +14,12 @@ from pathlib import Path
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.runtime.jit import JITFunction
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from fastspec_kernels import triton as ops
 
 BINARIES = Path(triton.__path__[0]) / "backends/nvidia/bin"
-TYPES = {
-    torch.float32: "*fp32",
-    torch.bfloat16: "*bf16",
-    torch.float16: "*fp16",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-}
 BATCH, NUM_DRAFT = 2, 4
 
 
@@ -148,35 +141,14 @@ def _params(num: int) -> tuple:
 
 def compile_launch(kernel, args: tuple, options: dict, capability: int):
     """Compile what Triton's own launcher would compile for these arguments."""
-    constants, attributes = {}, {}
-    names = kernel.arg_names
-    signature = {
-        name: _describe(arg, (index,), constants, attributes)
-        for index, (name, arg) in enumerate(zip(names, args, strict=False))
-    }
-    for name in names[len(args) :]:
-        signature[name] = "constexpr"
-        constants[(names.index(name),)] = options[name]
-    launch_options = {name: value for name, value in options.items() if name not in names}
-    source = ASTSource(kernel, signature, constants, attributes)
     target = GPUTarget("cuda", capability, 32)
-    return triton.compile(source, target=target, options=launch_options)
-
-
-def _describe(arg, path: tuple, constants: dict, attributes: dict):
-    """Type of an argument, with what the launcher specialises on: alignment, ones, None."""
-    if isinstance(arg, tuple):
-        parts = [_describe(x, (*path, i), constants, attributes) for i, x in enumerate(arg)]
-        return type(arg)(*parts)
-    if arg is None or (isinstance(arg, int) and arg == 1):
-        constants[path] = arg
-        return "constexpr"
-    aligned = arg.data_ptr() if isinstance(arg, torch.Tensor) else arg
-    if not isinstance(arg, float) and aligned % 16 == 0:
-        attributes[path] = [["tt.divisibility", 16]]
-    if isinstance(arg, torch.Tensor):
-        return TYPES[arg.dtype]
-    return "fp32" if isinstance(arg, float) else "i32" if abs(arg) < 2**31 else "i64"
+    backend = make_backend(target)
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, specialization, rest = bind(*args, **options)
+    packed = kernel._pack_args(backend, options, bound, specialization, rest)
+    launch_options, signature, constants, attributes = packed
+    source = ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=target, options=launch_options.__dict__)
 
 
 def resources(cubin: bytes) -> dict:

@@ -16,7 +16,7 @@ def need_of(
     target,
     draft,
     slots,
-    params,
+    sampling,
     tiles,
     slot,
     index,
@@ -30,9 +30,9 @@ def need_of(
     scale = 1.0
     best = 0.0
     if exists:
-        scale, greedy, usable = temperature_of(params, index)
+        scale, greedy, usable = temperature_of(sampling, index)
         best, valid, _, masses = merge_row(tiles, slot, num_tiles, scale, MERGED)
-        top_k, top_p, min_p = filters_of(target, draft, slots, params, slot, index)
+        top_k, top_p, min_p = filters_of(target, draft, slots, sampling, slot, index)
         by_count = top_k > 0
         mass = (tl.sum(masses, 0).to(tl.float64) / MASS_ONE).to(tl.float32) * top_p
         need = tl.where(by_count, top_k * 1.0, tl.where(top_p < 1, mass, 0.0))

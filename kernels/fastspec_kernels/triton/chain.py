@@ -34,7 +34,7 @@ def verify_chain(
     """
     batch, num_draft = draft_token_ids.shape
     tiling = tiling_of(target_logits.shape[1])
-    params = Params(temperature, top_k, top_p, min_p)
+    sampling = Params(temperature, top_k, top_p, min_p)
     target, draft = target_rows(target_logits, token_bitmask), draft_rows(draft_logits)
     is_block = method == "block"
     judges_later = draft_logsumexp is not None  # the draft row at the rejection, no other
@@ -42,7 +42,7 @@ def verify_chain(
     draft_steps = 0 if draft_logits is None or judges_later else num_draft
     slots = Slots(num_draft + 1, draft_steps, cu_rows, None)
     num_slots = batch * (num_draft + 1 + draft_steps)
-    tiles = tiles_of(target, first_draft, slots, params, num_slots)
+    tiles = tiles_of(target, first_draft, slots, sampling, num_slots)
     num_weighed = num_draft if is_block else 1
     new = draft_token_ids.new_empty
     verdict = Verdict(
@@ -60,7 +60,7 @@ def verify_chain(
         "MERGED": tiling.merged,
         "num_warps": vector_warps(steps * tiling.merged),
     }
-    args = (target, draft, slots, params, tiles, chain, verdict)
+    args = (target, draft, slots, sampling, tiles, chain, verdict)
     if is_block and draft_logits is not None:
         launch(scales_kernel, batch, *args, tiling.num_tiles, **rule)
     if not is_block:
@@ -69,7 +69,7 @@ def verify_chain(
     draft_slots, draft_tiles = slots, tiles
     if judges_later:
         draft_slots = Slots(0, 1, cu_rows, verdict.rejected)
-        draft_tiles = tiles_of(target, draft, draft_slots, params, batch)
+        draft_tiles = tiles_of(target, draft, draft_slots, sampling, batch)
     sums = None
     if draft_logits is not None:
         sums = new((batch * num_weighed, tiling.num_tiles), dtype=torch.int64)

@@ -18,7 +18,7 @@ def scales_kernel(
     target,
     draft,
     slots,
-    params,
+    sampling,
     tiles,
     chain,
     verdict,
@@ -30,12 +30,12 @@ def scales_kernel(
     b = tl.program_id(0)
     step = tl.arange(0, STEPS)
     tokens, num, present = proposals_of(slots, target, chain, b, STEPS)
-    _, greedy, usable = temperature_of(params, b)
+    _, greedy, usable = temperature_of(sampling, b)
     target_prob, _, _, valid, _ = judged_by_target(
-        target, slots, params, tiles, tokens, b, num, num_tiles, STEPS, MERGED
+        target, slots, sampling, tiles, tokens, b, num, num_tiles, STEPS, MERGED
     )
     draft_prob, draft_valid = judged_by_draft(
-        draft, slots, params, tiles, target, chain, tokens, b, num, num_tiles, STEPS, MERGED
+        draft, slots, sampling, tiles, target, chain, tokens, b, num, num_tiles, STEPS, MERGED
     )
     num, _ = end_of_chain(valid & draft_valid, num, STEPS)
     usable = usable & present & (greedy == 0)
@@ -50,7 +50,7 @@ def block_kernel(
     target,
     draft,
     slots,
-    params,
+    sampling,
     tiles,
     chain,
     verdict,
@@ -63,12 +63,12 @@ def block_kernel(
     b = tl.program_id(0)
     step = tl.arange(0, STEPS)
     tokens, num, present = proposals_of(slots, target, chain, b, STEPS)
-    _, greedy, usable = temperature_of(params, b)
+    _, greedy, usable = temperature_of(sampling, b)
     target_prob, best_ids, logprob, valid, total = judged_by_target(
-        target, slots, params, tiles, tokens, b, num, num_tiles, STEPS, MERGED
+        target, slots, sampling, tiles, tokens, b, num, num_tiles, STEPS, MERGED
     )
     draft_prob, draft_valid = judged_by_draft(
-        draft, slots, params, tiles, target, chain, tokens, b, num, num_tiles, STEPS, MERGED
+        draft, slots, sampling, tiles, target, chain, tokens, b, num, num_tiles, STEPS, MERGED
     )
     num, stop = end_of_chain(valid & (draft_valid | greedy), num, STEPS)
     scales = _scales_of(target_prob, draft_prob, num, STEPS)

@@ -29,7 +29,7 @@ def residual_kernel(
     target,
     draft,
     slots,
-    params,
+    sampling,
     tiles,
     draft_slots,
     draft_tiles,
@@ -56,7 +56,7 @@ def residual_kernel(
             target,
             draft,
             slots,
-            params,
+            sampling,
             tiles,
             draft_slots,
             draft_tiles,
@@ -78,7 +78,7 @@ def draw_kernel(
     target,
     draft,
     slots,
-    params,
+    sampling,
     tiles,
     draft_slots,
     draft_tiles,
@@ -97,7 +97,7 @@ def draw_kernel(
     rejected = tl.load(verdict.rejected + b)
     valid = step >= 0
     if chain.logsumexp is not None and valid & (rejected >= 0):
-        scale, _, _ = temperature_of(params, b)
+        scale, _, _ = temperature_of(sampling, b)
         _, valid, _, _ = merge_row(draft_tiles, b, num_tiles, scale, MERGED)
         if valid == 0:
             tl.store(verdict.accepted_len + b, -1)
@@ -107,7 +107,7 @@ def draw_kernel(
     if valid:
         slot = target_slot(slots, b, step)
         offset, row, _, _ = find_target(target, slots, slot)
-        scale, greedy, _ = temperature_of(params, b)
+        scale, greedy, _ = temperature_of(sampling, b)
         best, _, maxima, masses = merge_row(tiles, slot, num_tiles, scale, MERGED)
         total = tl.sum(masses, 0)
         value = best
@@ -149,7 +149,7 @@ def draw_kernel(
                     target,
                     draft,
                     slots,
-                    params,
+                    sampling,
                     tiles,
                     draft_slots,
                     draft_tiles,

@@ -43,7 +43,7 @@ def judge_kernel(
     target,
     draft,
     slots,
-    params,
+    sampling,
     tiles,
     chain,
     verdict,
@@ -56,12 +56,12 @@ def judge_kernel(
     b = tl.program_id(0)
     step = tl.arange(0, STEPS)
     tokens, num, present = proposals_of(slots, target, chain, b, STEPS)
-    _, greedy, usable = temperature_of(params, b)
+    _, greedy, usable = temperature_of(sampling, b)
     target_prob, best_ids, logprob, valid, _ = judged_by_target(
-        target, slots, params, tiles, tokens, b, num, num_tiles, STEPS, MERGED
+        target, slots, sampling, tiles, tokens, b, num, num_tiles, STEPS, MERGED
     )
     draft_prob, draft_valid = judged_by_draft(
-        draft, slots, params, tiles, target, chain, tokens, b, num, num_tiles, STEPS, MERGED
+        draft, slots, sampling, tiles, target, chain, tokens, b, num, num_tiles, STEPS, MERGED
     )
     at = b * (chain.num_draft + 1) + step
     uniform = tl.load(chain.uniform_samples + at, mask=step < num, other=0.0).to(tl.float64)
@@ -101,7 +101,7 @@ def end_of_chain(valid, num, STEPS: tl.constexpr):
 def judged_by_target(
     target,
     slots,
-    params,
+    sampling,
     tiles,
     tokens,
     b,
@@ -112,7 +112,7 @@ def judged_by_target(
 ):
     """Of each row: the proposal's probability (f64), the argmax, its logprob, validity, mass."""
     step = tl.arange(0, STEPS)
-    scale, greedy, _ = temperature_of(params, b)
+    scale, greedy, _ = temperature_of(sampling, b)
     slot = target_slot(slots, b, step)
     best, valid, maxima, masses = merge_tiles(tiles, slot, step <= num, num_tiles, scale, MERGED)
     total = tl.maximum(tl.sum(masses, 1), 1)
@@ -142,7 +142,7 @@ def judged_by_target(
 def judged_by_draft(
     draft,
     slots,
-    params,
+    sampling,
     tiles,
     target,
     chain,
@@ -164,7 +164,7 @@ def judged_by_draft(
         row = b.to(tl.int64) * draft.outer_stride + step.to(tl.int64) * draft.stride
         x = tl.load(draft.logits + row + column, mask=known, other=-INFINITY).to(tl.float32)
         if chain.logsumexp is None:
-            scale, _, _ = temperature_of(params, b)
+            scale, _, _ = temperature_of(sampling, b)
             slot = draft_slot(slots, b, step)
             best, valid, _, masses = merge_tiles(tiles, slot, step < num, num_tiles, scale, MERGED)
             kept = known & valid
@@ -177,7 +177,7 @@ def judged_by_draft(
         else:
             at = b * chain.num_draft + step
             logsumexp = tl.load(chain.logsumexp + at, mask=step < num, other=0.0)
-            prob = prob_by_logsumexp(x, params, b, logsumexp)
+            prob = prob_by_logsumexp(x, sampling, b, logsumexp)
             valid = (tl.abs(logsumexp) < INFINITY) & (prob < INFINITY)
         valid = valid | (step >= num)
     return prob, valid

@@ -45,9 +45,9 @@ def sample_coupled(
     """3 launches, those of the filters not counted."""
     num_rows, vocab = logits.shape
     tiling = tiling_of(vocab)
-    params = Params(temperature, top_k, top_p, min_p)
+    sampling = Params(temperature, top_k, top_p, min_p)
     rows, slots = target_rows(logits, token_bitmask), row_slots()
-    tiles = tiles_of(rows, NO_ROWS, slots, params, num_rows)
+    tiles = tiles_of(rows, NO_ROWS, slots, sampling, num_rows)
     scores = logits.new_empty((num_rows, tiling.num_tiles), dtype=torch.float32)
     winners = logits.new_empty((num_rows, tiling.num_tiles), dtype=torch.int32)
     launch(
@@ -55,7 +55,7 @@ def sample_coupled(
         num_rows * tiling.num_tiles,
         rows,
         slots,
-        params,
+        sampling,
         tiles,
         seed,
         position,
@@ -73,7 +73,7 @@ def sample_coupled(
         num_rows,
         rows,
         slots,
-        params,
+        sampling,
         tiles,
         scores,
         winners,
@@ -90,7 +90,7 @@ def sample_coupled(
 def race_kernel(
     rows,
     slots,
-    params,
+    sampling,
     tiles,
     seed,
     position,
@@ -104,7 +104,7 @@ def race_kernel(
     slot = tl.program_id(0) // num_tiles
     tile = tl.program_id(0) % num_tiles
     offset, row, index, _ = find_target(rows, slots, slot)
-    scale, greedy, usable = temperature_of(params, index)
+    scale, greedy, usable = temperature_of(sampling, index)
     best, valid, _, _ = merge_row(tiles, slot, num_tiles, scale, MERGED)
     if usable & valid & (greedy == 0):
         ids = tile * TILE + tl.arange(0, TILE)
@@ -122,7 +122,7 @@ def race_kernel(
 def winner_kernel(
     rows,
     slots,
-    params,
+    sampling,
     tiles,
     scores,
     winners,
@@ -134,7 +134,7 @@ def winner_kernel(
     """One program per row."""
     slot = tl.program_id(0)
     offset, _, index, _ = find_target(rows, slots, slot)
-    scale, greedy, usable = temperature_of(params, index)
+    scale, greedy, usable = temperature_of(sampling, index)
     best, valid, maxima, masses = merge_row(tiles, slot, num_tiles, scale, MERGED)
     token = -1
     logprob = float("nan")

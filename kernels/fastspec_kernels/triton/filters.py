@@ -49,15 +49,15 @@ def search_thresholds(
     target: Rows,
     draft: Rows,
     slots: Slots,
-    params: Params,
+    sampling: Params,
     tiles: Tiles,
     num_slots: int,
 ) -> None:
     """Write `tiles.threshold`, and reduce `tiles.total` to the kept logits."""
     tiling = tiling_of(target.vocab)
-    args = (target, draft, slots, params, tiles)
+    args = (target, draft, slots, sampling, tiles)
     every_tile = num_slots * tiling.num_tiles
-    searched = params.top_k is not None or params.top_p is not None
+    searched = sampling.top_k is not None or sampling.top_p is not None
     search = None
     if searched and tiling.num_tiles > 1:
         search = _new_search(target, num_slots, tiling)
@@ -129,7 +129,7 @@ def cut_kernel(
     target,
     draft,
     slots,
-    params,
+    sampling,
     tiles,
     search,
     num_tiles,
@@ -144,7 +144,7 @@ def cut_kernel(
     tile = tl.program_id(0) % num_tiles
     index, exists = locate_params(target, draft, slots, slot)
     need, by_count, scale, best = need_of(
-        target, draft, slots, params, tiles, slot, index, exists, num_tiles, MERGED
+        target, draft, slots, sampling, tiles, slot, index, exists, num_tiles, MERGED
     )
     if need > 0:
         bounds = coarse_bounds(tiles, slot, num_tiles, by_count, scale, best, BOUNDS, MERGED)
@@ -177,7 +177,7 @@ def gather_kernel(
     target,
     draft,
     slots,
-    params,
+    sampling,
     tiles,
     search,
     num_tiles,
@@ -191,7 +191,7 @@ def gather_kernel(
     tile = tl.program_id(0) % num_tiles
     index, exists = locate_params(target, draft, slots, slot)
     need, by_count, scale, best = need_of(
-        target, draft, slots, params, tiles, slot, index, exists, num_tiles, MERGED
+        target, draft, slots, sampling, tiles, slot, index, exists, num_tiles, MERGED
     )
     if need > 0:
         bounds = coarse_bounds(tiles, slot, num_tiles, by_count, scale, best, BOUNDS, MERGED)
@@ -217,7 +217,7 @@ def gather_kernel(
 
 
 @triton.jit
-def kept_kernel(target, draft, slots, params, tiles, num_tiles, TILE: tl.constexpr):
+def kept_kernel(target, draft, slots, sampling, tiles, num_tiles, TILE: tl.constexpr):
     """One program per slot and tile: sum of the weights that reach the threshold."""
     slot = tl.program_id(0) // num_tiles
     tile = tl.program_id(0) % num_tiles
@@ -228,7 +228,7 @@ def kept_kernel(target, draft, slots, params, tiles, num_tiles, TILE: tl.constex
         total = tl.full([], 0, tl.int64)
         if best >= threshold:
             index, _ = locate_params(target, draft, slots, slot)
-            scale, _, _ = temperature_of(params, index)
+            scale, _, _ = temperature_of(sampling, index)
             x = load_any(target, draft, slots, slot, tile * TILE + tl.arange(0, TILE))
             total = tl.sum(tl.where(x >= threshold, tile_weights(x, best, scale), 0), 0)
         tl.store(tiles.total + out, total)

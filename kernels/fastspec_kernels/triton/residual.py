@@ -20,7 +20,7 @@ def residual_of_tile(
     target,
     draft,
     slots,
-    params,
+    sampling,
     tiles,
     draft_slots,
     draft_tiles,
@@ -34,13 +34,13 @@ def residual_of_tile(
     MERGED: tl.constexpr,
 ):
     """Masses [TILE] of max(weight * target - draft, 0), in units of weight * target's best."""
-    scale, _, _ = temperature_of(params, b)
+    scale, _, _ = temperature_of(sampling, b)
     slot = target_slot(slots, b, step)
     offset, row, _, _ = find_target(target, slots, slot)
     best, _, _, masses = merge_row(tiles, slot, num_tiles, scale, MERGED)
     lowest = threshold_of(tiles, slot)
     draft_best, draft_prob, draft_lowest = draft_row_of(
-        draft_slots, draft_tiles, params, chain, b, step, num_tiles, MERGED
+        draft_slots, draft_tiles, sampling, chain, b, step, num_tiles, MERGED
     )
     target_prob = MASS_ONE / tl.sum(masses, 0).to(tl.float64)  # of the best logit
     ratio = tl.minimum(draft_prob / (target_prob * weight), 1e30).to(tl.float32)
@@ -56,7 +56,7 @@ def residual_of_tile(
 def draft_row_of(
     draft_slots,
     draft_tiles,
-    params,
+    sampling,
     chain,
     b,
     step,
@@ -64,24 +64,24 @@ def draft_row_of(
     MERGED: tl.constexpr,
 ):
     """Best logit of a draft row, its probability (f64), and the lowest kept logit."""
-    scale, _, _ = temperature_of(params, b)
+    scale, _, _ = temperature_of(sampling, b)
     slot = draft_slot(draft_slots, b, step if draft_slots.position is None else 0)
     best, _, _, masses = merge_row(draft_tiles, slot, num_tiles, scale, MERGED)
     if chain.logsumexp is None:
         prob = MASS_ONE / tl.maximum(tl.sum(masses, 0), 1).to(tl.float64)
     else:
         prob = prob_by_logsumexp(
-            best, params, b, tl.load(chain.logsumexp + b * chain.num_draft + step)
+            best, sampling, b, tl.load(chain.logsumexp + b * chain.num_draft + step)
         )
     return best, prob, threshold_of(draft_tiles, slot)
 
 
 @triton.jit
-def prob_by_logsumexp(x, params, b, logsumexp):
+def prob_by_logsumexp(x, sampling, b, logsumexp):
     """Probability exp(x / T - logsumexp) in f64; 0 where x is -inf."""
     temperature = 1.0
-    if params.temperature is not None:
-        temperature = tl.load(params.temperature + b).to(tl.float64)
+    if sampling.temperature is not None:
+        temperature = tl.load(sampling.temperature + b).to(tl.float64)
     exponent = x.to(tl.float64) / temperature - logsumexp.to(tl.float64)
     return tl.where(x > -INFINITY, tl.exp(exponent), tl.where(x == -INFINITY, 0.0, x))
 

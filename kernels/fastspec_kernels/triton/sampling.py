@@ -39,14 +39,14 @@ def row_stats(
     """2 launches, those of the filters not counted."""
     num_rows, vocab = logits.shape
     tiling = tiling_of(vocab)
-    params = Params(temperature, top_k, top_p, min_p)
-    tiles = tiles_of(target_rows(logits, token_bitmask), NO_ROWS, row_slots(), params, num_rows)
+    sampling = Params(temperature, top_k, top_p, min_p)
+    tiles = tiles_of(target_rows(logits, token_bitmask), NO_ROWS, row_slots(), sampling, num_rows)
     logsumexp = logits.new_empty((num_rows,), dtype=torch.float32)
     threshold = torch.empty_like(logsumexp)
     launch(
         row_stats_kernel,
         num_rows,
-        params,
+        sampling,
         tiles,
         logsumexp,
         threshold,
@@ -68,16 +68,16 @@ def logits_to_probs(
     """2 launches, those of the filters not counted."""
     num_rows, vocab = logits.shape
     tiling = tiling_of(vocab)
-    params = Params(temperature, top_k, top_p, min_p)
+    sampling = Params(temperature, top_k, top_p, min_p)
     rows, slots = target_rows(logits, token_bitmask), row_slots()
-    tiles = tiles_of(rows, NO_ROWS, slots, params, num_rows)
+    tiles = tiles_of(rows, NO_ROWS, slots, sampling, num_rows)
     probs = logits.new_empty((num_rows, vocab), dtype=torch.float32)
     launch(
         probs_kernel,
         num_rows * tiling.num_tiles,
         rows,
         slots,
-        params,
+        sampling,
         tiles,
         probs,
         tiling.num_tiles,
@@ -100,9 +100,9 @@ def sample(
     """2 launches, those of the filters not counted."""
     num_rows, vocab = logits.shape
     tiling = tiling_of(vocab)
-    params = Params(temperature, top_k, top_p, min_p)
+    sampling = Params(temperature, top_k, top_p, min_p)
     rows, slots = target_rows(logits, token_bitmask), row_slots()
-    tiles = tiles_of(rows, NO_ROWS, slots, params, num_rows)
+    tiles = tiles_of(rows, NO_ROWS, slots, sampling, num_rows)
     token_ids = logits.new_empty((num_rows,), dtype=torch.int32)
     logprobs = logits.new_empty((num_rows,), dtype=torch.float32)
     launch(
@@ -110,7 +110,7 @@ def sample(
         num_rows,
         rows,
         slots,
-        params,
+        sampling,
         tiles,
         uniform_samples,
         token_ids,
@@ -124,14 +124,14 @@ def sample(
 
 
 @triton.jit
-def row_stats_kernel(params, tiles, logsumexp, threshold, num_tiles, MERGED: tl.constexpr):
+def row_stats_kernel(sampling, tiles, logsumexp, threshold, num_tiles, MERGED: tl.constexpr):
     """One program per row."""
     row = tl.program_id(0)
-    scale, greedy, usable = temperature_of(params, row)
+    scale, greedy, usable = temperature_of(sampling, row)
     best, valid, _, masses = merge_row(tiles, row, num_tiles, scale, MERGED)
     temperature = 1.0
-    if params.temperature is not None:
-        temperature = tl.where(greedy, 1.0, tl.load(params.temperature + row))
+    if sampling.temperature is not None:
+        temperature = tl.where(greedy, 1.0, tl.load(sampling.temperature + row))
     usable = usable & valid
     total = best / temperature + log_of_mass(tl.sum(masses, 0))
     lowest = tl.where(greedy, best, threshold_of(tiles, row))
@@ -143,7 +143,7 @@ def row_stats_kernel(params, tiles, logsumexp, threshold, num_tiles, MERGED: tl.
 def probs_kernel(
     rows,
     slots,
-    params,
+    sampling,
     tiles,
     probs,
     num_tiles,
@@ -156,7 +156,7 @@ def probs_kernel(
     ids = tile * TILE + tl.arange(0, TILE)
     inside = ids < rows.vocab
     offset, row, index, _ = find_target(rows, slots, slot)
-    scale, greedy, usable = temperature_of(params, index)
+    scale, greedy, usable = temperature_of(sampling, index)
     best, valid, maxima, masses = merge_row(tiles, slot, num_tiles, scale, MERGED)
     out = probs + row * rows.vocab + ids
     if usable & valid:
@@ -177,7 +177,7 @@ def probs_kernel(
 def sample_kernel(
     rows,
     slots,
-    params,
+    sampling,
     tiles,
     uniform_samples,
     token_ids,
@@ -189,7 +189,7 @@ def sample_kernel(
     """One program per row."""
     slot = tl.program_id(0)
     offset, row, index, _ = find_target(rows, slots, slot)
-    scale, greedy, usable = temperature_of(params, index)
+    scale, greedy, usable = temperature_of(sampling, index)
     best, valid, maxima, masses = merge_row(tiles, slot, num_tiles, scale, MERGED)
     token = -1
     logprob = float("nan")

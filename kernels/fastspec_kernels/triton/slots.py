@@ -148,30 +148,30 @@ def load_any(target, draft, slots, slot, ids):
 
 
 @triton.jit
-def filters_of(target, draft, slots, params, slot, index):
+def filters_of(target, draft, slots, sampling, slot, index):
     """top_k (0 = off), top_p and min_p of a slot; a k of the whole row is off."""
     vocab = target.vocab
     if draft.logits is not None:
         vocab = tl.where(is_target(slots, slot), target.vocab, draft.vocab)
     top_k = 0
-    if params.top_k is not None:
-        top_k = tl.load(params.top_k + index)
+    if sampling.top_k is not None:
+        top_k = tl.load(sampling.top_k + index)
         top_k = tl.where((top_k > 0) & (top_k < vocab), top_k, 0)
     top_p = 1.0
-    if params.top_p is not None:
-        top_p = tl.load(params.top_p + index)
+    if sampling.top_p is not None:
+        top_p = tl.load(sampling.top_p + index)
     min_p = 0.0
-    if params.min_p is not None:
-        min_p = tl.load(params.min_p + index)
+    if sampling.min_p is not None:
+        min_p = tl.load(sampling.min_p + index)
     return top_k, top_p, min_p
 
 
 @triton.jit
-def temperature_of(params, index):
+def temperature_of(sampling, index):
     """Factor of log2-weights, whether greedy (then as at temperature 1), whether a temperature."""
     value = tl.full([], 1.0, tl.float32)
-    if params.temperature is not None:
-        value = tl.load(params.temperature + index)
+    if sampling.temperature is not None:
+        value = tl.load(sampling.temperature + index)
     scale = tl.full([], LOG2_E, tl.float32) / tl.where(value > 0, value, 1.0)
     scale = tl.minimum(tl.maximum(scale, SMALLEST_SCALE), LARGEST_SCALE)
     return scale, flag(value == 0), flag(value >= 0)

@@ -40,16 +40,16 @@ def row_slots() -> Slots:
     return Slots(1, 0, None, None)
 
 
-def tiles_of(target: Rows, draft: Rows, slots: Slots, params: Params, num_slots: int) -> Tiles:
+def tiles_of(target: Rows, draft: Rows, slots: Slots, sampling: Params, num_slots: int) -> Tiles:
     """Statistics of the kept logits of every slot; 1 launch without filters, else see `filters`."""
     tiling = tiling_of(target.vocab)
-    filtered = any(value is not None for value in params[1:])
+    filtered = any(value is not None for value in sampling[1:])
     new = target.logits.new_empty
     shape = (num_slots, tiling.num_tiles)
     tiles = Tiles(
         maximum=new(shape, dtype=torch.float32),
         total=new(shape, dtype=torch.int64),
-        argmax=None if params.temperature is None else new(shape, dtype=torch.int32),
+        argmax=None if sampling.temperature is None else new(shape, dtype=torch.int32),
         minimum=new(shape, dtype=torch.float32) if filtered else None,
         threshold=new((num_slots,), dtype=torch.float32) if filtered else None,
     )
@@ -59,19 +59,19 @@ def tiles_of(target: Rows, draft: Rows, slots: Slots, params: Params, num_slots:
         target,
         draft,
         slots,
-        params,
+        sampling,
         tiles,
         tiling.num_tiles,
         TILE=tiling.tile,
         num_warps=tiling.tile_warps,
     )
     if filtered:
-        search_thresholds(target, draft, slots, params, tiles, num_slots)
+        search_thresholds(target, draft, slots, sampling, tiles, num_slots)
     return tiles
 
 
 @triton.jit
-def tile_statistics_kernel(target, draft, slots, params, tiles, num_tiles, TILE: tl.constexpr):
+def tile_statistics_kernel(target, draft, slots, sampling, tiles, num_tiles, TILE: tl.constexpr):
     """One program per slot and tile: maximum, sum of weights, and what some rows need besides."""
     slot = tl.program_id(0) // num_tiles
     tile = tl.program_id(0) % num_tiles
@@ -80,7 +80,7 @@ def tile_statistics_kernel(target, draft, slots, params, tiles, num_tiles, TILE:
     if exists:
         ids = tile * TILE + tl.arange(0, TILE)
         x = load_any(target, draft, slots, slot, ids)
-        scale, greedy, _ = temperature_of(params, index)
+        scale, greedy, _ = temperature_of(sampling, index)
         usable = x < INFINITY  # neither NaN nor +inf
         x = tl.where(usable, x, -INFINITY)
         spoilt = tl.min(usable.to(tl.int32), 0) == 0

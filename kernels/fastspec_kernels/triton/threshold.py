@@ -20,7 +20,7 @@ def threshold_kernel(
     target,
     draft,
     slots,
-    params,
+    sampling,
     tiles,
     search,
     num_tiles,
@@ -34,9 +34,9 @@ def threshold_kernel(
     threshold = tl.full([], 0.0, tl.float32) - INFINITY
     index, exists = locate_params(target, draft, slots, slot)
     if exists:
-        scale, greedy, usable = temperature_of(params, index)
+        scale, greedy, usable = temperature_of(sampling, index)
         best, valid, _, masses = merge_row(tiles, slot, num_tiles, scale, MERGED)
-        top_k, top_p, min_p = filters_of(target, draft, slots, params, slot, index)
+        top_k, top_p, min_p = filters_of(target, draft, slots, sampling, slot, index)
         on = valid & usable & (greedy == 0)
         only_best = (top_p <= 0) | (min_p >= 1)
         mass = tl.sum(masses, 0)
@@ -58,8 +58,8 @@ def threshold_kernel(
                 threshold = _in_whole_row(
                     target, draft, slots, slot, num_tiles, best, scale, mass, top_k, top_p, TILE
                 )
-        if params.min_p is not None and on & (min_p > 0) & (min_p < 1):
-            threshold = tl.maximum(threshold, _min_p_bound(params, index, best, min_p))
+        if sampling.min_p is not None and on & (min_p > 0) & (min_p < 1):
+            threshold = tl.maximum(threshold, _min_p_bound(sampling, index, best, min_p))
         threshold = tl.where(on & only_best, best, threshold)
     tl.store(tiles.threshold + slot, threshold)
 
@@ -158,11 +158,11 @@ def _share_of(mass, top_p):
 
 
 @triton.jit
-def _min_p_bound(params, index, best, min_p):
+def _min_p_bound(sampling, index, best, min_p):
     """The best logit plus T * ln(min_p), rounded up."""
     temperature = 1.0
-    if params.temperature is not None:
-        temperature = tl.load(params.temperature + index)
+    if sampling.temperature is not None:
+        temperature = tl.load(sampling.temperature + index)
     exact = best.to(tl.float64) + tl.log(min_p.to(tl.float64)) * temperature
     bound = exact.to(tl.float32)
     return tl.where(bound.to(tl.float64) < exact, from_key(to_key(bound) + 1), bound)

@@ -34,11 +34,11 @@ def verify_tree(
     """
     batch, num_nodes = tree_token_ids.shape
     tiling = tiling_of(target_logits.shape[1])
-    params = Params(temperature, top_k, top_p, min_p)
+    sampling = Params(temperature, top_k, top_p, min_p)
     target, draft = target_rows(target_logits, token_bitmask), draft_rows(draft_logits)
     draft_steps = 0 if draft_logits is None else num_nodes
     slots = Slots(num_nodes, draft_steps, cu_rows, None)
-    tiles = tiles_of(target, draft, slots, params, batch * (num_nodes + draft_steps))
+    tiles = tiles_of(target, draft, slots, sampling, batch * (num_nodes + draft_steps))
     tree = Tree(tree_token_ids, parents, uniform_samples, None, draft_token_map, num_nodes)
     walked = Walked(
         path=torch.empty_like(tree_token_ids),
@@ -52,7 +52,7 @@ def verify_tree(
         target,
         draft,
         slots,
-        params,
+        sampling,
         tiles,
         tree,
         walked,

@@ -20,9 +20,9 @@ from fastspec_kernels.triton.slots import (
 
 
 @triton.jit
-def draft_row(slots, tiles, params, tree, row, b, node, taken, num_tiles, MERGED: tl.constexpr):
+def draft_row(slots, tiles, sampling, tree, row, b, node, taken, num_tiles, MERGED: tl.constexpr):
     """Best logit of a node's draft row, factor of its weights in the residual, lowest logit."""
-    best, prob, lowest = draft_row_of(slots, tiles, params, tree, b, node, num_tiles, MERGED)
+    best, prob, lowest = draft_row_of(slots, tiles, sampling, tree, b, node, num_tiles, MERGED)
     target_total = tl.sum(row.masses, 0).to(tl.float64)
     ratio = tl.minimum(prob * taken * target_total / MASS_ONE, 1e30).to(tl.float32)
     return best, ratio, lowest
@@ -100,7 +100,7 @@ def by_rejection(
     target,
     draft,
     slots,
-    params,
+    sampling,
     tiles,
     tree,
     tokens,
@@ -125,7 +125,7 @@ def by_rejection(
     left = total  # mass of what is left of the target
     taken = tl.full([], 0.0, tl.float64)
     draft_best, draft_prob, draft_lowest = draft_row_of(
-        slots, tiles, params, tree, b, node, num_tiles, MERGED
+        slots, tiles, sampling, tree, b, node, num_tiles, MERGED
     )
     draft_total = MASS_ONE / draft_prob
     draft_left = draft_total
@@ -151,7 +151,7 @@ def by_rejection(
         else:
             more = taken + left / total * (draft_total / draft_left)
             _, more_ratio, _ = draft_row(
-                slots, tiles, params, tree, row, b, node, more, num_tiles, MERGED
+                slots, tiles, sampling, tree, row, b, node, more, num_tiles, MERGED
             )
             sums, draft_sum = _residual_sums(
                 target, draft, tree, row, b, node, draft_best, draft_lowest, scale, more_ratio,

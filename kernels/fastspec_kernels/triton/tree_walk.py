@@ -70,7 +70,7 @@ def walk_kernel(
     target,
     draft,
     slots,
-    params,
+    sampling,
     tiles,
     tree,
     walked,
@@ -84,7 +84,7 @@ def walk_kernel(
     b = tl.program_id(0)
     index = tl.arange(0, NODES)
     tokens, parents, count = _nodes_of(slots, target, tree, b, NODES)
-    scale, greedy, usable = temperature_of(params, b)
+    scale, greedy, usable = temperature_of(sampling, b)
     path = tl.full([NODES], -1, tl.int32)
     output = tl.full([NODES], -1, tl.int32)
     logprobs = tl.zeros([NODES], tl.float32)
@@ -110,8 +110,8 @@ def walk_kernel(
                 )  # fmt: skip
             else:
                 child, rest, taken = by_rejection(
-                    target, draft, slots, params, tiles, tree, tokens, parents, row, b, node, scale,
-                    num_tiles, WITHOUT_REPLACEMENT, TILE, NODES, MERGED,
+                    target, draft, slots, sampling, tiles, tree, tokens, parents, row, b, node,
+                    scale, num_tiles, WITHOUT_REPLACEMENT, TILE, NODES, MERGED,
                 )  # fmt: skip
         going = tl.where(child < OUTSIDE, 1, 0)
         if going != 0:
@@ -145,7 +145,7 @@ def walk_kernel(
                         child = next_child(parents, node, child, NODES)
                 elif taken > 0:
                     draft_best, ratio, draft_lowest = draft_row(
-                        slots, tiles, params, tree, row, b, node, taken, num_tiles, MERGED
+                        slots, tiles, sampling, tree, row, b, node, taken, num_tiles, MERGED
                     )
                     y = load_at_target_ids(draft, tree.token_map, b, node, ids, ids < target.vocab)
                     weights = residual_masses(
