@@ -35,7 +35,7 @@ DRAFT = {
     "tie_word_embeddings": True,
 }
 TINY = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 1000}
-SHAPES = ({"B": 1, "context": 512}, {"B": 1, "context": 4096}, {"B": 16, "context": 512})
+SHAPES = ({"B": 1, "context": 512}, {"B": 16, "context": 512}, {"B": 1, "context": 4096})
 TINY_SHAPES = ({"B": 2, "context": 16},)
 
 
