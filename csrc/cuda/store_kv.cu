@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "cuda/device.cuh"
 
 namespace fastspec::cuda {
@@ -160,7 +162,7 @@ cudaError_t launch(const StoreKvCall& call, cudaStream_t stream) {
   const int64_t warps = (items + kWarp - 1) / kWarp;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(call.num_tokens));
-  config.blockDim = dim3(static_cast<unsigned>(smaller(warps * kWarp, kThreads)));
+  config.blockDim = dim3(static_cast<unsigned>(std::min<int64_t>(warps * kWarp, kThreads)));
   config.stream = stream;
   return cudaLaunchKernelEx(&config, store_kv_kernel<Unit>, call);
 }

@@ -299,7 +299,7 @@ def merge_kernel(
     place = token.to(tl.int64) * V.num_heads + head
     whole = _empty_state(V.merge_m, V)
     run = whole
-    for index in tl.range(low // unit, (end + unit - 1) // unit, loop_unroll_factor=4):
+    for index in tl.range(low // unit, (end + unit - 1) // unit, num_stages=5):
         source = place * num_partials + index % num_partials
         part_mixed = tl.load(
             partial + source[:, None] * V.head_size + d[None, :], mask=stored, other=0.0
