@@ -27,7 +27,8 @@ from fastspec.models.twin import (
     is_plain,
     is_plain_linear,
 )
-from fastspec_kernels import LayerWeights, available_backends, decoder_layers
+from fastspec_kernels import LayerWeights, decoder_layers
+from fastspec_kernels.backend import backends_of
 
 logger = logging.getLogger(__name__)
 
@@ -89,11 +90,17 @@ class FlatLayer:
         """In the place of the modules' forward, for models that are not flat as a whole."""
         factors: Any = kwargs.get("position_embeddings")
         step: Any = kwargs.get("paged_step")
-        if factors is None or step is None or hidden_states.shape[1] > MOST_FEW_ROWS:
+        is_few = runs_flat(hidden_states[0])
+        if factors is None or step is None or not is_few:
             return type(self.module).forward(self.module, hidden_states, *args, **kwargs)
         cos, sin = (factor[0].float() for factor in factors)
         out = run_layers([self], hidden_states[0].float(), cos, sin, step)
         return out[None].to(hidden_states.dtype)
+
+
+def runs_flat(rows: Tensor) -> bool:
+    """Whether layers without modules are the best way for a pass over so many tokens [T, ...]."""
+    return len(rows) <= MOST_FEW_ROWS or rows.device.type != "cpu"
 
 
 def run_layers(
@@ -172,7 +179,7 @@ class FlatModel:
         first, last = self._layers[0], self._layers[-1]
         ways = [(self._embed(input_ids)[None], first.given[0][0])]
         ways += [(layer.made, after.given[0][0]) for layer, after in pairwise(self._layers)]
-        ways += [(self._head(self._norm(last.made[0, :1])), logits)]
+        ways += [(self._head(self._norm(last.made)[0, :1]), logits)]
         factors = self._rotary(first.given[0][0], positions[None])
         for layer in self._layers:
             ways += zip(factors, layer.given[1]["position_embeddings"], strict=True)
@@ -185,10 +192,14 @@ def _from_each(kept: Container[int], run: list[FlatLayer]) -> Iterator[list[Flat
     return (run[start:end] for start, end in pairwise([*starts, len(run)]))
 
 
-def find_layers(model: PreTrainedModel) -> list[FlatLayer]:
-    """All decoder layers, if each is made of the modules that those of Llama are made of."""
+def find_layers(model: PreTrainedModel, backend: str) -> list[FlatLayer]:
+    """All decoder layers, if each is made of the modules that those of Llama are made of.
+
+    None where the backend has no kernels of them for the model's device.
+    """
     base = _base_of(model)
-    if model.device.type != "cpu" or "cpu" not in available_backends() or base is None:
+    *compiled, _ = backends_of("decoder_layers", model.device)
+    if base is None or not compiled or backend not in ("auto", *compiled):
         return []
     layers = []
     for module in base.layers:
@@ -355,9 +366,9 @@ def _try(
     step: PagedStep,
 ) -> Tensor:
     """The op on the trial pass, over a cache of its own."""
-    shape, dtype = (1, len(hidden), *call.key_heads), layer.weights.attention_norm.dtype
-    cache = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
-    return run_layers([layer], hidden, cos, sin, replace(step, caches={layer.index: cache}))
+    shape, norm = (1, len(hidden), *call.key_heads), layer.weights.attention_norm
+    caches = {layer.index: (norm.new_zeros(shape), norm.new_zeros(shape))}
+    return run_layers([layer], hidden, cos, sin, replace(step, caches=caches))
 
 
 def _wider_copy(module: nn.Module, dtype: torch.dtype) -> Any:
@@ -385,7 +396,8 @@ def _attend_to_text(
     **kwargs,
 ) -> tuple[Tensor, None]:
     """Causal attention of a whole text, in any type."""
-    group, place = query.shape[1] // key.shape[1], torch.arange(query.shape[2])
+    group = query.shape[1] // key.shape[1]
+    place = torch.arange(query.shape[2], device=query.device)
     key, value = (states.repeat_interleave(group, dim=1) for states in (key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     scores = query @ key.transpose(2, 3) * scale

@@ -23,6 +23,7 @@ from fastspec.models.flat import (
     find_layers,
     flatten,
     recording,
+    runs_flat,
 )
 from fastspec.models.layout import (
     AttentionCall,
@@ -38,7 +39,6 @@ from fastspec.models.recurrent import RecurrentLayers
 from fastspec.models.rotary import RotaryLengths
 from fastspec.models.sharded import ranks_of
 from fastspec.models.twin import (
-    MOST_FEW_ROWS,
     is_plain_linear,
     twin_of,
     use_few_row_kernels,
@@ -178,9 +178,9 @@ class PagedModel:
         self._adopt(model)
         self._flat: FlatPass | None = None
         layers: list[FlatLayer] = []
+        if self.decoder_start_id is None and self.recurrent is None:
+            layers = find_layers(self.model, backend)
         if backend in ("auto", "cpu"):
-            is_candidate = self.decoder_start_id is None and self.recurrent is None
-            layers = find_layers(self.model) if is_candidate else []
             use_few_row_kernels(self.model)
         self.cache_shapes = self._probe(layers)
         if backend in ("auto", "cpu") and self._flat is None:
@@ -199,7 +199,7 @@ class PagedModel:
         keep: dict[str, Any] = {"logits_to_keep": rows} if self._keeps_logits else {}
         if self.rotary is not None and self.rotary.limit is not None:
             self.rotary.begin(positions, step)
-        if self._flat is not None and len(input_ids) <= MOST_FEW_ROWS:
+        if self._flat is not None and runs_flat(input_ids):
             return self._flat.forward(input_ids, positions, rows, step)
         if self._counts_positions:
             self._cache.num_seen = positions - torch.arange(len(positions), device=self.device)

@@ -23,9 +23,10 @@ class RotaryTable:
         self._cos = self._sin = torch.empty((0, 0))
 
     def factors(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [T, R] float32 of rows at these positions [T], on a CPU."""
-        end = int(positions.max()) + 1
-        if end > _MOST_KEPT or "forward" in vars(self._rotary):
+        """cos and sin [T, R] float32 of rows at these positions [T]; looked up on a CPU only."""
+        if positions.device.type != "cpu" or "forward" in vars(self._rotary):
+            return self._computed(positions)
+        if (end := int(positions.max()) + 1) > _MOST_KEPT:
             return self._computed(positions)
         if end > len(self._cos):
             num = max(_LEAST_KEPT, 1 << (end - 1).bit_length())
@@ -33,7 +34,7 @@ class RotaryTable:
         return self._cos[positions], self._sin[positions]
 
     def _computed(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        like = torch.zeros((), dtype=torch.float32)
+        like = torch.zeros((), dtype=torch.float32, device=positions.device)
         cos, sin = self._rotary(like, positions[None])
         return cos[0].float(), sin[0].float()
 

@@ -23,6 +23,7 @@ TRITON_OPS = frozenset(
         "build_tree",
         "compact_kv",
         "cross_attention",
+        "decoder_layers",
         "logits_to_probs",
         "match_suffix",
         "penalize",
@@ -35,6 +36,10 @@ TRITON_OPS = frozenset(
         "verify_chain",
         "verify_tree",
     }
+)
+# Of these Triton's kernels are the faster ones on GPUs: measured on an H200, see docs/kernels.md.
+_FASTER_IN_TRITON = frozenset(
+    {"logits_to_probs", "row_stats", "sample", "sample_coupled", "verify_chain"}
 )
 # The ops that calculate with what a cache holds; their compiled kernels take no float8.
 _CACHE_OPS = frozenset({"cross_attention", "decoder_layers", "store_kv", "tree_attention"})
@@ -74,9 +79,9 @@ def run_checked(
 def resolve(op: str, requested: str, device: torch.device, dtype: torch.dtype | None = None) -> str:
     """Name the backend that runs `op` on `device`, of an op on a cache that has this dtype.
 
-    "auto" takes FASTSPEC_BACKEND if it was set at import, else the compiled kernel of the device,
-    else Triton on a GPU, else the reference. A GPU that the CUDA extension was not built for is
-    logged once.
+    "auto" takes FASTSPEC_BACKEND if it was set at import, else the compiled kernel of the device or
+    Triton's, whichever is there and the faster one, else the reference. A GPU that the CUDA
+    extension was not built for is logged once.
 
     Raises:
         ValueError: the name is unknown, or that backend has no kernel of this op for this device
@@ -85,6 +90,8 @@ def resolve(op: str, requested: str, device: torch.device, dtype: torch.dtype | 
     if requested == "auto":
         requested = _DEFAULT
     if requested == "auto":
+        if _prefers_triton(op, device):
+            return "triton"
         if _is_compiled(op, device, dtype):
             return device.type
         if device.type == "cuda" and _lacks_image(op, device):
@@ -109,6 +116,8 @@ def backends_of(op: str, device: torch.device, dtype: torch.dtype | None = None)
     """The backends that can run `op` on tensors of `device`, best first."""
     compiled = (device.type,) if _is_compiled(op, device, dtype) else ()
     triton = ("triton",) if _runs_in_triton(op, device.type) else ()
+    if _prefers_triton(op, device):
+        return (*triton, *compiled, "reference")
     return (*compiled, *triton, "reference")
 
 
@@ -180,6 +189,10 @@ def _runs_in_triton(op: str, device_type: str) -> bool:
     """Compiled kernels need a GPU; interpreted ones take tensors of the CPU only."""
     runs_on = "cpu" if _TRITON_INTERPRETS else "cuda"
     return op in TRITON_OPS and device_type == runs_on and "triton" not in unavailable_backends()
+
+
+def _prefers_triton(op: str, device: torch.device) -> bool:
+    return device.type == "cuda" and op in _FASTER_IN_TRITON and _runs_in_triton(op, "cuda")
 
 
 @cache

@@ -71,7 +71,7 @@ def decoder_layers(
         norm_shift: added to the weights of all norms: 0, or 1 for Gemma's.
         activation: "silu" or "gelu_tanh".
         ancestor_mask, scale, sliding_window, softcap: as in `tree_attention`.
-        backend: "auto", "cpu" or "reference".
+        backend: "auto", "cpu", "triton" or "reference".
     Returns:
         [T, E] float32.
     Raises:
@@ -80,7 +80,8 @@ def decoder_layers(
     Sums and what passes from one part to the next are float32 (reference: float64); queries, keys,
     values and what attention gives have the dtype of the cache, and on processors that multiply
     bfloat16 also what enters a product with bfloat16 weights. A row's bits do not depend on the
-    other rows. No host synchronisation.
+    other rows. "triton" leaves the products to torch: what enters and leaves them has the dtype of
+    the weights, and their bits may depend on the number of rows. No host synchronisation.
     """
     _first_of("layers", layers, LayerWeights)
     cache: Tensor = _first_of("key_caches", key_caches, Tensor)

@@ -17,7 +17,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
+from fastspec_kernels import LayerWeights
 from fastspec_kernels import triton as ops
+from fastspec_kernels.triton import decoder
 
 BINARIES = Path(triton.__path__[0]) / "backends/nvidia/bin"
 BATCH, NUM_DRAFT = 2, 4
@@ -41,6 +43,7 @@ def recorded_launches(every_variant: bool) -> list[tuple]:
     texts = torch.empty(BATCH, 4096, dtype=torch.int32)
     _call_penalize(128256, torch.bfloat16, NUM_DRAFT, (None,) * 4)
     ops.match_suffix(texts, torch.empty(BATCH, dtype=torch.int32), 2, 3, 10, "latest")
+    _call_decoder(torch.bfloat16, False)
     if every_variant:  # rows of odd length, with everything optional
         _call_chains(50257, torch.float32, _params(BATCH), True)
         _call_trees(50257, torch.float32, _params(BATCH), True)
@@ -49,6 +52,7 @@ def recorded_launches(every_variant: bool) -> list[tuple]:
         _call_row_ops(33, torch.float32, _params(rows), None)
         parents = torch.empty(BATCH, 64, dtype=torch.int32)
         _call_penalize(50257, torch.float16, 64, (parents, *torch.empty(3, BATCH)))
+        _call_decoder(torch.float32, True)
         _call_ones()
     return launches
 
@@ -79,6 +83,26 @@ def _call_penalize(vocab: int, dtype: torch.dtype, num_nodes: int, options: tupl
     bias = history[0], entries, torch.empty(30), entries
     logits = torch.empty(len(rows), vocab, dtype=dtype)
     ops.penalize(logits, rows, rows, tokens, *history, *bias, *options)
+
+
+def _call_decoder(dtype: torch.dtype, full: bool) -> None:
+    """A layer of 8 heads on 2 of 128; its attention has a test of its own."""
+    decoder.tree_attention = lambda query, *args: (query, None)
+    size, (queries, keys, wide) = 2048, (1024, 256, 512)
+    shapes = (size,), (queries, size), (keys, size), (keys, size), (size, queries), (size,)
+    shapes += (wide, size), (wide, size), (size, wide)
+    weights = [torch.empty(shape, dtype=dtype) for shape in shapes]
+    norms = [torch.empty(shape, dtype=dtype) for shape in (128, 128, size, size)]
+    caches = torch.empty(2, 9, 16, 2, 128, dtype=dtype)
+    hidden, ints = torch.empty(5, size), torch.empty(6, dtype=torch.int32)
+    factors = (torch.empty(5, 128), torch.empty(5, 128))
+    if full:
+        weights += [None] * 4 + norms
+    layer = LayerWeights(*weights)
+    activation = "gelu_tanh" if full else "silu"
+    pages = torch.empty(5, dtype=torch.int64), ints[None], ints, ints
+    given = [caches[0]], [caches[1]], 1e-5, float(full), activation, *factors, None, *pages
+    ops.decoder_layers(hidden, list(layer), *given, 1.0, 0, 0.0, None)
 
 
 def _call_row_ops(vocab: int, dtype: torch.dtype, params: tuple, bitmask) -> None:

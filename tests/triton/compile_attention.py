@@ -96,7 +96,7 @@ def report_attention(
     name = f"{kind} q{num_tokens} d{head_size} b{batch} {dtype}"
     report(name, attention_kernel, constants, capability, launch, dtype, is_float8)
     if batch == 1 and kind == "chain" and num_tokens == 1:
-        report(f"merge d{head_size}", merge_kernel, constants, capability, {}, dtype)
+        report(f"merge d{head_size}", merge_kernel, constants, capability, {"num_warps": 1}, dtype)
 
 
 def report_cache(capability: int) -> None:

@@ -37,6 +37,9 @@ BUDGETS = {
     "race_kernel": (144, 16384),
     "winner_kernel": (40, 1024),
     "penalize_kernel": (64, 1024),
+    "norm_kernel": (64, 1024),
+    "heads_kernel": (40, 1024),
+    "gate_kernel": (40, 0),
 }
 # All instructions of the statistics kernel over the elements of one thread, with all that is done
 # once per tile; the code for two models holds their loads twice.

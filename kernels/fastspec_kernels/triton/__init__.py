@@ -4,6 +4,7 @@ from fastspec_kernels.triton.attention import cross_attention, tree_attention
 from fastspec_kernels.triton.cache import compact_kv, store_kv
 from fastspec_kernels.triton.chain import verify_chain
 from fastspec_kernels.triton.coupled import sample_coupled
+from fastspec_kernels.triton.decoder import decoder_layers
 from fastspec_kernels.triton.penalties import penalize
 from fastspec_kernels.triton.rng import uniform
 from fastspec_kernels.triton.sampling import logits_to_probs, row_stats, sample
@@ -14,6 +15,7 @@ __all__ = [
     "build_tree",
     "compact_kv",
     "cross_attention",
+    "decoder_layers",
     "logits_to_probs",
     "match_suffix",
     "penalize",

@@ -276,7 +276,10 @@ def merge_kernel(
     value_scale,
     V: tl.constexpr,
 ):
-    """Program (token, block of heads): merge the partials of what the token may see, in order."""
+    """Program (token, head): merge the partials of what the token may see, in order.
+
+    One warp, as it has to wait for nobody; the loads of the next partials are on their way.
+    """
     token = tl.program_id(0)
     b = tl.full([], 0, tl.int32)
     for first in range(0, batch, BLOCK_BATCH):
@@ -292,14 +295,14 @@ def merge_kernel(
     low, _, _, end = span(context, num_tokens, number, number, sliding_window, V)
     unit = _keys_of_partial(context, num_tokens, sliding_window, splits, V)
 
-    head = tl.program_id(1) * V.merge_m + tl.arange(0, V.merge_m)
+    head = tl.program_id(1) + tl.arange(0, 1)
     inside = head < V.num_heads
     d = tl.arange(0, V.block_d)
     stored = inside[:, None] & (d < V.head_size)[None, :]
     place = token.to(tl.int64) * V.num_heads + head
-    whole = _empty_state(V.merge_m, V)
+    whole = _empty_state(1, V)
     run = whole
-    for index in tl.range(low // unit, (end + unit - 1) // unit, num_stages=5):
+    for index in tl.range(low // unit, (end + unit - 1) // unit, num_stages=8):
         source = place * num_partials + index % num_partials
         part_mixed = tl.load(
             partial + source[:, None] * V.head_size + d[None, :], mask=stored, other=0.0
@@ -309,6 +312,6 @@ def merge_kernel(
         run = merge(run, (part_peak, part_total, part_mixed))
         if (index + 1) * unit % RUN == 0:
             whole = merge(whole, run)
-            run = _empty_state(V.merge_m, V)
+            run = _empty_state(1, V)
     whole = merge(whole, run)
     _store_rows(out, logsumexp, sinks, whole, value_scale, place, head, inside, V)

@@ -1,0 +1,154 @@
+"""Decoder layers of few launches: torch's matrix products, and what lies between them fused."""
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+
+from fastspec_kernels.reference.layers import LayerWeights
+from fastspec_kernels.triton.attention import tree_attention
+from fastspec_kernels.triton.decoder_kernels import gate_kernel, heads_kernel, norm_kernel
+from fastspec_kernels.triton.launch import launch
+
+GATE_BLOCK = 1024
+
+
+def decoder_layers(
+    hidden: Tensor,
+    layers: list[Tensor | None],
+    key_caches: list[Tensor],
+    value_caches: list[Tensor],
+    eps: float,
+    norm_shift: float,
+    activation: str,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    embeddings: Tensor | None,
+    slot_mapping: Tensor,
+    block_table: Tensor,
+    context_lens: Tensor,
+    cu_rows: Tensor,
+    scale: float,
+    sliding_window: int,
+    softcap: float,
+    ancestor_mask: Tensor | None,
+) -> Tensor:
+    """Of each layer 7 products and 5 launches of ours, 6 where contexts are split; 1 at the end."""
+    pages = block_table, context_lens, cu_rows
+    norms = float(eps), float(norm_shift)
+    size, x, added, added_norm = len(LayerWeights._fields), hidden, None, None
+    if len(hidden) == 0:
+        return hidden.clone()
+    for index, caches in enumerate(zip(key_caches, value_caches, strict=True)):
+        w = LayerWeights(*layers[index * size : (index + 1) * size])  # pyright: ignore
+        x, rows = _add_and_norm(x, added, added_norm, w.attention_norm, *norms)
+        if embeddings is not None:
+            rows = torch.cat([embeddings.to(rows.dtype), rows], dim=-1)
+        query = F.linear(rows, w.query_weight, w.query_bias)
+        key = F.linear(rows, w.key_weight, w.key_bias)
+        value = F.linear(rows, w.value_weight, w.value_bias)
+        query = _turn_and_store(query, key, value, w, caches, slot_mapping, cos, sin, *norms)
+        options = scale, sliding_window, softcap, w.sinks, ancestor_mask
+        attended, _ = tree_attention(query, *caches, *pages, *options, False, 1.0)
+        added = F.linear(attended.flatten(1), w.output_weight, w.output_bias)
+        x, rows = _add_and_norm(x, added, w.attention_out_norm, w.mlp_norm, *norms)
+        gate, up = F.linear(rows, w.gate_weight), F.linear(rows, w.up_weight)
+        _gate(gate, up, activation)
+        added, added_norm = F.linear(gate, w.down_weight), w.mlp_out_norm
+    return _add_and_norm(x, added, added_norm, None, *norms)[0]
+
+
+def _add_and_norm(
+    hidden: Tensor,
+    added: Tensor | None,
+    added_norm: Tensor | None,
+    norm: Tensor | None,
+    eps: float,
+    shift: float,
+) -> tuple[Tensor, Tensor]:
+    """Add norm(added) to hidden; that, and its norm in the dtype of the weights, all [T, E]."""
+    num_rows, size = hidden.shape
+    total = hidden if added is None else torch.empty_like(hidden)
+    rows = hidden if norm is None else hidden.new_empty(hidden.shape, dtype=norm.dtype)
+    block = triton.next_power_of_2(size)
+    launch(
+        norm_kernel,
+        num_rows,
+        hidden,
+        added,
+        added_norm,
+        norm,
+        total,
+        rows,
+        size,
+        eps,
+        shift,
+        BLOCK=block,
+        INTERPRETED=hidden.device.type == "cpu",
+        num_warps=min(16, max(1, block // 512)),
+    )
+    return total, rows
+
+
+def _turn_and_store(
+    query: Tensor,  # [T, H * D]
+    key: Tensor,  # [T, G * D]
+    value: Tensor,
+    weights: LayerWeights,
+    caches: tuple[Tensor, Tensor],
+    slot_mapping: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    eps: float,
+    shift: float,
+) -> Tensor:
+    """Normalise and rotate queries and keys, put keys and values into the cache; [T, H, D]."""
+    num_blocks, block_size, num_kv_heads, head_size = caches[0].shape
+    num_tokens, num_heads = len(query), query.shape[1] // head_size
+    out = query.new_empty((num_tokens, num_heads, head_size))
+    cos_rows, sin_rows = (query, query) if cos is None or sin is None else (cos, sin)
+    launch(
+        heads_kernel,
+        (num_tokens, num_heads + 2 * num_kv_heads),
+        query,
+        key,
+        value,
+        out,
+        *caches,
+        slot_mapping,
+        cos_rows,
+        sin_rows,
+        weights.query_norm,
+        weights.key_norm,
+        num_blocks * block_size,
+        caches[0].stride(0),
+        caches[0].stride(1),
+        cos_rows.stride(0),
+        sin_rows.stride(0),
+        eps,
+        shift,
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_SIZE=head_size,
+        BLOCK_SIZE=block_size,
+        ROTARY_SIZE=0 if cos is None else cos.shape[1],
+        BLOCK_D=triton.next_power_of_2(head_size),
+        INTERPRETED=query.device.type == "cpu",
+        num_warps=1,
+    )
+    return out
+
+
+def _gate(gate: Tensor, up: Tensor, activation: str) -> None:
+    """Make gate activation(gate) * up."""
+    launch(
+        gate_kernel,
+        triton.cdiv(gate.numel(), GATE_BLOCK),
+        gate,
+        up,
+        gate.numel(),
+        SILU=activation == "silu",
+        BLOCK=GATE_BLOCK,
+        INTERPRETED=gate.device.type == "cpu",
+        num_warps=4,
+    )
