@@ -33,14 +33,22 @@ def two_gpus(monkeypatch):
 
 def test_auto_goes_past_a_gpu_without_code_and_says_so_once(two_gpus, caplog):
     with caplog.at_level(logging.WARNING):
-        assert backend.resolve("sample", "auto", NEW) == "cuda"
+        assert backend.resolve("verify_tree", "auto", NEW) == "cuda"
         assert caplog.records == []
-        for op in ("sample", "verify_chain", "sample"):
+        for op in ("verify_tree", "store_kv", "verify_tree"):
             assert backend.resolve(op, "auto", OLD) == "triton"
     [record] = caplog.records
     assert "built for 8.0;9.0+PTX, and cuda:0 has compute capability 7.5" in record.getMessage()
-    assert backend.backends_of("sample", OLD) == ("triton", "reference")
-    assert backend.backends_of("sample", NEW) == ("cuda", "triton", "reference")
+    assert backend.backends_of("verify_tree", OLD) == ("triton", "reference")
+    assert backend.backends_of("verify_tree", NEW) == ("cuda", "triton", "reference")
+
+
+def test_auto_takes_the_faster_kernel(two_gpus, monkeypatch):
+    assert backend.resolve("sample", "auto", NEW) == "triton"
+    assert backend.backends_of("sample", NEW) == ("triton", "cuda", "reference")
+    assert backend.resolve("sample", "cuda", NEW) == "cuda"
+    monkeypatch.setattr(backend, "_runs_in_triton", lambda op, kind: False)
+    assert backend.resolve("sample", "auto", NEW) == "cuda"
 
 
 def test_by_name_it_raises_with_what_is_available(two_gpus):
