@@ -186,6 +186,18 @@ def test_wheel_holds_the_two_packages_and_nothing_else(tiny, tmp_path):
     assert "-cp310-abi3-" in wheel.name
 
 
+def host_functions_that_exit(library: Path) -> set[str]:
+    """nvcc makes exit(1) of a device function's host side, and warns of no call from a template."""
+    code = run("objdump", "-d", "--no-show-raw-insn", library, cwd=ROOT).stdout
+    called = {}
+    for function in re.split(r"\n\n", code):
+        if name := re.search(r"^[0-9a-f]+ <(.+)>:$", function, re.MULTILINE):
+            called[name[1]] = set(re.findall(r"\b(?:call|jmp)\s+[0-9a-f]+ <([^>+]+)>", function))
+    empty = {name for name, names in called.items() if names == {"exit@plt"}}
+    assert called
+    return {n for n, names in called.items() if n not in empty and names & {*empty, "exit@plt"}}
+
+
 @pytest.mark.check
 @needs_nvcc
 @needs_x86
@@ -200,6 +212,7 @@ def test_cuda_extension_builds_beside_a_cpu_torch(tiny):
     assert set(re.findall(r",code=(\S+?)['\"]? ", output)) == codes
     [library] = tiny.glob("kernels/fastspec_kernels/_cuda*.so")
     assert torch_cpp_symbols(library) == set()
+    assert host_functions_that_exit(library) == set()
     dependencies = run("objdump", "-p", library, cwd=ROOT).stdout
     assert "libtorch_cuda" not in dependencies
     assert "libtorch.so" in dependencies  # brings libtorch_cuda in where torch is a CUDA build

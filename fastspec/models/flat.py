@@ -98,6 +98,12 @@ class FlatLayer:
         return out[None].to(hidden_states.dtype)
 
 
+def has_layer_kernels(device: torch.device, backend: str) -> bool:
+    """Whether the backend has more than the reference of `decoder_layers` there."""
+    *compiled, _ = backends_of("decoder_layers", device)
+    return bool(compiled) and backend in ("auto", *compiled)
+
+
 def runs_flat(rows: Tensor) -> bool:
     """Whether layers without modules are the best way for a pass over so many tokens [T, ...]."""
     return len(rows) <= MOST_FEW_ROWS or rows.device.type != "cpu"
@@ -193,13 +199,10 @@ def _from_each(kept: Container[int], run: list[FlatLayer]) -> Iterator[list[Flat
 
 
 def find_layers(model: PreTrainedModel, backend: str) -> list[FlatLayer]:
-    """All decoder layers, if each is made of the modules that those of Llama are made of.
-
-    None where the backend has no kernels of them for the model's device.
-    """
+    """All decoder layers, if each is made of the modules that those of Llama are made of; none
+    where the backend has no kernels of them."""
     base = _base_of(model)
-    *compiled, _ = backends_of("decoder_layers", model.device)
-    if base is None or not compiled or backend not in ("auto", *compiled):
+    if base is None or not has_layer_kernels(model.device, backend):
         return []
     layers = []
     for module in base.layers:

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from fastspec.drafters.eagle3.model import FlatEagle3
+from fastspec.models.flat import has_layer_kernels
 from fastspec.models.layout import KVCache, PagedStep, Span, packed
 from fastspec.models.paged_model import PagedModel
 from fastspec.models.runner import ModelRunner
 from fastspec.models.transfer import device_tensor
-from fastspec_kernels import available_backends
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,8 @@ class Eagle3Runner(ModelRunner):
         size = paged_model.model.config.hidden_size
         shape = num_blocks * block_size, size
         self._own = torch.zeros(shape, dtype=paged_model.dtype, device=self.device)
-        is_on_cpu = self.device.type == "cpu" and paged_model.backend in ("auto", "cpu")
         same_type = self.caches[0][0].dtype == paged_model.dtype  # the op takes no 8-bit caches
-        if is_on_cpu and same_type and "cpu" in available_backends():
+        if same_type and has_layer_kernels(self.device, paged_model.backend):
             weights = paged_model.model.midlayer.weights()
             if weights is not None:
                 paged_model.run_flat(FlatEagle3(paged_model.model, weights))
