@@ -1,4 +1,4 @@
-"""Writes docs/results.md, and the figures of README.md, from benchmarks/results.
+"""Writes docs/results.md, docs/gpu.md and the figures of README.md from benchmarks/results.
 
 `python -m benchmarks.report`, or with `--check` to fail where they are out of date.
 """
@@ -11,15 +11,18 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks.gpu.report import page_of
+from benchmarks.tables import table_head, table_row
+
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS, README = "docs/results.md", "README.md"
+RESULTS, GPU, README = "docs/results.md", "docs/gpu.md", "README.md"
 HEADLINE = re.compile(r"(<!-- headline: .*?-->\n)(.*?)(<!-- end of headline -->)", re.DOTALL)
 DRAFTERS = re.compile(r"(<!-- drafters: .*?-->\n)(.*?)(<!-- end of drafters -->)", re.DOTALL)
 INTRODUCTION = """# Results
 
 `python -m benchmarks.report` writes this page from the records in `benchmarks/results/*.jsonl`.
 `fastspec bench --record` adds an end-to-end record, `make bench RECORD=NAME` those of the kernels.
-Every figure was taken on a CPU: no kernel of fastspec has run on a GPU yet."""
+Every figure was taken on a CPU; those of a GPU are on [a page of their own](gpu.md)."""
 METHODS = {
     "plain": "fastspec, plain",
     "speculative": "fastspec, speculative",
@@ -368,14 +371,6 @@ def threads(record: dict) -> str:
     return f"{record['threads']} thread{'' if record['threads'] == 1 else 's'}"
 
 
-def table_head(*cells: str) -> list[str]:
-    return [table_row(*cells), table_row("---", *["---:"] * (len(cells) - 1))]
-
-
-def table_row(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
 def read_records() -> list[dict]:
     """All records, each file's oldest first."""
     files = sorted((ROOT / "benchmarks" / "results").glob("*.jsonl"))
@@ -393,7 +388,9 @@ def main() -> None:
     arguments = parser.parse_args()
     records = read_records()
     readme = (ROOT / README).read_text(encoding="utf-8")
-    for name, text in {RESULTS: results_page(records), README: updated(readme, records)}.items():
+    gpu = page_of(ROOT / "benchmarks" / "results" / "h200")
+    pages = {RESULTS: results_page(records), GPU: gpu, README: updated(readme, records)}
+    for name, text in pages.items():
         path = ROOT / name
         if not arguments.check:
             path.write_text(text, encoding="utf-8")

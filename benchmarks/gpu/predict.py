@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks import cases as timed
 from benchmarks.gpu.resource_model import MACHINES, Case, Launch, Machine, Model, Phase, load
-from benchmarks.report import table_head, table_row
+from benchmarks.tables import table_head, table_row
 
 VOCAB, ITEM = 128256, 2  # bfloat16 logits
 ROW = VOCAB * ITEM

@@ -9,7 +9,7 @@ from benchmarks.gpu import options
 from benchmarks.gpu.predict import predicted
 from benchmarks.gpu.resource_model import GOALS
 from benchmarks.gpu.state import State
-from benchmarks.report import table_head, table_row
+from benchmarks.tables import table_head, table_row
 
 PEERS = (
     "peer",
@@ -20,6 +20,11 @@ PEERS = (
     "vllm_v2_bytes",
     "sglang_bytes",
 )
+INTRODUCTION = """\
+# On a GPU
+
+`python -m benchmarks.report` writes this page from the records in `benchmarks/results/h200`, which
+`make gpu` made on a machine that was lent for half an hour: one NVIDIA H200, nothing else on it."""
 MEANING = """\
 Times are medians in microseconds. **cold**: every call reads inputs that are not in the L2;
 **warm**: the same inputs again and again. **floor**: the bytes that must move over the copy
@@ -44,23 +49,33 @@ def read_lines(path: Path) -> list[dict]:
 
 
 def text_of(folder: Path) -> str:
-    """The whole report."""
+    """The whole report of a run."""
+    return "\n\n".join(["# GPU run", steps_table(State(folder)), *measured(folder)]) + "\n"
+
+
+def page_of(folder: Path) -> str:
+    """All of docs/gpu.md, from the records of one machine."""
+    return "\n\n".join([INTRODUCTION, *measured(folder)]) + "\n"
+
+
+def measured(folder: Path) -> list[str]:
+    """The machine, the engine, the kernels, and what failed."""
     machine = {record["what"]: record for record in read_lines(folder / "machine.jsonl")}
     kernels = latest(read_lines(folder / "kernels.jsonl"))
-    parts = ["# GPU run", steps_table(State(folder))]
+    engine = latest(read_lines(folder / "engine.jsonl"))
+    parts = []
     if machine:
         parts += ["## Machine", machine_table(list(machine.values()))]
+    if engine:
+        parts += ["## Engine", MEANING_OF_ENGINE, engine_table(engine)]
     if kernels:
         parts += ["## Kernels", MEANING]
     for op in sorted({record["op"] for record in kernels}):
         parts += [f"### {op}", op_table([record for record in kernels if record["op"] == op])]
-    engine = latest(read_lines(folder / "engine.jsonl"))
-    if engine:
-        parts += ["## Engine", MEANING_OF_ENGINE, engine_table(engine)]
     errors = latest(read_lines(folder / "errors.jsonl"))
     if errors:
         parts += ["## Not measured", errors_table(errors)]
-    return "\n\n".join(parts) + "\n"
+    return parts
 
 
 def latest(records: list[dict]) -> list[dict]:
