@@ -12,6 +12,7 @@ class Tiling(NamedTuple):
     tile: int  # elements, a power of two
     num_tiles: int
     merged: int  # num_tiles rounded up to a power of two
+    statistics_warps: int  # of a program that takes the statistics of one tile
     tile_warps: int  # of a program that reads one tile in one go
     search_warps: int  # of a program that keeps a tile in registers and goes over it often
 
@@ -24,6 +25,7 @@ def tiling_of(vocab: int) -> Tiling:
         tile=tile,
         num_tiles=num_tiles,
         merged=next_power_of_2(num_tiles),
+        statistics_warps=2 if tile >= 1024 else 1,  # few: a thread's work besides its logits counts
         tile_warps=4 if tile >= 1024 else 1,
         search_warps=8 if tile >= 2048 else 4 if tile >= 512 else 1,
     )
