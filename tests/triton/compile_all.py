@@ -178,7 +178,7 @@ def resources(cubin: bytes) -> dict:
 
 
 def executed(code: list[tuple[str, str, str, str]]) -> int:
-    """Instructions on the shortest way through the code with most exponentials, loops taken once."""
+    """Instructions on the shortest way that passes most exponentials, taking loops once."""
     place = {int(address, 16): i for i, (address, *_) in enumerate(code)}
     ways = [(0, 0)] * (len(code) + 1)  # from here on: exponentials, minus instructions
     for i, (_, predicate, name, operands) in reversed(list(enumerate(code))):
@@ -200,6 +200,10 @@ def _output(tool: str, *args: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
+def _has_minimum(signature: dict) -> bool:
+    return getattr(signature.get("tiles"), "minimum", "constexpr") != "constexpr"
+
+
 def main(capability: int, only: str = "") -> None:
     seen = set()
     for kernel, args, options in recorded_launches(every_variant=capability == 90 and not only):
@@ -214,6 +218,7 @@ def main(capability: int, only: str = "") -> None:
             "kernel": kernel.fn.__name__,
             "dtype": next((x for x in ("bf16", "fp16", "fp32") if x in dtypes), None),
             "options": options,
+            "filtered": _has_minimum(compiled.src.signature),
             "shared": compiled.metadata.shared,
             **resources(compiled.asm["cubin"]),
         }

@@ -186,14 +186,16 @@ def load_tile(target, draft, slots, index, step, tile, TILE: tl.constexpr):
 
 @triton.jit
 def _load_tile_of(rows, offset, row, tile, TILE: tl.constexpr):
-    ids = tile * TILE + tl.arange(0, TILE)
-    inside = ids < rows.vocab
+    # The tile's offset is added to the pointer, as loads can add what is known when compiling.
+    logits = rows.logits + offset + tile * TILE
+    ids = tl.arange(0, TILE)
+    inside = ids < rows.vocab - tile * TILE
     if (tile + 1) * TILE <= rows.vocab:
-        x = _widen(tl.load(rows.logits + offset + ids))
+        x = _widen(tl.load(logits + ids))
     else:
-        x = _widen(tl.load(rows.logits + offset + ids, mask=inside, other=-INFINITY))
+        x = _widen(tl.load(logits + ids, mask=inside, other=-INFINITY))
     if rows.bitmask is not None:
-        x = tl.where(allowed(rows, row, ids, inside), x, -INFINITY)
+        x = tl.where(allowed(rows, row, tile * TILE + ids, inside), x, -INFINITY)
     return x
 
 

@@ -25,10 +25,17 @@ def tiling_of(vocab: int) -> Tiling:
         tile=tile,
         num_tiles=num_tiles,
         merged=next_power_of_2(num_tiles),
-        statistics_warps=2 if tile >= 1024 else 1,  # few: a thread's work besides its logits counts
+        statistics_warps=_statistics_warps(tile, vocab),
         tile_warps=4 if tile >= 1024 else 1,
         search_warps=8 if tile >= 2048 else 4 if tile >= 512 else 1,
     )
+
+
+def _statistics_warps(tile: int, vocab: int) -> int:
+    """Few, as the work besides a thread's logits counts; more where each load needs an address."""
+    if tile < 1024:
+        return 1
+    return 2 if vocab % 16 == 0 else 4
 
 
 def vector_warps(size: int) -> int:
