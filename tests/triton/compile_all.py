@@ -181,25 +181,51 @@ def resources(cubin: bytes) -> dict:
         file.write(cubin)
         file.flush()
         usage = _output("cuobjdump", "-res-usage", file.name)
-        code = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([\w.]+)", _output(
-            "cuobjdump", "-sass", file.name
-        ), re.MULTILINE)  # fmt: skip
+        code = re.findall(
+            r"^\s+/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+ )?([\w.]+)([^;]*);",
+            _output("cuobjdump", "-sass", file.name),
+            re.MULTILINE,
+        )
     number = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
-    while code and code[-1] in ("NOP", "BRA"):
+    while code and code[-1][2] in ("NOP", "BRA"):
         code.pop()
+    names = [name for _, _, name, _ in code]
     return {
         "registers": number["REG"],
         "stack": number["STACK"],
         "local": number["LOCAL"],
         "instructions": len(code),
-        "wide_loads": sum(name.startswith("LDG.E.128") for name in code),
-        "exponentials": sum(name.startswith("MUFU.EX2") for name in code),
+        "executed": executed(code),
+        "wide_loads": sum(name.startswith("LDG.E.128") for name in names),
+        "exponentials": sum(name.startswith("MUFU.EX2") for name in names),
     }
+
+
+def executed(code: list[tuple[str, str, str, str]]) -> int:
+    """Instructions on the shortest way that passes most exponentials, taking loops once."""
+    place = {int(address, 16): i for i, (address, *_) in enumerate(code)}
+    ways = [(0, 0)] * (len(code) + 1)  # from here on: exponentials, minus instructions
+    for i, (_, predicate, name, operands) in reversed(list(enumerate(code))):
+        following = [ways[i + 1]]
+        if name == "EXIT" and not predicate:
+            following = [(0, 0)]
+        if name == "BRA":
+            target = place.get(int(operands.split("0x")[1], 16), 0)
+            is_sure = not predicate and "P" not in operands
+            following = [] if is_sure and target > i else following
+            following += [ways[target]] if target > i else []
+        exponentials, instructions = max(following)
+        ways[i] = exponentials + name.startswith("MUFU.EX2"), instructions - 1
+    return -ways[0][1]
 
 
 def _output(tool: str, *args: str) -> str:
     command = [str(BINARIES / tool), *args]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def _has_minimum(signature: dict) -> bool:
+    return getattr(signature.get("tiles"), "minimum", "constexpr") != "constexpr"
 
 
 def main(capability: int, only: str = "") -> None:
@@ -216,6 +242,7 @@ def main(capability: int, only: str = "") -> None:
             "kernel": kernel.fn.__name__,
             "dtype": next((x for x in ("bf16", "fp16", "fp32") if x in dtypes), None),
             "options": options,
+            "filtered": _has_minimum(compiled.src.signature),
             "shared": compiled.metadata.shared,
             **resources(compiled.asm["cubin"]),
         }

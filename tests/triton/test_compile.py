@@ -41,9 +41,9 @@ BUDGETS = {
     "heads_kernel": (40, 1024),
     "gate_kernel": (40, 0),
 }
-# All instructions of the statistics kernel over the elements of one thread, with all that is done
-# once per tile; the code for two models holds their loads twice.
-INSTRUCTIONS_PER_ELEMENT = {"one model": 29, "two models": 36}
+# Instructions that a thread of the statistics kernel executes for each of its elements, with all
+# that is done once per tile: memory is the limit only below 14. Filters need a minimum besides.
+EXECUTED_PER_ELEMENT = {False: 14, True: 16.5}
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
@@ -82,7 +82,6 @@ def check_statistics_kernel(compiled):
         assert record["exponentials"] == per_thread, record
         size = 2 if record["dtype"] == "bf16" else 4
         loads = per_thread * size // 16
-        assert record["wide_loads"] in (loads, 2 * loads), record
-        models = "one model" if record["wide_loads"] == loads else "two models"
-        limit = INSTRUCTIONS_PER_ELEMENT[models] * per_thread
-        assert record["instructions"] <= limit, record
+        # With and without masks, by each of two models if the compiler does not merge their loads.
+        assert record["wide_loads"] in (2 * loads, 4 * loads), record
+        assert record["executed"] <= EXECUTED_PER_ELEMENT[record["filtered"]] * per_thread, record

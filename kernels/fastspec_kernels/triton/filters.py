@@ -14,8 +14,9 @@ from fastspec_kernels.triton.bounds import coarse_bounds, fine_bounds, narrow, n
 from fastspec_kernels.triton.launch import launch
 from fastspec_kernels.triton.rows import (
     Tiles,
-    tile_weights,
+    sum_weights,
     to_mass,
+    weights_of,
 )
 from fastspec_kernels.triton.slots import (
     INFINITY,
@@ -230,5 +231,6 @@ def kept_kernel(target, draft, slots, sampling, tiles, num_tiles, TILE: tl.const
             index, _ = locate_params(target, draft, slots, slot)
             scale, _, _ = temperature_of(sampling, index)
             x = load_any(target, draft, slots, slot, tile * TILE + tl.arange(0, TILE))
-            total = tl.sum(tl.where(x >= threshold, tile_weights(x, best, scale), 0), 0)
+            weights = weights_of(x, best, scale)
+            total = sum_weights(tl.where(x >= threshold, weights, 0.0))
         tl.store(tiles.total + out, total)

@@ -11,6 +11,13 @@ LN_2 = tl.constexpr(0.6931471805599453)
 TILE_ONE = tl.constexpr(2147483648.0)  # 2**31, the weight of a tile's best logit
 MASS_ONE = tl.constexpr(1099511627776.0)  # 2**40, the weight of a row's best logit
 MASS_PER_TILE_UNIT = tl.constexpr(512.0)  # MASS_ONE / TILE_ONE
+# Adding it rounds a number of [0, 1] to a multiple of 2**-12, counted by the lowest bits.
+COARSE = tl.constexpr(2048.0)
+COARSE_BITS = tl.constexpr(0x45000000)
+COARSE_SHIFT = tl.constexpr(19)  # TILE_ONE has 2**19 units for each multiple
+# Adding it to what is left, at most 2**-13 either way, rounds that to a multiple of 1 / TILE_ONE.
+FINE = tl.constexpr(0.005859375)  # 1.5 * 2**-8
+FINE_BITS = tl.constexpr(0x3BC00000)
 OUTSIDE = tl.constexpr(2147483647)
 
 
@@ -31,13 +38,36 @@ def finite_or_zero(value):
 
 
 @triton.jit
-def tile_weights(x, best, scale):
-    """Weights relative to the tile's best logit, in units of 1 / TILE_ONE, as integers.
+def weights_of(x, best, scale):
+    """Weights relative to the tile's best logit, in [0, 1]."""
+    return tl.exp2((x - finite_or_zero(best)) * scale)
 
-    32 bits: conversions to 64 bits are slow. Rounded, as thousands of them are added.
+
+@triton.jit
+def split_weights(weights):
+    """Weights rounded to 1 / TILE_ONE: how many 2**-12, and the signed rest in units, both i32.
+
+    By additions alone: GPUs convert to integers at an eighth of their rate. The sums of a tile of
+    both parts fit 32 bits.
     """
-    weight = tl.exp2((x - finite_or_zero(best)) * scale)
-    return tl.fma(weight, TILE_ONE, 0.5).to(tl.uint32).to(tl.int64)
+    coarse = weights + COARSE
+    rest = (weights - (coarse - COARSE)) + FINE
+    coarse = coarse.to(tl.int32, bitcast=True) - COARSE_BITS
+    return coarse, rest.to(tl.int32, bitcast=True) - FINE_BITS
+
+
+@triton.jit
+def sum_weights(weights):
+    """Exact sum of the rounded weights of one tile, in units of 1 / TILE_ONE."""
+    coarse, rest = split_weights(weights)
+    return (tl.sum(coarse, 0).to(tl.int64) << COARSE_SHIFT) + tl.sum(rest, 0)
+
+
+@triton.jit
+def tile_weights(x, best, scale):
+    """The rounded weights relative to the tile's best logit, in units of 1 / TILE_ONE."""
+    coarse, rest = split_weights(weights_of(x, best, scale))
+    return (coarse.to(tl.int64) << COARSE_SHIFT) + rest
 
 
 @triton.jit

@@ -66,31 +66,46 @@ def is_target(slots, slot):
 
 
 @triton.jit
-def find_target(rows, slots, slot):
-    """Offset of a target slot's row, the row, the index of its parameters, whether it exists."""
+def place_of(slots, slot):
+    """Index of a slot's parameters, its sequence where there are sequences, and its step there."""
     if slots.cu_rows is None:
-        row = slot.to(tl.int64)
-        index = slot
-        exists = slot >= 0
+        return slot, 0
     else:
-        index = slot // (slots.steps + slots.draft_steps)
-        row = tl.load(slots.cu_rows + index) + slot % (slots.steps + slots.draft_steps)
-        exists = row < tl.load(slots.cu_rows + index + 1)
-        row = row.to(tl.int64)
-    return row * rows.stride, row, index, exists
+        per_sequence = slots.steps + slots.draft_steps
+        return slot // per_sequence, slot % per_sequence
 
 
 @triton.jit
-def find_draft(rows, slots, slot):
-    """Offset of a draft slot's row, the index of its parameters, whether it judges a proposal."""
-    index = slot // (slots.steps + slots.draft_steps)
+def target_at(rows, slots, index, step):
+    """Offset of the row of one step of the target, the row, and whether it exists."""
+    if slots.cu_rows is None:
+        row = index
+        exists = index >= 0
+    else:
+        row = tl.load(slots.cu_rows + index) + step
+        exists = row < tl.load(slots.cu_rows + index + 1)
+    row = row.to(tl.int64)
+    return row * rows.stride, row, exists
+
+
+@triton.jit
+def draft_at(rows, slots, index, step):
+    """Offset of the row of one step of the drafter, and whether it judges a proposal."""
     if slots.position is None:
-        step = slot % (slots.steps + slots.draft_steps) - slots.steps
+        step -= slots.steps
     else:
         step = tl.load(slots.position + index)
     count = tl.load(slots.cu_rows + index + 1) - tl.load(slots.cu_rows + index)
     exists = (step >= 0) & (step < count - 1)
-    return index.to(tl.int64) * rows.outer_stride + step.to(tl.int64) * rows.stride, index, exists
+    return index.to(tl.int64) * rows.outer_stride + step.to(tl.int64) * rows.stride, exists
+
+
+@triton.jit
+def find_target(rows, slots, slot):
+    """Offset of a target slot's row, the row, the index of its parameters, whether it exists."""
+    index, step = place_of(slots, slot)
+    offset, row, exists = target_at(rows, slots, index, step)
+    return offset, row, index, exists
 
 
 @triton.jit
@@ -117,34 +132,81 @@ def load_draft(rows, offset, ids, inside):
 
 
 @triton.jit
+def row_exists(target, draft, slots, index, step):
+    """Whether there is a row at a step, whichever model's it is."""
+    if draft.logits is None:
+        _, _, exists = target_at(target, slots, index, step)
+    else:
+        if step < slots.steps:
+            _, _, exists = target_at(target, slots, index, step)
+        else:
+            _, exists = draft_at(draft, slots, index, step)
+    return exists
+
+
+@triton.jit
 def locate_params(target, draft, slots, slot):
     """Index of a slot's parameters, and whether its row exists."""
-    if draft.logits is None:
-        _, _, index, exists = find_target(target, slots, slot)
-    else:
-        index = slot
-        exists = is_target(slots, slot)
-        if exists:
-            _, _, index, exists = find_target(target, slots, slot)
-        else:
-            _, index, exists = find_draft(draft, slots, slot)
-    return index, exists
+    index, step = place_of(slots, slot)
+    return index, row_exists(target, draft, slots, index, step)
 
 
 @triton.jit
 def load_any(target, draft, slots, slot, ids):
     """Logits of a slot's row, whichever model's it is."""
+    index, step = place_of(slots, slot)
     if draft.logits is None:
-        offset, row, _, _ = find_target(target, slots, slot)
+        offset, row, _ = target_at(target, slots, index, step)
         x = load_logits(target, offset, row, ids, ids < target.vocab)
     else:
-        if is_target(slots, slot):
-            offset, row, _, _ = find_target(target, slots, slot)
+        if step < slots.steps:
+            offset, row, _ = target_at(target, slots, index, step)
             x = load_logits(target, offset, row, ids, ids < target.vocab)
         else:
-            offset, _, _ = find_draft(draft, slots, slot)
+            offset, _ = draft_at(draft, slots, index, step)
             x = load_draft(draft, offset, ids, ids < draft.vocab)
     return x
+
+
+@triton.jit
+def load_tile(target, draft, slots, index, step, tile, TILE: tl.constexpr):
+    """Logits of one tile of the row at a step, as `load_any`, with fewer instructions."""
+    if draft.logits is None:
+        offset, row, _ = target_at(target, slots, index, step)
+        x = _load_tile_of(target, offset, row, tile, TILE)
+    else:
+        if step < slots.steps:
+            offset, row, _ = target_at(target, slots, index, step)
+            x = _load_tile_of(target, offset, row, tile, TILE)
+        else:
+            offset, _ = draft_at(draft, slots, index, step)
+            x = _load_tile_of(draft, offset, 0, tile, TILE)
+    return x
+
+
+@triton.jit
+def _load_tile_of(rows, offset, row, tile, TILE: tl.constexpr):
+    # The tile's offset is added to the pointer, as loads can add what is known when compiling.
+    logits = rows.logits + offset + tile * TILE
+    ids = tl.arange(0, TILE)
+    inside = ids < rows.vocab - tile * TILE
+    if (tile + 1) * TILE <= rows.vocab:
+        x = _widen(tl.load(logits + ids))
+    else:
+        x = _widen(tl.load(logits + ids, mask=inside, other=-INFINITY))
+    if rows.bitmask is not None:
+        x = tl.where(allowed(rows, row, tile * TILE + ids, inside), x, -INFINITY)
+    return x
+
+
+@triton.jit
+def _widen(x):
+    """To f32: half a register becomes the upper half of one, in fewer instructions than by `to`."""
+    if x.dtype == tl.bfloat16:
+        bits = x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
+        return bits.to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
 
 
 @triton.jit

@@ -7,15 +7,15 @@ from torch import Tensor
 
 from fastspec_kernels.triton.filters import search_thresholds
 from fastspec_kernels.triton.launch import launch
-from fastspec_kernels.triton.rows import OUTSIDE, Tiles, tile_weights
+from fastspec_kernels.triton.rows import OUTSIDE, Tiles, sum_weights, weights_of
 from fastspec_kernels.triton.slots import (
     INFINITY,
     NO_ROWS,
     Params,
     Rows,
     Slots,
-    load_any,
-    locate_params,
+    load_tile,
+    row_exists,
     temperature_of,
 )
 from fastspec_kernels.triton.tiles import tiling_of
@@ -53,9 +53,10 @@ def tiles_of(target: Rows, draft: Rows, slots: Slots, sampling: Params, num_slot
         minimum=new(shape, dtype=torch.float32) if filtered else None,
         threshold=new((num_slots,), dtype=torch.float32) if filtered else None,
     )
+    per_sequence = slots.steps + slots.draft_steps
     launch(
         tile_statistics_kernel,
-        num_slots * tiling.num_tiles,
+        (num_slots // per_sequence, tiling.num_tiles, per_sequence),
         target,
         draft,
         slots,
@@ -63,7 +64,7 @@ def tiles_of(target: Rows, draft: Rows, slots: Slots, sampling: Params, num_slot
         tiles,
         tiling.num_tiles,
         TILE=tiling.tile,
-        num_warps=tiling.tile_warps,
+        num_warps=tiling.statistics_warps,
     )
     if filtered:
         search_thresholds(target, draft, slots, sampling, tiles, num_slots)
@@ -73,25 +74,41 @@ def tiles_of(target: Rows, draft: Rows, slots: Slots, sampling: Params, num_slot
 @triton.jit
 def tile_statistics_kernel(target, draft, slots, sampling, tiles, num_tiles, TILE: tl.constexpr):
     """One program per slot and tile: maximum, sum of weights, and what some rows need besides."""
-    slot = tl.program_id(0) // num_tiles
-    tile = tl.program_id(0) % num_tiles
+    index = tl.program_id(0)
+    tile = tl.program_id(1)
+    step = tl.program_id(2)
+    slot = index * (slots.steps + slots.draft_steps) + step
     out = slot.to(tl.int64) * num_tiles + tile
-    index, exists = locate_params(target, draft, slots, slot)
-    if exists:
-        ids = tile * TILE + tl.arange(0, TILE)
-        x = load_any(target, draft, slots, slot, ids)
+    if row_exists(target, draft, slots, index, step):
+        x = load_tile(target, draft, slots, index, step, tile, TILE)
         scale, greedy, _ = temperature_of(sampling, index)
-        usable = x < INFINITY  # neither NaN nor +inf
-        x = tl.where(usable, x, -INFINITY)
-        spoilt = tl.min(usable.to(tl.int32), 0) == 0
-        best = tl.max(x, 0)
-        tl.store(tiles.maximum + out, tl.where(spoilt, float("nan"), best))
-        tl.store(tiles.total + out, tl.sum(tile_weights(x, best, scale), 0))
+        best = _best_of(x, TILE)
         if tiles.argmax is not None and greedy:
+            ids = tile * TILE + tl.arange(0, TILE)
             tl.store(tiles.argmax + out, tl.min(tl.where(x == best, ids, OUTSIDE), 0))
         if tiles.minimum is not None:
-            lowest = tl.min(tl.where(x > -INFINITY, x, INFINITY), 0)
-            tl.store(tiles.minimum + out, lowest)
+            # Infinities become NaN, which a minimum leaves out unless there is nothing else.
+            lowest = tl.min(tl.fma(x, 0.0, x), 0)
+            tl.store(tiles.minimum + out, tl.where(lowest == lowest, lowest, INFINITY))
+        total = tl.full([], 0, tl.int64)
+        if best < INFINITY:
+            total = sum_weights(weights_of(x, best, scale))
+        tl.store(tiles.maximum + out, tl.where(best < INFINITY, best, float("nan")))
+        tl.store(tiles.total + out, total)
     else:
         tl.store(tiles.maximum + out, -INFINITY)
         tl.store(tiles.total + out, 0)
+
+
+@triton.jit
+def _best_of(x, TILE: tl.constexpr):
+    """The largest of a tile; +inf also if one is NaN.
+
+    Reductions drop NaN, maxima of two blocks need not: after those of the tile's quarters, only a
+    quarter of the elements is left to look at.
+    """
+    quarters = tl.reshape(tl.trans(tl.reshape(x, [4, TILE // 4])), [TILE // 4, 2, 2])
+    a, b = tl.split(quarters)
+    a, b = tl.split(tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL))
+    best = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    return tl.max(tl.where(best < INFINITY, best, INFINITY), 0)

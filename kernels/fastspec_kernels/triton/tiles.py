@@ -12,6 +12,7 @@ class Tiling(NamedTuple):
     tile: int  # elements, a power of two
     num_tiles: int
     merged: int  # num_tiles rounded up to a power of two
+    statistics_warps: int  # of a program that takes the statistics of one tile
     tile_warps: int  # of a program that reads one tile in one go
     search_warps: int  # of a program that keeps a tile in registers and goes over it often
 
@@ -24,9 +25,17 @@ def tiling_of(vocab: int) -> Tiling:
         tile=tile,
         num_tiles=num_tiles,
         merged=next_power_of_2(num_tiles),
+        statistics_warps=_statistics_warps(tile, vocab),
         tile_warps=4 if tile >= 1024 else 1,
         search_warps=8 if tile >= 2048 else 4 if tile >= 512 else 1,
     )
+
+
+def _statistics_warps(tile: int, vocab: int) -> int:
+    """Few, as the work besides a thread's logits counts; more where each load needs an address."""
+    if tile < 1024:
+        return 1
+    return 2 if vocab % 16 == 0 else 4
 
 
 def vector_warps(size: int) -> int:
