@@ -147,8 +147,9 @@ def test_a_filter_of_nan_reads_nothing_that_was_not_written(monkeypatch, name):
 
     def poisoned(*args):
         search = new_search(*args)
-        for tensor, value in zip(search, (0.0, 0.0, 50.0, 1, 0, -1.0), strict=True):
-            tensor.fill_(value)
+        values = {"plan": 1, "candidates": 50.0, "count": 1, "sampled": -1.0, "bracket": -1.0}
+        for name, tensor in search._asdict().items():
+            tensor.fill_(values.get(name, 0))
         return search
 
     new_search = filters._new_search

@@ -12,6 +12,7 @@ TILE_ONE = tl.constexpr(2147483648.0)  # 2**31, the weight of a tile's best logi
 MASS_ONE = tl.constexpr(1099511627776.0)  # 2**40, the weight of a row's best logit
 MASS_PER_TILE_UNIT = tl.constexpr(512.0)  # MASS_ONE / TILE_ONE
 OUTSIDE = tl.constexpr(2147483647)
+LOWEST_INT32 = tl.constexpr(-(2**31))
 
 
 class Tiles(NamedTuple):
@@ -109,3 +110,17 @@ def argmax_of(tiles, slot, maxima, best, num_tiles, MERGED: tl.constexpr):
         at = slot.to(tl.int64) * num_tiles + tile
         ids = tl.load(tiles.argmax + at, mask=tile < num_tiles, other=OUTSIDE)
         return tl.min(tl.where(maxima == best, ids, OUTSIDE), 0)
+
+
+@triton.jit
+def to_key(value):
+    """Integers in the order of the floats."""
+    bits = value.to(tl.int32, bitcast=True).to(tl.int64)
+    return tl.where(bits >= 0, bits, LOWEST_INT32 - bits)
+
+
+@triton.jit
+def from_key(key):
+    """The float of a key."""
+    bits = tl.where(key >= 0, key, LOWEST_INT32 - key)
+    return bits.to(tl.int32).to(tl.float32, bitcast=True)
