@@ -304,10 +304,11 @@ def gather_kernel(
             ids = tile * TILE + groups + tl.arange(0, GROUP)[None, :]
             x = load_any(target, draft, slots, slot, ids)
             number = tl.sum(((x > low) & (x <= high)).to(tl.int32), 1)
-            end = tl.cumsum(number, 0)
-            place = end - number + tl.atomic_add(search.count + slot, tl.sum(number, 0))
-            out = search.candidates + slot.to(tl.int64) * CAPACITY
-            _store_between(x, low, high, out, place, CAPACITY)
+            total = tl.sum(number, 0)
+            start = tl.atomic_add(search.count + slot, total, sem="relaxed")
+            if start + total <= CAPACITY:  # else the candidates are of no use
+                out = search.candidates + slot.to(tl.int64) * CAPACITY + start
+                _store_between(x, low, high, out, tl.cumsum(number, 0) - number)
             if maximum > high:
                 index, _ = locate_params(target, draft, slots, slot)
                 scale, _, _ = temperature_of(sampling, index)
@@ -315,7 +316,7 @@ def gather_kernel(
                 beyond = _mass_above(
                     target, draft, slots, slot, tile, high, best, scale, TILE, CHUNK
                 )
-                tl.atomic_add(search.beyond + slot, beyond)
+                tl.atomic_add(search.beyond + slot, beyond, sem="relaxed")
 
 
 @triton.jit
@@ -331,7 +332,7 @@ def _mass_above(
 
 
 @triton.jit
-def _store_between(x, low, high, out, place, CAPACITY: tl.constexpr):
+def _store_between(x, low, high, out, place):
     """Store those of each row of x [R, W] that are in (low, high] from the row's place [R] on.
 
     Columns come apart in an order of their own. Unlike one store of all of x, this moves nothing
@@ -339,12 +340,12 @@ def _store_between(x, low, high, out, place, CAPACITY: tl.constexpr):
     """
     if x.shape[1] == 1:
         found = tl.reshape((x > low) & (x <= high), place.shape)
-        tl.store(out + place, tl.reshape(x, place.shape), mask=found & (place < CAPACITY))
+        tl.store(out + place, tl.reshape(x, place.shape), mask=found)
         place += found.to(tl.int32)
     else:
         left, right = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
-        place = _store_between(left, low, high, out, place, CAPACITY)
-        place = _store_between(right, low, high, out, place, CAPACITY)
+        place = _store_between(left, low, high, out, place)
+        place = _store_between(right, low, high, out, place)
     return place
 
 
