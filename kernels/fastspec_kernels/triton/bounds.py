@@ -12,6 +12,7 @@ SLACK = tl.constexpr(1e-4)
 # promises is checked later, and a row where it does not hold is searched slowly.
 DEVIATIONS = tl.constexpr(4.5)
 CLEARANCE = tl.constexpr(6.0)
+MANY = tl.constexpr(32)
 RUN = tl.constexpr(4)  # neighbours sampled together: they share a sector of memory
 
 
@@ -96,7 +97,10 @@ def bracket_by_mass(x, rest, share, scale, best, limit, ZEROS: tl.constexpr):
     high = best
     above_high = 0
     if above_low > limit:
-        _, high, _, above_high = _last_bound(x, weight, rest, best, False, True, ZEROS)
+        _, bound, _, count = _last_bound(x, weight, rest, best, False, True, ZEROS)
+        if count >= MANY:
+            high = bound
+            above_high = count
     return low, high, above_low - above_high
 
 
@@ -129,9 +133,11 @@ def _last_bound(
             under = tl.where(above, 0.0, weight)
             mass = tl.sum(under, 0)
             spread = DEVIATIONS * tl.sqrt(tl.sum(under * under, 0))
-            # With no sample above a bound, nobody knows how heavy the logits below it are.
-            fits = (mass + spread <= goal) & (count >= CLEARANCE)
-            below = mass - spread < goal if HIGH else fits
+            # With few samples above a bound, nobody knows how heavy the logits below it are.
+            if HIGH:
+                below = (mass - spread < goal) & (count >= MANY)
+            else:
+                below = (mass + spread <= goal) & (count >= CLEARANCE)
         first = tl.where(below, middle, first)
         above_first = tl.where(below, count, above_first)
         last = tl.where(below, last, middle)
