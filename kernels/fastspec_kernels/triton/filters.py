@@ -51,11 +51,12 @@ SAMPLE = 4096  # logits of a row that bracket its threshold; no more than the la
 EXPECTED = CAPACITY * 5 // 8  # candidates beyond which a bracket is cut, by the sample
 # Low bits that are zero in the f32 of every value: keys are halved without them.
 ZEROS = {torch.bfloat16: 16, torch.float16: 13}
+# Of a thread of eight warps. Left to itself, ptxas takes fewer than fit, and spills.
+MOST_REGISTERS = 128
 # Bits of a plan; a slot without a search has none.
 SEARCHED = tl.constexpr(1)
 WIDE = tl.constexpr(2)
 BY_COUNT = tl.constexpr(4)
-GROUP = tl.constexpr(8)  # neighbours, of which 16 bytes are loaded at once in 16 bits each
 
 
 class Search(NamedTuple):
@@ -101,6 +102,7 @@ def search_thresholds(
             ZEROS=zeros,
             MERGED=tiling.merged,
             num_warps=8,
+            maxnreg=MOST_REGISTERS,
         )
         parts = _parts_of(tiling)
         cuts = {"BOUNDS": NUM_BOUNDS, "PARTS": next_power_of_2(parts), "MERGED": tiling.merged}
@@ -125,10 +127,12 @@ def search_thresholds(
             tiling.num_tiles,
             parts,
             TILE=tiling.tile,
+            GROUP=16 // target.logits.element_size(),  # what a thread loads at once
             CHUNK=4 * CHUNK,
             CAPACITY=CAPACITY,
             **cuts,
             num_warps=tiling.tile_warps,
+            maxnreg=96,  # five programs fit a multiprocessor, not four
         )
     launch(
         threshold_kernel,
@@ -143,8 +147,7 @@ def search_thresholds(
         ZEROS=zeros,
         MERGED=tiling.merged,
         num_warps=tiling.search_warps,
-        # Left to itself, ptxas takes fewer registers than fit, and spills.
-        maxnreg=128 if tiling.search_warps == 8 else 255,
+        maxnreg=MOST_REGISTERS if tiling.search_warps == 8 else 255,
     )
     launch(
         kept_kernel,
@@ -274,6 +277,7 @@ def gather_kernel(
     num_tiles,
     parts,
     TILE: tl.constexpr,
+    GROUP: tl.constexpr,
     CHUNK: tl.constexpr,
     CAPACITY: tl.constexpr,
     BOUNDS: tl.constexpr,

@@ -45,14 +45,14 @@ def threshold_kernel(
         only_best = (top_p <= 0) | (min_p >= 1)
         mass = tl.sum(masses, 0)
         if SEARCHED and on & (only_best == 0) & ((top_k > 0) | (top_p < 1)):
+            found = flag(slot < 0)
             if search is None:
                 x = load_any(target, draft, slots, slot, tl.arange(0, TILE))
                 weights = to_mass(tl.exp2((x - best) * scale))
-                threshold, _ = _among(
+                threshold, found = _among(
                     x, weights, TILE, threshold, best, 0, mass, top_k, top_p, TILE, ZEROS
                 )
             else:
-                found = flag(top_k < 0)
                 if tl.load(search.plan + slot) != 0:
                     count = tl.load(search.count + slot)
                     if count <= FEW:
