@@ -40,6 +40,10 @@ def devices(monkeypatch):
 
 
 def on_second(value):
+    """Tensors moved; of a list of layers their weights in a row, as kernels take them."""
+    if isinstance(value, list):
+        groups = (item if isinstance(item, tuple) else (item,) for item in value)
+        return [on_second(tensor) for group in groups for tensor in group]
     if not isinstance(value, torch.Tensor):
         return value
     return torch.empty(value.shape, dtype=value.dtype, device=SECOND)

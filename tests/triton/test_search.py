@@ -7,6 +7,8 @@ import torch
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
+import triton.language as tl  # noqa: E402
+
 from fastspec_kernels import backend, reference  # noqa: E402
 from fastspec_kernels.triton import filters, tiles  # noqa: E402
 
@@ -15,6 +17,7 @@ if "triton" not in backend.backends_of("row_stats", DEVICE):
     pytest.skip("Triton runs on no device here", allow_module_level=True)
 
 from fastspec_kernels import triton as ops  # noqa: E402
+from fastspec_kernels.triton.bounds import sampled_ids  # noqa: E402
 from fastspec_kernels.triton.statistics import tile_statistics_kernel  # noqa: E402
 
 VOCAB = 3 * tiles.LARGEST_TILE + 5
@@ -33,6 +36,31 @@ def launches(monkeypatch):
 
     monkeypatch.setattr(kind, "run", counted)
     return grids
+
+
+@pytest.fixture
+def searches(monkeypatch):
+    """What the launches of all searches of a test have handed on."""
+    made = []
+    new_search = filters._new_search
+
+    def kept(*args):
+        made.append(new_search(*args))
+        return made[-1]
+
+    monkeypatch.setattr(filters, "_new_search", kept)
+    return made
+
+
+@triton.jit
+def sampled_ids_kernel(out, vocab, SAMPLE: tl.constexpr):
+    tl.store(out + tl.arange(0, SAMPLE), sampled_ids(vocab, SAMPLE))
+
+
+def ids_of_sample(vocab):
+    ids = torch.empty(filters.SAMPLE, dtype=torch.int64, device=DEVICE)
+    sampled_ids_kernel[(1,)](ids, vocab, SAMPLE=filters.SAMPLE)
+    return ids
 
 
 def params(rows, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
@@ -66,6 +94,48 @@ def test_cuts_of_long_rows(spread):
     sampling[1][:] = torch.tensor([50, 0, 500])
     sampling[2][:] = torch.tensor([1.0, 0.9, 0.8])
     check_kept(logits, sampling)
+
+
+@pytest.mark.parametrize("vocab", [4097, 5119, 8192, VOCAB, 128256])
+def test_a_sample_is_of_the_whole_row_and_takes_nothing_twice(vocab):
+    ids = ids_of_sample(vocab).sort().values
+    assert ids[0] >= 0
+    assert ids[-1] < vocab
+    assert (ids.diff() > 0).all()
+    assert ids.diff().max() < 2 * vocab / filters.SAMPLE * 4
+
+
+@pytest.mark.parametrize("expected", [filters.EXPECTED, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_brackets_that_hold_too_much_are_cut(searches, monkeypatch, dtype, expected):
+    monkeypatch.setattr(filters, "EXPECTED", expected)
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.randn(5, VOCAB, generator=generator).to(DEVICE, dtype)
+    sampling = params(5)
+    sampling[1][:] = torch.tensor([50, 500, 500, 0, 0])
+    sampling[2][:] = torch.tensor([1.0, 1.0, 0.7, 0.5, 0.99])
+    check_kept(logits, sampling)
+    (search,) = searches
+    wide = (search.plan & filters.WIDE.value) != 0
+    assert wide.tolist() == [expected == 64] * 5
+    assert (search.count < filters.CAPACITY).all()
+
+
+def test_a_sample_that_misleads_costs_time_alone(searches):
+    """The sample is of more large logits, or of less mass, than the rest of the row."""
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(2, VOCAB, generator=generator).to(DEVICE)
+    ids = ids_of_sample(VOCAB)
+    logits[0, ids[:45]] += 10
+    logits[1, ids] -= 20
+    logits[1, ids[:10]] += 40
+    sampling = params(2, temperature=4.0)
+    sampling[1][0] = 50
+    sampling[2][1] = 0.9
+    check_kept(logits, sampling)
+    (search,) = searches
+    assert search.count[0] < 50
+    assert search.count[1] < 50
 
 
 def test_more_candidates_than_fit_read_the_row():
@@ -147,8 +217,9 @@ def test_a_filter_of_nan_reads_nothing_that_was_not_written(monkeypatch, name):
 
     def poisoned(*args):
         search = new_search(*args)
-        for tensor, value in zip(search, (0.0, 0.0, 50.0, 1, 0, -1.0), strict=True):
-            tensor.fill_(value)
+        values = {"plan": 1, "candidates": 50.0, "count": 1, "sampled": -1.0, "bracket": -1.0}
+        for name, tensor in search._asdict().items():
+            tensor.fill_(values.get(name, 0))
         return search
 
     new_search = filters._new_search

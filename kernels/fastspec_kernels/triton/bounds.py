@@ -1,14 +1,19 @@
-"""Bounds that cut the range in which the threshold of a row lies."""
+"""Bounds between which the threshold of a row lies: from a sample, then from sums of the row."""
 
 import triton
 import triton.language as tl
 
-from fastspec_kernels.triton.rows import MASS_ONE, finite_or_zero, merge_row
+from fastspec_kernels.triton.rows import MASS_ONE, finite_or_zero, from_key, merge_row, to_key
 from fastspec_kernels.triton.slots import INFINITY, filters_of, temperature_of
 
 # Sums of the bounds are added in f32, in any order: a bound counts only if it is clear of the need.
 SLACK = tl.constexpr(1e-4)
-LOWEST_LOG2_WEIGHT = tl.constexpr(43.0)
+# A sampled bound is clear of the need by so many standard deviations and so many logits: what it
+# promises is checked later, and a row where it does not hold is searched slowly.
+DEVIATIONS = tl.constexpr(4.5)
+CLEARANCE = tl.constexpr(6.0)
+MANY = tl.constexpr(32)
+RUN = tl.constexpr(4)  # neighbours sampled together: they share a sector of memory
 
 
 @triton.jit
@@ -24,9 +29,13 @@ def need_of(
     num_tiles,
     MERGED: tl.constexpr,
 ):
-    """What the logits above the threshold fall short of (0 = no search), by count or mass."""
+    """What the logits above the threshold fall short of (0 = no search), by count or mass.
+
+    Then the mass of all but the need, the factor of log2-weights and the best logit.
+    """
     need = 0.0
     by_count = slot < 0
+    rest = 0.0
     scale = 1.0
     best = 0.0
     if exists:
@@ -34,62 +43,142 @@ def need_of(
         best, valid, _, masses = merge_row(tiles, slot, num_tiles, scale, MERGED)
         top_k, top_p, min_p = filters_of(target, draft, slots, sampling, slot, index)
         by_count = top_k > 0
-        mass = (tl.sum(masses, 0).to(tl.float64) / MASS_ONE).to(tl.float32) * top_p
-        need = tl.where(by_count, top_k * 1.0, tl.where(top_p < 1, mass, 0.0))
+        mass = (tl.sum(masses, 0).to(tl.float64) / MASS_ONE).to(tl.float32)
+        rest = mass * (1 - top_p)
+        need = tl.where(by_count, top_k * 1.0, tl.where(top_p < 1, mass * top_p, 0.0))
         # As in threshold_kernel, NaN included: what it reads must have been written.
         only_best = (top_p <= 0) | (min_p >= 1)
         searched = valid & usable & (greedy == 0) & (only_best == 0)
         need = tl.where(searched, need, 0.0)
-    return need, by_count, scale, best
+    return need, by_count, rest, scale, best
 
 
 @triton.jit
-def coarse_bounds(
-    tiles, slot, num_tiles, by_count, scale, best, BOUNDS: tl.constexpr, MERGED: tl.constexpr
+def sampled_ids(vocab, SAMPLE: tl.constexpr):
+    """Runs of neighbours, one somewhere in each of equal parts of at least SAMPLE logits.
+
+    Where in its part is scrambled, as logits that recur at a distance would be over-represented.
+    """
+    place = tl.arange(0, SAMPLE)
+    part = place // RUN
+    size = vocab // (SAMPLE // RUN)
+    mixed = part.to(tl.uint32) * 0x9E3779B1
+    mixed = (mixed ^ (mixed >> 15)) * 0x85EBCA77
+    shift = (mixed >> 16).to(tl.int32) % (size - RUN + 1)
+    return part * size + shift + place % RUN
+
+
+@triton.jit
+def bracket_by_count(x, need, share, best, limit, ZEROS: tl.constexpr):
+    """(low, high], likely around the threshold, and how many of the sample x are above low.
+
+    More than `limit` make a high other than the best logit worth its while.
+    """
+    expected = need * share
+    spread = DEVIATIONS * tl.sqrt(expected)
+    enough = expected + spread + CLEARANCE
+    low, _, above_low, _ = _last_bound(x, x, enough, best, True, False, ZEROS)
+    high = best
+    if above_low > limit:
+        few = expected - spread - 1
+        _, high, _, _ = _last_bound(x, x, few, best, True, True, ZEROS)
+    return low, high, above_low
+
+
+@triton.jit
+def bracket_by_mass(x, rest, share, scale, best, limit, ZEROS: tl.constexpr):
+    """As bracket_by_count, where all but `rest` of the mass is above the threshold.
+
+    The number is that of the sample in (low, high].
+    """
+    weight = tl.exp2((x - best) * scale)
+    rest = rest * share
+    low, _, above_low, _ = _last_bound(x, weight, rest, best, False, False, ZEROS)
+    high = best
+    above_high = 0
+    if above_low > limit:
+        _, bound, _, count = _last_bound(x, weight, rest, best, False, True, ZEROS)
+        if count >= MANY:
+            high = bound
+            above_high = count
+    return low, high, above_low - above_high
+
+
+@triton.jit
+def _last_bound(
+    x,
+    weight,
+    goal,
+    best,
+    BY_COUNT: tl.constexpr,
+    HIGH: tl.constexpr,
+    ZEROS: tl.constexpr,
 ):
-    """Bounds over the range of logits that weigh anything, closer at the top."""
-    lowest = _lowest_logit(tiles, slot, num_tiles, MERGED)
-    depth = tl.minimum(best - lowest, 1e38)
-    depth = tl.where(
-        by_count,
-        depth,
-        tl.minimum(depth, tl.full([], LOWEST_LOG2_WEIGHT, tl.float32) / tl.maximum(scale, 1e-30)),
-    )
-    share = (tl.arange(0, BOUNDS) + 1) / BOUNDS
-    return best - depth * share * share
+    """The last bound clearly below the threshold, or HIGH: the first that is clearly above it.
+
+    Found by halving, as far as the sample can tell bounds apart. Returns both ends of what is left
+    and the counts of the sample above them.
+    """
+    first = to_key(best * 0 - INFINITY) >> ZEROS
+    last = to_key(best) >> ZEROS
+    above_first = tl.sum((x > -INFINITY).to(tl.int32), 0)
+    above_last = 0
+    while (last - first > 1) & (above_first - above_last > 2):
+        middle = first + ((last - first) >> 1)
+        above = x > from_key(middle << ZEROS)
+        count = tl.sum(above.to(tl.int32), 0)
+        if BY_COUNT:
+            below = count > goal if HIGH else count >= goal
+        else:
+            under = tl.where(above, 0.0, weight)
+            mass = tl.sum(under, 0)
+            spread = DEVIATIONS * tl.sqrt(tl.sum(under * under, 0))
+            # With few samples above a bound, nobody knows how heavy the logits below it are.
+            if HIGH:
+                below = (mass - spread < goal) & (count >= MANY)
+            else:
+                below = (mass + spread <= goal) & (count >= CLEARANCE)
+        first = tl.where(below, middle, first)
+        above_first = tl.where(below, count, above_first)
+        last = tl.where(below, last, middle)
+        above_last = tl.where(below, above_last, count)
+    return from_key(first << ZEROS), from_key(last << ZEROS), above_first, above_last
 
 
 @triton.jit
-def fine_bounds(low, high, tiles, slot, num_tiles, BOUNDS: tl.constexpr, MERGED: tl.constexpr):
+def range_of(tiles, slot, num_tiles, MERGED: tl.constexpr):
+    """The best and the lowest finite logit of a valid row."""
+    tile = tl.arange(0, MERGED)
+    at = slot.to(tl.int64) * num_tiles + tile
+    best = tl.max(tl.load(tiles.maximum + at, mask=tile < num_tiles, other=-INFINITY), 0)
+    lowest = tl.min(tl.load(tiles.minimum + at, mask=tile < num_tiles, other=INFINITY), 0)
+    return best, lowest
+
+
+@triton.jit
+def fine_bounds(low, high, lowest, BOUNDS: tl.constexpr):
     """Bounds in equal steps between low and high."""
-    low = tl.maximum(low, _lowest_logit(tiles, slot, num_tiles, MERGED))
+    low = tl.maximum(low, lowest)
     step = tl.minimum(high - low, 1e38) / (BOUNDS + 1)
     return low + step * (tl.arange(0, BOUNDS) + 1)
-
-
-@triton.jit
-def _lowest_logit(tiles, slot, num_tiles, MERGED: tl.constexpr):
-    tile = tl.arange(0, MERGED)
-    minima = tiles.minimum + slot.to(tl.int64) * num_tiles + tile
-    return tl.min(tl.load(minima, mask=tile < num_tiles, other=INFINITY), 0)
 
 
 @triton.jit
 def narrow(
     sums,
     slot,
-    num_tiles,
+    parts,
     bounds,
     need,
     low,
     high,
     BOUNDS: tl.constexpr,
-    MERGED: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """Cut (low, high] by the sums above the bounds."""
-    tile = tl.arange(0, MERGED)[:, None]
-    at = (slot.to(tl.int64) * num_tiles + tile) * BOUNDS + tl.arange(0, BOUNDS)[None, :]
-    above = tl.sum(tl.load(sums + at, mask=tile < num_tiles, other=0.0), 0)
+    part = tl.arange(0, PARTS)[:, None]
+    at = (slot.to(tl.int64) * parts + part) * BOUNDS + tl.arange(0, BOUNDS)[None, :]
+    above = tl.sum(tl.load(sums + at, mask=part < parts, other=0.0), 0)
     low = tl.maximum(low, tl.max(tl.where(above >= need * (1 + SLACK), bounds, -INFINITY), 0))
     high = tl.minimum(high, tl.min(tl.where(above < need * (1 - SLACK), bounds, INFINITY), 0))
     return low, finite_or_zero(high)

@@ -1,4 +1,8 @@
-"""Thresholds of the filters: bounds cut the range of logits, few candidates remain, halving ends.
+"""Thresholds of the filters: a sample brackets the threshold, few candidates remain, halving ends.
+
+Rows are read once for the candidates, and once before where the sample leaves too many of them, as
+with top-p among many logits of like weight; then sums above bounds cut the bracket. A bracket that
+the threshold turns out not to be in costs time alone: the row is then searched without one.
 
 Launches of the whole search: 1 for min-p alone, 1 for rows of one tile, else 4; 1 more sums what
 is kept. Only what the last step adds up decides, and it adds integers: no order matters.
@@ -10,7 +14,15 @@ import torch
 import triton
 import triton.language as tl
 
-from fastspec_kernels.triton.bounds import coarse_bounds, fine_bounds, narrow, need_of
+from fastspec_kernels.triton.bounds import (
+    bracket_by_count,
+    bracket_by_mass,
+    fine_bounds,
+    narrow,
+    need_of,
+    range_of,
+    sampled_ids,
+)
 from fastspec_kernels.triton.launch import launch
 from fastspec_kernels.triton.rows import (
     Tiles,
@@ -26,24 +38,39 @@ from fastspec_kernels.triton.slots import (
     load_any,
     locate_params,
     temperature_of,
+    vocab_of,
 )
 from fastspec_kernels.triton.threshold import threshold_kernel
-from fastspec_kernels.triton.tiles import Tiling, tiling_of
+from fastspec_kernels.triton.tiles import Tiling, next_power_of_2, tiling_of
 
 NUM_BOUNDS = 16
+TILES_PER_CUT = 4
 CHUNK = 256  # elements that a program compares with all bounds at a time
 CAPACITY = 4096  # candidates of a row
+FEW = 512  # candidates of most rows: a smaller block goes over them faster
+SAMPLE = 4096  # logits of a row that bracket its threshold; no more than the largest tile
+EXPECTED = CAPACITY * 5 // 8  # candidates beyond which a bracket is cut, by the sample
+# Low bits that are zero in the f32 of every value: keys are halved without them.
+ZEROS = {torch.bfloat16: 16, torch.float16: 13}
+# Of a thread of eight warps. Left to itself, ptxas takes fewer than fit, and spills.
+MOST_REGISTERS = 128
+# Bits of a plan; a slot without a search has none.
+SEARCHED = tl.constexpr(1)
+WIDE = tl.constexpr(2)
+BY_COUNT = tl.constexpr(4)
 
 
 class Search(NamedTuple):
     """What the launches of a search hand on."""
 
-    coarse: Any  # f32 [slots, num_tiles, NUM_BOUNDS], sums above the bounds of the first cut
-    fine: Any  # the same of the second cut
+    plan: Any  # i32 [slots], what bracket_kernel found to do
+    sums: Any  # f32 [slots, parts, NUM_BOUNDS] of wide slots, what is above the bounds
+    need: Any  # f32 [slots], the count or mass that the logits above the threshold fall short of
     candidates: Any  # f32 [slots, CAPACITY]
     count: Any  # i32 [slots], candidates found, beyond the capacity too
     beyond: Any  # i64 [slots], mass above all candidates
-    bracket: Any  # f32 [slots, 2], the candidates are in (low, high]
+    sampled: Any  # f32 [slots, 2], low and high by the sample
+    bracket: Any  # f32 [slots, 2], the candidates are in (low, high]; no high with top-k
 
 
 def search_thresholds(
@@ -58,35 +85,55 @@ def search_thresholds(
     tiling = tiling_of(target.vocab)
     args = (target, draft, slots, sampling, tiles)
     every_tile = num_slots * tiling.num_tiles
+    zeros = min(
+        ZEROS.get(rows.logits.dtype, 0) for rows in (target, draft) if rows.logits is not None
+    )
     searched = sampling.top_k is not None or sampling.top_p is not None
     search = None
     if searched and tiling.num_tiles > 1:
         search = _new_search(target, num_slots, tiling)
-        for is_fine in (False, True):
-            launch(
-                cut_kernel,
-                every_tile,
-                *args,
-                search,
-                tiling.num_tiles,
-                FINE=is_fine,
-                TILE=tiling.tile,
-                CHUNK=CHUNK,
-                BOUNDS=NUM_BOUNDS,
-                MERGED=tiling.merged,
-                num_warps=4,
-            )
+        launch(
+            bracket_kernel,
+            num_slots,
+            *args,
+            search,
+            tiling.num_tiles,
+            SAMPLE=SAMPLE,
+            EXPECTED=EXPECTED,
+            ZEROS=zeros,
+            MERGED=tiling.merged,
+            num_warps=8,
+            maxnreg=MOST_REGISTERS,
+        )
+        parts = _parts_of(tiling)
+        cuts = {"BOUNDS": NUM_BOUNDS, "PARTS": next_power_of_2(parts), "MERGED": tiling.merged}
+        launch(
+            cut_kernel,
+            num_slots * parts,
+            *args,
+            search,
+            tiling.num_tiles,
+            parts,
+            TILES=TILES_PER_CUT,
+            TILE=tiling.tile,
+            CHUNK=CHUNK,
+            **cuts,
+            num_warps=4,
+        )
         launch(
             gather_kernel,
             every_tile,
             *args,
             search,
             tiling.num_tiles,
+            parts,
             TILE=tiling.tile,
-            BOUNDS=NUM_BOUNDS,
+            GROUP=16 // target.logits.element_size(),  # what a thread loads at once
+            CHUNK=4 * CHUNK,
             CAPACITY=CAPACITY,
-            MERGED=tiling.merged,
+            **cuts,
             num_warps=tiling.tile_warps,
+            maxnreg=96,  # five programs fit a multiprocessor, not four
         )
     launch(
         threshold_kernel,
@@ -97,10 +144,11 @@ def search_thresholds(
         SEARCHED=searched,
         TILE=tiling.tile,
         CAPACITY=CAPACITY,
+        FEW=FEW,
+        ZEROS=zeros,
         MERGED=tiling.merged,
         num_warps=tiling.search_warps,
-        # Left to itself, ptxas takes fewer registers than fit, and spills.
-        maxnreg=128 if tiling.search_warps == 8 else 255,
+        maxnreg=MOST_REGISTERS if tiling.search_warps == 8 else 255,
     )
     launch(
         kept_kernel,
@@ -112,17 +160,67 @@ def search_thresholds(
     )
 
 
+def _parts_of(tiling: Tiling) -> int:
+    """Programs of cut_kernel for a row: few, as for most rows they do nothing."""
+    return -(-tiling.num_tiles // TILES_PER_CUT)
+
+
 def _new_search(target: Rows, num_slots: int, tiling: Tiling) -> Search:
     new = target.logits.new_empty
-    sums = (num_slots, tiling.num_tiles, NUM_BOUNDS)
     return Search(
-        coarse=new(sums, dtype=torch.float32),
-        fine=new(sums, dtype=torch.float32),
+        plan=new((num_slots,), dtype=torch.int32),
+        sums=new((num_slots, _parts_of(tiling), NUM_BOUNDS), dtype=torch.float32),
+        need=new((num_slots,), dtype=torch.float32),
         candidates=new((num_slots, CAPACITY), dtype=torch.float32),
         count=new((num_slots,), dtype=torch.int32),
         beyond=new((num_slots,), dtype=torch.int64),
+        sampled=new((num_slots, 2), dtype=torch.float32),
         bracket=new((num_slots, 2), dtype=torch.float32),
     )
+
+
+@triton.jit
+def bracket_kernel(
+    target,
+    draft,
+    slots,
+    sampling,
+    tiles,
+    search,
+    num_tiles,
+    SAMPLE: tl.constexpr,
+    EXPECTED: tl.constexpr,
+    ZEROS: tl.constexpr,
+    MERGED: tl.constexpr,
+):
+    """One program per slot: what is searched for, and likely bounds of the threshold."""
+    slot = tl.program_id(0)
+    index, exists = locate_params(target, draft, slots, slot)
+    need, by_count, rest, scale, best = need_of(
+        target, draft, slots, sampling, tiles, slot, index, exists, num_tiles, MERGED
+    )
+    plan = 0
+    if need > 0:
+        vocab = vocab_of(target, draft, slots, slot)
+        x = load_any(target, draft, slots, slot, sampled_ids(vocab, SAMPLE))
+        share = tl.full([], SAMPLE, tl.float32) / vocab
+        limit = EXPECTED * share
+        if by_count:
+            low, high, number = bracket_by_count(x, need, share, best, limit, ZEROS)
+            plan = SEARCHED + BY_COUNT
+        else:
+            low, high, number = bracket_by_mass(x, rest, share, scale, best, limit, ZEROS)
+            plan = SEARCHED + 0
+        if number > limit:
+            plan += WIDE
+        tl.store(search.sampled + slot * 2, low)
+        tl.store(search.sampled + slot * 2 + 1, high)
+        tl.store(search.bracket + slot * 2, low)
+        tl.store(search.bracket + slot * 2 + 1, high)
+        tl.store(search.need + slot, need)
+        tl.store(search.count + slot, 0)
+        tl.store(search.beyond + slot, 0)
+    tl.store(search.plan + slot, plan)
 
 
 @triton.jit
@@ -134,43 +232,39 @@ def cut_kernel(
     tiles,
     search,
     num_tiles,
-    FINE: tl.constexpr,
+    parts,
+    TILES: tl.constexpr,
     TILE: tl.constexpr,
     CHUNK: tl.constexpr,
     BOUNDS: tl.constexpr,
+    PARTS: tl.constexpr,
     MERGED: tl.constexpr,
 ):
-    """One program per slot and tile: count or mass of the tile above each bound."""
-    slot = tl.program_id(0) // num_tiles
-    tile = tl.program_id(0) % num_tiles
-    index, exists = locate_params(target, draft, slots, slot)
-    need, by_count, scale, best = need_of(
-        target, draft, slots, sampling, tiles, slot, index, exists, num_tiles, MERGED
-    )
-    if need > 0:
-        bounds = coarse_bounds(tiles, slot, num_tiles, by_count, scale, best, BOUNDS, MERGED)
-        sums = search.coarse
-        if FINE:
-            low, high = narrow(
-                search.coarse, slot, num_tiles, bounds, need, -INFINITY, best, BOUNDS, MERGED
-            )
-            bounds = fine_bounds(low, high, tiles, slot, num_tiles, BOUNDS, MERGED)
-            sums = search.fine
-        elif tile == 0:
-            tl.store(search.count + slot, 0)
-            tl.store(search.beyond + slot, 0)
-
-        out = (slot.to(tl.int64) * num_tiles + tile) * BOUNDS + tl.arange(0, BOUNDS)
-        lowest = tl.min(bounds, 0)
+    """One program per slot and TILES tiles, idle unless wide: their count or mass above bounds."""
+    slot = tl.program_id(0) // parts
+    part = tl.program_id(0) % parts
+    plan = tl.load(search.plan + slot)
+    if (plan & WIDE) != 0:
+        by_count = (plan & BY_COUNT) != 0
+        index, _ = locate_params(target, draft, slots, slot)
+        scale, _, _ = temperature_of(sampling, index)
+        best, lowest = range_of(tiles, slot, num_tiles, MERGED)
+        low = tl.load(search.sampled + slot * 2)
+        high = tl.load(search.sampled + slot * 2 + 1)
+        bounds = fine_bounds(low, high, lowest, BOUNDS)
+        lowest_bound = tl.min(bounds, 0)
         sum_above = tl.zeros([BOUNDS, CHUNK], tl.float32)
-        if tl.load(tiles.maximum + slot.to(tl.int64) * num_tiles + tile) > lowest:
-            for start in range(0, TILE, CHUNK):
-                ids = tile * TILE + start + tl.arange(0, CHUNK)
-                x = load_any(target, draft, slots, slot, ids)
-                worth = tl.where(by_count, 1.0, tl.exp2((x - best) * scale))
-                above = x[None, :] > bounds[:, None]
-                sum_above += tl.where(above, worth[None, :], 0.0)
-        tl.store(sums + out, tl.sum(sum_above, 1))
+        for tile in range(part * TILES, tl.minimum(part * TILES + TILES, num_tiles)):
+            maximum = tl.load(tiles.maximum + slot.to(tl.int64) * num_tiles + tile)
+            if maximum > lowest_bound:
+                for start in range(0, TILE, CHUNK):
+                    ids = tile * TILE + start + tl.arange(0, CHUNK)
+                    x = load_any(target, draft, slots, slot, ids)
+                    worth = tl.where(by_count, 1.0, tl.exp2((x - best) * scale))
+                    above = x[None, :] > bounds[:, None]
+                    sum_above += tl.where(above, worth[None, :], 0.0)
+        out = (slot.to(tl.int64) * parts + part) * BOUNDS + tl.arange(0, BOUNDS)
+        tl.store(search.sums + out, tl.sum(sum_above, 1))
 
 
 @triton.jit
@@ -182,39 +276,82 @@ def gather_kernel(
     tiles,
     search,
     num_tiles,
+    parts,
     TILE: tl.constexpr,
-    BOUNDS: tl.constexpr,
+    GROUP: tl.constexpr,
+    CHUNK: tl.constexpr,
     CAPACITY: tl.constexpr,
+    BOUNDS: tl.constexpr,
+    PARTS: tl.constexpr,
     MERGED: tl.constexpr,
 ):
     """One program per slot and tile: logits near the threshold, mass of those above them."""
     slot = tl.program_id(0) // num_tiles
     tile = tl.program_id(0) % num_tiles
-    index, exists = locate_params(target, draft, slots, slot)
-    need, by_count, scale, best = need_of(
-        target, draft, slots, sampling, tiles, slot, index, exists, num_tiles, MERGED
-    )
-    if need > 0:
-        bounds = coarse_bounds(tiles, slot, num_tiles, by_count, scale, best, BOUNDS, MERGED)
-        low, high = narrow(
-            search.coarse, slot, num_tiles, bounds, need, -INFINITY, best, BOUNDS, MERGED
-        )
-        bounds = fine_bounds(low, high, tiles, slot, num_tiles, BOUNDS, MERGED)
-        low, high = narrow(search.fine, slot, num_tiles, bounds, need, low, high, BOUNDS, MERGED)
-        high = tl.where(by_count, best, high)  # top-p may go on among all that top-k leaves
-        if tile == 0:
-            tl.store(search.bracket + slot * 2, low)
-            tl.store(search.bracket + slot * 2 + 1, high)
-        if tl.load(tiles.maximum + slot.to(tl.int64) * num_tiles + tile) > low:
-            ids = tile * TILE + tl.arange(0, TILE)
+    plan = tl.load(search.plan + slot)
+    maximum = tl.load(tiles.maximum + slot.to(tl.int64) * num_tiles + tile)
+    low = tl.load(search.sampled + slot * 2)
+    high = tl.load(search.sampled + slot * 2 + 1)
+    if plan != 0:
+        if (plan & WIDE) != 0:
+            _, lowest = range_of(tiles, slot, num_tiles, MERGED)
+            bounds = fine_bounds(low, high, lowest, BOUNDS)
+            need = tl.load(search.need + slot)
+            low, high = narrow(search.sums, slot, parts, bounds, need, low, high, BOUNDS, PARTS)
+            if tile == 0:
+                tl.store(search.bracket + slot * 2, low)
+                tl.store(search.bracket + slot * 2 + 1, high)
+        # Top-p may go on among all that top-k leaves.
+        high = tl.where((plan & BY_COUNT) != 0, INFINITY, high)
+        if maximum > low:
+            # One thread loads a group and does all with it; threads share sums of groups alone.
+            groups = tl.arange(0, TILE // GROUP)[:, None] * GROUP
+            ids = tile * TILE + groups + tl.arange(0, GROUP)[None, :]
             x = load_any(target, draft, slots, slot, ids)
-            beyond = tl.where(x > high, to_mass(tl.exp2((x - best) * scale)), 0)
-            tl.atomic_add(search.beyond + slot, tl.sum(beyond, 0))
-            found = (x > low) & (x <= high)
-            place = tl.cumsum(found.to(tl.int32), 0)
-            place += tl.atomic_add(search.count + slot, tl.sum(found.to(tl.int32), 0)) - 1
-            out = search.candidates + slot.to(tl.int64) * CAPACITY + place
-            tl.store(out, x, mask=found & (place < CAPACITY))
+            number = tl.sum(((x > low) & (x <= high)).to(tl.int32), 1)
+            total = tl.sum(number, 0)
+            start = tl.atomic_add(search.count + slot, total, sem="relaxed")
+            if start + total <= CAPACITY:  # else the candidates are of no use
+                out = search.candidates + slot.to(tl.int64) * CAPACITY + start
+                _store_between(x, low, high, out, tl.cumsum(number, 0) - number)
+            if maximum > high:
+                index, _ = locate_params(target, draft, slots, slot)
+                scale, _, _ = temperature_of(sampling, index)
+                best, _ = range_of(tiles, slot, num_tiles, MERGED)
+                beyond = _mass_above(
+                    target, draft, slots, slot, tile, high, best, scale, TILE, CHUNK
+                )
+                tl.atomic_add(search.beyond + slot, beyond, sem="relaxed")
+
+
+@triton.jit
+def _mass_above(
+    target, draft, slots, slot, tile, bound, best, scale, TILE: tl.constexpr, CHUNK: tl.constexpr
+):
+    """Mass of the logits of a tile above a bound, which are read once more: few rows need it."""
+    mass = tl.zeros([CHUNK], tl.int64)
+    for start in range(0, TILE, CHUNK):
+        x = load_any(target, draft, slots, slot, tile * TILE + start + tl.arange(0, CHUNK))
+        mass += tl.where(x > bound, to_mass(tl.exp2((x - best) * scale)), 0)
+    return tl.sum(mass, 0)
+
+
+@triton.jit
+def _store_between(x, low, high, out, place):
+    """Store those of each row of x [R, W] that are in (low, high] from the row's place [R] on.
+
+    Columns come apart in an order of their own. Unlike one store of all of x, this moves nothing
+    between threads.
+    """
+    if x.shape[1] == 1:
+        found = tl.reshape((x > low) & (x <= high), place.shape)
+        tl.store(out + place, tl.reshape(x, place.shape), mask=found)
+        place += found.to(tl.int32)
+    else:
+        left, right = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+        place = _store_between(left, low, high, out, place)
+        place = _store_between(right, low, high, out, place)
+    return place
 
 
 @triton.jit

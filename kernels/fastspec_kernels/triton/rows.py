@@ -19,6 +19,7 @@ COARSE_SHIFT = tl.constexpr(19)  # TILE_ONE has 2**19 units for each multiple
 FINE = tl.constexpr(0.005859375)  # 1.5 * 2**-8
 FINE_BITS = tl.constexpr(0x3BC00000)
 OUTSIDE = tl.constexpr(2147483647)
+LOWEST_INT32 = tl.constexpr(-(2**31))
 
 
 class Tiles(NamedTuple):
@@ -139,3 +140,17 @@ def argmax_of(tiles, slot, maxima, best, num_tiles, MERGED: tl.constexpr):
         at = slot.to(tl.int64) * num_tiles + tile
         ids = tl.load(tiles.argmax + at, mask=tile < num_tiles, other=OUTSIDE)
         return tl.min(tl.where(maxima == best, ids, OUTSIDE), 0)
+
+
+@triton.jit
+def to_key(value):
+    """Integers in the order of the floats."""
+    bits = value.to(tl.int32, bitcast=True).to(tl.int64)
+    return tl.where(bits >= 0, bits, LOWEST_INT32 - bits)
+
+
+@triton.jit
+def from_key(key):
+    """The float of a key."""
+    bits = tl.where(key >= 0, key, LOWEST_INT32 - key)
+    return bits.to(tl.int32).to(tl.float32, bitcast=True)

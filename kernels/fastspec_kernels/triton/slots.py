@@ -210,11 +210,18 @@ def _widen(x):
 
 
 @triton.jit
-def filters_of(target, draft, slots, sampling, slot, index):
-    """top_k (0 = off), top_p and min_p of a slot; a k of the whole row is off."""
+def vocab_of(target, draft, slots, slot):
+    """How many logits a slot's row has."""
     vocab = target.vocab
     if draft.logits is not None:
         vocab = tl.where(is_target(slots, slot), target.vocab, draft.vocab)
+    return vocab
+
+
+@triton.jit
+def filters_of(target, draft, slots, sampling, slot, index):
+    """top_k (0 = off), top_p and min_p of a slot; a k of the whole row is off."""
+    vocab = vocab_of(target, draft, slots, slot)
     top_k = 0
     if sampling.top_k is not None:
         top_k = tl.load(sampling.top_k + index)

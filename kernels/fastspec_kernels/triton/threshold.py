@@ -3,16 +3,15 @@
 import triton
 import triton.language as tl
 
-from fastspec_kernels.triton.rows import merge_row, to_mass
+from fastspec_kernels.triton.rows import from_key, merge_row, to_key, to_mass
 from fastspec_kernels.triton.slots import (
     INFINITY,
     filters_of,
+    flag,
     load_any,
     locate_params,
     temperature_of,
 )
-
-LOWEST_INT32 = tl.constexpr(-(2**31))
 
 
 @triton.jit
@@ -27,9 +26,14 @@ def threshold_kernel(
     SEARCHED: tl.constexpr,
     TILE: tl.constexpr,
     CAPACITY: tl.constexpr,
+    FEW: tl.constexpr,
+    ZEROS: tl.constexpr,
     MERGED: tl.constexpr,
 ):
-    """One program per slot: the lowest logit that all filters keep; -inf where none is on."""
+    """One program per slot: the lowest logit that all filters keep; -inf where none is on.
+
+    The logits are multiples of 2**ZEROS as keys.
+    """
     slot = tl.program_id(0)
     threshold = tl.full([], 0.0, tl.float32) - INFINITY
     index, exists = locate_params(target, draft, slots, slot)
@@ -41,23 +45,59 @@ def threshold_kernel(
         only_best = (top_p <= 0) | (min_p >= 1)
         mass = tl.sum(masses, 0)
         if SEARCHED and on & (only_best == 0) & ((top_k > 0) | (top_p < 1)):
+            found = flag(slot < 0)
             if search is None:
                 x = load_any(target, draft, slots, slot, tl.arange(0, TILE))
                 weights = to_mass(tl.exp2((x - best) * scale))
-                threshold = _among(x, weights, threshold, best, 0, mass, top_k, top_p, TILE)
-            elif tl.load(search.count + slot) <= CAPACITY:
-                place = tl.arange(0, CAPACITY)
-                found = search.candidates + slot.to(tl.int64) * CAPACITY + place
-                x = tl.load(found, mask=place < tl.load(search.count + slot), other=-INFINITY)
-                weights = to_mass(tl.exp2((x - best) * scale))
-                low = tl.load(search.bracket + slot * 2)
-                high = tl.load(search.bracket + slot * 2 + 1)
-                beyond = tl.load(search.beyond + slot)
-                threshold = _among(x, weights, low, high, beyond, mass, top_k, top_p, CAPACITY)
-            else:
-                threshold = _in_whole_row(
-                    target, draft, slots, slot, num_tiles, best, scale, mass, top_k, top_p, TILE
+                threshold, found = _among(
+                    x, weights, TILE, threshold, best, 0, mass, top_k, top_p, TILE, ZEROS
                 )
+            else:
+                if tl.load(search.plan + slot) != 0:
+                    count = tl.load(search.count + slot)
+                    if count <= FEW:
+                        threshold, found = _among_candidates(
+                            search,
+                            slot,
+                            count,
+                            best,
+                            scale,
+                            mass,
+                            top_k,
+                            top_p,
+                            FEW,
+                            CAPACITY,
+                            ZEROS,
+                        )
+                    elif count <= CAPACITY:
+                        threshold, found = _among_candidates(
+                            search,
+                            slot,
+                            count,
+                            best,
+                            scale,
+                            mass,
+                            top_k,
+                            top_p,
+                            CAPACITY,
+                            CAPACITY,
+                            ZEROS,
+                        )
+                if found == 0:
+                    threshold = _in_whole_row(
+                        target,
+                        draft,
+                        slots,
+                        slot,
+                        num_tiles,
+                        best,
+                        scale,
+                        mass,
+                        top_k,
+                        top_p,
+                        TILE,
+                        ZEROS,
+                    )
         if sampling.min_p is not None and on & (min_p > 0) & (min_p < 1):
             threshold = tl.maximum(threshold, _min_p_bound(sampling, index, best, min_p))
         threshold = tl.where(on & only_best, best, threshold)
@@ -65,33 +105,77 @@ def threshold_kernel(
 
 
 @triton.jit
-def _among(x, weights, low, high, beyond, mass, top_k, top_p, BLOCK: tl.constexpr):
-    """The threshold in [low, high], from the logits above low; those above high weigh `beyond`."""
-    threshold = low
-    if top_k > 0:
-        ones = tl.full([BLOCK], 1, tl.int64)
-        threshold = _lowest_short(x, ones, low, high, top_k, BLOCK)
-        mass = tl.sum(tl.where(x >= threshold, weights, 0), 0)
-    if top_p < 1:
-        need = _share_of(mass, top_p) - beyond
-        threshold = _lowest_short(x, weights, threshold, high, need, BLOCK)
-    return threshold
+def _among_candidates(
+    search,
+    slot,
+    count,
+    best,
+    scale,
+    mass,
+    top_k,
+    top_p,
+    BLOCK: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    ZEROS: tl.constexpr,
+):
+    """The threshold, if the candidates hold it, and whether they do."""
+    place = tl.arange(0, BLOCK)
+    candidates = search.candidates + slot.to(tl.int64) * CAPACITY + place
+    x = tl.load(candidates, mask=place < count, other=-INFINITY)
+    low = tl.load(search.bracket + slot * 2)
+    high = tl.where(top_k > 0, best, tl.load(search.bracket + slot * 2 + 1))
+    beyond = tl.load(search.beyond + slot)
+    weights = to_mass(tl.exp2((x - best) * scale))
+    return _among(x, weights, count, low, high, beyond, mass, top_k, top_p, BLOCK, ZEROS)
 
 
 @triton.jit
-def _lowest_short(x, worth, low, high, need, BLOCK: tl.constexpr):
-    """The lowest float in [low, high] that what is worth something above it falls short of."""
+def _among(
+    x,
+    weights,
+    count,
+    low,
+    high,
+    beyond,
+    mass,
+    top_k,
+    top_p,
+    BLOCK: tl.constexpr,
+    ZEROS: tl.constexpr,
+):
+    """The threshold in [low, high], from the `count` logits above low, and whether it is there.
+
+    Those above high weigh `beyond`.
+    """
+    threshold = low
+    found = flag(low == -INFINITY)
+    if top_k > 0:
+        found = found | flag(count >= top_k)
+        ones = tl.full([BLOCK], 1, tl.int32)
+        threshold = _lowest_short(x, ones, low, high, top_k, BLOCK, ZEROS)
+        mass = tl.sum(tl.where(x >= threshold, weights, 0), 0)
+    if top_p < 1:
+        need = _share_of(mass, top_p) - beyond
+        if top_k == 0:
+            found = (found | flag(tl.sum(weights, 0) >= need)) & flag(need > 0)
+        threshold = _lowest_short(x, weights, threshold, high, need, BLOCK, ZEROS)
+    return threshold, found
+
+
+@triton.jit
+def _lowest_short(x, worth, low, high, need, BLOCK: tl.constexpr, ZEROS: tl.constexpr):
+    """The lowest x or bound in [low, high] that what is worth something above it falls short of."""
     if BLOCK <= 64:  # all pairs at once
         above = tl.sum(tl.where(x[None, :] > x[:, None], worth[None, :], 0), 1)
         return tl.min(tl.where(above < need, x, INFINITY), 0)
     else:
-        first = to_key(low)
-        last = to_key(high)
+        first = to_key(low) >> ZEROS
+        last = to_key(high) >> ZEROS
         while first < last:
             middle = first + ((last - first) >> 1)
-            above = tl.sum(tl.where(x > from_key(middle), worth, 0), 0)
+            above = tl.sum(tl.where(x > from_key(middle << ZEROS), worth, 0), 0)
             first, last = _halve(first, middle, last, above < need)
-        return from_key(first)
+        return from_key(first << ZEROS)
 
 
 @triton.jit
@@ -107,29 +191,31 @@ def _in_whole_row(
     top_k,
     top_p,
     TILE: tl.constexpr,
+    ZEROS: tl.constexpr,
 ):
-    """The threshold of a row with more candidates than fit: reads the row for every step."""
-    first = to_key(best * 0 - INFINITY)
-    last = to_key(best)
+    """The threshold of a row whose candidates do not hold it: reads the row for every step."""
+    lowest = to_key(best * 0 - INFINITY) >> ZEROS
+    first = lowest
+    last = to_key(best) >> ZEROS
     if top_k > 0:
         while first < last:
             middle = first + ((last - first) >> 1)
-            bound = from_key(middle)
+            bound = from_key(middle << ZEROS)
             count, _ = _above(target, draft, slots, slot, num_tiles, best, scale, bound, TILE)
             first, last = _halve(first, middle, last, count < top_k)
-        # Those above the float below the threshold: the threshold itself is kept.
-        bound = from_key(first - 1)
-        if first > to_key(best * 0 - INFINITY):
+        # Those above the key below the threshold: the threshold itself is kept.
+        bound = from_key((first - 1) << ZEROS)
+        if first > lowest:
             _, mass = _above(target, draft, slots, slot, num_tiles, best, scale, bound, TILE)
-        last = to_key(best)
+        last = to_key(best) >> ZEROS
     if top_p < 1:
         need = _share_of(mass, top_p)
         while first < last:
             middle = first + ((last - first) >> 1)
-            bound = from_key(middle)
+            bound = from_key(middle << ZEROS)
             _, above = _above(target, draft, slots, slot, num_tiles, best, scale, bound, TILE)
             first, last = _halve(first, middle, last, above < need)
-    return from_key(first)
+    return from_key(first << ZEROS)
 
 
 @triton.jit
@@ -166,17 +252,3 @@ def _min_p_bound(sampling, index, best, min_p):
     exact = best.to(tl.float64) + tl.log(min_p.to(tl.float64)) * temperature
     bound = exact.to(tl.float32)
     return tl.where(bound.to(tl.float64) < exact, from_key(to_key(bound) + 1), bound)
-
-
-@triton.jit
-def to_key(value):
-    """Integers in the order of the floats."""
-    bits = value.to(tl.int32, bitcast=True).to(tl.int64)
-    return tl.where(bits >= 0, bits, LOWEST_INT32 - bits)
-
-
-@triton.jit
-def from_key(key):
-    """The float of a key."""
-    bits = tl.where(key >= 0, key, LOWEST_INT32 - key)
-    return bits.to(tl.int32).to(tl.float32, bitcast=True)
