@@ -202,7 +202,7 @@ def bracket_kernel(
     if need > 0:
         vocab = vocab_of(target, draft, slots, slot)
         x = load_any(target, draft, slots, slot, sampled_ids(vocab, SAMPLE))
-        share = tl.full([], SAMPLE, tl.float32) / vocab
+        share = tl.full([], SAMPLE, tl.float32) / tl.maximum(vocab, SAMPLE)
         limit = EXPECTED * share
         if by_count:
             low, high, number = bracket_by_count(x, need, share, best, limit, ZEROS)
