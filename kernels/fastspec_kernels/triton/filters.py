@@ -51,7 +51,7 @@ SAMPLE = 4096  # logits of a row that bracket its threshold; no more than the la
 EXPECTED = CAPACITY * 5 // 8  # candidates beyond which a bracket is cut, by the sample
 # Low bits that are zero in the f32 of every value: keys are halved without them.
 ZEROS = {torch.bfloat16: 16, torch.float16: 13}
-# Of a thread of eight warps. Left to itself, ptxas takes fewer than fit, and spills.
+# Of a thread. Left to itself, ptxas takes fewer than fit, and spills, or more than are of use.
 MOST_REGISTERS = 128
 # Bits of a plan; a slot without a search has none.
 SEARCHED = tl.constexpr(1)
@@ -132,7 +132,7 @@ def search_thresholds(
             CAPACITY=CAPACITY,
             **cuts,
             num_warps=tiling.tile_warps,
-            maxnreg=96,  # five programs fit a multiprocessor, not four
+            maxnreg=MOST_REGISTERS,  # four programs fit a multiprocessor
         )
     launch(
         threshold_kernel,
