@@ -19,8 +19,8 @@ CAPABILITIES = (80, 90, 100, 120)
 BUDGETS = {
     "tile_statistics_kernel": (128, 1024),
     "bracket_kernel": (128, 1024),
-    "cut_kernel": (104, 2048),
-    "gather_kernel": (96, 16384),
+    "cut_kernel": (128, 2048),
+    "gather_kernel": (128, 16384),
     "threshold_kernel": (168, 1024),
     "kept_kernel": (128, 1024),
     "row_stats_kernel": (40, 1024),

@@ -105,6 +105,12 @@ def test_a_sample_is_of_the_whole_row_and_takes_nothing_twice(vocab):
     assert ids.diff().max() < 2 * vocab / filters.SAMPLE * 4
 
 
+@pytest.mark.parametrize("vocab", [1, 33, 3000, 4096])
+def test_a_sample_of_a_short_row_is_the_row(vocab):
+    ids = ids_of_sample(vocab)
+    assert torch.equal(ids, torch.arange(filters.SAMPLE, device=DEVICE))
+
+
 @pytest.mark.parametrize("expected", [filters.EXPECTED, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_brackets_that_hold_too_much_are_cut(searches, monkeypatch, dtype, expected):

@@ -55,13 +55,13 @@ def need_of(
 
 @triton.jit
 def sampled_ids(vocab, SAMPLE: tl.constexpr):
-    """Runs of neighbours, one somewhere in each of equal parts of at least SAMPLE logits.
+    """Runs of neighbours, one somewhere in each of equal parts of a row; all of a row of fewer.
 
     Where in its part is scrambled, as logits that recur at a distance would be over-represented.
     """
     place = tl.arange(0, SAMPLE)
     part = place // RUN
-    size = vocab // (SAMPLE // RUN)
+    size = tl.maximum(vocab // (SAMPLE // RUN), RUN)
     mixed = part.to(tl.uint32) * 0x9E3779B1
     mixed = (mixed ^ (mixed >> 15)) * 0x85EBCA77
     shift = (mixed >> 16).to(tl.int32) % (size - RUN + 1)

@@ -52,7 +52,7 @@ SAMPLE = 4096  # logits of a row that bracket its threshold; no more than the la
 EXPECTED = CAPACITY * 5 // 8  # candidates beyond which a bracket is cut, by the sample
 # Low bits that are zero in the f32 of every value: keys are halved without them.
 ZEROS = {torch.bfloat16: 16, torch.float16: 13}
-# Of a thread of eight warps. Left to itself, ptxas takes fewer than fit, and spills.
+# Of a thread. Left to itself, ptxas takes fewer than fit, and spills, or more than are of use.
 MOST_REGISTERS = 128
 # Bits of a plan; a slot without a search has none.
 SEARCHED = tl.constexpr(1)
@@ -133,7 +133,7 @@ def search_thresholds(
             CAPACITY=CAPACITY,
             **cuts,
             num_warps=tiling.tile_warps,
-            maxnreg=96,  # five programs fit a multiprocessor, not four
+            maxnreg=MOST_REGISTERS,  # four programs fit a multiprocessor
         )
     launch(
         threshold_kernel,
@@ -203,7 +203,7 @@ def bracket_kernel(
     if need > 0:
         vocab = vocab_of(target, draft, slots, slot)
         x = load_any(target, draft, slots, slot, sampled_ids(vocab, SAMPLE))
-        share = tl.full([], SAMPLE, tl.float32) / vocab
+        share = tl.full([], SAMPLE, tl.float32) / tl.maximum(vocab, SAMPLE)
         limit = EXPECTED * share
         if by_count:
             low, high, number = bracket_by_count(x, need, share, best, limit, ZEROS)
