@@ -72,6 +72,8 @@ def measured(folder: Path) -> list[str]:
         parts += ["## Kernels", MEANING]
     for op in sorted({record["op"] for record in kernels}):
         parts += [f"### {op}", op_table([record for record in kernels if record["op"] == op])]
+    if beside := read_lines(folder / "attention_peers.jsonl"):
+        parts += ["## Attention beside FlashInfer", attention_table(beside)]
     errors = latest(read_lines(folder / "errors.jsonl"))
     if errors:
         parts += ["## Not measured", errors_table(errors)]
@@ -109,7 +111,7 @@ def op_table(records: list[dict]) -> str:
     peers = [name for name in PEERS if any(f"{name}_us" in record for record in records)]
     head = ("shape", "backend", "cold", "warm", "floor", "ours/floor", "ours/goal")
     head += ("ours/predicted",)
-    lines = table_head(*head, *peers)
+    lines = table_head(*head, *peers, "commit")
     for record in records:
         sizes = ", ".join(f"{name}={value}" for name, value in record["shape"].items())
         warm = f"{record['warm_us']:.4g}" if "warm_us" in record else "-"
@@ -124,6 +126,7 @@ def op_table(records: list[dict]) -> str:
                 over_goal(record),
                 over_predicted(record),
                 *(ratio(record, name) for name in peers),
+                str(record["commit"])[:7],
             )
         )
     return "\n".join(lines)
@@ -138,6 +141,22 @@ def engine_table(records: list[dict]) -> str:
         lines.append(
             table_row(record["backend"], *map(str, record["shape"].values()), *texts, passes)
         )
+    return "\n".join(lines)
+
+
+def attention_table(records: list[dict]) -> str:
+    """Ours and FlashInfer's times of the same shapes, from two runs on such a machine."""
+    first = records[0]
+    lines = [
+        f"FlashInfer {first['flashinfer']}, {first['flashinfer_backend']}; both in a CUDA graph,"
+    ]
+    lines += ["caches out of the L2, microseconds.", ""]
+    lines += table_head("rows", "B", "tokens", "context", "ours", "FlashInfer", "FlashInfer/ours")
+    for record in records:
+        sizes = map(str, record["shape"].values())
+        ours, theirs = record["ours_us"], record["flashinfer_us"]
+        numbers = (f"{number:.3g}" for number in (ours, theirs, theirs / ours))
+        lines.append(table_row(record["kind"], *sizes, *numbers))
     return "\n".join(lines)
 
 
