@@ -248,10 +248,9 @@ def attention(op: str, batch: int, machine: Machine, tokens: int, context: int) 
         launches.append(Launch(name, tiles * KV_HEADS, threads, (), 0, 1))
     if splits > 1:
         rows = batch * tokens * HEADS
-        merged = Phase(
-            8 * HEAD_SIZE * 4 * partials, 4 * 8 * HEAD_SIZE * 4, cached=True
-        )  # four partials of eight heads at once
-        launches.append(Launch("merge d128", rows // 8, 128, (merged,), 0, 0, 3))
+        # A warp for each head; seven partials are on their way.
+        merged = Phase(HEAD_SIZE * 4 * partials, 7 * HEAD_SIZE * 4, cached=True)
+        launches.append(Launch("merge d128", rows, 32, (merged,), 0, 0, 3))
     floor = batch * (context * 2 * SLOT + tokens * HEADS * HEAD_SIZE * ITEM * 2)
     shape = {"B": batch, "tokens": tokens, "context": context}
     return Case(op, batch, shape, floor, tuple(launches))
