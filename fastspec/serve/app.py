@@ -145,7 +145,10 @@ def create_app(
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> JSONResponse:
-        return JSONResponse(error_body(500, "internal error; the server's log has it"), 500)
+        metrics.responses.labels("500").inc()  # it is answered outside of the Guard
+        headers = {name.decode(): value.decode() for name, value in _HEADERS}
+        body = error_body(500, "internal error; the server's log has it")
+        return JSONResponse(body, 500, headers)
 
     app.add_middleware(Guard, hosts=_allowed_hosts(config), api_keys=api_keys, metrics=metrics)
     return app

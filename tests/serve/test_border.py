@@ -264,7 +264,12 @@ def test_our_own_bugs_show_nothing_of_the_inside(client, monkeypatch):
         raise ZeroDivisionError("secret")
 
     monkeypatch.setattr(Answer, "whole", broken)
-    assert "secret" not in str(error_of(client.post(COMPLETIONS, json=SHORT), 500))
+    answer = client.post(COMPLETIONS, json=SHORT)
+    assert "secret" not in str(error_of(answer, 500))
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    counted = re.search(r'http_responses_total{.*status="500"} (\S+)', client.get("/metrics").text)
+    assert counted is not None
+    assert float(counted[1]) >= 1
 
 
 def test_requests_beside_the_server_disturb_nobody(client, engine, closed):
