@@ -187,7 +187,11 @@ def test_wheel_holds_the_two_packages_and_nothing_else(tiny, tmp_path):
 
 
 def host_functions_that_exit(library: Path) -> set[str]:
-    """nvcc makes exit(1) of a device function's host side, and warns of no call from a template."""
+    """Functions of the host that end the process.
+
+    nvcc makes the host side of a device function call exit(1), and does not warn where a template
+    calls it.
+    """
     code = run("objdump", "-d", "--no-show-raw-insn", library, cwd=ROOT).stdout
     called = {}
     for function in re.split(r"\n\n", code):

@@ -24,26 +24,23 @@ INTRODUCTION = """\
 # On a GPU
 
 `python -m benchmarks.report` writes this page from the records in `benchmarks/results/h200`, which
-the modules of `make gpu` made on a machine that was lent for half an hour: one NVIDIA H200, nothing
-else on it. Between its runs kernels were mended, so each case names the commit it was measured at.
-The tests marked `gpu` passed there, and compute-sanitizer's memcheck reported nothing for the
-checks that it had time for: half of Triton's, three quarters of CUDA's."""
+the modules of `make gpu` made on one NVIDIA H200 with nothing else on it. Kernels were changed
+between its runs, so each case names the commit it was measured at (filled in afterwards, as the
+copy of the repository there had no history of its own)."""
 MEANING = """\
 Times are medians in microseconds. **cold**: every call reads inputs that are not in the L2;
 **warm**: the same inputs again and again. **floor**: the bytes that must move over the copy
 bandwidth measured in the same process. **ours/goal**: our time over 1.3 times the floor + 4 µs for
 verify_chain, 2 times the floor + 8 µs for verify_tree, 1.25 times the floor for attention.
 **ours/predicted**: over what docs/kernels.md predicts; where it is far from 1, an assumption there
-is wrong. The other columns are the other's time
-over ours, so above 1 we are faster: *peer* Hugging Face, *torch* one sort, *torch_softmax* only the
-softmax of all rows, *flashinfer* its kernels; names that end in *bytes* are a copy of as many bytes
-as that pipeline moves, since the pipeline itself was not run. (e) marks times of the wall clock,
-launches included.
-"""
+is wrong. The other columns are the other's time over ours, so above 1 we are faster: *peer*
+Hugging Face, *torch* one sort, *torch_softmax* only the softmax of all rows, *flashinfer* its
+kernels; names that end in *bytes* are a copy of as many bytes as that pipeline moves, since the
+pipeline itself was not run. (e) marks times of the wall clock, launches included."""
 MEANING_OF_ENGINE = """\
-Microseconds of a token of each of B sequences, prompts not counted; **floor**: one read of the
-target's weights for each token. Draft tokens are accepted by a coin, as all weights are random.
-"""
+Microseconds per token, each of B sequences advancing by one in that time; prompts are not counted.
+**floor**: one read of the target's weights. Draft tokens are accepted by a coin, as all weights are
+random; a pass then gives several tokens."""
 
 
 def read_lines(path: Path) -> list[dict]:
@@ -75,8 +72,6 @@ def measured(folder: Path) -> list[str]:
         parts += ["## Kernels", MEANING]
     for op in sorted({record["op"] for record in kernels}):
         parts += [f"### {op}", op_table([record for record in kernels if record["op"] == op])]
-    if beside := read_lines(folder / "attention_peers.jsonl"):
-        parts += ["## Attention beside FlashInfer", attention_table(beside)]
     errors = latest(read_lines(folder / "errors.jsonl"))
     if errors:
         parts += ["## Not measured", errors_table(errors)]
@@ -144,22 +139,6 @@ def engine_table(records: list[dict]) -> str:
         lines.append(
             table_row(record["backend"], *map(str, record["shape"].values()), *texts, passes)
         )
-    return "\n".join(lines)
-
-
-def attention_table(records: list[dict]) -> str:
-    """Ours and FlashInfer's times of the same shapes, from two runs on such a machine."""
-    first = records[0]
-    lines = [
-        f"FlashInfer {first['flashinfer']}, {first['flashinfer_backend']}; both in a CUDA graph,"
-    ]
-    lines += ["caches out of the L2, microseconds.", ""]
-    lines += table_head("rows", "B", "tokens", "context", "ours", "FlashInfer", "FlashInfer/ours")
-    for record in records:
-        sizes = map(str, record["shape"].values())
-        ours, theirs = record["ours_us"], record["flashinfer_us"]
-        numbers = (f"{number:.3g}" for number in (ours, theirs, theirs / ours))
-        lines.append(table_row(record["kind"], *sizes, *numbers))
     return "\n".join(lines)
 
 

@@ -77,7 +77,7 @@ def build(context: Context) -> Command:
 
 
 def pytest(*arguments: str) -> Callable[[Context], Command]:
-    """Where pytest-xdist is installed in parallel, as most of the time is Triton's compiler's."""
+    """In parallel where pytest-xdist is installed: most of the time is Triton's compiler's."""
     parallel = ["--numprocesses", str(WORKERS), "--dist", "worksteal"] if find_spec("xdist") else []
 
     def command(context: Context) -> Command:
@@ -87,8 +87,8 @@ def pytest(*arguments: str) -> Callable[[Context], Command]:
 
 
 def gpu_tests(context: Context) -> Command:
-    """All tests that need a GPU, and none of the modules that need other packages; in a dry run
-    those of one folder, to see them skipped."""
+    """The tests that need a GPU, of the folders that need no further packages; in a dry run one
+    folder, to see them skipped."""
     folders = ["tests/gpu"] if context.dry_run else ["tests/gpu", "tests/kernels"]
     return pytest("-m", "gpu", *folders)(context)
 

@@ -101,8 +101,9 @@ class EngineConfig:
         BOOL,
         "Let torch.compile fuse what has no kernel of ours.",
         "These are rotary embeddings, normalisations and feed-forward blocks. Compiling takes"
-        " seconds when they first run. Off by default: it makes small models slower on a CPU, and"
-        " has not been measured on a GPU yet.",
+        " seconds when they first run. Models that run without their modules have none to compile."
+        " Off by default: it makes small models slower on a CPU, and has not been measured on a GPU"
+        " yet.",
     )
     max_n_spec_tokens: int | None = option(
         None,

@@ -1,5 +1,5 @@
-"""Decoders of the Llama kind without their modules: passes of few rows are one op over all layers
-that are alike.
+"""Decoders of the Llama kind without their modules: passes of few rows on a CPU, and all passes on
+a GPU, are one op over all layers that are alike.
 
 Names only say which layers may compute that. A trial pass at load decides: each layer's modules,
 copied into a wider type, give the truth, and the op must come as near to it as the modules do.
@@ -89,8 +89,7 @@ class FlatLayer:
         """In the place of the modules' forward, for models that are not flat as a whole."""
         factors: Any = kwargs.get("position_embeddings")
         step: Any = kwargs.get("paged_step")
-        is_few = runs_flat(hidden_states[0])
-        if factors is None or step is None or not is_few:
+        if factors is None or step is None or not runs_flat(hidden_states[0]):
             return type(self.module).forward(self.module, hidden_states, *args, **kwargs)
         cos, sin = (factor[0].float() for factor in factors)
         out = run_layers([self], hidden_states[0].float(), cos, sin, step)
@@ -106,7 +105,7 @@ def has_layer_kernels(device: torch.device, backend: str) -> bool:
 
 
 def runs_flat(rows: Tensor) -> bool:
-    """Whether layers without modules are the best way for a pass over so many tokens [T, ...]."""
+    """Whether a pass over these tokens [T, ...] leaves out the modules: of few on a CPU."""
     return len(rows) <= MOST_FEW_ROWS or rows.device.type != "cpu"
 
 
@@ -142,7 +141,7 @@ def run_layers(
 
 
 class FlatPass(Protocol):
-    """What runs passes of few rows in the place of a model's modules."""
+    """What runs passes in the place of a model's modules, those that `runs_flat` names."""
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, rows: Tensor | int, step: PagedStep

@@ -187,7 +187,7 @@ class PagedModel:
             use_few_row_mlps(self.model)
 
     def run_flat(self, flat: FlatPass) -> None:
-        """From now on passes of few rows are this one's."""
+        """From now on the passes that `runs_flat` names are this one's."""
         self._flat = flat
 
     def forward(

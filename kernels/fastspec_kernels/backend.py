@@ -37,7 +37,7 @@ TRITON_OPS = frozenset(
         "verify_tree",
     }
 )
-# Of these Triton's kernels are the faster ones on GPUs: measured on an H200, see docs/kernels.md.
+# Of these Triton's kernels were faster than CUDA's on an H200: see docs/gpu.md.
 _FASTER_IN_TRITON = frozenset(
     {"logits_to_probs", "row_stats", "sample", "sample_coupled", "verify_chain"}
 )
@@ -79,9 +79,9 @@ def run_checked(
 def resolve(op: str, requested: str, device: torch.device, dtype: torch.dtype | None = None) -> str:
     """Name the backend that runs `op` on `device`, of an op on a cache that has this dtype.
 
-    "auto" takes FASTSPEC_BACKEND if it was set at import, else the compiled kernel of the device or
-    Triton's, whichever is there and the faster one, else the reference. A GPU that the CUDA
-    extension was not built for is logged once.
+    "auto" takes FASTSPEC_BACKEND if it was set at import, else on a GPU Triton for the ops of
+    _FASTER_IN_TRITON, else the compiled kernel of the device, else Triton on a GPU, else the
+    reference. A GPU that the CUDA extension was not built for is logged once.
 
     Raises:
         ValueError: the name is unknown, or that backend has no kernel of this op for this device
@@ -122,7 +122,7 @@ def backends_of(op: str, device: torch.device, dtype: torch.dtype | None = None)
 
 
 def available_backends() -> tuple[str, ...]:
-    """The backends that can run in this process, best first; the reference is always there."""
+    """The backends that can run in this process; the reference is always there."""
     reasons = unavailable_backends()
     return tuple(name for name in ("cuda", "triton", "cpu", "reference") if name not in reasons)
 

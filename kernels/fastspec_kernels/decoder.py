@@ -1,4 +1,4 @@
-"""Whole decoder layers in one call, for the few rows of a decoding step."""
+"""Whole decoder layers in one call."""
 
 from collections.abc import Sequence
 from typing import Any, cast
@@ -46,7 +46,7 @@ def decoder_layers(
     softcap: float = 0.0,
     backend: str = "auto",
 ) -> Tensor:
-    """Run few rows through decoder layers of the Llama kind and store their keys and values.
+    """Run rows through decoder layers of the Llama kind and store their keys and values.
 
     In each layer, with its weights: rows = norm(hidden, attention_norm), after `embeddings`; query,
     key and value are their projections, queries and keys normalised head by head where query_norm
@@ -58,7 +58,8 @@ def decoder_layers(
     mlp_out_norm). norm is `rms_norm` with the weights norm_shift + weight, or nothing without.
 
     Args:
-        hidden: [T, E] float32, contiguous; made for the 1 to about 64 rows of a step.
+        hidden: [T, E] float32, contiguous; "cpu" is made for up to about 64 rows, "triton" for any
+            number.
         layers: at least one; weights and norms have the dtype of the caches and are contiguous.
         key_caches, value_caches: of each layer, as in `store_kv`, float32, bfloat16 or float16.
         slot_mapping: [T] int64, as in `store_kv`.
@@ -80,8 +81,9 @@ def decoder_layers(
     Sums and what passes from one part to the next are float32 (reference: float64); queries, keys,
     values and what attention gives have the dtype of the cache, and on processors that multiply
     bfloat16 also what enters a product with bfloat16 weights. A row's bits do not depend on the
-    other rows. "triton" leaves the products to torch: what enters and leaves them has the dtype of
-    the weights, and their bits may depend on the number of rows. No host synchronisation.
+    other rows, except with "triton": it leaves the products to torch, whose bits may depend on the
+    number of rows; what enters and leaves them has the dtype of the weights. No host
+    synchronisation.
     """
     _first_of("layers", layers, LayerWeights)
     cache: Tensor = _first_of("key_caches", key_caches, Tensor)

@@ -47,6 +47,11 @@ def flat_model_of(engine):
     return target_runner(engine).paged_model._flat
 
 
+def is_flat(paged_model):
+    """Whether it runs passes without its modules."""
+    return paged_model._flat is not None
+
+
 def encoders_of(engine):
     return [runner.paged_model.model.encoder for runner in runners_of(engine)]
 

@@ -28,22 +28,26 @@ def compile_all(capability: int) -> list[dict]:
 @pytest.mark.check
 @pytest.mark.parametrize("capability", LARGE_TILES)
 def test_instructions(capability):
-    """Tensor cores and 16-byte loads are used; registers and shared memory suffice: no spills."""
+    """Tensor cores and 16-byte loads are used; registers and shared memory suffice.
+
+    There are no spills but in large tiles: on an H200 4 warps that spill beat 8 that do not.
+    """
     lines = compile_all(capability)
     assert len(lines) == 29
     for line in lines:
         kind, _, shape = line["name"].partition(" ")
+        is_large = (
+            shape.startswith(("q16", "q64", "q128")) and " d256 " not in shape and kind != "tree+"
+        )
         # The widest heads in float32 compile and fit, but no more.
-        assert line["spills"] == 0 or shape == "q1 d256 b64 fp32", line
+        may_spill = is_large or shape == "q1 d256 b64 fp32"
+        assert line["spills"] <= (256 if may_spill else 0), line
         assert line["shared"] <= SHARED[capability], line
         assert line["loads16"] > 0, line
         if kind.rstrip("8+") not in ("chain", "tree", "cross"):
             continue
         # Keys and values of the next step are on their way while those of one are multiplied.
         assert line["in_flight"] >= 2, line
-        is_large = (
-            shape.startswith(("q16", "q64", "q128")) and " d256 " not in shape and kind != "tree+"
-        )
         assert line[LARGE_TILES[capability] if is_large else "mma"] > 0, line
         if kind == "chain" and shape in ("q1 d64 b64 bf16", "q1 d128 b1 bf16"):
             # Two programs fit on a processor of a data centre's GPU.

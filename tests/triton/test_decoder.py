@@ -3,9 +3,12 @@
 import pytest
 import torch
 
+pytest.importorskip("triton", reason="triton is not installed")
+
 from fastspec.models.layout import Span
 from fastspec.models.paged_model import PagedModel
 from fastspec.models.runner import ModelRunner
+from tests.engine.probes import is_flat
 from tests.kernels.test_decoder_layers import (
     FULL,
     TOLERANCE,
@@ -16,6 +19,9 @@ from tests.kernels.test_decoder_layers import (
 )
 from tests.models import random_model
 
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="tests/kernels runs the compiled kernels"
+)
 CALL = ([0, 1, 2, 3, 4], [[4, 0], [2, 3]], [6, 3], [3, 2])
 
 
@@ -54,7 +60,7 @@ def test_models_run_without_their_modules(architecture):
     logits = []
     for backend in ("triton", "reference"):
         paged = PagedModel(model, backend)
-        assert (paged._flat is not None) == (backend == "triton")  # pyright: ignore
+        assert is_flat(paged) == (backend == "triton")
         runner = ModelRunner(paged, 9, 16, 64, "off")
         spans = [Span([3], 0, 5), Span([1, 7], 0, 17)]
         logits.append(runner.forward(torch.arange(5, 27), spans, [4, 21]))

@@ -177,7 +177,7 @@ class Eagle3Draft(PreTrainedModel, GenerationMixin):
 
 
 class FlatEagle3:
-    """Passes of few rows of a draft without its modules, see `PagedModel.run_flat`.
+    """Passes of a draft without its modules, see `PagedModel.run_flat`.
 
     Args:
         draft: whose layer the op computes.

@@ -1,4 +1,4 @@
-"""The ops as Triton kernels, for GPUs without the CUDA extension; imported on first use."""
+"""The ops as Triton kernels; imported on first use."""
 
 from fastspec_kernels.triton.attention import cross_attention, tree_attention
 from fastspec_kernels.triton.cache import compact_kv, store_kv

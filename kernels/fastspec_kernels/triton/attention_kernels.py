@@ -16,8 +16,8 @@ from fastspec_kernels.triton.cache_kernels import round_to
 # The keys of a row are added up in a fixed tree: blocks of keys in their order within a chunk,
 # chunks in their order within a run, and then the runs. Chunks and runs are stretches of key
 # positions (0..511 is a chunk, whoever reads it), and a split writes the state of each of its
-# chunks or of each of its runs, so that the bits of a row depend neither on the split nor on how
-# many rows its sequence has.
+# chunks or of each of its runs, so that the bits of a row depend neither on the split nor, within
+# one kind of rows (few or many), on how many rows its sequence has.
 CHUNK = tl.constexpr(512)
 RUN = tl.constexpr(2048)
 BLOCK_BATCH = tl.constexpr(128)

@@ -33,7 +33,10 @@ def decoder_layers(
     softcap: float,
     ancestor_mask: Tensor | None,
 ) -> Tensor:
-    """Of each layer 7 products and 5 launches of ours, 6 where contexts are split; 1 at the end."""
+    """Each layer: 7 products and 5 launches of ours; 1 launch at the end.
+
+    1 more where contexts are split, and 1 more where sequences may have few or many rows.
+    """
     pages = block_table, context_lens, cu_rows
     norms = float(eps), float(norm_shift)
     size, x, added, added_norm = len(LayerWeights._fields), hidden, None, None

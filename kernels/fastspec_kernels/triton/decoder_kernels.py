@@ -23,7 +23,7 @@ def norm_kernel(
     BLOCK: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Program (row)."""
+    """Program (row): add, then normalise; see `_add_and_norm`."""
     start = tl.program_id(0).to(tl.int64) * size
     place = tl.arange(0, BLOCK)
     inside = place < size

@@ -73,7 +73,7 @@ def tiles_of(target: Rows, draft: Rows, slots: Slots, sampling: Params, num_slot
 
 @triton.jit
 def tile_statistics_kernel(target, draft, slots, sampling, tiles, num_tiles, TILE: tl.constexpr):
-    """One program per slot and tile: maximum, sum of weights, and what some rows need besides."""
+    """Program (sequence, tile, step): maximum, sum of weights, and what some rows need besides."""
     index = tl.program_id(0)
     tile = tl.program_id(1)
     step = tl.program_id(2)
