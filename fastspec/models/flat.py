@@ -6,6 +6,7 @@ copied into a wider type, give the truth, and the op must come as near to it as 
 """
 
 import logging
+import math
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -89,7 +90,8 @@ class FlatLayer:
         """In the place of the modules' forward, for models that are not flat as a whole."""
         factors: Any = kwargs.get("position_embeddings")
         step: Any = kwargs.get("paged_step")
-        if factors is None or step is None or not runs_flat(hidden_states[0]):
+        most = most_flat_rows(hidden_states.device)
+        if factors is None or step is None or hidden_states.shape[1] > most:
             return type(self.module).forward(self.module, hidden_states, *args, **kwargs)
         cos, sin = (factor[0].float() for factor in factors)
         out = run_layers([self], hidden_states[0].float(), cos, sin, step)
@@ -104,9 +106,9 @@ def has_layer_kernels(device: torch.device, backend: str) -> bool:
     return runs and backend in available_backends()
 
 
-def runs_flat(rows: Tensor) -> bool:
-    """Whether a pass over these tokens [T, ...] leaves out the modules: of few on a CPU."""
-    return len(rows) <= MOST_FEW_ROWS or rows.device.type != "cpu"
+def most_flat_rows(device: torch.device) -> float:
+    """Passes of more tokens use the modules; on GPUs none do."""
+    return MOST_FEW_ROWS if device.type == "cpu" else math.inf
 
 
 def run_layers(
@@ -141,7 +143,7 @@ def run_layers(
 
 
 class FlatPass(Protocol):
-    """What runs passes in the place of a model's modules, those that `runs_flat` names."""
+    """What runs passes in the place of a model's modules, of at most `most_flat_rows` tokens."""
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, rows: Tensor | int, step: PagedStep

@@ -22,8 +22,8 @@ from fastspec.models.flat import (
     FlatPass,
     find_layers,
     flatten,
+    most_flat_rows,
     recording,
-    runs_flat,
 )
 from fastspec.models.layout import (
     AttentionCall,
@@ -177,6 +177,7 @@ class PagedModel:
         self.max_positions = getattr(text_config, "max_position_embeddings", None)
         self._adopt(model)
         self._flat: FlatPass | None = None
+        self._most_flat_rows = most_flat_rows(self.device)
         layers: list[FlatLayer] = []
         if self.decoder_start_id is None and self.recurrent is None:
             layers = find_layers(self.model, backend)
@@ -187,7 +188,7 @@ class PagedModel:
             use_few_row_mlps(self.model)
 
     def run_flat(self, flat: FlatPass) -> None:
-        """From now on the passes that `runs_flat` names are this one's."""
+        """From now on the passes of at most `most_flat_rows` tokens are this one's."""
         self._flat = flat
 
     def forward(
@@ -199,7 +200,7 @@ class PagedModel:
         keep: dict[str, Any] = {"logits_to_keep": rows} if self._keeps_logits else {}
         if self.rotary is not None and self.rotary.limit is not None:
             self.rotary.begin(positions, step)
-        if self._flat is not None and runs_flat(input_ids):
+        if self._flat is not None and len(input_ids) <= self._most_flat_rows:
             return self._flat.forward(input_ids, positions, rows, step)
         if self._counts_positions:
             self._cache.num_seen = positions - torch.arange(len(positions), device=self.device)
