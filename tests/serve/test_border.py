@@ -267,7 +267,7 @@ def test_our_own_bugs_show_nothing_of_the_inside(client, monkeypatch):
     answer = client.post(COMPLETIONS, json=SHORT)
     assert "secret" not in str(error_of(answer, 500))
     assert answer.headers["x-content-type-options"] == "nosniff"
-    page = httpx2.get(f"{client.base_url}metrics").text  # the server has closed the connection
+    page = httpx2.get(f"{client.base_url}/metrics").text  # the server has closed the connection
     counted = re.search(r'http_responses_total{.*status="500"} (\S+)', page)
     assert counted is not None
     assert float(counted[1]) >= 1
