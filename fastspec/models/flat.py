@@ -28,7 +28,7 @@ from fastspec.models.twin import (
     is_plain,
     is_plain_linear,
 )
-from fastspec_kernels import LayerWeights, available_backends, decoder_layers
+from fastspec_kernels import LayerWeights, backend_of, decoder_layers
 
 logger = logging.getLogger(__name__)
 
@@ -100,10 +100,7 @@ class FlatLayer:
 
 def has_layer_kernels(device: torch.device, backend: str) -> bool:
     """Whether the backend has more than the reference of `decoder_layers` there."""
-    if backend == "auto":
-        backend = "cpu" if device.type == "cpu" else "triton"
-    runs = backend == "triton" or (backend == "cpu" and device.type == "cpu")
-    return runs and backend in available_backends()
+    return backend_of("decoder_layers", device, backend) not in (None, "reference")
 
 
 def most_flat_rows(device: torch.device) -> float:
@@ -189,6 +186,8 @@ class FlatModel:
         ways += [(layer.made, after.given[0][0]) for layer, after in pairwise(self._layers)]
         ways += [(self._head(self._norm(last.made)[0, :1]), logits)]
         factors = self._rotary(first.given[0][0], positions[None])
+        kept = self._table.factors(positions)
+        ways += [(own.to(other.dtype), other[0]) for own, other in zip(kept, factors, strict=True)]
         for layer in self._layers:
             ways += zip(factors, layer.given[1]["position_embeddings"], strict=True)
         return all(torch.equal(left, right) for left, right in ways)
@@ -241,7 +240,14 @@ def flatten(
         token.
     """
     by_layer = {call.layer: call for call in calls}
-    proven = [layer for layer in layers if _can_run(_prove, layer, by_layer[layer.index], step)]
+    try:
+        proven = [layer for layer in layers if _can_run(_prove, layer, by_layer[layer.index], step)]
+    except torch.OutOfMemoryError:
+        logger.warning("no memory to try the decoder layers without modules: they keep theirs")
+        return None
+    finally:
+        if model.device.type == "cuda":
+            torch.cuda.empty_cache()  # of layers in a wider type; caches take what is free
     flat = FlatModel(model, proven) if layers and len(proven) == len(layers) else None
     is_whole = (
         flat is not None
@@ -259,6 +265,8 @@ def _can_run(trial: Callable[..., bool], *args) -> bool:
     """What a trial says; no where it ends in an error, as the modules themselves ran well."""
     try:
         return trial(*args)
+    except torch.OutOfMemoryError:
+        raise
     except (RuntimeError, TypeError, ValueError) as error:
         logger.debug("keeps its modules: %s", error)
         return False

@@ -179,7 +179,8 @@ class PagedModel:
         self._flat: FlatPass | None = None
         self._most_flat_rows = most_flat_rows(self.device)
         layers: list[FlatLayer] = []
-        if self.decoder_start_id is None and self.recurrent is None:
+        is_plain = self.decoder_start_id is None and self.recurrent is None
+        if is_plain and self.chunk_size is None and not self._counts_positions:
             layers = find_layers(self.model, backend)
         if backend in ("auto", "cpu"):
             use_few_row_kernels(self.model)

@@ -1,7 +1,12 @@
 """Fused kernels of speculative decoding: raw logits to tokens, attention over a paged cache."""
 
 from fastspec_kernels.attention import cross_attention, tree_attention
-from fastspec_kernels.backend import available_backends, cpu_instruction_set, unavailable_backends
+from fastspec_kernels.backend import (
+    available_backends,
+    backend_of,
+    cpu_instruction_set,
+    unavailable_backends,
+)
 from fastspec_kernels.cache import compact_kv, store_kv
 from fastspec_kernels.decoder import decoder_layers
 from fastspec_kernels.layers import gated_mlp, linear, rms_norm
@@ -19,6 +24,7 @@ __all__ = [
     "PAD_TOKEN_ID",
     "LayerWeights",
     "available_backends",
+    "backend_of",
     "build_tree",
     "compact_kv",
     "cpu_instruction_set",

@@ -112,6 +112,17 @@ def resolve(op: str, requested: str, device: torch.device, dtype: torch.dtype | 
     return requested
 
 
+def backend_of(op: str, device: torch.device, backend: str = "auto") -> str | None:
+    """Name the backend that an op takes for tensors of a device when asked for `backend`.
+
+    "auto" is as in the ops. None where that backend has no kernel of the op for such a device.
+    """
+    try:
+        return resolve(op, backend, device)
+    except ValueError:
+        return None
+
+
 def backends_of(op: str, device: torch.device, dtype: torch.dtype | None = None) -> tuple[str, ...]:
     """The backends that can run `op` on tensors of `device`, best first."""
     compiled = (device.type,) if _is_compiled(op, device, dtype) else ()

@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 
+import fastspec_kernels
 from fastspec_kernels import backend, library
 
 OLD, NEW = torch.device("cuda", 0), torch.device("cuda", 1)
@@ -49,6 +50,13 @@ def test_auto_takes_the_faster_kernel(two_gpus, monkeypatch):
     assert backend.resolve("sample", "cuda", NEW) == "cuda"
     monkeypatch.setattr(backend, "_runs_in_triton", lambda op, kind: False)
     assert backend.resolve("sample", "auto", NEW) == "cuda"
+
+
+def test_whoever_asks_is_told(two_gpus, monkeypatch):
+    assert fastspec_kernels.backend_of("sample", NEW) == "triton"
+    assert fastspec_kernels.backend_of("sample", OLD, "cuda") is None
+    monkeypatch.setattr(backend, "_DEFAULT", "reference")
+    assert fastspec_kernels.backend_of("sample", NEW) == "reference"
 
 
 def test_by_name_it_raises_with_what_is_available(two_gpus):

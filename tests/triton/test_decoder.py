@@ -53,6 +53,13 @@ def test_nothing_is_written_for_the_slot_minus_one():
     assert written(Layers(torch.float32), **slots) == ([False] * 4, "")
 
 
+def test_heads_that_are_too_wide_are_refused_before_anything_is_written():
+    layers = Layers(torch.float32, head_size=320, heads=1, kv_heads=1)
+    changed, error = written(layers, backend="triton")
+    assert not any(changed)
+    assert error.startswith("key_caches: head size 320")
+
+
 @torch.inference_mode()
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "mistral"])
 def test_models_run_without_their_modules(architecture):

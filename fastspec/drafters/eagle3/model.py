@@ -99,6 +99,11 @@ class Eagle3Layer(nn.Module):
         if self.norm_before_residual or not is_gated:
             return None
         norms = self.hidden_norm.weight, self.post_attention_layernorm.weight
+        weights = *norms, *found.values()
+        if len({weight.dtype for weight in weights}) > 1:
+            return None
+        if not all(weight.is_contiguous() for weight in weights):
+            return None
         return LayerWeights(attention_norm=norms[0], mlp_norm=norms[1], **found)
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:

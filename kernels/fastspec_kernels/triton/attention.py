@@ -147,6 +147,13 @@ def cross_attention(
     return _attend(query, *paged, "cross", Scoring(scale, value_scale=value_scale), False)[0]
 
 
+def check_head_size(name: str, head_size: int, dtype: torch.dtype) -> None:
+    """Refuse heads that do not fit into the registers."""
+    most = MAX_HEAD_SIZE if dtype != torch.float32 else MAX_HEAD_SIZE // 2
+    if head_size > most:
+        raise ValueError(f"{name}: head size {head_size}, triton takes at most {most} in {dtype}")
+
+
 def _attend(
     query: Tensor,
     key_cache: Tensor,
@@ -159,11 +166,7 @@ def _attend(
     return_logsumexp: bool,
 ) -> tuple[Tensor, Tensor]:
     num_tokens, num_heads, head_size = query.shape
-    most = MAX_HEAD_SIZE if query.dtype != torch.float32 else MAX_HEAD_SIZE // 2
-    if head_size > most:
-        raise ValueError(
-            f"query: head size {head_size}, triton takes at most {most} in {query.dtype}"
-        )
+    check_head_size("query", head_size, query.dtype)
     num_blocks, block_size, num_kv_heads, _ = key_cache.shape
     batch, width = block_table.shape
     capacity = width * block_size if num_blocks > 0 else 0

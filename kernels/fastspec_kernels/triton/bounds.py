@@ -61,11 +61,14 @@ def sampled_ids(vocab, SAMPLE: tl.constexpr):
     """
     place = tl.arange(0, SAMPLE)
     part = place // RUN
-    size = tl.maximum(vocab // (SAMPLE // RUN), RUN)
+    parts = SAMPLE // RUN
+    spread = (part.to(tl.int64) * vocab // parts).to(tl.int32)
+    start = tl.where(vocab < SAMPLE, part * RUN, spread)
+    size = tl.maximum(vocab // parts, RUN)
     mixed = part.to(tl.uint32) * 0x9E3779B1
     mixed = (mixed ^ (mixed >> 15)) * 0x85EBCA77
     shift = (mixed >> 16).to(tl.int32) % (size - RUN + 1)
-    return part * size + shift + place % RUN
+    return start + shift + place % RUN
 
 
 @triton.jit

@@ -6,7 +6,7 @@ import triton
 from torch import Tensor
 
 from fastspec_kernels.reference.layers import LayerWeights
-from fastspec_kernels.triton.attention import tree_attention
+from fastspec_kernels.triton.attention import check_head_size, tree_attention
 from fastspec_kernels.triton.decoder_kernels import gate_kernel, heads_kernel, norm_kernel
 from fastspec_kernels.triton.launch import launch
 
@@ -42,6 +42,8 @@ def decoder_layers(
     size, x, added, added_norm = len(LayerWeights._fields), hidden, None, None
     if len(hidden) == 0:
         return hidden.clone()
+    for cache in key_caches:
+        check_head_size("key_caches", cache.shape[-1], cache.dtype)
     for index, caches in enumerate(zip(key_caches, value_caches, strict=True)):
         w = LayerWeights(*layers[index * size : (index + 1) * size])  # pyright: ignore
         x, rows = _add_and_norm(x, added, added_norm, w.attention_norm, *norms)

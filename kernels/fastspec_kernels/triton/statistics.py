@@ -20,6 +20,8 @@ from fastspec_kernels.triton.slots import (
 )
 from fastspec_kernels.triton.tiles import tiling_of
 
+MOST_STEPS = 65535  # of a sequence, both models' rows: the depth of a grid
+
 
 def target_rows(logits: Tensor, token_bitmask: Tensor | None) -> Rows:
     """Rows [T, V] of the target."""
@@ -54,6 +56,8 @@ def tiles_of(target: Rows, draft: Rows, slots: Slots, sampling: Params, num_slot
         threshold=new((num_slots,), dtype=torch.float32) if filtered else None,
     )
     per_sequence = slots.steps + slots.draft_steps
+    if per_sequence > MOST_STEPS:
+        raise ValueError(f"draft tokens: triton takes {MOST_STEPS} rows a sequence at most")
     launch(
         tile_statistics_kernel,
         (num_slots // per_sequence, tiling.num_tiles, per_sequence),
