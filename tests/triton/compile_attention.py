@@ -92,7 +92,7 @@ def report_attention(
     sizes = head_size, query.itemsize, is_float8, mask == "tree" and scoring.sliding_window > 0
     tiles = attention.tiles(rows, *sizes, divmod(capability, 10))
     variant = attention.Variant(**common, **tiles)
-    constants, launch = {"V": variant}, attention.options(variant)
+    constants, launch = {"V": variant}, attention.options(variant, divmod(capability, 10))
     name = f"{kind} q{num_tokens} d{head_size} b{batch} {dtype}"
     report(name, attention_kernel, constants, capability, launch, dtype, is_float8)
     if batch == 1 and kind == "chain" and num_tokens == 1:
