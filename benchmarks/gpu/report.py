@@ -72,6 +72,8 @@ def measured(folder: Path) -> list[str]:
         parts += ["## Kernels", MEANING]
     for op in sorted({record["op"] for record in kernels}):
         parts += [f"### {op}", op_table([record for record in kernels if record["op"] == op])]
+    if found := latest(read_lines(folder / "breakdown.jsonl")):
+        parts += ["## Where the time goes", breakdown_table(found)]
     errors = latest(read_lines(folder / "errors.jsonl"))
     if errors:
         parts += ["## Not measured", errors_table(errors)]
@@ -139,6 +141,16 @@ def engine_table(records: list[dict]) -> str:
         lines.append(
             table_row(record["backend"], *map(str, record["shape"].values()), *texts, passes)
         )
+    return "\n".join(lines)
+
+
+def breakdown_table(records: list[dict]) -> str:
+    """Microseconds of each kernel of a call."""
+    lines = table_head("op", "shape", "backend", "kernels, µs")
+    for record in records:
+        sizes = ", ".join(f"{name}={value}" for name, value in record["shape"].items())
+        kernels = ", ".join(f"{name} {time}" for name, time in record["us"].items())
+        lines.append(table_row(record["op"], sizes, record["backend"], kernels))
     return "\n".join(lines)
 
 

@@ -136,6 +136,7 @@ STEPS = (
     Step("memcheck", 0.12, sanitizer("memcheck", "cuda")),
     Step("caches", 0.15, module("caches"), ("caches.progress",)),
     Step("headline", 0.25, module("bench", "--group", "headline"), ("headline.progress",)),
+    Step("breakdown", 0.15, module("breakdown"), ("breakdown.progress",)),
     Step("engine", 0.3, module("engine"), ("engine.progress",)),
     Step("racecheck-triton", 0.1, sanitizer("racecheck", "triton")),
     Step("racecheck", 0.12, sanitizer("racecheck", "cuda")),
