@@ -186,6 +186,13 @@ def test_wheel_holds_the_two_packages_and_nothing_else(tiny, tmp_path):
     assert "-cp310-abi3-" in wheel.name
 
 
+def test_sources_use_nothing_that_came_after_torch_2_11():
+    """They compile with its headers, which are not here: a run on another machine showed this."""
+    newer = "STABLE_TORCH_ERROR_CODE_CHECK"
+    sources = [path for path in (ROOT / "csrc").rglob("*") if path.is_file()]
+    assert [path.name for path in sources if newer in path.read_text(encoding="utf-8")] == []
+
+
 def host_functions_that_exit(library: Path) -> set[str]:
     """Functions of the host that end the process.
 
