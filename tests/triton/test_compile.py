@@ -38,7 +38,7 @@ BUDGETS = {
     "race_kernel": (144, 16384),
     "winner_kernel": (40, 1024),
     "penalize_kernel": (64, 1024),
-    "norm_kernel": (64, 1024),
+    "norm_kernel": (64, 4096),
     "heads_kernel": (40, 1024),
     "gate_kernel": (40, 0),
 }
