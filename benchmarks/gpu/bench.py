@@ -3,7 +3,7 @@
 import json
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -64,6 +64,16 @@ class Progress:
         self.status[name] = status
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps([name, status]) + "\n")
+
+    def in_turn(self, names: Iterable[str], has_time: Callable[[], bool]) -> Iterator[str]:
+        """The names that have not begun, each noted as begun, while there is time for another."""
+        for name in names:
+            if name in self.status:
+                continue
+            if not has_time():
+                return
+            self.note(name, "began")
+            yield name
 
 
 def pending(

@@ -12,6 +12,7 @@ from benchmarks.cases import OPS, Case, cases
 from benchmarks.gpu import options
 from benchmarks.gpu.bench import Progress
 from benchmarks.gpu.steps import UNFINISHED
+from fastspec.tools.bench import describe_environment
 
 SLOWEST_CASE = 6.0  # seconds
 NUM_SETS, CALLS = 4, 16
@@ -53,7 +54,7 @@ def measure(case: Case, backend: str, device: str, folder: Path) -> dict[str, fl
     workload = workloads.build(case, backend, torch.device(device), NUM_SETS)
     found = kernels_of(workload.ours, device)
     identity = {"op": case.op, "backend": backend, "shape": case.shape, "dtype": case.dtype}
-    where = harness.describe_device(device)
+    where = {**describe_environment(), **harness.describe_device(device)}
     harness.append("breakdown", {**identity, "logits": case.logits, "us": found, **where}, folder)
     return found
 
@@ -64,20 +65,15 @@ def main() -> int:
     todo = list(plan())
     if arguments.dry_run:
         todo = [(Case("sample", 1000, 1, "zipf", "float32"), "reference")]
+    named = {f"{case.name}-{backend}": (case, backend) for case, backend in todo}
     progress = Progress(arguments.out / "breakdown.progress")
-    for case, backend in todo:
-        name = f"{case.name}-{backend}"
-        if name in progress.status:
-            continue
-        if options.seconds_left(arguments) < SLOWEST_CASE:
-            print(f"{len(progress.status)} of {len(todo)} cases", flush=True)
-            return UNFINISHED
-        progress.note(name, "began")
-        found = measure(case, backend, device, arguments.out)
+    for name in progress.in_turn(named, lambda: options.seconds_left(arguments) >= SLOWEST_CASE):
+        found = measure(*named[name], device, arguments.out)
         progress.note(name, "done")
-        print(f"{name}: {', '.join(f'{kernel} {time}' for kernel, time in found.items())}")
-    print(f"{len(todo)} cases", flush=True)
-    return 0
+        kernels = ", ".join(f"{kernel} {time}" for kernel, time in found.items())
+        print(f"{name}: {kernels}", flush=True)
+    print(f"{len(progress.status)} of {len(named)} cases", flush=True)
+    return UNFINISHED if len(progress.status) < len(named) else 0
 
 
 if __name__ == "__main__":

@@ -166,14 +166,13 @@ def main() -> int:
         memory = torch.cuda.get_device_properties(0).total_memory
         cases = list(plan(device, memory // 2))
     progress, failed = Progress(arguments.out / "caches.progress"), []
-    for op, shape, num_bytes, backend in cases:
-        name = "-".join([op, *(f"{key}{value}" for key, value in shape.items()), backend])
-        if name in progress.status:
-            continue
-        if options.seconds_left(arguments) < SLOWEST_CASE:
-            print(f"{len(progress.status)} of {len(cases)} cases", flush=True)
-            return UNFINISHED
-        progress.note(name, "began")
+    named = {
+        "-".join([op, *(f"{key}{value}" for key, value in shape.items()), backend]): case
+        for case in cases
+        for op, shape, _, backend in [case]
+    }
+    for name in progress.in_turn(named, lambda: options.seconds_left(arguments) >= SLOWEST_CASE):
+        op, shape, num_bytes, backend = named[name]
         try:
             record = measure(op, shape, num_bytes, backend, device)
         except AssertionError as error:
@@ -184,7 +183,10 @@ def main() -> int:
         harness.append("kernels", record, arguments.out)
         progress.note(name, "done")
         print(f"{name}: {record['median_us']} µs", flush=True)
-    print(f"{len(cases)} cases, {len(failed)} wrong", flush=True)
+    if len(progress.status) < len(named):
+        print(f"{len(progress.status)} of {len(named)} cases", flush=True)
+        return UNFINISHED
+    print(f"{len(named)} cases, {len(failed)} wrong", flush=True)
     return 1 if failed else 0
 
 

@@ -133,14 +133,16 @@ def main() -> int:
     num_tokens = 4 if arguments.dry_run else NUM_TOKENS
     shapes = TINY_SHAPES if arguments.dry_run else SHAPES
     progress = Progress(arguments.out / "engine.progress")
-    for method, shape, make in runs(models, shapes, num_tokens):
-        name = f"{method}-B{shape['B']}-{shape['context']}"
-        if name in progress.status:
-            continue
-        if options.seconds_left(arguments) < SLOWEST_CASE and not arguments.dry_run:
-            print(f"{len(progress.status)} cases measured", flush=True)
-            return UNFINISHED
-        progress.note(name, "began")
+    named = {
+        f"{method}-B{shape['B']}-{shape['context']}": (method, shape, make)
+        for method, shape, make in runs(models, shapes, num_tokens)
+    }
+
+    def has_time() -> bool:
+        return arguments.dry_run or options.seconds_left(arguments) >= SLOWEST_CASE
+
+    for name in progress.in_turn(named, has_time):
+        method, shape, make = named[name]
         timing, tokens_per_pass = time_one(make(), num_tokens, device)
         fields = {"op": "engine", "backend": method, "shape": shape, "logits": "-"}
         fields |= {"dtype": "bfloat16", "tokens_per_pass": round(tokens_per_pass, 3)}
@@ -148,7 +150,8 @@ def main() -> int:
         harness.append("engine", harness.record_of(fields, timings, device), arguments.out)
         progress.note(name, "done")
         print(f"{name}: {timing.median_us:.0f} µs a token, floor {floor}", flush=True)
-    return 0
+    print(f"{len(progress.status)} of {len(named)} cases", flush=True)
+    return UNFINISHED if len(progress.status) < len(named) else 0
 
 
 if __name__ == "__main__":

@@ -130,6 +130,16 @@ def assert_close(actual, expected, tolerance):
     assert (error <= tolerance * size).all(), (error / size).max()
 
 
+def check_call(layer: Layers, call: tuple, backend: str, tolerance: float) -> None:
+    """What a call gives and leaves in the caches, against the reference."""
+    out, caches = layer.run(*call, backend=backend)
+    expected, expected_caches = layer.run(*call, backend="reference")
+    assert_close(out, expected, tolerance)
+    for side, expected_side in zip(caches, expected_caches, strict=True):
+        for cache, other in zip(side, expected_side, strict=True):
+            assert_close(cache.float().flatten(2), other.float().flatten(2), tolerance)
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("full", [False, True], ids=["plain", "every option"])
 @pytest.mark.parametrize(
@@ -152,13 +162,7 @@ def test_values(dtype, full, sizes, backend):
         ([], [[1]], [0], [0]),
     ]
     for call in calls:
-        out, caches = layer.run(*call, backend=backend)
-        expected, expected_caches = layer.run(*call, backend="reference")
-        tolerance = tolerance_of(dtype, backend)
-        assert_close(out, expected, tolerance)
-        for side, expected_side in zip(caches, expected_caches, strict=True):
-            for cache, other in zip(side, expected_side, strict=True):
-                assert_close(cache.float().flatten(2), other.float().flatten(2), tolerance)
+        check_call(layer, call, backend, tolerance_of(dtype, backend))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

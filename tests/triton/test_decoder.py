@@ -13,7 +13,7 @@ from tests.kernels.test_decoder_layers import (
     FULL,
     TOLERANCE,
     Layers,
-    assert_close,
+    check_call,
     tolerance_of,
     written,
 )
@@ -30,14 +30,14 @@ CALL = ([0, 1, 2, 3, 4], [[4, 0], [2, 3]], [6, 3], [3, 2])
 @pytest.mark.parametrize("sizes", [{}, {"size": 33, "hidden": 17, "head_size": 10, "heads": 2}])
 def test_values(dtype, full, sizes):
     layers = Layers(dtype, full, **sizes)
-    check(layers, tolerance_of(dtype, "triton"))
+    check_call(layers, CALL, "triton", tolerance_of(dtype, "triton"))
 
 
 @pytest.mark.parametrize("option", FULL)
 def test_each_option_alone(option):
     layers = Layers(torch.float32)
     layers.options = {**layers.options, option: FULL[option]}
-    check(layers, TOLERANCE[torch.float32])
+    check_call(layers, CALL, "triton", TOLERANCE[torch.float32])
 
 
 @pytest.mark.parametrize("weight", ["query_norm", "key_norm", "attention_out_norm", "mlp_out_norm"])
@@ -45,7 +45,7 @@ def test_each_norm_alone(weight):
     layers, full = Layers(torch.float32), Layers(torch.float32, full=True)
     pairs = zip(layers.weights, full.weights, strict=True)
     layers.weights = [own._replace(**{weight: getattr(other, weight)}) for own, other in pairs]
-    check(layers, TOLERANCE[torch.float32])
+    check_call(layers, CALL, "triton", TOLERANCE[torch.float32])
 
 
 def test_nothing_is_written_for_the_slot_minus_one():
@@ -72,12 +72,3 @@ def test_models_run_without_their_modules(architecture):
         spans = [Span([3], 0, 5), Span([1, 7], 0, 17)]
         logits.append(runner.forward(torch.arange(5, 27), spans, [4, 21]))
     torch.testing.assert_close(*logits, atol=1e-5, rtol=1e-5)
-
-
-def check(layers: Layers, tolerance: float) -> None:
-    out, caches = layers.run(*CALL, backend="triton")
-    expected, expected_caches = layers.run(*CALL, backend="reference")
-    assert_close(out, expected, tolerance)
-    for side, expected_side in zip(caches, expected_caches, strict=True):
-        for cache, other in zip(side, expected_side, strict=True):
-            assert_close(cache.float().flatten(2), other.float().flatten(2), tolerance)
