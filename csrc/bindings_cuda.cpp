@@ -2,7 +2,6 @@
 #define Py_LIMITED_API 0x030A0000
 #include <Python.h>
 
-#include <cmath>
 #include <map>
 
 #include "bindings_cuda.h"
@@ -19,14 +18,13 @@ int64_t attribute_of(int device, cudaDeviceAttr attribute) {
 
 // Of the tensor's device, which is current. To look at a kernel's code takes microseconds: a thread
 // does so once for each device.
-template <cudaError_t (*kImage)(cuda::Image*)>
 cuda::Limits limits_of(const Tensor& tensor) {
   thread_local std::map<int, cuda::Limits> known;
   const int device = tensor.get_device_index();
   const auto found = known.find(device);
   if (found != known.end()) return found->second;
   cuda::Image image = {};
-  check_launch("image", kImage(&image));
+  check_launch("image", cuda::image_of_verify_tree(&image));
   const cuda::Limits limits = {
       attribute_of(device, cudaDevAttrMultiProcessorCount),
       attribute_of(device, cudaDevAttrMaxSharedMemoryPerBlockOptin),
@@ -39,7 +37,7 @@ cuda::Limits limits_of(const Tensor& tensor) {
 bool has_cuda_image(int64_t device) {
   const DeviceGuard guard(static_cast<torch::stable::accelerator::DeviceIndex>(device));
   cuda::Image image = {};
-  const cudaError_t error = cuda::image_of_sampling(&image);
+  const cudaError_t error = cuda::image_of_verify_tree(&image);
   for (const cudaError_t missing :
        {cudaErrorNoKernelImageForDevice, cudaErrorInvalidDeviceFunction,
         cudaErrorInvalidKernelImage, cudaErrorInvalidPtx, cudaErrorUnsupportedPtxVersion,
@@ -105,11 +103,6 @@ cuda::SamplingParameters sampling_parameters(int64_t num, const OptionalTensor& 
           data_of<float>(top_p, {num}), data_of<float>(min_p, {num})};
 }
 
-cuda::Plan plan_of(const cuda::Logits& logits, const Tensor& tensor) {
-  return cuda::choose_plan(cuda::shape_of(logits), logits.num_rows,
-                           limits_of<cuda::image_of_sampling>(tensor));
-}
-
 Tensor uniform(const Tensor& seed, const Tensor& position, int64_t num, int64_t stream) {
   require(seed.dim() == 1 && num >= 0 && stream >= 0 && stream <= UINT32_MAX);
   require_device_of(seed, {position});
@@ -121,81 +114,6 @@ Tensor uniform(const Tensor& seed, const Tensor& position, int64_t num, int64_t 
                                     out.mutable_data_ptr<float>(), seed.size(0), num,
                                     static_cast<uint32_t>(stream), current_stream(seed)));
   return out;
-}
-
-std::tuple<Tensor, Tensor> row_stats(const Tensor& logits, const OptionalTensor& temperature,
-                                     const OptionalTensor& top_k, const OptionalTensor& top_p,
-                                     const OptionalTensor& min_p,
-                                     const OptionalTensor& token_bitmask) {
-  require(logits.dim() == 2);
-  require_device_of(logits, {temperature, top_k, top_p, min_p, token_bitmask});
-  const DeviceGuard guard(logits.get_device_index());
-  const int64_t rows = logits.size(0);
-  Tensor logsumexp = new_tensor(logits, {rows}, ScalarType::Float);
-  Tensor threshold = new_tensor(logits, {rows}, ScalarType::Float);
-  const cuda::RowStatsCall call = {
-      logits_of(logits, token_bitmask), sampling_parameters(rows, temperature, top_k, top_p, min_p),
-      logsumexp.mutable_data_ptr<float>(), threshold.mutable_data_ptr<float>()};
-  check_launch("row_stats",
-               cuda::launch_row_stats(call, plan_of(call.logits, logits), current_stream(logits)));
-  return {logsumexp, threshold};
-}
-
-Tensor logits_to_probs(const Tensor& logits, const OptionalTensor& temperature,
-                       const OptionalTensor& top_k, const OptionalTensor& top_p,
-                       const OptionalTensor& min_p, const OptionalTensor& token_bitmask) {
-  require(logits.dim() == 2);
-  require_device_of(logits, {temperature, top_k, top_p, min_p, token_bitmask});
-  const DeviceGuard guard(logits.get_device_index());
-  const int64_t rows = logits.size(0);
-  Tensor probs = new_tensor(logits, {rows, logits.size(1)}, ScalarType::Float);
-  const cuda::LogitsToProbsCall call = {logits_of(logits, token_bitmask),
-                                        sampling_parameters(rows, temperature, top_k, top_p, min_p),
-                                        probs.mutable_data_ptr<float>()};
-  check_launch("logits_to_probs", cuda::launch_logits_to_probs(call, plan_of(call.logits, logits),
-                                                               current_stream(logits)));
-  return probs;
-}
-
-std::tuple<Tensor, Tensor> sample(const Tensor& logits, const Tensor& uniform_samples,
-                                  const OptionalTensor& temperature, const OptionalTensor& top_k,
-                                  const OptionalTensor& top_p, const OptionalTensor& min_p,
-                                  const OptionalTensor& token_bitmask) {
-  require(logits.dim() == 2);
-  require_device_of(logits, {uniform_samples, temperature, top_k, top_p, min_p, token_bitmask});
-  const DeviceGuard guard(logits.get_device_index());
-  const int64_t rows = logits.size(0);
-  Tensor token_ids = new_tensor(logits, {rows}, ScalarType::Int);
-  Tensor logprobs = new_tensor(logits, {rows}, ScalarType::Float);
-  const cuda::SampleCall call = {
-      logits_of(logits, token_bitmask), sampling_parameters(rows, temperature, top_k, top_p, min_p),
-      data_of<float>(uniform_samples, {rows}), token_ids.mutable_data_ptr<int32_t>(),
-      logprobs.mutable_data_ptr<float>()};
-  check_launch("sample",
-               cuda::launch_sample(call, plan_of(call.logits, logits), current_stream(logits)));
-  return {token_ids, logprobs};
-}
-
-std::tuple<Tensor, Tensor> sample_coupled(const Tensor& logits, const Tensor& seed,
-                                          const Tensor& position, const OptionalTensor& temperature,
-                                          const OptionalTensor& top_k, const OptionalTensor& top_p,
-                                          const OptionalTensor& min_p,
-                                          const OptionalTensor& token_bitmask) {
-  require(logits.dim() == 2);
-  require_device_of(logits, {seed, position, temperature, top_k, top_p, min_p, token_bitmask});
-  const DeviceGuard guard(logits.get_device_index());
-  const int64_t rows = logits.size(0);
-  Tensor token_ids = new_tensor(logits, {rows}, ScalarType::Int);
-  Tensor logprobs = new_tensor(logits, {rows}, ScalarType::Float);
-  const cuda::SampleCoupledCall call = {logits_of(logits, token_bitmask),
-                                        sampling_parameters(rows, temperature, top_k, top_p, min_p),
-                                        data_of<int64_t>(seed, {rows}),
-                                        data_of<int64_t>(position, {rows}),
-                                        token_ids.mutable_data_ptr<int32_t>(),
-                                        logprobs.mutable_data_ptr<float>()};
-  check_launch("sample_coupled", cuda::launch_sample_coupled(call, plan_of(call.logits, logits),
-                                                             current_stream(logits)));
-  return {token_ids, logprobs};
 }
 
 void penalize(Tensor logits, const Tensor& row_sequence, const Tensor& row_node,
@@ -237,64 +155,6 @@ void penalize(Tensor logits, const Tensor& row_sequence, const Tensor& row_node,
   call.num_nodes = num_nodes;
   call.element = all.element;
   check_launch("penalize", cuda::launch_penalize(call, current_stream(logits)));
-}
-
-std::tuple<Tensor, Tensor, Tensor> verify_chain(
-    const Tensor& target_logits, const Tensor& cu_rows, const Tensor& draft_token_ids,
-    const Tensor& uniform_samples, const OptionalTensor& draft_logits,
-    const OptionalTensor& temperature, const OptionalTensor& top_k, const OptionalTensor& top_p,
-    const OptionalTensor& min_p, double lenience, const Text& method,
-    const OptionalTensor& draft_logsumexp, const OptionalTensor& draft_token_map,
-    const OptionalTensor& token_bitmask) {
-  const DeviceGuard guard(target_logits.get_device_index());
-  require_device_of(target_logits,
-                    {cu_rows, draft_token_ids, uniform_samples, draft_logits, temperature, top_k,
-                     top_p, min_p, draft_logsumexp, draft_token_map, token_bitmask});
-  require(draft_token_ids.dim() == 2 && target_logits.dim() == 2);
-  require(lenience >= 1 && std::isfinite(lenience));
-  require(method == "standard" || (method == "block" && lenience == 1 && !draft_logsumexp));
-  const int64_t batch = draft_token_ids.size(0), num_draft = draft_token_ids.size(1);
-  const int64_t vocab = target_logits.size(1), rows = 2 * num_draft + 1, width = num_draft + 1;
-  Tensor statistics = new_tensor(target_logits, {batch, rows, 3}, ScalarType::Long);
-  static_assert(sizeof(cuda::RowStatistics) == 3 * sizeof(int64_t));
-  const int64_t num_tiles = cuda::tiles_of(vocab);
-  Tensor tiles = new_tensor(target_logits, {batch, rows, num_tiles, 2}, ScalarType::Long);
-  static_assert(sizeof(cuda::TileStatistics) == 2 * sizeof(int64_t));
-  Tensor output_token_ids = new_tensor(target_logits, {batch, width}, ScalarType::Int);
-  Tensor accepted_len = new_tensor(target_logits, {batch}, ScalarType::Int);
-  Tensor logprobs = new_tensor(target_logits, {batch, width}, ScalarType::Float);
-
-  cuda::VerifyChainCall call = {};
-  call.target = logits_of(target_logits, token_bitmask);
-  call.draft = draft_of(draft_logits, batch, num_draft, vocab);
-  call.draft_batch_stride = draft_logits ? draft_logits->stride(0) : 0;
-  call.draft_token_map = data_of<int32_t>(draft_token_map, {vocab});
-  call.draft_logsumexp = data_of<float>(draft_logsumexp, {batch, num_draft});
-  require(draft_logits || (!draft_token_map && !draft_logsumexp));
-  call.cu_rows = data_of<int32_t>(cu_rows, {batch + 1});
-  call.draft_token_ids = data_of<int32_t>(draft_token_ids, {batch, num_draft});
-  call.uniform_samples = data_of<float>(uniform_samples, {batch, width});
-  call.parameters = sampling_parameters(batch, temperature, top_k, top_p, min_p);
-  call.batch = batch;
-  call.num_draft = num_draft;
-  call.lenience = lenience;
-  call.block = method == "block";
-  call.statistics = static_cast<cuda::RowStatistics*>(statistics.mutable_data_ptr());
-  call.tiles = static_cast<cuda::TileStatistics*>(tiles.mutable_data_ptr());
-  call.num_tiles = num_tiles;
-  call.output_token_ids = output_token_ids.mutable_data_ptr<int32_t>();
-  call.accepted_len = accepted_len.mutable_data_ptr<int32_t>();
-  call.logprobs = logprobs.mutable_data_ptr<float>();
-
-  const cuda::RowShape shape =
-      cuda::larger_of(cuda::shape_of(call.target), cuda::shape_of(call.draft));
-  const cuda::Limits limits = limits_of<cuda::image_of_verify_chain>(target_logits);
-  const cuda::Plan per_row = cuda::choose_plan(shape, batch * rows, limits);
-  cuda::Plan per_sequence = cuda::choose_plan(shape, batch, limits);
-  per_sequence.staged = 0;
-  check_launch("verify_chain", cuda::launch_verify_chain(call, per_row, per_sequence,
-                                                         current_stream(target_logits)));
-  return {output_token_ids, accepted_len, logprobs};
 }
 
 cuda::SiblingRule sibling_rule_of(const std::string& name) {
@@ -344,8 +204,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> verify_tree(
 
   const cuda::RowShape shape =
       cuda::larger_of(cuda::shape_of(call.target), cuda::shape_of(call.draft));
-  const cuda::Plan plan =
-      cuda::choose_plan(shape, batch, limits_of<cuda::image_of_verify_tree>(target_logits));
+  const cuda::Plan plan = cuda::choose_plan(shape, batch, limits_of(target_logits));
   check_launch("verify_tree", cuda::launch_verify_tree(call, plan, current_stream(target_logits)));
   return {path, output_token_ids, accepted_len, logprobs};
 }
@@ -368,12 +227,7 @@ std::tuple<Tensor, Tensor> build_tree(const Tensor& parents) {
 
 STABLE_TORCH_LIBRARY_IMPL(fastspec, CUDA, m) {
   m.impl("uniform", TORCH_BOX(&fastspec::uniform));
-  m.impl("row_stats", TORCH_BOX(&fastspec::row_stats));
-  m.impl("logits_to_probs", TORCH_BOX(&fastspec::logits_to_probs));
-  m.impl("sample", TORCH_BOX(&fastspec::sample));
-  m.impl("sample_coupled", TORCH_BOX(&fastspec::sample_coupled));
   m.impl("penalize", TORCH_BOX(&fastspec::penalize));
-  m.impl("verify_chain", TORCH_BOX(&fastspec::verify_chain));
   m.impl("verify_tree", TORCH_BOX(&fastspec::verify_tree));
   m.impl("build_tree", TORCH_BOX(&fastspec::build_tree));
 }

@@ -11,9 +11,9 @@ LAW = "tests/kernels/test_law.py"
 ATTENTION = "tests/kernels/test_tree_attention.py tests/kernels/test_tree_attention_masks.py"
 CACHE = "tests/kernels/test_store_kv.py tests/kernels/test_compact_kv.py"
 PENALTIES = "tests/kernels/test_penalize.py"
-EMULATED_CHAIN, EMULATED_TREE = (
-    "tests/cuda/test_emulated_chain.py",
+EMULATED_TREE, EMULATED_ROWS = (
     "tests/cuda/test_emulated_tree.py",
+    "tests/cuda/test_emulated_rows.py",
 )
 GREEDY, TREES = "tests/engine/test_greedy.py", "tests/engine/test_token_trees.py"
 SAMPLING = "tests/engine/test_sampling.py"
@@ -129,16 +129,21 @@ MUTATIONS = [
         path="avx2",
     ),
     *_of(
-        "csrc/cuda/verify_chain.cu",
-        EMULATED_CHAIN,
-        ("coin < call_.lenience * found", "coin < found"),
-        ("if (chain_.uniform(length - 1) < bound)", "if (chain_.uniform(0) < bound)"),
-    ),
-    *_of(
         "csrc/cuda/verify_tree.cu",
         EMULATED_TREE,
         ("tree_.uniform(node_) < mass", "tree_.uniform(child) < mass"),
         ("removed ? 0.0 : proposed * draft_prob", "proposed * draft_prob"),
+        ("for (int model = judges ? 0 : 1;", "for (int model = 1;"),
+    ),
+    *_of(
+        "csrc/cuda/statistics.cuh",
+        EMULATED_ROWS,
+        ("if (weight >= sampling.min_p) {", "if (weight > 0.9f * sampling.min_p) {"),
+    ),
+    *_of(
+        "csrc/cuda/filter.cuh",
+        EMULATED_ROWS,
+        ("while (sum + bins[bin] < need)", "while (sum + bins[bin] <= need)"),
     ),
     *_of(
         "kernels/fastspec_kernels/triton/chain_judge.py",

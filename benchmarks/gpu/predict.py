@@ -1,4 +1,4 @@
-"""Predicts the time of every op on an H100 and an H200 from what the compiler made of its kernels.
+"""Predicts times of ops on an H100 and an H200 from what the compiler made of their kernels.
 
 `python -m benchmarks.gpu.predict` prints the table of docs/kernels.md. `python -m
 tests.gpu.resources` compiles the kernels and writes that page and resources.json anew.
@@ -17,7 +17,6 @@ ROW = VOCAB * ITEM
 NUM_DRAFT, NUM_NODES, DEPTH = 4, 16, 4
 HEADS, KV_HEADS, HEAD_SIZE, LAYERS = 32, 8, 128, 32
 SLOT = KV_HEADS * HEAD_SIZE * ITEM  # bytes of a token's keys in one layer
-TILE = 4096  # logits, csrc/cuda/launch.h
 UNIT = 8  # logits that a lane takes at a time, csrc/cuda/device.cuh
 
 
@@ -38,92 +37,10 @@ TEAM_SHARED = 17 << 10
 AHEAD = 4  # units of a lane that the first pass over a row has on their way
 
 
-def row_launch(kernel: str, rows: int, machine: Machine, *more: Phase, barriers: int) -> Launch:
-    """A cluster per row: a pass from memory into shared memory, the sum there, and `more`."""
-    cluster, threads = cluster_of(rows, machine), 512
-    share = VOCAB / cluster
-    first = Phase(ROW / cluster, AHEAD * 16 * threads, share, (("first", AHEAD * UNIT),))
-    total = Phase(elements=share, regions=(("sum", UNIT),))
-    shared = TEAM_SHARED + ROW // cluster
-    phases = (first, total, *more)
-    return Launch(kernel, rows * cluster, threads, phases, shared, 1, 0, barriers)
-
-
-def row_stats(batch: int, machine: Machine) -> Case:
-    launch = row_launch("row_stats", batch, machine, barriers=3)
-    return Case("row_stats", batch, shape_of("row_stats", batch), batch * ROW, (launch,))
-
-
-def logits_to_probs(batch: int, machine: Machine) -> Case:
-    share = VOCAB / cluster_of(batch, machine)
-    write = Phase(4 * share, elements=share, regions=(("write", UNIT),))
-    launch = row_launch("logits_to_probs", batch, machine, write, barriers=3)
-    return Case(
-        "logits_to_probs",
-        batch,
-        shape_of("logits_to_probs", batch),
-        batch * (ROW + 4 * VOCAB),
-        (launch,),
-    )
-
-
-def sample(batch: int, machine: Machine) -> Case:
-    cluster = cluster_of(batch, machine)
-    again = Phase(elements=VOCAB / cluster, regions=(("sum", UNIT),))
-    launch = row_launch("sample", batch, machine, again, found(cluster, 512), barriers=5)
-    return Case("sample", batch, shape_of("sample", batch), batch * ROW, (launch,))
-
-
 def found(cluster: int, threads: int) -> Phase:
     """One warp looks for the token in its stretch, on average half of it, 32 units at a time."""
     rounds = VOCAB / UNIT / (cluster * threads) / 2
     return Phase(rounds * 512, 512, cached=True)
-
-
-def sample_coupled(batch: int, machine: Machine) -> Case:
-    share = VOCAB / cluster_of(batch, machine)
-    race = Phase(ITEM * share, elements=share, regions=(("race", 4),), cached=True)
-    launch = row_launch("sample_coupled", batch, machine, race, barriers=4)
-    return Case("sample_coupled", batch, shape_of("sample_coupled", batch), batch * ROW, (launch,))
-
-
-def verify_chain(batch: int, machine: Machine, given: bool = False) -> Case:
-    """Every sequence is rejected somewhere, which costs most; `given`: with draft_logsumexp."""
-    rows = batch * (NUM_DRAFT + 1 + (0 if given else NUM_DRAFT))
-    threads, cluster = 64, cluster_of(batch, machine)
-    tile = Phase(
-        TILE * ITEM,
-        TILE * ITEM,
-        TILE,
-        (("best", TILE / threads), ("sum", TILE / threads)),
-    )
-    tiles = Launch("chain_tiles", rows * -(-VOCAB // TILE), threads, (tile,), 32, 2)
-    threads, cached = 256, rows * ROW <= machine.l2_bytes
-    share = VOCAB / cluster
-    flight = load()["kernels"]["verify_chain"]["regions"]["residual"]["loads"] // 2 * 16 * threads
-    residual = Phase(2 * ITEM * share, flight, share, (("residual", UNIT),), cached=cached)
-    phases = (residual, found(cluster, threads))
-    if given:  # the draft row's own statistics: two passes, the second from the L2
-        passes = [
-            Phase(ITEM * share, flight, share, (("residual", UNIT),), cached=cached)
-            for cached in (False, True)
-        ]
-        phases = (*passes, *phases)
-    decision = Launch(
-        "verify_chain",
-        batch * cluster,
-        threads,
-        phases,
-        TEAM_SHARED,
-        memory_accesses=0 if cached else 2,
-        cache_accesses=9 if cached else 7,
-        barriers=7 if given else 4,
-        early=True,
-    )
-    floor = batch * (NUM_DRAFT + 2 if given else 2 * NUM_DRAFT + 1) * ROW
-    rule = "draft_logsumexp" if given else "standard"
-    shape = shape_of("verify_chain", batch, num_draft=NUM_DRAFT, rule=rule)
-    return Case("verify_chain", batch, shape, floor, (tiles, decision))
 
 
 def verify_tree(batch: int, machine: Machine) -> Case:
@@ -257,12 +174,7 @@ def attention(op: str, batch: int, machine: Machine, tokens: int, context: int) 
 
 
 OPS: tuple[Callable[[int, Machine], Case], ...] = (
-    row_stats,
-    logits_to_probs,
-    sample,
-    sample_coupled,
     penalize,
-    verify_chain,
     verify_tree,
     build_tree,
     uniform,
@@ -273,13 +185,9 @@ OPS: tuple[Callable[[int, Machine], Case], ...] = (
 
 
 def cases(machine: Machine) -> list[Case]:
-    """Every op for one sequence and for 64."""
+    """Every op that is modelled, for one sequence and for 64."""
     batches = (1, 64)
-    found = []
-    for op in OPS:
-        found += [op(batch, machine) for batch in batches]
-        if op is verify_chain:
-            found += [verify_chain(batch, machine, given=True) for batch in batches]
+    found = [op(batch, machine) for op in OPS for batch in batches]
     for batch in batches:
         for tokens in (5, 16):
             for context in (8192, 32768, 131072):
@@ -308,11 +216,11 @@ TABLES = re.compile(r"(<!-- predicted: .*?-->\n)(.*?)(<!-- end of predicted -->)
 
 ASSUMPTIONS = """\
 1. Memory moves {bandwidths}, as a copy does; the L2
-   {l2:.1f} TB/s, and keeps {kept} MiB from one kernel to the next.
+   {l2:.1f} TB/s.
 2. An access to memory takes {memory} µs, one to the L2 {cache} µs; those that wait for each other
    (an index, then what it points to) are counted in the source and added up.
-3. A kernel in a CUDA graph costs {launch} µs on top of its work, one that is launched early
-   {early} µs. A barrier of a cluster costs {barrier} µs.
+3. A kernel in a CUDA graph costs {launch} µs on top of its work. A barrier of a cluster costs
+   {barrier} µs.
 4. A multiprocessor, of which there are {processors} at {clock} MHz, issues {lanes} instructions of
    single threads per cycle, and {converters} exponentials, logarithms or conversions; takes in
    {port} bytes; and multiplies at half of the peak of its tensor cores. How many instructions a
@@ -324,10 +232,9 @@ ASSUMPTIONS = """\
    every wave of blocks.
 6. Phases of a block, between barriers, come one after the other. Where a multiprocessor holds one
    block, its waits are nobody's gain: they count once for every wave.
-7. Inputs are not in the L2. Every sequence of `verify_chain` is rejected somewhere; `verify_tree`
-   draws siblings without replacement, accepts four nodes and turns two down at the last. Logits are
-   bfloat16, {vocab} to a row; attention has 32 heads on 8 of 128 numbers, every sequence the same
-   length.
+7. Inputs are not in the L2. `verify_tree` draws siblings without replacement, accepts four nodes
+   and turns two down at the last. Logits are bfloat16, {vocab} to a row; attention has 32 heads on
+   8 of 128 numbers, every sequence the same length.
 """
 
 
@@ -337,11 +244,9 @@ def assumptions() -> str:
     return ASSUMPTIONS.format(
         bandwidths=bandwidths,
         l2=machine.l2_bandwidth / 1e6,
-        kept=machine.l2_bytes >> 20,
         memory=machine.memory,
         cache=machine.cache,
         launch=machine.launch,
-        early=machine.early_launch,
         barrier=machine.barrier,
         processors=machine.multiprocessors,
         clock=round(machine.clock),
@@ -390,7 +295,7 @@ def times_table() -> str:
             floor, time, goal = own.floor(model.machine), model.time(own), own.goal(model.machine)
             cells += [f"{floor:.3g}", f"{time:.3g}", verdict(time, goal)]
         blocks = "+".join(str(models[0].in_flight(part)) for part in case.launches)
-        hidden = ("B", "R", "V", "sampling")
+        hidden = ("B", "V", "sampling")
         sizes = (f"{name}={value}" for name, value in case.shape.items() if name not in hidden)
         first = (f"`{case.op}`", str(case.batch), ", ".join(sizes), str(len(case.launches)), blocks)
         lines.append(table_row(*first, f"{case.bytes / 1e6:.3g}", *cells))

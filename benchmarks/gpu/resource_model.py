@@ -26,7 +26,6 @@ class Machine:
     multiprocessors: int = 132
     clock: float = 1755.0  # cycles
     l2_bandwidth: float = 5.5e6
-    l2_bytes: int = 40 << 20  # what stays there from one kernel to the next
     port: int = 64  # bytes per cycle into one multiprocessor
     lanes: int = 128  # instructions of single lanes per cycle and multiprocessor
     converters: int = 16  # of those, exponentials, logarithms and conversions
@@ -35,7 +34,6 @@ class Machine:
     cache: float = 0.3  # of one to the L2
     barrier: float = 0.3  # of a cluster
     launch: float = 1.5  # of a kernel in a graph, which waits for the one in front of it
-    early_launch: float = 0.7  # where it was launched early
 
     def resident(self, registers: int, threads: int, shared: int) -> int:
         """Blocks that one multiprocessor holds."""
@@ -77,7 +75,6 @@ class Launch:
     memory_accesses: float = 0
     cache_accesses: float = 0
     barriers: int = 0
-    early: bool = False
 
 
 @dataclass(frozen=True)
@@ -133,8 +130,8 @@ class Model:
         waits += part.barriers * machine.barrier
         if self.resident(part) == 1:
             waits *= waves  # no other block works meanwhile
-        start = machine.early_launch if part.early else machine.launch
-        return start + waits + sum(self.time_of_phase(part, phase, waves) for phase in part.phases)
+        work = sum(self.time_of_phase(part, phase, waves) for phase in part.phases)
+        return machine.launch + waits + work
 
     def time_of_phase(self, part: Launch, phase: Phase, waves: int) -> float:
         machine, blocks = self.machine, part.blocks

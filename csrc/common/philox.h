@@ -34,16 +34,14 @@ FASTSPEC_HOST_DEVICE inline PhiloxBlock philox4x32_10(uint64_t key, const uint32
 }
 
 // Word `index` of the sequence named by (seed, position, stream).
-FASTSPEC_HOST_DEVICE inline uint32_t philox_word(uint64_t seed, uint64_t position, uint32_t stream,
-                                                 uint32_t index) {
+inline uint32_t philox_word(uint64_t seed, uint64_t position, uint32_t stream, uint32_t index) {
   const uint32_t counter[4] = {static_cast<uint32_t>(position),
                                static_cast<uint32_t>(position >> 32), index / 4, stream};
   return philox4x32_10(seed, counter).word[index % 4];
 }
 
 // The same as a number in [0, 1) with 24 random bits.
-FASTSPEC_HOST_DEVICE inline float philox_uniform(uint64_t seed, uint64_t position, uint32_t stream,
-                                                 uint32_t index) {
+inline float philox_uniform(uint64_t seed, uint64_t position, uint32_t stream, uint32_t index) {
   return static_cast<float>(philox_word(seed, position, stream, index) >> 8) * 0x1p-24f;
 }
 
@@ -56,12 +54,12 @@ constexpr uint32_t kOthersStream = 0x67756d63;
 constexpr uint32_t kGroup = 16;
 
 // The index of a token's group, and its place in there.
-FASTSPEC_HOST_DEVICE inline uint32_t group_of(uint32_t token) {
+inline uint32_t group_of(uint32_t token) {
   return token / (kGroup * kGroup) * kGroup + token % kGroup;
 }
-FASTSPEC_HOST_DEVICE inline uint32_t place_of(uint32_t token) { return token / kGroup % kGroup; }
+inline uint32_t place_of(uint32_t token) { return token / kGroup % kGroup; }
 
 // A group's word holds the place of its least number, and in 28 bits what that is made of.
-FASTSPEC_HOST_DEVICE inline uint32_t least_place(uint32_t word) { return word % kGroup; }
+inline uint32_t least_place(uint32_t word) { return word % kGroup; }
 
 }  // namespace fastspec

@@ -27,19 +27,6 @@ __device__ __forceinline__ unsigned char* dynamic_shared() {
 #endif
 }
 
-// A kernel that is launched early may start once all blocks of the one in front of it have let it;
-// what that one writes is there after the wait. Without such launches both do nothing.
-__device__ __forceinline__ void let_next_kernel_start() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
-}
-__device__ __forceinline__ void wait_for_previous_kernel() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
 // 2^x to about 2 units in the last place; 2^-inf = 0. Weights below 2^-44 are dropped anyway, so
 // flushing denormal results to zero changes nothing.
 __device__ __forceinline__ float exp2_approx(float x) {
@@ -76,8 +63,6 @@ __device__ __forceinline__ float half_to_float(uint32_t bits) {
 __device__ __forceinline__ int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 __device__ __forceinline__ int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 __device__ __forceinline__ float infinity() { return __uint_as_float(0x7f800000u); }
-
-__device__ __forceinline__ float not_a_number() { return __uint_as_float(0x7fc00000u); }
 
 __device__ __forceinline__ u64 to_fixed(float value, float one) {
   return __float2ull_rz(value * one);

@@ -98,31 +98,6 @@ __device__ u64 total_of(Team& team, const View& view, const Weigh& weigh) {
   return team.all_reduce(sum, u64{0}, [](u64 a, u64 b) { return a + b; });
 }
 
-// The weights of the row itself.
-struct OwnWeights {
-  Weighting weighting;
-
-  __device__ __forceinline__ void operator()(const float (&x)[kUnit], int64_t,
-                                             u64 (&weights)[kUnit]) const {
-#pragma unroll
-    for (int j = 0; j < kUnit; ++j) weights[j] = weighting.fixed(x[j]);
-  }
-};
-
-// The row itself without one token; -1: with all.
-struct WithoutToken {
-  Weighting weighting;
-  int64_t token;
-
-  __device__ __forceinline__ void operator()(const float (&x)[kUnit], int64_t first,
-                                             u64 (&weights)[kUnit]) const {
-#pragma unroll
-    for (int j = 0; j < kUnit; ++j) {
-      weights[j] = first + j == token ? 0 : weighting.fixed(x[j]);
-    }
-  }
-};
-
 // Draft probabilities by target token.
 struct DraftRow {
   Row row;

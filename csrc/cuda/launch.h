@@ -11,7 +11,6 @@ struct Plan {
   int32_t cluster;  // thread blocks that share a row: 1, 2, 4 or 8; 1 where Limits has no clusters
   int32_t threads;  // per block, a multiple of 32
   int32_t staged;   // whether a row is kept in the shared memory of its blocks
-  int32_t early;    // whether a kernel may start before the one in front of it has ended
 };
 
 // What the code of a kernel on the current device was compiled for: its PTX and its machine code,
@@ -44,56 +43,6 @@ struct SamplingParameters {
   const float* min_p;
 };
 
-// What passes over a row find out; all that its probabilities need.
-struct RowStatistics {
-  unsigned long long total;  // of the kept weights; that of the best logit is 2^44
-  float max;
-  float threshold;  // the lowest kept logit, -inf without a filter
-  int32_t argmax;   // of greedy rows only: the lowest id of the best logit
-  int32_t valid;
-};
-
-constexpr int64_t kTile = 4096;  // logits
-
-constexpr int64_t tiles_of(int64_t vocab) { return (vocab + kTile - 1) / kTile; }
-
-// What one look at a tile of a row finds out.
-struct TileStatistics {
-  unsigned long long total;  // of all weights; that of the tile's best logit is 2^44
-  float max;                 // NaN if there is one
-  int32_t argmax;            // of greedy rows only: the lowest id of the best logit
-};
-
-struct RowStatsCall {
-  Logits logits;
-  SamplingParameters parameters;
-  float* logsumexp;  // [R]
-  float* threshold;  // [R]
-};
-
-struct LogitsToProbsCall {
-  Logits logits;
-  SamplingParameters parameters;
-  float* probs;  // [R, V], contiguous
-};
-
-struct SampleCall {
-  Logits logits;
-  SamplingParameters parameters;
-  const float* uniform_samples;  // [R]
-  int32_t* token_ids;            // [R]
-  float* logprobs;               // [R]
-};
-
-struct SampleCoupledCall {
-  Logits logits;
-  SamplingParameters parameters;
-  const int64_t* seed;      // [R]
-  const int64_t* position;  // [R]
-  int32_t* token_ids;       // [R]
-  float* logprobs;          // [R]
-};
-
 struct PenalizeCall {
   void* logits;                   // [R, V], rows row_stride elements apart
   const int32_t* row_sequence;    // [R]; a row of no sequence or node is left as it is
@@ -116,29 +65,6 @@ struct PenalizeCall {
   int64_t batch;
   int64_t num_nodes;
   Element element;
-};
-
-struct VerifyChainCall {
-  Logits target;
-  Logits draft;                    // rows of [B, K]; data null: each proposal is certain
-  int64_t draft_batch_stride;      // in elements
-  const int32_t* draft_token_map;  // [V] or null
-  const float* draft_logsumexp;    // [B, K] or null
-  const int32_t* cu_rows;          // [B + 1]
-  const int32_t* draft_token_ids;  // [B, K]
-  const float* uniform_samples;    // [B, K + 1]
-  SamplingParameters parameters;   // per sequence
-  int64_t batch;
-  int64_t num_draft;
-  double lenience;
-  int32_t block;  // block verification, not token by token
-  // Workspace, of the target rows and then the draft rows.
-  RowStatistics* statistics;  // [B, 2K + 1]
-  TileStatistics* tiles;      // [B, 2K + 1, num_tiles]
-  int64_t num_tiles;          // of a target row
-  int32_t* output_token_ids;  // [B, K + 1]
-  int32_t* accepted_len;      // [B]
-  float* logprobs;            // [B, K + 1]
 };
 
 enum class SiblingRule : int32_t { kTargetOnly, kWithoutReplacement, kWithReplacement };
@@ -224,24 +150,13 @@ struct CompactKvCall {
   int64_t num_nodes;
 };
 
-cudaError_t launch_row_stats(const RowStatsCall& call, const Plan& plan, cudaStream_t stream);
-cudaError_t launch_logits_to_probs(const LogitsToProbsCall& call, const Plan& plan,
-                                   cudaStream_t stream);
-cudaError_t launch_sample(const SampleCall& call, const Plan& plan, cudaStream_t stream);
-cudaError_t launch_sample_coupled(const SampleCoupledCall& call, const Plan& plan,
-                                  cudaStream_t stream);
 cudaError_t launch_penalize(const PenalizeCall& call, cudaStream_t stream);
-// `rows` is the plan for rows with filters, `sequences` that of the decision.
-cudaError_t launch_verify_chain(const VerifyChainCall& call, const Plan& rows,
-                                const Plan& sequences, cudaStream_t stream);
 cudaError_t launch_verify_tree(const VerifyTreeCall& call, const Plan& plan, cudaStream_t stream);
 cudaError_t launch_build_tree(const BuildTreeCall& call, cudaStream_t stream);
 cudaError_t launch_store_kv(const StoreKvCall& call, cudaStream_t stream);
 cudaError_t launch_compact_kv(const CompactKvCall& call, cudaStream_t stream);
 
-// One kernel stands for all of its source file: they are compiled together.
-cudaError_t image_of_sampling(Image* image);
-cudaError_t image_of_verify_chain(Image* image);
+// Of verify_tree; it stands for all kernels, which are compiled for the same architectures.
 cudaError_t image_of_verify_tree(Image* image);
 
 // samples[b, i] = number i of (seed[b], position[b], stream_id); samples is [batch, num],

@@ -8,7 +8,7 @@ namespace fastspec::cuda {
 struct Limits {
   int64_t multiprocessors;
   int64_t shared_bytes;  // that one block may have
-  bool clusters;         // and dependent launches, which came with them
+  bool clusters;
 };
 
 // Whether blocks may share a row: the device has clusters from sm_90 on, and so has the code if it
@@ -49,7 +49,7 @@ constexpr bool fits(const RowShape& row, const Plan& plan, const Limits& limits)
 
 // The smallest cluster that holds a row and gives every multiprocessor a block.
 constexpr Plan choose_plan(const RowShape& row, int64_t num_rows, const Limits& limits) {
-  Plan plan = {1, 512, 0, limits.clusters};
+  Plan plan = {1, 512, 0};
   while (limits.clusters && plan.cluster < 8 &&
          (num_rows * plan.cluster < limits.multiprocessors || !fits(row, plan, limits))) {
     plan.cluster *= 2;

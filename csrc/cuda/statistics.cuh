@@ -4,6 +4,15 @@
 
 namespace fastspec::cuda {
 
+// What passes over a row find out; all that its probabilities need.
+struct RowStatistics {
+  u64 total;  // of the kept weights; that of the best logit is 2^44
+  float max;
+  float threshold;  // the lowest kept logit, -inf without a filter
+  int32_t argmax;   // of greedy rows only: the lowest id of the best logit
+  bool valid;
+};
+
 // The parameters of one row.
 struct Sampling {
   float temperature;
@@ -34,26 +43,17 @@ struct Weighting {
   float scale;
   float threshold;
 
-  __device__ __forceinline__ float log2_of(float x) const {
-    return __fmul_rn(fmaf(x, 0.5f, -half_max), scale);
-  }
-  __device__ __forceinline__ float unfiltered(float x) const { return exp2_approx(log2_of(x)); }
   __device__ __forceinline__ float weight(float x) const {
-    return x >= threshold ? unfiltered(x) : 0.0f;
+    return x >= threshold ? exp2_approx(__fmul_rn(fmaf(x, 0.5f, -half_max), scale)) : 0.0f;
   }
   __device__ __forceinline__ u64 fixed(float x) const { return to_fixed(weight(x), kWeightOne); }
 };
 
-__device__ __forceinline__ Weighting weighting_of(float max, float threshold,
+__device__ __forceinline__ Weighting weighting_of(const RowStatistics& row,
                                                   const Sampling& sampling) {
   constexpr double kTwiceLog2E = 2.8853900817779268;
   const float scale = static_cast<float>(kTwiceLog2E / static_cast<double>(sampling.scale()));
-  return {max * 0.5f, fminf(fmaxf(scale, 0x1p-149f), FLT_MAX), threshold};
-}
-
-__device__ __forceinline__ Weighting weighting_of(const RowStatistics& row,
-                                                  const Sampling& sampling) {
-  return weighting_of(row.max, row.threshold, sampling);
+  return {row.max * 0.5f, fminf(fmaxf(scale, 0x1p-149f), FLT_MAX), row.threshold};
 }
 
 // ln of the sum of the kept weights, in units of the best one.
@@ -136,7 +136,7 @@ __device__ RowStatistics row_statistics(Team& team, const View& view, const Samp
     for (int j = 0; j < kUnit; ++j) best = max_or_nan(best, x[j]);
   });
   best = team.all_reduce(best, -infinity(), max_or_nan);
-  RowStatistics row = {0, best, -infinity(), -1, 0};
+  RowStatistics row = {0, best, -infinity(), -1, false};
   row.valid = fabsf(best) < infinity() && sampling.temperature >= 0.0f;
   if (!row.valid) return row;
 

@@ -47,7 +47,6 @@ class Team {
   __device__ int warp() const { return rank_ * num_warps_ + warp_; }  // over all blocks
   __device__ int block_warp() const { return warp_; }
   __device__ int num_warps() const { return size_ * num_warps_; }
-  __device__ int block_warps() const { return num_warps_; }
   __device__ TeamMemory& memory() const { return *memory_; }
   __device__ uint4* stage() const { return reinterpret_cast<uint4*>(memory_ + 1); }
 

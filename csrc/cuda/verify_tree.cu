@@ -1,8 +1,13 @@
+#include <atomic>
+
 #include "cuda/draw.cuh"
-#include "cuda/launch.cuh"
+#include "cuda/plan.h"
 
 namespace fastspec::cuda {
 namespace {
+
+static_assert(sizeof(TeamMemory) <= kFixedSharedBytes);
+static_assert(sizeof(TeamMemory) % sizeof(uint4) == 0);
 
 // The tree of one sequence, as every thread of its team sees it.
 class Tree {
@@ -284,15 +289,57 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   if (writes) call.accepted_len[team.index()] = valid ? static_cast<int32_t>(length) : -1;
 }
 
+// Lets the blocks of the kernel have all the shared memory of the current device: once for each,
+// and never less, as another thread may be about to launch.
+cudaError_t allow_all_shared_memory() {
+  static std::atomic<uint64_t> allowed{0};  // a bit per device
+  int device = 0, bytes = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
+  if (error != cudaSuccess || (allowed.load(std::memory_order_acquire) & bit) != 0) return error;
+  error = cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  if (error != cudaSuccess) return error;
+  error = cudaFuncSetAttribute(reinterpret_cast<const void*>(verify_tree_kernel<true>),
+                               cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (error == cudaSuccess) allowed.fetch_or(bit, std::memory_order_release);
+  return error;
+}
+
 }  // namespace
 
 cudaError_t image_of_verify_tree(Image* image) {
-  return image_of(verify_tree_kernel<false>, image);
+  cudaFuncAttributes found = {};
+  const cudaError_t error =
+      cudaFuncGetAttributes(&found, reinterpret_cast<const void*>(verify_tree_kernel<false>));
+  *image = {found.ptxVersion, found.binaryVersion};
+  return error;
 }
 
+// A cluster of plan.cluster blocks for each sequence, with room for a row if plan.staged.
 cudaError_t launch_verify_tree(const VerifyTreeCall& call, const Plan& plan, cudaStream_t stream) {
-  return launch_teams<verify_tree_kernel<true>, verify_tree_kernel<false>>(
-      call.batch, plan, larger_of(shape_of(call.target), shape_of(call.draft)), stream, call);
+  if (call.batch == 0) return cudaSuccess;  // an empty grid is a launch error
+  int64_t shared = sizeof(TeamMemory);
+  if (plan.staged) {
+    const RowShape row = larger_of(shape_of(call.target), shape_of(call.draft));
+    shared += staged_bytes(row, plan.cluster, plan.threads);
+    const cudaError_t error = allow_all_shared_memory();
+    if (error != cudaSuccess) return error;
+  }
+  cudaLaunchAttribute cluster = {};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = plan.cluster;
+  cluster.val.clusterDim.y = 1;
+  cluster.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(call.batch * plan.cluster));
+  config.blockDim = dim3(static_cast<unsigned>(plan.threads));
+  config.dynamicSmemBytes = static_cast<size_t>(shared);
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = plan.cluster > 1 ? 1 : 0;
+  return cudaLaunchKernelEx(&config,
+                            plan.staged ? verify_tree_kernel<true> : verify_tree_kernel<false>,
+                            call, plan.cluster);
 }
 
 }  // namespace fastspec::cuda

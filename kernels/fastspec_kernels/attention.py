@@ -76,7 +76,7 @@ def tree_attention(
         return_logsumexp: also return the logarithm of the denominator, sinks not counted.
         key_scale: the key that a stored 1 stands for, 1.0 unless the cache is float8.
         value_scale: as key_scale, for values.
-        backend: "auto", "cpu", "cuda", "triton" or "reference"; float8 needs one of the last two.
+        backend: "auto", "cpu", "triton" or "reference"; float8 needs one of the last two.
     Returns:
         [T, H, D], dtype of query, contiguous; with return_logsumexp also [T, H] float32, -inf for
         a row that sees nothing.

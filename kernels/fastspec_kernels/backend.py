@@ -37,10 +37,6 @@ TRITON_OPS = frozenset(
         "verify_tree",
     }
 )
-# Of these Triton's kernels were faster than CUDA's on an H200: see docs/gpu.md.
-_FASTER_IN_TRITON = frozenset(
-    {"logits_to_probs", "row_stats", "sample", "sample_coupled", "verify_chain"}
-)
 # The ops that calculate with what a cache holds; their compiled kernels take no float8.
 _CACHE_OPS = frozenset({"cross_attention", "decoder_layers", "store_kv", "tree_attention"})
 # Both are read once: ops run thousands of times a second.
@@ -79,9 +75,9 @@ def run_checked(
 def resolve(op: str, requested: str, device: torch.device, dtype: torch.dtype | None = None) -> str:
     """Name the backend that runs `op` on `device`, of an op on a cache that has this dtype.
 
-    "auto" takes FASTSPEC_BACKEND if it was set at import, else on a GPU Triton for the ops of
-    _FASTER_IN_TRITON, else the compiled kernel of the device, else Triton on a GPU, else the
-    reference. A GPU that the CUDA extension was not built for is logged once.
+    "auto" takes FASTSPEC_BACKEND if it was set at import, else the compiled kernel of the device
+    where there is one, else Triton on a GPU, else the reference. A GPU that the CUDA extension was
+    not built for is logged once.
 
     Raises:
         ValueError: the name is unknown, or that backend has no kernel of this op for this device
@@ -90,8 +86,6 @@ def resolve(op: str, requested: str, device: torch.device, dtype: torch.dtype | 
     if requested == "auto":
         requested = _DEFAULT
     if requested == "auto":
-        if _prefers_triton(op, device):
-            return "triton"
         if _is_compiled(op, device, dtype):
             return device.type
         if device.type == "cuda" and _lacks_image(op, device):
@@ -127,8 +121,6 @@ def backends_of(op: str, device: torch.device, dtype: torch.dtype | None = None)
     """The backends that can run `op` on tensors of `device`, best first."""
     compiled = (device.type,) if _is_compiled(op, device, dtype) else ()
     triton = ("triton",) if _runs_in_triton(op, device.type) else ()
-    if _prefers_triton(op, device):
-        return (*triton, *compiled, "reference")
     return (*compiled, *triton, "reference")
 
 
@@ -200,10 +192,6 @@ def _runs_in_triton(op: str, device_type: str) -> bool:
     """Compiled kernels need a GPU; interpreted ones take tensors of the CPU only."""
     runs_on = "cpu" if _TRITON_INTERPRETS else "cuda"
     return op in TRITON_OPS and device_type == runs_on and "triton" not in unavailable_backends()
-
-
-def _prefers_triton(op: str, device: torch.device) -> bool:
-    return device.type == "cuda" and op in _FASTER_IN_TRITON and _runs_in_triton(op, "cuda")
 
 
 @cache

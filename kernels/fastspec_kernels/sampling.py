@@ -41,7 +41,7 @@ def row_stats(
         min_p: [R] float32; <= 0 or None is off, >= 1 keeps only the largest logit.
         token_bitmask: [R, ceil(V/32)] int32, any row stride; bit i % 32 of word i // 32 allows
             token i, and a token that is not allowed counts as a logit of -inf. None allows all.
-        backend: "auto", "cpu", "cuda", "triton" or "reference".
+        backend: "auto", "cpu", "triton" or "reference".
     Returns:
         logsumexp: [R] float32.
         threshold: [R] float32, a raw logit, -inf where no filter is on.
@@ -74,7 +74,7 @@ def logits_to_probs(
     Args:
         logits: [R, V] float32, bfloat16 or float16, any row stride.
         temperature, top_k, top_p, min_p, token_bitmask: [R, ...] each, see `row_stats`.
-        backend: "auto", "cpu", "cuda", "triton" or "reference".
+        backend: "auto", "cpu", "triton" or "reference".
     Returns:
         [R, V] float32; rows sum to 1; greedy rows are one-hot, invalid rows NaN.
     Raises:
@@ -107,7 +107,7 @@ def sample(
         logits: [R, V] float32, bfloat16 or float16, any row stride.
         uniform_samples: [R] float32 in [0, 1); not read for greedy rows.
         temperature, top_k, top_p, min_p, token_bitmask: [R, ...] each, see `row_stats`.
-        backend: "auto", "cpu", "cuda", "triton" or "reference".
+        backend: "auto", "cpu", "triton" or "reference".
     Returns:
         token_ids: [R] int32, -1 for an invalid row.
         logprobs: [R] float32, log of the filtered probability of the token; at temperature 1 and
@@ -162,7 +162,7 @@ def sample_coupled(
         position: [R] int64, of the token that is drawn; a row with the same (seed, position) as
             another is not independent of it.
         temperature, top_k, top_p, min_p, token_bitmask: [R, ...] each, see `row_stats`.
-        backend: "auto", "cpu", "cuda", "triton" or "reference".
+        backend: "auto", "cpu", "triton" or "reference".
     Returns:
         token_ids: [R] int32, -1 for an invalid row.
         logprobs: [R] float32, as those of `sample`.

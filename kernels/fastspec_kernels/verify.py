@@ -80,7 +80,7 @@ def verify_chain(
             outside 0..draft V - 1 means that the drafter does not have the token. None means column
             x for token x, and draft probability 0 from draft V on.
         token_bitmask: [T, ceil(V/32)] int32, allowed tokens of the target rows, see `row_stats`.
-        backend: "auto", "cpu", "cuda", "triton" or "reference".
+        backend: "auto", "cpu", "triton" or "reference".
     Returns:
         output_token_ids: [B, K+1] int32: accepted proposals, the extra token, then -1.
         accepted_len: [B] int32 in 0..K; -1, with no output, where the text gets to a row of either

@@ -25,7 +25,7 @@ def test_the_page_is_what_the_model_says():
 def test_every_op_is_predicted_for_one_sequence_and_many():
     shown = {(case.op, case.batch) for case in predict.cases(MACHINES[0])}
     ops = {op for op, _ in shown}
-    assert ops >= {"verify_chain", "verify_tree", "tree_attention", "store_kv", "compact_kv"}
+    assert ops >= {"verify_tree", "tree_attention", "store_kv", "compact_kv"}
     assert shown == {(op, batch) for op in ops for batch in (1, 64)}
 
 
@@ -34,7 +34,7 @@ def test_no_prediction_beats_what_must_move_or_the_launches(machine):
     model = Model(machine)
     for case in predict.cases(machine):
         assert model.time(case) > case.floor(machine), case
-        assert model.time(case) > machine.early_launch * len(case.launches), case
+        assert model.time(case) > machine.launch * len(case.launches), case
 
 
 def test_blocks_share_a_multiprocessor_as_far_as_its_resources_go():
@@ -54,10 +54,10 @@ def test_the_slowest_of_bytes_instructions_and_loads_decides():
     assert time_of(Launch("kernel", 4, 256, (works,))) == pytest.approx(issue + MACHINE.memory)
 
 
-def test_the_decisions_of_64_chains_are_one_wave():
+def test_the_walks_of_64_trees_are_one_wave():
     machine = MACHINES[0]
-    decision = predict.verify_chain(64, machine).launches[-1]
-    assert Model(machine).in_flight(decision) == decision.blocks == 256
+    [walk] = predict.verify_tree(64, machine).launches
+    assert Model(machine).in_flight(walk) == walk.blocks == 128
 
 
 def test_more_registers_make_more_waves():

@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
-from ctypes import POINTER, c_char, c_double, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import POINTER, c_char, c_int32, c_int64, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -32,7 +32,7 @@ def pointers(*names: str) -> dict:
     return dict.fromkeys(names, c_void_p)
 
 
-Plan = struct("Plan", **dict.fromkeys(("cluster", "threads", "staged", "early"), c_int32))
+Plan = struct("Plan", **dict.fromkeys(("cluster", "threads", "staged"), c_int32))
 Image = struct("Image", ptx_version=c_int32, binary_version=c_int32)
 Run = struct("Run", order=c_uint64, message=c_char * 512)
 Limits = struct("Limits", multiprocessors=c_int64, shared_bytes=c_int64, clusters=ctypes.c_bool)
@@ -44,13 +44,6 @@ Logits = struct(
     element=c_int32,
 )
 Parameters = struct("Parameters", **pointers("temperature", "top_k", "top_p", "min_p"))
-ROW = {"logits": Logits, "parameters": Parameters}
-RowStatsCall = struct("RowStatsCall", **ROW, **pointers("logsumexp", "threshold"))
-LogitsToProbsCall = struct("LogitsToProbsCall", **ROW, **pointers("probs"))
-SampleCall = struct("SampleCall", **ROW, **pointers("uniform_samples", "token_ids", "logprobs"))
-SampleCoupledCall = struct(
-    "SampleCoupledCall", **ROW, **pointers("seed", "position", "token_ids", "logprobs")
-)
 PenalizeCall = struct(
     "PenalizeCall",
     **pointers("logits", "row_sequence", "row_node", "tree_token_ids", "parents", "cu_history"),
@@ -58,22 +51,6 @@ PenalizeCall = struct(
     **pointers("repetition_penalty", "presence_penalty", "frequency_penalty"),
     **dict.fromkeys(("row_stride", "num_rows", "vocab", "batch", "num_nodes"), c_int64),
     element=c_int32,
-)
-VerifyChainCall = struct(
-    "VerifyChainCall",
-    target=Logits,
-    draft=Logits,
-    draft_batch_stride=c_int64,
-    **pointers("draft_token_map", "draft_logsumexp", "cu_rows", "draft_token_ids"),
-    **pointers("uniform_samples"),
-    parameters=Parameters,
-    batch=c_int64,
-    num_draft=c_int64,
-    lenience=c_double,
-    block=c_int32,
-    **pointers("statistics", "tiles"),
-    num_tiles=c_int64,
-    **pointers("output_token_ids", "accepted_len", "logprobs"),
 )
 VerifyTreeCall = struct(
     "VerifyTreeCall",
@@ -143,35 +120,6 @@ class Emulation:
         if function(call, self.plan, run) != 0:
             raise RuntimeError(run.message.decode())
 
-    def row_stats(self, logits, *parameters):
-        parameters, bitmask = parameters[:4], parameters[4]
-        outputs = poisoned(logits.shape[:1]), poisoned(logits.shape[:1])
-        rows = logits_struct(logits, bitmask), parameters_struct(parameters)
-        self.launch("row_stats", RowStatsCall(*rows, *map(address, outputs)))
-        return outputs
-
-    def logits_to_probs(self, logits, *parameters):
-        parameters, bitmask = parameters[:4], parameters[4]
-        probs = poisoned(logits.shape)
-        rows = logits_struct(logits, bitmask), parameters_struct(parameters)
-        self.launch("logits_to_probs", LogitsToProbsCall(*rows, address(probs)))
-        return probs
-
-    def sample(self, logits, uniform_samples, *parameters):
-        parameters, bitmask = parameters[:4], parameters[4]
-        tensors = uniform_samples, poisoned_ids(logits.shape[:1]), poisoned(logits.shape[:1])
-        rows = logits_struct(logits, bitmask), parameters_struct(parameters)
-        self.launch("sample", SampleCall(*rows, *map(address, tensors)))
-        return tensors[1:]
-
-    def sample_coupled(self, logits, seed, position, *parameters):
-        parameters, bitmask = parameters[:4], parameters[4]
-        outputs = poisoned_ids(logits.shape[:1]), poisoned(logits.shape[:1])
-        rows = logits_struct(logits, bitmask), parameters_struct(parameters)
-        call = SampleCoupledCall(*rows, *map(address, (seed, position, *outputs)))
-        self.launch("sample_coupled", call)
-        return outputs
-
     def penalize(self, logits, **tensors):
         pointers = {name: address(tensor) for name, tensor in tensors.items()}
         sizes = logits.stride(0), *logits.shape, *tensors["tree_token_ids"].shape
@@ -181,47 +129,6 @@ class Emulation:
             setattr(call, name, value)
         call.element = ELEMENTS[logits.dtype]
         self.launch("penalize", call)
-
-    def verify_chain(
-        self,
-        target_logits,
-        cu_rows,
-        draft_token_ids,
-        uniform_samples,
-        draft_logits,
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        lenience,
-        method,
-        draft_logsumexp,
-        draft_token_map,
-        token_bitmask,
-    ):
-        batch, num_draft = draft_token_ids.shape
-        num_tiles = (target_logits.shape[1] + 4095) // 4096
-        statistics = torch.full((batch, 2 * num_draft + 1, 3), -1, dtype=torch.int64)
-        tiles = torch.full((batch, 2 * num_draft + 1, num_tiles, 2), -1, dtype=torch.int64)
-        shape = batch, num_draft + 1
-        outputs = poisoned_ids(shape), poisoned_ids((batch,)), poisoned(shape)
-        inputs = draft_token_map, draft_logsumexp, cu_rows, draft_token_ids, uniform_samples
-        call = VerifyChainCall(
-            logits_struct(target_logits, token_bitmask),
-            *draft_structs(draft_logits),
-            *map(address, inputs),
-            parameters_struct((temperature, top_k, top_p, min_p)),
-            batch,
-            num_draft,
-            lenience,
-            method == "block",
-            address(statistics),
-            address(tiles),
-            num_tiles,
-            *map(address, outputs),
-        )
-        self.launch("verify_chain", call)
-        return outputs
 
     def verify_tree(
         self,
@@ -267,6 +174,26 @@ class Emulation:
         tensors = seed, position, samples
         self.launch("uniform", UniformCall(*map(address, tensors), len(seed), num, stream))
         return samples
+
+
+PLANS = [
+    Emulation(1, 32, staged=False),
+    Emulation(1, 96, staged=True, order=1),
+    Emulation(2, 64, staged=True, order=2),
+    Emulation(4, 64, staged=False, order=3),
+    Emulation(8, 32, staged=True, order=1),
+]
+
+
+def plan_id(emulation: Emulation) -> str:
+    plan = emulation.plan
+    return f"{plan.cluster}x{plan.threads}{'-staged' if plan.staged else ''}"
+
+
+def same(one, other) -> bool:
+    """Whether results agree bit by bit, also where there is NaN."""
+    pairs = zip(one, other, strict=True)
+    return all(a.view(torch.int32).equal(b.view(torch.int32)) for a, b in pairs)
 
 
 def chosen_plan(size: int, element_bytes: int, num_rows: int, limits: ctypes.Structure):

@@ -1,4 +1,4 @@
-"""The CUDA kernels of the tree ops, run thread by thread on the CPU."""
+"""The CUDA kernels of the tree ops, run thread by thread on the CPU, against the oracle."""
 
 import math
 
@@ -8,14 +8,15 @@ import torch
 
 from fastspec_kernels import reference
 
-from ..kernels.cases import DTYPES, random_bitmask
+from ..kernels.cases import DTYPES, invalid_rows, random_bitmask
+from ..kernels.chain_cases import LAST, OFF
 from ..kernels.tree_cases import RULES, expect, plain_case, random_case, random_parents
 from . import emulated
-from .emulated import Emulation
-from .test_emulated_rows import MARGIN, PLANS, plan_id, same
+from .emulated import PLANS, Emulation, plan_id, same
 
 pytestmark = pytest.mark.skipif(emulated.COMPILER is None, reason="no C++ compiler found")
 
+MARGIN = 1e-5
 ARGUMENTS = (
     "target_logits",
     "cu_rows",
@@ -72,12 +73,55 @@ def test_random_trees(vocab, rule):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_every_plan_and_order_gives_the_same_bits(rule):
+    """Also where the rows lie elsewhere in memory, and whatever the filters of batch mates are."""
     generator = torch.Generator().manual_seed(21)
     case = random_case(6, 9, 4099, generator, rule, torch.bfloat16, "mapped")
     expected = run(PLANS[0], case)
     check(PLANS[0], case)
     for emulation in PLANS[1:]:
         assert same(run(emulation, case), expected), plan_id(emulation)
+    target = case["target_logits"]
+    moved = torch.full((len(target), 4099 + 9), math.nan, dtype=target.dtype)[:, 3 : 4099 + 3]
+    assert same(run(PLANS[2], {**case, "target_logits": moved.copy_(target)}), expected)
+    mates = {**case, "top_p": case["top_p"].clone()}
+    mates["top_p"][4:] = 0.3
+    assert same([x[:4] for x in run(PLANS[2], mates)], [x[:4] for x in expected])
+
+
+@pytest.mark.parametrize("rule", RULES[1:])
+def test_draft_rows_of_another_type(rule):
+    generator = torch.Generator().manual_seed(24)
+    case = random_case(8, 5, 300, generator, rule, torch.bfloat16)
+    for dtype in DTYPES:
+        assert check(PLANS[2], {**case, "draft_logits": case["draft_logits"].to(dtype)}) < 3
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "token", "samples", "output"),
+    [
+        ([[0, OFF, 1], [OFF, 0, OFF]], [[0, 5, 0]], 1, [0.0, 0.0], [0, -1]),
+        ([[0, OFF, 1], [OFF, 0, OFF]], None, 1, [0.0, LAST], [2, -1]),
+        ([[0.0, 1, 2], [OFF, 0, OFF]], [[0.0, 1, 2]], 0, [LAST, 0.5], [0, 1]),
+        ([[0.0, OFF], [OFF, 0]], [[0.0, OFF]], 1, [0.5, 0.5], [0, -1]),
+        ([[0.0, 1, OFF, OFF], [0] * 4], [[OFF, OFF, 0, 1]], 3, [0.0, LAST], [1, -1]),
+        ([[0.0, OFF], [0, OFF]], [[OFF, 0]], 0, [LAST, 0.0], [0, 0]),
+        ([[9.0, 1, 2], [1, 2, 9]], None, -1, [0.0, 0.0], [0, -1]),
+        ([[9.0, OFF], [OFF, 9.0]], None, 2**31 - 1, [0.0, 0.0], [0, -1]),
+    ],
+)
+def test_one_child(target, draft, token, samples, output):
+    """One answer is right; samples: of the judgement, of the extra token."""
+    case = {
+        "target_logits": torch.tensor(target, dtype=torch.float32),
+        "cu_rows": torch.tensor([0, 2], dtype=torch.int32),
+        "tree_token_ids": torch.tensor([[0, token]], dtype=torch.int32),
+        "parents": torch.tensor([[-1, 0]], dtype=torch.int32),
+        "uniform_samples": torch.tensor([[samples[0], *samples]]),
+        "sibling_rule": "target_only" if draft is None else "with_replacement",
+        "draft_logits": draft and torch.tensor([draft * 2], dtype=torch.float32),
+    }
+    for emulation in PLANS[:3]:
+        assert run(emulation, case)[1][0].tolist() == output
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -121,6 +165,32 @@ def test_rows_off_the_path_may_be_anything():
     assert (path[0] == -1).all()
     assert (output[0] == -1).all()
     assert (logprobs[0] == 0).all()
+
+
+@pytest.mark.parametrize("emulation", PLANS[:3], ids=plan_id)
+def test_invalid_rows_fail_their_sequence_alone(emulation):
+    """The root's target row, its draft row, a draft row that judges nobody, and greedy ones."""
+    generator = torch.Generator().manual_seed(25)
+    for bad in invalid_rows(40):
+        case = plain_case(5, 40, generator, "with_replacement", [-1, 0, 0])
+        case["target_logits"][3] = bad
+        case["draft_logits"][[2, 4], 0] = bad
+        case["draft_logits"][3, 1] = bad
+        case["temperature"] = torch.tensor([1.0, 1, 1, 1, 0])
+        _, output, accepted_len, logprobs = run(emulation, case)
+        assert (accepted_len < 0).tolist() == [False, True, True, False, False]
+        assert (output[[1, 2]] == -1).all()
+        assert (logprobs[[1, 2]] == 0).all()
+
+
+def test_rows_outside_the_matrix_fail_their_sequence():
+    generator = torch.Generator().manual_seed(26)
+    case = plain_case(1, 5, generator, "target_only", [-1, 0])
+    for first in (2, 1, -1):
+        case["cu_rows"] = torch.tensor([first, first + 2], dtype=torch.int32)
+        case["tree_token_ids"][0, 1] = case["target_logits"][1].argmax()
+        case["temperature"] = torch.zeros(1)
+        assert run(Emulation(), case)[2].tolist() == [-1]
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2, 63, 64, 65, 130])

@@ -15,31 +15,18 @@ from tests.cuda.sass import region
 from tests.triton import test_compile as triton
 from tests.triton import test_compile_attention as attention
 
-FIRST, SUM = r"FMNMX|LDG\.E\.128", r"F2I\.U64|LDS\.128"
-RESIDUAL = r"MUFU\.EX2|LDG\.E\.128"
-STAGED = {"first": FIRST, "sum": SUM}
 # Name: source, part of the mangled name, and by which instructions a region is known.
 CUDA = {
-    "row_stats": ("sampling", r"row_stats_kernelILb1E", STAGED),
-    "logits_to_probs": (
-        "sampling",
-        r"logits_to_probs_kernelILb1E",
-        {**STAGED, "write": r"MUFU\.EX2|STG\.E\.128"},
-    ),
-    "sample": ("sampling", r"sample_kernelILb1E", STAGED),
-    "sample_coupled": (
-        "sampling",
-        r"sample_coupled_kernelILb1E",
-        {**STAGED, "race": r"IMAD\.WIDE\.U32|FFMA"},
-    ),
     "penalize": ("penalize", "penalize_kernel", {}),
-    "chain_tiles": (
-        "verify_chain",
-        r"chain_tiles_kernelILNS0_7ElementE1E",
-        {"best": "FMNMX", "sum": r"MUFU\.EX2"},
+    "verify_tree": (
+        "verify_tree",
+        r"verify_tree_kernelILb1E",
+        {
+            "first": r"FMNMX|LDG\.E\.128",
+            "sum": r"F2I\.U64|LDS\.128",
+            "residual": r"MUFU\.EX2|LDG\.E\.128",
+        },
     ),
-    "verify_chain": ("verify_chain", r"19verify_chain_kernel", {"residual": RESIDUAL}),
-    "verify_tree": ("verify_tree", r"verify_tree_kernelILb1E", {**STAGED, "residual": RESIDUAL}),
     "build_tree": ("build_tree", "build_tree_kernel", {}),
     "uniform": ("uniform", "uniform_kernel", {}),
     "store_kv": ("store_kv", "Eight", {}),

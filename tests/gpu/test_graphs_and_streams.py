@@ -66,9 +66,10 @@ def test_two_streams_at_once(op, backend):
 
 
 @each_backend
-def test_offsets_beyond_32_bits(backend):
+@pytest.mark.parametrize("op", ["row_stats", "sample", *OPS])
+def test_offsets_beyond_32_bits(op, backend):
     """Two rows further apart than 2**31 elements."""
-    require(backend, "row_stats")
+    require(backend, op)
     stride = 2**31 + 64
     needed = (stride + VOCAB) * 2
     if torch.cuda.mem_get_info()[0] < needed + (1 << 30):
@@ -77,14 +78,18 @@ def test_offsets_beyond_32_bits(backend):
     rows = buffer.as_strided((2, VOCAB), (stride, 1))
     rows.copy_(torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(0)))
     near = rows.clone()
-    uniform = torch.full((2,), 0.5, device="cuda")
+    uniform = torch.tensor([[0.0, 0.5, 0.5]], device="cuda")  # the first row accepts its token
     cu_rows = torch.tensor([0, 2], dtype=torch.int32, device="cuda")
-    tokens = torch.tensor([[3]], dtype=torch.int32, device="cuda")
-
-    def results(logits):
-        yield from ops.row_stats(logits, backend=backend)
-        yield from ops.sample(logits, uniform, backend=backend)
-        yield from ops.verify_chain(logits, cu_rows, tokens, uniform[None], backend=backend)
-
-    for far, expected in zip(results(rows), results(near), strict=True):
+    tokens = torch.tensor([[0, 3]], dtype=torch.int32, device="cuda")
+    parents = torch.tensor([[-1, 0]], dtype=torch.int32, device="cuda")
+    arguments, options = {
+        "row_stats": ((), {}),
+        "sample": ((uniform[0, :2],), {}),
+        "verify_chain": ((cu_rows, tokens[:, 1:], uniform[:, :2]), {}),
+        "verify_tree": ((cu_rows, tokens, parents, uniform), {"sibling_rule": "target_only"}),
+    }[op]
+    results = [
+        getattr(ops, op)(logits, *arguments, **options, backend=backend) for logits in (rows, near)
+    ]
+    for far, expected in zip(*results, strict=True):
         assert torch.equal(far, expected)

@@ -9,6 +9,7 @@ import fastspec_kernels
 from fastspec_kernels import backend, library
 
 OLD, NEW = torch.device("cuda", 0), torch.device("cuda", 1)
+COMPILED = {"store_kv", "verify_tree"}  # of the CUDA extension
 
 
 @pytest.fixture
@@ -20,7 +21,7 @@ def two_gpus(monkeypatch):
     forget = library.has_image.cache_clear
     forget()
     backend._say_once.cache_clear()
-    monkeypatch.setattr(library, "has_kernel", lambda op, device_type: op in backend.TRITON_OPS)
+    monkeypatch.setattr(library, "has_kernel", lambda op, device_type: op in COMPILED)
     monkeypatch.setattr(library, "HAS_CUDA_EXTENSION", True)
     monkeypatch.setattr(backend, "_runs_in_triton", lambda op, kind: op in backend.TRITON_OPS)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -44,26 +45,32 @@ def test_auto_goes_past_a_gpu_without_code_and_says_so_once(two_gpus, caplog):
     assert backend.backends_of("verify_tree", NEW) == ("cuda", "triton", "reference")
 
 
-def test_auto_takes_the_faster_kernel(two_gpus, monkeypatch):
-    assert backend.resolve("sample", "auto", NEW) == "triton"
-    assert backend.backends_of("sample", NEW) == ("triton", "cuda", "reference")
-    assert backend.resolve("sample", "cuda", NEW) == "cuda"
+def test_what_cuda_has_no_kernel_of_goes_to_triton(two_gpus, monkeypatch, caplog):
+    with caplog.at_level(logging.WARNING):
+        for device in (OLD, NEW):
+            assert backend.resolve("sample", "auto", device) == "triton"
+            assert backend.backends_of("sample", device) == ("triton", "reference")
+    assert caplog.records == []
+    message = r"^backend: 'cuda' cannot run sample on a cuda tensor; available: triton, reference$"
+    with pytest.raises(ValueError, match=message):
+        backend.resolve("sample", "cuda", NEW)
     monkeypatch.setattr(backend, "_runs_in_triton", lambda op, kind: False)
-    assert backend.resolve("sample", "auto", NEW) == "cuda"
+    assert backend.resolve("sample", "auto", NEW) == "reference"
 
 
 def test_whoever_asks_is_told(two_gpus, monkeypatch):
-    assert fastspec_kernels.backend_of("sample", NEW) == "triton"
-    assert fastspec_kernels.backend_of("sample", OLD, "cuda") is None
+    assert fastspec_kernels.backend_of("verify_tree", NEW) == "cuda"
+    assert fastspec_kernels.backend_of("verify_tree", OLD, "cuda") is None
+    assert fastspec_kernels.backend_of("sample", NEW, "cuda") is None
     monkeypatch.setattr(backend, "_DEFAULT", "reference")
-    assert fastspec_kernels.backend_of("sample", NEW) == "reference"
+    assert fastspec_kernels.backend_of("verify_tree", NEW) == "reference"
 
 
 def test_by_name_it_raises_with_what_is_available(two_gpus):
-    assert backend.resolve("sample", "cuda", NEW) == "cuda"
-    message = r"^backend: 'cuda' cannot run sample on a cuda tensor: .*7\.5; available: triton, ref"
+    assert backend.resolve("verify_tree", "cuda", NEW) == "cuda"
+    message = r"^backend: 'cuda' cannot run verify_tree on a cuda tensor: .*7\.5; available: triton"
     with pytest.raises(ValueError, match=message):
-        backend.resolve("sample", "cuda", OLD)
+        backend.resolve("verify_tree", "cuda", OLD)
     assert "compute capability 7.5" in backend.unavailable_backends()["cuda"]
 
 

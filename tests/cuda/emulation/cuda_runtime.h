@@ -20,15 +20,8 @@ static dim3& blockDim = emulation::now.block_size;
 struct uint4 {
   unsigned x, y, z, w;
 };
-struct float4 {
-  float x, y, z, w;
-};
-inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
-enum cudaLaunchAttributeID {
-  cudaLaunchAttributeClusterDimension,
-  cudaLaunchAttributeProgrammaticStreamSerialization
-};
+enum cudaLaunchAttributeID { cudaLaunchAttributeClusterDimension };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
 enum cudaDeviceAttr { cudaDevAttrMaxSharedMemoryPerBlockOptin };
 struct cudaFuncAttributes {
@@ -40,7 +33,6 @@ struct cudaLaunchAttribute {
     struct {
       unsigned x, y, z;
     } clusterDim;
-    int programmaticStreamSerializationAllowed;
   } val;
 };
 struct cudaLaunchConfig_t {

@@ -28,33 +28,21 @@ int guarded(Run* run, const Launch& launch) {
 
 }  // namespace
 
-#define FASTSPEC_EMULATED(op, Call)                                                        \
-  extern "C" int emulated_##op(const cuda::Call* call, const cuda::Plan* plan, Run* run) { \
-    return guarded(run, [&] { return cuda::launch_##op(*call, *plan, nullptr); });         \
-  }
-
-FASTSPEC_EMULATED(row_stats, RowStatsCall)
-FASTSPEC_EMULATED(logits_to_probs, LogitsToProbsCall)
-FASTSPEC_EMULATED(sample, SampleCall)
-FASTSPEC_EMULATED(sample_coupled, SampleCoupledCall)
-FASTSPEC_EMULATED(verify_tree, VerifyTreeCall)
-
-extern "C" int emulated_verify_chain(const cuda::VerifyChainCall* call, const cuda::Plan* plan,
-                                     Run* run) {
-  const cuda::Plan sequences{plan->cluster, plan->threads, 0, 1};
-  return guarded(run, [&] { return cuda::launch_verify_chain(*call, *plan, sequences, nullptr); });
+extern "C" int emulated_verify_tree(const cuda::VerifyTreeCall* call, const cuda::Plan* plan,
+                                    Run* run) {
+  return guarded(run, [&] { return cuda::launch_verify_tree(*call, *plan, nullptr); });
 }
 
-// Of launchers that take no plan.
-#define FASTSPEC_EMULATED_PLAIN(op, Call)                                             \
+// The other launchers take no plan.
+#define FASTSPEC_EMULATED(op, Call)                                                   \
   extern "C" int emulated_##op(const cuda::Call* call, const cuda::Plan*, Run* run) { \
     return guarded(run, [&] { return cuda::launch_##op(*call, nullptr); });           \
   }
 
-FASTSPEC_EMULATED_PLAIN(build_tree, BuildTreeCall)
-FASTSPEC_EMULATED_PLAIN(penalize, PenalizeCall)
-FASTSPEC_EMULATED_PLAIN(store_kv, StoreKvCall)
-FASTSPEC_EMULATED_PLAIN(compact_kv, CompactKvCall)
+FASTSPEC_EMULATED(build_tree, BuildTreeCall)
+FASTSPEC_EMULATED(penalize, PenalizeCall)
+FASTSPEC_EMULATED(store_kv, StoreKvCall)
+FASTSPEC_EMULATED(compact_kv, CompactKvCall)
 
 struct UniformCall {
   const int64_t *seed, *position;
