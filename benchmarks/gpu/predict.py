@@ -215,11 +215,10 @@ TABLES = re.compile(r"(<!-- predicted: .*?-->\n)(.*?)(<!-- end of predicted -->)
 
 
 ASSUMPTIONS = """\
-1. Memory moves {bandwidths}, as a copy does; the L2
-   {l2:.1f} TB/s.
+1. Memory moves {bandwidths}, as a copy does; the L2 {l2:.1f} TB/s.
 2. An access to memory takes {memory} µs, one to the L2 {cache} µs; those that wait for each other
    (an index, then what it points to) are counted in the source and added up.
-3. A kernel in a CUDA graph costs {launch} µs on top of its work. A barrier of a cluster costs
+3. A kernel in a CUDA graph costs {launch} µs on top of its work, a barrier of a cluster
    {barrier} µs.
 4. A multiprocessor, of which there are {processors} at {clock} MHz, issues {lanes} instructions of
    single threads per cycle, and {converters} exponentials, logarithms or conversions; takes in

@@ -26,7 +26,8 @@ INTRODUCTION = """\
 `python -m benchmarks.report` writes this page from the records in `benchmarks/results/h200`, which
 the modules of `make gpu` made on one NVIDIA H200 with nothing else on it. Kernels were changed
 between its runs, so each case names the commit it was measured at (filled in afterwards, as the
-copy of the repository there had no history of its own)."""
+copy of the repository there had no history of its own). The CUDA kernels of row_stats,
+logits_to_probs, sample, sample_coupled and verify_chain exist at those commits only."""
 MEANING = """\
 Times are medians in microseconds. **cold**: every call reads inputs that are not in the L2;
 **warm**: the same inputs again and again. **floor**: the bytes that must move over the copy

@@ -13,6 +13,7 @@ from fastspec_kernels.checks import MAX_GPU_VOCAB
 
 from ..kernels.cases import (
     DTYPES,
+    ints,
     invalid_rows,
     random_bitmask,
     random_logits,
@@ -51,7 +52,7 @@ def several_draws(num_rows, vocab, dtype, generator):
 def kept(row, emulation, **params):
     """Which tokens are ever drawn from a row, each of whose kept ones has more than 1/256."""
     samples = (torch.arange(256) + 0.5) / 256
-    given = {name: torch.tensor([value]).repeat(256) for name, value in params.items()}
+    given = {name: value.repeat(256) for name, value in params.items()}
     _, token_ids, _, _ = run(emulation, draws(torch.tensor([row]).repeat(256, 1), samples, **given))
     return sorted(set(token_ids.flatten().tolist()))
 
@@ -87,7 +88,7 @@ def test_invalid_rows_and_parameters(emulation):
         rows = torch.cat([invalid_rows(vocab), torch.zeros(3, vocab)])
         temperature = torch.tensor([1.0, 1, 1, -1, math.nan, 1])
         params = {"temperature": temperature, "top_p": torch.full((6,), 0.5)}
-        case = draws(rows, torch.full((6,), 0.47), **params)
+        case = draws(rows, torch.full((6,), 0.351), **params)
         assert check(emulation, case) == 0
         assert run(emulation, case)[2].tolist() == [-1] * 5 + [0]
 
@@ -96,15 +97,15 @@ def test_invalid_rows_and_parameters(emulation):
 def test_ties_are_kept_together(emulation):
     row = [2.0, 1.0, 1.0, -0.0, 0.0, -1.0]
     for top_k, num in ((1, 1), (2, 3), (3, 3), (4, 5), (5, 5), (6, 6)):
-        assert kept(row, emulation, top_k=top_k) == list(range(num)), top_k
+        assert kept(row, emulation, top_k=ints(top_k)) == list(range(num)), top_k
 
 
 @pytest.mark.parametrize("emulation", PLANS[:3], ids=plan_id)
 def test_top_p_bound_is_exclusive(emulation):
     """The weights are 1, 1/2, 1/4 and 1/4 exactly: half of the mass lies above the second one."""
-    row, temperature = [0.0, -1.0, -2.0, -2.0], 1 / math.log(2)
+    row, temperature = [0.0, -1.0, -2.0, -2.0], torch.tensor([1 / math.log(2)])
     for share, num in ((0.25, 1), (0.5, 1), (0.51, 2), (0.75, 2), (0.76, 4), (1e-30, 1)):
-        found = kept(row, emulation, temperature=temperature, top_p=share)
+        found = kept(row, emulation, temperature=temperature, top_p=torch.tensor([share]))
         assert found == list(range(num)), share
 
 
