@@ -132,7 +132,7 @@ MUTATIONS = [
         "csrc/cuda/verify_tree.cu",
         EMULATED_TREE,
         ("tree_.uniform(node_) < mass", "tree_.uniform(child) < mass"),
-        ("removed ? 0.0 : proposed * draft_prob", "proposed * draft_prob"),
+        ("if (removes && !removed) draft_left", "if (!removed) draft_left"),
         ("for (int model = judges ? 0 : 1;", "for (int model = 1;"),
     ),
     *_of(

@@ -54,10 +54,11 @@ def test_the_slowest_of_bytes_instructions_and_loads_decides():
     assert time_of(Launch("kernel", 4, 256, (works,))) == pytest.approx(issue + MACHINE.memory)
 
 
-def test_the_walks_of_64_trees_are_one_wave():
+def test_a_staged_row_takes_a_multiprocessor():
     machine = MACHINES[0]
-    [walk] = predict.verify_tree(64, machine).launches
-    assert Model(machine).in_flight(walk) == walk.blocks == 128
+    [walks] = predict.verify_tree(64, machine).launches
+    assert Model(machine).resident(walks) == 1
+    assert Model(machine).in_flight(walks) == machine.multiprocessors < walks.blocks
 
 
 def test_more_registers_make_more_waves():
