@@ -53,11 +53,10 @@ constexpr uint32_t kLeastStream = 0x67756d62;
 constexpr uint32_t kOthersStream = 0x67756d63;
 constexpr uint32_t kGroup = 16;
 
-// The index of a token's group, and its place in there.
+// The index of a token's group; its place in there is token / kGroup % kGroup.
 inline uint32_t group_of(uint32_t token) {
   return token / (kGroup * kGroup) * kGroup + token % kGroup;
 }
-inline uint32_t place_of(uint32_t token) { return token / kGroup % kGroup; }
 
 // A group's word holds the place of its least number, and in 28 bits what that is made of.
 inline uint32_t least_place(uint32_t word) { return word % kGroup; }

@@ -35,7 +35,7 @@ struct Logits {
   Element element;
 };
 
-// One value per row or sequence each, or null: off.
+// One value per sequence each, or null: off.
 struct SamplingParameters {
   const float* temperature;
   const int32_t* top_k;

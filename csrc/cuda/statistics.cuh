@@ -21,10 +21,6 @@ struct Sampling {
   float min_p;
 
   __device__ bool greedy() const { return temperature == 0.0f; }
-  // Whether top-k, top-p or min-p may drop a token.
-  __device__ bool filters(int64_t vocab) const {
-    return !greedy() && ((top_k > 0 && top_k < vocab) || top_p < 1.0f || min_p > 0.0f);
-  }
   // The temperature of log-probabilities.
   __device__ float scale() const { return greedy() ? 1.0f : temperature; }
 };
@@ -56,14 +52,10 @@ __device__ __forceinline__ Weighting weighting_of(const RowStatistics& row,
   return {row.max * 0.5f, fminf(fmaxf(scale, 0x1p-149f), FLT_MAX), row.threshold};
 }
 
-// ln of the sum of the kept weights, in units of the best one.
-__device__ __forceinline__ float log_total(const RowStatistics& row) {
-  return logf(static_cast<float>(row.total) * (1.0f / kWeightOne));
-}
-
 __device__ __forceinline__ float logprob(const RowStatistics& row, const Sampling& sampling,
                                          float x) {
-  return (x - row.max) / sampling.scale() - log_total(row);
+  const float sum = static_cast<float>(row.total) * (1.0f / kWeightOne);
+  return (x - row.max) / sampling.scale() - logf(sum);
 }
 
 // The filtered probability of a logit, not cut to fixed point.
