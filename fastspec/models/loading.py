@@ -118,6 +118,17 @@ def chat_prompt_ids(
 ) -> list[int]:
     """A conversation's token ids by the chat template, which writes the special tokens itself.
 
+    See `chat_text`.
+    """
+    text = chat_text(tokenizer, messages, **options)
+    return cast(Any, tokenizer)(text, add_special_tokens=False)["input_ids"]
+
+
+def chat_text(
+    tokenizer: PreTrainedTokenizerBase | None, messages: Sequence[Mapping[str, Any]], **options: Any
+) -> str:
+    """A conversation as the chat template writes it.
+
     Args:
         options: of the tokenizer's apply_chat_template.
     Raises:
@@ -131,7 +142,7 @@ def chat_prompt_ids(
         text = tokenizer.apply_chat_template(cast(Any, messages), tokenize=False, **options)
     except _TEMPLATE_ERRORS as error:
         raise ValueError(f"messages: the chat template fails: {_one_line(error)}") from error
-    return tokenizer(str(text), add_special_tokens=False)["input_ids"]
+    return str(text)
 
 
 def load_config(field: str, source: str | Path) -> PreTrainedConfig:
