@@ -17,6 +17,8 @@ from fastspec.config.options import (
     option,
 )
 
+# Of EngineConfig, in the place of its own defaults where an engine serves.
+ENGINE_DEFAULTS = {"load_format": "safetensors"}
 _NAMES = Kind(
     "a list of names",
     lambda value: isinstance(value, (list, tuple)) and all(isinstance(n, str) and n for n in value),
