@@ -318,7 +318,7 @@ class Endpoint:
                 require("body", [*parsed], fits, 'an object like {"prompt": "a text"}')
                 num_tokens = min(_PREDICT_TOKENS, self._config.max_completion_tokens)
                 params = SamplingParams(max_tokens=num_tokens, top_k=10, top_p=0.9)
-                return Asked([str(prompt)], params, False, False, False, False)
+                return Asked([str(prompt)], params)
             asked = (chat if self._kind == "chat" else completion)(
                 parsed, self._config, self._drafters
             )
@@ -357,11 +357,9 @@ class Endpoint:
         """Send tokens as they come, or wait for all of them."""
         answer = self._new_answer(asked, generation)
         outputs: list[RequestOutput] = []
-        is_first = True
-        async for _, events in generation.steps():
-            if is_first:
-                self._metrics.time_to_first_token.observe(perf_counter() - start)
-                is_first = False
+        times = self._metrics.request(start)
+        async for now, events in generation.steps():
+            times.note(now, events)
             outputs += [event.output for event in events if event.output is not None]
             if broken := next((each for each in outputs if each.error is not None), None):
                 raise Refused(500, str(broken.error), "generation_failed")
@@ -370,7 +368,7 @@ class Endpoint:
             else:
                 for event in events:
                     answer.add(event)
-        self._metrics.request_latency.observe(perf_counter() - start)
+        times.end(perf_counter())
         if asked.stream:
             await stream.write(answer.last_chunks(), is_last=True)
             return None
@@ -389,7 +387,7 @@ class Endpoint:
             asked,
             num_tokens,
             cache(partial(token_text, self._engine.tokenizer)),
-            generation.places,
+            generation,
         )
 
 
