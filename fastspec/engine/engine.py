@@ -284,12 +284,12 @@ class Engine:
         """Turn speculation on between steps; without a drafter the last one is used again.
 
         Args:
-            n_spec_tokens: tokens proposed in each step, >= 1, at most config.max_n_spec_tokens;
-                None = as many as spec says.
+            n_spec_tokens: tokens proposed in each step, 1 to 1024, at most
+                config.max_n_spec_tokens; None = as many as spec says.
             use_glide_drafter: load the drafter as a GLIDE model; without a drafter, the last one
                 must be such a model.
         Raises:
-            ValueError: there is no drafter to use, or it is not the GLIDE model asked for.
+            ValueError: there is no drafter to use, or not for these options; nothing changes.
         """
         with self._turn:
             running = self._scheduler.running
