@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from transformers.utils import is_peft_available
 from transformers.utils.hub import cached_file
+from transformers.utils.import_utils import is_peft_available
 
 _SAFE = ".safetensors"
 _WHOLE, _INDEX = f"model{_SAFE}", f"model{_SAFE}.index.json"
