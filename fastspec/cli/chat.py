@@ -269,13 +269,16 @@ class Chat:
         self._say(f"{name} is {'on' if run.is_on else 'off'}")
 
     def _set_gamma(self, value: str) -> None:
-        count = _whole("/gamma", value)
+        count, most = _whole("/gamma", value), self._config.max_n_spec_tokens
+        fits = most is None or count <= most
+        require("/gamma", count, fits, f"at most --max-n-spec-tokens, {most}")
+        ngrams = SpecConfig("ngram", count)  # refuses what no drafter takes, before any change
         if self._engine.is_speculative:
             self._engine.enable_spec_dec(n_spec_tokens=count)
         self._num_ngrams = count
         if "ngram" in self._engine.drafters:
             self._engine.remove_drafter("ngram")
-            self._engine.add_drafter("ngram", SpecConfig("ngram", count))
+            self._engine.add_drafter("ngram", ngrams)
         self._say(f"{count} draft tokens in each step")
 
     def _set_length(self, value: str) -> None:

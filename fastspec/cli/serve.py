@@ -10,7 +10,7 @@ from fastspec.cli.errors import check_draft, note, quiet_libraries, usage_errors
 from fastspec.cli.options import Config, Draft, Flags, Target, Threads, with_flags
 from fastspec.config import EngineConfig, SpecConfig
 from fastspec.config.files import read_text
-from fastspec.config.serve import ServeConfig
+from fastspec.config.serve import ENGINE_DEFAULTS, ServeConfig
 from fastspec.serve.loading import ServedEngine, extra_specs
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ ChatTemplate = Annotated[
 def serve(
     serving: Annotated[ServeConfig, Flags()],
     spec: Annotated[SpecConfig, Flags()],
-    config: Annotated[EngineConfig, Flags()],
+    config: Annotated[EngineConfig, Flags(**ENGINE_DEFAULTS)],
     target: Target = "tiny",
     draft: Draft = None,
     config_file: Config = None,

@@ -33,6 +33,15 @@ class EngineConfig:
         "Weights: auto (the checkpoint's dtype), float32, bfloat16 or float16.",
         "A model that is passed loaded keeps its dtype: auto takes that, another is refused.",
     )
+    load_format: str = option(
+        "auto",
+        choice("auto", "safetensors"),
+        "Weights are read from: auto (safetensors, else pickled files) or safetensors alone.",
+        "Of folders and hub ids, targets and drafts alike; a GGUF file is no pickle and is read in"
+        " any case. Pickled files are read with torch's weights_only. `fastspec serve` and"
+        " `fastspec.serve.ray_app` take safetensors unless they are given auto.",
+        aliases=("vLLM",),
+    )
     device: str = option(
         "auto",
         TEXT,

@@ -15,8 +15,8 @@ _HEAD = """# Options
 <!-- written by `python -m fastspec.config.reference`, not by hand -->
 
 Every option of a request, of drafting, of the engine and of the server, with its name in Python
-and on the command line of `fastspec generate` and `fastspec serve`. Both have the same defaults. An
-option that the chosen method does not take is refused by name.
+and on the command line of `fastspec generate` and `fastspec serve`. All have the same defaults, but
+for `load_format` of a server. An option that the chosen method does not take is refused by name.
 """
 
 

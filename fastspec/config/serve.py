@@ -4,6 +4,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fastspec.config.files import read_text
 from fastspec.config.options import (
@@ -17,6 +18,8 @@ from fastspec.config.options import (
     option,
 )
 
+# Of EngineConfig, in the place of its own defaults where an engine serves.
+ENGINE_DEFAULTS: dict[str, Any] = {"load_format": "safetensors"}
 _NAMES = Kind(
     "a list of names",
     lambda value: isinstance(value, (list, tuple)) and all(isinstance(n, str) and n for n in value),

@@ -20,6 +20,7 @@ from fastspec.drafters.registry import plan_drafter
 from fastspec.engine.block_manager import BlockManager
 from fastspec.engine.generation_config import params_of
 from fastspec.engine.outputs import RequestOutput, StreamEvent
+from fastspec.engine.prompt_reader import PromptReader
 from fastspec.engine.prompts import Message, Prompt, as_conversations, as_prompt_list
 from fastspec.engine.ranks import check_options, loop_of, new_seeds
 from fastspec.engine.request import EngineRequest
@@ -76,8 +77,7 @@ class Engine:
         config: EngineConfig | Mapping[str, Any] = EngineConfig(),  # noqa: B008 (frozen)
     ):
         spec, config = SpecConfig.of(spec), EngineConfig.of(config)
-        self.config = config
-        self.spec = spec
+        self.config, self.spec = config, spec
         self.stats = SpecStats()
         model = load_model("target", target, config)
         if not isinstance(target, (str, Path)):
@@ -145,7 +145,7 @@ class Engine:
         prompt_list = as_prompt_list(prompts)
         if generation_config is not None:
             require("params", params, params is None, "None beside generation_config")
-            prompt_list = [self._factory.prompt_ids(prompt) for prompt in prompt_list]
+            prompt_list = [self._factory.reader.ids(prompt) for prompt in prompt_list]
             is_decoder = self.decoder_start_id is None
             lengths = [len(ids) if is_decoder else 1 for ids in prompt_list]
             params = [params_of(generation_config, length) for length in lengths]
@@ -163,9 +163,9 @@ class Engine:
                 bar.update(len(outputs) == params_list[event.prompt_index].n)
         return [_with_others(outputs) for outputs in samples]
 
-    def prompt_ids(self, prompt: Prompt) -> list[int]:
-        """The ids of a prompt, as `generate` reads it; ValueError for one that cannot be run."""
-        return self._factory.prompt_ids(prompt)
+    def prompt_reader(self) -> PromptReader:
+        """What makes the ids of prompts as `generate` does, in another thread than the engine's."""
+        return self._factory.reader.for_another_thread()
 
     def chat(
         self,
@@ -284,12 +284,12 @@ class Engine:
         """Turn speculation on between steps; without a drafter the last one is used again.
 
         Args:
-            n_spec_tokens: tokens proposed in each step, >= 1, at most config.max_n_spec_tokens;
-                None = as many as spec says.
+            n_spec_tokens: tokens proposed in each step, 1 to 1024, at most
+                config.max_n_spec_tokens; None = as many as spec says.
             use_glide_drafter: load the drafter as a GLIDE model; without a drafter, the last one
                 must be such a model.
         Raises:
-            ValueError: there is no drafter to use, or it is not the GLIDE model asked for.
+            ValueError: there is no drafter to use, or not for these options; nothing changes.
         """
         with self._turn:
             running = self._scheduler.running
@@ -365,7 +365,7 @@ class Engine:
         Raises:
             ValueError: a text that is no prompt, or no drafter would read them.
         """
-        ids = [self._factory.corpus_ids(text) for text in as_prompt_list(texts, "texts")]
+        ids = [self._factory.reader.corpus_ids(text) for text in as_prompt_list(texts, "texts")]
         with self._turn:
             known = [each.known for each in self._drafters.values()]
             readers = [each for each in known if isinstance(each, CorpusReader)]

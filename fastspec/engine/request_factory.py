@@ -6,13 +6,14 @@ from weakref import WeakValueDictionary
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from fastspec.config import SamplingParams, is_int
+from fastspec.config import SamplingParams
 from fastspec.config.checks import refuse
 from fastspec.drafters.logit_rules import LogitRules
 from fastspec.engine.detokenizer import Detokenizer
 from fastspec.engine.grammar import GrammarCompiler
 from fastspec.engine.prefix_index import Content
-from fastspec.engine.prompts import Prompt, as_prompt
+from fastspec.engine.prompt_reader import PromptReader
+from fastspec.engine.prompts import Prompt
 from fastspec.engine.request import EngineRequest
 from fastspec.models.layout import EncoderInput
 
@@ -38,9 +39,12 @@ class RequestFactory:
     """Builds requests for one target, with its tokenizer, vocabulary, length limit and eos ids.
 
     With the id that its decoder starts with, the target is an encoder-decoder, whose encoder reads
-    the prompts. A template holds {input_text} where a text prompt goes. Above `rereads_above`
-    tokens the target reads a text anew. With `shares_prompts` the samples of one prompt share its
-    blocks, but with nobody else. `new_seed` makes the seeds that nobody has given.
+    the prompts. `prompt_template` is that of `PromptReader`. Above `rereads_above` tokens the
+    target reads a text anew. With `shares_prompts` the samples of one prompt share its blocks, but
+    with nobody else. `new_seed` makes the seeds that nobody has given.
+
+    Attributes:
+        reader: of the prompts.
     """
 
     def __init__(
@@ -55,12 +59,12 @@ class RequestFactory:
         shares_prompts: bool,
         new_seed: Callable[[], int],
     ):
+        self.reader = PromptReader(tokenizer, vocab_size, max_model_len, prompt_template)
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._eos_ids = eos_ids
         self._decoder_start_id = decoder_start_id
-        self._prompt_template = prompt_template
         self._rereads_above = rereads_above
         self._grammars = GrammarCompiler(tokenizer, vocab_size, eos_ids)
         self._shares_prompts = shares_prompts
@@ -90,14 +94,14 @@ class RequestFactory:
             raise ValueError(f"request_id: expected a text without NUL, got {request_id!r}")
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params: expected SamplingParams, got {type(params).__name__}")
-        token_ids, encoder_input = self.prompt_ids(prompt), None
+        token_ids, encoder_input = self.reader.ids(prompt), None
         if self._decoder_start_id is not None:
             why = "an encoder-decoder does not predict its prompt"
             refuse("prompt_logprobs", params.prompt_logprobs, why)
             encoder_input = self._encoder_input(token_ids)
             token_ids = [self._decoder_start_id]
         if decoder_input_ids is not None:
-            begun = self._checked_ids("decoder_input_ids", decoder_input_ids)
+            begun = self.reader.checked_ids("decoder_input_ids", decoder_input_ids)
             if encoder_input is None or begun[:1] != token_ids:
                 start = "None for a decoder" if encoder_input is None else f"{token_ids} first"
                 raise ValueError(f"decoder_input_ids: expected {start}, got {begun}")
@@ -192,53 +196,6 @@ class RequestFactory:
         if encoder_input is None:
             encoder_input = self._encoder_inputs[key] = EncoderInput(token_ids)
         return encoder_input
-
-    def prompt_ids(self, prompt: Prompt) -> list[int]:
-        """A prompt's ids, of a text with the template around it; see `build`."""
-        prompt = as_prompt(prompt)
-        if isinstance(prompt, str):
-            if self._tokenizer is None:
-                raise ValueError(
-                    "prompt: a text needs a tokenizer, and the engine has none; pass ids"
-                )
-            template = self._prompt_template
-            text = template.replace("{input_text}", prompt) if template else prompt
-            try:
-                text.encode()
-            except UnicodeEncodeError as error:
-                raise ValueError(f"prompt: {error}") from error
-            token_ids = self._tokenizer(text)["input_ids"]
-        else:
-            token_ids = prompt
-        return self._checked_ids("prompt", token_ids)
-
-    def corpus_ids(self, text: str | Sequence[int]) -> list[int]:
-        """The ids of a text of any length, with nothing put before it."""
-        if not isinstance(text, str):
-            return self._known_ids("texts", text)
-        if self._tokenizer is None:
-            raise ValueError("texts: a text needs a tokenizer, and the engine has none")
-        ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        return self._known_ids("texts", ids)
-
-    def _known_ids(self, name: str, token_ids: Sequence[int]) -> list[int]:
-        for token_id in token_ids:
-            if not is_int(token_id) or not 0 <= token_id < self._vocab_size:
-                raise ValueError(
-                    f"{name}: token id {token_id!r} is not in 0..{self._vocab_size - 1}"
-                )
-        return [int(token_id) for token_id in token_ids]
-
-    def _checked_ids(self, name: str, token_ids: Sequence[int]) -> list[int]:
-        if not token_ids:
-            raise ValueError(f"{name}: is empty")
-        token_ids = self._known_ids(name, token_ids)
-        if len(token_ids) >= self._max_model_len:
-            raise ValueError(
-                f"{name}: has {len(token_ids)} tokens; the limit is {self._max_model_len - 1},"
-                " which leaves room for one new token"
-            )
-        return token_ids
 
 
 def as_params_list(

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fastspec.config import EngineConfig, SamplingParams, SpecConfig
+from fastspec.config import EngineConfig, SamplingParams, SpecConfig, is_int
 from fastspec.config.checks import require, require_int
+from fastspec.config.speculation import MAX_DRAFT_TOKENS
 from fastspec.drafters import Drafter, GlideDrafter, Proposal, TreeProposer
 from fastspec.drafters.base import Batch, NoDrafter, Request, check_proposal
 from fastspec.drafters.context import DrafterContext, DrafterPlan, DrafterSource
@@ -90,7 +91,8 @@ class Speculation:
 
     def check_count(self, name: str, value: int) -> None:
         """Refuse a number of draft tokens that is none, or more than the engine allows."""
-        require_int(name, value, 1)
+        fits = is_int(value) and 1 <= value <= MAX_DRAFT_TOKENS
+        require(name, value, fits, f"an int from 1 to {MAX_DRAFT_TOKENS}")
         most = self._config.max_n_spec_tokens
         fits = most is None or value <= most
         require(name, value, fits, f"at most max_n_spec_tokens, {most}")

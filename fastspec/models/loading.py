@@ -23,6 +23,7 @@ from transformers import (
 
 from fastspec.config import EngineConfig
 from fastspec.models.named import BUNDLED, FETCHED, folder_of
+from fastspec.models.weight_files import check_safetensors
 
 # An ImportError says which package is missing; a GGUF file that is cut off fails as a struct.
 _LOADING_ERRORS = (OSError, ValueError, KeyError, ImportError, StructError)
@@ -53,10 +54,11 @@ def resolve_device(config: EngineConfig) -> torch.device:
     return device
 
 
-def _language_model(path: str | Path, dtype: str) -> Any:
+def _language_model(path: str | Path, dtype: str, **options: Any) -> Any:
     """A decoder or an encoder-decoder, as its configuration says."""
-    place, options = _for_transformers(path)
-    config = AutoConfig.from_pretrained(place, **options)
+    place, gguf = _for_transformers(path)
+    options |= gguf
+    config = AutoConfig.from_pretrained(place, **gguf)
     loader = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     loaded = loader.from_pretrained(place, dtype=dtype, output_loading_info=True, **options)
     model, report = cast(Any, loaded)
@@ -78,15 +80,19 @@ def load_model(
         source: a path, a hub id, a PreTrainedModel, or a PeftModel with LoRA.
     Raises:
         ValueError: it cannot be loaded, or is loaded already with another dtype or device than the
-            config asks for, or on several devices.
+            config asks for, or on several devices; its weights are not in config.load_format.
     """
     source = _without_wrapper(field, source)
     if isinstance(source, PreTrainedModel):
         _check_loaded(field, source, config)
         return source
     device, path = resolve_device(config), _existing_path(field, source)
+    options: dict[str, Any] = {"dtype": config.dtype}
     try:
-        model = from_pretrained(path, dtype=config.dtype)
+        if config.load_format == "safetensors" and not Path(path).is_file():
+            check_safetensors(path)
+            options["use_safetensors"] = True
+        model = from_pretrained(path, **options)
     except (*_LOADING_ERRORS, SafetensorError, UnpicklingError, RuntimeError) as error:
         raise _not_loaded(field, "", source, error) from error
     if model.device != torch.empty(0, device=device).device:  # quantised ones may refuse to move
@@ -118,6 +124,17 @@ def chat_prompt_ids(
 ) -> list[int]:
     """A conversation's token ids by the chat template, which writes the special tokens itself.
 
+    See `chat_text`.
+    """
+    text = chat_text(tokenizer, messages, **options)
+    return cast(Any, tokenizer)(text, add_special_tokens=False)["input_ids"]
+
+
+def chat_text(
+    tokenizer: PreTrainedTokenizerBase | None, messages: Sequence[Mapping[str, Any]], **options: Any
+) -> str:
+    """A conversation as the chat template writes it.
+
     Args:
         options: of the tokenizer's apply_chat_template.
     Raises:
@@ -131,7 +148,7 @@ def chat_prompt_ids(
         text = tokenizer.apply_chat_template(cast(Any, messages), tokenize=False, **options)
     except _TEMPLATE_ERRORS as error:
         raise ValueError(f"messages: the chat template fails: {_one_line(error)}") from error
-    return tokenizer(str(text), add_special_tokens=False)["input_ids"]
+    return str(text)
 
 
 def load_config(field: str, source: str | Path) -> PreTrainedConfig:

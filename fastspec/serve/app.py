@@ -6,7 +6,7 @@ import hashlib
 import hmac
 import logging
 import re
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import cache, partial
 from importlib.resources import files
@@ -24,9 +24,9 @@ from fastspec.config.checks import require
 from fastspec.config.serve import ServeConfig
 from fastspec.engine.engine import Engine
 from fastspec.engine.outputs import RequestOutput
-from fastspec.models.loading import chat_prompt_ids
 from fastspec.serve.engine_thread import EngineFailure, EngineThread, Generation
 from fastspec.serve.metrics import ServerMetrics
+from fastspec.serve.prompts import PromptMaker
 from fastspec.serve.replies import Answer, error_body, server_event, token_text
 from fastspec.serve.requests import Asked, chat, completion, parse_body
 
@@ -75,7 +75,7 @@ def create_app(
     """
     model = config.served_model_name or model
     metrics = ServerMetrics(engine, model)
-    thread = EngineThread(engine)
+    thread, prompts = EngineThread(engine), PromptMaker(engine, config)
     own = engine.drafter.name if engine.drafter is not None else "none"
     drafters = {str(name): name for name in engine.drafters if name is not None}
     drafters |= {own: None} if own not in drafters else {}
@@ -92,7 +92,7 @@ def create_app(
         ("/v1/chat/completions", "chat"),
         ("/predict", "predict"),
     ):
-        endpoint = Endpoint(kind, engine, thread, metrics, config, model, drafters)
+        endpoint = Endpoint(kind, engine, thread, prompts, metrics, config, model, drafters)
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
 
     card = {
@@ -218,6 +218,7 @@ class Endpoint:
         kind: str,
         engine: Engine,
         thread: EngineThread,
+        prompts: PromptMaker,
         metrics: ServerMetrics,
         config: ServeConfig,
         model: str,
@@ -226,6 +227,7 @@ class Endpoint:
         self._kind = kind
         self._engine = engine
         self._thread = thread
+        self._prompts = prompts
         self._metrics = metrics
         self._config = config
         self._model = model
@@ -267,19 +269,24 @@ class Endpoint:
         """The response, unless it was streamed; Refused, ClientGone or EngineFailure."""
         start = perf_counter()
         asked = self._parse(await self._body(scope, receive))
-        generation = await self._open(asked)
         gone = asyncio.ensure_future(_disconnected(receive))
+        work = asyncio.ensure_future(self._generate(asked, stream, start))
         try:
-            work = asyncio.ensure_future(self._run(asked, generation, stream, start))
-            try:
-                await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-                if not work.done():
-                    raise ClientGone
-                return work.result()
-            finally:
-                work.cancel()
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise ClientGone
+            return work.result()
         finally:
             gone.cancel()
+            work.cancel()
+            await asyncio.wait({work})
+
+    async def _generate(self, asked: Asked, stream: "Stream", start: float) -> Response | None:
+        """See `_answer`."""
+        generation = await self._open(asked)
+        try:
+            return await self._run(asked, generation, stream, start)
+        finally:
             generation.close()
 
     async def _body(self, scope: Mapping[str, Any], receive: Receive) -> bytes:
@@ -311,7 +318,7 @@ class Endpoint:
                 require("body", [*parsed], fits, 'an object like {"prompt": "a text"}')
                 num_tokens = min(_PREDICT_TOKENS, self._config.max_completion_tokens)
                 params = SamplingParams(max_tokens=num_tokens, top_k=10, top_p=0.9)
-                return Asked([str(prompt)], params, False, False, False, False)
+                return Asked([str(prompt)], params)
             asked = (chat if self._kind == "chat" else completion)(
                 parsed, self._config, self._drafters
             )
@@ -329,20 +336,20 @@ class Endpoint:
             message = f"{most} texts are generated already; try again later"
             raise Refused(429, message, "server_busy", _RETRY_AFTER)
         try:
-            made = [partial(self._prompt_ids, prompt, asked.template) for prompt in prompts]
-            return await self._thread.open(made, asked.params)
+            return await self._thread.open(self._makers(prompts, asked.template), asked.params)
         except (ValueError, RecursionError) as error:
             raise Refused(400, str(error)) from error
 
-    def _prompt_ids(self, prompt: Any, template: Mapping[str, Any] | None) -> list[int]:
-        """The ids of a prompt, made in the engine's thread."""
+    def _makers(
+        self, prompts: Sequence[Any], template: Mapping[str, Any] | None
+    ) -> list[Callable[[], list[int]]]:
+        """What makes the ids of each prompt; ValueError for a text that is too long for sure."""
         if template is not None:
-            options = {"add_generation_prompt": True, **template}
-            prompt = chat_prompt_ids(self._engine.tokenizer, prompt, **options)
-        ids, most = self._engine.prompt_ids(prompt), self._config.max_prompt_tokens
-        if most is not None and len(ids) > most:
-            raise ValueError(f"prompt: has {len(ids)} tokens; the limit is {most}")
-        return ids
+            return [partial(self._prompts.chat_ids, each, template) for each in prompts]
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                self._prompts.check_length(prompt)
+        return [partial(self._prompts.ids, prompt) for prompt in prompts]
 
     async def _run(
         self, asked: Asked, generation: Generation, stream: "Stream", start: float
@@ -350,11 +357,9 @@ class Endpoint:
         """Send tokens as they come, or wait for all of them."""
         answer = self._new_answer(asked, generation)
         outputs: list[RequestOutput] = []
-        is_first = True
-        async for events in generation.steps():
-            if is_first:
-                self._metrics.time_to_first_token.observe(perf_counter() - start)
-                is_first = False
+        times = self._metrics.request(start)
+        async for now, events in generation.steps():
+            times.note(now, events)
             outputs += [event.output for event in events if event.output is not None]
             if broken := next((each for each in outputs if each.error is not None), None):
                 raise Refused(500, str(broken.error), "generation_failed")
@@ -363,7 +368,7 @@ class Endpoint:
             else:
                 for event in events:
                     answer.add(event)
-        self._metrics.request_latency.observe(perf_counter() - start)
+        times.end(perf_counter())
         if asked.stream:
             await stream.write(answer.last_chunks(), is_last=True)
             return None
@@ -382,7 +387,7 @@ class Endpoint:
             asked,
             num_tokens,
             cache(partial(token_text, self._engine.tokenizer)),
-            generation.places,
+            generation,
         )
 
 

@@ -1,4 +1,4 @@
-"""One thread that steps an engine, and asyncio tasks that ask it for texts."""
+"""Two threads, one for prompts and one that steps an engine, and tasks that ask for texts."""
 
 import asyncio
 import logging
@@ -6,16 +6,19 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from threading import Thread, stack_size
+from time import perf_counter
 from typing import Any
 
 from fastspec.config import SamplingParams
 from fastspec.engine.engine import Engine
 from fastspec.engine.outputs import StreamEvent
-from fastspec.engine.prompts import Prompt
+
+Call = tuple[Callable[[], Any], Future]
+Events = tuple[float, list[StreamEvent]]
 
 logger = logging.getLogger(__name__)
 
-_STACK_BYTES = 2**26  # grammars are compiled recursively
+_STACK_BYTES = 2**26  # grammars and templates are compiled recursively
 
 
 class EngineFailure(Exception):
@@ -28,46 +31,82 @@ class Generation:
     Attributes:
         num_texts: of all prompts together.
         places: of the prompts, by the ids of their requests.
+        prompt_lens: tokens of the prompt of each request.
         num_left: texts of each request that have not ended.
     """
 
     def __init__(self, close: Callable[["Generation"], None], num_texts: int):
         self.num_texts = num_texts
         self.places: dict[str, int] = {}
+        self.prompt_lens: dict[str, int] = {}
         self.num_left: dict[str, int] = {}
-        self.inbox: asyncio.Queue[list[StreamEvent] | EngineFailure] = asyncio.Queue()
+        self.inbox: asyncio.Queue[Events | EngineFailure] = asyncio.Queue()
         self._close = close
 
-    async def steps(self) -> AsyncIterator[list[StreamEvent]]:
-        """What each step of the engine added.
+    async def steps(self) -> AsyncIterator[Events]:
+        """What each step of the engine added, and when, by perf_counter().
 
         Raises:
             EngineFailure: the engine cannot go on.
         """
         num_left = self.num_texts
         while num_left:
-            events = await self.inbox.get()
-            if isinstance(events, EngineFailure):
-                raise events
-            num_left -= sum(event.output is not None for event in events)
-            yield events
+            step = await self.inbox.get()
+            if isinstance(step, EngineFailure):
+                raise step
+            num_left -= sum(event.output is not None for event in step[1])
+            yield step
 
     def close(self) -> None:
         """Abort what still runs."""
         self._close(self)
 
 
+class PromptThread:
+    """Makes the ids of prompts, one after the other, so that no step of an engine waits for it."""
+
+    def __init__(self):
+        self._calls: SimpleQueue[Call | None] = SimpleQueue()
+        self._ends = False
+        self._thread = Thread(target=self._run, name="fastspec-prompts", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        _start(self._thread)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether anybody makes ids."""
+        return self._thread.is_alive()
+
+    async def stop(self) -> None:
+        """End the thread after the prompt that it is at; those that wait fail."""
+        self._ends = True
+        self._calls.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    def ask(self, make_ids: Callable[[], list[int]]) -> Future:
+        """Make ids, unless the future is cancelled before it is their turn."""
+        return _ask(self._calls, make_ids)
+
+    def _run(self) -> None:
+        while (asked := self._calls.get()) is not None:
+            call, future = asked
+            _answer((_fail_at_end if self._ends else call, future))
+
+
 class EngineThread:
     """Steps an engine while it has requests, and hands each its events.
 
     Everything that touches the engine happens in this thread, between two steps; tasks wait for
-    nothing but their own texts.
+    nothing but their own texts. The ids of prompts are made in another thread before.
     """
 
     def __init__(self, engine: Engine):
         self.engine = engine
         self.num_texts = 0  # asked for and not ended
-        self._calls: SimpleQueue[tuple[Callable[[], Any], Future] | None] = SimpleQueue()
+        self._prompts = PromptThread()
+        self._calls: SimpleQueue[Call | None] = SimpleQueue()
         self._generations: dict[str, Generation] = {}  # by the ids of requests that run
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = Thread(target=self._run, name="fastspec-engine", daemon=True)
@@ -75,38 +114,39 @@ class EngineThread:
     def start(self) -> None:
         """Begin, for the tasks of the running event loop."""
         self._loop = asyncio.get_running_loop()
-        before = stack_size(_STACK_BYTES)
-        try:
-            self._thread.start()
-        finally:
-            stack_size(before)
+        self._prompts.start()
+        _start(self._thread)
 
     @property
     def is_alive(self) -> bool:
-        """Whether anybody steps the engine."""
-        return self._thread.is_alive()
+        """Whether both threads run."""
+        return self._prompts.is_alive and self._thread.is_alive()
 
     async def stop(self) -> None:
-        """Abort everything and end the thread."""
+        """Abort everything and end the threads."""
         self._calls.put(None)
+        await self._prompts.stop()
         await asyncio.to_thread(self._thread.join)
 
     async def open(
-        self, prompts: Sequence[Callable[[], Prompt]], params: SamplingParams
+        self, prompts: Sequence[Callable[[], list[int]]], params: SamplingParams
     ) -> Generation:
         """Queue prompts, all or none.
 
         Args:
-            prompts: functions that make them, since tokenizers are no good in several threads.
+            prompts: functions that make their ids, in the thread that is there for that.
         Raises:
             ValueError: a prompt or parameter that cannot be run.
         """
         generation = Generation(self._close, len(prompts) * params.n)
         self.num_texts += generation.num_texts
-        queued = self._call(lambda: self._add(generation, prompts, params))
+        made = [self._prompts.ask(prompt) for prompt in prompts]
         try:
-            await asyncio.wrap_future(queued)
+            ids = [await asyncio.wrap_future(future) for future in made]
+            await asyncio.wrap_future(self._call(lambda: self._add(generation, ids, params)))
         except BaseException:
+            for future in made:
+                future.cancel()
             generation.close()
             raise
         return generation
@@ -118,20 +158,16 @@ class EngineThread:
 
     def _call(self, call: Callable[[], Any]) -> Future:
         """Do something between two steps."""
-        future: Future = Future()
-        self._calls.put((call, future))
-        return future
+        return _ask(self._calls, call)
 
     def _add(
-        self,
-        generation: Generation,
-        prompts: Sequence[Callable[[], Prompt]],
-        params: SamplingParams,
+        self, generation: Generation, prompts: Sequence[list[int]], params: SamplingParams
     ) -> None:
-        for place, prompt in enumerate(prompts):
-            request_id = self.engine.add_request(prompt(), params)
+        for place, ids in enumerate(prompts):
+            request_id = self.engine.add_request(ids, params)
             self._generations[request_id] = generation
             generation.places[request_id] = place
+            generation.prompt_lens[request_id] = len(ids)
             generation.num_left[request_id] = params.n
 
     def _abort(self, generation: Generation) -> None:
@@ -165,15 +201,7 @@ class EngineThread:
             if asked is None:
                 return False
             waits = False
-            call, future = asked
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(call())
-                except Exception as error:  # whatever it is, it is the caller's
-                    future.set_exception(error)
-                except BaseException as error:  # a panic of a tokenizer's or a grammar's library
-                    logger.exception("a request could not be read")
-                    future.set_exception(EngineFailure(f"{type(error).__name__} in a request"))
+            _answer(asked)
 
     def _deliver(self, events: list[StreamEvent]) -> None:
         """Sort the events of a step by who waits for them."""
@@ -188,7 +216,8 @@ class EngineThread:
                 generation.num_left[request_id] -= 1
                 if not generation.num_left[request_id]:
                     del self._generations[request_id]
-        self._post(mail)
+        now = perf_counter()
+        self._post({generation: (now, content) for generation, content in mail.items()})
 
     def _fail(self, error: EngineFailure) -> None:
         """End everything that runs."""
@@ -200,10 +229,42 @@ class EngineThread:
             except Exception:  # the others have to end, too
                 logger.exception("a text could not be ended")
 
-    def _post(self, mail: Mapping[Generation, list[StreamEvent] | EngineFailure]) -> None:
+    def _post(self, mail: Mapping[Generation, Events | EngineFailure]) -> None:
         def put() -> None:
             for generation, content in mail.items():
                 generation.inbox.put_nowait(content)
 
         assert self._loop is not None
         self._loop.call_soon_threadsafe(put)
+
+
+def _start(thread: Thread) -> None:
+    before = stack_size(_STACK_BYTES)
+    try:
+        thread.start()
+    finally:
+        stack_size(before)
+
+
+def _ask(calls: SimpleQueue[Call | None], call: Callable[[], Any]) -> Future:
+    """Leave a call to the thread that takes them from a queue."""
+    future: Future = Future()
+    calls.put((call, future))
+    return future
+
+
+def _answer(asked: Call) -> None:
+    """Do a call, unless nobody waits for it any more."""
+    call, future = asked
+    if future.set_running_or_notify_cancel():
+        try:
+            future.set_result(call())
+        except Exception as error:  # whatever it is, it is the caller's
+            future.set_exception(error)
+        except BaseException as error:  # a panic of a tokenizer's or a grammar's library
+            logger.exception("a request could not be read")
+            future.set_exception(EngineFailure(f"{type(error).__name__} in a request"))
+
+
+def _fail_at_end() -> None:
+    raise EngineFailure("the server ends")

@@ -1,11 +1,12 @@
 """The engine's counters for Prometheus, by vLLM's names after the prefix `fastspec:`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from fastspec.engine.engine import Engine
+from fastspec.engine.outputs import StreamEvent
 
 _PREFIX = "fastspec:"
 _GAUGES = {
@@ -31,6 +32,18 @@ _LABELLED = {
 }
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 _LONG = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+HISTOGRAMS = {
+    "time_to_first_token_seconds": ("From a request's arrival to its first token.", _SHORT),
+    "inter_token_latency_seconds": (
+        "Between steps that brought tokens of a text; a step may bring several.",
+        _SHORT,
+    ),
+    "request_time_per_output_token_seconds": (
+        "From a text's first token to its last, by the tokens after the first.",
+        _SHORT,
+    ),
+    "e2e_request_latency_seconds": ("From a request's arrival to its last token.", _LONG),
+}
 
 
 class EngineCollector:
@@ -67,20 +80,10 @@ class ServerMetrics:
         self._registry = CollectorRegistry()
         self._registry.register(EngineCollector(engine, model))
         labels = {"labelnames": ["model_name"], "registry": self._registry}
-        first = Histogram(
-            f"{_PREFIX}time_to_first_token_seconds",
-            "From a request's arrival to its first token.",
-            buckets=_SHORT,
-            **labels,
-        )
-        whole = Histogram(
-            f"{_PREFIX}e2e_request_latency_seconds",
-            "From a request's arrival to its last token.",
-            buckets=_LONG,
-            **labels,
-        )
-        self.time_to_first_token = first.labels(model)
-        self.request_latency = whole.labels(model)
+        self.histograms = {
+            name: Histogram(_PREFIX + name, text, buckets=buckets, **labels).labels(model)
+            for name, (text, buckets) in HISTOGRAMS.items()
+        }
         self.responses = Counter(
             f"{_PREFIX}http_responses",
             "Answers, by their status.",
@@ -88,6 +91,43 @@ class ServerMetrics:
             registry=self._registry,
         )
 
+    def request(self, start: float) -> "RequestTimes":
+        """Of a request that arrived then, by perf_counter()."""
+        return RequestTimes(self.histograms, start)
+
     def page(self) -> bytes:
         """All metrics in Prometheus' text form."""
         return generate_latest(self._registry)
+
+
+class RequestTimes:
+    """When the texts of a request got their tokens, for the histograms."""
+
+    def __init__(self, histograms: Mapping[str, Histogram], start: float):
+        self._histograms = histograms
+        self._start = start
+        self._first: dict[tuple[str, int], float] = {}  # by request id and index
+        self._last: dict[tuple[str, int], float] = {}
+
+    def note(self, now: float, events: Sequence[StreamEvent]) -> None:
+        """What a step added, and when."""
+        texts = {(event.request_id, event.index) for event in events if event.token_ids}
+        if texts and not self._first:
+            self._observe("time_to_first_token_seconds", now - self._start)
+        for text in texts:
+            if text in self._last:
+                self._observe("inter_token_latency_seconds", now - self._last[text])
+            self._first.setdefault(text, now)
+            self._last[text] = now
+        for output in (event.output for event in events if event.output is not None):
+            text, num_later = (output.request_id, output.index), len(output.token_ids) - 1
+            if num_later > 0:
+                seconds = self._last[text] - self._first[text]
+                self._observe("request_time_per_output_token_seconds", seconds / num_later)
+
+    def end(self, now: float) -> None:
+        """All texts have ended."""
+        self._observe("e2e_request_latency_seconds", now - self._start)
+
+    def _observe(self, name: str, seconds: float) -> None:
+        self._histograms[name].observe(seconds)

@@ -21,7 +21,7 @@ from fastspec.config import EngineConfig, SpecConfig
 from fastspec.config.checks import require
 from fastspec.config.files import read_text
 from fastspec.config.options import Option, options_of
-from fastspec.config.serve import ServeConfig
+from fastspec.config.serve import ENGINE_DEFAULTS, ServeConfig
 from fastspec.serve.loading import ServedEngine, extra_specs
 from fastspec.tools.batch import Answers, BatchJob, Row, in_this_process
 
@@ -39,7 +39,8 @@ def application(args: Mapping[str, Any]) -> serve.Application:
         return {name: _read(option, left.pop(name)) for name, option in named if name in left}
 
     serving = ServeConfig(**given(ServeConfig))
-    spec, config = SpecConfig(**given(SpecConfig)), EngineConfig(**given(EngineConfig))
+    spec = SpecConfig(**given(SpecConfig))
+    config = EngineConfig(**(ENGINE_DEFAULTS | given(EngineConfig)))
     if {"host", "port"} & {*args}:
         raise ValueError("host, port: Ray Serve listens, so they are options of its own")
     template = left.pop("chat_template", None)

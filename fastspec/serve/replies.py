@@ -3,6 +3,7 @@
 import json
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
@@ -13,6 +14,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from fastspec.engine.outputs import RequestOutput, StreamEvent
 from fastspec.engine.stats import SpecStats
+from fastspec.serve.engine_thread import Generation
 from fastspec.serve.requests import Asked
 
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity
@@ -65,7 +67,7 @@ class Answer:
         asked: what the client wants to know.
         num_spec_tokens: K of the request.
         decode: the text and the bytes of one token.
-        places: of the prompts, by the ids of their requests.
+        generation: the texts that it answers with.
     """
 
     def __init__(
@@ -75,13 +77,13 @@ class Answer:
         asked: Asked,
         num_spec_tokens: int,
         decode: Callable[[int], tuple[str, bytes]],
-        places: Mapping[str, int],
+        generation: Generation,
     ):
         self._is_chat = is_chat
         self._asked = asked
         self._num_spec_tokens = num_spec_tokens
         self._decode = decode
-        self._places = places
+        self._generation = generation
         kind = "chat.completion" if is_chat else "text_completion"
         self._head = {
             "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid4().hex}",
@@ -90,6 +92,7 @@ class Answer:
             "model": model,
         }
         self._chunk_head = self._head | {"object": f"{kind}.chunk" if is_chat else kind}
+        self._num_new: Counter[int] = Counter()  # tokens of each choice
         self._offsets: dict[int, int] = {}  # of the next token, by the index of its choice
         self._outputs: list[tuple[int, RequestOutput]] = []
 
@@ -133,7 +136,7 @@ class Answer:
             self._outputs.append((self._index(event), event.output))
 
     def _index(self, event: StreamEvent) -> int:
-        return self._places[event.request_id] * self._asked.params.n + event.index
+        return self._generation.places[event.request_id] * self._asked.params.n + event.index
 
     def _chunk(self, event: StreamEvent) -> dict[str, Any]:
         self.add(event)
@@ -157,7 +160,12 @@ class Answer:
         if event.output is not None:
             choice["finish_reason"] = event.output.finish_reason
         self._offsets.setdefault(index, 0)
-        return {**self._chunk_head, "choices": [choice]}
+        chunk = {**self._chunk_head, "choices": [choice]}
+        if self._asked.running_usage:
+            self._num_new[index] += len(event.token_ids)
+            prompt = self._generation.prompt_lens[event.request_id]
+            chunk["usage"] = _tokens(prompt, self._num_new[index])
+        return chunk
 
     def _choice(self, index: int, output: RequestOutput) -> dict[str, Any]:
         choice: dict[str, Any] = {
@@ -217,12 +225,7 @@ class Answer:
         prompt = sum(len(output.prompt_token_ids) for output in firsts)
         new = sum(len(output.token_ids) for _, output in self._outputs)
         cached = sum(output.stats.num_cached_prompt_tokens for output in firsts)
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": new,
-            "total_tokens": prompt + new,
-            "prompt_tokens_details": {"cached_tokens": cached},
-        }
+        return {**_tokens(prompt, new), "prompt_tokens_details": {"cached_tokens": cached}}
 
     def _extra(self) -> dict[str, Any]:
         if not self._asked.metrics:
@@ -252,3 +255,7 @@ def token_text(tokenizer: PreTrainedTokenizerBase | None, token_id: int) -> tupl
 
 def _token(token: tuple[str, bytes], logprob: float) -> dict[str, Any]:
     return {"token": token[0], "logprob": logprob, "bytes": list(token[1])}
+
+
+def _tokens(prompt: int, new: int) -> dict[str, int]:
+    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}

@@ -39,8 +39,10 @@ _SAMPLING = (
     "ignore_eos",
 )
 _GUIDED = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")}
-_COMMON = {"model", "stream", "stream_options", "user", "speculation", "response_format"}
-_COMMON |= {*_SAMPLING, *_GUIDED, "max_tokens", "logprobs"}
+_UNUSED = {"user", "safety_identifier", "prompt_cache_key"}  # change nothing here
+_COMMON = {"model", "stream", "stream_options", "speculation", "response_format"}
+_COMMON |= {*_SAMPLING, *_GUIDED, *_UNUSED, "max_tokens", "logprobs"}
+_COMMON |= {"store", "metadata", "service_tier"}
 COMPLETION_FIELDS = _COMMON | {"prompt", "echo", "best_of", "suffix"}
 CHAT_FIELDS = _COMMON | {
     "messages",
@@ -48,9 +50,11 @@ CHAT_FIELDS = _COMMON | {
     "top_logprobs",
     "tools",
     "tool_choice",
+    "parallel_tool_calls",
     "chat_template_kwargs",
     "add_generation_prompt",
 }
+_STREAM_OPTIONS = {"include_usage", "continuous_usage_stats"}
 _SPECULATION = {"method", "drafter", "num_speculative_tokens", "metrics", "sources"}
 
 
@@ -63,16 +67,18 @@ class Asked:
         params: of all prompts.
         stream: whether tokens are sent as they come.
         include_usage: whether a stream ends with the number of tokens.
+        running_usage: whether each of its chunks has the number up to there.
         metrics, sources: whether the answer says how speculation went, and who wrote each token.
         template: what a conversation's template is told.
     """
 
     prompts: Sequence[str | list[int]] | Sequence[Message]
     params: SamplingParams
-    stream: bool
-    include_usage: bool
-    metrics: bool
-    sources: bool
+    stream: bool = False
+    include_usage: bool = False
+    running_usage: bool = False
+    metrics: bool = False
+    sources: bool = False
     template: Mapping[str, Any] | None = None
 
 
@@ -145,7 +151,15 @@ def _given(body: Mapping[str, Any], known: set[str]) -> dict[str, Any]:
     """The fields of a body, without those that are null."""
     if unknown := sorted({*body} - known):
         raise ValueError(f"{unknown[0]:.60}: unknown field; there are {', '.join(sorted(known))}")
-    return {name: value for name, value in body.items() if value is not None}
+    given = {name: value for name, value in body.items() if value is not None}
+    store, metadata = given.get("store"), given.get("metadata", {})
+    fits = store is None or store is False
+    require("store", _short(store), fits, "false: nothing is stored")
+    require("metadata", _short(metadata), isinstance(metadata, dict), "an object")
+    tier = given.get("service_tier", "auto")
+    fits = tier in ("auto", "default")
+    require("service_tier", _short(tier), fits, "auto or default: all requests are served alike")
+    return given
 
 
 def _sampling(given: Mapping[str, Any], config: ServeConfig, num_prompts: int) -> dict[str, Any]:
@@ -212,6 +226,7 @@ def _template(given: Mapping[str, Any]) -> dict[str, Any]:
     require("tools", _short(tools), fits, "a list of objects")
     expected = "auto or none: the template lists the tools, and the model's answer is a text"
     require("tool_choice", _short(choice), choice in (None, "auto", "none"), expected)
+    _flag(given, "parallel_tool_calls")  # the model's text has as many calls as it has
     template = {**template}
     if "add_generation_prompt" in given:
         template["add_generation_prompt"] = _flag(given, "add_generation_prompt")
@@ -258,8 +273,8 @@ def _asked(
     if num_tokens is not None:
         fields["num_speculative_tokens"] = num_tokens
     options = given.get("stream_options", {})
-    fits = isinstance(options, dict) and {*options} <= {"include_usage"}
-    require("stream_options", _short(options), fits, "an object with include_usage")
+    fits = isinstance(options, dict) and {*options} <= _STREAM_OPTIONS
+    require("stream_options", _short(options), fits, f"an object of {sorted(_STREAM_OPTIONS)}")
     stream = _flag(given, "stream")
     require("stream_options", options, stream or not options, "none, unless stream is true")
     return Asked(
@@ -267,6 +282,7 @@ def _asked(
         SamplingParams(**fields),
         stream,
         _flag(options, "include_usage"),
+        _flag(options, "continuous_usage_stats"),
         _flag(speculation, "metrics"),
         _flag(speculation, "sources"),
         template,

@@ -66,6 +66,17 @@ def test_all_ways_to_answer(talk):
     assert shown.count("over the target") == 2
 
 
+@pytest.mark.parametrize("options", [[], ["--max-n-spec-tokens", "5"]])
+def test_a_gamma_that_is_refused_changes_nothing(talk, options):
+    shown = talk(
+        "/speculative", "/ngram", "/gamma 2000", "hello", "/gamma 3", "hi", options=options
+    )
+    told = "/gamma: expected at most --max-n-spec-tokens, 5" if options else "int from 1 to 1024"
+    assert shown.count(told) == 1
+    assert "3 draft tokens in each step" in shown
+    assert [name for name, _ in answers(shown)] == ["ngram", "target"] * 2
+
+
 def test_the_conversation_is_remembered_until_it_is_cleared(talk):
     shown = talk("/speculative", "one", "two", "/clear", "two", "/chat", "[user]two")
     one, then_two, two, raw = (text for _, text in answers(shown))

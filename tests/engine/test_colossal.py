@@ -159,6 +159,12 @@ def test_most_draft_tokens():
     with pytest.raises(ValueError, match=r"n_spec_tokens: .* at most max_n_spec_tokens, 3"):
         engine.enable_spec_dec(n_spec_tokens=4)
     engine.enable_spec_dec(n_spec_tokens=2)
+    engine = Engine(model, model)
+    with pytest.raises(
+        ValueError, match=r"^n_spec_tokens: expected an int from 1 to 1024, got 99999"
+    ):
+        engine.enable_spec_dec(n_spec_tokens=99999)
+    assert engine.drafters[None] == 5
 
 
 def test_published_entries():

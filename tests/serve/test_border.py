@@ -18,6 +18,7 @@ import torch
 
 from fastspec import SamplingParams
 from fastspec.config.serve import ServeConfig
+from fastspec.engine.prompt_reader import PromptReader
 from fastspec.serve.app import create_app
 from fastspec.serve.replies import Answer
 
@@ -230,11 +231,11 @@ def test_a_panic_of_a_library_ends_one_request_alone(client, engine, monkeypatch
     class Panic(BaseException):
         """As pyo3's, which is no Exception."""
 
-    def broken(prompt):
+    def broken(*_):
         raise Panic
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "prompt_ids", broken)
+        patch.setattr(PromptReader, "ids", broken)
         error_of(client.post(COMPLETIONS, json=SHORT), 500)
     assert client.get("/health").status_code == 200
     assert client.post(COMPLETIONS, json=SHORT).status_code == 200

@@ -1,6 +1,7 @@
 """The real OpenAI client drives the server: what it gets is what the engine says."""
 
 import json
+from types import SimpleNamespace
 
 import openai
 import pytest
@@ -8,6 +9,8 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from fastspec import SamplingParams
+from fastspec.engine.outputs import RequestOutput, StreamEvent
+from fastspec.serve.metrics import HISTOGRAMS, RequestTimes
 
 from .helpers import MODEL, assert_idle, new_engine, serving
 
@@ -103,6 +106,33 @@ def test_streams_have_the_same_text_in_one_chunk_a_token(client, sampling):
     assert [*texts.values()] == [choice.message.content for choice in whole.choices]
 
 
+@pytest.mark.parametrize("kind", [complete, converse])
+def test_running_usage(client, kind):
+    """As guidellm and vLLM's benchmark client ask for it."""
+    both = {"include_usage": True, "continuous_usage_stats": True}
+    whole = kind(client, n=2).usage
+    *chunks, last = kind(client, n=2, stream=True, stream_options=both)
+    assert last.usage == whole
+    for index in (0, 1):
+        mine = [each.usage for each in chunks if each.choices[0].index == index]
+        assert [usage.completion_tokens for usage in mine] == [*range(1, 25)]
+        assert {usage.total_tokens - usage.completion_tokens for usage in mine} == {
+            whole.prompt_tokens
+        }
+    alone = [*kind(client, stream=True, stream_options={"include_usage": True})]
+    assert [each.usage is None for each in alone] == [True] * 24 + [False]
+
+
+def test_fields_that_ask_for_nothing(client):
+    fields = {"store": False, "metadata": {"a": "b"}, "user": "u", "safety_identifier": "s"}
+    fields |= {"prompt_cache_key": "k"}
+    for tier in ("auto", "default"):
+        asked = {"extra_body": {"ignore_eos": True, **fields, "service_tier": tier}}
+        assert complete(client, **asked).choices == complete(client).choices
+        given = {**fields, "service_tier": tier, "tools": [], "parallel_tool_calls": False}
+        assert converse(client, **given).choices == converse(client).choices
+
+
 def test_seeds(client):
     texts = [complete(client, temperature=1.0, seed=seed, n=2).choices for seed in (0, 0, 1)]
     first, again, other = ([choice.text for choice in choices] for choices in texts)
@@ -118,6 +148,16 @@ def test_a_stop_string_ends_the_text_before_it(client, engine):
     assert answer.choices[0].finish_reason == "stop"
     streamed = complete(client, stop=[stop], stream=True)
     assert "".join(c.choices[0].text for c in streamed) == answer.choices[0].text
+
+
+def test_tokens_of_a_stop_string_are_there_though_its_text_is_not(client, engine):
+    stop = generated(engine).text[6:8]
+    sources = {"ignore_eos": True, "speculation": {"sources": True}}
+    answer = complete(client, stop=[stop], logprobs=0, extra_body=sources)
+    (choice,) = answer.choices
+    num_tokens = answer.usage.completion_tokens
+    assert len(choice.token_ids) == len(choice.logprobs.tokens) == num_tokens
+    assert engine.tokenizer.decode(choice.token_ids).startswith(choice.text + stop)
 
 
 def test_logprobs(client, engine):
@@ -225,7 +265,41 @@ def test_metrics_parse_and_count(client, address):
     ended = "fastspec:request_success_total", "length"
     assert after[ended] == before[ended] + 1
     assert after["fastspec:time_to_first_token_seconds_count", None] > 0
+    for name in ("inter_token_latency", "request_time_per_output_token", "e2e_request_latency"):
+        name = f"fastspec:{name}_seconds"
+        counts, sums = (
+            [each[f"{name}_{part}", None] for each in (before, after)] for part in PARTS
+        )
+        seen = counts[1] - counts[0]
+        assert 1 < seen < 24 if "inter" in name else seen == 1
+        assert sums[1] > sums[0]
     assert after["fastspec:num_requests_running", None] == 0
+
+
+PARTS = "count", "sum"
+
+
+def test_times_of_texts():
+    """Two texts of one request, whose steps bring one token or two."""
+    histograms = {name: [] for name in HISTOGRAMS}
+    noted = {name: SimpleNamespace(observe=seen.append) for name, seen in histograms.items()}
+    times = RequestTimes(noted, 1.0)
+    times.note(1.5, [])
+    times.note(2.0, [event(0), event(0), event(1)])
+    times.note(4.0, [event(0), event(0)])
+    times.note(5.0, [event(0), event(0, ended=5), event(1), event(1, ended=2)])
+    times.end(6.0)
+    assert {name.removesuffix("_seconds"): sorted(seen) for name, seen in histograms.items()} == {
+        "time_to_first_token": [1.0],
+        "inter_token_latency": [1.0, 2.0, 3.0],
+        "request_time_per_output_token": [0.75, 3.0],
+        "e2e_request_latency": [5.0],
+    }
+
+
+def event(index, ended=0):
+    output = RequestOutput("r", token_ids=(7,) * ended, index=index) if ended else None
+    return StreamEvent("r", "", () if ended else (7,), output=output, index=index)
 
 
 BAD = [
@@ -245,6 +319,15 @@ BAD = [
     ({"beams": 3}, "beams"),
     ({"response_format": {"type": "xml"}}, "response_format"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream_options": {"usage": True}, "stream": True}, "stream_options"),
+    ({"stream_options": {"continuous_usage_stats": 1}, "stream": True}, "continuous_usage_stats"),
+    ({"store": True}, "store"),
+    ({"store": 0}, "store"),
+    ({"store": True, "metadata": {}}, "store"),
+    ({"metadata": "x"}, "metadata"),
+    ({"service_tier": "priority"}, "service_tier"),
+    ({"service_tier": ["auto"]}, "service_tier"),
+    ({"parallel_tool_calls": True}, "parallel_tool_calls"),
     ({"speculation": {"method": "magic"}}, "speculation"),
     ({"speculation": {"num_speculative_tokens": 99}}, "num_speculative_tokens"),
     ({"speculation": {"k": 1}}, "speculation"),
@@ -271,6 +354,7 @@ def test_what_cannot_be_served_is_refused_by_name(client, fields, param):
         {"messages": MESSAGES, "top_logprobs": 2},
         {"messages": MESSAGES, "tools": "all"},
         {"messages": MESSAGES, "tool_choice": "required"},
+        {"messages": MESSAGES, "parallel_tool_calls": "yes"},
         {"messages": MESSAGES, "max_tokens": 3, "max_completion_tokens": 3},
         {"messages": MESSAGES, "chat_template_kwargs": {"chat_template": "{{ 1 }}"}},
         {"messages": MESSAGES, "chat_template_kwargs": {"tokenize": True}},

@@ -1,5 +1,6 @@
 """The page in a real browser, through the WebDriver protocol; skipped where there is none."""
 
+import json
 import re
 import shutil
 import socket
@@ -11,10 +12,12 @@ import httpx2
 import pytest
 import torch
 
+import fastspec
 from fastspec import SamplingParams
 
 from .helpers import new_engine, serving, wait_for
 
+PAGE = Path(fastspec.__file__).parent / "serve" / "page.html"
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
 needs_browser = pytest.mark.skipif(
     not (BROWSER and shutil.which("chromedriver")), reason="needs chromium and chromedriver"
@@ -73,12 +76,22 @@ class Browser:
 
     def generate(self):
         """Press Ctrl+Enter in the prompt, as a user without a mouse, and wait for the end."""
-        self.run("document.getElementById('prompt').focus()")
-        keys = [("keyDown", "\ue009"), ("keyDown", "\ue007"), ("keyUp", "\ue007")]
-        keys.append(("keyUp", "\ue009"))
+        control, enter = "\ue009", "\ue007"
+        keys = [("keyDown", control), ("keyDown", enter), ("keyUp", enter), ("keyUp", control)]
+        self._press("prompt", keys)
+        self.wait_for_the_end()
+
+    def type(self, element_id, keys):
+        """Type into an element, as a user does."""
+        self._press(element_id, [(kind, key) for key in keys for kind in ("keyDown", "keyUp")])
+
+    def _press(self, element_id, keys):
+        self.run(f"document.getElementById('{element_id}').focus()")
         pressed = [{"type": kind, "value": key} for kind, key in keys]
         actions = [{"type": "key", "id": "keyboard", "actions": pressed}]
         self.post(f"{self._session}/actions", actions=actions)
+
+    def wait_for_the_end(self):
         wait_for(lambda: not self.run("return document.getElementById('start').disabled"))
 
     def close(self):
@@ -129,10 +142,11 @@ def test_tokens_come_in_the_colours_of_their_writers(browser, address, engine):
     prompt = "import os"
     params = SamplingParams(temperature=0, max_tokens=40)
     expected = engine.generate([prompt], params)[0].text
+    colour_of = {}
     with no_complaints(browser):
         browser.set("prompt", prompt)
         browser.set("max-tokens", "40")
-        for method in ("draft_model", "prompt_lookup"):
+        for method in ("draft_model", "prompt_lookup", "draft_model"):
             browser.set("method", method, "change")
             browser.generate()
             assert browser.text("error") == ""
@@ -140,17 +154,24 @@ def test_tokens_come_in_the_colours_of_their_writers(browser, address, engine):
             assert "identical" in browser.text("verdict")
             colours = browser.run(
                 "return [...document.querySelectorAll('#speculative .token')]"
-                ".map((token) => [token.className, getComputedStyle(token).backgroundColor])"
+                ".map((token) => [token.className, getComputedStyle(token).backgroundColor,"
+                " getComputedStyle(token).textDecoration])"
             )
-            kinds = {kind.removeprefix("token ") for kind, _ in colours}
-            assert "draft0" in kinds
-            assert kinds <= {"draft0", "recovered", "bonus", "target"}
-            assert len({colour for _, colour in colours}) == len(kinds)
+            looks = {
+                kind.removeprefix("token by-"): (colour, line) for kind, colour, line in colours
+            }
+            assert method in looks
+            assert {*looks} <= {method, "recovered", "bonus", "target"}
+            assert all(colour_of.setdefault(kind, look) == look for kind, look in looks.items())
+            assert len({colour for colour, _ in looks.values()}) == len(looks)
+            assert len({line for _, line in looks.values()}) == len(looks)
+            assert f"{method} " in browser.text("status").partition("Tokens by writer: ")[2]
             assert method in browser.text("legend")
             assert browser.text("positions").startswith("position 1")
             for name in ("speculative-speed", "plain-speed", "per-step"):
                 assert float(browser.text(name)) > 0
-    assert "K = 6" in browser.text("speculative-title")
+    assert "K = 4" in browser.text("speculative-title")
+    assert len(set(colour_of.values())) == len(colour_of)
 
 
 @needs_browser
@@ -164,7 +185,7 @@ def test_k_and_plain_decoding_can_be_chosen(browser, address):
     browser.set("method", "none", "change")
     browser.generate()
     kinds = "return [...document.querySelectorAll('#speculative .token')].map((t) => t.className)"
-    assert {*browser.run(kinds)} == {"token target"}
+    assert {*browser.run(kinds)} == {"token by-target"}
 
 
 @needs_browser
@@ -187,12 +208,14 @@ def test_a_key_is_asked_for(browser, engine, monkeypatch):
         browser.open(address)
         wait_for(lambda: "API key" in browser.text("error"))
         assert not browser.run("return document.getElementById('key-field').hidden")
-        browser.set("key", "one", "change")
-        wait_for(lambda: browser.text("shown-k") == "4")
         browser.set("max-tokens", "4")
-        browser.generate()
+        browser.type("key", "one\ue007")  # Enter: change, then submit
+        wait_for(lambda: browser.text("status").startswith("Done"))
+        browser.wait_for_the_end()
         assert browser.text("error") == ""
         assert browser.text("speculative") != ""
+        assert "draft_model, K = 4" in browser.text("speculative-title")
+        assert browser.run("return document.getElementById('method').length") == 3
 
 
 @needs_browser
@@ -204,6 +227,64 @@ def test_every_control_has_a_name(browser, address):
         ".map((each) => each.id)"
     )
     assert unnamed == []
+
+
+@pytest.mark.skipif(not shutil.which("node"), reason="needs node")
+def test_the_script_without_a_browser():
+    """Enter in the key field loads the model once; writers keep their classes and are named."""
+    stub = Path(__file__).with_name("page_stub.mjs")
+    command = ["node", str(stub), str(PAGE)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    seen = json.loads(run.stdout)
+    assert (seen["asked"], seen["error"], seen["numLoads"]) == ("an API key", "", 1)
+    assert seen["offered"] == ["none", "draft_model", "prompt_lookup", "own"]
+    asked = [(each["method"], each["num_speculative_tokens"]) for each in seen["posted"]]
+    methods = [("draft_model", 4), ("prompt_lookup", 6), ("own", 3), ("draft_model", 4)]
+    assert asked == methods
+    for (method, k), shown in zip(methods, seen["runs"], strict=True):
+        kind = "other" if method == "own" else method
+        assert shown["classes"] == [f"token by-{each}" for each in ("target", kind, "bonus")]
+        assert f"Tokens by writer: target 1, {method} 1, bonus 1." in shown["status"]
+        assert shown["title"] == f"Speculative: {method}, K = {k}"
+        assert method in shown["legend"][1]
+
+
+def luminance(colour):
+    parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(*colours):
+    """Of WCAG 2, from 1 to 21."""
+    dark, light = sorted(map(luminance, colours))
+    return (light + 0.05) / (dark + 0.05)
+
+
+def test_every_writer_has_a_colour_and_a_line_and_texts_have_contrast():
+    page = PAGE.read_text(encoding="utf-8")
+    style = re.search(r"<style>(.*?)</style>", page, re.S)[1]
+    writers = [*re.findall(r'"(\w+)"', re.search(r"WRITERS = new Set\(\[(.*?)\]", page, re.S)[1])]
+    drafters = {"draft_model", "prompt_lookup", "mag", "ngram", "suffix", "glide", "eagle3"}
+    drafters |= {"tree", "early_exit", "draft_model1", "draft_model2"}
+    assert drafters | {"recovered", "bonus", "target"} <= {*writers}
+    names = [name for name in [*writers, "other"] if name != "target"]
+    for scheme in re.findall(r":root \{(.*?)\}", style, re.S):
+        colours = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", scheme))
+        grounds = [*names, "ground", "panel"]
+        pairs = [("ink", name) for name in grounds] + [
+            ("on-accent", "accent"),
+            ("bad", "bad-ground"),
+        ]
+        pairs += [(front, back) for front in ("quiet", "accent") for back in ("ground", "panel")]
+        low = [pair for pair in pairs if contrast(*(colours[name] for name in pair)) < 4.5]
+        assert low == []
+        assert len({colours[name] for name in names}) == len(names)
+    for name in names:
+        assert f".by-{name} {{ background: var(--{name});" in style
+    lines = re.findall(r"\.by-\w+ .*underline (\w+ \dpx)", style)
+    assert len({*lines, "dotted 1px"}) == len(lines) + 1
 
 
 def test_the_page_loads_nothing_and_may_run_nothing_else(address):

@@ -65,8 +65,10 @@ def save_eagle3(draft: Eagle3Draft, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _read(path: str | Path, target: PreTrainedModel, **options: Any) -> Eagle3Draft:
-    tensors = _tensors(path)
+def _read(
+    path: str | Path, target: PreTrainedModel, use_safetensors: bool = False, **options: Any
+) -> Eagle3Draft:
+    tensors = _tensors(path, _FILES[:1] if use_safetensors else _FILES)
     if (
         "midlayer.self_attn.q_proj.weight" in tensors
         and "midlayer.hidden_norm.weight" not in tensors
@@ -113,14 +115,14 @@ def _read(path: str | Path, target: PreTrainedModel, **options: Any) -> Eagle3Dr
     return draft.eval()
 
 
-def _tensors(path: str | Path) -> dict[str, Tensor]:
-    """The weights of a folder or hub id by the names of our modules."""
-    for name in _FILES:
+def _tensors(path: str | Path, files: tuple[str, ...]) -> dict[str, Tensor]:
+    """The weights of a folder or hub id by the names of our modules, from the first file there."""
+    for name in files:
         file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
         if file is not None:
             break
     else:
-        raise ValueError(f"has none of {_FILES}")
+        raise ValueError(f"has none of {files}")
     is_pickled = name.endswith(".bin")
     stored = torch.load(file, "cpu", weights_only=True) if is_pickled else load_file(file)
     return {

@@ -1,0 +1,90 @@
+"""The prompts of requests as token ids, within a server's limits."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from fastspec.config.serve import ServeConfig
+from fastspec.engine.engine import Engine
+from fastspec.engine.prompts import Message, Prompt
+
+# Characters that NFC makes one of at most: no character's canonical decomposition has more.
+_NFC = 4
+_SPLITTERS = ("ByteLevel", "Digits", "Punctuation", "Split")  # that keep what they split
+
+
+class PromptMaker:
+    """Makes ids of what requests bring; `ids` and `chat_ids` are for one thread of their own."""
+
+    def __init__(self, engine: Engine, config: ServeConfig):
+        self._reader = engine.prompt_reader()
+        limits = [engine.max_model_len - 1, config.max_prompt_tokens]
+        self._most = min(limit for limit in limits if limit is not None)
+        longest = longest_token(self._reader.tokenizer)
+        self._most_characters = None if longest is None else self._most * longest
+
+    def check_length(self, text: str) -> None:
+        """Refuse at once, with ValueError, a text that has more tokens than the limit for sure."""
+        most = self._most_characters
+        if most is not None and len(text) > most:
+            raise ValueError(
+                f"prompt: has {len(text)} characters, more than {self._most} tokens have; that is"
+                " the limit"
+            )
+
+    def ids(self, prompt: Prompt) -> list[int]:
+        """The ids of a prompt; ValueError for one that cannot be run, or is too long."""
+        return self._within_limit(self._reader.ids(prompt))
+
+    def chat_ids(self, messages: Sequence[Message], template: Mapping[str, Any]) -> list[int]:
+        """The ids of a conversation, whose template is told so; ValueError as `ids`."""
+        options = {"add_generation_prompt": True, **template}
+        text = self._reader.chat_text(messages, options)
+        self.check_length(text)
+        return self._within_limit(self._reader.chat_ids(text))
+
+    def _within_limit(self, ids: list[int]) -> list[int]:
+        if len(ids) > self._most:
+            raise ValueError(f"prompt: has {len(ids)} tokens; the limit is {self._most}")
+        return ids
+
+
+def longest_token(tokenizer: PreTrainedTokenizerBase | None) -> int | None:
+    """Characters of a text that one token stands for at most; None where that is not sure.
+
+    It is sure for BPE of bytes that knows them all, where no character is dropped on the way: none
+    of white space beside an added token, none by a normaliser, none by what splits the text.
+    """
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        return None
+    parts = json.loads(tokenizer.backend_tokenizer.to_str())
+    model, added = parts["model"], parts["added_tokens"]
+    splitters = _steps(parts["pre_tokenizer"], "pretokenizers")
+    normalizers = [each["type"] for each in _steps(parts["normalizer"], "normalizers")]
+    keeps_all = (
+        model["type"] == "BPE"
+        and not model["continuing_subword_prefix"]
+        and not model["end_of_word_suffix"]
+        and {*bytes_to_unicode().values()} <= model["vocab"].keys()
+        and any(each["type"] == "ByteLevel" for each in splitters)
+        and all(each["type"] in _SPLITTERS for each in splitters)
+        and all(each.get("behavior") != "Removed" for each in splitters)
+        and not any(token["lstrip"] or token["rstrip"] for token in added)
+        and normalizers in ([], ["NFC"])
+    )
+    if not keeps_all:
+        return None
+    longest = max(map(len, [*model["vocab"], *(token["content"] for token in added)]))
+    return longest * (_NFC if normalizers else 1)
+
+
+def _steps(part: Mapping[str, Any] | None, name: str) -> list[Mapping[str, Any]]:
+    """The steps of a part of a tokenizer, those of sequences too."""
+    if part is None:
+        return []
+    if part["type"] != "Sequence":
+        return [part]
+    return [step for each in part[name] for step in _steps(each, name)]
