@@ -36,9 +36,10 @@ void Draft::probs(int64_t begin, int64_t size, float* out) const {
     return;
   }
   float logits[kChunk];
-  const auto take = row->logits.type == Element::kFloat32    ? take_columns<float, same>
-                    : row->logits.type == Element::kBFloat16 ? take_columns<uint16_t, bfloat16_to_float>
-                                                             : take_columns<uint16_t, float16_to_float>;
+  const auto take = row->logits.type == Element::kFloat32 ? take_columns<float, same>
+                    : row->logits.type == Element::kBFloat16
+                        ? take_columns<uint16_t, bfloat16_to_float>
+                        : take_columns<uint16_t, float16_to_float>;
   take(*row, token_map + begin, size, logits);
   constexpr int kType = static_cast<int>(Element::kFloat32);
   sampling_kernels().rows[kType].weigh(logits, size, row->weighting, factor, out);

@@ -30,9 +30,9 @@ def grow(
     """Grow a tree for each request of a batch, one pass of the draft model for each level of all.
 
     `tree.add` takes the logits after the nodes read last, E of each request as far as there is room
-    for them, and what their columns stand for; first these are the roots, then what `tree.expanded` gives. A level is read together
-    with those above it, as attention takes the whole tree; while each has one node they are a
-    chain, and only the new one is read.
+    for them, and what their columns stand for; first these are the roots, then what `tree.expanded`
+    gives. A level is read together with those above it, as attention takes the whole tree; while
+    each has one node they are a chain, and only the new one is read.
 
     Args:
         batch: there is room for max_nodes[b] nodes of each request.
