@@ -41,8 +41,10 @@ class SuffixFirst:
         draws: bool,
     ):
         self.name = model.name
-        self.draft: DraftModelDrafter = getattr(model, "draft", model)  # the engine looks for GLIDE
-        self._vocabulary = self.draft.vocabulary
+        draft = getattr(model, "draft", model)
+        assert isinstance(draft, DraftModelDrafter)
+        self.draft = draft  # where the engine looks for GLIDE
+        self._vocabulary = draft.vocabulary
         self._model = model
         self._copies = copies
         self._num_tokens, self._num_copied = num_tokens, num_copied
