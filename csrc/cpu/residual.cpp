@@ -28,6 +28,10 @@ void take_columns(const Row& row, const int32_t* columns, int64_t size, float* o
 }  // namespace
 
 void Draft::probs(int64_t begin, int64_t size, float* out) const {
+  if (known_probs != nullptr) {
+    std::copy_n(known_probs + begin, size, out);
+    return;
+  }
   const auto factor = static_cast<float>(1.0 / row->sum);
   if (token_map == nullptr) {
     const int64_t known = std::max<int64_t>(0, std::min(size, row->logits.size - begin));
