@@ -4,11 +4,34 @@
 #include <limits>
 #include <numeric>
 
+#include "common/half.h"
+
 namespace fastspec::cpu {
+namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
+inline float same(float x) { return x; }
+
+// The logits of tokens in the columns of a row, -inf where a token has none.
+template <class T, float (*kToFloat)(T)>
+void take_columns(const Row& row, const int32_t* columns, int64_t size, float* out) {
+  const T* logits = static_cast<const T*>(row.logits.at(0));
+  const auto count = static_cast<uint32_t>(row.logits.size);
+  for (int64_t i = 0; i < size; ++i) {
+    const auto column = static_cast<uint32_t>(columns[i]);  // a negative one is beyond all
+    const float x = kToFloat(logits[column < count ? column : 0]);
+    out[i] = column < count ? x : -kInfinity;
+  }
+}
+
+}  // namespace
+
 void Draft::probs(int64_t begin, int64_t size, float* out) const {
+  if (known_probs != nullptr) {
+    std::copy_n(known_probs + begin, size, out);
+    return;
+  }
   const auto factor = static_cast<float>(1.0 / row->sum);
   if (token_map == nullptr) {
     const int64_t known = std::max<int64_t>(0, std::min(size, row->logits.size - begin));
@@ -17,11 +40,11 @@ void Draft::probs(int64_t begin, int64_t size, float* out) const {
     return;
   }
   float logits[kChunk];
-  for (int64_t i = 0; i < size; ++i) {
-    const int64_t column = token_map[begin + i];
-    const bool known = column >= 0 && column < row->logits.size;
-    logits[i] = known ? row->logit(column) : -kInfinity;
-  }
+  const auto take = row->logits.type == Element::kFloat32 ? take_columns<float, same>
+                    : row->logits.type == Element::kBFloat16
+                        ? take_columns<uint16_t, bfloat16_to_float>
+                        : take_columns<uint16_t, float16_to_float>;
+  take(*row, token_map + begin, size, logits);
   constexpr int kType = static_cast<int>(Element::kFloat32);
   sampling_kernels().rows[kType].weigh(logits, size, row->weighting, factor, out);
 }

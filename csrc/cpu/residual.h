@@ -12,6 +12,7 @@ struct Draft {
   const Row* row;            // weighed; null: all the mass lies on `token`
   int64_t token;             // the proposal
   const int32_t* token_map;  // column of each target token in the row, or null: the identity
+  const float* known_probs = nullptr;  // of all target tokens, where `probs` has told them before
 
   // The column of a target token, outside the row where the drafter does not have it.
   int64_t column(int64_t token, int64_t vocab) const {

@@ -121,6 +121,7 @@ class Siblings {
   }
 
   void reject(int64_t token, bool replaced) {
+    if (draft_.token_map != nullptr && draft_.known_probs == nullptr) find_probs();
     const double taken = taken_ + target_total_ * draft_scale_;
     std::vector<double> sums = residual_sums(taken);
     const double total = std::accumulate(sums.begin(), sums.end(), 0.0);
@@ -145,6 +146,15 @@ class Siblings {
   // What the difference of two equal rows may add up to.
   static constexpr double kRounding = 0x1p-22;
 
+  // To look up columns takes longer than to weigh them, and each rejection reads the whole row.
+  void find_probs() {
+    probs_.resize(size_);
+    for (int64_t begin = 0; begin < size_; begin += kChunk) {
+      draft_.probs(begin, std::min(kChunk, size_ - begin), probs_.data() + begin);
+    }
+    draft_.known_probs = probs_.data();
+  }
+
   std::vector<double> residual_sums(double taken) const {
     const Residual residual(target_, draft_, 1.0 / taken);
     std::vector<double> sums(residual.chunks());
@@ -154,8 +164,9 @@ class Siblings {
   }
 
   const Row& target_;
-  const Draft draft_;
+  Draft draft_;
   const int64_t size_;
+  std::vector<float> probs_;  // of the draft by target token, where columns are mapped
   double taken_ = 0.0;
   double target_total_ = 1.0;
   std::vector<double> sums_;  // of what is left of the target over `taken_`, by chunk

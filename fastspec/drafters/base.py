@@ -197,6 +197,8 @@ class Proposal:
         passes: of each request, passes through each draft model in this step, by its name.
         on_judged: of chains: is told the target's logits [T, V], packed: num_rows[b] of each
             request, after its last committed token and after each proposal that was read.
+        draft_token_map: [V] int32, the column of draft_logits of each of the target's tokens, -1
+            where there is none; None = column x is token x.
     """
 
     token_ids: Tensor
@@ -207,6 +209,7 @@ class Proposal:
     writers: list[list[str]] | None = None
     passes: list[dict[str, int]] | None = None
     on_judged: Callable[[Tensor, list[int]], None] | None = None
+    draft_token_map: Tensor | None = None
 
 
 def check_proposal(proposal: Any, batch: Batch, vocab_size: int) -> None:
@@ -239,6 +242,10 @@ def check_proposal(proposal: Any, batch: Batch, vocab_size: int) -> None:
         if not 1 <= columns <= vocab_size:
             expected = f"at most the target's {vocab_size} columns"
             raise ValueError(f"draft_logits: expected {expected}, got {columns}")
+    if (token_map := proposal.draft_token_map) is not None:
+        if proposal.draft_logits is None:
+            raise ValueError("draft_token_map: expected None without draft_logits")
+        _check_tensor("draft_token_map", token_map, (vocab_size,), {torch.int32}, batch)
     counts = batch.num_draft_tokens if is_chain else batch.max_nodes
     if (num_tokens := proposal.num_tokens) is not None:
         if len(num_tokens) != num_requests or not all(is_int(n) and n >= 0 for n in num_tokens):

@@ -53,6 +53,7 @@ class DraftModelDrafter:
         self.runner = runner
         self._block_manager = block_manager
         self._vocab_size = min(runner.vocab_size, target_vocab_size)
+        self.vocabulary = runner.paged_model.vocabulary_for(target_vocab_size)
         self._probabilistic = probabilistic
         self._threshold = confidence_threshold
         self._num_cached: dict[str, int] = {}
@@ -74,7 +75,14 @@ class DraftModelDrafter:
         )
         passes = [{self.name: count} for count in counts]
         num_tokens = None if self._threshold is None else counts
-        return Proposal(token_ids, draft_logits=draft_logits, num_tokens=num_tokens, passes=passes)
+        token_map = None if draft_logits is None else self.vocabulary.token_map
+        return Proposal(
+            token_ids,
+            draft_logits=draft_logits,
+            draft_token_map=token_map,
+            num_tokens=num_tokens,
+            passes=passes,
+        )
 
     def write(
         self,
@@ -94,8 +102,8 @@ class DraftModelDrafter:
             coupled_keys: [2, B] int64, seeds and lengths, where tokens are drawn by their places
                 instead; texts are then the committed tokens alone.
         Returns:
-            The tokens, [B, K] int32, -1 after the last one; their logits [B, K, V'] if kept; and
-            how many each text got.
+            The tokens, [B, K] int32, -1 after the last one; their logits [B, K, V'] if kept, in the
+            columns of `vocabulary`; and how many each text got.
         """
         device, backend = uniforms.device, self.runner.paged_model.backend
         token_ids = torch.full(uniforms.shape, -1, dtype=torch.int32, device=device)
@@ -120,10 +128,12 @@ class DraftModelDrafter:
             if coupled_keys is None:
                 draws = uniforms[chosen, step].contiguous()
                 picked, logprobs = sample(logits, draws, **row_sampling, backend=backend)
+                picked = self.vocabulary.tokens(picked)
             else:
                 seeds, lengths = coupled_keys[:, chosen].unbind()
+                whole = self.vocabulary.whole(logits)  # the noise is each token's own
                 picked, logprobs = sample_coupled(
-                    logits, seeds, lengths + step, **row_sampling, backend=backend
+                    whole, seeds, lengths + step, **row_sampling, backend=backend
                 )
             token_ids[chosen, step] = picked
             if path is not None:
@@ -132,7 +142,7 @@ class DraftModelDrafter:
                 path[places[0], places[1] + 1] = picked
             if keeps_logits:
                 if draft_logits is None:
-                    draft_logits = logits.new_zeros((*uniforms.shape, self._vocab_size))
+                    draft_logits = logits.new_zeros((*uniforms.shape, logits.shape[1]))
                 draft_logits[chosen, step] = logits
             keep = [place for place, index in enumerate(drafting) if limits[index] > step + 1]
             if self._threshold is not None and keep:
@@ -155,7 +165,10 @@ class DraftModelDrafter:
     def read(
         self, requests: Sequence[Request], texts: list[list[int]], num_rows: list[int]
     ) -> Tensor:
-        """Logits [R, V'] after each of the last num_rows[b] tokens of each text, packed."""
+        """Logits [R, V'] after each of the last num_rows[b] tokens of each text, packed.
+
+        They are in the columns of `vocabulary`.
+        """
         ids, spans = self._unread(requests, texts, num_rows)
         ends = accumulate(span.count for span in spans)
         pairs = zip(ends, filter(None, num_rows), strict=True)
@@ -206,11 +219,12 @@ class DraftModelDrafter:
         return device_tensor(padded, torch.int32, self.runner.device)
 
     def ruled(self, requests: Sequence[Request], logits: Tensor, rows: Rows) -> Tensor:
-        """Rows of logits under the rules of their requests."""
+        """Rows of logits, in the columns of `vocabulary`, under the rules of their requests."""
         texts = [request.token_ids for request in requests]
         rules, backend = [r.rules for r in requests], self.runner.paged_model.backend
-        logits, bitmask, dead = apply_rules(texts, rules, logits, rows, backend)
-        logits = without_forbidden(logits, bitmask)
+        whole = self.vocabulary.whole(logits)
+        whole, bitmask, dead = apply_rules(texts, rules, whole, rows, backend)
+        logits = self.vocabulary.own(without_forbidden(whole, bitmask))
         for row in dead:
             logits[row] = torch.nan  # nothing is drafted there
         return logits

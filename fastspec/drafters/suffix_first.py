@@ -1,6 +1,6 @@
 """Copies where the text repeats itself, a draft model where it does not."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -41,7 +41,10 @@ class SuffixFirst:
         draws: bool,
     ):
         self.name = model.name
-        self.draft: Drafter = getattr(model, "draft", model)  # where the engine looks for GLIDE
+        draft = getattr(model, "draft", model)
+        assert isinstance(draft, DraftModelDrafter)
+        self.draft = draft  # where the engine looks for GLIDE
+        self._vocabulary = draft.vocabulary
         self._model = model
         self._copies = copies
         self._num_tokens, self._num_copied = num_tokens, num_copied
@@ -100,8 +103,10 @@ class SuffixFirst:
         num, device = len(batch.requests), batch.device
         is_tree = isinstance(self._model, TreeProposer)
         rule, draft_logits = "target_only" if is_tree else None, None
+        token_map = None
         if self._has_logits(batch):
             draft_logits = torch.zeros((num, int(is_tree), 1), dtype=torch.bfloat16, device=device)
+            token_map = self._vocabulary.no_columns(device)
             rule = "without_replacement" if is_tree else None
         token_ids = torch.empty((num, 0), dtype=torch.int32, device=device)
         return Proposal(
@@ -111,6 +116,7 @@ class SuffixFirst:
             num_tokens=[0] * num,
             sibling_rule=rule,
             writers=[[] for _ in range(num)],
+            draft_token_map=token_map,
         )
 
     def _with_copies(
@@ -124,9 +130,14 @@ class SuffixFirst:
         missing = width - token_ids.shape[1]
         token_ids = pad(token_ids, (0, missing), value=-1)
         parents = None if parents is None else pad(parents, (0, missing), value=-1)
-        draft_logits = proposal.draft_logits
+        draft_logits, token_map = proposal.draft_logits, proposal.draft_token_map
         if draft_logits is not None:
-            draft_logits = _with_point_masses(draft_logits, missing, copied)
+            knows = self._vocabulary.knows
+            if token_map is not self._vocabulary.token_map:  # that of no proposal
+                knows = _knows_none
+            draft_logits, token_map = _with_point_masses(
+                pad(draft_logits, (0, 0, 0, missing)), token_map, copied, knows
+            )
         counts, writers = list(proposal.num_tokens or ()), list(proposal.writers or ())
         for place, copy in copied.items():
             row = [*copy, *[-1] * (width - len(copy))]
@@ -142,6 +153,7 @@ class SuffixFirst:
             draft_logits=draft_logits,
             num_tokens=counts,
             writers=writers,
+            draft_token_map=token_map,
         )
 
 
@@ -173,18 +185,36 @@ def with_copies(plan: DrafterPlan, spec: SpecConfig) -> DrafterPlan:
     return replace(plan, build=drafter)
 
 
-def _with_point_masses(logits: Tensor, missing: int, copied: dict[int, Sequence[int]]) -> Tensor:
-    """Logits [B, N, V'] with `missing` more rows of each request; of copies, what makes them sure.
+def _with_point_masses(
+    logits: Tensor,
+    token_map: Tensor | None,
+    copied: dict[int, Sequence[int]],
+    knows: Callable[[int], bool],
+) -> tuple[Tensor, Tensor | None]:
+    """Logits [B, N, V'] with rows that make copies sure, and the map of their columns.
 
-    A draft model may lack the last tokens of its target, which a copy may hold.
+    A draft model may lack tokens of its target, which a copy may hold: they get more columns.
     """
-    highest = max((max(copy) for copy in copied.values()), default=0)
-    columns = max(0, highest + 1 - logits.shape[2])
-    if columns:
-        logits = pad(logits, (0, columns), value=-torch.inf)
-    logits = pad(logits, (0, 0, 0, missing))
+    device, count = logits.device, logits.shape[2]
+    if token_map is None:
+        highest = max((max(copy) for copy in copied.values()), default=0)
+        num_new = max(0, highest + 1 - count)
+    else:
+        new = sorted({token for copy in copied.values() for token in copy if not knows(token)})
+        num_new = len(new)
+        if new:
+            token_map = token_map.clone()
+            places = torch.arange(count, count + num_new, dtype=torch.int32, device=device)
+            token_map[device_tensor(new, torch.int64, device)] = places
+    if num_new:
+        logits = pad(logits, (0, num_new), value=-torch.inf)
     for place, copy in copied.items():
+        ids = device_tensor(copy, torch.int64, device)
+        columns = ids if token_map is None else token_map[ids].long()
         logits[place] = -torch.inf
-        ids = device_tensor(copy, torch.int64, logits.device)
-        logits[place, torch.arange(len(copy), device=logits.device), ids] = 0.0
-    return logits
+        logits[place, torch.arange(len(copy), device=device), columns] = 0.0
+    return logits, token_map
+
+
+def _knows_none(token_id: int) -> bool:
+    return False

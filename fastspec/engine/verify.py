@@ -120,7 +120,11 @@ def verify(
             rules[owners[row]].failure = dead.pop(row)
             target_logits[row] = torch.nan
     given = {**batch.sampling, "token_bitmask": token_bitmask, "backend": batch.backend}
-    path, draft_logits = ids[:, :0], proposal.draft_logits
+    path = ids[:, :0]
+    drafts = {
+        "draft_logits": proposal.draft_logits,
+        "draft_token_map": proposal.draft_token_map,
+    }
     if method == "coupled":
         places = device_tensor([owners, nodes], torch.int64, batch.device)
         judged = judge_coupled(target_logits, places, ids, parents, batch, token_bitmask)
@@ -132,12 +136,12 @@ def verify(
             given = batch.sampling, token_bitmask, batch.backend
             judged = judge_synthetic(*judged, uniforms, synthetic_rate, *given)
         else:
-            given |= {"draft_logits": draft_logits, "lenience": lenience, "method": method}
+            given |= {"lenience": lenience, "method": method, **drafts}
             judged = verify_chain(*judged, uniforms, **given)
         output_ids, accepted_len, logprobs = judged
     else:
         uniforms = _uniforms(batch, ids.shape[1])
-        given |= {"draft_logits": draft_logits, "sibling_rule": proposal.sibling_rule}
+        given |= {"sibling_rule": proposal.sibling_rule, **drafts}
         judged = verify_tree(target_logits, cu_rows, ids, parents, uniforms, **given)
         path, output_ids, accepted_len, logprobs = judged
     if parents is None:

@@ -36,6 +36,7 @@ from fastspec.models.layout import (
 )
 from fastspec.models.loading import float_dtypes
 from fastspec.models.recurrent import RecurrentLayers
+from fastspec.models.reduced_vocabulary import DraftVocabulary, ReducedHead
 from fastspec.models.rotary import RotaryLengths
 from fastspec.models.sharded import ranks_of
 from fastspec.models.twin import (
@@ -259,6 +260,18 @@ class PagedModel:
         shape = (2, len(layers), num_blocks, block_size, 1, size // 2)
         return CacheStack(layers, *torch.zeros(shape, dtype=self.dtype, device=self.device))
 
+    def vocabulary_for(self, size: int) -> DraftVocabulary:
+        """What it drafts for a target with so many tokens; logits have these columns from now on.
+
+        A head that tells less than half of them has columns of its own.
+        """
+        head = self.model.get_output_embeddings()
+        if type(head) is not ReducedHead or not _is_worth_mapping(head.token_ids, size):
+            return DraftVocabulary(size)
+        head.is_spread = False
+        self.num_columns = len(head.token_ids)
+        return DraftVocabulary(size, head.token_ids)
+
     def resume(self, key: StateKey, start: int) -> int:
         """Where the next span of a sequence has to begin, of whose tokens `start` still stand."""
         return start if self.recurrent is None else self.recurrent.resume(key, start)
@@ -323,7 +336,7 @@ class PagedModel:
                 raise
             mixed = f"{self.name}: has weights in {' and '.join(dtypes)}"
             raise ValueError(f"{mixed}, which do not work together: {error}") from error
-        self.vocab_size = logits.shape[-1]
+        self.vocab_size = self.num_columns = logits.shape[-1]
         if self.recurrent is not None:
             self.bytes_per_sequence = 2 * self.recurrent.bytes_kept(key)  # two states
         self._check_calls(calls)
@@ -361,6 +374,10 @@ class PagedModel:
                     f"{self.name}: `generate` keeps {kept} tokens of layer {call.layer}, whose"
                     f" attention is given {told}: not supported"
                 )
+
+
+def _is_worth_mapping(token_ids: Tensor, size: int) -> bool:
+    return 2 * len(token_ids) <= size and int(token_ids.max()) < size
 
 
 def _kept_windows(text_config: Any) -> dict[int, int]:

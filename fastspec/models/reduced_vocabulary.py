@@ -24,10 +24,13 @@ _MOST = 127  # of 8 bits
 
 
 class ReducedHead(nn.Module):
-    """The rows [R, E] of a language-model head that tell R tokens, in order of their ids.
+    """The rows [R, E] of a language-model head that tell R tokens.
 
-    All others get logits of -inf; in training mode there are no others, and logits are [.., R].
+    All others get logits of -inf; there are no others, and logits are [.., R], in training mode and
+    where `is_spread` is false.
     """
+
+    is_spread = True
 
     def __init__(self, weight: Tensor, token_ids: Tensor, vocab_size: int):
         super().__init__()
@@ -40,10 +43,62 @@ class ReducedHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         known = self.linear(hidden)
-        if self.training:
+        if self.training or not self.is_spread:
             return known
-        logits = known.new_full((*known.shape[:-1], self.out_features), -torch.inf)
-        return logits.index_copy_(-1, self.token_ids, known)
+        return spread(known, self.token_ids, self.out_features)
+
+
+def spread(known: Tensor, token_ids: Tensor, vocab_size: int) -> Tensor:
+    """Logits [.., V] from those of R tokens [.., R]; -inf for all others."""
+    logits = known.new_full((*known.shape[:-1], vocab_size), -torch.inf)
+    return logits.index_copy_(-1, token_ids, known)
+
+
+class DraftVocabulary:
+    """Which tokens the columns of a draft's logits stand for.
+
+    A draft that knows few tokens draws from those alone: a row of all is several times as wide.
+
+    Args:
+        size: V, tokens of the target.
+        token_ids: [R] int64, those of the columns, each once; None = column x is token x.
+    Attributes:
+        token_map: [V] int32, the column of each token, -1 where there is none; None as token_ids.
+    """
+
+    def __init__(self, size: int, token_ids: Tensor | None = None):
+        self.size = size
+        self.token_map: Tensor | None = None
+        self._token_ids = token_ids
+        if token_ids is not None:
+            self.token_map = self.no_columns(token_ids.device)
+            self.token_map[token_ids] = torch.arange(
+                len(token_ids), dtype=torch.int32, device=token_ids.device
+            )
+            self._known = frozenset(token_ids.tolist())
+
+    def knows(self, token_id: int) -> bool:
+        """Whether a token has a column."""
+        return self._token_ids is None or token_id in self._known
+
+    def no_columns(self, device: torch.device) -> Tensor:
+        """A token_map in which no token has a column."""
+        return torch.full((self.size,), -1, dtype=torch.int32, device=device)
+
+    def tokens(self, columns: Tensor) -> Tensor:
+        """The tokens int32 of columns; -1 stays what it is."""
+        if self._token_ids is None:
+            return columns
+        token_ids = self._token_ids[columns.clamp(min=0).long()].int()
+        return token_ids.masked_fill(columns < 0, -1)
+
+    def whole(self, logits: Tensor) -> Tensor:
+        """Logits [.., V] of all tokens from those of the columns."""
+        return logits if self._token_ids is None else spread(logits, self._token_ids, self.size)
+
+    def own(self, logits: Tensor) -> Tensor:
+        """Logits [.., R] of the columns from those of all tokens."""
+        return logits if self._token_ids is None else logits[..., self._token_ids]
 
 
 def reduce_vocabulary(draft: PreTrainedModel, target: PreTrainedModel, token_ids: Tensor) -> None:

@@ -129,3 +129,11 @@ def _rotated(part):
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
     first, second = part[..., :half], part[..., half:]
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def whole_row(proposal, index, row):
+    """Row of a proposal's logits over all tokens [V]."""
+    own, columns = proposal.draft_logits[index, row], proposal.draft_token_map
+    if columns is None:
+        return own
+    return own[columns.clamp(min=0).long()].masked_fill(columns < 0, -torch.inf)

@@ -28,9 +28,9 @@ COPIES = {"suffix_tokens": 6, "suffix_max_spec_factor": 3.0}
 TREE = {"tree_nodes": 6, "tree_width": 2}
 
 
-def drafter_of(kind, target, folder):
+def drafter_of(kind, target, folder, num_known=None):
     if kind == "eagle3":
-        write_folder(folder, target)
+        write_folder(folder, target, num_known=num_known)
         return folder
     return None if kind == "early_exit" else perturbed(target, 0.2)
 
@@ -66,17 +66,20 @@ def test_greedy_output_is_that_of_plain_decoding(tmp_path, method, options, bloc
 
 
 @pytest.mark.parametrize(
-    ("method", "options", "sampling"),
+    ("method", "options", "sampling", "num_known"),
     [
-        ("draft_model", {}, FILTERED),
-        ("tree", TREE, FILTERED),
-        ("eagle3", {}, PLAIN),
+        ("draft_model", {}, FILTERED, None),
+        ("tree", TREE, FILTERED, None),
+        ("eagle3", {}, PLAIN, None),
+        ("eagle3", {}, FILTERED, 3),
+        ("eagle3", TREE, PLAIN, 3),
     ],
     ids=str,
 )
-def test_exact_distribution(tmp_path, method, options, sampling):
+def test_exact_distribution(tmp_path, method, options, sampling, num_known):
+    """With few known tokens, too, of which the copies hold others."""
     target = small_model()
-    drafter = drafter_of(method, target, tmp_path)
+    drafter = drafter_of(method, target, tmp_path, num_known)
     spec = SpecConfig(method, 2, **COPIES, **options)
     counts = drawn_counts((target, drafter), sampling, spec, prompt=REPEATED, num_more=3)
     assert chi_square(counts, exact_law(target, sampling, REPEATED)) > ALPHA
@@ -110,14 +113,25 @@ def test_no_model_runs_where_all_is_copied():
     assert drafted is None
 
 
+@pytest.mark.parametrize("num_known", [None, 90])
 @pytest.mark.parametrize(
-    "options", [{}, TREE, {"draft_sample_method": "greedy"}, {"rejection_sample_method": "block"}]
+    "options",
+    [
+        {},
+        TREE,
+        {"draft_sample_method": "greedy"},
+        {"rejection_sample_method": "block"},
+        {"rejection_sample_method": "coupled"},
+    ],
+    ids=str,
 )
-def test_a_seeded_text_does_not_depend_on_the_batch(tmp_path, options):
+def test_a_seeded_text_does_not_depend_on_the_batch(tmp_path, options, num_known):
     target = random_model("llama", num_hidden_layers=6)
-    write_folder(tmp_path, target)
+    write_folder(tmp_path, target, num_known=num_known)
     params = [
-        SamplingParams(temperature=0.2, seed=seed, max_tokens=40, ignore_eos=True)
+        SamplingParams(
+            temperature=0.2, seed=seed, max_tokens=40, ignore_eos=True, presence_penalty=seed % 2
+        )
         for seed in range(len(PROMPTS))
     ]
     spec = SpecConfig("eagle3", 2, **COPIES, **options)

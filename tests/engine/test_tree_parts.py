@@ -10,6 +10,7 @@ from fastspec.drafters.base import SamplingTensors
 from fastspec.drafters.tree.grow import best_nodes, with_chain
 from fastspec.drafters.tree.siblings import drawn, likeliest
 from fastspec.models.layout import packed, tree_positions
+from fastspec.models.reduced_vocabulary import DraftVocabulary
 from fastspec_kernels import build_tree
 from fastspec_kernels.testing import chi_square
 
@@ -138,7 +139,7 @@ def test_a_drawn_chain_ends_where_nothing_can_be_drawn():
             logits[0] = float("nan")
         if level:
             tree.expanded()
-        tree.add(logits, slice(None))
+        tree.add(logits, slice(None), DraftVocabulary(8))
     proposal = tree.proposal()
     assert proposal.parents is not None
     assert proposal.num_tokens == [3, 9]

@@ -93,6 +93,35 @@ def test_the_law_is_the_targets():
     assert chisquare(counts.ravel(), law.ravel() * counts.sum()).pvalue > ALPHA
 
 
+def test_proposals_have_the_columns_of_known_tokens():
+    target = random_model("llama")
+    engine = Engine(target, reduced(target, range(0, 200, 3)), spec=SpecConfig("draft_model", 2))
+    drafter, seen = engine.drafter, []
+    assert drafter is not None
+    propose = drafter.propose
+
+    def spy(batch):
+        seen.append(propose(batch))
+        return seen[-1]
+
+    drafter.propose = spy
+    engine.generate(PROMPTS, SamplingParams(temperature=1, seed=1, max_tokens=8))
+    for proposal in seen:
+        assert proposal.draft_logits.shape[2] == 67
+        assert proposal.draft_token_map[[0, 1, 3, 198]].tolist() == [0, -1, 1, 66]
+        drafted = proposal.token_ids[proposal.token_ids >= 0]
+        assert (drafted % 3 == 0).all()
+
+
+def test_a_head_that_tells_most_tokens_has_the_columns_of_all():
+    target = random_model("llama")
+    engine = Engine(target, reduced(target, range(200)), spec=SpecConfig("draft_model", 2))
+    assert engine.drafter.vocabulary.token_map is None
+    assert engine.generate(PROMPTS[0], GREEDY)[0].token_ids == hugging_face_greedy(
+        target, PROMPTS[0]
+    )
+
+
 def test_flat_passes_take_the_head():
     draft = reduced(random_model("llama"), range(0, 200, 3))
     engine = Engine(draft)

@@ -116,6 +116,8 @@ class ModelLevel(Level):
         token_ids, logits, _ = self.model.write(
             *_texts_of(drafts), counts, _sampling(drafts, batch), uniforms, keeps_logits
         )
+        if logits is not None:
+            logits = self.model.vocabulary.whole(logits)
         probs = [[1.0] * token_ids.shape[1]] * len(drafts)
         if logits is not None and self._lenience > 1:
             flat = logits.view(-1, logits.shape[-1])
@@ -138,7 +140,7 @@ class ModelLevel(Level):
         drafts = [draft for draft, _ in reviewed]
         tokens = [draft.tokens[start:] for draft, start in reviewed]
         num_rows = [len(row) + 1 for row in tokens]
-        logits = self.model.read(*_texts_of(drafts), num_rows)
+        logits = self.model.vocabulary.whole(self.model.read(*_texts_of(drafts), num_rows))
         first = [0, *accumulate(num_rows)]
         split = first[num_by_chain]
         verdicts: list[Verdict] = []

@@ -89,7 +89,7 @@ class Eagle3Runner(ModelRunner):
             spans = [span if span.start else span.part(1, span.count - 1) for span in spans]
             spans = [span for span in spans if span.count]
             if not spans:
-                return torch.empty((0, self.vocab_size), device=self.device)
+                return torch.empty((0, self.paged_model.num_columns), device=self.device)
         shifted = [span.part(span.start - 1, span.count) for span in spans]
         return super().forward(input_ids, shifted, rows, parents)
 

@@ -13,6 +13,7 @@ from fastspec.drafters.logit_rules import Rows
 from fastspec.drafters.prompt_lookup import known_counts
 from fastspec.drafters.tree.siblings import ConfidenceBins, SiblingCut, drawn, likeliest
 from fastspec.models.layout import packed
+from fastspec.models.reduced_vocabulary import DraftVocabulary
 from fastspec.models.transfer import device_tensor
 
 Places = slice | Tensor  # of rows [R] in a flat grid [B * E]; a slice stands for all of them
@@ -29,9 +30,9 @@ def grow(
     """Grow a tree for each request of a batch, one pass of the draft model for each level of all.
 
     `tree.add` takes the logits after the nodes read last, E of each request as far as there is room
-    for them; first these are the roots, then what `tree.expanded` gives. A level is read together
-    with those above it, as attention takes the whole tree; while each has one node they are a
-    chain, and only the new one is read.
+    for them, and what their columns stand for; first these are the roots, then what `tree.expanded`
+    gives. A level is read together with those above it, as attention takes the whole tree; while
+    each has one node they are a chain, and only the new one is read.
 
     Args:
         batch: there is room for max_nodes[b] nodes of each request.
@@ -92,7 +93,7 @@ def grow(
         if sum(counts) < len(counts) * width:
             filled = [b * width + e for b in reading for e in range(counts[b])]
             places = device_tensor(filled, torch.int64, batch.device)
-        tree.add(logits, places)
+        tree.add(logits, places, draft.vocabulary)
     return num_passes
 
 
@@ -130,14 +131,14 @@ class LikeliestTree:
         self._grown = [((root - 1).int(), root, torch.full_like(self._scores, -torch.inf))]
         self._count = 1
 
-    def add(self, logits: Tensor, places: Places) -> None:
+    def add(self, logits: Tensor, places: Places, vocabulary: DraftVocabulary) -> None:
         num_requests, width = self._scores.shape
         size = num_requests, width, self._num_children
         temperature = self._temperature
         if temperature is not None:
             temperature = temperature.repeat_interleave(width)[places]
         token_ids, logprobs = likeliest(logits, size[2], temperature, self._batch.backend)
-        token_ids = _spread(token_ids, places, size, -1).flatten(1)
+        token_ids = _spread(vocabulary.tokens(token_ids), places, size, -1).flatten(1)
         parents = self._nodes[:, :, None].expand(size).flatten(1)
         above = self._scores[:, :, None]
         scores = above + _spread(logprobs, places, size, -torch.inf)
@@ -192,10 +193,11 @@ class ShapedTree:
         numbers = batch.uniforms(size[1] + skipped, DRAFT_STREAM) if draws else None
         self._uniforms = None if numbers is None else numbers[:, skipped:]  # [B, N]
         self._drawn_from: list[tuple[Tensor, Tensor, Tensor]] = []  # requests, nodes, logits
+        self._token_map: Tensor | None = None
         self._newest = self._read = torch.zeros_like(self._token_ids[:, :1])  # any token
         self._num_levels = 0
 
-    def add(self, logits: Tensor, places: Places) -> None:
+    def add(self, logits: Tensor, places: Places, vocabulary: DraftVocabulary) -> None:
         level = self._shape.levels[self._num_levels]
         self._num_levels += 1
         backend, device, num_requests = self._batch.backend, logits.device, len(self._token_ids)
@@ -205,6 +207,7 @@ class ShapedTree:
         added = slice(first, first + len(level.kept))
         if self._uniforms is None:
             token_ids, _ = likeliest(logits, level.num_children, None, backend)
+            token_ids = vocabulary.tokens(token_ids)
         else:
             requests = torch.arange(num_requests, device=device).repeat_interleave(size[1])[places]
             nodes = device_tensor(level.expanded, torch.int64, device).repeat(num_requests)[places]
@@ -212,14 +215,18 @@ class ShapedTree:
             if self._batch.is_coupled:
                 keys = self._batch.keys[:, requests]
                 keys[1] += self._num_levels - 1
+                logits = vocabulary.whole(logits)  # the noise is each token's own
             sampling = of_rows(self._batch.sampling, requests)
             if keys is None:
                 logits = _within_reach(logits, sampling["temperature"])
                 self._drawn_from.append((requests, nodes, logits))
+                self._token_map = vocabulary.token_map
             uniforms = self._uniforms.new_zeros((num_requests, size[1] * size[2]))
             uniforms[:, kept] = self._uniforms[:, added]
             uniforms = uniforms.view(-1, size[2])[places]
             token_ids = drawn(logits, uniforms, sampling, backend, keys)
+            if keys is None:
+                token_ids = vocabulary.tokens(token_ids)
             if self._cut is not None:
                 temperature = sampling["temperature"]
                 if temperature is not None:
@@ -258,7 +265,10 @@ class ShapedTree:
             rows = nodes if number_of is None else number_of[requests, nodes]
             draft_logits[requests, rows] = logits
         rule = "target_only" if draft_logits is None else "without_replacement"
-        return Proposal(token_ids, parents.int(), draft_logits, counts, rule)
+        token_map = None if draft_logits is None else self._token_map
+        return Proposal(
+            token_ids, parents.int(), draft_logits, counts, rule, draft_token_map=token_map
+        )
 
 
 def _within_reach(logits: Tensor, temperature: Tensor | None) -> Tensor:
