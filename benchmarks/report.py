@@ -42,7 +42,7 @@ HEADLINE_SIZES = {"V": 128256, "R": 1, "B": 1, "N": 16, "rows": 5, "context": 81
 
 def results_page(records: list[dict]) -> str:
     """All of docs/results.md."""
-    others = ("end_to_end", "first_token", "llama_cpp", "batches", "serve_load", "agent")
+    others = ("end_to_end", "first_token", "llama_cpp", "batches", "served", "serve_load", "agent")
     ops = [record for record in records if record["op"] not in others]
     first_tokens = [record for record in records if record["op"] == "first_token"]
     parts = [INTRODUCTION, "## End to end"]
@@ -60,6 +60,10 @@ def results_page(records: list[dict]) -> str:
         parts += ["## Prefix caching", prefix_caching(first_tokens)]
     if runs := [record for record in records if record["op"] == "batches"]:
         parts += ["## Batches", batches(runs[-1])]
+    if runs := {r["server"]: r for r in records if r["op"] == "served"}:
+        parts += ["## Users of a server", served([*runs.values()])]
+    if runs := [record for record in records if record["op"] == "serve_load"]:
+        parts += ["## Many clients of a server", serve_load(runs[-1])]
     if turns := {r["target"]: r for r in records if r["op"] == "agent"}:
         parts += ["## Turns of an agent", agents([*turns.values()])]
     if ops:
@@ -307,6 +311,46 @@ def batches(record: dict) -> str:
         lines.append(
             table_row(name, f"{alone:.0f}", f"{together:.0f}", *map("{:.2f}".format, ratios))
         )
+    return "\n".join([*lines, "", where(record)])
+
+
+def served(records: list[dict]) -> str:
+    """Table of what users of each server get, drafting and plain."""
+    heads = ("users", "T", "plain", "drafting", "drafting / plain", "equal texts")
+    parts = [
+        "New tokens per second of all users together, who ask a server the bundled questions, each"
+        " the next one when the last is answered; both modes in turns, medians of the rounds."
+    ]
+    for record in records:
+        lines = [f"`fastspec serve {record['server']}`:", "", *table_head(*heads)]
+        for row in record["results"]:
+            speeds = [f"{speed:.1f}" for speed in row["tokens_per_s"].values()]
+            equal = f"{row['equal_texts']} of {row['questions']}"
+            ratio = f"{row['ratio']:.2f}x"
+            temperature = f"{record['temperature']:g}"
+            lines.append(table_row(f"{row['users']}", temperature, *speeds, ratio, equal))
+        parts += ["\n".join(lines), where(record)]
+    return "\n\n".join(parts)
+
+
+def serve_load(record: dict) -> str:
+    """What many rude clients at once were answered, and how fast."""
+    counts = record["counts"]
+    heads = ("", "p50, ms", "p99, ms")
+    lines = [
+        f"`python -m tests.serve_load`: {record['clients']} clients of `{record['target']}` for"
+        f" {record['seconds']:.0f} s stream, wait, read slowly, leave in the middle and send bodies"
+        f" that are malformed or too long. {counts['compared']} answers were compared with the"
+        f" engine's, {record['num_failures']} failures (statuses of 500 and above, other answers,"
+        f" blocks left behind, memory that grows: {record['memory_mib'][0]} MiB, then"
+        f" {record['memory_mib'][1]} MiB).",
+        "",
+        *table_head(*heads),
+    ]
+    for name in ("time_to_first_token", "time_per_token"):
+        row = record[name]
+        cells = f"{row['p50_ms']:.0f}", f"{row['p99_ms']:.0f}"
+        lines.append(table_row(name.replace("_", " "), *cells))
     return "\n".join([*lines, "", where(record)])
 
 
