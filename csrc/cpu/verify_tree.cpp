@@ -109,6 +109,7 @@ class Siblings {
  public:
   Siblings(const Row& target, const Draft& draft)
       : target_(target), draft_(draft), size_(target.logits.size) {}
+  Siblings(const Siblings&) = delete;  // draft_ may point into probs_
 
   double target_prob(int64_t token) const {
     if (token < 0 || token >= size_) return 0.0;

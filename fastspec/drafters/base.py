@@ -246,6 +246,8 @@ def check_proposal(proposal: Any, batch: Batch, vocab_size: int) -> None:
         if proposal.draft_logits is None:
             raise ValueError("draft_token_map: expected None without draft_logits")
         _check_tensor("draft_token_map", token_map, (vocab_size,), {torch.int32}, batch)
+        if not token_map.is_contiguous():
+            raise ValueError("draft_token_map: expected a contiguous tensor")
     counts = batch.num_draft_tokens if is_chain else batch.max_nodes
     if (num_tokens := proposal.num_tokens) is not None:
         if len(num_tokens) != num_requests or not all(is_int(n) and n >= 0 for n in num_tokens):

@@ -1,6 +1,6 @@
 """Copies where the text repeats itself, a draft model where it does not."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -14,6 +14,7 @@ from fastspec.drafters.draft_model import DraftModelDrafter
 from fastspec.drafters.suffix import SuffixDrafter
 from fastspec.models.transfer import device_tensor
 
+_VECTOR = 16  # columns
 _LEAST_EXPECTED = 1.0  # tokens of a copy that must be expected to hold
 
 
@@ -107,6 +108,7 @@ class SuffixFirst:
         if self._has_logits(batch):
             draft_logits = torch.zeros((num, int(is_tree), 1), dtype=torch.bfloat16, device=device)
             token_map = self._vocabulary.no_columns(device)
+            token_map[0] = 0  # that of token 0, as there is one column
             rule = "without_replacement" if is_tree else None
         token_ids = torch.empty((num, 0), dtype=torch.int32, device=device)
         return Proposal(
@@ -132,12 +134,12 @@ class SuffixFirst:
         parents = None if parents is None else pad(parents, (0, missing), value=-1)
         draft_logits, token_map = proposal.draft_logits, proposal.draft_token_map
         if draft_logits is not None:
-            knows = self._vocabulary.knows
-            if token_map is not self._vocabulary.token_map:  # that of no proposal
-                knows = _knows_none
-            draft_logits, token_map = _with_point_masses(
-                pad(draft_logits, (0, 0, 0, missing)), token_map, copied, knows
-            )
+            draft_logits = pad(draft_logits, (0, 0, 0, missing))
+            if token_map is None:
+                draft_logits = _with_point_masses(draft_logits, None, copied)
+            else:
+                draft_logits, token_map = self._with_columns(draft_logits, token_map, copied)
+                draft_logits = _with_point_masses(draft_logits, token_map, copied)
         counts, writers = list(proposal.num_tokens or ()), list(proposal.writers or ())
         for place, copy in copied.items():
             row = [*copy, *[-1] * (width - len(copy))]
@@ -155,6 +157,24 @@ class SuffixFirst:
             writers=writers,
             draft_token_map=token_map,
         )
+
+    def _with_columns(
+        self, logits: Tensor, token_map: Tensor, copied: dict[int, Sequence[int]]
+    ) -> tuple[Tensor, Tensor]:
+        """Logits [B, N, V'] with columns for copied tokens that have none, and their map.
+
+        Rows are whole vectors: then columns for the copies of others change no bit of their sums.
+        """
+        count, device = logits.shape[2], logits.device
+        is_own = token_map is self._vocabulary.token_map
+        copies = {token for copy in copied.values() for token in copy}
+        new = sorted(t for t in copies if not (self._vocabulary.knows(t) if is_own else t == 0))
+        if new:
+            token_map = token_map.clone()
+            columns = torch.arange(count, count + len(new), dtype=torch.int32, device=device)
+            token_map[device_tensor(new, torch.int64, device)] = columns
+        width = min(self._vocabulary.size, -(-(count + len(new)) // _VECTOR) * _VECTOR)
+        return pad(logits, (0, width - count), value=-torch.inf), token_map
 
 
 class SuffixFirstTrees(SuffixFirst):
@@ -186,35 +206,20 @@ def with_copies(plan: DrafterPlan, spec: SpecConfig) -> DrafterPlan:
 
 
 def _with_point_masses(
-    logits: Tensor,
-    token_map: Tensor | None,
-    copied: dict[int, Sequence[int]],
-    knows: Callable[[int], bool],
-) -> tuple[Tensor, Tensor | None]:
-    """Logits [B, N, V'] with rows that make copies sure, and the map of their columns.
+    logits: Tensor, token_map: Tensor | None, copied: dict[int, Sequence[int]]
+) -> Tensor:
+    """Logits [B, N, V'] with rows that make copies sure.
 
-    A draft model may lack tokens of its target, which a copy may hold: they get more columns.
+    Without a map, a draft model may lack the last tokens of its target, which a copy may hold.
     """
-    device, count = logits.device, logits.shape[2]
+    device = logits.device
     if token_map is None:
         highest = max((max(copy) for copy in copied.values()), default=0)
-        num_new = max(0, highest + 1 - count)
-    else:
-        new = sorted({token for copy in copied.values() for token in copy if not knows(token)})
-        num_new = len(new)
-        if new:
-            token_map = token_map.clone()
-            places = torch.arange(count, count + num_new, dtype=torch.int32, device=device)
-            token_map[device_tensor(new, torch.int64, device)] = places
-    if num_new:
-        logits = pad(logits, (0, num_new), value=-torch.inf)
+        logits = pad(logits, (0, max(0, highest + 1 - logits.shape[2])), value=-torch.inf)
     for place, copy in copied.items():
-        ids = device_tensor(copy, torch.int64, device)
-        columns = ids if token_map is None else token_map[ids].long()
+        columns = device_tensor(copy, torch.int64, device)
+        if token_map is not None:
+            columns = token_map[columns].long()
         logits[place] = -torch.inf
         logits[place, torch.arange(len(copy), device=device), columns] = 0.0
-    return logits, token_map
-
-
-def _knows_none(token_id: int) -> bool:
-    return False
+    return logits

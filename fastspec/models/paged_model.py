@@ -263,7 +263,7 @@ class PagedModel:
     def vocabulary_for(self, size: int) -> DraftVocabulary:
         """What it drafts for a target with so many tokens; logits have these columns from now on.
 
-        A head that tells less than half of them has columns of its own.
+        A head that tells at most half of them has columns of its own.
         """
         head = self.model.get_output_embeddings()
         if type(head) is not ReducedHead or not _is_worth_mapping(head.token_ids, size):

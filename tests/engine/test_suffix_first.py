@@ -94,6 +94,16 @@ def test_exact_distribution_beside_a_draft_model_that_lacks_tokens():
     assert chi_square(counts, exact_law(target, PLAIN, REPEATED)) > ALPHA
 
 
+def test_a_copy_of_all_tokens_has_no_more_columns_than_they():
+    target = random_model("llama", vocab_size=12, bos_token_id=0, eos_token_id=0)
+    spec = SpecConfig("draft_model", 2, suffix_tokens=12, suffix_max_spec_factor=3.0)
+    engine = Engine(target, perturbed(target, 0.2), spec=spec)
+    params = SamplingParams(temperature=1, seed=3, max_tokens=40, ignore_eos=True)
+    (output,) = engine.generate([[*range(12)] * 6], params)
+    assert len(output.token_ids) == 40
+    assert "suffix" in output.drafters
+
+
 def test_no_model_runs_where_all_is_copied():
     target = random_model("llama")
     engine = Engine(target, perturbed(target, 0.2), spec=SpecConfig("draft_model", 2, **COPIES))
