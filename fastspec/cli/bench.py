@@ -34,6 +34,8 @@ _RECORDED = (
     "cape_bins",
     "confidence_threshold",
     "suffix_tokens",
+    "relaxed_acceptance",
+    "synthetic_acceptance_rate",
 )
 _MAG_TOKENS = 10  # what CS-Drafting's MaG writes
 ROOT = Path(fastspec.__file__).resolve().parents[1]
@@ -96,7 +98,8 @@ def bench(
 
     All run on one loaded pair and make equally many tokens; greedy outputs are compared first. The
     draft model runs alone, too. A cascade's parts run beside it, each draft model with K of -k and
-    MaG with K = 10; with several draft models, assisted generation gets the biggest.
+    MaG with K = 10; with several draft models, assisted generation gets the biggest. Relaxed and
+    synthetic acceptance are labelled LOSSY, and the outputs of the latter are not compared.
     """
     with usage_errors():
         heats = _temperatures(temperatures)
@@ -117,6 +120,8 @@ def bench(
     if counter_version is not None:
         with usage_errors():
             costs = [pass_cost(Path(n).name, counter_version) for n in (target, *named_drafts)]
+    if record and spec.is_lossy:
+        raise typer.BadParameter("--record: only of exact decoding; --out FILE takes LOSSY records")
     files = _record_files(out, record, f"{method}_cape" if spec.cape else method)
     named = named_prompts(dataset, dataset_file, prompts_file, num_prompts)
     texts = named or bundled_prompts(num_prompts, chat)
@@ -177,6 +182,7 @@ def bench(
         "prompt_tokens": sum(map(len, prompts)),
         "max_tokens": max_tokens,
         "repeats": repeats,
+        "lossy": spec.is_lossy,
         "verified": all(count == len(prompts) for count in equal.values()),
         "prompts_equal_to_plain": equal,
         "counter_version": counter_version,
@@ -239,11 +245,13 @@ def _show(console: Console, result: dict) -> None:
         f" {result['method']}, K={result['num_speculative_tokens']}, {result['dtype']},"
         f" {result['threads']} threads, {result['cpu']}"
     )
-    verdict = (
-        "all methods gave the same token ids"
-        if result["verified"]
-        else f"prompts equal to plain: {result['prompts_equal_to_plain']}"
-    )
+    equal, ours = result["prompts_equal_to_plain"], "speculative"
+    if result["lossy"]:
+        ours += " (LOSSY)"
+    verdict = f"prompts equal to plain: {equal}"
+    if result["verified"]:
+        compared = "all methods" if "speculative" in equal else f"all methods but {ours}"
+        verdict = f"{compared} gave the same token ids"
     console.print(f"Compared first, greedily: {verdict}.")
     for title, key, digits in (
         ("new tokens per second", "tokens_per_s", 1),
@@ -251,7 +259,8 @@ def _show(console: Console, result: dict) -> None:
     ):
         table = table_of(*(f"T={row['temperature']:g}" for row in result["results"]), label=title)
         for name in result["results"][0][key]:
-            table.add_row(name, *(number(row[key][name], digits) for row in result["results"]))
+            label = name.replace("speculative", ours)
+            table.add_row(label, *(number(row[key][name], digits) for row in result["results"]))
         if key == "ratios":
             for name in ACCEPTANCE:
                 cells = (number(row[name]) for row in result["results"])

@@ -370,6 +370,11 @@ class SpecConfig:
         )
 
     @property
+    def is_lossy(self) -> bool:
+        """Whether outputs need not follow the target: relaxed or synthetic acceptance."""
+        return self.relaxed_acceptance != 1 or self.synthetic_acceptance_rate is not None
+
+    @property
     def draws_drafts(self) -> bool:
         """Whether a draft model samples where the request does."""
         return self.draft_sample_method != "greedy"

@@ -70,6 +70,8 @@ class Methods:
         parts: of a cascade by name, with the draft model of each if it has one.
     Attributes:
         costs: of one pass of the target and of each draft model, for the SWI.
+        uncompared: those that say something else than plain decoding: the draft model alone, and
+            ours with synthetic acceptance.
         last_stats: counters of the last run of ours.
     """
 
@@ -101,6 +103,9 @@ class Methods:
             alone = Engine(self._draft, spec=SpecConfig("none"), config=config)
             if alone.max_model_len >= self._engine.max_model_len:
                 self._engines["draft"] = alone
+        self.uncompared = {"draft"}
+        if spec.synthetic_acceptance_rate is not None:
+            self.uncompared.add("speculative")
         self.costs = costs or [num_parameters(model) for model in (target, *drafts)]
         self._target = target
         self._generate = cast(Any, target).generate  # only generative classes have it
@@ -263,10 +268,10 @@ def verify_outputs(
 ) -> dict[str, int]:
     """Compare the greedy ids of every method with those of our plain decoding; also warms them up.
 
-    The draft model alone says something else, and is not compared.
+    Those of `methods.uncompared` only warm up.
 
     Returns:
-        For each other method, the number of prompts where all ids are equal.
+        For each method that is compared, the number of prompts where all ids are equal.
     Raises:
         ValueError: a prompt without room for the new tokens, or a method that made fewer.
     """
@@ -278,7 +283,8 @@ def verify_outputs(
                 " than the models take"
             )
     decoders = methods.by_name()
-    equal = dict.fromkeys((name for name in decoders if name not in ("plain", "draft")), 0)
+    compared = (name for name in decoders if name not in {"plain", *methods.uncompared})
+    equal = dict.fromkeys(compared, 0)
     for prompt in prompts:
         ids = {}
         for name, decode in decoders.items():

@@ -145,6 +145,26 @@ def test_bench_without_peers(invoke, bundled, tmp_path):
     assert record["results"][0]["mean_acceptance_length"] < 2
 
 
+def test_bench_of_lossy_drafts(invoke, bundled, tmp_path):
+    """What says something else on purpose is not compared, and labelled."""
+    out = tmp_path / "results.jsonl"
+    rate = ["--synthetic-acceptance-rate", "0.5", "-k", "2"]
+    result = invoke(*BENCH, "--no-peers", *rate, "--out", out)
+    assert result.exit_code == 0, result.stderr
+    record = json.loads(out.read_text(encoding="utf-8"))
+    assert (record["lossy"], record["synthetic_acceptance_rate"]) == (True, 0.5)
+    assert record["prompts_equal_to_plain"] == {}
+    assert "all methods but speculative (LOSSY) gave" in result.stdout
+    assert "speculative (LOSSY) / plain" in result.stdout
+    relaxed = invoke(*BENCH, "--no-peers", "--relaxed-acceptance", "2", "--out", out)
+    assert relaxed.exit_code == 0, relaxed.stderr
+    assert "all methods gave the same token ids" in relaxed.stdout  # greedy requests stay exact
+    assert "speculative (LOSSY)" in relaxed.stdout
+    refused = invoke(*BENCH, *rate, "--record")
+    assert refused.exit_code == 2
+    assert "--record" in refused.stderr
+
+
 @pytest.mark.parametrize("method", ["prompt_lookup", "mag"])
 def test_methods_without_a_draft_model(invoke, bundled, tmp_path, method):
     out = tmp_path / "results.jsonl"
