@@ -24,7 +24,7 @@ import fastspec
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.checks import require_int
 from fastspec.drafters.context import load_draft
-from fastspec.drafters.eagle3 import Eagle3Draft, is_eagle3, load_eagle3
+from fastspec.drafters.eagle3 import EagleDraft, is_eagle3, load_eagle3
 from fastspec.drafters.glide import GlideLlamaForCausalLM, load_glide
 from fastspec.engine.engine import Engine
 from fastspec.engine.stats import SpecStats
@@ -92,7 +92,7 @@ class Methods:
         self._engine = Engine(
             target, drafts if len(drafts) > 1 else draft, spec=spec, config=config
         )
-        needs_target = isinstance(draft, (GlideLlamaForCausalLM, Eagle3Draft))
+        needs_target = isinstance(draft, (GlideLlamaForCausalLM, EagleDraft))
         self._draft = None if needs_target else draft
         self.parts = parts
         self._engines = {
