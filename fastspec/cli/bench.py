@@ -16,6 +16,7 @@ from fastspec.cli.errors import (
     check_can_write,
     check_draft,
     drafting_method,
+    note,
     quiet_libraries,
     usage_errors,
 )
@@ -34,6 +35,7 @@ _RECORDED = (
     "cape_bins",
     "confidence_threshold",
     "suffix_tokens",
+    "exit_layer",
     "relaxed_acceptance",
     "synthetic_acceptance_rate",
 )
@@ -130,6 +132,7 @@ def bench(
 
     from fastspec.models import loading
     from fastspec.tools import bench as timing
+    from fastspec.tools import timed_methods
 
     with usage_errors():
         config = timing.BenchConfig(max_tokens, repeats, heats)
@@ -139,20 +142,29 @@ def bench(
         torch.set_num_threads(threads)
     tokenizer = loading.load_tokenizer("target", target)
     target_model = loading.load_model("target", target, engine_config)
-    drafts = [
-        timing.load_named_draft(
-            name, engine_config, tokenizer, target_model, is_glide=method == "glide"
-        )
-        for name in named_drafts
-    ]
+    reencoded = None
+    if method == "draft_model":
+        given = spec, engine_config, tokenizer, target_model
+        reencoded = timed_methods.reencoded_draft(named_drafts[0], *given)
+    if reencoded is not None:
+        drafts = [loading.load_model("draft", reencoded.path, engine_config)]
+    else:
+        drafts = [
+            timed_methods.load_named_draft(
+                name, engine_config, tokenizer, target_model, is_glide=method == "glide"
+            )
+            for name in named_drafts
+        ]
     parts: dict[str, tuple[SpecConfig, Any]] = {}
     if is_cascade:
         for number, model in enumerate(drafts, start=1):
             parts[f"draft_model_{number}" if len(drafts) > 1 else "draft_model"] = drafted, model
         parts["mag"] = SpecConfig("mag", _MAG_TOKENS, bigram_path=spec.bigram_path), None
-    measured = timing.Methods(
-        target_model, drafts, spec, max_tokens, engine_config, parts, costs, peers
+    measured = timed_methods.Methods(
+        target_model, drafts, spec, max_tokens, engine_config, parts, costs, peers, reencoded
     )
+    if measured.refused is not None:
+        note(f"Hugging Face's early exit is left out, it fails with {measured.refused:.200}")
     with usage_errors():
         prompts = [loading.prompt_ids(tokenizer, text, chat) for text in texts]
     with progress_bar("runs") as bar:
@@ -173,6 +185,7 @@ def bench(
         "target": _describe(target, target_model),
         "method": method,
         "draft": described[0] if len(described) == 1 else described or None,
+        "heterogeneous_vocab": measured.heterogeneous_vocab,
         "num_speculative_tokens": spec.num_model_tokens(),
         "k_matrix": spec.cascade_matrix if is_cascade else None,
         **{name: getattr(spec, name) for name in _RECORDED},
@@ -226,7 +239,7 @@ def _record_files(out: Path | None, record: bool, method: str) -> list[Path]:
 
 
 def _describe(name: str, model: Any) -> dict:
-    from fastspec.tools.bench import num_parameters
+    from fastspec.tools.timed_methods import num_parameters
 
     return {
         "name": Path(name).name,

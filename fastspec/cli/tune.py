@@ -89,7 +89,8 @@ def tune(
     import torch
 
     from fastspec.models.loading import load_model, load_tokenizer, prompt_ids
-    from fastspec.tools.bench import describe_environment, load_named_draft
+    from fastspec.tools.bench import describe_environment
+    from fastspec.tools.timed_methods import load_named_draft
     from fastspec.tools.tune import Planner
 
     with usage_errors():
