@@ -257,8 +257,10 @@ class SpecConfig:
         "constant",
         _SCHEDULE,
         "constant (K in every step), or adaptive: as many draft tokens as pay off, even none.",
-        "heuristic is transformers': from K on, one less after a step in which a draft token was"
-        " rejected, else two more, 1 to K. In Python also an object with the methods of"
+        "heuristic is transformers' but for its end: from K on, one less after a step in which a"
+        " draft token was rejected, else two more; at least 1, and never above"
+        " num_speculative_tokens, for which memory is reserved, where transformers has no limit. In"
+        " Python also an object with the methods of"
         " `fastspec.engine.schedule.Schedule`.",
         aliases=("num_assistant_tokens_schedule (Hugging Face)",),
     )

@@ -143,6 +143,10 @@ def test_a_corpus_drafts():
         engine.add_corpus([[VOCAB_SIZE]])
     with pytest.raises(ValueError, match=r"^texts: a text needs a tokenizer"):
         engine.add_corpus(["a text"])
+    with pytest.raises(ValueError, match=r"^texts: expected a list, got bytes"):
+        engine.add_corpus([b"ab"])
+    with pytest.raises(ValueError, match=r"^texts: expected one of the keys"):
+        engine.add_corpus([{"text": "ab"}])
     tiny = Engine("tiny", spec="suffix")
     tiny.add_corpus("import os\nimport sys\n")
     (output,) = tiny.generate("import os\n", SamplingParams(temperature=0, max_tokens=2))
