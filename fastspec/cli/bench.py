@@ -16,6 +16,7 @@ from fastspec.cli.errors import (
     check_can_write,
     check_draft,
     drafting_method,
+    note,
     quiet_libraries,
     usage_errors,
 )
@@ -34,6 +35,9 @@ _RECORDED = (
     "cape_bins",
     "confidence_threshold",
     "suffix_tokens",
+    "exit_layer",
+    "relaxed_acceptance",
+    "synthetic_acceptance_rate",
 )
 _MAG_TOKENS = 10  # what CS-Drafting's MaG writes
 ROOT = Path(fastspec.__file__).resolve().parents[1]
@@ -96,7 +100,8 @@ def bench(
 
     All run on one loaded pair and make equally many tokens; greedy outputs are compared first. The
     draft model runs alone, too. A cascade's parts run beside it, each draft model with K of -k and
-    MaG with K = 10; with several draft models, assisted generation gets the biggest.
+    MaG with K = 10; with several draft models, assisted generation gets the biggest. Relaxed and
+    synthetic acceptance are labelled LOSSY, and the outputs of the latter are not compared.
     """
     with usage_errors():
         heats = _temperatures(temperatures)
@@ -117,6 +122,8 @@ def bench(
     if counter_version is not None:
         with usage_errors():
             costs = [pass_cost(Path(n).name, counter_version) for n in (target, *named_drafts)]
+    if record and spec.is_lossy:
+        raise typer.BadParameter("--record: only of exact decoding; --out FILE takes LOSSY records")
     files = _record_files(out, record, f"{method}_cape" if spec.cape else method)
     named = named_prompts(dataset, dataset_file, prompts_file, num_prompts)
     texts = named or bundled_prompts(num_prompts, chat)
@@ -125,6 +132,7 @@ def bench(
 
     from fastspec.models import loading
     from fastspec.tools import bench as timing
+    from fastspec.tools import timed_methods
 
     with usage_errors():
         config = timing.BenchConfig(max_tokens, repeats, heats)
@@ -134,20 +142,29 @@ def bench(
         torch.set_num_threads(threads)
     tokenizer = loading.load_tokenizer("target", target)
     target_model = loading.load_model("target", target, engine_config)
-    drafts = [
-        timing.load_named_draft(
-            name, engine_config, tokenizer, target_model, is_glide=method == "glide"
-        )
-        for name in named_drafts
-    ]
+    reencoded = None
+    if method == "draft_model":
+        given = spec, engine_config, tokenizer, target_model
+        reencoded = timed_methods.reencoded_draft(named_drafts[0], *given)
+    if reencoded is not None:
+        drafts = [loading.load_model("draft", reencoded.path, engine_config)]
+    else:
+        drafts = [
+            timed_methods.load_named_draft(
+                name, engine_config, tokenizer, target_model, is_glide=method == "glide"
+            )
+            for name in named_drafts
+        ]
     parts: dict[str, tuple[SpecConfig, Any]] = {}
     if is_cascade:
         for number, model in enumerate(drafts, start=1):
             parts[f"draft_model_{number}" if len(drafts) > 1 else "draft_model"] = drafted, model
         parts["mag"] = SpecConfig("mag", _MAG_TOKENS, bigram_path=spec.bigram_path), None
-    measured = timing.Methods(
-        target_model, drafts, spec, max_tokens, engine_config, parts, costs, peers
+    measured = timed_methods.Methods(
+        target_model, drafts, spec, max_tokens, engine_config, parts, costs, peers, reencoded
     )
+    if measured.refused is not None:
+        note(f"Hugging Face's early exit is left out, it fails with {measured.refused:.200}")
     with usage_errors():
         prompts = [loading.prompt_ids(tokenizer, text, chat) for text in texts]
     with progress_bar("runs") as bar:
@@ -168,6 +185,7 @@ def bench(
         "target": _describe(target, target_model),
         "method": method,
         "draft": described[0] if len(described) == 1 else described or None,
+        "heterogeneous_vocab": measured.heterogeneous_vocab,
         "num_speculative_tokens": spec.num_model_tokens(),
         "k_matrix": spec.cascade_matrix if is_cascade else None,
         **{name: getattr(spec, name) for name in _RECORDED},
@@ -177,6 +195,7 @@ def bench(
         "prompt_tokens": sum(map(len, prompts)),
         "max_tokens": max_tokens,
         "repeats": repeats,
+        "lossy": spec.is_lossy,
         "verified": all(count == len(prompts) for count in equal.values()),
         "prompts_equal_to_plain": equal,
         "counter_version": counter_version,
@@ -220,7 +239,7 @@ def _record_files(out: Path | None, record: bool, method: str) -> list[Path]:
 
 
 def _describe(name: str, model: Any) -> dict:
-    from fastspec.tools.bench import num_parameters
+    from fastspec.tools.timed_methods import num_parameters
 
     return {
         "name": Path(name).name,
@@ -239,11 +258,13 @@ def _show(console: Console, result: dict) -> None:
         f" {result['method']}, K={result['num_speculative_tokens']}, {result['dtype']},"
         f" {result['threads']} threads, {result['cpu']}"
     )
-    verdict = (
-        "all methods gave the same token ids"
-        if result["verified"]
-        else f"prompts equal to plain: {result['prompts_equal_to_plain']}"
-    )
+    equal, ours = result["prompts_equal_to_plain"], "speculative"
+    if result["lossy"]:
+        ours += " (LOSSY)"
+    verdict = f"prompts equal to plain: {equal}"
+    if result["verified"]:
+        compared = "all methods" if "speculative" in equal else f"all methods but {ours}"
+        verdict = f"{compared} gave the same token ids"
     console.print(f"Compared first, greedily: {verdict}.")
     for title, key, digits in (
         ("new tokens per second", "tokens_per_s", 1),
@@ -251,7 +272,8 @@ def _show(console: Console, result: dict) -> None:
     ):
         table = table_of(*(f"T={row['temperature']:g}" for row in result["results"]), label=title)
         for name in result["results"][0][key]:
-            table.add_row(name, *(number(row[key][name], digits) for row in result["results"]))
+            label = name.replace("speculative", ours)
+            table.add_row(label, *(number(row[key][name], digits) for row in result["results"]))
         if key == "ratios":
             for name in ACCEPTANCE:
                 cells = (number(row[name]) for row in result["results"])

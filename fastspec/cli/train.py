@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -147,7 +147,9 @@ def eagle3(
         if start is None:
             draft = make_eagle3(model, training, shape)
         else:
-            draft = cast(Eagle3Draft, load_eagle3(start, config, model)).float()
+            draft = load_eagle3(start, config, model).float()
+            if not isinstance(draft, Eagle3Draft):
+                raise ValueError("start: expected an EAGLE-3 draft, got one of EAGLE-1 or EAGLE-2")
     if steps is None:
         settings = replace(settings, steps=-(-len(training) // settings.batch_size))
     with _progress(settings.steps, len(texts)) as calls:

@@ -60,7 +60,14 @@ def tune(
         typer.Option(
             help="Comma-separated list; by default prompt_lookup, mag and suffix, and with a draft"
             " model draft_model (of several the first) and cascade (with several k_matrices);"
-            " with an EAGLE-3 draft, eagle3 (chains)."
+            " with an EAGLE draft, eagle3 (chains); with --exit-layers, early_exit."
+        ),
+    ] = None,
+    exit_layers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,...",
+            help="Comma-separated numbers of the target's first layers that early_exit tries.",
         ),
     ] = None,
     temperature: Annotated[
@@ -76,7 +83,8 @@ def tune(
     check_can_write("--out", out)
     draft = draft or own_draft(target, "draft_model") or own_draft(target, "eagle3")
     with usage_errors():
-        names = _methods(methods, draft)
+        exits = _exit_layers(exit_layers)
+        names = _methods(methods, draft, exits)
         if all(name == "cascade" for name in names):
             refuse("num_speculative_tokens", num_speculative_tokens, "not for cascades alone")
         most = _MOST_DRAFT_TOKENS if num_speculative_tokens is None else num_speculative_tokens
@@ -89,11 +97,12 @@ def tune(
     import torch
 
     from fastspec.models.loading import load_model, load_tokenizer, prompt_ids
-    from fastspec.tools.bench import describe_environment, load_named_draft
+    from fastspec.tools.bench import describe_environment
+    from fastspec.tools.timed_methods import load_named_draft
     from fastspec.tools.tune import Planner
 
     with usage_errors():
-        specs = [spec for name in names for spec in _specs(name, most, target, len(drafts))]
+        specs = [spec for name in names for spec in _specs(name, most, target, len(drafts), exits)]
     if threads is not None:
         torch.set_num_threads(threads)
     tokenizer = load_tokenizer("target", target)
@@ -119,7 +128,8 @@ def tune(
             plan, _drafter(plan.spec, draft_models), prompts, repeats, advance
         )
     _show(Console(highlight=False), measurements, plan, measured, max_tokens)
-    costs = next((m for m in measurements if m.spec.method == plan.spec.method), None)
+    chosen = plan.spec.method, plan.spec.exit_layer
+    costs = next((m for m in measurements if (m.spec.method, m.spec.exit_layer) == chosen), None)
     save_tuned(
         TunedConfig(
             target,
@@ -141,15 +151,32 @@ def tune(
     typer.echo(f"{out}: use it with fastspec generate --config {out}")
 
 
-def _methods(given: str | None, draft: str | None) -> list[str]:
+def _exit_layers(text: str | None) -> list[int]:
+    if text is None:
+        return []
+    try:
+        layers = [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ValueError(f"exit_layers: expected numbers like 2,4, got {text!r}") from error
+    for layer in layers:
+        SpecConfig("early_exit", exit_layer=layer)
+    return layers
+
+
+def _methods(given: str | None, draft: str | None, exit_layers: list[int]) -> list[str]:
     if given is None:
-        return [*_methods_with(draft), "prompt_lookup", "mag", "suffix"]
+        others = ["prompt_lookup", "mag", "suffix"]
+        return [*_methods_with(draft), *others, *(["early_exit"] if exit_layers else [])]
     names = [drafting_method(name.strip(), "methods") for name in given.split(",")]
     for name in names:
-        if name in ("glide", "tree", "early_exit"):
+        if name in ("glide", "tree"):
             raise ValueError(f"methods: {name!r} cannot be tuned yet")
+        if name == "early_exit" and not exit_layers:
+            raise ValueError("methods: early_exit needs --exit-layers")
         if method_named(name).needs_draft and draft is None:
             raise ValueError(f"methods: {name} needs a --draft")
+    if exit_layers and "early_exit" not in names:
+        refuse("exit_layers", exit_layers, "only for early_exit")
     return names
 
 
@@ -163,9 +190,14 @@ def _methods_with(draft: str | None) -> tuple[str, ...]:
 
 
 def _specs(
-    method: str, num_speculative_tokens: int, target: str, num_models: int
+    method: str,
+    num_speculative_tokens: int,
+    target: str,
+    num_models: int,
+    exit_layers: list[int],
 ) -> list[SpecConfig]:
-    """What is tried of a method: of a cascade, whose k_matrix says how much it writes, several."""
+    """What is tried of a method: several of a cascade, whose k_matrix says how much it writes, and
+    of early exit."""
     from fastspec.models.loading import bigram_beside
     from fastspec.tools.tune import k_matrices_to_try
 
@@ -173,6 +205,8 @@ def _specs(
         table = bigram_beside(target)
         k_matrices = k_matrices_to_try(num_models)
         return [SpecConfig(method, k_matrix=rows, bigram_path=table) for rows in k_matrices]
+    if method == "early_exit":
+        return [SpecConfig(method, num_speculative_tokens, exit_layer=n) for n in exit_layers]
     bigram = bigram_beside(target) if method == "mag" else None
     return [SpecConfig(method, num_speculative_tokens, bigram_path=bigram)]
 
@@ -220,6 +254,7 @@ def _rows(measurement: "Measurement", max_tokens: int) -> list[dict]:
             "method": measurement.spec.method,
             "k": length,
             "k_matrix": measurement.spec.k_matrix,
+            "exit_layer": measurement.spec.exit_layer,
             "draft_ms": 1000 * measurement.draft_seconds[length],
             "verify_ms": 1000 * measurement.verify_seconds[length],
             "tokens_per_pass": measurement.tokens_per_pass[length],
@@ -254,4 +289,5 @@ def _show(
 
 def _label(spec: SpecConfig) -> str:
     rows = "" if spec.k_matrix is None else f" {json.dumps(spec.k_matrix, separators=(',', ':'))}"
-    return spec.method + rows
+    layer = "" if spec.exit_layer is None else f" {spec.exit_layer}"
+    return spec.method + rows + layer

@@ -257,8 +257,10 @@ class SpecConfig:
         "constant",
         _SCHEDULE,
         "constant (K in every step), or adaptive: as many draft tokens as pay off, even none.",
-        "heuristic is transformers': from K on, one less after a step in which a draft token was"
-        " rejected, else two more, 1 to K. In Python also an object with the methods of"
+        "heuristic is transformers' but for its end: from K on, one less after a step in which a"
+        " draft token was rejected, else two more; at least 1, and never above"
+        " num_speculative_tokens, for which memory is reserved, where transformers has no limit. In"
+        " Python also an object with the methods of"
         " `fastspec.engine.schedule.Schedule`.",
         aliases=("num_assistant_tokens_schedule (Hugging Face)",),
     )
@@ -368,6 +370,11 @@ class SpecConfig:
         return (
             self.method == "tree" or self.tree_prompt_lookup or any(f is not None for f in fields)
         )
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether outputs need not follow the target: relaxed or synthetic acceptance."""
+        return self.relaxed_acceptance != 1 or self.synthetic_acceptance_rate is not None
 
     @property
     def draws_drafts(self) -> bool:

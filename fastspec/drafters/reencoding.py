@@ -328,13 +328,18 @@ def share_of_runs(
     return num_shared / max(1, num_runs)
 
 
-def build(context: DrafterContext) -> DrafterPlan | None:
-    """A plan where drafts are to be encoded anew; None where the draft model takes token ids.
+def is_reencoded(context: DrafterContext) -> bool:
+    """Whether drafts are to be encoded anew; not where the draft model takes token ids.
 
     Raises:
         ValueError: that is asked for, and cannot be done.
     """
-    spec, config, source, target = context.spec, context.config, context.drafter, context.tokenizer
+    return _tokenizers(context) is not None
+
+
+def _tokenizers(context: DrafterContext) -> tuple[SpelledTokenizer, SpelledTokenizer] | None:
+    """The target's and the draft's where drafts are to be encoded anew."""
+    spec, source, target = context.spec, context.drafter, context.tokenizer
     must = spec.heterogeneous_vocab == "reencoding"
     takes_ids = spec.heterogeneous_vocab == "intersection" or spec.cape
     if takes_ids or spec.draft_sample_method == "probabilistic":
@@ -361,7 +366,19 @@ def build(context: DrafterContext) -> DrafterPlan | None:
         if must:
             raise ValueError("heterogeneous_vocab: 'reencoding' needs tokens that spell their text")
         return None
-    model = paged_model_of(load_model("drafter", source, config), config)
+    return tokenizers
+
+
+def build(context: DrafterContext) -> DrafterPlan | None:
+    """A plan where drafts are to be encoded anew; None where the draft model takes token ids.
+
+    Raises:
+        ValueError: that is asked for, and cannot be done.
+    """
+    if (tokenizers := _tokenizers(context)) is None:
+        return None
+    spec, config = context.spec, context.config
+    model = paged_model_of(load_model("drafter", context.drafter, config), config)
     logger.warning("drafter: its tokenizer is not the target's; its text is encoded anew")
 
     def drafter(target_runner: ModelRunner | None, blocks: Blocks) -> ReencodingDrafter:

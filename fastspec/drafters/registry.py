@@ -148,4 +148,4 @@ def _check(drafter: Any, method: str) -> None:
         if method != "glide" and is_glide(part):
             raise ValueError(f"drafter: a GLIDE model needs method 'glide', not {method!r}")
         if method != "eagle3" and is_eagle3(part):
-            raise ValueError(f"drafter: an EAGLE-3 draft needs method 'eagle3', not {method!r}")
+            raise ValueError(f"drafter: an EAGLE draft needs method 'eagle3', not {method!r}")

@@ -209,7 +209,7 @@ class SuffixDrafter:
         for index in indices:
             places = index.places(end)
             for length in sorted({length for length, _ in places}, reverse=True):
-                most = min(depth, int(self._factor * length))
+                most = int(min(depth, self._factor * length))
                 if most <= best.expected:
                     break
                 agreeing = [place for agreed, place in places if agreed >= length]

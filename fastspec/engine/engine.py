@@ -365,7 +365,8 @@ class Engine:
         Raises:
             ValueError: a text that is no prompt, or no drafter would read them.
         """
-        ids = [self._factory.reader.corpus_ids(text) for text in as_prompt_list(texts, "texts")]
+        read = self._factory.reader.corpus_ids
+        ids = [read(text) for text in as_prompt_list(texts, "texts", "texts")]
         with self._turn:
             known = [each.known for each in self._drafters.values()]
             readers = [each for each in known if isinstance(each, CorpusReader)]

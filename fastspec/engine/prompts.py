@@ -13,32 +13,36 @@ Message = Mapping[str, Any]
 _KEYS = ("prompt", "prompt_token_ids", "input_ids")
 
 
-def as_prompt_list(prompts: Any, name: str = "prompts") -> list[str | list[int]]:
+def as_prompt_list(
+    prompts: Any, name: str = "prompts", one: str = "prompt"
+) -> list[str | list[int]]:
     """One prompt or several, each a text or a list of what should be ids.
 
     Raises:
-        ValueError: nothing that prompts come in, named by `name` or the key of a mapping.
+        ValueError: nothing that prompts come in, named by `name`, by `one` where one of several is
+            meant, or by the key of a mapping.
     """
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, Mapping):
-        return _of_mapping(prompts)
+        return _of_mapping(prompts, one)
     if isinstance(prompts, (Tensor, np.ndarray)):
         return [*_rows(name, prompts)]
     several = _as_list(name, prompts)
     if not several:
         raise ValueError(f"{name}: the list is empty")
     is_batch = isinstance(several[0], (Sequence, Mapping, Tensor, np.ndarray))
-    return [as_prompt(each) for each in several] if is_batch else [several]
+    return [as_prompt(each, one) for each in several] if is_batch else [several]
 
 
-def as_prompt(prompt: Any) -> str | list[int]:
-    """One prompt, or a batch of one where it is a tensor, an array or a mapping."""
+def as_prompt(prompt: Any, name: str = "prompt") -> str | list[int]:
+    """One prompt, or a batch of one where it is a tensor, an array or a mapping; `name` is that of
+    errors."""
     if not isinstance(prompt, (Mapping, Tensor, np.ndarray)):
-        return prompt if isinstance(prompt, str) else _as_list("prompt", prompt)
-    several = as_prompt_list(prompt, "prompt")
+        return prompt if isinstance(prompt, str) else _as_list(name, prompt)
+    several = as_prompt_list(prompt, name, name)
     if len(several) != 1:
-        raise ValueError(f"prompt: expected one, got a batch of {len(several)}")
+        raise ValueError(f"{name}: expected one, got a batch of {len(several)}")
     return several[0]
 
 
@@ -60,10 +64,10 @@ def as_conversations(messages: Any) -> list[list[Message]]:
     return conversations
 
 
-def _of_mapping(prompt: Mapping[str, Any]) -> list[str | list[int]]:
+def _of_mapping(prompt: Mapping[str, Any], name: str) -> list[str | list[int]]:
     given = [key for key in _KEYS if key in prompt]
     if len(given) != 1:
-        raise ValueError(f"prompt: expected one of the keys {_KEYS}, got {[*prompt]}")
+        raise ValueError(f"{name}: expected one of the keys {_KEYS}, got {[*prompt]}")
     (key,) = given
     value, mask = prompt[key], prompt.get("attention_mask") if key == "input_ids" else None
     for other in prompt:

@@ -204,7 +204,11 @@ def _relative(costs: Sequence[float]) -> tuple[float, ...]:
 
 
 class HeuristicSchedule:
-    """As transformers has it: two tokens more after a draft that held, else one less, 1 to K."""
+    """From K on, two tokens more after a draft that held, else one less, at least 1.
+
+    As transformers has it, but never above K, for which memory is reserved: transformers grows from
+    K on without an end, so its drafts are longer where much is accepted.
+    """
 
     def __init__(self, num_speculative_tokens: int):
         self._most = num_speculative_tokens

@@ -7,6 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+LAST_STATE = -1  # in the place of a layer: what the head reads, after the final norm
+
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """The layers of a decoder.

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from fastspec.models.captured import LAST_STATE
 from fastspec.models.layout import AttentionCall, PagedStep
 from fastspec.models.reduced_vocabulary import ReducedHead
 from fastspec.models.rotary import RotaryTable
@@ -172,6 +173,8 @@ class FlatModel:
                 if part[0].index in step.inputs:
                     step.keep_input(part[0].index, hidden)
                 hidden = run_layers(part, hidden, cos, sin, step)
+        if LAST_STATE in step.inputs:
+            step.keep_input(LAST_STATE, self._norm(hidden.to(self._dtype)))
         kept = hidden if isinstance(rows, int) else hidden[rows]
         return self._head(self._norm(kept.to(self._dtype)))
 

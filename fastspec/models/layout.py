@@ -96,7 +96,8 @@ class PagedStep:
         backend: of the kernels.
         spans: what is read, as the host knows it; empty where a graph is replayed.
         ancestor_mask: of token trees, see `build_tree`; None = the tokens form chains.
-        inputs: by layer, pages of what it is given, beside its keys and values; see `keep_inputs`.
+        inputs: by layer, pages of what it is given, beside its keys and values, and pages of
+            `LAST_STATE`; see `keep_inputs`.
         chunks: by layer that attends in chunks, the pass as it is there.
         glimpse: what a draft sees of its target.
         calls: of our attention, noted in the probing pass only.
@@ -138,7 +139,7 @@ class PagedStep:
         )
 
     def keep_input(self, layer: int, hidden: Tensor) -> None:
-        """Store what a layer is given, [T, E], in two halves as if they were keys and values."""
+        """Store what a layer is given, or `LAST_STATE`, [T, E]: halves are as keys and values."""
         key_cache, value_cache = self.inputs[layer]
         first, second = hidden.to(key_cache.dtype)[:, None].chunk(2, dim=-1)
         store_kv(first, second, key_cache, value_cache, self.slot_mapping, backend=self.backend)

@@ -153,7 +153,18 @@ def chat_text(
 
 def load_config(field: str, source: str | Path) -> PreTrainedConfig:
     """The configuration of a model that is not loaded."""
-    return _beside(AutoConfig, field, "the configuration of ", source)
+    return _beside(_AnyConfig, field, "the configuration of ", source)
+
+
+class _AnyConfig:
+    """Those that transformers knows, and those of vLLM's `speculators`, which it does not."""
+
+    @staticmethod
+    def from_pretrained(place: str | Path, **options: str) -> PreTrainedConfig:
+        stored, _ = PreTrainedConfig.get_config_dict(place, **options)
+        if "speculators_model_type" in stored:
+            return PreTrainedConfig.from_dict(stored)
+        return AutoConfig.from_pretrained(place, **options)
 
 
 def _beside(kind: Any, field: str, part: str, source: str | Path) -> Any:

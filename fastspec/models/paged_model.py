@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.cache_utils import Cache, DynamicCache
 
 from fastspec.config.checks import require
-from fastspec.models.captured import decoder_layers
+from fastspec.models.captured import LAST_STATE, decoder_layers
 from fastspec.models.flat import (
     TRIAL_TOKENS,
     FlatLayer,
@@ -237,15 +237,18 @@ class PagedModel:
         ]
 
     def keep_inputs(self, layers: list[int], num_blocks: int, block_size: int) -> CacheStack:
-        """Pages of what these layers are given, for passes whose `inputs` they are; zeros first.
+        """Pages of what these layers are given, or of `LAST_STATE`, for passes whose `inputs` they
+        are; zeros first.
 
         Raises:
             ValueError: there are no such layers.
         """
         modules, model = decoder_layers(self.model), self.model
         most = len(modules) - 1
-        require("target layers", layers, 0 <= min(layers) <= max(layers) <= most, f"0 to {most}")
-        for index in layers:
+        inner = [index for index in layers if index != LAST_STATE]
+        fits = all(0 <= index <= most for index in inner)
+        require("target layers", layers, fits, f"0 to {most}")
+        for index in inner:
 
             def keep(
                 module: torch.nn.Module, args: tuple, kwargs: dict, index: int = index
@@ -255,6 +258,14 @@ class PagedModel:
                     step.keep_input(index, (args[0] if args else kwargs["hidden_states"])[0])
 
             modules[index].register_forward_pre_hook(keep, with_kwargs=True)
+        if LAST_STATE in layers:
+
+            def keep_last(module: torch.nn.Module, args: tuple, output: Any) -> None:
+                step = _RUNNING.get()
+                if step is not None and LAST_STATE in step.inputs:
+                    step.keep_input(LAST_STATE, output[0][0])
+
+            model.get_decoder().register_forward_hook(keep_last)
         size = model.config.get_text_config(decoder=True).hidden_size
         require("hidden_size", size, size % 2 == 0, "an even number, to keep hidden states")
         shape = (2, len(layers), num_blocks, block_size, 1, size // 2)

@@ -54,7 +54,8 @@ class ModelRunner:
             self.graphs = GraphedForward(paged_model, self.caches, block_size, capture, must)
 
     def keep_inputs(self, layers: list[int]) -> list[KVCache]:
-        """From now on, keep what these layers are given of each token, in pages of the same slots.
+        """From now on, keep what these layers are given of each token, or the last hidden state
+        (`LAST_STATE`), in pages of the same slots.
 
         Tokens that were read before have zeros there.
 

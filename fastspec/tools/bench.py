@@ -8,34 +8,23 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, cast
 
 import torch
 import transformers
 from torch.profiler import ProfilerActivity, profile
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import fastspec
-from fastspec.config import EngineConfig, SamplingParams, SpecConfig
+from fastspec.config import SamplingParams
 from fastspec.config.checks import require_int
-from fastspec.drafters.context import load_draft
-from fastspec.drafters.eagle3 import Eagle3Draft, is_eagle3, load_eagle3
-from fastspec.drafters.glide import GlideLlamaForCausalLM, load_glide
-from fastspec.engine.engine import Engine
 from fastspec.engine.stats import SpecStats
-from fastspec.models.loading import load_model
 from fastspec.tools.cost_counters import standardized_walltime_improvement
+from fastspec.tools.timed_methods import Methods, TokenIds
 from fastspec_kernels import cpu_instruction_set
 
 ROOT = Path(fastspec.__file__).resolve().parents[1]
-TokenIds = list[int]
-_HF_LOOKUP_TOKENS = 10  # what Hugging Face's documentation and the method's author use
-Decode = Callable[[TokenIds, float, int], TokenIds]  # prompt ids, temperature, seed -> new ids
 RATIOS = {
     "speculative / plain": ("speculative", ("plain",)),
     "speculative / hf_assisted": ("speculative", ("hf_assisted", "hf_assisted_default")),
@@ -52,172 +41,6 @@ ACCEPTANCE = (
     "predicted_speed_up",
     "efficiency",
 )
-
-
-class Methods:
-    """Our plain and speculative decoding and Hugging Face's plain and assisted generation.
-
-    Each method makes exactly `max_tokens` new ids: end-of-sequence ids do not end a text.
-    Hugging Face's assisted generation appears twice: drafting K tokens in each step, as ours does
-    ("hf_assisted"), and as its own defaults have it ("hf_assisted_default"). Without a draft model
-    ours proposes by spec.method, and theirs by its prompt lookup; so does theirs with a
-    GLIDE or EAGLE-3 draft, which it cannot run. The parts of a cascade run by themselves, too, and
-    so does the draft model ("draft"), where it takes texts as long as the target's and needs no
-    target: its speed is what drafting can gain at most. Without `peers` Hugging Face's are left
-    out. Of several draft models, a cascade's, both take the first.
-
-    Args:
-        parts: of a cascade by name, with the draft model of each if it has one.
-    Attributes:
-        costs: of one pass of the target and of each draft model, for the SWI.
-        last_stats: counters of the last run of ours.
-    """
-
-    def __init__(
-        self,
-        target: PreTrainedModel,
-        drafts: Sequence[PreTrainedModel],
-        spec: SpecConfig,
-        max_tokens: int,
-        config: EngineConfig,
-        parts: Mapping[str, tuple[SpecConfig, PreTrainedModel | None]],
-        costs: Sequence[float] | None = None,
-        peers: bool = True,
-    ):
-        self._peers = peers
-        spec = spec.for_repeated_prompts()
-        draft = drafts[0] if drafts else None
-        self._engine = Engine(
-            target, drafts if len(drafts) > 1 else draft, spec=spec, config=config
-        )
-        needs_target = isinstance(draft, (GlideLlamaForCausalLM, Eagle3Draft))
-        self._draft = None if needs_target else draft
-        self.parts = parts
-        self._engines = {
-            name: Engine(target, model, spec=part, config=config)
-            for name, (part, model) in parts.items()
-        }
-        if self._draft is not None:
-            alone = Engine(self._draft, spec=SpecConfig("none"), config=config)
-            if alone.max_model_len >= self._engine.max_model_len:
-                self._engines["draft"] = alone
-        self.costs = costs or [num_parameters(model) for model in (target, *drafts)]
-        self._target = target
-        self._generate = cast(Any, target).generate  # only generative classes have it
-        self._num_speculative_tokens = spec.num_draft_tokens()
-        self._num_assistant_tokens = spec.num_model_tokens()  # the peers copy nothing
-        self.max_tokens = max_tokens
-        self.last_stats = SpecStats()
-
-    @property
-    def max_prompt_len(self) -> int:
-        """Longest prompt after which every method has room for its new tokens."""
-        return self._engine.max_model_len - self.max_tokens
-
-    def by_name(self) -> dict[str, Decode]:
-        """All methods."""
-        peers: dict[str, Decode] = {
-            "hf_generate": self._hf_generate,
-            "hf_assisted": self._hf_assisted,
-            "hf_assisted_default": self._hf_assisted_default,
-        }
-        return {
-            "plain": self._plain,
-            "speculative": self._speculative,
-            **(peers if self._peers else {}),
-            **{name: partial(self._ours, engine) for name, engine in self._engines.items()},
-        }
-
-    def _plain(self, prompt: TokenIds, temperature: float, seed: int) -> TokenIds:
-        self._engine.disable_spec_dec()
-        return self._ours(self._engine, prompt, temperature, seed)
-
-    def _speculative(self, prompt: TokenIds, temperature: float, seed: int) -> TokenIds:
-        self._engine.enable_spec_dec(n_spec_tokens=self._num_speculative_tokens)
-        return self._ours(self._engine, prompt, temperature, seed)
-
-    def _ours(self, engine: Engine, prompt: TokenIds, temperature: float, seed: int) -> TokenIds:
-        params = SamplingParams(
-            temperature=temperature, seed=seed, max_tokens=self.max_tokens, ignore_eos=True
-        )
-        output = engine.generate([prompt], params)[0]
-        if output.error is not None:
-            raise ValueError(f"target: {output.error}")
-        self.last_stats = output.stats
-        return list(output.token_ids)
-
-    def _hf_assisted(self, prompt: TokenIds, temperature: float, seed: int) -> TokenIds:
-        if self._draft is None:
-            num = self._num_assistant_tokens
-            return self._hf_generate(prompt, temperature, seed, prompt_lookup_num_tokens=num)
-        changes = {
-            "num_assistant_tokens": self._num_assistant_tokens,
-            "num_assistant_tokens_schedule": "constant",
-            "assistant_confidence_threshold": 0.0,
-        }
-        with _changed(self._draft.generation_config, changes):
-            return self._hf_generate(prompt, temperature, seed, assistant_model=self._draft)
-
-    def _hf_assisted_default(self, prompt: TokenIds, temperature: float, seed: int) -> TokenIds:
-        if self._draft is None:
-            num = _HF_LOOKUP_TOKENS
-            return self._hf_generate(prompt, temperature, seed, prompt_lookup_num_tokens=num)
-        return self._hf_generate(prompt, temperature, seed, assistant_model=self._draft)
-
-    def _hf_generate(
-        self, prompt: TokenIds, temperature: float, seed: int, **assistant
-    ) -> TokenIds:
-        input_ids = torch.tensor([prompt], device=self._target.device)
-        sampling = {"do_sample": False}
-        if temperature > 0:
-            # Hugging Face would otherwise keep the 50 best tokens, or what the checkpoint asks for.
-            sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-        torch.manual_seed(seed)
-        output = self._generate(
-            input_ids,
-            attention_mask=torch.ones_like(input_ids),
-            max_new_tokens=self.max_tokens,
-            eos_token_id=None,
-            pad_token_id=0,
-            num_beams=1,
-            repetition_penalty=1.0,
-            **sampling,
-            **assistant,
-        )
-        num_before = 1 if self._target.config.is_encoder_decoder else len(prompt)
-        return output[0, num_before:].tolist()
-
-
-def load_named_draft(
-    name: str,
-    config: EngineConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    target: PreTrainedModel,
-    is_glide: bool = False,
-) -> PreTrainedModel:
-    """A draft model of any kind for a loaded target; see `fastspec.drafters.context.load_draft`."""
-    if is_eagle3(name):
-        return load_eagle3(name, config, target)
-    load = partial(load_glide, target=target) if is_glide else partial(load_model, "draft")
-    return load_draft("draft", name, config, tokenizer, target, load, keeps_ids=is_glide)
-
-
-def num_parameters(model: PreTrainedModel) -> int:
-    """Entries of all weights; shared ones count once."""
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-@contextmanager
-def _changed(holder: object, changes: dict) -> Iterator[None]:
-    """Attributes changed for the length of a block."""
-    previous = {name: getattr(holder, name) for name in changes}
-    try:
-        for name, value in changes.items():
-            setattr(holder, name, value)
-        yield
-    finally:
-        for name, value in previous.items():
-            setattr(holder, name, value)
 
 
 class Mismatch(ValueError):
@@ -263,10 +86,10 @@ def verify_outputs(
 ) -> dict[str, int]:
     """Compare the greedy ids of every method with those of our plain decoding; also warms them up.
 
-    The draft model alone says something else, and is not compared.
+    Those of `methods.uncompared` only warm up.
 
     Returns:
-        For each other method, the number of prompts where all ids are equal.
+        For each method that is compared, the number of prompts where all ids are equal.
     Raises:
         ValueError: a prompt without room for the new tokens, or a method that made fewer.
     """
@@ -278,7 +101,8 @@ def verify_outputs(
                 " than the models take"
             )
     decoders = methods.by_name()
-    equal = dict.fromkeys((name for name in decoders if name not in ("plain", "draft")), 0)
+    compared = (name for name in decoders if name not in {"plain", *methods.uncompared})
+    equal = dict.fromkeys(compared, 0)
     for prompt in prompts:
         ids = {}
         for name, decode in decoders.items():

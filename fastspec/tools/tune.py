@@ -137,7 +137,7 @@ class Planner:
         step. What would be accepted with one number throughout differs from what is accepted then,
         because a step begins where the one before it ended: greedy texts, which do not depend on
         the drafts, are drafted again for each number (see `tools.simulate`), others decoded again,
-        and so are those of an EAGLE-3 draft, which reads the target's hidden states.
+        and so are those of an EAGLE draft and of early exit, which read what the target keeps.
         A cascade, whose k_matrix fixes what it writes, is measured with 0 and K alone.
 
         Raises:
@@ -250,7 +250,8 @@ class Planner:
     ) -> float:
         """Tokens of a step when each has that many draft tokens."""
         spec, params = _with_length(spec, length), self._params
-        needs_target = self._target.config.is_encoder_decoder or spec.method == "eagle3"
+        reads_target = spec.method in ("eagle3", "early_exit")
+        needs_target = self._target.config.is_encoder_decoder or reads_target
         if params.temperature == 0 and not needs_target:
             vocab_size = self._target.config.get_text_config(decoder=True).vocab_size
             simulator = Simulator(self._target, drafter, vocab_size, None, spec, self._config)

@@ -17,6 +17,7 @@ _SPEC_FIELDS = (
     "bigram_path",
     "k_matrix",
     "heterogeneous_vocab",
+    "exit_layer",
 )
 
 

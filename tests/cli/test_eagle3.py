@@ -95,4 +95,4 @@ def test_tune(invoke, draft, tmp_path):
     assert tried == {"eagle3", "prompt_lookup", "mag", "suffix"}
     refused = invoke(*run, "--methods", "draft_model")
     assert refused.exit_code == 1
-    assert "an EAGLE-3 draft needs method 'eagle3'" in refused.stderr
+    assert "an EAGLE draft needs method 'eagle3'" in refused.stderr

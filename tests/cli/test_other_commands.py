@@ -10,9 +10,9 @@ import fastspec
 from benchmarks.report import smollm2
 from fastspec import Engine
 from fastspec.cli import app
-from fastspec.tools.bench import Methods
+from fastspec.tools.timed_methods import Methods
 
-from ..models import byte_tokenizer
+from ..models import byte_tokenizer, random_model
 
 DEMO = ["demo", "--num-prompts", "2", "--max-tokens", "8"]
 BENCH = ["bench", "--num-prompts", "2", "--max-tokens", "6", "--repeats", "1"]
@@ -143,6 +143,70 @@ def test_bench_without_peers(invoke, bundled, tmp_path):
     assert "| - | - |" in smollm2([record])
     # A prompt is decoded three times: what suffix then finds must not be its earlier output.
     assert record["results"][0]["mean_acceptance_length"] < 2
+
+
+def test_bench_of_lossy_drafts(invoke, bundled, tmp_path):
+    """What says something else on purpose is not compared, and labelled."""
+    out = tmp_path / "results.jsonl"
+    rate = ["--synthetic-acceptance-rate", "0.5", "-k", "2"]
+    result = invoke(*BENCH, "--no-peers", *rate, "--out", out)
+    assert result.exit_code == 0, result.stderr
+    record = json.loads(out.read_text(encoding="utf-8"))
+    assert (record["lossy"], record["synthetic_acceptance_rate"]) == (True, 0.5)
+    assert record["prompts_equal_to_plain"] == {}
+    assert "all methods but speculative (LOSSY) gave" in result.stdout
+    assert "speculative (LOSSY) / plain" in result.stdout
+    relaxed = invoke(*BENCH, "--no-peers", "--relaxed-acceptance", "2", "--out", out)
+    assert relaxed.exit_code == 0, relaxed.stderr
+    assert "all methods gave the same token ids" in relaxed.stdout  # greedy requests stay exact
+    assert "speculative (LOSSY)" in relaxed.stdout
+    refused = invoke(*BENCH, *rate, "--record")
+    assert refused.exit_code == 2
+    assert "--record" in refused.stderr
+
+
+def test_bench_of_drafts_that_are_encoded_anew(invoke, bundled, model_folders, tmp_path):
+    """Beside universal assisted generation; the draft's ids are none to run it alone with."""
+    out = tmp_path / "results.jsonl"
+    draft = ["--draft", model_folders["stranger"], "-k", "2", "--out", out]
+    result = invoke(*BENCH, *draft, "--heterogeneous-vocab", "reencoding")
+    assert result.exit_code == 0, result.stderr
+    record = json.loads(out.read_text(encoding="utf-8"))
+    assert (record["heterogeneous_vocab"], record["verified"]) == ("reencoding", True)
+    peers = {"hf_generate", "hf_assisted", "hf_assisted_default"}
+    assert {*record["results"][0]["tokens_per_s"]} == {"plain", "speculative", *peers}
+    result = invoke(*BENCH, *draft, "--no-peers", "--temperatures", "0")
+    assert result.exit_code == 0, result.stderr
+    record = json.loads(out.read_text(encoding="utf-8").splitlines()[-1])
+    assert record["heterogeneous_vocab"] == "intersection"
+    assert {*record["results"][0]["tokens_per_s"]} == {"plain", "speculative", "draft"}
+
+
+def test_bench_of_early_exit(invoke, bundled, model_folders, tmp_path, monkeypatch):
+    """Hugging Face exits early too; where it cannot, it is left out and that is said."""
+    out, calls = tmp_path / "results.jsonl", []
+    generate: Callable = Methods._hf_generate
+
+    def noted(self, *args, **kwargs):
+        calls.append(kwargs)
+        return generate(self, *args, **kwargs)
+
+    monkeypatch.setattr(Methods, "_hf_generate", noted)
+    exits = ["--method", "early_exit", "--exit-layer", "1", "--out", out]
+    result = invoke(*BENCH, *exits)
+    assert result.exit_code == 0, result.stderr
+    assert {"assistant_early_exit": 1} in calls
+    assert not any("prompt_lookup_num_tokens" in call for call in calls)
+    record = json.loads(out.read_text(encoding="utf-8"))
+    assert (record["exit_layer"], record["verified"]) == (1, True)
+    folder = tmp_path / "gpt_neox"
+    random_model("gpt_neox", max_position_embeddings=256).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    result = invoke(*BENCH, *exits, "--target", folder)
+    assert result.exit_code == 0, result.stderr
+    assert "note: Hugging Face's early exit is left out, it fails with IndexError" in result.stderr
+    record = json.loads(out.read_text(encoding="utf-8").splitlines()[-1])
+    assert {*record["results"][0]["tokens_per_s"]} == {"plain", "speculative", "hf_generate"}
 
 
 @pytest.mark.parametrize("method", ["prompt_lookup", "mag"])

@@ -1,8 +1,11 @@
 """`fastspec tune` writes a file that generate and bench read; what it measures decides no test."""
 
 import json
+from dataclasses import replace
 
 import pytest
+
+from fastspec.tools.tune import Plan, Planner
 
 SHORT = ["--max-tokens", "30", "-k", "2", "--repeats", "1"]
 
@@ -53,6 +56,38 @@ def test_methods_can_be_named(invoke, pair, tmp_path, prompts_file):
     result = invoke("tune", *pair[:2], *SHORT, "--prompts-file", prompts_file, *named)
     assert result.exit_code == 0, result.stderr
     assert "draft_model" not in result.stdout
+
+
+def test_exit_layers(invoke, pair, tmp_path, prompts_file, monkeypatch):
+    """Each is tried; the chosen one and what its own steps cost are kept."""
+    seen: list = []
+
+    def last(self, measurements):
+        seen.extend(measurements)
+        return Plan(replace(measurements[1].spec, num_speculative_tokens=1), 1.5)
+
+    monkeypatch.setattr(Planner, "choose", last)
+    out = tmp_path / "tuned.json"
+    run = ["tune", *pair[:2], *SHORT, "--prompts-file", prompts_file, "--out", out]
+    result = invoke(*run, "--methods", "early_exit", "--exit-layers", "1,1")
+    assert result.exit_code == 0, result.stderr
+    assert "early_exit 1" in result.stdout
+    record = json.loads(out.read_text(encoding="utf-8"))
+    assert {row["exit_layer"] for row in record["measured"]["table"]} == {1}
+    assert (record["draft"], record["spec"]["exit_layer"]) == (None, 1)
+    assert record["step_costs"] == [seen[0].step_seconds(length) for length in (0, 1)]
+    used = invoke("generate", "--config", out, "--prompt", "ab", "--max-tokens", "4")
+    assert used.exit_code == 0, used.stderr
+    for options, told in (
+        (["--methods", "early_exit"], "early_exit needs --exit-layers"),
+        (["--methods", "mag", "--exit-layers", "1"], "--exit-layers"),
+        (["--exit-layers", "two"], "--exit-layers"),
+        (["--exit-layers", "0"], "exit_layer"),
+    ):
+        refused = invoke(*run, *options)
+        assert refused.exit_code == 2
+        assert told in refused.stderr
+    assert invoke(*run, "--exit-layers", "9").exit_code == 1
 
 
 def test_several_drafts(invoke, model_folders, tmp_path, prompts_file):

@@ -98,7 +98,7 @@ def _layer(weights, embeddings, hidden, norm_before_residual):
         name.removeprefix("midlayer.").removesuffix(".weight"): part
         for name, part in weights.items()
     }
-    count, size = hidden.shape
+    size = hidden.shape[-1]
     both = torch.cat(
         [
             rms_norm(embeddings, (size,), weights["input_layernorm"], 1e-6),
@@ -106,8 +106,14 @@ def _layer(weights, embeddings, hidden, norm_before_residual):
         ],
         dim=-1,
     )
+    return finished(weights, both, both[:, size:] if norm_before_residual else hidden)
+
+
+def finished(weights, given, residual):
+    """A decoder layer over all rows, given what its attention reads and what is added to that."""
+    count, size = residual.shape
     query, key, value = (
-        linear(both, weights[f"self_attn.{name}_proj"]).view(count, -1, size // HEADS)
+        linear(given, weights[f"self_attn.{name}_proj"]).view(count, -1, size // HEADS)
         for name in "qkv"
     )
     query, key = _rotated(query), _rotated(key)
@@ -115,7 +121,6 @@ def _layer(weights, embeddings, hidden, norm_before_residual):
     scores = torch.einsum("ihd,jhd->hij", query, key) * (size // HEADS) ** -0.5
     scores = scores.masked_fill(torch.ones(count, count).triu(1).bool(), -torch.inf)
     attended = torch.einsum("hij,jhd->ihd", scores.softmax(-1), value).flatten(1)
-    residual = both[:, size:] if norm_before_residual else hidden
     hidden = residual + linear(attended, weights["self_attn.o_proj"])
     normed = rms_norm(hidden, (size,), weights["post_attention_layernorm"], 1e-6)
     gated = silu(linear(normed, weights["mlp.gate_proj"])) * linear(normed, weights["mlp.up_proj"])
@@ -129,11 +134,3 @@ def _rotated(part):
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
     first, second = part[..., :half], part[..., half:]
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-
-
-def whole_row(proposal, index, row):
-    """Row of a proposal's logits over all tokens [V]."""
-    own, columns = proposal.draft_logits[index, row], proposal.draft_token_map
-    if columns is None:
-        return own
-    return own[columns.clamp(min=0).long()].masked_fill(columns < 0, -torch.inf)

@@ -1,6 +1,7 @@
 """EAGLE-3 drafts: the published forward, the same output, the exact law."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 from fastspec_kernels.testing import chi_square
 
 from ..models import random_model
-from .eagle3_models import THETA, published_logits, whole_row, write_folder
+from .eagle3_models import THETA, published_logits, write_folder
+from .eagle_checks import assert_logits, spied
 from .helpers import (
     ALPHA,
     FILTERED,
@@ -33,50 +35,14 @@ GREEDY_TREE = SpecConfig("eagle3", 4, tree_nodes=9, draft_sample_method="greedy"
 SMALL = EngineConfig(max_batch_size=3, block_size=4, prefill_chunk_size=7)
 
 
-def spied(engine):
-    """The proposals of an engine's drafter as they are made, with their batches and texts."""
-    seen, drafter = [], engine.drafter
-    propose = drafter.propose
-
-    def spy(batch):
-        proposal = propose(batch)
-        texts = [list(request.token_ids) for request in batch.requests]
-        seen.append((texts, batch, proposal))
-        return proposal
-
-    drafter.propose = spy
-    return seen
-
-
-def rows_of(proposal, batch, index):
-    """For each row of logits of a request: its node, and the tokens on the way to it."""
-    tokens = proposal.token_ids[index].tolist()[: batch.max_nodes[index]]
-    paths, parents = [[]], range(len(tokens))
-    if proposal.parents is not None:
-        parents = proposal.parents[index].tolist()[: len(tokens)]
-    for token, parent in zip(tokens, parents, strict=True):
-        paths.append([*paths[parent], token])
-    depth = batch.num_draft_tokens[index]
-    return [(node, paths[node]) for node in sorted(set(parents)) if len(paths[node]) < depth]
-
-
 def assert_published(seen, weights, target, least=40, **options):
     """All rows of logits are those of the published forward."""
-    num_rows = 0
-    for texts, batch, proposal in seen:
-        for index, text in enumerate(texts):
-            if len(text) < 2:
-                continue  # nothing to go on from
-            for row, path in rows_of(proposal, batch, index):
-                expected = published_logits(weights, target, text, path, **options)[-1]
-                logits = whole_row(proposal, index, row)
-                torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
-                num_rows += 1
-    assert num_rows >= least
+    assert_logits(seen, partial(published_logits, weights, target, **options), least)
 
 
 @pytest.mark.parametrize("spec", [CHAIN, TREE], ids=["chain", "tree"])
-@pytest.mark.parametrize(("hidden_size", "num_known"), [(64, None), (96, 50)])
+@pytest.mark.parametrize("hidden_size", [64, 96])
+@pytest.mark.parametrize("num_known", [None, 50])
 def test_logits_are_those_of_the_published_forward(tmp_path, spec, hidden_size, num_known):
     target = random_model("llama", num_hidden_layers=6)
     weights = write_folder(tmp_path, target, hidden_size, num_known)
@@ -137,6 +103,71 @@ def test_other_published_folders(tmp_path, config, options):
     assert_published(seen, weights, target, least=10, **options)
 
 
+def test_weights_in_several_files(tmp_path):
+    target = random_model("llama", num_hidden_layers=6)
+    weights = write_folder(tmp_path, target, num_known=50)
+    (tmp_path / "model.safetensors").unlink()
+    places = {name: f"model-{index % 2}.safetensors" for index, name in enumerate(weights)}
+    for file in {*places.values()}:
+        part = {name: weights[name] for name, place in places.items() if place == file}
+        save_file(part, tmp_path / file)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    engine = Engine(target, tmp_path)
+    seen = spied(engine)
+    engine.generate(PROMPTS[:1], SAMPLED)
+    assert_published(seen, weights, target, least=10)
+    (tmp_path / "model-1.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"drafter: cannot load .*model-1.safetensors"):
+        Engine(target, tmp_path)
+    index.write_text("[]")
+    with pytest.raises(ValueError, match="expected a weight_map"):
+        Engine(target, tmp_path)
+
+
+def as_speculators(folder, **changes):
+    """The config.json of a draft as vLLM's `speculators` writes it."""
+    stored = json.loads((folder / "config.json").read_text())
+    own = {"draft_vocab_size", "norm_before_residual", IDS} & stored.keys()
+    config = {name: stored.pop(name) for name in own}
+    del stored["architectures"]
+    config |= {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.3.0",
+        "speculators_config": {"algorithm": "eagle3"},
+        "target_hidden_size": None,
+        "transformer_layer_config": stored,
+    }
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def test_folders_of_speculators(tmp_path):
+    target = random_model("llama", num_hidden_layers=6)
+    options = {"norm_before_residual": True, IDS: [1, 2, 4]}
+    weights = write_folder(tmp_path, target, num_known=50, **options)
+    renamed = {name.replace("midlayer", "layers.0"): w for name, w in weights.items()}
+    save_file(renamed, tmp_path / "model.safetensors")
+    as_speculators(tmp_path)
+    engine = Engine(target, tmp_path)
+    assert engine.drafter.name == "eagle3"
+    seen = spied(engine)
+    engine.generate(PROMPTS[:1], SAMPLED)
+    options = {"norm_before_residual": True, "layers": [1, 2, 4]}
+    assert_published(seen, weights, target, least=10, **options)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("speculators_model_type", "mlp"), ("transformer_layer_config", None)]
+)
+def test_other_folders_of_speculators_are_refused(tmp_path, field, value):
+    target = random_model("llama")
+    write_folder(tmp_path, target)
+    as_speculators(tmp_path, **{field: value})
+    with pytest.raises(ValueError, match=f"drafter: .*{field}: expected .*, got {value!r}"):
+        Engine(target, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("architecture", "spec"),
     [("llama", CHAIN), ("llama", TREE), ("qwen3", CHAIN), ("gemma3", GREEDY_TREE)],
@@ -175,6 +206,25 @@ def test_exact_distribution(tmp_path, sampling, options):
     write_folder(tmp_path, target, num_known=4)
     counts = drawn_counts((target, tmp_path), sampling, SpecConfig("eagle3", 2, **options))
     assert chi_square(counts, exact_law(target, sampling)) > ALPHA
+
+
+@pytest.mark.parametrize("copies", [{}, {"suffix_tokens": 3}], ids=["alone", "with copies"])
+@pytest.mark.parametrize("rule", ["standard", "coupled"])
+def test_exact_distribution_of_drafts_that_end_where_they_are_unsure(tmp_path, rule, copies):
+    target = small_model()
+    write_folder(tmp_path, target, num_known=4)
+    options = {"confidence_threshold": 0.3, "rejection_sample_method": rule}
+    spec, prompt = SpecConfig("eagle3", 3, **options, **copies), [1, 2, 3, 1, 2, 3, 1]
+    engine = Engine(target, tmp_path, spec=spec)
+    proposals = spied(engine)
+    engine.generate([prompt], SAMPLED)
+    written = {writer for *_, made in proposals for row in made.writers or [] for writer in row}
+    assert ("suffix" in written) == bool(copies)
+    stats = engine.stats
+    assert 1 < stats.num_draft_tokens / stats.num_drafts < 3
+    given = FILTERED, spec
+    counts = drawn_counts((target, tmp_path), *given, prompt=prompt, num_more=3)
+    assert chi_square(counts, exact_law(target, FILTERED, prompt)) > ALPHA
 
 
 def test_unlike_requests_in_one_batch(tmp_path):
@@ -239,7 +289,7 @@ def test_a_folder_that_says_so_needs_no_method(tmp_path):
     assert Engine(target, tmp_path).drafter.name == "eagle3"
     tree = Engine(target, tmp_path, spec=SpecConfig("tree", 2)).drafter
     assert (tree.name, tree.draft.name) == ("tree", "eagle3")
-    with pytest.raises(ValueError, match="an EAGLE-3 draft needs method 'eagle3'"):
+    with pytest.raises(ValueError, match="an EAGLE draft needs method 'eagle3'"):
         Engine(target, tmp_path, spec="draft_model")
 
 
@@ -247,22 +297,29 @@ def without(name):
     return lambda weights: weights.pop(name)
 
 
-def as_first_versions(weights):
-    """EAGLE-1 and 2 have a plain layer without the norm before it."""
-    for name in list(weights):
-        weights[name.replace("midlayer.", "layers.0.")] = weights.pop(name)
-    del weights["layers.0.hidden_norm.weight"]
-
-
 @pytest.mark.parametrize(
     ("change", "told"),
     [
         (without("fc.weight"), "fc.weight is missing"),
-        (as_first_versions, "EAGLE-1 or EAGLE-2"),
+        (without("midlayer.hidden_norm.weight"), "hidden_norm.weight is missing"),
         (lambda weights: weights.update(extra=torch.zeros(1)), "extra is new"),
         (lambda weights: weights.update({"fc.weight": torch.zeros(48, 7)}), "fc.weight has the"),
         (lambda weights: weights.update({"lm_head.weight": torch.zeros(9, 48)}), "9, 48.*263, 48"),
-        (lambda weights: weights.update(d2t=torch.full((263,), 9)), "d2t"),
+        (lambda weights: weights.update(d2t=torch.full((263,), 9)), "d2t: names tokens outside"),
+        (
+            lambda weights: weights.update(d2t=torch.tensor([0, -1] + [0] * 261)),
+            "d2t: names token 0 more than once",
+        ),
+        (
+            lambda weights: weights.update(t2d=torch.arange(263) < 200),
+            "t2d: marks 200 of 263 tokens, and there is no d2t",
+        ),
+        (
+            lambda weights: weights.update(
+                d2t=torch.zeros(50, dtype=torch.int64), t2d=torch.arange(263) > 212
+            ),
+            "t2d: marks 50 of 263 tokens, and d2t names others",
+        ),
     ],
 )
 def test_other_folders_are_refused(tmp_path, change, told):

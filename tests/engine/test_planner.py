@@ -97,13 +97,16 @@ def test_a_sweep_measures_every_length(model, planner, method):
     assert planner.choose([measured]).predicted >= 1.0
 
 
-def test_eagle3_is_measured(tmp_path, model, planner):
-    """Its chains, with each number of tokens, beside the target whose hidden states it reads."""
+@pytest.mark.parametrize("method", ["eagle3", "early_exit"])
+def test_what_reads_the_target_is_measured(tmp_path, model, planner, method):
+    """Its chains, with each number of tokens, beside the target that it reads."""
     write_folder(tmp_path, model)
-    measured = planner.measure(SpecConfig("eagle3", 2), tmp_path, PROMPTS, lambda: None)
+    drafter, options = (tmp_path, {}) if method == "eagle3" else (None, {"exit_layer": 1})
+    spec = SpecConfig(method, 2, **options)
+    measured = planner.measure(spec, drafter, PROMPTS, lambda: None)
     assert measured.lengths == [0, 1, 2]
     for length in (1, 2):
-        engine = Engine(model, tmp_path, spec=SpecConfig("eagle3", length))
+        engine = Engine(model, drafter, spec=SpecConfig(method, length, **options))
         engine.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
         assert measured.tokens_per_pass[length] == engine.stats.mean_acceptance_length
 

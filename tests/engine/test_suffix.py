@@ -28,7 +28,7 @@ def by_the_rules(text, num, factor, least):
     for size in range(len(text) - 1, 1, -1):
         ends = [i for i in range(len(text) - 1, size - 1, -1) if text[i - size : i] == text[-size:]]
         drafts, share, score = [], 1.0, 0.0
-        while ends and len(drafts) < min(num, int(factor * size)):
+        while ends and len(drafts) < int(min(num, factor * size)):
             following = Counter(text[i] for i in ends if i < len(text))
             if not following:
                 break
@@ -44,7 +44,9 @@ def by_the_rules(text, num, factor, least):
     return best + [-1] * (num - len(best))
 
 
-@pytest.mark.parametrize(("factor", "least"), [(1.0, 0.0), (2.0, 0.4), (0.5, 0.6), (9.0, 0.1)])
+@pytest.mark.parametrize(
+    ("factor", "least"), [(1.0, 0.0), (2.0, 0.4), (0.5, 0.6), (9.0, 0.1), (1e308, 0.1)]
+)
 def test_chains_follow_the_rules(factor, least):
     generator = torch.Generator().manual_seed(5)
     for _ in range(30):
@@ -141,6 +143,10 @@ def test_a_corpus_drafts():
         engine.add_corpus([[VOCAB_SIZE]])
     with pytest.raises(ValueError, match=r"^texts: a text needs a tokenizer"):
         engine.add_corpus(["a text"])
+    with pytest.raises(ValueError, match=r"^texts: expected a list, got bytes"):
+        engine.add_corpus([b"ab"])
+    with pytest.raises(ValueError, match=r"^texts: expected one of the keys"):
+        engine.add_corpus([{"text": "ab"}])
     tiny = Engine("tiny", spec="suffix")
     tiny.add_corpus("import os\nimport sys\n")
     (output,) = tiny.generate("import os\n", SamplingParams(temperature=0, max_tokens=2))

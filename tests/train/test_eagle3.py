@@ -24,6 +24,7 @@ from fastspec.train.eagle3 import (
 from fastspec.train.glide_data import split_places
 from fastspec.train.options import DraftShape, TrainOptions
 
+from ..engine import eagle1_models
 from ..engine.eagle3_models import published_logits, write_folder
 from ..engine.helpers import GREEDY, PROMPTS, hugging_face_greedy
 from ..models import byte_tokenizer, random_model
@@ -178,6 +179,11 @@ def test_the_command(tmp_path):
     result = CliRunner().invoke(app, [*again, "--vocab-size", "40"])
     assert result.exit_code == 2
     assert "--start" in result.stderr
+    eagle1_models.write_folder(tmp_path / "first", target)
+    at = again.index("--start") + 1
+    result = CliRunner().invoke(app, [*again[:at], str(tmp_path / "first"), *again[at + 1 :]])
+    assert result.exit_code == 2
+    assert "--start: expected an EAGLE-3 draft, got one of EAGLE-1 or EAGLE-2" in result.stderr
     data.write_text('{"prompt_ids": [1, 2], "token_ids": [1, 9999]}\n')
     result = CliRunner().invoke(app, [*command, "--resume"])
     assert result.exit_code == 1

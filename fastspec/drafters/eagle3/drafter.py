@@ -1,4 +1,4 @@
-"""EAGLE-3: a draft of one layer that goes on from its target's hidden states."""
+"""EAGLE: drafts of one layer that go on from their target's hidden states."""
 
 from dataclasses import replace
 from functools import partial
@@ -6,8 +6,9 @@ from functools import partial
 from fastspec.drafters.base import Batch, Blocks, Drafter, Proposal
 from fastspec.drafters.context import DrafterContext, DrafterPlan
 from fastspec.drafters.draft_model import TargetReader
+from fastspec.drafters.eagle3.eagle1 import Eagle1Draft
 from fastspec.drafters.eagle3.loading import load_eagle3
-from fastspec.drafters.eagle3.model import Eagle3Draft
+from fastspec.drafters.eagle3.model import EagleDraft
 from fastspec.drafters.eagle3.paged import Eagle3Runner
 from fastspec.models.layout import KVCache
 from fastspec.models.paged_model import PagedModel
@@ -17,19 +18,26 @@ from fastspec.models.runner import ModelRunner
 class Eagle3Drafter(TargetReader):
     """Drafts with an EAGLE-3 draft; the target's runner keeps its hidden states from now on.
 
+    With a draft of EAGLE-1 or EAGLE-2, which reads the last one, its name is "eagle".
+
     What it has drafted it reads again once that is committed, with the target's hidden states in
     place of its own. Its arguments are those of `fastspec.drafters.draft_model.TargetReader`.
 
-    Source: Li et al., "EAGLE-3", arXiv 2503.01840.
+    Sources: Li et al., "EAGLE-3", arXiv 2503.01840; `Eagle1Draft` names those of the others.
     """
 
     name = "eagle3"
     kind, reads = "EAGLE-3", "the target's hidden states"
-    model_class, runner_class = Eagle3Draft, Eagle3Runner
+    model_class, runner_class = EagleDraft, Eagle3Runner
+
+    def __init__(self, model: PagedModel, *args, **kwargs):
+        super().__init__(model, *args, **kwargs)
+        if isinstance(model.model, Eagle1Draft):
+            self.name = "eagle"
 
     @staticmethod
     def pages(model: PagedModel, target: ModelRunner, blocks: Blocks) -> list[KVCache]:
-        kept = target.keep_inputs(model.model.config.target_layers)
+        kept = target.keep_inputs(model.model.target_layers)
         blocks.share_with_next()
         return kept
 

@@ -1,46 +1,68 @@
-"""EAGLE-3 drafts in folders of the published layout."""
+"""EAGLE drafts in folders of the published layouts."""
 
 import json
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
+from zipfile import BadZipFile
 
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.utils.hub import cached_file
 
 from fastspec.config import EngineConfig
-from fastspec.drafters.eagle3.model import Eagle3Config, Eagle3Draft
+from fastspec.config.checks import require
+from fastspec.drafters.eagle3.eagle1 import Eagle1Draft
+from fastspec.drafters.eagle3.folders import (
+    SPECULATORS,
+    WEIGHTS,
+    read_config,
+    read_weights,
+    weight_names,
+)
+from fastspec.drafters.eagle3.model import Eagle3Config, Eagle3Draft, EagleDraft
 from fastspec.models.captured import usual_layers
 from fastspec.models.loading import load_config, load_model
+from fastspec.models.named import folder_of
 from fastspec.models.reduced_vocabulary import reduced_rows
 from fastspec.models.sharded import whole
 
 _ARCHITECTURE = "LlamaForCausalLMEagle3"
-_FILES = ("model.safetensors", "pytorch_model.bin")
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+_EMBEDDINGS, _HEAD = "embed_tokens.weight", "lm_head.weight"
+_UNREADABLE = (OSError, ValueError, RuntimeError, SafetensorError, BadZipFile)
 
 
 def is_eagle3(source: str | Path | PreTrainedModel) -> bool:
-    """Whether a model is an EAGLE-3 draft; of a folder or hub id, whether its config says so."""
+    """Whether a model is an EAGLE draft; of a folder or hub id, whether its config says so, or of
+    one layer its weights, as EAGLE-1 and EAGLE-2 are Llamas by their config."""
     if isinstance(source, PreTrainedModel):
-        return isinstance(source, Eagle3Draft)
+        return isinstance(source, EagleDraft)
     config = load_config("drafter", source)
     is_named = any("Eagle3" in name for name in config.architectures or ())
-    return is_named or getattr(config, "draft_vocab_size", None) is not None
+    is_reduced = getattr(config, "draft_vocab_size", None) is not None
+    if is_named or is_reduced or hasattr(config, SPECULATORS):
+        return True
+    folder = folder_of("drafter", str(source)) or Path(source).expanduser()
+    if getattr(config, "num_hidden_layers", None) != 1 or folder.is_file():
+        return False
+    try:
+        return "fc.weight" in weight_names(folder if folder.is_dir() else source)
+    except _UNREADABLE:
+        return False  # what is wrong is said where it is loaded
 
 
 def load_eagle3(
     source: str | Path | PreTrainedModel, config: EngineConfig, target: PreTrainedModel | None
 ) -> PreTrainedModel:
-    """An EAGLE-3 draft on the device, in the target's type.
+    """A draft of EAGLE-3, or of EAGLE-1 or 2, on the device, in the target's type.
 
     A folder that lacks embeddings or a head takes the target's.
 
     Raises:
-        ValueError: it cannot be loaded, or is no EAGLE-3 draft for this target; there is none.
+        ValueError: it cannot be loaded, or is no EAGLE draft for this target; there is none.
     """
     if target is None:
         raise ValueError("drafter: EAGLE-3 reads the target's hidden states; there is no target")
@@ -60,48 +82,120 @@ def save_eagle3(draft: Eagle3Draft, folder: Path) -> None:
     }
     tensors |= {"d2t": token_ids - torch.arange(len(token_ids)), "t2d": is_known}
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / _FILES[0], metadata={"format": "pt"})
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     config = draft.config.to_diff_dict() | {"model_type": "llama", "architectures": [_ARCHITECTURE]}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _read(
     path: str | Path, target: PreTrainedModel, use_safetensors: bool = False, **options: Any
-) -> Eagle3Draft:
-    tensors = _tensors(path, _FILES[:1] if use_safetensors else _FILES)
-    if (
-        "midlayer.self_attn.q_proj.weight" in tensors
-        and "midlayer.hidden_norm.weight" not in tensors
-    ):
-        raise ValueError("is a draft of EAGLE-1 or EAGLE-2, which are not supported: EAGLE-3 is")
+) -> EagleDraft:
+    tensors = read_weights(path, use_safetensors)
     large = target.config.get_text_config(decoder=True)
-    embeddings, head = (
-        tensors.pop(name, None) for name in ("embed_tokens.weight", "lm_head.weight")
-    )
-    offsets = tensors.pop("d2t", None)
-    tensors.pop("t2d", None)  # says the same
-    vocab_size = len(cast(Any, target.get_output_embeddings()).weight)
+    head: Any = target.get_output_embeddings()
+    known = {
+        "vocab_size": len(head.weight),
+        "draft_vocab_size": None,
+        "target_hidden_size": large.hidden_size,
+        "target_layers": None,
+        "max_position_embeddings": large.max_position_embeddings,
+    }
+    read = _first_version if _is_first_version(tensors) else _third_version
+    return read(read_config(path) | known, tensors, target).eval()
+
+
+def _is_first_version(tensors: dict[str, Tensor]) -> bool:
+    """Whether it joins an embedding and a hidden state before a layer that norms neither."""
+    fuse = tensors.get("fc.weight")
+    is_joined = fuse is not None and fuse.dim() == 2 and fuse.shape[1] == 2 * fuse.shape[0]
+    norms = "midlayer.hidden_norm.weight", "midlayer.input_layernorm.weight"
+    return is_joined and not tensors.keys() & {*norms}
+
+
+def _first_version(
+    stored: dict[str, Any], tensors: dict[str, Tensor], target: PreTrainedModel
+) -> EagleDraft:
+    """A draft of EAGLE-1 or EAGLE-2, whose head is the target's unless it has one."""
+    config = Eagle3Config.from_dict(stored)
+    size, read = config.hidden_size, config.target_hidden_size
+    require("hidden_size", size, size == read, f"{read}, the target's, as EAGLE-1 has no other")
+    draft: Any = Eagle1Draft(config)
+    for name, module in draft.named_modules():
+        # The published ones have biases here and there, and their configuration does not say so.
+        if isinstance(module, nn.Linear) and f"{name}.bias" in tensors and module.bias is None:
+            module.bias = nn.Parameter(torch.zeros(module.out_features))
+    head: Any = target.get_output_embeddings()
+    bias = None if _HEAD in tensors else getattr(head, "bias", None)
+    ends = _ends(tensors, target, "EAGLE-1 or EAGLE-2 draft", draft, head.weight)
+    draft.set_whole_ends(*ends, None if bias is None else whole(bias.detach()))
+    return draft
+
+
+def _third_version(
+    stored: dict[str, Any], tensors: dict[str, Tensor], target: PreTrainedModel
+) -> EagleDraft:
+    vocab_size = stored["vocab_size"]
+    token_ids = _token_ids(tensors, vocab_size)
+    layers = stored.get(_LAYER_IDS)  # the number of a layer that reads a state, as vLLM has it
+    if written := (stored.get("eagle_config") or {}).get(_LAYER_IDS):
+        layers = [index + 1 for index in written]  # that of one that writes it, as SGLang has it
+    large: PreTrainedConfig = target.config.get_text_config(decoder=True)
+    known = {
+        "draft_vocab_size": len(token_ids),
+        "target_layers": layers or usual_layers(large.num_hidden_layers),
+    }
+    draft: Any = Eagle3Draft(Eagle3Config.from_dict(stored | known))
+    head = None if _HEAD in tensors else reduced_rows(target, token_ids)
+    ends = _ends(tensors, target, "EAGLE-3 draft", draft, head)
+    draft.set_ends(*ends, token_ids.to(target.device), vocab_size)
+    return draft
+
+
+def _token_ids(tensors: dict[str, Tensor], vocab_size: int) -> Tensor:
+    """The tokens [R] that a draft can write; takes the maps that say so out of its tensors."""
+    offsets, is_known = tensors.pop("d2t", None), tensors.pop("t2d", None)
     num_ids = vocab_size if offsets is None else len(offsets)
     token_ids = torch.arange(num_ids) + (0 if offsets is None else offsets.long())
     if not 0 <= int(token_ids.min()) <= int(token_ids.max()) < vocab_size:
         raise ValueError(f"d2t: names tokens outside of the target's vocabulary of {vocab_size}")
-    draft: Any = Eagle3Draft(_config_of(path, large, vocab_size, num_ids))
+    named, counts = token_ids.unique(return_counts=True)
+    if len(named) < num_ids:
+        raise ValueError(f"d2t: names token {int(named[counts > 1][0])} more than once")
+    if is_known is not None:
+        marked = is_known.flatten().nonzero().flatten()
+        if not torch.equal(marked, named):
+            says = "there is no d2t" if offsets is None else "d2t names others"
+            raise ValueError(f"t2d: marks {len(marked)} of {vocab_size} tokens, and {says}")
+    return token_ids
+
+
+def _ends(
+    tensors: dict[str, Tensor], target: PreTrainedModel, kind: str, draft: Any, head: Tensor | None
+) -> list[Tensor]:
+    """Copy a draft's own weights; its embeddings and its head as they are to be on the device.
+
+    Args:
+        kind: of draft, for errors.
+        head: the target's, for a draft that has none.
+    Raises:
+        ValueError: a weight that is missing, new, or of another shape.
+    """
     draft.to(target.dtype)
+    embeddings = tensors.pop(_EMBEDDINGS, cast(Any, target.get_input_embeddings()).weight)
+    head = tensors.pop(_HEAD, head)
     own = dict(draft.named_parameters())
-    own.pop("embed_tokens.weight")
+    own.pop(_EMBEDDINGS)
     if names := own.keys() ^ tensors.keys():
         is_missing = min(names) in own
-        raise ValueError(
-            f"is no EAGLE-3 draft: {min(names)} is {'missing' if is_missing else 'new'}"
-        )
-    if embeddings is None:
-        embeddings = whole(cast(Any, target.get_input_embeddings()).weight)
-    if head is None:
-        head = reduced_rows(target, token_ids)
-    size = draft.config.hidden_size
-    ends = {"embed_tokens.weight": embeddings[:vocab_size], "lm_head.weight": head}
-    shapes = {"embed_tokens.weight": (vocab_size, size), "lm_head.weight": (num_ids, size)}
-    shapes |= {name: tuple(weight.shape) for name, weight in own.items()}
+        raise ValueError(f"is no {kind}: {min(names)} is {'missing' if is_missing else 'new'}")
+    config: Eagle3Config = draft.config
+    ends = {
+        _EMBEDDINGS: whole(embeddings.detach())[: config.vocab_size],
+        _HEAD: whole(cast(Tensor, head).detach()),
+    }
+    shapes = {name: tuple(weight.shape) for name, weight in own.items()}
+    shapes[_EMBEDDINGS] = config.vocab_size, config.hidden_size
+    shapes[_HEAD] = config.draft_vocab_size, config.hidden_size
     for name, weight in (tensors | ends).items():
         if tuple(weight.shape) != shapes[name]:
             raise ValueError(
@@ -110,43 +204,4 @@ def _read(
     with torch.no_grad():
         for name, weight in own.items():
             weight.copy_(tensors[name])
-    embeddings, head = (part.to(target.device, target.dtype) for part in (embeddings, head))
-    draft.set_ends(embeddings, head, token_ids.to(target.device), vocab_size)
-    return draft.eval()
-
-
-def _tensors(path: str | Path, files: tuple[str, ...]) -> dict[str, Tensor]:
-    """The weights of a folder or hub id by the names of our modules, from the first file there."""
-    for name in files:
-        file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
-        if file is not None:
-            break
-    else:
-        raise ValueError(f"has none of {files}")
-    is_pickled = name.endswith(".bin")
-    stored = torch.load(file, "cpu", weights_only=True) if is_pickled else load_file(file)
-    return {
-        name.removeprefix("model.").replace("layers.0.", "midlayer."): weight
-        for name, weight in stored.items()
-        if not name.endswith("rotary_emb.inv_freq")  # computed, and not always stored
-    }
-
-
-def _config_of(
-    path: str | Path, large: PreTrainedConfig, vocab_size: int, num_ids: int
-) -> Eagle3Config:
-    """The folder's configuration; what depends on the target is as the target has it."""
-    stored, _ = Eagle3Config.get_config_dict(path)
-    layers = stored.get(_LAYER_IDS)  # the number of a layer that reads a state, as vLLM has it
-    if written := (stored.get("eagle_config") or {}).get(_LAYER_IDS):
-        layers = [index + 1 for index in written]  # that of one that writes it, as SGLang has it
-    return Eagle3Config.from_dict(
-        stored
-        | {
-            "vocab_size": vocab_size,
-            "draft_vocab_size": num_ids,
-            "target_hidden_size": large.hidden_size,
-            "target_layers": layers or usual_layers(large.num_hidden_layers),
-            "max_position_embeddings": large.max_position_embeddings,
-        }
-    )
+    return [part.to(target.device, target.dtype) for part in ends.values()]

@@ -1,5 +1,6 @@
-"""The EAGLE-3 draft: one decoder layer that reads its target's hidden states."""
+"""EAGLE drafts, and that of EAGLE-3: one decoder layer that reads its target's hidden states."""
 
+from collections.abc import Callable
 from typing import Any, Protocol, cast
 
 import torch
@@ -23,7 +24,7 @@ from fastspec_kernels import LayerWeights
 
 
 class Eagle3Config(LlamaConfig):
-    """Shape of an EAGLE-3 draft; a published one is that of a Llama with one layer and these.
+    """Shape of an EAGLE draft; a published one is that of a Llama with one layer and these.
 
     Args:
         draft_vocab_size: tokens that it can write; None = all.
@@ -32,7 +33,7 @@ class Eagle3Config(LlamaConfig):
             published drafts read, see `usual_layers`.
         norm_before_residual: whether the residual is the hidden state after its norm.
     Raises:
-        ValueError: a shape that is none of an EAGLE-3 draft.
+        ValueError: a shape that is none of an EAGLE draft.
     """
 
     model_type = "eagle3"
@@ -49,8 +50,11 @@ class Eagle3Config(LlamaConfig):
         if self.draft_vocab_size is None:
             self.draft_vocab_size = self.vocab_size
         num = self.num_hidden_layers
-        require("num_hidden_layers", num, num == 1, "1, as EAGLE-3 drafts have one layer")
+        require("num_hidden_layers", num, num == 1, "1, as EAGLE drafts have one layer")
         most = self.vocab_size
+        layers = self.target_layers
+        fits = all(layer >= 0 for layer in layers or ())
+        require("target_layers", layers, fits, "numbers of layers")
         fits = 1 <= self.draft_vocab_size <= most
         require("draft_vocab_size", self.draft_vocab_size, fits, f"1 to vocab_size, {most}")
 
@@ -58,7 +62,7 @@ class Eagle3Config(LlamaConfig):
 class HiddenStates(Protocol):
     """Where the rows of a pass find the hidden states they read, and leave their own."""
 
-    def read(self, fuse: nn.Module) -> Tensor:
+    def read(self, fuse: Callable[[Tensor], Tensor]) -> Tensor:
         """Of each row [1, T, E]: the target's states fused, or what the draft made itself."""
         ...
 
@@ -67,22 +71,38 @@ class HiddenStates(Protocol):
         ...
 
 
-class Eagle3Layer(nn.Module):
-    """A decoder layer whose attention reads embeddings and hidden states side by side."""
+class EagleLayer(nn.Module):
+    """A decoder layer from its attention on; what that reads is the draft's to say."""
 
     def __init__(self, config: Eagle3Config):
         super().__init__()
+        self.self_attn = LlamaAttention(config, 0)
+        self.mlp = LlamaMLP(config)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def weights(self) -> LayerWeights | None:
+        """For `decoder_layers`, after normed embeddings; None if it computes something else."""
+        return None
+
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """The output of the layer, given what attention says."""
+        hidden = residual + attended
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class Eagle3Layer(EagleLayer):
+    """A decoder layer whose attention reads embeddings and hidden states side by side."""
+
+    def __init__(self, config: Eagle3Config):
+        super().__init__(config)
         size, eps = config.hidden_size, config.rms_norm_eps
         self.norm_before_residual = config.norm_before_residual
-        self.self_attn = LlamaAttention(config, 0)
         for name in ("q_proj", "k_proj", "v_proj"):
             narrow = getattr(self.self_attn, name)
             wide = nn.Linear(2 * size, narrow.out_features, bias=narrow.bias is not None)
             setattr(self.self_attn, name, wide)
-        self.mlp = LlamaMLP(config)
         self.input_layernorm = LlamaRMSNorm(size, eps)
         self.hidden_norm = LlamaRMSNorm(size, eps)
-        self.post_attention_layernorm = LlamaRMSNorm(size, eps)
 
     def join(self, embeddings: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """What attention reads [..., 2E], and what its output is added to [..., E]."""
@@ -91,7 +111,6 @@ class Eagle3Layer(nn.Module):
         return joined, normed if self.norm_before_residual else hidden
 
     def weights(self) -> LayerWeights | None:
-        """For `decoder_layers`, after normed embeddings; None if it computes something else."""
         found = linear_weights(self)
         if found is None or not all(map(is_plain, self.modules())):
             return None
@@ -106,17 +125,12 @@ class Eagle3Layer(nn.Module):
             return None
         return LayerWeights(attention_norm=norms[0], mlp_norm=norms[1], **found)
 
-    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
-        """The output of the layer, given what attention says."""
-        hidden = residual + attended
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
-
-class Eagle3Draft(PreTrainedModel, GenerationMixin):
+class EagleDraft(PreTrainedModel, GenerationMixin):
     """Drafts with its target's hidden states; weights have published names.
 
     Row i reads the embedding of token i and a hidden state of token i - 1, the target's where that
-    is known, else its own, and tells token i + 1. Source: Li et al., "EAGLE-3", arXiv 2503.01840.
+    is known, else its own, and tells token i + 1.
     """
 
     config: Eagle3Config
@@ -124,29 +138,32 @@ class Eagle3Draft(PreTrainedModel, GenerationMixin):
     base_model_prefix = "model"
     _supports_attention_backend = True
 
+    midlayer: Any  # an EagleLayer
+    norm: nn.Module  # before the head
+
     def __init__(self, config: Eagle3Config):
         super().__init__(config)
-        size, read = config.hidden_size, config.target_hidden_size or config.hidden_size
-        self.embed_tokens = nn.Embedding(config.vocab_size, size, device="meta")
-        num_states = len(config.target_layers or range(3))
-        self.fc = nn.Linear(num_states * read, size, bias=False)
-        self.midlayer = Eagle3Layer(config)
-        self.norm = LlamaRMSNorm(size, config.rms_norm_eps)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, device="meta")
         self.rotary_emb = LlamaRotaryEmbedding(config)
-        self.lm_head: nn.Module = nn.Identity()  # see `set_ends`
-        self.post_init()
+        self.lm_head: nn.Module = nn.Identity()  # its ends are set later
+
+    @property
+    def target_layers(self) -> list[int]:
+        """The layers of the target whose inputs it reads, or `LAST_STATE`."""
+        raise NotImplementedError
 
     @property
     def numbers_beside(self) -> int:
         """What a token takes in pages beside keys and values: hidden states of both models."""
-        return self.fc.in_features + self.fc.out_features
+        raise NotImplementedError
 
-    def set_ends(
-        self, embeddings: Tensor, head: Tensor, token_ids: Tensor, vocab_size: int
-    ) -> None:
-        """Give it frozen embeddings, and the rows [R, E] of a head that tell R of V tokens."""
-        self.embed_tokens = nn.Embedding.from_pretrained(embeddings.detach())
-        self.lm_head = ReducedHead(head, token_ids, vocab_size)
+    def fuse(self, states: Tensor) -> Tensor:
+        """What a row reads [..., E] of the target's states, which lie side by side."""
+        raise NotImplementedError
+
+    def join(self, embeddings: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """What attention reads, and what its output is added to [..., E]."""
+        raise NotImplementedError
 
     def get_input_embeddings(self) -> nn.Module:
         return self.embed_tokens
@@ -165,8 +182,8 @@ class Eagle3Draft(PreTrainedModel, GenerationMixin):
         embeddings = self.embed_tokens(input_ids)
         states: HiddenStates | None = paged_step.glimpse
         # The pass that probes the model has none.
-        hidden = torch.zeros_like(embeddings) if states is None else states.read(self.fc)
-        joined, residual = self.midlayer.join(embeddings, hidden)
+        hidden = torch.zeros_like(embeddings) if states is None else states.read(self.fuse)
+        joined, residual = self.join(embeddings, hidden)
         attended, _ = self.midlayer.self_attn(
             hidden_states=joined,
             position_embeddings=self.rotary_emb(embeddings, position_ids),
@@ -179,6 +196,43 @@ class Eagle3Draft(PreTrainedModel, GenerationMixin):
             states.keep(hidden)
         rows = slice(None) if isinstance(logits_to_keep, int) else logits_to_keep
         return CausalLMOutputWithPast(logits=self.lm_head(self.norm(hidden[:, rows])))
+
+
+class Eagle3Draft(EagleDraft):
+    """The draft of EAGLE-3, which reads several hidden states.
+
+    Source: Li et al., "EAGLE-3", arXiv 2503.01840.
+    """
+
+    def __init__(self, config: Eagle3Config):
+        super().__init__(config)
+        size, read = config.hidden_size, config.target_hidden_size or config.hidden_size
+        num_states = len(config.target_layers or range(3))
+        self.fc = nn.Linear(num_states * read, size, bias=False)
+        self.midlayer = Eagle3Layer(config)
+        self.norm = LlamaRMSNorm(size, config.rms_norm_eps)
+        self.post_init()
+
+    @property
+    def target_layers(self) -> list[int]:
+        return self.config.target_layers or []
+
+    @property
+    def numbers_beside(self) -> int:
+        return self.fc.in_features + self.fc.out_features
+
+    def set_ends(
+        self, embeddings: Tensor, head: Tensor, token_ids: Tensor, vocab_size: int
+    ) -> None:
+        """Give it frozen embeddings, and the rows [R, E] of a head that tell R of V tokens."""
+        self.embed_tokens = nn.Embedding.from_pretrained(embeddings.detach())
+        self.lm_head = ReducedHead(head, token_ids, vocab_size)
+
+    def fuse(self, states: Tensor) -> Tensor:
+        return self.fc(states)
+
+    def join(self, embeddings: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        return self.midlayer.join(embeddings, hidden)
 
 
 class FlatEagle3:

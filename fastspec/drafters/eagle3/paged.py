@@ -1,10 +1,11 @@
-"""Passes of an EAGLE-3 draft over pages: its own cache, its own hidden states, its target's."""
+"""Passes of an EAGLE draft over pages: its own cache, its own hidden states, its target's."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastspec.drafters.eagle3.model import FlatEagle3
 from fastspec.models.flat import has_layer_kernels
@@ -19,7 +20,7 @@ class PagedStates:
     """The hidden states that the T rows of one pass read and leave.
 
     Attributes:
-        inputs: pages of what layers of the target were given.
+        inputs: pages of the target's hidden states.
         own: [slots, E], what the draft has made.
         is_known: of each row, whether the target has read the token before its own.
         slots: [T] int64, where that is kept in `inputs`, else in `own`.
@@ -32,7 +33,7 @@ class PagedStates:
     slots: Tensor
     row_slots: Tensor
 
-    def read(self, fuse: nn.Module) -> Tensor:
+    def read(self, fuse: Callable[[Tensor], Tensor]) -> Tensor:
         if not any(self.is_known):
             return self.own[self.slots][None]
         halves = [part.flatten(0, 1)[self.slots, 0] for cache in self.inputs for part in cache]
@@ -47,7 +48,7 @@ class PagedStates:
 
 
 class Eagle3Runner(ModelRunner):
-    """Runs an EAGLE-3 draft, which reads token i with what its target made of token i - 1.
+    """Runs an EAGLE draft, which reads token i with what its target made of token i - 1.
 
     The row of token i is the draft's row i - 1, as the first token has none: it lies in the slot of
     the token before. So what a block holds depends on one token after it.

@@ -1,0 +1,277 @@
+"""The methods of decoding that a benchmark times: ours and Hugging Face's, on the same weights."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from fastspec.config import EngineConfig, SamplingParams, SpecConfig
+from fastspec.drafters.context import DrafterContext, load_draft
+from fastspec.drafters.eagle3 import EagleDraft, is_eagle3, load_eagle3
+from fastspec.drafters.glide import GlideLlamaForCausalLM, load_glide
+from fastspec.drafters.reencoding import is_reencoded
+from fastspec.engine.engine import Engine
+from fastspec.engine.stats import SpecStats
+from fastspec.models.loading import load_model
+
+TokenIds = list[int]
+_HF_LOOKUP_TOKENS = 10  # what Hugging Face's documentation and the method's author use
+Decode = Callable[[TokenIds, float, int], TokenIds]  # prompt ids, temperature, seed -> new ids
+
+
+@dataclass(frozen=True)
+class Reencoded:
+    """A draft model whose text is encoded anew, see `fastspec.drafters.reencoding`.
+
+    Attributes:
+        path: of the draft model.
+        tokenizer, own: of the target and of the draft model.
+    """
+
+    path: str
+    tokenizer: PreTrainedTokenizerBase
+    own: PreTrainedTokenizerBase
+
+
+class Methods:
+    """Our plain and speculative decoding and Hugging Face's plain and assisted generation.
+
+    Each method makes exactly `max_tokens` new ids: end-of-sequence ids do not end a text.
+    Hugging Face's assisted generation appears twice: drafting K tokens in each step, as ours does
+    ("hf_assisted"), and as its own defaults have it ("hf_assisted_default"). Without a draft model
+    ours proposes by spec.method, and theirs by its prompt lookup; so does theirs with a
+    GLIDE or EAGLE draft, which it cannot run. Beside our early exit theirs exits early, if it can.
+    The parts of a cascade run by themselves, too, and so does the draft model ("draft"), where it
+    takes texts as long as the target's, in the same ids, and needs no target: its speed is what
+    drafting can gain at most. Without `peers` Hugging Face's are left out. Of several draft models,
+    a cascade's, both take the first.
+
+    Args:
+        parts: of a cascade by name, with the draft model of each if it has one.
+        reencoded: the draft model, loaded in `drafts` as well, where ours encodes its text anew;
+            theirs is then universal assisted generation.
+    Attributes:
+        costs: of one pass of the target and of each draft model, for the SWI.
+        refused: why Hugging Face's early exit is left out; None where it runs.
+        uncompared: those that say something else than plain decoding: the draft model alone, and
+            ours with synthetic acceptance.
+        last_stats: counters of the last run of ours.
+    """
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        drafts: Sequence[PreTrainedModel],
+        spec: SpecConfig,
+        max_tokens: int,
+        config: EngineConfig,
+        parts: Mapping[str, tuple[SpecConfig, PreTrainedModel | None]],
+        costs: Sequence[float] | None = None,
+        peers: bool = True,
+        reencoded: Reencoded | None = None,
+    ):
+        self._peers = peers
+        spec = spec.for_repeated_prompts()
+        draft = drafts[0] if drafts else None
+        self._reencoded = reencoded
+        if reencoded is None:
+            drafter = drafts if len(drafts) > 1 else draft
+            self._engine = Engine(target, drafter, spec=spec, config=config)
+        else:
+            given = reencoded.path, reencoded.tokenizer
+            self._engine = Engine(target, *given, spec=spec, config=config)
+        needs_target = isinstance(draft, (GlideLlamaForCausalLM, EagleDraft))
+        self._draft = None if needs_target else draft
+        self.parts = parts
+        self._engines = {
+            name: Engine(target, model, spec=part, config=config)
+            for name, (part, model) in parts.items()
+        }
+        if self._draft is not None and reencoded is None:
+            alone = Engine(self._draft, spec=SpecConfig("none"), config=config)
+            if alone.max_model_len >= self._engine.max_model_len:
+                self._engines["draft"] = alone
+        self.uncompared = {"draft"}
+        if spec.synthetic_acceptance_rate is not None:
+            self.uncompared.add("speculative")
+        self.costs = costs or [num_parameters(model) for model in (target, *drafts)]
+        self._target = target
+        self._generate = cast(Any, target).generate  # only generative classes have it
+        self._num_speculative_tokens = spec.num_draft_tokens()
+        self._num_assistant_tokens = spec.num_model_tokens()  # the peers copy nothing
+        self.max_tokens = max_tokens
+        self.last_stats = SpecStats()
+        self._exit_layer = spec.exit_layer if spec.method == "early_exit" else None
+        self.refused = self._trial() if peers and self._exit_layer is not None else None
+
+    def _trial(self) -> str | None:
+        """What Hugging Face's early exit ends with, on a few tokens."""
+        config = self._target.config
+        num_layers = config.num_hidden_layers  # as its generator changes it
+        try:
+            self._generate(
+                torch.zeros((1, 2), dtype=torch.int64, device=self._target.device),
+                max_new_tokens=4,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+                assistant_early_exit=self._exit_layer,
+            )
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            config.num_hidden_layers = num_layers
+        return None
+
+    @property
+    def heterogeneous_vocab(self) -> str | None:
+        """How our drafts are made where the draft model has another tokenizer."""
+        return self._engine.spec.heterogeneous_vocab
+
+    @property
+    def max_prompt_len(self) -> int:
+        """Longest prompt after which every method has room for its new tokens."""
+        return self._engine.max_model_len - self.max_tokens
+
+    def by_name(self) -> dict[str, Decode]:
+        """All methods."""
+        peers: dict[str, Decode] = {
+            "hf_generate": self._hf_generate,
+            "hf_assisted": self._hf_assisted,
+            "hf_assisted_default": self._hf_assisted_default,
+        }
+        if self.refused is not None:
+            peers = {"hf_generate": self._hf_generate}
+        return {
+            "plain": self._plain,
+            "speculative": self._speculative,
+            **(peers if self._peers else {}),
+            **{name: partial(self._ours, engine) for name, engine in self._engines.items()},
+        }
+
+    def _plain(self, prompt: TokenIds, temperature: float, seed: int) -> TokenIds:
+        self._engine.disable_spec_dec()
+        return self._ours(self._engine, prompt, temperature, seed)
+
+    def _speculative(self, prompt: TokenIds, temperature: float, seed: int) -> TokenIds:
+        self._engine.enable_spec_dec(n_spec_tokens=self._num_speculative_tokens)
+        return self._ours(self._engine, prompt, temperature, seed)
+
+    def _ours(self, engine: Engine, prompt: TokenIds, temperature: float, seed: int) -> TokenIds:
+        params = SamplingParams(
+            temperature=temperature, seed=seed, max_tokens=self.max_tokens, ignore_eos=True
+        )
+        output = engine.generate([prompt], params)[0]
+        if output.error is not None:
+            raise ValueError(f"target: {output.error}")
+        self.last_stats = output.stats
+        return list(output.token_ids)
+
+    def _hf_assisted(self, prompt: TokenIds, temperature: float, seed: int) -> TokenIds:
+        num = self._num_assistant_tokens
+        if self._draft is None and self._exit_layer is None:
+            return self._hf_generate(prompt, temperature, seed, prompt_lookup_num_tokens=num)
+        changes = {
+            "num_assistant_tokens": num,
+            "num_assistant_tokens_schedule": "constant",
+            "assistant_confidence_threshold": 0.0,
+        }
+        drafting = cast(Any, self._draft or self._target).generation_config
+        with _changed(drafting, changes):
+            return self._hf_generate(prompt, temperature, seed, **self._assistant())
+
+    def _hf_assisted_default(self, prompt: TokenIds, temperature: float, seed: int) -> TokenIds:
+        if self._draft is None and self._exit_layer is None:
+            num = _HF_LOOKUP_TOKENS
+            return self._hf_generate(prompt, temperature, seed, prompt_lookup_num_tokens=num)
+        return self._hf_generate(prompt, temperature, seed, **self._assistant())
+
+    def _assistant(self) -> dict[str, Any]:
+        """What names the draft model, or the target's first layers, to Hugging Face."""
+        if self._exit_layer is not None:
+            return {"assistant_early_exit": self._exit_layer}
+        named: dict[str, Any] = {"assistant_model": self._draft}
+        if self._reencoded is not None:
+            tokenizers = self._reencoded.tokenizer, self._reencoded.own
+            named |= dict(zip(("tokenizer", "assistant_tokenizer"), tokenizers, strict=True))
+        return named
+
+    def _hf_generate(
+        self, prompt: TokenIds, temperature: float, seed: int, **assistant
+    ) -> TokenIds:
+        input_ids = torch.tensor([prompt], device=self._target.device)
+        sampling = {"do_sample": False}
+        if temperature > 0:
+            # Hugging Face would otherwise keep the 50 best tokens, or what the checkpoint asks for.
+            sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+        torch.manual_seed(seed)
+        output = self._generate(
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            max_new_tokens=self.max_tokens,
+            eos_token_id=None,
+            pad_token_id=0,
+            num_beams=1,
+            repetition_penalty=1.0,
+            **sampling,
+            **assistant,
+        )
+        num_before = 1 if self._target.config.is_encoder_decoder else len(prompt)
+        return output[0, num_before:].tolist()
+
+
+def reencoded_draft(
+    name: str,
+    spec: SpecConfig,
+    config: EngineConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    target: PreTrainedModel,
+) -> Reencoded | None:
+    """A draft model as the engine would have it whose text is encoded anew; None for any other.
+
+    Raises:
+        ValueError: that is asked for, and cannot be done.
+    """
+    vocab_size = target.config.get_text_config(decoder=True).vocab_size
+    context = DrafterContext(
+        spec, config, tokenizer, vocab_size, target, drafter=name, target_model=target
+    )
+    if spec.method != "draft_model" or not is_reencoded(context):
+        return None
+    return Reencoded(name, tokenizer, context.read_tokenizer("draft", name))
+
+
+def load_named_draft(
+    name: str,
+    config: EngineConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    target: PreTrainedModel,
+    is_glide: bool = False,
+) -> PreTrainedModel:
+    """A draft model of any kind for a loaded target; see `fastspec.drafters.context.load_draft`."""
+    if is_eagle3(name):
+        return load_eagle3(name, config, target)
+    load = partial(load_glide, target=target) if is_glide else partial(load_model, "draft")
+    return load_draft("draft", name, config, tokenizer, target, load, keeps_ids=is_glide)
+
+
+def num_parameters(model: PreTrainedModel) -> int:
+    """Entries of all weights; shared ones count once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@contextmanager
+def _changed(holder: object, changes: dict) -> Iterator[None]:
+    """Attributes changed for the length of a block."""
+    previous = {name: getattr(holder, name) for name in changes}
+    try:
+        for name, value in changes.items():
+            setattr(holder, name, value)
+        yield
+    finally:
+        for name, value in previous.items():
+            setattr(holder, name, value)
