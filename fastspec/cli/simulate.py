@@ -51,6 +51,7 @@ def simulate(
             "bigram_path",
             "k_matrix",
             "lenience",
+            "mag_surplus",
             "tree_width",
             "tree_nodes",
             "tree_paths",

@@ -6,6 +6,7 @@ from typing import Any
 from fastspec.config.checks import is_int
 
 KMatrix = tuple[tuple[int, ...], ...]
+MAG_TOKENS = 10  # the fewest that MaG writes at a time with mag_surplus; the published constant
 
 
 def as_k_matrix(value: Any) -> KMatrix:
@@ -38,10 +39,16 @@ def as_k_matrix(value: Any) -> KMatrix:
     return tuple(tuple(int(entry) for entry in row) for row in rows)
 
 
-def most_draft_tokens(k_matrix: KMatrix) -> int:
-    """Tokens that the target can get to judge at most."""
+def most_draft_tokens(k_matrix: KMatrix, most_at_once: int | None = None) -> int:
+    """Tokens that the target can get to judge at most.
+
+    Args:
+        most_at_once: tokens of one piece of the last level, where it writes pieces of a size of its
+            own and the target always gets one of them last.
+    """
     size = len(k_matrix)
-    at_once = [0] * size + [k_matrix[-1][-1]]  # of each level, the last one's under size
+    last = k_matrix[-1][-1] if most_at_once is None else most_at_once
+    at_once = [0] * size + [last]  # of each level, the last one's under size
     for row in reversed(range(size)):
         needed = most = 0
         for level in range(row, size):
@@ -50,7 +57,8 @@ def most_draft_tokens(k_matrix: KMatrix) -> int:
             if wanted:
                 most = max(most, needed - 1 + max(1, at_once[level + 1]))
         at_once[row] = most + 1
-    return at_once[0] - 1
+    has_tail = most_at_once is not None and k_matrix[0][-1]
+    return at_once[0] - 1 + (last if has_tail else 0)
 
 
 def _is_list(value: Any) -> bool:

@@ -54,7 +54,8 @@ def csd(
         initial_input: [1, n] ids of the prompt, which an encoder-decoder's encoder reads.
         input_ids: [1, n] ids that the decoder starts with: the prompt, or the start token of an
             encoder-decoder, and what of the output is already there.
-        k_matrix: see `fastspec.drafters.CascadeDrafter`.
+        k_matrix: see `fastspec.drafters.CascadeDrafter`; MaG writes as much as the published one
+            and more, see SpecConfig.mag_surplus.
         max_length: new tokens at most, >= 1. The published code stops some tokens later.
         leniency: between drafts only, >= 1; the output does not depend on it.
         lenience: another name of leniency.
@@ -87,6 +88,7 @@ def csd(
         "cascade",
         k_matrix=k_matrix,
         lenience=leniency if lenience is None else lenience,
+        mag_surplus=True,
         bigram_path=bigram_path,
     )
     if isinstance(target_model, StoredTarget):
