@@ -1,7 +1,6 @@
 """`csd`: cascade speculative drafting under its published signature."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast, overload
 
@@ -148,8 +147,7 @@ def _stored(
     expected = prompt if start is None else [start]
     if begin != expected:
         raise ValueError(f"input_ids: expected {expected} for a stored target, got {begin}")
-    limit = SamplingParams(temperature=0, max_tokens=max_length)
-    output = replace(output, token_ids=output.token_ids[:max_length], params=limit)
+    output = output.limited(max_length)
     vocab_size = target.vocab_size
     simulator = Simulator(target.name, drafts, vocab_size, None, spec, _CONFIG, start)
     (simulation,) = simulator.run([output])
