@@ -39,15 +39,14 @@ def as_k_matrix(value: Any) -> KMatrix:
     return tuple(tuple(int(entry) for entry in row) for row in rows)
 
 
-def most_draft_tokens(k_matrix: KMatrix, most_at_once: int | None = None) -> int:
+def most_draft_tokens(k_matrix: KMatrix, mag_surplus: bool = False) -> int:
     """Tokens that the target can get to judge at most.
 
     Args:
-        most_at_once: tokens of one piece of the last level, where it writes pieces of a size of its
-            own and the target always gets one of them last.
+        mag_surplus: see SpecConfig; each MAG_TOKENS may be followed by one less.
     """
     size = len(k_matrix)
-    last = k_matrix[-1][-1] if most_at_once is None else most_at_once
+    last = MAG_TOKENS if mag_surplus else k_matrix[-1][-1]
     at_once = [0] * size + [last]  # of each level, the last one's under size
     for row in reversed(range(size)):
         needed = most = 0
@@ -57,8 +56,11 @@ def most_draft_tokens(k_matrix: KMatrix, most_at_once: int | None = None) -> int
             if wanted:
                 most = max(most, needed - 1 + max(1, at_once[level + 1]))
         at_once[row] = most + 1
-    has_tail = most_at_once is not None and k_matrix[0][-1]
-    return at_once[0] - 1 + (last if has_tail else 0)
+    counted = at_once[0] - 1
+    if not mag_surplus:
+        return counted
+    counted += last if k_matrix[0][-1] else 0  # the piece that the target gets last
+    return counted + counted // MAG_TOKENS * (MAG_TOKENS - 1)
 
 
 def _is_list(value: Any) -> bool:

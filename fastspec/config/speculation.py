@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fastspec.config.checks import config_of, is_number, refuse, require
-from fastspec.config.k_matrix import MAG_TOKENS, KMatrix, as_k_matrix, most_draft_tokens
+from fastspec.config.k_matrix import KMatrix, as_k_matrix, most_draft_tokens
 from fastspec.config.methods import BUILT_IN, FIELDS_OF_METHODS, method_named
 from fastspec.config.options import (
     BOOL,
@@ -214,8 +214,8 @@ class SpecConfig:
         BOOL,
         "A cascade's MaG writes at least 10 tokens at a time and up to 19, as the published one.",
         "Whatever k_matrix says, it goes on until it has 10, and keeps all of a second copy that"
-        " goes beyond them; the target gets such a piece last, always. So it judges more tokens, in"
-        " fewer passes. `fastspec.csd` does so.",
+        " goes beyond them, which k_matrix does not count; the target gets such a piece last,"
+        " always. So it judges more tokens, in fewer passes. `fastspec.csd` does so.",
     )
     tree_width: int | None = option(
         None, integer(1, MAX_TREE_NODES), "Children of a node at most; by default 4."
@@ -393,8 +393,7 @@ class SpecConfig:
         most = most_draft_tokens(self.cascade_matrix)
         if not self.mag_surplus:
             return most
-        with_surplus = most_draft_tokens(self.cascade_matrix, 2 * MAG_TOKENS - 1)
-        return max(most, min(with_surplus, MAX_DRAFT_TOKENS))
+        return max(most, min(most_draft_tokens(self.cascade_matrix, True), MAX_DRAFT_TOKENS))
 
     @property
     def lookup_lengths(self) -> tuple[int, int]:

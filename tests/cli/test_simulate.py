@@ -50,7 +50,7 @@ def test_printed_tensors_with_the_limit_of_their_run(invoke, pair, stored, tmp_p
     assert simulated(invoke, *given, "--max-tokens", "7")["num_output_tokens"] == 14
     result = invoke("simulate", file, *pair, "--max-tokens", "40")
     assert result.exit_code == 1
-    assert "max_tokens: expected nothing, as the file says its own" in result.stderr
+    assert "--max-tokens: expected nothing, as the file says its own" in result.stderr
 
 
 def test_trees(invoke, pair, tmp_path):

@@ -96,7 +96,11 @@ class CopyingLevel(Level):
             usable = takewhile(
                 lambda i: 0 <= i < self._vocab_size, ids if self.piece else ids[:count]
             )
-            draft.replace(len(draft.tokens), [DraftToken(i, self.name) for i in usable])
+            tokens = [
+                DraftToken(token_id, self.name, is_surplus=0 < self.piece <= place)
+                for place, token_id in enumerate(usable)
+            ]
+            draft.replace(len(draft.tokens), tokens)
 
     def shorten(self, request: Request, length: int) -> None:
         self._texts.shorten(request, length)
@@ -166,7 +170,7 @@ class ModelLevel(Level):
             kept = [*judged[: max(0, accepted)], DraftToken(extra, self.name)]
             laws_of = [None] * len(kept) if draft.is_greedy else logits[row : row + len(kept)]
             outcome = [
-                DraftToken(token.token_id, token.writer, law, prob)
+                token._replace(logits=law, prob=prob)
                 for token, law, prob in zip(kept, laws_of, probs, strict=True)
             ]
             draft.replace(start, outcome if accepted >= 0 else [])
