@@ -18,7 +18,8 @@ from fastspec.tools.compat.cs_drafting import CSDraftingMaGModel, CSDraftingMode
 from fastspec.tools.simulate import Simulator
 
 Ids = Tensor | Sequence[Sequence[int]]
-_Run = tuple[list[int], SpecStats, dict[str, float]]  # new ids, counts, seconds by level
+# New ids, counts, seconds by level, and where the target is.
+_Run = tuple[list[int], SpecStats, dict[str, float], torch.device]
 _CONFIG = EngineConfig(max_batch_size=1)
 
 
@@ -63,7 +64,8 @@ def csd(
         return_stats: return the counters, too: num_steps are the target's passes, and
             num_draft_passes those of each draft model.
     Returns:
-        [1, n] int64: input_ids and the new tokens, up to an end-of-sequence token.
+        [1, n] int64 on the target's device: input_ids and the new tokens, up to an end-of-sequence
+        token.
     Raises:
         ValueError: an argument that cannot be used; the message names it.
 
@@ -90,19 +92,21 @@ def csd(
         mag_surplus=True,
         bigram_path=bigram_path,
     )
+    if bigram_path is not None and len(spec.cascade_matrix) <= len(drafts):
+        raise ValueError("bigram_path: k_matrix has no level for the MaG that would read it")
     if isinstance(target_model, StoredTarget):
         run = _stored(target_model, drafts, spec, prompt, begin, max_length)
     else:
         target = _unwrapped("target_model:", target_model, drafters=False)
         run = _decoded(target, drafts, spec, prompt, begin, max_length)
-    token_ids, stats, seconds = run
+    token_ids, stats, seconds, device = run
     for wrapper, (name, spent) in zip(draft_list, seconds.items(), strict=False):
         if isinstance(wrapper, CSDraftingModel):
             wrapper.record(stats.num_draft_passes.get(name, 0), spent)
     if isinstance(target_model, CSDraftingModel):
         judging = (stats.seconds[phase] for phase in ("prefill", "verify", "commit"))
         target_model.record(stats.num_steps, sum(judging))
-    ids = torch.tensor([[*begin, *token_ids]])
+    ids = torch.tensor([[*begin, *token_ids]], device=device)
     return (ids, stats) if return_stats else ids
 
 
@@ -131,7 +135,8 @@ def _decoded(
         pass
     if output.error is not None:
         raise ValueError(f"target_model: {output.error}")
-    return [*output.token_ids], output.stats, cast(CascadeDrafter, engine.drafter).seconds
+    seconds = cast(CascadeDrafter, engine.drafter).seconds
+    return [*output.token_ids], output.stats, seconds, engine.device
 
 
 def _stored(
@@ -151,7 +156,8 @@ def _stored(
     vocab_size = target.vocab_size
     simulator = Simulator(target.name, drafts, vocab_size, None, spec, _CONFIG, start)
     (simulation,) = simulator.run([output])
-    return output.token_ids, simulation.stats, cast(CascadeDrafter, simulator.drafter).seconds
+    seconds = cast(CascadeDrafter, simulator.drafter).seconds
+    return output.token_ids, simulation.stats, seconds, target.device
 
 
 def _unwrapped(field: str, given: Any, drafters: bool = True) -> Any:

@@ -35,6 +35,7 @@ from fastspec.models.layout import EncoderInput
 from fastspec.models.loading import resolve_device
 from fastspec.tools.stored_outputs import StoredOutput
 
+_READERS = {"glide": "the target's cache", "eagle3": "the target's hidden states"}
 _RULES = ("rejection_sample_method", "relaxed_acceptance", "synthetic_acceptance_rate")
 
 
@@ -94,6 +95,9 @@ class Simulator:
         config: EngineConfig = EngineConfig(),  # noqa: B008 (frozen)
         decoder_start_id: int | None = None,
     ):
+        if spec.method in _READERS:
+            needed = _READERS[spec.method]
+            raise ValueError(f"method: {spec.method!r} reads {needed}, which stored outputs lack")
         exact = SpecConfig()
         for name in _RULES:
             value, expected = getattr(spec, name), getattr(exact, name)

@@ -213,6 +213,10 @@ def test_a_bigram_table_and_the_counters(model, drafts, bigram):
     assert counts[0] == counts[1] == counts[2] != counts[3]
     with pytest.raises(ValueError, match=r"^bigram_path: the MaG in draft_list"):
         fastspec.csd(own, *arguments, bigram_path=bigram)
+    with pytest.raises(ValueError, match=r"^bigram_path: k_matrix has no level for the MaG"):
+        fastspec.csd(drafts, *arguments[:3], [[3, 4], [0, 2]], 30, bigram_path="none.json")
+    with pytest.raises(ValueError, match=r"^bigram_path: no such file"):
+        fastspec.csd(drafts, *arguments, bigram_path="none.json")
 
 
 def passes_by_level(stats):
@@ -260,7 +264,7 @@ def test_wrappers_of_stored_targets(tmp_path, model, drafts, name):
     file = tmp_path / "cache.json"
     key, value = ("_".join(map(str, ids[0].tolist())) for ids in (PROMPT, live))
     file.write_text(json.dumps({key: value}), encoding="utf-8")
-    dummy = compat.DummyModel(vocab_size=target.config.vocab_size)
+    dummy = compat.DummyModel(vocab_size=target.config.vocab_size).cuda(0).cpu()
     stored = getattr(compat, cached)(dummy, name="flan-t5-xxl", cache_dir=file)
     wrapped = [draft_class(each, name="small") for each in own]
     ids = fastspec.csd([*wrapped, "mag"], stored, PROMPT, begin, K_MATRIX, 30)

@@ -340,3 +340,13 @@ def test_simulations_that_cannot_run(model):
     small = Simulator(model, model, VOCAB_SIZE, config=EngineConfig(num_blocks=1, block_size=2))
     with pytest.raises(ValueError, match="num_blocks"):
         small.run([good])
+
+
+@pytest.mark.parametrize(
+    ("method", "named"), [("eagle3", "the target's hidden states"), ("glide", "the target's cache")]
+)
+def test_methods_that_read_more_than_texts(model, method, named):
+    with pytest.raises(
+        ValueError, match=f"^method: '{method}' reads {named}, which stored outputs"
+    ):
+        Simulator(model, None, VOCAB_SIZE, spec=SpecConfig(method))
