@@ -93,7 +93,7 @@ class TopKProcessor(MultinomialProcessor):
 
 
 class NucleusProcessor(MultinomialProcessor):
-    """Sampling among the best tokens that at temperature 1 have the probability top_p, in (0, 1]."""
+    """Sampling among the best tokens that together have the probability top_p, 0 < top_p <= 1."""
 
     def __init__(self, temperature: float, top_p: float):
         super().__init__(temperature)
