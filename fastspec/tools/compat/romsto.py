@@ -345,12 +345,12 @@ def _params(
 
 
 def _ends(ends: EndIds, other_ends: EndIds) -> list[int]:
-    name, given = "eos_tokens_id", cast(Any, ends)
-    if other_ends is not _NOT_GIVEN:
-        name, given = "end_tokens_id", other_ends
+    is_other = other_ends is not _NOT_GIVEN
+    name, given = "end_tokens_id" if is_other else "eos_tokens_id", cast(Any, ends)
+    given = cast(Any, other_ends) if is_other else given
     if given is None:
         return []
-    ids = given.tolist() if hasattr(given, "tolist") else given
+    ids: Any = given.tolist() if hasattr(given, "tolist") else given
     ids = [*ids] if isinstance(ids, Sequence) and not isinstance(ids, str) else [ids]
     ids = [each.tolist() if hasattr(each, "tolist") else each for each in ids]
     require(name, given, all(is_int(i) and i >= 0 for i in ids), "an id, ids in a list, or None")
