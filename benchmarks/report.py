@@ -58,6 +58,8 @@ def results_page(records: list[dict]) -> str:
         parts += ["## Drafters", methods(bundled)]
     if first_tokens:
         parts += ["## Prefix caching", prefix_caching(first_tokens)]
+    if runs := [record for record in records if record["op"] == "lenience"]:
+        parts += ["## Lenience of a cascade", lenience(runs[-1])]
     if runs := [record for record in records if record["op"] == "batches"]:
         parts += ["## Batches", batches(runs[-1])]
     if runs := {r["server"]: r for r in records if r["op"] == "served"}:
@@ -292,6 +294,26 @@ def agents(records: list[dict]) -> str:
             cells = speed, f"{row['tokens_per_pass']:.2f}", trace
             lines.append(table_row(record["target"], name, *cells))
     return "\n".join([*lines, "", *sorted({where(record) for record in records})])
+
+
+def lenience(record: dict) -> str:
+    """Table of one cascade with a weak second draft, for several values of lenience."""
+    second = record["second"]
+    heads = ("lenience", "tokens per target pass", "acceptance rate", "draft passes per token")
+    lines = [
+        f"A cascade of `{record['draft']}`, a draft of {second['layers']} layer and width"
+        f" {second['hidden_size']} that was trained for {second['steps']} steps, and MaG, for"
+        f" `{record['target']}` with k_matrix `{json.dumps(record['k_matrix'])}`, greedy,"
+        f" {record['max_tokens']} tokens of each of {record['num_prompts']} prompts, all ids equal"
+        " to plain decoding's (`python -m benchmarks.lenience`).",
+        "",
+        *table_head(*heads),
+    ]
+    for row in record["results"]:
+        passes = ", ".join(f"{count:.2f}" for count in row["draft_passes_per_token"])
+        length, rate = row["tokens_per_target_pass"], row["acceptance_rate"]
+        lines.append(table_row(f"{row['lenience']:g}", f"{length:.2f}", f"{rate:.2f}", passes))
+    return "\n".join([*lines, "", where(record)])
 
 
 def batches(record: dict) -> str:

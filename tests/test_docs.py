@@ -46,6 +46,9 @@ RUN_ELSEWHERE = {
     "fastspec fetch smollm2": "cli/test_fetch.py",
     "fastspec chat": "cli/test_chat.py",
     "fastspec serve": "serve/test_border.py",
+    "fastspec serve --port 5000": "serve/test_border.py",
+    'curl -X POST -H "Content-Type: application/json" -d \'{"prompt": "Who is the president of the'
+    " USA\"}' http://127.0.0.1:5000/predict": "serve/test_border.py",
     "fastspec serve --target smollm2 --method prompt_lookup --schedule adaptive": (
         "serve/test_border.py"
     ),
@@ -72,7 +75,7 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "docs").mkdir()
     models = tmp_path / "path" / "of"
     models.mkdir(parents=True)
-    for name in ("target", "draft"):
+    for name in ("target", "draft", "glide"):
         (models / name).symlink_to(ASSETS / f"tiny-{name}")
     tuned = {"fastspec_config": 1, "target": "tiny", "draft": None, "spec": {"method": "mag"}}
     files = {

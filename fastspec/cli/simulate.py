@@ -51,6 +51,7 @@ def simulate(
             "bigram_path",
             "k_matrix",
             "lenience",
+            "mag_surplus",
             "tree_width",
             "tree_nodes",
             "tree_paths",
@@ -72,6 +73,14 @@ def simulate(
     prompts_file: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Prompts of a file that holds new ids alone, in order."),
+    ] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="New tokens at most of the run, where the file does not say so (CS-Drafting's ran"
+            " with 200): shorter texts ended by themselves. By default each text's length.",
+        ),
     ] = None,
     dataset: options.Dataset = None,
     dataset_file: options.DatasetFile = None,
@@ -122,7 +131,7 @@ def simulate(
         with usage_errors():
             require_plotting()
     start_id, tokenizer = target_decoder_start(target), load_tokenizer("target", target)
-    outputs = read_outputs(outputs_file, prompts, start_id)
+    outputs = read_outputs(outputs_file, prompts, start_id, max_tokens)
     drafts = drafts_of(draft, spec.method)
     vocab_size = target_vocab_size(target)
     simulator = Simulator(target, drafts, vocab_size, tokenizer, spec, config, start_id)

@@ -8,7 +8,7 @@ from fastspec.config.checks import require, require_int
 
 logger = logging.getLogger(__name__)
 
-_LENGTHS = ("max_input_len", "max_output_len")
+_LENGTHS = {"max_input_len": 256, "max_output_len": 256}  # and what they are by default
 _DTYPES = {
     name: dtype
     for dtype, short in (("float32", "fp32"), ("float16", "fp16"), ("bfloat16", "bf16"))
@@ -31,7 +31,24 @@ TEMPLATES = {
 _WITHOUT_EFFECT = {
     "prefill_ratio": ((int, float), "prompts are read beside decoding, see prefill_chunk_size"),
     "use_cuda_kernel": (bool, "the fastest kernels that run here are used, see backend"),
+    "use_cuda_graph": (bool, "see cuda_graphs"),
 }
+# Fields of which only one value means what is done here, and what there is for the others.
+_FIXED = {
+    "tp_size": (1, "tensor parallelism is transformers', under torchrun: docs/scaling.md"),
+    "pp_size": (1, "there is no pipeline parallelism"),
+    "beam_width": (1, "there is no beam search"),
+    "pad_input": (False, "nothing is padded"),
+    "early_stopping": (False, "it is of beam search"),
+    "high_precision": (False, "attention sums in float32 always"),
+    "use_spec_dec": (False, "call enable_spec_dec"),
+    "glimpse_large_kv": (False, "enable_spec_dec(use_glide_drafter=True) sees to it"),
+    "enable_streamingllm": (False, "there is no StreamingLLM"),
+    "no_repeat_ngram_size": (0, "no rule here looks at n-grams; see repetition_penalty"),
+    "forced_eos_token_id": (None, "a text ends at its limit as it is"),
+}
+# Fields that are of a request here, SamplingParams; InferenceConfig of fastspec.compat keeps them.
+GENERATION = ("do_sample", "top_k", "top_p", "temperature", "repetition_penalty", "ignore_eos")
 
 
 def fields_of_colossal(fields: Mapping[str, Any], known: list[str]) -> dict[str, Any]:
@@ -40,10 +57,17 @@ def fields_of_colossal(fields: Mapping[str, Any], known: list[str]) -> dict[str,
     Args:
         known: fields of the same name and meaning.
     Raises:
-        ValueError: a field without a meaning here, or with another type.
+        ValueError: a field without a meaning here, or a value that means something else.
     """
-    names = [*known, "dtype", *_LENGTHS, *_WITHOUT_EFFECT]
-    for name in fields:
+    names = [*known, "dtype", "kv_cache_dtype", *_LENGTHS, *_WITHOUT_EFFECT, *_FIXED]
+    for name, value in fields.items():
+        if name in GENERATION:
+            where = "SamplingParams has it, and InferenceConfig of fastspec.compat takes it"
+            raise ValueError(f"{name}: it is of a request here: {where}")
+        if name in _FIXED:
+            only, why = _FIXED[name]
+            fits = value is None if only is None else value == only and type(value) is type(only)
+            require(name, value, fits, f"{only!r} ({why})")
         if name not in names:
             raise ValueError(f"{name}: has no meaning here; known names are {', '.join(names)}")
     kept = {name: value for name, value in fields.items() if name in known}
@@ -52,11 +76,18 @@ def fields_of_colossal(fields: Mapping[str, Any], known: list[str]) -> dict[str,
         spelt = _DTYPES.get(str(dtype))
         require("dtype", dtype, spelt is not None, f"a torch dtype or one of {', '.join(_DTYPES)}")
         kept["dtype"] = spelt
+    cached = fields.get("kv_cache_dtype")
+    if cached is not None:
+        same = _DTYPES.get(str(cached))
+        is_model_dtype = same is not None and same == kept.get("dtype")
+        fits = cached == "fp8" or is_model_dtype
+        require("kv_cache_dtype", cached, fits, "None, 'fp8' or what dtype is")
+        kept |= {} if is_model_dtype else {"kv_cache_dtype": "float8"}
     template = fields.get("prompt_template")
     if isinstance(template, str):
         kept["prompt_template"] = TEMPLATES.get(template, template)
     if not fields.keys().isdisjoint(_LENGTHS):
-        lengths: dict[str, Any] = {name: fields.get(name) for name in _LENGTHS}
+        lengths: dict[str, Any] = {name: fields.get(name, most) for name, most in _LENGTHS.items()}
         for name, value in lengths.items():
             require_int(name, value, 1)
         kept["max_model_len"] = sum(lengths.values())

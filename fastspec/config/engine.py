@@ -147,16 +147,18 @@ class EngineConfig:
 
     @classmethod
     def from_colossal(cls, fields: Mapping[str, Any]) -> "EngineConfig":
-        """Fields of Colossal-Inference's InferenceConfig, those that its README shows.
+        """Fields of Colossal-Inference's InferenceConfig.
 
         max_batch_size, block_size and max_n_spec_tokens keep their names. dtype may be a torch
-        dtype, or fp16, bf16 or fp32. max_input_len and max_output_len, given together, add up to
-        max_model_len. prompt_template is a text with {input_text}, or vicuna, llama or baichuan.
-        prefill_ratio and use_cuda_kernel have no effect, which a warning says. What is not given
-        has the default of this class.
+        dtype, or fp16, bf16 or fp32; kv_cache_dtype None, the same as dtype, or fp8. max_input_len
+        and max_output_len add up to max_model_len; where one is given, the other is 256.
+        prompt_template is a text with {input_text}, or vicuna, llama or baichuan. prefill_ratio,
+        use_cuda_kernel and use_cuda_graph have no effect, which a warning says. Others, as tp_size,
+        have one value that means what is done here. What is not given has the default of this
+        class.
 
         Raises:
-            ValueError: another field, or a value out of range.
+            ValueError: another field, as those of sampling, or a value that cannot be used.
         """
         known = [
             name for name, each in options_of(cls).items() if "Colossal-Inference" in each.aliases

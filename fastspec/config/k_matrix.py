@@ -6,6 +6,7 @@ from typing import Any
 from fastspec.config.checks import is_int
 
 KMatrix = tuple[tuple[int, ...], ...]
+MAG_TOKENS = 10  # the fewest that MaG writes at a time with mag_surplus; the published constant
 
 
 def as_k_matrix(value: Any) -> KMatrix:
@@ -38,10 +39,15 @@ def as_k_matrix(value: Any) -> KMatrix:
     return tuple(tuple(int(entry) for entry in row) for row in rows)
 
 
-def most_draft_tokens(k_matrix: KMatrix) -> int:
-    """Tokens that the target can get to judge at most."""
+def most_draft_tokens(k_matrix: KMatrix, mag_surplus: bool = False) -> int:
+    """Tokens that the target can get to judge at most.
+
+    Args:
+        mag_surplus: see SpecConfig; each MAG_TOKENS may be followed by one less.
+    """
     size = len(k_matrix)
-    at_once = [0] * size + [k_matrix[-1][-1]]  # of each level, the last one's under size
+    last = MAG_TOKENS if mag_surplus else k_matrix[-1][-1]
+    at_once = [0] * size + [last]  # of each level, the last one's under size
     for row in reversed(range(size)):
         needed = most = 0
         for level in range(row, size):
@@ -50,7 +56,11 @@ def most_draft_tokens(k_matrix: KMatrix) -> int:
             if wanted:
                 most = max(most, needed - 1 + max(1, at_once[level + 1]))
         at_once[row] = most + 1
-    return at_once[0] - 1
+    counted = at_once[0] - 1
+    if not mag_surplus:
+        return counted
+    counted += last if k_matrix[0][-1] else 0  # the piece that the target gets last
+    return counted + counted // MAG_TOKENS * (MAG_TOKENS - 1)
 
 
 def _is_list(value: Any) -> bool:

@@ -76,7 +76,7 @@ BUILT_IN = (
     Method(
         "cascade",
         "draft models that review each other, and MaG last (CS-Drafting)",
-        _SAMPLED | _TOKENIZER | {"k_matrix", "lenience", "bigram_path"},
+        _SAMPLED | _TOKENIZER | {"k_matrix", "lenience", "mag_surplus", "bigram_path"},
         True,
     ),
     Method("glide", "a draft model that reads the target's cache", _MODEL | _CHAIN, True),

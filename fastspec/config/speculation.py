@@ -209,6 +209,14 @@ class SpecConfig:
         "The output is exact whatever it is; above 1 the target accepts fewer of the drafts, and"
         " gets them sooner.",
     )
+    mag_surplus: bool = option(
+        False,
+        BOOL,
+        "A cascade's MaG writes at least 10 tokens at a time and up to 19, as the published one.",
+        "Whatever k_matrix says, it goes on until it has 10, and keeps all of a second copy that"
+        " goes beyond them, which k_matrix does not count; the target gets such a piece last,"
+        " always. So it judges more tokens, in fewer passes. `fastspec.csd` does so.",
+    )
     tree_width: int | None = option(
         None, integer(1, MAX_TREE_NODES), "Children of a node at most; by default 4."
     )
@@ -357,7 +365,7 @@ class SpecConfig:
         if self.num_speculative_tokens is not None:
             return self.num_speculative_tokens
         if self.method == "cascade":
-            return most_draft_tokens(self.cascade_matrix)
+            return self._most_cascade_tokens
         usual = _DEFAULT_SPECULATIVE_TOKENS
         if self.method == "suffix":
             usual = _DEFAULT_SUFFIX_TOKENS
@@ -385,6 +393,14 @@ class SpecConfig:
     def cascade_matrix(self) -> KMatrix:
         """The k_matrix of a cascade, with its default."""
         return _DEFAULT_K_MATRIX if self.k_matrix is None else self.k_matrix
+
+    @property
+    def _most_cascade_tokens(self) -> int:
+        """Draft tokens that a cascade's k_matrix can lead to."""
+        most = most_draft_tokens(self.cascade_matrix)
+        if not self.mag_surplus:
+            return most
+        return max(most, min(most_draft_tokens(self.cascade_matrix, True), MAX_DRAFT_TOKENS))
 
     @property
     def lookup_lengths(self) -> tuple[int, int]:
@@ -434,7 +450,7 @@ class SpecConfig:
     def _check_cascade(self) -> None:
         if self.method != "cascade":
             return
-        most = most_draft_tokens(self.cascade_matrix)
+        most = self._most_cascade_tokens
         if most > MAX_DRAFT_TOKENS:
             raise ValueError(
                 f"k_matrix: it asks for up to {most} draft tokens, more than {MAX_DRAFT_TOKENS}"

@@ -36,20 +36,30 @@ class MagDrafter(CopyingDrafter):
         self._chains: Tensor | None = None
 
     def copy(self, texts: Texts, num_tokens: int) -> Tensor:
+        return self._copies(texts, num_tokens, num_tokens)
+
+    def copy_whole(self, texts: Texts, num_tokens: int) -> Tensor:
+        """The same with the whole of a second copy: [B, 2 * num_tokens - 1]."""
+        return self._copies(texts, num_tokens, 2 * num_tokens - 1)
+
+    def _copies(self, texts: Texts, num_tokens: int, width: int) -> Tensor:
         ends = texts.lengths.long()[:, None]
         places = ends + torch.arange(num_tokens, device=ends.device)
         first = self._match(texts, num_tokens)
         count = (first >= 0).sum(dim=1, keepdim=True)  # [B, 1]
         longer = pad(texts.token_ids, (0, num_tokens)).scatter(1, places, first)
         second = self._match(Texts(longer, texts.lengths + count[:, 0].int()), num_tokens)
-        drafts = _after(first, count, second)
+        second = second.masked_fill(count == num_tokens, -1)
+        more = 0, width - num_tokens
+        drafts = _after(pad(first, more, value=-1), count, pad(second, more, value=-1))
         if self._bigram is not None:
             if self._chains is None or self._chains.shape[1] != num_tokens:
                 self._chains = _chains(self._bigram, num_tokens).to(drafts.device)
-            count = (drafts >= 0).sum(dim=1, keepdim=True)
-            last = longer.scatter(1, places, drafts).gather(1, ends + count - 1)[:, 0]
+            asked, surplus = drafts[:, :num_tokens], drafts[:, num_tokens:]
+            count = (asked >= 0).sum(dim=1, keepdim=True)
+            last = longer.scatter(1, places, asked).gather(1, ends + count - 1)[:, 0]
             successors = self._chains[last.clamp(max=len(self._chains) - 1).long()]
-            drafts = _after(drafts, count, successors)
+            drafts = torch.cat([_after(asked, count, successors), surplus], dim=1)
         return drafts
 
     def _match(self, texts: Texts, num_tokens: int) -> Tensor:

@@ -1,7 +1,6 @@
 """`csd`: cascade speculative drafting under its published signature."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast, overload
 
@@ -19,7 +18,8 @@ from fastspec.tools.compat.cs_drafting import CSDraftingMaGModel, CSDraftingMode
 from fastspec.tools.simulate import Simulator
 
 Ids = Tensor | Sequence[Sequence[int]]
-_Run = tuple[list[int], SpecStats, dict[str, float]]  # new ids, counts, seconds by level
+# New ids, counts, seconds by level, and where the target is.
+_Run = tuple[list[int], SpecStats, dict[str, float], torch.device]
 _CONFIG = EngineConfig(max_batch_size=1)
 
 
@@ -54,7 +54,8 @@ def csd(
         initial_input: [1, n] ids of the prompt, which an encoder-decoder's encoder reads.
         input_ids: [1, n] ids that the decoder starts with: the prompt, or the start token of an
             encoder-decoder, and what of the output is already there.
-        k_matrix: see `fastspec.drafters.CascadeDrafter`.
+        k_matrix: see `fastspec.drafters.CascadeDrafter`; MaG writes as much as the published one
+            and more, see SpecConfig.mag_surplus.
         max_length: new tokens at most, >= 1. The published code stops some tokens later.
         leniency: between drafts only, >= 1; the output does not depend on it.
         lenience: another name of leniency.
@@ -63,7 +64,8 @@ def csd(
         return_stats: return the counters, too: num_steps are the target's passes, and
             num_draft_passes those of each draft model.
     Returns:
-        [1, n] int64: input_ids and the new tokens, up to an end-of-sequence token.
+        [1, n] int64 on the target's device: input_ids and the new tokens, up to an end-of-sequence
+        token.
     Raises:
         ValueError: an argument that cannot be used; the message names it.
 
@@ -87,21 +89,24 @@ def csd(
         "cascade",
         k_matrix=k_matrix,
         lenience=leniency if lenience is None else lenience,
+        mag_surplus=True,
         bigram_path=bigram_path,
     )
+    if bigram_path is not None and len(spec.cascade_matrix) <= len(drafts):
+        raise ValueError("bigram_path: k_matrix has no level for the MaG that would read it")
     if isinstance(target_model, StoredTarget):
         run = _stored(target_model, drafts, spec, prompt, begin, max_length)
     else:
         target = _unwrapped("target_model:", target_model, drafters=False)
         run = _decoded(target, drafts, spec, prompt, begin, max_length)
-    token_ids, stats, seconds = run
+    token_ids, stats, seconds, device = run
     for wrapper, (name, spent) in zip(draft_list, seconds.items(), strict=False):
         if isinstance(wrapper, CSDraftingModel):
             wrapper.record(stats.num_draft_passes.get(name, 0), spent)
     if isinstance(target_model, CSDraftingModel):
         judging = (stats.seconds[phase] for phase in ("prefill", "verify", "commit"))
         target_model.record(stats.num_steps, sum(judging))
-    ids = torch.tensor([[*begin, *token_ids]])
+    ids = torch.tensor([[*begin, *token_ids]], device=device)
     return (ids, stats) if return_stats else ids
 
 
@@ -130,7 +135,8 @@ def _decoded(
         pass
     if output.error is not None:
         raise ValueError(f"target_model: {output.error}")
-    return [*output.token_ids], output.stats, cast(CascadeDrafter, engine.drafter).seconds
+    seconds = cast(CascadeDrafter, engine.drafter).seconds
+    return [*output.token_ids], output.stats, seconds, engine.device
 
 
 def _stored(
@@ -146,12 +152,12 @@ def _stored(
     expected = prompt if start is None else [start]
     if begin != expected:
         raise ValueError(f"input_ids: expected {expected} for a stored target, got {begin}")
-    limit = SamplingParams(temperature=0, max_tokens=max_length)
-    output = replace(output, token_ids=output.token_ids[:max_length], params=limit)
+    output = output.limited(max_length)
     vocab_size = target.vocab_size
     simulator = Simulator(target.name, drafts, vocab_size, None, spec, _CONFIG, start)
     (simulation,) = simulator.run([output])
-    return output.token_ids, simulation.stats, cast(CascadeDrafter, simulator.drafter).seconds
+    seconds = cast(CascadeDrafter, simulator.drafter).seconds
+    return output.token_ids, simulation.stats, seconds, target.device
 
 
 def _unwrapped(field: str, given: Any, drafters: bool = True) -> Any:

@@ -35,6 +35,7 @@ from fastspec.models.layout import EncoderInput
 from fastspec.models.loading import resolve_device
 from fastspec.tools.stored_outputs import StoredOutput
 
+_READERS = {"glide": "the target's cache", "eagle3": "the target's hidden states"}
 _RULES = ("rejection_sample_method", "relaxed_acceptance", "synthetic_acceptance_rate")
 
 
@@ -94,6 +95,9 @@ class Simulator:
         config: EngineConfig = EngineConfig(),  # noqa: B008 (frozen)
         decoder_start_id: int | None = None,
     ):
+        if spec.method in _READERS:
+            needed = _READERS[spec.method]
+            raise ValueError(f"method: {spec.method!r} reads {needed}, which stored outputs lack")
         exact = SpecConfig()
         for name in _RULES:
             value, expected = getattr(spec, name), getattr(exact, name)
@@ -128,7 +132,9 @@ class Simulator:
             ValueError: an output whose ids are not the target's, or that outgrows the cache;
                 nothing is run then.
         """
-        requests = [self._request(number, output) for number, output in enumerate(outputs, 1)]
+        # Drafts of a cascade end where a text would.
+        ends = frozenset(output.token_ids[-1] for output in outputs if output.is_ended)
+        requests = [self._request(*pair, ends) for pair in enumerate(outputs, 1)]
         size, batch = self._config.block_size, self._config.max_batch_size
         longest = max(request.max_len for request in requests) + self._max_nodes
         num_blocks = batch * blocks_needed(longest, size)
@@ -152,7 +158,7 @@ class Simulator:
             loop.events.clear()
         return [Simulation(request.steps, request.stats) for request in requests]
 
-    def _request(self, number: int, output: StoredOutput) -> "_StoredRequest":
+    def _request(self, number: int, output: StoredOutput, ends: frozenset[int]) -> "_StoredRequest":
         prompt = output.prompt
         if isinstance(prompt, str):
             if self._tokenizer is None:
@@ -174,7 +180,7 @@ class Simulator:
             token_ids=begin,
             params=output.params,
             seed=output.params.seed or 0,
-            stop_ids=frozenset(),
+            stop_ids=ends.difference(output.token_ids[:-1]),
             max_len=len(begin) + min(output.params.max_tokens or reached, reached),
             text=[*begin, *output.token_ids],
             encoder_input=None if start is None else EncoderInput(list(prompt)),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fastspec.config import SamplingParams, is_int
-from fastspec.config.checks import require
+from fastspec.config.checks import require, require_int
 from fastspec.config.files import first_json_line, parse_json, parse_json_lines, read_text
 from fastspec.engine.outputs import RequestOutput
 
@@ -29,6 +29,8 @@ class StoredOutput:
         accepted: draft tokens accepted in each step of the run that was stored, if known.
     Raises:
         ValueError: more tokens than params allow.
+
+    A text shorter than max_tokens ended by itself, at a token that ends texts.
     """
 
     prompt: str | list[int] | None
@@ -41,9 +43,24 @@ class StoredOutput:
         if most is not None and most < num:
             raise ValueError(f"max_tokens: {most} for {num} token_ids")
 
+    @property
+    def is_ended(self) -> bool:
+        """Whether it ended before its limit, and not where its last token had stood before."""
+        most, ids = self.params.max_tokens, self.token_ids
+        return most is not None and len(ids) < most and ids[-1] not in ids[:-1]
+
+    def limited(self, max_tokens: int) -> "StoredOutput":
+        """The same of a run with this limit, where the published code ran over it."""
+        params, kept = replace(self.params, max_tokens=max_tokens), self.token_ids[:max_tokens]
+        accepted = self.accepted if kept == self.token_ids else None
+        return replace(self, token_ids=kept, params=params, accepted=accepted)
+
 
 def read_outputs(
-    path: Path, prompts: list[str] | None = None, decoder_start_id: int | None = None
+    path: Path,
+    prompts: list[str] | None = None,
+    decoder_start_id: int | None = None,
+    max_tokens: int | None = None,
 ) -> list[StoredOutput]:
     """Read a file of outputs; how it begins says what it holds.
 
@@ -59,17 +76,21 @@ def read_outputs(
         path: the file.
         prompts: texts for the outputs of a file that holds no prompts, in its order.
         decoder_start_id: of a target that is an encoder-decoder.
+        max_tokens: new tokens at most of the run, >= 1, of a file that does not say so; texts that
+            ran over it are cut. By default each text's length, as if none had ended by itself.
     Raises:
         ValueError: no such file, or one that is cut off or holds something else; the message has
-            the line. Too few or too many prompts.
+            the line. Too few or too many prompts, or max_tokens for a file with its own.
     """
+    if max_tokens is not None:
+        require_int("max_tokens", max_tokens, 1)
     text, where = read_text("outputs", path), f"outputs: {path}"
     if _JOINED.match(text):
-        outputs = _from_joined(text, where, decoder_start_id)
+        outputs = _limited(_from_joined(text, where, decoder_start_id), max_tokens)
     elif path.suffix in (".json", ".jsonl") or isinstance(first_json_line(text), (dict, list)):
-        outputs = [_from_record(*pair) for pair in parse_json_lines(text, where)]
+        outputs = [_from_record(*pair, max_tokens) for pair in parse_json_lines(text, where)]
     else:
-        outputs = _from_tensors(text, where)
+        outputs = _limited(_from_tensors(text, where), max_tokens)
     if not outputs:
         raise ValueError(f"outputs: {path} holds no output")
     return _with_prompts(outputs, prompts, path)
@@ -98,7 +119,11 @@ def accepted_by_step(sources: Iterable[str]) -> list[int]:
     return steps if steps[-1] else steps[:-1]
 
 
-def _from_record(where: str, record: Any) -> StoredOutput:
+def _limited(outputs: list[StoredOutput], max_tokens: int | None) -> list[StoredOutput]:
+    return outputs if max_tokens is None else [each.limited(max_tokens) for each in outputs]
+
+
+def _from_record(where: str, record: Any, max_tokens: int | None) -> StoredOutput:
     if isinstance(record, list):
         record = {"token_ids": record}
     if not isinstance(record, dict):
@@ -116,9 +141,14 @@ def _from_record(where: str, record: Any) -> StoredOutput:
         accepted = _ids(accepted, f"{where}, accepted", "counts")
     given = {name: record[name] for name in (*_SAMPLING, "max_tokens") if name in record}
     try:
-        return StoredOutput(prompt, token_ids, _params(token_ids, **given), accepted)
+        output = StoredOutput(prompt, token_ids, _params(token_ids, **given), accepted)
+        if max_tokens is not None:
+            is_free = "max_tokens" not in given
+            require("max_tokens", max_tokens, is_free, "nothing, as the file says its own")
+            output = output.limited(max_tokens)
     except ValueError as error:
         raise ValueError(f"{where}, {error}") from error
+    return output
 
 
 def _from_joined(text: str, where: str, decoder_start_id: int | None) -> list[StoredOutput]:

@@ -75,7 +75,7 @@ def test_what_it_cannot_do_is_refused(invoke, draft, tmp_path):
     stored.write_text(json.dumps({"prompt": "import ", "token_ids": [5, 6]}), encoding="utf-8")
     simulated = invoke("simulate", stored, "--method", "eagle3", "--draft", draft)
     assert simulated.exit_code != 0
-    assert "EAGLE-3 reads the target's hidden states" in simulated.stderr
+    assert "'eagle3' reads the target's hidden states" in simulated.stderr
 
 
 def test_smollm2_has_one_of_its_own():

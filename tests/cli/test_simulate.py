@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from ..models import byte_tokenizer
 
@@ -32,6 +33,24 @@ def test_a_stored_run_is_reproduced(invoke, pair, stored):
     for name in ("num_steps", "num_draft_tokens", "num_accepted_tokens", "num_output_tokens"):
         assert report[name] == sum(live[name] for live in lives)
     assert simulated(invoke, file, *pair, "-k", "1")["num_reproduced"] == 0
+
+
+def test_printed_tensors_with_the_limit_of_their_run(invoke, pair, stored, tmp_path):
+    """The texts ran to their end of 30 tokens; of a run with 40 they ended by themselves."""
+    file, lives = stored
+    records = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    tensors, prompts = tmp_path / "t.txt", tmp_path / "p.txt"
+    tensors.write_text("".join(f"{torch.tensor([r['token_ids']])}\n" for r in records), "utf-8")
+    prompts.write_text("def f(\na b a b a\n", encoding="utf-8")
+    given = [tensors, *pair, "-k", "4", "--prompts-file", prompts]
+    report = simulated(invoke, *given, "--max-tokens", "30")
+    assert report["num_draft_tokens"] == sum(live["num_draft_tokens"] for live in lives)
+    more = simulated(invoke, *given, "--max-tokens", "40")["num_draft_tokens"]
+    assert more > report["num_draft_tokens"]
+    assert simulated(invoke, *given, "--max-tokens", "7")["num_output_tokens"] == 14
+    result = invoke("simulate", file, *pair, "--max-tokens", "40")
+    assert result.exit_code == 1
+    assert "--max-tokens: expected nothing, as the file says its own" in result.stderr
 
 
 def test_trees(invoke, pair, tmp_path):

@@ -4,6 +4,7 @@ import inspect
 import logging
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 
@@ -171,6 +172,49 @@ def test_storage():
     ends = torch.tensor([[1, 6]])  # one token is known, two are not: that was never stored
     assert storage.next_token(ends)[1].tolist() == [True]
     assert one_level.next_token(ends)[1].tolist() == [False]
+
+
+def test_end_tokens_by_any_form(pair):
+    """None, ints, lists, and numpy's and torch's."""
+    target, _ = pair
+    free = compat.autoregressive_generate(IDS, target, 12, eos_tokens_id=None)
+    assert len(free) == 12
+    end = free[4]
+    expected = free[: free.index(end) + 1]
+    for form in (end, [end], (end,), np.int64(end), torch.tensor(end), [torch.tensor(end)]):
+        assert compat.autoregressive_generate(IDS, target, 12, eos_tokens_id=form) == expected
+        assert compat.autoregressive_generate(IDS, target, 12, end_tokens_id=form) == expected
+    both = {"eos_tokens_id": end, "end_tokens_id": None}
+    assert compat.autoregressive_generate(IDS, target, 12, **both) == free
+    assert len(compat.beam_search_generate(IDS, target, 5, eos_tokens_id=None)) == 5
+    for form in ([None], -1, "a", 1.5):
+        with pytest.raises(ValueError, match=r"^eos_tokens_id: expected an id, ids in a list"):
+            compat.autoregressive_generate(IDS, target, 5, eos_tokens_id=form)
+    with pytest.raises(ValueError, match=r"^end_tokens_id: "):
+        compat.autoregressive_generate(IDS, target, 5, end_tokens_id=[-1])
+    with pytest.raises(ValueError, match=r"^inputs: expected the ids of a prompt"):
+        compat.beam_search_generate([], target, 5)
+
+
+def test_processors_alone():
+    """They can be called, and draw, as the published ones; what they refuse they refuse at once."""
+    logits = torch.tensor([[1.0, 3.0, 2.0]])
+    for processor in (compat.GreedyProcessor(0), compat.NucleusProcessor(0, 0.9)):
+        assert processor(logits).tolist() == [[0.0, 1.0, 0.0]]
+    assert compat.GreedyProcessor().sample(logits).tolist() == [[1]]
+    draw = compat.TopKProcessor(0.7, 1)
+    assert draw.sample(draw(logits)).tolist() == [[1]]
+    assert torch.equal(compat.NucleusProcessor(1, 1.0)(logits), logits.softmax(dim=-1))
+    for make, named in (
+        (lambda: compat.NucleusProcessor(1, 0.0), "top_p"),
+        (lambda: compat.NucleusProcessor(0.5, 0.0), "top_p"),
+        (lambda: compat.TopKNucleusProcessor(0.5, 3, 2.0), "top_p"),
+        (lambda: compat.TopKProcessor(1.0, 0), "top_k"),
+        (lambda: compat.MultinomialProcessor(-1.0), "temperature"),
+        (lambda: compat.GreedyProcessor("hot"), "temperature"),
+    ):
+        with pytest.raises(ValueError, match=f"^{named}: "):
+            make()
 
 
 def test_beam_search_is_that_of_hugging_face(pair):

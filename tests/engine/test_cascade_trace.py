@@ -21,13 +21,19 @@ RECIPE_OF_TWO = [[5, 14, 10], [0, 1, 10], [0, 0, 10]]
 class Toy:
     """A level that keeps as much as its script says, and notes every call."""
 
-    def __init__(self, name, log, kept=None):
+    def __init__(self, name, log, kept=None, piece=0):
         self.name, self.can_review, self._log, self._kept = name, kept is not None, log, kept or []
+        self.piece = piece
 
     def write(self, drafts, counts, batch):
-        for draft, count in zip(drafts, counts, strict=True):
+        for draft, asked in zip(drafts, counts, strict=True):
+            count = self.piece or asked
             self._log.append((self.name, "writes", count))
-            draft.replace(len(draft.tokens), [DraftToken(1, self.name)] * count)
+            tokens = [
+                DraftToken(1, self.name, is_surplus=self.piece > 0 and i >= 10)
+                for i in range(count)
+            ]
+            draft.replace(len(draft.tokens), tokens)
 
     def review(self, drafts, starts, batch):
         for draft, start in zip(drafts, starts, strict=True):
@@ -105,6 +111,21 @@ def test_nobody_agrees_with_two_models():
     assert proposal.passes == [{"base": 5, "small": 19}]
 
 
+def test_a_surplus_stays_uncounted_and_the_target_gets_a_piece_last():
+    """Pieces of 14 of which k_matrix counts 10."""
+    log = []
+    levels = [Toy("160m", log, []), Toy("mag", log, piece=14)]
+    one_round = [("mag", "writes", 14), ("160m", "reviews", 14, 15)]
+    assert propose(levels, RECIPE_OF_ONE).num_tokens == [44]
+    assert log == [*one_round, *one_round, ("mag", "writes", 14)]
+    log.clear()
+    assert propose(levels, [[5, 6], [0, 8]]).num_tokens == [29]
+    assert log == [*one_round, ("mag", "writes", 14)]  # 11 of 11, and one more
+    for limit in (1, 14, 16, 28):
+        assert propose(levels, RECIPE_OF_ONE, limit=limit).num_tokens == [limit]
+    assert propose(levels, [[20, 0], [0, 10]]).num_tokens == [30]  # none asked of MaG, none last
+
+
 def test_a_cascade_never_drafts_more_than_is_wanted():
     for limit in (1, 7, 11, 12, 30):
         log = []
@@ -128,6 +149,10 @@ def test_the_most_tokens_of_a_k_matrix():
     assert SpecConfig("cascade", k_matrix=RECIPE_OF_ONE).num_draft_tokens() == 32
     assert SpecConfig("cascade", k_matrix=RECIPE_OF_TWO).num_draft_tokens() == 38
     tensor = torch.tensor(RECIPE_OF_TWO)
+    surplus = {"method": "cascade", "mag_surplus": True}
+    assert SpecConfig(**surplus, k_matrix=[[5]]).num_draft_tokens() == 24 + 2 * 9
+    assert SpecConfig(**surplus, k_matrix=RECIPE_OF_ONE).num_draft_tokens() == 42 + 4 * 9
+    assert SpecConfig(**surplus, k_matrix=[[990, 3], [0, 0]]).num_draft_tokens() == 1024
     assert SpecConfig("cascade", k_matrix=tensor) == SpecConfig("cascade", k_matrix=RECIPE_OF_TWO)
 
 

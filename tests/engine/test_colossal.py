@@ -119,14 +119,20 @@ def test_generation_config_that_asks_for_something_else(config, named):
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"tp_size": 2}, "tp_size: has no meaning here"),
+        ({"tp_size": 2}, r"tp_size: expected 1 \(tensor parallelism is"),
         ({"use_cuda_kernel": "yes"}, "use_cuda_kernel: expected a bool"),
         ({"prefill_ratio": "1.2"}, "prefill_ratio: expected a number"),
         ({"dtype": "int8"}, "dtype: expected a torch dtype or one of float32, fp32"),
         ({"dtype": torch.float64}, "dtype"),
         ({"temperature": 0.5}, "temperature"),
-        ({"max_batchsize": 2}, "max_batchsize"),
-        ({"max_input_len": 5}, "max_output_len: expected an int >= 1, got None"),
+        ({"max_batchsize": 2}, "max_batchsize: has no meaning here"),
+        ({"max_input_len": None}, "max_input_len: expected an int >= 1, got None"),
+        ({"tp_size": True}, r"tp_size: expected 1 \(.*scaling"),
+        ({"no_repeat_ngram_size": 2}, r"no_repeat_ngram_size: expected 0 \(no rule"),
+        ({"forced_eos_token_id": 2}, r"forced_eos_token_id: expected None \("),
+        ({"do_sample": False}, "do_sample: it is of a request here: SamplingParams"),
+        ({"kv_cache_dtype": "fp32", "dtype": "fp16"}, "kv_cache_dtype: expected None, 'fp8'"),
+        ({"kv_cache_dtype": "int4"}, "kv_cache_dtype"),
         ({"max_input_len": 0, "max_output_len": 5}, "max_input_len"),
         ({"max_batch_size": 0}, "max_batch_size"),
         ({"max_n_spec_tokens": 0}, "max_n_spec_tokens"),
@@ -167,11 +173,81 @@ def test_most_draft_tokens():
     assert engine.drafters[None] == 5
 
 
+NEUTRAL = {
+    "tp_size": 1,
+    "pp_size": 1,
+    "kv_cache_dtype": None,
+    "no_repeat_ngram_size": 0,
+    "forced_eos_token_id": None,
+    "beam_width": 1,
+    "use_cuda_graph": False,
+    "use_spec_dec": False,
+}
+
+
+def test_fields_whose_value_means_what_is_done_here():
+    assert EngineConfig.from_colossal(NEUTRAL) == EngineConfig()
+    assert EngineConfig.from_colossal({"max_input_len": 100}).max_model_len == 356
+    assert EngineConfig.from_colossal({"max_output_len": 100}).max_model_len == 356
+    assert EngineConfig.from_colossal({"kv_cache_dtype": "fp8"}).kv_cache_dtype == "float8"
+    same = {"kv_cache_dtype": "fp16", "dtype": torch.float16}
+    assert EngineConfig.from_colossal(same) == EngineConfig(dtype="float16")
+
+
+def test_presets_of_requests():
+    """Greedy unless do_sample, and never longer than max_output_len."""
+    greedy = SamplingParams(temperature=0, max_tokens=256)
+    assert compat.InferenceConfig().params == greedy
+    preset = {"do_sample": False, "top_k": 50, "top_p": 1.0, "temperature": 0.3}
+    assert compat.InferenceConfig(**preset, **NEUTRAL).params == greedy
+    config = compat.InferenceConfig(do_sample=True, temperature=0.7, max_output_len=9)
+    assert config.params == SamplingParams(temperature=0.7, top_k=50, max_tokens=9)
+    assert compat.InferenceConfig(do_sample=True, top_k=3).params.top_k == 3
+    config = compat.InferenceConfig(repetition_penalty=1.3, ignore_eos=True, max_output_len=4)
+    assert config.params.repetition_penalty == 1.3
+    assert config.params.ignore_eos
+    for fields in ({"do_sample": 1}, {"temperature": "hot"}, {"top_k": -5}, {"ignore_eos": "no"}):
+        with pytest.raises(ValueError, match=f"^{next(iter(fields))}: "):
+            compat.InferenceConfig(**fields)
+
+
+def test_published_calls():
+    """`generate(prompts)` of the quick start is greedy, whatever draws the random seed."""
+    model, prompts = random_model("llama"), [[1, 2, 3], [40, 7] * 5]
+    config = compat.InferenceConfig(max_output_len=12, max_input_len=30)
+    engine = compat.InferenceEngine(model, byte_tokenizer(), config)
+    expected = [[*o.token_ids] for o in Engine(model).generate(prompts, config.params)]
+    assert [[*output.token_ids] for output in engine.generate(prompts)] == expected
+    texts, ids = engine.generate(prompts_token_ids=prompts, return_token_ids=True)
+    assert ids == expected
+    assert [type(text) for text in texts] == [str, str]
+    added = engine.add_request(prompts=["ab", "c"])
+    added.append(engine.add_request([1, 2, 3]))
+    outputs = {}
+    while engine.has_unfinished:
+        outputs |= {e.request_id: e.output for e in engine.step() if e.output}
+    assert set(outputs) == set(added)
+    assert list(outputs[added[2]].token_ids) == expected[0]
+    for given in ({}, {"prompts": prompts, "prompts_token_ids": prompts}):
+        with pytest.raises(ValueError, match=r"^prompts: expected either"):
+            engine.generate(**given)
+
+
+def test_loaded_drafts_are_converted():
+    target, draft = random_model("llama"), random_model("llama")
+    config = compat.InferenceConfig(dtype="bf16")
+    engine = compat.InferenceEngine(target, byte_tokenizer(), config)
+    engine.enable_spec_dec(draft, 3)
+    assert draft.dtype == torch.bfloat16
+    (output,) = engine.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=8))
+    assert output.stats.num_accepted_tokens > 0
+
+
 def test_published_entries():
     """A loaded model is converted, where `Engine` refuses to."""
     model, config = random_model("llama"), compat.InferenceConfig(dtype="bf16", max_batch_size=2)
     with pytest.raises(ValueError, match=r"^dtype: 'bfloat16'"):
-        Engine(model, config=config)
+        Engine(model, config=config.engine)
     engine = compat.InferenceEngine(model, byte_tokenizer(), config, verbose=True)
     assert engine.config == EngineConfig(dtype="bfloat16", max_batch_size=2)
     (output,) = engine.generate([[1, 2]], GREEDY)

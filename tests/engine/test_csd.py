@@ -5,13 +5,16 @@ import json
 import pkgutil
 from importlib import import_module
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 
 import fastspec
-from fastspec import compat
+from fastspec import EngineConfig, compat
+from fastspec.cli.prompts import bundled_prompts
 from fastspec.drafters import MagDrafter, load_bigram
+from fastspec.models.loading import load_model, load_tokenizer
 
 from ..models import EOS_ID, perturbed, random_t5
 from .helpers import hugging_face_greedy
@@ -25,6 +28,7 @@ PUBLISHED = (
     "max_length",
     "leniency",
 )
+ROOT = Path(__file__).resolve().parents[2]
 K_MATRIX = torch.tensor([[5, 14, 10], [0, 1, 10], [0, 0, 10]])
 PROMPT = torch.tensor([[40, 7, 40, 7, 40, 7, 9]])
 
@@ -56,6 +60,31 @@ def test_decoders(model, drafts, leniency, as_lists):
     expected = hugging_face_greedy(model, PROMPT[0].tolist(), 30)
     expected = expected[: expected.index(EOS_ID) + 1] if EOS_ID in expected else expected
     assert ids.tolist() == [[*PROMPT[0].tolist(), *expected]]
+
+
+# k_matrix, and of the first, third and eighth of the ten bundled prompts: new tokens, and target
+# calls of the published csd that ends there.
+PUBLISHED_CALLS = [
+    ([[5, 10], [0, 10]], [(50, 5), (45, 5), (57, 4)]),
+    ([[1, 14], [0, 10]], [(62, 6), (56, 9), (48, 5)]),
+    ([[3, 6], [0, 8]], [(51, 6), (47, 7), (42, 5)]),
+]
+
+
+def test_no_more_target_calls_than_the_published_code():
+    """Measured with it on the bundled pair and bigram table; ours took up to two calls more while
+    MaG stopped at the tokens that k_matrix asks for."""
+    config = EngineConfig()
+    target, draft = (load_model("target", name, config) for name in ("tiny", "tiny-draft"))
+    tokenizer, table = load_tokenizer("target", "tiny"), "fastspec/assets/tiny-target/bigram.json"
+    prompts = [tokenizer(bundled_prompts(10, False)[i])["input_ids"] for i in (0, 2, 7)]
+    for k_matrix, published in PUBLISHED_CALLS:
+        for prompt, (length, most) in zip(prompts, published, strict=True):
+            drafts = [draft, MagDrafter(load_bigram(ROOT / table))]
+            arguments = (target, [prompt], [prompt], k_matrix, length)
+            ids, stats = fastspec.csd(drafts, *arguments, return_stats=True)
+            assert ids.shape[1] == len(prompt) + length
+            assert stats.num_steps <= most
 
 
 def test_lenience_is_another_name(model, drafts):
@@ -184,6 +213,10 @@ def test_a_bigram_table_and_the_counters(model, drafts, bigram):
     assert counts[0] == counts[1] == counts[2] != counts[3]
     with pytest.raises(ValueError, match=r"^bigram_path: the MaG in draft_list"):
         fastspec.csd(own, *arguments, bigram_path=bigram)
+    with pytest.raises(ValueError, match=r"^bigram_path: k_matrix has no level for the MaG"):
+        fastspec.csd(drafts, *arguments[:3], [[3, 4], [0, 2]], 30, bigram_path="none.json")
+    with pytest.raises(ValueError, match=r"^bigram_path: no such file"):
+        fastspec.csd(drafts, *arguments, bigram_path="none.json")
 
 
 def passes_by_level(stats):
@@ -231,7 +264,7 @@ def test_wrappers_of_stored_targets(tmp_path, model, drafts, name):
     file = tmp_path / "cache.json"
     key, value = ("_".join(map(str, ids[0].tolist())) for ids in (PROMPT, live))
     file.write_text(json.dumps({key: value}), encoding="utf-8")
-    dummy = compat.DummyModel(vocab_size=target.config.vocab_size)
+    dummy = compat.DummyModel(vocab_size=target.config.vocab_size).cuda(0).cpu()
     stored = getattr(compat, cached)(dummy, name="flan-t5-xxl", cache_dir=file)
     wrapped = [draft_class(each, name="small") for each in own]
     ids = fastspec.csd([*wrapped, "mag"], stored, PROMPT, begin, K_MATRIX, 30)

@@ -63,15 +63,18 @@ def test_greedy_output_with_mag(with_table, num_draft, tmp_path):
     assert {writer for output in outputs for writer in output.drafters} == {None, "mag"}
 
 
-def mag_by_the_rules(text, num, table):
+def mag_by_the_rules(text, num, table, is_whole=False):
     """The longest end that stands before, its earliest place; twice; then bigrams."""
     drafts = []
     for _ in range(2):
         whole = text + drafts
+        if len(drafts) >= num:
+            break
+        num_copied = num if is_whole else num - len(drafts)
         for size in range(len(whole) - 1, 0, -1):
             ends = [e for e in range(size, len(whole)) if whole[e - size : e] == whole[-size:]]
             if ends:
-                drafts += whole[ends[0] :][: num - len(drafts)]
+                drafts += whole[ends[0] :][:num_copied]
                 break
     while len(drafts) < num and (text + drafts)[-1] < len(table):
         drafts.append(table[(text + drafts)[-1]])
@@ -91,6 +94,11 @@ def test_mag_follows_its_rules(num):
         for mag, successors in ((drafter, table.tolist()), (without, [])):
             expected = [mag_by_the_rules(text, num, successors) for text in texts]
             assert mag.propose(batch).token_ids.tolist() == expected
+            whole = mag.copy_whole(TextStore().update(batch), num)
+            assert whole.shape[1] == 2 * num - 1
+            for text, row in zip(texts, whole.tolist(), strict=True):
+                drafts = mag_by_the_rules(text, num, successors, is_whole=True)
+                assert row == drafts + [-1] * (len(row) - len(drafts))
             for request in batch.requests:
                 mag.release(request)
 

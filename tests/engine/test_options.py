@@ -85,6 +85,7 @@ GIVEN = {
     "filler_top_k": 2,
     "k_matrix": [[1, 2], [0, 0]],
     "lenience": 2.0,
+    "mag_surplus": True,
     "tree_width": 2,
     "tree_nodes": 8,
     "tree_paths": [[0]],

@@ -79,6 +79,55 @@ def test_outputs_that_stopped_are_reproduced(model, drafter, tmp_path):
             assert simulation.stats.num_draft_tokens == live.stats.num_draft_tokens
 
 
+@pytest.mark.parametrize("layout", ["joined", "tensors", "lists"])
+@pytest.mark.parametrize("method", ["draft_model", "cascade"])
+def test_early_stops_of_files_that_do_not_say_their_limit(model, drafter, tmp_path, layout, method):
+    """Drafts beyond the end of a text count, as in the live run, and a cascade's end there."""
+    options = {"k_matrix": [[3, 5], [0, 5]]} if method == "cascade" else {}
+    spec = SpecConfig(method, **options)
+    (free,) = Engine(model).generate([PROMPTS[2]], GREEDY)
+    stop = next(i for i in free.token_ids[12:] if i not in free.token_ids[:12])
+    params = SamplingParams(temperature=0, max_tokens=60, stop_token_ids=[stop])
+    lives = Engine(model, drafter, spec=spec).generate(PROMPTS, params)
+    assert {live.finish_reason for live in lives} == {"stop", "length"}
+    pairs = [([*live.prompt_token_ids], [*live.token_ids]) for live in lives]
+    if layout == "joined":
+        name, content = "run.json", {_joined(p): _joined([*p, *new]) for p, new in pairs}
+        text = json.dumps(content)
+    elif layout == "tensors":
+        name, text = "run.txt", "\n".join(str(torch.tensor([new])) for _, new in pairs)
+    else:
+        name, text = "run.jsonl", "\n".join(json.dumps(new) for _, new in pairs)
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    prompts = None if layout == "joined" else ["?"] * len(pairs)
+    outputs = read_outputs(tmp_path / name, prompts, max_tokens=60)
+    outputs = [replace(o, prompt=prompt) for o, (prompt, _) in zip(outputs, pairs, strict=True)]
+    simulations = Simulator(model, drafter, VOCAB_SIZE, spec=spec).run(outputs)
+    for live, simulation in zip(lives, simulations, strict=True):
+        counts, expected = simulation.stats.to_dict(), live.stats.to_dict()
+        unknown = {"seconds": None, "finish_reasons": None}
+        assert counts | unknown == expected | unknown
+
+
+def _joined(token_ids):
+    return "_".join(map(str, token_ids))
+
+
+def test_the_limit_of_a_stored_run(tmp_path):
+    file = tmp_path / "run.jsonl"
+    file.write_text('{"prompt": "a", "token_ids": [5, 6, 7], "accepted": [1, 0]}', "utf-8")
+    for most, ids, accepted in ((3, [5, 6, 7], [1, 0]), (2, [5, 6], None), (9, [5, 6, 7], [1, 0])):
+        (output,) = read_outputs(file, max_tokens=most)
+        assert (output.token_ids, output.accepted) == (ids, accepted)
+        assert output.params.max_tokens == most
+        assert output.is_ended == (most == 9)
+    with pytest.raises(ValueError, match=r"^max_tokens: expected an int >= 1, got 0"):
+        read_outputs(file, max_tokens=0)
+    file.write_text('{"prompt": "a", "token_ids": [5], "max_tokens": 4}', "utf-8")
+    with pytest.raises(ValueError, match=r"line 1, max_tokens: expected nothing, as the file says"):
+        read_outputs(file, max_tokens=4)
+
+
 def test_a_cache_too_small_for_all_changes_nothing(model, drafter):
     lives = Engine(model, drafter).generate(PROMPTS, GREEDY)
     outputs = [StoredOutput(list(o.prompt_token_ids), list(o.token_ids), GREEDY) for o in lives]
@@ -291,3 +340,13 @@ def test_simulations_that_cannot_run(model):
     small = Simulator(model, model, VOCAB_SIZE, config=EngineConfig(num_blocks=1, block_size=2))
     with pytest.raises(ValueError, match="num_blocks"):
         small.run([good])
+
+
+@pytest.mark.parametrize(
+    ("method", "named"), [("eagle3", "the target's hidden states"), ("glide", "the target's cache")]
+)
+def test_methods_that_read_more_than_texts(model, method, named):
+    with pytest.raises(
+        ValueError, match=f"^method: '{method}' reads {named}, which stored outputs"
+    ):
+        Simulator(model, None, VOCAB_SIZE, spec=SpecConfig(method))

@@ -25,7 +25,7 @@ def build(context: DrafterContext) -> DrafterPlan:
 
     def level(part: PagedModel | Drafter, block_manager: Blocks) -> Level:
         if not isinstance(part, PagedModel):
-            return CopyingLevel(part, vocab_size)
+            return CopyingLevel(part, vocab_size, spec.mag_surplus)
         runner = context.runner(part, block_manager)
         model = DraftModelDrafter(runner, block_manager, vocab_size, probabilistic)
         number = f"_{models.index(part) + 1}" if len(models) > 1 else ""

@@ -24,12 +24,14 @@ class DraftToken(NamedTuple):
             mass.
         prob: its probability at temperature 1 for the level that wrote or reviewed it last; 1 when
             it was copied.
+        is_surplus: of a piece that MaG wrote, beyond the tokens that k_matrix counts.
     """
 
     token_id: int
     writer: str
     logits: Tensor | None = None
     prob: float = 1.0
+    is_surplus: bool = False
 
 
 @dataclass(eq=False)
@@ -56,10 +58,15 @@ class Draft:
         """The committed tokens and the draft."""
         return self.request.token_ids + [token.token_id for token in self.tokens]
 
-    def lacks(self, length: int) -> bool:
-        """Whether it should have so many tokens, and can have another."""
+    @property
+    def num_counted(self) -> int:
+        """Its tokens without a surplus."""
+        return sum(not token.is_surplus for token in self.tokens)
+
+    def lacks(self, count: int) -> bool:
+        """Whether it should have so many tokens without a surplus, and can have another."""
         is_ended = self.tokens and self.tokens[-1].token_id in self.request.stop_ids
-        return len(self.tokens) < min(length, self.limit) and not is_ended
+        return len(self.tokens) < self.limit and self.num_counted < count and not is_ended
 
     def replace(self, start: int, tokens: list[DraftToken]) -> None:
         """Let these tokens follow the first `start` ones, as far as they are of use."""

@@ -17,8 +17,10 @@ class CascadeDrafter:
     write but reviews what the levels below it have written: it keeps what holds and adds a token of
     its own. What is added comes in whole pieces, so a level may give more than was asked for, and
     the next one then as much less. A level whose own row is all zero, or that is the last, writes.
-    The last level, if it copies, always writes k_matrix[-1][-1] tokens at a time (the published
-    code writes 10, which is that entry in all its examples), or just what is lacking if that is 0.
+    The last level, if it copies, always writes k_matrix[-1][-1] tokens at a time, or just what is
+    lacking if that is 0. The published MaG writes 10, which is that entry in all its examples, and
+    up to 19: with SpecConfig.mag_surplus ours does so too, beside what k_matrix counts, and writes
+    last of all for the target, even where the levels above it have reached their totals.
 
     A model's review of a sampled request is speculative sampling with the model as target, so the
     tokens have exactly its law, and the real target judges them by that. With lenience above 1 a
@@ -90,13 +92,16 @@ class CascadeDrafter:
 
     def _fill(self, row: int, drafts: list[Draft], batch: Batch) -> None:
         """Let the levels from `row` on write what row `row` asks of them, one after the other."""
-        goals = [len(draft.tokens) for draft in drafts]
+        goals = [draft.num_counted for draft in drafts]
         for number, wanted in enumerate(self._k_matrix[row][row:], start=row):
             goals = [goal + wanted for goal in goals]
+            if row == 0 and wanted and self._levels[number].piece:  # the target always gets one
+                least = [draft.num_counted + 1 for draft in drafts]
+                goals = [max(pair) for pair in zip(goals, least, strict=True)]
             pending = list(zip(drafts, goals, strict=True)) if wanted else []
             while pending := [(draft, goal) for draft, goal in pending if draft.lacks(goal)]:
                 before = [len(draft.tokens) for draft, _ in pending]
-                lacking = [goal - num for (_, goal), num in zip(pending, before, strict=True)]
+                lacking = [goal - draft.num_counted for draft, goal in pending]
                 self._add(number, [draft for draft, _ in pending], lacking, batch)
                 grown = zip(pending, before, strict=True)
                 pending = [pair for pair, num in grown if len(pair[0].tokens) > num]

@@ -2,15 +2,17 @@
 
 import sys
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from fastspec.config.k_matrix import MAG_TOKENS
 from fastspec.drafters.base import Batch, Request, SamplingTensors
 from fastspec.drafters.cascade.draft import Draft, DraftToken, draw_uniforms, laws, padded_ids
 from fastspec.drafters.draft_model import DraftModelDrafter, greedy_sampling
+from fastspec.drafters.mag import MagDrafter
 from fastspec.drafters.texts import Texts, TextStore
 from fastspec.models.transfer import device_tensor
 from fastspec_kernels import row_stats, sample, verify_chain
@@ -20,13 +22,18 @@ Verdict = tuple[int, int, list[float]]
 
 
 class Level:
-    """One drafter of a cascade; what it caches follows the drafts as they change."""
+    """One drafter of a cascade; what it caches follows the drafts as they change.
+
+    Attributes:
+        piece: tokens that it writes at a time, or more; 0 = as many as it is asked for.
+    """
 
     can_review = False
+    piece = 0
     name: str
 
     def write(self, drafts: list[Draft], counts: list[int], batch: Batch) -> None:
-        """Continue each draft by at most counts[b] tokens."""
+        """Continue each draft by at most counts[b] tokens, or by a piece as far as it has room."""
         raise NotImplementedError
 
     def review(self, drafts: list[Draft], starts: list[int], batch: Batch) -> None:
@@ -63,26 +70,37 @@ class Copier(Protocol):
 
 
 class CopyingLevel(Level):
-    """A drafter that copies; ids that some model of the cascade does not have end a copy."""
+    """A drafter that copies; ids that some model of the cascade does not have end a copy.
 
-    def __init__(self, copier: object, vocab_size: int):
+    Args:
+        has_surplus: of MaG: it writes pieces of the published size, see SpecConfig.mag_surplus.
+    """
+
+    def __init__(self, copier: object, vocab_size: int, has_surplus: bool = False):
         if not isinstance(copier, Copier):
             raise ValueError(
                 "drafter: a level of a cascade is a model, or copies like MagDrafter, got"
                 f" {type(copier).__name__}"
             )
         self.name = copier.name
-        self._copier = copier
+        self._copy = copier.copy
+        if has_surplus and isinstance(copier, MagDrafter):
+            self._copy, self.piece = copier.copy_whole, MAG_TOKENS
         self._vocab_size = vocab_size
         self._texts = TextStore()
 
     def write(self, drafts: list[Draft], counts: list[int], batch: Batch) -> None:
         texts = self._texts.extend(*_texts_of(drafts), batch.device)
-        copies = self._copier.copy(texts, max(counts)).tolist()
+        copies = self._copy(texts, self.piece or max(counts)).tolist()
         for draft, ids, count in zip(drafts, copies, counts, strict=True):
-            usable = [0 <= token_id < self._vocab_size for token_id in ids[:count]]
-            end = usable.index(False) if False in usable else count
-            draft.replace(len(draft.tokens), [DraftToken(i, self.name) for i in ids[:end]])
+            usable = takewhile(
+                lambda i: 0 <= i < self._vocab_size, ids if self.piece else ids[:count]
+            )
+            tokens = [
+                DraftToken(token_id, self.name, is_surplus=0 < self.piece <= place)
+                for place, token_id in enumerate(usable)
+            ]
+            draft.replace(len(draft.tokens), tokens)
 
     def shorten(self, request: Request, length: int) -> None:
         self._texts.shorten(request, length)
@@ -154,7 +172,7 @@ class ModelLevel(Level):
             kept = [*judged[: max(0, accepted)], DraftToken(extra, self.name)]
             laws_of = [None] * len(kept) if draft.is_greedy else logits[row : row + len(kept)]
             outcome = [
-                DraftToken(token.token_id, token.writer, law, prob)
+                token._replace(logits=law, prob=prob)
                 for token, law, prob in zip(kept, laws_of, probs, strict=True)
             ]
             draft.replace(start, outcome if accepted >= 0 else [])

@@ -27,6 +27,14 @@ class DummyModel:
         """Does nothing: there are no weights."""
         return self
 
+    def cuda(self, device: torch.device | str | int = "cuda") -> "DummyModel":
+        """Does nothing."""
+        return self
+
+    def cpu(self) -> "DummyModel":
+        """Does nothing."""
+        return self
+
 
 class CSDraftingModel:
     """A model with a name.

@@ -7,7 +7,8 @@ Arguments that all functions share:
     logits_processor: how tokens are chosen, one of the processors here or a subclass of them.
     max_gen_len: new tokens at most, >= 1.
     eos_tokens_id: ids that end the text, alone; the last one is kept. The model's own do not count.
-    end_tokens_id: its name in the published README.
+        None = none do. An int, a list, or an array or tensor of them.
+    end_tokens_id: its name in the published README; where it is given, it counts.
     debug: log the counters, at the level INFO.
     tokenizer, pad_token_id, use_cache, first_target: taken and without effect. There is no buffer
         to pad, the cache is always used, and the target reads the prompt before the drafter.
@@ -16,7 +17,7 @@ Random seeds come from torch's generator, so torch.manual_seed makes samples rep
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from torch.nn.functional import pad
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
-from fastspec.config.checks import require, require_int
+from fastspec.config.checks import is_int, require, require_int
 from fastspec.drafters.context import ModelSource
 from fastspec.drafters.ngram import NgramDrafter
 from fastspec.drafters.ngram_table import NgramTable
@@ -40,14 +41,24 @@ class LogitsProcessor:
 
     Processors of your own derive from `GreedyProcessor` or `MultinomialProcessor` and change logits
     [1, V] in `_process`. A `sample` of your own is refused: what it draws could not be verified.
+
+    Args:
+        temperature: >= 0; 0 leaves the most probable token alone.
+    Raises:
+        ValueError: a temperature, top_k or top_p out of range.
     """
 
     def __init__(self, temperature: float = 1):
+        SamplingParams(temperature=temperature)
         self.temperature = temperature
 
     def __call__(self, logits: Tensor) -> Tensor:
         """The probabilities that logits [..., V] stand for."""
-        return (self._process(logits.clone()) / self.temperature).softmax(dim=-1)
+        logits = self._process(logits.clone())
+        if self.temperature == 0:
+            best = logits.argmax(dim=-1, keepdim=True)
+            return torch.zeros_like(logits).scatter(-1, best, 1)
+        return (logits / self.temperature).softmax(dim=-1)
 
     def _process(self, logits: Tensor) -> Tensor:
         return logits
@@ -56,16 +67,25 @@ class LogitsProcessor:
 class GreedyProcessor(LogitsProcessor):
     """The most probable token; the temperature has no effect."""
 
+    def sample(self, probs: Tensor) -> Tensor:
+        """The most probable token of each row of probabilities [..., V]: [..., 1]."""
+        return probs.argmax(dim=-1, keepdim=True)
+
 
 class MultinomialProcessor(LogitsProcessor):
     """Sampling at a temperature."""
 
+    def sample(self, probs: Tensor) -> Tensor:
+        """A draw from each row of probabilities [B, V], by torch's generator: [B, 1]."""
+        return torch.multinomial(probs, num_samples=1)
+
 
 class TopKProcessor(MultinomialProcessor):
-    """Sampling among the top_k best tokens, ties included."""
+    """Sampling among the top_k best tokens, ties included; top_k >= 1."""
 
     def __init__(self, temperature: float, top_k: int):
         super().__init__(temperature)
+        require_int("top_k", top_k, 1)
         self.top_k = top_k
 
     def _process(self, logits: Tensor) -> Tensor:
@@ -73,14 +93,15 @@ class TopKProcessor(MultinomialProcessor):
 
 
 class NucleusProcessor(MultinomialProcessor):
-    """Sampling among the best tokens that have the probability top_p at temperature 1."""
+    """Sampling among the best tokens that together have the probability top_p, 0 < top_p <= 1."""
 
     def __init__(self, temperature: float, top_p: float):
         super().__init__(temperature)
+        SamplingParams(top_p=top_p)
         self.top_p = top_p
 
     def _process(self, logits: Tensor) -> Tensor:
-        return TopPLogitsWarper(self.top_p)(_NO_IDS, logits)
+        return _nucleus(logits, self.top_p)
 
 
 class TopKNucleusProcessor(MultinomialProcessor):
@@ -88,15 +109,22 @@ class TopKNucleusProcessor(MultinomialProcessor):
 
     def __init__(self, temperature: float, top_k: int, top_p: float):
         super().__init__(temperature)
+        require_int("top_k", top_k, 1)
+        SamplingParams(top_p=top_p)
         self.top_k = top_k
         self.top_p = top_p
 
     def _process(self, logits: Tensor) -> Tensor:
-        return TopPLogitsWarper(self.top_p)(_NO_IDS, TopKLogitsWarper(self.top_k)(_NO_IDS, logits))
+        return _nucleus(TopKLogitsWarper(self.top_k)(_NO_IDS, logits), self.top_p)
+
+
+def _nucleus(logits: Tensor, top_p: float) -> Tensor:
+    return logits if top_p == 1 else TopPLogitsWarper(top_p)(_NO_IDS, logits)
 
 
 Ids = list[int]
-EndIds = int | Sequence[int]
+EndIds = int | Sequence[int] | None
+_NOT_GIVEN: Any = ...
 _GREEDY = GreedyProcessor()
 
 
@@ -169,7 +197,7 @@ def autoregressive_generate(
     use_cache: bool = False,
     debug: bool = False,
     *,
-    end_tokens_id: EndIds | None = None,
+    end_tokens_id: EndIds = _NOT_GIVEN,
 ) -> Ids:
     """Generate without speculation: the new ids, of an encoder-decoder after its start token."""
     params = _params(max_gen_len, logits_processor, eos_tokens_id, end_tokens_id)
@@ -191,7 +219,7 @@ def speculative_generate(
     first_target: bool = True,
     debug: bool = False,
     *,
-    end_tokens_id: EndIds | None = None,
+    end_tokens_id: EndIds = _NOT_GIVEN,
 ) -> tuple[Ids, float]:
     """Generate with the drafts of a smaller model: what `autoregressive_generate` says, faster.
 
@@ -232,7 +260,7 @@ def ngram_assisted_speculative_generate(
     stop_if_unknown: bool = False,
     debug: bool = False,
     *,
-    end_tokens_id: EndIds | None = None,
+    end_tokens_id: EndIds = _NOT_GIVEN,
 ) -> tuple[Ids, float]:
     """Generate with the drafts of an n-gram store, which learns the prompt and what is written.
 
@@ -269,7 +297,7 @@ def beam_search_generate(
     pad_token_id: int | None = 0,
     debug: bool = False,
     *,
-    end_tokens_id: EndIds | None = None,
+    end_tokens_id: EndIds = _NOT_GIVEN,
 ) -> Ids:
     """Hugging Face's beam search, for its name's sake: it has nothing to do with speculation.
 
@@ -284,6 +312,7 @@ def beam_search_generate(
     """
     for name, value in (("max_gen_len", max_gen_len), ("num_beams", num_beams)):
         require_int(name, value, 1)
+    require("inputs", inputs, len(inputs) > 0, "the ids of a prompt")
     loaded: Any = load_model("model", model, EngineConfig())
     input_ids = torch.tensor([inputs], device=loaded.device)
     output = loaded.generate(
@@ -293,7 +322,7 @@ def beam_search_generate(
         num_beams=num_beams,
         length_penalty=alpha,
         do_sample=False,
-        eos_token_id=_ends(eos_tokens_id, end_tokens_id),
+        eos_token_id=_ends(eos_tokens_id, end_tokens_id) or None,
         pad_token_id=0 if pad_token_id is None else pad_token_id,
     )
     return output[0, 0 if loaded.config.is_encoder_decoder else len(inputs) :].tolist()
@@ -303,7 +332,7 @@ _LOSSY = "False; True is LOSSY, it does not keep the target's distribution, and 
 
 
 def _params(
-    max_gen_len: int, processor: LogitsProcessor, ends: EndIds, other_ends: EndIds | None
+    max_gen_len: int, processor: LogitsProcessor, ends: EndIds, other_ends: EndIds
 ) -> SamplingParams:
     require_int("max_gen_len", max_gen_len, 1)
     return SamplingParams(
@@ -311,22 +340,31 @@ def _params(
         seed=seed_from_torch(),
         max_tokens=max_gen_len,
         ignore_eos=True,
-        stop_token_ids=_ends(ends, other_ends),
+        stop_token_ids=_ends(ends, other_ends) or None,
     )
 
 
-def _ends(ends: EndIds, other_ends: EndIds | None) -> list[int]:
-    ends = ends if other_ends is None else other_ends
-    return [ends] if isinstance(ends, int) else [*ends]
+def _ends(ends: EndIds, other_ends: EndIds) -> list[int]:
+    is_other = other_ends is not _NOT_GIVEN
+    name, given = "end_tokens_id" if is_other else "eos_tokens_id", cast(Any, ends)
+    given = cast(Any, other_ends) if is_other else given
+    if given is None:
+        return []
+    ids: Any = given.tolist() if hasattr(given, "tolist") else given
+    ids = [*ids] if isinstance(ids, Sequence) and not isinstance(ids, str) else [ids]
+    ids = [each.tolist() if hasattr(each, "tolist") else each for each in ids]
+    require(name, given, all(is_int(i) and i >= 0 for i in ids), "an id, ids in a list, or None")
+    return ids
 
 
 def _sampling(processor: LogitsProcessor) -> dict[str, Any]:
     """The fields of SamplingParams that mean what a processor does."""
     is_known = isinstance(processor, LogitsProcessor)
     require("logits_processor", processor, is_known, "a processor of fastspec.compat")
-    expected = "one without sample(): derive it from GreedyProcessor or MultinomialProcessor"
-    require("logits_processor", processor, not hasattr(processor, "sample"), expected)
     kind = type(processor)
+    expected = "no sample() of its own: derive it from GreedyProcessor or MultinomialProcessor"
+    is_ours = getattr(kind, "sample", None) in (None, *_DRAWS) and "sample" not in vars(processor)
+    require("logits_processor", processor, is_ours, expected)
     heat = 0.0 if isinstance(processor, GreedyProcessor) else processor.temperature
     is_same = kind in _SAME or (kind in _SAME_AT_1 and heat == 1)
     if not is_same:
@@ -336,6 +374,7 @@ def _sampling(processor: LogitsProcessor) -> dict[str, Any]:
     return {"temperature": heat, **{name: v for name, v in filters.items() if v is not None}}
 
 
+_DRAWS = (GreedyProcessor.sample, MultinomialProcessor.sample)
 # What filters by rank, or not at all, is the same before and after the temperature.
 _SAME = (GreedyProcessor, MultinomialProcessor, TopKProcessor)
 _SAME_AT_1 = (NucleusProcessor, TopKNucleusProcessor)
