@@ -7,7 +7,12 @@ from typing import Any
 
 from fastspec.config.checks import config_of, is_number, refuse, require
 from fastspec.config.k_matrix import KMatrix, as_k_matrix, most_draft_tokens
-from fastspec.config.methods import BUILT_IN, FIELDS_OF_METHODS, method_named
+from fastspec.config.methods import (
+    BUILT_IN,
+    FIELDS_OF_DRAFTS,
+    FIELDS_OF_METHODS,
+    method_named,
+)
 from fastspec.config.options import (
     BOOL,
     FACTOR,
@@ -72,13 +77,17 @@ class SpecConfig:
         "auto",
         Kind("a name of a method", lambda value: isinstance(value, str)),
         f"How drafts are made: {', '.join(method.name for method in BUILT_IN)}.",
-        "auto takes a draft model where one is given.",
+        "auto takes a draft model where one is given. none refuses every option that only drafts"
+        " have, but for num_speculative_tokens; without a draft model auto keeps them for"
+        " enable_spec_dec.",
     )
     num_speculative_tokens: int | None = option(
         None,
         integer(1, MAX_DRAFT_TOKENS),
         "K, tokens proposed in each step; by default 5 (suffix: 24; cascade: as k_matrix asks).",
-        "With suffix_tokens: those of the draft model; a copy may be longer.",
+        "With suffix_tokens: those of the draft model; a copy may be longer. Method none, which"
+        " refuses the other options of drafts, keeps it for what drafts later: a drafter that"
+        " enable_spec_dec turns on, or the --methods of a server.",
         aliases=(
             "num_assistant_tokens (Hugging Face)",
             "prompt_lookup_num_tokens (Hugging Face; also chooses prompt_lookup)",
@@ -414,7 +423,8 @@ class SpecConfig:
     def _refuse_other_methods_fields(self) -> None:
         """Refuse what is given for a method that is not this one."""
         fields = method_named(self.method).fields
-        for name in sorted(FIELDS_OF_METHODS):
+        is_plain = self.method == "none"
+        for name in sorted(FIELDS_OF_METHODS | (FIELDS_OF_DRAFTS if is_plain else set())):
             value, default = getattr(self, name), options_of(type(self))[name].default
             is_read = name in fields
             if name in _LOOKUP_FIELDS and self.method in ("tree", "eagle3"):
@@ -423,6 +433,9 @@ class SpecConfig:
                 is_read = is_read and self.suffix_tokens is not None
             if not is_read and value is not default and value != default:
                 refuse(name, value, f"not for method {self.method!r}")
+        fits = not is_plain or self.rejection_sample_method != "block"
+        expected = "'standard' or 'coupled' for method 'none'"
+        require("rejection_sample_method", self.rejection_sample_method, fits, expected)
 
     def _check_cascade(self) -> None:
         if self.method != "cascade":

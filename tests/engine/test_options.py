@@ -11,6 +11,7 @@ from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.methods import methods
 from fastspec.config.options import options_of
 from fastspec.drafters.ngram_table import NgramTable
+from fastspec_kernels.backend import BACKENDS
 
 from ..models import VOCAB_SIZE, random_model
 
@@ -69,6 +70,13 @@ def test_aliases_of_the_number_of_draft_tokens():
         ("step_costs", {"schedule": "adaptive", "step_costs": [float("nan")] * 6}),
         ("step_costs", {"step_costs": [1.0] * 6}),
         ("relaxed_acceptance", {"relaxed_acceptance": True}),
+        ("draft_sample_method", {"method": "none", "draft_sample_method": "greedy"}),
+        ("schedule", {"method": "none", "schedule": "adaptive"}),
+        ("schedule", {"method": "none", "schedule": "adaptive", "step_costs": [1.0] * 6}),
+        ("step_costs", {"method": "none", "step_costs": [1.0] * 6}),
+        ("relaxed_acceptance", {"method": "none", "relaxed_acceptance": 2.0}),
+        ("synthetic_acceptance_rate", {"method": "none", "synthetic_acceptance_rate": 0.5}),
+        ("rejection_sample_method", {"method": "none", "rejection_sample_method": "block"}),
     ],
 )
 def test_spec_config_refuses(field, options):
@@ -108,6 +116,13 @@ def test_every_field_is_a_declared_option(config):
         assert option.help.endswith(".")
         assert f"    {name}: {option.help[:40]}" in config.__doc__
         assert option.checked(option.default) == getattr(config(), name)
+
+
+def test_every_backend_of_the_kernels_can_be_named():
+    for name in ("auto", *BACKENDS):
+        assert EngineConfig(backend=name).backend == name
+    with pytest.raises(ValueError, match="^backend: expected one of "):
+        EngineConfig(backend="nope")
 
 
 def test_a_large_k_matrix_takes_no_time():
