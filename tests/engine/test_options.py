@@ -121,7 +121,7 @@ def test_every_field_is_a_declared_option(config):
 def test_every_backend_of_the_kernels_can_be_named():
     for name in ("auto", *BACKENDS):
         assert EngineConfig(backend=name).backend == name
-    with pytest.raises(ValueError, match="^backend: expected one of "):
+    with pytest.raises(ValueError, match=r"^backend: expected one of "):
         EngineConfig(backend="nope")
 
 
