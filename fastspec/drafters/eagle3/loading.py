@@ -14,7 +14,7 @@ from transformers.utils.hub import cached_file
 from fastspec.config import EngineConfig
 from fastspec.drafters.eagle3.model import Eagle3Config, Eagle3Draft
 from fastspec.models.captured import usual_layers
-from fastspec.models.loading import load_config, load_model
+from fastspec.models.loading import ReadConfig, load_config, load_model
 from fastspec.models.reduced_vocabulary import reduced_rows
 from fastspec.models.sharded import whole
 
@@ -23,11 +23,11 @@ _FILES = ("model.safetensors", "pytorch_model.bin")
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
-def is_eagle3(source: str | Path | PreTrainedModel) -> bool:
+def is_eagle3(source: str | Path | PreTrainedModel, read_config: ReadConfig = load_config) -> bool:
     """Whether a model is an EAGLE-3 draft; of a folder or hub id, whether its config says so."""
     if isinstance(source, PreTrainedModel):
         return isinstance(source, Eagle3Draft)
-    config = load_config("drafter", source)
+    config = read_config("drafter", source)
     is_named = any("Eagle3" in name for name in config.architectures or ())
     return is_named or getattr(config, "draft_vocab_size", None) is not None
 
