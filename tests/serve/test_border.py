@@ -14,7 +14,6 @@ from pathlib import Path
 
 import httpx2
 import pytest
-import torch
 
 from fastspec import SamplingParams
 from fastspec.config.serve import ServeConfig
@@ -31,12 +30,7 @@ LONG = {"prompt": "import os\n", "temperature": 0, "max_tokens": 200, "ignore_eo
 SHORT = LONG | {"max_tokens": 3}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Gate:
