@@ -1,5 +1,7 @@
 """What is given is obeyed or refused: no option is silently another one's, cut or ignored."""
 
+import json
+import re
 from dataclasses import fields, replace
 from fractions import Fraction
 
@@ -116,6 +118,29 @@ def test_every_field_is_a_declared_option(config):
         assert option.help.endswith(".")
         assert f"    {name}: {option.help[:40]}" in config.__doc__
         assert option.checked(option.default) == getattr(config(), name)
+
+
+def test_what_is_told_of_an_option_that_is_not_given_is_what_counts():
+    told = {name: f"{o.help} {o.details}" for name, o in options_of(SpecConfig).items()}
+    assert not any("{usual}" in text for text in told.values())
+    assert "by default 5 (suffix: 24), " in told["num_speculative_tokens"]
+    counts = [SpecConfig(method).num_draft_tokens() for method in ("mag", "suffix")]
+    assert counts == [5, 24]
+    factor, least, kept = SpecConfig("suffix").suffix_limits
+    size, fillers = SpecConfig("ngram").ngram_counts
+    counts = {
+        "prompt_lookup_min": SpecConfig("prompt_lookup").lookup_lengths[0],
+        "ngram_size": size,
+        "filler_top_k": fillers,
+        "suffix_max_spec_factor": f"{factor:g}",
+        "suffix_min_token_prob": least,
+        "suffix_max_cached_tokens": kept,
+        "k_matrix": json.dumps(SpecConfig("cascade").cascade_matrix, separators=(",", ":")),
+        "tree_width": SpecConfig("tree").value_of("tree_width"),
+        "tree_nodes": SpecConfig("tree").value_of("tree_nodes"),
+    }
+    for name, value in counts.items():
+        assert re.search(rf"[Bb]y default {re.escape(str(value))}[ .,;]", told[name]), name
 
 
 def test_every_backend_of_the_kernels_can_be_named():
