@@ -65,3 +65,12 @@ def _seed():
     """Without a GPU `torch.manual_seed` notes for later, with a traceback, to seed one."""
     seed = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
     seed(0)
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """Whatever the environment says: models of tests only lose time to more threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

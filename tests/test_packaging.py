@@ -46,6 +46,19 @@ def test_every_extra_holds_only_what_is_imported():
             assert re.search(rf"^\s*(import|from) {name}\b", code, re.M), (extra, package)
 
 
+def test_a_source_distribution_holds_what_its_tests_import(tmp_path):
+    code = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
+    imported = {*re.findall(r"^\s*(?:from|import) (\w+)", code, re.M), "tests"}
+    folders = sorted(name for name in imported if (ROOT / name).is_dir())
+    assert {"benchmarks", "fastspec", "scripts", "tests"} <= set(folders)
+    result = run(sys.executable, "setup.py", "-q", "egg_info", "--egg-base", tmp_path, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    (listed,) = tmp_path.glob("*/SOURCES.txt")
+    sources = {Path(line) for line in listed.read_text().splitlines()}
+    files = {path.relative_to(ROOT) for name in folders for path in (ROOT / name).rglob("*.py")}
+    assert sorted(files - sources) == []
+
+
 def build_in_place(folder, **environment):
     result = run(sys.executable, "setup.py", "build_ext", "--inplace", cwd=folder, **environment)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -4,7 +4,6 @@ import random
 from collections import Counter
 
 import pytest
-import torch
 
 from fastspec.drafters.base import Batch
 from fastspec.engine import speculation
@@ -12,13 +11,7 @@ from fastspec.engine.block_manager import BlockManager
 
 from . import soak
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_nothing_is_lost_or_changed():

@@ -7,9 +7,16 @@ from typing import Annotated
 import typer
 
 from fastspec.cli.display import progress_bar
-from fastspec.cli.errors import check_can_write, check_draft, quiet_libraries, report
+from fastspec.cli.errors import (
+    check_can_write,
+    check_draft,
+    quiet_libraries,
+    report,
+    usage_errors,
+)
 from fastspec.cli.options import Config, Draft, Flags, Target, Threads, with_flags
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
+from fastspec.config.files import require_file
 from fastspec.config.methods import drafts_of
 
 
@@ -58,6 +65,8 @@ def batch(
     After an interruption, run the same command again to continue.
     """
     check_draft(spec.method, draft)
+    with usage_errors():
+        require_file("input", input_file)
     check_can_write("--output", output_file)
     quiet_libraries()
     from fastspec.tools.batch import BatchJob, run_batch

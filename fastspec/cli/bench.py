@@ -62,8 +62,8 @@ def bench(
         typer.Option(
             "--num-speculative-tokens",
             "-k",
-            help="Tokens proposed in each step, 5 by default; of a cascade, by its draft model in"
-            " the run without MaG.",
+            help="Tokens proposed in each step, by default as elsewhere; of a cascade, by its draft"
+            " model in the run without MaG.",
         ),
     ] = None,
     counter_version: Annotated[

@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.text import Text
 
 from fastspec.cli.display import SourceWriter, number
-from fastspec.cli.errors import note
+from fastspec.cli.errors import note, quiet_libraries
 from fastspec.cli.options import Config, Draft, Flags, Target, Threads, with_flags
-from fastspec.cli.serve import ChatTemplate, load_engine
+from fastspec.cli.serve import ChatTemplate, checked_engine
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.checks import require
 from fastspec.config.methods import drafts_of
@@ -63,7 +63,9 @@ def chat(
     threads: Threads = None,
 ) -> None:
     """Talk to a model, and see what speculation does for each answer."""
-    engine = load_engine(target, draft, spec, config, "", chat_template, threads)
+    served = checked_engine(target, draft, spec, config, "", chat_template, threads)
+    quiet_libraries()
+    engine = served.load()
     from fastspec.models.named import own_draft
 
     drafts = drafts_of(draft, spec.method) or own_draft(target, spec.method)

@@ -81,8 +81,6 @@ def generate(
         raise typer.BadParameter("--show-tree: needs --method tree or --cape, and no --json")
     if save_outputs is not None:
         _check_saving(save_outputs, params)
-    if spec.method == "none" and spec.schedule != "constant":
-        raise typer.BadParameter("--schedule: --method none proposes nothing to schedule")
     check_draft(spec.method, draft)
     if dataset is None:
         check_no_dataset(dataset_file, num_prompts)

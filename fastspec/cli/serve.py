@@ -2,7 +2,7 @@
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -12,9 +12,6 @@ from fastspec.config import EngineConfig, SpecConfig
 from fastspec.config.files import read_text
 from fastspec.config.serve import ENGINE_DEFAULTS, ServeConfig
 from fastspec.serve.loading import ServedEngine, extra_specs
-
-if TYPE_CHECKING:
-    from fastspec.engine.engine import Engine
 
 Methods = Annotated[
     str,
@@ -47,6 +44,7 @@ def serve(
     """Serve OpenAI's HTTP interface, and a page that shows who wrote each token."""
     with usage_errors():
         has_keys = bool(serving.api_keys())
+    served = checked_engine(target, draft, spec, config, methods, chat_template, threads)
     try:
         from fastspec.serve.app import is_loopback
         from fastspec.serve.server import listen, new_server
@@ -55,7 +53,8 @@ def serve(
         raise typer.BadParameter(message) from error
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     with listen(serving) as listener:
-        engine = load_engine(target, draft, spec, config, methods, chat_template, threads)
+        quiet_libraries()
+        engine = served.load()
         if not has_keys and not is_loopback(serving.host):
             note(f"whoever reaches {serving.host} may use this server: there are no API keys")
         host = f"[{serving.host}]" if ":" in serving.host else serving.host
@@ -64,7 +63,7 @@ def serve(
         new_server(engine, serving, Path(target).name).run(sockets=[listener])
 
 
-def load_engine(
+def checked_engine(
     target: str,
     draft: str | None,
     spec: SpecConfig,
@@ -72,11 +71,11 @@ def load_engine(
     extra_methods: str,
     chat_template: Path | None,
     threads: int | None,
-) -> "Engine":
-    """An engine with its own drafter and those of other methods, by their names."""
+) -> ServedEngine:
+    """An engine to load, with its own drafter and those of other methods, by their names."""
     check_draft(spec.method, draft)
     with usage_errors():
-        served = ServedEngine(
+        return ServedEngine(
             target,
             draft,
             spec,
@@ -85,5 +84,3 @@ def load_engine(
             None if chat_template is None else read_text("chat_template", chat_template),
             threads,
         )
-    quiet_libraries()
-    return served.load()

@@ -22,7 +22,7 @@ from fastspec.cli.options import Flags, with_flags
 from fastspec.cli.prompts import check_no_dataset, named_prompts
 from fastspec.config import EngineConfig, SpecConfig
 from fastspec.config.checks import require
-from fastspec.config.files import write_whole
+from fastspec.config.files import require_file, write_whole
 from fastspec.config.methods import drafts_of
 
 if TYPE_CHECKING:
@@ -118,6 +118,7 @@ def simulate(
         for name, seconds in (("draft_seconds", draft_seconds), ("verify_seconds", verify_seconds)):
             fits = seconds is None or (0 <= seconds < inf and (seconds or name == "draft_seconds"))
             require(name, seconds, bool(fits), "seconds >= 0, of a target pass > 0")
+        require_file("outputs", outputs_file)
     if dataset is None:
         check_no_dataset(dataset_file, num_prompts)
     prompts = named_prompts(dataset, dataset_file, prompts_file, num_prompts)

@@ -128,7 +128,10 @@ class EngineConfig:
         aliases=("Colossal-Inference",),
     )
     backend: str = option(
-        "auto", TEXT, "Kernels: auto, cpu, cuda, triton or reference; see fastspec info."
+        "auto",
+        choice("auto", "cpu", "cuda", "triton", "reference"),
+        "Kernels: auto, cpu, cuda, triton or reference; see fastspec info.",
+        "One that cannot run the models where they are is refused when they are loaded.",
     )
 
     def __post_init__(self):

@@ -6,14 +6,19 @@ from pathlib import Path
 from typing import Any
 
 
+def require_file(field: str, path: Path) -> None:
+    """Raise ValueError with the option's name unless there is such a file."""
+    if not path.is_file():
+        raise ValueError(f"{field}: no such file: {str(path)!r}")
+
+
 def read_text(field: str, path: Path) -> str:
     """The text of a file.
 
     Raises:
         ValueError: no such file, or not UTF-8; `field` names the option.
     """
-    if not path.is_file():
-        raise ValueError(f"{field}: no such file: {str(path)!r}")
+    require_file(field, path)
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

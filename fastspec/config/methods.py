@@ -46,7 +46,7 @@ BUILT_IN = (
         "a draft model where one is given, else plain decoding",
         _MODEL | _CHAIN | _TOKENIZER,
     ),
-    Method("none", "plain decoding; a drafter that is given is not loaded", _SAMPLED),
+    Method("none", "plain decoding; a drafter that is given is not loaded"),
     Method(
         "draft_model",
         "a smaller model, best with the same tokenizer",
@@ -89,8 +89,12 @@ BUILT_IN = (
     ),
     Method("tree", "token trees over a draft model", _MODEL | _TREE | _LOOKUP | _TOKENIZER, True),
 )
-# Fields that a method reads only if it says so; all others are read whatever the method.
+# Fields that a method reads only if it says so; all others are read whatever the method, but for
+# those of drafts, which plain decoding has none of.
 FIELDS_OF_METHODS = frozenset().union(*(method.fields for method in BUILT_IN))
+FIELDS_OF_DRAFTS = frozenset(
+    {"schedule", "step_costs", "relaxed_acceptance", "synthetic_acceptance_rate"}
+)
 
 _known = {method.name: method for method in BUILT_IN}
 _asked: set[EntryPoint] = set()

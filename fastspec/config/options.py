@@ -4,6 +4,7 @@ A field of a config is declared with `option(...)`: its default, what it takes, 
 its other names. Checks, help texts, command-line flags and docs/options.md come from that.
 """
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -79,6 +80,8 @@ class Option:
 
     Attributes:
         default: None = not given, unless `takes_none` gives None a meaning beside another default.
+        usual: what None stands for, where that is a value; or such values by the names of methods,
+            under "" that of all others.
         help: one line, the help text of its flag.
         details: what only the docs say.
         aliases: other names, each with whose it is.
@@ -93,6 +96,13 @@ class Option:
     aliases: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
     takes_none: bool = False
+    usual: Any = field(default=None, hash=False)  # it may be a dict
+
+    def usual_for(self, method: str) -> Any:
+        """What None stands for with a method."""
+        if not isinstance(self.usual, dict):
+            return self.usual
+        return self.usual.get(method, self.usual[""])
 
     def checked(self, value: Any) -> Any:
         """The value as it is kept; ValueError for one that the option does not take."""
@@ -103,9 +113,21 @@ class Option:
 
 
 def option(default: Any, kind: Kind, help: str, details: str = "", **more: Any) -> Any:
-    """Declare a field of a config; see `Option` for the rest."""
-    declared = {"kind": kind, "help": help, "details": details, **more}
-    return field(default=default, metadata=declared)
+    """Declare a field of a config; see `Option` for the rest.
+
+    "{usual}" in its texts becomes the usual value.
+    """
+    usual = _told(more.get("usual"))
+    texts = {"help": help.replace("{usual}", usual), "details": details.replace("{usual}", usual)}
+    return field(default=default, metadata={"kind": kind, **texts, **more})
+
+
+def _told(usual: Any) -> str:
+    """A usual value, or those of methods, in a text."""
+    if isinstance(usual, dict):
+        others = ", ".join(f"{name}: {_told(value)}" for name, value in usual.items() if name)
+        return f"{_told(usual[''])} ({others})"
+    return f"{usual:.15g}" if is_number(usual) else json.dumps(usual, separators=(",", ":"))
 
 
 @cache

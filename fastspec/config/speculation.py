@@ -7,7 +7,12 @@ from typing import Any
 
 from fastspec.config.checks import config_of, is_number, refuse, require
 from fastspec.config.k_matrix import KMatrix, as_k_matrix, most_draft_tokens
-from fastspec.config.methods import BUILT_IN, FIELDS_OF_METHODS, method_named
+from fastspec.config.methods import (
+    BUILT_IN,
+    FIELDS_OF_DRAFTS,
+    FIELDS_OF_METHODS,
+    method_named,
+)
 from fastspec.config.options import (
     BOOL,
     FACTOR,
@@ -26,14 +31,7 @@ from fastspec.config.options import (
 from fastspec.config.token_trees import MAX_TREE_NODES, as_cape_bins, as_tree_paths, check_trees
 
 MAX_DRAFT_TOKENS = 1024  # beyond it a step is a mistake, or no step
-_DEFAULT_SPECULATIVE_TOKENS = 5
-_DEFAULT_LOOKUP_TOKENS = 5
-_DEFAULT_NGRAM_SIZE = 4
-_DEFAULT_FILLERS = 3
-_DEFAULT_SUFFIX_TOKENS = 24
 _FEWEST_SUFFIX_TOKENS = 2
-_DEFAULT_SUFFIX_LIMITS = (2.0, 0.1, 500_000)
-_DEFAULT_K_MATRIX = ((1, 14), (0, 0))  # of those tried, the fastest with the bundled pair, greedily
 _SCHEDULE_METHODS = ("num_draft_tokens", "record")
 _LOOKUP_FIELDS = ("prompt_lookup_min", "prompt_lookup_max")
 _SUFFIX_FIELDS = ("suffix_max_spec_factor", "suffix_min_token_prob", "suffix_max_cached_tokens")
@@ -72,19 +70,24 @@ class SpecConfig:
         "auto",
         Kind("a name of a method", lambda value: isinstance(value, str)),
         f"How drafts are made: {', '.join(method.name for method in BUILT_IN)}.",
-        "auto takes a draft model where one is given.",
+        "auto takes a draft model where one is given. none refuses every option that only drafts"
+        " have, but for num_speculative_tokens; without a draft model auto keeps them for"
+        " enable_spec_dec.",
     )
     num_speculative_tokens: int | None = option(
         None,
         integer(1, MAX_DRAFT_TOKENS),
-        "K, tokens proposed in each step; by default 5 (suffix: 24; cascade: as k_matrix asks).",
-        "With suffix_tokens: those of the draft model; a copy may be longer.",
+        "K, tokens proposed in each step; by default {usual}, with cascade as k_matrix asks.",
+        "With suffix_tokens: those of the draft model; a copy may be longer. Method none, which"
+        " refuses the other options of drafts, keeps it for what drafts later: a drafter that"
+        " enable_spec_dec turns on, or the --methods of a server.",
         aliases=(
             "num_assistant_tokens (Hugging Face)",
             "prompt_lookup_num_tokens (Hugging Face; also chooses prompt_lookup)",
             "n_spec_tokens (Colossal-Inference, in enable_spec_dec)",
         ),
         flags=("--num-speculative-tokens", "-k"),
+        usual={"": 5, "suffix": 24},
     )
     draft_sample_method: str | None = option(
         None,
@@ -115,7 +118,7 @@ class SpecConfig:
         " temperature 0 all are the same.",
     )
     prompt_lookup_min: int | None = option(
-        None, integer(1), "Last tokens that must agree for a copy; by default 5."
+        None, integer(1), "Last tokens that must agree for a copy; by default {usual}.", usual=5
     )
     prompt_lookup_max: int | None = option(
         None,
@@ -132,13 +135,17 @@ class SpecConfig:
         flags=("--bigram",),
     )
     ngram_size: int | None = option(
-        None, integer(2, 64), "Tokens of the longest n-grams that are counted; by default 4."
+        None,
+        integer(2, 64),
+        "Tokens of the longest n-grams that are counted; by default {usual}.",
+        usual=4,
     )
     filler_top_k: int | None = option(
         None,
         integer(1, 1024),
-        "The target's most probable tokens that count at each place it judges; by default 3.",
+        "The target's most probable tokens that count at each place it judges; by default {usual}.",
         "1 counts only what was written.",
+        usual=3,
     )
     ngram_one_level: bool = option(
         False, BOOL, "Count n-grams of ngram_size tokens alone, none that are shorter."
@@ -172,20 +179,23 @@ class SpecConfig:
         None,
         POSITIVE,
         "suffix, or with suffix_tokens: tokens of a draft at most, over those that match; by"
-        " default 2.",
+        " default {usual}.",
+        usual=2.0,
     )
     suffix_min_token_prob: float | None = option(
         None,
         SHARE,
         "suffix, or with suffix_tokens: a draft ends where fewer of the places that match have gone"
-        " on so; by default 0.1.",
+        " on so; by default {usual}.",
+        usual=0.1,
     )
     suffix_max_cached_tokens: int | None = option(
         None,
         integer(_FEWEST_SUFFIX_TOKENS),
         "suffix, or with suffix_tokens: tokens of earlier outputs that are kept, and of a corpus;"
-        " by default 500000 each.",
+        " by default {usual} each.",
         "The oldest go first. 500000 tokens take up to 100 MB.",
+        usual=500_000,
     )
     exit_layer: int | None = option(
         None,
@@ -200,7 +210,9 @@ class SpecConfig:
         "Who drafts how much for whom, like [[5,10],[0,10]] for a draft model and MaG.",
         "Lists or a tensor, n x n: what each level asks of those below it, see"
         " `fastspec.drafters.CascadeDrafter`. It determines num_speculative_tokens. By default"
-        " [[1,14],[0,0]], for a draft model and MaG.",
+        " {usual}, for a draft model and MaG: of those tried, the fastest with the bundled pair,"
+        " greedily.",
+        usual=((1, 14), (0, 0)),
     )
     lenience: float = option(
         1.0,
@@ -218,14 +230,19 @@ class SpecConfig:
         " always. So it judges more tokens, in fewer passes. `fastspec.csd` does so.",
     )
     tree_width: int | None = option(
-        None, integer(1, MAX_TREE_NODES), "Children of a node at most; by default 4."
+        None,
+        integer(1, MAX_TREE_NODES),
+        "Children of a node at most; by default {usual}.",
+        usual=4,
     )
     tree_nodes: int | None = option(
         None,
         integer(1, MAX_TREE_NODES),
-        "Nodes of a tree at most, without its root; by default 16. Its depth is K.",
+        "Nodes of a tree at most, without its root; by default {usual}. Its depth is K.",
         "Greedy drafts make a tree of the highest cumulative draft probability; sampled drafts one"
-        " of a fixed, balanced shape.",
+        " of a fixed, balanced shape. suffix and eagle3 draft chains where no option of trees is"
+        " given.",
+        usual=16,
     )
     tree_paths: Sequence[Sequence[int]] | None = option(
         None,
@@ -251,7 +268,8 @@ class SpecConfig:
         None,
         anything("pairs like [[0.5,3],[1,0]]", as_cape_bins),
         "Up to which probability a token gets how many siblings, like [[0.5,3],[1,0]].",
-        "By default [[0.3,7],[0.6,5],[0.8,3],[1,1]].",
+        "By default {usual}.",
+        usual=((0.3, 7), (0.6, 5), (0.8, 3), (1, 1)),
     )
     confidence_threshold: float | None = option(
         None,
@@ -360,16 +378,19 @@ class SpecConfig:
         return max(self.num_model_tokens(most), self.suffix_tokens or 0)
 
     def num_model_tokens(self, most: int | None = None) -> int:
-        """K without copies: as it is given, as a cascade's k_matrix has it, or else 5 (of suffix
-        24), and of these `most`."""
+        """K without copies: as it is given, as a cascade's k_matrix has it, or else the usual one,
+        and of that `most`."""
         if self.num_speculative_tokens is not None:
             return self.num_speculative_tokens
         if self.method == "cascade":
             return self._most_cascade_tokens
-        usual = _DEFAULT_SPECULATIVE_TOKENS
-        if self.method == "suffix":
-            usual = _DEFAULT_SUFFIX_TOKENS
+        usual = self.value_of("num_speculative_tokens")
         return min(usual, most or usual)
+
+    def value_of(self, name: str) -> Any:
+        """An option as it is given, or else its usual value with this method."""
+        value = getattr(self, name)
+        return options_of(type(self))[name].usual_for(self.method) if value is None else value
 
     @property
     def drafts_trees(self) -> bool:
@@ -392,7 +413,7 @@ class SpecConfig:
     @property
     def cascade_matrix(self) -> KMatrix:
         """The k_matrix of a cascade, with its default."""
-        return _DEFAULT_K_MATRIX if self.k_matrix is None else self.k_matrix
+        return self.value_of("k_matrix")
 
     @property
     def _most_cascade_tokens(self) -> int:
@@ -405,23 +426,20 @@ class SpecConfig:
     @property
     def lookup_lengths(self) -> tuple[int, int]:
         """The least and the most tokens that prompt lookup matches."""
-        least = self.prompt_lookup_min or self.prompt_lookup_max or _DEFAULT_LOOKUP_TOKENS
+        least = self.prompt_lookup_min or self.prompt_lookup_max
+        least = least or self.value_of("prompt_lookup_min")
         return least, self.prompt_lookup_max or least
 
     @property
     def suffix_limits(self) -> tuple[float, float, int]:
         """The factor, the probability and the tokens of suffix decoding, with their defaults."""
-        factor, least, most = _DEFAULT_SUFFIX_LIMITS
-        return (
-            self.suffix_max_spec_factor or factor,
-            least if self.suffix_min_token_prob is None else self.suffix_min_token_prob,
-            self.suffix_max_cached_tokens or most,
-        )
+        factor, least = map(self.value_of, ("suffix_max_spec_factor", "suffix_min_token_prob"))
+        return factor, least, self.value_of("suffix_max_cached_tokens")
 
     @property
     def ngram_counts(self) -> tuple[int, int]:
         """The size of n-grams and how many fillers, with their defaults."""
-        return self.ngram_size or _DEFAULT_NGRAM_SIZE, self.filler_top_k or _DEFAULT_FILLERS
+        return self.value_of("ngram_size"), self.value_of("filler_top_k")
 
     def _take_alias(self, name: str, value: Any) -> None:
         """Take num_speculative_tokens by another of its names."""
@@ -437,7 +455,8 @@ class SpecConfig:
     def _refuse_other_methods_fields(self) -> None:
         """Refuse what is given for a method that is not this one."""
         fields = method_named(self.method).fields
-        for name in sorted(FIELDS_OF_METHODS):
+        is_plain = self.method == "none"
+        for name in sorted(FIELDS_OF_METHODS | (FIELDS_OF_DRAFTS if is_plain else set())):
             value, default = getattr(self, name), options_of(type(self))[name].default
             is_read = name in fields
             if name in _LOOKUP_FIELDS and self.method in ("tree", "eagle3"):
@@ -446,6 +465,9 @@ class SpecConfig:
                 is_read = is_read and self.suffix_tokens is not None
             if not is_read and value is not default and value != default:
                 refuse(name, value, f"not for method {self.method!r}")
+        fits = not is_plain or self.rejection_sample_method != "block"
+        expected = "'standard' or 'coupled' for method 'none'"
+        require("rejection_sample_method", self.rejection_sample_method, fits, expected)
 
     def _check_cascade(self) -> None:
         if self.method != "cascade":

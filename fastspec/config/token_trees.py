@@ -6,9 +6,6 @@ from typing import Any
 from fastspec.config.checks import is_int, is_number, refuse, require
 from fastspec.config.tree_shapes import TreeShape
 
-DEFAULT_TREE_WIDTH = 4
-DEFAULT_TREE_NODES = 16
-DEFAULT_CAPE_BINS = ((0.3, 7), (0.6, 5), (0.8, 3), (1.0, 1))
 MAX_TREE_NODES = 127  # of the 128 that attention takes one is the root
 
 
@@ -69,7 +66,7 @@ def check_trees(spec: Any) -> None:
     if not spec.cape:
         refuse("cape_bins", spec.cape_bins, "only with cape")
         return
-    most = max(extra for _, extra in spec.cape_bins or DEFAULT_CAPE_BINS)
+    most = max(extra for _, extra in spec.value_of("cape_bins"))
     nodes = spec.num_model_tokens() * (1 + most)
     if nodes > MAX_TREE_NODES:
         raise ValueError(

@@ -12,6 +12,7 @@ from fastspec.config import EngineConfig, SpecConfig
 from fastspec.drafters.base import Blocks, Drafter
 from fastspec.models.encoder_decoder import paged_model_of
 from fastspec.models.loading import (
+    ReadConfig,
     check_same_tokenizer,
     load_config,
     load_model,
@@ -37,6 +38,7 @@ def load_draft(
     load: Loader,
     keeps_ids: bool = False,
     read_tokenizer: Callable[[str, str | Path], PreTrainedTokenizerBase] = load_tokenizer,
+    read_config: ReadConfig = load_config,
 ) -> PreTrainedModel:
     """A draft model; what it takes from its target comes from there, as does its tokenizer.
 
@@ -47,13 +49,13 @@ def load_draft(
         tokenizer: of the target; None = the draft's is not looked at.
         load: reads a draft that is complete.
         keeps_ids: refuse a draft with another tokenizer.
-        read_tokenizer: reads the draft's.
+        read_tokenizer, read_config: read the draft's.
     Raises:
         ValueError: it cannot be loaded, or is no draft for this target.
     """
     if isinstance(source, PreTrainedModel):
         return load(source, config)
-    if is_reduced(field, source):
+    if is_reduced(field, source, read_config):
         model = load_model("target", target, config)
         return load_model(field, source, config, partial(read_reduced, target=model))
     if tokenizer is None:
@@ -111,7 +113,7 @@ class DrafterContext:
         target_model: the loaded model; None where stored outputs stand for it.
         drafter: what the user named or passed; a method that needs no draft model gets None.
         wants_glide: whether a draft model has to be one of GLIDE.
-        read_tokenizer: reads that of a draft model, each once.
+        read_tokenizer, read_config: read those of a draft model, each once.
     """
 
     spec: SpecConfig
@@ -125,6 +127,7 @@ class DrafterContext:
     read_tokenizer: Callable[[str, str | Path], PreTrainedTokenizerBase] = field(
         default_factory=lambda: cache(load_tokenizer)
     )
+    read_config: ReadConfig = field(default_factory=lambda: cache(load_config))
 
     def load(self, source: DrafterSource | None, load: Loader | None = None) -> PagedModel:
         """A draft model as the engine runs it.
@@ -139,8 +142,8 @@ class DrafterContext:
         target = self.target_model or self.target
         reader = load or partial(load_model, "drafter")
         given = self.config, self.tokenizer, target, reader
-        options = {"keeps_ids": load is not None, "read_tokenizer": self.read_tokenizer}
-        model = load_draft("drafter", source, *given, **options)
+        readers = self.read_tokenizer, self.read_config
+        model = load_draft("drafter", source, *given, load is not None, *readers)
         return paged_model_of(model, self.config)
 
     def runner(self, model: PagedModel, block_manager: Blocks) -> ModelRunner:

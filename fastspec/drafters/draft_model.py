@@ -260,7 +260,8 @@ class DraftModelDrafter:
                 start = most
             unread += [min(token_id, last_id) for token_id in token_ids[start:]]
             spans.append(request.span(start, len(token_ids) - start))
-        self.runner.prefill(late_ids, late_spans)
+        if late_ids:
+            self.runner.prefill(late_ids, late_spans)
         self._filled.update((b, tenancy(b)) for b in filling)
         return device_tensor(unread, torch.int64, self.runner.device), spans
 

@@ -24,13 +24,11 @@ from fastspec.config import SamplingParams
 from fastspec.drafters.base import Batch, Blocks, Proposal, Request
 from fastspec.drafters.context import DrafterContext, DrafterPlan
 from fastspec.drafters.draft_model import DraftModelDrafter, greedy_sampling
-from fastspec.drafters.eagle3 import is_eagle3
-from fastspec.drafters.glide import is_glide
+from fastspec.drafters.kinds import kind_of
 from fastspec.models.encoder_decoder import paged_model_of
 from fastspec.models.layout import StateKey
-from fastspec.models.loading import load_config, load_model
+from fastspec.models.loading import load_model
 from fastspec.models.named import ASSETS
-from fastspec.models.reduced_vocabulary import is_reduced
 from fastspec.models.runner import ModelRunner
 from fastspec.models.shared_vocabulary import spellings
 from fastspec.models.transfer import device_tensor
@@ -348,8 +346,8 @@ def _tokenizers(context: DrafterContext) -> tuple[SpelledTokenizer, SpelledToken
         not isinstance(source, (str, Path))
         or target is None
         or context.wants_glide
-        or any(check(source) for check in (is_glide, is_eagle3, partial(is_reduced, "drafter")))
-        or load_config("drafter", source).is_encoder_decoder
+        or kind_of(source, context.read_config) != "model"
+        or context.read_config("drafter", source).is_encoder_decoder
     ):
         if must:
             expected = "a decoder by its path or hub id, and the target's tokenizer"

@@ -15,8 +15,7 @@ from fastspec.config.methods import Method, add_method, method_named, remove_met
 from fastspec.drafters import reencoding
 from fastspec.drafters.base import Drafter
 from fastspec.drafters.context import DrafterContext, DrafterPlan, as_plan
-from fastspec.drafters.eagle3 import is_eagle3
-from fastspec.drafters.glide import is_glide
+from fastspec.drafters.kinds import kind_of
 from fastspec.drafters.suffix_first import with_copies
 from fastspec.drafters.tree import with_siblings, with_trees
 from fastspec.models.named import own_draft
@@ -80,7 +79,7 @@ def plan_drafter(context: DrafterContext) -> DrafterPlan | None:
     method, given = method_named(context.spec.method), context.drafter
     takes_draft = method.needs_draft or method.name == "auto"
     if given is not None:
-        _check(given, method.name if takes_draft else "auto")
+        _check(context, method.name if takes_draft else "auto")
     if method.name == "none":
         return None
     if given is not None and not takes_draft:
@@ -109,7 +108,7 @@ def plan_given(context: DrafterContext) -> DrafterPlan:
     It drafts trees if the options ask for them, and a user's own method runs its own drafter.
     """
     method, given = method_named(context.spec.method), context.drafter
-    _check(given, "auto")
+    _check(context, "auto")
     is_own = method.build is not None and method.needs_draft and not isinstance(given, Drafter)
     keeps_method = is_own or method.name == "tree"
     return _planned(method if keeps_method else method_named("auto"), context)
@@ -130,8 +129,9 @@ def _planned(method: Method, context: DrafterContext) -> DrafterPlan:
     return plan if spec.suffix_tokens is None else with_copies(plan, spec)
 
 
-def _check(drafter: Any, method: str) -> None:
+def _check(context: DrafterContext, method: str) -> None:
     """Refuse what is no drafter, and drafts that need their target for methods without it."""
+    drafter: Any = context.drafter
     for part in drafter if isinstance(drafter, (list, tuple)) else [drafter]:
         if isinstance(part, PreTrainedTokenizerBase):
             raise ValueError(
@@ -145,7 +145,8 @@ def _check(drafter: Any, method: str) -> None:
             )
         if isinstance(part, Drafter) or method in ("auto", "tree"):
             continue
-        if method != "glide" and is_glide(part):
+        kind = kind_of(part, context.read_config)
+        if kind == "glide" and method != "glide":
             raise ValueError(f"drafter: a GLIDE model needs method 'glide', not {method!r}")
-        if method != "eagle3" and is_eagle3(part):
+        if kind == "eagle3" and method != "eagle3":
             raise ValueError(f"drafter: an EAGLE draft needs method 'eagle3', not {method!r}")

@@ -151,6 +151,9 @@ def chat_text(
     return str(text)
 
 
+ReadConfig = Callable[[str, str | Path], PreTrainedConfig]
+
+
 def load_config(field: str, source: str | Path) -> PreTrainedConfig:
     """The configuration of a model that is not loaded."""
     return _beside(_AnyConfig, field, "the configuration of ", source)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.hub import cached_file
 
-from fastspec.models.loading import load_config
+from fastspec.models.loading import ReadConfig, load_config
 from fastspec.models.sharded import whole
 
 _FIELD = "reduced_vocab_size"  # in config.json
@@ -138,9 +138,9 @@ def reduced_rows(target: PreTrainedModel, token_ids: Tensor) -> Tensor:
     return weight[token_ids.to(weight.device)]
 
 
-def is_reduced(field: str, source: str | Path) -> bool:
+def is_reduced(field: str, source: str | Path, read_config: ReadConfig = load_config) -> bool:
     """Whether a draft model takes embeddings from its target; `field` names it in errors."""
-    return hasattr(load_config(field, source), _FIELD)
+    return hasattr(read_config(field, source), _FIELD)
 
 
 def save_reduced(draft: PreTrainedModel, folder: Path) -> None:

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fastspec.config import EngineConfig, SpecConfig
-from fastspec.config.methods import drafts_of, method_named, methods
+from fastspec.config.checks import require
+from fastspec.config.methods import drafts_of, methods
 
 if TYPE_CHECKING:
     from fastspec.engine.engine import Engine
@@ -52,17 +53,21 @@ class ServedEngine:
 
 
 def extra_specs(names: str, spec: SpecConfig) -> dict[str, SpecConfig]:
-    """Methods beside that of a server, with commas between their names; their K is its own."""
-    given = [name.strip() for name in names.split(",") if name.strip()]
-    specs = {
-        method_named(name).name: SpecConfig(
+    """Methods beside that of a server, with commas between their names; their K is its own.
+
+    Raises:
+        ValueError: a name that is none, or auto, which names no drafter.
+    """
+    known = tuple(name for name in methods() if name != "auto")
+    given = dict.fromkeys(name.strip() for name in names.split(",") if name.strip())
+    for name in given:
+        require("methods", name, name in known, f"one of {known}")
+    return {
+        name: SpecConfig(
             name,
             None if name == "cascade" else spec.num_speculative_tokens,
             schedule=spec.schedule,
         )
-        for name in dict.fromkeys(given)
+        for name in given
         if name not in (spec.method, "none")
     }
-    if "auto" in specs:
-        raise ValueError("methods: auto is for --method")
-    return specs

@@ -1,1 +1,1 @@
-"""Training scripts for the bundled models and the drafters."""
+"""Training of drafters for a target of the user's: GLIDE, EAGLE-3 and tables of bigrams."""

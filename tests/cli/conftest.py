@@ -1,7 +1,7 @@
 """Tiny random models in folders, and a way to call the command line in this process."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,12 +20,9 @@ SIZES = {"num_hidden_layers": 2, "max_position_embeddings": 256}
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Such small models only lose time to more threads."""
-    threads = torch.get_num_threads()
+def _one_thread(one_thread: None) -> None:
+    """Again for each test: --threads of the one before it counts for the process."""
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

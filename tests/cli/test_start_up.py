@@ -30,7 +30,15 @@ COMMAND_LINES = [
     ["demo", "--temperature", "-1"],
     ["bench", "--temperatures", "hot"],
     ["tune", "--out", "t.json", "--methods", "nan"],
+    [*PROMPT, "--backend", "nope"],
+    [*PROMPT, "--method", "none", "--relaxed-acceptance", "2"],
     ["simulate", "a.jsonl", "--method", "none"],
+    ["simulate", "no-such.jsonl"],
+    ["batch", "--input", "no-such.jsonl", "--output", "a.jsonl"],
+    ["serve", "--methods", "nope"],
+    ["serve", "--methods", "auto"],
+    ["serve", "--chat-template", "no-such.jinja"],
+    ["chat", "--chat-template", "no-such.jinja"],
     ["train", "glide", "--data", __file__, "--out", "x", "--rate", "nan"],
 ]
 ENTRY_POINTS = """

@@ -4,17 +4,13 @@ The models are so small that waking a second thread costs more than it brings.
 """
 
 import pytest
-import torch
 
 from ..models import perturbed, random_model
 
 
-@pytest.fixture(autouse=True, scope="package")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread(one_thread: None) -> None:
+    """For all modules of this folder."""
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,7 @@
 """What is given is obeyed or refused: no option is silently another one's, cut or ignored."""
 
+import json
+import re
 from dataclasses import fields, replace
 from fractions import Fraction
 
@@ -11,6 +13,7 @@ from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.methods import methods
 from fastspec.config.options import options_of
 from fastspec.drafters.ngram_table import NgramTable
+from fastspec_kernels.backend import BACKENDS
 
 from ..models import VOCAB_SIZE, random_model
 
@@ -69,6 +72,13 @@ def test_aliases_of_the_number_of_draft_tokens():
         ("step_costs", {"schedule": "adaptive", "step_costs": [float("nan")] * 6}),
         ("step_costs", {"step_costs": [1.0] * 6}),
         ("relaxed_acceptance", {"relaxed_acceptance": True}),
+        ("draft_sample_method", {"method": "none", "draft_sample_method": "greedy"}),
+        ("schedule", {"method": "none", "schedule": "adaptive"}),
+        ("schedule", {"method": "none", "schedule": "adaptive", "step_costs": [1.0] * 6}),
+        ("step_costs", {"method": "none", "step_costs": [1.0] * 6}),
+        ("relaxed_acceptance", {"method": "none", "relaxed_acceptance": 2.0}),
+        ("synthetic_acceptance_rate", {"method": "none", "synthetic_acceptance_rate": 0.5}),
+        ("rejection_sample_method", {"method": "none", "rejection_sample_method": "block"}),
     ],
 )
 def test_spec_config_refuses(field, options):
@@ -109,6 +119,36 @@ def test_every_field_is_a_declared_option(config):
         assert option.help.endswith(".")
         assert f"    {name}: {option.help[:40]}" in config.__doc__
         assert option.checked(option.default) == getattr(config(), name)
+
+
+def test_what_is_told_of_an_option_that_is_not_given_is_what_counts():
+    told = {name: f"{o.help} {o.details}" for name, o in options_of(SpecConfig).items()}
+    assert not any("{usual}" in text for text in told.values())
+    assert "by default 5 (suffix: 24), " in told["num_speculative_tokens"]
+    counts = [SpecConfig(method).num_draft_tokens() for method in ("mag", "suffix")]
+    assert counts == [5, 24]
+    factor, least, kept = SpecConfig("suffix").suffix_limits
+    size, fillers = SpecConfig("ngram").ngram_counts
+    counts = {
+        "prompt_lookup_min": SpecConfig("prompt_lookup").lookup_lengths[0],
+        "ngram_size": size,
+        "filler_top_k": fillers,
+        "suffix_max_spec_factor": f"{factor:g}",
+        "suffix_min_token_prob": least,
+        "suffix_max_cached_tokens": kept,
+        "k_matrix": json.dumps(SpecConfig("cascade").cascade_matrix, separators=(",", ":")),
+        "tree_width": SpecConfig("tree").value_of("tree_width"),
+        "tree_nodes": SpecConfig("tree").value_of("tree_nodes"),
+    }
+    for name, value in counts.items():
+        assert re.search(rf"[Bb]y default {re.escape(str(value))}[ .,;]", told[name]), name
+
+
+def test_every_backend_of_the_kernels_can_be_named():
+    for name in ("auto", *BACKENDS):
+        assert EngineConfig(backend=name).backend == name
+    with pytest.raises(ValueError, match=r"^backend: expected one of "):
+        EngineConfig(backend="nope")
 
 
 def test_a_large_k_matrix_takes_no_time():

@@ -18,6 +18,7 @@ from fastspec.drafters import (
     register,
     unregister,
 )
+from fastspec.models import loading
 from fastspec.tools.simulate import Simulator
 from fastspec.tools.stored_outputs import StoredOutput
 
@@ -216,3 +217,26 @@ def test_packages_are_asked_for_unknown_names_and_lists_alone(packages):
     assert "lazy_module" not in sys.modules
     assert "lazy" in methods()
     assert "lazy_module" in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("draft", "spec"),
+    [
+        ("tiny-draft", "auto"),
+        ("tiny-draft", "draft_model"),
+        ("tiny-draft", "cascade"),
+        ("tiny-draft", {"method": "draft_model", "heterogeneous_vocab": "reencoding"}),
+        ("tiny-glide", "auto"),
+        ("tiny-glide", "glide"),
+    ],
+    ids=str,
+)
+def test_the_kind_of_a_draft_is_read_once(monkeypatch, draft, spec):
+    """Of a hub id, each time may be a request."""
+    read, beside = [], loading._beside
+    monkeypatch.setattr(
+        loading, "_beside", lambda kind, *args: read.append((kind, *args)) or beside(kind, *args)
+    )
+    Engine("tiny", draft, spec=spec)
+    parts = [kind for kind, field, *_ in read if field == "drafter"]
+    assert len(parts) == len(set(parts)) == 2  # configuration and tokenizer

@@ -44,7 +44,13 @@ def step_of(method: str) -> tuple[list[str], list[str]]:
 
 @pytest.mark.parametrize(
     ("method", "most", "most_records"),
-    [("none", 40, 7), ("draft_model", 50, 7), ("tree", 70, 7)],
+    [
+        ("none", 40, 7),
+        ("draft_model", 50, 7),
+        ("tree", 70, 7),
+        ("glide", 60, 9),  # a draft model, what it sees of the target, and its configuration
+        ("cascade", 73, 10),  # two drafters that review each other
+    ],
     ids=str,
 )
 def test_a_step_enters_few_functions(method, most, most_records):

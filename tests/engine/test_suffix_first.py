@@ -101,7 +101,7 @@ def test_a_copy_of_all_tokens_has_no_more_columns_than_they():
     params = SamplingParams(temperature=1, seed=3, max_tokens=40, ignore_eos=True)
     (output,) = engine.generate([[*range(12)] * 6], params)
     assert len(output.token_ids) == 40
-    assert "suffix" in output.drafters
+    assert output.stats.num_draft_tokens > 2 * output.stats.num_steps  # that is, copies
 
 
 def test_no_model_runs_where_all_is_copied():

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import httpx2
 import pytest
-import torch
 
 from fastspec import SamplingParams
 from fastspec.config.serve import ServeConfig
@@ -31,12 +30,7 @@ LONG = {"prompt": "import os\n", "temperature": 0, "max_tokens": 200, "ignore_eo
 SHORT = LONG | {"max_tokens": 3}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Gate:
@@ -427,7 +421,8 @@ def test_a_port_that_is_taken_and_other_refusals(tmp_path, engine):
         for arguments, told in (
             (["--port", port], "in use"),
             (["--port", "99999"], "--port"),
-            (["--methods", "magic"], "magic"),
+            (["--methods", "magic"], "error: Invalid value: --methods: expected one of ('none', "),
+            (["--methods", "mag,auto"], "'tree'), got 'auto'"),
             (["--api-keys-variable", "NOT_SET_AT_ALL"], "--api-keys-variable"),
             (["--chat-template", str(tmp_path / "none"), "--port", "0"], "no such file"),
         ):

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import openai
 import pytest
-import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from fastspec import SamplingParams
@@ -18,12 +17,7 @@ PROMPT, MESSAGES = "import os\n", [{"role": "user", "content": "hi"}]
 GREEDY = {"temperature": 0, "max_tokens": 24, "extra_body": {"ignore_eos": True}}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import httpx2
 import pytest
-import torch
 
 import fastspec
 from fastspec import SamplingParams
@@ -24,12 +23,7 @@ needs_browser = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 
 import httpx2
 import pytest
-import torch
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -24,12 +23,7 @@ from .test_border import COMPLETIONS, LONG, SHORT, asking, error_of
 SLOW = "slow"  # is in a prompt that waits at the tokenizer
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

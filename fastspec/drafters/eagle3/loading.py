@@ -24,7 +24,7 @@ from fastspec.drafters.eagle3.folders import (
 )
 from fastspec.drafters.eagle3.model import Eagle3Config, Eagle3Draft, EagleDraft
 from fastspec.models.captured import usual_layers
-from fastspec.models.loading import load_config, load_model
+from fastspec.models.loading import ReadConfig, load_config, load_model
 from fastspec.models.named import folder_of
 from fastspec.models.reduced_vocabulary import reduced_rows
 from fastspec.models.sharded import whole
@@ -35,12 +35,12 @@ _EMBEDDINGS, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _UNREADABLE = (OSError, ValueError, RuntimeError, SafetensorError, BadZipFile)
 
 
-def is_eagle3(source: str | Path | PreTrainedModel) -> bool:
+def is_eagle3(source: str | Path | PreTrainedModel, read_config: ReadConfig = load_config) -> bool:
     """Whether a model is an EAGLE draft; of a folder or hub id, whether its config says so, or of
     one layer its weights, as EAGLE-1 and EAGLE-2 are Llamas by their config."""
     if isinstance(source, PreTrainedModel):
         return isinstance(source, EagleDraft)
-    config = load_config("drafter", source)
+    config = read_config("drafter", source)
     is_named = any("Eagle3" in name for name in config.architectures or ())
     is_reduced = getattr(config, "draft_vocab_size", None) is not None
     if is_named or is_reduced or hasattr(config, SPECULATORS):

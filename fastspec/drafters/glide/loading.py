@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from fastspec.config import EngineConfig
 from fastspec.drafters.glide.model import GlideLlamaConfig, GlideLlamaForCausalLM
-from fastspec.models.loading import load_config, load_model
+from fastspec.models.loading import ReadConfig, load_config, load_model
 
 
 def load_glide(
@@ -27,11 +27,11 @@ def load_glide(
     return load_model("drafter", source, config, partial(_from_pretrained, target=target))
 
 
-def is_glide(source: str | Path | PreTrainedModel) -> bool:
+def is_glide(source: str | Path | PreTrainedModel, read_config: ReadConfig = load_config) -> bool:
     """Whether a model is GLIDE's; of a folder or hub id, whether its configuration says so."""
     if isinstance(source, PreTrainedModel):
         return isinstance(source, GlideLlamaForCausalLM)
-    config = load_config("drafter", source)  # a published one is a Llama's but for the class
+    config = read_config("drafter", source)  # a published one is a Llama's but for the class
     is_named = GlideLlamaForCausalLM.__name__ in (config.architectures or ())
     return is_named or isinstance(config, GlideLlamaConfig)
 

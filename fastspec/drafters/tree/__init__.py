@@ -4,11 +4,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from fastspec.config import SpecConfig
-from fastspec.config.token_trees import (
-    DEFAULT_CAPE_BINS,
-    DEFAULT_TREE_NODES,
-    DEFAULT_TREE_WIDTH,
-)
 from fastspec.config.tree_shapes import TreeShape
 from fastspec.drafters import auto, prompt_lookup
 from fastspec.drafters.base import Drafter, TreeProposer
@@ -26,15 +21,16 @@ def with_trees(plan: DrafterPlan, context: DrafterContext) -> DrafterPlan:
     """Trees of what a draft model would write chains of."""
     spec = context.spec
     shape = TreeShape(spec.tree_paths) if spec.tree_paths is not None else None
-    width, nodes = spec.tree_width or DEFAULT_TREE_WIDTH, spec.tree_nodes or DEFAULT_TREE_NODES
-    tree = TreePlan(width, nodes, spec.draws_drafts, shape)
+    tree = TreePlan(
+        spec.value_of("tree_width"), spec.value_of("tree_nodes"), spec.draws_drafts, shape
+    )
     branch = prompt_lookup.build(context) if spec.tree_prompt_lookup else None
     return _over(plan, lambda draft: TreeDrafter(draft, tree, branch))
 
 
 def with_siblings(plan: DrafterPlan, spec: SpecConfig) -> DrafterPlan:
     """CaPE: the chains of a draft model, with siblings where it is unsure."""
-    bins = tuple((bound, extra) for bound, extra in spec.cape_bins or DEFAULT_CAPE_BINS)
+    bins = tuple((bound, extra) for bound, extra in spec.value_of("cape_bins"))
     return _over(plan, lambda draft: TreeDrafter(draft, CapePlan(bins, spec.draws_drafts)))
 
 
