@@ -49,7 +49,7 @@ def step_of(method: str) -> tuple[list[str], list[str]]:
         ("draft_model", 50, 7),
         ("tree", 70, 7),
         ("glide", 60, 9),  # a draft model, what it sees of the target, and its configuration
-        ("cascade", 73, 10),  # two drafters that review each other
+        ("cascade", 75, 10),  # two drafters that review each other
     ],
     ids=str,
 )
