@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from fastspec.models.reduced_vocabulary import ReducedHead
 
@@ -20,12 +21,8 @@ logger = logging.getLogger(__name__)
 Spelling = str | bytes  # of a special token its name, of any other one what it stands for
 _FIELD = "num_shared_tokens"  # of a draft's configuration
 _SPACE = "\u2581"  # of SentencePiece
-_PLAIN_BYTES = [*range(33, 127), *range(161, 173), *range(174, 256)]
-_OTHER_BYTES = [byte for byte in range(256) if byte not in _PLAIN_BYTES]
-# The characters that byte-level tokenizers write bytes with, as GPT-2's.
-_BYTE_OF = {chr(byte): byte for byte in _PLAIN_BYTES} | {
-    chr(256 + index): byte for index, byte in enumerate(_OTHER_BYTES)
-}
+# By the characters that byte-level tokenizers write bytes with, as GPT-2's.
+BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 def with_vocabulary_of(
@@ -100,8 +97,8 @@ def spellings(tokenizer: PreTrainedTokenizerBase) -> dict[int, Spelling]:
     for token, index in vocab.items():
         if index in special:
             found[index] = token
-        elif is_byte_level and _BYTE_OF.keys() >= set(token):
-            found[index] = bytes(map(_BYTE_OF.__getitem__, token))
+        elif is_byte_level and BYTE_OF.keys() >= set(token):
+            found[index] = bytes(map(BYTE_OF.__getitem__, token))
         elif len(token) == 6 and token.startswith("<0x"):
             found[index] = bytes.fromhex(token[3:5])
         else:

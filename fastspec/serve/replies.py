@@ -10,10 +10,10 @@ from typing import Any
 from uuid import uuid4
 
 from transformers import PreTrainedTokenizerBase
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from fastspec.engine.outputs import RequestOutput, StreamEvent
 from fastspec.engine.stats import SpecStats
+from fastspec.models.shared_vocabulary import BYTE_OF
 from fastspec.serve.engine_thread import Generation
 from fastspec.serve.requests import Asked
 
@@ -246,10 +246,9 @@ def token_text(tokenizer: PreTrainedTokenizerBase | None, token_id: int) -> tupl
     if found := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", piece):
         own = bytes.fromhex(found[1])
     else:
-        byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
-        if not {*piece} <= {*byte_of}:
+        if not BYTE_OF.keys() >= {*piece}:
             return text, text.encode()
-        own = bytes(byte_of[character] for character in piece)
+        own = bytes(map(BYTE_OF.__getitem__, piece))
     return "bytes:" + "".join(f"\\x{byte:02x}" for byte in own), own
 
 
