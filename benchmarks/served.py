@@ -3,7 +3,8 @@
 `python -m benchmarks.served` serves SmolLM2, which has to be fetched, with the draft that it comes
 with, in a process of its own. Users ask the questions of `fastspec bench --chat` through the HTTP
 interface, each the next one when it has its answer; all modes take turns, and a record is appended.
-Options after `--` are the server's in place of these. --out names another file.
+The same questions come again, so nothing is to be copied from earlier answers. Options after `--`
+are the server's in place of these. --out names another file.
 """
 
 import argparse
@@ -27,7 +28,7 @@ RESULTS = Path(__file__).parent / "results" / "served.jsonl"
 USERS = (1, 8)
 QUESTIONS_OF_A_USER = {1: 8, 8: 2}
 SERVER = "--target smollm2 --dtype bfloat16 --method eagle3 --num-speculative-tokens 4"
-SERVER += " --confidence-threshold 0.3 --suffix-tokens 8"
+SERVER += " --confidence-threshold 0.3 --suffix-tokens 8 --suffix-max-cached-tokens 2"
 
 
 @contextmanager
