@@ -29,6 +29,7 @@ USERS = (1, 8)
 QUESTIONS_OF_A_USER = {1: 8, 8: 2}
 SERVER = "--target smollm2 --dtype bfloat16 --method eagle3 --num-speculative-tokens 4"
 SERVER += " --confidence-threshold 0.3 --suffix-tokens 8 --suffix-max-cached-tokens 2"
+SERVER += " --disable-by-batch-size 4"
 
 
 @contextmanager

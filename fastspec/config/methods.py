@@ -93,7 +93,13 @@ BUILT_IN = (
 # those of drafts, which plain decoding has none of.
 FIELDS_OF_METHODS = frozenset().union(*(method.fields for method in BUILT_IN))
 FIELDS_OF_DRAFTS = frozenset(
-    {"schedule", "step_costs", "relaxed_acceptance", "synthetic_acceptance_rate"}
+    {
+        "schedule",
+        "step_costs",
+        "disable_by_batch_size",
+        "relaxed_acceptance",
+        "synthetic_acceptance_rate",
+    }
 )
 
 _known = {method.name: method for method in BUILT_IN}

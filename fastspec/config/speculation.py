@@ -296,6 +296,14 @@ class SpecConfig:
         "adaptive: costs of steps with 0 to K draft tokens, in any unit; by default measured.",
         "Sampled requests must not depend on a clock: without step_costs, theirs are assumed.",
     )
+    disable_by_batch_size: int | None = option(
+        None,
+        integer(1),
+        "With more requests in a step than this, draft nothing for greedy ones; by default draft.",
+        "A pass over many rows costs more, so that drafts may not pay where many share it. What a"
+        " sampled request is drafted must not depend on others, as its seed would mean another"
+        " text, but with rejection_sample_method coupled, which no draft can change.",
+    )
     relaxed_acceptance: float = option(
         1.0,
         FACTOR,

@@ -238,3 +238,43 @@ def test_greedy_requests_of_a_batch_draft_equally_much(rate, longest):
 def test_without_costs_of_a_batch_each_request_decides_for_itself():
     requests = [request_of([1]), request_of([2])]
     assert AdaptiveSchedule(COSTS, COSTS).common_length(requests) is None
+
+
+@pytest.mark.parametrize("method", ["standard", "coupled"])
+def test_a_crowd_drafts_nothing_for_greedy_requests(model, drafter, method):
+    """What samples goes on as ever, unless no draft can change its text."""
+    spec = SpecConfig(disable_by_batch_size=2, rejection_sample_method=method)
+    engine = Engine(model, drafter, spec=spec)
+    seen, propose = [], engine.drafter.propose
+
+    def spy(batch):
+        seen.append([(r.params.temperature, n) for r, n in wanted_of(batch)])
+        return propose(batch)
+
+    def wanted_of(batch):
+        return zip(batch.requests, batch.num_draft_tokens, strict=True)
+
+    engine.drafter.propose = spy
+    params = [
+        SamplingParams(temperature=temperature, seed=3, max_tokens=length, ignore_eos=True)
+        for temperature, length in ((0, 8), (1, 16), (0, 40))
+    ]
+    together = engine.generate(PROMPTS[:3], params)
+    alone = [
+        Engine(model, drafter, spec=spec).generate(prompt, each)[0]
+        for prompt, each in zip(PROMPTS, params, strict=False)
+    ]
+    assert [output.token_ids for output in together] == [output.token_ids for output in alone]
+    crowds = [pairs for pairs in seen if len(pairs) > 2]
+    sampled = [count for pairs in crowds for temperature, count in pairs if temperature]
+    assert all(count == 0 for pairs in crowds for temperature, count in pairs if not temperature)
+    assert bool(crowds) == (method == "standard") == any(sampled)
+    assert any(count for pairs in seen for temperature, count in pairs if not temperature)
+
+
+def test_a_crowd_is_of_one_or_more():
+    for size in (0, -1, 1.5, "many"):
+        with pytest.raises(ValueError, match="disable_by_batch_size"):
+            SpecConfig(disable_by_batch_size=size)
+    with pytest.raises(ValueError, match="disable_by_batch_size"):
+        SpecConfig("none", disable_by_batch_size=4)
