@@ -1,10 +1,10 @@
-"""Users of a server for locust, which draws latencies and rates while it runs:
+"""Loads a server with locust, which draws latencies and rates while it runs:
 
 locust -f benchmarks/locustfile.py --headless -u 200 -r 50 -t 3m --host http://127.0.0.1:8000
 
-serves as well as `python -m tests.serve_load`, which needs no other package and checks more. Users
-stream, wait for whole answers, read slowly, leave in the middle, and send bodies that are malformed
-or too long; each answer must be the one that the server gave when it was idle.
+`python -m tests.serve_load` does so too, needs no other package and checks more. Users stream, wait
+for whole answers, read slowly, leave in the middle, and send bodies that are malformed or too long;
+each answer must be the one that the server gave when it was idle.
 """
 
 import json
@@ -29,8 +29,10 @@ expected: list[str] = []
 @events.test_start.add_listener
 def ask_alone(environment, **kwargs):
     """What the server says to each body while nobody else asks."""
+    expected.clear()
     for body in BODIES:
-        answer = requests.post(f"{environment.parsed_options.host}{PATH}", json=body, timeout=60)
+        host = environment.host or environment.parsed_options.host
+        answer = requests.post(f"{host}{PATH}", json=body, timeout=60)
         expected.append(answer.json()["choices"][0]["text"])
 
 

@@ -25,7 +25,6 @@ from fastspec.cli.prompts import bundled_prompts
 from fastspec.tools.bench import describe_environment
 
 RESULTS = Path(__file__).parent / "results" / "served.jsonl"
-USERS = (1, 8)
 QUESTIONS_OF_A_USER = {1: 8, 8: 2}
 SERVER = "--target smollm2 --dtype bfloat16 --method eagle3 --num-speculative-tokens 4"
 SERVER += " --confidence-threshold 0.3 --suffix-tokens 8 --suffix-max-cached-tokens 2"
@@ -78,8 +77,8 @@ def measured(address: str, temperature: float, max_tokens: int, repeats: int) ->
     with httpx2.Client(base_url=address, trust_env=False) as client:
         own = client.get("/v1/models").json()["data"][0]["speculation"]["default"]
     rows = []
-    for users in USERS:
-        questions = bundled_prompts(users * QUESTIONS_OF_A_USER[users], True)
+    for users, count in QUESTIONS_OF_A_USER.items():
+        questions = bundled_prompts(users * count, True)
         speeds: dict[str, list[float]] = {"none": [], own: []}
         texts = {}
         for repeat in range(repeats + 1):  # the first fills caches

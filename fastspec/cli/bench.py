@@ -23,12 +23,14 @@ from fastspec.cli.errors import (
 from fastspec.cli.options import Flags, with_flags
 from fastspec.cli.prompts import bundled_prompts, named_prompts
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
+from fastspec.config.k_matrix import MAG_TOKENS
 from fastspec.config.methods import methods
 from fastspec.models.named import own_draft
 from fastspec.tools.cost_counters import pass_cost
 
 _RECORDED = (
     "lenience",
+    "mag_surplus",
     "tree_width",
     "tree_nodes",
     "cape",
@@ -39,7 +41,6 @@ _RECORDED = (
     "relaxed_acceptance",
     "synthetic_acceptance_rate",
 )
-_MAG_TOKENS = 10  # what CS-Drafting's MaG writes
 ROOT = Path(fastspec.__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -159,7 +160,7 @@ def bench(
     if is_cascade:
         for number, model in enumerate(drafts, start=1):
             parts[f"draft_model_{number}" if len(drafts) > 1 else "draft_model"] = drafted, model
-        parts["mag"] = SpecConfig("mag", _MAG_TOKENS, bigram_path=spec.bigram_path), None
+        parts["mag"] = SpecConfig("mag", MAG_TOKENS, bigram_path=spec.bigram_path), None
     measured = timed_methods.Methods(
         target_model, drafts, spec, max_tokens, engine_config, parts, costs, peers, reencoded
     )

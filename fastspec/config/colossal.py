@@ -39,7 +39,7 @@ _FIXED = {
     "pp_size": (1, "there is no pipeline parallelism"),
     "beam_width": (1, "there is no beam search"),
     "pad_input": (False, "nothing is padded"),
-    "early_stopping": (False, "it is of beam search"),
+    "early_stopping": (False, "it belongs to beam search"),
     "high_precision": (False, "attention sums in float32 always"),
     "use_spec_dec": (False, "call enable_spec_dec"),
     "glimpse_large_kv": (False, "enable_spec_dec(use_glide_drafter=True) sees to it"),
@@ -63,7 +63,7 @@ def fields_of_colossal(fields: Mapping[str, Any], known: list[str]) -> dict[str,
     for name, value in fields.items():
         if name in GENERATION:
             where = "SamplingParams has it, and InferenceConfig of fastspec.compat takes it"
-            raise ValueError(f"{name}: it is of a request here: {where}")
+            raise ValueError(f"{name}: it belongs to a request here: {where}")
         if name in _FIXED:
             only, why = _FIXED[name]
             fits = value is None if only is None else value == only and type(value) is type(only)

@@ -102,7 +102,7 @@ class EngineConfig:
         choice("auto", "on", "off"),
         "Replay passes of few tokens as CUDA graphs: auto (where that works), on or off.",
         "auto logs a warning once where the model on a GPU cannot be captured; on raises instead."
-        " Encoder-decoders, models with recurrent layers, GLIDE and EAGLE-3 drafts are never"
+        " Encoder-decoders, models with recurrent layers, GLIDE and EAGLE drafts are never"
         " captured.",
     )
     compile_modules: bool = option(

@@ -43,7 +43,7 @@ def most_draft_tokens(k_matrix: KMatrix, mag_surplus: bool = False) -> int:
     """Tokens that the target can get to judge at most.
 
     Args:
-        mag_surplus: see SpecConfig; each MAG_TOKENS may be followed by one less.
+        mag_surplus: see SpecConfig; each MAG_TOKENS may bring up to MAG_TOKENS - 1 more.
     """
     size = len(k_matrix)
     last = MAG_TOKENS if mag_surplus else k_matrix[-1][-1]

@@ -89,8 +89,8 @@ BUILT_IN = (
     ),
     Method("tree", "token trees over a draft model", _MODEL | _TREE | _LOOKUP | _TOKENIZER, True),
 )
-# Fields that a method reads only if it says so; all others are read whatever the method, but for
-# those of drafts, which plain decoding has none of.
+# Fields that a method reads only if it says so; all others are read whatever the method, except
+# FIELDS_OF_DRAFTS, which method none refuses.
 FIELDS_OF_METHODS = frozenset().union(*(method.fields for method in BUILT_IN))
 FIELDS_OF_DRAFTS = frozenset(
     {

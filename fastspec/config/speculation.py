@@ -283,10 +283,10 @@ class SpecConfig:
         "constant",
         _SCHEDULE,
         "constant (K in every step), or adaptive: as many draft tokens as pay off, even none.",
-        "heuristic is transformers' but for its end: from K on, one less after a step in which a"
-        " draft token was rejected, else two more; at least 1, and never above"
-        " num_speculative_tokens, for which memory is reserved, where transformers has no limit. In"
-        " Python also an object with the methods of"
+        "heuristic is transformers' rule with an upper limit: it starts at K, then drafts one less"
+        " after a step in which a draft token was rejected, else two more; at least 1, and never"
+        " above num_speculative_tokens, for which memory is reserved, where transformers has no"
+        " limit. In Python also an object with the methods of"
         " `fastspec.engine.schedule.Schedule`.",
         aliases=("num_assistant_tokens_schedule (Hugging Face)",),
     )
@@ -300,9 +300,10 @@ class SpecConfig:
         None,
         integer(1),
         "With more requests in a step than this, draft nothing for greedy ones; by default draft.",
-        "A pass over many rows costs more, so that drafts may not pay where many share it. What a"
-        " sampled request is drafted must not depend on others, as its seed would mean another"
-        " text, but with rejection_sample_method coupled, which no draft can change.",
+        "A pass over many rows costs more, so drafts may not pay where many share it. Sampled"
+        " requests go on drafting: if their drafts depended on other requests, a seed would give"
+        " another text. With rejection_sample_method coupled they stop too, as no draft changes"
+        " their text.",
     )
     relaxed_acceptance: float = option(
         1.0,

@@ -53,7 +53,7 @@ class DraftModelDrafter:
         self.runner = runner
         self._block_manager = block_manager
         self._vocab_size = min(runner.vocab_size, target_vocab_size)
-        self.vocabulary = runner.paged_model.vocabulary_for(target_vocab_size)
+        self.vocabulary = runner.paged_model.use_own_columns(target_vocab_size)
         self._probabilistic = probabilistic
         self._threshold = confidence_threshold
         self._num_cached: dict[str, int] = {}

@@ -10,11 +10,13 @@ from fastspec.drafters.glide import is_glide
 from fastspec.models.loading import ReadConfig, load_config
 from fastspec.models.reduced_vocabulary import is_reduced
 
-Kind = Literal["glide", "eagle3", "reduced", "model"]
+DraftKind = Literal["glide", "eagle3", "reduced", "model"]
 
 
-def kind_of(source: str | Path | PreTrainedModel, read_config: ReadConfig = load_config) -> Kind:
-    """Who a draft model is for: "glide", "eagle3", "reduced" (embeddings of its target), "model".
+def kind_of(
+    source: str | Path | PreTrainedModel, read_config: ReadConfig = load_config
+) -> DraftKind:
+    """Which kind of draft a source is; "reduced" ones take embeddings from their target.
 
     Args:
         read_config: `DrafterContext.read_config` reads that of a folder or hub id once.

@@ -66,7 +66,7 @@ class Speculation:
         given = ((name, getattr(spec, name)) for name in for_trees)
         chain_rules = (f"{name}: {v!r}" for name, v in given if v not in for_trees[name])
         self._is_coupled = spec.rejection_sample_method == "coupled"
-        self._crowd = spec.disable_by_batch_size
+        self._most_drafting = spec.disable_by_batch_size
         self._chains_only = chains_only
         self._pacer = pacer
         self._chain_rule = chains_only or next(chain_rules, None)
@@ -146,7 +146,7 @@ class Speculation:
         rules = device, backend, own_limits if min(own_limits) < most else None, self._is_coupled
         try:
             limits = nodes = [min(request.room, limit) for request, limit in pairs]
-            if self._crowd is not None and len(requests) > self._crowd:
+            if self._most_drafting is not None and len(requests) > self._most_drafting:
                 free = (self._is_coupled or r.params.temperature == 0 for r in requests)
                 pairs = zip(limits, free, strict=True)
                 limits = nodes = [0 if is_free else limit for limit, is_free in pairs]

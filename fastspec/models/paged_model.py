@@ -271,10 +271,10 @@ class PagedModel:
         shape = (2, len(layers), num_blocks, block_size, 1, size // 2)
         return CacheStack(layers, *torch.zeros(shape, dtype=self.dtype, device=self.device))
 
-    def vocabulary_for(self, size: int) -> DraftVocabulary:
-        """What it drafts for a target with so many tokens; logits have these columns from now on.
+    def use_own_columns(self, size: int) -> DraftVocabulary:
+        """From now on give logits of the tokens alone that a reduced head knows; which these are.
 
-        A head that tells at most half of them has columns of its own.
+        That is where they are at most half of the target's, of which there are `size`.
         """
         head = self.model.get_output_embeddings()
         if type(head) is not ReducedHead or not _is_worth_mapping(head.token_ids, size):

@@ -67,6 +67,7 @@ def extra_specs(names: str, spec: SpecConfig) -> dict[str, SpecConfig]:
             name,
             None if name == "cascade" else spec.num_speculative_tokens,
             schedule=spec.schedule,
+            disable_by_batch_size=spec.disable_by_batch_size,
         )
         for name in given
         if name not in (spec.method, "none")

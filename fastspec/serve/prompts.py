@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from fastspec.config.serve import ServeConfig
 from fastspec.engine.engine import Engine
 from fastspec.engine.prompts import Message, Prompt
+from fastspec.models.shared_vocabulary import BYTE_OF
 
 # Characters that NFC makes one of at most: no character's canonical decomposition has more.
 _NFC = 4
@@ -68,7 +68,7 @@ def longest_token(tokenizer: PreTrainedTokenizerBase | None) -> int | None:
         model["type"] == "BPE"
         and not model["continuing_subword_prefix"]
         and not model["end_of_word_suffix"]
-        and {*bytes_to_unicode().values()} <= model["vocab"].keys()
+        and BYTE_OF.keys() <= model["vocab"].keys()
         and any(each["type"] == "ByteLevel" for each in splitters)
         and all(each["type"] in _SPLITTERS for each in splitters)
         and all(each.get("behavior") != "Removed" for each in splitters)

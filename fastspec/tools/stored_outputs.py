@@ -47,7 +47,7 @@ class StoredOutput:
     def is_ended(self) -> bool:
         """Whether it ended before its limit, and not where its last token had stood before."""
         most, ids = self.params.max_tokens, self.token_ids
-        return most is not None and len(ids) < most and ids[-1] not in ids[:-1]
+        return most is not None and 0 < len(ids) < most and ids[-1] not in ids[:-1]
 
     def limited(self, max_tokens: int) -> "StoredOutput":
         """The same of a run with this limit, where the published code ran over it."""

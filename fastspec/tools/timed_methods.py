@@ -196,8 +196,8 @@ class Methods:
             return {"assistant_early_exit": self._exit_layer}
         named: dict[str, Any] = {"assistant_model": self._draft}
         if self._reencoded is not None:
-            tokenizers = self._reencoded.tokenizer, self._reencoded.own
-            named |= dict(zip(("tokenizer", "assistant_tokenizer"), tokenizers, strict=True))
+            named["tokenizer"] = self._reencoded.tokenizer
+            named["assistant_tokenizer"] = self._reencoded.own
         return named
 
     def _hf_generate(

@@ -7,6 +7,7 @@ from fastspec import SamplingParams, SpecConfig
 from fastspec.drafters.cascade.draft import Draft, DraftToken
 from fastspec.drafters.cascade.drafter import CascadeDrafter
 from fastspec.drafters.cascade.levels import ModelLevel
+from fastspec.models.reduced_vocabulary import DraftVocabulary
 from fastspec_kernels.testing import chi_square
 
 from .helpers import ALPHA, PLAIN, drawn_counts, exact_law, small_pair
@@ -21,6 +22,7 @@ class FixedLogits:
 
     def __init__(self, logits):
         self._logits = logits
+        self.vocabulary = DraftVocabulary(logits[0].shape[1])
 
     def read(self, requests, texts, num_rows):
         return torch.cat([rows[:n] for rows, n in zip(self._logits, num_rows, strict=True)])

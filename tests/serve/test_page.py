@@ -261,7 +261,7 @@ def test_every_writer_has_a_colour_and_a_line_and_texts_have_contrast():
     style = re.search(r"<style>(.*?)</style>", page, re.S)[1]
     writers = [*re.findall(r'"(\w+)"', re.search(r"WRITERS = new Set\(\[(.*?)\]", page, re.S)[1])]
     drafters = {"draft_model", "prompt_lookup", "mag", "ngram", "suffix", "glide", "eagle3"}
-    drafters |= {"tree", "early_exit", "draft_model1", "draft_model2"}
+    drafters |= {"tree", "early_exit", "draft_model_1", "draft_model_2", "eagle"}
     assert drafters | {"recovered", "bonus", "target"} <= {*writers}
     names = [name for name in [*writers, "other"] if name != "target"]
     for scheme in re.findall(r":root \{(.*?)\}", style, re.S):

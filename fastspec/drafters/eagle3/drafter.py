@@ -27,7 +27,7 @@ class Eagle3Drafter(TargetReader):
     """
 
     name = "eagle3"
-    kind, reads = "EAGLE-3", "the target's hidden states"
+    kind, reads = "EAGLE", "the target's hidden states"
     model_class, runner_class = EagleDraft, Eagle3Runner
 
     def __init__(self, model: PagedModel, *args, **kwargs):

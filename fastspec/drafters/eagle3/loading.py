@@ -65,7 +65,7 @@ def load_eagle3(
         ValueError: it cannot be loaded, or is no EAGLE draft for this target; there is none.
     """
     if target is None:
-        raise ValueError("drafter: EAGLE-3 reads the target's hidden states; there is no target")
+        raise ValueError("drafter: EAGLE reads the target's hidden states; there is no target")
     return load_model("drafter", source, config, partial(_read, target=target))
 
 

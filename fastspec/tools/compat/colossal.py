@@ -53,8 +53,8 @@ class InferenceConfig:
 class InferenceEngine(Engine):
     """An `Engine` with the published defaults and arguments.
 
-    Requests are greedy, of max_output_len tokens at most, unless the configuration or a
-    generation_config says something else.
+    `generate`, `chat` and `add_request` are greedy, with max_output_len tokens at most, unless the
+    configuration or a generation_config says something else.
 
     Args:
         model_or_path: one that is loaded is converted to the configuration's dtype, in place.
