@@ -26,7 +26,11 @@ SPECS = {
     "plain": SpecConfig("none"),
     "prompt_lookup": SpecConfig("prompt_lookup"),
     "prompt_lookup, 10 after 2": SpecConfig("prompt_lookup", 10, prompt_lookup_min=2),
+    "prompt_lookup, 24 after 2 to 5": SpecConfig(
+        "prompt_lookup", 24, prompt_lookup_min=2, prompt_lookup_max=5
+    ),
     "suffix": SpecConfig("suffix"),
+    "suffix, factor 8": SpecConfig("suffix", suffix_max_spec_factor=8.0),
 }
 
 
