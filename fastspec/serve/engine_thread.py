@@ -3,6 +3,7 @@
 import asyncio
 import ctypes
 import logging
+import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
@@ -250,9 +251,9 @@ def _end_openmp_threads() -> None:
     OpenMP keeps them for each thread that it has helped. Where all together are more than there are
     cores, GNU's lets them sleep between any two operations, which made a step take twice as long.
     """
-    pause = getattr(ctypes.CDLL(None), "omp_pause_resource_all", None)
-    if pause is not None:
-        pause(_OMP_PAUSE_SOFT)
+    loaded = ctypes.CDLL(None) if os.name == "posix" else None
+    if hasattr(loaded, "omp_pause_resource_all"):
+        loaded.omp_pause_resource_all(_OMP_PAUSE_SOFT)
 
 
 def _start(thread: Thread) -> None:
