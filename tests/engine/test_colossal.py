@@ -130,7 +130,7 @@ def test_generation_config_that_asks_for_something_else(config, named):
         ({"tp_size": True}, r"tp_size: expected 1 \(.*scaling"),
         ({"no_repeat_ngram_size": 2}, r"no_repeat_ngram_size: expected 0 \(no rule"),
         ({"forced_eos_token_id": 2}, r"forced_eos_token_id: expected None \("),
-        ({"do_sample": False}, "do_sample: it is of a request here: SamplingParams"),
+        ({"do_sample": False}, "do_sample: it belongs to a request here: SamplingParams"),
         ({"kv_cache_dtype": "fp32", "dtype": "fp16"}, "kv_cache_dtype: expected None, 'fp8'"),
         ({"kv_cache_dtype": "int4"}, "kv_cache_dtype"),
         ({"max_input_len": 0, "max_output_len": 5}, "max_input_len"),
