@@ -8,7 +8,7 @@ from fastspec.config.checks import require, require_int
 
 logger = logging.getLogger(__name__)
 
-_LENGTHS = {"max_input_len": 256, "max_output_len": 256}  # and what they are by default
+LENGTHS = {"max_input_len": 256, "max_output_len": 256}  # and what they are by default
 _DTYPES = {
     name: dtype
     for dtype, short in (("float32", "fp32"), ("float16", "fp16"), ("bfloat16", "bf16"))
@@ -59,7 +59,7 @@ def fields_of_colossal(fields: Mapping[str, Any], known: list[str]) -> dict[str,
     Raises:
         ValueError: a field without a meaning here, or a value that means something else.
     """
-    names = [*known, "dtype", "kv_cache_dtype", *_LENGTHS, *_WITHOUT_EFFECT, *_FIXED]
+    names = [*known, "dtype", "kv_cache_dtype", *LENGTHS, *_WITHOUT_EFFECT, *_FIXED]
     for name, value in fields.items():
         if name in GENERATION:
             where = "SamplingParams has it, and InferenceConfig of fastspec.compat takes it"
@@ -86,8 +86,8 @@ def fields_of_colossal(fields: Mapping[str, Any], known: list[str]) -> dict[str,
     template = fields.get("prompt_template")
     if isinstance(template, str):
         kept["prompt_template"] = TEMPLATES.get(template, template)
-    if not fields.keys().isdisjoint(_LENGTHS):
-        lengths: dict[str, Any] = {name: fields.get(name, most) for name, most in _LENGTHS.items()}
+    if not fields.keys().isdisjoint(LENGTHS):
+        lengths: dict[str, Any] = {name: fields.get(name, most) for name, most in LENGTHS.items()}
         for name, value in lengths.items():
             require_int(name, value, 1)
         kept["max_model_len"] = sum(lengths.values())

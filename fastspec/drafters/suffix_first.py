@@ -12,6 +12,7 @@ from fastspec.drafters.base import Batch, Drafter, Proposal, Request, TreePropos
 from fastspec.drafters.context import DrafterPlan
 from fastspec.drafters.draft_model import DraftModelDrafter
 from fastspec.drafters.suffix import SuffixDrafter
+from fastspec.models.reduced_vocabulary import DraftVocabulary
 from fastspec.models.transfer import device_tensor
 
 _VECTOR = 16  # columns
@@ -46,6 +47,9 @@ class SuffixFirst:
         assert isinstance(draft, DraftModelDrafter)
         self.draft = draft  # where the engine looks for GLIDE
         self._vocabulary = draft.vocabulary
+        # Of proposals without the model: one column, and more for what is copied.
+        token_0 = torch.zeros(1, dtype=torch.int64, device=draft.runner.device)
+        self._least_vocabulary = DraftVocabulary(draft.vocabulary.size, token_0)
         self._model = model
         self._copies = copies
         self._num_tokens, self._num_copied = num_tokens, num_copied
@@ -107,8 +111,7 @@ class SuffixFirst:
         token_map = None
         if self._has_logits(batch):
             draft_logits = torch.zeros((num, int(is_tree), 1), dtype=torch.bfloat16, device=device)
-            token_map = self._vocabulary.no_columns(device)
-            token_map[0] = 0  # that of token 0, as there is one column
+            token_map = self._least_vocabulary.token_map
             rule = "without_replacement" if is_tree else None
         token_ids = torch.empty((num, 0), dtype=torch.int32, device=device)
         return Proposal(
@@ -167,13 +170,14 @@ class SuffixFirst:
         """
         count, device = logits.shape[2], logits.device
         is_own = token_map is self._vocabulary.token_map
+        vocabulary = self._vocabulary if is_own else self._least_vocabulary
         copies = {token for copy in copied.values() for token in copy}
-        new = sorted(t for t in copies if not (self._vocabulary.knows(t) if is_own else t == 0))
+        new = sorted(token for token in copies if not vocabulary.knows(token))
         if new:
             token_map = token_map.clone()
             columns = torch.arange(count, count + len(new), dtype=torch.int32, device=device)
             token_map[device_tensor(new, torch.int64, device)] = columns
-        width = min(self._vocabulary.size, -(-(count + len(new)) // _VECTOR) * _VECTOR)
+        width = min(vocabulary.size, -(-(count + len(new)) // _VECTOR) * _VECTOR)
         return pad(logits, (0, width - count), value=-torch.inf), token_map
 
 

@@ -152,6 +152,7 @@ def chat_text(
 
 
 ReadConfig = Callable[[str, str | Path], PreTrainedConfig]
+SPECULATORS = "speculators_model_type"  # in config.json of the layout of vLLM's `speculators`
 
 
 def load_config(field: str, source: str | Path) -> PreTrainedConfig:
@@ -165,7 +166,7 @@ class _AnyConfig:
     @staticmethod
     def from_pretrained(place: str | Path, **options: str) -> PreTrainedConfig:
         stored, _ = PreTrainedConfig.get_config_dict(place, **options)
-        if "speculators_model_type" in stored:
+        if SPECULATORS in stored:
             return PreTrainedConfig.from_dict(stored)
         return AutoConfig.from_pretrained(place, **options)
 

@@ -71,19 +71,14 @@ class DraftVocabulary:
         self.token_map: Tensor | None = None
         self._token_ids = token_ids
         if token_ids is not None:
-            self.token_map = self.no_columns(token_ids.device)
-            self.token_map[token_ids] = torch.arange(
-                len(token_ids), dtype=torch.int32, device=token_ids.device
-            )
+            options = {"dtype": torch.int32, "device": token_ids.device}
+            self.token_map = torch.full((size,), -1, **options)
+            self.token_map[token_ids] = torch.arange(len(token_ids), **options)
             self._known = frozenset(token_ids.tolist())
 
     def knows(self, token_id: int) -> bool:
         """Whether a token has a column."""
         return self._token_ids is None or token_id in self._known
-
-    def no_columns(self, device: torch.device) -> Tensor:
-        """A token_map in which no token has a column."""
-        return torch.full((self.size,), -1, dtype=torch.int32, device=device)
 
     def tokens(self, columns: Tensor) -> Tensor:
         """The tokens int32 of columns; -1 stays what it is."""

@@ -3,13 +3,10 @@
 It is written from the papers (arXiv 2401.15077, 2406.16858) and the layout: dense, one text.
 """
 
-import json
-
 import torch
-from safetensors.torch import save_file
 from torch.nn.functional import linear
 
-from .eagle3_models import HEADS, KV_HEADS, THETA, finished
+from .eagle3_models import HEADS, KV_HEADS, finished, write_layer
 
 
 def write_folder(folder, target, has_bias=False, seed=3, **config):
@@ -37,22 +34,7 @@ def write_folder(folder, target, has_bias=False, seed=3, **config):
     weights = {f"{name}.weight": part for name, part in weights.items()}
     if has_bias:
         weights["fc.bias"] = torch.randn(size)
-    stored = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": size,
-        "intermediate_size": width,
-        "num_hidden_layers": 1,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": THETA,
-        "vocab_size": vocab_size,
-        "max_position_embeddings": 64,
-    }
-    folder.mkdir(exist_ok=True)
-    save_file(weights, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(stored | config))
+    write_layer(folder, weights, size, width, vocab_size, config)
     return weights
 
 

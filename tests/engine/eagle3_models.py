@@ -47,8 +47,15 @@ def write_folder(folder, target, hidden_size=None, num_known=None, seed=3, **con
     weights["lm_head.weight"] = matrix(len(known), size)
     if size != large.hidden_size:
         weights["embed_tokens.weight"] = matrix(vocab_size, size)
+    named = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": len(known)}
+    write_layer(folder, weights, size, width, vocab_size, named | config)
+    return weights
+
+
+def write_layer(folder, weights, size, width, vocab_size, config):
+    """A folder with these weights, and the configuration of a Llama of one layer."""
     stored = {
-        "architectures": ["LlamaForCausalLMEagle3"],
+        "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_size": size,
         "intermediate_size": width,
@@ -58,13 +65,11 @@ def write_folder(folder, target, hidden_size=None, num_known=None, seed=3, **con
         "rms_norm_eps": 1e-6,
         "rope_theta": THETA,
         "vocab_size": vocab_size,
-        "draft_vocab_size": len(known),
         "max_position_embeddings": 64,
     }
     folder.mkdir(exist_ok=True)
     save_file(weights, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(stored | config))
-    return weights
 
 
 @torch.no_grad()

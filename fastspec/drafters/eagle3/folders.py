@@ -14,11 +14,12 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.utils.hub import cached_file
 
+from fastspec.models.loading import SPECULATORS
+
 WEIGHTS = "model.safetensors"
 _PICKLED = "pytorch_model.bin"
 _INDEX = ".index.json"  # of weights in several files
 _FILES = (WEIGHTS, WEIGHTS + _INDEX, _PICKLED, _PICKLED + _INDEX)
-SPECULATORS = "speculators_model_type"  # in config.json of the layout of vLLM's `speculators`
 
 
 def read_config(path: str | Path) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from fastspec.config import EngineConfig
 from fastspec.config.checks import require
 from fastspec.drafters.eagle3.eagle1 import Eagle1Draft
 from fastspec.drafters.eagle3.folders import (
-    SPECULATORS,
     WEIGHTS,
     read_config,
     read_weights,
@@ -24,7 +23,7 @@ from fastspec.drafters.eagle3.folders import (
 )
 from fastspec.drafters.eagle3.model import Eagle3Config, Eagle3Draft, EagleDraft
 from fastspec.models.captured import usual_layers
-from fastspec.models.loading import ReadConfig, load_config, load_model
+from fastspec.models.loading import SPECULATORS, ReadConfig, load_config, load_model
 from fastspec.models.named import folder_of
 from fastspec.models.reduced_vocabulary import reduced_rows
 from fastspec.models.sharded import whole

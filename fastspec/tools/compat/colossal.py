@@ -9,11 +9,9 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from fastspec.config import EngineConfig, SamplingParams
 from fastspec.config.checks import require, require_int
-from fastspec.config.colossal import GENERATION
+from fastspec.config.colossal import GENERATION, LENGTHS
 from fastspec.drafters.context import DrafterSource, ModelSource
 from fastspec.engine.engine import Engine
-
-_OUTPUT_LEN = 256  # the published default
 
 
 class InferenceConfig:
@@ -46,7 +44,7 @@ class InferenceConfig:
             **{"temperature": 0, **chosen},
             repetition_penalty=penalty,
             ignore_eos=ignores_eos,
-            max_tokens=fields.get("max_output_len", _OUTPUT_LEN),
+            max_tokens=fields.get("max_output_len", LENGTHS["max_output_len"]),
         )
 
 
