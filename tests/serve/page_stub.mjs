@@ -47,7 +47,7 @@ globalThis.fetch = async (path, options) => {
   }
   const { method } = JSON.parse(options.body).speculation;
   posted.push(JSON.parse(options.body).speculation);
-  const drafted = method === "none" ? [] : [chunk("b", "draft", method), chunk("c", "bonus")];
+  const drafted = method === "none" ? [] : [chunk("b", "draft", method), chunk("c", "bonus"), chunk("d", "draft", method)];
   const body = [chunk("a", "target"), ...drafted, "data: [DONE]\n\n"];
   return { ok: true, body: new Blob(body).stream() };
 };

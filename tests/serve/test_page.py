@@ -135,7 +135,8 @@ def test_tokens_come_in_the_colours_of_their_writers(browser, address, engine):
     wait_for(lambda: "tiny-random" in browser.text("model"))
     prompt = "import os"
     params = SamplingParams(temperature=0, max_tokens=40)
-    expected = engine.generate([prompt], params)[0].text
+    output = engine.generate([prompt], params)[0]
+    expected = output.text
     colour_of = {}
     with no_complaints(browser):
         browser.set("prompt", prompt)
@@ -161,6 +162,9 @@ def test_tokens_come_in_the_colours_of_their_writers(browser, address, engine):
             assert len({line for _, line in looks.values()}) == len(looks)
             assert f"{method} " in browser.text("status").partition("Tokens by writer: ")[2]
             assert method in browser.text("legend")
+            if method == "draft_model":
+                steps = f"40 tokens in {output.stats.num_steps} steps."
+                assert steps in browser.text("status")
             assert browser.text("positions").startswith("position 1")
             for name in ("speculative-speed", "plain-speed", "per-step"):
                 assert float(browser.text(name)) > 0
@@ -238,8 +242,9 @@ def test_the_script_without_a_browser():
     assert asked == methods
     for (method, k), shown in zip(methods, seen["runs"], strict=True):
         kind = "other" if method == "own" else method
-        assert shown["classes"] == [f"token by-{each}" for each in ("target", kind, "bonus")]
-        assert f"Tokens by writer: target 1, {method} 1, bonus 1." in shown["status"]
+        assert shown["classes"] == [f"token by-{each}" for each in ("target", kind, "bonus", kind)]
+        assert "Done: 4 tokens in 3 steps." in shown["status"]  # the last one ends in its draft
+        assert f"Tokens by writer: target 1, {method} 2, bonus 1." in shown["status"]
         assert shown["title"] == f"Speculative: {method}, K = {k}"
         assert method in shown["legend"][1]
 
