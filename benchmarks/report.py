@@ -30,6 +30,7 @@ METHODS = {
     "hf_assisted": "Hugging Face assisted, the same K",
     "hf_assisted_default": "Hugging Face assisted, its defaults",
 }
+SPEED_UP = "speculative / plain"
 RATIOS = {
     "speculative / plain": "speculative / plain",
     "speculative / hf_assisted": "speculative / the better Hugging Face assisted",
@@ -78,7 +79,8 @@ def updated(readme: str, records: list[dict]) -> str:
     chains, latest = chain_runs(records), latest_of_methods(records)
     if chains:
         readme = HEADLINE.sub(lambda m: m[1] + headline(chains[-1]) + "\n" + m[3], readme)
-    return DRAFTERS.sub(lambda m: m[1] + with_speed_ups(m[2], latest) + m[3], readme)
+    real = real_runs(records)
+    return DRAFTERS.sub(lambda m: m[1] + with_speed_ups(m[2], latest, real) + m[3], readme)
 
 
 def headline(record: dict) -> str:
@@ -98,15 +100,30 @@ def headline(record: dict) -> str:
     )
 
 
-def with_speed_ups(table: str, latest: dict[str, dict]) -> str:
-    """The table with the last cell of each drafter's row replaced, greedy / sampled."""
+def with_speed_ups(table: str, latest: dict[str, dict], real: list[dict]) -> str:
+    """The table with the last four cells of each drafter's row replaced, greedy / sampled.
+
+    They are the speed-up of the bundled models; speed-up and tokens a step of SmolLM2, of the
+    settings that were fastest when greedy; and that speed-up over Hugging Face's same method.
+    """
+
+    def cells(run: dict | None, show: Callable[[dict], str]) -> str:
+        rows = {row["temperature"]: row for row in run["results"]} if run else {}
+        shown = [cell(rows.get(temperature), show) for temperature in (0.0, 1.0)]
+        return "-" if {*shown} == {"-"} else " / ".join(shown)
 
     def row(match: re.Match) -> str:
-        rows = {row["temperature"]: row for row in latest.get(match[2], {}).get("results", ())}
-        cells = [cell(rows.get(temperature), speed_up) for temperature in (0.0, 1.0)]
-        return f"{match[1]} {' / '.join(cells) if rows else 'not recorded'} |"
+        is_tree = match[3] == ", tree"
+        own = [run for run in real if run["method"] == match[2] and run["dtype"] == "bfloat16"]
+        own = [run for run in own if bool(run.get("tree_nodes")) == is_tree]
+        best = max(own, key=lambda run: run["results"][0]["ratios"][SPEED_UP], default=None)
+        bundled = None if is_tree else latest.get(f"`{match[2]}`")
+        tokens = cells(best, lambda row: f"{row['mean_acceptance_length']:.2f}")
+        shown = cells(bundled, speed_up), cells(best, speed_up), tokens, cells(best, over_peer)
+        return f"{match[1]} {' | '.join(shown)} |"
 
-    return re.sub(r"^(\| (`[a-z_]+`) \|.*\|)[^|]*\|$", row, table, flags=re.MULTILINE)
+    line = r"^(\| `([a-z0-9_]+)`(, tree)? \|[^|]*\|[^|]*\|)(?:[^|]*\|){4}$"
+    return re.sub(line, row, table, flags=re.MULTILINE)
 
 
 def chain_runs(records: list[dict]) -> list[dict]:
@@ -252,7 +269,12 @@ def method_name(record: dict) -> str:
 
 
 def speed_up(row: dict) -> str:
-    return f"{row['ratios']['speculative / plain']:.2f}x"
+    return f"{row['ratios'][SPEED_UP]:.2f}x"
+
+
+def over_peer(row: dict) -> str:
+    ratio = row["ratios"].get("speculative / hf_assisted")
+    return "-" if ratio is None else f"{ratio:.2f}x"
 
 
 def cell(row: dict | None, show: Callable[[dict], str]) -> str:

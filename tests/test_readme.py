@@ -95,7 +95,7 @@ def test_report_of_records():
 
 
 def test_readme_of_records():
-    """The headline is of the last run with a draft model, each drafter's cell of its own last."""
+    """The headline is of the last run with a draft model, each drafter's cells of its own."""
     row = {"tokens_per_s": dict.fromkeys(report.METHODS, 100.0), "efficiency": 0.5}
     row |= {"ratios": dict.fromkeys(report.RATIOS, 1.5), "mean_acceptance_length": 2.0}
     run = {
@@ -112,9 +112,16 @@ def test_readme_of_records():
         "date": "2026-01-02T03:04:05+00:00",
     }
     tree = {**run, "method": "tree", "draft": None}
-    text = report.updated(README, [run, tree])
+    real = {**run, "method": "eagle3", "target": {"name": "smollm2"}, "dtype": "bfloat16"}
+    faster = row | {"ratios": {"speculative / plain": 1.75}, "temperature": 0.0}
+    at_1 = faster | {"ratios": {"speculative / plain": 1.25}, "temperature": 1.0}
+    copied = {**real, "suffix_tokens": 8, "results": [faster, at_1]}
+    text = report.updated(README, [run, tree, real, copied, {**real, "tree_nodes": 6}])
     assert "**1.50x** the speed of plain greedy decoding" in text
     assert "1 thread, 2026-01-02" in text
-    cells = dict(re.findall(r"^\| (`\w+`) \|.* \| ([^|]*) \|$", text, flags=re.MULTILINE))
-    assert cells["`draft_model`"] == cells["`tree`"] == "1.50x / -"
-    assert cells["`glide`"] == "not recorded"
+    rows = (line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `"))
+    cells = {name: measured for name, _, _, *measured in rows}
+    assert cells["`draft_model`"] == cells["`tree`"] == ["1.50x / -", "-", "-", "-"]
+    assert cells["`glide`"] == ["-"] * 4
+    assert cells["`eagle3`"] == ["-", "1.75x / 1.25x", "2.00 / 2.00", "-"]
+    assert cells["`eagle3`, tree"] == ["-", "1.50x / -", "2.00 / -", "1.50x / -"]
