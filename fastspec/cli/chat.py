@@ -13,12 +13,12 @@ from rich.console import Console
 from rich.text import Text
 
 from fastspec.cli.display import SourceWriter, number
-from fastspec.cli.errors import note, quiet_libraries
-from fastspec.cli.options import Config, Draft, Flags, Target, Threads, with_flags
-from fastspec.cli.serve import ChatTemplate, checked_engine
+from fastspec.cli.errors import begin, note
+from fastspec.cli.options import Config, Flags, command
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.checks import require
-from fastspec.config.methods import drafts_of
+from fastspec.serve.loading import Choices
+from fastspec.tools.settings import Models
 
 if TYPE_CHECKING:
     from fastspec.engine.engine import Engine
@@ -48,32 +48,30 @@ _PROCESSORS = {
 _CLEAR_SCREEN = "\033[2J\033[H"
 
 
-@with_flags
+@command
 def chat(
+    models: Annotated[Models, Flags()],
     params: Annotated[
         SamplingParams,
         Flags("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", temperature=0.0),
     ],
+    choices: Annotated[Choices, Flags("chat_template", methods="")],
     spec: Annotated[SpecConfig, Flags()],
     config: Annotated[EngineConfig, Flags()],
-    target: Target = "tiny",
-    draft: Draft = None,
     config_file: Config = None,
-    chat_template: ChatTemplate = None,
-    threads: Threads = None,
 ) -> None:
     """Talk to a model, and see what speculation does for each answer."""
-    served = checked_engine(target, draft, spec, config, "", chat_template, threads)
-    quiet_libraries()
+    served = choices.engine(models, spec, config)
+    begin()
     engine = served.load()
     from fastspec.models.named import own_draft
 
-    drafts = drafts_of(draft, spec.method) or own_draft(target, spec.method)
+    drafts = models.drafts(spec.method) or own_draft(models.target, spec.method)
     drafter = drafts if isinstance(drafts, str) else None
     chat = Chat(engine, drafter, params, config, Console(highlight=False, soft_wrap=True))
     note("/help lists the commands")
     if engine.tokenizer is None:
-        raise typer.BadParameter("--target: it has no tokenizer")
+        raise ValueError("target: it has no tokenizer")
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
     while (line := _read_line()) is not None:

@@ -8,10 +8,10 @@ from rich.console import Console
 from rich.table import Table
 
 import fastspec
-from fastspec.cli import options
+from fastspec.cli.options import AsJson
 
 
-def info(as_json: options.AsJson = False) -> None:
+def info(as_json: AsJson = False) -> None:
     """Show versions, devices, which kernel backends are available and why the others are not."""
     facts = describe()
     if as_json:

@@ -21,10 +21,10 @@ from filelock import FileLock, Timeout
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.checks import require
 from fastspec.config.files import parse_json_lines, read_text, write_whole
-from fastspec.drafters.context import DrafterSource
 from fastspec.engine.engine import Engine
 from fastspec.engine.outputs import RequestOutput
 from fastspec.models.loading import chat_prompt_ids
+from fastspec.tools.settings import Models
 
 _AHEAD = 2  # rows that a process has at once, in units of its batch size
 Row = tuple[int, Any]  # its place, and a text or a conversation
@@ -33,26 +33,18 @@ Answers = Iterator[tuple[int, dict[str, Any]]]  # by the place of the row, as th
 
 @dataclass(frozen=True)
 class BatchJob:
-    """What every process needs to know.
+    """What every process needs to know."""
 
-    Attributes:
-        threads: of each process; None = as many as torch chooses.
-    """
-
-    target: str
-    draft: DrafterSource | None
+    models: Models
     params: SamplingParams
     spec: SpecConfig
     config: EngineConfig
-    threads: int | None = None
 
     def engine(self) -> Engine:
         """An engine of this process, on the GPU that its launcher means it to have."""
         if "LOCAL_RANK" in os.environ and torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-        if self.threads is not None:
-            torch.set_num_threads(self.threads)
-        return Engine(self.target, self.draft, spec=self.spec, config=self.config)
+        return self.models.engine(self.spec, self.config)
 
 
 def run_batch(
@@ -115,7 +107,8 @@ class _Answers:
         self._part = target.with_name(f"{target.name}.part")
         names = ("dtype", "prompt_template", "max_model_len", "kv_cache_dtype")
         engine = {name: getattr(job.config, name) for name in names}  # what changes answers
-        parts = [rows, job.target, repr(job.draft), repr(job.params), repr(job.spec), repr(engine)]
+        models = [job.models.target, repr(job.models.drafts(job.spec.method))]
+        parts = [rows, *models, repr(job.params), repr(job.spec), repr(engine)]
         digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
         self._head = {"fastspec_batch": 1, "digest": digest}
 
@@ -164,7 +157,7 @@ def _line(row: dict[str, Any]) -> str:
 
 def _row(place: str, row: Any) -> dict[str, Any]:
     fits = isinstance(row, dict) and ("prompt" in row) != ("messages" in row)
-    require(place, f"{row!r:.60}", fits, "an object with prompt or messages")
+    require(place, row, fits, "an object with prompt or messages")
     return row
 
 
@@ -202,7 +195,7 @@ def _answered(engine: Engine, job: BatchJob, take: Callable[[int, bool], list[Ro
 
 def _messages(messages: Any) -> list[Mapping[str, Any]]:
     fits = isinstance(messages, list) and all(isinstance(m, dict) for m in messages)
-    require("messages", f"{messages!r:.60}", fits, "a list of objects")
+    require("messages", messages, fits, "a list of objects")
     return messages
 
 

@@ -9,7 +9,6 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,10 +16,9 @@ import transformers
 from torch.profiler import ProfilerActivity, profile
 
 import fastspec
-from fastspec.config import SamplingParams
-from fastspec.config.checks import require_int
 from fastspec.engine.stats import SpecStats
 from fastspec.tools.cost_counters import standardized_walltime_improvement
+from fastspec.tools.settings import BenchConfig
 from fastspec.tools.timed_methods import Methods, TokenIds
 from fastspec_kernels import cpu_instruction_set
 
@@ -45,40 +43,6 @@ ACCEPTANCE = (
 
 class Mismatch(ValueError):
     """Greedy outputs that should be equal are not."""
-
-
-@dataclass(frozen=True)
-class BenchConfig:
-    """What is timed.
-
-    Args:
-        max_tokens: new tokens of each prompt, end-of-sequence ids ignored, >= 1.
-        repeats: timed rounds over all prompts, >= 1.
-        temperatures: at least one, each >= 0.
-    Raises:
-        ValueError: a value out of range.
-    """
-
-    max_tokens: int = 128
-    repeats: int = 3
-    temperatures: tuple[float, ...] = (0.0, 1.0)
-
-    def __post_init__(self):
-        for name in ("max_tokens", "repeats"):
-            value = getattr(self, name)
-            require_int(name, value, 1)
-        if not self.temperatures:
-            raise ValueError("temperatures: expected numbers >= 0, got none")
-        for temperature in self.temperatures:
-            try:
-                SamplingParams(temperature=temperature)
-            except ValueError as error:
-                raise ValueError(f"temperatures: {error}") from error
-
-    def num_runs(self, num_prompts: int, num_methods: int) -> int:
-        """Calls of a method that verify_outputs() and measure() make together."""
-        rounds = 1 + self.repeats * len(self.temperatures)
-        return rounds * num_prompts * num_methods
 
 
 def verify_outputs(
