@@ -59,8 +59,7 @@ def batch(
     models.check(spec.method)
     require_file("input_file", input_file)
     begin()
-    from fastspec.tools.batch import BatchJob, run_batch
-    from fastspec.tools.launched import in_launched, launched, work_for_first
+    from fastspec.tools.batch import BatchJob, in_launched, launched, run_batch, work_for_first
 
     rank, size = launched()
     elsewhere = in_launched if size > 1 else None

@@ -39,22 +39,6 @@ def bench(
     prompts: Annotated[PromptOptions, Flags(num_prompts=8)],
     config: Annotated[BenchConfig, Flags()],
     config_file: Config = None,
-    num_speculative_tokens: Annotated[
-        int | None,
-        typer.Option(
-            "--num-speculative-tokens",
-            "-k",
-            help="Tokens proposed in each step, by default as elsewhere; of a cascade, by its draft"
-            " model in the run without MaG.",
-        ),
-    ] = None,
-    counter_version: Annotated[
-        str | None,
-        typer.Option(
-            help="Costs of CS-Drafting's SWI by the names of the models, model_parameters or"
-            " previous_work; by default the numbers of their parameters."
-        ),
-    ] = None,
     out: Annotated[Path | None, output_file("Append the record to this .jsonl file.")] = None,
     record: Annotated[
         bool, typer.Option("--record", help="In a checkout: append the record to its results.")
@@ -75,9 +59,9 @@ def bench(
     MaG with K = 10; with several draft models, assisted generation gets the biggest. Relaxed and
     synthetic acceptance are labelled LOSSY, and the outputs of the latter are not compared.
     """
-    method, alone = drafting_method(spec.method), SpecConfig("draft_model", num_speculative_tokens)
+    method = drafting_method(spec.method)
     if not method.sets_length:
-        count = num_speculative_tokens or spec.num_model_tokens()
+        count = config.num_speculative_tokens or spec.num_model_tokens()
         spec = replace(spec, num_speculative_tokens=count)
     models.check(method.name)
     if models.draft is None and method.needs_draft:
@@ -87,9 +71,9 @@ def bench(
     drafts = models.drafts(method.name) or []
     drafts = drafts if isinstance(drafts, list) else [drafts]
     costs = None
-    if counter_version is not None:
+    if config.counter_version is not None:
         names = [Path(name).name for name in (models.target, *drafts)]
-        costs = [pass_cost(name, counter_version) for name in names]
+        costs = [pass_cost(name, config.counter_version) for name in names]
     files = [] if out is None else [out]
     if record:
         files.append(_results(method.name, spec))
@@ -101,7 +85,7 @@ def bench(
     from fastspec.tools.timed_methods import Methods
 
     models.use_threads()
-    measured = Methods(models.target, drafts, spec, engine_config, config, alone, costs)
+    measured = Methods(models.target, drafts, spec, engine_config, config, costs)
     if measured.refused is not None:
         note(f"Hugging Face's early exit is left out, it fails with {measured.refused:.200}")
     ids = prompt_ids(measured.tokenizer, texts, prompts.chat)
@@ -136,7 +120,7 @@ def bench(
         "lossy": spec.is_lossy,
         "verified": all(count == len(ids) for count in equal.values()),
         "prompts_equal_to_plain": equal,
-        "counter_version": counter_version,
+        "counter_version": config.counter_version,
         "pass_costs": measured.costs,
         "results": results,
         "argv": sys.argv[1:],

@@ -161,39 +161,22 @@ def _show(console: Console, comparisons: list[Comparison], spec: SpecConfig) -> 
 
 
 def _speeds(comparisons: list[Comparison]) -> Table:
-    table = table_of(
-        "prompt",
-        "tokens",
-        "plain tokens/s",
-        "speculative tokens/s",
-        "ratio",
-        "acceptance rate",
-        "mean acceptance length",
-    )
-    rows = [(str(index + 1), [c]) for index, c in enumerate(comparisons)]
-    for name, members in [*rows, ("all", comparisons)]:
-        table.add_row(name, *_speed_cells(members), style="bold" if name == "all" else None)
-    return table
-
-
-def _speed_cells(comparisons: list[Comparison]) -> list[str]:
     from fastspec.engine.stats import SpecStats
 
-    num_plain = sum(len(c.plain.token_ids) for c in comparisons)
-    plain_speed = num_plain / sum(c.plain_seconds for c in comparisons)
-    stats = SpecStats()
-    for comparison in comparisons:
-        stats.add(comparison.speculative.stats)
-    num_tokens = stats.num_output_tokens
-    speculative_speed = num_tokens / sum(c.speculative_seconds for c in comparisons)
-    return [
-        str(num_tokens),
-        number(plain_speed, 1),
-        number(speculative_speed, 1),
-        f"{speculative_speed / plain_speed:.2f}x",
-        number(stats.acceptance_rate),
-        number(stats.mean_acceptance_length),
-    ]
+    names = ("prompt", "tokens", "plain tokens/s", "speculative tokens/s", "ratio")
+    table = table_of(*names, "acceptance rate", "mean acceptance length")
+    rows = [(str(index + 1), [c]) for index, c in enumerate(comparisons)]
+    for name, members in [*rows, ("all", comparisons)]:
+        num_plain, stats = sum(len(c.plain.token_ids) for c in members), SpecStats()
+        for comparison in members:
+            stats.add(comparison.speculative.stats)
+        plain_speed = num_plain / sum(c.plain_seconds for c in members)
+        speed = stats.num_output_tokens / sum(c.speculative_seconds for c in members)
+        cells = [number(plain_speed, 1), number(speed, 1), f"{speed / plain_speed:.2f}x"]
+        cells += [number(stats.acceptance_rate), number(stats.mean_acceptance_length)]
+        style = "bold" if name == "all" else None
+        table.add_row(name, str(stats.num_output_tokens), *cells, style=style)
+    return table
 
 
 def _conclude(console: Console, comparisons: list[Comparison], temperature: float) -> bool:

@@ -356,12 +356,9 @@ class SpecConfig(Options):
         judges_chains = not self.drafts_trees and not self.cape
         fits = judges_chains and self.rejection_sample_method == "standard"
         factor, rate = self.relaxed_acceptance, self.synthetic_acceptance_rate
-        expected = "1 for trees, and for block and coupled verification"
-        require("relaxed_acceptance", factor, factor == 1 or fits, expected)
-        expected = (
-            "None for trees, beside relaxed_acceptance, and for block and coupled verification"
-        )
-        fits = fits and factor == 1
+        others = "for trees, and for block and coupled verification"
+        require("relaxed_acceptance", factor, factor == 1 or fits, f"1 {others}")
+        fits, expected = fits and factor == 1, f"None {others}, or beside relaxed_acceptance"
         require("synthetic_acceptance_rate", rate, rate is None or fits, expected)
 
     @classmethod

@@ -9,12 +9,14 @@ from fastspec.config.options import (
     BOOL,
     TEXT,
     Options,
+    choice,
     documented,
     integer,
     listed,
     option,
     options_of,
 )
+from fastspec.tools.cost_counters import COSTS
 
 if TYPE_CHECKING:
     from fastspec.engine.engine import Engine
@@ -84,6 +86,20 @@ class BenchConfig(Options):
     )
     peers: bool = option(
         True, BOOL, "Time Hugging Face's decoding as well.", flags=("--peers/--no-peers",)
+    )
+
+    num_speculative_tokens: int | None = option(
+        None,
+        options_of(SpecConfig)["num_speculative_tokens"].kind,
+        "Tokens proposed in each step, by default as elsewhere; of a cascade, by its draft model in"
+        " the run without MaG.",
+        flags=("--num-speculative-tokens", "-k"),
+    )
+    counter_version: str | None = option(
+        None,
+        choice(*COSTS),
+        "Costs of CS-Drafting's SWI by the names of the models, model_parameters or previous_work;"
+        " by default the numbers of their parameters.",
     )
 
     def num_runs(self, num_prompts: int, num_methods: int) -> int:

@@ -44,8 +44,8 @@ class Methods:
         target, drafts: names of the models.
         spec: how ours drafts; a draft model whose text ours encodes anew makes theirs universal
             assisted generation.
-        settings: how many tokens, and whether Hugging Face's run at all.
-        alone: how a cascade's draft models run by themselves.
+        settings: how many tokens, whether Hugging Face's run at all, and K of a cascade's draft
+            models by themselves.
         costs: of one pass of the target and of each draft model, for the SWI; by default their
             parameters.
     Attributes:
@@ -66,7 +66,6 @@ class Methods:
         spec: SpecConfig,
         config: EngineConfig,
         settings: BenchConfig,
-        alone: SpecConfig,
         costs: Sequence[float] | None = None,
     ):
         self.max_tokens, self._peers = settings.max_tokens, settings.peers
@@ -91,6 +90,7 @@ class Methods:
         self._engines: dict[str, Engine] = {}
         if method.takes_several:
             name = "draft_model" if len(drafts) == 1 else "draft_model_{}"
+            alone = SpecConfig("draft_model", settings.num_speculative_tokens)
             mag = SpecConfig("mag", MAG_TOKENS, bigram_path=spec.bigram_path)
             parts = {name.format(n): (alone, each) for n, each in enumerate(self.drafts, start=1)}
             for name, (part, model) in (parts | {"mag": (mag, None)}).items():
