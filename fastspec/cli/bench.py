@@ -4,7 +4,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -98,20 +98,14 @@ def bench(
         results = timing.measure(measured, ids, config, lambda: bar.advance(task))
     if profile is not None:
         timing.write_profile(measured, ids[0], config.temperatures[0], profile)
-    described = [_describe(*pair) for pair in zip(drafts, measured.drafts, strict=True)]
     result = {
         "op": "end_to_end",
         **timing.describe_environment(),
-        "device": str(measured.target.device),
-        "dtype": str(measured.target.dtype).removeprefix("torch."),
-        "target": _describe(models.target, measured.target),
+        **measured.describe(),
         "method": method.name,
-        "draft": described[0] if len(described) == 1 else described or None,
-        "heterogeneous_vocab": measured.heterogeneous_vocab,
         "num_speculative_tokens": spec.num_model_tokens(),
         "k_matrix": spec.cascade_matrix if method.sets_length else None,
         **{name: getattr(spec, name) for name in _RECORDED},
-        "parts": {name: part.num_draft_tokens() for name, part in measured.parts.items()},
         "batch_size": 1,
         "num_prompts": len(ids),
         "prompt_tokens": sum(map(len, ids)),
@@ -121,7 +115,6 @@ def bench(
         "verified": all(count == len(ids) for count in equal.values()),
         "prompts_equal_to_plain": equal,
         "counter_version": config.counter_version,
-        "pass_costs": measured.costs,
         "results": results,
         "argv": sys.argv[1:],
     }
@@ -141,18 +134,6 @@ def _results(method: str, spec: SpecConfig) -> Path:
     file = RESULTS / f"{'end_to_end' if name == 'draft_model' else name}.jsonl"
     check_can_write("record", file)
     return file
-
-
-def _describe(name: str, model: Any) -> dict:
-    from fastspec.tools.timed_methods import num_parameters
-
-    return {
-        "name": Path(name).name,
-        "architecture": type(model).__name__,
-        "parameters": num_parameters(model),
-        "layers": model.config.get_text_config(decoder=True).num_hidden_layers,
-        "vocab_size": model.config.get_text_config(decoder=True).vocab_size,
-    }
 
 
 def _show(console: Console, result: dict) -> None:

@@ -143,7 +143,7 @@ def _show(console: Console, comparisons: list[Comparison], spec: SpecConfig) -> 
     if spec.suffix_tokens is not None:
         proposal += f" or copies up to {spec.suffix_tokens}"
     console.print(
-        f"Each step {method.writer or method.name} proposes {proposal} and the target"
+        f"Each step {method.writer} proposes {proposal} and the target"
         f" checks them in one pass. One prompt at a time, CPU threads: {torch.get_num_threads()}."
     )
     for index, comparison in enumerate(comparisons):

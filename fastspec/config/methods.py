@@ -27,12 +27,11 @@ class Method:
         build: makes its drafter; None = the function `build` of `fastspec.drafters.<name>`.
         proposes: whether anything is drafted at all.
         chooses: whether it leaves the choice to what is given.
-        has_own_drafts: whether its draft models are of a kind that no other method runs.
         takes_several: whether it runs several draft models, biggest first.
         sets_length: whether its own options say how many tokens it proposes.
         drafts_trees: whether it drafts trees whatever the options say.
         reads_target: what it reads of the target beside its text.
-        writer: who drafts, in a sentence; "" = its name.
+        own_writer: who drafts, in a sentence, where it is neither a draft model nor its name.
         is_tunable: whether `tune` can measure it.
         is_tried: whether `tune` does so without being asked.
     """
@@ -44,12 +43,11 @@ class Method:
     build: Callable[[Any], Any] | None = None
     proposes: bool = True
     chooses: bool = False
-    has_own_drafts: bool = False
     takes_several: bool = False
     sets_length: bool = False
     drafts_trees: bool = False
     reads_target: str = ""
-    writer: str = ""
+    own_writer: str = ""
     is_tunable: bool = True
     is_tried: bool = False
 
@@ -59,9 +57,25 @@ class Method:
         return self.needs_draft or self.chooses
 
     @property
+    def has_own_drafts(self) -> bool:
+        """Whether its draft models are of a kind that no other method runs."""
+        return self.needs_draft and self.reads_target != ""
+
+    @property
+    def writer(self) -> str:
+        """Who drafts, in a sentence."""
+        return self.own_writer or ("the draft model" if self.takes_draft else self.name)
+
+    @property
     def writes_chains(self) -> bool:
         """Whether it drafts as many tokens as it is asked for, one after the other."""
         return "confidence_threshold" in self.fields
+
+    @property
+    def reencodes(self) -> bool:
+        """Whether the text of a draft model with another tokenizer may be encoded anew for it."""
+        is_own = self.build is not None  # of a user, who loads the draft model
+        return self.writes_chains and "heterogeneous_vocab" in self.fields and not is_own
 
 
 _SAMPLED = frozenset({"draft_sample_method"})
@@ -72,15 +86,12 @@ _SUFFIX = frozenset({"suffix_max_spec_factor", "suffix_min_token_prob", "suffix_
 _MODEL = _SAMPLED | _SUFFIX | {"suffix_tokens"}
 _TOKENIZER = frozenset({"heterogeneous_vocab"})
 
-_DRAFT_MODEL = "the draft model"
-
 BUILT_IN = (
     Method(
         "auto",
         "a draft model where one is given, else plain decoding",
         _MODEL | _CHAIN | _TOKENIZER,
         chooses=True,
-        writer=_DRAFT_MODEL,
     ),
     Method("none", "plain decoding; a drafter that is given is not loaded", proposes=False),
     Method(
@@ -88,7 +99,6 @@ BUILT_IN = (
         "a smaller model, best with the same tokenizer",
         _MODEL | _CHAIN | _TOKENIZER,
         needs_draft=True,
-        writer=_DRAFT_MODEL,
         is_tried=True,
     ),
     Method(
@@ -123,7 +133,7 @@ BUILT_IN = (
         needs_draft=True,
         takes_several=True,
         sets_length=True,
-        writer="the cascade",
+        own_writer="the cascade",
         is_tried=True,
     ),
     Method(
@@ -131,9 +141,8 @@ BUILT_IN = (
         "a draft model that reads the target's cache",
         _MODEL | _CHAIN,
         needs_draft=True,
-        has_own_drafts=True,
         reads_target="the target's cache",
-        writer="the GLIDE draft",
+        own_writer="the GLIDE draft",
         is_tunable=False,
     ),
     Method(
@@ -148,9 +157,8 @@ BUILT_IN = (
         "one layer that goes on from the target's hidden states, a chain or a tree",
         _MODEL | _CHAIN | _TREE | _LOOKUP,
         needs_draft=True,
-        has_own_drafts=True,
         reads_target="the target's hidden states",
-        writer="the EAGLE-3 draft",
+        own_writer="the EAGLE-3 draft",
         is_tried=True,
     ),
     Method(
@@ -159,7 +167,6 @@ BUILT_IN = (
         _MODEL | _TREE | _LOOKUP | _TOKENIZER,
         needs_draft=True,
         drafts_trees=True,
-        writer=_DRAFT_MODEL,
         is_tunable=False,
     ),
 )

@@ -104,16 +104,14 @@ def create_app(
         endpoint = Endpoint(kind, thread, prompts, metrics, config, model, drafters)
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
 
+    methods = {name: engine.drafters[drafter] for name, drafter in drafters.items()}
     card = {
         "id": model,
         "object": "model",
         "created": 0,
         "owned_by": "fastspec",
         "max_model_len": engine.max_model_len,
-        "speculation": {
-            "default": own,
-            "methods": {name: engine.drafters[drafter] for name, drafter in drafters.items()},
-        },
+        "speculation": {"default": own, "methods": methods},
         "has_chat_template": getattr(engine.tokenizer, "chat_template", None) is not None,
     }
 

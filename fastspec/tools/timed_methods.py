@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -69,6 +70,7 @@ class Methods:
         costs: Sequence[float] | None = None,
     ):
         self.max_tokens, self._peers = settings.max_tokens, settings.peers
+        self._names = [Path(name).name for name in (target, *drafts)]
         method, spec = method_named(spec.method), spec.for_repeated_prompts()
         if "bigram_path" in method.fields:
             spec = replace(spec, bigram_path=spec.bigram_path or bigram_beside(target))
@@ -104,7 +106,7 @@ class Methods:
         self.uncompared = {"draft"}
         if spec.synthetic_acceptance_rate is not None:
             self.uncompared.add("speculative")
-        self.costs = costs or [num_parameters(model) for model in (self.target, *self.drafts)]
+        self.costs = costs or [model.num_parameters() for model in (self.target, *self.drafts)]
         self._generate = cast(Any, self.target).generate  # only generative classes have it
         self._num_speculative_tokens = spec.num_draft_tokens()
         self._num_assistant_tokens = spec.num_model_tokens()  # the peers copy nothing
@@ -116,7 +118,7 @@ class Methods:
         self, drafts: Sequence[str], spec: SpecConfig, config: EngineConfig
     ) -> PreTrainedTokenizerBase | None:
         """The draft model's, where the engine would encode its text anew."""
-        if len(drafts) != 1 or spec.method != "draft_model":
+        if len(drafts) != 1 or not method_named(spec.method).reencodes:
             return None
         vocab_size = self.target.config.get_text_config(decoder=True).vocab_size
         given = self.tokenizer, vocab_size, self.target, drafts[0]
@@ -142,10 +144,18 @@ class Methods:
             config.num_hidden_layers = num_layers
         return None
 
-    @property
-    def heterogeneous_vocab(self) -> str | None:
-        """How our drafts are made where the draft model has another tokenizer."""
-        return self._engine.spec.heterogeneous_vocab
+    def describe(self) -> dict[str, Any]:
+        """The models and what is drafted with them, as plain JSON values."""
+        target, *drafts = map(_described, self._names, (self.target, *self.drafts))
+        return {
+            "device": str(self.target.device),
+            "dtype": str(self.target.dtype).removeprefix("torch."),
+            "target": target,
+            "draft": drafts[0] if len(drafts) == 1 else drafts or None,
+            "heterogeneous_vocab": self._engine.spec.heterogeneous_vocab,
+            "parts": {name: part.num_draft_tokens() for name, part in self.parts.items()},
+            "pass_costs": self.costs,
+        }
 
     @property
     def max_prompt_len(self) -> int:
@@ -254,9 +264,15 @@ def load_named_draft(
     return load_draft("draft", name, config, tokenizer, target, load, keeps_ids=is_glide)
 
 
-def num_parameters(model: PreTrainedModel) -> int:
-    """Entries of all weights; shared ones count once."""
-    return sum(parameter.numel() for parameter in model.parameters())
+def _described(name: str, model: PreTrainedModel) -> dict[str, Any]:
+    config = model.config.get_text_config(decoder=True)
+    return {
+        "name": name,
+        "architecture": type(model).__name__,
+        "parameters": model.num_parameters(),
+        "layers": config.num_hidden_layers,
+        "vocab_size": config.vocab_size,
+    }
 
 
 @contextmanager
