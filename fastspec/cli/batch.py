@@ -7,21 +7,16 @@ from typing import Annotated
 import typer
 
 from fastspec.cli.display import progress_bar
-from fastspec.cli.errors import (
-    check_can_write,
-    check_draft,
-    quiet_libraries,
-    report,
-    usage_errors,
-)
-from fastspec.cli.options import Config, Draft, Flags, Target, Threads, with_flags
+from fastspec.cli.errors import begin, report, usage_errors
+from fastspec.cli.options import Config, Flags, command, output_file
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.files import require_file
-from fastspec.config.methods import drafts_of
+from fastspec.tools.settings import Models
 
 
-@with_flags
+@command
 def batch(
+    models: Annotated[Models, Flags()],
     params: Annotated[SamplingParams, Flags(without=("logprobs", "prompt_logprobs"))],
     spec: Annotated[SpecConfig, Flags()],
     config: Annotated[EngineConfig, Flags()],
@@ -35,11 +30,11 @@ def batch(
     ],
     output_file: Annotated[
         Path,
-        typer.Option(
-            "--output",
-            metavar="FILE.jsonl",
-            help="The same objects with their answers; a run that was cut off goes on from"
+        output_file(
+            "The same objects with their answers; a run that was cut off goes on from"
             " FILE.jsonl.part.",
+            "FILE.jsonl",
+            "--output",
         ),
     ],
     replicas: Annotated[
@@ -55,34 +50,29 @@ def batch(
             " actors.",
         ),
     ] = None,
-    target: Target = "tiny",
-    draft: Draft = None,
     config_file: Config = None,
-    threads: Threads = None,
 ) -> None:
     """Answer every prompt of a file, in order.
 
     After an interruption, run the same command again to continue.
     """
-    check_draft(spec.method, draft)
-    with usage_errors():
-        require_file("input", input_file)
-    check_can_write("--output", output_file)
-    quiet_libraries()
-    from fastspec.tools.batch import BatchJob, run_batch
-    from fastspec.tools.launched import in_launched, launched, work_for_first
+    models.check(spec.method)
+    require_file("input_file", input_file)
+    begin()
+    from fastspec.tools.batch import BatchJob, in_launched, launched, run_batch, work_for_first
 
     rank, size = launched()
-    if size > 1 and (replicas > 1 or ray_address is not None):
-        raise typer.BadParameter("--replicas, --ray: the launcher has started processes already")
     elsewhere = in_launched if size > 1 else None
-    if ray_address is not None:
-        try:
-            from fastspec.serve.on_ray import answers
-        except ImportError as error:
-            raise typer.BadParameter(f"--ray: {error}") from error
-        elsewhere = partial(answers, ray_address, replicas)
-    job = BatchJob(target, drafts_of(draft, spec.method), params, spec, config, threads)
+    with usage_errors():
+        if size > 1 and (replicas > 1 or ray_address is not None):
+            raise ValueError("replicas, ray_address: the launcher has started processes already")
+        if ray_address is not None:
+            try:
+                from fastspec.serve.on_ray import answers
+            except ImportError as error:
+                raise ValueError(f"ray_address: {error}") from error
+            elsewhere = partial(answers, ray_address, replicas)
+    job = BatchJob(models, params, spec, config)
     if rank > 0:
         return work_for_first(job)
     with progress_bar("prompts") as bar:

@@ -4,96 +4,51 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 import fastspec
-from fastspec.cli import options
 from fastspec.cli.display import number, progress_bar, table_of
-from fastspec.cli.errors import (
-    check_can_write,
-    check_draft,
-    drafting_method,
-    note,
-    quiet_libraries,
-    usage_errors,
-)
-from fastspec.cli.options import Flags, with_flags
-from fastspec.cli.prompts import bundled_prompts, named_prompts
-from fastspec.config import EngineConfig, SamplingParams, SpecConfig
-from fastspec.config.k_matrix import MAG_TOKENS
-from fastspec.config.methods import methods
+from fastspec.cli.errors import begin, note
+from fastspec.cli.options import Config, Flags, command, output_file
+from fastspec.cli.prompts import PromptOptions, prompt_ids
+from fastspec.config import EngineConfig, SpecConfig
+from fastspec.config.files import check_can_write
+from fastspec.config.methods import drafting_method
 from fastspec.models.named import own_draft
 from fastspec.tools.cost_counters import pass_cost
+from fastspec.tools.settings import BenchConfig, Models
 
+# Of SpecConfig, beside the method and K.
 _RECORDED = (
-    "lenience",
-    "mag_surplus",
-    "tree_width",
-    "tree_nodes",
-    "cape",
-    "cape_bins",
-    "confidence_threshold",
-    "suffix_tokens",
-    "exit_layer",
-    "relaxed_acceptance",
+    *("lenience", "mag_surplus", "tree_width", "tree_nodes", "cape", "cape_bins"),
+    *("confidence_threshold", "suffix_tokens", "exit_layer", "relaxed_acceptance"),
     "synthetic_acceptance_rate",
 )
 ROOT = Path(fastspec.__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 
 
-@with_flags
+@command
 def bench(
+    models: Annotated[Models, Flags()],
     spec: Annotated[SpecConfig, Flags(without=("num_speculative_tokens",), method="draft_model")],
     engine_config: Annotated[EngineConfig, Flags("dtype", "device")],
-    target: options.Target = "tiny",
-    draft: options.Draft = None,
-    config_file: options.Config = None,
-    num_prompts: options.NumMeasuredPrompts = 8,
-    prompts_file: options.OwnPrompts = None,
-    dataset: options.Dataset = None,
-    dataset_file: options.DatasetFile = None,
-    chat: options.Chat = False,
-    max_tokens: options.MaxTokens = 128,
-    num_speculative_tokens: Annotated[
-        int | None,
-        typer.Option(
-            "--num-speculative-tokens",
-            "-k",
-            help="Tokens proposed in each step, by default as elsewhere; of a cascade, by its draft"
-            " model in the run without MaG.",
-        ),
-    ] = None,
-    counter_version: Annotated[
-        str | None,
-        typer.Option(
-            help="Costs of CS-Drafting's SWI by the names of the models, model_parameters or"
-            " previous_work; by default the numbers of their parameters."
-        ),
-    ] = None,
-    temperatures: Annotated[str, typer.Option(help="Comma-separated list; 0 is greedy.")] = "0,1",
-    peers: Annotated[
-        bool, typer.Option("--peers/--no-peers", help="Time Hugging Face's decoding as well.")
-    ] = True,
-    repeats: Annotated[
-        int, typer.Option(min=1, help="Timed rounds over all prompts; the median counts.")
-    ] = 3,
-    threads: options.Threads = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Append the record to this .jsonl file.")
-    ] = None,
+    prompts: Annotated[PromptOptions, Flags(num_prompts=8)],
+    config: Annotated[BenchConfig, Flags()],
+    config_file: Config = None,
+    out: Annotated[Path | None, output_file("Append the record to this .jsonl file.")] = None,
     record: Annotated[
         bool, typer.Option("--record", help="In a checkout: append the record to its results.")
     ] = False,
     profile: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE.json",
-            help="Write a trace of one speculative run, by torch.profiler, for chrome://tracing or"
+        output_file(
+            "Write a trace of one speculative run, by torch.profiler, for chrome://tracing or"
             " Perfetto.",
+            "FILE.json",
         ),
     ] = None,
 ) -> None:
@@ -104,103 +59,62 @@ def bench(
     MaG with K = 10; with several draft models, assisted generation gets the biggest. Relaxed and
     synthetic acceptance are labelled LOSSY, and the outputs of the latter are not compared.
     """
-    with usage_errors():
-        heats = _temperatures(temperatures)
-        method = drafting_method(spec.method)
-        drafted = SpecConfig("draft_model", num_speculative_tokens)
-        is_cascade = method == "cascade"
-        if not is_cascade:  # its k_matrix says how many
-            count = num_speculative_tokens or spec.num_model_tokens()
-            spec = replace(spec, num_speculative_tokens=count)
-    check_draft(method, draft)
-    if draft is None and methods()[method].needs_draft:
-        draft = own_draft(target, method)
-        if draft is None:
-            raise typer.BadParameter("--draft: a --target of your own needs a draft model")
-    named_drafts = [] if draft is None else draft.split(",") if is_cascade else [draft]
-    check_can_write("--profile", profile)
+    method = drafting_method(spec.method)
+    if not method.sets_length:
+        count = config.num_speculative_tokens or spec.num_model_tokens()
+        spec = replace(spec, num_speculative_tokens=count)
+    models.check(method.name)
+    if models.draft is None and method.needs_draft:
+        models = replace(models, draft=own_draft(models.target, method.name))
+        if models.draft is None:
+            raise ValueError("draft: a --target of your own needs a draft model")
+    drafts = models.drafts(method.name) or []
+    drafts = drafts if isinstance(drafts, list) else [drafts]
     costs = None
-    if counter_version is not None:
-        with usage_errors():
-            costs = [pass_cost(Path(n).name, counter_version) for n in (target, *named_drafts)]
-    if record and spec.is_lossy:
-        raise typer.BadParameter("--record: only of exact decoding; --out FILE takes LOSSY records")
-    files = _record_files(out, record, f"{method}_cape" if spec.cape else method)
-    named = named_prompts(dataset, dataset_file, prompts_file, num_prompts)
-    texts = named or bundled_prompts(num_prompts, chat)
-    quiet_libraries()
+    if config.counter_version is not None:
+        names = [Path(name).name for name in (models.target, *drafts)]
+        costs = [pass_cost(name, config.counter_version) for name in names]
+    files = [] if out is None else [out]
+    if record:
+        files.append(_results(method.name, spec))
+    texts = prompts.bundled()
+    begin()
     import torch
 
-    from fastspec.models import loading
     from fastspec.tools import bench as timing
-    from fastspec.tools import timed_methods
+    from fastspec.tools.timed_methods import Methods
 
-    with usage_errors():
-        config = timing.BenchConfig(max_tokens, repeats, heats)
-    if method in ("mag", "cascade"):
-        spec = replace(spec, bigram_path=spec.bigram_path or loading.bigram_beside(target))
-    if threads is not None:
-        torch.set_num_threads(threads)
-    tokenizer = loading.load_tokenizer("target", target)
-    target_model = loading.load_model("target", target, engine_config)
-    reencoded = None
-    if method == "draft_model":
-        given = spec, engine_config, tokenizer, target_model
-        reencoded = timed_methods.reencoded_draft(named_drafts[0], *given)
-    if reencoded is not None:
-        drafts = [loading.load_model("draft", reencoded.path, engine_config)]
-    else:
-        drafts = [
-            timed_methods.load_named_draft(
-                name, engine_config, tokenizer, target_model, is_glide=method == "glide"
-            )
-            for name in named_drafts
-        ]
-    parts: dict[str, tuple[SpecConfig, Any]] = {}
-    if is_cascade:
-        for number, model in enumerate(drafts, start=1):
-            parts[f"draft_model_{number}" if len(drafts) > 1 else "draft_model"] = drafted, model
-        parts["mag"] = SpecConfig("mag", MAG_TOKENS, bigram_path=spec.bigram_path), None
-    measured = timed_methods.Methods(
-        target_model, drafts, spec, max_tokens, engine_config, parts, costs, peers, reencoded
-    )
+    models.use_threads()
+    measured = Methods(models.target, drafts, spec, engine_config, config, costs)
     if measured.refused is not None:
         note(f"Hugging Face's early exit is left out, it fails with {measured.refused:.200}")
-    with usage_errors():
-        prompts = [loading.prompt_ids(tokenizer, text, chat) for text in texts]
+    ids = prompt_ids(measured.tokenizer, texts, prompts.chat)
     with progress_bar("runs") as bar:
-        total = config.num_runs(len(prompts), len(measured.by_name()))
+        total = config.num_runs(len(ids), len(measured.by_name()))
         task = bar.add_task("measuring", total=total)
-        equal = timing.verify_outputs(measured, prompts, lambda: bar.advance(task))
-        if target_model.dtype == torch.float32:
-            timing.require_equal(equal, len(prompts))
-        results = timing.measure(measured, prompts, config, lambda: bar.advance(task))
+        equal = timing.verify_outputs(measured, ids, lambda: bar.advance(task))
+        if measured.target.dtype == torch.float32:
+            timing.require_equal(equal, len(ids))
+        results = timing.measure(measured, ids, config, lambda: bar.advance(task))
     if profile is not None:
-        timing.write_profile(measured, prompts[0], heats[0], profile)
-    described = [_describe(*pair) for pair in zip(named_drafts, drafts, strict=True)]
+        timing.write_profile(measured, ids[0], config.temperatures[0], profile)
     result = {
         "op": "end_to_end",
         **timing.describe_environment(),
-        "device": str(target_model.device),
-        "dtype": str(target_model.dtype).removeprefix("torch."),
-        "target": _describe(target, target_model),
-        "method": method,
-        "draft": described[0] if len(described) == 1 else described or None,
-        "heterogeneous_vocab": measured.heterogeneous_vocab,
+        **measured.describe(),
+        "method": method.name,
         "num_speculative_tokens": spec.num_model_tokens(),
-        "k_matrix": spec.cascade_matrix if is_cascade else None,
+        "k_matrix": spec.cascade_matrix if method.sets_length else None,
         **{name: getattr(spec, name) for name in _RECORDED},
-        "parts": {name: part.num_draft_tokens() for name, (part, _) in parts.items()},
         "batch_size": 1,
-        "num_prompts": len(prompts),
-        "prompt_tokens": sum(map(len, prompts)),
-        "max_tokens": max_tokens,
-        "repeats": repeats,
+        "num_prompts": len(ids),
+        "prompt_tokens": sum(map(len, ids)),
+        "max_tokens": config.max_tokens,
+        "repeats": config.repeats,
         "lossy": spec.is_lossy,
-        "verified": all(count == len(prompts) for count in equal.values()),
+        "verified": all(count == len(ids) for count in equal.values()),
         "prompts_equal_to_plain": equal,
-        "counter_version": counter_version,
-        "pass_costs": measured.costs,
+        "counter_version": config.counter_version,
         "results": results,
         "argv": sys.argv[1:],
     }
@@ -210,45 +124,16 @@ def bench(
             stream.write(json.dumps(result) + "\n")
 
 
-def _temperatures(text: str) -> tuple[float, ...]:
-    """The numbers of a list, each one that requests may have."""
-    try:
-        temperatures = tuple(float(part) for part in text.split(","))
-    except ValueError as error:
-        raise ValueError(f"temperatures: expected numbers like 0,1, got {text!r}") from error
-    for temperature in temperatures:
-        try:
-            SamplingParams(temperature=temperature)
-        except ValueError as error:
-            raise ValueError(f"temperatures: {error}") from error
-    return temperatures
-
-
-def _record_files(out: Path | None, record: bool, method: str) -> list[Path]:
-    """Where the record goes, checked before anything slow starts."""
-    check_can_write("--out", out)
-    files = [] if out is None else [out]
-    if record:
-        if not Path.cwd().is_relative_to(ROOT):
-            raise typer.BadParameter(
-                f"--record: only inside the checkout {ROOT}; --out FILE works anywhere"
-            )
-        name = "end_to_end" if method == "draft_model" else method
-        files.append(RESULTS / f"{name}.jsonl")
-        check_can_write("--record", files[-1])
-    return files
-
-
-def _describe(name: str, model: Any) -> dict:
-    from fastspec.tools.timed_methods import num_parameters
-
-    return {
-        "name": Path(name).name,
-        "architecture": type(model).__name__,
-        "parameters": num_parameters(model),
-        "layers": model.config.get_text_config(decoder=True).num_hidden_layers,
-        "vocab_size": model.config.get_text_config(decoder=True).vocab_size,
-    }
+def _results(method: str, spec: SpecConfig) -> Path:
+    """The file of results in a checkout that --record writes to."""
+    if spec.is_lossy:
+        raise ValueError("record: only of exact decoding; --out FILE takes LOSSY records")
+    if not Path.cwd().is_relative_to(ROOT):
+        raise ValueError(f"record: only inside the checkout {ROOT}; --out FILE works anywhere")
+    name = f"{method}_cape" if spec.cape else method
+    file = RESULTS / f"{'end_to_end' if name == 'draft_model' else name}.jsonl"
+    check_can_write("record", file)
+    return file
 
 
 def _show(console: Console, result: dict) -> None:

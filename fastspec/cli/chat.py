@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from io import TextIOWrapper
 from typing import TYPE_CHECKING, Annotated
@@ -13,12 +13,12 @@ from rich.console import Console
 from rich.text import Text
 
 from fastspec.cli.display import SourceWriter, number
-from fastspec.cli.errors import note, quiet_libraries
-from fastspec.cli.options import Config, Draft, Flags, Target, Threads, with_flags
-from fastspec.cli.serve import ChatTemplate, checked_engine
+from fastspec.cli.errors import begin, note
+from fastspec.cli.options import Config, Flags, command
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.checks import require
-from fastspec.config.methods import drafts_of
+from fastspec.serve.loading import Choices
+from fastspec.tools.settings import Models
 
 if TYPE_CHECKING:
     from fastspec.engine.engine import Engine
@@ -48,32 +48,30 @@ _PROCESSORS = {
 _CLEAR_SCREEN = "\033[2J\033[H"
 
 
-@with_flags
+@command
 def chat(
+    models: Annotated[Models, Flags()],
     params: Annotated[
         SamplingParams,
         Flags("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", temperature=0.0),
     ],
+    choices: Annotated[Choices, Flags("chat_template", methods="")],
     spec: Annotated[SpecConfig, Flags()],
     config: Annotated[EngineConfig, Flags()],
-    target: Target = "tiny",
-    draft: Draft = None,
     config_file: Config = None,
-    chat_template: ChatTemplate = None,
-    threads: Threads = None,
 ) -> None:
     """Talk to a model, and see what speculation does for each answer."""
-    served = checked_engine(target, draft, spec, config, "", chat_template, threads)
-    quiet_libraries()
+    served = choices.engine(models, spec, config)
+    begin()
     engine = served.load()
     from fastspec.models.named import own_draft
 
-    drafts = drafts_of(draft, spec.method) or own_draft(target, spec.method)
+    drafts = models.drafts(spec.method) or own_draft(models.target, spec.method)
     drafter = drafts if isinstance(drafts, str) else None
     chat = Chat(engine, drafter, params, config, Console(highlight=False, soft_wrap=True))
     note("/help lists the commands")
     if engine.tokenizer is None:
-        raise typer.BadParameter("--target: it has no tokenizer")
+        raise ValueError("target: it has no tokenizer")
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
     while (line := _read_line()) is not None:
@@ -107,34 +105,29 @@ class Run:
     drafter: str | None = None
 
 
+@dataclass
 class Chat:
     """A conversation with an engine, in lines that are commands or something to answer.
 
-    Args:
+    Attributes:
         drafter: names the draft model, to let it answer alone; None = there is none.
         config: of the engine that runs it then.
     """
 
-    def __init__(
-        self,
-        engine: "Engine",
-        drafter: str | None,
-        params: SamplingParams,
-        config: EngineConfig,
-        console: Console,
-    ):
-        self._engine = engine
-        self._drafter = drafter
-        self._draft_engine: Engine | None = None
-        self._params = params
-        self._config = config
-        self._console = console
-        self._messages: list[dict[str, str]] = []
-        self._uses_template = getattr(engine.tokenizer, "chat_template", None) is not None
-        self._debugs = False
-        self._num_ngrams: int | None = None
-        self._runs = {
-            "speculative": Run(engine.is_speculative),
+    engine: "Engine"
+    drafter: str | None
+    params: SamplingParams
+    config: EngineConfig
+    console: Console
+    messages: list[dict[str, str]] = field(default_factory=list)
+    draft_engine: "Engine | None" = None
+    num_ngrams: int | None = None
+    debugs: bool = False
+
+    def __post_init__(self):
+        self.uses_template = getattr(self.engine.tokenizer, "chat_template", None) is not None
+        self.runs = {
+            "speculative": Run(self.engine.is_speculative),
             "ngram": Run(False, "ngram"),
             "drafter": Run(False),
             "target": Run(True, "none"),
@@ -144,7 +137,7 @@ class Chat:
         """Answer a line, or do what it commands; what cannot be done is said in a line."""
         name, *words = line.split() or [""]
         commands: dict[str, tuple[Callable[..., None], int | None]] = {
-            **{f"/{name}": (partial(self._toggle, name), 0) for name in self._runs},
+            **{f"/{name}": (partial(self._toggle, name), 0) for name in self.runs},
             "/gamma": (self._set_gamma, 1),
             "/length": (self._set_length, 1),
             "/processor": (self._set_processor, None),
@@ -173,12 +166,12 @@ class Chat:
         from fastspec.models.loading import chat_prompt_ids
 
         prompt: str | list[int] = text
-        if self._uses_template:
-            messages = [*self._messages, {"role": "user", "content": text}]
-            prompt = chat_prompt_ids(self._engine.tokenizer, messages, add_generation_prompt=True)
+        if self.uses_template:
+            messages = [*self.messages, {"role": "user", "content": text}]
+            prompt = chat_prompt_ids(self.engine.tokenizer, messages, add_generation_prompt=True)
         speeds: dict[str, float] = {}
         first: RequestOutput | None = None
-        for name, run in self._runs.items():
+        for name, run in self.runs.items():
             if not run.is_on:
                 continue
             output, speed = self._run(name, run, prompt)
@@ -189,18 +182,18 @@ class Chat:
         if first is None:
             raise ValueError("nothing answers: turn /speculative or /target on")
         self._compare(speeds)
-        if self._uses_template:
-            self._messages += [
+        if self.uses_template:
+            self.messages += [
                 {"role": "user", "content": text},
                 {"role": "assistant", "content": first.text},
             ]
 
     def _run(self, name: str, run: Run, prompt: str | list[int]) -> tuple["RequestOutput", float]:
         """One answer as it comes, then how it went; its tokens per second."""
-        engine = self._engine if name != "drafter" else self._drafting_engine()
-        params = replace(self._params, drafter=run.drafter)
-        self._console.print(Text(f"[{name}]", style="dim"))
-        writer = SourceWriter(self._console)
+        engine = self.engine if name != "drafter" else self._drafting_engine()
+        params = replace(self.params, drafter=run.drafter)
+        self.console.print(Text(f"[{name}]", style="dim"))
+        writer = SourceWriter(self.console)
         steps: list[list[str]] = [[]]
         start = time.perf_counter()
         request_id, output, source = engine.add_request(prompt, params), None, "target"
@@ -217,17 +210,17 @@ class Chat:
                         steps[-1].append(f"{event.drafter or event.source} {event.text!r}")
                         if event.source != "draft":
                             steps.append([])
-                self._console.file.flush()
+                self.console.file.flush()
         except KeyboardInterrupt:
             output = engine.abort(request_id)
             if output is None:  # it had ended: its last event is here, or waits
                 rest = [*events, *engine.step()]
                 output = next(event.output for event in rest if event.output)
         seconds = time.perf_counter() - start
-        self._console.print()
-        if self._debugs:
+        self.console.print()
+        if self.debugs:
             for place, step in enumerate(filter(None, steps), 1):
-                self._console.print(Text(f"  step {place}: {', '.join(step)}", style="dim"))
+                self.console.print(Text(f"  step {place}: {', '.join(step)}", style="dim"))
         self._report(output, seconds)
         return output, len(output.token_ids) / seconds
 
@@ -239,7 +232,7 @@ class Chat:
             told += f", acceptance rate {stats.acceptance_rate:.2f}, {length} tokens per step"
         if output.finish_reason in ("abort", "error"):
             told += f", {output.error or 'stopped'}"
-        self._console.print(Text(told, style="dim"))
+        self.console.print(Text(told, style="dim"))
 
     def _compare(self, speeds: dict[str, float]) -> None:
         """The gain of each answer over the target's."""
@@ -247,45 +240,45 @@ class Chat:
         for name, speed in speeds.items():
             if plain:
                 gain = 100 * (speed / plain - 1)
-                self._console.print(Text(f"{name}: {gain:+.0f} % over the target", style="bold"))
+                self.console.print(Text(f"{name}: {gain:+.0f} % over the target", style="bold"))
 
     def _drafting_engine(self) -> "Engine":
         from fastspec.engine.engine import Engine
 
-        if self._drafter is None:
+        if self.drafter is None:
             raise ValueError("/drafter: there is no draft model that could answer alone")
-        if self._draft_engine is None:
-            self._draft_engine = Engine(self._drafter, spec="none", config=self._config)
-        return self._draft_engine
+        if self.draft_engine is None:
+            self.draft_engine = Engine(self.drafter, spec="none", config=self.config)
+        return self.draft_engine
 
     def _toggle(self, name: str) -> None:
-        run = self._runs[name]
+        run = self.runs[name]
         if not run.is_on:
-            if name == "speculative" and not self._engine.is_speculative:
+            if name == "speculative" and not self.engine.is_speculative:
                 raise ValueError("/speculative: there is no drafter; see --method and --draft")
             if name == "drafter":
                 self._drafting_engine()
-            if name == "ngram" and "ngram" not in self._engine.drafters:
-                self._engine.add_drafter("ngram", SpecConfig("ngram", self._num_ngrams))
+            if name == "ngram" and "ngram" not in self.engine.drafters:
+                self.engine.add_drafter("ngram", SpecConfig("ngram", self.num_ngrams))
         run.is_on = not run.is_on
         self._say(f"{name} is {'on' if run.is_on else 'off'}")
 
     def _set_gamma(self, value: str) -> None:
-        count, most = _whole("/gamma", value), self._config.max_n_spec_tokens
+        count, most = _whole("/gamma", value), self.config.max_n_spec_tokens
         fits = most is None or count <= most
         require("/gamma", count, fits, f"at most --max-n-spec-tokens, {most}")
         ngrams = SpecConfig("ngram", count)  # refuses what no drafter takes, before any change
-        if self._engine.is_speculative:
-            self._engine.enable_spec_dec(n_spec_tokens=count)
-        self._num_ngrams = count
-        if "ngram" in self._engine.drafters:
-            self._engine.remove_drafter("ngram")
-            self._engine.add_drafter("ngram", ngrams)
+        if self.engine.is_speculative:
+            self.engine.enable_spec_dec(n_spec_tokens=count)
+        self.num_ngrams = count
+        if "ngram" in self.engine.drafters:
+            self.engine.remove_drafter("ngram")
+            self.engine.add_drafter("ngram", ngrams)
         self._say(f"{count} draft tokens in each step")
 
     def _set_length(self, value: str) -> None:
-        self._params = replace(self._params, max_tokens=_whole("/length", value))
-        self._say(f"at most {self._params.max_tokens} new tokens")
+        self.params = replace(self.params, max_tokens=_whole("/length", value))
+        self._say(f"at most {self.params.max_tokens} new tokens")
 
     def _set_processor(self, name: str = "", *values: str) -> None:
         require("/processor", name, name in _PROCESSORS, f"one of {', '.join(_PROCESSORS)}")
@@ -297,32 +290,32 @@ class Chat:
             for field, value in zip(fields, values, strict=True)
         }
         plain = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-        self._params = replace(self._params, **(plain | numbers))
+        self.params = replace(self.params, **(plain | numbers))
         self._say(f"tokens are chosen by {' '.join((name, *values))}")
 
     def _toggle_chat(self) -> None:
-        if getattr(self._engine.tokenizer, "chat_template", None) is None:
+        if getattr(self.engine.tokenizer, "chat_template", None) is None:
             raise ValueError("/chat: the tokenizer has no chat template; see --chat-template")
-        self._uses_template = not self._uses_template
-        self._say(f"the chat template is {'on' if self._uses_template else 'off'}")
+        self.uses_template = not self.uses_template
+        self._say(f"the chat template is {'on' if self.uses_template else 'off'}")
 
     def _toggle_debug(self) -> None:
-        self._debugs = not self._debugs
-        self._say(f"debugging is {'on' if self._debugs else 'off'}")
+        self.debugs = not self.debugs
+        self._say(f"debugging is {'on' if self.debugs else 'off'}")
 
     def _tell_cache(self) -> None:
-        shared = self._config.prefix_caching
+        shared = self.config.prefix_caching
         how = "is kept for the next answer" if shared else "is not (--prefix-caching keeps it)"
         self._say(f"Keys and values are always cached; what a conversation begins with {how}.")
 
     def _clear(self) -> None:
-        self._messages = []
-        if self._console.is_terminal:
-            self._console.file.write(_CLEAR_SCREEN)
+        self.messages = []
+        if self.console.is_terminal:
+            self.console.file.write(_CLEAR_SCREEN)
         self._say("the conversation is empty")
 
     def _say(self, text: str) -> None:
-        self._console.print(Text(text))
+        self.console.print(Text(text))
 
 
 def _whole(name: str, value: str) -> int:

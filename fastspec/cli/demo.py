@@ -13,20 +13,14 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from fastspec.cli import options
 from fastspec.cli.display import coloured, legend, number, progress_bar, table_of
-from fastspec.cli.errors import (
-    check_can_write,
-    check_draft,
-    drafting_method,
-    quiet_libraries,
-    usage_errors,
-)
-from fastspec.cli.options import Flags, with_flags
-from fastspec.cli.prompts import bundled_prompts
+from fastspec.cli.errors import begin
+from fastspec.cli.options import FIXED_RUN, Flags, command, output_file
+from fastspec.cli.prompts import PromptOptions, prompt_ids
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
-from fastspec.config.methods import drafts_of
+from fastspec.config.methods import drafting_method, method_named
 from fastspec.models.named import own_draft
+from fastspec.tools.settings import Models
 
 if TYPE_CHECKING:
     from fastspec.engine.engine import Engine
@@ -34,14 +28,6 @@ if TYPE_CHECKING:
 
 _ROUNDS = 3  # timed runs of each prompt in each mode
 _WARM_UP_TOKENS = 8
-_WRITERS = {
-    "auto": "the draft model",
-    "draft_model": "the draft model",
-    "glide": "the GLIDE draft",
-    "eagle3": "the EAGLE-3 draft",
-    "cascade": "the cascade",
-    "tree": "the draft model",
-}
 _PICTURE_WIDTH = 104
 _FONT_FACE = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
 
@@ -58,59 +44,46 @@ class Comparison:
     speculative_seconds: float
 
 
-@with_flags
+@command
 def demo(
+    models: Annotated[Models, Flags("target", "draft")],
     spec: Annotated[SpecConfig, Flags()],
     config: Annotated[EngineConfig, Flags("dtype", "device")],
-    target: options.Target = "tiny",
-    draft: options.Draft = None,
-    num_prompts: options.NumPrompts = 3,
-    chat: options.Chat = False,
-    max_tokens: options.MaxTokens = 96,
-    temperature: Annotated[
-        float, typer.Option(help="0 is greedy, where both outputs must be equal.")
-    ] = 0.0,
-    svg: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write what is shown as an SVG picture.")
-    ] = None,
+    prompts: Annotated[PromptOptions, Flags("num_prompts", "chat", num_prompts=3)],
+    params: Annotated[
+        SamplingParams,
+        Flags("max_tokens", "temperature", **FIXED_RUN, max_tokens=96),
+    ],
+    svg: Annotated[Path | None, output_file("Write what is shown as an SVG picture.")] = None,
 ) -> None:
     """Continue prompts, plain and speculatively, and compare both.
 
-    By default with the bundled pair. The fetched model answers questions: --target smollm2 --chat.
-    Without --method and --draft: the draft that comes with the target, and for any other target the
-    method suffix.
+    At temperature 0 both outputs must be equal. By default with the bundled pair. The fetched model
+    answers questions: --target smollm2 --chat. Without --method and --draft: the draft that comes
+    with the target, and for any other target the method suffix.
     """
-    with usage_errors():
-        params = SamplingParams(
-            temperature=temperature, seed=0, max_tokens=max_tokens, ignore_eos=True
-        )
-        if spec.method == "auto" and draft is None:
-            spec = _usual(spec, target)
-        if spec.method != "auto":
-            drafting_method(spec.method)
-    check_can_write("--svg", svg)
-    check_draft(spec.method, draft)
-    prompts = bundled_prompts(num_prompts, chat)
-    quiet_libraries()
-    from fastspec.engine.engine import Engine
-    from fastspec.models.loading import prompt_ids
-
+    if method_named(spec.method).chooses and models.draft is None:
+        spec = _usual(spec, models.target)
+    if not method_named(spec.method).chooses:
+        drafting_method(spec.method)
+    models.check(spec.method)
+    texts = prompts.bundled()
+    begin()
     spec = spec.for_repeated_prompts()
-    engine = Engine(target, drafts_of(draft, spec.method), spec=spec, config=config)
-    with usage_errors():
-        ids = [prompt_ids(engine.tokenizer, text, chat) for text in prompts]
+    engine = models.engine(spec, config)
+    ids = prompt_ids(engine.tokenizer, texts, prompts.chat)
     comparisons = []
     with progress_bar("runs") as bar:
-        task = bar.add_task("decoding", total=len(prompts))
-        _compare(engine, prompts[0], ids[0], replace(params, max_tokens=_WARM_UP_TOKENS))
-        for prompt, token_ids in zip(prompts, ids, strict=True):
+        task = bar.add_task("decoding", total=len(texts))
+        _compare(engine, texts[0], ids[0], replace(params, max_tokens=_WARM_UP_TOKENS))
+        for prompt, token_ids in zip(texts, ids, strict=True):
             comparisons.append(_compare(engine, prompt, token_ids, params))
             bar.advance(task)
     console = Console(
         record=svg is not None, width=None if svg is None else _PICTURE_WIDTH, highlight=False
     )
     _show(console, comparisons, spec)
-    agreed = _conclude(console, comparisons, temperature)
+    agreed = _conclude(console, comparisons, params.temperature)
     if svg is not None:
         picture = console.export_svg(title="fastspec demo")
         # Without rich's web font the picture needs no network.
@@ -162,71 +135,48 @@ def _compare(
 def _show(console: Console, comparisons: list[Comparison], spec: SpecConfig) -> None:
     import torch
 
-    writer = _WRITERS.get(spec.method, spec.method)
-    is_chain = spec.method in ("auto", "draft_model", "glide", "eagle3")
-    is_fixed = is_chain and spec.confidence_threshold is None
-    up_to, count = "" if is_fixed else "up to ", spec.num_model_tokens()
-    proposal = f"{up_to}{count} tokens"
+    method, count = method_named(spec.method), spec.num_model_tokens()
+    is_fixed = method.writes_chains and spec.confidence_threshold is None
+    proposal = f"{'' if is_fixed else 'up to '}{count} tokens"
     if spec.drafts_trees or spec.cape:
         proposal = f"a tree, {count} tokens deep,"
     if spec.suffix_tokens is not None:
         proposal += f" or copies up to {spec.suffix_tokens}"
     console.print(
-        f"Each step {writer} proposes {proposal} and the target"
+        f"Each step {method.writer} proposes {proposal} and the target"
         f" checks them in one pass. One prompt at a time, CPU threads: {torch.get_num_threads()}."
     )
     for index, comparison in enumerate(comparisons):
         console.print(Rule(f"prompt {index + 1} of {len(comparisons)}", style="dim"))
         console.print(Text(comparison.prompt, style="dim"))
-        console.print(_side_by_side(comparison))
+        table = Table(expand=True, show_edge=False, pad_edge=False)
+        for name in ("plain", "speculative"):
+            table.add_column(name, ratio=1, overflow="fold")
+        table.add_row(*comparison.texts)
+        console.print(table)
     console.print(Rule(style="dim"))
     sources = [s for c in comparisons for s in c.speculative.sources]
     console.print(Group(legend(sources), Text()))
     console.print(_speeds(comparisons))
 
 
-def _side_by_side(comparison: Comparison) -> Table:
-    table = Table(expand=True, show_edge=False, pad_edge=False)
-    for name in ("plain", "speculative"):
-        table.add_column(name, ratio=1, overflow="fold")
-    table.add_row(*comparison.texts)
-    return table
-
-
 def _speeds(comparisons: list[Comparison]) -> Table:
-    table = table_of(
-        "prompt",
-        "tokens",
-        "plain tokens/s",
-        "speculative tokens/s",
-        "ratio",
-        "acceptance rate",
-        "mean acceptance length",
-    )
-    rows = [(str(index + 1), [c]) for index, c in enumerate(comparisons)]
-    for name, members in [*rows, ("all", comparisons)]:
-        table.add_row(name, *_speed_cells(members), style="bold" if name == "all" else None)
-    return table
-
-
-def _speed_cells(comparisons: list[Comparison]) -> list[str]:
     from fastspec.engine.stats import SpecStats
 
-    num_plain = sum(len(c.plain.token_ids) for c in comparisons)
-    plain_speed = num_plain / sum(c.plain_seconds for c in comparisons)
-    stats = SpecStats()
-    for comparison in comparisons:
-        stats.add(comparison.speculative.stats)
-    num_tokens = stats.num_output_tokens
-    speculative_speed = num_tokens / sum(c.speculative_seconds for c in comparisons)
-    return [
-        str(num_tokens),
-        number(plain_speed, 1),
-        number(speculative_speed, 1),
-        f"{speculative_speed / plain_speed:.2f}x",
-        number(stats.acceptance_rate),
-        number(stats.mean_acceptance_length),
-    ]
+    names = ("prompt", "tokens", "plain tokens/s", "speculative tokens/s", "ratio")
+    table = table_of(*names, "acceptance rate", "mean acceptance length")
+    rows = [(str(index + 1), [c]) for index, c in enumerate(comparisons)]
+    for name, members in [*rows, ("all", comparisons)]:
+        num_plain, stats = sum(len(c.plain.token_ids) for c in members), SpecStats()
+        for comparison in members:
+            stats.add(comparison.speculative.stats)
+        plain_speed = num_plain / sum(c.plain_seconds for c in members)
+        speed = stats.num_output_tokens / sum(c.speculative_seconds for c in members)
+        cells = [number(plain_speed, 1), number(speed, 1), f"{speed / plain_speed:.2f}x"]
+        cells += [number(stats.acceptance_rate), number(stats.mean_acceptance_length)]
+        style = "bold" if name == "all" else None
+        table.add_row(name, str(stats.num_output_tokens), *cells, style=style)
+    return table
 
 
 def _conclude(console: Console, comparisons: list[Comparison], temperature: float) -> bool:

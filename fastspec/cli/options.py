@@ -1,6 +1,8 @@
 """Flags: those that come from the declarations of the configs, and those that commands share."""
 
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import MISSING
 from functools import partial, wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
@@ -8,9 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from fastspec.cli.errors import usage_errors
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
-from fastspec.config.files import parse_json
+from fastspec.config.files import check_can_write, parse_json
 from fastspec.config.methods import Method, methods
 from fastspec.config.options import Option, options_of
 from fastspec.config.serve import ServeConfig
@@ -22,6 +23,8 @@ _PANELS = {
     EngineConfig: "Engine",
     ServeConfig: "Server",
 }
+# Of SamplingParams, where a run is measured, and its text is no more than what is timed.
+FIXED_RUN: dict[str, Any] = {"temperature": 0.0, "seed": 0, "ignore_eos": True}
 _FEW = 3  # methods that a help text names
 
 
@@ -46,15 +49,15 @@ class Flags:
         ]
 
 
-def with_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with one flag for each option of its configs.
+def command(function: Callable[..., None]) -> Callable[..., None]:
+    """A command with one flag for each option of its configs.
 
     Configs are the parameters that are annotated with `Flags`.
     """
     parameters: list[Parameter] = []
     configs: dict[str, tuple[type, list[Option], dict[str, Any]]] = {}
     known = methods()  # asked for once: it reads the metadata of every installed package
-    for parameter in signature(command).parameters.values():
+    for parameter in signature(function).parameters.values():
         flags = getattr(parameter.annotation, "__metadata__", (None,))[0]
         if isinstance(flags, Flags):
             config = parameter.annotation.__origin__
@@ -66,14 +69,13 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
         else:
             parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY))
 
-    @wraps(command)
+    @wraps(function)
     def run(**values: Any) -> None:
-        with usage_errors():
-            for name, (config, options, fixed) in configs.items():
-                given = {option: values.pop(option.name) for option in options}
-                read = {o.name: _read(o, value) for o, value in given.items() if value is not None}
-                values[name] = config(**fixed, **read)
-        command(**values)
+        for name, (config, options, fixed) in configs.items():
+            given = {option: values.pop(option.name) for option in options}
+            read = {o.name: _read(o, value) for o, value in given.items() if value is not None}
+            values[name] = config(**fixed, **read)
+        function(**values)
 
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     vars(run)["__signature__"] = Signature(parameters)
@@ -85,98 +87,65 @@ def _flag(config: type, option: Option, flags: Flags, known: dict[str, Method]) 
     prefix = f"{', '.join(takers)}: " if config is SpecConfig and 0 < len(takers) <= _FEW else ""
     default = flags.defaults.get(option.name, option.default)
     kind: Any = option.kind.flag_type
-    is_json = kind == "json"
     declared = typer.Option(
         *option.flags,
         help=prefix + option.help,
-        metavar="JSON" if is_json else None,
+        metavar="JSON" if kind == "json" else option.metavar,
         rich_help_panel=_PANELS.get(config),
     )
+    if kind == "list":
+        default = default and ",".join(map("{:g}".format, default))
+    kind = str if kind in ("json", "list") else kind
     if default in (None, ()):
-        kind, default = (str if is_json else kind) | None, None
+        kind, default = kind | None, None
+    if default is MISSING:
+        default = Parameter.empty
     return Parameter(
         option.name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, declared]
     )
 
 
 def _read(option: Option, value: Any) -> Any:
-    """What a flag says; JSON is parsed."""
+    """What a flag says; JSON is parsed, and so are numbers that commas separate."""
+    if option.kind.flag_type == "list":
+        return [_number(part.strip()) for part in value.split(",")]
     if option.kind.flag_type != "json":
         return value
     return parse_json(value, f"{option.name}: expected {option.kind.expected}, {value!r:.60} is")
 
 
-Target = Annotated[
-    str,
-    typer.Option(
-        metavar="PATH_OR_ID",
-        help='Target: a folder, a .gguf file, a hub id, "smollm2" once it has been fetched, or'
-        ' "tiny" for the bundled pair.',
-    ),
+def _number(text: str) -> int | float | str:
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text
+
+
+def output_file(help: str, metavar: str = "FILE", *flags: str) -> Any:
+    """The declaration of a file that is written at the end, which is to be possible."""
+
+    def check(parameter: typer.CallbackParam, file: Path | None) -> Path | None:
+        if file is not None:
+            check_can_write(str(parameter.name), file)
+        return file
+
+    return typer.Option(*flags, metavar=metavar, help=help, callback=check)
+
+
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print JSON, one object a line, nothing else.")
 ]
-Draft = Annotated[
-    str | None,
-    typer.Option(
-        metavar="PATH_OR_ID",
-        help="Draft model, best with the target's tokenizer; the bundled target brings its own."
-        " For a cascade several, biggest first, separated by commas.",
-    ),
-]
-MaxTokens = Annotated[int, typer.Option(help="New tokens of each prompt at most.")]
-OwnPrompts = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Prompts of your own, read as generate does.")
-]
-NumPrompts = Annotated[int, typer.Option(help="How many of the bundled held-out prompts to use.")]
-NumMeasuredPrompts = Annotated[
-    int,
-    typer.Option("--num-prompts", help="How many of the bundled prompts, or of --dataset, to use."),
-]
-Chat = Annotated[
-    bool,
-    typer.Option(
-        "--chat",
-        help="Wrap each prompt in the tokenizer's chat template; the bundled prompts are questions"
-        " then, programming tasks, texts to summarise and to edit.",
-    ),
-]
-Dataset = Annotated[
-    str | None,
-    typer.Option(
-        help="Prompts of mmlu, sampled_mmlu, gsm8k, hellaswag, mt_bench, humaneval or sharegpt;"
-        " mmlu_vicuna and gsm8k_vicuna are in that model's form."
-    ),
-]
-DatasetFile = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="Its records, one JSON object a line or a JSON list; without it the package datasets"
-        " downloads them.",
-    ),
-]
-DatasetPrompts = Annotated[
-    int | None,
-    typer.Option("--num-prompts", help="How many prompts of --dataset, the first ones; else all."),
-]
-Threads = Annotated[
-    int | None,
-    typer.Option(min=1, max=1024, help="CPU threads; by default as many as torch chooses."),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, nothing else.")]
 
 
 def _use_config(context: typer.Context, file: Path | None) -> Path | None:
     """Let a file of `fastspec tune` give the defaults of a command's options."""
     if file is None:
         return None
-    try:
-        tuned = load_tuned(file)
-    except ValueError as error:
-        raise typer.BadParameter(str(error).removeprefix("config: ")) from error
+    tuned = load_tuned(file)
     drafting = {"draft": tuned.draft, **tuned.spec}
     known = {parameter.name for parameter in context.command.params}
     if unknown := set(drafting) - known:
-        raise typer.BadParameter(f"--config: this command has no {', '.join(sorted(unknown))}")
+        raise ValueError(f"config: this command has no {', '.join(sorted(unknown))}")
     context.default_map = {
         "target": tuned.target,
         **{name: partial(_value, context, tuned.spec, value) for name, value in drafting.items()},

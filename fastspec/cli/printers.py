@@ -2,8 +2,9 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import typer
 from rich.console import Console, Group
@@ -91,7 +92,7 @@ class TextPrinter:
     """Plain text, several with a line before each; a lone one may come piece by piece.
 
     Args:
-        show_token: the text of a token, to draw trees with; None = trees are not drawn.
+        tokenizer: to draw trees with; None = trees are not drawn.
     """
 
     def __init__(
@@ -99,13 +100,13 @@ class TextPrinter:
         num_prompts: int,
         show_sources: bool,
         streams: bool,
-        show_token: Callable[[int], str] | None = None,
+        tokenizer: Any = None,
     ):
         self.streams = streams
         self._num_prompts = num_prompts
         self._console = Console(highlight=False, soft_wrap=True)
         self._sources = SourceWriter(self._console) if show_sources else None
-        self._show_token = show_token
+        self._tokenizer = tokenizer
 
     def piece(self, transcript: Transcript, text: str) -> None:
         """Print what an event has just added to a text."""
@@ -125,14 +126,34 @@ class TextPrinter:
         typer.echo("")
         if self._sources is not None:
             self._console.print(legend(output.sources))
-        if self._show_token is not None:
-            self._console.print(_tree_pictures(transcript.trees, self._show_token))
+        if self._tokenizer is not None:
+            pictures = (self._picture(*pair) for pair in enumerate(transcript.trees, 1))
+            self._console.print(Group(*pictures))
 
     def _write(self, piece: str, source: str) -> None:
         if self._sources is not None:
             self._sources.write(piece, source)
         else:
             typer.echo(piece, nl=False)
+
+    def _picture(self, number: int, tree: Verdict) -> Tree:
+        """A step: accepted tokens bold after +, rejected ones dimmed after -.
+
+        The root is the last token committed before the step.
+        """
+
+        def shown(node: int) -> str:  # on one line, spaces and all
+            return repr(self._tokenizer.decode([tree.token_ids[node]]))
+
+        num_nodes = sum(parent >= 0 for parent in tree.parents)
+        title = f"step {number}: {len(tree.path)} accepted of {num_nodes} nodes, after "
+        branches = {0: Tree(Text.assemble(title, (shown(0), "bold")))}
+        for node, parent in enumerate(tree.parents):
+            if parent in branches:
+                mark, style = ("+", "bold green") if node in tree.path else ("-", "dim")
+                label = Text(f"{mark} {shown(node)}", style=style)
+                branches[node] = branches[parent].add(label, guide_style=style)
+        return branches[0]
 
 
 def run_and_print(
@@ -165,24 +186,3 @@ def run_and_print(
                 report(f"prompt {index + 1}: {event.output.error}")
             bar.start()
     return [transcript.output for transcript in transcripts if transcript.output is not None]
-
-
-def _tree_pictures(trees: Iterable[Verdict], show_token: Callable[[int], str]) -> Group:
-    """One picture for each step: accepted tokens bold after +, rejected ones dimmed after -.
-
-    The root is the last token committed before the step.
-    """
-    return Group(*(_picture(number, tree, show_token) for number, tree in enumerate(trees, 1)))
-
-
-def _picture(number: int, tree: Verdict, show_token: Callable[[int], str]) -> Tree:
-    num_nodes = sum(parent >= 0 for parent in tree.parents)
-    title = f"step {number}: {len(tree.path)} accepted of {num_nodes} nodes, after "
-    picture = Tree(Text.assemble(title, (show_token(tree.token_ids[0]), "bold")))
-    branches = {0: picture}
-    for node, (token_id, parent) in enumerate(zip(tree.token_ids, tree.parents, strict=True)):
-        if parent in branches:
-            mark, style = ("+", "bold green") if node in tree.path else ("-", "dim")
-            label = Text(f"{mark} {show_token(token_id)}", style=style)
-            branches[node] = branches[parent].add(label, guide_style=style)
-    return picture

@@ -1,96 +1,124 @@
 """Prompts from options, files, stdin and the bundled held-out set."""
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import typer
-
 from fastspec.cli.errors import usage_errors
+from fastspec.config.checks import refuse, require
 from fastspec.config.files import first_json_line, parse_json_lines, read_text
+from fastspec.config.options import BOOL, PATH, TEXT, Options, documented, integer, option
 from fastspec.models.named import ASSETS
 from fastspec.tools.prompt_sets import load_prompts
 
 
-def collect_prompts(texts: list[str], file: Path | None) -> list[str]:
-    """The prompts of the command line, then those of the file; without either, those of stdin.
+@documented
+@dataclass(frozen=True)
+class PromptOptions(Options):
+    """Where the prompts of a command come from."""
+
+    prompts_file: Path | None = option(
+        None,
+        PATH,
+        'One prompt a line, or JSON lines with "text" or "prompt"; - is stdin.',
+        metavar="FILE",
+    )
+    dataset: str | None = option(
+        None,
+        TEXT,
+        "Prompts of mmlu, sampled_mmlu, gsm8k, hellaswag, mt_bench, humaneval or sharegpt;"
+        " mmlu_vicuna and gsm8k_vicuna are in that model's form.",
+    )
+    dataset_file: Path | None = option(
+        None,
+        PATH,
+        "Its records, one JSON object a line or a JSON list; without it the package datasets"
+        " downloads them.",
+        metavar="FILE",
+    )
+    num_prompts: int | None = option(
+        None, integer(1), "How many prompts of --dataset, the first ones, or of the bundled ones."
+    )
+    chat: bool = option(
+        False,
+        BOOL,
+        "Wrap each prompt in the tokenizer's chat template; the bundled prompts are questions then,"
+        " programming tasks, texts to summarise and to edit.",
+    )
+
+    def bundled(self) -> list[str]:
+        """Those that are named, else so many of the bundled ones."""
+        if (self.prompts_file, self.dataset, self.dataset_file) != (None, None, None):
+            return self.named()
+        return bundled_prompts(self.num_prompts or 0, self.chat)
+
+    def named(self) -> list[str]:
+        """Those of the data set, or of the file; ValueError where options do not go together."""
+        if self.dataset is not None:
+            refuse("dataset", self.prompts_file, "--prompts-file names other prompts")
+            return load_prompts(self.dataset, self.dataset_file, self.num_prompts)
+        refuse("dataset_file", self.dataset_file, "needs a --dataset that says what it holds")
+        if self.prompts_file is not None:
+            return read_prompts(self.prompts_file)
+        refuse("num_prompts", self.num_prompts, "needs a --dataset, whose prompts it counts")
+        return []
+
+
+def typed_prompts(texts: list[str], options: PromptOptions) -> list[str]:
+    """The prompts of the command line, then those that are named; without either, those of stdin.
 
     Raises:
-        typer.BadParameter: there is none, or the file is not what its name says.
+        ValueError: there is none, or a file is not what its name says.
     """
-    prompts = list(texts)
-    if file is not None:
-        prompts += read_prompts(file)
-    elif not texts and not sys.stdin.isatty():
-        prompts += _lines(_stdin())
+    prompts = [*texts, *options.named()]
+    if not prompts and not sys.stdin.isatty():
+        prompts = _lines(_stdin())
     if not prompts:
-        raise typer.BadParameter("no prompt: give --prompt, --prompts-file or lines on stdin")
+        raise ValueError("no prompt: give --prompt, --prompts-file or lines on stdin")
     return prompts
-
-
-def named_prompts(
-    dataset: str | None, dataset_file: Path | None, file: Path | None, count: int | None
-) -> list[str] | None:
-    """The first `count` prompts of a data set, or those of a file; None where neither is named.
-
-    Raises:
-        typer.BadParameter: both are named, or what is named has no such prompts.
-    """
-    if dataset is None:
-        check_no_dataset(dataset_file, None)
-        return read_prompts(file) if file else None
-    if file is not None:
-        raise typer.BadParameter("--dataset: --prompts-file names other prompts")
-    with usage_errors():
-        return load_prompts(dataset, dataset_file, count)
-
-
-def check_no_dataset(dataset_file: Path | None, num_prompts: int | None) -> None:
-    """Refuse the options that --dataset reads, where it is not given."""
-    if dataset_file is not None:
-        raise typer.BadParameter("--dataset-file: needs a --dataset that says what it holds")
-    if num_prompts is not None:
-        raise typer.BadParameter("--num-prompts: needs a --dataset, whose prompts it counts")
 
 
 def read_prompts(file: Path) -> list[str]:
     """Prompts of a file: each line, of JSON lines "text" or "prompt"; blank lines are skipped."""
-    with usage_errors():
-        content = _stdin() if str(file) == "-" else read_text("--prompts-file", file)
-        if file.suffix in (".json", ".jsonl") or _prompt_of(first_json_line(content)):
-            records = parse_json_lines(content, f"--prompts-file: {file}")
-            prompts = [_json_prompt(*record) for record in records]
-        else:
-            prompts = _lines(content)
+    content = _stdin() if str(file) == "-" else read_text("prompts_file", file)
+    prompts: list[Any] = _lines(content)
+    if file.suffix in (".json", ".jsonl") or _prompt_of(first_json_line(content)):
+        prompts = []
+        for where, record in parse_json_lines(content, f"prompts_file: {file}"):
+            prompts.append(_prompt_of(record))
+            if prompts[-1] is None:
+                raise ValueError(f'{where}: expected an object with a "text" or "prompt" string')
     if not prompts:
-        raise typer.BadParameter(f"--prompts-file: {file} holds no prompt")
+        raise ValueError(f"prompts_file: {file} holds no prompt")
     return prompts
 
 
 def bundled_prompts(count: int, chat: bool = False) -> list[str]:
     """That many of the bundled prompts, held-out code or questions to chat, of the whole set."""
     available = read_prompts(ASSETS / ("chat-prompts.jsonl" if chat else "prompts.jsonl"))
-    if not 1 <= count <= len(available):
-        raise typer.BadParameter(f"--num-prompts: expected 1 to {len(available)}, got {count}")
+    fits = 1 <= count <= len(available)
+    require("num_prompts", count, fits, f"1 to {len(available)}")
     return [available[index * len(available) // count] for index in range(count)]
+
+
+def prompt_ids(tokenizer: Any, texts: list[str], chat: bool) -> list[list[int]]:
+    """The ids of prompts; a tokenizer that cannot do what is asked for is an error of usage."""
+    from fastspec.models.loading import prompt_ids
+
+    with usage_errors():
+        return [prompt_ids(tokenizer, text, chat) for text in texts]
 
 
 def _stdin() -> str:
     try:
         return sys.stdin.read()
     except UnicodeDecodeError as error:
-        raise typer.BadParameter(f"stdin: not UTF-8: {error}") from error
+        raise ValueError(f"stdin: not UTF-8: {error}") from error
 
 
 def _lines(content: str) -> list[str]:
     return [line for line in content.split("\n") if line.strip()]
-
-
-def _json_prompt(where: str, record: Any) -> str:
-    prompt = _prompt_of(record)
-    if prompt is None:
-        raise typer.BadParameter(f'{where}: expected an object with a "text" or "prompt" string')
-    return prompt
 
 
 def _prompt_of(record: Any) -> str | None:

@@ -10,20 +10,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from fastspec.cli import options
 from fastspec.cli.display import number, progress_bar, table_of
-from fastspec.cli.errors import (
-    check_can_write,
-    drafting_method,
-    quiet_libraries,
-    usage_errors,
-)
-from fastspec.cli.options import Flags, with_flags
-from fastspec.cli.prompts import check_no_dataset, named_prompts
+from fastspec.cli.errors import begin
+from fastspec.cli.options import AsJson, Flags, command, output_file
+from fastspec.cli.prompts import PromptOptions
 from fastspec.config import EngineConfig, SpecConfig
 from fastspec.config.checks import require
 from fastspec.config.files import require_file, write_whole
-from fastspec.config.methods import drafts_of
+from fastspec.config.methods import drafting_method
+from fastspec.tools.plots import plot_acceptance, require_plotting
+from fastspec.tools.settings import Models
 
 if TYPE_CHECKING:
     from fastspec.engine.stats import SpecStats
@@ -31,7 +27,15 @@ if TYPE_CHECKING:
     from fastspec.tools.stored_outputs import StoredOutput
 
 
-@with_flags
+# Of SpecConfig: what a text that is known can be drafted with.
+_SIMULATED = (
+    *("method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max", "bigram_path"),
+    *("k_matrix", "lenience", "mag_surplus", "tree_width", "tree_nodes", "tree_paths", "cape"),
+    *("cape_bins", "suffix_max_spec_factor", "suffix_min_token_prob"),
+)
+
+
+@command
 def simulate(
     outputs_file: Annotated[
         Path,
@@ -41,39 +45,10 @@ def simulate(
             " joined by '_' (CS-Drafting), or printed tensors (Decoding Speculative Decoding).",
         ),
     ],
-    spec: Annotated[
-        SpecConfig,
-        Flags(
-            "method",
-            "num_speculative_tokens",
-            "prompt_lookup_min",
-            "prompt_lookup_max",
-            "bigram_path",
-            "k_matrix",
-            "lenience",
-            "mag_surplus",
-            "tree_width",
-            "tree_nodes",
-            "tree_paths",
-            "cape",
-            "cape_bins",
-            "suffix_max_spec_factor",
-            "suffix_min_token_prob",
-            method="draft_model",
-        ),
-    ],
+    models: Annotated[Models, Flags("target", "draft")],
+    spec: Annotated[SpecConfig, Flags(*_SIMULATED, method="draft_model")],
     config: Annotated[EngineConfig, Flags("dtype", "device", "max_batch_size")],
-    target: Annotated[
-        str,
-        typer.Option(
-            metavar="PATH_OR_ID", help="Whose outputs they are; its weights are not read."
-        ),
-    ] = "tiny",
-    draft: options.Draft = None,
-    prompts_file: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Prompts of a file that holds new ids alone, in order."),
-    ] = None,
+    prompts: Annotated[PromptOptions, Flags(without=("chat",))],
     max_tokens: Annotated[
         int | None,
         typer.Option(
@@ -82,9 +57,6 @@ def simulate(
             " with 200): shorter texts ended by themselves. By default each text's length.",
         ),
     ] = None,
-    dataset: options.Dataset = None,
-    dataset_file: options.DatasetFile = None,
-    num_prompts: options.DatasetPrompts = None,
     draft_seconds: Annotated[
         float | None, typer.Option(help="Time of one draft token, to predict tokens per second.")
     ] = None,
@@ -92,50 +64,43 @@ def simulate(
         float | None, typer.Option(help="Time of one target pass, to predict tokens per second.")
     ] = None,
     log: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write how many tokens match after each pass, [N] each."),
+        Path | None, output_file("Write how many tokens match after each pass, [N] each.")
     ] = None,
     log_rows: Annotated[
         int, typer.Option(min=1, help="Outputs side by side in a line of --log, [N, N].")
     ] = 1,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw the counts; needs matplotlib.")
-    ] = None,
-    as_json: options.AsJson = False,
+    plot: Annotated[Path | None, output_file("Draw the counts; needs matplotlib.")] = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Count what a drafter would have had accepted, had it drafted for stored outputs."""
+    """Count what a drafter would have had accepted, had it drafted for stored outputs.
+
+    They are those of --target, whose weights are not read. The prompts of a file that holds new ids
+    alone are those of --prompts-file or --dataset, in order.
+    """
+    method = drafting_method(spec.method)
     if (draft_seconds is None) != (verify_seconds is None):
-        raise typer.BadParameter("--draft-seconds, --verify-seconds: give both or neither")
-    costs_vary = spec.method == "cascade" or spec.drafts_trees or spec.cape
-    if draft_seconds is not None and costs_vary:
-        raise typer.BadParameter("--draft-seconds: not for cascades and trees, whose costs vary")
+        raise ValueError("draft_seconds, verify_seconds: give both or neither")
+    if draft_seconds is not None and (method.sets_length or spec.drafts_trees or spec.cape):
+        raise ValueError("draft_seconds: not for cascades and trees, whose costs vary")
     if log_rows > 1 and log is None:
-        raise typer.BadParameter("--log-rows: needs --log")
-    check_can_write("--log", log)
-    check_can_write("--plot", plot)
-    with usage_errors():
-        drafting_method(spec.method)
-        for name, seconds in (("draft_seconds", draft_seconds), ("verify_seconds", verify_seconds)):
-            fits = seconds is None or (0 <= seconds < inf and (seconds or name == "draft_seconds"))
-            require(name, seconds, bool(fits), "seconds >= 0, of a target pass > 0")
-        require_file("outputs", outputs_file)
-    if dataset is None:
-        check_no_dataset(dataset_file, num_prompts)
-    prompts = named_prompts(dataset, dataset_file, prompts_file, num_prompts)
-    quiet_libraries()
+        raise ValueError("log_rows: needs --log")
+    for name, seconds in (("draft_seconds", draft_seconds), ("verify_seconds", verify_seconds)):
+        fits = seconds is None or (0 <= seconds < inf and (seconds or name == "draft_seconds"))
+        require(name, seconds, bool(fits), "seconds >= 0, of a target pass > 0")
+    require_file("outputs", outputs_file)
+    texts = prompts.named() or None
+    if plot is not None:
+        require_plotting()
+    begin()
     from fastspec.models.loading import load_tokenizer, target_decoder_start, target_vocab_size
-    from fastspec.tools.plots import plot_acceptance, require_plotting
     from fastspec.tools.simulate import Simulator
     from fastspec.tools.stored_outputs import read_outputs
 
-    if plot is not None:
-        with usage_errors():
-            require_plotting()
+    target = models.target
     start_id, tokenizer = target_decoder_start(target), load_tokenizer("target", target)
-    outputs = read_outputs(outputs_file, prompts, start_id, max_tokens)
-    drafts = drafts_of(draft, spec.method)
-    vocab_size = target_vocab_size(target)
-    simulator = Simulator(target, drafts, vocab_size, tokenizer, spec, config, start_id)
+    outputs = read_outputs(outputs_file, texts, start_id, max_tokens)
+    given = models.drafts(method.name), target_vocab_size(target), tokenizer, spec, config, start_id
+    simulator = Simulator(target, *given)
     with progress_bar("tokens") as bar:
         total = sum(len(output.token_ids) for output in outputs)
         task = bar.add_task("simulating", total=total)

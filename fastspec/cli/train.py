@@ -1,6 +1,6 @@
 """`fastspec train`: what drafters learn from your own text."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -8,110 +8,78 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fastspec.cli import options
 from fastspec.cli.display import number, progress_bar
-from fastspec.cli.errors import check_can_write, quiet_libraries, usage_errors
-from fastspec.cli.options import Flags, with_flags
-from fastspec.cli.prompts import read_prompts
-from fastspec.config import EngineConfig, SpecConfig
-from fastspec.config.checks import is_int
-from fastspec.config.files import parse_json_lines, read_text
-from fastspec.train.options import DraftShape, TrainOptions
+from fastspec.cli.errors import begin, usage_errors
+from fastspec.cli.options import Flags, command, output_file
+from fastspec.cli.prompts import PromptOptions
+from fastspec.config import EngineConfig, SamplingParams, SpecConfig
+from fastspec.config.checks import is_int, refuse
+from fastspec.config.files import parse_json_lines, read_text, require_file
+from fastspec.tools.settings import Models
+from fastspec.train.options import DraftShape, TrainFiles, TrainOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-Data = Annotated[
-    list[Path],
-    typer.Option(
-        metavar="FILE",
-        help='UTF-8 text, or .jsonl with a "text" a line, or "prompt_ids" and the "token_ids" after'
-        " them; repeatable.",
-    ),
-]
-Out = Annotated[Path, typer.Option(metavar="DIR", help="Draft, checkpoints and record.")]
-Steps = Annotated[int | None, typer.Option(help="By default one pass over the data.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Continue from the checkpoint.")]
-Plot = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Draw the loss of each step (extra [plot]).")
-]
-Accelerate = Annotated[
-    bool, typer.Option("--accelerate", help="Several devices, under accelerate launch.")
-]
-_Spec = Annotated[SpecConfig, Flags("num_speculative_tokens", method="draft_model")]
+_Target = Annotated[Models, Flags("target")]
+_Spec = Annotated[SpecConfig, Flags("num_speculative_tokens")]
 _Config = Annotated[EngineConfig, Flags("dtype", "device", dtype="float32")]
-_OF_GLIDE = ("steps", "lookup_rows", "distillation", "store_target")
+_OF_GLIDE = ("lookup_rows", "distillation", "store_target")
 
 app = typer.Typer(help="Make what drafters need from text of your own.", no_args_is_help=True)
 
 
 @app.command()
-@with_flags
+@command
 def draft(
-    spec: _Spec,
+    models: _Target,
+    files: Annotated[TrainFiles, Flags()],
     shape: Annotated[DraftShape, Flags()],
     settings: Annotated[
-        TrainOptions,
-        Flags(without=("steps", "lookup_rows"), steps=1, distillation=1.0, optimizer="muon"),
+        TrainOptions, Flags(without=("lookup_rows",), distillation=1.0, optimizer="muon")
     ],
     config: _Config,
-    data: Data,
-    out: Out,
-    target: options.Target = "tiny",
-    steps: Steps = None,
-    resume: Resume = False,
-    plot: Plot = None,
-    accelerate: Accelerate = False,
+    spec: _Spec,
 ) -> None:
     """Train a shallow draft model, which starts from the target's first and last layers.
 
     Best on text of the target's own, which train texts writes. At the end the draft is used on
     held-out text, and what was accepted is reported.
     """
-    run = target, steps, resume, plot, accelerate
-    _train("draft", spec, shape, settings, config, data, out, *run)
+    _train("draft", models.target, files, shape, settings, config, spec)
 
 
 @app.command()
-@with_flags
+@command
 def glide(
-    spec: _Spec,
+    models: _Target,
+    files: Annotated[TrainFiles, Flags()],
     shape: Annotated[DraftShape, Flags()],
-    settings: Annotated[TrainOptions, Flags(without=("steps",), steps=1)],
+    settings: Annotated[TrainOptions, Flags()],
     config: _Config,
-    data: Data,
-    out: Out,
-    target: options.Target = "tiny",
-    steps: Steps = None,
-    resume: Resume = False,
-    plot: Plot = None,
+    spec: _Spec,
     plain: Annotated[
         bool, typer.Option("--plain", help="Train a plain draft of the same size, for comparison.")
     ] = False,
-    accelerate: Accelerate = False,
 ) -> None:
     """Train a GLIDE draft, which also reads the target's cache; the target stays as it is.
 
     At the end the draft is used on held-out text, and what was accepted is reported.
     """
     if plain and settings.lookup_rows:
-        raise typer.BadParameter("--lookup-rows: a --plain draft has no cross-attention")
+        raise ValueError("lookup_rows: a --plain draft has no cross-attention")
     kind = "plain" if plain else "glide"
-    run = target, steps, resume, plot, accelerate
-    _train(kind, spec, shape, settings, config, data, out, *run)
+    _train(kind, models.target, files, shape, settings, config, spec)
 
 
 @app.command()
-@with_flags
+@command
 def eagle3(
+    models: _Target,
+    files: Annotated[TrainFiles, Flags(without=("accelerate",))],
     shape: Annotated[DraftShape, Flags(without=("layers", "hidden_size"))],
-    settings: Annotated[
-        TrainOptions, Flags(without=_OF_GLIDE, steps=1, optimizer="muon", rate=2e-3)
-    ],
+    settings: Annotated[TrainOptions, Flags(without=_OF_GLIDE, optimizer="muon", rate=2e-3)],
     config: Annotated[EngineConfig, Flags("dtype", "device", dtype="bfloat16")],
-    data: Data,
-    out: Out,
-    target: options.Target = "tiny",
     start: Annotated[
         Path | None,
         typer.Option(
@@ -119,9 +87,6 @@ def eagle3(
             help="Start from the weights of this EAGLE-3 draft instead of fresh ones.",
         ),
     ] = None,
-    steps: Steps = None,
-    resume: Resume = False,
-    plot: Plot = None,
 ) -> None:
     """Train an EAGLE-3 draft, which reads hidden states of the target; that stays as it is.
 
@@ -129,18 +94,15 @@ def eagle3(
     "token_ids" the latter alone are learnt. At the end it is reported what of a draft is accepted
     on held-out text.
     """
-    settings = _checked(settings, steps, data, out, plot)
-    sizes = {"--intermediate-size": shape.intermediate_size}
-    sizes |= {"--vocab-size": shape.reduced_vocab_size}
-    for flag, size in sizes.items():
-        if start is not None and size is not None:
-            raise typer.BadParameter(f"{flag}: not with --start, whose draft keeps its size")
+    for name in ("intermediate_size", "reduced_vocab_size") if start is not None else ():
+        refuse(name, getattr(shape, name), "not with --start, whose draft keeps its size")
+    begin()
     from fastspec.drafters.eagle3 import Eagle3Draft, load_eagle3
     from fastspec.train.eagle3 import cut_texts, make_eagle3, train_eagle3
     from fastspec.train.glide_data import split_places
 
-    tokenizer, model = _load(target, config, settings.seed)
-    texts = cut_texts(_documents(data, tokenizer, model), shape.context)
+    tokenizer, model = _load(models.target, config, settings.seed)
+    texts = cut_texts(_documents(files.data, tokenizer, model), shape.context)
     with usage_errors():
         places = split_places(len(texts), shape.held_out, settings.seed)
         training, judging = ([texts[place] for place in part] for part in places)
@@ -150,32 +112,32 @@ def eagle3(
             draft = load_eagle3(start, config, model).float()
             if not isinstance(draft, Eagle3Draft):
                 raise ValueError("start: expected an EAGLE-3 draft, got one of EAGLE-1 or EAGLE-2")
-    if steps is None:
-        settings = replace(settings, steps=-(-len(training) // settings.batch_size))
-    with _progress(settings.steps, len(texts)) as calls:
-        record = train_eagle3(model, draft, training, judging, settings, out, resume, *calls)
+    with _progress(settings.num_steps(len(training)), len(texts)) as calls:
+        run = settings, files.out, files.resume
+        record = train_eagle3(model, draft, training, judging, *run, *calls)
     accepted = ", ".join(f"{part:.2f}" for part in record["greedy_acceptance"])
     report = f"the target takes of each draft token, if those before it were taken: {accepted}"
-    _report(out, record, plot, report)
+    _report(files, record, report)
 
 
 @app.command()
+@command
 def bigram(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="UTF-8 text files.")],
-    out: Annotated[Path, typer.Option(metavar="FILE", help="Where the table goes, as JSON.")],
-    target: options.Target = "tiny",
+    out: Annotated[Path, output_file("Where the table goes, as JSON.")],
+    models: _Target,
 ) -> None:
     """Count which token follows which, and write the table that --method mag reads."""
-    _check_files("FILE", files)
-    check_can_write("--out", out)
-    quiet_libraries()
+    for file in files:
+        require_file("files", file)
+    begin()
     import numpy as np
 
     from fastspec.drafters.bigram_table import save_bigram
     from fastspec.models.loading import load_tokenizer
     from fastspec.train.bigram import count_bigrams
 
-    tokenizer = load_tokenizer("target", target)
+    tokenizer = load_tokenizer("target", models.target)
     with progress_bar("files") as bar:
         task = bar.add_task("counting", total=len(files))
 
@@ -189,117 +151,81 @@ def bigram(
 
 
 @app.command()
-@with_flags
+@command
 def texts(
+    models: _Target,
     config: Annotated[EngineConfig, Flags("dtype", "device", "max_batch_size")],
-    prompts_file: Annotated[
-        Path, typer.Option(metavar="FILE", help="Prompts, read as generate does.")
-    ],
-    out: Annotated[Path, typer.Option(metavar="FILE.jsonl", help="Where the texts go.")],
-    target: options.Target = "tiny",
-    max_tokens: options.MaxTokens = 192,
+    prompts: Annotated[PromptOptions, Flags("prompts_file")],
+    params: Annotated[SamplingParams, Flags("max_tokens", max_tokens=192)],
+    out: Annotated[Path, output_file("Where the texts go.", "FILE.jsonl")],
 ) -> None:
     """Let a chat model answer prompts, for train draft and train glide to learn from.
 
     A run that was stopped goes on where it stopped.
     """
     if out.suffix != ".jsonl":
-        raise typer.BadParameter(f"--out: expected a .jsonl file, got {str(out)!r}")
-    check_can_write("--out", out)
-    prompts = read_prompts(prompts_file)
-    quiet_libraries()
-    from fastspec.engine.engine import Engine
+        raise ValueError(f"out: expected a .jsonl file, got {str(out)!r}")
+    written = prompts.named()
+    if not written:
+        raise ValueError("prompts_file: needed, as texts answer its prompts")
+    begin()
     from fastspec.train.own_text import write_texts
 
-    engine = Engine(target, config=config)
-    with progress_bar("texts") as bar:
-        task = bar.add_task("writing", total=len(prompts))
-        with usage_errors():
-            write_texts(
-                engine, prompts, max_tokens, out, lambda done: bar.update(task, completed=done)
-            )
-    typer.echo(f"{out}: {len(prompts)} texts")
+    engine = models.engine(SpecConfig(), config)
+    with progress_bar("texts") as bar, usage_errors():
+        task = bar.add_task("writing", total=len(written))
+        most = params.max_tokens or 0
+        write_texts(engine, written, most, out, lambda done: bar.update(task, completed=done))
+    typer.echo(f"{out}: {len(written)} texts")
 
 
 def _train(
     kind: str,
-    spec: SpecConfig,
+    target: str,
+    files: TrainFiles,
     shape: DraftShape,
     settings: TrainOptions,
     config: EngineConfig,
-    data: list[Path],
-    out: Path,
-    target: str,
-    steps: int | None,
-    resume: bool,
-    plot: Path | None,
-    accelerate: bool,
+    spec: SpecConfig,
 ) -> None:
     """Train a draft of a kind that `glide_run.make_draft` names."""
-    if accelerate and config.device != "auto":
-        raise typer.BadParameter(f"--device: accelerate launch chooses it, got {config.device!r}")
-    if accelerate and settings.store_target:
-        raise typer.BadParameter("--store-target: not with --accelerate, as processes share a file")
-    settings = _checked(settings, steps, data, out, plot)
+    if files.accelerate and config.device != "auto":
+        raise ValueError(f"device: accelerate launch chooses it, got {config.device!r}")
+    if files.accelerate and settings.store_target:
+        raise ValueError("store_target: not with --accelerate, as processes share a file")
+    begin()
     from fastspec.models.loading import resolve_device
     from fastspec.train import glide_run
     from fastspec.train.glide_data import cut_rows, split_places
     from fastspec.train.processes import OneProcess, many_processes
 
     with usage_errors():
-        processes = many_processes() if accelerate else OneProcess(resolve_device(config))
+        processes = many_processes() if files.accelerate else OneProcess(resolve_device(config))
         config = replace(config, device=str(processes.device))
     tokenizer, model = _load(target, config, settings.seed)
-    rows = cut_rows((ids for ids, _ in _documents(data, tokenizer, model)), shape.context)
+    rows = cut_rows((ids for ids, _ in _documents(files.data, tokenizer, model)), shape.context)
     with usage_errors():
         places = split_places(len(rows), shape.held_out, settings.seed)
         training, judging = map(rows.take, places)
         fresh = glide_run.make_draft(model, training, shape, kind)
-    if steps is None:
-        at_once = settings.batch_size * processes.num_processes
-        settings = replace(settings, steps=-(-len(training) // at_once))
-    with _progress(settings.steps, len(training), processes.is_main_process) as calls:
-        record = glide_run.train_draft(
-            model, fresh, training, settings, out, processes, resume, *calls
-        )
+    num_steps = settings.num_steps(len(training), processes.num_processes)
+    with _progress(num_steps, len(training), processes.is_main_process) as calls:
+        run = settings, files.out, processes, files.resume
+        record = glide_run.train_draft(model, fresh, training, *run, *calls)
     if not processes.is_main_process:
         return
     if shape.reduced_vocab_size is None:
-        tokenizer.save_pretrained(out)
-    found = glide_run.report_acceptance(model, judging, spec, out)
+        tokenizer.save_pretrained(files.out)
+    found = glide_run.report_acceptance(model, judging, spec, files.out)
     rate, length = (number(found[name]) for name in ("acceptance_rate", "mean_acceptance_length"))
     told = f"K={spec.num_draft_tokens()}, {found['held_out_prompts']} prompts"
-    report = f"acceptance rate {rate}, mean acceptance length {length} ({told})"
-    _report(out, record, plot, report)
-
-
-def _checked(
-    settings: TrainOptions, steps: int | None, data: list[Path], out: Path, plot: Path | None
-) -> TrainOptions:
-    """Refuse what no training can use; the settings, with the steps that are asked for."""
-    _check_files("--data", data)
-    if out.exists() and not out.is_dir():
-        raise typer.BadParameter(f"--out: expected a folder, {str(out)!r} is a file")
-    check_can_write("--plot", plot)
-    with usage_errors():
-        if plot is not None:
-            from fastspec.tools.plots import require_plotting
-
-            require_plotting()
-        return settings if steps is None else replace(settings, steps=steps)
-
-
-def _check_files(name: str, files: list[Path]) -> None:
-    for file in files:
-        if not file.is_file():
-            raise typer.BadParameter(f"{name}: no such file: {str(file)!r}")
+    _report(files, record, f"acceptance rate {rate}, mean acceptance length {length} ({told})")
 
 
 def _load(
     target: str, config: EngineConfig, seed: int
 ) -> "tuple[PreTrainedTokenizerBase, PreTrainedModel]":
     """A target that a draft can learn from, and its tokenizer; then weights are drawn by a seed."""
-    quiet_libraries()
     import torch
 
     from fastspec.models.loading import load_model, load_tokenizer
@@ -312,7 +238,7 @@ def _load(
 
 
 def _documents(
-    files: list[Path], tokenizer: "PreTrainedTokenizerBase", target: "PreTrainedModel"
+    files: Sequence[Path], tokenizer: "PreTrainedTokenizerBase", target: "PreTrainedModel"
 ) -> Iterator[tuple[list[int], int]]:
     """Token ids of each text, and where what is learnt of it begins."""
     vocab_size: int = target.config.get_text_config(decoder=True).vocab_size
@@ -355,11 +281,11 @@ def _progress(
         )
 
 
-def _report(out: Path, record: dict[str, Any], plot: Path | None, found: str) -> None:
+def _report(files: TrainFiles, record: dict[str, Any], found: str) -> None:
     """What training has come to."""
-    if plot is not None:
+    if files.plot is not None:
         from fastspec.tools.plots import plot_loss
 
-        plot_loss(record["losses"], plot)
+        plot_loss(record["losses"], files.plot)
     told = f"{record['steps']:.0f} steps, loss {record['train_loss']:.3f}"
-    typer.echo(f"{out}: {told}; on held-out text {found}")
+    typer.echo(f"{files.out}: {told}; on held-out text {found}")

@@ -7,6 +7,7 @@ from numbers import Integral, Real
 from typing import Any, TypeVar
 
 Config = TypeVar("Config")
+_MOST_SHOWN = 120  # characters of a value that is refused
 
 
 def is_int(value: Any) -> bool:
@@ -25,9 +26,9 @@ def is_number(value: Any) -> bool:
 
 
 def require(name: str, value: Any, holds: bool, expected: str) -> None:
-    """Raise ValueError with the field's name unless the condition holds."""
+    """Raise ValueError with the field's name unless the condition holds; long values are cut."""
     if not holds:
-        raise ValueError(f"{name}: expected {expected}, got {value!r}")
+        raise ValueError(f"{name}: expected {expected}, got {_short(value)}")
 
 
 def require_int(name: str, value: Any, least: int) -> None:
@@ -38,7 +39,12 @@ def require_int(name: str, value: Any, least: int) -> None:
 def refuse(name: str, value: Any, why: str) -> None:
     """Raise ValueError for a field that has no meaning here, unless it was not given."""
     if value is not None:
-        raise ValueError(f"{name}: {why}, got {value!r}")
+        raise ValueError(f"{name}: {why}, got {_short(value)}")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
 
 
 def config_of(name: str, value: Any, kind: type[Config]) -> Config:

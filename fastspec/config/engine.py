@@ -10,7 +10,7 @@ from fastspec.config.options import (
     BOOL,
     TEXT,
     Kind,
-    check_options,
+    Options,
     choice,
     documented,
     integer,
@@ -24,7 +24,7 @@ _TEMPLATE = Kind(f"a text with {_PLACE}", lambda value: isinstance(value, str) a
 
 @documented
 @dataclass(frozen=True)
-class EngineConfig:
+class EngineConfig(Options):
     """Where the models run and how much they may hold."""
 
     dtype: str = option(
@@ -135,7 +135,7 @@ class EngineConfig:
     )
 
     def __post_init__(self):
-        check_options(self)
+        super().__post_init__()
         if self.num_blocks is not None:
             refuse("kv_cache_memory", self.kv_cache_memory, "num_blocks sizes the cache already")
 

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 
@@ -10,6 +11,19 @@ def require_file(field: str, path: Path) -> None:
     """Raise ValueError with the option's name unless there is such a file."""
     if not path.is_file():
         raise ValueError(f"{field}: no such file: {str(path)!r}")
+
+
+def check_can_write(field: str, path: Path) -> None:
+    """Refuse a file in a folder that does not exist, or a folder, before anything slow starts."""
+    if not path.parent.is_dir():
+        raise ValueError(f"{field}: no such folder: {str(path.parent)!r}")
+    if path.is_dir():
+        raise ValueError(f"{field}: expected a file, {str(path)!r} is a folder")
+    try:
+        with path.open("a") if path.exists() else TemporaryFile(dir=path.parent):
+            return
+    except OSError as error:
+        raise ValueError(f"{field}: cannot write {str(path)!r}: {error.strerror}") from error
 
 
 def read_text(field: str, path: Path) -> str:

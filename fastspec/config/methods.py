@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
+from fastspec.config.checks import require
+
 logger = logging.getLogger(__name__)
 
 
@@ -23,6 +25,15 @@ class Method:
         fields: of SpecConfig, those that it reads beside those that every method reads.
         needs_draft: whether it runs a draft model.
         build: makes its drafter; None = the function `build` of `fastspec.drafters.<name>`.
+        proposes: whether anything is drafted at all.
+        chooses: whether it leaves the choice to what is given.
+        takes_several: whether it runs several draft models, biggest first.
+        sets_length: whether its own options say how many tokens it proposes.
+        drafts_trees: whether it drafts trees whatever the options say.
+        reads_target: what it reads of the target beside its text.
+        own_writer: who drafts, in a sentence, where it is neither a draft model nor its name.
+        is_tunable: whether `tune` can measure it.
+        is_tried: whether `tune` does so without being asked.
     """
 
     name: str
@@ -30,6 +41,41 @@ class Method:
     fields: frozenset[str] = frozenset()
     needs_draft: bool = False
     build: Callable[[Any], Any] | None = None
+    proposes: bool = True
+    chooses: bool = False
+    takes_several: bool = False
+    sets_length: bool = False
+    drafts_trees: bool = False
+    reads_target: str = ""
+    own_writer: str = ""
+    is_tunable: bool = True
+    is_tried: bool = False
+
+    @property
+    def takes_draft(self) -> bool:
+        """Whether a draft model may be given."""
+        return self.needs_draft or self.chooses
+
+    @property
+    def has_own_drafts(self) -> bool:
+        """Whether its draft models are of a kind that no other method runs."""
+        return self.needs_draft and self.reads_target != ""
+
+    @property
+    def writer(self) -> str:
+        """Who drafts, in a sentence."""
+        return self.own_writer or ("the draft model" if self.takes_draft else self.name)
+
+    @property
+    def writes_chains(self) -> bool:
+        """Whether it drafts as many tokens as it is asked for, one after the other."""
+        return "confidence_threshold" in self.fields
+
+    @property
+    def reencodes(self) -> bool:
+        """Whether the text of a draft model with another tokenizer may be encoded anew for it."""
+        is_own = self.build is not None  # of a user, who loads the draft model
+        return self.writes_chains and "heterogeneous_vocab" in self.fields and not is_own
 
 
 _SAMPLED = frozenset({"draft_sample_method"})
@@ -45,21 +91,27 @@ BUILT_IN = (
         "auto",
         "a draft model where one is given, else plain decoding",
         _MODEL | _CHAIN | _TOKENIZER,
+        chooses=True,
     ),
-    Method("none", "plain decoding; a drafter that is given is not loaded"),
+    Method("none", "plain decoding; a drafter that is given is not loaded", proposes=False),
     Method(
         "draft_model",
         "a smaller model, best with the same tokenizer",
         _MODEL | _CHAIN | _TOKENIZER,
-        True,
+        needs_draft=True,
+        is_tried=True,
     ),
     Method(
-        "prompt_lookup", "copies what followed the last tokens where they stood before", _LOOKUP
+        "prompt_lookup",
+        "copies what followed the last tokens where they stood before",
+        _LOOKUP,
+        is_tried=True,
     ),
     Method(
         "mag",
         "copies after the longest match, then follows a table of bigrams",
         frozenset({"bigram_path"}),
+        is_tried=True,
     ),
     Method(
         "ngram",
@@ -72,22 +124,51 @@ BUILT_IN = (
         "suffix",
         "copies what most often followed the last tokens, here and in earlier outputs",
         _SUFFIX | {"tree_nodes"},
+        is_tried=True,
     ),
     Method(
         "cascade",
         "draft models that review each other, and MaG last (CS-Drafting)",
         _SAMPLED | _TOKENIZER | {"k_matrix", "lenience", "mag_surplus", "bigram_path"},
-        True,
+        needs_draft=True,
+        takes_several=True,
+        sets_length=True,
+        own_writer="the cascade",
+        is_tried=True,
     ),
-    Method("glide", "a draft model that reads the target's cache", _MODEL | _CHAIN, True),
-    Method("early_exit", "the target's own first layers", _MODEL | _CHAIN | {"exit_layer"}),
+    Method(
+        "glide",
+        "a draft model that reads the target's cache",
+        _MODEL | _CHAIN,
+        needs_draft=True,
+        reads_target="the target's cache",
+        own_writer="the GLIDE draft",
+        is_tunable=False,
+    ),
+    Method(
+        "early_exit",
+        "the target's own first layers",
+        _MODEL | _CHAIN | {"exit_layer"},
+        reads_target="the target's layers",
+        is_tried=True,
+    ),
     Method(
         "eagle3",
         "one layer that goes on from the target's hidden states, a chain or a tree",
         _MODEL | _CHAIN | _TREE | _LOOKUP,
-        True,
+        needs_draft=True,
+        reads_target="the target's hidden states",
+        own_writer="the EAGLE-3 draft",
+        is_tried=True,
     ),
-    Method("tree", "token trees over a draft model", _MODEL | _TREE | _LOOKUP | _TOKENIZER, True),
+    Method(
+        "tree",
+        "token trees over a draft model",
+        _MODEL | _TREE | _LOOKUP | _TOKENIZER,
+        needs_draft=True,
+        drafts_trees=True,
+        is_tunable=False,
+    ),
 )
 # Fields that a method reads only if it says so; all others are read whatever the method, except
 # FIELDS_OF_DRAFTS, which method none refuses.
@@ -115,7 +196,14 @@ def methods() -> dict[str, Method]:
 def method_named(name: Any) -> Method:
     """The method of that name; ValueError, with the names of all methods, when there is none."""
     if not isinstance(name, str) or (name not in _known and name not in methods()):
-        raise ValueError(f"method: expected one of {tuple(methods())}, got {name!r}")
+        require("method", name, False, f"one of {tuple(methods())}")
+    return _known[name]
+
+
+def drafting_method(name: Any, field: str = "method") -> Method:
+    """The method of that name; ValueError for those that propose nothing or leave the choice."""
+    drafting = tuple(m.name for m in methods().values() if m.proposes and not m.chooses)
+    require(field, name, name in drafting, f"one of {drafting}")
     return _known[name]
 
 
@@ -146,8 +234,3 @@ def _ask_packages() -> None:
             package = entry_point.dist.name if entry_point.dist else "?"
             why = " ".join(f"{type(error).__name__}: {error}".split())
             logger.warning("package %s: method %s left out: %s", package, entry_point.name, why)
-
-
-def drafts_of(draft: str | None, method: str) -> str | list[str] | None:
-    """What --draft names: of a cascade several, biggest first, with commas between them."""
-    return draft.split(",") if draft is not None and method == "cascade" else draft

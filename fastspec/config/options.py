@@ -26,7 +26,8 @@ class Kind:
         expected: what they are, for errors and docs.
         fits: whether a value is one of them.
         plain: the value as it is kept; it may refuse one, too.
-        flag_type: what a command-line flag reads; "json" for lists, None where no flag can say it.
+        flag_type: what a command-line flag reads; "json" for lists, "list" for what commas
+            separate, None where no flag can say it.
     """
 
     expected: str
@@ -66,6 +67,18 @@ def anything(expected: str, plain: Callable[[Any], Any], flag_type: Any = "json"
     return Kind(expected, lambda value: True, plain, flag_type)
 
 
+def listed(expected: str, each: Kind) -> Kind:
+    """At least one of a kind, kept as a tuple."""
+    return Kind(
+        expected,
+        lambda value: (
+            isinstance(value, (list, tuple)) and 0 < len(value) == sum(map(each.fits, value))
+        ),
+        lambda value: tuple(map(each.plain, value)),
+        "list",
+    )
+
+
 BOOL = Kind("a bool", lambda value: isinstance(value, bool), flag_type=bool)
 TEXT = Kind("a text", lambda value: isinstance(value, str))
 PATH = Kind("a path", lambda value: isinstance(value, (str, Path)), flag_type=Path)
@@ -86,6 +99,7 @@ class Option:
         details: what only the docs say.
         aliases: other names, each with whose it is.
         flags: how the command line spells it.
+        metavar: what the command line calls its value.
     """
 
     name: str
@@ -95,6 +109,7 @@ class Option:
     details: str = ""
     aliases: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
+    metavar: str | None = None
     takes_none: bool = False
     usual: Any = field(default=None, hash=False)  # it may be a dict
 
@@ -144,15 +159,17 @@ def options_of(config: type) -> dict[str, Option]:
     }
 
 
-def check_options(config: Any) -> None:
-    """Check every option of a config on its own, and keep plain values.
+class Options:
+    """A config: every option is checked on its own when it is made, and kept as a plain value.
 
     Raises:
         ValueError: a value that its option does not take, by the name of the option.
     """
-    for name, declared in options_of(type(config)).items():
-        if (value := getattr(config, name)) is not declared.default:
-            object.__setattr__(config, name, declared.checked(value))
+
+    def __post_init__(self) -> None:
+        for name, declared in options_of(type(self)).items():
+            if (value := getattr(self, name)) is not declared.default:
+                object.__setattr__(self, name, declared.checked(value))
 
 
 def documented(config: type[Config]) -> type[Config]:

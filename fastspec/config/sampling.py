@@ -9,8 +9,8 @@ from fastspec.config.options import (
     BOOL,
     LARGEST_INT32,
     Kind,
+    Options,
     anything,
-    check_options,
     documented,
     integer,
     number,
@@ -127,7 +127,7 @@ _GRAMMARS = ("json", "json_object", "regex", "choice", "grammar")
 
 @documented
 @dataclass(frozen=True)
-class SamplingParams:
+class SamplingParams(Options):
     """How the tokens of one request are chosen, on every verified row, and when it ends."""
 
     temperature: float = option(
@@ -292,7 +292,7 @@ class SamplingParams:
     )
 
     def __post_init__(self):
-        check_options(self)
+        super().__post_init__()
         least, most = self.min_tokens, self.max_tokens
         fits = most is None or least <= most
         require("min_tokens", least, fits, f"at most max_tokens, {most}")

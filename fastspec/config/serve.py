@@ -11,7 +11,7 @@ from fastspec.config.options import (
     PATH,
     TEXT,
     Kind,
-    check_options,
+    Options,
     documented,
     integer,
     number,
@@ -31,7 +31,7 @@ _SECONDS = number("a number of seconds > 0", lambda value: value > 0)
 
 @documented
 @dataclass(frozen=True)
-class ServeConfig:
+class ServeConfig(Options):
     """What a server listens to and how much it takes on."""
 
     host: str = option(
@@ -95,9 +95,6 @@ class ServeConfig:
         "Seconds that running requests have to end after SIGTERM or Ctrl-C.",
         "New connections are refused meanwhile; what still runs then is aborted.",
     )
-
-    def __post_init__(self):
-        check_options(self)
 
     def api_keys(self) -> tuple[str, ...]:
         """The keys of the file and of the variable; ValueError where one of them has none."""

@@ -20,8 +20,8 @@ from fastspec.config.options import (
     POSITIVE,
     SHARE,
     Kind,
+    Options,
     anything,
-    check_options,
     choice,
     documented,
     integer,
@@ -59,7 +59,7 @@ _STEP_COSTS = Kind(
 
 @documented
 @dataclass(frozen=True)
-class SpecConfig:
+class SpecConfig(Options):
     """How drafts are made and verified.
 
     A field that is None is not given, and has the default of its method; what is given is obeyed or
@@ -330,11 +330,11 @@ class SpecConfig:
                 name = "prompt_lookup_num_tokens"
                 refuse(name, prompt_lookup_num_tokens, f"not for method {self.method!r}")
             object.__setattr__(self, "method", "prompt_lookup")
-        method_named(self.method)
+        method = method_named(self.method)
         self._take_alias("num_assistant_tokens", num_assistant_tokens)
         self._take_alias("prompt_lookup_num_tokens", prompt_lookup_num_tokens)
         self._refuse_other_methods_fields()
-        check_options(self)
+        super().__post_init__()
         least, most = self.lookup_lengths
         expected = f"at least prompt_lookup_min, {least}"
         require("prompt_lookup_max", self.prompt_lookup_max, most >= least, expected)
@@ -342,12 +342,12 @@ class SpecConfig:
         fits = self.ngram_store == "request" or self.rejection_sample_method == "coupled"
         expected = "'request' unless rejection_sample_method is 'coupled'"
         require("ngram_store", self.ngram_store, fits, expected)
-        needs_exit = self.method == "early_exit"
-        require("exit_layer", None, not needs_exit or self.exit_layer is not None, "an int >= 1")
+        fits = "exit_layer" not in method.fields or self.exit_layer is not None
+        require("exit_layer", None, fits, "an int >= 1")
         check_trees(self)
         self._check_step_costs()
         if self.heterogeneous_vocab == "reencoding":
-            is_chain = self.method not in ("tree", "cascade") and not self.cape
+            is_chain = not (method.drafts_trees or method.sets_length or self.cape)
             fits = is_chain and self.draft_sample_method != "probabilistic"
             expected = "not 'reencoding' for trees, cascades, cape and probabilistic drafts"
             require("heterogeneous_vocab", self.heterogeneous_vocab, fits, expected)
@@ -356,12 +356,9 @@ class SpecConfig:
         judges_chains = not self.drafts_trees and not self.cape
         fits = judges_chains and self.rejection_sample_method == "standard"
         factor, rate = self.relaxed_acceptance, self.synthetic_acceptance_rate
-        expected = "1 for trees, and for block and coupled verification"
-        require("relaxed_acceptance", factor, factor == 1 or fits, expected)
-        expected = (
-            "None for trees, beside relaxed_acceptance, and for block and coupled verification"
-        )
-        fits = fits and factor == 1
+        others = "for trees, and for block and coupled verification"
+        require("relaxed_acceptance", factor, factor == 1 or fits, f"1 {others}")
+        fits, expected = fits and factor == 1, f"None {others}, or beside relaxed_acceptance"
         require("synthetic_acceptance_rate", rate, rate is None or fits, expected)
 
     @classmethod
@@ -376,8 +373,8 @@ class SpecConfig:
     def for_repeated_prompts(self) -> "SpecConfig":
         """The same where prompts are decoded again, as benchmarks do: then earlier outputs, which
         `suffix` would copy, do not count unless its options say so."""
-        copies = self.method == "suffix" or self.suffix_tokens is not None
-        if copies and self.suffix_max_cached_tokens is None:
+        name = "suffix_max_cached_tokens"
+        if self._reads(name) and self.suffix_max_cached_tokens is None:
             return replace(self, suffix_max_cached_tokens=_FEWEST_SUFFIX_TOKENS)
         return self
 
@@ -391,7 +388,7 @@ class SpecConfig:
         and of that `most`."""
         if self.num_speculative_tokens is not None:
             return self.num_speculative_tokens
-        if self.method == "cascade":
+        if method_named(self.method).sets_length:
             return self._most_cascade_tokens
         usual = self.value_of("num_speculative_tokens")
         return min(usual, most or usual)
@@ -405,9 +402,8 @@ class SpecConfig:
     def drafts_trees(self) -> bool:
         """Whether the options ask for token trees: the method, or one of their fields does."""
         fields = self.tree_width, self.tree_nodes, self.tree_paths
-        return (
-            self.method == "tree" or self.tree_prompt_lookup or any(f is not None for f in fields)
-        )
+        is_asked = self.tree_prompt_lookup or any(field is not None for field in fields)
+        return is_asked or method_named(self.method).drafts_trees
 
     @property
     def is_lossy(self) -> bool:
@@ -461,43 +457,42 @@ class SpecConfig:
         require(name, value, count in (None, value), expected)
         object.__setattr__(self, "num_speculative_tokens", value)
 
-    def _refuse_other_methods_fields(self) -> None:
-        """Refuse what is given for a method that is not this one."""
+    def _reads(self, name: str) -> bool:
+        """Whether the method, with its other options, reads one that not every method reads."""
         fields = method_named(self.method).fields
-        is_plain = self.method == "none"
+        if name in _LOOKUP_FIELDS and "tree_prompt_lookup" in fields:
+            return self.tree_prompt_lookup
+        if name in _SUFFIX_FIELDS and "suffix_tokens" in fields:
+            return self.suffix_tokens is not None
+        return name in fields
+
+    def _refuse_other_methods_fields(self) -> None:
+        is_plain = not method_named(self.method).proposes
         for name in sorted(FIELDS_OF_METHODS | (FIELDS_OF_DRAFTS if is_plain else set())):
             value, default = getattr(self, name), options_of(type(self))[name].default
-            is_read = name in fields
-            if name in _LOOKUP_FIELDS and self.method in ("tree", "eagle3"):
-                is_read = self.tree_prompt_lookup
-            if name in _SUFFIX_FIELDS and "suffix_tokens" in fields:
-                is_read = is_read and self.suffix_tokens is not None
-            if not is_read and value is not default and value != default:
+            if value is not default and value != default and not self._reads(name):
                 refuse(name, value, f"not for method {self.method!r}")
         fits = not is_plain or self.rejection_sample_method != "block"
-        expected = "'standard' or 'coupled' for method 'none'"
+        expected = f"'standard' or 'coupled' for method {self.method!r}"
         require("rejection_sample_method", self.rejection_sample_method, fits, expected)
 
     def _check_cascade(self) -> None:
-        if self.method != "cascade":
+        if not method_named(self.method).sets_length:
             return
-        most = self._most_cascade_tokens
+        most, count = self._most_cascade_tokens, self.num_speculative_tokens
         if most > MAX_DRAFT_TOKENS:
             raise ValueError(
                 f"k_matrix: it asks for up to {most} draft tokens, more than {MAX_DRAFT_TOKENS}"
             )
-        count = self.num_speculative_tokens
-        is_free = count in (None, most)
-        require("num_speculative_tokens", count, is_free, f"{most}, as k_matrix has it, or none")
+        expected = f"{most}, as k_matrix has it, or none"
+        require("num_speculative_tokens", count, count in (None, most), expected)
 
     def _check_step_costs(self) -> None:
         costs = self.step_costs
-        measures = self.schedule == "adaptive" and costs is None
-        fits = self.confidence_threshold is None or not measures
-        expected = "'constant' beside confidence_threshold, or step_costs"
-        require("schedule", self.schedule, fits, expected)
         if costs is None:
-            return
+            fits = self.confidence_threshold is None or self.schedule != "adaptive"
+            expected = "'constant' beside confidence_threshold, or step_costs"
+            return require("schedule", self.schedule, fits, expected)
         if self.schedule != "adaptive":
             refuse("step_costs", costs, "only with schedule 'adaptive'")
         count = self.num_draft_tokens() + 1

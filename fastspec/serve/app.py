@@ -8,6 +8,7 @@ import logging
 import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import cache, partial
 from importlib.resources import files
 from ipaddress import ip_address
@@ -86,25 +87,31 @@ def create_app(
         yield
         await thread.stop()
 
-    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    async def failed(request: Request, error: Exception) -> JSONResponse:
+        metrics.responses.labels("500").inc()  # it is answered outside of the Guard
+        headers = {name.decode(): value.decode() for name, value in _HEADERS}
+        body = error_body(500, "internal error; the server's log has it")
+        return JSONResponse(body, 500, headers)
+
+    handlers: Any = {HTTPException: _refused, Refused: _refused, Exception: failed}
+    hidden: Any = {"docs_url": None, "redoc_url": None, "openapi_url": None}
+    app = FastAPI(lifespan=lifespan, exception_handlers=handlers, **hidden)
     for path, kind in (
         ("/v1/completions", "completion"),
         ("/v1/chat/completions", "chat"),
         ("/predict", "predict"),
     ):
-        endpoint = Endpoint(kind, engine, thread, prompts, metrics, config, model, drafters)
+        endpoint = Endpoint(kind, thread, prompts, metrics, config, model, drafters)
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
 
+    methods = {name: engine.drafters[drafter] for name, drafter in drafters.items()}
     card = {
         "id": model,
         "object": "model",
         "created": 0,
         "owned_by": "fastspec",
         "max_model_len": engine.max_model_len,
-        "speculation": {
-            "default": own,
-            "methods": {name: engine.drafters[drafter] for name, drafter in drafters.items()},
-        },
+        "speculation": {"default": own, "methods": methods},
         "has_chat_template": getattr(engine.tokenizer, "chat_template", None) is not None,
     }
 
@@ -133,22 +140,6 @@ def create_app(
     @app.get("/")
     async def home() -> HTMLResponse:
         return HTMLResponse(page, headers=page_headers)
-
-    @app.exception_handler(HTTPException)
-    async def refused(request: Request, error: HTTPException) -> JSONResponse:
-        message = f"{request.method} {request.url.path}: {error.detail}"
-        return JSONResponse(error_body(error.status_code, message), error.status_code)
-
-    @app.exception_handler(Refused)
-    async def refused_here(request: Request, error: Refused) -> JSONResponse:
-        return error.response
-
-    @app.exception_handler(Exception)
-    async def failed(request: Request, error: Exception) -> JSONResponse:
-        metrics.responses.labels("500").inc()  # it is answered outside of the Guard
-        headers = {name.decode(): value.decode() for name, value in _HEADERS}
-        body = error_body(500, "internal error; the server's log has it")
-        return JSONResponse(body, 500, headers)
 
     app.add_middleware(Guard, hosts=_allowed_hosts(config), api_keys=api_keys, metrics=metrics)
     return app
@@ -206,6 +197,7 @@ class Guard:
                 raise Refused(401, message, "invalid_api_key", {"WWW-Authenticate": "Bearer"})
 
 
+@dataclass(frozen=True)
 class Endpoint:
     """One kind of request, from its body to the last byte of its answer, as an ASGI application.
 
@@ -213,37 +205,28 @@ class Endpoint:
     time is up, the generation is aborted.
     """
 
-    def __init__(
-        self,
-        kind: str,
-        engine: Engine,
-        thread: EngineThread,
-        prompts: PromptMaker,
-        metrics: ServerMetrics,
-        config: ServeConfig,
-        model: str,
-        drafters: Mapping[str, str | None],
-    ):
-        self._kind = kind
-        self._engine = engine
-        self._thread = thread
-        self._prompts = prompts
-        self._metrics = metrics
-        self._config = config
-        self._model = model
-        self._drafters = drafters
+    kind: str
+    thread: EngineThread
+    prompts: PromptMaker
+    metrics: ServerMetrics
+    config: ServeConfig
+    model: str
+    drafters: Mapping[str, str | None]
 
     async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
         stream = Stream(send)
         work = asyncio.ensure_future(self._answer(scope, receive, stream))
         try:
-            await asyncio.wait({work}, timeout=self._config.request_timeout)
+            await asyncio.wait({work}, timeout=self.config.request_timeout)
         finally:
             in_time = work.done()
             work.cancel()
             await asyncio.wait({work})
         try:
-            response = work.result() if in_time else self._too_late().response
+            if not in_time:
+                seconds = self.config.request_timeout
+                raise Refused(504, f"the answer took more than {seconds:g} seconds", "timeout")
+            response = work.result()
         except ClientGone:
             return
         except Refused as error:
@@ -259,10 +242,6 @@ class Endpoint:
             await asyncio.wait({end}, timeout=_LAST_WORDS)
             end.cancel()
 
-    def _too_late(self) -> Refused:
-        seconds = self._config.request_timeout
-        return Refused(504, f"the answer took more than {seconds:g} seconds", "timeout")
-
     async def _answer(
         self, scope: Mapping[str, Any], receive: Receive, stream: "Stream"
     ) -> Response | None:
@@ -270,7 +249,7 @@ class Endpoint:
         start = perf_counter()
         asked = self._parse(await self._body(scope, receive))
         gone = asyncio.ensure_future(_disconnected(receive))
-        work = asyncio.ensure_future(self._generate(asked, stream, start))
+        work = asyncio.ensure_future(self._run(asked, stream, start))
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
@@ -281,20 +260,12 @@ class Endpoint:
             work.cancel()
             await asyncio.wait({work})
 
-    async def _generate(self, asked: Asked, stream: "Stream", start: float) -> Response | None:
-        """See `_answer`."""
-        generation = await self._open(asked)
-        try:
-            return await self._run(asked, generation, stream, start)
-        finally:
-            generation.close()
-
     async def _body(self, scope: Mapping[str, Any], receive: Receive) -> bytes:
         headers = dict(scope["headers"])
         content_type = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
         if content_type != b"application/json":  # also what keeps other sites' forms out
             raise Refused(415, "Content-Type: expected application/json")
-        most = self._config.max_body_bytes
+        most = self.config.max_body_bytes
         too_long = Refused(413, f"the body has more than {most} bytes")
         if int(headers.get(b"content-length", b"0")) > most:
             raise too_long
@@ -312,31 +283,31 @@ class Endpoint:
     def _parse(self, body: bytes) -> Asked:
         try:
             parsed = parse_body(body)
-            if self._kind == "predict":
+            if self.kind == "predict":
                 prompt = parsed.get("prompt")
                 fits = {*parsed} == {"prompt"} and isinstance(prompt, str)
                 require("body", [*parsed], fits, 'an object like {"prompt": "a text"}')
-                num_tokens = min(_PREDICT_TOKENS, self._config.max_completion_tokens)
+                num_tokens = min(_PREDICT_TOKENS, self.config.max_completion_tokens)
                 params = SamplingParams(max_tokens=num_tokens, top_k=10, top_p=0.9)
                 return Asked([str(prompt)], params)
-            asked = (chat if self._kind == "chat" else completion)(
-                parsed, self._config, self._drafters
+            asked = (chat if self.kind == "chat" else completion)(
+                parsed, self.config, self.drafters
             )
         except ValueError as error:
             raise Refused(400, str(error)) from error
-        _check_model(parsed.get("model"), self._model)
+        _check_model(parsed.get("model"), self.model)
         return asked
 
     async def _open(self, asked: Asked) -> Generation:
-        prompts = [asked.prompts] if self._kind == "chat" else asked.prompts
-        num_texts, most = len(prompts) * asked.params.n, self._config.max_requests
+        prompts = [asked.prompts] if self.kind == "chat" else asked.prompts
+        num_texts, most = len(prompts) * asked.params.n, self.config.max_requests
         if num_texts > most:
             raise Refused(400, f"n: the server generates at most {most} texts at a time")
-        if self._thread.num_texts + num_texts > most:
+        if self.thread.num_texts + num_texts > most:
             message = f"{most} texts are generated already; try again later"
             raise Refused(429, message, "server_busy", _RETRY_AFTER)
         try:
-            return await self._thread.open(self._makers(prompts, asked.template), asked.params)
+            return await self.thread.open(self._makers(prompts, asked.template), asked.params)
         except (ValueError, RecursionError) as error:
             raise Refused(400, str(error)) from error
 
@@ -345,50 +316,40 @@ class Endpoint:
     ) -> list[Callable[[], list[int]]]:
         """What makes the ids of each prompt; ValueError for a text that is too long for sure."""
         if template is not None:
-            return [partial(self._prompts.chat_ids, each, template) for each in prompts]
+            return [partial(self.prompts.chat_ids, each, template) for each in prompts]
         for prompt in prompts:
             if isinstance(prompt, str):
-                self._prompts.check_length(prompt)
-        return [partial(self._prompts.ids, prompt) for prompt in prompts]
+                self.prompts.check_length(prompt)
+        return [partial(self.prompts.ids, prompt) for prompt in prompts]
 
-    async def _run(
-        self, asked: Asked, generation: Generation, stream: "Stream", start: float
-    ) -> Response | None:
+    async def _run(self, asked: Asked, stream: "Stream", start: float) -> Response | None:
         """Send tokens as they come, or wait for all of them."""
-        answer = self._new_answer(asked, generation)
-        outputs: list[RequestOutput] = []
-        times = self._metrics.request(start)
-        async for now, events in generation.steps():
-            times.note(now, events)
-            outputs += [event.output for event in events if event.output is not None]
-            if broken := next((each for each in outputs if each.error is not None), None):
-                raise Refused(500, str(broken.error), "generation_failed")
-            if asked.stream:
-                await stream.write(answer.chunks(events))
-            else:
-                for event in events:
-                    answer.add(event)
-        times.end(perf_counter())
-        if asked.stream:
-            await stream.write(answer.last_chunks(), is_last=True)
-            return None
-        if self._kind == "predict":
-            return JSONResponse(outputs[0].text)
-        return JSONResponse(answer.whole())
-
-    def _new_answer(self, asked: Asked, generation: Generation) -> Answer:
-        params = asked.params
-        num_tokens = params.num_speculative_tokens
+        engine, num_tokens = self.thread.engine, asked.params.num_speculative_tokens
         if num_tokens is None:
-            num_tokens = self._engine.drafters[params.drafter]
-        return Answer(
-            self._kind == "chat",
-            self._model,
-            asked,
-            num_tokens,
-            cache(partial(token_text, self._engine.tokenizer)),
-            generation,
-        )
+            num_tokens = engine.drafters[asked.params.drafter]
+        decode = cache(partial(token_text, engine.tokenizer))
+        generation = await self._open(asked)
+        answer = Answer(self.kind == "chat", self.model, asked, num_tokens, decode, generation)
+        outputs: list[RequestOutput] = []
+        times = self.metrics.request(start)
+        try:
+            async for now, events in generation.steps():
+                times.note(now, events)
+                outputs += [event.output for event in events if event.output is not None]
+                if broken := next((each for each in outputs if each.error is not None), None):
+                    raise Refused(500, str(broken.error), "generation_failed")
+                if asked.stream:
+                    await stream.write(answer.chunks(events))
+                else:
+                    for event in events:
+                        answer.add(event)
+            times.end(perf_counter())
+            if asked.stream:
+                await stream.write(answer.last_chunks(), is_last=True)
+                return None
+            return JSONResponse(outputs[0].text if self.kind == "predict" else answer.whole())
+        finally:
+            generation.close()
 
 
 class Stream:
@@ -406,6 +367,13 @@ class Stream:
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         message = {"type": "http.response.body", "body": body, "more_body": not is_last}
         await self._send(message)
+
+
+async def _refused(request: Request, error: HTTPException | Refused) -> Response:
+    if isinstance(error, Refused):
+        return error.response
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    return JSONResponse(error_body(error.status_code, message), error.status_code)
 
 
 async def _disconnected(receive: Receive) -> None:

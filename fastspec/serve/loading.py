@@ -1,14 +1,62 @@
 """The engine of a server, with every drafter that requests may choose."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastspec.config import EngineConfig, SpecConfig
 from fastspec.config.checks import require
-from fastspec.config.methods import drafts_of, methods
+from fastspec.config.files import read_text
+from fastspec.config.methods import method_named, methods
+from fastspec.config.options import PATH, TEXT, Options, documented, option
+from fastspec.tools.settings import Models
 
 if TYPE_CHECKING:
     from fastspec.engine.engine import Engine
+
+
+@documented
+@dataclass(frozen=True)
+class Choices(Options):
+    """What a served engine has beside its models and its own method."""
+
+    methods: str = option(
+        "prompt_lookup,ngram",
+        TEXT,
+        "Methods that can be chosen beside --method, with commas between them; the K of"
+        " --num-speculative-tokens is theirs, too. none can always be chosen.",
+        metavar="NAMES",
+    )
+    chat_template: str | Path | None = option(
+        None,
+        PATH,
+        "Chat template in Jinja, in the place of the tokenizer's own.",
+        metavar="FILE",
+    )
+
+    def engine(self, models: Models, spec: SpecConfig, config: EngineConfig) -> "ServedEngine":
+        """An engine to load, with its own drafter and those of other methods, by their names.
+
+        Raises:
+            ValueError: a name that is none, or auto, which names no drafter; no such template.
+        """
+        models.check(spec.method)
+        known = tuple(name for name, method in methods().items() if not method.chooses)
+        names = [name.strip() for name in self.methods.split(",") if name.strip()]
+        others = {}
+        for name in names:
+            require("methods", name, name in known, f"one of {known}")
+            method = method_named(name)
+            if method.proposes and name != spec.method:
+                others[name] = SpecConfig(
+                    name,
+                    None if method.sets_length else spec.num_speculative_tokens,
+                    schedule=spec.schedule,
+                    disable_by_batch_size=spec.disable_by_batch_size,
+                )
+        file = self.chat_template
+        template = None if file is None else read_text("chat_template", Path(file))
+        return ServedEngine(models, spec, config, others, template)
 
 
 @dataclass(frozen=True)
@@ -16,30 +64,19 @@ class ServedEngine:
     """What an engine is made of, here or in another process.
 
     Attributes:
-        draft: as --draft names it.
-        others: methods beside that of `spec`, as `extra_specs` gives them.
+        others: by the names of methods beside that of `spec`.
         chat_template: in the place of the tokenizer's own.
-        threads: of its process; None = as many as torch chooses.
     """
 
-    target: str
-    draft: str | None
+    models: Models
     spec: SpecConfig
     config: EngineConfig
     others: dict[str, SpecConfig]
     chat_template: str | None = None
-    threads: int | None = None
 
     def load(self) -> "Engine":
         """The engine; ValueError where it cannot be made."""
-        import torch  # slow, and what only checks options needs neither
-
-        from fastspec.engine.engine import Engine
-
-        if self.threads is not None:
-            torch.set_num_threads(self.threads)
-        drafts = drafts_of(self.draft, self.spec.method)
-        engine = Engine(self.target, drafts, spec=self.spec, config=self.config)
+        engine = self.models.engine(self.spec, self.config)
         if self.chat_template is not None:
             if engine.tokenizer is None:
                 raise ValueError("chat_template: the target has no tokenizer")
@@ -47,28 +84,6 @@ class ServedEngine:
         own = engine.drafter.name if engine.drafter is not None else None
         for name, spec in self.others.items():
             if name != own:
-                drafts = drafts_of(self.draft, name) if methods()[name].needs_draft else None
+                drafts = self.models.drafts(name) if method_named(name).needs_draft else None
                 engine.add_drafter(name, spec, drafts)
         return engine
-
-
-def extra_specs(names: str, spec: SpecConfig) -> dict[str, SpecConfig]:
-    """Methods beside that of a server, with commas between their names; their K is its own.
-
-    Raises:
-        ValueError: a name that is none, or auto, which names no drafter.
-    """
-    known = tuple(name for name in methods() if name != "auto")
-    given = dict.fromkeys(name.strip() for name in names.split(",") if name.strip())
-    for name in given:
-        require("methods", name, name in known, f"one of {known}")
-    return {
-        name: SpecConfig(
-            name,
-            None if name == "cascade" else spec.num_speculative_tokens,
-            schedule=spec.schedule,
-            disable_by_batch_size=spec.disable_by_batch_size,
-        )
-        for name in given
-        if name not in (spec.method, "none")
-    }

@@ -46,39 +46,13 @@ HISTOGRAMS = {
 }
 
 
-class EngineCollector:
-    """Reads the engine when it is asked; the engine counts anyway."""
-
-    def __init__(self, engine: Engine, model: str):
-        self._engine = engine
-        self._model = model
-
-    def collect(self) -> Iterator[Metric]:
-        """All metrics of the engine."""
-        values = self._engine.metrics()
-        for name, text in _GAUGES.items():
-            gauge = GaugeMetricFamily(_PREFIX + name, text, labels=["model_name"])
-            gauge.add_metric([self._model], values[name])
-            yield gauge
-        for name, text in _COUNTERS.items():
-            counter = CounterMetricFamily(_PREFIX + name, text, labels=["model_name"])
-            counter.add_metric([self._model], values[name])
-            yield counter
-        for name, (label, text) in _LABELLED.items():
-            value = values[name]
-            pairs = value.items() if isinstance(value, dict) else enumerate(value)
-            counter = CounterMetricFamily(_PREFIX + name, text, labels=["model_name", label])
-            for key, count in pairs:
-                counter.add_metric([self._model, str(key)], count)
-            yield counter
-
-
 class ServerMetrics:
-    """What the server itself measures, and the page of all metrics."""
+    """What the engine has counted, what the server itself measures, and the page of all that."""
 
     def __init__(self, engine: Engine, model: str):
+        self._engine, self._model = engine, model
         self._registry = CollectorRegistry()
-        self._registry.register(EngineCollector(engine, model))
+        self._registry.register(self)
         labels = {"labelnames": ["model_name"], "registry": self._registry}
         self.histograms = {
             name: Histogram(_PREFIX + name, text, buckets=buckets, **labels).labels(model)
@@ -90,6 +64,22 @@ class ServerMetrics:
             labelnames=["status"],
             registry=self._registry,
         )
+
+    def collect(self) -> Iterator[Metric]:
+        """The engine's counters, read when they are asked for."""
+        values = self._engine.metrics()
+        for kind, metrics in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
+            for name, text in metrics.items():
+                metric = kind(_PREFIX + name, text, labels=["model_name"])
+                metric.add_metric([self._model], values[name])
+                yield metric
+        for name, (label, text) in _LABELLED.items():
+            value = values[name]
+            pairs = value.items() if isinstance(value, dict) else enumerate(value)
+            counter = CounterMetricFamily(_PREFIX + name, text, labels=["model_name", label])
+            for key, count in pairs:
+                counter.add_metric([self._model, str(key)], count)
+            yield counter
 
     def request(self, start: float) -> "RequestTimes":
         """Of a request that arrived then, by perf_counter()."""

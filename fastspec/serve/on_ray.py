@@ -18,12 +18,12 @@ except ImportError as error:
     raise ImportError(f"{error}; pip install 'fastspec-kernels[ray]'") from error
 
 from fastspec.config import EngineConfig, SpecConfig
-from fastspec.config.checks import require
-from fastspec.config.files import read_text
+from fastspec.config.checks import is_int, require
 from fastspec.config.options import Option, options_of
 from fastspec.config.serve import ENGINE_DEFAULTS, ServeConfig
-from fastspec.serve.loading import ServedEngine, extra_specs
+from fastspec.serve.loading import Choices
 from fastspec.tools.batch import Answers, BatchJob, Row, in_this_process
+from fastspec.tools.settings import Models
 
 _LIVES = 3  # times that an actor is started again after it was killed
 _BLOCKS = 4  # of rows that each actor gets at least, so that none waits long for the last one
@@ -34,39 +34,33 @@ def application(args: Mapping[str, Any]) -> serve.Application:
     """See `fastspec.serve.ray_app`."""
     left = dict(args)
 
-    def given(kind: type) -> dict[str, Any]:
+    def given(kind: type) -> Any:
         named = options_of(kind).items()
         return {name: _read(option, left.pop(name)) for name, option in named if name in left}
 
-    serving = ServeConfig(**given(ServeConfig))
-    spec = SpecConfig(**given(SpecConfig))
+    serving, spec = ServeConfig(**given(ServeConfig)), SpecConfig(**given(SpecConfig))
     config = EngineConfig(**(ENGINE_DEFAULTS | given(EngineConfig)))
+    models = Models(**given(Models))
     if {"host", "port"} & {*args}:
         raise ValueError("host, port: Ray Serve listens, so they are options of its own")
-    template = left.pop("chat_template", None)
-    engine = ServedEngine(
-        target := left.pop("target", "tiny"),
-        left.pop("draft", None),
-        spec,
-        config,
-        extra_specs(left.pop("methods", "prompt_lookup,ngram"), spec),
-        None if template is None else read_text("chat_template", Path(template)),
-        _count("threads", left.pop("threads", None)),
-    )
-    num_replicas = _count("num_replicas", left.pop("num_replicas", 1), "auto")
+    served = Choices(**given(Choices)).engine(models, spec, config)
+    replicas: Any = left.pop("num_replicas", 1)
+    replicas = int(replicas) if isinstance(replicas, str) and replicas.isdecimal() else replicas
+    fits = replicas == "auto" or (is_int(replicas) and replicas >= 1)
+    require("num_replicas", replicas, fits, "an int >= 1 or auto")
     if left:
         raise ValueError(f"{', '.join(map(str, left))}: ray_app takes no such argument")
 
     def new_app() -> Any:
         from fastspec.serve.app import create_app
 
-        return create_app(engine.load(), serving, Path(target).name, serving.api_keys())
+        return create_app(served.load(), serving, Path(models.target).name, serving.api_keys())
 
     replica = serve.deployment(
         serve.ingress(new_app)(),
         name="fastspec",
-        num_replicas=num_replicas,
-        ray_actor_options=_resources(config, engine.threads),
+        num_replicas=replicas,
+        ray_actor_options=_resources(config, models.threads),
         max_ongoing_requests=serving.max_requests,  # Ray's default would keep batches at 5
         graceful_shutdown_timeout_s=serving.drain_timeout,
     )
@@ -81,13 +75,6 @@ def _read(option: Option, value: Any) -> Any:
         return json.loads(value)
     except ValueError:
         return value  # which the config refuses, by the option's name
-
-
-def _count(name: str, value: Any, other: str | None = None) -> Any:
-    number = int(value) if isinstance(value, str) and value.isdecimal() else value
-    fits = number == other or (type(number) is int and number >= 1)
-    require(name, value, fits, f"an int >= 1{f' or {other}' if other else ''}")
-    return number
 
 
 def _resources(config: EngineConfig, threads: int | None) -> dict[str, float]:
@@ -126,7 +113,7 @@ def answers(address: str, replicas: int, job: BatchJob, left: deque[Row]) -> Ans
             compute=data.ActorPoolStrategy(size=min(replicas, num_blocks)),
             max_restarts=_LIVES,
             max_task_retries=_LIVES,
-            **_resources(job.config, job.threads),
+            **_resources(job.config, job.models.threads),
         )
         for row in rows.iter_rows():
             number, answer = json.loads(row["answer"])

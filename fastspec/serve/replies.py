@@ -127,7 +127,7 @@ class Answer:
     def whole(self) -> dict[str, Any]:
         """The answer, once `add` was given everything."""
         pairs = sorted(self._outputs, key=lambda pair: pair[0])
-        choices = [self._choice(index, output) for index, output in pairs]
+        choices = [self._whole_choice(index, output) for index, output in pairs]
         return {**self._head, "choices": choices, "usage": self._usage(), **self._extra()}
 
     def add(self, event: StreamEvent) -> None:
@@ -141,7 +141,7 @@ class Answer:
     def _chunk(self, event: StreamEvent) -> dict[str, Any]:
         self.add(event)
         index = self._index(event)
-        choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": None}
+        choice = self._choice(index, event.output)
         if self._is_chat:
             choice["delta"] = {"content": event.text}
             if index not in self._offsets:
@@ -151,14 +151,8 @@ class Answer:
         if event.logprob is not None:
             tops = None if event.top_logprobs is None else [event.top_logprobs]
             choice["logprobs"] = self._logprobs(index, event.token_ids, [event.logprob], tops)
-        if self._asked.sources and event.token_ids:
-            choice |= {
-                "token_ids": event.token_ids,
-                "sources": [event.source],
-                "drafters": [event.drafter],
-            }
-        if event.output is not None:
-            choice["finish_reason"] = event.output.finish_reason
+        if event.token_ids:
+            choice |= self._writers(event.token_ids, [event.source], [event.drafter])
         self._offsets.setdefault(index, 0)
         chunk = {**self._chunk_head, "choices": [choice]}
         if self._asked.running_usage:
@@ -167,12 +161,8 @@ class Answer:
             chunk["usage"] = _tokens(prompt, self._num_new[index])
         return chunk
 
-    def _choice(self, index: int, output: RequestOutput) -> dict[str, Any]:
-        choice: dict[str, Any] = {
-            "index": index,
-            "finish_reason": output.finish_reason,
-            "logprobs": None,
-        }
+    def _whole_choice(self, index: int, output: RequestOutput) -> dict[str, Any]:
+        choice = self._choice(index, output)
         if self._is_chat:
             choice["message"] = {"role": "assistant", "content": output.text}
         else:
@@ -180,13 +170,15 @@ class Answer:
         if output.logprobs is not None:
             tops = output.top_logprobs
             choice["logprobs"] = self._logprobs(index, output.token_ids, output.logprobs, tops)
-        if self._asked.sources:
-            choice |= {
-                "token_ids": output.token_ids,
-                "sources": output.sources,
-                "drafters": output.drafters,
-            }
-        return choice
+        return choice | self._writers(output.token_ids, output.sources, output.drafters)
+
+    def _choice(self, index: int, output: RequestOutput | None) -> dict[str, Any]:
+        reason = None if output is None else output.finish_reason
+        return {"index": index, "logprobs": None, "finish_reason": reason}
+
+    def _writers(self, *values: Any) -> dict[str, Any]:
+        names = "token_ids", "sources", "drafters"
+        return dict(zip(names, values, strict=True)) if self._asked.sources else {}
 
     def _logprobs(
         self,

@@ -7,6 +7,7 @@ from typing import Any
 
 from fastspec.config import SamplingParams
 from fastspec.config.checks import is_int, refuse, require
+from fastspec.config.options import options_of
 from fastspec.config.serve import ServeConfig
 from fastspec.engine.prompts import Message
 
@@ -16,28 +17,11 @@ _MOST_LOGPROBS = 20  # as OpenAI has it
 _MOST_FORM_BYTES = 2**16  # of a grammar, which is read recursively
 _MOST_STOPS = 16
 _LIMITED = {"stop": _MOST_STOPS, "bad_words": _MOST_STOPS}
-# Of SamplingParams, those that both kinds of requests name as it does.
-_SAMPLING = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "bad_words",
-    "allowed_token_ids",
-    "structured_outputs",
-    "seed",
-    "n",
-    "min_tokens",
-    "stop",
-    "stop_token_ids",
-    "include_stop_str_in_output",
-    "skip_special_tokens",
-    "ignore_eos",
-)
+# Fields that both kinds of requests name as SamplingParams does.
+_SAMPLING = options_of(SamplingParams).keys() - {
+    *("max_tokens", "logprobs", "prompt_logprobs", "logits_processors"),
+    *("drafter", "num_speculative_tokens"),
+}
 _GUIDED = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")}
 _UNUSED = {"user", "safety_identifier", "prompt_cache_key"}  # change nothing here
 _COMMON = {"model", "stream", "stream_options", "speculation", "response_format"}
@@ -109,7 +93,7 @@ def completion(
     several: Any = [prompt] if isinstance(prompt, str) or _is_ids(prompt) else prompt
     fits = isinstance(several, list) and bool(several)
     fits = fits and (all(map(_is_text, several)) or all(map(_is_ids, several)))
-    require("prompt", _short(prompt), fits, "a text, a list of token ids, or a list of either")
+    require("prompt", prompt, fits, "a text, a list of token ids, or a list of either")
     for name, neutral in (("suffix", ""), ("echo", False)):
         value = given.get(name, neutral)
         refuse(name, None if value == neutral else value, "not supported")
@@ -130,7 +114,7 @@ def chat(body: Mapping[str, Any], config: ServeConfig, drafters: Mapping[str, st
     given = _given(body, CHAT_FIELDS)
     messages = given.get("messages")
     fits = isinstance(messages, list) and bool(messages)
-    require("messages", _short(messages), fits, "a list of messages, not empty")
+    require("messages", messages, fits, "a list of messages, not empty")
     assert isinstance(messages, list)
     fields = _sampling(given, config, 1)
     name = "max_tokens" if "max_tokens" in given else "max_completion_tokens"
@@ -154,21 +138,21 @@ def _given(body: Mapping[str, Any], known: set[str]) -> dict[str, Any]:
     given = {name: value for name, value in body.items() if value is not None}
     store, metadata = given.get("store"), given.get("metadata", {})
     fits = store is None or store is False
-    require("store", _short(store), fits, "false: nothing is stored")
-    require("metadata", _short(metadata), isinstance(metadata, dict), "an object")
+    require("store", store, fits, "false: nothing is stored")
+    require("metadata", metadata, isinstance(metadata, dict), "an object")
     tier = given.get("service_tier", "auto")
     fits = tier in ("auto", "default")
-    require("service_tier", _short(tier), fits, "auto or default: all requests are served alike")
+    require("service_tier", tier, fits, "auto or default: all requests are served alike")
     return given
 
 
 def _sampling(given: Mapping[str, Any], config: ServeConfig, num_prompts: int) -> dict[str, Any]:
     """What goes to SamplingParams as it is, within the server's limits."""
-    fields = {name: given[name] for name in _SAMPLING if name in given}
+    fields = {name: value for name, value in given.items() if name in _SAMPLING}
     for name, value in fields.items():
         most = _LIMITED.get(name, _MOST_ITEMS)
         fits = not isinstance(value, (list, dict)) or len(value) <= most
-        require(name, _short(value), fits, f"at most {most} entries")
+        require(name, value, fits, f"at most {most} entries")
     n = fields.get("n", 1)
     require("n", n, is_int(n) and n >= 1, "an int >= 1")
     most = config.max_n
@@ -183,7 +167,7 @@ def _sampling(given: Mapping[str, Any], config: ServeConfig, num_prompts: int) -
         fields["structured_outputs"] = forms
     form = fields.get("structured_outputs")
     size, most = len(json.dumps(form)), _MOST_FORM_BYTES
-    require("structured_outputs", _short(form), size <= most, f"at most {most} bytes of JSON")
+    require("structured_outputs", form, size <= most, f"at most {most} bytes of JSON")
     return fields
 
 
@@ -191,9 +175,7 @@ def _response_format(form: Any) -> dict[str, Any]:
     """OpenAI's response_format as structured_outputs has it."""
     kind = form.get("type") if isinstance(form, dict) else None
     expected = "an object whose type is text, json_object or json_schema"
-    require(
-        "response_format", _short(form), kind in ("text", "json_object", "json_schema"), expected
-    )
+    require("response_format", form, kind in ("text", "json_object", "json_schema"), expected)
     if kind == "text":
         return {}
     if kind == "json_object":
@@ -201,7 +183,7 @@ def _response_format(form: Any) -> dict[str, Any]:
     inner = form.get("json_schema")
     schema = inner.get("schema") if isinstance(inner, dict) else None
     fits = isinstance(schema, dict)
-    require("response_format", _short(form), fits, 'a schema: {"json_schema": {"schema": {...}}}')
+    require("response_format", form, fits, 'a schema: {"json_schema": {"schema": {...}}}')
     return {"json": schema}
 
 
@@ -218,14 +200,14 @@ def _max_tokens(
 def _template(given: Mapping[str, Any]) -> dict[str, Any]:
     """What the chat template is told: never another template, which is a program."""
     template = given.get("chat_template_kwargs", {})
-    require("chat_template_kwargs", _short(template), isinstance(template, dict), "an object")
+    require("chat_template_kwargs", template, isinstance(template, dict), "an object")
     if "chat_template" in template:
         raise ValueError("chat_template_kwargs: chat_template is not taken from requests")
     tools, choice = given.get("tools"), given.get("tool_choice")
     fits = tools is None or (isinstance(tools, list) and all(isinstance(t, dict) for t in tools))
-    require("tools", _short(tools), fits, "a list of objects")
+    require("tools", tools, fits, "a list of objects")
     expected = "auto or none: the template lists the tools, and the model's answer is a text"
-    require("tool_choice", _short(choice), choice in (None, "auto", "none"), expected)
+    require("tool_choice", choice, choice in (None, "auto", "none"), expected)
     _flag(given, "parallel_tool_calls")  # the model's text has as many calls as it has
     template = {**template}
     if "add_generation_prompt" in given:
@@ -238,13 +220,13 @@ def _template(given: Mapping[str, Any]) -> dict[str, Any]:
 def _message(message: Any) -> dict[str, Any]:
     """A message whose content is one text, as templates have it."""
     fits = isinstance(message, dict) and isinstance(message.get("role"), str)
-    require("messages", _short(message), fits, "objects with a role")
+    require("messages", message, fits, "objects with a role")
     content, expected = message.get("content"), "content: a text, or parts of type text"
     if isinstance(content, list):
         texts = [_text_of(part) for part in content]
-        require("messages", _short(content), None not in texts, expected)
+        require("messages", content, None not in texts, expected)
         return {**message, "content": "".join(map(str, texts))}
-    require("messages", _short(content), content is None or isinstance(content, str), expected)
+    require("messages", content, content is None or isinstance(content, str), expected)
     return message
 
 
@@ -263,7 +245,7 @@ def _asked(
 ) -> Asked:
     speculation = given.get("speculation", {})
     known = isinstance(speculation, dict) and {*speculation} <= _SPECULATION
-    require("speculation", _short(speculation), known, f"an object of {sorted(_SPECULATION)}")
+    require("speculation", speculation, known, f"an object of {sorted(_SPECULATION)}")
     names = [speculation[name] for name in ("method", "drafter") if name in speculation]
     for name in names:
         fits = isinstance(name, str) and name in drafters and name == names[0]
@@ -274,7 +256,7 @@ def _asked(
         fields["num_speculative_tokens"] = num_tokens
     options = given.get("stream_options", {})
     fits = isinstance(options, dict) and {*options} <= _STREAM_OPTIONS
-    require("stream_options", _short(options), fits, f"an object of {sorted(_STREAM_OPTIONS)}")
+    require("stream_options", options, fits, f"an object of {sorted(_STREAM_OPTIONS)}")
     stream = _flag(given, "stream")
     require("stream_options", options, stream or not options, "none, unless stream is true")
     return Asked(
@@ -301,12 +283,6 @@ def _is_text(value: Any) -> bool:
 
 def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(map(is_int, value))
-
-
-def _short(value: Any) -> Any:
-    """A value for an error: no more of it than helps."""
-    text = repr(value)
-    return value if len(text) <= 80 else f"{text[:80]}…"
 
 
 def _no_number(name: str) -> float:

@@ -1,4 +1,7 @@
-"""Many prompts from a file to a file, by one engine or by several processes with one each."""
+"""Many prompts from a file to a file, by one engine or by several processes with one each.
+
+This process starts them, or `accelerate launch` or torchrun has.
+"""
 
 import hashlib
 import json
@@ -7,9 +10,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from multiprocessing import get_context
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
@@ -21,38 +25,33 @@ from filelock import FileLock, Timeout
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.checks import require
 from fastspec.config.files import parse_json_lines, read_text, write_whole
-from fastspec.drafters.context import DrafterSource
 from fastspec.engine.engine import Engine
 from fastspec.engine.outputs import RequestOutput
 from fastspec.models.loading import chat_prompt_ids
+from fastspec.tools.settings import Models
 
 _AHEAD = 2  # rows that a process has at once, in units of its batch size
+_MEETING = "fastspec batch"
+_ONE_MACHINE = "processes of one machine (--ray runs on several)"
+_PATIENCE = timedelta(minutes=5)  # with processes that start more slowly
 Row = tuple[int, Any]  # its place, and a text or a conversation
 Answers = Iterator[tuple[int, dict[str, Any]]]  # by the place of the row, as they come
 
 
 @dataclass(frozen=True)
 class BatchJob:
-    """What every process needs to know.
+    """What every process needs to know."""
 
-    Attributes:
-        threads: of each process; None = as many as torch chooses.
-    """
-
-    target: str
-    draft: DrafterSource | None
+    models: Models
     params: SamplingParams
     spec: SpecConfig
     config: EngineConfig
-    threads: int | None = None
 
     def engine(self) -> Engine:
         """An engine of this process, on the GPU that its launcher means it to have."""
         if "LOCAL_RANK" in os.environ and torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-        if self.threads is not None:
-            torch.set_num_threads(self.threads)
-        return Engine(self.target, self.draft, spec=self.spec, config=self.config)
+        return self.models.engine(self.spec, self.config)
 
 
 def run_batch(
@@ -115,7 +114,8 @@ class _Answers:
         self._part = target.with_name(f"{target.name}.part")
         names = ("dtype", "prompt_template", "max_model_len", "kv_cache_dtype")
         engine = {name: getattr(job.config, name) for name in names}  # what changes answers
-        parts = [rows, job.target, repr(job.draft), repr(job.params), repr(job.spec), repr(engine)]
+        models = [job.models.target, repr(job.models.drafts(job.spec.method))]
+        parts = [rows, *models, repr(job.params), repr(job.spec), repr(engine)]
         digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
         self._head = {"fastspec_batch": 1, "digest": digest}
 
@@ -164,7 +164,7 @@ def _line(row: dict[str, Any]) -> str:
 
 def _row(place: str, row: Any) -> dict[str, Any]:
     fits = isinstance(row, dict) and ("prompt" in row) != ("messages" in row)
-    require(place, f"{row!r:.60}", fits, "an object with prompt or messages")
+    require(place, row, fits, "an object with prompt or messages")
     return row
 
 
@@ -202,7 +202,7 @@ def _answered(engine: Engine, job: BatchJob, take: Callable[[int, bool], list[Ro
 
 def _messages(messages: Any) -> list[Mapping[str, Any]]:
     fits = isinstance(messages, list) and all(isinstance(m, dict) for m in messages)
-    require("messages", f"{messages!r:.60}", fits, "a list of objects")
+    require("messages", messages, fits, "a list of objects")
     return messages
 
 
@@ -306,3 +306,52 @@ def work(connection: Connection, job: BatchJob) -> None:
     with suppress(ConnectionError):  # nobody asks any more
         for answer in _answered(engine, job, take):
             connection.send(answer)
+
+
+def launched() -> tuple[int, int]:
+    """The rank of this process, and how many there are; (0, 1) where nothing launched it."""
+    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
+        return 0, 1
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    require("WORLD_SIZE", size, size == here, _ONE_MACHINE)
+    return rank, size
+
+
+def in_launched(job: BatchJob, left: deque[Row]) -> Answers:
+    """Answers of all launched processes, for the first one, which starts its own worker."""
+    key = os.urandom(32)
+    with ExitStack() as stack:
+        listener = stack.enter_context(Listener(family="AF_UNIX", authkey=key))
+        workers = [stack.enter_context(process(job))]
+        others = range(1, launched()[1])
+        try:
+            store = _store()
+            store.set(_MEETING, json.dumps((listener.address, key.hex())))
+            store.wait([f"{_MEETING} {rank}" for rank in others], _PATIENCE)
+        except RuntimeError as error:
+            raise ValueError(f"WORLD_SIZE: not all processes have come: {error}") from error
+        workers += [stack.enter_context(listener.accept()) for _ in others]
+        yield from handed_out(job, left, workers)
+
+
+def work_for_first(job: BatchJob) -> None:
+    """Answer what the first process hands out, for every other one."""
+    try:
+        store = _store()
+        address, key = json.loads(store.get(_MEETING))
+        require("WORLD_SIZE", launched()[1], os.path.exists(address), _ONE_MACHINE)
+        store.set(f"{_MEETING} {launched()[0]}", "")
+        connection = Client(address, authkey=bytes.fromhex(key))
+    except (RuntimeError, OSError, EOFError) as error:
+        raise ValueError(f"RANK: the first process has gone: {error}") from error
+    with connection:
+        work(connection, job)
+
+
+def _store() -> Any:
+    """What launched processes share, a Store; torch may lack its part for that."""
+    from torch.distributed.rendezvous import rendezvous
+
+    store, _, _ = next(rendezvous("env://", timeout=_PATIENCE))
+    return store

@@ -9,7 +9,6 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,10 +16,9 @@ import transformers
 from torch.profiler import ProfilerActivity, profile
 
 import fastspec
-from fastspec.config import SamplingParams
-from fastspec.config.checks import require_int
 from fastspec.engine.stats import SpecStats
 from fastspec.tools.cost_counters import standardized_walltime_improvement
+from fastspec.tools.settings import BenchConfig
 from fastspec.tools.timed_methods import Methods, TokenIds
 from fastspec_kernels import cpu_instruction_set
 
@@ -45,40 +43,6 @@ ACCEPTANCE = (
 
 class Mismatch(ValueError):
     """Greedy outputs that should be equal are not."""
-
-
-@dataclass(frozen=True)
-class BenchConfig:
-    """What is timed.
-
-    Args:
-        max_tokens: new tokens of each prompt, end-of-sequence ids ignored, >= 1.
-        repeats: timed rounds over all prompts, >= 1.
-        temperatures: at least one, each >= 0.
-    Raises:
-        ValueError: a value out of range.
-    """
-
-    max_tokens: int = 128
-    repeats: int = 3
-    temperatures: tuple[float, ...] = (0.0, 1.0)
-
-    def __post_init__(self):
-        for name in ("max_tokens", "repeats"):
-            value = getattr(self, name)
-            require_int(name, value, 1)
-        if not self.temperatures:
-            raise ValueError("temperatures: expected numbers >= 0, got none")
-        for temperature in self.temperatures:
-            try:
-                SamplingParams(temperature=temperature)
-            except ValueError as error:
-                raise ValueError(f"temperatures: {error}") from error
-
-    def num_runs(self, num_prompts: int, num_methods: int) -> int:
-        """Calls of a method that verify_outputs() and measure() make together."""
-        rounds = 1 + self.repeats * len(self.temperatures)
-        return rounds * num_prompts * num_methods
 
 
 def verify_outputs(
@@ -139,58 +103,48 @@ def measure(
         plain decoding that acceptance and the cost of drafting predict, if judging the drafts cost
         no more than a plain step, and what part of it was reached.
     """
-    return [
-        _measure_at(temperature, methods, prompts, config, advance)
-        for temperature in config.temperatures
-    ]
-
-
-def _measure_at(
-    temperature: float,
-    methods: Methods,
-    prompts: list[TokenIds],
-    config: BenchConfig,
-    advance: Callable[[], None],
-) -> dict:
-    decoders = list(methods.by_name().items())
-    seconds = {name: [0.0] * config.repeats for name, _ in decoders}
-    plain, ours = SpecStats(), SpecStats()
-    totals = {"plain": plain, "speculative": ours}
-    for round_index in range(config.repeats):
-        for seed, prompt in enumerate(prompts):
-            first = (round_index + seed) % len(decoders)
-            for name, decode in decoders[first:] + decoders[:first]:
-                start = time.perf_counter()
-                decode(prompt, temperature, seed)
-                seconds[name][round_index] += time.perf_counter() - start
-                if name in totals:
-                    totals[name].add(methods.last_stats)
-                advance()
-    num_tokens = len(prompts) * config.max_tokens
-    speeds = {name: num_tokens / statistics.median(rounds) for name, rounds in seconds.items()}
+    decoders, results = list(methods.by_name().items()), []
     pairs = dict(RATIOS)
     if methods.parts:
         pairs["cascade / the better of its parts"] = ("speculative", tuple(methods.parts))
-    ratios = {
-        label: round(speeds[method] / max(speeds[name] for name in others), 3)
-        for label, (method, others) in pairs.items()
-        if {*others} <= {*speeds}
-    }
-    draft_cost, judge_cost = step_costs(plain, ours)
-    predicted, rate = predicted_speed_up(plain, ours), ours.acceptance_rate
-    return {
-        "temperature": temperature,
-        "tokens_per_s": {name: round(speed, 2) for name, speed in speeds.items()},
-        "seconds": {name: [round(s, 4) for s in rounds] for name, rounds in seconds.items()},
-        "ratios": ratios,
-        "acceptance_rate": None if rate is None else round(rate, 4),
-        "mean_acceptance_length": round(ours.num_output_tokens / ours.num_steps, 4),
-        "swi": round(swi(ours, *methods.costs), 3),
-        "draft_cost": round(draft_cost, 3),
-        "judge_cost": round(judge_cost, 3),
-        "predicted_speed_up": round(predicted, 3),
-        "efficiency": round(ratios["speculative / plain"] / predicted, 3),
-    }
+    for temperature in config.temperatures:
+        seconds = {name: [0.0] * config.repeats for name, _ in decoders}
+        plain, ours = SpecStats(), SpecStats()
+        totals = {"plain": plain, "speculative": ours}
+        for round_index in range(config.repeats):
+            for seed, prompt in enumerate(prompts):
+                first = (round_index + seed) % len(decoders)
+                for name, decode in decoders[first:] + decoders[:first]:
+                    start = time.perf_counter()
+                    decode(prompt, temperature, seed)
+                    seconds[name][round_index] += time.perf_counter() - start
+                    if name in totals:
+                        totals[name].add(methods.last_stats)
+                    advance()
+        num_tokens = len(prompts) * config.max_tokens
+        speeds = {name: num_tokens / statistics.median(rounds) for name, rounds in seconds.items()}
+        ratios = {
+            label: round(speeds[method] / max(speeds[name] for name in others), 3)
+            for label, (method, others) in pairs.items()
+            if {*others} <= {*speeds}
+        }
+        draft_cost, judge_cost = step_costs(plain, ours)
+        predicted, rate = predicted_speed_up(plain, ours), ours.acceptance_rate
+        result = {
+            "temperature": temperature,
+            "tokens_per_s": {name: round(speed, 2) for name, speed in speeds.items()},
+            "seconds": {name: [round(s, 4) for s in rounds] for name, rounds in seconds.items()},
+            "ratios": ratios,
+            "acceptance_rate": None if rate is None else round(rate, 4),
+            "mean_acceptance_length": round(ours.num_output_tokens / ours.num_steps, 4),
+            "swi": round(swi(ours, *methods.costs), 3),
+            "draft_cost": round(draft_cost, 3),
+            "judge_cost": round(judge_cost, 3),
+            "predicted_speed_up": round(predicted, 3),
+            "efficiency": round(ratios["speculative / plain"] / predicted, 3),
+        }
+        results.append(result)
+    return results
 
 
 def write_profile(methods: Methods, prompt: TokenIds, temperature: float, file: Path) -> None:

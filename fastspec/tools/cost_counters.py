@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 
 from fastspec.config.checks import require
+from fastspec.config.methods import BUILT_IN
 
 # One pass of each model, by the part of its name that stands between other signs.
 COSTS: Mapping[str, Mapping[str, float]] = {
@@ -26,7 +27,7 @@ COSTS: Mapping[str, Mapping[str, float]] = {
     # Time of a pass over that of T5-XXL, from Leviathan et al., 2211.17192.
     "previous_work": {"xxl": 1, "large": 0.11, "base": 0.04, "small": 0.02},
 }
-_FREE = ("mag", "prompt_lookup", "ngram", "suffix")
+_FREE = [m.name for m in BUILT_IN if m.proposes and not (m.takes_draft or m.reads_target)]
 
 CostTable = str | Mapping[str, float]
 

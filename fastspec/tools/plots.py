@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fastspec.engine.stats import SpecStats
+if TYPE_CHECKING:
+    from fastspec.engine.stats import SpecStats
 
 
 def require_plotting() -> Any:
@@ -45,7 +46,7 @@ def _save(figure: Any, path: Path) -> None:
     staged.replace(path)
 
 
-def plot_acceptance(stats: SpecStats, rates: list[float], path: Path) -> None:
+def plot_acceptance(stats: "SpecStats", rates: list[float], path: Path) -> None:
     """Write two charts: target passes by accepted tokens, and the acceptance rate by position.
 
     Args:

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fastspec.config import EngineConfig, SpecConfig
 from fastspec.config.checks import require
+from fastspec.config.methods import method_named
 from fastspec.config.token_trees import MAX_TREE_NODES
 from fastspec.drafters import Proposal
 from fastspec.drafters.base import Batch, Drafter
@@ -35,7 +36,6 @@ from fastspec.models.layout import EncoderInput
 from fastspec.models.loading import resolve_device
 from fastspec.tools.stored_outputs import StoredOutput
 
-_READERS = {"glide": "the target's cache", "eagle3": "the target's hidden states"}
 _RULES = ("rejection_sample_method", "relaxed_acceptance", "synthetic_acceptance_rate")
 
 
@@ -95,8 +95,7 @@ class Simulator:
         config: EngineConfig = EngineConfig(),  # noqa: B008 (frozen)
         decoder_start_id: int | None = None,
     ):
-        if spec.method in _READERS:
-            needed = _READERS[spec.method]
+        if needed := method_named(spec.method).reads_target:
             raise ValueError(f"method: {spec.method!r} reads {needed}, which stored outputs lack")
         exact = SpecConfig()
         for name in _RULES:

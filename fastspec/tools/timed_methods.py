@@ -1,40 +1,31 @@
 """The methods of decoding that a benchmark times: ours and Hugging Face's, on the same weights."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
+from fastspec.config.k_matrix import MAG_TOKENS
+from fastspec.config.methods import method_named
 from fastspec.drafters.context import DrafterContext, load_draft
-from fastspec.drafters.eagle3 import EagleDraft, is_eagle3, load_eagle3
+from fastspec.drafters.eagle3 import EagleDraft, load_eagle3
 from fastspec.drafters.glide import GlideLlamaForCausalLM, load_glide
+from fastspec.drafters.kinds import kind_of
 from fastspec.drafters.reencoding import is_reencoded
 from fastspec.engine.engine import Engine
 from fastspec.engine.stats import SpecStats
-from fastspec.models.loading import load_model
+from fastspec.models.loading import bigram_beside, load_model, load_tokenizer
+from fastspec.tools.settings import BenchConfig
 
 TokenIds = list[int]
 _HF_LOOKUP_TOKENS = 10  # what Hugging Face's documentation and the method's author use
 Decode = Callable[[TokenIds, float, int], TokenIds]  # prompt ids, temperature, seed -> new ids
-
-
-@dataclass(frozen=True)
-class Reencoded:
-    """A draft model whose text is encoded anew, see `fastspec.drafters.reencoding`.
-
-    Attributes:
-        path: of the draft model.
-        tokenizer, own: of the target and of the draft model.
-    """
-
-    path: str
-    tokenizer: PreTrainedTokenizerBase
-    own: PreTrainedTokenizerBase
 
 
 class Methods:
@@ -51,70 +42,96 @@ class Methods:
     a cascade's, both take the first.
 
     Args:
-        parts: of a cascade by name, with the draft model of each if it has one.
-        reencoded: the draft model, loaded in `drafts` as well, where ours encodes its text anew;
-            theirs is then universal assisted generation.
+        target, drafts: names of the models.
+        spec: how ours drafts; a draft model whose text ours encodes anew makes theirs universal
+            assisted generation.
+        settings: how many tokens, whether Hugging Face's run at all, and K of a cascade's draft
+            models by themselves.
+        costs: of one pass of the target and of each draft model, for the SWI; by default their
+            parameters.
     Attributes:
-        costs: of one pass of the target and of each draft model, for the SWI.
+        target, tokenizer, drafts: the loaded models.
+        parts: of a cascade, by name.
         refused: why Hugging Face's early exit is left out; None where it runs.
         uncompared: those that say something else than plain decoding: the draft model alone, and
             ours with synthetic acceptance.
         last_stats: counters of the last run of ours.
+    Raises:
+        ValueError: a model or option that cannot be used.
     """
 
     def __init__(
         self,
-        target: PreTrainedModel,
-        drafts: Sequence[PreTrainedModel],
+        target: str,
+        drafts: Sequence[str],
         spec: SpecConfig,
-        max_tokens: int,
         config: EngineConfig,
-        parts: Mapping[str, tuple[SpecConfig, PreTrainedModel | None]],
+        settings: BenchConfig,
         costs: Sequence[float] | None = None,
-        peers: bool = True,
-        reencoded: Reencoded | None = None,
     ):
-        self._peers = peers
-        spec = spec.for_repeated_prompts()
-        draft = drafts[0] if drafts else None
-        self._reencoded = reencoded
-        if reencoded is None:
-            drafter = drafts if len(drafts) > 1 else draft
-            self._engine = Engine(target, drafter, spec=spec, config=config)
-        else:
-            given = reencoded.path, reencoded.tokenizer
-            self._engine = Engine(target, *given, spec=spec, config=config)
-        needs_target = isinstance(draft, (GlideLlamaForCausalLM, EagleDraft))
-        self._draft = None if needs_target else draft
-        self.parts = parts
-        self._engines = {
-            name: Engine(target, model, spec=part, config=config)
-            for name, (part, model) in parts.items()
-        }
-        if self._draft is not None and reencoded is None:
-            alone = Engine(self._draft, spec=SpecConfig("none"), config=config)
-            if alone.max_model_len >= self._engine.max_model_len:
-                self._engines["draft"] = alone
+        self.max_tokens, self._peers = settings.max_tokens, settings.peers
+        self._names = [Path(name).name for name in (target, *drafts)]
+        method, spec = method_named(spec.method), spec.for_repeated_prompts()
+        if "bigram_path" in method.fields:
+            spec = replace(spec, bigram_path=spec.bigram_path or bigram_beside(target))
+        self.tokenizer = load_tokenizer("target", target)
+        self.target = load_model("target", target, config)
+        own_tokenizer = self._tokenizer_of_reencoded(drafts, spec, config)
+        self._own_tokenizer = own_tokenizer
+        self.drafts = [
+            load_model("draft", name, config)
+            if own_tokenizer
+            else load_named_draft(name, config, self.tokenizer, self.target)
+            for name in drafts
+        ]
+        draft = self.drafts[0] if drafts else None
+        drafter: Any = self.drafts if len(drafts) > 1 else draft
+        given = (drafts[0], self.tokenizer) if own_tokenizer else (drafter, None)
+        self._engine = Engine(self.target, *given, spec=spec, config=config)
+        self.parts: dict[str, SpecConfig] = {}
+        self._engines: dict[str, Engine] = {}
+        if method.takes_several:
+            name = "draft_model" if len(drafts) == 1 else "draft_model_{}"
+            alone = SpecConfig("draft_model", settings.num_speculative_tokens)
+            mag = SpecConfig("mag", MAG_TOKENS, bigram_path=spec.bigram_path)
+            parts = {name.format(n): (alone, each) for n, each in enumerate(self.drafts, start=1)}
+            for name, (part, model) in (parts | {"mag": (mag, None)}).items():
+                self.parts[name] = part
+                self._engines[name] = Engine(self.target, model, spec=part, config=config)
+        self._draft = None if isinstance(draft, (GlideLlamaForCausalLM, EagleDraft)) else draft
+        if self._draft is not None and own_tokenizer is None:
+            engine = Engine(self._draft, spec=SpecConfig("none"), config=config)
+            if engine.max_model_len >= self._engine.max_model_len:
+                self._engines["draft"] = engine
         self.uncompared = {"draft"}
         if spec.synthetic_acceptance_rate is not None:
             self.uncompared.add("speculative")
-        self.costs = costs or [num_parameters(model) for model in (target, *drafts)]
-        self._target = target
-        self._generate = cast(Any, target).generate  # only generative classes have it
+        self.costs = costs or [model.num_parameters() for model in (self.target, *self.drafts)]
+        self._generate = cast(Any, self.target).generate  # only generative classes have it
         self._num_speculative_tokens = spec.num_draft_tokens()
         self._num_assistant_tokens = spec.num_model_tokens()  # the peers copy nothing
-        self.max_tokens = max_tokens
         self.last_stats = SpecStats()
-        self._exit_layer = spec.exit_layer if spec.method == "early_exit" else None
-        self.refused = self._trial() if peers and self._exit_layer is not None else None
+        self._exit_layer = spec.exit_layer
+        self.refused = self._trial() if self._peers and self._exit_layer is not None else None
+
+    def _tokenizer_of_reencoded(
+        self, drafts: Sequence[str], spec: SpecConfig, config: EngineConfig
+    ) -> PreTrainedTokenizerBase | None:
+        """The draft model's, where the engine would encode its text anew."""
+        if len(drafts) != 1 or not method_named(spec.method).reencodes:
+            return None
+        vocab_size = self.target.config.get_text_config(decoder=True).vocab_size
+        given = self.tokenizer, vocab_size, self.target, drafts[0]
+        context = DrafterContext(spec, config, *given, target_model=self.target)
+        return context.read_tokenizer("draft", drafts[0]) if is_reencoded(context) else None
 
     def _trial(self) -> str | None:
         """What Hugging Face's early exit ends with, on a few tokens."""
-        config = self._target.config
+        config = self.target.config
         num_layers = config.num_hidden_layers  # as its generator changes it
         try:
             self._generate(
-                torch.zeros((1, 2), dtype=torch.int64, device=self._target.device),
+                torch.zeros((1, 2), dtype=torch.int64, device=self.target.device),
                 max_new_tokens=4,
                 do_sample=False,
                 eos_token_id=None,
@@ -127,10 +144,18 @@ class Methods:
             config.num_hidden_layers = num_layers
         return None
 
-    @property
-    def heterogeneous_vocab(self) -> str | None:
-        """How our drafts are made where the draft model has another tokenizer."""
-        return self._engine.spec.heterogeneous_vocab
+    def describe(self) -> dict[str, Any]:
+        """The models and what is drafted with them, as plain JSON values."""
+        target, *drafts = map(_described, self._names, (self.target, *self.drafts))
+        return {
+            "device": str(self.target.device),
+            "dtype": str(self.target.dtype).removeprefix("torch."),
+            "target": target,
+            "draft": drafts[0] if len(drafts) == 1 else drafts or None,
+            "heterogeneous_vocab": self._engine.spec.heterogeneous_vocab,
+            "parts": {name: part.num_draft_tokens() for name, part in self.parts.items()},
+            "pass_costs": self.costs,
+        }
 
     @property
     def max_prompt_len(self) -> int:
@@ -180,7 +205,7 @@ class Methods:
             "num_assistant_tokens_schedule": "constant",
             "assistant_confidence_threshold": 0.0,
         }
-        drafting = cast(Any, self._draft or self._target).generation_config
+        drafting = cast(Any, self._draft or self.target).generation_config
         with _changed(drafting, changes):
             return self._hf_generate(prompt, temperature, seed, **self._assistant())
 
@@ -195,15 +220,15 @@ class Methods:
         if self._exit_layer is not None:
             return {"assistant_early_exit": self._exit_layer}
         named: dict[str, Any] = {"assistant_model": self._draft}
-        if self._reencoded is not None:
-            named["tokenizer"] = self._reencoded.tokenizer
-            named["assistant_tokenizer"] = self._reencoded.own
+        if self._own_tokenizer is not None:
+            named["tokenizer"] = self.tokenizer
+            named["assistant_tokenizer"] = self._own_tokenizer
         return named
 
     def _hf_generate(
         self, prompt: TokenIds, temperature: float, seed: int, **assistant
     ) -> TokenIds:
-        input_ids = torch.tensor([prompt], device=self._target.device)
+        input_ids = torch.tensor([prompt], device=self.target.device)
         sampling = {"do_sample": False}
         if temperature > 0:
             # Hugging Face would otherwise keep the 50 best tokens, or what the checkpoint asks for.
@@ -220,29 +245,8 @@ class Methods:
             **sampling,
             **assistant,
         )
-        num_before = 1 if self._target.config.is_encoder_decoder else len(prompt)
+        num_before = 1 if self.target.config.is_encoder_decoder else len(prompt)
         return output[0, num_before:].tolist()
-
-
-def reencoded_draft(
-    name: str,
-    spec: SpecConfig,
-    config: EngineConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    target: PreTrainedModel,
-) -> Reencoded | None:
-    """A draft model as the engine would have it whose text is encoded anew; None for any other.
-
-    Raises:
-        ValueError: that is asked for, and cannot be done.
-    """
-    vocab_size = target.config.get_text_config(decoder=True).vocab_size
-    context = DrafterContext(
-        spec, config, tokenizer, vocab_size, target, drafter=name, target_model=target
-    )
-    if spec.method != "draft_model" or not is_reencoded(context):
-        return None
-    return Reencoded(name, tokenizer, context.read_tokenizer("draft", name))
 
 
 def load_named_draft(
@@ -250,18 +254,25 @@ def load_named_draft(
     config: EngineConfig,
     tokenizer: PreTrainedTokenizerBase,
     target: PreTrainedModel,
-    is_glide: bool = False,
 ) -> PreTrainedModel:
     """A draft model of any kind for a loaded target; see `fastspec.drafters.context.load_draft`."""
-    if is_eagle3(name):
+    kind = kind_of(name)
+    if kind == "eagle3":
         return load_eagle3(name, config, target)
+    is_glide = kind == "glide"
     load = partial(load_glide, target=target) if is_glide else partial(load_model, "draft")
     return load_draft("draft", name, config, tokenizer, target, load, keeps_ids=is_glide)
 
 
-def num_parameters(model: PreTrainedModel) -> int:
-    """Entries of all weights; shared ones count once."""
-    return sum(parameter.numel() for parameter in model.parameters())
+def _described(name: str, model: PreTrainedModel) -> dict[str, Any]:
+    config = model.config.get_text_config(decoder=True)
+    return {
+        "name": name,
+        "architecture": type(model).__name__,
+        "parameters": model.num_parameters(),
+        "layers": config.num_hidden_layers,
+        "vocab_size": config.vocab_size,
+    }
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.k_matrix import KMatrix
+from fastspec.config.methods import method_named
 from fastspec.drafters.context import DrafterSource
 from fastspec.engine.engine import Engine
 from fastspec.engine.outputs import RequestOutput
@@ -145,7 +146,7 @@ class Planner:
                 measure each length twice.
         """
         most = spec.num_draft_tokens()
-        lengths = (0, most) if spec.method == "cascade" else range(most + 1)
+        lengths = (0, most) if method_named(spec.method).sets_length else range(most + 1)
         schedule = SweepSchedule(lengths)
         engine = self._engine(replace(spec, schedule=schedule, step_costs=None), drafter)
         self._warm_up(engine, prompts[0])
@@ -250,9 +251,9 @@ class Planner:
     ) -> float:
         """Tokens of a step when each has that many draft tokens."""
         spec, params = _with_length(spec, length), self._params
-        reads_target = spec.method in ("eagle3", "early_exit")
-        needs_target = self._target.config.is_encoder_decoder or reads_target
-        if params.temperature == 0 and not needs_target:
+        reads_target = method_named(spec.method).reads_target
+        is_decoder = not self._target.config.is_encoder_decoder
+        if params.temperature == 0 and is_decoder and not reads_target:
             vocab_size = self._target.config.get_text_config(decoder=True).vocab_size
             simulator = Simulator(self._target, drafter, vocab_size, None, spec, self._config)
             simulator.run(
@@ -268,7 +269,8 @@ class Planner:
 
 def _with_length(spec: SpecConfig, length: int) -> SpecConfig:
     """With so many draft tokens; a cascade's k_matrix says how many."""
-    return spec if spec.method == "cascade" else replace(spec, num_speculative_tokens=length)
+    sets_length = method_named(spec.method).sets_length
+    return spec if sets_length else replace(spec, num_speculative_tokens=length)
 
 
 def _typical(seconds: list[float]) -> float:

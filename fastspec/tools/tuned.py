@@ -7,18 +7,10 @@ from typing import Any
 
 from fastspec.config import SpecConfig
 from fastspec.config.files import read_json, write_whole
+from fastspec.config.methods import method_named
+from fastspec.config.options import options_of
 
 _FORMAT = 1
-_SPEC_FIELDS = (
-    "method",
-    "num_speculative_tokens",
-    "prompt_lookup_min",
-    "prompt_lookup_max",
-    "bigram_path",
-    "k_matrix",
-    "heterogeneous_vocab",
-    "exit_layer",
-)
 
 
 @dataclass(frozen=True)
@@ -51,10 +43,10 @@ class TunedConfig:
 
 def spec_fields(spec: SpecConfig) -> dict[str, Any]:
     """The fields of a SpecConfig that a file keeps: what is given, and a cascade's k_matrix."""
-    values = {name: getattr(spec, name) for name in _SPEC_FIELDS}
-    if spec.method == "cascade":
+    values = {name: getattr(spec, name) for name in options_of(SpecConfig)}
+    if method_named(spec.method).sets_length:
         values["k_matrix"] = spec.cascade_matrix
-    kept = {n: v for n, v in values.items() if v is not None}
+    kept = {n: v for n, v in values.items() if v != options_of(SpecConfig)[n].default}
     return {n: str(v) if isinstance(v, Path) else v for n, v in kept.items()}
 
 
@@ -75,7 +67,11 @@ def load_tuned(path: Path) -> TunedConfig:
         raise ValueError(f"config: {path} was not written by fastspec tune")
     target, draft, spec = (record.get(name) for name in ("target", "draft", "spec"))
     is_named = isinstance(target, str) and (draft is None or isinstance(draft, str))
-    if not is_named or not isinstance(spec, dict) or not set(spec) <= set(_SPEC_FIELDS):
+    if (
+        not is_named
+        or not isinstance(spec, dict)
+        or not spec.keys() <= options_of(SpecConfig).keys()
+    ):
         raise ValueError(f"config: {path} must hold a target, a draft and fields of SpecConfig")
     costs = record.get("step_costs")
     config = TunedConfig(str(target), draft, spec, costs, record.get("measured", {}))

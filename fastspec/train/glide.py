@@ -223,16 +223,17 @@ class GlideTrainer:
 
     def run(self, advance: Advance) -> dict[str, Any]:
         """Train to the last step, and `advance` after each."""
-        for step in range(int(self.record["steps"]), self.options.steps):
+        num_steps = self.options.num_steps(self._num_rows, self._processes.num_processes)
+        for step in range(int(self.record["steps"]), num_steps):
             lesson = self._teacher(self._indices(step))
-            loss, num_tokens = self._step(lesson, self.options.factor(step))
+            loss, num_tokens = self._step(lesson, self.options.factor(step, num_steps))
             mean = self.record.get("train_loss", loss)
             self.record["train_loss"] = _LOSS_MEMORY * mean + (1 - _LOSS_MEMORY) * loss
             self.record["steps"] = step + 1
             self.record["tokens"] += num_tokens
             self.record["losses"].append(round(loss, 4))
             advance(step + 1, self.record["train_loss"])
-            if (step + 1) % self.options.checkpoint_steps == 0 or step + 1 == self.options.steps:
+            if (step + 1) % self.options.checkpoint_steps == 0 or step + 1 == num_steps:
                 self._save()
         return self.record
 

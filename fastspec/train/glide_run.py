@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from transformers import PreTrainedModel
 
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.checks import require
-from fastspec.drafters.glide import GlideLlamaForCausalLM, is_glide
+from fastspec.drafters.glide import GlideLlamaForCausalLM
 from fastspec.engine.engine import Engine
 from fastspec.models.reduced_vocabulary import ReducedHead, reduce_vocabulary, save_reduced
 from fastspec.train.glide import Advance, GlideTrainer, make_glide, make_plain, make_shallow
@@ -113,9 +112,8 @@ def report_acceptance(
 
     A prompt is the first half of a row; 16 at most, 64 new tokens each at most.
     """
-    method = "glide" if is_glide(out) else "draft_model"
     config = EngineConfig(device=str(target.device))
-    engine = Engine(target, out, spec=replace(spec, method=method), config=config)
+    engine = Engine(target, out, spec=spec, config=config)
     shown = held_out.take(torch.arange(len(held_out))[:_REPORT_PROMPTS])
     lengths = (shown.lengths // 2).clamp(min=1).tolist()
     prompts = [ids[:n].tolist() for ids, n in zip(shown.token_ids, lengths, strict=True)]

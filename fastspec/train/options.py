@@ -1,17 +1,62 @@
-"""How long and how fast a draft is trained."""
+"""What a draft is trained on, how long and how fast."""
 
 import math
 from dataclasses import MISSING, dataclass
+from pathlib import Path
 
-from fastspec.config.options import BOOL, check_options, choice, documented, integer, number, option
+from fastspec.config.checks import require
+from fastspec.config.files import check_can_write, require_file
+from fastspec.config.options import (
+    BOOL,
+    PATH,
+    Kind,
+    Options,
+    choice,
+    documented,
+    integer,
+    number,
+    option,
+)
+from fastspec.tools.plots import require_plotting
 
 _MOST = 2**20  # of sizes; larger ones are mistakes
 _PART = number("a number from 0 to 1", lambda value: 0 <= value <= 1)
+_FILES = Kind("files", lambda value: isinstance(value, (list, tuple)), tuple, list[Path])
 
 
 @documented
 @dataclass(frozen=True)
-class DraftShape:
+class TrainFiles(Options):
+    """What a run reads and writes."""
+
+    data: tuple[Path, ...] = option(
+        MISSING,
+        _FILES,
+        'UTF-8 text, or .jsonl with a "text" a line, or "prompt_ids" and the "token_ids" after'
+        " them; repeatable.",
+        metavar="FILE",
+    )
+    out: Path = option(MISSING, PATH, "Draft, checkpoints and record.", metavar="DIR")
+    resume: bool = option(False, BOOL, "Continue from the checkpoint.")
+    plot: Path | None = option(
+        None, PATH, "Draw the loss of each step (extra [plot]).", metavar="FILE"
+    )
+    accelerate: bool = option(False, BOOL, "Several devices, under accelerate launch.")
+
+    def __post_init__(self):
+        super().__post_init__()
+        for file in self.data:
+            require_file("data", file)
+        fits = self.out.is_dir() or not self.out.exists()
+        require("out", str(self.out), fits, "a folder, not a file")
+        if self.plot is not None:
+            check_can_write("plot", self.plot)
+            require_plotting()
+
+
+@documented
+@dataclass(frozen=True)
+class DraftShape(Options):
     """The size of a draft, and the text that it is trained on."""
 
     layers: int = option(1, integer(1, _MOST), "Layers of the draft; few pay most.")
@@ -36,16 +81,15 @@ class DraftShape:
         "Part of the rows that is held out, to judge the draft.",
     )
 
-    def __post_init__(self):
-        check_options(self)
-
 
 @documented
 @dataclass(frozen=True)
-class TrainOptions:
+class TrainOptions(Options):
     """How long and how fast to train."""
 
-    steps: int = option(MISSING, integer(1, None), "Optimizer steps.")
+    steps: int | None = option(
+        None, integer(1, None), "Optimizer steps; by default one pass over the data."
+    )
     batch_size: int = option(8, integer(1, _MOST), "Rows of each process in a step.")
     rate: float = option(
         5e-4,
@@ -79,13 +123,14 @@ class TrainOptions:
     checkpoint_steps: int = option(200, integer(1, None), "Steps between checkpoints.")
     seed: int = option(0, integer(0, 2**63 - 1), "Seed of the weights and of the order of rows.")
 
-    def __post_init__(self):
-        check_options(self)
+    def num_steps(self, num_rows: int, num_processes: int = 1) -> int:
+        """Steps of a run over so many rows."""
+        return self.steps or -(-num_rows // (self.batch_size * num_processes))
 
-    def factor(self, step: int) -> float:
+    def factor(self, step: int, num_steps: int) -> float:
         """Learning rate of a step, counted from 0, as a part of its peak."""
-        num_warmup = math.ceil(self.warmup * self.steps)
+        num_warmup = math.ceil(self.warmup * num_steps)
         if step < num_warmup:
             return (step + 1) / num_warmup
-        done = (step - num_warmup) / max(1, self.steps - num_warmup)
+        done = (step - num_warmup) / max(1, num_steps - num_warmup)
         return 0.5 * (1 + math.cos(math.pi * done))

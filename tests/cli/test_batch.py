@@ -16,6 +16,7 @@ import pytest
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 from fastspec.tools import batch
 from fastspec.tools.batch import BatchJob, run_batch
+from fastspec.tools.settings import Models
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -26,7 +27,7 @@ def job(model_folders):
     config = EngineConfig(max_batch_size=2)
     spec = SpecConfig(num_speculative_tokens=3)
     folders = (str(model_folders[name]) for name in ("target", "draft"))
-    return BatchJob(*folders, PARAMS, spec, config, threads=1)
+    return BatchJob(Models(*folders, threads=1), PARAMS, spec, config)
 
 
 @pytest.fixture
@@ -43,7 +44,7 @@ def answers(path):
 @pytest.fixture
 def expected(job, source):
     prompts = [row["prompt"] for row in answers(source)]
-    return [output.text for output in Engine(job.target).generate(prompts, PARAMS)]
+    return [output.text for output in Engine(job.models.target).generate(prompts, PARAMS)]
 
 
 def test_answers_are_in_order(invoke, pair, source, tmp_path, expected):
@@ -166,7 +167,7 @@ def test_processes_that_cannot_load_say_why(source, tmp_path, monkeypatch):
         yield here
 
     monkeypatch.setattr(batch, "process", in_a_thread)
-    absent = BatchJob(str(tmp_path), None, PARAMS, SpecConfig(), EngineConfig())
+    absent = BatchJob(Models(str(tmp_path)), PARAMS, SpecConfig(), EngineConfig())
     with pytest.raises(ValueError, match="target"):
         run_batch(absent, source, tmp_path / "out", 2)
 

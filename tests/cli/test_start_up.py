@@ -1,14 +1,18 @@
 """Help and refusals come without torch, and `import fastspec` without transformers."""
 
+import inspect
 import json
 import subprocess
 import sys
+import typing
+from collections.abc import Iterator
 
 import pytest
 import typer
 
 import fastspec
 from fastspec.cli import app
+from fastspec.cli.options import Flags
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig, reference
 from fastspec.config.options import options_of
 
@@ -48,6 +52,7 @@ asked, entry_points = [], metadata.entry_points
 metadata.entry_points = lambda **group: asked.append(group) or entry_points(**group)
 sys.path[:0] = sys.argv[1:]
 from fastspec.cli import app
+from fastspec.cli.options import Flags
 print(len(asked), len(app.registered_commands) + sum(
     len(group.typer_instance.registered_commands) for group in app.registered_groups
 ))
@@ -61,6 +66,7 @@ import fastspec
 fastspec.SpecConfig("mag"), fastspec.EngineConfig(), fastspec.SamplingParams()
 heavy = {"import fastspec": [name for name in json.loads(sys.argv[2]) if name in sys.modules]}
 from fastspec.cli import app
+from fastspec.cli.options import Flags
 for arguments in json.loads(sys.argv[3]):
     with redirect_stdout(io.StringIO()) as shown, redirect_stderr(shown):
         try:
@@ -106,6 +112,33 @@ def test_flags_have_the_defaults_of_python():
                 assert flags[name].default == (None if option.default == () else option.default)
                 assert flags[name].opts == [flag.partition("/")[0] for flag in option.flags]
                 assert option.help in flags[name].help
+
+
+def own_defaults() -> Iterator[str]:
+    """Rows of the commands whose options have other defaults than the configs they are of."""
+    groups = [
+        ("", app),
+        *((f"{group.name} ", group.typer_instance) for group in app.registered_groups),
+    ]
+    for prefix, group in groups:
+        for command in group.registered_commands:
+            function = command.callback
+            for parameter in inspect.signature(inspect.unwrap(function)).parameters.values():
+                config, *flags = typing.get_args(parameter.annotation) or (None,)
+                if not flags or not isinstance(flags[0], Flags):
+                    continue
+                offered = {option.name: option for option in flags[0].of(config)}
+                for name, value in flags[0].defaults.items():
+                    if name in offered and offered[name].default is not None:
+                        python = f"`{config.__name__}`: {offered[name].default}"
+                        flag = offered[name].flags[0]
+                        yield f"| `{prefix}{function.__name__}` | `{flag}` | {value} | {python} |"
+
+
+def test_other_defaults_than_python_has_are_told():
+    page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    table = page.partition("## Defaults of its own")[2].partition("| --- |")[2].splitlines()[1:]
+    assert table == list(own_defaults())
 
 
 @pytest.mark.parametrize("name", ["Engine", "csd", "drafters", "train"])

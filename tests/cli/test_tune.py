@@ -82,7 +82,7 @@ def test_exit_layers(invoke, pair, tmp_path, prompts_file, monkeypatch):
         (["--methods", "early_exit"], "early_exit needs --exit-layers"),
         (["--methods", "mag", "--exit-layers", "1"], "--exit-layers"),
         (["--exit-layers", "two"], "--exit-layers"),
-        (["--exit-layers", "0"], "exit_layer"),
+        (["--exit-layers", "0"], "--exit-layers: "),
     ):
         refused = invoke(*run, *options)
         assert refused.exit_code == 2

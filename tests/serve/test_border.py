@@ -421,7 +421,7 @@ def test_a_port_that_is_taken_and_other_refusals(tmp_path, engine):
         for arguments, told in (
             (["--port", port], "in use"),
             (["--port", "99999"], "--port"),
-            (["--methods", "magic"], "error: Invalid value: --methods: expected one of ('none', "),
+            (["--methods", "magic"], "error: --methods: expected one of ('none', "),
             (["--methods", "mag,auto"], "'tree'), got 'auto'"),
             (["--api-keys-variable", "NOT_SET_AT_ALL"], "--api-keys-variable"),
             (["--chat-template", str(tmp_path / "none"), "--port", "0"], "no such file"),

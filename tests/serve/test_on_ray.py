@@ -13,6 +13,7 @@ import pytest
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 from fastspec.serve import ray_app
 from fastspec.tools.batch import BatchJob, run_batch
+from fastspec.tools.settings import Models
 
 from ..models import byte_tokenizer, perturbed, random_model
 from .helpers import wait_for
@@ -82,7 +83,7 @@ def write(path, rows):
 @pytest.mark.usefixtures("cluster")
 def test_rows_are_answered_once_though_an_actor_is_killed(folders, expected, tmp_path):
     source = write(tmp_path / "in", [{"id": n, "prompt": text} for n, text in enumerate(PROMPTS)])
-    job = BatchJob(*folders, PARAMS, SpecConfig(num_speculative_tokens=3), EngineConfig())
+    job = BatchJob(Models(*folders), PARAMS, SpecConfig(num_speculative_tokens=3), EngineConfig())
     killed = []
 
     def kill(done, total):
@@ -101,14 +102,14 @@ def test_rows_are_answered_once_though_an_actor_is_killed(folders, expected, tmp
 @pytest.mark.usefixtures("cluster")
 def test_actors_that_cannot_load_say_why(tmp_path):
     source = write(tmp_path / "in", [{"prompt": "a"}])
-    absent = BatchJob(str(tmp_path), None, PARAMS, SpecConfig(), EngineConfig())
+    absent = BatchJob(Models(str(tmp_path)), PARAMS, SpecConfig(), EngineConfig())
     with pytest.raises(ValueError, match="target"):
         run_batch(absent, source, tmp_path / "out", elsewhere=partial(answers, "auto", 1))
 
 
 def test_a_cluster_that_is_not_there(tmp_path):
     source = write(tmp_path / "in", [{"prompt": "a"}])
-    job = BatchJob("tiny", None, PARAMS, SpecConfig(), EngineConfig())
+    job = BatchJob(Models("tiny"), PARAMS, SpecConfig(), EngineConfig())
     with pytest.raises(ValueError, match=r"ray: cannot reach '127\.0\.0\.1:1'"):
         run_batch(job, source, tmp_path / "out", elsewhere=partial(answers, "127.0.0.1:1", 1))
 

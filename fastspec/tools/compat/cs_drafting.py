@@ -99,8 +99,7 @@ class CSDraftingDecoderModel(CSDraftingModel):
     """A decoder."""
 
 
-class CSDraftingDecoderModelKVCache(CSDraftingDecoderModel):
-    """A decoder."""
+CSDraftingDecoderModelKVCache = CSDraftingDecoderModel
 
 
 class CSDraftingEncoderDecoderModel(CSDraftingModel):
@@ -154,8 +153,7 @@ class CountedCSDraftingDecoderModel(_Counted, CSDraftingDecoderModel):
     """A decoder whose passes are counted."""
 
 
-class CountedCSDraftingDecoderModelKVCache(_Counted, CSDraftingDecoderModelKVCache):
-    """A decoder whose passes are counted."""
+CountedCSDraftingDecoderModelKVCache = CountedCSDraftingDecoderModel
 
 
 class CountedCSDraftingEncoderDecoderModel(_Counted, CSDraftingEncoderDecoderModel):

@@ -201,7 +201,7 @@ def autoregressive_generate(
 ) -> Ids:
     """Generate without speculation: the new ids, of an encoder-decoder after its start token."""
     params = _params(max_gen_len, logits_processor, eos_tokens_id, end_tokens_id)
-    return _written(generated(model, None, inputs, SpecConfig("none"), params, debug))
+    return _written(generated(model, None, inputs, SpecConfig("none"), params, debug))[0]
 
 
 def speculative_generate(
@@ -236,7 +236,7 @@ def speculative_generate(
     require_int("gamma", gamma, 1)
     params = _params(max_gen_len, logits_processor, eos_tokens_id, end_tokens_id)
     spec = SpecConfig("draft_model", gamma)
-    return _with_rate(generated(target, drafter, inputs, spec, params, debug))
+    return _written(generated(target, drafter, inputs, spec, params, debug))
 
 
 # The engine tells the two kinds of models apart.
@@ -282,7 +282,7 @@ def ngram_assisted_speculative_generate(
     # The store may know earlier texts of the same seed: a draw must not depend on what it proposes.
     spec = SpecConfig("auto", gamma, rejection_sample_method="coupled")
     params = _params(max_gen_len, logits_processor, eos_tokens_id, end_tokens_id)
-    return _with_rate(generated(target, drafter, inputs, spec, params, debug))
+    return _written(generated(target, drafter, inputs, spec, params, debug))
 
 
 def beam_search_generate(
@@ -380,11 +380,8 @@ _SAME = (GreedyProcessor, MultinomialProcessor, TopKProcessor)
 _SAME_AT_1 = (NucleusProcessor, TopKNucleusProcessor)
 
 
-def _written(made: tuple[RequestOutput, int | None]) -> Ids:
-    """The ids of a text, those of an encoder-decoder after its start token."""
+def _written(made: tuple[RequestOutput, int | None]) -> tuple[Ids, float]:
+    """The ids of a text, those of an encoder-decoder after its start token; the accepted part."""
     output, start = made
-    return [*output.token_ids] if start is None else [start, *output.token_ids]
-
-
-def _with_rate(made: tuple[RequestOutput, int | None]) -> tuple[Ids, float]:
-    return _written(made), made[0].stats.acceptance_rate or 0.0
+    ids = [*output.token_ids] if start is None else [start, *output.token_ids]
+    return ids, output.stats.acceptance_rate or 0.0
