@@ -6,7 +6,7 @@ proposal as any other, so output is exact at any temperature (Timor et al., arXi
 
 import logging
 from collections.abc import Mapping, Sequence
-from copy import copy, deepcopy
+from copy import copy
 from typing import Any, cast
 
 import torch
@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from fastspec.models.reduced_vocabulary import ReducedHead
+from fastspec.models.twin import copy_of_modules
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +67,7 @@ def with_vocabulary_of(
         len(pairs),
         vocab_size,
     )
-    shared = {id(tensor): tensor for tensor in (*draft.parameters(), *draft.buffers())}
-    twin = deepcopy(draft, shared)
+    twin = copy_of_modules(draft)
     device = embeddings.weight.device
     kept = torch.tensor([*pairs], device=device)
     rows = torch.tensor([*pairs.values()], device=device)

@@ -25,11 +25,15 @@ def twin_of(model: PreTrainedModel, attention: str) -> PreTrainedModel:
 
     The user's model is left as it is: its own attention, its own forward passes.
     """
-    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    twin = deepcopy(model, shared)
+    twin = copy_of_modules(model)
     for config in configs_of(twin):
         config._attn_implementation = attention
     return twin
+
+
+def copy_of_modules(model: PreTrainedModel) -> PreTrainedModel:
+    """A model's modules and configs again, on the same parameters and buffers."""
+    return deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
 
 
 def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
@@ -38,8 +42,7 @@ def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
     Raises:
         ValueError: its layers are not in one list.
     """
-    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    copy = deepcopy(model, shared)
+    copy = copy_of_modules(model)
     text_config: Any = copy.config.get_text_config(decoder=True)
     size = text_config.num_hidden_layers
     lists = [m for m in copy.modules() if isinstance(m, nn.ModuleList) and len(m) == size]
@@ -58,22 +61,28 @@ def use_few_row_kernels(model: PreTrainedModel) -> None:
     Linear layers always; normalisations where ours is as exact on a trial input, so a variant that
     only looks alike keeps its own code, as does what has hooks.
     """
-    if model.device.type != "cpu" or "cpu" not in available_backends():
-        return
-    for module in model.modules():
+    for module in _modules_on_cpu(model):
         if is_plain_linear(module):
-            module.__dict__["forward"] = _linear(module)
+            ours = _for_few_rows(module, lambda x, m=module: linear(x, m.weight, m.bias))
+            module.__dict__["forward"] = ours
         elif _is_rms_norm(module) and is_plain(module):
-            _take_over(module, _rms_norm(module))
+            _take_over(module, lambda x, m=module: rms_norm(x, m.weight, m.variance_epsilon))
 
 
 def use_few_row_mlps(model: PreTrainedModel) -> None:
     """The same for gated feed-forward blocks."""
-    if model.device.type != "cpu" or "cpu" not in available_backends():
-        return
-    for module in model.modules():
+    for module in _modules_on_cpu(model):
         if _is_gated_mlp(module):
-            _take_over(module, _gated_mlp(module))
+            weights = [
+                layer.weight for layer in (module.gate_proj, module.up_proj, module.down_proj)
+            ]
+            _take_over(module, lambda x, weights=weights: gated_mlp(x, *weights))
+
+
+def _modules_on_cpu(model: PreTrainedModel) -> Iterator[Any]:
+    """The modules of a model that our kernels for few rows can stand for."""
+    if model.device.type == "cpu" and "cpu" in available_backends():
+        yield from model.modules()
 
 
 def compile_modules(model: PreTrainedModel) -> None:
@@ -113,37 +122,21 @@ def _with_compiled_rotation(forward: Callable) -> Callable | None:
     return fused
 
 
-def _linear(module: Any) -> Forward:
-    def forward(x: Tensor) -> Tensor:
-        if x.numel() > MOST_FEW_ROWS * x.shape[-1]:
-            return nn.Linear.forward(module, x)
-        return linear(x.contiguous(), module.weight, module.bias)
-
-    return forward
-
-
-def _rms_norm(module: Any) -> Forward:
-    many_rows = type(module).forward
+def _for_few_rows(module: Any, kernel: Forward) -> Forward:
+    """The module's forward, with a kernel for few rows that are no wider than its weights."""
+    many_rows, widest = type(module).forward, _weight_of(module).dtype.itemsize
 
     def forward(x: Tensor) -> Tensor:
-        is_wider = x.dtype.itemsize > module.weight.dtype.itemsize  # of a sum kept in float32
-        if is_wider or x.numel() > MOST_FEW_ROWS * x.shape[-1]:
+        # A sum that is kept in float32 is wider.
+        if x.numel() > MOST_FEW_ROWS * x.shape[-1] or x.dtype.itemsize > widest:
             return many_rows(module, x)
-        return rms_norm(x.contiguous(), module.weight, module.variance_epsilon)
+        return kernel(x.contiguous())
 
     return forward
 
 
-def _gated_mlp(module: Any) -> Forward:
-    many_rows = type(module).forward
-    gate, up, down = module.gate_proj, module.up_proj, module.down_proj
-
-    def forward(x: Tensor) -> Tensor:
-        if x.numel() > MOST_FEW_ROWS * x.shape[-1]:
-            return many_rows(module, x)
-        return gated_mlp(x.contiguous(), gate.weight, up.weight, down.weight)
-
-    return forward
+def _weight_of(module: Any) -> Tensor:
+    return getattr(module, "gate_proj", module).weight
 
 
 def is_plain(module: nn.Module) -> bool:
@@ -171,9 +164,9 @@ def is_as_exact(ours: Tensor, theirs: Tensor, truth: Tensor) -> bool:
 
 
 @torch.inference_mode()
-def _take_over(module: Any, forward: Forward) -> None:
-    """Replace a module's forward by one that is as exact on a trial input."""
-    weight = getattr(module, "gate_proj", module).weight
+def _take_over(module: Any, kernel: Forward) -> None:
+    """Let a kernel compute few rows of a module if it is as exact on a trial input."""
+    weight, forward = _weight_of(module), _for_few_rows(module, kernel)
     size = weight.shape[-1]
     trial = torch.linspace(-9.0, 9.0, 2 * size).sin().view(2, size).to(weight.dtype)
     wider = torch.float64 if weight.dtype == torch.float32 else torch.float32
