@@ -107,7 +107,7 @@ class Loop:
         running = requests + others
         times.append(perf_counter())
         try:
-            verdicts = self._verify(batch, proposal, **speculation.rule)
+            verdicts = self._verify(batch, proposal, speculation.spec)
         except BaseException:
             for request in running:  # the drafter waits for a commit that will not come
                 speculation.release(request)

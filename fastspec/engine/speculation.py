@@ -39,7 +39,7 @@ class Speculation:
         chains_only: a target that cannot judge trees, as errors begin.
         pacer: makes the schedules; None = always K.
     Attributes:
-        rule: how the target judges what is proposed.
+        spec: how the target judges what is proposed.
         usual_num_tokens: K where none is named.
         known: the drafter that is on, or was on last.
         num_speculative_tokens: tokens of a request that one step can accept at most; 0 while off.
@@ -66,16 +66,11 @@ class Speculation:
         given = ((name, getattr(spec, name)) for name in for_trees)
         chain_rules = (f"{name}: {v!r}" for name, v in given if v not in for_trees[name])
         self._is_coupled = spec.rejection_sample_method == "coupled"
-        self._most_drafting = spec.disable_by_batch_size
         self._chains_only = chains_only
         self._pacer = pacer
         self._chain_rule = chains_only or next(chain_rules, None)
         self._config = config
-        self.rule = {
-            "method": spec.rejection_sample_method,
-            "lenience": spec.relaxed_acceptance,
-            "synthetic_rate": spec.synthetic_acceptance_rate,
-        }
+        self.spec = spec
         self.usual_num_tokens = spec.num_draft_tokens(config.max_n_spec_tokens)
         self._no_drafter = NoDrafter()
         self._has_failed = False  # in this step
@@ -146,7 +141,8 @@ class Speculation:
         rules = device, backend, own_limits if min(own_limits) < most else None, self._is_coupled
         try:
             limits = nodes = [min(request.room, limit) for request, limit in pairs]
-            if self._most_drafting is not None and len(requests) > self._most_drafting:
+            most_drafting = self.spec.disable_by_batch_size
+            if most_drafting is not None and len(requests) > most_drafting:
                 free = (self._is_coupled or r.params.temperature == 0 for r in requests)
                 pairs = zip(limits, free, strict=True)
                 limits = nodes = [0 if is_free else limit for limit, is_free in pairs]

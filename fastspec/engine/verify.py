@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fastspec.config import SpecConfig
 from fastspec.drafters import Proposal
 from fastspec.drafters.base import VERIFY_STREAM, Batch
 from fastspec.drafters.draft_model import of_rows
@@ -19,7 +21,9 @@ from fastspec.engine.synthetic import judge_synthetic
 from fastspec.models.layout import Span, packed
 from fastspec.models.runner import ModelRunner
 from fastspec.models.transfer import device_tensor
-from fastspec_kernels import row_stats, uniform, verify_chain, verify_tree
+from fastspec_kernels import row_stats, verify_chain, verify_tree
+
+_STANDARD = SpecConfig()  # its rule of acceptance
 
 
 def prefill(runner: ModelRunner, requests: list[EngineRequest], most: int) -> int:
@@ -65,126 +69,133 @@ def _read_with_logprobs(runner: ModelRunner, request: EngineRequest, span: Span)
 
 
 def verify(
-    runner: ModelRunner,
-    batch: Batch,
-    proposal: Proposal,
-    method: str = "standard",
-    lenience: float = 1.0,
-    synthetic_rate: float | None = None,
+    runner: ModelRunner, batch: Batch, proposal: Proposal, spec: SpecConfig = _STANDARD
 ) -> list[Verdict]:
     """Judge the proposals in one target pass; a round's only copy from the device is made here.
 
-    What is accepted of a tree is moved behind the cached tokens. Exact unless lenience is above 1
-    or there is a synthetic rate; these, and method "block", are for chains only. Another copy is
-    made for requests that want the best tokens' log-probabilities, and for rules that read drafts
-    on the host. Of ranks that share the target all take what rank 0 accepts.
+    What is accepted of a tree is moved behind the cached tokens. Exact unless relaxed_acceptance is
+    above 1 or there is a synthetic rate; these, and method "block", are for chains only. Another
+    copy is made for requests that want the best tokens' log-probabilities, and for rules that read
+    drafts on the host. Of ranks that share the target all take what rank 0 accepts.
+
+    Args:
+        spec: names the rule of acceptance.
     """
-    width = proposal.token_ids.shape[1]
-    wanted = batch.num_draft_tokens if proposal.parents is None else batch.max_nodes
-    proposed = wanted if proposal.num_tokens is None else proposal.num_tokens
-    pairs = zip(wanted, proposed, strict=True)
-    counts = [min(*pair, width) + 1 for pair in pairs]
-    spans = [
-        request.span(len(request.token_ids) - 1, count)
-        for request, count in zip(batch.requests, counts, strict=True)
-    ]
-    newest = [[request.token_ids[-1]] for request in batch.requests]
+    requests, parents, ranks = batch.requests, proposal.parents, runner.paged_model.ranks
+    # What is read: the last token of each request, and its proposals.
+    wanted = batch.num_draft_tokens if parents is None else batch.max_nodes
+    proposed, width = proposal.num_tokens or wanted, proposal.token_ids.shape[1]
+    counts = [min(*pair, width) + 1 for pair in zip(wanted, proposed, strict=True)]
+    newest = [[request.token_ids[-1]] for request in requests]
     newest_ids = device_tensor(newest, torch.int32, batch.device)
     ids = torch.cat([newest_ids, proposal.token_ids], dim=1)  # [B, 1 + K]
-    cu_rows = device_tensor([*accumulate(counts, initial=0)], torch.int32, batch.device)
-    readable = ids.clamp(0, runner.vocab_size - 1).long()
-    readable = readable.view(-1) if min(counts) == width + 1 else packed(readable, counts)
-    parents = proposal.parents
     if parents is not None:
         parents = pad(parents.masked_fill(proposal.token_ids < 0, -1), (1, 0), value=-1)
-    rows = None
+    pairs = zip(requests, counts, strict=True)
+    spans = [request.span(len(request.token_ids) - 1, count) for request, count in pairs]
+    readable, rows = ids.clamp(0, runner.vocab_size - 1).long(), None
+    readable = readable.view(-1) if min(counts) == width + 1 else packed(readable, counts)
     if runner.paged_model.recurrent is not None:
         readable, spans, rows = _after_reread(runner, batch, readable, counts)
-    target_logits = runner.forward(readable, spans, rows, parents)
+    logits = runner.forward(readable, spans, rows, parents)  # [T, V]
     if proposal.on_judged is not None:
-        proposal.on_judged(target_logits, counts)
-    token_bitmask, dead = None, {}
-    has_rules = any(request.rules is not None for request in batch.requests)
-    if has_rules or method == "coupled":  # the request and the node that each row stands after
-        owners = [b for b, count in enumerate(counts) for _ in range(count)]
-        nodes = [node for count in counts for node in range(count)]
-    else:
-        owners, nodes = [], []
+        proposal.on_judged(logits, counts)
+
+    # What is accepted: by the rules of the requests for their rows, then by that of acceptance.
+    bitmask, dead = None, []
+    has_rules = any(request.rules is not None for request in requests)
     if has_rules:
-        texts, rules = zip(*((r.token_ids, r.rules) for r in batch.requests), strict=True)
-        judged_rows = Rows(owners, nodes, ids, parents)
-        target_logits, token_bitmask, dead = apply_rules(
-            texts, rules, target_logits, judged_rows, batch.backend
-        )
-        for row in [row for row in dead if nodes[row] == 0]:
-            rules[owners[row]].failure = dead.pop(row)
-            target_logits[row] = torch.nan
-    given = {**batch.sampling, "token_bitmask": token_bitmask, "backend": batch.backend}
-    path = ids[:, :0]
-    drafts = {
-        "draft_logits": proposal.draft_logits,
-        "draft_token_map": proposal.draft_token_map,
-    }
-    if method == "coupled":
-        places = device_tensor([owners, nodes], torch.int64, batch.device)
-        judged = judge_coupled(target_logits, places, ids, parents, batch, token_bitmask)
-        path, output_ids, accepted_len, logprobs = judged
-    elif parents is None:
-        judged = target_logits, cu_rows, proposal.token_ids
-        uniforms = _uniforms(batch, batch.num_speculative_tokens)
-        if synthetic_rate is not None:
-            given = batch.sampling, token_bitmask, batch.backend
-            judged = judge_synthetic(*judged, uniforms, synthetic_rate, *given)
-        else:
-            given |= {"lenience": lenience, "method": method, **drafts}
-            judged = verify_chain(*judged, uniforms, **given)
-        output_ids, accepted_len, logprobs = judged
-    else:
-        uniforms = _uniforms(batch, ids.shape[1])
-        given |= {"sibling_rule": proposal.sibling_rule, **drafts}
-        judged = verify_tree(target_logits, cu_rows, ids, parents, uniforms, **given)
-        path, output_ids, accepted_len, logprobs = judged
-    if parents is None:
-        table = torch.cat([accepted_len[:, None], output_ids, proposal.token_ids], dim=1)
-    else:
-        lens = accepted_len[:, None].expand_as(output_ids)
-        table = torch.stack([lens, path, output_ids, ids, parents], dim=1)
-    ranks = runner.paged_model.ranks
+        logits, bitmask, dead = _ruled(batch, logits, Rows(*_places(counts), ids, parents))
+    judged = _judge(spec, batch, proposal, logits, counts, ids, parents, bitmask)
+    *path, output_ids, accepted_len, logprobs = judged
+    columns = [accepted_len[:, None].expand_as(ids), output_ids, ids]
+    columns += [] if parents is None else [*path, parents]
+    table = torch.stack(columns, dim=1)
     if ranks is not None:
         table = ranks.of_first(table)
-        if parents is not None:
-            path, accepted_len = table[:, 1].contiguous(), table[:, 0, 0].contiguous()
+        accepted_len, path = table[:, 0, 0].contiguous(), [*table[:, 3:4].unbind(1)]
     if parents is not None:
-        runner.compact(spans, path, accepted_len)
-    table = table.tolist()
+        runner.compact(spans, path[0], accepted_len)
+
+    # What the host is told.
+    rows_of, wants_logprobs = table.tolist(), any(r.params.logprobs is not None for r in requests)
     if ranks is not None and has_rules:
-        dead = ranks.all_of([*dead])[0]
-    wants_logprobs = any(request.params.logprobs is not None for request in batch.requests)
+        dead = ranks.all_of(dead)[0]
     if ranks is not None and wants_logprobs:
         logprobs = ranks.of_first(logprobs)
-    logprob_rows = logprobs.tolist() if wants_logprobs else [None] * len(table)
-    verdicts = []
-    for row, count, values in zip(table, counts, logprob_rows, strict=True):
-        if parents is not None:
-            verdicts.append(tree_verdict(row, count, values))
-            continue
-        drafts, emitted = row[width + 2 :][: count - 1], row[0] + 1
-        proposed = next((i for i, token in enumerate(drafts) if token < 0), len(drafts))
-        source = "bonus" if row[0] == proposed else "recovered"
-        source = source if proposed else "target"
-        values = values and values[:emitted]
-        verdicts.append(Verdict(proposed, row[0], row[1 : emitted + 1], values, source))
-    for row in dead:  # the draft holds up to there, and then the text fails in the next step
-        verdict = verdicts[owners[row]]
-        reached = verdict.path[-1] if verdict.path else verdict.accepted_len
-        if reached == nodes[row]:
-            logprobs = verdict.logprobs and verdict.logprobs[:-1]
-            kept = verdict.output_ids[:-1]
-            verdicts[owners[row]] = replace(verdict, output_ids=kept, logprobs=logprobs)
-    most = max(request.params.logprobs or 0 for request in batch.requests)
-    if most:
-        _add_best(verdicts, most, target_logits, counts, batch, token_bitmask)
+    values = logprobs.tolist() if wants_logprobs else [None] * len(counts)
+    verdicts = [verdict_of(*each) for each in zip(rows_of, counts, values, strict=True)]
+    for b, node in dead:  # the draft holds up to there, and then the text fails in the next step
+        verdict = verdicts[b]
+        if node == (verdict.path[-1] if verdict.path else verdict.accepted_len):
+            kept, known = verdict.output_ids[:-1], verdict.logprobs and verdict.logprobs[:-1]
+            verdicts[b] = replace(verdict, output_ids=kept, logprobs=known)
+    if most := max(request.params.logprobs or 0 for request in requests):
+        _add_best(verdicts, most, logits, counts, batch, bitmask)
     return verdicts
+
+
+def _judge(
+    spec: SpecConfig,
+    batch: Batch,
+    proposal: Proposal,
+    logits: Tensor,
+    counts: list[int],
+    ids: Tensor,
+    parents: Tensor | None,
+    bitmask: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """Output ids, accepted_len and logprobs by the rule of acceptance, of trees after their path.
+
+    Args:
+        logits: [T, V], packed: counts[b] rows of each request.
+        ids, parents: [B, N], node 0 is the last committed token; parents None = chains.
+    """
+    if spec.rejection_sample_method == "coupled":
+        places = device_tensor(_places(counts), torch.int64, batch.device)
+        return judge_coupled(logits, places, ids, parents, batch, bitmask)
+    cu_rows = device_tensor([*accumulate(counts, initial=0)], torch.int32, batch.device)
+    most = batch.num_speculative_tokens
+    num = most if parents is None else ids.shape[1]
+    uniforms = batch.uniforms(max(num, most) + 1, VERIFY_STREAM)
+    if num != most or batch.own_limits is not None:
+        uniforms = _by_own_limits(uniforms, num, batch)
+    if (rate := spec.synthetic_acceptance_rate) is not None:
+        judged = logits, cu_rows, proposal.token_ids, uniforms, rate
+        return judge_synthetic(*judged, batch.sampling, bitmask, batch.backend)
+    given: dict[str, Any] = {**batch.sampling, "token_bitmask": bitmask, "backend": batch.backend}
+    given |= {"draft_logits": proposal.draft_logits, "draft_token_map": proposal.draft_token_map}
+    if parents is not None:
+        given["sibling_rule"] = proposal.sibling_rule
+        return verify_tree(logits, cu_rows, ids, parents, uniforms, **given)
+    given |= {"lenience": spec.relaxed_acceptance, "method": spec.rejection_sample_method}
+    return verify_chain(logits, cu_rows, proposal.token_ids, uniforms, **given)
+
+
+def _places(counts: list[int]) -> tuple[list[int], list[int]]:
+    """The request, and the node of its tree, that each packed row stands after."""
+    owners = [b for b, count in enumerate(counts) for _ in range(count)]
+    return owners, [node for count in counts for node in range(count)]
+
+
+def _ruled(
+    batch: Batch, logits: Tensor, rows: Rows
+) -> tuple[Tensor, Tensor | None, list[tuple[int, int]]]:
+    """Logits and allowed tokens by the requests' rules; the places in drafts that nothing follows.
+
+    A request whose text nothing may follow gets NaN, and its rules know why.
+    """
+    texts, rules = zip(*((r.token_ids, r.rules) for r in batch.requests), strict=True)
+    logits, bitmask, failures = apply_rules(texts, rules, logits, rows, batch.backend)
+    dead = []
+    for row, failure in failures.items():
+        place = rows.requests[row], rows.nodes[row]
+        if place[1]:
+            dead.append(place)
+        else:
+            rules[place[0]].failure = failure
+            logits[row] = torch.nan
+    return logits, bitmask, dead
 
 
 def _add_best(
@@ -242,44 +253,46 @@ def _after_reread(
     return torch.cat(parts), spans, rows
 
 
-def _uniforms(batch: Batch, num: int) -> Tensor:
+def _by_own_limits(numbers: Tensor, num: int, batch: Batch) -> Tensor:
     """[B, N + 1]: a number for each of N proposals, and last that of the extra token, the K-th.
 
     K is the request's own: it gets the same token whatever else is proposed in the batch.
     """
-    most, own_limits = batch.num_speculative_tokens, batch.own_limits
-    seeds, lengths = batch.keys
-    numbers = uniform(seeds, lengths, max(num, most) + 1, VERIFY_STREAM, backend=batch.backend)
-    if num == most and own_limits is None:
-        return numbers
-    limits = own_limits or [most] * len(batch.requests)
+    limits = batch.own_limits or [batch.num_speculative_tokens] * len(batch.requests)
     extra = device_tensor(limits, torch.int64, batch.device)[:, None]
     places = torch.arange(num, device=batch.device)
     return numbers.gather(1, torch.cat([places + (places >= extra), extra], dim=1))
 
 
-def tree_verdict(
+def verdict_of(
     row: Sequence[Sequence[int]], count: int, logprobs: list[float] | None = None
 ) -> Verdict:
-    """The verdict on a tree: accepted_len, path, output ids, tokens and parents of its nodes.
+    """The verdict on what a request proposed.
 
     Args:
-        row: those five, each as long as the longest, of which the first `count` nodes were read.
+        row: accepted_len, output ids and token ids, of a tree also the path and the parents of its
+            nodes; each as long as the longest, of which the first `count` nodes were read.
     """
-    (accepted_len, *_), path, output_ids, token_ids, parents = row
-    emitted = accepted_len + 1
-    parents, path = parents[:count], path[: max(accepted_len, 0)]
-    depths = [0]  # of each node; -1 where there is none
-    for parent in parents[1:]:
-        depths.append(depths[parent] + 1 if parent >= 0 and depths[parent] >= 0 else -1)
-    extra_source = "recovered" if [0, *path][-1] in parents else "bonus"
+    (accepted_len, *_), output_ids, token_ids, *tree = row
+    emitted, nodes = accepted_len + 1, token_ids[:count]
+    path = parents = ()
+    if tree:
+        path, parents = tree[0][: max(accepted_len, 0)], tree[1][:count]
+        depths = [0]  # of each node; -1 where there is none
+        for parent in parents[1:]:
+            depths.append(depths[parent] + 1 if parent >= 0 and depths[parent] >= 0 else -1)
+        proposed, is_whole = max(depths), [0, *path][-1] not in parents
+    else:
+        proposed = next((i for i, token in enumerate(nodes[1:]) if token < 0), len(nodes) - 1)
+        is_whole = accepted_len == proposed
+    source = ("bonus" if is_whole else "recovered") if proposed else "target"
     return Verdict(
-        max(depths),
+        proposed,
         accepted_len,
         list(output_ids[:emitted]),
         logprobs and logprobs[:emitted],
-        extra_source if max(depths) else "target",
-        tuple(token_ids[:count]),
+        source,
+        tuple(nodes if tree else ()),
         tuple(parents),
         tuple(path),
     )

@@ -30,7 +30,7 @@ from fastspec.engine.schedule import Step
 from fastspec.engine.scheduler import Scheduler
 from fastspec.engine.speculation import Speculation
 from fastspec.engine.stats import SpecStats
-from fastspec.engine.verify import tree_verdict
+from fastspec.engine.verify import verdict_of
 from fastspec.models.cache_size import cache_blocks
 from fastspec.models.layout import EncoderInput
 from fastspec.models.loading import resolve_device
@@ -204,7 +204,7 @@ def _skip_prefill(requests: list[EngineRequest], most: int) -> int:
     return 0
 
 
-def _compare(batch: Batch, proposal: Proposal, **rule: object) -> list[Verdict]:
+def _compare(batch: Batch, proposal: Proposal, spec: SpecConfig) -> list[Verdict]:
     """The verdicts of a target that writes what is stored."""
     verdicts, parents = [], proposal.parents
     trees = [None] * len(batch.requests) if parents is None else parents.tolist()
@@ -241,8 +241,8 @@ def _follow(
             break
         path.append(node)
     emitted = following[: len(path)]
-    judged = [len(path) - 1], path[1:], emitted, token_ids, parents
-    return tree_verdict(judged, min(most, len(row)) + 1)
+    judged = [len(path) - 1], emitted, token_ids, path[1:], parents
+    return verdict_of(judged, min(most, len(row)) + 1)
 
 
 def first_mismatch(draft_token_ids: list[int], stored_token_ids: list[int]) -> int:

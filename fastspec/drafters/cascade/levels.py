@@ -90,8 +90,9 @@ class CopyingLevel(Level):
         self._texts = TextStore()
 
     def write(self, drafts: list[Draft], counts: list[int], batch: Batch) -> None:
-        texts = self._texts.extend(*_texts_of(drafts), batch.device)
-        copies = self._copy(texts, self.piece or max(counts)).tolist()
+        requests, texts = [draft.request for draft in drafts], [draft.text for draft in drafts]
+        known = self._texts.extend(requests, texts, batch.device)
+        copies = self._copy(known, self.piece or max(counts)).tolist()
         for draft, ids, count in zip(drafts, copies, counts, strict=True):
             usable = takewhile(
                 lambda i: 0 <= i < self._vocab_size, ids if self.piece else ids[:count]
@@ -129,10 +130,11 @@ class ModelLevel(Level):
         self._backend = backend
 
     def write(self, drafts: list[Draft], counts: list[int], batch: Batch) -> None:
+        requests, texts = [draft.request for draft in drafts], [draft.text for draft in drafts]
         uniforms = draw_uniforms(drafts, batch.num_speculative_tokens, batch)
         keeps_logits = self._lenience > 1 or any(not draft.is_greedy for draft in drafts)
         token_ids, logits, _ = self.model.write(
-            *_texts_of(drafts), counts, _sampling(drafts, batch), uniforms, keeps_logits
+            requests, texts, counts, _sampling(drafts, batch), uniforms, keeps_logits
         )
         if logits is not None:
             logits = self.model.vocabulary.whole(logits)
@@ -158,7 +160,8 @@ class ModelLevel(Level):
         drafts = [draft for draft, _ in reviewed]
         tokens = [draft.tokens[start:] for draft, start in reviewed]
         num_rows = [len(row) + 1 for row in tokens]
-        logits = self.model.vocabulary.whole(self.model.read(*_texts_of(drafts), num_rows))
+        texts, requests = [draft.text for draft in drafts], [draft.request for draft in drafts]
+        logits = self.model.vocabulary.whole(self.model.read(requests, texts, num_rows))
         first = [0, *accumulate(num_rows)]
         split = first[num_by_chain]
         verdicts: list[Verdict] = []
@@ -232,10 +235,6 @@ class ModelLevel(Level):
             verdicts.append((accepted, best_ids[end], kept))
             first += len(row) + 1
         return verdicts
-
-
-def _texts_of(drafts: list[Draft]) -> tuple[list[Request], list[list[int]]]:
-    return [draft.request for draft in drafts], [draft.text for draft in drafts]
 
 
 def _sampling(drafts: list[Draft], batch: Batch) -> SamplingTensors:
