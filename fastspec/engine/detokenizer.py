@@ -1,5 +1,6 @@
 """Text of a growing token sequence, with stop strings found at the token that completes them."""
 
+from dataclasses import dataclass
 from typing import cast
 
 from transformers import PreTrainedTokenizerBase
@@ -9,6 +10,7 @@ _MOST_PENDING = 8  # tokens without a whole character before some are taken as t
 _CUTS = (3, 4, 5, 6)  # tokens that may still belong to a character, from the end
 
 
+@dataclass(eq=False)
 class Detokenizer:
     """Decodes token by token, holding back half characters and what may become a stop string.
 
@@ -23,22 +25,17 @@ class Detokenizer:
         min_tokens: tokens before which no such string counts.
     """
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        stop: tuple[str, ...] = (),
-        keeps_stop: bool = False,
-        skips_special: bool = True,
-        min_tokens: int = 0,
-    ):
+    tokenizer: PreTrainedTokenizerBase
+    stop: tuple[str, ...] = ()
+    keeps_stop: bool = False
+    skips_special: bool = True
+    min_tokens: int = 0
+
+    def __post_init__(self):
         self.text = ""
         self.stopped = False
-        self._tokenizer = tokenizer
-        self._stop = stop
-        self._keeps_stop = keeps_stop
-        self._skips_special = skips_special
-        self._hold = max((len(s) for s in stop), default=1) - 1
-        self._num_left = min_tokens
+        self._hold = max((len(s) for s in self.stop), default=1) - 1
+        self._num_left = self.min_tokens
         self._window: list[int] = []  # the last ids
         self._num_read = 0  # of them, those whose text is in self.text
         self._num_streamed = 0
@@ -50,7 +47,7 @@ class Detokenizer:
         known, extended = self._decode(self._num_read), self._decode(len(self._window))
         piece = extended[len(known) :]
         if (piece and not piece.endswith(_INCOMPLETE)) or (
-            self._stop and self._find_stop(piece.rstrip(_INCOMPLETE))
+            self.stop and self._find_stop(piece.rstrip(_INCOMPLETE))
         ):
             self._append(piece, len(self._window))
         elif len(self._window) - self._num_read >= _MOST_PENDING:
@@ -73,10 +70,10 @@ class Detokenizer:
 
     def _append(self, piece: str, num_read: int) -> None:
         """Take a piece, the text of the window up to `num_read`; the ids of it stay as context."""
-        found = self._find_stop(piece) if self._stop else None
+        found = self._find_stop(piece) if self.stop else None
         self.text += piece
         if found:
-            self.text = self.text[: min(found)[self._keeps_stop]]
+            self.text = self.text[: min(found)[self.keeps_stop]]
             self.stopped = True
         del self._window[: self._num_read]
         self._num_read = num_read - self._num_read
@@ -87,7 +84,7 @@ class Detokenizer:
             return []
         text = self.text[-self._hold :] + piece if self._hold else piece
         first = len(self.text) + len(piece) - len(text)
-        ends = {s: max(0, len(text) - len(piece) - len(s) + 1) for s in self._stop}
+        ends = {s: max(0, len(text) - len(piece) - len(s) + 1) for s in self.stop}
         places = ((text.find(s, start), len(s)) for s, start in ends.items())
         return [(first + at, first + at + size) for at, size in places if at >= 0]
 
@@ -107,5 +104,5 @@ class Detokenizer:
 
     def _decode(self, num: int) -> str:
         """The text of the first ids of the window."""
-        ids, skips = self._window[:num], self._skips_special
-        return cast(str, self._tokenizer.decode(ids, skip_special_tokens=skips))
+        ids, skips = self._window[:num], self.skips_special
+        return cast(str, self.tokenizer.decode(ids, skip_special_tokens=skips))

@@ -90,18 +90,15 @@ class Engine:
         ranks = target_model.ranks
         self.device = target_model.device
         self.max_model_len = model_len(config, target_model)
+        vocab_size = target_model.vocab_size
         self._factory = RequestFactory(
-            tokenizer,
-            target_model.vocab_size,
-            self.max_model_len,
+            PromptReader(tokenizer, vocab_size, self.max_model_len, config.prompt_template),
             eos_token_ids(model, tokenizer),
             target_model.decoder_start_id,
-            config.prompt_template,
             target_model.rotary.rereads_above if target_model.rotary else None,
             not config.prefix_caching and prefix_obstacle(target_model, config) is None,
             new_seeds(ranks),
         )
-        vocab_size = target_model.vocab_size
         drafting = DrafterContext(spec, config, tokenizer, vocab_size, target, target_model=model)
         plan = plan_drafter(replace(drafting, drafter=drafter))
         if plan and plan.heterogeneous_vocab:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
+@dataclass(eq=False)
 class GrammarCompiler:
     """Makes grammars for one tokenizer; its trie is built with the first of them.
 
@@ -19,13 +21,10 @@ class GrammarCompiler:
         eos_ids: tokens that may end a text once it is complete.
     """
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, eos_ids: frozenset[int]
-    ):
-        self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
-        self._eos_ids = eos_ids
-        self._tokens: Any = None
+    tokenizer: PreTrainedTokenizerBase | None
+    vocab_size: int
+    eos_ids: frozenset[int]
+    _tokens: Any = field(default=None, init=False)
 
     def compile(self, structure: Mapping[str, Any]) -> "LlguidanceGrammar":
         """The grammar of `SamplingParams.structured_outputs`.
@@ -42,12 +41,12 @@ class GrammarCompiler:
             raise ValueError(
                 "structured_outputs: needs llguidance; pip install 'fastspec-kernels[grammar]'"
             ) from error
-        if not isinstance(self._tokenizer, PreTrainedTokenizerFast) or not self._eos_ids:
+        if not isinstance(self.tokenizer, PreTrainedTokenizerFast) or not self.eos_ids:
             raise ValueError(
                 "structured_outputs: needs a fast tokenizer with an end-of-sequence token"
             )
         if self._tokens is None:
-            self._tokens = from_tokenizer(self._tokenizer, self._vocab_size, sorted(self._eos_ids))
+            self._tokens = from_tokenizer(self.tokenizer, self.vocab_size, sorted(self.eos_ids))
         try:
             source = _source(LLMatcher, any_to_lark, structure)
             matcher = LLMatcher(self._tokens, source, log_level=0)
@@ -55,19 +54,18 @@ class GrammarCompiler:
             raise ValueError(f"structured_outputs: {error}") from error
         if matcher.is_error():
             raise ValueError(f"structured_outputs: {matcher.get_error()}")
-        return LlguidanceGrammar(matcher, self._eos_ids)
+        return LlguidanceGrammar(matcher)
 
 
+@dataclass(eq=False)
 class LlguidanceGrammar:
     """What may follow one text, see `fastspec.drafters.logit_rules.Grammar`."""
 
-    def __init__(self, matcher: Any, eos_ids: frozenset[int]):
-        self._matcher = matcher
-        self._eos_ids = eos_ids
+    matcher: Any
 
     def mask_after(self, path: list[int], words: np.ndarray) -> None:
         """Write the bits of the tokens that may follow a path; where none leads, all are set."""
-        matcher = self._matcher.deep_copy() if path else self._matcher  # an error is for ever
+        matcher = self.matcher.deep_copy() if path else self.matcher  # an error is for ever
         taken = matcher.try_consume_tokens(path) if path else 0
         if taken == len(path) and (matcher.is_error() or not matcher.is_stopped()):
             mask = np.frombuffer(matcher.compute_bitmask(), np.int32)
@@ -78,8 +76,8 @@ class LlguidanceGrammar:
 
     def advance(self, token_id: int) -> bool:
         """Add a token; whether anything may follow it."""
-        self._matcher.consume_token(token_id)
-        return self._matcher.is_error() or not self._matcher.is_stopped()
+        self.matcher.consume_token(token_id)
+        return self.matcher.is_error() or not self.matcher.is_stopped()
 
 
 def _source(matcher: Any, any_to_lark: Any, structure: Mapping[str, Any]) -> str:

@@ -2,12 +2,13 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from time import perf_counter
 
 import torch
 
+from fastspec.config import SpecConfig
 from fastspec.drafters import Proposal
 from fastspec.drafters.base import Batch
 from fastspec.engine.outputs import RequestOutput, StreamEvent, Verdict
@@ -18,42 +19,33 @@ from fastspec.engine.speculation import Speculation
 from fastspec.engine.stats import PHASES, SpecStats
 
 
+@dataclass(eq=False)
 class Loop:
     """Advances the requests of a scheduler in rounds, and posts an event for each token.
 
-    Args:
+    Attributes:
         scheduler: the requests.
-        speculations: who proposes for them, by `SamplingParams.drafter`.
+        speculations: who proposes for them, by `SamplingParams.drafter`; drafters come and go
+            between rounds.
         prefill: caches so many committed tokens at most, see `fastspec.engine.verify.prefill`.
         verify: judges a proposal by a drafter's rule, by a model's logits or by what it has written
             before.
         stats: counters of all requests together.
         chunk_size: tokens that a round reads before it decodes, of all requests together.
-    Attributes:
-        speculations: see above; drafters come and go between rounds.
         inboxes: by request id, the events of those that somebody waits for.
         events: those of all other requests.
         abandoned: ids of inboxes to drop before the next round, those of ended requests too.
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        speculations: dict[str | None, Speculation],
-        prefill: Callable[[list[EngineRequest], int], int],
-        verify: Callable[..., list[Verdict]],
-        stats: SpecStats,
-        chunk_size: int,
-    ):
-        self._scheduler = scheduler
-        self.speculations = speculations
-        self._prefill = prefill
-        self._verify = verify
-        self._chunk_size = chunk_size
-        self.stats = stats
-        self.inboxes: dict[str, deque[StreamEvent]] = {}
-        self.events: list[StreamEvent] = []
-        self.abandoned: deque[str] = deque()
+    scheduler: Scheduler
+    speculations: dict[str | None, Speculation]
+    prefill: Callable[[list[EngineRequest], int], int]
+    verify: Callable[[Batch, Proposal, SpecConfig], list[Verdict]]
+    stats: SpecStats
+    chunk_size: int
+    inboxes: dict[str, deque[StreamEvent]] = field(default_factory=dict, init=False)
+    events: list[StreamEvent] = field(default_factory=list, init=False)
+    abandoned: deque[str] = field(default_factory=deque, init=False)
 
     @torch.inference_mode()
     def round(self) -> None:
@@ -66,7 +58,7 @@ class Loop:
         start = perf_counter()
         ready = self._schedule()
         seconds = perf_counter() - start
-        for stats in (self.stats, *(request.stats for request in self._scheduler.running)):
+        for stats in (self.stats, *(request.stats for request in self.scheduler.running)):
             stats.seconds["prefill"] += seconds
         groups: dict[Speculation, list[EngineRequest]] = {}
         others: list[EngineRequest] = []
@@ -82,7 +74,7 @@ class Loop:
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now, with all its samples: what there is of it; None if it is not there."""
-        requests = self._scheduler.samples(request_id)
+        requests = self.scheduler.samples(request_id)
         if not requests:
             return None
         output, *others = [self._end(request, "abort") for request in requests]
@@ -107,7 +99,7 @@ class Loop:
         running = requests + others
         times.append(perf_counter())
         try:
-            verdicts = self._verify(batch, proposal, speculation.spec)
+            verdicts = self.verify(batch, proposal, speculation.spec)
         except BaseException:
             for request in running:  # the drafter waits for a commit that will not come
                 speculation.release(request)
@@ -138,14 +130,14 @@ class Loop:
         Requests come first that came first, and take no part before they are read. Waiting ones
         come in waves, so that a prefix which several share is read once.
         """
-        scheduler, left = self._scheduler, self._chunk_size
+        scheduler, left = self.scheduler, self.chunk_size
         preempted = scheduler.schedule(self._reach)
         for request in preempted:
             self._release(request)
             for stats in (self.stats, request.stats):
                 stats.num_preemptions += 1
         if unread := [r for r in scheduler.running if r.num_cached < len(r.token_ids) - 1]:
-            left -= self._prefill(unread, left)
+            left -= self.prefill(unread, left)
         while left and scheduler.waiting and not preempted:
             admitted = scheduler.admit(self._reach)
             if not admitted:
@@ -154,7 +146,7 @@ class Loop:
                 if not request.stats.num_prompt_tokens:  # it has not been preempted
                     for stats in (self.stats, request.stats):
                         stats.record_prompt(len(request.prompt_ids), request.num_cached)
-            left -= self._prefill(admitted, left)
+            left -= self.prefill(admitted, left)
         return [r for r in scheduler.running if r.num_cached == len(r.token_ids) - 1]
 
     def _commit(
@@ -234,7 +226,7 @@ class Loop:
         self, request: EngineRequest, finish_reason: str, error: str | None = None
     ) -> RequestOutput:
         """Let a request go, and post its last event."""
-        self._scheduler.remove(request, failed=error is not None)
+        self.scheduler.remove(request, failed=error is not None)
         self._release(request)
         for stats in (self.stats, request.stats):
             stats.finish_reasons[finish_reason] += 1

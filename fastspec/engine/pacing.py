@@ -1,12 +1,13 @@
 """The schedule of an engine, with the costs of its steps, which are measured once."""
 
 import time
+from dataclasses import dataclass, field
 from itertools import accumulate, combinations
 from statistics import median
 
 import torch
 
-from fastspec.config import SamplingParams, SpecConfig
+from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.drafters import Drafter, Proposal, TreeProposer
 from fastspec.drafters.base import Batch
 from fastspec.engine.block_manager import BlockManager
@@ -21,6 +22,7 @@ _BATCH_SIZE = 8  # of the batch whose steps are measured
 _LEAST_SLOPE = 0.01  # of a plain step, for each draft token
 
 
+@dataclass(eq=False)
 class Pacer:
     """Makes the schedule that spec.schedule names for a drafter and its K.
 
@@ -28,23 +30,13 @@ class Pacer:
     fewer where the engine takes no more.
     """
 
-    def __init__(
-        self,
-        spec: SpecConfig,
-        runner: ModelRunner,
-        block_manager: BlockManager,
-        factory: RequestFactory,
-        backend: str,
-        max_batch_size: int,
-    ):
-        self._spec = spec
-        self._runner = runner
-        self._block_manager = block_manager
-        self._factory = factory
-        self._backend = backend
-        self._batch_size = min(_BATCH_SIZE, max_batch_size)
-        self._measured: AdaptiveSchedule | None = None
-        self._measured_of: tuple[Drafter, int] | None = None
+    spec: SpecConfig
+    runner: ModelRunner
+    block_manager: BlockManager
+    factory: RequestFactory
+    config: EngineConfig
+    _measured: AdaptiveSchedule | None = field(default=None, init=False)
+    _measured_of: tuple[Drafter, int] | None = field(default=None, init=False)
 
     def schedule(self, drafter: Drafter, num_speculative_tokens: int) -> Schedule | None:
         """None = always K.
@@ -53,15 +45,15 @@ class Pacer:
             ValueError: a drafter of token trees, there are no costs for that K, or no room to
                 measure them.
         """
-        if self._spec.schedule == "constant":
+        if self.spec.schedule == "constant":
             return None
         if isinstance(drafter, TreeProposer):
             raise ValueError("schedule: expected 'constant' for token trees")
-        if isinstance(self._spec.schedule, Schedule):
-            return self._spec.schedule
-        if self._spec.schedule == "heuristic":
+        if isinstance(self.spec.schedule, Schedule):
+            return self.spec.schedule
+        if self.spec.schedule == "heuristic":
             return HeuristicSchedule(num_speculative_tokens)
-        given = self._spec.step_costs
+        given = self.spec.step_costs
         if given is not None and len(given) != num_speculative_tokens + 1:
             raise ValueError(
                 f"step_costs: there are {len(given)}, for up to {len(given) - 1} draft tokens, and"
@@ -71,7 +63,8 @@ class Pacer:
             return AdaptiveSchedule(given, given)
         if self._measured_of != (drafter, num_speculative_tokens):
             _, alone = self._measure(drafter, num_speculative_tokens, 1)
-            size, seconds = self._measure(drafter, num_speculative_tokens, self._batch_size)
+            most = min(_BATCH_SIZE, self.config.max_batch_size)
+            size, seconds = self._measure(drafter, num_speculative_tokens, most)
             # No line: the rows of a batch cost the more, the fuller the processor is.
             rising = [*accumulate(reversed(seconds), min)][::-1]
             of_batch = (size, rising) if size > 1 else None
@@ -91,9 +84,9 @@ class Pacer:
         params = SamplingParams(temperature=0.0, seed=0, max_tokens=num_speculative_tokens + 1)
         requests: list[EngineRequest] = []
         for index in range(most):
-            (request,) = self._factory.build([0, 0], params, f"step-costs-{index}")
+            (request,) = self.factory.build([0, 0], params, f"step-costs-{index}")
             length = len(request.token_ids) + num_speculative_tokens
-            if not self._block_manager.reserve(request.block_table, length):
+            if not self.block_manager.reserve(request.block_table, length):
                 break
             requests.append(request)
         if not requests:
@@ -102,30 +95,30 @@ class Pacer:
                 " pass step_costs"
             )
         try:
-            prefill(self._runner, requests, sum(len(request.token_ids) for request in requests))
+            prefill(self.runner, requests, sum(len(request.token_ids) for request in requests))
             seconds = [float("inf")] * (num_speculative_tokens + 1)
             for round_index in range(_ROUNDS):
                 for num_draft in range(num_speculative_tokens + 1):
                     taken = self._time_step(requests, drafter, num_draft)
                     if round_index:
                         seconds[num_draft] = min(seconds[num_draft], taken)
-            ranks = self._runner.paged_model.ranks
+            ranks = self.runner.paged_model.ranks
             return len(requests), seconds if ranks is None else ranks.least(seconds)
         finally:
             for request in requests:
                 drafter.release(request)
-                self._block_manager.release(request)
+                self.block_manager.release(request)
 
     def _time_step(self, requests: list[EngineRequest], drafter: Drafter, num_draft: int) -> float:
         """One step; whatever was proposed, the target reads that many tokens of each request."""
-        device, num = self._runner.device, [num_draft] * len(requests)
-        batch = Batch(requests, num, num, num_draft, device, self._backend)
+        device, num = self.runner.device, [num_draft] * len(requests)
+        batch = Batch(requests, num, num, num_draft, device, self.config.backend)
         shape = len(requests), num_draft
         token_ids = torch.zeros(shape, dtype=torch.int32, device=batch.device)
         start = time.perf_counter()
         if num_draft:
             drafter.propose(batch)
-        verify(self._runner, batch, Proposal(token_ids))
+        verify(self.runner, batch, Proposal(token_ids))
         seconds = time.perf_counter() - start
         drafter.commit(batch, [0] * len(requests))
         return seconds

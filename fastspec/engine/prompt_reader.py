@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -11,32 +12,25 @@ from fastspec.engine.prompts import Message, Prompt, as_prompt
 from fastspec.models.loading import chat_text
 
 
+@dataclass(frozen=True)
 class PromptReader:
-    """Reads prompts for one target, with its tokenizer, vocabulary and length limit.
-
-    A template holds {input_text} where a text prompt goes.
+    """Reads prompts for one target.
 
     Attributes:
         tokenizer: None where the engine has none.
+        vocab_size: ids are below this.
         max_model_len: a prompt is shorter than this.
+        template: holds {input_text} where a text prompt goes.
     """
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase | None,
-        vocab_size: int,
-        max_model_len: int,
-        template: str | None,
-    ):
-        self.tokenizer = tokenizer
-        self.max_model_len = max_model_len
-        self._vocab_size = vocab_size
-        self._template = template
+    tokenizer: PreTrainedTokenizerBase | None
+    vocab_size: int
+    max_model_len: int
+    template: str | None
 
     def for_another_thread(self) -> "PromptReader":
         """The same with a tokenizer of its own: one tokenizer is no good in several threads."""
-        own = deepcopy(self.tokenizer)
-        return PromptReader(own, self._vocab_size, self.max_model_len, self._template)
+        return replace(self, tokenizer=deepcopy(self.tokenizer))
 
     def ids(self, prompt: Prompt) -> list[int]:
         """A prompt's ids, of a text with the template around it.
@@ -82,7 +76,7 @@ class PromptReader:
     def _text_ids(self, prompt: str) -> list[int]:
         if self.tokenizer is None:
             raise ValueError("prompt: a text needs a tokenizer, and the engine has none; pass ids")
-        text = self._template.replace("{input_text}", prompt) if self._template else prompt
+        text = self.template.replace("{input_text}", prompt) if self.template else prompt
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -91,8 +85,8 @@ class PromptReader:
 
     def _known_ids(self, name: str, token_ids: Sequence[int]) -> list[int]:
         for token_id in token_ids:
-            if not is_int(token_id) or not 0 <= token_id < self._vocab_size:
+            if not is_int(token_id) or not 0 <= token_id < self.vocab_size:
                 raise ValueError(
-                    f"{name}: token id {token_id!r} is not in 0..{self._vocab_size - 1}"
+                    f"{name}: token id {token_id!r} is not in 0..{self.vocab_size - 1}"
                 )
         return [int(token_id) for token_id in token_ids]

@@ -40,7 +40,7 @@ class SameRounds(Loop):
 
     def __init__(self, ranks: Ranks, scheduler: Scheduler, *args: Any):
         super().__init__(scheduler, *args)
-        self._ranks, self._scheduler = ranks, scheduler
+        self._ranks = ranks
         self._numbers: WeakKeyDictionary[EngineRequest, int] = WeakKeyDictionary()
 
     def round(self) -> None:
@@ -63,11 +63,11 @@ class SameRounds(Loop):
         }
         running = [
             (r.request_id, len(r.token_ids), r.num_cached, len(r.block_table), self._number(r))
-            for r in self._scheduler.running
+            for r in self.scheduler.running
         ]
-        waiting = [(r.request_id, self._number(r)) for r in self._scheduler.waiting]
+        waiting = [(r.request_id, self._number(r)) for r in self.scheduler.waiting]
         state = {"drafters": drafters, "running": running, "waiting": waiting}
-        blocks = self._scheduler.block_manager
+        blocks = self.scheduler.block_manager
         self._ranks.check(call="step", **state, free_blocks=blocks.num_free)
 
     def _number(self, request: EngineRequest) -> int:

@@ -1,10 +1,10 @@
 """Requests from what users pass: prompts become checked token ids, parameters become limits."""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from fastspec.config import SamplingParams
 from fastspec.config.checks import refuse
@@ -35,44 +35,33 @@ def sample_seed(seed: int, index: int) -> int:
     return (mixed ^ mixed >> 31) >> 1
 
 
+@dataclass(eq=False)
 class RequestFactory:
-    """Builds requests for one target, with its tokenizer, vocabulary, length limit and eos ids.
-
-    With the id that its decoder starts with, the target is an encoder-decoder, whose encoder reads
-    the prompts. `prompt_template` is that of `PromptReader`. Above `rereads_above` tokens the
-    target reads a text anew. With `shares_prompts` the samples of one prompt share its blocks, but
-    with nobody else. `new_seed` makes the seeds that nobody has given.
+    """Builds requests for one target.
 
     Attributes:
         reader: of the prompts.
+        eos_ids: at which texts end.
+        decoder_start_id: what the decoder of an encoder-decoder starts with, whose encoder reads
+            the prompts; None for a decoder.
+        rereads_above: tokens above which the target reads a text anew.
+        shares_prompts: whether the samples of one prompt share its blocks, but with nobody else.
+        new_seed: makes the seeds that nobody has given.
     """
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase | None,
-        vocab_size: int,
-        max_model_len: int,
-        eos_ids: frozenset[int],
-        decoder_start_id: int | None,
-        prompt_template: str | None,
-        rereads_above: int | None,
-        shares_prompts: bool,
-        new_seed: Callable[[], int],
-    ):
-        self.reader = PromptReader(tokenizer, vocab_size, max_model_len, prompt_template)
-        self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
-        self._max_model_len = max_model_len
-        self._eos_ids = eos_ids
-        self._decoder_start_id = decoder_start_id
-        self._rereads_above = rereads_above
-        self._grammars = GrammarCompiler(tokenizer, vocab_size, eos_ids)
-        self._shares_prompts = shares_prompts
-        self._new_seed = new_seed
-        self._encoder_inputs: WeakValueDictionary[tuple[int, ...], EncoderInput] = (
-            WeakValueDictionary()
-        )
-        self._alive: WeakValueDictionary[str, EngineRequest] = WeakValueDictionary()
+    reader: PromptReader
+    eos_ids: frozenset[int]
+    decoder_start_id: int | None
+    rereads_above: int | None
+    shares_prompts: bool
+    new_seed: Callable[[], int]
+
+    def __post_init__(self):
+        reader = self.reader
+        self._tokenizer, self._vocab_size = reader.tokenizer, reader.vocab_size
+        self._grammars = GrammarCompiler(reader.tokenizer, reader.vocab_size, self.eos_ids)
+        self._encoder_inputs = WeakValueDictionary[tuple[int, ...], EncoderInput]()
+        self._alive = WeakValueDictionary[str, EngineRequest]()
         self._num_named = 0
 
     def build(
@@ -95,11 +84,11 @@ class RequestFactory:
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params: expected SamplingParams, got {type(params).__name__}")
         token_ids, encoder_input = self.reader.ids(prompt), None
-        if self._decoder_start_id is not None:
+        if self.decoder_start_id is not None:
             why = "an encoder-decoder does not predict its prompt"
             refuse("prompt_logprobs", params.prompt_logprobs, why)
             encoder_input = self._encoder_input(token_ids)
-            token_ids = [self._decoder_start_id]
+            token_ids = [self.decoder_start_id]
         if decoder_input_ids is not None:
             begun = self.reader.checked_ids("decoder_input_ids", decoder_input_ids)
             if encoder_input is None or begun[:1] != token_ids:
@@ -110,12 +99,10 @@ class RequestFactory:
             raise ValueError("stop: stop strings need a tokenizer, and the engine has none")
         stop_ids = frozenset(params.stop_token_ids or ())
         self._check_ids("stop_token_ids", stop_ids)
-        stop_ids = stop_ids if params.ignore_eos else stop_ids | self._eos_ids
-        most = self._max_model_len if params.max_tokens is None else params.max_tokens
-        seed = params.seed
-        if seed is None:
-            seed = self._new_seed()
-        root = Content(None) if params.n > 1 and self._shares_prompts else None
+        stop_ids = stop_ids if params.ignore_eos else stop_ids | self.eos_ids
+        most = self.reader.max_model_len if params.max_tokens is None else params.max_tokens
+        seed = self.new_seed() if params.seed is None else params.seed
+        root = Content(None) if params.n > 1 and self.shares_prompts else None
         requests = [
             EngineRequest(
                 request_id=f"{request_id}{_BEFORE_INDEX}{index}" if index else request_id,
@@ -126,10 +113,10 @@ class RequestFactory:
                 params=params,
                 seed=sample_seed(seed, index),
                 stop_ids=stop_ids,
-                max_len=min(len(token_ids) + most, self._max_model_len),
+                max_len=min(len(token_ids) + most, self.reader.max_model_len),
                 detokenizer=self._detokenizer(params),
                 encoder_input=encoder_input,
-                rereads_above=self._rereads_above,
+                rereads_above=self.rereads_above,
                 rules=self._rules(params, len(token_ids), stop_ids),
             )
             for index in range(params.n)
@@ -141,13 +128,8 @@ class RequestFactory:
         if self._tokenizer is None:
             return None
         keeps_stop, skips_special = params.include_stop_str_in_output, params.skip_special_tokens
-        return Detokenizer(
-            self._tokenizer,
-            tuple(params.stop or ()),
-            keeps_stop,
-            skips_special,
-            params.min_tokens,
-        )
+        options = tuple(params.stop or ()), keeps_stop, skips_special, params.min_tokens
+        return Detokenizer(self._tokenizer, *options)
 
     def _rules(
         self, params: SamplingParams, num_prompt_tokens: int, stop_ids: frozenset[int]
@@ -191,11 +173,7 @@ class RequestFactory:
 
     def _encoder_input(self, token_ids: list[int]) -> EncoderInput:
         """One object for all requests with these ids, so that they are encoded once."""
-        key = tuple(token_ids)
-        encoder_input = self._encoder_inputs.get(key)
-        if encoder_input is None:
-            encoder_input = self._encoder_inputs[key] = EncoderInput(token_ids)
-        return encoder_input
+        return self._encoder_inputs.setdefault(tuple(token_ids), EncoderInput(token_ids))
 
 
 def as_params_list(

@@ -203,6 +203,7 @@ def _relative(costs: Sequence[float]) -> tuple[float, ...]:
     return tuple(cost / costs[0] for cost in costs)
 
 
+@dataclass(frozen=True)
 class HeuristicSchedule:
     """From K on, two tokens more after a draft that held, else one less, at least 1.
 
@@ -210,17 +211,16 @@ class HeuristicSchedule:
     K on without an end, so its drafts are longer where much is accepted.
     """
 
-    def __init__(self, num_speculative_tokens: int):
-        self._most = num_speculative_tokens
+    num_speculative_tokens: int
 
     def num_draft_tokens(self, request: EngineRequest) -> int:
-        return request.schedule_state or self._most
+        return request.schedule_state or self.num_speculative_tokens
 
     def record(self, request: EngineRequest, step: Step) -> None:
         if step.proposed:
             change = 2 if step.accepted == step.proposed else -1
             length = self.num_draft_tokens(request) + change
-            request.schedule_state = max(1, min(length, self._most))
+            request.schedule_state = max(1, min(length, self.num_speculative_tokens))
 
 
 class SweepSchedule:

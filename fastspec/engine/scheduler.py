@@ -2,12 +2,14 @@
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from fastspec.engine.block_manager import BlockManager, blocks_needed
 from fastspec.engine.prefix_index import ContentKey
 from fastspec.engine.request import EngineRequest
 
 
+@dataclass(eq=False)
 class Scheduler:
     """First come, first served; when blocks run out the youngest request waits and is read again.
 
@@ -16,12 +18,12 @@ class Scheduler:
     whose model reads it anew at some length waits for that, too, before all others.
     """
 
-    def __init__(self, block_manager: BlockManager, max_batch_size: int):
-        self.block_manager = block_manager
-        self.max_batch_size = max_batch_size
-        self.running: list[EngineRequest] = []
-        self.waiting: deque[EngineRequest] = deque()
-        self._samples: dict[str, list[EngineRequest]] = {}  # all requests, by the id users know
+    block_manager: BlockManager
+    max_batch_size: int
+    running: list[EngineRequest] = field(default_factory=list, init=False)
+    waiting: deque[EngineRequest] = field(default_factory=deque, init=False)
+    # All requests, by the id users know.
+    _samples: dict[str, list[EngineRequest]] = field(default_factory=dict, init=False)
 
     @property
     def has_unfinished(self) -> bool:

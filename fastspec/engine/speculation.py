@@ -346,8 +346,7 @@ class Speculations(dict[str | None, Speculation]):
             ValueError: K is too large, or the drafter does not fit the target or the options.
         """
         target, config = self._runner.paged_model, self._drafting.config
-        sizes = config.backend, config.max_batch_size
-        pacer = Pacer(spec, self._runner, self._block_manager, self._factory, *sizes)
+        pacer = Pacer(spec, self._runner, self._block_manager, self._factory, config)
         sizes = self._runner.device, target.vocab_size
         given = *sizes, spec, config, target.chains_only, pacer
         ranks = target.ranks

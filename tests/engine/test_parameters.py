@@ -209,7 +209,7 @@ def test_a_grammar_that_breaks_is_an_error(target, monkeypatch):
     def breaks(self, token_id):
         goes_on = advance(self, token_id)
         if len(taken) == 3:
-            monkeypatch.setattr(self, "_matcher", broken)
+            monkeypatch.setattr(self, "matcher", broken)
         taken.append(token_id)
         return goes_on
 
