@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from fastspec.models.captured import LAST_STATE
-from fastspec.models.layout import AttentionCall, PagedStep
+from fastspec.models.layout import LAST_STATE, AttentionCall, PagedStep
 from fastspec.models.reduced_vocabulary import ReducedHead
 from fastspec.models.rotary import RotaryTable
 from fastspec.models.twin import (

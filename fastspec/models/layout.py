@@ -10,6 +10,7 @@ from torch import Tensor
 from fastspec.models.transfer import device_tensor
 from fastspec_kernels import store_kv
 
+LAST_STATE = -1  # in the place of a layer's index: what the head reads, after the final norm
 HeadShape = tuple[int, int]  # G, D
 KVCache = tuple[Tensor, Tensor]  # key, value: [num_blocks, block_size, G, D]
 

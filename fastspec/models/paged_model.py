@@ -15,7 +15,6 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.cache_utils import Cache, DynamicCache
 
 from fastspec.config.checks import require
-from fastspec.models.captured import LAST_STATE, decoder_layers
 from fastspec.models.flat import (
     TRIAL_TOKENS,
     FlatLayer,
@@ -26,6 +25,7 @@ from fastspec.models.flat import (
     recording,
 )
 from fastspec.models.layout import (
+    LAST_STATE,
     AttentionCall,
     CacheStack,
     EncoderInput,
@@ -40,6 +40,7 @@ from fastspec.models.reduced_vocabulary import DraftVocabulary, ReducedHead
 from fastspec.models.rotary import RotaryLengths
 from fastspec.models.sharded import ranks_of
 from fastspec.models.twin import (
+    decoder_layers,
     is_plain_linear,
     twin_of,
     use_few_row_kernels,
@@ -243,30 +244,29 @@ class PagedModel:
         Raises:
             ValueError: there are no such layers.
         """
-        modules, model = decoder_layers(self.model), self.model
+        modules = decoder_layers(self.model)
         most = len(modules) - 1
         inner = [index for index in layers if index != LAST_STATE]
         fits = all(0 <= index <= most for index in inner)
         require("target layers", layers, fits, f"0 to {most}")
+
+        def keep(index: int, hidden: Tensor) -> None:
+            step = _RUNNING.get()
+            if step is not None and index in step.inputs:
+                step.keep_input(index, hidden[0])
+
         for index in inner:
-
-            def keep(
-                module: torch.nn.Module, args: tuple, kwargs: dict, index: int = index
-            ) -> None:
-                step = _RUNNING.get()
-                if step is not None and index in step.inputs:
-                    step.keep_input(index, (args[0] if args else kwargs["hidden_states"])[0])
-
-            modules[index].register_forward_pre_hook(keep, with_kwargs=True)
+            modules[index].register_forward_pre_hook(
+                lambda _, args, kwargs, index=index: keep(
+                    index, args[0] if args else kwargs["hidden_states"]
+                ),
+                with_kwargs=True,
+            )
         if LAST_STATE in layers:
-
-            def keep_last(module: torch.nn.Module, args: tuple, output: Any) -> None:
-                step = _RUNNING.get()
-                if step is not None and LAST_STATE in step.inputs:
-                    step.keep_input(LAST_STATE, output[0][0])
-
-            model.get_decoder().register_forward_hook(keep_last)
-        size = model.config.get_text_config(decoder=True).hidden_size
+            self.model.get_decoder().register_forward_hook(
+                lambda _, args, output: keep(LAST_STATE, output[0])
+            )
+        size = self.model.config.get_text_config(decoder=True).hidden_size
         require("hidden_size", size, size % 2 == 0, "an even number, to keep hidden states")
         shape = (2, len(layers), num_blocks, block_size, 1, size // 2)
         return CacheStack(layers, *torch.zeros(shape, dtype=self.dtype, device=self.device))

@@ -55,6 +55,18 @@ def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
     return copy
 
 
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The layers of a decoder.
+
+    Raises:
+        ValueError: it keeps them elsewhere than transformers' decoders do.
+    """
+    layers: Any = getattr(model.get_decoder(), "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise ValueError(f"target: {type(model).__name__} has no list of decoder layers")
+    return layers
+
+
 def use_few_row_kernels(model: PreTrainedModel) -> None:
     """Let a model on the CPU compute few rows with our kernels, whose rows are independent.
 

@@ -14,9 +14,9 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from fastspec.config.checks import require
 from fastspec.drafters.eagle3.loading import save_eagle3
-from fastspec.drafters.eagle3.model import Eagle3Config, Eagle3Draft
-from fastspec.models.captured import capturing, decoder_layers, usual_layers
+from fastspec.drafters.eagle3.model import Eagle3Config, Eagle3Draft, usual_layers
 from fastspec.models.reduced_vocabulary import reduced_rows
+from fastspec.models.twin import decoder_layers
 from fastspec.train.distillation import FrozenHeadLoss
 from fastspec.train.glide import Advance, GlideTrainer, llama_shape
 from fastspec.train.glide_data import check_head, most_frequent, states_file, stored_states
@@ -150,9 +150,10 @@ def stored_lessons(
     sizes = [len(layers) * size, size]
 
     def read(token_ids: Tensor) -> Tensor:
-        with capturing(decoder_layers(target), layers) as inputs:
-            last = decoder(input_ids=token_ids.to(device), use_cache=False).last_hidden_state
-        return torch.cat([*(inputs[layer] for layer in layers), last], dim=-1)
+        given = {"input_ids": token_ids.to(device), "use_cache": False}
+        states = decoder(**given, output_hidden_states=True)
+        inputs = [states.hidden_states[layer] for layer in layers]
+        return torch.cat([*inputs, states.last_hidden_state], dim=-1)
 
     def read_texts(rows: list[int]) -> Tensor:
         return read(pad_sequence([texts[row].token_ids for row in rows], batch_first=True))

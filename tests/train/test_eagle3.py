@@ -11,7 +11,7 @@ from fastspec import Engine, SpecConfig
 from fastspec.cli import app
 from fastspec.config import EngineConfig
 from fastspec.drafters.eagle3 import load_eagle3, save_eagle3
-from fastspec.models.captured import usual_layers
+from fastspec.drafters.eagle3.model import usual_layers
 from fastspec.train.distillation import FrozenHeadLoss
 from fastspec.train.eagle3 import (
     Text,

@@ -2,17 +2,99 @@
 
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
+
+import torch
+from torch import Tensor
 
 from fastspec.drafters.base import Batch, Blocks, Drafter, Proposal
 from fastspec.drafters.context import DrafterContext, DrafterPlan
 from fastspec.drafters.draft_model import TargetReader
-from fastspec.drafters.eagle3.eagle1 import Eagle1Draft
 from fastspec.drafters.eagle3.loading import load_eagle3
-from fastspec.drafters.eagle3.model import EagleDraft
-from fastspec.drafters.eagle3.paged import Eagle3Runner
-from fastspec.models.layout import KVCache
+from fastspec.drafters.eagle3.model import Eagle1Draft, EagleDraft, FlatEagle3, PagedStates
+from fastspec.models.flat import has_layer_kernels
+from fastspec.models.layout import KVCache, PagedStep, Span, packed
 from fastspec.models.paged_model import PagedModel
 from fastspec.models.runner import ModelRunner
+from fastspec.models.transfer import device_tensor
+
+
+class Eagle3Runner(ModelRunner):
+    """Runs an EAGLE draft, which reads token i with what its target made of token i - 1.
+
+    The row of token i is the draft's row i - 1, as the first token has none: it lies in the slot of
+    the token before. So what a block holds depends on one token after it.
+    """
+
+    def __init__(
+        self,
+        paged_model: PagedModel,
+        inputs: list[KVCache],
+        num_blocks: int,
+        block_size: int,
+        chunk_size: int,
+    ):
+        super().__init__(paged_model, num_blocks, block_size, chunk_size)
+        self._inputs_read = inputs
+        size = paged_model.model.config.hidden_size
+        shape = num_blocks * block_size, size
+        self._own = torch.zeros(shape, dtype=paged_model.dtype, device=self.device)
+        same_type = self.caches[0][0].dtype == paged_model.dtype  # the op takes no 8-bit caches
+        if same_type and has_layer_kernels(self.device, paged_model.backend):
+            weights = paged_model.model.midlayer.weights()
+            if weights is not None:
+                paged_model.run_flat(FlatEagle3(paged_model.model, weights))
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        spans: list[Span],
+        rows: list[int] | None = None,
+        parents: Tensor | None = None,
+    ) -> Tensor:
+        """As `ModelRunner.forward`; `rows` has none of the first token of a text."""
+        if any(span.start == 0 for span in spans):
+            places = accumulate((span.count for span in spans), initial=0)
+            firsts = {place for place, span in zip(places, spans, strict=False) if span.start == 0}
+            kept = [row for row in range(len(input_ids)) if row not in firsts]
+            input_ids = input_ids[device_tensor(kept, torch.int64, self.device)]
+            rows = rows and [kept.index(row) for row in rows]
+            spans = [span if span.start else span.part(1, span.count - 1) for span in spans]
+            spans = [span for span in spans if span.count]
+            if not spans:
+                return torch.empty((0, self.paged_model.num_columns), device=self.device)
+        shifted = [span.part(span.start - 1, span.count) for span in spans]
+        return super().forward(input_ids, shifted, rows, parents)
+
+    def _step(self, spans: list[Span], rows: list[int], parents: Tensor | None = None) -> PagedStep:
+        step, size = super()._step(spans, rows), self._block_size
+        # Where each row's hidden state lies: the target's in the row's own slot, the draft's in the
+        # one before.
+        slots, is_known = [], []
+        for span in spans:
+            for place in range(span.start, span.start + span.count):
+                is_known.append(place < span.target_len)
+                source = place if is_known[-1] else place - 1
+                slots.append(span.block_table[source // size] * size + source % size)
+        read = device_tensor(slots, torch.int64, self.device)
+        if parents is not None:
+            read = torch.where(
+                device_tensor(is_known, torch.bool, self.device),
+                read,
+                self._slots_of_parents(step, spans, parents),
+            )
+        step.glimpse = PagedStates(self._inputs_read, self._own, is_known, read, step.slot_mapping)
+        return step
+
+    def _slots_of_parents(self, step: PagedStep, spans: list[Span], parents: Tensor) -> Tensor:
+        """Slots [T] int64 of the states of each row's parent, for rows of token trees."""
+        counts = [span.count for span in spans]
+        owners = [index for index, count in enumerate(counts) for _ in range(count)]
+        starts = [span.start for span in spans]
+        owner, start = (device_tensor(x, torch.int64, self.device) for x in (owners, starts))
+        place = start[owner] + packed(parents, counts).clamp(min=0)
+        blocks = step.block_table[owner, place // self._block_size].long()
+        return blocks * self._block_size + place % self._block_size
 
 
 class Eagle3Drafter(TargetReader):

@@ -1,28 +1,29 @@
 """EAGLE drafts in folders of the published layouts."""
 
 import json
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from pickletools import genops
 from typing import Any, cast
-from zipfile import BadZipFile
+from zipfile import BadZipFile, ZipFile
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils.hub import cached_file
 
 from fastspec.config import EngineConfig
 from fastspec.config.checks import require
-from fastspec.drafters.eagle3.eagle1 import Eagle1Draft
-from fastspec.drafters.eagle3.folders import (
-    WEIGHTS,
-    read_config,
-    read_weights,
-    weight_names,
+from fastspec.drafters.eagle3.model import (
+    Eagle1Draft,
+    Eagle3Config,
+    Eagle3Draft,
+    EagleDraft,
+    usual_layers,
 )
-from fastspec.drafters.eagle3.model import Eagle3Config, Eagle3Draft, EagleDraft
-from fastspec.models.captured import usual_layers
 from fastspec.models.loading import SPECULATORS, ReadConfig, load_config, load_model
 from fastspec.models.named import folder_of
 from fastspec.models.reduced_vocabulary import reduced_rows
@@ -32,6 +33,10 @@ _ARCHITECTURE = "LlamaForCausalLMEagle3"
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _EMBEDDINGS, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _UNREADABLE = (OSError, ValueError, RuntimeError, SafetensorError, BadZipFile)
+_WEIGHTS = "model.safetensors"
+_PICKLED = "pytorch_model.bin"
+_INDEX = ".index.json"  # of weights in several files
+_FILES = (_WEIGHTS, _WEIGHTS + _INDEX, _PICKLED, _PICKLED + _INDEX)
 
 
 def is_eagle3(source: str | Path | PreTrainedModel, read_config: ReadConfig = load_config) -> bool:
@@ -48,7 +53,7 @@ def is_eagle3(source: str | Path | PreTrainedModel, read_config: ReadConfig = lo
     if getattr(config, "num_hidden_layers", None) != 1 or folder.is_file():
         return False
     try:
-        return "fc.weight" in weight_names(folder if folder.is_dir() else source)
+        return "fc.weight" in _weight_names(folder if folder.is_dir() else source)
     except _UNREADABLE:
         return False  # what is wrong is said where it is loaded
 
@@ -81,7 +86,7 @@ def save_eagle3(draft: Eagle3Draft, folder: Path) -> None:
     }
     tensors |= {"d2t": token_ids - torch.arange(len(token_ids)), "t2d": is_known}
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt"})
     config = draft.config.to_diff_dict() | {"model_type": "llama", "architectures": [_ARCHITECTURE]}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
@@ -89,7 +94,7 @@ def save_eagle3(draft: Eagle3Draft, folder: Path) -> None:
 def _read(
     path: str | Path, target: PreTrainedModel, use_safetensors: bool = False, **options: Any
 ) -> EagleDraft:
-    tensors = read_weights(path, use_safetensors)
+    tensors = _weights(path, use_safetensors)
     large = target.config.get_text_config(decoder=True)
     head: Any = target.get_output_embeddings()
     known = {
@@ -100,7 +105,7 @@ def _read(
         "max_position_embeddings": large.max_position_embeddings,
     }
     read = _first_version if _is_first_version(tensors) else _third_version
-    return read(read_config(path) | known, tensors, target).eval()
+    return read(_config(path) | known, tensors, target).eval()
 
 
 def _is_first_version(tensors: dict[str, Tensor]) -> bool:
@@ -204,3 +209,72 @@ def _ends(
         for name, weight in own.items():
             weight.copy_(tensors[name])
     return [part.to(target.device, target.dtype) for part in ends.values()]
+
+
+def _config(path: str | Path) -> dict[str, Any]:
+    """The configuration of a draft; what `speculators` nests in it comes to the top."""
+    stored, _ = PreTrainedConfig.get_config_dict(path)
+    kind = stored.get(SPECULATORS)
+    if kind is None:
+        return stored
+    if kind != "eagle3":
+        raise ValueError(f"{SPECULATORS}: expected 'eagle3', got {kind!r}")
+    layer = stored.pop("transformer_layer_config", None)
+    if not isinstance(layer, dict):
+        raise ValueError(f"transformer_layer_config: expected a mapping, got {layer!r:.60}")
+    return layer | stored
+
+
+def _weights(path: str | Path, use_safetensors: bool = False) -> dict[str, Tensor]:
+    """The weights of a folder or hub id by the names of our modules.
+
+    Args:
+        use_safetensors: read no others.
+    """
+    weights: dict[str, Tensor] = {}
+    for file in _files(path, _FILES[:2] if use_safetensors else _FILES):
+        is_pickled = file.endswith(".bin")
+        weights |= torch.load(file, "cpu", weights_only=True) if is_pickled else load_file(file)
+    # The frequencies are computed, and not always stored.
+    return {
+        _own_name(name): weight
+        for name, weight in weights.items()
+        if not name.endswith("rotary_emb.inv_freq")
+    }
+
+
+def _weight_names(path: str | Path) -> set[str]:
+    """Names of the weights, which are not read; of a pickle every text, and it runs nothing."""
+    names: set[str] = set()
+    for file in _files(path, _FILES):
+        if file.endswith(".bin"):
+            with ZipFile(file) as stored:
+                (inner,) = (name for name in stored.namelist() if name.endswith("/data.pkl"))
+                names |= {arg for _, arg, _ in genops(stored.read(inner)) if isinstance(arg, str)}
+        else:
+            with safe_open(file, "pt") as stored:
+                names |= {*stored.keys()}
+    return {_own_name(name) for name in names}
+
+
+def _own_name(name: str) -> str:
+    return name.removeprefix("model.").replace("layers.0.", "midlayer.")
+
+
+def _files(path: str | Path, kinds: tuple[str, ...]) -> Iterator[str]:
+    """The files that hold weights, of the first of some kinds that there is."""
+    for name in kinds:
+        file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+        if file is None:
+            continue
+        if not name.endswith(_INDEX):
+            yield file
+            return
+        index = json.loads(Path(file).read_text(encoding="utf-8"))
+        places = index.get("weight_map") if isinstance(index, dict) else None
+        if not isinstance(places, dict):
+            raise ValueError(f"{name}: expected a weight_map")
+        for part in sorted({str(part) for part in places.values()}):
+            yield str(cached_file(path, part))
+        return
+    raise ValueError(f"has none of {kinds}")

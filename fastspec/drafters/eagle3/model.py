@@ -1,7 +1,8 @@
-"""EAGLE drafts, and that of EAGLE-3: one decoder layer that reads its target's hidden states."""
+"""EAGLE drafts: one decoder layer that reads its target's hidden states."""
 
 from collections.abc import Callable
-from typing import Any, Protocol, cast
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +17,17 @@ from transformers.models.llama.modeling_llama import (
 
 from fastspec.config.checks import require
 from fastspec.models.flat import FlatLayer, linear_weights, run_layers
-from fastspec.models.layout import PagedStep
+from fastspec.models.layout import LAST_STATE, KVCache, PagedStep
 from fastspec.models.reduced_vocabulary import ReducedHead
 from fastspec.models.rotary import RotaryTable
+from fastspec.models.transfer import device_tensor
 from fastspec.models.twin import is_plain
 from fastspec_kernels import LayerWeights
+
+
+def usual_layers(num_layers: int) -> list[int]:
+    """The layers whose inputs published EAGLE-3 drafts read: early, in the middle, late."""
+    return [2, num_layers // 2, num_layers - 3]
 
 
 class Eagle3Config(LlamaConfig):
@@ -59,16 +66,38 @@ class Eagle3Config(LlamaConfig):
         require("draft_vocab_size", self.draft_vocab_size, fits, f"1 to vocab_size, {most}")
 
 
-class HiddenStates(Protocol):
-    """Where the rows of a pass find the hidden states they read, and leave their own."""
+@dataclass(frozen=True)
+class PagedStates:
+    """The hidden states that the T rows of one pass read and leave.
+
+    Attributes:
+        inputs: pages of the target's hidden states.
+        own: [slots, E], what the draft has made.
+        is_known: of each row, whether the target has read the token before its own.
+        slots: [T] int64, where that is kept in `inputs`, else in `own`.
+        row_slots: [T] int64, of the rows.
+    """
+
+    inputs: list[KVCache]
+    own: Tensor
+    is_known: list[bool]
+    slots: Tensor
+    row_slots: Tensor
 
     def read(self, fuse: Callable[[Tensor], Tensor]) -> Tensor:
         """Of each row [1, T, E]: the target's states fused, or what the draft made itself."""
-        ...
+        if not any(self.is_known):
+            return self.own[self.slots][None]
+        halves = [part.flatten(0, 1)[self.slots, 0] for cache in self.inputs for part in cache]
+        fused = fuse(torch.cat(halves, dim=-1).to(self.own.dtype))
+        if not all(self.is_known):
+            is_known = device_tensor(self.is_known, torch.bool, fused.device)
+            fused = torch.where(is_known[:, None], fused, self.own[self.slots])
+        return fused[None]
 
     def keep(self, hidden: Tensor) -> None:
         """Note what the draft made of each row [1, T, E], before its norm."""
-        ...
+        self.own[self.row_slots] = hidden[0]
 
 
 class EagleLayer(nn.Module):
@@ -180,7 +209,7 @@ class EagleDraft(PreTrainedModel, GenerationMixin):
         **kwargs,
     ) -> CausalLMOutputWithPast:
         embeddings = self.embed_tokens(input_ids)
-        states: HiddenStates | None = paged_step.glimpse
+        states: PagedStates | None = paged_step.glimpse
         # The pass that probes the model has none.
         hidden = torch.zeros_like(embeddings) if states is None else states.read(self.fuse)
         joined, residual = self.join(embeddings, hidden)
@@ -235,6 +264,49 @@ class Eagle3Draft(EagleDraft):
         return self.midlayer.join(embeddings, hidden)
 
 
+class Eagle1Draft(EagleDraft):
+    """Reads what its target's head reads, and its own output goes to that head without a norm.
+
+    Its layer has no norm before attention: `fc` joins embedding and hidden state.
+
+    Sources: Li et al., "EAGLE", arXiv 2401.15077, and "EAGLE-2", arXiv 2406.16858, which grows
+    other trees with the same draft.
+    """
+
+    def __init__(self, config: Eagle3Config):
+        super().__init__(config)
+        size = config.hidden_size
+        self.fc = nn.Linear(2 * size, size, bias=False)
+        self.midlayer = EagleLayer(config)
+        self.norm = nn.Identity()
+        self.post_init()
+
+    @property
+    def target_layers(self) -> list[int]:
+        return [LAST_STATE]
+
+    @property
+    def numbers_beside(self) -> int:
+        return 2 * self.fc.out_features
+
+    def set_whole_ends(self, embeddings: Tensor, head: Tensor, bias: Tensor | None) -> None:
+        """Give it frozen embeddings, and a head [V, E] that may be its target's own."""
+        self.embed_tokens = nn.Embedding.from_pretrained(embeddings)
+        vocab_size, size = head.shape
+        linear = nn.Linear(size, vocab_size, bias=bias is not None, device="meta")
+        linear.weight = nn.Parameter(head, requires_grad=False)
+        if bias is not None:
+            linear.bias = nn.Parameter(bias, requires_grad=False)
+        self.lm_head = linear
+
+    def fuse(self, states: Tensor) -> Tensor:
+        return states
+
+    def join(self, embeddings: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        joined = self.fc(torch.cat([embeddings, hidden], dim=-1))
+        return joined, joined
+
+
 class FlatEagle3:
     """Passes of a draft without its modules, see `PagedModel.run_flat`.
 
@@ -252,7 +324,7 @@ class FlatEagle3:
     def forward(
         self, input_ids: Tensor, positions: Tensor, rows: Tensor | int, step: PagedStep
     ) -> Tensor:
-        draft, states = self._draft, cast(HiddenStates, step.glimpse)
+        draft, states = self._draft, cast(PagedStates, step.glimpse)
         embeddings = draft.midlayer.input_layernorm(draft.embed_tokens(input_ids)).float()
         read, factors = states.read(draft.fc)[0].float(), self._table.factors(positions)
         hidden = run_layers([self._layer], read, *factors, step, embeddings).to(draft.dtype)
