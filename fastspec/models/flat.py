@@ -8,11 +8,10 @@ copied into a wider type, give the truth, and the op must come as near to it as 
 import logging
 import math
 from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise, product
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +57,10 @@ _SANDWICH = {
 _HEAD_NORMS = {"query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm"}
 # Of norm_shift, activation, and whether queries and keys are rotated.
 _VARIANTS = tuple(product((0.0, 1.0), ("silu", "gelu_tanh"), (True, False)))
+
+
+# As `PagedModel.forward`, in its place: ids, positions, rows and the step.
+FlatPass = Callable[[Tensor, Tensor, Tensor | int, PagedStep], Tensor]
 
 
 @dataclass
@@ -139,16 +142,6 @@ def run_layers(
     )
 
 
-class FlatPass(Protocol):
-    """What runs passes in the place of a model's modules, of at most `most_flat_rows` tokens."""
-
-    def forward(
-        self, input_ids: Tensor, positions: Tensor, rows: Tensor | int, step: PagedStep
-    ) -> Tensor:
-        """As `PagedModel.forward`."""
-        ...
-
-
 class FlatModel:
     """Embedding, layers and head of a model that computes nothing else."""
 
@@ -216,18 +209,6 @@ def find_layers(model: PreTrainedModel, backend: str) -> list[FlatLayer]:
     return layers
 
 
-@contextmanager
-def recording(layers: Sequence[FlatLayer]) -> Iterator[None]:
-    """Let the layers note what passes through them."""
-    for layer in layers:
-        layer.module.__dict__["forward"] = layer.record
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del layer.module.__dict__["forward"]
-
-
 def flatten(
     model: PreTrainedModel,
     layers: list[FlatLayer],
@@ -235,7 +216,7 @@ def flatten(
     step: PagedStep,
     input_ids: Tensor,
     logits: Tensor,
-) -> FlatModel | None:
+) -> FlatPass | None:
     """Replace what the op is proven to compute: the whole model, or its layers one by one.
 
     step, input_ids, logits: of the trial pass, one text, and what the model said of its first
@@ -260,7 +241,7 @@ def flatten(
         layer.given, layer.made = ((), {}), None
         if not is_whole:
             layer.module.__dict__["forward"] = layer.forward
-    return flat if is_whole else None
+    return flat.forward if flat is not None and is_whole else None
 
 
 def _can_run(trial: Callable[..., bool], *args) -> bool:

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from typing import Protocol
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -16,13 +16,8 @@ LEAST_WIDTH = 64  # blocks in a row of the block table; a wider one costs nothin
 logger = logging.getLogger(__name__)
 
 Run = Callable[[], Tensor]
+Capture = Callable[[Run], Run]  # records what a function does with its static buffers
 Tree = tuple[Tensor, Tensor]  # depths [B, N], ancestor_mask [B, N, words]
-
-
-class Capture(Protocol):
-    """Records what a function does with its static buffers; what it returns does it again."""
-
-    def __call__(self, run: Run) -> Run: ...
 
 
 class CudaCapture:
@@ -99,6 +94,7 @@ def power_of_2(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
+@dataclass(eq=False)
 class GraphedForward:
     """One model's passes of few tokens, each captured the first time its sizes are met.
 
@@ -106,21 +102,13 @@ class GraphedForward:
     depends on. A pass makes two copies to the device and waits for neither.
     """
 
-    def __init__(
-        self,
-        paged_model: PagedModel,
-        caches: dict[int, KVCache],
-        block_size: int,
-        capture: Capture,
-        must: bool,
-    ):
-        self._paged_model = paged_model
-        self._caches = caches
-        self._block_size = block_size
-        self._capture: Capture | None = capture
-        self._must = must
-        self._inputs: dict[int, KVCache] = {}
-        self._passes: dict[tuple[PassShape, int], StaticPass] = {}
+    paged_model: PagedModel
+    caches: dict[int, KVCache]
+    block_size: int
+    capture: Capture | None
+    must: bool
+    inputs: dict[int, KVCache] = field(default_factory=dict, init=False)
+    _passes: "dict[tuple[PassShape, int], StaticPass]" = field(default_factory=dict, init=False)
 
     def forward(
         self, input_ids: Tensor, spans: list[Span], rows: list[int], tree: Tree | None
@@ -133,23 +121,19 @@ class GraphedForward:
             ValueError: the model cannot be captured, but must be.
         """
         num_nodes = 0 if tree is None else tree[1].shape[1]
-        asked = PassShape.of(spans, rows, self._block_size)
-        sizes = bucket(asked, self._block_size, num_nodes)
-        if self._capture is None or sizes is None:
+        asked = PassShape.of(spans, rows, self.block_size)
+        sizes = bucket(asked, self.block_size, num_nodes)
+        if self.capture is None or sizes is None:
             return None
         shape, most_tokens = sizes
-        key = shape, num_nodes
-        if key not in self._passes:
-            static = StaticPass(self._paged_model, self._caches, self._inputs, shape, num_nodes)
-            self._passes[key] = static
-        static = self._passes[key]
-        wide, narrow = lay_out(spans, rows, self._block_size, shape, most_tokens)
-        static.fill(input_ids, wide, narrow)
-        if tree is not None:
-            static.fill_trees(tree, [span.count for span in spans])
+        if (static := self._passes.get((shape, num_nodes))) is None:
+            static = StaticPass(self, shape, num_nodes)
+            self._passes[shape, num_nodes] = static
+        layout = lay_out(spans, rows, self.block_size, shape, most_tokens)
+        static.fill(input_ids, *layout, tree, [span.count for span in spans])
         if static.replay is None:
             try:
-                static.replay = self._capture(static.run)
+                static.replay = self.capture(static.run)
             except RuntimeError as error:
                 self._give_up(error)
                 return None
@@ -157,62 +141,58 @@ class GraphedForward:
 
     def keep_inputs(self, inputs: dict[int, KVCache]) -> None:
         """Store what some layers are given, in every pass from now on."""
-        self._inputs = inputs
+        self.inputs = inputs
         self._passes.clear()
 
     def _give_up(self, error: RuntimeError) -> None:
         first_line = str(error).split("\n")[0]
-        message = f"{self._paged_model.name} cannot be captured in a CUDA graph: {first_line}"
-        if self._must:
+        message = f"{self.paged_model.name} cannot be captured in a CUDA graph: {first_line}"
+        if self.must:
             raise ValueError(f"cuda_graphs: 'on', but {message}") from error
         logger.warning("cuda_graphs: %s; its passes run without graphs", message)
-        self._capture = None
+        self.capture = None
         self._passes.clear()
 
 
 class StaticPass:
     """Buffers of one set of sizes, which a graph reads at the same place each time."""
 
-    def __init__(
-        self,
-        paged_model: PagedModel,
-        caches: dict[int, KVCache],
-        inputs: dict[int, KVCache],
-        shape: PassShape,
-        num_nodes: int,
-    ):
+    def __init__(self, graphs: GraphedForward, shape: PassShape, num_nodes: int):
         self.replay: Run | None = None
-        self._paged_model = paged_model
-        self._shape = shape
-        device = paged_model.device
+        self._paged_model = model = graphs.paged_model
+        self._keeps_rows = shape.num_rows > 0
+        device, sizes = model.device, (shape.batch, shape.num_tokens)
         self._ids = torch.zeros(shape.num_tokens, dtype=torch.int64, device=device)
         self._wide = torch.zeros(shape.wide_size, dtype=torch.int64, device=device)
         self._narrow = torch.zeros(shape.narrow_size, dtype=torch.int32, device=device)
-        sizes = shape.batch, shape.num_tokens
         buffers = self._wide, self._narrow
-        self._step = PagedStep.of(caches, *buffers, *sizes, paged_model.backend, spans=[])
-        self._step.inputs = inputs
+        self._step = PagedStep.of(graphs.caches, *buffers, *sizes, model.backend, spans=[])
+        self._step.inputs = graphs.inputs
         if num_nodes:
             mask = (shape.batch, num_nodes, -(-num_nodes // 64))
             self._step.ancestor_mask = torch.zeros(mask, dtype=torch.int64, device=device)
 
-    def fill(self, input_ids: Tensor, wide: list[int], narrow: list[int]) -> None:
-        """Copy a pass, padded, into the buffers."""
-        device = self._ids.device
+    def fill(
+        self,
+        input_ids: Tensor,
+        wide: list[int],
+        narrow: list[int],
+        tree: Tree | None,
+        counts: list[int],
+    ) -> None:
+        """Copy a pass, padded, into the buffers, and the structure of one of trees."""
+        step, device = self._step, self._ids.device
         self._ids[: len(input_ids)].copy_(input_ids)
         self._wide.copy_(host_tensor(wide, torch.int64, device), non_blocking=True)
         self._narrow.copy_(host_tensor(narrow, torch.int32, device), non_blocking=True)
-
-    def fill_trees(self, tree: Tree, counts: list[int]) -> None:
-        """Copy the structure of a filled pass that is one of trees."""
-        step, (depths, ancestor_mask) = self._step, tree
-        positions = tree_positions(depths, counts, step.context_lens[: len(counts)])
-        step.positions[: len(positions)].copy_(positions)
-        if step.ancestor_mask is not None:
+        if tree is not None and step.ancestor_mask is not None:
+            depths, ancestor_mask = tree
+            positions = tree_positions(depths, counts, step.context_lens[: len(counts)])
+            step.positions[: len(positions)].copy_(positions)
             step.ancestor_mask[: len(counts)].copy_(ancestor_mask)
 
     def run(self) -> Tensor:
         """The forward pass over the buffers; logits of the rows, or of all tokens."""
         step = self._step
-        keep = step.rows if self._shape.num_rows else 0
+        keep = step.rows if self._keeps_rows else 0
         return self._paged_model.forward(self._ids, step.positions, keep, step)

@@ -22,7 +22,6 @@ from fastspec.models.flat import (
     find_layers,
     flatten,
     most_flat_rows,
-    recording,
 )
 from fastspec.models.layout import (
     LAST_STATE,
@@ -42,6 +41,7 @@ from fastspec.models.sharded import ranks_of
 from fastspec.models.twin import (
     decoder_layers,
     is_plain_linear,
+    replaced,
     twin_of,
     use_few_row_kernels,
     use_few_row_mlps,
@@ -178,7 +178,7 @@ class PagedModel:
         self.vocab_size: int = text_config.vocab_size  # until the probing pass has logits
         self.max_positions = getattr(text_config, "max_position_embeddings", None)
         self._adopt(model)
-        self._flat: FlatPass | None = None
+        self.flat: FlatPass | None = None  # runs the passes of at most `most_flat_rows` tokens
         self._most_flat_rows = most_flat_rows(self.device)
         layers: list[FlatLayer] = []
         is_plain = self.decoder_start_id is None and self.recurrent is None
@@ -187,12 +187,8 @@ class PagedModel:
         if backend in ("auto", "cpu"):
             use_few_row_kernels(self.model)
         self.cache_shapes = self._probe(layers)
-        if backend in ("auto", "cpu") and self._flat is None:
+        if backend in ("auto", "cpu") and self.flat is None:
             use_few_row_mlps(self.model)
-
-    def run_flat(self, flat: FlatPass) -> None:
-        """From now on the passes of at most `most_flat_rows` tokens are this one's."""
-        self._flat = flat
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, rows: Tensor | int, step: PagedStep
@@ -203,8 +199,8 @@ class PagedModel:
         keep: dict[str, Any] = {"logits_to_keep": rows} if self._keeps_logits else {}
         if self.rotary is not None and self.rotary.limit is not None:
             self.rotary.begin(positions, step)
-        if self._flat is not None and len(input_ids) <= self._most_flat_rows:
-            return self._flat.forward(input_ids, positions, rows, step)
+        if self.flat is not None and len(input_ids) <= self._most_flat_rows:
+            return self.flat(input_ids, positions, rows, step)
         if self._counts_positions:
             self._cache.num_seen = positions - torch.arange(len(positions), device=self.device)
         if self.recurrent is not None:
@@ -340,7 +336,7 @@ class PagedModel:
         step = PagedStep.of({}, wide, narrow, 1, count, self.backend, spans)
         step.calls = calls
         try:
-            with recording(layers):
+            with replaced({layer.module: layer.record for layer in layers}):
                 logits = self.forward(input_ids, positions, first, step)
         except (ValueError, RuntimeError) as error:
             if len(dtypes := float_dtypes(self.model)) == 1:
@@ -352,7 +348,7 @@ class PagedModel:
             self.bytes_per_sequence = 2 * self.recurrent.bytes_kept(key)  # two states
         self._check_calls(calls)
         if self._cache_dtype == self.dtype:
-            self._flat = flatten(self.model, layers, calls, step, input_ids, logits)
+            self.flat = flatten(self.model, layers, calls, step, input_ids, logits)
         return {call.layer: (call.key_heads, call.value_heads) for call in calls}
 
     def _check_calls(self, calls: list[AttentionCall]) -> None:

@@ -1,8 +1,7 @@
 """Layers that carry a state from token to token: short convolutions, Mamba, linear attention."""
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from fastspec.models.layout import Span, StateKey
+from fastspec.models.twin import replaced
 
 _STATE_METHODS = {"update_conv_state", "update_recurrent_state"}
 _CACHE_NAMES = {"cache_params", "past_key_values"}
@@ -156,7 +156,7 @@ class RecurrentLayers:
         }
         if last is not None:
             forwards[last] = lambda rows: rows
-        with _replaced(forwards):
+        with replaced(forwards):
             for reading in self._readings:
                 span, settled = reading.span, reading.settled
                 layer = reading.states.get(index)
@@ -230,21 +230,6 @@ def _read(module: Any, kind: _Kind, cache: DynamicCache, layer: Any, hidden: Ten
     finally:
         if longest is not None:
             module.chunk_size = longest
-
-
-@contextmanager
-def _replaced(forwards: dict[nn.Module, Callable]) -> Iterator[None]:
-    """Let other functions stand for the modules' forward passes."""
-    before = [(module.__dict__, module.__dict__.get("forward")) for module in forwards]
-    for module, forward in forwards.items():
-        module.__dict__["forward"] = forward
-    try:
-        yield
-    finally:
-        for attributes, forward in before:
-            attributes.pop("forward")
-            if forward is not None:
-                attributes["forward"] = forward
 
 
 def _is_recurrent(module: nn.Module) -> bool:

@@ -1,6 +1,7 @@
 """A model's second tree of modules on the same weights: our attention, our few-row kernels."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from types import FunctionType
@@ -53,6 +54,21 @@ def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
         text_config.layer_types = text_config.layer_types[:count]
     text_config.num_hidden_layers = count
     return copy
+
+
+@contextmanager
+def replaced(forwards: Mapping[Any, Callable]) -> Iterator[None]:
+    """Let other functions stand for the modules' forward passes."""
+    before = [(module.__dict__, module.__dict__.get("forward")) for module in forwards]
+    for module, forward in forwards.items():
+        module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        for attributes, forward in before:
+            attributes.pop("forward")
+            if forward is not None:
+                attributes["forward"] = forward
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:

@@ -44,12 +44,12 @@ def model_of(engine):
 
 def flat_model_of(engine):
     """What runs the target's passes of few rows without its modules, if something does."""
-    return target_runner(engine).paged_model._flat
+    return target_runner(engine).paged_model.flat
 
 
 def is_flat(paged_model):
     """Whether it runs passes without its modules."""
-    return paged_model._flat is not None
+    return paged_model.flat is not None
 
 
 def encoders_of(engine):

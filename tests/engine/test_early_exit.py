@@ -64,7 +64,7 @@ def test_the_pages_are_the_targets_and_the_pass_is_flat():
     engine = Engine(model, spec=SPEC)
     draft, target = draft_model_of(engine).runner, target_runner(engine)
     assert draft.caches is target.caches
-    assert (draft.paged_model._flat is None) == (flat_model_of(engine) is None)
+    assert (draft.paged_model.flat is None) == (flat_model_of(engine) is None)
     assert len(draft.paged_model.cache_shapes) == 1
     assert len(model.model.layers) == model.config.num_hidden_layers == 3
 

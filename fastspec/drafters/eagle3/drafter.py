@@ -43,7 +43,7 @@ class Eagle3Runner(ModelRunner):
         if same_type and has_layer_kernels(self.device, paged_model.backend):
             weights = paged_model.model.midlayer.weights()
             if weights is not None:
-                paged_model.run_flat(FlatEagle3(paged_model.model, weights))
+                paged_model.flat = FlatEagle3(paged_model.model, weights).forward
 
     def forward(
         self,

@@ -308,7 +308,7 @@ class Eagle1Draft(EagleDraft):
 
 
 class FlatEagle3:
-    """Passes of a draft without its modules, see `PagedModel.run_flat`.
+    """Passes of a draft without its modules, see `PagedModel.flat`.
 
     Args:
         draft: whose layer the op computes.
