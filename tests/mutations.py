@@ -154,9 +154,9 @@ MUTATIONS = [
     *_of(
         "fastspec/engine/verify.py",
         f"{GREEDY} {TREES} {SAMPLING}",
-        ('"bonus" if row[0] == proposed else', '"bonus" if row[0] != proposed else'),
+        ("is_whole = accepted_len == proposed", "is_whole = accepted_len != proposed"),
         ("places + (places >= extra)", "places"),
-        ("[-1] in parents else", "[-1] not in parents else"),
+        ("[-1] not in parents", "[-1] in parents"),
         ("len(request.token_ids) - 1 - start, most", "len(request.token_ids) - start, most"),
     ),
     *_of(

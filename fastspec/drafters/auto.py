@@ -1,13 +1,33 @@
 """A draft model of any kind, or a drafter as it is: what "auto" and token trees run."""
 
 from pathlib import Path
+from typing import Literal
 
 from transformers import PreTrainedModel
 
 from fastspec.drafters import draft_model, eagle3, glide
 from fastspec.drafters.base import Drafter
 from fastspec.drafters.context import DrafterContext, DrafterPlan
-from fastspec.drafters.kinds import kind_of
+from fastspec.models.loading import ReadConfig, load_config
+from fastspec.models.reduced_vocabulary import is_reduced
+
+DraftKind = Literal["glide", "eagle3", "reduced", "model"]
+
+
+def kind_of(
+    source: str | Path | PreTrainedModel, read_config: ReadConfig = load_config
+) -> DraftKind:
+    """Which kind of draft a source is; "reduced" ones take embeddings from their target.
+
+    Args:
+        read_config: `DrafterContext.read_config` reads that of a folder or hub id once.
+    """
+    if glide.is_glide(source, read_config):
+        return "glide"
+    if eagle3.is_eagle3(source, read_config):
+        return "eagle3"
+    is_stored = not isinstance(source, PreTrainedModel)
+    return "reduced" if is_stored and is_reduced("drafter", source, read_config) else "model"
 
 
 def build(context: DrafterContext) -> Drafter | DrafterPlan:

@@ -109,21 +109,6 @@ class Request:
         )
 
 
-class Blocks(Protocol):
-    """The blocks that the target's cache and the drafters' caches share."""
-
-    num_blocks: int
-    block_size: int
-
-    def tenancy(self, block_id: int) -> int:
-        """A number that changes when a block is handed out anew, and its contents are void."""
-        ...
-
-    def share_with_next(self) -> None:
-        """From now on share a block only where the token after it is the same too."""
-        ...
-
-
 @dataclass(frozen=True)
 class Batch:
     """The requests of one step, B of them.

@@ -9,7 +9,8 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastspec.config import EngineConfig, SpecConfig
-from fastspec.drafters.base import Blocks, Drafter
+from fastspec.drafters.base import Drafter
+from fastspec.models.cache_size import Blocks
 from fastspec.models.encoder_decoder import paged_model_of
 from fastspec.models.loading import (
     ReadConfig,

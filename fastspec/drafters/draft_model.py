@@ -11,7 +11,6 @@ from torch import Tensor
 from fastspec.drafters.base import (
     DRAFT_STREAM,
     Batch,
-    Blocks,
     Drafter,
     Proposal,
     Request,
@@ -19,6 +18,7 @@ from fastspec.drafters.base import (
 )
 from fastspec.drafters.context import DrafterContext, DrafterPlan, Loader
 from fastspec.drafters.logit_rules import Rows, apply_rules, without_forbidden
+from fastspec.models.cache_size import Blocks
 from fastspec.models.layout import KVCache, Span
 from fastspec.models.paged_model import PagedModel
 from fastspec.models.runner import ModelRunner

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from fastspec.config.checks import require
-from fastspec.drafters.base import Batch, Blocks, Drafter, Request
+from fastspec.drafters.base import Batch, Drafter, Request
 from fastspec.drafters.context import DrafterContext, DrafterPlan
 from fastspec.drafters.draft_model import DraftModelDrafter
+from fastspec.models.cache_size import Blocks
 from fastspec.models.encoder_decoder import paged_model_of
 from fastspec.models.layout import Span
 from fastspec.models.runner import ModelRunner

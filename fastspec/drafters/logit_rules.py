@@ -5,7 +5,7 @@ it may say next depends on both, so target and drafters ask here before they rea
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,26 +13,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fastspec.config import SamplingParams
+from fastspec.drafters.grammar import LlguidanceGrammar
 from fastspec.models.transfer import device_tensor
 from fastspec_kernels import penalize
 
 _ALWAYS = 2**31 - 1
 _NO_PENALTIES = (1.0, 0.0, 0.0)  # repetition, presence, frequency
-
-
-class Grammar(Protocol):
-    """What may follow a text that has to have a form."""
-
-    def mask_after(self, path: list[int], words: np.ndarray) -> None:
-        """Write the bits [ceil(V/32)] int32 of the tokens that may follow the text and a path.
-
-        Raises:
-            ValueError: it cannot tell.
-        """
-
-    def advance(self, token_id: int) -> bool:
-        """Add a token to the text; whether anything may follow it."""
-        ...
 
 
 class LogitRules:
@@ -58,7 +44,7 @@ class LogitRules:
         ends: frozenset[int],
         bad_words: Sequence[Sequence[int]] = (),
         allowed: np.ndarray | None = None,
-        grammar: Grammar | None = None,
+        grammar: LlguidanceGrammar | None = None,
     ):
         self.params = params
         self.grammar = grammar

@@ -21,10 +21,11 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from fastspec.config import SamplingParams
-from fastspec.drafters.base import Batch, Blocks, Proposal, Request
+from fastspec.drafters.auto import kind_of
+from fastspec.drafters.base import Batch, Proposal, Request
 from fastspec.drafters.context import DrafterContext, DrafterPlan
 from fastspec.drafters.draft_model import DraftModelDrafter, greedy_sampling
-from fastspec.drafters.kinds import kind_of
+from fastspec.models.cache_size import Blocks
 from fastspec.models.encoder_decoder import paged_model_of
 from fastspec.models.layout import StateKey
 from fastspec.models.loading import load_model
@@ -145,7 +146,7 @@ class ReencodingDrafter(DraftModelDrafter):
         target_vocab_size: int,
         confidence_threshold: float | None = None,
     ):
-        self._blocks = _OwnBlocks(blocks.num_blocks, blocks.block_size)
+        self._blocks = Blocks(blocks.num_blocks, blocks.block_size)  # no two texts share one
         super().__init__(runner, self._blocks, runner.vocab_size, False, confidence_threshold)
         self._target, self._own, self._num_ids = target, own, target_vocab_size
         self._read, self._written = _translated(target, own), _translated(own, target)
@@ -162,7 +163,7 @@ class ReencodingDrafter(DraftModelDrafter):
             text = self._text_of(request)
             length = len(text.own.token_ids)
             limit = min(batch.num_draft_tokens[place], self.room(length))
-            if not length or not limit or not self._blocks.can_hold(length + limit):
+            if not length or not limit or not self._blocks.fits(length + limit):
                 continue
             if not self._make_room(text, length + limit, group):
                 self._draft(batch, group, rows, passes)
@@ -247,7 +248,7 @@ class ReencodingDrafter(DraftModelDrafter):
     def _make_room(self, text: _Text, num_tokens: int, group: dict[int, tuple[_Text, int]]) -> bool:
         """Blocks for a text, if need be those of others that are not of the group."""
         kept = [text, *(other for other, _ in group.values())]
-        while not self._blocks.grow(text.own.block_table, num_tokens):
+        while not self._blocks.reserve(text.own.block_table, num_tokens):
             others = (other for other in self._texts.values() if other.own.block_table)
             other = next((other for other in others if other not in kept), None)
             if other is None:
@@ -260,42 +261,6 @@ class ReencodingDrafter(DraftModelDrafter):
         super().release(text.own)
         self._blocks.free(text.own.block_table)
         text.own.state_key = StateKey()
-
-
-class _OwnBlocks:
-    """Blocks of the draft model's cache, see `Blocks`; no two texts share one."""
-
-    def __init__(self, num_blocks: int, block_size: int):
-        self.num_blocks, self.block_size = num_blocks, block_size
-        self._free = list(range(num_blocks))
-        self._tenancies = [0] * num_blocks
-
-    def tenancy(self, block_id: int) -> int:
-        """A number that changes when a block is handed out."""
-        return self._tenancies[block_id]
-
-    def share_with_next(self) -> None:
-        """Nothing is shared."""
-
-    def can_hold(self, num_tokens: int) -> bool:
-        """Whether there are blocks for one text so long."""
-        return num_tokens <= self.num_blocks * self.block_size
-
-    def grow(self, block_table: list[int], num_tokens: int) -> bool:
-        """Add the blocks that so many tokens need; False, and nothing, where too few are free."""
-        missing = -(-num_tokens // self.block_size) - len(block_table)
-        if missing > len(self._free):
-            return False
-        for _ in range(missing):
-            block_id = self._free.pop()
-            self._tenancies[block_id] += 1
-            block_table.append(block_id)
-        return True
-
-    def free(self, block_table: list[int]) -> None:
-        """Take the blocks of a text back."""
-        self._free += block_table
-        block_table.clear()
 
 
 def _translated(source: SpelledTokenizer, reader: SpelledTokenizer) -> dict[int, bytes]:

@@ -13,9 +13,9 @@ from fastspec.config import SpecConfig
 from fastspec.config.checks import require
 from fastspec.config.methods import Method, add_method, method_named, remove_method
 from fastspec.drafters import reencoding
+from fastspec.drafters.auto import kind_of
 from fastspec.drafters.base import Drafter
 from fastspec.drafters.context import DrafterContext, DrafterPlan, as_plan
-from fastspec.drafters.kinds import kind_of
 from fastspec.drafters.suffix_first import with_copies
 from fastspec.drafters.tree import with_siblings, with_trees
 from fastspec.models.named import own_draft

@@ -4,12 +4,12 @@ from collections import OrderedDict
 
 from fastspec.engine.prefix_index import Match, PrefixIndex
 from fastspec.engine.request import EngineRequest
-from fastspec.models.cache_size import blocks_needed
+from fastspec.models.cache_size import Blocks, blocks_needed
 from fastspec.models.layout import StateKey
 
 
-class BlockManager:
-    """A free list of block ids; a table grows when its request needs room and is returned whole.
+class BlockManager(Blocks):
+    """The blocks of the target's cache, and which of them several requests share.
 
     Rolling back rejected tokens needs no call: a request's length shrinks, its table stays.
     With prefix caching, full blocks of committed tokens are shared by the tables of all requests
@@ -20,23 +20,11 @@ class BlockManager:
     """
 
     def __init__(self, num_blocks: int, block_size: int, prefix_caching: bool = False):
-        self.num_blocks = num_blocks
-        self.block_size = block_size
+        super().__init__(num_blocks, block_size)
         self.prefix_caching = prefix_caching
         self._index = PrefixIndex(block_size)
-        self._free = list(range(num_blocks - 1, -1, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()  # findable and in no table, oldest first
         self._num_users = [0] * num_blocks
-        self._tenancies = [0] * num_blocks
-
-    @property
-    def num_free(self) -> int:
-        """Blocks in no table."""
-        return len(self._free) + len(self._idle)
-
-    def tenancy(self, block_id: int) -> int:
-        """A number that changes when a block is handed out anew, and its contents are void."""
-        return self._tenancies[block_id]
 
     def share_with_next(self) -> None:
         """From now on share a block only where the token after it is the same too.
@@ -44,18 +32,6 @@ class BlockManager:
         Blocks that were filled before are found no more.
         """
         self._index.num_ahead = 1
-
-    def fits(self, num_tokens: int) -> bool:
-        """Whether an empty cache could hold that many tokens of one request."""
-        return blocks_needed(num_tokens, self.block_size) <= self.num_blocks
-
-    def reserve(self, block_table: list[int], num_tokens: int) -> bool:
-        """Grow the table to hold `num_tokens`; False, and no change, if blocks are lacking."""
-        missing = -(-num_tokens // self.block_size) - len(block_table)
-        if missing > len(self._free) + len(self._idle):
-            return False
-        block_table.extend(self._take() for _ in range(missing))
-        return True
 
     def find(self, request: EngineRequest) -> Match:
         """What is cached of a request's tokens, without the last one, whose logits are needed."""
@@ -71,6 +47,7 @@ class BlockManager:
         missing = blocks_needed(num_tokens, self.block_size) - len(shared)
         if missing > self.num_free - num_idle:
             return False
+        self.num_free -= num_idle
         for block_id in shared:
             self._idle.pop(block_id, None)
             self._num_users[block_id] += 1
@@ -91,9 +68,12 @@ class BlockManager:
         """Take all blocks from a request; those that can be found stay as they are for now."""
         for block_id in reversed(request.block_table):  # the end of a text is forgotten first
             self._num_users[block_id] -= 1
-            if self._num_users[block_id] == 0 and block_id in self._index:
+            if self._num_users[block_id]:
+                continue
+            self.num_free += 1
+            if block_id in self._index:
                 self._idle[block_id] = None
-            elif self._num_users[block_id] == 0:
+            else:
                 self._free.append(block_id)
         request.block_table.clear()
         request.contents.clear()
@@ -112,5 +92,4 @@ class BlockManager:
             block_id, _ = self._idle.popitem(last=False)
             self._index.drop(block_id)
         self._num_users[block_id] = 1
-        self._tenancies[block_id] += 1
         return block_id

@@ -8,9 +8,9 @@ import numpy as np
 
 from fastspec.config import SamplingParams
 from fastspec.config.checks import refuse
+from fastspec.drafters.grammar import GrammarCompiler
 from fastspec.drafters.logit_rules import LogitRules
 from fastspec.engine.detokenizer import Detokenizer
-from fastspec.engine.grammar import GrammarCompiler
 from fastspec.engine.prefix_index import Content
 from fastspec.engine.prompt_reader import PromptReader
 from fastspec.engine.prompts import Prompt

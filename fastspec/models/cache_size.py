@@ -1,4 +1,4 @@
-"""How long requests may be and how many blocks the cache has."""
+"""How long requests may be, how many blocks the cache has, and who has which."""
 
 import torch
 
@@ -49,3 +49,49 @@ def cache_blocks(config: EngineConfig, models: list[PagedModel], max_model_len: 
             f" takes {bytes_per_block} bytes{states if state_bytes else ''}"
         )
     return affordable if config.prefix_caching else min(affordable, usable)
+
+
+class Blocks:
+    """A free list of block ids; a table grows when its text needs room and is returned whole.
+
+    Attributes:
+        num_free: blocks in no table.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int):
+        self.num_blocks = self.num_free = num_blocks
+        self.block_size = block_size
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._tenancies = [0] * num_blocks
+
+    def tenancy(self, block_id: int) -> int:
+        """A number that changes when a block is handed out anew, and its contents are void."""
+        return self._tenancies[block_id]
+
+    def share_with_next(self) -> None:
+        """From now on share a block only where the token after it is the same too."""
+
+    def fits(self, num_tokens: int) -> bool:
+        """Whether an empty cache could hold that many tokens of one text."""
+        return blocks_needed(num_tokens, self.block_size) <= self.num_blocks
+
+    def reserve(self, block_table: list[int], num_tokens: int) -> bool:
+        """Grow the table to hold `num_tokens`; False, and no change, if blocks are lacking."""
+        missing = -(-num_tokens // self.block_size) - len(block_table)
+        if missing > self.num_free:
+            return False
+        for _ in range(missing):
+            block_id = self._take()
+            self._tenancies[block_id] += 1
+            self.num_free -= 1
+            block_table.append(block_id)
+        return True
+
+    def free(self, block_table: list[int]) -> None:
+        """Take all blocks of a table back."""
+        self._free += block_table
+        self.num_free += len(block_table)
+        block_table.clear()
+
+    def _take(self) -> int:
+        return self._free.pop()

@@ -13,6 +13,11 @@ BUNDLED = {
     "smollm2-eagle3": ASSETS / "smollm2-eagle3",
 }
 FETCHED = ("smollm2",)
+# Of targets, by the method that they are for; "" for all others.
+_DRAFTS: dict[str, dict[str, str | None]] = {
+    "tiny": {"": "tiny-draft", "glide": "tiny-glide", "eagle3": None},
+    "smollm2": {"eagle3": "smollm2-eagle3"},
+}
 
 
 def cache_folder() -> Path:
@@ -38,8 +43,5 @@ def folder_of(field: str, name: str) -> Path | None:
 
 def own_draft(target: Any, method: str) -> str | None:
     """The draft that comes with a target of a short name, for a method; None for other targets."""
-    if target == "smollm2" and method == "eagle3":
-        return "smollm2-eagle3"
-    if target != "tiny" or method == "eagle3":
-        return None
-    return "tiny-glide" if method == "glide" else "tiny-draft"
+    drafts = _DRAFTS.get(target, {}) if isinstance(target, str) else {}
+    return drafts.get(method, drafts.get(""))

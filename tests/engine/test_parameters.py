@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
-from fastspec.engine.grammar import LlguidanceGrammar
+from fastspec.drafters.grammar import LlguidanceGrammar
 from fastspec_kernels.testing import chi_square
 
 from .. import differential

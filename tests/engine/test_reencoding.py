@@ -244,7 +244,7 @@ def test_a_draft_begins_once():
 
     chars = sorted(pre_tokenizers.ByteLevel.alphabet())
     target, own = beginning("<s>", chars), beginning("<s>", chars[::-1])
-    blocks = SimpleNamespace(num_blocks=8, block_size=4, share_with_next=lambda: None)
+    blocks = SimpleNamespace(num_blocks=8, block_size=4)
     paged_model = SimpleNamespace(use_own_columns=lambda size: None)
     runner = SimpleNamespace(vocab_size=300, paged_model=paged_model)
     drafter = ReencodingDrafter(cast(Any, runner), cast(Any, blocks), target, own, 300)

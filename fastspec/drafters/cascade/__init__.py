@@ -3,11 +3,12 @@
 from typing import cast
 
 from fastspec.drafters import mag
-from fastspec.drafters.base import Blocks, Drafter
+from fastspec.drafters.base import Drafter
 from fastspec.drafters.cascade.drafter import CascadeDrafter
 from fastspec.drafters.cascade.levels import CopyingLevel, Level, ModelLevel
 from fastspec.drafters.context import DrafterContext, DrafterPlan, DraftSource
 from fastspec.drafters.draft_model import DraftModelDrafter
+from fastspec.models.cache_size import Blocks
 from fastspec.models.paged_model import PagedModel
 from fastspec.models.runner import ModelRunner
 

@@ -59,12 +59,18 @@ class GrammarCompiler:
 
 @dataclass(eq=False)
 class LlguidanceGrammar:
-    """What may follow one text, see `fastspec.drafters.logit_rules.Grammar`."""
+    """What may follow one text."""
 
     matcher: Any
 
     def mask_after(self, path: list[int], words: np.ndarray) -> None:
-        """Write the bits of the tokens that may follow a path; where none leads, all are set."""
+        """Write the bits [ceil(V/32)] int32 of the tokens that may follow the text and a path.
+
+        Where no path leads, all are set.
+
+        Raises:
+            ValueError: it cannot tell.
+        """
         matcher = self.matcher.deep_copy() if path else self.matcher  # an error is for ever
         taken = matcher.try_consume_tokens(path) if path else 0
         if taken == len(path) and (matcher.is_error() or not matcher.is_stopped()):
@@ -75,7 +81,7 @@ class LlguidanceGrammar:
             words[len(mask) :] = 0
 
     def advance(self, token_id: int) -> bool:
-        """Add a token; whether anything may follow it."""
+        """Add a token to the text; whether anything may follow it."""
         self.matcher.consume_token(token_id)
         return self.matcher.is_error() or not self.matcher.is_stopped()
 
