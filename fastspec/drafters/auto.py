@@ -11,6 +11,7 @@ from fastspec.drafters.context import DrafterContext, DrafterPlan
 from fastspec.models.loading import ReadConfig, load_config
 from fastspec.models.reduced_vocabulary import is_reduced
 
+_BUILDERS = {"glide": glide, "eagle3": eagle3}  # by kind; all others are draft models
 DraftKind = Literal["glide", "eagle3", "reduced", "model"]
 
 
@@ -35,6 +36,5 @@ def build(context: DrafterContext) -> Drafter | DrafterPlan:
     given = context.drafter
     is_model = isinstance(given, (str, Path, PreTrainedModel))
     kind = kind_of(given, context.read_config) if is_model else "model"
-    if context.wants_glide or kind == "glide":
-        return glide.build(context)
-    return (eagle3 if kind == "eagle3" else draft_model).build(context)
+    kind = "glide" if context.wants_glide else kind
+    return _BUILDERS.get(kind, draft_model).build(context)

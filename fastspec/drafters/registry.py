@@ -21,6 +21,7 @@ from fastspec.drafters.tree import with_siblings, with_trees
 from fastspec.models.named import own_draft
 from fastspec.models.shared_vocabulary import is_intersection
 
+_NAMED = {"glide": "a GLIDE model", "eagle3": "an EAGLE draft"}  # by their kinds and methods
 Build = Callable[[DrafterContext], Drafter | DrafterPlan]
 
 
@@ -77,16 +78,15 @@ def plan_drafter(context: DrafterContext) -> DrafterPlan | None:
         ValueError: a drafter that is missing, not wanted, or cannot be loaded.
     """
     method, given = method_named(context.spec.method), context.drafter
-    takes_draft = method.needs_draft or method.name == "auto"
     if given is not None:
-        _check(context, method.name if takes_draft else "auto")
-    if method.name == "none":
+        _check(context, method if method.takes_draft else None)
+    if not method.proposes:
         return None
-    if given is not None and not takes_draft:
+    if given is not None and not method.takes_draft:
         raise ValueError(f"drafter: method {method.name!r} takes none")
-    if given is None and takes_draft:
+    if given is None and method.takes_draft:
         given = own_draft(context.target, method.name)
-    if given is None and takes_draft:
+    if given is None and method.takes_draft:
         if method.needs_draft:
             what = f"method {method.name!r}"
         elif context.spec.cape:
@@ -98,8 +98,7 @@ def plan_drafter(context: DrafterContext) -> DrafterPlan | None:
         else:
             return None
         raise ValueError(f"drafter: {what} needs a draft model, got None")
-    wants_glide = method.name == "glide"
-    return _planned(method, replace(context, drafter=given, wants_glide=wants_glide))
+    return _planned(method, replace(context, drafter=given))
 
 
 def plan_given(context: DrafterContext) -> DrafterPlan:
@@ -108,29 +107,29 @@ def plan_given(context: DrafterContext) -> DrafterPlan:
     It drafts trees if the options ask for them, and a user's own method runs its own drafter.
     """
     method, given = method_named(context.spec.method), context.drafter
-    _check(context, "auto")
+    _check(context, None)
     is_own = method.build is not None and method.needs_draft and not isinstance(given, Drafter)
-    keeps_method = is_own or method.name == "tree"
+    keeps_method = is_own or method.drafts_trees
     return _planned(method if keeps_method else method_named("auto"), context)
 
 
 def _planned(method: Method, context: DrafterContext) -> DrafterPlan:
     build = method.build or import_module(f"fastspec.drafters.{method.name}").build
     spec = context.spec
-    plan = reencoding.build(context) if method.name in ("auto", "draft_model") else None
+    plan = reencoding.build(context) if method.reencodes else None
     plan = plan or as_plan(build(context))
     is_told = "heterogeneous_vocab" in method.fields
     if is_told and any(is_intersection(part.model) for part in plan.models):
         plan = replace(plan, heterogeneous_vocab="intersection")
-    if method.name == "eagle3" and spec.drafts_trees:
+    if "tree_width" in method.fields and spec.drafts_trees:
         plan = with_trees(plan, context)
     elif spec.cape:
         plan = with_siblings(plan, spec)
     return plan if spec.suffix_tokens is None else with_copies(plan, spec)
 
 
-def _check(context: DrafterContext, method: str) -> None:
-    """Refuse what is no drafter, and drafts that need their target for methods without it."""
+def _check(context: DrafterContext, method: Method | None) -> None:
+    """Refuse what is no drafter, and drafts that another method than this one has to run."""
     drafter: Any = context.drafter
     for part in drafter if isinstance(drafter, (list, tuple)) else [drafter]:
         if isinstance(part, PreTrainedTokenizerBase):
@@ -143,10 +142,9 @@ def _check(context: DrafterContext, method: str) -> None:
                 "drafter: expected a path, a hub id, a PreTrainedModel, a Drafter, or several in a"
                 f" list, got {type(part).__name__}"
             )
-        if isinstance(part, Drafter) or method in ("auto", "tree"):
+        takes_all = method is None or method.chooses or method.drafts_trees
+        if takes_all or isinstance(part, Drafter):
             continue
         kind = kind_of(part, context.read_config)
-        if kind == "glide" and method != "glide":
-            raise ValueError(f"drafter: a GLIDE model needs method 'glide', not {method!r}")
-        if kind == "eagle3" and method != "eagle3":
-            raise ValueError(f"drafter: an EAGLE draft needs method 'eagle3', not {method!r}")
+        if kind in _NAMED and kind != method.name:
+            raise ValueError(f"drafter: {_NAMED[kind]} needs method {kind!r}, not {method.name!r}")

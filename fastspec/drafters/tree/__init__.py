@@ -5,16 +5,14 @@ from dataclasses import replace
 
 from fastspec.config import SpecConfig
 from fastspec.config.tree_shapes import TreeShape
-from fastspec.drafters import auto, prompt_lookup
+from fastspec.drafters import prompt_lookup
+from fastspec.drafters.auto import build
 from fastspec.drafters.base import Drafter, TreeProposer
-from fastspec.drafters.context import DrafterContext, DrafterPlan, as_plan
+from fastspec.drafters.context import DrafterContext, DrafterPlan
 from fastspec.drafters.draft_model import DraftModelDrafter
 from fastspec.drafters.tree.drafter import CapePlan, TreeDrafter, TreePlan
 
-
-def build(context: DrafterContext) -> DrafterPlan:
-    """The method "tree", over any draft model."""
-    return with_trees(as_plan(auto.build(context)), context)
+__all__ = ["build", "with_siblings", "with_trees"]  # the method builds what it grows trees with
 
 
 def with_trees(plan: DrafterPlan, context: DrafterContext) -> DrafterPlan:
