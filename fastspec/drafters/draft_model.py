@@ -61,7 +61,7 @@ class DraftModelDrafter:
 
     def propose(self, batch: Batch) -> Proposal:
         texts = [request.token_ids for request in batch.requests]
-        limits = [
+        num_draft_tokens = [
             min(wanted, self.room(len(text)))
             for text, wanted in zip(texts, batch.num_draft_tokens, strict=True)
         ]
@@ -71,7 +71,7 @@ class DraftModelDrafter:
         keys = batch.keys if batch.is_coupled else None
         keeps_logits = self._probabilistic and not batch.all_greedy and keys is None
         token_ids, draft_logits, counts = self.write(
-            batch.requests, texts, limits, sampling, uniforms, keeps_logits, keys
+            batch.requests, texts, num_draft_tokens, sampling, uniforms, keeps_logits, keys
         )
         passes = [{self.name: count} for count in counts]
         num_tokens = None if self._threshold is None else counts
@@ -88,13 +88,13 @@ class DraftModelDrafter:
         self,
         requests: Sequence[Request],
         texts: list[list[int]],
-        limits: list[int],
+        num_draft_tokens: list[int],
         sampling: SamplingTensors,
         uniforms: Tensor,
         keeps_logits: bool,
         coupled_keys: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, list[int]]:
-        """Continue each text by limits[b] tokens, one pass each, or as long as it is sure enough.
+        """Continue each text by so many tokens, one pass each, or as long as it is sure enough.
 
         Args:
             texts: the committed tokens of each request, and drafts after them if there are any.
@@ -108,21 +108,23 @@ class DraftModelDrafter:
         device, backend = uniforms.device, self.runner.paged_model.backend
         token_ids = torch.full(uniforms.shape, -1, dtype=torch.int32, device=device)
         draft_logits = None
-        drafting, counts = [index for index, limit in enumerate(limits) if limit], [*limits]
-        chain_logprobs = torch.zeros(len(limits), dtype=torch.float32, device=device)
+        num_draft_tokens = [*num_draft_tokens]  # of a draft that ends sooner, as many as it has
+        drafting = [b for b, num in enumerate(num_draft_tokens) if num]
+        chain_logprobs = torch.zeros(len(num_draft_tokens), dtype=torch.float32, device=device)
         has_rules = any(request.rules is not None for request in requests)
         path = self._path(requests, texts, uniforms.shape[1]) if has_rules else None
-        step_ids, spans = self._unread(requests, texts, [int(limit > 0) for limit in limits])
-        for step in range(max(limits, default=0)):
+        num_rows = [int(num > 0) for num in num_draft_tokens]
+        step_ids, spans = self._unread(requests, texts, num_rows)
+        for step in range(max(num_draft_tokens, default=0)):
             if not drafting:
                 break
             rows = [end - 1 for end in accumulate(span.count for span in spans)]
             logits = self.runner.forward(step_ids, spans, rows)[:, : self._vocab_size]
+            nodes = [len(texts[b]) - len(requests[b].token_ids) + step for b in drafting]
             if path is not None:
-                nodes = [len(texts[b]) - len(requests[b].token_ids) + step for b in drafting]
                 logits = self.ruled(requests, logits, Rows(drafting, nodes, path))
             chosen, row_sampling = slice(None), sampling
-            if len(drafting) < len(limits):
+            if len(drafting) < len(num_draft_tokens):
                 chosen = device_tensor(drafting, torch.int64, device)
                 row_sampling = of_rows(sampling, chosen)
             if coupled_keys is None:
@@ -137,30 +139,28 @@ class DraftModelDrafter:
                 )
             token_ids[chosen, step] = picked
             if path is not None:
-                nodes = [len(texts[b]) - len(requests[b].token_ids) + step for b in drafting]
                 places = device_tensor([drafting, nodes], torch.int64, device)
                 path[places[0], places[1] + 1] = picked
             if keeps_logits:
                 if draft_logits is None:
                     draft_logits = logits.new_zeros((*uniforms.shape, logits.shape[1]))
                 draft_logits[chosen, step] = logits
-            keep = [place for place, index in enumerate(drafting) if limits[index] > step + 1]
-            if self._threshold is not None and keep:
+            goes_on = any(num_draft_tokens[b] > step + 1 for b in drafting)
+            if self._threshold is not None and goes_on:
                 chain_logprobs[chosen] += logprobs
                 is_sure = (chain_logprobs[chosen].exp() >= self._threshold).tolist()
-                for place in keep:
-                    if not is_sure[place]:
-                        counts[drafting[place]] = step + 1
-                keep = [place for place in keep if is_sure[place]]
+                for b in (b for b, sure in zip(drafting, is_sure, strict=True) if not sure):
+                    num_draft_tokens[b] = step + 1
+            keep = [place for place, b in enumerate(drafting) if num_draft_tokens[b] > step + 1]
             if 0 < len(keep) < len(drafting):
                 picked = picked[device_tensor(keep, torch.int64, device)]
             drafting = [drafting[place] for place in keep]
             spans = [spans[p].part(spans[p].start + spans[p].count, 1) for p in keep]
             step_ids = picked.clamp(min=0).to(torch.int64)
-        for request, text, count in zip(requests, texts, counts, strict=True):
-            if count:
-                self._num_cached[request.request_id] = len(text) + count - 1
-        return token_ids, draft_logits, counts
+        for request, text, num in zip(requests, texts, num_draft_tokens, strict=True):
+            if num:
+                self._num_cached[request.request_id] = len(text) + num - 1
+        return token_ids, draft_logits, num_draft_tokens
 
     def read(
         self, requests: Sequence[Request], texts: list[list[int]], num_rows: list[int]

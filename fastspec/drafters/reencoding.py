@@ -220,11 +220,11 @@ class ReencodingDrafter(DraftModelDrafter):
         if not group:
             return
         requests = [text.own for text, _ in group.values()]
-        limits = [limit for _, limit in group.values()]
+        num_draft_tokens = [limit for _, limit in group.values()]
         sampling = greedy_sampling(replace(batch, requests=requests))
-        unused = torch.zeros((len(group), max(limits)), device=batch.device)
+        unused = torch.zeros((len(group), max(num_draft_tokens)), device=batch.device)
         texts = [request.token_ids for request in requests]
-        drafts, _, counts = self.write(requests, texts, limits, sampling, unused, False)
+        drafts, _, counts = self.write(requests, texts, num_draft_tokens, sampling, unused, False)
         for (place, (text, _)), draft, count in zip(
             group.items(), drafts.tolist(), counts, strict=True
         ):

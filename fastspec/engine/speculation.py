@@ -40,7 +40,7 @@ class Speculation:
         pacer: makes the schedules; None = always K.
     Attributes:
         spec: how the target judges what is proposed.
-        usual_num_tokens: K where none is named.
+        usual_num_speculative_tokens: K where none is named.
         known: the drafter that is on, or was on last.
         num_speculative_tokens: tokens of a request that one step can accept at most; 0 while off.
         max_nodes: of a request's tree; 0 where the drafter proposes chains, and while off.
@@ -71,7 +71,7 @@ class Speculation:
         self._chain_rule = chains_only or next(chain_rules, None)
         self._config = config
         self.spec = spec
-        self.usual_num_tokens = spec.num_draft_tokens(config.max_n_spec_tokens)
+        self.usual_num_speculative_tokens = spec.num_draft_tokens(config.max_n_spec_tokens)
         self._no_drafter = NoDrafter()
         self._has_failed = False  # in this step
         self.drafter: Drafter = self._no_drafter
@@ -97,7 +97,7 @@ class Speculation:
         """Refuse a request that asks for more draft tokens than it can get."""
         num, most = params.num_speculative_tokens, 0
         if self.known is not None:
-            most = self.num_speculative_tokens or self.usual_num_tokens
+            most = self.num_speculative_tokens or self.usual_num_speculative_tokens
         fits = num is None or num <= most
         require("num_speculative_tokens", num, fits, f"at most K of the drafter, {most}")
 
@@ -140,15 +140,15 @@ class Speculation:
         pairs = list(zip(requests, own_limits, strict=True))
         rules = device, backend, own_limits if min(own_limits) < most else None, self._is_coupled
         try:
-            limits = nodes = [min(request.room, limit) for request, limit in pairs]
+            num_draft_tokens = max_nodes = [min(r.room, limit) for r, limit in pairs]
             most_drafting = self.spec.disable_by_batch_size
             if most_drafting is not None and len(requests) > most_drafting:
                 free = (self._is_coupled or r.params.temperature == 0 for r in requests)
-                pairs = zip(limits, free, strict=True)
-                limits = nodes = [0 if is_free else limit for limit, is_free in pairs]
+                pairs = zip(num_draft_tokens, free, strict=True)
+                num_draft_tokens = max_nodes = [0 if is_free else num for num, is_free in pairs]
             if self.max_nodes or self.schedule is not None:
-                limits, nodes = self._limits(requests, limits)
-            batch = Batch(requests, limits, nodes, most, *rules)
+                num_draft_tokens, max_nodes = self._planned(requests, num_draft_tokens)
+            batch = Batch(requests, num_draft_tokens, max_nodes, most, *rules)
             if any(batch.num_draft_tokens):
                 proposal = self.drafter.propose(batch)
                 check_proposal(proposal, batch, self._vocab_size)
@@ -187,30 +187,29 @@ class Speculation:
         except BaseException as error:
             self._fail(error, ())
 
-    def _limits(
-        self, requests: list[EngineRequest], limits: list[int]
+    def _planned(
+        self, requests: list[EngineRequest], num_draft_tokens: list[int]
     ) -> tuple[list[int], list[int]]:
-        """Tokens of each draft, of at most so many, and its nodes; a tree may fill its blocks."""
+        """Draft tokens of each request, at most so many, and nodes; a tree may fill its blocks."""
         if self.max_nodes:
             size = self._config.block_size
             free = [len(r.block_table) * size - len(r.token_ids) for r in requests]
-            nodes = [min(self.max_nodes, slots) for slots in free]
-            limits = [min(pair) for pair in zip(limits, nodes, strict=True)]
-            return limits, [n if limit else 0 for n, limit in zip(nodes, limits, strict=True)]
-        assert self.schedule is not None
-        schedule = self.schedule
-        common = None
+            room = [min(self.max_nodes, slots) for slots in free]
+            pairs = [(min(pair), pair[1]) for pair in zip(num_draft_tokens, room, strict=True)]
+            return [num for num, _ in pairs], [nodes if num else 0 for num, nodes in pairs]
+        schedule, common = self.schedule, None
+        assert schedule is not None
         if isinstance(schedule, AdaptiveSchedule):
             common = schedule.common_length(requests)
         wanted = []
-        for request, limit in zip(requests, limits, strict=True):
+        for request, limit in zip(requests, num_draft_tokens, strict=True):
             decides = common is None or request.params.temperature > 0
             num = schedule.num_draft_tokens(request) if decides and limit else common
             wanted.append(num if limit else 0)
         for num in wanted:
             require_int("num_draft_tokens", num, 0)
-        limits = [min(pair) for pair in zip(wanted, limits, strict=True)]
-        return limits, limits
+        num_draft_tokens = [min(pair) for pair in zip(wanted, num_draft_tokens, strict=True)]
+        return num_draft_tokens, num_draft_tokens
 
     def _fail(self, error: BaseException, requests: Sequence[Request]) -> None:
         """Keep what a drafter or schedule raised, and let the drafter forget the requests.
@@ -351,27 +350,29 @@ class Speculations(dict[str | None, Speculation]):
         given = *sizes, spec, config, target.chains_only, pacer
         ranks = target.ranks
         speculation = Speculation(*given) if ranks is None else SharedSpeculation(ranks, *given)
-        count, is_copy = speculation.usual_num_tokens, spec.suffix_tokens is not None
+        count, is_copy = speculation.usual_num_speculative_tokens, spec.suffix_tokens is not None
         is_copy = is_copy and count > spec.num_model_tokens(config.max_n_spec_tokens)
         speculation.check_count("suffix_tokens" if is_copy else "num_speculative_tokens", count)
         if plan is not None:
-            speculation.enable(self._built(plan), speculation.usual_num_tokens, [])
+            speculation.enable(self._built(plan), speculation.usual_num_speculative_tokens, [])
         self[name] = speculation
         return speculation
 
     def enable(
         self,
         drafter: DrafterSource | None,
-        num_tokens: int | None,
+        num_speculative_tokens: int | None,
         wants_glide: bool,
         running: list[EngineRequest],
     ) -> None:
         """Turn on the engine's own drafter, or another in its place; see `enable_spec_dec`."""
         own = self[None]
         if (ranks := self._runner.paged_model.ranks) is not None:
-            ranks.check(call="enable_spec_dec", num_tokens=num_tokens, is_new=drafter is not None)
-        num_tokens = own.usual_num_tokens if num_tokens is None else num_tokens
-        own.check_count("n_spec_tokens", num_tokens)
+            given = {"num_tokens": num_speculative_tokens, "is_new": drafter is not None}
+            ranks.check(call="enable_spec_dec", **given)
+        if num_speculative_tokens is None:
+            num_speculative_tokens = own.usual_num_speculative_tokens
+        own.check_count("n_spec_tokens", num_speculative_tokens)
         known = own.known
         if drafter is not None:
             given = {"drafter": drafter, "wants_glide": wants_glide}
@@ -380,7 +381,7 @@ class Speculations(dict[str | None, Speculation]):
             raise ValueError("drafter: there is none to enable; pass one")
         elif wants_glide and not isinstance(getattr(known, "draft", known), GlideDrafter):
             raise ValueError("use_glide_drafter: the drafter to enable is not a GLIDE model")
-        own.enable(known, num_tokens, running)
+        own.enable(known, num_speculative_tokens, running)
 
     def raise_error(self, outputs: Sequence[RequestOutput] = ()) -> None:
         """Raise what a drafter or schedule raised, if it did, with complete outputs attached."""

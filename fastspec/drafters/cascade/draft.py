@@ -39,14 +39,14 @@ class Draft:
     """One request's draft in one step; it ends at a token that would end the text.
 
     Attributes:
-        limit: tokens that it may have.
+        num_draft_tokens: tokens that it may have.
         is_greedy: whether its tokens are argmaxes.
         passes: of each level's model, so far.
         num_unchanged: leading tokens that the last change left as they were.
     """
 
     request: Request
-    limit: int
+    num_draft_tokens: int
     is_greedy: bool
     tokens: list[DraftToken] = field(default_factory=list)
     passes: Counter[str] = field(default_factory=Counter)
@@ -66,11 +66,12 @@ class Draft:
     def lacks(self, count: int) -> bool:
         """Whether it should have so many tokens without a surplus, and can have another."""
         is_ended = self.tokens and self.tokens[-1].token_id in self.request.stop_ids
-        return len(self.tokens) < self.limit and self.num_counted < count and not is_ended
+        has_room = len(self.tokens) < self.num_draft_tokens
+        return has_room and self.num_counted < count and not is_ended
 
     def replace(self, start: int, tokens: list[DraftToken]) -> None:
         """Let these tokens follow the first `start` ones, as far as they are of use."""
-        tokens = tokens[: max(0, self.limit - start)]
+        tokens = tokens[: max(0, self.num_draft_tokens - start)]
         is_last = [token.token_id in self.request.stop_ids for token in tokens]
         if any(is_last):
             tokens = tokens[: is_last.index(True) + 1]

@@ -123,7 +123,7 @@ class CascadeDrafter:
         else:
             if number == len(self._levels) - 1 and not level.can_review and at_once:
                 lacking = [at_once] * len(drafts)
-            room = [draft.limit - len(draft.tokens) for draft in drafts]
+            room = [draft.num_draft_tokens - len(draft.tokens) for draft in drafts]
             level.write(drafts, [min(pair) for pair in zip(lacking, room, strict=True)], batch)
         self.seconds[level.name] += time.perf_counter() - begin
 
