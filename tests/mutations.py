@@ -155,14 +155,14 @@ MUTATIONS = [
         "fastspec/engine/verify.py",
         f"{GREEDY} {TREES} {SAMPLING}",
         ("is_whole = accepted_len == proposed", "is_whole = accepted_len != proposed"),
-        ("places + (places >= extra)", "places"),
         ("[-1] not in parents", "[-1] in parents"),
         ("len(request.token_ids) - 1 - start, most", "len(request.token_ids) - start, most"),
     ),
     *_of(
-        "fastspec/engine/coupled.py",
+        "fastspec/engine/acceptance.py",
         f"{SAMPLING} tests/engine/test_tree_sampling.py tests/engine/test_samples.py",
         ("lengths[owners] + depths[owners, nodes]", "lengths[owners]"),
+        ("places + (places >= extra)", "places"),
     ),
     *_of(
         "fastspec/engine/prefix_index.py",

@@ -1,5 +1,7 @@
 """MaG, the n-gram drafter of CS-Drafting: copy after the longest match, then follow bigrams."""
 
+from dataclasses import dataclass, field
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -12,6 +14,7 @@ from fastspec.models.loading import bigram_beside
 from fastspec_kernels import match_suffix
 
 
+@dataclass(eq=False)
 class MagDrafter(CopyingDrafter):
     """Copies what follows the earliest place where the longest end of the text stood before.
 
@@ -29,11 +32,9 @@ class MagDrafter(CopyingDrafter):
 
     name = "mag"
 
-    def __init__(self, bigram: Tensor | None = None, backend: str = "auto"):
-        super().__init__()
-        self._bigram = bigram
-        self._backend = backend
-        self._chains: Tensor | None = None
+    bigram: Tensor | None = None
+    backend: str = "auto"
+    _chains: Tensor | None = field(default=None, init=False)
 
     def copy(self, texts: Texts, num_tokens: int) -> Tensor:
         return self._copies(texts, num_tokens, num_tokens)
@@ -52,9 +53,9 @@ class MagDrafter(CopyingDrafter):
         second = second.masked_fill(count == num_tokens, -1)
         more = 0, width - num_tokens
         drafts = _after(pad(first, more, value=-1), count, pad(second, more, value=-1))
-        if self._bigram is not None:
+        if self.bigram is not None:
             if self._chains is None or self._chains.shape[1] != num_tokens:
-                self._chains = _chains(self._bigram, num_tokens).to(drafts.device)
+                self._chains = _chains(self.bigram, num_tokens).to(drafts.device)
             asked, surplus = drafts[:, :num_tokens], drafts[:, num_tokens:]
             count = (asked >= 0).sum(dim=1, keepdim=True)
             last = longer.scatter(1, places, asked).gather(1, ends + count - 1)[:, 0]
@@ -70,7 +71,7 @@ class MagDrafter(CopyingDrafter):
             max_match=max(1, texts.token_ids.shape[1]),
             num_tokens=num_tokens,
             rule="earliest_longest",
-            backend=self._backend,
+            backend=self.backend,
         )
 
 

@@ -1,5 +1,8 @@
 """Prompt lookup: what followed the last tokens where they stood before in the same text."""
 
+from dataclasses import dataclass, field
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -10,13 +13,12 @@ from fastspec.models.transfer import device_tensor
 from fastspec_kernels import match_suffix
 
 
+@dataclass(eq=False)
 class CopyingDrafter:
     """A drafter that needs nothing but the texts, which it keeps on the device."""
 
-    name: str
-
-    def __init__(self):
-        self._texts = TextStore()
+    name: ClassVar[str]
+    _texts: TextStore = field(default_factory=TextStore, init=False)
 
     def propose(self, batch: Batch) -> Proposal:
         texts = self._texts.update(batch)
@@ -33,6 +35,7 @@ class CopyingDrafter:
         self._texts.forget(request.request_id)
 
 
+@dataclass(eq=False)
 class PromptLookupDrafter(CopyingDrafter):
     """Copies from prompt and output; a text whose end stands nowhere else is decoded plainly.
 
@@ -47,21 +50,19 @@ class PromptLookupDrafter(CopyingDrafter):
 
     name = "prompt_lookup"
 
-    def __init__(self, min_match: int, max_match: int, backend: str = "auto"):
-        super().__init__()
-        self._min_match = min_match
-        self._max_match = max_match
-        self._backend = backend
+    min_match: int
+    max_match: int
+    backend: str = "auto"
 
     def copy(self, texts: Texts, num_tokens: int) -> Tensor:
         token_ids = match_suffix(
             texts.token_ids,
             texts.lengths,
-            min_match=self._min_match,
-            max_match=self._max_match,
+            min_match=self.min_match,
+            max_match=self.max_match,
             num_tokens=num_tokens,
             rule="latest",
-            backend=self._backend,
+            backend=self.backend,
         )
         # A copy that reached the end of the text goes on with itself: loops are drafted in full.
         count = (token_ids >= 0).sum(dim=1, keepdim=True).clamp(min=1)

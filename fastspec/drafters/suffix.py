@@ -2,8 +2,9 @@
 
 from array import array
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -133,6 +134,7 @@ class PastTexts:
         self.indices[0].add(text)
 
 
+@dataclass(eq=False)
 class SuffixDrafter:
     """Copies what most often followed the longest known end of the text, as far as that is likely.
 
@@ -151,14 +153,16 @@ class SuffixDrafter:
     Applications", arXiv 2411.04975.
     """
 
-    name = "suffix"
+    name: ClassVar[str] = "suffix"
 
-    def __init__(self, max_spec_factor: float, min_token_prob: float, max_cached_tokens: int):
-        self._factor = max_spec_factor
-        self._least = min_token_prob
+    max_spec_factor: float
+    min_token_prob: float
+    max_cached_tokens: int
+
+    def __post_init__(self):
         self._own: WeakKeyDictionary[Request, SuffixIndex] = WeakKeyDictionary()
         self._num_shared: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
-        self._past, self._corpus = PastTexts(max_cached_tokens), PastTexts(max_cached_tokens)
+        self._past, self._corpus = (PastTexts(self.max_cached_tokens) for _ in range(2))
 
     def add_corpus(self, texts: Iterable[Sequence[int]]) -> None:
         """Texts to copy from, as token ids."""
@@ -209,11 +213,11 @@ class SuffixDrafter:
         for index in indices:
             places = index.places(end)
             for length in sorted({length for length, _ in places}, reverse=True):
-                most = int(min(depth, self._factor * length))
+                most = int(min(depth, self.max_spec_factor * length))
                 if most <= best.expected:
                     break
                 agreeing = [place for agreed, place in places if agreed >= length]
-                draft = index.draft(agreeing, most, max_nodes, self._least, is_chain)
+                draft = index.draft(agreeing, most, max_nodes, self.min_token_prob, is_chain)
                 best = max(best, draft, key=lambda draft: draft.expected)
         return best
 

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,17 +10,16 @@ from torch.nn.functional import pad
 
 from fastspec.config import SpecConfig
 from fastspec.drafters import Proposal
-from fastspec.drafters.base import VERIFY_STREAM, Batch
+from fastspec.drafters.base import Batch
 from fastspec.drafters.draft_model import of_rows
 from fastspec.drafters.logit_rules import Rows, apply_rules, without_forbidden
-from fastspec.engine.coupled import judge_coupled
+from fastspec.engine.acceptance import judge, places_of
 from fastspec.engine.outputs import Verdict
 from fastspec.engine.request import EngineRequest
-from fastspec.engine.synthetic import judge_synthetic
 from fastspec.models.layout import Span, packed
 from fastspec.models.runner import ModelRunner
 from fastspec.models.transfer import device_tensor
-from fastspec_kernels import row_stats, verify_chain, verify_tree
+from fastspec_kernels import row_stats
 
 _STANDARD = SpecConfig()  # its rule of acceptance
 
@@ -105,8 +103,8 @@ def verify(
     bitmask, dead = None, []
     has_rules = any(request.rules is not None for request in requests)
     if has_rules:
-        logits, bitmask, dead = _ruled(batch, logits, Rows(*_places(counts), ids, parents))
-    judged = _judge(spec, batch, proposal, logits, counts, ids, parents, bitmask)
+        logits, bitmask, dead = _ruled(batch, logits, Rows(*places_of(counts), ids, parents))
+    judged = judge(spec, batch, proposal, logits, counts, ids, parents, bitmask)
     *path, output_ids, accepted_len, logprobs = judged
     columns = [accepted_len[:, None].expand_as(ids), output_ids, ids]
     columns += [] if parents is None else [*path, parents]
@@ -133,49 +131,6 @@ def verify(
     if most := max(request.params.logprobs or 0 for request in requests):
         _add_best(verdicts, most, logits, counts, batch, bitmask)
     return verdicts
-
-
-def _judge(
-    spec: SpecConfig,
-    batch: Batch,
-    proposal: Proposal,
-    logits: Tensor,
-    counts: list[int],
-    ids: Tensor,
-    parents: Tensor | None,
-    bitmask: Tensor | None,
-) -> tuple[Tensor, ...]:
-    """Output ids, accepted_len and logprobs by the rule of acceptance, of trees after their path.
-
-    Args:
-        logits: [T, V], packed: counts[b] rows of each request.
-        ids, parents: [B, N], node 0 is the last committed token; parents None = chains.
-    """
-    if spec.rejection_sample_method == "coupled":
-        places = device_tensor(_places(counts), torch.int64, batch.device)
-        return judge_coupled(logits, places, ids, parents, batch, bitmask)
-    cu_rows = device_tensor([*accumulate(counts, initial=0)], torch.int32, batch.device)
-    most = batch.num_speculative_tokens
-    num = most if parents is None else ids.shape[1]
-    uniforms = batch.uniforms(max(num, most) + 1, VERIFY_STREAM)
-    if num != most or batch.own_limits is not None:
-        uniforms = _by_own_limits(uniforms, num, batch)
-    if (rate := spec.synthetic_acceptance_rate) is not None:
-        judged = logits, cu_rows, proposal.token_ids, uniforms, rate
-        return judge_synthetic(*judged, batch.sampling, bitmask, batch.backend)
-    given: dict[str, Any] = {**batch.sampling, "token_bitmask": bitmask, "backend": batch.backend}
-    given |= {"draft_logits": proposal.draft_logits, "draft_token_map": proposal.draft_token_map}
-    if parents is not None:
-        given["sibling_rule"] = proposal.sibling_rule
-        return verify_tree(logits, cu_rows, ids, parents, uniforms, **given)
-    given |= {"lenience": spec.relaxed_acceptance, "method": spec.rejection_sample_method}
-    return verify_chain(logits, cu_rows, proposal.token_ids, uniforms, **given)
-
-
-def _places(counts: list[int]) -> tuple[list[int], list[int]]:
-    """The request, and the node of its tree, that each packed row stands after."""
-    owners = [b for b, count in enumerate(counts) for _ in range(count)]
-    return owners, [node for count in counts for node in range(count)]
 
 
 def _ruled(
@@ -251,17 +206,6 @@ def _after_reread(
         end += last - start + count
         rows += range(end - count, end)
     return torch.cat(parts), spans, rows
-
-
-def _by_own_limits(numbers: Tensor, num: int, batch: Batch) -> Tensor:
-    """[B, N + 1]: a number for each of N proposals, and last that of the extra token, the K-th.
-
-    K is the request's own: it gets the same token whatever else is proposed in the batch.
-    """
-    limits = batch.own_limits or [batch.num_speculative_tokens] * len(batch.requests)
-    extra = device_tensor(limits, torch.int64, batch.device)[:, None]
-    places = torch.arange(num, device=batch.device)
-    return numbers.gather(1, torch.cat([places + (places >= extra), extra], dim=1))
 
 
 def verdict_of(

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fastspec import Engine, SamplingParams, SpecConfig
-from fastspec.engine.synthetic import judge_synthetic
+from fastspec.engine.acceptance import judge_synthetic
 from fastspec_kernels import verify_chain
 
 from ..models import random_model

@@ -1,7 +1,7 @@
 """The levels of a cascade: a draft model that reviews or writes, and drafters that copy."""
 
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, takewhile
 from typing import Protocol, runtime_checkable
 
@@ -110,6 +110,7 @@ class CopyingLevel(Level):
         self._texts.forget(request.request_id)
 
 
+@dataclass(eq=False)
 class ModelLevel(Level):
     """A draft model, over a cache of its own.
 
@@ -121,27 +122,24 @@ class ModelLevel(Level):
 
     can_review = True
 
-    def __init__(
-        self, model: DraftModelDrafter, name: str, lenience: float = 1.0, backend: str = "auto"
-    ):
-        self.model = model
-        self.name = name
-        self._lenience = lenience
-        self._backend = backend
+    model: DraftModelDrafter
+    name: str
+    lenience: float = 1.0
+    backend: str = "auto"
 
     def write(self, drafts: list[Draft], counts: list[int], batch: Batch) -> None:
         requests, texts = [draft.request for draft in drafts], [draft.text for draft in drafts]
         uniforms = draw_uniforms(drafts, batch.num_speculative_tokens, batch)
-        keeps_logits = self._lenience > 1 or any(not draft.is_greedy for draft in drafts)
+        keeps_logits = self.lenience > 1 or any(not draft.is_greedy for draft in drafts)
         token_ids, logits, _ = self.model.write(
             requests, texts, counts, _sampling(drafts, batch), uniforms, keeps_logits
         )
         if logits is not None:
             logits = self.model.vocabulary.whole(logits)
         probs = [[1.0] * token_ids.shape[1]] * len(drafts)
-        if logits is not None and self._lenience > 1:
+        if logits is not None and self.lenience > 1:
             flat = logits.view(-1, logits.shape[-1])
-            probs = _probs(flat, token_ids.view(-1), self._backend).view(token_ids.shape).tolist()
+            probs = _probs(flat, token_ids.view(-1), self.backend).view(token_ids.shape).tolist()
         columns = zip(drafts, token_ids.tolist(), counts, strict=True)
         for b, (draft, ids, count) in enumerate(columns):
             end = ids.index(-1) if -1 in ids[:count] else count
@@ -154,7 +152,7 @@ class ModelLevel(Level):
     def review(self, drafts: list[Draft], starts: list[int], batch: Batch) -> None:
         reviewed = list(zip(drafts, starts, strict=True))
         num_by_chain = len(reviewed)
-        if self._lenience > 1:  # greedy ones follow a rule of their own
+        if self.lenience > 1:  # greedy ones follow a rule of their own
             reviewed.sort(key=lambda pair: pair[0].is_greedy)
             num_by_chain = sum(not draft.is_greedy for draft in drafts)
         drafts = [draft for draft, _ in reviewed]
@@ -207,8 +205,8 @@ class ModelLevel(Level):
             torch.cat([uniforms[:, :width], uniforms[:, -1:]], dim=1),
             draft_logits=laws(tokens, width, logits.shape[1]),
             **_sampling(drafts, batch),
-            lenience=self._lenience,
-            backend=self._backend,
+            lenience=self.lenience,
+            backend=self.backend,
         )
         table = torch.cat([accepted_len[:, None], output_ids], dim=1).tolist()
         return [(row[0], row[row[0] + 1], [1.0] * (max(0, row[0]) + 1)) for row in table]
@@ -218,14 +216,14 @@ class ModelLevel(Level):
         packed = [i for row in tokens for i in (*(token.token_id for token in row), 0)]
         ids = device_tensor(packed, torch.int64, logits.device)
         zeros = logits.new_zeros(len(packed), dtype=torch.float32)
-        best, _ = sample(logits, zeros, temperature=zeros, backend=self._backend)
+        best, _ = sample(logits, zeros, temperature=zeros, backend=self.backend)
         best_ids = best.tolist()
-        probs, best_probs = (_probs(logits, i, self._backend).tolist() for i in (ids, best))
+        probs, best_probs = (_probs(logits, i, self.backend).tolist() for i in (ids, best))
         verdicts, first = [], 0
         for row in tokens:
             end = first
             for token in row:
-                stays = self._lenience * probs[end] > token.prob
+                stays = self.lenience * probs[end] > token.prob
                 if token.token_id != best_ids[end] and not stays:
                     break
                 end += 1

@@ -1,0 +1,195 @@
+"""Rules of acceptance: which of the proposals the target takes, and the token after them."""
+
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from fastspec.config import SpecConfig
+from fastspec.drafters import Proposal
+from fastspec.drafters.base import VERIFY_STREAM, Batch, SamplingTensors
+from fastspec.drafters.draft_model import of_rows
+from fastspec.models.transfer import device_tensor
+from fastspec_kernels import (
+    build_tree,
+    row_stats,
+    sample,
+    sample_coupled,
+    verify_chain,
+    verify_tree,
+)
+
+
+def judge(
+    spec: SpecConfig,
+    batch: Batch,
+    proposal: Proposal,
+    logits: Tensor,
+    counts: list[int],
+    ids: Tensor,
+    parents: Tensor | None,
+    bitmask: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """Output ids, accepted_len and logprobs by the rule of acceptance, of trees after their path.
+
+    Args:
+        logits: [T, V], packed: counts[b] rows of each request.
+        ids, parents: [B, N], node 0 is the last committed token; parents None = chains.
+    """
+    if spec.rejection_sample_method == "coupled":
+        places = device_tensor(places_of(counts), torch.int64, batch.device)
+        return judge_coupled(logits, places, ids, parents, batch, bitmask)
+    cu_rows = device_tensor([*accumulate(counts, initial=0)], torch.int32, batch.device)
+    most = batch.num_speculative_tokens
+    num = most if parents is None else ids.shape[1]
+    uniforms = batch.uniforms(max(num, most) + 1, VERIFY_STREAM)
+    if num != most or batch.own_limits is not None:
+        uniforms = _by_own_limits(uniforms, num, batch)
+    if (rate := spec.synthetic_acceptance_rate) is not None:
+        judged = logits, cu_rows, proposal.token_ids, uniforms, rate
+        return judge_synthetic(*judged, batch.sampling, bitmask, batch.backend)
+    given: dict[str, Any] = {**batch.sampling, "token_bitmask": bitmask, "backend": batch.backend}
+    given |= {"draft_logits": proposal.draft_logits, "draft_token_map": proposal.draft_token_map}
+    if parents is not None:
+        given["sibling_rule"] = proposal.sibling_rule
+        return verify_tree(logits, cu_rows, ids, parents, uniforms, **given)
+    given |= {"lenience": spec.relaxed_acceptance, "method": spec.rejection_sample_method}
+    return verify_chain(logits, cu_rows, proposal.token_ids, uniforms, **given)
+
+
+def places_of(counts: list[int]) -> tuple[list[int], list[int]]:
+    """The request, and the node of its tree, that each packed row stands after."""
+    owners = [b for b, count in enumerate(counts) for _ in range(count)]
+    return owners, [node for count in counts for node in range(count)]
+
+
+def _by_own_limits(numbers: Tensor, num: int, batch: Batch) -> Tensor:
+    """[B, N + 1]: a number for each of N proposals, and last that of the extra token, the K-th.
+
+    K is the request's own: it gets the same token whatever else is proposed in the batch.
+    """
+    limits = batch.own_limits or [batch.num_speculative_tokens] * len(batch.requests)
+    extra = device_tensor(limits, torch.int64, batch.device)[:, None]
+    places = torch.arange(num, device=batch.device)
+    return numbers.gather(1, torch.cat([places + (places >= extra), extra], dim=1))
+
+
+def judge_coupled(
+    target_logits: Tensor,
+    places: Tensor,
+    ids: Tensor,
+    parents: Tensor | None,
+    batch: Batch,
+    token_bitmask: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Draw a token after each row [T], and follow the draws through the trees as far as they go.
+
+    A token is the argmax of logit / temperature plus Gumbel noise that seed and place in the text
+    determine. So a text is the same with any drafter, any number of drafts, or none; and a draft
+    model that reads the same noise often draws the same token. Source: Daliri, Musco and Suresh,
+    "Coupling without communication and drafter-invariant speculative decoding", arXiv 2408.07978.
+
+    Args:
+        places: [2, T] int64, the sequence and the node that each row stands after.
+        ids: [B, N] int32, node 0 is the last committed token.
+        parents: [B, N] int32, None = chains.
+    Returns:
+        path, output ids, accepted_len and logprobs, as `fastspec_kernels.verify_tree` gives them.
+    """
+    owners, nodes = places
+    num_requests, width = ids.shape
+    chain = torch.arange(-1, width - 1, device=ids.device)
+    depths = (chain + 1).expand_as(ids)
+    if parents is not None:
+        depths, _ = build_tree(parents, backend=batch.backend)
+    parents = chain.expand_as(ids) if parents is None else parents
+    seeds, lengths = batch.keys
+    picked, logprobs = sample_coupled(
+        target_logits,
+        seeds[owners],
+        lengths[owners] + depths[owners, nodes],
+        **of_rows(batch.sampling, owners),
+        token_bitmask=token_bitmask,
+        backend=batch.backend,
+    )
+    choices = torch.full_like(ids, -1)  # [B, N], -1 after nodes that are not judged
+    choices[owners, nodes] = picked
+    logprob_of = logprobs.new_zeros(ids.shape)
+    logprob_of[owners, nodes] = logprobs
+    is_judged = torch.zeros_like(ids, dtype=torch.bool)
+    is_judged[owners, nodes] = True
+
+    node = torch.zeros((num_requests, 1), dtype=torch.int64, device=ids.device)
+    is_going = torch.ones_like(node, dtype=torch.bool)
+    path, tokens, values = [node], [choices[:, :1]], [logprob_of[:, :1]]
+    for _ in range(min(batch.num_speculative_tokens, width - 1)):
+        choice = choices.gather(1, node)
+        follows = (parents == node) & (ids == choice) & is_judged & (choice >= 0)
+        is_going = is_going & follows.any(1, keepdim=True)
+        node = torch.where(is_going, follows.int().argmax(1, keepdim=True), node)
+        path.append(torch.where(is_going, node, -1))
+        tokens.append(torch.where(is_going, choices.gather(1, node), -1))
+        values.append(torch.where(is_going, logprob_of.gather(1, node), 0.0))
+    steps = torch.cat(path, dim=1)
+    accepted_len = (steps >= 0).sum(1) - 1
+    is_valid = choices.gather(1, node) >= 0  # [B, 1], of the row that the text gets to
+    accepted_len = torch.where(is_valid[:, 0], accepted_len, -1).int()
+    missing = width - steps.shape[1]
+    return (
+        pad(steps[:, 1:].int().where(is_valid, -1), (0, missing + 1), value=-1),
+        pad(torch.cat(tokens, dim=1).where(is_valid, -1), (0, missing), value=-1),
+        accepted_len,
+        pad(torch.cat(values, dim=1).where(is_valid, 0.0), (0, missing)),
+    )
+
+
+def judge_synthetic(
+    target_logits: Tensor,
+    cu_rows: Tensor,
+    draft_token_ids: Tensor,
+    uniforms: Tensor,
+    rate: float,
+    sampling: SamplingTensors,
+    token_bitmask: Tensor | None,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Accept each draft token after accepted ones with probability `rate`, whatever its own is: a
+    coin that is tossed to measure speed at a rate of acceptance. LOSSY.
+
+    Only a token that the bitmask forbids is never accepted. The token after the accepted ones is
+    the target's own. Arguments, results and the rows read are those of
+    `fastspec_kernels.verify_chain`; greedy requests toss coins too.
+    """
+    num_requests, width = draft_token_ids.shape
+    device = target_logits.device
+    places, first = torch.arange(width, device=device), cu_rows[:-1, None].long()
+    counts = cu_rows.diff().long()
+    stands = (places < counts[:, None] - 1) & (draft_token_ids >= 0)
+    rows = torch.where(stands, first + places, first)
+    tokens = draft_token_ids.clamp(min=0).long()
+    if token_bitmask is not None:
+        stands &= (token_bitmask[rows, tokens // 32] >> (tokens % 32) & 1) == 1
+    accepted = (stands & (uniforms[:, :width] < rate)).int().cumprod(1).sum(1)
+
+    owners = torch.arange(num_requests, device=device).repeat_interleave(counts)
+    given = {**of_rows(sampling, owners), "token_bitmask": token_bitmask, "backend": backend}
+    logsumexp, _ = row_stats(target_logits, **given)
+    scale = sampling["temperature"]
+    values = target_logits[rows, tokens].float()
+    if scale is not None:
+        values = values / torch.where(scale == 0, 1.0, scale)[:, None]
+    logprobs = values - logsumexp[rows]
+
+    last = first[:, 0] + accepted
+    mask = None if token_bitmask is None else token_bitmask[last]
+    given = {**sampling, "token_bitmask": mask, "backend": backend}
+    extra, extra_logprob = sample(target_logits[last], uniforms[:, width], **given)
+    is_kept = places < accepted[:, None]
+    ids = pad(draft_token_ids.where(is_kept, -1), (0, 1), value=-1)
+    ids = ids.scatter(1, accepted[:, None], extra[:, None])
+    logprobs = pad(logprobs.where(is_kept, 0.0), (0, 1))
+    logprobs = logprobs.scatter(1, accepted[:, None], extra_logprob[:, None])
+    accepted = torch.where(extra < 0, -1, accepted)
+    return ids, accepted.int(), logprobs
