@@ -142,8 +142,9 @@ def _check(context: DrafterContext, method: Method | None) -> None:
                 "drafter: expected a path, a hub id, a PreTrainedModel, a Drafter, or several in a"
                 f" list, got {type(part).__name__}"
             )
-        takes_all = method is None or method.chooses or method.drafts_trees
-        if takes_all or isinstance(part, Drafter):
+        if isinstance(part, Drafter):
+            continue
+        if method is None or method.chooses or method.drafts_trees:  # it runs drafts of all kinds
             continue
         kind = kind_of(part, context.read_config)
         if kind in _NAMED and kind != method.name:

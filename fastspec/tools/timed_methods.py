@@ -13,10 +13,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.k_matrix import MAG_TOKENS
 from fastspec.config.methods import method_named
+from fastspec.drafters.auto import kind_of
 from fastspec.drafters.context import DrafterContext, load_draft
 from fastspec.drafters.eagle3 import EagleDraft, load_eagle3
 from fastspec.drafters.glide import GlideLlamaForCausalLM, load_glide
-from fastspec.drafters.kinds import kind_of
 from fastspec.drafters.reencoding import is_reencoded
 from fastspec.engine.engine import Engine
 from fastspec.engine.stats import SpecStats
