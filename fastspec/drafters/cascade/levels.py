@@ -1,7 +1,7 @@
 """The levels of a cascade: a draft model that reviews or writes, and drafters that copy."""
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, takewhile
 from typing import Protocol, runtime_checkable
 
@@ -110,7 +110,6 @@ class CopyingLevel(Level):
         self._texts.forget(request.request_id)
 
 
-@dataclass(eq=False)
 class ModelLevel(Level):
     """A draft model, over a cache of its own.
 
@@ -122,10 +121,11 @@ class ModelLevel(Level):
 
     can_review = True
 
-    model: DraftModelDrafter
-    name: str
-    lenience: float = 1.0
-    backend: str = "auto"
+    def __init__(
+        self, model: DraftModelDrafter, name: str, lenience: float = 1.0, backend: str = "auto"
+    ):
+        self.model, self.name = model, name
+        self.lenience, self.backend = lenience, backend
 
     def write(self, drafts: list[Draft], counts: list[int], batch: Batch) -> None:
         requests, texts = [draft.request for draft in drafts], [draft.text for draft in drafts]
