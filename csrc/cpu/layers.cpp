@@ -36,7 +36,7 @@ static void multiply_gated(const PackedRows& rows, const MlpWeights& weights, fl
   const Product ups = {weights.up, nullptr, up, Element::kFloat32, hidden};
   const int64_t size =
       std::max(kOutputTile, outputs_per_task(rows) / 2 / kOutputTile * kOutputTile);
-  parallel_for((hidden + size - 1) / size, 2, [&](int64_t task) {
+  share_tasks((hidden + size - 1) / size, [&](int64_t task) {
     const int64_t first = task * size, last = std::min(first + size, hidden);
     kernel.linear.multiply(rows, gates, first, last);
     kernel.linear.multiply(rows, ups, first, last);

@@ -21,7 +21,7 @@ void multiply(const PackedRows& rows, const Product* products, int64_t count) {
   const auto tasks_of = [&](int64_t i) { return (products[i].num_outputs + size - 1) / size; };
   int64_t tasks = 0;
   for (int64_t i = 0; i < count; ++i) tasks += tasks_of(i);
-  parallel_for(tasks, 2, [&](int64_t task) {
+  share_tasks(tasks, [&](int64_t task) {
     int64_t i = 0;
     for (; task >= tasks_of(i); ++i) task -= tasks_of(i);
     const int64_t first = task * size;

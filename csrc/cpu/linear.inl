@@ -18,110 +18,124 @@ FASTSPEC_INLINE void prefetch_weights(const T* from) {
   __builtin_prefetch(reinterpret_cast<const char*>(from) + kPrefetchBytes, 0, 2);
 }
 
-// Writes sums[row][output] of a tile, plus the bias, to the output's columns from n on.
-FASTSPEC_INLINE void write_tile(const Product& product, const float* sums, int64_t row_step,
-                                int64_t output_step, int64_t row, int64_t rows, int64_t n,
-                                int64_t outputs, Element weights) {
-  float bias[kOutputTile] = {};
+// Outputs that some rows meet at once. A single row reads weights as they lie in memory, which
+// processors fetch ahead by themselves, with no more than its sums in flight; several rows share
+// what they load, as much as the registers hold.
+template <int rows>
+constexpr int kOutputsOf = rows == 1            ? kParts
+                           : kNativeLanes == 16 ? 4
+                                                : 2;
+
+// out[i] = sums[i] + bias[i] for the `count` outputs of a row from n on.
+FASTSPEC_INLINE void write_outputs(const Product& product, Element weights, int64_t row, int64_t n,
+                                   int64_t count, NativeF32 sums) {
+  NativeF32 bias = {};
   if (product.bias != nullptr) {
     with_type(weights, [&](auto type) {
-      const auto* from = static_cast<decltype(type)>(product.bias) + n;
-      for (int64_t i = 0; i < outputs; ++i) bias[i] = load_one(from + i);
+      bias = load_rest(static_cast<decltype(type)>(product.bias) + n, count);
     });
   }
+  float values[kNativeLanes];
+  store_native(values, sums + bias);
   with_type(product.out_element, [&](auto type) {
     using Out = std::remove_const_t<std::remove_pointer_t<decltype(type)>>;
-    for (int64_t r = 0; r < rows; ++r) {
-      Out* out = static_cast<Out*>(product.out) + (row + r) * product.num_outputs + n;
-      for (int64_t i = 0; i < outputs; ++i) {
-        convert(sums[r * row_step + i * output_step] + bias[i], out + i);
-      }
+    Out* out = static_cast<Out*>(product.out) + row * product.num_outputs + n;
+    if (count == kNativeLanes) {
+      for (int i = 0; i < kNativeLanes; ++i) convert(values[i], out + i);
+    } else {
+      for (int64_t i = 0; i < count; ++i) convert(values[i], out + i);
     }
   });
 }
 
-// How float32 rows, a padded depth apart, meet weights: sums[row][output] of a register tile.
+// How float32 rows, `stride` values apart, meet weights: the sums of row r and output n, in lanes,
+// become sums[r * kNativeLanes + n].
 struct WideTiles {
-  template <int rows, int outputs, bool fetch, class T>
-  FASTSPEC_INLINE static void multiply(const float* input, const T* weight, int64_t depth,
-                                       float* out) {
-    const int64_t stride = padded(depth), whole = depth / kNativeLanes * kNativeLanes;
-    NativeF32 sums[kNativeLanes] = {};
-    const auto add = [&](int64_t k, const auto& load_weight) {
+  template <int rows, int outputs, class T>
+  FASTSPEC_INLINE static void multiply(const float* input, int64_t stride, const T* weight,
+                                       int64_t depth, NativeF32* sums) {
+    const int64_t whole = depth / kNativeLanes * kNativeLanes;
+    NativeF32 own[rows][outputs] = {};
+    const auto add = [&](int64_t k, const auto& load_weight) FASTSPEC_INLINE_LAMBDA {
       NativeF32 weights[outputs];
-#pragma GCC unroll 16
-      for (int n = 0; n < outputs; ++n) weights[n] = load_weight(weight + n * depth + k);
 #pragma GCC unroll 4
+      for (int n = 0; n < outputs; ++n) weights[n] = load_weight(weight + n * depth + k);
+#pragma GCC unroll 5
       for (int r = 0; r < rows; ++r) {
         const NativeF32 x = load_native(input + r * stride + k);
-#pragma GCC unroll 16
-        for (int n = 0; n < outputs; ++n) {
-          sums[r * outputs + n] = multiply_add(x, weights[n], sums[r * outputs + n]);
-        }
+#pragma GCC unroll 4
+        for (int n = 0; n < outputs; ++n) own[r][n] = multiply_add(x, weights[n], own[r][n]);
       }
     };
     for (int64_t k = 0; k < whole; k += kNativeLanes) {
       add(k, [](const T* from) {
-        if constexpr (fetch) prefetch_weights(from);
+        if constexpr (outputs > 1) prefetch_weights(from);
         return load_native(from);
       });
     }
     if (whole < depth) add(whole, [&](const T* from) { return load_rest(from, depth - whole); });
-    store_native(out, sum_each(sums));
+#pragma GCC unroll 5
+    for (int r = 0; r < rows; ++r) {
+#pragma GCC unroll 4
+      for (int n = 0; n < outputs; ++n) sums[r * kNativeLanes + n] = own[r][n];
+    }
   }
 };
 
-// Rows times outputs first..last, as many at a time as fill the registers with `rows` rows; the
-// last ones alone. The first rows fetch the weights.
+// Rows times outputs first..last.
 template <int rows, class Tiles, class X, class W>
-void multiply_rows(const PackedRows& packed, const Product& product, const X* input,
+void multiply_rows(const PackedRows& packed, const Product& product, const X* input, int64_t stride,
                    const W* weight, int64_t row, int64_t first, int64_t last) {
-  constexpr int outputs = kNativeLanes / rows;
-  float sums[kNativeLanes];
-  const auto run = [&](int64_t n, auto count, auto fetch) {
-    Tiles::template multiply<rows, count.value, fetch.value>(
-        input, weight + (n - first) * packed.depth, packed.depth, sums);
-    write_tile(product, sums, count.value, 1, row, rows, n, count.value, packed.element);
-  };
-  const auto run_all = [&](auto fetch) {
-    int64_t n = first;
-    for (; n + outputs <= last; n += outputs) {
-      run(n, std::integral_constant<int, outputs>(), fetch);
+  constexpr int outputs = kOutputsOf<rows>;
+  const int64_t depth = packed.depth;
+  for (int64_t n = first; n < last; n += kNativeLanes) {
+    const int64_t count = last - n < kNativeLanes ? last - n : kNativeLanes;
+    NativeF32 sums[rows][kNativeLanes];
+    if (count < kNativeLanes) std::memset(sums, 0, sizeof(sums));
+    int64_t i = 0;
+    for (; i + outputs <= count; i += outputs, weight += outputs * depth) {
+      Tiles::template multiply<rows, outputs>(input, stride, weight, depth, sums[0] + i);
     }
-    for (; n < last; ++n) run(n, std::integral_constant<int, 1>(), fetch);
-  };
-  if (row == 0) {
-    run_all(std::true_type());
-  } else {
-    run_all(std::false_type());
+    for (; i < count; ++i, weight += depth) {
+      for (int r = 0; r < rows; ++r) {
+        Tiles::template multiply<1, 1>(input + r * stride, stride, weight, depth, sums[r] + i);
+      }
+    }
+    for (int r = 0; r < rows; ++r) {
+      write_outputs(product, packed.element, row + r, n, count, sum_each(sums[r]));
+    }
   }
 }
 
-// A few outputs at a time meet all rows but the last ones, so that the first-level cache holds
+// A few outputs at a time meet all rows, four or five at once, so that the nearest caches hold
 // both. `stride` values lie from one row to the next.
 template <class Tiles, class X, class W>
 void multiply_tiles_of(const PackedRows& rows, const Product& product, const X* input,
                        const W* weight, int64_t stride, int64_t first, int64_t last) {
-  constexpr int64_t kFew = kNativeLanes / 4;
-  const int64_t whole = rows.num_rows / 4 * 4, depth = rows.depth;
-  for (int64_t block = first; block < last; block += kOutputTile) {
-    const int64_t end = block + kOutputTile < last ? block + kOutputTile : last;
-    for (int64_t n = block; n < end && whole > 0; n += kFew) {
-      const int64_t few = n + kFew < end ? n + kFew : end;
-      for (int64_t row = 0; row < whole; row += 4) {
-        multiply_rows<4, Tiles>(rows, product, input + row * stride, weight + n * depth, row, n,
-                                few);
+  for (int64_t n = first; n < last; n += kOutputTile) {
+    const int64_t end = n + kOutputTile < last ? n + kOutputTile : last;
+    for (int64_t row = 0; row < rows.num_rows;) {
+      const auto run = [&](auto count) {
+        multiply_rows<count.value, Tiles>(rows, product, input + row * stride, stride,
+                                          weight + n * rows.depth, row, n, end);
+        row += count.value;
+      };
+      switch (rows.num_rows - row) {
+        case 1:
+          run(std::integral_constant<int, 1>());
+          break;
+        case 2:
+          run(std::integral_constant<int, 2>());
+          break;
+        case 3:
+          run(std::integral_constant<int, 3>());
+          break;
+        case 5:
+          run(std::integral_constant<int, 5>());
+          break;
+        default:
+          run(std::integral_constant<int, 4>());
       }
-    }
-    int64_t row = whole;
-    if (row + 2 <= rows.num_rows) {
-      multiply_rows<2, Tiles>(rows, product, input + row * stride, weight + block * depth, row,
-                              block, end);
-      row += 2;
-    }
-    if (row < rows.num_rows) {
-      multiply_rows<1, Tiles>(rows, product, input + row * stride, weight + block * depth, row,
-                              block, end);
     }
   }
 }

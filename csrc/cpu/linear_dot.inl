@@ -43,31 +43,44 @@ void pack_pairs(const T* from, const PackedRows& rows, int64_t row) {
 
 // As WideTiles, of bfloat16 rows. Rows end in zeros where the depth is no multiple of kPairDepth.
 struct PairTiles {
-  template <int rows, int outputs, bool fetch>
-  __attribute__((target("avx512bf16"))) static void multiply(const BF16* input, const BF16* weight,
-                                                             int64_t depth, float* out) {
-    const int64_t stride = pair_tiles(depth) * kPairDepth;
-    NativeF32 sums[kNativeLanes] = {};
-    for (int64_t k = 0; k < depth; k += kPairDepth) {
-      const __mmask32 mask = depth - k < kPairDepth ? (1u << (depth - k)) - 1 : ~__mmask32{0};
-      __m512bh weights[outputs];
-#pragma GCC unroll 16
-      for (int n = 0; n < outputs; ++n) {
-        const BF16* from = weight + n * depth + k;
-        if constexpr (fetch) prefetch_weights(from);
-        weights[n] = bit_cast<__m512bh>(_mm512_maskz_loadu_epi16(mask, from));
-      }
+  template <int rows, int outputs>
+  __attribute__((target("avx512bf16"))) static void multiply(const BF16* input, int64_t stride,
+                                                             const BF16* weight, int64_t depth,
+                                                             NativeF32* sums) {
+    const int64_t whole = depth / kPairDepth * kPairDepth;
+    __m512 own[rows][outputs] = {};
+    for (int64_t k = 0; k < whole; k += kPairDepth) {
+      add(input + k, stride, weight + k, depth, ~__mmask32{0}, own);
+    }
+    if (whole < depth) {
+      add(input + whole, stride, weight + whole, depth, (1u << (depth - whole)) - 1, own);
+    }
+#pragma GCC unroll 5
+    for (int r = 0; r < rows; ++r) {
 #pragma GCC unroll 4
-      for (int r = 0; r < rows; ++r) {
-        const __m512bh x = bit_cast<__m512bh>(_mm512_loadu_si512(input + r * stride + k));
-#pragma GCC unroll 16
-        for (int n = 0; n < outputs; ++n) {
-          NativeF32& sum = sums[r * outputs + n];
-          sum = bit_cast<NativeF32>(_mm512_dpbf16_ps(bit_cast<__m512>(sum), x, weights[n]));
-        }
+      for (int n = 0; n < outputs; ++n) {
+        sums[r * kNativeLanes + n] = bit_cast<NativeF32>(own[r][n]);
       }
     }
-    store_native(out, sum_each(sums));
+  }
+
+ private:
+  template <int rows, int outputs>
+  __attribute__((target("avx512bf16"))) FASTSPEC_INLINE static void add(
+      const BF16* input, int64_t stride, const BF16* weight, int64_t depth, __mmask32 mask,
+      __m512 (&sums)[rows][outputs]) {
+    __m512bh weights[outputs];
+#pragma GCC unroll 4
+    for (int n = 0; n < outputs; ++n) {
+      if constexpr (outputs > 1) prefetch_weights(weight + n * depth);
+      weights[n] = bit_cast<__m512bh>(_mm512_maskz_loadu_epi16(mask, weight + n * depth));
+    }
+#pragma GCC unroll 5
+    for (int r = 0; r < rows; ++r) {
+      const __m512bh x = bit_cast<__m512bh>(_mm512_loadu_si512(input + r * stride));
+#pragma GCC unroll 4
+      for (int n = 0; n < outputs; ++n) sums[r][n] = _mm512_dpbf16_ps(sums[r][n], x, weights[n]);
+    }
   }
 };
 
@@ -84,6 +97,26 @@ void multiply_pairs(const PackedRows&, const Product&, int64_t, int64_t) {}
 #endif
 
 #if defined(__AVX512F__) && FASTSPEC_COMPILES_AMX
+
+// Writes sums[output][row] of a tile, plus the bias, to the output's columns from n on.
+FASTSPEC_INLINE void write_tile(const Product& product, const float (*sums)[kTileRowsOfAmx],
+                                int64_t row, int64_t rows, int64_t n, int64_t outputs,
+                                Element weights) {
+  float bias[kOutputTile] = {};
+  if (product.bias != nullptr) {
+    with_type(weights, [&](auto type) {
+      const auto* from = static_cast<decltype(type)>(product.bias) + n;
+      for (int64_t i = 0; i < outputs; ++i) bias[i] = load_one(from + i);
+    });
+  }
+  with_type(product.out_element, [&](auto type) {
+    using Out = std::remove_const_t<std::remove_pointer_t<decltype(type)>>;
+    for (int64_t r = 0; r < rows; ++r) {
+      Out* out = static_cast<Out*>(product.out) + (row + r) * product.num_outputs + n;
+      for (int64_t i = 0; i < outputs; ++i) convert(sums[i][r] + bias[i], out + i);
+    }
+  });
+}
 
 struct TileSums {
   float of[kOutputTile][kTileRowsOfAmx];
@@ -156,8 +189,8 @@ FASTSPEC_AMX void multiply_tiles(const PackedRows& packed, const Product& produc
       run(weight + n * depth, outputs, depth, rows + block * pair_tiles(depth), sums);
       for (int64_t b = 0; b < blocks; ++b) {
         const int64_t row = (block + b) * kTileRowsOfAmx, left = packed.num_rows - row;
-        write_tile(product, sums[b].of[0], 1, kTileRowsOfAmx, row,
-                   left < kTileRowsOfAmx ? left : kTileRowsOfAmx, n, outputs, packed.element);
+        write_tile(product, sums[b].of, row, left < kTileRowsOfAmx ? left : kTileRowsOfAmx, n,
+                   outputs, packed.element);
       }
     }
   }

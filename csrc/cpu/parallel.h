@@ -2,8 +2,10 @@
 #pragma once
 #include <torch/csrc/stable/c/shim.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <stdexcept>
 
 namespace fastspec::cpu {
@@ -41,6 +43,28 @@ void for_each_task(int64_t count, int64_t workers, const Body& body) {
   } else {
     parallel_for(workers, 1, work);
   }
+}
+
+// Calls body(task) once for each task. Each thread takes neighbours in their order from a share of
+// its own, then from the others': the cores of one machine rarely keep pace.
+template <class Body>
+void share_tasks(int64_t count, const Body& body) {
+  const int64_t workers = std::min(num_threads(), count);
+  struct alignas(64) Share {
+    std::atomic<int64_t> next;
+    int64_t end;
+  };
+  const std::unique_ptr<Share[]> shares(new Share[workers]);
+  for (int64_t i = 0; i < workers; ++i) {
+    shares[i].next = count * i / workers;
+    shares[i].end = count * (i + 1) / workers;
+  }
+  parallel_for(workers, 1, [&](int64_t worker) {
+    for (int64_t i = 0; i < workers; ++i) {
+      Share& share = shares[(worker + i) % workers];
+      for (int64_t task = share.next++; task < share.end; task = share.next++) body(task);
+    }
+  });
 }
 
 }  // namespace fastspec::cpu
