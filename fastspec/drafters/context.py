@@ -58,7 +58,7 @@ def load_draft(
         return load(source, config)
     if is_reduced(field, source, read_config):
         model = load_model("target", target, config)
-        return load_model(field, source, config, partial(read_reduced, target=model))
+        return load_model(field, source, config, partial(read_reduced, target=model), model)
     if tokenizer is None:
         return load(source, config)
     own = read_tokenizer(field, source)

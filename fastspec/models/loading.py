@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from fastspec.config import EngineConfig
+from fastspec.models.huge_pages import use_huge_pages
 from fastspec.models.named import BUNDLED, FETCHED, folder_of
 from fastspec.models.weight_files import check_safetensors
 
@@ -72,12 +73,14 @@ def load_model(
     source: Any,
     config: EngineConfig,
     from_pretrained: Callable[..., Any] = _language_model,
+    beside: PreTrainedModel | None = None,
 ) -> PreTrainedModel:
     """A language model on the device.
 
     Args:
         field: names the argument in errors.
         source: a path, a hub id, a PreTrainedModel, or a PeftModel with LoRA.
+        beside: a model of which from_pretrained's may hold weights.
     Raises:
         ValueError: it cannot be loaded, or is loaded already with another dtype or device than the
             config asks for, or on several devices; its weights are not in config.load_format.
@@ -97,6 +100,7 @@ def load_model(
         raise _not_loaded(field, "", source, error) from error
     if model.device != torch.empty(0, device=device).device:  # quantised ones may refuse to move
         model.to(device)
+    use_huge_pages(model, beside)
     return model
 
 

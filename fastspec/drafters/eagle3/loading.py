@@ -70,7 +70,7 @@ def load_eagle3(
     """
     if target is None:
         raise ValueError("drafter: EAGLE reads the target's hidden states; there is no target")
-    return load_model("drafter", source, config, partial(_read, target=target))
+    return load_model("drafter", source, config, partial(_read, target=target), target)
 
 
 def save_eagle3(draft: Eagle3Draft, folder: Path) -> None:
