@@ -112,6 +112,7 @@ class DraftModelDrafter:
         chain_logprobs = torch.zeros(len(limits), dtype=torch.float32, device=device)
         has_rules = any(request.rules is not None for request in requests)
         path = self._path(requests, texts, uniforms.shape[1]) if has_rules else None
+        ranks = self.runner.paged_model.ranks
         step_ids, spans = self._unread(requests, texts, [int(limit > 0) for limit in limits])
         for step in range(max(limits, default=0)):
             if not drafting:
@@ -135,6 +136,8 @@ class DraftModelDrafter:
                 picked, logprobs = sample_coupled(
                     whole, seeds, lengths + step, **row_sampling, backend=backend
                 )
+            if ranks is not None:  # the next pass needs all of them, on the same tokens
+                picked = ranks.of_first(picked)
             token_ids[chosen, step] = picked
             if path is not None:
                 nodes = [len(texts[b]) - len(requests[b].token_ids) + step for b in drafting]
@@ -147,7 +150,8 @@ class DraftModelDrafter:
             keep = [place for place, index in enumerate(drafting) if limits[index] > step + 1]
             if self._threshold is not None and keep:
                 chain_logprobs[chosen] += logprobs
-                is_sure = (chain_logprobs[chosen].exp() >= self._threshold).tolist()
+                is_sure = chain_logprobs[chosen].exp() >= self._threshold
+                is_sure = (is_sure if ranks is None else ranks.of_first(is_sure.int())).tolist()
                 for place in keep:
                     if not is_sure[place]:
                         counts[drafting[place]] = step + 1
