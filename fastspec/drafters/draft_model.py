@@ -113,6 +113,7 @@ class DraftModelDrafter:
         chain_logprobs = torch.zeros(len(num_draft_tokens), dtype=torch.float32, device=device)
         has_rules = any(request.rules is not None for request in requests)
         path = self._path(requests, texts, uniforms.shape[1]) if has_rules else None
+        ranks = self.runner.paged_model.ranks
         num_rows = [int(num > 0) for num in num_draft_tokens]
         step_ids, spans = self._unread(requests, texts, num_rows)
         for step in range(max(num_draft_tokens, default=0)):
@@ -137,6 +138,8 @@ class DraftModelDrafter:
                 picked, logprobs = sample_coupled(
                     whole, seeds, lengths + step, **row_sampling, backend=backend
                 )
+            if ranks is not None:  # the next pass needs all of them, on the same tokens
+                picked = ranks.of_first(picked)
             token_ids[chosen, step] = picked
             if path is not None:
                 places = device_tensor([drafting, nodes], torch.int64, device)
@@ -148,7 +151,8 @@ class DraftModelDrafter:
             goes_on = any(num_draft_tokens[b] > step + 1 for b in drafting)
             if self._threshold is not None and goes_on:
                 chain_logprobs[chosen] += logprobs
-                is_sure = (chain_logprobs[chosen].exp() >= self._threshold).tolist()
+                is_sure = chain_logprobs[chosen].exp() >= self._threshold
+                is_sure = (is_sure if ranks is None else ranks.of_first(is_sure.int())).tolist()
                 for b in (b for b, sure in zip(drafting, is_sure, strict=True) if not sure):
                     num_draft_tokens[b] = step + 1
             keep = [place for place, b in enumerate(drafting) if num_draft_tokens[b] > step + 1]

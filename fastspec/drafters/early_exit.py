@@ -19,7 +19,8 @@ class EarlyExitDrafter(DraftModelDrafter):
     """Drafts with the first layers of the target, on the target's own pages.
 
     What these layers keep of the committed tokens is there already, as the target has read them.
-    What they write of drafts the target overwrites when it judges them, with the same.
+    What they write of drafts the target overwrites when it judges them, with the same. Of a target
+    that is split over processes all run these passes, on rank 0's tokens.
 
     Sources: Elhoushi et al., "LayerSkip", arXiv 2404.16710; transformers' `assistant_early_exit`.
     """
@@ -47,13 +48,10 @@ def build(context: DrafterContext) -> DrafterPlan:
         if target.config.is_encoder_decoder or runner.paged_model.recurrent is not None:
             kind = "an encoder-decoder" if target.config.is_encoder_decoder else "recurrent"
             raise ValueError(f"method: 'early_exit' needs a plain decoder, and {name} is {kind}")
-        if runner.paged_model.ranks is not None:
-            raise ValueError(
-                f"method: 'early_exit' drafts with layers of {name}, which is split over processes;"
-                " each process has to draft alone"
-            )
         most: int = target.config.get_text_config(decoder=True).num_hidden_layers - 1
         require("exit_layer", count, count <= most, f"an int from 1 to {most} for {name}")
+        if runner.paged_model.ranks is not None:
+            runner.paged_model.ranks.check(call="early_exit", exit_layer=count)
         model = paged_model_of(first_layers(target, count), config)
         sizes = block_manager.num_blocks, block_manager.block_size, config.prefill_chunk_size
         own = ModelRunner(model, *sizes, config.cuda_graphs, runner.caches)

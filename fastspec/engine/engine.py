@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.checks import require
-from fastspec.drafters.base import CorpusReader, Drafter
+from fastspec.drafters.base import Drafter
 from fastspec.drafters.context import DrafterContext, DrafterSource
 from fastspec.drafters.draft_model import DraftModelDrafter
 from fastspec.drafters.registry import plan_drafter
@@ -33,7 +33,7 @@ from fastspec.engine.verify import prefill, verify
 from fastspec.models.cache_size import cache_blocks, model_len
 from fastspec.models.encoder_decoder import check_same_kind, paged_model_of, prefix_obstacle
 from fastspec.models.loading import chat_prompt_ids, eos_token_ids, load_model, load_tokenizer
-from fastspec.models.runner import ModelRunner
+from fastspec.models.runner import runner_of
 from fastspec.models.shared_vocabulary import vocabulary_of
 
 
@@ -107,7 +107,7 @@ class Engine:
         check_same_kind(target_model, models)
         num_blocks = cache_blocks(config, models, self.max_model_len)
         sizes = num_blocks, config.block_size, config.prefill_chunk_size
-        self._runner = ModelRunner(target_model, *sizes, config.cuda_graphs)
+        self._runner = runner_of(target_model, *sizes, config.cuda_graphs)
         block_manager = BlockManager(num_blocks, config.block_size, config.prefix_caching)
         self._scheduler = Scheduler(block_manager, config.max_batch_size)
         self._drafters = Speculations(drafting, self._runner, block_manager, self._factory)
@@ -365,11 +365,7 @@ class Engine:
         read = self._factory.reader.corpus_ids
         ids = [read(text) for text in as_prompt_list(texts, "texts", "texts")]
         with self._turn:
-            known = [each.known for each in self._drafters.values()]
-            readers = [each for each in known if isinstance(each, CorpusReader)]
-            require("texts", len(ids), bool(readers), "a drafter that reads a corpus, as suffix")
-            for reader in readers:
-                reader.add_corpus(ids)
+            self._drafters.add_corpus(ids)
 
     def metrics(self) -> dict[str, Any]:
         """Gauges and counters since the engine was made, by the names of vLLM's metrics.

@@ -11,8 +11,9 @@ from fastspec.config import EngineConfig, SamplingParams, SpecConfig, is_int
 from fastspec.config.checks import require, require_int
 from fastspec.config.speculation import MAX_DRAFT_TOKENS
 from fastspec.drafters import Drafter, GlideDrafter, Proposal, TreeProposer
-from fastspec.drafters.base import Batch, NoDrafter, Request, check_proposal
+from fastspec.drafters.base import Batch, CorpusReader, NoDrafter, Request, check_proposal
 from fastspec.drafters.context import DrafterContext, DrafterPlan, DrafterSource
+from fastspec.drafters.draft_model import DraftModelDrafter
 from fastspec.drafters.registry import plan_drafter, plan_given
 from fastspec.engine.block_manager import BlockManager
 from fastspec.engine.outputs import RequestOutput
@@ -26,6 +27,7 @@ from fastspec.models.sharded import Ranks
 from fastspec.models.transfer import device_tensor
 
 _HEAD = 5  # columns before the tokens of a packed proposal
+_ELSEWHERE = "drafter: failed on another rank, whose own error says why"
 
 
 class Speculation:
@@ -239,11 +241,20 @@ class SharedSpeculation(Speculation):
 
     What one of them cannot propose costs all of them the drafts of that step. A drafter whose
     proposal was another one than rank 0's forgets the requests: it has not written what is judged.
+
+    Early exit drafts with layers of the target, in passes that end only when all ranks run them. So
+    rank 0's schedule says how many, each of their tokens is rank 0's, and what fails between them
+    ends the engines of all ranks.
     """
 
     def __init__(self, ranks: Ranks, *args):
         super().__init__(*args)
         self._ranks = ranks
+
+    @property
+    def _drafts_together(self) -> bool:
+        draft = getattr(self.drafter, "draft", self.drafter)
+        return isinstance(draft, DraftModelDrafter) and draft.runner.paged_model.ranks is not None
 
     def propose(
         self, requests: list[EngineRequest], others: list[EngineRequest]
@@ -266,14 +277,14 @@ class SharedSpeculation(Speculation):
         has_failed, tree_width, *_ = rows[0]
         if has_failed:
             if not self._has_failed:
-                error = RuntimeError("drafter: failed on another rank, whose own error says why")
-                self._fail(error, batch.requests)
+                super()._fail(RuntimeError(_ELSEWHERE), batch.requests)
             return self._without_drafts(batch)
         if rows == own.tolist():
             return batch, proposal
-        self._has_failed = True
-        for request in batch.requests:
-            self.release(request)
+        if not self._drafts_together:
+            self._has_failed = True
+            for request in batch.requests:
+                self.release(request)
         _, _, limits, nodes, counts = ([row[place] for row in rows] for place in range(_HEAD))
         is_tree = tree_width >= 0
         token_ids, parents = shared[:, _HEAD:].split(width, dim=1)
@@ -285,6 +296,29 @@ class SharedSpeculation(Speculation):
             sibling_rule="target_only" if is_tree else None,
         )
         return replace(batch, num_draft_tokens=limits, max_nodes=nodes), proposal
+
+    def _limits(
+        self, requests: list[EngineRequest], limits: list[int]
+    ) -> tuple[list[int], list[int]]:
+        if self.schedule is None or not self._drafts_together:
+            return super()._limits(requests, limits)
+        own, most = None, torch.iinfo(torch.int64).max
+        try:
+            own, _ = super()._limits(requests, limits)  # of chains: trees have no schedule
+        except Exception as error:
+            super()._fail(error, requests)
+        values = [most] * len(requests) if self._ranks.rank or own is None else own
+        has_failed, *shared = self._ranks.least([-int(own is None), *values])
+        if has_failed:
+            if own is not None:
+                super()._fail(RuntimeError(_ELSEWHERE), requests)
+            shared = [0] * len(requests)
+        return shared, shared
+
+    def _fail(self, error: BaseException, requests: Sequence[Request]) -> None:
+        super()._fail(error, requests)
+        if self._drafts_together:  # others may be in its passes, or wait for them
+            raise error
 
     def _without_drafts(self, batch: Batch) -> tuple[Batch, Proposal]:
         none = [0] * len(batch.requests)
@@ -382,6 +416,16 @@ class Speculations(dict[str | None, Speculation]):
         elif wants_glide and not isinstance(getattr(known, "draft", known), GlideDrafter):
             raise ValueError("use_glide_drafter: the drafter to enable is not a GLIDE model")
         own.enable(known, num_speculative_tokens, running)
+
+    def add_corpus(self, texts: list[list[int]]) -> None:
+        """Give the drafters that read one a corpus; ValueError where none does."""
+        if (ranks := self._runner.paged_model.ranks) is not None:
+            ranks.check(call="add_corpus", texts=texts)
+        known = [each.known for each in self.values()]
+        readers = [each for each in known if isinstance(each, CorpusReader)]
+        require("texts", len(texts), bool(readers), "a drafter that reads a corpus, as suffix")
+        for reader in readers:
+            reader.add_corpus(texts)
 
     def raise_error(self, outputs: Sequence[RequestOutput] = ()) -> None:
         """Raise what a drafter or schedule raised, if it did, with complete outputs attached."""

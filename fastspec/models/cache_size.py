@@ -37,7 +37,11 @@ def cache_blocks(config: EngineConfig, models: list[PagedModel], max_model_len: 
         memory = torch.cuda.mem_get_info(device)[0] // 2 if on_gpu else default
         if models[0].ranks is not None:
             (memory,) = models[0].ranks.least([memory])
-    bytes_per_block = config.block_size * sum(model.bytes_per_token() for model in models)
+    bytes_per_token = sum(model.bytes_per_token() for model in models)
+    if models[0].ranks is not None:  # beside its own heads, a process keeps what a draft reads
+        numbers = sum(getattr(model.model, "numbers_read", 0) for model in models)
+        bytes_per_token += numbers * models[0].cache_dtype.itemsize
+    bytes_per_block = config.block_size * bytes_per_token
     usable = config.max_batch_size * blocks_needed(max_model_len, config.block_size)
     affordable = usable
     if bytes_per_block:

@@ -168,10 +168,10 @@ class PagedModel:
         self.device = model.device
         self.dtype = model.dtype
         self.ranks = ranks_of(model)
-        self._cache_dtype = self.dtype
+        self.cache_dtype = self.dtype
         if kv_cache_dtype == "float8":
             _check_float8(self.device, backend)
-            self._cache_dtype = torch.float8_e4m3fn
+            self.cache_dtype = torch.float8_e4m3fn
         text_config = model.config.get_text_config(decoder=True)
         if model.get_output_embeddings() is None:
             raise ValueError(f"{self.name}: has no language-model head")
@@ -223,7 +223,7 @@ class PagedModel:
 
         def empty(num_layers: int, heads: HeadShape) -> Tensor:
             shape = (num_layers, num_blocks, block_size, *heads)
-            return torch.empty(shape, dtype=self._cache_dtype, device=self.device)
+            return torch.empty(shape, dtype=self.cache_dtype, device=self.device)
 
         layers_of: dict[tuple[HeadShape, HeadShape], list[int]] = {}
         for layer, heads in sorted(self.cache_shapes.items()):
@@ -287,7 +287,7 @@ class PagedModel:
         """Bytes that one token takes in all layers, and beside them where a model says so."""
         elements = sum(g * d for pair in self.cache_shapes.values() for g, d in pair)
         beside: int = getattr(self.model, "numbers_beside", 0)
-        return elements * self._cache_dtype.itemsize + beside * self.dtype.itemsize
+        return elements * self.cache_dtype.itemsize + beside * self.dtype.itemsize
 
     def _adopt(self, model: PreTrainedModel) -> None:
         """Check the model, and make the twin that runs."""
@@ -347,7 +347,7 @@ class PagedModel:
         if self.recurrent is not None:
             self.bytes_per_sequence = 2 * self.recurrent.bytes_kept(key)  # two states
         self._check_calls(calls)
-        if self._cache_dtype == self.dtype:
+        if self.cache_dtype == self.dtype:
             self.flat = flatten(self.model, layers, calls, step, input_ids, logits)
         return {call.layer: (call.key_heads, call.value_heads) for call in calls}
 

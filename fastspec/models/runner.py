@@ -5,7 +5,14 @@ from torch import Tensor
 
 from fastspec.config.checks import require
 from fastspec.models.graphs import GraphedForward, capture_for
-from fastspec.models.layout import KVCache, PagedStep, Span, lay_out, tree_positions
+from fastspec.models.layout import (
+    CacheStack,
+    KVCache,
+    PagedStep,
+    Span,
+    lay_out,
+    tree_positions,
+)
 from fastspec.models.paged_model import PagedModel
 from fastspec.models.transfer import device_tensor
 from fastspec_kernels import build_tree, compact_kv
@@ -39,7 +46,7 @@ class ModelRunner:
         self.paged_model = paged_model
         self.device = paged_model.device
         self.vocab_size = paged_model.vocab_size
-        self._cache_stacks = []
+        self._cache_stacks: list[CacheStack] = []
         if caches is None:
             self._cache_stacks = paged_model.new_caches(num_blocks, block_size)
             pairs = (stack.by_layer().items() for stack in self._cache_stacks)
@@ -52,6 +59,10 @@ class ModelRunner:
         if capture := capture_for(cuda_graphs, paged_model):
             must = cuda_graphs == "on"
             self.graphs = GraphedForward(paged_model, self.caches, block_size, capture, must)
+
+    def whole_caches(self, layers: list[int]) -> list[KVCache]:
+        """The pages of these layers, with the keys and values of all heads."""
+        return [self.caches[layer] for layer in layers]
 
     def keep_inputs(self, layers: list[int]) -> list[KVCache]:
         """From now on, keep what these layers are given of each token, or the last hidden state
@@ -171,3 +182,73 @@ class ModelRunner:
         )
         step.inputs = self.inputs
         return step
+
+
+class SplitRunner(ModelRunner):
+    """One of several processes that run a model together, with the caches of its own heads.
+
+    Heads are split in order, as by transformers' tensor parallelism. Pages with all of them are
+    made for who asks, and filled after each pass by what the processes send each other.
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._whole: dict[int, KVCache] = {}
+
+    def whole_caches(self, layers: list[int]) -> list[KVCache]:
+        """See `ModelRunner.whole_caches`; all processes have to ask for the same.
+
+        Raises:
+            ValueError: the heads are neither whole in each process nor split evenly.
+            RuntimeError: other processes ask for something else.
+        """
+        model = self.paged_model
+        assert model.ranks is not None
+        model.ranks.check(call="whole_caches", layers=layers)
+        config = model.model.config.get_text_config(decoder=True)
+        total = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        shapes = sorted({tuple(p.shape[2:]) for layer in layers for p in self.caches[layer]})
+        own = shapes[0][0]
+        if own == total:
+            return super().whole_caches(layers)
+        if len(shapes) > 1 or own * model.ranks.size != total:
+            raise ValueError(
+                f"{model.name}: has {total} key-value heads, and each of {model.ranks.size}"
+                f" processes caches some of the shapes {shapes}; only heads that are all alike and"
+                " split evenly can be put together"
+            )
+        if new := [layer for layer in layers if layer not in self._whole]:
+            parts = zip(*(self.caches[layer] for layer in new), strict=True)
+            joined = (torch.stack([model.ranks.joined(p, 2) for p in part]) for part in parts)
+            pages = CacheStack(new, *joined)
+            self._cache_stacks.append(pages)
+            self._whole |= pages.by_layer()
+        return [self._whole[layer] for layer in layers]
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        spans: list[Span],
+        rows: list[int] | None = None,
+        parents: Tensor | None = None,
+    ) -> Tensor:
+        logits = super().forward(input_ids, spans, rows, parents)
+        if self._whole:
+            self._gather(spans)
+        return logits
+
+    def _gather(self, spans: list[Span]) -> None:
+        """Write what a pass has written, with all heads."""
+        assert self.paged_model.ranks is not None
+        wide, _ = lay_out(spans, [], self._block_size)
+        slots = device_tensor(wide[len(wide) // 2 :], torch.int64, self.device)
+        own = [part.flatten(0, 1)[slots] for layer in self._whole for part in self.caches[layer]]
+        joined = self.paged_model.ranks.joined(torch.stack(own), 2)  # [2 L, T, G, D]
+        whole = [part for cache in self._whole.values() for part in cache]
+        for pages, rows in zip(whole, joined, strict=True):
+            pages.flatten(0, 1)[slots] = rows
+
+
+def runner_of(paged_model: PagedModel, *args) -> ModelRunner:
+    """What runs a model, with the arguments of `ModelRunner`."""
+    return (ModelRunner if paged_model.ranks is None else SplitRunner)(paged_model, *args)

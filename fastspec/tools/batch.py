@@ -6,21 +6,24 @@ This process starts them, or `accelerate launch` or torchrun has.
 import hashlib
 import json
 import os
+import signal
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from multiprocessing import get_context
+from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Thread
+from threading import RLock, Thread
 from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
+from tqdm import tqdm
+from transformers.utils import logging
 
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.checks import require
@@ -267,8 +270,14 @@ def process(job: BatchJob) -> Iterator[Connection]:
     """A process that answers what is sent to it, for as long as the block."""
     context = get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=work, args=(there, job), daemon=True)
-    process.start()
+    process = context.Process(target=_work_quietly, args=(there, job), daemon=True)
+    resource_tracker.ensure_running()  # which lets interrupts through where it is started
+    # Ctrl-C reaches all processes of a terminal: this one ends those that it has started.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     there.close()
     try:
         yield here
@@ -276,6 +285,13 @@ def process(job: BatchJob) -> Iterator[Connection]:
         here.close()
         process.terminate()
         process.join()
+
+
+def _work_quietly(connection: Connection, job: BatchJob) -> None:
+    """`work` in a process that may be ended at any time: no bars, and no lock of theirs to leak."""
+    tqdm.set_lock(RLock())
+    logging.disable_progress_bar()
+    work(connection, job)
 
 
 def work(connection: Connection, job: BatchJob) -> None:

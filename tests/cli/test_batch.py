@@ -42,6 +42,13 @@ def answers(path):
 
 
 @pytest.fixture
+def batch_command(pair, source, tmp_path):
+    options = ["--max-tokens", "8", "--temperature", "0", "--ignore-eos", "--max-batch-size", "2"]
+    files = ["--input", source, "--output", tmp_path / "out.jsonl"]
+    return [str(part) for part in ("-m", "fastspec", "batch", *pair, *options, *files)]
+
+
+@pytest.fixture
 def expected(job, source):
     prompts = [row["prompt"] for row in answers(source)]
     return [output.text for output in Engine(job.models.target).generate(prompts, PARAMS)]
@@ -101,6 +108,41 @@ def test_a_process_ends_when_nobody_asks(job):
     here.close()  # as where the one that asks is killed
     process.join(60)
     assert process.exitcode is not None
+
+
+def is_running(group):
+    """Whether any process of a group is left."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_an_interrupted_run_with_replicas_goes_on(pair, tmp_path):
+    """Ctrl-C reaches the processes that it has started as well; nobody says more than that."""
+    rows = [{"prompt": f"def f{number % 4}("} for number in range(60)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    target, part = tmp_path / "out.jsonl", tmp_path / "out.jsonl.part"
+    files = ["--input", tmp_path / "in.jsonl", "--output", target, "--replicas", "2"]
+    options = ["--temperature", "0", "--ignore-eos", "--max-batch-size", "2", "--max-tokens", "90"]
+    command = [sys.executable, "-m", "fastspec", "batch", *pair, *options, *files]
+    given = {"env": ENVIRONMENT, "start_new_session": True, "stderr": subprocess.PIPE}
+    with subprocess.Popen([*map(str, command)], text=True, **given) as run:
+        while run.poll() is None and not (part.exists() and part.read_text().count("\n") > 1):
+            time.sleep(0.01)
+        os.killpg(run.pid, signal.SIGINT)
+        _, said = run.communicate(timeout=60)
+    assert (run.returncode, said) == (130, "fastspec: error: interrupted\n")
+    while is_running(run.pid):
+        time.sleep(0.01)
+    kept = dict(json.loads(line) for line in part.read_text().splitlines()[1:])
+    assert 0 < len(kept) < 60
+    assert not target.exists()
+    subprocess.run([*map(str, command)], env=ENVIRONMENT, check=True)
+    done = answers(target)
+    assert all(done[number]["text"] == answer["text"] for number, answer in kept.items())
+    assert len({(row["prompt"], row["text"]) for row in done}) == 4
 
 
 def test_halves_of_characters_stay_escapes(job, tmp_path):
@@ -185,13 +227,6 @@ def test_processes_of_a_launcher_are_those_of_one_machine(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     result = invoke(*command)
     assert (result.exit_code, "one machine" in result.stderr) == (1, True)
-
-
-@pytest.fixture
-def batch_command(pair, source, tmp_path):
-    options = ["--max-tokens", "8", "--temperature", "0", "--ignore-eos", "--max-batch-size", "2"]
-    files = ["--input", source, "--output", tmp_path / "out.jsonl"]
-    return [str(part) for part in ("-m", "fastspec", "batch", *pair, *options, *files)]
 
 
 @pytest.mark.check

@@ -17,7 +17,8 @@ from fastspec.models import paged_model
 from fastspec.models.sharded import Ranks
 
 from ..models import perturbed, random_model
-from .probes import before_passes, running
+from .glide_models import random_glide
+from .probes import before_passes, blocks, draft_model_of, running
 
 PROMPTS = [[1, 2, 3] * 5, [7, 8, 9], [40, 7] * 9]
 CONFIG = {"num_blocks": 8, "max_batch_size": 2}  # requests wait, and lose their blocks
@@ -34,6 +35,9 @@ class ThreadRanks(Ranks):
 
     def least_of(self, values):
         return torch.stack(self.all_of(values.clone())).amin(0)
+
+    def joined(self, values, dim):
+        return torch.cat(self.all_of(values.clone()), dim)
 
     def of_first(self, values):
         return self.all_of(values.clone())[0]
@@ -60,7 +64,9 @@ def both(monkeypatch):
         models.append((target, perturbed(target, 0.05)))
 
     def ranks_of(model):
-        return HERE.ranks if model is HERE.target else None
+        weights = model.get_input_embeddings().weight  # shared by the target's first layers
+        is_split = HERE.target and weights is HERE.target.get_input_embeddings().weight
+        return HERE.ranks if is_split else None
 
     monkeypatch.setattr(engine_ranks, "ranks_of", ranks_of)
     monkeypatch.setattr(paged_model, "ranks_of", ranks_of)
@@ -125,6 +131,13 @@ SPECS = {
     "cape": lambda rank: SpecConfig("draft_model", 3, cape=True),
     "ngram": lambda rank: SpecConfig("ngram"),
     "copies": lambda rank: SpecConfig("draft_model", 3, suffix_tokens=6),
+    "early_exit": lambda rank: SpecConfig("early_exit", 3, exit_layer=1),
+    "unsure exit": lambda rank: SpecConfig(
+        "early_exit", 4, exit_layer=1, confidence_threshold=0.02
+    ),
+    "cape exit": lambda rank: SpecConfig("early_exit", 3, exit_layer=1, cape=True),
+    "exit or copies": lambda rank: SpecConfig("early_exit", 3, exit_layer=1, suffix_tokens=6),
+    "moody exit": lambda rank: SpecConfig("early_exit", 3, exit_layer=1, schedule=Moody(rank + 2)),
     "moody": lambda rank: SpecConfig("draft_model", 3, schedule=Moody(rank + 2)),
 }
 
@@ -280,6 +293,75 @@ def test_a_rank_that_fails_in_a_pass_ends_the_others(both):
     assert first == later
     assert "another rank has ended" in first
     assert "MemoryError: too little" in own
+
+
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_a_schedule_that_fails_before_common_drafts_costs_all_ranks_theirs(both, failing_rank):
+    class Sometimes(Moody):
+        def num_draft_tokens(self, request):
+            if self._most and len(request.token_ids) > 12:
+                raise ArithmeticError("long")
+            return 3
+
+    def run(here):
+        schedule = Sometimes(here.rank == failing_rank)
+        spec = SpecConfig("early_exit", 3, exit_layer=1, schedule=schedule)
+        engine = Engine(here.target, spec=spec, config=CONFIG)
+        with pytest.raises(ArithmeticError if schedule._most else RuntimeError) as raised:
+            texts(engine, 0.0)
+        return [output.token_ids for output in raised.value.outputs]
+
+    first, second = both(run)
+    HERE.target = None
+    assert first == second == texts(Engine(both.models[0], config=CONFIG), 0.0)
+
+
+def test_what_fails_between_common_drafts_ends_all_ranks(both):
+    def run(here):
+        spec = SpecConfig("early_exit", 3, exit_layer=1)
+        engine = Engine(here.target, spec=spec, config=CONFIG)
+        runner = draft_model_of(engine).runner
+        forward = runner.forward
+
+        def failing(*args, **kwargs):
+            if here.rank:
+                raise ArithmeticError("no more")
+            return HERE.ranks.least_of(forward(*args, **kwargs))  # as a split pass waits
+
+        runner.forward = failing
+        with pytest.raises(ArithmeticError if here.rank else RuntimeError) as raised:
+            texts(engine, 0.0)
+        if here.rank:
+            HERE.ranks.leave()
+        with pytest.raises(RuntimeError, match=f"rank {here.rank} of 2 cannot go on"):
+            texts(engine, 0.0)
+        return str(raised.value)
+
+    first, second = both(run)
+    assert "another rank has ended" in first
+    assert second == "no more"
+
+
+def test_a_corpus_of_one_rank_alone_is_refused(both):
+    def run(here):
+        engine = Engine(here.target, spec="suffix", config=CONFIG)
+        calls = [lambda: texts(engine, 0.0), lambda: engine.add_corpus([[1, 2, 3]])]
+        calls[here.rank]()
+
+    errors = both(run)
+    assert all("'call' differs: rank 0 has 'step'" in str(error) for error in errors)
+
+
+def test_what_glide_reads_of_all_heads_takes_room(both):
+    glide, config = random_glide(both.models[0]), {"kv_cache_memory": 2**18}
+
+    def run(here):
+        return blocks(Engine(here.target, glide, spec="glide", config=config)).num_blocks
+
+    first, second = both(run)
+    HERE.target = None
+    alone = Engine(both.models[0], glide, spec="glide", config=config)
+    assert first == second < blocks(alone).num_blocks
 
 
 def test_seeds_that_nobody_gives_are_the_same(both):

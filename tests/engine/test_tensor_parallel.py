@@ -11,14 +11,15 @@ from ..models import perturbed, random_model, random_t5
 from ..test_layers import ROOT
 from . import eagle3_models
 from .glide_models import random_glide
-from .two_ranks import texts
+from .two_ranks import late_texts, recurrent_texts, texts
 
 
 @pytest.mark.check
 def test_two_ranks_write_what_one_process_writes(tmp_path):
     model = random_model("llama", num_hidden_layers=4)
     draft = perturbed(model, 0.05)
-    models = {"target": model, "draft": draft, "glide": random_glide(model), "t5": random_t5()}
+    models = {"target": model, "draft": draft, "glide": random_glide(model, 2), "t5": random_t5()}
+    models |= {"recurrent": random_model("lfm2")}
     for name, each in models.items():
         each.save_pretrained(tmp_path / name)
     eagle3_models.write_folder(tmp_path / "eagle3", model)
@@ -26,21 +27,22 @@ def test_two_ranks_write_what_one_process_writes(tmp_path):
     command += ["--nproc-per-node", "2", "-m", "tests.engine.two_ranks", str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     result = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900
     )
     assert result.returncode == 0, result.stderr[-3000:]
     first, second = (json.loads((tmp_path / f"rank{n}.json").read_text()) for n in range(2))
     left, left_for_good = first.pop("left"), first.pop("left for good")
     assert first == second
-    expected = texts(model, draft, tmp_path)
+    expected = texts(model, draft, tmp_path) | late_texts(model, tmp_path)
+    expected |= recurrent_texts(models["recurrent"], draft)
     assert {name: first[name] for name in expected} == expected
-    assert first["unlike 0.0"] == expected["none 0.0"]
-    assert first["unlike 0.9"] != expected["none 0.9"]
-    assert "ValueError: drafter: a GLIDE draft reads all heads of its target" in first["glide"]
-    assert "ValueError: method: 'early_exit' drafts with layers of" in first["early_exit"]
+    for name in ("unlike", "unlike exit", "unlike cape exit"):
+        assert first[f"{name} 0.0"] == expected["none 0.0"]
+        assert first[f"{name} 0.9"] != expected["none 0.9"]
     assert "is split over processes; a draft model has to be whole" in first["split draft"]
     assert "over the dimensions ['fsdp'] of a mesh of processes; only tensor" in first["fsdp"]
     assert "an encoder-decoder that is split over processes" in first["encoder-decoder"]
     assert "'waiting' differs: rank 0 has [('request-1'," in first["lonely"]
+    assert "'call' differs: rank 0 has 'step'; rank 1 has 'add_corpus'" in first["lonely corpus"]
     assert "RuntimeError: tensor parallel: rank 0 of 2 cannot go on" in left
     assert left_for_good == left

@@ -1,8 +1,11 @@
 """Ray: rows of a file on actors, and replicas of the server, on a cluster of this machine."""
 
 import json
+import os
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 from functools import partial
 
@@ -152,6 +155,72 @@ def test_a_client_that_goes_is_aborted(client):
         return 'finished_reason="abort",model_name="target"} 1.0' in client.get("/metrics").text
 
     wait_for(is_aborted, 60)
+
+
+def interrupted(command, begun, folder):
+    """Interrupt a command and all that it has started, as Ctrl-C does: its status and its words."""
+    quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_raylet_start_wait_time_s": "300"}
+    paths = {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **quiet, **paths, "RAY_TMPDIR": folder}
+    environment.pop("RAY_ADDRESS", None)
+    options = {"env": environment, "start_new_session": True, "stdout": subprocess.PIPE}
+    options |= {"stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen([*map(str, command)], **options) as run:
+        wait_for(lambda: run.poll() is not None or begun(), 300)
+        processes = psutil.Process(run.pid).children(recursive=True)
+        os.killpg(run.pid, signal.SIGINT)
+        said, _ = run.communicate(timeout=90)
+    _, left = psutil.wait_procs(processes, timeout=30)
+    assert left == []
+    return run.returncode, said
+
+
+@pytest.fixture
+def ray_folder():
+    """A short path, as sockets need it."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        yield folder
+
+
+def test_interrupted_rows_on_ray_go_on(folders, expected, tmp_path, ray_folder):
+    source = write(tmp_path / "in", [{"id": n, "prompt": text} for n, text in enumerate(PROMPTS)])
+    part, (target, draft) = tmp_path / "out.part", folders
+    options = ["--max-tokens", 8, "--temperature", 0, "--ignore-eos", "--max-batch-size", 1]
+    command = [sys.executable, "-m", "fastspec", "batch", "--target", target, "--draft", draft]
+    command += ["--input", source, "--output", tmp_path / "out", *options]
+    on_ray = ["--ray", "local", "--replicas", 1, "--threads", 1]
+
+    def has_begun():
+        return part.exists() and part.read_text().count("\n") > 1
+
+    status, said = interrupted([*command, *on_ray], has_begun, ray_folder)
+    assert (status, said.splitlines()[-1]) == (130, "fastspec: error: interrupted")
+    assert "Traceback" not in said
+    assert all(json.loads(line) for line in part.read_text().splitlines())
+    subprocess.run([*map(str, command)], check=True)  # without Ray: answers are the same
+    rows = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
+    assert [row["text"] for row in rows] == expected
+
+
+def test_an_interrupted_application_ends(folders, tmp_path, ray_folder):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    args = {"target": folders[0], "methods": "", "threads": 1, "drain_timeout": 5}
+    application = {"name": "app", "import_path": "fastspec.serve:ray_app", "args": args}
+    http = {"host": "127.0.0.1", "port": port}
+    config = tmp_path / "config.yaml"  # of which JSON is a part
+    config.write_text(json.dumps({"http_options": http, "applications": [application]}))
+
+    def answers_now():
+        try:
+            return httpx2.get(f"http://127.0.0.1:{port}/health", timeout=5).status_code == 200
+        except httpx2.HTTPError:
+            return False
+
+    command = [sys.executable, "-c", "from ray.serve.scripts import cli; cli()", "run", config]
+    status, said = interrupted(command, answers_now, ray_folder)
+    assert (status, "Traceback" in said) == (0, False)
+    assert "Got KeyboardInterrupt, shutting down" in said
 
 
 @pytest.mark.parametrize(

@@ -29,15 +29,10 @@ class GlideDrafter(TargetReader):
     @staticmethod
     def pages(model: PagedModel, target: ModelRunner, blocks: Blocks) -> list[KVCache]:
         """The caches of the target's last layers, one for each layer of the draft."""
-        if target.paged_model.ranks is not None:
-            raise ValueError(
-                "drafter: a GLIDE draft reads all heads of its target, and those of"
-                f" {target.paged_model.name} are split over processes"
-            )
         num_layers = len(model.cache_shapes)
         if num_layers > len(target.caches):
             raise ValueError(f"drafter: has {num_layers} layers, the target {len(target.caches)}")
-        caches = [target.caches[layer] for layer in sorted(target.caches)[-num_layers:]]
+        caches = target.whole_caches(sorted(target.caches)[-num_layers:])
         config: GlideLlamaConfig = model.model.config
         expected = (config.large_num_key_value_heads, config.large_head_dim)
         for cache in caches:

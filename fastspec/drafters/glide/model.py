@@ -150,6 +150,14 @@ class GlideLlamaForCausalLM(LlamaForCausalLM):
         )
         self.post_init()
 
+    @property
+    def numbers_read(self) -> int:
+        """Of the target's cache, for each token that it sees there."""
+        config: Any = self.config
+        return (
+            2 * config.num_hidden_layers * config.large_num_key_value_heads * config.large_head_dim
+        )
+
 
 AutoConfig.register(GlideLlamaConfig.model_type, GlideLlamaConfig, exist_ok=True)
 AutoModelForCausalLM.register(GlideLlamaConfig, GlideLlamaForCausalLM, exist_ok=True)

@@ -50,6 +50,8 @@ def grow(
     for level in range(max(depths)):
         if level:
             new_ids, above = tree.expanded()
+            if runner.paged_model.ranks is not None:  # a chain's, of which all ranks read the same
+                new_ids = runner.paged_model.ranks.of_first(new_ids)
             parents = torch.cat([parents, (above + first).int()], dim=1)
             first = token_ids.shape[1]
             token_ids = torch.cat([token_ids, new_ids], dim=1)
