@@ -33,6 +33,7 @@ _RECORDED = (
     "mag_surplus",
     "tree_width",
     "tree_nodes",
+    "tree_suffix",
     "cape",
     "cape_bins",
     "confidence_threshold",

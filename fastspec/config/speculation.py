@@ -178,21 +178,21 @@ class SpecConfig:
     suffix_max_spec_factor: float | None = option(
         None,
         POSITIVE,
-        "suffix, or with suffix_tokens: tokens of a draft at most, over those that match; by"
+        "suffix, suffix_tokens, tree_suffix: tokens of a draft at most, over those that match; by"
         " default {usual}.",
         usual=2.0,
     )
     suffix_min_token_prob: float | None = option(
         None,
         SHARE,
-        "suffix, or with suffix_tokens: a draft ends where fewer of the places that match have gone"
+        "suffix, suffix_tokens, tree_suffix: a draft ends where fewer of the places that match have gone"
         " on so; by default {usual}.",
         usual=0.1,
     )
     suffix_max_cached_tokens: int | None = option(
         None,
         integer(_FEWEST_SUFFIX_TOKENS),
-        "suffix, or with suffix_tokens: tokens of earlier outputs that are kept, and of a corpus;"
+        "suffix, suffix_tokens, tree_suffix: tokens of earlier outputs that are kept, and of a corpus;"
         " by default {usual} each.",
         "The oldest go first. 500000 tokens take up to 100 MB.",
         usual=500_000,
@@ -256,6 +256,16 @@ class SpecConfig:
         BOOL,
         "One branch of the tree is copied by prompt lookup; with greedy drafts only.",
         "It counts among tree_nodes.",
+    )
+    tree_suffix: int = option(
+        0,
+        integer(0, MAX_TREE_NODES - 1),
+        "One branch of the tree is copied as suffix copies: how many of tree_nodes it may take; 0 ="
+        " none.",
+        "The draft model drafts the other branches, no deeper than num_speculative_tokens, and all"
+        " are judged in one pass; a copy may be longer. Sampled trees draw the copied tokens with"
+        " the others, nearly always first, and stay exact. The suffix_* options apply. Not beside"
+        " tree_paths, tree_prompt_lookup and suffix_tokens.",
     )
     cape: bool = option(
         False,
@@ -376,15 +386,14 @@ class SpecConfig:
     def for_repeated_prompts(self) -> "SpecConfig":
         """The same where prompts are decoded again, as benchmarks do: then earlier outputs, which
         `suffix` would copy, do not count unless its options say so."""
-        copies = self.method == "suffix" or self.suffix_tokens is not None
-        if copies and self.suffix_max_cached_tokens is None:
+        if self._copies and self.suffix_max_cached_tokens is None:
             return replace(self, suffix_max_cached_tokens=_FEWEST_SUFFIX_TOKENS)
         return self
 
     def num_draft_tokens(self, most: int | None = None) -> int:
-        """K, most tokens of a proposal: num_model_tokens(most), or suffix_tokens if that is
+        """K, most tokens of a proposal: num_model_tokens(most), or those of a copy if that is
         more."""
-        return max(self.num_model_tokens(most), self.suffix_tokens or 0)
+        return max(self.num_model_tokens(most), self.suffix_tokens or 0, self.tree_suffix)
 
     def num_model_tokens(self, most: int | None = None) -> int:
         """K without copies: as it is given, as a cascade's k_matrix has it, or else the usual one,
@@ -406,8 +415,16 @@ class SpecConfig:
         """Whether the options ask for token trees: the method, or one of their fields does."""
         fields = self.tree_width, self.tree_nodes, self.tree_paths
         return (
-            self.method == "tree" or self.tree_prompt_lookup or any(f is not None for f in fields)
+            self.method == "tree"
+            or self.tree_prompt_lookup
+            or self.tree_suffix > 0
+            or any(f is not None for f in fields)
         )
+
+    @property
+    def _copies(self) -> bool:
+        """Whether anything is copied as `suffix` copies."""
+        return self.method == "suffix" or self.suffix_tokens is not None or self.tree_suffix > 0
 
     @property
     def is_lossy(self) -> bool:
@@ -471,7 +488,7 @@ class SpecConfig:
             if name in _LOOKUP_FIELDS and self.method in ("tree", "eagle3"):
                 is_read = self.tree_prompt_lookup
             if name in _SUFFIX_FIELDS and "suffix_tokens" in fields:
-                is_read = is_read and self.suffix_tokens is not None
+                is_read = is_read and self._copies
             if not is_read and value is not default and value != default:
                 refuse(name, value, f"not for method {self.method!r}")
         fits = not is_plain or self.rejection_sample_method != "block"

@@ -356,9 +356,10 @@ class Speculations(dict[str | None, Speculation]):
         given = *sizes, spec, config, target.chains_only, pacer
         ranks = target.ranks
         speculation = Speculation(*given) if ranks is None else SharedSpeculation(ranks, *given)
-        count, is_copy = speculation.usual_num_tokens, spec.suffix_tokens is not None
-        is_copy = is_copy and count > spec.num_model_tokens(config.max_n_spec_tokens)
-        speculation.check_count("suffix_tokens" if is_copy else "num_speculative_tokens", count)
+        count, option = speculation.usual_num_tokens, "num_speculative_tokens"
+        if count > spec.num_model_tokens(config.max_n_spec_tokens):
+            option = "tree_suffix" if spec.tree_suffix else "suffix_tokens"
+        speculation.check_count(option, count)
         if plan is not None:
             speculation.enable(self._built(plan), speculation.usual_num_tokens, [])
         self[name] = speculation

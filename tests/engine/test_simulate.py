@@ -9,8 +9,9 @@ import torch
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.files import write_whole
 from fastspec.drafters import Proposal
+from fastspec.engine.outputs import first_mismatch
 from fastspec.engine.schedule import Step
-from fastspec.tools.simulate import Simulator, first_mismatch
+from fastspec.tools.simulate import Simulator
 from fastspec.tools.stored_outputs import (
     StoredOutput,
     accepted_by_step,

@@ -9,7 +9,9 @@ from fastspec.drafters import auto, prompt_lookup
 from fastspec.drafters.base import Drafter, TreeProposer
 from fastspec.drafters.context import DrafterContext, DrafterPlan, as_plan
 from fastspec.drafters.draft_model import DraftModelDrafter
+from fastspec.drafters.suffix import SuffixDrafter
 from fastspec.drafters.tree.drafter import CapePlan, TreeDrafter, TreePlan
+from fastspec.drafters.tree.mixed import MixedTreeDrafter
 
 
 def build(context: DrafterContext) -> DrafterPlan:
@@ -22,8 +24,15 @@ def with_trees(plan: DrafterPlan, context: DrafterContext) -> DrafterPlan:
     spec = context.spec
     shape = TreeShape(spec.tree_paths) if spec.tree_paths is not None else None
     tree = TreePlan(
-        spec.value_of("tree_width"), spec.value_of("tree_nodes"), spec.draws_drafts, shape
+        spec.value_of("tree_width"),
+        spec.value_of("tree_nodes"),
+        spec.draws_drafts,
+        shape,
+        spec.tree_suffix,
     )
+    if spec.tree_suffix:
+        copies, num = SuffixDrafter(*spec.suffix_limits), spec.num_model_tokens()
+        return _over(plan, lambda draft: MixedTreeDrafter(draft, tree, copies, num))
     branch = prompt_lookup.build(context) if spec.tree_prompt_lookup else None
     return _over(plan, lambda draft: TreeDrafter(draft, tree, branch))
 
