@@ -5,7 +5,7 @@ from dataclasses import InitVar, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fastspec.config.checks import config_of, is_number, refuse, require
+from fastspec.config.checks import config_of, refuse, require
 from fastspec.config.k_matrix import KMatrix, as_k_matrix, most_draft_tokens
 from fastspec.config.methods import (
     BUILT_IN,
@@ -28,33 +28,13 @@ from fastspec.config.options import (
     option,
     options_of,
 )
+from fastspec.config.schedules import SCHEDULE, STEP_COSTS, check_step_costs
 from fastspec.config.token_trees import MAX_TREE_NODES, as_cape_bins, as_tree_paths, check_trees
 
 MAX_DRAFT_TOKENS = 1024  # beyond it a step is a mistake, or no step
 _FEWEST_SUFFIX_TOKENS = 2
-_SCHEDULE_METHODS = ("num_draft_tokens", "record")
 _LOOKUP_FIELDS = ("prompt_lookup_min", "prompt_lookup_max")
 _SUFFIX_FIELDS = ("suffix_max_spec_factor", "suffix_min_token_prob", "suffix_max_cached_tokens")
-
-
-def _is_schedule(value: Any) -> bool:
-    if isinstance(value, str):
-        return value in ("constant", "adaptive", "heuristic")
-    return all(callable(getattr(value, name, None)) for name in _SCHEDULE_METHODS)
-
-
-_SCHEDULE = Kind(
-    "'constant', 'adaptive', 'heuristic' or an object with num_draft_tokens() and record()",
-    _is_schedule,
-)
-_STEP_COSTS = Kind(
-    "a list of positive numbers, of steps with 0 to K draft tokens",
-    lambda value: (
-        isinstance(value, (list, tuple)) and all(is_number(cost) and cost > 0 for cost in value)
-    ),
-    lambda value: tuple(float(cost) for cost in value),
-    "json",
-)
 
 
 @documented
@@ -185,15 +165,15 @@ class SpecConfig:
     suffix_min_token_prob: float | None = option(
         None,
         SHARE,
-        "suffix, suffix_tokens, tree_suffix: a draft ends where fewer of the places that match have gone"
-        " on so; by default {usual}.",
+        "suffix, suffix_tokens, tree_suffix: a draft ends where fewer of the places that match have"
+        " gone on so; by default {usual}.",
         usual=0.1,
     )
     suffix_max_cached_tokens: int | None = option(
         None,
         integer(_FEWEST_SUFFIX_TOKENS),
-        "suffix, suffix_tokens, tree_suffix: tokens of earlier outputs that are kept, and of a corpus;"
-        " by default {usual} each.",
+        "suffix, suffix_tokens, tree_suffix: tokens of earlier outputs that are kept, and of a"
+        " corpus; by default {usual} each.",
         "The oldest go first. 500000 tokens take up to 100 MB.",
         usual=500_000,
     )
@@ -291,7 +271,7 @@ class SpecConfig:
     )
     schedule: Any = option(
         "constant",
-        _SCHEDULE,
+        SCHEDULE,
         "constant (K in every step), or adaptive: as many draft tokens as pay off, even none.",
         "heuristic is transformers' rule with an upper limit: it starts at K, then drafts one less"
         " after a step in which a draft token was rejected, else two more; at least 1, and never"
@@ -302,7 +282,7 @@ class SpecConfig:
     )
     step_costs: tuple[float, ...] | list[float] | None = option(
         None,
-        _STEP_COSTS,
+        STEP_COSTS,
         "adaptive: costs of steps with 0 to K draft tokens, in any unit; by default measured.",
         "Sampled requests must not depend on a clock: without step_costs, theirs are assumed.",
     )
@@ -355,7 +335,7 @@ class SpecConfig:
         needs_exit = self.method == "early_exit"
         require("exit_layer", None, not needs_exit or self.exit_layer is not None, "an int >= 1")
         check_trees(self)
-        self._check_step_costs()
+        check_step_costs(self)
         if self.heterogeneous_vocab == "reencoding":
             is_chain = self.method not in ("tree", "cascade") and not self.cape
             fits = is_chain and self.draft_sample_method != "probabilistic"
@@ -506,17 +486,3 @@ class SpecConfig:
         count = self.num_speculative_tokens
         is_free = count in (None, most)
         require("num_speculative_tokens", count, is_free, f"{most}, as k_matrix has it, or none")
-
-    def _check_step_costs(self) -> None:
-        costs = self.step_costs
-        measures = self.schedule == "adaptive" and costs is None
-        fits = self.confidence_threshold is None or not measures
-        expected = "'constant' beside confidence_threshold, or step_costs"
-        require("schedule", self.schedule, fits, expected)
-        if costs is None:
-            return
-        if self.schedule != "adaptive":
-            refuse("step_costs", costs, "only with schedule 'adaptive'")
-        count = self.num_draft_tokens() + 1
-        expected = f"{count} positive numbers, of steps with 0 to {count - 1} draft tokens"
-        require("step_costs", costs, len(costs) == count, expected)

@@ -42,6 +42,7 @@ def stored_run(engine, params, path):
         {"method": "draft_model", "draft_sample_method": "greedy"},
         {"method": "draft_model", "draft_sample_method": "greedy", "cape": True},
         {"method": "tree"},
+        {"method": "tree", "tree_suffix": 8},
         {"method": "tree", "tree_paths": [[0], [1], [0, 0], [0, 1], [0, 0, 0]]},
         {"method": "prompt_lookup", "prompt_lookup_min": 1},
         {"method": "suffix"},

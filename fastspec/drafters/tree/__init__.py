@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from fastspec.config import SpecConfig
 from fastspec.config.tree_shapes import TreeShape
@@ -32,7 +33,8 @@ def with_trees(plan: DrafterPlan, context: DrafterContext) -> DrafterPlan:
     )
     if spec.tree_suffix:
         copies, num = SuffixDrafter(*spec.suffix_limits), spec.num_model_tokens()
-        return _over(plan, lambda draft: MixedTreeDrafter(draft, tree, copies, num))
+        mixed = partial(MixedTreeDrafter, plan=tree, copies=copies, num_tokens=num)
+        return _over(plan, mixed, "tree_suffix")
     branch = prompt_lookup.build(context) if spec.tree_prompt_lookup else None
     return _over(plan, lambda draft: TreeDrafter(draft, tree, branch))
 
@@ -43,15 +45,21 @@ def with_siblings(plan: DrafterPlan, spec: SpecConfig) -> DrafterPlan:
     return _over(plan, lambda draft: TreeDrafter(draft, CapePlan(bins, spec.draws_drafts)))
 
 
-def _over(plan: DrafterPlan, wrapped: Callable[[DraftModelDrafter], Drafter]) -> DrafterPlan:
-    """What drafts trees with the drafter of a plan; one that does so by itself is left as it is."""
+def _over(
+    plan: DrafterPlan,
+    wrapped: Callable[[DraftModelDrafter], Drafter],
+    option: str | None = None,
+) -> DrafterPlan:
+    """What drafts trees with the drafter of a plan; one that does so by itself is left as it is, or
+    refused for an option that it does not meet."""
 
     def drafter(target, block_manager) -> Drafter:
         draft = plan.build(target, block_manager)
-        if isinstance(draft, TreeProposer):
+        if isinstance(draft, TreeProposer) and option is None:
             return draft
         if not isinstance(draft, DraftModelDrafter):
-            raise ValueError(f"drafter: trees need a draft model, got {draft.name!r}")
+            what = "drafter: trees need" if option is None else f"{option}: needs"
+            raise ValueError(f"{what} a draft model, got {draft.name!r}")
         return wrapped(draft)
 
     return replace(plan, build=drafter)

@@ -52,8 +52,10 @@ class TreePlan:
             # What of a copy goes beyond the drawn tokens has nodes of its own; drawn by place, all.
             beyond = self.num_copied if batch.is_coupled else max(0, self.num_copied - depth)
             shape = balanced_shape(self.width, self.max_nodes - beyond, depth)
-            copied = copies and CopiedPaths(copies, beyond, shape.depth, batch.device)
-            return ShapedTree(batch, shape, draws, copied=copied or None)
+            copied = None
+            if copies is not None:
+                copied = CopiedPaths(copies, beyond, shape.depth, batch.device)
+            return ShapedTree(batch, shape, draws, copied=copied)
         # No more nodes are read by the draft model than by the target: their slots are reserved.
         expanded = min(self.width, max(1, self.max_nodes // max(1, depth - 1)))
         return LikeliestTree(batch, expanded, self.width, self.max_nodes)
