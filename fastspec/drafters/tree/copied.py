@@ -9,7 +9,9 @@ from fastspec.drafters.base import SamplingTensors
 from fastspec.models.transfer import device_tensor
 from fastspec_kernels import row_stats
 
-_SHARE = 0.9
+# Of 0.7, 0.9, 0.97 and 0.99 the larger ones had more accepted of SmolLM2's sampled agent turns; the
+# largest leaves less to siblings beside top_p, and had less there.
+_SHARE = 0.97
 
 
 class CopiedPaths:
