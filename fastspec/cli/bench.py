@@ -23,7 +23,7 @@ from fastspec.tools.settings import BenchConfig, Models
 
 # Of SpecConfig, beside the method and K.
 _RECORDED = (
-    *("lenience", "mag_surplus", "tree_width", "tree_nodes", "cape", "cape_bins"),
+    *("lenience", "mag_surplus", "tree_width", "tree_nodes", "tree_suffix", "cape", "cape_bins"),
     *("confidence_threshold", "suffix_tokens", "exit_layer", "relaxed_acceptance"),
     "synthetic_acceptance_rate",
 )

@@ -81,7 +81,7 @@ class Method:
 _SAMPLED = frozenset({"draft_sample_method"})
 _CHAIN = frozenset({"cape", "cape_bins", "confidence_threshold"})
 _LOOKUP = frozenset({"prompt_lookup_min", "prompt_lookup_max"})
-_TREE = frozenset({"tree_width", "tree_nodes", "tree_paths", "tree_prompt_lookup"})
+_TREE = frozenset({"tree_width", "tree_nodes", "tree_paths", "tree_prompt_lookup", "tree_suffix"})
 _SUFFIX = frozenset({"suffix_max_spec_factor", "suffix_min_token_prob", "suffix_max_cached_tokens"})
 _MODEL = _SAMPLED | _SUFFIX | {"suffix_tokens"}
 _TOKENIZER = frozenset({"heterogeneous_vocab"})

@@ -5,7 +5,7 @@ from dataclasses import InitVar, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fastspec.config.checks import config_of, is_number, refuse, require
+from fastspec.config.checks import config_of, refuse, require
 from fastspec.config.k_matrix import KMatrix, as_k_matrix, most_draft_tokens
 from fastspec.config.methods import (
     BUILT_IN,
@@ -28,33 +28,13 @@ from fastspec.config.options import (
     option,
     options_of,
 )
+from fastspec.config.schedules import SCHEDULE, STEP_COSTS, check_step_costs
 from fastspec.config.token_trees import MAX_TREE_NODES, as_cape_bins, as_tree_paths, check_trees
 
 MAX_DRAFT_TOKENS = 1024  # beyond it a step is a mistake, or no step
 _FEWEST_SUFFIX_TOKENS = 2
-_SCHEDULE_METHODS = ("num_draft_tokens", "record")
 _LOOKUP_FIELDS = ("prompt_lookup_min", "prompt_lookup_max")
 _SUFFIX_FIELDS = ("suffix_max_spec_factor", "suffix_min_token_prob", "suffix_max_cached_tokens")
-
-
-def _is_schedule(value: Any) -> bool:
-    if isinstance(value, str):
-        return value in ("constant", "adaptive", "heuristic")
-    return all(callable(getattr(value, name, None)) for name in _SCHEDULE_METHODS)
-
-
-_SCHEDULE = Kind(
-    "'constant', 'adaptive', 'heuristic' or an object with num_draft_tokens() and record()",
-    _is_schedule,
-)
-_STEP_COSTS = Kind(
-    "a list of positive numbers, of steps with 0 to K draft tokens",
-    lambda value: (
-        isinstance(value, (list, tuple)) and all(is_number(cost) and cost > 0 for cost in value)
-    ),
-    lambda value: tuple(float(cost) for cost in value),
-    "json",
-)
 
 
 @documented
@@ -178,22 +158,22 @@ class SpecConfig(Options):
     suffix_max_spec_factor: float | None = option(
         None,
         POSITIVE,
-        "suffix, or with suffix_tokens: tokens of a draft at most, over those that match; by"
+        "suffix, suffix_tokens, tree_suffix: tokens of a draft at most, over those that match; by"
         " default {usual}.",
         usual=2.0,
     )
     suffix_min_token_prob: float | None = option(
         None,
         SHARE,
-        "suffix, or with suffix_tokens: a draft ends where fewer of the places that match have gone"
-        " on so; by default {usual}.",
+        "suffix, suffix_tokens, tree_suffix: a draft ends where fewer of the places that match have"
+        " gone on so; by default {usual}.",
         usual=0.1,
     )
     suffix_max_cached_tokens: int | None = option(
         None,
         integer(_FEWEST_SUFFIX_TOKENS),
-        "suffix, or with suffix_tokens: tokens of earlier outputs that are kept, and of a corpus;"
-        " by default {usual} each.",
+        "suffix, suffix_tokens, tree_suffix: tokens of earlier outputs that are kept, and of a"
+        " corpus; by default {usual} each.",
         "The oldest go first. 500000 tokens take up to 100 MB.",
         usual=500_000,
     )
@@ -257,6 +237,16 @@ class SpecConfig(Options):
         "One branch of the tree is copied by prompt lookup; with greedy drafts only.",
         "It counts among tree_nodes.",
     )
+    tree_suffix: int = option(
+        0,
+        integer(0, MAX_TREE_NODES - 1),
+        "One branch of the tree is copied as suffix copies: how many of tree_nodes it may take; 0 ="
+        " none.",
+        "The draft model drafts the other branches, no deeper than num_speculative_tokens, and all"
+        " are judged in one pass; a copy may be longer. Sampled trees draw the copied tokens with"
+        " the others, nearly always first, and stay exact. The suffix_* options apply. Not beside"
+        " tree_paths, tree_prompt_lookup and suffix_tokens.",
+    )
     cape: bool = option(
         False,
         BOOL,
@@ -281,7 +271,7 @@ class SpecConfig(Options):
     )
     schedule: Any = option(
         "constant",
-        _SCHEDULE,
+        SCHEDULE,
         "constant (K in every step), or adaptive: as many draft tokens as pay off, even none.",
         "heuristic is transformers' rule with an upper limit: it starts at K, then drafts one less"
         " after a step in which a draft token was rejected, else two more; at least 1, and never"
@@ -292,7 +282,7 @@ class SpecConfig(Options):
     )
     step_costs: tuple[float, ...] | list[float] | None = option(
         None,
-        _STEP_COSTS,
+        STEP_COSTS,
         "adaptive: costs of steps with 0 to K draft tokens, in any unit; by default measured.",
         "Sampled requests must not depend on a clock: without step_costs, theirs are assumed.",
     )
@@ -345,7 +335,7 @@ class SpecConfig(Options):
         fits = "exit_layer" not in method.fields or self.exit_layer is not None
         require("exit_layer", None, fits, "an int >= 1")
         check_trees(self)
-        self._check_step_costs()
+        check_step_costs(self)
         if self.heterogeneous_vocab == "reencoding":
             is_chain = not (method.drafts_trees or method.sets_length or self.cape)
             fits = is_chain and self.draft_sample_method != "probabilistic"
@@ -379,9 +369,9 @@ class SpecConfig(Options):
         return self
 
     def num_draft_tokens(self, most: int | None = None) -> int:
-        """K, most tokens of a proposal: num_model_tokens(most), or suffix_tokens if that is
+        """K, most tokens of a proposal: num_model_tokens(most), or those of a copy if that is
         more."""
-        return max(self.num_model_tokens(most), self.suffix_tokens or 0)
+        return max(self.num_model_tokens(most), self.suffix_tokens or 0, self.tree_suffix)
 
     def num_model_tokens(self, most: int | None = None) -> int:
         """K without copies: as it is given, as a cascade's k_matrix has it, or else the usual one,
@@ -402,7 +392,8 @@ class SpecConfig(Options):
     def drafts_trees(self) -> bool:
         """Whether the options ask for token trees: the method, or one of their fields does."""
         fields = self.tree_width, self.tree_nodes, self.tree_paths
-        is_asked = self.tree_prompt_lookup or any(field is not None for field in fields)
+        is_asked = self.tree_prompt_lookup or self.tree_suffix > 0
+        is_asked = is_asked or any(field is not None for field in fields)
         return is_asked or method_named(self.method).drafts_trees
 
     @property
@@ -463,7 +454,7 @@ class SpecConfig(Options):
         if name in _LOOKUP_FIELDS and "tree_prompt_lookup" in fields:
             return self.tree_prompt_lookup
         if name in _SUFFIX_FIELDS and "suffix_tokens" in fields:
-            return self.suffix_tokens is not None
+            return self.suffix_tokens is not None or self.tree_suffix > 0
         return name in fields
 
     def _refuse_other_methods_fields(self) -> None:
@@ -486,15 +477,3 @@ class SpecConfig(Options):
             )
         expected = f"{most}, as k_matrix has it, or none"
         require("num_speculative_tokens", count, count in (None, most), expected)
-
-    def _check_step_costs(self) -> None:
-        costs = self.step_costs
-        if costs is None:
-            fits = self.confidence_threshold is None or self.schedule != "adaptive"
-            expected = "'constant' beside confidence_threshold, or step_costs"
-            return require("schedule", self.schedule, fits, expected)
-        if self.schedule != "adaptive":
-            refuse("step_costs", costs, "only with schedule 'adaptive'")
-        count = self.num_draft_tokens() + 1
-        expected = f"{count} positive numbers, of steps with 0 to {count - 1} draft tokens"
-        require("step_costs", costs, len(costs) == count, expected)

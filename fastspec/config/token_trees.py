@@ -50,6 +50,17 @@ def check_trees(spec: Any) -> None:
     if spec.tree_prompt_lookup:
         require("tree_prompt_lookup", True, spec.tree_paths is None, "False beside tree_paths")
         require("tree_prompt_lookup", True, not spec.draws_drafts, "False for sampled siblings")
+    if spec.tree_suffix:
+        most = spec.value_of("tree_nodes") - 1
+        fits = spec.tree_suffix <= most
+        require("tree_suffix", spec.tree_suffix, fits, f"fewer than tree_nodes, at most {most}")
+        given = {
+            "tree_paths": spec.tree_paths is not None,
+            "tree_prompt_lookup": spec.tree_prompt_lookup,
+            "suffix_tokens": spec.suffix_tokens is not None,
+        }
+        for name in (name for name, is_given in given.items() if is_given):
+            refuse("tree_suffix", spec.tree_suffix, f"not beside {name}")
     if spec.tree_paths is not None:
         refuse("tree_width", spec.tree_width, "not beside tree_paths")
         refuse("tree_nodes", spec.tree_nodes, "not beside tree_paths")

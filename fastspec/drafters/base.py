@@ -6,7 +6,7 @@ It knows nothing of the verifier, nor of anything else of the engine.
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol, TypedDict, cast, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypedDict, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -161,6 +161,13 @@ class Batch:
         return uniform(seeds, lengths, num, stream, backend=self.backend)
 
 
+class Branch(NamedTuple):
+    """Who wrote a path of each tree, and the tokens of that path after the root of each."""
+
+    writer: str
+    token_ids: Sequence[Sequence[int]]
+
+
 @dataclass(frozen=True)
 class Proposal:
     """Draft tokens of a batch, one chain or one tree for each request.
@@ -184,6 +191,8 @@ class Proposal:
             request, after its last committed token and after each proposal that was read.
         draft_token_map: [V] int32, the column of draft_logits of each of the target's tokens, -1
             where there is none; None = column x is token x.
+        branch: of trees: accepted tokens count as written by its writer, as far as they are those
+            of its path. A tree need not hold all of the path.
     """
 
     token_ids: Tensor
@@ -195,6 +204,7 @@ class Proposal:
     passes: list[dict[str, int]] | None = None
     on_judged: Callable[[Tensor, list[int]], None] | None = None
     draft_token_map: Tensor | None = None
+    branch: Branch | None = None
 
 
 def check_proposal(proposal: Any, batch: Batch, vocab_size: int) -> None:
@@ -243,6 +253,9 @@ def check_proposal(proposal: Any, batch: Batch, vocab_size: int) -> None:
         least = [min(count, width) for count in counts]
         if len(lengths) != num_requests or any(a < b for a, b in zip(lengths, least, strict=True)):
             raise ValueError(f"writers: expected names of {least} tokens, got {lengths}")
+    if (branch := proposal.branch) is not None and (is_chain or len(branch[1]) != num_requests):
+        expected = "None for chains" if is_chain else f"paths of {num_requests} requests"
+        raise ValueError(f"branch: expected {expected}, got {branch!r}")
     if (passes := proposal.passes) is not None and len(passes) != num_requests:
         raise ValueError(f"passes: expected those of {num_requests} requests, got {len(passes)}")
 

@@ -11,7 +11,7 @@ import torch
 from fastspec.config import SpecConfig
 from fastspec.drafters import Proposal
 from fastspec.drafters.base import Batch
-from fastspec.engine.outputs import RequestOutput, StreamEvent, Verdict
+from fastspec.engine.outputs import RequestOutput, StreamEvent, Verdict, first_mismatch
 from fastspec.engine.request import EngineRequest
 from fastspec.engine.schedule import Step
 from fastspec.engine.scheduler import Scheduler
@@ -173,6 +173,10 @@ class Loop:
                 writers = proposal.writers[index]
                 if verdict.parents:
                     writers = [writers[node - 1] for node in verdict.path]
+            if proposal.branch is not None:
+                writer, paths = proposal.branch
+                shared = first_mismatch(paths[index], verdict.output_ids[: len(writers)])
+                writers = [writer] * shared + list(writers[shared:])
             kept, finish_reason = self._append(request, verdict, writers)
             judged = kept if kept <= verdict.accepted_len else verdict.num_draft_tokens
             accepted = min(kept, verdict.accepted_len)

@@ -1,6 +1,8 @@
 """What the engine hands back."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from fastspec.engine.stats import SpecStats
 
@@ -125,6 +127,12 @@ class StreamEvent:
         fields = "".join(f", {name}={v!r}" for name, v in given.items() if v is not None)
         tree = f", tree of {len(self.tree.token_ids)} nodes" if self.tree is not None else ""
         return f"StreamEvent({self.request_id!r}, {_short(self.text)}{fields}{tree})"
+
+
+def first_mismatch(token_ids: Sequence[int], others: Sequence[int]) -> int:
+    """Leading places that agree."""
+    pairs = zip(token_ids, others, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _short(text: str) -> str:

@@ -297,14 +297,16 @@ class SharedSpeculation(Speculation):
         )
         return replace(batch, num_draft_tokens=limits, max_nodes=nodes), proposal
 
-    def _limits(
-        self, requests: list[EngineRequest], limits: list[int]
+    def _planned(
+        self, requests: list[EngineRequest], num_draft_tokens: list[int]
     ) -> tuple[list[int], list[int]]:
         if self.schedule is None or not self._drafts_together:
-            return super()._limits(requests, limits)
+            return super()._planned(requests, num_draft_tokens)
         own, most = None, torch.iinfo(torch.int64).max
         try:
-            own, _ = super()._limits(requests, limits)  # of chains: trees have no schedule
+            own, _ = super()._planned(
+                requests, num_draft_tokens
+            )  # of chains: trees have no schedule
         except Exception as error:
             super()._fail(error, requests)
         values = [most] * len(requests) if self._ranks.rank or own is None else own
@@ -384,9 +386,10 @@ class Speculations(dict[str | None, Speculation]):
         given = *sizes, spec, config, target.chains_only, pacer
         ranks = target.ranks
         speculation = Speculation(*given) if ranks is None else SharedSpeculation(ranks, *given)
-        count, is_copy = speculation.usual_num_speculative_tokens, spec.suffix_tokens is not None
-        is_copy = is_copy and count > spec.num_model_tokens(config.max_n_spec_tokens)
-        speculation.check_count("suffix_tokens" if is_copy else "num_speculative_tokens", count)
+        count, option = speculation.usual_num_speculative_tokens, "num_speculative_tokens"
+        if count > spec.num_model_tokens(config.max_n_spec_tokens):
+            option = "tree_suffix" if spec.tree_suffix else "suffix_tokens"
+        speculation.check_count(option, count)
         if plan is not None:
             speculation.enable(self._built(plan), speculation.usual_num_speculative_tokens, [])
         self[name] = speculation

@@ -24,7 +24,7 @@ from fastspec.drafters.context import DrafterContext, DrafterSource, ModelSource
 from fastspec.drafters.registry import plan_drafter
 from fastspec.engine.block_manager import BlockManager, blocks_needed
 from fastspec.engine.loop import Loop
-from fastspec.engine.outputs import Verdict
+from fastspec.engine.outputs import Verdict, first_mismatch
 from fastspec.engine.request import EngineRequest
 from fastspec.engine.schedule import Step
 from fastspec.engine.scheduler import Scheduler
@@ -243,9 +243,3 @@ def _follow(
     emitted = following[: len(path)]
     judged = [len(path) - 1], emitted, token_ids, path[1:], parents
     return verdict_of(judged, min(most, len(row)) + 1)
-
-
-def first_mismatch(draft_token_ids: list[int], stored_token_ids: list[int]) -> int:
-    """Leading places that agree."""
-    pairs = zip(draft_token_ids, stored_token_ids, strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -31,6 +31,11 @@ CASES = {
     "glide": ("glide", {}),
     "cape": ("glide", {"cape": True, "num_speculative_tokens": 3}),
     "drawn tree": ("tree", {"tree_nodes": 6}),
+    "mixed tree": ("tree", {"tree_nodes": 9, "tree_suffix": 7}),
+    "coupled mixed tree": (
+        "tree",
+        {"tree_nodes": 9, "tree_suffix": 7, "rejection_sample_method": "coupled"},
+    ),
     "coupled": ("draft_model", {"rejection_sample_method": "coupled"}),
     "coupled tree": ("tree", {"tree_nodes": 6, "rejection_sample_method": "coupled"}),
     "likeliest tree": (

@@ -100,6 +100,7 @@ GIVEN = {
     "tree_nodes": 8,
     "tree_paths": [[0]],
     "tree_prompt_lookup": True,
+    "tree_suffix": 4,
     "cape": True,
 }
 

@@ -9,8 +9,9 @@ import torch
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.files import write_whole
 from fastspec.drafters import Proposal
+from fastspec.engine.outputs import first_mismatch
 from fastspec.engine.schedule import Step
-from fastspec.tools.simulate import Simulator, first_mismatch
+from fastspec.tools.simulate import Simulator
 from fastspec.tools.stored_outputs import (
     StoredOutput,
     accepted_by_step,
@@ -41,6 +42,7 @@ def stored_run(engine, params, path):
         {"method": "draft_model", "draft_sample_method": "greedy"},
         {"method": "draft_model", "draft_sample_method": "greedy", "cape": True},
         {"method": "tree"},
+        {"method": "tree", "tree_suffix": 8},
         {"method": "tree", "tree_paths": [[0], [1], [0, 0], [0, 1], [0, 0, 0]]},
         {"method": "prompt_lookup", "prompt_lookup_min": 1},
         {"method": "suffix"},

@@ -66,9 +66,10 @@ def test_the_best_candidates_make_the_tree(limit, token_ids, parents):
     ],
 )
 def test_a_chain_is_merged_with_what_it_shares(chain, token_ids, parents):
-    merged = with_chain(candidates(), torch.tensor([chain], dtype=torch.int32))
-    chosen = best_nodes(merged, 4, torch.tensor([4]))
-    assert [values.tolist() for values in chosen] == [[token_ids], [parents]]
+    for depth in (2, 3):
+        merged = with_chain(candidates(), torch.tensor([chain], dtype=torch.int32), depth)
+        chosen = best_nodes(merged, 4, torch.tensor([4]))
+        assert [values.tolist() for values in chosen] == [[token_ids], [parents]]
 
 
 def test_ties_keep_parents_before_their_children():

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from fastspec.config import SpecConfig
 from fastspec.config.tree_shapes import TreeShape
@@ -10,7 +11,9 @@ from fastspec.drafters.auto import build
 from fastspec.drafters.base import Drafter, TreeProposer
 from fastspec.drafters.context import DrafterContext, DrafterPlan
 from fastspec.drafters.draft_model import DraftModelDrafter
+from fastspec.drafters.suffix import SuffixDrafter
 from fastspec.drafters.tree.drafter import CapePlan, TreeDrafter, TreePlan
+from fastspec.drafters.tree.mixed import MixedTreeDrafter
 
 __all__ = ["build", "with_siblings", "with_trees"]  # the method builds what it grows trees with
 
@@ -20,8 +23,16 @@ def with_trees(plan: DrafterPlan, context: DrafterContext) -> DrafterPlan:
     spec = context.spec
     shape = TreeShape(spec.tree_paths) if spec.tree_paths is not None else None
     tree = TreePlan(
-        spec.value_of("tree_width"), spec.value_of("tree_nodes"), spec.draws_drafts, shape
+        spec.value_of("tree_width"),
+        spec.value_of("tree_nodes"),
+        spec.draws_drafts,
+        shape,
+        spec.tree_suffix,
     )
+    if spec.tree_suffix:
+        copies, num = SuffixDrafter(*spec.suffix_limits), spec.num_model_tokens()
+        mixed = partial(MixedTreeDrafter, plan=tree, copies=copies, num_tokens=num)
+        return _over(plan, mixed, "tree_suffix")
     branch = prompt_lookup.build(context) if spec.tree_prompt_lookup else None
     return _over(plan, lambda draft: TreeDrafter(draft, tree, branch))
 
@@ -32,15 +43,21 @@ def with_siblings(plan: DrafterPlan, spec: SpecConfig) -> DrafterPlan:
     return _over(plan, lambda draft: TreeDrafter(draft, CapePlan(bins, spec.draws_drafts)))
 
 
-def _over(plan: DrafterPlan, wrapped: Callable[[DraftModelDrafter], Drafter]) -> DrafterPlan:
-    """What drafts trees with the drafter of a plan; one that does so by itself is left as it is."""
+def _over(
+    plan: DrafterPlan,
+    wrapped: Callable[[DraftModelDrafter], Drafter],
+    option: str | None = None,
+) -> DrafterPlan:
+    """What drafts trees with the drafter of a plan; one that does so by itself is left as it is, or
+    refused for an option that it does not meet."""
 
     def drafter(target, block_manager) -> Drafter:
         draft = plan.build(target, block_manager)
-        if isinstance(draft, TreeProposer):
+        if isinstance(draft, TreeProposer) and option is None:
             return draft
         if not isinstance(draft, DraftModelDrafter):
-            raise ValueError(f"drafter: trees need a draft model, got {draft.name!r}")
+            what = "drafter: trees need" if option is None else f"{option}: needs"
+            raise ValueError(f"{what} a draft model, got {draft.name!r}")
         return wrapped(draft)
 
     return replace(plan, build=drafter)

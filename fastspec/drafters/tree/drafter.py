@@ -1,5 +1,6 @@
 """Token trees over any draft model: the target judges every node of them in one pass."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -7,6 +8,7 @@ from fastspec.config.token_trees import MAX_TREE_NODES
 from fastspec.config.tree_shapes import TreeShape, balanced_shape
 from fastspec.drafters.base import Batch, Drafter, Proposal, Request
 from fastspec.drafters.draft_model import DraftModelDrafter
+from fastspec.drafters.tree.copied import CopiedPaths
 from fastspec.drafters.tree.grow import LikeliestTree, ShapedTree, grow
 from fastspec.drafters.tree.siblings import ConfidenceBins
 
@@ -22,25 +24,38 @@ class TreePlan:
             trees have a shape that is fixed beforehand: which of the drawn tokens are kept must not
             depend on what they are.
         shape: of all trees; None = by draft probability, or balanced if siblings are drawn.
+        num_copied: nodes that a copied branch takes at most, fewer than max_nodes.
     """
 
     width: int
     max_nodes: int
     is_probabilistic: bool
     shape: TreeShape | None = None
+    num_copied: int = 0
 
     def size(self, depth: int) -> int:
         """Nodes of a tree at most, when paths may have that many tokens."""
         return self.max_nodes if self.shape is None else self.shape.num_nodes(depth)
 
-    def start(self, batch: Batch) -> LikeliestTree | ShapedTree:
-        """Trees of roots alone."""
-        depth = batch.num_speculative_tokens
-        draws = self.is_probabilistic and not batch.all_greedy
+    def draws(self, batch: Batch) -> bool:
+        """Whether siblings are drawn."""
+        return self.is_probabilistic and not batch.all_greedy
+
+    def start(
+        self, batch: Batch, copies: Sequence[Sequence[int]] | None = None
+    ) -> LikeliestTree | ShapedTree:
+        """Trees of roots alone; `copies` are for those whose siblings are drawn and judged so."""
+        depth, draws = batch.num_speculative_tokens, self.draws(batch)
         if self.shape is not None:
             return ShapedTree(batch, self.shape, draws)
         if draws:
-            return ShapedTree(batch, balanced_shape(self.width, self.max_nodes, depth), draws)
+            # What of a copy goes beyond the drawn tokens has nodes of its own; drawn by place, all.
+            beyond = self.num_copied if batch.is_coupled else max(0, self.num_copied - depth)
+            shape = balanced_shape(self.width, self.max_nodes - beyond, depth)
+            copied = None
+            if copies is not None:
+                copied = CopiedPaths(copies, beyond, shape.depth, batch.device)
+            return ShapedTree(batch, shape, draws, copied=copied)
         # No more nodes are read by the draft model than by the target: their slots are reserved.
         expanded = min(self.width, max(1, self.max_nodes // max(1, depth - 1)))
         return LikeliestTree(batch, expanded, self.width, self.max_nodes)
@@ -124,14 +139,10 @@ class TreeDrafter:
 
     def propose(self, batch: Batch) -> Proposal:
         tree = self._plan.start(batch)
-        depths = [
-            min(tree.max_depth, wanted, self.draft.room(len(request.token_ids)))
-            for request, wanted in zip(batch.requests, batch.num_draft_tokens, strict=True)
-        ]
-        counts = grow(tree, self.draft, batch, depths)
+        passes = self._grow(tree, batch)
         if self._branch is not None and isinstance(tree, LikeliestTree):
             tree.add_branch(self._branch.propose(batch).token_ids)
-        return replace(tree.proposal(), passes=[{self.draft.name: count} for count in counts])
+        return replace(tree.proposal(), passes=passes)
 
     def commit(self, batch: Batch, accepted: list[int]) -> None:
         self.draft.commit(batch, accepted)
@@ -142,3 +153,12 @@ class TreeDrafter:
         self.draft.release(request)
         if self._branch is not None:
             self._branch.release(request)
+
+    def _grow(self, tree: LikeliestTree | ShapedTree, batch: Batch) -> list[dict[str, int]]:
+        """Read the trees level by level; passes of each request, by the draft model's name."""
+        depths = [
+            min(tree.max_depth, wanted, self.draft.room(len(request.token_ids)))
+            for request, wanted in zip(batch.requests, batch.num_draft_tokens, strict=True)
+        ]
+        counts = grow(tree, self.draft, batch, depths)
+        return [{self.draft.name: count} for count in counts]

@@ -11,10 +11,12 @@ from fastspec.drafters.base import DRAFT_STREAM, Batch, Proposal
 from fastspec.drafters.draft_model import DraftModelDrafter, of_rows
 from fastspec.drafters.logit_rules import Rows
 from fastspec.drafters.prompt_lookup import known_counts
+from fastspec.drafters.tree.copied import CopiedPaths, put_point_masses
 from fastspec.drafters.tree.siblings import ConfidenceBins, SiblingCut, drawn, likeliest
 from fastspec.models.layout import packed
 from fastspec.models.reduced_vocabulary import DraftVocabulary
 from fastspec.models.transfer import device_tensor
+from fastspec_kernels import build_tree
 
 Places = slice | Tensor  # of rows [R] in a flat grid [B * E]; a slice stands for all of them
 Nodes = tuple[Tensor, Tensor, Tensor]  # token_ids, parents and scores, see `best_nodes`
@@ -158,7 +160,7 @@ class LikeliestTree:
 
     def add_branch(self, token_ids: Tensor) -> None:
         """A chain [B, K] of another drafter's, -1 after its end, that every tree is to hold."""
-        self._grown = [with_chain(_joined(self._grown), token_ids)]
+        self._grown = [with_chain(_joined(self._grown), token_ids, self.max_depth)]
 
     def proposal(self) -> Proposal:
         limits = device_tensor(self._batch.max_nodes, torch.int64, self._batch.device)
@@ -175,11 +177,18 @@ class ShapedTree:
 
     Tokens are drawn without replacement among siblings. With `bins`, in a shape whose levels expand
     one node each, they are drawn, and a node has the fewer children the surer the draft model is:
-    how many are kept depends on what they are drawn from, never on what they are.
+    how many are kept depends on what they are drawn from, never on what they are. With `copied` one
+    path of each tree is to hold copied tokens; there are no bins then, and siblings are drawn, not
+    by coupled noise.
     """
 
     def __init__(
-        self, batch: Batch, shape: TreeShape, draws: bool, bins: ConfidenceBins | None = None
+        self,
+        batch: Batch,
+        shape: TreeShape,
+        draws: bool,
+        bins: ConfidenceBins | None = None,
+        copied: CopiedPaths | None = None,
     ):
         num = batch.num_speculative_tokens
         self.max_depth = min(shape.depth, num)
@@ -189,6 +198,8 @@ class ShapedTree:
         self._token_ids = torch.full(size, -1, dtype=torch.int32, device=batch.device)
         most = max(level.num_children for level in shape.levels)
         self._cut = None if bins is None else SiblingCut(bins, most, batch.device)
+        self._copied = copied
+        self._branch: Tensor | None = None
         # Which number a node is drawn by is part of what a seed means: with bins that of its place,
         # otherwise the next one.
         skipped = int(bins is None)
@@ -220,6 +231,10 @@ class ShapedTree:
                 logits = vocabulary.whole(logits)  # the noise is each token's own
             sampling = of_rows(self._batch.sampling, requests)
             if keys is None:
+                if self._copied is not None:
+                    rows = requests, nodes, self._num_levels - 1
+                    token_map = vocabulary.token_map
+                    logits = self._copied.tilted(logits, rows, sampling, token_map, backend)
                 logits = _within_reach(logits, sampling["temperature"])
                 self._drawn_from.append((requests, nodes, logits))
                 self._token_map = vocabulary.token_map
@@ -234,11 +249,15 @@ class ShapedTree:
                 if temperature is not None:
                     temperature = temperature.masked_fill(temperature == 0, 1.0)
                 _, logprobs = likeliest(logits, 1, temperature, backend)
-                # After a token that could not be drawn there is none.
-                is_out = self._cut.of(logprobs.exp()) | (self._read.view(-1, 1)[places] < 0)
-                token_ids = token_ids.masked_fill(is_out, -1)
+                token_ids = token_ids.masked_fill(self._cut.of(logprobs.exp()), -1)
+            if self._moves_gaps:  # after a token that could not be drawn there is none
+                token_ids = token_ids.masked_fill(self._read.view(-1, 1)[places] < 0, -1)
         self._newest = _spread(token_ids, places, size, -1).flatten(1)
         self._token_ids[:, added] = self._newest[:, kept]
+        if self._copied is not None:
+            parents = device_tensor(self._shape.parents[added], torch.int64, device)
+            new_ids = self._token_ids[:, added]
+            self._copied.follow(new_ids, parents, first + 1, self._num_levels - 1)
 
     def expanded(self) -> tuple[Tensor, Tensor]:
         """The tokens [B, E] of the nodes to read next, and which of those read last they follow."""
@@ -247,12 +266,27 @@ class ShapedTree:
         self._read = self._newest[:, places]
         return self._read, (places // above.num_children).expand_as(self._read)
 
+    def add_branch(self, token_ids: Tensor) -> None:
+        """A chain [B, K] of another drafter's, -1 after its end, that every tree is to hold.
+
+        Where siblings are drawn, by coupled noise alone: other rules must know how each was chosen.
+        """
+        self._branch = token_ids
+
     def proposal(self) -> Proposal:
-        token_ids, (num_requests, num_nodes) = self._token_ids, self._token_ids.shape
+        token_ids = self._token_ids
         device = token_ids.device
-        parents = device_tensor(self._shape.parents[:num_nodes], torch.int64, device)
+        parents = device_tensor(self._shape.parents[: token_ids.shape[1]], torch.int64, device)
         parents, number_of, counts = parents.expand_as(token_ids), None, None
-        if self._cut is not None:  # nodes that are missing come last
+        if self._branch is not None:
+            return self._with_branch(parents, self._branch)
+        beyond = None
+        if self._copied is not None and self._drawn_from and self._copied.num_beyond:
+            beyond = self._copied.beyond(token_ids, parents)
+            token_ids = torch.cat([token_ids, beyond[0]], dim=1)
+            parents = torch.cat([parents, beyond[1]], dim=1)
+        num_requests, num_nodes = token_ids.shape
+        if self._moves_gaps:  # nodes that are missing come last
             is_missing, order = (token_ids < 0).sort(dim=1, stable=True)
             numbers = torch.arange(1, num_nodes + 1, device=device).expand_as(order)
             number_of = order.new_zeros((num_requests, num_nodes + 1))
@@ -266,11 +300,35 @@ class ShapedTree:
                 draft_logits = logits.new_zeros((num_requests, num_nodes + 1, logits.shape[1]))
             rows = nodes if number_of is None else number_of[requests, nodes]
             draft_logits[requests, rows] = logits
+        if draft_logits is not None and number_of is not None and beyond is not None:
+            rows = number_of.gather(1, beyond[1])
+            # Where no copy goes on, in place of that node's row that of one which nothing follows.
+            rows[:, :1] = rows[:, :1].where(beyond[0][:, :1] >= 0, number_of[:, -1:])
+            put_point_masses(draft_logits, rows, beyond[0], self._token_map)
         rule = "target_only" if draft_logits is None else "without_replacement"
         token_map = None if draft_logits is None else self._token_map
         return Proposal(
             token_ids, parents.int(), draft_logits, counts, rule, draft_token_map=token_map
         )
+
+    @property
+    def _moves_gaps(self) -> bool:
+        """Whether nodes that could not be drawn come after all others."""
+        return self._cut is not None or self._copied is not None
+
+    def _with_branch(self, parents: Tensor, branch: Tensor) -> Proposal:
+        """The tree with a chain in it, where that is missing."""
+        token_ids, device = self._token_ids, self._token_ids.device
+        links = pad(parents.masked_fill(token_ids < 0, -1), (1, 0), value=-1)
+        depths, _ = build_tree(links.int(), backend=self._batch.backend)
+        scores = torch.zeros_like(token_ids, dtype=torch.float32)
+        scores = scores.masked_fill(depths[:, 1:] < 0, -torch.inf)
+        nodes = with_chain((token_ids, parents, scores), branch, self.max_depth)
+        limits = device_tensor(self._batch.max_nodes, torch.int64, device)
+        most = token_ids.shape[1] + branch.shape[1]
+        token_ids, parents = best_nodes(nodes, most, limits)
+        counts = known_counts(token_ids)
+        return Proposal(token_ids, parents, num_tokens=counts, sibling_rule="target_only")
 
 
 def _within_reach(logits: Tensor, temperature: Tensor | None) -> Tensor:
@@ -313,13 +371,14 @@ def best_nodes(nodes: Nodes, max_nodes: int, limits: Tensor) -> tuple[Tensor, Te
     return token_ids.gather(1, index).where(is_node, -1).int(), chosen_parents.int()
 
 
-def with_chain(nodes: Nodes, chain: Tensor) -> Nodes:
+def with_chain(nodes: Nodes, chain: Tensor, depth: int) -> Nodes:
     """These nodes and a chain [B, K] after the root, -1 after its end, preferred to all others.
 
-    Where it begins like a branch that is there already, the two are one.
+    Where it begins like a branch that is there already, the two are one. No node is more than
+    `depth` levels below the root.
     """
     current = torch.zeros_like(nodes[1][:, 0])  # [B], the node that the chain has got to
-    for token in chain.unbind(1):
+    for token in chain[:, :depth].unbind(1):
         token_ids, parents, scores = nodes
         is_same = (parents == current[:, None]) & (token_ids == token[:, None])
         is_same &= (token >= 0)[:, None]
@@ -329,7 +388,13 @@ def with_chain(nodes: Nodes, chain: Tensor) -> Nodes:
         preferred = token_ids, parents, scores.masked_fill(is_same, 0.0)
         nodes = _joined([preferred, (new, current[:, None], score)])
         current = torch.where(found, is_same.int().argmax(dim=1) + 1, nodes[2].shape[1])
-    return nodes
+    rest, count = chain[:, depth:], nodes[2].shape[1]
+    if not rest.shape[1]:
+        return nodes
+    following = torch.arange(count + 1, count + rest.shape[1], device=rest.device)
+    parents = torch.cat([current[:, None], following.expand(len(rest), -1)], dim=1)
+    scores = torch.zeros_like(rest, dtype=torch.float32).masked_fill(rest < 0, -torch.inf)
+    return _joined([nodes, (rest, parents, scores)])
 
 
 def _joined(parts: list[Nodes]) -> Nodes:

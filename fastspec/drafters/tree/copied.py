@@ -1,0 +1,117 @@
+"""Copied paths of token trees whose other nodes come from a draft model."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fastspec.drafters.base import SamplingTensors
+from fastspec.models.transfer import device_tensor
+from fastspec_kernels import row_stats
+
+# Of 0.7, 0.9, 0.97 and 0.99 the larger ones had more accepted of SmolLM2's sampled agent turns; the
+# largest leaves less to siblings beside top_p, and had less there.
+_SHARE = 0.97
+
+
+class CopiedPaths:
+    """A path from the root of each request's tree that is to hold copied tokens.
+
+    Where siblings are drawn, the row that a node on the path draws its children from is tilted:
+    the copied token gets `_SHARE` of the mass in advance, the model's row the rest. Tokens are
+    drawn from that very row and judged by it, so this is as exact as any row; and as a row depends
+    on the tokens above its node alone, so do the trees. A path that gets to a node without children
+    goes on from there by point masses, which the draft model does not read; one whose token is not
+    drawn ends.
+
+    Args:
+        token_ids: of each request, none for no copy.
+        num_beyond: most tokens that follow where the drawn tree ends.
+        depth: levels of the drawn trees.
+    """
+
+    def __init__(
+        self,
+        token_ids: Sequence[Sequence[int]],
+        num_beyond: int,
+        depth: int,
+        device: torch.device,
+    ):
+        self._length = max(map(len, token_ids))
+        width = max(self._length, depth) + num_beyond
+        rows = [[*row, *[-1] * (width - len(row))] for row in token_ids]
+        self.token_ids = device_tensor(rows, torch.int32, device)  # [B, W], -1 after the end
+        self.num_beyond = num_beyond
+        self._node = torch.zeros(len(rows), dtype=torch.int64, device=device)
+        self._matched = torch.zeros_like(self._node)  # [B], tokens on the way to that node
+
+    def tilted(
+        self,
+        logits: Tensor,
+        rows: tuple[Tensor, Tensor, int],
+        sampling: SamplingTensors,
+        token_map: Tensor | None,
+        backend: str,
+    ) -> Tensor:
+        """Logits [R, V'] that favour the copied token where a row's node is on its path.
+
+        Of a filter top_p the copied token gets its share too, so that siblings are left.
+
+        Args:
+            rows: the request and the node of each row [R], and the level of all these nodes.
+            sampling: of each row.
+            token_map: of the columns, see `Proposal`.
+        """
+        requests, nodes, level = rows
+        if level >= self._length:
+            return logits
+        tokens = self.token_ids[requests, level]
+        is_on = (self._node[requests] == nodes) & (self._matched[requests] == level)
+        is_on &= tokens >= 0
+        columns = _columns(tokens, token_map)[:, None]
+        temperature, top_p = sampling["temperature"], sampling["top_p"]
+        logsumexp, _ = row_stats(logits, temperature=temperature, backend=backend)
+        scale, share = torch.ones_like(logsumexp), torch.full_like(logsumexp, _SHARE)
+        if temperature is not None:
+            scale = temperature.masked_fill(temperature == 0, 1.0)
+        if top_p is not None:
+            share = share * top_p.clamp(0, 1)
+        old = logits.gather(1, columns)
+        own = (old[:, 0].float() / scale - logsumexp).exp()  # its probability
+        new = (scale * (logsumexp + (own + share / (1 - share)).log()))[:, None].to(logits.dtype)
+        return logits.scatter(1, columns, new.where(is_on[:, None] & new.isfinite(), old))
+
+    def follow(self, token_ids: Tensor, parents: Tensor, first: int, level: int) -> None:
+        """Go on to the copied tokens among the nodes [B, C] of a level; the first has a number."""
+        if level >= self._length:
+            return
+        is_next = (token_ids == self.token_ids[:, level, None]) & (token_ids >= 0)
+        is_next &= (parents == self._node[:, None]) & (self._matched == level)[:, None]
+        found = is_next.any(dim=1)
+        self._node = torch.where(found, is_next.int().argmax(dim=1) + first, self._node)
+        self._matched = self._matched + found
+
+    def beyond(self, token_ids: Tensor, parents: Tensor) -> tuple[Tensor, Tensor]:
+        """The tokens [B, num_beyond] int32 that follow trees [B, N], and their parents int64."""
+        num, num_nodes = self.num_beyond, token_ids.shape[1]
+        is_leaf = ~((parents == self._node[:, None]) & (token_ids >= 0)).any(dim=1)
+        steps = torch.arange(num, device=token_ids.device)
+        added = self.token_ids.gather(1, self._matched[:, None] + steps)
+        above = (steps + num_nodes).expand(len(added), -1).clone()
+        above[:, 0] = self._node
+        return added.masked_fill(~is_leaf[:, None], -1), above
+
+
+def put_point_masses(
+    draft_logits: Tensor, rows: Tensor, token_ids: Tensor, token_map: Tensor | None
+) -> None:
+    """Make tokens [B, C] sure in rows [B, C] of draft logits [B, N, V']; -1 is any token."""
+    requests = torch.arange(len(rows), device=rows.device)[:, None]
+    draft_logits[requests, rows] = -torch.inf
+    draft_logits[requests, rows, _columns(token_ids, token_map)] = 0.0
+
+
+def _columns(token_ids: Tensor, token_map: Tensor | None) -> Tensor:
+    """The columns int64 of tokens; 0 where there is none."""
+    columns = token_ids.clamp(min=0).long()
+    return columns if token_map is None else token_map[columns].clamp(min=0).long()

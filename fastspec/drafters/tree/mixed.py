@@ -1,0 +1,84 @@
+"""Trees of a draft model's tokens with a branch that is copied from texts."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import takewhile
+
+import torch
+
+from fastspec.drafters.base import Batch, Branch, Proposal, Request
+from fastspec.drafters.draft_model import DraftModelDrafter
+from fastspec.drafters.suffix import SuffixDrafter
+from fastspec.drafters.tree.drafter import TreeDrafter, TreePlan
+from fastspec.models.transfer import device_tensor
+
+_LEAST_EXPECTED = 1.0  # tokens of a copy that must be expected to hold
+
+
+class MixedTreeDrafter(TreeDrafter):
+    """Drafts trees with a draft model, and lets what is likely copied be a branch of each.
+
+    Trees of likeliest tokens hold the whole copy, as far as it has nodes. Where siblings are drawn,
+    the copied tokens are drawn nearly always (`CopiedPaths`), and end before one that the draft
+    model has no logits of; where the model has no room for a token, nothing is copied either.
+
+    Args:
+        draft: the draft model, which reads the texts.
+        plan: the form of the trees; of no fixed shape.
+        copies: drafts what is copied.
+        num_tokens: most that the model drafts on a path.
+    """
+
+    _plan: TreePlan
+
+    def __init__(
+        self, draft: DraftModelDrafter, plan: TreePlan, copies: SuffixDrafter, num_tokens: int
+    ):
+        super().__init__(draft, plan)
+        self._copies = copies
+        self._num_tokens = num_tokens
+
+    def add_corpus(self, texts: Iterable[Sequence[int]]) -> None:
+        """Texts to copy from, as token ids."""
+        self._copies.add_corpus(texts)
+
+    def propose(self, batch: Batch) -> Proposal:
+        num = min(batch.num_speculative_tokens, self._num_tokens)
+        own = replace(batch, num_speculative_tokens=num)
+        is_judged_by_rows = self._plan.draws(batch) and not batch.is_coupled
+        copies = [
+            self._copy(request, wanted, batch.is_coupled, is_judged_by_rows)
+            for request, wanted in zip(batch.requests, batch.num_draft_tokens, strict=True)
+        ]
+        tree = self._plan.start(own, copies if is_judged_by_rows else None)
+        passes = self._grow(tree, own)
+        if not is_judged_by_rows and any(copies):
+            width = max(map(len, copies))
+            rows = [[*copy, *[-1] * (width - len(copy))] for copy in copies]
+            tree.add_branch(device_tensor(rows, torch.int32, batch.device))
+        branch = Branch(self._copies.name, copies)
+        return replace(tree.proposal(), passes=passes, branch=branch)
+
+    def release(self, request: Request) -> None:
+        super().release(request)
+        self._copies.release(request)
+
+    def _copy(
+        self, request: Request, wanted: int, is_coupled: bool, needs_columns: bool
+    ) -> Sequence[int]:
+        """What a branch of a request's tree is to hold, if that is likely enough."""
+        most = min(wanted, self._plan.num_copied)
+        draft = self._copies.draft(request, most, most, is_coupled)
+        if draft.expected < _LEAST_EXPECTED:
+            return ()
+        if not needs_columns:
+            return draft.token_ids
+        if not self.draft.room(len(request.token_ids)):
+            return ()
+        return [*takewhile(self._has_column, draft.token_ids)]
+
+    def _has_column(self, token_id: int) -> bool:
+        """Whether the draft model has logits of a token."""
+        vocabulary = self.draft.vocabulary
+        is_within = vocabulary.token_map is not None or token_id < self.draft.runner.vocab_size
+        return is_within and vocabulary.knows(token_id)
