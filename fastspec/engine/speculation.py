@@ -303,10 +303,8 @@ class SharedSpeculation(Speculation):
         if self.schedule is None or not self._drafts_together:
             return super()._planned(requests, num_draft_tokens)
         own, most = None, torch.iinfo(torch.int64).max
-        try:
-            own, _ = super()._planned(
-                requests, num_draft_tokens
-            )  # of chains: trees have no schedule
+        try:  # of chains: trees have no schedule
+            own, _ = super()._planned(requests, num_draft_tokens)
         except Exception as error:
             super()._fail(error, requests)
         values = [most] * len(requests) if self._ranks.rank or own is None else own
