@@ -7,13 +7,14 @@ import hashlib
 import json
 import os
 import signal
+import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from multiprocessing import get_context, resource_tracker
+from multiprocessing import AuthenticationError, get_context, resource_tracker
 from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from queue import SimpleQueue
@@ -35,7 +36,6 @@ from fastspec.tools.settings import Models
 
 _AHEAD = 2  # rows that a process has at once, in units of its batch size
 _MEETING = "fastspec batch"
-_ONE_MACHINE = "processes of one machine (--ray runs on several)"
 _PATIENCE = timedelta(minutes=5)  # with processes that start more slowly
 Row = tuple[int, Any]  # its place, and a text or a conversation
 Answers = Iterator[tuple[int, dict[str, Any]]]  # by the place of the row, as they come
@@ -328,17 +328,17 @@ def launched() -> tuple[int, int]:
     """The rank of this process, and how many there are; (0, 1) where nothing launched it."""
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
         return 0, 1
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    require("WORLD_SIZE", size, size == here, _ONE_MACHINE)
-    return rank, size
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 def in_launched(job: BatchJob, left: deque[Row]) -> Answers:
     """Answers of all launched processes, for the first one, which starts its own worker."""
     key = os.urandom(32)
     with ExitStack() as stack:
-        listener = stack.enter_context(Listener(family="AF_UNIX", authkey=key))
+        try:
+            listener = stack.enter_context(_listener(key))
+        except OSError as error:
+            raise ValueError(f"MASTER_ADDR: the first process has no way there: {error}") from error
         workers = [stack.enter_context(process(job))]
         others = range(1, launched()[1])
         try:
@@ -347,7 +347,7 @@ def in_launched(job: BatchJob, left: deque[Row]) -> Answers:
             store.wait([f"{_MEETING} {rank}" for rank in others], _PATIENCE)
         except RuntimeError as error:
             raise ValueError(f"WORLD_SIZE: not all processes have come: {error}") from error
-        workers += [stack.enter_context(listener.accept()) for _ in others]
+        workers += [stack.enter_context(_accepted(listener)) for _ in others]
         yield from handed_out(job, left, workers)
 
 
@@ -356,13 +356,32 @@ def work_for_first(job: BatchJob) -> None:
     try:
         store = _store()
         address, key = json.loads(store.get(_MEETING))
-        require("WORLD_SIZE", launched()[1], os.path.exists(address), _ONE_MACHINE)
+        address = address if isinstance(address, str) else tuple(address)
         store.set(f"{_MEETING} {launched()[0]}", "")
         connection = Client(address, authkey=bytes.fromhex(key))
     except (RuntimeError, OSError, EOFError) as error:
-        raise ValueError(f"RANK: the first process has gone: {error}") from error
+        raise ValueError(f"RANK: cannot reach the first process: {error}") from error
     with connection:
         work(connection, job)
+
+
+def _listener(key: bytes) -> Listener:
+    """Where the others find the first process: a file of this machine if they are all there.
+
+    If not, it listens on the address that leads to MASTER_ADDR, and on no other.
+    """
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+        return Listener(family="AF_UNIX", authkey=key)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((os.environ["MASTER_ADDR"], 1))  # which sends nothing
+        host, _ = probe.getsockname()
+    return Listener((host, 0), backlog=launched()[1], authkey=key)
+
+
+def _accepted(listener: Listener) -> Connection:
+    while True:
+        with suppress(AuthenticationError, EOFError, ConnectionError):  # somebody else's
+            return listener.accept()
 
 
 def _store() -> Any:

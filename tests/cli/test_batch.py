@@ -10,6 +10,8 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
+from multiprocessing.connection import Client
+from types import SimpleNamespace
 
 import pytest
 
@@ -214,9 +216,7 @@ def test_processes_that_cannot_load_say_why(source, tmp_path, monkeypatch):
         run_batch(absent, source, tmp_path / "out", 2)
 
 
-def test_processes_of_a_launcher_are_those_of_one_machine(
-    invoke, pair, source, tmp_path, monkeypatch
-):
+def test_processes_of_a_launcher_are_no_replicas(invoke, pair, source, tmp_path, monkeypatch):
     command = ["batch", *pair, "--input", source, "--output", tmp_path / "out.jsonl"]
     monkeypatch.setenv("WORLD_SIZE", "4")  # alone it is no launcher's
     assert invoke(*command, "--max-tokens", "2").exit_code == 0
@@ -224,9 +224,64 @@ def test_processes_of_a_launcher_are_those_of_one_machine(
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     result = invoke(*command, "--replicas", "2")
     assert (result.exit_code, "--replicas" in result.stderr) == (2, True)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "host.invalid")
     result = invoke(*command)
-    assert (result.exit_code, "one machine" in result.stderr) == (1, True)
+    assert (result.exit_code, "MASTER_ADDR: the first process has no way" in result.stderr) == (
+        1,
+        True,
+    )
+
+
+def test_a_first_process_that_nobody_reaches(invoke, pair, source, tmp_path, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+    store = {"fastspec batch": json.dumps((address, "00"))}
+    monkeypatch.setattr(batch, "_store", lambda: SimpleNamespace(get=store.get, set=max))
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    files = ["--input", source, "--output", tmp_path / "out.jsonl"]
+    result = invoke("batch", *pair, *files)
+    assert (result.exit_code, "RANK: cannot reach the first" in result.stderr) == (1, True)
+
+
+def test_strangers_are_not_taken_for_processes(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+
+    def connect():
+        socket.create_connection(listener.address).close()
+        with pytest.raises(multiprocessing.AuthenticationError):
+            Client(listener.address, authkey=b"other")
+        with Client(listener.address, authkey=b"own") as connection:
+            connection.send("hello")
+
+    with batch._listener(b"own") as listener:
+        caller = threading.Thread(target=connect)
+        caller.start()
+        with batch._accepted(listener) as connection:
+            assert connection.recv() == "hello"
+        caller.join()
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("kind", ["torchrun", "accelerate"])
+def test_processes_of_several_launchers_share_a_file(batch_command, tmp_path, expected, kind):
+    """As on two machines, one launcher on each."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    launch = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    launch += ["--master-addr", "127.0.0.1", "--master-port", port, "--node-rank"]
+    if kind == "accelerate":
+        pytest.importorskip("accelerate")
+        launch = ["-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu"]
+        launch += ["--num_machines", "2", "--num_processes", "2", "--main_process_ip", "127.0.0.1"]
+        launch += ["--main_process_port", port, "--machine_rank"]
+    runs = [
+        subprocess.Popen([sys.executable, *launch, number, *batch_command], env=ENVIRONMENT)
+        for number in "01"
+    ]
+    assert [run.wait(300) for run in runs] == [0, 0]
+    assert [row["text"] for row in answers(tmp_path / "out.jsonl")] == expected
 
 
 @pytest.mark.check

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 
@@ -23,13 +24,20 @@ def test_two_ranks_write_what_one_process_writes(tmp_path):
     for name, each in models.items():
         each.save_pretrained(tmp_path / name)
     eagle3_models.write_folder(tmp_path / "eagle3", model)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", "-m", "tests.engine.two_ranks", str(tmp_path)]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    result = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
+    launchers = []
+    for number in range(2):  # as on two machines
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
+        command += ["--node-rank", str(number), "--nproc-per-node", "1"]
+        command += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+        command += ["-m", "tests.engine.two_ranks", str(tmp_path)]
+        with (tmp_path / f"said{number}").open("w") as said:
+            given = {"cwd": ROOT, "env": environment, "stderr": said}
+            launchers.append(subprocess.Popen(command, **given))
+    statuses = [launcher.wait(900) for launcher in launchers]
+    assert statuses == [0, 0], [(tmp_path / f"said{n}").read_text()[-3000:] for n in range(2)]
     first, second = (json.loads((tmp_path / f"rank{n}.json").read_text()) for n in range(2))
     left, left_for_good = first.pop("left"), first.pop("left for good")
     assert first == second
