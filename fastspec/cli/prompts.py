@@ -1,7 +1,7 @@
 """Prompts from options, files, stdin and the bundled held-out set."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,9 @@ class PromptOptions(Options):
 
     def bundled(self) -> list[str]:
         """Those that are named, else so many of the bundled ones."""
-        if (self.prompts_file, self.dataset, self.dataset_file) != (None, None, None):
+        if self.prompts_file is not None and self.dataset is None:
+            return replace(self, num_prompts=None).named()
+        if (self.dataset, self.dataset_file) != (None, None):
             return self.named()
         return bundled_prompts(self.num_prompts or 0, self.chat)
 
@@ -59,10 +61,8 @@ class PromptOptions(Options):
             refuse("dataset", self.prompts_file, "--prompts-file names other prompts")
             return load_prompts(self.dataset, self.dataset_file, self.num_prompts)
         refuse("dataset_file", self.dataset_file, "needs a --dataset that says what it holds")
-        if self.prompts_file is not None:
-            return read_prompts(self.prompts_file)
         refuse("num_prompts", self.num_prompts, "needs a --dataset, whose prompts it counts")
-        return []
+        return [] if self.prompts_file is None else read_prompts(self.prompts_file)
 
 
 def typed_prompts(texts: list[str], options: PromptOptions) -> list[str]:

@@ -454,14 +454,14 @@ class SpecConfig(Options):
         if name in _LOOKUP_FIELDS and "tree_prompt_lookup" in fields:
             return self.tree_prompt_lookup
         if name in _SUFFIX_FIELDS and "suffix_tokens" in fields:
-            return self.suffix_tokens is not None or self.tree_suffix > 0
+            return self.suffix_tokens is not None or bool(self.tree_suffix)
         return name in fields
 
     def _refuse_other_methods_fields(self) -> None:
         is_plain = not method_named(self.method).proposes
         for name in sorted(FIELDS_OF_METHODS | (FIELDS_OF_DRAFTS if is_plain else set())):
             value, default = getattr(self, name), options_of(type(self))[name].default
-            if value is not default and value != default and not self._reads(name):
+            if not self._reads(name) and value is not default and value != default:
                 refuse(name, value, f"not for method {self.method!r}")
         fits = not is_plain or self.rejection_sample_method != "block"
         expected = f"'standard' or 'coupled' for method {self.method!r}"

@@ -109,8 +109,10 @@ def plan_given(context: DrafterContext) -> DrafterPlan:
     method, given = method_named(context.spec.method), context.drafter
     _check(context, None)
     is_own = method.build is not None and method.needs_draft and not isinstance(given, Drafter)
-    keeps_method = is_own or method.drafts_trees
-    return _planned(method if keeps_method else method_named("auto"), context)
+    if not is_own:
+        is_tree = "tree_width" in method.fields and context.spec.drafts_trees
+        method = method_named("tree" if is_tree else "auto")
+    return _planned(method, context)
 
 
 def _planned(method: Method, context: DrafterContext) -> DrafterPlan:

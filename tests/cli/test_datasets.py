@@ -45,6 +45,7 @@ def test_bench(invoke, pair, humaneval):
         (["generate", "--dataset-file", "a.jsonl"], "--dataset"),
         (["generate", "--prompt", "a", "--num-prompts", "3"], "--num-prompts"),
         (["generate", "--dataset", "gsm8k", "--prompts-file", "a.txt"], "--prompts-file"),
+        (["generate", "--prompts-file", __file__, "--num-prompts", "3"], "--num-prompts"),
         (["simulate", __file__, "--num-prompts", "3"], "--num-prompts"),
         (["bench", "--dataset-file", "a.jsonl"], "--dataset"),
         (["tune", "--out", "a.json", "--dataset", "pile"], "humaneval"),

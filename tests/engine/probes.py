@@ -4,12 +4,13 @@ import torch
 
 from fastspec import SamplingParams
 from fastspec.drafters.base import DRAFT_STREAM, Batch
-from fastspec.engine import acceptance
+from fastspec.engine import acceptance, verify
 from fastspec.engine.request import EngineRequest
 from fastspec.models.graphs import GraphedForward
 
 _GREEDY = SamplingParams(temperature=0)
 
+READER = verify  # the module that looks up apply_rules
 VERIFIER = acceptance  # the module that looks up verify_chain, verify_tree and VERIFY_STREAM
 
 

@@ -25,7 +25,7 @@ from .helpers import (
     hugging_face_greedy,
     small_model,
 )
-from .probes import CountingCapture, count_preemptions, target_runner, use_graphs
+from .probes import CountingCapture, count_preemptions, drafter_of, target_runner, use_graphs
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=9, seed=5, ignore_eos=True)
@@ -261,6 +261,18 @@ def test_switched_on_in_the_middle_of_a_text(tmp_path):
     expected = [hugging_face_greedy(target, prompt) for prompt in PROMPTS[1:3]]
     assert finish(engine)[request_id].token_ids == expected[0]
     assert engine.generate([PROMPTS[2]], GREEDY)[0].token_ids == expected[1]
+
+
+def test_switched_off_and_on_it_drafts_trees_again(tmp_path):
+    target = random_model("llama")
+    write_folder(tmp_path, target)
+    engine = Engine(target, tmp_path, spec=SpecConfig("eagle3", 2, tree_suffix=3, tree_nodes=9))
+    drafter = drafter_of(engine)
+    engine.disable_spec_dec()
+    engine.enable_spec_dec(tmp_path)
+    assert type(drafter_of(engine)) is type(drafter)
+    expected = hugging_face_greedy(target, PROMPTS[1])
+    assert engine.generate([PROMPTS[1]], GREEDY)[0].token_ids == expected
 
 
 def test_passes_that_are_replayed_keep_hidden_states_too(tmp_path):

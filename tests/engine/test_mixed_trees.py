@@ -275,6 +275,7 @@ def test_options():
     tree = {"method": "tree", "tree_suffix": 4}
     refused = [
         {**tree, "tree_suffix": -1},
+        {**tree, "tree_suffix": "3", "suffix_min_token_prob": 0.2},
         {**tree, "tree_suffix": 16},
         {**tree, "tree_suffix": 127, "tree_nodes": 127},
         {**tree, "tree_nodes": 4},

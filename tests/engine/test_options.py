@@ -343,6 +343,11 @@ def test_ids_that_are_no_texts(model, request_id):
         Engine(model).add_request([1], GREEDY, request_id)
 
 
+def test_a_matrix_of_numpy_is_one():
+    spec = SpecConfig("cascade", k_matrix=np.array([[1, 14], [0, 0]]))
+    assert spec.k_matrix == ((1, 14), (0, 0))
+
+
 def test_ids_of_numpy_become_plain_ones(model):
     (output,) = Engine(model).generate([list(np.array([1, 2]))], GREEDY)
     assert [type(token_id) for token_id in output.prompt_token_ids] == [int, int]

@@ -13,7 +13,7 @@ from fastspec_kernels.testing import chi_square
 from .. import differential
 from ..models import EOS_ID, byte_tokenizer, perturbed, random_model
 from .helpers import ALPHA, PLAIN, drawn_counts, exact_law, finish, small_pair
-from .probes import VERIFIER
+from .probes import READER
 
 SCHEMA = {
     "type": "object",
@@ -114,13 +114,13 @@ def test_the_law_is_that_of_the_changed_logits(rules):
 
 def test_a_broken_rule_is_caught(monkeypatch, target, expected):
     """The comparison fails when the verifier forgets the rules of rows after the first."""
-    original = VERIFIER.apply_rules
+    original = READER.apply_rules
 
     def forgetful(texts, rules, logits, rows, backend):
         first = rows._replace(nodes=[0] * len(rows.nodes))
         return original(texts, rules, logits, first, backend)
 
-    monkeypatch.setattr(VERIFIER, "apply_rules", forgetful)
+    monkeypatch.setattr(READER, "apply_rules", forgetful)
     engine = differential.engine_of("draft_model", target, byte_tokenizer(), seed=1)
     assert differential.run(engine, expected, differential.random.Random(1))
 

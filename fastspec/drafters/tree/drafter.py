@@ -37,15 +37,11 @@ class TreePlan:
         """Nodes of a tree at most, when paths may have that many tokens."""
         return self.max_nodes if self.shape is None else self.shape.num_nodes(depth)
 
-    def draws(self, batch: Batch) -> bool:
-        """Whether siblings are drawn."""
-        return self.is_probabilistic and not batch.all_greedy
-
     def start(
         self, batch: Batch, copies: Sequence[Sequence[int]] | None = None
     ) -> LikeliestTree | ShapedTree:
         """Trees of roots alone; `copies` are for those whose siblings are drawn and judged so."""
-        depth, draws = batch.num_speculative_tokens, self.draws(batch)
+        depth, draws = batch.num_speculative_tokens, self.is_probabilistic and not batch.all_greedy
         if self.shape is not None:
             return ShapedTree(batch, self.shape, draws)
         if draws:

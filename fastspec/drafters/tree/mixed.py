@@ -45,7 +45,8 @@ class MixedTreeDrafter(TreeDrafter):
     def propose(self, batch: Batch) -> Proposal:
         num = min(batch.num_speculative_tokens, self._num_tokens)
         own = replace(batch, num_speculative_tokens=num)
-        is_judged_by_rows = self._plan.draws(batch) and not batch.is_coupled
+        is_drawn = self._plan.is_probabilistic and not batch.all_greedy
+        is_judged_by_rows = is_drawn and not batch.is_coupled
         copies = [
             self._copy(request, wanted, batch.is_coupled, is_judged_by_rows)
             for request, wanted in zip(batch.requests, batch.num_draft_tokens, strict=True)
