@@ -125,7 +125,8 @@ MUTATIONS = [
     *_of(
         "csrc/cpu/linear.inl",
         "tests/kernels/test_linear.py",
-        ("output_step] + bias[i]", "output_step]"),
+        ("sums + bias)", "sums)"),
+        ("if (whole < depth) add(whole, [&]", "if (depth < 0) add(whole, [&]"),
         path="avx2",
     ),
     *_of(
