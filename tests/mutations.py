@@ -125,7 +125,8 @@ MUTATIONS = [
     *_of(
         "csrc/cpu/linear.inl",
         "tests/kernels/test_linear.py",
-        ("store_native(values, sums + bias);", "store_native(values, sums);"),
+        ("sums + bias)", "sums)"),
+        ("if (whole < depth) add(whole, [&]", "if (depth < 0) add(whole, [&]"),
         path="avx2",
     ),
     *_of(

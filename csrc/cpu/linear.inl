@@ -10,17 +10,22 @@
 namespace fastspec::cpu::FASTSPEC_ISA {
 namespace {
 
-// Weights that are read next are on their way while these are multiplied.
-constexpr int64_t kPrefetchBytes = 8192;
+// What a tile of registers fetches while it multiplies: weights so many bytes ahead, of those of
+// its outputs that are in the mask.
+struct Ahead {
+  int64_t bytes;
+  uint32_t outputs;
 
-template <class T>
-FASTSPEC_INLINE void prefetch_weights(const T* from) {
-  __builtin_prefetch(reinterpret_cast<const char*>(from) + kPrefetchBytes, 0, 2);
-}
+  template <class T>
+  FASTSPEC_INLINE void fetch(const T* from, int output) const {
+    if ((outputs >> output & 1) == 0) return;
+    __builtin_prefetch(reinterpret_cast<const char*>(from) + bytes, 0, 2);
+  }
+};
 
-// Outputs that some rows meet at once. A single row reads weights as they lie in memory, which
-// processors fetch ahead by themselves, with no more than its sums in flight; several rows share
-// what they load, as much as the registers hold.
+// Outputs that some rows meet at once. A single row reads weights in the order of memory, which
+// processors fetch ahead by themselves, except that short vectors need some sums side by side to
+// keep up; several rows share what they load, as much as the registers hold.
 template <int rows>
 constexpr int kOutputsOf = rows == 1            ? kParts
                            : kNativeLanes == 16 ? 4
@@ -53,13 +58,16 @@ FASTSPEC_INLINE void write_outputs(const Product& product, Element weights, int6
 struct WideTiles {
   template <int rows, int outputs, class T>
   FASTSPEC_INLINE static void multiply(const float* input, int64_t stride, const T* weight,
-                                       int64_t depth, NativeF32* sums) {
+                                       int64_t depth, Ahead ahead, NativeF32* sums) {
     const int64_t whole = depth / kNativeLanes * kNativeLanes;
     NativeF32 own[rows][outputs] = {};
     const auto add = [&](int64_t k, const auto& load_weight) FASTSPEC_INLINE_LAMBDA {
       NativeF32 weights[outputs];
 #pragma GCC unroll 4
-      for (int n = 0; n < outputs; ++n) weights[n] = load_weight(weight + n * depth + k);
+      for (int n = 0; n < outputs; ++n) {
+        weights[n] = load_weight(weight + n * depth + k);
+        if constexpr (outputs > 1) ahead.fetch(weight + n * depth + k, n);
+      }
 #pragma GCC unroll 5
       for (int r = 0; r < rows; ++r) {
         const NativeF32 x = load_native(input + r * stride + k);
@@ -68,10 +76,7 @@ struct WideTiles {
       }
     };
     for (int64_t k = 0; k < whole; k += kNativeLanes) {
-      add(k, [](const T* from) {
-        if constexpr (outputs > 1) prefetch_weights(from);
-        return load_native(from);
-      });
+      add(k, [](const T* from) { return load_native(from); });
     }
     if (whole < depth) add(whole, [&](const T* from) { return load_rest(from, depth - whole); });
 #pragma GCC unroll 5
@@ -85,7 +90,7 @@ struct WideTiles {
 // Rows times outputs first..last.
 template <int rows, class Tiles, class X, class W>
 void multiply_rows(const PackedRows& packed, const Product& product, const X* input, int64_t stride,
-                   const W* weight, int64_t row, int64_t first, int64_t last) {
+                   const W* weight, Ahead ahead, int64_t row, int64_t first, int64_t last) {
   constexpr int outputs = kOutputsOf<rows>;
   const int64_t depth = packed.depth;
   for (int64_t n = first; n < last; n += kNativeLanes) {
@@ -94,11 +99,12 @@ void multiply_rows(const PackedRows& packed, const Product& product, const X* in
     if (count < kNativeLanes) std::memset(sums, 0, sizeof(sums));
     int64_t i = 0;
     for (; i + outputs <= count; i += outputs, weight += outputs * depth) {
-      Tiles::template multiply<rows, outputs>(input, stride, weight, depth, sums[0] + i);
+      Tiles::template multiply<rows, outputs>(input, stride, weight, depth, ahead, sums[0] + i);
     }
     for (; i < count; ++i, weight += depth) {
       for (int r = 0; r < rows; ++r) {
-        Tiles::template multiply<1, 1>(input + r * stride, stride, weight, depth, sums[r] + i);
+        Tiles::template multiply<1, 1>(input + r * stride, stride, weight, depth, ahead,
+                                       sums[r] + i);
       }
     }
     for (int r = 0; r < rows; ++r) {
@@ -108,16 +114,24 @@ void multiply_rows(const PackedRows& packed, const Product& product, const X* in
 }
 
 // A few outputs at a time meet all rows, four or five at once, so that the nearest caches hold
-// both. `stride` values lie from one row to the next.
+// both. `stride` values lie from one row to the next. Where there are several such groups of rows,
+// each fetches its part of the next outputs: memory is as busy in the last group as in the first.
 template <class Tiles, class X, class W>
 void multiply_tiles_of(const PackedRows& rows, const Product& product, const X* input,
                        const W* weight, int64_t stride, int64_t first, int64_t last) {
+  constexpr int64_t kPrefetchBytes = 8192;
+  const int64_t num_groups = (rows.num_rows + 2) / 4;
   for (int64_t n = first; n < last; n += kOutputTile) {
     const int64_t end = n + kOutputTile < last ? n + kOutputTile : last;
-    for (int64_t row = 0; row < rows.num_rows;) {
+    for (int64_t row = 0, group = 0; row < rows.num_rows; ++group) {
+      Ahead ahead = {kPrefetchBytes, ~0u};
+      if (num_groups > 1) {
+        ahead = {kOutputTile * rows.depth * int64_t{sizeof(W)}, 0};
+        for (int64_t i = group; i < 4; i += num_groups) ahead.outputs |= 1u << i;
+      }
       const auto run = [&](auto count) {
         multiply_rows<count.value, Tiles>(rows, product, input + row * stride, stride,
-                                          weight + n * rows.depth, row, n, end);
+                                          weight + n * rows.depth, ahead, row, n, end);
         row += count.value;
       };
       switch (rows.num_rows - row) {

@@ -46,14 +46,14 @@ struct PairTiles {
   template <int rows, int outputs>
   __attribute__((target("avx512bf16"))) static void multiply(const BF16* input, int64_t stride,
                                                              const BF16* weight, int64_t depth,
-                                                             NativeF32* sums) {
+                                                             Ahead ahead, NativeF32* sums) {
     const int64_t whole = depth / kPairDepth * kPairDepth;
     __m512 own[rows][outputs] = {};
     for (int64_t k = 0; k < whole; k += kPairDepth) {
-      add(input + k, stride, weight + k, depth, ~__mmask32{0}, own);
+      add(input + k, stride, weight + k, depth, ~__mmask32{0}, ahead, own);
     }
     if (whole < depth) {
-      add(input + whole, stride, weight + whole, depth, (1u << (depth - whole)) - 1, own);
+      add(input + whole, stride, weight + whole, depth, (1u << (depth - whole)) - 1, ahead, own);
     }
 #pragma GCC unroll 5
     for (int r = 0; r < rows; ++r) {
@@ -68,11 +68,11 @@ struct PairTiles {
   template <int rows, int outputs>
   __attribute__((target("avx512bf16"))) FASTSPEC_INLINE static void add(
       const BF16* input, int64_t stride, const BF16* weight, int64_t depth, __mmask32 mask,
-      __m512 (&sums)[rows][outputs]) {
+      Ahead ahead, __m512 (&sums)[rows][outputs]) {
     __m512bh weights[outputs];
 #pragma GCC unroll 4
     for (int n = 0; n < outputs; ++n) {
-      if constexpr (outputs > 1) prefetch_weights(weight + n * depth);
+      if constexpr (outputs > 1) ahead.fetch(weight + n * depth, n);
       weights[n] = bit_cast<__m512bh>(_mm512_maskz_loadu_epi16(mask, weight + n * depth));
     }
 #pragma GCC unroll 5
