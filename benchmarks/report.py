@@ -80,6 +80,8 @@ def updated(readme: str, records: list[dict]) -> str:
     if chains:
         readme = HEADLINE.sub(lambda m: m[1] + headline(chains[-1]) + "\n" + m[3], readme)
     real = real_runs(records)
+    newest = max(real, key=lambda run: run["date"], default={})
+    real = [run for run in real if run["cpu"] == newest["cpu"]]  # of one machine
     return DRAFTERS.sub(lambda m: m[1] + with_speed_ups(m[2], latest, real) + m[3], readme)
 
 
@@ -265,7 +267,8 @@ def method_name(record: dict) -> str:
     least = record.get("confidence_threshold")
     sure = f" `--confidence-threshold {least}`" if least else ""
     copied = f" `--suffix-tokens {n}`" if (n := record.get("suffix_tokens")) else ""
-    return f"`{record['method']}`{cape}{bins}{tree}{sure}{copied}"
+    branch = f" `--tree-suffix {n}`" if (n := record.get("tree_suffix")) else ""
+    return f"`{record['method']}`{cape}{bins}{tree}{branch}{sure}{copied}"
 
 
 def speed_up(row: dict) -> str:

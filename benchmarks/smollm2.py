@@ -9,14 +9,14 @@ import shlex
 import subprocess
 import sys
 
-COMMON = "--target smollm2 --chat --num-prompts 20 --max-tokens 64 --repeats 1 --dtype bfloat16"
+COMMON = "--target smollm2 --chat --num-prompts 20 --max-tokens 48 --repeats 1 --dtype bfloat16"
 RUNS = (
     "--method eagle3 -k 4 --confidence-threshold 0.3 --no-peers",
-    "--method eagle3 -k 2 --tree-nodes 4 --no-peers",
     "--method eagle3 -k 4 --confidence-threshold 0.3 --suffix-tokens 8 --no-peers",
-    "--method eagle3 -k 2 --tree-nodes 4 --suffix-tokens 8 --no-peers",
+    "--method eagle3 -k 2 --tree-nodes 4 --no-peers",
+    "--method eagle3 -k 2 --tree-nodes 6 --tree-suffix 5 --no-peers",
     "--method suffix -k 6 --no-peers",
-    "--method prompt_lookup -k 4",
+    "--method prompt_lookup -k 4 --prompt-lookup-min 2 --prompt-lookup-max 4",
     "--method ngram -k 4 --no-peers",
     "--method mag -k 4 --no-peers",
     "--method early_exit --exit-layer 20 -k 2",
