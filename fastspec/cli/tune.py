@@ -15,7 +15,7 @@ from fastspec.cli.prompts import PromptOptions, prompt_ids
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.checks import refuse
 from fastspec.config.methods import Method, drafting_method, method_named, methods
-from fastspec.config.options import TEXT, Options, documented, integer, listed, option
+from fastspec.config.options import TEXT, Options, documented, integer, listed, option, options_of
 from fastspec.models.named import own_draft
 from fastspec.tools.settings import Models
 from fastspec.tools.tuned import TunedConfig, save_tuned, spec_fields
@@ -48,7 +48,7 @@ class TuneOptions(Options):
     )
     num_speculative_tokens: int | None = option(
         None,
-        integer(1),
+        options_of(SpecConfig)["num_speculative_tokens"].kind,
         f"Draft tokens tried at most; by default {_MOST_DRAFT_TOKENS}.",
         flags=("--num-speculative-tokens", "-k"),
     )
@@ -121,7 +121,6 @@ def tune(
     draft = models.draft or own_draft(target, "draft_model") or own_draft(target, "eagle3")
     drafts = draft.split(",") if draft is not None else []
     methods, texts = options.tried(draft), prompts.bundled()
-    SpecConfig(num_speculative_tokens=options.num_speculative_tokens)
     begin()
     from fastspec.models.loading import load_model, load_tokenizer
     from fastspec.tools.bench import describe_environment

@@ -31,12 +31,10 @@ STEP_COSTS = Kind(
 def check_step_costs(spec: Any) -> None:
     """Raise ValueError where the step_costs of a SpecConfig are missing, unread or too few."""
     costs = spec.step_costs
-    measures = spec.schedule == "adaptive" and costs is None
-    fits = spec.confidence_threshold is None or not measures
-    expected = "'constant' beside confidence_threshold, or step_costs"
-    require("schedule", spec.schedule, fits, expected)
     if costs is None:
-        return
+        fits = spec.confidence_threshold is None or spec.schedule != "adaptive"
+        expected = "'constant' beside confidence_threshold, or step_costs"
+        return require("schedule", spec.schedule, fits, expected)
     if spec.schedule != "adaptive":
         refuse("step_costs", costs, "only with schedule 'adaptive'")
     count = spec.num_draft_tokens() + 1

@@ -22,7 +22,7 @@ from fastspec.models.cache_size import Blocks
 from fastspec.models.layout import KVCache, Span
 from fastspec.models.paged_model import PagedModel
 from fastspec.models.runner import ModelRunner
-from fastspec.models.transfer import device_tensor
+from fastspec.models.transfer import device_tensor, padded_tensor
 from fastspec_kernels import sample, sample_coupled
 
 _PREFILL_FROM = 8  # more missing tokens than this are read in a pass of their own, without logits
@@ -121,8 +121,9 @@ class DraftModelDrafter:
                 break
             rows = [end - 1 for end in accumulate(span.count for span in spans)]
             logits = self.runner.forward(step_ids, spans, rows)[:, : self._vocab_size]
-            nodes = [len(texts[b]) - len(requests[b].token_ids) + step for b in drafting]
             if path is not None:
+                nodes = [len(texts[b]) - len(requests[b].token_ids) + step for b in drafting]
+                places = device_tensor([drafting, nodes], torch.int64, device)
                 logits = self.ruled(requests, logits, Rows(drafting, nodes, path))
             chosen, row_sampling = slice(None), sampling
             if len(drafting) < len(num_draft_tokens):
@@ -142,19 +143,18 @@ class DraftModelDrafter:
                 picked = ranks.of_first(picked)
             token_ids[chosen, step] = picked
             if path is not None:
-                places = device_tensor([drafting, nodes], torch.int64, device)
                 path[places[0], places[1] + 1] = picked
             if keeps_logits:
                 if draft_logits is None:
                     draft_logits = logits.new_zeros((*uniforms.shape, logits.shape[1]))
                 draft_logits[chosen, step] = logits
-            goes_on = any(num_draft_tokens[b] > step + 1 for b in drafting)
-            if self._threshold is not None and goes_on:
+            if self._threshold is not None and max(num_draft_tokens) > step + 1:
                 chain_logprobs[chosen] += logprobs
                 is_sure = chain_logprobs[chosen].exp() >= self._threshold
                 is_sure = (is_sure if ranks is None else ranks.of_first(is_sure.int())).tolist()
-                for b in (b for b, sure in zip(drafting, is_sure, strict=True) if not sure):
-                    num_draft_tokens[b] = step + 1
+                for b, sure in zip(drafting, is_sure, strict=True):
+                    if not sure:
+                        num_draft_tokens[b] = step + 1
             keep = [place for place, b in enumerate(drafting) if num_draft_tokens[b] > step + 1]
             if 0 < len(keep) < len(drafting):
                 picked = picked[device_tensor(keep, torch.int64, device)]
@@ -219,8 +219,7 @@ class DraftModelDrafter:
         """[B, N + room] int32: the tokens of texts from the last committed one on, and -1."""
         ends = [text[len(r.token_ids) - 1 :] for r, text in zip(requests, texts, strict=True)]
         width = max(map(len, ends)) + room
-        padded = [end + [-1] * (width - len(end)) for end in ends]
-        return device_tensor(padded, torch.int32, self.runner.device)
+        return padded_tensor(ends, width, self.runner.device)
 
     def ruled(self, requests: Sequence[Request], logits: Tensor, rows: Rows) -> Tensor:
         """Rows of logits, in the columns of `vocabulary`, under the rules of their requests."""

@@ -32,7 +32,7 @@ from fastspec.models.loading import load_model
 from fastspec.models.named import ASSETS
 from fastspec.models.runner import ModelRunner
 from fastspec.models.shared_vocabulary import spellings
-from fastspec.models.transfer import device_tensor
+from fastspec.models.transfer import padded_tensor
 
 logger = logging.getLogger(__name__)
 
@@ -172,8 +172,7 @@ class ReencodingDrafter(DraftModelDrafter):
             group[place] = text, limit
         self._draft(batch, group, rows, passes)
         counts = [len(row) for row in rows]
-        padded = [row + [-1] * (num - len(row)) for row in rows]
-        token_ids = device_tensor(padded, torch.int32, batch.device)
+        token_ids = padded_tensor(rows, num, batch.device)
         return Proposal(token_ids, num_tokens=counts, passes=passes)
 
     def commit(self, batch: Batch, accepted: list[int]) -> None:

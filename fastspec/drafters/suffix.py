@@ -7,15 +7,14 @@ from heapq import heappop, heappush
 from typing import ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
 
-import torch
-
 from fastspec.drafters.base import Batch, Proposal, Request
 from fastspec.drafters.context import DrafterContext
 from fastspec.drafters.texts import input_of
-from fastspec.models.transfer import device_tensor
+from fastspec.models.transfer import padded_tensor
 
 _NO_TOKEN = -1  # between texts: it agrees with nothing, and nothing is copied from beyond it
 _MOST_MATCH = 32
+_LEAST_EXPECTED = 1.0  # tokens of a likely copy that must be expected to hold
 _MOST_PLACES = 32  # of those where an end stood before, the latest count
 
 
@@ -175,9 +174,8 @@ class SuffixDrafter:
             self.draft(request, wanted, wanted, batch.is_coupled)
             for request, wanted in zip(batch.requests, batch.num_draft_tokens, strict=True)
         ]
-        rows = [[*draft.token_ids, *[-1] * (num - len(draft.token_ids))] for draft in drafts]
-        token_ids = device_tensor(rows, torch.int32, batch.device)
-        return Proposal(token_ids, num_tokens=[len(draft.token_ids) for draft in drafts])
+        rows = [draft.token_ids for draft in drafts]
+        return Proposal(padded_tensor(rows, num, batch.device), num_tokens=[*map(len, rows)])
 
     def commit(self, batch: Batch, accepted: list[int]) -> None:
         """Nothing: the next proposal reads the new tokens."""
@@ -190,6 +188,11 @@ class SuffixDrafter:
         if said := request.token_ids[start:]:
             self._past.add(said)
             self._num_shared[request] = start + len(said)
+
+    def likely_copy(self, request: Request, most: int, is_coupled: bool) -> Sequence[int]:
+        """At most so many tokens of one path; none where not one is expected to hold."""
+        draft = self.draft(request, most, most, is_coupled)
+        return draft.token_ids if draft.expected >= _LEAST_EXPECTED else ()
 
     def draft(
         self,
@@ -240,11 +243,9 @@ class SuffixTreeDrafter(SuffixDrafter):
     def propose(self, batch: Batch) -> Proposal:
         limits = zip(batch.requests, batch.num_draft_tokens, batch.max_nodes, strict=True)
         drafts = [self.draft(*limit, batch.is_coupled, is_chain=False) for limit in limits]
-        rows = [
-            [[*part, *[-1] * (self._tree_nodes - len(part))] for part in draft[:2]]
-            for draft in drafts
-        ]
-        token_ids, parents = device_tensor(rows, torch.int32, batch.device).unbind(1)
+        rows = [part for draft in drafts for part in (draft.token_ids, draft.parents)]
+        packed = padded_tensor(rows, self._tree_nodes, batch.device)
+        token_ids, parents = packed.view(len(drafts), 2, -1).unbind(1)
         counts = [len(draft.token_ids) for draft in drafts]
         return Proposal(token_ids, parents, num_tokens=counts, sibling_rule="target_only")
 

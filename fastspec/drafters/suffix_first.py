@@ -13,10 +13,9 @@ from fastspec.drafters.context import DrafterPlan
 from fastspec.drafters.draft_model import DraftModelDrafter
 from fastspec.drafters.suffix import SuffixDrafter
 from fastspec.models.reduced_vocabulary import DraftVocabulary
-from fastspec.models.transfer import device_tensor
+from fastspec.models.transfer import device_tensor, padded_tensor
 
 _VECTOR = 16  # columns
-_LEAST_EXPECTED = 1.0  # tokens of a copy that must be expected to hold
 
 
 class SuffixFirst:
@@ -64,9 +63,8 @@ class SuffixFirst:
         copied: dict[int, Sequence[int]] = {}  # by place in the batch
         for place, (request, num) in enumerate(zip(batch.requests, wanted, strict=True)):
             most = min(num, self._num_copied)
-            draft = self._copies.draft(request, most, most, batch.is_coupled)
-            if draft.expected >= _LEAST_EXPECTED:
-                copied[place] = draft.token_ids
+            if copy := self._copies.likely_copy(request, most, batch.is_coupled):
+                copied[place] = copy
         depths = [
             0 if place in copied else min(num, self._num_tokens) for place, num in enumerate(wanted)
         ]
@@ -145,11 +143,9 @@ class SuffixFirst:
                 draft_logits = _with_point_masses(draft_logits, token_map, copied)
         counts, writers = list(proposal.num_tokens or ()), list(proposal.writers or ())
         for place, copy in copied.items():
-            row = [*copy, *[-1] * (width - len(copy))]
-            token_ids[place] = device_tensor(row, torch.int32, device)
+            token_ids[place] = padded_tensor([copy], width, device)[0]
             if parents is not None:
-                row = [*range(len(copy)), *[-1] * (width - len(copy))]
-                parents[place] = device_tensor(row, torch.int32, device)
+                parents[place] = padded_tensor([range(len(copy))], width, device)[0]
             counts[place], writers[place] = len(copy), [self._copies.name] * len(copy)
         return replace(
             proposal,

@@ -337,9 +337,8 @@ def _looks(step: T5Step, slots: Tensor) -> tuple[Tensor, Tensor]:
 def _relative_bias(module: Any, distances: Tensor, is_seen: Tensor) -> Tensor:
     """[B, H, Q, S]: by how far back a slot is; from the largest distance on it stays the same."""
     far = module.relative_attention_max_distance
-    by_distance = module.compute_bias(1, far + 1, past_seen_tokens=far)[0, :, 0].flip(
-        -1
-    )  # [H, far+1]
+    last = module.compute_bias(1, far + 1, past_seen_tokens=far)[0, :, 0]  # [H, far+1]
+    by_distance = last.flip(-1)
     bias = by_distance[:, distances.clamp(0, far)].masked_fill(~is_seen, -torch.inf)
     return bias.transpose(0, 1)
 

@@ -28,3 +28,9 @@ def device_tensor(
     """
     is_cuda = device.type == "cuda"
     return torch.tensor(values, dtype=dtype, pin_memory=is_cuda).to(device, non_blocking=True)
+
+
+def padded_tensor(rows: Sequence[Sequence[int]], width: int, device: torch.device) -> Tensor:
+    """[len(rows), width] int32 on the device, -1 after the end of each row."""
+    padded = [[*row, *[-1] * (width - len(row))] for row in rows]
+    return device_tensor(padded, torch.int32, device).view(len(rows), width)

@@ -7,9 +7,11 @@ import numpy as np
 import torch
 
 from fastspec import Engine, EngineConfig, SamplingParams
+from fastspec.train.glide import make_glide
 from fastspec_kernels import logits_to_probs
 
 from ..models import perturbed, random_model
+from .eagle3_models import write_folder
 
 PROMPTS = [[1, 2, 3], list(range(5, 22)), [40, 7] * 17, [9]]
 NUM_TOKENS = 28  # over the ends of blocks and windows
@@ -59,6 +61,16 @@ VOCAB_SIZE, LENGTH, PROMPT = 6, 3, [1, 4, 2]
 ALPHA = 1e-6
 PLAIN = {"temperature": 1.3}
 FILTERED = {"temperature": 1.7, "top_k": 5, "top_p": 0.9, "min_p": 0.03}
+
+
+def drafter_for(kind, target, folder, num_known=None):
+    """A drafter of a kind, of random weights or near the target's; an EAGLE-3 draft in a folder."""
+    if kind == "eagle3":
+        write_folder(folder, target, num_known=num_known)
+        return folder
+    if kind == "early_exit":
+        return None
+    return make_glide(target) if kind == "glide" else perturbed(target, 0.2)
 
 
 def small_model():

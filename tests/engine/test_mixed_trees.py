@@ -11,7 +11,6 @@ from fastspec.drafters.tree.copied import CopiedPaths
 from fastspec.drafters.tree.grow import ShapedTree
 from fastspec.drafters.tree.mixed import MixedTreeDrafter
 from fastspec.models.reduced_vocabulary import DraftVocabulary
-from fastspec.train.glide import make_glide
 from fastspec_kernels.testing import chi_square
 
 from ..models import perturbed, random_model
@@ -23,6 +22,7 @@ from .helpers import (
     PLAIN,
     PROMPTS,
     VOCAB_SIZE,
+    drafter_for,
     drawn_counts,
     exact_law,
     finish,
@@ -44,13 +44,6 @@ GREEDY_DRAFTS = {"draft_sample_method": "greedy"}
 COUPLED = {"rejection_sample_method": "coupled"}
 
 
-def drafter_of(kind, target, folder, num_known=None):
-    if kind == "eagle3":
-        write_folder(folder, target, num_known=num_known)
-        return folder
-    return make_glide(target) if kind == "glide" else perturbed(target, 0.2)
-
-
 @pytest.mark.parametrize("blocks", [{}, {"block_size": 4, "num_blocks": 40}])
 @pytest.mark.parametrize(
     ("method", "kind", "options"),
@@ -67,7 +60,7 @@ def drafter_of(kind, target, folder, num_known=None):
 def test_greedy_output_is_that_of_plain_decoding(tmp_path, method, kind, options, blocks):
     """Alone, and beside requests that sample, for which other trees are drafted."""
     target = random_model("llama", num_hidden_layers=6)
-    drafter = drafter_of(kind, target, tmp_path)
+    drafter = drafter_for(kind, target, tmp_path)
     spec = SpecConfig(method, 2, **{**MIXED, **options})
     config = EngineConfig(max_batch_size=3, prefill_chunk_size=7, **blocks)
     engine = Engine(target, drafter, spec=spec, config=config)
@@ -101,7 +94,7 @@ def test_greedy_output_is_that_of_plain_decoding(tmp_path, method, kind, options
 def test_exact_distribution(tmp_path, method, options, sampling, num_known, monkeypatch):
     """With few known tokens, too, which are all that can be copied then."""
     target = small_model()
-    drafter = drafter_of(method, target, tmp_path, num_known)
+    drafter = drafter_for(method, target, tmp_path, num_known)
     spec, copied = SpecConfig(method, 2, **{**MIXED, **options}), []
     propose = MixedTreeDrafter.propose
 

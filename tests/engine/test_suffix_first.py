@@ -16,6 +16,7 @@ from .helpers import (
     PLAIN,
     PROMPTS,
     VOCAB_SIZE,
+    drafter_for,
     drawn_counts,
     exact_law,
     finish,
@@ -26,13 +27,6 @@ from .helpers import (
 REPEATED = [*[3, 5, 2, 1] * 4, 4]  # in small vocabularies: the next token has a match only at times
 COPIES = {"suffix_tokens": 6, "suffix_max_spec_factor": 3.0}
 TREE = {"tree_nodes": 6, "tree_width": 2}
-
-
-def drafter_of(kind, target, folder, num_known=None):
-    if kind == "eagle3":
-        write_folder(folder, target, num_known=num_known)
-        return folder
-    return None if kind == "early_exit" else perturbed(target, 0.2)
 
 
 @pytest.mark.parametrize("blocks", [{}, {"block_size": 4, "num_blocks": 40}])
@@ -52,7 +46,7 @@ def drafter_of(kind, target, folder, num_known=None):
 )
 def test_greedy_output_is_that_of_plain_decoding(tmp_path, method, options, blocks):
     target = random_model("llama", num_hidden_layers=6)
-    drafter = drafter_of(method, target, tmp_path)
+    drafter = drafter_for(method, target, tmp_path)
     spec = SpecConfig(method, 2, **COPIES, **options)
     config = EngineConfig(max_batch_size=3, prefill_chunk_size=7, **blocks)
     engine = Engine(target, drafter, spec=spec, config=config)
@@ -79,7 +73,7 @@ def test_greedy_output_is_that_of_plain_decoding(tmp_path, method, options, bloc
 def test_exact_distribution(tmp_path, method, options, sampling, num_known):
     """With few known tokens, too, of which the copies hold others."""
     target = small_model()
-    drafter = drafter_of(method, target, tmp_path, num_known)
+    drafter = drafter_for(method, target, tmp_path, num_known)
     spec = SpecConfig(method, 2, **COPIES, **options)
     counts = drawn_counts((target, drafter), sampling, spec, prompt=REPEATED, num_more=3)
     assert chi_square(counts, exact_law(target, sampling, REPEATED)) > ALPHA

@@ -110,9 +110,3 @@ def laws(tokens: list[list[DraftToken]], width: int, vocab_size: int) -> Tensor 
     out.view(-1, vocab_size)[index, : like.shape[0]] = torch.stack(rows)
     out.view(-1)[device_tensor(point_masses, torch.int64, like.device)] = 0.0
     return out
-
-
-def padded_ids(tokens: list[list[DraftToken]], width: int, device: torch.device) -> Tensor:
-    """[B, width] int32, -1 after the last token."""
-    ids = [[t.token_id for t in row] + [-1] * (width - len(row)) for row in tokens]
-    return device_tensor(ids, torch.int32, device).view(len(tokens), width)

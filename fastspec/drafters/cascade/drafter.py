@@ -5,8 +5,9 @@ from collections.abc import Sequence
 
 from fastspec.config.k_matrix import as_k_matrix
 from fastspec.drafters.base import Batch, Proposal, Request
-from fastspec.drafters.cascade.draft import Draft, laws, padded_ids
+from fastspec.drafters.cascade.draft import Draft, laws
 from fastspec.drafters.cascade.levels import Level
+from fastspec.models.transfer import padded_tensor
 
 
 class CascadeDrafter:
@@ -73,9 +74,10 @@ class CascadeDrafter:
             drafts.append(Draft(request, min(wanted, *rooms), is_greedy))
         self._fill(0, drafts, batch)
         tokens = [draft.tokens for draft in drafts]
+        ids = [[token.token_id for token in row] for row in tokens]
         width = batch.num_speculative_tokens
         return Proposal(
-            padded_ids(tokens, width, batch.device),
+            padded_tensor(ids, width, batch.device),
             draft_logits=laws(tokens, width, self._vocab_size) if self._keeps_laws else None,
             num_tokens=[len(row) for row in tokens],
             writers=[[token.writer for token in row] for row in tokens],

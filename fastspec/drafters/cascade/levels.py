@@ -10,11 +10,11 @@ from torch import Tensor
 
 from fastspec.config.k_matrix import MAG_TOKENS
 from fastspec.drafters.base import Batch, Request, SamplingTensors
-from fastspec.drafters.cascade.draft import Draft, DraftToken, draw_uniforms, laws, padded_ids
+from fastspec.drafters.cascade.draft import Draft, DraftToken, draw_uniforms, laws
 from fastspec.drafters.draft_model import DraftModelDrafter, greedy_sampling
 from fastspec.drafters.mag import MagDrafter
 from fastspec.drafters.texts import Texts, TextStore
-from fastspec.models.transfer import device_tensor
+from fastspec.models.transfer import device_tensor, padded_tensor
 from fastspec_kernels import row_stats, sample, verify_chain
 
 # Tokens that stay (-1 = the logits were not finite), the extra one, and the probabilities of both.
@@ -195,13 +195,13 @@ class ModelLevel(Level):
     ) -> list[Verdict]:
         """Speculative sampling, with this model in the place of the target."""
         device, counts = batch.device, [len(row) for row in tokens]
-        width = max(counts)
+        width, ids = max(counts), [[token.token_id for token in row] for row in tokens]
         cu_rows = [0, *accumulate(count + 1 for count in counts)]
         uniforms = draw_uniforms(drafts, batch.num_speculative_tokens + 1, batch)
         output_ids, accepted_len, _ = verify_chain(
             logits[: cu_rows[-1]],
             device_tensor(cu_rows, torch.int32, device),
-            padded_ids(tokens, width, device),
+            padded_tensor(ids, width, device),
             torch.cat([uniforms[:, :width], uniforms[:, -1:]], dim=1),
             draft_logits=laws(tokens, width, logits.shape[1]),
             **_sampling(drafts, batch),

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fastspec.drafters.base import SamplingTensors
-from fastspec.models.transfer import device_tensor
+from fastspec.models.transfer import padded_tensor
 from fastspec_kernels import row_stats
 
 # Of 0.7, 0.9, 0.97 and 0.99 the larger ones had more accepted of SmolLM2's sampled agent turns; the
@@ -39,10 +39,9 @@ class CopiedPaths:
     ):
         self._length = max(map(len, token_ids))
         width = max(self._length, depth) + num_beyond
-        rows = [[*row, *[-1] * (width - len(row))] for row in token_ids]
-        self.token_ids = device_tensor(rows, torch.int32, device)  # [B, W], -1 after the end
+        self.token_ids = padded_tensor(token_ids, width, device)  # [B, W]
         self.num_beyond = num_beyond
-        self._node = torch.zeros(len(rows), dtype=torch.int64, device=device)
+        self._node = torch.zeros(len(token_ids), dtype=torch.int64, device=device)
         self._matched = torch.zeros_like(self._node)  # [B], tokens on the way to that node
 
     def tilted(

@@ -4,15 +4,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import takewhile
 
-import torch
-
 from fastspec.drafters.base import Batch, Branch, Proposal, Request
 from fastspec.drafters.draft_model import DraftModelDrafter
 from fastspec.drafters.suffix import SuffixDrafter
 from fastspec.drafters.tree.drafter import TreeDrafter, TreePlan
-from fastspec.models.transfer import device_tensor
-
-_LEAST_EXPECTED = 1.0  # tokens of a copy that must be expected to hold
+from fastspec.models.transfer import padded_tensor
 
 
 class MixedTreeDrafter(TreeDrafter):
@@ -54,9 +50,7 @@ class MixedTreeDrafter(TreeDrafter):
         tree = self._plan.start(own, copies if is_judged_by_rows else None)
         passes = self._grow(tree, own)
         if not is_judged_by_rows and any(copies):
-            width = max(map(len, copies))
-            rows = [[*copy, *[-1] * (width - len(copy))] for copy in copies]
-            tree.add_branch(device_tensor(rows, torch.int32, batch.device))
+            tree.add_branch(padded_tensor(copies, max(map(len, copies)), batch.device))
         branch = Branch(self._copies.name, copies)
         return replace(tree.proposal(), passes=passes, branch=branch)
 
@@ -69,14 +63,12 @@ class MixedTreeDrafter(TreeDrafter):
     ) -> Sequence[int]:
         """What a branch of a request's tree is to hold, if that is likely enough."""
         most = min(wanted, self._plan.num_copied)
-        draft = self._copies.draft(request, most, most, is_coupled)
-        if draft.expected < _LEAST_EXPECTED:
-            return ()
+        copy = self._copies.likely_copy(request, most, is_coupled)
         if not needs_columns:
-            return draft.token_ids
+            return copy
         if not self.draft.room(len(request.token_ids)):
             return ()
-        return [*takewhile(self._has_column, draft.token_ids)]
+        return [*takewhile(self._has_column, copy)]
 
     def _has_column(self, token_id: int) -> bool:
         """Whether the draft model has logits of a token."""
