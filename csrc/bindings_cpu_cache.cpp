@@ -341,7 +341,7 @@ Tensor decoder_layers(const Tensor& hidden, std::vector<OptionalTensor> layers,
   }
   Tensor out = new_tensor({num_rows, hidden.size(1)}, ScalarType::Float);
   float* rows = out.mutable_data_ptr<float>();
-  std::memcpy(rows, hidden.const_data_ptr<float>(), num_rows * hidden.size(1) * sizeof(float));
+  std::copy_n(hidden.const_data_ptr<float>(), num_rows * hidden.size(1), rows);
   for (cpu::DecoderLayerCall& call : calls) {
     call.hidden = rows;
     cpu::decoder_layer(call);
