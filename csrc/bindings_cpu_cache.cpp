@@ -342,10 +342,8 @@ Tensor decoder_layers(const Tensor& hidden, std::vector<OptionalTensor> layers,
   Tensor out = new_tensor({num_rows, hidden.size(1)}, ScalarType::Float);
   float* rows = out.mutable_data_ptr<float>();
   std::copy_n(hidden.const_data_ptr<float>(), num_rows * hidden.size(1), rows);
-  for (cpu::DecoderLayerCall& call : calls) {
-    call.hidden = rows;
-    cpu::decoder_layer(call);
-  }
+  for (cpu::DecoderLayerCall& call : calls) call.hidden = rows;
+  cpu::decoder_layers(calls);
   return out;
 }
 

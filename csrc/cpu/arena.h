@@ -1,6 +1,7 @@
 // Scratch memory of one call in one allocation.
 #pragma once
 #include <cstdint>
+#include <memory>
 
 namespace fastspec::cpu {
 
@@ -19,6 +20,26 @@ struct Arena {
     used += (size * sizeof(T) + sizeof(Line) - 1) / sizeof(Line);
     return taken;
   }
+};
+
+// What `take(arena)` makes, in memory of its own.
+template <class T>
+class Scratch {
+ public:
+  template <class Take>
+  explicit Scratch(const Take& take) {
+    Arena measure;
+    take(measure);
+    memory_.reset(new Line[measure.used]);
+    Arena arena{memory_.get()};
+    parts_ = take(arena);
+  }
+  const T& operator*() const { return parts_; }
+  const T* operator->() const { return &parts_; }
+
+ private:
+  std::unique_ptr<Line[]> memory_;
+  T parts_;
 };
 
 }  // namespace fastspec::cpu

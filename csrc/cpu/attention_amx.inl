@@ -33,7 +33,6 @@ void pack_queries(const AttentionCall& call, const QueryTile& tile,
   for (int64_t head = 0; head < tile.num_kv_heads; ++head) {
     const HeadBlocks blocks = blocks_of(call, tile, head, scratch);
     const PackedRows packed = {Element::kBFloat16, blocks.num_rows, call.head_size, blocks.queries};
-    clear_tiles(packed);
     for (int64_t i = 0; i < blocks.num_rows; ++i) {
       const RowOfQuery at = row_of_query(call, tile, blocks.first_row + i);
       pack_pairs(static_cast<const BF16*>(call.query) + at.token * call.query_token_stride +

@@ -1,7 +1,6 @@
 #include "decoder_layer.h"
 
 #include <algorithm>
-#include <memory>
 
 #include "arena.h"
 #include "kernels.h"
@@ -19,18 +18,17 @@ struct Sizes {
   const int64_t rows, size, inputs, queries, keys;  // values of a row
 };
 
-struct Scratch {
-  float *inputs, *normed, *query, *key, *value, *branch;
+struct LayerScratch {
+  float *inputs, *query, *key, *value, *branch;
   char *stored_query, *stored_key, *stored_value, *attended;  // in the type of the caches
-  char *packed, *packed_attended;
+  PackedRows packed_inputs, packed_attended;
+  MlpScratch mlp;
 };
 
-Scratch take_scratch(const DecoderLayerCall& call, const Sizes& n, Arena& arena) {
-  const LinearKernels& kernel = kernels().linear;
+LayerScratch take_scratch(const DecoderLayerCall& call, const Sizes& n, Arena& arena) {
   const Element element = call.attention.element;
   const int64_t bytes = size_of(element);
   return {arena.take(n.rows * n.inputs),
-          arena.take(n.rows * n.size),
           arena.take(n.rows * n.queries),
           arena.take(n.rows * n.keys),
           arena.take(n.rows * n.keys),
@@ -39,8 +37,9 @@ Scratch take_scratch(const DecoderLayerCall& call, const Sizes& n, Arena& arena)
           arena.take<char>(n.rows * n.keys * bytes),
           arena.take<char>(n.rows * n.keys * bytes),
           arena.take<char>(n.rows * n.queries * bytes),
-          arena.take<char>(kernel.packed_bytes(element, n.rows, n.inputs)),
-          arena.take<char>(kernel.packed_bytes(element, n.rows, n.queries))};
+          take_rows(element, n.rows, n.inputs, arena),
+          take_rows(element, n.rows, n.queries, arena),
+          take_mlp(call.mlp, n.rows, arena)};
 }
 
 // Rows of `size` values; without weights nothing happens.
@@ -54,89 +53,137 @@ void normalize(const DecoderLayerCall& call, const void* weight, const float* fr
   }
 }
 
-// Normalises and rotates the heads of all rows.
-void turn_heads(const DecoderLayerCall& call, const void* norm, int64_t num_rows, int64_t num_heads,
+// Normalises and rotates the heads of a row.
+void turn_heads(const DecoderLayerCall& call, const void* norm, int64_t row, int64_t num_heads,
                 float* heads) {
   const int64_t size = call.attention.head_size;
-  normalize(call, norm, heads, num_rows * num_heads, size, heads);
+  normalize(call, norm, heads, num_heads, size, heads);
   if (call.cos == nullptr) return;
-  for (int64_t row = 0; row < num_rows; ++row) {
-    for (int64_t head = 0; head < num_heads; ++head) {
-      kernels().layers.rotate(heads + (row * num_heads + head) * size,
-                              call.cos + row * call.cos_stride, call.sin + row * call.sin_stride,
-                              call.rotary_size);
-    }
+  for (int64_t head = 0; head < num_heads; ++head) {
+    kernels().layers.rotate(heads + head * size, call.cos + row * call.cos_stride,
+                            call.sin + row * call.sin_stride, call.rotary_size);
   }
 }
 
-void store_heads(const DecoderLayerCall& call, const Scratch& scratch) {
-  StoreCall store = call.store;
-  const int64_t token_bytes = store.num_heads * store.head_bytes;
-  const auto fill = [&](StoreSide& side, const char* from) {
-    side.from = from;
-    side.token_stride = token_bytes;
-    side.head_stride = store.head_bytes;
-  };
-  fill(store.key, scratch.stored_key);
-  fill(store.value, scratch.stored_value);
-  store_kv(store);
-}
+// One layer, whose phases read what those before have left in `scratch`.
+class Layer {
+ public:
+  Layer(const DecoderLayerCall& call, const LayerScratch& scratch)
+      : call_(call), scratch_(scratch), n_(call) {}
 
-// scratch.branch = what attention adds to the hidden rows.
-void attend(const DecoderLayerCall& call, const Sizes& n, const Scratch& scratch) {
-  const KernelTable& kernel = kernels();
-  AttentionCall attention = call.attention;
-  const Element element = attention.element;
-  for (int64_t row = 0; row < n.rows; ++row) {
-    float* inputs = scratch.inputs + row * n.inputs;
-    std::copy_n(call.embeddings + row * call.embedding_size, call.embedding_size, inputs);
-    normalize(call, call.attention_norm, call.hidden + row * n.size, 1, n.size,
-              inputs + call.embedding_size);
+  static constexpr int64_t kPhases = 7 + PagedAttention::kPhases + kMlpPhases;
+
+  void run(const PagedAttention& attention, Team::Member& member) const {
+    member.share(n_.rows, [&](int64_t row) { pack_inputs(row); });
+    const Product products[] = {
+        {call_.query.weight, call_.query.bias, scratch_.query, Element::kFloat32, n_.queries},
+        {call_.key.weight, call_.key.bias, scratch_.key, Element::kFloat32, n_.keys},
+        {call_.value.weight, call_.value.bias, scratch_.value, Element::kFloat32, n_.keys}};
+    multiply(scratch_.packed_inputs, products, 3, member);
+    const StoreCall store = store_call();
+    member.share(n_.rows, [&](int64_t row) { store_heads(row, store); });
+    attention.run(attention_call(), member);
+    pack(scratch_.attended, call_.attention.element, scratch_.packed_attended, member);
+    const Product out = {call_.output.weight, call_.output.bias, scratch_.branch, Element::kFloat32,
+                         n_.size};
+    multiply(scratch_.packed_attended, &out, 1, member);
+    member.share(n_.rows, [&](int64_t row) { pack_mlp_inputs(row); });
+    gated_mlp(call_.mlp, scratch_.mlp, scratch_.branch, Element::kFloat32, member);
+    member.share(n_.rows, [&](int64_t row) { add_branch(call_.mlp_out_norm, row); });
   }
-  const PackedRows rows = {element, n.rows, n.inputs, scratch.packed};
-  kernel.linear.pack(scratch.inputs, Element::kFloat32, rows);
-  const Product products[] = {
-      {call.query.weight, call.query.bias, scratch.query, Element::kFloat32, n.queries},
-      {call.key.weight, call.key.bias, scratch.key, Element::kFloat32, n.keys},
-      {call.value.weight, call.value.bias, scratch.value, Element::kFloat32, n.keys}};
-  multiply(rows, products, 3);
-  turn_heads(call, call.query_norm, n.rows, attention.num_heads, scratch.query);
-  turn_heads(call, call.key_norm, n.rows, attention.num_kv_heads, scratch.key);
-  kernel.layers.narrow(scratch.query, n.rows * n.queries, element, scratch.stored_query);
-  kernel.layers.narrow(scratch.key, n.rows * n.keys, element, scratch.stored_key);
-  kernel.layers.narrow(scratch.value, n.rows * n.keys, element, scratch.stored_value);
-  store_heads(call, scratch);
-  attention.query = scratch.stored_query;
-  attention.query_token_stride = n.queries;
-  attention.query_head_stride = attention.head_size;
-  attention.out = scratch.attended;
-  cpu::attention(attention);
-  const PackedRows attended = {element, n.rows, n.queries, scratch.packed_attended};
-  kernel.linear.pack(scratch.attended, element, attended);
-  const Product out = {call.output.weight, call.output.bias, scratch.branch, Element::kFloat32,
-                       n.size};
-  multiply(attended, &out, 1);
+
+ private:
+  void pack_inputs(int64_t row) const {
+    float* inputs = scratch_.inputs + row * n_.inputs;
+    std::copy_n(call_.embeddings + row * call_.embedding_size, call_.embedding_size, inputs);
+    normalize(call_, call_.attention_norm, call_.hidden + row * n_.size, 1, n_.size,
+              inputs + call_.embedding_size);
+    kernels().linear.pack_row(inputs, Element::kFloat32, scratch_.packed_inputs, row);
+  }
+
+  StoreCall store_call() const {
+    StoreCall store = call_.store;
+    const auto fill = [&](StoreSide& side, const char* from) {
+      side.from = from;
+      side.token_stride = store.num_heads * store.head_bytes;
+      side.head_stride = store.head_bytes;
+    };
+    fill(store.key, scratch_.stored_key);
+    fill(store.value, scratch_.stored_value);
+    return store;
+  }
+
+  void store_heads(int64_t row, const StoreCall& store) const {
+    const AttentionCall& attention = call_.attention;
+    float* query = scratch_.query + row * n_.queries;
+    float* key = scratch_.key + row * n_.keys;
+    turn_heads(call_, call_.query_norm, row, attention.num_heads, query);
+    turn_heads(call_, call_.key_norm, row, attention.num_kv_heads, key);
+    const auto narrow = [&](const float* from, int64_t size, char* to) {
+      kernels().layers.narrow(from, size, attention.element,
+                              to + row * size * size_of(attention.element));
+    };
+    narrow(query, n_.queries, scratch_.stored_query);
+    narrow(key, n_.keys, scratch_.stored_key);
+    narrow(scratch_.value + row * n_.keys, n_.keys, scratch_.stored_value);
+    store_token(store, row);
+  }
+
+  AttentionCall attention_call() const {
+    AttentionCall attention = call_.attention;
+    attention.query = scratch_.stored_query;
+    attention.query_token_stride = n_.queries;
+    attention.query_head_stride = attention.head_size;
+    attention.out = scratch_.attended;
+    return attention;
+  }
+
+  // hidden += norm(branch)
+  void add_branch(const void* norm, int64_t row) const {
+    float* branch = scratch_.branch + row * n_.size;
+    normalize(call_, norm, branch, 1, n_.size, branch);
+    kernels().layers.add(branch, n_.size, call_.hidden + row * n_.size);
+  }
+
+  void pack_mlp_inputs(int64_t row) const {
+    add_branch(call_.attention_out_norm, row);
+    float* normed = scratch_.branch + row * n_.size;
+    normalize(call_, call_.mlp_norm, call_.hidden + row * n_.size, 1, n_.size, normed);
+    kernels().linear.pack_row(normed, Element::kFloat32, scratch_.mlp.input, row);
+  }
+
+  const DecoderLayerCall& call_;
+  const LayerScratch& scratch_;
+  const Sizes n_;
+};
+
+bool are_alike(const DecoderLayerCall& a, const DecoderLayerCall& b) {
+  const AttentionCall &left = a.attention, &right = b.attention;
+  return left.num_heads == right.num_heads && left.num_kv_heads == right.num_kv_heads &&
+         left.head_size == right.head_size && a.mlp.hidden == b.mlp.hidden;
 }
 
 }  // namespace
 
-void decoder_layer(const DecoderLayerCall& call) {
-  const Sizes n(call);
-  if (n.rows == 0) return;
-  const LayerKernels& kernel = kernels().layers;
-  Arena measure;
-  take_scratch(call, n, measure);
-  const std::unique_ptr<Line[]> memory(new Line[measure.used]);
-  Arena arena{memory.get()};
-  const Scratch scratch = take_scratch(call, n, arena);
-  attend(call, n, scratch);
-  normalize(call, call.attention_out_norm, scratch.branch, n.rows, n.size, scratch.branch);
-  kernel.add(scratch.branch, n.rows * n.size, call.hidden);
-  normalize(call, call.mlp_norm, call.hidden, n.rows, n.size, scratch.normed);
-  gated_mlp(
-      {call.mlp, scratch.normed, Element::kFloat32, scratch.branch, Element::kFloat32, n.rows});
-  normalize(call, call.mlp_out_norm, scratch.branch, n.rows, n.size, scratch.branch);
-  kernel.add(scratch.branch, n.rows * n.size, call.hidden);
+void decoder_layers(const std::vector<DecoderLayerCall>& calls) {
+  for (const DecoderLayerCall& call : calls) {
+    check_slots(call.store);
+    check_indices(call.attention);
+  }
+  auto first = calls.begin();
+  if (first->attention.num_rows == 0) return;
+  const int64_t workers = num_threads();
+  while (first != calls.end()) {
+    const auto last = std::find_if_not(
+        first, calls.end(), [&](const DecoderLayerCall& call) { return are_alike(*first, call); });
+    const PagedAttention attention(first->attention, workers);
+    const Scratch<LayerScratch> scratch(
+        [&](Arena& arena) { return take_scratch(*first, Sizes(*first), arena); });
+    Team(workers, (last - first) * Layer::kPhases).run([&](Team::Member& member) {
+      for (auto call = first; call != last; ++call) Layer(*call, *scratch).run(attention, member);
+    });
+    first = last;
+  }
 }
 
 }  // namespace fastspec::cpu

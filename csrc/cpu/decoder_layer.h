@@ -1,6 +1,7 @@
-// A whole decoder layer of the Llama kind for the few rows of a decoding step.
+// Whole decoder layers of the Llama kind for the few rows of a decoding step.
 #pragma once
 #include <cstdint>
+#include <vector>
 
 #include "layers.h"
 #include "store_kv.h"
@@ -15,7 +16,7 @@ struct Projection {
 
 // Weights and caches share a type, the element of `attention`.
 struct DecoderLayerCall {
-  float* hidden;            // [num_rows, mlp.size], read and overwritten
+  float* hidden;            // [num_rows, mlp.size], read and overwritten by all layers
   Norm norm;                // eps and shift of all; the weights are those below
   const float* embeddings;  // [num_rows, embedding_size] or null, which attention reads in front
   int64_t embedding_size;
@@ -34,6 +35,8 @@ struct DecoderLayerCall {
   StoreCall store;          // without what is stored
 };
 
-void decoder_layer(const DecoderLayerCall& call);
+// Layers that share rows, indices and options. Checks the index tensors of all
+// (std::invalid_argument names the bad one) before anything is written.
+void decoder_layers(const std::vector<DecoderLayerCall>& calls);
 
 }  // namespace fastspec::cpu

@@ -49,8 +49,6 @@ auto with_type(Element element, const F& f) {
   }
 }
 
-FASTSPEC_INLINE void store_native(float* to, NativeF32 x) { std::memcpy(to, &x, sizeof(x)); }
-
 // Converts a row to float32 and pads it with zeros to padded(size).
 template <class T>
 void widen_row(const T* from, int64_t size, float* to) {
@@ -83,6 +81,21 @@ FASTSPEC_INLINE void convert(float x, F16* to) {
   to->bits = static_cast<uint16_t>(half | sign);
 }
 
+FASTSPEC_INLINE void store_native(float* to, NativeF32 x) { std::memcpy(to, &x, sizeof(x)); }
+
+FASTSPEC_INLINE void store_native(BF16* to, NativeF32 x) {
+  const NativeU32 bits = bit_cast<NativeU32>(x);
+  const NativeU32 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const NativeU32 is_number = bit_cast<NativeU32>(x == x);
+  const NativeU16 narrow = __builtin_convertvector(
+      (rounded & is_number) | (((bits >> 16) | 0x40u) & ~is_number), NativeU16);
+  std::memcpy(to, &narrow, sizeof(narrow));
+}
+
+FASTSPEC_INLINE void store_native(F16* to, NativeF32 x) {
+  for (int i = 0; i < kNativeLanes; ++i) convert(x[i], to + i);
+}
+
 // Lane i of the result is lane from[i] of a, or where that is too large of b.
 template <int... from>
 FASTSPEC_INLINE NativeF32 pick(NativeF32 a, NativeF32 b) {
@@ -105,18 +118,46 @@ FASTSPEC_INLINE NativeF32 cross(NativeF32 a, NativeF32 b, std::integer_sequence<
   return pick<((i & bit) ? (i ^ bit) + kNativeLanes : (i ^ bit))...>(a, b);
 }
 
-// Lane i of sums[0] becomes the sum over the lanes of sums[i], in the same order for every i.
-template <int count = kNativeLanes>
-FASTSPEC_INLINE NativeF32 sum_each(NativeF32 (&sums)[kNativeLanes]) {
-  constexpr int half = count / 2;
-  constexpr std::make_integer_sequence<int, kNativeLanes> lanes;
+// Adds lanes whose numbers differ in `bit`, of `count` vectors, and then in the lower bits, until
+// one vector is left: those bits of a lane's number say which vector it is of, the highest bit
+// first.
+template <int count, int bit>
+FASTSPEC_INLINE NativeF32 fold(NativeF32* sums) {
+  if constexpr (count == 1) {
+    return sums[0];
+  } else {
+    constexpr int half = count / 2;
+    constexpr std::make_integer_sequence<int, kNativeLanes> lanes;
 #pragma GCC unroll 8
-  for (int i = 0; i < half; ++i) {
-    sums[i] =
-        blend<half>(sums[i], sums[i + half], lanes) + cross<half>(sums[i], sums[i + half], lanes);
+    for (int i = 0; i < half; ++i) {
+      sums[i] =
+          blend<bit>(sums[i], sums[i + half], lanes) + cross<bit>(sums[i], sums[i + half], lanes);
+    }
+    return fold<half, bit / 2>(sums);
   }
-  if constexpr (half > 1) return sum_each<half>(sums);
-  return sums[0];
+}
+
+// Lane i becomes the sum over the lanes of sums[i], in the same order for every i.
+FASTSPEC_INLINE NativeF32 sum_each(NativeF32 (&sums)[kNativeLanes]) {
+  return fold<kNativeLanes, kNativeLanes / 2>(sums);
+}
+
+// The first part of sum_each, of `count` vectors.
+template <int count>
+FASTSPEC_INLINE NativeF32 sum_some(NativeF32* sums) {
+  return fold<count, kNativeLanes / 2>(sums);
+}
+
+template <int count, int... i>
+FASTSPEC_INLINE NativeF32 in_order(NativeF32 x, std::integer_sequence<int, i...>) {
+  return pick<(i % count * (kNativeLanes / count) + i / count)...>(x, x);
+}
+
+// The second part: vector i of parts comes from sum_some of sums[i * count] and those after it.
+template <int count>
+FASTSPEC_INLINE NativeF32 sum_parts(NativeF32* parts) {
+  const NativeF32 sums = fold<kNativeLanes / count, kNativeLanes / count / 2>(parts);
+  return in_order<count>(sums, std::make_integer_sequence<int, kNativeLanes>());
 }
 
 // Swaps each lane with `bit` of a for the lane without it of b.

@@ -3,9 +3,7 @@
 #include <algorithm>
 #include <memory>
 
-#include "arena.h"
 #include "kernels.h"
-#include "parallel.h"
 
 namespace fastspec::cpu {
 
@@ -27,56 +25,49 @@ void rms_norm(const void* input, const Norm& norm, int64_t num_rows, int64_t siz
   });
 }
 
-// Gate, up and activation of the same outputs in one task; gate [num_rows, hidden] is the result.
-static void multiply_gated(const PackedRows& rows, const MlpWeights& weights, float* gate,
-                           float* up) {
+MlpScratch take_mlp(const MlpWeights& weights, int64_t num_rows, Arena& arena) {
+  return {take_rows(weights.element, num_rows, weights.size, arena),
+          take_rows(weights.element, num_rows, weights.hidden, arena),
+          arena.take(num_rows * weights.hidden), arena.take(num_rows * weights.hidden)};
+}
+
+// Gate, up and activation of the same outputs in one task.
+static void multiply_gated(const MlpWeights& weights, const MlpScratch& scratch,
+                           Team::Member& member) {
   const KernelTable& kernel = kernels();
+  const PackedRows& rows = scratch.input;
   const int64_t hidden = weights.hidden;
-  const Product gates = {weights.gate, nullptr, gate, Element::kFloat32, hidden};
-  const Product ups = {weights.up, nullptr, up, Element::kFloat32, hidden};
+  const Product gates = {weights.gate, nullptr, scratch.gate, Element::kFloat32, hidden};
+  const Product ups = {weights.up, nullptr, scratch.up, Element::kFloat32, hidden};
   const int64_t size =
       std::max(kOutputTile, outputs_per_task(rows) / 2 / kOutputTile * kOutputTile);
-  share_tasks((hidden + size - 1) / size, [&](int64_t task) {
+  member.share((hidden + size - 1) / size, [&](int64_t task) {
     const int64_t first = task * size, last = std::min(first + size, hidden);
     kernel.linear.multiply(rows, gates, first, last);
     kernel.linear.multiply(rows, ups, first, last);
     for (int64_t row = 0; row < rows.num_rows; ++row) {
       const int64_t at = row * hidden + first;
-      kernel.layers.gate(gate + at, up + at, last - first, weights.activation);
+      kernel.layers.gate(scratch.gate + at, scratch.up + at, last - first, weights.activation);
     }
   });
 }
 
-struct MlpScratch {
-  char* input;   // packed
-  char* hidden;  // packed
-  float *gate, *up;
-};
-
-static MlpScratch take_scratch(const MlpCall& call, Arena& arena) {
-  const LinearKernels& kernel = kernels().linear;
-  const MlpWeights& weights = call.weights;
-  return {arena.take<char>(kernel.packed_bytes(weights.element, call.num_rows, weights.size)),
-          arena.take<char>(kernel.packed_bytes(weights.element, call.num_rows, weights.hidden)),
-          arena.take(call.num_rows * weights.hidden), arena.take(call.num_rows * weights.hidden)};
+void gated_mlp(const MlpWeights& weights, const MlpScratch& scratch, void* out, Element out_element,
+               Team::Member& member) {
+  multiply_gated(weights, scratch, member);
+  pack(scratch.gate, Element::kFloat32, scratch.hidden, member);
+  const Product down = {weights.down, nullptr, out, out_element, weights.size};
+  multiply(scratch.hidden, &down, 1, member);
 }
 
 void gated_mlp(const MlpCall& call) {
   if (call.num_rows == 0) return;
-  const LinearKernels& kernel = kernels().linear;
-  const MlpWeights& weights = call.weights;
-  Arena measure;
-  take_scratch(call, measure);
-  const std::unique_ptr<Line[]> memory(new Line[measure.used]);
-  Arena arena{memory.get()};
-  const MlpScratch scratch = take_scratch(call, arena);
-  const PackedRows input = {weights.element, call.num_rows, weights.size, scratch.input};
-  kernel.pack(call.input, call.input_element, input);
-  multiply_gated(input, weights, scratch.gate, scratch.up);
-  const PackedRows hidden = {weights.element, call.num_rows, weights.hidden, scratch.hidden};
-  kernel.pack(scratch.gate, Element::kFloat32, hidden);
-  const Product down = {weights.down, nullptr, call.out, call.out_element, weights.size};
-  multiply(hidden, &down, 1);
+  const Scratch<MlpScratch> scratch(
+      [&](Arena& arena) { return take_mlp(call.weights, call.num_rows, arena); });
+  Team(num_threads(), kMlpPhases + 1).run([&](Team::Member& member) {
+    pack(call.input, call.input_element, scratch->input, member);
+    gated_mlp(call.weights, *scratch, call.out, call.out_element, member);
+  });
 }
 
 }  // namespace fastspec::cpu

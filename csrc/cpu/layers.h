@@ -41,6 +41,18 @@ struct MlpWeights {
   Activation activation;
 };
 
+struct MlpScratch {
+  PackedRows input, hidden;
+  float *gate, *up;  // [num_rows, hidden]
+};
+
+MlpScratch take_mlp(const MlpWeights& weights, int64_t num_rows, Arena& arena);
+
+// Phases: out [num_rows, size] from the rows that scratch.input holds.
+constexpr int64_t kMlpPhases = 3;
+void gated_mlp(const MlpWeights& weights, const MlpScratch& scratch, void* out, Element out_element,
+               Team::Member& member);
+
 // Rows [num_rows, size] in float32 or as the weights.
 struct MlpCall {
   MlpWeights weights;

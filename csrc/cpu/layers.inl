@@ -88,7 +88,11 @@ void widen_values(const void* from, Element element, int64_t size, float* to) {
 void narrow_values(const float* from, int64_t size, Element element, void* to) {
   with_type(element, [&](auto type) {
     using T = std::remove_const_t<std::remove_pointer_t<decltype(type)>>;
-    for (int64_t i = 0; i < size; ++i) convert(from[i], static_cast<T*>(to) + i);
+    int64_t i = 0;
+    for (; i + kNativeLanes <= size; i += kNativeLanes) {
+      store_native(static_cast<T*>(to) + i, load_native(from + i));
+    }
+    for (; i < size; ++i) convert(from[i], static_cast<T*>(to) + i);
   });
 }
 

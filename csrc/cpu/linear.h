@@ -2,7 +2,9 @@
 #pragma once
 #include <cstdint>
 
+#include "arena.h"
 #include "elements.h"
+#include "parallel.h"
 
 namespace fastspec::cpu {
 
@@ -24,9 +26,9 @@ struct Product {
 
 struct LinearKernels {
   int64_t (*packed_bytes)(Element element, int64_t num_rows, int64_t depth);
-  // From [num_rows, depth], contiguous, in float32 or as the weights. Where the instruction set
+  // One row of `depth` values, contiguous, in float32 or as the weights. Where the instruction set
   // multiplies bfloat16, rows become bfloat16, else float32.
-  void (*pack)(const void* input, Element input_element, const PackedRows& rows);
+  void (*pack_row)(const void* input, Element input_element, const PackedRows& rows, int64_t row);
   // Outputs first..last of every row; `first` is a multiple of kOutputTile.
   void (*multiply)(const PackedRows& rows, const Product& product, int64_t first, int64_t last);
 };
@@ -36,8 +38,13 @@ constexpr int64_t kOutputTile = 16;
 // Outputs of one task: whole register tiles, and enough bytes of weights to be worth a thread.
 int64_t outputs_per_task(const PackedRows& rows);
 
-// Products of the same rows, in one parallel region.
-void multiply(const PackedRows& rows, const Product* products, int64_t count);
+PackedRows take_rows(Element element, int64_t num_rows, int64_t depth, Arena& arena);
+
+// Phase: packs all rows of [num_rows, depth], contiguous.
+void pack(const void* input, Element input_element, const PackedRows& rows, Team::Member& member);
+
+// Phase: products of the same rows.
+void multiply(const PackedRows& rows, const Product* products, int64_t count, Team::Member& member);
 
 // One product of [num_rows, depth]; everything is contiguous and of one type.
 struct LinearCall {

@@ -34,27 +34,21 @@ constexpr int kOutputsOf = rows == 1            ? kParts
 // out[i] = sums[i] + bias[i] for the `count` outputs of a row from n on.
 FASTSPEC_INLINE void write_outputs(const Product& product, Element weights, int64_t row, int64_t n,
                                    int64_t count, NativeF32 sums) {
-  NativeF32 bias = {};
   if (product.bias != nullptr) {
     with_type(weights, [&](auto type) {
-      bias = load_rest(static_cast<decltype(type)>(product.bias) + n, count);
+      sums += load_rest(static_cast<decltype(type)>(product.bias) + n, count);
     });
   }
-  float values[kNativeLanes];
-  store_native(values, sums + bias);
   with_type(product.out_element, [&](auto type) {
     using Out = std::remove_const_t<std::remove_pointer_t<decltype(type)>>;
     Out* out = static_cast<Out*>(product.out) + row * product.num_outputs + n;
-    if (count == kNativeLanes) {
-      for (int i = 0; i < kNativeLanes; ++i) convert(values[i], out + i);
-    } else {
-      for (int64_t i = 0; i < count; ++i) convert(values[i], out + i);
-    }
+    if (count == kNativeLanes) return store_native(out, sums);
+    for (int64_t i = 0; i < count; ++i) convert(sums[i], out + i);
   });
 }
 
-// How float32 rows, `stride` values apart, meet weights: the sums of row r and output n, in lanes,
-// become sums[r * kNativeLanes + n].
+// How float32 rows, `stride` values apart, meet weights: the sums of row r and some outputs become
+// sums[r * kNativeLanes], see sum_some.
 struct WideTiles {
   template <int rows, int outputs, class T>
   FASTSPEC_INLINE static void multiply(const float* input, int64_t stride, const T* weight,
@@ -80,10 +74,7 @@ struct WideTiles {
     }
     if (whole < depth) add(whole, [&](const T* from) { return load_rest(from, depth - whole); });
 #pragma GCC unroll 5
-    for (int r = 0; r < rows; ++r) {
-#pragma GCC unroll 4
-      for (int n = 0; n < outputs; ++n) sums[r * kNativeLanes + n] = own[r][n];
-    }
+    for (int r = 0; r < rows; ++r) sums[r * kNativeLanes] = sum_some<outputs>(own[r]);
   }
 };
 
@@ -95,20 +86,24 @@ void multiply_rows(const PackedRows& packed, const Product& product, const X* in
   const int64_t depth = packed.depth;
   for (int64_t n = first; n < last; n += kNativeLanes) {
     const int64_t count = last - n < kNativeLanes ? last - n : kNativeLanes;
-    NativeF32 sums[rows][kNativeLanes];
+    NativeF32 sums[rows][kNativeLanes];  // of which each tile fills in one vector
     if (count < kNativeLanes) std::memset(sums, 0, sizeof(sums));
     int64_t i = 0;
     for (; i + outputs <= count; i += outputs, weight += outputs * depth) {
-      Tiles::template multiply<rows, outputs>(input, stride, weight, depth, ahead, sums[0] + i);
+      Tiles::template multiply<rows, outputs>(input, stride, weight, depth, ahead,
+                                              sums[0] + i / outputs);
     }
-    for (; i < count; ++i, weight += depth) {
-      for (int r = 0; r < rows; ++r) {
-        Tiles::template multiply<1, 1>(input + r * stride, stride, weight, depth, ahead,
-                                       sums[r] + i);
+    for (int r = 0; r < rows && i < count; ++r) {
+      NativeF32 rest[outputs] = {};
+      for (int64_t left = 0; i + left < count; ++left) {
+        Tiles::template multiply<1, 1>(input + r * stride, stride, weight + left * depth, depth,
+                                       ahead, rest + left);
       }
+      sums[r][i / outputs] = sum_some<outputs>(rest);
     }
     for (int r = 0; r < rows; ++r) {
-      write_outputs(product, packed.element, row + r, n, count, sum_each(sums[r]));
+      const NativeF32 totals = sum_parts<outputs>(sums[r]);
+      write_outputs(product, packed.element, row + r, n, count, totals);
     }
   }
 }
@@ -179,25 +174,19 @@ int64_t packed_bytes(Element element, int64_t num_rows, int64_t depth) {
   }
 }
 
-template <class T>
-void pack_typed(const T* input, const PackedRows& rows) {
+void pack_row(const void* input, Element input_element, const PackedRows& rows, int64_t row) {
   const Packing packing = packing_of(rows.element);
-  for (int64_t t = 0; t < rows.num_rows; ++t, input += rows.depth) {
+  with_type(input_element, [&](auto type) {
+    const auto* from = static_cast<decltype(type)>(input);
     if (packing == Packing::kWide) {
-      widen_row(input, rows.depth, static_cast<float*>(rows.data) + t * padded(rows.depth));
+      widen_row(from, rows.depth, static_cast<float*>(rows.data) + row * padded(rows.depth));
     } else if (packing == Packing::kPairs) {
-      narrow_row(input, rows.depth, pair_tiles(rows.depth) * kPairDepth,
-                 static_cast<BF16*>(rows.data) + t * pair_tiles(rows.depth) * kPairDepth);
+      const int64_t size = pair_tiles(rows.depth) * kPairDepth;
+      narrow_row(from, rows.depth, size, static_cast<BF16*>(rows.data) + row * size);
     } else {
-      pack_pairs(input, rows, t);
+      pack_pairs(from, rows, row);
     }
-  }
-}
-
-void pack(const void* input, Element input_element, const PackedRows& rows) {
-  if (packing_of(rows.element) == Packing::kTiles) clear_tiles(rows);
-  with_type(input_element,
-            [&](auto type) { pack_typed(static_cast<decltype(type)>(input), rows); });
+  });
 }
 
 void multiply(const PackedRows& rows, const Product& product, int64_t first, int64_t last) {
@@ -215,7 +204,7 @@ void multiply(const PackedRows& rows, const Product& product, int64_t first, int
   }
 }
 
-constexpr LinearKernels kLinear = {packed_bytes, pack, multiply};
+constexpr LinearKernels kLinear = {packed_bytes, pack_row, multiply};
 
 }  // namespace
 }  // namespace fastspec::cpu::FASTSPEC_ISA

@@ -16,11 +16,7 @@ void narrow_row(const T* from, int64_t size, int64_t padded_size, BF16* to) {
   std::memset(to + size, 0, (padded_size - size) * sizeof(BF16));
 }
 
-void clear_tiles(const PackedRows& rows) {
-  if (rows.num_rows % kTileRowsOfAmx == 0 && rows.depth % kPairDepth == 0) return;
-  std::memset(rows.data, 0, row_blocks(rows.num_rows) * pair_tiles(rows.depth) * sizeof(PairTile));
-}
-
+// Lanes past the last row hold anything: a tile's sums are of one row each, and theirs are dropped.
 template <class T>
 void pack_pairs(const T* from, const PackedRows& rows, int64_t row) {
   PairTile* tile =
@@ -57,10 +53,10 @@ struct PairTiles {
     }
 #pragma GCC unroll 5
     for (int r = 0; r < rows; ++r) {
+      NativeF32 row[outputs];
 #pragma GCC unroll 4
-      for (int n = 0; n < outputs; ++n) {
-        sums[r * kNativeLanes + n] = bit_cast<NativeF32>(own[r][n]);
-      }
+      for (int n = 0; n < outputs; ++n) row[n] = bit_cast<NativeF32>(own[r][n]);
+      sums[r * kNativeLanes] = sum_some<outputs>(row);
     }
   }
 

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 #include <stdexcept>
+#include <thread>
 
 namespace fastspec::cpu {
 
@@ -31,39 +32,83 @@ inline int64_t num_threads() {
   return count;
 }
 
-// Calls body(task, worker) once for each task, first come first served; worker < workers.
+// Workers that go through the same phases, each of them some tasks, which are all done before the
+// next phase begins. Nobody waits for a worker that has not come: the others do its tasks, and it
+// runs through what is over when it comes.
+class Team {
+ public:
+  Team(int64_t num_workers, int64_t num_phases)
+      : num_workers(num_workers),
+        num_phases_(num_phases),
+        counters_(new Counter[num_phases * (num_workers + 1)]()) {}
+
+  // One worker on its way through the phases.
+  class Member {
+   public:
+    const int64_t worker;
+
+    // The next phase: body(task), which must not throw, for 0 <= task < count, the same for all
+    // workers. Each takes neighbours in their order from a share of its own, then from the others':
+    // the cores of one machine rarely keep pace.
+    template <class Body>
+    void share(int64_t count, const Body& body) {
+      const int64_t workers = team_.num_workers;
+      if (phase_ == team_.num_phases_) throw std::logic_error("a team has fewer phases");
+      Counter* const counters = &team_.counters_[phase_++ * (workers + 1)];
+      int64_t done = 0;
+      for (int64_t i = 0; i < workers; ++i) {
+        const int64_t other = (worker + i) % workers;
+        const int64_t first = count * other / workers, size = count * (other + 1) / workers - first;
+        std::atomic<int64_t>& taken = counters[other].value;
+        if (taken.load(std::memory_order_relaxed) >= size) continue;
+        for (int64_t n = taken++; n < size; n = taken++, ++done) body(first + n);
+      }
+      std::atomic<int64_t>& all_done = counters[workers].value;
+      if (done > 0) all_done += done;
+      for (int64_t turn = 0; all_done.load(std::memory_order_acquire) < count; ++turn) {
+        turn < kTurnsAwake ? rest() : std::this_thread::yield();
+      }
+    }
+
+   private:
+    friend class Team;
+    Member(Team& team, int64_t worker) : worker(worker), team_(team) {}
+
+    static void rest() {
+#if defined(__x86_64__)
+      __builtin_ia32_pause();
+#endif
+    }
+
+    static constexpr int64_t kTurnsAwake = 2000;  // some 50 us
+    Team& team_;
+    int64_t phase_ = 0;
+  };
+
+  // Calls body(member) for each worker.
+  template <class Body>
+  void run(const Body& body) {
+    parallel_for(num_workers, 1, [&](int64_t worker) {
+      Member member(*this, worker);
+      body(member);
+    });
+  }
+
+  const int64_t num_workers;
+
+ private:
+  struct alignas(64) Counter {
+    std::atomic<int64_t> value{0};
+  };
+  const int64_t num_phases_;
+  const std::unique_ptr<Counter[]> counters_;
+};
+
+// Calls body(task, worker) once for each task; worker < workers.
 template <class Body>
 void for_each_task(int64_t count, int64_t workers, const Body& body) {
-  std::atomic<int64_t> next{0};
-  const auto work = [&](int64_t worker) {
-    for (int64_t task = next++; task < count; task = next++) body(task, worker);
-  };
-  if (workers == 1) {
-    work(0);
-  } else {
-    parallel_for(workers, 1, work);
-  }
-}
-
-// Calls body(task) once for each task. Each thread takes neighbours in their order from a share of
-// its own, then from the others': the cores of one machine rarely keep pace.
-template <class Body>
-void share_tasks(int64_t count, const Body& body) {
-  const int64_t workers = std::min(num_threads(), count);
-  struct alignas(64) Share {
-    std::atomic<int64_t> next;
-    int64_t end;
-  };
-  const std::unique_ptr<Share[]> shares(new Share[workers]);
-  for (int64_t i = 0; i < workers; ++i) {
-    shares[i].next = count * i / workers;
-    shares[i].end = count * (i + 1) / workers;
-  }
-  parallel_for(workers, 1, [&](int64_t worker) {
-    for (int64_t i = 0; i < workers; ++i) {
-      Share& share = shares[(worker + i) % workers];
-      for (int64_t task = share.next++; task < share.end; task = share.next++) body(task);
-    }
+  Team(workers, 1).run([&](Team::Member& member) {
+    member.share(count, [&](int64_t task) { body(task, member.worker); });
   });
 }
 

@@ -1,5 +1,6 @@
 #include "store_kv.h"
 
+#include <algorithm>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -12,18 +13,6 @@ namespace {
 
 constexpr int64_t kSerialBytes = 1 << 17;
 constexpr int64_t kTokensPerTask = 16;
-
-void check_slots(const StoreCall& call) {
-  const int64_t num_slots = call.num_blocks * call.block_size;
-  for (int64_t t = 0; t < call.num_tokens; ++t) {
-    const int64_t slot = call.slot_mapping[t];
-    if (slot < -1 || slot >= num_slots) {
-      throw std::invalid_argument("slot_mapping[" + std::to_string(t) +
-                                  "]: expected -1 or a slot below " + std::to_string(num_slots) +
-                                  ", got " + std::to_string(slot));
-    }
-  }
-}
 
 char* slot_of(const StoreCall& call, const StoreSide& side, int64_t slot) {
   return side.cache + slot / call.block_size * side.block_stride +
@@ -88,44 +77,54 @@ void rotate_token(const StoreCall& call, int64_t token, int64_t slot) {
   }
 }
 
-using StoreToken = void (*)(const StoreCall&, int64_t token, int64_t slot);
-
 template <class T>
-StoreToken rotation_of(Element factors) {
-  return factors == Element::kFloat32 ? rotate_token<T, Float32> : rotate_token<T, T>;
+void rotate_as(Element factors, const StoreCall& call, int64_t token, int64_t slot) {
+  return factors == Element::kFloat32 ? rotate_token<T, Float32>(call, token, slot)
+                                      : rotate_token<T, T>(call, token, slot);
 }
 
-StoreToken key_function(const Rotation& rotation) {
-  if (rotation.cos == nullptr) {
-    return [](const StoreCall& call, int64_t token, int64_t slot) {
-      copy_token(call, call.key, token, slot);
-    };
-  }
+void store_key(const StoreCall& call, int64_t token, int64_t slot) {
+  const Rotation& rotation = call.rotation;
+  if (rotation.cos == nullptr) return copy_token(call, call.key, token, slot);
   switch (rotation.key_element) {
     case Element::kBFloat16:
-      return rotation_of<BFloat16>(rotation.element);
+      return rotate_as<BFloat16>(rotation.element, call, token, slot);
     case Element::kFloat16:
-      return rotation_of<Float16>(rotation.element);
+      return rotate_as<Float16>(rotation.element, call, token, slot);
     default:
-      return rotate_token<Float32, Float32>;
+      return rotate_token<Float32, Float32>(call, token, slot);
   }
 }
 
 }  // namespace
 
+void check_slots(const StoreCall& call) {
+  const int64_t num_slots = call.num_blocks * call.block_size;
+  for (int64_t t = 0; t < call.num_tokens; ++t) {
+    const int64_t slot = call.slot_mapping[t];
+    if (slot < -1 || slot >= num_slots) {
+      throw std::invalid_argument("slot_mapping[" + std::to_string(t) +
+                                  "]: expected -1 or a slot below " + std::to_string(num_slots) +
+                                  ", got " + std::to_string(slot));
+    }
+  }
+}
+
+void store_token(const StoreCall& call, int64_t token) {
+  const int64_t slot = call.slot_mapping[token];
+  if (slot < 0) return;
+  store_key(call, token, slot);
+  copy_token(call, call.value, token, slot);
+}
+
 void store_kv(const StoreCall& call) {
   check_slots(call);
   const int64_t bytes = call.num_tokens * call.num_heads * call.head_bytes;
-  const StoreToken store_key = key_function(call.rotation);
   const int64_t num_tasks = (call.num_tokens + kTokensPerTask - 1) / kTokensPerTask;
   for_each_task(num_tasks, bytes < kSerialBytes ? 1 : num_threads(), [&](int64_t task, int64_t) {
     const int64_t first = task * kTokensPerTask;
-    for (int64_t t = first; t < call.num_tokens && t < first + kTokensPerTask; ++t) {
-      const int64_t slot = call.slot_mapping[t];
-      if (slot < 0) continue;
-      store_key(call, t, slot);
-      copy_token(call, call.value, t, slot);
-    }
+    const int64_t last = std::min(first + kTokensPerTask, call.num_tokens);
+    for (int64_t token = first; token < last; ++token) store_token(call, token);
   });
 }
 

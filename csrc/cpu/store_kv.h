@@ -29,7 +29,13 @@ struct StoreCall {
   int64_t num_tokens, num_heads, head_bytes, num_blocks, block_size;
 };
 
-// Throws std::invalid_argument before anything is written if a slot is neither -1 nor in the cache.
+// Throws std::invalid_argument if a slot is neither -1 nor in the cache.
+void check_slots(const StoreCall& call);
+
+// The slots have been checked.
+void store_token(const StoreCall& call, int64_t token);
+
+// Throws as `check_slots` before anything is written.
 void store_kv(const StoreCall& call);
 
 }  // namespace fastspec::cpu

@@ -1,14 +1,8 @@
-// The plan of an attention call: which query tile meets which keys, on which thread, with which
-// memory.
 #include "tree_attention.h"
 
 #include <algorithm>
-#include <memory>
-#include <vector>
 
-#include "arena.h"
 #include "kernels.h"
-#include "parallel.h"
 
 namespace fastspec::cpu {
 namespace {
@@ -16,7 +10,7 @@ namespace {
 constexpr int64_t kSplit = 512;       // keys; fixed, as the order of sums depends on it
 constexpr int64_t kRowsPerTile = 64;  // of several KV heads
 constexpr int64_t kRowsOfOneHead = 256;
-constexpr int64_t kTasksPerThread = 4;  // fewer query tiles than this: contexts are split too
+constexpr int64_t kTasksPerWorker = 4;  // fewer query tiles than this: contexts are split too
 constexpr int64_t kSerialWork =
     1 << 20;  // multiply-adds that one thread does before another wakes up
 
@@ -31,13 +25,6 @@ KeyRange nth_split(KeyRange range, int64_t n) {
   return {std::max(start, range.first), std::min(start + kSplit, range.last)};
 }
 
-struct Plan {
-  std::vector<Sight> sights;
-  std::vector<QueryTile> tiles;
-  int64_t max_rows = 0, max_padded_rows = 0, max_kv_heads = 0;  // of a tile
-  int64_t num_splits = 0, work = 0;
-};
-
 // The first place after everything that a row sees.
 int64_t end_of(const Sight& sight) {
   for (int64_t w = 2; w-- > 0;) {
@@ -46,7 +33,8 @@ int64_t end_of(const Sight& sight) {
   return sight.places.last;
 }
 
-void add_tile(const AttentionCall& call, QueryTile tile, Plan& plan) {
+// The keys that the tokens of a tile see.
+void look(QueryTile& tile) {
   tile.keys = tile.shared = tile.sights[0].places;
   for (int64_t token = 0; token < tile.num_tokens; ++token) {
     const Sight& sight = tile.sights[token];
@@ -56,140 +44,138 @@ void add_tile(const AttentionCall& call, QueryTile tile, Plan& plan) {
     tile.shared.last = std::min(tile.shared.last, sight.places.last);
   }
   tile.keys.first = tile.keys.first / kKeyTile * kKeyTile;
-  tile.num_rows = tile.num_kv_heads * tile.num_tokens * (call.num_heads / call.num_kv_heads);
-  plan.tiles.push_back(tile);
-  plan.max_rows = std::max(plan.max_rows, tile.num_rows);
-  plan.max_padded_rows =
-      std::max(plan.max_padded_rows, tile.num_kv_heads * padded(tile.num_rows / tile.num_kv_heads));
-  plan.max_kv_heads = std::max(plan.max_kv_heads, tile.num_kv_heads);
-  plan.num_splits += num_splits(tile.keys);
-  plan.work += tile.num_rows * (tile.keys.last - tile.keys.first) * call.head_size * 2;
 }
-
-// Many tokens of one KV head, for which its keys are packed once, or few tokens of several heads,
-// whose keys are neighbours in memory.
-Plan make_plan(const AttentionCall& call) {
-  Plan plan;
-  plan.sights = sights_of(call);
-  const int64_t group = call.num_heads / call.num_kv_heads;
-  const int64_t most_tokens = std::max<int64_t>(1, kRowsOfOneHead / group);
-  for (int64_t b = 0; b < call.batch; ++b) {
-    const int64_t end = call.cu_rows[b + 1];
-    for (int64_t token = call.cu_rows[b]; token < end; token += most_tokens) {
-      const int64_t num_tokens = std::min(most_tokens, end - token);
-      const int64_t most_heads = std::max<int64_t>(1, kRowsPerTile / (num_tokens * group));
-      for (int64_t head = 0; head < call.num_kv_heads; head += most_heads) {
-        const int64_t num_heads = std::min(most_heads, call.num_kv_heads - head);
-        add_tile(call, {b, token, num_tokens, head, num_heads, 0, {}, {}, &plan.sights[token]},
-                 plan);
-      }
-    }
-  }
-  return plan;
-}
-
-struct Worker {
-  AttentionScratch scratch;
-  AttentionState state, next;
-};
 
 AttentionState take_state(Arena& arena, int64_t rows, int64_t head_size) {
   return {arena.take(rows), arena.take(rows), arena.take(rows * padded(head_size))};
 }
 
-Worker take_worker(Arena& arena, const Plan& plan, int64_t head_size) {
-  const int64_t rows = plan.max_rows;
-  const int64_t depth = (head_size + kDepthPadding - 1) / kDepthPadding * kDepthPadding;
-  const int64_t packed = (1 + plan.max_kv_heads) * kKeyTile * depth / 2;
-  return {{arena.take(plan.max_padded_rows * depth), arena.take(packed), arena.take(packed),
-           arena.take(rows * kKeyTile), arena.take(rows * kRowPadding), arena.take<uint64_t>(rows)},
-          take_state(arena, rows, head_size),
-          take_state(arena, rows, head_size)};
-}
-
-class Workers {
- public:
-  Workers(int64_t count, const Plan& plan, int64_t head_size) : count(count) {
-    Arena measure;
-    for (int64_t i = 0; i < count; ++i) take_worker(measure, plan, head_size);
-    memory_.reset(new Line[measure.used]);
-    Arena arena{memory_.get()};
-    for (int64_t i = 0; i < count; ++i) workers_.push_back(take_worker(arena, plan, head_size));
+// Multiply-adds, at most.
+int64_t work_of(const AttentionCall& call) {
+  int64_t pairs = 0;
+  for (int64_t b = 0; b < call.batch; ++b) {
+    const int64_t num_rows = call.cu_rows[b + 1] - call.cu_rows[b];
+    int64_t keys = call.context_lens[b];
+    if (call.sliding_window > 0) keys = std::min(keys, call.sliding_window + num_rows);
+    pairs += num_rows * keys;
   }
-  const Worker& operator[](int64_t i) const { return workers_[i]; }
-  const int64_t count;
-
- private:
-  std::unique_ptr<Line[]> memory_;
-  std::vector<Worker> workers_;
-};
-
-// One thread takes a query tile through all its splits.
-void run_by_tiles(const AttentionCall& call, const Plan& plan, const Workers& workers) {
-  const AttentionKernels& kernel = kernels().attention;
-  for_each_task(plan.tiles.size(), workers.count, [&](int64_t task, int64_t worker) {
-    const auto& [scratch, state, next] = workers[worker];
-    const QueryTile& tile = plan.tiles[task];
-    kernel.attend(call, tile, nth_split(tile.keys, 0), scratch, state);
-    for (int64_t n = 1; n < num_splits(tile.keys); ++n) {
-      kernel.attend(call, tile, nth_split(tile.keys, n), scratch, next);
-      kernel.merge(state, next, tile.num_rows, padded(call.head_size));
-    }
-    kernel.finish(call, tile, state);
-  });
-}
-
-struct SplitTask {
-  const QueryTile* tile;
-  KeyRange keys;
-  AttentionState state;
-};
-
-// Few tiles on long contexts: every split is a task of its own and keeps its state for a second
-// pass.
-void run_by_splits(const AttentionCall& call, const Plan& plan, const Workers& workers) {
-  const AttentionKernels& kernel = kernels().attention;
-  std::vector<SplitTask> splits;
-  Arena measure;
-  for (const QueryTile& tile : plan.tiles) {
-    for (int64_t n = 0; n < num_splits(tile.keys); ++n) {
-      splits.push_back({&tile, nth_split(tile.keys, n), {}});
-      take_state(measure, tile.num_rows, call.head_size);
-    }
-  }
-  const std::unique_ptr<Line[]> memory(new Line[measure.used]);
-  Arena arena{memory.get()};
-  for (SplitTask& split : splits) {
-    split.state = take_state(arena, split.tile->num_rows, call.head_size);
-  }
-  for_each_task(splits.size(), workers.count, [&](int64_t task, int64_t worker) {
-    const SplitTask& split = splits[task];
-    kernel.attend(call, *split.tile, split.keys, workers[worker].scratch, split.state);
-  });
-  const SplitTask* split = splits.data();
-  for (const QueryTile& tile : plan.tiles) {
-    for (int64_t n = 1; n < num_splits(tile.keys); ++n) {
-      kernel.merge(split[0].state, split[n].state, tile.num_rows, padded(call.head_size));
-    }
-    kernel.finish(call, tile, split[0].state);
-    split += num_splits(tile.keys);
-  }
+  return pairs * call.num_heads * call.head_size * 2;
 }
 
 }  // namespace
 
+PagedAttention::PagedAttention(const AttentionCall& call, int64_t num_workers)
+    : sights_(sights_of(call)) {
+  add_tiles(call, num_workers);
+  const int64_t num_tiles = tiles_.size();
+  int64_t total = 0;
+  for (const QueryTile& tile : tiles_) total += num_splits(tile.keys);
+  if (num_workers > 1 && num_tiles < kTasksPerWorker * num_workers && total > num_tiles) {
+    for (int64_t t = 0; t < num_tiles; ++t) {
+      for (int64_t n = 0; n < num_splits(tiles_[t].keys); ++n) {
+        splits_.push_back({t, nth_split(tiles_[t].keys, n)});
+      }
+    }
+  }
+  memory_.emplace([&](Arena& arena) { return take_memory(call.head_size, num_workers, arena); });
+}
+
+// Many tokens of one KV head, for which its keys are packed once, or few tokens of several heads,
+// whose keys are neighbours in memory, if there are tiles enough for all workers.
+void PagedAttention::add_tiles(const AttentionCall& call, int64_t num_workers) {
+  const int64_t group = call.num_heads / call.num_kv_heads;
+  const int64_t most_tokens = std::max<int64_t>(1, kRowsOfOneHead / group);
+  const int64_t share =
+      num_workers == 1
+          ? call.num_kv_heads
+          : std::max<int64_t>(1, call.batch * call.num_kv_heads / (kTasksPerWorker * num_workers));
+  for (int64_t b = 0; b < call.batch; ++b) {
+    const int64_t end = call.cu_rows[b + 1];
+    for (int64_t token = call.cu_rows[b]; token < end; token += most_tokens) {
+      const int64_t num_tokens = std::min(most_tokens, end - token);
+      const int64_t most_heads = std::clamp<int64_t>(kRowsPerTile / (num_tokens * group), 1, share);
+      for (int64_t head = 0; head < call.num_kv_heads; head += most_heads) {
+        const int64_t num_heads = std::min(most_heads, call.num_kv_heads - head);
+        const int64_t num_rows = num_heads * num_tokens * group;
+        tiles_.push_back(
+            {b, token, num_tokens, head, num_heads, num_rows, {}, {}, &sights_[token]});
+        look(tiles_.back());
+      }
+    }
+  }
+}
+
+PagedAttention::Memory PagedAttention::take_memory(int64_t head_size, int64_t num_workers,
+                                                   Arena& arena) const {
+  int64_t rows = 0, padded_rows = 0, kv_heads = 0;  // of a tile, at most
+  for (const QueryTile& tile : tiles_) {
+    const int64_t heads = tile.num_kv_heads;
+    rows = std::max(rows, tile.num_rows);
+    padded_rows = std::max(padded_rows, heads * padded(tile.num_rows / heads));
+    kv_heads = std::max(kv_heads, heads);
+  }
+  const int64_t depth = (head_size + kDepthPadding - 1) / kDepthPadding * kDepthPadding;
+  const int64_t packed = (1 + kv_heads) * kKeyTile * depth / 2;
+  Memory memory;
+  for (int64_t i = 0; i < num_workers; ++i) {
+    const AttentionScratch scratch = {arena.take(padded_rows * depth),
+                                      arena.take(packed),
+                                      arena.take(packed),
+                                      arena.take(rows * kKeyTile),
+                                      arena.take(rows * kRowPadding),
+                                      arena.take<uint64_t>(rows)};
+    memory.workers.push_back(
+        {scratch, take_state(arena, rows, head_size), take_state(arena, rows, head_size)});
+  }
+  for (const Split& split : splits_) {
+    memory.splits.push_back(take_state(arena, tiles_[split.tile].num_rows, head_size));
+  }
+  return memory;
+}
+
+void PagedAttention::run(const AttentionCall& call, Team::Member& member) const {
+  const AttentionKernels& kernel = kernels().attention;
+  const Memory& memory = **memory_;
+  const Worker& worker = memory.workers[member.worker];
+  const int64_t num_tiles = tiles_.size(), num_splits = splits_.size();
+  if (num_splits == 0) {
+    member.share(num_tiles, [&](int64_t t) { attend_all(call, tiles_[t], worker); });
+    return;
+  }
+  member.share(num_splits, [&](int64_t n) {
+    const Split& split = splits_[n];
+    kernel.attend(call, tiles_[split.tile], split.keys, worker.scratch, memory.splits[n]);
+  });
+  // The first split of each tile takes up the others.
+  member.share(num_splits, [&](int64_t n) {
+    const int64_t t = splits_[n].tile;
+    if (n > 0 && splits_[n - 1].tile == t) return;
+    for (int64_t next = n + 1; next < num_splits && splits_[next].tile == t; ++next) {
+      kernel.merge(memory.splits[n], memory.splits[next], tiles_[t].num_rows,
+                   padded(call.head_size));
+    }
+    kernel.finish(call, tiles_[t], memory.splits[n]);
+  });
+}
+
+// Takes a query tile through all its splits.
+void PagedAttention::attend_all(const AttentionCall& call, const QueryTile& tile,
+                                const Worker& worker) const {
+  const AttentionKernels& kernel = kernels().attention;
+  kernel.attend(call, tile, nth_split(tile.keys, 0), worker.scratch, worker.state);
+  for (int64_t n = 1; n < num_splits(tile.keys); ++n) {
+    kernel.attend(call, tile, nth_split(tile.keys, n), worker.scratch, worker.next);
+    kernel.merge(worker.state, worker.next, tile.num_rows, padded(call.head_size));
+  }
+  kernel.finish(call, tile, worker.state);
+}
+
 void attention(const AttentionCall& call) {
   check_indices(call);
-  const Plan plan = make_plan(call);
-  const int64_t num_tiles = plan.tiles.size();
-  if (num_tiles == 0) return;
-  const int64_t threads = plan.work < kSerialWork ? 1 : num_threads();
-  const Workers workers(threads, plan, call.head_size);
-  if (threads > 1 && num_tiles < kTasksPerThread * threads && plan.num_splits > num_tiles) {
-    run_by_splits(call, plan, workers);
-  } else {
-    run_by_tiles(call, plan, workers);
-  }
+  if (call.num_rows == 0) return;
+  const int64_t workers = work_of(call) < kSerialWork ? 1 : num_threads();
+  const PagedAttention plan(call, workers);
+  Team(workers, PagedAttention::kPhases).run([&](Team::Member& member) { plan.run(call, member); });
 }
 
 }  // namespace fastspec::cpu

@@ -2,9 +2,12 @@
 // work.
 #pragma once
 #include <cstdint>
+#include <optional>
 #include <vector>
 
+#include "arena.h"
 #include "elements.h"
+#include "parallel.h"
 
 namespace fastspec::cpu {
 
@@ -88,6 +91,41 @@ void check_indices(const AttentionCall& call);
 
 // What each row of the call sees; the indices have been checked.
 std::vector<Sight> sights_of(const AttentionCall& call);
+
+// The plan of attention over the pages of a batch: which query tile meets which keys, in which
+// task, with which memory. Calls that differ in their tensors alone share it.
+class PagedAttention {
+ public:
+  // The indices of the call have been checked.
+  PagedAttention(const AttentionCall& call, int64_t num_workers);
+
+  static constexpr int64_t kPhases = 2;  // at most
+  // Phases: fills call.out.
+  void run(const AttentionCall& call, Team::Member& member) const;
+
+ private:
+  struct Split {
+    int64_t tile;
+    KeyRange keys;
+  };
+  struct Worker {
+    AttentionScratch scratch;
+    AttentionState state, next;
+  };
+  struct Memory {
+    std::vector<Worker> workers;
+    std::vector<AttentionState> splits;
+  };
+
+  void add_tiles(const AttentionCall& call, int64_t num_workers);
+  Memory take_memory(int64_t head_size, int64_t num_workers, Arena& arena) const;
+  void attend_all(const AttentionCall& call, const QueryTile& tile, const Worker& worker) const;
+
+  std::vector<Sight> sights_;
+  std::vector<QueryTile> tiles_;
+  std::vector<Split> splits_;  // in the order of tiles; none where a task is a whole tile
+  std::optional<Scratch<Memory>> memory_;
+};
 
 // Checks the index tensors (std::invalid_argument names the bad one), then fills call.out.
 void attention(const AttentionCall& call);
