@@ -16,7 +16,7 @@ from fastspec_kernels import available_backends, gated_mlp, linear, rms_norm
 Forward = Callable[[Tensor], Tensor]
 
 # Above this many rows torch's matrix product is at its best, and prompts are read in such passes.
-MOST_FEW_ROWS = 64
+MOST_FEW_ROWS = 256
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ROTATION = "apply_rotary_pos_emb"  # what transformers' models call the function
 
