@@ -63,7 +63,7 @@ struct WideTiles {
         weights[n] = load_weight(weight + n * depth + k);
         if constexpr (outputs > 1) ahead.fetch(weight + n * depth + k, n);
       }
-#pragma GCC unroll 5
+#pragma GCC unroll 6
       for (int r = 0; r < rows; ++r) {
         const NativeF32 x = load_native(input + r * stride + k);
 #pragma GCC unroll 4
@@ -74,7 +74,7 @@ struct WideTiles {
       add(k, [](const T* from) { return load_native(from); });
     }
     if (whole < depth) add(whole, [&](const T* from) { return load_rest(from, depth - whole); });
-#pragma GCC unroll 5
+#pragma GCC unroll 6
     for (int r = 0; r < rows; ++r) sums[r * kNativeLanes] = sum_some<outputs>(own[r]);
   }
 };
@@ -109,14 +109,14 @@ void multiply_rows(const PackedRows& packed, const Product& product, const X* in
   }
 }
 
-// A few outputs at a time meet all rows, four or five at once, so that the nearest caches hold
-// both. `stride` values lie from one row to the next. Where there are several such groups of rows,
-// each fetches its part of the next outputs: memory is as busy in the last group as in the first.
+// A few outputs at a time meet all rows, up to six at once, so that the nearest caches hold both.
+// `stride` values lie from one row to the next. Where there are several such groups of rows, each
+// fetches its part of the next outputs: memory is as busy in the last group as in the first.
 template <class Tiles, class X, class W>
 void multiply_tiles_of(const PackedRows& rows, const Product& product, const X* input,
                        const W* weight, int64_t stride, int64_t first, int64_t last) {
-  constexpr int64_t kPrefetchBytes = 8192;
-  const int64_t num_groups = (rows.num_rows + 2) / 4;
+  constexpr int64_t kPrefetchBytes = 8192, kMostRows = 6;
+  const int64_t num_groups = (rows.num_rows + kMostRows - 1) / kMostRows;
   for (int64_t n = first; n < last; n += kOutputTile) {
     const int64_t end = n + kOutputTile < last ? n + kOutputTile : last;
     for (int64_t row = 0, group = 0; row < rows.num_rows; ++group) {
@@ -132,7 +132,8 @@ void multiply_tiles_of(const PackedRows& rows, const Product& product, const X* 
                  n, end);
         row += count.value;
       };
-      switch (rows.num_rows - row) {
+      const int64_t left = rows.num_rows - row, groups = num_groups - group;
+      switch ((left + groups - 1) / groups) {
         case 1:
           run(std::integral_constant<int, 1>());
           break;
@@ -142,11 +143,14 @@ void multiply_tiles_of(const PackedRows& rows, const Product& product, const X* 
         case 3:
           run(std::integral_constant<int, 3>());
           break;
+        case 4:
+          run(std::integral_constant<int, 4>());
+          break;
         case 5:
           run(std::integral_constant<int, 5>());
           break;
         default:
-          run(std::integral_constant<int, 4>());
+          run(std::integral_constant<int, 6>());
       }
     }
   }

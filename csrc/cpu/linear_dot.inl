@@ -51,7 +51,7 @@ struct PairTiles {
     if (whole < depth) {
       add(input + whole, stride, weight + whole, depth, (1u << (depth - whole)) - 1, ahead, own);
     }
-#pragma GCC unroll 5
+#pragma GCC unroll 6
     for (int r = 0; r < rows; ++r) {
       NativeF32 row[outputs];
 #pragma GCC unroll 4
@@ -71,7 +71,7 @@ struct PairTiles {
       if constexpr (outputs > 1) ahead.fetch(weight + n * depth, n);
       weights[n] = bit_cast<__m512bh>(_mm512_maskz_loadu_epi16(mask, weight + n * depth));
     }
-#pragma GCC unroll 5
+#pragma GCC unroll 6
     for (int r = 0; r < rows; ++r) {
       const __m512bh x = bit_cast<__m512bh>(_mm512_loadu_si512(input + r * stride));
 #pragma GCC unroll 4
