@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Sequence
 from itertools import accumulate, takewhile
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from fastspec.drafters.base import (
 from fastspec.drafters.context import DrafterContext, DrafterPlan, Loader
 from fastspec.drafters.logit_rules import Rows, apply_rules, without_forbidden
 from fastspec.models.cache_size import Blocks
-from fastspec.models.layout import KVCache, Span
+from fastspec.models.layout import Span
 from fastspec.models.paged_model import PagedModel
 from fastspec.models.runner import ModelRunner
 from fastspec.models.transfer import device_tensor, padded_tensor
@@ -316,7 +316,7 @@ class TargetReader(DraftModelDrafter):
         super().__init__(runner, block_manager, target.vocab_size, *options)
 
     @staticmethod
-    def pages(model: PagedModel, target: ModelRunner, blocks: Blocks) -> list[KVCache]:
+    def pages(model: PagedModel, target: ModelRunner, blocks: Blocks) -> Any:
         """What its passes read of the target, which keeps it from now on."""
         raise NotImplementedError
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -32,6 +33,8 @@ class SuffixFirst:
         num_copied: most that a copy has.
         draws: whether the model samples for sampled requests, so that its proposals have logits.
     """
+
+    _is_tree = False
 
     def __init__(
         self,
@@ -81,8 +84,8 @@ class SuffixFirst:
     def _drafted(self, batch: Batch, depths: list[int]) -> Proposal:
         """The model's proposal for the requests with a depth, counts and writers filled in."""
         num, nodes = min(batch.num_speculative_tokens, self._num_tokens), depths
-        if isinstance(self._model, TreeProposer):
-            most = self._model.max_nodes(num)
+        if self._is_tree:
+            most = cast(TreeProposer, self._model).max_nodes(num)
             room = zip(batch.max_nodes, depths, strict=True)
             nodes = [min(free, most) if depth else 0 for free, depth in room]
         own = replace(batch, num_draft_tokens=depths, max_nodes=nodes, num_speculative_tokens=num)
@@ -104,7 +107,7 @@ class SuffixFirst:
         the batch.
         """
         num, device = len(batch.requests), batch.device
-        is_tree = isinstance(self._model, TreeProposer)
+        is_tree = self._is_tree
         rule, draft_logits = "target_only" if is_tree else None, None
         token_map = None
         if self._has_logits(batch):
@@ -180,6 +183,7 @@ class SuffixFirst:
 class SuffixFirstTrees(SuffixFirst):
     """The same over a drafter of trees; a copy is a tree of one branch."""
 
+    _is_tree = True
     _model: TreeProposer
 
     def max_nodes(self, num_speculative_tokens: int) -> int:

@@ -160,15 +160,18 @@ class FlatModel:
         """As `PagedModel.forward`."""
         hidden = self._embed(input_ids).float()
         cos, sin = self._table.factors(positions)
+        kept = () if step.inputs is None else step.inputs.layers
         for run in self._runs:
-            for part in _from_each(step.inputs, run) if step.inputs else [run]:
-                if part[0].index in step.inputs:
-                    step.keep_input(part[0].index, hidden)
+            for part in _from_each(kept, run) if kept else [run]:
+                if part[0].index in kept:
+                    step.given[part[0].index] = hidden
                 hidden = run_layers(part, hidden, cos, sin, step)
-        if LAST_STATE in step.inputs:
-            step.keep_input(LAST_STATE, self._norm(hidden.to(self._dtype)))
-        kept = hidden if isinstance(rows, int) else hidden[rows]
-        return self._head(self._norm(kept.to(self._dtype)))
+        if LAST_STATE in kept:
+            step.given[LAST_STATE] = self._norm(hidden.to(self._dtype))
+        if kept:
+            step.store_inputs()
+        hidden = hidden if isinstance(rows, int) else hidden[rows]
+        return self._head(self._norm(hidden.to(self._dtype)))
 
     def is_whole(self, input_ids: Tensor, positions: Tensor, logits: Tensor) -> bool:
         """Whether the trial pass went through these parts and no others.

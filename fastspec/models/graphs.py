@@ -7,7 +7,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fastspec.models.layout import KVCache, PagedStep, PassShape, Span, lay_out, tree_positions
+from fastspec.models.layout import (
+    KeptInputs,
+    KVCache,
+    PagedStep,
+    PassShape,
+    Span,
+    lay_out,
+    tree_positions,
+)
 from fastspec.models.paged_model import PagedModel
 from fastspec.models.transfer import host_tensor
 
@@ -107,7 +115,7 @@ class GraphedForward:
     block_size: int
     capture: Capture | None
     must: bool
-    inputs: dict[int, KVCache] = field(default_factory=dict, init=False)
+    inputs: KeptInputs | None = field(default=None, init=False)
     _passes: "dict[tuple[PassShape, int], StaticPass]" = field(default_factory=dict, init=False)
 
     def forward(
@@ -139,7 +147,7 @@ class GraphedForward:
                 return None
         return static.replay()[: asked.num_rows or asked.num_tokens].clone()
 
-    def keep_inputs(self, inputs: dict[int, KVCache]) -> None:
+    def keep_inputs(self, inputs: KeptInputs) -> None:
         """Store what some layers are given, in every pass from now on."""
         self.inputs = inputs
         self._passes.clear()

@@ -40,6 +40,16 @@ class CacheStack(NamedTuple):
         return dict(zip(self.layers, pairs, strict=True))
 
 
+class KeptInputs(NamedTuple):
+    """What some layers of a model are given, or `LAST_STATE`, of each token [E], in pages.
+
+    The halves of E lie as keys and values do, with a head for each layer.
+    """
+
+    layers: list[int]
+    pages: KVCache  # two of [num_blocks, block_size, L, E / 2]
+
+
 @dataclass(eq=False)
 class StateKey:
     """Stands for a text while its tokens are cached; a model keeps its states for as long."""
@@ -97,8 +107,8 @@ class PagedStep:
         backend: of the kernels.
         spans: what is read, as the host knows it; empty where a graph is replayed.
         ancestor_mask: of token trees, see `build_tree`; None = the tokens form chains.
-        inputs: by layer, pages of what it is given, beside its keys and values, and pages of
-            `LAST_STATE`; see `keep_inputs`.
+        inputs: pages of what some layers are given.
+        given: that, [T, E] by layer, for `store_inputs`.
         chunks: by layer that attends in chunks, the pass as it is there.
         glimpse: what a draft sees of its target.
         calls: of our attention, noted in the probing pass only.
@@ -115,7 +125,8 @@ class PagedStep:
     backend: str
     spans: list[Span] = field(default_factory=list)
     ancestor_mask: Tensor | None = None
-    inputs: dict[int, KVCache] = field(default_factory=dict)
+    inputs: "KeptInputs | None" = None
+    given: dict[int, Tensor] = field(default_factory=dict)
     chunks: "dict[int, PagedStep]" = field(default_factory=dict)
     glimpse: Any = None
     calls: list[AttentionCall] | None = None
@@ -139,11 +150,14 @@ class PagedStep:
             caches, positions, rows, tables, lens, ends, slots, prompts, backend, spans=spans
         )
 
-    def keep_input(self, layer: int, hidden: Tensor) -> None:
-        """Store what a layer is given, or `LAST_STATE`, [T, E]: halves are as keys and values."""
-        key_cache, value_cache = self.inputs[layer]
-        first, second = hidden.to(key_cache.dtype)[:, None].chunk(2, dim=-1)
-        store_kv(first, second, key_cache, value_cache, self.slot_mapping, backend=self.backend)
+    def store_inputs(self) -> None:
+        """Store what the layers were given in this pass, if that is to be kept."""
+        if self.inputs is None:
+            return
+        pages = self.inputs.pages
+        states = torch.stack([self.given[layer] for layer in self.inputs.layers], dim=1)
+        first, second = states.to(pages[0].dtype).chunk(2, dim=-1)
+        store_kv(first, second, *pages, self.slot_mapping, backend=self.backend)
 
     def probed_cache(self, layer: int, key: Tensor, value: Tensor, *options) -> KVCache:
         """Note a call in the probing pass; a block with room for keys and values [T, G, D]."""

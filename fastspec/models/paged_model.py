@@ -29,6 +29,7 @@ from fastspec.models.layout import (
     CacheStack,
     EncoderInput,
     HeadShape,
+    KeptInputs,
     PagedStep,
     Span,
     StateKey,
@@ -216,6 +217,7 @@ class PagedModel:
             _RUNNING.reset(running)
         if self.recurrent is not None:
             self.recurrent.end()
+        step.store_inputs()
         return logits if self._keeps_logits or isinstance(rows, int) else logits[rows]
 
     def new_caches(self, num_blocks: int, block_size: int) -> list[CacheStack]:
@@ -233,7 +235,7 @@ class PagedModel:
             for (keys, values), layers in layers_of.items()
         ]
 
-    def keep_inputs(self, layers: list[int], num_blocks: int, block_size: int) -> CacheStack:
+    def keep_inputs(self, layers: list[int], num_blocks: int, block_size: int) -> KeptInputs:
         """Pages of what these layers are given, or of `LAST_STATE`, for passes whose `inputs` they
         are; zeros first.
 
@@ -247,11 +249,10 @@ class PagedModel:
         require("target layers", layers, fits, f"0 to {most}")
 
         def keep(index: int, hidden: Tensor) -> None:
-            step = _RUNNING.get()
-            if step is not None and index in step.inputs:
-                step.keep_input(index, hidden[0])
+            if (step := _RUNNING.get()) is not None:
+                step.given[index] = hidden[0]
 
-        for index in inner:
+        for index in {*inner}:
             modules[index].register_forward_pre_hook(
                 lambda _, args, kwargs, index=index: keep(
                     index, args[0] if args else kwargs["hidden_states"]
@@ -264,8 +265,9 @@ class PagedModel:
             )
         size = self.model.config.get_text_config(decoder=True).hidden_size
         require("hidden_size", size, size % 2 == 0, "an even number, to keep hidden states")
-        shape = (2, len(layers), num_blocks, block_size, 1, size // 2)
-        return CacheStack(layers, *torch.zeros(shape, dtype=self.dtype, device=self.device))
+        shape = (2, num_blocks, block_size, len(layers), size // 2)
+        keys, values = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        return KeptInputs(layers, (keys, values))
 
     def use_own_columns(self, size: int) -> DraftVocabulary:
         """From now on give logits of the tokens alone that a reduced head knows; which these are.

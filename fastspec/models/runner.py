@@ -7,6 +7,7 @@ from fastspec.config.checks import require
 from fastspec.models.graphs import GraphedForward, capture_for
 from fastspec.models.layout import (
     CacheStack,
+    KeptInputs,
     KVCache,
     PagedStep,
     Span,
@@ -52,7 +53,7 @@ class ModelRunner:
             pairs = (stack.by_layer().items() for stack in self._cache_stacks)
             caches = {layer: cache for stack in pairs for layer, cache in stack}
         self.caches = caches
-        self.inputs: dict[int, KVCache] = {}
+        self.inputs: KeptInputs | None = None
         self._num_blocks, self._block_size = num_blocks, block_size
         self._chunk_size = chunk_size
         self.graphs: GraphedForward | None = None
@@ -64,7 +65,7 @@ class ModelRunner:
         """The pages of these layers, with the keys and values of all heads."""
         return [self.caches[layer] for layer in layers]
 
-    def keep_inputs(self, layers: list[int]) -> list[KVCache]:
+    def keep_inputs(self, layers: list[int]) -> KVCache:
         """From now on, keep what these layers are given of each token, or the last hidden state
         (`LAST_STATE`), in pages of the same slots.
 
@@ -73,15 +74,15 @@ class ModelRunner:
         Raises:
             ValueError: there are no such layers, or others are kept already.
         """
-        kept, wanted = sorted(self.inputs), sorted({*layers})
-        require("target layers", layers, not kept or kept == wanted, f"{kept}, as before")
-        if not kept:
-            pages = self.paged_model.keep_inputs(wanted, self._num_blocks, self._block_size)
-            self._cache_stacks.append(pages)
-            self.inputs = pages.by_layer()
+        if self.inputs is None:
+            self.inputs = self.paged_model.keep_inputs(layers, self._num_blocks, self._block_size)
+            keys, values = self.inputs.pages
+            self._cache_stacks.append(CacheStack(layers, keys[None], values[None]))
             if self.graphs is not None:
                 self.graphs.keep_inputs(self.inputs)
-        return [self.inputs[layer] for layer in layers]
+        kept = self.inputs.layers
+        require("target layers", layers, layers == kept, f"{kept}, as before")
+        return self.inputs.pages
 
     def forward(
         self,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 
-def host_tensor(values: Sequence, dtype: torch.dtype, device: torch.device) -> Tensor:
+def host_tensor(values: Sequence | np.ndarray, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor on the host, page-locked where it is bound for a GPU: only then is a copy to it
     asynchronous."""
     return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
@@ -26,8 +26,9 @@ def device_tensor(
 
     The host memory is not used again before they are, torch's allocator sees to that.
     """
-    is_cuda = device.type == "cuda"
-    return torch.tensor(values, dtype=dtype, pin_memory=is_cuda).to(device, non_blocking=True)
+    if device.type == "cpu":
+        return torch.tensor(values, dtype=dtype)
+    return host_tensor(values, dtype, device).to(device, non_blocking=True)
 
 
 def padded_tensor(rows: Sequence[Sequence[int]], width: int, device: torch.device) -> Tensor:

@@ -30,7 +30,7 @@ class Eagle3Runner(ModelRunner):
     def __init__(
         self,
         paged_model: PagedModel,
-        inputs: list[KVCache],
+        inputs: KVCache,
         num_blocks: int,
         block_size: int,
         chunk_size: int,
@@ -119,7 +119,7 @@ class Eagle3Drafter(TargetReader):
             self.name = "eagle"
 
     @staticmethod
-    def pages(model: PagedModel, target: ModelRunner, blocks: Blocks) -> list[KVCache]:
+    def pages(model: PagedModel, target: ModelRunner, blocks: Blocks) -> KVCache:
         kept = target.keep_inputs(model.model.target_layers)
         blocks.share_with_next()
         return kept

@@ -71,14 +71,14 @@ class PagedStates:
     """The hidden states that the T rows of one pass read and leave.
 
     Attributes:
-        inputs: pages of the target's hidden states.
+        inputs: pages of the target's hidden states, a head for each.
         own: [slots, E], what the draft has made.
         is_known: of each row, whether the target has read the token before its own.
         slots: [T] int64, where that is kept in `inputs`, else in `own`.
         row_slots: [T] int64, of the rows.
     """
 
-    inputs: list[KVCache]
+    inputs: KVCache
     own: Tensor
     is_known: list[bool]
     slots: Tensor
@@ -88,8 +88,8 @@ class PagedStates:
         """Of each row [1, T, E]: the target's states fused, or what the draft made itself."""
         if not any(self.is_known):
             return self.own[self.slots][None]
-        halves = [part.flatten(0, 1)[self.slots, 0] for cache in self.inputs for part in cache]
-        fused = fuse(torch.cat(halves, dim=-1).to(self.own.dtype))
+        halves = [part.flatten(0, 1)[self.slots] for part in self.inputs]  # [T, L, E / 2]
+        fused = fuse(torch.cat(halves, dim=-1).flatten(1).to(self.own.dtype))
         if not all(self.is_known):
             is_known = device_tensor(self.is_known, torch.bool, fused.device)
             fused = torch.where(is_known[:, None], fused, self.own[self.slots])
