@@ -245,6 +245,33 @@ def test_nothing_is_written_where_a_later_layer_is_wrong():
     assert error == "key_caches: expected one for each of 1 layers, got 2"
 
 
+def test_nothing_is_written_where_an_index_is_wrong():
+    layers = Layers(torch.float32)
+    changed, error = written(layers, context_lens=torch.tensor([5], dtype=torch.int32))
+    assert not any(changed)
+    assert error.startswith("context_lens[0]: expected from 1 "), error
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_long_contexts_with_any_number_of_threads(dtype, restore_threads):
+    """Contexts whose keys are split among tasks."""
+    layers = Layers(dtype)
+    call = ([0, 1, 2], [[*range(9)] * 40, [7] * 360], [1440, 600], [2, 1])
+    outs = []
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        outs.append(layers.run(*call)[0])
+    assert all(torch.equal(out, outs[0]) for out in outs)
+    assert_close(outs[0], layers.run(*call, backend="reference")[0], TOLERANCE[dtype])
+
+
+def test_layers_of_unlike_sizes_in_one_call():
+    layers, others = Layers(torch.float32), Layers(torch.float32, heads=6, kv_heads=3, hidden=33)
+    layers.weights += others.weights
+    layers.caches = [own + more for own, more in zip(layers.caches, others.caches, strict=True)]
+    check_call(layers, ([0, 1, 2], [[4, 0], [2, 3]], [6, 3], [2, 1]), "cpu", 1e-5)
+
+
 def test_layers_in_one_call_are_those_in_several(restore_threads):
     layers = Layers(torch.bfloat16, number=3)
     call = ([0, 1, 2, 3, 4], [[4, 0], [2, 3]], [6, 3], [3, 2])
