@@ -15,7 +15,8 @@ def linear(
     """Multiply few rows by a weight matrix, each row's result independent of the other rows.
 
     out[..., n] = sum over k of input[..., k] * weight[n, k], plus bias[n]: torch's linear, made for
-    the 1 to about 64 rows of decoding and verification, where reading the weights is all the cost.
+    the few rows of decoding and verification, where reading the weights is all the cost; up to some
+    256 rows it keeps up with torch.
 
     Args:
         input: [..., K] float32, bfloat16 or float16, contiguous.
