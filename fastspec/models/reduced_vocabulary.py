@@ -75,6 +75,7 @@ class DraftVocabulary:
             self.token_map = torch.full((size,), -1, **options)
             self.token_map[token_ids] = torch.arange(len(token_ids), **options)
             self._known = frozenset(token_ids.tolist())
+            self._tokens = pad(token_ids.int(), (0, 1), value=-1)  # whose last one -1 stands for
 
     def knows(self, token_id: int) -> bool:
         """Whether a token has a column."""
@@ -84,8 +85,7 @@ class DraftVocabulary:
         """The tokens int32 of columns; -1 stays what it is."""
         if self._token_ids is None:
             return columns
-        token_ids = self._token_ids[columns.clamp(min=0).long()].int()
-        return token_ids.masked_fill(columns < 0, -1)
+        return self._tokens[columns.long()]
 
     def whole(self, logits: Tensor) -> Tensor:
         """Logits [.., V] of all tokens from those of the columns."""
