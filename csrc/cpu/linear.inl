@@ -25,12 +25,12 @@ struct Ahead {
 
 // Outputs that some rows meet at once. A single row reads weights in the order of memory, which
 // processors fetch ahead by themselves, except that short vectors need some sums side by side to
-// keep up. A few rows stay near that order; where several groups of rows follow each other, each
-// shares what it loads, as much as the registers hold.
-template <int rows, bool alone>
-constexpr int kOutputsOf = rows == 1                    ? kParts
-                           : alone || kNativeLanes < 16 ? 2
-                                                        : 4;
+// keep up. Two or three rows stay near that order; more share what they load, as much as the
+// registers hold.
+template <int rows>
+constexpr int kOutputsOf = rows == 1                        ? kParts
+                           : rows <= 3 || kNativeLanes < 16 ? 2
+                                                            : 4;
 
 // out[i] = sums[i] + bias[i] for the `count` outputs of a row from n on.
 FASTSPEC_INLINE void write_outputs(const Product& product, Element weights, int64_t row, int64_t n,
@@ -80,10 +80,10 @@ struct WideTiles {
 };
 
 // Rows times outputs first..last.
-template <int rows, bool alone, class Tiles, class X, class W>
+template <int rows, class Tiles, class X, class W>
 void multiply_rows(const PackedRows& packed, const Product& product, const X* input, int64_t stride,
                    const W* weight, Ahead ahead, int64_t row, int64_t first, int64_t last) {
-  constexpr int outputs = kOutputsOf<rows, alone>;
+  constexpr int outputs = kOutputsOf<rows>;
   const int64_t depth = packed.depth;
   for (int64_t n = first; n < last; n += kNativeLanes) {
     const int64_t count = last - n < kNativeLanes ? last - n : kNativeLanes;
@@ -126,10 +126,8 @@ void multiply_tiles_of(const PackedRows& rows, const Product& product, const X* 
         for (int64_t i = group; i < 4; i += num_groups) ahead.outputs |= 1u << i;
       }
       const auto run = [&](auto count) {
-        const auto multiply = num_groups > 1 ? multiply_rows<count.value, false, Tiles, X, W>
-                                             : multiply_rows<count.value, true, Tiles, X, W>;
-        multiply(rows, product, input + row * stride, stride, weight + n * rows.depth, ahead, row,
-                 n, end);
+        multiply_rows<count.value, Tiles>(rows, product, input + row * stride, stride,
+                                          weight + n * rows.depth, ahead, row, n, end);
         row += count.value;
       };
       const int64_t left = rows.num_rows - row, groups = num_groups - group;
