@@ -77,7 +77,7 @@ MUTATIONS = [
         CACHE,
         ("first * cos[i].wide() - second", "first * cos[i].wide() + second"),
         ("second * cos[i + half].wide()", "second * cos[i].wide()"),
-        ("if (slot < 0) continue;", "if (slot < -1) continue;"),
+        ("if (slot < 0) return;", "if (slot < -1) return;"),
     ),
     *_of(
         "csrc/cpu/match_suffix.cpp",
@@ -109,6 +109,26 @@ MUTATIONS = [
         path="avx2",
     ),
     *_of(
+        "csrc/cpu/tree_attention.cpp",
+        "tests/kernels/test_decoder_layers.py",
+        (
+            "kRowsPerTile / (num_tokens * group), 1, share",
+            "call.num_kv_heads, 1, call.num_kv_heads",
+        ),
+        ("if (n > 0 && splits_[n - 1].tile == t) return;", "if (n > 0) return;"),
+    ),
+    *_of(
+        "csrc/cpu/decoder_layer.cpp",
+        "tests/kernels/test_decoder_layers.py",
+        ("left.num_heads == right.num_heads &&", ""),
+        ("    check_indices(call.attention);\n", ""),
+        ("add_branch(call_.attention_out_norm, row);", ""),
+        (
+            "* call_.embedding_size, call_.embedding_size, inputs)",
+            ", call_.embedding_size, inputs)",
+        ),
+    ),
+    *_of(
         "csrc/cpu/attention_packed.inl",
         ATTENTION,
         ("<< (kLaneBits - 1 - bit)", "<< bit"),
@@ -125,7 +145,8 @@ MUTATIONS = [
     *_of(
         "csrc/cpu/linear.inl",
         "tests/kernels/test_linear.py",
-        ("sums + bias)", "sums)"),
+        ("      sums += load_rest", "      load_rest"),
+        ("sums[r][i / outputs] = sum_some", "sum_some"),
         ("if (whole < depth) add(whole, [&]", "if (depth < 0) add(whole, [&]"),
         path="avx2",
     ),
