@@ -111,10 +111,6 @@ MUTATIONS = [
     *_of(
         "csrc/cpu/tree_attention.cpp",
         "tests/kernels/test_decoder_layers.py",
-        (
-            "kRowsPerTile / (num_tokens * group), 1, share",
-            "call.num_kv_heads, 1, call.num_kv_heads",
-        ),
         ("if (n > 0 && splits_[n - 1].tile == t) return;", "if (n > 0) return;"),
     ),
     *_of(
