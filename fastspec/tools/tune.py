@@ -14,12 +14,13 @@ from fastspec.drafters.context import DrafterSource
 from fastspec.engine.engine import Engine
 from fastspec.engine.outputs import RequestOutput
 from fastspec.engine.schedule import SweepSchedule
-from fastspec.tools.formulas import throughput
+from fastspec.tools.formulas import expected_tokens, throughput
 from fastspec.tools.simulate import Simulator
 from fastspec.tools.stored_outputs import StoredOutput
 
 _TRIMMED = 0.1  # share of the slowest steps that is left out: the machine was doing something else
 _LEAST_GAIN = 1.02  # predicted over plain decoding, below which plain decoding is chosen
+_HALVINGS = 20  # of the interval in which an acceptance rate is looked for
 
 # What the target asks for: tokens of every draft model, and of MaG.
 _HORIZONTAL = ((1, 10), (1, 14), (2, 10), (3, 4))
@@ -84,6 +85,31 @@ class Measurement:
         after = (both if length else plain) + num_tokens / self.tokens_per_second(length)
         return before / after
 
+    def draft_cost(self) -> float:
+        """Of one draft token in steps of plain decoding, in chains of the largest k."""
+        most = self.lengths[-1]
+        return self.draft_seconds[most] / most / self.step_seconds(0)
+
+    def rate_for(self, gain: float, num_tokens: int) -> tuple[float, int] | None:
+        """The least acceptance rate that predicts so large a speed-up, and the k that reaches it.
+
+        By the costs alone: a draft token is taken to be accepted with that chance wherever those
+        before it were (`formulas.expected_tokens`). None where no rate is enough.
+        """
+
+        def best(rate: float) -> tuple[float, int]:
+            tokens = {length: expected_tokens(rate, length) for length in self.lengths}
+            assumed = replace(self, tokens_per_pass=tokens)
+            return max((assumed.speed_up(k, num_tokens), k) for k in self.lengths if k)
+
+        low, high = 0.0, 1.0
+        if best(high)[0] < gain:
+            return None
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            low, high = (low, middle) if best(middle)[0] >= gain else (middle, high)
+        return high, best(high)[1]
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -145,6 +171,35 @@ class Planner:
             ValueError: a prompt, drafter or option that cannot be used, or too few tokens to
                 measure each length twice.
         """
+        measurement, outputs = self._timed(spec, drafter, prompts, advance)
+        measurement.tokens_per_pass = {
+            length: self._mean_tokens(spec, drafter, outputs, length) if length else 1.0
+            for length in measurement.lengths
+        }
+        return measurement
+
+    def measure_costs(
+        self,
+        spec: SpecConfig,
+        drafter: DrafterSource,
+        prompts: Sequence[str | TokenIds],
+        advance: Callable[[], None],
+    ) -> Measurement:
+        """What a drafter costs, without what it brings: of a draft model that is yet to be trained.
+
+        Raises:
+            ValueError: as `measure` does.
+        """
+        return self._timed(spec, drafter, prompts, advance)[0]
+
+    def _timed(
+        self,
+        spec: SpecConfig,
+        drafter: DrafterSource | None,
+        prompts: Sequence[str | TokenIds],
+        advance: Callable[[], None],
+    ) -> tuple[Measurement, list[RequestOutput]]:
+        """The times of a measurement, and the texts that were written meanwhile."""
         most = spec.num_draft_tokens()
         lengths = (0, most) if method_named(spec.method).sets_length else range(most + 1)
         schedule = SweepSchedule(lengths)
@@ -174,13 +229,11 @@ class Planner:
                 )
             measurement.draft_seconds[length] = _typical([draft for draft, _ in pairs])
             measurement.verify_seconds[length] = _typical([verify for _, verify in pairs])
-            num_tokens = self._mean_tokens(spec, drafter, outputs, length) if length else 1.0
-            measurement.tokens_per_pass[length] = num_tokens
         first = measurement.draft_seconds[lengths[1]]
         plain = statistics.mean(prefill for prefill, _ in starts)
         extra = statistics.mean(max(0.0, propose - first) for _, propose in starts)
         measurement.start_seconds = (plain, plain + extra)
-        return measurement
+        return measurement, outputs
 
     def choose(self, measurements: Sequence[Measurement]) -> Plan:
         """The drafter and k with the largest predicted speed-up; plain if none gains 2 %."""
