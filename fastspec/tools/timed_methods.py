@@ -40,8 +40,9 @@ class Methods:
     GLIDE or EAGLE draft, which it cannot run. Beside our early exit theirs exits early. Assisted
     generation, or early exit, that fails on a few tokens is left out. The parts of a cascade run by
     themselves, too, and so does the draft model ("draft"), where it takes texts as long as the
-    target's, in the same ids, and needs no target: its speed is what drafting can gain at most. Without `peers` Hugging Face's are left out. Of several draft models,
-    a cascade's, both take the first.
+    target's, in the same ids, and needs no target: its speed is what drafting can gain at most.
+    Without `peers` Hugging Face's are left out. Of several draft models, a cascade's, both take the
+    first.
 
     Args:
         target, drafts: names of the models.

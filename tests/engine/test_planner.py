@@ -145,6 +145,29 @@ def test_cascades_are_measured(model, planner):
         assert measured.tokens_per_pass[spec.num_draft_tokens()] > 1
 
 
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("tree", {"tree_nodes": 4}),
+        ("draft_model", {"suffix_tokens": 4}),
+        ("tree", {"tree_nodes": 3, "suffix_tokens": 4}),
+    ],
+    ids=str,
+)
+def test_whole_texts_are_measured(model, planner, method, options):
+    drafter, spec = perturbed(model, 0.03), SpecConfig(method, 2, **options)
+    measured = planner.measure(spec, drafter, PROMPTS, lambda: None)
+    assert measured.lengths == [0, 2]
+    assert min(measured.verify_seconds.values()) > 0
+    assert measured.draft_seconds[2] > measured.draft_seconds[0]
+    engine = Engine(model, drafter, spec=spec.for_repeated_prompts())
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    for prompt in PROMPTS:
+        engine.generate([prompt], params)
+    assert measured.tokens_per_pass == {0: 1.0, 2: engine.stats.mean_acceptance_length}
+    assert planner.choose([measured]).spec in (spec, SpecConfig("none"))
+
+
 def test_sampled_texts_are_decoded_again(model):
     planner = Planner(model, None, max_tokens=40, temperature=1.0)
     measured = planner.measure(SpecConfig("draft_model", 1), model, PROMPTS, lambda: None)
