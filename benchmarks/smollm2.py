@@ -4,8 +4,8 @@
 fetched. Where transformers has a method of the same name, it is timed in the same run. Words given
 on the command line choose the runs that contain one of them: `python -m benchmarks.smollm2 tree`.
 
-`--draft DIR` and `--glide DIR` name what `fastspec train draft` and `fastspec train glide` have made
-for SmolLM2, which no one can fetch; without them the runs that need it are left out.
+`--draft DIR` and `--glide DIR` name what `fastspec train draft` and `fastspec train glide` made for
+SmolLM2, which cannot be fetched; without them the runs that need it are left out.
 """
 
 import argparse
