@@ -117,7 +117,8 @@ def with_speed_ups(table: str, latest: dict[str, dict], real: list[dict]) -> str
     def row(match: re.Match) -> str:
         is_tree = match[3] == ", tree"
         own = [run for run in real if run["method"] == match[2] and run["dtype"] == "bfloat16"]
-        own = [run for run in own if bool(run.get("tree_nodes")) == is_tree]
+        if match[2] != "tree":
+            own = [run for run in own if bool(run.get("tree_nodes")) == is_tree]
         best = max(own, key=lambda run: run["results"][0]["ratios"][SPEED_UP], default=None)
         bundled = None if is_tree else latest.get(f"`{match[2]}`")
         tokens = cells(best, lambda row: f"{row['mean_acceptance_length']:.2f}")

@@ -1,10 +1,14 @@
-"""Records SmolLM2 with each drafter that needs no more than what is fetched or in the package.
+"""Records SmolLM2 with each drafter: those that need nothing more, and drafts that you trained.
 
 `python -m benchmarks.smollm2` runs one `fastspec bench --record` after the other; SmolLM2 has to be
 fetched. Where transformers has a method of the same name, it is timed in the same run. Words given
 on the command line choose the runs that contain one of them: `python -m benchmarks.smollm2 tree`.
+
+`--draft DIR` and `--glide DIR` name what `fastspec train draft` and `fastspec train glide` made for
+SmolLM2, which cannot be fetched; without them the runs that need it are left out.
 """
 
+import argparse
 import shlex
 import subprocess
 import sys
@@ -21,11 +25,36 @@ RUNS = (
     "--method mag -k 4 --no-peers",
     "--method early_exit --exit-layer 20 -k 2",
 )
+OF_DRAFTS = {
+    "draft": (
+        "--method draft_model -k 2",
+        "--method draft_model -k 2 --suffix-tokens 8 --no-peers",
+        "--method tree -k 2 --tree-nodes 4 --no-peers",
+        "--method cascade --k-matrix [[1,8],[0,0]] --no-peers",
+    ),
+    "glide": (
+        "--method glide -k 2 --no-peers",
+        "--method glide -k 2 --suffix-tokens 8 --no-peers",
+    ),
+}
 
 
 def main() -> None:
-    words = sys.argv[1:]
-    runs = [run for run in RUNS if not words or any(word in run for word in words)]
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("words", nargs="*", help="of the runs to make; by default all")
+    for kind in OF_DRAFTS:
+        about = f"what `fastspec train {kind}` has made; the records name it as you do"
+        parser.add_argument(f"--{kind}", metavar="DIR", help=about)
+    options = parser.parse_args()
+    known = [*RUNS]
+    for kind, runs in OF_DRAFTS.items():
+        folder = getattr(options, kind)
+        if folder is None:
+            sys.stderr.write(f"{len(runs)} runs are left out: they need --{kind} DIR\n")
+            continue
+        known += [f"{run} --draft {shlex.quote(folder)}" for run in runs]
+    words = options.words
+    runs = [run for run in known if not words or any(word in run for word in words)]
     for number, run in enumerate(runs, 1):
         command = shlex.split(f"{COMMON} --threads 2 --record {run}")
         sys.stderr.write(f"{number} of {len(runs)}: fastspec bench {shlex.join(command)}\n")

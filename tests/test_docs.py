@@ -34,6 +34,7 @@ SHORTER = {
     "generate": ["--max-tokens", "8"],
     "bench": ["--num-prompts", "1", "--max-tokens", "4", "--repeats", "1"],
     "tune": ["--num-prompts", "1", "--max-tokens", "40", "-k", "2", "--methods", "mag"],
+    "train shapes": ["--num-prompts", "1", "--max-tokens", "24", "-k", "2"],
     "train glide": ["--steps", "2", "--batch-size", "2", "--context", "64"],
     "train eagle3": ["--steps", "2", "--batch-size", "2", "--context", "64"],
 }

@@ -87,7 +87,8 @@ def bench(
     models.use_threads()
     measured = Methods(models.target, drafts, spec, engine_config, config, costs)
     if measured.refused is not None:
-        note(f"Hugging Face's early exit is left out, it fails with {measured.refused:.200}")
+        peer = "assisted generation" if spec.exit_layer is None else "early exit"
+        note(f"Hugging Face's {peer} is left out, it fails with {measured.refused:.200}")
     ids = prompt_ids(measured.tokenizer, texts, prompts.chat)
     with progress_bar("runs") as bar:
         total = config.num_runs(len(ids), len(measured.by_name()))

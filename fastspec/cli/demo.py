@@ -98,8 +98,6 @@ def _usual(spec: SpecConfig, target: str) -> SpecConfig:
         usual = {"num_speculative_tokens": 4, "confidence_threshold": 0.3, "suffix_tokens": 8}
         if spec.schedule != "constant" or spec.cape:
             del usual["confidence_threshold"]
-        if spec.schedule != "constant":
-            del usual["suffix_tokens"]
         left_open = {n: value for n, value in usual.items() if getattr(spec, n) is None}
         return replace(spec, method="eagle3", **left_open)
     if own_draft(target, "draft_model") is not None:

@@ -7,16 +7,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
-from fastspec.cli.display import number, progress_bar
+from fastspec.cli.display import number, progress_bar, table_of
 from fastspec.cli.errors import begin, usage_errors
-from fastspec.cli.options import Flags, command, output_file
-from fastspec.cli.prompts import PromptOptions
+from fastspec.cli.options import FIXED_RUN, Flags, command, output_file
+from fastspec.cli.prompts import PromptOptions, prompt_ids
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.checks import is_int, refuse
 from fastspec.config.files import parse_json_lines, read_text, require_file
 from fastspec.tools.settings import Models
-from fastspec.train.options import DraftShape, TrainFiles, TrainOptions
+from fastspec.train.options import DraftShape, ShapesTried, TrainFiles, TrainOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -177,6 +178,65 @@ def texts(
         most = params.max_tokens or 0
         write_texts(engine, written, most, out, lambda done: bar.update(task, completed=done))
     typer.echo(f"{out}: {len(written)} texts")
+
+
+@app.command()
+@command
+def shapes(
+    models: Annotated[Models, Flags("target", "threads")],
+    tried: Annotated[ShapesTried, Flags()],
+    config: Annotated[EngineConfig, Flags("dtype", "device")],
+    prompts: Annotated[PromptOptions, Flags(num_prompts=4)],
+    params: Annotated[SamplingParams, Flags("max_tokens", **FIXED_RUN)],
+    spec: _Spec,
+    glide: Annotated[
+        bool, typer.Option("--glide", help="GLIDE drafts instead of plain ones.")
+    ] = False,
+) -> None:
+    """Time fresh drafts of several shapes, and say how good each would have to be to pay.
+
+    None is trained: a draft costs the same whatever it says. From the costs, the throughput model
+    of tune predicts the acceptance rates at which a shape pays.
+    """
+    max_tokens, texts = params.max_tokens or 0, prompts.bundled()
+    begin()
+    from fastspec.tools.tune import Planner
+    from fastspec.train.shapes import shapes_of, untrained
+
+    models.use_threads()
+    tokenizer, model = _load(models.target, config, 0)
+    ids = prompt_ids(tokenizer, texts, prompts.chat)
+    kind, method = ("glide", "glide") if glide else ("draft", "draft_model")
+    spec = replace(spec, method=method)
+    planner = Planner(model, tokenizer, max_tokens, config=config)
+    gains = {"1x, even": 1.0, "1.5x": 1.5, "2x": 2.0}
+    table = table_of("draft ms", "cost", *gains, label="draft", no_wrap=True)
+    with progress_bar("runs") as bar, usage_errors():
+        sizes = shapes_of(model, tried)
+        task = bar.add_task("timing", total=len(sizes) * len(ids))
+        for shape in sizes:
+            draft = untrained(model, shape, kind, ids)
+            costs = planner.measure_costs(spec, draft, ids, lambda: bar.advance(task))
+            cost = costs.draft_cost()
+            found = (costs.rate_for(gain, max_tokens) for gain in gains.values())
+            cells = ("-" if each is None else f"{each[0]:.2f} (K={each[1]})" for each in found)
+            time = number(1000 * cost * costs.step_seconds(0))
+            table.add_row(_label(shape), time, number(cost), *cells)
+    console = Console(highlight=False)
+    console.print(table)
+    console.print(
+        "cost: of a draft token, in steps of the target alone. Then for three speed-ups the chance"
+        " with which the target must take a draft token after taken ones, and the best K."
+    )
+
+
+def _label(shape: DraftShape) -> str:
+    parts = [f"{shape.layers} layer{'s' * (shape.layers > 1)}"]
+    if shape.hidden_size is not None:
+        parts.append(f"width {shape.hidden_size}")
+    if shape.reduced_vocab_size is not None:
+        parts.append(f"{shape.reduced_vocab_size} tokens")
+    return ", ".join(parts)
 
 
 def _train(

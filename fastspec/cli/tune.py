@@ -16,6 +16,7 @@ from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.checks import refuse
 from fastspec.config.methods import Method, drafting_method, method_named, methods
 from fastspec.config.options import TEXT, Options, documented, integer, listed, option, options_of
+from fastspec.config.token_trees import MAX_TREE_NODES
 from fastspec.models.named import own_draft
 from fastspec.tools.settings import Models
 from fastspec.tools.tuned import TunedConfig, save_tuned, spec_fields
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from fastspec.tools.tune import Measurement, Plan
 
 _MOST_DRAFT_TOKENS = 8
+# Of SpecConfig, what tells the rows of a method apart, and what the table calls it.
+_SHOWN = {"exit_layer": "", "tree_nodes": "tree", "suffix_tokens": "copies"}
 
 
 @documented
@@ -37,14 +40,27 @@ class TuneOptions(Options):
         None,
         listed("names with commas between them", TEXT),
         "Comma-separated list; by default prompt_lookup, mag and suffix, and with a draft model"
-        " draft_model (of several the first) and cascade (with several k_matrices); with an EAGLE"
-        " draft, eagle3 (chains); with --exit-layers, early_exit.",
+        " draft_model (of several the first) and cascade (with several k_matrices); with a GLIDE or"
+        " EAGLE draft, glide or eagle3; with --exit-layers, early_exit; with --tree-nodes, tree.",
     )
     exit_layers: tuple[int, ...] | None = option(
         None,
         listed("numbers like 2,4", integer(1)),
         "Comma-separated numbers of the target's first layers that early_exit tries.",
         metavar="N,...",
+    )
+    tree_nodes: tuple[int, ...] | None = option(
+        None,
+        listed("numbers like 4,8", integer(1, MAX_TREE_NODES)),
+        "Comma-separated numbers of nodes of token trees, tried too where a method has them.",
+        "With depths of 1, 2, 4 and so on draft tokens.",
+        metavar="N,...",
+    )
+    suffix_tokens: int | None = option(
+        None,
+        options_of(SpecConfig)["suffix_tokens"].kind,
+        "Try draft models behind copies of up to so many tokens, too.",
+        "With chains of 1, 2, 4 and so on draft tokens, and with --tree-nodes.",
     )
     num_speculative_tokens: int | None = option(
         None,
@@ -58,15 +74,17 @@ class TuneOptions(Options):
         super().__post_init__()
         named = [drafting_method(name, "methods") for name in self.methods or ()]
         for method in named:
-            if not method.is_tunable:
-                raise ValueError(f"methods: {method.name!r} cannot be tuned yet")
             if "exit_layer" in method.fields and not self.exit_layers:
                 raise ValueError(f"methods: {method.name} needs --exit-layers")
+            if method.drafts_trees and not self.tree_nodes:
+                raise ValueError(f"methods: {method.name} needs --tree-nodes")
         if named and all(method.sets_length for method in named):
             count = self.num_speculative_tokens
             refuse("num_speculative_tokens", count, "not for cascades alone")
-        if named and not any("exit_layer" in method.fields for method in named):
-            refuse("exit_layers", self.exit_layers, "only for early_exit")
+        for name in ("exit_layer", "tree_nodes", "suffix_tokens") if named else ():
+            field = "exit_layers" if name == "exit_layer" else name
+            if not any(name in method.fields for method in named):
+                refuse(field, getattr(self, field), "the methods do not read it")
 
     def tried(self, draft: str | None) -> list[Method]:
         """The methods that are named, or fit what there is; several drafts have commas between."""
@@ -78,17 +96,20 @@ class TuneOptions(Options):
         return [method_named(name) for name in self.methods]
 
     def _is_tried(self, method: Method, draft: str | None) -> bool:
-        if not method.is_tried or ("exit_layer" in method.fields and not self.exit_layers):
+        lacks_layers = "exit_layer" in method.fields and not self.exit_layers
+        if not method.is_tried or lacks_layers or (method.drafts_trees and not self.tree_nodes):
             return False
         if not method.needs_draft or draft is None:
             return not method.needs_draft
-        from fastspec.drafters.eagle3 import is_eagle3
+        from fastspec.drafters.auto import kind_of
 
-        return method.has_own_drafts == ("," not in draft and is_eagle3(draft))
+        kind = "model" if "," in draft else kind_of(draft)
+        is_own = kind in ("glide", "eagle3")
+        return method.name == kind if is_own else not method.has_own_drafts
 
     def specs(self, method: Method, target: str, num_models: int) -> list[SpecConfig]:
         """What is tried of a method: several of a cascade, whose k_matrix says how much it writes,
-        and of early exit."""
+        of early exit, of trees and of copies first."""
         from fastspec.models.loading import bigram_beside
         from fastspec.tools.tune import k_matrices_to_try
 
@@ -98,10 +119,30 @@ class TuneOptions(Options):
         if method.sets_length:
             tried = k_matrices_to_try(num_models)
             return [SpecConfig(method.name, k_matrix=rows, **fields) for rows in tried]
-        fields["num_speculative_tokens"] = self.num_speculative_tokens or _MOST_DRAFT_TOKENS
-        if "exit_layer" not in method.fields:
-            return [SpecConfig(method.name, **fields)]
-        return [SpecConfig(method.name, exit_layer=n, **fields) for n in self.exit_layers or ()]
+        most = self.num_speculative_tokens or _MOST_DRAFT_TOKENS
+        lengths = [2**power for power in range(most.bit_length())]
+        layers = (self.exit_layers or ()) if "exit_layer" in method.fields else (None,)
+        copies = [None, self.suffix_tokens] if "suffix_tokens" in method.fields else [None]
+        trees = (self.tree_nodes or ()) if "tree_nodes" in method.fields else ()
+        shapes = [
+            (length, nodes, copied)
+            for copied in dict.fromkeys(copies)
+            for nodes in (*(() if method.drafts_trees else (None,)), *trees)
+            for length in ([most] if (nodes, copied) == (None, None) else lengths)
+            if nodes is None or length <= nodes
+        ]
+        return [
+            SpecConfig(
+                method.name,
+                length,
+                exit_layer=layer,
+                tree_nodes=nodes,
+                suffix_tokens=copied,
+                **fields,
+            )
+            for layer in layers
+            for length, nodes, copied in shapes
+        ]
 
 
 @command
@@ -196,10 +237,11 @@ def _kept_fields(spec: SpecConfig, target: str, draft_models: "list[PreTrainedMo
 
 def _step_costs(measurements: "list[Measurement]", spec: SpecConfig) -> list[float] | None:
     """Of the measurement of what was chosen; those of a cascade's steps vary."""
+    count = spec.num_draft_tokens() + 1
     for measurement in measurements:
-        same = measurement.spec.method, measurement.spec.exit_layer
-        if same == (spec.method, spec.exit_layer) and not method_named(spec.method).sets_length:
-            return [measurement.step_seconds(n) for n in range(spec.num_draft_tokens() + 1)]
+        changed = replace(spec, num_speculative_tokens=measurement.spec.num_speculative_tokens)
+        if measurement.spec == changed and measurement.lengths[:count] == [*range(count)]:
+            return [measurement.step_seconds(n) for n in range(count)]
     return None
 
 
@@ -209,7 +251,7 @@ def _rows(measurement: "Measurement", max_tokens: int) -> list[dict]:
             "method": measurement.spec.method,
             "k": length,
             "k_matrix": measurement.spec.k_matrix,
-            "exit_layer": measurement.spec.exit_layer,
+            **{name: getattr(measurement.spec, name) for name in _SHOWN},
             "draft_ms": 1000 * measurement.draft_seconds[length],
             "verify_ms": 1000 * measurement.verify_seconds[length],
             "tokens_per_pass": measurement.tokens_per_pass[length],
@@ -238,11 +280,12 @@ def _show(
     console.print(table)
     chosen = _label(plan.spec)
     if chosen != "none":
-        chosen += f", K={plan.spec.num_draft_tokens()}"
+        chosen += f", K={plan.spec.num_model_tokens()}"
     console.print(f"Chosen: {chosen}; predicted {plan.predicted:.2f}x, measured {measured:.2f}x")
 
 
 def _label(spec: SpecConfig) -> str:
     rows = "" if spec.k_matrix is None else f" {json.dumps(spec.k_matrix, separators=(',', ':'))}"
-    layer = "" if spec.exit_layer is None else f" {spec.exit_layer}"
-    return spec.method + rows + layer
+    given = {title: getattr(spec, name) for name, title in _SHOWN.items()}
+    words = [f"{title} {value}".strip() for title, value in given.items() if value is not None]
+    return " ".join([spec.method + rows, *words])

@@ -32,7 +32,6 @@ class Method:
         drafts_trees: whether it drafts trees whatever the options say.
         reads_target: what it reads of the target beside its text.
         own_writer: who drafts, in a sentence, where it is neither a draft model nor its name.
-        is_tunable: whether `tune` can measure it.
         is_tried: whether `tune` does so without being asked.
     """
 
@@ -48,7 +47,6 @@ class Method:
     drafts_trees: bool = False
     reads_target: str = ""
     own_writer: str = ""
-    is_tunable: bool = True
     is_tried: bool = False
 
     @property
@@ -143,7 +141,7 @@ BUILT_IN = (
         needs_draft=True,
         reads_target="the target's cache",
         own_writer="the GLIDE draft",
-        is_tunable=False,
+        is_tried=True,
     ),
     Method(
         "early_exit",
@@ -167,7 +165,7 @@ BUILT_IN = (
         _MODEL | _TREE | _LOOKUP | _TOKENIZER,
         needs_draft=True,
         drafts_trees=True,
-        is_tunable=False,
+        is_tried=True,
     ),
 )
 # Fields that a method reads only if it says so; all others are read whatever the method, except

@@ -37,6 +37,6 @@ def check_step_costs(spec: Any) -> None:
         return require("schedule", spec.schedule, fits, expected)
     if spec.schedule != "adaptive":
         refuse("step_costs", costs, "only with schedule 'adaptive'")
-    count = spec.num_draft_tokens() + 1
+    count = spec.num_model_tokens() + 1
     expected = f"{count} positive numbers, of steps with 0 to {count - 1} draft tokens"
     require("step_costs", costs, len(costs) == count, expected)

@@ -152,8 +152,8 @@ class SpecConfig(Options):
         " none.",
         "Where a copy is expected to yield at least one accepted token it is proposed and the draft"
         " model does not run; elsewhere the draft model proposes num_speculative_tokens. The"
-        " suffix_* options apply. It needs schedule 'constant'; without a draft model use method"
-        " suffix.",
+        " suffix_* options apply. A schedule says how much the draft model proposes, and copies go"
+        " on; without a draft model use method suffix.",
     )
     suffix_max_spec_factor: float | None = option(
         None,
@@ -341,8 +341,6 @@ class SpecConfig(Options):
             fits = is_chain and self.draft_sample_method != "probabilistic"
             expected = "not 'reencoding' for trees, cascades, cape and probabilistic drafts"
             require("heterogeneous_vocab", self.heterogeneous_vocab, fits, expected)
-        fits = self.suffix_tokens is None or self.schedule == "constant"
-        require("schedule", self.schedule, fits, "'constant' beside suffix_tokens")
         judges_chains = not self.drafts_trees and not self.cape
         fits = judges_chains and self.rejection_sample_method == "standard"
         factor, rate = self.relaxed_acceptance, self.synthetic_acceptance_rate

@@ -123,6 +123,8 @@ class Batch:
         own_limits: K of each request, where some ask for less; it names random numbers.
         is_coupled: a token is drawn by numbers that belong to its place in the text, so drafts that
             use them are accepted more often, see `fastspec_kernels.sample_coupled`.
+        num_model_tokens: where a schedule says how much a draft model drafts that is not asked for
+            all proposals: its part of num_draft_tokens.
     """
 
     requests: Sequence[Request]
@@ -133,6 +135,7 @@ class Batch:
     backend: str = "auto"
     own_limits: list[int] | None = None
     is_coupled: bool = False
+    num_model_tokens: list[int] | None = None
 
     @cached_property
     def all_greedy(self) -> bool:
@@ -193,6 +196,8 @@ class Proposal:
             where there is none; None = column x is token x.
         branch: of trees: accepted tokens count as written by its writer, as far as they are those
             of its path. A tree need not hold all of the path.
+        num_asked: where the batch has num_model_tokens: how many the draft model was asked for, of
+            each request, None where the proposal is not its.
     """
 
     token_ids: Tensor
@@ -205,6 +210,7 @@ class Proposal:
     on_judged: Callable[[Tensor, list[int]], None] | None = None
     draft_token_map: Tensor | None = None
     branch: Branch | None = None
+    num_asked: list[int | None] | None = None
 
 
 def check_proposal(proposal: Any, batch: Batch, vocab_size: int) -> None:

@@ -24,7 +24,8 @@ class SuffixFirst:
 
     A copy costs no pass, and holds longer than a draft model of any size guesses. Which of the two
     is proposed depends on the text alone, and each is judged by the law that it was drawn from, so
-    output is as exact as either's.
+    output is as exact as either's. A schedule says how much the model drafts, by what became of its
+    own drafts; copies, which are free, are made whatever it says.
 
     Args:
         model: drafts chains, or trees.
@@ -52,9 +53,8 @@ class SuffixFirst:
         # Of proposals without the model: one column, and more for what is copied.
         token_0 = torch.zeros(1, dtype=torch.int64, device=draft.runner.device)
         self._least_vocabulary = DraftVocabulary(draft.vocabulary.size, token_0)
-        self._model = model
-        self._copies = copies
-        self._num_tokens, self._num_copied = num_tokens, num_copied
+        self.model, self.num_tokens = model, num_tokens  # what a schedule is for
+        self._copies, self._num_copied = copies, num_copied
         self._draws = draws
 
     def add_corpus(self, texts: Iterable[Sequence[int]]) -> None:
@@ -68,28 +68,30 @@ class SuffixFirst:
             most = min(num, self._num_copied)
             if copy := self._copies.likely_copy(request, most, batch.is_coupled):
                 copied[place] = copy
-        depths = [
-            0 if place in copied else min(num, self._num_tokens) for place, num in enumerate(wanted)
+        asked = [
+            None if place in copied else min(num, self.num_tokens)
+            for place, num in enumerate(batch.num_model_tokens or wanted)
         ]
+        depths = [num or 0 for num in asked]
         proposal = self._drafted(batch, depths) if any(depths) else self._nothing(batch)
-        return self._with_copies(proposal, copied, batch)
+        return replace(self._with_copies(proposal, copied, batch), num_asked=asked)
 
     def commit(self, batch: Batch, accepted: list[int]) -> None:
-        self._model.commit(batch, accepted)
+        self.model.commit(batch, accepted)
 
     def release(self, request: Request) -> None:
-        self._model.release(request)
+        self.model.release(request)
         self._copies.release(request)
 
     def _drafted(self, batch: Batch, depths: list[int]) -> Proposal:
         """The model's proposal for the requests with a depth, counts and writers filled in."""
-        num, nodes = min(batch.num_speculative_tokens, self._num_tokens), depths
+        num, nodes = min(batch.num_speculative_tokens, self.num_tokens), depths
         if self._is_tree:
-            most = cast(TreeProposer, self._model).max_nodes(num)
+            most = cast(TreeProposer, self.model).max_nodes(num)
             room = zip(batch.max_nodes, depths, strict=True)
             nodes = [min(free, most) if depth else 0 for free, depth in room]
         own = replace(batch, num_draft_tokens=depths, max_nodes=nodes, num_speculative_tokens=num)
-        proposal = self._model.propose(own)
+        proposal = self.model.propose(own)
         if proposal.draft_logits is None and self._has_logits(batch):  # it had no room for a token
             return replace(self._nothing(batch), passes=proposal.passes)
         counts = nodes if proposal.num_tokens is None else proposal.num_tokens
@@ -184,13 +186,13 @@ class SuffixFirstTrees(SuffixFirst):
     """The same over a drafter of trees; a copy is a tree of one branch."""
 
     _is_tree = True
-    _model: TreeProposer
+    model: TreeProposer
 
     def max_nodes(self, num_speculative_tokens: int) -> int:
         """Nodes of a tree at most, when paths may have that many tokens."""
-        num = min(num_speculative_tokens, self._num_tokens)
+        num = min(num_speculative_tokens, self.num_tokens)
         copied = min(num_speculative_tokens, self._num_copied)
-        return max(copied, self._model.max_nodes(num))
+        return max(copied, self.model.max_nodes(num))
 
 
 def with_copies(plan: DrafterPlan, spec: SpecConfig) -> DrafterPlan:

@@ -10,6 +10,7 @@ import torch
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.drafters import Drafter, Proposal, TreeProposer
 from fastspec.drafters.base import Batch
+from fastspec.drafters.suffix_first import SuffixFirst
 from fastspec.engine.block_manager import BlockManager
 from fastspec.engine.request import EngineRequest
 from fastspec.engine.request_factory import RequestFactory
@@ -39,7 +40,7 @@ class Pacer:
     _measured_of: tuple[Drafter, int] | None = field(default=None, init=False)
 
     def schedule(self, drafter: Drafter, num_speculative_tokens: int) -> Schedule | None:
-        """None = always K.
+        """None = always K. Of a drafter that copies first, that of its draft model.
 
         Raises:
             ValueError: a drafter of token trees, there are no costs for that K, or no room to
@@ -51,6 +52,9 @@ class Pacer:
             raise ValueError("schedule: expected 'constant' for token trees")
         if isinstance(self.spec.schedule, Schedule):
             return self.spec.schedule
+        if isinstance(drafter, SuffixFirst):
+            num_speculative_tokens = min(num_speculative_tokens, drafter.num_tokens)
+            drafter = drafter.model
         if self.spec.schedule == "heuristic":
             return HeuristicSchedule(num_speculative_tokens)
         given = self.spec.step_costs

@@ -15,6 +15,7 @@ from fastspec.drafters.base import Batch, CorpusReader, NoDrafter, Request, chec
 from fastspec.drafters.context import DrafterContext, DrafterPlan, DrafterSource
 from fastspec.drafters.draft_model import DraftModelDrafter
 from fastspec.drafters.registry import plan_drafter, plan_given
+from fastspec.drafters.suffix_first import SuffixFirst
 from fastspec.engine.block_manager import BlockManager
 from fastspec.engine.outputs import RequestOutput
 from fastspec.engine.pacing import Pacer
@@ -148,9 +149,12 @@ class Speculation:
                 free = (self._is_coupled or r.params.temperature == 0 for r in requests)
                 pairs = zip(num_draft_tokens, free, strict=True)
                 num_draft_tokens = max_nodes = [0 if is_free else num for num, is_free in pairs]
-            if self.max_nodes or self.schedule is not None:
+            of_model = None
+            if self.schedule is not None and isinstance(self.drafter, SuffixFirst):
+                of_model, _ = self._planned(requests, num_draft_tokens)
+            elif self.max_nodes or self.schedule is not None:
                 num_draft_tokens, max_nodes = self._planned(requests, num_draft_tokens)
-            batch = Batch(requests, num_draft_tokens, max_nodes, most, *rules)
+            batch = Batch(requests, num_draft_tokens, max_nodes, most, *rules, of_model)
             if any(batch.num_draft_tokens):
                 proposal = self.drafter.propose(batch)
                 check_proposal(proposal, batch, self._vocab_size)

@@ -85,7 +85,7 @@ def with_vocabulary_of(
     text_config: Any = twin.config.get_text_config(decoder=True)
     setattr(text_config, _FIELD, len(pairs))
     text_config.vocab_size, text_config.tie_word_embeddings = vocab_size, False
-    return twin
+    return twin.train(draft.training)
 
 
 def spellings(tokenizer: PreTrainedTokenizerBase) -> dict[int, Spelling]:

@@ -21,9 +21,11 @@ from fastspec.drafters.reencoding import is_reencoded
 from fastspec.engine.engine import Engine
 from fastspec.engine.stats import SpecStats
 from fastspec.models.loading import bigram_beside, load_model, load_tokenizer
+from fastspec.models.twin import copy_of_modules
 from fastspec.tools.settings import BenchConfig
 
 TokenIds = list[int]
+_TRIAL_TOKENS = 16
 _HF_LOOKUP_TOKENS = 10  # what Hugging Face's documentation and the method's author use
 Decode = Callable[[TokenIds, float, int], TokenIds]  # prompt ids, temperature, seed -> new ids
 
@@ -35,11 +37,12 @@ class Methods:
     Hugging Face's assisted generation appears twice: drafting K tokens in each step, as ours does
     ("hf_assisted"), and as its own defaults have it ("hf_assisted_default"). Without a draft model
     ours proposes by spec.method, and theirs by its prompt lookup; so does theirs with a
-    GLIDE or EAGLE draft, which it cannot run. Beside our early exit theirs exits early, if it can.
-    The parts of a cascade run by themselves, too, and so does the draft model ("draft"), where it
-    takes texts as long as the target's, in the same ids, and needs no target: its speed is what
-    drafting can gain at most. Without `peers` Hugging Face's are left out. Of several draft models,
-    a cascade's, both take the first.
+    GLIDE or EAGLE draft, which it cannot run. Beside our early exit theirs exits early. Assisted
+    generation, or early exit, that fails on a few tokens is left out. The parts of a cascade run by
+    themselves, too, and so does the draft model ("draft"), where it takes texts as long as the
+    target's, in the same ids, and needs no target: its speed is what drafting can gain at most.
+    Without `peers` Hugging Face's are left out. Of several draft models, a cascade's, both take the
+    first.
 
     Args:
         target, drafts: names of the models.
@@ -52,7 +55,8 @@ class Methods:
     Attributes:
         target, tokenizer, drafts: the loaded models.
         parts: of a cascade, by name.
-        refused: why Hugging Face's early exit is left out; None where it runs.
+        refused: why Hugging Face's assisted generation is left out, with a draft model or with the
+            target's first layers; None where it runs.
         uncompared: those that say something else than plain decoding: the draft model alone, and
             ours with synthetic acceptance.
         last_stats: counters of the last run of ours.
@@ -99,6 +103,8 @@ class Methods:
                 self.parts[name] = part
                 self._engines[name] = Engine(self.target, model, spec=part, config=config)
         self._draft = None if isinstance(draft, (GlideLlamaForCausalLM, EagleDraft)) else draft
+        # To sample, universal assisted generation changes the model that it is given.
+        self._sampled_draft = copy_of_modules(draft) if own_tokenizer and draft else self._draft
         if self._draft is not None and own_tokenizer is None:
             engine = Engine(self._draft, spec=SpecConfig("none"), config=config)
             if engine.max_model_len >= self._engine.max_model_len:
@@ -112,7 +118,10 @@ class Methods:
         self._num_assistant_tokens = spec.num_model_tokens()  # the peers copy nothing
         self.last_stats = SpecStats()
         self._exit_layer = spec.exit_layer
-        self.refused = self._trial() if self._peers and self._exit_layer is not None else None
+        runs_model = self._draft is not None or self._exit_layer is not None
+        self.refused = None
+        if self._peers and runs_model:
+            self.refused = self._trial((0.0, *settings.temperatures))
 
     def _tokenizer_of_reencoded(
         self, drafts: Sequence[str], spec: SpecConfig, config: EngineConfig
@@ -125,19 +134,14 @@ class Methods:
         context = DrafterContext(spec, config, *given, target_model=self.target)
         return context.read_tokenizer("draft", drafts[0]) if is_reencoded(context) else None
 
-    def _trial(self) -> str | None:
-        """What Hugging Face's early exit ends with, on a few tokens."""
+    def _trial(self, temperatures: Sequence[float]) -> str | None:
+        """What Hugging Face's assisted generation ends with, on a few tokens."""
         config = self.target.config
-        num_layers = config.num_hidden_layers  # as its generator changes it
+        num_layers = config.num_hidden_layers  # as early exit changes it
         try:
-            self._generate(
-                torch.zeros((1, 2), dtype=torch.int64, device=self.target.device),
-                max_new_tokens=4,
-                do_sample=False,
-                eos_token_id=None,
-                pad_token_id=0,
-                assistant_early_exit=self._exit_layer,
-            )
+            with _changed(self, {"max_tokens": _TRIAL_TOKENS}):
+                for temperature in temperatures:
+                    self._hf_assisted([0, 0], temperature, 0)
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             return f"{type(error).__name__}: {error}"
         finally:
@@ -205,21 +209,23 @@ class Methods:
             "num_assistant_tokens_schedule": "constant",
             "assistant_confidence_threshold": 0.0,
         }
-        drafting = cast(Any, self._draft or self.target).generation_config
+        assistant = self._assistant(temperature)
+        drafting = cast(Any, assistant.get("assistant_model", self.target)).generation_config
         with _changed(drafting, changes):
-            return self._hf_generate(prompt, temperature, seed, **self._assistant())
+            return self._hf_generate(prompt, temperature, seed, **assistant)
 
     def _hf_assisted_default(self, prompt: TokenIds, temperature: float, seed: int) -> TokenIds:
         if self._draft is None and self._exit_layer is None:
             num = _HF_LOOKUP_TOKENS
             return self._hf_generate(prompt, temperature, seed, prompt_lookup_num_tokens=num)
-        return self._hf_generate(prompt, temperature, seed, **self._assistant())
+        return self._hf_generate(prompt, temperature, seed, **self._assistant(temperature))
 
-    def _assistant(self) -> dict[str, Any]:
+    def _assistant(self, temperature: float) -> dict[str, Any]:
         """What names the draft model, or the target's first layers, to Hugging Face."""
         if self._exit_layer is not None:
             return {"assistant_early_exit": self._exit_layer}
-        named: dict[str, Any] = {"assistant_model": self._draft}
+        draft = self._sampled_draft if temperature else self._draft
+        named: dict[str, Any] = {"assistant_model": draft}
         if self._own_tokenizer is not None:
             named["tokenizer"] = self.tokenizer
             named["assistant_tokenizer"] = self._own_tokenizer

@@ -14,12 +14,14 @@ from fastspec.drafters.context import DrafterSource
 from fastspec.engine.engine import Engine
 from fastspec.engine.outputs import RequestOutput
 from fastspec.engine.schedule import SweepSchedule
-from fastspec.tools.formulas import throughput
+from fastspec.engine.stats import SpecStats
+from fastspec.tools.formulas import expected_tokens, throughput
 from fastspec.tools.simulate import Simulator
 from fastspec.tools.stored_outputs import StoredOutput
 
 _TRIMMED = 0.1  # share of the slowest steps that is left out: the machine was doing something else
 _LEAST_GAIN = 1.02  # predicted over plain decoding, below which plain decoding is chosen
+_HALVINGS = 20  # of the interval in which an acceptance rate is looked for
 
 # What the target asks for: tokens of every draft model, and of MaG.
 _HORIZONTAL = ((1, 10), (1, 14), (2, 10), (3, 4))
@@ -49,7 +51,8 @@ class Measurement:
     """What one drafter costs and brings, by the number k of its draft tokens.
 
     Attributes:
-        spec: the drafter; its num_speculative_tokens is the largest k.
+        spec: the drafter; its num_speculative_tokens is the largest k, and the only one beside 0
+            where what it proposes has a shape of its own: of cascades, trees, and copies first.
         draft_seconds: of proposing k tokens, by k; the time of the host is in it.
         verify_seconds: of the target's pass over what was proposed and one token more, and of the
             rest of the step, by k.
@@ -83,6 +86,31 @@ class Measurement:
         before = plain + num_tokens * self.step_seconds(0)
         after = (both if length else plain) + num_tokens / self.tokens_per_second(length)
         return before / after
+
+    def draft_cost(self) -> float:
+        """Of one draft token in steps of plain decoding, in chains of the largest k."""
+        most = self.lengths[-1]
+        return self.draft_seconds[most] / most / self.step_seconds(0)
+
+    def rate_for(self, gain: float, num_tokens: int) -> tuple[float, int] | None:
+        """The least acceptance rate that predicts so large a speed-up, and the k that reaches it.
+
+        By the costs alone: a draft token is taken to be accepted with that chance wherever those
+        before it were (`formulas.expected_tokens`). None where no rate is enough.
+        """
+
+        def best(rate: float) -> tuple[float, int]:
+            tokens = {length: expected_tokens(rate, length) for length in self.lengths}
+            assumed = replace(self, tokens_per_pass=tokens)
+            return max((assumed.speed_up(k, num_tokens), k) for k in self.lengths if k)
+
+        low, high = 0.0, 1.0
+        if best(high)[0] < gain:
+            return None
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            low, high = (low, middle) if best(middle)[0] >= gain else (middle, high)
+        return high, best(high)[1]
 
 
 @dataclass(frozen=True)
@@ -138,15 +166,46 @@ class Planner:
         step. What would be accepted with one number throughout differs from what is accepted then,
         because a step begins where the one before it ended: greedy texts, which do not depend on
         the drafts, are drafted again for each number (see `tools.simulate`), others decoded again,
-        and so are those of an EAGLE draft and of early exit, which read what the target keeps.
-        A cascade, whose k_matrix fixes what it writes, is measured with 0 and K alone.
+        and so are those of a GLIDE or EAGLE draft and of early exit, which read what the target
+        keeps. Cascades, trees and drafts with copies first, whose steps are unlike each other, are
+        measured with 0 and K alone, as the means of whole texts.
 
         Raises:
             ValueError: a prompt, drafter or option that cannot be used, or too few tokens to
                 measure each length twice.
         """
-        most = spec.num_draft_tokens()
-        lengths = (0, most) if method_named(spec.method).sets_length else range(most + 1)
+        if _has_own_shape(spec):
+            return self._measured_whole(spec, drafter, prompts, advance)
+        measurement, outputs = self._timed(spec, drafter, prompts, advance)
+        measurement.tokens_per_pass = {
+            length: self._mean_tokens(spec, drafter, outputs, length) if length else 1.0
+            for length in measurement.lengths
+        }
+        return measurement
+
+    def measure_costs(
+        self,
+        spec: SpecConfig,
+        drafter: DrafterSource,
+        prompts: Sequence[str | TokenIds],
+        advance: Callable[[], None],
+    ) -> Measurement:
+        """What a drafter costs, without what it brings: of a draft model that is yet to be trained.
+
+        Raises:
+            ValueError: as `measure` does.
+        """
+        return self._timed(spec, drafter, prompts, advance)[0]
+
+    def _timed(
+        self,
+        spec: SpecConfig,
+        drafter: DrafterSource | None,
+        prompts: Sequence[str | TokenIds],
+        advance: Callable[[], None],
+    ) -> tuple[Measurement, list[RequestOutput]]:
+        """The times of a measurement, and the texts that were written meanwhile."""
+        lengths = range(spec.num_draft_tokens() + 1)
         schedule = SweepSchedule(lengths)
         engine = self._engine(replace(spec, schedule=schedule, step_costs=None), drafter)
         self._warm_up(engine, prompts[0])
@@ -174,12 +233,48 @@ class Planner:
                 )
             measurement.draft_seconds[length] = _typical([draft for draft, _ in pairs])
             measurement.verify_seconds[length] = _typical([verify for _, verify in pairs])
-            num_tokens = self._mean_tokens(spec, drafter, outputs, length) if length else 1.0
-            measurement.tokens_per_pass[length] = num_tokens
         first = measurement.draft_seconds[lengths[1]]
         plain = statistics.mean(prefill for prefill, _ in starts)
         extra = statistics.mean(max(0.0, propose - first) for _, propose in starts)
         measurement.start_seconds = (plain, plain + extra)
+        return measurement, outputs
+
+    def _measured_whole(
+        self,
+        spec: SpecConfig,
+        drafter: DrafterSource | None,
+        prompts: Sequence[str | TokenIds],
+        advance: Callable[[], None],
+    ) -> Measurement:
+        """The means of plain steps and of its own, all prompts decoded with both in turns."""
+        engines = {
+            0: self._engine(SpecConfig("none"), None),
+            spec.num_model_tokens(): self._engine(spec, drafter),
+        }
+        runs: dict[int, list[tuple[list[dict[str, float]], RequestOutput]]] = {}
+        for engine in engines.values():
+            self._warm_up(engine, prompts[0])
+        for prompt in prompts:
+            for length, engine in engines.items():
+                runs.setdefault(length, []).append(self._run(engine, prompt))
+            advance()
+        measurement, starts = Measurement(spec), []
+        for length, texts in runs.items():
+            laps = [lap for laps, _ in texts for lap in laps[1:]]
+            if not laps:
+                raise ValueError(f"max_tokens: too few to measure with: {self.max_tokens}")
+            drafting = statistics.mean(lap["propose"] for lap in laps)
+            judging = statistics.mean(lap["verify"] + lap["commit"] for lap in laps)
+            first = [laps[0] for laps, _ in texts]
+            extra = statistics.mean(max(0.0, lap["propose"] - drafting) for lap in first)
+            starts.append(statistics.mean(lap["prefill"] for lap in first) + extra)
+            measurement.draft_seconds[length] = drafting
+            measurement.verify_seconds[length] = judging
+            counts = SpecStats()
+            for _, output in texts:
+                counts.add(output.stats)
+            measurement.tokens_per_pass[length] = counts.num_output_tokens / counts.num_steps
+        measurement.start_seconds = (starts[0], starts[1])
         return measurement
 
     def choose(self, measurements: Sequence[Measurement]) -> Plan:
@@ -267,10 +362,14 @@ class Planner:
         return stats.num_output_tokens / stats.num_steps
 
 
+def _has_own_shape(spec: SpecConfig) -> bool:
+    """Whether proposals are no chains of which any length can be had: see `Measurement.spec`."""
+    is_shaped = method_named(spec.method).sets_length or spec.drafts_trees
+    return is_shaped or spec.suffix_tokens is not None
+
+
 def _with_length(spec: SpecConfig, length: int) -> SpecConfig:
-    """With so many draft tokens; a cascade's k_matrix says how many."""
-    sets_length = method_named(spec.method).sets_length
-    return spec if sets_length else replace(spec, num_speculative_tokens=length)
+    return spec if _has_own_shape(spec) else replace(spec, num_speculative_tokens=length)
 
 
 def _typical(seconds: list[float]) -> float:

@@ -14,6 +14,7 @@ from fastspec.config.options import (
     choice,
     documented,
     integer,
+    listed,
     number,
     option,
 )
@@ -79,6 +80,32 @@ class DraftShape(Options):
         0.05,
         number("a number between 0 and 1", lambda value: 0 < value < 1),
         "Part of the rows that is held out, to judge the draft.",
+    )
+
+
+_SIZES = listed("numbers like 1,2", integer(1, _MOST))
+
+
+@documented
+@dataclass(frozen=True)
+class ShapesTried(Options):
+    """Which sizes of drafts are timed before one is trained."""
+
+    layers: tuple[int, ...] | None = option(
+        None, _SIZES, "Comma-separated numbers of layers; by default 1, 2 and 4.", metavar="N,..."
+    )
+    hidden_sizes: tuple[int, ...] | None = option(
+        None,
+        _SIZES,
+        "Comma-separated widths, with the whole vocabulary; by default the target's.",
+        "A reduced vocabulary takes the target's embeddings, and its width.",
+        metavar="N,...",
+    )
+    vocab_sizes: tuple[int, ...] | None = option(
+        None,
+        _SIZES,
+        "Comma-separated sizes of reduced vocabularies, beside the whole one; by default 8192.",
+        metavar="N,...",
     )
 
 

@@ -23,3 +23,15 @@ def test_demo_and_bench(invoke, tmp_path):
     record = json.loads(out.read_text(encoding="utf-8"))
     assert record["method"] == "glide"
     assert record["draft"]["name"] == "tiny-glide"
+
+
+def test_tune(invoke, tmp_path):
+    """A GLIDE draft is tried as one."""
+    prompts, out = tmp_path / "prompts.txt", tmp_path / "tuned.json"
+    prompts.write_text("def f(\n", encoding="utf-8")
+    run = ["tune", "--draft", "tiny-glide", "--prompts-file", prompts, "--out", out]
+    tuned = invoke(*run, "--max-tokens", "16", "-k", "1", "--repeats", "1")
+    assert tuned.exit_code == 0, tuned.stderr
+    record = json.loads(out.read_text(encoding="utf-8"))
+    tried = {row["method"] for row in record["measured"]["table"]}
+    assert tried == {"glide", "prompt_lookup", "mag", "suffix"}

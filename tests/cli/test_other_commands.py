@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 
 import pytest
+import torch
 import typer
 
 import fastspec
@@ -169,17 +170,50 @@ def test_bench_of_drafts_that_are_encoded_anew(invoke, bundled, model_folders, t
     """Beside universal assisted generation; the draft's ids are none to run it alone with."""
     out = tmp_path / "results.jsonl"
     draft = ["--draft", model_folders["stranger"], "-k", "2", "--out", out]
-    result = invoke(*BENCH, *draft, "--heterogeneous-vocab", "reencoding")
+    anew = ["--heterogeneous-vocab", "reencoding", "--temperatures", "1,0"]
+    result = invoke(*BENCH, *draft, *anew)
     assert result.exit_code == 0, result.stderr
     record = json.loads(out.read_text(encoding="utf-8"))
     assert (record["heterogeneous_vocab"], record["verified"]) == ("reencoding", True)
     peers = {"hf_generate", "hf_assisted", "hf_assisted_default"}
     assert {*record["results"][0]["tokens_per_s"]} == {"plain", "speculative", *peers}
-    result = invoke(*BENCH, *draft, "--no-peers", "--temperatures", "0")
+
+
+def test_bench_of_drafts_with_other_tokens(invoke, bundled, model_folders, tmp_path, monkeypatch):
+    """Assisted generation gets the draft model that ours has, in the target's ids."""
+    out, columns = tmp_path / "results.jsonl", set()
+    assistant: Callable = Methods._assistant
+
+    def noted(self, temperature):
+        named = assistant(self, temperature)
+        draft = named["assistant_model"]
+        columns.add(draft(input_ids=torch.tensor([[1, 2]])).logits.shape[-1])
+        return named
+
+    monkeypatch.setattr(Methods, "_assistant", noted)
+    draft = ["--draft", model_folders["stranger"], "-k", "2", "--temperatures", "0,1"]
+    result = invoke(*BENCH, *draft, "--out", out)
     assert result.exit_code == 0, result.stderr
-    record = json.loads(out.read_text(encoding="utf-8").splitlines()[-1])
-    assert record["heterogeneous_vocab"] == "intersection"
-    assert {*record["results"][0]["tokens_per_s"]} == {"plain", "speculative", "draft"}
+    assert "left out" not in result.stderr
+    record = json.loads(out.read_text(encoding="utf-8"))
+    assert (record["heterogeneous_vocab"], record["verified"]) == ("intersection", True)
+    peers = {"hf_generate", "hf_assisted", "hf_assisted_default"}
+    assert {*record["results"][1]["tokens_per_s"]} == {"plain", "speculative", "draft", *peers}
+    assert columns == {record["target"]["vocab_size"]}
+
+
+def test_a_peer_that_fails_is_left_out(invoke, bundled, model_folders, tmp_path):
+    """Assisted generation takes no draft model that has fewer logits than its target."""
+    out, folder = tmp_path / "results.jsonl", tmp_path / "fewer"
+    random_model(num_hidden_layers=2, vocab_size=258).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    result = invoke(*BENCH, "--draft", folder, "-k", "2", "--temperatures", "0,1", "--out", out)
+    assert result.exit_code == 0, result.stderr
+    said = "note: Hugging Face's assisted generation is left out, it fails with ValueError"
+    assert said in result.stderr
+    record = json.loads(out.read_text(encoding="utf-8"))
+    assert {"plain", "speculative", "hf_generate"} <= {*record["results"][0]["tokens_per_s"]}
+    assert "hf_assisted" not in record["results"][0]["tokens_per_s"]
 
 
 def test_bench_of_early_exit(invoke, bundled, model_folders, tmp_path, monkeypatch):

@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from fastspec.cli.tune import TuneOptions
+from fastspec.config.methods import method_named
 from fastspec.tools.tune import Plan, Planner
 
 SHORT = ["--max-tokens", "30", "-k", "2", "--repeats", "1"]
@@ -88,6 +90,46 @@ def test_exit_layers(invoke, pair, tmp_path, prompts_file, monkeypatch):
         assert refused.exit_code == 2
         assert told in refused.stderr
     assert invoke(*run, "--exit-layers", "9").exit_code == 1
+
+
+def test_trees_and_copies_first(invoke, pair, tmp_path, prompts_file, monkeypatch):
+    """Those that can be had are tried, and what is chosen is written whole."""
+    monkeypatch.setattr(Planner, "choose", lambda self, tried: Plan(tried[-1].spec, 1.5))
+    out = tmp_path / "tuned.json"
+    run = ["tune", *pair, *SHORT, "--prompts-file", prompts_file, "--out", out]
+    more = ["--tree-nodes", "3", "--suffix-tokens", "4", "--methods", "draft_model,tree"]
+    result = invoke(*run, *more)
+    assert result.exit_code == 0, result.stderr
+    assert "tree tree 3 copies 4" in " ".join(result.stdout.replace("│", " ").split())
+    record = json.loads(out.read_text(encoding="utf-8"))
+    told = ("method", "k", "tree_nodes", "suffix_tokens")
+    rows = {tuple(row[name] for name in told) for row in record["measured"]["table"] if row["k"]}
+    chains = {("draft_model", k, None, copies) for k in (1, 2) for copies in (None, 4)}
+    assert rows == chains | {("tree", k, 3, copies) for k in (1, 2) for copies in (None, 4)}
+    assert record["spec"] == {
+        "method": "tree",
+        "num_speculative_tokens": 2,
+        "tree_nodes": 3,
+        "suffix_tokens": 4,
+    }
+    assert record["step_costs"] is None
+    used = invoke("generate", "--config", out, "--prompt", "ab", "--max-tokens", "4")
+    assert used.exit_code == 0, used.stderr
+
+
+@pytest.mark.parametrize(
+    ("method", "sizes"),
+    [
+        ("draft_model", [(4, None, None), (1, None, 8), (2, None, 8), (4, None, 8)]),
+        ("mag", [(4, None, None)]),
+        ("suffix", [(4, None, None), (1, 2, None), (2, 2, None)]),
+        ("tree", [(1, 2, None), (2, 2, None), (1, 2, 8), (2, 2, 8)]),
+    ],
+)
+def test_what_is_tried(method, sizes):
+    options = TuneOptions(tree_nodes=(2,), suffix_tokens=8, num_speculative_tokens=4)
+    specs = options.specs(method_named(method), "tiny", 1)
+    assert [(s.num_speculative_tokens, s.tree_nodes, s.suffix_tokens) for s in specs] == sizes
 
 
 def test_several_drafts(invoke, model_folders, tmp_path, prompts_file):

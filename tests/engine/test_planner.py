@@ -1,10 +1,12 @@
 """The planner's arithmetic on measurements by hand, its runs on tiny models, and its file."""
 
+from dataclasses import replace
+
 import pytest
 
 from fastspec import Engine, SamplingParams, SpecConfig
 from fastspec.config import EngineConfig
-from fastspec.tools.formulas import expected_tokens
+from fastspec.tools.formulas import expected_tokens, speed_up
 from fastspec.tools.tune import Measurement, Plan, Planner, k_matrices_to_try
 from fastspec.tools.tuned import TunedConfig, load_tuned, save_tuned, spec_fields
 
@@ -36,6 +38,28 @@ def test_predictions_by_hand():
     assert measured.speed_up(0, 60) == 1.0
     expected = (0.02 + 60 * 0.01) / (0.03 + 60 * 0.012 / 1.75)
     assert measured.speed_up(2, 60) == pytest.approx(expected)
+
+
+def test_the_rate_that_pays():
+    """That of the formula, where drafts cost what it takes them to and prompts nothing."""
+    measured = replace(measurement_of("draft_model", 0.002, 0.0), start_seconds=(0.0, 0.0))
+    assert measured.draft_cost() == pytest.approx(0.2)
+    for gain in (1.0, 1.3, 2.0):
+        rate, length = measured.rate_for(gain, 60)
+        most = max(range(1, 4), key=lambda num: speed_up(rate, num, 0.2))
+        assert speed_up(rate, most, 0.2) == pytest.approx(gain, abs=1e-4)
+        assert speed_up(rate, length, 0.2) == pytest.approx(gain, abs=1e-4)
+    assert measured.rate_for(1.0, 60)[1] == 1
+    assert measured.rate_for(4.0, 60) is None
+    reading = replace(measured, start_seconds=(0.02, 0.03))
+    assert reading.rate_for(1.3, 60)[0] > measured.rate_for(1.3, 60)[0]
+
+
+def test_costs_are_measured_alone(model, planner):
+    measured = planner.measure_costs(SpecConfig("draft_model", 2), model, PROMPTS, lambda: None)
+    assert measured.lengths == [0, 1, 2]
+    assert measured.tokens_per_pass == {}
+    assert measured.draft_cost() > 0
 
 
 def test_the_best_drafter_and_length_are_chosen(planner):
@@ -119,6 +143,29 @@ def test_cascades_are_measured(model, planner):
         measured = planner.measure(spec, drafts, PROMPTS, lambda: None)
         assert measured.lengths == [0, spec.num_draft_tokens()]
         assert measured.tokens_per_pass[spec.num_draft_tokens()] > 1
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("tree", {"tree_nodes": 4}),
+        ("draft_model", {"suffix_tokens": 4}),
+        ("tree", {"tree_nodes": 3, "suffix_tokens": 4}),
+    ],
+    ids=str,
+)
+def test_whole_texts_are_measured(model, planner, method, options):
+    drafter, spec = perturbed(model, 0.03), SpecConfig(method, 2, **options)
+    measured = planner.measure(spec, drafter, PROMPTS, lambda: None)
+    assert measured.lengths == [0, 2]
+    assert min(measured.verify_seconds.values()) > 0
+    assert measured.draft_seconds[2] > measured.draft_seconds[0]
+    engine = Engine(model, drafter, spec=spec.for_repeated_prompts())
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    for prompt in PROMPTS:
+        engine.generate([prompt], params)
+    assert measured.tokens_per_pass == {0: 1.0, 2: engine.stats.mean_acceptance_length}
+    assert planner.choose([measured]).spec in (spec, SpecConfig("none"))
 
 
 def test_sampled_texts_are_decoded_again(model):

@@ -5,6 +5,7 @@ import pytest
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig, drafters
 from fastspec.drafters.base import NoDrafter
 from fastspec.drafters.ngram import NgramDrafter
+from fastspec.engine.schedule import SweepSchedule
 from fastspec_kernels.testing import chi_square
 
 from ..models import perturbed, random_model
@@ -159,6 +160,77 @@ def test_a_corpus_is_copied_from():
     assert set(output.drafters) == {None, "suffix"}
 
 
+SCHEDULES = ("adaptive", "heuristic", SweepSchedule(range(4)))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=("adaptive", "heuristic", "sweep"))
+@pytest.mark.parametrize("method", ["draft_model", "early_exit"])
+def test_a_schedule_changes_no_greedy_text(tmp_path, method, schedule):
+    target = random_model("llama", num_hidden_layers=6)
+    drafter = drafter_for(method, target, tmp_path)
+    options = {"exit_layer": 1} if method == "early_exit" else {}
+    spec = SpecConfig(method, 3, schedule=schedule, **COPIES, **options)
+    engine = Engine(target, drafter, spec=spec, config=EngineConfig(max_batch_size=3))
+    outputs = engine.generate(PROMPTS, GREEDY)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        assert output.token_ids == hugging_face_greedy(target, prompt)
+    assert "suffix" in {name for output in outputs for name in output.drafters}
+
+
+@pytest.mark.parametrize("num_known", [None, 3])
+def test_exact_distribution_with_a_schedule(tmp_path, num_known):
+    target = small_model()
+    drafter = drafter_for("eagle3", target, tmp_path, num_known)
+    spec = SpecConfig("eagle3", 2, schedule="adaptive", **COPIES)
+    counts = drawn_counts((target, drafter), PLAIN, spec, prompt=REPEATED, num_more=3)
+    assert chi_square(counts, exact_law(target, PLAIN, REPEATED)) > ALPHA
+
+
+def test_a_schedule_is_for_the_model_alone():
+    """Its wrong drafts are given up; copies go on, and no schedule hears of them."""
+    target, wrong = random_model("llama"), random_model("llama", seed=7)
+    costs = [1.0, 1.1, 1.2, 1.3]
+    spec = SpecConfig("draft_model", 3, schedule="adaptive", step_costs=costs, **COPIES)
+    constant = SpecConfig("draft_model", 3, **COPIES)
+    engines = [Engine(target, wrong, spec=each) for each in (constant, spec)]
+    params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
+    texts = [engine.generate(PROMPTS, params) for engine in engines]
+    passes = [engine.stats.num_draft_passes for engine in engines]
+    assert sum(passes[1].values()) < sum(passes[0].values()) / 3
+    for outputs in texts:
+        assert "suffix" in {name for output in outputs for name in output.drafters}
+
+    heard = []
+
+    class Three:
+        def num_draft_tokens(self, request):
+            return 3
+
+        def record(self, request, step):
+            heard.append(step)
+
+    spec = SpecConfig("draft_model", 3, schedule=Three(), **COPIES)
+    (output,) = Engine(target, wrong, spec=spec).generate([[5, 6, 7, 8] * 9], params)
+    assert 0 < len(heard) < output.stats.num_steps
+    assert {step.wanted for step in heard[:-3]} == {3}
+
+
+def test_sampled_texts_depend_on_the_seed_alone_with_a_schedule(tmp_path):
+    target = small_model()
+    drafter = drafter_for("draft_model", target, tmp_path)
+    spec = SpecConfig("draft_model", 3, schedule="adaptive", **COPIES)
+    prompts = [REPEATED[place:] for place in range(4)]
+    params = [
+        SamplingParams(temperature=1, seed=seed, max_tokens=40, ignore_eos=True)
+        for seed in range(len(prompts))
+    ]
+    together = Engine(target, drafter, spec=spec).generate(prompts, params)
+    for prompt, each, output in zip(prompts, params, together, strict=True):
+        (alone,) = Engine(target, drafter, spec=spec).generate([prompt], [each])
+        assert alone.token_ids == output.token_ids
+    assert "suffix" in {name for output in together for name in output.drafters}
+
+
 def test_options():
     assert SpecConfig("eagle3", 2, suffix_tokens=8).num_draft_tokens() == 8
     assert SpecConfig("eagle3", 9, suffix_tokens=8).num_draft_tokens() == 9
@@ -169,7 +241,11 @@ def test_options():
         ({"method": "draft_model", "suffix_min_token_prob": 0.5}, "suffix_min_token_prob"),
         ({"method": "prompt_lookup", "suffix_tokens": 4}, "suffix_tokens"),
         ({"method": "suffix", "suffix_tokens": 4}, "suffix_tokens"),
-        ({"method": "eagle3", "suffix_tokens": 4, "schedule": "adaptive"}, "schedule"),
+        ({"method": "tree", "suffix_tokens": 4, "schedule": "adaptive"}, "schedule"),
+        (
+            {"method": "eagle3", "suffix_tokens": 8, "schedule": "adaptive", "step_costs": [1] * 9},
+            "step_costs",
+        ),
         ({"method": "eagle3", "suffix_tokens": 0}, "suffix_tokens"),
         ({"method": "tree", "suffix_tokens": 128}, "suffix_tokens"),
         (
