@@ -222,7 +222,7 @@ def _packed_rows(cu_rows, b, tile, V: tl.constexpr):
     """
     first_token = tl.load(cu_rows + b, volatile=True)
     num_rows = (tl.load(cu_rows + b + 1, volatile=True) - first_token) * V.group
-    row = tile * V.block_m + tl.arange(0, V.block_m)
+    row = tl.minimum(tile, num_rows) * V.block_m + tl.arange(0, V.block_m)  # what tile says, anew
     token, head = row // V.group, tl.program_id(1) * V.group + row % V.group
     return token, head, row < num_rows, (first_token + token).to(tl.int64)
 
