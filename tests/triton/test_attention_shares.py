@@ -44,11 +44,11 @@ def shares_of(
     """What the programs of one KV head find that have something to do, and the room."""
     num_heads = group * num_kv_heads
     wanted = attention.PROGRAMS_WANTED // num_kv_heads
-    tiles = attention.tiles(rows, 128, 2)
+    tiles: dict = attention.tiles(rows, 128, 2)
     num_tiles = sum(tokens) * group // 64 + len(tokens)
     sizes = num_tiles, wanted, sum(tokens) * num_heads, 128, capacity
     room = attention.room_for_partials(*sizes) if room is None else room
-    off = dict.fromkeys(("capped", "sinks", "logsumexp", "long_blocks"), False)
+    off: dict = dict.fromkeys(("capped", "sinks", "logsumexp", "long_blocks"), False)
     variant = attention.Variant(
         mask="chain", words=1, windowed=window > 0, split=True, num_heads=num_heads, group=group,
         head_size=128, block_size=16, few_rows=32, interpreted=True, dot_dtype=tl.float32,
