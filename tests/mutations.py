@@ -17,6 +17,7 @@ EMULATED_TREE, EMULATED_ROWS = (
 )
 GREEDY, TREES = "tests/engine/test_greedy.py", "tests/engine/test_token_trees.py"
 SAMPLING = "tests/engine/test_sampling.py"
+SHARES = "tests/triton/test_attention_shares.py"
 PREFIXES = "tests/engine/test_prefix_caching.py tests/engine/test_prefix_blocks.py"
 
 
@@ -84,7 +85,7 @@ MUTATIONS = [
         "tests/kernels/test_match_suffix.py",
         ("if (counted > longest ||", "if (counted >= longest ||"),
         ("std::min(count, call.max_match)", "count"),
-        ("if (i + count > seen_to) {", "if (i + count > seen_from) {"),
+        ("std::min<int64_t>(seen_to - i, matched[i - seen_from])", "matched[i - seen_from]"),
     ),
     *_of(
         "csrc/cpu/penalize.cpp",
@@ -164,6 +165,27 @@ MUTATIONS = [
         ("while (sum + bins[bin] < need)", "while (sum + bins[bin] <= need)"),
     ),
     *_of(
+        "csrc/cuda/plan.h",
+        "tests/cuda/test_emulation.py -k plan",
+        ("2 * (bytes + 1024) <= limits.shared_bytes + 1024", "bytes <= limits.shared_bytes"),
+        ("num_rows * plan.cluster > limits.multiprocessors;", "true;"),
+    ),
+    *_of(
+        "kernels/fastspec_kernels/triton/attention_shares.py",
+        SHARES,
+        ("before = ends <= slot", "before = ends < slot"),
+        ("base + needed <= room, parts, 1)", "base <= room, parts, 1)"),
+        ("// unit + 1  # a window", "// unit  # a window"),
+        ("unit = tl.where(step == 1, 1, unit)", "unit = unit * 1"),
+    ),
+    *_of(
+        "kernels/fastspec_kernels/triton/attention_kernels.py",
+        SHARES,
+        ("(parts > 1) & (begin >= stop)", "begin >= stop"),
+        ("is_whole & (last_key // RUN > begin // RUN)", "is_whole & (last_key // RUN < 0)"),
+        ("if (index + 1) * unit % RUN == 0:", "if index < 0:"),
+    ),
+    *_of(
         "kernels/fastspec_kernels/triton/chain_judge.py",
         f"{CHAIN} -k triton",
         ("tl.minimum(num, stop), stop", "num, stop"),
@@ -171,7 +193,7 @@ MUTATIONS = [
     ),
     *_of(
         "fastspec/engine/verify.py",
-        f"{GREEDY} {TREES} {SAMPLING}",
+        f"{GREEDY} {TREES} {SAMPLING} tests/engine/test_verdicts.py",
         ("is_whole = accepted_len == proposed", "is_whole = accepted_len != proposed"),
         ("[-1] not in parents", "[-1] in parents"),
         ("len(request.token_ids) - 1 - start, most", "len(request.token_ids) - start, most"),
@@ -179,8 +201,26 @@ MUTATIONS = [
     *_of(
         "fastspec/engine/acceptance.py",
         f"{SAMPLING} tests/engine/test_tree_sampling.py tests/engine/test_samples.py",
-        ("lengths[owners] + depths[owners, nodes]", "lengths[owners]"),
         ("places + (places >= extra)", "places"),
+    ),
+    *_of(
+        "fastspec/engine/acceptance.py",
+        "tests/engine/test_parameters.py -k seed_is_a_text",
+        ("lengths[owners] + depths[owners, nodes]", "lengths[owners]"),
+    ),
+    *_of(
+        "fastspec/drafters/tree/copied.py",
+        "tests/engine/test_mixed_trees.py",
+        ("(parents == self._node[:, None]) & (self._matched == level)[:, None]", "parents >= 0"),
+        ("above[:, 0] = self._node", "above[:, 0] = 0"),
+        ("draft_logits[requests, rows] = -torch.inf", "pass"),
+    ),
+    *_of(
+        "fastspec/drafters/suffix_first.py",
+        "tests/engine/test_suffix_first.py",
+        ("draft_logits = _with_point_masses(draft_logits, None, copied)", "pass"),
+        ("token_map[device_tensor(new, torch.int64, device)] = columns", "pass"),
+        ("counts[place], writers[place] = len(copy),", "counts[place], writers[place] = 1,"),
     ),
     *_of(
         "fastspec/engine/prefix_index.py",

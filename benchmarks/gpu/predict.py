@@ -20,12 +20,16 @@ SLOT = KV_HEADS * HEAD_SIZE * ITEM  # bytes of a token's keys in one layer
 UNIT = 8  # logits that a lane takes at a time, csrc/cuda/device.cuh
 
 
-def cluster_of(rows: int, machine: Machine) -> int:
-    """choose_plan of csrc/cuda/plan.h, for rows that fit."""
+def plan_of(rows: int, machine: Machine) -> tuple[int, int]:
+    """Blocks and threads of a cluster by choose_plan of csrc/cuda/plan.h, for rows that fit."""
     cluster = 1
     while cluster < 8 and rows * cluster < machine.multiprocessors:
         cluster *= 2
-    return cluster
+    if rows * cluster <= machine.multiprocessors:
+        return cluster, 512
+    while 2 * (ROW // cluster + TEAM_SHARED + 1024) > 228 << 10:
+        cluster *= 2
+    return cluster, 256
 
 
 def shape_of(op: str, batch: int, **changes) -> dict:
@@ -46,8 +50,8 @@ def found(cluster: int, threads: int) -> Phase:
 def verify_tree(batch: int, machine: Machine) -> Case:
     """Siblings without replacement; of DEPTH + 1 nodes on the way, the last turns two children
     down."""
-    nodes, cluster = DEPTH + 1, cluster_of(batch, machine)
-    share, threads = VOCAB / cluster, 512
+    nodes, (cluster, threads) = DEPTH + 1, plan_of(batch, machine)
+    share = VOCAB / cluster
     first = Phase(ROW / cluster, AHEAD * 16 * threads, share, (("first", AHEAD * UNIT),))
     total = Phase(elements=share, regions=(("sum", UNIT),))
     flight = load()["kernels"]["verify_tree"]["regions"]["residual"]["loads"] // 2 * 16 * threads
@@ -135,21 +139,27 @@ def match_suffix(batch: int, machine: Machine) -> Case:
 def attention(op: str, batch: int, machine: Machine, tokens: int, context: int) -> Case:
     """As kernels/fastspec_kernels/triton/attention.py cuts it up; the context is as long as the
     block table."""
-    group, chunk, run, wanted = HEADS // KV_HEADS, 512, 2048, 512
+    group, chunk, run = HEADS // KV_HEADS, 512, 2048
     few = tokens * group <= 32
     block_m = 32 if few else 64
-    programs = (batch * tokens * group // 64 + batch) * KV_HEADS
-    splits = max(1, min(context // chunk, wanted // programs))
-    kind, of = op.removesuffix("_attention"), "b1" if splits > 1 else "b64"
+    wanted, least = 512 // KV_HEADS, batch * tokens * group // 64 + batch
+    is_split = context > (8192 if 2 * least > wanted else chunk)
+    step = -(-batch * -(-tokens * group // 32) * (-(-context // chunk)) // wanted) * chunk
+    unit = chunk if step <= chunk else run
+    parts = -(-context // (-(-step // unit) * unit)) if is_split else 1
+    partials = -(-context // unit) if parts > 1 else 1
+    kind, of = op.removesuffix("_attention"), "b1" if is_split else "b64"
     name = f"{kind} q{5 if few else 16} d128 {of} bf16"
     own = load()["kernels"][name]
     tiles = batch * -(-tokens * group // block_m)
     if not few:
         tiles = batch + batch * tokens * group // block_m  # one of two has nothing to do
-    keys = context / splits
+    keys = context / parts
     read = keys * 2 * HEAD_SIZE * ITEM
-    partials = -(-context // chunk) if context <= splits * chunk else -(-context // run)
-    written = block_m * HEAD_SIZE * (4 * partials / splits if splits > 1 else ITEM)
+    written = block_m * HEAD_SIZE * ITEM
+    if is_split:  # its partials, or a state that grows from run to run
+        states = partials / parts if parts > 1 else 2 * -(-context // run) - 1
+        written = block_m * HEAD_SIZE * 4 * states
     threads = 32 * own["warps"]
     step = 2 * own["block_n"] * HEAD_SIZE * ITEM
     phase = Phase(
@@ -159,11 +169,12 @@ def attention(op: str, batch: int, machine: Machine, tokens: int, context: int) 
         (("loop", own["block_n"] / threads),),
         2 * block_m * keys * HEAD_SIZE,
     )
-    busy = batch * KV_HEADS * splits
-    launches = [Launch(name, busy, threads, (phase,), 0, 2, 1)]
+    busy = batch * KV_HEADS * parts
+    # A program reads all lengths twice before it knows what is its own.
+    launches = [Launch(name, busy, threads, (phase,), 0, 2, 3 if is_split else 1)]
     if not few and batch > 1:  # one that leaves the sequences to the other
         launches.append(Launch(name, tiles * KV_HEADS, threads, (), 0, 1))
-    if splits > 1:
+    if is_split:
         rows = batch * tokens * HEADS
         # A warp for each head; seven partials are on their way.
         merged = Phase(HEAD_SIZE * 4 * partials, 7 * HEAD_SIZE * 4, cached=True)

@@ -47,13 +47,27 @@ constexpr bool fits(const RowShape& row, const Plan& plan, const Limits& limits)
   return staged_bytes(row, plan.cluster, plan.threads) + kFixedSharedBytes <= limits.shared_bytes;
 }
 
-// The smallest cluster that holds a row and gives every multiprocessor a block.
+// Whether a multiprocessor has shared memory for two blocks; it has 1 KiB more than one may have,
+// and keeps 1 KiB for each.
+constexpr bool fits_twice(const RowShape& row, const Plan& plan, const Limits& limits) {
+  const int64_t bytes = staged_bytes(row, plan.cluster, plan.threads) + kFixedSharedBytes;
+  return 2 * (bytes + 1024) <= limits.shared_bytes + 1024;
+}
+
+// The smallest cluster that holds a row and gives every multiprocessor a block. Where some get
+// several, two of half as many threads share one, so that one works while the other waits.
 constexpr Plan choose_plan(const RowShape& row, int64_t num_rows, const Limits& limits) {
   Plan plan = {1, 512, 0};
   while (limits.clusters && plan.cluster < 8 &&
          (num_rows * plan.cluster < limits.multiprocessors || !fits(row, plan, limits))) {
     plan.cluster *= 2;
   }
+  Plan halves = {plan.cluster, 256, 0};
+  while (limits.clusters && halves.cluster < 8 && !fits_twice(row, halves, limits)) {
+    halves.cluster *= 2;
+  }
+  const bool shared = num_rows * plan.cluster > limits.multiprocessors;
+  if (shared && fits_twice(row, halves, limits)) plan = halves;
   plan.staged = fits(row, plan, limits);
   return plan;
 }

@@ -46,25 +46,30 @@ def test_shared_memory_starts_poisoned():
 
 
 @pytest.mark.parametrize(
-    ("size", "element_bytes", "num_rows", "limits", "cluster", "staged"),
+    ("size", "element_bytes", "num_rows", "limits", "cluster", "threads", "staged"),
     [
-        (128256, 2, 1, H200, 8, 1),
-        (128256, 2, 40, H200, 4, 1),
-        (128256, 2, 256, H200, 2, 1),
-        (32000, 2, 256, H200, 1, 1),
-        (262144, 4, 256, H200, 8, 1),
-        (2000000, 4, 256, H200, 8, 0),
-        (128256, 2, 1, A100, 1, 0),
-        (32000, 4, 1, A100, 1, 1),
-        (128256, 2, 1, RTX_PRO_6000, 8, 1),
-        (128256, 4, 256, RTX_PRO_6000, 8, 1),
-        (262144, 2, 256, RTX_PRO_6000, 8, 1),
-        (262144, 4, 256, RTX_PRO_6000, 8, 0),
+        (128256, 2, 1, H200, 8, 512, 1),
+        (128256, 2, 16, H200, 8, 512, 1),
+        (128256, 2, 40, H200, 4, 256, 1),
+        (128256, 2, 64, H200, 4, 256, 1),
+        (128256, 2, 66, H200, 2, 512, 1),
+        (128256, 2, 256, H200, 4, 256, 1),
+        (128256, 4, 64, H200, 8, 256, 1),
+        (32000, 2, 256, H200, 1, 256, 1),
+        (262144, 4, 256, H200, 8, 512, 1),
+        (2000000, 4, 256, H200, 8, 512, 0),
+        (128256, 2, 1, A100, 1, 512, 0),
+        (32000, 4, 1, A100, 1, 512, 1),
+        (128256, 2, 1, RTX_PRO_6000, 8, 512, 1),
+        (128256, 2, 256, RTX_PRO_6000, 8, 256, 1),
+        (128256, 4, 256, RTX_PRO_6000, 8, 512, 1),
+        (262144, 2, 256, RTX_PRO_6000, 8, 512, 1),
+        (262144, 4, 256, RTX_PRO_6000, 8, 512, 0),
     ],
 )
-def test_plan(size, element_bytes, num_rows, limits, cluster, staged):
+def test_plan(size, element_bytes, num_rows, limits, cluster, threads, staged):
     plan = chosen_plan(size, element_bytes, num_rows, limits)
-    assert (plan.cluster, plan.threads, plan.staged) == (cluster, 512, staged)
+    assert (plan.cluster, plan.threads, plan.staged) == (cluster, threads, staged)
 
 
 @pytest.mark.parametrize(

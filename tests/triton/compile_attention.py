@@ -82,8 +82,8 @@ def report_attention(
     scoring = attention.Scoring(1.0, ancestor_mask=nodes if mask == "tree" else None)
     if is_full:
         scoring = replace(scoring, sliding_window=1024, softcap=50.0, sinks=torch.empty(32))
-    common, splits = attention.choose(query, cache, table, mask, scoring, is_full)
-    assert (splits > 1) == (batch == 1)
+    common, room = attention.choose(query, cache, table, mask, scoring, is_full)
+    assert (room > 0) == (batch == 1)
     if is_float8 and capability >= 89:
         common["float8"] = "native"
     # Of a batch the first kind has few rows, where there are such.
@@ -164,7 +164,7 @@ def type_of(argument: str, dtype: str, is_float8: bool) -> str:
         return "*fp32"
     if argument in INTS:
         return "*i32"
-    if argument in ("ancestor_mask", "slot_mapping"):
+    if argument in ("ancestor_mask", "shares", "slot_mapping"):
         return "*i64"
     return "fp32" if argument in SCALARS else "i32"
 

@@ -175,20 +175,16 @@ def test_hostile_numbers_stay_inside_the_cache(mask):
     assert out.shape == case.query.shape
 
 
-def test_choice_of_splits():
-    """Enough programs need no split, nor does a scratch too large allow one."""
-    assert attention.num_splits(8, 32, 128, 8192) == 16
-    assert attention.num_splits(8, 32, 128, 2**17) == 64
-    assert attention.num_splits(512, 2048, 128, 8192) == 1
-    assert attention.num_splits(8, 2**14, 128, 2**17) == 1
-    assert attention.num_splits(8, 32, 128, 0) == 1
-
-
-def test_scratch_of_a_long_context():
-    """64 rows of 32 heads, 128 Ki tokens: 34 MB of states, of 2048 tokens each."""
-    splits = attention.num_splits(40, 64 * 32, 128, 2**17)
-    assert splits == 12
-    assert attention.most_partials(splits, 2**17) == 64
+def test_room_for_partials():
+    """None where no sequence can be long, or enough programs have all; never more than 256 MB."""
+    room = attention.room_for_partials
+    assert room(1, 64, 160, 128, 512) == 0
+    assert room(1, 64, 160, 128, 8192) == 160 * 17
+    assert room(1, 64, 160, 128, 2**17) == 2**14 + 160
+    assert room(84, 64, 10240, 128, 8192) == 0
+    assert room(84, 64, 10240, 128, 2**14) == 10240 * 9
+    assert room(84, 64, 10240, 128, 2**17) == 2**28 // 520
+    assert room(129, 64, 2**16, 128, 2**17) == 0
 
 
 @pytest.mark.parametrize(("length", "window"), [(4700, 0), (2700, 1500)])

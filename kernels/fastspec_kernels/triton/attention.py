@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastspec_kernels.triton.attention_kernels import CHUNK, RUN, attention_kernel, merge_kernel
+from fastspec_kernels.triton.attention_kernels import attention_kernel, merge_kernel
+from fastspec_kernels.triton.attention_shares import CHUNK, RUN, TILE
 from fastspec_kernels.triton.attention_softmax import LOG2_E
 from fastspec_kernels.triton.cache import numbers_or_bytes
 from fastspec_kernels.triton.launch import launch
@@ -15,7 +16,8 @@ from fastspec_kernels.triton.launch import launch
 MAX_HEAD_SIZE = 512  # half of it in float32: wider ones do not fit into the registers
 FEW_ROWS = 32
 PROGRAMS_WANTED = 512  # some four for each processor of a large GPU
-PARTIAL_BYTES = 256 * 2**20  # scratch that a split may cost
+LONG = 2**13  # slots of a table from which on a sequence may be too long for one program
+PARTIAL_BYTES = 256 * 2**20  # scratch that shared sequences may cost
 _DOT_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
@@ -99,17 +101,20 @@ def options(variant: Variant, capability: tuple[int, int]) -> dict[str, int]:
     return {"num_warps": 8 if eight else 4, "num_stages": 3, "enable_fp_fusion": True}
 
 
-def num_splits(programs: int, num_rows: int, head_size: int, capacity: int) -> int:
-    """How many programs share the keys of a tile; 1 needs no scratch and no merge."""
-    splits = min(-(-capacity // CHUNK.value), PROGRAMS_WANTED // max(programs, 1))
-    if num_rows * most_partials(splits, capacity) * (head_size + 2) * 4 > PARTIAL_BYTES:
-        return 1
-    return max(1, splits)
+def room_for_partials(tiles: int, wanted: int, num_rows: int, head_size: int, capacity: int) -> int:
+    """Partials of sequences that several programs share; 0 where none is, which needs no merge.
 
-
-def most_partials(splits: int, capacity: int) -> int:
-    """How many partials a row can have: of chunks, up to one a program, or of all runs."""
-    return max(splits + 1, -(-capacity // RUN.value))  # a window may begin and end inside chunks
+    Args:
+        tiles, wanted: programs for each KV head that there are at least, and that there should be.
+        num_rows: of all heads; each has one more partial.
+    """
+    most = PARTIAL_BYTES // ((head_size + 2) * 4)
+    if capacity <= (LONG if 2 * tiles > wanted else CHUNK.value) or num_rows > most // 16:
+        return 0
+    chunks, runs = -(-capacity // CHUNK.value), -(-capacity // RUN.value)
+    # Parts are chunks only where there are no more chunks than programs.
+    room = min(num_rows * chunks, max(num_rows * runs, PROGRAMS_WANTED * TILE.value)) + num_rows
+    return min(room, most)
 
 
 def tree_attention(
@@ -127,7 +132,7 @@ def tree_attention(
     return_logsumexp: bool,
     value_scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """One launch, two where the chunks of a tile are split among programs."""
+    """One launch, two where programs may share a sequence."""
     paged = (key_cache, value_cache, block_table, context_lens, cu_rows)
     scoring = Scoring(scale, sliding_window, softcap, sinks, ancestor_mask, value_scale)
     mask = "chain" if ancestor_mask is None else "tree"
@@ -179,11 +184,12 @@ def _attend(
 
     on_gpu = query.device.type == "cuda"
     capability = torch.cuda.get_device_capability(query.device) if on_gpu else (9, 0)
-    common, splits = choose(query, key_cache, block_table, mask, scoring, return_logsumexp)
-    num_partials = most_partials(splits, capacity)
-    scratch = (num_tokens * num_heads, num_partials) if splits > 1 else (0, 0)
-    partial = query.new_empty((*scratch, head_size), dtype=torch.float32)
-    partial_stats = query.new_empty((*scratch, 2), dtype=torch.float32)
+    common, room = choose(query, key_cache, block_table, mask, scoring, return_logsumexp)
+    programs = max(PROGRAMS_WANTED // num_kv_heads, 1) if room > 0 else 0
+    num_partials = room + num_tokens * num_heads if room > 0 else 0
+    partial = query.new_empty((num_partials, head_size), dtype=torch.float32)
+    partial_stats = query.new_empty((num_partials, 2), dtype=torch.float32)
+    shares = context_lens.new_empty((batch, 3) if room > 0 else 0, dtype=torch.int64)
     tree = scoring.ancestor_mask
     sinks = context_lens if scoring.sinks is None else scoring.sinks
     inner, factor = 1.0, scoring.scale * LOG2_E.value
@@ -195,12 +201,14 @@ def _attend(
     sizes = head_size, query.itemsize, common["float8"] != "no", is_windowed_tree
     for rows in kinds_of_rows(query, num_kv_heads, batch, num_nodes):
         variant = Variant(**common, **tiles(rows, *sizes, capability))
-        num_tiles = batch
+        num_shares = batch + programs
         if rows != "few":
-            num_tiles += num_tokens * common["group"] // variant.block_m.value
+            block_m = variant.block_m.value
+            num_shares = batch + num_tokens * common["group"] // block_m
+            num_shares += programs * TILE.value // block_m
         launch(
             attention_kernel,
-            (num_tiles, num_kv_heads, splits),
+            (num_shares, num_kv_heads),
             query,
             numbers_or_bytes(key_cache),
             numbers_or_bytes(value_cache),
@@ -213,11 +221,13 @@ def _attend(
             logsumexp,
             partial,
             partial_stats,
+            shares,
             batch,
             num_blocks,
             capacity,
             num_nodes,
-            num_partials,
+            programs,
+            room,
             query.stride(0),
             query.stride(1),
             key_cache.stride(0),
@@ -230,7 +240,7 @@ def _attend(
             V=variant,
             **options(variant, capability),
         )
-    if splits > 1:
+    if room > 0:
         launch(
             merge_kernel,
             (num_tokens, num_heads),
@@ -241,10 +251,9 @@ def _attend(
             logsumexp,
             partial,
             partial_stats,
+            shares,
             batch,
             capacity,
-            num_partials,
-            splits,
             window,
             scoring.value_scale,
             V=variant,
@@ -274,14 +283,16 @@ def choose(
     scoring: Scoring,
     return_logsumexp: bool,
 ) -> tuple[dict, int]:
-    """What all variants of a call share, and the number of splits, from shapes alone."""
+    """What all variants of a call share, and the room for partials, from shapes alone."""
     num_tokens, num_heads, head_size = query.shape
     _, block_size, num_kv_heads, _ = key_cache.shape
     batch, width = block_table.shape
     group = num_heads // num_kv_heads
     tree = scoring.ancestor_mask
-    programs = (num_tokens * group // 64 + batch) * num_kv_heads
-    splits = num_splits(programs, num_tokens * num_heads, head_size, width * block_size)
+    num_tiles = num_tokens * group // 64 + batch
+    wanted = PROGRAMS_WANTED // num_kv_heads
+    rows = num_tokens * num_heads
+    room = room_for_partials(num_tiles, wanted, rows, head_size, width * block_size)
     windowed = 0 < scoring.sliding_window < width * block_size
     # The interpreter multiplies the bits of bfloat16 as integers.
     interpreted = query.device.type == "cpu"
@@ -293,7 +304,7 @@ def choose(
         "capped": scoring.softcap > 0.0,
         "sinks": scoring.sinks is not None,
         "logsumexp": return_logsumexp,
-        "split": splits > 1,
+        "split": room > 0,
         "num_heads": num_heads,
         "group": group,
         "head_size": head_size,
@@ -304,7 +315,7 @@ def choose(
         "dot_dtype": _DOT_DTYPES[dot_dtype],
         "float8": float8_of(key_cache),
     }
-    return common, splits
+    return common, room
 
 
 def float8_of(cache: Tensor) -> str:

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from fastspec_kernels.triton.attention_masks import row_limits, span, visible_keys
+from fastspec_kernels.triton.attention_shares import BLOCK_BATCH, CHUNK, RUN, share_of_program
 from fastspec_kernels.triton.attention_softmax import (
     attend_block,
     block_numbers,
@@ -14,16 +15,13 @@ from fastspec_kernels.triton.attention_softmax import (
 from fastspec_kernels.triton.cache_kernels import round_to
 
 # The keys of a row are added up in a fixed tree: blocks of keys in their order within a chunk,
-# chunks in their order within a run, and then the runs. Chunks and runs are stretches of key
-# positions (0..511 is a chunk, whoever reads it), and a split writes the state of each of its
-# chunks or of each of its runs, so that the bits of a row depend neither on the split nor, within
+# chunks in their order within a run, and then the runs. Where several programs share a sequence,
+# each writes the state of each of its chunks or of each of its runs; a program that has a sequence
+# for itself adds its runs up, so that the bits of a row depend neither on the sharing nor, within
 # one kind of rows (few or many), on how many rows its sequence has.
-CHUNK = tl.constexpr(512)
-RUN = tl.constexpr(2048)
-BLOCK_BATCH = tl.constexpr(128)
 
 
-@triton.jit(do_not_specialize=["batch", "num_blocks", "capacity", "num_nodes", "num_partials"])
+@triton.jit(do_not_specialize=["batch", "num_blocks", "capacity", "num_nodes", "programs", "room"])
 def attention_kernel(
     query,  # [T, H, D]
     key_cache,  # [num_blocks, block_size, G, D]
@@ -35,13 +33,15 @@ def attention_kernel(
     sinks,  # [H], where V.sinks
     out,  # [T, H, D], unless V.split
     logsumexp,  # [T, H], where V.logsumexp
-    partial,  # [T * H, num_partials, D], where V.split
-    partial_stats,  # [T * H, num_partials, 2], peak and total, where V.split
+    partial,  # [room + T * H, D], where V.split: of shared sequences, and a state of each row
+    partial_stats,  # [room + T * H, 2], peak and total, where V.split
+    shares,  # [B, 3] int64, where V.split: what share_of_program finds of each sequence
     batch,
     num_blocks,
     capacity,  # slots in a row of block_table
     num_nodes,
-    num_partials,
+    programs,  # to share out, for each KV head
+    room,
     query_token_stride,
     query_head_stride,
     block_stride,
@@ -53,32 +53,37 @@ def attention_kernel(
     value_scale,
     V: tl.constexpr,
 ):
-    """Program (tile, KV head, split): packed rows (token, head of the group) over a run of chunks.
+    """Program (share, KV head): a tile of packed rows (token, head of the group) over some keys.
 
     With V.rows "few" only sequences of at most V.block_m rows take part, one tile each, with "many"
     only longer ones. What else is in the batch thus never decides which tensor-core instruction,
     and with it which rounding, a row meets.
     """
-    b = tl.program_id(0)
-    if V.rows != "few":
-        b = _sequence_of_tile(cu_rows, batch, tl.program_id(0), V)
-    first_token = tl.load(cu_rows + b)
-    tile = _tile_of_sequence(first_token, b, V)
-    num_tokens = tl.load(cu_rows + b + 1) - first_token
+    lengths = (context_lens, cu_rows, batch, capacity, sliding_window)
+    b, tile, part, parts, unit, length, base = share_of_program(lengths, programs, room, V)
+    if not V.split:
+        part, parts, unit = 0, 1, RUN
+    if b >= batch:
+        return
+    num_tokens = tl.load(cu_rows + b + 1) - tl.load(cu_rows + b)
     num_rows = num_tokens * V.group
-    idle = tile * V.block_m >= num_rows
+    idle = num_rows <= 0
     if V.rows == "few":
         idle = idle | (num_rows > V.block_m)
-    if V.rows == "many":
-        idle = idle | (num_rows <= V.few_rows)
     if idle:
         return
+    share = shares + b * 3
+    if V.split:  # all programs of a sequence write the same
+        tl.store(share, unit.to(tl.int64))
+        tl.store(share + 1, length.to(tl.int64))
+        tl.store(share + 2, base)
+        tl.debug_barrier()
     context = tl.minimum(tl.maximum(tl.load(context_lens + b), 0), capacity)
     table = block_table + b.to(tl.int64) * table_stride
     paged = (key_cache, value_cache, table, num_blocks, block_stride, slot_stride)
     tree = (ancestor_mask + b.to(tl.int64) * num_nodes * V.words, num_nodes)
     d = tl.arange(0, V.block_d)[None, :]
-    token, head, inside, place = _packed_rows(cu_rows, b, V)
+    token, head, inside, place = _packed_rows(cu_rows, b, tile, V)
     stored = inside[:, None] & (d < V.head_size)
     offset = (place * query_token_stride + head.to(tl.int64) * query_head_stride)[:, None] + d
     q = tl.load(query + offset, mask=stored, other=0.0).to(V.dot_dtype)
@@ -86,15 +91,14 @@ def attention_kernel(
     newest = tl.minimum((tile * V.block_m + V.block_m - 1) // V.group, num_tokens - 1)
     low, full, full_end, end = span(context, num_tokens, oldest, newest, sliding_window, V)
 
-    unit = _keys_of_partial(context, num_tokens, sliding_window, tl.num_programs(2), V)
     first_unit = low // unit
     num_units = tl.maximum((end + unit - 1) // unit - first_unit, 0)
-    begin = (first_unit + tl.program_id(2) * num_units // tl.num_programs(2)) * unit
-    stop = (first_unit + (tl.program_id(2) + 1) * num_units // tl.num_programs(2)) * unit
+    begin = (first_unit + part * num_units // parts) * unit
+    stop = (first_unit + (part + 1) * num_units // parts) * unit
     begin, stop = tl.maximum(begin, low // V.block_n * V.block_n), tl.minimum(stop, end)
-    if V.split and begin >= stop:
+    if (parts > 1) & (begin >= stop):
         return
-    store = (partial, partial_stats, num_partials, cu_rows, b, unit)
+    store = (partial, partial_stats, share, begin if V.windowed else 0, tile, cu_rows, b)
     state = _empty_state(V.block_m, V)
     run, whole = state, state
     wild = tl.full([], 0, tl.int32)
@@ -109,7 +113,7 @@ def attention_kernel(
             block = later
             state, run, whole = _fold(state, run, whole, first + V.block_n, stop, store, V)
         for first in tl.range(first_masked, part_end, V.block_n, num_stages=1, disable_licm=True):
-            token, _, _, _ = _packed_rows(cu_rows, b, V)
+            token, _, _, _ = _packed_rows(cu_rows, b, tile, V)
             limits = row_limits(tree, context, num_tokens, token, V)
             block = block_numbers(paged, first, stop, V)
             seen = visible_keys(
@@ -120,11 +124,11 @@ def attention_kernel(
             )
             state, run, whole = _fold(state, run, whole, first + V.block_n, stop, store, V)
     run = merge(run, state)
-    if V.split:
-        _store_partial(run, stop - 1, store, V)
-    token, head, inside, place = _packed_rows(cu_rows, b, V)
+    token, head, inside, place = _packed_rows(cu_rows, b, tile, V)
     place = place * V.num_heads + head
-    if not V.split:
+    if V.split:
+        _store_partial(run, tl.maximum(stop, 1) - 1, store, V)
+    else:
         whole = merge(whole, run)
         _store_rows(out, logsumexp, sinks, whole, value_scale, place, head, inside, V)
     if wild > 0:  # rare: spoil the columns that such values are in, for the rows that see them
@@ -137,26 +141,14 @@ def attention_kernel(
             for number in range(first_masked, part_end):
                 key = number + tl.arange(0, 1)
                 sees = visible_keys(tree, limits, context, num_tokens, number, sliding_window, 1, V)
-                target, entry = out, place
+                spoilt = stored & sees & is_wild(paged, key, V)
                 if V.split:
-                    target, entry = partial, place * num_partials + number // unit % num_partials
-                tl.store(
-                    target + entry[:, None] * V.head_size + d,
-                    nan.to(target.dtype.element_ty),
-                    mask=stored & sees & is_wild(paged, key, V),
-                )
-
-
-@triton.jit
-def _keys_of_partial(context, num_tokens, sliding_window, splits, V: tl.constexpr):
-    """A chunk where that suffices to give each program of a split one of them, else a run."""
-    unit = RUN
-    if V.split:
-        prefix = context - num_tokens
-        if V.windowed:
-            prefix = tl.minimum(prefix, sliding_window)
-        unit = tl.where(prefix + num_tokens <= splits * CHUNK, CHUNK, RUN)
-    return unit
+                    base, entry, _whole = _entry(token, head, number, share, V)
+                    target = partial + base * V.head_size + entry[:, None] * V.head_size + d
+                    tl.store(target, nan, mask=spoilt)
+                else:
+                    target = out + place[:, None] * V.head_size + d
+                    tl.store(target, nan.to(out.dtype.element_ty), mask=spoilt)
 
 
 @triton.jit
@@ -174,8 +166,10 @@ def _part(part, begin, full, full_end, stop):
 @triton.jit
 def _fold(state, run, whole, number, stop, store, V: tl.constexpr):
     """Pass on what is complete with the keys below `number`; nothing where that is the last one."""
-    unit = store[5]
     if number % CHUNK == 0:
+        unit = RUN
+        if V.split:
+            unit = tl.load(store[2], volatile=True).to(tl.int32)
         run = merge(run, state)
         state = _empty_state(V.block_m, V)
         if (number % unit == 0) & (number < stop):
@@ -189,43 +183,38 @@ def _fold(state, run, whole, number, stop, store, V: tl.constexpr):
 
 @triton.jit
 def _store_partial(state, last_key, store, V: tl.constexpr):
-    partial, partial_stats, num_partials, cu_rows, b, unit = store
-    peak, total, mixed = state
+    """Write a part of a sequence, or what is known so far of one that no other program has."""
+    partial, partial_stats, share, begin, tile, cu_rows, b = store
     d = tl.arange(0, V.block_d)[None, :]
-    _, head, inside, place = _packed_rows(cu_rows, b, V)
-    target = (place * V.num_heads + head) * num_partials + last_key // unit % num_partials
+    token, head, inside, _ = _packed_rows(cu_rows, b, tile, V)
+    base, entry, is_whole = _entry(token, head, last_key, share, V)
+    stats = partial_stats + base * 2 + entry * 2
+    target = partial + base * V.head_size + (entry[:, None] * V.head_size + d)
     stored = inside[:, None] & (d < V.head_size)
-    tl.store(partial + target[:, None] * V.head_size + d, mixed, mask=stored)
-    tl.store(partial_stats + target * 2, peak, mask=inside)
-    tl.store(partial_stats + target * 2 + 1, total, mask=inside)
+    if is_whole & (last_key // RUN > begin // RUN):  # written before the barriers of its keys
+        peak = tl.load(stats, mask=inside, other=0.0)
+        total = tl.load(stats + 1, mask=inside, other=0.0)
+        state = merge((peak, total, tl.load(target, mask=stored, other=0.0)), state)
+    peak, total, mixed = state
+    tl.store(target, mixed, mask=stored)
+    tl.store(stats, peak, mask=inside)
+    tl.store(stats + 1, total, mask=inside)
 
 
 @triton.jit
-def _sequence_of_tile(cu_rows, batch, tile, V: tl.constexpr):
-    """The sequence of a tile.
+def _entry(token, head, key, share, V: tl.constexpr):
+    """The sequence's first partial, that of rows with this key from there, and if it is the only.
 
-    Sequence b starts at tile cu_rows[b] * group // block_m + b, which leaves room for all its rows.
+    Read from memory, as kept values would take up registers.
     """
-    found = tl.full([], 0, tl.int32)
-    for first in range(0, batch, BLOCK_BATCH):
-        index = first + tl.arange(0, BLOCK_BATCH)
-        inside = index < batch
-        starts = tl.load(cu_rows + index, mask=inside, other=0) * V.group // V.block_m + index
-        found += tl.sum((inside & (starts <= tile)).to(tl.int32), 0)
-    return found - 1
+    unit = tl.load(share, volatile=True).to(tl.int32)
+    length = tl.load(share + 1, volatile=True).to(tl.int32)
+    entry = (token * V.num_heads + head) * length + key // unit % length
+    return tl.load(share + 2, volatile=True), entry, length == 1
 
 
 @triton.jit
-def _tile_of_sequence(first_token, b, V: tl.constexpr):
-    """The number of this program's tile in sequence b."""
-    tile = 0
-    if V.rows != "few":
-        tile = tl.program_id(0) - (first_token * V.group // V.block_m + b)
-    return tile
-
-
-@triton.jit
-def _packed_rows(cu_rows, b, V: tl.constexpr):
+def _packed_rows(cu_rows, b, tile, V: tl.constexpr):
     """Token and head of each row, whether the sequence has it, and the token's place in the batch.
 
     After a loop these are worked out anew, as kept values would take up registers all through it;
@@ -233,8 +222,7 @@ def _packed_rows(cu_rows, b, V: tl.constexpr):
     """
     first_token = tl.load(cu_rows + b, volatile=True)
     num_rows = (tl.load(cu_rows + b + 1, volatile=True) - first_token) * V.group
-    tile = _tile_of_sequence(first_token, b, V)
-    row = tile * V.block_m + tl.arange(0, V.block_m)
+    row = tl.minimum(tile, num_rows) * V.block_m + tl.arange(0, V.block_m)  # what tile says, anew
     token, head = row // V.group, tl.program_id(1) * V.group + row % V.group
     return token, head, row < num_rows, (first_token + token).to(tl.int64)
 
@@ -259,7 +247,7 @@ def _store_rows(out, logsumexp, sinks, state, value_scale, place, head, inside, 
         tl.store(logsumexp + place, log_total, mask=inside)
 
 
-@triton.jit(do_not_specialize=["batch", "capacity", "num_partials", "splits"])
+@triton.jit(do_not_specialize=["batch", "capacity"])
 def merge_kernel(
     context_lens,
     cu_rows,
@@ -268,10 +256,9 @@ def merge_kernel(
     logsumexp,
     partial,
     partial_stats,
+    shares,
     batch,
     capacity,
-    num_partials,
-    splits,
     sliding_window,
     value_scale,
     V: tl.constexpr,
@@ -293,7 +280,12 @@ def merge_kernel(
     context = tl.minimum(tl.maximum(tl.load(context_lens + b), 0), capacity)
     number = token - first_token
     low, _, _, end = span(context, num_tokens, number, number, sliding_window, V)
-    unit = _keys_of_partial(context, num_tokens, sliding_window, splits, V)
+    unit = tl.load(shares + b * 3).to(tl.int32)
+    length = tl.load(shares + b * 3 + 1).to(tl.int32)
+    base = tl.load(shares + b * 3 + 2)
+    first, end = low // unit, (end + unit - 1) // unit
+    if length == 1:  # for all keys
+        first, end = first * 0, first * 0 + 1
 
     head = tl.program_id(1) + tl.arange(0, 1)
     inside = head < V.num_heads
@@ -302,8 +294,8 @@ def merge_kernel(
     place = token.to(tl.int64) * V.num_heads + head
     whole = _empty_state(1, V)
     run = whole
-    for index in tl.range(low // unit, (end + unit - 1) // unit, num_stages=8):
-        source = place * num_partials + index % num_partials
+    for index in tl.range(first, end, num_stages=8):
+        source = base + (number * V.num_heads + head) * length + index % length
         part_mixed = tl.load(
             partial + source[:, None] * V.head_size + d[None, :], mask=stored, other=0.0
         )

@@ -1,0 +1,99 @@
+"""Which keys of which sequence an attention program takes, by the lengths on the device."""
+
+import triton
+import triton.language as tl
+
+# Chunks and runs are stretches of key positions: 0..511 is a chunk, whoever reads it.
+CHUNK = tl.constexpr(512)
+RUN = tl.constexpr(2048)
+TILE = tl.constexpr(32)  # rows that count as one when the keys are shared out
+BLOCK_BATCH = tl.constexpr(32)  # few enough for sums within a warp
+
+
+@triton.jit
+def share_of_program(lengths, programs, room, V: tl.constexpr):
+    """This program's part of which tile of which sequence, and where its partials go.
+
+    All sequences are cut into parts of the same number of keys, a chunk or whole runs, so many that
+    `programs` programs for each KV head, and one more for each tile, suffice. A sequence is not cut
+    if it is one part or its partials end past `room`; there follows one for each of its rows.
+
+    Args:
+        lengths: context_lens, cu_rows, batch, capacity and sliding_window of the kernel.
+    Returns:
+        The sequence, `batch` or more where there is nothing to do; tile, part, number of parts;
+        keys of a partial; partials of a row; the first partial of the sequence.
+    """
+    cu_rows, batch = lengths[1], lengths[2]
+    step, unit = 1, RUN // CHUNK
+    if V.split:
+        total = tl.full([], 0, tl.int32)
+        for first in range(0, batch, BLOCK_BATCH):
+            index = first + tl.arange(0, BLOCK_BATCH)
+            num_tokens, chunks = _sizes(lengths, index, V)
+            total += tl.sum(chunks * ((num_tokens * V.group + TILE - 1) // TILE), 0)
+        step = tl.maximum((total + programs - 1) // programs, 1)
+        unit = tl.where(step == 1, 1, unit)
+        step = (step + unit - 1) // unit * unit
+    b = tl.program_id(0)
+    slot, base = b * 0, tl.full([], 0, tl.int64)
+    if V.split or V.rows != "few":
+        b, slot = slot, b
+        begin, end, needed_so_far = b, b, base
+        for first in range(0, batch, BLOCK_BATCH):
+            index = first + tl.arange(0, BLOCK_BATCH)
+            num_tokens, chunks = _sizes(lengths, index, V)
+            parts, needed, _ = _parts(num_tokens, chunks, step, unit, V)
+            fits = needed_so_far + tl.cumsum(needed, 0) <= room
+            programs_of = _tiles(num_tokens, V) * tl.where(fits, parts, 1)
+            ends = end + tl.cumsum(programs_of, 0)
+            before = ends <= slot
+            b += tl.sum(before.to(tl.int32), 0)
+            begin = tl.maximum(begin, tl.max(tl.where(before, ends, 0), 0))
+            base += tl.sum(tl.where(before, needed, 0), 0)
+            end += tl.sum(programs_of, 0)
+            needed_so_far += tl.sum(needed, 0)
+        slot -= begin
+    num_tokens, chunks = _sizes(lengths, b, V)
+    parts, needed, length = _parts(num_tokens, chunks, step, unit, V)
+    parts = tl.where(base + needed <= room, parts, 1)
+    is_shared = parts > 1
+    own = room + tl.load(cu_rows + b, mask=b < batch, other=0).to(tl.int64) * V.num_heads
+    keys, length = tl.where(is_shared, unit * CHUNK, RUN), tl.where(is_shared, length, 1)
+    tile = 0 if V.rows == "few" else slot // parts
+    return b, tile, slot % parts, parts, keys, length, tl.where(is_shared, base, own)
+
+
+@triton.jit
+def _sizes(lengths, index, V: tl.constexpr):
+    """Of sequences: tokens, and chunks of the keys that these see; none past the batch."""
+    context_lens, cu_rows, batch, capacity, sliding_window = lengths
+    inside = index < batch
+    start = tl.load(cu_rows + index, mask=inside, other=0)
+    num_tokens = tl.load(cu_rows + index + 1, mask=inside, other=0) - start
+    context = tl.load(context_lens + index, mask=inside, other=0)
+    keys = tl.minimum(tl.maximum(context, 0), capacity)
+    if V.windowed:
+        keys = tl.minimum(keys - num_tokens, sliding_window) + num_tokens
+    return num_tokens, (keys + CHUNK - 1) // CHUNK
+
+
+@triton.jit
+def _tiles(num_tokens, V: tl.constexpr):
+    """Tiles of sequences that have this kernel's kind of rows, 0 of others."""
+    rows = num_tokens * V.group
+    tiles = (rows + V.block_m - 1) // V.block_m
+    if V.rows == "few":
+        tiles = tl.where(rows <= V.block_m, tiles, 0)
+    if V.rows == "many":
+        tiles = tl.where(rows > V.few_rows, tiles, 0)
+    return tiles
+
+
+@triton.jit
+def _parts(num_tokens, chunks, step, unit, V: tl.constexpr):
+    """Parts of each tile, partials of the sequence (none of one part), partials of a row."""
+    parts = tl.maximum((chunks + step - 1) // step, 1)
+    length = (chunks + unit - 1) // unit + 1  # a window may begin and end inside units
+    needed = num_tokens.to(tl.int64) * V.num_heads * length
+    return tl.where(needed > 0, parts, 1), tl.where(parts > 1, needed, 0), length
