@@ -54,11 +54,12 @@ def test_the_slowest_of_bytes_instructions_and_loads_decides():
     assert time_of(Launch("kernel", 4, 256, (works,))) == pytest.approx(issue + MACHINE.memory)
 
 
-def test_a_staged_row_takes_a_multiprocessor():
+def test_two_blocks_of_many_staged_rows_share_a_multiprocessor():
     machine = MACHINES[0]
-    [walks] = predict.verify_tree(64, machine).launches
-    assert Model(machine).resident(walks) == 1
-    assert Model(machine).in_flight(walks) == machine.multiprocessors < walks.blocks
+    [one], [many] = (predict.verify_tree(batch, machine).launches for batch in (1, 64))
+    assert (one.threads, Model(machine).resident(one)) == (512, 1)
+    assert (many.threads, Model(machine).resident(many)) == (256, 2)
+    assert Model(machine).in_flight(many) == many.blocks > machine.multiprocessors
 
 
 def test_more_registers_make_more_waves():
