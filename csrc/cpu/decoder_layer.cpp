@@ -160,7 +160,8 @@ class Layer {
 bool are_alike(const DecoderLayerCall& a, const DecoderLayerCall& b) {
   const AttentionCall &left = a.attention, &right = b.attention;
   return left.num_heads == right.num_heads && left.num_kv_heads == right.num_kv_heads &&
-         left.head_size == right.head_size && a.mlp.hidden == b.mlp.hidden;
+         left.head_size == right.head_size && left.element == right.element &&
+         a.mlp.hidden == b.mlp.hidden;
 }
 
 }  // namespace

@@ -36,6 +36,10 @@ inline int64_t num_threads() {
 // next phase begins. Nobody waits for a worker that has not come: the others do its tasks, and it
 // runs through what is over when it comes.
 class Team {
+  struct alignas(64) Counter {
+    std::atomic<int64_t> value{0};
+  };
+
  public:
   Team(int64_t num_workers, int64_t num_phases)
       : num_workers(num_workers),
@@ -47,25 +51,17 @@ class Team {
    public:
     const int64_t worker;
 
-    // The next phase: body(task), which must not throw, for 0 <= task < count, the same for all
-    // workers. Each takes neighbours in their order from a share of its own, then from the others':
-    // the cores of one machine rarely keep pace.
+    // The next phase: body(task) for 0 <= task < count, the same for all workers. Each takes
+    // neighbours in their order from a share of its own, then from the others': the cores of one
+    // machine rarely keep pace. A worker whose body throws leaves the team.
     template <class Body>
     void share(int64_t count, const Body& body) {
       const int64_t workers = team_.num_workers;
       if (phase_ == team_.num_phases_) throw std::logic_error("a team has fewer phases");
       Counter* const counters = &team_.counters_[phase_++ * (workers + 1)];
-      int64_t done = 0;
-      for (int64_t i = 0; i < workers; ++i) {
-        const int64_t other = (worker + i) % workers;
-        const int64_t first = count * other / workers, size = count * (other + 1) / workers - first;
-        std::atomic<int64_t>& taken = counters[other].value;
-        if (taken.load(std::memory_order_relaxed) >= size) continue;
-        for (int64_t n = taken++; n < size; n = taken++, ++done) body(first + n);
-      }
-      std::atomic<int64_t>& all_done = counters[workers].value;
-      if (done > 0) all_done += done;
-      for (int64_t turn = 0; all_done.load(std::memory_order_acquire) < count; ++turn) {
+      const std::atomic<int64_t>& done = counters[workers].value;
+      do_tasks(count, counters, body);
+      for (int64_t turn = 0; done.load(std::memory_order_acquire) < count; ++turn) {
         turn < kTurnsAwake ? rest() : std::this_thread::yield();
       }
     }
@@ -73,6 +69,31 @@ class Team {
    private:
     friend class Team;
     Member(Team& team, int64_t worker) : worker(worker), team_(team) {}
+
+    // Says how many tasks a worker has ended, also where the last one threw.
+    struct Tally {
+      std::atomic<int64_t>& done;
+      int64_t taken = 0;
+      ~Tally() {
+        if (taken > 0) done += taken;
+      }
+    };
+
+    template <class Body>
+    void do_tasks(int64_t count, Counter* counters, const Body& body) {
+      const int64_t workers = team_.num_workers;
+      Tally tally{counters[workers].value};
+      for (int64_t i = 0; i < workers; ++i) {
+        const int64_t other = (worker + i) % workers;
+        const int64_t first = count * other / workers, size = count * (other + 1) / workers - first;
+        std::atomic<int64_t>& taken = counters[other].value;
+        if (taken.load(std::memory_order_relaxed) >= size) continue;
+        for (int64_t n = taken++; n < size; n = taken++) {
+          ++tally.taken;
+          body(first + n);
+        }
+      }
+    }
 
     static void rest() {
 #if defined(__x86_64__)
@@ -97,9 +118,6 @@ class Team {
   const int64_t num_workers;
 
  private:
-  struct alignas(64) Counter {
-    std::atomic<int64_t> value{0};
-  };
   const int64_t num_phases_;
   const std::unique_ptr<Counter[]> counters_;
 };

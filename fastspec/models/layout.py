@@ -156,6 +156,7 @@ class PagedStep:
             return
         pages = self.inputs.pages
         states = torch.stack([self.given[layer] for layer in self.inputs.layers], dim=1)
+        self.given.clear()
         first, second = states.to(pages[0].dtype).chunk(2, dim=-1)
         store_kv(first, second, *pages, self.slot_mapping, backend=self.backend)
 

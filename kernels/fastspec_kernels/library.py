@@ -93,7 +93,6 @@ if HAS_CUDA_EXTENSION and torch.cuda.is_available():
 
 
 @cache
-@cache
 def has_kernel(op: str, device_type: str) -> bool:
     """Whether a compiled kernel of this op is loaded for the device type."""
     key = {"cpu": "CPU", "cuda": "CUDA"}.get(device_type)

@@ -265,11 +265,13 @@ def test_long_contexts_with_any_number_of_threads(dtype, restore_threads):
     assert_close(outs[0], layers.run(*call, backend="reference")[0], TOLERANCE[dtype])
 
 
-def test_layers_of_unlike_sizes_in_one_call():
-    layers, others = Layers(torch.float32), Layers(torch.float32, heads=6, kv_heads=3, hidden=33)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("sizes", [{}, {"heads": 6, "kv_heads": 3, "hidden": 33}], ids=str)
+def test_layers_of_unlike_sizes_or_types_in_one_call(dtype, sizes):
+    layers, others = Layers(torch.float32), Layers(dtype, **sizes)
     layers.weights += others.weights
     layers.caches = [own + more for own, more in zip(layers.caches, others.caches, strict=True)]
-    check_call(layers, ([0, 1, 2], [[4, 0], [2, 3]], [6, 3], [2, 1]), "cpu", 1e-5)
+    check_call(layers, ([0, 1, 2], [[4, 0], [2, 3]], [6, 3], [2, 1]), "cpu", TOLERANCE[dtype])
 
 
 def test_layers_in_one_call_are_those_in_several(restore_threads):

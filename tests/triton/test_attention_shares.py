@@ -54,10 +54,8 @@ def shares_of(
         head_size=128, block_size=16, few_rows=32, interpreted=True, dot_dtype=tl.float32,
         float8="no", **off, **tiles,
     )  # fmt: skip
-    num_shares = len(lengths) + wanted
-    if rows != "few":
-        num_shares = len(lengths) + sum(tokens) * group // tiles["block_m"]
-        num_shares += wanted * 32 // tiles["block_m"]
+    num_rows, block_m = sum(tokens) * group, tiles["block_m"]
+    num_shares = attention.most_shares(rows, len(lengths), num_rows, block_m, wanted)
     cu_rows = torch.tensor([0, *tokens]).cumsum(0).to(torch.int32)
     found = torch.full((num_shares + 1, FIELDS), -1, dtype=torch.int64)
     context_lens = torch.tensor(lengths, dtype=torch.int32)
@@ -102,6 +100,19 @@ def test_each_part_has_one_program(batch, rows, most, window):
     assert all(parts == list(range(len(parts))) for parts in seen.values())
     ends = sorted(ranges.values())
     assert all(end <= begin for (_, end), (begin, _) in pairwise(ends))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "tokens", "num_kv_heads"),
+    [([6144], [33], 8), ([9216], [17], 8), ([2**17], [17], 8), ([12288, 100], [34, 34], 4)],
+)
+def test_tiles_of_64_rows_have_programs_enough(lengths, tokens, num_kv_heads):
+    """Two of them are three tiles of those by which programs are shared out."""
+    found = shares_of(lengths, tokens, rows="many", num_kv_heads=num_kv_heads)
+    assert {row[0] for row in found} == {*range(len(lengths))}
+    parts = {(row[0], row[1]): row[3] for row in found}
+    assert len(found) == sum(parts.values())
+    assert len(parts) == sum(-(-count * 4 // 64) for count in tokens)
 
 
 @pytest.mark.parametrize(

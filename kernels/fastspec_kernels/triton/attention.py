@@ -117,6 +117,19 @@ def room_for_partials(tiles: int, wanted: int, num_rows: int, head_size: int, ca
     return min(room, most)
 
 
+def most_shares(rows: str, batch: int, num_rows: int, block_m: int, programs: int) -> int:
+    """Programs for each KV head that `share_of_program` finds something to do for, at most.
+
+    Args:
+        rows: the kernel's kind of rows; num_rows has those of all sequences.
+        programs: that are shared out by tiles of `TILE` rows.
+    """
+    if rows == "few":
+        return batch + programs
+    # Larger tiles than `TILE` are not always fewer by as much: 65 to 96 rows are two or three.
+    return batch + num_rows // block_m + programs * max(TILE.value // block_m, 1)
+
+
 def tree_attention(
     query: Tensor,
     key_cache: Tensor,
@@ -201,11 +214,8 @@ def _attend(
     sizes = head_size, query.itemsize, common["float8"] != "no", is_windowed_tree
     for rows in kinds_of_rows(query, num_kv_heads, batch, num_nodes):
         variant = Variant(**common, **tiles(rows, *sizes, capability))
-        num_shares = batch + programs
-        if rows != "few":
-            block_m = variant.block_m.value
-            num_shares = batch + num_tokens * common["group"] // block_m
-            num_shares += programs * TILE.value // block_m
+        block_m, num_rows = variant.block_m.value, num_tokens * common["group"]
+        num_shares = most_shares(rows, batch, num_rows, block_m, programs)
         launch(
             attention_kernel,
             (num_shares, num_kv_heads),
