@@ -12,6 +12,7 @@ import argparse
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterable
 
 COMMON = "--target smollm2 --chat --num-prompts 20 --max-tokens 48 --repeats 1 --dtype bfloat16"
 RUNS = (
@@ -46,15 +47,17 @@ def main() -> None:
         about = f"what `fastspec train {kind}` has made; the records name it as you do"
         parser.add_argument(f"--{kind}", metavar="DIR", help=about)
     options = parser.parse_args()
-    known = [*RUNS]
-    for kind, runs in OF_DRAFTS.items():
-        folder = getattr(options, kind)
-        if folder is None:
-            sys.stderr.write(f"{len(runs)} runs are left out: they need --{kind} DIR\n")
-            continue
-        known += [f"{run} --draft {shlex.quote(folder)}" for run in runs]
-    words = options.words
-    runs = [run for run in known if not words or any(word in run for word in words)]
+
+    def chosen(runs: Iterable[str]) -> list[str]:
+        return [run for run in runs if not options.words or any(w in run for w in options.words)]
+
+    runs = chosen(RUNS)
+    for kind, own in OF_DRAFTS.items():
+        folder, wanted = getattr(options, kind), chosen(own)
+        if folder is None and wanted:
+            sys.stderr.write(f"{len(wanted)} runs are left out: they need --{kind} DIR\n")
+        elif folder is not None:
+            runs += [f"{run} --draft {shlex.quote(folder)}" for run in wanted]
     for number, run in enumerate(runs, 1):
         command = shlex.split(f"{COMMON} --threads 2 --record {run}")
         sys.stderr.write(f"{number} of {len(runs)}: fastspec bench {shlex.join(command)}\n")

@@ -212,6 +212,8 @@ def shapes(
     gains = {"1x, even": 1.0, "1.5x": 1.5, "2x": 2.0}
     table = table_of("draft ms", "cost", *gains, label="draft", no_wrap=True)
     with progress_bar("runs") as bar, usage_errors():
+        if sum(map(len, ids)) < 2:
+            raise ValueError("prompts: expected some of two tokens or more")
         sizes = shapes_of(model, tried)
         task = bar.add_task("timing", total=len(sizes) * len(ids))
         for shape in sizes:

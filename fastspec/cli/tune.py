@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _MOST_DRAFT_TOKENS = 8
 # Of SpecConfig, what tells the rows of a method apart, and what the table calls it.
-_SHOWN = {"exit_layer": "", "tree_nodes": "tree", "suffix_tokens": "copies"}
+_SHOWN = {"exit_layer": "", "tree_nodes": "nodes", "suffix_tokens": "copies"}
 
 
 @documented
@@ -81,19 +81,27 @@ class TuneOptions(Options):
         if named and all(method.sets_length for method in named):
             count = self.num_speculative_tokens
             refuse("num_speculative_tokens", count, "not for cascades alone")
-        for name in ("exit_layer", "tree_nodes", "suffix_tokens") if named else ():
-            field = "exit_layers" if name == "exit_layer" else name
-            if not any(name in method.fields for method in named):
-                refuse(field, getattr(self, field), "the methods do not read it")
+
+    def own_draft(self, target: str) -> str | None:
+        """The draft that comes with a target, of the first method that is named and needs one."""
+        named = [name for name in self.methods or () if method_named(name).needs_draft]
+        kinds = named[:1] if self.methods else ("draft_model", "eagle3")
+        return next(filter(None, (own_draft(target, kind) for kind in kinds)), None)
 
     def tried(self, draft: str | None) -> list[Method]:
         """The methods that are named, or fit what there is; several drafts have commas between."""
-        if self.methods is None:
-            return [method for method in methods().values() if self._is_tried(method, draft)]
-        for method in map(method_named, self.methods):
+        tried = [method_named(name) for name in self.methods or ()]
+        for method in tried:
             if method.needs_draft and draft is None:
                 raise ValueError(f"methods: {method.name} needs a --draft")
-        return [method_named(name) for name in self.methods]
+        if self.methods is None:
+            tried = [method for method in methods().values() if self._is_tried(method, draft)]
+        for name in ("exit_layer", "tree_nodes", "suffix_tokens"):
+            field = "exit_layers" if name == "exit_layer" else name
+            if not any(name in method.fields for method in tried):
+                names = ", ".join(method.name for method in tried)
+                refuse(field, getattr(self, field), f"none of the methods reads it: {names}")
+        return tried
 
     def _is_tried(self, method: Method, draft: str | None) -> bool:
         lacks_layers = "exit_layer" in method.fields and not self.exit_layers
@@ -159,7 +167,7 @@ def tune(
     One prompt at a time; predicted by the throughput model, then the choice is measured.
     """
     target, max_tokens = models.target, params.max_tokens or 0
-    draft = models.draft or own_draft(target, "draft_model") or own_draft(target, "eagle3")
+    draft = models.draft or options.own_draft(target)
     drafts = draft.split(",") if draft is not None else []
     methods, texts = options.tried(draft), prompts.bundled()
     begin()
@@ -236,7 +244,11 @@ def _kept_fields(spec: SpecConfig, target: str, draft_models: "list[PreTrainedMo
 
 
 def _step_costs(measurements: "list[Measurement]", spec: SpecConfig) -> list[float] | None:
-    """Of the measurement of what was chosen; those of a cascade's steps vary."""
+    """Of the measurement of what was chosen, if a schedule can use them."""
+    from fastspec.tools.tune import has_own_shape
+
+    if has_own_shape(spec):
+        return None
     count = spec.num_draft_tokens() + 1
     for measurement in measurements:
         changed = replace(spec, num_speculative_tokens=measurement.spec.num_speculative_tokens)

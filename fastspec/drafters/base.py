@@ -254,6 +254,11 @@ def check_proposal(proposal: Any, batch: Batch, vocab_size: int) -> None:
         if len(num_tokens) != num_requests or not all(is_int(n) and n >= 0 for n in num_tokens):
             raise ValueError(f"num_tokens: expected {num_requests} ints >= 0, got {num_tokens!r}")
         counts = [min(pair) for pair in zip(counts, num_tokens, strict=True)]
+    if (asked := proposal.num_asked) is not None:
+        fits = all(num is None or (is_int(num) and num >= 0) for num in asked)
+        if len(asked) != num_requests or not fits:
+            expected = f"{num_requests} ints >= 0 or None"
+            raise ValueError(f"num_asked: expected {expected}, got {asked!r}")
     if (writers := proposal.writers) is not None:
         lengths = [len(names) for names in writers]
         least = [min(count, width) for count in counts]

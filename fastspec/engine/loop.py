@@ -181,9 +181,10 @@ class Loop:
             judged = kept if kept <= verdict.accepted_len else verdict.num_draft_tokens
             accepted = min(kept, verdict.accepted_len)
             drafts = batch.own_limits is None or batch.own_limits[index] > 0
-            wanted = (proposal.num_asked or batch.num_draft_tokens)[index]
-            if speculation.schedule is not None and drafts and wanted is not None:
-                speculation.record(request, Step(wanted, judged, accepted))
+            if speculation.schedule is not None and drafts:
+                wanted = (proposal.num_asked or batch.num_draft_tokens)[index]
+                if wanted is not None:
+                    speculation.record(request, Step(wanted, judged, accepted))
             passes = proposal.passes[index] if proposal.passes else None
             for stats in (self.stats, request.stats):
                 stats.record_step(judged, accepted, kept, passes)

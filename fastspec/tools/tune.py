@@ -174,7 +174,7 @@ class Planner:
             ValueError: a prompt, drafter or option that cannot be used, or too few tokens to
                 measure each length twice.
         """
-        if _has_own_shape(spec):
+        if has_own_shape(spec):
             return self._measured_whole(spec, drafter, prompts, advance)
         measurement, outputs = self._timed(spec, drafter, prompts, advance)
         measurement.tokens_per_pass = {
@@ -362,14 +362,14 @@ class Planner:
         return stats.num_output_tokens / stats.num_steps
 
 
-def _has_own_shape(spec: SpecConfig) -> bool:
+def has_own_shape(spec: SpecConfig) -> bool:
     """Whether proposals are no chains of which any length can be had: see `Measurement.spec`."""
     is_shaped = method_named(spec.method).sets_length or spec.drafts_trees
     return is_shaped or spec.suffix_tokens is not None
 
 
 def _with_length(spec: SpecConfig, length: int) -> SpecConfig:
-    return spec if _has_own_shape(spec) else replace(spec, num_speculative_tokens=length)
+    return spec if has_own_shape(spec) else replace(spec, num_speculative_tokens=length)
 
 
 def _typical(seconds: list[float]) -> float:

@@ -92,6 +92,47 @@ def test_exit_layers(invoke, pair, tmp_path, prompts_file, monkeypatch):
     assert invoke(*run, "--exit-layers", "9").exit_code == 1
 
 
+@pytest.mark.parametrize(
+    ("options", "method", "shape"),
+    [
+        (["--methods", "mag,cascade"], "cascade", {"k_matrix": [[1, 10], [0, 0]]}),
+        (["--methods", "tree", "--tree-nodes", "3"], "tree", {"tree_nodes": 3}),
+    ],
+)
+def test_what_has_a_shape_of_its_own_is_chosen(
+    invoke, pair, tmp_path, prompts_file, monkeypatch, options, method, shape
+):
+    """No step costs, which are for a schedule, beside it."""
+
+    def choose(self, tried):
+        return Plan(next(m.spec for m in tried if m.spec.method == method), 1.5)
+
+    monkeypatch.setattr(Planner, "choose", choose)
+    out = tmp_path / "tuned.json"
+    run = ["tune", *pair, *SHORT, "-k", "1", "--prompts-file", prompts_file, "--out", out]
+    result = invoke(*run, *options)
+    assert result.exit_code == 0, result.stderr
+    record = json.loads(out.read_text(encoding="utf-8"))
+    assert record["step_costs"] is None
+    assert {"method": method, **shape}.items() <= record["spec"].items()
+    used = invoke("generate", "--config", out, "--prompt", "ab", "--max-tokens", "4")
+    assert used.exit_code == 0, used.stderr
+
+
+def test_options_that_nothing_reads_are_refused(invoke, prompts_file):
+    run = ["tune", "--target", "nowhere", "--prompts-file", prompts_file, "--out", "x.json"]
+    result = invoke(*run, "--suffix-tokens", "8")
+    assert result.exit_code == 2
+    assert "--suffix-tokens: " in result.stderr
+    assert "prompt_lookup, mag, suffix" in result.stderr
+
+
+def test_the_draft_that_a_target_comes_with():
+    assert TuneOptions(methods=("glide",)).own_draft("tiny") == "tiny-glide"
+    assert TuneOptions().own_draft("tiny") == "tiny-draft"
+    assert TuneOptions(methods=("mag",)).own_draft("tiny") is None
+
+
 def test_trees_and_copies_first(invoke, pair, tmp_path, prompts_file, monkeypatch):
     """Those that can be had are tried, and what is chosen is written whole."""
     monkeypatch.setattr(Planner, "choose", lambda self, tried: Plan(tried[-1].spec, 1.5))
@@ -100,7 +141,7 @@ def test_trees_and_copies_first(invoke, pair, tmp_path, prompts_file, monkeypatc
     more = ["--tree-nodes", "3", "--suffix-tokens", "4", "--methods", "draft_model,tree"]
     result = invoke(*run, *more)
     assert result.exit_code == 0, result.stderr
-    assert "tree tree 3 copies 4" in " ".join(result.stdout.replace("│", " ").split())
+    assert "tree nodes 3 copies 4" in " ".join(result.stdout.replace("│", " ").split())
     record = json.loads(out.read_text(encoding="utf-8"))
     told = ("method", "k", "tree_nodes", "suffix_tokens")
     rows = {tuple(row[name] for name in told) for row in record["measured"]["table"] if row["k"]}

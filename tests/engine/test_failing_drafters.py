@@ -152,6 +152,8 @@ WRONG = {
     "short counts": (lambda p: replace(p, num_tokens=[1]), "num_tokens"),
     "negative counts": (lambda p: replace(p, num_tokens=[-3] * 3), "num_tokens"),
     "passes of too few": (lambda p: replace(p, passes=[{}]), "passes"),
+    "asked of too few": (lambda p: replace(p, num_asked=[1]), "num_asked"),
+    "asked for less than none": (lambda p: replace(p, num_asked=[-1] * 3), "num_asked"),
     "logits of one row": (lambda p: _logits(p, 3, 1, 263), "draft_logits"),
     "logits of another vocabulary": (lambda p: _logits(p, 3, K, 999), "draft_logits"),
     "integer logits": (lambda p: _logits(p, 3, K, 263, dtype=torch.int32), "draft_logits"),

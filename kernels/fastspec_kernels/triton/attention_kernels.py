@@ -191,8 +191,7 @@ def _store_partial(state, last_key, store, V: tl.constexpr):
     stats = partial_stats + base * 2 + entry * 2
     target = partial + base * V.head_size + (entry[:, None] * V.head_size + d)
     stored = inside[:, None] & (d < V.head_size)
-    if is_whole & (last_key // RUN > begin // RUN):
-        tl.debug_barrier()  # what other threads of the program have written of it
+    if is_whole & (last_key // RUN > begin // RUN):  # written before the barriers of its keys
         peak = tl.load(stats, mask=inside, other=0.0)
         total = tl.load(stats + 1, mask=inside, other=0.0)
         state = merge((peak, total, tl.load(target, mask=stored, other=0.0)), state)
