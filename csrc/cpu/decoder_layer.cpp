@@ -157,6 +157,11 @@ class Layer {
   const Sizes n_;
 };
 
+bool have_same_pages(const DecoderLayerCall& a, const DecoderLayerCall& b) {
+  return a.attention.num_blocks == b.attention.num_blocks &&
+         a.attention.block_size == b.attention.block_size;
+}
+
 bool are_alike(const DecoderLayerCall& a, const DecoderLayerCall& b) {
   const AttentionCall &left = a.attention, &right = b.attention;
   return left.num_heads == right.num_heads && left.num_kv_heads == right.num_kv_heads &&
@@ -167,9 +172,13 @@ bool are_alike(const DecoderLayerCall& a, const DecoderLayerCall& b) {
 }  // namespace
 
 void decoder_layers(const std::vector<DecoderLayerCall>& calls) {
+  // Layers share their indices, and most of them the number of pages: one look is enough for these.
+  const DecoderLayerCall* checked = nullptr;
   for (const DecoderLayerCall& call : calls) {
+    if (checked != nullptr && have_same_pages(*checked, call)) continue;
     check_slots(call.store);
     check_indices(call.attention);
+    checked = &call;
   }
   auto first = calls.begin();
   if (first->attention.num_rows == 0) return;

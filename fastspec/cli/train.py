@@ -218,7 +218,7 @@ def shapes(
         task = bar.add_task("timing", total=len(sizes) * len(ids))
         for shape in sizes:
             draft = untrained(model, shape, kind, ids)
-            costs = planner.measure_costs(spec, draft, ids, lambda: bar.advance(task))
+            costs, _ = planner.measure_costs(spec, draft, ids, lambda: bar.advance(task))
             cost = costs.draft_cost()
             found = (costs.rate_for(gain, max_tokens) for gain in gains.values())
             cells = ("-" if each is None else f"{each[0]:.2f} (K={each[1]})" for each in found)

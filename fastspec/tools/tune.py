@@ -176,7 +176,7 @@ class Planner:
         """
         if has_own_shape(spec):
             return self._measured_whole(spec, drafter, prompts, advance)
-        measurement, outputs = self._timed(spec, drafter, prompts, advance)
+        measurement, outputs = self.measure_costs(spec, drafter, prompts, advance)
         measurement.tokens_per_pass = {
             length: self._mean_tokens(spec, drafter, outputs, length) if length else 1.0
             for length in measurement.lengths
@@ -186,25 +186,16 @@ class Planner:
     def measure_costs(
         self,
         spec: SpecConfig,
-        drafter: DrafterSource,
-        prompts: Sequence[str | TokenIds],
-        advance: Callable[[], None],
-    ) -> Measurement:
-        """What a drafter costs, without what it brings: of a draft model that is yet to be trained.
-
-        Raises:
-            ValueError: as `measure` does.
-        """
-        return self._timed(spec, drafter, prompts, advance)[0]
-
-    def _timed(
-        self,
-        spec: SpecConfig,
         drafter: DrafterSource | None,
         prompts: Sequence[str | TokenIds],
         advance: Callable[[], None],
     ) -> tuple[Measurement, list[RequestOutput]]:
-        """The times of a measurement, and the texts that were written meanwhile."""
+        """What chains cost, without what they bring, which a draft model that is yet to be trained
+        cannot show; and the texts that were written meanwhile.
+
+        Raises:
+            ValueError: as `measure` does.
+        """
         lengths = range(spec.num_draft_tokens() + 1)
         schedule = SweepSchedule(lengths)
         engine = self._engine(replace(spec, schedule=schedule, step_costs=None), drafter)

@@ -56,7 +56,7 @@ def test_the_rate_that_pays():
 
 
 def test_costs_are_measured_alone(model, planner):
-    measured = planner.measure_costs(SpecConfig("draft_model", 2), model, PROMPTS, lambda: None)
+    measured, _ = planner.measure_costs(SpecConfig("draft_model", 2), model, PROMPTS, lambda: None)
     assert measured.lengths == [0, 1, 2]
     assert measured.tokens_per_pass == {}
     assert measured.draft_cost() > 0
