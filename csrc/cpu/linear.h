@@ -35,8 +35,9 @@ struct LinearKernels {
 
 constexpr int64_t kOutputTile = 16;
 
-// Outputs of one task: whole register tiles, and enough bytes of weights to be worth a thread.
-int64_t outputs_per_task(const PackedRows& rows);
+inline int64_t output_tiles(int64_t num_outputs) {
+  return (num_outputs + kOutputTile - 1) / kOutputTile;
+}
 
 PackedRows take_rows(Element element, int64_t num_rows, int64_t depth, Arena& arena);
 

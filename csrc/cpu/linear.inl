@@ -23,15 +23,6 @@ struct Ahead {
   }
 };
 
-// Outputs that some rows meet at once. A single row reads weights in the order of memory, which
-// processors fetch ahead by themselves, except that short vectors need some sums side by side to
-// keep up. Two or three rows stay near that order; more share what they load, as much as the
-// registers hold.
-template <int rows>
-constexpr int kOutputsOf = rows == 1                        ? kParts
-                           : rows <= 3 || kNativeLanes < 16 ? 2
-                                                            : 4;
-
 // out[i] = sums[i] + bias[i] for the `count` outputs of a row from n on.
 FASTSPEC_INLINE void write_outputs(const Product& product, Element weights, int64_t row, int64_t n,
                                    int64_t count, NativeF32 sums) {
@@ -51,6 +42,14 @@ FASTSPEC_INLINE void write_outputs(const Product& product, Element weights, int6
 // How float32 rows, `stride` values apart, meet weights: the sums of row r and some outputs become
 // sums[r * kNativeLanes], see sum_some.
 struct WideTiles {
+  // Outputs that some rows meet at once. A single row reads weights in the order of memory, which
+  // processors fetch ahead by themselves, except that short vectors need some sums side by side to
+  // keep up. More rows share what they load, as much as the registers hold.
+  template <int rows>
+  static constexpr int kOutputs = rows == 1                        ? kParts
+                                  : rows <= 3 || kNativeLanes < 16 ? 2
+                                                                   : 4;
+
   template <int rows, int outputs, class T>
   FASTSPEC_INLINE static void multiply(const float* input, int64_t stride, const T* weight,
                                        int64_t depth, Ahead ahead, NativeF32* sums) {
@@ -83,7 +82,7 @@ struct WideTiles {
 template <int rows, class Tiles, class X, class W>
 void multiply_rows(const PackedRows& packed, const Product& product, const X* input, int64_t stride,
                    const W* weight, Ahead ahead, int64_t row, int64_t first, int64_t last) {
-  constexpr int outputs = kOutputsOf<rows>;
+  constexpr int outputs = Tiles::template kOutputs<rows>;
   const int64_t depth = packed.depth;
   for (int64_t n = first; n < last; n += kNativeLanes) {
     const int64_t count = last - n < kNativeLanes ? last - n : kNativeLanes;
@@ -110,22 +109,25 @@ void multiply_rows(const PackedRows& packed, const Product& product, const X* in
 }
 
 // A few outputs at a time meet all rows, up to six at once, so that the nearest caches hold both.
-// `stride` values lie from one row to the next. Where there are several such groups of rows, each
-// fetches its part of the next outputs: memory is as busy in the last group as in the first.
+// `stride` values lie from one row to the next. A tile fetches what one of the next tiles reads,
+// whole tiles ahead, or some lines would be fetched after they were read. Where there are several
+// groups of rows, each fetches its part: memory is as busy in the last group as in the first.
 template <class Tiles, class X, class W>
 void multiply_tiles_of(const PackedRows& rows, const Product& product, const X* input,
                        const W* weight, int64_t stride, int64_t first, int64_t last) {
-  constexpr int64_t kPrefetchBytes = 8192, kMostRows = 6;
+  constexpr int64_t kLeastBytesAhead = 16384, kMostRows = 6;
   const int64_t num_groups = (rows.num_rows + kMostRows - 1) / kMostRows;
+  const int64_t output_bytes = rows.depth * sizeof(W);
   for (int64_t n = first; n < last; n += kOutputTile) {
     const int64_t end = n + kOutputTile < last ? n + kOutputTile : last;
     for (int64_t row = 0, group = 0; row < rows.num_rows; ++group) {
-      Ahead ahead = {kPrefetchBytes, ~0u};
-      if (num_groups > 1) {
-        ahead = {kOutputTile * rows.depth * int64_t{sizeof(W)}, 0};
-        for (int64_t i = group; i < 4; i += num_groups) ahead.outputs |= 1u << i;
-      }
       const auto run = [&](auto count) {
+        Ahead ahead = {kOutputTile * output_bytes, 0};
+        for (int64_t i = group; i < 4; i += num_groups) ahead.outputs |= 1u << i;
+        if (num_groups == 1 && output_bytes > 0) {
+          const int64_t tile_bytes = Tiles::template kOutputs<count.value> * output_bytes;
+          ahead.bytes = (kLeastBytesAhead / tile_bytes + 1) * tile_bytes;
+        }
         multiply_rows<count.value, Tiles>(rows, product, input + row * stride, stride,
                                           weight + n * rows.depth, ahead, row, n, end);
         row += count.value;

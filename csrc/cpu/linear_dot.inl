@@ -39,6 +39,9 @@ void pack_pairs(const T* from, const PackedRows& rows, int64_t row) {
 
 // As WideTiles, of bfloat16 rows. Rows end in zeros where the depth is no multiple of kPairDepth.
 struct PairTiles {
+  template <int rows>
+  static constexpr int kOutputs = rows <= 2 ? 1 : 4;
+
   template <int rows, int outputs>
   __attribute__((target("avx512bf16"))) static void multiply(const BF16* input, int64_t stride,
                                                              const BF16* weight, int64_t depth,
