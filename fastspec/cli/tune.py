@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from fastspec.tools.tune import Measurement, Plan
 
 _MOST_DRAFT_TOKENS = 8
+# Kinds of drafts that one method alone runs, of the same name.
+_OWN_DRAFTS = {"glide": "a GLIDE model", "eagle3": "an EAGLE draft"}
 # Of SpecConfig, what tells the rows of a method apart, and what the table calls it.
 _SHOWN = {"exit_layer": "", "tree_nodes": "nodes", "suffix_tokens": "copies"}
 
@@ -94,6 +96,8 @@ class TuneOptions(Options):
         for method in tried:
             if method.needs_draft and draft is None:
                 raise ValueError(f"methods: {method.name} needs a --draft")
+            if method.needs_draft and not method.drafts_trees and draft is not None:
+                _check_kind(method, draft)
         if self.methods is None:
             tried = [method for method in methods().values() if self._is_tried(method, draft)]
         for name in ("exit_layer", "tree_nodes", "suffix_tokens"):
@@ -111,9 +115,7 @@ class TuneOptions(Options):
             return not method.needs_draft
         from fastspec.drafters.auto import kind_of
 
-        kind = "model" if "," in draft else kind_of(draft)
-        is_own = kind in ("glide", "eagle3")
-        return method.name == kind if is_own else not method.has_own_drafts
+        return _runs(method, "model" if "," in draft else kind_of(draft))
 
     def specs(self, method: Method, target: str, num_models: int) -> list[SpecConfig]:
         """What is tried of a method: several of a cascade, whose k_matrix says how much it writes,
@@ -218,6 +220,23 @@ def tune(
     )
     save_tuned(chosen, out)
     typer.echo(f"{out}: use it with fastspec generate --config {out}")
+
+
+def _check_kind(method: Method, draft: str) -> None:
+    """Refuse drafts that another method has to run, before any is loaded."""
+    from fastspec.drafters.auto import kind_of
+
+    names = draft.split(",")
+    for name in names if method.takes_several else names[:1]:
+        kind = kind_of(name)
+        if not _runs(method, kind):
+            what = _OWN_DRAFTS.get(kind, "a plain draft model")
+            raise ValueError(f"methods: {method.name} does not run {what}, which --draft {name} is")
+
+
+def _runs(method: Method, kind: str) -> bool:
+    """Whether a method that drafts chains runs drafts of a kind."""
+    return method.name == kind if kind in _OWN_DRAFTS else not method.has_own_drafts
 
 
 def _used(spec: SpecConfig, drafts: list[Any]) -> Any:

@@ -27,7 +27,7 @@ from fastspec.models.runner import ModelRunner
 from fastspec.models.sharded import Ranks
 from fastspec.models.transfer import device_tensor
 
-_HEAD = 5  # columns before the tokens of a packed proposal
+_HEAD = 6  # columns before the tokens of a packed proposal
 _ELSEWHERE = "drafter: failed on another rank, whose own error says why"
 
 
@@ -245,6 +245,7 @@ class SharedSpeculation(Speculation):
 
     What one of them cannot propose costs all of them the drafts of that step. A drafter whose
     proposal was another one than rank 0's forgets the requests: it has not written what is judged.
+    Schedules hear on all ranks of what became of rank 0's, so that they stay alike.
 
     Early exit drafts with layers of the target, in passes that end only when all ranks run them. So
     rank 0's schedule says how many, each of their tokens is rank 0's, and what fails between them
@@ -254,6 +255,7 @@ class SharedSpeculation(Speculation):
     def __init__(self, ranks: Ranks, *args):
         super().__init__(*args)
         self._ranks = ranks
+        self._is_replaced = False  # what was proposed here, in this step
 
     @property
     def _drafts_together(self) -> bool:
@@ -263,6 +265,7 @@ class SharedSpeculation(Speculation):
     def propose(
         self, requests: list[EngineRequest], others: list[EngineRequest]
     ) -> tuple[Batch, Proposal]:
+        self._is_replaced = False
         batch, proposal = super().propose(requests, others)
         most = self.num_speculative_tokens
         width = max(most, self.max_nodes)
@@ -286,10 +289,11 @@ class SharedSpeculation(Speculation):
         if rows == own.tolist():
             return batch, proposal
         if not self._drafts_together:
-            self._has_failed = True
+            self._is_replaced = True
             for request in batch.requests:
                 self.release(request)
-        _, _, limits, nodes, counts = ([row[place] for row in rows] for place in range(_HEAD))
+        columns = ([row[place] for row in rows] for place in range(_HEAD))
+        _, _, limits, nodes, counts, asked = columns
         is_tree = tree_width >= 0
         token_ids, parents = shared[:, _HEAD:].split(width, dim=1)
         count = tree_width if is_tree else most
@@ -298,8 +302,13 @@ class SharedSpeculation(Speculation):
             parents[:, :count].contiguous() if is_tree else None,
             num_tokens=None if counts[0] < 0 else counts,
             sibling_rule="target_only" if is_tree else None,
+            num_asked=[None if num < 0 else num for num in asked],
         )
         return replace(batch, num_draft_tokens=limits, max_nodes=nodes), proposal
+
+    def commit(self, batch: Batch, accepted: list[int]) -> None:
+        if not self._is_replaced:
+            super().commit(batch, accepted)
 
     def _planned(
         self, requests: list[EngineRequest], num_draft_tokens: list[int]
@@ -333,16 +342,19 @@ class SharedSpeculation(Speculation):
         """[B, _HEAD + 2 * width] int32: what the target reads depends on.
 
         That is -1 where this rank has failed, the width of trees or -1, the tokens and the nodes
-        that were wanted, the number proposed or -1; tokens; parents.
+        that were wanted, the number proposed or -1, and for schedules the number that a draft model
+        was asked for or -1; tokens; parents.
         """
         num, ids = len(batch.requests), proposal.token_ids
         parents = ids if proposal.parents is None else proposal.parents
+        asked = proposal.num_asked or batch.num_draft_tokens
         heads = [
             [-int(self._has_failed)] * num,
             [-1 if proposal.parents is None else ids.shape[1]] * num,
             batch.num_draft_tokens,
             batch.max_nodes,
             [-1] * num if proposal.num_tokens is None else proposal.num_tokens,
+            [-1 if wanted is None else wanted for wanted in asked],
         ]
         columns = device_tensor(heads, torch.int32, ids.device).t()
         missing = 0, width - ids.shape[1]

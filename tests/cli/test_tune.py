@@ -9,6 +9,9 @@ from fastspec.cli.tune import TuneOptions
 from fastspec.config.methods import method_named
 from fastspec.tools.tune import Plan, Planner
 
+from ..engine.eagle3_models import write_folder
+from ..models import random_model
+
 SHORT = ["--max-tokens", "30", "-k", "2", "--repeats", "1"]
 
 
@@ -125,6 +128,33 @@ def test_options_that_nothing_reads_are_refused(invoke, prompts_file):
     assert result.exit_code == 2
     assert "--suffix-tokens: " in result.stderr
     assert "prompt_lookup, mag, suffix" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("methods", "draft", "told"),
+    [
+        ("draft_model,glide", "plain", "glide does not run a plain draft model, which --draft"),
+        ("tree,cascade,eagle3", "plain", "eagle3 does not run a plain draft model"),
+        ("eagle3,draft_model", "eagle", "draft_model does not run an EAGLE draft, which --draft"),
+        ("cascade", "plain,eagle", "cascade does not run an EAGLE draft"),
+        ("glide", "eagle", "glide does not run an EAGLE draft"),
+    ],
+)
+def test_drafts_of_another_kind_are_refused_at_once(
+    invoke, model_folders, tmp_path, monkeypatch, methods, draft, told
+):
+    def measure(*_):
+        raise AssertionError("measured")
+
+    monkeypatch.setattr(Planner, "measure", measure)
+    write_folder(tmp_path / "eagle", random_model(num_hidden_layers=6))
+    folders = {"plain": model_folders["draft"], "eagle": tmp_path / "eagle"}
+    drafts = ",".join(str(folders[name]) for name in draft.split(","))
+    run = ["tune", "--target", model_folders["target"], "--draft", drafts, "--tree-nodes", "3"]
+    result = invoke(*run, "--methods", methods, "--out", tmp_path / "tuned.json")
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert f"--methods: {told}" in line
 
 
 def test_the_draft_that_a_target_comes_with():

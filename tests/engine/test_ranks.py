@@ -113,12 +113,17 @@ class Moody:
 
     def __init__(self, most):
         self._most = most
+        self.steps = []
 
     def num_draft_tokens(self, request):
         return len(request.token_ids) % (self._most + 1)
 
     def record(self, request, step):
-        pass
+        self.steps.append(step)
+
+
+def copies(schedule, method="draft_model", **options):
+    return SpecConfig(method, 3, suffix_tokens=6, schedule=schedule, **options)
 
 
 SPECS = {
@@ -139,6 +144,11 @@ SPECS = {
     "exit or copies": lambda rank: SpecConfig("early_exit", 3, exit_layer=1, suffix_tokens=6),
     "moody exit": lambda rank: SpecConfig("early_exit", 3, exit_layer=1, schedule=Moody(rank + 2)),
     "moody": lambda rank: SpecConfig("draft_model", 3, schedule=Moody(rank + 2)),
+    "adaptive copies": lambda rank: copies("adaptive"),
+    "heuristic copies": lambda rank: copies("heuristic"),
+    "moody copies": lambda rank: copies(Moody(rank + 2)),
+    "adaptive exit or copies": lambda rank: copies("adaptive", "early_exit", exit_layer=1),
+    "moody exit or copies": lambda rank: copies(Moody(rank + 2), "early_exit", exit_layer=1),
 }
 
 
@@ -178,6 +188,22 @@ def test_all_ranks_write_what_rank_0_decides(both, name):
     alone = Engine(target, _draft(spec, draft), spec=spec, config=CONFIG)
     expected = [texts(alone, temperature) for temperature in (0.0, 0.9)]
     assert results == [expected, expected]
+
+
+@pytest.mark.parametrize("options", [{}, {"method": "early_exit", "exit_layer": 1}])
+def test_schedules_hear_of_the_same_steps(both, options):
+    """Those of rank 0, also where it copied, which a schedule is not told of."""
+
+    def run(here):
+        spec = copies(Moody(3), **options)
+        engine = Engine(here.target, _draft(spec, here.draft), spec=spec, config=CONFIG)
+        for temperature in (0.0, 0.9):
+            texts(engine, temperature)
+        return spec.schedule.steps
+
+    first, second = both(run)
+    assert first == second
+    assert any(step.accepted for step in first)
 
 
 def test_page_tables_are_the_same(both):

@@ -10,8 +10,9 @@ import pytest
 
 from ..models import perturbed, random_model, random_t5
 from ..test_layers import ROOT
-from . import eagle3_models
+from . import eagle1_models, eagle3_models
 from .glide_models import random_glide
+from .test_other_tokenizers import other_tokenizer, renumbered
 from .two_ranks import late_texts, recurrent_texts, texts
 
 
@@ -20,10 +21,12 @@ def test_two_ranks_write_what_one_process_writes(tmp_path):
     model = random_model("llama", num_hidden_layers=4)
     draft = perturbed(model, 0.05)
     models = {"target": model, "draft": draft, "glide": random_glide(model, 2), "t5": random_t5()}
-    models |= {"recurrent": random_model("lfm2")}
+    models |= {"recurrent": random_model("lfm2"), "spelled": renumbered(draft)}
     for name, each in models.items():
         each.save_pretrained(tmp_path / name)
+    other_tokenizer().save_pretrained(tmp_path / "spelled")
     eagle3_models.write_folder(tmp_path / "eagle3", model)
+    eagle1_models.write_folder(tmp_path / "eagle1", model)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -44,7 +47,7 @@ def test_two_ranks_write_what_one_process_writes(tmp_path):
     expected = texts(model, draft, tmp_path) | late_texts(model, tmp_path)
     expected |= recurrent_texts(models["recurrent"], draft)
     assert {name: first[name] for name in expected} == expected
-    for name in ("unlike", "unlike exit", "unlike cape exit"):
+    for name in ("unlike", "unlike copies", "unlike exit", "unlike cape exit"):
         assert first[f"{name} 0.0"] == expected["none 0.0"]
         assert first[f"{name} 0.9"] != expected["none 0.9"]
     assert "is split over processes; a draft model has to be whole" in first["split draft"]

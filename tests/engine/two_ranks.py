@@ -15,7 +15,7 @@ from transformers.distributed import DistributedConfig
 
 from fastspec import Engine, SamplingParams, SpecConfig
 
-from ..models import perturbed
+from ..models import byte_tokenizer, perturbed
 from .probes import before_passes, runners_of, running, target_runner
 
 PROMPTS = [[1, 2, 3] * 5, [7, 8, 9], [40, 7] * 9]
@@ -25,11 +25,17 @@ SPECS = {
     "block": SpecConfig("draft_model", 3, rejection_sample_method="block"),
     "coupled": SpecConfig("draft_model", 3, rejection_sample_method="coupled"),
     "copies": SpecConfig("draft_model", 3, suffix_tokens=6),
+    "copies and a schedule": SpecConfig(
+        "draft_model", 3, suffix_tokens=6, schedule="adaptive", step_costs=(1.0, 1.1, 1.2, 1.3)
+    ),
+    "shared vocabulary": SpecConfig("draft_model", 3, heterogeneous_vocab="intersection"),
+    "re-encoded": SpecConfig("draft_model", 3, heterogeneous_vocab="reencoding"),
     "cape": SpecConfig("draft_model", 3, cape=True),
     "cascade": SpecConfig("cascade"),
     "tree": SpecConfig("tree", 3),
     "eagle3": SpecConfig("eagle3", 3),
     "eagle3 trees": SpecConfig("eagle3", 3, tree_nodes=8),
+    "eagle1": SpecConfig("eagle3", 3),
     "glide": SpecConfig("glide", 3),
     "glide cape": SpecConfig("glide", 3, cape=True),
     "glide copies": SpecConfig("glide", 3, suffix_tokens=6),
@@ -55,10 +61,13 @@ def params(temperature):
 def texts(model, draft, folder):
     """Token ids by method and temperature; how many were proposed, and how many held."""
     drafts = {"draft_model": draft, "cascade": draft, "tree": draft}
-    drafts |= {name: folder / name for name in ("eagle3", "glide")}
+    drafts |= {name: folder / name for name in ("eagle3", "eagle1", "glide")}
+    drafts |= dict.fromkeys(("shared vocabulary", "re-encoded"), folder / "spelled")
     ids = {}
     for name, spec in SPECS.items():
-        engine = Engine(model, drafts.get(spec.method), spec=spec, config=CONFIG)
+        tokenizer = byte_tokenizer() if spec.heterogeneous_vocab else None
+        source = drafts.get(name, drafts.get(spec.method))
+        engine = Engine(model, source, tokenizer, spec, CONFIG)
         for temperature in (0.0, 0.9):
             outputs = engine.generate(PROMPTS, params(temperature))
             ids[f"{name} {temperature}"] = [list(output.token_ids) for output in outputs]
@@ -99,10 +108,11 @@ def unlike_texts(model, draft, rank):
     exits = {"exit_layer": 2, "confidence_threshold": 0.2, "schedule": "heuristic"}
     specs = {
         "unlike": SpecConfig("draft_model", 3, schedule="adaptive"),
+        "unlike copies": SpecConfig("draft_model", 3, suffix_tokens=6, schedule="adaptive"),
         "unlike exit": SpecConfig("early_exit", 3, **exits),
         "unlike cape exit": SpecConfig("early_exit", 3, exit_layer=2, cape=True, suffix_tokens=6),
     }
-    given = {"unlike": draft}
+    given = {"unlike": draft, "unlike copies": draft}
     engines = {
         name: Engine(model, given.get(name), spec=spec, config=CONFIG)
         for name, spec in specs.items()
