@@ -54,8 +54,21 @@ MUTATIONS = [
     *_of(
         "csrc/cpu/residual.cpp",
         f"{CHAIN} {LAW}",
-        ("1.0 : factor_ / target_.sum", "1.0 : 1.0 / target_.sum"),
-        ("kChunk] = kInfinity;", "kChunk] = 0.0f;"),
+        ("begin] = kInfinity;", "begin] = 0.0f;"),
+        ("(uniform * total - before) * unit_", "uniform * total - before"),
+    ),
+    *_of(
+        "csrc/cpu/residual.cpp",
+        TREE,
+        ("draft_.known_weights + begin;", "draft_.known_weights;"),
+        ("known = column < count ?", "known = column <= count ?"),
+    ),
+    *_of(
+        "csrc/cpu/rows.inl",
+        f"{TREE} {LAW}",
+        ("smaller(end, draft.size)", "end"),
+        ("i += kLanes) store(out + i, zero)", "i += kLanes) store(out + i, broadcast(1.0f))"),
+        path="avx2",
     ),
     *_of(
         "csrc/cpu/verify_tree.cpp",
@@ -66,6 +79,8 @@ MUTATIONS = [
         ("taken_ * draft_.prob(token, size_)", "draft_.prob(token, size_)"),
         ("left > 0 ? 1.0 / left : 0.0", "left > 0 ? 1.0 : 0.0"),
         ("taken_ + target_total_ * draft_scale_", "taken_ + target_total_"),
+        ("sums_[chunk] = mass(weights, chunk);", ""),
+        ("mass(all.known_weights + chunk * kChunk, chunk)", "mass(all.known_weights, chunk)"),
     ),
     *_of(
         "csrc/cpu/compact_kv.cpp",

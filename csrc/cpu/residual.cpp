@@ -1,6 +1,7 @@
 #include "residual.h"
 
 #include <algorithm>
+#include <cstring>
 #include <limits>
 #include <numeric>
 
@@ -13,29 +14,34 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 inline float same(float x) { return x; }
 
-// The logits of tokens in the columns of a row, -inf where a token has none.
+// The logits of tokens in the columns of a row, -inf where a token has none; with masks, as nobody
+// can foresee a branch on which tokens a drafter has.
 template <class T, float (*kToFloat)(T)>
 void take_columns(const Row& row, const int32_t* columns, int64_t size, float* out) {
+  constexpr uint32_t kMinusInfinity = 0xff800000;
   const T* logits = static_cast<const T*>(row.logits.at(0));
   const auto count = static_cast<uint32_t>(row.logits.size);
   for (int64_t i = 0; i < size; ++i) {
     const auto column = static_cast<uint32_t>(columns[i]);  // a negative one is beyond all
-    const float x = kToFloat(logits[column < count ? column : 0]);
-    out[i] = column < count ? x : -kInfinity;
+    const uint32_t known = column < count ? ~uint32_t{0} : 0;
+    const float x = kToFloat(logits[column & known]);
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof(bits));
+    bits = (bits & known) | (kMinusInfinity & ~known);
+    std::memcpy(out + i, &bits, sizeof(bits));
   }
 }
 
 }  // namespace
 
-void Draft::probs(int64_t begin, int64_t size, float* out) const {
-  if (known_probs != nullptr) {
-    std::copy_n(known_probs + begin, size, out);
+void Draft::weigh(int64_t begin, int64_t size, float* out) const {
+  if (known_weights != nullptr) {
+    std::copy_n(known_weights + begin, size, out);
     return;
   }
-  const auto factor = static_cast<float>(1.0 / row->sum);
   if (token_map == nullptr) {
     const int64_t known = std::max<int64_t>(0, std::min(size, row->logits.size - begin));
-    row->kernels().weigh(row->logits.at(begin), known, row->weighting, factor, out);
+    row->kernels().weigh(row->logits.at(begin), known, row->weighting, 1.0f, out);
     std::fill(out + known, out + size, 0.0f);
     return;
   }
@@ -46,7 +52,7 @@ void Draft::probs(int64_t begin, int64_t size, float* out) const {
                         : take_columns<uint16_t, float16_to_float>;
   take(*row, token_map + begin, size, logits);
   constexpr int kType = static_cast<int>(Element::kFloat32);
-  sampling_kernels().rows[kType].weigh(logits, size, row->weighting, factor, out);
+  sampling_kernels().rows[kType].weigh(logits, size, row->weighting, 1.0f, out);
 }
 
 double Residual::sum(int64_t chunk) const {
@@ -54,8 +60,7 @@ double Residual::sum(int64_t chunk) const {
   const int64_t position = draft_.token - chunk * kChunk;
   const bool holds_token = position >= 0 && position < target_.chunk_size(chunk);
   if (draft_.row == nullptr && !holds_token) return target_.chunk_sums[chunk];
-  float weights[kChunk];
-  return weigh(chunk, weights);
+  return weigh(chunk, nullptr) / unit_;
 }
 
 int64_t Residual::draw(const double* chunk_sums, double uniform) const {
@@ -65,28 +70,32 @@ int64_t Residual::draw(const double* chunk_sums, double uniform) const {
   const int64_t chunk = draw_chunk(chunk_sums, chunks(), uniform * total, &before);
   float weights[kChunk];
   weigh(chunk, weights);
-  return chunk * kChunk + draw_from(weights, kChunk, uniform * total - before);
+  const double bound = (uniform * total - before) * unit_;
+  return chunk * kChunk + draw_from(weights, target_.chunk_size(chunk), bound);
 }
 
-// Fills kChunk weights and returns their sum.
+// Returns the sum of one chunk's weights, and fills them in where `weights` is not null.
 double Residual::weigh(int64_t chunk, float* weights) const {
-  constexpr int64_t kBlock = 1024;  // what passes through memory stays in the nearest cache
-  const int64_t end = target_.chunk_size(chunk);
-  // A point mass only takes its token out, so the scale of the other weights does not matter.
-  const double factor = draft_.row == nullptr ? 1.0 : factor_ / target_.sum;
-  std::fill(weights, weights + kChunk, 0.0f);
-  double sum = 0;
-  for (int64_t i = 0; i < end; i += kBlock) {
-    const int64_t begin = chunk * kChunk + i, size = std::min(kBlock, end - i);
-    if (draft_.row != nullptr) {
-      draft_.probs(begin, size, weights + i);
-    } else if (draft_.token >= begin && draft_.token < begin + size) {
-      weights[draft_.token - chunk * kChunk] = kInfinity;
+  const int64_t begin = chunk * kChunk, size = target_.chunk_size(chunk);
+  float known[kChunk];
+  DraftWeights draft{known, size, {}};
+  int kind = kKnown;
+  if (draft_.row == nullptr) {
+    std::fill(known, known + size, 0.0f);
+    if (draft_.token >= begin && draft_.token < begin + size) {
+      known[draft_.token - begin] = kInfinity;
     }
-    sum += target_.kernels().subtract(target_.logits.at(begin), size, target_.weighting,
-                                      static_cast<float>(factor), weights + i);
+  } else if (draft_.known_weights != nullptr) {
+    draft.data = draft_.known_weights + begin;
+  } else if (draft_.token_map != nullptr) {
+    draft_.weigh(begin, size, known);
+  } else {
+    const Logits& logits = draft_.row->logits;
+    draft = {logits.at(begin), logits.size - begin, draft_.row->weighting};
+    kind = static_cast<int>(logits.type);
   }
-  return sum;
+  return target_.kernels().excess[kind](target_.logits.at(begin), size, target_.maxima_of(chunk),
+                                        target_.weighting, ratio_, draft, weights);
 }
 
 }  // namespace fastspec::cpu

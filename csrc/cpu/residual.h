@@ -12,24 +12,27 @@ struct Draft {
   const Row* row;            // weighed; null: all the mass lies on `token`
   int64_t token;             // the proposal
   const int32_t* token_map;  // column of each target token in the row, or null: the identity
-  const float* known_probs = nullptr;  // of all target tokens, where `probs` has told them before
+  const float* known_weights = nullptr;  // of all target tokens, where `weigh` has told them before
 
   // The column of a target token, outside the row where the drafter does not have it.
   int64_t column(int64_t token, int64_t vocab) const {
     return token_map == nullptr || token >= vocab ? token : token_map[token];
   }
   double prob(int64_t token, int64_t vocab) const { return row->prob(column(token, vocab)); }
-  // Fills out with the probabilities of `size` <= kChunk target tokens from `begin` on; not for
-  // point masses.
-  void probs(int64_t begin, int64_t size, float* out) const;
+  // Fills out with the weights, which add up to row->sum, of `size` <= kChunk target tokens from
+  // `begin` on; not for point masses.
+  void weigh(int64_t begin, int64_t size, float* out) const;
 };
 
 // The weights max(factor * target - draft, 0) over a vocabulary, chunk by chunk.
 class Residual {
  public:
-  // `target` is weighed and not greedy.
+  // `target` is weighed and not greedy. A point mass takes its token out, whatever the factor.
   Residual(const Row& target, const Draft& draft, double factor)
-      : target_(target), draft_(draft), factor_(factor) {}
+      : target_(target),
+        draft_(draft),
+        unit_(draft.row == nullptr ? 1.0 : draft.row->sum),
+        ratio_(static_cast<float>(draft.row == nullptr ? 1.0 : factor * unit_ / target.sum)) {}
 
   int64_t chunks() const { return target_.chunks(); }
   // The sum of one chunk's weights.
@@ -41,8 +44,9 @@ class Residual {
   double weigh(int64_t chunk, float* weights) const;
 
   const Row& target_;
-  Draft draft_;
-  double factor_;
+  const Draft draft_;
+  const double unit_;  // what `weigh` makes of a weight of 1
+  const float ratio_;
 };
 
 }  // namespace fastspec::cpu

@@ -286,7 +286,12 @@ static void rescale_sums(const Row& row) {
 }
 
 void RowBatch::scan() {
-  parallel_for(count() * chunks_, jobs_per_thread(std::min(size_, kChunk)), [&](int64_t job) {
+  const auto is_summed = [](const Row& row) { return row.is_summed_early(); };
+  const bool sums = std::any_of(rows_.begin(), rows_.end(), is_summed);
+  const int64_t logits_per_job = std::min(size_, kChunk);
+  const int64_t grain =
+      sums ? weighings_per_thread(logits_per_job) : jobs_per_thread(logits_per_job);
+  parallel_for(count() * chunks_, grain, [&](int64_t job) {
     Row& row = rows_[job / chunks_];
     const int64_t chunk = job % chunks_;
     if (chunk >= row.chunks()) return;

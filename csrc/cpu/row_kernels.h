@@ -29,6 +29,15 @@ struct Weighting {
   float cutoff;
 };
 
+// What is taken from a target: `data` has `size` logits of an Element, or with kKnown their
+// weights.
+struct DraftWeights {
+  const void* data;
+  int64_t size;
+  Weighting weighting;
+};
+constexpr int kKnown = 3, kDraftKinds = 4;
+
 // Each function takes `size` <= kChunk logits and, where it can skip tiles, their lane maxima.
 struct RowKernels {
   // Fills the maxima of each lane by tile, and over all tiles (kLanes values); returns the largest
@@ -37,10 +46,10 @@ struct RowKernels {
   double (*sum)(const void* logits, int64_t size, const float* lane_maxima, const Weighting&);
   // out[i] = factor * weight(logits[i])
   void (*weigh)(const void* logits, int64_t size, const Weighting&, float factor, float* out);
-  // weights[i] = max(factor * weight(logits[i]) - weights[i], 0); returns their sum. There are
-  // weights, not negative, up to a multiple of kLanes.
-  double (*subtract)(const void* logits, int64_t size, const Weighting&, float factor,
-                     float* weights);
+  // out[i] = max(ratio * weight(logits[i]) - draft's weight i, 0), 0 beyond the draft's size;
+  // returns their sum. A null `out` is not filled, else up to a multiple of kLanes.
+  double (*excess[kDraftKinds])(const void* logits, int64_t size, const float* lane_maxima,
+                                const Weighting&, float ratio, const DraftWeights&, float* out);
   // Adds to sums[i] the weights of the logits above bounds[i]; the bounds rise and none is cut off.
   void (*sums_above)(const void* logits, int64_t size, const float* lane_maxima, const Weighting&,
                      const float* bounds, double* sums);

@@ -113,21 +113,60 @@ void row_weigh(const void* logits, int64_t size, const Weighting& weighting, flo
   });
 }
 
+// A weight that is known already.
+struct Known {
+  float weight;
+};
+
 template <class T>
-double row_subtract(const void* logits, int64_t size, const Weighting& weighting, float factor,
-                    float* weights) {
+FASTSPEC_INLINE F32x16 draft_weight(const T* x, int64_t size, const Weighting& weighting) {
+  return weight(size < kLanes ? load_partial(x, size) : load(x), weighting);
+}
+
+FASTSPEC_INLINE F32x16 draft_weight(const Known* x, int64_t size, const Weighting&) {
+  const float* weights = &x->weight;
+  return size < kLanes ? max(load_partial(weights, size), broadcast(0.0f)) : load(weights);
+}
+
+template <class T, class D>
+double row_excess(const void* logits, int64_t size, const float* lane_maxima,
+                  const Weighting& weighting, float ratio, const DraftWeights& draft, float* out) {
   const T* x = static_cast<const T*>(logits);
-  const F32x16 scale = broadcast(factor);
-  F32x16 sum = broadcast(0.0f);
-  for (int64_t begin = 0; begin < size; begin += kTile) {
-    F32x16 tile_sum = broadcast(0.0f);
-    each_vector(x + begin, smaller(kTile, size - begin), [&](const F32x16& v, int64_t i) {
-      float* at = weights + begin + i;
-      const F32x16 rest = max(weight(v, weighting) * scale - load(at), broadcast(0.0f));
-      store(at, rest);
-      tile_sum = tile_sum + rest;
-    });
-    sum = sum + tile_sum;
+  const D* taken = static_cast<const D*>(draft.data);
+  const F32x16 zero = broadcast(0.0f);
+  const Weighting ours = weighting, theirs = draft.weighting;
+  const auto left = [&](const F32x16& v, const F32x16& less) FASTSPEC_INLINE_LAMBDA {
+    const F32x16 w = weight(v, ours);
+    return max(
+        each_part([&](int p) { return multiply_add(w.part[p], native(ratio), -less.part[p]); }),
+        zero);
+  };
+  F32x16 sum = zero;
+  for (int64_t begin = 0; begin < size; begin += kTile, lane_maxima += kLanes) {
+    const int64_t end = smaller(begin + kTile, size);
+    if (lanes_at_least(load(lane_maxima), ours.cutoff) == 0) {
+      for (int64_t i = begin; out != nullptr && i < end; i += kLanes) store(out + i, zero);
+      continue;
+    }
+    F32x16 sums[2] = {zero, zero};
+    int64_t i = begin;
+    for (const int64_t whole = smaller(end, draft.size); i + 2 * kLanes <= whole; i += 2 * kLanes) {
+#pragma GCC unroll 2
+      for (int way = 0; way < 2; ++way) {
+        const int64_t at = i + way * kLanes;
+        const F32x16 rest = left(load(x + at), draft_weight(taken + at, kLanes, theirs));
+        if (out != nullptr) store(out + at, rest);
+        sums[way] = sums[way] + rest;
+      }
+    }
+    for (; i < end; i += kLanes) {
+      const F32x16 v = i + kLanes <= size ? load(x + i) : load_partial(x + i, size - i);
+      const int64_t drafted = draft.size - i;
+      const F32x16 rest = left(v, drafted > 0 ? draft_weight(taken + i, drafted, theirs) : zero);
+      if (out != nullptr) store(out + i, rest);
+      sums[0] = sums[0] + rest;
+    }
+    sum = sum + (sums[0] + sums[1]);
   }
   return reduce_sum(sum);
 }
@@ -244,8 +283,14 @@ uint32_t list_may_reach(const float* lane_maxima, const Weighting& weighting, co
 
 template <class T>
 constexpr RowKernels row_kernels() {
-  return {row_max<T>,        row_sum<T>,    row_weigh<T>, row_subtract<T>,
-          row_sums_above<T>, row_gather<T>, row_find<T>,  row_lowest<T>};
+  return {row_max<T>,
+          row_sum<T>,
+          row_weigh<T>,
+          {row_excess<T, float>, row_excess<T, BF16>, row_excess<T, F16>, row_excess<T, Known>},
+          row_sums_above<T>,
+          row_gather<T>,
+          row_find<T>,
+          row_lowest<T>};
 }
 
 }  // namespace

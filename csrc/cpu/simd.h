@@ -41,7 +41,13 @@ FASTSPEC_INLINE NativeF32 multiply_add(NativeF32 a, NativeF32 b, NativeF32 c) {
 
 // The larger; where one is NaN, b.
 FASTSPEC_INLINE F32x16 max(const F32x16& a, const F32x16& b) {
-  return each_part([&](int i) { return a.part[i] > b.part[i] ? a.part[i] : b.part[i]; });
+  return each_part([&](int i) {
+#if defined(__AVX512F__)
+    return bit_cast<NativeF32>(_mm512_max_ps(a.part[i], b.part[i]));
+#else
+    return a.part[i] > b.part[i] ? a.part[i] : b.part[i];
+#endif
+  });
 }
 
 FASTSPEC_INLINE F32x16 min(const F32x16& a, const F32x16& b) {

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <memory>
 #include <numeric>
 #include <optional>
 #include <utility>
@@ -43,14 +44,13 @@ struct Tree {
 // A distribution over the target's vocabulary without some of its tokens.
 class Without {
  public:
+  // `all` has no map, or known weights.
   Without(const Draft& all, int64_t size) : all_(all), size_(size), sums_(num_chunks(size)) {
-    const Row& row = *all.row;
-    float probs[kChunk];
     for (int64_t chunk = 0; chunk < num_chunks(size); ++chunk) {
-      if (all.token_map != nullptr) {
-        sums_[chunk] = weigh(chunk, probs);
-      } else if (chunk < row.chunks()) {
-        sums_[chunk] = row.chunk_sums[chunk] / row.sum;
+      if (all.known_weights != nullptr) {
+        sums_[chunk] = mass(all.known_weights + chunk * kChunk, chunk);
+      } else if (chunk < all.row->chunks()) {
+        sums_[chunk] = all.row->chunk_sums[chunk];
       }
     }
   }
@@ -65,34 +65,40 @@ class Without {
     if (token >= 0 && token < size_ && !removed(token)) tokens_.push_back(token);
   }
 
-  double total() {
-    float probs[kChunk];
-    for (; summed_ < tokens_.size(); ++summed_) {
-      const int64_t chunk = tokens_[summed_] / kChunk;
-      sums_[chunk] = weigh(chunk, probs);
-    }
-    return std::accumulate(sums_.begin(), sums_.end(), 0.0);
-  }
+  // The probability of all that is left.
+  double total() { return weight() / all_.row->sum; }
   // The token of the inverse CDF, -1 where nothing is left.
   int64_t draw(double uniform) {
-    const double sum = total();
-    if (!(sum > 0)) return -1;
+    const double bound = uniform * weight();
+    if (!(weight() > 0)) return -1;
     double before = 0;
-    const int64_t chunk = draw_chunk(sums_.data(), num_chunks(size_), uniform * sum, &before);
-    float probs[kChunk];
-    weigh(chunk, probs);
-    return chunk * kChunk + draw_from(probs, kChunk, uniform * sum - before);
+    const int64_t chunk = draw_chunk(sums_.data(), num_chunks(size_), bound, &before);
+    float weights[kChunk];
+    weigh(chunk, weights);
+    return chunk * kChunk + draw_from(weights, chunk_size(chunk), bound - before);
   }
 
  private:
-  double weigh(int64_t chunk, float* probs) const {
-    const int64_t begin = chunk * kChunk, size = std::min(kChunk, size_ - begin);
-    all_.probs(begin, size, probs);
-    std::fill(probs + size, probs + kChunk, 0.0f);
-    for (const int64_t token : tokens_) {
-      if (token >= begin && token < begin + size) probs[token - begin] = 0;
+  int64_t chunk_size(int64_t chunk) const { return std::min(kChunk, size_ - chunk * kChunk); }
+
+  double weight() {
+    float weights[kChunk];
+    for (; summed_ < tokens_.size(); ++summed_) {
+      const int64_t chunk = tokens_[summed_] / kChunk;
+      weigh(chunk, weights);
+      sums_[chunk] = mass(weights, chunk);
     }
-    return std::accumulate(probs, probs + size, 0.0);
+    return std::accumulate(sums_.begin(), sums_.end(), 0.0);
+  }
+  double mass(const float* weights, int64_t chunk) const {
+    return sampling_kernels().lists.mass_above(weights, weights, chunk_size(chunk), 0.0f);
+  }
+  void weigh(int64_t chunk, float* weights) const {
+    const int64_t begin = chunk * kChunk, size = chunk_size(chunk);
+    all_.weigh(begin, size, weights);
+    for (const int64_t token : tokens_) {
+      if (token >= begin && token < begin + size) weights[token - begin] = 0;
+    }
   }
 
   const Draft all_;
@@ -109,7 +115,7 @@ class Siblings {
  public:
   Siblings(const Row& target, const Draft& draft)
       : target_(target), draft_(draft), size_(target.logits.size) {}
-  Siblings(const Siblings&) = delete;  // draft_ may point into probs_
+  Siblings(const Siblings&) = delete;  // draft_ may point into weights_
 
   double target_prob(int64_t token) const {
     if (token < 0 || token >= size_) return 0.0;
@@ -122,7 +128,7 @@ class Siblings {
   }
 
   void reject(int64_t token, bool replaced) {
-    if (draft_.token_map != nullptr && draft_.known_probs == nullptr) find_probs();
+    if (draft_.token_map != nullptr && draft_.known_weights == nullptr) find_weights();
     const double taken = taken_ + target_total_ * draft_scale_;
     std::vector<double> sums = residual_sums(taken);
     const double total = std::accumulate(sums.begin(), sums.end(), 0.0);
@@ -148,18 +154,19 @@ class Siblings {
   static constexpr double kRounding = 0x1p-22;
 
   // To look up columns takes longer than to weigh them, and each rejection reads the whole row.
-  void find_probs() {
-    probs_.resize(size_);
-    for (int64_t begin = 0; begin < size_; begin += kChunk) {
-      draft_.probs(begin, std::min(kChunk, size_ - begin), probs_.data() + begin);
-    }
-    draft_.known_probs = probs_.data();
+  void find_weights() {
+    weights_.reset(new float[size_]);
+    parallel_for(num_chunks(size_), weighings_per_thread(2 * kChunk), [&](int64_t chunk) {
+      const int64_t begin = chunk * kChunk;
+      draft_.weigh(begin, std::min(kChunk, size_ - begin), weights_.get() + begin);
+    });
+    draft_.known_weights = weights_.get();
   }
 
   std::vector<double> residual_sums(double taken) const {
     const Residual residual(target_, draft_, 1.0 / taken);
     std::vector<double> sums(residual.chunks());
-    parallel_for(residual.chunks(), weighings_per_thread(kChunk),
+    parallel_for(residual.chunks(), weighings_per_thread(2 * kChunk),
                  [&](int64_t chunk) { sums[chunk] = residual.sum(chunk); });
     return sums;
   }
@@ -167,7 +174,7 @@ class Siblings {
   const Row& target_;
   Draft draft_;
   const int64_t size_;
-  std::vector<float> probs_;  // of the draft by target token, where columns are mapped
+  std::unique_ptr<float[]> weights_;  // of the draft by target token, where columns are mapped
   double taken_ = 0.0;
   double target_total_ = 1.0;
   std::vector<double> sums_;  // of what is left of the target over `taken_`, by chunk

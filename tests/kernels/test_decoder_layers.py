@@ -266,7 +266,11 @@ def test_long_contexts_with_any_number_of_threads(dtype, restore_threads):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("sizes", [{}, {"heads": 6, "kv_heads": 3, "hidden": 33}], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [{}, {"heads": 6}, {"kv_heads": 1}, {"hidden": 33}, {"heads": 6, "kv_heads": 3, "hidden": 33}],
+    ids=str,
+)
 def test_layers_of_unlike_sizes_or_types_in_one_call(dtype, sizes):
     layers, others = Layers(torch.float32), Layers(dtype, **sizes)
     layers.weights += others.weights

@@ -70,8 +70,10 @@ def test_drawn_siblings_of_a_sure_draft(backend, rule, gap):
 @pytest.mark.parametrize("vocab", [4096, 4097, 50257, 128256])
 def test_large_vocabularies(backend, vocab):
     generator = torch.Generator().manual_seed(vocab)
-    for rule in RULES:
-        case = random_case(2, 5, vocab, generator, rule)
+    for rule, draft in [(rule, "random") for rule in RULES] + [
+        (rule, "mapped") for rule in RULES[1:]
+    ]:
+        case = random_case(2, 5, vocab, generator, rule, draft=draft)
         case["cu_rows"] = torch.tensor([0, 3, 8], dtype=torch.int32).minimum(case["cu_rows"][-1])
         check(case, backend)
 
