@@ -99,6 +99,26 @@ def test_plain_batches(backend, rule, parents):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rule", RULES[1:])
+@pytest.mark.parametrize("mapped", [False, True], ids=["", "mapped"])
+def test_what_lies_beyond_a_draft_row_is_not_read(backend, rule, mapped):
+    """Rejected siblings, rows of several chunks; likely logits stand after each draft row."""
+    vocab, known = 9000, 8500
+    generator = torch.Generator().manual_seed(5)
+    batch = affordable(backend, 24)
+    case = plain_case(batch, vocab, generator, rule, [-1, 0, 0, 0])
+    case["uniform_samples"][:, 1:4] = 0.99
+    tokens = torch.randperm(vocab, generator=generator) if mapped else torch.arange(vocab)
+    rows = torch.full((batch, 4, vocab), 60.0)
+    rows[..., :known] = case["draft_logits"][..., tokens[:known]]
+    case["draft_logits"] = rows[..., :known]
+    if mapped:
+        columns = torch.arange(vocab).clamp_max(known)  # that of a token without one is the next
+        case["draft_token_map"] = torch.zeros(vocab).int().scatter(0, tokens, columns.int())
+    assert check(case, backend) <= batch // 2
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("edge", TREE_EDGES, ids=lambda edge: edge.name)
 def test_edges(backend, edge):
     verify = partial(verify_tree, backend=backend)
