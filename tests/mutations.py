@@ -56,6 +56,9 @@ MUTATIONS = [
         f"{CHAIN} {LAW}",
         ("begin] = kInfinity;", "begin] = 0.0f;"),
         ("(uniform * total - before) * unit_", "uniform * total - before"),
+        ("weigh(chunk, nullptr) / unit_", "weigh(chunk, nullptr)"),
+        ("factor * draft.row->sum / target.sum", "draft.row->sum / target.sum"),
+        ("std::min(ratio, kMost)", "ratio"),
     ),
     *_of(
         "csrc/cpu/residual.cpp",

@@ -31,7 +31,8 @@ MlpScratch take_mlp(const MlpWeights& weights, int64_t num_rows, Arena& arena) {
           arena.take(num_rows * weights.hidden), arena.take(num_rows * weights.hidden)};
 }
 
-// Gate, up and activation of the same outputs by one worker.
+// Gate, up and activation of the same outputs by one worker. Few rows read long runs of either
+// weights; of many rows the activation follows while the caches hold what it reads.
 static void multiply_gated(const MlpWeights& weights, const MlpScratch& scratch,
                            Team::Member& member) {
   const KernelTable& kernel = kernels();
@@ -39,13 +40,18 @@ static void multiply_gated(const MlpWeights& weights, const MlpScratch& scratch,
   const int64_t hidden = weights.hidden;
   const Product gates = {weights.gate, nullptr, scratch.gate, Element::kFloat32, hidden};
   const Product ups = {weights.up, nullptr, scratch.up, Element::kFloat32, hidden};
-  member.share_runs(output_tiles(hidden), [&](int64_t tile, int64_t end) {
-    const int64_t first = tile * kOutputTile, last = std::min(end * kOutputTile, hidden);
-    kernel.linear.multiply(rows, gates, first, last);
-    kernel.linear.multiply(rows, ups, first, last);
-    for (int64_t row = 0; row < rows.num_rows; ++row) {
-      const int64_t at = row * hidden + first;
-      kernel.layers.gate(scratch.gate + at, scratch.up + at, last - first, weights.activation);
+  constexpr int64_t kFewRows = 16;
+  const int64_t most_outputs = rows.num_rows <= kFewRows ? hidden : kOutputTile;
+  member.share_runs(output_tiles(hidden), [&](int64_t tile, int64_t end_tile) {
+    const int64_t end = std::min(end_tile * kOutputTile, hidden);
+    for (int64_t first = tile * kOutputTile; first < end; first += most_outputs) {
+      const int64_t last = std::min(first + most_outputs, end);
+      kernel.linear.multiply(rows, gates, first, last);
+      kernel.linear.multiply(rows, ups, first, last);
+      for (int64_t row = 0; row < rows.num_rows; ++row) {
+        const int64_t at = row * hidden + first;
+        kernel.layers.gate(scratch.gate + at, scratch.up + at, last - first, weights.activation);
+      }
     }
   });
 }

@@ -44,7 +44,8 @@ FASTSPEC_INLINE void write_outputs(const Product& product, Element weights, int6
 struct WideTiles {
   // Outputs that some rows meet at once. A single row reads weights in the order of memory, which
   // processors fetch ahead by themselves, except that short vectors need some sums side by side to
-  // keep up. More rows share what they load, as much as the registers hold.
+  // keep up. More rows share what they load: two or three are fastest with two outputs, more with
+  // what the registers hold.
   template <int rows>
   static constexpr int kOutputs = rows == 1                        ? kParts
                                   : rows <= 3 || kNativeLanes < 16 ? 2
@@ -108,26 +109,36 @@ void multiply_rows(const PackedRows& packed, const Product& product, const X* in
   }
 }
 
+// What a tile of `outputs` fetches: whole tiles ahead, or some lines would be fetched after they
+// were read. Of several groups of rows that meet the same outputs, the first ones share the
+// fetching, so that memory is busy in all of them.
+template <int outputs>
+FASTSPEC_INLINE Ahead ahead_of(int64_t group, int64_t num_groups, int64_t output_bytes) {
+  constexpr int64_t kLeastBytes = 16384;
+  if (outputs == 1) return {0, 0};
+  if (num_groups == 1) {
+    const int64_t tile_bytes = outputs * output_bytes;
+    return {tile_bytes == 0 ? 0 : (kLeastBytes / tile_bytes + 1) * tile_bytes, ~0u};
+  }
+  Ahead ahead = {kOutputTile * output_bytes, 0};
+  for (int64_t i = group; i < outputs; i += num_groups) ahead.outputs |= 1u << i;
+  return ahead;
+}
+
 // A few outputs at a time meet all rows, up to six at once, so that the nearest caches hold both.
-// `stride` values lie from one row to the next. A tile fetches what one of the next tiles reads,
-// whole tiles ahead, or some lines would be fetched after they were read. Where there are several
-// groups of rows, each fetches its part: memory is as busy in the last group as in the first.
+// `stride` values lie from one row to the next.
 template <class Tiles, class X, class W>
 void multiply_tiles_of(const PackedRows& rows, const Product& product, const X* input,
                        const W* weight, int64_t stride, int64_t first, int64_t last) {
-  constexpr int64_t kLeastBytesAhead = 16384, kMostRows = 6;
+  constexpr int64_t kMostRows = 6;
   const int64_t num_groups = (rows.num_rows + kMostRows - 1) / kMostRows;
   const int64_t output_bytes = rows.depth * sizeof(W);
   for (int64_t n = first; n < last; n += kOutputTile) {
     const int64_t end = n + kOutputTile < last ? n + kOutputTile : last;
     for (int64_t row = 0, group = 0; row < rows.num_rows; ++group) {
       const auto run = [&](auto count) {
-        Ahead ahead = {kOutputTile * output_bytes, 0};
-        for (int64_t i = group; i < 4; i += num_groups) ahead.outputs |= 1u << i;
-        if (num_groups == 1 && output_bytes > 0) {
-          const int64_t tile_bytes = Tiles::template kOutputs<count.value> * output_bytes;
-          ahead.bytes = (kLeastBytesAhead / tile_bytes + 1) * tile_bytes;
-        }
+        constexpr int outputs = Tiles::template kOutputs<count.value>;
+        const Ahead ahead = ahead_of<outputs>(group, num_groups, output_bytes);
         multiply_rows<count.value, Tiles>(rows, product, input + row * stride, stride,
                                           weight + n * rows.depth, ahead, row, n, end);
         row += count.value;

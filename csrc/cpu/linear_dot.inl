@@ -39,6 +39,7 @@ void pack_pairs(const T* from, const PackedRows& rows, int64_t row) {
 
 // As WideTiles, of bfloat16 rows. Rows end in zeros where the depth is no multiple of kPairDepth.
 struct PairTiles {
+  // As of WideTiles; two rows keep pace with memory in its own order here.
   template <int rows>
   static constexpr int kOutputs = rows <= 2 ? 1 : 4;
 

@@ -57,7 +57,7 @@ class Team {
     template <class Body>
     void share(int64_t count, const Body& body) {
       const auto one = [](int64_t) { return int64_t{1}; };
-      take_turns(count, one, [&](int64_t first, int64_t) { body(first); });
+      do_phase(count, one, [&](int64_t first, int64_t) { body(first); });
     }
 
     // As share, where neighbours read neighbouring memory: body(first, last) for runs of tasks, of
@@ -65,7 +65,7 @@ class Team {
     // short.
     template <class Body>
     void share_runs(int64_t count, const Body& body) {
-      take_turns(count, [](int64_t left) { return (left + 3) / 4; }, body);
+      do_phase(count, [](int64_t left) { return (left + 3) / 4; }, body);
     }
 
    private:
@@ -73,18 +73,18 @@ class Team {
     Member(Team& team, int64_t worker) : worker(worker), team_(team) {}
 
     template <class Size, class Body>
-    void take_turns(int64_t count, const Size& size_of_run, const Body& body) {
+    void do_phase(int64_t count, const Size& size_of_run, const Body& body) {
       const int64_t workers = team_.num_workers;
       if (phase_ == team_.num_phases_) throw std::logic_error("a team has fewer phases");
       Counter* const counters = &team_.counters_[phase_++ * (workers + 1)];
       const std::atomic<int64_t>& done = counters[workers].value;
       do_tasks(count, counters, size_of_run, body);
-      for (int64_t turn = 0; done.load(std::memory_order_acquire) < count; ++turn) {
-        turn < kTurnsAwake ? rest() : std::this_thread::yield();
+      for (int64_t spin = 0; done.load(std::memory_order_acquire) < count; ++spin) {
+        spin < kSpinsAwake ? rest() : std::this_thread::yield();
       }
     }
 
-    // Says how many tasks a worker has ended, also where the last run threw.
+    // Says how many tasks a worker has taken, so that nobody waits for those of a run that threw.
     struct Tally {
       std::atomic<int64_t>& done;
       int64_t taken = 0;
@@ -117,7 +117,7 @@ class Team {
 #endif
     }
 
-    static constexpr int64_t kTurnsAwake = 2000;  // some 50 us
+    static constexpr int64_t kSpinsAwake = 2000;  // some 50 us
     Team& team_;
     int64_t phase_ = 0;
   };

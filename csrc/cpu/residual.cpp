@@ -55,6 +55,15 @@ void Draft::weigh(int64_t begin, int64_t size, float* out) const {
   sampling_kernels().rows[kType].weigh(logits, size, row->weighting, 1.0f, out);
 }
 
+Residual::Residual(const Row& target, const Draft& draft, double factor)
+    : target_(target), draft_(draft) {
+  if (draft.row == nullptr) return;
+  constexpr double kMost = 0x1p100;  // a draft's weights vanish beside it, and sums can hold it
+  const double ratio = factor * draft.row->sum / target.sum;
+  ratio_ = static_cast<float>(std::min(ratio, kMost));
+  unit_ = ratio > kMost ? kMost * target.sum / factor : draft.row->sum;
+}
+
 double Residual::sum(int64_t chunk) const {
   if (target_.chunk_sums[chunk] <= 0) return 0;
   const int64_t position = draft_.token - chunk * kChunk;

@@ -19,8 +19,8 @@ struct Draft {
     return token_map == nullptr || token >= vocab ? token : token_map[token];
   }
   double prob(int64_t token, int64_t vocab) const { return row->prob(column(token, vocab)); }
-  // Fills out with the weights, which add up to row->sum, of `size` <= kChunk target tokens from
-  // `begin` on; not for point masses.
+  // Fills out with the weights, their probabilities times row->sum, of `size` <= kChunk target
+  // tokens from `begin` on; not for point masses.
   void weigh(int64_t begin, int64_t size, float* out) const;
 };
 
@@ -28,11 +28,7 @@ struct Draft {
 class Residual {
  public:
   // `target` is weighed and not greedy. A point mass takes its token out, whatever the factor.
-  Residual(const Row& target, const Draft& draft, double factor)
-      : target_(target),
-        draft_(draft),
-        unit_(draft.row == nullptr ? 1.0 : draft.row->sum),
-        ratio_(static_cast<float>(draft.row == nullptr ? 1.0 : factor * unit_ / target.sum)) {}
+  Residual(const Row& target, const Draft& draft, double factor);
 
   int64_t chunks() const { return target_.chunks(); }
   // The sum of one chunk's weights.
@@ -45,8 +41,8 @@ class Residual {
 
   const Row& target_;
   const Draft draft_;
-  const double unit_;  // what `weigh` makes of a weight of 1
-  const float ratio_;
+  double unit_ = 1;  // what `weigh` makes of a weight of 1
+  float ratio_ = 1;  // of the target's weights to the draft's
 };
 
 }  // namespace fastspec::cpu

@@ -12,7 +12,7 @@
 
 namespace fastspec::cpu {
 
-// Less work than this, some 30 us, is not worth waking a thread, which may be slow to come.
+// Less work than this, some 40 us, is not worth waking a thread, which may be slow to come.
 static constexpr int64_t kLogitsPerThread = 1 << 18;
 static constexpr int64_t kWeighingsPerThread = 1 << 17;
 static constexpr int64_t kScratchPerChunk = kMaximaPerChunk + kLanes + 1;
@@ -286,12 +286,11 @@ static void rescale_sums(const Row& row) {
 }
 
 void RowBatch::scan() {
+  if (rows_.empty()) return;
   const auto is_summed = [](const Row& row) { return row.is_summed_early(); };
-  const bool sums = std::any_of(rows_.begin(), rows_.end(), is_summed);
-  const int64_t logits_per_job = std::min(size_, kChunk);
-  const int64_t grain =
-      sums ? weighings_per_thread(logits_per_job) : jobs_per_thread(logits_per_job);
-  parallel_for(count() * chunks_, grain, [&](int64_t job) {
+  const int64_t passes = count() + std::count_if(rows_.begin(), rows_.end(), is_summed);
+  const int64_t logits_per_job = std::min(size_, kChunk) * passes / count();
+  parallel_for(count() * chunks_, jobs_per_thread(logits_per_job), [&](int64_t job) {
     Row& row = rows_[job / chunks_];
     const int64_t chunk = job % chunks_;
     if (chunk >= row.chunks()) return;

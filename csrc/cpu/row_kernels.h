@@ -29,14 +29,14 @@ struct Weighting {
   float cutoff;
 };
 
-// What is taken from a target: `data` has `size` logits of an Element, or with kKnown their
-// weights.
+// What is taken from a target: logits of an Element, or of kind kKnown their weights. The weights
+// are 0 from `size` on, of which nothing is read and which may be negative.
 struct DraftWeights {
   const void* data;
   int64_t size;
   Weighting weighting;
 };
-constexpr int kKnown = 3, kDraftKinds = 4;
+constexpr int kKnown = static_cast<int>(Element::kFloat16) + 1, kDraftKinds = kKnown + 1;
 
 // Each function takes `size` <= kChunk logits and, where it can skip tiles, their lane maxima.
 struct RowKernels {
@@ -46,8 +46,8 @@ struct RowKernels {
   double (*sum)(const void* logits, int64_t size, const float* lane_maxima, const Weighting&);
   // out[i] = factor * weight(logits[i])
   void (*weigh)(const void* logits, int64_t size, const Weighting&, float factor, float* out);
-  // out[i] = max(ratio * weight(logits[i]) - draft's weight i, 0), 0 beyond the draft's size;
-  // returns their sum. A null `out` is not filled, else up to a multiple of kLanes.
+  // By the draft's kind: out[i] = max(ratio * weight(logits[i]) - draft's weight i, 0); returns
+  // their sum. A null `out` is not filled, else up to a multiple of kLanes.
   double (*excess[kDraftKinds])(const void* logits, int64_t size, const float* lane_maxima,
                                 const Weighting&, float ratio, const DraftWeights&, float* out);
   // Adds to sums[i] the weights of the logits above bounds[i]; the bounds rise and none is cut off.

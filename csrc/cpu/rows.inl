@@ -150,7 +150,8 @@ double row_excess(const void* logits, int64_t size, const float* lane_maxima,
     }
     F32x16 sums[2] = {zero, zero};
     int64_t i = begin;
-    for (const int64_t whole = smaller(end, draft.size); i + 2 * kLanes <= whole; i += 2 * kLanes) {
+    const int64_t whole = smaller(end, draft.size);
+    for (; i + 2 * kLanes <= whole; i += 2 * kLanes) {
 #pragma GCC unroll 2
       for (int way = 0; way < 2; ++way) {
         const int64_t at = i + way * kLanes;

@@ -39,7 +39,7 @@ FASTSPEC_INLINE NativeF32 multiply_add(NativeF32 a, NativeF32 b, NativeF32 c) {
 #endif
 }
 
-// The larger; where one is NaN, b.
+// The larger; where one is NaN, b. Compilers make two instructions of the comparison on AVX-512.
 FASTSPEC_INLINE F32x16 max(const F32x16& a, const F32x16& b) {
   return each_part([&](int i) {
 #if defined(__AVX512F__)

@@ -141,7 +141,7 @@ double prefix_threshold(const VerifyChainInputs& in, const Chain& chain, int64_t
   if (chain.draft != nullptr) {
     const Residual residual(target, draft_at(in, chain, length), scale);
     std::vector<double> sums(residual.chunks());
-    parallel_for(residual.chunks(), weighings_per_thread(kChunk),
+    parallel_for(residual.chunks(), weighings_per_thread(2 * kChunk),
                  [&](int64_t chunk) { sums[chunk] = residual.sum(chunk); });
     rest = std::accumulate(sums.begin(), sums.end(), 0.0);
   }
@@ -222,7 +222,7 @@ void finish(const VerifyChainInputs& in, const std::vector<Chain>& chains,
             const VerifyChainOutputs& out) {
   const int64_t count = static_cast<int64_t>(chains.size());
   const int64_t chunks = num_chunks(in.target.logits.size);
-  const int64_t grain = weighings_per_thread(std::min(in.target.logits.size, kChunk));
+  const int64_t grain = weighings_per_thread(2 * std::min(in.target.logits.size, kChunk));
   std::vector<double> residual_sums(count * chunks);
   parallel_for(count * chunks, in.draft == nullptr ? count * chunks : grain, [&](int64_t job) {
     const Chain& chain = chains[job / chunks];

@@ -44,11 +44,11 @@ struct Tree {
 // A distribution over the target's vocabulary without some of its tokens.
 class Without {
  public:
-  // `all` has no map, or known weights.
+  // The weights of `all` are known where it has a map.
   Without(const Draft& all, int64_t size) : all_(all), size_(size), sums_(num_chunks(size)) {
     for (int64_t chunk = 0; chunk < num_chunks(size); ++chunk) {
       if (all.known_weights != nullptr) {
-        sums_[chunk] = mass(all.known_weights + chunk * kChunk, chunk);
+        sums_[chunk] = sum_of(all.known_weights + chunk * kChunk, chunk);
       } else if (chunk < all.row->chunks()) {
         sums_[chunk] = all.row->chunk_sums[chunk];
       }
@@ -66,34 +66,37 @@ class Without {
   }
 
   // The probability of all that is left.
-  double total() { return weight() / all_.row->sum; }
+  double total() { return remaining() / all_.row->sum; }
   // The token of the inverse CDF, -1 where nothing is left.
   int64_t draw(double uniform) {
-    const double bound = uniform * weight();
-    if (!(weight() > 0)) return -1;
+    const double left = remaining();
+    if (!(left > 0)) return -1;
+    const double bound = uniform * left;
     double before = 0;
     const int64_t chunk = draw_chunk(sums_.data(), num_chunks(size_), bound, &before);
     float weights[kChunk];
-    weigh(chunk, weights);
+    fill(chunk, weights);
     return chunk * kChunk + draw_from(weights, chunk_size(chunk), bound - before);
   }
 
  private:
   int64_t chunk_size(int64_t chunk) const { return std::min(kChunk, size_ - chunk * kChunk); }
 
-  double weight() {
+  // All weights that are left.
+  double remaining() {
     float weights[kChunk];
     for (; summed_ < tokens_.size(); ++summed_) {
       const int64_t chunk = tokens_[summed_] / kChunk;
-      weigh(chunk, weights);
-      sums_[chunk] = mass(weights, chunk);
+      fill(chunk, weights);
+      sums_[chunk] = sum_of(weights, chunk);
     }
     return std::accumulate(sums_.begin(), sums_.end(), 0.0);
   }
-  double mass(const float* weights, int64_t chunk) const {
+  // Of those above zero, which are all that count.
+  double sum_of(const float* weights, int64_t chunk) const {
     return sampling_kernels().lists.mass_above(weights, weights, chunk_size(chunk), 0.0f);
   }
-  void weigh(int64_t chunk, float* weights) const {
+  void fill(int64_t chunk, float* weights) const {
     const int64_t begin = chunk * kChunk, size = chunk_size(chunk);
     all_.weigh(begin, size, weights);
     for (const int64_t token : tokens_) {
@@ -156,6 +159,7 @@ class Siblings {
   // To look up columns takes longer than to weigh them, and each rejection reads the whole row.
   void find_weights() {
     weights_.reset(new float[size_]);
+    // A look-up takes about as long as a weighing.
     parallel_for(num_chunks(size_), weighings_per_thread(2 * kChunk), [&](int64_t chunk) {
       const int64_t begin = chunk * kChunk;
       draft_.weigh(begin, std::min(kChunk, size_ - begin), weights_.get() + begin);

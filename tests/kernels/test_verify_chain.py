@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from itertools import permutations
 
 import pytest
 import torch
@@ -55,6 +56,18 @@ def test_random_batches(backend, method, kind, vocab, record_property):
         close += check(case, backend)
     record_property("sequences_too_close_to_call", close)
     assert close <= 1 + batch // 2
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["random", "smaller", "mapped"])
+def test_rows_of_unlike_types(backend, kind):
+    generator = torch.Generator().manual_seed(3)
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    for target, draft in permutations(dtypes, 2):
+        case = batch_of(kind, (affordable(backend, 12), 3, 40), generator)
+        for name, dtype in (("target_logits", target), ("draft_logits", draft)):
+            case[name] = case[name].to(dtype)
+        check(case, backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

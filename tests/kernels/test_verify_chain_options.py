@@ -138,6 +138,17 @@ def test_logsumexp_is_taken_at_its_word(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("uniform", "extra"), [(0.25, 1), (0.75, 2)])
+def test_a_residual_beside_which_the_draft_vanishes(backend, uniform, extra):
+    """As large as the caller says: both tokens that are left stay equally likely."""
+    target = [OFF, 0.0, 0.0, *[OFF] * 61]
+    case = chain_case([target, target], [[0.0] * 64], [0], [0.5, uniform])
+    for option in ({"draft_logsumexp": torch.tensor([[100.0]])}, {"lenience": 1e38}):
+        output, accepted_len, _ = run({**case, **option}, backend)
+        assert (output.tolist(), accepted_len.tolist()) == ([[extra, -1]], [0])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_with_logsumexp_only_the_draft_row_of_the_rejection_is_read(backend):
     """Other rows may hold anything at tokens that were not proposed."""
     generator = torch.Generator().manual_seed(1)
