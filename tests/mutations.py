@@ -82,8 +82,8 @@ MUTATIONS = [
         ("taken_ * draft_.prob(token, size_)", "draft_.prob(token, size_)"),
         ("left > 0 ? 1.0 / left : 0.0", "left > 0 ? 1.0 : 0.0"),
         ("taken_ + target_total_ * draft_scale_", "taken_ + target_total_"),
-        ("sums_[chunk] = mass(weights, chunk);", ""),
-        ("mass(all.known_weights + chunk * kChunk, chunk)", "mass(all.known_weights, chunk)"),
+        ("sums_[chunk] = sum_of(weights, chunk);", ""),
+        ("sum_of(all.known_weights + chunk * kChunk, chunk)", "sum_of(all.known_weights, chunk)"),
     ),
     *_of(
         "csrc/cpu/compact_kv.cpp",
