@@ -61,7 +61,7 @@ class Team {
     }
 
     // As share, where neighbours read neighbouring memory: body(first, last) for runs of tasks, of
-    // a quarter of what is left of a share. Cores read ahead within a run, and the last ones are
+    // a quarter of what is left of a share. Cores read ahead within a run, and the last runs are
     // short.
     template <class Body>
     void share_runs(int64_t count, const Body& body) {

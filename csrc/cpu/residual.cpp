@@ -6,6 +6,7 @@
 #include <numeric>
 
 #include "common/half.h"
+#include "parallel.h"
 
 namespace fastspec::cpu {
 namespace {
@@ -70,6 +71,13 @@ double Residual::sum(int64_t chunk) const {
   const bool holds_token = position >= 0 && position < target_.chunk_size(chunk);
   if (draft_.row == nullptr && !holds_token) return target_.chunk_sums[chunk];
   return weigh(chunk, nullptr) / unit_;
+}
+
+std::vector<double> Residual::sums() const {
+  std::vector<double> sums(chunks());
+  parallel_for(chunks(), weighings_per_thread(2 * kChunk),  // of two rows
+               [&](int64_t chunk) { sums[chunk] = sum(chunk); });
+  return sums;
 }
 
 int64_t Residual::draw(const double* chunk_sums, double uniform) const {

@@ -33,6 +33,8 @@ class Residual {
   int64_t chunks() const { return target_.chunks(); }
   // The sum of one chunk's weights.
   double sum(int64_t chunk) const;
+  // Of all chunks, in parallel where that pays.
+  std::vector<double> sums() const;
   // The token of the inverse CDF, -1 where nothing is left.
   int64_t draw(const double* chunk_sums, double uniform) const;
 

@@ -139,10 +139,7 @@ double prefix_threshold(const VerifyChainInputs& in, const Chain& chain, int64_t
   const Row& target = chain.target[length];
   double rest = scale * (1.0 - target.prob(chain.proposals[length]));
   if (chain.draft != nullptr) {
-    const Residual residual(target, draft_at(in, chain, length), scale);
-    std::vector<double> sums(residual.chunks());
-    parallel_for(residual.chunks(), weighings_per_thread(2 * kChunk),
-                 [&](int64_t chunk) { sums[chunk] = residual.sum(chunk); });
+    const std::vector<double> sums = Residual(target, draft_at(in, chain, length), scale).sums();
     rest = std::accumulate(sums.begin(), sums.end(), 0.0);
   }
   const double denominator = rest + 1.0 - scale;

@@ -133,7 +133,7 @@ class Siblings {
   void reject(int64_t token, bool replaced) {
     if (draft_.token_map != nullptr && draft_.known_weights == nullptr) find_weights();
     const double taken = taken_ + target_total_ * draft_scale_;
-    std::vector<double> sums = residual_sums(taken);
+    std::vector<double> sums = Residual(target_, draft_, 1.0 / taken).sums();
     const double total = std::accumulate(sums.begin(), sums.end(), 0.0);
     if (taken * total > kRounding) {
       taken_ = taken;
@@ -159,20 +159,11 @@ class Siblings {
   // To look up columns takes longer than to weigh them, and each rejection reads the whole row.
   void find_weights() {
     weights_.reset(new float[size_]);
-    // A look-up takes about as long as a weighing.
     parallel_for(num_chunks(size_), weighings_per_thread(2 * kChunk), [&](int64_t chunk) {
       const int64_t begin = chunk * kChunk;
       draft_.weigh(begin, std::min(kChunk, size_ - begin), weights_.get() + begin);
     });
     draft_.known_weights = weights_.get();
-  }
-
-  std::vector<double> residual_sums(double taken) const {
-    const Residual residual(target_, draft_, 1.0 / taken);
-    std::vector<double> sums(residual.chunks());
-    parallel_for(residual.chunks(), weighings_per_thread(2 * kChunk),
-                 [&](int64_t chunk) { sums[chunk] = residual.sum(chunk); });
-    return sums;
   }
 
   const Row& target_;
