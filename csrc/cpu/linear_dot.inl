@@ -41,7 +41,9 @@ void pack_pairs(const T* from, const PackedRows& rows, int64_t row) {
 struct PairTiles {
   // As of WideTiles; two rows keep pace with memory in its own order here.
   template <int rows>
-  static constexpr int kOutputs = rows <= 2 ? 1 : 4;
+  static constexpr int kOutputs = rows <= 2   ? 1
+                                  : rows == 3 ? 2
+                                              : 4;
 
   template <int rows, int outputs>
   __attribute__((target("avx512bf16"))) static void multiply(const BF16* input, int64_t stride,

@@ -1,6 +1,7 @@
 #include "tree_attention.h"
 
 #include <algorithm>
+#include <numeric>
 
 #include "kernels.h"
 
@@ -62,6 +63,17 @@ int64_t work_of(const AttentionCall& call) {
   return pairs * call.num_heads * call.head_size * 2;
 }
 
+// Into how many tiles the tokens of a sequence go at least: where there is little to share out, all
+// workers get as much.
+int64_t num_pieces(const AttentionCall& call, int64_t num_workers) {
+  int64_t tasks = 0;
+  for (int64_t b = 0; b < call.batch; ++b) {
+    tasks += call.num_kv_heads * num_splits({0, call.context_lens[b]});
+  }
+  const bool is_enough = tasks >= kTasksPerWorker * num_workers;
+  return is_enough ? 1 : num_workers / std::gcd(tasks, num_workers);
+}
+
 }  // namespace
 
 PagedAttention::PagedAttention(const AttentionCall& call, int64_t num_workers)
@@ -83,15 +95,16 @@ PagedAttention::PagedAttention(const AttentionCall& call, int64_t num_workers)
 // Many tokens of one KV head, for which its keys are packed once, or few tokens of several heads,
 // whose keys are neighbours in memory, if there are tiles enough for all workers.
 void PagedAttention::add_tiles(const AttentionCall& call, int64_t num_workers) {
-  const int64_t group = call.num_heads / call.num_kv_heads;
-  const int64_t most_tokens = std::max<int64_t>(1, kRowsOfOneHead / group);
+  const int64_t group = call.num_heads / call.num_kv_heads, pieces = num_pieces(call, num_workers);
   const int64_t share =
       num_workers == 1
           ? call.num_kv_heads
           : std::max<int64_t>(1, call.batch * call.num_kv_heads / (kTasksPerWorker * num_workers));
   for (int64_t b = 0; b < call.batch; ++b) {
-    const int64_t end = call.cu_rows[b + 1];
-    for (int64_t token = call.cu_rows[b]; token < end; token += most_tokens) {
+    const int64_t first = call.cu_rows[b], end = call.cu_rows[b + 1];
+    const int64_t most_tokens = std::min(std::max<int64_t>(1, kRowsOfOneHead / group),
+                                         std::max<int64_t>(1, (end - first + pieces - 1) / pieces));
+    for (int64_t token = first; token < end; token += most_tokens) {
       const int64_t num_tokens = std::min(most_tokens, end - token);
       const int64_t most_heads = std::clamp<int64_t>(kRowsPerTile / (num_tokens * group), 1, share);
       for (int64_t head = 0; head < call.num_kv_heads; head += most_heads) {
