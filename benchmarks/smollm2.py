@@ -1,8 +1,9 @@
 """Records SmolLM2 with each drafter: those that need nothing more, and drafts that you trained.
 
 `python -m benchmarks.smollm2` runs one `fastspec bench --record` after the other; SmolLM2 has to be
-fetched. Where transformers has a method of the same name, it is timed in the same run. Words given
-on the command line choose the runs that contain one of them: `python -m benchmarks.smollm2 tree`.
+fetched. Where transformers has a method of the same name, it is timed in a run of its own. Words
+given on the command line choose the runs that contain one of them: `python -m benchmarks.smollm2
+tree`.
 
 `--draft DIR` and `--glide DIR` name what `fastspec train draft` and `fastspec train glide` made for
 SmolLM2, which cannot be fetched; without them the runs that need it are left out.
@@ -14,28 +15,33 @@ import subprocess
 import sys
 from collections.abc import Iterable
 
-COMMON = "--target smollm2 --chat --num-prompts 20 --max-tokens 48 --repeats 1 --dtype bfloat16"
+COMMON = "--target smollm2 --chat --num-prompts 20 --dtype bfloat16 --threads 2 --record"
+# Transformers needs several times as long, so outputs are shorter where it runs beside.
+ALONE = "--repeats 1 --max-tokens 128 --no-peers"
+BESIDE_PEERS = "--repeats 1 --max-tokens 24"
 RUNS = (
-    "--method eagle3 -k 4 --confidence-threshold 0.3 --no-peers",
-    "--method eagle3 -k 4 --confidence-threshold 0.3 --suffix-tokens 8 --no-peers",
-    "--method eagle3 -k 2 --tree-nodes 4 --no-peers",
-    "--method eagle3 -k 2 --tree-nodes 6 --tree-suffix 5 --no-peers",
-    "--method suffix -k 6 --no-peers",
-    "--method prompt_lookup -k 4 --prompt-lookup-min 2 --prompt-lookup-max 4",
-    "--method ngram -k 4 --no-peers",
-    "--method mag -k 4 --no-peers",
-    "--method early_exit --exit-layer 20 -k 2",
+    f"{ALONE} --method eagle3 -k 3 --confidence-threshold 0.3",
+    f"{ALONE} --method eagle3 -k 3 --confidence-threshold 0.3 --suffix-tokens 8",
+    f"{ALONE} --method eagle3 -k 2 --tree-nodes 4",
+    f"{ALONE} --method eagle3 -k 2 --tree-nodes 6 --tree-suffix 5",
+    f"{ALONE} --method suffix -k 6",
+    f"{ALONE} --method prompt_lookup -k 4 --prompt-lookup-min 2 --prompt-lookup-max 4",
+    f"{ALONE} --method ngram -k 4",
+    f"{ALONE} --method mag -k 4",
+    f"{BESIDE_PEERS} --method prompt_lookup -k 4 --prompt-lookup-min 2 --prompt-lookup-max 4",
+    f"{BESIDE_PEERS} --method early_exit --exit-layer 20 -k 2",
 )
 OF_DRAFTS = {
     "draft": (
-        "--method draft_model -k 2",
-        "--method draft_model -k 2 --suffix-tokens 8 --no-peers",
-        "--method tree -k 2 --tree-nodes 4 --no-peers",
-        "--method cascade --k-matrix [[1,8],[0,0]] --no-peers",
+        f"{ALONE} --method draft_model -k 2",
+        f"{ALONE} --method draft_model -k 2 --suffix-tokens 8",
+        f"{ALONE} --method tree -k 2 --tree-nodes 4",
+        f"{ALONE} --method cascade --k-matrix [[1,8],[0,0]]",
+        f"{BESIDE_PEERS} --method draft_model -k 2",
     ),
     "glide": (
-        "--method glide -k 2 --no-peers",
-        "--method glide -k 2 --suffix-tokens 8 --no-peers",
+        f"{ALONE} --method glide -k 2",
+        f"{ALONE} --method glide -k 2 --suffix-tokens 8",
     ),
 }
 
@@ -59,7 +65,7 @@ def main() -> None:
         elif folder is not None:
             runs += [f"{run} --draft {shlex.quote(folder)}" for run in wanted]
     for number, run in enumerate(runs, 1):
-        command = shlex.split(f"{COMMON} --threads 2 --record {run}")
+        command = shlex.split(f"{COMMON} {run}")
         sys.stderr.write(f"{number} of {len(runs)}: fastspec bench {shlex.join(command)}\n")
         subprocess.run([sys.executable, "-m", "fastspec", "bench", *command], check=True)
 

@@ -50,6 +50,8 @@ def generate(
     else:
         refuse("logprobs", params.logprobs, "is a part of the JSON of --json")
         refuse("prompt_logprobs", params.prompt_logprobs, "is a part of the JSON of --json")
+    if prompts.chat:
+        refuse("prompt_template", config.prompt_template, "--chat has the template of the model")
     if show_tree and (as_json or not (spec.drafts_trees or spec.cape)):
         raise ValueError("show_tree: needs --method tree or --cape, and no --json")
     if save_outputs is not None and save_outputs.suffix != ".jsonl":

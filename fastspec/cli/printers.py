@@ -1,6 +1,5 @@
 """Requests run event by event, and how `fastspec generate` prints them."""
 
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from rich.tree import Tree
 from fastspec.cli.display import SourceWriter, legend, progress_bar
 from fastspec.cli.errors import report
 from fastspec.config import SamplingParams
+from fastspec.config.files import json_line
 from fastspec.engine.engine import Engine
 from fastspec.engine.outputs import RequestOutput, StreamEvent, Verdict
 from fastspec.engine.prompts import Prompt
@@ -85,7 +85,7 @@ class JsonPrinter:
         for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
             if (values := getattr(output, name)) is not None:
                 record[name] = values
-        typer.echo(json.dumps(record, ensure_ascii=False))
+        typer.echo(json_line(record))
 
 
 class TextPrinter:

@@ -61,6 +61,16 @@ def parse_json(text: str, where: str) -> Any:
         raise ValueError(f"{where} cut off or not JSON: {error}") from error
 
 
+def json_line(value: Any) -> str:
+    """JSON in UTF-8; halves of characters, which it cannot hold, stay escapes."""
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(value)
+    return text
+
+
 def parse_json_lines(text: str, where: str) -> Iterator[tuple[str, Any]]:
     """What each line holds that is not blank, and its place: `where` and the line's number.
 

@@ -289,7 +289,7 @@ class SpecConfig(Options):
     disable_by_batch_size: int | None = option(
         None,
         integer(1),
-        "With more requests in a step than this, draft nothing for greedy ones; by default draft.",
+        "With more requests in a pass than this, draft nothing for greedy ones; by default draft.",
         "A pass over many rows costs more, so drafts may not pay where many share it. Sampled"
         " requests go on drafting: if their drafts depended on other requests, a seed would give"
         " another text. With rejection_sample_method coupled they stop too, as no draft changes"

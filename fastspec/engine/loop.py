@@ -51,7 +51,8 @@ class Loop:
     def round(self) -> None:
         """Schedule, then for the requests of each drafter propose, verify, commit.
 
-        Requests that get no drafts take part in the first of these passes of the target.
+        Requests that get no drafts take part in the first pass of the target whose rule draws the
+        tokens of a seed as theirs does, or in one of their own.
         """
         while self.abandoned:
             self.drop(self.abandoned.popleft())
@@ -61,16 +62,17 @@ class Loop:
         for stats in (self.stats, *(request.stats for request in self.scheduler.running)):
             stats.seconds["prefill"] += seconds
         groups: dict[Speculation, list[EngineRequest]] = {}
-        others: list[EngineRequest] = []
+        others: dict[bool, list[EngineRequest]] = {}
         for request in ready:
             speculation = self.speculations[request.params.drafter]
-            group = groups.setdefault(speculation, []) if speculation.limit(request) else others
-            group.append(request)
-        if others and not groups:
-            groups = {self.speculations[None]: []}
+            if speculation.limit(request):
+                groups.setdefault(speculation, []).append(request)
+            else:
+                others.setdefault(speculation.is_coupled, []).append(request)
         for speculation, requests in groups.items():
-            self._step(speculation, requests, others)
-            others = []
+            self._step(speculation, requests, others.pop(speculation.is_coupled, []))
+        for requests in others.values():
+            self._step(self.speculations[requests[0].params.drafter], [], requests)
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now, with all its samples: what there is of it; None if it is not there."""

@@ -68,7 +68,7 @@ class Speculation:
         }
         given = ((name, getattr(spec, name)) for name in for_trees)
         chain_rules = (f"{name}: {v!r}" for name, v in given if v not in for_trees[name])
-        self._is_coupled = spec.rejection_sample_method == "coupled"
+        self.is_coupled = spec.rejection_sample_method == "coupled"
         self._chains_only = chains_only
         self._pacer = pacer
         self._chain_rule = chains_only or next(chain_rules, None)
@@ -141,12 +141,12 @@ class Speculation:
         own_limits = [self.limit(request) for request in requests] + [0] * len(others)
         requests = requests + others
         pairs = list(zip(requests, own_limits, strict=True))
-        rules = device, backend, own_limits if min(own_limits) < most else None, self._is_coupled
+        rules = device, backend, own_limits if min(own_limits) < most else None, self.is_coupled
         try:
             num_draft_tokens = max_nodes = [min(r.room, limit) for r, limit in pairs]
             most_drafting = self.spec.disable_by_batch_size
             if most_drafting is not None and len(requests) > most_drafting:
-                free = (self._is_coupled or r.params.temperature == 0 for r in requests)
+                free = (self.is_coupled or r.params.temperature == 0 for r in requests)
                 pairs = zip(num_draft_tokens, free, strict=True)
                 num_draft_tokens = max_nodes = [0 if is_free else num for num, is_free in pairs]
             of_model = None

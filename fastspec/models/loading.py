@@ -124,7 +124,10 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase | None, text: str, chat: bool)
 
 
 def chat_prompt_ids(
-    tokenizer: PreTrainedTokenizerBase | None, messages: Sequence[Mapping[str, Any]], **options: Any
+    tokenizer: PreTrainedTokenizerBase | None,
+    messages: Sequence[Mapping[str, Any]],
+    /,
+    **options: Any,
 ) -> list[int]:
     """A conversation's token ids by the chat template, which writes the special tokens itself.
 
@@ -135,7 +138,10 @@ def chat_prompt_ids(
 
 
 def chat_text(
-    tokenizer: PreTrainedTokenizerBase | None, messages: Sequence[Mapping[str, Any]], **options: Any
+    tokenizer: PreTrainedTokenizerBase | None,
+    messages: Sequence[Mapping[str, Any]],
+    /,
+    **options: Any,
 ) -> str:
     """A conversation as the chat template writes it.
 

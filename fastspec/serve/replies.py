@@ -1,5 +1,6 @@
 """What the engine makes, in the shapes of OpenAI's answers."""
 
+import codecs
 import json
 import re
 import time
@@ -20,6 +21,8 @@ from fastspec.serve.requests import Asked
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity
 _KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _INCOMPLETE = "\ufffd"
+_UTF8 = codecs.getincrementaldecoder("utf-8")
+_SPACE = "\u2581"  # how SentencePiece writes it, and what decoders drop before a lone token
 
 
 def error_body(status: int, message: str, code: str | None = None) -> dict[str, Any]:
@@ -94,6 +97,7 @@ class Answer:
         self._chunk_head = self._head | {"object": f"{kind}.chunk" if is_chat else kind}
         self._num_new: Counter[int] = Counter()  # tokens of each choice
         self._offsets: dict[int, int] = {}  # of the next token, by the index of its choice
+        self._decoders: dict[int, codecs.IncrementalDecoder] = {}  # of its bytes
         self._outputs: list[tuple[int, RequestOutput]] = []
 
     def chunks(self, events: Sequence[StreamEvent]) -> bytes:
@@ -201,14 +205,15 @@ class Answer:
             pairs = zip(tokens, values, best, strict=True)
             content = [{**_token(token, v), "top_logprobs": b} for token, v, b in pairs]
             return {"content": content, "refusal": None}
-        offsets = [
-            *accumulate((len(text) for text, _ in tokens), initial=self._offsets.get(index, 0))
-        ]
+        decoder = self._decoders.setdefault(index, _UTF8(errors="replace"))
+        lengths = [len(decoder.decode(own)) for _, own in tokens]
+        offsets = [*accumulate(lengths, initial=self._offsets.get(index, 0))]
         self._offsets[index] = offsets.pop()
         return {
             "tokens": [text for text, _ in tokens],
             "token_logprobs": values,
-            "top_logprobs": [{text: v for (text, _), v in pairs} for pairs in best] or None,
+            # Of tokens of the same text the likeliest.
+            "top_logprobs": [{t: v for (t, _), v in reversed(pairs)} for pairs in best] or None,
             "text_offset": offsets,
         }
 
@@ -231,10 +236,13 @@ def token_text(tokenizer: PreTrainedTokenizerBase | None, token_id: int) -> tupl
 
     A token of bytes that are no whole character is written `bytes:\\xe2\\x82`, as OpenAI has it.
     """
-    text = str(tokenizer.decode([token_id]) if tokenizer else token_id)
-    if tokenizer is None or _INCOMPLETE not in text:
+    if tokenizer is None:
+        return str(token_id), str(token_id).encode()
+    text, piece = str(tokenizer.decode([token_id])), str(tokenizer.convert_ids_to_tokens(token_id))
+    if piece.startswith(_SPACE) and not text.startswith(" "):
+        text = " " + text
+    if _INCOMPLETE not in text:
         return text, text.encode()
-    piece = str(tokenizer.convert_ids_to_tokens(token_id))
     if found := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", piece):
         own = bytes.fromhex(found[1])
     else:

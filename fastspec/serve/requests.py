@@ -124,7 +124,7 @@ def chat(body: Mapping[str, Any], config: ServeConfig, drafters: Mapping[str, st
     wants = _flag(given, "logprobs")
     top = given.get("top_logprobs")
     require("top_logprobs", top, top is None or wants, "none, unless logprobs is true")
-    fits = top is None or (is_int(top) and top <= _MOST_LOGPROBS)
+    fits = top is None or (is_int(top) and 0 <= top <= _MOST_LOGPROBS)
     require("top_logprobs", top, fits, f"0 to {_MOST_LOGPROBS}")
     if wants:
         fields["logprobs"] = 0 if top is None else top

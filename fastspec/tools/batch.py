@@ -28,7 +28,7 @@ from transformers.utils import logging
 
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.checks import require
-from fastspec.config.files import parse_json_lines, read_text, write_whole
+from fastspec.config.files import json_line, parse_json_lines, read_text, write_whole
 from fastspec.engine.engine import Engine
 from fastspec.engine.outputs import RequestOutput
 from fastspec.models.loading import chat_prompt_ids
@@ -82,7 +82,7 @@ def run_batch(
     """
     lines = parse_json_lines(read_text("input", source), str(source))
     rows = [_row(place, row) for place, row in lines]
-    prompts = [row.get("messages", row.get("prompt")) for row in rows]
+    prompts = [row if "messages" in row else row["prompt"] for row in rows]
     with _alone(target), _Answers(job, rows, target) as answers:
         left = deque((n, prompt) for n, prompt in enumerate(prompts) if n not in answers.known)
         progress(len(answers.known), len(rows))
@@ -149,20 +149,10 @@ class _Answers:
         """Write all answers in order; how many rows failed."""
         answers = [self.known[number] for number in range(len(self._rows))]
         pairs = zip(self._rows, answers, strict=True)
-        lines = [_line(row | answer) for row, answer in pairs]
+        lines = [json_line(row | answer) for row, answer in pairs]
         write_whole("".join(line + "\n" for line in lines), self._target)
         self._part.unlink()
         return sum(answer["error"] is not None for answer in answers)
-
-
-def _line(row: dict[str, Any]) -> str:
-    """JSON in UTF-8; halves of characters, which it cannot hold, stay escapes."""
-    text = json.dumps(row, ensure_ascii=False)
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return json.dumps(row)
-    return text
 
 
 def _row(place: str, row: Any) -> dict[str, Any]:
@@ -192,9 +182,11 @@ def _answered(engine: Engine, job: BatchJob, take: Callable[[int, bool], list[Ro
     while (rows := take(most - len(numbers), not numbers)) or numbers:
         for number, prompt in rows:
             try:
-                if not isinstance(prompt, str):
+                if isinstance(prompt, dict) and "messages" in prompt:
                     options = {"add_generation_prompt": True}
-                    prompt = chat_prompt_ids(engine.tokenizer, _messages(prompt), **options)
+                    messages = _messages(prompt["messages"])
+                    prompt = chat_prompt_ids(engine.tokenizer, messages, **options)
+                require("prompt", prompt, isinstance(prompt, (str, list)), "a text")
                 numbers[engine.add_request(prompt, job.params)] = number
             except ValueError as error:
                 yield number, _answer(None, str(error))
@@ -230,11 +222,7 @@ def handed_out(job: BatchJob, left: deque[Row], workers: list[Connection]) -> An
     ahead = _AHEAD * job.config.max_batch_size
     taken: dict[Connection, dict[int, Any]] = {connection: {} for connection in workers}
     while left or any(taken.values()):
-        if not taken:
-            raise ValueError(
-                "batch: every process has died; run the same command again to continue"
-            )
-        share = max(1, -(-len(left) // len(taken)))
+        share = max(1, -(-len(left) // max(1, len(taken))))
         for connection in [*taken]:
             mine = taken[connection]
             num = min(ahead - len(mine), share, len(left))
@@ -242,11 +230,15 @@ def handed_out(job: BatchJob, left: deque[Row], workers: list[Connection]) -> An
             mine |= dict(rows)
             if rows and not _sent(connection, rows):
                 left.extendleft(taken.pop(connection).items())
+        if not taken:
+            raise ValueError(
+                "batch: every process has died; run the same command again to continue"
+            )
         for connection in wait([*taken]):
             assert isinstance(connection, Connection)
             try:
                 number, answer = connection.recv()
-            except (EOFError, ConnectionError):  # it has died: the others do what it had
+            except (EOFError, OSError):  # it has died: the others do what it had
                 left.extendleft(taken.pop(connection).items())
                 continue
             if number is None:
@@ -260,7 +252,7 @@ def handed_out(job: BatchJob, left: deque[Row], workers: list[Connection]) -> An
 def _sent(connection: Connection, rows: list[Row]) -> bool:
     try:
         connection.send(rows)
-    except ConnectionError:
+    except OSError:
         return False
     return True
 
@@ -306,7 +298,7 @@ def work(connection: Connection, job: BatchJob) -> None:
     inbox: SimpleQueue[list[Row]] = SimpleQueue()
 
     def read() -> None:  # always, so that neither side waits for the other to read
-        with suppress(EOFError, ConnectionError):
+        with suppress(EOFError, OSError):
             while rows := connection.recv():
                 inbox.put(rows)
             return inbox.put([])

@@ -18,6 +18,9 @@ DRAFTERS = {
     "adaptive": SpecConfig("draft_model", 2, schedule="adaptive", step_costs=[3, 4, 5]),
     "ngram": SpecConfig("ngram", 2),
     "suffix": SpecConfig("suffix", 2),
+    "coupled": SpecConfig(
+        "prompt_lookup", 3, prompt_lookup_min=1, rejection_sample_method="coupled"
+    ),
 }
 
 
@@ -34,6 +37,7 @@ CHOICES = [
     {"drafter": "lookup", "num_speculative_tokens": 2},
     {"drafter": "tree", "num_speculative_tokens": 1},
     {"drafter": "block", "num_speculative_tokens": 0},
+    {"drafter": "coupled", "num_speculative_tokens": 0},
 ]
 REQUESTS = [
     (PROMPTS[(index + offset) % len(PROMPTS)], params_of(index + 7 * offset, **choice))
