@@ -123,7 +123,9 @@ class AdaptiveSchedule:
         gains = _speed_ups([pace.rate(prior) for pace in paces], costs)
         if max(gains) < _GAIN_TO_STAY:
             shared.length = 0
-        elif max(gains) > _GAIN_TO_CHANGE * gains[shared.length]:
+        elif max(gains) > (
+            _GAIN_TO_CHANGE * gains[shared.length] if shared.length else _GAIN_TO_RESUME
+        ):
             shared.length, shared.num_idle = gains.index(max(gains)), 0
             shared.pause = _FIRST_PAUSE
         if shared.length:

@@ -206,7 +206,8 @@ class Speculation:
         schedule, common = self.schedule, None
         assert schedule is not None
         if isinstance(schedule, AdaptiveSchedule):
-            common = schedule.common_length(requests)
+            pairs = zip(requests, num_draft_tokens, strict=True)
+            common = schedule.common_length([request for request, limit in pairs if limit])
         wanted = []
         for request, limit in zip(requests, num_draft_tokens, strict=True):
             decides = common is None or request.params.temperature > 0

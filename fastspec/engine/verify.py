@@ -124,10 +124,7 @@ def verify(
     values = logprobs.tolist() if wants_logprobs else [None] * len(counts)
     verdicts = [verdict_of(*each) for each in zip(rows_of, counts, values, strict=True)]
     for b, node in dead:  # the draft holds up to there, and then the text fails in the next step
-        verdict = verdicts[b]
-        if node == (verdict.path[-1] if verdict.path else verdict.accepted_len):
-            kept, known = verdict.output_ids[:-1], verdict.logprobs and verdict.logprobs[:-1]
-            verdicts[b] = replace(verdict, output_ids=kept, logprobs=known)
+        verdicts[b] = _cut_after(verdicts[b], node)
     if most := max(request.params.logprobs or 0 for request in requests):
         _add_best(verdicts, most, logits, counts, batch, bitmask)
     return verdicts
@@ -206,6 +203,21 @@ def _after_reread(
         end += last - start + count
         rows += range(end - count, end)
     return torch.cat(parts), spans, rows
+
+
+def _cut_after(verdict: Verdict, node: int) -> Verdict:
+    """A verdict without what follows a node, if that was accepted, whose row says nothing."""
+    path = [0, *(verdict.path or range(1, verdict.accepted_len + 1))]
+    if verdict.accepted_len < 0 or node not in path:
+        return verdict
+    kept = path.index(node)
+    return replace(
+        verdict,
+        accepted_len=kept,
+        output_ids=verdict.output_ids[:kept],
+        logprobs=verdict.logprobs and verdict.logprobs[:kept],
+        path=verdict.path[:kept],
+    )
 
 
 def verdict_of(

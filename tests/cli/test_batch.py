@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from contextlib import contextmanager
 from multiprocessing.connection import Client
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ import pytest
 
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 from fastspec.tools import batch
-from fastspec.tools.batch import BatchJob, run_batch
+from fastspec.tools.batch import BatchJob, handed_out, run_batch
 from fastspec.tools.settings import Models
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -145,6 +146,21 @@ def test_an_interrupted_run_with_replicas_goes_on(pair, tmp_path):
     done = answers(target)
     assert all(done[number]["text"] == answer["text"] for number, answer in kept.items())
     assert len({(row["prompt"], row["text"]) for row in done}) == 4
+
+
+def test_the_last_process_may_die_while_it_is_given_rows(job):
+    here, there = multiprocessing.Pipe()
+    there.close()
+    with pytest.raises(ValueError, match="every process has died"):
+        list(handed_out(job, deque([(0, "a")]), [here]))
+
+
+def test_messages_are_a_conversation_and_a_prompt_is_a_text(job, tmp_path):
+    rows = [{"messages": "hi"}, {"prompt": 5}, {"prompt": [{"role": "user", "content": "hi"}]}]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert run_batch(job, tmp_path / "in.jsonl", tmp_path / "out.jsonl") == 3
+    errors = [row["error"] for row in answers(tmp_path / "out.jsonl")]
+    assert [error.partition(":")[0] for error in errors] == ["messages", "prompt", "prompt"]
 
 
 def test_halves_of_characters_stay_escapes(job, tmp_path):

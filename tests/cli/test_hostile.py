@@ -98,6 +98,8 @@ def test_generate(invoke, bundled, arguments, named):
         (["generate", *PROMPT, "--device", "meta"], "--device: ", 1),
         (["generate", *PROMPT, "--method", "mag", "--bigram", "deep.json"], "--bigram: ", 1),
         (["generate", "--prompt", "\udcff"], "prompt 1: prompt: ", 1),
+        (["generate", "--prompt", "\udcff", "--json"], "prompt 1: prompt: ", 1),
+        (["generate", *PROMPT, "--chat", "--prompt-template", "{input_text}"], "--prompt-temp", 2),
         (["simulate", "deep.jsonl", "--method", "mag"], "FILE: deep.jsonl, line 1", 1),
         (["simulate", "null.jsonl", "--method", "mag"], "line 1, ", 1),
         (["simulate", "nan.jsonl", "--method", "mag"], "line 1, ", 1),

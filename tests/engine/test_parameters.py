@@ -181,6 +181,26 @@ def test_what_fails_after_a_draft_fails_as_plain_decoding_does(target, method, t
         assert len(one.logprobs) == len(one.top_logprobs) == len(one.token_ids)
 
 
+@pytest.mark.parametrize("method", ["prompt_lookup", "suffix"])
+def test_nothing_is_accepted_after_a_place_that_fails(target, method):
+    """A row without a law is zeros, of which token 0 is the likeliest: the next of the copy."""
+
+    def only_42_after_41(input_ids, scores):
+        last = int(input_ids[0, -1])
+        if last == 42:
+            raise KeyError("no state")
+        others = torch.arange(scores.shape[1]) != 42
+        return scores.masked_fill(others, -torch.inf) if last == 41 else scores
+
+    params = SamplingParams(temperature=0, max_tokens=9, logits_processors=[only_42_after_41])
+    prompt = [9, 41, 42, 0, 0, 9, 41]
+    spec = SpecConfig(method, 3, **({"prompt_lookup_min": 1} if method == "prompt_lookup" else {}))
+    engine = Engine(target, spec=spec)
+    (output,) = engine.generate([prompt], params)
+    assert engine.stats.num_draft_tokens > 0
+    assert (output.token_ids, output.finish_reason) == ((42,), "error")
+
+
 def test_processors_see_the_vocabulary_of_the_target(target):
     """Also where a draft model has fewer tokens, and in batches of bfloat16."""
     draft = random_model("llama", vocab_size=250)

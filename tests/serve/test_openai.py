@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from fastspec import SamplingParams
 from fastspec.engine.outputs import RequestOutput, StreamEvent
 from fastspec.serve.metrics import HISTOGRAMS, RequestTimes
+from fastspec.serve.replies import token_text
 
 from .helpers import MODEL, assert_idle, new_engine, serving
 
@@ -352,6 +353,7 @@ def test_what_cannot_be_served_is_refused_by_name(client, fields, param):
         {"messages": MESSAGES, "max_tokens": 3, "max_completion_tokens": 3},
         {"messages": MESSAGES, "chat_template_kwargs": {"chat_template": "{{ 1 }}"}},
         {"messages": MESSAGES, "chat_template_kwargs": {"tokenize": True}},
+        {"messages": MESSAGES, "logprobs": True, "top_logprobs": -1},
         {"messages": MESSAGES, "chat_template": "x"},
     ],
 )
@@ -365,3 +367,13 @@ def test_another_model_is_not_found(client):
         client.completions.create(model="gpt-4", prompt="x")
     assert caught.value.code == "model_not_found"
     assert caught.value.type == "invalid_request_error"
+
+
+def test_text_of_a_lone_token_keeps_its_space():
+    """As SentencePiece's decoders drop it at the start of what they decode."""
+    pieces = {5: "\u2581the", 6: "the"}
+    tokenizer = SimpleNamespace(
+        decode=lambda ids: "the", convert_ids_to_tokens=lambda token_id: pieces[token_id]
+    )
+    assert token_text(tokenizer, 5) == (" the", b" the")
+    assert token_text(tokenizer, 6) == ("the", b"the")

@@ -78,7 +78,8 @@ class CopiedPaths:
         old = logits.gather(1, columns)
         own = (old[:, 0].float() / scale - logsumexp).exp()  # its probability
         new = (scale * (logsumexp + (own + share / (1 - share)).log()))[:, None].to(logits.dtype)
-        return logits.scatter(1, columns, new.where(is_on[:, None] & new.isfinite(), old))
+        is_on &= (old[:, 0] > -torch.inf) & new[:, 0].isfinite()  # rules may forbid it
+        return logits.scatter(1, columns, new.where(is_on[:, None], old))
 
     def follow(self, token_ids: Tensor, parents: Tensor, first: int, level: int) -> None:
         """Go on to the copied tokens among the nodes [B, C] of a level; the first has a number."""
