@@ -114,6 +114,7 @@ def test_readme_of_records():
     tree = {**run, "method": "tree", "draft": None}
     real = {**run, "method": "eagle3", "target": {"name": "smollm2"}, "dtype": "bfloat16"}
     faster = row | {"ratios": {"speculative / plain": 1.75}, "temperature": 0.0}
+    faster["tokens_per_s"] = {"plain": 100.0, "speculative": 175.0}  # no peer beside
     at_1 = faster | {"ratios": {"speculative / plain": 1.25}, "temperature": 1.0}
     copied = {**real, "suffix_tokens": 8, "results": [faster, at_1]}
     text = report.updated(README, [run, tree, real, copied, {**real, "tree_nodes": 6}])
@@ -123,5 +124,5 @@ def test_readme_of_records():
     cells = {name: measured for name, _, _, *measured in rows}
     assert cells["`draft_model`"] == cells["`tree`"] == ["1.50x / -", "-", "-", "-"]
     assert cells["`glide`"] == ["-"] * 4
-    assert cells["`eagle3`"] == ["-", "1.75x / 1.25x", "2.00 / 2.00", "-"]
+    assert cells["`eagle3`"] == ["-", "1.75x / 1.25x", "2.00 / 2.00", "1.50x / -"]
     assert cells["`eagle3`, tree"] == ["-", "1.50x / -", "2.00 / -", "1.50x / -"]

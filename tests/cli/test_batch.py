@@ -122,14 +122,15 @@ def is_running(group):
     return True
 
 
-def test_an_interrupted_run_with_replicas_goes_on(pair, tmp_path):
+def test_an_interrupted_run_with_replicas_goes_on(invoke, pair, tmp_path):
     """Ctrl-C reaches the processes that it has started as well; nobody says more than that."""
     rows = [{"prompt": f"def f{number % 4}("} for number in range(80)]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     target, part = tmp_path / "out.jsonl", tmp_path / "out.jsonl.part"
-    files = ["--input", tmp_path / "in.jsonl", "--output", target, "--replicas", "2"]
+    files = ["--input", tmp_path / "in.jsonl", "--output", target]
     options = ["--temperature", "0", "--ignore-eos", "--max-batch-size", "2", "--max-tokens", "40"]
-    command = [sys.executable, "-m", "fastspec", "batch", *pair, *options, *files]
+    job = ["batch", *pair, *options, *files]
+    command = [sys.executable, "-m", "fastspec", *job, "--replicas", "2"]
     given = {"env": ENVIRONMENT, "start_new_session": True, "stderr": subprocess.PIPE}
     with subprocess.Popen([*map(str, command)], text=True, **given) as run:
         while run.poll() is None and not (part.exists() and part.read_text().count("\n") > 1):
@@ -142,7 +143,7 @@ def test_an_interrupted_run_with_replicas_goes_on(pair, tmp_path):
     kept = dict(json.loads(line) for line in part.read_text().splitlines()[1:])
     assert 0 < len(kept) < 80
     assert not target.exists()
-    subprocess.run([*map(str, command)], env=ENVIRONMENT, check=True)
+    assert invoke(*job).exit_code == 0
     done = answers(target)
     assert all(done[number]["text"] == answer["text"] for number, answer in kept.items())
     assert len({(row["prompt"], row["text"]) for row in done}) == 4
