@@ -139,7 +139,7 @@ def chain_runs(records: list[dict]) -> list[dict]:
         for record in records
         if record["op"] == "end_to_end"
         and record.get("method", "draft_model") == "draft_model"
-        and "hf_assisted" in record["results"][0]["tokens_per_s"]
+        and has_peers(record)
         and record["target"]["name"] != "smollm2"
     ]
 

@@ -15,10 +15,12 @@ import subprocess
 import sys
 from collections.abc import Iterable
 
-COMMON = "--target smollm2 --chat --num-prompts 20 --dtype bfloat16 --threads 2 --record"
+COMMON = (
+    "--target smollm2 --chat --num-prompts 20 --repeats 1 --dtype bfloat16 --threads 2 --record"
+)
 # Transformers needs several times as long, so outputs are shorter where it runs beside.
-ALONE = "--repeats 1 --max-tokens 128 --no-peers"
-BESIDE_PEERS = "--repeats 1 --max-tokens 24"
+ALONE = "--max-tokens 128 --no-peers"
+BESIDE_PEERS = "--max-tokens 24"
 RUNS = (
     f"{ALONE} --method eagle3 -k 3 --confidence-threshold 0.3",
     f"{ALONE} --method eagle3 -k 3 --confidence-threshold 0.3 --suffix-tokens 8",

@@ -400,6 +400,11 @@ class SpecConfig(Options):
         return self.relaxed_acceptance != 1 or self.synthetic_acceptance_rate is not None
 
     @property
+    def rule_beside(self) -> str:
+        """The rejection_sample_method with which other drafters give a seed the same text."""
+        return "coupled" if self.rejection_sample_method == "coupled" else "standard"
+
+    @property
     def draws_drafts(self) -> bool:
         """Whether a draft model samples where the request does."""
         return self.draft_sample_method != "greedy"

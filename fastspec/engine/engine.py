@@ -112,8 +112,8 @@ class Engine:
         self._scheduler = Scheduler(block_manager, config.max_batch_size)
         self._drafters = Speculations(drafting, self._runner, block_manager, self._factory)
         self._speculation = self._drafters.add(None, spec, plan)
-        rule = "coupled" if spec.rejection_sample_method == "coupled" else "standard"
-        self._drafters.add("none", SpecConfig("none", rejection_sample_method=rule), None)
+        plain = SpecConfig("none", rejection_sample_method=spec.rule_beside)
+        self._drafters.add("none", plain, None)
         sides = partial(prefill, self._runner), partial(verify, self._runner)
         given = self._scheduler, self._drafters, *sides, self.stats, config.prefill_chunk_size
         self._loop = loop_of(ranks, *given)

@@ -121,11 +121,10 @@ class AdaptiveSchedule:
         costs = _relative([alone + part * (cost - alone) for alone, cost in pairs])
         prior = shared.rate()
         gains = _speed_ups([pace.rate(prior) for pace in paces], costs)
+        least = _GAIN_TO_CHANGE * gains[shared.length] if shared.length else _GAIN_TO_RESUME
         if max(gains) < _GAIN_TO_STAY:
             shared.length = 0
-        elif max(gains) > (
-            _GAIN_TO_CHANGE * gains[shared.length] if shared.length else _GAIN_TO_RESUME
-        ):
+        elif max(gains) > least:
             shared.length, shared.num_idle = gains.index(max(gains)), 0
             shared.pause = _FIRST_PAUSE
         if shared.length:

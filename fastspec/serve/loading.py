@@ -44,8 +44,6 @@ class Choices(Options):
         known = tuple(name for name, method in methods().items() if not method.chooses)
         names = [name.strip() for name in self.methods.split(",") if name.strip()]
         others = {}
-        # A seed gives the same text with all methods.
-        rule = "coupled" if spec.rejection_sample_method == "coupled" else "standard"
         for name in names:
             require("methods", name, name in known, f"one of {known}")
             method = method_named(name)
@@ -55,7 +53,7 @@ class Choices(Options):
                     None if method.sets_length else spec.num_speculative_tokens,
                     schedule=spec.schedule,
                     disable_by_batch_size=spec.disable_by_batch_size,
-                    rejection_sample_method=rule,
+                    rejection_sample_method=spec.rule_beside,
                 )
         file = self.chat_template
         template = None if file is None else read_text("chat_template", Path(file))

@@ -37,7 +37,7 @@ from fastspec.tools.settings import Models
 _AHEAD = 2  # rows that a process has at once, in units of its batch size
 _MEETING = "fastspec batch"
 _PATIENCE = timedelta(minutes=5)  # with processes that start more slowly
-Row = tuple[int, Any]  # its place, and a text or a conversation
+Row = tuple[int, dict[str, Any]]  # its place, and what holds prompt or messages
 Answers = Iterator[tuple[int, dict[str, Any]]]  # by the place of the row, as they come
 
 
@@ -82,9 +82,8 @@ def run_batch(
     """
     lines = parse_json_lines(read_text("input", source), str(source))
     rows = [_row(place, row) for place, row in lines]
-    prompts = [row if "messages" in row else row["prompt"] for row in rows]
     with _alone(target), _Answers(job, rows, target) as answers:
-        left = deque((n, prompt) for n, prompt in enumerate(prompts) if n not in answers.known)
+        left = deque((n, row) for n, row in enumerate(rows) if n not in answers.known)
         progress(len(answers.known), len(rows))
         if elsewhere is None:
             elsewhere = in_this_process if replicas == 1 else partial(_in_processes, replicas)
@@ -180,13 +179,15 @@ def _answered(engine: Engine, job: BatchJob, take: Callable[[int, bool], list[Ro
     numbers: dict[str, int] = {}
     most = _AHEAD * engine.config.max_batch_size
     while (rows := take(most - len(numbers), not numbers)) or numbers:
-        for number, prompt in rows:
+        for number, row in rows:
             try:
-                if isinstance(prompt, dict) and "messages" in prompt:
+                if "messages" in row:
                     options = {"add_generation_prompt": True}
-                    messages = _messages(prompt["messages"])
+                    messages = _messages(row["messages"])
                     prompt = chat_prompt_ids(engine.tokenizer, messages, **options)
-                require("prompt", prompt, isinstance(prompt, (str, list)), "a text")
+                else:
+                    prompt = row["prompt"]
+                    require("prompt", prompt, isinstance(prompt, (str, list)), "a text")
                 numbers[engine.add_request(prompt, job.params)] = number
             except ValueError as error:
                 yield number, _answer(None, str(error))

@@ -153,15 +153,21 @@ def test_the_last_process_may_die_while_it_is_given_rows(job):
     here, there = multiprocessing.Pipe()
     there.close()
     with pytest.raises(ValueError, match="every process has died"):
-        list(handed_out(job, deque([(0, "a")]), [here]))
+        list(handed_out(job, deque([(0, {"prompt": "a"})]), [here]))
 
 
 def test_messages_are_a_conversation_and_a_prompt_is_a_text(job, tmp_path):
     rows = [{"messages": "hi"}, {"prompt": 5}, {"prompt": [{"role": "user", "content": "hi"}]}]
+    rows.append({"prompt": {"messages": [{"role": "user", "content": "hi"}]}})
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert run_batch(job, tmp_path / "in.jsonl", tmp_path / "out.jsonl") == 3
+    assert run_batch(job, tmp_path / "in.jsonl", tmp_path / "out.jsonl") == 4
     errors = [row["error"] for row in answers(tmp_path / "out.jsonl")]
-    assert [error.partition(":")[0] for error in errors] == ["messages", "prompt", "prompt"]
+    assert [error.partition(":")[0] for error in errors] == [
+        "messages",
+        "prompt",
+        "prompt",
+        "prompt",
+    ]
 
 
 def test_halves_of_characters_stay_escapes(job, tmp_path):
