@@ -114,7 +114,7 @@ def test_chat_without_a_template(invoke, pair):
     ("prompt", "named"), [("", "prompt: is empty"), ("a" * 300, "the limit is 255")]
 )
 def test_a_prompt_that_cannot_run_leaves_the_others(invoke, pair, prompt, named):
-    prompts = ["--prompt", prompt, "--prompt", "a", "--max-tokens", "3"]
+    prompts = ["--prompt", prompt, "--prompt", "a", "--max-tokens", "3", "--temperature", "0"]
     result = invoke("generate", *pair, *prompts, "--json")
     assert result.exit_code == 1
     (line,) = result.stderr.splitlines()
