@@ -54,7 +54,7 @@ class DraftModelDrafter:
         self._block_manager = block_manager
         self._vocab_size = min(runner.vocab_size, target_vocab_size)
         self.vocabulary = runner.paged_model.use_own_columns(target_vocab_size)
-        self._probabilistic = probabilistic
+        self.is_probabilistic = probabilistic
         self._threshold = confidence_threshold
         self._num_cached: dict[str, int] = {}
         self._filled: dict[int, int] = {}  # by block id, its tenancy when it was full
@@ -65,11 +65,11 @@ class DraftModelDrafter:
             min(wanted, self.room(len(text)))
             for text, wanted in zip(texts, batch.num_draft_tokens, strict=True)
         ]
-        sampling = batch.sampling if self._probabilistic else greedy_sampling(batch)
+        sampling = batch.sampling if self.is_probabilistic else greedy_sampling(batch)
         num = batch.num_speculative_tokens
         uniforms = batch.uniforms(num, DRAFT_STREAM)
         keys = batch.keys if batch.is_coupled else None
-        keeps_logits = self._probabilistic and not batch.all_greedy and keys is None
+        keeps_logits = self.is_probabilistic and not batch.all_greedy and keys is None
         token_ids, draft_logits, counts = self.write(
             batch.requests, texts, num_draft_tokens, sampling, uniforms, keeps_logits, keys
         )

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastspec.config import SpecConfig
-from fastspec.config.checks import require
+from fastspec.config.checks import refuse, require
 from fastspec.config.methods import Method, add_method, method_named, remove_method
 from fastspec.drafters import reencoding
 from fastspec.drafters.auto import kind_of
@@ -98,6 +98,8 @@ def plan_drafter(context: DrafterContext) -> DrafterPlan | None:
         else:
             return None
         raise ValueError(f"drafter: {what} needs a draft model, got None")
+    if isinstance(given, Drafter) and method.build is None:
+        _check_options_of_drafter(context.spec)
     return _planned(method, replace(context, drafter=given))
 
 
@@ -128,6 +130,15 @@ def _planned(method: Method, context: DrafterContext) -> DrafterPlan:
     elif spec.cape:
         plan = with_siblings(plan, spec)
     return plan if spec.suffix_tokens is None else with_copies(plan, spec)
+
+
+def _check_options_of_drafter(spec: SpecConfig) -> None:
+    """Refuse what a Drafter that is given would have had to be made with."""
+    why = "not with a Drafter, which is made as it is to draft"
+    for name in ("confidence_threshold", "heterogeneous_vocab"):
+        refuse(name, getattr(spec, name), why)
+    if not (spec.drafts_trees or spec.cape):  # these draw their tokens themselves
+        refuse("draft_sample_method", spec.draft_sample_method, why)
 
 
 def _check(context: DrafterContext, method: Method | None) -> None:

@@ -205,9 +205,10 @@ def with_copies(plan: DrafterPlan, spec: SpecConfig) -> DrafterPlan:
         kind = SuffixFirstTrees if isinstance(model, TreeProposer) else SuffixFirst
         copies = SuffixDrafter(*spec.suffix_limits)
         sizes = spec.num_model_tokens(), spec.suffix_tokens or 0
+        is_chain = isinstance(model, DraftModelDrafter)  # which may be a user's, made otherwise
+        draws = model.is_probabilistic if is_chain else spec.draws_drafts
         return kind(model, copies, *sizes, draws)
 
-    draws = spec.draws_drafts and plan.heterogeneous_vocab != "reencoding"
     return replace(plan, build=drafter)
 
 

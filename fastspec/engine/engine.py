@@ -368,6 +368,11 @@ class Engine:
         with self._turn:
             self._drafters.add_corpus(ids)
 
+    @property
+    def num_cache_tokens(self) -> int:
+        """Tokens that the cache holds, of all requests together."""
+        return self._scheduler.block_manager.num_tokens
+
     def metrics(self) -> dict[str, Any]:
         """Gauges and counters since the engine was made, by the names of vLLM's metrics.
 

@@ -51,7 +51,7 @@ class Scheduler:
         reach: tokens of a request that its next step may cache, of which it gets what there is.
         """
         preempted: list[EngineRequest] = []
-        capacity = self.block_manager.num_blocks * self.block_manager.block_size
+        capacity = self.block_manager.num_tokens
         scheduled = 0
         while scheduled < len(self.running):
             request = self.running[scheduled]
@@ -70,7 +70,7 @@ class Scheduler:
         A request that needs a block which one before it is about to fill has to wait for that: call
         again when more tokens of these are cached, until nobody comes.
         """
-        capacity = self.block_manager.num_blocks * self.block_manager.block_size
+        capacity = self.block_manager.num_tokens
         admitted: list[EngineRequest] = []
         coming: set[ContentKey | None] = set()
         for request in self.running if self.waiting else ():

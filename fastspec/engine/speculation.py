@@ -179,8 +179,14 @@ class Speculation:
                 self._fail(error, [request])
 
     def commit(self, batch: Batch, accepted: list[int]) -> None:
-        """Tell the drafter what was kept of its last proposal."""
-        if not self._has_failed:
+        """Tell the drafter what was kept of its last proposal, or to forget the requests.
+
+        It forgets them where anything failed in this step, be it after the proposal.
+        """
+        if self._has_failed:
+            for request in batch.requests:
+                self.release(request)
+        else:
             try:
                 self.drafter.commit(batch, accepted)
             except BaseException as error:

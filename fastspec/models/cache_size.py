@@ -68,6 +68,11 @@ class Blocks:
         self._free = list(range(num_blocks - 1, -1, -1))
         self._tenancies = [0] * num_blocks
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that all blocks together hold."""
+        return self.num_blocks * self.block_size
+
     def tenancy(self, block_id: int) -> int:
         """A number that changes when a block is handed out anew, and its contents are void."""
         return self._tenancies[block_id]

@@ -307,7 +307,8 @@ class Endpoint:
             message = f"{most} texts are generated already; try again later"
             raise Refused(429, message, "server_busy", _RETRY_AFTER)
         try:
-            return await self.thread.open(self._makers(prompts, asked.template), asked.params)
+            makers = self._makers(prompts, asked.template)
+            return await self.thread.open(makers, asked.params, asked.is_open_ended)
         except (ValueError, RecursionError) as error:
             raise Refused(400, str(error)) from error
 

@@ -6,6 +6,8 @@ import logging
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Thread, stack_size
 from time import perf_counter
@@ -136,12 +138,16 @@ class EngineThread:
         await asyncio.to_thread(self._thread.join)
 
     async def open(
-        self, prompts: Sequence[Callable[[], list[int]]], params: SamplingParams
+        self,
+        prompts: Sequence[Callable[[], list[int]]],
+        params: SamplingParams,
+        is_open_ended: bool = False,
     ) -> Generation:
         """Queue prompts, all or none.
 
         Args:
             prompts: functions that make their ids, in the thread that is there for that.
+            is_open_ended: whether texts may end before params.max_tokens, where the cache is full.
         Raises:
             ValueError: a prompt or parameter that cannot be run.
         """
@@ -150,7 +156,8 @@ class EngineThread:
         made = [self._prompts.ask(prompt) for prompt in prompts]
         try:
             ids = [await asyncio.wrap_future(future) for future in made]
-            await asyncio.wrap_future(self._call(lambda: self._add(generation, ids, params)))
+            add = partial(self._add, generation, ids, params, is_open_ended)
+            await asyncio.wrap_future(self._call(add))
         except BaseException:
             for future in made:
                 future.cancel()
@@ -168,10 +175,18 @@ class EngineThread:
         return _ask(self._calls, call)
 
     def _add(
-        self, generation: Generation, prompts: Sequence[list[int]], params: SamplingParams
+        self,
+        generation: Generation,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        is_open_ended: bool,
     ) -> None:
         for place, ids in enumerate(prompts):
-            request_id = self.engine.add_request(ids, params)
+            own = params
+            if is_open_ended and params.max_tokens is not None:
+                room = max(1, self.engine.num_cache_tokens - len(ids))
+                own = replace(params, max_tokens=min(params.max_tokens, room))
+            request_id = self.engine.add_request(ids, own)
             self._generations[request_id] = generation
             generation.places[request_id] = place
             generation.prompt_lens[request_id] = len(ids)

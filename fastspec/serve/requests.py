@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastspec.config import SamplingParams
@@ -54,6 +54,8 @@ class Asked:
         running_usage: whether each of its chunks has the number up to there.
         metrics, sources: whether the answer says how speculation went, and who wrote each token.
         template: what a conversation's template is told.
+        is_open_ended: whether params.max_tokens is the server's limit, which the client has not
+            asked for, so that fewer will do.
     """
 
     prompts: Sequence[str | list[int]] | Sequence[Message]
@@ -64,6 +66,7 @@ class Asked:
     metrics: bool = False
     sources: bool = False
     template: Mapping[str, Any] | None = None
+    is_open_ended: bool = False
 
 
 def parse_body(body: bytes) -> dict[str, Any]:
@@ -121,6 +124,7 @@ def chat(body: Mapping[str, Any], config: ServeConfig, drafters: Mapping[str, st
     if {"max_tokens", "max_completion_tokens"} <= {*given}:
         refuse("max_tokens", given["max_tokens"], "max_completion_tokens says it already")
     fields["max_tokens"] = _max_tokens(given, name, config, None)
+    is_open_ended = name not in given
     wants = _flag(given, "logprobs")
     top = given.get("top_logprobs")
     require("top_logprobs", top, top is None or wants, "none, unless logprobs is true")
@@ -128,7 +132,9 @@ def chat(body: Mapping[str, Any], config: ServeConfig, drafters: Mapping[str, st
     require("top_logprobs", top, fits, f"0 to {_MOST_LOGPROBS}")
     if wants:
         fields["logprobs"] = 0 if top is None else top
-    return _asked([_message(each) for each in messages], fields, given, drafters, _template(given))
+    conversation = [_message(each) for each in messages]
+    asked = _asked(conversation, fields, given, drafters, _template(given))
+    return replace(asked, is_open_ended=is_open_ended)
 
 
 def _given(body: Mapping[str, Any], known: set[str]) -> dict[str, Any]:

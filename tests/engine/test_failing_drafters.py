@@ -210,6 +210,41 @@ def test_a_schedule_that_answers_nonsense_is_off_and_named(model, expected, text
     assert all("num_draft_tokens" in str(error) for error in errors)
 
 
+def test_a_schedule_that_fails_after_a_pass_lets_the_drafter_forget_all_of_it(
+    model, expected, texts
+):
+    class Schedule:
+        def num_draft_tokens(self, request):
+            return K
+
+        def record(self, request, step):
+            if request.token_ids[3] == PROMPTS[0][3]:
+                raise Boom("record")
+
+    class Noting(Scripted):
+        def __init__(self, texts):
+            super().__init__(texts)
+            self.open = set()  # requests of proposals that it has heard no more of
+
+        def propose(self, batch):
+            assert not self.open
+            self.open = {request.request_id for request in batch.requests}
+            return super().propose(batch)
+
+        def commit(self, batch, accepted):
+            self.open.clear()
+
+        def release(self, request):
+            self.open.discard(request.request_id)
+
+    spec = SpecConfig(num_speculative_tokens=K, schedule=Schedule())
+    engine = Engine(model, Noting(texts), spec=spec)
+    outputs, errors = run(engine)
+    assert [output.token_ids for output in outputs] == expected
+    assert errors
+    assert {type(error) for error in errors} == {Boom}, errors
+
+
 def test_turning_on_what_cannot_be_measured_changes_nothing(model, drafter):
     spec = SpecConfig(num_speculative_tokens=3, schedule="adaptive", step_costs=[4, 5, 6, 7])
     engine = Engine(model, drafter, spec=spec)

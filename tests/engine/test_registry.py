@@ -123,6 +123,31 @@ def test_a_method_with_a_draft_model(model, drafter):
             Engine(model, PromptLookupDrafter(1, 2), spec="mine")
 
 
+def test_a_greedy_draft_behind_copies_drafts_for_sampled_requests(model, drafter):
+    fields = ("suffix_tokens", "draft_sample_method")
+    with registered("mine", drafting, fields=fields, needs_draft=True):
+        engine = Engine(model, drafter, spec=SpecConfig("mine", 3, suffix_tokens=4))
+    sampled = SamplingParams(temperature=1, max_tokens=20, seed=3, ignore_eos=True)
+    outputs = engine.generate(PROMPTS, sampled)
+    assert "mine" in {name for output in outputs for name in output.drafters}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"confidence_threshold": 0.3},
+        {"draft_sample_method": "greedy"},
+        {"heterogeneous_vocab": "intersection"},
+        {"heterogeneous_vocab": "reencoding"},
+    ],
+    ids=str,
+)
+def test_options_of_a_drafter_that_is_made_already(model, options):
+    (name,) = options
+    with pytest.raises(ValueError, match=f"^{name}: not with a Drafter"):
+        Engine(model, PromptLookupDrafter(1, 2), spec=SpecConfig(**options))
+
+
 def test_what_a_build_raises_or_returns_by_mistake(model):
     def failing(context):
         raise KeyError("a table of mine")

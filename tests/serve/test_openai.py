@@ -362,6 +362,20 @@ def test_chats_that_cannot_be_served(client, fields):
         client.post("/chat/completions", body=fields, cast_to=object)
 
 
+def test_a_chat_without_a_number_of_tokens_takes_what_the_cache_holds():
+    engine = new_engine(num_blocks=3, block_size=16)
+    ask = {"model": MODEL, "messages": MESSAGES, "extra_body": {"ignore_eos": True}}
+    with (
+        serving(engine) as address,
+        openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client,
+    ):
+        usage = client.chat.completions.create(**ask).usage
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.chat.completions.create(**ask, max_tokens=48)
+    assert usage.total_tokens == engine.num_cache_tokens == 48
+    assert caught.value.param == "num_blocks"
+
+
 def test_another_model_is_not_found(client):
     with pytest.raises(openai.NotFoundError) as caught:
         client.completions.create(model="gpt-4", prompt="x")
