@@ -156,10 +156,12 @@ class AdaptiveSchedule:
             _change_length(pace, step)
 
     def _pace(self, request: EngineRequest) -> _Pace:
-        if request.schedule_state is None:
-            costs = self._greedy if request.params.temperature == 0 else self._sampled
-            request.schedule_state = _Pace(costs, length=min(_FIRST_LENGTH, len(costs) - 1))
-        return request.schedule_state
+        costs = self._greedy if request.params.temperature == 0 else self._sampled
+        pace = request.schedule_state
+        if pace is None or pace.costs is not costs:  # it begins, or another drafter does
+            pace = _Pace(costs, length=min(_FIRST_LENGTH, len(costs) - 1))
+            request.schedule_state = pace
+        return pace
 
 
 def _end_trial(pace: _Pace, step: Step) -> None:

@@ -100,6 +100,12 @@ def test_sampled_requests_use_costs_that_no_clock_gave():
     assert dear.num_draft_tokens(sampled) == 2
 
 
+def test_a_request_begins_anew_with_the_schedule_of_another_drafter():
+    request, long = request_of([1]), AdaptiveSchedule(COSTS)
+    assert AdaptiveSchedule(COSTS[:2]).num_draft_tokens(request) == 1
+    assert long.num_draft_tokens(request) == long.num_draft_tokens(request_of([1])) > 1
+
+
 def test_the_sweep_takes_every_length_in_turn():
     schedule, request = SweepSchedule(range(3)), request_of([1])
     lengths = []
