@@ -29,49 +29,55 @@ class Draft(NamedTuple):
 class SuffixIndex:
     """Texts, and where the last tokens of any text stand in them.
 
-    Each place knows the one before it that follows the same two tokens, as in the hash chains of
-    LZ77 compressors: a new token costs one step, and a search looks at the latest places alone, so
-    neither takes longer as the texts grow.
+    Each place knows the one before it that follows the same two tokens, and the one that follows
+    the same one, as in the hash chains of LZ77 compressors: a new token costs two steps, and a
+    search looks at the latest places alone, so neither takes longer as the texts grow.
     """
 
     def __init__(self):
         self._token_ids = array("i")
-        self._earlier = array("i")  # of each token, the place before it with the same last tokens
-        self._latest: dict[int, int] = {}
+        # Of each token, the place before it with the same last token, and with the same last two.
+        self._earlier = array("i"), array("i")
+        self._latest: tuple[dict[int, int], dict[int, int]] = {}, {}
 
     def __len__(self) -> int:
         return len(self._token_ids)
 
     def add(self, token_ids: Iterable[int]) -> None:
         """The text goes on."""
-        known, earlier, latest = self._token_ids, self._earlier, self._latest
-        last = known[-1] if known else _NO_TOKEN
+        known, last = self._token_ids, self._token_ids[-1] if self._token_ids else _NO_TOKEN
+        (after_one, after_two), (latest_one, latest_two) = self._earlier, self._latest
         for token in token_ids:
             known.append(token)
             pair, last = _pair(last, token), token
-            earlier.append(latest.get(pair, 0))
-            latest[pair] = len(known)
+            after_one.append(latest_one.get(token, 0))
+            after_two.append(latest_two.get(pair, 0))
+            latest_one[token] = latest_two[pair] = len(known)
 
     def end(self, num: int) -> array:
         """The last tokens."""
         return self._token_ids[-num:]
 
     def places(self, end: array) -> list[tuple[int, int]]:
-        """Where an end of a text stands, the latest first, and how many of its tokens agree.
+        """Where the last two tokens of an end stand, the latest first, and how many of all agree.
 
-        A place is that of the token which follows.
+        An end of one token is looked for by that one. A place is that of the token which follows.
         """
         known, found, size = self._token_ids, [], len(end)
-        place = self._latest.get(_pair(*end[-2:]), 0) if size > 1 else 0
+        if not size:
+            return found
+        least = min(size, 2)
+        earlier, latest = self._earlier[least - 1], self._latest[least - 1]
+        place = latest.get(end[-1] if least == 1 else _pair(*end[-2:]), 0)
         while place and len(found) < _MOST_PLACES:
             if place < len(known):
-                length, most = 2, min(size, place)
+                length, most = least, min(size, place)
                 if most == size and known[place - size : place] == end:
                     length = size
                 while length < most and known[place - 1 - length] == end[-1 - length]:
                     length += 1
                 found.append((length, place))
-            place = self._earlier[place - 1]
+            place = earlier[place - 1]
         return found
 
     def draft(
@@ -139,9 +145,9 @@ class SuffixDrafter:
 
     It searches the request's own text, what ended requests have said, and a corpus. A longer match
     makes a longer draft; of all lengths and texts the draft counts of which most is expected to
-    hold. What other requests have said is for greedy requests, and under coupled verification for
-    all: elsewhere drafts decide which random numbers are used, and a sampled text must not depend
-    on other requests.
+    hold. A match of one token counts where there is none of two. What other requests have said is
+    for greedy requests, and under coupled verification for all: elsewhere drafts decide which
+    random numbers are used, and a sampled text must not depend on other requests.
 
     Args:
         max_spec_factor: tokens of a draft at most, over those of the match.
@@ -190,8 +196,11 @@ class SuffixDrafter:
             self._num_shared[request] = start + len(said)
 
     def likely_copy(self, request: Request, most: int, is_coupled: bool) -> Sequence[int]:
-        """At most so many tokens of one path; none where not one is expected to hold."""
-        draft = self.draft(request, most, most, is_coupled)
+        """At most so many tokens of one path after a match of two or more tokens.
+
+        None where not one is expected to hold.
+        """
+        draft = self.draft(request, most, most, is_coupled, least_match=2)
         return draft.token_ids if draft.expected >= _LEAST_EXPECTED else ()
 
     def draft(
@@ -201,9 +210,9 @@ class SuffixDrafter:
         max_nodes: int,
         is_coupled: bool,
         is_chain: bool = True,
+        least_match: int = 1,
     ) -> Draft:
         """What may follow a request's text: paths of `depth` tokens at most, so many nodes."""
-        best = Draft()
         own = self._own.get(request)
         if own is None:
             own = self._own[request] = SuffixIndex()
@@ -212,7 +221,22 @@ class SuffixDrafter:
         indices = [own, *self._corpus.indices]
         if is_coupled or request.params.temperature == 0:
             indices += self._past.indices
-        end = own.end(_MOST_MATCH)
+        limits = depth, max_nodes, is_chain
+        best = self._best(indices, own.end(_MOST_MATCH), *limits)
+        if not best.token_ids and least_match == 1:
+            best = self._best(indices, own.end(1), *limits)
+        return best
+
+    def _best(
+        self,
+        indices: list[SuffixIndex],
+        end: array,
+        depth: int,
+        max_nodes: int,
+        is_chain: bool,
+    ) -> Draft:
+        """Of the drafts after all matches of an end, the one of which most is expected to hold."""
+        best = Draft()
         for index in indices:
             places = index.places(end)
             for length in sorted({length for length, _ in places}, reverse=True):

@@ -23,9 +23,11 @@ SMALL = {"suffix_max_spec_factor": 4.0, "suffix_min_token_prob": 0.0}
 
 
 def by_the_rules(text, num, factor, least):
-    """Of all lengths of a match, the chain that most is expected of."""
+    """Of all lengths of a match, the chain that most is expected of; of one token, if none else."""
     best, best_score = [], 0.0
-    for size in range(len(text) - 1, 1, -1):
+    for size in range(len(text) - 1, 0, -1):
+        if size == 1 and best:
+            break
         ends = [i for i in range(len(text) - 1, size - 1, -1) if text[i - size : i] == text[-size:]]
         drafts, share, score = [], 1.0, 0.0
         while ends and len(drafts) < int(min(num, factor * size)):
