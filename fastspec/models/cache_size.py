@@ -60,18 +60,15 @@ class Blocks:
 
     Attributes:
         num_free: blocks in no table.
+        num_tokens: that all blocks together hold.
     """
 
     def __init__(self, num_blocks: int, block_size: int):
         self.num_blocks = self.num_free = num_blocks
         self.block_size = block_size
+        self.num_tokens = num_blocks * block_size
         self._free = list(range(num_blocks - 1, -1, -1))
         self._tenancies = [0] * num_blocks
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that all blocks together hold."""
-        return self.num_blocks * self.block_size
 
     def tenancy(self, block_id: int) -> int:
         """A number that changes when a block is handed out anew, and its contents are void."""
