@@ -45,7 +45,8 @@ class SuffixIndex:
 
     def add(self, token_ids: Iterable[int]) -> None:
         """The text goes on."""
-        known, last = self._token_ids, self._token_ids[-1] if self._token_ids else _NO_TOKEN
+        known = self._token_ids
+        last = known[-1] if known else _NO_TOKEN
         (after_one, after_two), (latest_one, latest_two) = self._earlier, self._latest
         for token in token_ids:
             known.append(token)
@@ -58,15 +59,14 @@ class SuffixIndex:
         """The last tokens."""
         return self._token_ids[-num:]
 
-    def places(self, end: array) -> list[tuple[int, int]]:
-        """Where the last two tokens of an end stand, the latest first, and how many of all agree.
+    def places(self, end: array, least: int = 2) -> list[tuple[int, int]]:
+        """Where an end of a text stands, the latest first, and how many of its tokens agree.
 
-        An end of one token is looked for by that one. A place is that of the token which follows.
+        At least the last one or two of them do. A place is that of the token which follows.
         """
         known, found, size = self._token_ids, [], len(end)
-        if not size:
+        if size < least:
             return found
-        least = min(size, 2)
         earlier, latest = self._earlier[least - 1], self._latest[least - 1]
         place = latest.get(end[-1] if least == 1 else _pair(*end[-2:]), 0)
         while place and len(found) < _MOST_PLACES:
@@ -221,16 +221,18 @@ class SuffixDrafter:
         indices = [own, *self._corpus.indices]
         if is_coupled or request.params.temperature == 0:
             indices += self._past.indices
+        matches = indices, own.end(_MOST_MATCH)
         limits = depth, max_nodes, is_chain
-        best = self._best(indices, own.end(_MOST_MATCH), *limits)
+        best = self._best(*matches, 2, *limits)
         if not best.token_ids and least_match == 1:
-            best = self._best(indices, own.end(1), *limits)
+            best = self._best(*matches, 1, *limits)
         return best
 
     def _best(
         self,
         indices: list[SuffixIndex],
         end: array,
+        least: int,
         depth: int,
         max_nodes: int,
         is_chain: bool,
@@ -238,7 +240,7 @@ class SuffixDrafter:
         """Of the drafts after all matches of an end, the one of which most is expected to hold."""
         best = Draft()
         for index in indices:
-            places = index.places(end)
+            places = index.places(end, least)
             for length in sorted({length for length, _ in places}, reverse=True):
                 most = int(min(depth, self.max_spec_factor * length))
                 if most <= best.expected:

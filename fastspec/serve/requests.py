@@ -124,7 +124,6 @@ def chat(body: Mapping[str, Any], config: ServeConfig, drafters: Mapping[str, st
     if {"max_tokens", "max_completion_tokens"} <= {*given}:
         refuse("max_tokens", given["max_tokens"], "max_completion_tokens says it already")
     fields["max_tokens"] = _max_tokens(given, name, config, None)
-    is_open_ended = name not in given
     wants = _flag(given, "logprobs")
     top = given.get("top_logprobs")
     require("top_logprobs", top, top is None or wants, "none, unless logprobs is true")
@@ -134,7 +133,7 @@ def chat(body: Mapping[str, Any], config: ServeConfig, drafters: Mapping[str, st
         fields["logprobs"] = 0 if top is None else top
     conversation = [_message(each) for each in messages]
     asked = _asked(conversation, fields, given, drafters, _template(given))
-    return replace(asked, is_open_ended=is_open_ended)
+    return replace(asked, is_open_ended=name not in given)
 
 
 def _given(body: Mapping[str, Any], known: set[str]) -> dict[str, Any]:
