@@ -189,6 +189,9 @@ def test_stop_strings(model, drafter):
     assert config.stop_strings == stop["stop_strings"]
     with pytest.raises(ValueError, match="stop_strings: need the tokenizer"):
         hf_generate(model, **ONE, **GREEDY, stop_strings="a")
+    model.generation_config.stop_strings = ["a"]
+    with pytest.raises(ValueError, match=r"stop_strings: model\.generation_config has them"):
+        hf_generate(model, **ONE, **GREEDY, **stop)
 
 
 class Recorder(BaseStreamer):
