@@ -333,7 +333,9 @@ def _prepare_and_call(
             raise ValueError(f"{name}: not supported")
     if streamer is not None:
         options["token_streamer"] = streamer
-    advice = "model.generation_config has them: set it to None there, and pass stop_strings= instead"
+    advice = (
+        "model.generation_config has them: set it to None there, and pass stop_strings= instead"
+    )
     refuse("stop_strings", getattr(model.generation_config, "stop_strings", None), advice)
     config = options.get("generation_config")
     stop = options.pop("stop_strings", None) or getattr(config, "stop_strings", None)

@@ -162,13 +162,7 @@ class Loop:
         """Give each request the tokens of its verdict, tell drafter and schedule, and count."""
         for index, (request, verdict) in enumerate(zip(running, verdicts, strict=True)):
             if verdict.accepted_len < 0:
-                where = len(request.token_ids)
-                error = f"logits after {where} tokens hold NaN or inf, or nothing finite"
-                if request.rules is not None:
-                    failure = request.rules.failure
-                    error += ", or the request allows no token that is left"
-                    error = error if failure is None else f"its rules raised {failure!r}"
-                self._end(request, "error", error)
+                self._end(request, "error", _failure_of(request))
                 continue
             writers: Sequence[str] = [speculation.drafter.name] * verdict.accepted_len
             if proposal.writers is not None:
@@ -245,3 +239,15 @@ class Loop:
         place = request.prompt_index
         events.append(StreamEvent(name, text, output=output, index=sample, prompt_index=place))
         return output
+
+
+def _failure_of(request: EngineRequest) -> str:
+    """Why no token could follow."""
+    where = len(request.token_ids)
+    error = f"logits after {where} tokens hold NaN or inf, or nothing finite"
+    if request.rules is None:
+        return error
+    failure = request.rules.failure
+    if failure is not None:
+        return f"its rules raised {failure!r}"
+    return error + ", or the request allows no token that is left"
