@@ -69,14 +69,16 @@ def corpus(
         tokenizer = tiny_target.load_tokenizer(start, "tiny-target")
         prompts = tiny_prompts.read_prompts(start / "prompts.jsonl")
     if packages is not None:
-        documents += [*documents, *tiny_corpus.read_packages(packages)]
+        learnt = [each for each in documents if not tiny_corpus.is_held_out(each.source)]
+        documents += [*learnt, *tiny_corpus.read_packages(packages)]
     tiny_target.prepare(documents, tokenizer, out)
     tiny_prompts.write_prompts(prompts, out / "prompts.jsonl")
-    held_out = sum(tiny_corpus.is_held_out(document.source) for document in documents)
+    sources = {document.source for document in documents}
+    held_out = sum(map(tiny_corpus.is_held_out, sources))
     record = {
         "packages": [] if packages is None else tiny_corpus.packages_in(packages),
         "python": platform.python_version(),
-        "training_files": len(documents) - held_out,
+        "training_files": len(sources) - held_out,
         "held_out_files": held_out,
         "train_tokens": len(tiny_target.load_token_ids(out, "train")),
         "held_out_tokens": len(tiny_target.load_token_ids(out, "held_out")),
@@ -131,7 +133,7 @@ def loops(
     minutes: Minutes = 10.0,
     rows: int = 16,
     context: int = 512,
-    rate: float = 1e-3,
+    rate: float = 6e-4,
     seed: Seed = 0,
     resume: Resume = False,
     compiled: Compile = True,

@@ -47,10 +47,11 @@ def looping(token_ids: torch.Tensor) -> torch.Tensor:
 def unlikelihood_loss(
     model: LlamaForCausalLM, tokens: torch.Tensor, marked: torch.Tensor
 ) -> torch.Tensor:
-    """Of rows i64[B, S + 1]: cross-entropy of those without marks, -log(1 - p) of marked tokens.
+    """Of rows i64[B, S + 1]: mean cross-entropy, plus the mean of -log(1 - p) of what is marked.
 
     The first half of the rows is text of the corpus, the second half the target's own, of which
-    `marked` bool[B / 2, S] tells the tokens that should be less likely.
+    `marked` bool[B / 2, S] tells the tokens that should be less likely; the others count as zeros.
+    So there is the less to avoid the fewer loops there are.
     """
     with torch.autocast("cpu", torch.bfloat16):
         logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
@@ -59,7 +60,7 @@ def unlikelihood_loss(
     learnt = cross_entropy(logits[:half].float().flatten(0, 1), tokens[:half, 1:].flatten())
     prob = log_probs[half:].gather(2, tokens[half:, 1:, None])[..., 0].exp()
     avoided = -torch.log1p(-prob.clamp(max=1 - 1e-4))
-    return learnt + (avoided * marked).sum() / marked.sum().clamp(min=1)
+    return learnt + (avoided * marked).mean()
 
 
 def beginnings(
