@@ -1,7 +1,7 @@
 """Trains the bundled target and drafts: `python -m scripts.tiny STAGE --out DIR`.
 
-Stages, in order: corpus, target, loops, generate, draft, export, glide. Each reads what the ones
-before it left in `--out`, and each number of the model card comes from a record that a stage wrote.
+Stages, in order: corpus, target, generate, draft, export, glide. Each reads what the ones before
+it left in `--out`, and each number of the model card comes from a record that a stage wrote.
 """
 
 import json
@@ -22,7 +22,6 @@ from scripts.tiny import evaluate as tiny_evaluate
 from scripts.tiny import export as tiny_export
 from scripts.tiny import generate as tiny_generate
 from scripts.tiny import glide as tiny_glide
-from scripts.tiny import loops as tiny_loops
 from scripts.tiny import prompts as tiny_prompts
 from scripts.tiny import target as tiny_target
 from scripts.tiny.loop import LoopOptions
@@ -33,11 +32,6 @@ Out = Annotated[Path, typer.Option(help="Working folder: corpus, checkpoints, re
 Minutes = Annotated[float, typer.Option(help="Wall-clock budget; the rate reaches 0 at its end.")]
 Resume = Annotated[bool, typer.Option(help="Continue from the stage's last checkpoint.")]
 Seed = Annotated[int, typer.Option(help="Seed of the weights, the batches and the samples.")]
-Compile = Annotated[bool, typer.Option(help="Compile the step of training.")]
-Start = Annotated[
-    Path | None,
-    typer.Option(help="Go on from the bundled models of this folder: target, tokenizer, prompts."),
-]
 OUT = Path("tiny-out")
 
 
@@ -54,31 +48,18 @@ def corpus(
     library: Annotated[Path | None, typer.Option(help="Standard library; default: mine.")] = None,
     vocab_size: int = 4096,
     prompts_per_kind: int = 16,
-    packages: Annotated[
-        Path | None, typer.Option(help="Unpacked source distributions; the library counts twice.")
-    ] = None,
-    start: Start = None,
 ) -> None:
     """Reads the corpus, trains the tokenizer, encodes both splits and cuts the prompts."""
     out.mkdir(parents=True, exist_ok=True)
     documents = tiny_corpus.read_corpus(docs, library)
-    if start is None:
-        tokenizer = tiny_target.make_tokenizer(documents, vocab_size)
-        prompts = tiny_prompts.choose_prompts(documents, tokenizer, prompts_per_kind)
-    else:
-        tokenizer = tiny_target.load_tokenizer(start, "tiny-target")
-        prompts = tiny_prompts.read_prompts(start / "prompts.jsonl")
-    if packages is not None:
-        learnt = [each for each in documents if not tiny_corpus.is_held_out(each.source)]
-        documents += [*learnt, *tiny_corpus.read_packages(packages)]
-    tiny_target.prepare(documents, tokenizer, out)
+    tiny_target.prepare(documents, out, vocab_size)
+    tokenizer = tiny_target.load_tokenizer(out)
+    prompts = tiny_prompts.choose_prompts(documents, tokenizer, prompts_per_kind)
     tiny_prompts.write_prompts(prompts, out / "prompts.jsonl")
-    sources = {document.source for document in documents}
-    held_out = sum(map(tiny_corpus.is_held_out, sources))
+    held_out = sum(tiny_corpus.is_held_out(document.source) for document in documents)
     record = {
-        "packages": [] if packages is None else tiny_corpus.packages_in(packages),
         "python": platform.python_version(),
-        "training_files": len(sources) - held_out,
+        "training_files": len(documents) - held_out,
         "held_out_files": held_out,
         "train_tokens": len(tiny_target.load_token_ids(out, "train")),
         "held_out_tokens": len(tiny_target.load_token_ids(out, "held_out")),
@@ -100,58 +81,14 @@ def target(
     rate: float = 4e-3,
     seed: Seed = 0,
     resume: Resume = False,
-    start: Start = None,
-    compiled: Compile = True,
 ) -> None:
     """Trains the target on next tokens."""
     torch.manual_seed(seed)
     vocab_size = len(tiny_target.load_tokenizer(out))
-    options = LoopOptions(
-        out / "target",
-        minutes,
-        context,
-        rate,
-        workers=1,
-        threads=2,
-        compiled=compiled,
-        resume=resume,
-    )
-    if start is None:
-        shape = tiny_target.Shape(layers, hidden, intermediate)
-        model = tiny_target.make_model(shape, vocab_size)
-    else:
-        model = LlamaForCausalLM.from_pretrained(start / "tiny-target", dtype=torch.float32)
-        record = _read_json(start / "record.json")
-        _write_json(out / "first.json", {name: record[name] for name in ("corpus", "target")})
-    shortest = 0 if start is None else context // 2
-    tiny_target.train_target(model, out, options, rows, seed, shortest)
-
-
-@app.command()
-def loops(
-    out: Out = OUT,
-    minutes: Minutes = 10.0,
-    rows: int = 16,
-    context: int = 512,
-    rate: float = 6e-4,
-    seed: Seed = 0,
-    resume: Resume = False,
-    compiled: Compile = True,
-) -> None:
-    """Trains the target not to repeat itself."""
-    torch.manual_seed(seed)
-    model = _load_model(out, "target").train()
-    options = LoopOptions(
-        out / "loops",
-        minutes,
-        context,
-        rate,
-        workers=1,
-        threads=2,
-        compiled=compiled,
-        resume=resume,
-    )
-    tiny_loops.train_without_loops(model, out, options, rows, seed)
+    shape = tiny_target.Shape(layers, hidden, intermediate)
+    options = LoopOptions(out / "target", minutes, context, rate, resume=resume)
+    model = tiny_target.make_model(shape, vocab_size)
+    tiny_target.train_target(model, out, options, rows, seed)
 
 
 @app.command()
@@ -206,15 +143,11 @@ def export(out: Out = OUT, assets: Path = Path("fastspec/assets")) -> None:
     }
     models = {}
     for name in ("target", "draft"):
-        model = _load_target(out) if name == "target" else _load_model(out, name)
-        tiny_export.export_model(model, tokenizer, assets / f"tiny-{name}")
+        tiny_export.export_model(_load_model(out, name), tokenizer, assets / f"tiny-{name}")
         models[name] = LlamaForCausalLM.from_pretrained(
             assets / f"tiny-{name}", dtype=torch.float32
         )
         record[name] = _describe(models[name]) | _read_json(out / name / "record.json")
-    for name, file in (("first", out / "first.json"), ("loops", out / "loops" / "record.json")):
-        if file.exists():
-            record[name] = _read_json(file)
     token_ids = tiny_target.load_token_ids(out, "train")
     tiny_export.export_bigram(token_ids.numpy(), len(tokenizer), assets / "tiny-target")
     prompts = tiny_prompts.read_prompts(out / "prompts.jsonl")
@@ -317,8 +250,7 @@ def _prompt_ids(out: Path) -> list[list[int]]:
 
 
 def _load_target(out: Path) -> LlamaForCausalLM:
-    """As the last of its stages left it."""
-    return _load_model(out, "loops" if (out / "loops").exists() else "target")
+    return _load_model(out, "target")
 
 
 def _load_model(out: Path, name: str) -> LlamaForCausalLM:

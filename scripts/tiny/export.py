@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from fastspec.drafters.bigram_table import save_bigram
 from fastspec.train.bigram import count_bigrams
-from scripts.tiny.corpus import HELD_OUT_PER_1000, LICENSE, LICENSES_OF_PACKAGES
+from scripts.tiny.corpus import HELD_OUT_PER_1000, LICENSE
 from scripts.tiny.evaluate import MAX_NEW_TOKENS, NUM_SPECULATIVE_TOKENS
 from scripts.tiny.tokenizer import END_OF_TEXT_ID
 
@@ -23,7 +23,11 @@ This file is written by `python -m scripts.tiny export` from `record.json`.
 
 ## Data
 
-{data}
+CPython {python}'s standard library (`.py`, without tests, fixtures and generated tables) and its
+documentation sources, both covered by the Python Software Foundation License ({license}).
+{training_files} files ({train_tokens:,} tokens) are for training; {held_out_files} files
+({held_out_tokens:,} tokens) are held out, picked by a hash of the path that takes
+{held_out_percent:g} % of files. `prompts.jsonl` comes from held-out files alone.
 
 ## Models
 
@@ -34,16 +38,18 @@ This file is written by `python -m scripts.tiny export` from `record.json`.
 | feed-forward size | {target[intermediate]} | {draft[intermediate]} |
 | query / key-value heads | {target[heads]} / 1 | {draft[heads]} / 1 |
 | parameters | {target[parameters]:,} | {draft[parameters]:,} |
+| trained on | next tokens | the target's distributions |
+| steps | {target[steps]:,} | {draft[steps]:,} |
+| tokens seen | {target[tokens]:,} | {draft[tokens]:,} |
+| minutes of training | {target[minutes]:.0f} | {draft[minutes]:.0f} |
+| training loss (running mean) | {target[train_loss]:.3f} | {draft[train_loss]:.3f} |
+| held-out loss | {target[held_out_loss]:.3f} | |
 | longest context in training | {target[context]} | {draft[context]} |
 
-| | steps | tokens seen | minutes | training loss (running mean) | held-out loss |
-| --- | --- | --- | --- | --- | --- |
-{runs}
-
-The target's losses are nats a token{of_loops}; the draft's is its cross-entropy to the
-target's distribution. Weights are bf16. `max_position_embeddings` is {positions}; text beyond the
-trained context degrades. Tokenizer: byte-level BPE, {vocab_size} entries; `<|endoftext|>` (id 0) is
-bos and eos, and is never added by itself.
+The target's losses are nats a token; the draft's is its cross-entropy to the target's
+distribution. Weights are bf16. `max_position_embeddings` is {positions}; text beyond the trained
+context degrades. Tokenizer: byte-level BPE, {vocab_size} entries; `<|endoftext|>` (id 0) is bos and
+eos, and is never added by itself.
 
 ## Distillation
 
@@ -66,24 +72,6 @@ length is tokens per target step.
 | --- | --- | --- | --- |
 {acceptance}
 {glide}"""
-
-DATA = """CPython {python}'s standard library (`.py`, without tests, fixtures and generated tables)
-and its documentation sources, both covered by the Python Software Foundation License ({license}).
-{training_files} files ({train_tokens:,} tokens) are for training; {held_out_files} files
-({held_out_tokens:,} tokens) are held out, picked by a hash of the path that takes
-{held_out_percent:g} % of files. `prompts.jsonl` comes from held-out files alone."""
-
-MORE_DATA = """
-
-The target then went on with the library and with code and documentation of other packages:
-{packages} ({package_licenses}). {training_files} files ({train_tokens:,} tokens, those of the
-library twice) are for training, {held_out_files} ({held_out_tokens:,} tokens) are held out in the
-same way. Comments at the top of files, comments without a word and files that repeat themselves
-were left out."""
-
-LOOPS = """, and against loops
-also those of what it learnt to avoid: to go on with a loop in text that it had written greedily.
-Of 64 greedy texts after 8 tokens of held-out files, {looping:.1%} of the tokens now do"""
 
 GLIDE_CARD = """
 ## The GLIDE draft
@@ -145,17 +133,15 @@ def write_card(record: dict[str, Any], assets: Path) -> None:
         for row in record["evaluation"]
     ]
     card = CARD.format(
-        vocab_size=record["corpus"]["vocab_size"],
-        positions=record["corpus"]["positions"],
-        data=_data(record),
-        runs="\n".join(_runs(record)),
-        of_loops=LOOPS.format(**record["loops"]) if "loops" in record else "",
+        **record["corpus"],
         target=record["target"],
         draft=record["draft"],
         distillation_rows=record["distillation"]["rows"],
         distillation_mix=record["distillation"]["mix"],
         acceptance="\n".join(rows),
         prompts=record["num_prompts"],
+        license=LICENSE,
+        held_out_percent=HELD_OUT_PER_1000 / 10,
         max_new_tokens=MAX_NEW_TOKENS,
         num_speculative_tokens=NUM_SPECULATIVE_TOKENS,
         glide=_glide_card(record["glide"], record["draft"]) if "glide" in record else "",
@@ -163,30 +149,6 @@ def write_card(record: dict[str, Any], assets: Path) -> None:
     path = assets / "MODEL_CARD.md"
     _, mark, others = (path.read_text() if path.exists() else "").partition(OTHER_MODELS)
     path.write_text(card + mark + others)
-
-
-def _data(record: dict[str, Any]) -> str:
-    first = record.get("first", record)["corpus"]
-    data = DATA.format(**first, license=LICENSE, held_out_percent=HELD_OUT_PER_1000 / 10)
-    if "first" not in record:
-        return data
-    corpus = record["corpus"] | {"packages": ", ".join(record["corpus"]["packages"])}
-    return data + MORE_DATA.format(**corpus, package_licenses=LICENSES_OF_PACKAGES)
-
-
-def _runs(record: dict[str, Any]) -> list[str]:
-    """A row of the table for each run of training."""
-    runs = {"target": record["target"], "target, against loops": record.get("loops")}
-    if "first" in record:
-        first = {"target, first": record["first"]["target"], "target, then": runs.pop("target")}
-        runs = first | runs
-    runs["draft, on the target's distributions"] = record["draft"]
-    return [
-        f"| {name} | {run['steps']:,} | {run['tokens']:,} | {run['minutes']:.0f}"
-        f" | {run['train_loss']:.3f} | {run.get('held_out_loss', '')!s:.5} |"
-        for name, run in runs.items()
-        if run is not None
-    ]
 
 
 def _glide_card(record: dict[str, Any], draft: dict[str, Any]) -> str:

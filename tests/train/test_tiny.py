@@ -11,7 +11,6 @@ from scripts.tiny import corpus as tiny_corpus
 from scripts.tiny import draft as tiny_draft
 from scripts.tiny import evaluate as tiny_evaluate
 from scripts.tiny import generate as tiny_generate
-from scripts.tiny import loops as tiny_loops
 from scripts.tiny import target as tiny_target
 from scripts.tiny.__main__ import app
 from scripts.tiny.loop import LoopOptions
@@ -54,7 +53,6 @@ def test_every_stage_runs_and_the_card_reports_it(tmp_path):
     size = ("--vocab-size", 300, "--prompts-per-kind", 1)
     run("corpus", "--out", out, *folders, *size)
     shape = ("--layers", 3, "--hidden", 64, "--intermediate", 32, "--rows", 4, "--context", 32)
-    shape += ("--no-compiled",)
     run("target", "--out", out, "--minutes", 0.01, *shape)
     first = json.loads((out / "target" / "record.json").read_text())
     run("target", "--out", out, "--minutes", 0.005, *shape, "--resume")
@@ -67,7 +65,7 @@ def test_every_stage_runs_and_the_card_reports_it(tmp_path):
     run("draft", "--out", out, "--minutes", 0.01, "--rows", 4, "--layers", 1)
     run("export", "--out", out, "--assets", assets)
     card = (assets / "MODEL_CARD.md").read_text()
-    assert f"| target | {record['steps']:,} | {record['tokens']:,} |" in card
+    assert f"| steps | {record['steps']:,} |" in card
     assert "| all | 1 |" in card
     assert "GLIDE" not in card
     run("glide", "--out", out, "--assets", assets, "--steps", 2)
@@ -82,48 +80,6 @@ def test_every_stage_runs_and_the_card_reports_it(tmp_path):
     assert (assets / "tiny-glide" / "model.safetensors").is_file()
     configs = [json.loads(file.read_text()) for file in assets.glob("tiny-*/config.json")]
     assert [config["dtype"] for config in configs] == ["float32"] * 3
-
-
-def test_a_bundled_target_goes_on_with_other_packages_and_against_loops(tmp_path):
-    write_corpus(tmp_path)
-    out, assets = tmp_path / "out", tmp_path / "assets"
-    size = ("--vocab-size", 300, "--prompts-per-kind", 1)
-    run("corpus", "--out", out, "--library", tmp_path / "lib", "--docs", tmp_path / "doc", *size)
-    shape = ("--layers", 2, "--hidden", 64, "--intermediate", 32)
-    small = ("--minutes", 0.005, "--rows", 4, "--context", 32)
-    run("target", "--out", out, *shape, *small, "--no-compiled")
-    kinds = ("corpus", "repeated", "greedy", "sampled")
-    batches = [word for kind in kinds for word in (f"--{kind}-batches", int(kind == "corpus"))]
-    rest = [
-        ("generate", *batches, "--context", 16),
-        ("draft", "--minutes", 0.005, "--rows", 4, "--layers", 1),
-        ("export", "--assets", assets),
-    ]
-    for stage, *options in rest:
-        run(stage, "--out", out, *options)
-    first = json.loads((assets / "record.json").read_text())
-    again = tmp_path / "again"
-    (tmp_path / "packages" / "papers-1.2").mkdir(parents=True)
-    various = "".join(f"name_{number * number} = {number}\n" for number in range(200))
-    (tmp_path / "packages" / "papers-1.2" / "code.py").write_text(various)
-    packages = ("--library", tmp_path / "lib", "--packages", tmp_path / "packages")
-    run("corpus", "--out", again, *packages, "--start", assets)
-    run("target", "--out", again, *small, "--no-compiled", "--start", assets)
-    run("loops", "--out", again, "--minutes", 0.005, "--rows", 4, "--context", 32, "--no-compiled")
-    for stage, *options in rest:
-        run(stage, "--out", again, *options)
-    record = json.loads((assets / "record.json").read_text())
-    assert record["first"] == {name: first[name] for name in ("corpus", "target")}
-    assert record["corpus"]["packages"] == ["papers-1.2"]
-    assert record["corpus"]["train_tokens"] > first["corpus"]["train_tokens"]
-    card = (assets / "MODEL_CARD.md").read_text()
-    for name, run_of in (
-        ("first", first["target"]),
-        ("then", record["target"]),
-        ("against loops", record["loops"]),
-    ):
-        assert f"| target, {name} | {run_of['steps']:,} | {run_of['tokens']:,} |" in card
-    assert f"{record['loops']['looping']:.1%} of the tokens" in card
 
 
 def test_resume_without_checkpoint_is_refused(tmp_path):
@@ -168,62 +124,6 @@ def test_corpus_leaves_out_tests_and_refuses_an_empty_folder(tmp_path):
     assert [document.source for document in documents] == ["lib/good.py"]
     with pytest.raises(ValueError, match="doc"):
         tiny_corpus.read_corpus(docs=tmp_path / "lib", library=tmp_path / "lib")
-
-
-def test_packages_lose_what_teaches_nothing(tmp_path):
-    for folder in ("nice-1.0/docs", "nice-1.0/tests", "Other-2.1"):
-        (tmp_path / folder).mkdir(parents=True)
-    (tmp_path / "nice-1.0" / "code.py").write_text(
-        "# License\n\n# -----\nx = (\n    1\n)\n# why\n#\n"
-    )
-    (tmp_path / "nice-1.0" / "docs" / "read.txt").write_text("Some words.\n")
-    (tmp_path / "nice-1.0" / "tests" / "bad.py").write_text("pass\n")
-    (tmp_path / "Other-2.1" / "table.py").write_text("x = 1\n" * 999)
-    documents = tiny_corpus.read_packages(tmp_path)
-    assert [tuple(document) for document in documents] == [
-        ("nice/code.py", "x = (\n    1\n)\n# why\n"),
-        ("nice/docs/read", "Some words.\n"),
-    ]
-    assert tiny_corpus.packages_in(tmp_path) == ["Other-2.1", "nice-1.0"]
-
-
-def _goes_on_with_a_loop(ids: list[int], place: int) -> bool:
-    for period in range(1, tiny_loops.LONGEST_PERIOD + 1):
-        run = 0
-        while place - run - period >= 0 and ids[place - run] == ids[place - run - period]:
-            run += 1
-        if run > max(period, tiny_loops.LEAST_RUN):
-            return True
-    return False
-
-
-def test_looping_tokens_are_those_of_the_rule():
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randint(3, (6, 150), generator=generator)
-    for row, period in enumerate((1, 2, 12, 20, 64)):
-        rows[row, 9:] = rows[row, 9 : 9 + period].repeat(150)[: 150 - 9]
-    expected = [
-        [_goes_on_with_a_loop(ids, place) for place in range(len(ids))] for ids in rows.tolist()
-    ]
-    marked = tiny_loops.looping(rows)
-    assert marked.tolist() == expected
-    assert marked.any(dim=1).tolist() == [True] * 5 + [False]
-
-
-def test_unlikelihood_counts_marked_tokens_alone():
-    torch.manual_seed(0)
-    model = tiny_target.make_model(tiny_target.Shape(1, 64, 32), 300)
-    tokens = torch.randint(300, (4, 9))
-    none = torch.zeros(2, 8, dtype=torch.bool)
-    plain = tiny_target.next_token_loss(model, tokens[:2])
-    assert tiny_loops.unlikelihood_loss(model, tokens, none).item() == pytest.approx(plain.item())
-    marked = none.clone()
-    marked[1, 3] = True
-    loss = tiny_loops.unlikelihood_loss(model, tokens, marked) - plain
-    with torch.autocast("cpu", torch.bfloat16):
-        logits = model(input_ids=tokens[3:, :-1]).logits
-    prob = logits.float().softmax(dim=-1)[0, 3, tokens[3, 4]]
-    assert loss.item() * 16 == pytest.approx(-torch.log1p(-prob).item(), rel=1e-2)
 
 
 def test_windows_cover_the_text_once_an_epoch():
