@@ -333,10 +333,8 @@ def _prepare_and_call(
             raise ValueError(f"{name}: not supported")
     if streamer is not None:
         options["token_streamer"] = streamer
-    advice = (
-        "model.generation_config has them: set it to None there, and pass stop_strings= instead"
-    )
-    refuse("stop_strings", getattr(model.generation_config, "stop_strings", None), advice)
+    why = "model.generation_config has them: set None there, and pass stop_strings= here"
+    refuse("stop_strings", getattr(model.generation_config, "stop_strings", None), why)
     config = options.get("generation_config")
     stop = options.pop("stop_strings", None) or getattr(config, "stop_strings", None)
     if stop is not None:
