@@ -1,5 +1,6 @@
 """`fastspec train`: what drafters learn from your own text."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 _Target = Annotated[Models, Flags("target")]
 _Spec = Annotated[SpecConfig, Flags("num_speculative_tokens")]
 _Config = Annotated[EngineConfig, Flags("dtype", "device", dtype="float32")]
+_SECONDS_BETWEEN_LINES = 60.0
 _OF_GLIDE = ("lookup_rows", "distillation", "store_target")
 
 app = typer.Typer(help="Make what drafters need from text of your own.", no_args_is_help=True)
@@ -334,12 +336,27 @@ def _ids(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
 def _progress(
     num_steps: int, num_texts: int, live: bool = True
 ) -> Iterator[tuple[Callable[[int, float], None], Callable[[int], None]]]:
-    """What to call after each step of training, and while the target reads the texts before."""
+    """What to call after each step of training, and while the target reads the texts before.
+
+    A bar on a terminal; elsewhere, as in a log, a line on stderr now and then.
+    """
+    told = time.monotonic()
     with progress_bar("steps", live) as bar:
         task = bar.add_task("training", total=num_steps)
+
+        def tell(text: str, done: int | None = None) -> None:
+            nonlocal told
+            bar.update(task, completed=done, description=text)
+            now = time.monotonic()
+            if live and bar.disable and now - told >= _SECONDS_BETWEEN_LINES:
+                told = now
+                typer.echo(
+                    text if done is None else f"step {done} of {num_steps}, {text}", err=True
+                )
+
         yield (
-            lambda done, loss: bar.update(task, completed=done, description=f"loss {loss:.3f}"),
-            lambda done: bar.update(task, description=f"target: text {done} of {num_texts}"),
+            lambda done, loss: tell(f"loss {loss:.3f}", done),
+            lambda done: tell(f"target: text {done} of {num_texts}"),
         )
 
 

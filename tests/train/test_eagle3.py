@@ -150,7 +150,7 @@ def test_texts_and_vocabulary_come_from_answers():
         cut_texts(documents[1:], 8)
 
 
-def test_the_command(tmp_path):
+def test_the_command(monkeypatch, tmp_path):
     target = random_model("llama", num_hidden_layers=6)
     target.save_pretrained(tmp_path / "target")
     byte_tokenizer().save_pretrained(tmp_path / "target")
@@ -163,9 +163,12 @@ def test_the_command(tmp_path):
     data.write_text("".join(json.dumps(line) + "\n" for line in lines))
     command = ["train", "eagle3", "--target", str(tmp_path / "target"), "--data", str(data)]
     command += ["--batch-size", "2", "--steps", "2", "--vocab-size", "50", "--out", str(out)]
+    monkeypatch.setattr("fastspec.cli.train._SECONDS_BETWEEN_LINES", 0.0)
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.stderr
     assert "2 steps, loss" in result.stdout
+    assert "target: text 6 of 6\n" in result.stderr
+    assert "\nstep 2 of 2, loss " in result.stderr
     assert json.loads((out / "record.json").read_text())["steps"] == 2
     assert Engine(target, out).drafter.name == "eagle3"
     # Further, at a rate so low that the draft stays what it was.
