@@ -88,14 +88,18 @@ def target_pages(runner, layer, table, length):
     return tuple(part[table].flatten(0, 1)[:length] for part in runner.caches[layer])
 
 
+@pytest.mark.parametrize("is_flat", [True, False])
 @pytest.mark.parametrize("num_layers", [1, 2])
 @pytest.mark.parametrize("heads", [{}, {"num_key_value_heads": 4}], ids=["gqa", "mha"])
 @torch.inference_mode()
-def test_paged_passes_equal_the_dense_architecture(num_layers, heads):
+def test_paged_passes_equal_the_dense_architecture(num_layers, heads, is_flat):
     """Ragged; a prompt longer than 128 tokens; one and two tokens before the drafts."""
     target = random_model("llama", **heads)
     draft = random_glide(target, num_layers, num_key_value_heads=1)
     runner, glide_runner = runners_of(target, draft)
+    assert glide_runner.paged_model.flat is not None
+    if not is_flat:
+        glide_runner.paged_model.flat = None
     generator = torch.Generator().manual_seed(8)
     order = torch.randperm(90, generator=generator).tolist()
     texts = [torch.randint(255, (n,), generator=generator).tolist() for n in (151, 9)]
@@ -139,6 +143,32 @@ def test_paged_passes_equal_the_dense_architecture(num_layers, heads):
         expected = dense_glide(draft, text, layers, visible)[start : start + 5 + (n < 9)]
         actual = torch.cat(kept).double()
         assert (actual - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)], ids=["f32", "bf16"]
+)
+@torch.inference_mode()
+def test_flat_passes_equal_those_through_the_modules(dtype, tolerance):
+    """Over a chain and a token tree, of the same tokens; heads are unlike the target's."""
+    target = random_model("llama").to(dtype)
+    runner, glide_runner = runners_of(target, random_glide(target, 2).to(dtype))
+    table = [*range(8)]
+    runner.prefill([[*range(19)]], [Span(table, 0, 19)])
+    glide_runner.prefill([[*range(19)]], [Span(table, 0, 19, target_len=19)])
+    span, ids = Span(table, 19, 5, target_len=19), torch.tensor([60, 61, 62, 63, 64])
+    tree = torch.tensor([[-1, 0, 0, 1, 2]], dtype=torch.int32)
+
+    def run():
+        return [glide_runner.forward(ids, [span], parents=parents) for parents in (None, tree)]
+
+    flat = run()
+    glide_runner.paged_model.flat = None
+    for ours, theirs in zip(flat, run(), strict=True):
+        assert (ours - theirs).abs().max() <= tolerance * theirs.abs().max()
+    chain, branches = flat
+    assert torch.equal(chain[:2], branches[:2])
+    assert (chain[2:] - branches[2:]).abs().max() > 0.1
 
 
 def test_cross_attention_matters():

@@ -1,16 +1,20 @@
 """Paged glimpses: a GLIDE draft's passes read the target's pages, without a copy."""
 
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from fastspec.drafters.glide.model import GlideDecoderLayer, GlideLlamaForCausalLM
+from fastspec.models.flat import has_layer_kernels
 from fastspec.models.layout import KVCache, PagedStep, Span
 from fastspec.models.paged_model import PagedModel
+from fastspec.models.rotary import RotaryTable
 from fastspec.models.runner import ModelRunner
 from fastspec.models.transfer import device_tensor
-from fastspec_kernels import cross_attention, tree_attention
+from fastspec.models.twin import is_plain
+from fastspec_kernels import cross_attention, store_kv, tree_attention
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,89 @@ class PagedGlimpse:
         return cast(Tensor, out)[None].to(query.dtype)
 
 
+class FlatGlide:
+    """Passes of few tokens on a CPU, see `PagedModel.flat`: the modules of the layers, without what
+    transformers does around them, which takes longer than they do.
+
+    Args:
+        draft: the twin that runs, whose modules have our kernels.
+    """
+
+    def __init__(self, draft: GlideLlamaForCausalLM):
+        self._draft, base = draft, draft.model
+        self._table = RotaryTable(base.rotary_emb)
+        layers: Any = base.layers
+        rotations = (layer.cross_attn.rotary_emb for layer in layers)
+        # Each layer, and the rotation of its queries to a target whose heads have another size.
+        self._layers = [(a, b and RotaryTable(b)) for a, b in zip(layers, rotations, strict=True)]
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, rows: Tensor | int, step: PagedStep
+    ) -> Tensor:
+        """As `PagedModel.forward`."""
+        base = self._draft.model
+        hidden = base.embed_tokens(input_ids)
+        factors = _factors(self._table, positions)
+        for layer, table in self._layers:
+            hidden = hidden + _attend(layer, layer.input_layernorm(hidden), factors, step)
+            if step.glimpse is not None:
+                crossing = factors if table is None else _factors(table, positions)
+                hidden = hidden + _cross(layer, hidden, crossing, step.glimpse)
+            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        hidden = hidden if isinstance(rows, int) else hidden[rows]
+        return self._draft.lm_head(base.norm(hidden))
+
+
+def _factors(table: RotaryTable, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin [T, 1, D] float32, for `_rotated`."""
+    cos, sin = table.factors(positions)
+    first, second = sin.chunk(2, dim=-1)
+    return cos[:, None], torch.cat((-first, second), dim=-1)[:, None]
+
+
+def _rotated(states: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
+    """States [T, H, D], each half of a head turned with the other one."""
+    turned = states * cos + states.roll(states.shape[-1] // 2, dims=-1) * signed_sin
+    return turned.to(states.dtype)
+
+
+def _attend(
+    layer: GlideDecoderLayer, normed: Tensor, factors: tuple[Tensor, Tensor], step: PagedStep
+) -> Tensor:
+    """Self-attention of rows [T, E], which are stored."""
+    part = layer.self_attn
+    query, key, value = (
+        project(normed).unflatten(-1, (-1, part.head_dim))
+        for project in (part.q_proj, part.k_proj, part.v_proj)
+    )
+    cache = step.caches[part.layer_idx]
+    store_kv(_rotated(key, *factors), value, *cache, step.slot_mapping, backend=step.backend)
+    out = tree_attention(
+        _rotated(query, *factors),
+        *cache,
+        step.block_table,
+        step.context_lens,
+        step.cu_rows,
+        ancestor_mask=step.ancestor_mask,
+        scale=part.scaling,
+        backend=step.backend,
+    )
+    return part.o_proj(cast(Tensor, out).flatten(1))
+
+
+def _cross(
+    layer: GlideDecoderLayer,
+    hidden: Tensor,
+    factors: tuple[Tensor, Tensor],
+    glimpse: PagedGlimpse,
+) -> Tensor:
+    """What rows [T, E] see of the target."""
+    part = layer.cross_attn
+    query = _rotated(part.q_proj(hidden).unflatten(-1, (-1, part.head_dim)), *factors)
+    seen = glimpse.attend(part.layer_idx, query.transpose(0, 1)[None])
+    return part.o_proj(seen[0].flatten(1))
+
+
 class GlideRunner(ModelRunner):
     """Runs a GLIDE draft over its own pages and, in cross-attention, the target's.
 
@@ -66,6 +153,10 @@ class GlideRunner(ModelRunner):
     ):
         super().__init__(paged_model, num_blocks, block_size, chunk_size)
         self._target_caches = target_caches
+        draft = paged_model.model
+        on_cpu = self.device.type == "cpu" and has_layer_kernels(self.device, paged_model.backend)
+        if on_cpu and all(map(is_plain, draft.modules())):
+            paged_model.flat = FlatGlide(draft).forward
 
     def _step(self, spans: list[Span], rows: list[int], parents: Tensor | None = None) -> PagedStep:
         step = super()._step(spans, rows)
