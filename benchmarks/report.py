@@ -8,6 +8,7 @@ import json
 import re
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -75,13 +76,16 @@ def results_page(records: list[dict]) -> str:
 
 
 def updated(readme: str, records: list[dict]) -> str:
-    """The README with its headline and the speed-ups in its table of drafters replaced."""
+    """The README with its headline and the speed-ups in its table of drafters replaced.
+
+    Those of SmolLM2 are of one machine, that on which most drafters ran.
+    """
     chains, latest = chain_runs(records), latest_of_methods(records)
     if chains:
         readme = HEADLINE.sub(lambda m: m[1] + headline(chains[-1]) + "\n" + m[3], readme)
     real = real_runs(records)
-    newest = max(real, key=lambda run: run["date"], default={})
-    real = [run for run in real if run["cpu"] == newest["cpu"]]  # of one machine
+    runs_of = Counter(run["cpu"] for run in real)
+    real = [run for run in real if run["cpu"] == max(runs_of, key=runs_of.__getitem__)]
     return DRAFTERS.sub(lambda m: m[1] + with_speed_ups(m[2], latest, real) + m[3], readme)
 
 
@@ -145,10 +149,10 @@ def chain_runs(records: list[dict]) -> list[dict]:
 
 
 def real_runs(records: list[dict]) -> list[dict]:
-    """The last run of SmolLM2 with each drafter in each dtype, alone and beside peers."""
+    """The last run of SmolLM2 on each machine with each drafter, alone and beside peers."""
     runs = [r for r in records if r["op"] == "end_to_end" and r["target"]["name"] == "smollm2"]
     runs.sort(key=lambda run: run["date"])
-    latest = {(run["dtype"], method_name(run), has_peers(run)): run for run in runs}
+    latest = {(r["cpu"], r["dtype"], method_name(r), has_peers(r)): r for r in runs}
     return [run for _, run in sorted(latest.items())]
 
 
@@ -159,7 +163,8 @@ def has_peers(run: dict) -> bool:
 
 def smollm2(runs: list[dict]) -> str:
     """Table of the drafters of SmolLM2: speeds, and ratios within each run."""
-    heads = ("drafter", "dtype", "T", "plain", "speculative", "`generate`", "better assisted")
+    heads = ("machine", "drafter", "dtype", "T", "plain", "speculative", "`generate`")
+    heads += ("better assisted",)
     heads += ("speculative / plain", "speculative / assisted", "plain / `generate`")
     lines = table_head(*heads, "tokens per target step", "efficiency")
     for run in runs:
@@ -170,8 +175,8 @@ def smollm2(runs: list[dict]) -> str:
             ]
             shown = speeds["plain"], speeds["speculative"], speeds.get("hf_generate")
             shown = (*shown, max(peers, default=None))
-            cells = [f"{method_name(run)}, K={run['num_speculative_tokens']}", run["dtype"]]
-            cells += [f"{row['temperature']:g}"]
+            drafter = f"{method_name(run)}, K={run['num_speculative_tokens']}"
+            cells = [run["cpu"], drafter, run["dtype"], f"{row['temperature']:g}"]
             cells += ["-" if speed is None else f"{speed:.1f}" for speed in shown]
             cells += [f"{ratios[name]:.2f}x" if name in ratios else "-" for name in RATIOS]
             cells.append(f"{row['mean_acceptance_length']:.2f}")
