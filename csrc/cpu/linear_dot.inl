@@ -104,6 +104,8 @@ void multiply_pairs(const PackedRows&, const Product&, int64_t, int64_t) {}
 FASTSPEC_INLINE void write_tile(const Product& product, const float (*sums)[kTileRowsOfAmx],
                                 int64_t row, int64_t rows, int64_t n, int64_t outputs,
                                 Element weights) {
+  static_assert(kNativeLanes == kOutputTile && kNativeLanes == kTileRowsOfAmx);
+  constexpr int64_t kFewRows = 2;  // which are written sooner than all are transposed
   float bias[kOutputTile] = {};
   if (product.bias != nullptr) {
     with_type(weights, [&](auto type) {
@@ -113,9 +115,21 @@ FASTSPEC_INLINE void write_tile(const Product& product, const float (*sums)[kTil
   }
   with_type(product.out_element, [&](auto type) {
     using Out = std::remove_const_t<std::remove_pointer_t<decltype(type)>>;
-    for (int64_t r = 0; r < rows; ++r) {
-      Out* out = static_cast<Out*>(product.out) + (row + r) * product.num_outputs + n;
-      for (int64_t i = 0; i < outputs; ++i) convert(sums[i][r] + bias[i], out + i);
+    Out* out = static_cast<Out*>(product.out) + row * product.num_outputs + n;
+    if (rows <= kFewRows || outputs < kOutputTile) {
+      for (int64_t r = 0; r < rows; ++r, out += product.num_outputs) {
+        for (int64_t i = 0; i < outputs; ++i) convert(sums[i][r] + bias[i], out + i);
+      }
+      return;
+    }
+    NativeF32 columns[kNativeLanes];
+#pragma GCC unroll 16
+    for (int i = 0; i < kNativeLanes; ++i) columns[i] = load_native(sums[i]);
+    transpose(columns);
+    const NativeF32 added = load_native(bias);
+#pragma GCC unroll 16
+    for (int r = 0; r < kNativeLanes; ++r) {
+      if (r < rows) store_native(out + r * product.num_outputs, columns[r] + added);
     }
   });
 }
