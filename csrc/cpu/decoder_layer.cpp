@@ -74,7 +74,7 @@ class Layer {
   static constexpr int64_t kPhases = 7 + PagedAttention::kPhases + kMlpPhases;
 
   void run(const PagedAttention& attention, Team::Member& member) const {
-    member.share(n_.rows, [&](int64_t row) { pack_inputs(row); });
+    share_rows(scratch_.packed_inputs, member, [&](int64_t row) { pack_inputs(row); });
     const Product products[] = {
         {call_.query.weight, call_.query.bias, scratch_.query, Element::kFloat32, n_.queries},
         {call_.key.weight, call_.key.bias, scratch_.key, Element::kFloat32, n_.keys},
@@ -87,7 +87,7 @@ class Layer {
     const Product out = {call_.output.weight, call_.output.bias, scratch_.branch, Element::kFloat32,
                          n_.size};
     multiply(scratch_.packed_attended, &out, 1, member);
-    member.share(n_.rows, [&](int64_t row) { pack_mlp_inputs(row); });
+    share_rows(scratch_.mlp.input, member, [&](int64_t row) { pack_mlp_inputs(row); });
     gated_mlp(call_.mlp, scratch_.mlp, scratch_.branch, Element::kFloat32, member);
     member.share(n_.rows, [&](int64_t row) { add_branch(call_.mlp_out_norm, row); });
   }

@@ -11,9 +11,18 @@ PackedRows take_rows(Element element, int64_t num_rows, int64_t depth, Arena& ar
   return {element, num_rows, depth, arena.take<char>(bytes)};
 }
 
+int64_t groups_of_rows(const PackedRows& rows) {
+  const int64_t together = kernels().linear.rows_together(rows.element);
+  return (rows.num_rows + together - 1) / together;
+}
+
+int64_t first_of_group(const PackedRows& rows, int64_t group) {
+  return std::min(group * kernels().linear.rows_together(rows.element), rows.num_rows);
+}
+
 void pack(const void* input, Element input_element, const PackedRows& rows, Team::Member& member) {
   const int64_t row_bytes = rows.depth * size_of(input_element);
-  member.share(rows.num_rows, [&](int64_t row) {
+  share_rows(rows, member, [&](int64_t row) {
     kernels().linear.pack_row(static_cast<const char*>(input) + row * row_bytes, input_element,
                               rows, row);
   });

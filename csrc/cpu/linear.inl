@@ -192,6 +192,10 @@ int64_t packed_bytes(Element element, int64_t num_rows, int64_t depth) {
   }
 }
 
+int64_t rows_together(Element element) {
+  return packing_of(element) == Packing::kTiles ? kTileRowsOfAmx : 1;
+}
+
 void pack_row(const void* input, Element input_element, const PackedRows& rows, int64_t row) {
   const Packing packing = packing_of(rows.element);
   with_type(input_element, [&](auto type) {
@@ -222,7 +226,7 @@ void multiply(const PackedRows& rows, const Product& product, int64_t first, int
   }
 }
 
-constexpr LinearKernels kLinear = {packed_bytes, pack_row, multiply};
+constexpr LinearKernels kLinear = {packed_bytes, pack_row, rows_together, multiply};
 
 }  // namespace
 }  // namespace fastspec::cpu::FASTSPEC_ISA
