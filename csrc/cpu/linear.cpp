@@ -8,16 +8,8 @@ namespace fastspec::cpu {
 
 PackedRows take_rows(Element element, int64_t num_rows, int64_t depth, Arena& arena) {
   const int64_t bytes = kernels().linear.packed_bytes(element, num_rows, depth);
-  return {element, num_rows, depth, arena.take<char>(bytes)};
-}
-
-int64_t groups_of_rows(const PackedRows& rows) {
-  const int64_t together = kernels().linear.rows_together(rows.element);
-  return (rows.num_rows + together - 1) / together;
-}
-
-int64_t first_of_group(const PackedRows& rows, int64_t group) {
-  return std::min(group * kernels().linear.rows_together(rows.element), rows.num_rows);
+  return {element, num_rows, depth, arena.take<char>(bytes),
+          kernels().linear.rows_together(element)};
 }
 
 void pack(const void* input, Element input_element, const PackedRows& rows, Team::Member& member) {

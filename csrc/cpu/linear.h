@@ -1,5 +1,6 @@
 // The product of a few rows with weight matrices, as one verification step needs it.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 
 #include "arena.h"
@@ -12,7 +13,8 @@ namespace fastspec::cpu {
 struct PackedRows {
   Element element;  // of the weights
   int64_t num_rows, depth;
-  void* data;  // packed_bytes, aligned to 64 bytes
+  void* data;            // packed_bytes, aligned to 64 bytes
+  int64_t together = 1;  // neighbouring rows that lie in the same cache lines
 };
 
 // out[t][n] = sum over k of rows[t][k] * weight[n][k], plus bias[n].
@@ -29,7 +31,7 @@ struct LinearKernels {
   // One row of `depth` values, contiguous, in float32 or as the weights. Where the instruction set
   // multiplies bfloat16, rows become bfloat16, else float32.
   void (*pack_row)(const void* input, Element input_element, const PackedRows& rows, int64_t row);
-  // Neighbouring rows that lie in the same cache lines once they are packed.
+  // Of PackedRows.
   int64_t (*rows_together)(Element element);
   // Outputs first..last of every row; `first` is a multiple of kOutputTile.
   void (*multiply)(const PackedRows& rows, const Product& product, int64_t first, int64_t last);
@@ -43,16 +45,15 @@ inline int64_t output_tiles(int64_t num_outputs) {
 
 PackedRows take_rows(Element element, int64_t num_rows, int64_t depth, Arena& arena);
 
-int64_t groups_of_rows(const PackedRows& rows);
-int64_t first_of_group(const PackedRows& rows, int64_t group);
-
 // Phase: body(row), which packs that row, for all of them. Rows that share cache lines are one
 // worker's: several would take the lines from each other at every store.
 template <class Body>
 void share_rows(const PackedRows& rows, Team::Member& member, const Body& body) {
-  member.share(groups_of_rows(rows), [&](int64_t group) {
-    const int64_t end = first_of_group(rows, group + 1);
-    for (int64_t row = first_of_group(rows, group); row < end; ++row) body(row);
+  const int64_t groups = (rows.num_rows + rows.together - 1) / rows.together;
+  member.share(groups, [&](int64_t group) {
+    const int64_t first = group * rows.together;
+    const int64_t end = std::min(first + rows.together, rows.num_rows);
+    for (int64_t row = first; row < end; ++row) body(row);
   });
 }
 

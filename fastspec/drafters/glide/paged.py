@@ -9,12 +9,12 @@ from torch import Tensor
 from fastspec.drafters.glide.model import GlideDecoderLayer, GlideLlamaForCausalLM
 from fastspec.models.flat import has_layer_kernels
 from fastspec.models.layout import KVCache, PagedStep, Span
-from fastspec.models.paged_model import PagedModel
+from fastspec.models.paged_model import PagedModel, paged_attention
 from fastspec.models.rotary import RotaryTable
 from fastspec.models.runner import ModelRunner
 from fastspec.models.transfer import device_tensor
 from fastspec.models.twin import is_plain
-from fastspec_kernels import cross_attention, store_kv, tree_attention
+from fastspec_kernels import cross_attention, tree_attention
 
 
 @dataclass(frozen=True)
@@ -108,19 +108,12 @@ def _attend(
         project(normed).unflatten(-1, (-1, part.head_dim))
         for project in (part.q_proj, part.k_proj, part.v_proj)
     )
-    cache = step.caches[part.layer_idx]
-    store_kv(_rotated(key, *factors), value, *cache, step.slot_mapping, backend=step.backend)
-    out = tree_attention(
-        _rotated(query, *factors),
-        *cache,
-        step.block_table,
-        step.context_lens,
-        step.cu_rows,
-        ancestor_mask=step.ancestor_mask,
-        scale=part.scaling,
-        backend=step.backend,
+    query, key, value = (
+        states.transpose(0, 1)[None]
+        for states in (_rotated(query, *factors), _rotated(key, *factors), value)
     )
-    return part.o_proj(cast(Tensor, out).flatten(1))
+    out, _ = paged_attention(part, query, key, value, None, part.scaling, paged_step=step)
+    return part.o_proj(out[0].flatten(1))
 
 
 def _cross(
