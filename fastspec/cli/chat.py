@@ -202,7 +202,7 @@ class Chat:
             while output is None:
                 events = engine.step()
                 for event in events:
-                    output = event.output
+                    output = event.output or output
                     source = event.source or source
                     if event.text:
                         writer.write(event.text, source)
@@ -216,6 +216,9 @@ class Chat:
             if output is None:  # it had ended: its last event is here, or waits
                 rest = [*events, *engine.step()]
                 output = next(event.output for event in rest if event.output)
+        except BaseException:
+            engine.abort(request_id)
+            raise
         seconds = time.perf_counter() - start
         self.console.print()
         if self.debugs:

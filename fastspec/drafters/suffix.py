@@ -198,7 +198,7 @@ class SuffixDrafter:
     def likely_copy(self, request: Request, most: int, is_coupled: bool) -> Sequence[int]:
         """At most so many tokens of one path after a match of two or more tokens.
 
-        None where not one is expected to hold.
+        Empty unless at least one is expected to be accepted.
         """
         draft = self.draft(request, most, most, is_coupled, least_match=2)
         return draft.token_ids if draft.expected >= _LEAST_EXPECTED else ()

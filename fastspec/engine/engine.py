@@ -143,7 +143,8 @@ class Engine:
         prompt_list = as_prompt_list(prompts)
         if generation_config is not None:
             require("params", params, params is None, "None beside generation_config")
-            prompt_list = [self._factory.reader.ids(prompt) for prompt in prompt_list]
+            with self._turn:  # a step uses the tokenizer too
+                prompt_list = [self._factory.reader.ids(prompt) for prompt in prompt_list]
             is_decoder = self.decoder_start_id is None
             lengths = [len(ids) if is_decoder else 1 for ids in prompt_list]
             params = [params_of(generation_config, length) for length in lengths]
@@ -192,7 +193,8 @@ class Engine:
         if taken := {"tokenize", *given} & set(chat_template_kwargs or ()):
             raise ValueError(f"chat_template_kwargs: {min(taken)} is not taken from there")
         options = given | dict(chat_template_kwargs or {})
-        prompts = [chat_prompt_ids(self.tokenizer, each, **options) for each in several]
+        with self._turn:
+            prompts = [chat_prompt_ids(self.tokenizer, each, **options) for each in several]
         return self.generate(prompts, params, use_tqdm)
 
     def stream(
@@ -266,7 +268,7 @@ class Engine:
     @property
     def drafters(self) -> dict[str | None, int]:
         """Names for `SamplingParams.drafter`, None the engine's own, with the K of each."""
-        return {name: each.num_speculative_tokens for name, each in self._drafters.items()}
+        return {name: each.num_speculative_tokens for name, each in [*self._drafters.items()]}
 
     @property
     def is_speculative(self) -> bool:
@@ -288,6 +290,7 @@ class Engine:
                 must be such a model.
         Raises:
             ValueError: there is no drafter to use, or not for these options; nothing changes.
+            Exception: what a drafter raised in the last step, as `step` would; the change is made.
         """
         with self._turn:
             running = self._scheduler.running
@@ -303,8 +306,7 @@ class Engine:
     def clear_spec_dec(self) -> None:
         """Decode plainly from the next step on and let the drafter go."""
         with self._turn:
-            self._speculation.disable(self._scheduler.running)
-            self._speculation.known = None
+            self._speculation.clear(self._scheduler.running)
             self._drafters.raise_error()
 
     def add_drafter(
@@ -349,8 +351,7 @@ class Engine:
             users = {request.public_id for request in requests if request.params.drafter == name}
             if users:
                 raise ValueError(f"name: {name!r} drafts for requests that go on: {sorted(users)}")
-            error = self._drafters.pop(name).error
-            if error is not None:
+            if (error := self._drafters.pop(name).error) is not None:
                 raise error
 
     def add_corpus(self, texts: Prompt | Sequence[Prompt]) -> None:
@@ -363,10 +364,9 @@ class Engine:
         Raises:
             ValueError: a text that is no prompt, or no drafter would read them.
         """
-        read = self._factory.reader.corpus_ids
-        ids = [read(text) for text in as_prompt_list(texts, "texts", "texts")]
+        read, given = self._factory.reader.corpus_ids, as_prompt_list(texts, "texts", "texts")
         with self._turn:
-            self._drafters.add_corpus(ids)
+            self._drafters.add_corpus([read(text) for text in given])
 
     @property
     def num_cache_tokens(self) -> int:
@@ -412,8 +412,7 @@ class Engine:
             Exception: whatever the drafter raised in the step before, which was decoded plainly.
         """
         with self._turn:
-            if any(each.error for each in self._drafters.values()):
-                self._drafters.raise_error()
+            self._drafters.raise_error()
             self._loop.round()
             events, self._loop.events = self._loop.events, []
         return events
@@ -457,7 +456,8 @@ class Engine:
         finally:
             for request_id in request_ids:
                 self._close(request_id)
-        self._drafters.raise_error([_with_others(outputs) for outputs in samples])
+        with self._turn:
+            self._drafters.raise_error([_with_others(outputs) for outputs in samples])
 
     def _close(self, request_id: str) -> None:
         """Abort a request of an inbox unless it has ended, and drop the inbox."""

@@ -76,6 +76,10 @@ class Pacer:
             self._measured_of = (drafter, num_speculative_tokens)
         return self._measured
 
+    def forget(self) -> None:
+        """Keep neither the drafter that was measured nor its costs."""
+        self._measured = self._measured_of = None
+
     @torch.inference_mode()
     def _measure(
         self, drafter: Drafter, num_speculative_tokens: int, most: int

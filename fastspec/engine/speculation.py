@@ -132,6 +132,13 @@ class Speculation:
         self.num_speculative_tokens = self.max_nodes = 0
         self.schedule = None
 
+    def clear(self, running: list[EngineRequest]) -> None:
+        """Decode plainly, and let the drafter go."""
+        self.disable(running)
+        self.known = None
+        if self._pacer is not None:
+            self._pacer.forget()
+
     def propose(
         self, requests: list[EngineRequest], others: list[EngineRequest]
     ) -> tuple[Batch, Proposal]:

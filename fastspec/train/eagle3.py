@@ -324,10 +324,10 @@ def train_eagle3(
     Raises:
         ValueError: a checkpoint that is missing, or there without being asked for.
     """
-    file = states_file(out, resume)
     layers = draft.config.target_layers or usual_layers(len(decoder_layers(target)))
     token_ids = cast(Any, draft.lm_head).token_ids
     every = [*texts, *held_out]
+    file = states_file(out, resume, target, (text.token_ids for text in every), layers)
     teacher: Any = stored_lessons(target, layers, every, token_ids, file, on_text)
     processes = OneProcess(target.device)
     trainer = Eagle3Trainer(draft, teacher, len(texts), options, out, processes)

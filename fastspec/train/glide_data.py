@@ -1,5 +1,6 @@
 """What training reads: rows of text, and what the target makes of them, live or kept on disk."""
 
+import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -209,7 +210,8 @@ def stored_states(
         unread = [place for place in places if not states[place][0].any()]
         if unread:
             for place, own in zip(unread, read(unread).cpu(), strict=True):
-                states[place].copy_(own[: lengths[place]])
+                states[place][1:].copy_(own[1 : lengths[place]])
+                states[place][0].copy_(own[0])  # last: it says that the text is there
             advance(first + len(places))
     return states
 
@@ -221,17 +223,27 @@ def check_head(field: str, target: Any, token_ids: Tensor, hidden: Tensor) -> No
         raise ValueError(f"{field}: {type(target).__name__} changes what its head says")
 
 
-def states_file(folder: Path, resume: bool) -> Path:
+def states_file(
+    folder: Path, resume: bool, target: PreTrainedModel, texts: Iterable[Tensor], *kept: Any
+) -> Path:
     """Where a run keeps the states of its target, if it does: in its folder.
+
+    The name tells the target, the token ids of the texts, and what is `kept` of them, so that a
+    resumed run does not take the states of others for its own; a file of another name is deleted.
 
     Raises:
         ValueError: the folder holds a checkpoint, and the run is a new one.
     """
     if (folder / "checkpoint.pt").exists() and not resume:
         raise ValueError(f"out: {folder} holds a checkpoint: resume it, or choose another folder")
-    file = folder / "target-states.bin"
-    if not resume:  # what a run on other text has left
-        file.unlink(missing_ok=True)
+    known = target.name_or_path, target.config.to_json_string(), target.dtype, kept
+    digest = hashlib.sha256(repr(known).encode())
+    for token_ids in texts:
+        digest.update(repr(token_ids.shape).encode() + token_ids.cpu().numpy().tobytes())
+    file = folder / f"target-states-{digest.hexdigest()[:16]}.bin"
+    for other in folder.glob("target-states*.bin"):
+        if not resume or other != file:
+            other.unlink(missing_ok=True)
     return file
 
 

@@ -81,16 +81,16 @@ def train_draft(
         ValueError: a checkpoint that is missing, or there without being asked for; a reduced
             vocabulary, which only distillation can teach, without it.
     """
-    file = states_file(out, resume)
+    num_layers = draft.config.num_hidden_layers
+    num_layers = num_layers if isinstance(draft, GlideLlamaForCausalLM) else 0
+    file = states_file(out, resume, target, [rows.token_ids, rows.lengths], num_layers)
     target.to(processes.device)  # pyright: ignore[reportArgumentType]
     head: Any = draft.get_output_embeddings()
     token_ids = head.token_ids if isinstance(head, ReducedHead) else None
     if token_ids is not None:
         weight = options.distillation
         require("distillation", weight, weight == 1, "1, as the vocabulary is reduced")
-    num_layers = draft.config.num_hidden_layers
     if options.store_target:
-        num_layers = num_layers if isinstance(draft, GlideLlamaForCausalLM) else 0
         teacher = stored_target(target, rows, num_layers, token_ids, file, on_row)
     else:
         teacher = frozen_target(target, rows, num_layers, token_ids)
@@ -101,6 +101,7 @@ def train_draft(
     trained = processes.unwrap_model(trainer.draft, keep_fp32_wrapper=False).eval()
     if processes.is_main_process:
         trained.save_pretrained(out) if token_ids is None else save_reduced(trained, out)
+        file.unlink(missing_ok=True)
     return trainer.record
 
 

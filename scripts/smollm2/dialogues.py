@@ -2,8 +2,8 @@
 
 Answers of the target to prompts put together (`scripts.smollm2.prompts`) and to prompts of its own,
 which it writes after the beginning of a user's turn (Xu et al., "Magpie", arXiv 2406.08464). Every
-other answer is greedy, the rest are drawn at temperature 0.8. One JSON line each, in ids; `--out`
-goes on where it stopped.
+other answer is greedy, the rest are drawn. One JSON line each, in ids; `--out` goes on where it
+stopped.
 """
 
 import argparse
@@ -53,6 +53,7 @@ def main() -> None:
     parser.add_argument("--given", type=int, default=3600, help="prompts put together")
     parser.add_argument("--own", type=int, default=1200, help="prompts of the target's own")
     parser.add_argument("--max-tokens", type=int, default=200)
+    parser.add_argument("--temperature", type=float, default=0.8, help="of the answers drawn")
     parser.add_argument("--seed", type=int, default=0, help="another one gives other dialogues")
     options = parser.parse_args()
     config = EngineConfig(dtype="bfloat16", max_batch_size=_TOGETHER, max_model_len=1024)
@@ -66,7 +67,7 @@ def main() -> None:
         while part := list(islice(prompts, _TOGETHER)):
             params = [
                 SamplingParams(
-                    temperature=0.8 * (n % 2),
+                    temperature=options.temperature * (n % 2),
                     max_tokens=options.max_tokens,
                     seed=n + 1_000_000 * options.seed,
                 )

@@ -160,3 +160,20 @@ def test_an_interrupt_stops_the_answer_and_not_the_program(talk, monkeypatch):
     assert len(answers(shown)) == 3  # the first question was stopped before the target's turn
     assert re.search(r"^[1-9]\d* tokens, .*, stopped$", shown, flags=re.M)
     assert not calls[0].has_unfinished
+
+
+def test_an_answer_that_fails_leaves_nothing_for_the_next(talk, monkeypatch):
+    step, calls = Engine.step, []
+
+    def failing(engine):
+        calls.append(engine)
+        if len(calls) == 2:
+            raise ValueError("propose: no proposal")
+        return step(engine)
+
+    usual = answers(talk("again", options=["--seed", "7"]))
+    monkeypatch.setattr(Engine, "step", failing)
+    shown = talk("hello", "/clear", "again", options=["--seed", "7"])
+    _, after = shown.split("propose: no proposal")
+    assert answers(after) == usual
+    assert not calls[0].has_unfinished

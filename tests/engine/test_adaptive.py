@@ -1,6 +1,8 @@
 """The adaptive schedule: what it decides by counts alone, and that no text depends on it."""
 
+import gc
 import random
+import weakref
 from itertools import pairwise
 
 import pytest
@@ -284,3 +286,13 @@ def test_a_crowd_is_of_one_or_more():
             SpecConfig(disable_by_batch_size=size)
     with pytest.raises(ValueError, match="disable_by_batch_size"):
         SpecConfig("none", disable_by_batch_size=4)
+
+
+def test_a_drafter_whose_costs_were_measured_can_go(model, drafter):
+    spec = SpecConfig(num_speculative_tokens=2, schedule="adaptive")
+    engine = Engine(model, spec=spec)
+    engine.enable_spec_dec(perturbed(model, 0.02, seed=1))
+    drafter = weakref.ref(engine.drafter)
+    engine.clear_spec_dec()
+    gc.collect()
+    assert drafter() is None

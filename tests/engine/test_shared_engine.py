@@ -4,8 +4,10 @@ import gc
 import threading
 
 import pytest
+from transformers import GenerationConfig
 
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
+from fastspec.engine.prompt_reader import PromptReader
 
 from ..models import byte_tokenizer
 from .probes import assert_blocks_came_back, before_passes
@@ -43,6 +45,32 @@ def steps(engine):
         name: output.token_ids for name, output in outputs.items()
     }
     return outputs
+
+
+def test_no_prompt_is_read_beside_a_step(engine, monkeypatch):
+    """Tokenizers are not made for two threads, and a step decodes with the same one."""
+    seen = []
+    for name in ("ids", "corpus_ids"):
+        usual = getattr(PromptReader, name)
+
+        def read(self, *args, usual=usual, name=name):
+            seen.append((name, engine._turn.is_mine))
+            return usual(self, *args)
+
+        monkeypatch.setattr(PromptReader, name, read)
+
+    def template(*args, **kwargs):
+        seen.append(("chat", engine._turn.is_mine))
+        return [3, 5]
+
+    monkeypatch.setattr("fastspec.engine.engine.chat_prompt_ids", template)
+    config = GenerationConfig(max_new_tokens=2, eos_token_id=None)
+    engine.generate("a b", generation_config=config)
+    engine.chat([{"role": "user", "content": "a"}], GREEDY)
+    engine.add_drafter("copies", SpecConfig("suffix", 3))
+    engine.add_corpus("a b")
+    assert {name for name, _ in seen} == {"ids", "chat", "corpus_ids"}
+    assert all(is_mine for _, is_mine in seen)
 
 
 def test_threads_that_share_an_engine_get_their_own_outputs(engine, expected):

@@ -17,7 +17,15 @@ from fastspec.models.reduced_vocabulary import (
     save_reduced,
 )
 from fastspec.train.glide import make_glide, make_shallow
-from fastspec.train.glide_data import Rows, cut_rows, frozen_target, most_frequent, stored_target
+from fastspec.train.glide_data import (
+    Rows,
+    cut_rows,
+    frozen_target,
+    most_frequent,
+    states_file,
+    stored_states,
+    stored_target,
+)
 from fastspec.train.own_text import write_texts
 
 from ..engine.helpers import (
@@ -190,6 +198,47 @@ def test_a_stored_target_says_what_it_said(kind, token_ids, tmp_path):
     assert read == [5]
 
 
+def test_a_text_counts_as_read_once_all_of_it_is_there(tmp_path, monkeypatch):
+    """Whoever is killed between two copies leaves a text that is read again."""
+    truth, copy, copied = torch.arange(1.0, 13).view(2, 3, 2), torch.Tensor.copy_, []
+
+    def dying(self, *args):
+        if len(copied) == 3:
+            raise KeyboardInterrupt
+        copied.append(self)
+        return copy(self, *args)
+
+    def read(places):
+        return truth[places]
+
+    arguments = tmp_path / "s", torch.float32, [3, 2], 2, read, lambda _: None
+    monkeypatch.setattr(torch.Tensor, "copy_", dying)
+    with pytest.raises(KeyboardInterrupt):
+        stored_states(*arguments)
+    monkeypatch.undo()
+    states = stored_states(*arguments)
+    assert torch.equal(states[0], truth[0])
+    assert torch.equal(states[1], truth[1, :2])
+
+
+def test_states_of_other_texts_or_another_target_are_not_taken(tmp_path):
+    target, texts = random_model("llama"), [torch.arange(4), torch.arange(9)]
+    file = states_file(tmp_path, True, target, texts, (1, 2))
+    file.write_bytes(b"states")
+    assert states_file(tmp_path, True, target, texts, (1, 2)) == file
+    assert file.exists()
+    others = (
+        (target, [torch.arange(4)], (1, 2)),
+        (target, [torch.arange(5), torch.arange(8)], (1, 2)),
+        (target, texts, (1, 3)),
+        (random_model("llama", rms_norm_eps=1e-3), texts, (1, 2)),
+    )
+    for other in others:
+        file.write_bytes(b"states")
+        assert states_file(tmp_path, True, *other[:2], other[2]) != file
+        assert not file.exists()
+
+
 def test_a_head_that_is_not_the_end_cannot_be_stored(tmp_path):
     target = random_model("gemma2", final_logit_softcapping=2.0)
     with pytest.raises(ValueError, match="store_target: Gemma2ForCausalLM changes"):
@@ -232,7 +281,7 @@ def test_command_line_from_texts_to_a_draft(chat_folder, tmp_path):
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     (output,) = engine.generate("what is 4?", params)
     assert output.token_ids == Engine(chat_folder).generate("what is 4?", params)[0].token_ids
-    assert b"another run" not in (out / "target-states.bin").read_bytes()
+    assert not [*out.glob("target-states*")]
     result = run("draft", *common, "--store-target", "--accelerate")
     assert result.exit_code == 2
     assert "--store-target: not with --accelerate" in result.output
