@@ -13,7 +13,7 @@ import fastspec
 from fastspec.cli.display import number, progress_bar, table_of
 from fastspec.cli.errors import begin, note
 from fastspec.cli.options import Config, Flags, command, output_file
-from fastspec.cli.prompts import PromptOptions, prompt_ids
+from fastspec.cli.prompts import PromptOptions, tokenize_prompts
 from fastspec.config import EngineConfig, SpecConfig
 from fastspec.config.files import check_can_write
 from fastspec.config.methods import drafting_method
@@ -89,7 +89,7 @@ def bench(
     if measured.refused is not None:
         peer = "assisted generation" if spec.exit_layer is None else "early exit"
         note(f"Hugging Face's {peer} is left out, it fails with {measured.refused:.200}")
-    ids = prompt_ids(measured.tokenizer, texts, prompts.chat)
+    ids = tokenize_prompts(measured.tokenizer, texts, prompts.chat)
     with progress_bar("runs") as bar:
         total = config.num_runs(len(ids), len(measured.by_name()))
         task = bar.add_task("measuring", total=total)

@@ -16,7 +16,7 @@ from rich.text import Text
 from fastspec.cli.display import coloured, legend, number, progress_bar, table_of
 from fastspec.cli.errors import begin
 from fastspec.cli.options import FIXED_RUN, Flags, command, output_file
-from fastspec.cli.prompts import PromptOptions, prompt_ids
+from fastspec.cli.prompts import PromptOptions, tokenize_prompts
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.methods import drafting_method, method_named
 from fastspec.models.named import own_draft
@@ -71,7 +71,7 @@ def demo(
     begin()
     spec = spec.for_repeated_prompts()
     engine = models.engine(spec, config)
-    ids = prompt_ids(engine.tokenizer, texts, prompts.chat)
+    ids = tokenize_prompts(engine.tokenizer, texts, prompts.chat)
     comparisons = []
     with progress_bar("runs") as bar:
         task = bar.add_task("decoding", total=len(texts))

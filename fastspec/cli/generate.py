@@ -11,7 +11,7 @@ import typer
 from fastspec.cli.display import number
 from fastspec.cli.errors import begin, note
 from fastspec.cli.options import AsJson, Config, Flags, command, output_file
-from fastspec.cli.prompts import PromptOptions, prompt_ids, typed_prompts
+from fastspec.cli.prompts import PromptOptions, tokenize_prompts, typed_prompts
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.checks import refuse
 from fastspec.config.files import write_whole
@@ -69,7 +69,7 @@ def generate(
         note("no --draft, so this is plain decoding")
     if show_tree and engine.tokenizer is None:
         raise ValueError("show_tree: the target has no tokenizer")
-    given = prompt_ids(engine.tokenizer, texts, True) if prompts.chat else texts
+    given = tokenize_prompts(engine.tokenizer, texts, True) if prompts.chat else texts
     streams = len(texts) == 1 and not as_json and sys.stdout.isatty()
     trees = engine.tokenizer if show_tree else None
     printer = JsonPrinter() if as_json else TextPrinter(len(texts), show_sources, streams, trees)

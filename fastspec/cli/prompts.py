@@ -102,7 +102,7 @@ def bundled_prompts(count: int, chat: bool = False) -> list[str]:
     return [available[index * len(available) // count] for index in range(count)]
 
 
-def prompt_ids(tokenizer: Any, texts: list[str], chat: bool) -> list[list[int]]:
+def tokenize_prompts(tokenizer: Any, texts: list[str], chat: bool) -> list[list[int]]:
     """The ids of prompts; a tokenizer that cannot do what is asked for is an error of usage."""
     from fastspec.models.loading import prompt_ids
 

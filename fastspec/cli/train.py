@@ -13,7 +13,7 @@ from rich.console import Console
 from fastspec.cli.display import number, progress_bar, table_of
 from fastspec.cli.errors import begin, usage_errors
 from fastspec.cli.options import FIXED_RUN, Flags, command, output_file
-from fastspec.cli.prompts import PromptOptions, prompt_ids
+from fastspec.cli.prompts import PromptOptions, tokenize_prompts
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.checks import is_int, refuse
 from fastspec.config.files import parse_json_lines, read_text, require_file
@@ -207,7 +207,7 @@ def shapes(
 
     models.use_threads()
     tokenizer, model = _load(models.target, config, 0)
-    ids = prompt_ids(tokenizer, texts, prompts.chat)
+    ids = tokenize_prompts(tokenizer, texts, prompts.chat)
     kind, method = ("glide", "glide") if glide else ("draft", "draft_model")
     spec = replace(spec, method=method)
     planner = Planner(model, tokenizer, max_tokens, config=config)

@@ -11,7 +11,7 @@ from rich.console import Console
 from fastspec.cli.display import number, progress_bar, table_of
 from fastspec.cli.errors import begin
 from fastspec.cli.options import FIXED_RUN, Flags, command, output_file
-from fastspec.cli.prompts import PromptOptions, prompt_ids
+from fastspec.cli.prompts import PromptOptions, tokenize_prompts
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.checks import refuse
 from fastspec.config.methods import Method, drafting_method, method_named, methods
@@ -187,7 +187,7 @@ def tune(
         load_named_draft(name, config, tokenizer, target_model)
         for name in (drafts if needs_drafts else ())
     ]
-    ids = prompt_ids(tokenizer, texts, prompts.chat)
+    ids = tokenize_prompts(tokenizer, texts, prompts.chat)
     planner = Planner(target_model, tokenizer, max_tokens, params.temperature, config)
     with progress_bar("runs") as bar:
         task = bar.add_task("measuring", total=len(ids) * (len(specs) + options.repeats))

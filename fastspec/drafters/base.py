@@ -1,4 +1,4 @@
-"""What a drafter sees, and what it is: it proposes, and is told what was kept of that.
+"""The protocol of drafters: the requests and batches that they see, and what they propose.
 
 It knows nothing of the verifier, nor of anything else of the engine.
 """
@@ -39,6 +39,13 @@ class SamplingTensors(TypedDict):
     top_k: Tensor | None
     top_p: Tensor | None
     min_p: Tensor | None
+
+
+def sampling_of_rows(sampling: SamplingTensors, rows: Tensor) -> SamplingTensors:
+    """The parameters of the requests that rows of logits belong to, [R] each."""
+    values = cast(dict[str, Tensor | None], sampling)
+    taken = {name: None if value is None else value[rows] for name, value in values.items()}
+    return cast(SamplingTensors, taken)
 
 
 @dataclass(eq=False)

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Sequence
 from itertools import accumulate, takewhile
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from fastspec.drafters.base import (
     Proposal,
     Request,
     SamplingTensors,
+    sampling_of_rows,
 )
 from fastspec.drafters.context import DrafterContext, DrafterPlan, Loader
 from fastspec.drafters.logit_rules import Rows, apply_rules, without_forbidden
@@ -128,7 +129,7 @@ class DraftModelDrafter:
             chosen, row_sampling = slice(None), sampling
             if len(drafting) < len(num_draft_tokens):
                 chosen = device_tensor(drafting, torch.int64, device)
-                row_sampling = of_rows(sampling, chosen)
+                row_sampling = sampling_of_rows(sampling, chosen)
             if coupled_keys is None:
                 draws = uniforms[chosen, step].contiguous()
                 picked, logprobs = sample(logits, draws, **row_sampling, backend=backend)
@@ -275,11 +276,10 @@ def greedy_sampling(batch: Batch) -> SamplingTensors:
     return SamplingTensors(temperature=zeros, top_k=None, top_p=None, min_p=None)
 
 
-def of_rows(sampling: SamplingTensors, rows: Tensor) -> SamplingTensors:
-    """The parameters of the requests that rows of logits belong to, [R] each."""
-    values = cast(dict[str, Tensor | None], sampling)
-    taken = {name: None if value is None else value[rows] for name, value in values.items()}
-    return cast(SamplingTensors, taken)
+def draft_model_of(drafter: Drafter | None) -> DraftModelDrafter | None:
+    """The draft model that a drafter is, or drafts with as its attribute `draft`; None if none."""
+    model = getattr(drafter, "draft", drafter)
+    return model if isinstance(model, DraftModelDrafter) else None
 
 
 class TargetReader(DraftModelDrafter):

@@ -122,6 +122,16 @@ class _Text:
         return self.decoder.getstate()[0]
 
 
+class _UnsharedBlocks(Blocks):
+    """Blocks of which none is in two tables."""
+
+    def free(self, block_table: list[int]) -> None:
+        """Take all blocks of a table back."""
+        self._free += block_table
+        self.num_free += len(block_table)
+        block_table.clear()
+
+
 class ReencodingDrafter(DraftModelDrafter):
     """Drafts text with a language model that has another tokenizer than the target.
 
@@ -146,7 +156,7 @@ class ReencodingDrafter(DraftModelDrafter):
         target_vocab_size: int,
         confidence_threshold: float | None = None,
     ):
-        self._blocks = Blocks(blocks.num_blocks, blocks.block_size)  # no two texts share one
+        self._blocks = _UnsharedBlocks(blocks.num_blocks, blocks.block_size)
         super().__init__(runner, self._blocks, runner.vocab_size, False, confidence_threshold)
         self._target, self._own, self._num_ids = target, own, target_vocab_size
         self._read, self._written = _translated(target, own), _translated(own, target)

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from fastspec.config import SpecConfig
 from fastspec.drafters.base import Batch, Drafter, Proposal, Request, TreeProposer
 from fastspec.drafters.context import DrafterPlan
-from fastspec.drafters.draft_model import DraftModelDrafter
+from fastspec.drafters.draft_model import DraftModelDrafter, draft_model_of
 from fastspec.drafters.suffix import SuffixDrafter
 from fastspec.models.reduced_vocabulary import DraftVocabulary
 from fastspec.models.transfer import device_tensor, padded_tensor
@@ -46,9 +46,9 @@ class SuffixFirst:
         draws: bool,
     ):
         self.name = model.name
-        draft = getattr(model, "draft", model)
-        assert isinstance(draft, DraftModelDrafter)
-        self.draft = draft  # where the engine looks for GLIDE
+        draft = draft_model_of(model)
+        assert draft is not None
+        self.draft = draft
         self._vocabulary = draft.vocabulary
         # Of proposals without the model: one column, and more for what is copied.
         token_0 = torch.zeros(1, dtype=torch.int64, device=draft.runner.device)
@@ -200,7 +200,7 @@ def with_copies(plan: DrafterPlan, spec: SpecConfig) -> DrafterPlan:
 
     def drafter(target, block_manager) -> Drafter:
         model = plan.build(target, block_manager)
-        if not isinstance(getattr(model, "draft", model), DraftModelDrafter):
+        if draft_model_of(model) is None:
             raise ValueError(f"suffix_tokens: needs a draft model, got drafter {model.name!r}")
         kind = SuffixFirstTrees if isinstance(model, TreeProposer) else SuffixFirst
         copies = SuffixDrafter(*spec.suffix_limits)

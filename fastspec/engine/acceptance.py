@@ -9,8 +9,7 @@ from torch.nn.functional import pad
 
 from fastspec.config import SpecConfig
 from fastspec.drafters import Proposal
-from fastspec.drafters.base import VERIFY_STREAM, Batch, SamplingTensors
-from fastspec.drafters.draft_model import of_rows
+from fastspec.drafters.base import VERIFY_STREAM, Batch, SamplingTensors, sampling_of_rows
 from fastspec.models.transfer import device_tensor
 from fastspec_kernels import (
     build_tree,
@@ -110,7 +109,7 @@ def judge_coupled(
         target_logits,
         seeds[owners],
         lengths[owners] + depths[owners, nodes],
-        **of_rows(batch.sampling, owners),
+        **sampling_of_rows(batch.sampling, owners),
         token_bitmask=token_bitmask,
         backend=batch.backend,
     )
@@ -174,7 +173,8 @@ def judge_synthetic(
     accepted = (stands & (uniforms[:, :width] < rate)).int().cumprod(1).sum(1)
 
     owners = torch.arange(num_requests, device=device).repeat_interleave(counts)
-    given = {**of_rows(sampling, owners), "token_bitmask": token_bitmask, "backend": backend}
+    given = {"token_bitmask": token_bitmask, "backend": backend}
+    given |= sampling_of_rows(sampling, owners)
     logsumexp, _ = row_stats(target_logits, **given)
     scale = sampling["temperature"]
     values = target_logits[rows, tokens].float()

@@ -15,7 +15,7 @@ from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.checks import require
 from fastspec.drafters.base import Drafter
 from fastspec.drafters.context import DrafterContext, DrafterSource
-from fastspec.drafters.draft_model import DraftModelDrafter
+from fastspec.drafters.draft_model import draft_model_of
 from fastspec.drafters.registry import plan_drafter
 from fastspec.engine.block_manager import BlockManager
 from fastspec.engine.generation_config import params_of
@@ -391,8 +391,7 @@ class Engine:
         target = self._runner.paged_model
         dtype = str(target.dtype).removeprefix("torch.")
         drafter, tokens = self._speculation.drafter, None
-        draft = getattr(drafter, "draft", drafter)
-        if isinstance(draft, DraftModelDrafter):
+        if (draft := draft_model_of(drafter)) is not None:
             tokens = vocabulary_of(draft.runner.paged_model.model)
         part = f" drafting {tokens} tokens," if tokens else ""
         return (
@@ -412,7 +411,8 @@ class Engine:
             Exception: whatever the drafter raised in the step before, which was decoded plainly.
         """
         with self._turn:
-            self._drafters.raise_error()
+            if any(each.error for each in self._drafters.values()):
+                self._drafters.raise_error()
             self._loop.round()
             events, self._loop.events = self._loop.events, []
         return events

@@ -13,7 +13,7 @@ from fastspec.config.speculation import MAX_DRAFT_TOKENS
 from fastspec.drafters import Drafter, GlideDrafter, Proposal, TreeProposer
 from fastspec.drafters.base import Batch, CorpusReader, NoDrafter, Request, check_proposal
 from fastspec.drafters.context import DrafterContext, DrafterPlan, DrafterSource
-from fastspec.drafters.draft_model import DraftModelDrafter
+from fastspec.drafters.draft_model import draft_model_of
 from fastspec.drafters.registry import plan_drafter, plan_given
 from fastspec.drafters.suffix_first import SuffixFirst
 from fastspec.engine.block_manager import BlockManager
@@ -273,8 +273,8 @@ class SharedSpeculation(Speculation):
 
     @property
     def _drafts_together(self) -> bool:
-        draft = getattr(self.drafter, "draft", self.drafter)
-        return isinstance(draft, DraftModelDrafter) and draft.runner.paged_model.ranks is not None
+        draft = draft_model_of(self.drafter)
+        return draft is not None and draft.runner.paged_model.ranks is not None
 
     def propose(
         self, requests: list[EngineRequest], others: list[EngineRequest]
@@ -444,7 +444,7 @@ class Speculations(dict[str | None, Speculation]):
             known = self._built(plan_given(replace(self._drafting, **given)))
         elif known is None:
             raise ValueError("drafter: there is none to enable; pass one")
-        elif wants_glide and not isinstance(getattr(known, "draft", known), GlideDrafter):
+        elif wants_glide and not isinstance(draft_model_of(known), GlideDrafter):
             raise ValueError("use_glide_drafter: the drafter to enable is not a GLIDE model")
         own.enable(known, num_speculative_tokens, running)
 

@@ -1,4 +1,4 @@
-"""Whose turn it is with an engine that several threads share."""
+"""A fair lock for an engine that several threads share."""
 
 from threading import Lock, get_ident
 

@@ -10,8 +10,7 @@ from torch.nn.functional import pad
 
 from fastspec.config import SpecConfig
 from fastspec.drafters import Proposal
-from fastspec.drafters.base import Batch
-from fastspec.drafters.draft_model import of_rows
+from fastspec.drafters.base import Batch, sampling_of_rows
 from fastspec.drafters.logit_rules import Rows, apply_rules, without_forbidden
 from fastspec.engine.acceptance import judge, places_of
 from fastspec.engine.outputs import Verdict
@@ -169,7 +168,7 @@ def _add_best(
         return
     chosen, chosen_owners = device_tensor([rows, owners], torch.int64, batch.device)
     mask = None if token_bitmask is None else token_bitmask[chosen]
-    logits, sampling = target_logits[chosen], of_rows(batch.sampling, chosen_owners)
+    logits, sampling = target_logits[chosen], sampling_of_rows(batch.sampling, chosen_owners)
     kept = {**sampling, "token_bitmask": mask, "backend": batch.backend}
     logsumexp, threshold = row_stats(logits, **kept)
     best, token_ids = without_forbidden(logits.float(), mask).topk(min(most, logits.shape[1]))

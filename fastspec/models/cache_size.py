@@ -93,11 +93,5 @@ class Blocks:
             block_table.append(block_id)
         return True
 
-    def free(self, block_table: list[int]) -> None:
-        """Take all blocks of a table back."""
-        self._free += block_table
-        self.num_free += len(block_table)
-        block_table.clear()
-
     def _take(self) -> int:
         return self._free.pop()

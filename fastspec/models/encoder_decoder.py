@@ -125,7 +125,7 @@ class EncoderDecoderModel(PagedModel):
         self._encoder_outputs = (torch.empty(size, dtype=self.dtype, device=self.device),)
 
     def forward(
-        self, input_ids: Tensor, positions: Tensor, rows: Tensor | int, step: PagedStep
+        self, input_ids: Tensor, positions: Tensor, rows: Tensor | None, step: PagedStep
     ) -> Tensor:
         inputs = []
         for span in step.spans:
@@ -142,7 +142,7 @@ class EncoderDecoderModel(PagedModel):
             use_cache=False,
             t5_step=_t5_step(step, positions, *encoded),
         ).logits[0]
-        return logits if isinstance(rows, int) else logits[rows]
+        return logits if rows is None else logits[rows]
 
     def _encode(self, encoder_input: EncoderInput) -> None:
         last = self.vocab_size - 1  # what a drafter cannot read only costs it accuracy

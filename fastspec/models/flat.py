@@ -60,7 +60,7 @@ _VARIANTS = tuple(product((0.0, 1.0), ("silu", "gelu_tanh"), (True, False)))
 
 
 # As `PagedModel.forward`, in its place: ids, positions, rows and the step.
-FlatPass = Callable[[Tensor, Tensor, Tensor | int, PagedStep], Tensor]
+FlatPass = Callable[[Tensor, Tensor, Tensor | None, PagedStep], Tensor]
 
 
 @dataclass
@@ -155,7 +155,7 @@ class FlatModel:
         self._runs = [[*run] for _, run in groupby(layers, lambda x: (x.options, x.rotates))]
 
     def forward(
-        self, input_ids: Tensor, positions: Tensor, rows: Tensor | int, step: PagedStep
+        self, input_ids: Tensor, positions: Tensor, rows: Tensor | None, step: PagedStep
     ) -> Tensor:
         """As `PagedModel.forward`."""
         hidden = self._embed(input_ids).float()
@@ -170,7 +170,7 @@ class FlatModel:
             step.given[LAST_STATE] = self._norm(hidden.to(self._dtype))
         if kept:
             step.store_inputs()
-        hidden = hidden if isinstance(rows, int) else hidden[rows]
+        hidden = hidden if rows is None else hidden[rows]
         return self._head(self._norm(hidden.to(self._dtype)))
 
     def is_whole(self, input_ids: Tensor, positions: Tensor, logits: Tensor) -> bool:

@@ -202,5 +202,5 @@ class StaticPass:
     def run(self) -> Tensor:
         """The forward pass over the buffers; logits of the rows, or of all tokens."""
         step = self._step
-        keep = step.rows if self._keeps_rows else 0
+        keep = step.rows if self._keeps_rows else None
         return self._paged_model.forward(self._ids, step.positions, keep, step)

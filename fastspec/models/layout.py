@@ -52,7 +52,8 @@ class KeptInputs(NamedTuple):
 
 @dataclass(eq=False)
 class StateKey:
-    """Stands for a text while its tokens are cached; a model keeps its states for as long."""
+    """Stands for a text while its tokens are cached; a recurrent model keeps the text's states
+    under it, for as long."""
 
 
 @dataclass(eq=False)

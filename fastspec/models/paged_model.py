@@ -192,12 +192,14 @@ class PagedModel:
             use_few_row_mlps(self.model)
 
     def forward(
-        self, input_ids: Tensor, positions: Tensor, rows: Tensor | int, step: PagedStep
+        self, input_ids: Tensor, positions: Tensor, rows: Tensor | None, step: PagedStep
     ) -> Tensor:
-        """Run T packed tokens ([T] int64 ids and positions); logits [R, V] of `rows`, 0 = all."""
-        if not self._head_takes_no_rows and not isinstance(rows, int) and not len(rows):
+        """Run T packed tokens (ids, positions: [T] int64); logits [R, V] of `rows`, None = all."""
+        if not self._head_takes_no_rows and rows is not None and not len(rows):
             return self.forward(input_ids, positions, torch.zeros_like(positions[:1]), step)[:0]
-        keep: dict[str, Any] = {"logits_to_keep": rows} if self._keeps_logits else {}
+        keep: dict[str, Any] = {}
+        if self._keeps_logits and rows is not None:
+            keep["logits_to_keep"] = rows
         if self.rotary is not None and self.rotary.limit is not None:
             self.rotary.begin(positions, step)
         if self.flat is not None and len(input_ids) <= self._most_flat_rows:
@@ -218,7 +220,7 @@ class PagedModel:
         if self.recurrent is not None:
             self.recurrent.end()
         step.store_inputs()
-        return logits if self._keeps_logits or isinstance(rows, int) else logits[rows]
+        return logits if self._keeps_logits or rows is None else logits[rows]
 
     def new_caches(self, num_blocks: int, block_size: int) -> list[CacheStack]:
         """Uninitialised caches; layers whose heads are alike share one allocation."""

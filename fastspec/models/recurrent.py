@@ -43,7 +43,7 @@ class _Reading:
 
 @dataclass(frozen=True)
 class _Kind:
-    """What a trial told of a class of modules.
+    """Properties of a class of modules, found by a trial.
 
     Attributes:
         cache_name: of the argument that takes the cache.

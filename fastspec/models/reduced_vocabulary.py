@@ -25,7 +25,7 @@ _MOST = 127  # of 8 bits
 
 
 class ReducedHead(nn.Module):
-    """The rows [R, E] of a language-model head that tell R tokens.
+    """A language-model head cut down to R tokens: weight [R, E].
 
     All others get logits of -inf; there are no others, and logits are [.., R], in training mode and
     where `is_spread` is false.

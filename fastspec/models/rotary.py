@@ -13,7 +13,7 @@ _LEAST_KEPT, _MOST_KEPT = 1 << 10, 1 << 15  # positions; at most some MiB of fac
 
 
 class RotaryTable:
-    """What a model's rotation says of positions, kept for the first ones.
+    """The cosines and sines of a model's rotation, kept for the first positions.
 
     Nothing is kept of one that `RotaryLengths` has replaced: it depends on more than positions.
     """

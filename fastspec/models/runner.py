@@ -113,9 +113,8 @@ class ModelRunner:
             depths, step.ancestor_mask = tree
             counts = [span.count for span in spans]
             positions = tree_positions(depths, counts, step.context_lens)
-        return self.paged_model.forward(
-            input_ids, positions, 0 if rows is None else step.rows, step
-        )
+        kept = None if rows is None else step.rows
+        return self.paged_model.forward(input_ids, positions, kept, step)
 
     def prefill(self, token_ids: list[list[int]], spans: list[Span]) -> None:
         """Write keys and values of the spans' tokens, at most chunk_size tokens in one pass."""

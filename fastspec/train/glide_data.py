@@ -217,10 +217,10 @@ def stored_states(
 
 
 def check_head(field: str, target: Any, token_ids: Tensor, hidden: Tensor) -> None:
-    """Refuse a target that makes something else of hidden states than its head says of them."""
+    """Refuse a target whose logits are not its head's output: it caps or scales them."""
     head = target.get_output_embeddings()
     if not torch.equal(head(hidden), target(token_ids, use_cache=False).logits):
-        raise ValueError(f"{field}: {type(target).__name__} changes what its head says")
+        raise ValueError(f"{field}: {type(target).__name__} changes the logits of its head")
 
 
 def states_file(

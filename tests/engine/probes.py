@@ -301,3 +301,8 @@ def count_preemptions(engine):
 
     scheduler._preempt = counted
     return count
+
+
+def is_turn_of_caller(engine):
+    """Whether this thread holds the engine, so that no other takes a step of it."""
+    return engine._turn.is_mine

@@ -10,7 +10,7 @@ from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 from fastspec.engine.prompt_reader import PromptReader
 
 from ..models import byte_tokenizer
-from .probes import assert_blocks_came_back, before_passes
+from .probes import assert_blocks_came_back, before_passes, is_turn_of_caller
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 PROMPTS = [[3, 5, 7, 11 + i] for i in range(6)]
@@ -54,13 +54,13 @@ def test_no_prompt_is_read_beside_a_step(engine, monkeypatch):
         usual = getattr(PromptReader, name)
 
         def read(self, *args, usual=usual, name=name):
-            seen.append((name, engine._turn.is_mine))
+            seen.append((name, is_turn_of_caller(engine)))
             return usual(self, *args)
 
         monkeypatch.setattr(PromptReader, name, read)
 
     def template(*args, **kwargs):
-        seen.append(("chat", engine._turn.is_mine))
+        seen.append(("chat", is_turn_of_caller(engine)))
         return [3, 5]
 
     monkeypatch.setattr("fastspec.engine.engine.chat_prompt_ids", template)

@@ -3,7 +3,7 @@
 import sys
 from dataclasses import replace
 from itertools import accumulate, takewhile
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -17,8 +17,19 @@ from fastspec.drafters.texts import Texts, TextStore
 from fastspec.models.transfer import device_tensor, padded_tensor
 from fastspec_kernels import row_stats, sample, verify_chain
 
-# Tokens that stay (-1 = the logits were not finite), the extra one, and the probabilities of both.
-Verdict = tuple[int, int, list[float]]
+
+class Review(NamedTuple):
+    """What a level keeps of a draft.
+
+    Attributes:
+        num_kept: tokens that stay; -1 = the logits were not finite.
+        extra: the token after them.
+        probs: of those that stay and of the extra one.
+    """
+
+    num_kept: int
+    extra: int
+    probs: list[float]
 
 
 class Level:
@@ -162,12 +173,12 @@ class ModelLevel(Level):
         logits = self.model.vocabulary.whole(self.model.read(requests, texts, num_rows))
         first = [0, *accumulate(num_rows)]
         split = first[num_by_chain]
-        verdicts: list[Verdict] = []
+        reviews: list[Review] = []
         if num_by_chain:
-            verdicts = self._judge(drafts[:num_by_chain], tokens[:num_by_chain], logits, batch)
+            reviews = self._judge(drafts[:num_by_chain], tokens[:num_by_chain], logits, batch)
         if num_by_chain < len(drafts):
-            verdicts += self._judge_leniently(tokens[num_by_chain:], logits[split:])
-        columns = zip(reviewed, tokens, verdicts, first, strict=False)
+            reviews += self._judge_leniently(tokens[num_by_chain:], logits[split:])
+        columns = zip(reviewed, tokens, reviews, first, strict=False)
         for (draft, start), judged, (accepted, extra, probs), row in columns:
             draft.passes[self.name] += 1
             kept = [*judged[: max(0, accepted)], DraftToken(extra, self.name)]
@@ -192,7 +203,7 @@ class ModelLevel(Level):
 
     def _judge(
         self, drafts: list[Draft], tokens: list[list[DraftToken]], logits: Tensor, batch: Batch
-    ) -> list[Verdict]:
+    ) -> list[Review]:
         """Speculative sampling, with this model in the place of the target."""
         device, counts = batch.device, [len(row) for row in tokens]
         width, ids = max(counts), [[token.token_id for token in row] for row in tokens]
@@ -209,9 +220,9 @@ class ModelLevel(Level):
             backend=self.backend,
         )
         table = torch.cat([accepted_len[:, None], output_ids], dim=1).tolist()
-        return [(row[0], row[row[0] + 1], [1.0] * (max(0, row[0]) + 1)) for row in table]
+        return [Review(row[0], row[row[0] + 1], [1.0] * (max(0, row[0]) + 1)) for row in table]
 
-    def _judge_leniently(self, tokens: list[list[DraftToken]], logits: Tensor) -> list[Verdict]:
+    def _judge_leniently(self, tokens: list[list[DraftToken]], logits: Tensor) -> list[Review]:
         """Keep argmaxes, and x while lenience * prob(x) > the prob that its writer gave it."""
         packed = [i for row in tokens for i in (*(token.token_id for token in row), 0)]
         ids = device_tensor(packed, torch.int64, logits.device)
@@ -219,7 +230,7 @@ class ModelLevel(Level):
         best, _ = sample(logits, zeros, temperature=zeros, backend=self.backend)
         best_ids = best.tolist()
         probs, best_probs = (_probs(logits, i, self.backend).tolist() for i in (ids, best))
-        verdicts, first = [], 0
+        reviews, first = [], 0
         for row in tokens:
             end = first
             for token in row:
@@ -230,9 +241,9 @@ class ModelLevel(Level):
             is_finite = min(best_ids[first : end + 1]) >= 0
             accepted = end - first if is_finite else -1
             kept = [*probs[first : first + max(0, accepted)], best_probs[end]]
-            verdicts.append((accepted, best_ids[end], kept))
+            reviews.append(Review(accepted, best_ids[end], kept))
             first += len(row) + 1
-        return verdicts
+        return reviews
 
 
 def _sampling(drafts: list[Draft], batch: Batch) -> SamplingTensors:

@@ -159,7 +159,7 @@ class EagleDraft(PreTrainedModel, GenerationMixin):
     """Drafts with its target's hidden states; weights have published names.
 
     Row i reads the embedding of token i and a hidden state of token i - 1, the target's where that
-    is known, else its own, and tells token i + 1.
+    is known, else its own, and predicts token i + 1.
     """
 
     config: Eagle3Config
@@ -322,12 +322,12 @@ class FlatEagle3:
         self._table = RotaryTable(draft.rotary_emb)
 
     def forward(
-        self, input_ids: Tensor, positions: Tensor, rows: Tensor | int, step: PagedStep
+        self, input_ids: Tensor, positions: Tensor, rows: Tensor | None, step: PagedStep
     ) -> Tensor:
         draft, states = self._draft, cast(PagedStates, step.glimpse)
         embeddings = draft.midlayer.input_layernorm(draft.embed_tokens(input_ids)).float()
         read, factors = states.read(draft.fc)[0].float(), self._table.factors(positions)
         hidden = run_layers([self._layer], read, *factors, step, embeddings).to(draft.dtype)
         states.keep(hidden[None])
-        hidden = hidden if isinstance(rows, int) else hidden[rows]
+        hidden = hidden if rows is None else hidden[rows]
         return draft.lm_head(draft.norm(hidden))

@@ -70,7 +70,7 @@ class FlatGlide:
         self._layers = [(a, b and RotaryTable(b)) for a, b in zip(layers, rotations, strict=True)]
 
     def forward(
-        self, input_ids: Tensor, positions: Tensor, rows: Tensor | int, step: PagedStep
+        self, input_ids: Tensor, positions: Tensor, rows: Tensor | None, step: PagedStep
     ) -> Tensor:
         """As `PagedModel.forward`."""
         base = self._draft.model
@@ -82,7 +82,7 @@ class FlatGlide:
                 crossing = factors if table is None else _factors(table, positions)
                 hidden = hidden + _cross(layer, hidden, crossing, step.glimpse)
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-        hidden = hidden if isinstance(rows, int) else hidden[rows]
+        hidden = hidden if rows is None else hidden[rows]
         return self._draft.lm_head(base.norm(hidden))
 
 

@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fastspec.config.tree_shapes import TreeShape
-from fastspec.drafters.base import DRAFT_STREAM, Batch, Proposal
-from fastspec.drafters.draft_model import DraftModelDrafter, of_rows
+from fastspec.drafters.base import DRAFT_STREAM, Batch, Proposal, sampling_of_rows
+from fastspec.drafters.draft_model import DraftModelDrafter
 from fastspec.drafters.logit_rules import Rows
 from fastspec.drafters.prompt_lookup import known_counts
 from fastspec.drafters.tree.copied import CopiedPaths, put_point_masses
@@ -229,7 +229,7 @@ class ShapedTree:
                 keys = self._batch.keys[:, requests]
                 keys[1] += self._num_levels - 1
                 logits = vocabulary.whole(logits)  # the noise is each token's own
-            sampling = of_rows(self._batch.sampling, requests)
+            sampling = sampling_of_rows(self._batch.sampling, requests)
             if keys is None:
                 if self._copied is not None:
                     rows = requests, nodes, self._num_levels - 1
