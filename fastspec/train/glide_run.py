@@ -81,8 +81,7 @@ def train_draft(
         ValueError: a checkpoint that is missing, or there without being asked for; a reduced
             vocabulary, which only distillation can teach, without it.
     """
-    num_layers = draft.config.num_hidden_layers
-    num_layers = num_layers if isinstance(draft, GlideLlamaForCausalLM) else 0
+    num_layers = draft.config.num_hidden_layers if isinstance(draft, GlideLlamaForCausalLM) else 0
     file = states_file(out, resume, target, [rows.token_ids, rows.lengths], num_layers)
     target.to(processes.device)  # pyright: ignore[reportArgumentType]
     head: Any = draft.get_output_embeddings()

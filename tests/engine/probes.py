@@ -3,6 +3,7 @@
 import torch
 
 from fastspec import SamplingParams
+from fastspec.drafters import draft_model
 from fastspec.drafters.base import DRAFT_STREAM, Batch
 from fastspec.engine import acceptance, verify
 from fastspec.engine.request import EngineRequest
@@ -24,8 +25,7 @@ def drafter_of(engine):
 
 def draft_model_of(engine):
     """What runs the draft model and keeps its cache, also where it drafts a tree."""
-    drafter = drafter_of(engine)
-    return getattr(drafter, "draft", drafter)
+    return draft_model.draft_model_of(drafter_of(engine))
 
 
 def reviewers_of(engine):
