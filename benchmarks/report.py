@@ -110,7 +110,7 @@ def with_speed_ups(table: str, latest: dict[str, dict], real: list[dict]) -> str
 
     They are the speed-up of the bundled models; speed-up and tokens a step of SmolLM2, of the
     settings that were fastest when greedy; and the speed of a shorter run over that of Hugging
-    Face's same method, which ran beside.
+    Face's same method, which ran beside. Each row is of runs with that kind of drafts alone.
     """
 
     def cells(run: dict | None, show: Callable[[dict], str]) -> str:
@@ -119,20 +119,25 @@ def with_speed_ups(table: str, latest: dict[str, dict], real: list[dict]) -> str
         return "-" if {*shown} == {"-"} else " / ".join(shown)
 
     def row(match: re.Match) -> str:
-        is_tree = match[3] == ", tree"
         own = [run for run in real if run["method"] == match[2] and run["dtype"] == "bfloat16"]
-        if match[2] != "tree":
-            own = [run for run in own if bool(run.get("tree_nodes")) == is_tree]
+        own = [run for run in own if kind_of_drafts(run) == match[3]]
         beside = next((run for run in own if has_peers(run)), None)
         alone = [run for run in own if not has_peers(run)] or own
         best = max(alone, key=lambda run: run["results"][0]["ratios"][SPEED_UP], default=None)
-        bundled = None if is_tree else latest.get(f"`{match[2]}`")
+        bundled = None if match[3] else latest.get(f"`{match[2]}`")
         tokens = cells(best, lambda row: f"{row['mean_acceptance_length']:.2f}")
         shown = cells(bundled, speed_up), cells(best, speed_up), tokens, cells(beside, over_peer)
         return f"{match[1]} {' | '.join(shown)} |"
 
-    line = r"^(\| `([a-z0-9_]+)`(, tree)? \|[^|]*\|[^|]*\|)(?:[^|]*\|){4}$"
+    line = r"^(\| `([a-z0-9_]+)`((?:, (?:tree|copies))?) \|[^|]*\|[^|]*\|)(?:[^|]*\|){4}$"
     return re.sub(line, row, table, flags=re.MULTILINE)
+
+
+def kind_of_drafts(run: dict) -> str:
+    """What a row of the README's table says behind the method of such a run."""
+    if run.get("tree_nodes") and run["method"] != "tree":
+        return ", tree"
+    return ", copies" if run.get("suffix_tokens") else ""
 
 
 def chain_runs(records: list[dict]) -> list[dict]:

@@ -124,5 +124,6 @@ def test_readme_of_records():
     cells = {name: measured for name, _, _, *measured in rows}
     assert cells["`draft_model`"] == cells["`tree`"] == ["1.50x / -", "-", "-", "-"]
     assert cells["`glide`"] == ["-"] * 4
-    assert cells["`eagle3`"] == ["-", "1.75x / 1.25x", "2.00 / 2.00", "1.50x / -"]
+    assert cells["`eagle3`"] == ["-", "1.50x / -", "2.00 / -", "1.50x / -"]
+    assert cells["`eagle3`, copies"] == ["-", "1.75x / 1.25x", "2.00 / 2.00", "-"]
     assert cells["`eagle3`, tree"] == ["-", "1.50x / -", "2.00 / -", "1.50x / -"]
