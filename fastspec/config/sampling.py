@@ -206,7 +206,8 @@ class SamplingParams(Options):
         None,
         integer(0, 2**63 - 1),
         "Makes samples repeatable; by default each run differs.",
-        "The same seed gives the same tokens whatever else is in the batch.",
+        "The same seed gives the same tokens whatever else is in the batch; in bfloat16 where the"
+        " model's logits do not depend on that, see docs/requests.md.",
     )
     max_tokens: int | None = option(
         128,

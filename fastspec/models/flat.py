@@ -1,12 +1,10 @@
-"""Decoders of the Llama kind without their modules: passes of few rows on a CPU, and all passes on
-a GPU, are one op over all layers that are alike.
+"""Decoders of the Llama kind without their modules: all layers that are alike are one op.
 
 Names only say which layers may compute that. A trial pass at load decides: each layer's modules,
 copied into a wider type, give the truth, and the op must come as near to it as the modules do.
 """
 
 import logging
-import math
 from collections.abc import Callable, Container, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -21,7 +19,6 @@ from fastspec.models.layout import LAST_STATE, AttentionCall, PagedStep
 from fastspec.models.reduced_vocabulary import ReducedHead
 from fastspec.models.rotary import RotaryTable
 from fastspec.models.twin import (
-    MOST_FEW_ROWS,
     configs_of,
     is_as_exact,
     is_plain,
@@ -93,8 +90,7 @@ class FlatLayer:
         """In the place of the modules' forward, for models that are not flat as a whole."""
         factors: Any = kwargs.get("position_embeddings")
         step: Any = kwargs.get("paged_step")
-        most = most_flat_rows(hidden_states.device)
-        if factors is None or step is None or hidden_states.shape[1] > most:
+        if factors is None or step is None:
             return type(self.module).forward(self.module, hidden_states, *args, **kwargs)
         cos, sin = (factor[0].float() for factor in factors)
         out = run_layers([self], hidden_states[0].float(), cos, sin, step)
@@ -104,11 +100,6 @@ class FlatLayer:
 def has_layer_kernels(device: torch.device, backend: str) -> bool:
     """Whether the backend has more than the reference of `decoder_layers` there."""
     return backend_of("decoder_layers", device, backend) not in (None, "reference")
-
-
-def most_flat_rows(device: torch.device) -> float:
-    """Passes of more tokens use the modules; on GPUs none do."""
-    return MOST_FEW_ROWS if device.type == "cpu" else math.inf
 
 
 def run_layers(

@@ -21,7 +21,6 @@ from fastspec.models.flat import (
     FlatPass,
     find_layers,
     flatten,
-    most_flat_rows,
 )
 from fastspec.models.layout import (
     LAST_STATE,
@@ -44,8 +43,8 @@ from fastspec.models.twin import (
     is_plain_linear,
     replaced,
     twin_of,
-    use_few_row_kernels,
-    use_few_row_mlps,
+    use_mlp_kernels,
+    use_row_kernels,
 )
 from fastspec_kernels import available_backends, store_kv, tree_attention
 
@@ -179,17 +178,16 @@ class PagedModel:
         self.vocab_size: int = text_config.vocab_size  # until the probing pass has logits
         self.max_positions = getattr(text_config, "max_position_embeddings", None)
         self._adopt(model)
-        self.flat: FlatPass | None = None  # runs the passes of at most `most_flat_rows` tokens
-        self._most_flat_rows = most_flat_rows(self.device)
+        self.flat: FlatPass | None = None  # runs all passes without modules
         layers: list[FlatLayer] = []
         is_plain = self.decoder_start_id is None and self.recurrent is None
         if is_plain and self.chunk_size is None and not self._counts_positions:
             layers = find_layers(self.model, backend)
         if backend in ("auto", "cpu"):
-            use_few_row_kernels(self.model)
+            use_row_kernels(self.model)
         self.cache_shapes = self._probe(layers)
         if backend in ("auto", "cpu") and self.flat is None:
-            use_few_row_mlps(self.model)
+            use_mlp_kernels(self.model)
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, rows: Tensor | None, step: PagedStep
@@ -202,7 +200,7 @@ class PagedModel:
             keep["logits_to_keep"] = rows
         if self.rotary is not None and self.rotary.limit is not None:
             self.rotary.begin(positions, step)
-        if self.flat is not None and len(input_ids) <= self._most_flat_rows:
+        if self.flat is not None:
             return self.flat(input_ids, positions, rows, step)
         if self._counts_positions:
             self._cache.num_seen = positions - torch.arange(len(positions), device=self.device)

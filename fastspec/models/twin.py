@@ -1,4 +1,4 @@
-"""A model's second tree of modules on the same weights: our attention, our few-row kernels."""
+"""A model's second tree of modules on the same weights: our attention, our kernels on a CPU."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,8 +15,6 @@ from fastspec_kernels import available_backends, gated_mlp, linear, rms_norm
 
 Forward = Callable[[Tensor], Tensor]
 
-# Above this many rows torch's matrix product is at its best, and prompts are read in such passes.
-MOST_FEW_ROWS = 256
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ROTATION = "apply_rotary_pos_emb"  # what transformers' models call the function
 
@@ -83,21 +81,21 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     return layers
 
 
-def use_few_row_kernels(model: PreTrainedModel) -> None:
-    """Let a model on the CPU compute few rows with our kernels, whose rows are independent.
+def use_row_kernels(model: PreTrainedModel) -> None:
+    """Let a model on the CPU compute with our kernels, whose rows are independent.
 
     Linear layers always; normalisations where ours is as exact on a trial input, so a variant that
     only looks alike keeps its own code, as does what has hooks.
     """
     for module in _modules_on_cpu(model):
         if is_plain_linear(module):
-            ours = _for_few_rows(module, lambda x, m=module: linear(x, m.weight, m.bias))
+            ours = _for_rows(module, lambda x, m=module: linear(x, m.weight, m.bias))
             module.__dict__["forward"] = ours
         elif _is_rms_norm(module) and is_plain(module):
             _take_over(module, lambda x, m=module: rms_norm(x, m.weight, m.variance_epsilon))
 
 
-def use_few_row_mlps(model: PreTrainedModel) -> None:
+def use_mlp_kernels(model: PreTrainedModel) -> None:
     """The same for gated feed-forward blocks."""
     for module in _modules_on_cpu(model):
         if _is_gated_mlp(module):
@@ -108,7 +106,7 @@ def use_few_row_mlps(model: PreTrainedModel) -> None:
 
 
 def _modules_on_cpu(model: PreTrainedModel) -> Iterator[Any]:
-    """The modules of a model that our kernels for few rows can stand for."""
+    """The modules of a model that our kernels can stand for."""
     if model.device.type == "cpu" and "cpu" in available_backends():
         yield from model.modules()
 
@@ -150,14 +148,13 @@ def _with_compiled_rotation(forward: Callable) -> Callable | None:
     return fused
 
 
-def _for_few_rows(module: Any, kernel: Forward) -> Forward:
-    """The module's forward, with a kernel for few rows that are no wider than its weights."""
-    many_rows, widest = type(module).forward, _weight_of(module).dtype.itemsize
+def _for_rows(module: Any, kernel: Forward) -> Forward:
+    """The module's forward, with a kernel for rows that are no wider than its weights."""
+    of_wide_rows, widest = type(module).forward, _weight_of(module).dtype.itemsize
 
     def forward(x: Tensor) -> Tensor:
-        # A sum that is kept in float32 is wider.
-        if x.numel() > MOST_FEW_ROWS * x.shape[-1] or x.dtype.itemsize > widest:
-            return many_rows(module, x)
+        if x.dtype.itemsize > widest:  # a sum that is kept in float32
+            return of_wide_rows(module, x)
         return kernel(x.contiguous())
 
     return forward
@@ -193,8 +190,8 @@ def is_as_exact(ours: Tensor, theirs: Tensor, truth: Tensor) -> bool:
 
 @torch.inference_mode()
 def _take_over(module: Any, kernel: Forward) -> None:
-    """Let a kernel compute few rows of a module if it is as exact on a trial input."""
-    weight, forward = _weight_of(module), _for_few_rows(module, kernel)
+    """Let a kernel compute the rows of a module if it is as exact on a trial input."""
+    weight, forward = _weight_of(module), _for_rows(module, kernel)
     size = weight.shape[-1]
     trial = torch.linspace(-9.0, 9.0, 2 * size).sin().view(2, size).to(weight.dtype)
     wider = torch.float64 if weight.dtype == torch.float32 else torch.float32

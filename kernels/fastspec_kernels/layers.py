@@ -12,11 +12,11 @@ from fastspec_kernels.checks import LOGITS_DTYPES, check_contiguous, check_posit
 def linear(
     input: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: str = "auto"
 ) -> Tensor:
-    """Multiply few rows by a weight matrix, each row's result independent of the other rows.
+    """Multiply rows by a weight matrix, each row's result independent of the other rows.
 
     out[..., n] = sum over k of input[..., k] * weight[n, k], plus bias[n]: torch's linear, made for
-    the few rows of decoding and verification, where reading the weights is all the cost; up to some
-    256 rows it keeps up with torch.
+    the few rows of decoding and verification, where reading the weights is all the cost; with more
+    it keeps up with torch.
 
     Args:
         input: [..., K] float32, bfloat16 or float16, contiguous.

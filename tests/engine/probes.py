@@ -44,7 +44,7 @@ def model_of(engine):
 
 
 def flat_model_of(engine):
-    """What runs the target's passes of few rows without its modules, if something does."""
+    """What runs the target's passes without its modules, if something does."""
     return target_runner(engine).paged_model.flat
 
 

@@ -1,4 +1,4 @@
-"""Passes of few rows without modules: for models proven to compute just that, and no others."""
+"""Passes without modules: for models proven to compute just that, and no others."""
 
 from typing import Any, cast
 

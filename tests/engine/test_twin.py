@@ -7,7 +7,7 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from fastspec import Engine, EngineConfig, SamplingParams
-from fastspec.models.twin import use_few_row_mlps
+from fastspec.models.twin import use_mlp_kernels
 from fastspec_kernels import available_backends
 
 from ..models import random_model
@@ -81,7 +81,7 @@ def test_large_terms_that_cancel_are_no_reason_to_keep_a_module():
         weight[:, 32:] = -weight[:, :32]
         weight += 1e-5 * torch.randn(weight.shape, generator=generator)
     model.register_module("extra", mlp)
-    use_few_row_mlps(model)
+    use_mlp_kernels(model)
     assert "forward" in mlp.__dict__
 
 
@@ -111,6 +111,25 @@ def test_logits_do_not_depend_on_how_many_tokens_are_read(dtype):
         together = torch.cat([logits for _, logits in passes if logits.shape[0]])
         assert plain.token_ids == speculative.token_ids
         assert torch.equal(together[:20], alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@torch.inference_mode()
+def test_logits_do_not_depend_on_what_a_prompt_is_read_with(dtype):
+    """So a seed's text does not either, in 16 bits too and in passes of many tokens."""
+    if "cpu" not in available_backends():
+        return
+    for architecture in ("llama", "qwen3", "gemma2"):
+        model = cast(Any, random_model(architecture, max_position_embeddings=512)).to(dtype)
+        engine = Engine(model, config=EngineConfig(prefill_chunk_size=2048))
+        passes = record_passes(engine)
+        prompt, *others = [[i % 200 + 5 * n for i in range(n, n + 290)] for n in (3, 7, 11, 2)]
+        engine.generate([prompt], GREEDY)
+        alone = torch.cat([logits[:1] for _, logits in passes[-20:]])
+        passes.clear()
+        engine.generate([prompt, *others], GREEDY)
+        assert sum(span.count for span in passes[0][0]) == 4 * 289
+        assert torch.equal(torch.cat([logits[:1] for _, logits in passes[-20:]]), alone)
 
 
 PREFIXES = {"gemma2": "Gemma2", "gpt_neox": "GPTNeoX", "llama": "Llama", "qwen3": "Qwen3"}
