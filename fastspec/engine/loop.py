@@ -102,6 +102,11 @@ class Loop:
         times.append(perf_counter())
         try:
             verdicts = self.verify(batch, proposal, speculation.spec)
+            failed = [place for place, verdict in enumerate(verdicts) if verdict.accepted_len < 0]
+            if failed and any(batch.num_draft_tokens):  # the drafts may be the reason
+                verdicts = self.verify(*speculation.without_drafts(batch), speculation.spec)
+                if any(verdicts[place].accepted_len >= 0 for place in failed):
+                    speculation.blame_draft_logits(batch)
         except BaseException:
             for request in running:  # the drafter waits for a commit that will not come
                 speculation.release(request)

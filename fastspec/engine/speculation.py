@@ -174,8 +174,18 @@ class Speculation:
         except BaseException as error:
             self._fail(error, requests)
         none = [0] * len(requests)
-        batch = Batch(requests, none, none, most, *rules)
+        return self.without_drafts(Batch(requests, none, none, most, *rules))
+
+    def without_drafts(self, batch: Batch) -> tuple[Batch, Proposal]:
+        """The same requests with nothing to judge."""
+        none = [0] * len(batch.requests)
+        batch = replace(batch, num_draft_tokens=none, max_nodes=none)
         return batch, self._no_drafter.propose(batch)
+
+    def blame_draft_logits(self, batch: Batch) -> None:
+        """Verification failed with the last proposal, and not without it."""
+        what = "hold NaN or inf, or nothing finite: nothing could be judged by them"
+        self._fail(ValueError(f"draft_logits: of drafter {self.drafter.name} {what}"), batch.requests)
 
     def record(self, request: EngineRequest, step: Step) -> None:
         """Tell the schedule what became of a request's draft."""
@@ -288,7 +298,7 @@ class SharedSpeculation(Speculation):
         if (wide := proposal.token_ids.shape[1]) > width:
             error = ValueError(f"propose: expected trees of at most {width} nodes, got {wide}")
             self._fail(error, batch.requests)
-            batch, proposal = self._without_drafts(batch)
+            batch, proposal = self.without_drafts(batch)
         own = self._packed(batch, proposal, width)
         shared = own.clone()
         if self._ranks.rank:
@@ -299,7 +309,7 @@ class SharedSpeculation(Speculation):
         if has_failed:
             if not self._has_failed:
                 super()._fail(RuntimeError(_ELSEWHERE), batch.requests)
-            return self._without_drafts(batch)
+            return self.without_drafts(batch)
         if rows == own.tolist():
             return batch, proposal
         if not self._drafts_together:
@@ -346,11 +356,6 @@ class SharedSpeculation(Speculation):
         super()._fail(error, requests)
         if self._drafts_together:  # others may be in its passes, or wait for them
             raise error
-
-    def _without_drafts(self, batch: Batch) -> tuple[Batch, Proposal]:
-        none = [0] * len(batch.requests)
-        batch = replace(batch, num_draft_tokens=none, max_nodes=none)
-        return batch, self._no_drafter.propose(batch)
 
     def _packed(self, batch: Batch, proposal: Proposal, width: int) -> Tensor:
         """[B, _HEAD + 2 * width] int32: what the target reads depends on.

@@ -182,6 +182,40 @@ def test_a_proposal_is_checked_before_anything_is_committed(model, expected, tex
     assert all(isinstance(error, ValueError) for error in errors)
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("is_tree", [False, True], ids=["chain", "tree"])
+def test_draft_logits_that_say_nothing_are_the_drafters_fault(
+    model, expected, texts, value, is_tree
+):
+    """Of one request: all of them decode plainly, and the error names what was wrong. Greedy
+    requests do not need them."""
+
+    def change(proposal):
+        num = len(proposal.token_ids)
+        logits = torch.zeros(num, K + is_tree, 263)
+        logits[1:2] = value
+        if not is_tree:
+            return replace(proposal, draft_logits=logits)
+        parents = torch.arange(K, dtype=torch.int32).expand(num, K).contiguous()
+        chosen = {"parents": parents, "sibling_rule": "without_replacement"}
+        return replace(proposal, draft_logits=logits, **chosen)
+
+    class Drafter(Scripted):
+        if is_tree:
+
+            def max_nodes(self, num_speculative_tokens):
+                return num_speculative_tokens
+
+    engine = Engine(model, Drafter(texts, change=change), spec=SPEC)
+    assert [output.token_ids for output in engine.generate(PROMPTS, GREEDY)] == expected
+    params = SamplingParams(temperature=0.8, seed=5, max_tokens=10)
+    with pytest.raises(ValueError, match="draft_logits: of drafter scripted") as raised:
+        engine.generate(PROMPTS, params)
+    outputs = raised.value.outputs
+    assert {output.finish_reason for output in outputs} == {"length"}
+    assert_blocks_came_back(engine)
+
+
 @pytest.mark.parametrize("token", [-7, 263, 10**6, 2**31 - 1])
 def test_ids_outside_the_vocabulary_are_rejected_as_others_are(model, expected, texts, token):
     def change(proposal):
