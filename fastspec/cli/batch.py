@@ -25,7 +25,8 @@ def batch(
         typer.Option(
             "--input",
             metavar="FILE.jsonl",
-            help='JSON lines, each an object with "prompt" or "messages"; the rest is kept.',
+            help='JSON lines, each an object with "prompt" or "messages", and perhaps options of'
+            ' its own such as "temperature" or "max_tokens"; the rest is kept.',
         ),
     ],
     output_file: Annotated[

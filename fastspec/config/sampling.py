@@ -213,7 +213,7 @@ class SamplingParams(Options):
         128,
         integer(1, None),
         "New tokens of each prompt at most.",
-        "None = as many as the model has room for.",
+        "None = as many as the model has room for; no text gets longer than that.",
         takes_none=True,
     )
     min_tokens: int = option(

@@ -151,9 +151,10 @@ def _check(context: DrafterContext, method: Method | None) -> None:
                 " the tokenizer"
             )
         if not isinstance(part, (str, Path, PreTrainedModel, Drafter)):
+            given = f"the class {part.__name__}" if isinstance(part, type) else type(part).__name__
             raise ValueError(
                 "drafter: expected a path, a hub id, a PreTrainedModel, a Drafter, or several in a"
-                f" list, got {type(part).__name__}"
+                f" list, got {given}"
             )
         if isinstance(part, Drafter):
             continue

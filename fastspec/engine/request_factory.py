@@ -183,7 +183,8 @@ def as_params_list(
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     if not isinstance(params, Sequence):
-        raise ValueError(f"params: expected a list, got {type(params).__name__}")
+        what = type(params).__name__
+        raise ValueError(f"params: expected SamplingParams or a list of them, got {what}")
     several = list(params)
     if len(several) != count:
         raise ValueError(f"params: {len(several)} given for {count} prompts")

@@ -184,8 +184,9 @@ class Speculation:
 
     def blame_draft_logits(self, batch: Batch) -> None:
         """Verification failed with the last proposal, and not without it."""
-        what = "hold NaN or inf, or nothing finite: nothing could be judged by them"
-        self._fail(ValueError(f"draft_logits: of drafter {self.drafter.name} {what}"), batch.requests)
+        whose = f"draft_logits: of drafter {self.drafter.name}"
+        error = ValueError(f"{whose} hold NaN or inf, or nothing finite: they judge nothing")
+        self._fail(error, batch.requests)
 
     def record(self, request: EngineRequest, step: Step) -> None:
         """Tell the schedule what became of a request's draft."""
@@ -459,7 +460,8 @@ class Speculations(dict[str | None, Speculation]):
             ranks.check(call="add_corpus", texts=texts)
         known = [each.known for each in self.values()]
         readers = [each for each in known if isinstance(each, CorpusReader)]
-        require("texts", len(texts), bool(readers), "a drafter that reads a corpus, as suffix")
+        if not readers:
+            raise ValueError("texts: no drafter of this engine reads a corpus; suffix does")
         for reader in readers:
             reader.add_corpus(texts)
 

@@ -286,6 +286,8 @@ def _existing_path(field: str, source: str | Path) -> str | Path:
         raise ValueError(
             f"{field}: expected a path, a hub id or a PreTrainedModel, got {type(source).__name__}"
         )
+    if not str(source):
+        raise ValueError(f"{field}: expected a path, a hub id or a PreTrainedModel, got ''")
     if folder := folder_of(field, str(source)):
         return folder
     folder = Path(source).expanduser()

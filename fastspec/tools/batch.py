@@ -11,7 +11,7 @@ import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from functools import partial
 from multiprocessing import AuthenticationError, get_context, resource_tracker
@@ -37,6 +37,9 @@ from fastspec.tools.settings import Models
 _AHEAD = 2  # rows that a process has at once, in units of its batch size
 _MEETING = "fastspec batch"
 _PATIENCE = timedelta(minutes=5)  # with processes that start more slowly
+_ANSWER = ("text", "token_ids", "finish_reason", "error")
+_OPTIONS = {field.name for field in fields(SamplingParams)}
+_NOT_OF_ROWS = {"n", "logprobs", "prompt_logprobs", "logits_processors"}  # no answer has room
 Row = tuple[int, dict[str, Any]]  # its place, and what holds prompt or messages
 Answers = Iterator[tuple[int, dict[str, Any]]]  # by the place of the row, as they come
 
@@ -67,8 +70,9 @@ def run_batch(
 ) -> int:
     """Answer every row of a file of JSON lines; how many of them failed.
 
-    A row has a "prompt" or "messages"; its answer is the same object with text, token_ids,
-    finish_reason and error, in the order of the rows. Answers are kept beside the target file as
+    A row has a "prompt" or "messages", and perhaps options of `SamplingParams` in the place of the
+    job's; its answer is the same object with text, token_ids, finish_reason and error, in the order
+    of the rows. Answers are kept beside the target file as
     they come, so that a run that was cut off goes on where it stopped.
 
     Args:
@@ -80,8 +84,10 @@ def run_batch(
         ValueError: a row that is none, a rest of another run, models that cannot be loaded, or
             every process has died.
     """
-    lines = parse_json_lines(read_text("input", source), str(source))
-    rows = [_row(place, row) for place, row in lines]
+    lines = [*parse_json_lines(read_text("input", source), str(source))]
+    for place, row in lines:
+        _check_row(place, row, job.params)
+    rows = [row for _, row in lines]
     with _alone(target), _Answers(job, rows, target) as answers:
         left = deque((n, row) for n, row in enumerate(rows) if n not in answers.known)
         progress(len(answers.known), len(rows))
@@ -154,10 +160,24 @@ class _Answers:
         return sum(answer["error"] is not None for answer in answers)
 
 
-def _row(place: str, row: Any) -> dict[str, Any]:
+def _check_row(place: str, row: Any, params: SamplingParams) -> None:
     fits = isinstance(row, dict) and ("prompt" in row) != ("messages" in row)
     require(place, row, fits, "an object with prompt or messages")
-    return row
+    for name in _ANSWER:
+        if name in row:
+            raise ValueError(f"{place}: {name}: the answer has a field of this name; rename yours")
+    try:
+        _params_of(row, params)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
+
+
+def _params_of(row: Mapping[str, Any], params: SamplingParams) -> SamplingParams:
+    """Those of all rows, but for the options that a row has itself."""
+    own = {name: row[name] for name in row.keys() & _OPTIONS}
+    for name in own.keys() & _NOT_OF_ROWS:
+        raise ValueError(f"{name}: not an option of a row")
+    return replace(params, **own)
 
 
 def in_this_process(job: BatchJob, left: deque[Row], engine: Engine | None = None) -> Answers:
@@ -188,7 +208,8 @@ def _answered(engine: Engine, job: BatchJob, take: Callable[[int, bool], list[Ro
                 else:
                     prompt = row["prompt"]
                     require("prompt", prompt, isinstance(prompt, (str, list)), "a text")
-                numbers[engine.add_request(prompt, job.params)] = number
+                params = _params_of(row, job.params)
+                numbers[engine.add_request(prompt, params)] = number
             except ValueError as error:
                 yield number, _answer(None, str(error))
         for event in engine.step() if numbers else ():
@@ -203,12 +224,10 @@ def _messages(messages: Any) -> list[Mapping[str, Any]]:
 
 
 def _answer(output: RequestOutput | None, error: str | None) -> dict[str, Any]:
-    return {
-        "text": output.text if output else "",
-        "token_ids": list(output.token_ids) if output else [],
-        "finish_reason": output.finish_reason if output else "error",
-        "error": error,
-    }
+    given = ("", [], "error")
+    if output is not None:
+        given = (output.text, list(output.token_ids), output.finish_reason)
+    return dict(zip(_ANSWER, (*given, error), strict=True))
 
 
 def _in_processes(replicas: int, job: BatchJob, left: deque[Row]) -> Answers:

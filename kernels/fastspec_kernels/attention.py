@@ -87,8 +87,9 @@ def tree_attention(
     float32 accumulation. Unused cache slots may hold anything, and what a row does not see never
     reaches it. On one backend a row's bits depend on its own query, position and context only, and
     in a tree on which places of the context it sees: not on the batch, the order of blocks or the
-    number of threads, and in a chain not on the other rows. There is one exception: in 16 bits, GPUs from Hopper on multiply the rows of a sequence that has more than 32
-    of them (tokens times H / G) by other instructions, which round in another way. No host
+    number of threads, and in a chain not on the other rows. There is one exception: in 16 bits,
+    GPUs from Hopper on multiply the rows of a sequence that has more than 32 of them (tokens times
+    H / G) by other instructions, which round in another way. No host
     synchronisation by a compiled kernel.
     """
     key_scale, value_scale = check_scales(key_cache, key_scale, value_scale)

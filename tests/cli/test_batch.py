@@ -68,6 +68,32 @@ def test_answers_are_in_order(invoke, pair, source, tmp_path, expected):
     assert [*tmp_path.glob("*.part")] == []
 
 
+def test_rows_have_options_of_their_own(job, tmp_path):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    rows = [{"prompt": "def f("}, {"prompt": "def f(", "max_tokens": 3, "temperature": 0}]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert run_batch(job, source, target) == 0
+    assert [len(row["token_ids"]) for row in answers(target)] == [8, 3]
+    assert answers(target)[1]["max_tokens"] == 3
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("temperature", -1, "line 2: temperature: expected"),
+        ("logprobs", 3, "line 2: logprobs: not an option of a row"),
+        ("n", 2, "line 2: n: not an option of a row"),
+        ("text", "mine", "line 2: text: the answer has a field of this name"),
+    ],
+)
+def test_rows_that_cannot_be_answered_as_they_ask(job, tmp_path, field, value, message):
+    source = tmp_path / "in.jsonl"
+    rows = [{"prompt": "a"}, {"prompt": "a", field: value}]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ValueError, match=message):
+        run_batch(job, source, tmp_path / "out.jsonl")
+
+
 def test_a_run_that_was_cut_off_goes_on(job, source, tmp_path, expected, monkeypatch):
     target, part = tmp_path / "out.jsonl", tmp_path / "out.jsonl.part"
 

@@ -232,7 +232,7 @@ def test_params_of_another_length(model):
     [
         (7, GREEDY, "prompts: expected a list, got int"),
         ([[1], 7], GREEDY, "prompt: expected a list, got int"),
-        ([1], 7, "params: expected a list, got int"),
+        ([1], 7, "params: expected SamplingParams or a list of them, got int"),
         ([1], [{"temperature": 0}], "params: expected SamplingParams, got dict"),
     ],
 )

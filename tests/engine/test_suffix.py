@@ -139,7 +139,7 @@ def test_a_corpus_drafts():
         engine.add_corpus([[3, 9, 8, 7, *said.token_ids], [4, 4]])
         (output,) = engine.generate([[9, 8, 7]], params)
         assert output.stats.num_draft_tokens > 0
-    with pytest.raises(ValueError, match=r"^texts: expected a drafter that reads a corpus"):
+    with pytest.raises(ValueError, match=r"^texts: no drafter of this engine reads a corpus"):
         plain.add_corpus([[1, 2]])
     with pytest.raises(ValueError, match=rf"^texts: token id {VOCAB_SIZE} is not in"):
         engine.add_corpus([[VOCAB_SIZE]])
