@@ -39,7 +39,8 @@ def draft(
     files: Annotated[TrainFiles, Flags()],
     shape: Annotated[DraftShape, Flags()],
     settings: Annotated[
-        TrainOptions, Flags(without=("lookup_rows",), distillation=1.0, optimizer="muon")
+        TrainOptions,
+        Flags(without=("lookup_rows", "acceptance"), distillation=1.0, optimizer="muon"),
     ],
     config: _Config,
     spec: _Spec,
@@ -58,7 +59,7 @@ def glide(
     models: _Target,
     files: Annotated[TrainFiles, Flags()],
     shape: Annotated[DraftShape, Flags()],
-    settings: Annotated[TrainOptions, Flags()],
+    settings: Annotated[TrainOptions, Flags(without=("acceptance",))],
     config: _Config,
     spec: _Spec,
     plain: Annotated[

@@ -29,7 +29,12 @@ class DistillationLoss(torch.autograd.Function):
 
 
 class FrozenHeadLoss(torch.autograd.Function):
-    """The same loss of rows [N, E] before a head [R, E] that does not learn.
+    """The same loss of rows [N, E] before a head [R, E] that does not learn; with a weight, mixed
+    with how likely drafts are rejected.
+
+    The other loss is -log of what is accepted at temperature 1, the sum over the tokens of
+    min(draft_probs, target_probs): a small draft does not waste itself on tokens that it proposes
+    too rarely or too often anyway.
 
     target_probs [N, R]; all three have one type, in which logits are made and dropped again: only
     the gradient of the rows is kept.
@@ -37,16 +42,32 @@ class FrozenHeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: torch.Tensor, head: torch.Tensor, target_probs: torch.Tensor
+        ctx: Any,
+        rows: torch.Tensor,
+        head: torch.Tensor,
+        target_probs: torch.Tensor,
+        acceptance_weight: float = 0.0,
     ) -> torch.Tensor:
         logits = rows @ head.T
         probs = logits.softmax(dim=-1)
         logsumexp = logits.amax(dim=-1).float() - probs.amax(dim=-1).float().log()
         loss = logsumexp.mean() - torch.linalg.vecdot(target_probs, logits).float().mean()
-        ctx.save_for_backward((probs.sub_(target_probs) @ head).div_(len(rows)))
+        gradient = probs - target_probs
+        if acceptance_weight:
+            loss = loss * (1 - acceptance_weight)
+            gradient *= 1 - acceptance_weight
+            # d/dlogits of sum min(q, p) is q * (m - sum m q), m where q is the smaller one.
+            smaller = (probs < target_probs).to(probs.dtype)
+            own = torch.linalg.vecdot(smaller, probs)[:, None]
+            accepted = torch.minimum(probs, target_probs).sum(-1, dtype=torch.float32)
+            accepted = accepted.clamp(min=torch.finfo(torch.float32).tiny)
+            loss -= acceptance_weight * accepted.log().mean()
+            scale = (acceptance_weight / accepted).to(probs.dtype)[:, None]
+            gradient -= smaller.sub_(own).mul_(probs).mul_(scale)
+        ctx.save_for_backward((gradient @ head).div_(len(rows)))
         return loss
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         (gradient,) = ctx.saved_tensors
-        return gradient * gradients[0], None, None
+        return gradient * gradients[0], None, None, None

@@ -265,8 +265,9 @@ class Eagle3Trainer(GlideTrainer):
     def _loss(self, lesson: Any) -> tuple[Tensor, Tensor]:
         draft: Any = self.draft
         head = draft.lm_head.linear.weight.to(lesson.features.dtype)
+        weight = self.options.acceptance
         losses = [
-            FrozenHeadLoss.apply(rows.to(head.dtype), head, lesson.target_probs[places])
+            FrozenHeadLoss.apply(rows.to(head.dtype), head, lesson.target_probs[places], weight)
             for rows, places in unrolled(draft, lesson, self.num_steps)
         ]
         weights = torch.tensor([_STEP_WEIGHT**step for step in range(len(losses))])

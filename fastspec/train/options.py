@@ -128,6 +128,12 @@ class TrainOptions(Options):
     distillation: float = option(
         0.0, _PART, "Weight of the target's distribution against the text, 0 to 1."
     )
+    acceptance: float = option(
+        0.0,
+        _PART,
+        "Weight of what is accepted at temperature 1 against the whole distribution, 0 to 1.",
+        "The loss is then in part -log of the sum of min(draft, target) over all tokens.",
+    )
     optimizer: str = option(
         "adam",
         choice("adam", "muon"),

@@ -82,12 +82,16 @@ def test_a_row_of_each_step_is_what_the_published_forward_drafts(tmp_path):
     }
 
 
-def test_loss_and_gradient_are_those_of_cross_entropy():
+@pytest.mark.parametrize("weight", [0.0, 0.25, 1.0])
+def test_loss_and_gradient_are_those_of_cross_entropy_and_acceptance(weight):
     torch.manual_seed(0)
     rows, head = torch.randn(5, 8, requires_grad=True), torch.randn(11, 8)
     probs = torch.randn(5, 11).softmax(-1)
-    loss = FrozenHeadLoss.apply(rows, head, probs)
-    expected = torch.nn.functional.cross_entropy(rows @ head.T, probs)
+    loss = FrozenHeadLoss.apply(rows, head, probs, weight)
+    logits = rows @ head.T
+    accepted = torch.minimum(logits.softmax(-1), probs).sum(-1)
+    expected = (1 - weight) * torch.nn.functional.cross_entropy(logits, probs)
+    expected = expected - weight * accepted.log().mean()
     torch.testing.assert_close(loss, expected)
     (gradient,) = torch.autograd.grad(3 * loss, rows)
     torch.testing.assert_close(gradient, torch.autograd.grad(3 * expected, rows)[0])
@@ -100,9 +104,11 @@ def test_training_helps_and_goes_on_where_it_stopped(tmp_path):
     shape = DraftShape(reduced_vocab_size=KNOWN)
     done = []
 
-    def run(folder, steps, resume=False):
+    def run(folder, steps, resume=False, acceptance=0.0):
         torch.manual_seed(0)
-        options = TrainOptions(steps=steps, batch_size=4, rate=5e-3, warmup=0.0)
+        options = TrainOptions(
+            steps=steps, batch_size=4, rate=5e-3, warmup=0.0, acceptance=acceptance
+        )
         draft = make_eagle3(target, texts, shape)
         arguments = target, draft, texts, held_out, options, tmp_path / folder, resume
         return train_eagle3(*arguments, lambda *step: done.append(step))
@@ -113,6 +119,8 @@ def test_training_helps_and_goes_on_where_it_stopped(tmp_path):
     assert sum(losses[-5:]) < sum(losses[:5]) - 1
     assert all(old < new for old, new in zip(before, record["sampled_acceptance"], strict=True))
     assert len(before) == 5
+    direct = run("direct", 24, acceptance=0.5)["sampled_acceptance"]
+    assert all(old < new for old, new in zip(before, direct, strict=True))
     assert not [*(tmp_path / "whole").glob("target-states*")]
     with pytest.raises(ValueError, match="holds a checkpoint"):
         run("whole", 24)
