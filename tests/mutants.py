@@ -23,7 +23,7 @@ from .mutations import MUTATIONS, Mutation
 ROOT = Path(__file__).parents[1]
 COPIED = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "csrc", "kernels", "fastspec",
           "tests", "benchmarks")  # fmt: skip
-SECONDS = 900  # that tests may take; a mutant that never ends is seen, too
+SECONDS = 300  # that tests may take; a mutant that never ends is seen, too
 ROWS = ("rows.inl", "simd_exp2.h", "simd_philox.h")  # in rows_*.cpp, other vector code in isa_*.cpp
 
 

@@ -151,9 +151,6 @@ def attention(op: str, batch: int, machine: Machine, tokens: int, context: int) 
     kind, of = op.removesuffix("_attention"), "b1" if is_split else "b64"
     name = f"{kind} q{5 if few else 16} d128 {of} bf16"
     own = load()["kernels"][name]
-    tiles = batch * -(-tokens * group // block_m)
-    if not few:
-        tiles = batch + batch * tokens * group // block_m  # one of two has nothing to do
     keys = context / parts
     read = keys * 2 * HEAD_SIZE * ITEM
     written = block_m * HEAD_SIZE * ITEM
@@ -172,8 +169,9 @@ def attention(op: str, batch: int, machine: Machine, tokens: int, context: int) 
     busy = batch * KV_HEADS * parts
     # A program reads all lengths twice before it knows what is its own.
     launches = [Launch(name, busy, threads, (phase,), 0, 2, 3 if is_split else 1)]
-    if not few and batch > 1:  # one that leaves the sequences to the other
-        launches.append(Launch(name, tiles * KV_HEADS, threads, (), 0, 1))
+    if batch > 1 and not (few and kind == "tree"):  # one that leaves the sequences to the other
+        idle = batch + batch * tokens * group // 64
+        launches.append(Launch(name, idle * KV_HEADS, threads, (), 0, 1))
     if is_split:
         rows = batch * tokens * HEADS
         # A warp for each head; seven partials are on their way.

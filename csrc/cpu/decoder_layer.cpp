@@ -157,6 +157,14 @@ class Layer {
   const Sizes n_;
 };
 
+// Multiply-adds of a layer.
+int64_t work_of(const DecoderLayerCall& call) {
+  const Sizes n(call);
+  const int64_t outputs = n.queries + 2 * n.keys;
+  const int64_t products = outputs * n.inputs + n.size * n.queries + products_of_a_row(call.mlp);
+  return n.rows * products + work_of(call.attention);
+}
+
 bool have_same_pages(const DecoderLayerCall& a, const DecoderLayerCall& b) {
   return a.attention.num_blocks == b.attention.num_blocks &&
          a.attention.block_size == b.attention.block_size;
@@ -182,10 +190,10 @@ void decoder_layers(const std::vector<DecoderLayerCall>& calls) {
   }
   auto first = calls.begin();
   if (first->attention.num_rows == 0) return;
-  const int64_t workers = num_threads();
   while (first != calls.end()) {
     const auto last = std::find_if_not(
         first, calls.end(), [&](const DecoderLayerCall& call) { return are_alike(*first, call); });
+    const int64_t workers = workers_for((last - first) * work_of(*first), kProductsPerWorker);
     const PagedAttention attention(first->attention, workers);
     const Scratch<LayerScratch> scratch(
         [&](Arena& arena) { return take_scratch(*first, Sizes(*first), arena); });

@@ -68,7 +68,8 @@ void gated_mlp(const MlpCall& call) {
   if (call.num_rows == 0) return;
   const Scratch<MlpScratch> scratch(
       [&](Arena& arena) { return take_mlp(call.weights, call.num_rows, arena); });
-  Team(num_threads(), kMlpPhases + 1).run([&](Team::Member& member) {
+  const int64_t products = call.num_rows * products_of_a_row(call.weights);
+  Team(workers_for(products, kProductsPerWorker), kMlpPhases + 1).run([&](Team::Member& member) {
     pack(call.input, call.input_element, scratch->input, member);
     gated_mlp(call.weights, *scratch, call.out, call.out_element, member);
   });

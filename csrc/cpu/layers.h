@@ -41,6 +41,11 @@ struct MlpWeights {
   Activation activation;
 };
 
+// Multiply-adds.
+inline int64_t products_of_a_row(const MlpWeights& weights) {
+  return 3 * weights.size * weights.hidden;
+}
+
 struct MlpScratch {
   PackedRows input, hidden;
   float *gate, *up;  // [num_rows, hidden]

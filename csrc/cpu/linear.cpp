@@ -42,11 +42,11 @@ void linear(const LinearCall& call) {
   const Scratch<PackedRows> rows(
       [&](Arena& arena) { return take_rows(call.element, call.num_rows, call.depth, arena); });
   const Product product = {call.weight, call.bias, call.out, call.element, call.num_outputs};
-  Team(std::min(num_threads(), call.num_outputs / kOutputTile + 1), 2)
-      .run([&](Team::Member& member) {
-        pack(call.input, call.element, *rows, member);
-        multiply(*rows, &product, 1, member);
-      });
+  const int64_t products = call.num_rows * call.num_outputs * call.depth;
+  Team(workers_for(products, kProductsPerWorker), 2).run([&](Team::Member& member) {
+    pack(call.input, call.element, *rows, member);
+    multiply(*rows, &product, 1, member);
+  });
 }
 
 }  // namespace fastspec::cpu

@@ -38,6 +38,7 @@ struct LinearKernels {
 };
 
 constexpr int64_t kOutputTile = 16;
+constexpr int64_t kProductsPerWorker = 1 << 17;  // multiply-adds: some tens of us, weights read
 
 inline int64_t output_tiles(int64_t num_outputs) {
   return (num_outputs + kOutputTile - 1) / kOutputTile;

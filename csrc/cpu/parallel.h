@@ -32,6 +32,11 @@ inline int64_t num_threads() {
   return count;
 }
 
+// As many threads as so much work pays for, `grain` of it for each.
+inline int64_t workers_for(int64_t work, int64_t grain) {
+  return std::clamp<int64_t>(work / grain, 1, num_threads());
+}
+
 // Workers that go through the same phases, each of them some tasks, which are all done before the
 // next phase begins. Nobody waits for a worker that has not come: the others do its tasks, and it
 // runs through what is over when it comes.

@@ -51,18 +51,6 @@ AttentionState take_state(Arena& arena, int64_t rows, int64_t head_size) {
   return {arena.take(rows), arena.take(rows), arena.take(rows * padded(head_size))};
 }
 
-// Multiply-adds, at most.
-int64_t work_of(const AttentionCall& call) {
-  int64_t pairs = 0;
-  for (int64_t b = 0; b < call.batch; ++b) {
-    const int64_t num_rows = call.cu_rows[b + 1] - call.cu_rows[b];
-    int64_t keys = call.context_lens[b];
-    if (call.sliding_window > 0) keys = std::min(keys, call.sliding_window + num_rows);
-    pairs += num_rows * keys;
-  }
-  return pairs * call.num_heads * call.head_size * 2;
-}
-
 // Into how many tiles the tokens of a sequence go at least: where there is little to share out, all
 // workers get as much.
 int64_t num_pieces(const AttentionCall& call, int64_t num_workers) {
@@ -75,6 +63,17 @@ int64_t num_pieces(const AttentionCall& call, int64_t num_workers) {
 }
 
 }  // namespace
+
+int64_t work_of(const AttentionCall& call) {
+  int64_t pairs = 0;
+  for (int64_t b = 0; b < call.batch; ++b) {
+    const int64_t num_rows = call.cu_rows[b + 1] - call.cu_rows[b];
+    int64_t keys = call.context_lens[b];
+    if (call.sliding_window > 0) keys = std::min(keys, call.sliding_window + num_rows);
+    pairs += num_rows * keys;
+  }
+  return pairs * call.num_heads * call.head_size * 2;
+}
 
 PagedAttention::PagedAttention(const AttentionCall& call, int64_t num_workers)
     : sights_(sights_of(call)) {

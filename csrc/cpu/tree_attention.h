@@ -89,6 +89,9 @@ struct AttentionKernels {
 // Throws std::invalid_argument, which names the tensor, unless all indices are within bounds.
 void check_indices(const AttentionCall& call);
 
+// Multiply-adds, at most; the indices have been checked.
+int64_t work_of(const AttentionCall& call);
+
 // What each row of the call sees; the indices have been checked.
 std::vector<Sight> sights_of(const AttentionCall& call);
 

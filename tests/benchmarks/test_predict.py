@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from benchmarks.gpu import predict
 from benchmarks.gpu.resource_model import MACHINES, Launch, Machine, Model, Phase
@@ -27,6 +28,26 @@ def test_every_op_is_predicted_for_one_sequence_and_many():
     ops = {op for op, _ in shown}
     assert ops >= {"verify_tree", "tree_attention", "store_kv", "compact_kv"}
     assert shown == {(op, batch) for op in ops for batch in (1, 64)}
+
+
+def test_attention_is_predicted_as_it_is_launched():
+    """Where sequences may be shared there is a merge, and of many rows a launch that has none."""
+    attention = pytest.importorskip("fastspec_kernels.triton.attention")
+    for case in predict.cases(MACHINES[0]):
+        if not case.op.endswith("attention"):
+            continue
+        tokens, context = case.shape["tokens"], case.shape["context"]
+        sizes = {"dtype": torch.bfloat16, "device": "meta"}
+        query = torch.empty(case.batch * tokens, predict.HEADS, predict.HEAD_SIZE, **sizes)
+        cache = torch.empty(1, 16, predict.KV_HEADS, predict.HEAD_SIZE, **sizes)
+        table = torch.empty(case.batch, context // 16, dtype=torch.int32, device="meta")
+        is_tree = case.op == "tree_attention"
+        scoring = attention.Scoring(1.0)
+        mask = "tree" if is_tree else "cross"
+        common, _ = attention.choose(query, cache, table, mask, scoring, False)
+        nodes = tokens if is_tree else 0
+        kinds = attention.kinds_of_rows(query, predict.KV_HEADS, case.batch, nodes)
+        assert len(case.launches) == len(kinds) + common["split"], case.shape
 
 
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)

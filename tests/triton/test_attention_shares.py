@@ -102,6 +102,15 @@ def test_each_part_has_one_program(batch, rows, most, window):
     assert all(end <= begin for (_, end), (begin, _) in pairwise(ends))
 
 
+def test_a_long_sequence_in_a_large_batch_has_many_programs():
+    """64 trees of 16 tokens, whose own partials alone take 17 MB."""
+    parts_of = {}
+    for b, _, _, parts, *_ in shares_of([2**17] + [1024] * 63, [16] * 64, rows="many"):
+        parts_of[b] = parts
+    assert parts_of[0] >= 16  # each has a program for every KV head
+    assert {parts_of[b] for b in range(1, 64)} == {1}
+
+
 @pytest.mark.parametrize(
     ("lengths", "tokens", "num_kv_heads"),
     [([6144], [33], 8), ([9216], [17], 8), ([2**17], [17], 8), ([12288, 100], [34, 34], 4)],

@@ -106,15 +106,16 @@ def room_for_partials(tiles: int, wanted: int, num_rows: int, head_size: int, ca
 
     Args:
         tiles, wanted: programs for each KV head that there are at least, and that there should be.
-        num_rows: of all heads; each has one more partial.
+        num_rows: of all heads; each has one more partial. With very many, as of a long prompt, the
+            merge would cost more than sharing gains.
     """
     most = PARTIAL_BYTES // ((head_size + 2) * 4)
-    if capacity <= (LONG if 2 * tiles > wanted else CHUNK.value) or num_rows > most // 16:
+    if capacity <= (LONG if 2 * tiles > wanted else CHUNK.value) or num_rows > most // 8:
         return 0
     chunks, runs = -(-capacity // CHUNK.value), -(-capacity // RUN.value)
     # Parts are chunks only where there are no more chunks than programs.
     room = min(num_rows * chunks, max(num_rows * runs, PROGRAMS_WANTED * TILE.value)) + num_rows
-    return min(room, most)
+    return min(room, most - num_rows)
 
 
 def most_shares(rows: str, batch: int, num_rows: int, block_m: int, programs: int) -> int:
