@@ -29,12 +29,14 @@ test: build/.built
 	$(PYTEST) --dist loadfile
 
 # What needs longer than a test should, once for a commit: compilation for every GPU architecture,
-# and the pages of docs/ in strict mode.
+# the pages of docs/ in strict mode, and malformed calls of the sanitized CPU kernels.
 check: lint types build/.built
 	$(PYTEST) --dist load --maxschedchunk 1 -m check
+	$(MAKE) sanitize SANITIZED_TESTS="error or border"
 
-# Tests of the CPU kernels under AddressSanitizer and UBSan, in a copy of the sources; before a
-# release, with GCC.
+# Tests of the CPU kernels under AddressSanitizer and UBSan, in a copy of the sources, with GCC; all
+# of them before a release.
+SANITIZED_TESTS ?= cpu or error or border
 SANITIZED := build/sanitized
 SANITIZERS := -fsanitize=address,undefined
 sanitize: build/.built
@@ -48,7 +50,7 @@ sanitize: build/.built
 	    UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 	    LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so.6)" \
 	    ../../$(BIN)/python -m pytest tests/kernels -p no:cacheprovider \
-	    -k "(cpu or error or border) and not triton and not large"
+	    -k "($(SANITIZED_TESTS)) and not triton and not large"
 
 bench: build/.built
 	$(BIN)/python -m pytest benchmarks --benchmark-only $(if $(RECORD),--record $(RECORD)) $(if $(FULL),--full)

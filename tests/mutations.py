@@ -17,7 +17,7 @@ EMULATED_TREE, EMULATED_ROWS = (
 )
 GREEDY, TREES = "tests/engine/test_greedy.py", "tests/engine/test_token_trees.py"
 SAMPLING = "tests/engine/test_sampling.py"
-SHARES = "tests/triton/test_attention_shares.py"
+SHARES = "tests/triton/test_attention_shares.py tests/triton/test_attention.py"
 PREFIXES = "tests/engine/test_prefix_caching.py tests/engine/test_prefix_blocks.py"
 
 

@@ -111,6 +111,17 @@ def test_exact_distribution(tmp_path, method, options, sampling, num_known, monk
     assert max(copied) >= least
 
 
+def test_a_copied_path_goes_on_from_its_own_nodes_alone():
+    """The copied token below another node, or after one that was not drawn, does not count."""
+    path = CopiedPaths([[5, 6, 7], [5, 6, 7]], 1, 3, torch.device("cpu"))
+    path.follow(torch.tensor([[9, 5], [9, 8]]), torch.zeros(2, 2, dtype=torch.int64), 1, 0)
+    path.follow(torch.tensor([[6, 6], [6, 6]]), torch.tensor([[1, 2], [0, 2]]), 3, 1)
+    token_ids = torch.tensor([[9, 5, 6, 6], [9, 8, 6, 6]])
+    parents = torch.tensor([[0, 0, 1, 2], [0, 0, 0, 2]])
+    added, above = path.beyond(token_ids, parents)
+    assert (added.tolist(), above.tolist()) == ([[7], [-1]], [[4], [0]])
+
+
 def test_rows_that_were_not_drawn_from_are_caught(monkeypatch):
     flatten_draft_logits(monkeypatch)
     target = small_model()
