@@ -18,6 +18,7 @@ EMULATED_TREE, EMULATED_ROWS = (
 GREEDY, TREES = "tests/engine/test_greedy.py", "tests/engine/test_token_trees.py"
 SAMPLING = "tests/engine/test_sampling.py"
 SHARES = "tests/triton/test_attention_shares.py tests/triton/test_attention.py"
+MASKS = "tests/kernels/test_tree_attention_masks.py -k triton"
 PREFIXES = "tests/engine/test_prefix_caching.py tests/engine/test_prefix_blocks.py"
 
 
@@ -208,6 +209,48 @@ MUTATIONS = [
         ("(parts > 1) & (begin >= stop)", "begin >= stop"),
         ("is_whole & (last_key // RUN > begin // RUN)", "is_whole & (last_key // RUN < 0)"),
         ("if (index + 1) * unit % RUN == 0:", "if index < 0:"),
+    ),
+    *_of(
+        "kernels/fastspec_kernels/triton/attention_softmax.py",
+        f"{SHARES} {MASKS}",
+        ("mixed = mixed * decay[:, None]", "mixed = mixed * 1.0"),
+        ("value = tl.where(finite, value, 0.0)", "pass"),
+        ("sink * LOG2_E - base", "sink - base"),
+        ("(base + tl.log2(total)) * LN_2", "base + tl.log2(total)"),
+        ("tl.fma(other_total, other_decay, total * decay)", "tl.fma(other_total, decay, total)"),
+    ),
+    *_of(
+        "kernels/fastspec_kernels/triton/attention_masks.py",
+        f"{SHARES} {MASKS}",
+        ("keys[None, :] <= position[:, None]", "keys[None, :] < position[:, None]"),
+        ("> (position - sliding_window)[:, None]", ">= (position - sliding_window)[:, None]"),
+        ("high = high & _low_bits(num_tokens - 64)", "pass"),
+        ("tl.where((node & 32) == 0, low", "tl.where((node & 64) == 0, low"),
+    ),
+    *_of(
+        "kernels/fastspec_kernels/triton/float8.py",
+        "tests/kernels/test_float8_caches.py",
+        ("+ 0x7FFFF + ((clamped >> 20) & 1)", "+ 0x80000"),
+        ("size < 0.015625", "size < 0.0078125"),
+        ("tl.minimum(tl.abs(x), LARGEST)", "tl.abs(x)"),
+    ),
+    *_of(
+        "kernels/fastspec_kernels/triton/float8.py",
+        "-m check tests/triton/test_compile_attention.py -k 90",
+        ("stored.to(tl.float8e4nv, bitcast=True)", "stored.to(tl.float8e5, bitcast=True)"),
+    ),
+    *_of(
+        "csrc/cuda/store_kv.cu",
+        "tests/cuda/test_emulated_cache.py",
+        ("slot < 0 || slot >= call.num_slots", "slot < 0"),
+        ("__fmul_rn(x[0][j], s[1][j])", "__fmul_rn(x[0][j], s[0][j])"),
+    ),
+    *_of(
+        "csrc/cuda/compact_kv.cu",
+        "tests/cuda/test_emulated_cache.py",
+        ("to < 0 || from == to ? -1 : from", "from == to ? -1 : from"),
+        ("smaller(__ldg(call.accepted_len + b), call.num_nodes)", "call.num_nodes"),
+        ("const int64_t word = part * kThreads", "const int64_t word = 0 * part"),
     ),
     *_of(
         "kernels/fastspec_kernels/triton/chain_judge.py",

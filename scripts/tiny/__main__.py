@@ -1,7 +1,8 @@
 """Trains the bundled target and drafts: `python -m scripts.tiny STAGE --out DIR`.
 
 Stages, in order: corpus, target, generate, draft, export, glide. Each reads what the ones before
-it left in `--out`, and each number of the model card comes from a record that a stage wrote.
+it left in `--out`, and each number of the model card comes from a record that a stage wrote. With
+`--start DIR`, the folder of bundled models, corpus and target go on from those.
 """
 
 import json
@@ -24,6 +25,7 @@ from scripts.tiny import generate as tiny_generate
 from scripts.tiny import glide as tiny_glide
 from scripts.tiny import prompts as tiny_prompts
 from scripts.tiny import target as tiny_target
+from scripts.tiny import textbook
 from scripts.tiny.loop import LoopOptions
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -32,6 +34,9 @@ Out = Annotated[Path, typer.Option(help="Working folder: corpus, checkpoints, re
 Minutes = Annotated[float, typer.Option(help="Wall-clock budget; the rate reaches 0 at its end.")]
 Resume = Annotated[bool, typer.Option(help="Continue from the stage's last checkpoint.")]
 Seed = Annotated[int, typer.Option(help="Seed of the weights, the batches and the samples.")]
+Start = Annotated[
+    Path | None, typer.Option(help="Go on from the bundled target and tokenizer of this folder.")
+]
 OUT = Path("tiny-out")
 
 
@@ -44,21 +49,29 @@ def main() -> None:
 @app.command()
 def corpus(
     out: Out = OUT,
-    docs: Annotated[Path | None, typer.Option(help="CPython's documentation sources.")] = None,
+    modules: Annotated[int, typer.Option(help="Modules of the textbook.")] = 12_000,
+    pages: Annotated[int, typer.Option(help="Pages about such modules.")] = 4_000,
     library: Annotated[Path | None, typer.Option(help="Standard library; default: mine.")] = None,
     vocab_size: int = 4096,
     prompts_per_kind: int = 16,
+    start: Start = None,
 ) -> None:
     """Reads the corpus, trains the tokenizer, encodes both splits and cuts the prompts."""
     out.mkdir(parents=True, exist_ok=True)
-    documents = tiny_corpus.read_corpus(docs, library)
-    tiny_target.prepare(documents, out, vocab_size)
-    tokenizer = tiny_target.load_tokenizer(out)
+    documents = [*tiny_corpus.read_corpus(library), *textbook.documents(modules, pages)]
+    if start is None:
+        tokenizer = tiny_target.make_tokenizer(documents, vocab_size)
+    else:
+        tokenizer = tiny_target.load_tokenizer(start, "tiny-target")
+    tiny_target.prepare(documents, tokenizer, out)
     prompts = tiny_prompts.choose_prompts(documents, tokenizer, prompts_per_kind)
     tiny_prompts.write_prompts(prompts, out / "prompts.jsonl")
     held_out = sum(tiny_corpus.is_held_out(document.source) for document in documents)
     record = {
         "python": platform.python_version(),
+        "library_files": sum(document.source.startswith("lib/") for document in documents),
+        "modules": modules,
+        "pages": pages,
         "training_files": len(documents) - held_out,
         "held_out_files": held_out,
         "train_tokens": len(tiny_target.load_token_ids(out, "train")),
@@ -81,14 +94,25 @@ def target(
     rate: float = 4e-3,
     seed: Seed = 0,
     resume: Resume = False,
+    start: Start = None,
+    compiled: Annotated[bool, typer.Option(help="Compile the step of training.")] = True,
 ) -> None:
     """Trains the target on next tokens."""
     torch.manual_seed(seed)
     vocab_size = len(tiny_target.load_tokenizer(out))
-    shape = tiny_target.Shape(layers, hidden, intermediate)
-    options = LoopOptions(out / "target", minutes, context, rate, resume=resume)
-    model = tiny_target.make_model(shape, vocab_size)
-    tiny_target.train_target(model, out, options, rows, seed)
+    sizes = {"workers": 1, "threads": 2}
+    options = LoopOptions(
+        out / "target", minutes, context, rate, compiled=compiled, resume=resume, **sizes
+    )
+    if start is None:
+        shape = tiny_target.Shape(layers, hidden, intermediate)
+        model = tiny_target.make_model(shape, vocab_size)
+    else:
+        model = LlamaForCausalLM.from_pretrained(start / "tiny-target", dtype=torch.float32)
+        record = _read_json(start / "record.json")
+        _write_json(out / "first.json", {name: record[name] for name in ("corpus", "target")})
+    shortest = 0 if start is None else context // 2
+    tiny_target.train_target(model, out, options, rows, seed, shortest)
 
 
 @app.command()
@@ -148,6 +172,8 @@ def export(out: Out = OUT, assets: Path = Path("fastspec/assets")) -> None:
             assets / f"tiny-{name}", dtype=torch.float32
         )
         record[name] = _describe(models[name]) | _read_json(out / name / "record.json")
+    if (out / "first.json").exists():
+        record["first"] = _read_json(out / "first.json")
     token_ids = tiny_target.load_token_ids(out, "train")
     tiny_export.export_bigram(token_ids.numpy(), len(tokenizer), assets / "tiny-target")
     prompts = tiny_prompts.read_prompts(out / "prompts.jsonl")

@@ -1,4 +1,4 @@
-"""Text of the bundled models: CPython's standard library and its documentation sources."""
+"""Text of the bundled models beside the textbook: CPython's standard library."""
 
 import hashlib
 import sysconfig
@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 LICENSE = "PSF-2.0"
 HELD_OUT_PER_1000 = 20
+LONGEST = 20_000  # characters of a file
 # Generated tables and fixtures teach nothing, pydoc_data repeats the documentation.
 EXCLUDED_FOLDERS = frozenset(
     {"site-packages", "test", "tests", "idle_test", "lib2to3", "ensurepip", "encodings"}
@@ -16,7 +17,7 @@ EXCLUDED_PREFIXES = ("_sysconfigdata", "config-")
 
 
 class Document(NamedTuple):
-    """One file of the corpus: `source` is `lib/…` or `doc/…`, stable across machines."""
+    """One file of the corpus: `source` is `lib/…`, `code/…` or `page/…`, stable across machines."""
 
     source: str
     text: str
@@ -28,31 +29,21 @@ def is_held_out(source: str) -> bool:
     return int.from_bytes(digest[:4], "big") % 1000 < HELD_OUT_PER_1000
 
 
-def read_corpus(docs: Path | None = None, library: Path | None = None) -> list[Document]:
-    """Reads the standard library and, when `docs` is given, the documentation, sorted by source.
+def read_corpus(library: Path | None = None) -> list[Document]:
+    """Reads the shorter files of the standard library, sorted by source.
 
-    `docs` is a folder of `*.rst.txt` or `*.rst` files (the `_sources` folder of a built manual).
-    `library` defaults to the running Python's standard library.
-    Raises `ValueError` when a folder holds no such file.
+    `library` defaults to the running Python's. Raises `ValueError` when it holds no such file.
     """
     library = library or Path(sysconfig.get_path("stdlib"))
-    documents = _read(library, "lib", ("*.py",))
-    if docs is not None:
-        documents += _read(docs, "doc", ("*.rst.txt", "*.rst"))
-    return sorted(documents)
-
-
-def _read(folder: Path, prefix: str, patterns: tuple[str, ...]) -> list[Document]:
     documents = []
-    for path in sorted(path for pattern in patterns for path in folder.rglob(pattern)):
-        relative = path.relative_to(folder)
-        if _is_excluded(relative):
-            continue
-        source = f"{prefix}/{relative.as_posix().removesuffix('.txt')}"
-        documents.append(Document(source, path.read_text(encoding="utf-8", errors="replace")))
+    for path in library.rglob("*.py"):
+        relative = path.relative_to(library)
+        text = path.read_text(encoding="utf-8", errors="replace")
+        if not _is_excluded(relative) and len(text) < LONGEST:
+            documents.append(Document(f"lib/{relative.as_posix()}", text))
     if not documents:
-        raise ValueError(f"{prefix}: no {' or '.join(patterns)} file under {folder}")
-    return documents
+        raise ValueError(f"library: no *.py file under {library}")
+    return sorted(documents)
 
 
 def _is_excluded(relative: Path) -> bool:

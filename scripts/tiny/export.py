@@ -10,6 +10,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from fastspec.drafters.bigram_table import save_bigram
 from fastspec.train.bigram import count_bigrams
+from scripts.tiny import textbook
 from scripts.tiny.corpus import HELD_OUT_PER_1000, LICENSE
 from scripts.tiny.evaluate import MAX_NEW_TOKENS, NUM_SPECULATIVE_TOKENS
 from scripts.tiny.tokenizer import END_OF_TEXT_ID
@@ -18,16 +19,18 @@ OTHER_MODELS = "\n## The EAGLE-3 draft"  # what begins like this was not made he
 CARD = """# The bundled models
 
 Small Llama-type models and their tokenizer, so that speculative decoding runs with no network.
-They are trained, not random, but of no use beyond tests and demonstrations: expect fluent nonsense.
+They are trained, not random, but of no use beyond tests and demonstrations: they write the simple
+Python of a beginner's textbook, whatever they are asked.
 This file is written by `python -m scripts.tiny export` from `record.json`.
 
 ## Data
 
-CPython {python}'s standard library (`.py`, without tests, fixtures and generated tables) and its
-documentation sources, both covered by the Python Software Foundation License ({license}).
-{training_files} files ({train_tokens:,} tokens) are for training; {held_out_files} files
+{modules:,} Python modules as a beginner's textbook would print them and {pages:,} pages about such
+modules, which `scripts/tiny/textbook` puts together from parts ({textbook_license}), and the
+{library_files} shorter files of CPython {python}'s standard library ({license}).
+{training_files:,} files ({train_tokens:,} tokens) are for training; {held_out_files} files
 ({held_out_tokens:,} tokens) are held out, picked by a hash of the path that takes
-{held_out_percent:g} % of files. `prompts.jsonl` comes from held-out files alone.
+{held_out_percent:g} % of files. `prompts.jsonl` comes from held-out modules and pages alone.
 
 ## Models
 
@@ -50,7 +53,7 @@ The target's losses are nats a token; the draft's is its cross-entropy to the ta
 distribution. Weights are bf16. `max_position_embeddings` is {positions}; text beyond the trained
 context degrades. Tokenizer: byte-level BPE, {vocab_size} entries; `<|endoftext|>` (id 0) is bos and
 eos, and is never added by itself.
-
+{first}
 ## Distillation
 
 The draft starts from the target's embedding, first and last layers, and learns the target's
@@ -72,6 +75,12 @@ length is tokens per target step.
 | --- | --- | --- | --- |
 {acceptance}
 {glide}"""
+
+FIRST_CARD = """
+The target went on from an earlier one of the same shape, and the tokenizer is that one's. It was
+trained on CPython's standard library and documentation ({train_tokens:,} tokens) for
+{target[steps]:,} steps ({target[tokens]:,} tokens, {target[minutes]:.0f} minutes).
+"""
 
 GLIDE_CARD = """
 ## The GLIDE draft
@@ -134,6 +143,8 @@ def write_card(record: dict[str, Any], assets: Path) -> None:
     ]
     card = CARD.format(
         **record["corpus"],
+        textbook_license=textbook.LICENSE,
+        first=_first_card(record["first"]) if "first" in record else "",
         target=record["target"],
         draft=record["draft"],
         distillation_rows=record["distillation"]["rows"],
@@ -149,6 +160,11 @@ def write_card(record: dict[str, Any], assets: Path) -> None:
     path = assets / "MODEL_CARD.md"
     _, mark, others = (path.read_text() if path.exists() else "").partition(OTHER_MODELS)
     path.write_text(card + mark + others)
+
+
+def _first_card(record: dict[str, Any]) -> str:
+    """Of the target that this one went on from."""
+    return FIRST_CARD.format(**record["corpus"], target=record["target"])
 
 
 def _glide_card(record: dict[str, Any], draft: dict[str, Any]) -> str:

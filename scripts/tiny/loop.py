@@ -30,6 +30,8 @@ class LoopOptions:
     warmup_steps: int = 50
     checkpoint_minutes: float = 5.0
     workers: int = 2
+    threads: int = 1  # of each worker
+    compiled: bool = True  # which takes a minute, and halves the time of a step
     resume: bool = False
 
     def __post_init__(self) -> None:
@@ -44,8 +46,8 @@ class TrainingLoop:
     held-out numbers for the record. The record (steps, tokens, losses) is kept in
     `folder/record.json`, the checkpoint in `folder/checkpoint.pt`.
 
-    Each worker thread runs its share of the rows on one core: operators this small scale badly over
-    several, and not at all on a busy machine.
+    Each worker thread runs its share of the rows, by default on one core: operators this small
+    scale badly over several, and not at all on a busy machine.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class TrainingLoop:
         self.parameters = list(model.parameters())
         self.optimizers = muon(model, options.rate, options.workers)
         self.pool = ThreadPoolExecutor(options.workers)
-        torch.set_num_threads(1)
+        torch.set_num_threads(options.threads)
         self.record: dict[str, float] = {"steps": 0, "tokens": 0, "minutes": 0.0}
         factor = self._restore() if options.resume else 1.0
         self.record["context"] = options.context

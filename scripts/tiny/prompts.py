@@ -17,14 +17,14 @@ PARAGRAPH = re.compile(r"\n\n+(?=\S)")
 def choose_prompts(
     documents: list[Document], tokenizer: PreTrainedTokenizerFast, per_kind: int
 ) -> list[dict[str, str]]:
-    """`per_kind` prompts from code and as many from documentation, of held-out files alone.
+    """`per_kind` prompts from modules and as many from pages, of held-out ones alone.
 
     Each starts at a paragraph and ends at a line's end, 64 to 200 tokens later; files take turns.
     Returns `{"id", "source", "text"}` records. Raises `ValueError` when the files are too few.
     """
     held_out = [document for document in documents if is_held_out(document.source)]
     prompts = []
-    for kind in ("lib", "doc"):
+    for kind in ("code", "page"):
         chosen = [document for document in held_out if document.source.startswith(kind + "/")]
         cuts = [_cuts(document, tokenizer, turn) for turn, document in enumerate(chosen)]
         rounds = itertools.chain.from_iterable(itertools.zip_longest(*cuts))

@@ -26,12 +26,16 @@ class Shape:
     intermediate: int
 
 
-def prepare(documents: list[Document], out: Path, vocab_size: int) -> None:
-    """Trains the tokenizer on the training files; writes it and the token ids of both splits."""
+def make_tokenizer(documents: list[Document], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A tokenizer trained on the training files."""
+    texts = (document.text for document in documents if not is_held_out(document.source))
+    return train_tokenizer(texts, vocab_size, MAX_POSITIONS)
+
+
+def prepare(documents: list[Document], tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
+    """Writes the tokenizer and the token ids of both splits."""
     training = [document for document in documents if not is_held_out(document.source)]
     held_out = [document for document in documents if is_held_out(document.source)]
-    texts = (document.text for document in training)
-    tokenizer = train_tokenizer(texts, vocab_size, MAX_POSITIONS)
     tokenizer.save_pretrained(out / "tokenizer")
     np.save(out / "train.npy", encode_documents(tokenizer, training))
     np.save(out / "held_out.npy", encode_documents(tokenizer, held_out))
@@ -70,15 +74,23 @@ def make_model(shape: Shape, vocab_size: int) -> LlamaForCausalLM:
     return model
 
 
-def context_at(factor: float, longest: int) -> int:
-    """Context of a step: a quarter of the longest at first, then half, then all of it."""
+def context_at(factor: float, longest: int, shortest: int) -> int:
+    """Context of a step: a quarter of the longest at first, then half, then all of it.
+
+    Not less than `shortest`.
+    """
     if factor > 0.7:
-        return longest // 4
-    return longest // 2 if factor > 0.25 else longest
+        return max(longest // 4, shortest)
+    return max(longest // 2, shortest) if factor > 0.25 else longest
 
 
 def train_target(
-    model: LlamaForCausalLM, out: Path, options: LoopOptions, rows: int, seed: int
+    model: LlamaForCausalLM,
+    out: Path,
+    options: LoopOptions,
+    rows: int,
+    seed: int,
+    shortest: int = 0,
 ) -> dict[str, float]:
     """Next-token training in bf16 autocast on the training split; returns the record.
 
@@ -91,14 +103,16 @@ def train_target(
     streams: dict[int, Iterator[torch.Tensor]] = {}
 
     def draw() -> Batch:
-        context = context_at(loop.anneal.factor, longest)
+        context = context_at(loop.anneal.factor, longest, shortest)
         if context not in streams:
             generator = torch.Generator().manual_seed(seed + int(loop.record["steps"]))
             streams[context] = windows(train_ids, rows * longest // context, context, generator)
         return (next(streams[context]),)
 
+    loss_on = torch.compile(next_token_loss, dynamic=False, disable=not options.compiled)
+
     def loss_of(batch: Batch) -> torch.Tensor:
-        return next_token_loss(model, batch[0])
+        return loss_on(model, batch[0])
 
     @torch.inference_mode()
     def evaluate() -> dict[str, float]:

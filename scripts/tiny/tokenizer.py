@@ -1,6 +1,8 @@
 """The byte-level BPE tokenizer shared by the bundled target and drafters."""
 
+import random
 from collections.abc import Iterable
+from itertools import chain
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -10,6 +12,7 @@ from scripts.tiny.corpus import Document
 
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_ID = 0
+CUT_LINES = 0.15
 
 
 def train_tokenizer(
@@ -44,9 +47,20 @@ def train_tokenizer(
 def encode_documents(
     tokenizer: PreTrainedTokenizerFast, documents: Iterable[Document]
 ) -> np.ndarray:
-    """Concatenates the documents, each after one `<|endoftext|>`, into uint16 token ids [T]."""
+    """Concatenates the documents, each after one `<|endoftext|>`, into uint16 token ids [T].
+
+    A line's end and the next one's indentation are often one token. After some lines, chosen at
+    random, they are two, as they are where a prompt ends with its line.
+    """
     pieces = []
     for document in documents:
-        ids = tokenizer.encode(document.text, add_special_tokens=False)
+        parts, rng = [""], random.Random(document.source)
+        for line in document.text.splitlines(keepends=True):
+            parts[-1] += line
+            if rng.random() < CUT_LINES:
+                parts.append("")
+        ids = chain.from_iterable(
+            tokenizer.encode(part, add_special_tokens=False) for part in parts
+        )
         pieces.append(np.array([END_OF_TEXT_ID, *ids], dtype=np.uint16))
     return np.concatenate(pieces)

@@ -1,5 +1,6 @@
 """The training script on a toy corpus."""
 
+import ast
 import json
 
 import pytest
@@ -12,6 +13,7 @@ from scripts.tiny import draft as tiny_draft
 from scripts.tiny import evaluate as tiny_evaluate
 from scripts.tiny import generate as tiny_generate
 from scripts.tiny import target as tiny_target
+from scripts.tiny import textbook
 from scripts.tiny.__main__ import app
 from scripts.tiny.loop import LoopOptions
 from scripts.tiny.optim import WallClockAnneal, windows
@@ -34,25 +36,24 @@ def run(*arguments):
     return result
 
 
-def write_corpus(folder):
-    """Ten training files and one held-out file of each kind."""
-    for kind, suffix in (("lib", ".py"), ("doc", ".rst")):
-        (folder / kind).mkdir()
-        names = [f"file{index}{suffix}" for index in range(500)]
-        held_out = [name for name in names if tiny_corpus.is_held_out(f"{kind}/{name}")]
-        training = [name for name in names if name not in held_out]
-        for name in held_out[:1] + training[:10]:
-            (folder / kind / name).write_text("".join(LINES) * 4)
+def write_library(folder):
+    """Ten training files and one held-out file."""
+    folder.mkdir()
+    names = [f"file{index}.py" for index in range(500)]
+    held_out = [name for name in names if tiny_corpus.is_held_out(f"lib/{name}")]
+    training = [name for name in names if name not in held_out]
+    for name in held_out[:1] + training[:10]:
+        (folder / name).write_text("".join(LINES) * 4)
 
 
 @pytest.mark.usefixtures("single_thread")
 def test_every_stage_runs_and_the_card_reports_it(tmp_path):
-    write_corpus(tmp_path)
+    write_library(tmp_path / "lib")
     out, assets = tmp_path / "out", tmp_path / "assets"
-    folders = ("--library", tmp_path / "lib", "--docs", tmp_path / "doc")
-    size = ("--vocab-size", 300, "--prompts-per-kind", 1)
-    run("corpus", "--out", out, *folders, *size)
-    shape = ("--layers", 3, "--hidden", 64, "--intermediate", 32, "--rows", 4, "--context", 32)
+    size = ("--vocab-size", 300, "--prompts-per-kind", 1, "--modules", 60, "--pages", 60)
+    run("corpus", "--out", out, "--library", tmp_path / "lib", *size)
+    shape = ("--no-compiled", "--rows", 4, "--context", 32)
+    shape += ("--layers", 3, "--hidden", 64, "--intermediate", 32)
     run("target", "--out", out, "--minutes", 0.01, *shape)
     first = json.loads((out / "target" / "record.json").read_text())
     run("target", "--out", out, "--minutes", 0.005, *shape, "--resume")
@@ -122,8 +123,29 @@ def test_corpus_leaves_out_tests_and_refuses_an_empty_folder(tmp_path):
     (tmp_path / "lib" / "test" / "bad.py").write_text("pass\n")
     documents = tiny_corpus.read_corpus(library=tmp_path / "lib")
     assert [document.source for document in documents] == ["lib/good.py"]
-    with pytest.raises(ValueError, match="doc"):
-        tiny_corpus.read_corpus(docs=tmp_path / "lib", library=tmp_path / "lib")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="library"):
+        tiny_corpus.read_corpus(tmp_path / "empty")
+
+
+def is_attribute_of_a_name(node):
+    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+
+
+def test_the_textbook_is_python_and_the_same_each_time():
+    """No two modules alike, imports there for what is used, and no part twice."""
+    modules = [textbook.module(number) for number in range(300)]
+    assert len({*modules}) == 300
+    assert modules[:3] == [textbook.module(number) for number in range(3)]
+    for text in modules:
+        tree = ast.parse(text)
+        parts = (ast.ClassDef, ast.FunctionDef)
+        names = [node.name for node in tree.body if isinstance(node, parts)]
+        assert len(names) == len({*names})
+        used = {node.value.id for node in ast.walk(tree) if is_attribute_of_a_name(node)}
+        for module in used & {"os", "sys", "json", "csv", "math", "random", "time", "argparse"}:
+            assert f"import {module}\n" in text
+    assert all(textbook.page(number).startswith(":mod:`") for number in range(50))
 
 
 def test_windows_cover_the_text_once_an_epoch():
