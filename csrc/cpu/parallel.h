@@ -11,25 +11,48 @@
 
 namespace fastspec::cpu {
 
+// Torch's number of threads; one for a while after another came late.
+//
+// The end of a parallel region waits for all its threads. One that the system runs late, since
+// another program has its core, makes a region of microseconds take milliseconds. So its lateness
+// is noted, and for some times as long nobody waits for it; after that it is tried again.
+int64_t num_threads();
+
+// How long to work alone after a thread was so late; longer each time in a row. In ns.
+int64_t pause_after(int64_t lateness, int64_t pause_before);
+
+// How late the threads of a parallel region come.
+class Region {
+ public:
+  Region();
+  void arrive();     // called by each thread
+  void end() const;  // called when all are done
+
+ private:
+  const int64_t start_;
+  std::atomic<int64_t> latest_;
+};
+
 // Calls body(i) for 0 <= i < count, at least `grain` neighbours on one thread.
 template <class Body>
 void parallel_for(int64_t count, int64_t grain, const Body& body) {
-  const auto run = [](int64_t begin, int64_t end, void* context) {
-    const Body& each = *static_cast<const Body*>(context);
-    for (int64_t i = begin; i < end; ++i) each(i);
+  if (count <= grain || num_threads() == 1) {
+    for (int64_t i = 0; i < count; ++i) body(i);
+    return;
+  }
+  struct Context {
+    const Body& body;
+    Region region;
+  } context{body, {}};
+  const auto run = [](int64_t begin, int64_t end, void* shared) {
+    Context& given = *static_cast<Context*>(shared);
+    given.region.arrive();
+    for (int64_t i = begin; i < end; ++i) given.body(i);
   };
-  void* context = const_cast<void*>(static_cast<const void*>(&body));
-  if (torch_parallel_for(0, count, grain, run, context) != 0) {
+  if (torch_parallel_for(0, count, grain, run, &context) != 0) {
     throw std::runtime_error("torch_parallel_for failed");
   }
-}
-
-inline int64_t num_threads() {
-  uint32_t count = 1;
-  if (torch_get_num_threads(&count) != 0) {
-    throw std::runtime_error("torch_get_num_threads failed");
-  }
-  return count;
+  context.region.end();
 }
 
 // As many threads as so much work pays for, `grain` of it for each.

@@ -1,9 +1,14 @@
-"""Ops whose work does not pay for a second thread run in one: its end would wait for the other."""
+"""The end of an op waits for all its threads: small work has one, and so has all work for a while
+after one came late."""
 
+import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 
 from fastspec_kernels import available_backends
 
@@ -30,3 +35,19 @@ assert len(os.listdir("/proc/self/task")) > before
 def test_small_ops_wake_no_thread():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+COMPILER = shutil.which(os.environ.get("CXX", "c++"))
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+def test_nobody_waits_for_a_thread_that_came_late(tmp_path):
+    """Threads before; a region with a late one was done, threads after it, another region, and
+    threads after the pause. Then pauses in milliseconds."""
+    sources = [ROOT / "tests/kernels/late_threads.cpp", ROOT / "csrc/cpu/parallel.cpp"]
+    includes = [ROOT / "csrc", Path(torch.__file__).parent / "include"]
+    command = [COMPILER, "-std=c++17", "-O1", "-pthread", *(f"-I{path}" for path in includes)]
+    subprocess.run([*command, *map(str, sources), "-o", str(tmp_path / "late")], check=True)
+    done = subprocess.run([tmp_path / "late"], check=True, capture_output=True, text=True)
+    assert done.stdout.split() == ["2", "1", "1", "1", "2", "0", "32", "64", "500"]
