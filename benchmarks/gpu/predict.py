@@ -170,7 +170,8 @@ def attention(op: str, batch: int, machine: Machine, tokens: int, context: int) 
     # A program reads all lengths twice before it knows what is its own.
     launches = [Launch(name, busy, threads, (phase,), 0, 2, 3 if is_split else 1)]
     if batch > 1 and not (few and kind == "tree"):  # one that leaves the sequences to the other
-        idle = batch + batch * tokens * group // 64
+        idle = batch + (wanted if is_split else 0)
+        idle += batch * tokens * group // 64 if few else 0
         launches.append(Launch(name, idle * KV_HEADS, threads, (), 0, 1))
     if is_split:
         rows = batch * tokens * HEADS
@@ -275,7 +276,7 @@ def updated(page: str) -> str:
 
 
 def resources_table() -> str:
-    """Of every kernel with what its largest case launches of it."""
+    """Of every kernel with what its largest case launches of it; then of those without a model."""
     found = load()
     lines = [
         f"Of nvcc {found['nvcc']} and Triton {found['triton']} for {found['architecture']}.",
@@ -288,6 +289,11 @@ def resources_table() -> str:
         own = found["kernels"][name]
         shared = own["shared"] + part.shared
         cells = (own["registers"], own["spills"], part.threads, shared, model.resident(part))
+        lines.append(table_row(f"`{name}`", *map(str, cells)))
+    for name, own in sorted(found["others"].items()):
+        threads = 32 * own["warps"]
+        blocks = MACHINES[0].resident(own["registers"], threads, own["shared"])
+        cells = (own["registers"], own["spills"], threads, own["shared"], blocks)
         lines.append(table_row(f"`{name}`", *map(str, cells)))
     return "\n".join(lines)
 

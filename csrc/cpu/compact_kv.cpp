@@ -11,7 +11,7 @@
 namespace fastspec::cpu {
 namespace {
 
-constexpr int64_t kSerialBytes = 1 << 17;
+constexpr int64_t kBytesPerThread = 1 << 16;
 
 // Offsets in bytes from the start of a layer.
 struct Move {
@@ -78,7 +78,7 @@ void compact_kv(const CompactCall& call) {
   if (moves.empty()) return;
   const int64_t num_tasks = call.num_layers * 2;
   const int64_t bytes = num_tasks * static_cast<int64_t>(moves.size()) * call.slot_bytes;
-  for_each_task(num_tasks, bytes < kSerialBytes ? 1 : num_threads(), [&](int64_t task, int64_t) {
+  for_each_task(num_tasks, workers_for(bytes, kBytesPerThread), [&](int64_t task, int64_t) {
     run_moves(call, moves, call.caches[task % 2] + task / 2 * call.layer_stride);
   });
 }

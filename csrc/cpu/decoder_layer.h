@@ -1,4 +1,4 @@
-// Whole decoder layers of the Llama kind for the few rows of a decoding step.
+// Whole decoder layers of the Llama kind, made for the few rows of a decoding step.
 #pragma once
 #include <cstdint>
 #include <vector>

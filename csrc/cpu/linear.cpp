@@ -43,7 +43,9 @@ void linear(const LinearCall& call) {
       [&](Arena& arena) { return take_rows(call.element, call.num_rows, call.depth, arena); });
   const Product product = {call.weight, call.bias, call.out, call.element, call.num_outputs};
   const int64_t products = call.num_rows * call.num_outputs * call.depth;
-  Team(workers_for(products, kProductsPerWorker), 2).run([&](Team::Member& member) {
+  const int64_t most = output_tiles(call.num_outputs);  // which are the tasks
+  const int64_t workers = std::min(workers_for(products, kProductsPerWorker), most);
+  Team(workers, 2).run([&](Team::Member& member) {
     pack(call.input, call.element, *rows, member);
     multiply(*rows, &product, 1, member);
   });

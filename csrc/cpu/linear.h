@@ -1,4 +1,4 @@
-// The product of a few rows with weight matrices, as one verification step needs it.
+// The product of rows with weight matrices, made for the few rows of a verification step.
 #pragma once
 #include <algorithm>
 #include <cstdint>

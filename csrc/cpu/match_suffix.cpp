@@ -10,7 +10,7 @@
 namespace fastspec::cpu {
 namespace {
 
-constexpr int64_t kSerialTokens = 1 << 14;
+constexpr int64_t kTokensPerThread = 1 << 13;
 
 void check_lengths(const MatchSuffixCall& call) {
   for (int64_t b = 0; b < call.batch; ++b) {
@@ -62,8 +62,8 @@ void match_one(const MatchSuffixCall& call, int64_t b) {
 
 void match_suffix(const MatchSuffixCall& call) {
   check_lengths(call);
-  const bool is_small = call.batch * call.width < kSerialTokens;
-  const int64_t workers = is_small ? 1 : std::min(num_threads(), call.batch);
+  const int64_t workers =
+      std::min(workers_for(call.batch * call.width, kTokensPerThread), call.batch);
   for_each_task(call.batch, workers, [&](int64_t b, int64_t) { match_one(call, b); });
 }
 

@@ -6,12 +6,14 @@
 namespace fastspec::cpu {
 namespace {
 
-constexpr int64_t kLate = 1'000'000;  // ns; a thread that sleeps comes within a tenth of it
-constexpr int64_t kPauses = 4;        // of how late it was
-constexpr int64_t kLongest = 500'000'000;
+// All in ns.
+constexpr int64_t kLate = 1'000'000;  // a thread that sleeps comes within a tenth of it
+constexpr int64_t kLongestPause = 500'000'000;
+constexpr int64_t kShare = 30'000;  // about what the least work takes that pays for a thread
+constexpr int64_t kPausesPerLateness = 4;
 
-// Of all threads that call ops: ns of the clock until which they work alone, and how long the pause
-// was that ended last. They change how many threads work, and no result.
+// Of all threads that call ops: until when they work alone, and how long the pause was that ended
+// last. They change how many threads work, and no result.
 std::atomic<int64_t> alone_until{0}, last_pause{0};
 
 int64_t now() {
@@ -21,34 +23,37 @@ int64_t now() {
 
 }  // namespace
 
-int64_t pause_after(int64_t lateness, int64_t pause_before) {
-  if (lateness < kLate) return 0;
-  return std::min(std::max(kPauses * lateness, 2 * pause_before), kLongest);
+int64_t pause_after(int64_t lateness, int64_t duration, int64_t pause_before) {
+  if (lateness < kLate || 2 * lateness < duration) return 0;
+  return std::min(std::max(kPausesPerLateness * lateness, 2 * pause_before), kLongestPause);
 }
 
-int64_t num_threads() {
-  uint32_t count = 1;
-  if (torch_get_num_threads(&count) != 0) {
+int64_t workers_for(int64_t shares) {
+  uint32_t threads = 1;
+  if (torch_get_num_threads(&threads) != 0) {
     throw std::runtime_error("torch_get_num_threads failed");
   }
-  const bool is_alone = count > 1 && now() < alone_until.load(std::memory_order_relaxed);
-  return is_alone ? 1 : count;
+  if (threads == 1 || shares <= 1) return 1;
+  const int64_t until = alone_until.load(std::memory_order_relaxed);
+  if (until != 0 && now() + kShare * shares < until) return 1;
+  return std::min<int64_t>(threads, shares);
 }
 
-Region::Region() : start_(now()), latest_(start_) {}
+Arrivals::Arrivals() : start_(now()), latest_(start_) {}
 
-void Region::arrive() {
+void Arrivals::add() {
   const int64_t time = now();
   for (int64_t latest = latest_.load(std::memory_order_relaxed);
        latest < time && !latest_.compare_exchange_weak(latest, time);) {
   }
 }
 
-void Region::end() const {
-  const int64_t lateness = latest_.load(std::memory_order_relaxed) - start_;
-  const int64_t pause = pause_after(lateness, last_pause.load(std::memory_order_relaxed));
-  last_pause.store(pause, std::memory_order_relaxed);
-  if (pause > 0) alone_until.store(now() + pause, std::memory_order_relaxed);
+void Arrivals::end() const {
+  const int64_t lateness = latest_.load(std::memory_order_relaxed) - start_, end = now();
+  const int64_t before = last_pause.load(std::memory_order_relaxed);
+  const int64_t pause = pause_after(lateness, end - start_, before);
+  if (pause != before) last_pause.store(pause, std::memory_order_relaxed);
+  if (pause > 0) alone_until.store(end + pause, std::memory_order_relaxed);
 }
 
 }  // namespace fastspec::cpu

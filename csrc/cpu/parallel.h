@@ -11,21 +11,25 @@
 
 namespace fastspec::cpu {
 
-// Torch's number of threads; one for a while after another came late.
+// How many threads work that can be cut into so many shares, each large enough to pay for a thread:
+// torch's number at most, and one for a while after another came late.
 //
 // The end of a parallel region waits for all its threads. One that the system runs late, since
-// another program has its core, makes a region of microseconds take milliseconds. So its lateness
-// is noted, and for some times as long nobody waits for it; after that it is tried again.
-int64_t num_threads();
+// another program has its core, makes a region of microseconds take milliseconds. So where that is
+// most of a region, nobody waits for it for some times as long; then it is tried again. Work that
+// takes longer alone than what is left of this does not wait for its end.
+int64_t workers_for(int64_t shares);
+inline int64_t workers_for(int64_t work, int64_t grain) { return workers_for(work / grain); }
 
-// How long to work alone after a thread was so late; longer each time in a row. In ns.
-int64_t pause_after(int64_t lateness, int64_t pause_before);
+// How long to work alone after a region in which a thread was so late; longer each time in a row.
+// All in ns.
+int64_t pause_after(int64_t lateness, int64_t duration, int64_t pause_before);
 
-// How late the threads of a parallel region come.
-class Region {
+// When the threads of a parallel region came.
+class Arrivals {
  public:
-  Region();
-  void arrive();     // called by each thread
+  Arrivals();
+  void add();        // called by each thread
   void end() const;  // called when all are done
 
  private:
@@ -33,36 +37,34 @@ class Region {
   std::atomic<int64_t> latest_;
 };
 
-// Calls body(i) for 0 <= i < count, at least `grain` neighbours on one thread.
+// Calls body(i) for 0 <= i < count on several threads, at least `grain` neighbours on one.
 template <class Body>
-void parallel_for(int64_t count, int64_t grain, const Body& body) {
-  if (count <= grain || num_threads() == 1) {
-    for (int64_t i = 0; i < count; ++i) body(i);
-    return;
-  }
+void parallel_region(int64_t count, int64_t grain, const Body& body) {
   struct Context {
     const Body& body;
-    Region region;
+    Arrivals arrivals;
   } context{body, {}};
   const auto run = [](int64_t begin, int64_t end, void* shared) {
     Context& given = *static_cast<Context*>(shared);
-    given.region.arrive();
+    given.arrivals.add();
     for (int64_t i = begin; i < end; ++i) given.body(i);
   };
   if (torch_parallel_for(0, count, grain, run, &context) != 0) {
     throw std::runtime_error("torch_parallel_for failed");
   }
-  context.region.end();
+  context.arrivals.end();
 }
 
-// As many threads as so much work pays for, `grain` of it for each.
-inline int64_t workers_for(int64_t work, int64_t grain) {
-  return std::clamp<int64_t>(work / grain, 1, num_threads());
+// Calls body(i) for 0 <= i < count, at least `grain` neighbours on one thread.
+template <class Body>
+void parallel_for(int64_t count, int64_t grain, const Body& body) {
+  if (workers_for((count + grain - 1) / grain) > 1) return parallel_region(count, grain, body);
+  for (int64_t i = 0; i < count; ++i) body(i);
 }
 
 // Workers that go through the same phases, each of them some tasks, which are all done before the
-// next phase begins. Nobody waits for a worker that has not come: the others do its tasks, and it
-// runs through what is over when it comes.
+// next phase begins. No phase waits for a worker that has not come: the others do its tasks, and it
+// runs through what is over when it comes. Only the end of the last one waits for it.
 class Team {
   struct alignas(64) Counter {
     std::atomic<int64_t> value{0};
@@ -153,10 +155,11 @@ class Team {
   // Calls body(member) for each worker.
   template <class Body>
   void run(const Body& body) {
-    parallel_for(num_workers, 1, [&](int64_t worker) {
+    const auto work = [&](int64_t worker) {
       Member member(*this, worker);
       body(member);
-    });
+    };
+    num_workers > 1 ? parallel_region(num_workers, 1, work) : work(0);
   }
 
   const int64_t num_workers;

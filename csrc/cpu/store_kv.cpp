@@ -11,7 +11,7 @@
 namespace fastspec::cpu {
 namespace {
 
-constexpr int64_t kSerialBytes = 1 << 17;
+constexpr int64_t kBytesPerThread = 1 << 16;
 constexpr int64_t kTokensPerTask = 16;
 
 char* slot_of(const StoreCall& call, const StoreSide& side, int64_t slot) {
@@ -121,7 +121,7 @@ void store_kv(const StoreCall& call) {
   check_slots(call);
   const int64_t bytes = call.num_tokens * call.num_heads * call.head_bytes;
   const int64_t num_tasks = (call.num_tokens + kTokensPerTask - 1) / kTokensPerTask;
-  for_each_task(num_tasks, bytes < kSerialBytes ? 1 : num_threads(), [&](int64_t task, int64_t) {
+  for_each_task(num_tasks, workers_for(bytes, kBytesPerThread), [&](int64_t task, int64_t) {
     const int64_t first = task * kTokensPerTask;
     const int64_t last = std::min(first + kTokensPerTask, call.num_tokens);
     for (int64_t token = first; token < last; ++token) store_token(call, token);

@@ -11,9 +11,8 @@ namespace {
 constexpr int64_t kSplit = 512;       // keys; fixed, as the order of sums depends on it
 constexpr int64_t kRowsPerTile = 64;  // of several KV heads
 constexpr int64_t kRowsOfOneHead = 256;
-constexpr int64_t kTasksPerWorker = 4;  // fewer query tiles than this: contexts are split too
-constexpr int64_t kSerialWork =
-    1 << 20;  // multiply-adds that one thread does before another wakes up
+constexpr int64_t kTasksPerWorker = 4;       // fewer query tiles than this: contexts are split too
+constexpr int64_t kWorkPerThread = 1 << 19;  // multiply-adds
 
 // At least one, so that a tile that sees nothing has a state too.
 int64_t num_splits(KeyRange range) {
@@ -185,7 +184,7 @@ void PagedAttention::attend_all(const AttentionCall& call, const QueryTile& tile
 void attention(const AttentionCall& call) {
   check_indices(call);
   if (call.num_rows == 0) return;
-  const int64_t workers = work_of(call) < kSerialWork ? 1 : num_threads();
+  const int64_t workers = workers_for(work_of(call), kWorkPerThread);
   const PagedAttention plan(call, workers);
   Team(workers, PagedAttention::kPhases).run([&](Team::Member& member) { plan.run(call, member); });
 }

@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 from fastspec.config import SpecConfig
 from fastspec.drafters import Proposal
 from fastspec.drafters.base import VERIFY_STREAM, Batch, SamplingTensors, sampling_of_rows
+from fastspec.engine.outputs import Verdict
 from fastspec.models.transfer import device_tensor
 from fastspec_kernels import (
     build_tree,
@@ -56,6 +57,24 @@ def judge(
         return verify_tree(logits, cu_rows, ids, parents, uniforms, **given)
     given |= {"lenience": spec.relaxed_acceptance, "method": spec.rejection_sample_method}
     return verify_chain(logits, cu_rows, proposal.token_ids, uniforms, **given)
+
+
+def reads_draft_logits(spec: SpecConfig) -> bool:
+    """Whether the rule of acceptance depends on them."""
+    is_synthetic = spec.synthetic_acceptance_rate is not None
+    return spec.rejection_sample_method != "coupled" and not is_synthetic
+
+
+def are_spoilt(proposal: Proposal, place: int, verdict: Verdict) -> bool:
+    """Whether a request's draft logits hold NaN or +inf, or a row nothing finite, where its drafts
+    were drawn from them."""
+    if proposal.draft_logits is None:
+        return False
+    rows = list(range(verdict.num_draft_tokens))
+    if proposal.parents is not None:
+        rows = sorted({parent for parent in verdict.parents[1:] if parent >= 0})
+    best = proposal.draft_logits[place, rows].amax(dim=-1)  # NaN where a row holds one
+    return not bool(best.isfinite().all())
 
 
 def places_of(counts: list[int]) -> tuple[list[int], list[int]]:

@@ -417,6 +417,12 @@ class Engine:
             events, self._loop.events = self._loop.events, []
         return events
 
+    def take_drafter_errors(self) -> list[Exception]:
+        """What drafters raised, which the next step would have; it has cost only drafts."""
+        with self._turn:
+            errors = [each.take_error() for each in self._drafters.values()]
+        return [error for error in errors if error is not None]
+
     def _open(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[str]:
         """Queue requests whose events have an inbox; their ids."""
         with self._turn:

@@ -102,11 +102,12 @@ class Loop:
         times.append(perf_counter())
         try:
             verdicts = self.verify(batch, proposal, speculation.spec)
-            failed = [place for place, verdict in enumerate(verdicts) if verdict.accepted_len < 0]
-            if failed and any(batch.num_draft_tokens):  # the drafts may be the reason
-                verdicts = self.verify(*speculation.without_drafts(batch), speculation.spec)
-                if any(verdicts[place].accepted_len >= 0 for place in failed):
-                    speculation.blame_draft_logits(batch)
+            if places := speculation.spoilt(batch, proposal, verdicts):
+                # Their texts are as they were: only the newest token is read once more.
+                again = speculation.without_drafts(batch, places)
+                plain = self.verify(*again, speculation.spec)
+                for place, verdict in zip(places, plain, strict=True):
+                    verdicts[place] = verdict
         except BaseException:
             for request in running:  # the drafter waits for a commit that will not come
                 speculation.release(request)

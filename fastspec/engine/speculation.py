@@ -16,8 +16,9 @@ from fastspec.drafters.context import DrafterContext, DrafterPlan, DrafterSource
 from fastspec.drafters.draft_model import draft_model_of
 from fastspec.drafters.registry import plan_drafter, plan_given
 from fastspec.drafters.suffix_first import SuffixFirst
+from fastspec.engine.acceptance import are_spoilt, reads_draft_logits
 from fastspec.engine.block_manager import BlockManager
-from fastspec.engine.outputs import RequestOutput
+from fastspec.engine.outputs import RequestOutput, Verdict
 from fastspec.engine.pacing import Pacer
 from fastspec.engine.request import EngineRequest
 from fastspec.engine.request_factory import RequestFactory
@@ -176,17 +177,47 @@ class Speculation:
         none = [0] * len(requests)
         return self.without_drafts(Batch(requests, none, none, most, *rules))
 
-    def without_drafts(self, batch: Batch) -> tuple[Batch, Proposal]:
-        """The same requests with nothing to judge."""
-        none = [0] * len(batch.requests)
-        batch = replace(batch, num_draft_tokens=none, max_nodes=none)
+    def without_drafts(
+        self, batch: Batch, places: Sequence[int] | None = None
+    ) -> tuple[Batch, Proposal]:
+        """The requests of a batch, or those at some places, with nothing to judge."""
+        places = range(len(batch.requests)) if places is None else places
+        none, limits = [0] * len(places), batch.own_limits
+        batch = replace(
+            batch,
+            requests=[batch.requests[place] for place in places],
+            num_draft_tokens=none,
+            max_nodes=none,
+            own_limits=limits and [limits[place] for place in places],
+            num_model_tokens=None,
+        )
         return batch, self._no_drafter.propose(batch)
 
-    def blame_draft_logits(self, batch: Batch) -> None:
-        """Verification failed with the last proposal, and not without it."""
-        whose = f"draft_logits: of drafter {self.drafter.name}"
-        error = ValueError(f"{whose} hold NaN or inf, or nothing finite: they judge nothing")
-        self._fail(error, batch.requests)
+    def spoilt(self, batch: Batch, proposal: Proposal, verdicts: Sequence[Verdict]) -> list[int]:
+        """The places of requests that failed by draft logits from which nothing can be drawn.
+
+        They are the drafter's error, not the requests', and cost it the drafts of the step.
+        """
+        if not reads_draft_logits(self.spec):
+            return []
+        pairs = enumerate(zip(batch.requests, verdicts, strict=True))
+        found = [
+            place
+            for place, (request, verdict) in pairs
+            if verdict.accepted_len < 0
+            and request.params.temperature > 0
+            and are_spoilt(proposal, place, verdict)
+        ]
+        if found:
+            what = "hold NaN or inf, or nothing finite"
+            error = ValueError(f"draft_logits: those of drafter {self.drafter.name} {what}")
+            self._fail(error, batch.requests)
+        return found
+
+    def take_error(self) -> Exception | None:
+        """The first error that nobody has heard of yet, which then counts as heard."""
+        error, self.error = self.error, None
+        return error
 
     def record(self, request: EngineRequest, step: Step) -> None:
         """Tell the schedule what became of a request's draft."""
@@ -281,6 +312,10 @@ class SharedSpeculation(Speculation):
         super().__init__(*args)
         self._ranks = ranks
         self._is_replaced = False  # what was proposed here, in this step
+
+    def spoilt(self, batch: Batch, proposal: Proposal, verdicts: Sequence[Verdict]) -> list[int]:
+        """None: no pass can be repeated here, as other ranks do not know of it."""
+        return []
 
     @property
     def _drafts_together(self) -> bool:
@@ -468,8 +503,7 @@ class Speculations(dict[str | None, Speculation]):
     def raise_error(self, outputs: Sequence[RequestOutput] = ()) -> None:
         """Raise what a drafter or schedule raised, if it did, with complete outputs attached."""
         for speculation in self.values():
-            error, speculation.error = speculation.error, None
-            if error is not None:
+            if (error := speculation.take_error()) is not None:
                 error.__dict__["outputs"] = list(outputs)
                 raise error
 

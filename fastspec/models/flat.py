@@ -23,6 +23,7 @@ from fastspec.models.twin import (
     is_as_exact,
     is_plain,
     is_plain_linear,
+    most_rows,
 )
 from fastspec_kernels import LayerWeights, backend_of, decoder_layers
 
@@ -90,7 +91,8 @@ class FlatLayer:
         """In the place of the modules' forward, for models that are not flat as a whole."""
         factors: Any = kwargs.get("position_embeddings")
         step: Any = kwargs.get("paged_step")
-        if factors is None or step is None:
+        most = most_rows(hidden_states.device)
+        if factors is None or step is None or hidden_states.shape[1] > most:
             return type(self.module).forward(self.module, hidden_states, *args, **kwargs)
         cos, sin = (factor[0].float() for factor in factors)
         out = run_layers([self], hidden_states[0].float(), cos, sin, step)

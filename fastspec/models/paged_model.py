@@ -41,10 +41,11 @@ from fastspec.models.sharded import ranks_of
 from fastspec.models.twin import (
     decoder_layers,
     is_plain_linear,
+    most_rows,
     replaced,
     twin_of,
+    use_linear_kernels,
     use_mlp_kernels,
-    use_row_kernels,
 )
 from fastspec_kernels import available_backends, store_kv, tree_attention
 
@@ -178,13 +179,14 @@ class PagedModel:
         self.vocab_size: int = text_config.vocab_size  # until the probing pass has logits
         self.max_positions = getattr(text_config, "max_position_embeddings", None)
         self._adopt(model)
-        self.flat: FlatPass | None = None  # runs all passes without modules
+        self.flat: FlatPass | None = None  # runs passes of at most `most_rows` without modules
+        self._most_flat_rows = most_rows(self.device)
         layers: list[FlatLayer] = []
         is_plain = self.decoder_start_id is None and self.recurrent is None
         if is_plain and self.chunk_size is None and not self._counts_positions:
             layers = find_layers(self.model, backend)
         if backend in ("auto", "cpu"):
-            use_row_kernels(self.model)
+            use_linear_kernels(self.model)
         self.cache_shapes = self._probe(layers)
         if backend in ("auto", "cpu") and self.flat is None:
             use_mlp_kernels(self.model)
@@ -200,7 +202,7 @@ class PagedModel:
             keep["logits_to_keep"] = rows
         if self.rotary is not None and self.rotary.limit is not None:
             self.rotary.begin(positions, step)
-        if self.flat is not None:
+        if self.flat is not None and len(input_ids) <= self._most_flat_rows:
             return self.flat(input_ids, positions, rows, step)
         if self._counts_positions:
             self._cache.num_seen = positions - torch.arange(len(positions), device=self.device)

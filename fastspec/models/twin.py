@@ -1,5 +1,6 @@
 """A model's second tree of modules on the same weights: our attention, our kernels on a CPU."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
@@ -11,9 +12,19 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fastspec_kernels import available_backends, gated_mlp, linear, rms_norm
+from fastspec_kernels import (
+    available_backends,
+    cpu_instruction_set,
+    gated_mlp,
+    linear,
+    rms_norm,
+)
 
 Forward = Callable[[Tensor], Tensor]
+
+# Of the kernels' portable code: above this many rows torch's matrix product is several times as
+# fast. With AVX2 and more the kernels keep up with it, and all rows are theirs.
+_MOST_ROWS_OF_PORTABLE_CODE = 256
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ROTATION = "apply_rotary_pos_emb"  # what transformers' models call the function
@@ -81,7 +92,13 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     return layers
 
 
-def use_row_kernels(model: PreTrainedModel) -> None:
+def most_rows(device: torch.device) -> float:
+    """Passes of more tokens use torch's matrix products, in which rows depend on each other."""
+    is_portable = device.type == "cpu" and cpu_instruction_set() == "portable"
+    return _MOST_ROWS_OF_PORTABLE_CODE if is_portable else math.inf
+
+
+def use_linear_kernels(model: PreTrainedModel) -> None:
     """Let a model on the CPU compute with our kernels, whose rows are independent.
 
     Linear layers always; normalisations where ours is as exact on a trial input, so a variant that
@@ -89,7 +106,7 @@ def use_row_kernels(model: PreTrainedModel) -> None:
     """
     for module in _modules_on_cpu(model):
         if is_plain_linear(module):
-            ours = _for_rows(module, lambda x, m=module: linear(x, m.weight, m.bias))
+            ours = _with_kernel(module, lambda x, m=module: linear(x, m.weight, m.bias))
             module.__dict__["forward"] = ours
         elif _is_rms_norm(module) and is_plain(module):
             _take_over(module, lambda x, m=module: rms_norm(x, m.weight, m.variance_epsilon))
@@ -148,13 +165,15 @@ def _with_compiled_rotation(forward: Callable) -> Callable | None:
     return fused
 
 
-def _for_rows(module: Any, kernel: Forward) -> Forward:
-    """The module's forward, with a kernel for rows that are no wider than its weights."""
-    of_wide_rows, widest = type(module).forward, _weight_of(module).dtype.itemsize
+def _with_kernel(module: Any, kernel: Forward) -> Forward:
+    """The module's forward, with a kernel for values that have no more bytes than its weights."""
+    theirs, weight = type(module).forward, _weight_of(module)
+    most, most_bytes = most_rows(weight.device), weight.dtype.itemsize
 
     def forward(x: Tensor) -> Tensor:
-        if x.dtype.itemsize > widest:  # a sum that is kept in float32
-            return of_wide_rows(module, x)
+        # A sum that is kept in float32 has more.
+        if x.dtype.itemsize > most_bytes or x.numel() > most * x.shape[-1]:
+            return theirs(module, x)
         return kernel(x.contiguous())
 
     return forward
@@ -191,7 +210,7 @@ def is_as_exact(ours: Tensor, theirs: Tensor, truth: Tensor) -> bool:
 @torch.inference_mode()
 def _take_over(module: Any, kernel: Forward) -> None:
     """Let a kernel compute the rows of a module if it is as exact on a trial input."""
-    weight, forward = _weight_of(module), _for_rows(module, kernel)
+    weight, forward = _weight_of(module), _with_kernel(module, kernel)
     size = weight.shape[-1]
     trial = torch.linspace(-9.0, 9.0, 2 * size).sin().view(2, size).to(weight.dtype)
     wider = torch.float64 if weight.dtype == torch.float32 else torch.float32

@@ -5,6 +5,7 @@ This process starts them, or `accelerate launch` or torchrun has.
 
 import hashlib
 import json
+import logging
 import os
 import signal
 import socket
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 from tqdm import tqdm
-from transformers.utils import logging
+from transformers.utils import logging as transformers_logging
 
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.checks import require
@@ -34,12 +35,14 @@ from fastspec.engine.outputs import RequestOutput
 from fastspec.models.loading import chat_prompt_ids
 from fastspec.tools.settings import Models
 
+logger = logging.getLogger(__name__)
+
 _AHEAD = 2  # rows that a process has at once, in units of its batch size
 _MEETING = "fastspec batch"
 _PATIENCE = timedelta(minutes=5)  # with processes that start more slowly
 _ANSWER = ("text", "token_ids", "finish_reason", "error")
 _OPTIONS = {field.name for field in fields(SamplingParams)}
-_NOT_OF_ROWS = {"n", "logprobs", "prompt_logprobs", "logits_processors"}  # no answer has room
+_NOT_OF_ROWS = {"n", "logprobs", "prompt_logprobs", "logits_processors"}
 Row = tuple[int, dict[str, Any]]  # its place, and what holds prompt or messages
 Answers = Iterator[tuple[int, dict[str, Any]]]  # by the place of the row, as they come
 
@@ -212,6 +215,8 @@ def _answered(engine: Engine, job: BatchJob, take: Callable[[int, bool], list[Ro
                 numbers[engine.add_request(prompt, params)] = number
             except ValueError as error:
                 yield number, _answer(None, str(error))
+        for error in engine.take_drafter_errors():
+            logger.warning("a drafter failed: %s: %s", type(error).__name__, error)
         for event in engine.step() if numbers else ():
             if event.output is not None:
                 yield numbers.pop(event.request_id), _answer(event.output, event.output.error)
@@ -302,7 +307,7 @@ def process(job: BatchJob) -> Iterator[Connection]:
 def _work_quietly(connection: Connection, job: BatchJob) -> None:
     """`work` in a process that may be ended at any time: no bars, and no lock of theirs to leak."""
     tqdm.set_lock(RLock())
-    logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()
     work(connection, job)
 
 

@@ -34,7 +34,7 @@ class FrozenHeadLoss(torch.autograd.Function):
 
     The other loss is -log of what is accepted at temperature 1, the sum over the tokens of
     min(draft_probs, target_probs): a small draft does not waste itself on tokens that it proposes
-    too rarely or too often anyway.
+    too rarely or too often anyway. Both laws are those of the tokens that the head knows.
 
     target_probs [N, R]; all three have one type, in which logits are made and dropped again: only
     the gradient of the rows is kept.
@@ -52,18 +52,20 @@ class FrozenHeadLoss(torch.autograd.Function):
         probs = logits.softmax(dim=-1)
         logsumexp = logits.amax(dim=-1).float() - probs.amax(dim=-1).float().log()
         loss = logsumexp.mean() - torch.linalg.vecdot(target_probs, logits).float().mean()
-        gradient = probs - target_probs
-        if acceptance_weight:
+        if not acceptance_weight:
+            gradient = probs.sub_(target_probs)
+        else:
             loss = loss * (1 - acceptance_weight)
-            gradient *= 1 - acceptance_weight
+            gradient = (probs - target_probs).mul_(1 - acceptance_weight)
             # d/dlogits of sum min(q, p) is q * (m - sum m q), m where q is the smaller one.
             smaller = (probs < target_probs).to(probs.dtype)
             own = torch.linalg.vecdot(smaller, probs)[:, None]
             accepted = torch.minimum(probs, target_probs).sum(-1, dtype=torch.float32)
             accepted = accepted.clamp(min=torch.finfo(torch.float32).tiny)
             loss -= acceptance_weight * accepted.log().mean()
-            scale = (acceptance_weight / accepted).to(probs.dtype)[:, None]
-            gradient -= smaller.sub_(own).mul_(probs).mul_(scale)
+            # Small over small, which 16 bits do not hold.
+            slope = smaller.sub_(own).mul_(probs).float().div_(accepted[:, None])
+            gradient -= slope.mul_(acceptance_weight).to(probs.dtype)
         ctx.save_for_backward((gradient @ head).div_(len(rows)))
         return loss
 

@@ -58,8 +58,7 @@ def decoder_layers(
     mlp_out_norm). norm is `rms_norm` with the weights norm_shift + weight, or nothing without.
 
     Args:
-        hidden: [T, E] float32, contiguous; "cpu" is made for up to some 256 rows, "triton" for any
-            number.
+        hidden: [T, E] float32, contiguous.
         layers: at least one; weights and norms have the dtype of the caches and are contiguous.
         key_caches, value_caches: of each layer, as in `store_kv`, float32, bfloat16 or float16.
         slot_mapping: [T] int64, as in `store_kv`.

@@ -16,7 +16,7 @@ def linear(
 
     out[..., n] = sum over k of input[..., k] * weight[n, k], plus bias[n]: torch's linear, made for
     the few rows of decoding and verification, where reading the weights is all the cost; with more
-    it keeps up with torch.
+    it keeps up with torch on AVX-512 and takes up to 1.4 times as long in float32 on AVX2.
 
     Args:
         input: [..., K] float32, bfloat16 or float16, contiguous.

@@ -8,7 +8,7 @@ import torch
 from fastspec import Engine, SamplingParams, SpecConfig
 from fastspec.drafters import Proposal
 
-from .probes import assert_blocks_came_back, take_error
+from .probes import assert_blocks_came_back, take_error, target_runner
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10)
 PROMPTS = [[3, 5, 7, 11 + i] for i in range(3)]
@@ -187,13 +187,15 @@ def test_a_proposal_is_checked_before_anything_is_committed(model, expected, tex
 def test_draft_logits_that_say_nothing_are_the_drafters_fault(
     model, expected, texts, value, is_tree
 ):
-    """Of one request: all of them decode plainly, and the error names what was wrong. Greedy
-    requests do not need them."""
+    """Of one request: it decodes plainly, and the error names what was wrong. Greedy requests do
+    not need them."""
+    is_spoilt = True
 
     def change(proposal):
         num = len(proposal.token_ids)
         logits = torch.zeros(num, K + is_tree, 263)
-        logits[1:2] = value
+        if is_spoilt:
+            logits[1:2] = value
         if not is_tree:
             return replace(proposal, draft_logits=logits)
         parents = torch.arange(K, dtype=torch.int32).expand(num, K).contiguous()
@@ -209,11 +211,47 @@ def test_draft_logits_that_say_nothing_are_the_drafters_fault(
     engine = Engine(model, Drafter(texts, change=change), spec=SPEC)
     assert [output.token_ids for output in engine.generate(PROMPTS, GREEDY)] == expected
     params = SamplingParams(temperature=0.8, seed=5, max_tokens=10)
-    with pytest.raises(ValueError, match="draft_logits: of drafter scripted") as raised:
+    with pytest.raises(ValueError, match="draft_logits: those of drafter scripted") as raised:
         engine.generate(PROMPTS, params)
     outputs = raised.value.outputs
     assert {output.finish_reason for output in outputs} == {"length"}
     assert_blocks_came_back(engine)
+    is_spoilt = False
+    alone = [engine.generate([PROMPTS[i]], params)[0].token_ids for i in (0, 2)]
+    assert [outputs[i].token_ids for i in (0, 2)] == alone  # the others draw what they drew
+
+
+@pytest.mark.parametrize("method", ["standard", "coupled"])
+def test_what_is_the_targets_fault_is_not_the_drafters(model, texts, method):
+    """NaN behind accepted drafts, with sound draft logits or none, ends the request alone."""
+    for has_logits in (False, True):
+
+        def change(proposal, has_logits=has_logits):
+            num = len(proposal.token_ids)
+            return (
+                replace(proposal, draft_logits=torch.zeros(num, K, 263)) if has_logits else proposal
+            )
+
+        spec = SpecConfig(num_speculative_tokens=K, rejection_sample_method=method)
+        engine = Engine(model, Scripted(texts, change=change), spec=spec)
+        forward = target_runner(engine).forward
+
+        passes = []
+
+        def spoilt(*args, forward=forward, passes=passes, **kwargs):
+            logits = forward(*args, **kwargs)
+            if len(logits) > 1 and not passes:
+                logits[1] = torch.nan  # after the first draft of the first request
+                passes.append(logits)
+            return logits
+
+        target_runner(engine).forward = spoilt
+        params = SamplingParams(temperature=0 if method == "coupled" else 0.8, seed=1, max_tokens=9)
+        outputs = engine.generate(PROMPTS, params)
+        expected = {"error"} if params.temperature == 0 else {"error", "length"}
+        assert outputs[0].finish_reason in expected
+        assert {output.finish_reason for output in outputs[1:]} == {"length"}
+        assert not engine.take_drafter_errors()
 
 
 @pytest.mark.parametrize("token", [-7, 263, 10**6, 2**31 - 1])

@@ -29,6 +29,8 @@ def test_of_cuda():
 def test_of_triton():
     require_the_same("triton")
     found = resources.of_attention(test_compile_attention.compile_all(90))
-    found |= resources.of_match_suffix(test_compile.compile_all(90, "match_suffix_kernel"))
+    others = resources.of_others(test_compile.compile_all(90))
+    found["match_suffix"] = others.pop("match_suffix_kernel")
+    assert others == load()["others"]
     assert found == {name: KERNELS[name] for name in found}
     assert set(KERNELS) == {*found, *resources.CUDA}

@@ -4,7 +4,6 @@
 #include <chrono>
 #include <cstdio>
 #include <thread>
-#include <utility>
 
 #include "cpu/parallel.h"
 
@@ -27,25 +26,40 @@ extern "C" int torch_parallel_for(int64_t begin, int64_t end, int64_t, Task task
   return 0;
 }
 
-static bool region(int late) {
+// Whether all was done, by two threads of which one is late, after `work` of the other.
+static bool region(int late, int work = 0) {
   late_ms = late;
   int64_t sum[2] = {};
-  fastspec::cpu::parallel_for(2, 1, [&](int64_t i) { sum[i] += i + 1; });
+  fastspec::cpu::parallel_for(2, 1, [&](int64_t i) {
+    sum[i] += i + 1;
+    if (i == 0) std::this_thread::sleep_for(std::chrono::milliseconds(work));
+  });
   return sum[0] == 1 && sum[1] == 2;
 }
 
+// The threads that take small work, and those that take some seconds of it.
+static void print_workers() {
+  using fastspec::cpu::workers_for;
+  std::printf("%d %d ", static_cast<int>(workers_for(2)), static_cast<int>(workers_for(1 << 20)));
+}
+
 int main() {
-  using fastspec::cpu::num_threads, fastspec::cpu::pause_after;
-  std::printf("%d", static_cast<int>(num_threads()));
-  std::printf(" %d", region(100));  // then 400 ms alone
-  std::printf(" %d", static_cast<int>(num_threads()));
-  std::printf(" %d", region(100));
+  print_workers();
+  std::printf("%d ", region(100));  // then 400 ms alone
+  print_workers();
+  std::printf("%d ", region(100));  // in one thread
   std::this_thread::sleep_for(std::chrono::milliseconds(700));
-  std::printf(" %d\n", static_cast<int>(num_threads()));
-  for (const auto [lateness, before] : {std::pair<int64_t, int64_t>{999'999, 0},
-                                        {8'000'000, 0},
-                                        {8'000'000, 32'000'000},
-                                        {900'000'000, 0}}) {
-    std::printf("%d ", static_cast<int>(pause_after(lateness, before) / 1'000'000));
+  print_workers();
+  std::printf("%d ", region(100, 1000));  // it was not held up
+  print_workers();
+  std::printf("\n");
+  const int64_t cases[][3] = {{999'999, 0, 0},
+                              {8'000'000, 9'000'000, 0},
+                              {8'000'000, 9'000'000, 32'000'000},
+                              {8'000'000, 17'000'000, 32'000'000},
+                              {900'000'000, 900'000'000, 0}};
+  for (const auto& [lateness, duration, before] : cases) {
+    const int64_t pause = fastspec::cpu::pause_after(lateness, duration, before);
+    std::printf("%d ", static_cast<int>(pause / 1'000'000));
   }
 }

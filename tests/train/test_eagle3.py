@@ -97,6 +97,21 @@ def test_loss_and_gradient_are_those_of_cross_entropy_and_acceptance(weight):
     torch.testing.assert_close(gradient, torch.autograd.grad(3 * expected, rows)[0])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_gradients_of_acceptance_are_finite_in_16_bits(dtype):
+    """Also where draft and target agree on nothing."""
+    torch.manual_seed(0)
+    rows, head = (
+        torch.randn(9, 8, dtype=dtype, requires_grad=True),
+        9 * torch.randn(31, 8).to(dtype),
+    )
+    probs = (30 * torch.randn(9, 31)).softmax(-1).to(dtype)
+    loss = FrozenHeadLoss.apply(rows, head, probs, 0.75)
+    (gradient,) = torch.autograd.grad(loss, rows)
+    assert loss.isfinite()
+    assert gradient.isfinite().all()
+
+
 def test_training_helps_and_goes_on_where_it_stopped(tmp_path):
     target = random_model("llama", num_hidden_layers=6)
     every = texts_of(target)
