@@ -112,6 +112,12 @@ def test_cpu_extension_uses_only_the_stable_abi():
 
 
 @needs_x86
+def test_cpu_extension_is_small():
+    """No debugging symbols, which took most of ten megabytes."""
+    assert cpu_extension().stat().st_size < 4e6
+
+
+@needs_x86
 def test_cpu_extension_holds_three_instruction_sets():
     listing = run("nm", "--defined-only", "--demangle", cpu_extension(), cwd=ROOT).stdout
     tables = re.findall(r" fastspec::cpu::(\w+)::kTable$", listing, re.MULTILINE)
