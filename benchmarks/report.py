@@ -94,14 +94,16 @@ def headline(record: dict) -> str:
     speeds, ratios = row["tokens_per_s"], row["ratios"]
     assisted = max(speeds["hf_assisted"], speeds["hf_assisted_default"])
     tokens = ", the same tokens" if record["verified"] else ""
+    rate = row.get("acceptance_rate")
+    accepted = "" if rate is None else f", {rate:.0%} of the drafts accepted"
     return (
         f"**{ratios['speculative / plain']:.2f}x** the speed of plain greedy decoding and"
         f" **{ratios['speculative / hf_assisted']:.2f}x** that of Hugging Face's assisted"
         f" generation with the same pair of models: {speeds['speculative']:.0f} tokens per second"
         f" against {speeds['plain']:.0f} and {assisted:.0f}{tokens}. [Record](docs/results.md):"
         f" `{record['target']['name']}` and `{record['draft']['name']}`,"
-        f" K={record['num_speculative_tokens']}, batch {record['batch_size']}, {record['dtype']},"
-        f" {record['cpu']}, {threads(record)}, {record['date'][:10]}."
+        f" K={record['num_speculative_tokens']}{accepted}, batch {record['batch_size']},"
+        f" {record['dtype']}, {record['cpu']}, {threads(record)}, {record['date'][:10]}."
     )
 
 

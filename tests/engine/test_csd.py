@@ -65,9 +65,9 @@ def test_decoders(model, drafts, leniency, as_lists):
 # k_matrix, and of the first, third and eighth of the ten bundled prompts: new tokens, and target
 # calls of the published csd that ends there.
 PUBLISHED_CALLS = [
-    ([[5, 10], [0, 10]], [(50, 5), (45, 5), (57, 4)]),
-    ([[1, 14], [0, 10]], [(62, 6), (56, 9), (48, 5)]),
-    ([[3, 6], [0, 8]], [(51, 6), (47, 7), (42, 5)]),
+    ([[5, 10], [0, 10]], [(24, 3), (55, 5), (29, 4)]),
+    ([[1, 14], [0, 10]], [(24, 8), (44, 8), (29, 7)]),
+    ([[3, 6], [0, 8]], [(24, 4), (46, 7), (29, 5)]),
 ]
 
 

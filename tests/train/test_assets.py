@@ -1,5 +1,6 @@
 """The bundled models as shipped."""
 
+import ast
 import json
 from copy import deepcopy
 from pathlib import Path
@@ -55,7 +56,8 @@ def test_prompts_come_from_held_out_files():
     prompts = read_prompts(ASSETS / "prompts.jsonl")
     assert len(prompts) == len({prompt["id"] for prompt in prompts}) == 32
     assert all(is_held_out(prompt["source"]) for prompt in prompts)
-    assert sum(prompt["source"].startswith("lib/") for prompt in prompts) == 16
+    for kind in ("code/", "page/"):
+        assert sum(prompt["source"].startswith(kind) for prompt in prompts) == 16
     assert all(60 <= len(tokenizer.encode(prompt["text"])) <= 200 for prompt in prompts)
 
 
@@ -69,11 +71,51 @@ def test_card_is_made_from_the_record():
     assert greedy["acceptance_rate"] >= 0.6
 
 
+def looping(ids, longest_period=64, least=12):
+    """The part of a text that goes on with a loop: a whole period, and `least` tokens, as before."""
+    marked = set()
+    for period in range(1, longest_period + 1):
+        run = 0
+        for place in range(period, len(ids)):
+            run = run + 1 if ids[place] == ids[place - period] else 0
+            if run > max(period, least):
+                marked.add(place)
+    return len(marked) / len(ids)
+
+
+def test_greedy_text_does_not_loop():
+    prompts = [prompt["text"] for prompt in read_prompts(ASSETS / "prompts.jsonl")[::2]]
+    prompts += [
+        "import os\n",
+        "class Stack:\n",
+        "def main():\n",
+        "def read_lines(path):\n",
+        "x = 1",
+    ]
+    params = fastspec.SamplingParams(temperature=0, max_tokens=96, ignore_eos=True)
+    outputs = fastspec.Engine("tiny").generate(prompts, params)
+    parts = [looping(output.token_ids) for output in outputs]
+    assert sum(parts) / len(parts) < 0.1
+    assert max(parts) < 0.5
+
+
+def test_what_a_newcomer_sees_is_python():
+    params = fastspec.SamplingParams(temperature=0, max_tokens=400)
+    prompts = ["class Stack:\n", "def read_lines(path):\n", "def mean(values):\n", "def main():\n"]
+    for prompt, output in zip(
+        prompts, fastspec.Engine("tiny").generate(prompts, params), strict=True
+    ):
+        assert output.finish_reason == "stop"
+        ast.parse(prompt + output.text)
+
+
 def test_glide_beats_a_plain_draft_as_large():
-    """By the acceptance that the stage measured for both, greedily."""
+    """By the acceptance that the stage measured for both: a fifth less is rejected, at least."""
     record = json.loads((ASSETS / "record.json").read_text())["glide"]
-    greedy = {row["draft"]: row for row in record["evaluation"] if row["temperature"] == 0}
-    assert greedy["glide"]["acceptance_rate"] >= greedy["plain"]["acceptance_rate"] + 0.1
+    for temperature in (0, 1):
+        rows = [row for row in record["evaluation"] if row["temperature"] == temperature]
+        rejected = {row["draft"]: 1 - row["acceptance_rate"] for row in rows}
+        assert rejected["glide"] <= 0.8 * rejected["plain"]
     assert record["glide"]["parameters"] == record["plain"]["parameters"]
     assert record["glide"]["tokens"] == record["plain"]["tokens"]
 
