@@ -58,6 +58,7 @@ void parallel_region(int64_t count, int64_t grain, const Body& body) {
 // Calls body(i) for 0 <= i < count, at least `grain` neighbours on one thread.
 template <class Body>
 void parallel_for(int64_t count, int64_t grain, const Body& body) {
+  grain = std::max<int64_t>(grain, 1);  // rows may be empty
   if (workers_for((count + grain - 1) / grain) > 1) return parallel_region(count, grain, body);
   for (int64_t i = 0; i < count; ++i) body(i);
 }

@@ -102,12 +102,10 @@ class Loop:
         times.append(perf_counter())
         try:
             verdicts = self.verify(batch, proposal, speculation.spec)
-            if places := speculation.spoilt(batch, proposal, verdicts):
-                # Their texts are as they were: only the newest token is read once more.
-                again = speculation.without_drafts(batch, places)
-                plain = self.verify(*again, speculation.spec)
-                for place, verdict in zip(places, plain, strict=True):
-                    verdicts[place] = verdict
+            for verdict in verdicts:
+                if verdict.accepted_len < 0:
+                    self._judge_spoilt(speculation, batch, proposal, verdicts)
+                    break
         except BaseException:
             for request in running:  # the drafter waits for a commit that will not come
                 speculation.release(request)
@@ -118,6 +116,19 @@ class Loop:
         for phase, (start, end) in zip(PHASES[1:], pairwise(times), strict=True):
             for stats in (self.stats, *(request.stats for request in running)):
                 stats.seconds[phase] += end - start
+
+    def _judge_spoilt(
+        self, speculation: Speculation, batch: Batch, proposal: Proposal, verdicts: list[Verdict]
+    ) -> None:
+        """Judge once more, without drafts, those that failed by what the drafter gave.
+
+        Their texts are as they were: only the newest token is read again.
+        """
+        if places := speculation.spoilt(batch, proposal, verdicts):
+            again = speculation.without_drafts(batch, places)
+            plain = self.verify(*again, speculation.spec)
+            for place, verdict in zip(places, plain, strict=True):
+                verdicts[place] = verdict
 
     def _reach(self, request: EngineRequest) -> int:
         """Tokens that the next step may cache; a tree takes room even past the end of a text."""

@@ -175,7 +175,8 @@ class Speculation:
         except BaseException as error:
             self._fail(error, requests)
         none = [0] * len(requests)
-        return self.without_drafts(Batch(requests, none, none, most, *rules))
+        batch = Batch(requests, none, none, most, *rules)
+        return batch, self._no_drafter.propose(batch)
 
     def without_drafts(
         self, batch: Batch, places: Sequence[int] | None = None

@@ -138,9 +138,10 @@ def drafted(engine, prompts, params):
 
 
 def test_a_trained_draft_beside_its_own_tokenizer():
-    """It is accepted as its tokens are."""
+    """It is accepted as its tokens are, once the text has left the end of the prompt, where the two
+    may cut an indentation in different places."""
     prompts = ["def main():\n    parser = argparse.", "import os\nimport sys\n\n\nclass A:\n"]
-    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=96, ignore_eos=True)
     lengths = []
     for options in ({}, REENCODING):
         engine = Engine("tiny", "tiny-draft", spec=SpecConfig("draft_model", 4, **options))
