@@ -44,6 +44,7 @@ HEADLINE_SIZES = {"V": 128256, "R": 1, "B": 1, "N": 16, "rows": 5, "context": 81
 def results_page(records: list[dict]) -> str:
     """All of docs/results.md."""
     others = ("end_to_end", "first_token", "llama_cpp", "batches", "served", "serve_load", "agent")
+    others += ("beside",)
     ops = [record for record in records if record["op"] not in others]
     first_tokens = [record for record in records if record["op"] == "first_token"]
     parts = [INTRODUCTION, "## End to end"]
@@ -69,6 +70,8 @@ def results_page(records: list[dict]) -> str:
         parts += ["## Many clients of a server", serve_load(runs[-1])]
     if turns := {r["target"]: r for r in records if r["op"] == "agent"}:
         parts += ["## Turns of an agent", agents([*turns.values()])]
+    if runs := [record for record in records if record["op"] == "beside"]:
+        parts += ["## Beside a busy loop", beside(runs[-1])]
     if ops:
         parts += ["## Kernels", kernels(ops)]
     return "\n\n".join(parts) + "\n"
@@ -339,6 +342,22 @@ def agents(records: list[dict]) -> str:
             cells = speed, f"{row['tokens_per_pass']:.2f}", trace
             lines.append(table_row(record["target"], name, *cells))
     return "\n".join([*lines, "", *sorted({where(record) for record in records})])
+
+
+def beside(record: dict) -> str:
+    """Table of CPU ops with one thread and with all, idle and beside a busy loop."""
+    meaning = (
+        "Mean microseconds of calls on the CPU (`python -m benchmarks.beside`), idle and beside a"
+        " process that keeps one core busy; ratios are to one thread in the same state."
+    )
+    heads = ("call", "idle, 1 thread", "idle, all", "ratio", "busy, 1 thread", "busy, all", "ratio")
+    lines = [meaning, "", *table_head(*heads)]
+    columns = [
+        f"{state}_{what}" for state in ("idle", "busy") for what in ("one_us", "us", "ratio")
+    ]
+    for row in record["results"]:
+        lines.append(table_row(row["call"], *(f"{row[column]:g}" for column in columns)))
+    return "\n".join([*lines, "", where(record)])
 
 
 def lenience(record: dict) -> str:
