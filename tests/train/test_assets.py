@@ -72,7 +72,7 @@ def test_card_is_made_from_the_record():
 
 
 def looping(ids, longest_period=64, least=12):
-    """The part of a text in loops: tokens that end a whole period, and `least` tokens, as before."""
+    """The part of a text in loops: where a whole period, `least` tokens or more, is as before."""
     marked = set()
     for period in range(1, longest_period + 1):
         run = 0
