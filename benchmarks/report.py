@@ -43,8 +43,16 @@ HEADLINE_SIZES = {"V": 128256, "R": 1, "B": 1, "N": 16, "rows": 5, "context": 81
 
 def results_page(records: list[dict]) -> str:
     """All of docs/results.md."""
-    others = ("end_to_end", "first_token", "llama_cpp", "batches", "served", "serve_load", "agent")
-    others += ("beside",)
+    others = (
+        "end_to_end",
+        "first_token",
+        "llama_cpp",
+        "batches",
+        "served",
+        "serve_load",
+        "agent",
+        "beside",
+    )
     ops = [record for record in records if record["op"] not in others]
     first_tokens = [record for record in records if record["op"] == "first_token"]
     parts = [INTRODUCTION, "## End to end"]

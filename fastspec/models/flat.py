@@ -5,6 +5,7 @@ copied into a wider type, give the truth, and the op must come as near to it as 
 """
 
 import logging
+import math
 from collections.abc import Callable, Container, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -71,6 +72,7 @@ class FlatLayer:
         given: the arguments of the modules in the trial pass.
         made: what they made of them.
         rotates: whether queries and keys are rotated.
+        most_rows: passes of more tokens use the modules.
     """
 
     module: Any
@@ -80,6 +82,7 @@ class FlatLayer:
     given: tuple[tuple, dict[str, Any]] = ((), {})
     made: Any = None
     rotates: bool = True
+    most_rows: float = math.inf
 
     def record(self, *args, **kwargs) -> Any:
         """The modules' forward, in the trial pass."""
@@ -91,8 +94,7 @@ class FlatLayer:
         """In the place of the modules' forward, for models that are not flat as a whole."""
         factors: Any = kwargs.get("position_embeddings")
         step: Any = kwargs.get("paged_step")
-        most = most_rows(hidden_states.device)
-        if factors is None or step is None or hidden_states.shape[1] > most:
+        if factors is None or step is None or hidden_states.shape[1] > self.most_rows:
             return type(self.module).forward(self.module, hidden_states, *args, **kwargs)
         cos, sin = (factor[0].float() for factor in factors)
         out = run_layers([self], hidden_states[0].float(), cos, sin, step)
@@ -196,12 +198,12 @@ def find_layers(model: PreTrainedModel, backend: str) -> list[FlatLayer]:
     base = _base_of(model)
     if base is None or not has_layer_kernels(model.device, backend):
         return []
-    layers = []
+    layers, most = [], most_rows(model.device)
     for module in base.layers:
         found = _weights_of(module, model.dtype)
         if found is None or not all(is_plain(part) for part in module.modules()):
             return []
-        layers.append(FlatLayer(module, module.self_attn.layer_idx, *found))
+        layers.append(FlatLayer(module, module.self_attn.layer_idx, *found, most_rows=most))
     return layers
 
 

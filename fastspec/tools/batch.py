@@ -75,8 +75,8 @@ def run_batch(
 
     A row has a "prompt" or "messages", and perhaps options of `SamplingParams` in the place of the
     job's; its answer is the same object with text, token_ids, finish_reason and error, in the order
-    of the rows. Answers are kept beside the target file as
-    they come, so that a run that was cut off goes on where it stopped.
+    of the rows. Answers are kept beside the target file as they come, so that a run that was cut
+    off goes on where it stopped.
 
     Args:
         replicas: processes, each with an engine of its own. What a process had when it died, the
