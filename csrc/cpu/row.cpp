@@ -12,9 +12,9 @@
 
 namespace fastspec::cpu {
 
-// Less work than this, some 40 us, is not worth waking a thread, which may be slow to come.
-static constexpr int64_t kLogitsPerThread = 1 << 18;
-static constexpr int64_t kWeighingsPerThread = 1 << 17;
+// Less work than this, some 10 us, is not worth waking a thread, which may be slow to come.
+static constexpr int64_t kLogitsPerThread = 1 << 17;
+static constexpr int64_t kWeighingsPerThread = 1 << 16;
 static constexpr int64_t kScratchPerChunk = kMaximaPerChunk + kLanes + 1;
 static constexpr double kLog2E = 1.4426950408889634;
 
@@ -287,9 +287,11 @@ static void rescale_sums(const Row& row) {
 
 void RowBatch::scan() {
   if (rows_.empty()) return;
+  constexpr int64_t kReadsPerWeighing = kLogitsPerThread / kWeighingsPerThread;
   const auto is_summed = [](const Row& row) { return row.is_summed_early(); };
-  const int64_t passes = count() + std::count_if(rows_.begin(), rows_.end(), is_summed);
-  const int64_t logits_per_job = std::min(size_, kChunk) * passes / count();
+  const int64_t summed = std::count_if(rows_.begin(), rows_.end(), is_summed);
+  const int64_t reads = count() + kReadsPerWeighing * summed;
+  const int64_t logits_per_job = std::min(size_, kChunk) * reads / count();
   parallel_for(count() * chunks_, jobs_per_thread(logits_per_job), [&](int64_t job) {
     Row& row = rows_[job / chunks_];
     const int64_t chunk = job % chunks_;

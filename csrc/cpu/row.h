@@ -58,7 +58,7 @@ struct Row {
   const float* maxima_of(int64_t chunk) const { return lane_maxima + chunk * kMaximaPerChunk; }
   bool is_filtered() const;
   // Whether scan sums the weights as well; it can where nothing but the temperature shapes them.
-  bool is_summed_early() const { return likely_needed && !sampling.greedy() && !is_filtered(); }
+  bool is_summed_early() const { return likely_needed && !is_filtered(); }
   // The lowest id with the largest logit.
   int64_t argmax() const;
   float logit(int64_t token) const;

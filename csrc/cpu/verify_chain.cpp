@@ -92,15 +92,30 @@ double draft_prob(const VerifyChainInputs& in, const Chain& chain, int64_t i) {
 bool accepts(const VerifyChainInputs& in, Chain& chain) {
   const int64_t i = chain.accepted;
   const int64_t token = chain.proposals[i];
-  if (chain.greedy()) return token == chain.target[i].argmax();
   const double prob = draft_prob(in, chain, i);
   chain.valid = !std::isnan(prob);
   const double uniform = in.uniform_samples[chain.index * (in.num_draft + 1) + i];
   return uniform * prob < in.lenience * chain.target[i].prob(token);
 }
 
-// Judges the proposals in order; rows are weighed only as they are reached. A chain that gets to an
-// invalid row is no longer valid.
+// Judges greedy chains, which ask for no weights but those of the log-probabilities. A chain that
+// gets to an invalid row is no longer valid.
+void judge_greedy(std::vector<Chain>& chains, RowBatch& batch) {
+  std::vector<Row*> rows;
+  for (Chain& chain : chains) {
+    if (!chain.greedy()) continue;
+    chain.running = false;
+    while (chain.rejected() &&
+           chain.proposals[chain.accepted] == chain.target[chain.accepted].argmax()) {
+      ++chain.accepted;
+    }
+    chain.valid = chain.rejected() || !chain.ends_invalid;
+    for (int64_t i = 0; chain.valid && i <= chain.accepted; ++i) rows.push_back(chain.target + i);
+  }
+  batch.weigh(rows);
+}
+
+// Judges the proposals in order; rows are weighed only as they are reached. Validity is as above.
 void judge(const VerifyChainInputs& in, std::vector<Chain>& chains, RowBatch& batch) {
   std::vector<Row*> rows;
   for (int64_t i = 0; i <= in.num_draft; ++i) {
@@ -146,7 +161,7 @@ double prefix_threshold(const VerifyChainInputs& in, const Chain& chain, int64_t
   return denominator > 0 ? rest / denominator : 1.0;
 }
 
-// Block verification: accepts the longest prefix that passes. Greedy chains are left running.
+// Block verification: accepts the longest prefix that passes.
 void judge_blocks(const VerifyChainInputs& in, std::vector<Chain>& chains, RowBatch& batch) {
   std::vector<Row*> rows;
   for (Chain& chain : chains) {
@@ -249,6 +264,7 @@ void verify_slab(const VerifyChainInputs& in, int64_t begin, int64_t end,
   }
   batch.scan();
   for (Chain& chain : chains) cut_at_invalid_row(chain);
+  judge_greedy(chains, batch);
   if (in.block) judge_blocks(in, chains, batch);
   judge(in, chains, batch);
   RowBatch late(in.draft_logsumexp == nullptr ? 0 : end - begin, in.target.logits.size);
