@@ -79,8 +79,11 @@ def train_draft(
 
     Raises:
         ValueError: a checkpoint that is missing, or there without being asked for; a reduced
-            vocabulary, which only distillation can teach, without it.
+            vocabulary, which only distillation can teach, without it; a weight of `acceptance`,
+            which EAGLE-3 drafts alone are trained with.
     """
+    weight = options.acceptance
+    require("acceptance", weight, weight == 0, "0, as only EAGLE-3 drafts learn by it")
     num_layers = draft.config.num_hidden_layers if isinstance(draft, GlideLlamaForCausalLM) else 0
     file = states_file(out, resume, target, [rows.token_ids, rows.lengths], num_layers)
     target.to(processes.device)  # pyright: ignore[reportArgumentType]

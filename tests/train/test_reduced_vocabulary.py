@@ -1,6 +1,7 @@
 """Drafts that know a part of the vocabulary, and the stored target and texts that teach them."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,8 @@ from fastspec.train.glide_data import (
     stored_states,
     stored_target,
 )
+from fastspec.train.glide_run import train_draft
+from fastspec.train.options import TrainOptions
 from fastspec.train.own_text import write_texts
 
 from ..engine.helpers import (
@@ -307,3 +310,10 @@ def test_written_texts_go_on_where_they_stopped(chat_folder, tmp_path):
     engine.tokenizer.chat_template = None
     with pytest.raises(ValueError, match="no chat template"):
         write_texts(engine, prompts, 5, tmp_path / "none.jsonl", lambda _: None)
+
+
+def test_only_eagle3_drafts_learn_by_acceptance():
+    nothing: Any = None
+    options = TrainOptions(acceptance=0.5)
+    with pytest.raises(ValueError, match="acceptance: expected 0"):
+        train_draft(nothing, nothing, nothing, options, nothing, nothing, False, nothing)
