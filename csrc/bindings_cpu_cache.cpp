@@ -286,6 +286,7 @@ Tensor decoder_layers(const Tensor& hidden, std::vector<OptionalTensor> layers,
                       std::vector<Tensor> key_caches, std::vector<Tensor> value_caches, double eps,
                       double norm_shift, const Text& activation, const OptionalTensor& cos,
                       const OptionalTensor& sin, const OptionalTensor& embeddings,
+                      std::vector<int64_t> kept_layers, std::vector<Tensor> kept_caches,
                       const Tensor& slot_mapping, const Tensor& block_table,
                       const Tensor& context_lens, const Tensor& cu_rows, double scale,
                       int64_t sliding_window, double softcap, const OptionalTensor& ancestor_mask) {
@@ -318,6 +319,14 @@ Tensor decoder_layers(const Tensor& hidden, std::vector<OptionalTensor> layers,
     shared.embedding_size = embeddings->size(1);
     shared.embeddings = embeddings->const_data_ptr<float>();
   }
+  require(kept_caches.size() == (kept_layers.empty() ? 0 : 2));
+  if (!kept_layers.empty()) {
+    shared.kept = store_call(kept_caches[0], kept_caches[1], slot_mapping);
+    shared.kept_element = element(kept_caches[0]);
+    require(shared.kept.num_tokens == num_rows);
+    require(kept_caches[0].size(2) == static_cast<int64_t>(kept_layers.size()));
+    require(2 * kept_caches[0].size(3) == shared.mlp.size);
+  }
   // All layers are checked before the first one writes.
   std::vector<cpu::DecoderLayerCall> calls(num_layers, shared);
   for (size_t index = 0; index < num_layers; ++index) {
@@ -338,6 +347,11 @@ Tensor decoder_layers(const Tensor& hidden, std::vector<OptionalTensor> layers,
     call.mlp.hidden = weights[kGate]->size(0);
     call.mlp.element = call.attention.element;
     add_weights(weights, key_cache.scalar_type(), call);
+  }
+  for (size_t head = 0; head < kept_layers.size(); ++head) {
+    const int64_t layer = kept_layers[head];
+    require(-1 <= layer && layer < static_cast<int64_t>(num_layers));
+    if (layer >= 0) calls[layer].kept_heads.push_back(static_cast<int64_t>(head));
   }
   Tensor out = new_tensor({num_rows, hidden.size(1)}, ScalarType::Float);
   float* rows = out.mutable_data_ptr<float>();

@@ -94,11 +94,24 @@ class Layer {
 
  private:
   void pack_inputs(int64_t row) const {
+    for (const int64_t head : call_.kept_heads) keep_input(row, head);
     float* inputs = scratch_.inputs + row * n_.inputs;
     std::copy_n(call_.embeddings + row * call_.embedding_size, call_.embedding_size, inputs);
     normalize(call_, call_.attention_norm, call_.hidden + row * n_.size, 1, n_.size,
               inputs + call_.embedding_size);
     kernels().linear.pack_row(inputs, Element::kFloat32, scratch_.packed_inputs, row);
+  }
+
+  void keep_input(int64_t row, int64_t head) const {
+    const StoreCall& kept = call_.kept;
+    const int64_t slot = kept.slot_mapping[row], half = n_.size / 2;
+    if (slot < 0) return;
+    const float* from = call_.hidden + row * n_.size;
+    for (const StoreSide& side : {kept.key, kept.value}) {
+      char* to = slot_of(kept, side, slot) + head * kept.head_bytes;
+      kernels().layers.narrow(from, half, call_.kept_element, to);
+      from += half;
+    }
   }
 
   StoreCall store_call() const {
@@ -185,6 +198,7 @@ void decoder_layers(const std::vector<DecoderLayerCall>& calls) {
   for (const DecoderLayerCall& call : calls) {
     if (checked != nullptr && have_same_pages(*checked, call)) continue;
     check_slots(call.store);
+    if (call.kept.num_heads > 0) check_slots(call.kept);
     check_indices(call.attention);
     checked = &call;
   }

@@ -33,6 +33,9 @@ struct DecoderLayerCall {
   int64_t cos_stride, sin_stride, rotary_size;
   AttentionCall attention;  // without query and out
   StoreCall store;          // without what is stored
+  StoreCall kept;           // pages with a head for the halves of each input that is kept
+  Element kept_element;
+  std::vector<int64_t> kept_heads;  // those that keep this layer's input
 };
 
 // Layers that share rows, indices and options. Checks the index tensors of all

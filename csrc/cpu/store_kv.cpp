@@ -14,11 +14,6 @@ namespace {
 constexpr int64_t kBytesPerThread = 1 << 16;
 constexpr int64_t kTokensPerTask = 16;
 
-char* slot_of(const StoreCall& call, const StoreSide& side, int64_t slot) {
-  return side.cache + slot / call.block_size * side.block_stride +
-         slot % call.block_size * side.slot_stride;
-}
-
 void copy_token(const StoreCall& call, const StoreSide& side, int64_t token, int64_t slot) {
   const char* from = side.from + token * side.token_stride;
   char* to = slot_of(call, side, slot);

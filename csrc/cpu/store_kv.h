@@ -29,6 +29,12 @@ struct StoreCall {
   int64_t num_tokens, num_heads, head_bytes, num_blocks, block_size;
 };
 
+// Where a slot of one side begins.
+inline char* slot_of(const StoreCall& call, const StoreSide& side, int64_t slot) {
+  return side.cache + slot / call.block_size * side.block_stride +
+         slot % call.block_size * side.slot_stride;
+}
+
 // Throws std::invalid_argument if a slot is neither -1 nor in the cache.
 void check_slots(const StoreCall& call);
 

@@ -6,7 +6,7 @@ copied into a wider type, give the truth, and the op must come as near to it as 
 
 import logging
 import math
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise, product
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from fastspec.models.layout import LAST_STATE, AttentionCall, PagedStep
+from fastspec.models.layout import LAST_STATE, AttentionCall, KeptInputs, PagedStep
 from fastspec.models.reduced_vocabulary import ReducedHead
 from fastspec.models.rotary import RotaryTable
 from fastspec.models.twin import (
@@ -113,12 +113,19 @@ def run_layers(
     sin: Tensor,
     step: PagedStep,
     embeddings: Tensor | None = None,
+    kept: KeptInputs | None = None,
 ) -> Tensor:
     """Rows [T, E] through layers that share their options; factors [T, R]; all float32.
 
-    embeddings: see `decoder_layers`.
+    Args:
+        embeddings: see `decoder_layers`.
+        kept: takes what those of its layers are given that are among these.
     """
     first, caches = layers[0], step.caches
+    kept_layers = []
+    if kept is not None:
+        places = {layer.index: place for place, layer in enumerate(layers)}
+        kept_layers = [places.get(index, -1) for index in kept.layers]
     return decoder_layers(
         hidden,
         [layer.weights for layer in layers],
@@ -131,6 +138,8 @@ def run_layers(
         cos=cos if first.rotates else None,
         sin=sin if first.rotates else None,
         embeddings=embeddings,
+        kept_layers=kept_layers,
+        kept_caches=() if kept is None else kept.pages,
         ancestor_mask=step.ancestor_mask,
         backend=step.backend,
         **first.options,
@@ -155,15 +164,12 @@ class FlatModel:
         """As `PagedModel.forward`."""
         hidden = self._embed(input_ids).float()
         cos, sin = self._table.factors(positions)
-        kept = () if step.inputs is None else step.inputs.layers
+        keeps_last = step.inputs is not None and LAST_STATE in step.inputs.layers
+        kept = None if keeps_last else step.inputs
         for run in self._runs:
-            for part in _from_each(kept, run) if kept else [run]:
-                if part[0].index in kept:
-                    step.given[part[0].index] = hidden
-                hidden = run_layers(part, hidden, cos, sin, step)
-        if LAST_STATE in kept:
+            hidden = run_layers(run, hidden, cos, sin, step, kept=kept)
+        if keeps_last:
             step.given[LAST_STATE] = self._norm(hidden.to(self._dtype))
-        if kept:
             step.store_inputs()
         hidden = hidden if rows is None else hidden[rows]
         return self._head(self._norm(hidden.to(self._dtype)))
@@ -184,12 +190,6 @@ class FlatModel:
         for layer in self._layers:
             ways += zip(factors, layer.given[1]["position_embeddings"], strict=True)
         return all(torch.equal(left, right) for left, right in ways)
-
-
-def _from_each(kept: Container[int], run: list[FlatLayer]) -> Iterator[list[FlatLayer]]:
-    """A run of layers in parts, of which one starts at each layer whose input is kept."""
-    starts = [place for place, layer in enumerate(run) if not place or layer.index in kept]
-    return (run[start:end] for start, end in pairwise([*starts, len(run)]))
 
 
 def find_layers(model: PreTrainedModel, backend: str) -> list[FlatLayer]:

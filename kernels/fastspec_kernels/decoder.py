@@ -38,6 +38,8 @@ def decoder_layers(
     cos: Tensor | None = None,
     sin: Tensor | None = None,
     embeddings: Tensor | None = None,
+    kept_layers: Sequence[int] = (),
+    kept_caches: Sequence[Tensor] = (),
     norm_shift: float = 0.0,
     activation: str = "silu",
     ancestor_mask: Tensor | None = None,
@@ -68,6 +70,10 @@ def decoder_layers(
             rotation.
         embeddings: [T, S] float32, contiguous; normed token embeddings that each layer's attention
             reads in front of its rows, as in EAGLE-3. None: none.
+        kept_layers, kept_caches: layer kept_layers[j], -1 for none, leaves what it is given of each
+            row: the first half of its numbers in head j of the first of two caches, the second half
+            in the other, both [N, block_size, J, E / 2], float32, bfloat16 or float16, in the slots
+            of the rows. Empty: nothing is kept.
         norm_shift: added to the weights of all norms: 0, or 1 for Gemma's.
         activation: "silu" or "gelu_tanh".
         ancestor_mask, scale, sliding_window, softcap: as in `tree_attention`.
@@ -93,6 +99,7 @@ def decoder_layers(
     norm_shift = check_number("norm_shift", norm_shift, -FLOAT32.max, "a finite float32 number")
     check_choice("activation", activation, ACTIVATIONS)
     pages = (block_table, context_lens, cu_rows)
+    _check_kept(kept_layers, kept_caches, len(layers))
 
     def check():
         for name, caches in (("key_caches", key_caches), ("value_caches", value_caches)):
@@ -119,10 +126,13 @@ def decoder_layers(
             num_heads = _check_weights(f"layers[{index}]", weights, own[0], *sizes)
             query = own[0].new_empty((num_rows, num_heads, head_size))
             check_attention(query, *own, *pages, None, ancestor_mask)
+        if kept_caches:
+            _check_kept_caches(kept_caches, len(kept_layers), slot_mapping, hidden)
 
     arguments = (hidden, [weight for layer in layers for weight in layer])
     arguments += (list(key_caches), list(value_caches), eps, norm_shift, activation, cos, sin)
-    arguments += (embeddings, slot_mapping, *pages, scale, sliding_window, softcap, ancestor_mask)
+    arguments += (embeddings, list(kept_layers), list(kept_caches), slot_mapping, *pages)
+    arguments += (scale, sliding_window, softcap, ancestor_mask)
     return run_checked("decoder_layers", backend, cache, arguments, check)
 
 
@@ -132,6 +142,32 @@ def _first_of(name: str, values: Sequence[Any], kind: type) -> Any:
     if not is_list or not values or not all(isinstance(value, kind) for value in values):
         raise ValueError(f"{name}: expected a {kind.__name__} for each layer, got {values!r:.60}")
     return values[0]
+
+
+def _check_kept(layers: Sequence[int], caches: Sequence[Tensor], num_layers: int) -> None:
+    """Check which inputs are kept, and that there are caches for them."""
+    is_list = isinstance(layers, (list, tuple))
+    if not is_list or not all(type(x) is int and -1 <= x < num_layers for x in layers):
+        expected = f"numbers from -1 to {num_layers - 1}"
+        raise ValueError(f"kept_layers: expected {expected}, got {layers!r:.60}")
+    is_pair = isinstance(caches, (list, tuple)) and len(caches) in (0, 2)
+    if not is_pair or not all(isinstance(cache, Tensor) for cache in caches):
+        raise ValueError(f"kept_caches: expected two caches or none, got {caches!r:.60}")
+    if bool(layers) != bool(caches):
+        empty, other = ("kept_caches", "layers") if layers else ("kept_layers", "caches")
+        raise ValueError(f"{empty}: got none, but kept_{other} are given")
+
+
+def _check_kept_caches(
+    caches: Sequence[Tensor], num_heads: int, slot_mapping: Tensor, hidden: Tensor
+) -> None:
+    names = "kept_caches[0]", "kept_caches[1]"
+    heads, head_size = check_caches(caches[0], caches[1], names)
+    check_tensor(names[0], caches[0], (None,) * 4, LOGITS_DTYPES, hidden.device)
+    if heads != num_heads or 2 * head_size != hidden.shape[1]:
+        expected = f"{num_heads} heads of half of {hidden.shape[1]} numbers"
+        raise ValueError(f"{names[0]}: expected {expected}, got {heads} of {head_size}")
+    check_slots(slot_mapping, caches[0])
 
 
 def _check_weights(

@@ -25,9 +25,9 @@ SCHEMAS = (
     "gated_mlp(Tensor input, Tensor gate_weight, Tensor up_weight, Tensor down_weight) -> Tensor",
     "decoder_layers(Tensor hidden, Tensor?[] layers, Tensor(a!)[] key_caches,"
     " Tensor(b!)[] value_caches, float eps, float norm_shift, str activation, Tensor? cos,"
-    " Tensor? sin, Tensor? embeddings, Tensor slot_mapping, Tensor block_table,"
-    " Tensor context_lens, Tensor cu_rows, float scale, int sliding_window, float softcap,"
-    " Tensor? ancestor_mask) -> Tensor",
+    " Tensor? sin, Tensor? embeddings, int[] kept_layers, Tensor(c!)[] kept_caches,"
+    " Tensor slot_mapping, Tensor block_table, Tensor context_lens, Tensor cu_rows, float scale,"
+    " int sliding_window, float softcap, Tensor? ancestor_mask) -> Tensor",
     f"row_stats(Tensor logits, {_SAMPLING}, Tensor? token_bitmask) -> (Tensor, Tensor)",
     f"logits_to_probs(Tensor logits, {_SAMPLING}, Tensor? token_bitmask) -> Tensor",
     f"sample(Tensor logits, Tensor uniform_samples, {_SAMPLING}, Tensor? token_bitmask)"

@@ -53,6 +53,8 @@ def layers() -> dict:
         "slot_mapping": torch.tensor([7, 4, 10]),
         "cos": torch.rand(3, 8),
         "sin": torch.rand(3, 8),
+        "kept_layers": [1, -1],
+        "kept_caches": [torch.zeros(6, 4, 2, 6), torch.zeros(6, 4, 2, 6)],
         "eps": 1e-6,
         "norm_shift": 1.0,
         "activation": "silu",
@@ -226,6 +228,8 @@ def bad_tensors(tensor: Tensor) -> list:
 def bad_lists(values: list) -> list:
     """Lists that have a bad value in one place, and what is none."""
     found = ["x", 1, None, [], values[0], [*values[:-1], None]]
+    if isinstance(values[0], int):
+        return found + [[*values[:-1], bad] for bad in [*BAD_INTS, -2, 2] if bad != -1]
     if isinstance(values[0], Tensor):
         found += [values[:1], [*values, values[0]]]
         return found + [[values[0], bad] for bad in bad_tensors(values[1])]

@@ -87,6 +87,8 @@ class Layers:
         self.rows = torch.randn(64, size, generator=generator)
         self.embeddings = torch.randn(64, embeddings, generator=generator) if embeddings else None
         self.angles = torch.randn(64, self.rotated, generator=generator)
+        self.kept_layers: list[int] = []
+        self.kept_caches: list[torch.Tensor] = []
 
     def run(self, rows, table, context_lens, counts, mask=None, backend="cpu"):
         """The rows with these numbers, the last of their contexts; also the caches afterwards."""
@@ -108,6 +110,11 @@ class Layers:
             "embeddings": None if self.embeddings is None else self.embeddings[rows],
             "ancestor_mask": mask,
         }
+        if self.kept_layers:
+            self.options = self.options | {
+                "kept_layers": self.kept_layers,
+                "kept_caches": self.kept_caches,
+            }
         out = decoder_layers(
             self.rows[rows].to(device),
             [LayerWeights(*(x if x is None else x.to(device) for x in w)) for w in self.weights],
@@ -289,3 +296,57 @@ def test_layers_in_one_call_are_those_in_several(restore_threads):
         layers.rows = torch.cat([out, rows[5:]])
         assert torch.equal(alone[0][0], caches[0][index])
     assert torch.equal(out, together)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("kept_dtype", TOLERANCE, ids=str)
+@compiled
+def test_inputs_are_kept(dtype, kept_dtype, backend):
+    """In the slots of the rows, in halves, as the layers one by one are given them."""
+    layers, kept_layers = Layers(dtype, number=3), [2, -1, 0, 2]
+    call = ([0, 1, 2, 3, 4], [[4, 0], [2, 3]], [6, 3], [3, 2])
+    slots = [4 * 4 + 3, 0, 1, 2 * 4 + 1, 2 * 4 + 2]
+    given, weights, pages = layers.rows[:5], layers.weights, layers.caches
+    inputs = []
+    for index in range(3):
+        layers.weights, layers.caches = [weights[index]], [[side[index]] for side in pages]
+        inputs.append(given)
+        given, _ = layers.run(*call, backend=backend)
+        layers.rows = torch.cat([given, layers.rows[5:]])
+    layers = Layers(dtype, number=3)
+    alone, _ = layers.run(*call, backend=backend)
+    poison = torch.full((9, 4, 4, 24), torch.nan, dtype=kept_dtype)
+    layers.kept_layers = kept_layers
+    layers.kept_caches = [poison.to(device_of(backend), copy=True) for _ in range(2)]
+    out, _ = layers.run(*call, backend=backend)
+    assert torch.equal(out, alone)
+    kept = torch.cat([cache.cpu().flatten(0, 1) for cache in layers.kept_caches], dim=-1)
+    for head, layer in enumerate(kept_layers):
+        expected = torch.full((36, 48), torch.nan, dtype=kept_dtype)
+        if layer >= 0:
+            expected[slots] = inputs[layer].to(kept_dtype)
+        assert torch.equal(kept[:, head].nan_to_num(99.0), expected.nan_to_num(99.0)), head
+
+
+def test_no_input_is_kept_for_the_slot_minus_one_or_where_a_call_is_wrong():
+    layers = Layers(torch.float32)
+    kept = [torch.zeros(9, 4, 1, 24) for _ in range(2)]
+    options = {"kept_layers": [0], "kept_caches": kept}
+    assert written(layers, **options)[1] == ""
+    stored = torch.cat([cache.flatten(0, 1)[17, 0] for cache in kept])
+    assert torch.equal(stored, layers.rows[0])
+    for cache in kept:
+        cache.zero_()
+    written(layers, slot_mapping=torch.tensor([-1]), **options)
+    small = [cache[:4] for cache in kept]
+    for wrong, name in (
+        ({"kept_layers": [2]}, "kept_layers: expected numbers from -1 to 1"),
+        ({"kept_layers": [0, 1]}, "kept_caches[0]: expected 2 heads of half of 48 numbers"),
+        ({"kept_layers": []}, "kept_layers: got none, but kept_caches are given"),
+        ({"kept_caches": kept[:1]}, "kept_caches: expected two caches or none"),
+        ({"kept_caches": small}, "slot_mapping: expected -1 or a slot below 16, got [17]"),
+    ):
+        changed, error = written(layers, **(options | wrong))
+        assert not any(changed)
+        assert error.startswith(name), error
+    assert not any(cache.any() for cache in kept)

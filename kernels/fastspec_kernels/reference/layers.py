@@ -79,6 +79,8 @@ def decoder_layers(
     cos: Tensor | None,
     sin: Tensor | None,
     embeddings: Tensor | None,
+    kept_layers: list[int],
+    kept_caches: list[Tensor],
     slot_mapping: Tensor,
     block_table: Tensor,
     context_lens: Tensor,
@@ -105,6 +107,10 @@ def decoder_layers(
         dtype, head_size = caches[0].dtype, caches[0].shape[-1]
         size = len(LayerWeights._fields)
         w = LayerWeights(*layers[index * size : (index + 1) * size])  # pyright: ignore
+        for head in (head for head, layer in enumerate(kept_layers) if layer == index):
+            kept = [cache[:, :, head : head + 1] for cache in kept_caches]
+            halves = x.to(kept[0].dtype).unflatten(1, (2, 1, -1)).unbind(1)
+            store_kv(*halves, *kept, slot_mapping, None, None, 1.0, 1.0)
         rows = norm(x, w.attention_norm)
         if embeddings is not None:
             rows = torch.cat([embeddings.double(), rows], dim=-1)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fastspec_kernels.reference.layers import LayerWeights
 from fastspec_kernels.triton.attention import check_head_size, tree_attention
+from fastspec_kernels.triton.cache import store_kv
 from fastspec_kernels.triton.decoder_kernels import gate_kernel, heads_kernel, norm_kernel
 from fastspec_kernels.triton.launch import launch
 
@@ -24,6 +25,8 @@ def decoder_layers(
     cos: Tensor | None,
     sin: Tensor | None,
     embeddings: Tensor | None,
+    kept_layers: list[int],
+    kept_caches: list[Tensor],
     slot_mapping: Tensor,
     block_table: Tensor,
     context_lens: Tensor,
@@ -35,7 +38,8 @@ def decoder_layers(
 ) -> Tensor:
     """Each layer: 7 products and 5 launches of ours; 1 launch at the end.
 
-    1 more where contexts are split, and 1 more where sequences may have few or many rows.
+    1 more where contexts are split, 1 more where sequences may have few or many rows, and 2 more
+    where the input is kept.
     """
     pages = block_table, context_lens, cu_rows
     norms = float(eps), float(norm_shift)
@@ -47,6 +51,10 @@ def decoder_layers(
     for index, caches in enumerate(zip(key_caches, value_caches, strict=True)):
         w = LayerWeights(*layers[index * size : (index + 1) * size])  # pyright: ignore
         x, rows = _add_and_norm(x, added, added_norm, w.attention_norm, *norms)
+        for head in (head for head, layer in enumerate(kept_layers) if layer == index):
+            kept = [cache[:, :, head : head + 1] for cache in kept_caches]
+            halves = x.to(kept[0].dtype).unflatten(1, (2, 1, -1)).unbind(1)
+            store_kv(*halves, *kept, slot_mapping, None, None, 1.0, 1.0)
         if embeddings is not None:
             rows = torch.cat([embeddings.to(rows.dtype), rows], dim=-1)
         query = F.linear(rows, w.query_weight, w.query_bias)
