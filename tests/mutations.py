@@ -139,6 +139,10 @@ MUTATIONS = [
         ("left.num_heads == right.num_heads &&", ""),
         ("    check_indices(call.attention);\n", ""),
         ("add_branch(call_.attention_out_norm, row);", ""),
+        (" + head * kept.head_bytes", ""),
+        ("      from += half;\n", ""),
+        ("    if (slot < 0) return;\n    const float* from", "    const float* from"),
+        ("if (call.kept.num_heads > 0) check_slots(call.kept);", ""),
         (
             "* call_.embedding_size, call_.embedding_size, inputs)",
             ", call_.embedding_size, inputs)",
