@@ -101,7 +101,8 @@ def _call_decoder(dtype: torch.dtype, full: bool) -> None:
     layer = LayerWeights(*weights)
     activation = "gelu_tanh" if full else "silu"
     pages = torch.empty(5, dtype=torch.int64), ints[None], ints, ints
-    given = [caches[0]], [caches[1]], 1e-5, float(full), activation, *factors, None, *pages
+    kept = ([0], [*torch.empty(2, 9, 16, 1, size // 2, dtype=dtype)]) if full else ([], [])
+    given = [caches[0]], [caches[1]], 1e-5, float(full), activation, *factors, None, *kept, *pages
     ops.decoder_layers(hidden, list(layer), *given, 1.0, 0, 0.0, None)
 
 
