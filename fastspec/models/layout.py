@@ -41,7 +41,7 @@ class CacheStack(NamedTuple):
 
 
 class KeptInputs(NamedTuple):
-    """What some layers of a model are given, or `LAST_STATE`, of each token [E], in pages.
+    """What some layers of a model are given, or `LAST_STATE` alone, of each token [E], in pages.
 
     The halves of E lie as keys and values do, with a head for each layer.
     """

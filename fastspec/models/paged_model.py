@@ -238,23 +238,22 @@ class PagedModel:
         ]
 
     def keep_inputs(self, layers: list[int], num_blocks: int, block_size: int) -> KeptInputs:
-        """Pages of what these layers are given, or of `LAST_STATE`, for passes whose `inputs` they
-        are; zeros first.
+        """Pages of what these layers are given, or of `LAST_STATE` alone, for passes whose `inputs`
+        they are; zeros first.
 
         Raises:
             ValueError: there are no such layers.
         """
         modules = decoder_layers(self.model)
         most = len(modules) - 1
-        inner = [index for index in layers if index != LAST_STATE]
-        fits = all(0 <= index <= most for index in inner)
+        fits = layers == [LAST_STATE] or all(0 <= index <= most for index in layers)
         require("target layers", layers, fits, f"0 to {most}")
 
         def keep(index: int, hidden: Tensor) -> None:
             if (step := _RUNNING.get()) is not None:
                 step.given[index] = hidden[0]
 
-        for index in {*inner}:
+        for index in {*layers} - {LAST_STATE}:
             modules[index].register_forward_pre_hook(
                 lambda _, args, kwargs, index=index: keep(
                     index, args[0] if args else kwargs["hidden_states"]

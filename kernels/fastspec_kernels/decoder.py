@@ -76,7 +76,8 @@ def decoder_layers(
             of the rows. Empty: nothing is kept.
         norm_shift: added to the weights of all norms: 0, or 1 for Gemma's.
         activation: "silu" or "gelu_tanh".
-        ancestor_mask, scale, sliding_window, softcap: as in `tree_attention`.
+        ancestor_mask, scale, sliding_window, softcap: as in `tree_attention`; layers of several
+            head sizes need a scale.
         backend: "auto", "cpu", "triton" or "reference".
     Returns:
         [T, E] float32.
@@ -93,11 +94,13 @@ def decoder_layers(
     _first_of("layers", layers, LayerWeights)
     cache: Tensor = _first_of("key_caches", key_caches, Tensor)
     _first_of("value_caches", value_caches, Tensor)
-    scale = scale_of_stored(cache, scale, 1.0)
+    given_scale, scale = scale, scale_of_stored(cache, scale, 1.0)
     softcap, _ = check_options(cache, sliding_window, softcap, None, False)
     eps = check_positive("eps", eps)
     norm_shift = check_number("norm_shift", norm_shift, -FLOAT32.max, "a finite float32 number")
     check_choice("activation", activation, ACTIVATIONS)
+    if given_scale is None and len({cache.shape[-1:] for cache in key_caches}) > 1:
+        raise ValueError("scale: expected a number, as layers have several head sizes, got None")
     pages = (block_table, context_lens, cu_rows)
     _check_kept(kept_layers, kept_caches, len(layers))
 

@@ -133,7 +133,7 @@ def _(input, gate_weight, up_weight, down_weight):
 
 @torch.library.register_fake("fastspec::decoder_layers")
 def _(hidden, layers, key_caches, value_caches, *arguments):
-    _require_one_device(hidden, *layers, *key_caches, *value_caches, *arguments)
+    _require_one_device(hidden, layers, key_caches, value_caches, *arguments)
     return hidden.new_empty(hidden.shape)
 
 
@@ -234,5 +234,7 @@ def _(query, *args):
 
 def _require_one_device(*arguments):
     """A meta tensor among real ones ends in the fake implementation; the public op explains."""
-    if len({value.device for value in arguments if isinstance(value, torch.Tensor)}) > 1:
+    lists = (value if isinstance(value, list) else [value] for value in arguments)
+    values = (value for each in lists for value in each)
+    if len({value.device for value in values if isinstance(value, torch.Tensor)}) > 1:
         raise ValueError("the arguments are on different devices")

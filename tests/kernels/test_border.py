@@ -300,11 +300,16 @@ def test_bad_values_are_refused_by_name(op):
 def test_tensors_on_another_device_are_refused(op):
     """By the name of the first tensor that is not where the others are."""
     good = CALLS[op]()
-    names = [name for name, value in good.items() if isinstance(value, Tensor)]
-    for name in names if len(names) > 1 else []:
+    elsewhere = {
+        name: value.to("meta") if isinstance(value, Tensor) else [*value[:-1], value[-1].to("meta")]
+        for name, value in good.items()
+        if isinstance(value, Tensor) or (isinstance(value, list) and isinstance(value[-1], Tensor))
+    }
+    for name, value in elsewhere.items() if len(elsewhere) > 1 else []:
         for backend in backends_of(op):
-            answer = answer_to(op, {**good, "backend": backend, name: good[name].to("meta")})
-            assert re.match(rf"({'|'.join(names)}): .*(meta|cpu)", answer), answer
+            answer = answer_to(op, {**good, "backend": backend, name: value})
+            expected = rf"({'|'.join(elsewhere)})(\[\d\])?: .*(meta|cpu)"
+            assert re.match(expected, answer), answer
 
 
 class Labelled(Tensor):

@@ -285,6 +285,18 @@ def test_layers_of_unlike_sizes_or_types_in_one_call(dtype, sizes):
     check_call(layers, ([0, 1, 2], [[4, 0], [2, 3]], [6, 3], [2, 1]), "cpu", TOLERANCE[dtype])
 
 
+def test_layers_of_several_head_sizes_need_a_scale():
+    layers, others = Layers(torch.float32), Layers(torch.float32, head_size=8)
+    layers.weights += others.weights
+    layers.caches = [own + more for own, more in zip(layers.caches, others.caches, strict=True)]
+    layers.rotated, layers.angles = 8, layers.angles[:, :8].contiguous()
+    call = ([0, 1, 2], [[4, 0], [2, 3]], [6, 3], [2, 1])
+    with pytest.raises(ValueError, match="scale: expected a number, as layers have several head"):
+        layers.run(*call)
+    layers.options = PLAIN | {"scale": 0.3}
+    check_call(layers, call, "cpu", TOLERANCE[torch.float32])
+
+
 def test_layers_in_one_call_are_those_in_several(restore_threads):
     layers = Layers(torch.bfloat16, number=3)
     call = ([0, 1, 2, 3, 4], [[4, 0], [2, 3]], [6, 3], [3, 2])

@@ -39,7 +39,7 @@ def decoder_layers(
     """Each layer: 7 products and 5 launches of ours; 1 launch at the end.
 
     1 more where contexts are split, 1 more where sequences may have few or many rows, and 2 more
-    where the input is kept.
+    for each head that keeps the layer's input.
     """
     pages = block_table, context_lens, cu_rows
     norms = float(eps), float(norm_shift)
