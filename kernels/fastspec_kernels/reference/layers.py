@@ -108,7 +108,7 @@ def decoder_layers(
         size = len(LayerWeights._fields)
         w = LayerWeights(*layers[index * size : (index + 1) * size])  # pyright: ignore
         for head in (head for head, layer in enumerate(kept_layers) if layer == index):
-            kept = [cache[:, :, head : head + 1] for cache in kept_caches]
+            kept = [cache.narrow(2, head, 1) for cache in kept_caches]
             halves = x.to(kept[0].dtype).unflatten(1, (2, 1, -1)).unbind(1)
             store_kv(*halves, *kept, slot_mapping, None, None, 1.0, 1.0)
         rows = norm(x, w.attention_norm)
