@@ -109,8 +109,8 @@ def decoder_layers(
         w = LayerWeights(*layers[index * size : (index + 1) * size])  # pyright: ignore
         for head in (head for head, layer in enumerate(kept_layers) if layer == index):
             kept = [cache.narrow(2, head, 1) for cache in kept_caches]
-            halves = x.to(kept[0].dtype).unflatten(1, (2, 1, -1)).unbind(1)
-            store_kv(*halves, *kept, slot_mapping, None, None, 1.0, 1.0)
+            left, right = x.to(kept[0].dtype).unflatten(1, (2, 1, -1)).unbind(1)
+            store_kv(left, right, kept[0], kept[1], slot_mapping, None, None, 1.0, 1.0)
         rows = norm(x, w.attention_norm)
         if embeddings is not None:
             rows = torch.cat([embeddings.double(), rows], dim=-1)

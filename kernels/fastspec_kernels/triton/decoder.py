@@ -53,8 +53,8 @@ def decoder_layers(
         x, rows = _add_and_norm(x, added, added_norm, w.attention_norm, *norms)
         for head in (head for head, layer in enumerate(kept_layers) if layer == index):
             kept = [cache.narrow(2, head, 1) for cache in kept_caches]
-            halves = x.to(kept[0].dtype).unflatten(1, (2, 1, -1)).unbind(1)
-            store_kv(*halves, *kept, slot_mapping, None, None, 1.0, 1.0)
+            left, right = x.to(kept[0].dtype).unflatten(1, (2, 1, -1)).unbind(1)
+            store_kv(left, right, kept[0], kept[1], slot_mapping, None, None, 1.0, 1.0)
         if embeddings is not None:
             rows = torch.cat([embeddings.to(rows.dtype), rows], dim=-1)
         query = F.linear(rows, w.query_weight, w.query_bias)
