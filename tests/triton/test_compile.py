@@ -41,6 +41,7 @@ BUDGETS = {
     "norm_kernel": (64, 4096),
     "heads_kernel": (40, 1024),
     "gate_kernel": (40, 0),
+    "store_kernel": (40, 0),
 }
 # Instructions that a thread of the statistics kernel executes for each of its elements, with all
 # that is done once per tile: memory is the limit only below 14. Filters need a minimum besides.
