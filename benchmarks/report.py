@@ -12,7 +12,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.gpu.report import page_of
-from benchmarks.tables import table_head, table_row
+from benchmarks.serving_report import (
+    agents,
+    batches,
+    beside,
+    prefix_caching,
+    serve_load,
+    served,
+)
+from benchmarks.tables import table_head, table_row, threads, where
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, GPU, README = "docs/results.md", "docs/gpu.md", "README.md"
@@ -47,6 +55,7 @@ def results_page(records: list[dict]) -> str:
         "end_to_end",
         "first_token",
         "llama_cpp",
+        "llama_server",
         "batches",
         "served",
         "serve_load",
@@ -64,6 +73,8 @@ def results_page(records: list[dict]) -> str:
         parts += ["## SmolLM2-135M-Instruct", smollm2(real)]
     if peers := {r["dtype"]: r for r in records if r["op"] == "llama_cpp"}:
         parts += ["### Plain decoding beside llama.cpp", llama_cpp(list(peers.values()))]
+    if runs := [record for record in records if record["op"] == "llama_server"]:
+        parts += ["### Speculation beside llama.cpp", llama_server(runs[-1])]
     if bundled := latest_of_methods(records):
         parts += ["## Drafters", methods(bundled)]
     if first_tokens:
@@ -91,8 +102,11 @@ def updated(readme: str, records: list[dict]) -> str:
     Those of SmolLM2 are of one machine, that with the most runs.
     """
     chains, latest = chain_runs(records), latest_of_methods(records)
-    if chains:
-        readme = HEADLINE.sub(lambda m: m[1] + headline(chains[-1]) + "\n" + m[3], readme)
+    beside_llama_cpp = [record for record in records if record["op"] == "llama_server"]
+    sentences = [headline(run) for run in chains[-1:]]
+    sentences += [headline_of_smollm2(run) for run in beside_llama_cpp[-1:]]
+    if sentences:
+        readme = HEADLINE.sub(lambda m: m[1] + " ".join(sentences) + "\n" + m[3], readme)
     real = real_runs(records)
     machine = statistics.multimode(run["cpu"] for run in real)[:1]
     real = [run for run in real if run["cpu"] in machine]
@@ -115,6 +129,18 @@ def headline(record: dict) -> str:
         f" `{record['target']['name']}` and `{record['draft']['name']}`,"
         f" K={record['num_speculative_tokens']}{accepted}, batch {record['batch_size']},"
         f" {record['dtype']}, {record['cpu']}, {threads(record)}, {record['date'][:10]}."
+    )
+
+
+def headline_of_smollm2(record: dict) -> str:
+    """The best that llama.cpp and fastspec do on one machine, in one sentence."""
+    medians = {name: statistics.median(v) for name, v in record["tokens_per_s"].items()}
+    ours, theirs = (medians[name] for name in record["best"].values())
+    return (
+        f"SmolLM2-135M in {record['dtype']} answers the bundled questions with {ours:.0f} tokens"
+        f" per second, **{ours / medians['fastspec plain']:.2f}x** plain decoding and"
+        f" **{record['ratio_of_the_best']:.2f}x** llama.cpp's best ({theirs:.0f}, of its kinds that"
+        f" need no draft), both on {threads(record)} of the {record['cpu']}, {record['date'][:10]}."
     )
 
 
@@ -228,6 +254,25 @@ def llama_cpp(runs: list[dict]) -> str:
     return "\n".join([*lines, "", "`python -m benchmarks.llama_cpp`, alternating rounds.", *places])
 
 
+def llama_server(record: dict) -> str:
+    """Table of every drafter that both were run with, medians of the rounds, the fastest first."""
+    medians = {name: statistics.median(v) for name, v in record["tokens_per_s"].items()}
+    best = " and ".join(f"{name.replace('_', ' with ')}" for name in record["best"].values())
+    lines = [
+        f"Greedy answers to the {record['num_prompts']} bundled questions,"
+        f" {record['tokens']} tokens each, {record['dtype']}. The best of each,"
+        f" {best}: **{record['ratio_of_the_best']:.2f}x**.",
+        "",
+        *table_head("engine and drafter", "tokens per second", "over its plain decoding"),
+    ]
+    for name, speed in sorted(medians.items(), key=lambda pair: -pair[1]):
+        plain = medians["fastspec plain" if name.startswith("fastspec") else "llama.cpp none"]
+        shown = name.replace("_", " with ")
+        lines.append(table_row(shown, f"{speed:.1f}", f"{speed / plain:.2f}x"))
+    command = "`python -m benchmarks.llama_server`, alternating rounds."
+    return "\n".join([*lines, "", command, f"{record['llama_cpp']}. {where(record)}"])
+
+
 def end_to_end(record: dict) -> str:
     """Table and conditions of one `fastspec bench` run."""
     rows = record["results"]
@@ -315,59 +360,6 @@ def cell(row: dict | None, show: Callable[[dict], str]) -> str:
     return "-" if row is None else show(row)
 
 
-def prefix_caching(records: list[dict]) -> str:
-    """Table of the time to the first token where the cache holds the beginning of a prompt."""
-    latest = {record["method"]: record for record in records}
-    meaning = (
-        "Time to the first token of a prompt whose beginning another request has left in the cache,"
-        " and without prefix caching."
-    )
-    heads = ("drafter", "shared tokens", "own tokens", "cached", "read in full", "ratio")
-    lines = [meaning, "", *table_head(*heads)]
-    for name, record in sorted(latest.items()):
-        sizes = (str(record["shape"][part]) for part in ("shared_tokens", "own_tokens"))
-        times = (f"{record[part] / 1000:.0f} ms" for part in ("median_us", "peer_us"))
-        ratio = f"{record['ratio_to_peer']:.3g}"
-        lines.append(table_row(f"`{name}`", *sizes, *times, ratio))
-    places = sorted({where(record) for record in latest.values()})
-    return "\n".join([*lines, "", *places])
-
-
-def agents(records: list[dict]) -> str:
-    """Table of the drafters that copy, on the turns of `benchmarks/agent_trace.jsonl`."""
-    meaning = (
-        "Greedy decoding of 40 turns of an agent (`python -m benchmarks.agent`). Speed-up and"
-        " tokens per pass are of what the target writes; the last column is of a target that had"
-        " written the trace itself, by simulation."
-    )
-    heads = ("target", "drafter", "speed-up", "tokens per pass", "tokens per pass, trace")
-    lines = [meaning, "", *table_head(*heads)]
-    for record in records:
-        rows = record["generated"]
-        for name, row in rows.items():
-            speed = f"{row['tokens_per_s'] / rows['plain']['tokens_per_s']:.2f}x"
-            trace = f"{record['replayed_trace'].get(name, 1):.2f}"
-            cells = speed, f"{row['tokens_per_pass']:.2f}", trace
-            lines.append(table_row(record["target"], name, *cells))
-    return "\n".join([*lines, "", *sorted({where(record) for record in records})])
-
-
-def beside(record: dict) -> str:
-    """Table of CPU ops with one thread and with all, idle and beside a busy loop."""
-    meaning = (
-        "Mean microseconds of calls on the CPU (`python -m benchmarks.beside`), idle and beside a"
-        " process that keeps one core busy; ratios are to one thread in the same state."
-    )
-    heads = ("call", "idle, 1 thread", "idle, all", "ratio", "busy, 1 thread", "busy, all", "ratio")
-    lines = [meaning, "", *table_head(*heads)]
-    columns = [
-        f"{state}_{what}" for state in ("idle", "busy") for what in ("one_us", "us", "ratio")
-    ]
-    for row in record["results"]:
-        lines.append(table_row(row["call"], *(f"{row[column]:g}" for column in columns)))
-    return "\n".join([*lines, "", where(record)])
-
-
 def lenience(record: dict) -> str:
     """Table of one cascade with a weak second draft, for several values of lenience."""
     second = record["second"]
@@ -385,66 +377,6 @@ def lenience(record: dict) -> str:
         passes = ", ".join(f"{count:.2f}" for count in row["draft_passes_per_token"])
         length, rate = row["tokens_per_target_pass"], row["acceptance_rate"]
         lines.append(table_row(f"{row['lenience']:g}", f"{length:.2f}", f"{rate:.2f}", passes))
-    return "\n".join([*lines, "", where(record)])
-
-
-def batches(record: dict) -> str:
-    """Table of one run with one request at a time, and with several."""
-    size = record["batch_size"]
-    heads = ("method", "batch 1", f"batch {size}", f"batch {size} / batch 1", "over plain, batched")
-    lines = [
-        f"New tokens per second of `{record['target']}`, greedy, {record['max_tokens']} tokens of"
-        f" each of {size} prompts: one after the other and together, all methods in turns, median"
-        f" of {record['repeats']} rounds.",
-        "",
-        *table_head(*heads),
-    ]
-    for name, row in record["tokens_per_s"].items():
-        alone, together = row
-        ratios = record["ratios"][name]
-        lines.append(
-            table_row(name, f"{alone:.0f}", f"{together:.0f}", *map("{:.2f}".format, ratios))
-        )
-    return "\n".join([*lines, "", where(record)])
-
-
-def served(records: list[dict]) -> str:
-    """Table of what users of each server get, drafting and plain."""
-    heads = ("users", "T", "plain", "drafting", "drafting / plain", "equal texts")
-    parts = [
-        "New tokens per second of all users together, who ask a server the bundled questions, each"
-        " the next one when the last is answered; both modes in turns, medians of the rounds."
-    ]
-    for record in records:
-        lines = [f"`fastspec serve {record['server']}`:", "", *table_head(*heads)]
-        for row in record["results"]:
-            speeds = [f"{speed:.1f}" for speed in row["tokens_per_s"].values()]
-            equal = f"{row['equal_texts']} of {row['questions']}"
-            ratio = f"{row['ratio']:.2f}x"
-            temperature = f"{record['temperature']:g}"
-            lines.append(table_row(f"{row['users']}", temperature, *speeds, ratio, equal))
-        parts += ["\n".join(lines), where(record)]
-    return "\n\n".join(parts)
-
-
-def serve_load(record: dict) -> str:
-    """What many rude clients at once were answered, and how fast."""
-    counts = record["counts"]
-    heads = ("", "p50, ms", "p99, ms")
-    lines = [
-        f"`python -m tests.serve_load`: {record['clients']} clients of `{record['target']}` for"
-        f" {record['seconds']:.0f} s stream, wait, read slowly, leave in the middle and send bodies"
-        f" that are malformed or too long. {counts['compared']} answers were compared with the"
-        f" engine's, {record['num_failures']} failures (statuses of 500 and above, other answers,"
-        f" blocks left behind, memory that grows: {record['memory_mib'][0]} MiB, then"
-        f" {record['memory_mib'][1]} MiB).",
-        "",
-        *table_head(*heads),
-    ]
-    for name in ("time_to_first_token", "time_per_token"):
-        row = record[name]
-        cells = f"{row['p50_ms']:.0f}", f"{row['p99_ms']:.0f}"
-        lines.append(table_row(name.replace("_", " "), *cells))
     return "\n".join([*lines, "", where(record)])
 
 
@@ -495,18 +427,6 @@ def shape(record: dict) -> str:
 def describe(model: dict) -> str:
     millions = model["parameters"] / 1e6
     return f"{model['name']} ({millions:.1f} M parameters, {model['layers']} layers)"
-
-
-def where(record: dict) -> str:
-    commit = f", commit {record['commit']}" if record["commit"] else ""
-    return (
-        f"{record['cpu']}, {threads(record)}, torch {record['torch']}, transformers"
-        f" {record['transformers']}, {record['date'][:10]}{commit}."
-    )
-
-
-def threads(record: dict) -> str:
-    return f"{record['threads']} thread{'' if record['threads'] == 1 else 's'}"
 
 
 def read_records() -> list[dict]:

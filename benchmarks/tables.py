@@ -1,4 +1,4 @@
-"""Tables in Markdown."""
+"""Tables in Markdown, and where their figures were seen."""
 
 
 def table_head(*cells: str) -> list[str]:
@@ -7,3 +7,15 @@ def table_head(*cells: str) -> list[str]:
 
 def table_row(*cells: str) -> str:
     return f"| {' | '.join(cells)} |"
+
+
+def where(record: dict) -> str:
+    commit = f", commit {record['commit']}" if record["commit"] else ""
+    return (
+        f"{record['cpu']}, {threads(record)}, torch {record['torch']}, transformers"
+        f" {record['transformers']}, {record['date'][:10]}{commit}."
+    )
+
+
+def threads(record: dict) -> str:
+    return f"{record['threads']} thread{'' if record['threads'] == 1 else 's'}"
