@@ -84,9 +84,11 @@ def served(command: list) -> Iterator[str]:
     words = [str(part) for part in [*command, "--port", port]]
     server = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        while server.poll() is None:
+        while True:
+            if server.poll() is not None:
+                raise RuntimeError(f"{words[0]} ended with exit status {server.returncode}")
             try:
-                urlopen(f"{address}/health").close()
+                urlopen(f"{address}/health").close()  # an error while the model is being loaded
                 break
             except URLError:
                 time.sleep(0.2)
