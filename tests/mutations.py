@@ -18,7 +18,6 @@ EMULATED_TREE, EMULATED_ROWS = (
 GREEDY, TREES = "tests/engine/test_greedy.py", "tests/engine/test_token_trees.py"
 SAMPLING = "tests/engine/test_sampling.py"
 SHARES = "tests/triton/test_attention_shares.py tests/triton/test_attention.py"
-MASKS = "tests/kernels/test_tree_attention_masks.py -k triton"
 PREFIXES = "tests/engine/test_prefix_caching.py tests/engine/test_prefix_blocks.py"
 
 
@@ -216,7 +215,7 @@ MUTATIONS = [
     ),
     *_of(
         "kernels/fastspec_kernels/triton/attention_softmax.py",
-        f"{SHARES} {MASKS}",
+        SHARES,
         ("mixed = mixed * decay[:, None]", "mixed = mixed * 1.0"),
         ("value = tl.where(finite, value, 0.0)", "pass"),
         ("sink * LOG2_E - base", "sink - base"),
@@ -225,7 +224,7 @@ MUTATIONS = [
     ),
     *_of(
         "kernels/fastspec_kernels/triton/attention_masks.py",
-        f"{SHARES} {MASKS}",
+        SHARES,
         ("keys[None, :] <= position[:, None]", "keys[None, :] < position[:, None]"),
         ("> (position - sliding_window)[:, None]", ">= (position - sliding_window)[:, None]"),
         ("high = high & _low_bits(num_tokens - 64)", "pass"),

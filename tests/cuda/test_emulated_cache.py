@@ -111,6 +111,13 @@ def test_compact_overlapping_moves_across_pages(prefix, dtype):
     check_compact(*case, table, ints([prefix, prefix])[0], path, ints([4, 5])[0])
 
 
+def test_compact_where_a_place_has_no_block():
+    """Of what moves there, or from there; the rest of the path moves."""
+    table = ints([7, -1, 9, 0], [1, 8, -1, 10])
+    path = ints([5, 6, 7, 8, 9], [2, 3, 6, 8, 9])
+    check_compact(*layered_caches(), table, ints([3, 2])[0], path, ints([5, 5])[0])
+
+
 @pytest.mark.parametrize("accepted_len", [[0, 0], [-1, 2], [5, -(2**31)], [1, 5]])
 def test_compact_lengths(accepted_len):
     table = ints([7, 2, 9, 0], [1, 8, 3, 10])

@@ -32,7 +32,8 @@ def moved_by_hand(cache, block_table, prefix_lens, path, accepted_len):
                 (int(block_table[b, place // block_size]), place % block_size)
                 for place in (prefix + node, prefix + 1 + i)
             )
-            after[:, new_block, new_slot] = cache[:, block, slot]
+            if min(block, new_block) >= 0:
+                after[:, new_block, new_slot] = cache[:, block, slot]
     return after
 
 

@@ -123,16 +123,15 @@ def test_a_row_that_sees_nothing(backend, sinks):
 
 
 @backends
-@pytest.mark.parametrize("num_nodes", [20, 70])
-def test_bits_past_the_rows_are_ignored(backend, num_nodes):
-    case = paged([50, 40], [7, 13])
+@pytest.mark.parametrize(("num_nodes", "rows"), [(20, [7, 13]), (70, [7, 13]), (80, [66, 70])])
+def test_bits_past_the_rows_are_ignored(backend, num_nodes, rows):
+    case = paged([130, 90], rows)
     mask = trees(2, num_nodes)
     junk = mask.clone()
-    junk[0, :, 0] |= -1 << 7
-    junk[1, :, 0] |= -1 << 13
-    junk[0, 7:] = junk[1, 13:] = 5
-    if num_nodes > 64:
-        junk[:, :, 1] = -1
+    for tree, num in zip(junk, rows, strict=True):
+        tree[num:] = 5
+        tree[:, num // 64] |= -1 << num % 64
+        tree[:, num // 64 + 1 :] = -1
     for window in (0, 2):
         options = {"sliding_window": window}
         clean = run(case, backend, ancestor_mask=mask, **options)

@@ -83,6 +83,16 @@ def test_trees(num_nodes, window):
     check(case, **case_options, **options)
 
 
+@pytest.mark.parametrize("num_rows", [60, 66])
+def test_bits_past_the_rows_are_ignored(num_rows):
+    """In either word; the block of keys goes on past the last row."""
+    masks = random_trees(1, 80)
+    masks[..., num_rows // 64] |= -1 << num_rows % 64
+    masks[..., 1 + num_rows // 64 :] = -1
+    case = paged([64 + num_rows], [num_rows], num_kv_heads=1)
+    check(case, ancestor_mask=masks, return_logsumexp=True)
+
+
 @pytest.mark.parametrize("window", [1, 100, 2**63 - 1])
 def test_windows(window):
     check(paged([200, 1, 65, 600], [1, 1, 20, 2], num_kv_heads=1), sliding_window=window)
