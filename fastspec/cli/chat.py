@@ -196,18 +196,20 @@ class Chat:
         writer = SourceWriter(self.console)
         steps: list[list[str]] = [[]]
         start = time.perf_counter()
-        request_id, output, source = engine.add_request(prompt, params), None, "target"
+        own = "target" if engine is self.engine else "draft"  # whose engine this is
+        request_id, output, source = engine.add_request(prompt, params), None, own
         events: list[StreamEvent] = []
         try:
             while output is None:
                 events = engine.step()
                 for event in events:
                     output = event.output or output
-                    source = event.source or source
+                    wrote = own if event.source == "target" else event.source
+                    source = wrote or source
                     if event.text:
                         writer.write(event.text, source)
                     if event.source is not None:
-                        steps[-1].append(f"{event.drafter or event.source} {event.text!r}")
+                        steps[-1].append(f"{event.drafter or wrote} {event.text!r}")
                         if event.source != "draft":
                             steps.append([])
                 self.console.file.flush()

@@ -62,3 +62,11 @@ def config_of(name: str, value: Any, kind: type[Config]) -> Config:
         if field not in known:
             raise ValueError(f"{name}: there is no field {field!r}; there are {', '.join(known)}")
     return kind(**value)
+
+
+def require_unicode(name: str, text: str) -> None:
+    """Refuse half a surrogate pair, which tokenizers do by errors that name nothing."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name}: {error}") from error

@@ -66,7 +66,7 @@ class EngineConfig(Options):
     )
     max_model_len: int | None = option(
         None,
-        integer(1),
+        integer(2),
         "Prompt and new tokens of one request at most; by default the model's own limit.",
         "For an encoder-decoder the limit of each of the two.",
     )

@@ -8,8 +8,8 @@ from typing import Any
 
 
 def require_file(field: str, path: Path) -> None:
-    """Raise ValueError with the option's name unless there is such a file."""
-    if not path.is_file():
+    """Raise ValueError with the option's name unless there is such a file; a pipe is one, too."""
+    if not path.exists() or path.is_dir():
         raise ValueError(f"{field}: no such file: {str(path)!r}")
 
 

@@ -226,7 +226,8 @@ class SamplingParams(Options):
         (),
         _STOP,
         "End the text before this string; may be given several times.",
-        "A string or several; token_ids ends with the token that completes one.",
+        "A string or several; token_ids ends with the token that completes one. It is taken as it"
+        " is: in most shells a newline is $'\\n'.",
     )
     stop_token_ids: Collection[int] | None = option(
         (),

@@ -25,13 +25,16 @@ class BlockManager(Blocks):
         self._index = PrefixIndex(block_size)
         self._idle: OrderedDict[int, None] = OrderedDict()  # findable and in no table, oldest first
         self._num_users = [0] * num_blocks
+        self._unshared: set[int] = set()  # in a table, filled in part before `share_with_next`
 
     def share_with_next(self) -> None:
         """From now on share a block only where the token after it is the same too.
 
-        Blocks that were filled before are found no more.
+        Blocks that were filled before are found no more, nor those that are being filled: what is
+        to be kept beside them is not there.
         """
         self._index.num_ahead = 1
+        self._unshared = {block_id for block_id, users in enumerate(self._num_users) if users}
 
     def find(self, request: EngineRequest) -> Match:
         """What is cached of a request's tokens, without the last one, whose logits are needed."""
@@ -61,6 +64,8 @@ class BlockManager(Blocks):
         if not self.prefix_caching and request.root is None:
             return
         for number in range(len(request.contents), request.num_cached // self.block_size):
+            if request.block_table[number] in self._unshared:
+                return
             key = self._index.key(request.contents, request.token_ids, number, request.root)
             request.contents.append(self._index.add(key, request.block_table[number]))
 
@@ -92,4 +97,5 @@ class BlockManager(Blocks):
             block_id, _ = self._idle.popitem(last=False)
             self._index.drop(block_id)
         self._num_users[block_id] = 1
+        self._unshared.discard(block_id)
         return block_id

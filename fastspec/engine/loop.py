@@ -122,9 +122,12 @@ class Loop:
     ) -> None:
         """Judge once more, without drafts, those that failed by what the drafter gave.
 
-        Their texts are as they were: only the newest token is read again.
+        That is its logits, or tokens behind which the target's hold NaN: plain decoding might end
+        the text before it got there. Texts are as they were, only the newest token is read again.
         """
-        if places := speculation.spoilt(batch, proposal, verdicts):
+        speculation.take_blame(batch, proposal, verdicts)
+        failed = (v.accepted_len < 0 and v.num_draft_tokens > 0 for v in verdicts)
+        if places := [place for place, has_failed in enumerate(failed) if has_failed]:
             again = speculation.without_drafts(batch, places)
             plain = self.verify(*again, speculation.spec)
             for place, verdict in zip(places, plain, strict=True):

@@ -8,6 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from fastspec.config import is_int
+from fastspec.config.checks import require_unicode
 from fastspec.engine.prompts import Message, Prompt, as_prompt
 from fastspec.models.loading import chat_text
 
@@ -77,10 +78,7 @@ class PromptReader:
         if self.tokenizer is None:
             raise ValueError("prompt: a text needs a tokenizer, and the engine has none; pass ids")
         text = self.template.replace("{input_text}", prompt) if self.template else prompt
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"prompt: {error}") from error
+        require_unicode("prompt", text)
         return self.tokenizer(text)["input_ids"]
 
     def _known_ids(self, name: str, token_ids: Sequence[int]) -> list[int]:

@@ -7,7 +7,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from fastspec.config import SamplingParams
-from fastspec.config.checks import refuse
+from fastspec.config.checks import refuse, require_unicode
 from fastspec.drafters.grammar import GrammarCompiler
 from fastspec.drafters.logit_rules import LogitRules
 from fastspec.engine.detokenizer import Detokenizer
@@ -157,6 +157,7 @@ class RequestFactory:
             return [word]
         if self._tokenizer is None:
             raise ValueError("bad_words: texts need a tokenizer, and the engine has none")
+        require_unicode("bad_words", word)
         texts = (word.lstrip() or word, f" {word.lstrip()}")
         ids = [tuple(self._tokenizer(t, add_special_tokens=False)["input_ids"]) for t in texts]
         return [each for each in dict.fromkeys(ids) if each]

@@ -194,26 +194,20 @@ class Speculation:
         )
         return batch, self._no_drafter.propose(batch)
 
-    def spoilt(self, batch: Batch, proposal: Proposal, verdicts: Sequence[Verdict]) -> list[int]:
-        """The places of requests that failed by draft logits from which nothing can be drawn.
-
-        They are the drafter's error, not the requests', and cost it the drafts of the step.
-        """
+    def take_blame(self, batch: Batch, proposal: Proposal, verdicts: Sequence[Verdict]) -> None:
+        """Note an error of the drafter's if a request failed by its logits, and not by its own."""
         if not reads_draft_logits(self.spec):
-            return []
+            return
         pairs = enumerate(zip(batch.requests, verdicts, strict=True))
-        found = [
-            place
-            for place, (request, verdict) in pairs
-            if verdict.accepted_len < 0
+        if any(
+            verdict.accepted_len < 0
             and request.params.temperature > 0
             and are_spoilt(proposal, place, verdict)
-        ]
-        if found:
+            for place, (request, verdict) in pairs
+        ):
             what = "hold NaN or inf, or nothing finite"
             error = ValueError(f"draft_logits: those of drafter {self.drafter.name} {what}")
             self._fail(error, batch.requests)
-        return found
 
     def take_error(self) -> Exception | None:
         """The first error that nobody has heard of yet, which then counts as heard."""

@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from fastspec.config import EngineConfig
+from fastspec.config.checks import require_unicode
 from fastspec.models.huge_pages import use_huge_pages
 from fastspec.models.named import BUNDLED, FETCHED, folder_of
 from fastspec.models.weight_files import check_safetensors
@@ -158,6 +159,7 @@ def chat_text(
         text = tokenizer.apply_chat_template(cast(Any, messages), tokenize=False, **options)
     except _TEMPLATE_ERRORS as error:
         raise ValueError(f"messages: the chat template fails: {_one_line(error)}") from error
+    require_unicode("messages", str(text))
     return str(text)
 
 

@@ -1,6 +1,7 @@
 """The hook into transformers: attention of a packed [1, T] batch over the paged cache."""
 
 import inspect
+import math
 import os
 from collections import Counter
 from collections.abc import Mapping
@@ -223,11 +224,22 @@ class PagedModel:
         return logits if self._keeps_logits or rows is None else logits[rows]
 
     def new_caches(self, num_blocks: int, block_size: int) -> list[CacheStack]:
-        """Uninitialised caches; layers whose heads are alike share one allocation."""
+        """Uninitialised caches; layers whose heads are alike share one allocation.
+
+        Raises:
+            ValueError: there is no memory for them.
+        """
 
         def empty(num_layers: int, heads: HeadShape) -> Tensor:
             shape = (num_layers, num_blocks, block_size, *heads)
-            return torch.empty(shape, dtype=self.cache_dtype, device=self.device)
+            try:
+                return torch.empty(shape, dtype=self.cache_dtype, device=self.device)
+            except RuntimeError as error:  # whose kind and text are each allocator's own
+                size = math.prod(shape) * self.cache_dtype.itemsize
+                raise ValueError(
+                    f"num_blocks, kv_cache_memory: no memory on {self.device} for the {size} bytes"
+                    f" of {num_blocks} blocks of {block_size} tokens in {num_layers} layers"
+                ) from error
 
         layers_of: dict[tuple[HeadShape, HeadShape], list[int]] = {}
         for layer, heads in sorted(self.cache_shapes.items()):

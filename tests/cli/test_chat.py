@@ -62,6 +62,7 @@ def test_all_ways_to_answer(talk):
     shown = talk("/ngram", "/drafter", "/speculative", "/gamma 2", "hello hello hello")
     ways = dict(answers(shown))
     assert [*ways] == ["ngram", "drafter", "target"]
+    assert "<draft>" in shown.partition("[drafter]")[2].partition("[target]")[0]
     assert ways["ngram"] == ways["target"]
     assert shown.count("over the target") == 2
 

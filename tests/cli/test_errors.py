@@ -76,6 +76,19 @@ def test_prompt_file_that_is_not_text(invoke, pair, tmp_path):
     assert "not UTF-8" in one_line(result)
 
 
+def test_prompts_from_a_pipe(invoke, pair):
+    read, write = os.pipe()
+    os.write(write, b"one\n\ntwo\n")
+    os.close(write)
+    try:
+        given = ["--prompts-file", f"/dev/fd/{read}", "--max-tokens", "2", "--json"]
+        result = invoke("generate", *pair, *given)
+    finally:
+        os.close(read)
+    assert result.exit_code == 0, result.output
+    assert len(result.stdout.splitlines()) == 2
+
+
 def test_no_prompt(invoke, pair):
     result = invoke("generate", *pair)
     assert result.exit_code == 2

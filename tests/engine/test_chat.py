@@ -64,6 +64,7 @@ def test_what_the_template_is_told(engine):
         ([], {}, "messages: a conversation is empty"),
         ([HI, []], {}, "messages: a conversation is empty"),
         ([HI, "hi"], {}, "messages: expected a list, got str"),
+        ([{"role": "user", "content": "\ud800"}], {}, "messages: 'utf-8' codec"),
         ([{"content": "hi"}], {}, "messages: expected a role"),
         (HI, {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs: tokenize"),
         (

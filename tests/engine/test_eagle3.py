@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 from fastspec_kernels.testing import chi_square
 
-from ..models import random_model
+from ..models import random_model, random_t5
 from .eagle3_models import THETA, published_logits, write_folder
 from .eagle_checks import assert_logits, spied
 from .helpers import (
@@ -263,6 +263,27 @@ def test_switched_on_in_the_middle_of_a_text(tmp_path):
     assert engine.generate([PROMPTS[2]], GREEDY)[0].token_ids == expected[1]
 
 
+def test_what_was_read_before_it_was_switched_on_is_not_shared(tmp_path):
+    """Else a seed would give another text behind the same prompt."""
+    target = random_model("llama")
+    write_folder(tmp_path, target)
+    config = EngineConfig(block_size=4, prefix_caching=True)
+    prompt = [*PROMPTS[1], *range(1, 24)]
+    later = [[*prompt, 7], [*prompt, 8]]
+    expected = [
+        each.token_ids for each in Engine(target, tmp_path, spec=CHAIN).generate(later, SAMPLED)
+    ]
+    engine = Engine(target, config=config)
+    engine.add_request(prompt, GREEDY)
+    engine.step()
+    engine.enable_spec_dec(tmp_path, n_spec_tokens=3)
+    finish(engine)
+    assert engine.generate(later[0], SAMPLED)[0].stats.num_cached_prompt_tokens == 0
+    outputs = [engine.generate([each], SAMPLED)[0] for each in later]
+    assert [output.token_ids for output in outputs] == expected
+    assert outputs[1].stats.num_cached_prompt_tokens > 0
+
+
 def test_switched_off_and_on_it_drafts_trees_again(tmp_path):
     target = random_model("llama")
     write_folder(tmp_path, target)
@@ -348,6 +369,8 @@ def test_other_folders_are_refused(tmp_path, change, told):
 def test_targets_without_such_layers_are_refused(tmp_path):
     target = random_model("llama")
     write_folder(tmp_path, target, eagle_aux_hidden_state_layer_ids=[0, 1, 3])
+    with pytest.raises(ValueError, match="drafter: EAGLE drafts for decoders"):
+        Engine(random_t5(), tmp_path, spec="eagle3")
     with pytest.raises(ValueError, match="target layers: expected 0 to 2, got"):
         Engine(target, tmp_path, spec="eagle3")
     config = json.loads((tmp_path / "config.json").read_text())

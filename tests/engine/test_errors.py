@@ -63,6 +63,15 @@ def test_cache_memory_too_small(model):
         Engine(model, config=EngineConfig(kv_cache_memory=10))
 
 
+@pytest.mark.parametrize("memory", [{"num_blocks": 2**31 - 1}, {"kv_cache_memory": 2**60}])
+def test_cache_that_no_memory_holds(model, memory):
+    batch = 1 if "num_blocks" in memory else 2**31 - 1
+    config = EngineConfig(max_batch_size=batch, **memory)
+    with pytest.raises(ValueError, match=r"^num_blocks, kv_cache_memory: no memory") as error:
+        Engine(model, config=config)
+    assert_one_line(error, "bytes", "blocks of 16 tokens")
+
+
 def test_text_needs_a_tokenizer(model):
     with pytest.raises(ValueError, match="tokenizer"):
         Engine(model).generate("text", GREEDY)

@@ -222,8 +222,11 @@ def test_draft_logits_that_say_nothing_are_the_drafters_fault(
 
 
 @pytest.mark.parametrize("method", ["standard", "coupled"])
-def test_what_is_the_targets_fault_is_not_the_drafters(model, texts, method):
-    """NaN behind accepted drafts, with sound draft logits or none, ends the request alone."""
+@pytest.mark.parametrize(("row", "num_spoilt", "reason"), [(1, 1, "length"), (0, 2, "error")])
+def test_what_is_the_targets_fault_is_not_the_drafters(
+    model, expected, texts, method, row, num_spoilt, reason
+):
+    """NaN after a draft costs the drafts, NaN after the text that is judged without ends it."""
     for has_logits in (False, True):
 
         def change(proposal, has_logits=has_logits):
@@ -240,16 +243,18 @@ def test_what_is_the_targets_fault_is_not_the_drafters(model, texts, method):
 
         def spoilt(*args, forward=forward, passes=passes, **kwargs):
             logits = forward(*args, **kwargs)
-            if len(logits) > 1 and not passes:
-                logits[1] = torch.nan  # after the first draft of the first request
+            if len(logits) > 1 or passes:
+                if len(passes) < num_spoilt:
+                    logits[row] = torch.nan  # of the first request
                 passes.append(logits)
             return logits
 
         target_runner(engine).forward = spoilt
         params = SamplingParams(temperature=0 if method == "coupled" else 0.8, seed=1, max_tokens=9)
         outputs = engine.generate(PROMPTS, params)
-        expected = {"error"} if params.temperature == 0 else {"error", "length"}
-        assert outputs[0].finish_reason in expected
+        assert outputs[0].finish_reason == reason
+        if reason == "length" and params.temperature == 0:
+            assert outputs[0].token_ids == expected[0][:9]
         assert {output.finish_reason for output in outputs[1:]} == {"length"}
         assert not engine.take_drafter_errors()
 

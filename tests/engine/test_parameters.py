@@ -76,6 +76,8 @@ def test_forms_that_are_none_are_refused(target):
     for form in ({"regex": "("}, {"json": {"type": "nothing"}}, {"grammar": "strt: x"}):
         with pytest.raises(ValueError, match=r"^structured_outputs: "):
             engine.add_request([1], SamplingParams(structured_outputs=form))
+    with pytest.raises(ValueError, match=r"^bad_words: 'utf-8' codec"):
+        engine.add_request([1], SamplingParams(bad_words=["\ud800"]))
     bare = Engine(target, spec="none")
     with pytest.raises(ValueError, match=r"^structured_outputs: .* fast tokenizer"):
         bare.add_request([1], SamplingParams(structured_outputs={"regex": "a"}))

@@ -70,6 +70,8 @@ def load_eagle3(
     """
     if target is None:
         raise ValueError("drafter: EAGLE reads the target's hidden states; there is no target")
+    if target.config.is_encoder_decoder:
+        raise ValueError("drafter: EAGLE drafts for decoders, the target is an encoder-decoder")
     return load_model("drafter", source, config, partial(_read, target=target), target)
 
 
@@ -102,8 +104,9 @@ def _read(
         "draft_vocab_size": None,
         "target_hidden_size": large.hidden_size,
         "target_layers": None,
-        "max_position_embeddings": large.max_position_embeddings,
     }
+    if (positions := getattr(large, "max_position_embeddings", None)) is not None:
+        known["max_position_embeddings"] = positions
     read = _first_version if _is_first_version(tensors) else _third_version
     return read(_config(path) | known, tensors, target).eval()
 
