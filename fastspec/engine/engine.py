@@ -485,6 +485,8 @@ class Engine:
         name = request.public_id
         if self._scheduler.samples(name) or name in self._loop.inboxes:
             raise ValueError(f"request_id: {name!r} is already running")
+        if any(event.request_id == name for event in self._loop.events):
+            raise ValueError(f"request_id: {name!r} has events that step() has not returned yet")
         drafter = request.params.drafter
         names = [each for each in self._drafters if each is not None]
         require("drafter", drafter, drafter in self._drafters, f"one of {names}")

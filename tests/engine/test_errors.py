@@ -228,6 +228,11 @@ def test_request_ids_are_unique_while_running(model):
     with pytest.raises(ValueError, match="request_id: 'a'"):
         engine.add_request([1], GREEDY, request_id="a")
     engine.abort("a")
+    engine.add_request([1], SamplingParams(temperature=0, max_tokens=2), request_id="a")
+    engine.generate([[5, 6]], GREEDY)  # "a" ends beside it
+    with pytest.raises(ValueError, match=r"request_id: 'a' has events that step\(\) has not"):
+        engine.add_request([1], GREEDY, request_id="a")
+    assert len(finish(engine)["a"].token_ids) == 2
     engine.add_request([1], GREEDY, request_id="a")
 
 
