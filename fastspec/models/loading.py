@@ -156,11 +156,11 @@ def chat_text(
     if tokenizer.chat_template is None and options.get("chat_template") is None:
         raise ValueError("chat: the target's tokenizer has no chat template")
     try:
-        text = tokenizer.apply_chat_template(cast(Any, messages), tokenize=False, **options)
+        text = str(tokenizer.apply_chat_template(cast(Any, messages), tokenize=False, **options))
     except _TEMPLATE_ERRORS as error:
         raise ValueError(f"messages: the chat template fails: {_one_line(error)}") from error
-    require_unicode("messages", str(text))
-    return str(text)
+    require_unicode("messages", text)
+    return text
 
 
 ReadConfig = Callable[[str, str | Path], PreTrainedConfig]

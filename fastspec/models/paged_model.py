@@ -4,7 +4,7 @@ import inspect
 import math
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any, cast
@@ -232,14 +232,7 @@ class PagedModel:
 
         def empty(num_layers: int, heads: HeadShape) -> Tensor:
             shape = (num_layers, num_blocks, block_size, *heads)
-            try:
-                return torch.empty(shape, dtype=self.cache_dtype, device=self.device)
-            except RuntimeError as error:  # whose kind and text are each allocator's own
-                size = math.prod(shape) * self.cache_dtype.itemsize
-                raise ValueError(
-                    f"num_blocks, kv_cache_memory: no memory on {self.device} for the {size} bytes"
-                    f" of {num_blocks} blocks of {block_size} tokens in {num_layers} layers"
-                ) from error
+            return _pages(torch.empty, shape, self.cache_dtype, self.device)
 
         layers_of: dict[tuple[HeadShape, HeadShape], list[int]] = {}
         for layer, heads in sorted(self.cache_shapes.items()):
@@ -254,7 +247,7 @@ class PagedModel:
         they are; zeros first.
 
         Raises:
-            ValueError: there are no such layers.
+            ValueError: there are no such layers, or there is no memory for the pages.
         """
         modules = decoder_layers(self.model)
         most = len(modules) - 1
@@ -279,7 +272,7 @@ class PagedModel:
         size = self.model.config.get_text_config(decoder=True).hidden_size
         require("hidden_size", size, size % 2 == 0, "an even number, to keep hidden states")
         shape = (2, num_blocks, block_size, len(layers), size // 2)
-        keys, values = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        keys, values = _pages(torch.zeros, shape, self.dtype, self.device)
         return KeptInputs(layers, (keys, values))
 
     def use_own_columns(self, size: int) -> DraftVocabulary:
@@ -407,6 +400,22 @@ def _kept_windows(text_config: Any) -> dict[int, int]:
     layers = DynamicCache(config=text_config).layers
     windows = (getattr(layer, "sliding_window", None) for layer in layers)
     return {index: window for index, window in enumerate(windows) if window}
+
+
+def _pages(
+    allocate: Callable[..., Tensor],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """[n, num_blocks, block_size, ...]; ValueError where there is no memory for them."""
+    try:
+        return allocate(shape, dtype=dtype, device=device)
+    except RuntimeError as error:  # whose kind and text are each allocator's own
+        raise ValueError(
+            f"num_blocks, kv_cache_memory: no memory on {device} for the"
+            f" {math.prod(shape) * dtype.itemsize} bytes of {shape[1]} blocks of {shape[2]} tokens"
+        ) from error
 
 
 def _check_float8(device: torch.device, backend: str) -> None:

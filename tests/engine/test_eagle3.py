@@ -282,6 +282,12 @@ def test_what_was_read_before_it_was_switched_on_is_not_shared(tmp_path):
     outputs = [engine.generate([each], SAMPLED)[0] for each in later]
     assert [output.token_ids for output in outputs] == expected
     assert outputs[1].stats.num_cached_prompt_tokens > 0
+    other = prompt[::-1]
+    engine.add_request(other, GREEDY)
+    engine.step()
+    engine.enable_spec_dec(tmp_path, n_spec_tokens=3)  # its hidden states are kept already
+    finish(engine)
+    assert engine.generate([*other, 7], SAMPLED)[0].stats.num_cached_prompt_tokens > 0
 
 
 def test_switched_off_and_on_it_drafts_trees_again(tmp_path):

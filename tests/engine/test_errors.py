@@ -152,6 +152,7 @@ def test_hugging_face_alias_and_unknown_fields():
         ("num_blocks", 0),
         ("max_batch_size", 0),
         ("max_model_len", -1),
+        ("max_model_len", 1),
         ("prefill_chunk_size", 0),
         ("prefix_caching", "yes"),
         ("kv_cache_dtype", "fp8"),

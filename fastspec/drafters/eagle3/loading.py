@@ -105,8 +105,8 @@ def _read(
         "target_hidden_size": large.hidden_size,
         "target_layers": None,
     }
-    if (positions := getattr(large, "max_position_embeddings", None)) is not None:
-        known["max_position_embeddings"] = positions
+    if hasattr(large, "max_position_embeddings"):
+        known["max_position_embeddings"] = large.max_position_embeddings
     read = _first_version if _is_first_version(tensors) else _third_version
     return read(_config(path) | known, tensors, target).eval()
 
