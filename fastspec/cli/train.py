@@ -277,6 +277,7 @@ def _train(
     with _progress(num_steps, len(training), processes.is_main_process) as calls:
         run = settings, files.out, processes, files.resume
         record = glide_run.train_draft(model, fresh, training, *run, *calls)
+    processes.end_training()  # gloo's threads may abort a process that exits within the group
     if not processes.is_main_process:
         return
     if shape.reduced_vocab_size is None:

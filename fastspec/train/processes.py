@@ -39,6 +39,9 @@ class OneProcess:
     def wait_for_everyone(self) -> None:
         """Nobody else is there."""
 
+    def end_training(self) -> None:
+        """No group of processes to leave."""
+
 
 def many_processes() -> Any:
     """The Accelerator of what `accelerate launch` started: processes that hold the whole model.
