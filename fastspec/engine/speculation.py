@@ -196,18 +196,18 @@ class Speculation:
 
     def take_blame(self, batch: Batch, proposal: Proposal, verdicts: Sequence[Verdict]) -> None:
         """Note an error of the drafter's if a request failed by its logits, and not by its own."""
-        if not reads_draft_logits(self.spec):
-            return
-        pairs = enumerate(zip(batch.requests, verdicts, strict=True))
-        if any(
-            verdict.accepted_len < 0
-            and request.params.temperature > 0
-            and are_spoilt(proposal, place, verdict)
-            for place, (request, verdict) in pairs
-        ):
+        if reads_draft_logits(self.spec) and self._is_to_blame(batch, proposal, verdicts):
             what = "hold NaN or inf, or nothing finite"
             error = ValueError(f"draft_logits: those of drafter {self.drafter.name} {what}")
             self._fail(error, batch.requests)
+
+    def _is_to_blame(self, batch: Batch, proposal: Proposal, verdicts: Sequence[Verdict]) -> bool:
+        return any(
+            verdict.accepted_len < 0
+            and request.params.temperature > 0
+            and are_spoilt(proposal, place, verdict)
+            for place, (request, verdict) in enumerate(zip(batch.requests, verdicts, strict=True))
+        )
 
     def take_error(self) -> Exception | None:
         """The first error that nobody has heard of yet, which then counts as heard."""
@@ -308,10 +308,6 @@ class SharedSpeculation(Speculation):
         self._ranks = ranks
         self._is_replaced = False  # what was proposed here, in this step
 
-    def spoilt(self, batch: Batch, proposal: Proposal, verdicts: Sequence[Verdict]) -> list[int]:
-        """None: no pass can be repeated here, as other ranks do not know of it."""
-        return []
-
     @property
     def _drafts_together(self) -> bool:
         draft = draft_model_of(self.drafter)
@@ -364,6 +360,11 @@ class SharedSpeculation(Speculation):
     def commit(self, batch: Batch, accepted: list[int]) -> None:
         if not self._is_replaced:
             super().commit(batch, accepted)
+
+    def _is_to_blame(self, batch: Batch, proposal: Proposal, verdicts: Sequence[Verdict]) -> bool:
+        """Whether rank 0's is, whose logits were judged."""
+        own = torch.tensor([super()._is_to_blame(batch, proposal, verdicts)], dtype=torch.int32)
+        return bool(self._ranks.of_first(own.to(self._device)))
 
     def _planned(
         self, requests: list[EngineRequest], num_draft_tokens: list[int]

@@ -16,7 +16,7 @@ from fastspec.engine import ranks as engine_ranks
 from fastspec.models import paged_model
 from fastspec.models.sharded import Ranks
 
-from ..models import perturbed, random_model
+from ..models import VOCAB_SIZE, perturbed, random_model
 from .glide_models import random_glide
 from .probes import before_passes, blocks, draft_model_of, running
 
@@ -233,6 +233,35 @@ def test_what_fails_on_one_rank_costs_all_of_them_its_drafts(both):
     first, second = both(run)
     HERE.target = None
     assert first == second == texts(Engine(both.models[0], config=CONFIG), 0.0)
+
+
+class Spoilt(Failing):
+    """Gives logits beside its proposals, on one rank NaN with the third."""
+
+    def propose(self, batch):
+        self._count += 1
+        shape = len(batch.requests), batch.num_speculative_tokens
+        value = float("nan") if self._fails and self._count == 3 else 0.0
+        logits = torch.full((*shape, VOCAB_SIZE), value)
+        return Proposal(torch.ones(shape, dtype=torch.int32), draft_logits=logits)
+
+
+@pytest.mark.parametrize("spoilt_rank", [0, 1])
+def test_draft_logits_that_are_spoilt_on_rank_0_count_on_all(both, spoilt_rank):
+    def run(here):
+        engine = Engine(here.target, Spoilt(here.rank == spoilt_rank), config=CONFIG)
+        requests = zip(PROMPTS, params(0.9), strict=True)
+        ids = [engine.add_request(prompt, each) for prompt, each in requests]
+        ended, errors = {}, []
+        while engine.has_unfinished:
+            ended |= {e.request_id: e.output for e in engine.step() if e.output}
+            errors += map(str, engine.take_drafter_errors())
+        return [ended[name].token_ids for name in ids], errors
+
+    first, second = both(run)
+    assert first == second
+    assert [len(ids) for ids in first[0]] == [20] * len(PROMPTS)
+    assert len(first[1]) == (spoilt_rank == 0)
 
 
 @pytest.mark.parametrize("failing_rank", [0, 1])
