@@ -29,19 +29,19 @@ DRAFTERS = re.compile(r"(<!-- drafters: .*?-->\n)(.*?)(<!-- end of drafters -->)
 INTRODUCTION = """# Results
 
 `python -m benchmarks.report` writes this page from the records in `benchmarks/results/*.jsonl`.
-`fastspec bench --record` adds an end-to-end record, `make bench RECORD=NAME` those of the kernels.
-Every figure was taken on a CPU; those of a GPU are on [a page of their own](gpu.md)."""
+`fastspec bench --record` adds an end-to-end record, `make bench RECORD=NAME` kernel records. All
+figures on this page were measured on a CPU; [GPU figures](gpu.md) have their own page."""
 METHODS = {
     "plain": "fastspec, plain",
     "speculative": "fastspec, speculative",
     "hf_generate": "Hugging Face `generate`",
-    "hf_assisted": "Hugging Face assisted, the same K",
+    "hf_assisted": "Hugging Face assisted, same K",
     "hf_assisted_default": "Hugging Face assisted, its defaults",
 }
 SPEED_UP = "speculative / plain"
 RATIOS = {
     "speculative / plain": "speculative / plain",
-    "speculative / hf_assisted": "speculative / the better Hugging Face assisted",
+    "speculative / hf_assisted": "speculative / better Hugging Face assisted",
     "plain / hf_generate": "plain / Hugging Face `generate`",
 }
 
@@ -72,9 +72,9 @@ def results_page(records: list[dict]) -> str:
     if real := real_runs(records):
         parts += ["## SmolLM2-135M-Instruct", smollm2(real)]
     if peers := {r["dtype"]: r for r in records if r["op"] == "llama_cpp"}:
-        parts += ["### Plain decoding beside llama.cpp", llama_cpp(list(peers.values()))]
+        parts += ["### Plain decoding compared with llama.cpp", llama_cpp(list(peers.values()))]
     if runs := [record for record in records if record["op"] == "llama_server"]:
-        parts += ["### Speculation beside llama.cpp", llama_server(runs[-1])]
+        parts += ["### Speculation compared with llama.cpp", llama_server(runs[-1])]
     if bundled := latest_of_methods(records):
         parts += ["## Drafters", methods(bundled)]
     if first_tokens:
@@ -84,13 +84,13 @@ def results_page(records: list[dict]) -> str:
     if runs := [record for record in records if record["op"] == "batches"]:
         parts += ["## Batches", batches(runs[-1])]
     if runs := {r["server"]: r for r in records if r["op"] == "served"}:
-        parts += ["## Users of a server", served([*runs.values()])]
+        parts += ["## Serving", served([*runs.values()])]
     if runs := [record for record in records if record["op"] == "serve_load"]:
-        parts += ["## Many clients of a server", serve_load(runs[-1])]
+        parts += ["## Server under load", serve_load(runs[-1])]
     if turns := {r["target"]: r for r in records if r["op"] == "agent"}:
-        parts += ["## Turns of an agent", agents([*turns.values()])]
+        parts += ["## Agent turns", agents([*turns.values()])]
     if runs := [record for record in records if record["op"] == "beside"]:
-        parts += ["## Beside a busy loop", beside(runs[-1])]
+        parts += ["## With a busy core", beside(runs[-1])]
     if ops:
         parts += ["## Kernels", kernels(ops)]
     return "\n\n".join(parts) + "\n"
@@ -118,9 +118,9 @@ def headline(record: dict) -> str:
     (row,) = (row for row in record["results"] if row["temperature"] == 0)
     speeds, ratios = row["tokens_per_s"], row["ratios"]
     assisted = max(speeds["hf_assisted"], speeds["hf_assisted_default"])
-    tokens = ", the same tokens" if record["verified"] else ""
+    tokens = ", with identical output" if record["verified"] else ""
     rate = row.get("acceptance_rate")
-    accepted = "" if rate is None else f", {rate:.0%} of the drafts accepted"
+    accepted = "" if rate is None else f", {rate:.0%} of draft tokens accepted"
     return (
         f"**{ratios['speculative / plain']:.2f}x** the speed of plain greedy decoding and"
         f" **{ratios['speculative / hf_assisted']:.2f}x** that of Hugging Face's assisted"
@@ -137,10 +137,10 @@ def headline_of_smollm2(record: dict) -> str:
     medians = median_speeds(record)
     ours, theirs = (medians[name] for name in record["best"].values())
     return (
-        f"SmolLM2-135M in {record['dtype']} answers the bundled questions with {ours:.0f} tokens"
-        f" per second, **{ours / medians['fastspec plain']:.2f}x** plain decoding and"
-        f" **{record['ratio_of_the_best']:.2f}x** llama.cpp's best ({theirs:.0f}, of its kinds that"
-        f" need no draft), both on {threads(record)} of the {record['cpu']}, {record['date'][:10]}."
+        f"SmolLM2-135M in {record['dtype']} answers the bundled questions at {ours:.0f} tokens per"
+        f" second: **{ours / medians['fastspec plain']:.2f}x** the speed of plain decoding and"
+        f" **{record['ratio_of_the_best']:.2f}x** that of llama.cpp's best draft-free method"
+        f" ({theirs:.0f}), both on {threads(record)} of the {record['cpu']}, {record['date'][:10]}."
     )
 
 
@@ -229,8 +229,8 @@ def smollm2(runs: list[dict]) -> str:
         for run in runs
     ]
     meaning = (
-        "New tokens per second, batch 1, answers to the bundled questions, programming tasks, texts"
-        " to summarise and texts to edit; all methods of a run on the same weights, in turns."
+        "New tokens per second at batch 1 for the bundled questions, programming tasks, texts to"
+        " summarise and texts to edit. All methods of a run use the same weights and take turns."
     )
     return "\n".join([meaning, "", *lines, "", *(f"- {note}" for note in notes)])
 
@@ -241,7 +241,7 @@ def llama_cpp(runs: list[dict]) -> str:
         "fastspec": "fastspec, plain",
         "llama_cpp": "llama.cpp (`llama-bench`)",
         "hugging_face": "Hugging Face `generate`",
-        "one_read": "one read of the weights for each token",
+        "one_read": "one read of the weights per token",
     }
     lines = table_head("tokens per second", *(run["dtype"] for run in runs))
     for name, label in names.items():
@@ -261,13 +261,13 @@ def median_speeds(record: dict) -> dict[str, float]:
 def llama_server(record: dict) -> str:
     """Table of every drafter that both were run with, medians of the rounds, the fastest first."""
     medians = median_speeds(record)
-    best = " and ".join(name.replace("_", " with ") for name in record["best"].values())
+    best = " over ".join(name.replace("_", " with ") for name in record["best"].values())
     lines = [
         f"Greedy answers to the {record['num_prompts']} bundled questions,"
         f" {record['tokens']} tokens each, {record['dtype']}. The best of each,"
         f" {best}: **{record['ratio_of_the_best']:.2f}x**.",
         "",
-        *table_head("engine and drafter", "tokens per second", "over its plain decoding"),
+        *table_head("engine and drafter", "tokens per second", "vs. its plain decoding"),
     ]
     for name, speed in sorted(medians.items(), key=lambda pair: -pair[1]):
         plain = medians["fastspec plain" if name.startswith("fastspec") else "llama.cpp none"]
@@ -297,7 +297,7 @@ def end_to_end(record: dict) -> str:
         f" K={record['num_speculative_tokens']}, batch {record['batch_size']},"
         f" {record['num_prompts']} held-out prompts, {record['max_tokens']} new tokens each,"
         f" {record['dtype']}, median of {record['repeats']} interleaved rounds; greedy ids of all"
-        f" five {verified} before timing. {where(record)}"
+        f" five methods {verified} before timing. {where(record)}"
     )
     return "\n".join([*lines, "", conditions])
 
@@ -325,8 +325,8 @@ def methods(latest: dict[str, dict]) -> str:
         "efficiency": lambda row: f"{row['efficiency']:.2f}",
     }
     meaning = (
-        "The bundled models with each drafter. Speed-up is over our own plain decoding; efficiency"
-        " is the part reached of the speed-up that acceptance and the cost of drafting predict."
+        "The bundled models with each drafter. Speed-up is over our own plain decoding. Efficiency"
+        " is the speed-up divided by the one that acceptance and the cost of drafting predict."
     )
     heads = [f"{column}, {temperature}" for column in columns for temperature in at]
     lines = [meaning, "", *table_head("drafter", "K", *heads)]
@@ -369,11 +369,11 @@ def lenience(record: dict) -> str:
     second = record["second"]
     heads = ("lenience", "tokens per target pass", "acceptance rate", "draft passes per token")
     lines = [
-        f"A cascade of `{record['draft']}`, a draft of {second['layers']} layer and width"
-        f" {second['hidden_size']} that was trained for {second['steps']} steps, and MaG, for"
-        f" `{record['target']}` with k_matrix `{json.dumps(record['k_matrix'])}`, greedy,"
-        f" {record['max_tokens']} tokens of each of {record['num_prompts']} prompts, all ids equal"
-        " to plain decoding's (`python -m benchmarks.lenience`).",
+        f"A cascade for `{record['target']}` of `{record['draft']}`, a draft model of"
+        f" {second['layers']} layer and width {second['hidden_size']} that was trained for"
+        f" {second['steps']} steps, and MaG, with k_matrix `{json.dumps(record['k_matrix'])}`."
+        f" Greedy decoding, {record['max_tokens']} tokens for each of {record['num_prompts']}"
+        " prompts; all ids equal those of plain decoding (`python -m benchmarks.lenience`).",
         "",
         *table_head(*heads),
     ]
@@ -397,11 +397,11 @@ def kernels(records: list[dict]) -> str:
         if record["date"].startswith(last_day[record["op"]])
     }
     meaning = (
-        "Each CPU kernel beside what was timed with it in the same run. *floor*: one read (`amax`)"
-        " or copy of the data; *target amax*: one read of the target's rows alone; *peer*: the same"
-        " result with transformers or torch; *torch*: one sort for all filters; *torch softmax*:"
-        " the softmax of all rows alone; names ending in *bytes*: a copy of as many bytes as that"
-        " pipeline moves. Below 1, ours is faster."
+        "Each CPU kernel compared with what was timed in the same run; below 1, ours is faster."
+        " *floor*: one read (`amax`) or copy of the data; *target amax*: one read of the target's"
+        " rows only; *peer*: the same result with transformers or torch; *torch*: one sort for all"
+        " filters; *torch softmax*: just the softmax of all rows; names ending in *bytes*: a copy"
+        " of as many bytes as that pipeline moves."
     )
     lines = [meaning, "", *table_head("op", "shape", "median", "our time / the other's")]
     for (op, text, dtype), record in sorted(latest.items()):

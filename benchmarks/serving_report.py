@@ -7,8 +7,8 @@ def prefix_caching(records: list[dict]) -> str:
     """Table of the time to the first token where the cache holds the beginning of a prompt."""
     latest = {record["method"]: record for record in records}
     meaning = (
-        "Time to the first token of a prompt whose beginning another request has left in the cache,"
-        " and without prefix caching."
+        "Time to the first token of a prompt whose prefix an earlier request has left in the cache,"
+        " compared with reading the prompt in full, without prefix caching."
     )
     heads = ("drafter", "shared tokens", "own tokens", "cached", "read in full", "ratio")
     lines = [meaning, "", *table_head(*heads)]
@@ -25,8 +25,8 @@ def agents(records: list[dict]) -> str:
     """Table of the drafters that copy, on the turns of `benchmarks/agent_trace.jsonl`."""
     meaning = (
         "Greedy decoding of 40 turns of an agent (`python -m benchmarks.agent`). Speed-up and"
-        " tokens per pass are of what the target writes; the last column is of a target that had"
-        " written the trace itself, by simulation."
+        " tokens per pass refer to what the target writes. The last column simulates a target that"
+        " writes exactly the recorded trace."
     )
     heads = ("target", "drafter", "speed-up", "tokens per pass", "tokens per pass, trace")
     lines = [meaning, "", *table_head(*heads)]
@@ -43,8 +43,8 @@ def agents(records: list[dict]) -> str:
 def beside(record: dict) -> str:
     """Table of CPU ops with one thread and with all, idle and beside a busy loop."""
     meaning = (
-        "Mean microseconds of calls on the CPU (`python -m benchmarks.beside`), idle and beside a"
-        " process that keeps one core busy; ratios are to one thread in the same state."
+        "Mean microseconds per call on the CPU (`python -m benchmarks.beside`), idle and while"
+        " another process keeps one core busy. Ratios are to one thread in the same state."
     )
     heads = ("call", "idle, 1 thread", "idle, all", "ratio", "busy, 1 thread", "busy, all", "ratio")
     lines = [meaning, "", *table_head(*heads)]
@@ -59,11 +59,11 @@ def beside(record: dict) -> str:
 def batches(record: dict) -> str:
     """Table of one run with one request at a time, and with several."""
     size = record["batch_size"]
-    heads = ("method", "batch 1", f"batch {size}", f"batch {size} / batch 1", "over plain, batched")
+    heads = ("method", "batch 1", f"batch {size}", f"batch {size} / batch 1", "vs. plain, batched")
     lines = [
-        f"New tokens per second of `{record['target']}`, greedy, {record['max_tokens']} tokens of"
-        f" each of {size} prompts: one after the other and together, all methods in turns, median"
-        f" of {record['repeats']} rounds.",
+        f"New tokens per second of `{record['target']}`, greedy, {record['max_tokens']} tokens for"
+        f" each of {size} prompts, one after another and together. Methods take turns; median of"
+        f" {record['repeats']} rounds.",
         "",
         *table_head(*heads),
     ]
@@ -80,8 +80,8 @@ def served(records: list[dict]) -> str:
     """Table of what users of each server get, drafting and plain."""
     heads = ("users", "T", "plain", "drafting", "drafting / plain", "equal texts")
     parts = [
-        "New tokens per second of all users together, who ask a server the bundled questions, each"
-        " the next one when the last is answered; both modes in turns, medians of the rounds."
+        "Total new tokens per second over all users. Each user asks a server the bundled questions,"
+        " one after another. Both modes take turns; medians of the rounds."
     ]
     for record in records:
         lines = [f"`fastspec serve {record['server']}`:", "", *table_head(*heads)]
@@ -100,11 +100,11 @@ def serve_load(record: dict) -> str:
     counts = record["counts"]
     heads = ("", "p50, ms", "p99, ms")
     lines = [
-        f"`python -m tests.serve_load`: {record['clients']} clients of `{record['target']}` for"
-        f" {record['seconds']:.0f} s stream, wait, read slowly, leave in the middle and send bodies"
-        f" that are malformed or too long. {counts['compared']} answers were compared with the"
-        f" engine's, {record['num_failures']} failures (statuses of 500 and above, other answers,"
-        f" blocks left behind, memory that grows: {record['memory_mib'][0]} MiB, then"
+        f"`python -m tests.serve_load`: for {record['seconds']:.0f} s, {record['clients']} clients"
+        f" of `{record['target']}` stream, wait, read slowly, disconnect midway and send malformed"
+        f" or oversized bodies. {counts['compared']} answers were compared with the engine's;"
+        f" {record['num_failures']} failures (a status of 500 or above, a different answer, leaked"
+        f" blocks, or growing memory: {record['memory_mib'][0]} MiB, then"
         f" {record['memory_mib'][1]} MiB).",
         "",
         *table_head(*heads),

@@ -225,25 +225,26 @@ TABLES = re.compile(r"(<!-- predicted: .*?-->\n)(.*?)(<!-- end of predicted -->)
 
 
 ASSUMPTIONS = """\
-1. Memory moves {bandwidths}, as a copy does; the L2 {l2:.1f} TB/s.
-2. An access to memory takes {memory} µs, one to the L2 {cache} µs; those that wait for each other
-   (an index, then what it points to) are counted in the source and added up.
-3. A kernel in a CUDA graph costs {launch} µs on top of its work, a barrier of a cluster
-   {barrier} µs.
-4. A multiprocessor, of which there are {processors} at {clock} MHz, issues {lanes} instructions of
-   single threads per cycle, and {converters} exponentials, logarithms or conversions; takes in
-   {port} bytes; and multiplies at half of the peak of its tensor cores. How many instructions a
-   logit or a key costs is counted in the machine code, on the way through the loop that does the
+1. Memory has the bandwidth of a copy: {bandwidths}; the L2 has
+   {l2:.1f} TB/s.
+2. A memory access takes {memory} µs, an L2 access {cache} µs. Accesses that wait for each other (an
+   index, then what it points to) are counted in the source and added up.
+3. A kernel in a CUDA graph costs {launch} µs on top of its work, a cluster barrier {barrier} µs.
+4. There are {processors} multiprocessors at {clock} MHz. In one cycle, each issues {lanes}
+   single-thread instructions and {converters} exponentials, logarithms or conversions, and takes in
+   {port} bytes; it multiplies at half of the peak of its tensor cores. The number of instructions
+   per logit or key is counted in the machine code, along the path through the loop that does the
    work.
-5. How many blocks share a multiprocessor follows from registers, shared memory and threads. Each
-   has on its way what its code loads before it waits; a phase takes the longest of its bytes at the
-   bandwidth, its instructions on the busiest multiprocessor, and its loads one after the other, for
-   every wave of blocks.
-6. Phases of a block, between barriers, come one after the other. Where a multiprocessor holds one
-   block, its waits are nobody's gain: they count once for every wave.
+5. Registers, shared memory and threads decide how many blocks share a multiprocessor. Each block
+   has in flight what its code loads before it waits. A phase takes the longest of three times: its
+   bytes at the bandwidth, its instructions on the busiest multiprocessor, and its loads one after
+   another for every wave of blocks.
+6. The phases of a block, separated by barriers, run one after another. Where a multiprocessor holds
+   a single block, no other block can use the time it spends waiting, so its waits count once per
+   wave.
 7. Inputs are not in the L2. `verify_tree` draws siblings without replacement, accepts four nodes
-   and turns two down at the last. Logits are bfloat16, {vocab} to a row; attention has 32 heads on
-   8 of 128 numbers, every sequence the same length.
+   and rejects two children of the last. Logits are bfloat16, {vocab} per row. Attention has 32
+   heads of size 128 on 8 KV heads, and all sequences have the same length.
 """
 
 
@@ -279,7 +280,7 @@ def resources_table() -> str:
     """Of every kernel with what its largest case launches of it; then of those without a model."""
     found = load()
     lines = [
-        f"Of nvcc {found['nvcc']} and Triton {found['triton']} for {found['architecture']}.",
+        f"From nvcc {found['nvcc']} and Triton {found['triton']} for {found['architecture']}.",
         "",
         *table_head("kernel", "registers", "spills", "threads", "shared bytes", "blocks per SM"),
     ]

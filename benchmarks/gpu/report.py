@@ -24,24 +24,29 @@ INTRODUCTION = """\
 # On a GPU
 
 `python -m benchmarks.report` writes this page from the records in `benchmarks/results/h200`, which
-the modules of `make gpu` made on one NVIDIA H200 with nothing else on it. Kernels were changed
-between its runs, so each case names the commit it was measured at (filled in afterwards, as the
-copy of the repository there had no history of its own). The CUDA kernels of row_stats,
+the modules of `make gpu` made on one otherwise idle NVIDIA H200. Kernels changed between runs, so
+each case names the commit that was measured. These were filled in afterwards, because the copy of
+the repository on that machine had no history of its own. The CUDA kernels of row_stats,
 logits_to_probs, sample, sample_coupled and verify_chain exist at those commits only."""
 MEANING = """\
-Times are medians in microseconds. **cold**: every call reads inputs that are not in the L2;
-**warm**: the same inputs again and again. **floor**: the bytes that must move over the copy
-bandwidth measured in the same process. **ours/goal**: our time over 1.3 times the floor + 4 µs for
-verify_chain, 2 times the floor + 8 µs for verify_tree, 1.25 times the floor for attention.
-**ours/predicted**: over what docs/kernels.md predicts; where it is far from 1, an assumption there
-is wrong. The other columns are the other's time over ours, so above 1 we are faster: *peer*
-Hugging Face, *torch* one sort, *torch_softmax* only the softmax of all rows, *flashinfer* its
-kernels; names that end in *bytes* are a copy of as many bytes as that pipeline moves, since the
-pipeline itself was not run. (e) marks times of the wall clock, launches included."""
+Times are medians in microseconds. The columns:
+
+- **cold**: every call reads inputs that are not in the L2.
+- **warm**: every call reads the same inputs.
+- **floor**: the time to move the bytes that must move, at the copy bandwidth measured in the same
+  process.
+- **ours/goal**: our time over 1.3 times the floor + 4 µs for verify_chain, 2 times the floor + 8 µs
+  for verify_tree, and 1.25 times the floor for attention.
+- **ours/predicted**: our time over the prediction in docs/kernels.md. If it is far from 1, an
+  assumption there is wrong.
+- The rest is the other's time over ours, so above 1 we are faster: *peer* is Hugging Face, *torch*
+  one sort, *torch_softmax* just the softmax of all rows, *flashinfer* its kernels. Names ending in
+  *bytes* are a copy of as many bytes as that pipeline moves; the pipeline itself was not run. (e)
+  marks wall-clock times, launches included."""
 MEANING_OF_ENGINE = """\
-Microseconds per token, each of B sequences advancing by one in that time; prompts are not counted.
-**floor**: one read of the target's weights. Draft tokens are accepted by a coin, as all weights are
-random; a pass then gives several tokens."""
+Microseconds per token, while each of B sequences advances by one; prompts are not counted.
+**floor**: one read of the target's weights. All weights are random, so draft tokens are accepted by
+the toss of a coin; a pass then yields several tokens."""
 
 
 def read_lines(path: Path) -> list[dict]:
@@ -134,7 +139,7 @@ def op_table(records: list[dict]) -> str:
 
 
 def engine_table(records: list[dict]) -> str:
-    lines = table_head("method", "B", "context", "time", "floor", "ours/floor", "tokens a pass")
+    lines = table_head("method", "B", "context", "time", "floor", "ours/floor", "tokens per pass")
     for record in records:
         numbers = (record[name] for name in ("median_us", "floor_us", "ratio_to_floor"))
         texts = (f"{number:.4g}" for number in numbers)

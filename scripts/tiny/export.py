@@ -18,19 +18,19 @@ from scripts.tiny.tokenizer import END_OF_TEXT_ID
 OTHER_MODELS = "\n## The EAGLE-3 draft"  # what begins like this was not made here, and stays
 CARD = """# The bundled models
 
-Small Llama-type models and their tokenizer, so that speculative decoding runs with no network.
-They are trained, not random, but of no use beyond tests and demonstrations: they write the simple
-Python of a beginner's textbook, whatever they are asked.
+Small Llama-type models and their tokenizer, so that speculative decoding runs without a network.
+They are trained, not random, but useful only for tests and demonstrations: whatever the prompt,
+they write the simple Python of a beginner's textbook.
 This file is written by `python -m scripts.tiny export` from `record.json`.
 
 ## Data
 
-{modules:,} Python modules as a beginner's textbook would print them and {pages:,} pages about such
-modules, which `scripts/tiny/textbook` puts together from parts ({textbook_license}), and the
+{modules:,} Python modules in the style of a beginner's textbook and {pages:,} pages about such
+modules, assembled from parts by `scripts/tiny/textbook` ({textbook_license}), and the
 {library_files} shorter files of CPython {python}'s standard library ({license}).
 {training_files:,} files ({train_tokens:,} tokens) are for training; {held_out_files} files
-({held_out_tokens:,} tokens) are held out, picked by a hash of the path that takes
-{held_out_percent:g} % of files. `prompts.jsonl` comes from held-out modules and pages alone.
+({held_out_tokens:,} tokens) are held out, picked by a hash of the path that selects
+{held_out_percent:g} % of files. `prompts.jsonl` comes only from held-out modules and pages.
 
 ## Models
 
@@ -49,10 +49,10 @@ modules, which `scripts/tiny/textbook` puts together from parts ({textbook_licen
 | held-out loss | {target[held_out_loss]:.3f} | |
 | longest context in training | {target[context]} | {draft[context]} |
 
-The target's losses are nats a token; the draft's is its cross-entropy to the target's
+The target's losses are in nats per token; the draft's is its cross-entropy to the target's
 distribution. Weights are bf16. `max_position_embeddings` is {positions}; text beyond the trained
 context degrades. Tokenizer: byte-level BPE, {vocab_size} entries; `<|endoftext|>` (id 0) is bos and
-eos, and is never added by itself.
+eos, and is never added automatically.
 {first}
 ## Distillation
 
@@ -62,12 +62,12 @@ distributions on {distillation_rows:,} rows of {draft[context]} tokens:
 
 ## Bigram table
 
-`tiny-target/bigram.json`, for MaG: after each token, the one that follows it most often in the
-training files; a token that is never followed there has the most frequent token of all.
+`tiny-target/bigram.json`, for MaG: for each token, the one that follows it most often in the
+training files, or the most frequent token of all if none ever follows it.
 
 ## Acceptance on the held-out prompts
 
-{prompts} prompts, at most {max_new_tokens} new tokens, a chain of {num_speculative_tokens} tokens,
+{prompts} prompts, up to {max_new_tokens} new tokens, a chain of {num_speculative_tokens} tokens,
 bf16-rounded weights, fp32 arithmetic. The acceptance rate is accepted / proposed; the acceptance
 length is tokens per target step.
 
@@ -77,7 +77,7 @@ length is tokens per target step.
 {glide}"""
 
 FIRST_CARD = """
-The target went on from an earlier one of the same shape, and the tokenizer is that one's. It was
+The target continues an earlier one of the same shape and keeps its tokenizer. That one was
 trained on CPython's standard library and documentation ({train_tokens:,} tokens) for
 {target[steps]:,} steps ({target[tokens]:,} tokens, {target[minutes]:.0f} minutes).
 """
@@ -86,11 +86,11 @@ GLIDE_CARD = """
 ## The GLIDE draft
 
 `tiny-glide`: a draft with {glide[layers]} layer and {glide[parameters]:,} parameters that also
-attends to the keys and values of the target's last layer. Beside it a plain draft as large
-({plain[parameters]:,} parameters) was trained, which is not bundled. Both start with the embedding
-and the first layer of `tiny-draft`, GLIDE's cross-attention as a look-up of what followed the
-current token earlier (`fastspec.train.glide_lookup`), and learn the target's distributions on
-the same {rows:,} rows in the same order: {mix}.
+attends to the keys and values of the target's last layer. For comparison, a plain draft of the same
+size ({plain[parameters]:,} parameters) was trained, which is not bundled. Both start from the
+embedding and the first layer of `tiny-draft`, and GLIDE's cross-attention starts as a look-up of
+what followed the current token earlier (`fastspec.train.glide_lookup`). Both learn the target's
+distributions on the same {rows:,} rows in the same order: {mix}.
 
 | | GLIDE | plain |
 | --- | --- | --- |
@@ -105,7 +105,7 @@ The engine's acceptance on the prompts above, chains of {num_speculative_tokens}
 {acceptance}
 
 `tiny-draft`, which is one layer deeper and saw {draft[tokens]:,} tokens, is ahead of both in the
-table before: compare GLIDE with the plain draft, which has its size and its training.
+previous table: compare GLIDE with the plain draft, which has the same size and training.
 """
 
 

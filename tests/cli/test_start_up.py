@@ -137,7 +137,8 @@ def own_defaults() -> Iterator[str]:
 
 def test_other_defaults_than_python_has_are_told():
     page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
-    table = page.partition("## Defaults of its own")[2].partition("| --- |")[2].splitlines()[1:]
+    section = page.partition("## Defaults that differ from Python")[2]
+    table = section.partition("| --- |")[2].splitlines()[1:]
     assert table == list(own_defaults())
 
 
