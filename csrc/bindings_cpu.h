@@ -1,24 +1,12 @@
-// What the binding files of _cpu share; with them the only sources of _cpu that know torch.
+// Shared by the binding files of _cpu, which are its only sources that depend on torch.
 #pragma once
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/util/Exception.h>
 
-#include <cstdint>
-#include <initializer_list>
-#include <optional>
-#include <stdexcept>
 #include <vector>
 
-#include "bindings_text.h"
+#include "bindings.h"
 #include "cpu/elements.h"
 
 namespace fastspec {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 
 inline int32_t dtype_code(ScalarType type) {
   switch (type) {
@@ -35,7 +23,7 @@ inline int32_t dtype_code(ScalarType type) {
   }
 }
 
-// An uninitialised dense tensor, without a trip through torch's dispatcher.
+// An uninitialised dense tensor, bypassing torch's dispatcher.
 inline Tensor new_tensor(const std::vector<int64_t>& shape, ScalarType type) {
   std::vector<int64_t> strides(shape.size(), 1);
   for (size_t dim = shape.size(); dim-- > 1;) strides[dim - 1] = strides[dim] * shape[dim];
@@ -44,20 +32,6 @@ inline Tensor new_tensor(const std::vector<int64_t>& shape, ScalarType type) {
                                                   strides.data(), dtype_code(type),
                                                   aoti_torch_device_type_cpu(), 0, &handle));
   return Tensor(handle);
-}
-
-// The public ops find out which argument is wrong; here it only must not get through.
-inline void require(bool fits) {
-  if (!fits) throw std::invalid_argument("the arguments do not fit together");
-}
-
-inline bool has_shape(const Tensor& tensor, std::initializer_list<int64_t> shape) {
-  if (tensor.dim() != static_cast<int64_t>(shape.size())) return false;
-  int64_t dim = 0;
-  for (const int64_t size : shape) {
-    if (tensor.size(dim++) != size) return false;
-  }
-  return true;
 }
 
 inline bool is_vector(const Tensor& tensor, int64_t size, ScalarType type) {

@@ -14,19 +14,7 @@
 namespace fastspec {
 namespace {
 
-void require_caches(const Tensor& key_cache, const Tensor& value_cache, int64_t rank = 4) {
-  require(key_cache.dim() == rank && value_cache.dim() == rank);
-  for (int64_t dim = 0; dim < rank; ++dim) {
-    require(dim < rank - 3 || key_cache.size(dim) > 0);
-    require(value_cache.size(dim) == key_cache.size(dim));
-    require(value_cache.stride(dim) == key_cache.stride(dim));
-  }
-  require(value_cache.scalar_type() == key_cache.scalar_type());
-  require(key_cache.stride(rank - 2) == key_cache.size(rank - 1));
-  require(key_cache.stride(rank - 1) == 1);
-}
-
-// The rows of new tokens, or of queries, beside a cache.
+// Checks the rows of new tokens, or of queries, against a cache.
 void require_rows(const Tensor& rows, int64_t num_rows, int64_t num_heads, const Tensor& cache) {
   require(has_shape(rows, {num_rows, num_heads, cache.size(3)}));
   require(rows.scalar_type() == cache.scalar_type());
@@ -60,7 +48,7 @@ cpu::Rotation rotation(const Tensor& cos, const Tensor& sin, const Tensor& key) 
           sin.stride(0), size};
 }
 
-// Without what is stored.
+// Without the data to store.
 cpu::StoreCall store_call(const Tensor& key_cache, const Tensor& value_cache,
                           const Tensor& slot_mapping) {
   require_caches(key_cache, value_cache);
@@ -124,7 +112,7 @@ void compact_kv(Tensor key_caches, Tensor value_caches, const Tensor& block_tabl
   cpu::compact_kv(call);
 }
 
-// What the ops that attend have in common; without queries, options and outputs.
+// The common part of the attention ops, without queries, options and outputs.
 cpu::AttentionCall paged_call(int64_t num_rows, int64_t num_heads, const Tensor& key_cache,
                               const Tensor& value_cache, const Tensor& block_table,
                               const Tensor& context_lens, const Tensor& cu_rows, double scale) {
@@ -171,7 +159,7 @@ cpu::AttentionCall attention_call(const Tensor& query, const Tensor& key_cache,
   return call;
 }
 
-// What a row of a decoder sees, and how its scores are bounded.
+// What a row of a decoder sees, and the bounds of its scores.
 void add_options(cpu::AttentionCall& call, int64_t sliding_window, double softcap,
                  const OptionalTensor& sinks, const OptionalTensor& ancestor_mask) {
   require(!sinks || is_vector(*sinks, call.num_heads, ScalarType::Float));
@@ -186,7 +174,7 @@ void add_options(cpu::AttentionCall& call, int64_t sliding_window, double softca
     call.ancestor_mask = ancestor_mask->const_data_ptr<int64_t>();
   }
   call.sinks = sinks ? sinks->const_data_ptr<float>() : nullptr;
-  // A window longer than any context is none, and its arithmetic must not overflow.
+  // A window longer than any context is off, and its arithmetic must not overflow.
   call.sliding_window = sliding_window < INT32_MAX ? sliding_window : 0;
   call.softcap = static_cast<float>(softcap);
 }
@@ -222,7 +210,7 @@ Tensor cross_attention(const Tensor& query, const Tensor& key_cache, const Tenso
   return out;
 }
 
-// A dense tensor of the model's type.
+// Data of a dense tensor with the model's dtype.
 const void* weight_data(const Tensor& weight, std::initializer_list<int64_t> shape,
                         ScalarType type) {
   require(has_shape(weight, shape) && weight.scalar_type() == type && weight.is_contiguous());

@@ -53,7 +53,7 @@ cpu::LogitsMatrix allowed_logits(const Tensor& logits, const OptionalTensor& tok
   return matrix;
 }
 
-// One matrix of `rows` draft rows for each sequence; empty where there are none.
+// One matrix of `rows` draft rows per sequence; empty if there are none.
 std::vector<cpu::LogitsMatrix> draft_matrices(const OptionalTensor& draft_logits, int64_t batch,
                                               int64_t rows, int64_t vocab) {
   std::vector<cpu::LogitsMatrix> matrices;
@@ -88,7 +88,7 @@ const T* dense(const Tensor& tensor, std::initializer_list<int64_t> shape, Scala
   return tensor.const_data_ptr<T>();
 }
 
-// Every parent is an earlier node, or -1; that of the root may be anything.
+// Every parent must be an earlier node, or -1; the root's may be anything.
 void require_parents(const int32_t* parents, int64_t batch, int64_t num_nodes) {
   for (int64_t b = 0; b < batch; ++b, parents += num_nodes) {
     for (int64_t i = 1; i < num_nodes; ++i) require(parents[i] >= -1 && parents[i] < i);

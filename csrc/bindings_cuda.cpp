@@ -16,8 +16,8 @@ int64_t attribute_of(int device, cudaDeviceAttr attribute) {
   return value;
 }
 
-// Of the tensor's device, which is current. To look at a kernel's code takes microseconds: a thread
-// does so once for each device.
+// Limits of the tensor's device, which is current. Querying a kernel's code takes microseconds, so
+// each thread does so once per device.
 cuda::Limits limits_of(const Tensor& tensor) {
   thread_local std::map<int, cuda::Limits> known;
   const int device = tensor.get_device_index();
@@ -33,7 +33,7 @@ cuda::Limits limits_of(const Tensor& tensor) {
   return limits;
 }
 
-// Whether a device has code of the kernels: machine code, or PTX that its driver could compile.
+// Whether there is kernel code for a device: machine code, or PTX that its driver can compile.
 bool has_cuda_image(int64_t device) {
   const DeviceGuard guard(static_cast<torch::stable::accelerator::DeviceIndex>(device));
   cuda::Image image = {};
@@ -43,7 +43,7 @@ bool has_cuda_image(int64_t device) {
         cudaErrorInvalidKernelImage, cudaErrorInvalidPtx, cudaErrorUnsupportedPtxVersion,
         cudaErrorJitCompilerNotFound, cudaErrorJitCompilationDisabled}) {
     if (error != missing) continue;
-    cudaGetLastError();  // torch would take it for that of its next kernel
+    cudaGetLastError();  // torch would attribute it to its next kernel
     return false;
   }
   check_launch("image", error);
@@ -56,7 +56,7 @@ Tensor new_tensor(const Tensor& beside, std::initializer_list<int64_t> shape, Sc
   return torch::stable::new_empty(beside, shape, type);
 }
 
-// Null for a tensor that is not there; else it must be dense and of this shape and type.
+// Null for a missing tensor; otherwise it must be dense and have this shape and type.
 template <class T>
 const T* data_of(const OptionalTensor& tensor, std::initializer_list<int64_t> shape) {
   if (!tensor) return nullptr;
@@ -66,7 +66,7 @@ const T* data_of(const OptionalTensor& tensor, std::initializer_list<int64_t> sh
   return tensor->const_data_ptr<T>();
 }
 
-// The second to last dimension of a tensor of logits holds the rows.
+// The second to last dimension of a tensor of logits is that of the rows.
 cuda::Logits logits_of(const OptionalTensor& logits, const OptionalTensor& token_bitmask = {}) {
   if (!logits) return {};
   require(logits->dim() >= 2 && logits->size(-1) > 0 && logits->size(-1) <= cuda::kMaxVocab);
@@ -87,7 +87,7 @@ cuda::Logits logits_of(const OptionalTensor& logits, const OptionalTensor& token
   return rows;
 }
 
-// Draft rows [batch, rows per sequence, draft V] beside the target's.
+// Draft rows [batch, rows per sequence, draft V].
 cuda::Logits draft_of(const OptionalTensor& logits, int64_t batch, int64_t rows, int64_t vocab) {
   if (!logits) return {};
   require(logits->dim() == 3 && logits->size(0) == batch && logits->size(1) == rows);

@@ -1,25 +1,13 @@
-// What the binding files of _cuda share; with them the only sources of _cuda that know torch.
+// Shared by the binding files of _cuda, which are its only sources that depend on torch.
 #pragma once
 #include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/util/Exception.h>
 
-#include <cstdint>
-#include <initializer_list>
-#include <optional>
-#include <stdexcept>
-
-#include "bindings_text.h"
+#include "bindings.h"
 #include "cuda/launch.h"
 
 namespace fastspec {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 using torch::stable::accelerator::DeviceGuard;
-using OptionalTensor = std::optional<Tensor>;
 
 inline cudaStream_t current_stream(const Tensor& tensor) {
   void* stream = nullptr;
@@ -29,11 +17,6 @@ inline cudaStream_t current_stream(const Tensor& tensor) {
 
 inline void check_launch(const char* op, cudaError_t error) {
   STD_TORCH_CHECK(error == cudaSuccess, op, ": ", cudaGetErrorString(error));
-}
-
-// The public ops find out which argument is wrong; here it only must not get through.
-inline void require(bool fits) {
-  if (!fits) throw std::invalid_argument("the arguments do not fit together");
 }
 
 inline void require_device_of(const Tensor& first, std::initializer_list<OptionalTensor> others) {

@@ -6,33 +6,12 @@
 namespace fastspec {
 namespace {
 
-bool has_shape(const Tensor& tensor, std::initializer_list<int64_t> shape) {
-  if (tensor.dim() != static_cast<int64_t>(shape.size())) return false;
-  int64_t dim = 0;
-  for (const int64_t size : shape) {
-    if (tensor.size(dim++) != size) return false;
-  }
-  return true;
-}
-
-// The last dimension contiguous, on the device of `beside`.
+// Whether the last dimension is contiguous, on the device of `beside`.
 bool has_rows(const Tensor& tensor, std::initializer_list<int64_t> shape, ScalarType type,
               const Tensor& beside) {
   return has_shape(tensor, shape) && tensor.scalar_type() == type &&
          tensor.device() == beside.device() &&
          (tensor.stride(-1) == 1 || tensor.size(-1) <= 1 || tensor.numel() == 0);
-}
-
-void require_caches(const Tensor& key_cache, const Tensor& value_cache, int64_t rank) {
-  require(key_cache.dim() == rank && value_cache.dim() == rank);
-  for (int64_t dim = 0; dim < rank; ++dim) {
-    require(dim < rank - 3 || key_cache.size(dim) > 0);
-    require(value_cache.size(dim) == key_cache.size(dim));
-    require(value_cache.stride(dim) == key_cache.stride(dim));
-  }
-  require(value_cache.scalar_type() == key_cache.scalar_type());
-  require(value_cache.device() == key_cache.device());
-  require(key_cache.stride(rank - 2) == key_cache.size(rank - 1) && key_cache.stride(-1) == 1);
 }
 
 cuda::StoreSide store_side(const Tensor& tokens, const Tensor& cache) {

@@ -29,7 +29,7 @@ __all__ = [
     "hf_generate",
 ]
 
-# Imported when a name is used: they import torch and transformers.
+# Imported on first use, because they import torch and transformers.
 _PACKAGES = ("compat", "drafters", "engine", "models", "tools", "train")
 _MODULES = {
     "Engine": "fastspec.engine.engine",

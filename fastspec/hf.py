@@ -1,6 +1,6 @@
-"""`generate` of transformers with an engine behind it: for its `custom_generate`, and alone.
+"""transformers' `generate` run by an engine, through its `custom_generate` or directly.
 
-`generate` prepares inputs, configuration, processors and criteria as ever; the engine decodes.
+`generate` prepares inputs, configuration, processors and criteria as usual; the engine decodes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -44,9 +44,9 @@ from fastspec.engine.engine import Engine
 from fastspec.engine.generation_config import is_off
 from fastspec.engine.prompts import as_prompt_list
 
-_HEURISTIC = ("heuristic", "heuristic_transient")  # one call: nothing is kept for another
-# Fields of a GenerationConfig that change what is decoded, or what comes back, beyond what the
-# engine does; and fields of drafting.
+_HEURISTIC = ("heuristic", "heuristic_transient")  # same here: nothing carries over between calls
+# GenerationConfig fields that ask for decoding or results the engine does not support, and unused
+# drafting fields.
 _REFUSED = (
     *("num_beams", "num_beam_groups", "constraints", "force_words_ids", "penalty_alpha"),
     *("dola_layers", "guidance_scale", "output_scores", "output_logits", "output_attentions"),
@@ -56,7 +56,7 @@ _REFUSED = (
 )
 _DEFAULT_ASSISTANT_TOKENS = 20
 _DEFAULT_NGRAM_SIZE = 2
-# What `generate` prepares for a forward pass, and the engine does itself.
+# Inputs that `generate` prepares for a forward pass and the engine makes itself.
 _PREPARED = {
     "attention_mask",
     "cache_params",
@@ -66,7 +66,7 @@ _PREPARED = {
     "position_ids",
     "use_cache",
 }
-# In the order in which the engine applies them, with the names of their parameter.
+# In the order in which the engine applies them, each with its parameter's name.
 _WARPERS = {
     TemperatureLogitsWarper: "temperature",
     TopKLogitsWarper: "top_k",
@@ -79,14 +79,14 @@ _STATEFUL = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanc
 class HFGenerator:
     """Decodes for `model.generate(..., custom_generate=generator)`, speculatively with a drafter.
 
-    It keeps an engine, which takes time to make; `hf_generate` makes one for each call. The
-    statistics are those of its `engine`. Several threads may use it.
+    It keeps one engine, which takes time to build; `hf_generate` builds one per call. Statistics
+    are in its `engine.stats`. Several threads may use it.
 
     Args:
-        model: whose `generate` will call it; a PeftModel's calls it for its base model.
-        drafter, spec, config: as `Engine` takes them.
+        model: the model whose `generate` will call it, or a PeftModel around that model.
+        drafter, spec, config: as for `Engine`.
     Raises:
-        ValueError: a model or option that the engine cannot use.
+        ValueError: the engine cannot use the model or an option.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class HFGenerator:
         self._model = model if isinstance(model, PreTrainedModel) else model.get_base_model()
 
     def generate(self, inputs: Any = None, **options: Any) -> Any:
-        """What `model.generate` returns for these arguments; see `hf_generate`."""
+        """Return what `model.generate` returns for these arguments; see `hf_generate`."""
         return _prepare_and_call(self, self._model, inputs, **options)
 
     def __call__(
@@ -115,12 +115,12 @@ class HFGenerator:
         inputs_tensor: Tensor | None = None,
         **model_kwargs: Any,
     ) -> Any:
-        """Decode what `model.generate` has prepared."""
+        """Decode the inputs that `model.generate` has prepared."""
         if model is not self._model:
-            raise ValueError(f"model: this generator is another {type(self._model).__name__}'s")
+            raise ValueError(f"model: this generator is for another {type(self._model).__name__}")
         asked = _asked_spec(generation_config)
         if asked not in (None, self.engine.spec):
-            raise ValueError("num_assistant_tokens, prompt_lookup_num_tokens: set by its spec here")
+            raise ValueError("num_assistant_tokens, prompt_lookup_num_tokens: set by spec= here")
         _refuse(generation_config, model_kwargs)
         batch = _Batch.of(input_ids, inputs_tensor, model_kwargs, self.engine.decoder_start_id)
         limit, ends, criteria = _split_criteria(stopping_criteria)
@@ -131,7 +131,7 @@ class HFGenerator:
         longest = read + (room or 1)
         if longest > self.engine.max_model_len:
             raise ValueError(
-                f"max_length: {longest} tokens of prompt and text, the engine has room for"
+                f"max_length: {longest} prompt and output tokens, but the engine has room for"
                 f" {self.engine.max_model_len}"
             )
         pad_id = generation_config.pad_token_id
@@ -159,23 +159,23 @@ def hf_generate(
     inputs_tensor: Tensor | None = None,
     **options: Any,
 ) -> Any:
-    """`model.generate`, run by an engine: speculative, batched, the same greedy output.
+    """Run `model.generate` on an engine: speculative, batched, the same greedy output.
 
-    Call it with the arguments of `model.generate`, or give it to that as `custom_generate`, and
-    then a drafter and a streamer by names that transformers hands on: `drafter=` and
-    `token_streamer=`. Sampling draws its seeds from torch's generator, so `set_seed` repeats it.
+    Call it with the arguments of `model.generate`, or pass it to that as `custom_generate`; then
+    pass a drafter as `drafter=` and a streamer as `token_streamer=`, names that transformers
+    forwards. Sampling draws its seeds from torch's generator, so `set_seed` makes it repeatable.
 
     Args:
         inputs: token ids [B, n], or what a tokenizer returns for return_tensors="pt".
-        drafter, spec, config: as `Engine` takes them; assistant_model is another name of drafter.
-        options: arguments of `model.generate`, streamer and tokenizer among them.
+        drafter, spec, config: as for `Engine`; assistant_model is an alias of drafter.
+        options: arguments of `model.generate`, including streamer and tokenizer.
     Returns:
-        Token ids [B, m], or an output with these as sequences for return_dict_in_generate.
+        Token ids [B, m]; with return_dict_in_generate, an output whose `sequences` they are.
     Raises:
-        ValueError: what the engine cannot honour, by name.
+        ValueError: the engine does not support an argument; the message names it.
     """
     if drafter is not None and assistant_model is not None:
-        raise ValueError("assistant_model: beside drafter, of which it is another name")
+        raise ValueError("assistant_model: an alias of drafter; pass only one")
     drafter = assistant_model if drafter is None else drafter
     prepared: Any = options.get("generation_config")
     if not hasattr(prepared, "_eos_token_tensor"):  # the mark of a call by `generate`
@@ -184,7 +184,7 @@ def hf_generate(
         return _prepare_and_call(hf_generate, model, inputs, **given, **options)
     asked = _asked_spec(prepared)
     if asked is not None and spec is not None:
-        raise ValueError("num_assistant_tokens, prompt_lookup_num_tokens: not beside spec")
+        raise ValueError("num_assistant_tokens, prompt_lookup_num_tokens: cannot go with spec")
     if config is None:
         encoded = 0 if inputs_tensor is None else inputs_tensor.shape[1]
         longest = max(prepared.max_length, encoded + 1)
@@ -198,10 +198,10 @@ class _Batch(NamedTuple):
     """The rows of one call.
 
     Attributes:
-        input_ids: [B, n], what the output begins with; padded on either side.
-        given: the ids that the engine reads, without padding.
-        starts: where those of each row begin in it.
-        is_encoded: whether an encoder reads them, and not the model whose text grows.
+        input_ids: [B, n], the beginning of the output, padded on either side.
+        given: the ids of each row that the engine reads, without padding.
+        starts: where these begin in each padded row.
+        is_encoded: whether an encoder reads them rather than the decoder that continues them.
     """
 
     input_ids: Tensor
@@ -221,7 +221,7 @@ class _Batch(NamedTuple):
         read = input_ids
         if is_encoded:
             if encoded is None or encoded.ndim != 2 or encoded.is_floating_point():
-                raise ValueError("input_ids: the encoder reads nothing else")
+                raise ValueError("input_ids: required, the encoder reads no other input")
             if input_ids.tolist() != [[decoder_start_id]] * len(input_ids):
                 raise ValueError(f"decoder_input_ids: expected [{decoder_start_id}] in each row")
             read = encoded.repeat_interleave(len(input_ids) // len(encoded), dim=0)
@@ -233,13 +233,13 @@ class _Batch(NamedTuple):
         if positions is not None:
             expected = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 0)
             if positions.ndim != 2 or bool((positions != expected).any()):
-                raise ValueError("position_ids: only those that follow from attention_mask")
+                raise ValueError("position_ids: expected those that follow from attention_mask")
         return cls(input_ids, given, starts, is_encoded)
 
     def params(
         self, processors: Sequence[Callable], do_sample: bool, ends: list[int], room: int | None
     ) -> list[SamplingParams]:
-        """How each row is decoded; the seeds are drawn from torch's generator."""
+        """Return the parameters of each row, with seeds drawn from torch's generator."""
         num_rows, length = self.input_ids.shape
         paddings = [0] * num_rows if self.is_encoded else self.starts
         rest, sampling = _split_warpers(processors)
@@ -261,7 +261,7 @@ class _Batch(NamedTuple):
         ]
 
     def _processor(self, processors: Sequence[Callable], row: int) -> Callable:
-        """Processors of a batch as one of a row: they see the padded text, in its place."""
+        """Wrap batch processors for one row; they see its text as padded in the batch."""
         num_rows = len(self.input_ids)
         num_given = 1 if self.is_encoded else len(self.given[row])
 
@@ -284,7 +284,7 @@ def _write(
     pad_id: int,
     streamer: Any,
 ) -> Tensor:
-    """The rows with what the engine writes after them, up to where a criterion holds."""
+    """Return the rows with the engine's output appended, up to where a criterion holds."""
     num_rows, start = batch.input_ids.shape
     room = params[0].max_tokens or engine.max_model_len
     ids = torch.full((num_rows, start + room), pad_id)
@@ -325,7 +325,7 @@ def _prepare_and_call(
     tokenizer: Any = None,
     **options: Any,
 ) -> Any:
-    """Let `model.generate` call a function, with what it would not hand on to that."""
+    """Call `model.generate` with `decode`, and pass on arguments that it would not forward."""
     if isinstance(inputs, Mapping):
         options, inputs = {**inputs, **options}, None
     for name in ("assistant_tokenizer", "synced_gpus"):
@@ -333,13 +333,13 @@ def _prepare_and_call(
             raise ValueError(f"{name}: not supported")
     if streamer is not None:
         options["token_streamer"] = streamer
-    why = "model.generation_config has them: set None there, and pass stop_strings= here"
+    why = "set in model.generation_config: set None there and pass stop_strings= here"
     refuse("stop_strings", getattr(model.generation_config, "stop_strings", None), why)
     config = options.get("generation_config")
     stop = options.pop("stop_strings", None) or getattr(config, "stop_strings", None)
     if stop is not None:
         if tokenizer is None:
-            raise ValueError("stop_strings: need the tokenizer, as tokenizer=")
+            raise ValueError("stop_strings: these need a tokenizer; pass tokenizer=")
         given = options.get("stopping_criteria") or []
         criterion = StopStringCriteria(tokenizer, stop)
         options["stopping_criteria"] = StoppingCriteriaList([criterion, *given])
@@ -350,11 +350,13 @@ def _prepare_and_call(
 
 
 def _asked_spec(config: GenerationConfig) -> SpecConfig | None:
-    """What the fields of assisted generation ask for; None where they have their defaults."""
+    """Return the spec that the fields of assisted generation ask for; None if all are default."""
     count, lookup = config.num_assistant_tokens, config.prompt_lookup_num_tokens
     exit_layer = config.assistant_early_exit
     if lookup is not None:
-        refuse("assistant_early_exit", exit_layer, "not beside prompt_lookup_num_tokens")
+        refuse(
+            "assistant_early_exit", exit_layer, "cannot be combined with prompt_lookup_num_tokens"
+        )
         most = config.max_matching_ngram_size or _DEFAULT_NGRAM_SIZE
         return SpecConfig("prompt_lookup", lookup, prompt_lookup_min=1, prompt_lookup_max=most)
     asked: dict[str, Any] = {}
@@ -371,7 +373,7 @@ def _asked_spec(config: GenerationConfig) -> SpecConfig | None:
 
 
 def _refuse(config: GenerationConfig, model_kwargs: Mapping[str, Any]) -> None:
-    """Refuse by name what would go unheard."""
+    """Raise for fields and inputs that would otherwise be silently ignored."""
     for name in _REFUSED:
         if not is_off(name, value := getattr(config, name, None)):
             raise ValueError(f"{name}: {value!r} is not supported")
@@ -379,13 +381,13 @@ def _refuse(config: GenerationConfig, model_kwargs: Mapping[str, Any]) -> None:
         if value is not None and name not in _PREPARED:
             raise ValueError(f"{name}: not supported")
         if getattr(value, "_is_user_defined", False):
-            raise ValueError(f"{name}: the engine keeps a cache of its own")
+            raise ValueError(f"{name}: not supported, the engine keeps its own cache")
 
 
 def _split_criteria(
     criteria: Sequence[Callable],
 ) -> tuple[int | None, list[int], Callable | None]:
-    """The largest length, the ids that end a text, and the other criteria as one, if any."""
+    """Return the length limit, the ids that end a text, and the other criteria as one, if any."""
     limits = [each.max_length for each in criteria if type(each) is MaxLengthCriteria]
     ends = [each.eos_token_id.tolist() for each in criteria if type(each) is EosTokenCriteria]
     others = [each for each in criteria if type(each) not in (MaxLengthCriteria, EosTokenCriteria)]
@@ -394,9 +396,9 @@ def _split_criteria(
 
 
 def _split_warpers(processors: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Processors without the last ones that are sampling parameters of ours, and these.
+    """Split off the trailing processors that our sampling parameters can express.
 
-    Only the last ones, in the engine's order: what follows another processor must see its scores.
+    Only trailing ones in the engine's order: one before another processor must stay before it.
     """
     rest, sampling = list(processors), {}
     while rest and type(rest[-1]) is LogitNormalization:  # changes no probability
@@ -415,16 +417,16 @@ def _split_warpers(processors: Sequence[Any]) -> tuple[list[Any], dict[str, Any]
 def _split_rules(
     processors: Sequence[Any], ends: list[int], length: int, paddings: list[int]
 ) -> tuple[dict[str, Any], list[Any]]:
-    """The first processors as parameters, which the engine applies before others, and the others.
+    """Turn the leading processors into parameters, which the engine applies first; keep the rest.
 
     Args:
-        length: of the padded prompts.
-        paddings: tokens before each of them.
+        length: length of the padded prompts.
+        paddings: padding tokens before each of them.
     """
     for processor in processors:
         if isinstance(processor, _STATEFUL):
             name = type(processor).__name__
-            raise ValueError(f"logits_processor: {name} keeps a state, which is not supported")
+            raise ValueError(f"logits_processor: {name} keeps state, which is not supported")
     rules: dict[str, Any] = {"min_tokens": 0}
     rest = list(processors)
     while rest and _take_rule(rest[0], rules, ends, length, paddings):
@@ -435,7 +437,7 @@ def _split_rules(
 def _take_rule(
     processor: Any, rules: dict[str, Any], ends: list[int], length: int, paddings: list[int]
 ) -> bool:
-    """Add what a processor does to the rules, if they can say it and in the same order."""
+    """Add a processor's effect to the rules, if they can express it in the same order."""
     kind = type(processor)
     if kind is RepetitionPenaltyLogitsProcessor and "repetition_penalty" not in rules:
         ignored = processor.prompt_ignore_length

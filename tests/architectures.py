@@ -228,7 +228,7 @@ KINDS = {
         r"keeps a recurrent state|keeps several states in a layer|layers of type \['(linear|recur)"
     ),
     "attention of its own": "never calls transformers' attention interface",
-    "counts positions itself": "takes no position_ids",
+    "counts positions itself": "does not accept position_ids",
     "sparse or compressed attention": r"layers of type \['(?!linear|recur)",
     "mask or bias of its own": "builds its own attention mask or bias",
     "attends several times in a layer": r"layer -?\d+ attends \d+ times|share their attention",

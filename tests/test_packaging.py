@@ -234,7 +234,7 @@ def host_functions_that_exit(library: Path) -> set[str]:
 def test_cuda_extension_builds_beside_a_cpu_torch(tiny):
     for name in ("common", "cuda"):
         shutil.copytree(ROOT / "csrc" / name, tiny / "csrc" / name)
-    for path in (*(ROOT / "csrc").glob("bindings_cuda*"), ROOT / "csrc" / "bindings_text.h"):
+    for path in (*(ROOT / "csrc").glob("bindings_cuda*"), ROOT / "csrc" / "bindings.h"):
         shutil.copy(path, tiny / "csrc")
     archs = "8.0;9.0+PTX"  # cuda/test_compile.py compiles for all
     output = build_in_place(tiny, FASTSPEC_BUILD_CUDA="1", TORCH_CUDA_ARCH_LIST=archs)

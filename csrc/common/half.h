@@ -1,4 +1,4 @@
-// The 16-bit float formats, one value at a time; to float is exact, from float to nearest even.
+// Conversion of 16-bit floats, one value at a time: exact to float, nearest even from float.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -33,7 +33,7 @@ inline uint16_t bfloat16_from_float(float value) {
   return static_cast<uint16_t>(is_nan ? (bits >> 16) | 0x40u : rounded);
 }
 
-// Adding 0.5 rounds what becomes subnormal to multiples of 2^-24.
+// Adding 0.5 rounds values that become subnormal to multiples of 2^-24.
 inline uint16_t float16_from_float(float value) {
   const uint32_t sign = (bits_from_float(value) >> 16) & 0x8000u;
   const uint32_t bits = bits_from_float(value) & 0x7fffffffu;

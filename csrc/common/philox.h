@@ -33,32 +33,32 @@ FASTSPEC_HOST_DEVICE inline PhiloxBlock philox4x32_10(uint64_t key, const uint32
   return {{c0, c1, c2, c3}};
 }
 
-// Word `index` of the sequence named by (seed, position, stream).
+// Word `index` of the sequence selected by (seed, position, stream).
 inline uint32_t philox_word(uint64_t seed, uint64_t position, uint32_t stream, uint32_t index) {
   const uint32_t counter[4] = {static_cast<uint32_t>(position),
                                static_cast<uint32_t>(position >> 32), index / 4, stream};
   return philox4x32_10(seed, counter).word[index % 4];
 }
 
-// The same as a number in [0, 1) with 24 random bits.
+// The word as a number in [0, 1) with 24 random bits.
 inline float philox_uniform(uint64_t seed, uint64_t position, uint32_t stream, uint32_t index) {
   return static_cast<float>(philox_word(seed, position, stream, index) >> 8) * 0x1p-24f;
 }
 
-// The Gumbel noise of coupled rows, -ln of exponential numbers that tokens draw sixteen at a time:
-// those of a group have the same token / 256 and token % 16. The least of a group is a sixteenth of
-// an exponential number, whoever has it, and what the others have on top is exponential again: this
-// is the law of sixteen independent numbers, and one word bounds them all.
+// The Gumbel noise of coupled rows: -ln of exponential numbers, drawn for groups of sixteen tokens
+// with the same token / 256 and token % 16. The smallest of a group is a sixteenth of an
+// exponential number, whichever token has it, and the excess of the others is exponential again:
+// this has the distribution of sixteen independent numbers, and one word bounds them all.
 constexpr uint32_t kLeastStream = 0x67756d62;
 constexpr uint32_t kOthersStream = 0x67756d63;
 constexpr uint32_t kGroup = 16;
 
-// The index of a token's group; its place in there is token / kGroup % kGroup.
+// The index of a token's group; its place in the group is token / kGroup % kGroup.
 inline uint32_t group_of(uint32_t token) {
   return token / (kGroup * kGroup) * kGroup + token % kGroup;
 }
 
-// A group's word holds the place of its least number, and in 28 bits what that is made of.
+// A group's word encodes the place of its smallest number, and in 28 bits the number itself.
 inline uint32_t least_place(uint32_t word) { return word % kGroup; }
 
 }  // namespace fastspec

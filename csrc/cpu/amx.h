@@ -1,4 +1,4 @@
-// Tiles of AMX-BF16: their sizes, and the registers.
+// Tiles of AMX-BF16: sizes and registers.
 #pragma once
 #include "kernels.h"
 #include "simd.h"
@@ -20,7 +20,7 @@ inline int64_t row_blocks(int64_t rows) { return (rows + kTileRowsOfAmx - 1) / k
 
 #define FASTSPEC_AMX __attribute__((target("amx-tile,amx-bf16,avx512bf16")))
 
-// Before tiles are loaded: GCC's tile loads do not say what they read.
+// Call before loading tiles, because GCC's tile loads do not declare what they read.
 FASTSPEC_INLINE void finish_stores(const void* to) { __asm__ volatile("" : : "r"(to) : "memory"); }
 
 struct alignas(64) TileConfig {

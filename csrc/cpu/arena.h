@@ -1,4 +1,4 @@
-// Scratch memory of one call in one allocation.
+// Scratch memory of a call in a single allocation.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -9,7 +9,7 @@ struct alignas(64) Line {
   char bytes[64];
 };
 
-// Hands out uninitialised memory by the cache line; without a base it only measures.
+// Allocates uninitialised memory in cache lines; without a base it only measures.
 struct Arena {
   Line* base = nullptr;
   int64_t used = 0;
@@ -22,7 +22,7 @@ struct Arena {
   }
 };
 
-// What `take(arena)` makes, in memory of its own.
+// The result of `take(arena)`, with its own memory.
 template <class T>
 class Scratch {
  public:

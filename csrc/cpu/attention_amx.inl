@@ -1,14 +1,14 @@
-// bfloat16 rows against a key tile by AMX. Keys and values are packed; scores come with keys along
-// the rows of a register tile. Weights become bfloat16. Included by tree_attention.inl.
+// bfloat16 rows against a key tile by AMX. Keys and values are packed; scores have keys along the
+// rows of a register tile. Weights become bfloat16. Included by tree_attention.inl.
 //
-// A row of a register tile never meets another, so a row has the same bits whatever the others are.
+// Rows of a register tile never mix, so a row's bits do not depend on the others.
 
 #if defined(__AVX512F__) && FASTSPEC_COMPILES_AMX
 
 constexpr int64_t kBlock = kTileRowsOfAmx;
 constexpr int64_t kKeyBlocks = kKeyTile / kBlock;
 
-// Rows of one KV head of a query tile, and where its packed operands lie.
+// Rows of one KV head of a query tile, and the locations of its packed operands.
 struct HeadBlocks {
   int64_t num_rows, first_row, tiles;  // tiles of kPairDepth in a row
   PairTile* queries;                   // [blocks of 16 rows, tiles]
@@ -42,7 +42,7 @@ void pack_queries(const AttentionCall& call, const QueryTile& tile,
   }
 }
 
-// The first `count` values, then zeros; all where they are `whole`.
+// The first `count` values, then zeros; all values if `whole`.
 template <bool whole>
 FASTSPEC_INLINE __m512i load_halves(const BF16* from, int64_t count) {
   if constexpr (whole) return _mm512_loadu_si512(from);
@@ -50,7 +50,7 @@ FASTSPEC_INLINE __m512i load_halves(const BF16* from, int64_t count) {
   return _mm512_maskz_loadu_epi16(mask, from);
 }
 
-// Keys of `heads` KV heads, which lie side by side; zeros after the first `size` keys.
+// Keys of `heads` adjacent KV heads; zeros after the first `size` keys.
 template <bool whole>
 void pack_keys(const KeyTile<BF16>& keys, int64_t heads, int64_t head_size, BF16* to) {
   const int64_t depth = pair_tiles(head_size) * kPairDepth;
@@ -65,8 +65,8 @@ void pack_keys(const KeyTile<BF16>& keys, int64_t heads, int64_t head_size, BF16
   }
 }
 
-// Pairs of values of neighbouring keys, zeros where a key is not in `kept`; whether one of them
-// holds an infinity or NaN. A head takes head_stride values.
+// Pairs of values of neighbouring keys, zeros for keys not in `kept`; returns whether any is an
+// infinity or NaN. A head takes head_stride values.
 template <bool whole>
 bool pack_values(const BF16* const* values, uint64_t kept, int64_t heads, int64_t head_size,
                  int64_t head_stride, BF16* to) {
@@ -218,7 +218,7 @@ void attend_by_tiles(const AttentionCall& call, const QueryTile& tile, const Key
   const int64_t size = call.head_size, per_head = tile.num_rows / tile.num_kv_heads;
   const float scale = scale_of_scores(call);
   const bool whole = size % kPairDepth == 0 && keys.size == kKeyTile;
-  // What is read next is spread over the products.
+  // Prefetches of the next data are spread over the products.
   const int64_t lines = size / 4 / row_blocks(per_head) + 1;
   const int64_t row_size = tile.num_kv_heads * size;
   NextRows<BF16> values = {keys.keys + kKeyTile, 0, row_size, lines},
@@ -250,7 +250,7 @@ void attend_by_tiles(const AttentionCall& call, const QueryTile& tile, const Key
   if (!masked || !wild) {
     return sum_blocks<masked>(call, tile, 0, per_head, scratch, state, next);
   }
-  // 0 times infinity is NaN: each token meets zeros where it sees nothing.
+  // 0 times infinity is NaN, so each token gets zeros where it sees nothing.
   for (int64_t token = 0; token < tile.num_tokens; ++token) {
     pack_kept(scratch.seen[token]);
     sum_blocks<masked>(call, tile, token * group, (token + 1) * group, scratch, state, next);

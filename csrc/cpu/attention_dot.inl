@@ -1,5 +1,5 @@
-// Scores of bfloat16 rows by the dot products of AVX512-BF16, in the instruction set that has them:
-// twice the products per instruction, and no widening.
+// Scores of bfloat16 rows by the dot products of AVX512-BF16, where available: twice the products
+// per instruction, and no widening.
 #include "attention_tiles.inl"
 #include "kernels.h"
 
@@ -11,13 +11,13 @@ using ScoreRows = decltype(&score_rows<1, fetch, T>);
 
 #if defined(__AVX512F__) && FASTSPEC_COMPILES_BFLOAT16
 
-// 32 values, or where `mask` has fewer bits that many and zeros.
+// 32 values; those whose bit in `mask` is not set are zero.
 __attribute__((target("avx512bf16"))) FASTSPEC_INLINE __m512bh load_pairs(const void* from,
                                                                           __mmask32 mask) {
   return bit_cast<__m512bh>(_mm512_maskz_loadu_epi16(mask, from));
 }
 
-// As score_rows, of rows of queries that hold bfloat16 values in their first half.
+// Like score_rows, for query rows with bfloat16 values in their first half.
 template <int rows, bool fetch>
 __attribute__((target("avx512bf16"))) void dot_rows(const float* queries, const BF16* const* keys,
                                                     KeyRange span, int64_t first_dim,
@@ -56,13 +56,13 @@ constexpr const ScoreRows<fetch, BF16>* kDotRows = kScoreRows<fetch, BF16>;
 
 #endif
 
-// Whether the queries of a tile stay bfloat16. Rows that are copied and padded are float32.
+// Whether a tile's queries stay bfloat16; copied and padded rows are float32.
 template <class T>
 bool keeps_bfloat16(int64_t head_size) {
   return std::is_same_v<T, BF16> && head_size == padded(head_size) && multiplies_bfloat16();
 }
 
-// By the number of rows - 1.
+// Indexed by the number of rows - 1.
 template <bool fetch, class T>
 const ScoreRows<fetch, T>* score_functions() {
   if constexpr (std::is_same_v<T, BF16>) {

@@ -1,11 +1,11 @@
 // Many rows against one KV head of a key tile: keys and values are packed once for all rows, as
-// float32, and products have keys in their lanes. Included by tree_attention.inl.
+// float32, and vector lanes are keys. Included by tree_attention.inl.
 
 constexpr int64_t kLinesAtATime = 3;
 constexpr int64_t kPanelKeys = kTileVectors * kNativeLanes;  // keys of a register tile
 constexpr int kLaneBits = kNativeLanes == 16 ? 4 : kNativeLanes == 8 ? 3 : 2;
 
-// The order in which sum_each adds the lanes, pairwise: by the reversed bits of their numbers.
+// The order in which sum_each adds lanes pairwise: by the reversed bits of their indices.
 constexpr int place_of_lane(int lane) {
   int place = 0;
   for (int bit = 0; bit < kLaneBits; ++bit) place |= (lane >> bit & 1) << (kLaneBits - 1 - bit);
@@ -40,7 +40,7 @@ void pack_keys(const T* const* keys, int64_t first_dim, int64_t head_size, float
   }
 }
 
-// As score_rows with the same bits, against one panel.
+// Like score_rows, with the same bits, against one panel.
 template <int rows, class T>
 void score_panel(const float* queries, const float* panel, int64_t stride, float scale,
                  float* scores, NextRows<T>& next) {

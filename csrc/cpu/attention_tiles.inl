@@ -1,5 +1,4 @@
-// The register tiles of attention: a few query rows against the keys, and then the values, of a
-// tile.
+// The register tiles of attention: a few query rows against the keys, then the values, of a tile.
 #include <type_traits>
 
 #include "lanes.h"
@@ -11,11 +10,10 @@ namespace {
 constexpr int kTileRows = 4;
 constexpr int kPackedRows = 6;  // of a register tile on packed keys
 constexpr int kTileVectors = kNativeLanes == 16 ? 4 : 2;
-constexpr int64_t kAhead = 16;  // rows from the one in use to the one that is fetched from memory
+constexpr int64_t kAhead = 16;  // prefetch distance in rows
 
-// Rows of consecutive keys in the order in which they are read: the keys, the values, the
-// keys of the next tile. Each row holds one KV head, or several side by side. Rows past the end
-// repeat another one.
+// Rows of consecutive keys in reading order: the keys, the values, the keys of the next tile. Each
+// row is one KV head, or several adjacent ones. Rows past the end repeat another row.
 template <class T>
 struct KeyTile {
   const T* keys[3 * kKeyTile];
@@ -62,7 +60,7 @@ void locate_tile(const AttentionCall& call, const QueryTile& tile, int64_t first
   for (; ahead < kKeyTile; ++ahead) to.next_keys()[ahead] = to.keys[0];
 }
 
-// Into the second-level cache; the first is too small for rows that lie a power of two apart.
+// Into the second-level cache; the first is too small for rows a power of two apart.
 template <class T>
 FASTSPEC_INLINE void prefetch(const T* row, int64_t size) {
   for (int64_t d = 0; d < size; d += 64 / static_cast<int64_t>(sizeof(T))) {
@@ -70,8 +68,7 @@ FASTSPEC_INLINE void prefetch(const T* row, int64_t size) {
   }
 }
 
-// Some values of the rows that are read next, a few lines of memory at a time: more at once would
-// wait for each other.
+// Prefetches parts of the next rows, a few cache lines at a time; more at once would stall.
 template <class T>
 struct NextRows {
   const T* const* rows;
@@ -101,7 +98,7 @@ FASTSPEC_INLINE void store_scores(NativeF32 (&sums)[kNativeLanes], float scale, 
 }
 
 // scores[row][key] = scale * sum over d of queries[row][d] * keys[key][d], in the same order for
-// every pair.
+// each pair.
 template <int rows, int num_keys, class T>
 FASTSPEC_INLINE void multiply_keys(const float* queries, const T* const* keys, int64_t first_dim,
                                    int64_t stride, float scale, float* scores) {
@@ -119,7 +116,7 @@ FASTSPEC_INLINE void multiply_keys(const float* queries, const T* const* keys, i
   store_scores<rows, num_keys>(sums, scale, scores);
 }
 
-// Keys that as many rows meet at a time: a register of sums.
+// Keys processed at once by this many rows, one register of sums.
 template <int rows>
 constexpr int kTileKeys = kNativeLanes / (rows <= 2 ? rows : 4);
 
@@ -175,7 +172,7 @@ void sum_rows(const float* weights, const T* const* values, KeyRange span, int64
   }
 }
 
-// By the number of rows - 1.
+// Indexed by the number of rows - 1.
 template <bool fetch, class T>
 constexpr decltype(&score_rows<1, fetch, T>) kScoreRows[kTileRows] = {
     score_rows<1, fetch, T>, score_rows<2, fetch, T>, score_rows<3, fetch, T>,

@@ -55,7 +55,7 @@ void add_moves(const CompactCall& call, int64_t b, std::vector<Move>& moves) {
   }
 }
 
-// All reads before all writes, whatever the order of the nodes.
+// All reads come before all writes, regardless of the order of nodes.
 void run_moves(const CompactCall& call, const std::vector<Move>& moves, char* layer) {
   const std::unique_ptr<char[]> entries(new char[moves.size() * call.slot_bytes]);
   char* entry = entries.get();

@@ -1,10 +1,10 @@
-// Moves the accepted nodes of token trees to the places of their tokens in a block-paged cache.
+// Moves the accepted nodes of token trees to their places in the text, in a block-paged cache.
 #pragma once
 #include <cstdint>
 
 namespace fastspec::cpu {
 
-// Strides of the caches, which share them, in bytes; a slot's values are contiguous.
+// Strides, equal for both caches, are in bytes; a slot's values are contiguous.
 struct CompactCall {
   char* caches[2];  // keys and values, [num_layers, num_blocks, block_size] slots
   const int32_t* block_table;

@@ -42,7 +42,7 @@ LayerScratch take_scratch(const DecoderLayerCall& call, const Sizes& n, Arena& a
           take_mlp(call.mlp, n.rows, arena)};
 }
 
-// Rows of `size` values; without weights nothing happens.
+// Normalises rows of `size` values; without weights it does nothing.
 void normalize(const DecoderLayerCall& call, const void* weight, const float* from, int64_t rows,
                int64_t size, float* to) {
   if (weight == nullptr) return;
@@ -65,7 +65,7 @@ void turn_heads(const DecoderLayerCall& call, const void* norm, int64_t row, int
   }
 }
 
-// One layer, whose phases read what those before have left in `scratch`.
+// One layer, whose phases read results of earlier ones in `scratch`.
 class Layer {
  public:
   Layer(const DecoderLayerCall& call, const LayerScratch& scratch)
@@ -193,7 +193,7 @@ bool are_alike(const DecoderLayerCall& a, const DecoderLayerCall& b) {
 }  // namespace
 
 void decoder_layers(const std::vector<DecoderLayerCall>& calls) {
-  // Layers share their indices, and most of them the number of pages: one look is enough for these.
+  // Layers share their indices, and most of them the number of pages, so one check covers these.
   const DecoderLayerCall* checked = nullptr;
   for (const DecoderLayerCall& call : calls) {
     if (checked != nullptr && have_same_pages(*checked, call)) continue;

@@ -1,4 +1,4 @@
-// Whole decoder layers of the Llama kind, made for the few rows of a decoding step.
+// Whole Llama-type decoder layers, optimised for the few rows of a decoding step.
 #pragma once
 #include <cstdint>
 #include <vector>
@@ -32,10 +32,10 @@ struct DecoderLayerCall {
   const float* sin;
   int64_t cos_stride, sin_stride, rotary_size;
   AttentionCall attention;  // without query and out
-  StoreCall store;          // without what is stored
+  StoreCall store;          // without the data to store
   StoreCall kept;           // pages with a head for the halves of each input that is kept
   Element kept_element;
-  std::vector<int64_t> kept_heads;  // those that keep this layer's input
+  std::vector<int64_t> kept_heads;  // heads that keep this layer's input
 };
 
 // Layers that share rows, indices and options. Checks the index tensors of all

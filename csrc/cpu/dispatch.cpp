@@ -32,7 +32,7 @@ struct InstructionSet {
 };
 
 #if defined(__x86_64__) && FASTSPEC_COMPILES_BFLOAT16
-// Linux gives a process the registers of AMX when it asks for them.
+// Linux grants a process the AMX registers on request.
 static bool may_use_tiles() {
 #if FASTSPEC_COMPILES_AMX
   constexpr int kRequestPermission = 0x1023, kTileData = 18;

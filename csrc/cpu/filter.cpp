@@ -13,7 +13,7 @@ namespace {
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kLowestFinite = std::numeric_limits<float>::lowest();
 
-// Integers in the order of the floats, so that halving an interval ends after at most 32 steps.
+// Integers in the order of the floats, so that bisection ends after at most 32 steps.
 int64_t to_key(float value) {
   int32_t bits;
   std::memcpy(&bits, &value, sizeof(bits));
@@ -27,8 +27,8 @@ float from_key(int64_t key) {
   return value;
 }
 
-// The smallest float t in [low, high] with measure(t) < need, as measure(high) < need and falls
-// with t.
+// The smallest float t in [low, high] with measure(t) < need; measure(high) < need, and measure
+// decreases with t.
 template <class Measure>
 float smallest_below(float low, float high, double need, const Measure& measure) {
   int64_t first = to_key(low), last = to_key(high);
@@ -61,8 +61,8 @@ Candidates gather(const Row& row, float low, float high) {
   return found;
 }
 
-// A float with at least k logits above it, and not many more if that comes cheaply; else -inf.
-// A lane maximum stands for at least one logit, and there are few of them.
+// A float with at least k logits above it, and not many more if that is cheap; otherwise -inf.
+// Each of the few lane maxima represents at least one logit.
 float bound_below_top_k(const Row& row, int64_t k) {
   const int64_t coarse = row.chunks() * kLanes;
   const bool is_enough = 2 * k <= coarse;
@@ -78,7 +78,7 @@ float bound_below_top_k(const Row& row, int64_t k) {
   return from_key(first);
 }
 
-// The k-th largest logit; `candidates` hold at least k logits, or all that are not -inf.
+// The k-th largest logit; `candidates` has at least k logits, or all that are not -inf.
 float kth_largest(const Row& row, const Candidates& candidates, float low, int64_t k) {
   const auto count_above = [&](float bound) {
     return sampling_kernels().lists.count_above(candidates.values.get(), candidates.count, bound);
@@ -86,7 +86,7 @@ float kth_largest(const Row& row, const Candidates& candidates, float low, int64
   return smallest_below(low, row.max, static_cast<double>(k), count_above);
 }
 
-// Candidates with their weights; those below `cutoff` weigh nothing.
+// Candidates with their weights; those below `cutoff` have weight 0.
 class WeightedCandidates {
  public:
   WeightedCandidates(const Row& row, Candidates candidates, float cutoff)
@@ -111,8 +111,8 @@ class WeightedCandidates {
   std::unique_ptr<float[]> weights_;
 };
 
-// The top-p threshold of a row lies in (low, high], as the mass above `low` is >= need and that
-// above `high`, which is `beyond`, is < need.
+// The top-p threshold of a row is in (low, high]: the mass above `low` is >= need and that above
+// `high`, `beyond`, is < need.
 struct Bracket {
   float low;
   float high;
@@ -136,7 +136,7 @@ Bracket narrow(Bracket bracket, const float* bounds, const double* sums, double 
   return bracket;
 }
 
-// Bounds that cut (low, high] into equal steps, of value if that is possible, else of keys.
+// Bounds that divide (low, high] into equal steps, of value if possible, otherwise of keys.
 void subdivide(float low, float high, float* bounds) {
   for (int i = 0; i < kBounds; ++i) {
     const double share = (i + 1.0) / (kBounds + 1);
@@ -149,7 +149,7 @@ void subdivide(float low, float high, float* bounds) {
   }
 }
 
-// Whether so many logits are above `low` that a pass to narrow it costs less than gathering them.
+// Whether enough logits are above `low` that a narrowing pass costs less than gathering them.
 bool is_crowded(const Row& row, float low) {
   const int64_t count = num_lane_maxima(row.logits.size);
   return sampling_kernels().lists.count_above(row.lane_maxima, count, low) > 1000;
@@ -157,7 +157,7 @@ bool is_crowded(const Row& row, float low) {
 
 // Top-p without top-k: up to three passes narrow the threshold down to few logits.
 float top_p_of_row(const Row& row) {
-  // In units of the temperature below the best logit; the first bound takes in every weight.
+  // In units of the temperature below the best logit; the first bound includes every weight.
   constexpr double kDepths[kBounds] = {0, 24, 12, 8, 5, 3, 1.5, 0.5};
   constexpr int kRefinements = 2;
   float bounds[kBounds] = {std::nextafter(weighting_of(row, -kInfinity).cutoff, -kInfinity)};
@@ -180,7 +180,7 @@ float top_p_of_row(const Row& row) {
                                            need - bracket.beyond);
 }
 
-// Top-p among what top-k left.
+// Top-p among the logits that top-k keeps.
 float top_p_of(const Row& row, Candidates candidates, float threshold) {
   const WeightedCandidates weighted(row, std::move(candidates), threshold);
   const double need = weighted.mass_above(-kInfinity) * row.sampling.top_p;

@@ -10,13 +10,13 @@
 
 namespace fastspec::cpu {
 
-// Whether the compiler knows the dot products of AVX512-BF16.
+// Whether the compiler supports the dot products of AVX512-BF16.
 #if defined(__x86_64__) && (defined(__clang__) || __GNUC__ >= 10)
 #define FASTSPEC_COMPILES_BFLOAT16 1
 #else
 #define FASTSPEC_COMPILES_BFLOAT16 0
 #endif
-// And its tiles; the operating system has to hand them out.
+// And AMX tiles, which the operating system must grant.
 #if defined(__x86_64__) && defined(__linux__) && (defined(__clang__) || __GNUC__ >= 11)
 #define FASTSPEC_COMPILES_AMX 1
 #else
@@ -29,15 +29,15 @@ struct KernelTable {
   LayerKernels layers;
 };
 
-// The instruction sets that this build and this processor have, the widest last.
+// The instruction sets supported by this build and this processor, the widest last.
 std::vector<std::string> instruction_sets();
 
-// The set that all calls use: the widest, until another one is chosen. Not to be changed while
-// calls run: one call must see one set. std::invalid_argument unless it is in instruction_sets().
+// The set that all calls use: the widest, unless another one is chosen. Must not change while calls
+// run, as a call must see one set. std::invalid_argument unless it is in instruction_sets().
 std::string instruction_set();
 void use_instruction_set(const std::string& name);
 
-// Of the set in use.
+// The kernels of the set in use.
 const KernelTable& kernels();
 bool multiplies_bfloat16();
 bool multiplies_tiles();

@@ -36,7 +36,7 @@ FASTSPEC_INLINE float load_one(const T* from) {
   return load_rest(from, 1)[0];
 }
 
-// Calls f with a null pointer of the type that holds the elements.
+// Calls f with a null pointer of the elements' type.
 template <class F>
 auto with_type(Element element, const F& f) {
   switch (element) {
@@ -70,7 +70,7 @@ FASTSPEC_INLINE void convert(float x, BF16* to) {
   to->bits = static_cast<uint16_t>(x == x ? rounded : (bits >> 16) | 0x40u);
 }
 
-// To nearest even; adding 0.5 rounds what becomes subnormal to multiples of 2^-24.
+// To nearest even; adding 0.5 rounds values that become subnormal to multiples of 2^-24.
 FASTSPEC_INLINE void convert(float x, F16* to) {
   const uint32_t sign = (bit_cast<uint32_t>(x) >> 16) & 0x8000u;
   const uint32_t bits = bit_cast<uint32_t>(x) & 0x7fffffffu;
@@ -96,7 +96,7 @@ FASTSPEC_INLINE void store_native(F16* to, NativeF32 x) {
   for (int i = 0; i < kNativeLanes; ++i) convert(x[i], to + i);
 }
 
-// Lane i of the result is lane from[i] of a, or where that is too large of b.
+// Lane i of the result is lane from[i] of a, or of b if from[i] is too large.
 template <int... from>
 FASTSPEC_INLINE NativeF32 pick(NativeF32 a, NativeF32 b) {
 #if defined(__clang__)
@@ -106,21 +106,20 @@ FASTSPEC_INLINE NativeF32 pick(NativeF32 a, NativeF32 b) {
 #endif
 }
 
-// Lane i of the result comes from lane i of a where i has no `bit`, else from lane i of b.
+// Lane i of the result is lane i of a if i does not have `bit`, otherwise lane i of b.
 template <int bit, int... i>
 FASTSPEC_INLINE NativeF32 blend(NativeF32 a, NativeF32 b, std::integer_sequence<int, i...>) {
   return pick<((i & bit) ? i + kNativeLanes : i)...>(a, b);
 }
 
-// The lanes that `blend` leaves out, each at the place of its partner i ^ bit.
+// The lanes that `blend` drops, each at the place of its partner i ^ bit.
 template <int bit, int... i>
 FASTSPEC_INLINE NativeF32 cross(NativeF32 a, NativeF32 b, std::integer_sequence<int, i...>) {
   return pick<((i & bit) ? (i ^ bit) + kNativeLanes : (i ^ bit))...>(a, b);
 }
 
-// Adds lanes whose numbers differ in `bit`, of `count` vectors, and then in the lower bits, until
-// one vector is left: those bits of a lane's number say which vector it is of, the highest bit
-// first.
+// Adds lanes of `count` vectors whose indices differ in `bit`, then in the lower bits, until one
+// vector remains; those bits of a lane's index select its vector, the highest bit first.
 template <int count, int bit>
 FASTSPEC_INLINE NativeF32 fold(NativeF32* sums) {
   if constexpr (count == 1) {
@@ -153,7 +152,7 @@ FASTSPEC_INLINE NativeF32 in_order(NativeF32 x, std::integer_sequence<int, i...>
   return pick<(i % count * (kNativeLanes / count) + i / count)...>(x, x);
 }
 
-// The second part: vector i of parts comes from sum_some of sums[i * count] and those after it.
+// The second part: vector i of parts is the result of sum_some on sums[i * count] and those after.
 template <int count>
 FASTSPEC_INLINE NativeF32 sum_parts(NativeF32* parts) {
   const NativeF32 sums = fold<kNativeLanes / count, kNativeLanes / count / 2>(parts);
@@ -206,7 +205,7 @@ FASTSPEC_INLINE float total(NativeF32 x) {
 // 2^x within 1 ulp for x <= 127, exactly 1 at 0, 0 below the normal numbers, NaN for NaN.
 FASTSPEC_INLINE NativeF32 exp2(NativeF32 x) {
   const NativeF32 bounded = x < -126.0f ? native(-126.0f) : x;
-  const NativeF32 shifted = bounded + 0x1.8p23f;  // its low bits hold the integer part
+  const NativeF32 shifted = bounded + 0x1.8p23f;  // its low bits are the integer part
   const NativeF32 fraction = bounded - (shifted - 0x1.8p23f);
   const NativeF32 scale = bit_cast<NativeF32>((bit_cast<NativeU32>(shifted) << 23) + 0x3f800000u);
   NativeF32 y = native(1.5461447e-4f);

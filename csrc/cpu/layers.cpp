@@ -31,8 +31,8 @@ MlpScratch take_mlp(const MlpWeights& weights, int64_t num_rows, Arena& arena) {
           arena.take(num_rows * weights.hidden), arena.take(num_rows * weights.hidden)};
 }
 
-// Gate, up and activation of the same outputs by one worker. Few rows read long runs of either
-// weights; of many rows the activation follows while the caches hold what it reads.
+// One worker computes gate, up and activation of the same outputs. With few rows it reads long runs
+// of either weights; with many rows the activation follows while its inputs are still cached.
 static void multiply_gated(const MlpWeights& weights, const MlpScratch& scratch,
                            Team::Member& member) {
   const KernelTable& kernel = kernels();

@@ -1,4 +1,4 @@
-// The blocks of a decoder layer beside attention. Activations are float32 inside.
+// The parts of a decoder layer other than attention. Activations are float32 inside.
 #pragma once
 #include <cstdint>
 
@@ -20,7 +20,7 @@ struct LayerKernels {
   void (*rms_norm)(const float* x, const Norm& norm, int64_t size, float* out);
   // gate[i] = activation(gate[i]) * up[i]
   void (*gate)(float* gate, const float* up, int64_t size, Activation activation);
-  // Turns the two halves of x[0..size], of which cos and sin hold the factors.
+  // Rotates the two halves of x[0..size] by the factors cos and sin.
   void (*rotate)(float* x, const float* cos, const float* sin, int64_t size);
   // to[i] += from[i]
   void (*add)(const float* from, int64_t size, float* to);
@@ -28,7 +28,7 @@ struct LayerKernels {
   void (*narrow)(const float* from, int64_t size, Element element, void* to);
 };
 
-// Rows [num_rows, size] of one type, as the weights.
+// Rows [num_rows, size] have the type of the weights.
 void rms_norm(const void* input, const Norm& norm, int64_t num_rows, int64_t size, void* out);
 
 // out = (activation(input gate^T) * (input up^T)) down^T; weights are [outputs, inputs].
@@ -53,12 +53,12 @@ struct MlpScratch {
 
 MlpScratch take_mlp(const MlpWeights& weights, int64_t num_rows, Arena& arena);
 
-// Phases: out [num_rows, size] from the rows that scratch.input holds.
+// Phases: compute out [num_rows, size] from the rows in scratch.input.
 constexpr int64_t kMlpPhases = 3;
 void gated_mlp(const MlpWeights& weights, const MlpScratch& scratch, void* out, Element out_element,
                Team::Member& member);
 
-// Rows [num_rows, size] in float32 or as the weights.
+// Rows [num_rows, size] are float32 or have the type of the weights.
 struct MlpCall {
   MlpWeights weights;
   const void* input;

@@ -1,4 +1,4 @@
-// Normalisation, activation and rotation, one row at a time; sums run in one fixed order.
+// Normalisation, activation and rotation, one row at a time, with sums in a fixed order.
 #include <cmath>
 
 #include "lanes.h"
@@ -32,7 +32,7 @@ void rms_norm(const float* x, const Norm& norm, int64_t size, float* out) {
   });
 }
 
-// x / (1 + e^-x); where e^-x overflows the result is -0.
+// x / (1 + e^-x); if e^-x overflows the result is -0.
 FASTSPEC_INLINE NativeF32 silu(NativeF32 x) {
   const NativeF32 power = x * -kLog2E;
   const NativeF32 bounded = power > 126.0f ? native(126.0f) : power;

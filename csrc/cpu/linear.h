@@ -1,4 +1,4 @@
-// The product of rows with weight matrices, made for the few rows of a verification step.
+// The product of rows with weight matrices, optimised for the few rows of a verification step.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -9,12 +9,12 @@
 
 namespace fastspec::cpu {
 
-// Rows made ready by `pack` for products with weights of one type.
+// Rows prepared by `pack` for products with weights of one type.
 struct PackedRows {
   Element element;  // of the weights
   int64_t num_rows, depth;
   void* data;            // packed_bytes, aligned to 64 bytes
-  int64_t together = 1;  // neighbouring rows that lie in the same cache lines
+  int64_t together = 1;  // neighbouring rows that share cache lines
 };
 
 // out[t][n] = sum over k of rows[t][k] * weight[n][k], plus bias[n].
@@ -28,8 +28,8 @@ struct Product {
 
 struct LinearKernels {
   int64_t (*packed_bytes)(Element element, int64_t num_rows, int64_t depth);
-  // One row of `depth` values, contiguous, in float32 or as the weights. Where the instruction set
-  // multiplies bfloat16, rows become bfloat16, else float32.
+  // One row of `depth` contiguous values, in float32 or the type of the weights. Rows become
+  // bfloat16 if the instruction set multiplies that, otherwise float32.
   void (*pack_row)(const void* input, Element input_element, const PackedRows& rows, int64_t row);
   // Of PackedRows.
   int64_t (*rows_together)(Element element);
@@ -38,7 +38,7 @@ struct LinearKernels {
 };
 
 constexpr int64_t kOutputTile = 16;
-constexpr int64_t kProductsPerWorker = 1 << 17;  // multiply-adds: some tens of us, weights read
+constexpr int64_t kProductsPerWorker = 1 << 17;  // multiply-adds: tens of us, with weights read
 
 inline int64_t output_tiles(int64_t num_outputs) {
   return (num_outputs + kOutputTile - 1) / kOutputTile;
@@ -46,8 +46,8 @@ inline int64_t output_tiles(int64_t num_outputs) {
 
 PackedRows take_rows(Element element, int64_t num_rows, int64_t depth, Arena& arena);
 
-// Phase: body(row), which packs that row, for all of them. Rows that share cache lines are one
-// worker's: several would take the lines from each other at every store.
+// Phase: calls body(row), which packs a row, for all rows. One worker handles rows that share cache
+// lines, because several would take the lines from each other at every store.
 template <class Body>
 void share_rows(const PackedRows& rows, Team::Member& member, const Body& body) {
   const int64_t groups = (rows.num_rows + rows.together - 1) / rows.together;
@@ -64,7 +64,7 @@ void pack(const void* input, Element input_element, const PackedRows& rows, Team
 // Phase: products of the same rows.
 void multiply(const PackedRows& rows, const Product* products, int64_t count, Team::Member& member);
 
-// One product of [num_rows, depth]; everything is contiguous and of one type.
+// One product of [num_rows, depth]; everything is contiguous and has the same type.
 struct LinearCall {
   const void* input;
   const void* weight;

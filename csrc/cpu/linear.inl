@@ -1,7 +1,7 @@
 // Rows times weights in register tiles; every weight is read from memory once for all rows.
 //
-// The sum of each pair of row and output has its own accumulator and takes the terms in the same
-// order whatever the tile, so a row's result does not depend on the other rows.
+// The sum of each pair of row and output has its own accumulator and adds terms in the same order
+// for any tile, so a row's result does not depend on the other rows.
 #include "amx.h"
 #include "kernels.h"
 #include "lanes.h"
@@ -10,7 +10,7 @@
 namespace fastspec::cpu::FASTSPEC_ISA {
 namespace {
 
-// What a tile of registers fetches while it multiplies: weights so many bytes ahead, of those of
+// Prefetches of a register tile while it multiplies: weights this many bytes ahead, for those of
 // its outputs that are in the mask.
 struct Ahead {
   int64_t bytes;
@@ -39,13 +39,13 @@ FASTSPEC_INLINE void write_outputs(const Product& product, Element weights, int6
   });
 }
 
-// How float32 rows, `stride` values apart, meet weights: the sums of row r and some outputs become
-// sums[r * kNativeLanes], see sum_some.
+// Multiplies float32 rows, `stride` values apart, by weights: the sums of row r and some outputs
+// become sums[r * kNativeLanes], see sum_some.
 struct WideTiles {
-  // Outputs that some rows meet at once. A single row reads weights in the order of memory, which
-  // processors fetch ahead by themselves, except that short vectors need some sums side by side to
-  // keep up. More rows share what they load: two or three are fastest with two outputs, more with
-  // what the registers hold.
+  // Outputs processed at once. A single row reads weights in memory order, which processors
+  // prefetch by themselves, but short vectors need several sums in parallel to keep up. More rows
+  // share loads: two or three are fastest with two outputs, more with as many as the registers
+  // hold.
   template <int rows>
   static constexpr int kOutputs = rows == 1                        ? kParts
                                   : rows <= 3 || kNativeLanes < 16 ? 2
@@ -87,7 +87,7 @@ void multiply_rows(const PackedRows& packed, const Product& product, const X* in
   const int64_t depth = packed.depth;
   for (int64_t n = first; n < last; n += kNativeLanes) {
     const int64_t count = last - n < kNativeLanes ? last - n : kNativeLanes;
-    NativeF32 sums[rows][kNativeLanes];  // of which each tile fills in one vector
+    NativeF32 sums[rows][kNativeLanes];  // each tile fills one vector of them
     if (count < kNativeLanes) std::memset(sums, 0, sizeof(sums));
     int64_t i = 0;
     for (; i + outputs <= count; i += outputs, weight += outputs * depth) {
@@ -109,9 +109,9 @@ void multiply_rows(const PackedRows& packed, const Product& product, const X* in
   }
 }
 
-// What a tile of `outputs` fetches: whole tiles ahead, or some lines would be fetched after they
-// were read. Of several groups of rows that meet the same outputs, the first ones share the
-// fetching, so that memory is busy in all of them.
+// Prefetches of a tile of `outputs`: whole tiles ahead, or some lines would be fetched after they
+// were read. If several groups of rows use the same outputs, the first ones share the prefetching,
+// so that memory is busy in all of them.
 template <int outputs>
 FASTSPEC_INLINE Ahead ahead_of(int64_t group, int64_t num_groups, int64_t output_bytes) {
   constexpr int64_t kLeastBytes = 16384;
@@ -125,8 +125,8 @@ FASTSPEC_INLINE Ahead ahead_of(int64_t group, int64_t num_groups, int64_t output
   return ahead;
 }
 
-// A few outputs at a time meet all rows, up to six at once, so that the nearest caches hold both.
-// `stride` values lie from one row to the next.
+// A few outputs at a time are multiplied by all rows, up to six at once, so that both stay in the
+// nearest caches. Rows are `stride` values apart.
 template <class Tiles, class X, class W>
 void multiply_tiles_of(const PackedRows& rows, const Product& product, const X* input,
                        const W* weight, int64_t stride, int64_t first, int64_t last) {
@@ -169,7 +169,7 @@ void multiply_tiles_of(const PackedRows& rows, const Product& product, const X* 
 
 #include "linear_dot.inl"
 
-// How rows are laid out for products with weights of a type.
+// The layout of rows for products with weights of a type.
 enum class Packing {
   kWide,   // float32 [rows, padded(depth)]
   kPairs,  // bfloat16 [rows, depth padded to kPairDepth]

@@ -16,7 +16,7 @@ void narrow_row(const T* from, int64_t size, int64_t padded_size, BF16* to) {
   std::memset(to + size, 0, (padded_size - size) * sizeof(BF16));
 }
 
-// Lanes past the last row hold anything: a tile's sums are of one row each, and theirs are dropped.
+// Lanes past the last row are arbitrary: each sum of a tile is of one row, and theirs are dropped.
 template <class T>
 void pack_pairs(const T* from, const PackedRows& rows, int64_t row) {
   PairTile* tile =
@@ -37,9 +37,9 @@ void pack_pairs(const T* from, const PackedRows& rows, int64_t row) {
 
 #if defined(__AVX512F__) && FASTSPEC_COMPILES_BFLOAT16
 
-// As WideTiles, of bfloat16 rows. Rows end in zeros where the depth is no multiple of kPairDepth.
+// Like WideTiles, for bfloat16 rows, zero-padded to a multiple of kPairDepth.
 struct PairTiles {
-  // As of WideTiles; two rows keep pace with memory in its own order here.
+  // See WideTiles; here two rows also keep up with memory in its own order.
   template <int rows>
   static constexpr int kOutputs = rows <= 2   ? 1
                                   : rows == 3 ? 2
@@ -105,7 +105,7 @@ FASTSPEC_INLINE void write_tile(const Product& product, const float (*sums)[kTil
                                 int64_t row, int64_t rows, int64_t n, int64_t outputs,
                                 Element weights) {
   static_assert(kNativeLanes == kOutputTile && kNativeLanes == kTileRowsOfAmx);
-  constexpr int64_t kFewRows = 2;  // which are written sooner than all are transposed
+  constexpr int64_t kFewRows = 2;  // written directly, which is faster than transposing all
   float bias[kOutputTile] = {};
   if (product.bias != nullptr) {
     with_type(weights, [&](auto type) {
@@ -138,7 +138,7 @@ struct TileSums {
   float of[kOutputTile][kTileRowsOfAmx];
 };
 
-// The weights of up to 16 outputs times 16 * blocks rows. Tile 4 holds weights, 5 to 7 rows.
+// The weights of up to 16 outputs times 16 * blocks rows. Tile 4 is for weights, 5 to 7 for rows.
 template <int blocks>
 FASTSPEC_AMX void multiply_blocks(const BF16* weight, int64_t outputs, int64_t depth,
                                   const PairTile* rows, TileSums* sums) {

@@ -22,9 +22,9 @@ void check_lengths(const MatchSuffixCall& call) {
   }
 }
 
-// Where the best occurrence ends, or `length` when there is none. With r the text read backwards,
-// matched[i] is how far r[i:] agrees with r itself, found in linear time: inside a stretch already
-// seen to agree, [seen_from, seen_to), the answer is known from the beginning of r.
+// The end of the best occurrence, or `length` if there is none. With r the reversed text,
+// matched[i] is the length of the common prefix of r[i:] and r, found in linear time: within a
+// range already known to match, [seen_from, seen_to), the answer follows from the beginning of r.
 int64_t best_end(const MatchSuffixCall& call, const int32_t* text, int64_t length) {
   const int32_t* last = text + length - 1;
   std::vector<int32_t> matched(length);

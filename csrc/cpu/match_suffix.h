@@ -1,4 +1,4 @@
-// Finds where the end of a text stood before.
+// Finds an earlier occurrence of the end of a text.
 #pragma once
 #include <cstdint>
 

@@ -7,13 +7,13 @@ namespace fastspec::cpu {
 namespace {
 
 // All in ns.
-constexpr int64_t kLate = 1'000'000;  // a thread that sleeps comes within a tenth of it
+constexpr int64_t kLate = 1'000'000;  // a sleeping thread wakes up within a tenth of it
 constexpr int64_t kLongestPause = 500'000'000;
-constexpr int64_t kShare = 30'000;  // about what the least work takes that pays for a thread
+constexpr int64_t kShare = 30'000;  // about the least work that is worth a thread
 constexpr int64_t kPausesPerLateness = 4;
 
-// Of all threads that call ops: until when they work alone, and how long the pause was that ended
-// last. They change how many threads work, and no result.
+// For all threads that call ops: until when they work alone, and the length of the last pause.
+// These change the number of threads, but no result.
 std::atomic<int64_t> alone_until{0}, last_pause{0};
 
 int64_t now() {

@@ -1,4 +1,4 @@
-// Work sharing on torch's one thread pool.
+// Work sharing on torch's thread pool.
 #pragma once
 #include <torch/csrc/stable/c/shim.h>
 
@@ -11,21 +11,22 @@
 
 namespace fastspec::cpu {
 
-// How many threads work that can be cut into so many shares, each large enough to pay for a thread:
-// torch's number at most, and one for a while after another came late.
+// The number of threads for work that can be divided into `shares`, each worth a thread: up to
+// torch's number, and one for a while after a thread was late.
 //
-// The end of a parallel region waits for all its threads. One that the system runs late, since
-// another program has its core, makes a region of microseconds take milliseconds. So where that is
-// most of a region, nobody waits for it for some times as long; then it is tried again. Work that
-// takes longer alone than what is left of this does not wait for its end.
+// The end of a parallel region waits for all its threads. One that the system schedules late,
+// because another program has its core, makes a region of microseconds take milliseconds. If that
+// is most of a region, work is not shared for several times as long, then sharing is tried again.
+// Work that would take longer alone than the rest of this pause is shared without waiting for its
+// end.
 int64_t workers_for(int64_t shares);
 inline int64_t workers_for(int64_t work, int64_t grain) { return workers_for(work / grain); }
 
-// How long to work alone after a region in which a thread was so late; longer each time in a row.
+// How long to work alone after a region in which a thread was this late; longer each time in a row.
 // All in ns.
 int64_t pause_after(int64_t lateness, int64_t duration, int64_t pause_before);
 
-// When the threads of a parallel region came.
+// The arrival times of a parallel region's threads.
 class Arrivals {
  public:
   Arrivals();
@@ -37,7 +38,7 @@ class Arrivals {
   std::atomic<int64_t> latest_;
 };
 
-// Calls body(i) for 0 <= i < count on several threads, at least `grain` neighbours on one.
+// Calls body(i) for 0 <= i < count on several threads, at least `grain` neighbours on each.
 template <class Body>
 void parallel_region(int64_t count, int64_t grain, const Body& body) {
   struct Context {
@@ -63,9 +64,9 @@ void parallel_for(int64_t count, int64_t grain, const Body& body) {
   for (int64_t i = 0; i < count; ++i) body(i);
 }
 
-// Workers that go through the same phases, each of them some tasks, which are all done before the
-// next phase begins. No phase waits for a worker that has not come: the others do its tasks, and it
-// runs through what is over when it comes. Only the end of the last one waits for it.
+// Workers that go through the same phases, each made of tasks that are all done before the next
+// phase begins. No phase waits for a worker that has not arrived: the others do its tasks, and it
+// skips finished phases when it arrives. Only the end of the last phase waits for it.
 class Team {
   struct alignas(64) Counter {
     std::atomic<int64_t> value{0};
@@ -82,18 +83,18 @@ class Team {
    public:
     const int64_t worker;
 
-    // The next phase: body(task) for 0 <= task < count, the same for all workers. Each takes
-    // neighbours in their order from a share of its own, then from the others': the cores of one
-    // machine rarely keep pace. A worker whose body throws leaves the team.
+    // The next phase: body(task) for 0 <= task < count, the same for all workers. Each takes tasks
+    // in order from its own share, then from the others', because the cores of a machine rarely run
+    // at the same pace. A worker whose body throws leaves the team.
     template <class Body>
     void share(int64_t count, const Body& body) {
       const auto one = [](int64_t) { return int64_t{1}; };
       do_phase(count, one, [&](int64_t first, int64_t) { body(first); });
     }
 
-    // As share, where neighbours read neighbouring memory: body(first, last) for runs of tasks, of
-    // a quarter of what is left of a share. Cores read ahead within a run, and the last runs are
-    // short.
+    // Like share, if neighbouring tasks read neighbouring memory: body(first, last) for runs of
+    // tasks, each a quarter of the rest of a share. Cores prefetch within a run, and the last runs
+    // are short.
     template <class Body>
     void share_runs(int64_t count, const Body& body) {
       do_phase(count, [](int64_t left) { return (left + 3) / 4; }, body);
@@ -115,7 +116,7 @@ class Team {
       }
     }
 
-    // Says how many tasks a worker has taken, so that nobody waits for those of a run that threw.
+    // Reports how many tasks a worker has taken, so nobody waits for those of a run that threw.
     struct Tally {
       std::atomic<int64_t>& done;
       int64_t taken = 0;

@@ -13,11 +13,11 @@ namespace {
 constexpr int64_t kEntriesPerThread = 1 << 13;
 constexpr int32_t kNone = std::numeric_limits<int32_t>::max();
 
-// What one row does to a token.
+// The edit of one token in one row.
 struct Edit {
   bool seen = false;
   int32_t count = 0;
-  float bias = 0.0f;
+  float bias = -0.0f;  // which leaves the sign of a zero alone
 };
 
 struct Penalties {
@@ -27,7 +27,7 @@ struct Penalties {
     x += edit.bias;
     if (edit.seen) x = x > 0 ? x / repetition : x * repetition;
     if (edit.count > 0) {
-      // In double, where it is exact: no compiler can fuse it with the addition.
+      // In double, where it is exact, so no compiler can fuse it with the addition.
       const auto each = static_cast<float>(double{frequency} * edit.count);
       x -= each + presence;
     }

@@ -1,4 +1,4 @@
-// Edits rows of logits by the bias, history and path of each.
+// Edits rows of logits by each row's bias, history and path.
 #pragma once
 #include <cstdint>
 
@@ -27,7 +27,7 @@ struct PenalizeCall {
   const float* frequency_penalty;
 };
 
-// All indices and the order of ids have been checked.
+// All indices and the order of ids must have been checked.
 void penalize(const PenalizeCall& call);
 
 }  // namespace fastspec::cpu

@@ -15,15 +15,15 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 inline float same(float x) { return x; }
 
-// The logits of tokens in the columns of a row, -inf where a token has none; with masks, as nobody
-// can foresee a branch on which tokens a drafter has.
+// The logits of tokens in the columns of a row, -inf if a token has none; with masks, because a
+// branch on which tokens a drafter has is unpredictable.
 template <class T, float (*kToFloat)(T)>
 void take_columns(const Row& row, const int32_t* columns, int64_t size, float* out) {
   constexpr uint32_t kMinusInfinity = 0xff800000;
   const T* logits = static_cast<const T*>(row.logits.at(0));
   const auto count = static_cast<uint32_t>(row.logits.size);
   for (int64_t i = 0; i < size; ++i) {
-    const auto column = static_cast<uint32_t>(columns[i]);  // a negative one is beyond all
+    const auto column = static_cast<uint32_t>(columns[i]);  // a negative one becomes out of range
     const uint32_t known = column < count ? ~uint32_t{0} : 0;
     const float x = kToFloat(logits[column & known]);
     uint32_t bits;
@@ -59,7 +59,7 @@ void Draft::weigh(int64_t begin, int64_t size, float* out) const {
 Residual::Residual(const Row& target, const Draft& draft, double factor)
     : target_(target), draft_(draft) {
   if (draft.row == nullptr) return;
-  constexpr double kMost = 0x1p100;  // a draft's weights vanish beside it, and sums can hold it
+  constexpr double kMost = 0x1p100;  // a draft's weights vanish against it, and sums can hold it
   const double ratio = factor * draft.row->sum / target.sum;
   ratio_ = static_cast<float>(std::min(ratio, kMost));
   unit_ = ratio > kMost ? kMost * target.sum / factor : draft.row->sum;

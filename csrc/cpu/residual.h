@@ -1,4 +1,4 @@
-// What a draft took from a target's row, and what is left of it.
+// The residual distribution of a target's row after a draft is subtracted.
 #pragma once
 #include <cstdint>
 #include <vector>
@@ -9,12 +9,12 @@ namespace fastspec::cpu {
 
 // The distribution that one proposal was drawn from, by target token.
 struct Draft {
-  const Row* row;            // weighed; null: all the mass lies on `token`
+  const Row* row;            // weighed; null: all the mass is on `token`
   int64_t token;             // the proposal
   const int32_t* token_map;  // column of each target token in the row, or null: the identity
-  const float* known_weights = nullptr;  // of all target tokens, where `weigh` has told them before
+  const float* known_weights = nullptr;  // of all target tokens, if `weigh` computed them before
 
-  // The column of a target token, outside the row where the drafter does not have it.
+  // The column of a target token, outside the row if the drafter does not have it.
   int64_t column(int64_t token, int64_t vocab) const {
     return token_map == nullptr || token >= vocab ? token : token_map[token];
   }
@@ -27,15 +27,15 @@ struct Draft {
 // The weights max(factor * target - draft, 0) over a vocabulary, chunk by chunk.
 class Residual {
  public:
-  // `target` is weighed and not greedy. A point mass takes its token out, whatever the factor.
+  // `target` is weighed and not greedy. A point mass removes its token, whatever the factor.
   Residual(const Row& target, const Draft& draft, double factor);
 
   int64_t chunks() const { return target_.chunks(); }
   // The sum of one chunk's weights.
   double sum(int64_t chunk) const;
-  // Of all chunks, in parallel where that pays.
+  // Of all chunks, in parallel if worthwhile.
   std::vector<double> sums() const;
-  // The token of the inverse CDF, -1 where nothing is left.
+  // The token of the inverse CDF, -1 if nothing remains.
   int64_t draw(const double* chunk_sums, double uniform) const;
 
  private:
@@ -43,7 +43,7 @@ class Residual {
 
   const Row& target_;
   const Draft draft_;
-  double unit_ = 1;  // what `weigh` makes of a weight of 1
+  double unit_ = 1;  // what `weigh` returns for a weight of 1
   float ratio_ = 1;  // of the target's weights to the draft's
 };
 

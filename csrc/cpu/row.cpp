@@ -12,7 +12,7 @@
 
 namespace fastspec::cpu {
 
-// Less work than this, some 10 us, is not worth waking a thread, which may be slow to come.
+// Less work than this, about 10 us, is not worth waking a thread, which may be slow.
 static constexpr int64_t kLogitsPerThread = 1 << 17;
 static constexpr int64_t kWeighingsPerThread = 1 << 16;
 static constexpr int64_t kScratchPerChunk = kMaximaPerChunk + kLanes + 1;
@@ -58,7 +58,7 @@ double Row::logsumexp() const {
   return max / temperature + std::log(sum);
 }
 
-// The weights relative to `max`, which may be that of a part of a row.
+// The weights relative to `max`, which may be the maximum of only part of a row.
 static Weighting weighting_below(float max, const Sampling& sampling, float threshold) {
   constexpr double kLargest = std::numeric_limits<float>::max();
   const bool greedy = sampling.greedy();
@@ -66,11 +66,12 @@ static Weighting weighting_below(float max, const Sampling& sampling, float thre
   const float scale = static_cast<float>(std::min(kLog2E / temperature, kLargest));
   // Weights under 2 ** -125 are zero; so are those of -inf, which the lowest finite number
   // excludes.
-  const double negligible = std::max(max - 125.0 / scale, -kLargest);
+  double negligible = std::max(max - 125.0 / scale, -kLargest);
+  if (scale > 0) negligible = std::max(negligible, max - kLargest);  // x - max stays finite
   const double cutoff = greedy ? negligible : std::max(negligible, double{threshold});
   float rounded = static_cast<float>(cutoff);
-  // Rounded up: where the temperature is below the spacing of floats near the best logit, one lower
-  // would let in a logit beyond the range of exp2_scaled.
+  // Rounded up: if the temperature is below the spacing of floats near the best logit, a lower one
+  // would admit a logit outside the range of exp2_scaled.
   if (rounded < cutoff) rounded = std::nextafter(rounded, max);
   // At an infinite temperature every weight is 1, and subtracting 0 cannot overflow.
   return {scale > 0 ? max : 0.0f, scale, rounded};
@@ -143,7 +144,7 @@ class Race {
 
   int64_t winner() const { return token_; }
 
-  // What `may_reach` compares with, rounding allowed for.
+  // The bound that `may_reach` compares with, allowing for rounding.
   float least() const { return static_cast<float>(score_ * kLog2E - 1e-3); }
 
   void enter_group(int64_t group) {
@@ -231,7 +232,7 @@ Row& RowBatch::add(const Logits& logits, const Sampling& sampling, const uint32_
   return rows_.back();
 }
 
-// Copies logits, -inf in place of the tokens that are not allowed; `begin` is a multiple of 32.
+// Copies logits, with -inf for tokens that are not allowed; `begin` is a multiple of 32.
 template <class Bits>
 static void copy_allowed(const Row& row, int64_t begin, int64_t size, Bits minus_infinity) {
   const Bits* from = static_cast<const Bits*>(row.source.at(begin));
@@ -275,11 +276,11 @@ static void sum_below_own_max(const Row& row, int64_t chunk) {
             weighting_below(max, row.sampling, -std::numeric_limits<float>::infinity()));
 }
 
-// Brings the sums of the chunks, each relative to its own best logit, to that of the row.
+// Rescales the sums of the chunks, each relative to its own best logit, to that of the row.
 static void rescale_sums(const Row& row) {
   for (int64_t chunk = 0; chunk < row.chunks(); ++chunk) {
     const double below = (double{row.chunk_maxima[chunk]} - row.max) * row.weighting.scale;
-    // Where no weight of the chunk is above zero, nor must its sum be.
+    // If no weight of the chunk is above zero, its sum must not be either.
     const bool counts = row.chunk_maxima[chunk] >= row.weighting.cutoff;
     row.chunk_sums[chunk] = counts ? row.chunk_sums[chunk] * std::exp2(below) : 0.0;
   }
@@ -336,7 +337,7 @@ void RowBatch::weigh(const std::vector<Row*>& rows) {
       whole.push_back(row);
     }
   }
-  // What a filter leaves is little, so one thread does a row from its threshold to its sums.
+  // Filters keep few logits, so one thread processes a row from its threshold to its sums.
   parallel_for(filtered.size(), weighings_per_thread(size_), [&](int64_t i) {
     Row& row = *filtered[i];
     row.threshold = filter_threshold(row);

@@ -28,7 +28,7 @@ struct Logits {
   const void* at(int64_t index) const {
     return static_cast<const char*>(data) + index * element_size();
   }
-  // As many logits, `offset` elements further on.
+  // The same number of logits, `offset` elements further on.
   Logits from(int64_t offset) const { return {at(offset), size, type}; }
 };
 
@@ -37,7 +37,7 @@ struct Row {
   Sampling sampling;
   Logits source;
   const uint32_t* allowed;    // bit i % 32 of word i / 32 allows token i; null allows all
-  bool likely_needed = true;  // that weigh is going to be asked for it
+  bool likely_needed = true;  // whether weigh will likely be called for it
   // Filled by RowBatch::scan.
   float* lane_maxima;        // of the tiles
   float* chunk_lane_maxima;  // of the chunks
@@ -57,12 +57,12 @@ struct Row {
   int64_t chunk_size(int64_t chunk) const;
   const float* maxima_of(int64_t chunk) const { return lane_maxima + chunk * kMaximaPerChunk; }
   bool is_filtered() const;
-  // Whether scan sums the weights as well; it can where nothing but the temperature shapes them.
+  // Whether scan sums the weights as well, which it can if only the temperature determines them.
   bool is_summed_early() const { return likely_needed && !is_filtered(); }
   // The lowest id with the largest logit.
   int64_t argmax() const;
   float logit(int64_t token) const;
-  // ln of the weight of a token over the sum of weights; the filters are not looked at.
+  // ln of a token's weight over the sum of weights, ignoring filters.
   double log_prob(int64_t token) const;
   // The filtered probability, 0 for ids outside the row; not for greedy rows.
   double prob(int64_t token) const;
@@ -72,26 +72,25 @@ struct Row {
 // The weights of a row under a threshold; greedy rows have temperature 1 and no threshold.
 Weighting weighting_of(const Row& row, float threshold);
 
-// The lowest kept logit under top-k, top-p and min-p, in this order; -inf where none is on.
+// The lowest kept logit under top-k, top-p and min-p, in this order; -inf if none is on.
 float filter_threshold(const Row& row);
 
-// The id that the inverse CDF gives: the first whose cumulative weight exceeds uniform * sum.
+// The id by inverse CDF: the first whose cumulative weight exceeds uniform * sum.
 int64_t draw(const Row& row, double uniform);
 
-// The id that Gumbel-max gives: that with the largest (logit - max) / temperature + noise.
+// The id by Gumbel-max: the one with the largest (logit - max) / temperature + noise.
 int64_t draw_coupled(const Row& row, const NoiseKey& key);
 
-// The first of at most kChunk indices whose cumulative sum exceeds `bound`, else the last positive
-// one.
+// The first of up to kChunk indices whose cumulative sum exceeds `bound`, or the last positive one.
 int64_t draw_from(const float* weights, int64_t size, double bound);
 
-// The first chunk whose cumulative sum exceeds `bound`, else the last positive one; `before` gets
+// The first chunk whose cumulative sum exceeds `bound`, or the last positive one; `before` receives
 // the sum of the chunks before it.
 int64_t draw_chunk(const double* chunk_sums, int64_t chunks, double bound, double* before);
 
-// The grain of a parallel loop whose jobs each read so many logits.
+// The grain of a parallel loop whose jobs each read this many logits.
 int64_t jobs_per_thread(int64_t logits_per_job);
-// The same where they are weighed, which takes longer.
+// The same if the logits are weighed, which takes longer.
 int64_t weighings_per_thread(int64_t logits_per_job);
 
 // Rows to prepare at once; few enough to stay in the last-level cache between passes.
@@ -111,7 +110,7 @@ class RowBatch {
   // row at most once.
   void scan();
   std::vector<Row*> valid_rows();
-  // Thresholds and sums of the given rows, which must be valid.
+  // Computes thresholds and sums of the given rows, which must be valid.
   void weigh(const std::vector<Row*>& rows);
 
  private:

@@ -8,13 +8,13 @@
 namespace fastspec::cpu {
 
 constexpr int64_t kLanes = 16;
-// One tile leaves one maximum per lane, each over kTile / kLanes logits.
+// A tile yields one maximum per lane, each over kTile / kLanes logits.
 constexpr int64_t kTile = 256;  // a lane's tokens of a tile share a group of noise (philox.h)
-// The unit of parallel work and of fixed-order sums; a row's result depends on nothing else.
+// The unit of parallel work and of fixed-order sums, the only one that affects a row's result.
 constexpr int64_t kChunk = 4096;
 constexpr int64_t kMaximaPerChunk = kChunk / kTile * kLanes;
 
-// Bounds that sums_above takes at once.
+// Number of bounds that sums_above handles at once.
 constexpr int kBounds = 8;
 
 inline int64_t num_chunks(int64_t size) { return (size + kChunk - 1) / kChunk; }
@@ -29,8 +29,8 @@ struct Weighting {
   float cutoff;
 };
 
-// What is taken from a target: logits of an Element, or of kind kKnown their weights. The weights
-// are 0 from `size` on, of which nothing is read and which may be negative.
+// What is subtracted from a target: logits of an Element, or weights for kind kKnown. Weights are 0
+// from `size` on, where nothing is read; `size` may be negative.
 struct DraftWeights {
   const void* data;
   int64_t size;
@@ -41,7 +41,7 @@ constexpr int kKnown = static_cast<int>(Element::kFloat16) + 1, kDraftKinds = kK
 // Each function takes `size` <= kChunk logits and, where it can skip tiles, their lane maxima.
 struct RowKernels {
   // Fills the maxima of each lane by tile, and over all tiles (kLanes values); returns the largest
-  // logit, or NaN where there is a NaN.
+  // logit, or NaN if there is a NaN.
   float (*max)(const void* logits, int64_t size, float* lane_maxima, float* chunk_lane_maxima);
   double (*sum)(const void* logits, int64_t size, const float* lane_maxima, const Weighting&);
   // out[i] = factor * weight(logits[i])
@@ -50,7 +50,7 @@ struct RowKernels {
   // their sum. A null `out` is not filled, else up to a multiple of kLanes.
   double (*excess[kDraftKinds])(const void* logits, int64_t size, const float* lane_maxima,
                                 const Weighting&, float ratio, const DraftWeights&, float* out);
-  // Adds to sums[i] the weights of the logits above bounds[i]; the bounds rise and none is cut off.
+  // Adds to sums[i] the weights of the logits above bounds[i]; bounds ascend, none is cut off.
   void (*sums_above)(const void* logits, int64_t size, const float* lane_maxima, const Weighting&,
                      const float* bounds, double* sums);
   // Appends the logits in (low, high] to `out` and returns how many there are.
@@ -73,8 +73,8 @@ struct ListKernels {
   int64_t (*count_above)(const float* values, int64_t size, float bound);
   // Sum of weights[i] where values[i] > bound.
   double (*mass_above)(const float* values, const float* weights, int64_t size, float bound);
-  // Bit i is set where a token of group first + i may have (logit - max) * scale + noise / ln 2 of
-  // at least `least`; the maxima are those of 32 groups.
+  // Bit i is set if a token of group first + i may have (logit - max) * scale + noise / ln 2 >=
+  // `least`; the maxima are those of 32 groups.
   uint32_t (*may_reach)(const float* lane_maxima, const Weighting&, const NoiseKey&, int64_t first,
                         float least);
 };

@@ -17,7 +17,7 @@ FASTSPEC_INLINE void each_vector(const T* x, int64_t size, const F& visit) {
   if (i < size) visit(load_partial(x + i, size - i), i);
 }
 
-// Calls visit(vector, way) with way 0 and 1 in turn, so that two chains of sums run side by side.
+// Calls visit(vector, way) with way 0 and 1 in turn, so that two chains of sums run in parallel.
 template <class T, class F>
 FASTSPEC_INLINE void each_vector_two_ways(const T* x, int64_t size, const F& visit) {
   int64_t i = 0;
@@ -60,7 +60,7 @@ template <class T>
 float row_max(const void* logits, int64_t size, float* lane_maxima, float* chunk_lane_maxima) {
   const T* x = static_cast<const T*>(logits);
   F32x16 best = broadcast(-kInfinity);
-  // A NaN makes the sum NaN; so may infinities, so a NaN sum only asks for a closer look.
+  // A NaN makes the sum NaN; so may infinities, so a NaN sum only triggers a closer check.
   F32x16 suspect[2] = {broadcast(0.0f), broadcast(0.0f)};
   for (int64_t i = 0; i < size; i += kTile, lane_maxima += kLanes) {
     F32x16 tile_best[2] = {broadcast(-kInfinity), broadcast(-kInfinity)};
@@ -113,7 +113,7 @@ void row_weigh(const void* logits, int64_t size, const Weighting& weighting, flo
   });
 }
 
-// A weight that is known already.
+// A weight that is already known.
 struct Known {
   float weight;
 };

@@ -6,7 +6,7 @@
 
 namespace fastspec::cpu {
 
-// A [rows, size] matrix of logits, and which tokens each row may take; the last dimensions are
+// A [rows, size] matrix of logits, and the allowed tokens of each row; last dimensions are
 // contiguous.
 struct LogitsMatrix {
   Logits logits;
@@ -21,7 +21,7 @@ struct LogitsMatrix {
   }
 };
 
-// One value per row or per sequence; a null pointer is off for all.
+// One value per row or per sequence; a null pointer means off.
 struct SamplingParameters {
   const float* temperature;
   const int32_t* top_k;

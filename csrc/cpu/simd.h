@@ -1,5 +1,5 @@
 // Arithmetic on sixteen lanes: the same lanes, summed in the same order, on any instruction set.
-// Only `multiply_add` rounds differently, where the hardware has none.
+// Only `multiply_add` rounds differently, if the hardware lacks it.
 #pragma once
 #include "simd_memory.h"
 
@@ -24,7 +24,7 @@ FASTSPEC_INLINE F32x16 operator*(const F32x16& a, const F32x16& b) {
   return each_part([&](int i) { return a.part[i] * b.part[i]; });
 }
 
-// a * b + c, in one rounding wherever the hardware can.
+// a * b + c, with one rounding if the hardware supports it.
 FASTSPEC_INLINE NativeF32 multiply_add(NativeF32 a, NativeF32 b, NativeF32 c) {
 #if defined(__AVX512F__)
   return _mm512_fmadd_ps(a, b, c);
@@ -39,7 +39,7 @@ FASTSPEC_INLINE NativeF32 multiply_add(NativeF32 a, NativeF32 b, NativeF32 c) {
 #endif
 }
 
-// The larger; where one is NaN, b. Compilers make two instructions of the comparison on AVX-512.
+// The larger value; b if one is NaN. Compilers need two instructions for the comparison on AVX-512.
 FASTSPEC_INLINE F32x16 max(const F32x16& a, const F32x16& b) {
   return each_part([&](int i) {
 #if defined(__AVX512F__)

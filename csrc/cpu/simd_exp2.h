@@ -6,7 +6,7 @@
 namespace fastspec::cpu::FASTSPEC_ISA {
 namespace {
 
-// The bits of 2 ** (j / 16) minus j << 19, which the shifted exponent adds again.
+// The bits of 2 ** (j / 16) minus j << 19, which the shifted exponent adds back.
 alignas(64) constexpr uint32_t kSixteenths[16] = {
     0x3f800000, 0x3f7daac3, 0x3f7b95c2, 0x3f79c3d3, 0x3f7837f0, 0x3f76f532, 0x3f75fed7, 0x3f75583f,
     0x3f7504f3, 0x3f7508a4, 0x3f75672a, 0x3f76248c, 0x3f7744fd, 0x3f78ccdf, 0x3f7ac0c7, 0x3f7d257d};
@@ -37,7 +37,7 @@ struct Exp2 {
   NativeF32 fraction;
 };
 
-// For -125 <= y <= 0 of y = x * scale within 5e-7, exactly 1 at 0; garbage elsewhere.
+// For y = x * scale in -125..0 accurate to 5e-7, exactly 1 at 0; undefined elsewhere.
 FASTSPEC_INLINE Exp2 exp2_scaled(NativeF32 x, float scale) {
   const NativeF32 round_to_sixteenth = native(0x1.8p19f);
   const NativeF32 shifted = multiply_add(x, native(scale), round_to_sixteenth);

@@ -1,5 +1,5 @@
-// Vectors of the native width, sixteen lanes made of them, and their loads and stores.
-// Everything has internal linkage, as this file is compiled with several sets of machine flags.
+// Vectors of the native width, sixteen lanes made of them, and their loads and stores. Everything
+// has internal linkage, because this file is compiled with several sets of machine flags.
 #pragma once
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wpsabi"                // these vectors never cross a call
@@ -62,7 +62,7 @@ FASTSPEC_INLINE F32x16 each_part(const F& f) {
   return out;
 }
 
-// Part by part, as a copy of the whole struct would go through memory in smaller pieces.
+// Part by part, because a copy of the whole struct would go through memory in smaller pieces.
 FASTSPEC_INLINE F32x16 load(const float* x) {
   return each_part([&](int i) {
     NativeF32 part;

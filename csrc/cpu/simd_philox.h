@@ -1,4 +1,4 @@
-// Philox4x32-10 (common/philox.h) on vectors: the words of neighbouring tokens.
+// Vectorised Philox4x32-10 (common/philox.h): the words of neighbouring tokens.
 #pragma once
 #include <utility>
 
@@ -10,10 +10,10 @@ namespace {
 typedef uint64_t NativeU64 __attribute__((vector_size(kNativeLanes * 4)));
 constexpr int kWideLanes = kNativeLanes / 2;
 
-// The 64-bit products of the low halves; what stands in the high halves does not matter.
+// The 64-bit products of the low halves; the high halves are ignored.
 FASTSPEC_INLINE NativeU64 multiply_low(NativeU64 a, uint32_t b) {
 #if defined(__AVX512F__)
-  // Not _mm512_mul_epu32, for which some compilers warn of their own uninitialised operand.
+  // Not _mm512_mul_epu32, for which some compilers warn about their own uninitialised operand.
   return bit_cast<NativeU64>(
       _mm512_maskz_mul_epu32(0xff, bit_cast<__m512i>(a), _mm512_set1_epi64(b)));
 #elif defined(__AVX2__)
@@ -35,7 +35,7 @@ FASTSPEC_INLINE NativeU64 alternate(NativeU64 a, NativeU64 b, std::integer_seque
 #endif
 }
 
-// Words 4 * block to 4 * block + 31 of the sequence named by (key, position, stream).
+// Words 4 * block to 4 * block + 31 of the sequence selected by (key, position, stream).
 FASTSPEC_INLINE void philox_words(uint64_t key, uint64_t position, uint32_t stream, uint32_t block,
                                   NativeU32 (&words)[2 * kParts]) {
   constexpr std::make_integer_sequence<int, kWideLanes> lanes;

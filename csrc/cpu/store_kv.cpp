@@ -26,7 +26,7 @@ void copy_token(const StoreCall& call, const StoreSide& side, int64_t token, int
   }
 }
 
-// One of the element types: how it is stored, and its float32 value.
+// An element type: its storage, and conversion to float32.
 struct Float32 {
   float value;
   static Float32 from(float x) { return {x}; }

@@ -38,10 +38,10 @@ inline char* slot_of(const StoreCall& call, const StoreSide& side, int64_t slot)
 // Throws std::invalid_argument if a slot is neither -1 nor in the cache.
 void check_slots(const StoreCall& call);
 
-// The slots have been checked.
+// The slots must have been checked.
 void store_token(const StoreCall& call, int64_t token);
 
-// Throws as `check_slots` before anything is written.
+// Throws like `check_slots`, before anything is written.
 void store_kv(const StoreCall& call);
 
 }  // namespace fastspec::cpu

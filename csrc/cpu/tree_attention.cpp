@@ -8,13 +8,13 @@
 namespace fastspec::cpu {
 namespace {
 
-constexpr int64_t kSplit = 512;       // keys; fixed, as the order of sums depends on it
+constexpr int64_t kSplit = 512;       // keys; fixed, because the order of sums depends on it
 constexpr int64_t kRowsPerTile = 64;  // of several KV heads
 constexpr int64_t kRowsOfOneHead = 256;
-constexpr int64_t kTasksPerWorker = 4;       // fewer query tiles than this: contexts are split too
+constexpr int64_t kTasksPerWorker = 4;       // with fewer query tiles, contexts are split as well
 constexpr int64_t kWorkPerThread = 1 << 19;  // multiply-adds
 
-// At least one, so that a tile that sees nothing has a state too.
+// At least one, so that a tile that sees nothing also has a state.
 int64_t num_splits(KeyRange range) {
   return std::max<int64_t>((range.last + kSplit - 1) / kSplit - range.first / kSplit, 1);
 }
@@ -25,7 +25,7 @@ KeyRange nth_split(KeyRange range, int64_t n) {
   return {std::max(start, range.first), std::min(start + kSplit, range.last)};
 }
 
-// The first place after everything that a row sees.
+// The end of everything that a row sees.
 int64_t end_of(const Sight& sight) {
   for (int64_t w = 2; w-- > 0;) {
     if (sight.nodes[w] != 0) return sight.root + w * 64 + 64 - __builtin_clzll(sight.nodes[w]);
@@ -50,8 +50,8 @@ AttentionState take_state(Arena& arena, int64_t rows, int64_t head_size) {
   return {arena.take(rows), arena.take(rows), arena.take(rows * padded(head_size))};
 }
 
-// Into how many tiles the tokens of a sequence go at least: where there is little to share out, all
-// workers get as much.
+// The minimum number of tiles for the tokens of a sequence, so that all workers get equal shares of
+// little work.
 int64_t num_pieces(const AttentionCall& call, int64_t num_workers) {
   int64_t tasks = 0;
   for (int64_t b = 0; b < call.batch; ++b) {
@@ -90,8 +90,8 @@ PagedAttention::PagedAttention(const AttentionCall& call, int64_t num_workers)
   memory_.emplace([&](Arena& arena) { return take_memory(call.head_size, num_workers, arena); });
 }
 
-// Many tokens of one KV head, for which its keys are packed once, or few tokens of several heads,
-// whose keys are neighbours in memory, if there are tiles enough for all workers.
+// Many tokens of one KV head, whose keys are packed once for them, or, if there are enough tiles
+// for all workers, few tokens of several heads, whose keys are adjacent in memory.
 void PagedAttention::add_tiles(const AttentionCall& call, int64_t num_workers) {
   const int64_t group = call.num_heads / call.num_kv_heads, pieces = num_pieces(call, num_workers);
   const int64_t share =
@@ -118,7 +118,7 @@ void PagedAttention::add_tiles(const AttentionCall& call, int64_t num_workers) {
 
 PagedAttention::Memory PagedAttention::take_memory(int64_t head_size, int64_t num_workers,
                                                    Arena& arena) const {
-  int64_t rows = 0, padded_rows = 0, kv_heads = 0;  // of a tile, at most
+  int64_t rows = 0, padded_rows = 0, kv_heads = 0;  // maxima of a tile
   for (const QueryTile& tile : tiles_) {
     const int64_t heads = tile.num_kv_heads;
     rows = std::max(rows, tile.num_rows);
@@ -157,7 +157,7 @@ void PagedAttention::run(const AttentionCall& call, Team::Member& member) const 
     const Split& split = splits_[n];
     kernel.attend(call, tiles_[split.tile], split.keys, worker.scratch, memory.splits[n]);
   });
-  // The first split of each tile takes up the others.
+  // The first split of each tile merges the others.
   member.share(num_splits, [&](int64_t n) {
     const int64_t t = splits_[n].tile;
     if (n > 0 && splits_[n - 1].tile == t) return;
@@ -169,7 +169,7 @@ void PagedAttention::run(const AttentionCall& call, Team::Member& member) const 
   });
 }
 
-// Takes a query tile through all its splits.
+// Processes all splits of a query tile.
 void PagedAttention::attend_all(const AttentionCall& call, const QueryTile& tile,
                                 const Worker& worker) const {
   const AttentionKernels& kernel = kernels().attention;

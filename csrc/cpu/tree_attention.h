@@ -15,8 +15,8 @@ struct KeyRange {
   int64_t first, last;
 };
 
-// What a query row sees: some consecutive places of its context, and then nodes of its tree, node j
-// being bit j at place `root` + j.
+// What a query row sees: a range of consecutive places of its context, then nodes of its tree,
+// where node j is bit j at place `root` + j.
 struct Sight {
   KeyRange places;
   int64_t root;
@@ -25,7 +25,7 @@ struct Sight {
 
 constexpr int64_t kMaxTreeNodes = 128;
 
-// Strides count elements; the caches share theirs, and a KV head's values are contiguous.
+// Strides count elements and are equal for both caches; a KV head's values are contiguous.
 struct AttentionCall {
   Element element;
   const void* query;
@@ -46,25 +46,25 @@ struct AttentionCall {
   float scale, softcap;
 };
 
-// Some consecutive tokens of one sequence under some KV heads, the keys that any of them sees, from
-// the start of a key tile on, and the keys that all of them see. Its rows are (KV head, token,
-// query head of the KV head).
+// Consecutive tokens of one sequence for some KV heads, the keys that any of them sees, from the
+// start of a key tile on, and the keys that all of them see. Its rows are (KV head, token, query
+// head of the KV head).
 struct QueryTile {
   int64_t sequence, first_token, num_tokens, first_kv_head, num_kv_heads, num_rows;
   KeyRange keys, shared;
   const Sight* sights;  // of its tokens
 };
 
-// Unnormalised softmax of some rows over some keys: sum of 2^(score - maximum), and of that times
-// V.
+// Unnormalised softmax of some rows over some keys: the sums of 2^(score - maximum) and of that
+// times V.
 struct AttentionState {
   float* maximum;  // [rows]
   float* sum;      // [rows]
   float* value;    // [rows, padded_head_size]
 };
 
-constexpr int64_t kKeyTile = 64;  // as many as a word has bits
-// What `attend` needs beside a state. Depth is head_size up to a multiple of kDepthPadding.
+constexpr int64_t kKeyTile = 64;  // the number of bits of a word
+// Scratch that `attend` needs besides a state. Depth is head_size, rounded up to kDepthPadding.
 constexpr int64_t kDepthPadding = 32;
 struct AttentionScratch {
   float* queries;    // [KV heads, rows of a head up to a multiple of kRowPadding, depth]
@@ -76,8 +76,8 @@ struct AttentionScratch {
 };
 
 // Vector code. `attend` overwrites a state with the keys of a range, which starts at a key tile and
-// lies within one split; `merge` folds the state of later keys into an earlier one; `finish`
-// divides and writes the rows of call.out.
+// is within one split; `merge` folds the state of later keys into an earlier one; `finish` divides
+// and writes the rows of call.out.
 struct AttentionKernels {
   void (*attend)(const AttentionCall&, const QueryTile&, KeyRange, const AttentionScratch&,
                  const AttentionState&);
@@ -89,17 +89,17 @@ struct AttentionKernels {
 // Throws std::invalid_argument, which names the tensor, unless all indices are within bounds.
 void check_indices(const AttentionCall& call);
 
-// Multiply-adds, at most; the indices have been checked.
+// Upper bound of multiply-adds; the indices must have been checked.
 int64_t work_of(const AttentionCall& call);
 
-// What each row of the call sees; the indices have been checked.
+// What each row of the call sees; the indices must have been checked.
 std::vector<Sight> sights_of(const AttentionCall& call);
 
-// The plan of attention over the pages of a batch: which query tile meets which keys, in which
-// task, with which memory. Calls that differ in their tensors alone share it.
+// The plan of attention over the pages of a batch: query tiles, their keys, tasks and memory. Calls
+// that differ only in their tensors share it.
 class PagedAttention {
  public:
-  // The indices of the call have been checked.
+  // The indices of the call must have been checked.
   PagedAttention(const AttentionCall& call, int64_t num_workers);
 
   static constexpr int64_t kPhases = 2;  // at most
@@ -126,7 +126,7 @@ class PagedAttention {
 
   std::vector<Sight> sights_;
   std::vector<QueryTile> tiles_;
-  std::vector<Split> splits_;  // in the order of tiles; none where a task is a whole tile
+  std::vector<Split> splits_;  // in the order of tiles; none if a task is a whole tile
   std::optional<Scratch<Memory>> memory_;
 };
 

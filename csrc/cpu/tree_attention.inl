@@ -1,9 +1,9 @@
 // One query tile against a range of keys: online softmax over tiles of 64 keys.
 //
-// A row goes through a sequence of operations that depends on what it sees only: key tiles and
-// splits start at multiples of their size, sums run over keys in ascending order, and rows that
-// share a register tile never mix. So its bits do not depend on the other rows of the call. Tiles
-// that all rows see in full know no masks; the others have a word of bits for each token.
+// A row's sequence of operations depends only on what it sees: key tiles and splits start at
+// multiples of their size, sums run over keys in ascending order, and rows that share a register
+// tile never mix. So its bits do not depend on the other rows of the call. Tiles that all rows see
+// in full have no masks; the others have a word of bits for each token.
 #include "attention_dot.inl"
 
 namespace fastspec::cpu::FASTSPEC_ISA {
@@ -12,19 +12,19 @@ namespace {
 constexpr float kMinusInfinity = -kInfinity;
 constexpr int64_t kGroupForTiles = 7;  // query heads of a KV head
 constexpr int64_t kRowsToPack = 32;    // of a KV head
-constexpr int64_t kKeyStep = 16;       // keys before the next KV head takes its turn
+constexpr int64_t kKeyStep = 16;       // keys before switching to the next KV head
 
 constexpr uint64_t kAllSeen = ~uint64_t{0};
 
-// Lane i where bit i is set.
+// All bits of lane i are set if bit i is.
 FASTSPEC_INLINE NativeI32 lanes_of(uint64_t bits) {
   NativeI32 bit;
   for (int i = 0; i < kNativeLanes; ++i) bit[i] = int32_t{1} << i;
   return (bit & static_cast<int32_t>(bits)) != 0;
 }
 
-// Turns scores into 2^(score - maximum), updates the row's state and rescales what it has summed.
-// A row that sees part of the tile looks at its bits, and the whole vectors around them.
+// Turns scores into 2^(score - maximum), updates the row's state and rescales its sums. A row that
+// sees part of the tile checks its bits, in whole vectors around them.
 template <bool masked>
 FASTSPEC_INLINE void soften(float* scores, uint64_t seen, float softcap, int64_t row,
                             const AttentionScratch& scratch, const AttentionState& state,
@@ -52,7 +52,7 @@ FASTSPEC_INLINE void soften(float* scores, uint64_t seen, float softcap, int64_t
     store_native(scores + v * kNativeLanes, weight);
     sum += weight;
   }
-  // In one explicit operation, which the compiler cannot round differently where it unrolls.
+  // One explicit operation, which the compiler cannot round differently when it unrolls.
   float* lane_sums = scratch.lane_sums + row * kNativeLanes;
   store_native(lane_sums, multiply_add(load_native(lane_sums), native(decay), sum));
   state.maximum[row] = raised;
@@ -63,15 +63,15 @@ FASTSPEC_INLINE void soften(float* scores, uint64_t seen, float softcap, int64_t
   }
 }
 
-// Adds weights * values of the keys that each row sees, in ascending order: rows that see the same
-// run of keys share the reading of them.
+// Adds weights * values of the keys that each row sees, in ascending order; rows that see the same
+// run of keys share its loads.
 template <bool fetch, class T>
 void add_seen_values(const float* weights, const T* const* values, const uint64_t* seen,
                      int64_t num_rows, int64_t first_dim, int64_t stride, float* out) {
   uint64_t left = 0, changes = 0;
   for (int64_t r = 0; r < num_rows; ++r) {
     left |= seen[r];
-    changes |= seen[r] ^ seen[r] << 1;  // bit j where j and the key before it differ
+    changes |= seen[r] ^ seen[r] << 1;  // bit j is set if key j and the one before differ
   }
   while (left != 0) {
     const int64_t first = __builtin_ctzll(left);
@@ -88,7 +88,7 @@ void add_seen_values(const float* weights, const T* const* values, const uint64_
   }
 }
 
-// Where a row of the tile lies in query and out.
+// The location of a row of the tile in query and out.
 struct RowOfQuery {
   int64_t token, head;
 };
@@ -150,7 +150,7 @@ bool any_sees(const AttentionScratch& scratch, int64_t row, int64_t count, int64
   return any != 0;
 }
 
-// What scores are multiplied by before `soften`.
+// The factor of scores before `soften`.
 float scale_of_scores(const AttentionCall& call) {
   return call.softcap > 0.0f ? call.scale / call.softcap : call.scale * kLog2E;
 }
@@ -158,8 +158,8 @@ float scale_of_scores(const AttentionCall& call) {
 #include "attention_amx.inl"
 #include "attention_packed.inl"
 
-// All rows of a tile against one key tile in the caches, of which they see all unless `masked`.
-// KV heads take turns every few keys, so that caches are read front to back.
+// All rows of a tile against one key tile in the caches, which they see in full unless `masked`. KV
+// heads alternate every few keys, so that caches are read front to back.
 template <bool masked, class T>
 void attend_in_place(const AttentionCall& call, const QueryTile& tile, KeyTile<T>& keys,
                      const AttentionScratch& scratch, const AttentionState& state) {
@@ -200,7 +200,7 @@ void attend_in_place(const AttentionCall& call, const QueryTile& tile, KeyTile<T
   }
 }
 
-// Fills scratch.seen; false where no token sees anything of the tile.
+// Fills scratch.seen; false if no token sees any key of the tile.
 bool look_at(const QueryTile& tile, int64_t first_key, const AttentionScratch& scratch) {
   uint64_t any = 0;
   for (int64_t token = 0; token < tile.num_tokens; ++token) {
@@ -209,16 +209,16 @@ bool look_at(const QueryTile& tile, int64_t first_key, const AttentionScratch& s
   return any != 0;
 }
 
-// Whether AMX multiplies. As no bit may depend on the number of rows, one row of a sequence must
-// fill its tiles well enough.
+// Whether to use AMX. Because no bit may depend on the number of rows, a single row of a sequence
+// must fill its tiles well enough.
 template <class T>
 bool by_tiles(const AttentionCall& call) {
   return std::is_same_v<T, BF16> && multiplies_tiles() &&
          call.num_heads >= kGroupForTiles * call.num_kv_heads;
 }
 
-// Whether packing keys can pay. It saves sums across lanes, which AMD's processors do beside their
-// products of 512 bits at no cost: there it took 1 to 20 % longer, whatever the number of rows.
+// Whether packing keys can pay off. It saves sums across lanes, which AMD's processors overlap with
+// 512-bit products at no cost: there it took 1 to 20 % longer for any number of rows.
 bool may_pay_to_pack() {
 #if defined(__AVX512F__)
   return !__builtin_cpu_is("amd");
@@ -227,7 +227,7 @@ bool may_pay_to_pack() {
 #endif
 }
 
-// Whether a tile has rows enough to pay for packing its keys, or heads of odd size.
+// Whether a tile has enough rows for packing its keys to pay off, or heads of odd size.
 template <class T>
 bool packs(const AttentionCall& call, const QueryTile& tile) {
   if (call.head_size != padded(call.head_size)) return true;
@@ -290,7 +290,7 @@ void attend(const AttentionCall& call, const QueryTile& tile, KeyRange range,
   }
 }
 
-// Folds the state of the next keys into `into`, which is exact where one of the two saw nothing.
+// Folds the state of the next keys into `into`; exact if one of the two saw nothing.
 void merge(const AttentionState& into, const AttentionState& next, int64_t num_rows,
            int64_t value_size) {
   for (int64_t row = 0; row < num_rows; ++row) {
@@ -322,8 +322,9 @@ void finish_typed(const AttentionCall& call, const QueryTile& tile, const Attent
     if (call.sinks != nullptr) {
       const float sink = call.sinks[at.head] * kLog2E, maximum = state.maximum[row];
       const float raised = maximum < sink ? sink : maximum;
-      keep = exp2(maximum - raised);
-      sum = sum * keep + exp2(sink - raised);
+      const float origin = raised == -kInfinity ? 0.0f : raised;
+      keep = exp2(maximum - origin);
+      sum = sum * keep + (sink == origin ? 1.0f : exp2(sink - origin));  // also an infinite one
     }
     const float factor = sum == 0.0f ? 0.0f : keep / sum;
     T* to = static_cast<T*>(call.out) + (at.token * call.num_heads + at.head) * call.head_size;

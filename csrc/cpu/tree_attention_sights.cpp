@@ -1,4 +1,4 @@
-// The index tensors of an attention call: their bounds, and what they let each query row see.
+// The index tensors of an attention call: bounds checks, and what each query row sees.
 #include <algorithm>
 #include <stdexcept>
 #include <string>
@@ -63,7 +63,7 @@ int64_t depth_of(const Sight& sight) {
   return __builtin_popcountll(sight.nodes[0]) + __builtin_popcountll(sight.nodes[1]) - 1;
 }
 
-// Leaves the window of each row's position; that of a node is its depth below the root.
+// Restricts each row to the window before its position; a node's is its depth below the root.
 void apply_window(const Tree& tree, int64_t window, Sight* sights) {
   int64_t depths[kMaxTreeNodes];
   for (int64_t row = 0; row < tree.num_rows; ++row) depths[row] = depth_of(sights[row]);
@@ -77,7 +77,7 @@ void apply_window(const Tree& tree, int64_t window, Sight* sights) {
   }
 }
 
-// What a row of a chain, or beside the cache, sees.
+// What a row of a chain, or one that is not in the cache, sees.
 Sight chain_sight(const AttentionCall& call, int64_t last) {
   const int64_t first = call.sliding_window > 0 ? last - call.sliding_window : 0;
   return {{std::max<int64_t>(first, 0), last}, last, {}};

@@ -17,7 +17,7 @@ struct Chain {
   const int32_t* proposals;
   int64_t num_proposals;
   Row* target = nullptr;  // num_proposals + 1 rows
-  Row* draft = nullptr;   // num_proposals rows; null where proposals are certain, or none is read
+  Row* draft = nullptr;   // num_proposals rows; null if proposals are point masses, or not read
   int64_t accepted = 0;
   bool running = true;
   bool ends_invalid = false;  // the row after the last proposal cannot be used
@@ -29,7 +29,7 @@ struct Chain {
   bool rejected() const { return accepted < num_proposals; }
 };
 
-// Ends a chain at its first invalid row, of either model: the text fails if it gets there.
+// Ends a chain at the first invalid row of either model; the sequence fails if it gets there.
 void cut_at_invalid_row(Chain& chain) {
   for (int64_t i = 0; i <= chain.num_proposals; ++i) {
     const bool has_draft = chain.draft != nullptr && i < chain.num_proposals;
@@ -67,7 +67,7 @@ Draft draft_at(const VerifyChainInputs& in, const Chain& chain, int64_t i) {
   return {row, chain.proposals[i], in.draft_token_map};
 }
 
-// exp(logit / temperature - logsumexp) of proposal i; NaN where it cannot be told.
+// exp(logit / temperature - logsumexp) of proposal i; NaN if undefined.
 double prob_by_logsumexp(const VerifyChainInputs& in, const Chain& chain, int64_t i) {
   constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
   const double logsumexp = in.draft_logsumexp[chain.index * in.num_draft + i];
@@ -82,7 +82,7 @@ double prob_by_logsumexp(const VerifyChainInputs& in, const Chain& chain, int64_
   return std::isfinite(prob) ? prob : kNaN;
 }
 
-// How likely the drafter held proposal i.
+// The draft probability of proposal i.
 double draft_prob(const VerifyChainInputs& in, const Chain& chain, int64_t i) {
   if (in.draft == nullptr) return 1.0;
   if (in.draft_logsumexp != nullptr) return prob_by_logsumexp(in, chain, i);
@@ -98,8 +98,8 @@ bool accepts(const VerifyChainInputs& in, Chain& chain) {
   return uniform * prob < in.lenience * chain.target[i].prob(token);
 }
 
-// Judges greedy chains, which ask for no weights but those of the log-probabilities. A chain that
-// gets to an invalid row is no longer valid.
+// Verifies greedy chains, which need weights only for log-probabilities. A chain that reaches an
+// invalid row becomes invalid.
 void judge_greedy(std::vector<Chain>& chains, RowBatch& batch) {
   std::vector<Row*> rows;
   for (Chain& chain : chains) {
@@ -115,7 +115,7 @@ void judge_greedy(std::vector<Chain>& chains, RowBatch& batch) {
   batch.weigh(rows);
 }
 
-// Judges the proposals in order; rows are weighed only as they are reached. Validity is as above.
+// Verifies the proposals in order; rows are weighed only when reached. Validity is as above.
 void judge(const VerifyChainInputs& in, std::vector<Chain>& chains, RowBatch& batch) {
   std::vector<Row*> rows;
   for (int64_t i = 0; i <= in.num_draft; ++i) {
@@ -136,7 +136,7 @@ void judge(const VerifyChainInputs& in, std::vector<Chain>& chains, RowBatch& ba
   }
 }
 
-// Target probability over draft probability of each prefix of a chain, cut at 1 on the way.
+// Target over draft probability of each prefix of a chain, clamped to 1 at each step.
 std::vector<double> prefix_scales(const VerifyChainInputs& in, const Chain& chain) {
   std::vector<double> scales{1.0};
   for (int64_t i = 0; i < chain.num_proposals; ++i) {
@@ -147,7 +147,7 @@ std::vector<double> prefix_scales(const VerifyChainInputs& in, const Chain& chai
   return scales;
 }
 
-// The probability to accept a prefix of `length` proposals when no longer one was.
+// The probability of accepting a prefix of `length` proposals if no longer one was accepted.
 double prefix_threshold(const VerifyChainInputs& in, const Chain& chain, int64_t length,
                         double scale) {
   if (length == chain.num_proposals) return scale;
@@ -173,7 +173,7 @@ void judge_blocks(const VerifyChainInputs& in, std::vector<Chain>& chains, RowBa
     }
   }
   batch.weigh(rows);
-  // Across chains where there are several, else across the chunks of the one.
+  // Across chains if there are several, otherwise across the chunks of the only one.
   const int64_t grain = weighings_per_thread((in.num_draft + 1) * in.target.logits.size);
   parallel_for(chains.size(), grain, [&](int64_t c) {
     Chain& chain = chains[c];
@@ -191,7 +191,7 @@ void judge_blocks(const VerifyChainInputs& in, std::vector<Chain>& chains, RowBa
   });
 }
 
-// Weighs the draft rows of rejections in `late` where nothing but their log-sum-exp is known yet.
+// Weighs the draft rows of rejections in `late` if only their log-sum-exp is known yet.
 void read_rejected_drafts(const VerifyChainInputs& in, std::vector<Chain>& chains, RowBatch& late) {
   std::vector<Chain*> rejected;
   for (Chain& chain : chains) {

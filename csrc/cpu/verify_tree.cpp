@@ -16,14 +16,14 @@ namespace {
 struct Walk {
   int64_t index;
   int64_t num_nodes;
-  int64_t node = 0;  // where it stands
+  int64_t node = 0;  // the current node
   int64_t accepted = 0;
   bool ended = false;
   Row* target = nullptr;  // the rows of `node`
   Row* draft = nullptr;
 };
 
-// The arguments that concern one tree.
+// The arguments of one tree.
 struct Tree {
   const VerifyTreeInputs& in;
   const Walk& walk;
@@ -32,7 +32,7 @@ struct Tree {
   double uniform(int64_t column) const {
     return in.uniform_samples[walk.index * (in.num_nodes + 1) + column];
   }
-  // The first child of the walk's node from `begin` on, num_nodes where there is none.
+  // The first child of the walk's node from `begin` on, num_nodes if there is none.
   int64_t child_from(int64_t begin) const {
     const int32_t* parents = in.parents + walk.index * in.num_nodes;
     while (begin < walk.num_nodes && parents[begin] != walk.node) ++begin;
@@ -44,7 +44,7 @@ struct Tree {
 // A distribution over the target's vocabulary without some of its tokens.
 class Without {
  public:
-  // The weights of `all` are known where it has a map.
+  // The weights of `all` are known if it has a map.
   Without(const Draft& all, int64_t size) : all_(all), size_(size), sums_(num_chunks(size)) {
     for (int64_t chunk = 0; chunk < num_chunks(size); ++chunk) {
       if (all.known_weights != nullptr) {
@@ -65,9 +65,9 @@ class Without {
     if (token >= 0 && token < size_ && !removed(token)) tokens_.push_back(token);
   }
 
-  // The probability of all that is left.
+  // The total remaining probability.
   double total() { return remaining() / all_.row->sum; }
-  // The token of the inverse CDF, -1 where nothing is left.
+  // The token of the inverse CDF, -1 if nothing remains.
   int64_t draw(double uniform) {
     const double left = remaining();
     if (!(left > 0)) return -1;
@@ -82,7 +82,7 @@ class Without {
  private:
   int64_t chunk_size(int64_t chunk) const { return std::min(kChunk, size_ - chunk * kChunk); }
 
-  // All weights that are left.
+  // The total remaining weight.
   double remaining() {
     float weights[kChunk];
     for (; summed_ < tokens_.size(); ++summed_) {
@@ -92,7 +92,7 @@ class Without {
     }
     return std::accumulate(sums_.begin(), sums_.end(), 0.0);
   }
-  // Of those above zero, which are all that count.
+  // Sum of the weights above zero; others do not count.
   double sum_of(const float* weights, int64_t chunk) const {
     return sampling_kernels().lists.mass_above(weights, weights, chunk_size(chunk), 0.0f);
   }
@@ -111,9 +111,9 @@ class Without {
   std::vector<double> sums_;
 };
 
-// What is left of target and draft as one drawn sibling after the other is rejected. A rejection
-// takes target_total_ * draft_scale_ * draft from the target, which is never less than all that was
-// left of the rejected token: so max(target - taken_ * draft, 0) is left, whatever was rejected.
+// The remainders of target and draft as drawn siblings are rejected one by one. A rejection
+// subtracts target_total_ * draft_scale_ * draft from the target, which is never less than what
+// remained of the rejected token, so max(target - taken_ * draft, 0) remains in any case.
 class Siblings {
  public:
   Siblings(const Row& target, const Draft& draft)
@@ -153,10 +153,10 @@ class Siblings {
   }
 
  private:
-  // What the difference of two equal rows may add up to.
+  // The maximum sum of the difference of two equal rows.
   static constexpr double kRounding = 0x1p-22;
 
-  // To look up columns takes longer than to weigh them, and each rejection reads the whole row.
+  // Looking up columns takes longer than weighing them, and each rejection reads the whole row.
   void find_weights() {
     weights_.reset(new float[size_]);
     parallel_for(num_chunks(size_), weighings_per_thread(2 * kChunk), [&](int64_t chunk) {
@@ -169,17 +169,17 @@ class Siblings {
   const Row& target_;
   Draft draft_;
   const int64_t size_;
-  std::unique_ptr<float[]> weights_;  // of the draft by target token, where columns are mapped
+  std::unique_ptr<float[]> weights_;  // of the draft by target token, if columns are mapped
   double taken_ = 0.0;
   double target_total_ = 1.0;
-  std::vector<double> sums_;  // of what is left of the target over `taken_`, by chunk
+  std::vector<double> sums_;  // of the remaining target over `taken_`, by chunk
   std::optional<Without> left_;
   double draft_scale_ = 1.0;
 };
 
-// Where the walk goes on, or the token to end with.
+// Where the walk continues, or the token to end with.
 struct Decision {
-  int64_t child;  // num_nodes where none is accepted
+  int64_t child;  // num_nodes if none is accepted
   int64_t extra;
 };
 
@@ -220,7 +220,7 @@ Decision decide_drawn(const Tree& tree) {
   return {tree.walk.num_nodes, left.draw(tree.uniform(tree.in.num_nodes))};
 }
 
-// Goes on to an accepted child, or ends; writes what that emits.
+// Moves to an accepted child, or ends; writes the emitted token.
 void advance(const VerifyTreeInputs& in, Walk& walk, const VerifyTreeOutputs& out) {
   const Tree tree{in, walk};
   const bool drawn = in.sibling_rule != SiblingRule::kTargetOnly;
@@ -245,7 +245,7 @@ void clear_outputs(const VerifyTreeInputs& in, int64_t b, const VerifyTreeOutput
   std::fill(out.logprobs + begin, out.logprobs + end, 0.0f);
 }
 
-// Takes every walk one node further; rows are read only where a walk comes by.
+// Advances every walk by one node; only rows that a walk reaches are read.
 void advance_all(const VerifyTreeInputs& in, const std::vector<Walk*>& walks,
                  const VerifyTreeOutputs& out) {
   RowBatch batch(2 * walks.size(), in.target.logits.size);

@@ -5,14 +5,13 @@ namespace {
 
 constexpr int kThreads = 128;
 
-// The parent of a node that is not the root, or -1 where that is no earlier node.
+// The parent of a node other than the root, or -1 if that is not an earlier node.
 __device__ int64_t parent_of(const int32_t* parents, int64_t node) {
   const int64_t parent = __ldg(parents + node);
   return parent >= 0 && parent < node ? parent : -1;
 }
 
-// One thread per node follows the parents up to the root, once for the depth and once for the
-// bits.
+// One thread per node follows the parents to the root, once for the depth and once for the bits.
 __global__ void __launch_bounds__(kThreads) build_tree_kernel(const BuildTreeCall call) {
   const int64_t index = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (index >= call.batch * call.num_nodes) return;
@@ -29,7 +28,7 @@ __global__ void __launch_bounds__(kThreads) build_tree_kernel(const BuildTreeCal
   node = present ? own : -1;
   for (int64_t word = words - 1; word >= 0; --word) {
     u64 bits = 0;
-    while (node >= word * 64) {  // ancestors come in falling order
+    while (node >= word * 64) {  // ancestors come in descending order
       bits |= u64{1} << (node % 64);
       node = node > 0 ? parent_of(parents, node) : -1;
     }

@@ -5,16 +5,16 @@ namespace {
 
 constexpr int kThreads = 128;  // 16 bytes each: 2 KiB, a slot of 8 heads of 128
 constexpr int kMoves = 8;      // words that a thread holds at once
-constexpr int kBlocks = 6;     // at least: ptxas then has 80 registers, of 48 it might spill
+constexpr int kBlocks = 6;     // minimum; gives ptxas 80 registers, with 48 it might spill
 
 // Offsets in bytes from the start of a layer.
 struct Moves {
   int64_t from[kMoves];  // -1: nothing moves
   int64_t to[kMoves];
-  int32_t count;  // below kMoves: the path has ended
+  int32_t count;  // below kMoves if the path has ended
 };
 
-// Where a place of a sequence lies, or -1 where it has no slot.
+// The offset of a place of a sequence, or -1 if it has no slot.
 __device__ __forceinline__ int64_t offset_of(const CompactKvCall& call, int64_t b, int64_t prefix,
                                              int64_t node) {
   const int64_t place = prefix + node;
@@ -25,7 +25,7 @@ __device__ __forceinline__ int64_t offset_of(const CompactKvCall& call, int64_t 
   return block * call.block_stride + (place - number * call.block_size) * call.slot_stride;
 }
 
-// The next moves of a path; a lane of the first warp for each.
+// The next moves of a path, one per lane of the first warp.
 __device__ __forceinline__ void plan_moves(const CompactKvCall& call, int64_t b, int64_t first,
                                            int64_t length, Moves* moves) {
   const int lane = static_cast<int>(threadIdx.x);
@@ -43,8 +43,8 @@ __device__ __forceinline__ void plan_moves(const CompactKvCall& call, int64_t b,
 }
 
 // A block per sequence, keys or values of a layer, and kThreads words of the slots. A thread moves
-// its own word of every slot and waits for no other: what it moves in one round it reads before it
-// writes, and later rounds read behind all that was written, as node i of a path is at least i + 1.
+// its own word of every slot independently of the others: in a round it reads before it writes, and
+// later rounds read after everything written, because node i of a path is at least i + 1.
 template <class Word>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     compact_kv_kernel(const CompactKvCall call, int64_t parts) {
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   Moves* moves = reinterpret_cast<Moves*>(dynamic_shared());
   const int64_t length = smaller(__ldg(call.accepted_len + b), call.num_nodes);
   for (int64_t first = 0; first < length; first += kMoves) {
-    __syncthreads();  // the moves before this may still be read
+    __syncthreads();  // the previous moves may still be read
     if (threadIdx.x < kWarp) plan_moves(call, b, first, length, moves);
     __syncthreads();
     const int count = moves->count;

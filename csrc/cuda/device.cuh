@@ -68,7 +68,7 @@ __device__ __forceinline__ u64 to_fixed(float value, float one) {
   return __float2ull_rz(value * one);
 }
 
-// A share in units of 2^-64. Anything outside [0, 1) counts as the nearer end.
+// A share in units of 2^-64, clamped to [0, 1).
 __device__ __forceinline__ u64 fixed_share(float share) {
   return __float2ull_rz(fminf(fmaxf(share, 0.0f), 0x1.fffffep-1f) * 0x1p64f);
 }
@@ -83,7 +83,7 @@ __device__ __forceinline__ u64 share_rounded_up(float share, u64 total) {
   return __umul64hi(fixed, total) + (fixed == 0 || fixed * total != 0);
 }
 
-// Integers in the order of the floats; both zeros give the same one.
+// Integers in the order of the floats; both zeros map to the same one.
 __device__ __forceinline__ uint32_t to_key(float value) {
   const uint32_t bits = __float_as_uint(value + 0.0f);
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
@@ -93,7 +93,7 @@ __device__ __forceinline__ float from_key(uint32_t key) {
   return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
 }
 
-constexpr int kUnit = 8;  // logits that one lane takes at a time
+constexpr int kUnit = 8;  // logits that a lane processes at a time
 
 __device__ __forceinline__ bool is_wide(Element element) { return element == Element::kFloat32; }
 
@@ -118,7 +118,7 @@ __device__ __forceinline__ uint32_t narrow(float value, Element element) {
 #endif
 }
 
-// The logits of one unit as they lie in memory; 16-bit formats leave the second half unused.
+// The logits of one unit as stored in memory; 16-bit formats leave the second half unused.
 struct Raw {
   uint4 low, high;
 
@@ -143,7 +143,7 @@ struct Raw {
   }
 };
 
-// A unit that lies whole in memory, at a multiple of 16 bytes.
+// A complete unit in memory, at a multiple of 16 bytes.
 __device__ __forceinline__ Raw load_unit(const void* address, bool wide) {
   const uint4* parts = static_cast<const uint4*>(address);
   Raw raw;

@@ -1,11 +1,11 @@
-// Inverse-CDF draws from weights that are computed twice instead of stored.
+// Inverse-CDF draws from weights that are recomputed instead of stored.
 #pragma once
 #include "cuda/statistics.cuh"
 
 namespace fastspec::cuda {
 
-// Draws the lowest token whose cumulative weight exceeds a bound, or gives -1 where nothing has
-// weight. weigh(logits of a unit, first token, weights) is called with the row's units.
+// Draws the lowest token whose cumulative weight exceeds a bound, or returns -1 if all weights are
+// 0. weigh(logits of a unit, first token, weights) is called with the row's units.
 template <class View, class Weigh>
 class Draw {
  public:
@@ -109,7 +109,7 @@ struct DraftRow {
     return token_map == nullptr ? token : __ldg(token_map + token);
   }
 
-  // The logits of kUnit target tokens from `first` on; -inf where the drafter has none.
+  // The logits of kUnit target tokens from `first` on; -inf if the drafter has none.
   __device__ __forceinline__ void read(int64_t first, float (&x)[kUnit]) const {
     const bool whole = token_map == nullptr && first >= 0 && first + kUnit <= row.size;
     if (whole && is_aligned(address_of(row, first))) {
@@ -125,8 +125,8 @@ struct DraftRow {
   }
 };
 
-// max(target_factor * target - draft_factor * draft, 0), of weights. The products are rounded
-// one by one, so that equal rows leave nothing.
+// max(target_factor * target - draft_factor * draft, 0) of weights. The products are rounded
+// separately, so that equal rows leave nothing.
 struct ResidualWeights {
   Weighting target;
   float target_factor;
@@ -147,7 +147,7 @@ struct ResidualWeights {
   }
 };
 
-// What turns a weight of a row into a probability.
+// The factor that turns a weight of a row into a probability.
 __device__ __forceinline__ double unit_of(const RowStatistics& row) {
   return kWeightOne / static_cast<double>(row.total);
 }

@@ -1,4 +1,4 @@
-// Top-k and top-p without a sort: a search by histogram over the bits of the logits.
+// Top-k and top-p without sorting: a histogram search over the bits of the logits.
 #pragma once
 #include "cuda/row.cuh"
 
@@ -7,13 +7,13 @@ namespace fastspec::cuda {
 // The lowest value with less than `need` of the weight above it.
 struct Threshold {
   float value;  // -inf if all values together weigh less than `need`
-  u64 kept;     // the weight from this value on
+  u64 kept;     // the weight of this value and those above
 };
 
 __device__ __forceinline__ void add_to(uint32_t* bin, uint32_t weight) { atomicAdd(bin, weight); }
 
-// In two halves: shared memory adds 32 bits by itself, but 64 only in a loop that compares and
-// starts again, once for each other thread at the bin. Few weights reach the upper half.
+// In two halves: shared memory has native 32-bit addition, but 64 bits need a compare-and-swap loop
+// that retries once per other thread at the bin. Few weights reach the upper half.
 __device__ __forceinline__ void add_to(u64* bin, u64 weight) {
   uint32_t* halves = reinterpret_cast<uint32_t*>(bin);
   const uint32_t low = static_cast<uint32_t>(weight);
@@ -22,7 +22,7 @@ __device__ __forceinline__ void add_to(u64* bin, u64 weight) {
   if (high != 0) atomicAdd(halves + 1, high);
 }
 
-// Adds equal neighbours up before they go to a histogram, where they would wait for each other.
+// Combines equal neighbours before adding to a histogram, where they would wait for each other.
 template <class Bin>
 class RunLength {
  public:
@@ -47,7 +47,7 @@ class RunLength {
   Bin sum_ = 0;
 };
 
-// Puts the histograms of the blocks of a team together; afterwards each block has the whole.
+// Merges the histograms of a team's blocks; afterwards each block has the total.
 template <class Bin>
 __device__ void merge_bins(const Team& team, Bin* bins) {
   team.sync();
@@ -81,10 +81,11 @@ __device__ Crossing find_crossing(Team& team, const Bin* bins, u64 above, u64 ne
   return team.memory().crossing;
 }
 
-// `weigh` gives the weight of a logit, 0 for one that is out; Bin holds the sum of all weights.
+// `weigh` returns the weight of a logit, 0 if it is filtered out; Bin can hold the sum of all
+// weights.
 template <class Bin, class View, class Weigh>
 __device__ Threshold search(Team& team, const View& view, u64 need, const Weigh& weigh) {
-  // 16-bit formats leave the last ten bits of the wider one all alike.
+  // 16-bit formats have the last ten bits of the wider one all equal.
   const int levels = is_wide(view.row().element) ? 3 : 2;
   Bin* bins = reinterpret_cast<Bin*>(team.memory().bins);
   uint32_t prefix = 0, mask = 0;  // the bits of the key known so far
@@ -95,7 +96,7 @@ __device__ Threshold search(Team& team, const View& view, u64 need, const Weigh&
     const uint32_t digit = level == 2 ? kBins / 2 - 1 : kBins - 1;
     for (int i = threadIdx.x; i < kBins; i += blockDim.x) bins[i] = 0;
     __syncthreads();
-    if (threadIdx.x == 0) team.memory().crossing.bin = -1;  // everyone has read the last one
+    if (threadIdx.x == 0) team.memory().crossing.bin = -1;  // all have read the last one
     RunLength<Bin> run(bins);
     view.pass([&](const float (&x)[kUnit], int64_t) {
 #pragma unroll
@@ -112,7 +113,7 @@ __device__ Threshold search(Team& team, const View& view, u64 need, const Weigh&
     prefix |= static_cast<uint32_t>(crossing.bin) << shift;
     mask |= digit << shift;
   }
-  // What lies below the known bits is 0 in a logit; in the key of a negative one it is inverted.
+  // Bits below the known ones are 0 in a logit, and inverted in the key of a negative one.
   if ((prefix & 0x80000000u) == 0) prefix |= ~mask;
   return {from_key(prefix), crossing.above + crossing.at};
 }

@@ -6,15 +6,15 @@
 
 namespace fastspec::cuda {
 
-// How a kernel is cut up. Results do not depend on it.
+// The partitioning of a kernel. Results do not depend on it.
 struct Plan {
-  int32_t cluster;  // thread blocks that share a row: 1, 2, 4 or 8; 1 where Limits has no clusters
+  int32_t cluster;  // thread blocks that share a row: 1, 2, 4 or 8; 1 if Limits has no clusters
   int32_t threads;  // per block, a multiple of 32
   int32_t staged;   // whether a row is kept in the shared memory of its blocks
 };
 
-// What the code of a kernel on the current device was compiled for: its PTX and its machine code,
-// 10 * major + minor each. They differ where the driver made the machine code of older PTX.
+// The targets of a kernel's code on the current device: PTX and machine code, 10 * major + minor
+// each. They differ if the driver compiled older PTX.
 struct Image {
   int32_t ptx_version;
   int32_t binary_version;
@@ -45,7 +45,7 @@ struct SamplingParameters {
 
 struct PenalizeCall {
   void* logits;                   // [R, V], rows row_stride elements apart
-  const int32_t* row_sequence;    // [R]; a row of no sequence or node is left as it is
+  const int32_t* row_sequence;    // [R]; rows without a sequence or node are unchanged
   const int32_t* row_node;        // [R]
   const int32_t* tree_token_ids;  // [B, N]
   const int32_t* parents;         // [B, N], or null: chains
@@ -156,7 +156,7 @@ cudaError_t launch_build_tree(const BuildTreeCall& call, cudaStream_t stream);
 cudaError_t launch_store_kv(const StoreKvCall& call, cudaStream_t stream);
 cudaError_t launch_compact_kv(const CompactKvCall& call, cudaStream_t stream);
 
-// Of verify_tree; it stands for all kernels, which are compiled for the same architectures.
+// The image of verify_tree represents all kernels, which are compiled for the same architectures.
 cudaError_t image_of_verify_tree(Image* image);
 
 // samples[b, i] = number i of (seed[b], position[b], stream_id); samples is [batch, num],

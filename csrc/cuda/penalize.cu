@@ -5,7 +5,7 @@ namespace {
 
 constexpr int kThreads = 128;
 
-// The tokens of the nodes from one up to the root, which is not among them.
+// The tokens of the nodes from one up to the root, exclusive.
 struct Path {
   const int32_t* tokens;   // of the tree
   const int32_t* parents;  // of the tree, or null: a chain
@@ -63,7 +63,7 @@ struct Ids {
 };
 
 struct Edit {
-  float bias;
+  float bias;  // -0 leaves the sign of a zero alone
   bool seen;
   int32_t count;
 };
@@ -96,7 +96,7 @@ __device__ __forceinline__ float at_or(const float* values, int32_t b, float oth
   return values == nullptr ? otherwise : __ldg(values + b);
 }
 
-// A block edits one row. Each token is edited where it comes first: history, bias, path.
+// A block edits one row. Each token is edited where it occurs first: history, bias, path.
 __global__ void __launch_bounds__(kThreads) penalize_kernel(const PenalizeCall call) {
   const int64_t row = blockIdx.x;
   const int32_t b = __ldg(call.row_sequence + row), node = __ldg(call.row_node + row);
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(kThreads) penalize_kernel(const PenalizeCall c
   };
   for (int32_t i = history.begin + thread; i < history.end; i += kThreads) {
     const int32_t token = __ldg(history.ids + i), entry = biased.find(token);
-    logit.change(token, {is_on(entry) ? __ldg(call.bias + entry) : 0.0f, true,
+    logit.change(token, {is_on(entry) ? __ldg(call.bias + entry) : -0.0f, true,
                          __ldg(call.history_counts + i) + path.count(token, depth)});
   }
   for (int32_t i = biased.begin + thread; i < biased.end; i += kThreads) {
@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(kThreads) penalize_kernel(const PenalizeCall c
     if (path.count(token, place) > 0 || history.find(token) >= 0 || is_on(biased.find(token))) {
       continue;
     }
-    logit.change(token, {0.0f, true, path.count(token, depth)});
+    logit.change(token, {-0.0f, true, path.count(token, depth)});
   }
 }
 

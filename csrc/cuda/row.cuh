@@ -1,4 +1,4 @@
-// One row of logits, cut into a stretch of units per warp of a team.
+// One row of logits, divided into a range of units per warp of a team.
 #pragma once
 #include "cuda/team.cuh"
 
@@ -48,7 +48,7 @@ __device__ __forceinline__ uint32_t allowed_bits(const Row& row, int64_t first) 
   return __funnelshift_r(low, high, start % 32) << (start - first);
 }
 
-// The unit with -inf for what is not allowed.
+// The unit with -inf for tokens that are not allowed.
 __device__ __forceinline__ Raw keep(const Raw& raw, uint32_t allowed, Element element) {
   uint32_t words[kUnit] = {raw.low.x,  raw.low.y,  raw.low.z,  raw.low.w,
                            raw.high.x, raw.high.y, raw.high.z, raw.high.w};
@@ -102,9 +102,9 @@ __device__ __forceinline__ Raw load_tokens(const Row& row, int64_t first) {
   return keep(raw, allowed, row.element);
 }
 
-// The passes of a team over one row. Each warp has a stretch of consecutive tokens. If kStaged the
-// first pass copies the row, without what is not allowed, to shared memory, from where the others
-// read it.
+// The passes of a team over one row. Each warp has a range of consecutive tokens. If kStaged, the
+// first pass copies the row, masked by the bitmask, to shared memory, from which later passes read
+// it.
 template <bool kStaged>
 class RowView {
  public:
@@ -123,8 +123,8 @@ class RowView {
   __device__ int64_t end() const { return end_; }
   __device__ int64_t first_token(int64_t unit) const { return unit * kUnit - lead_; }
 
-  // The first pass: calls visit(logits of a unit, first token). Padding is -inf. It comes from
-  // far away: several units are on their way at once.
+  // The first pass: calls visit(logits of a unit, first token). Padding is -inf. Global memory is
+  // slow, so several loads are in flight at once.
   template <class Visit>
   __device__ void first_pass(const Visit& visit) const {
     constexpr int kAhead = 4;
@@ -151,7 +151,7 @@ class RowView {
     }
   }
 
-  // Any later pass: from shared memory, or the second-level cache.
+  // Later passes read from shared memory, or the second-level cache.
   template <class Visit>
   __device__ void pass(const Visit& visit) const {
     const auto next = [&](int64_t unit) { return kStaged ? from_stage(unit) : load(unit); };
@@ -164,7 +164,7 @@ class RowView {
     }
   }
 
-  // One unit of the warp's stretch.
+  // One unit of the warp's range.
   __device__ void read(int64_t unit, float (&x)[kUnit]) const {
     (kStaged ? from_stage(unit) : load(unit)).unpack(row_.element, x);
   }

@@ -4,7 +4,7 @@
 
 namespace fastspec::cuda {
 
-// What passes over a row find out; all that its probabilities need.
+// The results of passes over a row: all that its probabilities need.
 struct RowStatistics {
   u64 total;  // of the kept weights; that of the best logit is 2^44
   float max;
@@ -32,8 +32,8 @@ __device__ __forceinline__ Sampling sampling_at(const SamplingParameters& all, i
           all.min_p == nullptr ? 0.0f : __ldg(all.min_p + index)};
 }
 
-// What makes a weight of a logit, and of nothing else. Half the distance to the best one cannot
-// overflow; the scale is kept finite and positive, as 0 * inf is NaN.
+// Turns a logit into a weight, which depends on nothing else. Half the distance to the best logit
+// cannot overflow; the scale is kept finite and positive, because 0 * inf is NaN.
 struct Weighting {
   float half_max;
   float scale;
@@ -58,7 +58,7 @@ __device__ __forceinline__ float logprob(const RowStatistics& row, const Samplin
   return (x - row.max) / sampling.scale() - logf(sum);
 }
 
-// The filtered probability of a logit, not cut to fixed point.
+// The filtered probability of a logit, not truncated to fixed point.
 __device__ __forceinline__ double probability(const RowStatistics& row, const Sampling& sampling,
                                               float x) {
   const double weight = weighting_of(row, sampling).weight(x);
@@ -88,7 +88,7 @@ __device__ int32_t first_at_least(Team& team, const View& view, float bound) {
   return team.all_reduce(first, INT32_MAX, [](int32_t a, int32_t b) { return a < b ? a : b; });
 }
 
-// Top-p and min-p, on what is left above the threshold.
+// Top-p and min-p, among the logits above the threshold.
 template <class View>
 __device__ void keep_likely(Team& team, const View& view, const Sampling& sampling,
                             RowStatistics* row) {
@@ -119,7 +119,7 @@ __device__ void keep_likely(Team& team, const View& view, const Sampling& sampli
   }
 }
 
-// Reads the whole row. The same for every team.
+// Reads the whole row. The result is the same for any team.
 template <class View>
 __device__ RowStatistics row_statistics(Team& team, const View& view, const Sampling& sampling) {
   float best = -infinity();

@@ -5,11 +5,11 @@
 namespace fastspec::cuda {
 namespace {
 
-constexpr int kThreads = 256;  // at most: enough for 16 bytes each of a token of 8 heads of 128
+constexpr int kThreads = 256;  // maximum; 16 bytes each cover a token of 8 heads of 128
 constexpr int kBlocks =
-    3;  // on a multiprocessor: 80 registers, where ptxas might take 64 and spill
+    3;  // per multiprocessor; allows 80 registers, as ptxas might use 64 and spill
 
-// What one thread moves at a time: a value, wherever it lies.
+// What a thread moves at a time: one value, at any address.
 struct One {
   static constexpr int kValues = 1;
   uint32_t bits;
@@ -106,7 +106,7 @@ __device__ __forceinline__ void rotate(const StoreKvCall& call, const Head& head
   }
 }
 
-// One block per token: its key units, those that turn in pairs, then its value units.
+// One block per token: its key units, rotated ones in pairs, then its value units.
 template <class Unit>
 __global__ void __launch_bounds__(kThreads, kBlocks) store_kv_kernel(const StoreKvCall call) {
   const int64_t token = blockIdx.x;
@@ -143,7 +143,7 @@ bool is_aligned(const StoreSide& side) {
          0;
 }
 
-// Whether every eight values lie at a multiple of 16 bytes.
+// Whether each group of eight values is at a multiple of 16 bytes.
 bool fits_eight(const StoreKvCall& call) {
   const Rotation& rotation = call.rotation;
   return is_aligned(call.key) && is_aligned(call.value) &&

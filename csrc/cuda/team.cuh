@@ -1,4 +1,4 @@
-// The threads that work on one row together: a thread block, or a cluster of them.
+// The threads that process one row together: a thread block, or a cluster of them.
 #pragma once
 #include "cuda/device.cuh"
 
@@ -15,9 +15,9 @@ struct Crossing {
   int32_t bin;  // -1: none
 };
 
-// What every block keeps in shared memory in front of its part of a staged row.
+// Shared memory of each block in front of its part of a staged row.
 struct TeamMemory {
-  u64 partials[2][kMaxWarps];  // one per warp; used in turn, so that one barrier does
+  u64 partials[2][kMaxWarps];  // one per warp; alternating, so that one barrier suffices
   u64 block_partials[2][kMaxWarps];
   Crossing crossing;
   int64_t token;
@@ -70,7 +70,7 @@ class Team {
     __syncthreads();
   }
 
-  // The values of all threads, put together by an operation that is associative and commutative.
+  // Reduces the values of all threads by an associative and commutative operation.
   template <class T, class Op>
   __device__ T all_reduce(T value, T identity, const Op& op) {
     publish(warp_reduce(value, op));

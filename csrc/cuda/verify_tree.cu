@@ -9,7 +9,7 @@ namespace {
 static_assert(sizeof(TeamMemory) <= kFixedSharedBytes);
 static_assert(sizeof(TeamMemory) % sizeof(uint4) == 0);
 
-// The tree of one sequence, as every thread of its team sees it.
+// The tree of one sequence, as seen by every thread of its team.
 class Tree {
  public:
   __device__ Tree(const VerifyTreeCall& call, int64_t index)
@@ -81,7 +81,7 @@ class Tree {
   int64_t num_;  // of the nodes that have a row
 };
 
-// A hash of the tokens of a node's children, one bit each, in place of the histogram.
+// A hash of the tokens of a node's children, one bit each, in the histogram's memory.
 class ChildBits {
  public:
   __device__ explicit ChildBits(const Team& team)
@@ -127,8 +127,8 @@ struct WithoutChildren {
   }
 };
 
-// The decisions at one node. What is left of the target after some children were turned down is
-// max(target - draft_share * draft, 0) / mass: one more child that the draft proposed with
+// The decisions at one node. After some children were rejected, the remaining target is
+// max(target - draft_share * draft, 0) / mass; another rejected child that the draft proposed with
 // probability proposed * draft adds proposed * mass to the share.
 template <bool kStaged>
 class NodeVerifier {
@@ -136,7 +136,7 @@ class NodeVerifier {
   __device__ NodeVerifier(Team& team, const VerifyTreeCall& call, const Tree& tree, int64_t node)
       : team_(team), call_(call), tree_(tree), node_(node) {}
 
-  // Reads the rows of the node; false if one is invalid. The target's comes last: it stays staged.
+  // Reads the rows of the node; false if one is invalid. The target's is last, so it stays staged.
   __device__ bool read() {
     if (!tree_.has_row(node_)) return false;
     const bool judges = tree_.drawn() && tree_.next_child(node_, node_) < tree_.num();
@@ -250,8 +250,8 @@ class NodeVerifier {
   double draft_share_ = 0.0;
 };
 
-// A team per sequence walks down from the root and reads no row but those on its way: the next one
-// only once its node is accepted.
+// A team per sequence walks down from the root and reads only rows on its path: the next one only
+// once its node is accepted.
 template <bool kStaged>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     verify_tree_kernel(const VerifyTreeCall call, const int32_t cluster) {
@@ -278,7 +278,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     node = child;
   }
   if (!valid) length = emitted = 0;
-  team.sync();  // the padding comes after what it may replace
+  team.sync();  // padding must be written after what it may replace
   if (team.rank() != 0) return;
   for (int64_t i = threadIdx.x; i < call.num_nodes; i += blockDim.x) {
     if (i >= length) call.path[first + i] = -1;
@@ -289,8 +289,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   if (writes) call.accepted_len[team.index()] = valid ? static_cast<int32_t>(length) : -1;
 }
 
-// Lets the blocks of the kernel have all the shared memory of the current device: once for each,
-// and never less, as another thread may be about to launch.
+// Allows the kernel's blocks to use all shared memory of the current device: once per device, and
+// never reduced, because another thread may be about to launch.
 cudaError_t allow_all_shared_memory() {
   static std::atomic<uint64_t> allowed{0};  // a bit per device
   int device = 0, bytes = 0;

@@ -1,7 +1,7 @@
 """The command line: `fastspec generate`, `bench`, `tune` and the others.
 
-Modules of commands import nothing that imports torch: help and refusals come at once. What needs a
-model is imported by a command after its options are checked.
+The modules of commands import nothing that imports torch, so help and errors in options appear at
+once. Commands import what needs a model after their options are checked.
 """
 
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""`fastspec batch`: answer a file of prompts, by several processes if there is room."""
+"""`fastspec batch`: answer a file of prompts, in one or several processes."""
 
 from functools import partial
 from pathlib import Path
@@ -25,21 +25,21 @@ def batch(
         typer.Option(
             "--input",
             metavar="FILE.jsonl",
-            help='JSON lines, each an object with "prompt" or "messages", and perhaps options of'
-            ' its own such as "temperature" or "max_tokens"; the rest is kept.',
+            help='JSON lines, each an object with "prompt" or "messages" and optionally its own'
+            ' options such as "temperature" or "max_tokens"; other fields are kept.',
         ),
     ],
     output_file: Annotated[
         Path,
         output_file(
-            "The same objects with their answers; a run that was cut off goes on from"
+            "File for the same objects with their answers; an interrupted run continues from"
             " FILE.jsonl.part.",
             "FILE.jsonl",
             "--output",
         ),
     ],
     replicas: Annotated[
-        int, typer.Option(min=1, max=256, help="Processes, each with an engine of its own.")
+        int, typer.Option(min=1, max=256, help="Number of processes, each with its own engine.")
     ] = 1,
     ray_address: Annotated[
         str | None,
@@ -47,15 +47,15 @@ def batch(
             "--ray",
             metavar="ADDRESS",
             help="Address of a Ray cluster to run on: auto on a machine of the cluster,"
-            " ray://HOST:10001 from elsewhere, local to start one here; --replicas is the number of"
-            " actors.",
+            " ray://HOST:10001 from elsewhere, local to start one here; --replicas is then the"
+            " number of actors.",
         ),
     ] = None,
     config_file: Config = None,
 ) -> None:
     """Answer every prompt of a file, in order.
 
-    After an interruption, run the same command again to continue.
+    After an interruption, rerun the same command to continue.
     """
     models.check(spec.method)
     require_file("input_file", input_file)
@@ -66,7 +66,7 @@ def batch(
     elsewhere = in_launched if size > 1 else None
     with usage_errors():
         if size > 1 and (replicas > 1 or ray_address is not None):
-            raise ValueError("replicas, ray_address: the launcher has started processes already")
+            raise ValueError("replicas, ray_address: the launcher has already started processes")
         if ray_address is not None:
             try:
                 from fastspec.serve.on_ray import answers
@@ -88,5 +88,5 @@ def batch(
         )
     typer.echo(str(output_file))
     if num_failed:
-        report(f"{num_failed} prompts failed; their error says why")
+        report(f'{num_failed} prompts failed; see their "error" field')
         raise typer.Exit(1)

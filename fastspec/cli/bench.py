@@ -46,7 +46,7 @@ def bench(
     profile: Annotated[
         Path | None,
         output_file(
-            "Write a trace of one speculative run, by torch.profiler, for chrome://tracing or"
+            "Write a torch.profiler trace of one speculative run, for chrome://tracing or"
             " Perfetto.",
             "FILE.json",
         ),
@@ -54,10 +54,11 @@ def bench(
 ) -> None:
     """Time plain, speculative, and Hugging Face's plain and assisted decoding, batch 1, in one run.
 
-    All run on one loaded pair and make equally many tokens; greedy outputs are compared first. The
-    draft model runs alone, too. A cascade's parts run beside it, each draft model with K of -k and
-    MaG with K = 10; with several draft models, assisted generation gets the biggest. Relaxed and
-    synthetic acceptance are labelled LOSSY, and the outputs of the latter are not compared.
+    All run on the same loaded models and generate the same number of tokens; greedy outputs are
+    compared first. The draft model is also timed by itself, and so are a cascade's parts: each
+    draft model with K from -k, and MaG with K = 10; with several draft models, assisted generation
+    uses the biggest. Relaxed and synthetic acceptance are labelled LOSSY; outputs with synthetic
+    acceptance are not compared.
     """
     method = drafting_method(spec.method)
     if not method.sets_length:
@@ -88,7 +89,7 @@ def bench(
     measured = Methods(models.target, drafts, spec, engine_config, config, costs)
     if measured.refused is not None:
         peer = "assisted generation" if spec.exit_layer is None else "early exit"
-        note(f"Hugging Face's {peer} is left out, it fails with {measured.refused:.200}")
+        note(f"Hugging Face's {peer} is left out: it fails with {measured.refused:.200}")
     ids = tokenize_prompts(measured.tokenizer, texts, prompts.chat)
     with progress_bar("runs") as bar:
         total = config.num_runs(len(ids), len(measured.by_name()))
@@ -126,9 +127,9 @@ def bench(
 
 
 def _results(method: str, spec: SpecConfig) -> Path:
-    """The file of results in a checkout that --record writes to."""
+    """The results file in a checkout that --record writes to."""
     if spec.is_lossy:
-        raise ValueError("record: only of exact decoding; --out FILE takes LOSSY records")
+        raise ValueError("record: only for exact decoding; use --out FILE for LOSSY records")
     if not Path.cwd().is_relative_to(ROOT):
         raise ValueError(f"record: only inside the checkout {ROOT}; --out FILE works anywhere")
     name = f"{method}_cape" if spec.cape else method
@@ -152,7 +153,7 @@ def _show(console: Console, result: dict) -> None:
     if result["verified"]:
         compared = "all methods" if "speculative" in equal else f"all methods but {ours}"
         verdict = f"{compared} gave the same token ids"
-    console.print(f"Compared first, greedily: {verdict}.")
+    console.print(f"Greedy outputs, compared first: {verdict}.")
     for title, key, digits in (
         ("new tokens per second", "tokens_per_s", 1),
         ("ratio", "ratios", 2),

@@ -25,18 +25,18 @@ if TYPE_CHECKING:
     from fastspec.engine.outputs import RequestOutput, StreamEvent
 
 _HELP = """\
-/speculative      answer speculatively, on or off
-/target           answer by the target alone, on or off: the other answers are compared with it
-/drafter          answer by the draft model alone, on or off
-/ngram            answer with drafts of n-grams, on or off
+/speculative      turn speculative answers on or off
+/target           turn answers of only the target on or off; other answers are compared with them
+/drafter          turn answers of only the draft model on or off
+/ngram            turn answers with n-gram drafts on or off
 /gamma N          draft N tokens in each step
-/length N         new tokens of an answer at most
+/length N         maximum number of new tokens per answer
 /processor NAME   greedy, multinomial T, topk T K, nucleus T P or topknucleus T K P
-/chat             wrap what you type in the chat template and remember it, on or off
-/cache            what is cached
-/debug            show what each step accepted, on or off
+/chat             turn the chat template, and remembering the conversation, on or off
+/cache            show what is cached
+/debug            turn showing what each step accepted on or off
 /clear            forget the conversation and clear the screen
-/quit             the end; Ctrl-C stops an answer, Ctrl-D ends too"""
+/quit             quit, as Ctrl-D does; Ctrl-C stops an answer"""
 # romsto's names of ways to choose tokens, and what their numbers are.
 _PROCESSORS = {
     "greedy": (),
@@ -60,7 +60,7 @@ def chat(
     config: Annotated[EngineConfig, Flags()],
     config_file: Config = None,
 ) -> None:
-    """Talk to a model, and see what speculation does for each answer."""
+    """Chat with a model, and see what speculation does for each answer."""
     served = choices.engine(models, spec, config)
     begin()
     engine = served.load()
@@ -71,7 +71,7 @@ def chat(
     chat = Chat(engine, drafter, params, config, Console(highlight=False, soft_wrap=True))
     note("/help lists the commands")
     if engine.tokenizer is None:
-        raise ValueError("target: it has no tokenizer")
+        raise ValueError("target: has no tokenizer")
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
     while (line := _read_line()) is not None:
@@ -81,7 +81,7 @@ def chat(
 
 
 def _read_line() -> str | None:
-    """What the user types next; None at the end."""
+    """The next line the user types; None at the end."""
     if not sys.stdin.isatty():
         line = sys.stdin.readline()
         return line.rstrip("\n") if line else None
@@ -91,7 +91,7 @@ def _read_line() -> str | None:
         try:
             return input("> ")
         except KeyboardInterrupt:
-            typer.echo("\n/quit or Ctrl-D ends")
+            typer.echo("\nuse /quit or Ctrl-D to quit")
         except EOFError:
             typer.echo()
             return None
@@ -99,7 +99,7 @@ def _read_line() -> str | None:
 
 @dataclass
 class Run:
-    """One way to answer: whether it is on, and what the engine is told."""
+    """One way to answer: whether it is on, and the drafter that it uses."""
 
     is_on: bool
     drafter: str | None = None
@@ -110,8 +110,8 @@ class Chat:
     """A conversation with an engine, in lines that are commands or something to answer.
 
     Attributes:
-        drafter: names the draft model, to let it answer alone; None = there is none.
-        config: of the engine that runs it then.
+        drafter: name of the draft model, to let it answer by itself; None = there is none.
+        config: of the engine that then runs it.
     """
 
     engine: "Engine"
@@ -134,7 +134,7 @@ class Chat:
         }
 
     def take(self, line: str) -> None:
-        """Answer a line, or do what it commands; what cannot be done is said in a line."""
+        """Answer a line, or run its command; errors are printed on one line."""
         name, *words = line.split() or [""]
         commands: dict[str, tuple[Callable[..., None], int | None]] = {
             **{f"/{name}": (partial(self._toggle, name), 0) for name in self.runs},
@@ -153,7 +153,7 @@ class Chat:
                     self._answer(line)
                 return
             if name not in commands:
-                raise ValueError(f"there is no command {name}; /help lists them")
+                raise ValueError(f"unknown command {name}; /help lists the commands")
             command, count = commands[name]
             fits = count is None or len(words) == count
             require(name, " ".join(words), fits, "one number" if count else "nothing after it")
@@ -180,7 +180,7 @@ class Chat:
                 break
             speeds[name] = speed
         if first is None:
-            raise ValueError("nothing answers: turn /speculative or /target on")
+            raise ValueError("no way to answer is on: turn on /speculative or /target")
         self._compare(speeds)
         if self.uses_template:
             self.messages += [
@@ -251,7 +251,7 @@ class Chat:
         from fastspec.engine.engine import Engine
 
         if self.drafter is None:
-            raise ValueError("/drafter: there is no draft model that could answer alone")
+            raise ValueError("/drafter: there is no draft model that can answer by itself")
         if self.draft_engine is None:
             self.draft_engine = Engine(self.drafter, spec="none", config=self.config)
         return self.draft_engine
@@ -271,7 +271,7 @@ class Chat:
     def _set_gamma(self, value: str) -> None:
         count, most = _whole("/gamma", value), self.config.max_n_spec_tokens
         fits = most is None or count <= most
-        require("/gamma", count, fits, f"at most --max-n-spec-tokens, {most}")
+        require("/gamma", count, fits, f"at most --max-n-spec-tokens ({most})")
         ngrams = SpecConfig("ngram", count)  # refuses what no drafter takes, before any change
         if self.engine.is_speculative:
             self.engine.enable_spec_dec(n_spec_tokens=count)
@@ -310,8 +310,8 @@ class Chat:
 
     def _tell_cache(self) -> None:
         shared = self.config.prefix_caching
-        how = "is kept for the next answer" if shared else "is not (--prefix-caching keeps it)"
-        self._say(f"Keys and values are always cached; what a conversation begins with {how}.")
+        how = "are kept" if shared else "are not kept (--prefix-caching keeps them)"
+        self._say(f"Keys and values are always cached; between answers they {how}.")
 
     def _clear(self) -> None:
         self.messages = []

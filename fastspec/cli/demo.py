@@ -1,4 +1,4 @@
-"""`fastspec demo`: a target, plain and speculative, side by side."""
+"""`fastspec demo`: plain and speculative decoding side by side."""
 
 import re
 import statistics
@@ -54,13 +54,13 @@ def demo(
         SamplingParams,
         Flags("max_tokens", "temperature", **FIXED_RUN, max_tokens=96),
     ],
-    svg: Annotated[Path | None, output_file("Write what is shown as an SVG picture.")] = None,
+    svg: Annotated[Path | None, output_file("Write the output as an SVG image.")] = None,
 ) -> None:
-    """Continue prompts, plain and speculatively, and compare both.
+    """Continue prompts with plain and speculative decoding, and compare both.
 
-    At temperature 0 both outputs must be equal. By default with the bundled pair. The fetched model
-    answers questions: --target smollm2 --chat. Without --method and --draft: the draft that comes
-    with the target, and for any other target the method suffix.
+    At temperature 0 both outputs must be equal. The default models are the bundled pair. The
+    fetched model answers questions: --target smollm2 --chat. Without --method and --draft, the
+    draft that comes with the target is used, and for any other target the method suffix.
     """
     if method_named(spec.method).chooses and models.draft is None:
         spec = _usual(spec, models.target)
@@ -93,7 +93,7 @@ def demo(
 
 
 def _usual(spec: SpecConfig, target: str) -> SpecConfig:
-    """The method for a target that is named without a draft."""
+    """The method for a target that is given without a draft."""
     if own_draft(target, "eagle3") is not None:
         usual = {"num_speculative_tokens": 4, "confidence_threshold": 0.3, "suffix_tokens": 8}
         if spec.schedule != "constant" or spec.cape:

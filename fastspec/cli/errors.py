@@ -1,4 +1,4 @@
-"""Every failure is one line on stderr, with exit code 2 for usage and 1 for the rest."""
+"""Every failure is one line on stderr, with exit code 2 for usage errors and 1 for others."""
 
 import re
 import sys
@@ -59,7 +59,7 @@ class OneLineErrors(TyperGroup):
 
 
 def _command(group: TyperGroup, typed: list[str]) -> Any:
-    """The command that the command line names, as far as there is one."""
+    """The command that the command line names, if there is one."""
     command: Any = group
     for argument in typed:
         found = getattr(command, "commands", {}).get(argument)
@@ -72,7 +72,7 @@ def _command(group: TyperGroup, typed: list[str]) -> Any:
 def _as_typed(message: str, command: Any, typed: list[str]) -> str:
     """An error with the names of fields replaced by those of the command's options.
 
-    At its beginning any name counts, and further on those that are no English words.
+    At its beginning any name is replaced, and further on only those that are no English words.
     """
     labels = {parameter.name: _label(parameter, typed) for parameter in command.params}
     for field, name in _OPTIONS_OF_FIELDS.items():
@@ -101,14 +101,14 @@ def _label(parameter: Any, typed: list[str]) -> str:
 
 @contextmanager
 def usage_errors() -> Iterator[None]:
-    """Exit code 2 for the ValueErrors of a block that runs when models are loaded already."""
+    """Exit code 2 for the ValueErrors of a block that runs after models are loaded."""
     is_checked = _is_checked.set(False)
     yield
     _is_checked.reset(is_checked)
 
 
 def begin() -> None:
-    """Options are checked: from here on errors are those of the run, and its libraries are quiet.
+    """Options are checked: from here on, errors are those of the run and libraries are quiet.
 
     Only errors of transformers and of the hub reach the terminal.
     """

@@ -14,7 +14,7 @@ from fastspec.tools.fetch import fetch as fetch_model
 
 def fetch(
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help=f"Which model: {', '.join(FETCHED)}.")
+        str, typer.Argument(metavar="NAME", help=f"Model to fetch: {', '.join(FETCHED)}.")
     ],
 ) -> None:
     """Download a model once, check it, and keep it in the cache under its short name.

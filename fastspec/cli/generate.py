@@ -38,22 +38,22 @@ def generate(
         bool, typer.Option("--show-tree", help="Draw the token tree of each step after the text.")
     ] = False,
     save_outputs: Annotated[
-        Path | None, output_file("Write ids that fastspec simulate reads.", "FILE.jsonl")
+        Path | None, output_file("Write token ids for fastspec simulate.", "FILE.jsonl")
     ] = None,
 ) -> None:
-    """Continue prompts, speculatively when there is a draft model, plainly without.
+    """Continue prompts, with speculation if there is a draft model.
 
-    Where no prompt is given, each line of stdin is one.
+    Without a prompt option, each line of stdin is a prompt.
     """
     if as_json:
-        refuse("show_sources", show_sources or None, "the JSON of --json holds the sources already")
+        refuse("show_sources", show_sources or None, "--json already includes the sources")
     else:
-        refuse("logprobs", params.logprobs, "is a part of the JSON of --json")
-        refuse("prompt_logprobs", params.prompt_logprobs, "is a part of the JSON of --json")
+        refuse("logprobs", params.logprobs, "only with --json")
+        refuse("prompt_logprobs", params.prompt_logprobs, "only with --json")
     if prompts.chat:
-        refuse("prompt_template", config.prompt_template, "--chat has the template of the model")
+        refuse("prompt_template", config.prompt_template, "not with --chat and its template")
     if show_tree and (as_json or not (spec.drafts_trees or spec.cape)):
-        raise ValueError("show_tree: needs --method tree or --cape, and no --json")
+        raise ValueError("show_tree: needs --method tree or --cape, and not --json")
     if save_outputs is not None and save_outputs.suffix != ".jsonl":
         raise ValueError(f"save_outputs: expected a .jsonl file, got {str(save_outputs)!r}")
     if save_outputs is not None and params.temperature > 0 and params.seed is None:

@@ -1,4 +1,4 @@
-"""`fastspec info`: what runs here, and what does not and why."""
+"""`fastspec info`: what runs here, and what does not, and why."""
 
 import json
 import platform
@@ -12,7 +12,7 @@ from fastspec.cli.options import AsJson
 
 
 def info(as_json: AsJson = False) -> None:
-    """Show versions, devices, which kernel backends are available and why the others are not."""
+    """Show versions, devices and kernel backends, with the reason why some are unavailable."""
     facts = describe()
     if as_json:
         typer.echo(json.dumps(facts))

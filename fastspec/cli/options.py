@@ -29,9 +29,9 @@ _FEW = 3  # methods that a help text names
 
 
 class Flags:
-    """Which options of a config a command offers: those named, or all but `without`.
+    """The options of a config that a command offers: those named, or all but `without`.
 
-    `defaults` take the place of the declared ones; options without a flag are set to theirs.
+    `defaults` replace the declared ones; options without a flag are set to theirs.
     """
 
     def __init__(self, *only: str, without: tuple[str, ...] = (), **defaults: Any):
@@ -106,7 +106,7 @@ def _flag(config: type, option: Option, flags: Flags, known: dict[str, Method]) 
 
 
 def _read(option: Option, value: Any) -> Any:
-    """What a flag says; JSON is parsed, and so are numbers that commas separate."""
+    """The value of a flag; JSON is parsed, and so are comma-separated numbers."""
     if option.kind.flag_type == "list":
         return [_number(part.strip()) for part in value.split(",")]
     if option.kind.flag_type != "json":
@@ -122,7 +122,7 @@ def _number(text: str) -> int | float | str:
 
 
 def output_file(help: str, metavar: str = "FILE", *flags: str) -> Any:
-    """The declaration of a file that is written at the end, which is to be possible."""
+    """The declaration of a file that is written at the end; checks that it can be written."""
 
     def check(parameter: typer.CallbackParam, file: Path | None) -> Path | None:
         if file is not None:
@@ -132,9 +132,7 @@ def output_file(help: str, metavar: str = "FILE", *flags: str) -> Any:
     return typer.Option(*flags, metavar=metavar, help=help, callback=check)
 
 
-AsJson = Annotated[
-    bool, typer.Option("--json", help="Print JSON, one object a line, nothing else.")
-]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON only, one object per line.")]
 
 
 def _use_config(context: typer.Context, file: Path | None) -> Path | None:
@@ -145,7 +143,7 @@ def _use_config(context: typer.Context, file: Path | None) -> Path | None:
     drafting = {"draft": tuned.draft, **tuned.spec}
     known = {parameter.name for parameter in context.command.params}
     if unknown := set(drafting) - known:
-        raise ValueError(f"config: this command has no {', '.join(sorted(unknown))}")
+        raise ValueError(f"config: this command has no option {', '.join(sorted(unknown))}")
     context.default_map = {
         "target": tuned.target,
         **{name: partial(_value, context, tuned.spec, value) for name, value in drafting.items()},
@@ -154,7 +152,7 @@ def _use_config(context: typer.Context, file: Path | None) -> Path | None:
 
 
 def _value(context: typer.Context, spec: dict[str, Any], value: Any) -> Any:
-    """A value of the file, but of its drafter nothing where --method names another one.
+    """A value of the file, but nothing about its drafter if --method names another one.
 
     Options that are given are read before those that are not.
     """
@@ -169,6 +167,6 @@ Config = Annotated[
         metavar="FILE.json",
         is_eager=True,
         callback=_use_config,
-        help="Models and drafter from a file of fastspec tune; options given here override it.",
+        help="File from fastspec tune with models and drafter; other options override it.",
     ),
 ]

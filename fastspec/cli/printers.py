@@ -21,7 +21,7 @@ from fastspec.engine.prompts import Prompt
 
 @dataclass
 class Transcript:
-    """The text of one request in pieces, each with who wrote it, and the trees of its steps."""
+    """The text of one request in pieces, each with its writer, and the trees of its steps."""
 
     index: int
     prompt: str
@@ -30,7 +30,7 @@ class Transcript:
     output: RequestOutput | None = None
 
     def add(self, event: StreamEvent) -> None:
-        """Append an event; the end of a text counts as written by the writer of its last token."""
+        """Append an event; the end of a text is attributed to the writer of its last token."""
         if event.text:
             last = self.pieces[-1][1] if self.pieces else "target"
             self.pieces.append((event.text, event.source or last))
@@ -63,12 +63,12 @@ def run_prompts(
 
 
 class JsonPrinter:
-    """One JSON object a line."""
+    """One JSON object per line."""
 
     streams = False
 
     def piece(self, transcript: Transcript, text: str) -> None:
-        """Nothing: an object is printed whole."""
+        """Does nothing: an object is printed whole."""
 
     def finish(self, transcript: Transcript, output: RequestOutput) -> None:
         """Print a finished request."""
@@ -89,7 +89,7 @@ class JsonPrinter:
 
 
 class TextPrinter:
-    """Plain text, several with a line before each; a lone one may come piece by piece.
+    """Plain text, with a line before each if there are several; one alone may be streamed.
 
     Args:
         tokenizer: to draw trees with; None = trees are not drawn.
@@ -109,7 +109,7 @@ class TextPrinter:
         self._tokenizer = tokenizer
 
     def piece(self, transcript: Transcript, text: str) -> None:
-        """Print what an event has just added to a text."""
+        """Print the piece that an event has just added to a text."""
         if self.streams and text:
             self._write(text, transcript.pieces[-1][1])
             sys.stdout.flush()

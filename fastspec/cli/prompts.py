@@ -21,34 +21,34 @@ class PromptOptions(Options):
     prompts_file: Path | None = option(
         None,
         PATH,
-        'One prompt a line, or JSON lines with "text" or "prompt"; - is stdin.',
+        'File with one prompt per line, or JSON lines with "text" or "prompt"; - is stdin.',
         metavar="FILE",
     )
     dataset: str | None = option(
         None,
         TEXT,
-        "Prompts of mmlu, sampled_mmlu, gsm8k, hellaswag, mt_bench, humaneval or sharegpt;"
-        " mmlu_vicuna and gsm8k_vicuna are in that model's form.",
+        "Data set of prompts: mmlu, sampled_mmlu, gsm8k, hellaswag, mt_bench, humaneval or"
+        " sharegpt; mmlu_vicuna and gsm8k_vicuna are in Vicuna's format.",
     )
     dataset_file: Path | None = option(
         None,
         PATH,
-        "Its records, one JSON object a line or a JSON list; without it the package datasets"
-        " downloads them.",
+        "Records of --dataset, as JSON lines or one JSON list; by default downloaded with the"
+        " datasets package.",
         metavar="FILE",
     )
     num_prompts: int | None = option(
-        None, integer(1), "How many prompts of --dataset, the first ones, or of the bundled ones."
+        None, integer(1), "Number of prompts to take from --dataset or the bundled set."
     )
     chat: bool = option(
         False,
         BOOL,
-        "Wrap each prompt in the tokenizer's chat template; the bundled prompts are questions then,"
-        " programming tasks, texts to summarise and to edit.",
+        "Wrap each prompt in the tokenizer's chat template; the bundled prompts are then questions,"
+        " coding tasks, and texts to summarise or edit.",
     )
 
     def bundled(self) -> list[str]:
-        """Those that are named, else so many of the bundled ones."""
+        """The prompts that are named, else `num_prompts` of the bundled ones."""
         if self.prompts_file is not None and self.dataset is None:
             return replace(self, num_prompts=None).named()
         if (self.dataset, self.dataset_file) != (None, None):
@@ -56,12 +56,12 @@ class PromptOptions(Options):
         return bundled_prompts(self.num_prompts or 0, self.chat)
 
     def named(self) -> list[str]:
-        """Those of the data set, or of the file; ValueError where options do not go together."""
+        """The prompts of the data set or the file; ValueError if options cannot be combined."""
         if self.dataset is not None:
-            refuse("dataset", self.prompts_file, "--prompts-file names other prompts")
+            refuse("dataset", self.prompts_file, "not with --prompts-file")
             return load_prompts(self.dataset, self.dataset_file, self.num_prompts)
-        refuse("dataset_file", self.dataset_file, "needs a --dataset that says what it holds")
-        refuse("num_prompts", self.num_prompts, "needs a --dataset, whose prompts it counts")
+        refuse("dataset_file", self.dataset_file, "needs --dataset, which defines its format")
+        refuse("num_prompts", self.num_prompts, "needs --dataset")
         return [] if self.prompts_file is None else read_prompts(self.prompts_file)
 
 
@@ -69,7 +69,7 @@ def typed_prompts(texts: list[str], options: PromptOptions) -> list[str]:
     """The prompts of the command line, then those that are named; without either, those of stdin.
 
     Raises:
-        ValueError: there is none, or a file is not what its name says.
+        ValueError: there are none, or a file is not in the format of its suffix.
     """
     prompts = [*texts, *options.named()]
     if not prompts and not sys.stdin.isatty():
@@ -80,7 +80,7 @@ def typed_prompts(texts: list[str], options: PromptOptions) -> list[str]:
 
 
 def read_prompts(file: Path) -> list[str]:
-    """Prompts of a file: each line, of JSON lines "text" or "prompt"; blank lines are skipped."""
+    """Prompts of a file: its lines, or "text" or "prompt" of JSON lines; blank ones are skipped."""
     content = _stdin() if str(file) == "-" else read_text("prompts_file", file)
     prompts: list[Any] = _lines(content)
     if file.suffix in (".json", ".jsonl") or _prompt_of(first_json_line(content)):
@@ -90,12 +90,12 @@ def read_prompts(file: Path) -> list[str]:
             if prompts[-1] is None:
                 raise ValueError(f'{where}: expected an object with a "text" or "prompt" string')
     if not prompts:
-        raise ValueError(f"prompts_file: {file} holds no prompt")
+        raise ValueError(f"prompts_file: {file} contains no prompt")
     return prompts
 
 
 def bundled_prompts(count: int, chat: bool = False) -> list[str]:
-    """That many of the bundled prompts, held-out code or questions to chat, of the whole set."""
+    """That many of the bundled prompts, held-out code or chat questions, spread over the set."""
     available = read_prompts(ASSETS / ("chat-prompts.jsonl" if chat else "prompts.jsonl"))
     fits = 1 <= count <= len(available)
     require("num_prompts", count, fits, f"1 to {len(available)}")
@@ -103,7 +103,7 @@ def bundled_prompts(count: int, chat: bool = False) -> list[str]:
 
 
 def tokenize_prompts(tokenizer: Any, texts: list[str], chat: bool) -> list[list[int]]:
-    """The ids of prompts; a tokenizer that cannot do what is asked for is an error of usage."""
+    """The ids of prompts; a tokenizer that cannot encode them is a usage error."""
     from fastspec.models.loading import prompt_ids
 
     with usage_errors():

@@ -1,4 +1,4 @@
-"""`fastspec serve`: OpenAI's HTTP interface and a page that shows who wrote each token."""
+"""`fastspec serve`: OpenAI's HTTP API and a page that shows who wrote each token."""
 
 import logging
 from pathlib import Path
@@ -21,7 +21,7 @@ def serve(
     config: Annotated[EngineConfig, Flags(**ENGINE_DEFAULTS)],
     config_file: Config = None,
 ) -> None:
-    """Serve OpenAI's HTTP interface, and a page that shows who wrote each token."""
+    """Serve OpenAI's HTTP API, and a page that shows who wrote each token."""
     has_keys, served = bool(serving.api_keys()), choices.engine(models, spec, config)
     try:
         from fastspec.serve.app import is_loopback
@@ -33,7 +33,7 @@ def serve(
         begin()
         engine, name = served.load(), Path(models.target).name
         if not has_keys and not is_loopback(serving.host):
-            note(f"whoever reaches {serving.host} may use this server: there are no API keys")
+            note(f"no API keys are set: anyone who can reach {serving.host} can use this server")
         host = f"[{serving.host}]" if ":" in serving.host else serving.host
         note(f"serving {name} at http://{host}:{listener.getsockname()[1]}/ until Ctrl-C")
         new_server(engine, serving, name).run(sockets=[listener])

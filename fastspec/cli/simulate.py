@@ -41,7 +41,7 @@ def simulate(
         Path,
         typer.Argument(
             metavar="FILE",
-            help="Stored outputs: JSON lines of generate --save-outputs or of lists of ids, ids"
+            help="Stored outputs: JSON lines from generate --save-outputs or with lists of ids, ids"
             " joined by '_' (CS-Drafting), or printed tensors (Decoding Speculative Decoding).",
         ),
     ],
@@ -53,29 +53,30 @@ def simulate(
         int | None,
         typer.Option(
             min=1,
-            help="New tokens at most of the run, where the file does not say so (CS-Drafting's ran"
-            " with 200): shorter texts ended by themselves. By default each text's length.",
+            help="Maximum number of new tokens in the stored run, if the file does not say"
+            " (CS-Drafting used 200): shorter texts ended by themselves. By default each text's"
+            " length.",
         ),
     ] = None,
     draft_seconds: Annotated[
-        float | None, typer.Option(help="Time of one draft token, to predict tokens per second.")
+        float | None, typer.Option(help="Seconds per draft token, to predict tokens per second.")
     ] = None,
     verify_seconds: Annotated[
-        float | None, typer.Option(help="Time of one target pass, to predict tokens per second.")
+        float | None, typer.Option(help="Seconds per target pass, to predict tokens per second.")
     ] = None,
     log: Annotated[
-        Path | None, output_file("Write how many tokens match after each pass, [N] each.")
+        Path | None, output_file("Write how many tokens match after each pass, as [N].")
     ] = None,
     log_rows: Annotated[
-        int, typer.Option(min=1, help="Outputs side by side in a line of --log, [N, N].")
+        int, typer.Option(min=1, help="Number of outputs per line of --log, as [N, N].")
     ] = 1,
-    plot: Annotated[Path | None, output_file("Draw the counts; needs matplotlib.")] = None,
+    plot: Annotated[Path | None, output_file("Plot the counts; needs matplotlib.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Count what a drafter would have had accepted, had it drafted for stored outputs.
+    """Count how many of a drafter's tokens stored outputs would have accepted.
 
-    They are those of --target, whose weights are not read. The prompts of a file that holds new ids
-    alone are those of --prompts-file or --dataset, in order.
+    The outputs are those of --target, whose weights are not read. If the file contains only new
+    ids, --prompts-file or --dataset gives the prompts, in order.
     """
     method = drafting_method(spec.method)
     if (draft_seconds is None) != (verify_seconds is None):
@@ -86,7 +87,7 @@ def simulate(
         raise ValueError("log_rows: needs --log")
     for name, seconds in (("draft_seconds", draft_seconds), ("verify_seconds", verify_seconds)):
         fits = seconds is None or (0 <= seconds < inf and (seconds or name == "draft_seconds"))
-        require(name, seconds, bool(fits), "seconds >= 0, of a target pass > 0")
+        require(name, seconds, bool(fits), "seconds >= 0, > 0 for a target pass")
     require_file("outputs", outputs_file)
     texts = prompts.named() or None
     if plot is not None:
@@ -119,7 +120,7 @@ def simulate(
 
 
 def _log(simulations: "list[Simulation]", num_rows: int) -> Iterator[list[int]]:
-    """Tokens that match after each pass, of so many outputs at a time; those at their end wait."""
+    """Tokens that match after each pass, for num_rows outputs at a time; finished ones wait."""
     for first in range(0, len(simulations), num_rows):
         rows = [simulation.matched for simulation in simulations[first : first + num_rows]]
         for place in range(max(map(len, rows))):
@@ -148,7 +149,7 @@ def _report(
 
 
 def _predicted(rates: list[float], draft_seconds: float, verify_seconds: float) -> list[dict]:
-    """Tokens per second for each K up to the simulated one, and over plain decoding."""
+    """Tokens per second for each K up to the simulated one, and the ratio to plain decoding."""
     from fastspec.tools.formulas import expected_tokens_by_position, throughput
 
     rows = []
@@ -163,21 +164,21 @@ def _predicted(rates: list[float], draft_seconds: float, verify_seconds: float) 
 def _show(console: Console, report: dict) -> None:
     console.print(
         f"{report['num_outputs']} outputs, {report['num_output_tokens']} tokens in"
-        f" {report['num_steps']} target passes: {number(report['mean_acceptance_length'])} a pass,"
-        f" acceptance rate {number(report['acceptance_rate'])}"
+        f" {report['num_steps']} target passes: {number(report['mean_acceptance_length'])} per"
+        f" pass, acceptance rate {number(report['acceptance_rate'])}"
     )
     means = report["means_by_prompt"]
     console.print(
-        f"Tokens a pass by prompt: {number(statistics.fmean(means))} on average,"
+        f"Tokens per pass by prompt: {number(statistics.fmean(means))} on average,"
         f" {number(min(means))} to {number(max(means))}"
     )
     if report["num_known"]:
         console.print(
-            f"The accepted counts are those of the stored run in {report['num_reproduced']} of"
+            f"The accepted counts equal those of the stored run in {report['num_reproduced']} of"
             f" {report['num_known']} outputs."
         )
     table = table_of(
-        "draft tokens", "passes that accepted so many", "acceptance rate at this position"
+        "draft tokens", "passes that accepted this many", "acceptance rate at this position"
     )
     rates = [None, *report["rates"]]
     histogram = report["acceptance_histogram"]
@@ -187,7 +188,7 @@ def _show(console: Console, report: dict) -> None:
         table.add_row(str(count), str(passes), number(rate))
     console.print(table)
     if "predicted" in report:
-        table = table_of("K", "tokens a pass", "predicted tokens/s", "over plain")
+        table = table_of("K", "tokens per pass", "predicted tokens/s", "over plain")
         for row in report["predicted"]:
             cells = (number(row["tokens_per_pass"]), number(row["tokens_per_s"], 1))
             table.add_row(str(row["k"]), *cells, f"{row['ratio']:.2f}x")

@@ -1,4 +1,4 @@
-"""`fastspec train`: what drafters learn from your own text."""
+"""`fastspec train`: train drafters on your own text."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +29,7 @@ _Config = Annotated[EngineConfig, Flags("dtype", "device", dtype="float32")]
 _SECONDS_BETWEEN_LINES = 60.0
 _OF_GLIDE = ("lookup_rows", "distillation", "store_target")
 
-app = typer.Typer(help="Make what drafters need from text of your own.", no_args_is_help=True)
+app = typer.Typer(help="Train drafters on your own text.", no_args_is_help=True)
 
 
 @app.command()
@@ -47,8 +47,8 @@ def draft(
 ) -> None:
     """Train a shallow draft model, which starts from the target's first and last layers.
 
-    Best on text of the target's own, which train texts writes. At the end the draft is used on
-    held-out text, and what was accepted is reported.
+    It works best on the target's own text, which train texts writes. At the end the draft is run on
+    held-out text and its acceptance is reported.
     """
     _train("draft", models.target, files, shape, settings, config, spec)
 
@@ -66,9 +66,9 @@ def glide(
         bool, typer.Option("--plain", help="Train a plain draft of the same size, for comparison.")
     ] = False,
 ) -> None:
-    """Train a GLIDE draft, which also reads the target's cache; the target stays as it is.
+    """Train a GLIDE draft, which also reads the target's cache; the target is not changed.
 
-    At the end the draft is used on held-out text, and what was accepted is reported.
+    At the end the draft is run on held-out text and its acceptance is reported.
     """
     if plain and settings.lookup_rows:
         raise ValueError("lookup_rows: a --plain draft has no cross-attention")
@@ -92,14 +92,14 @@ def eagle3(
         ),
     ] = None,
 ) -> None:
-    """Train an EAGLE-3 draft, which reads hidden states of the target; that stays as it is.
+    """Train an EAGLE-3 draft, which reads hidden states of the target; the target is not changed.
 
-    The target reads all texts once, and its states are kept on disk meanwhile. Of "prompt_ids" and
-    "token_ids" the latter alone are learnt. At the end it is reported what of a draft is accepted
-    on held-out text.
+    The target reads all texts once, and its states are kept on disk during training. Of
+    "prompt_ids" and "token_ids", only the latter are learnt. At the end the acceptance of drafts on
+    held-out text is reported.
     """
     for name in ("intermediate_size", "reduced_vocab_size") if start is not None else ():
-        refuse(name, getattr(shape, name), "not with --start, whose draft keeps its size")
+        refuse(name, getattr(shape, name), "not with --start, which keeps the size of its draft")
     begin()
     from fastspec.drafters.eagle3 import Eagle3Draft, load_eagle3
     from fastspec.train.eagle3 import cut_texts, make_eagle3, train_eagle3
@@ -115,12 +115,12 @@ def eagle3(
         else:
             draft = load_eagle3(start, config, model).float()
             if not isinstance(draft, Eagle3Draft):
-                raise ValueError("start: expected an EAGLE-3 draft, got one of EAGLE-1 or EAGLE-2")
+                raise ValueError("start: expected an EAGLE-3 draft, got EAGLE-1 or EAGLE-2")
     with _progress(settings.num_steps(len(training)), len(texts)) as calls:
         run = settings, files.out, files.resume
         record = train_eagle3(model, draft, training, judging, *run, *calls)
     accepted = ", ".join(f"{part:.2f}" for part in record["greedy_acceptance"])
-    report = f"the target takes of each draft token, if those before it were taken: {accepted}"
+    report = f"acceptance rate at each position, if those before it were accepted: {accepted}"
     _report(files, record, report)
 
 
@@ -128,7 +128,7 @@ def eagle3(
 @command
 def bigram(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="UTF-8 text files.")],
-    out: Annotated[Path, output_file("Where the table goes, as JSON.")],
+    out: Annotated[Path, output_file("JSON file for the table.")],
     models: _Target,
 ) -> None:
     """Count which token follows which, and write the table that --method mag reads."""
@@ -161,17 +161,17 @@ def texts(
     config: Annotated[EngineConfig, Flags("dtype", "device", "max_batch_size")],
     prompts: Annotated[PromptOptions, Flags("prompts_file")],
     params: Annotated[SamplingParams, Flags("max_tokens", max_tokens=192)],
-    out: Annotated[Path, output_file("Where the texts go.", "FILE.jsonl")],
+    out: Annotated[Path, output_file("File for the texts.", "FILE.jsonl")],
 ) -> None:
-    """Let a chat model answer prompts, for train draft and train glide to learn from.
+    """Let a chat model answer prompts, as data for train draft and train glide.
 
-    A run that was stopped goes on where it stopped.
+    An interrupted run continues where it stopped.
     """
     if out.suffix != ".jsonl":
         raise ValueError(f"out: expected a .jsonl file, got {str(out)!r}")
     written = prompts.named()
     if not written:
-        raise ValueError("prompts_file: needed, as texts answer its prompts")
+        raise ValueError("prompts_file: required, as texts answers its prompts")
     begin()
     from fastspec.train.own_text import write_texts
 
@@ -193,13 +193,13 @@ def shapes(
     params: Annotated[SamplingParams, Flags("max_tokens", **FIXED_RUN)],
     spec: _Spec,
     glide: Annotated[
-        bool, typer.Option("--glide", help="GLIDE drafts instead of plain ones.")
+        bool, typer.Option("--glide", help="Time GLIDE drafts instead of plain ones.")
     ] = False,
 ) -> None:
-    """Time fresh drafts of several shapes, and say how good each would have to be to pay.
+    """Time fresh drafts of several shapes, and show how good each must be to pay off.
 
-    None is trained: a draft costs the same whatever it says. From the costs, the throughput model
-    of tune predicts the acceptance rates at which a shape pays.
+    None is trained: a draft costs the same whatever it proposes. From the costs, tune's throughput
+    model predicts the acceptance rates at which a shape pays off.
     """
     max_tokens, texts = params.max_tokens or 0, prompts.bundled()
     begin()
@@ -216,7 +216,7 @@ def shapes(
     table = table_of("draft ms", "cost", *gains, label="draft", no_wrap=True)
     with progress_bar("runs") as bar, usage_errors():
         if sum(map(len, ids)) < 2:
-            raise ValueError("prompts: expected some of two tokens or more")
+            raise ValueError("prompts: expected at least one with two or more tokens")
         sizes = shapes_of(model, tried)
         task = bar.add_task("timing", total=len(sizes) * len(ids))
         for shape in sizes:
@@ -230,8 +230,9 @@ def shapes(
     console = Console(highlight=False)
     console.print(table)
     console.print(
-        "cost: of a draft token, in steps of the target alone. Then for three speed-ups the chance"
-        " with which the target must take a draft token after taken ones, and the best K."
+        "cost: of a draft token, in steps of plain decoding. Then, for three speed-ups, the rate at"
+        " which the target must accept a draft token whose predecessors were accepted, and the best"
+        " K."
     )
 
 
@@ -257,7 +258,7 @@ def _train(
     if files.accelerate and config.device != "auto":
         raise ValueError(f"device: accelerate launch chooses it, got {config.device!r}")
     if files.accelerate and settings.store_target:
-        raise ValueError("store_target: not with --accelerate, as processes share a file")
+        raise ValueError("store_target: not with --accelerate, whose processes would share a file")
     begin()
     from fastspec.models.loading import resolve_device
     from fastspec.train import glide_run
@@ -291,7 +292,7 @@ def _train(
 def _load(
     target: str, config: EngineConfig, seed: int
 ) -> "tuple[PreTrainedTokenizerBase, PreTrainedModel]":
-    """A target that a draft can learn from, and its tokenizer; then weights are drawn by a seed."""
+    """A target that a draft can learn from, and its tokenizer; then sets the seed for weights."""
     import torch
 
     from fastspec.models.loading import load_model, load_tokenizer
@@ -306,7 +307,7 @@ def _load(
 def _documents(
     files: Sequence[Path], tokenizer: "PreTrainedTokenizerBase", target: "PreTrainedModel"
 ) -> Iterator[tuple[list[int], int]]:
-    """Token ids of each text, and where what is learnt of it begins."""
+    """Token ids of each text, and where the part to learn begins."""
     vocab_size: int = target.config.get_text_config(decoder=True).vocab_size
     for file in files:
         content = read_text("data", file)
@@ -317,7 +318,7 @@ def _documents(
             fields = record if isinstance(record, dict) else {}
             if "text" in fields:
                 if not isinstance(fields["text"], str):
-                    raise ValueError(f'{where}: "text" is not a text: {fields["text"]!r}')
+                    raise ValueError(f'{where}: "text" is not a string: {fields["text"]!r}')
                 yield _ids(tokenizer, fields["text"]), 1
                 continue
             for name in ("prompt_ids", "token_ids"):
@@ -326,7 +327,7 @@ def _documents(
                     is_int(i) and 0 <= i < vocab_size for i in ids
                 ):
                     given = f"{name} is {ids!r:.40}"
-                    raise ValueError(f'{where} has no field "text", and no lists of ids: {given}')
+                    raise ValueError(f'{where} has neither "text" nor lists of ids: {given}')
             yield [*fields["prompt_ids"], *fields["token_ids"]], len(fields["prompt_ids"])
 
 
@@ -338,9 +339,9 @@ def _ids(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
 def _progress(
     num_steps: int, num_texts: int, live: bool = True
 ) -> Iterator[tuple[Callable[[int, float], None], Callable[[int], None]]]:
-    """What to call after each step of training, and while the target reads the texts before.
+    """Callbacks for each step of training, and for each text that the target reads before.
 
-    A bar on a terminal; elsewhere, as in a log, a line on stderr now and then.
+    Shows a bar on a terminal; elsewhere, as in a log, a line on stderr now and then.
     """
     told = time.monotonic()
     with progress_bar("steps", live) as bar:
@@ -363,7 +364,7 @@ def _progress(
 
 
 def _report(files: TrainFiles, record: dict[str, Any], found: str) -> None:
-    """What training has come to."""
+    """Report the result of training."""
     if files.plot is not None:
         from fastspec.tools.plots import plot_loss
 

@@ -1,4 +1,4 @@
-"""`fastspec tune`: measure drafters on this machine, and write down the best one."""
+"""`fastspec tune`: measure drafters on this machine, and save the best one."""
 
 import json
 from dataclasses import dataclass, replace
@@ -36,38 +36,39 @@ _SHOWN = {"exit_layer": "", "tree_nodes": "nodes", "suffix_tokens": "copies"}
 @documented
 @dataclass(frozen=True)
 class TuneOptions(Options):
-    """What is tried."""
+    """The drafters to try."""
 
     methods: tuple[str, ...] | None = option(
         None,
-        listed("names with commas between them", TEXT),
-        "Comma-separated list; by default prompt_lookup, mag and suffix, and with a draft model"
-        " draft_model (of several the first) and cascade (with several k_matrices); with a GLIDE or"
-        " EAGLE draft, glide or eagle3; with --exit-layers, early_exit; with --tree-nodes, tree.",
+        listed("comma-separated names", TEXT),
+        "Comma-separated methods to try; by default prompt_lookup, mag and suffix; with a draft"
+        " model also draft_model (the first of several) and cascade (with several k_matrices); with"
+        " a GLIDE or EAGLE draft, glide or eagle3; with --exit-layers, early_exit; with"
+        " --tree-nodes, tree.",
     )
     exit_layers: tuple[int, ...] | None = option(
         None,
         listed("numbers like 2,4", integer(1)),
-        "Comma-separated numbers of the target's first layers that early_exit tries.",
+        "Comma-separated numbers of the target's first layers for early_exit to try.",
         metavar="N,...",
     )
     tree_nodes: tuple[int, ...] | None = option(
         None,
         listed("numbers like 4,8", integer(1, MAX_TREE_NODES)),
-        "Comma-separated numbers of nodes of token trees, tried too where a method has them.",
+        "Comma-separated numbers of nodes: also try token trees where a method has them.",
         "With depths of 1, 2, 4 and so on draft tokens.",
         metavar="N,...",
     )
     suffix_tokens: int | None = option(
         None,
         options_of(SpecConfig)["suffix_tokens"].kind,
-        "Try draft models behind copies of up to so many tokens, too.",
+        "Also try draft models combined with copies of up to this many tokens.",
         "With chains of 1, 2, 4 and so on draft tokens, and with --tree-nodes.",
     )
     num_speculative_tokens: int | None = option(
         None,
         options_of(SpecConfig)["num_speculative_tokens"].kind,
-        f"Draft tokens tried at most; by default {_MOST_DRAFT_TOKENS}.",
+        f"Maximum number of draft tokens to try; by default {_MOST_DRAFT_TOKENS}.",
         flags=("--num-speculative-tokens", "-k"),
     )
     repeats: int = option(3, integer(1), "Timed rounds of the chosen drafter.")
@@ -82,16 +83,16 @@ class TuneOptions(Options):
                 raise ValueError(f"methods: {method.name} needs --tree-nodes")
         if named and all(method.sets_length for method in named):
             count = self.num_speculative_tokens
-            refuse("num_speculative_tokens", count, "not for cascades alone")
+            refuse("num_speculative_tokens", count, "not for only cascades")
 
     def own_draft(self, target: str) -> str | None:
-        """The draft that comes with a target, of the first method that is named and needs one."""
+        """The draft that comes with a target, for the first named method that needs one."""
         named = [name for name in self.methods or () if method_named(name).needs_draft]
         kinds = named[:1] if self.methods else ("draft_model", "eagle3")
         return next(filter(None, (own_draft(target, kind) for kind in kinds)), None)
 
     def tried(self, draft: str | None) -> list[Method]:
-        """The methods that are named, or fit what there is; several drafts have commas between."""
+        """The methods that are named, or that fit the drafts, which are comma-separated."""
         tried = [method_named(name) for name in self.methods or ()]
         for method in tried:
             if method.needs_draft and draft is None:
@@ -104,7 +105,7 @@ class TuneOptions(Options):
             field = "exit_layers" if name == "exit_layer" else name
             if not any(name in method.fields for method in tried):
                 names = ", ".join(method.name for method in tried)
-                refuse(field, getattr(self, field), f"none of the methods reads it: {names}")
+                refuse(field, getattr(self, field), f"none of the methods uses it: {names}")
         return tried
 
     def _is_tried(self, method: Method, draft: str | None) -> bool:
@@ -118,8 +119,8 @@ class TuneOptions(Options):
         return _runs(method, "model" if "," in draft else kind_of(draft))
 
     def specs(self, method: Method, target: str, num_models: int) -> list[SpecConfig]:
-        """What is tried of a method: several of a cascade, whose k_matrix says how much it writes,
-        of early exit, of trees and of copies first."""
+        """The specs to try for a method: several for a cascade, whose k_matrix sets its lengths,
+        for early exit, for trees and for copies first."""
         from fastspec.models.loading import bigram_beside
         from fastspec.tools.tune import k_matrices_to_try
 
@@ -162,11 +163,11 @@ def tune(
     prompts: Annotated[PromptOptions, Flags(num_prompts=4)],
     params: Annotated[SamplingParams, Flags("max_tokens", "temperature", **FIXED_RUN)],
     options: Annotated[TuneOptions, Flags()],
-    out: Annotated[Path, output_file("Where the choice goes, for --config.", "FILE.json")],
+    out: Annotated[Path, output_file("File for the choice, to pass to --config.", "FILE.json")],
 ) -> None:
-    """Choose the drafter and its number of tokens by measuring all of them on your prompts.
+    """Choose a drafter and its number of tokens by measuring candidates on your prompts.
 
-    One prompt at a time; predicted by the throughput model, then the choice is measured.
+    One prompt at a time: the throughput model predicts each speed-up, then the choice is measured.
     """
     target, max_tokens = models.target, params.max_tokens or 0
     draft = models.draft or options.own_draft(target)
@@ -231,7 +232,7 @@ def _check_kind(method: Method, draft: str) -> None:
         kind = kind_of(name)
         if not _runs(method, kind):
             what = _OWN_DRAFTS.get(kind, "a plain draft model")
-            raise ValueError(f"methods: {method.name} does not run {what}, which --draft {name} is")
+            raise ValueError(f"methods: {method.name} cannot run --draft {name}, which is {what}")
 
 
 def _runs(method: Method, kind: str) -> bool:
@@ -240,7 +241,7 @@ def _runs(method: Method, kind: str) -> bool:
 
 
 def _used(spec: SpecConfig, drafts: list[Any]) -> Any:
-    """What of several draft models, or their names, a method runs."""
+    """The draft models, or their names, that a method runs."""
     method = method_named(spec.method)
     if not method.needs_draft:
         return None
@@ -248,7 +249,7 @@ def _used(spec: SpecConfig, drafts: list[Any]) -> Any:
 
 
 def _kept_fields(spec: SpecConfig, target: str, draft_models: "list[PreTrainedModel]") -> dict:
-    """What the file has to say: the target's own bigram table is found without it."""
+    """The fields to save: the target's own bigram table is found without one."""
     from fastspec.models.loading import bigram_beside
     from fastspec.models.shared_vocabulary import is_intersection
 
@@ -263,7 +264,7 @@ def _kept_fields(spec: SpecConfig, target: str, draft_models: "list[PreTrainedMo
 
 
 def _step_costs(measurements: "list[Measurement]", spec: SpecConfig) -> list[float] | None:
-    """Of the measurement of what was chosen, if a schedule can use them."""
+    """The step costs of the choice, if a schedule can use them."""
     from fastspec.tools.tune import has_own_shape
 
     if has_own_shape(spec):
@@ -300,7 +301,7 @@ def _show(
     measured: float,
     max_tokens: int,
 ) -> None:
-    names = ("K", "draft ms", "verify ms", "tokens a pass", "tokens/s", "over plain")
+    names = ("K", "draft ms", "verify ms", "tokens per pass", "tokens/s", "over plain")
     table = table_of(*names, label="drafter", width=22, overflow="fold")  # a k_matrix fits
     for measurement in measurements:
         for row in _rows(measurement, max_tokens):

@@ -1,4 +1,4 @@
-"""What a user may set: sampling of one request, speculation, and the engine."""
+"""The configs: sampling of one request, speculation, and the engine."""
 
 from fastspec.config.checks import is_int
 from fastspec.config.engine import EngineConfig

@@ -1,4 +1,4 @@
-"""Checks at the border: a value is used, or refused by the name of its field."""
+"""Checks of inputs: a value is used, or refused by the name of its field."""
 
 import math
 from collections.abc import Mapping
@@ -26,18 +26,18 @@ def is_number(value: Any) -> bool:
 
 
 def require(name: str, value: Any, holds: bool, expected: str) -> None:
-    """Raise ValueError with the field's name unless the condition holds; long values are cut."""
+    """Raise ValueError with the field's name unless `holds`; long values are shortened."""
     if not holds:
         raise ValueError(f"{name}: expected {expected}, got {_short(value)}")
 
 
 def require_int(name: str, value: Any, least: int) -> None:
-    """Raise ValueError with the field's name unless it is an int, and large enough."""
+    """Raise ValueError with the field's name unless the value is an int >= least."""
     require(name, value, is_int(value) and value >= least, f"an int >= {least}")
 
 
 def refuse(name: str, value: Any, why: str) -> None:
-    """Raise ValueError for a field that has no meaning here, unless it was not given."""
+    """Raise ValueError for a field that is given but not supported here."""
     if value is not None:
         raise ValueError(f"{name}: {why}, got {_short(value)}")
 
@@ -48,7 +48,7 @@ def _short(value: Any) -> str:
 
 
 def config_of(name: str, value: Any, kind: type[Config]) -> Config:
-    """The value as a config of that kind, which a mapping of its fields becomes.
+    """The value as a config of that kind; a mapping of its fields is converted.
 
     Raises:
         ValueError: another type, an unknown field, or a value that is wrong.
@@ -60,12 +60,12 @@ def config_of(name: str, value: Any, kind: type[Config]) -> Config:
     known = signature(kind).parameters
     for field in value:
         if field not in known:
-            raise ValueError(f"{name}: there is no field {field!r}; there are {', '.join(known)}")
+            raise ValueError(f"{name}: unknown field {field!r}; known are {', '.join(known)}")
     return kind(**value)
 
 
 def require_unicode(name: str, text: str) -> None:
-    """Refuse half a surrogate pair, which tokenizers do by errors that name nothing."""
+    """Refuse half a surrogate pair by name; the errors of tokenizers do not name the field."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

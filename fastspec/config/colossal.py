@@ -1,4 +1,4 @@
-"""Colossal-Inference's InferenceConfig: what its fields are called here, and its templates."""
+"""Colossal-Inference's InferenceConfig: the names of its fields here, and its templates."""
 
 import logging
 from collections.abc import Mapping
@@ -29,47 +29,47 @@ TEMPLATES = {
 }
 # Fields that change no output: the type they must have, and what there is in their place.
 _WITHOUT_EFFECT = {
-    "prefill_ratio": ((int, float), "prompts are read beside decoding, see prefill_chunk_size"),
+    "prefill_ratio": ((int, float), "prompts are read between steps, see prefill_chunk_size"),
     "use_cuda_kernel": (bool, "the fastest kernels that run here are used, see backend"),
     "use_cuda_graph": (bool, "see cuda_graphs"),
 }
 # Fields of which only one value means what is done here, and what there is for the others.
 _FIXED = {
-    "tp_size": (1, "tensor parallelism is transformers', under torchrun: docs/scaling.md"),
+    "tp_size": (1, "for tensor parallelism run transformers' under torchrun: docs/scaling.md"),
     "pp_size": (1, "there is no pipeline parallelism"),
     "beam_width": (1, "there is no beam search"),
     "pad_input": (False, "nothing is padded"),
-    "early_stopping": (False, "it belongs to beam search"),
-    "high_precision": (False, "attention sums in float32 always"),
+    "early_stopping": (False, "it applies only to beam search"),
+    "high_precision": (False, "attention always accumulates in float32"),
     "use_spec_dec": (False, "call enable_spec_dec"),
-    "glimpse_large_kv": (False, "enable_spec_dec(use_glide_drafter=True) sees to it"),
+    "glimpse_large_kv": (False, "use enable_spec_dec(use_glide_drafter=True)"),
     "enable_streamingllm": (False, "there is no StreamingLLM"),
-    "no_repeat_ngram_size": (0, "no rule here looks at n-grams; see repetition_penalty"),
-    "forced_eos_token_id": (None, "a text ends at its limit as it is"),
+    "no_repeat_ngram_size": (0, "n-grams are not penalized; see repetition_penalty"),
+    "forced_eos_token_id": (None, "no token is forced at the length limit"),
 }
 # Fields that are of a request here, SamplingParams; InferenceConfig of fastspec.compat keeps them.
 GENERATION = ("do_sample", "top_k", "top_p", "temperature", "repetition_penalty", "ignore_eos")
 
 
 def fields_of_colossal(fields: Mapping[str, Any], known: list[str]) -> dict[str, Any]:
-    """The fields of EngineConfig that say the same; what has no effect is logged.
+    """The equivalent fields of EngineConfig; fields without effect are logged.
 
     Args:
         known: fields of the same name and meaning.
     Raises:
-        ValueError: a field without a meaning here, or a value that means something else.
+        ValueError: a field that is not supported here, or a value with no equivalent.
     """
     names = [*known, "dtype", "kv_cache_dtype", *LENGTHS, *_WITHOUT_EFFECT, *_FIXED]
     for name, value in fields.items():
         if name in GENERATION:
-            where = "SamplingParams has it, and InferenceConfig of fastspec.compat takes it"
-            raise ValueError(f"{name}: it belongs to a request here: {where}")
+            where = "set it in SamplingParams, or in InferenceConfig of fastspec.compat"
+            raise ValueError(f"{name}: belongs to a request here; {where}")
         if name in _FIXED:
             only, why = _FIXED[name]
             fits = value is None if only is None else value == only and type(value) is type(only)
             require(name, value, fits, f"{only!r} ({why})")
         if name not in names:
-            raise ValueError(f"{name}: has no meaning here; known names are {', '.join(names)}")
+            raise ValueError(f"{name}: not supported here; known names are {', '.join(names)}")
     kept = {name: value for name, value in fields.items() if name in known}
     if "dtype" in fields:
         dtype = fields["dtype"]
@@ -81,7 +81,7 @@ def fields_of_colossal(fields: Mapping[str, Any], known: list[str]) -> dict[str,
         same = _DTYPES.get(str(cached))
         is_model_dtype = same is not None and same == kept.get("dtype")
         fits = cached == "fp8" or is_model_dtype
-        require("kv_cache_dtype", cached, fits, "None, 'fp8' or what dtype is")
+        require("kv_cache_dtype", cached, fits, "None, 'fp8' or the same as dtype")
         kept |= {} if is_model_dtype else {"kv_cache_dtype": "float8"}
     template = fields.get("prompt_template")
     if isinstance(template, str):

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def require_file(field: str, path: Path) -> None:
-    """Raise ValueError with the option's name unless there is such a file; a pipe is one, too."""
+    """Raise ValueError with the option's name unless the file exists; a pipe counts as a file."""
     if not path.exists() or path.is_dir():
         raise ValueError(f"{field}: no such file: {str(path)!r}")
 
@@ -18,7 +18,7 @@ def check_can_write(field: str, path: Path) -> None:
     if not path.parent.is_dir():
         raise ValueError(f"{field}: no such folder: {str(path.parent)!r}")
     if path.is_dir():
-        raise ValueError(f"{field}: expected a file, {str(path)!r} is a folder")
+        raise ValueError(f"{field}: expected a file, got the folder {str(path)!r}")
     try:
         with path.open("a") if path.exists() else TemporaryFile(dir=path.parent):
             return
@@ -40,7 +40,7 @@ def read_text(field: str, path: Path) -> str:
 
 
 def read_json(field: str, path: Path) -> Any:
-    """What a JSON file holds.
+    """The content of a JSON file.
 
     Raises:
         ValueError: no such file, or not JSON; `field` names the option.
@@ -49,11 +49,11 @@ def read_json(field: str, path: Path) -> Any:
 
 
 def parse_json(text: str, where: str) -> Any:
-    """What a JSON text holds.
+    """The content of a JSON text.
 
     Raises:
-        ValueError: not JSON, a number of thousands of digits, or lists in lists without an end;
-            `where` begins the message.
+        ValueError: not JSON, a number with thousands of digits, or lists that are nested too
+            deeply; `where` begins the message.
     """
     try:
         return json.loads(text)
@@ -62,7 +62,7 @@ def parse_json(text: str, where: str) -> Any:
 
 
 def json_line(value: Any) -> str:
-    """JSON in UTF-8; halves of characters, which it cannot hold, stay escapes."""
+    """JSON in UTF-8; halves of surrogate pairs, which it cannot encode, stay escaped."""
     text = json.dumps(value, ensure_ascii=False)
     try:
         text.encode()
@@ -72,7 +72,7 @@ def json_line(value: Any) -> str:
 
 
 def parse_json_lines(text: str, where: str) -> Iterator[tuple[str, Any]]:
-    """What each line holds that is not blank, and its place: `where` and the line's number.
+    """The content of each non-blank line, and its place: `where` and the line's number.
 
     Raises:
         ValueError: a line that is not JSON, see `parse_json`.
@@ -84,7 +84,7 @@ def parse_json_lines(text: str, where: str) -> Iterator[tuple[str, Any]]:
 
 
 def first_json_line(text: str) -> Any:
-    """What the first line that is not blank holds; None where that is not JSON."""
+    """The content of the first non-blank line; None if it is not JSON."""
     first = next((line for line in text.split("\n") if line.strip()), "")
     try:
         return json.loads(first)
@@ -93,9 +93,9 @@ def first_json_line(text: str) -> Any:
 
 
 def write_whole(text: str, path: Path) -> None:
-    """Write a file; whoever reads it finds the old one or the whole new one.
+    """Write a file atomically: readers find the old one or the whole new one.
 
-    Devices, pipes and what links point to are written themselves, never replaced by a file.
+    Devices and pipes are written to, and links are followed; none is replaced by a file.
     """
     path = path.resolve()
     if path.exists() and not path.is_file():

@@ -1,4 +1,4 @@
-"""The matrix that steers a cascade of drafters: who writes how much for whom."""
+"""The matrix that controls a cascade: how many tokens each drafter writes for which level."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,13 +10,13 @@ MAG_TOKENS = 10  # the fewest that MaG writes at a time with mag_surplus; the pu
 
 
 def as_k_matrix(value: Any) -> KMatrix:
-    """A checked k_matrix: row r asks tokens of each drafter, row 0 for the target.
+    """A checked k_matrix: row r requests tokens from each drafter, row 0 for the target.
 
     Args:
         value: lists or a tensor, n x n for n drafters, biggest first.
     Raises:
         ValueError: not square, an entry that is not an int >= 0, one below the diagonal that is
-            not 0, or a first row that asks for nothing.
+            not 0, or a first row of zeros.
     """
     rows = value.tolist() if hasattr(value, "tolist") else value
     if not _is_list(rows) or not rows or not all(_is_list(row) for row in rows):
@@ -24,7 +24,7 @@ def as_k_matrix(value: Any) -> KMatrix:
     if any(len(row) != len(rows) for row in rows):
         shape = [len(row) for row in rows]
         raise ValueError(
-            f"k_matrix: expected a square one, got {len(rows)} rows of {shape} entries"
+            f"k_matrix: expected a square matrix, got {len(rows)} rows of {shape} entries"
         )
     for r, row in enumerate(rows):
         for c, entry in enumerate(row):
@@ -35,15 +35,15 @@ def as_k_matrix(value: Any) -> KMatrix:
                     f"k_matrix: entry [{r}][{c}] is below the diagonal: expected 0, got {entry}"
                 )
     if not any(rows[0]):
-        raise ValueError("k_matrix: its first row asks for no tokens at all")
+        raise ValueError("k_matrix: the first row requests no tokens")
     return tuple(tuple(int(entry) for entry in row) for row in rows)
 
 
 def most_draft_tokens(k_matrix: KMatrix, mag_surplus: bool = False) -> int:
-    """Tokens that the target can get to judge at most.
+    """Maximum number of tokens that the target may have to verify.
 
     Args:
-        mag_surplus: see SpecConfig; each MAG_TOKENS may bring up to MAG_TOKENS - 1 more.
+        mag_surplus: see SpecConfig; every MAG_TOKENS tokens may add up to MAG_TOKENS - 1 more.
     """
     size = len(k_matrix)
     last = MAG_TOKENS if mag_surplus else k_matrix[-1][-1]

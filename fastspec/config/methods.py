@@ -1,7 +1,7 @@
-"""The methods of drafting by name: what `SpecConfig.method` may be, and which fields each reads.
+"""The drafting methods by name: the values of `SpecConfig.method`, and the fields each one uses.
 
-It imports no torch, so that help texts and refusals need none. Users' methods and those of
-installed packages are here too, see `fastspec.drafters.register`.
+It does not import torch, so help texts and errors in options do not need it. Users' methods and
+those of installed packages are included, see `fastspec.drafters.register`.
 """
 
 import logging
@@ -20,19 +20,19 @@ class Method:
     """One method.
 
     Attributes:
-        name: what `SpecConfig.method` calls it.
+        name: its value of `SpecConfig.method`.
         summary: one line for help texts and docs.
-        fields: of SpecConfig, those that it reads beside those that every method reads.
+        fields: fields of SpecConfig that it uses in addition to those that every method uses.
         needs_draft: whether it runs a draft model.
         build: makes its drafter; None = the function `build` of `fastspec.drafters.<name>`.
         proposes: whether anything is drafted at all.
-        chooses: whether it leaves the choice to what is given.
+        chooses: whether it selects a method by the drafter that is given.
         takes_several: whether it runs several draft models, biggest first.
-        sets_length: whether its own options say how many tokens it proposes.
-        drafts_trees: whether it drafts trees whatever the options say.
-        reads_target: what it reads of the target beside its text.
-        own_writer: who drafts, in a sentence, where it is neither a draft model nor its name.
-        is_tried: whether `tune` does so without being asked.
+        sets_length: whether its own options determine how many tokens it proposes.
+        drafts_trees: whether it always drafts trees.
+        reads_target: what it reads from the target in addition to its text.
+        own_writer: what to call its drafter in a sentence, if not "the draft model" or its name.
+        is_tried: whether `tune` tries it by default.
     """
 
     name: str
@@ -61,17 +61,17 @@ class Method:
 
     @property
     def writer(self) -> str:
-        """Who drafts, in a sentence."""
+        """What to call its drafter in a sentence."""
         return self.own_writer or ("the draft model" if self.takes_draft else self.name)
 
     @property
     def writes_chains(self) -> bool:
-        """Whether it drafts as many tokens as it is asked for, one after the other."""
+        """Whether it drafts as many tokens as requested, one after the other."""
         return "confidence_threshold" in self.fields
 
     @property
     def reencodes(self) -> bool:
-        """Whether the text of a draft model with another tokenizer may be encoded anew for it."""
+        """Whether the text of a draft model with another tokenizer may be re-encoded for it."""
         is_own = self.build is not None  # of a user, who loads the draft model
         return self.writes_chains and "heterogeneous_vocab" in self.fields and not is_own
 
@@ -87,11 +87,11 @@ _TOKENIZER = frozenset({"heterogeneous_vocab"})
 BUILT_IN = (
     Method(
         "auto",
-        "a draft model where one is given, else plain decoding",
+        "a draft model if one is given, else plain decoding",
         _MODEL | _CHAIN | _TOKENIZER,
         chooses=True,
     ),
-    Method("none", "plain decoding; a drafter that is given is not loaded", proposes=False),
+    Method("none", "plain decoding; a given drafter is not loaded", proposes=False),
     Method(
         "draft_model",
         "a smaller model, best with the same tokenizer",
@@ -101,19 +101,19 @@ BUILT_IN = (
     ),
     Method(
         "prompt_lookup",
-        "copies what followed the last tokens where they stood before",
+        "copies what followed an earlier occurrence of the last tokens",
         _LOOKUP,
         is_tried=True,
     ),
     Method(
         "mag",
-        "copies after the longest match, then follows a table of bigrams",
+        "copies what followed the longest match, then follows a bigram table",
         frozenset({"bigram_path"}),
         is_tried=True,
     ),
     Method(
         "ngram",
-        "counts what followed the last tokens, in the text and in the target's choices",
+        "counts what followed the last tokens, in the text and among the target's top tokens",
         frozenset(
             {"ngram_size", "filler_top_k", "ngram_one_level", "ngram_store", "ngram_guesses"}
         ),
@@ -126,7 +126,7 @@ BUILT_IN = (
     ),
     Method(
         "cascade",
-        "draft models that review each other, and MaG last (CS-Drafting)",
+        "draft models that review each other's drafts, with MaG last (CS-Drafting)",
         _SAMPLED | _TOKENIZER | {"k_matrix", "lenience", "mag_surplus", "bigram_path"},
         needs_draft=True,
         takes_several=True,
@@ -152,7 +152,7 @@ BUILT_IN = (
     ),
     Method(
         "eagle3",
-        "one layer that goes on from the target's hidden states, a chain or a tree",
+        "one layer that continues from the target's hidden states, as a chain or a tree",
         _MODEL | _CHAIN | _TREE | _LOOKUP,
         needs_draft=True,
         reads_target="the target's hidden states",
@@ -161,7 +161,7 @@ BUILT_IN = (
     ),
     Method(
         "tree",
-        "token trees over a draft model",
+        "token trees from a draft model",
         _MODEL | _TREE | _LOOKUP | _TOKENIZER,
         needs_draft=True,
         drafts_trees=True,
@@ -192,28 +192,28 @@ def methods() -> dict[str, Method]:
 
 
 def method_named(name: Any) -> Method:
-    """The method of that name; ValueError, with the names of all methods, when there is none."""
+    """The method of that name; ValueError, with the names of all methods, if there is none."""
     if not isinstance(name, str) or (name not in _known and name not in methods()):
         require("method", name, False, f"one of {tuple(methods())}")
     return _known[name]
 
 
 def drafting_method(name: Any, field: str = "method") -> Method:
-    """The method of that name; ValueError for those that propose nothing or leave the choice."""
+    """The method of that name; ValueError for those that propose nothing or only choose one."""
     drafting = tuple(m.name for m in methods().values() if m.proposes and not m.chooses)
     require(field, name, name in drafting, f"one of {drafting}")
     return _known[name]
 
 
 def add_method(method: Method) -> None:
-    """Make a method known; ValueError when its name is taken."""
+    """Register a method; ValueError if its name is taken."""
     if method.name in _known:
-        raise ValueError(f"name: there is a method {method.name!r} already")
+        raise ValueError(f"name: there is already a method {method.name!r}")
     _known[method.name] = method
 
 
 def remove_method(name: str) -> None:
-    """Forget a method that was added; ValueError for any other name."""
+    """Remove a method that was added; ValueError for any other name."""
     if name not in _known or _known[name] in BUILT_IN:
         raise ValueError(f"name: no method {name!r} was registered")
     del _known[name]

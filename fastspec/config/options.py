@@ -1,7 +1,7 @@
 """Options, each declared once.
 
-A field of a config is declared with `option(...)`: its default, what it takes, a line of help and
-its other names. Checks, help texts, command-line flags and docs/options.md come from that.
+A field of a config is declared with `option(...)`: its default, its values, a line of help and its
+other names. Checks, help texts, command-line flags and docs/options.md are derived from that.
 """
 
 import json
@@ -20,14 +20,14 @@ LARGEST_INT32 = 2**31 - 1
 
 @dataclass(frozen=True)
 class Kind:
-    """The values that an option takes.
+    """The values that an option accepts.
 
     Attributes:
-        expected: what they are, for errors and docs.
+        expected: describes them in errors and docs.
         fits: whether a value is one of them.
-        plain: the value as it is kept; it may refuse one, too.
-        flag_type: what a command-line flag reads; "json" for lists, "list" for what commas
-            separate, None where no flag can say it.
+        plain: converts a value to its stored form; it may also refuse one.
+        flag_type: type of the command-line flag; "json" for lists, "list" for comma-separated
+            values, None for no flag.
     """
 
     expected: str
@@ -37,7 +37,7 @@ class Kind:
 
 
 def integer(least: int, most: int | None = LARGEST_INT32) -> Kind:
-    """Ints of a range, numpy's included, kept as plain ones."""
+    """Ints in a range, including numpy's, stored as plain ints."""
     expected = f"an int >= {least}" if most is None else f"an int from {least} to {most}"
     return Kind(
         expected,
@@ -48,7 +48,7 @@ def integer(least: int, most: int | None = LARGEST_INT32) -> Kind:
 
 
 def number(expected: str, fits: Callable[[float], bool]) -> Kind:
-    """Finite numbers, kept as floats; -0.0 becomes 0."""
+    """Finite numbers, stored as floats; -0.0 becomes 0."""
     return Kind(
         expected,
         lambda value: is_number(value) and fits(float(value)),
@@ -62,13 +62,13 @@ def choice(*names: str) -> Kind:
     return Kind(f"one of {names}", lambda value: isinstance(value, str) and value in names)
 
 
-def anything(expected: str, plain: Callable[[Any], Any], flag_type: Any = "json") -> Kind:
-    """What `plain` does not refuse."""
-    return Kind(expected, lambda value: True, plain, flag_type)
+def anything(expected: str, plain: Callable[[Any], Any]) -> Kind:
+    """Any value that `plain` does not refuse."""
+    return Kind(expected, lambda value: True, plain, "json")
 
 
 def listed(expected: str, each: Kind) -> Kind:
-    """At least one of a kind, kept as a tuple."""
+    """At least one of a kind, stored as a tuple."""
     return Kind(
         expected,
         lambda value: (
@@ -80,7 +80,7 @@ def listed(expected: str, each: Kind) -> Kind:
 
 
 BOOL = Kind("a bool", lambda value: isinstance(value, bool), flag_type=bool)
-TEXT = Kind("a text", lambda value: isinstance(value, str))
+TEXT = Kind("a string", lambda value: isinstance(value, str))
 PATH = Kind("a path", lambda value: isinstance(value, (str, Path)), flag_type=Path)
 FACTOR = number("a finite number >= 1", lambda value: value >= 1)
 POSITIVE = number("a finite number > 0", lambda value: value > 0)
@@ -92,14 +92,14 @@ class Option:
     """A declared option.
 
     Attributes:
-        default: None = not given, unless `takes_none` gives None a meaning beside another default.
-        usual: what None stands for, where that is a value; or such values by the names of methods,
-            under "" that of all others.
+        default: None = not given, unless `takes_none` gives None a meaning of its own.
+        usual: the value that None stands for, if there is one; or such values by method name, with
+            "" for all other methods.
         help: one line, the help text of its flag.
-        details: what only the docs say.
-        aliases: other names, each with whose it is.
-        flags: how the command line spells it.
-        metavar: what the command line calls its value.
+        details: further text, for the docs only.
+        aliases: other names, each with its origin.
+        flags: its command-line flags.
+        metavar: the name of its value on the command line.
     """
 
     name: str
@@ -120,7 +120,7 @@ class Option:
         return self.usual.get(method, self.usual[""])
 
     def checked(self, value: Any) -> Any:
-        """The value as it is kept; ValueError for one that the option does not take."""
+        """The value as it is stored; ValueError for one that the option does not accept."""
         if value is None and (self.default is None or self.takes_none):
             return None
         require(self.name, value, self.kind.fits(value), self.kind.expected)
@@ -130,7 +130,7 @@ class Option:
 def option(default: Any, kind: Kind, help: str, details: str = "", **more: Any) -> Any:
     """Declare a field of a config; see `Option` for the rest.
 
-    "{usual}" in its texts becomes the usual value.
+    "{usual}" in its texts is replaced by the usual value.
     """
     usual = _told(more.get("usual"))
     texts = {"help": help.replace("{usual}", usual), "details": details.replace("{usual}", usual)}
@@ -138,7 +138,7 @@ def option(default: Any, kind: Kind, help: str, details: str = "", **more: Any) 
 
 
 def _told(usual: Any) -> str:
-    """A usual value, or those of methods, in a text."""
+    """A usual value, or those of methods, as text."""
     if isinstance(usual, dict):
         others = ", ".join(f"{name}: {_told(value)}" for name, value in usual.items() if name)
         return f"{_told(usual[''])} ({others})"
@@ -160,10 +160,10 @@ def options_of(config: type) -> dict[str, Option]:
 
 
 class Options:
-    """A config: every option is checked on its own when it is made, and kept as a plain value.
+    """A config: each option is checked on its own at construction and stored as a plain value.
 
     Raises:
-        ValueError: a value that its option does not take, by the name of the option.
+        ValueError: a value that its option does not accept; the message names the option.
     """
 
     def __post_init__(self) -> None:

@@ -14,9 +14,10 @@ _HEAD = """# Options
 
 <!-- written by `python -m fastspec.config.reference`, not by hand -->
 
-Every option of a request, of drafting, of the engine and of the server, with its name in Python
-and on the command line of `fastspec generate` and `fastspec serve`. All have the same defaults, but
-for `load_format` of a server. An option that the chosen method does not take is refused by name.
+All options of a request, of drafting, of the engine and of the server, with their names in Python
+and on the command line of `fastspec generate` and `fastspec serve`. The defaults are the same
+everywhere, except for a server's `load_format`. An option that the chosen method does not use is
+refused by name.
 """
 
 
@@ -27,7 +28,7 @@ def reference() -> str:
         summary = str(config.__doc__).split("\n\n", maxsplit=1)[0]
         parts.append(f"## `{config.__name__}`\n\n{summary}\n")
         parts += [_section(config, option, known) for option in options_of(config).values()]
-    parts.append("## Methods\n\n| method | drafts | options of its own |\n| --- | --- | --- |")
+    parts.append("## Methods\n\n| method | how it drafts | specific options |\n| --- | --- | --- |")
     for name, method in known.items():
         parts.append(f"| `{name}` | {method.summary} | {_code(method.fields)} |")
     return "\n".join(parts) + "\n"

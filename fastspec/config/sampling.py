@@ -43,7 +43,7 @@ def _is_ids(value: Any) -> bool:
 
 
 def _as_bias(value: Any) -> dict[int, float]:
-    """A bias for each token, of which JSON writes the ids as texts."""
+    """A bias for each token; in JSON the ids are strings."""
     expected = 'a mapping like {"15": -5.5} of token ids to numbers; -inf bans a token'
     require("logit_bias", value, isinstance(value, Mapping), expected)
     bias = {}
@@ -57,20 +57,20 @@ def _as_bias(value: Any) -> dict[int, float]:
 
 
 def _as_structure(value: Any) -> dict[str, Any]:
-    """The one form that the text is to have."""
+    """The form that the output must have."""
     expected = f"a mapping with one of {', '.join(_GRAMMARS)}"
     fits = isinstance(value, Mapping) and len(value) == 1 and next(iter(value)) in _GRAMMARS
     require("structured_outputs", value, fits, expected)
     ((kind, form),) = value.items()
     if kind == "json":
-        fits, expected = isinstance(form, (str, Mapping)), "json: a schema, as a mapping or a text"
+        fits, expected = isinstance(form, (str, Mapping)), "json: a schema, as mapping or string"
     elif kind == "json_object":
         fits, expected = form is True, "json_object: True"
     elif kind == "choice":
         is_list = isinstance(form, Sequence) and not isinstance(form, str)
-        fits, expected = is_list and bool(form) and all(map(_is_text, form)), "choice: texts"
+        fits, expected = is_list and bool(form) and all(map(_is_text, form)), "choice: strings"
     else:
-        fits, expected = _is_text(form), f"{kind}: a text"
+        fits, expected = _is_text(form), f"{kind}: a string"
     require("structured_outputs", value, fits, expected)
     return dict(value)
 
@@ -113,7 +113,7 @@ _LOGPROBS = Kind(
 )
 _PENALTY = number("a number from -2 to 2", lambda value: -2 <= value <= 2)
 _WORDS = Kind(
-    "texts or lists of token ids, none of them empty",
+    "strings or lists of token ids, none of them empty",
     lambda value: _is_text(value) or _several(lambda word: _is_text(word) or _is_ids(word))(value),
     lambda value: (
         (value,)
@@ -128,59 +128,59 @@ _GRAMMARS = ("json", "json_object", "regex", "choice", "grammar")
 @documented
 @dataclass(frozen=True)
 class SamplingParams(Options):
-    """How the tokens of one request are chosen, on every verified row, and when it ends."""
+    """How the tokens of one request are chosen, at every verified position, and when it ends."""
 
     temperature: float = option(
         1.0,
         _TEMPERATURE,
-        "0 is greedy (the lowest id on ties), above 0 logits are divided by it.",
-        "A normal float32, so from 1.2e-38 on.",
+        "Sampling temperature; 0 is greedy (the lowest id wins ties).",
+        "Logits are divided by it. Above 0 it must be a normal float32, so at least 1.2e-38.",
     )
     top_k: int = option(
         0,
         _TOP_K,
-        "Sample among the k best tokens, ties included; 0 or -1 is off.",
-        "A number beyond the vocabulary is off, too.",
+        "Sample from the k most probable tokens, ties included; 0 or -1 is off.",
+        "A number larger than the vocabulary is also off.",
     )
     top_p: float = option(
         1.0,
         number("a number in (0, 1]", lambda value: 0 < value <= 1),
-        "Sample among the best tokens of this total probability; 1 is off.",
+        "Sample from the most probable tokens that add up to this probability; 1 is off.",
     )
     min_p: float = option(
         0.0,
         number("a number in [0, 1]", lambda value: 0 <= value <= 1),
-        "Drop tokens below this fraction of the best one's probability; 0 is off.",
+        "Drop tokens below this fraction of the highest probability; 0 is off.",
     )
     repetition_penalty: float = option(
         1.0,
         number("a number > 0", lambda value: _SMALLEST_FLOAT32 <= value <= _LARGEST_FLOAT32),
-        "Above 1: tokens of prompt and text become less likely; 1 is off.",
-        "Their positive logits are divided by it, their negative ones multiplied (Keskar et al.,"
+        "Above 1, make tokens of the prompt and the output less likely; 1 is off.",
+        "Their positive logits are divided by it, negative ones multiplied (Keskar et al.,"
         " 1909.05858).",
     )
     presence_penalty: float = option(
         0.0,
         _PENALTY,
-        "Taken off the logit of each token that the new text holds; 0 is off.",
+        "Subtracted from the logit of every token already generated; 0 is off.",
     )
     frequency_penalty: float = option(
         0.0,
         _PENALTY,
-        "Taken off the logit of a token for each time the new text holds it; 0 is off.",
+        "Subtracted once per occurrence of the token in the generated text; 0 is off.",
     )
     logit_bias: Mapping[int, float] | None = option(
         None,
         anything("a mapping of token ids to numbers", _as_bias),
-        'Added to the logits of tokens, like {"15": -5.5}; -inf bans a token.',
-        "Before the penalties, as these are before temperature and filters.",
+        'Values added to the logits of tokens, like {"15": -5.5}; -inf bans a token.',
+        "Applied before the penalties, which come before temperature and filters.",
     )
     bad_words: str | Collection[str | Sequence[int]] | None = option(
         (),
         _WORDS,
-        "Never write this; may be given several times.",
-        "Texts, also with a space before them, or lists of token ids. The token that would"
-        " complete one after the text so far is banned; another spelling in tokens is not.",
+        "Never generate this; may be given several times.",
+        "Strings, also matched after a space, or lists of token ids. The token that would complete"
+        " one after the text so far is banned; other tokenizations of a string are not.",
     )
     allowed_token_ids: Collection[int] | None = option(
         None,
@@ -190,115 +190,117 @@ class SamplingParams(Options):
             lambda value: tuple(int(token_id) for token_id in value),
             list[int],
         ),
-        "Write no other tokens than these; may be given several times.",
-        "What ends the text has to be among them, or max_tokens ends it.",
+        "Generate only these tokens; may be given several times.",
+        "Include a token that ends the text, or only max_tokens ends it.",
     )
     structured_outputs: Mapping[str, Any] | None = option(
         None,
         anything(f"a mapping with one of {', '.join(_GRAMMARS)}", _as_structure),
-        'The form of the text, like {"json": {"type": "object"}} or {"regex": "[0-9]+"}.',
-        "json takes a JSON schema, json_object True, regex a pattern, choice a list of texts,"
-        " grammar an EBNF, in the syntax of Lark (start: ...) or GBNF (root ::= ...). The extra"
-        " [grammar] installs llguidance, which reads them."
+        'Required form of the output, like {"json": {"type": "object"}} or {"regex": "[0-9]+"}.',
+        "json takes a JSON schema, json_object True, regex a pattern, choice a list of strings,"
+        " grammar an EBNF grammar in the syntax of Lark (start: ...) or GBNF (root ::= ...). Needs"
+        " llguidance, which the extra [grammar] installs."
         " Tokens that do not fit are never drafted, drawn or accepted.",
     )
     seed: int | None = option(
         None,
         integer(0, 2**63 - 1),
-        "Makes samples repeatable; by default each run differs.",
-        "The same seed gives the same tokens whatever else is in the batch; in bfloat16 where the"
-        " model's logits do not depend on that, see docs/requests.md.",
+        "Seed that makes samples repeatable; by default each run differs.",
+        "The same seed gives the same tokens whatever else is in the batch; in bfloat16 only if the"
+        " model's logits do not depend on the batch, see docs/requests.md.",
     )
     max_tokens: int | None = option(
         128,
         integer(1, None),
-        "New tokens of each prompt at most.",
-        "None = as many as the model has room for; no text gets longer than that.",
+        "Maximum number of new tokens per prompt.",
+        "None means as many as the model has room for; no text gets longer than that.",
         takes_none=True,
     )
     min_tokens: int = option(
         0,
         integer(0),
-        "Nothing ends the text before it has so many new tokens.",
-        "Neither an end-of-sequence nor a stop token is drawn, and stop strings do not count.",
+        "Generate at least this many new tokens.",
+        "Until then no end-of-sequence or stop token is drawn, and stop strings are ignored.",
     )
     stop: str | Collection[str] | None = option(
         (),
         _STOP,
         "End the text before this string; may be given several times.",
-        "A string or several; token_ids ends with the token that completes one. It is taken as it"
-        " is: in most shells a newline is $'\\n'.",
+        "A string or several; token_ids ends with the token that completes one. Strings are taken"
+        " literally: in most shells a newline is $'\\n'.",
     )
     stop_token_ids: Collection[int] | None = option(
         (),
         _STOP_IDS,
         "End after this token, as after an end-of-sequence token; may be given several times.",
-        "Ids of the target's vocabulary; token_ids keeps the one that was found.",
+        "Ids in the target's vocabulary; token_ids keeps the one that was found.",
     )
     include_stop_str_in_output: bool = option(
         False,
         BOOL,
         "End the text after the stop string that was found, not before it.",
-        "Or after the token of stop_token_ids, or the model's end-of-sequence token, if it has a"
-        " text.",
+        "The same applies to a token of stop_token_ids or the model's end-of-sequence token, if it"
+        " has text.",
     )
     skip_special_tokens: bool = option(
         True,
         BOOL,
-        "Leave special tokens out of the text; stop strings do not see them then.",
+        "Leave special tokens out of the text; stop strings then do not see them.",
         flags=("--skip-special-tokens/--no-skip-special-tokens",),
     )
-    ignore_eos: bool = option(False, BOOL, "Go on after the model's end-of-sequence tokens.")
+    ignore_eos: bool = option(False, BOOL, "Continue after the model's end-of-sequence tokens.")
     logprobs: bool | int | None = option(
         None,
         _LOGPROBS,
-        "The target's log-probability of each new token, and of so many best tokens beside it.",
-        "True and 0 ask for those of the emitted tokens alone. They are those of the distribution"
-        " that a token is drawn from, after penalties, temperature and filters; of greedy requests"
-        " at temperature 1.",
+        "Return the target's log-probability of each new token and of this many top tokens.",
+        "True or 0 returns only those of the new tokens. They are from the distribution that a"
+        " token is drawn from, after penalties, temperature and filters; for greedy requests, at"
+        " temperature 1.",
     )
     prompt_logprobs: int | None = option(
         None,
         integer(0, _MOST_LOGPROBS),
-        "The same for the tokens of the prompt, at temperature 1 and without filters.",
-        "Such a prompt is read anew, whatever prefix caching has of it.",
+        "Return log-probabilities of the prompt's tokens and of this many top tokens.",
+        "They are at temperature 1, without filters. Such a prompt is read in full, even if prefix"
+        " caching has part of it.",
     )
     n: int = option(
         1,
         replace(integer(1, 2**14), flag_type=None),
-        "Texts sampled for the prompt, which is read once; `RequestOutput.outputs` has all.",
-        "The first has the seed, so it is that of n=1; text i has one that splitmix64 derives from"
-        " the two, see `fastspec.engine.request_factory.sample_seed`. Each counts against"
-        " max_batch_size. Where `prefix_caching` is refused the prompt is read for each.",
+        "Number of texts to sample for the prompt; `RequestOutput.outputs` has them all.",
+        "The prompt is read once, or once per text where `prefix_caching` is not supported. The"
+        " first text uses the seed, so it equals that of n=1; text i uses a seed that splitmix64"
+        " derives from the seed and i, see `fastspec.engine.request_factory.sample_seed`. Each text"
+        " counts towards max_batch_size.",
     )
     drafter: str | None = option(
         None,
         Kind("a name", lambda value: isinstance(value, str), flag_type=None),
-        "Who drafts: a name given to `Engine.add_drafter`, or none; by default the engine's own.",
-        "Its options hold for the request: the method, K, the rule of acceptance, the schedule.",
+        "Drafter to use: a name given to `Engine.add_drafter`, or none; by default the engine's.",
+        "Its options apply to the request: method, K, acceptance rule and schedule.",
     )
     num_speculative_tokens: int | None = option(
         None,
         replace(integer(0), flag_type=None),
-        "Tokens proposed in each step, at most the drafter's K, which is the default; 0 is none.",
+        "Tokens proposed in each step, up to the drafter's K, which is the default; 0 is none.",
         "A text drafted in chains is then the same as in an engine with that K.",
     )
     logits_processors: Sequence[Any] | None = option(
         (),
         Kind("functions of (input_ids, scores)", lambda value: True, _as_processors, None),
-        "Functions that change the scores of the next token, as transformers' LogitsProcessor.",
-        "Called as processor(input_ids [1, n] int64, scores [1, V] float32) -> scores for each row"
-        " that is judged, with the tokens before it, drafts included; they come after penalties"
-        " and bans, before temperature and filters. They must depend on nothing else. One that"
-        " raises ends its request alone.",
+        "Functions that change the scores of the next token, like transformers' LogitsProcessor.",
+        "Called as processor(input_ids [1, n] int64, scores [1, V] float32) -> scores for each"
+        " verified row, with the tokens before it, drafts included; they run after penalties and"
+        " bans, before temperature and filters. They must depend on nothing else. If one raises,"
+        " only its request ends.",
     )
 
     def __post_init__(self):
         super().__post_init__()
         least, most = self.min_tokens, self.max_tokens
         fits = most is None or least <= most
-        require("min_tokens", least, fits, f"at most max_tokens, {most}")
+        require("min_tokens", least, fits, f"at most max_tokens ({most})")
         if self.structured_outputs is not None and self.ignore_eos:
-            refuse("structured_outputs", self.structured_outputs, "not beside ignore_eos")
+            refuse("structured_outputs", self.structured_outputs, "not with ignore_eos")
         if self.structured_outputs is not None and self.min_tokens:
-            refuse("min_tokens", self.min_tokens, "not beside structured_outputs")
+            refuse("min_tokens", self.min_tokens, "not with structured_outputs")

@@ -1,4 +1,4 @@
-"""Options of schedules: what they may be, and how they go together."""
+"""Options of schedules: their values, and how they can be combined."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ SCHEDULE = Kind(
     _is_schedule,
 )
 STEP_COSTS = Kind(
-    "a list of positive numbers, of steps with 0 to K draft tokens",
+    "a list of positive numbers, for steps with 0 to K draft tokens",
     lambda value: (
         isinstance(value, (list, tuple)) and all(is_number(cost) and cost > 0 for cost in value)
     ),
@@ -29,14 +29,14 @@ STEP_COSTS = Kind(
 
 
 def check_step_costs(spec: Any) -> None:
-    """Raise ValueError where the step_costs of a SpecConfig are missing, unread or too few."""
+    """Raise ValueError if the step_costs of a SpecConfig are missing, unused or too few."""
     costs = spec.step_costs
     if costs is None:
         fits = spec.confidence_threshold is None or spec.schedule != "adaptive"
-        expected = "'constant' beside confidence_threshold, or step_costs"
+        expected = "'constant' with confidence_threshold, unless step_costs is given"
         return require("schedule", spec.schedule, fits, expected)
     if spec.schedule != "adaptive":
         refuse("step_costs", costs, "only with schedule 'adaptive'")
     count = spec.num_model_tokens() + 1
-    expected = f"{count} positive numbers, of steps with 0 to {count - 1} draft tokens"
+    expected = f"{count} positive numbers, for steps with 0 to {count - 1} draft tokens"
     require("step_costs", costs, len(costs) == count, expected)

@@ -42,24 +42,24 @@ _SUFFIX_FIELDS = ("suffix_max_spec_factor", "suffix_min_token_prob", "suffix_max
 class SpecConfig(Options):
     """How drafts are made and verified.
 
-    A field that is None is not given, and has the default of its method; what is given is obeyed or
-    refused.
+    A field that is None is not given and has its method's default; a value that is given is used or
+    refused, never ignored.
     """
 
     method: str = option(
         "auto",
         Kind("a name of a method", lambda value: isinstance(value, str)),
-        f"How drafts are made: {', '.join(method.name for method in BUILT_IN)}.",
-        "auto takes a draft model where one is given. none refuses every option that only drafts"
-        " have, but for num_speculative_tokens; without a draft model auto keeps them for"
+        f"Drafting method: {', '.join(method.name for method in BUILT_IN)}.",
+        "auto uses a draft model if one is given. none refuses every option that applies only to"
+        " drafts, except num_speculative_tokens; without a draft model, auto keeps them for"
         " enable_spec_dec.",
     )
     num_speculative_tokens: int | None = option(
         None,
         integer(1, MAX_DRAFT_TOKENS),
-        "K, tokens proposed in each step; by default {usual}, with cascade as k_matrix asks.",
-        "With suffix_tokens: those of the draft model; a copy may be longer. Method none, which"
-        " refuses the other options of drafts, keeps it for what drafts later: a drafter that"
+        "K, tokens proposed in each step; by default {usual}, with cascade set by k_matrix.",
+        "With suffix_tokens it limits the draft model; a copy may be longer. Method none, which"
+        " refuses the other drafting options, keeps it for later drafters: one that"
         " enable_spec_dec turns on, or the --methods of a server.",
         aliases=(
             "num_assistant_tokens (Hugging Face)",
@@ -72,244 +72,249 @@ class SpecConfig(Options):
     draft_sample_method: str | None = option(
         None,
         choice("probabilistic", "greedy"),
-        "How a draft model chooses: probabilistic, the default, or greedy; both are exact.",
-        "probabilistic samples drafts from the drafter's own distribution under the request's"
+        "How a draft model chooses tokens: probabilistic (default) or greedy; both are exact.",
+        "probabilistic samples from the draft model's own distribution with the request's"
         " parameters; greedy takes its argmax and verifies it as a point mass.",
     )
     heterogeneous_vocab: str | None = option(
         None,
         choice("intersection", "reencoding"),
-        "A draft with another tokenizer drafts the tokens that both have (intersection), or text"
-        " that is encoded anew (reencoding, greedy drafts); by default chosen.",
+        "How a draft model with another tokenizer drafts: only shared tokens (intersection), or"
+        " text that is re-encoded (reencoding, greedy drafts); by default chosen automatically.",
         "Both are exact. The intersection is chosen unless fewer than half of all runs of"
-        " num_speculative_tokens tokens of ordinary text are tokens that both have, and always for"
-        " trees, cascades, CaPE and where draft_sample_method is given as probabilistic;"
-        " `engine.spec` says what was chosen.",
+        " num_speculative_tokens tokens of ordinary text consist of shared tokens, and always for"
+        " trees, cascades, CaPE and if draft_sample_method is given as probabilistic; `engine.spec`"
+        " shows what was chosen.",
     )
     rejection_sample_method: str = option(
         "standard",
         choice("standard", "block", "coupled"),
-        "Judge draft tokens one by one (standard) or whole prefixes (block), or draw by place"
-        " (coupled); all are exact.",
-        "block accepts at least as many on average and reads the rows once more. With coupled a"
-        " sampled text depends on its seed alone: it is the same with any drafter, any number of"
-        " draft tokens, or none. Draft models read the same noise as the target, so that their"
-        " drafts are accepted nearly as often as with standard; cascades do not, and lose more. At"
-        " temperature 0 all are the same.",
+        "Verify draft tokens one by one (standard) or as whole prefixes (block), or draw by"
+        " position (coupled); all are exact.",
+        "block accepts at least as many on average, but reads the rows once more. With coupled, a"
+        " sampled text depends only on its seed: it is the same with any drafter, any number of"
+        " draft tokens, or none. Draft models use the same noise as the target, so their drafts are"
+        " accepted nearly as often as with standard; cascades do not, and lose more. At temperature"
+        " 0 all are the same.",
     )
     prompt_lookup_min: int | None = option(
-        None, integer(1), "Last tokens that must agree for a copy; by default {usual}.", usual=5
+        None, integer(1), "Minimum match length for a copy, in tokens; by default {usual}.", usual=5
     )
     prompt_lookup_max: int | None = option(
         None,
         integer(1),
-        "Last tokens that are compared at most; by default prompt_lookup_min.",
-        "The longest match counts. One of the two given alone is both.",
+        "Maximum match length, in tokens; by default prompt_lookup_min.",
+        "The longest match is used. If only one of the two is given, it sets both.",
     )
     bigram_path: str | Path | None = option(
         None,
         PATH,
-        "The bigram table; by default bigram.json in the target's folder, if there is one.",
-        "A JSON list whose entry i is the id that follows token i. Without a table drafts are"
-        " copied only.",
+        "Bigram table; by default bigram.json in the target's folder, if it exists.",
+        "A JSON list whose entry i is the id that follows token i. Without a table, drafts are only"
+        " copied.",
         flags=("--bigram",),
     )
     ngram_size: int | None = option(
         None,
         integer(2, 64),
-        "Tokens of the longest n-grams that are counted; by default {usual}.",
+        "Length of the longest n-grams that are counted, in tokens; by default {usual}.",
         usual=4,
     )
     filler_top_k: int | None = option(
         None,
         integer(1, 1024),
-        "The target's most probable tokens that count at each place it judges; by default {usual}.",
-        "1 counts only what was written.",
+        "Number of the target's top tokens to count at each verified position; by default {usual}.",
+        "1 counts only the text itself.",
         usual=3,
     )
     ngram_one_level: bool = option(
-        False, BOOL, "Count n-grams of ngram_size tokens alone, none that are shorter."
+        False, BOOL, "Count only n-grams of exactly ngram_size tokens, none that are shorter."
     )
     ngram_store: str = option(
         "request",
         choice("request", "engine"),
-        "Whose n-grams are counted: of the request alone, or of all requests of the engine.",
+        "Count n-grams per request (request) or over all requests of the engine (engine).",
         "engine keeps what is learnt across prompts, in a table of fixed size. It needs"
-        " rejection_sample_method coupled, with which a text depends on its seed alone: otherwise"
-        " the drafts of a request would be correlated with its draws if an earlier one had its"
+        " rejection_sample_method coupled, with which a text depends only on its seed: otherwise"
+        " the drafts of a request would be correlated with its draws if an earlier one had the same"
         " seed.",
     )
     ngram_guesses: bool = option(
         False,
         BOOL,
-        "Where nothing is known, propose any token instead of none.",
-        "Which one depends on the tokens before it alone.",
+        "Propose an arbitrary token instead of none where nothing is known.",
+        "The choice depends only on the preceding tokens.",
     )
     suffix_tokens: int | None = option(
         None,
         integer(1, MAX_DRAFT_TOKENS),
-        "With a draft model: copy up to so many tokens where the text repeats itself; by default"
+        "With a draft model, copy up to this many tokens where the text repeats itself; by default"
         " none.",
-        "Where a copy is expected to yield at least one accepted token it is proposed and the draft"
-        " model does not run; elsewhere the draft model proposes num_speculative_tokens. The"
-        " suffix_* options apply. A schedule says how much the draft model proposes, and copies go"
-        " on; without a draft model use method suffix.",
+        "Where a copy is expected to yield at least one accepted token, it is proposed and the"
+        " draft model does not run; elsewhere the draft model proposes num_speculative_tokens. The"
+        " suffix_* options apply. A schedule limits what the draft model proposes, not the copies;"
+        " without a draft model use method suffix.",
     )
     suffix_max_spec_factor: float | None = option(
         None,
         POSITIVE,
-        "suffix, suffix_tokens, tree_suffix: tokens of a draft at most, over those that match; by"
-        " default {usual}.",
+        "Maximum length of a suffix copy as a multiple of the match length; by default {usual}.",
+        "For method suffix, suffix_tokens and tree_suffix.",
         usual=2.0,
     )
     suffix_min_token_prob: float | None = option(
         None,
         SHARE,
-        "suffix, suffix_tokens, tree_suffix: a draft ends where fewer of the places that match have"
-        " gone on so; by default {usual}.",
+        "End a suffix copy where a smaller share of the matches continues the same way; by default"
+        " {usual}.",
+        "For method suffix, suffix_tokens and tree_suffix.",
         usual=0.1,
     )
     suffix_max_cached_tokens: int | None = option(
         None,
         integer(_FEWEST_SUFFIX_TOKENS),
-        "suffix, suffix_tokens, tree_suffix: tokens of earlier outputs that are kept, and of a"
-        " corpus; by default {usual} each.",
-        "The oldest go first. 500000 tokens take up to 100 MB.",
+        "Number of tokens of earlier outputs, and of a corpus, kept for suffix copies; by default"
+        " {usual} each.",
+        "For method suffix, suffix_tokens and tree_suffix. The oldest are dropped first. 500000"
+        " tokens take up to 100 MB.",
         usual=500_000,
     )
     exit_layer: int | None = option(
         None,
         integer(1),
-        "How many of the target's layers draft, fewer than it has.",
-        "It has no default: which is best depends on the target, and on whether it was trained for"
-        " it.",
+        "Number of the target's first layers that draft, fewer than it has.",
+        "There is no default: the best number depends on the target, and on whether it was trained"
+        " for early exit.",
     )
     k_matrix: Any = option(
         None,
         anything("rows like [[5,10],[0,10]]", as_k_matrix),
-        "Who drafts how much for whom, like [[5,10],[0,10]] for a draft model and MaG.",
-        "Lists or a tensor, n x n: what each level asks of those below it, see"
-        " `fastspec.drafters.CascadeDrafter`. It determines num_speculative_tokens. By default"
-        " {usual}, for a draft model and MaG: of those tried, the fastest with the bundled pair,"
-        " greedily.",
+        "Tokens each level requests from those below, like [[5,10],[0,10]] for a draft model and"
+        " MaG.",
+        "Lists or a tensor, n x n, see `fastspec.drafters.CascadeDrafter`. It determines"
+        " num_speculative_tokens. By default {usual}, for a draft model and MaG: of those tried,"
+        " the fastest with the bundled pair in greedy decoding.",
         usual=((1, 14), (0, 0)),
     )
     lenience: float = option(
         1.0,
         FACTOR,
-        "How much the drafts of a cascade forgive each other; the target forgives nothing.",
-        "The output is exact whatever it is; above 1 the target accepts fewer of the drafts, and"
+        "How leniently the drafters of a cascade verify each other; the target is never lenient.",
+        "The output is exact for any value; above 1 the target accepts fewer of the drafts, but"
         " gets them sooner.",
     )
     mag_surplus: bool = option(
         False,
         BOOL,
-        "A cascade's MaG writes at least 10 tokens at a time and up to 19, as the published one.",
-        "Whatever k_matrix says, it goes on until it has 10, and keeps all of a second copy that"
-        " goes beyond them, which k_matrix does not count; the target gets such a piece last,"
-        " always. So it judges more tokens, in fewer passes. `fastspec.csd` does so.",
+        "Let MaG write 10 to 19 tokens at a time, as the published one does.",
+        "Regardless of k_matrix, MaG writes until it has 10 tokens and keeps all of a second copy"
+        " that goes beyond them, which k_matrix does not count; the target always receives such a"
+        " piece last. So it verifies more tokens, in fewer passes. `fastspec.csd` sets this.",
     )
     tree_width: int | None = option(
         None,
         integer(1, MAX_TREE_NODES),
-        "Children of a node at most; by default {usual}.",
+        "Maximum number of children per node; by default {usual}.",
         usual=4,
     )
     tree_nodes: int | None = option(
         None,
         integer(1, MAX_TREE_NODES),
-        "Nodes of a tree at most, without its root; by default {usual}. Its depth is K.",
-        "Greedy drafts make a tree of the highest cumulative draft probability; sampled drafts one"
-        " of a fixed, balanced shape. suffix and eagle3 draft chains where no option of trees is"
+        "Maximum number of nodes per tree, not counting its root; by default {usual}. Its depth is"
+        " K.",
+        "Greedy drafts make the tree of the highest cumulative draft probability; sampled drafts"
+        " one of a fixed, balanced shape. suffix and eagle3 draft chains unless a tree option is"
         " given.",
         usual=16,
     )
     tree_paths: Sequence[Sequence[int]] | None = option(
         None,
         anything("a list of lists of ranks like [[0],[1],[0,0]]", as_tree_paths),
-        "A fixed shape, like [[0],[1],[0,0]]: ranks among siblings on the way to each node.",
-        "Ranks count from 0; at most 127 nodes, no deeper than num_speculative_tokens. Not beside"
-        " tree_width and tree_nodes.",
+        "Fixed tree shape, like [[0],[1],[0,0]]: ranks among siblings on the path to each node.",
+        "Ranks count from 0; up to 127 nodes, no deeper than num_speculative_tokens. Cannot be"
+        " combined with tree_width or tree_nodes.",
     )
     tree_prompt_lookup: bool = option(
         False,
         BOOL,
-        "One branch of the tree is copied by prompt lookup; with greedy drafts only.",
-        "It counts among tree_nodes.",
+        "Copy one branch of the tree by prompt lookup; with greedy drafts only.",
+        "It counts towards tree_nodes.",
     )
     tree_suffix: int = option(
         0,
         integer(0, MAX_TREE_NODES - 1),
-        "One branch of the tree is copied as suffix copies: how many of tree_nodes it may take; 0 ="
+        "Number of tree_nodes that one branch may use for a copy, as method suffix makes it; 0 is"
         " none.",
         "The draft model drafts the other branches, no deeper than num_speculative_tokens, and all"
-        " are judged in one pass; a copy may be longer. Sampled trees draw the copied tokens with"
-        " the others, nearly always first, and stay exact. The suffix_* options apply. Not beside"
-        " tree_paths, tree_prompt_lookup and suffix_tokens.",
+        " are verified in one pass; a copy may be longer. Sampled trees draw the copied tokens with"
+        " the others, nearly always first, and stay exact. The suffix_* options apply. Cannot be"
+        " combined with tree_paths, tree_prompt_lookup or suffix_tokens.",
     )
     cape: bool = option(
         False,
         BOOL,
-        "Add siblings to the chain of a draft model where it is unsure (CaPE).",
-        "In the published form, draft_sample_method greedy, the chain is the most probable one. Of"
-        " probabilistic, requests that sample have it drawn, and siblings without replacement.",
+        "Add siblings to a draft model's chain where it is unsure (CaPE).",
+        "With draft_sample_method greedy, the published form, the chain takes the most probable"
+        " tokens. With probabilistic, sampled requests draw the chain, and siblings without"
+        " replacement.",
     )
     cape_bins: Sequence[tuple[float, int]] | None = option(
         None,
         anything("pairs like [[0.5,3],[1,0]]", as_cape_bins),
-        "Up to which probability a token gets how many siblings, like [[0.5,3],[1,0]].",
+        "Siblings per token by upper bound of its probability, like [[0.5,3],[1,0]].",
         "By default {usual}.",
         usual=((0.3, 7), (0.6, 5), (0.8, 3), (1, 1)),
     )
     confidence_threshold: float | None = option(
         None,
         SHARE,
-        "End a chain of a draft model once the product of its tokens' probabilities is below this.",
-        "Exact: the token that brings it below is still proposed. A pass of the draft model is"
-        " saved where it would seldom pay; greedy drafts are judged at temperature 1. On a GPU the"
-        " host waits for each draft token.",
+        "End a draft model's chain once the product of its tokens' probabilities is below this.",
+        "Exact: the token that crosses the threshold is still proposed. Saves a pass of the draft"
+        " model where it would seldom pay off; greedy drafts count their probabilities at"
+        " temperature 1. On a GPU the host waits for each draft token.",
     )
     schedule: Any = option(
         "constant",
         SCHEDULE,
-        "constant (K in every step), or adaptive: as many draft tokens as pay off, even none.",
+        "Draft tokens per step: constant (always K) or adaptive (as many as pay off, even none).",
         "heuristic is transformers' rule with an upper limit: it starts at K, then drafts one less"
         " after a step in which a draft token was rejected, else two more; at least 1, and never"
-        " above num_speculative_tokens, for which memory is reserved, where transformers has no"
-        " limit. In Python also an object with the methods of"
+        " more than num_speculative_tokens, for which memory is reserved (transformers has no"
+        " limit). In Python it may also be an object with the methods of"
         " `fastspec.engine.schedule.Schedule`.",
         aliases=("num_assistant_tokens_schedule (Hugging Face)",),
     )
     step_costs: tuple[float, ...] | list[float] | None = option(
         None,
         STEP_COSTS,
-        "adaptive: costs of steps with 0 to K draft tokens, in any unit; by default measured.",
-        "Sampled requests must not depend on a clock: without step_costs, theirs are assumed.",
+        "For adaptive: costs of steps with 0 to K draft tokens, in any unit; by default measured.",
+        "Sampled requests must not depend on a clock: without step_costs, their costs are assumed.",
     )
     disable_by_batch_size: int | None = option(
         None,
         integer(1),
-        "With more requests in a pass than this, draft nothing for greedy ones; by default draft.",
-        "A pass over many rows costs more, so drafts may not pay where many share it. Sampled"
-        " requests go on drafting: if their drafts depended on other requests, a seed would give"
-        " another text. With rejection_sample_method coupled they stop too, as no draft changes"
-        " their text.",
+        "Do not draft for greedy requests in passes with more requests than this; off by default.",
+        "A pass over many rows costs more, so drafts may not pay off in a large batch. Sampled"
+        " requests are still drafted for: if their drafts depended on other requests, a seed could"
+        " give another text. With rejection_sample_method coupled they stop as well, since no draft"
+        " changes their text.",
     )
     relaxed_acceptance: float = option(
         1.0,
         FACTOR,
-        "LOSSY above 1: more is accepted, and the output no longer follows the target exactly.",
-        "A proposal is kept while u * draft_prob < relaxed_acceptance * target_prob, so no token"
-        " gets more than relaxed_acceptance times its probability. Greedy requests stay exact."
-        " Chains and the standard rule only.",
+        "LOSSY above 1: accept more tokens; the output no longer follows the target exactly.",
+        "A proposal is accepted while u * draft_prob < relaxed_acceptance * target_prob, so no"
+        " token gets more than relaxed_acceptance times its probability. Greedy requests stay"
+        " exact. Only for chains and the standard rule.",
     )
     synthetic_acceptance_rate: float | None = option(
         None,
         SHARE,
         "LOSSY, for benchmarks: accept each draft token with this probability, whatever it is.",
-        "It is that of a token after accepted ones; the token after them is the target's own."
-        " Steps cost what they always cost, so speed at a rate of acceptance can be measured"
-        " before there is such a draft. Greedy requests too; chains and the standard rule only.",
+        "It is the rate for a token whose predecessors were accepted; the token after the last"
+        " accepted one comes from the target. Steps cost the same as always, so the speed at an"
+        " acceptance rate can be measured before such a draft exists. It also affects greedy"
+        " requests; only for chains and the standard rule.",
     )
     num_assistant_tokens: InitVar[int | None] = None
     prompt_lookup_num_tokens: InitVar[int | None] = None
@@ -326,7 +331,7 @@ class SpecConfig(Options):
         self._refuse_other_methods_fields()
         super().__post_init__()
         least, most = self.lookup_lengths
-        expected = f"at least prompt_lookup_min, {least}"
+        expected = f"at least prompt_lookup_min ({least})"
         require("prompt_lookup_max", self.prompt_lookup_max, most >= least, expected)
         self._check_cascade()
         fits = self.ngram_store == "request" or self.rejection_sample_method == "coupled"
@@ -346,12 +351,12 @@ class SpecConfig(Options):
         factor, rate = self.relaxed_acceptance, self.synthetic_acceptance_rate
         others = "for trees, and for block and coupled verification"
         require("relaxed_acceptance", factor, factor == 1 or fits, f"1 {others}")
-        fits, expected = fits and factor == 1, f"None {others}, or beside relaxed_acceptance"
+        fits, expected = fits and factor == 1, f"None {others}, or with relaxed_acceptance"
         require("synthetic_acceptance_rate", rate, rate is None or fits, expected)
 
     @classmethod
     def of(cls, value: "SpecConfig | str | Mapping[str, Any]") -> "SpecConfig":
-        """The value, or what the name of a method or a mapping of fields says.
+        """The value itself, or a config made from a method's name or a mapping of fields.
 
         Raises:
             ValueError: another type, an unknown field, or a value that is wrong.
@@ -359,21 +364,21 @@ class SpecConfig(Options):
         return cls(value) if isinstance(value, str) else config_of("spec", value, cls)
 
     def for_repeated_prompts(self) -> "SpecConfig":
-        """The same where prompts are decoded again, as benchmarks do: then earlier outputs, which
-        `suffix` would copy, do not count unless its options say so."""
+        """This config for prompts that are decoded repeatedly, as in benchmarks: earlier outputs,
+        which `suffix` would copy, are ignored unless its options say otherwise."""
         name = "suffix_max_cached_tokens"
         if self._reads(name) and self.suffix_max_cached_tokens is None:
             return replace(self, suffix_max_cached_tokens=_FEWEST_SUFFIX_TOKENS)
         return self
 
     def num_draft_tokens(self, most: int | None = None) -> int:
-        """K, most tokens of a proposal: num_model_tokens(most), or those of a copy if that is
+        """K, the maximum tokens of a proposal: num_model_tokens(most), or a copy's if that is
         more."""
         return max(self.num_model_tokens(most), self.suffix_tokens or 0, self.tree_suffix)
 
     def num_model_tokens(self, most: int | None = None) -> int:
-        """K without copies: as it is given, as a cascade's k_matrix has it, or else the usual one,
-        and of that `most`."""
+        """K without copies: the given value, that of a cascade's k_matrix, or else the usual one,
+        limited to `most`."""
         if self.num_speculative_tokens is not None:
             return self.num_speculative_tokens
         if method_named(self.method).sets_length:
@@ -382,13 +387,13 @@ class SpecConfig(Options):
         return min(usual, most or usual)
 
     def value_of(self, name: str) -> Any:
-        """An option as it is given, or else its usual value with this method."""
+        """An option's given value, or else its usual value with this method."""
         value = getattr(self, name)
         return options_of(type(self))[name].usual_for(self.method) if value is None else value
 
     @property
     def drafts_trees(self) -> bool:
-        """Whether the options ask for token trees: the method, or one of their fields does."""
+        """Whether token trees are drafted, because of the method or of one of the tree options."""
         fields = self.tree_width, self.tree_nodes, self.tree_paths
         is_asked = self.tree_prompt_lookup or self.tree_suffix > 0
         is_asked = is_asked or any(field is not None for field in fields)
@@ -396,27 +401,27 @@ class SpecConfig(Options):
 
     @property
     def is_lossy(self) -> bool:
-        """Whether outputs need not follow the target: relaxed or synthetic acceptance."""
+        """Whether outputs may deviate from the target: relaxed or synthetic acceptance."""
         return self.relaxed_acceptance != 1 or self.synthetic_acceptance_rate is not None
 
     @property
     def rule_beside(self) -> str:
-        """The rejection_sample_method with which other drafters give a seed the same text."""
+        """The rejection_sample_method that makes other drafters give the same text for a seed."""
         return "coupled" if self.rejection_sample_method == "coupled" else "standard"
 
     @property
     def draws_drafts(self) -> bool:
-        """Whether a draft model samples where the request does."""
+        """Whether a draft model samples when the request does."""
         return self.draft_sample_method != "greedy"
 
     @property
     def cascade_matrix(self) -> KMatrix:
-        """The k_matrix of a cascade, with its default."""
+        """The k_matrix of a cascade, or its default."""
         return self.value_of("k_matrix")
 
     @property
     def _most_cascade_tokens(self) -> int:
-        """Draft tokens that a cascade's k_matrix can lead to."""
+        """Maximum number of draft tokens that a cascade's k_matrix can produce."""
         most = most_draft_tokens(self.cascade_matrix)
         if not self.mag_surplus:
             return most
@@ -424,35 +429,35 @@ class SpecConfig(Options):
 
     @property
     def lookup_lengths(self) -> tuple[int, int]:
-        """The least and the most tokens that prompt lookup matches."""
+        """The minimum and maximum match length of prompt lookup."""
         least = self.prompt_lookup_min or self.prompt_lookup_max
         least = least or self.value_of("prompt_lookup_min")
         return least, self.prompt_lookup_max or least
 
     @property
     def suffix_limits(self) -> tuple[float, float, int]:
-        """The factor, the probability and the tokens of suffix decoding, with their defaults."""
+        """The factor, probability and number of tokens for suffix decoding, or their defaults."""
         factor, least = map(self.value_of, ("suffix_max_spec_factor", "suffix_min_token_prob"))
         return factor, least, self.value_of("suffix_max_cached_tokens")
 
     @property
     def ngram_counts(self) -> tuple[int, int]:
-        """The size of n-grams and how many fillers, with their defaults."""
+        """The size of n-grams and the number of fillers, or their defaults."""
         return self.value_of("ngram_size"), self.value_of("filler_top_k")
 
     def _take_alias(self, name: str, value: Any) -> None:
-        """Take num_speculative_tokens by another of its names."""
+        """Set num_speculative_tokens by an alias."""
         if value is None:
             return
         kind = options_of(type(self))["num_speculative_tokens"].kind
         require(name, value, kind.fits(value), kind.expected)
         count = self.num_speculative_tokens
-        expected = f"num_speculative_tokens, {count!r}, or nothing"
+        expected = f"None or num_speculative_tokens ({count!r})"
         require(name, value, count in (None, value), expected)
         object.__setattr__(self, "num_speculative_tokens", value)
 
     def _reads(self, name: str) -> bool:
-        """Whether the method, with its other options, reads one that not every method reads."""
+        """Whether the method, given its other options, uses one that not every method uses."""
         fields = method_named(self.method).fields
         if name in _LOOKUP_FIELDS and "tree_prompt_lookup" in fields:
             return self.tree_prompt_lookup
@@ -476,7 +481,7 @@ class SpecConfig(Options):
         most, count = self._most_cascade_tokens, self.num_speculative_tokens
         if most > MAX_DRAFT_TOKENS:
             raise ValueError(
-                f"k_matrix: it asks for up to {most} draft tokens, more than {MAX_DRAFT_TOKENS}"
+                f"k_matrix: requests up to {most} draft tokens, more than {MAX_DRAFT_TOKENS}"
             )
-        expected = f"{most}, as k_matrix has it, or none"
+        expected = f"{most} (from k_matrix) or None"
         require("num_speculative_tokens", count, count in (None, most), expected)

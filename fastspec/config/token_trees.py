@@ -10,7 +10,7 @@ MAX_TREE_NODES = 127  # of the 128 that attention takes one is the root
 
 
 def as_tree_paths(paths: Any) -> Sequence[Sequence[int]]:
-    """Checked tree_paths: ValueError unless they make a tree."""
+    """Checked tree_paths: ValueError unless they form a tree."""
     is_list = isinstance(paths, Sequence) and all(isinstance(path, Sequence) for path in paths)
     require("tree_paths", paths, is_list and not isinstance(paths, str), "a list of lists")
     TreeShape(paths)
@@ -18,7 +18,7 @@ def as_tree_paths(paths: Any) -> Sequence[Sequence[int]]:
 
 
 def as_cape_bins(bins: Any) -> Sequence[tuple[float, int]]:
-    """Checked cape_bins: ValueError unless they say how many siblings any probability gets."""
+    """Checked cape_bins: ValueError unless they cover every probability."""
     are_pairs = isinstance(bins, Sequence) and all(
         isinstance(pair, Sequence)
         and len(pair) == 2
@@ -30,14 +30,14 @@ def as_cape_bins(bins: Any) -> Sequence[tuple[float, int]]:
     require("cape_bins", bins, are_pairs, "pairs of a probability and an int >= 0")
     bounds = [bound for bound, _ in bins]
     rises = sorted(set(bounds)) == bounds and bounds[-1:] == [1.0] and bounds[0] > 0
-    require("cape_bins", bins, rises, "probabilities above 0 that rise to 1")
+    require("cape_bins", bins, rises, "probabilities above 0 that increase to 1")
     return bins
 
 
 def check_trees(spec: Any) -> None:
-    """Raise ValueError for options of a SpecConfig about trees that do not go together."""
+    """Raise ValueError for tree options of a SpecConfig that cannot be combined."""
     if spec.drafts_trees:
-        require("cape", spec.cape, not spec.cape, "False for trees, whose siblings it chooses")
+        require("cape", spec.cape, not spec.cape, "False for trees, which have their own siblings")
     if spec.drafts_trees or spec.cape:
         method = spec.rejection_sample_method
         fits = method != "block"
@@ -48,22 +48,22 @@ def check_trees(spec: Any) -> None:
         copied, most = spec.suffix_tokens, MAX_TREE_NODES
         require("suffix_tokens", copied, (copied or 0) <= most, f"at most {most} for trees")
     if spec.tree_prompt_lookup:
-        require("tree_prompt_lookup", True, spec.tree_paths is None, "False beside tree_paths")
+        require("tree_prompt_lookup", True, spec.tree_paths is None, "False with tree_paths")
         require("tree_prompt_lookup", True, not spec.draws_drafts, "False for sampled siblings")
     if spec.tree_suffix:
         most = spec.value_of("tree_nodes") - 1
         fits = spec.tree_suffix <= most
-        require("tree_suffix", spec.tree_suffix, fits, f"fewer than tree_nodes, at most {most}")
+        require("tree_suffix", spec.tree_suffix, fits, f"fewer than tree_nodes (at most {most})")
         given = {
             "tree_paths": spec.tree_paths is not None,
             "tree_prompt_lookup": spec.tree_prompt_lookup,
             "suffix_tokens": spec.suffix_tokens is not None,
         }
         for name in (name for name, is_given in given.items() if is_given):
-            refuse("tree_suffix", spec.tree_suffix, f"not beside {name}")
+            refuse("tree_suffix", spec.tree_suffix, f"not with {name}")
     if spec.tree_paths is not None:
-        refuse("tree_width", spec.tree_width, "not beside tree_paths")
-        refuse("tree_nodes", spec.tree_nodes, "not beside tree_paths")
+        refuse("tree_width", spec.tree_width, "not with tree_paths")
+        refuse("tree_nodes", spec.tree_nodes, "not with tree_paths")
         depth, size, most = (
             TreeShape(spec.tree_paths).depth,
             len(spec.tree_paths),
@@ -71,8 +71,8 @@ def check_trees(spec: Any) -> None:
         )
         if depth > most or size > MAX_TREE_NODES:
             raise ValueError(
-                f"tree_paths: expected at most {MAX_TREE_NODES} paths of num_speculative_tokens,"
-                f" {most}, ranks, got {size} of up to {depth}"
+                f"tree_paths: expected at most {MAX_TREE_NODES} paths of up to"
+                f" num_speculative_tokens ({most}) ranks, got {size} of up to {depth}"
             )
     if not spec.cape:
         refuse("cape_bins", spec.cape_bins, "only with cape")

@@ -1,4 +1,4 @@
-"""Token trees of a fixed shape: which of the best, or first drawn, tokens after a node it has."""
+"""Token trees of a fixed shape: how many of the best, or first drawn, tokens follow each node."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -18,10 +18,10 @@ class ShapeLevel(NamedTuple):
 
     Attributes:
         expanded: nodes of the level above that have children.
-        places: of these among all candidates of the level above, see `children`.
-        num_children: most children of one of them.
+        places: their places among all candidates of the level above, see `kept`.
+        num_children: maximum number of children of one of them.
         children: nodes, in the order of their numbers.
-        kept: of these among the candidates, num_children for each expanded node.
+        kept: their places among the candidates, num_children for each expanded node.
     """
 
     expanded: list[int]
@@ -34,12 +34,12 @@ class ShapeLevel(NamedTuple):
 class TreeShape:
     """A tree given by the paths to its nodes, each a list of ranks among siblings from 0.
 
-    Nodes are numbered level by level from 1, the root is 0; an earlier end of the list is a tree
-    too.
+    Nodes are numbered level by level from 1, the root is 0; any shorter list of the first nodes is
+    also a tree.
 
     Raises:
-        ValueError: a path that is not a list of ranks, that comes twice, or without its parent or
-            its sibling of the rank before.
+        ValueError: a path that is not a list of ranks, is given twice, or lacks its parent or its
+            preceding sibling.
     """
 
     def __init__(self, paths: Sequence[Sequence[int]]):
@@ -67,11 +67,11 @@ class TreeShape:
 
     @property
     def depth(self) -> int:
-        """Tokens of the longest path."""
+        """Number of tokens in the longest path."""
         return len(self.levels)
 
     def num_nodes(self, depth: int) -> int:
-        """Nodes at most `depth` tokens after the root."""
+        """Number of nodes up to `depth` tokens after the root."""
         return sum(len(level.children) for level in self.levels[:depth])
 
 
@@ -79,7 +79,7 @@ class TreeShape:
 def balanced_shape(width: int, max_nodes: int, depth: int) -> TreeShape:
     """The nodes most likely to be accepted when siblings are drawn, whichever tokens they get.
 
-    No node has more than `width` children, no path more than `depth` tokens. Source of the idea:
+    No node has more than `width` children, and no path more than `depth` tokens. The idea is from
     Sequoia (Chen et al., arXiv 2402.12374).
     """
     paths: list[Path] = []
@@ -104,5 +104,5 @@ def _check(paths: list[Path]) -> None:
             raise ValueError(f"tree_paths: expected distinct lists of ints >= 0, got {path}")
         before = path[:-1] if path[-1] == 0 else (*path[:-1], path[-1] - 1)
         if before not in known:
-            raise ValueError(f"tree_paths: {list(path)} needs {list(before)} before it")
+            raise ValueError(f"tree_paths: {list(path)} needs the path {list(before)}")
         known.add(path)

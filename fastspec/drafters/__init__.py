@@ -1,4 +1,4 @@
-"""Drafters: what proposes the tokens that the target checks."""
+"""Drafters, which propose the tokens that the target verifies."""
 
 from fastspec.drafters.base import Drafter, Proposal, TreeProposer
 from fastspec.drafters.bigram_table import load_bigram

@@ -1,4 +1,4 @@
-"""A draft model of any kind, or a drafter as it is: what "auto" and token trees run."""
+"""Builds a drafter for a draft model of any kind, for method "auto" and token trees."""
 
 from pathlib import Path
 from typing import Literal
@@ -18,10 +18,10 @@ DraftKind = Literal["glide", "eagle3", "reduced", "model"]
 def kind_of(
     source: str | Path | PreTrainedModel, read_config: ReadConfig = load_config
 ) -> DraftKind:
-    """Which kind of draft a source is; "reduced" ones take embeddings from their target.
+    """Return the kind of a draft model; "reduced" ones take embeddings from their target.
 
     Args:
-        read_config: `DrafterContext.read_config` reads that of a folder or hub id once.
+        read_config: pass `DrafterContext.read_config` to read a folder's or hub id's config once.
     """
     if glide.is_glide(source, read_config):
         return "glide"
@@ -32,7 +32,7 @@ def kind_of(
 
 
 def build(context: DrafterContext) -> Drafter | DrafterPlan:
-    """A GLIDE model where one is wanted, else what the model's configuration says that it is."""
+    """Build a GLIDE drafter if one is wanted, otherwise the kind that the model's config names."""
     given = context.drafter
     is_model = isinstance(given, (str, Path, PreTrainedModel))
     kind = kind_of(given, context.read_config) if is_model else "model"

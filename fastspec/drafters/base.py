@@ -1,11 +1,12 @@
-"""The protocol of drafters: the requests and batches that they see, and what they propose.
+"""The drafter protocol: the requests and batches that drafters see, and their proposals.
 
-It knows nothing of the verifier, nor of anything else of the engine.
+It depends on neither the verifier nor any other part of the engine.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import takewhile
 from typing import Any, NamedTuple, Protocol, TypedDict, cast, runtime_checkable
 
 import torch
@@ -18,7 +19,7 @@ from fastspec.models.layout import EncoderInput, Span, StateKey
 from fastspec.models.transfer import device_tensor
 from fastspec_kernels import uniform
 
-# Streams of fastspec_kernels.uniform: drafts must not share numbers with the acceptance tests.
+# Streams of fastspec_kernels.uniform: drafts must not share numbers with the acceptance rule.
 VERIFY_STREAM = 0
 DRAFT_STREAM = 1
 CASCADE_STREAM = 2
@@ -33,7 +34,7 @@ _SIBLING_RULES = ("target_only", "without_replacement", "with_replacement")
 
 
 class SamplingTensors(TypedDict):
-    """Sampling keyword arguments of the kernels, one value per request; None where none uses it."""
+    """Sampling arguments of the kernels, one value per request; None if no request uses it."""
 
     temperature: Tensor | None
     top_k: Tensor | None
@@ -41,8 +42,19 @@ class SamplingTensors(TypedDict):
     min_p: Tensor | None
 
 
+def common_prefix_len(token_ids: Sequence[int], others: Sequence[int]) -> int:
+    """How many leading tokens two sequences share."""
+    pairs = zip(token_ids, others, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def divisors(temperature: Tensor | None) -> Tensor | None:
+    """Return the divisors of logits, 1 for greedy rows; None if no request has a temperature."""
+    return None if temperature is None else temperature.masked_fill(temperature == 0, 1.0)
+
+
 def sampling_of_rows(sampling: SamplingTensors, rows: Tensor) -> SamplingTensors:
-    """The parameters of the requests that rows of logits belong to, [R] each."""
+    """Return the parameters of the requests that rows of logits belong to, [R] each."""
     values = cast(dict[str, Tensor | None], sampling)
     taken = {name: None if value is None else value[rows] for name, value in values.items()}
     return cast(SamplingTensors, taken)
@@ -50,20 +62,20 @@ def sampling_of_rows(sampling: SamplingTensors, rows: Tensor) -> SamplingTensors
 
 @dataclass(eq=False)
 class Request:
-    """The committed tokens of one request and where they are cached; drafters read, never write.
+    """The committed tokens of one request and where they are cached; read-only for drafters.
 
     Attributes:
-        token_ids: prompt and committed tokens; of an encoder-decoder, those of its decoder.
-        seed: of its random numbers.
-        stop_ids: a token of these ends the text.
-        max_len: length of token_ids at which it ends.
+        token_ids: prompt and committed tokens; for an encoder-decoder, those of its decoder.
+        seed: seed of its random numbers.
+        stop_ids: token ids that end the text.
+        max_len: length of token_ids at which the text ends.
         encoder_input: the prompt of an encoder-decoder.
-        rereads_above: length above which its model reads the text anew, see `RotaryLengths`.
-        rules: what its rows of logits must obey besides `params`; None = nothing.
+        rereads_above: length above which its model rereads the text, see `RotaryLengths`.
+        rules: logit rules other than `params`; None = none.
         num_prompt_tokens: leading token_ids that were given.
         rotary_len: length of the text when it was last read from its start.
         block_table: its blocks, the same in the target's and the drafter's cache.
-        state_key: names its states in recurrent layers; another one once it has lost its blocks.
+        state_key: names its states in recurrent layers; replaced when it loses its blocks.
         num_cached: leading tokens whose target keys and values are in the cache.
     """
 
@@ -87,9 +99,9 @@ class Request:
 
     @property
     def room(self) -> int:
-        """Drafts that can be accepted in one step: the token after them has to fit too.
+        """Draft tokens that can be accepted in one step, leaving room for the token after them.
 
-        None are judged beyond the length at which the text is read anew, before it is.
+        None are verified beyond the length at which the text must be reread, until it is.
         """
         length, most = len(self.token_ids), self.max_len - 1
         if self.rereads_above is not None and length <= self.rereads_above:
@@ -98,12 +110,12 @@ class Request:
 
     @property
     def must_be_reread(self) -> bool:
-        """Whether the text has grown beyond that length since it was read."""
+        """Whether the text has grown beyond `rereads_above` since it was last read."""
         limit = self.rereads_above
         return limit is not None and self.rotary_len <= limit < len(self.token_ids)
 
     def span(self, start: int, count: int) -> Span:
-        """Tokens of it, for a forward pass."""
+        """Return the span of `count` of its tokens, for a forward pass."""
         return Span(
             self.block_table,
             start,
@@ -122,16 +134,16 @@ class Batch:
 
     Attributes:
         requests: see `Request`.
-        num_draft_tokens: proposals wanted for each, 0..num_speculative_tokens; of a tree, on its
+        num_draft_tokens: proposals wanted for each, 0..num_speculative_tokens; for a tree, on its
             longest path.
-        max_nodes: of the tree of each; of a chain, its num_draft_tokens.
-        num_speculative_tokens: K, columns of a proposal of chains.
-        backend: of the kernels.
-        own_limits: K of each request, where some ask for less; it names random numbers.
-        is_coupled: a token is drawn by numbers that belong to its place in the text, so drafts that
-            use them are accepted more often, see `fastspec_kernels.sample_coupled`.
-        num_model_tokens: where a schedule says how much a draft model drafts that is not asked for
-            all proposals: its part of num_draft_tokens.
+        max_nodes: maximum tree nodes of each request; for chains, its num_draft_tokens.
+        num_speculative_tokens: K, the columns of a proposal of chains.
+        backend: backend of the kernels.
+        own_limits: K of each request, if some ask for less; it selects random numbers.
+        is_coupled: tokens are drawn by numbers tied to their position in the text, so drafts drawn
+            by the same numbers are accepted more often, see `fastspec_kernels.sample_coupled`.
+        num_model_tokens: if a schedule controls a draft model that does not make all proposals, the
+            model's share of num_draft_tokens.
     """
 
     requests: Sequence[Request]
@@ -150,7 +162,7 @@ class Batch:
 
     @cached_property
     def sampling(self) -> SamplingTensors:
-        """For target and draft rows alike, [B] each."""
+        """Sampling parameters [B] each, for target and draft rows alike."""
         tensors: dict[str, Tensor | None] = {}
         for name, dtype, off in _SAMPLING:
             values = [getattr(request.params, name) for request in self.requests]
@@ -160,19 +172,19 @@ class Batch:
 
     @cached_property
     def keys(self) -> Tensor:
-        """[2, B] int64: seeds and committed lengths, which with a stream name random numbers."""
+        """[2, B] int64: seeds and committed lengths, which select random numbers of a stream."""
         lengths = [len(request.token_ids) for request in self.requests]
         seeds = [request.seed for request in self.requests]
         return device_tensor([seeds, lengths], torch.int64, self.device)
 
     def uniforms(self, num: int, stream: int) -> Tensor:
-        """[B, num] float32 random numbers of this step, others for each stream."""
+        """Return [B, num] float32 random numbers of this step, different for each stream."""
         seeds, lengths = self.keys
         return uniform(seeds, lengths, num, stream, backend=self.backend)
 
 
 class Branch(NamedTuple):
-    """Who wrote a path of each tree, and the tokens of that path after the root of each."""
+    """The writer of one path of each tree, and the tokens of that path after the root."""
 
     writer: str
     token_ids: Sequence[Sequence[int]]
@@ -180,31 +192,31 @@ class Branch(NamedTuple):
 
 @dataclass(frozen=True)
 class Proposal:
-    """Draft tokens of a batch, one chain or one tree for each request.
+    """Draft tokens of a batch, one chain or one tree per request.
 
     Attributes:
-        token_ids: [B, K] int32, -1 after the last proposal of a row, in a tree for no token.
+        token_ids: [B, K] int32; -1 after the last proposal of a chain, or for no token in a tree.
         parents: [B, K] int32, None = chains. Node 0 of a tree is the last committed token, node
-            i + 1 is token_ids[:, i], and parents[:, i] < i + 1 the node that it follows.
+            i + 1 is token_ids[:, i], and parents[:, i] < i + 1 is its parent.
         draft_logits: logits that the tokens were sampled from under the request's own sampling
-            parameters, V' at most the target's vocabulary: [B, K, V'], row i for token i of a
-            chain; [B, K + 1, V'], row i for the tokens that follow node i of a tree. None when
-            the tokens are point masses, that is picked by any rule that leaves no other choice
-            (argmax, the k most likely, a match in the text).
+            parameters, with V' up to the target's vocabulary: [B, K, V'], row i for token i of a
+            chain; [B, K + 1, V'], row i for the children of node i of a tree. None if the tokens
+            are point masses, that is, chosen by a deterministic rule (argmax, the k most probable,
+            a match in the text).
         num_tokens: proposals in each row, for a drafter that knows them without waiting for the
             device: the target then reads no more than these. None = as many as were wanted.
-        sibling_rule: of trees, and only of these: how tokens with the same parent were chosen, see
-            `fastspec_kernels.verify_tree`.
+        sibling_rule: how tokens with the same parent were chosen, see
+            `fastspec_kernels.verify_tree`; required for trees, None for chains.
         writers: who wrote each proposal, for a drafter with several parts; None = the drafter.
-        passes: of each request, passes through each draft model in this step, by its name.
-        on_judged: of chains: is told the target's logits [T, V], packed: num_rows[b] of each
-            request, after its last committed token and after each proposal that was read.
-        draft_token_map: [V] int32, the column of draft_logits of each of the target's tokens, -1
-            where there is none; None = column x is token x.
-        branch: of trees: accepted tokens count as written by its writer, as far as they are those
-            of its path. A tree need not hold all of the path.
-        num_asked: where the batch has num_model_tokens: how many the draft model was asked for, of
-            each request, None where the proposal is not its.
+        passes: for each request, the passes through each draft model in this step, by its name.
+        on_judged: for chains only: called with the target's logits [T, V] and num_rows; packed,
+            num_rows[b] rows of request b: after its last committed token and each proposal read.
+        draft_token_map: [V] int32, the column of draft_logits for each of the target's tokens, -1
+            if there is none; None = column x is token x.
+        branch: for trees only: accepted tokens count as written by its writer as far as they match
+            its path. The tree need not contain the whole path.
+        num_asked: if the batch has num_model_tokens: tokens requested of the draft model for each
+            request, None where the proposal is not the model's.
     """
 
     token_ids: Tensor
@@ -221,10 +233,10 @@ class Proposal:
 
 
 def check_proposal(proposal: Any, batch: Batch, vocab_size: int) -> None:
-    """Refuse what a drafter must not propose, as far as that shows without reading the tokens.
+    """Check a proposal against the protocol as far as possible without reading the tokens.
 
     Raises:
-        ValueError: the field, what the protocol expects there and what the drafter gave.
+        ValueError: a field is invalid; the message names it, what is expected and what was given.
     """
     if not isinstance(proposal, Proposal):
         raise ValueError(f"propose: expected a Proposal, got {type(proposal).__name__}")
@@ -275,7 +287,7 @@ def check_proposal(proposal: Any, batch: Batch, vocab_size: int) -> None:
         expected = "None for chains" if is_chain else f"paths of {num_requests} requests"
         raise ValueError(f"branch: expected {expected}, got {branch!r}")
     if (passes := proposal.passes) is not None and len(passes) != num_requests:
-        raise ValueError(f"passes: expected those of {num_requests} requests, got {len(passes)}")
+        raise ValueError(f"passes: expected one per request, {num_requests}, got {len(passes)}")
 
 
 def _check_tensor(
@@ -294,11 +306,10 @@ def _check_tensor(
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Anything that proposes tokens; `name` is shown as the writer of the accepted ones.
+    """Protocol of anything that proposes tokens; `name` is reported as the writer of accepted ones.
 
-    Where a method raises, or a proposal is not of the documented form, the engine decodes that step
-    plainly, releases the requests, hands the error to the caller once, and asks again in the next
-    step.
+    If a method raises or a proposal is invalid, the engine decodes that step plainly, releases the
+    requests, passes the error to the caller once, and asks the drafter again in the next step.
     """
 
     name: str
@@ -308,38 +319,37 @@ class Drafter(Protocol):
         ...
 
     def commit(self, batch: Batch, accepted: list[int]) -> None:
-        """The requests hold their new tokens; accepted[b] of them were proposed in this step."""
+        """Learn of a step's end: requests have their new tokens; accepted[b] were proposed ones."""
         ...
 
     def release(self, request: Request) -> None:
-        """The request has ended or lost its blocks: forget what was cached for it."""
+        """Forget what was cached for a request, which has ended or lost its blocks."""
         ...
 
 
 @runtime_checkable
 class TreeProposer(Drafter, Protocol):
-    """A drafter whose proposals hold more tokens than can be accepted of them.
+    """A drafter that proposes more tokens than can be accepted in one step.
 
-    batch.max_nodes[b] is what there is room for; no path may have more than
-    batch.num_draft_tokens[b].
+    batch.max_nodes[b] nodes fit; no path may have more than batch.num_draft_tokens[b] tokens.
     """
 
     def max_nodes(self, num_speculative_tokens: int) -> int:
-        """Columns of a proposal at most, when the longest path may have that many tokens."""
+        """Return the maximum columns of a proposal whose paths may have that many tokens."""
         ...
 
 
 @runtime_checkable
 class CorpusReader(Drafter, Protocol):
-    """A drafter that also copies from texts that `Engine.add_corpus` gives it."""
+    """A drafter that also copies from texts passed to `Engine.add_corpus`."""
 
     def add_corpus(self, texts: Iterable[Sequence[int]]) -> None:
-        """Token ids of each text."""
+        """Add texts, as token ids."""
         ...
 
 
 class NoDrafter:
-    """Proposes nothing: every step is one of plain decoding."""
+    """Proposes nothing, so every step is plain decoding."""
 
     name = "none"
 
@@ -348,7 +358,7 @@ class NoDrafter:
         return Proposal(torch.full(shape, -1, dtype=torch.int32, device=batch.device))
 
     def commit(self, batch: Batch, accepted: list[int]) -> None:
-        """Nothing to learn."""
+        """Do nothing; there is nothing to learn."""
 
     def release(self, request: Request) -> None:
-        """Nothing to forget."""
+        """Do nothing; there is nothing to forget."""

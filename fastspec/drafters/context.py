@@ -1,4 +1,4 @@
-"""What a method's build function is given, and what it makes of that."""
+"""The input and the result of a method's build function."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -41,18 +41,18 @@ def load_draft(
     read_tokenizer: Callable[[str, str | Path], PreTrainedTokenizerBase] = load_tokenizer,
     read_config: ReadConfig = load_config,
 ) -> PreTrainedModel:
-    """A draft model; what it takes from its target comes from there, as does its tokenizer.
+    """Load a draft model; a reduced one takes the parts it lacks from the target.
 
-    One with another tokenizer beside it becomes one for the target's ids.
+    A model with a tokenizer of its own is converted to the target's token ids.
 
     Args:
-        field: names it in errors.
-        tokenizer: of the target; None = the draft's is not looked at.
-        load: reads a draft that is complete.
-        keeps_ids: refuse a draft with another tokenizer.
-        read_tokenizer, read_config: read the draft's.
+        field: names the model in errors.
+        tokenizer: the target's tokenizer; None = ignore the draft model's.
+        load: loads a complete draft model.
+        keeps_ids: refuse a draft model with another tokenizer.
+        read_tokenizer, read_config: read those of the draft model.
     Raises:
-        ValueError: it cannot be loaded, or is no draft for this target.
+        ValueError: the model cannot be loaded, or cannot draft for this target.
     """
     if isinstance(source, PreTrainedModel):
         return load(source, config)
@@ -78,13 +78,13 @@ def load_draft(
 
 @dataclass(frozen=True)
 class DrafterPlan:
-    """A drafter whose models are loaded, and that has no caches yet.
+    """A drafter whose models are loaded, but that has no caches yet.
 
     Attributes:
-        models: those that need a cache beside the target's, so that all are sized together.
-        build: makes the drafter, given the target's runner (None where stored outputs stand for the
+        models: models that need a cache in addition to the target's; all are sized together.
+        build: makes the drafter, given the target's runner (None if stored outputs replace the
             target) and the blocks that all caches share.
-        heterogeneous_vocab: how it drafts where its tokenizer is not the target's.
+        heterogeneous_vocab: how it drafts if its tokenizer differs from the target's.
     """
 
     models: list[PagedModel]
@@ -93,11 +93,11 @@ class DrafterPlan:
 
 
 def as_plan(made: Any) -> DrafterPlan:
-    """What a build function has made; ValueError when that is no drafter."""
+    """Return a build function's result as a plan; ValueError if it is not a drafter."""
     if isinstance(made, Drafter) and not isinstance(made, type):
         return DrafterPlan([], lambda target, block_manager: made)
     if not isinstance(made, DrafterPlan):
-        raise ValueError(f"build: expected a Drafter or a DrafterPlan from it, got {made!r:.80}")
+        raise ValueError(f"build: expected it to make a Drafter or DrafterPlan, got {made!r:.80}")
     return made
 
 
@@ -108,12 +108,12 @@ class DrafterContext:
     Attributes:
         spec: the method and its options.
         config: device, dtype, backend and cache.
-        tokenizer: of the target, if it has one.
-        vocab_size: of the target.
-        target: what the user named, or the loaded model.
-        target_model: the loaded model; None where stored outputs stand for it.
-        drafter: what the user named or passed; a method that needs no draft model gets None.
-        wants_glide: whether a draft model has to be one of GLIDE.
+        tokenizer: the target's tokenizer, if it has one.
+        vocab_size: the target's vocabulary size.
+        target: the target as the user named it, or the loaded model.
+        target_model: the loaded target; None if stored outputs replace it.
+        drafter: the drafter as the user named or passed it; None if the method needs no model.
+        wants_glide: whether a draft model must be a GLIDE model.
         read_tokenizer, read_config: read those of a draft model, each once.
     """
 
@@ -131,7 +131,7 @@ class DrafterContext:
     read_config: ReadConfig = field(default_factory=lambda: cache(load_config))
 
     def load(self, source: DrafterSource | None, load: Loader | None = None) -> PagedModel:
-        """A draft model as the engine runs it.
+        """Load a draft model for the engine to run.
 
         Raises:
             ValueError: it cannot be loaded, or its tokenizer is not the target's.
@@ -139,7 +139,7 @@ class DrafterContext:
         if isinstance(source, Drafter):
             raise ValueError(f"drafter: expected a draft model, got the drafter {source.name!r}")
         if not isinstance(source, (str, Path, PreTrainedModel)):
-            raise ValueError("drafter: several make a cascade, which spec.method has to be")
+            raise ValueError("drafter: a list of several needs spec.method 'cascade'")
         target = self.target_model or self.target
         reader = load or partial(load_model, "drafter")
         given = self.config, self.tokenizer, target, reader
@@ -147,8 +147,8 @@ class DrafterContext:
         model = load_draft("drafter", source, *given, load is not None, *readers)
         return paged_model_of(model, self.config)
 
-    def runner(self, model: PagedModel, block_manager: Blocks) -> ModelRunner:
-        """A runner over the blocks of the target's cache."""
+    def runner(self, model: PagedModel, block_manager: Blocks, caches: Any = None) -> ModelRunner:
+        """A runner over the blocks of the target's cache, with caches of its own unless given."""
         num_blocks, block_size = block_manager.num_blocks, block_manager.block_size
         chunk_size, cuda_graphs = self.config.prefill_chunk_size, self.config.cuda_graphs
-        return ModelRunner(model, num_blocks, block_size, chunk_size, cuda_graphs)
+        return ModelRunner(model, num_blocks, block_size, chunk_size, cuda_graphs, caches)

@@ -1,4 +1,4 @@
-"""A smaller model as drafter: K decoding steps over its own paged cache, without host syncs."""
+"""A smaller model as drafter: K decoding steps on its own paged cache, without host syncs."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -26,19 +26,20 @@ from fastspec.models.runner import ModelRunner
 from fastspec.models.transfer import device_tensor, padded_tensor
 from fastspec_kernels import sample, sample_coupled
 
-_PREFILL_FROM = 8  # more missing tokens than this are read in a pass of their own, without logits
+_PREFILL_FROM = 8  # this many uncached tokens are read in a separate pass, without logits
 
 
 class DraftModelDrafter:
     """Drafts with a language model that has the target's tokenizer.
 
-    With a threshold a draft ends with the token that makes it less probable than that, all its
-    tokens together in the law they were drawn from (of greedy requests, that of temperature 1). Its
-    end depends on nothing that the target is not shown, so sampling stays exact.
+    With a confidence threshold, a draft ends with the token that brings the joint probability of
+    its tokens, under the distribution they were drawn from (temperature 1 for greedy requests),
+    below the threshold. Its end depends only on tokens that the target sees, so sampling stays
+    exact.
 
     Its cache uses the target's block tables, so a request's pages have the same ids in both caches
-    and rolling back costs nothing. Which pages it has filled it knows by itself: a page that the
-    target shares between requests may hold nothing of the draft model yet.
+    and rolling back costs nothing. It tracks itself which pages it has filled: a page that the
+    target shares between requests may not contain the draft model's keys and values yet.
     """
 
     name = "draft_model"
@@ -58,7 +59,7 @@ class DraftModelDrafter:
         self.is_probabilistic = probabilistic
         self._threshold = confidence_threshold
         self._num_cached: dict[str, int] = {}
-        self._filled: dict[int, int] = {}  # by block id, its tenancy when it was full
+        self._filled: dict[int, int] = {}  # by block id, the block's tenancy when it was filled
 
     def propose(self, batch: Batch) -> Proposal:
         texts = [request.token_ids for request in batch.requests]
@@ -95,21 +96,21 @@ class DraftModelDrafter:
         keeps_logits: bool,
         coupled_keys: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, list[int]]:
-        """Continue each text by so many tokens, one pass each, or as long as it is sure enough.
+        """Continue each text by num_draft_tokens[b] tokens, one pass each, or until unsure.
 
         Args:
-            texts: the committed tokens of each request, and drafts after them if there are any.
+            texts: the committed tokens of each request, followed by drafts, if any.
             uniforms: [B, K] float32, one for each token.
-            coupled_keys: [2, B] int64, seeds and lengths, where tokens are drawn by their places
-                instead; texts are then the committed tokens alone.
+            coupled_keys: [2, B] int64, seeds and lengths, to draw tokens by position instead; texts
+                are then only the committed tokens.
         Returns:
-            The tokens, [B, K] int32, -1 after the last one; their logits [B, K, V'] if kept, in the
-            columns of `vocabulary`; and how many each text got.
+            Tokens [B, K] int32, -1 after the last one; their logits [B, K, V'] if kept, in the
+            columns of `vocabulary`; and the number of tokens of each text.
         """
         device, backend = uniforms.device, self.runner.paged_model.backend
         token_ids = torch.full(uniforms.shape, -1, dtype=torch.int32, device=device)
         draft_logits = None
-        num_draft_tokens = [*num_draft_tokens]  # of a draft that ends sooner, as many as it has
+        num_draft_tokens = [*num_draft_tokens]  # lowered for drafts that end early
         drafting = [b for b, num in enumerate(num_draft_tokens) if num]
         chain_logprobs = torch.zeros(len(num_draft_tokens), dtype=torch.float32, device=device)
         has_rules = any(request.rules is not None for request in requests)
@@ -136,11 +137,11 @@ class DraftModelDrafter:
                 picked = self.vocabulary.tokens(picked)
             else:
                 seeds, lengths = coupled_keys[:, chosen].unbind()
-                whole = self.vocabulary.whole(logits)  # the noise is each token's own
+                whole = self.vocabulary.whole(logits)  # noise belongs to token ids, not columns
                 picked, logprobs = sample_coupled(
                     whole, seeds, lengths + step, **row_sampling, backend=backend
                 )
-            if ranks is not None:  # the next pass needs all of them, on the same tokens
+            if ranks is not None:  # all ranks must run the next pass on the same tokens
                 picked = ranks.of_first(picked)
             token_ids[chosen, step] = picked
             if path is not None:
@@ -170,7 +171,7 @@ class DraftModelDrafter:
     def read(
         self, requests: Sequence[Request], texts: list[list[int]], num_rows: list[int]
     ) -> Tensor:
-        """Logits [R, V'] after each of the last num_rows[b] tokens of each text, packed.
+        """Return packed logits [R, V'] after each of the last num_rows[b] tokens of each text.
 
         They are in the columns of `vocabulary`.
         """
@@ -192,12 +193,12 @@ class DraftModelDrafter:
         return self.ruled(requests, logits, Rows(owners, nodes, path))
 
     def shorten(self, request_id: str, length: int) -> None:
-        """Only the first `length` tokens of what was read still stand in the text."""
+        """Note that only the first `length` tokens that were read are still in the text."""
         if request_id in self._num_cached:
             self._num_cached[request_id] = min(self._num_cached[request_id], length)
 
     def room(self, length: int) -> int:
-        """Tokens that can be drafted after so many, before the draft model's last position."""
+        """Return how many tokens fit between a text of this length and the last position."""
         last = self.runner.paged_model.max_positions
         return sys.maxsize if last is None else max(0, last - length + 1)
 
@@ -210,20 +211,20 @@ class DraftModelDrafter:
             self._num_cached[request.request_id] = cached
             for block_id in reversed(request.block_table[: cached // block_size]):
                 if self._filled.get(block_id) == tenancy(block_id):
-                    break  # what comes before a noted block is noted too
+                    break  # all blocks before a recorded one are recorded as well
                 self._filled[block_id] = tenancy(block_id)
 
     def release(self, request: Request) -> None:
         self._num_cached.pop(request.request_id, None)
 
     def _path(self, requests: Sequence[Request], texts: list[list[int]], room: int = 0) -> Tensor:
-        """[B, N + room] int32: the tokens of texts from the last committed one on, and -1."""
+        """Return [B, N + room] int32: the texts' tokens from the last committed one on, then -1."""
         ends = [text[len(r.token_ids) - 1 :] for r, text in zip(requests, texts, strict=True)]
         width = max(map(len, ends)) + room
         return padded_tensor(ends, width, self.runner.device)
 
     def ruled(self, requests: Sequence[Request], logits: Tensor, rows: Rows) -> Tensor:
-        """Rows of logits, in the columns of `vocabulary`, under the rules of their requests."""
+        """Apply the requests' logit rules to rows in the columns of `vocabulary`."""
         texts = [request.token_ids for request in requests]
         rules, backend = [r.rules for r in requests], self.runner.paged_model.backend
         whole = self.vocabulary.whole(logits)
@@ -236,13 +237,13 @@ class DraftModelDrafter:
     def _unread(
         self, requests: Sequence[Request], texts: list[list[int]], num_rows: list[int]
     ) -> tuple[Tensor, list[Span]]:
-        """Tokens of the texts that are not cached yet, the last num_rows[b] > 0 in any case.
+        """Return the texts' uncached tokens, always including the last num_rows[b] > 0.
 
-        Many are read here, up to the last ones, without logits. These are packed in order, so a
-        request can build on what one before it is about to read.
+        Long stretches, except the last tokens, are read here without logits. They are packed in
+        order, so a request can build on blocks that an earlier one is about to fill.
         """
         tenancy, block_size = self._block_manager.tenancy, self._block_manager.block_size
-        last_id = self.runner.vocab_size - 1  # what it cannot embed only costs it accuracy
+        last_id = self.runner.vocab_size - 1  # tokens it cannot embed only cost accuracy
         unread: list[int] = []
         spans, late_ids, late_spans = [], [], []
         filling: set[int] = set()
@@ -250,7 +251,7 @@ class DraftModelDrafter:
             if not rows:
                 continue
             start, most = self._num_cached.get(request.request_id), len(token_ids) - rows
-            if start is None:  # a new request: others may have read its first blocks
+            if start is None:  # a new request: others may have filled its first blocks
                 known = (
                     b in filling or self._filled.get(b) == tenancy(b) for b in request.block_table
                 )
@@ -271,33 +272,33 @@ class DraftModelDrafter:
 
 
 def greedy_sampling(batch: Batch) -> SamplingTensors:
-    """The sampling arguments of greedy decoding."""
+    """Return the sampling arguments of greedy decoding."""
     zeros = torch.zeros(len(batch.requests), device=batch.device)
     return SamplingTensors(temperature=zeros, top_k=None, top_p=None, min_p=None)
 
 
 def draft_model_of(drafter: Drafter | None) -> DraftModelDrafter | None:
-    """The draft model that a drafter is, or drafts with as its attribute `draft`; None if none."""
+    """Return the drafter itself or its attribute `draft` if that is a draft model, else None."""
     model = getattr(drafter, "draft", drafter)
     return model if isinstance(model, DraftModelDrafter) else None
 
 
 class TargetReader(DraftModelDrafter):
-    """Drafts with a model whose passes read pages of the target beside its own.
+    """Drafts with a model whose passes read pages of the target as well as its own.
 
     Args:
-        model: the draft model, for our pages.
+        model: the draft model, in its paged form.
         target: the runner whose pages are read.
-        block_manager: of the blocks that both share.
-        chunk_size: tokens of one pass while a prompt is read.
-        probabilistic: sample drafts, or take the best.
+        block_manager: manages the blocks that both share.
+        chunk_size: tokens per pass while a prompt is read.
+        probabilistic: sample drafts; False takes the most probable tokens.
         confidence_threshold: see `DraftModelDrafter`.
     Raises:
-        ValueError: the draft was made for another target.
+        ValueError: the draft model was made for another target.
     """
 
-    kind: str  # of its method and of its models, for errors
-    reads: str  # of the target
+    kind: str  # name of its method and its models, for errors
+    reads: str  # what it reads of the target, for errors
     model_class: type
     runner_class: Callable[..., ModelRunner]
 
@@ -317,12 +318,12 @@ class TargetReader(DraftModelDrafter):
 
     @staticmethod
     def pages(model: PagedModel, target: ModelRunner, blocks: Blocks) -> Any:
-        """What its passes read of the target, which keeps it from now on."""
+        """Return what its passes read of the target, which keeps that from now on."""
         raise NotImplementedError
 
     @classmethod
     def plan(cls, context: DrafterContext, load: Loader) -> "Drafter | DrafterPlan":
-        """Its method, over a model that `load` reads; of drafters, only one of its own is taken."""
+        """Plan its method with a model that `load` loads, or accept a drafter of its own class."""
         given = context.drafter
         if isinstance(given, cls):
             return given
@@ -336,14 +337,14 @@ class TargetReader(DraftModelDrafter):
 
         def drafter(target: ModelRunner | None, block_manager: Blocks) -> Drafter:
             if target is None:
-                raise ValueError(f"drafter: {cls.kind} reads {cls.reads}, and there is no target")
+                raise ValueError(f"drafter: {cls.kind} reads {cls.reads}, but there is no target")
             return cls(model, target, block_manager, *options)
 
         return DrafterPlan([model], drafter)
 
 
 def build(context: DrafterContext) -> Drafter | DrafterPlan:
-    """The method "draft_model"; a drafter that is given is taken as it is."""
+    """Build method "draft_model"; a given Drafter is used as it is."""
     if isinstance(context.drafter, Drafter):
         return context.drafter
     model = context.load(context.drafter)

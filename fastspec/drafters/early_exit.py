@@ -1,4 +1,4 @@
-"""Early exit: the target's first layers, with its own norm and head, are the draft model."""
+"""Early exit: the target's first layers, with its norm and head, serve as the draft model."""
 
 from collections.abc import Sequence
 
@@ -18,9 +18,9 @@ from fastspec.models.twin import first_layers
 class EarlyExitDrafter(DraftModelDrafter):
     """Drafts with the first layers of the target, on the target's own pages.
 
-    What these layers keep of the committed tokens is there already, as the target has read them.
-    What they write of drafts the target overwrites when it judges them, with the same. Of a target
-    that is split over processes all run these passes, on rank 0's tokens.
+    The keys and values of committed tokens are already there from the target's passes. Those that
+    drafting writes are overwritten, with the same values, when the target verifies the drafts. If
+    the target is split over processes, all of them run these passes, on rank 0's tokens.
 
     Sources: Elhoushi et al., "LayerSkip", arXiv 2404.16710; transformers' `assistant_early_exit`.
     """
@@ -28,7 +28,7 @@ class EarlyExitDrafter(DraftModelDrafter):
     name = "early_exit"
 
     def commit(self, batch: Batch, accepted: list[int]) -> None:
-        """Nothing: what was accepted is in the target's cache."""
+        """Do nothing: accepted tokens are in the target's cache."""
 
     def _unread(
         self, requests: Sequence[Request], texts: list[list[int]], num_rows: list[int]
@@ -38,7 +38,7 @@ class EarlyExitDrafter(DraftModelDrafter):
 
 
 def build(context: DrafterContext) -> DrafterPlan:
-    """The method "early_exit"."""
+    """Build method "early_exit"."""
     target, count, config = context.target_model, context.spec.exit_layer, context.config
 
     def drafter(runner: ModelRunner | None, block_manager: Blocks) -> Drafter:
@@ -47,14 +47,13 @@ def build(context: DrafterContext) -> DrafterPlan:
         name = runner.paged_model.name
         if target.config.is_encoder_decoder or runner.paged_model.recurrent is not None:
             kind = "an encoder-decoder" if target.config.is_encoder_decoder else "recurrent"
-            raise ValueError(f"method: 'early_exit' needs a plain decoder, and {name} is {kind}")
+            raise ValueError(f"method: 'early_exit' needs a plain decoder, but {name} is {kind}")
         most: int = target.config.get_text_config(decoder=True).num_hidden_layers - 1
         require("exit_layer", count, count <= most, f"an int from 1 to {most} for {name}")
         if runner.paged_model.ranks is not None:
             runner.paged_model.ranks.check(call="early_exit", exit_layer=count)
         model = paged_model_of(first_layers(target, count), config)
-        sizes = block_manager.num_blocks, block_manager.block_size, config.prefill_chunk_size
-        own = ModelRunner(model, *sizes, config.cuda_graphs, runner.caches)
+        own = context.runner(model, block_manager, runner.caches)
         options = context.spec.draws_drafts, context.spec.confidence_threshold
         return EarlyExitDrafter(own, block_manager, context.vocab_size, *options)
 

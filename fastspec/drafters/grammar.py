@@ -1,4 +1,4 @@
-"""Texts that must have a form: JSON, a pattern, one of a few texts, or a grammar, by llguidance."""
+"""Structured outputs by llguidance: JSON, a regex, a choice of texts, or a grammar."""
 
 import json
 from collections.abc import Mapping
@@ -13,11 +13,11 @@ _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 
 @dataclass(eq=False)
 class GrammarCompiler:
-    """Makes grammars for one tokenizer; its trie is built with the first of them.
+    """Compiles grammars for one tokenizer, whose trie is built with the first of them.
 
     Args:
-        tokenizer: of the target, a fast one; None refuses every grammar.
-        vocab_size: of the target.
+        tokenizer: the target's fast tokenizer; without one every grammar is refused.
+        vocab_size: the target's vocabulary size.
         eos_ids: tokens that may end a text once it is complete.
     """
 
@@ -27,11 +27,11 @@ class GrammarCompiler:
     _tokens: Any = field(default=None, init=False)
 
     def compile(self, structure: Mapping[str, Any]) -> "LlguidanceGrammar":
-        """The grammar of `SamplingParams.structured_outputs`.
+        """Compile `SamplingParams.structured_outputs`.
 
         Raises:
-            ValueError: a form that is not understood, no fast tokenizer with an end-of-sequence
-                token, or llguidance is not installed.
+            ValueError: the form is not understood, there is no fast tokenizer with an
+                end-of-sequence token, or llguidance is not installed.
         """
         try:
             from llguidance import LLMatcher
@@ -59,19 +59,19 @@ class GrammarCompiler:
 
 @dataclass(eq=False)
 class LlguidanceGrammar:
-    """What may follow one text."""
+    """Tracks what may follow one text."""
 
     matcher: Any
 
     def mask_after(self, path: list[int], words: np.ndarray) -> None:
         """Write the bits [ceil(V/32)] int32 of the tokens that may follow the text and a path.
 
-        Where no path leads, all are set.
+        If the grammar does not allow the path, all bits are set.
 
         Raises:
-            ValueError: it cannot tell.
+            ValueError: the matcher failed.
         """
-        matcher = self.matcher.deep_copy() if path else self.matcher  # an error is for ever
+        matcher = self.matcher.deep_copy() if path else self.matcher  # errors are permanent
         taken = matcher.try_consume_tokens(path) if path else 0
         if taken == len(path) and (matcher.is_error() or not matcher.is_stopped()):
             mask = np.frombuffer(matcher.compute_bitmask(), np.int32)
@@ -81,13 +81,13 @@ class LlguidanceGrammar:
             words[len(mask) :] = 0
 
     def advance(self, token_id: int) -> bool:
-        """Add a token to the text; whether anything may follow it."""
+        """Add a token to the text; return whether anything may follow it."""
         self.matcher.consume_token(token_id)
         return self.matcher.is_error() or not self.matcher.is_stopped()
 
 
 def _source(matcher: Any, any_to_lark: Any, structure: Mapping[str, Any]) -> str:
-    """The form in llguidance's terms."""
+    """Return the form as llguidance's source."""
     ((kind, form),) = structure.items()
     if kind == "json_object":
         kind, form = "json", {"type": "object"}

@@ -1,7 +1,7 @@
-"""What a request asks of its logits besides temperature and filters, on every row that it judges.
+"""A request's logit rules other than temperature and filters, for every row that is verified.
 
-A row stands after a node of a tree: the committed text, and after it a path of drafted tokens. What
-it may say next depends on both, so target and drafters ask here before they read their rows.
+A row follows a node of a tree, that is, the committed text and a path of drafted tokens. Which
+tokens may come next depends on both, so target and drafters apply the rules to their rows first.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,13 +25,13 @@ class LogitRules:
     """The rules of one request.
 
     Args:
-        params: of the request.
+        params: parameters of the request.
         vocab_size: V of the target.
         num_prompt_tokens: leading tokens of its text that were given.
-        ends: tokens that end its text, which min_tokens puts off.
+        ends: tokens that end its text, which min_tokens delays.
         bad_words: lists of token ids.
-        allowed: bits [ceil(V/32)] int32 of the tokens that may ever be written; None = all.
-        grammar: what the text has to be.
+        allowed: bits [ceil(V/32)] int32 of the tokens that may be written at all; None = all.
+        grammar: grammar that the output must match.
     Attributes:
         failure: what a processor or the grammar raised after the committed text.
     """
@@ -57,7 +57,7 @@ class LogitRules:
         self._bias = dict(params.logit_bias or {})
         self._bias |= {word[0]: -np.inf for word in bad_words if len(word) == 1}
         ends = ends if params.min_tokens else frozenset[int]()
-        self._biased_ends = sorted(ends & self._bias.keys())  # an entry of a list says one thing
+        self._biased_ends = sorted(ends & self._bias.keys())  # a list has one entry per token
         self._ends = ends - self._bias.keys()
         self._num_counted = 0
         self._seen = np.empty(0, np.int32)
@@ -65,7 +65,7 @@ class LogitRules:
 
     @property
     def any(self) -> bool:
-        """Whether there is anything to obey."""
+        """Whether there are any rules."""
         return self.edits or self.reads_path or self.allowed is not None
 
     @property
@@ -89,11 +89,11 @@ class LogitRules:
 
     @property
     def reads_path(self) -> bool:
-        """Whether it must see the drafted tokens themselves, on the host."""
+        """Whether the rules need the drafted tokens themselves, on the host."""
         return self.changes_rows or self.grammar is not None
 
     def history(self, token_ids: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """The distinct tokens of a text that only grows, ascending, and how many are output."""
+        """Return a growing text's distinct tokens, ascending, and the counts in its output."""
         if not self.has_penalties:
             return self._seen, self._counts
         new, start = token_ids[self._num_counted :], self._num_counted
@@ -107,7 +107,7 @@ class LogitRules:
         return self._seen, self._counts
 
     def bias(self, token_ids: list[int]) -> list[tuple[int, float, int]]:
-        """Tokens, ascending, what is added to their logits, and until how many more tokens."""
+        """Return tokens, ascending, the biases of their logits, and for how many more tokens."""
         missing = self.params.min_tokens - (len(token_ids) - self._num_prompt_tokens)
         bans = self._ends if missing > 0 else frozenset[int]()
         return [
@@ -116,14 +116,14 @@ class LogitRules:
         ]
 
     def ends_text(self, token_id: int) -> bool:
-        """Whether nothing may follow a token that was just committed."""
+        """Whether nothing may follow a newly committed token."""
         return self.grammar is not None and not self.grammar.advance(token_id)
 
     def change(self, text: list[int], path: list[int], row: Tensor) -> None:
-        """Ban the ends of bad words, and let the processors change a row [V] float32.
+        """Ban the last tokens of bad words, and apply the processors to a row [V] float32.
 
         Raises:
-            Exception: what a processor raised; ValueError for scores of another shape.
+            Exception: whatever a processor raises; ValueError for scores of another shape.
         """
         prefix = text + path
         if len(prefix) - self._num_prompt_tokens < self.params.min_tokens:
@@ -146,13 +146,13 @@ class LogitRules:
 
 
 class Rows(NamedTuple):
-    """Rows of logits, and the places in trees that each stands after.
+    """Rows of logits, and the tree node that each follows.
 
     Attributes:
-        requests: [R] the request of each, by its place in the batch.
-        nodes: [R] the node of its tree.
+        requests: [R] each row's request, by its index in the batch.
+        nodes: [R] each row's node in the request's tree.
         token_ids: [B, N] int32; node 0 is the last committed token.
-        parents: [B, N] int32, as `fastspec_kernels.build_tree` takes them; None = chains.
+        parents: [B, N] int32, as for `fastspec_kernels.build_tree`; None = chains.
     """
 
     requests: list[int]
@@ -168,20 +168,20 @@ def apply_rules(
     rows: Rows,
     backend: str,
 ) -> tuple[Tensor, Tensor | None, dict[int, Exception | None]]:
-    """Logits [R, V] as the requests of a batch want them, and what the rows may say at all.
+    """Apply the rules of a batch's requests to logits [R, V], and find the tokens allowed.
 
-    Penalties, biases, bans and min_tokens cost no wait for the device; processors, grammars and bad
-    words of several tokens need a copy of the drafted tokens to the host, and a look at the rows.
+    Penalties, biases, bans and min_tokens never wait for the device; processors, grammars and bad
+    words of several tokens copy the drafted tokens to the host, and read the rows.
 
     Args:
         texts: the committed tokens of each request.
-        rules: of each; None = nothing.
+        rules: rules of each request; None = none.
         logits: changed in place if they are float32.
     Returns:
-        Logits, float32 where a row of the batch may change; [R, ceil(V/32)] int32 with the bits of
-        the tokens allowed, None where all are; and the rows after drafted tokens, or after the
-        text, where nothing can be drawn, each with what a processor or grammar raised. The logits
-        of these are 0 and allowed, as whoever judges reads rows that it may not get to.
+        Logits, float32 if any row of the batch may change; [R, ceil(V/32)] int32 with the bits of
+        the allowed tokens, None if all are; and the rows where no token can be drawn, after the
+        text or after drafted tokens, each with what a processor or grammar raised. Their logits are
+        0 and allowed, because verification reads rows that it may not reach.
     """
     known = [rule for rule in rules if rule is not None]
     if any(rule.edits or rule.changes_rows for rule in known):
@@ -202,14 +202,14 @@ def apply_rules(
         if rule.reads_path:
             path = _path(token_ids[b], parents[b] if parents is not None else None, node)
             if path and not 0 <= min(path) <= max(path) < logits.shape[1]:
-                continue  # a row that nothing leads to
+                continue  # a row that cannot be reached
             read.append(row)
             try:
                 if rule.changes_rows:
                     rule.change(texts[b], path, logits[row])
                 if rule.grammar is not None:
                     rule.grammar.mask_after(path, words[row])
-            except BaseException as error:  # anybody's code: an error must not end other requests
+            except BaseException as error:  # third-party code: an error must not end other requests
                 if not isinstance(error, Exception):
                     raise
                 dead[row] = error
@@ -232,7 +232,7 @@ def apply_rules(
 
 
 def without_forbidden(logits: Tensor, token_bitmask: Tensor | None) -> Tensor:
-    """Logits [R, V] with -inf for the tokens whose bit is not set."""
+    """Return logits [R, V] with -inf for the tokens whose bit is not set."""
     if token_bitmask is None:
         return logits
     token = torch.arange(logits.shape[1], device=logits.device)
@@ -247,7 +247,7 @@ def _edited(
     rows: Rows,
     backend: str,
 ) -> Tensor:
-    """Logits after biases and penalties."""
+    """Apply biases and penalties to logits."""
     if not any(rule is not None and rule.edits for rule in rules):
         return logits
     nothing = np.empty(0, np.int32)
@@ -285,7 +285,7 @@ def _edited(
 
 
 def _path(token_ids: list[int], parents: list[int] | None, node: int) -> list[int]:
-    """The drafted tokens up to a node, without the root."""
+    """Return the drafted tokens up to a node, without the root."""
     path = []
     while node > 0:
         path.append(token_ids[node])

@@ -16,14 +16,14 @@ from fastspec_kernels import match_suffix
 
 @dataclass(eq=False)
 class MagDrafter(CopyingDrafter):
-    """Copies what follows the earliest place where the longest end of the text stood before.
+    """Copies what follows the earliest previous occurrence of the text's longest matching suffix.
 
-    When that copy reaches the end of the text, the same is done once more with the longer text;
-    places that are still empty are filled from the bigram table.
+    If that copy reaches the end of the text, it repeats this once with the extended text; remaining
+    positions are filled from the bigram table.
 
     Args:
-        bigram: [n] int32, the successor of each token, see `load_bigram`; None leaves the places
-            empty.
+        bigram: [n] int32, the successor of each token, see `load_bigram`; None leaves these
+            positions empty.
         backend: passed to the kernel.
 
     Source: Chen et al., "Cascade Speculative Drafting for Even Faster LLM Inference",
@@ -40,7 +40,7 @@ class MagDrafter(CopyingDrafter):
         return self._copies(texts, num_tokens, num_tokens)
 
     def copy_whole(self, texts: Texts, num_tokens: int) -> Tensor:
-        """The same with the whole of a second copy: [B, 2 * num_tokens - 1]."""
+        """Copy as `copy` does, but keep all of a second copy: [B, 2 * num_tokens - 1]."""
         return self._copies(texts, num_tokens, 2 * num_tokens - 1)
 
     def _copies(self, texts: Texts, num_tokens: int, width: int) -> Tensor:
@@ -76,9 +76,9 @@ class MagDrafter(CopyingDrafter):
 
 
 def _chains(bigram: Tensor, num: int) -> Tensor:
-    """[n+1, K]: the next K tokens after each, -1 where there is none; the last row is all -1."""
+    """Return [n+1, K]: the K tokens after each token, -1 where none; the last row is all -1."""
     size = max(len(bigram), int(bigram.max()) + 1)
-    successor = torch.full((size + 1,), size)  # the token `size` stands for none
+    successor = torch.full((size + 1,), size)  # the token `size` means none
     successor[: len(bigram)] = bigram
     chain = [successor]
     for _ in range(num - 1):
@@ -88,13 +88,13 @@ def _chains(bigram: Tensor, num: int) -> Tensor:
 
 
 def _after(first: Tensor, count: Tensor, second: Tensor) -> Tensor:
-    """The first count[b] tokens of `first`, then those of `second`, [B, K] all."""
+    """Return the first count[b] tokens of `first`, then those of `second`; all are [B, K]."""
     places = torch.arange(first.shape[1], device=first.device) - count
     return torch.where(places < 0, first, second.gather(1, places.clamp(min=0)))
 
 
 def build(context: DrafterContext) -> MagDrafter:
-    """The method "mag", with the table that the options name or that is beside the target."""
+    """Build method "mag", with the table named in the options or stored with the target."""
     file = context.spec.bigram_path or bigram_beside(context.target)
     bigram = load_bigram(file, context.vocab_size) if file else None
     return MagDrafter(bigram, context.config.backend)

@@ -15,20 +15,20 @@ from fastspec.models.transfer import device_tensor
 
 
 class NgramDrafter:
-    """Proposes what most often followed the longest known end of the text, token by token.
+    """Proposes, token by token, the most frequent successor of the text's longest known suffix.
 
-    It counts every n-gram of 2 to `ngram_size` tokens in prompt and output, and for each place that
-    the target has judged also its `filler_top_k` best tokens, those after rejected drafts too.
-    An end that is not known ends the proposal. Each request has a store of its own, which lives as
-    long as the request, so that what one request says never depends on another.
+    It counts every n-gram of 2 to `ngram_size` tokens in prompt and output and, for each position
+    the target has verified, also the target's `filler_top_k` most probable tokens, including those
+    after rejected drafts. An unknown suffix ends the proposal. Each request has its own store,
+    which lives as long as the request, so the output of one request never depends on another.
 
     Args:
         ngram_size: >= 2.
-        filler_top_k: >= 1; 1 counts only what was said.
-        one_level: count n-grams of `ngram_size` tokens alone.
-        vocab_size: go on after an end that is not known with any token below it.
-        table: the store of all requests, with contexts of `ngram_size` - 1 tokens. It outlives
-            them, and so two requests of one seed are independent only if they are judged by
+        filler_top_k: >= 1; 1 counts only tokens of the text.
+        one_level: count only n-grams of exactly `ngram_size` tokens.
+        vocab_size: if given, an unknown suffix is continued with an arbitrary token below it.
+        table: a store shared by all requests, with contexts of `ngram_size` - 1 tokens. It outlives
+            them, so the output for a seed is independent of other requests only with
             rejection_sample_method "coupled".
 
     Source: Ou et al., "Lossless Acceleration of Large Language Model via Adaptive N-gram Parallel
@@ -82,14 +82,14 @@ class NgramDrafter:
         return Proposal(proposal.token_ids, num_tokens=proposal.num_tokens, on_judged=learn)
 
     def commit(self, batch: Batch, accepted: list[int]) -> None:
-        """Nothing: the next proposal learns the new tokens."""
+        """Do nothing: the next proposal learns the new tokens."""
 
     def release(self, request: Request) -> None:
-        """The text is uploaded anew if the request comes back; what was learnt stays with it."""
+        """Forget the uploaded text, but keep what was learnt, in case the request resumes."""
         self._texts.forget(request.request_id)
 
     def _learn_texts(self, rows: Tensor, texts: Texts, batch: Batch) -> None:
-        """Count the n-grams that end in tokens committed since the last time."""
+        """Count the n-grams that end in tokens committed since the last call."""
         starts = [self._num_learnt[request] for request in batch.requests]
         ends = [len(input_of(request)) + len(request.token_ids) for request in batch.requests]
         self._num_learnt.update(zip(batch.requests, ends, strict=True))
@@ -111,7 +111,7 @@ class NgramDrafter:
     def _learn_fillers(
         self, rows: Tensor, grown: Tensor, target_logits: Tensor, num_rows: list[int]
     ) -> None:
-        """Count the target's likeliest tokens after the text and after each draft."""
+        """Count the target's most probable tokens after the text and after each draft token."""
         num = self._max_context
         windows = grown.unfold(1, num, 1)  # [B, K + 1, n - 1]
         width = windows.shape[1]
@@ -142,7 +142,7 @@ class NgramDrafter:
 
 
 def _windows(texts: Texts, places: Tensor, num: int) -> Tensor:
-    """[B, W, num] the tokens before each place [B, W] of the texts, -1 before their beginning."""
+    """Return the tokens before each place [B, W] of the texts, [B, W, num], -1 before the start."""
     before = places[:, :, None] + torch.arange(-num, 0, device=places.device)
     flat = before.clamp(0, texts.token_ids.shape[1] - 1).flatten(1)
     tokens = texts.token_ids.long().gather(1, flat).view_as(before)
@@ -150,7 +150,7 @@ def _windows(texts: Texts, places: Tensor, num: int) -> Tensor:
 
 
 def build(context: DrafterContext) -> NgramDrafter:
-    """The method "ngram"."""
+    """Build method "ngram"."""
     spec = context.spec
     size, fillers = spec.ngram_counts
     vocab_size = context.vocab_size if spec.ngram_guesses else None

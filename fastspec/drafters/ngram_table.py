@@ -1,4 +1,4 @@
-"""What most often followed the last tokens: counts in hash tables on the device."""
+"""Counts of which token followed which context, in hash tables on the device."""
 
 import torch
 from torch import Tensor
@@ -6,8 +6,8 @@ from torch import Tensor
 _BUCKETS = 1 << 15
 _MULTIPLIER = 6364136223846793005  # of Knuth's 64-bit congruential generator; products wrap around
 _SEED = 1442695040888963407
-# A bucket holds the best successor seen: count | recency | fingerprint | token, so that the largest
-# number is the most frequent one, of equally frequent ones the latest.
+# A bucket stores the best successor seen, as count | recency | fingerprint | token, so the largest
+# number is the most frequent one, and among equally frequent ones the latest.
 _TOKEN_BITS, _FINGERPRINT_BITS, _RECENCY_BITS, _COUNT_BITS = 24, 13, 16, 10
 _FINGERPRINT_AT = _TOKEN_BITS
 _RECENCY_AT = _FINGERPRINT_AT + _FINGERPRINT_BITS
@@ -18,8 +18,8 @@ class NgramTable:
     """Counts of the tokens after each context of 1 to n tokens, one table for each row.
 
     With `one_level` only contexts of n tokens are counted. Contexts that share a bucket cost
-    accuracy, never correctness: a bucket belongs to the one whose successor was seen most often,
-    and answers only to that one's fingerprint.
+    accuracy, never correctness: a bucket belongs to the context whose successor was seen most
+    often, and matches only that context's fingerprint.
     """
 
     def __init__(self, max_context: int, one_level: bool = False):
@@ -29,7 +29,7 @@ class NgramTable:
         self._best = torch.empty((0, _BUCKETS), dtype=torch.int64)
 
     def grow(self, num_rows: int, device: torch.device) -> None:
-        """Make room, by doubling; both tables grow, or, where memory runs out, neither."""
+        """Make room by doubling; if memory runs out, neither of the two tables grows."""
         size = len(self._counts)
         if num_rows > size:
             shape = (max(num_rows, 2 * size) - size, _BUCKETS)
@@ -39,21 +39,21 @@ class NgramTable:
             ]
 
     def clear(self, row: int) -> None:
-        """Forget a row."""
+        """Clear a row."""
         self._counts[row] = 0
         self._best[row] = 0
 
     def learn(self, rows: Tensor, windows: Tensor, successors: Tensor, recency: Tensor) -> None:
-        """Count that a token followed each of a window's ends once more.
+        """Count a token once more as the successor of each suffix of its window.
 
         Args:
             rows: [N] int64.
-            windows: [N, n] int64, the tokens before, the last one last, -1 where there is none.
+            windows: [N, n] int64, the preceding tokens in order, -1 where there is none.
             successors: [N] int64, -1 where there is nothing to count.
-            recency: [N] int64, decides between equal counts.
+            recency: [N] int64, breaks ties between equal counts.
         """
         contexts, usable = self._contexts(windows)
-        usable &= (successors >= 0)[:, None]  # what is not adds nothing: no wait for a mask
+        usable &= (successors >= 0)[:, None]  # unusable ones add 0, so no mask needs a sync
         successors, recency = successors[:, None], recency[:, None]
         pairs = _mixed(contexts * _MULTIPLIER + successors)
         places = rows[:, None] * _BUCKETS
@@ -68,7 +68,7 @@ class NgramTable:
         self._best.view(-1).scatter_reduce_(0, where, offered, "amax")
 
     def next_tokens(self, rows: Tensor, windows: Tensor) -> Tensor:
-        """The most frequent successor of the longest known end of each window, [N], -1 for none."""
+        """Return the most frequent successor of each window's longest known suffix, [N], or -1."""
         contexts, usable = self._contexts(windows)
         found = self._best[rows[:, None], _bucket(contexts)]
         mask = ((1 << _FINGERPRINT_BITS) - 1) << _FINGERPRINT_AT
@@ -79,11 +79,11 @@ class NgramTable:
         return torch.where(longest > 0, tokens & ((1 << _TOKEN_BITS) - 1), -1)
 
     def guess(self, windows: Tensor, vocab_size: int) -> Tensor:
-        """Any token after each window, [N]: the same one each time, so no draw depends on it."""
+        """Return an arbitrary but reproducible token after each window, [N]."""
         return (self._contexts(windows)[0][:, -1] >> 1).remainder(vocab_size)
 
     def _contexts(self, windows: Tensor) -> tuple[Tensor, Tensor]:
-        """Hashes [N, n] of the last 1 to n tokens, and whether there are so many."""
+        """Return hashes [N, n] of the last 1 to n tokens, and whether that many exist."""
         value = torch.full_like(windows[:, 0], _SEED)
         hashes = []
         for back in range(1, self.max_context + 1):
@@ -95,7 +95,7 @@ class NgramTable:
 
 
 def _mixed(value: Tensor) -> Tensor:
-    """Spread the bits; the low ones of a product depend on few of its factors' bits."""
+    """Mix the bits, because the low bits of a product depend on few bits of its factors."""
     value = (value ^ (value >> 29)) * _MULTIPLIER
     return value ^ (value >> 32)
 
@@ -105,5 +105,5 @@ def _bucket(mixed: Tensor) -> Tensor:
 
 
 def _fingerprint(mixed: Tensor) -> Tensor:
-    """Bits that the bucket's number does not have, in their place."""
+    """Return bits that the bucket's number does not use, shifted into place."""
     return ((mixed >> 40) & ((1 << _FINGERPRINT_BITS) - 1)) << _FINGERPRINT_AT

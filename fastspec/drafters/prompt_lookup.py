@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the last tokens where they stood before in the same text."""
+"""Prompt lookup: copies what followed an earlier occurrence of the text's last tokens."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -15,7 +15,7 @@ from fastspec_kernels import match_suffix
 
 @dataclass(eq=False)
 class CopyingDrafter:
-    """A drafter that needs nothing but the texts, which it keeps on the device."""
+    """A drafter that needs only the texts, which it keeps on the device."""
 
     name: ClassVar[str]
     _texts: TextStore = field(default_factory=TextStore, init=False)
@@ -25,11 +25,11 @@ class CopyingDrafter:
         return copied(self.copy(texts, batch.num_speculative_tokens), batch)
 
     def copy(self, texts: Texts, num_tokens: int) -> Tensor:
-        """What may follow each text: [B, num_tokens] int32, -1 after the last token."""
+        """Return a continuation of each text: [B, num_tokens] int32, -1 after the last token."""
         raise NotImplementedError
 
     def commit(self, batch: Batch, accepted: list[int]) -> None:
-        """Nothing: the next proposal uploads the new tokens."""
+        """Do nothing: the next proposal uploads the new tokens."""
 
     def release(self, request: Request) -> None:
         self._texts.forget(request.request_id)
@@ -37,12 +37,12 @@ class CopyingDrafter:
 
 @dataclass(eq=False)
 class PromptLookupDrafter(CopyingDrafter):
-    """Copies from prompt and output; a text whose end stands nowhere else is decoded plainly.
+    """Copies from prompt and output; a text whose last tokens occur nowhere else gets no draft.
 
     Args:
-        min_match: tokens that must agree, >= 1.
-        max_match: tokens that are compared, >= min_match. More that agree count for more, and of
-            equally long matches the latest is copied, past the end of the text as if it went on so.
+        min_match: minimum number of matching tokens, >= 1.
+        max_match: maximum number of tokens compared, >= min_match. Longer matches win, and among
+            equally long ones the latest. A copy that reaches the end of the text repeats itself.
         backend: passed to the kernel.
 
     Source: Saxena, "Prompt Lookup Decoding", 2023 (github.com/apoorvumang/prompt-lookup-decoding).
@@ -64,14 +64,14 @@ class PromptLookupDrafter(CopyingDrafter):
             rule="latest",
             backend=self.backend,
         )
-        # A copy that reached the end of the text goes on with itself: loops are drafted in full.
+        # A copy that reached the end of the text repeats itself, so loops are drafted in full.
         count = (token_ids >= 0).sum(dim=1, keepdim=True).clamp(min=1)
         columns = torch.arange(num_tokens, device=token_ids.device)
         return token_ids.gather(1, columns % count)
 
 
 def copied(token_ids: Tensor, batch: Batch) -> Proposal:
-    """A proposal of point masses [B, K], cut to what is wanted."""
+    """Return a proposal of point masses [B, K], cut to the number wanted."""
     if any(wanted < batch.num_speculative_tokens for wanted in batch.num_draft_tokens):
         wanted = device_tensor(batch.num_draft_tokens, torch.int32, batch.device)[:, None]
         columns = torch.arange(token_ids.shape[1], device=batch.device)
@@ -80,11 +80,11 @@ def copied(token_ids: Tensor, batch: Batch) -> Proposal:
 
 
 def known_counts(token_ids: Tensor) -> list[int] | None:
-    """How many tokens each row [B, N] has, on the CPU, where looking costs nothing."""
+    """Return the number of tokens in each row [B, N] on the CPU, where reading is free, or None."""
     on_cpu = token_ids.device.type == "cpu"
     return (token_ids >= 0).sum(dim=1).tolist() if on_cpu else None
 
 
 def build(context: DrafterContext) -> PromptLookupDrafter:
-    """The method "prompt_lookup"."""
+    """Build method "prompt_lookup"."""
     return PromptLookupDrafter(*context.spec.lookup_lengths, context.config.backend)

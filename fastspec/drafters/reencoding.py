@@ -1,9 +1,9 @@
-"""Draft models with another tokenizer that draft text: it is encoded anew, both ways.
+"""Draft models with another tokenizer, which draft text that is re-encoded in both directions.
 
 String-level drafting with one candidate (SLEM of Timor et al., arXiv 2502.05202; transformers'
-universal assisted generation). The draft model reads the text in its own tokens and goes on with
-its best ones; what these spell is encoded by the target's tokenizer. Which tokens that gives
-depends on the text alone, so they are point masses, and output is exact at any temperature.
+universal assisted generation). The draft model reads the text in its own tokens and continues it
+greedily; the text of its tokens is encoded by the target's tokenizer. The resulting tokens depend
+only on the text, so they are point masses, and output is exact at any temperature.
 """
 
 import json
@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fastspec.config import SamplingParams
 from fastspec.drafters.auto import kind_of
-from fastspec.drafters.base import Batch, Proposal, Request
+from fastspec.drafters.base import Batch, Proposal, Request, common_prefix_len
 from fastspec.drafters.context import DrafterContext, DrafterPlan
 from fastspec.drafters.draft_model import DraftModelDrafter, greedy_sampling
 from fastspec.models.cache_size import Blocks
@@ -36,18 +36,18 @@ from fastspec.models.transfer import padded_tensor
 
 logger = logging.getLogger(__name__)
 
-_LEAST_SHARE = 0.5  # of the runs of K tokens that both tokenizers must have for the intersection
-_LOOK_BEHIND = 4  # last tokens of a text that are encoded again with what follows
-_MOST_BEHIND = 20  # the same where none of these but an earlier one opens a word
+_LEAST_SHARE = 0.5  # of runs of K tokens that both tokenizers must have to use the intersection
+_LOOK_BEHIND = 4  # last tokens of a text that are re-encoded with what follows
+_MOST_BEHIND = 20  # the same if none of these opens a word, but an earlier one does
 _SAMPLE = "Two words, 1+2:\n  caf\u00e9"
 _DECODER = partial(getincrementaldecoder("utf-8"), "replace")
 
 
 class SpelledTokenizer:
-    """A tokenizer that goes on with a text where its tokens end.
+    """A tokenizer that can continue encoding a text where its tokens end.
 
-    A text is the bytes that its tokens stand for, not what `decode` makes of them: that drops
-    spaces, and depends on where a text is cut. Special tokens stand for their names.
+    A text is the bytes that its tokens spell, not the result of `decode`, which drops spaces and
+    depends on where a text is cut. Special tokens spell their names.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
@@ -69,18 +69,18 @@ class SpelledTokenizer:
         return self.spelled(self._ids(_SAMPLE)).removeprefix(b" ") == _SAMPLE.encode()
 
     def spelled(self, token_ids: Iterable[int]) -> bytes:
-        """The text of tokens; those without a spelling stand for nothing."""
+        """Return the text of tokens; those without a spelling are skipped."""
         return b"".join(self.bytes.get(index, b"") for index in token_ids)
 
     def extended(
         self, token_ids: Sequence[int], more: str, num_dropped: int = 0
     ) -> tuple[int, list[int]]:
-        """The last tokens of a text encoded again, with `more` text after them.
+        """Re-encode the last tokens of a text together with the `more` text after them.
 
         Args:
-            num_dropped: bytes at the end of the text that `more` begins with too.
+            num_dropped: bytes at the end of the text with which `more` begins as well.
         Returns:
-            A place in the text, and the tokens from there on.
+            A position in the text, and the tokens from there on.
         """
         least = max(0, len(token_ids) - _MOST_BEHIND)
         places = range(max(0, len(token_ids) - _LOOK_BEHIND), least, -1)
@@ -105,10 +105,10 @@ class _Text:
     """A request's text as the draft model reads it.
 
     Attributes:
-        own: in tokens of the draft model, with blocks of its own.
-        num_read: tokens of the target whose text it is.
-        decoder: holds a character at their end that is not complete.
-        drafted: what was last drafted after it.
+        own: the text in tokens of the draft model, with its own blocks.
+        num_read: number of the target's tokens that it covers.
+        decoder: holds an incomplete character at their end.
+        drafted: the last draft after it.
     """
 
     own: Request
@@ -118,30 +118,30 @@ class _Text:
 
     @property
     def pending(self) -> bytes:
-        """The bytes of that character."""
+        """The bytes of the incomplete character."""
         return self.decoder.getstate()[0]
 
 
 class _UnsharedBlocks(Blocks):
-    """Blocks of which none is in two tables."""
+    """Blocks that are never shared between tables."""
 
     def free(self, block_table: list[int]) -> None:
-        """Take all blocks of a table back."""
+        """Free all blocks of a table."""
         self._free += block_table
         self.num_free += len(block_table)
         block_table.clear()
 
 
 class ReencodingDrafter(DraftModelDrafter):
-    """Drafts text with a language model that has another tokenizer than the target.
+    """Drafts text with a language model whose tokenizer differs from the target's.
 
-    The model's cache has block tables of its own, since the same text is more tokens in one of the
-    two; where it is full, requests take turns, and texts are read again. Of a text whose tokens
-    have changed, those before the first change stay cached. Nothing is drafted where the target's
-    tokenizer would not have written the last tokens that there are.
+    The model's cache has its own block tables, because a text has different numbers of tokens in
+    the two tokenizers; when it is full, requests take turns and texts are reread. If a text's
+    tokens change, those before the first change stay cached. Nothing is drafted after tokens that
+    the target's tokenizer would not have produced.
 
     Args:
-        blocks: how many there are, and of what size.
+        blocks: number and size of the blocks.
         target, own: the tokenizers of the target and of the draft model.
         target_vocab_size: columns of the target's logits.
         confidence_threshold: see `DraftModelDrafter`.
@@ -166,7 +166,7 @@ class ReencodingDrafter(DraftModelDrafter):
         num = batch.num_speculative_tokens
         rows: list[list[int]] = [[] for _ in batch.requests]
         passes: list[dict[str, int]] = [{} for _ in batch.requests]
-        group: dict[int, tuple[_Text, int]] = {}  # by place: what is drafted together
+        group: dict[int, tuple[_Text, int]] = {}  # by place in the batch: texts drafted together
         for place, request in enumerate(batch.requests):
             if not batch.num_draft_tokens[place]:
                 continue
@@ -186,22 +186,22 @@ class ReencodingDrafter(DraftModelDrafter):
         return Proposal(token_ids, num_tokens=counts, passes=passes)
 
     def commit(self, batch: Batch, accepted: list[int]) -> None:
-        """Nothing: the next proposal reads the new tokens."""
+        """Do nothing: the next proposal reads the new tokens."""
 
     def release(self, request: Request) -> None:
-        """The text is kept for as long as the request, so that it is always cut alike."""
+        """Free the blocks; the text lives as long as the request, so its tokenization is stable."""
         if (text := self._texts.get(request)) is not None:
             self._evict(text)
 
     def _text_of(self, request: Request) -> _Text:
-        """The text with what the target has written since; its cache rolled back to that."""
+        """Return the text extended by new target tokens, with its cache rolled back to match."""
         if (text := self._texts.get(request)) is None:
             params = SamplingParams(temperature=0)
             beginning = list(self._own.beginning)
             own = Request(request.request_id, beginning, params, 0, frozenset(), 0)
             text = self._texts[request] = _Text(own)
             if beginning and request.token_ids[0] == self._target.begin_id:
-                text.num_read = 1  # the draft's own beginning stands for it
+                text.num_read = 1  # replaced by the draft model's own begin token
         new, text.num_read = request.token_ids[text.num_read :], len(request.token_ids)
         piece = text.decoder.decode(b"".join(self._read.get(index, b"") for index in new))
         if not piece:
@@ -210,8 +210,7 @@ class ReencodingDrafter(DraftModelDrafter):
         is_new = own_ids == self._own.beginning
         start, ids = self._own.extended(own_ids, piece)
         known = own_ids[start:] + text.drafted
-        pairs = takewhile(lambda pair: pair[0] == pair[1], zip(known, ids, strict=False))
-        self.shorten(request.request_id, start + len(list(pairs)))
+        self.shorten(request.request_id, start + common_prefix_len(known, ids))
         own_ids[start:] = ids
         if is_new:
             text.own.rotary_len = len(own_ids)
@@ -225,7 +224,7 @@ class ReencodingDrafter(DraftModelDrafter):
         rows: list[list[int]],
         passes: list[dict[str, int]],
     ) -> None:
-        """Draft after some texts together; fills their rows."""
+        """Draft for a group of texts together, and fill their rows."""
         if not group:
             return
         requests = [text.own for text, _ in group.values()]
@@ -243,7 +242,7 @@ class ReencodingDrafter(DraftModelDrafter):
             passes[place] = {self.name: count}
 
     def _encoded(self, request: Request, text: _Text, draft: Sequence[int]) -> list[int]:
-        """A draft in the target's tokens, after those that there are; none where these differ."""
+        """Encode a draft in the target's tokens; empty if re-encoding changes existing tokens."""
         known = list(takewhile(self._written.__contains__, draft))
         if self._own.end_id in known:
             known = known[: known.index(self._own.end_id) + 1]
@@ -255,7 +254,7 @@ class ReencodingDrafter(DraftModelDrafter):
         return list(takewhile(lambda index: index < self._num_ids, ids[len(end) :]))
 
     def _make_room(self, text: _Text, num_tokens: int, group: dict[int, tuple[_Text, int]]) -> bool:
-        """Blocks for a text, if need be those of others that are not of the group."""
+        """Reserve blocks for a text, evicting texts outside the group if necessary."""
         kept = [text, *(other for other, _ in group.values())]
         while not self._blocks.reserve(text.own.block_table, num_tokens):
             others = (other for other in self._texts.values() if other.own.block_table)
@@ -266,14 +265,14 @@ class ReencodingDrafter(DraftModelDrafter):
         return True
 
     def _evict(self, text: _Text) -> None:
-        """Its blocks are free."""
+        """Free a text's blocks."""
         super().release(text.own)
         self._blocks.free(text.own.block_table)
         text.own.state_key = StateKey()
 
 
 def _translated(source: SpelledTokenizer, reader: SpelledTokenizer) -> dict[int, bytes]:
-    """The text of tokens for another tokenizer; special ones that it lacks are left out."""
+    """Return each token's text for another tokenizer, without special tokens that it lacks."""
     known = set(reader.names.values())
     found = dict(source.bytes)
     for index, name in source.names.items():
@@ -288,7 +287,7 @@ def _translated(source: SpelledTokenizer, reader: SpelledTokenizer) -> dict[int,
 def share_of_runs(
     target: PreTrainedTokenizerBase, own: PreTrainedTokenizerBase, num_tokens: int
 ) -> float:
-    """The share of runs of so many of the target's tokens, in ordinary text, that both have."""
+    """Return the share of runs of `num_tokens` target tokens in ordinary text that both have."""
     theirs, ours = spellings(target), set(spellings(own).values())
     lines = (ASSETS / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
     num_runs, num_shared = 0, 0
@@ -301,16 +300,16 @@ def share_of_runs(
 
 
 def is_reencoded(context: DrafterContext) -> bool:
-    """Whether drafts are to be encoded anew; not where the draft model takes token ids.
+    """Whether drafts are re-encoded; False if the draft model can use the target's token ids.
 
     Raises:
-        ValueError: that is asked for, and cannot be done.
+        ValueError: re-encoding is requested but impossible.
     """
     return _tokenizers(context) is not None
 
 
 def _tokenizers(context: DrafterContext) -> tuple[SpelledTokenizer, SpelledTokenizer] | None:
-    """The target's and the draft's where drafts are to be encoded anew."""
+    """Return the target's and the draft model's tokenizers if drafts are re-encoded, else None."""
     spec, source, target = context.spec, context.drafter, context.tokenizer
     must = spec.heterogeneous_vocab == "reencoding"
     takes_ids = spec.heterogeneous_vocab == "intersection" or spec.cape
@@ -342,16 +341,16 @@ def _tokenizers(context: DrafterContext) -> tuple[SpelledTokenizer, SpelledToken
 
 
 def build(context: DrafterContext) -> DrafterPlan | None:
-    """A plan where drafts are to be encoded anew; None where the draft model takes token ids.
+    """Plan a drafter that re-encodes; None if the draft model can use the target's token ids.
 
     Raises:
-        ValueError: that is asked for, and cannot be done.
+        ValueError: re-encoding is requested but impossible.
     """
     if (tokenizers := _tokenizers(context)) is None:
         return None
     spec, config = context.spec, context.config
     model = paged_model_of(load_model("drafter", context.drafter, config), config)
-    logger.warning("drafter: its tokenizer is not the target's; its text is encoded anew")
+    logger.warning("drafter: its tokenizer is not the target's; its text is re-encoded")
 
     def drafter(target_runner: ModelRunner | None, blocks: Blocks) -> ReencodingDrafter:
         runner = context.runner(model, blocks)

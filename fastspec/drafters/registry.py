@@ -1,4 +1,4 @@
-"""The methods of drafting: users' own, and the drafter that a name, options and models ask for."""
+"""Drafting methods: registration of new ones, and planning the drafter that options ask for."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import fields as fields_of
@@ -21,7 +21,7 @@ from fastspec.drafters.tree import with_siblings, with_trees
 from fastspec.models.named import own_draft
 from fastspec.models.shared_vocabulary import is_intersection
 
-_NAMED = {"glide": "a GLIDE model", "eagle3": "an EAGLE draft"}  # by their kinds and methods
+_NAMED = {"glide": "a GLIDE model", "eagle3": "an EAGLE draft"}  # by kind = method
 Build = Callable[[DrafterContext], Drafter | DrafterPlan]
 
 
@@ -33,22 +33,21 @@ def register(
     needs_draft: bool = False,
     summary: str = "",
 ) -> None:
-    """Add a method of drafting, for `SpecConfig(name)` and `--method name`.
+    """Add a drafting method, for `SpecConfig(name)` and `--method name`.
 
     A package adds its methods by an entry point of the group "fastspec.drafters": a function that
-    calls this one, or a module that does so when it is imported.
+    calls this one, or a module that does so when imported.
 
     Args:
-        name: letters, digits, "_" and "-", none that there is.
-        build: makes the drafter for one engine from a `DrafterContext`: a `Drafter` or, where it
-            runs models with a cache of their own, a `DrafterPlan`. What it raises reaches the
-            user as it is.
-        fields: of SpecConfig, those of other methods that this one reads as well, like
-            "prompt_lookup_max"; every method has those that are of none.
-        needs_draft: whether it takes a draft model, in `DrafterContext.drafter`.
+        name: an unused name of letters, digits, "_" and "-".
+        build: makes the drafter for one engine from a `DrafterContext`: a `Drafter` or, if it runs
+            models with their own caches, a `DrafterPlan`. Its exceptions reach the user unchanged.
+        fields: SpecConfig fields of other methods that this one also reads, like
+            "prompt_lookup_max"; fields that belong to no method are available to all.
+        needs_draft: whether it requires a draft model, in `DrafterContext.drafter`.
         summary: one line for help texts.
     Raises:
-        ValueError: an argument that cannot be used; the message names it.
+        ValueError: an argument cannot be used; the message names it.
     """
     is_name = isinstance(name, str) and name.replace("-", "_").isidentifier()
     require("name", name, is_name, "a name of letters, digits, '_' and '-'")
@@ -63,19 +62,19 @@ def register(
 
 
 def unregister(name: str) -> None:
-    """Forget a method that `register` added; engines that use it go on.
+    """Remove a method that `register` added; engines that use it are unaffected.
 
     Raises:
-        ValueError: there is no such method, or it is one of fastspec's own.
+        ValueError: there is no such method, or it is built in.
     """
     remove_method(name)
 
 
 def plan_drafter(context: DrafterContext) -> DrafterPlan | None:
-    """The drafter that spec.method, the target and the drafter together name; None: plain decoding.
+    """Plan the drafter determined by spec.method, target and drafter; None = plain decoding.
 
     Raises:
-        ValueError: a drafter that is missing, not wanted, or cannot be loaded.
+        ValueError: a drafter is missing, not wanted, or cannot be loaded.
     """
     method, given = method_named(context.spec.method), context.drafter
     if given is not None:
@@ -83,7 +82,7 @@ def plan_drafter(context: DrafterContext) -> DrafterPlan | None:
     if not method.proposes:
         return None
     if given is not None and not method.takes_draft:
-        raise ValueError(f"drafter: method {method.name!r} takes none")
+        raise ValueError(f"drafter: method {method.name!r} does not take one")
     if given is None and method.takes_draft:
         given = own_draft(context.target, method.name)
     if given is None and method.takes_draft:
@@ -104,9 +103,9 @@ def plan_drafter(context: DrafterContext) -> DrafterPlan | None:
 
 
 def plan_given(context: DrafterContext) -> DrafterPlan:
-    """A drafter, or one that runs the draft model that is given, whatever spec.method needs.
+    """Plan a given Drafter, or one that runs a given draft model, whatever spec.method needs.
 
-    It drafts trees if the options ask for them, and a user's own method runs its own drafter.
+    It drafts trees if the options ask for them; a registered method runs its own drafter.
     """
     method, given = method_named(context.spec.method), context.drafter
     _check(context, None)
@@ -133,32 +132,32 @@ def _planned(method: Method, context: DrafterContext) -> DrafterPlan:
 
 
 def _check_options_of_drafter(spec: SpecConfig) -> None:
-    """Refuse what a Drafter that is given would have had to be made with."""
-    why = "not with a Drafter, which is made as it is to draft"
+    """Refuse options that a given Drafter must be constructed with."""
+    why = "not with a Drafter object, which is configured when it is made"
     for name in ("confidence_threshold", "heterogeneous_vocab"):
         refuse(name, getattr(spec, name), why)
-    if not (spec.drafts_trees or spec.cape):  # these draw their tokens themselves
+    if not (spec.drafts_trees or spec.cape):  # trees draw their tokens themselves
         refuse("draft_sample_method", spec.draft_sample_method, why)
 
 
 def _check(context: DrafterContext, method: Method | None) -> None:
-    """Refuse what is no drafter, and drafts that another method than this one has to run."""
+    """Refuse objects that are not drafters, and draft models that need another method."""
     drafter: Any = context.drafter
     for part in drafter if isinstance(drafter, (list, tuple)) else [drafter]:
         if isinstance(part, PreTrainedTokenizerBase):
             raise ValueError(
-                "drafter: got a tokenizer; the second argument is the drafter, and tokenizer= takes"
-                " the tokenizer"
+                "drafter: got a tokenizer; the second argument is the drafter, pass the tokenizer"
+                " as tokenizer="
             )
         if not isinstance(part, (str, Path, PreTrainedModel, Drafter)):
             given = f"the class {part.__name__}" if isinstance(part, type) else type(part).__name__
             raise ValueError(
-                "drafter: expected a path, a hub id, a PreTrainedModel, a Drafter, or several in a"
-                f" list, got {given}"
+                "drafter: expected a path, a hub id, a PreTrainedModel, a Drafter, or a list of"
+                f" these, got {given}"
             )
         if isinstance(part, Drafter):
             continue
-        if method is None or method.chooses or method.drafts_trees:  # it runs drafts of all kinds
+        if method is None or method.chooses or method.drafts_trees:  # it runs all kinds
             continue
         kind = kind_of(part, context.read_config)
         if kind in _NAMED and kind != method.name:

@@ -1,4 +1,4 @@
-"""Suffix decoding: what followed the end of the text where it stood before, here or in the past."""
+"""Suffix decoding: copies what followed earlier occurrences of the text's end, in any text."""
 
 from array import array
 from collections.abc import Iterable, Sequence
@@ -12,14 +12,14 @@ from fastspec.drafters.context import DrafterContext
 from fastspec.drafters.texts import input_of
 from fastspec.models.transfer import padded_tensor
 
-_NO_TOKEN = -1  # between texts: it agrees with nothing, and nothing is copied from beyond it
+_NO_TOKEN = -1  # separates texts: it matches nothing, and copies end before it
 _MOST_MATCH = 32
-_LEAST_EXPECTED = 1.0  # tokens of a likely copy that must be expected to hold
-_MOST_PLACES = 32  # of those where an end stood before, the latest count
+_LEAST_EXPECTED = 1.0  # accepted tokens that a likely copy must be expected to have
+_MOST_PLACES = 32  # of earlier occurrences of a suffix, only the latest are used
 
 
 class Draft(NamedTuple):
-    """Tokens, the node that each follows (0 = the end of the text), and how many may be right."""
+    """Tokens, their parents (0 = the end of the text), and the expected number accepted."""
 
     token_ids: Sequence[int] = ()
     parents: Sequence[int] = ()
@@ -27,16 +27,16 @@ class Draft(NamedTuple):
 
 
 class SuffixIndex:
-    """Texts, and where the last tokens of any text stand in them.
+    """Texts, with an index to find earlier occurrences of a text's last tokens in them.
 
-    Each place knows the one before it that follows the same two tokens, and the one that follows
-    the same one, as in the hash chains of LZ77 compressors: a new token costs two steps, and a
-    search looks at the latest places alone, so neither takes longer as the texts grow.
+    Each place links to the previous one that follows the same two tokens, and to the previous one
+    that follows the same single token, as in the hash chains of LZ77 compressors: a new token costs
+    two steps, and a search visits only the latest places, so neither slows down as texts grow.
     """
 
     def __init__(self):
         self._token_ids = array("i")
-        # Of each token, the place before it with the same last token, and with the same last two.
+        # For each token, the previous places after the same token, and after the same two tokens.
         self._earlier = array("i"), array("i")
         self._latest: tuple[dict[int, int], dict[int, int]] = {}, {}
 
@@ -44,7 +44,7 @@ class SuffixIndex:
         return len(self._token_ids)
 
     def add(self, token_ids: Iterable[int]) -> None:
-        """The text goes on."""
+        """Append tokens to the text."""
         known = self._token_ids
         last = known[-1] if known else _NO_TOKEN
         (after_one, after_two), (latest_one, latest_two) = self._earlier, self._latest
@@ -56,13 +56,13 @@ class SuffixIndex:
             latest_one[token] = latest_two[pair] = len(known)
 
     def end(self, num: int) -> array:
-        """The last tokens."""
+        """Return the last tokens."""
         return self._token_ids[-num:]
 
     def places(self, end: array, least: int = 2) -> list[tuple[int, int]]:
-        """Where an end of a text stands, the latest first, and how many of its tokens agree.
+        """Find earlier occurrences of a text's end, latest first: match length and place.
 
-        At least the last one or two of them do. A place is that of the token which follows.
+        At least `least` tokens (1 or 2) match. A place is that of the token that follows.
         """
         known, found, size = self._token_ids, [], len(end)
         if size < least:
@@ -83,16 +83,16 @@ class SuffixIndex:
     def draft(
         self, places: list[int], depth: int, max_nodes: int, least: float, is_chain: bool
     ) -> Draft:
-        """What followed at some places: the likeliest paths, by how often each was taken.
+        """Draft the most frequent paths among those that followed some places.
 
         Args:
-            depth: tokens of a path at most.
-            least: share of the places that must have gone a path.
-            is_chain: at each fork the most frequent token alone, of equals the latest.
+            depth: maximum tokens of a path.
+            least: minimum share of the places that must continue along a path.
+            is_chain: follow only the most frequent token at each fork; the latest wins ties.
         """
         known, token_ids, parents = self._token_ids, [], []
-        # Paths to go on with: minus their share, a number that breaks ties, the last token, the
-        # node before it, their length, and where they stand.
+        # Paths to extend: minus their share, a number that breaks ties, the last token, the node
+        # before it, their length, and their places.
         paths = [(-1.0, 0, _NO_TOKEN, 0, 0, places)]
         expected, num_paths = 0.0, 1
         while paths and len(token_ids) < max_nodes:
@@ -121,10 +121,10 @@ class SuffixIndex:
 
 
 class PastTexts:
-    """The latest texts, in two indices: when the newer one is full, the older one goes.
+    """The latest texts, in two indices: when the newer one is full, the older one is dropped.
 
     Args:
-        max_tokens: of both together.
+        max_tokens: capacity of both together.
     """
 
     def __init__(self, max_tokens: int):
@@ -132,7 +132,7 @@ class PastTexts:
         self.indices = [SuffixIndex(), SuffixIndex()]
 
     def add(self, token_ids: Sequence[int]) -> None:
-        """A whole text, or the end of one that is too long."""
+        """Add a text, or its end if it is too long."""
         text = [*token_ids[max(0, len(token_ids) - self._most + 1) :], _NO_TOKEN]
         if len(self.indices[0]) + len(text) > self._most:
             self.indices = [SuffixIndex(), self.indices[0]]
@@ -141,18 +141,19 @@ class PastTexts:
 
 @dataclass(eq=False)
 class SuffixDrafter:
-    """Copies what most often followed the longest known end of the text, as far as that is likely.
+    """Copies the most frequent continuation of the text's longest known suffix, as far as likely.
 
-    It searches the request's own text, what ended requests have said, and a corpus. A longer match
-    makes a longer draft; of all lengths and texts the draft counts of which most is expected to
-    hold. A match of one token counts where there is none of two. What other requests have said is
-    for greedy requests, and under coupled verification for all: elsewhere drafts decide which
-    random numbers are used, and a sampled text must not depend on other requests.
+    It searches the request's own text, the outputs of ended requests, and a corpus. A longer match
+    allows a longer draft; among all match lengths and texts, the draft with the most tokens
+    expected to be accepted is used. A match of one token is used only if there is none of two.
+    Outputs of other requests are used for greedy requests and, with coupled verification, for all:
+    otherwise drafts determine which random numbers are used, and a sampled text must not depend on
+    other requests.
 
     Args:
-        max_spec_factor: tokens of a draft at most, over those of the match.
-        min_token_prob: share of the places of a match that must agree on a path.
-        max_cached_tokens: of past texts, and as many of the corpus; the oldest go first.
+        max_spec_factor: maximum draft length as a multiple of the match length.
+        min_token_prob: minimum share of a match's places that must agree on a path.
+        max_cached_tokens: capacity for past texts, and again for the corpus; the oldest go first.
 
     Source: Oliaro et al., "SuffixDecoding: Extreme Speculative Decoding for Emerging AI
     Applications", arXiv 2411.04975.
@@ -170,7 +171,7 @@ class SuffixDrafter:
         self._past, self._corpus = (PastTexts(self.max_cached_tokens) for _ in range(2))
 
     def add_corpus(self, texts: Iterable[Sequence[int]]) -> None:
-        """Texts to copy from, as token ids."""
+        """Add texts to copy from, as token ids."""
         for token_ids in texts:
             self._corpus.add(token_ids)
 
@@ -184,10 +185,10 @@ class SuffixDrafter:
         return Proposal(padded_tensor(rows, num, batch.device), num_tokens=[*map(len, rows)])
 
     def commit(self, batch: Batch, accepted: list[int]) -> None:
-        """Nothing: the next proposal reads the new tokens."""
+        """Do nothing: the next proposal reads the new tokens."""
 
     def release(self, request: Request) -> None:
-        """Others may copy what it has said; if it comes back, from there on."""
+        """Make new output available to other requests; a resumed one adds only what is new."""
         if request not in self._own:
             return
         start = self._num_shared.get(request, request.num_prompt_tokens)
@@ -196,9 +197,9 @@ class SuffixDrafter:
             self._num_shared[request] = start + len(said)
 
     def likely_copy(self, request: Request, most: int, is_coupled: bool) -> Sequence[int]:
-        """At most so many tokens of one path after a match of two or more tokens.
+        """Return up to `most` tokens of one path after a match of two or more tokens.
 
-        Empty unless at least one is expected to be accepted.
+        Empty unless at least one token is expected to be accepted.
         """
         draft = self.draft(request, most, most, is_coupled, least_match=2)
         return draft.token_ids if draft.expected >= _LEAST_EXPECTED else ()
@@ -212,7 +213,7 @@ class SuffixDrafter:
         is_chain: bool = True,
         least_match: int = 1,
     ) -> Draft:
-        """What may follow a request's text: paths of `depth` tokens at most, so many nodes."""
+        """Draft what may follow a request's text: up to max_nodes, on paths of up to `depth`."""
         own = self._own.get(request)
         if own is None:
             own = self._own[request] = SuffixIndex()
@@ -237,7 +238,7 @@ class SuffixDrafter:
         max_nodes: int,
         is_chain: bool,
     ) -> Draft:
-        """Of the drafts after all matches of an end, the one of which most is expected to hold."""
+        """Return the draft with the most expected accepted tokens over all matches of an end."""
         best = Draft()
         for index in indices:
             places = index.places(end, least)
@@ -252,10 +253,10 @@ class SuffixDrafter:
 
 
 class SuffixTreeDrafter(SuffixDrafter):
-    """The same with a tree of the likeliest paths for each request.
+    """Suffix decoding with a tree of the most frequent paths for each request.
 
     Args:
-        tree_nodes: of a tree, its root not counted.
+        tree_nodes: maximum nodes of a tree, excluding its root.
     """
 
     def __init__(self, tree_nodes: int, *args):
@@ -263,7 +264,7 @@ class SuffixTreeDrafter(SuffixDrafter):
         self._tree_nodes = tree_nodes
 
     def max_nodes(self, num_speculative_tokens: int) -> int:
-        """Nodes of a tree at most."""
+        """Return the maximum nodes of a tree."""
         return self._tree_nodes
 
     def propose(self, batch: Batch) -> Proposal:
@@ -281,7 +282,7 @@ def _pair(token: int, other: int) -> int:
 
 
 def build(context: DrafterContext) -> SuffixDrafter:
-    """The method "suffix"."""
+    """Build method "suffix"."""
     spec = context.spec
     if spec.tree_nodes is not None:
         return SuffixTreeDrafter(spec.tree_nodes, *spec.suffix_limits)

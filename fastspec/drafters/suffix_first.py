@@ -1,4 +1,4 @@
-"""Copies where the text repeats itself, a draft model where it does not."""
+"""Drafts by copying where the text repeats itself, and by a draft model elsewhere."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -20,18 +20,18 @@ _VECTOR = 16  # columns
 
 
 class SuffixFirst:
-    """Asks a draft model only for the requests whose text has no likely copy.
+    """Runs a draft model only for the requests whose text has no likely copy.
 
-    A copy costs no pass, and holds longer than a draft model of any size guesses. Which of the two
-    is proposed depends on the text alone, and each is judged by the law that it was drawn from, so
-    output is as exact as either's. A schedule says how much the model drafts, by what became of its
-    own drafts; copies, which are free, are made whatever it says.
+    A copy costs no pass, and is accepted further than what a draft model of any size guesses. The
+    choice depends only on the text, and each proposal is verified against the distribution it was
+    drawn from, so output stays exact. A schedule controls how much the model drafts, based on the
+    model's own drafts; copies are free and do not depend on it.
 
     Args:
-        model: drafts chains, or trees.
-        copies: drafts what is copied.
-        num_tokens: most that the model drafts on a path.
-        num_copied: most that a copy has.
+        model: drafts chains or trees.
+        copies: drafts the copies.
+        num_tokens: maximum tokens that the model drafts on a path.
+        num_copied: maximum tokens of a copy.
         draws: whether the model samples for sampled requests, so that its proposals have logits.
     """
 
@@ -50,15 +50,15 @@ class SuffixFirst:
         assert draft is not None
         self.draft = draft
         self._vocabulary = draft.vocabulary
-        # Of proposals without the model: one column, and more for what is copied.
+        # For proposals without the model: one column, plus those for copied tokens.
         token_0 = torch.zeros(1, dtype=torch.int64, device=draft.runner.device)
         self._least_vocabulary = DraftVocabulary(draft.vocabulary.size, token_0)
-        self.model, self.num_tokens = model, num_tokens  # what a schedule is for
+        self.model, self.num_tokens = model, num_tokens  # a schedule controls these
         self._copies, self._num_copied = copies, num_copied
         self._draws = draws
 
     def add_corpus(self, texts: Iterable[Sequence[int]]) -> None:
-        """Texts to copy from, as token ids."""
+        """Add texts to copy from, as token ids."""
         self._copies.add_corpus(texts)
 
     def propose(self, batch: Batch) -> Proposal:
@@ -84,7 +84,7 @@ class SuffixFirst:
         self._copies.release(request)
 
     def _drafted(self, batch: Batch, depths: list[int]) -> Proposal:
-        """The model's proposal for the requests with a depth, counts and writers filled in."""
+        """Return the model's proposal for the requests with a depth, with counts and writers."""
         num, nodes = min(batch.num_speculative_tokens, self.num_tokens), depths
         if self._is_tree:
             most = cast(TreeProposer, self.model).max_nodes(num)
@@ -99,14 +99,14 @@ class SuffixFirst:
         return replace(proposal, num_tokens=counts, writers=writers)
 
     def _has_logits(self, batch: Batch) -> bool:
-        """Whether the model's proposals for this batch have its logits."""
+        """Whether the model's proposals for this batch have logits."""
         return self._draws and not batch.all_greedy and not batch.is_coupled
 
     def _nothing(self, batch: Batch) -> Proposal:
-        """No proposal of the model's, to be judged as one of its own would be.
+        """Return an empty proposal that is verified by the same rule as the model's own.
 
-        By another rule a seed would give another text, so that one would depend on who else is in
-        the batch.
+        Another rule would give another text for a seed, so the text would depend on which other
+        requests are in the batch.
         """
         num, device = len(batch.requests), batch.device
         is_tree = self._is_tree
@@ -130,7 +130,7 @@ class SuffixFirst:
     def _with_copies(
         self, proposal: Proposal, copied: dict[int, Sequence[int]], batch: Batch
     ) -> Proposal:
-        """A proposal with copies in the rows of some requests, as wide as the engine wants it."""
+        """Put copies in the rows of some requests, and widen the proposal as the engine expects."""
         token_ids, parents, device = proposal.token_ids, proposal.parents, batch.device
         lengths = [len(copy) for copy in copied.values()]
         most = batch.num_speculative_tokens
@@ -165,9 +165,10 @@ class SuffixFirst:
     def _with_columns(
         self, logits: Tensor, token_map: Tensor, copied: dict[int, Sequence[int]]
     ) -> tuple[Tensor, Tensor]:
-        """Logits [B, N, V'] with columns for copied tokens that have none, and their map.
+        """Return logits [B, N, V'] with added columns for copied tokens that lack one; their map.
 
-        Rows are whole vectors: then columns for the copies of others change no bit of their sums.
+        Rows are padded to whole vectors, so columns for other requests' copies change no bit of
+        their sums.
         """
         count, device = logits.shape[2], logits.device
         is_own = token_map is self._vocabulary.token_map
@@ -183,20 +184,20 @@ class SuffixFirst:
 
 
 class SuffixFirstTrees(SuffixFirst):
-    """The same over a drafter of trees; a copy is a tree of one branch."""
+    """`SuffixFirst` with a drafter of trees; a copy is a tree of one branch."""
 
     _is_tree = True
     model: TreeProposer
 
     def max_nodes(self, num_speculative_tokens: int) -> int:
-        """Nodes of a tree at most, when paths may have that many tokens."""
+        """Return the maximum nodes of a tree whose paths may have that many tokens."""
         num = min(num_speculative_tokens, self.num_tokens)
         copied = min(num_speculative_tokens, self._num_copied)
         return max(copied, self.model.max_nodes(num))
 
 
 def with_copies(plan: DrafterPlan, spec: SpecConfig) -> DrafterPlan:
-    """The plan's drafter behind copies of the text, see `SuffixFirst`."""
+    """Plan the plan's drafter combined with copies of the text, see `SuffixFirst`."""
 
     def drafter(target, block_manager) -> Drafter:
         model = plan.build(target, block_manager)
@@ -205,7 +206,7 @@ def with_copies(plan: DrafterPlan, spec: SpecConfig) -> DrafterPlan:
         kind = SuffixFirstTrees if isinstance(model, TreeProposer) else SuffixFirst
         copies = SuffixDrafter(*spec.suffix_limits)
         sizes = spec.num_model_tokens(), spec.suffix_tokens or 0
-        is_chain = isinstance(model, DraftModelDrafter)  # which may be a user's, made otherwise
+        is_chain = isinstance(model, DraftModelDrafter)  # may be a user's with other options
         draws = model.is_probabilistic if is_chain else spec.draws_drafts
         return kind(model, copies, *sizes, draws)
 
@@ -215,9 +216,9 @@ def with_copies(plan: DrafterPlan, spec: SpecConfig) -> DrafterPlan:
 def _with_point_masses(
     logits: Tensor, token_map: Tensor | None, copied: dict[int, Sequence[int]]
 ) -> Tensor:
-    """Logits [B, N, V'] with rows that make copies sure.
+    """Make the rows of copies in logits [B, N, V'] point masses.
 
-    Without a map, a draft model may lack the last tokens of its target, which a copy may hold.
+    Without a map, a draft model may lack the last tokens of its target, which a copy may contain.
     """
     device = logits.device
     if token_map is None:

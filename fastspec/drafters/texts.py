@@ -13,17 +13,17 @@ _LEAST_WIDTH = 256
 
 
 class Texts(NamedTuple):
-    """Of one batch: token_ids [B, S] int32, of which the first lengths[b] count ([B] int32)."""
+    """Texts of a batch: token_ids [B, S] int32, of which the first lengths[b] ([B] int32) count."""
 
     token_ids: Tensor
     lengths: Tensor
 
 
 class TextStore:
-    """One row for each request; a step uploads only what was committed since the last one.
+    """One row per request; a step uploads only the tokens committed since the last one.
 
-    The text of an encoder-decoder is its encoder's input and then its decoder's tokens: the token
-    that these start with keeps what they end with from being found across the seam.
+    The text of an encoder-decoder is its encoder's input followed by its decoder's tokens; the
+    decoder's start token prevents matches across the boundary.
     """
 
     def __init__(self):
@@ -33,14 +33,14 @@ class TextStore:
         self._free: list[int] = []
 
     def update(self, batch: Batch) -> Texts:
-        """The committed texts of a batch."""
+        """Upload and return the committed texts of a batch."""
         texts = [request.token_ids for request in batch.requests]
         return self.extend(batch.requests, texts, batch.device)
 
     def extend(
         self, requests: Sequence[Request], texts: list[list[int]], device: torch.device
     ) -> Texts:
-        """Committed tokens of requests, or drafts after them; they go on after what is known."""
+        """Upload and return texts, which may include drafts; they extend the known ones."""
         rows: list[int] = []
         for request in requests:
             if request.request_id not in self._rows:
@@ -69,20 +69,20 @@ class TextStore:
         return Texts(chosen, ends.to(torch.int32))
 
     def shorten(self, request: Request, length: int) -> None:
-        """Only the first `length` tokens of a text, without its encoder's input, still hold."""
+        """Note that only the first `length` tokens, excluding encoder input, are still valid."""
         known = self._lengths.get(request.request_id)
         if known is not None:
             most = len(input_of(request)) + length
             self._lengths[request.request_id] = min(known, most)
 
     def forget(self, request_id: str) -> None:
-        """The row is free for another request."""
+        """Free the row for another request."""
         if request_id in self._rows:
             self._free.append(self._rows.pop(request_id))
             del self._lengths[request_id]
 
     def _grow(self, rows: int, width: int, device: torch.device) -> None:
-        """Make room, by doubling, so that what is kept is seldom moved."""
+        """Make room by doubling, so that existing rows are rarely copied."""
         old_rows, old_width = self._token_ids.shape
         if rows > old_rows or width > old_width:
             rows = old_rows if rows <= old_rows else max(rows, 2 * old_rows)
@@ -93,5 +93,5 @@ class TextStore:
 
 
 def input_of(request: Request) -> list[int]:
-    """What the encoder of an encoder-decoder reads before the text."""
+    """Return the encoder input of an encoder-decoder, which precedes the text."""
     return request.encoder_input.token_ids if request.encoder_input else []

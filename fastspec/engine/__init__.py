@@ -1,4 +1,4 @@
-"""The engine: requests, rounds of propose, verify and commit, and what it hands back."""
+"""The engine: requests, rounds of propose, verify and commit, and their outputs."""
 
 from fastspec.engine.engine import Engine
 

@@ -1,4 +1,4 @@
-"""Rules of acceptance: which of the proposals the target takes, and the token after them."""
+"""Acceptance rules: which proposals the target accepts, and the token after them."""
 
 from itertools import accumulate
 from typing import Any
@@ -9,7 +9,13 @@ from torch.nn.functional import pad
 
 from fastspec.config import SpecConfig
 from fastspec.drafters import Proposal
-from fastspec.drafters.base import VERIFY_STREAM, Batch, SamplingTensors, sampling_of_rows
+from fastspec.drafters.base import (
+    VERIFY_STREAM,
+    Batch,
+    SamplingTensors,
+    divisors,
+    sampling_of_rows,
+)
 from fastspec.engine.outputs import Verdict
 from fastspec.models.transfer import device_tensor
 from fastspec_kernels import (
@@ -32,10 +38,10 @@ def judge(
     parents: Tensor | None,
     bitmask: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """Output ids, accepted_len and logprobs by the rule of acceptance, of trees after their path.
+    """Apply the acceptance rule: [path of trees,] output ids, accepted_len and logprobs.
 
     Args:
-        logits: [T, V], packed: counts[b] rows of each request.
+        logits: [T, V], packed: counts[b] rows for request b.
         ids, parents: [B, N], node 0 is the last committed token; parents None = chains.
     """
     if spec.rejection_sample_method == "coupled":
@@ -60,33 +66,33 @@ def judge(
 
 
 def reads_draft_logits(spec: SpecConfig) -> bool:
-    """Whether the rule of acceptance depends on them."""
+    """Whether the acceptance rule depends on the draft logits."""
     is_synthetic = spec.synthetic_acceptance_rate is not None
     return spec.rejection_sample_method != "coupled" and not is_synthetic
 
 
 def are_spoilt(proposal: Proposal, place: int, verdict: Verdict) -> bool:
-    """Whether a request's draft logits hold NaN or +inf, or a row nothing finite, where its drafts
-    were drawn from them."""
+    """Whether the draft logits of a request's proposals contain NaN or +inf, or a row without a
+    finite value."""
     if proposal.draft_logits is None:
         return False
     rows = list(range(verdict.num_draft_tokens))
     if proposal.parents is not None:
         rows = sorted({parent for parent in verdict.parents[1:] if parent >= 0})
-    best = proposal.draft_logits[place, rows].amax(dim=-1)  # NaN where a row holds one
+    best = proposal.draft_logits[place, rows].amax(dim=-1)  # NaN if a row contains one
     return not bool(best.isfinite().all())
 
 
 def places_of(counts: list[int]) -> tuple[list[int], list[int]]:
-    """The request, and the node of its tree, that each packed row stands after."""
+    """Return the request and the tree node that each packed row follows."""
     owners = [b for b, count in enumerate(counts) for _ in range(count)]
     return owners, [node for count in counts for node in range(count)]
 
 
 def _by_own_limits(numbers: Tensor, num: int, batch: Batch) -> Tensor:
-    """[B, N + 1]: a number for each of N proposals, and last that of the extra token, the K-th.
+    """Return [B, N + 1]: one number for each of N proposals, then the K-th, for the extra token.
 
-    K is the request's own: it gets the same token whatever else is proposed in the batch.
+    K is the request's own, so its tokens do not depend on what else the batch proposes.
     """
     limits = batch.own_limits or [batch.num_speculative_tokens] * len(batch.requests)
     extra = device_tensor(limits, torch.int64, batch.device)[:, None]
@@ -102,19 +108,19 @@ def judge_coupled(
     batch: Batch,
     token_bitmask: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Draw a token after each row [T], and follow the draws through the trees as far as they go.
+    """Draw a token after each of T rows, and accept tree nodes as long as they match the draws.
 
-    A token is the argmax of logit / temperature plus Gumbel noise that seed and place in the text
-    determine. So a text is the same with any drafter, any number of drafts, or none; and a draft
+    A token is the argmax of logit / temperature plus Gumbel noise determined by the seed and the
+    position. So the text is the same with any drafter, any number of drafts, or none; and a draft
     model that reads the same noise often draws the same token. Source: Daliri, Musco and Suresh,
     "Coupling without communication and drafter-invariant speculative decoding", arXiv 2408.07978.
 
     Args:
-        places: [2, T] int64, the sequence and the node that each row stands after.
+        places: [2, T] int64, the sequence and the node that each row follows.
         ids: [B, N] int32, node 0 is the last committed token.
         parents: [B, N] int32, None = chains.
     Returns:
-        path, output ids, accepted_len and logprobs, as `fastspec_kernels.verify_tree` gives them.
+        path, output ids, accepted_len and logprobs, as returned by `fastspec_kernels.verify_tree`.
     """
     owners, nodes = places
     num_requests, width = ids.shape
@@ -132,7 +138,7 @@ def judge_coupled(
         token_bitmask=token_bitmask,
         backend=batch.backend,
     )
-    choices = torch.full_like(ids, -1)  # [B, N], -1 after nodes that are not judged
+    choices = torch.full_like(ids, -1)  # [B, N], -1 after nodes that are not verified
     choices[owners, nodes] = picked
     logprob_of = logprobs.new_zeros(ids.shape)
     logprob_of[owners, nodes] = logprobs
@@ -152,7 +158,7 @@ def judge_coupled(
         values.append(torch.where(is_going, logprob_of.gather(1, node), 0.0))
     steps = torch.cat(path, dim=1)
     accepted_len = (steps >= 0).sum(1) - 1
-    is_valid = choices.gather(1, node) >= 0  # [B, 1], of the row that the text gets to
+    is_valid = choices.gather(1, node) >= 0  # [B, 1], of the last row that was reached
     accepted_len = torch.where(is_valid[:, 0], accepted_len, -1).int()
     missing = width - steps.shape[1]
     return (
@@ -173,12 +179,12 @@ def judge_synthetic(
     token_bitmask: Tensor | None,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Accept each draft token after accepted ones with probability `rate`, whatever its own is: a
-    coin that is tossed to measure speed at a rate of acceptance. LOSSY.
+    """Accept each draft token whose predecessors were accepted with probability `rate`, regardless
+    of its own probability, to measure speed at a given acceptance rate. LOSSY.
 
-    Only a token that the bitmask forbids is never accepted. The token after the accepted ones is
-    the target's own. Arguments, results and the rows read are those of
-    `fastspec_kernels.verify_chain`; greedy requests toss coins too.
+    A token that the bitmask forbids is never accepted. The token after the accepted ones comes
+    from the target. Arguments, results and the rows read are as for
+    `fastspec_kernels.verify_chain`; greedy requests use the same random rule.
     """
     num_requests, width = draft_token_ids.shape
     device = target_logits.device
@@ -195,10 +201,10 @@ def judge_synthetic(
     given = {"token_bitmask": token_bitmask, "backend": backend}
     given |= sampling_of_rows(sampling, owners)
     logsumexp, _ = row_stats(target_logits, **given)
-    scale = sampling["temperature"]
+    scale = divisors(sampling["temperature"])
     values = target_logits[rows, tokens].float()
     if scale is not None:
-        values = values / torch.where(scale == 0, 1.0, scale)[:, None]
+        values = values / scale[:, None]
     logprobs = values - logsumexp[rows]
 
     last = first[:, 0] + accepted

@@ -1,4 +1,4 @@
-"""Blocks of the paged KV cache: who owns which. Target and drafter share the block tables."""
+"""Ownership of the paged KV cache's blocks. Target and drafter share the block tables."""
 
 from collections import OrderedDict
 
@@ -9,14 +9,14 @@ from fastspec.models.layout import StateKey
 
 
 class BlockManager(Blocks):
-    """The blocks of the target's cache, and which of them several requests share.
+    """Manages the blocks of the target's cache and tracks which of them requests share.
 
     Rolling back rejected tokens needs no call: a request's length shrinks, its table stays.
-    With prefix caching, full blocks of committed tokens are shared by the tables of all requests
-    that begin with the same tokens, and stay findable after the last of these has ended, until
-    their space is needed, the least recently used first. Without it the samples of one prompt share
-    their blocks so. Only a table's owner writes to a block, and only after its full blocks, so a
-    shared block never changes.
+    With prefix caching, requests that begin with the same tokens share full blocks of committed
+    tokens. The blocks stay findable after the last such request has ended, until their space is
+    needed; the least recently used go first. Without prefix caching only samples of the same prompt
+    share blocks this way. A table's owner only writes after its full blocks, so a shared block
+    never changes.
     """
 
     def __init__(self, num_blocks: int, block_size: int, prefix_caching: bool = False):
@@ -25,13 +25,13 @@ class BlockManager(Blocks):
         self._index = PrefixIndex(block_size)
         self._idle: OrderedDict[int, None] = OrderedDict()  # findable and in no table, oldest first
         self._num_users = [0] * num_blocks
-        self._unshared: set[int] = set()  # in a table, filled in part before `share_with_next`
+        self._unshared: set[int] = set()  # in a table, partly filled before `share_with_next`
 
     def share_with_next(self) -> None:
-        """From now on share a block only where the token after it is the same too.
+        """From now on, share a block only if the token after it also matches.
 
-        Blocks that were filled before are found no more, nor those that are being filled: what is
-        to be kept beside them is not there.
+        Blocks filled earlier, and those partly filled now, are no longer found: they lack the
+        additional data that is kept with a block from now on.
         """
         if self._index.num_ahead:
             return
@@ -39,14 +39,14 @@ class BlockManager(Blocks):
         self._unshared = {block_id for block_id, users in enumerate(self._num_users) if users}
 
     def find(self, request: EngineRequest) -> Match:
-        """What is cached of a request's tokens, without the last one, whose logits are needed."""
+        """Find a request's cached tokens, without the last one, whose logits are needed."""
         is_shared = self.prefix_caching or request.root is not None
         if not is_shared or request.lacks_prompt_logprobs:
             return Match([], None)
         return self._index.find(request.token_ids, request.root)
 
     def admit(self, request: EngineRequest, match: Match, num_tokens: int) -> bool:
-        """Give a request without blocks those of its match and more, as reserve() does."""
+        """Give a request that has no blocks those of its match, then reserve the rest."""
         shared = [c.block_id for c in match.contents if c.block_id is not None]
         num_idle = sum(block_id in self._idle for block_id in shared)
         missing = blocks_needed(num_tokens, self.block_size) - len(shared)
@@ -62,7 +62,7 @@ class BlockManager(Blocks):
         return self.reserve(request.block_table, num_tokens)
 
     def publish(self, request: EngineRequest) -> None:
-        """Let the full blocks of a request's cached tokens be found by others."""
+        """Make the full blocks of a request's cached tokens findable by others."""
         if not self.prefix_caching and request.root is None:
             return
         for number in range(len(request.contents), request.num_cached // self.block_size):
@@ -72,8 +72,8 @@ class BlockManager(Blocks):
             request.contents.append(self._index.add(key, request.block_table[number]))
 
     def release(self, request: EngineRequest) -> None:
-        """Take all blocks from a request; those that can be found stay as they are for now."""
-        for block_id in reversed(request.block_table):  # the end of a text is forgotten first
+        """Take all blocks from a request; findable ones keep their contents for now."""
+        for block_id in reversed(request.block_table):  # so that the end of a text is evicted first
             self._num_users[block_id] -= 1
             if self._num_users[block_id]:
                 continue
@@ -88,7 +88,7 @@ class BlockManager(Blocks):
         request.state_key = StateKey()
 
     def forget(self, request: EngineRequest) -> None:
-        """Let nobody find the blocks of a request: what is in them is not to be trusted."""
+        """Make the blocks of a request unfindable, because their contents cannot be trusted."""
         for block_id in request.block_table:
             self._index.drop(block_id)
 

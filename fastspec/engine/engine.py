@@ -1,4 +1,4 @@
-"""What users call: prompts in, outputs and events out, whatever the rounds do in between."""
+"""The public engine: prompts in, outputs and events out."""
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ from fastspec.engine.ranks import check_options, loop_of, new_seeds
 from fastspec.engine.request import EngineRequest
 from fastspec.engine.request_factory import RequestFactory, as_params_list
 from fastspec.engine.scheduler import Scheduler
-from fastspec.engine.speculation import Speculations
+from fastspec.engine.speculations import Speculations
 from fastspec.engine.stats import SpecStats
 from fastspec.engine.turn import Turn
 from fastspec.engine.verify import prefill, verify
@@ -38,34 +38,34 @@ from fastspec.models.shared_vocabulary import vocabulary_of
 
 
 class Engine:
-    """Generates with a Hugging Face language model, faster with a drafter, losslessly either way.
-
-    The prompts of an encoder-decoder are its encoder's input, and its output is what its decoder
-    writes after the start token.
-
-    Args:
-        target: a path, a hub id, a loaded PreTrainedModel, or "tiny" for the bundled pair.
-        drafter: a path, a hub id, a loaded model or a Drafter; of a cascade several in a list,
-            biggest first. None where spec.method needs none, else no speculation ("tiny" brings
-            its own).
-        tokenizer: of the target; None loads the one beside the target. Needed for text prompts and
-            stop strings.
-        spec: how drafts are made and verified: a SpecConfig, the name of its method, or a mapping
-            of its fields.
-        config: device, dtype and cache; an EngineConfig or a mapping of its fields.
-    Raises:
-        ValueError: a model or option that cannot be used; the message names it.
-
-    Several threads may use one engine: calls take turns, and what they ask for is batched. Each
-    event is delivered once: those of `generate` and `stream` to that call, all others by `step`.
-
-    A drafter that raises harms no request: that step is decoded plainly, and the error reaches
-    the caller once: from the next `step`, or at the end of a `generate` (as an exception
-    whose `outputs` are complete) or of a `stream`.
+    """Generates with a Hugging Face language model, faster with a drafter and without loss.
 
     Greedy output equals plain greedy decoding of the target token for token, as far as the model's
     own forward pass gives the same logits for one token and for several; sampled output has exactly
     the target's distribution (Leviathan et al., 2211.17192; Chen et al., 2302.01318).
+
+    The prompts of an encoder-decoder are its encoder's input; its output is what the decoder
+    writes after the start token.
+
+    Args:
+        target: a path, a hub id, a loaded PreTrainedModel, or "tiny" for the bundled pair.
+        drafter: a path, a hub id, a loaded model or a Drafter; for a cascade a list of them,
+            biggest first. None if spec.method needs no model, otherwise no speculation ("tiny"
+            brings its own).
+        tokenizer: the target's tokenizer; None loads the one stored with the target. Needed for
+            text prompts and stop strings.
+        spec: how drafts are made and verified: a SpecConfig, the name of its method, or a mapping
+            of its fields.
+        config: device, dtype and cache; an EngineConfig or a mapping of its fields.
+    Raises:
+        ValueError: a model or option cannot be used; the message names it.
+
+    Several threads may use one engine: calls take turns, and their requests are batched. Each
+    event is delivered once: to the `generate` or `stream` call that made the request, or by `step`.
+
+    A drafter that raises harms no request: that step is decoded plainly, and the caller gets the
+    error once: from the next `step`, or at the end of a `generate` (as an exception whose
+    `outputs` are complete) or of a `stream`.
     """
 
     def __init__(
@@ -114,9 +114,15 @@ class Engine:
         self._speculation = self._drafters.add(None, spec, plan)
         plain = SpecConfig("none", rejection_sample_method=spec.rule_beside)
         self._drafters.add("none", plain, None)
-        sides = partial(prefill, self._runner), partial(verify, self._runner)
-        given = self._scheduler, self._drafters, *sides, self.stats, config.prefill_chunk_size
-        self._loop = loop_of(ranks, *given)
+        self._loop = loop_of(
+            ranks,
+            scheduler=self._scheduler,
+            speculations=self._drafters,
+            prefill=partial(prefill, self._runner),
+            verify=partial(verify, self._runner),
+            stats=self.stats,
+            chunk_size=config.prefill_chunk_size,
+        )
         self._turn = Turn()
 
     def generate(
@@ -127,22 +133,23 @@ class Engine:
         *,
         generation_config: GenerationConfig | None = None,
     ) -> list[RequestOutput]:
-        """Run prompts to their end, batched; outputs in the order of the prompts.
+        """Run prompts to completion in batches; return outputs in the order of the prompts.
 
         Args:
-            prompts: a text, a list of ids, an integer tensor or array (of two dimensions: a batch),
-                what a tokenizer returns (less what its attention_mask hides), vLLM's {"prompt":
-                text} or {"prompt_token_ids": ids}, or a list of any of these.
-            params: one for all, or one for each prompt; None = SamplingParams().
-            use_tqdm: show a bar of finished prompts, with their tokens per second and acceptance.
-            generation_config: transformers' GenerationConfig in place of params, with the defaults
-                and meanings of its `generate`: greedy unless do_sample, max_length with the prompt.
+            prompts: a text, a list of ids, an integer tensor or array (two dimensions = a batch),
+                a tokenizer's output (tokens its attention_mask hides are dropped), vLLM's
+                {"prompt": text} or {"prompt_token_ids": ids}, or a list of any of these.
+            params: one for all prompts, or one per prompt; None = SamplingParams().
+            use_tqdm: show a progress bar with tokens per second and acceptance rate.
+            generation_config: transformers' GenerationConfig instead of params, with the defaults
+                and semantics of its `generate`: greedy unless do_sample, max_length includes the
+                prompt.
         Raises:
-            ValueError: a prompt or parameter that cannot be run; nothing is started then.
+            ValueError: a prompt or parameter cannot be used; no request has been started.
         """
         prompt_list = as_prompt_list(prompts)
         if generation_config is not None:
-            require("params", params, params is None, "None beside generation_config")
+            require("params", params, params is None, "None with generation_config")
             with self._turn:  # a step uses the tokenizer too
                 prompt_list = [self._factory.reader.ids(prompt) for prompt in prompt_list]
             is_decoder = self.decoder_start_id is None
@@ -152,18 +159,17 @@ class Engine:
         samples: list[dict[int, RequestOutput]] = [{} for _ in prompt_list]
         stats, start = SpecStats(), perf_counter()
         with tqdm(total=len(prompt_list), desc="Processed prompts", disable=not use_tqdm) as bar:
-            for event in self._run(prompt_list, params_list):
+            for event in self._run(prompt_list, params_list, samples):
                 if event.output is None:
                     continue
-                outputs = samples[event.prompt_index]
-                outputs[event.index] = event.output
+                place = event.prompt_index
                 stats.add(event.output.stats)
                 bar.set_postfix(_speed(stats, perf_counter() - start), refresh=False)
-                bar.update(len(outputs) == params_list[event.prompt_index].n)
+                bar.update(len(samples[place]) == params_list[place].n)
         return [_with_others(outputs) for outputs in samples]
 
     def prompt_reader(self) -> PromptReader:
-        """What makes the ids of prompts as `generate` does, in another thread than the engine's."""
+        """Return a reader that turns prompts into ids as `generate` does, for another thread."""
         return self._factory.reader.for_another_thread()
 
     def chat(
@@ -176,22 +182,22 @@ class Engine:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """Answer one or several conversations, wrapped by the tokenizer's chat template.
+        """Answer one or several conversations, formatted by the tokenizer's chat template.
 
         Args:
-            messages: {"role": ..., "content": ...} each, or a list of such conversations.
+            messages: a list of {"role": ..., "content": ...}, or a list of such conversations.
             params, use_tqdm: as for `generate`.
-            add_generation_prompt: end with what opens an answer.
+            add_generation_prompt: end the prompt with the tokens that open an answer.
             tools: functions or JSON schemas that the template lists.
-            chat_template_kwargs: more arguments of the tokenizer's apply_chat_template, its
-                chat_template and what the template itself reads.
+            chat_template_kwargs: further arguments for the tokenizer's apply_chat_template, such as
+                chat_template and the variables that the template reads.
         Raises:
-            ValueError: there is no tokenizer or template, or it refuses the messages.
+            ValueError: there is no tokenizer or template, or the template refuses the messages.
         """
         several = as_conversations(messages)
         given = {"tools": tools, "add_generation_prompt": add_generation_prompt}
         if taken := {"tokenize", *given} & set(chat_template_kwargs or ()):
-            raise ValueError(f"chat_template_kwargs: {min(taken)} is not taken from there")
+            raise ValueError(f"chat_template_kwargs: {min(taken)} cannot be set here")
         options = given | dict(chat_template_kwargs or {})
         with self._turn:
             prompts = [chat_prompt_ids(self.tokenizer, each, **options) for each in several]
@@ -202,14 +208,15 @@ class Engine:
         prompt: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[StreamEvent]:
-        """Run one prompt, or several, and yield each token as it is committed.
+        """Run one or several prompts and yield an event for each token as it is committed.
 
-        The last event of each has its output; `event.prompt_index` says which prompt an event is
-        of, and where n > 1 `event.index` which sample. Leaving the loop early aborts what still
-        runs. Takes what `generate` takes.
+        The last event of each prompt carries its output. `event.prompt_index` says which prompt an
+        event belongs to and, with n > 1, `event.index` which sample. Leaving the loop early aborts
+        unfinished requests. Prompts and params are as for `generate`.
         """
         prompt_list = as_prompt_list(prompt, "prompt")
-        return self._run(prompt_list, as_params_list(params, len(prompt_list)))
+        samples: list[dict[int, RequestOutput]] = [{} for _ in prompt_list]
+        return self._run(prompt_list, as_params_list(params, len(prompt_list)), samples)
 
     def add_request(
         self,
@@ -219,16 +226,16 @@ class Engine:
         *,
         decoder_input_ids: Sequence[int] | None = None,
     ) -> str:
-        """Queue a request for step(); its id.
+        """Queue a request for step() and return its id.
 
         Args:
             prompt, params: see `generate`.
-            request_id: None makes one.
-            decoder_input_ids: of an encoder-decoder, what its output begins with: the start token,
-                and what of the output is already there.
+            request_id: an id for the request; None generates one.
+            decoder_input_ids: for an encoder-decoder, the beginning of its output: the start token
+                and any tokens already written.
         Raises:
             ValueError: the prompt, a parameter or the id cannot be used; other requests are
-                untouched.
+                unaffected.
         """
         with self._turn:
             params = params or SamplingParams()
@@ -238,13 +245,13 @@ class Engine:
         return samples[0].public_id
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request now; its output so far, or None for an unknown or finished request.
+        """End a request now and return its output so far; None if it is unknown or finished.
 
-        Where n > 1, all samples that go on end; the output is that of the first of them, which has
-        the others.
+        With n > 1 this ends all unfinished samples; the output is that of the first of them, with
+        the rest in its `others`.
 
-        A `generate` or `stream` that waits for it gets that output too; step() returns no further
-        events of it.
+        A `generate` or `stream` call waiting for the request also gets that output; step() returns
+        no further events for it.
         """
         with self._turn:
             return self._loop.abort(request_id)
@@ -257,22 +264,22 @@ class Engine:
 
     @property
     def decoder_start_id(self) -> int | None:
-        """The token that the output of an encoder-decoder follows; None for a decoder."""
+        """The token that an encoder-decoder's output starts after; None for a decoder."""
         return self._runner.paged_model.decoder_start_id
 
     @property
     def drafter(self) -> Drafter | None:
-        """The drafter that is on, or was on last."""
+        """The current drafter, or the last one if speculation is off."""
         return self._speculation.known
 
     @property
     def drafters(self) -> dict[str | None, int]:
-        """Names for `SamplingParams.drafter`, None the engine's own, with the K of each."""
+        """K of each drafter by its name for `SamplingParams.drafter`; None is the engine's own."""
         return {name: each.num_speculative_tokens for name, each in [*self._drafters.items()]}
 
     @property
     def is_speculative(self) -> bool:
-        """Whether a drafter is on."""
+        """Whether speculation is on."""
         return self._speculation.is_on
 
     def enable_spec_dec(
@@ -281,16 +288,18 @@ class Engine:
         n_spec_tokens: int | None = None,
         use_glide_drafter: bool = False,
     ) -> None:
-        """Turn speculation on between steps; without a drafter the last one is used again.
+        """Turn speculation on from the next step; without a drafter, reuse the last one.
 
         Args:
-            n_spec_tokens: tokens proposed in each step, 1 to 1024, at most
-                config.max_n_spec_tokens; None = as many as spec says.
+            drafter: as for the engine.
+            n_spec_tokens: tokens proposed per step, from 1 to 1024 and up to
+                config.max_n_spec_tokens; None = the number in spec.
             use_glide_drafter: load the drafter as a GLIDE model; without a drafter, the last one
                 must be such a model.
         Raises:
-            ValueError: there is no drafter to use, or not for these options; nothing changes.
-            Exception: what a drafter raised in the last step, as `step` would; the change is made.
+            ValueError: no drafter, or one that does not support these options; nothing changes.
+            Exception: an error a drafter raised in the last step, as from `step`; the change is
+                made.
         """
         with self._turn:
             running = self._scheduler.running
@@ -304,7 +313,7 @@ class Engine:
             self._drafters.raise_error()
 
     def clear_spec_dec(self) -> None:
-        """Decode plainly from the next step on and let the drafter go."""
+        """Decode plainly from the next step on and discard the drafter."""
         with self._turn:
             self._speculation.clear(self._scheduler.running)
             self._drafters.raise_error()
@@ -315,16 +324,16 @@ class Engine:
         spec: SpecConfig | str | Mapping[str, Any],
         drafter: DrafterSource | None = None,
     ) -> None:
-        """Make a drafter known beside the engine's own, for `SamplingParams(drafter=name)`.
+        """Add a drafter that requests select with `SamplingParams(drafter=name)`.
 
-        Requests of unlike drafters share a batch; those of each are proposed for and verified
-        together, so a step takes one target pass for each drafter in use. Like that of
+        Requests with different drafters share a batch; those of one drafter are drafted for and
+        verified together, so a step takes one target pass per drafter in use. As with
         `enable_spec_dec`, a draft model's cache comes on top of config.kv_cache_memory. Turning the
-        engine's own drafter off and on changes nothing for the others.
+        engine's own drafter off or on does not affect the others.
 
         Args:
-            spec: as of the engine: the method, K, the rule of acceptance, the schedule.
-            drafter: as of the engine.
+            spec: as for the engine: method, K, acceptance rule, schedule.
+            drafter: as for the engine.
         Raises:
             ValueError: the name is in use, or the drafter or an option cannot be used.
         """
@@ -335,14 +344,14 @@ class Engine:
             spec = SpecConfig.of(spec)
             plan = self._drafters.plan(spec, drafter)
             if plan is None:
-                raise ValueError('spec: there is nothing to draft with; "none" is known already')
+                raise ValueError('spec: it names no drafter; "none" already decodes plainly')
             self._drafters.add(name, spec, plan)
 
     def remove_drafter(self, name: str) -> None:
-        """Let go what `add_drafter` added.
+        """Remove a drafter that `add_drafter` added.
 
         Raises:
-            ValueError: there is none of that name, or unfinished requests use it.
+            ValueError: there is no drafter of that name, or unfinished requests use it.
         """
         with self._turn:
             names = [each for each in self._drafters if each not in (None, "none")]
@@ -350,19 +359,19 @@ class Engine:
             requests = (*self._scheduler.running, *self._scheduler.waiting)
             users = {request.public_id for request in requests if request.params.drafter == name}
             if users:
-                raise ValueError(f"name: {name!r} drafts for requests that go on: {sorted(users)}")
+                raise ValueError(f"name: {name!r} drafts for unfinished requests: {sorted(users)}")
             if (error := self._drafters.pop(name).error) is not None:
                 raise error
 
     def add_corpus(self, texts: Prompt | Sequence[Prompt]) -> None:
-        """Texts that suffix decoding may copy from besides what requests have said.
+        """Add texts that suffix decoding may copy from, in addition to those of requests.
 
-        Each drafter of the engine that has a method `add_corpus` gets them, as lists of token ids.
+        Each drafter of the engine with a method `add_corpus` receives them as lists of token ids.
 
         Args:
-            texts: as the prompts of `generate`; nothing is put before them.
+            texts: as the prompts of `generate`; no special tokens are added.
         Raises:
-            ValueError: a text that is no prompt, or no drafter would read them.
+            ValueError: a text is not a valid prompt, or no drafter reads a corpus.
         """
         read, given = self._factory.reader.corpus_ids, as_prompt_list(texts, "texts", "texts")
         with self._turn:
@@ -370,13 +379,13 @@ class Engine:
 
     @property
     def num_cache_tokens(self) -> int:
-        """Tokens that the cache holds, of all requests together."""
+        """Capacity of the cache in tokens, for all requests together."""
         return self._scheduler.block_manager.num_tokens
 
     def metrics(self) -> dict[str, Any]:
-        """Gauges and counters since the engine was made, by the names of vLLM's metrics.
+        """Return gauges and counters since the engine was made, under vLLM's metric names.
 
-        request_success counts ended requests by reason; kv_cache_usage_perc goes from 0 to 1.
+        request_success counts ended requests by reason; kv_cache_usage_perc is between 0 and 1.
         `RequestOutput.stats.to_metrics()` has the counters of one request.
         """
         blocks = self._scheduler.block_manager
@@ -401,14 +410,14 @@ class Engine:
         )
 
     def step(self) -> list[StreamEvent]:
-        """Advance every running request by one target pass; what was committed and ended.
+        """Advance every running request by one target pass and return the events of that step.
 
-        Up to config.prefill_chunk_size prompt tokens are read before; requests whose prompts are
-        not read yet take no part, so there may be no events. Events that an interrupted step could
-        not return are returned by the next one.
+        Up to config.prefill_chunk_size prompt tokens are read first. Requests whose prompts are not
+        fully read yet take no part, so there may be no events. Events that an interrupted step
+        could not return are returned by the next one.
 
         Raises:
-            Exception: whatever the drafter raised in the step before, which was decoded plainly.
+            Exception: whatever a drafter raised in the previous step, which was decoded plainly.
         """
         with self._turn:
             if any(each.error for each in self._drafters.values()):
@@ -418,13 +427,13 @@ class Engine:
         return events
 
     def take_drafter_errors(self) -> list[Exception]:
-        """What drafters raised, which the next step would have; it has cost only drafts."""
+        """Return errors of drafters that the next step would raise; they only cost drafts."""
         with self._turn:
             errors = [each.take_error() for each in self._drafters.values()]
         return [error for error in errors if error is not None]
 
     def _open(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[str]:
-        """Queue requests whose events have an inbox; their ids."""
+        """Queue requests whose events go to an inbox, and return their ids."""
         with self._turn:
             requests = [self._build(*pair) for pair in zip(prompts, params, strict=True)]
             request_ids = [samples[0].public_id for samples in requests]
@@ -436,14 +445,16 @@ class Engine:
         return request_ids
 
     def _run(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        samples: list[dict[int, RequestOutput]],
     ) -> Iterator[StreamEvent]:
-        """Events of some prompts as they come, whoever runs the steps that they come from.
+        """Yield the events of these prompts as they arrive, whichever thread runs the steps.
 
-        What a drafter raised is raised at the end, with the outputs.
+        An error of a drafter is raised at the end, with the outputs attached.
         """
         request_ids = self._open(prompts, params)
-        samples: list[dict[int, RequestOutput]] = [{} for _ in prompts]
         num_left = sum(each.n for each in params)
         try:
             inboxes = [self._loop.inboxes[request_id] for request_id in request_ids]
@@ -466,7 +477,7 @@ class Engine:
             self._drafters.raise_error([_with_others(outputs) for outputs in samples])
 
     def _close(self, request_id: str) -> None:
-        """Abort a request of an inbox unless it has ended, and drop the inbox."""
+        """Abort the request of an inbox unless it has ended, and drop the inbox."""
         if self._turn.is_mine:  # a stream collected as garbage during a step
             self._loop.abandoned.append(request_id)
             return
@@ -496,13 +507,13 @@ class Engine:
 
 
 def _with_others(outputs: Mapping[int, RequestOutput]) -> RequestOutput:
-    """The first sample of a prompt, with the others."""
+    """Return the first sample of a prompt with the rest in its `others`."""
     others = tuple(outputs[index] for index in range(1, len(outputs)))
     return replace(outputs[0], others=others) if others else outputs[0]
 
 
 def _speed(stats: SpecStats, seconds: float) -> dict[str, str]:
-    """What a progress bar says of finished requests."""
+    """Return what a progress bar shows for finished requests."""
     speed = {"tok/s": f"{stats.num_output_tokens / seconds:.1f}"}
     rate = stats.acceptance_rate
     return speed if rate is None else speed | {"acceptance": f"{rate:.2f}"}

@@ -1,4 +1,4 @@
-"""transformers' GenerationConfig as parameters of a request."""
+"""Converts transformers' GenerationConfig to sampling parameters."""
 
 from typing import Any
 
@@ -12,12 +12,12 @@ _READ = (
     *("do_sample", "max_new_tokens", "min_new_tokens", "min_length", "min_p", "repetition_penalty"),
     *("num_return_sequences", "eos_token_id", "stop_strings"),
 )
-# Padding and caches are the engine's own matter; the rest says where the object comes from.
+# The engine does its own padding and caching; the rest says where the object comes from.
 _WITHOUT_EFFECT = (
     *("pad_token_id", "bos_token_id", "decoder_start_token_id", "use_cache"),
     *("transformers_version", "_from_model_config"),
 )
-# What turns a field off, or is its default. None and False do so everywhere.
+# Values that turn a field off or are its default. None and False do so for every field.
 _OFF = {
     "num_beams": (1,),
     "num_beam_groups": (1,),
@@ -38,17 +38,17 @@ _OFF = {
 
 
 def is_off(name: str, value: Any) -> bool:
-    """Whether a field of a GenerationConfig asks for nothing."""
+    """Whether this value of a GenerationConfig field has no effect."""
     return value is None or value is False or value in _OFF.get(name, ())
 
 
 def params_of(config: GenerationConfig, num_given: int) -> SamplingParams:
-    """The parameters that make a request what `generate` would make of it.
+    """Return sampling parameters with the same effect as the config has in `generate`.
 
     Args:
-        num_given: tokens that max_length and min_length count beside the new ones.
+        num_given: tokens that max_length and min_length count in addition to the new ones.
     Raises:
-        ValueError: a field that asks for something else, or a value out of range.
+        ValueError: a field is not supported, or a value is out of range.
     """
     if not isinstance(config, GenerationConfig):
         raise ValueError(

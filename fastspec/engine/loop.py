@@ -1,17 +1,18 @@
-"""The round that the engine and the simulator share: schedule, propose, verify, commit."""
+"""The round used by the engine and the simulator: schedule, propose, verify, commit."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from time import perf_counter
+from typing import Any
 
 import torch
 
 from fastspec.config import SpecConfig
 from fastspec.drafters import Proposal
-from fastspec.drafters.base import Batch
-from fastspec.engine.outputs import RequestOutput, StreamEvent, Verdict, first_mismatch
+from fastspec.drafters.base import Batch, common_prefix_len
+from fastspec.engine.outputs import RequestOutput, StreamEvent, Verdict
 from fastspec.engine.request import EngineRequest
 from fastspec.engine.schedule import Step
 from fastspec.engine.scheduler import Scheduler
@@ -24,17 +25,17 @@ class Loop:
     """Advances the requests of a scheduler in rounds, and posts an event for each token.
 
     Attributes:
-        scheduler: the requests.
-        speculations: who proposes for them, by `SamplingParams.drafter`; drafters come and go
+        scheduler: holds the requests.
+        speculations: their drafters by `SamplingParams.drafter`; drafters may be added and removed
             between rounds.
-        prefill: caches so many committed tokens at most, see `fastspec.engine.verify.prefill`.
-        verify: judges a proposal by a drafter's rule, by a model's logits or by what it has written
-            before.
-        stats: counters of all requests together.
-        chunk_size: tokens that a round reads before it decodes, of all requests together.
-        inboxes: by request id, the events of those that somebody waits for.
-        events: those of all other requests.
-        abandoned: ids of inboxes to drop before the next round, those of ended requests too.
+        prefill: caches up to this many committed tokens, see `fastspec.engine.verify.prefill`.
+        verify: verifies a proposal by a drafter's rule, against a model's logits or against an
+            output written earlier.
+        stats: counters summed over all requests.
+        chunk_size: tokens read in a round before it decodes, over all requests.
+        inboxes: events by request id, for requests that a caller waits for.
+        events: events of all other requests.
+        abandoned: ids of inboxes to drop before the next round, including those of ended requests.
     """
 
     scheduler: Scheduler
@@ -49,10 +50,10 @@ class Loop:
 
     @torch.inference_mode()
     def round(self) -> None:
-        """Schedule, then for the requests of each drafter propose, verify, commit.
+        """Schedule, then propose, verify and commit for the requests of each drafter.
 
-        Requests that get no drafts take part in the first pass of the target whose rule draws the
-        tokens of a seed as theirs does, or in one of their own.
+        Requests that get no drafts join the first target pass whose acceptance rule draws the same
+        tokens from a seed as theirs, or get a pass of their own.
         """
         while self.abandoned:
             self.drop(self.abandoned.popleft())
@@ -75,7 +76,7 @@ class Loop:
             self._step(self.speculations[requests[0].params.drafter], [], requests)
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request now, with all its samples: what there is of it; None if it is not there."""
+        """End a request and all its samples now; return its output so far, None if unknown."""
         requests = self.scheduler.samples(request_id)
         if not requests:
             return None
@@ -85,7 +86,7 @@ class Loop:
         return replace(output, others=tuple(others)) if others else output
 
     def drop(self, request_id: str) -> None:
-        """Abort a request of an inbox unless it has ended, and drop the inbox."""
+        """Abort the request of an inbox unless it has ended, and drop the inbox."""
         self.abort(request_id)
         del self.inboxes[request_id]
 
@@ -95,7 +96,7 @@ class Loop:
         requests: list[EngineRequest],
         others: list[EngineRequest],
     ) -> None:
-        """One pass of the target over requests of a drafter, and others that get no drafts."""
+        """Run one target pass over the requests of a drafter and others that get no drafts."""
         times = [perf_counter()]
         batch, proposal = speculation.propose(requests, others)
         running = requests + others
@@ -107,7 +108,7 @@ class Loop:
                     self._judge_spoilt(speculation, batch, proposal, verdicts)
                     break
         except BaseException:
-            for request in running:  # the drafter waits for a commit that will not come
+            for request in running:  # the drafter would wait for a commit that never comes
                 speculation.release(request)
             raise
         times.append(perf_counter())
@@ -120,10 +121,11 @@ class Loop:
     def _judge_spoilt(
         self, speculation: Speculation, batch: Batch, proposal: Proposal, verdicts: list[Verdict]
     ) -> None:
-        """Judge once more, without drafts, those that failed by what the drafter gave.
+        """Verify again, without drafts, requests that may have failed because of the draft.
 
-        That is its logits, or tokens behind which the target's hold NaN: plain decoding might end
-        the text before it got there. Texts are as they were, only the newest token is read again.
+        The cause is bad draft logits, or draft tokens after which the target's logits contain NaN;
+        plain decoding might end before it gets there. Texts are unchanged, and only the newest
+        token is read again.
         """
         speculation.take_blame(batch, proposal, verdicts)
         failed = (v.accepted_len < 0 and v.num_draft_tokens > 0 for v in verdicts)
@@ -134,7 +136,7 @@ class Loop:
                 verdicts[place] = verdict
 
     def _reach(self, request: EngineRequest) -> int:
-        """Tokens that the next step may cache; a tree takes room even past the end of a text."""
+        """Tokens the next step may cache; a tree needs room even past the request's last token."""
         speculation, length = self.speculations[request.params.drafter], len(request.token_ids)
         num = speculation.limit(request)
         if num and speculation.max_nodes:
@@ -142,15 +144,15 @@ class Loop:
         return min(length + num, request.max_len)
 
     def _release(self, request: EngineRequest) -> None:
-        """It has ended or lost its blocks; any drafter may have seen it."""
+        """Let all drafters forget a request that has ended or lost its blocks; any may know it."""
         for speculation in self.speculations.values():
             speculation.release(request)
 
     def _schedule(self) -> list[EngineRequest]:
-        """The requests of the step; of what the cache lacks of their tokens, one chunk is read.
+        """Read one chunk of uncached tokens, and return the requests that take part in this step.
 
-        Requests come first that came first, and take no part before they are read. Waiting ones
-        come in waves, so that a prefix which several share is read once.
+        Requests are served in order of arrival, and take no part until their tokens are read.
+        Waiting ones are admitted in waves, so that a prefix shared by several is read once.
         """
         scheduler, left = self.scheduler, self.chunk_size
         preempted = scheduler.schedule(self._reach)
@@ -179,7 +181,7 @@ class Loop:
         proposal: Proposal,
         verdicts: list[Verdict],
     ) -> None:
-        """Give each request the tokens of its verdict, tell drafter and schedule, and count."""
+        """Append the tokens of each verdict, notify drafter and schedule, and update counters."""
         for index, (request, verdict) in enumerate(zip(running, verdicts, strict=True)):
             if verdict.accepted_len < 0:
                 self._end(request, "error", _failure_of(request))
@@ -191,7 +193,7 @@ class Loop:
                     writers = [writers[node - 1] for node in verdict.path]
             if proposal.branch is not None:
                 writer, paths = proposal.branch
-                shared = first_mismatch(paths[index], verdict.output_ids[: len(writers)])
+                shared = common_prefix_len(paths[index], verdict.output_ids[: len(writers)])
                 writers = [writer] * shared + list(writers[shared:])
             kept, finish_reason = self._append(request, verdict, writers)
             judged = kept if kept <= verdict.accepted_len else verdict.num_draft_tokens
@@ -211,9 +213,7 @@ class Loop:
     def _append(
         self, request: EngineRequest, verdict: Verdict, writers: Sequence[str]
     ) -> tuple[int, str | None]:
-        """Append a verdict's tokens up to the one that ends the request: how many, and why."""
-        name, sample = request.public_id, request.index
-        events = self.inboxes.get(name, self.events)
+        """Append a verdict's tokens until the request ends; return their number, and the reason."""
         logprobs = verdict.logprobs if request.params.logprobs is not None else None
         finish_reason = None
         kept = 0
@@ -225,19 +225,16 @@ class Loop:
             finish_reason = request.append(token_id, source, writer, logprob, top)
             text = request.detokenizer.take() if request.detokenizer is not None else ""
             tree = verdict if verdict.parents and index == 0 else None
-            event = StreamEvent(
-                name,
+            self._post(
+                request,
                 text,
-                (token_id,),
-                source,
-                writer,
+                token_ids=(token_id,),
+                source=source,
+                drafter=writer,
                 tree=tree,
                 logprob=logprob,
                 top_logprobs=top,
-                index=sample,
-                prompt_index=request.prompt_index,
             )
-            events.append(event)
             kept += 1
             if finish_reason is not None:
                 break
@@ -247,27 +244,30 @@ class Loop:
     def _end(
         self, request: EngineRequest, finish_reason: str, error: str | None = None
     ) -> RequestOutput:
-        """Let a request go, and post its last event."""
+        """Remove a request, and post its last event."""
         self.scheduler.remove(request, failed=error is not None)
         self._release(request)
         for stats in (self.stats, request.stats):
             stats.finish_reasons[finish_reason] += 1
         output = request.output(finish_reason, error)
         text = request.detokenizer.take(final=True) if request.detokenizer else ""
-        name, sample = request.public_id, request.index
-        events = self.inboxes.get(name, self.events)
-        place = request.prompt_index
-        events.append(StreamEvent(name, text, output=output, index=sample, prompt_index=place))
+        self._post(request, text, output=output)
         return output
+
+    def _post(self, request: EngineRequest, text: str, **fields: Any) -> None:
+        """Append an event of a request to its inbox, or to the events of the engine."""
+        fields |= {"index": request.index, "prompt_index": request.prompt_index}
+        event = StreamEvent(request.public_id, text, **fields)
+        self.inboxes.get(request.public_id, self.events).append(event)
 
 
 def _failure_of(request: EngineRequest) -> str:
-    """Why no token could follow."""
+    """Say why no token could follow."""
     where = len(request.token_ids)
-    error = f"logits after {where} tokens hold NaN or inf, or nothing finite"
+    error = f"logits after {where} tokens contain NaN or inf, or no finite value"
     if request.rules is None:
         return error
     failure = request.rules.failure
     if failure is not None:
-        return f"its rules raised {failure!r}"
-    return error + ", or the request allows no token that is left"
+        return f"the request's logit rules raised {failure!r}"
+    return error + ", or the request allows none of the remaining tokens"

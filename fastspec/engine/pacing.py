@@ -1,4 +1,4 @@
-"""The schedule of an engine, with the costs of its steps, which are measured once."""
+"""Makes the draft schedule of an engine from step costs, which are measured once."""
 
 import time
 from dataclasses import dataclass, field
@@ -18,17 +18,17 @@ from fastspec.engine.schedule import AdaptiveSchedule, HeuristicSchedule, Schedu
 from fastspec.engine.verify import prefill, verify
 from fastspec.models.runner import ModelRunner
 
-_ROUNDS = 6  # the first warms up; of the others the fastest counts
-_BATCH_SIZE = 8  # of the batch whose steps are measured
-_LEAST_SLOPE = 0.01  # of a plain step, for each draft token
+_ROUNDS = 6  # the first warms up; the fastest of the others counts
+_BATCH_SIZE = 8  # size of the batch whose steps are measured
+_LEAST_SLOPE = 0.01  # fraction of a plain step, per draft token
 
 
 @dataclass(eq=False)
 class Pacer:
     """Makes the schedule that spec.schedule names for a drafter and its K.
 
-    Costs are those of steps of requests that are made up for it: of one, and of a batch of 8, or of
-    fewer where the engine takes no more.
+    Costs are measured on steps of synthetic requests: one, and a batch of 8, or fewer if the engine
+    allows no more.
     """
 
     spec: SpecConfig
@@ -40,11 +40,11 @@ class Pacer:
     _measured_of: tuple[Drafter, int] | None = field(default=None, init=False)
 
     def schedule(self, drafter: Drafter, num_speculative_tokens: int) -> Schedule | None:
-        """None = always K. Of a drafter that copies first, that of its draft model.
+        """Return the schedule; None = always K. For a drafter that copies first, its model's.
 
         Raises:
-            ValueError: a drafter of token trees, there are no costs for that K, or no room to
-                measure them.
+            ValueError: the drafter proposes token trees, step_costs do not fit K, or the cache has
+                no room to measure them.
         """
         if self.spec.schedule == "constant":
             return None
@@ -60,8 +60,8 @@ class Pacer:
         given = self.spec.step_costs
         if given is not None and len(given) != num_speculative_tokens + 1:
             raise ValueError(
-                f"step_costs: there are {len(given)}, for up to {len(given) - 1} draft tokens, and"
-                f" {num_speculative_tokens} are asked for"
+                f"step_costs: {len(given)} costs cover up to {len(given) - 1} draft tokens, but"
+                f" {num_speculative_tokens} were requested"
             )
         if given is not None:
             return AdaptiveSchedule(given, given)
@@ -69,7 +69,7 @@ class Pacer:
             _, alone = self._measure(drafter, num_speculative_tokens, 1)
             most = min(_BATCH_SIZE, self.config.max_batch_size)
             size, seconds = self._measure(drafter, num_speculative_tokens, most)
-            # No line: the rows of a batch cost the more, the fuller the processor is.
+            # Not fitted by a line: rows of a batch cost more as the processor fills up.
             rising = [*accumulate(reversed(seconds), min)][::-1]
             of_batch = (size, rising) if size > 1 else None
             self._measured = AdaptiveSchedule(fitted_line(alone), None, of_batch)
@@ -77,17 +77,17 @@ class Pacer:
         return self._measured
 
     def forget(self) -> None:
-        """Keep neither the drafter that was measured nor its costs."""
+        """Forget the measured drafter and its costs."""
         self._measured = self._measured_of = None
 
     @torch.inference_mode()
     def _measure(
         self, drafter: Drafter, num_speculative_tokens: int, most: int
     ) -> tuple[int, list[float]]:
-        """Requests in a step, `most` if there is room, and seconds with 0, 1, ..., K draft tokens.
+        """Measure steps of up to `most` requests: their number, and seconds with 0, ..., K tokens.
 
         Raises:
-            ValueError: no blocks are free for it.
+            ValueError: no cache blocks are free for them.
         """
         params = SamplingParams(temperature=0.0, seed=0, max_tokens=num_speculative_tokens + 1)
         requests: list[EngineRequest] = []
@@ -99,7 +99,7 @@ class Pacer:
             requests.append(request)
         if not requests:
             raise ValueError(
-                "schedule: 'adaptive' measures steps first, and the cache has no room for that now;"
+                "schedule: 'adaptive' must measure steps, but the cache has no room for that now;"
                 " pass step_costs"
             )
         try:
@@ -118,7 +118,7 @@ class Pacer:
                 self.block_manager.release(request)
 
     def _time_step(self, requests: list[EngineRequest], drafter: Drafter, num_draft: int) -> float:
-        """One step; whatever was proposed, the target reads that many tokens of each request."""
+        """Time one step; whatever is proposed, the target reads `num_draft` tokens per request."""
         device, num = self.runner.device, [num_draft] * len(requests)
         batch = Batch(requests, num, num, num_draft, device, self.config.backend)
         shape = len(requests), num_draft
@@ -133,7 +133,7 @@ class Pacer:
 
 
 def fitted_line(seconds: list[float]) -> list[float]:
-    """The values of a rising line through measured ones, of which some may be far off.
+    """Fit a rising line to measured values, some of which may be outliers; return its values.
 
     Source: the median of pairwise slopes of Theil, 1950, and Sen, JASA 63, 1968.
     """
@@ -141,5 +141,5 @@ def fitted_line(seconds: list[float]) -> list[float]:
     slopes = [(b - a) / (j - i) for (i, a), (j, b) in combinations(points, 2)]
     slope = max(median(slopes), _LEAST_SLOPE * min(seconds))
     start = median(value - slope * index for index, value in points)
-    start = max(start, min(seconds) / 2)  # a cost is positive, however steep the line
+    start = max(start, min(seconds) / 2)  # keeps costs positive, however steep the line
     return [start + slope * index for index in range(len(seconds))]

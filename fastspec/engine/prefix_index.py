@@ -1,4 +1,4 @@
-"""Finds cached blocks again by the tokens in them and before them."""
+"""Finds cached blocks by the tokens in them and before them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from weakref import WeakValueDictionary
 
 
 class Content:
-    """The tokens of a full block and of all blocks before it; there is one object for one text.
+    """The tokens of a full block and of all blocks before it; each text has exactly one object.
 
-    It lasts while a cached block, a running request or a longer text needs it.
+    It lives while a cached block, a running request or a longer text needs it.
     """
 
     __slots__ = ("__weakref__", "block_id", "parent")
@@ -20,24 +20,24 @@ class Content:
 
 
 class ContentKey(NamedTuple):
-    """A link of the hash chain; keys that collide are told apart by what they hold."""
+    """A link of the hash chain; colliding keys are told apart by comparing their tokens."""
 
     parent: Content | None
     token_ids: tuple[int, ...]
 
 
 class Match(NamedTuple):
-    """Cached contents that a text begins with, and the key of the next, None after the last."""
+    """Cached contents that a text begins with, and the next block's key (None: all were found)."""
 
     contents: list[Content]
     next_key: ContentKey | None
 
 
 class PrefixIndex:
-    """Which contents are cached, and in which blocks; one content is found in one block.
+    """Maps cached contents to blocks; each content is found in one block.
 
     Attributes:
-        num_ahead: tokens after a block that must be the same as well.
+        num_ahead: tokens after a block that must match as well.
     """
 
     def __init__(self, block_size: int):
@@ -50,9 +50,9 @@ class PrefixIndex:
         return block_id in self._content_of
 
     def find(self, token_ids: list[int], root: Content | None = None) -> Match:
-        """The longest cached prefix of full blocks that leaves the last token to be read.
+        """Find the longest cached prefix of full blocks, leaving at least the last token unread.
 
-        Texts that follow a root of their own are found from that root alone.
+        Texts that start from a root of their own are found only from that root.
         """
         contents: list[Content] = []
         for number in range((len(token_ids) - 1) // self._block_size):
@@ -70,14 +70,14 @@ class PrefixIndex:
         number: int,
         root: Content | None = None,
     ) -> ContentKey:
-        """Key of block `number`, which follows `contents`."""
+        """Return the key of block `number`, which follows `contents`."""
         start = number * self._block_size
         parent = contents[-1] if contents else root
         end = start + self._block_size + self.num_ahead
         return ContentKey(parent, tuple(token_ids[start:end]))
 
     def add(self, key: ContentKey, block_id: int) -> Content:
-        """Note that a block holds a content, unless another does already."""
+        """Record that a block has this content, unless another block already does."""
         content = self._contents.get(key)
         if content is None:
             content = self._contents[key] = Content(key.parent)
@@ -87,7 +87,7 @@ class PrefixIndex:
         return content
 
     def drop(self, block_id: int) -> None:
-        """Find a block no more."""
+        """Make a block unfindable."""
         content = self._content_of.pop(block_id, None)
         if content is not None:
             content.block_id = None

@@ -1,4 +1,4 @@
-"""Prompts as token ids that one target can read."""
+"""Converts prompts to token ids for one target."""
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -15,13 +15,13 @@ from fastspec.models.loading import chat_text
 
 @dataclass(frozen=True)
 class PromptReader:
-    """Reads prompts for one target.
+    """Converts prompts for one target to token ids and checks them.
 
     Attributes:
-        tokenizer: None where the engine has none.
-        vocab_size: ids are below this.
-        max_model_len: a prompt is shorter than this.
-        template: holds {input_text} where a text prompt goes.
+        tokenizer: None if the engine has none.
+        vocab_size: ids must be below this.
+        max_model_len: a prompt must be shorter than this.
+        template: contains {input_text} where a text prompt goes.
     """
 
     tokenizer: PreTrainedTokenizerBase | None
@@ -30,53 +30,53 @@ class PromptReader:
     template: str | None
 
     def for_another_thread(self) -> "PromptReader":
-        """The same with a tokenizer of its own: one tokenizer is no good in several threads."""
+        """Return a copy with its own tokenizer; a tokenizer is not safe in several threads."""
         return replace(self, tokenizer=deepcopy(self.tokenizer))
 
     def ids(self, prompt: Prompt) -> list[int]:
-        """A prompt's ids, of a text with the template around it.
+        """Return a prompt's ids; a text prompt is first inserted into the template.
 
         Raises:
-            ValueError: an empty prompt, ids outside the vocabulary, a prompt longer than the
-                model, a text without a tokenizer, or something else than a prompt.
+            ValueError: not a prompt, an empty one, ids outside the vocabulary, more tokens than the
+                model allows, or a text without a tokenizer.
         """
         prompt = as_prompt(prompt)
         ids = self._text_ids(prompt) if isinstance(prompt, str) else prompt
         return self.checked_ids("prompt", ids)
 
     def chat_text(self, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
-        """A conversation in the chat template; see `fastspec.models.loading.chat_text`."""
+        """Format a conversation by the chat template; see `fastspec.models.loading.chat_text`."""
         return chat_text(self.tokenizer, messages, **options)
 
     def chat_ids(self, text: str) -> list[int]:
-        """The ids of what `chat_text` made, which has its special tokens; see `ids`."""
+        """Return the ids of a result of `chat_text`, which has its special tokens; see `ids`."""
         assert self.tokenizer is not None
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return self.checked_ids("prompt", ids)
 
     def corpus_ids(self, text: str | Sequence[int]) -> list[int]:
-        """The ids of a text of any length, with nothing put before it."""
+        """Return the ids of a text of any length, without added special tokens."""
         if not isinstance(text, str):
             return self._known_ids("texts", text)
         if self.tokenizer is None:
-            raise ValueError("texts: a text needs a tokenizer, and the engine has none")
+            raise ValueError("texts: a text needs a tokenizer, but the engine has none")
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return self._known_ids("texts", ids)
 
     def checked_ids(self, name: str, token_ids: Sequence[int]) -> list[int]:
-        """Ids as plain ints; ValueError unless they are a prompt, see `ids`."""
+        """Return ids as plain ints; ValueError unless they form a valid prompt, see `ids`."""
         if not token_ids:
             raise ValueError(f"{name}: is empty")
         if len(token_ids) >= self.max_model_len:
             raise ValueError(
                 f"{name}: has {len(token_ids)} tokens; the limit is {self.max_model_len - 1},"
-                " which leaves room for one new token"
+                " to leave room for one new token"
             )
         return self._known_ids(name, token_ids)
 
     def _text_ids(self, prompt: str) -> list[int]:
         if self.tokenizer is None:
-            raise ValueError("prompt: a text needs a tokenizer, and the engine has none; pass ids")
+            raise ValueError("prompt: a text needs a tokenizer, but the engine has none; pass ids")
         text = self.template.replace("{input_text}", prompt) if self.template else prompt
         require_unicode("prompt", text)
         return self.tokenizer(text)["input_ids"]

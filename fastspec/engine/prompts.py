@@ -1,4 +1,4 @@
-"""Prompts in every form that users have them, as texts and lists of ids."""
+"""Normalises the accepted forms of prompts to texts and lists of ids."""
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-# A mapping is a BatchEncoding, or a dict with one of its keys or one of vLLM's.
+# A mapping is a BatchEncoding, or a dict with a BatchEncoding's key or one of vLLM's.
 Prompt = str | Sequence[int] | Tensor | np.ndarray | Mapping[str, Any]
 Message = Mapping[str, Any]
 _KEYS = ("prompt", "prompt_token_ids", "input_ids")
@@ -16,11 +16,11 @@ _KEYS = ("prompt", "prompt_token_ids", "input_ids")
 def as_prompt_list(
     prompts: Any, name: str = "prompts", one: str = "prompt"
 ) -> list[str | list[int]]:
-    """One prompt or several, each a text or a list of what should be ids.
+    """Return one or several prompts, each as a text or a list of unchecked ids.
 
     Raises:
-        ValueError: nothing that prompts come in, named by `name`, by `one` where one of several is
-            meant, or by the key of a mapping.
+        ValueError: not a supported form; the message begins with `name`, with `one` for a prompt in
+            a list, or with the key of a mapping.
     """
     if isinstance(prompts, str):
         return [prompts]
@@ -36,8 +36,8 @@ def as_prompt_list(
 
 
 def as_prompt(prompt: Any, name: str = "prompt") -> str | list[int]:
-    """One prompt, or a batch of one where it is a tensor, an array or a mapping; `name` is that of
-    errors."""
+    """Return one prompt, which may be a batch of one as a tensor, array or mapping; errors begin
+    with `name`."""
     if not isinstance(prompt, (Mapping, Tensor, np.ndarray)):
         return prompt if isinstance(prompt, str) else _as_list(name, prompt)
     several = as_prompt_list(prompt, name, name)
@@ -47,10 +47,10 @@ def as_prompt(prompt: Any, name: str = "prompt") -> str | list[int]:
 
 
 def as_conversations(messages: Any) -> list[list[Message]]:
-    """One conversation or several, as lists of messages.
+    """Return one or several conversations as lists of messages.
 
     Raises:
-        ValueError: something else, an empty conversation, or a message without a role.
+        ValueError: not a conversation, an empty one, or a message without a role.
     """
     several = _as_list("messages", messages)
     if several and isinstance(several[0], Mapping):
@@ -72,7 +72,7 @@ def _of_mapping(prompt: Mapping[str, Any], name: str) -> list[str | list[int]]:
     value, mask = prompt[key], prompt.get("attention_mask") if key == "input_ids" else None
     for other in prompt:
         if other != key and (other != "attention_mask" or key != "input_ids"):
-            raise ValueError(f"{other}: not supported beside {key} in a prompt")
+            raise ValueError(f"{other}: not supported together with {key} in a prompt")
     if key == "prompt":
         if not isinstance(value, str):
             raise ValueError(f"prompt: expected a text, got {type(value).__name__}")
@@ -82,9 +82,9 @@ def _of_mapping(prompt: Mapping[str, Any], name: str) -> list[str | list[int]]:
 
 
 def _unmasked(rows: list[list[int]], mask: Any) -> list[list[int]]:
-    """The rows without their padding."""
+    """Remove the padding of rows."""
     if isinstance(mask, (Tensor, np.ndarray)):
-        mask = mask * 1  # of bools, too
+        mask = mask * 1  # converts bools to ints
     masks = _rows("attention_mask", mask)
     if [len(row) for row in masks] != [len(row) for row in rows]:
         raise ValueError("attention_mask: expected the shape of input_ids")
@@ -101,7 +101,7 @@ def _unmasked(rows: list[list[int]], mask: Any) -> list[list[int]]:
 
 
 def _rows(name: str, value: Any) -> list[list[int]]:
-    """Ids of one or two dimensions as rows; what is in a list is not looked at."""
+    """Return ids of one or two dimensions as rows; the contents of a list are not checked."""
     if isinstance(value, (Tensor, np.ndarray)):
         kind = str(value.dtype).removeprefix("torch.")
         if value.ndim not in (1, 2) or not kind.startswith(("int", "uint")):

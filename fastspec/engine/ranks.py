@@ -1,4 +1,4 @@
-"""Engines in several processes that share a target's weights: all of them take the same steps."""
+"""Keeps engines in several processes that share a target's weights in lockstep."""
 
 import secrets
 from collections.abc import Callable
@@ -13,12 +13,11 @@ from transformers import PreTrainedModel
 from fastspec.config import EngineConfig, SpecConfig
 from fastspec.engine.loop import Loop
 from fastspec.engine.request import EngineRequest
-from fastspec.engine.scheduler import Scheduler
 from fastspec.models.sharded import ADDRESS, Ranks, ranks_of
 
 
 def check_options(model: PreTrainedModel, spec: SpecConfig, config: EngineConfig) -> None:
-    """Raise on all ranks of a target where one of them makes another engine."""
+    """Raise on all ranks of a target unless they make engines with the same options."""
     ranks = ranks_of(model)
     if ranks is not None:
         options = {"spec": spec, "config": replace(config, device="auto")}
@@ -26,20 +25,20 @@ def check_options(model: PreTrainedModel, spec: SpecConfig, config: EngineConfig
 
 
 def new_seeds(ranks: Ranks | None) -> Callable[[], int]:
-    """What makes the seeds that nobody has given."""
+    """Return a generator of seeds for requests without one."""
     return partial(secrets.randbits, 63) if ranks is None else ranks.new_seeds()
 
 
-def loop_of(ranks: Ranks | None, *args: Any) -> Loop:
-    """The rounds of an engine."""
-    return Loop(*args) if ranks is None else SameRounds(ranks, *args)
+def loop_of(ranks: Ranks | None, **fields: Any) -> Loop:
+    """Make the loop of an engine."""
+    return Loop(**fields) if ranks is None else SameRounds(ranks, **fields)
 
 
 class SameRounds(Loop):
-    """Rounds that all ranks of a target begin in the same state, or none of them begins."""
+    """Rounds that the ranks of a target begin only if all are in the same state."""
 
-    def __init__(self, ranks: Ranks, scheduler: Scheduler, *args: Any):
-        super().__init__(scheduler, *args)
+    def __init__(self, ranks: Ranks, **fields: Any):
+        super().__init__(**fields)
         self._ranks = ranks
         self._numbers: WeakKeyDictionary[EngineRequest, int] = WeakKeyDictionary()
 
@@ -51,12 +50,12 @@ class SameRounds(Loop):
             super().round()
         except BaseException as error:
             failure = self._ranks.failed(error)
-            if isinstance(error, RuntimeError):  # as a lost connection is, wherever it shows
+            if isinstance(error, RuntimeError):  # such as a lost connection, wherever it surfaces
                 raise failure from error
             raise
 
     def _check_state(self) -> None:
-        """Raise on all ranks unless they have the same requests, read as far."""
+        """Raise on all ranks unless they have the same requests, read equally far."""
         drafters = {
             name: (each.drafter.name, each.num_speculative_tokens, each.max_nodes)
             for name, each in self.speculations.items()
@@ -71,7 +70,7 @@ class SameRounds(Loop):
         self._ranks.check(call="step", **state, free_blocks=blocks.num_free)
 
     def _number(self, request: EngineRequest) -> int:
-        """Of what was asked for, made once; the tokens that follow are those of rank 0."""
+        """Checksum of the request as submitted, cached; the tokens after it come from rank 0."""
         number = self._numbers.get(request)
         if number is None:
             start = request.token_ids[: request.num_prompt_tokens]

@@ -1,4 +1,4 @@
-"""One request while the engine runs it."""
+"""A request while the engine runs it."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,12 +15,12 @@ class EngineRequest(Request):
     """Committed state of one request; everything in it ends at the same token.
 
     Attributes:
-        public_id: the id that users know; the samples of one prompt share it.
-        index: of the sample.
-        root: what the texts of the samples of one prompt follow, so that only these find them.
-        contents: of its leading blocks, as far as other requests may find them.
-        prompt_index: place of its prompt among those of the call that waits for it.
-        schedule_state: what the schedule of draft lengths remembers of it.
+        public_id: the id that users see; the samples of one prompt share it.
+        index: index of the sample.
+        root: root of the samples' cached texts, so that only samples of this prompt find them.
+        contents: contents of its leading blocks, as far as other requests may find them.
+        prompt_index: index of its prompt among those of the call that waits for it.
+        schedule_state: what the draft schedule remembers about the request.
     """
 
     public_id: str = ""
@@ -43,14 +43,14 @@ class EngineRequest(Request):
 
     @property
     def prompt_ids(self) -> list[int]:
-        """Ids of the prompt, wherever the model reads them."""
+        """Ids of the prompt, whether the encoder or the decoder reads them."""
         if self.encoder_input is not None:
             return self.encoder_input.token_ids
         return self.token_ids[: self.num_prompt_tokens]
 
     @property
     def lacks_prompt_logprobs(self) -> bool:
-        """Whether its prompt has to be read with logits; the first sample does so for all."""
+        """Whether its prompt must be read with logits; the first sample does so for all."""
         is_wanted = self.params.prompt_logprobs is not None and self.index == 0
         return is_wanted and len(self.prompt_logprobs) < self.num_prompt_tokens
 
@@ -62,7 +62,7 @@ class EngineRequest(Request):
         logprob: float | None,
         top_logprobs: dict[int, float] | None = None,
     ) -> str | None:
-        """Commit one token; the reason to finish, if it is the last one."""
+        """Commit one token; return the finish reason if it is the last one."""
         self.token_ids.append(token_id)
         self.sources.append(source)
         self.drafters.append(drafter)
@@ -84,11 +84,11 @@ class EngineRequest(Request):
         if len(self.token_ids) < self.max_len:
             return None
         if self.detokenizer is not None:
-            self.detokenizer.finish()  # what it holds back may complete a stop string
+            self.detokenizer.finish()  # held-back text may complete a stop string
         return "stop" if self.detokenizer is not None and self.detokenizer.stopped else "length"
 
     def output(self, finish_reason: str, error: str | None = None) -> RequestOutput:
-        """What the user gets."""
+        """Return the output for the user."""
         if self.detokenizer is not None:
             self.detokenizer.finish()
         return RequestOutput(

@@ -1,4 +1,4 @@
-"""Requests from what users pass: prompts become checked token ids, parameters become limits."""
+"""Builds requests from user input: checked token ids, limits, seeds and logit rules."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -17,13 +17,13 @@ from fastspec.engine.prompts import Prompt
 from fastspec.engine.request import EngineRequest
 from fastspec.models.layout import EncoderInput
 
-_BEFORE_INDEX = "\0"  # in the ids of samples, by which drafters tell them apart
+_BEFORE_INDEX = "\0"  # separates the index in sample ids, which let drafters tell samples apart
 
 
 def sample_seed(seed: int, index: int) -> int:
-    """The seed of sample `index` of a prompt: the first has the request's own.
+    """Return the seed of sample `index` of a prompt; the first has the request's own.
 
-    The others have the upper 63 bits of number `index` of the generator splitmix64 that begins
+    The others get the upper 63 bits of output number `index` of the generator splitmix64 seeded
     with the request's seed (Steele et al., OOPSLA 2014).
     """
     if index == 0:
@@ -40,13 +40,13 @@ class RequestFactory:
     """Builds requests for one target.
 
     Attributes:
-        reader: of the prompts.
-        eos_ids: at which texts end.
-        decoder_start_id: what the decoder of an encoder-decoder starts with, whose encoder reads
-            the prompts; None for a decoder.
-        rereads_above: tokens above which the target reads a text anew.
-        shares_prompts: whether the samples of one prompt share its blocks, but with nobody else.
-        new_seed: makes the seeds that nobody has given.
+        reader: converts the prompts.
+        eos_ids: ids that end a text.
+        decoder_start_id: first token of an encoder-decoder's decoder (its encoder reads the
+            prompts); None for a decoder.
+        rereads_above: number of tokens above which the target rereads the text.
+        shares_prompts: whether the samples of a prompt share its blocks among themselves only.
+        new_seed: makes seeds for requests without one.
     """
 
     reader: PromptReader
@@ -71,11 +71,11 @@ class RequestFactory:
         request_id: str | None,
         decoder_input_ids: Sequence[int] | None = None,
     ) -> list[EngineRequest]:
-        """The samples of a request; without an id it gets one that no request has.
+        """Build the samples of a request; without an id it gets an unused one.
 
         Raises:
-            ValueError: an empty prompt, ids outside the vocabulary, a prompt longer than the model,
-                text or stop strings without a tokenizer, or an argument of another type.
+            ValueError: an empty prompt, ids outside the vocabulary, more tokens than the model
+                allows, text or stop strings without a tokenizer, or an argument of a wrong type.
         """
         if request_id is None:
             request_id = self._new_id()
@@ -96,7 +96,7 @@ class RequestFactory:
                 raise ValueError(f"decoder_input_ids: expected {start}, got {begun}")
             token_ids = begun
         if params.stop and self._tokenizer is None:
-            raise ValueError("stop: stop strings need a tokenizer, and the engine has none")
+            raise ValueError("stop: stop strings need a tokenizer, but the engine has none")
         stop_ids = frozenset(params.stop_token_ids or ())
         self._check_ids("stop_token_ids", stop_ids)
         stop_ids = stop_ids if params.ignore_eos else stop_ids | self.eos_ids
@@ -134,7 +134,7 @@ class RequestFactory:
     def _rules(
         self, params: SamplingParams, num_prompt_tokens: int, stop_ids: frozenset[int]
     ) -> LogitRules | None:
-        """What the request asks of its logits besides temperature and filters."""
+        """Return the request's logit rules other than temperature and filters, if any."""
         self._check_ids("logit_bias", params.logit_bias or ())
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
         allowed = grammar = None
@@ -151,12 +151,12 @@ class RequestFactory:
         return rules if rules.any else None
 
     def _spellings(self, word: str | Sequence[int]) -> list[Sequence[int]]:
-        """A bad word in tokens, as a text also with a space before it."""
+        """Return a bad word's token sequences; a text is also tokenized with a leading space."""
         if not isinstance(word, str):
             self._check_ids("bad_words", word)
             return [word]
         if self._tokenizer is None:
-            raise ValueError("bad_words: texts need a tokenizer, and the engine has none")
+            raise ValueError("bad_words: texts need a tokenizer, but the engine has none")
         require_unicode("bad_words", word)
         texts = (word.lstrip() or word, f" {word.lstrip()}")
         ids = [tuple(self._tokenizer(t, add_special_tokens=False)["input_ids"]) for t in texts]
@@ -173,14 +173,14 @@ class RequestFactory:
                 return request_id
 
     def _encoder_input(self, token_ids: list[int]) -> EncoderInput:
-        """One object for all requests with these ids, so that they are encoded once."""
+        """Return one shared object for all requests with these ids, so they are encoded once."""
         return self._encoder_inputs.setdefault(tuple(token_ids), EncoderInput(token_ids))
 
 
 def as_params_list(
     params: SamplingParams | Sequence[SamplingParams] | None, count: int
 ) -> list[SamplingParams]:
-    """One set of parameters for each of `count` prompts."""
+    """Return one SamplingParams for each of `count` prompts."""
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     if not isinstance(params, Sequence):

@@ -1,9 +1,9 @@
 """How many tokens a request drafts in each step.
 
-What a schedule decides for a sampled request depends on its own history and on fixed costs, never
-on a clock or on other requests: each length of draft uses other random numbers, and the same seed
-must give the same text. A greedy text is the same whatever is drafted, so greedy requests may heed
-those beside them.
+For a sampled request a schedule may depend on the request's own history and on fixed costs, never
+on a clock or on other requests: different draft lengths use different random numbers, and the same
+seed must give the same text. Greedy text is the same whatever is drafted, so for greedy requests it
+may depend on the other requests in the batch.
 """
 
 from collections.abc import Sequence
@@ -12,22 +12,22 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from fastspec.engine.request import EngineRequest
 
-_PRIOR_RATE = 0.5  # acceptance that a new request is believed to have, as if one token had told
-_MEMORY = 0.9  # of what was known before a step, the part that counts after it
-_GAIN_TO_CHANGE = 1.03  # between two lengths
-_GAIN_TO_STAY = 1.03  # over plain decoding, so that an error in the costs does little harm
+_PRIOR_RATE = 0.5  # assumed acceptance rate of a new request, weighted like one token
+_MEMORY = 0.9  # weight after a step of what was known before it
+_GAIN_TO_CHANGE = 1.03  # gain needed to switch between two lengths
+_GAIN_TO_STAY = 1.03  # over plain decoding, so that errors in the costs do little harm
 _GAIN_TO_RESUME = 1.05
-_FIRST_LENGTH = 2  # of a new request's draft: little is lost where drafts fail
-_FIRST_PAUSE, _LONGEST_PAUSE = 32, 128  # plain steps before drafts are tried again
-_ASSUMED_COST = 0.15  # of one draft token over a plain step, where it must not be measured
-_TRIAL_STEPS = 8  # with drafts of _FIRST_LENGTH, from which a batch learns what drafts are worth
+_FIRST_LENGTH = 2  # draft length of a new request: little is lost if drafts fail
+_FIRST_PAUSE, _LONGEST_PAUSE = 32, 128  # plain steps before drafting is tried again
+_ASSUMED_COST = 0.15  # of one draft token relative to a plain step, where it must not be measured
+_TRIAL_STEPS = 8  # with drafts of _FIRST_LENGTH, for a batch to learn what drafts are worth
 _SETTLED = 16  # steps with drafts after which an earlier pause is forgotten
 
 
 class Step(NamedTuple):
-    """Draft tokens of one target pass: as many as there was room for, proposed, accepted.
+    """Draft tokens of one target pass: wanted as far as there was room, proposed, accepted.
 
-    Where a text ends within the accepted ones, all three count those up to its end.
+    If a text ends within the accepted ones, proposed and accepted count only up to its end.
     """
 
     wanted: int
@@ -37,14 +37,14 @@ class Step(NamedTuple):
 
 @runtime_checkable
 class Schedule(Protocol):
-    """Anything that says how much to draft; `request.schedule_state` is its to keep."""
+    """Decides how much to draft; it may keep its state in `request.schedule_state`."""
 
     def num_draft_tokens(self, request: EngineRequest) -> int:
-        """Tokens wanted for the request's next step, 0..num_speculative_tokens."""
+        """Return the draft tokens wanted for the request's next step, 0..num_speculative_tokens."""
         ...
 
     def record(self, request: EngineRequest, step: Step) -> None:
-        """What became of them."""
+        """Record the outcome of a step."""
         ...
 
 
@@ -61,33 +61,34 @@ class _Pace:
     pause: int = _FIRST_PAUSE
 
     def rate(self, prior: float = _PRIOR_RATE) -> float:
-        """The acceptance of its drafts, if `prior` was believed before the first."""
+        """Estimate the acceptance rate, given the rate `prior` assumed before the first draft."""
         return (self.accepted + prior) / (self.accepted + self.rejected + 1)
 
     def learn(self, step: Step) -> None:
-        """Count a step, and the earlier ones less."""
+        """Count a step, and decay the earlier ones."""
         self.accepted = _MEMORY * self.accepted + step.accepted
         self.rejected = _MEMORY * self.rejected + (step.accepted < step.proposed)
 
 
 class AdaptiveSchedule:
-    """The length with the most tokens per second by what was accepted lately, or plain decoding.
+    """Chooses the length with the most tokens per second at the recent acceptance rate, or none.
 
-    Tokens of a step with k drafts: (1 - a^(k+1)) / (1 - a), with a the rate of acceptance in the
-    last steps. Its cost: step_costs[k]. Another length must promise 3 % more than the one in use,
-    drafting at all 3 % more than plain decoding, and drafting again 5 %. Once drafting has stopped,
-    one token is tried after 32 plain steps, then after 64, and from then on after 128.
+    A step with k draft tokens yields (1 - a^(k+1)) / (1 - a) tokens, where a is the acceptance rate
+    of the last steps, and costs step_costs[k]. Another length must promise 3 % more than the one in
+    use, drafting at all 3 % more than plain decoding, and resuming drafting 5 %. Once drafting has
+    stopped, one token is tried after 32 plain steps, then after 64, and from then on after 128.
 
-    Greedy requests that share a step draft equally much where `batch_step_costs` are known: a draft
-    model reads its weights for the longest draft. Their tokens of a step together decide, new ones
-    are believed to be like those before them, and what holds above for one holds for all of them.
+    If `batch_step_costs` are known, greedy requests that share a step draft equally many tokens,
+    because a draft model reads its weights for the longest draft anyway. The length is chosen for
+    their total tokens per step, new requests are assumed to be like earlier ones, and the rules
+    above apply to all of them as they do to one.
 
     Args:
-        step_costs: of steps with 0, 1, ..., K draft tokens, in any unit; measured ones do.
-        sampled_step_costs: the same for requests that sample, which must be the same every time;
-            None assumes 15 % of a plain step for each draft token.
+        step_costs: costs of steps with 0, 1, ..., K draft tokens, in any unit, e.g. measured times.
+        sampled_step_costs: the same for requests that sample, which must not vary between runs;
+            None assumes 15 % of a plain step per draft token.
         batch_step_costs: a number of requests, and the costs of steps in which each of them drafts
-            so much, in the unit of step_costs, which are then those of one request alone.
+            0, 1, ..., K tokens, in the unit of step_costs, which are then for a single request.
     Raises:
         ValueError: fewer than two costs, or one that is not positive.
 
@@ -107,7 +108,7 @@ class AdaptiveSchedule:
         self._shared = _Pace(self._greedy, length=min(_FIRST_LENGTH, len(step_costs) - 1))
 
     def common_length(self, requests: Sequence[EngineRequest]) -> int | None:
-        """Tokens that each greedy request of a step drafts; None where each decides for itself."""
+        """Return the draft length shared by the greedy requests of a step; None = each its own."""
         paces = [self._pace(r) for r in requests if r.params.temperature == 0]
         if self._batch is None or len(paces) < 2:
             return None
@@ -146,7 +147,7 @@ class AdaptiveSchedule:
         if step.wanted == 0:
             pace.num_idle += 1
             return
-        if step.proposed == 0:  # the drafter had nothing to say, which tells nothing of its drafts
+        if step.proposed == 0:  # the drafter had no proposal, which says nothing about its drafts
             return
         if request.params.temperature == 0:
             self._shared.learn(step)
@@ -158,14 +159,14 @@ class AdaptiveSchedule:
     def _pace(self, request: EngineRequest) -> _Pace:
         costs = self._greedy if request.params.temperature == 0 else self._sampled
         pace = request.schedule_state
-        if pace is None or pace.costs is not costs:  # it begins, or another drafter does
+        if pace is None or pace.costs is not costs:  # the request or its drafter is new
             pace = _Pace(costs, length=min(_FIRST_LENGTH, len(costs) - 1))
             request.schedule_state = pace
         return pace
 
 
 def _end_trial(pace: _Pace, step: Step) -> None:
-    """One token tried while decoding plainly: if it held, what was known is out of date."""
+    """Record a one-token trial during plain decoding; if accepted, earlier counts are outdated."""
     pace.num_idle = 0
     pace.pause = min(2 * pace.pause, _LONGEST_PAUSE)
     if step.accepted:
@@ -178,7 +179,7 @@ def _end_trial(pace: _Pace, step: Step) -> None:
 
 
 def _change_length(pace: _Pace, step: Step) -> None:
-    """After a step with drafts."""
+    """Update the length in use after a step with drafts."""
     pace.num_steps += 1
     pace.learn(step)
     gains = _speed_ups([pace.rate()], pace.costs)
@@ -191,7 +192,7 @@ def _change_length(pace: _Pace, step: Step) -> None:
 
 
 def _speed_ups(rates: Sequence[float], costs: Sequence[float]) -> list[float]:
-    """Of requests in one step over plain decoding, with each length of draft that has a cost."""
+    """Return the speed-up over plain decoding of requests in one step, by draft length."""
     tokens, powers, gains = 0.0, [1.0] * len(rates), []
     for cost in costs:
         tokens += sum(powers)
@@ -208,10 +209,10 @@ def _relative(costs: Sequence[float]) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class HeuristicSchedule:
-    """From K on, two tokens more after a draft that held, else one less, at least 1.
+    """Starts at K; two tokens more after a fully accepted draft, otherwise one less, at least 1.
 
-    As transformers has it, but never above K, for which memory is reserved: transformers grows from
-    K on without an end, so its drafts are longer where much is accepted.
+    As in transformers, but never above K, for which memory is reserved: transformers grows from K
+    without limit, so its drafts are longer where much is accepted.
     """
 
     num_speculative_tokens: int
@@ -227,10 +228,10 @@ class HeuristicSchedule:
 
 
 class SweepSchedule:
-    """The given lengths in turn, to measure them under the same conditions.
+    """Uses the given lengths in turn, to measure them under the same conditions.
 
     Attributes:
-        wanted: draft tokens of each step so far, fewer than planned at the end of a text.
+        wanted: draft tokens of each step so far; fewer than planned at the end of a text.
     """
 
     def __init__(self, lengths: Sequence[int]):

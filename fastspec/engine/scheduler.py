@@ -1,4 +1,4 @@
-"""Which requests run in a step, and where their blocks come from."""
+"""Decides which requests run in a step, and reserves their cache blocks."""
 
 from collections import deque
 from collections.abc import Callable
@@ -11,18 +11,18 @@ from fastspec.engine.request import EngineRequest
 
 @dataclass(eq=False)
 class Scheduler:
-    """First come, first served; when blocks run out the youngest request waits and is read again.
+    """First come, first served; when blocks run out, the youngest request waits and is reread.
 
-    Invariant: any one request fits the whole cache, so the oldest always makes progress. A request
-    that waits again finds its own blocks later, as far as prefix caching has kept them. A request
-    whose model reads it anew at some length waits for that, too, before all others.
+    Invariant: any one request fits the whole cache, so the oldest always makes progress. A
+    preempted request later finds its own blocks again, as far as prefix caching has kept them. A
+    request whose model must reread it at some length is preempted for that as well, and goes first.
     """
 
     block_manager: BlockManager
     max_batch_size: int
     running: list[EngineRequest] = field(default_factory=list, init=False)
     waiting: deque[EngineRequest] = field(default_factory=deque, init=False)
-    # All requests, by the id users know.
+    # All requests, by their public id.
     _samples: dict[str, list[EngineRequest]] = field(default_factory=dict, init=False)
 
     @property
@@ -30,7 +30,7 @@ class Scheduler:
         return bool(self.running or self.waiting)
 
     def check_fits(self, request: EngineRequest) -> None:
-        """Raise ValueError when the request, even alone, would outgrow the cache."""
+        """Raise ValueError if the request would outgrow the cache even on its own."""
         manager = self.block_manager
         if not manager.fits(request.max_len):
             needed = blocks_needed(request.max_len, manager.block_size)
@@ -46,9 +46,9 @@ class Scheduler:
         self.waiting.append(request)
 
     def schedule(self, reach: Callable[[EngineRequest], int]) -> list[EngineRequest]:
-        """Reserve room for the next step of the running requests; who lost their blocks for it.
+        """Reserve room for the running requests' next step; return those preempted for it.
 
-        reach: tokens of a request that its next step may cache, of which it gets what there is.
+        reach: length up to which a request's next step may cache; capped by the cache's size.
         """
         preempted: list[EngineRequest] = []
         capacity = self.block_manager.num_tokens
@@ -65,10 +65,10 @@ class Scheduler:
         return preempted
 
     def admit(self, reach: Callable[[EngineRequest], int]) -> list[EngineRequest]:
-        """Let waiting requests in, with the cached blocks of their prefixes, as long as they fit.
+        """Admit waiting requests, with the cached blocks of their prefixes, while they fit.
 
-        A request that needs a block which one before it is about to fill has to wait for that: call
-        again when more tokens of these are cached, until nobody comes.
+        A request that needs a block which an earlier one is about to fill must wait for it: call
+        again when more tokens are cached, until none is admitted.
         """
         capacity = self.block_manager.num_tokens
         admitted: list[EngineRequest] = []
@@ -91,11 +91,11 @@ class Scheduler:
         return admitted
 
     def samples(self, request_id: str) -> list[EngineRequest]:
-        """Those of a request that run or wait."""
+        """Return the samples of a request that run or wait."""
         return [*self._samples.get(request_id, ())]
 
     def remove(self, request: EngineRequest, failed: bool = False) -> None:
-        """Take a request out, wherever it is, and its blocks; those of a failed one are no use."""
+        """Remove a request and free its blocks; a failed request's blocks are not reused."""
         self._samples[request.public_id].remove(request)
         if not self._samples[request.public_id]:
             del self._samples[request.public_id]

@@ -1,54 +1,40 @@
-"""The drafters of an engine: which are known and on, and how much each proposes for whom."""
+"""One drafter of an engine: whether it is on, and how much it proposes per request."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
-from torch.nn.functional import pad
 
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig, is_int
 from fastspec.config.checks import require, require_int
 from fastspec.config.speculation import MAX_DRAFT_TOKENS
-from fastspec.drafters import Drafter, GlideDrafter, Proposal, TreeProposer
-from fastspec.drafters.base import Batch, CorpusReader, NoDrafter, Request, check_proposal
-from fastspec.drafters.context import DrafterContext, DrafterPlan, DrafterSource
-from fastspec.drafters.draft_model import draft_model_of
-from fastspec.drafters.registry import plan_drafter, plan_given
+from fastspec.drafters import Drafter, Proposal, TreeProposer
+from fastspec.drafters.base import Batch, NoDrafter, Request, check_proposal
 from fastspec.drafters.suffix_first import SuffixFirst
 from fastspec.engine.acceptance import are_spoilt, reads_draft_logits
-from fastspec.engine.block_manager import BlockManager
-from fastspec.engine.outputs import RequestOutput, Verdict
+from fastspec.engine.outputs import Verdict
 from fastspec.engine.pacing import Pacer
 from fastspec.engine.request import EngineRequest
-from fastspec.engine.request_factory import RequestFactory
 from fastspec.engine.schedule import AdaptiveSchedule, Schedule, Step
-from fastspec.models.encoder_decoder import check_same_kind
-from fastspec.models.runner import ModelRunner
-from fastspec.models.sharded import Ranks
-from fastspec.models.transfer import device_tensor
-
-_HEAD = 6  # columns before the tokens of a packed proposal
-_ELSEWHERE = "drafter: failed on another rank, whose own error says why"
 
 
 class Speculation:
-    """Proposals of the drafter that is on, or none.
+    """Runs one drafter, which may be off, and keeps its errors away from the requests.
 
-    A drafter or schedule may be anybody's code. What it raises, and what it proposes against the
-    protocol, becomes `error`: for the rest of the step it is off, decoding goes on plainly, and it
-    begins anew in the next step with requests that it knows nothing of.
+    A drafter or schedule may be third-party code. Whatever it raises, and a proposal that breaks
+    the protocol, becomes `error`: the drafter is off for the rest of the step, decoding goes on
+    plainly, and in the next step it starts again without any memory of the requests.
 
     Args:
-        chains_only: a target that cannot judge trees, as errors begin.
+        chains_only: the start of an error message if the target cannot verify trees, else None.
         pacer: makes the schedules; None = always K.
     Attributes:
-        spec: how the target judges what is proposed.
-        usual_num_speculative_tokens: K where none is named.
-        known: the drafter that is on, or was on last.
-        num_speculative_tokens: tokens of a request that one step can accept at most; 0 while off.
-        max_nodes: of a request's tree; 0 where the drafter proposes chains, and while off.
-        error: the first that nobody has heard of yet.
+        spec: how the target verifies proposals.
+        usual_num_speculative_tokens: default K.
+        known: the current drafter, or the last one while off.
+        num_speculative_tokens: maximum number of accepted tokens per request and step; 0 while off.
+        max_nodes: maximum nodes of a request's tree; 0 if the drafter proposes chains, or is off.
+        error: the first error that has not been reported yet.
     """
 
     def __init__(
@@ -90,7 +76,7 @@ class Speculation:
         return self.drafter is not self._no_drafter
 
     def check_count(self, name: str, value: int) -> None:
-        """Refuse a number of draft tokens that is none, or more than the engine allows."""
+        """Raise ValueError for a number of draft tokens that is invalid or above the limit."""
         fits = is_int(value) and 1 <= value <= MAX_DRAFT_TOKENS
         require(name, value, fits, f"an int from 1 to {MAX_DRAFT_TOKENS}")
         most = self._config.max_n_spec_tokens
@@ -98,26 +84,26 @@ class Speculation:
         require(name, value, fits, f"at most max_n_spec_tokens, {most}")
 
     def check_request(self, params: SamplingParams) -> None:
-        """Refuse a request that asks for more draft tokens than it can get."""
+        """Raise ValueError if a request asks for more draft tokens than it can get."""
         num, most = params.num_speculative_tokens, 0
         if self.known is not None:
             most = self.num_speculative_tokens or self.usual_num_speculative_tokens
         fits = num is None or num <= most
-        require("num_speculative_tokens", num, fits, f"at most K of the drafter, {most}")
+        require("num_speculative_tokens", num, fits, f"at most the drafter's K, {most}")
 
     def limit(self, request: EngineRequest) -> int:
-        """K of a request of this drafter."""
+        """Return K for a request of this drafter."""
         wanted, most = request.params.num_speculative_tokens, self.num_speculative_tokens
         return most if wanted is None else min(wanted, most)
 
     def enable(
         self, drafter: Drafter, num_speculative_tokens: int, running: list[EngineRequest]
     ) -> None:
-        """Turn on a drafter; ValueError, and no change, when it cannot propose so many tokens."""
+        """Turn on a drafter; ValueError, without any change, if it does not support this K."""
         schedule = self._pacer and self._pacer.schedule(drafter, num_speculative_tokens)
         is_tree = isinstance(drafter, TreeProposer)
         if is_tree and self._chains_only:
-            raise ValueError(f"{self._chains_only} judges chains, not token trees")
+            raise ValueError(f"{self._chains_only} verifies chains, not token trees")
         max_nodes = drafter.max_nodes(num_speculative_tokens) if is_tree else 0
         self.disable(running)
         self.known = self.drafter = drafter
@@ -134,7 +120,7 @@ class Speculation:
         self.schedule = None
 
     def clear(self, running: list[EngineRequest]) -> None:
-        """Decode plainly, and let the drafter go."""
+        """Decode plainly, and discard the drafter."""
         self.disable(running)
         self.known = None
         if self._pacer is not None:
@@ -143,13 +129,23 @@ class Speculation:
     def propose(
         self, requests: list[EngineRequest], others: list[EngineRequest]
     ) -> tuple[Batch, Proposal]:
-        """The next step of its requests and of others, who get no drafts; what is to be judged."""
+        """Return the next step's batch and proposal; the `others` in the batch get no drafts."""
         self._has_failed = False
-        most, device, backend = self.num_speculative_tokens, self._device, self._config.backend
+        most = self.num_speculative_tokens
         own_limits = [self.limit(request) for request in requests] + [0] * len(others)
         requests = requests + others
         pairs = list(zip(requests, own_limits, strict=True))
-        rules = device, backend, own_limits if min(own_limits) < most else None, self.is_coupled
+        none = [0] * len(requests)
+        plain = Batch(
+            requests,
+            num_draft_tokens=none,
+            max_nodes=none,
+            num_speculative_tokens=most,
+            device=self._device,
+            backend=self._config.backend,
+            own_limits=own_limits if min(own_limits) < most else None,
+            is_coupled=self.is_coupled,
+        )
         try:
             num_draft_tokens = max_nodes = [min(r.room, limit) for r, limit in pairs]
             most_drafting = self.spec.disable_by_batch_size
@@ -162,26 +158,29 @@ class Speculation:
                 of_model, _ = self._planned(requests, num_draft_tokens)
             elif self.max_nodes or self.schedule is not None:
                 num_draft_tokens, max_nodes = self._planned(requests, num_draft_tokens)
-            batch = Batch(requests, num_draft_tokens, max_nodes, most, *rules, of_model)
-            if any(batch.num_draft_tokens):
+            if any(num_draft_tokens):
+                batch = replace(
+                    plain,
+                    num_draft_tokens=num_draft_tokens,
+                    max_nodes=max_nodes,
+                    num_model_tokens=of_model,
+                )
                 proposal = self.drafter.propose(batch)
                 check_proposal(proposal, batch, self._vocab_size)
                 if proposal.parents is not None and self._chain_rule is not None:
-                    raise ValueError(f"{self._chain_rule} judges chains, not token trees")
+                    raise ValueError(f"{self._chain_rule} verifies chains, not token trees")
                 if proposal.on_judged is not None:
                     told = self._guarded(proposal.on_judged, requests)
                     proposal = replace(proposal, on_judged=told)
                 return batch, proposal
         except BaseException as error:
             self._fail(error, requests)
-        none = [0] * len(requests)
-        batch = Batch(requests, none, none, most, *rules)
-        return batch, self._no_drafter.propose(batch)
+        return plain, self._no_drafter.propose(plain)
 
     def without_drafts(
         self, batch: Batch, places: Sequence[int] | None = None
     ) -> tuple[Batch, Proposal]:
-        """The requests of a batch, or those at some places, with nothing to judge."""
+        """Return a batch, or its requests at some places, with an empty proposal."""
         places = range(len(batch.requests)) if places is None else places
         none, limits = [0] * len(places), batch.own_limits
         batch = replace(
@@ -195,9 +194,9 @@ class Speculation:
         return batch, self._no_drafter.propose(batch)
 
     def take_blame(self, batch: Batch, proposal: Proposal, verdicts: Sequence[Verdict]) -> None:
-        """Note an error of the drafter's if a request failed by its logits, and not by its own."""
+        """Record a drafter error if a request failed because of the draft's logits, not its own."""
         if reads_draft_logits(self.spec) and self._is_to_blame(batch, proposal, verdicts):
-            what = "hold NaN or inf, or nothing finite"
+            what = "contain NaN or inf, or no finite value"
             error = ValueError(f"draft_logits: those of drafter {self.drafter.name} {what}")
             self._fail(error, batch.requests)
 
@@ -210,12 +209,12 @@ class Speculation:
         )
 
     def take_error(self) -> Exception | None:
-        """The first error that nobody has heard of yet, which then counts as heard."""
+        """Return the first unreported error and mark it as reported."""
         error, self.error = self.error, None
         return error
 
     def record(self, request: EngineRequest, step: Step) -> None:
-        """Tell the schedule what became of a request's draft."""
+        """Tell the schedule the outcome of a request's draft."""
         if self.schedule is not None and not self._has_failed:
             try:
                 self.schedule.record(request, step)
@@ -223,9 +222,9 @@ class Speculation:
                 self._fail(error, [request])
 
     def commit(self, batch: Batch, accepted: list[int]) -> None:
-        """Tell the drafter what was kept of its last proposal, or to forget the requests.
+        """Tell the drafter what was accepted of its last proposal, or to forget the requests.
 
-        It forgets them where anything failed in this step, be it after the proposal.
+        It forgets them if anything failed in this step, even after the proposal.
         """
         if self._has_failed:
             for request in batch.requests:
@@ -246,7 +245,7 @@ class Speculation:
     def _planned(
         self, requests: list[EngineRequest], num_draft_tokens: list[int]
     ) -> tuple[list[int], list[int]]:
-        """Draft tokens of each request, at most so many, and nodes; a tree may fill its blocks."""
+        """Return draft tokens, up to the given numbers, and nodes; trees may fill their blocks."""
         if self.max_nodes:
             size = self._config.block_size
             free = [len(r.block_table) * size - len(r.token_ids) for r in requests]
@@ -269,9 +268,9 @@ class Speculation:
         return num_draft_tokens, num_draft_tokens
 
     def _fail(self, error: BaseException, requests: Sequence[Request]) -> None:
-        """Keep what a drafter or schedule raised, and let the drafter forget the requests.
+        """Keep an error of a drafter or schedule, and let the drafter forget the requests.
 
-        An interrupt goes on; it too leaves a drafter that knows nothing of them.
+        An interrupt makes the drafter forget them as well, and is raised again.
         """
         self._has_failed = True
         if isinstance(error, Exception):
@@ -289,220 +288,3 @@ class Speculation:
                 self._fail(error, requests)
 
         return guarded
-
-
-class SharedSpeculation(Speculation):
-    """Proposals of a target's ranks: all of them judge that of rank 0.
-
-    What one of them cannot propose costs all of them the drafts of that step. A drafter whose
-    proposal was another one than rank 0's forgets the requests: it has not written what is judged.
-    Schedules hear on all ranks of what became of rank 0's, so that they stay alike.
-
-    Early exit drafts with layers of the target, in passes that end only when all ranks run them. So
-    rank 0's schedule says how many, each of their tokens is rank 0's, and what fails between them
-    ends the engines of all ranks.
-    """
-
-    def __init__(self, ranks: Ranks, *args):
-        super().__init__(*args)
-        self._ranks = ranks
-        self._is_replaced = False  # what was proposed here, in this step
-
-    @property
-    def _drafts_together(self) -> bool:
-        draft = draft_model_of(self.drafter)
-        return draft is not None and draft.runner.paged_model.ranks is not None
-
-    def propose(
-        self, requests: list[EngineRequest], others: list[EngineRequest]
-    ) -> tuple[Batch, Proposal]:
-        self._is_replaced = False
-        batch, proposal = super().propose(requests, others)
-        most = self.num_speculative_tokens
-        width = max(most, self.max_nodes)
-        if not width:
-            return batch, proposal
-        if (wide := proposal.token_ids.shape[1]) > width:
-            error = ValueError(f"propose: expected trees of at most {width} nodes, got {wide}")
-            self._fail(error, batch.requests)
-            batch, proposal = self.without_drafts(batch)
-        own = self._packed(batch, proposal, width)
-        shared = own.clone()
-        if self._ranks.rank:
-            shared[:, 1:] = torch.iinfo(shared.dtype).max
-        shared = self._ranks.least_of(shared)
-        rows = shared.tolist()
-        has_failed, tree_width, *_ = rows[0]
-        if has_failed:
-            if not self._has_failed:
-                super()._fail(RuntimeError(_ELSEWHERE), batch.requests)
-            return self.without_drafts(batch)
-        if rows == own.tolist():
-            return batch, proposal
-        if not self._drafts_together:
-            self._is_replaced = True
-            for request in batch.requests:
-                self.release(request)
-        columns = ([row[place] for row in rows] for place in range(_HEAD))
-        _, _, limits, nodes, counts, asked = columns
-        is_tree = tree_width >= 0
-        token_ids, parents = shared[:, _HEAD:].split(width, dim=1)
-        count = tree_width if is_tree else most
-        proposal = Proposal(
-            token_ids[:, :count].contiguous(),
-            parents[:, :count].contiguous() if is_tree else None,
-            num_tokens=None if counts[0] < 0 else counts,
-            sibling_rule="target_only" if is_tree else None,
-            num_asked=[None if num < 0 else num for num in asked],
-        )
-        return replace(batch, num_draft_tokens=limits, max_nodes=nodes), proposal
-
-    def commit(self, batch: Batch, accepted: list[int]) -> None:
-        if not self._is_replaced:
-            super().commit(batch, accepted)
-
-    def _is_to_blame(self, batch: Batch, proposal: Proposal, verdicts: Sequence[Verdict]) -> bool:
-        """Whether rank 0's is, whose logits were judged."""
-        own = torch.tensor([super()._is_to_blame(batch, proposal, verdicts)], dtype=torch.int32)
-        return bool(self._ranks.of_first(own.to(self._device)))
-
-    def _planned(
-        self, requests: list[EngineRequest], num_draft_tokens: list[int]
-    ) -> tuple[list[int], list[int]]:
-        if self.schedule is None or not self._drafts_together:
-            return super()._planned(requests, num_draft_tokens)
-        own, most = None, torch.iinfo(torch.int64).max
-        try:  # of chains: trees have no schedule
-            own, _ = super()._planned(requests, num_draft_tokens)
-        except Exception as error:
-            super()._fail(error, requests)
-        values = [most] * len(requests) if self._ranks.rank or own is None else own
-        has_failed, *shared = self._ranks.least([-int(own is None), *values])
-        if has_failed:
-            if own is not None:
-                super()._fail(RuntimeError(_ELSEWHERE), requests)
-            shared = [0] * len(requests)
-        return shared, shared
-
-    def _fail(self, error: BaseException, requests: Sequence[Request]) -> None:
-        super()._fail(error, requests)
-        if self._drafts_together:  # others may be in its passes, or wait for them
-            raise error
-
-    def _packed(self, batch: Batch, proposal: Proposal, width: int) -> Tensor:
-        """[B, _HEAD + 2 * width] int32: what the target reads depends on.
-
-        That is -1 where this rank has failed, the width of trees or -1, the tokens and the nodes
-        that were wanted, the number proposed or -1, and for schedules the number that a draft model
-        was asked for or -1; tokens; parents.
-        """
-        num, ids = len(batch.requests), proposal.token_ids
-        parents = ids if proposal.parents is None else proposal.parents
-        asked = proposal.num_asked or batch.num_draft_tokens
-        heads = [
-            [-int(self._has_failed)] * num,
-            [-1 if proposal.parents is None else ids.shape[1]] * num,
-            batch.num_draft_tokens,
-            batch.max_nodes,
-            [-1] * num if proposal.num_tokens is None else proposal.num_tokens,
-            [-1 if wanted is None else wanted for wanted in asked],
-        ]
-        columns = device_tensor(heads, torch.int32, ids.device).t()
-        missing = 0, width - ids.shape[1]
-        parts = [pad(part, missing, value=-1) for part in (ids, parents)]
-        return torch.cat([columns, *parts], dim=1)
-
-
-class Speculations(dict[str | None, Speculation]):
-    """All drafters of an engine, by `SamplingParams.drafter`; None names its own.
-
-    Args:
-        drafting: the target and the options that drafters are made for.
-        runner, block_manager: of the target.
-        factory: makes the requests that steps are measured with.
-    """
-
-    def __init__(
-        self,
-        drafting: DrafterContext,
-        runner: ModelRunner,
-        block_manager: BlockManager,
-        factory: RequestFactory,
-    ):
-        super().__init__()
-        self._drafting, self._runner = drafting, runner
-        self._block_manager, self._factory = block_manager, factory
-
-    def plan(self, spec: SpecConfig, drafter: DrafterSource | None) -> DrafterPlan | None:
-        """What would draft, see `plan_drafter`."""
-        if (ranks := self._runner.paged_model.ranks) is not None:
-            ranks.check(call="add_drafter", spec=spec)
-        return plan_drafter(replace(self._drafting, spec=spec, drafter=drafter))
-
-    def add(self, name: str | None, spec: SpecConfig, plan: DrafterPlan | None) -> Speculation:
-        """Make a drafter known by a name that is free, and turn it on; a plan of None is plain.
-
-        Raises:
-            ValueError: K is too large, or the drafter does not fit the target or the options.
-        """
-        target, config = self._runner.paged_model, self._drafting.config
-        pacer = Pacer(spec, self._runner, self._block_manager, self._factory, config)
-        sizes = self._runner.device, target.vocab_size
-        given = *sizes, spec, config, target.chains_only, pacer
-        ranks = target.ranks
-        speculation = Speculation(*given) if ranks is None else SharedSpeculation(ranks, *given)
-        count, option = speculation.usual_num_speculative_tokens, "num_speculative_tokens"
-        if count > spec.num_model_tokens(config.max_n_spec_tokens):
-            option = "tree_suffix" if spec.tree_suffix else "suffix_tokens"
-        speculation.check_count(option, count)
-        if plan is not None:
-            speculation.enable(self._built(plan), speculation.usual_num_speculative_tokens, [])
-        self[name] = speculation
-        return speculation
-
-    def enable(
-        self,
-        drafter: DrafterSource | None,
-        num_speculative_tokens: int | None,
-        wants_glide: bool,
-        running: list[EngineRequest],
-    ) -> None:
-        """Turn on the engine's own drafter, or another in its place; see `enable_spec_dec`."""
-        own = self[None]
-        if (ranks := self._runner.paged_model.ranks) is not None:
-            given = {"num_tokens": num_speculative_tokens, "is_new": drafter is not None}
-            ranks.check(call="enable_spec_dec", **given)
-        if num_speculative_tokens is None:
-            num_speculative_tokens = own.usual_num_speculative_tokens
-        own.check_count("n_spec_tokens", num_speculative_tokens)
-        known = own.known
-        if drafter is not None:
-            given = {"drafter": drafter, "wants_glide": wants_glide}
-            known = self._built(plan_given(replace(self._drafting, **given)))
-        elif known is None:
-            raise ValueError("drafter: there is none to enable; pass one")
-        elif wants_glide and not isinstance(draft_model_of(known), GlideDrafter):
-            raise ValueError("use_glide_drafter: the drafter to enable is not a GLIDE model")
-        own.enable(known, num_speculative_tokens, running)
-
-    def add_corpus(self, texts: list[list[int]]) -> None:
-        """Give the drafters that read one a corpus; ValueError where none does."""
-        if (ranks := self._runner.paged_model.ranks) is not None:
-            ranks.check(call="add_corpus", texts=texts)
-        known = [each.known for each in self.values()]
-        readers = [each for each in known if isinstance(each, CorpusReader)]
-        if not readers:
-            raise ValueError("texts: no drafter of this engine reads a corpus; suffix does")
-        for reader in readers:
-            reader.add_corpus(texts)
-
-    def raise_error(self, outputs: Sequence[RequestOutput] = ()) -> None:
-        """Raise what a drafter or schedule raised, if it did, with complete outputs attached."""
-        for speculation in self.values():
-            if (error := speculation.take_error()) is not None:
-                error.__dict__["outputs"] = list(outputs)
-                raise error
-
-    def _built(self, plan: DrafterPlan) -> Drafter:
-        check_same_kind(self._runner.paged_model, plan.models)
-        return plan.build(self._runner, self._block_manager)

@@ -1,4 +1,4 @@
-"""Counters of speculation, kept on the host: they cost no synchronisation."""
+"""Counters of speculation, kept on the host without device synchronisation."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -11,22 +11,22 @@ FINISH_REASONS = ("stop", "length", "abort", "error")
 
 @dataclass(repr=False)
 class SpecStats:
-    """What speculation and caching did, for one request or summed over an engine's life.
+    """Counters of speculation and caching, for one request or summed over an engine's lifetime.
 
     Attributes:
-        num_prompt_tokens: tokens of the prompts that were started.
-        num_cached_prompt_tokens: those that prefix caching found in the cache.
-        num_preemptions: how often a request lost its blocks and was read again.
-        finish_reasons: ended requests by the reason.
+        num_prompt_tokens: tokens of all prompts that were started.
+        num_cached_prompt_tokens: prompt tokens that prefix caching found in the cache.
+        num_preemptions: how often a request lost its blocks and had to be reread.
+        finish_reasons: number of ended requests by finish reason.
         num_steps: target passes that emitted tokens.
-        num_drafts: those of them that judged proposed tokens.
-        num_output_tokens: tokens emitted, the extra token of each step included.
-        num_draft_tokens: tokens proposed and judged; of a tree, those of its longest path.
-        num_accepted_tokens: proposed tokens that were emitted.
+        num_drafts: target passes that verified proposed tokens.
+        num_output_tokens: tokens emitted, including the extra token of each step.
+        num_draft_tokens: tokens proposed and verified; for a tree, those of its longest path.
+        num_accepted_tokens: proposed tokens that were accepted and emitted.
         num_accepted_tokens_per_pos: the same, by position in the draft.
-        acceptance_histogram: steps by number of accepted tokens, index 0 to K.
+        acceptance_histogram: number of steps by number of accepted tokens, index 0 to K.
         num_draft_passes: passes through each draft model, by its name; a pass over several tokens
-            counts once, a batch once for each request in it.
+            counts once, a batch once for each of its requests.
         seconds: wall time by phase; for a request, of the steps that it took part in.
     """
 
@@ -46,14 +46,14 @@ class SpecStats:
 
     @property
     def acceptance_rate(self) -> float | None:
-        """Accepted over proposed; None when nothing was proposed."""
+        """Accepted / proposed tokens; None if nothing was proposed."""
         if self.num_draft_tokens == 0:
             return None
         return self.num_accepted_tokens / self.num_draft_tokens
 
     @property
     def mean_acceptance_length(self) -> float | None:
-        """Emitted tokens per target step, the extra token included; None before the first step."""
+        """Emitted tokens per target step, including the extra one; None before the first step."""
         if self.num_steps == 0:
             return None
         return self.num_output_tokens / self.num_steps
@@ -66,7 +66,7 @@ class SpecStats:
     def record_step(
         self, proposed: int, accepted: int, emitted: int, passes: Mapping[str, int] | None = None
     ) -> None:
-        """Count one target pass of one request, and the passes through draft models before it."""
+        """Count one target pass of one request, and the draft model passes before it."""
         self.num_steps += 1
         self.num_drafts += proposed > 0
         self.num_output_tokens += emitted
@@ -82,7 +82,7 @@ class SpecStats:
             self.num_draft_passes[name] = self.num_draft_passes.get(name, 0) + count
 
     def add(self, other: "SpecStats") -> None:
-        """Count what another one has counted, too."""
+        """Add another object's counts to these."""
         for name, value in vars(other).items():
             known = getattr(self, name)
             if isinstance(value, dict):
@@ -94,7 +94,7 @@ class SpecStats:
             setattr(self, name, value)
 
     def to_metrics(self) -> dict[str, Any]:
-        """The counters by the names of vLLM's metrics."""
+        """Return the counters under vLLM's metric names."""
         return {
             "prompt_tokens": self.num_prompt_tokens,
             "prompt_tokens_cached": self.num_cached_prompt_tokens,
@@ -116,6 +116,6 @@ class SpecStats:
         return f"SpecStats({shown})"
 
     def to_dict(self) -> dict:
-        """Everything as plain JSON values, the two ratios included."""
+        """Return everything as plain JSON values, including the two ratios."""
         ratios = "acceptance_rate", "mean_acceptance_length"
         return {**asdict(self), **{name: getattr(self, name) for name in ratios}}

@@ -4,13 +4,13 @@ from threading import Lock, get_ident
 
 
 class Turn:
-    """A lock that waiting threads are given in turn, however soon its holder wants it again.
+    """A lock that waiting threads get in turn, however soon its holder acquires it again.
 
-    A plain lock that a loop releases and takes again at once may never reach another thread.
+    A plain lock that a loop releases and reacquires at once may never reach another thread.
 
     Raises:
-        RuntimeError: the thread that holds it wants it again, that is a drafter, a schedule or a
-            tokenizer called the engine back during a step.
+        RuntimeError: the holding thread acquires it again: a drafter, a schedule or a tokenizer
+            called back into the engine during a step.
     """
 
     def __init__(self):

@@ -1,4 +1,4 @@
-"""The target's side of a round: read what is missing, judge the proposals, chains or trees."""
+"""The target's side of a round: read uncached tokens, verify the proposed chains or trees."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from fastspec.config import SpecConfig
 from fastspec.drafters import Proposal
-from fastspec.drafters.base import Batch, sampling_of_rows
+from fastspec.drafters.base import Batch, divisors, sampling_of_rows
 from fastspec.drafters.logit_rules import Rows, apply_rules, without_forbidden
 from fastspec.engine.acceptance import judge, places_of
 from fastspec.engine.outputs import Verdict
@@ -20,13 +20,13 @@ from fastspec.models.runner import ModelRunner
 from fastspec.models.transfer import device_tensor
 from fastspec_kernels import row_stats
 
-_STANDARD = SpecConfig()  # its rule of acceptance
+_STANDARD = SpecConfig()  # the standard acceptance rule
 
 
 def prefill(runner: ModelRunner, requests: list[EngineRequest], most: int) -> int:
-    """Cache committed tokens, `most` of all requests together, the first request's first.
+    """Cache up to `most` committed tokens in all, in order of requests; return how many.
 
-    The last token of each is left, which is read together with the proposals. How many were cached.
+    The last token of each request is left to be read together with its proposal.
     """
     spans, num_read = [], 0
     for request in requests:
@@ -47,7 +47,7 @@ def prefill(runner: ModelRunner, requests: list[EngineRequest], most: int) -> in
 
 
 def _read_with_logprobs(runner: ModelRunner, request: EngineRequest, span: Span) -> None:
-    """Cache a part of a prompt, and keep how likely each token after it was."""
+    """Cache part of a prompt, and record the log-probabilities of the tokens that follow."""
     first, end = span.start + 1, span.start + span.count
     ids = device_tensor(request.token_ids[span.start : end], torch.int64, runner.device)
     logits = runner.forward(ids, [span])
@@ -68,18 +68,18 @@ def _read_with_logprobs(runner: ModelRunner, request: EngineRequest, span: Span)
 def verify(
     runner: ModelRunner, batch: Batch, proposal: Proposal, spec: SpecConfig = _STANDARD
 ) -> list[Verdict]:
-    """Judge the proposals in one target pass; a round's only copy from the device is made here.
+    """Verify the proposals in one target pass, with the round's only copy from the device.
 
-    What is accepted of a tree is moved behind the cached tokens. Exact unless relaxed_acceptance is
-    above 1 or there is a synthetic rate; these, and method "block", are for chains only. Another
-    copy is made for requests that want the best tokens' log-probabilities, and for rules that read
-    drafts on the host. Of ranks that share the target all take what rank 0 accepts.
+    Accepted tree nodes are moved to follow the cached tokens. Exact unless relaxed_acceptance is
+    above 1 or there is a synthetic rate; these, and method "block", are for chains only. Requests
+    that want top log-probabilities, and rules that read drafts on the host, cost one more copy.
+    Ranks that share the target all use what rank 0 accepts.
 
     Args:
-        spec: names the rule of acceptance.
+        spec: names the acceptance rule.
     """
     requests, parents, ranks = batch.requests, proposal.parents, runner.paged_model.ranks
-    # What is read: the last token of each request, and its proposals.
+    # Read the last token of each request, and its proposal.
     wanted = batch.num_draft_tokens if parents is None else batch.max_nodes
     proposed, width = proposal.num_tokens or wanted, proposal.token_ids.shape[1]
     counts = [min(*pair, width) + 1 for pair in zip(wanted, proposed, strict=True)]
@@ -98,7 +98,7 @@ def verify(
     if proposal.on_judged is not None:
         proposal.on_judged(logits, counts)
 
-    # What is accepted: by the rules of the requests for their rows, then by that of acceptance.
+    # Apply the requests' logit rules, then the acceptance rule.
     bitmask, dead = None, []
     has_rules = any(request.rules is not None for request in requests)
     if has_rules:
@@ -114,7 +114,7 @@ def verify(
     if parents is not None:
         runner.compact(spans, path[0], accepted_len)
 
-    # What the host is told.
+    # Copy the results to the host.
     rows_of, wants_logprobs = table.tolist(), any(r.params.logprobs is not None for r in requests)
     if ranks is not None and has_rules:
         dead = ranks.all_of(dead)[0]
@@ -122,7 +122,7 @@ def verify(
         logprobs = ranks.of_first(logprobs)
     values = logprobs.tolist() if wants_logprobs else [None] * len(counts)
     verdicts = [verdict_of(*each) for each in zip(rows_of, counts, values, strict=True)]
-    for b, node in dead:  # the draft holds up to there, and then the text fails in the next step
+    for b, node in dead:  # the draft is accepted up to there; the request fails in the next step
         verdicts[b] = _cut_after(verdicts[b], node)
     if most := max(request.params.logprobs or 0 for request in requests):
         _add_best(verdicts, most, logits, counts, batch, bitmask)
@@ -132,9 +132,9 @@ def verify(
 def _ruled(
     batch: Batch, logits: Tensor, rows: Rows
 ) -> tuple[Tensor, Tensor | None, list[tuple[int, int]]]:
-    """Logits and allowed tokens by the requests' rules; the places in drafts that nothing follows.
+    """Apply the requests' rules: logits, allowed tokens, and draft nodes that nothing may follow.
 
-    A request whose text nothing may follow gets NaN, and its rules know why.
+    If nothing may follow a request's text, its row becomes NaN, and its rules keep the reason.
     """
     texts, rules = zip(*((r.token_ids, r.rules) for r in batch.requests), strict=True)
     logits, bitmask, failures = apply_rules(texts, rules, logits, rows, batch.backend)
@@ -157,7 +157,7 @@ def _add_best(
     batch: Batch,
     token_bitmask: Tensor | None,
 ) -> None:
-    """Give the verdicts of requests that want them the best tokens at each of their places."""
+    """Add the most probable tokens at each position to the verdicts of requests that want them."""
     first, rows, owners = [*accumulate(counts, initial=0)], [], []
     for b, (request, verdict) in enumerate(zip(batch.requests, verdicts, strict=True)):
         if request.params.logprobs and verdict.accepted_len >= 0:
@@ -172,13 +172,12 @@ def _add_best(
     kept = {**sampling, "token_bitmask": mask, "backend": batch.backend}
     logsumexp, threshold = row_stats(logits, **kept)
     best, token_ids = without_forbidden(logits.float(), mask).topk(min(most, logits.shape[1]))
-    scale = sampling["temperature"]
-    if scale is not None:
-        threshold = threshold.masked_fill(scale == 0, -torch.inf)
-        best_of = best / torch.where(scale == 0, 1.0, scale)[:, None]
-    else:
-        best_of = best
-    logprobs = (best_of - logsumexp[:, None]).masked_fill(best < threshold[:, None], -torch.inf)
+    temperature = sampling["temperature"]
+    if temperature is not None:
+        threshold = threshold.masked_fill(temperature == 0, -torch.inf)
+    scale = divisors(temperature)
+    scaled = best if scale is None else best / scale[:, None]
+    logprobs = (scaled - logsumexp[:, None]).masked_fill(best < threshold[:, None], -torch.inf)
     for b, ids, values in zip(owners, token_ids.tolist(), logprobs.tolist(), strict=True):
         verdict, num = verdicts[b], batch.requests[b].params.logprobs
         assert verdict.logprobs is not None
@@ -192,7 +191,7 @@ def _add_best(
 def _after_reread(
     runner: ModelRunner, batch: Batch, token_ids: Tensor, counts: list[int]
 ) -> tuple[Tensor, list[Span], list[int]]:
-    """Tokens to judge [T] behind those after the last state kept; their spans, and their rows."""
+    """Return tokens [T] to verify, preceded by those since the last kept state; spans; rows."""
     parts, spans, rows, end = [], [], [], 0
     for request, new, count in zip(batch.requests, token_ids.split(counts), counts, strict=True):
         last = len(request.token_ids) - 1
@@ -205,7 +204,7 @@ def _after_reread(
 
 
 def _cut_after(verdict: Verdict, node: int) -> Verdict:
-    """A verdict without what follows a node, if that was accepted, whose row says nothing."""
+    """Cut a verdict after a node whose row is unusable, if that node was accepted."""
     path = [0, *(verdict.path or range(1, verdict.accepted_len + 1))]
     if verdict.accepted_len < 0 or node not in path:
         return verdict
@@ -222,11 +221,11 @@ def _cut_after(verdict: Verdict, node: int) -> Verdict:
 def verdict_of(
     row: Sequence[Sequence[int]], count: int, logprobs: list[float] | None = None
 ) -> Verdict:
-    """The verdict on what a request proposed.
+    """Build the verdict on a request's proposal.
 
     Args:
-        row: accepted_len, output ids and token ids, of a tree also the path and the parents of its
-            nodes; each as long as the longest, of which the first `count` nodes were read.
+        row: accepted_len, output ids and token ids, and for a tree the path and the parents of its
+            nodes; each padded to the longest; only the first `count` nodes were read.
     """
     (accepted_len, *_), output_ids, token_ids, *tree = row
     emitted, nodes = accepted_len + 1, token_ids[:count]

@@ -1,1 +1,1 @@
-"""Models as the engine runs them: loading, paged caches, layouts of passes, CUDA graphs."""
+"""Running models: loading, paged caches, layouts of forward passes, CUDA graphs."""

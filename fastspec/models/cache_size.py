@@ -1,4 +1,4 @@
-"""How long requests may be, how many blocks the cache has, and who has which."""
+"""Limits on request length and cache size, and the allocation of cache blocks."""
 
 import torch
 
@@ -6,26 +6,26 @@ from fastspec.config import EngineConfig
 from fastspec.models.paged_model import PagedModel
 
 _DEFAULT_CPU_BYTES = 2**30
-_DEFAULT_MODEL_LEN = 4096  # of models without a limit of their own
+_DEFAULT_MODEL_LEN = 4096  # for models without a limit of their own
 
 
 def blocks_needed(num_tokens: int, block_size: int) -> int:
-    """Blocks that hold `num_tokens` tokens."""
+    """Return the number of blocks for `num_tokens` tokens."""
     return -(-num_tokens // block_size)
 
 
 def model_len(config: EngineConfig, target: PagedModel) -> int:
-    """Tokens of one request at most, prompt included; of an encoder-decoder, on each side."""
+    """Return the maximum tokens per request, prompt included; per side for encoder-decoders."""
     wanted, limit = config.max_model_len, target.max_positions
     if wanted is not None and limit is not None and wanted > limit:
-        raise ValueError(f"max_model_len: {wanted} is more than the model's {limit} positions")
+        raise ValueError(f"max_model_len: {wanted} exceeds the model's {limit} positions")
     return wanted or limit or _DEFAULT_MODEL_LEN
 
 
 def cache_blocks(config: EngineConfig, models: list[PagedModel], max_model_len: int) -> int:
-    """Blocks of the cache: as asked for, or what the memory holds and can be used.
+    """Return the number of cache blocks: as configured, or what fits in memory and can be used.
 
-    Without prefix caching that is what one batch can fill.
+    Without prefix caching, only as many as one batch can fill can be used.
     """
     if config.num_blocks is not None:
         return config.num_blocks
@@ -38,7 +38,7 @@ def cache_blocks(config: EngineConfig, models: list[PagedModel], max_model_len: 
         if models[0].ranks is not None:
             (memory,) = models[0].ranks.least([memory])
     bytes_per_token = sum(model.bytes_per_token() for model in models)
-    if models[0].ranks is not None:  # beside its own heads, a process keeps what a draft reads
+    if models[0].ranks is not None:  # a process also stores what a draft reads
         numbers = sum(getattr(model.model, "numbers_read", 0) for model in models)
         bytes_per_token += numbers * models[0].cache_dtype.itemsize
     bytes_per_block = config.block_size * bytes_per_token
@@ -49,18 +49,18 @@ def cache_blocks(config: EngineConfig, models: list[PagedModel], max_model_len: 
     if affordable <= 0 or memory < state_bytes:
         states = f", the states of {config.max_batch_size} requests (max_batch_size) {state_bytes}"
         raise ValueError(
-            f"kv_cache_memory: {memory} bytes hold no block; one of {config.block_size} tokens"
+            f"kv_cache_memory: {memory} bytes are too few; a block of {config.block_size} tokens"
             f" takes {bytes_per_block} bytes{states if state_bytes else ''}"
         )
     return affordable if config.prefix_caching else min(affordable, usable)
 
 
 class Blocks:
-    """A free list of block ids; a table grows when its text needs room and is returned whole.
+    """A free list of block ids; tables grow as their texts need room, and are freed as a whole.
 
     Attributes:
-        num_free: blocks in no table.
-        num_tokens: that all blocks together hold.
+        num_free: number of blocks in no table.
+        num_tokens: capacity of all blocks together.
     """
 
     def __init__(self, num_blocks: int, block_size: int):
@@ -71,19 +71,19 @@ class Blocks:
         self._tenancies = [0] * num_blocks
 
     def tenancy(self, block_id: int) -> int:
-        """A number that changes when a block is handed out anew, and its contents are void."""
+        """Return a number that changes when a block is reassigned, which voids its contents."""
         return self._tenancies[block_id]
 
     def share_with_next(self) -> None:
-        """From now on share a block only where the token after it is the same too."""
+        """From now on, share a block only if the token after it also matches."""
 
     def fits(self, num_tokens: int) -> bool:
-        """Whether an empty cache could hold that many tokens of one text."""
+        """Whether that many tokens of one text fit in an empty cache."""
         return blocks_needed(num_tokens, self.block_size) <= self.num_blocks
 
     def reserve(self, block_table: list[int], num_tokens: int) -> bool:
-        """Grow the table to hold `num_tokens`; False, and no change, if blocks are lacking."""
-        missing = -(-num_tokens // self.block_size) - len(block_table)
+        """Grow the table to hold `num_tokens`; return False, without change, if blocks run out."""
+        missing = blocks_needed(num_tokens, self.block_size) - len(block_table)
         if missing > self.num_free:
             return False
         for _ in range(missing):

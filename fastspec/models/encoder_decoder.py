@@ -1,5 +1,5 @@
-"""T5-type encoder-decoders on the paged cache: their encoders' keys and values, and an attention
-with a relative bias over the pages."""
+"""T5-type encoder-decoders on the paged cache: their encoders' keys and values, and attention with
+a relative bias over the pages."""
 
 from dataclasses import dataclass
 from itertools import accumulate
@@ -31,7 +31,7 @@ _SUPPORTED = (
 
 
 def paged_model_of(model: PreTrainedModel, config: EngineConfig) -> PagedModel:
-    """The model on the paged cache, whichever kind it is; ValueError if it cannot be."""
+    """Put a model of either kind on the paged cache; ValueError if that is not possible."""
     is_encoder_decoder = model.config.is_encoder_decoder
     if is_encoder_decoder and config.kv_cache_dtype != "auto":
         raise ValueError(
@@ -49,18 +49,18 @@ def paged_model_of(model: PreTrainedModel, config: EngineConfig) -> PagedModel:
 
 
 def prefix_obstacle(paged_model: PagedModel, config: EngineConfig) -> str | None:
-    """Why requests cannot share the blocks of a prompt; None where they can."""
+    """Return why requests cannot share the blocks of a prompt; None if they can."""
     if paged_model.decoder_start_id is not None:
         return (
-            "is an encoder-decoder; what its decoder caches depends on the encoder's input, so"
-            " requests cannot share it"
+            "is an encoder-decoder; its decoder's cache depends on the encoder's input, so requests"
+            " cannot share it"
         )
     limit = paged_model.rotary.limit if paged_model.rotary else None
     most = config.max_model_len or paged_model.max_positions
     if limit is not None and (most is None or most > limit):
         return (
             f"rotates the keys of texts above {limit} tokens by other factors, so long and short"
-            f" ones cannot share them; a max_model_len of {limit} would do"
+            f" ones cannot share them; set max_model_len to {limit} to allow it"
         )
     if paged_model.recurrent is not None:
         return "has recurrent layers, whose state at the end of a shared prefix is not kept"
@@ -68,16 +68,16 @@ def prefix_obstacle(paged_model: PagedModel, config: EngineConfig) -> str | None
 
 
 def check_same_kind(target: PagedModel, models: list[PagedModel]) -> None:
-    """Refuse models that read prompts unlike the target does, or elsewhere, or in parts."""
+    """Refuse models that differ from the target in kind or device, or are split over processes."""
     for model in models:
         if model is not target and model.ranks is not None:
             raise ValueError(
-                f"drafter: {model.name} is split over processes; a draft model has to be whole on"
-                " each: load it without a DistributedConfig"
+                f"drafter: {model.name} is split over processes; each needs a whole draft model:"
+                " load it without a DistributedConfig"
             )
         if model.device != target.device:
             raise ValueError(
-                f"drafter: {model.name} is on {model.device}, and the target on {target.device}"
+                f"drafter: {model.name} is on {model.device}, but the target on {target.device}"
             )
         if (model.decoder_start_id is None) != (target.decoder_start_id is None):
             raise ValueError(
@@ -87,24 +87,24 @@ def check_same_kind(target: PagedModel, models: list[PagedModel]) -> None:
 
 
 class EncoderDecoderModel(PagedModel):
-    """A T5-type model: its decoder runs over pages, its encoder once for each input.
+    """A T5-type model, whose decoder runs over pages and whose encoder runs once per input.
 
-    An input is encoded alone and whole when its request first runs, so that what it gives does not
-    depend on the batch. The keys and values of the cross-attention stay until the request is
-    forgotten, also while it waits without blocks.
+    An input is encoded on its own and in one pass when its request first runs, so the result does
+    not depend on the batch. The keys and values of cross-attention stay until the request is
+    forgotten, even while it waits without blocks.
 
     Raises:
-        ValueError: an encoder-decoder of another type, or one without a decoder start token.
+        ValueError: the encoder-decoder has another type or no decoder start token.
     """
 
     def _adopt(self, model: PreTrainedModel) -> None:
         if self.name not in _SUPPORTED:
             raise ValueError(
-                f"{self.name}: of the encoder-decoders only T5, mT5 and umT5 are supported"
+                f"{self.name}: T5, mT5 and umT5 are the only supported encoder-decoders"
             )
         if self.ranks is not None:
             raise ValueError(
-                f"{self.name}: an encoder-decoder that is split over processes is not supported"
+                f"{self.name}: an encoder-decoder split over processes is not supported"
             )
         start_ids = (
             getattr(holder, "decoder_start_token_id", None)
@@ -119,7 +119,7 @@ class EncoderDecoderModel(PagedModel):
         layers = [block.layer[1].EncDecAttention for block in self.model.decoder.block]
         self._num_layers = len(layers)
         self._encoder_cache = EncoderCache(layers, self.backend)
-        # The model neither projects nor keeps these: our attention knows where the true ones are.
+        # The model neither projects nor stores these: our attention reads the real ones.
         self._cache = EncoderDecoderCache(PassThroughCache(), _ReadyCache(layers))
         size = (1, 1, model.config.d_model)
         self._encoder_outputs = (torch.empty(size, dtype=self.dtype, device=self.device),)
@@ -145,14 +145,14 @@ class EncoderDecoderModel(PagedModel):
         return logits if rows is None else logits[rows]
 
     def _encode(self, encoder_input: EncoderInput) -> None:
-        last = self.vocab_size - 1  # what a drafter cannot read only costs it accuracy
+        last = self.vocab_size - 1  # tokens a draft model cannot read only cost accuracy
         ids = [min(token_id, last) for token_id in encoder_input.token_ids]
         output = self.model.encoder(input_ids=device_tensor([ids], torch.int64, self.device))
         self._encoder_cache.add(encoder_input, output.last_hidden_state[0])
 
 
 class EncoderCache:
-    """Pages with the keys and values of encoded inputs; they come back when an input is gone."""
+    """Pages with the keys and values of encoded inputs; freed when an input object is gone."""
 
     def __init__(self, layers: list[Any], backend: str):
         self._layers = layers  # cross-attentions
@@ -164,14 +164,14 @@ class EncoderCache:
 
     @property
     def num_used(self) -> int:
-        """Blocks that hold something."""
+        """Number of blocks in use."""
         return self._num_blocks - len(self._free)
 
     def __contains__(self, encoder_input: EncoderInput) -> bool:
         return encoder_input in self._blocks
 
     def add(self, encoder_input: EncoderInput, states: Tensor) -> None:
-        """Keep keys and values of an input's encoder states [S, d_model]."""
+        """Store keys and values of an input's encoder states [S, d_model]."""
         length = states.shape[0]
         blocks = self._take(blocks_needed(length, _BLOCK_SIZE))
         slots = [blocks[t // _BLOCK_SIZE] * _BLOCK_SIZE + t % _BLOCK_SIZE for t in range(length)]
@@ -184,7 +184,7 @@ class EncoderCache:
         finalize(encoder_input, self._free.extend, blocks)
 
     def inputs(self, inputs: list[EncoderInput]) -> tuple[list[KVCache], Tensor, Tensor]:
-        """What a batch's cross-attention reads: by layer, block tables [B, M] and lengths [B]."""
+        """Return caches by layer, block tables [B, M] and lengths [B] for a batch of inputs."""
         tables = [self._blocks[encoder_input] for encoder_input in inputs]
         width = max(map(len, tables))
         values = [len(encoder_input.token_ids) for encoder_input in inputs]
@@ -195,7 +195,7 @@ class EncoderCache:
         return self._caches, packed[batch:].view(batch, width), packed[:batch]
 
     def _take(self, count: int) -> list[int]:
-        """Free blocks; the caches grow by doubling, so that what is kept is seldom moved."""
+        """Take free blocks; the caches grow by doubling, so that contents are rarely copied."""
         missing = count - len(self._free)
         if missing > 0:
             added = max(missing, self._num_blocks)
@@ -215,7 +215,7 @@ class EncoderCache:
 
 
 class _ReadyCache(PassThroughCache):
-    """Says that the keys and values of all cross-attentions are there."""
+    """Reports the keys and values of all cross-attentions as present."""
 
     def __init__(self, layers: list[Any]):
         super().__init__()
@@ -233,14 +233,15 @@ class T5Step:
 
     Attributes:
         paged: the pass over the decoder's own pages.
-        encoded: by layer, keys and values of what the encoder made of the inputs.
-        encoded_table: [B, M] int32, the blocks of these.
-        encoded_lens: [B] int32.
-        rows: [B, Q] int64, place of each token in the packed batch; any place fills a short row.
+        encoded: by layer, keys and values of the encoded inputs.
+        encoded_table: [B, M] int32, their blocks.
+        encoded_lens: [B] int32, their lengths.
+        rows: [B, Q] int64, place of each token in the packed batch; short rows are padded with
+            arbitrary places.
         places: [T] int64, place of each token in the flattened `rows`.
         positions: [B, Q] int64.
-        bias: [B, H, Q, S] added to the scores of the S slots, -inf where a token does not look.
-            Layers without a bias of their own use that of the layer before.
+        bias: [B, H, Q, S], added to the scores of the S slots; -inf where a token must not look.
+            Layers without a bias of their own use that of the previous layer.
     """
 
     paged: PagedStep
@@ -263,7 +264,7 @@ def t5_attention(
     t5_step: T5Step | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """Self-attention over the pages or cross-attention over the encoder's; returns [1, T, H, D]."""
+    """Self-attend to the pages or cross-attend to the encoder's; return [1, T, H, D]."""
     if t5_step is None:
         name = type(module).__name__
         raise ValueError(
@@ -296,7 +297,7 @@ def _cross_attention(
 def _self_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, step: T5Step
 ) -> Tensor:
-    """Gather pages and tokens into padded batches: tree_attention takes no bias."""
+    """Gather pages and tokens into padded batches, because tree_attention supports no bias."""
     paged = step.paged
     key, value = key[0].transpose(0, 1), value[0].transpose(0, 1)  # [T, G, D]
     layer = module.layer_idx
@@ -305,7 +306,7 @@ def _self_attention(
     table = paged.block_table.clamp(min=0)
     slots = torch.arange(table.shape[1] * caches[0].shape[1], device=table.device)
     unused = (slots >= paged.context_lens[:, None])[:, :, None, None]
-    # What unused slots hold may not be finite, and would pass even a weight of zero.
+    # Unused slots may contain non-finite values, which would pass even a weight of zero.
     keys, values = (
         cache[table].flatten(1, 2).masked_fill_(unused, 0).transpose(1, 2) for cache in caches
     )
@@ -317,12 +318,12 @@ def _self_attention(
 
 
 def _looks(step: T5Step, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """How far back each slot is for each token, and whether the token sees it: [B, Q, S] both."""
+    """Return each slot's distance back from each token, and whether it is seen: both [B, Q, S]."""
     if step.paged.ancestor_mask is None:
         distances = step.positions[:, :, None] - slots
         return distances, distances >= 0
     counts = step.paged.cu_rows.diff()[:, None]
-    nodes = slots - (step.paged.context_lens[:, None] - counts)  # [B, S], before the tree below 0
+    nodes = slots - (step.paged.context_lens[:, None] - counts)  # [B, S], < 0 before the tree
     in_tree = (nodes >= 0) & (nodes < counts)
     places = nodes.clamp(0, step.rows.shape[1] - 1)
     positions = torch.where(in_tree, step.positions.gather(1, places), slots)
@@ -335,7 +336,7 @@ def _looks(step: T5Step, slots: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _relative_bias(module: Any, distances: Tensor, is_seen: Tensor) -> Tensor:
-    """[B, H, Q, S]: by how far back a slot is; from the largest distance on it stays the same."""
+    """Return the bias [B, H, Q, S] by distance, constant from the maximum distance on."""
     far = module.relative_attention_max_distance
     last = module.compute_bias(1, far + 1, past_seen_tokens=far)[0, :, 0]  # [H, far+1]
     by_distance = last.flip(-1)
@@ -346,7 +347,7 @@ def _relative_bias(module: Any, distances: Tensor, is_seen: Tensor) -> Tensor:
 def _t5_step(
     step: PagedStep, positions: Tensor, encoded: list[KVCache], table: Tensor, lens: Tensor
 ) -> T5Step:
-    """The layout of a padded batch, in one copy to the device."""
+    """Build the layout of a padded batch with one copy to the device."""
     counts = [span.count for span in step.spans]
     batch, width = len(counts), max(counts)
     starts = [0, *accumulate(counts)]

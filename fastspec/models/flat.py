@@ -1,13 +1,12 @@
-"""Decoders of the Llama kind without their modules: all layers that are alike are one op.
+"""Llama-type decoders without their modules: equal layers run as one op.
 
-Names only say which layers may compute that. A trial pass at load decides: each layer's modules,
-copied into a wider type, give the truth, and the op must come as near to it as the modules do.
+Names only suggest which layers qualify. A trial pass at load decides: each layer's modules, copied
+to a wider dtype, give the reference, and the op must come as close to it as the modules do.
 """
 
 import logging
 import math
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise, product
 from typing import Any, cast
@@ -20,11 +19,13 @@ from fastspec.models.layout import LAST_STATE, AttentionCall, KeptInputs, PagedS
 from fastspec.models.reduced_vocabulary import ReducedHead
 from fastspec.models.rotary import RotaryTable
 from fastspec.models.twin import (
+    WIDER,
     configs_of,
     is_as_exact,
     is_plain,
     is_plain_linear,
     most_rows,
+    wider_copy,
 )
 from fastspec_kernels import LayerWeights, backend_of, decoder_layers
 
@@ -32,11 +33,6 @@ logger = logging.getLogger(__name__)
 
 TRIAL_TOKENS = 6
 _TRIAL_NAME = "fastspec_trial"
-_WIDER = {
-    torch.float32: torch.float64,
-    torch.bfloat16: torch.float32,
-    torch.float16: torch.float32,
-}
 _LINEAR = {
     "query": "self_attn.q_proj",
     "key": "self_attn.k_proj",
@@ -54,23 +50,23 @@ _SANDWICH = {
     "mlp_out_norm": "post_feedforward_layernorm",
 }
 _HEAD_NORMS = {"query_norm": "self_attn.q_norm", "key_norm": "self_attn.k_norm"}
-# Of norm_shift, activation, and whether queries and keys are rotated.
+# Combinations of norm_shift, activation, and whether queries and keys are rotated.
 _VARIANTS = tuple(product((0.0, 1.0), ("silu", "gelu_tanh"), (True, False)))
 
 
-# As `PagedModel.forward`, in its place: ids, positions, rows and the step.
+# Replaces `PagedModel.forward`, with the same arguments: ids, positions, rows and the step.
 FlatPass = Callable[[Tensor, Tensor, Tensor | None, PagedStep], Tensor]
 
 
 @dataclass
 class FlatLayer:
-    """The modules of a decoder layer, and what the op that may replace them needs to know.
+    """The modules of a decoder layer, and the arguments of the op that may replace them.
 
     Attributes:
-        weights: the modules' parameters themselves.
-        options: of `decoder_layers`.
+        weights: the modules' own parameters, not copies.
+        options: options of `decoder_layers`.
         given: the arguments of the modules in the trial pass.
-        made: what they made of them.
+        made: their output in the trial pass.
         rotates: whether queries and keys are rotated.
         most_rows: passes of more tokens use the modules.
     """
@@ -85,13 +81,13 @@ class FlatLayer:
     most_rows: float = math.inf
 
     def record(self, *args, **kwargs) -> Any:
-        """The modules' forward, in the trial pass."""
+        """Run the modules' forward in the trial pass, and record it."""
         self.given = args, kwargs
         self.made = type(self.module).forward(self.module, *args, **kwargs)
         return self.made
 
     def forward(self, hidden_states: Tensor, *args, **kwargs) -> Tensor:
-        """In the place of the modules' forward, for models that are not flat as a whole."""
+        """Replace the modules' forward, in models that are not flat as a whole."""
         factors: Any = kwargs.get("position_embeddings")
         step: Any = kwargs.get("paged_step")
         if factors is None or step is None or hidden_states.shape[1] > self.most_rows:
@@ -102,7 +98,7 @@ class FlatLayer:
 
 
 def has_layer_kernels(device: torch.device, backend: str) -> bool:
-    """Whether the backend has more than the reference of `decoder_layers` there."""
+    """Whether the backend has `decoder_layers` on the device, other than the reference."""
     return backend_of("decoder_layers", device, backend) not in (None, "reference")
 
 
@@ -115,11 +111,11 @@ def run_layers(
     embeddings: Tensor | None = None,
     kept: KeptInputs | None = None,
 ) -> Tensor:
-    """Rows [T, E] through layers that share their options; factors [T, R]; all float32.
+    """Run rows [T, E] through layers with equal options; cos and sin [T, R]; all float32.
 
     Args:
         embeddings: see `decoder_layers`.
-        kept: takes what those of its layers are given that are among these.
+        kept: stores the inputs of those of its layers that are among these.
     """
     first, caches = layers[0], step.caches
     kept_layers = []
@@ -147,7 +143,7 @@ def run_layers(
 
 
 class FlatModel:
-    """Embedding, layers and head of a model that computes nothing else."""
+    """Embedding, layers and head of a model that consists of nothing else."""
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[FlatLayer]):
         base = _base_of(model)
@@ -161,7 +157,7 @@ class FlatModel:
     def forward(
         self, input_ids: Tensor, positions: Tensor, rows: Tensor | None, step: PagedStep
     ) -> Tensor:
-        """As `PagedModel.forward`."""
+        """See `PagedModel.forward`."""
         hidden = self._embed(input_ids).float()
         cos, sin = self._table.factors(positions)
         keeps_last = step.inputs is not None and LAST_STATE in step.inputs.layers
@@ -175,10 +171,10 @@ class FlatModel:
         return self._head(self._norm(hidden.to(self._dtype)))
 
     def is_whole(self, input_ids: Tensor, positions: Tensor, logits: Tensor) -> bool:
-        """Whether the trial pass went through these parts and no others.
+        """Whether these parts alone reproduce the trial pass.
 
-        input_ids, positions: of the trial pass.
-        logits: what the model said of its first token.
+        input_ids, positions: those of the trial pass.
+        logits: the model's logits for its first token.
         """
         first, last = self._layers[0], self._layers[-1]
         ways = [(self._embed(input_ids)[None], first.given[0][0])]
@@ -193,8 +189,8 @@ class FlatModel:
 
 
 def find_layers(model: PreTrainedModel, backend: str) -> list[FlatLayer]:
-    """All decoder layers, if each is made of the modules that those of Llama are made of; none
-    where the backend has no kernels of them."""
+    """Return all decoder layers if each consists of the same modules as Llama's; none if the
+    backend has no kernels for them."""
     base = _base_of(model)
     if base is None or not has_layer_kernels(model.device, backend):
         return []
@@ -215,20 +211,19 @@ def flatten(
     input_ids: Tensor,
     logits: Tensor,
 ) -> FlatPass | None:
-    """Replace what the op is proven to compute: the whole model, or its layers one by one.
+    """Replace what the op is proven to compute: the whole model, or single layers.
 
-    step, input_ids, logits: of the trial pass, one text, and what the model said of its first
-        token.
+    step, input_ids, logits: those of the trial pass over one text; logits are for its first token.
     """
     by_layer = {call.layer: call for call in calls}
     try:
         proven = [layer for layer in layers if _can_run(_prove, layer, by_layer[layer.index], step)]
     except torch.OutOfMemoryError:
-        logger.warning("no memory to try the decoder layers without modules: they keep theirs")
+        logger.warning("no memory to try the decoder layers without modules: they keep them")
         return None
     finally:
         if model.device.type == "cuda":
-            torch.cuda.empty_cache()  # of layers in a wider type; caches take what is free
+            torch.cuda.empty_cache()  # free the wider copies; caches are sized by free memory
     flat = FlatModel(model, proven) if layers and len(proven) == len(layers) else None
     is_whole = (
         flat is not None
@@ -243,7 +238,7 @@ def flatten(
 
 
 def _can_run(trial: Callable[..., bool], *args) -> bool:
-    """What a trial says; no where it ends in an error, as the modules themselves ran well."""
+    """Return a trial's result; False if it raises, because the modules themselves ran fine."""
     try:
         return trial(*args)
     except torch.OutOfMemoryError:
@@ -254,7 +249,7 @@ def _can_run(trial: Callable[..., bool], *args) -> bool:
 
 
 def _base_of(model: PreTrainedModel) -> Any:
-    """What holds the layers, if its parts have the names that Llama's have."""
+    """Return the module that has the layers, if its parts are named as in Llama."""
     base = getattr(model, model.base_model_prefix, None)
     names = "embed_tokens", "layers", "norm", "rotary_emb"
     return base if all(hasattr(base, name) for name in names) else None
@@ -275,8 +270,8 @@ def _part(module: nn.Module, path: str) -> Any:
 
 
 def linear_weights(module: nn.Module) -> dict[str, Any] | None:
-    """Weights and biases of the linear parts of a layer, named as in `LayerWeights` where it has
-    them; None where a part is missing or not a plain linear layer."""
+    """Return weights and biases of a layer's linear parts, under their names in `LayerWeights` if
+    there; None if a part is missing or not a plain linear layer."""
     found: dict[str, Any] = {}
     for name, path in _LINEAR.items():
         layer = _part(module, path)
@@ -291,7 +286,7 @@ def linear_weights(module: nn.Module) -> dict[str, Any] | None:
 def _weights_of(
     module: nn.Module, dtype: torch.dtype
 ) -> tuple[LayerWeights, dict[str, Any]] | None:
-    """The weights of a layer, and eps of its norms; None if it has others, or lacks one."""
+    """Return a layer's weights, and eps of its norms; None if weights are missing or unexpected."""
     found = linear_weights(module)
     if found is None:
         return None
@@ -317,10 +312,10 @@ def _weights_of(
 
 @torch.inference_mode()
 def _prove(layer: FlatLayer, call: AttentionCall, step: PagedStep) -> bool:
-    """Whether a variant of the op gives what the modules gave; it becomes the layer's.
+    """Whether a variant of the op reproduces the modules' output; if so, the layer adopts it.
 
-    Modules of 16 bits round so often that a slightly different formula would pass for theirs: of
-    those the op must give the same on float32 copies too.
+    16-bit modules round so much that a slightly different formula could pass, so for these the op
+    must also agree on float32 copies.
     """
     args, kwargs = layer.given
     factors: Any = kwargs.get("position_embeddings")
@@ -329,8 +324,10 @@ def _prove(layer: FlatLayer, call: AttentionCall, step: PagedStep) -> bool:
     if not is_usual or not isinstance(layer.made, Tensor) or call.sinks is not None:
         return False
     cos, sin = (factor[0].float() for factor in factors)
-    wide = _WIDER[dtype]
-    copy = _wider_copy(layer.module, wide)
+    wide = WIDER[dtype]
+    copy = wider_copy(layer.module, wide)
+    for config in configs_of(copy):
+        config._attn_implementation = _TRIAL_NAME
     wide_factors = cos[None].to(wide), sin[None].to(wide)
     truth = copy(args[0].to(wide), **(kwargs | {"position_embeddings": wide_factors}))[0]
     hidden = args[0][0].float()
@@ -359,23 +356,10 @@ def _try(
     call: AttentionCall,
     step: PagedStep,
 ) -> Tensor:
-    """The op on the trial pass, over a cache of its own."""
+    """Run the op on the trial pass, with its own cache."""
     shape, norm = (1, len(hidden), *call.key_heads), layer.weights.attention_norm
     caches = {layer.index: (norm.new_zeros(shape), norm.new_zeros(shape))}
     return run_layers([layer], hidden, cos, sin, replace(step, caches=caches))
-
-
-def _wider_copy(module: nn.Module, dtype: torch.dtype) -> Any:
-    """The modules in a type with more digits, and their attention in plain torch."""
-    memo: dict[int, Any] = {
-        id(weight): nn.Parameter(weight.to(dtype), False) for weight in module.parameters()
-    }
-    copy = deepcopy(module, memo)
-    for part in copy.modules():
-        part.__dict__.pop("forward", None)  # one of our kernels
-    for config in configs_of(copy):
-        config._attn_implementation = _TRIAL_NAME
-    return copy
 
 
 def _attend_to_text(
@@ -389,7 +373,7 @@ def _attend_to_text(
     softcap: float | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """Causal attention of a whole text, in any type."""
+    """Compute causal attention of a whole text, in any dtype."""
     group = query.shape[1] // key.shape[1]
     place = torch.arange(query.shape[2], device=query.device)
     key, value = (states.repeat_interleave(group, dim=1) for states in (key, value))

@@ -1,4 +1,4 @@
-"""Forward passes that a GPU replays whole: one launch instead of one for every kernel."""
+"""Forward passes replayed as CUDA graphs: one launch instead of one per kernel."""
 
 import logging
 from collections.abc import Callable
@@ -19,17 +19,17 @@ from fastspec.models.layout import (
 from fastspec.models.paged_model import PagedModel
 from fastspec.models.transfer import host_tensor
 
-MOST_TOKENS = 512  # a pass of more keeps the GPU busy for longer than the host needs to launch it
-LEAST_WIDTH = 64  # blocks in a row of the block table; a wider one costs nothing to read
+MOST_TOKENS = 512  # a longer pass keeps the GPU busy longer than the host needs to launch it
+LEAST_WIDTH = 64  # blocks per row of the block table; wider rows cost nothing to read
 logger = logging.getLogger(__name__)
 
 Run = Callable[[], Tensor]
-Capture = Callable[[Run], Run]  # records what a function does with its static buffers
+Capture = Callable[[Run], Run]  # records a function that works on static buffers
 Tree = tuple[Tensor, Tensor]  # depths [B, N], ancestor_mask [B, N, words]
 
 
 class CudaCapture:
-    """Records CUDA graphs, whose scratch memory is shared: one is replayed at a time."""
+    """Records CUDA graphs that share scratch memory, as only one is replayed at a time."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -40,10 +40,10 @@ class CudaCapture:
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                run()  # kernels are compiled and libraries set up outside the capture
+                run()  # compile kernels and initialise libraries outside the capture
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            # What other threads do with the GPU meanwhile is no part of the pass.
+            # Other threads' concurrent GPU work is not part of the pass.
             options = {"pool": self._pool, "stream": stream, "capture_error_mode": "thread_local"}
             with torch.cuda.graph(graph, **options):
                 out = run()
@@ -56,7 +56,7 @@ class CudaCapture:
 
 
 def capture_for(cuda_graphs: str, paged_model: PagedModel) -> Capture | None:
-    """How passes of the model are captured under this setting, None where they are not.
+    """Return how to capture passes of the model under this setting; None = no capture.
 
     Raises:
         ValueError: "on" for a model that is not on a GPU, is an encoder-decoder or recurrent, or
@@ -64,13 +64,13 @@ def capture_for(cuda_graphs: str, paged_model: PagedModel) -> Capture | None:
     """
     reason = None
     if paged_model.device.type != "cuda":
-        reason = f"runs on {paged_model.device.type}, graphs need a CUDA device"
+        reason = f"runs on {paged_model.device.type}, but graphs need a CUDA device"
     elif paged_model.recurrent is not None:
-        reason = "has recurrent layers, which read each sequence on its own"
+        reason = "has recurrent layers, which read sequences one by one"
     elif paged_model.decoder_start_id is not None:
-        reason = "is an encoder-decoder, whose cross-attention is laid out anew in each pass"
+        reason = "is an encoder-decoder, whose cross-attention layout changes in each pass"
     elif paged_model.chunk_size is not None:
-        reason = "attends in chunks, which are laid out anew in each pass"
+        reason = "attends in chunks, whose layout changes in each pass"
     if reason is not None:
         if cuda_graphs == "on":
             raise ValueError(f"cuda_graphs: 'on', but {paged_model.name} {reason}")
@@ -79,11 +79,11 @@ def capture_for(cuda_graphs: str, paged_model: PagedModel) -> Capture | None:
 
 
 def bucket(shape: PassShape, block_size: int, num_nodes: int) -> tuple[PassShape, int] | None:
-    """The sizes that a pass is padded to, and how many tokens an added sequence may have.
+    """Return the sizes that a pass is padded to, and the maximum tokens of an added sequence.
 
-    Tokens are rounded up by a quarter at most, sequences and table widths to powers of 2, with
-    sequences enough to hold the added tokens: `num_nodes` in each at most, if that is not 0. None
-    for passes that are not captured: long ones, and those that only fill the cache.
+    Tokens are rounded up by up to a quarter, sequences and table widths to powers of 2, with enough
+    sequences for the added tokens: up to `num_nodes` in each, unless that is 0. None for passes
+    that are not captured: long ones, and those that only fill the cache.
     """
     if not 0 < shape.num_tokens <= MOST_TOKENS:
         return None
@@ -98,16 +98,16 @@ def bucket(shape: PassShape, block_size: int, num_nodes: int) -> tuple[PassShape
 
 
 def power_of_2(number: int) -> int:
-    """The smallest power of 2 that is not below a positive number."""
+    """Return the smallest power of 2 that is >= a positive number."""
     return 1 << (number - 1).bit_length()
 
 
 @dataclass(eq=False)
 class GraphedForward:
-    """One model's passes of few tokens, each captured the first time its sizes are met.
+    """One model's short passes, captured when a combination of sizes first occurs.
 
-    Sizes are rounded up, so that there are few graphs; what is added is padding that no row
-    depends on. A pass makes two copies to the device and waits for neither.
+    Sizes are rounded up to limit the number of graphs; the added padding affects no row. A pass
+    makes two copies to the device and waits for neither.
     """
 
     paged_model: PagedModel
@@ -121,9 +121,9 @@ class GraphedForward:
     def forward(
         self, input_ids: Tensor, spans: list[Span], rows: list[int], tree: Tree | None
     ) -> Tensor | None:
-        """As ModelRunner.forward, with the logits of all tokens where `rows` is empty.
+        """See ModelRunner.forward; returns the logits of all tokens if `rows` is empty.
 
-        `tree` is what `build_tree` says. None for a pass that has to run without a graph.
+        `tree` is the result of `build_tree`. Returns None if the pass must run without a graph.
 
         Raises:
             ValueError: the model cannot be captured, but must be.
@@ -148,7 +148,7 @@ class GraphedForward:
         return static.replay()[: asked.num_rows or asked.num_tokens].clone()
 
     def keep_inputs(self, inputs: KeptInputs) -> None:
-        """Store what some layers are given, in every pass from now on."""
+        """Store the inputs of some layers in every pass from now on."""
         self.inputs = inputs
         self._passes.clear()
 
@@ -163,7 +163,7 @@ class GraphedForward:
 
 
 class StaticPass:
-    """Buffers of one set of sizes, which a graph reads at the same place each time."""
+    """Buffers for one combination of sizes, which a graph reads at fixed addresses."""
 
     def __init__(self, graphs: GraphedForward, shape: PassShape, num_nodes: int):
         self.replay: Run | None = None
@@ -188,7 +188,7 @@ class StaticPass:
         tree: Tree | None,
         counts: list[int],
     ) -> None:
-        """Copy a pass, padded, into the buffers, and the structure of one of trees."""
+        """Copy a padded pass into the buffers, with the structure of its trees, if any."""
         step, device = self._step, self._ids.device
         self._ids[: len(input_ids)].copy_(input_ids)
         self._wide.copy_(host_tensor(wide, torch.int64, device), non_blocking=True)
@@ -200,7 +200,7 @@ class StaticPass:
             step.ancestor_mask[: len(counts)].copy_(ancestor_mask)
 
     def run(self) -> Tensor:
-        """The forward pass over the buffers; logits of the rows, or of all tokens."""
+        """Run the forward pass on the buffers; return logits of the rows, or of all tokens."""
         step = self._step
         keep = step.rows if self._keeps_rows else None
         return self._paged_model.forward(self._ids, step.positions, keep, step)

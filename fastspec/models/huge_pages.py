@@ -1,4 +1,4 @@
-"""Weights in large pages of memory: processors look up the place of every page that they read."""
+"""Weights in huge pages of memory, to reduce TLB misses."""
 
 import mmap
 
@@ -6,17 +6,17 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-_LINE = 64  # bytes, which kernels like to start at
+_LINE = 64  # bytes; kernels run best on aligned data
 
 
 @torch.no_grad()
 def use_huge_pages(model: PreTrainedModel, beside: PreTrainedModel | None = None) -> None:
-    """Move a model's weights to pages of 2 MiB, one behind the other, where Linux has them.
+    """Move a model's weights to contiguous pages of 2 MiB, if Linux provides them.
 
-    Only plain weights on the CPU move, each before the next one takes memory.
+    Only plain weights on the CPU move, one at a time to limit peak memory.
 
     Args:
-        beside: a model of which this one may hold weights; they stay where they are.
+        beside: a model that may share weights with this one; shared weights do not move.
     """
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return
@@ -37,7 +37,7 @@ def use_huge_pages(model: PreTrainedModel, beside: PreTrainedModel | None = None
     try:
         memory = mmap.mmap(-1, sum(sizes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.madvise(mmap.MADV_HUGEPAGE)
-    except OSError:  # a kernel without them, or one that promises no more memory than it has
+    except OSError:  # a kernel without huge pages, or without memory overcommit
         return
     offset = 0
     for weight, size in zip(weights, sizes, strict=True):

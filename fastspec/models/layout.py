@@ -1,4 +1,4 @@
-"""A packed forward pass: what it reads, and its layout in two buffers on the device."""
+"""Packed forward passes: their spans, and their layout in two buffers on the device."""
 
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -10,13 +10,13 @@ from torch import Tensor
 from fastspec.models.transfer import device_tensor
 from fastspec_kernels import store_kv
 
-LAST_STATE = -1  # in the place of a layer's index: what the head reads, after the final norm
+LAST_STATE = -1  # used as a layer index: the head's input, after the final norm
 HeadShape = tuple[int, int]  # G, D
 KVCache = tuple[Tensor, Tensor]  # key, value: [num_blocks, block_size, G, D]
 
 
 class AttentionCall(NamedTuple):
-    """One call of our attention, as the probing pass sees it; a window of 0 is none."""
+    """One call of our attention, as seen by the probing pass; a window of 0 means none."""
 
     layer: int
     key_heads: HeadShape
@@ -28,22 +28,22 @@ class AttentionCall(NamedTuple):
 
 
 class CacheStack(NamedTuple):
-    """Caches of some layers in one piece: keys, values [L, num_blocks, block_size, G, D]."""
+    """Caches of L layers in one allocation: keys, values [L, num_blocks, block_size, G, D]."""
 
     layers: list[int]
     keys: Tensor
     values: Tensor
 
     def by_layer(self) -> dict[int, KVCache]:
-        """The cache of each layer."""
+        """Return the cache of each layer."""
         pairs = zip(self.keys, self.values, strict=True)
         return dict(zip(self.layers, pairs, strict=True))
 
 
 class KeptInputs(NamedTuple):
-    """What some layers of a model are given, or `LAST_STATE` alone, of each token [E], in pages.
+    """Inputs [E] of some layers of a model, or only `LAST_STATE`, for each token, in pages.
 
-    The halves of E lie as keys and values do, with a head for each layer.
+    The two halves of E are stored like keys and values, with one head per layer.
     """
 
     layers: list[int]
@@ -52,15 +52,15 @@ class KeptInputs(NamedTuple):
 
 @dataclass(eq=False)
 class StateKey:
-    """Stands for a text while its tokens are cached; a recurrent model keeps the text's states
-    under it, for as long."""
+    """Identifies a text while its tokens are cached; a recurrent model keeps the text's states
+    under this key for the same time."""
 
 
 @dataclass(eq=False)
 class EncoderInput:
-    """What the encoder of an encoder-decoder reads for one request, or several that are alike.
+    """The encoder input of one request, or of several equal ones.
 
-    Each model encodes it once, and keeps what its decoder needs for as long as this object lives.
+    Each model encodes it once, and keeps the result as long as this object lives.
     """
 
     token_ids: list[int]
@@ -71,10 +71,11 @@ class Span:
     """Tokens [start, start + count) of one sequence, whose earlier tokens are in the cache.
 
     Attributes:
-        encoder_input: what the encoder of an encoder-decoder reads before it.
-        target_len: leading tokens that the target has cached too; a GLIDE draft looks at those.
+        encoder_input: input of the encoder of an encoder-decoder.
+        target_len: leading tokens that the target has cached as well, which a GLIDE draft attends
+            to.
         prompt_len: length of the text that was read first, see `RotaryLengths`.
-        state_key: names the states that recurrent layers keep of the sequence.
+        state_key: identifies the states that recurrent layers keep for the sequence.
         settled_len: leading tokens of the sequence that stay in its text, whatever is rejected.
     """
 
@@ -88,31 +89,31 @@ class Span:
     settled_len: int = 0
 
     def part(self, start: int, count: int) -> "Span":
-        """Other tokens of the same sequence."""
+        """Return a span of other tokens of the same sequence."""
         return replace(self, start=start, count=count)
 
 
 @dataclass
 class PagedStep:
-    """What attention needs to know about one packed forward pass; B sequences, T tokens.
+    """The metadata that attention needs of one packed forward pass of B sequences, T tokens.
 
     Attributes:
         caches: by layer index; empty in the probing pass, which gives each layer one block.
-        positions: [T] int64, of the tokens in their texts.
-        rows: [R] int64, whose logits are kept where not all are.
+        positions: [T] int64, positions of the tokens in their texts.
+        rows: [R] int64, the tokens whose logits are kept, if not all are.
         block_table: [B, M] int32.
-        context_lens: [B] int32, the tokens of this pass included.
+        context_lens: [B] int32, including the tokens of this pass.
         cu_rows: [B + 1] int32, prefix sums of the tokens of this pass.
         slot_mapping: [T] int64, cache slot of each token.
         prompt_lens: [B] int32, see `RotaryLengths`.
-        backend: of the kernels.
-        spans: what is read, as the host knows it; empty where a graph is replayed.
-        ancestor_mask: of token trees, see `build_tree`; None = the tokens form chains.
-        inputs: pages of what some layers are given.
-        given: that, [T, E] by layer, for `store_inputs`.
-        chunks: by layer that attends in chunks, the pass as it is there.
-        glimpse: what a draft sees of its target.
-        calls: of our attention, noted in the probing pass only.
+        backend: backend of the kernels.
+        spans: the spans that are read, on the host; empty when a graph is replayed.
+        ancestor_mask: mask of token trees, see `build_tree`; None = the tokens form chains.
+        inputs: pages for the inputs of some layers.
+        given: these inputs, [T, E] by layer, for `store_inputs`.
+        chunks: the pass as seen by each layer that attends in chunks, by layer index.
+        glimpse: a draft's view of its target.
+        calls: calls of our attention, recorded only in the probing pass.
     """
 
     caches: dict[int, KVCache]
@@ -143,7 +144,7 @@ class PagedStep:
         backend: str,
         spans: list[Span],
     ) -> "PagedStep":
-        """A pass whose parts are views of the two buffers of `lay_out`."""
+        """Make a pass whose parts are views of the two buffers of `lay_out`."""
         lens, ends, prompts, tables = narrow.tensor_split((batch, 2 * batch + 1, 3 * batch + 1))
         positions, slots, rows = wide.tensor_split((num_tokens, 2 * num_tokens))
         tables = tables.view(batch, -1)
@@ -152,7 +153,7 @@ class PagedStep:
         )
 
     def store_inputs(self) -> None:
-        """Store what the layers were given in this pass, if that is to be kept."""
+        """Store the layers' inputs of this pass, if they are to be kept."""
         if self.inputs is None:
             return
         pages = self.inputs.pages
@@ -162,7 +163,7 @@ class PagedStep:
         store_kv(first, second, *pages, self.slot_mapping, backend=self.backend)
 
     def probed_cache(self, layer: int, key: Tensor, value: Tensor, *options) -> KVCache:
-        """Note a call in the probing pass; a block with room for keys and values [T, G, D]."""
+        """Record a call in the probing pass; return a block for keys and values [T, G, D]."""
         if self.calls is None:
             raise ValueError(f"layer {layer}: attends, but did not when the model was probed")
         heads = (key.shape[1], key.shape[2]), (value.shape[1], value.shape[2])
@@ -175,12 +176,12 @@ class PassShape(NamedTuple):
 
     batch: int  # B sequences
     num_tokens: int  # T, packed
-    num_rows: int  # R, whose logits are kept; 0 where those of all are
-    width: int  # M blocks in a row of the block table
+    num_rows: int  # R, whose logits are kept; 0 = all
+    width: int  # M blocks per row of the block table
 
     @classmethod
     def of(cls, spans: list[Span], rows: list[int], block_size: int) -> "PassShape":
-        """The sizes of a pass over the spans' tokens."""
+        """Return the sizes of a pass over the spans' tokens."""
         width = max(-(-(span.start + span.count) // block_size) for span in spans)
         return cls(len(spans), sum(span.count for span in spans), len(rows), width)
 
@@ -202,11 +203,11 @@ def lay_out(
     padded: PassShape | None = None,
     most_tokens: int = 0,
 ) -> tuple[list[int], list[int]]:
-    """Values of the buffers of a pass over the spans' tokens, one span after another.
+    """Return the buffer values of a pass over the spans' tokens, one span after another.
 
-    With `padded`, in these larger sizes: added tokens belong to added sequences, at most
-    `most_tokens` to each. They write nothing and see only what lies in block 0, so every kernel
-    takes them for sequences like others, and no row of the pass itself depends on them.
+    With `padded` the pass is padded to these sizes: added tokens belong to added sequences, up to
+    `most_tokens` each. They write nothing and see only block 0, so kernels can treat them like any
+    other sequence, and no row of the actual pass depends on them.
 
     Returns:
         int64: positions [T], cache slots [T] (-1 = not written), rows [R] whose logits are kept;
@@ -230,7 +231,7 @@ def lay_out(
             added.append(min(left, most_tokens))
             left -= added[-1]
         if left:
-            raise ValueError(f"most_tokens: {left} of {missing} added tokens find no sequence")
+            raise ValueError(f"most_tokens: {left} of {missing} added tokens fit in no sequence")
         positions += [0] * missing
         slots += [-1] * missing
         rows = rows + [0] * (padded.num_rows - len(rows))
@@ -246,9 +247,9 @@ def lay_out(
 
 
 def tree_positions(depths: Tensor, counts: list[int], context_lens: Tensor) -> Tensor:
-    """Positions [T] int64 of the first counts[b] nodes of each tree, the last of its context.
+    """Return positions [T] int64 of the first counts[b] nodes of each tree, which end its context.
 
-    A node is as many positions behind its root as it is deep; padding counts as the root.
+    A node's position is its root's plus its depth; padding counts as the root.
 
     Args:
         depths: [B, N] int32, see `fastspec_kernels.build_tree`.
@@ -260,7 +261,7 @@ def tree_positions(depths: Tensor, counts: list[int], context_lens: Tensor) -> T
 
 
 def packed(values: Tensor, counts: list[int]) -> Tensor:
-    """The first counts[b] entries of each row of [B, N], one row after another, [T]."""
+    """Concatenate the first counts[b] entries of each row of [B, N] to [T]."""
     width = values.shape[1]
     if all(count == width for count in counts):
         return values.reshape(-1)

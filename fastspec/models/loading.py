@@ -1,4 +1,4 @@
-"""Models and tokenizers by path, hub id or object, with one-line errors."""
+"""Loads models and tokenizers by path, hub id or object, with one-line errors."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -27,9 +27,9 @@ from fastspec.models.huge_pages import use_huge_pages
 from fastspec.models.named import BUNDLED, FETCHED, folder_of
 from fastspec.models.weight_files import check_safetensors
 
-# An ImportError says which package is missing; a GGUF file that is cut off fails as a struct.
+# An ImportError names a missing package; a truncated GGUF file raises a StructError.
 _LOADING_ERRORS = (OSError, ValueError, KeyError, ImportError, StructError)
-# Of a template, which is a program that meets what users wrote.
+# Errors of a template, which is a program that runs on user input.
 _TEMPLATE_ERRORS = (
     TemplateError,
     TypeError,
@@ -41,7 +41,7 @@ _TEMPLATE_ERRORS = (
 
 
 def resolve_device(config: EngineConfig) -> torch.device:
-    """The device named by the config, checked to exist."""
+    """Return the device named by the config, after checking that it exists."""
     name = config.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -49,7 +49,7 @@ def resolve_device(config: EngineConfig) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
         if device.type == "meta":
-            raise RuntimeError("it holds no values")
+            raise RuntimeError("it stores no values")
     except (RuntimeError, AssertionError) as error:
         why = _one_line(error).split(". ")[0]
         raise ValueError(f"device: cannot use {config.device!r}: {why}") from error
@@ -57,7 +57,7 @@ def resolve_device(config: EngineConfig) -> torch.device:
 
 
 def _language_model(path: str | Path, dtype: str, **options: Any) -> Any:
-    """A decoder or an encoder-decoder, as its configuration says."""
+    """Load a decoder or an encoder-decoder, as its configuration says."""
     place, gguf = _for_transformers(path)
     options |= gguf
     config = AutoConfig.from_pretrained(place, **gguf)
@@ -76,15 +76,15 @@ def load_model(
     from_pretrained: Callable[..., Any] = _language_model,
     beside: PreTrainedModel | None = None,
 ) -> PreTrainedModel:
-    """A language model on the device.
+    """Load a language model onto the device.
 
     Args:
         field: names the argument in errors.
         source: a path, a hub id, a PreTrainedModel, or a PeftModel with LoRA.
-        beside: a model of which from_pretrained's may hold weights.
+        beside: a model with which that of from_pretrained may share weights.
     Raises:
-        ValueError: it cannot be loaded, or is loaded already with another dtype or device than the
-            config asks for, or on several devices; its weights are not in config.load_format.
+        ValueError: it cannot be loaded, its weights are not in config.load_format, or it is already
+            loaded with another dtype or device than the config asks for, or on several devices.
     """
     source = _without_wrapper(field, source)
     if isinstance(source, PreTrainedModel):
@@ -99,25 +99,25 @@ def load_model(
         model = from_pretrained(path, **options)
     except (*_LOADING_ERRORS, SafetensorError, UnpicklingError, RuntimeError) as error:
         raise _not_loaded(field, "", source, error) from error
-    if model.device != torch.empty(0, device=device).device:  # quantised ones may refuse to move
+    if model.device != torch.empty(0, device=device).device:  # quantised models may refuse to move
         model.to(device)
     use_huge_pages(model, beside)
     return model
 
 
 def load_tokenizer(field: str, source: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer beside a model."""
+    """Load the tokenizer stored with a model."""
     return _beside(AutoTokenizer, field, "the tokenizer of ", source)
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase | None, text: str, chat: bool) -> list[int]:
-    """A text's token ids; as a user's message, those of the chat template up to the answer.
+    """Return a text's token ids; with `chat`, as a user message in the chat template.
 
     Raises:
         ValueError: there is no tokenizer, or no template.
     """
     if tokenizer is None:
-        raise ValueError("target: a text needs its tokenizer")
+        raise ValueError("target: text prompts need its tokenizer")
     if not chat:
         return tokenizer(text)["input_ids"]
     messages = [{"role": "user", "content": text}]
@@ -130,7 +130,7 @@ def chat_prompt_ids(
     /,
     **options: Any,
 ) -> list[int]:
-    """A conversation's token ids by the chat template, which writes the special tokens itself.
+    """Return a conversation's ids by the chat template, which writes special tokens itself.
 
     See `chat_text`.
     """
@@ -144,36 +144,36 @@ def chat_text(
     /,
     **options: Any,
 ) -> str:
-    """A conversation as the chat template writes it.
+    """Format a conversation by the chat template.
 
     Args:
-        options: of the tokenizer's apply_chat_template.
+        options: further arguments of the tokenizer's apply_chat_template.
     Raises:
         ValueError: there is no tokenizer or no template, or the template fails.
     """
     if tokenizer is None:
-        raise ValueError("chat: messages need a tokenizer, and there is none")
+        raise ValueError("chat: messages need a tokenizer, but there is none")
     if tokenizer.chat_template is None and options.get("chat_template") is None:
         raise ValueError("chat: the target's tokenizer has no chat template")
     try:
         text = str(tokenizer.apply_chat_template(cast(Any, messages), tokenize=False, **options))
     except _TEMPLATE_ERRORS as error:
-        raise ValueError(f"messages: the chat template fails: {_one_line(error)}") from error
+        raise ValueError(f"messages: the chat template failed: {_one_line(error)}") from error
     require_unicode("messages", text)
     return text
 
 
 ReadConfig = Callable[[str, str | Path], PreTrainedConfig]
-SPECULATORS = "speculators_model_type"  # in config.json of the layout of vLLM's `speculators`
+SPECULATORS = "speculators_model_type"  # in config.json, in the layout of vLLM's `speculators`
 
 
 def load_config(field: str, source: str | Path) -> PreTrainedConfig:
-    """The configuration of a model that is not loaded."""
+    """Read the configuration of a model without loading it."""
     return _beside(_AnyConfig, field, "the configuration of ", source)
 
 
 class _AnyConfig:
-    """Those that transformers knows, and those of vLLM's `speculators`, which it does not."""
+    """Reads configurations that transformers knows, and those of vLLM's `speculators`."""
 
     @staticmethod
     def from_pretrained(place: str | Path, **options: str) -> PreTrainedConfig:
@@ -192,18 +192,18 @@ def _beside(kind: Any, field: str, part: str, source: str | Path) -> Any:
 
 
 def target_vocab_size(source: str | Path) -> int:
-    """Entries of a target's vocabulary, by its configuration alone."""
+    """Return the size of a target's vocabulary from its configuration only."""
     return load_config("target", source).get_text_config(decoder=True).vocab_size
 
 
 def target_decoder_start(source: str | Path) -> int | None:
-    """The token that an encoder-decoder's output follows, by its configuration alone."""
+    """Return an encoder-decoder's decoder start token from its configuration only."""
     config = load_config("target", source)
     return config.decoder_start_token_id if config.is_encoder_decoder else None
 
 
 def bigram_beside(target: str | Path | PreTrainedModel) -> Path | None:
-    """The bigram table in the target's folder, if the target is a folder that holds one."""
+    """Return the bigram table in the target's folder, if there is one."""
     if isinstance(target, PreTrainedModel):
         return None
     file = Path(_existing_path("target", target)) / "bigram.json"
@@ -213,7 +213,7 @@ def bigram_beside(target: str | Path | PreTrainedModel) -> Path | None:
 def check_same_tokenizer(
     target: PreTrainedTokenizerBase | None, draft: PreTrainedTokenizerBase | None
 ) -> None:
-    """Refuse a drafter whose token ids mean something else; sizes padded differently are fine."""
+    """Refuse a drafter whose token ids mean other tokens; differently padded sizes are fine."""
     if target is None or draft is None:
         return
     target_vocab, draft_vocab = target.get_vocab(), draft.get_vocab()
@@ -230,7 +230,7 @@ def check_same_tokenizer(
 
 
 def float_dtypes(model: PreTrainedModel) -> list[str]:
-    """Names of the floating-point types that a model's weights are in."""
+    """Return the names of the floating-point dtypes of a model's weights."""
     dtypes = {parameter.dtype for parameter in model.parameters()}
     return sorted(str(d).removeprefix("torch.") for d in dtypes if d.is_floating_point)
 
@@ -238,7 +238,7 @@ def float_dtypes(model: PreTrainedModel) -> list[str]:
 def eos_token_ids(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
 ) -> frozenset[int]:
-    """Ids at which the model's texts end."""
+    """Return the ids that end the model's texts."""
     for holder in (model.generation_config, model.config, tokenizer):
         ids = getattr(holder, "eos_token_id", None)
         if ids is not None:
@@ -247,20 +247,20 @@ def eos_token_ids(
 
 
 def _without_wrapper(field: str, source: Any) -> Any:
-    """The model that a PeftModel has put its LoRA layers into; anything else as it is."""
+    """Return the model inside a PeftModel, with its LoRA layers; anything else unchanged."""
     adapter = getattr(source, "active_peft_config", None)
     if isinstance(source, PreTrainedModel) or adapter is None:
         return source
     if adapter.peft_type != "LORA" or getattr(adapter, "alora_invocation_tokens", None):
         raise ValueError(
-            f"{field}: {type(source).__name__}: of the adapters of PEFT only LoRA is supported;"
-            " merge_and_unload() may give a model without them"
+            f"{field}: {type(source).__name__}: LoRA is the only supported PEFT adapter;"
+            " merge_and_unload() may give a model without adapters"
         )
     return source.get_base_model()
 
 
 def _check_loaded(field: str, model: PreTrainedModel, config: EngineConfig) -> None:
-    """Refuse a loaded model that is not what the config asks for: it is the user's to convert."""
+    """Refuse a loaded model that does not match the config: converting it is up to the user."""
     name, dtypes = type(model).__name__, float_dtypes(model)
     if config.dtype != "auto" and dtypes != [config.dtype]:
         raise ValueError(
@@ -277,13 +277,13 @@ def _check_loaded(field: str, model: PreTrainedModel, config: EngineConfig) -> N
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
     if len(devices) > 1 or devices == ["meta"]:
         raise ValueError(
-            f"{field}: {name} is on {' and '.join(devices)}, as by a device_map; models that are"
-            " spread over several devices or offloaded are not supported"
+            f"{field}: {name} is on {' and '.join(devices)}; models spread over several devices"
+            " or offloaded, for example by a device_map, are not supported"
         )
 
 
 def _existing_path(field: str, source: str | Path) -> str | Path:
-    """The folder of a short name; a path must exist, anything else may be a hub id."""
+    """Return the folder of a short name; a path must exist, anything else may be a hub id."""
     if not isinstance(source, (str, Path)):
         raise ValueError(
             f"{field}: expected a path, a hub id or a PreTrainedModel, got {type(source).__name__}"
@@ -297,7 +297,7 @@ def _existing_path(field: str, source: str | Path) -> str | Path:
         return folder
     if folder.is_file():
         if folder.suffix != ".gguf":
-            raise ValueError(f"{field}: expected a folder or .gguf, {str(source)!r} is a file")
+            raise ValueError(f"{field}: expected a folder or .gguf, but {str(source)!r} is a file")
         return folder
     if isinstance(source, Path) or not _may_be_hub_id(source):
         raise ValueError(f"{field}: no such folder: {str(source)!r}")
@@ -305,7 +305,7 @@ def _existing_path(field: str, source: str | Path) -> str | Path:
 
 
 def _for_transformers(path: str | Path) -> tuple[str | Path, dict[str, str]]:
-    """What from_pretrained takes: a folder or a hub id, and of a GGUF file its name."""
+    """Return arguments for from_pretrained: a folder or hub id, and a GGUF file's name."""
     if isinstance(path, Path) and path.is_file():
         return path.parent, {"gguf_file": path.name}
     return path, {}

@@ -1,4 +1,4 @@
-"""Models that are known by a short name: those of the package, and those that can be fetched."""
+"""Models with short names: those in the package, and those that can be fetched."""
 
 import os
 from importlib.resources import files
@@ -13,7 +13,7 @@ BUNDLED = {
     "smollm2-eagle3": ASSETS / "smollm2-eagle3",
 }
 FETCHED = ("smollm2",)
-# Of targets, by the method that they are for; "" for all others.
+# Draft models by target and method; "" for all other methods.
 _DRAFTS: dict[str, dict[str, str | None]] = {
     "tiny": {"": "tiny-draft", "glide": "tiny-glide", "eagle3": None},
     "smollm2": {"eagle3": "smollm2-eagle3"},
@@ -21,27 +21,27 @@ _DRAFTS: dict[str, dict[str, str | None]] = {
 
 
 def cache_folder() -> Path:
-    """Where fetched models are kept: `fastspec` in XDG_CACHE_HOME, by default ~/.cache."""
+    """Return the folder of fetched models: `fastspec` in XDG_CACHE_HOME, by default ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fastspec"
 
 
 def folder_of(field: str, name: str) -> Path | None:
-    """The folder of a model with a short name; None for any other name.
+    """Return the folder of a model with a short name; None for any other name.
 
     Raises:
-        ValueError: it is not there; `field` names the argument.
+        ValueError: the folder does not exist; `field` names the argument.
     """
     if name in FETCHED:
         folder = cache_folder() / name
         if not folder.is_dir():
-            raise ValueError(f"{field}: {name!r} is not here yet: run `fastspec fetch {name}`")
+            raise ValueError(f"{field}: {name!r} has not been fetched: run `fastspec fetch {name}`")
         return folder
     if (folder := BUNDLED.get(name)) and not folder.is_dir():
-        raise ValueError(f"{field}: {name!r} is not in this copy of fastspec")
+        raise ValueError(f"{field}: {name!r} is missing from this copy of fastspec")
     return folder
 
 
 def own_draft(target: Any, method: str) -> str | None:
-    """The draft that comes with a target of a short name, for a method; None for other targets."""
+    """Return the draft model bundled with a short-named target for a method; None for others."""
     drafts = _DRAFTS.get(target, {}) if isinstance(target, str) else {}
     return drafts.get(method, drafts.get(""))

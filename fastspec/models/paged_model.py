@@ -1,4 +1,4 @@
-"""The hook into transformers: attention of a packed [1, T] batch over the paged cache."""
+"""The hook into transformers: attention of a packed [1, T] batch to the paged cache."""
 
 import inspect
 import math
@@ -50,12 +50,12 @@ from fastspec.models.twin import (
 )
 from fastspec_kernels import available_backends, store_kv, tree_attention
 
-# A name with "flash", "sdpa" or a slash would make transformers treat it as one of its own.
+# transformers would treat a name with "flash", "sdpa" or a slash as one of its own.
 ATTENTION_NAME = "fastspec_paged"
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 _STATELESS_TYPES = {"mlp", "moe"}
 
-# For models that hand no keyword arguments to their attention, as Nemotron and StableLM.
+# For models that pass no keyword arguments to their attention, such as Nemotron and StableLM.
 _RUNNING: ContextVar[PagedStep | None] = ContextVar("paged_step", default=None)
 
 
@@ -72,23 +72,23 @@ def paged_attention(
     paged_step: PagedStep | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """Store this pass's keys and values, then attend over the pages; returns [1, T, H, D].
+    """Store this pass's keys and values, then attend to the pages; return [1, T, H, D].
 
-    Values narrower than keys, as those of latent attention (MLA) are once they are expanded, are
-    stored as wide as keys, filled up with zeros.
+    Values narrower than keys, as in expanded latent attention (MLA), are zero-padded to the width
+    of keys.
     """
     name, step = type(module).__name__, paged_step or _RUNNING.get()
     if step is None:
-        raise ValueError(f"{name}: called outside of the engine's passes")
+        raise ValueError(f"{name}: called outside the engine's passes")
     if attention_mask is not None or kwargs.get("position_bias") is not None:
         raise ValueError(f"{name}: builds its own attention mask or bias, which is not supported")
     if kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
-        raise ValueError(f"{name}: attends in both directions, as an encoder: not supported")
+        raise ValueError(f"{name}: bidirectional attention, as in an encoder, is not supported")
     layer, window = cast(int, module.layer_idx), sliding_window or 0
     key_size, value_size = key.shape[-1], value.shape[-1]
     if value_size > key_size:
         raise ValueError(
-            f"{name}: values wider than keys ({value_size} and {key_size} numbers) are not"
+            f"{name}: values wider than keys ({value_size} and {key_size} elements) are not"
             " supported"
         )
     if value_size < key_size:
@@ -114,7 +114,7 @@ def paged_attention(
 
 
 def no_mask(*args, **kwargs) -> None:
-    """No mask: the kernel applies causality and windows."""
+    """Return no mask, because the kernel applies causality and windows."""
     return None
 
 
@@ -123,11 +123,11 @@ AttentionMaskInterface.register(ATTENTION_NAME, no_mask)
 
 
 class PassThroughCache(Cache):
-    """Hands keys and values on: the attention function writes them to the pages itself."""
+    """Passes keys and values through; the attention function writes them to the pages itself."""
 
     def __init__(self):
         super().__init__(layers=[])
-        # What a layer may add to 0, 1, ... to have the positions of a pass.
+        # A layer may add this to 0, 1, ... to get the positions of a pass.
         self.num_seen: Tensor | int = 0
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
@@ -144,23 +144,23 @@ class PassThroughCache(Cache):
 
 
 class PagedModel:
-    """A transformers decoder whose attention runs over pages; the model is left as it was found.
+    """A transformers decoder whose attention runs over pages; the given model is not modified.
 
     Args:
-        model: what runs.
-        backend: of the kernels.
+        model: the model to run.
+        backend: backend of the kernels.
         kv_cache_dtype: "auto" or "float8", see `EngineConfig`.
     Raises:
-        ValueError: the model cannot be driven this way; the message names it and says why.
+        ValueError: the model cannot be run this way; the message names it and says why.
     """
 
-    bytes_per_sequence = 0  # of the states of recurrent layers
+    bytes_per_sequence = 0  # for the states of recurrent layers
     decoder_start_id: int | None = None  # only an encoder-decoder has one
-    chunk_size: int | None = None  # tokens that layers of chunked_layers attend to at most
+    chunk_size: int | None = None  # maximum tokens that chunked_layers attend to
     chunked_layers: tuple[int, ...] = ()
-    chains_only: str | None = None  # why no token trees, as an error begins
+    chains_only: str | None = None  # start of an error message if token trees are not supported
     rotary: RotaryLengths | None = None  # an encoder-decoder has none
-    recurrent: RecurrentLayers | None = None  # None where no layer is
+    recurrent: RecurrentLayers | None = None  # None if no layer is
     _kept_windows: Mapping[int, int] = MappingProxyType({})  # by layer
     _stateless: frozenset[int] = frozenset()  # layers that neither attend nor keep a state
 
@@ -176,11 +176,11 @@ class PagedModel:
             self.cache_dtype = torch.float8_e4m3fn
         text_config = model.config.get_text_config(decoder=True)
         if model.get_output_embeddings() is None:
-            raise ValueError(f"{self.name}: has no language-model head")
+            raise ValueError(f"{self.name}: has no language model head")
         self.vocab_size: int = text_config.vocab_size  # until the probing pass has logits
         self.max_positions = getattr(text_config, "max_position_embeddings", None)
         self._adopt(model)
-        self.flat: FlatPass | None = None  # runs passes of at most `most_rows` without modules
+        self.flat: FlatPass | None = None  # runs passes of up to `most_rows` tokens without modules
         self._most_flat_rows = most_rows(self.device)
         layers: list[FlatLayer] = []
         is_plain = self.decoder_start_id is None and self.recurrent is None
@@ -224,10 +224,10 @@ class PagedModel:
         return logits if self._keeps_logits or rows is None else logits[rows]
 
     def new_caches(self, num_blocks: int, block_size: int) -> list[CacheStack]:
-        """Uninitialised caches; layers whose heads are alike share one allocation.
+        """Allocate uninitialised caches; layers with equal head shapes share one allocation.
 
         Raises:
-            ValueError: there is no memory for them.
+            ValueError: there is not enough memory.
         """
 
         def empty(num_layers: int, heads: HeadShape) -> Tensor:
@@ -243,11 +243,11 @@ class PagedModel:
         ]
 
     def keep_inputs(self, layers: list[int], num_blocks: int, block_size: int) -> KeptInputs:
-        """Pages of what these layers are given, or of `LAST_STATE` alone, for passes whose `inputs`
-        they are; zeros first.
+        """Allocate zeroed pages for the inputs of these layers, or only for `LAST_STATE`; passes
+        that have them as `inputs` fill them.
 
         Raises:
-            ValueError: there are no such layers, or there is no memory for the pages.
+            ValueError: there are no such layers, or there is not enough memory.
         """
         modules = decoder_layers(self.model)
         most = len(modules) - 1
@@ -276,9 +276,9 @@ class PagedModel:
         return KeptInputs(layers, (keys, values))
 
     def use_own_columns(self, size: int) -> DraftVocabulary:
-        """From now on give logits of the tokens alone that a reduced head knows; which these are.
+        """From now on, return logits only of tokens that a reduced head knows; returns which.
 
-        That is where they are at most half of the target's, of which there are `size`.
+        Only if they are at most half of the target's `size` tokens.
         """
         head = self.model.get_output_embeddings()
         if type(head) is not ReducedHead or not _is_worth_mapping(head.token_ids, size):
@@ -288,23 +288,23 @@ class PagedModel:
         return DraftVocabulary(size, head.token_ids)
 
     def resume(self, key: StateKey, start: int) -> int:
-        """Where the next span of a sequence has to begin, of whose tokens `start` still stand."""
+        """Return where a sequence's next span must begin if its first `start` tokens are valid."""
         return start if self.recurrent is None else self.recurrent.resume(key, start)
 
     def bytes_per_token(self) -> int:
-        """Bytes that one token takes in all layers, and beside them where a model says so."""
+        """Return the bytes that one token takes in all layers, plus extra pages of the model."""
         elements = sum(g * d for pair in self.cache_shapes.values() for g, d in pair)
         beside: int = getattr(self.model, "numbers_beside", 0)
         return elements * self.cache_dtype.itemsize + beside * self.dtype.itemsize
 
     def _adopt(self, model: PreTrainedModel) -> None:
-        """Check the model, and make the twin that runs."""
+        """Check the model, and make the twin that is run."""
         text_config = model.config.get_text_config(decoder=True)
         parameters = inspect.signature(model.forward).parameters
         self._keeps_logits = "logits_to_keep" in parameters
         self._takes_positions = "position_ids" in parameters
         self.model: Any = twin_of(model, ATTENTION_NAME).eval()
-        # What reads packed weights may not.
+        # Layers with packed weights may not support this.
         self._head_takes_no_rows = is_plain_linear(self.model.get_output_embeddings())
         recurrent = RecurrentLayers(self.model, text_config)
         if recurrent.indices:
@@ -329,12 +329,12 @@ class PagedModel:
     def _probe(self, layers: list[FlatLayer]) -> dict[int, tuple[HeadShape, HeadShape]]:
         """Run a few tokens to see which layers call our attention, and how.
 
-        layers: that may become flat, which is tried on the same tokens.
+        layers: layers that may become flat, which is tried on the same tokens.
         """
         calls: list[AttentionCall] = []
         count = TRIAL_TOKENS if layers else 1
         places = torch.arange(count, device=self.device)
-        # Far apart, as some models scale by position, and that only beyond the first thousands.
+        # Far apart, because some models scale by position, but only beyond the first thousands.
         positions = places * ((self.max_positions or count) // count)
         input_ids, first = places * (self.vocab_size // count), places[:1]
         wide = torch.cat([positions, places, first])
@@ -350,7 +350,7 @@ class PagedModel:
             if len(dtypes := float_dtypes(self.model)) == 1:
                 raise
             mixed = f"{self.name}: has weights in {' and '.join(dtypes)}"
-            raise ValueError(f"{mixed}, which do not work together: {error}") from error
+            raise ValueError(f"{mixed}, which cannot be combined: {error}") from error
         self.vocab_size = self.num_columns = logits.shape[-1]
         if self.recurrent is not None:
             self.bytes_per_sequence = 2 * self.recurrent.bytes_kept(key)  # two states
@@ -360,13 +360,13 @@ class PagedModel:
         return {call.layer: (call.key_heads, call.value_heads) for call in calls}
 
     def _check_calls(self, calls: list[AttentionCall]) -> None:
-        """Refuse a model whose layers do not each attend once, over what `generate` keeps."""
+        """Refuse a model unless each layer attends once, to exactly what `generate` keeps."""
         num_calls = Counter(call.layer for call in calls)
         for layer, count in num_calls.items():
             if count > 1:
                 raise ValueError(
-                    f"{self.name}: layer {layer} attends {count} times in one pass, and its cache"
-                    " has room for the keys and values of one: not supported"
+                    f"{self.name}: layer {layer} attends {count} times in one pass, but its cache"
+                    " only has room for the keys and values of one: not supported"
                 )
         if not num_calls.keys() <= set(range(self._num_layers)):
             raise ValueError(f"{self.name}: layers that share their attention are not supported")
@@ -396,7 +396,7 @@ def _is_worth_mapping(token_ids: Tensor, size: int) -> bool:
 
 
 def _kept_windows(text_config: Any) -> dict[int, int]:
-    """Tokens that `generate` keeps of each layer, of those that forget some."""
+    """Return the number of tokens that `generate` keeps, for each layer that drops some."""
     layers = DynamicCache(config=text_config).layers
     windows = (getattr(layer, "sliding_window", None) for layer in layers)
     return {index: window for index, window in enumerate(windows) if window}
@@ -408,25 +408,25 @@ def _pages(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """[n, num_blocks, block_size, ...]; ValueError where there is no memory for them."""
+    """Allocate pages [n, num_blocks, block_size, ...]; ValueError if memory is insufficient."""
     try:
         return allocate(shape, dtype=dtype, device=device)
-    except RuntimeError as error:  # whose kind and text are each allocator's own
+    except RuntimeError as error:  # type and text vary by allocator
         raise ValueError(
-            f"num_blocks, kv_cache_memory: no memory on {device} for the"
+            f"num_blocks, kv_cache_memory: not enough memory on {device} for the"
             f" {math.prod(shape) * dtype.itemsize} bytes of {shape[1]} blocks of {shape[2]} tokens"
         ) from error
 
 
 def _check_float8(device: torch.device, backend: str) -> None:
-    """Refuse what would run, slowly, through the reference without being asked to."""
+    """Refuse configurations that would silently run on the slow reference."""
     if backend == "auto":
         backend = os.environ.get("FASTSPEC_BACKEND", "auto")
     is_by_name = backend in ("reference", "triton")
     runs_in_triton = device.type == "cuda" and "triton" in available_backends()
     if not is_by_name and (backend != "auto" or not runs_in_triton):
         raise ValueError(
-            f"kv_cache_dtype: the compiled kernels of {device.type} take no float8 (backend"
+            f"kv_cache_dtype: the compiled kernels of {device.type} do not support float8 (backend"
             f" {backend!r}); it needs a GPU with Triton, or for tests backend 'reference' or"
             " 'triton'"
         )
@@ -447,11 +447,11 @@ def _check_architecture(model: PreTrainedModel, text_config, takes_position_ids:
             f"{name}: never calls transformers' attention interface, so it is not supported"
         )
     if not takes_position_ids:
-        raise ValueError(f"{name}: takes no position_ids, so it is not supported")
+        raise ValueError(f"{name}: does not accept position_ids, so it is not supported")
 
 
 def _calls_interface(model: PreTrainedModel) -> bool:
-    """Whether it says so, or the code of a module does."""
+    """Whether the model declares it, or the code of one of its modules shows it."""
     if model.is_backend_compatible():
         return True
     forwards = {inspect.unwrap(type(module).forward) for module in model.modules()}

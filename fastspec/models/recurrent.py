@@ -20,18 +20,18 @@ _STATE_METHODS = {"update_conv_state", "update_recurrent_state"}
 _CACHE_NAMES = {"cache_params", "past_key_values"}
 _TRIAL_TOKENS = 3
 
-States = dict[int, Any]  # of one sequence: by layer index, a layer of transformers' cache
+States = dict[int, Any]  # of one sequence: layers of transformers' cache by layer index
 
 
 @dataclass
 class _Reading:
-    """One span of the pass that runs.
+    """One span of the current pass.
 
     Attributes:
-        settled: leading tokens of it that are read into `states`; those after them into `beyond`.
-        states: after the tokens before the span, and then after the settled ones.
-        beyond: after all tokens; None where all of them are settled.
-        kept: what the sequence has after the pass, by number of tokens read.
+        settled: leading tokens of the span that are read into `states`; the others into `beyond`.
+        states: states after the tokens before the span, and later after the settled ones.
+        beyond: states after all tokens; None if all of them are settled.
+        kept: the sequence's states after the pass, by number of tokens read.
     """
 
     span: Span
@@ -46,10 +46,10 @@ class _Kind:
     """Properties of a class of modules, found by a trial.
 
     Attributes:
-        cache_name: of the argument that takes the cache.
-        reads_on: whether several tokens in one call leave the state that they leave one by one;
-            some of transformers' modules begin from nothing then.
-        first: children, all linear, that are given the module's input as it is.
+        cache_name: name of the argument that takes the cache.
+        reads_on: whether several tokens in one call give the same state as one by one; some of
+            transformers' modules then start from an empty state.
+        first: children, all linear, that receive the module's input unchanged.
         last: the linear child whose output is the module's, if there is one.
     """
 
@@ -60,20 +60,20 @@ class _Kind:
 
 
 class RecurrentLayers:
-    """Lets the recurrent layers of a twin read each sequence of a packed pass on its own.
+    """Lets the recurrent layers of a twin read each sequence of a packed pass separately.
 
-    A state cannot be shortened to fewer tokens. So two are kept of each sequence: after the last
-    token that is certain to stay in its text (what comes after it is read on a copy), and after the
-    last one that was read. The next span begins where `resume` says, and reads again the drafts
-    that were accepted, unless that are all of them.
+    A state cannot be rolled back to fewer tokens. So two are kept per sequence: after the last
+    token that is certain to stay in its text (later tokens are read on a copy), and after the last
+    token read. The next span begins where `resume` says, and rereads accepted drafts unless all
+    were accepted.
 
-    What linear layers do first and last in such a layer is done for all sequences together.
+    The linear layers that come first and last in such a layer run for all sequences together.
 
     Args:
-        twin: what runs; the forward passes of its recurrent layers are replaced.
-        text_config: of its decoder.
+        twin: the model to run; the forward passes of its recurrent layers are replaced.
+        text_config: configuration of its decoder.
     Raises:
-        ValueError: recurrent layers of a form that cannot be run alone.
+        ValueError: recurrent layers of a form that cannot be run separately.
     """
 
     def __init__(self, twin: PreTrainedModel, text_config: Any):
@@ -99,25 +99,25 @@ class RecurrentLayers:
             module.__dict__["forward"] = partial(self._forward, module)
 
     def resume(self, key: StateKey, start: int) -> int:
-        """How many of the first `start` tokens need not be read again.
+        """Return how many of the first `start` tokens need not be reread.
 
-        What was read of these must still stand in the text.
+        Those of them that were read must still be in the text.
         """
         return max((n for n in self._kept.get(key, ()) if n <= start), default=0)
 
     def begin(self, spans: list[Span]) -> None:
-        """The next pass reads these spans. Until `end` nothing is kept of their sequences."""
+        """Start a pass over these spans; until `end`, no states of their sequences are kept."""
         self._readings = [self._open(span) for span in spans]
 
     def end(self) -> None:
-        """The pass has succeeded."""
+        """Keep the states of a pass that has succeeded."""
         for reading in self._readings:
             if (key := reading.span.state_key) is not None:
                 self._kept[key] = reading.kept
         self._readings = []
 
     def bytes_kept(self, key: StateKey) -> int:
-        """Bytes of all states of a sequence."""
+        """Return the bytes of all states of a sequence."""
         layers = [layer for states in self._kept[key].values() for layer in states.values()]
         return sum(tensor.nbytes for layer in layers for tensor in _tensors(layer))
 
@@ -135,7 +135,7 @@ class RecurrentLayers:
         return _Reading(span, span.count, states, None, {**kept, end: states})
 
     def _forward(self, module: Any, hidden_states: Tensor, **kwargs) -> Tensor:
-        """The module's output [1, T, E] for packed spans; masks and other caches mean nothing."""
+        """Compute the module's output [1, T, E] for packed spans; ignore masks and other caches."""
         index, kind = module.layer_idx, self._kinds[type(module)]
         read = partial(_read, module, kind, self._cache)
         last = getattr(module, kind.last) if kind.last else None
@@ -171,10 +171,10 @@ class RecurrentLayers:
 
     @torch.inference_mode()
     def _try(self, module: Any, trial: Tensor) -> _Kind:
-        """Run a module over tokens [1, T, E], the later ones in one call and one by one.
+        """Run a module over tokens [1, T, E], the later ones both in one call and one by one.
 
         Raises:
-            ValueError: it takes or returns something else than hidden states.
+            ValueError: it takes or returns anything other than hidden states.
         """
         cache_name, module_name = _cache_name(module), type(module).__name__
         kind = _Kind(cache_name, True, (), None)
@@ -194,7 +194,7 @@ class RecurrentLayers:
             try:
                 out = _read(module, kind, self._cache, layer, hidden)
             except RuntimeError as error:
-                raise ValueError(f"{module_name}: fails on hidden states alone: {error}") from error
+                raise ValueError(f"{module_name}: fails on only hidden states: {error}") from error
             finally:
                 for hook in hooks:
                     hook.remove()
@@ -220,10 +220,10 @@ class RecurrentLayers:
 
 
 def _read(module: Any, kind: _Kind, cache: DynamicCache, layer: Any, hidden: Tensor) -> Tensor:
-    """The module's own forward over one sequence, whose state is in the layer of a cache."""
+    """Run the module's own forward on one sequence, whose state is in a layer of a cache."""
     cache.layers[module.layer_idx] = layer
     longest = getattr(module, "chunk_size", None)
-    if longest is not None:  # what is shorter than a chunk would be filled up
+    if longest is not None:  # anything shorter than a chunk would be padded
         module.chunk_size = min(longest, hidden.shape[1])
     try:
         return type(module).forward(module, hidden, **{kind.cache_name: cache})
@@ -233,7 +233,7 @@ def _read(module: Any, kind: _Kind, cache: DynamicCache, layer: Any, hidden: Ten
 
 
 def _is_recurrent(module: nn.Module) -> bool:
-    """Whether transformers' cache keeps a state for the module itself."""
+    """Whether transformers' cache keeps a state for this module."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     names = code.co_names if code is not None else ()
     return not _STATE_METHODS.isdisjoint(names) and hasattr(module, "layer_idx")
@@ -249,7 +249,7 @@ def _cache_name(module: nn.Module) -> str:
 
 
 def _copied(layer: Any) -> Any:
-    """A layer of a cache with states of its own."""
+    """Copy a layer of a cache, with its states."""
     other = copy(layer)
     for name, value in vars(layer).items():
         if isinstance(value, dict):
@@ -264,7 +264,7 @@ def _cloned(value: Any) -> Any:
 
 
 def _tensors(layer: Any) -> list[Tensor]:
-    """The states in a layer of a cache."""
+    """Return the states in a layer of a cache."""
     values = vars(layer).values()
     parts = [part for v in values for part in (v.values() if isinstance(v, dict) else [v])]
     return [part for part in parts if isinstance(part, Tensor)]

@@ -1,8 +1,8 @@
 """Draft models that know a part of the vocabulary, and take embeddings from their target.
 
-A draft may propose any subset of the tokens and stay exact: its distribution is then over these
-(FR-Spec, arXiv 2502.14856). What it proposes is checked as ever; its head, most of the weights that
-a shallow draft reads for a token, becomes small.
+A draft model may propose from any subset of the tokens and stay exact: its distribution is then
+over these (FR-Spec, arXiv 2502.14856). Verification is unchanged; the head, which makes up most of
+the weights that a shallow draft reads per token, becomes small.
 """
 
 from pathlib import Path
@@ -21,14 +21,14 @@ from fastspec.models.sharded import whole
 _FIELD = "reduced_vocab_size"  # in config.json
 _FILE = "model.safetensors"
 _SCALE = ".scale"
-_MOST = 127  # of 8 bits
+_MOST = 127  # largest 8-bit value
 
 
 class ReducedHead(nn.Module):
-    """A language-model head cut down to R tokens: weight [R, E].
+    """A language model head reduced to R tokens: weight [R, E].
 
-    All others get logits of -inf; there are no others, and logits are [.., R], in training mode and
-    where `is_spread` is false.
+    All other tokens get logits of -inf. In training mode, and if `is_spread` is false, they are
+    left out and logits are [.., R].
     """
 
     is_spread = True
@@ -50,21 +50,22 @@ class ReducedHead(nn.Module):
 
 
 def spread(known: Tensor, token_ids: Tensor, vocab_size: int) -> Tensor:
-    """Logits [.., V] from those of R tokens [.., R]; -inf for all others."""
+    """Return logits [.., V] from those of R tokens [.., R]; -inf for all others."""
     logits = known.new_full((*known.shape[:-1], vocab_size), -torch.inf)
     return logits.index_copy_(-1, token_ids, known)
 
 
 class DraftVocabulary:
-    """Which tokens the columns of a draft's logits stand for.
+    """Maps the columns of a draft's logits to tokens.
 
-    A draft that knows few tokens draws from those alone: a row of all is several times as wide.
+    A draft that knows few tokens draws from only these columns; a full row is several times as
+    wide.
 
     Args:
-        size: V, tokens of the target.
-        token_ids: [R] int64, those of the columns, each once; None = column x is token x.
+        size: V, the target's vocabulary size.
+        token_ids: [R] int64, the tokens of the columns, each once; None = column x is token x.
     Attributes:
-        token_map: [V] int32, the column of each token, -1 where there is none; None as token_ids.
+        token_map: [V] int32, the column of each token, -1 if there is none; None = column x is x.
     """
 
     def __init__(self, size: int, token_ids: Tensor | None = None):
@@ -76,33 +77,33 @@ class DraftVocabulary:
             self.token_map = torch.full((size,), -1, **options)
             self.token_map[token_ids] = torch.arange(len(token_ids), **options)
             self._known = frozenset(token_ids.tolist())
-            self._tokens = pad(token_ids.int(), (0, 1), value=-1)  # whose last one -1 stands for
+            self._tokens = pad(token_ids.int(), (0, 1), value=-1)  # index -1 gives -1
 
     def knows(self, token_id: int) -> bool:
         """Whether a token has a column."""
         return self._token_ids is None or token_id in self._known
 
     def tokens(self, columns: Tensor) -> Tensor:
-        """The tokens int32 of columns; -1 stays what it is."""
+        """Return the tokens int32 of columns; -1 stays -1."""
         if self._token_ids is None:
             return columns
         return self._tokens[columns.long()]
 
     def whole(self, logits: Tensor) -> Tensor:
-        """Logits [.., V] of all tokens from those of the columns."""
+        """Return logits [.., V] of all tokens from those of the columns."""
         return logits if self._token_ids is None else spread(logits, self._token_ids, self.size)
 
     def own(self, logits: Tensor) -> Tensor:
-        """Logits [.., R] of the columns from those of all tokens."""
+        """Return logits [.., R] of the columns from those of all tokens."""
         return logits if self._token_ids is None else logits[..., self._token_ids]
 
 
 def reduce_vocabulary(draft: PreTrainedModel, target: PreTrainedModel, token_ids: Tensor) -> None:
-    """Give a draft the target's embeddings, frozen, and the rows of its head for some tokens [R].
+    """Give a draft the target's frozen embeddings, and its head's rows for some tokens [R].
 
     Raises:
-        ValueError: the target's hidden states or vocabulary are of another size than the draft's,
-            or its head has a bias.
+        ValueError: the target's hidden states or vocabulary differ in size from the draft's, or its
+            head has a bias.
     """
     embeddings: Any = target.get_input_embeddings()
     head: Any = target.get_output_embeddings()
@@ -110,7 +111,7 @@ def reduce_vocabulary(draft: PreTrainedModel, target: PreTrainedModel, token_ids
     shapes = {tuple(part.weight.shape) for part in (embeddings, head)}
     if shapes != {(config.vocab_size, config.hidden_size)}:
         raise ValueError(
-            f"drafter: takes embeddings {(config.vocab_size, config.hidden_size)} from its target,"
+            f"drafter: needs embeddings {(config.vocab_size, config.hidden_size)} from its target,"
             f" which has {' and '.join(map(str, sorted(shapes)))}"
         )
     shared = nn.Embedding.from_pretrained(whole(embeddings.weight.detach()).to(draft.dtype))
@@ -122,10 +123,10 @@ def reduce_vocabulary(draft: PreTrainedModel, target: PreTrainedModel, token_ids
 
 
 def reduced_rows(target: PreTrainedModel, token_ids: Tensor) -> Tensor:
-    """The rows [R, E] of a target's head that tell some tokens [R].
+    """Return the rows [R, E] of a target's head for some tokens [R].
 
     Raises:
-        ValueError: its head has a bias.
+        ValueError: the head has a bias.
     """
     head: Any = target.get_output_embeddings()
     if getattr(head, "bias", None) is not None:
@@ -140,7 +141,7 @@ def is_reduced(field: str, source: str | Path, read_config: ReadConfig = load_co
 
 
 def save_reduced(draft: PreTrainedModel, folder: Path) -> None:
-    """Write a draft without what it takes from its target; matrices in 8 bits, a scale a row."""
+    """Write a draft without its target's parts; matrices in 8 bits, with one scale per row."""
     head: Any = draft.get_output_embeddings()
     tensors = {"lm_head.token_ids": head.token_ids.to(torch.int32).contiguous()}
     for name, weight in _own_weights(draft).items():
@@ -156,16 +157,16 @@ def save_reduced(draft: PreTrainedModel, folder: Path) -> None:
 
 
 def read_reduced(path: str | Path, target: PreTrainedModel, **options: Any) -> PreTrainedModel:
-    """Read what `save_reduced` wrote, in the target's type and on its device.
+    """Load a draft written by `save_reduced`, in the target's dtype and on its device.
 
     Raises:
-        ValueError: another target, or weights that are missing.
+        ValueError: weights are missing, or the target is not the one it was made for.
     """
     config: Any = AutoConfig.from_pretrained(path)
     tensors = load_file(str(cached_file(path, _FILE)))
     token_ids = tensors.pop("lm_head.token_ids").long()
     ends = {name: getattr(config, name) for name in ("vocab_size", "pad_token_id")}
-    config.update({"vocab_size": 1, "pad_token_id": None})  # both ends are the target's
+    config.update({"vocab_size": 1, "pad_token_id": None})  # embeddings and head are the target's
     draft = AutoModelForCausalLM.from_config(config, dtype=target.dtype)
     draft.config.update(ends)
     own = _own_weights(draft)
@@ -180,7 +181,7 @@ def read_reduced(path: str | Path, target: PreTrainedModel, **options: Any) -> P
 
 
 def _own_weights(draft: PreTrainedModel) -> dict[str, nn.Parameter]:
-    """Those that it does not take from its target."""
+    """Return the weights that a draft does not take from its target."""
     ends: Any = draft.get_input_embeddings(), draft.get_output_embeddings()
     taken = {id(weight) for part in ends for weight in part.parameters()}
     return {name: each for name, each in draft.named_parameters() if id(each) not in taken}

@@ -1,4 +1,4 @@
-"""Rotary embeddings in passes over many texts: looked up, or dependent on how long a text is."""
+"""Rotary embeddings in packed passes: cached by position, or dependent on the text's length."""
 
 from functools import partial
 from typing import Any
@@ -9,13 +9,14 @@ from transformers import PreTrainedModel
 
 from fastspec.models.layout import PagedStep
 
-_LEAST_KEPT, _MOST_KEPT = 1 << 10, 1 << 15  # positions; at most some MiB of factors
+_LEAST_KEPT, _MOST_KEPT = 1 << 10, 1 << 15  # positions; up to a few MiB of factors
 
 
 class RotaryTable:
-    """The cosines and sines of a model's rotation, kept for the first positions.
+    """Cosines and sines of a model's rotation, cached for the first positions.
 
-    Nothing is kept of one that `RotaryLengths` has replaced: it depends on more than positions.
+    Nothing is cached for a rotation that `RotaryLengths` has replaced, which depends on more than
+    positions.
     """
 
     def __init__(self, rotary: nn.Module):
@@ -23,7 +24,7 @@ class RotaryTable:
         self._cos = self._sin = torch.empty((0, 0))
 
     def factors(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [T, R] float32 of rows at these positions [T]; looked up on a CPU only."""
+        """Return cos and sin [T, R] float32 for positions [T]; cached only on the CPU."""
         if positions.device.type != "cpu" or "forward" in vars(self._rotary):
             return self._computed(positions)
         if (end := int(positions.max()) + 1) > _MOST_KEPT:
@@ -40,45 +41,45 @@ class RotaryTable:
 
 
 class RotaryLengths:
-    """Lets each token of a packed pass be rotated as in a pass over its own text alone.
+    """Rotates each token of a packed pass as in a pass over only its own text.
 
-    transformers looks at the largest position of a pass: LongRoPE takes other factors, for all of
-    its tokens, where that is beyond the length the model was first trained for. Here the token at
-    position p of a prompt of L tokens takes the long ones if max(L, p + 1) is above that length,
-    whatever shares the pass, and however the prompt is cut. So does `generate` when it reads a
-    prompt in one pass and then decodes token by token.
+    transformers looks at the largest position of a pass: if that is beyond the original training
+    length, LongRoPE uses other factors for all tokens of the pass. Here the token at position p of
+    a prompt of L tokens uses the long factors if max(L, p + 1) is above that length, regardless of
+    what else is in the pass and of how the prompt is split. `generate` behaves the same when it
+    reads a prompt in one pass and then decodes token by token.
 
-    Phi3 and models like it do one thing more: `generate` forgets all keys when a text grows beyond
-    that length, and reads it again with the long factors. `rereads_above` is that length then;
-    whoever runs a text has to do the same, and L is its length at that time from then on.
+    For Phi3 and similar models, `generate` additionally drops all keys when a text grows beyond
+    that length, and rereads it with the long factors. `rereads_above` is then that length; callers
+    must do the same, and from then on L is the text's length at that time.
 
     Dynamic NTK stretches its frequencies only above max_position_embeddings, which no text of an
-    engine reaches. They are kept as they were first, whatever the model has read before.
+    engine reaches. They keep their initial values, whatever the model has read before.
 
     Args:
-        twin: what runs; rotations of these two kinds are replaced in it.
-        source: the user's model, whose `generate` is asked what it does.
+        twin: the model to run, in which rotations of these two kinds are replaced.
+        source: the user's model, whose `generate` is inspected.
     Attributes:
-        limit: the least length above which rotations change; None = they never do.
-        rereads_above: see above; None = `generate` keeps the keys it has.
+        limit: the smallest length above which rotations change; None = they never do.
+        rereads_above: see above; None = `generate` never drops keys.
     Raises:
-        ValueError: LongRoPE in a form that cannot be chosen for each token.
+        ValueError: LongRoPE in a form whose factors cannot be chosen per token.
     """
 
     def __init__(self, twin: PreTrainedModel, source: PreTrainedModel):
-        self._reach = torch.zeros(0)  # [T] of the pass that runs
+        self._reach = torch.zeros(0)  # [T], of the current pass
         limits = [limit for module in twin.modules() for limit in self._adapt(module)]
         self.limit: int | None = min(limits, default=None)
         self.rereads_above: int | None = self.limit if _generate_rereads(source) else None
 
     def begin(self, positions: Tensor, step: PagedStep) -> None:
-        """Note how long the text is that each token [T] of the next pass is rotated for."""
+        """Record the text length that each token [T] of the next pass is rotated for."""
         tokens = torch.arange(len(positions), dtype=torch.int32, device=positions.device)
         sequences = torch.searchsorted(step.cu_rows[1:], tokens, right=True)
         self._reach = torch.maximum(positions + 1, step.prompt_lens[sequences])
 
     def _adapt(self, module: Any) -> list[int]:
-        """Replace what depends on the pass; the lengths above which it takes long factors."""
+        """Replace a pass-dependent rotation; return the lengths above which factors are long."""
         kinds = getattr(module, "rope_type", None)
         by_layer_type = isinstance(kinds, dict)
         names: dict[str | None, Any] = dict(kinds) if by_layer_type else {None: kinds}
@@ -95,7 +96,7 @@ class RotaryLengths:
                 parameters = parameters[layer_type] if by_layer_type else parameters
                 limits[layer_type] = int(parameters["original_max_position_embeddings"])
         if isinstance(kinds, (dict, str)):
-            module.rope_type = names if by_layer_type else names[None]  # the update does nothing
+            module.rope_type = names if by_layer_type else names[None]  # makes the update a no-op
         if limits:
             module.__dict__["forward"] = partial(self._rotate, module, limits)
         return list(limits.values())
@@ -108,10 +109,10 @@ class RotaryLengths:
         position_ids: Tensor,
         layer_type: str | None = None,
     ) -> tuple[Tensor, ...]:
-        """cos and sin of each token; x gives dtype and device.
+        """Return cos and sin of each token; x determines dtype and device.
 
-        The module is called twice, with positions that make it take one set of factors and then
-        the other: some scale cos and sin by the length as well.
+        The module is called twice, with positions that select one set of factors and then the
+        other, because some also scale cos and sin by the length.
         """
         forward = partial(type(module).forward, module, x)
         if layer_type is not None:

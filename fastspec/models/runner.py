@@ -20,14 +20,14 @@ from fastspec_kernels import build_tree, compact_kv
 
 
 class ModelRunner:
-    """One model with its caches; block tables come from outside, so models can share them.
+    """One model with its caches; block tables are passed in, so models can share them.
 
     Args:
-        caches: of a runner of the model whose first layers this one runs, which are read and
-            written; None = its own.
+        caches: caches to read and write, of a runner of the model whose first layers this one runs;
+            None = its own.
     Raises:
-        ValueError: cuda_graphs is "on", and this model cannot be captured; or it attends in chunks
-            that are no whole blocks.
+        ValueError: cuda_graphs is "on" but this model cannot be captured, or it attends in chunks
+            that are not whole blocks.
     """
 
     def __init__(
@@ -41,8 +41,8 @@ class ModelRunner:
     ):
         if (size := paged_model.chunk_size) and size % block_size:
             raise ValueError(
-                f"block_size: {paged_model.name} attends in chunks of {size} tokens, which are no"
-                f" whole blocks of {block_size}"
+                f"block_size: {paged_model.name} attends in chunks of {size} tokens, which is not a"
+                f" multiple of {block_size}"
             )
         self.paged_model = paged_model
         self.device = paged_model.device
@@ -62,17 +62,17 @@ class ModelRunner:
             self.graphs = GraphedForward(paged_model, self.caches, block_size, capture, must)
 
     def whole_caches(self, layers: list[int]) -> list[KVCache]:
-        """The pages of these layers, with the keys and values of all heads."""
+        """Return the pages of these layers, with the keys and values of all heads."""
         return [self.caches[layer] for layer in layers]
 
     def keep_inputs(self, layers: list[int]) -> KVCache:
-        """From now on, keep what these layers are given of each token, or the last hidden state
-        (`LAST_STATE`), in pages of the same slots.
+        """From now on, keep each token's input to these layers, or the last hidden state
+        (`LAST_STATE`), in pages with the same slots.
 
         Tokens that were read before have zeros there.
 
         Raises:
-            ValueError: there are no such layers, or others are kept already.
+            ValueError: there are no such layers, or inputs of others are already kept.
         """
         if self.inputs is None:
             self.inputs = self.paged_model.keep_inputs(layers, self._num_blocks, self._block_size)
@@ -91,10 +91,10 @@ class ModelRunner:
         rows: list[int] | None = None,
         parents: Tensor | None = None,
     ) -> Tensor:
-        """Run the spans' tokens, packed in order ([T] int64); logits [R, V] of `rows`, or all.
+        """Run the spans' packed tokens [T] int64; return logits [R, V] of `rows`, or of all.
 
         With `parents` [B, N], see `fastspec_kernels.build_tree`, the tokens of span b are the first
-        nodes of tree b, its root the first of them.
+        nodes of tree b, beginning with its root.
         """
         tree = None
         if parents is not None:
@@ -117,7 +117,7 @@ class ModelRunner:
         return self.paged_model.forward(input_ids, positions, kept, step)
 
     def prefill(self, token_ids: list[list[int]], spans: list[Span]) -> None:
-        """Write keys and values of the spans' tokens, at most chunk_size tokens in one pass."""
+        """Write keys and values of the spans' tokens, up to chunk_size tokens per pass."""
         pending = [(ids, span) for ids, span in zip(token_ids, spans, strict=True) if span.count]
         while pending:
             ids_chunk, span_chunk, rest, room = [], [], [], self._chunk_size
@@ -134,9 +134,9 @@ class ModelRunner:
             pending = rest
 
     def compact(self, spans: list[Span], path: Tensor, accepted_len: Tensor) -> None:
-        """Move the accepted nodes of each span's tree behind its root, in all layers.
+        """Move the accepted nodes of each span's tree to follow its root, in all layers.
 
-        path [B, N] and accepted_len [B] are those of `verify_tree`; nothing waits for the device.
+        path [B, N] and accepted_len [B] are results of `verify_tree`; this does not synchronise.
         """
         width = max(len(span.block_table) for span in spans)
         values = [span.start for span in spans]
@@ -156,7 +156,7 @@ class ModelRunner:
             )
 
     def _in_chunks(self, spans: list[Span], size: int) -> dict[int, PagedStep]:
-        """The pass as layers see it that attend in chunks: each chunk is a text of its own."""
+        """Lay out the pass for layers that attend in chunks, with each chunk as a separate text."""
         if all(span.start + span.count <= size for span in spans):
             return {}
         pieces = []
@@ -169,7 +169,7 @@ class ModelRunner:
         return dict.fromkeys(self.paged_model.chunked_layers, self._step(pieces, []))
 
     def _step(self, spans: list[Span], rows: list[int], parents: Tensor | None = None) -> PagedStep:
-        """A pass over the spans, in two copies to the device."""
+        """Lay out a pass over the spans, with two copies to the device."""
         wide, narrow = lay_out(spans, rows, self._block_size)
         step = PagedStep.of(
             self.caches,
@@ -185,10 +185,10 @@ class ModelRunner:
 
 
 class SplitRunner(ModelRunner):
-    """One of several processes that run a model together, with the caches of its own heads.
+    """Runs a model together with other processes, with caches for its own heads.
 
-    Heads are split in order, as by transformers' tensor parallelism. Pages with all of them are
-    made for who asks, and filled after each pass by what the processes send each other.
+    Heads are split in order, as in transformers' tensor parallelism. Pages with all heads are made
+    on request, and filled after each pass by exchange between the processes.
     """
 
     def __init__(self, *args, **kwargs):
@@ -196,11 +196,11 @@ class SplitRunner(ModelRunner):
         self._whole: dict[int, KVCache] = {}
 
     def whole_caches(self, layers: list[int]) -> list[KVCache]:
-        """See `ModelRunner.whole_caches`; all processes have to ask for the same.
+        """See `ModelRunner.whole_caches`; all processes must request the same layers.
 
         Raises:
-            ValueError: the heads are neither whole in each process nor split evenly.
-            RuntimeError: other processes ask for something else.
+            ValueError: the heads are neither complete in each process nor split evenly.
+            RuntimeError: other processes request something else.
         """
         model = self.paged_model
         assert model.ranks is not None
@@ -214,8 +214,8 @@ class SplitRunner(ModelRunner):
         if len(shapes) > 1 or own * model.ranks.size != total:
             raise ValueError(
                 f"{model.name}: has {total} key-value heads, and each of {model.ranks.size}"
-                f" processes caches some of the shapes {shapes}; only heads that are all alike and"
-                " split evenly can be put together"
+                f" processes caches some of the shapes {shapes}; only equal heads that are split"
+                " evenly can be joined"
             )
         if new := [layer for layer in layers if layer not in self._whole]:
             parts = zip(*(self.caches[layer] for layer in new), strict=True)
@@ -238,7 +238,7 @@ class SplitRunner(ModelRunner):
         return logits
 
     def _gather(self, spans: list[Span]) -> None:
-        """Write what a pass has written, with all heads."""
+        """Write the tokens of a pass to the pages with all heads."""
         assert self.paged_model.ranks is not None
         wide, _ = lay_out(spans, [], self._block_size)
         slots = device_tensor(wide[len(wide) // 2 :], torch.int64, self.device)
@@ -250,5 +250,5 @@ class SplitRunner(ModelRunner):
 
 
 def runner_of(paged_model: PagedModel, *args) -> ModelRunner:
-    """What runs a model, with the arguments of `ModelRunner`."""
+    """Make the runner of a model, with the arguments of `ModelRunner`."""
     return (ModelRunner if paged_model.ranks is None else SplitRunner)(paged_model, *args)

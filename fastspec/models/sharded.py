@@ -1,4 +1,4 @@
-"""Targets whose weights are split over processes, by transformers' tensor parallelism."""
+"""Targets whose weights are split over processes by transformers' tensor parallelism."""
 
 import re
 import secrets
@@ -13,37 +13,36 @@ import torch
 from torch import Tensor, distributed
 from transformers import PreTrainedModel
 
-_PATIENCE = timedelta(minutes=10)  # between calls; inside of a pass the group's own timeout holds
+_PATIENCE = timedelta(minutes=10)  # between calls; within a pass the group's own timeout applies
 _SHOWN = 300  # characters of a value in an error
-ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in reprs: another one in each process
+ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in reprs; differs between processes
 
 
 class Ranks:
-    """The processes that share a model's weights. Rank 0 decides what they do next.
+    """The processes that share a model's weights; rank 0 decides what they do next.
 
-    A pass ends only when all of them run it, on the same tokens. Their logits may differ in the
-    last bits and their clocks do, so none may go by its own. All of this waits for all ranks.
+    A pass ends only when all ranks run it on the same tokens. Their logits may differ in the last
+    bits and their clocks do differ, so no rank may act on its own. All methods wait for all ranks.
 
     Args:
-        group: of these processes.
-        device: of the model.
+        group: the group of these processes.
+        device: the model's device.
     Attributes:
-        rank: of this process in the group.
+        rank: rank of this process in the group.
     """
 
     def __init__(self, group: "distributed.ProcessGroup", device: torch.device):
         self._group, self._device = group, device
         self.rank, self.size = distributed.get_rank(group), distributed.get_world_size(group)
-
-    _failure: str | None = None
+        self._failure: str | None = None
 
     def least(self, values: list) -> list:
-        """The least of all ranks' numbers, place by place."""
+        """Return the elementwise minimum of all ranks' numbers."""
         dtype = torch.int64 if isinstance(values[0], int) else torch.float64
         return self.least_of(torch.tensor(values, dtype=dtype, device=self._device)).tolist()
 
     def least_of(self, values: Tensor) -> Tensor:
-        """The same of a tensor, whose place they take."""
+        """Compute the elementwise minimum of all ranks' tensors in place."""
         work = distributed.all_reduce(
             values, distributed.ReduceOp.MIN, group=self._group, async_op=True
         )
@@ -52,36 +51,36 @@ class Ranks:
         return values
 
     def of_first(self, values: Tensor) -> Tensor:
-        """Those of rank 0."""
+        """Return rank 0's values."""
         values = values.contiguous()
         distributed.broadcast(values, group=self._group, group_src=0)
         return values
 
     def all_of(self, value: Any) -> list[Any]:
-        """What each rank has, in order of the ranks."""
+        """Return each rank's value, in order of the ranks."""
         values: list[Any] = [None] * self.size
         distributed.all_gather_object(values, value, self._group)
         return values
 
     def joined(self, values: Tensor, dim: int) -> Tensor:
-        """Those of all ranks, of the same shape each, one after the other in a dimension."""
-        own = values.contiguous().view(torch.uint8)  # no group knows all types of numbers
+        """Concatenate the equally shaped values of all ranks along a dimension."""
+        own = values.contiguous().view(torch.uint8)  # no group supports all dtypes
         parts = [torch.empty_like(own) for _ in range(self.size)]
         distributed.all_gather(parts, own, self._group)
         return torch.cat([part.view(values.dtype) for part in parts], dim)
 
     def new_seeds(self) -> Callable[[], int]:
-        """What draws seeds, by chance, the same ones on all ranks."""
+        """Return a generator of random seeds that are the same on all ranks."""
         (seed,) = self.least([secrets.randbits(63)])
         return partial(Random(seed).getrandbits, 63)
 
     def check(self, **state: Any) -> None:
-        """Raise on all ranks, before any of them waits for a pass, if they do not do the same.
+        """Raise on all ranks, before any of them waits for a pass, unless their states agree.
 
         Args:
-            state: parts by name, whose repr is compared.
+            state: parts by name, compared by their repr.
         Raises:
-            RuntimeError: they differ, or one of them does not answer, or this one has failed.
+            RuntimeError: the states differ, a rank does not answer, or this one has failed.
         """
         if self._failure is not None:
             raise RuntimeError(self._failure)
@@ -97,29 +96,29 @@ class Ranks:
         name = next(name for name in others[0] if len({o.get(name) for o in others}) > 1)
         values = (f"rank {n} has {o.get(name, '')[:_SHOWN]}" for n, o in enumerate(others))
         raise RuntimeError(
-            f"tensor parallel: the ranks of a target must do the same, and their {name!r} differs:"
+            f"tensor parallel: the ranks of a target must do the same, but their {name!r} differs:"
             f" {'; '.join(values)}"
         )
 
     def failed(self, error: BaseException) -> RuntimeError:
-        """Others may wait for this rank, or have left it: nothing runs here any more.
+        """Stop this rank for good, as others may wait for it or have left it.
 
-        The error to raise.
+        Returns the error to raise.
         """
         self._failure = (
-            f"tensor parallel: rank {self.rank} of {self.size} cannot go on, and its engine cannot"
-            " be used again. If the cause is a lost connection or a timeout, another rank has"
-            " ended, failed or made other calls, and its own error says why."
+            f"tensor parallel: rank {self.rank} of {self.size} cannot continue, and its engine"
+            " cannot be used again. If the cause is a lost connection or a timeout, another rank"
+            " has ended, failed or made other calls; see its error."
             f" {type(error).__name__}: {error}"
         )
         return RuntimeError(self._failure)
 
 
 def ranks_of(model: PreTrainedModel) -> Ranks | None:
-    """The processes that hold parts of a model; None for one that is whole.
+    """Return the processes that have parts of a model; None if it is whole.
 
     Raises:
-        ValueError: it is split in another way than by tensor parallelism.
+        ValueError: it is split by anything other than tensor parallelism.
     """
     if not (distributed.is_available() and distributed.is_initialized()):
         return None
@@ -139,6 +138,6 @@ def ranks_of(model: PreTrainedModel) -> Ranks | None:
 
 
 def whole(weight: Tensor) -> Tensor:
-    """A weight with the parts that other processes have; all of them must ask for it."""
+    """Return a weight joined from all processes; all of them must call this."""
     full_tensor = getattr(weight, "full_tensor", None)
     return weight if full_tensor is None else full_tensor()

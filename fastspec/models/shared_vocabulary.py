@@ -1,7 +1,7 @@
-"""Draft models with another tokenizer than the target's: they draft the tokens that both have.
+"""Draft models whose tokenizer differs from the target's, which draft the tokens that both have.
 
-Token-level intersection: the draft's distribution over the tokens of both vocabularies is as good a
-proposal as any other, so output is exact at any temperature (Timor et al., arXiv 2502.05202).
+Token-level intersection: the draft's distribution over the shared tokens is a valid proposal, so
+output is exact at any temperature (Timor et al., arXiv 2502.05202).
 """
 
 import logging
@@ -19,10 +19,10 @@ from fastspec.models.twin import copy_of_modules
 
 logger = logging.getLogger(__name__)
 
-Spelling = str | bytes  # of a special token its name, of any other one what it stands for
-_FIELD = "num_shared_tokens"  # of a draft's configuration
-_SPACE = "\u2581"  # of SentencePiece
-# By the characters that byte-level tokenizers write bytes with, as GPT-2's.
+Spelling = str | bytes  # a special token's name, any other token's bytes
+_FIELD = "num_shared_tokens"  # field of a draft's configuration
+_SPACE = "\u2581"  # in SentencePiece
+# Bytes by the characters that byte-level tokenizers such as GPT-2's write for them.
 BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}
 
 
@@ -32,16 +32,16 @@ def with_vocabulary_of(
     target: PreTrainedTokenizerBase,
     vocab_size: int,
 ) -> PreTrainedModel:
-    """A copy of a draft model, on the same weights, that reads and writes the target's token ids.
+    """Copy a draft model, sharing its weights, to read and write the target's token ids.
 
-    A token that it lacks it reads as the mean of the longest tokens that spell it, and never
-    writes.
+    A token that it lacks is read as the mean of the longest tokens that spell it, and never
+    written.
 
     Args:
         own, target: the tokenizers.
         vocab_size: columns of the target's logits.
     Raises:
-        ValueError: they share no token, or the head of the draft has a bias.
+        ValueError: the tokenizers share no token, or the draft model's head has a bias.
     """
     theirs, ours = spellings(target), spellings(own)
     embeddings: Any = draft.get_input_embeddings()
@@ -60,7 +60,7 @@ def with_vocabulary_of(
         name = type(draft).__name__
         raise ValueError(
             f"drafter: {name} has another tokenizer, and a head with a bias; heterogeneous_vocab"
-            " 'reencoding' takes it"
+            " 'reencoding' supports it"
         )
     logger.warning(
         "drafter: its tokenizer is not the target's; it drafts the %d of %d tokens that both have",
@@ -89,7 +89,7 @@ def with_vocabulary_of(
 
 
 def spellings(tokenizer: PreTrainedTokenizerBase) -> dict[int, Spelling]:
-    """What each token stands for, however its tokenizer writes spaces and bytes."""
+    """Return the spelling of each token, however its tokenizer writes spaces and bytes."""
     vocab = tokenizer.get_vocab()
     special = set(tokenizer.all_special_ids)
     is_byte_level = any(token.startswith("\u0120") for token in vocab)
@@ -107,7 +107,7 @@ def spellings(tokenizer: PreTrainedTokenizerBase) -> dict[int, Spelling]:
 
 
 def _pieces(spelling: Spelling, id_of: Mapping[Spelling, int]) -> Sequence[int]:
-    """The longest tokens that spell another one, from its beginning on; none for a special one."""
+    """Return the tokens that spell another one, greedily longest first; none for special ones."""
     if isinstance(spelling, str):
         return []
     pieces, start = [], 0
@@ -121,11 +121,11 @@ def _pieces(spelling: Spelling, id_of: Mapping[Spelling, int]) -> Sequence[int]:
 
 
 def vocabulary_of(model: Any) -> str | None:
-    """Which part of the vocabulary a draft model drafts; None where that is all."""
+    """Return the part of the vocabulary that a draft model drafts, as text; None = all."""
     head = model.get_output_embeddings()
     return f"{len(head.token_ids)} of {head.out_features}" if type(head) is ReducedHead else None
 
 
 def is_intersection(model: Any) -> bool:
-    """Whether a draft model is one that `with_vocabulary_of` made."""
+    """Whether a draft model was made by `with_vocabulary_of`."""
     return hasattr(model.config.get_text_config(decoder=True), _FIELD)

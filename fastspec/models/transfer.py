@@ -1,9 +1,9 @@
-"""Copies from the host that nobody waits for.
+"""Asynchronous copies from the host.
 
-A round of the engine uploads the layout of each forward pass in two buffers, the tokens that were
-committed last, and for the kernels the seeds, positions and sampling parameters of its requests. It
-waits for the device once, where `verify` reads back what was accepted, and once more where a
-request wants log-probabilities.
+A round of the engine uploads the layout of each forward pass in two buffers, the last committed
+tokens, and for the kernels the seeds, positions and sampling parameters of its requests. It waits
+for the device once, when `verify` reads back what was accepted, and once more if a request wants
+log-probabilities.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def host_tensor(values: Sequence | np.ndarray, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor on the host, page-locked where it is bound for a GPU: only then is a copy to it
+    """Make a tensor on the host, page-locked if it is bound for a GPU, as only such copies are
     asynchronous."""
     return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
 
@@ -22,9 +22,9 @@ def host_tensor(values: Sequence | np.ndarray, dtype: torch.dtype, device: torch
 def device_tensor(
     values: Sequence | np.ndarray, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """A tensor on the device; the host goes on before the values are there.
+    """Make a tensor on the device without waiting for the copy.
 
-    The host memory is not used again before they are, torch's allocator sees to that.
+    torch's allocator does not reuse the host memory before the copy is done.
     """
     if device.type == "cpu":
         return torch.tensor(values, dtype=dtype)
@@ -32,6 +32,6 @@ def device_tensor(
 
 
 def padded_tensor(rows: Sequence[Sequence[int]], width: int, device: torch.device) -> Tensor:
-    """[len(rows), width] int32 on the device, -1 after the end of each row."""
+    """Return [len(rows), width] int32 on the device, -1 after the end of each row."""
     padded = [[*row, *[-1] * (width - len(row))] for row in rows]
     return device_tensor(padded, torch.int32, device).view(len(rows), width)

@@ -1,4 +1,4 @@
-"""A model's second tree of modules on the same weights: our attention, our kernels on a CPU."""
+"""A second module tree on a model's weights, with our attention and, on a CPU, our kernels."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -22,18 +22,22 @@ from fastspec_kernels import (
 
 Forward = Callable[[Tensor], Tensor]
 
-# Of the kernels' portable code: above this many rows torch's matrix product is several times as
-# fast. With AVX2 and more the kernels keep up with it, and all rows are theirs.
+# For the kernels' portable code: above this many rows torch's matrix product is several times as
+# fast. With AVX2 or better the kernels keep up with it, and handle any number of rows.
 _MOST_ROWS_OF_PORTABLE_CODE = 256
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_ROTATION = "apply_rotary_pos_emb"  # what transformers' models call the function
+WIDER = {
+    torch.float32: torch.float64,
+    torch.bfloat16: torch.float32,
+    torch.float16: torch.float32,
+}
+_ROTATION = "apply_rotary_pos_emb"  # the function's name in transformers' models
 
 
 def twin_of(model: PreTrainedModel, attention: str) -> PreTrainedModel:
     """Copy modules and configs, share every parameter and buffer, and set the attention function.
 
-    The user's model is left as it is: its own attention, its own forward passes.
+    The user's model keeps its own attention and forward passes.
     """
     twin = copy_of_modules(model)
     for config in configs_of(twin):
@@ -42,12 +46,12 @@ def twin_of(model: PreTrainedModel, attention: str) -> PreTrainedModel:
 
 
 def copy_of_modules(model: PreTrainedModel) -> PreTrainedModel:
-    """A model's modules and configs again, on the same parameters and buffers."""
+    """Copy a model's modules and configs, sharing its parameters and buffers."""
     return deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
 
 
 def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
-    """A copy with the same weights that has a decoder's first layers only, its norm and its head.
+    """Copy a decoder, sharing weights, with only its first layers, its norm and its head.
 
     Raises:
         ValueError: its layers are not in one list.
@@ -67,7 +71,7 @@ def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
 
 @contextmanager
 def replaced(forwards: Mapping[Any, Callable]) -> Iterator[None]:
-    """Let other functions stand for the modules' forward passes."""
+    """Temporarily replace the modules' forward passes by other functions."""
     before = [(module.__dict__, module.__dict__.get("forward")) for module in forwards]
     for module, forward in forwards.items():
         module.__dict__["forward"] = forward
@@ -81,10 +85,10 @@ def replaced(forwards: Mapping[Any, Callable]) -> Iterator[None]:
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The layers of a decoder.
+    """Return the layers of a decoder.
 
     Raises:
-        ValueError: it keeps them elsewhere than transformers' decoders do.
+        ValueError: they are not where transformers' decoders have them.
     """
     layers: Any = getattr(model.get_decoder(), "layers", None)
     if not isinstance(layers, nn.ModuleList):
@@ -93,16 +97,16 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def most_rows(device: torch.device) -> float:
-    """Passes of more tokens use torch's matrix products, in which rows depend on each other."""
+    """Return the tokens above which passes use torch's matmul, whose rows are not independent."""
     is_portable = device.type == "cpu" and cpu_instruction_set() == "portable"
     return _MOST_ROWS_OF_PORTABLE_CODE if is_portable else math.inf
 
 
 def use_linear_kernels(model: PreTrainedModel) -> None:
-    """Let a model on the CPU compute with our kernels, whose rows are independent.
+    """Make a model on the CPU use our kernels, whose rows are independent.
 
-    Linear layers always; normalisations where ours is as exact on a trial input, so a variant that
-    only looks alike keeps its own code, as does what has hooks.
+    Linear layers always; normalisations if our kernel is as exact on a trial input, so a variant
+    that only looks similar keeps its own code, as do modules with hooks.
     """
     for module in _modules_on_cpu(model):
         if is_plain_linear(module):
@@ -113,7 +117,7 @@ def use_linear_kernels(model: PreTrainedModel) -> None:
 
 
 def use_mlp_kernels(model: PreTrainedModel) -> None:
-    """The same for gated feed-forward blocks."""
+    """Make a model on the CPU use our kernels for gated feed-forward blocks."""
     for module in _modules_on_cpu(model):
         if _is_gated_mlp(module):
             weights = [
@@ -123,17 +127,17 @@ def use_mlp_kernels(model: PreTrainedModel) -> None:
 
 
 def _modules_on_cpu(model: PreTrainedModel) -> Iterator[Any]:
-    """The modules of a model that our kernels can stand for."""
+    """Yield the modules of a model that our kernels can replace."""
     if model.device.type == "cpu" and "cpu" in available_backends():
         yield from model.modules()
 
 
 def compile_modules(model: PreTrainedModel) -> None:
-    """Let torch.compile fuse normalisations, gated feed-forward blocks and rotations, anywhere.
+    """Let torch.compile fuse normalisations, gated feed-forward blocks and rotations.
 
-    Modules that already have a kernel of ours keep it. The modules of a class share one compiled
-    function, for any number of rows. Of attention only the rotation of queries and keys is
-    compiled, where that is transformers' own function.
+    Works on any device. Modules that already use one of our kernels keep it. Modules of a class
+    share one compiled function, for any number of rows. In attention only the rotation of queries
+    and keys is compiled, if it is transformers' own function.
     """
     compiled: dict[type, Callable | None] = {}
     for module in model.modules():
@@ -153,7 +157,7 @@ def _compiled(function: Callable) -> Callable:
 
 
 def _with_compiled_rotation(forward: Callable) -> Callable | None:
-    """The same function that finds a compiled one by the rotation's name; None if it has none."""
+    """Rebind a function to a compiled rotation; None if it uses no rotation of that name."""
     if not isinstance(forward, FunctionType) or _ROTATION not in forward.__code__.co_names:
         return None
     if (rotation := forward.__globals__.get(_ROTATION)) is None:
@@ -166,12 +170,12 @@ def _with_compiled_rotation(forward: Callable) -> Callable | None:
 
 
 def _with_kernel(module: Any, kernel: Forward) -> Forward:
-    """The module's forward, with a kernel for values that have no more bytes than its weights."""
+    """Return the module's forward, with a kernel for dtypes no wider than its weights."""
     theirs, weight = type(module).forward, _weight_of(module)
     most, most_bytes = most_rows(weight.device), weight.dtype.itemsize
 
     def forward(x: Tensor) -> Tensor:
-        # A sum that is kept in float32 has more.
+        # A sum kept in float32 is wider.
         if x.dtype.itemsize > most_bytes or x.numel() > most * x.shape[-1]:
             return theirs(module, x)
         return kernel(x.contiguous())
@@ -184,21 +188,21 @@ def _weight_of(module: Any) -> Tensor:
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether its class's forward, or a kernel of ours in its place, is all that runs."""
+    """Whether only its class's forward, or our kernel instead, runs: no hooks."""
     forward = module.__dict__.get("forward")
     is_own = forward is not None and getattr(forward, "__module__", None) != __name__
     return not (is_own or module._forward_hooks or module._forward_pre_hooks)
 
 
 def is_plain_linear(module: Any) -> bool:
-    """Whether its weight is numbers of a type that kernels read: packed ones keep their layers."""
+    """Whether its weight has a dtype that kernels read; packed weights keep their layers."""
     if type(module) is not nn.Linear or not is_plain(module):
         return False
-    return type(module.weight) is nn.Parameter and module.weight.dtype in _DTYPES
+    return type(module.weight) is nn.Parameter and module.weight.dtype in WIDER
 
 
 def is_as_exact(ours: Tensor, theirs: Tensor, truth: Tensor) -> bool:
-    """Whether each row of ours lies about as near to the truth, in a wider type, as theirs does."""
+    """Whether each of our rows is about as close to the truth, in a wider dtype, as theirs."""
 
     def error(rows: Tensor) -> Tensor:
         return (rows.to(truth.dtype) - truth).norm(dim=-1)
@@ -207,16 +211,25 @@ def is_as_exact(ours: Tensor, theirs: Tensor, truth: Tensor) -> bool:
     return bool((error(ours) <= 4 * error(theirs) + rounding).all())
 
 
+def wider_copy(module: Any, dtype: torch.dtype) -> Any:
+    """A copy with weights of a wider type, without our kernels."""
+    memo: dict[int, Any] = {
+        id(weight): nn.Parameter(weight.to(dtype), False) for weight in module.parameters()
+    }
+    copy = deepcopy(module, memo)
+    for part in copy.modules():
+        part.__dict__.pop("forward", None)  # one of our kernels
+    return copy
+
+
 @torch.inference_mode()
 def _take_over(module: Any, kernel: Forward) -> None:
-    """Let a kernel compute the rows of a module if it is as exact on a trial input."""
+    """Replace a module's forward by a kernel if that is as exact on a trial input."""
     weight, forward = _weight_of(module), _with_kernel(module, kernel)
     size = weight.shape[-1]
     trial = torch.linspace(-9.0, 9.0, 2 * size).sin().view(2, size).to(weight.dtype)
-    wider = torch.float64 if weight.dtype == torch.float32 else torch.float32
-    truth = deepcopy(module).to(wider)
-    for part in truth.modules():
-        part.__dict__.pop("forward", None)  # one of our kernels
+    wider = WIDER[weight.dtype]
+    truth = wider_copy(module, wider)
     theirs = type(module).forward(module, trial)
     if is_as_exact(forward(trial), theirs, truth(trial.to(wider))):
         module.__dict__["forward"] = forward
@@ -225,7 +238,7 @@ def _take_over(module: Any, kernel: Forward) -> None:
 def _is_rms_norm(module: nn.Module) -> bool:
     weight = getattr(module, "weight", None)
     is_norm = type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon")
-    return is_norm and isinstance(weight, Tensor) and weight.dtype in _DTYPES
+    return is_norm and isinstance(weight, Tensor) and weight.dtype in WIDER
 
 
 def _is_gated_mlp(module: nn.Module) -> bool:

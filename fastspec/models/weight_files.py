@@ -1,4 +1,4 @@
-"""Which files hold a model's weights: safetensors, or pickles, which may be refused."""
+"""Checks which files contain a model's weights: safetensors, or pickles, which may be refused."""
 
 import json
 from pathlib import Path
@@ -13,13 +13,13 @@ _ADAPTER = f"adapter_model{_SAFE}"
 
 
 def check_safetensors(source: str | Path) -> None:
-    """Refuse a folder or hub id of which transformers would read other files than safetensors.
+    """Refuse a folder or hub id for which transformers would read files other than safetensors.
 
-    It would where the configuration or the index of the weights names them, and it takes pickled
-    adapters in any case.
+    It would if the configuration or the index of the weights names them, and it always reads
+    pickled adapters.
 
     Raises:
-        ValueError: there are no weights as safetensors, or not all are.
+        ValueError: not all weights are stored as safetensors.
     """
     base, files = source, []
     adapter = _read(source, "adapter_config.json") if is_peft_available() else None
@@ -32,10 +32,10 @@ def check_safetensors(source: str | Path) -> None:
     files += found[:1] if index is None else [*index["weight_map"].values()]
     others = [name for name in files if not name.endswith(_SAFE)]
     if others or not found:
-        what = f"{others[0]} is no safetensors" if others else f"there is no {_WHOLE}"
+        what = f"{others[0]} is not safetensors" if others else f"there is no {_WHOLE}"
         raise ValueError(
-            f"{what}; load_format is 'safetensors', and 'auto' (--load-format auto) reads pickled"
-            " weights too"
+            f"{what}; load_format is 'safetensors'; 'auto' (--load-format auto) also reads pickled"
+            " weights"
         )
 
 

@@ -1,4 +1,4 @@
-"""The HTTP interface: OpenAI's endpoints, the published demo's /predict, health and metrics."""
+"""The HTTP API: OpenAI's endpoints, the published demo's /predict, health and metrics."""
 
 import asyncio
 import base64
@@ -44,7 +44,7 @@ Send = Callable[[Mapping[str, Any]], Any]
 
 
 class Refused(Exception):
-    """An answer that is an error."""
+    """An error response."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Refused(Exception):
 
 
 class ClientGone(Exception):
-    """Nobody waits for the answer."""
+    """Nobody is waiting for the response."""
 
 
 def create_app(
@@ -72,7 +72,7 @@ def create_app(
 
     Args:
         model: its name, unless config has one.
-        api_keys: one of these has to come with each request; none = everybody may ask.
+        api_keys: each request must send one of these; empty = no key is needed.
     """
     model = config.served_model_name or model
     metrics = ServerMetrics(engine, model)
@@ -90,7 +90,7 @@ def create_app(
     async def failed(request: Request, error: Exception) -> JSONResponse:
         metrics.responses.labels("500").inc()  # it is answered outside of the Guard
         headers = {name.decode(): value.decode() for name, value in _HEADERS}
-        body = error_body(500, "internal error; the server's log has it")
+        body = error_body(500, "internal error; see the server's log")
         return JSONResponse(body, 500, headers)
 
     handlers: Any = {HTTPException: _refused, Refused: _refused, Exception: failed}
@@ -146,7 +146,7 @@ def create_app(
 
 
 class Guard:
-    """Who may ask: the Host header, the API key. It also counts answers and adds headers."""
+    """Checks the Host header and the API key. It also counts responses and adds headers."""
 
     def __init__(
         self,
@@ -186,23 +186,23 @@ class Guard:
         if self._hosts is not None:
             host = _host_name(headers.get(b"host", b"").decode("latin-1"))
             if host not in self._hosts:
-                message = f"the Host header names {host!r:.80}; --allowed-host allows more names"
+                message = f"the Host header names {host!r:.80}; allow it with --allowed-host"
                 raise Refused(403, message)
         if self._digests and path not in _OPEN_PATHS:
             scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
             digest = hashlib.sha256(key.strip()).digest()
             known = [hmac.compare_digest(digest, each) for each in self._digests]
             if scheme.lower() != b"bearer" or not any(known):
-                message = "expected a known API key: Authorization: Bearer KEY"
+                message = "expected a valid API key: Authorization: Bearer KEY"
                 raise Refused(401, message, "invalid_api_key", {"WWW-Authenticate": "Bearer"})
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """One kind of request, from its body to the last byte of its answer, as an ASGI application.
+    """One kind of request, from its body to the last byte of its response, as an ASGI application.
 
-    It works on an answer and listens for the end of the connection at once: then, and when the
-    time is up, the generation is aborted.
+    It generates the response while listening for the end of the connection; if the connection ends
+    or the time is up, the generation is aborted.
     """
 
     kind: str
@@ -225,14 +225,14 @@ class Endpoint:
         try:
             if not in_time:
                 seconds = self.config.request_timeout
-                raise Refused(504, f"the answer took more than {seconds:g} seconds", "timeout")
+                raise Refused(504, f"the response took more than {seconds:g} seconds", "timeout")
             response = work.result()
         except ClientGone:
             return
         except Refused as error:
             response = error.response
         except EngineFailure as error:
-            response = Refused(500, f"{error}; the server's log has more").response
+            response = Refused(500, f"{error}; see the server's log").response
         if not stream.has_begun:
             if response is not None:
                 await response(dict(scope), receive, send)
@@ -302,9 +302,9 @@ class Endpoint:
         prompts = [asked.prompts] if self.kind == "chat" else asked.prompts
         num_texts, most = len(prompts) * asked.params.n, self.config.max_requests
         if num_texts > most:
-            raise Refused(400, f"n: the server generates at most {most} texts at a time")
+            raise Refused(400, f"n: the server generates up to {most} texts at a time")
         if self.thread.num_texts + num_texts > most:
-            message = f"{most} texts are generated already; try again later"
+            message = f"the limit of {most} texts at a time is reached; try again later"
             raise Refused(429, message, "server_busy", _RETRY_AFTER)
         try:
             makers = self._makers(prompts, asked.template)
@@ -315,7 +315,7 @@ class Endpoint:
     def _makers(
         self, prompts: Sequence[Any], template: Mapping[str, Any] | None
     ) -> list[Callable[[], list[int]]]:
-        """What makes the ids of each prompt; ValueError for a text that is too long for sure."""
+        """Functions that make each prompt's ids; ValueError for a text that must be too long."""
         if template is not None:
             return [partial(self.prompts.chat_ids, each, template) for each in prompts]
         for prompt in prompts:
@@ -324,7 +324,7 @@ class Endpoint:
         return [partial(self.prompts.ids, prompt) for prompt in prompts]
 
     async def _run(self, asked: Asked, stream: "Stream", start: float) -> Response | None:
-        """Send tokens as they come, or wait for all of them."""
+        """Send tokens as they are generated, or wait for all of them."""
         engine, num_tokens = self.thread.engine, asked.params.num_speculative_tokens
         if num_tokens is None:
             num_tokens = engine.drafters[asked.params.drafter]
@@ -354,14 +354,14 @@ class Endpoint:
 
 
 class Stream:
-    """An answer that is sent as it is made, as server-sent events."""
+    """A response that is sent as it is generated, as server-sent events."""
 
     def __init__(self, send: Send):
         self._send = send
         self.has_begun = False
 
     async def write(self, body: bytes, is_last: bool = False) -> None:
-        """Send a part; waits while the client reads more slowly."""
+        """Send a part; waits for a client that reads slowly."""
         if not self.has_begun:
             self.has_begun = True
             headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-store")]
@@ -385,12 +385,12 @@ async def _disconnected(receive: Receive) -> None:
 
 def _check_model(name: Any, model: str) -> None:
     if name is not None and name != model:
-        message = f"model: there is no {name!r:.80} here, but {model!r}"
+        message = f"model: expected {model!r}, got {name!r:.80}"
         raise Refused(404, message, "model_not_found")
 
 
 def _allowed_hosts(config: ServeConfig) -> frozenset[str] | None:
-    """Names that the Host header may have; None = any."""
+    """Names that are accepted in the Host header; None = any."""
     given = {name.lower() for name in config.allowed_host}
     if "*" in given:
         return None
@@ -413,7 +413,7 @@ def _host_name(header: str) -> str:
 
 
 def _policy(page: str) -> str:
-    """What the page may do: its own script and style, and requests to this server."""
+    """The page's content security policy: its own script and style, and requests to this server."""
     hashes = {}
     for tag in ("script", "style"):
         (text,) = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.S)

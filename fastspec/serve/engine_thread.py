@@ -1,4 +1,4 @@
-"""Two threads, one for prompts and one that steps an engine, and tasks that ask for texts."""
+"""Two threads, one for prompts and one that steps an engine, and the tasks that use them."""
 
 import asyncio
 import ctypes
@@ -27,7 +27,7 @@ _STACK_BYTES = 2**26  # grammars and templates are compiled recursively
 
 
 class EngineFailure(Exception):
-    """The engine cannot step, whatever it is asked for."""
+    """The engine cannot step, whatever the request."""
 
 
 class Generation:
@@ -52,7 +52,7 @@ class Generation:
         """What each step of the engine added, and when, by perf_counter().
 
         Raises:
-            EngineFailure: the engine cannot go on.
+            EngineFailure: the engine cannot continue.
         """
         num_left = self.num_texts
         while num_left:
@@ -68,7 +68,7 @@ class Generation:
 
 
 class PromptThread:
-    """Makes the ids of prompts, one after the other, so that no step of an engine waits for it."""
+    """Makes the ids of prompts, one after the other, so that no engine step waits for them."""
 
     def __init__(self):
         self._calls: SimpleQueue[Call | None] = SimpleQueue()
@@ -81,11 +81,11 @@ class PromptThread:
 
     @property
     def is_alive(self) -> bool:
-        """Whether anybody makes ids."""
+        """Whether the thread runs."""
         return self._thread.is_alive()
 
     async def stop(self) -> None:
-        """End the thread after the prompt that it is at; those that wait fail."""
+        """End the thread after its current prompt; prompts that are waiting fail."""
         self._ends = True
         self._calls.put(None)
         await asyncio.to_thread(self._thread.join)
@@ -101,10 +101,10 @@ class PromptThread:
 
 
 class EngineThread:
-    """Steps an engine while it has requests, and hands each its events.
+    """Steps an engine while it has requests, and delivers the events of each.
 
-    Everything that touches the engine happens in this thread, between two steps; tasks wait for
-    nothing but their own texts. The ids of prompts are made in another thread before.
+    Everything that touches the engine happens in this thread, between two steps; tasks wait only
+    for their own texts. The ids of prompts are made beforehand in another thread.
     """
 
     def __init__(self, engine: Engine):
@@ -119,7 +119,7 @@ class EngineThread:
     def start(self) -> None:
         """Begin, for the tasks of the running event loop.
 
-        To be called by the thread that loaded the engine, which is to calculate no more.
+        Call it in the thread that loaded the engine, which must not compute afterwards.
         """
         self._loop = asyncio.get_running_loop()
         _end_openmp_threads()
@@ -146,8 +146,8 @@ class EngineThread:
         """Queue prompts, all or none.
 
         Args:
-            prompts: functions that make their ids, in the thread that is there for that.
-            is_open_ended: whether texts may end before params.max_tokens, where the cache is full.
+            prompts: functions that make their ids, called in the thread for prompts.
+            is_open_ended: whether texts may end before params.max_tokens, when the cache is full.
         Raises:
             ValueError: a prompt or parameter that cannot be run.
         """
@@ -171,7 +171,7 @@ class EngineThread:
         self._call(lambda: self._abort(generation))
 
     def _call(self, call: Callable[[], Any]) -> Future:
-        """Do something between two steps."""
+        """Run a call between two steps."""
         return _ask(self._calls, call)
 
     def _add(
@@ -207,13 +207,13 @@ class EngineThread:
                 num_failures = 0
             except Exception as error:  # a thread that ends would leave every client waiting
                 num_failures += 1
-                logger.exception("a step of the engine failed")
+                logger.exception("an engine step failed")
                 if num_failures > len(self.engine.drafters):  # each may be a drafter's: no harm
-                    self._fail(EngineFailure(f"{type(error).__name__} in a step of the engine"))
-        self._fail(EngineFailure("the server ends"))
+                    self._fail(EngineFailure(f"{type(error).__name__} in an engine step"))
+        self._fail(EngineFailure("the server is shutting down"))
 
     def _do_calls(self) -> bool:
-        """Do what was asked for, waiting for it where the engine is idle; False at the end."""
+        """Run the waiting calls, or wait for one if the engine is idle; False at the end."""
         waits = not self.engine.has_unfinished
         while True:
             try:
@@ -226,7 +226,7 @@ class EngineThread:
             _answer(asked)
 
     def _deliver(self, events: list[StreamEvent]) -> None:
-        """Sort the events of a step by who waits for them."""
+        """Deliver the events of a step to those who wait for them."""
         mail: dict[Generation, list[StreamEvent]] = {}
         for event in events:
             request_id = event.request_id
@@ -261,10 +261,10 @@ class EngineThread:
 
 
 def _end_openmp_threads() -> None:
-    """End the threads that helped this one to calculate.
+    """End the OpenMP worker threads of this thread.
 
-    OpenMP keeps them for each thread that it has helped. Where all together are more than there are
-    cores, GNU's lets them sleep between any two operations, which made a step take twice as long.
+    OpenMP keeps them for each thread that has used it. If there are more of them than cores, GNU's
+    implementation lets them sleep between any two operations, which made a step take twice as long.
     """
     loaded = ctypes.CDLL(None) if os.name == "posix" else None
     if hasattr(loaded, "omp_pause_resource_all"):
@@ -280,14 +280,14 @@ def _start(thread: Thread) -> None:
 
 
 def _ask(calls: SimpleQueue[Call | None], call: Callable[[], Any]) -> Future:
-    """Leave a call to the thread that takes them from a queue."""
+    """Queue a call for the thread that runs them."""
     future: Future = Future()
     calls.put((call, future))
     return future
 
 
 def _answer(asked: Call) -> None:
-    """Do a call, unless nobody waits for it any more."""
+    """Run a call, unless nobody waits for it any more."""
     call, future = asked
     if future.set_running_or_notify_cancel():
         try:
@@ -300,4 +300,4 @@ def _answer(asked: Call) -> None:
 
 
 def _fail_at_end() -> None:
-    raise EngineFailure("the server ends")
+    raise EngineFailure("the server is shutting down")

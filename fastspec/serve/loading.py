@@ -1,4 +1,4 @@
-"""The engine of a server, with every drafter that requests may choose."""
+"""The engine of a server, with every drafter that requests can choose."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 @documented
 @dataclass(frozen=True)
 class Choices(Options):
-    """What a served engine has beside its models and its own method."""
+    """What a served engine has in addition to its models and its own method."""
 
     methods: str = option(
         "prompt_lookup,ngram",
         TEXT,
-        "Methods that can be chosen beside --method, with commas between them; the K of"
-        " --num-speculative-tokens is theirs, too. none can always be chosen.",
+        "Comma-separated methods that requests can choose besides --method; they also use the K of"
+        " --num-speculative-tokens. none can always be chosen.",
         metavar="NAMES",
     )
     chat_template: str | Path | None = option(
         None,
         PATH,
-        "Chat template in Jinja, in the place of the tokenizer's own.",
+        "Jinja chat template to use instead of the tokenizer's own.",
         metavar="FILE",
     )
 
@@ -38,7 +38,7 @@ class Choices(Options):
         """An engine to load, with its own drafter and those of other methods, by their names.
 
         Raises:
-            ValueError: a name that is none, or auto, which names no drafter; no such template.
+            ValueError: an unknown name, or auto, which names no drafter; no such template.
         """
         models.check(spec.method)
         known = tuple(name for name, method in methods().items() if not method.chooses)
@@ -62,11 +62,11 @@ class Choices(Options):
 
 @dataclass(frozen=True)
 class ServedEngine:
-    """What an engine is made of, here or in another process.
+    """The parts of an engine, to load here or in another process.
 
     Attributes:
-        others: by the names of methods beside that of `spec`.
-        chat_template: in the place of the tokenizer's own.
+        others: specs of further methods, by name.
+        chat_template: replaces the tokenizer's own.
     """
 
     models: Models
@@ -76,7 +76,7 @@ class ServedEngine:
     chat_template: str | None = None
 
     def load(self) -> "Engine":
-        """The engine; ValueError where it cannot be made."""
+        """The engine; ValueError if it cannot be made."""
         engine = self.models.engine(self.spec, self.config)
         if self.chat_template is not None:
             if engine.tokenizer is None:

@@ -10,21 +10,21 @@ from fastspec.engine.outputs import StreamEvent
 
 _PREFIX = "fastspec:"
 _GAUGES = {
-    "num_requests_running": "Texts that are generated now.",
-    "num_requests_waiting": "Texts that wait for a place in the batch.",
-    "kv_cache_usage_perc": "Used part of the cache's blocks, from 0 to 1.",
+    "num_requests_running": "Texts being generated.",
+    "num_requests_waiting": "Texts waiting for a place in the batch.",
+    "kv_cache_usage_perc": "Fraction of cache blocks in use, from 0 to 1.",
 }
 _COUNTERS = {
-    "prompt_tokens": "Tokens of prompts.",
-    "prompt_tokens_cached": "Those of them that prefix caching found.",
+    "prompt_tokens": "Prompt tokens.",
+    "prompt_tokens_cached": "Prompt tokens found by prefix caching.",
     "generation_tokens": "New tokens.",
-    "num_preemptions": "How often a text lost its blocks and was read again.",
-    "spec_decode_num_drafts": "Drafts that were judged.",
-    "spec_decode_num_draft_tokens": "Their tokens.",
-    "spec_decode_num_accepted_tokens": "Those of them that were accepted.",
+    "num_preemptions": "Times that a text lost its cache blocks and was read again.",
+    "spec_decode_num_drafts": "Drafts verified.",
+    "spec_decode_num_draft_tokens": "Tokens of the verified drafts.",
+    "spec_decode_num_accepted_tokens": "Draft tokens accepted.",
 }
 _LABELLED = {
-    "request_success": ("finished_reason", "Texts that have ended, by the reason."),
+    "request_success": ("finished_reason", "Texts that have ended, by reason."),
     "spec_decode_num_accepted_tokens_per_pos": (
         "position",
         "Accepted draft tokens, by their position in the draft.",
@@ -35,11 +35,11 @@ _LONG = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 HISTOGRAMS = {
     "time_to_first_token_seconds": ("From a request's arrival to its first token.", _SHORT),
     "inter_token_latency_seconds": (
-        "Between steps that brought tokens of a text; a step may bring several.",
+        "Between steps that produced tokens of a text; a step may produce several.",
         _SHORT,
     ),
     "request_time_per_output_token_seconds": (
-        "From a text's first token to its last, by the tokens after the first.",
+        "From a text's first token to its last, divided by the tokens after the first.",
         _SHORT,
     ),
     "e2e_request_latency_seconds": ("From a request's arrival to its last token.", _LONG),
@@ -47,7 +47,7 @@ HISTOGRAMS = {
 
 
 class ServerMetrics:
-    """What the engine has counted, what the server itself measures, and the page of all that."""
+    """The engine's counters, the server's own measurements, and the page that shows them."""
 
     def __init__(self, engine: Engine, model: str):
         self._engine, self._model = engine, model
@@ -60,7 +60,7 @@ class ServerMetrics:
         }
         self.responses = Counter(
             f"{_PREFIX}http_responses",
-            "Answers, by their status.",
+            "Responses, by status.",
             labelnames=["status"],
             registry=self._registry,
         )
@@ -82,7 +82,7 @@ class ServerMetrics:
             yield counter
 
     def request(self, start: float) -> "RequestTimes":
-        """Of a request that arrived then, by perf_counter()."""
+        """Times of a request that arrived at `start`, by perf_counter()."""
         return RequestTimes(self.histograms, start)
 
     def page(self) -> bytes:
@@ -100,7 +100,7 @@ class RequestTimes:
         self._last: dict[tuple[str, int], float] = {}
 
     def note(self, now: float, events: Sequence[StreamEvent]) -> None:
-        """What a step added, and when."""
+        """Record what a step added, and when."""
         texts = {(event.request_id, event.index) for event in events if event.token_ids}
         if texts and not self._first:
             self._observe("time_to_first_token_seconds", now - self._start)
@@ -116,7 +116,7 @@ class RequestTimes:
                 self._observe("request_time_per_output_token_seconds", seconds / num_later)
 
     def end(self, now: float) -> None:
-        """All texts have ended."""
+        """Record that all texts have ended."""
         self._observe("e2e_request_latency_seconds", now - self._start)
 
     def _observe(self, name: str, seconds: float) -> None:

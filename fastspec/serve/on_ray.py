@@ -42,14 +42,14 @@ def application(args: Mapping[str, Any]) -> serve.Application:
     config = EngineConfig(**(ENGINE_DEFAULTS | given(EngineConfig)))
     models = Models(**given(Models))
     if {"host", "port"} & {*args}:
-        raise ValueError("host, port: Ray Serve listens, so they are options of its own")
+        raise ValueError("host, port: set them in Ray Serve, which does the listening")
     served = Choices(**given(Choices)).engine(models, spec, config)
     replicas: Any = left.pop("num_replicas", 1)
     replicas = int(replicas) if isinstance(replicas, str) and replicas.isdecimal() else replicas
     fits = replicas == "auto" or (is_int(replicas) and replicas >= 1)
     require("num_replicas", replicas, fits, "an int >= 1 or auto")
     if left:
-        raise ValueError(f"{', '.join(map(str, left))}: ray_app takes no such argument")
+        raise ValueError(f"{', '.join(map(str, left))}: ray_app has no such argument")
 
     def new_app() -> Any:
         from fastspec.serve.app import create_app
@@ -68,7 +68,7 @@ def application(args: Mapping[str, Any]) -> serve.Application:
 
 
 def _read(option: Option, value: Any) -> Any:
-    """The value of an option; `serve run` knows texts alone, so others are JSON in them."""
+    """The value of an option; `serve run` passes only strings, so others are JSON in them."""
     if not isinstance(value, str) or option.kind.flag_type in (str, Path):
         return value
     try:
@@ -78,19 +78,19 @@ def _read(option: Option, value: Any) -> Any:
 
 
 def _resources(config: EngineConfig, threads: int | None) -> dict[str, float]:
-    """What an engine has for itself: Ray shows a process no GPU that it has not asked for."""
+    """Resources of one engine: Ray hides every GPU that a process has not requested."""
     has_gpus = ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0
     gpus = 1 if has_gpus and config.device != "cpu" else 0
     return {"num_cpus": threads or 1, "num_gpus": gpus}
 
 
 def answers(address: str, replicas: int, job: BatchJob, left: deque[Row]) -> Answers:
-    """Answers of actors of Ray Data, as blocks of rows are done.
+    """Answers from Ray Data actors, as blocks of rows are finished.
 
-    Ray starts an actor that was killed again, and does its block once more.
+    Ray restarts an actor that was killed, and repeats its block.
 
     Args:
-        address: of the cluster; "local" starts one on this machine for as long as it takes.
+        address: of the cluster; "local" starts one on this machine for the duration of the run.
     Raises:
         ValueError: the cluster cannot be reached, the models cannot be loaded, or Ray gave up.
     """
@@ -137,7 +137,7 @@ def _cluster(address: str) -> Iterator[None]:
     try:
         yield
     except ray.exceptions.RayError as error:
-        raise ValueError(f"ray: {error}; run the same command again to continue") from error
+        raise ValueError(f"ray: {error}; rerun the same command to continue") from error
     finally:
         if begins:
             ray.shutdown()

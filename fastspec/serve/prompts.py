@@ -17,7 +17,7 @@ _SPLITTERS = ("ByteLevel", "Digits", "Punctuation", "Split")  # that keep what t
 
 
 class PromptMaker:
-    """Makes ids of what requests bring; `ids` and `chat_ids` are for one thread of their own."""
+    """Makes the ids of requests' prompts; call `ids` and `chat_ids` in one thread of their own."""
 
     def __init__(self, engine: Engine, config: ServeConfig):
         self._reader = engine.prompt_reader()
@@ -27,20 +27,20 @@ class PromptMaker:
         self._most_characters = None if longest is None else self._most * longest
 
     def check_length(self, text: str) -> None:
-        """Refuse at once, with ValueError, a text that has more tokens than the limit for sure."""
+        """Refuse at once, with ValueError, a text that must have more tokens than the limit."""
         most = self._most_characters
         if most is not None and len(text) > most:
             raise ValueError(
-                f"prompt: has {len(text)} characters, more than {self._most} tokens have; that is"
-                " the limit"
+                f"prompt: has {len(text)} characters, more than fit in {self._most} tokens, the"
+                " limit"
             )
 
     def ids(self, prompt: Prompt) -> list[int]:
-        """The ids of a prompt; ValueError for one that cannot be run, or is too long."""
+        """The ids of a prompt; ValueError for one that is invalid or too long."""
         return self._within_limit(self._reader.ids(prompt))
 
     def chat_ids(self, messages: Sequence[Message], template: Mapping[str, Any]) -> list[int]:
-        """The ids of a conversation, whose template is told so; ValueError as `ids`."""
+        """The ids of a conversation, with arguments for its template; ValueError as for `ids`."""
         options = {"add_generation_prompt": True, **template}
         text = self._reader.chat_text(messages, options)
         self.check_length(text)
@@ -53,10 +53,10 @@ class PromptMaker:
 
 
 def longest_token(tokenizer: PreTrainedTokenizerBase | None) -> int | None:
-    """Characters of a text that one token stands for at most; None where that is not sure.
+    """Maximum number of characters that one token stands for; None if that is not certain.
 
-    It is sure for BPE of bytes that knows them all, where no character is dropped on the way: none
-    of white space beside an added token, none by a normaliser, none by what splits the text.
+    It is certain for byte-level BPE with all bytes, if no character is dropped on the way: no white
+    space next to an added token, and none by a normaliser or by what splits the text.
     """
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         return None
@@ -82,7 +82,7 @@ def longest_token(tokenizer: PreTrainedTokenizerBase | None) -> int | None:
 
 
 def _steps(part: Mapping[str, Any] | None, name: str) -> list[Mapping[str, Any]]:
-    """The steps of a part of a tokenizer, those of sequences too."""
+    """The steps of a part of a tokenizer, including those of sequences."""
     if part is None:
         return []
     if part["type"] != "Sequence":

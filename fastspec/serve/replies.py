@@ -1,4 +1,4 @@
-"""What the engine makes, in the shapes of OpenAI's answers."""
+"""The engine's outputs in the form of OpenAI's responses."""
 
 import codecs
 import json
@@ -26,7 +26,7 @@ _SPACE = "\u2581"  # how SentencePiece writes it, and what decoders drop before 
 
 
 def error_body(status: int, message: str, code: str | None = None) -> dict[str, Any]:
-    """An error as OpenAI's clients read it; a message that begins with a field's name has that."""
+    """An error in OpenAI's form; `param` is the field's name that the message begins with."""
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
     field = re.match(r"(\w+): ", message)
     param = field[1] if field and kind == "invalid_request_error" else None
@@ -40,7 +40,7 @@ def server_event(data: Mapping[str, Any] | str) -> bytes:
 
 
 def acceptance(outputs: Iterable[RequestOutput], num_spec_tokens: int) -> dict[str, Any]:
-    """How speculation went, by vLLM's names; only steps with drafts count."""
+    """Acceptance statistics under vLLM's names; only steps with drafts count."""
     stats = SpecStats()
     for output in outputs:
         stats.add(output.stats)
@@ -62,15 +62,15 @@ def acceptance(outputs: Iterable[RequestOutput], num_spec_tokens: int) -> dict[s
 
 
 class Answer:
-    """One answer, whole or in chunks: a chunk has one token, so clients can count them.
+    """One response, whole or in chunks: a chunk has one token, so clients can count them.
 
     Args:
-        is_chat: its form.
-        model: its name in the answer.
-        asked: what the client wants to know.
+        is_chat: whether it is a chat completion.
+        model: its name in the response.
+        asked: the client's request.
         num_spec_tokens: K of the request.
-        decode: the text and the bytes of one token.
-        generation: the texts that it answers with.
+        decode: gives the text and the bytes of one token.
+        generation: the texts of the response.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Answer:
     def chunks(self, events: Sequence[StreamEvent]) -> bytes:
         """What a step added, as events of a stream.
 
-        The end of a text, which is an event of its own, goes with its last token.
+        The end of a text, which is a separate event, is merged with its last token.
         """
         chunks: list[tuple[int, dict[str, Any]]] = []
         for event in events:
@@ -121,7 +121,7 @@ class Answer:
         return b"".join(server_event(chunk) for _, chunk in chunks)
 
     def last_chunks(self) -> bytes:
-        """The end of a stream, with what was asked about all of it."""
+        """The end of a stream, with usage and metrics if requested."""
         extra = self._extra()
         if self._asked.include_usage:
             extra |= {"usage": self._usage()}
@@ -129,7 +129,7 @@ class Answer:
         return more + server_event("[DONE]")
 
     def whole(self) -> dict[str, Any]:
-        """The answer, once `add` was given everything."""
+        """The whole response, after `add` was given all events."""
         pairs = sorted(self._outputs, key=lambda pair: pair[0])
         choices = [self._whole_choice(index, output) for index, output in pairs]
         return {**self._head, "choices": choices, "usage": self._usage(), **self._extra()}
@@ -191,7 +191,7 @@ class Answer:
         logprobs: Sequence[float],
         tops: Sequence[Mapping[int, float]] | None,
     ) -> dict[str, Any]:
-        """Of the next tokens of a choice; an offset counts the texts of the tokens before."""
+        """Log-probabilities of a choice's next tokens; an offset counts the text before a token."""
         tokens = [self._decode(token_id) for token_id in token_ids]
         values = [max(logprob, _LEAST_LOGPROB) for logprob in logprobs]
         best = [
@@ -234,7 +234,7 @@ class Answer:
 def token_text(tokenizer: PreTrainedTokenizerBase | None, token_id: int) -> tuple[str, bytes]:
     """The text and the bytes of a token; without a tokenizer, its number.
 
-    A token of bytes that are no whole character is written `bytes:\\xe2\\x82`, as OpenAI has it.
+    A token whose bytes are not whole characters is written `bytes:\\xe2\\x82`, as in OpenAI's API.
     """
     if tokenizer is None:
         return str(token_id), str(token_id).encode()

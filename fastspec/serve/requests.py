@@ -1,4 +1,4 @@
-"""The bodies of OpenAI's requests, as prompts and parameters of the engine."""
+"""The bodies of OpenAI's requests, converted to prompts and parameters of the engine."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -44,18 +44,18 @@ _SPECULATION = {"method", "drafter", "num_speculative_tokens", "metrics", "sourc
 
 @dataclass(frozen=True)
 class Asked:
-    """What a client asks for.
+    """A client's request.
 
     Attributes:
         prompts: texts or ids, or one conversation.
         params: of all prompts.
-        stream: whether tokens are sent as they come.
+        stream: whether tokens are sent as they are generated.
         include_usage: whether a stream ends with the number of tokens.
-        running_usage: whether each of its chunks has the number up to there.
-        metrics, sources: whether the answer says how speculation went, and who wrote each token.
-        template: what a conversation's template is told.
-        is_open_ended: whether params.max_tokens is the server's limit, which the client has not
-            asked for, so that fewer will do.
+        running_usage: whether each of its chunks has the number so far.
+        metrics, sources: whether the response has acceptance statistics, and who wrote each token.
+        template: arguments for a conversation's template.
+        is_open_ended: whether params.max_tokens is the server's limit rather than the client's
+            choice, so that fewer tokens are acceptable.
     """
 
     prompts: Sequence[str | list[int]] | Sequence[Message]
@@ -70,7 +70,7 @@ class Asked:
 
 
 def parse_body(body: bytes) -> dict[str, Any]:
-    """The object that a body holds; ValueError for anything else."""
+    """The JSON object in a body; ValueError for anything else."""
     try:
         parsed = json.loads(body, parse_constant=_no_number)
         json.dumps(parsed, ensure_ascii=False).encode()  # escapes may make halves of characters
@@ -87,21 +87,21 @@ def completion(
     """A body of /v1/completions.
 
     Args:
-        drafters: what `speculation` may name, and how the engine calls it.
+        drafters: names that `speculation` accepts, with the engine's names for them.
     Raises:
-        ValueError: a field that is unknown, or has a value that cannot be served.
+        ValueError: an unknown field, or a value that cannot be served.
     """
     given = _given(body, COMPLETION_FIELDS)
     prompt = given.get("prompt")
     several: Any = [prompt] if isinstance(prompt, str) or _is_ids(prompt) else prompt
     fits = isinstance(several, list) and bool(several)
     fits = fits and (all(map(_is_text, several)) or all(map(_is_ids, several)))
-    require("prompt", prompt, fits, "a text, a list of token ids, or a list of either")
+    require("prompt", prompt, fits, "a string, a list of token ids, or a list of either")
     for name, neutral in (("suffix", ""), ("echo", False)):
         value = given.get(name, neutral)
         refuse(name, None if value == neutral else value, "not supported")
     n = given.get("n", 1)
-    require("best_of", given.get("best_of"), given.get("best_of") in (None, n), f"n, {n!r}")
+    require("best_of", given.get("best_of"), given.get("best_of") in (None, n), f"n ({n!r})")
     fields = _sampling(given, config, len(several))
     fields["max_tokens"] = _max_tokens(given, "max_tokens", config, _COMPLETION_TOKENS)
     logprobs = given.get("logprobs")
@@ -117,16 +117,16 @@ def chat(body: Mapping[str, Any], config: ServeConfig, drafters: Mapping[str, st
     given = _given(body, CHAT_FIELDS)
     messages = given.get("messages")
     fits = isinstance(messages, list) and bool(messages)
-    require("messages", messages, fits, "a list of messages, not empty")
+    require("messages", messages, fits, "a non-empty list of messages")
     assert isinstance(messages, list)
     fields = _sampling(given, config, 1)
     name = "max_tokens" if "max_tokens" in given else "max_completion_tokens"
     if {"max_tokens", "max_completion_tokens"} <= {*given}:
-        refuse("max_tokens", given["max_tokens"], "max_completion_tokens says it already")
+        refuse("max_tokens", given["max_tokens"], "not with max_completion_tokens")
     fields["max_tokens"] = _max_tokens(given, name, config, None)
     wants = _flag(given, "logprobs")
     top = given.get("top_logprobs")
-    require("top_logprobs", top, top is None or wants, "none, unless logprobs is true")
+    require("top_logprobs", top, top is None or wants, "null unless logprobs is true")
     fits = top is None or (is_int(top) and 0 <= top <= _MOST_LOGPROBS)
     require("top_logprobs", top, fits, f"0 to {_MOST_LOGPROBS}")
     if wants:
@@ -139,20 +139,20 @@ def chat(body: Mapping[str, Any], config: ServeConfig, drafters: Mapping[str, st
 def _given(body: Mapping[str, Any], known: set[str]) -> dict[str, Any]:
     """The fields of a body, without those that are null."""
     if unknown := sorted({*body} - known):
-        raise ValueError(f"{unknown[0]:.60}: unknown field; there are {', '.join(sorted(known))}")
+        raise ValueError(f"{unknown[0]:.60}: unknown field; known are {', '.join(sorted(known))}")
     given = {name: value for name, value in body.items() if value is not None}
     store, metadata = given.get("store"), given.get("metadata", {})
     fits = store is None or store is False
-    require("store", store, fits, "false: nothing is stored")
+    require("store", store, fits, "false (nothing is stored)")
     require("metadata", metadata, isinstance(metadata, dict), "an object")
     tier = given.get("service_tier", "auto")
     fits = tier in ("auto", "default")
-    require("service_tier", tier, fits, "auto or default: all requests are served alike")
+    require("service_tier", tier, fits, "auto or default (all requests are served alike)")
     return given
 
 
 def _sampling(given: Mapping[str, Any], config: ServeConfig, num_prompts: int) -> dict[str, Any]:
-    """What goes to SamplingParams as it is, within the server's limits."""
+    """The fields that go to SamplingParams unchanged, within the server's limits."""
     fields = {name: value for name, value in given.items() if name in _SAMPLING}
     for name, value in fields.items():
         most = _LIMITED.get(name, _MOST_ITEMS)
@@ -165,10 +165,10 @@ def _sampling(given: Mapping[str, Any], config: ServeConfig, num_prompts: int) -
     forms = {kind: given[name] for name, kind in _GUIDED.items() if name in given}
     if "response_format" in given:
         form = _response_format(given["response_format"])
-        refuse("response_format", (forms and form) or None, "given in two ways")
+        refuse("response_format", (forms and form) or None, "not with guided_*")
         forms |= form
     if forms:
-        refuse("structured_outputs", fields.get("structured_outputs"), "given in two ways")
+        refuse("structured_outputs", fields.get("structured_outputs"), "also given by other fields")
         fields["structured_outputs"] = forms
     form = fields.get("structured_outputs")
     size, most = len(json.dumps(form)), _MOST_FORM_BYTES
@@ -177,7 +177,7 @@ def _sampling(given: Mapping[str, Any], config: ServeConfig, num_prompts: int) -
 
 
 def _response_format(form: Any) -> dict[str, Any]:
-    """OpenAI's response_format as structured_outputs has it."""
+    """OpenAI's response_format as structured_outputs."""
     kind = form.get("type") if isinstance(form, dict) else None
     expected = "an object whose type is text, json_object or json_schema"
     require("response_format", form, kind in ("text", "json_object", "json_schema"), expected)
@@ -195,7 +195,7 @@ def _response_format(form: Any) -> dict[str, Any]:
 def _max_tokens(
     given: Mapping[str, Any], name: str, config: ServeConfig, default: int | None
 ) -> int:
-    """New tokens at most; None as default is as many as the server allows."""
+    """Maximum number of new tokens; None as default is as many as the server allows."""
     most = config.max_completion_tokens
     value = given.get(name, min(default or most, most))
     require(name, value, is_int(value) and 1 <= value <= most, f"an int from 1 to {most}")
@@ -203,15 +203,15 @@ def _max_tokens(
 
 
 def _template(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What the chat template is told: never another template, which is a program."""
+    """Arguments for the chat template; never another template, which is a program."""
     template = given.get("chat_template_kwargs", {})
     require("chat_template_kwargs", template, isinstance(template, dict), "an object")
     if "chat_template" in template:
-        raise ValueError("chat_template_kwargs: chat_template is not taken from requests")
+        raise ValueError("chat_template_kwargs: chat_template cannot be set by requests")
     tools, choice = given.get("tools"), given.get("tool_choice")
     fits = tools is None or (isinstance(tools, list) and all(isinstance(t, dict) for t in tools))
     require("tools", tools, fits, "a list of objects")
-    expected = "auto or none: the template lists the tools, and the model's answer is a text"
+    expected = "auto or none (the template lists the tools, the answer is text)"
     require("tool_choice", choice, choice in (None, "auto", "none"), expected)
     _flag(given, "parallel_tool_calls")  # the model's text has as many calls as it has
     template = {**template}
@@ -223,10 +223,10 @@ def _template(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _message(message: Any) -> dict[str, Any]:
-    """A message whose content is one text, as templates have it."""
+    """A message whose content is one text, as templates expect."""
     fits = isinstance(message, dict) and isinstance(message.get("role"), str)
     require("messages", message, fits, "objects with a role")
-    content, expected = message.get("content"), "content: a text, or parts of type text"
+    content, expected = message.get("content"), "content: a string, or parts of type text"
     if isinstance(content, list):
         texts = [_text_of(part) for part in content]
         require("messages", content, None not in texts, expected)
@@ -263,7 +263,7 @@ def _asked(
     fits = isinstance(options, dict) and {*options} <= _STREAM_OPTIONS
     require("stream_options", options, fits, f"an object of {sorted(_STREAM_OPTIONS)}")
     stream = _flag(given, "stream")
-    require("stream_options", options, stream or not options, "none, unless stream is true")
+    require("stream_options", options, stream or not options, "null unless stream is true")
     return Asked(
         prompts,
         SamplingParams(**fields),
@@ -291,4 +291,4 @@ def _is_ids(value: Any) -> bool:
 
 
 def _no_number(name: str) -> float:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")

@@ -11,7 +11,7 @@ from fastspec.serve.app import create_app
 
 
 def listen(config: ServeConfig) -> socket.socket:
-    """The socket of a server; OSError where its address or port cannot be had."""
+    """The socket of a server; OSError if its address or port is not available."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     return socket.create_server((config.host, config.port), family=family)
 
@@ -19,8 +19,8 @@ def listen(config: ServeConfig) -> socket.socket:
 def new_server(engine: Engine, config: ServeConfig, model: str) -> uvicorn.Server:
     """A server that is not running yet; `run(sockets=[listen(config)])` runs it.
 
-    On SIGTERM and SIGINT it takes no more connections, lets requests end for
-    `config.drain_timeout` seconds and aborts the rest.
+    On SIGTERM and SIGINT it accepts no more connections, gives requests `config.drain_timeout`
+    seconds to finish and aborts the rest.
     """
     return uvicorn.Server(
         uvicorn.Config(

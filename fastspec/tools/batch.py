@@ -1,6 +1,6 @@
-"""Many prompts from a file to a file, by one engine or by several processes with one each.
+"""Answer a file of prompts, with one engine or with several processes that have one each.
 
-This process starts them, or `accelerate launch` or torchrun has.
+The processes are started by this one, or by `accelerate launch` or torchrun.
 """
 
 import hashlib
@@ -49,7 +49,7 @@ Answers = Iterator[tuple[int, dict[str, Any]]]  # by the place of the row, as th
 
 @dataclass(frozen=True)
 class BatchJob:
-    """What every process needs to know."""
+    """The settings that every process needs."""
 
     models: Models
     params: SamplingParams
@@ -57,7 +57,7 @@ class BatchJob:
     config: EngineConfig
 
     def engine(self) -> Engine:
-        """An engine of this process, on the GPU that its launcher means it to have."""
+        """An engine for this process, on the GPU that its launcher assigned to it."""
         if "LOCAL_RANK" in os.environ and torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         return self.models.engine(self.spec, self.config)
@@ -71,20 +71,20 @@ def run_batch(
     progress: Callable[[int, int], None] = lambda done, total: None,
     elsewhere: Callable[[BatchJob, deque[Row]], Answers] | None = None,
 ) -> int:
-    """Answer every row of a file of JSON lines; how many of them failed.
+    """Answer every row of a file of JSON lines; returns the number of rows that failed.
 
-    A row has a "prompt" or "messages", and perhaps options of `SamplingParams` in the place of the
-    job's; its answer is the same object with text, token_ids, finish_reason and error, in the order
-    of the rows. Answers are kept beside the target file as they come, so that a run that was cut
-    off goes on where it stopped.
+    A row has a "prompt" or "messages", and optionally options of `SamplingParams` that override the
+    job's; its answer is the same object with text, token_ids, finish_reason and error. Answers are
+    in the order of the rows. They are saved next to the target file as they arrive, so an
+    interrupted run continues where it stopped.
 
     Args:
-        replicas: processes, each with an engine of its own. What a process had when it died, the
-            others answer.
-        progress: called with the rows that are done, and all.
-        elsewhere: what answers rows in the place of processes that this one starts.
+        replicas: number of processes, each with its own engine. The rows of a process that dies are
+            answered by the others.
+        progress: called with the number of finished rows, and of all rows.
+        elsewhere: answers the rows instead of processes that this one starts.
     Raises:
-        ValueError: a row that is none, a rest of another run, models that cannot be loaded, or
+        ValueError: an invalid row, a file left by another run, models that cannot be loaded, or
             every process has died.
     """
     lines = [*parse_json_lines(read_text("input", source), str(source))]
@@ -104,19 +104,19 @@ def run_batch(
 
 @contextmanager
 def _alone(target: Path) -> Iterator[None]:
-    """Keep other runs away from a file for as long as the block."""
+    """Lock a file against other runs for the duration of the block."""
     lock = Path(f"{target}.lock")
     try:
         held = FileLock(lock).acquire(timeout=0)
     except Timeout as error:
-        raise ValueError(f"output: another run writes {target}") from error
+        raise ValueError(f"output: another run is writing {target}") from error
     with held:
         yield
         lock.unlink(missing_ok=True)
 
 
 class _Answers:
-    """What is known so far, in a file that a later run reads."""
+    """The answers so far, in a file that a later run reads."""
 
     def __init__(self, job: BatchJob, rows: list[dict[str, Any]], target: Path):
         self.known: dict[int, dict[str, Any]] = {}
@@ -135,7 +135,7 @@ class _Answers:
         lines = text.split("\n")[:-1]  # the last one may have been cut off
         if lines:
             head, *kept = [json.loads(line) for line in lines]
-            what = f"{self._part} is the rest of a run with other prompts or options; remove it"
+            what = f"{self._part} is from a run with other prompts or options; remove it"
             if head != self._head:
                 raise ValueError(f"output: {what}")
             self.known = dict(kept)
@@ -154,7 +154,7 @@ class _Answers:
             self._stream.flush()
 
     def finish(self) -> int:
-        """Write all answers in order; how many rows failed."""
+        """Write all answers in order; returns the number of rows that failed."""
         answers = [self.known[number] for number in range(len(self._rows))]
         pairs = zip(self._rows, answers, strict=True)
         lines = [json_line(row | answer) for row, answer in pairs]
@@ -168,7 +168,7 @@ def _check_row(place: str, row: Any, params: SamplingParams) -> None:
     require(place, row, fits, "an object with prompt or messages")
     for name in _ANSWER:
         if name in row:
-            raise ValueError(f"{place}: {name}: the answer has a field of this name; rename yours")
+            raise ValueError(f"{place}: {name}: reserved for the answer; rename this field")
     try:
         _params_of(row, params)
     except ValueError as error:
@@ -176,15 +176,15 @@ def _check_row(place: str, row: Any, params: SamplingParams) -> None:
 
 
 def _params_of(row: Mapping[str, Any], params: SamplingParams) -> SamplingParams:
-    """Those of all rows, but for the options that a row has itself."""
+    """The params of all rows, with the options that a row sets itself."""
     own = {name: row[name] for name in row.keys() & _OPTIONS}
     for name in own.keys() & _NOT_OF_ROWS:
-        raise ValueError(f"{name}: not an option of a row")
+        raise ValueError(f"{name}: cannot be set in a row")
     return replace(params, **own)
 
 
 def in_this_process(job: BatchJob, left: deque[Row], engine: Engine | None = None) -> Answers:
-    """Answers of an engine, by default a new one."""
+    """Answers from an engine, by default a new one."""
 
     def take(room: int, waits: bool) -> list[Row]:
         return [left.popleft() for _ in range(min(room, len(left)))]
@@ -194,10 +194,10 @@ def in_this_process(job: BatchJob, left: deque[Row], engine: Engine | None = Non
 
 
 def _answered(engine: Engine, job: BatchJob, take: Callable[[int, bool], list[Row]]) -> Answers:
-    """Answers as they come, until there is nothing to take.
+    """Answers as they arrive, until there are no more rows to take.
 
     Args:
-        take: gives so many rows at most; whether to wait for some.
+        take: returns up to the given number of rows; the flag says whether to wait for some.
     """
     numbers: dict[str, int] = {}
     most = _AHEAD * engine.config.max_batch_size
@@ -210,7 +210,7 @@ def _answered(engine: Engine, job: BatchJob, take: Callable[[int, bool], list[Ro
                     prompt = chat_prompt_ids(engine.tokenizer, messages, **options)
                 else:
                     prompt = row["prompt"]
-                    require("prompt", prompt, isinstance(prompt, (str, list)), "a text")
+                    require("prompt", prompt, isinstance(prompt, (str, list)), "a string")
                 params = _params_of(row, job.params)
                 numbers[engine.add_request(prompt, params)] = number
             except ValueError as error:
@@ -236,14 +236,14 @@ def _answer(output: RequestOutput | None, error: str | None) -> dict[str, Any]:
 
 
 def _in_processes(replicas: int, job: BatchJob, left: deque[Row]) -> Answers:
-    """Answers of several processes that this one starts."""
+    """Answers from several processes that this one starts."""
     with ExitStack() as stack:
         started = [stack.enter_context(process(job)) for _ in range(min(replicas, len(left)))]
         yield from handed_out(job, left, started)
 
 
 def handed_out(job: BatchJob, left: deque[Row], workers: list[Connection]) -> Answers:
-    """Answers of processes that `work`, as they come; each is given rows as it has room."""
+    """Answers from processes that `work`, as they arrive; each is given rows as it has room."""
     ahead = _AHEAD * job.config.max_batch_size
     taken: dict[Connection, dict[int, Any]] = {connection: {} for connection in workers}
     while left or any(taken.values()):
@@ -256,9 +256,7 @@ def handed_out(job: BatchJob, left: deque[Row], workers: list[Connection]) -> An
             if rows and not _sent(connection, rows):
                 left.extendleft(taken.pop(connection).items())
         if not taken:
-            raise ValueError(
-                "batch: every process has died; run the same command again to continue"
-            )
+            raise ValueError("batch: every process has died; rerun the same command to continue")
         for connection in wait([*taken]):
             assert isinstance(connection, Connection)
             try:
@@ -284,7 +282,7 @@ def _sent(connection: Connection, rows: list[Row]) -> bool:
 
 @contextmanager
 def process(job: BatchJob) -> Iterator[Connection]:
-    """A process that answers what is sent to it, for as long as the block."""
+    """A process that answers the rows sent to it, for the duration of the block."""
     context = get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=_work_quietly, args=(there, job), daemon=True)
@@ -312,7 +310,7 @@ def _work_quietly(connection: Connection, job: BatchJob) -> None:
 
 
 def work(connection: Connection, job: BatchJob) -> None:
-    """Answer the rows that are sent, until none are."""
+    """Answer the rows that are sent, until an empty list is sent."""
     try:
         engine = job.engine()
     except ValueError as error:
@@ -342,20 +340,20 @@ def work(connection: Connection, job: BatchJob) -> None:
 
 
 def launched() -> tuple[int, int]:
-    """The rank of this process, and how many there are; (0, 1) where nothing launched it."""
+    """The rank of this process and the number of processes; (0, 1) if nothing launched it."""
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
         return 0, 1
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 def in_launched(job: BatchJob, left: deque[Row]) -> Answers:
-    """Answers of all launched processes, for the first one, which starts its own worker."""
+    """Answers from all launched processes, for the first one, which starts its own worker."""
     key = os.urandom(32)
     with ExitStack() as stack:
         try:
             listener = stack.enter_context(_listener(key))
         except OSError as error:
-            raise ValueError(f"MASTER_ADDR: the first process has no way there: {error}") from error
+            raise ValueError(f"MASTER_ADDR: the first process cannot reach it: {error}") from error
         workers = [stack.enter_context(process(job))]
         others = range(1, launched()[1])
         try:
@@ -363,13 +361,13 @@ def in_launched(job: BatchJob, left: deque[Row]) -> Answers:
             store.set(_MEETING, json.dumps((listener.address, key.hex())))
             store.wait([f"{_MEETING} {rank}" for rank in others], _PATIENCE)
         except RuntimeError as error:
-            raise ValueError(f"WORLD_SIZE: not all processes have come: {error}") from error
+            raise ValueError(f"WORLD_SIZE: not all processes have joined: {error}") from error
         workers += [stack.enter_context(_accepted(listener)) for _ in others]
         yield from handed_out(job, left, workers)
 
 
 def work_for_first(job: BatchJob) -> None:
-    """Answer what the first process hands out, for every other one."""
+    """Answer the rows that the first process hands out, in every other process."""
     try:
         store = _store()
         address, key = json.loads(store.get(_MEETING))
@@ -383,9 +381,9 @@ def work_for_first(job: BatchJob) -> None:
 
 
 def _listener(key: bytes) -> Listener:
-    """Where the others find the first process: a file of this machine if they are all there.
+    """Where the others reach the first process: a local socket file if all are on this machine.
 
-    If not, it listens on the address that leads to MASTER_ADDR, and on no other.
+    If not, it listens only on the address that leads to MASTER_ADDR.
     """
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
         return Listener(family="AF_UNIX", authkey=key)
@@ -402,7 +400,7 @@ def _accepted(listener: Listener) -> Connection:
 
 
 def _store() -> Any:
-    """What launched processes share, a Store; torch may lack its part for that."""
+    """The Store that launched processes share; torch may be built without it."""
     from torch.distributed.rendezvous import rendezvous
 
     store, _, _ = next(rendezvous("env://", timeout=_PATIENCE))

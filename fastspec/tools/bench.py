@@ -1,6 +1,6 @@
 """End-to-end measurement: our decoding and Hugging Face's, same weights and prompts, in one run.
 
-All methods are verified to say the same, and then timed interleaved.
+All methods are first checked to give the same output, and then timed interleaved.
 """
 
 import datetime
@@ -62,7 +62,7 @@ def verify_outputs(
         if excess > 0:
             raise ValueError(
                 f"max_tokens: with the {len(prompt)} tokens of prompt {index + 1}, {excess} more"
-                " than the models take"
+                " than the models accept"
             )
     decoders = methods.by_name()
     compared = (name for name in decoders if name not in {"plain", *methods.uncompared})
@@ -99,9 +99,9 @@ def measure(
     Returns:
         For each temperature a dictionary: new tokens per second by method (all prompts' tokens over
         the median, across rounds, of all prompts' seconds), their ratios, our acceptance, our SWI
-        with the costs of methods, what drafting and judging cost in plain steps, the speed-up over
-        plain decoding that acceptance and the cost of drafting predict, if judging the drafts cost
-        no more than a plain step, and what part of it was reached.
+        with the costs of methods, the costs of drafting and verifying in plain steps, the speed-up
+        over plain decoding that acceptance and the cost of drafting predict if verifying the drafts
+        costs no more than a plain step, and the fraction of it that was reached.
     """
     decoders, results = list(methods.by_name().items()), []
     pairs = dict(RATIOS)
@@ -169,10 +169,10 @@ def predicted_speed_up(plain: SpecStats, speculative: SpecStats) -> float:
 
 
 def step_costs(plain: SpecStats, speculative: SpecStats) -> tuple[float, float]:
-    """Mean time of drafting, and of the target's pass with all that judging takes, in plain steps.
+    """Mean time of drafting, and of the target's pass including verification, in plain steps.
 
-    A pass over the many rows of a token tree costs more than one over a single token where
-    computing, not reading the weights, takes the time: on a CPU.
+    A pass over the many rows of a token tree costs more than one over a single token where compute
+    rather than reading the weights is the bottleneck: on a CPU.
     """
     plain_step, judging = (
         (stats.seconds["verify"] + stats.seconds["commit"]) / stats.num_steps
@@ -187,8 +187,8 @@ def swi(stats: SpecStats, target_cost: float, *draft_costs: float) -> float:
 
     Args:
         stats: counters of the runs.
-        target_cost: of one pass, in any unit: parameters, for example.
-        draft_costs: of one pass of each draft model; of several, a cascade's, in its order.
+        target_cost: of one pass, in any unit, such as parameters.
+        draft_costs: of one pass of each draft model; for a cascade's several models, in its order.
     """
     passes = {**stats.num_draft_passes, "target": stats.num_steps}
     costs = {f"draft_model_{n}": cost for n, cost in enumerate(draft_costs, start=1)}
@@ -199,7 +199,7 @@ def swi(stats: SpecStats, target_cost: float, *draft_costs: float) -> float:
 
 
 def describe_environment() -> dict:
-    """Machine, versions and commit as plain JSON values; what cannot be found out is None."""
+    """Machine, versions and commit as plain JSON values; unknown ones are None."""
     status = _git("status", "--porcelain", "--untracked-files=no")
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),

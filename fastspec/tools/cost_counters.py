@@ -1,6 +1,6 @@
 """Costs counted in passes of each model, as Chen et al. (2312.11462) publish them: the SWI.
 
-Such counts leave out lengths, kernels and the host: print them beside measured wall time.
+Such counts leave out lengths, kernels and the host: report them together with measured wall time.
 """
 
 import re
@@ -37,9 +37,9 @@ def pass_cost(model: str, counter_version: CostTable = "model_parameters") -> fl
 
     Args:
         model: its name.
-        counter_version: a published table, which looks for parts of names, or costs by whole name.
+        counter_version: a published table, which matches parts of names, or costs by full name.
     Raises:
-        ValueError: no such table, or a model that it does not hold.
+        ValueError: no such table, or a model that it does not contain.
     """
     if model in _FREE:
         return 0.0
@@ -52,12 +52,12 @@ def pass_cost(model: str, counter_version: CostTable = "model_parameters") -> fl
     has_size = re.search(r"\d[mb](?![a-z0-9])", model.lower())
     part = next((part for part in parts if part != "llama" or not has_size), None)
     if part is None:
-        raise ValueError(f"model: {counter_version} has no cost of {model!r}, only of {[*table]}")
+        raise ValueError(f"model: {counter_version} has no cost for {model!r}, only for {[*table]}")
     return float(table[part])
 
 
 def check_counter(counter_version: CostTable) -> None:
-    """ValueError unless these are costs by name, or the name of a published table."""
+    """Raise ValueError unless these are costs by name, or the name of a published table."""
     if isinstance(counter_version, str):
         known = tuple(COSTS)
         require("counter_version", counter_version, counter_version in COSTS, f"one of {known}")
@@ -80,12 +80,12 @@ def standardized_walltime_improvement(
     passes: Mapping[str, int],
     counter_version: CostTable = "model_parameters",
 ) -> float:
-    """SWI: cost of plain decoding, one target pass a token, over the cost that was counted.
+    """SWI: cost of plain decoding, one target pass per token, over the cost that was counted.
 
     Args:
-        num_tokens: tokens that the target's text has.
+        num_tokens: number of tokens in the target's text.
         target: name of the target.
-        passes: by model, the target included, how many passes were made.
+        passes: number of passes by model, including the target.
         counter_version: "model_parameters", "previous_work", or costs by name.
     Raises:
         ValueError: see `total_cost`; or nothing was counted.

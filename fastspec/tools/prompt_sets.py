@@ -1,4 +1,4 @@
-"""Prompts of the data sets that papers on speculative decoding report, from a file or the hub.
+"""Prompts of the data sets that papers on speculative decoding use, from a file or the hub.
 
 The only module that needs the package `datasets`.
 """
@@ -17,9 +17,9 @@ class PromptSet:
     """One data set.
 
     Attributes:
-        path, name, split: where the hub has it; path None = only files have it.
-        template: a record as the data set has it, to the text of a prompt, None where it has none;
-            KeyError, TypeError or IndexError where the record is of another kind.
+        path, name, split: its location on the hub; path None = only from files.
+        template: turns a record of the data set into the text of a prompt, or None if it has none;
+            KeyError, TypeError or IndexError for a record of another kind.
     """
 
     path: str | None
@@ -69,14 +69,14 @@ def _first_turn(record: dict[str, Any]) -> str:
 
 
 def _question(record: dict[str, Any]) -> str | None:
-    """What a person asks first; some conversations hold no more than answers."""
+    """The first question of a person; some conversations contain only answers."""
     turns = (turn for turn in record["conversations"] if turn["from"] in ("human", "user"))
     return next((_text(turn["value"]) for turn in turns), None)
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"expected a text, got {value!r:.40}")
+        raise TypeError(f"expected a string, got {value!r:.40}")
     return value
 
 
@@ -98,13 +98,13 @@ def load_prompts(name: str, file: Path | None = None, limit: int | None = None) 
 
     Args:
         name: "mmlu", "sampled_mmlu" (from a file), "gsm8k", "hellaswag", "mt_bench", "humaneval" or
-            "sharegpt"; "mmlu_vicuna" and "gsm8k_vicuna" in the form of that chat model.
-        file: its records, one JSON object a line, a JSON list, or an object with one by the name of
+            "sharegpt"; "mmlu_vicuna" and "gsm8k_vicuna" in the format of that chat model.
+        file: its records, as JSON lines, a JSON list, or an object with a list under the name of
             the split; None downloads them with `datasets`.
-        limit: how many; None = all.
+        limit: number of prompts; None = all.
     Raises:
-        ValueError: no such data set or file, a record of another kind, fewer prompts than wanted,
-            or no file where `datasets` or the network is missing.
+        ValueError: no such data set or file, a record of another kind, too few prompts, or no file
+            and `datasets` or the network is missing.
     """
     if name not in PROMPT_SETS:
         raise ValueError(f"dataset: expected one of {[*PROMPT_SETS]}, got {name!r}")
@@ -126,14 +126,12 @@ def load_prompts(name: str, file: Path | None = None, limit: int | None = None) 
         if len(prompts) == limit:
             break
     if not prompts or (limit is not None and len(prompts) < limit):
-        raise ValueError(
-            f"dataset: {name} has {len(prompts)} prompts here, {limit or 1} are wanted"
-        )
+        raise ValueError(f"dataset: expected {limit or 1} prompts of {name}, got {len(prompts)}")
     return prompts
 
 
 def _records(text: str, where: str, split: str) -> Iterable[tuple[str, Any]]:
-    """The records of a JSON list, also in an object by its split, or of lines; and their places."""
+    """Records, with their places, of a JSON list, of one under the split's name, or of lines."""
     if text.lstrip().startswith("["):
         whole = parse_json(text, f"{where}:")
     else:

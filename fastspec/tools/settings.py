@@ -1,4 +1,4 @@
-"""What the tools are told by commands: which models, what to time. It imports no torch."""
+"""What commands pass to the tools: which models to use, what to time. Does not import torch."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,24 +25,24 @@ if TYPE_CHECKING:
 @documented
 @dataclass(frozen=True)
 class Models(Options):
-    """The models of an engine by name, here or in another process."""
+    """The models of an engine by name, in this or another process."""
 
     target: str = option(
         "tiny",
         TEXT,
-        'Target: a folder, a .gguf file, a hub id, "smollm2" once it has been fetched, or "tiny"'
-        " for the bundled pair.",
+        'Target model: a folder, a .gguf file, a hub id, "smollm2" once fetched, or "tiny" for the'
+        " bundled pair.",
         metavar="PATH_OR_ID",
     )
     draft: str | None = option(
         None,
         TEXT,
-        "Draft model, best with the target's tokenizer; the bundled target brings its own. For a"
-        " cascade several, biggest first, separated by commas.",
+        "Draft model, best with the target's tokenizer; the bundled target has its own. For a"
+        " cascade several, comma-separated, biggest first.",
         metavar="PATH_OR_ID",
     )
     threads: int | None = option(
-        None, integer(1, 1024), "CPU threads; by default as many as torch chooses."
+        None, integer(1, 1024), "Number of CPU threads; by default as many as torch chooses."
     )
 
     def check(self, method: str) -> None:
@@ -51,19 +51,19 @@ class Models(Options):
             raise ValueError(f"draft: --method {method} uses no draft model")
 
     def drafts(self, method: str) -> Any:
-        """What a method is given as its drafter: of several draft models a list of names."""
+        """The drafter to pass to a method: a list of names for several draft models."""
         several = self.draft is not None and method_named(method).takes_several
         return str(self.draft).split(",") if several else self.draft
 
     def use_threads(self) -> None:
-        """Let torch have as many as are asked for."""
+        """Set torch's number of threads, if one is given."""
         import torch
 
         if self.threads is not None:
             torch.set_num_threads(self.threads)
 
     def engine(self, spec: SpecConfig, config: EngineConfig) -> "Engine":
-        """An engine of this process; ValueError where it cannot be made."""
+        """An engine in this process; ValueError if it cannot be made."""
         from fastspec.engine.engine import Engine
 
         self.use_threads()
@@ -73,36 +73,36 @@ class Models(Options):
 @documented
 @dataclass(frozen=True)
 class BenchConfig(Options):
-    """What is timed."""
+    """What to time."""
 
     max_tokens: int = option(
-        128, integer(1), "New tokens of each prompt; end-of-sequence tokens do not end a text."
+        128, integer(1), "New tokens per prompt; end-of-sequence tokens do not end a text."
     )
-    repeats: int = option(3, integer(1), "Timed rounds over all prompts; the median counts.")
+    repeats: int = option(3, integer(1), "Timed rounds over all prompts; the median is used.")
     temperatures: tuple[float, ...] = option(
         (0.0, 1.0),
         listed("numbers like 0,1", options_of(SamplingParams)["temperature"].kind),
-        "Comma-separated list; 0 is greedy.",
+        "Comma-separated temperatures; 0 is greedy.",
     )
     peers: bool = option(
-        True, BOOL, "Time Hugging Face's decoding as well.", flags=("--peers/--no-peers",)
+        True, BOOL, "Also time Hugging Face's decoding.", flags=("--peers/--no-peers",)
     )
 
     num_speculative_tokens: int | None = option(
         None,
         options_of(SpecConfig)["num_speculative_tokens"].kind,
-        "Tokens proposed in each step, by default as elsewhere; of a cascade, by its draft model in"
+        "Tokens proposed in each step, with the usual default; for a cascade, by its draft model in"
         " the run without MaG.",
         flags=("--num-speculative-tokens", "-k"),
     )
     counter_version: str | None = option(
         None,
         choice(*COSTS),
-        "Costs of CS-Drafting's SWI by the names of the models, model_parameters or previous_work;"
-        " by default the numbers of their parameters.",
+        "Cost table for CS-Drafting's SWI, by model name: model_parameters or previous_work; by"
+        " default the models' parameter counts.",
     )
 
     def num_runs(self, num_prompts: int, num_methods: int) -> int:
-        """Calls of a method that verify_outputs() and measure() make together."""
+        """Number of method calls that verify_outputs() and measure() make together."""
         rounds = 1 + self.repeats * len(self.temperatures)
         return rounds * num_prompts * num_methods

@@ -1,10 +1,10 @@
-"""A drafter against stored outputs of a target, which need not be there.
+"""Run a drafter against stored outputs of a target, which need not be present.
 
 The loop is the engine's, with a verifier that reads what the target has written: it accepts the
-draft tokens up to the first that differs, and takes the next token from the text. That is what
-standard verification of a model's logits does as well, sampled or greedy: after a rejection the
-target never writes the token it has just rejected. So from the same prompts, parameters and seeds
-the same draft tokens are accepted in each step.
+draft tokens up to the first that differs, and takes the next token from the text. Standard
+verification of a model's logits does the same, sampled or greedy: after a rejection the target
+never writes the token it has just rejected. So with the same prompts, parameters and seeds, the
+same draft tokens are accepted in each step.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,12 +19,12 @@ from fastspec.config.checks import require
 from fastspec.config.methods import method_named
 from fastspec.config.token_trees import MAX_TREE_NODES
 from fastspec.drafters import Proposal
-from fastspec.drafters.base import Batch, Drafter
+from fastspec.drafters.base import Batch, Drafter, common_prefix_len
 from fastspec.drafters.context import DrafterContext, DrafterSource, ModelSource
 from fastspec.drafters.registry import plan_drafter
 from fastspec.engine.block_manager import BlockManager, blocks_needed
 from fastspec.engine.loop import Loop
-from fastspec.engine.outputs import Verdict, first_mismatch
+from fastspec.engine.outputs import Verdict
 from fastspec.engine.request import EngineRequest
 from fastspec.engine.schedule import Step
 from fastspec.engine.scheduler import Scheduler
@@ -58,7 +58,7 @@ class Simulation:
 
     @property
     def matched(self) -> list[int]:
-        """Tokens of the output that stood after each step."""
+        """Number of output tokens after each step."""
         emitted, total = [], 0
         for step in self.steps:
             total += step.accepted + 1
@@ -70,9 +70,9 @@ class Simulator:
     """Runs one drafter over stored outputs, many at a time, each at its own pace.
 
     Args:
-        drafter: a path, a hub id, a loaded model or a Drafter; None where spec.method needs none,
-            or the target brings its own.
-        target: whose outputs they are; only names what stands beside its weights.
+        drafter: a path, a hub id, a loaded model or a Drafter; None if spec.method needs none, or
+            the target has its own.
+        target: the model whose outputs they are; only used to find files next to its weights.
         vocab_size: of the target.
         tokenizer: of the target, compared with the drafter's.
         spec: the drafter and K, as for the engine.
@@ -80,7 +80,7 @@ class Simulator:
         decoder_start_id: of a target that is an encoder-decoder, whose encoder reads the prompts.
     Attributes:
         stats: counters of all outputs together.
-        drafter: that of the last run.
+        drafter: the drafter of the last run.
     Raises:
         ValueError: a drafter or option that cannot be used.
     """
@@ -100,10 +100,10 @@ class Simulator:
         exact = SpecConfig()
         for name in _RULES:
             value, expected = getattr(spec, name), getattr(exact, name)
-            require(name, value, value == expected, f"{expected!r}, as only that is simulated")
+            require(name, value, value == expected, f"{expected!r}, the only one that is simulated")
         plan = plan_drafter(DrafterContext(spec, config, tokenizer, vocab_size, target, drafter))
         if plan is None:
-            raise ValueError("drafter: there is none to simulate")
+            raise ValueError("drafter: none to simulate; pass one")
         for model in plan.models:
             if (model.decoder_start_id is None) != (decoder_start_id is None):
                 raise ValueError(
@@ -125,7 +125,7 @@ class Simulator:
         outputs: Sequence[StoredOutput],
         advance: Callable[[int], None] = lambda num_tokens: None,
     ) -> list[Simulation]:
-        """Simulate all outputs, in their order; `advance` is called with tokens done.
+        """Simulate all outputs, in order; `advance` is called with the number of tokens done.
 
         Raises:
             ValueError: an output whose ids are not the target's, or that outgrows the cache;
@@ -161,7 +161,7 @@ class Simulator:
         prompt = output.prompt
         if isinstance(prompt, str):
             if self._tokenizer is None:
-                raise ValueError(f"output {number}: its prompt is a text; a tokenizer is needed")
+                raise ValueError(f"output {number}: its prompt is a string and needs a tokenizer")
             prompt = self._tokenizer(prompt)["input_ids"]
         if not prompt:
             raise ValueError(f"output {number}: its prompt is empty")
@@ -205,7 +205,7 @@ def _skip_prefill(requests: list[EngineRequest], most: int) -> int:
 
 
 def _compare(batch: Batch, proposal: Proposal, spec: SpecConfig) -> list[Verdict]:
-    """The verdicts of a target that writes what is stored."""
+    """The verdicts of a target that writes the stored text."""
     verdicts, parents = [], proposal.parents
     trees = [None] * len(batch.requests) if parents is None else parents.tolist()
     rows = zip(proposal.token_ids.tolist(), trees, strict=True)
@@ -214,7 +214,7 @@ def _compare(batch: Batch, proposal: Proposal, spec: SpecConfig) -> list[Verdict
         following = request.text[len(request.token_ids) :][: limit + 1]
         if tree is None:
             drafts = list(takewhile(lambda token_id: token_id >= 0, row[:limit]))
-            accepted = first_mismatch(drafts, following)
+            accepted = common_prefix_len(drafts, following)
             emitted = following[: accepted + 1]
             verdict = Verdict(len(drafts), accepted, emitted, None, "target")
         else:
@@ -230,7 +230,7 @@ def _compare(batch: Batch, proposal: Proposal, spec: SpecConfig) -> list[Verdict
 def _follow(
     request: EngineRequest, row: list[int], tree: list[int], most: int, following: list[int]
 ) -> Verdict:
-    """The verdict on a tree of at most so many nodes, as far as it knows what follows."""
+    """The verdict on a tree of at most `most` nodes, given the tokens that follow."""
     token_ids = [request.token_ids[-1], *row]
     parents = [-1, *(p if token >= 0 else -1 for p, token in zip(tree, row, strict=True))]
     path = [0]

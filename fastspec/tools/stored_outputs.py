@@ -1,4 +1,4 @@
-"""Files of a target's outputs, which `simulate` takes in the place of the target."""
+"""Files of a target's outputs, which `simulate` uses in place of the target."""
 
 import re
 from collections.abc import Iterable
@@ -22,15 +22,15 @@ class StoredOutput:
     """One output of a target.
 
     Attributes:
-        prompt: its ids or its text; None where the file holds outputs alone.
+        prompt: its ids or its text; None if the file contains only outputs.
         token_ids: the new ids.
         params: how the target chose them; drafts are sampled in the same way, with the same seed.
-            Its max_tokens is what limited the run, None the end of its text.
-        accepted: draft tokens accepted in each step of the run that was stored, if known.
+            Its max_tokens is the limit of the run, None the end of its text.
+        accepted: draft tokens accepted in each step of the stored run, if known.
     Raises:
         ValueError: more tokens than params allow.
 
-    A text shorter than max_tokens ended by itself, at a token that ends texts.
+    A text shorter than max_tokens ended by itself, at an end token.
     """
 
     prompt: str | list[int] | None
@@ -41,16 +41,16 @@ class StoredOutput:
     def __post_init__(self):
         most, num = self.params.max_tokens, len(self.token_ids)
         if most is not None and most < num:
-            raise ValueError(f"max_tokens: {most} for {num} token_ids")
+            raise ValueError(f"max_tokens: expected at least the {num} token_ids, got {most}")
 
     @property
     def is_ended(self) -> bool:
-        """Whether it ended before its limit, and not where its last token had stood before."""
+        """Whether it ended before its limit, at a token that it does not contain earlier."""
         most, ids = self.params.max_tokens, self.token_ids
         return most is not None and 0 < len(ids) < most and ids[-1] not in ids[:-1]
 
     def limited(self, max_tokens: int) -> "StoredOutput":
-        """The same of a run with this limit, where the published code ran over it."""
+        """This output as of a run with this limit, if the published code exceeded it."""
         params, kept = replace(self.params, max_tokens=max_tokens), self.token_ids[:max_tokens]
         accepted = self.accepted if kept == self.token_ids else None
         return replace(self, token_ids=kept, params=params, accepted=accepted)
@@ -62,24 +62,24 @@ def read_outputs(
     decoder_start_id: int | None = None,
     max_tokens: int | None = None,
 ) -> list[StoredOutput]:
-    """Read a file of outputs; how it begins says what it holds.
+    """Read a file of outputs; its format is detected from its beginning.
 
-    - JSON lines: an object a line with "token_ids" and "prompt_token_ids" or "prompt", as
+    - JSON lines: one object per line with "token_ids" and "prompt_token_ids" or "prompt", as
       `fastspec generate --save-outputs` writes them, or a bare list of new ids.
-    - One JSON object: prompt ids to the ids of the whole text, both joined by "_" (CS-Drafting's
-      stored targets). A decoder's text begins with the prompt, an encoder-decoder's with its start
-      token; what follows is new.
-    - Printed tensors: `tensor([[518, 799]])`, one output a row (Decoding Speculative Decoding);
+    - One JSON object: maps prompt ids to the ids of the whole text, both joined by "_"
+      (CS-Drafting's stored targets). A decoder's text begins with the prompt, an encoder-decoder's
+      with its start token; the rest is new.
+    - Printed tensors: `tensor([[518, 799]])`, one output per row (Decoding Speculative Decoding);
       new ids only.
 
     Args:
         path: the file.
-        prompts: texts for the outputs of a file that holds no prompts, in its order.
+        prompts: texts for the outputs of a file without prompts, in its order.
         decoder_start_id: of a target that is an encoder-decoder.
-        max_tokens: new tokens at most of the run, >= 1, of a file that does not say so; texts that
-            ran over it are cut. By default each text's length, as if none had ended by itself.
+        max_tokens: maximum number of new tokens in the run, >= 1, if the file does not say; longer
+            texts are cut. By default each text's length, as if none had ended by itself.
     Raises:
-        ValueError: no such file, or one that is cut off or holds something else; the message has
+        ValueError: no such file, or one that is cut off or has other content; the message names
             the line. Too few or too many prompts, or max_tokens for a file with its own.
     """
     if max_tokens is not None:
@@ -92,7 +92,7 @@ def read_outputs(
     else:
         outputs = _limited(_from_tensors(text, where), max_tokens)
     if not outputs:
-        raise ValueError(f"outputs: {path} holds no output")
+        raise ValueError(f"outputs: {path} contains no output")
     return _with_prompts(outputs, prompts, path)
 
 
@@ -109,7 +109,7 @@ def stored_record(output: RequestOutput, params: SamplingParams, max_model_len: 
 
 
 def accepted_by_step(sources: Iterable[str]) -> list[int]:
-    """Draft tokens accepted in each step; only the last step may end without a target's token."""
+    """Draft tokens accepted in each step; only the last step may end without a target token."""
     steps = [0]
     for source in sources:
         if source == "draft":
@@ -129,13 +129,13 @@ def _from_record(where: str, record: Any, max_tokens: int | None) -> StoredOutpu
     if not isinstance(record, dict):
         raise ValueError(f"{where}: expected an object or a list of ids, got {record!r:.60}")
     if record.get("error"):
-        raise ValueError(f"{where}: the output of a failed request: {record['error']}")
+        raise ValueError(f"{where}: this is the output of a failed request: {record['error']}")
     token_ids = _ids(record.get("token_ids"), f"{where}, token_ids")
     prompt = record.get("prompt")
     if "prompt_token_ids" in record:
         prompt = _ids(record["prompt_token_ids"], f"{where}, prompt_token_ids")
     elif prompt is not None and not isinstance(prompt, str):
-        raise ValueError(f"{where}, prompt: expected a text, got {prompt!r:.60}")
+        raise ValueError(f"{where}, prompt: expected a string, got {prompt!r:.60}")
     accepted = record.get("accepted")
     if accepted is not None:
         accepted = _ids(accepted, f"{where}, accepted", "counts")
@@ -144,7 +144,7 @@ def _from_record(where: str, record: Any, max_tokens: int | None) -> StoredOutpu
         output = StoredOutput(prompt, token_ids, _params(token_ids, **given), accepted)
         if max_tokens is not None:
             is_free = "max_tokens" not in given
-            require("max_tokens", max_tokens, is_free, "nothing, as the file says its own")
+            require("max_tokens", max_tokens, is_free, "None, as the file has its own")
             output = output.limited(max_tokens)
     except ValueError as error:
         raise ValueError(f"{where}, {error}") from error
@@ -162,7 +162,7 @@ def _from_joined(text: str, where: str, decoder_start_id: int | None) -> list[St
             first = "its prompt" if decoder_start_id is None else f"the start id {decoder_start_id}"
             raise ValueError(
                 f"{entry}: expected the whole text, {first} and then new ids, got {value!r:.60};"
-                " new ids alone go in a .jsonl file"
+                " use a .jsonl file for only new ids"
             )
         outputs.append(StoredOutput(prompt, token_ids, _params(token_ids)))
     return outputs
@@ -194,7 +194,7 @@ def _from_tensors(text: str, where: str) -> list[StoredOutput]:
 
 
 def _params(token_ids: list[int], **given: Any) -> SamplingParams:
-    """Greedy, of that length, unless the file says otherwise."""
+    """Greedy and of that length, unless the file says otherwise."""
     params = SamplingParams(**{"temperature": 0.0, "max_tokens": len(token_ids), **given})
     require("max_tokens", params.max_tokens, params.max_tokens is not None, "an int")
     return params
@@ -215,7 +215,7 @@ def _with_prompts(
     if prompts is None:
         return outputs
     if without < len(outputs):
-        raise ValueError(f"prompts: {path} holds prompts of its own")
+        raise ValueError(f"prompts: {path} has its own prompts")
     if len(prompts) != len(outputs):
         raise ValueError(f"prompts: {len(prompts)} given for {len(outputs)} outputs in {path}")
     return [replace(o, prompt=p) for o, p in zip(outputs, prompts, strict=True)]

@@ -1,4 +1,4 @@
-"""The methods of decoding that a benchmark times: ours and Hugging Face's, on the same weights."""
+"""The decoding methods that a benchmark times: ours and Hugging Face's, on the same weights."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,31 +33,31 @@ Decode = Callable[[TokenIds, float, int], TokenIds]  # prompt ids, temperature, 
 class Methods:
     """Our plain and speculative decoding and Hugging Face's plain and assisted generation.
 
-    Each method makes exactly `max_tokens` new ids: end-of-sequence ids do not end a text.
+    Each method generates exactly `max_tokens` new ids: end-of-sequence ids do not end a text.
     Hugging Face's assisted generation appears twice: drafting K tokens in each step, as ours does
-    ("hf_assisted"), and as its own defaults have it ("hf_assisted_default"). Without a draft model
-    ours proposes by spec.method, and theirs by its prompt lookup; so does theirs with a
-    GLIDE or EAGLE draft, which it cannot run. Beside our early exit theirs exits early. Assisted
-    generation, or early exit, that fails on a few tokens is left out. The parts of a cascade run by
-    themselves, too, and so does the draft model ("draft"), where it takes texts as long as the
-    target's, in the same ids, and needs no target: its speed is what drafting can gain at most.
-    Without `peers` Hugging Face's are left out. Of several draft models, a cascade's, both take the
-    first.
+    ("hf_assisted"), and with its own defaults ("hf_assisted_default"). Without a draft model ours
+    proposes by spec.method, and theirs by its prompt lookup; theirs also uses prompt lookup with a
+    GLIDE or EAGLE draft, which it cannot run. If ours uses early exit, so does theirs. Assisted
+    generation, or early exit, that fails on a few tokens is left out. The parts of a cascade are
+    also run by themselves, and so is the draft model ("draft"), if it accepts texts as long as the
+    target's, with the same ids, and needs no target: its speed is the upper limit for drafting.
+    Without `peers` Hugging Face's are left out. With several draft models, for a cascade, both use
+    the first.
 
     Args:
         target, drafts: names of the models.
-        spec: how ours drafts; a draft model whose text ours encodes anew makes theirs universal
+        spec: how ours drafts; with a draft model whose text ours re-encodes, theirs uses universal
             assisted generation.
-        settings: how many tokens, whether Hugging Face's run at all, and K of a cascade's draft
+        settings: number of tokens, whether Hugging Face's run at all, and K of a cascade's draft
             models by themselves.
         costs: of one pass of the target and of each draft model, for the SWI; by default their
-            parameters.
+            parameter counts.
     Attributes:
         target, tokenizer, drafts: the loaded models.
         parts: of a cascade, by name.
         refused: why Hugging Face's assisted generation is left out, with a draft model or with the
-            target's first layers; None where it runs.
-        uncompared: those that say something else than plain decoding: the draft model alone, and
+            target's first layers; None if it runs.
+        uncompared: methods whose output differs from plain decoding: the draft model by itself, and
             ours with synthetic acceptance.
         last_stats: counters of the last run of ours.
     Raises:
@@ -126,7 +126,7 @@ class Methods:
     def _tokenizer_of_reencoded(
         self, drafts: Sequence[str], spec: SpecConfig, config: EngineConfig
     ) -> PreTrainedTokenizerBase | None:
-        """The draft model's, where the engine would encode its text anew."""
+        """The draft model's tokenizer, if the engine would re-encode its text."""
         if len(drafts) != 1 or not method_named(spec.method).reencodes:
             return None
         vocab_size = self.target.config.get_text_config(decoder=True).vocab_size
@@ -135,7 +135,7 @@ class Methods:
         return context.read_tokenizer("draft", drafts[0]) if is_reencoded(context) else None
 
     def _trial(self, temperatures: Sequence[float]) -> str | None:
-        """What Hugging Face's assisted generation ends with, on a few tokens."""
+        """The error of Hugging Face's assisted generation on a few tokens, if there is one."""
         config = self.target.config
         num_layers = config.num_hidden_layers  # as early exit changes it
         try:
@@ -149,7 +149,7 @@ class Methods:
         return None
 
     def describe(self) -> dict[str, Any]:
-        """The models and what is drafted with them, as plain JSON values."""
+        """The models and how they draft, as plain JSON values."""
         target, *drafts = map(_described, self._names, (self.target, *self.drafts))
         return {
             "device": str(self.target.device),
@@ -221,7 +221,7 @@ class Methods:
         return self._hf_generate(prompt, temperature, seed, **self._assistant(temperature))
 
     def _assistant(self, temperature: float) -> dict[str, Any]:
-        """What names the draft model, or the target's first layers, to Hugging Face."""
+        """Hugging Face's arguments for the draft model, or for the target's first layers."""
         if self._exit_layer is not None:
             return {"assistant_early_exit": self._exit_layer}
         draft = self._sampled_draft if temperature else self._draft
@@ -283,7 +283,7 @@ def _described(name: str, model: PreTrainedModel) -> dict[str, Any]:
 
 @contextmanager
 def _changed(holder: object, changes: dict) -> Iterator[None]:
-    """Attributes changed for the length of a block."""
+    """Attributes changed for the duration of a block."""
     previous = {name: getattr(holder, name) for name in changes}
     try:
         for name, value in changes.items():

@@ -1,4 +1,4 @@
-"""Which drafter, and how many tokens of it: measured on the user's machine, model and prompts."""
+"""The best drafter and its number of tokens, measured on the user's machine, model and prompts."""
 
 import statistics
 import time
@@ -31,7 +31,7 @@ TokenIds = list[int]
 
 
 def k_matrices_to_try(num_models: int) -> list[KMatrix]:
-    """Those of cascades of draft models with MaG last: horizontal ones, and one vertical.
+    """The k_matrices of cascades with MaG last: horizontal ones, and one vertical.
 
     In the vertical one each draft model reviews at least half as many tokens as the one before it.
     """
@@ -48,16 +48,16 @@ def k_matrices_to_try(num_models: int) -> list[KMatrix]:
 
 @dataclass
 class Measurement:
-    """What one drafter costs and brings, by the number k of its draft tokens.
+    """Costs and gains of one drafter, by the number k of its draft tokens.
 
     Attributes:
-        spec: the drafter; its num_speculative_tokens is the largest k, and the only one beside 0
-            where what it proposes has a shape of its own: of cascades, trees, and copies first.
-        draft_seconds: of proposing k tokens, by k; the time of the host is in it.
-        verify_seconds: of the target's pass over what was proposed and one token more, and of the
-            rest of the step, by k.
+        spec: the drafter; its num_speculative_tokens is the largest k, and the only one besides 0
+            if its proposals have a fixed shape: cascades, trees, and copies first.
+        draft_seconds: of proposing k tokens, by k; includes the host's time.
+        verify_seconds: of the target's pass over the proposal and one more token, and of the rest
+            of the step, by k.
         tokens_per_pass: mean tokens of a step with k draft tokens, by k.
-        start_seconds: reading a prompt, by the target alone and by both models.
+        start_seconds: of reading a prompt, by the target only and by both models.
     """
 
     spec: SpecConfig
@@ -72,31 +72,31 @@ class Measurement:
         return sorted(self.draft_seconds)
 
     def step_seconds(self, length: int) -> float:
-        """Of a step with k draft tokens."""
+        """Seconds of a step with k draft tokens."""
         return self.draft_seconds[length] + self.verify_seconds[length]
 
     def tokens_per_second(self, length: int) -> float:
-        """By the throughput model, prompts left out."""
+        """Predicted by the throughput model, without prompts."""
         tokens = self.tokens_per_pass[length]
         return throughput(tokens, self.draft_seconds[length], self.verify_seconds[length])
 
     def speed_up(self, length: int, num_tokens: int) -> float:
-        """Predicted over plain decoding, for texts of so many new tokens, prompts included."""
+        """Predicted speed-up over plain decoding for texts of num_tokens, including prompts."""
         plain, both = self.start_seconds
         before = plain + num_tokens * self.step_seconds(0)
         after = (both if length else plain) + num_tokens / self.tokens_per_second(length)
         return before / after
 
     def draft_cost(self) -> float:
-        """Of one draft token in steps of plain decoding, in chains of the largest k."""
+        """Cost of one draft token in steps of plain decoding, in chains of the largest k."""
         most = self.lengths[-1]
         return self.draft_seconds[most] / most / self.step_seconds(0)
 
     def rate_for(self, gain: float, num_tokens: int) -> tuple[float, int] | None:
-        """The least acceptance rate that predicts so large a speed-up, and the k that reaches it.
+        """The lowest acceptance rate that predicts this speed-up, and the k that reaches it.
 
-        By the costs alone: a draft token is taken to be accepted with that chance wherever those
-        before it were (`formulas.expected_tokens`). None where no rate is enough.
+        From the costs only: each draft token is assumed to be accepted at that rate if those before
+        it were (`formulas.expected_tokens`). None if no rate is enough.
         """
 
         def best(rate: float) -> tuple[float, int]:
@@ -119,7 +119,7 @@ class Plan:
 
     Attributes:
         spec: what to run.
-        predicted: its speed-up over plain decoding by the model.
+        predicted: its speed-up over plain decoding, according to the model.
     """
 
     spec: SpecConfig
@@ -131,9 +131,9 @@ class Planner:
 
     Args:
         target: the loaded model.
-        tokenizer: of the target; None where the prompts are ids.
-        max_tokens: new tokens of each prompt.
-        temperature: of the runs; texts at 0 and above it are accepted at other rates.
+        tokenizer: of the target; None if the prompts are ids.
+        max_tokens: new tokens per prompt.
+        temperature: of the runs; acceptance rates at 0 differ from those above it.
         config: device, dtype and cache.
     """
 
@@ -163,12 +163,12 @@ class Planner:
         """Time and count a drafter with 0, 1, ..., K tokens.
 
         Times come from decoding all prompts while the number of draft tokens changes from step to
-        step. What would be accepted with one number throughout differs from what is accepted then,
-        because a step begins where the one before it ended: greedy texts, which do not depend on
-        the drafts, are drafted again for each number (see `tools.simulate`), others decoded again,
-        and so are those of a GLIDE or EAGLE draft and of early exit, which read what the target
-        keeps. Cascades, trees and drafts with copies first, whose steps are unlike each other, are
-        measured with 0 and K alone, as the means of whole texts.
+        step. With one number throughout, other tokens would be accepted, because a step begins
+        where the one before it ended: greedy texts, which do not depend on the drafts, are drafted
+        again for each number (see `tools.simulate`); others are decoded again, as are those of a
+        GLIDE or EAGLE draft and of early exit, which read the target's states. Cascades, trees and
+        drafts with copies first, whose steps vary, are measured only with 0 and K, as the means of
+        whole texts.
 
         Raises:
             ValueError: a prompt, drafter or option that cannot be used, or too few tokens to
@@ -190,8 +190,8 @@ class Planner:
         prompts: Sequence[str | TokenIds],
         advance: Callable[[], None],
     ) -> tuple[Measurement, list[RequestOutput]]:
-        """What chains cost, without what they bring, which a draft model that is yet to be trained
-        cannot show; and the texts that were written meanwhile.
+        """The costs of chains, without their gains, which an untrained draft model cannot show; and
+        the texts that were written meanwhile.
 
         Raises:
             ValueError: as `measure` does.
@@ -210,7 +210,7 @@ class Planner:
             outputs.append(output)
             wanted, schedule.wanted = schedule.wanted, []
             if len(laps) < 2:
-                raise ValueError(f"max_tokens: too few to measure with: {self.max_tokens}")
+                raise ValueError(f"max_tokens: too few to measure: {self.max_tokens}")
             starts.append((laps[0]["prefill"], laps[1]["propose"]))
             for index, (length, lap) in enumerate(zip(wanted, laps, strict=True)):
                 if index < 2 or length != lengths[index % len(lengths)]:
@@ -237,7 +237,7 @@ class Planner:
         prompts: Sequence[str | TokenIds],
         advance: Callable[[], None],
     ) -> Measurement:
-        """The means of plain steps and of its own, all prompts decoded with both in turns."""
+        """The means of plain and of drafted steps, with all prompts decoded both ways in turn."""
         engines = {
             0: self._engine(SpecConfig("none"), None),
             spec.num_model_tokens(): self._engine(spec, drafter),
@@ -253,7 +253,7 @@ class Planner:
         for length, texts in runs.items():
             laps = [lap for laps, _ in texts for lap in laps[1:]]
             if not laps:
-                raise ValueError(f"max_tokens: too few to measure with: {self.max_tokens}")
+                raise ValueError(f"max_tokens: too few to measure: {self.max_tokens}")
             drafting = statistics.mean(lap["propose"] for lap in laps)
             judging = statistics.mean(lap["verify"] + lap["commit"] for lap in laps)
             first = [laps[0] for laps, _ in texts]
@@ -269,7 +269,7 @@ class Planner:
         return measurement
 
     def choose(self, measurements: Sequence[Measurement]) -> Plan:
-        """The drafter and k with the largest predicted speed-up; plain if none gains 2 %."""
+        """The drafter and k with the largest predicted speed-up; plain decoding if below 2 %."""
         options = [
             (measurement.speed_up(length, self.max_tokens), index, length)
             for index, measurement in enumerate(measurements)
@@ -289,7 +289,7 @@ class Planner:
         repeats: int,
         advance: Callable[[], None],
     ) -> float:
-        """The speed-up of a plan as measured: plain and chosen runs interleaved, median rounds."""
+        """The measured speed-up of a plan: plain and chosen runs interleaved, median of rounds."""
         engines = [self._engine(SpecConfig("none"), None), self._engine(plan.spec, drafter)]
         for engine in engines:
             self._warm_up(engine, prompts[0])
@@ -313,7 +313,7 @@ class Planner:
     def _run(
         self, engine: Engine, prompt: str | TokenIds
     ) -> tuple[list[dict[str, float]], RequestOutput]:
-        """Seconds of the phases of each step, and the end of it."""
+        """Seconds of the phases of each step, and the finished output."""
         engine.add_request(prompt, self._params)
         laps = []
         while True:
@@ -335,7 +335,7 @@ class Planner:
         outputs: list[RequestOutput],
         length: int,
     ) -> float:
-        """Tokens of a step when each has that many draft tokens."""
+        """Mean tokens per step if each step has that many draft tokens."""
         spec, params = _with_length(spec, length), self._params
         reads_target = method_named(spec.method).reads_target
         is_decoder = not self._target.config.is_encoder_decoder
@@ -354,7 +354,7 @@ class Planner:
 
 
 def has_own_shape(spec: SpecConfig) -> bool:
-    """Whether proposals are no chains of which any length can be had: see `Measurement.spec`."""
+    """Whether proposals are not chains that can have any length, see `Measurement.spec`."""
     is_shaped = method_named(spec.method).sets_length or spec.drafts_trees
     return is_shaped or spec.suffix_tokens is not None
 

@@ -15,14 +15,14 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class TunedConfig:
-    """What was chosen.
+    """The choice of `fastspec tune`.
 
     Attributes:
         target: a folder, a hub id, or "tiny".
-        draft: the same of the draft model, None where the method needs none.
+        draft: the same for the draft model; None if the method needs none.
         spec: fields of SpecConfig that are given.
         step_costs: seconds of steps with 0 to num_speculative_tokens draft tokens, for
-            SpecConfig(schedule="adaptive"); None where not all were measured.
+            SpecConfig(schedule="adaptive"); None if not all were measured.
         measured: the table the choice was made from, the machine and the versions.
     """
 
@@ -42,7 +42,7 @@ class TunedConfig:
 
 
 def spec_fields(spec: SpecConfig) -> dict[str, Any]:
-    """The fields of a SpecConfig that a file keeps: what is given, and a cascade's k_matrix."""
+    """The fields of a SpecConfig to save: those that are given, and a cascade's k_matrix."""
     values = {name: getattr(spec, name) for name in options_of(SpecConfig)}
     if method_named(spec.method).sets_length:
         values["k_matrix"] = spec.cascade_matrix
@@ -51,7 +51,7 @@ def spec_fields(spec: SpecConfig) -> dict[str, Any]:
 
 
 def save_tuned(config: TunedConfig, path: Path) -> None:
-    """Write the file; whoever reads it finds the old one or the whole new one."""
+    """Write the file atomically: readers find the old one or the whole new one."""
     record = {"fastspec_config": _FORMAT, **asdict(config)}
     write_whole(json.dumps(record, indent=2) + "\n", path)
 
@@ -60,7 +60,7 @@ def load_tuned(path: Path) -> TunedConfig:
     """Read a file that `save_tuned` wrote.
 
     Raises:
-        ValueError: no such file, or one that is cut off or holds something else.
+        ValueError: no such file, or one that is cut off or has other content.
     """
     record = read_json("config", path)
     if not isinstance(record, dict) or record.get("fastspec_config") != _FORMAT:
@@ -72,7 +72,7 @@ def load_tuned(path: Path) -> TunedConfig:
         or not isinstance(spec, dict)
         or not spec.keys() <= options_of(SpecConfig).keys()
     ):
-        raise ValueError(f"config: {path} must hold a target, a draft and fields of SpecConfig")
+        raise ValueError(f"config: {path} must contain a target, a draft and fields of SpecConfig")
     costs = record.get("step_costs")
     config = TunedConfig(str(target), draft, spec, costs, record.get("measured", {}))
     paced = {} if costs is None else {"schedule": "adaptive", "step_costs": costs}

@@ -1,1 +1,1 @@
-"""Training of drafters for a target of the user's: GLIDE, EAGLE-3 and tables of bigrams."""
+"""Training drafters for any target: GLIDE, EAGLE-3, plain draft models and bigram tables."""

@@ -4,17 +4,17 @@ from collections.abc import Iterable
 
 import numpy as np
 
-_MOST_WAITING = 1 << 22  # pairs that are counted together
+_MOST_WAITING = 1 << 22  # pairs counted at a time
 
 
 def count_bigrams(documents: Iterable[np.ndarray], vocab_size: int) -> list[int]:
-    """The most frequent successor of each token, the lowest id on ties.
+    """Return the most frequent successor of each token, the lowest id on ties.
 
-    A token that is never followed gets the most frequent token of all. Pairs never span two
-    documents, each an array of ids.
+    A token without a successor gets the most frequent token overall. Documents are arrays of ids;
+    pairs never span two documents.
 
     Raises:
-        ValueError: there is no pair of tokens at all, or an id outside the vocabulary.
+        ValueError: there is no pair of tokens at all, or an id is outside the vocabulary.
     """
     total = (np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))
     waiting: list[np.ndarray] = []
@@ -28,11 +28,11 @@ def count_bigrams(documents: Iterable[np.ndarray], vocab_size: int) -> list[int]
             waiting = []
     keys, counts = _with(total, waiting)
     if not keys.size:
-        raise ValueError("documents: hold no two tokens in a row")
+        raise ValueError("documents: expected at least one with two or more tokens")
     first, second = np.divmod(keys, vocab_size)
     commonest = int(np.bincount(second, counts).argmax())
     successors = np.full(vocab_size, commonest)
-    best_last = np.lexsort((-second, counts, first))  # of each first token the best pair comes last
+    best_last = np.lexsort((-second, counts, first))  # the best pair of each first token comes last
     successors[first[best_last]] = second[best_last]
     return successors.tolist()
 
@@ -40,7 +40,7 @@ def count_bigrams(documents: Iterable[np.ndarray], vocab_size: int) -> list[int]
 def _with(
     total: tuple[np.ndarray, np.ndarray], waiting: list[np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Distinct pairs and how often each was seen, those that wait included."""
+    """Merge waiting pairs into the distinct pairs and their counts."""
     new = np.concatenate([np.empty(0, dtype=np.int64), *waiting])
     new_keys, new_counts = np.unique(new, return_counts=True)
     keys, index = np.unique(np.concatenate([total[0], new_keys]), return_inverse=True)

@@ -8,9 +8,9 @@ import torch
 class DistillationLoss(torch.autograd.Function):
     """Mean cross-entropy of the draft to the target's distribution, float logits [T, V].
 
-    Its minimum is reached at the target's distribution alone (Hinton et al. 2015, temperature 1).
-    The gradient, draft_probs - target_probs, is made in the forward pass: at this size, passes over
-    [T, V] cost more than the models do.
+    Its minimum is reached only at the target's distribution (Hinton et al. 2015, temperature 1).
+    The gradient, draft_probs - target_probs, is computed in the forward pass, because at this size
+    passes over [T, V] cost more than the models do.
     """
 
     @staticmethod
@@ -29,15 +29,15 @@ class DistillationLoss(torch.autograd.Function):
 
 
 class FrozenHeadLoss(torch.autograd.Function):
-    """The same loss of rows [N, E] before a head [R, E] that does not learn; with a weight, mixed
-    with how likely drafts are rejected.
+    """Distillation loss of rows [N, E] before a frozen head [R, E], optionally mixed with an
+    acceptance loss.
 
-    The other loss is -log of what is accepted at temperature 1, the sum over the tokens of
-    min(draft_probs, target_probs): a small draft does not waste itself on tokens that it proposes
-    too rarely or too often anyway. Both laws are those of the tokens that the head knows.
+    The acceptance loss is -log of the acceptance rate at temperature 1, the sum over tokens of
+    min(draft_probs, target_probs): a small draft then spends no capacity on tokens that it proposes
+    too rarely or too often anyway. Both distributions are over the tokens that the head knows.
 
-    target_probs [N, R]; all three have one type, in which logits are made and dropped again: only
-    the gradient of the rows is kept.
+    target_probs [N, R]; all three have the same dtype, in which logits are computed and dropped
+    again: only the gradient of the rows is kept.
     """
 
     @staticmethod
@@ -57,13 +57,13 @@ class FrozenHeadLoss(torch.autograd.Function):
         else:
             loss = loss * (1 - acceptance_weight)
             gradient = (probs - target_probs).mul_(1 - acceptance_weight)
-            # d/dlogits of sum min(q, p) is q * (m - sum m q), m where q is the smaller one.
+            # d/dlogits of sum min(q, p) is q * (m - sum m q), where m is 1 if q < p, else 0.
             smaller = (probs < target_probs).to(probs.dtype)
             own = torch.linalg.vecdot(smaller, probs)[:, None]
             accepted = torch.minimum(probs, target_probs).sum(-1, dtype=torch.float32)
             accepted = accepted.clamp(min=torch.finfo(torch.float32).tiny)
             loss -= acceptance_weight * accepted.log().mean()
-            # Small over small, which 16 bits do not hold.
+            # A quotient of small numbers, too small for 16 bits.
             slope = smaller.sub_(own).mul_(probs).float().div_(accepted[:, None])
             gradient -= slope.mul_(acceptance_weight).to(probs.dtype)
         ctx.save_for_backward((gradient @ head).div_(len(rows)))

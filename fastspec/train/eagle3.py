@@ -1,4 +1,4 @@
-"""Training of EAGLE-3 drafts: several steps of drafting in a row, as they are used."""
+"""Training EAGLE-3 drafts over several consecutive drafting steps, as in use."""
 
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -23,16 +23,16 @@ from fastspec.train.glide_data import check_head, most_frequent, states_file, st
 from fastspec.train.options import DraftShape, TrainOptions
 from fastspec.train.processes import OneProcess
 
-_STEP_WEIGHT = 0.8  # of a step against the one before it, as published
+_STEP_WEIGHT = 0.8  # weight of a step relative to the previous one, as published
 
 
 @dataclass(frozen=True)
 class Text:
-    """A text of a target's own.
+    """A text written by a target.
 
     Attributes:
         token_ids: [n] int64.
-        start: what comes before it was given; the draft learns what follows.
+        start: number of given tokens; the draft learns from those after them.
     """
 
     token_ids: Tensor
@@ -40,10 +40,10 @@ class Text:
 
 
 def cut_texts(documents: Iterable[tuple[list[int], int]], context: int) -> list[Text]:
-    """Texts of at most `context` tokens; each document is its ids and where its answer starts.
+    """Cut texts to up to `context` tokens; a document is its ids and the start of its answer.
 
     Raises:
-        ValueError: none has an answer after at least one token, and two tokens for it.
+        ValueError: none has an answer of two or more tokens after at least one token.
     """
     texts = []
     for ids, start in documents:
@@ -58,13 +58,14 @@ def cut_texts(documents: Iterable[tuple[list[int], int]], context: int) -> list[
 
 
 def make_eagle3(target: PreTrainedModel, texts: Sequence[Text], shape: DraftShape) -> Eagle3Draft:
-    """A fresh draft, which starts from the target's last layer, and whose ends are the target's.
+    """Make a draft initialised from the target's last layer, with its embeddings and head.
 
-    Of a reduced vocabulary it can write the tokens that the answers in the texts hold most often.
-    It fuses hidden states to the last of the three; attention begins with the half that reads them.
+    A reduced vocabulary consists of the most frequent tokens of the texts' answers. Initially the
+    fused state is the last of the three hidden states, and attention uses only the half that reads
+    it.
 
     Raises:
-        ValueError: a shape that does not fit the target.
+        ValueError: the shape does not fit the target.
     """
     require("layers", shape.layers, shape.layers == 1, "1, as EAGLE-3 drafts have one layer")
     large = target.config.get_text_config(decoder=True)
@@ -102,20 +103,20 @@ def _start_as_last_layer(draft: Eagle3Draft, target: PreTrainedModel) -> None:
         if old is None or old.shape[:-1] != weight.shape[:-1]:
             continue
         size = old.shape[-1]
-        if weight.shape[-1] in (size, 2 * size):  # queries, keys and values read twice as much
+        if weight.shape[-1] in (size, 2 * size):  # q, k and v have 2x wide inputs
             weight[..., weight.shape[-1] - size :] = old
 
 
 @dataclass(frozen=True)
 class UnrolledLesson:
-    """One batch of texts, packed, T tokens in all.
+    """One packed batch of texts, T tokens in all.
 
     Attributes:
         token_ids: [T].
         lengths, starts: [B], see `Text`.
         features: [T, 3E], the target's hidden states that the draft reads.
-        target_probs: [T, R], among the tokens that the draft can write.
-        last_hidden: [T, E], what the target's head reads.
+        target_probs: [T, R], over the tokens that the draft can write.
+        last_hidden: [T, E], the input of the target's head.
     """
 
     token_ids: Tensor
@@ -135,11 +136,11 @@ def stored_lessons(
     file: Path,
     advance: Callable[[int], None] = lambda num_texts: None,
 ) -> Callable[[Tensor], UnrolledLesson]:
-    """A teacher that has run the target once over each text.
+    """Run the target once over each text, and return a teacher that reads the stored states.
 
     Args:
-        layers: of the target, whose inputs are kept beside what its head reads.
-        token_ids: those that the draft can write.
+        layers: layers of the target whose inputs are kept, in addition to its head's.
+        token_ids: tokens that the draft can write.
         file, advance: as for `stored_states`.
     Raises:
         ValueError: the target's logits are not its head's output.
@@ -182,11 +183,11 @@ def stored_lessons(
 def unrolled(
     draft: Eagle3Draft, lesson: UnrolledLesson, num_steps: int
 ) -> Iterable[tuple[Tensor, Tensor]]:
-    """Of each step of drafting: what the head reads [N, E], and the place [N] of each row.
+    """Yield for each drafting step the head's input [N, E], and the place [N] of each row.
 
-    As in training-time test, a row reads the target's hidden state in the first step and in each
-    later one what the step before made of it; it attends to the first step's rows before it, and to
-    its own of every step. The row at place t says what the target's head says at place t + 1.
+    As in training-time test, a row reads the target's hidden state in the first step, and in each
+    later one its own output of the previous step; it attends to earlier rows of the first step, and
+    to its own rows of all steps. A row with place t is trained on the target's output at place t.
     """
     kind = lesson.features.dtype
     with torch.autocast(lesson.features.device.type, torch.bfloat16, kind == torch.bfloat16):
@@ -201,7 +202,7 @@ def _unrolled(
     head_dim = attention.head_dim
     is_token = torch.arange(width, device=lengths.device) < lengths[:, None]
     text, column = is_token.nonzero(as_tuple=True)  # [T]
-    last = lengths[text] - 2  # a place has to be followed by a token of the same text
+    last = lengths[text] - 2  # a token of the same text must follow
     first = lesson.starts[text] - 1
     rows = (column + 1 <= last).nonzero()[:, 0]
     hidden = draft.fc(lesson.features[rows].to(draft.fc.weight.dtype)).float()
@@ -241,7 +242,7 @@ def _attend(
     own: list[tuple[Tensor, Tensor]],
     scale: float,
 ) -> Tensor:
-    """Attention to the rows of the first step up to itself, and to itself in the later steps."""
+    """Attend to the rows of the first step up to itself, and to itself in later steps."""
     num_heads = past[0].shape[2]
     query = query.unflatten(2, (num_heads, -1)).permute(0, 2, 3, 1, 4) * scale  # [B, G, R, S, D]
     key, value = (part.transpose(1, 2)[:, :, None] for part in past)
@@ -258,7 +259,7 @@ def _attend(
 
 
 class Eagle3Trainer(GlideTrainer):
-    """Trains a draft over several steps of drafting at once, on the target's own distribution."""
+    """Trains a draft on the target's distribution, over several drafting steps at once."""
 
     num_steps = 4
 
@@ -283,7 +284,7 @@ def judge(
     indices: Tensor,
     num_steps: int,
 ) -> dict[str, list[float]]:
-    """What the target would accept of each place of a draft that follows the text so far.
+    """Measure a draft's acceptance rate for each drafting step.
 
     Returns:
         "sampled_acceptance", at temperature 1, and "greedy_acceptance", by step.
@@ -318,12 +319,12 @@ def train_eagle3(
     advance: Advance,
     on_text: Callable[[int], None] = lambda num_texts: None,
 ) -> dict[str, Any]:
-    """Train a draft into the folder `out`: checkpoints, weights, record.
+    """Train a draft; write checkpoints, weights and record to the folder `out`.
 
-    advance is called after each step, on_text with the texts that the target has read.
+    advance is called after each step, on_text with the number of texts that the target has read.
 
     Raises:
-        ValueError: a checkpoint that is missing, or there without being asked for.
+        ValueError: a checkpoint to resume from is missing, or exists although resume is False.
     """
     layers = draft.config.target_layers or usual_layers(len(decoder_layers(target)))
     token_ids = cast(Any, draft.lm_head).token_ids

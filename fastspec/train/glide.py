@@ -1,4 +1,4 @@
-"""Training of GLIDE draft models, and of plain ones."""
+"""Training GLIDE and plain draft models."""
 
 import json
 import re
@@ -20,7 +20,7 @@ from fastspec.train.glide_lookup import start_as_lookup
 from fastspec.train.options import TrainOptions
 from fastspec.train.processes import OneProcess
 
-_LOSS_MEMORY = 0.98  # of the running mean
+_LOSS_MEMORY = 0.98  # decay of the running mean
 _MAX_NORM = 1.0
 _SHARED_FIELDS = (
     "vocab_size",
@@ -46,13 +46,13 @@ def make_glide(
     start: PreTrainedModel | None = None,
     **shape: Any,
 ) -> GlideLlamaForCausalLM:
-    """A GLIDE draft for a target, which starts from the weights of `start` where names agree.
+    """Make a GLIDE draft for a target, initialised from the weights of `start` that match by name.
 
     Args:
-        start: a plain draft as deep, already trained, or the target itself (None).
-        shape: fields of the configuration other than the target's.
+        start: a trained plain draft with the same number of layers; None = the target itself.
+        shape: configuration fields that differ from the target's.
     Raises:
-        ValueError: a shape that does not fit together, or more layers than the target has.
+        ValueError: the fields do not fit together, or there are more layers than the target has.
     """
     fields = llama_shape(target, num_layers, shape) | shape_of_target(target)
     config = GlideLlamaConfig(**fields)
@@ -60,10 +60,10 @@ def make_glide(
 
 
 def make_shallow(target: PreTrainedModel, num_layers: int = 1, **shape: Any) -> LlamaForCausalLM:
-    """A plain Llama for a target, which starts from its first layer and its last ones.
+    """Make a plain Llama for a target, initialised from the target's first layer and last layers.
 
     Raises:
-        ValueError: a shape that does not fit together, or more layers than the target has.
+        ValueError: the fields do not fit together, or there are more layers than the target has.
     """
     draft = LlamaForCausalLM(LlamaConfig(**llama_shape(target, num_layers, shape)))
     return _started(draft, target, target)
@@ -72,7 +72,7 @@ def make_shallow(target: PreTrainedModel, num_layers: int = 1, **shape: Any) -> 
 def make_plain(
     glide: GlideLlamaForCausalLM, target: PreTrainedModel, start: PreTrainedModel | None = None
 ) -> LlamaForCausalLM:
-    """A Llama as large as a GLIDE draft: what cross-attention would take, feed-forward has more."""
+    """Make a Llama as large as a GLIDE draft: wider feed-forward replaces cross-attention."""
     config = glide.config
     extra = sum(p.numel() for n, p in glide.named_parameters() if ".cross_attn." in n)
     width = extra // (3 * config.hidden_size * config.num_hidden_layers)
@@ -82,7 +82,7 @@ def make_plain(
 
 
 def llama_shape(model: PreTrainedModel, num_layers: int, shape: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a Llama like this model, with changes; what it lacks takes Llama's default."""
+    """Return a Llama's config fields like this model's, with changes; absent ones are defaults."""
     config = model.config.get_text_config(decoder=True)
     require("layers", num_layers, 1 <= num_layers <= config.num_hidden_layers, "1 to the target's")
     own = {name: getattr(config, name, None) for name in _SHARED_FIELDS}
@@ -95,11 +95,11 @@ def llama_shape(model: PreTrainedModel, num_layers: int, shape: dict[str, Any]) 
 
 @torch.no_grad()
 def _started(draft: Any, target: PreTrainedModel, start: PreTrainedModel) -> Any:
-    """Copy the weights that `start` has under the same name into as much of the draft's.
+    """Copy weights of `start` into the draft's of the same name, as far as they reach.
 
-    Of a deeper `start`, the first layer and the last ones are the draft's. Queries of
-    cross-attention start as those of the target's layer whose cache they read. Its output starts at
-    0, as does that of a wider feed-forward layer: what is added changes nothing.
+    From a deeper `start`, the first layer and the last ones are used. Queries of cross-attention
+    start as those of the target's layer whose cache they read. The outputs of cross-attention and
+    of a wider feed-forward layer start at 0, so the additions have no effect at first.
     """
     num_layers = draft.config.num_hidden_layers
     weights, large = _ends_of(start, num_layers), dict(target.named_parameters())
@@ -119,7 +119,7 @@ def _started(draft: Any, target: PreTrainedModel, start: PreTrainedModel) -> Any
 
 
 def _ends_of(model: PreTrainedModel, num_layers: int) -> dict[str, nn.Parameter]:
-    """The weights of a model without the layers after its first, up to so many layers in all."""
+    """Return a model's weights with only its first and last layers, `num_layers` in all."""
     skipped = model.config.get_text_config(decoder=True).num_hidden_layers - num_layers
     kept = {}
     for name, weight in model.named_parameters():
@@ -133,7 +133,7 @@ def _ends_of(model: PreTrainedModel, num_layers: int) -> dict[str, nn.Parameter]
 
 
 def draft_loss(draft: nn.Module, lesson: Lesson, block_size: int, distillation: float) -> Tensor:
-    """Mean loss over the real tokens; block_size 0 is a plain draft, which sees no target."""
+    """Return the mean loss over the real tokens; block_size 0 = a plain draft without a glimpse."""
     counts = lesson.valid[:, 1:]
     logits = lesson.read_by(draft, block_size).logits[counts]
     loss = logits.new_zeros(())
@@ -147,12 +147,13 @@ def draft_loss(draft: nn.Module, lesson: Lesson, block_size: int, distillation: 
 
 
 def adam(model: nn.Module, rate: float) -> list[torch.optim.Optimizer]:
-    """The optimizer of the published GLIDE recipe."""
+    """Make the optimizer of the published GLIDE recipe."""
     return [torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0)]
 
 
 def muon(model: nn.Module, rate: float, shares: int = 1) -> list[torch.optim.Optimizer]:
-    """Muon for all matrices but the ends, in `shares` that may step at once; AdamW for the rest."""
+    """Make Muon for all matrices except embeddings and head, split in `shares` that can step in
+    parallel, and AdamW for the rest."""
     matrices, rest = [], []
     for name, parameter in model.named_parameters():
         is_end = "embed_tokens" in name or "lm_head" in name
@@ -170,8 +171,8 @@ OPTIMIZERS = {"adam": adam, "muon": muon}
 class GlideTrainer:
     """Trains one draft on the lessons of a frozen target.
 
-    The row order is a function of seed and step, so a continued run sees what an unbroken one would
-    have seen. Checkpoints are in `folder/checkpoint.pt`, the record in `folder/record.json`.
+    The row order is a function of seed and step, so a resumed run sees the same rows as an
+    uninterrupted one. It writes `folder/checkpoint.pt` and `folder/record.json`.
     """
 
     def __init__(
@@ -200,14 +201,14 @@ class GlideTrainer:
 
     @property
     def draft(self) -> PreTrainedModel:
-        """The model as it is."""
+        """The current model."""
         return self._processes.unwrap_model(self._draft)
 
     def resume(self) -> None:
         """Continue from the last checkpoint.
 
         Raises:
-            ValueError: there is none, or it is of another run.
+            ValueError: there is none, or it belongs to another run.
         """
         path = self.folder / "checkpoint.pt"
         if not path.is_file():
@@ -216,13 +217,13 @@ class GlideTrainer:
         try:
             self.draft.load_state_dict(state["draft"])
         except RuntimeError as error:
-            raise ValueError(f"resume: {path} holds a draft of another shape") from error
+            raise ValueError(f"resume: {path} contains a draft of another shape") from error
         for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         self.record = state["record"]
 
     def run(self, advance: Advance) -> dict[str, Any]:
-        """Train to the last step, and `advance` after each."""
+        """Train to the last step, calling `advance` after each."""
         num_steps = self.options.num_steps(self._num_rows, self._processes.num_processes)
         for step in range(int(self.record["steps"]), num_steps):
             lesson = self._teacher(self._indices(step))
@@ -238,7 +239,7 @@ class GlideTrainer:
         return self.record
 
     def _indices(self, step: int) -> Tensor:
-        """Rows of this process: each epoch visits every row once, in an order of its own."""
+        """Return this process's rows; each epoch visits every row once, in a different order."""
         processes, size = self._processes, self.options.batch_size
         first = (step * processes.num_processes + processes.process_index) * size
         places = torch.arange(first, first + size)
@@ -250,14 +251,14 @@ class GlideTrainer:
         return torch.cat(indices)
 
     def _loss(self, lesson: Lesson) -> tuple[Tensor, Tensor]:
-        """Mean loss over the tokens learnt from, and their number."""
+        """Return the mean loss over the tokens learnt from, and their number."""
         loss = draft_loss(self._draft, lesson, self._block_size, self.options.distillation)
         return loss, lesson.valid[:, 1:].sum()
 
     def _step(self, lesson: Lesson, factor: float) -> tuple[float, int]:
-        """Mean loss over the real tokens of all processes, and their number.
+        """Take a step; return the mean loss over the tokens of all processes, and their number.
 
-        Gradients of processes are averaged, so each is weighed by the tokens that it has.
+        Gradients of processes are averaged, so each loss is weighted by its number of tokens.
         """
         loss, num_own = self._loss(lesson)
         num_tokens = self._processes.reduce(num_own)

@@ -1,4 +1,4 @@
-"""What training reads: rows of text, and what the target makes of them, live or kept on disk."""
+"""Training data: rows of text, and the target's outputs for them, computed live or kept on disk."""
 
 import hashlib
 import math
@@ -16,16 +16,16 @@ from fastspec.drafters.glide.dense import DenseGlimpse, block_mask, read_target
 from fastspec.models.reduced_vocabulary import ReducedHead
 from fastspec.models.twin import twin_of
 
-_READ_TEXTS = 16  # in one pass of the target
+_READ_TEXTS = 16  # texts per pass of the target
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Texts of one width, padded at the end.
+    """Texts of equal width, padded at the end.
 
     Attributes:
         token_ids: [N, S + 1] int64.
-        lengths: [N] int64, tokens of each that count, >= 2.
+        lengths: [N] int64, number of real tokens in each, >= 2.
     """
 
     token_ids: Tensor
@@ -35,26 +35,26 @@ class Rows:
         return len(self.token_ids)
 
     def take(self, indices: Tensor) -> "Rows":
-        """Some of the rows."""
+        """Return some of the rows."""
         return Rows(self.token_ids[indices], self.lengths[indices])
 
     @property
     def valid(self) -> Tensor:
-        """[N, S + 1] bool, True where a token counts."""
+        """Return [N, S + 1] bool, True for real tokens."""
         return torch.arange(self.token_ids.shape[1]) < self.lengths[:, None]
 
 
 def cut_rows(documents: Iterable[list[int]], context: int) -> Rows:
-    """Consecutive windows of context + 1 tokens of the documents in a row, the last one padded.
+    """Cut the concatenated documents into windows of context + 1 tokens, padding the last one.
 
-    A window starts with the last token of the one before it, so that each token is learnt once.
+    A window starts with the last token of the previous one, so each token is learnt once.
 
     Raises:
-        ValueError: there are no two tokens.
+        ValueError: there are fewer than two tokens.
     """
     ids = torch.tensor([token_id for document in documents for token_id in document])
     if len(ids) < 2:
-        raise ValueError("data: no text has two tokens")
+        raise ValueError("data: expected at least two tokens of text")
     count = -(-(len(ids) - 1) // context)
     last = len(ids) - (count - 1) * context
     token_ids = pad(ids, (0, context + 1 - last)).long().unfold(0, context + 1, context)
@@ -71,7 +71,7 @@ class Lesson:
         token_ids: [B, S + 1].
         valid: [B, S + 1] bool.
         layers: for each draft layer, keys and values [B, G, S, D] of its target layer.
-        target_logits: [B, S, V], of a reduced vocabulary those of its tokens.
+        target_logits: [B, S, V]; for a reduced vocabulary only its tokens.
     """
 
     token_ids: Tensor
@@ -80,7 +80,7 @@ class Lesson:
     target_logits: Tensor
 
     def read_by(self, draft: nn.Module, block_size: int) -> Any:
-        """What a draft makes of all but the last token; block_size 0 shows it no target."""
+        """Run a draft on all tokens but the last; with block_size 0 it does not see the target."""
         valid = self.valid[:, :-1]
         extra = {}
         if block_size:
@@ -90,24 +90,24 @@ class Lesson:
             return draft(input_ids=inputs, attention_mask=valid.long(), use_cache=False, **extra)
 
 
-Teacher = Callable[[Tensor], Lesson]  # the rows of these indices, and what the target says of them
+Teacher = Callable[[Tensor], Lesson]  # returns the lesson for rows by index
 
 
 def split_places(num: int, held_out: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Which of so many texts to train on, and at least one, chosen at random, to judge a draft by.
+    """Randomly split `num` texts into those to train on, and at least one to evaluate on.
 
     Raises:
         ValueError: fewer than two texts.
     """
     if num < 2:
-        raise ValueError("data: too little text; there is one row, which cannot be held out too")
+        raise ValueError("data: too little text; the only row cannot also be held out")
     order = torch.randperm(num, generator=torch.Generator().manual_seed(seed))
     count = min(max(1, round(held_out * num)), num - 1)
     return order[count:], order[:count]
 
 
 def most_frequent(token_ids: Tensor, count: int) -> Tensor:
-    """The tokens that occur most often, [count] ids in order, the lowest ones on ties."""
+    """Return the most frequent tokens, [count] ids in ascending order, the lowest ones on ties."""
     counts = torch.bincount(token_ids)
     counts = pad(counts, (0, max(0, count - len(counts))))
     return counts.argsort(descending=True, stable=True)[:count].sort().values
@@ -116,9 +116,9 @@ def most_frequent(token_ids: Tensor, count: int) -> Tensor:
 def frozen_target(
     target: PreTrainedModel, rows: Rows, num_draft_layers: int, token_ids: Tensor | None = None
 ) -> Teacher:
-    """A teacher that runs the target on every batch and never changes it.
+    """Return a teacher that runs the frozen target on every batch.
 
-    With token_ids [R], of a reduced vocabulary, it tells the logits of these tokens alone.
+    With token_ids [R], for a reduced vocabulary, it returns only the logits of these tokens.
     """
     target.eval()
     if token_ids is not None:
@@ -142,10 +142,10 @@ def stored_target(
     file: Path,
     advance: Callable[[int], None],
 ) -> Teacher:
-    """A teacher that has run the target once, and keeps its final hidden states, keys and values.
+    """Run the target once; return a teacher that reads its stored hidden states, keys and values.
 
     Args:
-        num_draft_layers: of a GLIDE draft, whose keys and values are kept; 0 for others.
+        num_draft_layers: layers of a GLIDE draft, for which keys and values are kept; 0 for others.
         token_ids: as for `frozen_target`.
         file, advance: as for `stored_states`.
     Raises:
@@ -192,14 +192,14 @@ def stored_states(
     read: Callable[[list[int]], Tensor],
     advance: Callable[[int], None],
 ) -> Sequence[Tensor]:
-    """States [S, width] of each of some texts, kept on disk.
+    """Return the states [S, width] of each text, kept on disk.
 
     Args:
-        file: mapped into memory, one text after another, in a folder that is made; texts whose
-            states are in it already are not read.
-        lengths: tokens of each text.
-        read: the states [n, S, width] of texts, by their places, padded to the longest.
-        advance: called with the texts that are there, whenever some were read.
+        file: memory-mapped file with one text after another; its folder is created. Texts whose
+            states it already contains are not read.
+        lengths: number of tokens of each text.
+        read: returns the states [n, S, width] of texts by index, padded to the longest.
+        advance: called with the number of texts done, after each read.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     whole = torch.from_file(str(file), shared=True, size=sum(lengths) * width, dtype=dtype)
@@ -211,31 +211,31 @@ def stored_states(
         if unread:
             for place, own in zip(unread, read(unread).cpu(), strict=True):
                 states[place][1:].copy_(own[1 : lengths[place]])
-                states[place][0].copy_(own[0])  # last: it says that the text is there
+                states[place][0].copy_(own[0])  # written last, to mark the text as done
             advance(first + len(places))
     return states
 
 
 def check_head(field: str, target: Any, token_ids: Tensor, hidden: Tensor) -> None:
-    """Refuse a target whose logits are not its head's output: it caps or scales them."""
+    """Refuse a target that caps or scales its head's output to get logits."""
     head = target.get_output_embeddings()
     if not torch.equal(head(hidden), target(token_ids, use_cache=False).logits):
-        raise ValueError(f"{field}: {type(target).__name__} changes the logits of its head")
+        raise ValueError(f"{field}: {type(target).__name__} modifies the logits of its head")
 
 
 def states_file(
     folder: Path, resume: bool, target: PreTrainedModel, texts: Iterable[Tensor], *kept: Any
 ) -> Path:
-    """Where a run keeps the states of its target, if it does: in its folder.
+    """Return the file, in a run's folder, for stored states of its target.
 
-    The name tells the target, the token ids of the texts, and what is `kept` of them, so that a
-    resumed run does not take the states of others for its own; a file of another name is deleted.
+    The name depends on the target, the token ids of the texts, and what is `kept` of them, so a
+    resumed run never uses states of another one; files of other names are deleted.
 
     Raises:
-        ValueError: the folder holds a checkpoint, and the run is a new one.
+        ValueError: the folder contains a checkpoint, but the run does not resume.
     """
     if (folder / "checkpoint.pt").exists() and not resume:
-        raise ValueError(f"out: {folder} holds a checkpoint: resume it, or choose another folder")
+        raise ValueError(f"out: {folder} has a checkpoint: resume it, or choose another folder")
     known = target.name_or_path, target.config.to_json_string(), target.dtype, kept
     digest = hashlib.sha256(repr(known).encode())
     for token_ids in texts:
@@ -248,7 +248,7 @@ def states_file(
 
 
 def _head_for(target: PreTrainedModel, token_ids: Tensor | None) -> Any:
-    """The target's head, or the rows of it for some tokens."""
+    """Return the target's head, or only its rows for some tokens."""
     head: Any = target.get_output_embeddings()
     if token_ids is None:
         return head
@@ -257,7 +257,7 @@ def _head_for(target: PreTrainedModel, token_ids: Tensor | None) -> Any:
 
 
 def _with_head(target: PreTrainedModel, head: nn.Module) -> PreTrainedModel:
-    """The same target with another head."""
+    """Return the same target with another head."""
     config: Any = target.config
     twin = twin_of(target, config._attn_implementation).eval()
     twin.set_output_embeddings(head)

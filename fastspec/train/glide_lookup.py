@@ -1,4 +1,4 @@
-"""A start for GLIDE's cross-attention: look up what followed the current token earlier."""
+"""An initialisation of GLIDE's cross-attention that looks up what followed the current token."""
 
 from typing import Any, NamedTuple
 
@@ -9,10 +9,10 @@ from fastspec.drafters.glide.model import GlideCrossAttention, GlideLlamaForCaus
 from fastspec.models.reduced_vocabulary import ReducedHead
 from fastspec.train.glide_data import Lesson
 
-_REACH = 40  # tokens over which a rotary pair must turn by less than a radian to be matched
-_SCORE_SPREAD = 2.5  # standard deviation of the scores at the start
-_OUTPUT_SIZE = 0.3  # of what is looked up, relative to the hidden states
-_RIDGE = 1e-2  # relative to the mean square of what a fit reads
+_REACH = 40  # tokens over which a rotary pair must turn by less than a radian to be used
+_SCORE_SPREAD = 2.5  # initial standard deviation of the scores
+_OUTPUT_SIZE = 0.3  # size of looked-up values, relative to the hidden states
+_RIDGE = 1e-2  # relative to the mean square of a fit's inputs
 
 
 class _Tokens(NamedTuple):
@@ -25,14 +25,14 @@ class _Tokens(NamedTuple):
 
 @torch.no_grad()
 def start_as_lookup(draft: GlideLlamaForCausalLM, lesson: Lesson) -> None:
-    """Set cross-attention to bring what followed earlier occurrences of the current token.
+    """Initialise cross-attention to look up what followed earlier occurrences of the current token.
 
-    The target's keys and values tell almost linearly which token they stand on and which one is
-    before or after it. Of every three query heads one looks for keys of the current token, one for
-    keys right after it, and one for keys of the same two tokens; their outputs are the output
-    embedding of the token after that key, or on it. Queries are fitted to linear discriminants of
-    the keys, outputs to embeddings, both by ridge regression on one lesson. A draft of one layer
-    cannot copy by self-attention alone, and finds this circuit late or never if it starts without.
+    The target's keys and values encode almost linearly their own token and the ones before and
+    after it. Of every three query heads one looks for keys of the current token, one for keys right
+    after it, and one for keys of the same two tokens; their outputs are the output embedding of the
+    token after that key, or at it. Queries are fitted to linear discriminants of the keys, outputs
+    to embeddings, both by ridge regression on one lesson. A one-layer draft cannot copy by
+    self-attention alone, and learns this circuit late or never without this initialisation.
     """
     valid = lesson.valid[:, :-2] & lesson.valid[:, 1:-1] & lesson.valid[:, 2:]
     ids = lesson.token_ids
@@ -87,7 +87,7 @@ def _start_layer(
 def _cross_input(
     draft: GlideLlamaForCausalLM, cross: GlideCrossAttention, lesson: Lesson
 ) -> Tensor:
-    """What one cross-attention of the draft reads, [B, S, E]."""
+    """Return the input of one cross-attention of the draft, [B, S, E]."""
     inputs: list[Tensor] = []
     hook = cross.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
     lesson.read_by(draft.model, draft.config.block_size)
@@ -96,19 +96,19 @@ def _cross_input(
 
 
 def _turned_back(keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Keys [B, G, S, D] without their rotary embedding."""
+    """Remove the rotary embedding of keys [B, G, S, D]."""
     first, second = keys.chunk(2, dim=-1)
     return keys * cos[:, None] + torch.cat((second, -first), dim=-1) * sin[:, None]
 
 
 def _discriminants(keys: Tensor, ids: Tensor, vocab_size: int, slow: Tensor) -> Tensor:
-    """[V, D]: for each token the direction that tells the keys of its places from all others."""
+    """Return [V, D]: for each token the direction that separates its keys from all others."""
     counts = torch.bincount(ids, minlength=vocab_size)
     sums = keys.new_zeros(vocab_size, keys.shape[1]).index_add_(0, ids, keys)
     means = sums / counts.clamp(min=1)[:, None]
     within = keys - means[ids]
     if not within.any():
-        raise ValueError("lookup_rows: expected rows in which tokens recur, got too little text")
+        raise ValueError("lookup_rows: too little text; expected rows in which tokens recur")
     covariance = within.T @ within / len(keys)
     covariance += _RIDGE * covariance.diagonal().mean() * torch.eye(len(slow)).to(keys)
     apart = (means - keys.mean(0))[:, slow]
@@ -118,7 +118,7 @@ def _discriminants(keys: Tensor, ids: Tensor, vocab_size: int, slow: Tensor) -> 
 
 
 def _fit(inputs: Tensor, outputs: Tensor) -> Tensor:
-    """The matrix [O, I] that maps inputs [T, I] to outputs [T, O] best."""
+    """Fit the matrix [O, I] that best maps inputs [T, I] to outputs [T, O]."""
     ridge = _RIDGE * len(inputs) * inputs.square().mean() * torch.eye(inputs.shape[1]).to(inputs)
     return torch.linalg.solve(inputs.T @ inputs + ridge, inputs.T @ outputs).T
 

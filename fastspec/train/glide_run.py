@@ -1,4 +1,4 @@
-"""A run of `fastspec train draft` or `glide`, from text to a folder with a draft and its report."""
+"""Runs of `fastspec train draft` and `glide`, from text to a folder with a draft and its record."""
 
 import json
 from collections.abc import Callable
@@ -31,13 +31,13 @@ _REPORT_TOKENS = 64
 def make_draft(
     target: PreTrainedModel, rows: Rows, shape: DraftShape, kind: str
 ) -> PreTrainedModel:
-    """A fresh draft for a target; its heads are of the target's size.
+    """Make an untrained draft for a target, with the target's head size.
 
     Args:
-        rows: what it is to be trained on, which the tokens of a reduced vocabulary are taken from.
+        rows: training data, from which the tokens of a reduced vocabulary are chosen.
         kind: "glide", "draft" for a plain one, or "plain" for one as large as a GLIDE draft.
     Raises:
-        ValueError: a shape that does not fit together.
+        ValueError: the fields of the shape do not fit together.
     """
     sizes = {name: getattr(shape, name) for name in ("hidden_size", "intermediate_size")}
     sizes = {name: size for name, size in sizes.items() if size is not None}
@@ -72,18 +72,18 @@ def train_draft(
     advance: Advance,
     on_row: Callable[[int], None] = lambda num_rows: None,
 ) -> dict[str, Any]:
-    """Train a draft into the folder `out`: checkpoints, weights, record.
+    """Train a draft; write checkpoints, weights and record to the folder `out`.
 
-    advance is called after each step, on_row with the rows that the target has been run on where
+    advance is called after each step; on_row with the number of rows that the target has read, if
     its states are stored first.
 
     Raises:
-        ValueError: a checkpoint that is missing, or there without being asked for; a reduced
-            vocabulary, which only distillation can teach, without it; a weight of `acceptance`,
-            which EAGLE-3 drafts alone are trained with.
+        ValueError: a checkpoint to resume from is missing, or exists although resume is False; a
+            reduced vocabulary without full distillation; a nonzero weight of `acceptance`, which
+            only EAGLE-3 drafts are trained with.
     """
     weight = options.acceptance
-    require("acceptance", weight, weight == 0, "0, as only EAGLE-3 drafts learn by it")
+    require("acceptance", weight, weight == 0, "0, as only EAGLE-3 drafts use it")
     num_layers = draft.config.num_hidden_layers if isinstance(draft, GlideLlamaForCausalLM) else 0
     file = states_file(out, resume, target, [rows.token_ids, rows.lengths], num_layers)
     target.to(processes.device)  # pyright: ignore[reportArgumentType]
@@ -110,10 +110,10 @@ def train_draft(
 def report_acceptance(
     target: PreTrainedModel, held_out: Rows, spec: SpecConfig, out: Path
 ) -> dict[str, float]:
-    """Decode held-out prompts greedily with the draft in `out`; what was accepted, also into its
-    record.
+    """Decode held-out prompts greedily with the draft in `out`; return the acceptance, and add it
+    to the record.
 
-    A prompt is the first half of a row; 16 at most, 64 new tokens each at most.
+    A prompt is the first half of a row; up to 16 prompts, with up to 64 new tokens each.
     """
     config = EngineConfig(device=str(target.device))
     engine = Engine(target, out, spec=spec, config=config)

@@ -1,4 +1,4 @@
-"""What a draft is trained on, how long and how fast."""
+"""The data, shape and training options of a draft."""
 
 import math
 from dataclasses import MISSING, dataclass
@@ -28,21 +28,21 @@ _FILES = Kind("files", lambda value: isinstance(value, (list, tuple)), tuple, li
 @documented
 @dataclass(frozen=True)
 class TrainFiles(Options):
-    """What a run reads and writes."""
+    """The files that a run reads and writes."""
 
     data: tuple[Path, ...] = option(
         MISSING,
         _FILES,
-        'UTF-8 text, or .jsonl with a "text" a line, or "prompt_ids" and the "token_ids" after'
-        " them; repeatable.",
+        'Training data: UTF-8 text, or .jsonl with "text", or with "prompt_ids" and the following'
+        ' "token_ids", on each line; repeatable.',
         metavar="FILE",
     )
-    out: Path = option(MISSING, PATH, "Draft, checkpoints and record.", metavar="DIR")
+    out: Path = option(MISSING, PATH, "Folder for draft, checkpoints and record.", metavar="DIR")
     resume: bool = option(False, BOOL, "Continue from the checkpoint.")
     plot: Path | None = option(
-        None, PATH, "Draw the loss of each step (extra [plot]).", metavar="FILE"
+        None, PATH, "Plot the loss of each step; needs matplotlib.", metavar="FILE"
     )
-    accelerate: bool = option(False, BOOL, "Several devices, under accelerate launch.")
+    accelerate: bool = option(False, BOOL, "Train on several devices, under accelerate launch.")
 
     def __post_init__(self):
         super().__post_init__()
@@ -58,9 +58,9 @@ class TrainFiles(Options):
 @documented
 @dataclass(frozen=True)
 class DraftShape(Options):
-    """The size of a draft, and the text that it is trained on."""
+    """The size of a draft and of the rows that it is trained on."""
 
-    layers: int = option(1, integer(1, _MOST), "Layers of the draft; few pay most.")
+    layers: int = option(1, integer(1, _MOST), "Number of layers; few usually pay off most.")
     hidden_size: int | None = option(
         None, integer(1, _MOST), "Width of the layers; by default the target's."
     )
@@ -70,16 +70,16 @@ class DraftShape(Options):
     reduced_vocab_size: int | None = option(
         None,
         integer(1, _MOST),
-        "Tokens that the draft can write, the most frequent ones of the data; by default all.",
-        "Such a draft takes its embeddings and the rows of its head from the target and keeps its"
-        " own weights in 8 bits: a small file, of use with this target alone.",
+        "Number of tokens that the draft can write, the most frequent in the data; by default all.",
+        "Such a draft takes its embeddings and the rows of its head from the target and stores its"
+        " own weights in 8 bits: a small file that works only with this target.",
         flags=("--vocab-size",),
     )
-    context: int = option(512, integer(2, _MOST), "Tokens of a row.")
+    context: int = option(512, integer(2, _MOST), "Number of tokens per row.")
     held_out: float = option(
         0.05,
         number("a number between 0 and 1", lambda value: 0 < value < 1),
-        "Part of the rows that is held out, to judge the draft.",
+        "Fraction of the rows to hold out for evaluating the draft.",
     )
 
 
@@ -89,22 +89,22 @@ _SIZES = listed("numbers like 1,2", integer(1, _MOST))
 @documented
 @dataclass(frozen=True)
 class ShapesTried(Options):
-    """Which sizes of drafts are timed before one is trained."""
+    """The sizes of drafts to time before one is trained."""
 
     layers: tuple[int, ...] | None = option(
-        None, _SIZES, "Comma-separated numbers of layers; by default 1, 2 and 4.", metavar="N,..."
+        None, _SIZES, "Comma-separated layer counts; by default 1, 2 and 4.", metavar="N,..."
     )
     hidden_sizes: tuple[int, ...] | None = option(
         None,
         _SIZES,
         "Comma-separated widths, with the whole vocabulary; by default the target's.",
-        "A reduced vocabulary takes the target's embeddings, and its width.",
+        "A reduced vocabulary uses the target's embeddings, and so its width.",
         metavar="N,...",
     )
     vocab_sizes: tuple[int, ...] | None = option(
         None,
         _SIZES,
-        "Comma-separated sizes of reduced vocabularies, beside the whole one; by default 8192.",
+        "Comma-separated sizes of reduced vocabularies, besides the whole one; by default 8192.",
         metavar="N,...",
     )
 
@@ -115,53 +115,53 @@ class TrainOptions(Options):
     """How long and how fast to train."""
 
     steps: int | None = option(
-        None, integer(1, None), "Optimizer steps; by default one pass over the data."
+        None, integer(1, None), "Number of optimizer steps; by default one pass over the data."
     )
-    batch_size: int = option(8, integer(1, _MOST), "Rows of each process in a step.")
+    batch_size: int = option(8, integer(1, _MOST), "Number of rows per process in each step.")
     rate: float = option(
         5e-4,
         number("a number > 0", lambda value: value > 0),
         "Peak learning rate.",
-        "After the warm-up it falls to 0 as a cosine does.",
+        "After the warm-up it falls to 0 along a cosine.",
     )
-    warmup: float = option(0.025, _PART, "Part of the steps in which the rate rises, 0 to 1.")
+    warmup: float = option(0.025, _PART, "Fraction of the steps in which the rate rises, 0 to 1.")
     distillation: float = option(
-        0.0, _PART, "Weight of the target's distribution against the text, 0 to 1."
+        0.0, _PART, "Weight of the target's distribution versus the text, 0 to 1."
     )
     acceptance: float = option(
         0.0,
         _PART,
-        "Weight of what is accepted at temperature 1 against the whole distribution, 0 to 1.",
-        "The loss is then in part -log of the sum of min(draft, target) over all tokens.",
+        "Weight of the acceptance at temperature 1 versus the whole distribution, 0 to 1.",
+        "Part of the loss is then -log of the sum of min(draft, target) over all tokens.",
     )
     optimizer: str = option(
         "adam",
         choice("adam", "muon"),
-        "Of the layers' matrices; all else is trained by AdamW.",
-        "Muon learns faster; it enlarges rounding, so that several processes do not end with the"
-        " weights that one would.",
+        "Optimizer for the layers' matrices; everything else is trained with AdamW.",
+        "Muon learns faster, but amplifies rounding, so several processes do not end with the same"
+        " weights as one.",
     )
     lookup_rows: int = option(
         0,
         integer(0, None),
-        "Fit cross-attention to this many rows first, to copy; 0 does not.",
-        "As `start_as_lookup` says, for a fresh GLIDE draft; a plain draft has none.",
+        "Fit the cross-attention to copy on this many rows first; 0 is off.",
+        "See `start_as_lookup`; for a fresh GLIDE draft, as a plain draft has no cross-attention.",
     )
     store_target: bool = option(
         False,
         BOOL,
         "Run the target once over all rows and keep its final states on disk.",
-        "Instead of at every step; it pays from the second pass over the data on.",
+        "Instead of at every step; it pays off from the second pass over the data on.",
     )
     checkpoint_steps: int = option(200, integer(1, None), "Steps between checkpoints.")
-    seed: int = option(0, integer(0, 2**63 - 1), "Seed of the weights and of the order of rows.")
+    seed: int = option(0, integer(0, 2**63 - 1), "Seed for the weights and the order of rows.")
 
     def num_steps(self, num_rows: int, num_processes: int = 1) -> int:
-        """Steps of a run over so many rows."""
+        """Number of steps of a run over this many rows."""
         return self.steps or -(-num_rows // (self.batch_size * num_processes))
 
     def factor(self, step: int, num_steps: int) -> float:
-        """Learning rate of a step, counted from 0, as a part of its peak."""
+        """Learning rate of a step, counted from 0, as a fraction of its peak."""
         num_warmup = math.ceil(self.warmup * num_steps)
         if step < num_warmup:
             return (step + 1) / num_warmup

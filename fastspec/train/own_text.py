@@ -1,4 +1,4 @@
-"""Text of a target's own, which its drafts learn best from."""
+"""Text written by a target, from which its drafts learn best."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -9,7 +9,7 @@ from fastspec.config import SamplingParams
 from fastspec.engine.engine import Engine
 from fastspec.models.loading import prompt_ids
 
-_BATCHES = 4  # written at once
+_BATCHES = 4  # batches of answers per write
 
 
 def write_texts(
@@ -19,14 +19,14 @@ def write_texts(
     file: Path,
     advance: Callable[[int], None],
 ) -> None:
-    """Append each prompt with the target's answer to a file of JSON lines, by the chat template.
+    """Append each prompt with the target's answer, by the chat template, to a file of JSON lines.
 
-    Every other answer is greedy, the rest are drawn at temperature 1, as drafts meet both. Texts
-    that the file holds count as done, so that a run that was stopped goes on.
+    Every other answer is greedy, the rest are sampled at temperature 1, because drafts are used for
+    both. Texts already in the file count as done, so an interrupted run continues.
 
     Args:
-        engine: of the target, with a tokenizer.
-        max_tokens: of an answer.
+        engine: an engine of the target, with a tokenizer.
+        max_tokens: maximum length of an answer.
         advance: called with the number of texts so far.
     """
     tokenizer: Any = engine.tokenizer

@@ -1,4 +1,4 @@
-"""The processes of a training run: this one alone, or those that accelerate starts."""
+"""The processes of a training run: only this one, or those started by accelerate."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ _SPLIT_MODELS = ("DEEPSPEED", "FSDP", "MEGATRON_LM")
 
 
 class OneProcess:
-    """What the trainer uses of an accelerate.Accelerator, for one process on one device."""
+    """The part of accelerate.Accelerator's interface that the trainer uses, for one process."""
 
     process_index = 0
     num_processes = 1
@@ -30,24 +30,25 @@ class OneProcess:
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
 
     def reduce(self, tensor: Tensor) -> Tensor:
-        """The sum over all processes."""
+        """Return the sum over all processes."""
         return tensor
 
     def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True) -> Any:
         return model
 
     def wait_for_everyone(self) -> None:
-        """Nobody else is there."""
+        """Do nothing; there are no other processes."""
 
     def end_training(self) -> None:
-        """No group of processes to leave."""
+        """Do nothing; there is no process group to leave."""
 
 
 def many_processes() -> Any:
-    """The Accelerator of what `accelerate launch` started: processes that hold the whole model.
+    """Return the Accelerator of processes started by `accelerate launch`, each with a whole model.
 
     Raises:
-        ValueError: accelerate is not installed, or set up to split the model or to put off steps.
+        ValueError: accelerate is not installed, or configured to split the model or to accumulate
+            gradients.
     """
     try:
         from accelerate import Accelerator
@@ -57,5 +58,5 @@ def many_processes() -> Any:
     kind = accelerator.distributed_type.value
     require("accelerate", kind, kind not in _SPLIT_MODELS, "processes that hold the whole draft")
     num = accelerator.gradient_accumulation_steps
-    require("gradient_accumulation_steps", num, num == 1, "1; take a larger batch_size")
+    require("gradient_accumulation_steps", num, num == 1, "1; use a larger batch_size")
     return accelerator

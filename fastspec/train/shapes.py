@@ -1,4 +1,4 @@
-"""Shapes of drafts, and drafts of them that have learnt nothing: enough to time them."""
+"""Draft shapes to try, and untrained drafts of these shapes, which suffice for timing."""
 
 from collections.abc import Sequence
 from itertools import product
@@ -10,11 +10,11 @@ from fastspec.train.glide_data import cut_rows
 from fastspec.train.glide_run import make_draft
 from fastspec.train.options import DraftShape, ShapesTried
 
-_LAYERS, _VOCAB_SIZES = (1, 2, 4), (8192,)  # tried unless others are named, where they fit
+_LAYERS, _VOCAB_SIZES = (1, 2, 4), (8192,)  # tried by default, if they fit
 
 
 def shapes_of(target: PreTrainedModel, tried: ShapesTried) -> list[DraftShape]:
-    """The drafts to try for a target: small vocabularies first, each with all depths."""
+    """Return the draft shapes to try for a target, small vocabularies first, each at all depths."""
     config: Any = target.config.get_text_config(decoder=True)
     depths = tried.layers or [num for num in _LAYERS if num <= config.num_hidden_layers]
     sizes = tried.vocab_sizes or [size for size in _VOCAB_SIZES if size < config.vocab_size]
@@ -33,12 +33,12 @@ def shapes_of(target: PreTrainedModel, tried: ShapesTried) -> list[DraftShape]:
 def untrained(
     target: PreTrainedModel, shape: DraftShape, kind: str, texts: Sequence[list[int]]
 ) -> PreTrainedModel:
-    """A draft as `glide_run.make_draft` makes it, to run beside the target.
+    """Make an untrained draft with `glide_run.make_draft`, placed to run with the target.
 
     Args:
-        texts: ids, whose most frequent tokens are those of a reduced vocabulary.
+        texts: token ids, whose most frequent ones form a reduced vocabulary.
     Raises:
-        ValueError: a shape that does not fit the target.
+        ValueError: the shape does not fit the target.
     """
     rows = cut_rows(texts, max(map(len, texts)))
     draft: Any = make_draft(target, rows, shape, kind)

@@ -1,4 +1,4 @@
-"""Fused kernels of speculative decoding: raw logits to tokens, attention over a paged cache."""
+"""Fused kernels for speculative decoding: raw logits to tokens, attention over a paged cache."""
 
 from fastspec_kernels.attention import cross_attention, tree_attention
 from fastspec_kernels.backend import (

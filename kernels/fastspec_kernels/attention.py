@@ -43,38 +43,37 @@ def tree_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend from the last tokens of each sequence to its whole context in the paged cache.
 
-    Sequence b owns query rows cu_rows[b]:cu_rows[b + 1]. They are the last tokens of its
-    context_lens[b] tokens, whose keys and values the cache already holds. They form a chain, in
-    which each row sees all tokens up to itself, or with `ancestor_mask` a tree, in which node i
-    sees all tokens before the tree and the nodes of its mask. The position of a token is its place
-    in the context, that of a node the number of tokens before the tree plus its depth, which is the
-    number of nodes that it sees minus 1. With a sliding window W the row at position t sees only
-    the positions above t - W.
+    Sequence b owns query rows cu_rows[b]:cu_rows[b + 1]. They are the last of its context_lens[b]
+    tokens, whose keys and values are already in the cache. They form a chain, where each row sees
+    all tokens up to itself, or with `ancestor_mask` a tree, where node i sees all tokens before the
+    tree and the nodes of its mask. A token's position is its index in the context; a node's is the
+    number of tokens before the tree plus its depth, which is the number of nodes that it sees minus
+    1. With a sliding window W the row at position t sees only positions above t - W.
 
     A score is query . key times scale, then softcap * tanh(score / softcap); the weights are the
-    softmax of the scores, whose denominator also counts exp(sink) of the head. A row that sees
-    nothing gives 0. Query head h reads KV head h // (H / G). Prefill is this op with many rows,
+    softmax of the scores, whose denominator also includes exp(sink) of the head. A row that sees
+    nothing outputs 0. Query head h reads KV head h // (H / G). Prefill is this op with many rows,
     decoding with one, verification with the proposals and the token before them.
 
     Args:
-        query: [T, H, D] float32, bfloat16 or float16, last dimension contiguous; T may be 0, and
-            "triton" takes a D of up to 512, in float32 256.
+        query: [T, H, D] float32, bfloat16 or float16, last dimension contiguous; T may be 0.
+            "triton" supports D up to 512, or 256 in float32.
         key_cache: [num_blocks, block_size, G, D], dtype of query or float8_e4m3fn, last two
             dimensions contiguous.
         value_cache: as key_cache, with the same strides.
         block_table: [B, M] int32, rows contiguous; entries past a context are never read. On a GPU
-            one outside the cache counts as the nearest inside.
-        context_lens: [B] int32, tokens in the cache, the query tokens included.
+            an entry outside the cache is clamped to the nearest block.
+        context_lens: [B] int32, tokens in the cache, including the query tokens.
         cu_rows: [B + 1] int32, from 0 to T.
-        ancestor_mask: [B, N, ceil(N / 64)] int64, contiguous, N from 1 to 128, no sequence with
-            more than N rows; bit j % 64 of word j // 64 of [b, i] is set where node i sees node j.
-            Bits past the rows of a sequence are ignored. `build_tree` makes it. None is a chain.
-        scale: None means D ** -0.5.
-        sliding_window: W in tokens, 0 is off.
-        softcap: bound of the scores, 0 is off.
-        sinks: [H] float32 or dtype of query, one more logit per head, in the denominator only.
-        return_logsumexp: also return the logarithm of the denominator, sinks not counted.
-        key_scale: the key that a stored 1 stands for, 1.0 unless the cache is float8.
+        ancestor_mask: [B, N, ceil(N / 64)] int64, contiguous, N from 1 to 128; no sequence may have
+            more than N rows. Bit j % 64 of word j // 64 of [b, i] is set if node i sees node j;
+            bits past the rows of a sequence are ignored. Made by `build_tree`; None = chains.
+        scale: None = D ** -0.5.
+        sliding_window: W in tokens, 0 = off.
+        softcap: bound of the scores, 0 = off.
+        sinks: [H] float32 or dtype of query, one extra logit per head, in the denominator only.
+        return_logsumexp: also return the logarithm of the denominator, excluding sinks.
+        key_scale: the key value that a stored 1 represents; 1.0 unless the cache is float8.
         value_scale: as key_scale, for values.
         backend: "auto", "cpu", "triton" or "reference"; float8 needs one of the last two.
     Returns:
@@ -82,19 +81,19 @@ def tree_attention(
         a row that sees nothing.
     Raises:
         ValueError: a wrong dtype, shape, device, stride or range, or a backend that cannot run
-            this; for tensors on the CPU also lengths, blocks or trees outside their bounds.
+            this; for tensors on the CPU also lengths, blocks or trees out of bounds.
 
-    float32 accumulation. Unused cache slots may hold anything, and what a row does not see never
-    reaches it. On one backend a row's bits depend on its own query, position and context only, and
-    in a tree on which places of the context it sees: not on the batch, the order of blocks or the
-    number of threads, and in a chain not on the other rows. There is one exception: in 16 bits,
-    GPUs from Hopper on multiply the rows of a sequence that has more than 32 of them (tokens times
-    H / G) by other instructions, which round in another way. No host
-    synchronisation by a compiled kernel.
+    float32 accumulation. Unused cache slots may contain anything, and tokens that a row does not
+    see never affect it. On one backend a row's bits depend only on its own query, position and
+    context, and in a tree on which tokens of the context it sees: not on the batch, the order of
+    blocks or the number of threads, and in a chain not on the other rows. One exception: in 16
+    bits, GPUs from Hopper on use other instructions, which round differently, for sequences with
+    more than 32 rows (tokens times H / G). Compiled kernels do not synchronise with the host.
     """
     key_scale, value_scale = check_scales(key_cache, key_scale, value_scale)
     scale = scale_of_stored(query, scale, key_scale)
     softcap, sinks = check_options(query, sliding_window, softcap, sinks, return_logsumexp)
+    check_score_scale(scale, softcap)
     tensors = (query, key_cache, value_cache, block_table, context_lens, cu_rows)
     options = (scale, sliding_window, softcap, sinks, ancestor_mask, return_logsumexp, value_scale)
 
@@ -120,26 +119,27 @@ def cross_attention(
 ) -> Tensor:
     """Attend from rows that are not in the cache to all context_lens[b] tokens of their sequence.
 
-    A GLIDE drafter reads the target's cache this way: a token whose keys and values the target has
-    not written yet is left out of context_lens.
+    A GLIDE drafter reads the target's cache this way; tokens whose keys and values the target has
+    not written yet are excluded from context_lens.
 
     Args:
         query: [T, H, D] float32, bfloat16 or float16, last dimension contiguous; T may be 0.
         key_cache, value_cache, block_table: as in `tree_attention`.
-        context_lens: [B] int32, tokens in the cache; 0 gives rows of 0.
+        context_lens: [B] int32, tokens in the cache; rows output 0 if it is 0.
         cu_rows: [B + 1] int32, from 0 to T; sequence b owns rows cu_rows[b]:cu_rows[b + 1].
-        scale: None means D ** -0.5.
+        scale: None = D ** -0.5.
         key_scale, value_scale, backend: as in `tree_attention`.
     Returns:
         [T, H, D], dtype of query, contiguous.
     Raises:
-        ValueError: as `tree_attention`.
+        ValueError: as in `tree_attention`.
 
-    float32 accumulation; bits, unused slots and synchronisation as in `tree_attention`. Source: Du
-    et al., 2402.02082.
+    Accumulation, reproducibility, unused slots and synchronisation are as in `tree_attention`.
+    Source: Du et al., 2402.02082.
     """
     key_scale, value_scale = check_scales(key_cache, key_scale, value_scale)
     scale = scale_of_stored(query, scale, key_scale)
+    check_score_scale(scale)
     tensors = (query, key_cache, value_cache, block_table, context_lens, cu_rows)
 
     def check():
@@ -157,7 +157,7 @@ def check_options(
     sinks: Tensor | None,
     return_logsumexp: bool,
 ) -> tuple[float, Tensor | None]:
-    """Check what bounds the scores; softcap as a float, sinks in float32."""
+    """Check the options of the scores; return softcap as a float and sinks in float32."""
     check_int("sliding_window", sliding_window, 0)
     softcap = check_number("softcap", softcap, 0.0, "a finite float32 number >= 0")
     if softcap > 0.0:
@@ -167,6 +167,13 @@ def check_options(
         check_tensor("sinks", sinks, (None,), (torch.float32, query.dtype), query.device)
         sinks = sinks.float()
     return softcap, sinks
+
+
+def check_score_scale(scale: float, softcap: float = 0.0) -> None:
+    """Check that the factors the kernels make of the two are finite in float32."""
+    largest = abs(scale) / softcap if softcap else 2 * abs(scale)  # log2(e) < 2
+    if largest > FLOAT32.max:
+        raise ValueError(f"scale: too large for float32 with softcap {softcap}, got {scale}")
 
 
 def check_attention(
@@ -188,9 +195,9 @@ def check_attention(
 
 
 def scale_of_stored(query: Tensor, scale: float | None, key_scale: float) -> float:
-    """The factor of query . stored key.
+    """Return the factor of query . stored key.
 
-    By default D ** -0.5, and any number for what is not a query, which is refused later.
+    By default D ** -0.5; arbitrary if `query` is not valid, which is refused later.
     """
     if scale is not None:
         expected = "a finite float32 number"
@@ -233,7 +240,7 @@ def _check_sinks(query: Tensor, sinks: Tensor | None) -> None:
 
 
 def _check_ancestor_mask(ancestor_mask: Tensor, cu_rows: Tensor) -> None:
-    """Check the masks of the trees and, where that needs no synchronisation, that they suffice."""
+    """Check the tree masks and, if that needs no synchronisation, that they are large enough."""
     batch = cu_rows.shape[0] - 1
     check_tensor("ancestor_mask", ancestor_mask, (batch, None, None), _MASK, cu_rows.device)
     check_contiguous("ancestor_mask", ancestor_mask)
@@ -257,7 +264,7 @@ def _check_indices(
     cu_rows: Tensor,
     holds_queries: bool,
 ) -> None:
-    """Check the values of index tensors on the CPU, as the compiled kernel does on its own."""
+    """Check the values of index tensors on the CPU, as the compiled kernel itself does."""
     if query.device.type != "cpu":
         return
     bounds, num_rows = cu_rows.tolist(), query.shape[0]

@@ -1,4 +1,4 @@
-"""Which implementation of an op runs: an explicit request must be met, the default may degrade."""
+"""Selects the implementation of an op: explicit requests must be met, the default may degrade."""
 
 import logging
 import os
@@ -37,15 +37,15 @@ TRITON_OPS = frozenset(
         "verify_tree",
     }
 )
-# The ops that calculate with what a cache holds; their compiled kernels take no float8.
+# Ops that compute with the contents of a cache; their compiled kernels do not support float8.
 _CACHE_OPS = frozenset({"cross_attention", "decoder_layers", "store_kv", "tree_attention"})
-# Both are read once: ops run thousands of times a second.
+# Both are read once, because ops run thousands of times per second.
 _DEFAULT = os.environ.get("FASTSPEC_BACKEND", "auto")
 _TRITON_INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def implementation(op: str, requested: str, device: torch.device) -> Callable:
-    """The function that runs `op` on `device`; all take the arguments of the reference."""
+    """Return the function that runs `op` on `device`; all have the reference's arguments."""
     name = resolve(op, requested, device)
     if name == "reference":
         return getattr(reference, op)
@@ -55,10 +55,10 @@ def implementation(op: str, requested: str, device: torch.device) -> Callable:
 def run_checked(
     op: str, requested: str, tensor: Tensor, arguments: tuple, check: Callable[[], None]
 ) -> Any:
-    """Run `op` on the device and dtype of `tensor`; `check` raises for arguments that do not fit.
+    """Run `op` on the device and dtype of `tensor`; `check` raises for invalid arguments.
 
-    A compiled kernel checks them itself, in a fraction of the time: only when it refuses, `check`
-    says which one is wrong.
+    Compiled kernels check arguments themselves, in a fraction of the time; only if one refuses does
+    `check` run, to say which argument is wrong.
     """
     try:
         name = resolve(op, requested, tensor.device, tensor.dtype)
@@ -73,11 +73,11 @@ def run_checked(
 
 
 def resolve(op: str, requested: str, device: torch.device, dtype: torch.dtype | None = None) -> str:
-    """Name the backend that runs `op` on `device`, of an op on a cache that has this dtype.
+    """Return the backend that runs `op` on `device`, for a cache of this dtype if it has one.
 
-    "auto" takes FASTSPEC_BACKEND if it was set at import, else the compiled kernel of the device
-    where there is one, else Triton on a GPU, else the reference. A GPU that the CUDA extension was
-    not built for is logged once.
+    "auto" is FASTSPEC_BACKEND if it was set at import, otherwise the compiled kernel of the device
+    if there is one, otherwise Triton on a GPU, otherwise the reference. A GPU that the CUDA
+    extension was not built for is logged once.
 
     Raises:
         ValueError: the name is unknown, or that backend has no kernel of this op for this device
@@ -107,9 +107,9 @@ def resolve(op: str, requested: str, device: torch.device, dtype: torch.dtype | 
 
 
 def backend_of(op: str, device: torch.device, backend: str = "auto") -> str | None:
-    """Name the backend that an op takes for tensors of a device when asked for `backend`.
+    """Return the backend that an op uses for tensors on a device if `backend` is requested.
 
-    "auto" is as in the ops. None where that backend has no kernel of the op for such a device.
+    "auto" is as in the ops. None if that backend has no kernel of the op for the device.
     """
     try:
         return resolve(op, backend, device)
@@ -118,23 +118,23 @@ def backend_of(op: str, device: torch.device, backend: str = "auto") -> str | No
 
 
 def backends_of(op: str, device: torch.device, dtype: torch.dtype | None = None) -> tuple[str, ...]:
-    """The backends that can run `op` on tensors of `device`, best first."""
+    """Return the backends that can run `op` on tensors of `device`, best first."""
     compiled = (device.type,) if _is_compiled(op, device, dtype) else ()
     triton = ("triton",) if _runs_in_triton(op, device.type) else ()
     return (*compiled, *triton, "reference")
 
 
 def available_backends() -> tuple[str, ...]:
-    """The backends that can run in this process; the reference is always there."""
+    """Return the backends that can run in this process; the reference is always included."""
     reasons = unavailable_backends()
     return tuple(name for name in ("cuda", "triton", "cpu", "reference") if name not in reasons)
 
 
 def unavailable_backends() -> dict[str, str]:
-    """Why each backend that is missing from `available_backends` cannot run.
+    """Return why each backend that is missing from `available_backends` cannot run.
 
-    Whether the CUDA extension has code for the current GPU is asked only once the process uses it:
-    to ask would set it up.
+    Whether the CUDA extension has code for the current GPU is only checked once the process uses
+    the GPU, because the check would initialise it.
     """
     reasons = {}
     if not library.HAS_CPU_EXTENSION:
@@ -156,19 +156,19 @@ def unavailable_backends() -> dict[str, str]:
 
 
 def cpu_instruction_set() -> str | None:
-    """The vector instructions that the CPU kernels use here; None when they are not built."""
+    """Return the instruction set that the CPU kernels use; None if they are not built."""
     return torch.ops.fastspec.cpu_instruction_set() if library.HAS_CPU_EXTENSION else None
 
 
 def _is_compiled(op: str, device: torch.device, dtype: torch.dtype | None) -> bool:
-    """Whether a compiled kernel of the device takes a cache of this dtype."""
+    """Whether the device has a compiled kernel for a cache of this dtype."""
     takes = dtype != FLOAT8 or op not in _CACHE_OPS
     runs = device.type != "cuda" or not _lacks_image(op, device)
     return takes and runs and library.has_kernel(op, device.type)
 
 
 def _lacks_image(op: str, device: torch.device) -> bool:
-    """Whether the CUDA extension has a kernel of this op, but no code of it for this GPU."""
+    """Whether the CUDA extension has a kernel of this op, but no code for this GPU."""
     if not library.has_kernel(op, "cuda"):
         return False
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -176,10 +176,10 @@ def _lacks_image(op: str, device: torch.device) -> bool:
 
 
 def _no_image(device: torch.device) -> str:
-    """Why the CUDA extension cannot run on a GPU."""
+    """Return why the CUDA extension cannot run on a GPU."""
     major, minor = torch.cuda.get_device_capability(device)
     built = torch.ops.fastspec.cuda_architectures()
-    return f"_cuda was built for {built}, and {device} has compute capability {major}.{minor}"
+    return f"_cuda was built for {built}, but {device} has compute capability {major}.{minor}"
 
 
 @cache
@@ -189,12 +189,12 @@ def _say_once(reason: str) -> None:
 
 @cache
 def _runs_in_triton(op: str, device_type: str) -> bool:
-    """Compiled kernels need a GPU; interpreted ones take tensors of the CPU only."""
+    """Whether Triton runs the op: compiled kernels need a GPU, interpreted ones CPU tensors."""
     runs_on = "cpu" if _TRITON_INTERPRETS else "cuda"
     return op in TRITON_OPS and device_type == runs_on and "triton" not in unavailable_backends()
 
 
 @cache
 def _triton_kernels():
-    """Imported on first use, so that nobody else pays for importing triton."""
+    """Import Triton kernels on first use, because importing triton is slow."""
     return import_module("fastspec_kernels.triton")

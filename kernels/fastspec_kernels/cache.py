@@ -34,13 +34,13 @@ def store_kv(
     Slot s is row s % block_size of block s // block_size; token t goes to slot_mapping[t], and -1
     skips it. Two tokens must not share a slot.
 
-    With cos and sin the first R values of every key head are rotated on the way, in float32: value
-    i of the first half becomes key[i] * cos[i] - key[i + R / 2] * sin[i], value i of the second
-    half key[i] * cos[i] + key[i - R / 2] * sin[i]. This is the form of transformers' models. The
-    rotated key has the dtype of key.
+    With cos and sin, the first R values of every key head are rotated first, in float32: value i of
+    the first half becomes key[i] * cos[i] - key[i + R / 2] * sin[i], value i of the second half
+    key[i] * cos[i] + key[i - R / 2] * sin[i], as in transformers' models. The rotated key is
+    rounded to the dtype of key.
 
     A float8 cache stores key / key_scale and value / value_scale, both rounded to nearest even;
-    what lies beyond its largest number, 448, becomes that number, and NaN stays NaN.
+    values beyond its largest number, 448, are clamped to it, and NaN stays NaN.
 
     Args:
         key: [T, G, D] float32, bfloat16 or float16, last dimension contiguous, any other strides.
@@ -49,17 +49,17 @@ def store_kv(
             dimensions contiguous.
         value_cache: as key_cache, with the same strides.
         slot_mapping: [T] int64, contiguous.
-        cos: [T, R] float32 or dtype of key, R even and at most D, last dimension contiguous.
-        sin: as cos; both or neither.
-        key_scale: the key that a stored 1 stands for, 1.0 unless the cache is float8.
+        cos: [T, R] float32 or dtype of key, R even and <= D, last dimension contiguous.
+        sin: as cos; pass both or neither.
+        key_scale: the key value that a stored 1 represents; 1.0 unless the cache is float8.
         value_scale: as key_scale, for values.
         backend: "auto", "cpu", "cuda", "triton" or "reference"; float8 needs one of the last two.
     Raises:
         ValueError: a wrong dtype, shape, device or stride, or a backend that cannot run this; for
             tensors on the CPU also a slot outside the cache, before anything is written.
 
-    No host synchronisation by a compiled kernel. All other slots keep their bits. Source of the
-    rotation: Su et al., 2104.09864.
+    Compiled kernels do not synchronise with the host. All other slots keep their bits. Source of
+    the rotation: Su et al., 2104.09864.
     """
     key_scale, value_scale = check_scales(key_cache, key_scale, value_scale)
     tensors = (key, value, key_cache, value_cache, slot_mapping)
@@ -84,30 +84,31 @@ def compact_kv(
     *,
     backend: str = "auto",
 ) -> None:
-    """Move the accepted nodes of each token tree to the place of their tokens, in all layers.
+    """Move the accepted nodes of each token tree to their places in the text, in all layers.
 
-    Before, node j of tree b lies at place prefix_lens[b] + j of its context, the root being node 0.
-    After, the i-th node of its path lies at place prefix_lens[b] + 1 + i for i < accepted_len[b],
-    as if all were read before any is written, and every other slot keeps its bits. What follows the
-    accepted tokens is left over and may be overwritten: a shorter context is all that rollback is.
+    Before, node j of tree b is at place prefix_lens[b] + j of its context, the root being node 0.
+    After, the i-th node of its path is at place prefix_lens[b] + 1 + i for i < accepted_len[b], as
+    if all were read before any is written, and every other slot keeps its bits. Entries after the
+    accepted tokens are stale and may be overwritten: rollback is only a shorter context length.
 
     Args:
         key_caches: [L, num_blocks, block_size, G, D] float32, bfloat16, float16 or float8_e4m3fn,
             last two dimensions contiguous.
         value_caches: as key_caches, with the same strides.
-        block_table: [B, M] int32, rows contiguous; the blocks of two sequences that hold places
-            after their prefix_lens are different ones.
+        block_table: [B, M] int32, rows contiguous; sequences must not share blocks that contain
+            places after their prefix_lens.
         prefix_lens: [B] int32, tokens of each sequence before the root.
-        path: [B, N] int32, rows contiguous: ascending nodes after the root as `verify_tree` gives
-            them; a negative one ends the path.
-        accepted_len: [B] int32, at most N; a sequence with 0 or less is left alone.
+        path: [B, N] int32, rows contiguous: ascending nodes after the root, as returned by
+            `verify_tree`; a negative one ends the path.
+        accepted_len: [B] int32, at most N; a sequence with 0 or less is left unchanged.
         backend: "auto", "cpu", "cuda", "triton" or "reference".
     Raises:
         ValueError: a wrong dtype, shape, device or stride, or a backend that cannot run this; for
             tensors on the CPU also places outside the table or blocks outside the cache, before
-            anything is written. Elsewhere such moves are left out.
+            anything is written. Elsewhere such moves are skipped.
 
-    One launch for all layers, no host synchronisation by a compiled kernel; safe in CUDA graphs.
+    One launch for all layers. Compiled kernels do not synchronise with the host; safe in CUDA
+    graphs.
     """
     tensors = (key_caches, value_caches, block_table, prefix_lens, path, accepted_len)
 
@@ -213,8 +214,8 @@ def _check_moves(
             for place in (prefix + node, prefix + 1 + i):
                 if prefix < 0 or place >= capacity:
                     raise ValueError(
-                        f"prefix_lens[{b}]: {prefix}, so that node {node} at {i} of path leaves the"
-                        f" {capacity} places of block_table"
+                        f"prefix_lens[{b}]: {prefix}, so that node {node} at {i} of path is outside"
+                        f" the {capacity} places of block_table"
                     )
                 block = int(block_table[b, place // block_size])
                 if not 0 <= block < num_blocks:

@@ -1,4 +1,4 @@
-"""Border checks: each raises a ValueError that names the argument and what arrived."""
+"""Argument checks; each raises a ValueError that names the argument and the value."""
 
 from numbers import Real
 from reprlib import repr as shortened
@@ -6,7 +6,7 @@ from reprlib import repr as shortened
 import torch
 from torch import Tensor
 
-# Sums of 2**44 for each token stay within 64 bits.
+# Sums of up to 2**44 per token stay within 64 bits.
 MAX_GPU_VOCAB = 2**20 - 1
 INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1
 LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -27,10 +27,10 @@ def check_tensor(
         raise ValueError(f"{name}: expected a tensor, got {type(tensor).__name__}")
     if not _is_plain(tensor):
         kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
-        raise ValueError(f"{name}: expected a dense tensor with its values in memory, got {kind}")
+        raise ValueError(f"{name}: expected a dense tensor with values in memory, got {kind}")
     actual = tensor.shape
     if actual == shape and tensor.dtype in dtypes and tensor.device == device:
-        return  # all sizes known: most calls end here, within half a microsecond
+        return  # fast path for known sizes: most calls end here, within half a microsecond
     if len(actual) != len(shape) or any(
         expected is not None and expected != size
         for expected, size in zip(shape, actual, strict=True)
@@ -47,16 +47,16 @@ def check_tensor(
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether the values lie in memory as shape and strides say."""
+    """Whether the values are in memory as described by shape and strides."""
     return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_neg()
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """The same values contiguous in memory; what is no such tensor is left for the checks."""
+    """Return the values contiguous in memory; anything but a plain tensor is left to the checks."""
     return tensor.contiguous() if isinstance(tensor, Tensor) and _is_plain(tensor) else tensor
 
 
-# A schema of torch takes a bool or a tensor of one element for a number: kernels cannot tell.
+# A torch schema accepts a bool or a one-element tensor as a number, which kernels cannot detect.
 def check_int(name: str, value: int, least: int, most: int = INT64_MAX) -> None:
     """Check an integer and its bounds."""
     if isinstance(value, int) and not isinstance(value, bool) and least <= value <= most:
@@ -66,7 +66,7 @@ def check_int(name: str, value: int, least: int, most: int = INT64_MAX) -> None:
 
 
 def check_number(name: str, value: float, least: float, expected: str) -> float:
-    """Check a real number from `least` to the largest float32, and give it as a float."""
+    """Check a real number from `least` to the largest float32, and return it as a float."""
     is_number = type(value) is float or (isinstance(value, Real) and not isinstance(value, bool))
     if is_number and least <= value <= FLOAT32.max:
         return float(value)
@@ -74,24 +74,30 @@ def check_number(name: str, value: float, least: float, expected: str) -> float:
 
 
 def check_positive(name: str, value: float) -> float:
-    """Check a number that stays above 0, and finite, in float32, and give it as a float."""
+    """Check that a number is positive and finite in float32, and return it as a float."""
     return check_number(name, value, FLOAT32.tiny, "a positive, finite float32 number")
 
 
+def check_width(name: str, size: int) -> None:
+    """Check that rows hold at least one value."""
+    if size < 1:
+        raise ValueError(f"{name}: expected rows of at least one value, got {size}")
+
+
 def check_flag(name: str, value: bool) -> None:
-    """Check a truth value."""
+    """Check a bool."""
     if not isinstance(value, bool):
         raise ValueError(f"{name}: expected True or False, got {shortened(value)}")
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Check one of a few words."""
+    """Check a string option."""
     if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{name}: expected one of {choices}, got {shortened(value)}")
 
 
 def check_logits(name: str, logits: Tensor, rank: int, device: torch.device | None = None) -> None:
-    """Check a tensor of logits: dtype, rank, a vocabulary, last dimension contiguous."""
+    """Check a tensor of logits: dtype, rank, non-empty vocabulary, contiguous last dimension."""
     if not isinstance(logits, Tensor):
         raise ValueError(f"{name}: expected a tensor, got {type(logits).__name__}")
     shape = logits.shape if logits.dim() == rank else (None,) * rank
@@ -114,7 +120,7 @@ def check_sampling(
     top_p: Tensor | None,
     min_p: Tensor | None,
 ) -> None:
-    """Check the four optional sampling parameters: `num` values each, for rows or sequences."""
+    """Check the four optional sampling parameters, with `num` values each."""
     for name, tensor, dtype in (
         ("temperature", temperature, torch.float32),
         ("top_k", top_k, torch.int32),
@@ -127,7 +133,7 @@ def check_sampling(
 
 
 def check_token_bitmask(token_bitmask: Tensor | None, num_rows: int, logits: Tensor) -> None:
-    """Check the packed allowed tokens of `num_rows` rows of logits."""
+    """Check the bitmask of allowed tokens of `num_rows` rows of logits."""
     if token_bitmask is not None:
         words = (logits.shape[-1] + 31) // 32
         shape = (num_rows, words)
@@ -136,14 +142,14 @@ def check_token_bitmask(token_bitmask: Tensor | None, num_rows: int, logits: Ten
 
 
 def check_cu_rows(cu_rows: Tensor, batch: int, logits: Tensor) -> None:
-    """Check the prefix sums of rows; their values only where that needs no synchronisation."""
+    """Check the prefix sums of rows; their values only if that needs no synchronisation."""
     check_sums("cu_rows", cu_rows, batch, logits.shape[0], logits.device, of=" rows")
 
 
 def check_sums(
     name: str, cu: Tensor, batch: int, most: int, device: torch.device, of: str = ""
 ) -> None:
-    """Check prefix sums; their values only where that needs no synchronisation."""
+    """Check prefix sums; their values only if that needs no synchronisation."""
     check_tensor(name, cu, (batch + 1,), (torch.int32,), device)
     if device.type != "cpu":
         return
@@ -153,7 +159,7 @@ def check_sums(
 
 
 def check_parents(parents: Tensor, shape: tuple[int, int], device: torch.device) -> None:
-    """Check the shape and, where that needs no synchronisation, that parents come first."""
+    """Check the shape and, if that needs no synchronisation, that parents come first."""
     check_tensor("parents", parents, shape, (torch.int32,), device)
     if device.type == "cpu":
         late = (parents >= torch.arange(shape[1], dtype=torch.int32)) | (parents < -1)
@@ -219,7 +225,7 @@ def check_caches(
     names: tuple[str, str] = ("key_cache", "value_cache"),
     rank: int = 4,
 ) -> tuple[int, int]:
-    """Check the two halves of a paged cache, and give its number of heads and head size."""
+    """Check key and value cache, and return the number of heads and the head size."""
     name = names[0]
     check_tensor(name, key_cache, (None,) * rank, CACHE_DTYPES, None)
     shape = tuple(key_cache.shape)
@@ -237,12 +243,12 @@ def check_caches(
 
 
 def dtypes_beside(cache: Tensor) -> tuple[torch.dtype, ...]:
-    """The dtypes that queries, keys and values may have beside a cache."""
+    """Return the dtypes that queries, keys and values may have with a cache."""
     return LOGITS_DTYPES if cache.dtype == FLOAT8 else (cache.dtype,)
 
 
 def check_scales(key_cache: Tensor, key_scale: float, value_scale: float) -> tuple[float, float]:
-    """Check what one unit of a stored key or value stands for: 1, unless stored in 8 bits."""
+    """Check the value that a stored 1 represents: 1, unless stored in 8 bits."""
     scales = check_positive("key_scale", key_scale), check_positive("value_scale", value_scale)
     is_float8 = isinstance(key_cache, Tensor) and key_cache.dtype == FLOAT8
     for name, scale in zip(("key_scale", "value_scale"), scales, strict=True):

@@ -6,7 +6,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fastspec_kernels.attention import check_attention, check_options, scale_of_stored
+from fastspec_kernels.attention import (
+    check_attention,
+    check_options,
+    check_score_scale,
+    scale_of_stored,
+)
 from fastspec_kernels.backend import run_checked
 from fastspec_kernels.cache import check_rotation, check_slots
 from fastspec_kernels.checks import (
@@ -18,6 +23,7 @@ from fastspec_kernels.checks import (
     check_number,
     check_positive,
     check_tensor,
+    check_width,
 )
 from fastspec_kernels.reference.layers import LayerWeights
 
@@ -48,59 +54,59 @@ def decoder_layers(
     softcap: float = 0.0,
     backend: str = "auto",
 ) -> Tensor:
-    """Run rows through decoder layers of the Llama kind and store their keys and values.
+    """Run rows through Llama-type decoder layers and store their keys and values.
 
-    In each layer, with its weights: rows = norm(hidden, attention_norm), after `embeddings`; query,
-    key and value are their projections, queries and keys normalised head by head where query_norm
-    and key_norm are given, then rotated as in `store_kv`. Keys and values go to their slots, and
+    In each layer: rows = norm(hidden, attention_norm), preceded by `embeddings`; query, key and
+    value are their projections; queries and keys are normalised per head if query_norm and key_norm
+    are given, then rotated as in `store_kv`. Keys and values go to their slots, and
     `tree_attention` reads the pages. With
     hidden = hidden + norm(output projection, attention_out_norm) and
     rows = norm(hidden, mlp_norm) the next layer gets
     hidden + norm((activation(rows @ gate_weight.T) * (rows @ up_weight.T)) @ down_weight.T,
-    mlp_out_norm). norm is `rms_norm` with the weights norm_shift + weight, or nothing without.
+    mlp_out_norm). norm is `rms_norm` with the weights norm_shift + weight; without weights it is
+    the identity.
 
     Args:
         hidden: [T, E] float32, contiguous.
         layers: at least one; weights and norms have the dtype of the caches and are contiguous.
-        key_caches, value_caches: of each layer, as in `store_kv`, float32, bfloat16 or float16.
+        key_caches, value_caches: one per layer, as in `store_kv`, float32, bfloat16 or float16.
         slot_mapping: [T] int64, as in `store_kv`.
         block_table, context_lens, cu_rows: as in `tree_attention`.
-        eps: of the norms, > 0 in float32.
-        cos, sin: [T, R] float32, R even and at most D, last dimension contiguous; None: no
-            rotation.
+        eps: eps of the norms, > 0 in float32.
+        cos, sin: [T, R] float32, R even and <= D, last dimension contiguous; None = no rotation.
         embeddings: [T, S] float32, contiguous; normed token embeddings that each layer's attention
-            reads in front of its rows, as in EAGLE-3. None: none.
-        kept_layers, kept_caches: layer kept_layers[j], -1 for none, leaves what it is given of each
-            row: the first half of its numbers in head j of the first of two caches, the second half
-            in the other, both [N, block_size, J, E / 2], float32, bfloat16 or float16, in the slots
-            of the rows. Empty: nothing is kept.
+            reads in front of its rows, as in EAGLE-3; None = none.
+        kept_layers, kept_caches: store the inputs of layer kept_layers[j] (-1 = no layer) in the
+            slots of the rows: the first half in head j of the first of two caches, the second half
+            in the other, both [N, block_size, J, E / 2], float32, bfloat16 or float16. Empty =
+            nothing is kept.
         norm_shift: added to the weights of all norms: 0, or 1 for Gemma's.
         activation: "silu" or "gelu_tanh".
-        ancestor_mask, scale, sliding_window, softcap: as in `tree_attention`; layers of several
-            head sizes need a scale.
+        ancestor_mask, scale, sliding_window, softcap: as in `tree_attention`; scale is required if
+            head sizes differ between layers.
         backend: "auto", "cpu", "triton" or "reference".
     Returns:
         [T, E] float32.
     Raises:
-        ValueError: as the ops it is made of, before anything is written.
+        ValueError: as in the ops it is made of, before anything is written.
 
-    Sums and what passes from one part to the next are float32 (reference: float64); queries, keys,
-    values and what attention gives have the dtype of the cache, and on processors that multiply
-    bfloat16 also what enters a product with bfloat16 weights. A row's bits do not depend on the
-    other rows, except with "triton": it leaves the products to torch, whose bits may depend on the
-    number of rows; what enters and leaves them has the dtype of the weights. No host
-    synchronisation.
+    Sums and intermediate results are float32 (reference: float64); queries, keys, values and the
+    output of attention have the dtype of the cache, and on processors that multiply bfloat16 so do
+    the inputs of products with bfloat16 weights. A row's bits do not depend on the other rows,
+    except with "triton", which leaves matrix products to torch, whose bits may depend on the number
+    of rows; their inputs and outputs have the dtype of the weights. No host synchronisation.
     """
     _first_of("layers", layers, LayerWeights)
     cache: Tensor = _first_of("key_caches", key_caches, Tensor)
     _first_of("value_caches", value_caches, Tensor)
     given_scale, scale = scale, scale_of_stored(cache, scale, 1.0)
     softcap, _ = check_options(cache, sliding_window, softcap, None, False)
+    check_score_scale(scale, softcap)
     eps = check_positive("eps", eps)
     norm_shift = check_number("norm_shift", norm_shift, -FLOAT32.max, "a finite float32 number")
     check_choice("activation", activation, ACTIVATIONS)
     if given_scale is None and len({cache.shape[-1:] for cache in key_caches}) > 1:
-        raise ValueError("scale: expected a number, as layers have several head sizes, got None")
+        raise ValueError("scale: expected a number, as layers differ in head size, got None")
     pages = (block_table, context_lens, cu_rows)
     _check_kept(kept_layers, kept_caches, len(layers))
 
@@ -112,6 +118,7 @@ def decoder_layers(
         check_tensor("hidden", hidden, (None, None), (torch.float32,), cache.device)
         check_contiguous("hidden", hidden)
         num_rows, size = hidden.shape
+        check_width("hidden", size)
         num_inputs = size
         if embeddings is not None:
             check_tensor("embeddings", embeddings, (num_rows, None), (torch.float32,), cache.device)
@@ -140,7 +147,7 @@ def decoder_layers(
 
 
 def _first_of(name: str, values: Sequence[Any], kind: type) -> Any:
-    """The first value; ValueError unless `values` is a list or tuple of at least one `kind`."""
+    """Return the first value; ValueError unless `values` is a non-empty list or tuple of `kind`."""
     is_list = isinstance(values, (list, tuple))
     if not is_list or not values or not all(isinstance(value, kind) for value in values):
         raise ValueError(f"{name}: expected a {kind.__name__} for each layer, got {values!r:.60}")
@@ -148,7 +155,7 @@ def _first_of(name: str, values: Sequence[Any], kind: type) -> Any:
 
 
 def _check_kept(layers: Sequence[int], caches: Sequence[Tensor], num_layers: int) -> None:
-    """Check which inputs are kept, and that there are caches for them."""
+    """Check the layers whose inputs are kept, and their caches."""
     is_list = isinstance(layers, (list, tuple))
     if not is_list or not all(type(x) is int and -1 <= x < num_layers for x in layers):
         expected = f"numbers from -1 to {num_layers - 1}"
@@ -176,7 +183,7 @@ def _check_kept_caches(
 def _check_weights(
     name: str, weights: LayerWeights, cache: Tensor, size: int, num_inputs: int, num_kv_heads: int
 ) -> int:
-    """Check a layer's weights, and give its number of query heads."""
+    """Check a layer's weights, and return its number of query heads."""
     head_size = cache.shape[-1]
     for field, columns in (("query_weight", num_inputs), ("gate_weight", size)):
         tensor = getattr(weights, field)

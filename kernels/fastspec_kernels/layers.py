@@ -1,4 +1,4 @@
-"""The blocks of a decoder layer beside attention, fused for the few rows of a decoding step."""
+"""The parts of a decoder layer other than attention, fused for the few rows of a decoding step."""
 
 from functools import partial
 
@@ -6,17 +6,23 @@ import torch
 from torch import Tensor
 
 from fastspec_kernels.backend import run_checked
-from fastspec_kernels.checks import LOGITS_DTYPES, check_contiguous, check_positive, check_tensor
+from fastspec_kernels.checks import (
+    LOGITS_DTYPES,
+    check_contiguous,
+    check_positive,
+    check_tensor,
+    check_width,
+)
 
 
 def linear(
     input: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: str = "auto"
 ) -> Tensor:
-    """Multiply rows by a weight matrix, each row's result independent of the other rows.
+    """Multiply rows by a weight matrix; each row's result is independent of the other rows.
 
-    out[..., n] = sum over k of input[..., k] * weight[n, k], plus bias[n]: torch's linear, made for
-    the few rows of decoding and verification, where reading the weights is all the cost; with more
-    it keeps up with torch on AVX-512 and takes up to 1.4 times as long in float32 on AVX2.
+    out[..., n] = sum over k of input[..., k] * weight[n, k], plus bias[n]. This is torch's linear,
+    optimised for the few rows of decoding and verification, where reading the weights dominates;
+    with more rows it matches torch on AVX-512 and takes up to 1.4 times as long in float32 on AVX2.
 
     Args:
         input: [..., K] float32, bfloat16 or float16, contiguous.
@@ -28,8 +34,8 @@ def linear(
     Raises:
         ValueError: a wrong dtype, shape, device or stride, or a backend that cannot run this.
 
-    A row's bits do not depend on how many rows are in the call, so a token's logits are the same
-    whether it is decoded alone or verified with others. No host synchronisation.
+    A row's bits do not depend on the number of rows, so a token's logits are the same whether it is
+    decoded alone or verified with others. No host synchronisation.
     """
     arguments = (input, weight, bias)
     return run_checked("linear", backend, weight, arguments, partial(_check_linear, *arguments))
@@ -46,7 +52,7 @@ def rms_norm(input: Tensor, weight: Tensor, eps: float, *, backend: str = "auto"
         eps: added to the mean square, > 0 in float32.
         backend: "auto", "cpu" or "reference".
     Returns:
-        [..., K], dtype of input, calculated in float32 (reference: float64).
+        [..., K], dtype of input, computed in float32 (reference: float64).
     Raises:
         ValueError: a wrong dtype, shape, device, stride or eps, or a backend that cannot run this.
 
@@ -80,7 +86,7 @@ def gated_mlp(
     Raises:
         ValueError: a wrong dtype, shape, device or stride, or a backend that cannot run this.
 
-    On processors that multiply bfloat16, what enters the last product is rounded to it. A row's
+    On processors that multiply bfloat16, the input of the last product is rounded to it. A row's
     bits do not depend on the other rows. Source: Shazeer, 2002.05202.
     """
     tensors = (input, gate_weight, up_weight, down_weight)
@@ -106,12 +112,14 @@ def _check_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 def _check_norm(input: Tensor, weight: Tensor) -> None:
     check_tensor("weight", weight, (None,), LOGITS_DTYPES, None)
     check_contiguous("weight", weight)
+    check_width("weight", weight.shape[0])
     _check_input(input, weight.shape[0], weight.dtype, weight.device)
 
 
 def _check_mlp(input: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor) -> None:
     check_tensor("gate_weight", gate_weight, (None, None), LOGITS_DTYPES, None)
     (hidden, size), dtypes = gate_weight.shape, (gate_weight.dtype,)
+    check_width("gate_weight", size)
     check_tensor("up_weight", up_weight, (hidden, size), dtypes, gate_weight.device)
     check_tensor("down_weight", down_weight, (size, hidden), dtypes, gate_weight.device)
     for name, tensor in (("gate", gate_weight), ("up", up_weight), ("down", down_weight)):

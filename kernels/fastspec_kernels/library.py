@@ -75,13 +75,13 @@ def use_instruction_set(name: str) -> None:
     available = torch.ops.fastspec.cpu_instruction_sets()
     if name not in available:
         raise ValueError(
-            f"FASTSPEC_CPU_ISA: this processor or this build has no {name!r};"
+            f"FASTSPEC_CPU_ISA: this processor or build does not support {name!r};"
             f" available: {', '.join(available)}"
         )
     torch.ops.fastspec.use_cpu_instruction_set(name)
 
 
-# A missing extension is normal; one that is there and does not load fails loudly.
+# A missing extension is normal; one that exists but does not load raises.
 HAS_CPU_EXTENSION = find_spec("fastspec_kernels._cpu") is not None
 HAS_CUDA_EXTENSION = find_spec("fastspec_kernels._cuda") is not None
 if HAS_CPU_EXTENSION:
@@ -103,7 +103,7 @@ def has_kernel(op: str, device_type: str) -> bool:
 
 @cache
 def has_image(device_index: int) -> bool:
-    """Whether the CUDA extension has code for a GPU: its own, or PTX that the driver compiles."""
+    """Whether the CUDA extension has code for a GPU: native, or PTX that the driver compiles."""
     return torch.ops.fastspec.has_cuda_image(device_index)
 
 
@@ -233,7 +233,7 @@ def _(query, *args):
 
 
 def _require_one_device(*arguments):
-    """A meta tensor among real ones ends in the fake implementation; the public op explains."""
+    """Refuse meta tensors among real ones, which reach the fakes; the public op says which."""
     lists = (value if isinstance(value, list) else [value] for value in arguments)
     values = (value for each in lists for value in each)
     if len({value.device for value in values if isinstance(value, torch.Tensor)}) > 1:

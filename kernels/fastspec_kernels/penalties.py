@@ -1,4 +1,4 @@
-"""Edits of the rows of logits by what a sequence already holds: bias and penalties."""
+"""Edits of logits that depend on a sequence's text: bias and penalties."""
 
 import torch
 from torch import Tensor
@@ -35,12 +35,12 @@ def penalize(
     frequency_penalty: Tensor | None = None,
     backend: str = "auto",
 ) -> None:
-    """Bias and penalise each row of logits by its own text, in place.
+    """Apply bias and penalties to each row of logits by its own text, in place.
 
-    Row r belongs to node i = row_node[r] of the tree of sequence b = row_sequence[r], and holds the
-    logits of what follows that node. Its text is the committed text, which ends with node 0, and
-    its path: the tokens of the nodes from i up to but not including node 0. The depth of the row is
-    the number of nodes of its path.
+    Row r has the logits of the token after node i = row_node[r] of the tree of sequence
+    b = row_sequence[r]. Its text is the committed text, which ends with node 0, and its path: the
+    tokens of the nodes from i up to but not including node 0. The depth of the row is the number of
+    nodes of its path.
 
     A token is seen if it is in the history or on the path; its count is its history count plus how
     often it is on the path. Each logit x is then changed in this order:
@@ -49,25 +49,25 @@ def penalize(
     2. if the token is seen, x /= repetition_penalty where x > 0, else x *= repetition_penalty;
     3. if its count is above 0, x -= frequency_penalty * count + presence_penalty.
 
-    This is done in float32 and rounded once, to nearest even. -inf stays -inf, NaN stays NaN. Work
-    grows with history, bias and path, not with V: all other logits are neither read nor written.
+    This is computed in float32 and rounded once, to nearest even. -inf stays -inf, NaN stays NaN.
+    Cost grows with history, bias and path, not with V: other logits are neither read nor written.
 
     Args:
-        logits: [R, V] float32, bfloat16 or float16, any row stride that keeps the rows apart.
+        logits: [R, V] float32, bfloat16 or float16, any row stride without overlap.
         row_sequence: [R] int32, 0 <= row_sequence[r] < B.
         row_node: [R] int32, 0 <= row_node[r] < N.
-        tree_token_ids: [B, N] int32, N >= 1; that of node 0, the last committed token, is not read.
-        cu_history: [B+1] int32, prefix sums from 0 to at most H: the history of sequence b are the
-            entries cu_history[b]:cu_history[b+1].
+        tree_token_ids: [B, N] int32, N >= 1; node 0 is the last committed token, and is not read.
+        cu_history: [B+1] int32, prefix sums from 0 to at most H: entries
+            cu_history[b]:cu_history[b+1] are the history of sequence b.
         history_ids: [H] int32, the distinct tokens of the committed text, ascending within a
             sequence.
-        history_counts: [H] int32, how often each is in the output; 0 = in the prompt only.
+        history_counts: [H] int32, count of each token in the output; 0 = in the prompt only.
         cu_bias: [B+1] int32, prefix sums of the bias entries, as cu_history, at most E.
         bias_ids: [E] int32, distinct and ascending within a sequence.
         bias: [E] float32, below inf; -inf bans the token.
-        bias_until: [E] int32, the depth from which on the entry is off; 0 = off for all rows.
-        parents: [B, N] int32, the node that each node follows, parents[b, i] < i; that of node 0 is
-            not read, -1 ends a path. None: a chain, i - 1.
+        bias_until: [E] int32, the depth from which the entry is off; 0 = off for all rows.
+        parents: [B, N] int32, the parent of each node, parents[b, i] < i; node 0's is not read, -1
+            ends a path. None = a chain, i - 1.
         repetition_penalty: [B] float32, > 0; None or 1 = off.
         presence_penalty: [B] float32; None or 0 = off.
         frequency_penalty: [B] float32; None or 0 = off.
@@ -78,9 +78,9 @@ def penalize(
             or order, before anything is written.
 
     Token ids outside the vocabulary are ignored. No host synchronisation; safe in CUDA graphs. All
-    backends give the same bits, whatever the other rows. The order is Hugging Face's and vLLM's;
-    sources of the penalties: Keskar et al., "CTRL", arXiv 1909.05858 (repetition), and OpenAI's API
-    (presence, frequency).
+    backends give the same bits, independently of other rows. The order is that of Hugging Face and
+    vLLM; sources of the penalties: Keskar et al., "CTRL", arXiv 1909.05858 (repetition), and
+    OpenAI's API (presence, frequency).
     """
     penalties = {
         "repetition_penalty": repetition_penalty,
@@ -128,7 +128,7 @@ def penalize(
 def _check_indices(
     name: str, indices: Tensor, num_rows: int, end: int, device: torch.device
 ) -> None:
-    """Check one index below `end` per row; their values only where that does not synchronise."""
+    """Check one index below `end` per row; the values only if that needs no synchronisation."""
     check_tensor(name, indices, (num_rows,), _INT, device)
     if device.type == "cpu":
         for row, index in enumerate(indices.tolist()):
@@ -139,7 +139,7 @@ def _check_indices(
 def _check_entries(
     sums_name: str, sums: Tensor, batch: int, lists: dict[str, Tensor], device: torch.device
 ) -> None:
-    """Check lists of entries, ids first, and the prefix sums that share them out to sequences."""
+    """Check lists of entries, ids first, and the prefix sums that assign them to sequences."""
     (ids_name, ids), *values = lists.items()
     check_tensor(ids_name, ids, (None,), _INT, device)
     for name, value in values:

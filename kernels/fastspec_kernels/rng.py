@@ -12,8 +12,8 @@ def uniform(
 ) -> Tensor:
     """Draw `num` uniform numbers for each (seed, position, stream), the same bits on every backend.
 
-    Number i of row b is word i % 4 of Philox4x32-10 with key seed[b] and counter (position[b],
-    i // 4, stream), its top 24 bits times 2**-24. No state: the same arguments always give the same
+    Number i of row b is the top 24 bits, times 2**-24, of word i % 4 of Philox4x32-10 with key
+    seed[b] and counter (position[b], i // 4, stream). Stateless: equal arguments give equal
     numbers.
 
     Args:

@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the last tokens of a text where they stood before."""
+"""Prompt lookup: copies what followed an earlier occurrence of a text's last tokens."""
 
 import torch
 from torch import Tensor
@@ -25,29 +25,29 @@ def match_suffix(
     rule: str = "latest",
     backend: str = "auto",
 ) -> Tensor:
-    """Copy what follows the longest suffix of each sequence that occurs in it once more.
+    """Copy what follows an earlier occurrence of each sequence's longest recurring suffix.
 
-    Sequence b is the first n = lengths[b] tokens of its row. Of the suffixes of `min_match` to
-    `max_match` tokens the longest one counts that also ends before some position e < n; the two may
-    overlap. The result is what stands there: tokens e, e+1, ... up to token n-1.
+    Sequence b is the first n = lengths[b] tokens of its row. Among its suffixes of `min_match` to
+    `max_match` tokens, the longest one is used that also ends before some position e < n; the two
+    may overlap. The result is tokens e, e+1, ... up to token n-1.
 
     Args:
-        token_ids: [B, S] int32, any row stride, last dimension contiguous; what stands after the
-            first lengths[b] tokens is not read.
-        lengths: [B] int32, 0 <= lengths[b] <= S; checked on the CPU only, elsewhere clamped.
-        min_match: tokens that must match, >= 1.
-        max_match: tokens that are compared, >= min_match; S or more is no limit.
+        token_ids: [B, S] int32, any row stride, last dimension contiguous; tokens after the first
+            lengths[b] are not read.
+        lengths: [B] int32, 0 <= lengths[b] <= S; checked on the CPU, clamped elsewhere.
+        min_match: minimum number of matching tokens, >= 1.
+        max_match: maximum number of tokens compared, >= min_match; S or more = no limit.
         num_tokens: columns of the result, 0 <= num_tokens < 2**31.
-        rule: among the occurrences of the longest suffix, "latest" takes the one with the largest
-            e, "earliest_longest" the one with the smallest.
+        rule: which occurrence of the longest suffix to use: "latest" the one with the largest e,
+            "earliest_longest" the one with the smallest.
         backend: "auto", "cpu", "triton" or "reference".
     Returns:
-        [B, num_tokens] int32, -1 after the last token, and everywhere without a match.
+        [B, num_tokens] int32, -1 after the last token; all -1 without a match.
     Raises:
         ValueError: a wrong dtype, shape, device, stride or range, or a backend that cannot run
             this.
 
-    No host synchronisation; safe in CUDA graphs. On the CPU linear in the length of the text.
+    No host synchronisation; safe in CUDA graphs. On the CPU, time is linear in the text's length.
     """
     check_tensor("token_ids", token_ids, (None, None), (torch.int32,), None)
     check_last_contiguous("token_ids", token_ids)

@@ -1,4 +1,4 @@
-"""Token trees: which path of a tree the target accepts, and the structure that attention needs."""
+"""Token trees: verification of a tree, and the structure that attention needs."""
 
 import torch
 from torch import Tensor
@@ -37,42 +37,42 @@ def verify_tree(
     token_bitmask: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Accept one path of each tree and draw one more token; outputs follow the target exactly.
+    """Accept one path of each tree and draw one more token; output follows the target exactly.
 
-    The walk starts at node 0, the last committed token. At each node it looks at the children in
-    the order of their indices, moves to the first one that is accepted, and ends where none is. How
-    the siblings were chosen decides what is exact, so `sibling_rule` has no default:
+    The walk starts at node 0, the last committed token. At each node it tries the children in the
+    order of their indices, moves to the first accepted one, and ends if none is. Which rule is
+    exact depends on how siblings were chosen, so `sibling_rule` has no default:
 
-    - "target_only": distinct siblings, chosen by anything but the random numbers of this step (the
-      k most likely, say). Child c is accepted if uniform_samples[b, node] is below the target
-      probability of c and its earlier siblings together. The extra token comes from the target
-      without the siblings' tokens. A token that an earlier sibling has already is passed over.
+    - "target_only": distinct siblings, chosen independently of the random numbers of this step (for
+      example the k most probable). Child c is accepted if uniform_samples[b, node] is below the
+      target probability of c and its earlier siblings together. The extra token comes from the
+      target without the siblings' tokens. A token that repeats an earlier sibling's is skipped.
     - "without_replacement": siblings drawn from the node's draft row, each without the tokens of
       the earlier ones. Child c is accepted if uniform_samples[b, c] * draft < target, strictly, at
-      its token; otherwise target becomes max(target - draft, 0), and draft loses the token, both
-      normalised. The extra token comes from what is left of target.
+      its token; otherwise target becomes max(target - draft, 0), and the token is removed from
+      draft, both normalised. The extra token comes from the remaining target.
     - "with_replacement": siblings drawn independently from the node's draft row; as above, but
-      draft stays as it is.
+      draft does not change.
 
-    The extra token is drawn by inverse CDF with the last uniform number; where nothing of the
-    target is left, from the target itself. Both models' rows pass through the same temperature and
-    filters (see `row_stats`). A greedy sequence (temperature 0) moves to the first child that is
-    the target's argmax, and reads neither draft rows nor uniform numbers.
+    The extra token is drawn by inverse CDF with the last uniform number; if nothing of the target
+    remains, from the target itself. Both models' rows use the same temperature and filters (see
+    `row_stats`). A greedy sequence (temperature 0) moves to the first child that is the target's
+    argmax, and reads neither draft rows nor uniform numbers.
 
     Args:
         target_logits: [T, V] float32, bfloat16 or float16, any row stride. Sequence b owns the
-            rows cu_rows[b]:cu_rows[b+1]; row i of them judges the children of node i, and nodes
-            without a row do not exist. With no rows at all the sequence takes no part.
+            rows cu_rows[b]:cu_rows[b+1]; its row i verifies the children of node i, and nodes
+            without a row do not exist. A sequence without rows takes no part.
         cu_rows: [B+1] int32, prefix sums of the rows of each sequence, from 0 to at most T; checked
             on the CPU only.
-        tree_token_ids: [B, N] int32, N >= 1; that of node 0 is not read; an id outside the
-            vocabulary is rejected.
-        parents: [B, N] int32, parents[b, i] < i; -1 for padding; that of node 0 is not read.
-            Checked on the CPU only, elsewhere a wrong parent means padding.
+        tree_token_ids: [B, N] int32, N >= 1; node 0's is not read; ids outside the vocabulary are
+            rejected.
+        parents: [B, N] int32, parents[b, i] < i; -1 for padding; node 0's is not read. Checked on
+            the CPU only; elsewhere an invalid parent means padding.
         uniform_samples: [B, N+1] float32 in [0, 1).
         sibling_rule: see above.
-        draft_logits: [B, N, draft V] float32, bfloat16 or float16, draft V <= V: row i is what the
-            children of node i were drawn from. None, and only then, with "target_only".
+        draft_logits: [B, N, draft V] float32, bfloat16 or float16, draft V <= V: the children of
+            node i were drawn from row i. Must be None for "target_only", and only then.
         temperature, top_k, top_p, min_p: [B] each, see `row_stats`.
         draft_token_map: [V] int32, the column of each target token in the draft rows, see
             `verify_chain`. With "without_replacement" every column that siblings can be drawn from
@@ -82,13 +82,13 @@ def verify_tree(
     Returns:
         path: [B, N] int32, the accepted nodes after the root, then -1.
         output_token_ids: [B, N] int32, their tokens, the extra token, then -1.
-        accepted_len: [B] int32 in 0..N-1; -1 where a row that the walk came by is invalid (see
-            `row_stats`), with no output.
+        accepted_len: [B] int32 in 0..N-1; -1, with no output, if a row that the walk used is
+            invalid (see `row_stats`).
         logprobs: [B, N] float32, the target's log-probability of each token as in `sample`, 0 after
             the end.
     Raises:
-        ValueError: a wrong dtype, shape, device, stride, parent or sibling rule, draft rows that
-            the rule does not take, or a backend that cannot run this.
+        ValueError: a wrong dtype, shape, device, stride, parent or sibling rule, draft rows that do
+            not match the rule, or a backend that cannot run this.
 
     No host synchronisation; safe in CUDA graphs. A sequence's result never depends on the others in
     the batch.
@@ -133,16 +133,16 @@ def verify_tree(
 
 
 def build_tree(parents: Tensor, *, backend: str = "auto") -> tuple[Tensor, Tensor]:
-    """Depths and ancestors of the nodes of each tree.
+    """Compute the depths and ancestor masks of each tree's nodes.
 
     Args:
         parents: [B, N] int32, parents[b, i] < i; -1 for padding; that of node 0, the root, is not
-            read. Checked on the CPU only, elsewhere a wrong parent means padding.
+            read. Checked on the CPU only; elsewhere an invalid parent means padding.
         backend: "auto", "cpu", "cuda", "triton" or "reference".
     Returns:
-        depths: [B, N] int32, 0 for the root; -1 for padding and what hangs on it.
-        ancestor_mask: [B, N, ceil(N/64)] int64; bit j % 64 of word j // 64 is set where node j is
-            the node itself or one of its ancestors; 0 for padding.
+        depths: [B, N] int32, 0 for the root; -1 for padding and its descendants.
+        ancestor_mask: [B, N, ceil(N/64)] int64; bit j % 64 of word j // 64 is set if node j is the
+            node itself or one of its ancestors; 0 for padding.
     Raises:
         ValueError: a wrong dtype, shape or parent, or a backend that cannot run this.
 
@@ -157,9 +157,9 @@ def build_tree(parents: Tensor, *, backend: str = "auto") -> tuple[Tensor, Tenso
 
 
 def _check_sibling_rule(sibling_rule: str, draft_logits: Tensor | None) -> None:
-    """Check that the rule exists and gets what it judges by."""
+    """Check that the rule exists and has the draft rows it needs."""
     check_choice("sibling_rule", sibling_rule, SIBLING_RULES)
     if sibling_rule == "target_only" and draft_logits is not None:
-        raise ValueError("draft_logits: sibling_rule 'target_only' takes none")
+        raise ValueError("draft_logits: expected None with sibling_rule 'target_only'")
     if sibling_rule != "target_only" and draft_logits is None:
-        raise ValueError(f"draft_logits: sibling_rule {sibling_rule!r} needs the rows drawn from")
+        raise ValueError(f"draft_logits: required with sibling_rule {sibling_rule!r}")

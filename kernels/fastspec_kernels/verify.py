@@ -39,53 +39,53 @@ def verify_chain(
     token_bitmask: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Accept a prefix of each chain and draw one more token; outputs follow the target exactly.
+    """Accept a prefix of each chain and draw one more token; output follows the target exactly.
 
     "standard": proposal i is accepted while uniform_samples[b, i] * draft_prob < lenience *
     target_prob, strictly; the first failure stops. The extra token then comes from max(lenience *
-    target - draft, 0) at that position, or from the target itself where that is all zero; with
-    every proposal accepted, from the row after the last one. It is drawn by inverse CDF with the
-    last uniform number. Both models' rows pass through the same temperature and filters (see
-    `row_stats`). A greedy sequence (temperature 0) accepts while the proposal is the target's
-    argmax, and reads neither draft rows nor uniform numbers.
+    target - draft, 0) at that position, or from the target itself if that is all zero; if every
+    proposal was accepted, from the row after the last one. It is drawn by inverse CDF with the last
+    uniform number. Both models' rows use the same temperature and filters (see `row_stats`). A
+    greedy sequence (temperature 0) accepts while the proposal is the target's argmax, and reads
+    neither draft rows nor uniform numbers.
 
-    "block": judges whole prefixes, and on average accepts at least as many. scale_0 = 1 and
-    scale_i = min(1, scale_{i-1} * target_prob_i / draft_prob_i) of proposal i = 1..n; with rest_i
-    the sum of max(scale_i * target - draft, 0) over the row after proposal i, prefix i passes if
-    uniform_samples[b, i-1] < rest_i / (rest_i + 1 - scale_i), the last one if it is < scale_n. The
-    longest prefix that passes is accepted; the extra token comes from max(scale * target - draft,
-    0). Greedy sequences are as in "standard".
+    "block": verifies whole prefixes, and on average accepts at least as many tokens. scale_0 = 1
+    and scale_i = min(1, scale_{i-1} * target_prob_i / draft_prob_i) for proposal i = 1..n; with
+    rest_i the sum of max(scale_i * target - draft, 0) over the row after proposal i, prefix i
+    passes if uniform_samples[b, i-1] < rest_i / (rest_i + 1 - scale_i), the last one if it is
+    < scale_n. The longest prefix that passes is accepted; the extra token comes from max(scale *
+    target - draft, 0). Greedy sequences are as in "standard".
 
-    Sequence b owns the rows cu_rows[b]:cu_rows[b+1]: row i judges proposal i, and one row more
-    follows. It has min(rows - 1, leading non-negative ids, K) proposals; with no rows at all it
-    takes no part.
+    Sequence b owns the rows cu_rows[b]:cu_rows[b+1]: row i verifies proposal i, and one more row
+    follows. It has min(rows - 1, leading non-negative ids, K) proposals; without rows it takes no
+    part.
 
     Args:
         target_logits: [T, V] float32, bfloat16 or float16, any row stride.
         cu_rows: [B+1] int32, prefix sums of the rows of each sequence, from 0 to at most T; checked
             on the CPU only.
-        draft_token_ids: [B, K] int32, padded with -1; an id outside the vocabulary is rejected.
+        draft_token_ids: [B, K] int32, padded with -1; ids outside the vocabulary are rejected.
         uniform_samples: [B, K+1] float32 in [0, 1).
         draft_logits: [B, K, draft V] float32, bfloat16 or float16, draft V <= V; must be the logits
-            the proposals were drawn from. None means each proposal was certain.
+            that the proposals were drawn from. None = each proposal is a point mass.
         temperature, top_k, top_p, min_p: [B] each, see `row_stats`.
-        lenience: finite, >= 1; above 1 more proposals pass and the output no longer follows the
-            target (lossy: no token's probability exceeds lenience times the target's). "block"
-            takes 1 only.
+        lenience: finite, >= 1; above 1 more proposals are accepted and the output no longer follows
+            the target (lossy: no token's probability exceeds lenience times the target's). Must be
+            1 with "block".
         method: "standard" or "block".
-        draft_logsumexp: [B, K] float32, of the draft rows as `row_stats` gives it. With it only the
-            draft row at the first rejection is read, and only that one can be found invalid.
+        draft_logsumexp: [B, K] float32, logsumexp of the draft rows from `row_stats`. With it only
+            the draft row at the first rejection is read, and only that one can be found invalid.
             "standard" only.
         draft_token_map: [V] int32, the column of each target token in the draft rows; a number
-            outside 0..draft V - 1 means that the drafter does not have the token. None means column
-            x for token x, and draft probability 0 from draft V on.
+            outside 0..draft V - 1 means that the drafter does not have the token. None = column x
+            for token x, and draft probability 0 from draft V on.
         token_bitmask: [T, ceil(V/32)] int32, allowed tokens of the target rows, see `row_stats`.
         backend: "auto", "cpu", "triton" or "reference".
     Returns:
         output_token_ids: [B, K+1] int32: accepted proposals, the extra token, then -1.
-        accepted_len: [B] int32 in 0..K; -1, with no output, where the text gets to a row of either
-            model that is invalid (see `row_stats`): such a row ends the chain, and those behind a
-            rejection do not count.
+        accepted_len: [B] int32 in 0..K; -1, with no output, if the text reaches an invalid row of
+            either model (see `row_stats`); such a row ends the chain, and rows after a rejection do
+            not matter.
         logprobs: [B, K+1] float32, the target's log-probability of each token as in `sample`, 0
             after the end.
     Raises:
@@ -139,17 +139,17 @@ def _check_method(method: str, lenience: float) -> None:
     """Check the acceptance rule and its lenience."""
     check_choice("method", method, METHODS)
     if method == "block" and lenience != 1:
-        raise ValueError(f"lenience: method 'block' takes 1 only, got {lenience}")
+        raise ValueError(f"lenience: expected 1 with method 'block', got {lenience}")
 
 
 def _check_draft_logsumexp(
     draft_logsumexp: Tensor, draft_logits: Tensor | None, shape: tuple[int, int], method: str
 ) -> None:
-    """Check the log-sum-exp of the draft rows, and that something can be done with it."""
+    """Check the log-sum-exp of the draft rows, and that it can be used."""
     if draft_logits is None:
         raise ValueError("draft_logsumexp: needs draft_logits")
     if method == "block":
-        raise ValueError("draft_logsumexp: method 'block' reads every draft row, leave it out")
+        raise ValueError("draft_logsumexp: method 'block' reads every draft row; pass None")
     dtypes = (torch.float32,)
     check_tensor("draft_logsumexp", draft_logsumexp, shape, dtypes, draft_logits.device)
     check_contiguous("draft_logsumexp", draft_logsumexp)

@@ -81,9 +81,9 @@ def test_rows_have_options_of_their_own(job, tmp_path):
     ("field", "value", "message"),
     [
         ("temperature", -1, "line 2: temperature: expected"),
-        ("logprobs", 3, "line 2: logprobs: not an option of a row"),
-        ("n", 2, "line 2: n: not an option of a row"),
-        ("text", "mine", "line 2: text: the answer has a field of this name"),
+        ("logprobs", 3, "line 2: logprobs: cannot be set in a row"),
+        ("n", 2, "line 2: n: cannot be set in a row"),
+        ("text", "mine", "line 2: text: reserved for the answer"),
     ],
 )
 def test_rows_that_cannot_be_answered_as_they_ask(job, tmp_path, field, value, message):
@@ -121,7 +121,7 @@ def test_a_run_that_was_cut_off_goes_on(job, source, tmp_path, expected, monkeyp
 
 def test_two_runs_do_not_share_a_file(job, source, tmp_path, expected):
     def run_another(done, total):
-        with pytest.raises(ValueError, match="output: another run writes"):
+        with pytest.raises(ValueError, match="output: another run is writing"):
             run_batch(job, source, tmp_path / "out.jsonl")
 
     assert run_batch(job, source, tmp_path / "out.jsonl", progress=run_another) == 0
@@ -205,7 +205,7 @@ def test_halves_of_characters_stay_escapes(job, tmp_path):
 
 def test_the_rest_of_another_run_is_refused(job, source, tmp_path):
     (tmp_path / "out.jsonl.part").write_text('{"fastspec_batch": 1, "digest": "other"}\n')
-    with pytest.raises(ValueError, match=r"output: .*out\.jsonl\.part is the rest"):
+    with pytest.raises(ValueError, match=r"output: .*out\.jsonl\.part is from a run"):
         run_batch(job, source, tmp_path / "out.jsonl")
 
 
@@ -275,7 +275,7 @@ def test_processes_of_a_launcher_are_no_replicas(invoke, pair, source, tmp_path,
     assert (result.exit_code, "--replicas" in result.stderr) == (2, True)
     monkeypatch.setenv("MASTER_ADDR", "host.invalid")
     result = invoke(*command)
-    assert (result.exit_code, "MASTER_ADDR: the first process has no way" in result.stderr) == (
+    assert (result.exit_code, "MASTER_ADDR: the first process cannot" in result.stderr) == (
         1,
         True,
     )

@@ -96,8 +96,8 @@ def test_swi_by_published_costs(invoke, pair, tmp_path):
     per_step = 7000 / (7000 + 2 * 160)  # K = 2 passes of the draft before each of the target
     assert measured["swi"] >= round(measured["mean_acceptance_length"] * per_step, 3) - 1e-3
     for options, message in (
-        ([*pair, *rest, "model_parameters"], "has no cost of 'target'"),
-        ([*named, *rest, "previous_work"], "has no cost of 'llama"),
+        ([*pair, *rest, "model_parameters"], "has no cost for 'target'"),
+        ([*named, *rest, "previous_work"], "has no cost for 'llama"),
         ([*named, *rest, "guess"], "--counter-version: expected one of"),
     ):
         result = invoke(*BENCH, *options)
@@ -112,7 +112,7 @@ def test_swi_by_published_costs(invoke, pair, tmp_path):
         (["--k-matrix", "[[2,3],[1,2]]"], "--k-matrix: entry [1][0] is below the diagonal"),
         (["--lenience", "0.5"], "--lenience: expected a finite number >= 1"),
         (["--k-matrix", "[[2]]", "--method", "mag"], "--k-matrix: not for method 'mag'"),
-        (["-k", "3"], "-k: expected 6, as --k-matrix has it"),
+        (["-k", "3"], "-k: expected 6 (from --k-matrix)"),
     ],
 )
 def test_options_that_are_wrong(invoke, bundled, options, named):

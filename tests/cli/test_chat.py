@@ -72,7 +72,7 @@ def test_a_gamma_that_is_refused_changes_nothing(talk, options):
     shown = talk(
         "/speculative", "/ngram", "/gamma 2000", "hello", "/gamma 3", "hi", options=options
     )
-    told = "/gamma: expected at most --max-n-spec-tokens, 5" if options else "int from 1 to 1024"
+    told = "/gamma: expected at most --max-n-spec-tokens (5)" if options else "int from 1 to 1024"
     assert shown.count(told) == 1
     assert "3 draft tokens in each step" in shown
     assert [name for name, _ in answers(shown)] == ["ngram", "target"] * 2
@@ -99,7 +99,7 @@ def test_settings(talk):
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("/what", "there is no command /what"),
+        ("/what", "unknown command /what"),
         ("/gamma", "/gamma: expected one number"),
         ("/gamma 0", "/gamma: expected a whole number"),
         ("/gamma many", "/gamma: expected a whole number"),
@@ -122,7 +122,7 @@ def test_what_cannot_be_done_is_said_and_the_talk_goes_on(talk, line, told):
 def test_commands_that_need_what_is_not_there(invoke, model_folders):
     lines = "/chat\n/drafter\n/speculative\n/target\nhello\n"
     result = invoke("chat", "--target", model_folders["target"], *LENGTH, stdin=lines)
-    for told in ("no chat template", "no draft model", "no drafter", "nothing answers"):
+    for told in ("no chat template", "no draft model", "no drafter", "no way to answer"):
         assert told in result.stdout
 
 

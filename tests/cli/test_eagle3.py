@@ -95,4 +95,4 @@ def test_tune(invoke, draft, tmp_path):
     assert tried == {"eagle3", "prompt_lookup", "mag", "suffix"}
     refused = invoke(*run, "--methods", "draft_model")
     assert refused.exit_code == 2
-    assert "draft_model does not run an EAGLE draft" in " ".join(refused.stderr.split())
+    assert "which is an EAGLE draft" in " ".join(refused.stderr.split())

@@ -190,7 +190,7 @@ def test_a_bundled_model_that_is_missing(invoke, bundled, monkeypatch, tmp_path)
     monkeypatch.setitem(named.BUNDLED, "tiny-glide", tmp_path / "nowhere")
     result = invoke("generate", "--method", "glide", *PROMPT)
     assert result.exit_code == 1
-    assert "'tiny-glide' is not in this copy" in one_line(result)
+    assert "'tiny-glide' is missing from this copy" in one_line(result)
 
 
 def test_a_group_without_a_command_shows_its_help(invoke):

@@ -128,7 +128,7 @@ def test_a_fetched_model_has_a_name(file, cache, package, invoke):
 
 
 def test_a_model_that_was_not_fetched_names_the_command(cache, invoke):
-    with pytest.raises(ValueError, match="target: 'smollm2' is not here yet: run `fastspec fetch"):
+    with pytest.raises(ValueError, match="target: 'smollm2' has not been fetched: run"):
         Engine("smollm2")
     result = invoke("generate", "--target", "smollm2", "--prompt", "a")
     assert result.exit_code == 1

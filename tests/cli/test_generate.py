@@ -82,7 +82,7 @@ def test_float8_cache_is_refused_on_the_cpu(invoke, pair):
     result = invoke("generate", *pair, *arguments)
     assert result.exit_code == 1
     message = " ".join(result.stderr.split())
-    assert "kv-cache-dtype: the compiled kernels of cpu take no float8" in message
+    assert "kv-cache-dtype: the compiled kernels of cpu do not support float8" in message
 
 
 @pytest.mark.parametrize("source", ["pipe", "dash"])

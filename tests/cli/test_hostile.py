@@ -69,7 +69,7 @@ def assert_one_line(result, named, code):
         (["--method", "ngram", "--filler-top-k", str(10**6)], "--filler-top-k: "),
         (["--method", "mag", "--draft-sample-method", "greedy"], "--draft-sample-method: not for"),
         (["--tree-width", "3"], "--tree-width: not for method 'auto'"),
-        ([*CASCADE, "-k", "5"], "-k: expected 15, as --k-matrix has it"),
+        ([*CASCADE, "-k", "5"], "-k: expected 15 (from --k-matrix)"),
         ([*CASCADE, "--k-matrix", "["], "--k-matrix: "),
         ([*CASCADE, "--k-matrix", "[" * 100_000], "--k-matrix: "),
         ([*CASCADE, "--k-matrix", "[[NaN]]"], "--k-matrix: "),

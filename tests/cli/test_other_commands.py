@@ -145,7 +145,7 @@ def test_bench_refuses_a_prompt_that_is_too_long(invoke, bundled, tmp_path):
     file.write_text("a" * 251 + "\n", encoding="utf-8")
     result = invoke(*BENCH, "--prompts-file", file)
     assert result.exit_code == 1
-    assert "the 251 tokens of prompt 1, 1 more than the models take" in result.stderr
+    assert "the 251 tokens of prompt 1, 1 more than the models accept" in result.stderr
 
 
 def test_bench_without_peers(invoke, bundled, tmp_path):
@@ -223,7 +223,7 @@ def test_a_peer_that_fails_is_left_out(invoke, bundled, model_folders, tmp_path)
     byte_tokenizer().save_pretrained(folder)
     result = invoke(*BENCH, "--draft", folder, "-k", "2", "--temperatures", "0,1", "--out", out)
     assert result.exit_code == 0, result.stderr
-    said = "note: Hugging Face's assisted generation is left out, it fails with ValueError"
+    said = "note: Hugging Face's assisted generation is left out: it fails with ValueError"
     assert said in result.stderr
     record = json.loads(out.read_text(encoding="utf-8"))
     assert {"plain", "speculative", "hf_generate"} <= {*record["results"][0]["tokens_per_s"]}
@@ -252,7 +252,7 @@ def test_bench_of_early_exit(invoke, bundled, model_folders, tmp_path, monkeypat
     byte_tokenizer().save_pretrained(folder)
     result = invoke(*BENCH, *exits, "--target", folder)
     assert result.exit_code == 0, result.stderr
-    assert "note: Hugging Face's early exit is left out, it fails with IndexError" in result.stderr
+    assert "note: Hugging Face's early exit is left out: it fails with IndexError" in result.stderr
     record = json.loads(out.read_text(encoding="utf-8").splitlines()[-1])
     assert {*record["results"][0]["tokens_per_s"]} == {"plain", "speculative", "hf_generate"}
 

@@ -50,7 +50,7 @@ def test_printed_tensors_with_the_limit_of_their_run(invoke, pair, stored, tmp_p
     assert simulated(invoke, *given, "--max-tokens", "7")["num_output_tokens"] == 14
     result = invoke("simulate", file, *pair, "--max-tokens", "40")
     assert result.exit_code == 1
-    assert "--max-tokens: expected nothing, as the file says its own" in result.stderr
+    assert "--max-tokens: expected None, as the file has its own" in result.stderr
 
 
 def test_trees(invoke, pair, tmp_path):
@@ -107,7 +107,7 @@ def test_means_by_prompt_and_the_best_k(invoke, pair, stored):
     best = max(report["predicted"], key=lambda row: row["tokens_per_s"])
     shown = invoke("simulate", file, *pair, "-k", "4", *seconds).stdout
     assert f"Best K: {best['k']}" in shown
-    assert "Tokens a pass by prompt: " in shown
+    assert "Tokens per pass by prompt: " in shown
     free = ["--draft-seconds", "0", "--verify-seconds", "0.01"]
     shown = invoke("simulate", file, *pair, "-k", "2", *free).stdout
     assert "Best K: 2, the longest draft here" in shown

@@ -1,6 +1,7 @@
 """`fastspec tune` writes a file that generate and bench read; what it measures decides no test."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -133,11 +134,15 @@ def test_options_that_nothing_reads_are_refused(invoke, prompts_file):
 @pytest.mark.parametrize(
     ("methods", "draft", "told"),
     [
-        ("draft_model,glide", "plain", "glide does not run a plain draft model, which --draft"),
-        ("tree,cascade,eagle3", "plain", "eagle3 does not run a plain draft model"),
-        ("eagle3,draft_model", "eagle", "draft_model does not run an EAGLE draft, which --draft"),
-        ("cascade", "plain,eagle", "cascade does not run an EAGLE draft"),
-        ("glide", "eagle", "glide does not run an EAGLE draft"),
+        ("draft_model,glide", "plain", "glide cannot run --draft .*, which is a plain draft model"),
+        (
+            "tree,cascade,eagle3",
+            "plain",
+            "eagle3 cannot run --draft .*, which is a plain draft model",
+        ),
+        ("eagle3,draft_model", "eagle", "draft_model cannot run --draft .*, which is an EAGLE"),
+        ("cascade", "plain,eagle", "cascade cannot run --draft .*, which is an EAGLE draft"),
+        ("glide", "eagle", "glide cannot run --draft .*, which is an EAGLE draft"),
     ],
 )
 def test_drafts_of_another_kind_are_refused_at_once(
@@ -154,7 +159,7 @@ def test_drafts_of_another_kind_are_refused_at_once(
     result = invoke(*run, "--methods", methods, "--out", tmp_path / "tuned.json")
     assert result.exit_code == 2
     (line,) = result.stderr.splitlines()
-    assert f"--methods: {told}" in line
+    assert re.search(f"--methods: {told}", line)
 
 
 def test_the_draft_that_a_target_comes_with():

@@ -171,7 +171,7 @@ def test_the_most_tokens_of_a_k_matrix():
         ([[True, 1], [0, 2]], r"entry \[0\]\[0\]"),
         (torch.ones(2, 2), r"entry \[0\]\[0\]"),
         (torch.ones(2, 2, dtype=torch.int64), "below the diagonal"),
-        ([[0, 0], [0, 2]], "asks for no tokens"),
+        ([[0, 0], [0, 2]], "requests no tokens"),
     ],
 )
 def test_matrices_that_are_none(k_matrix, named):
@@ -206,13 +206,13 @@ def test_levels_that_do_not_fit():
     def build(drafter, k_matrix):
         return Engine(model, drafter, spec=SpecConfig("cascade", k_matrix=k_matrix))
 
-    with pytest.raises(ValueError, match=r"^k_matrix: it is 4 x 4, the cascade has 2 levels"):
+    with pytest.raises(ValueError, match=r"^k_matrix: it is 4 x 4, but the cascade has 2 levels"):
         build([draft, MagDrafter()], [[5, 4, 10, 1], [0] * 4, [0] * 4, [0] * 4])
-    with pytest.raises(ValueError, match=r"^k_matrix: row 1 is that of prompt_lookup"):
+    with pytest.raises(ValueError, match=r"^k_matrix: row 1 belongs to prompt_lookup"):
         build([PromptLookupDrafter(1, 4), MagDrafter()], RECIPE_OF_ONE)
     with pytest.raises(ValueError, match=r"^drafter: method 'cascade' needs a draft model"):
         build(None, RECIPE_OF_ONE)
-    with pytest.raises(ValueError, match=r"^drafter: a level of a cascade"):
+    with pytest.raises(ValueError, match=r"^drafter: a cascade level"):
         build([draft, drafter_of(Engine(model, draft))], RECIPE_OF_ONE)
-    with pytest.raises(ValueError, match=r"^drafter: several make a cascade"):
+    with pytest.raises(ValueError, match=r"^drafter: a list of several needs"):
         Engine(model, [draft, draft])

@@ -75,7 +75,7 @@ def test_what_the_template_is_told(engine):
         (
             HI,
             {"chat_template_kwargs": {"chat_template": "{{ raise_exception('roles') }}"}},
-            "messages: the chat template fails: roles",
+            "messages: the chat template failed: roles",
         ),
     ],
 )

@@ -58,7 +58,7 @@ def test_published_dictionaries(caplog):
         config = EngineConfig.from_colossal(PUBLISHED)
         assert "use_cuda_kernel has no effect" in caplog.text
         spec_config = EngineConfig.from_colossal(PUBLISHED_SPEC)
-        assert "prefill_ratio has no effect: prompts are read beside decoding" in caplog.text
+        assert "prefill_ratio has no effect: prompts are read between steps" in caplog.text
     assert config == EngineConfig(dtype="float16", max_batch_size=4, max_model_len=1536)
     template = spec_config.prompt_template
     assert spec_config == EngineConfig(
@@ -112,31 +112,31 @@ def test_generation_config_that_asks_for_something_else(config, named):
     engine = Engine(random_model("llama"))
     with pytest.raises(ValueError, match=named):
         engine.generate([[1, 2, 3]], generation_config=config)
-    with pytest.raises(ValueError, match="params: expected None beside generation_config"):
+    with pytest.raises(ValueError, match="params: expected None with generation_config"):
         engine.generate([[1, 2, 3]], GREEDY, generation_config=config)
 
 
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"tp_size": 2}, r"tp_size: expected 1 \(tensor parallelism is"),
+        ({"tp_size": 2}, r"tp_size: expected 1 \(for tensor parallelism"),
         ({"use_cuda_kernel": "yes"}, "use_cuda_kernel: expected a bool"),
         ({"prefill_ratio": "1.2"}, "prefill_ratio: expected a number"),
         ({"dtype": "int8"}, "dtype: expected a torch dtype or one of float32, fp32"),
         ({"dtype": torch.float64}, "dtype"),
         ({"temperature": 0.5}, "temperature"),
-        ({"max_batchsize": 2}, "max_batchsize: has no meaning here"),
+        ({"max_batchsize": 2}, "max_batchsize: not supported here"),
         ({"max_input_len": None}, "max_input_len: expected an int >= 1, got None"),
         ({"tp_size": True}, r"tp_size: expected 1 \(.*scaling"),
-        ({"no_repeat_ngram_size": 2}, r"no_repeat_ngram_size: expected 0 \(no rule"),
+        ({"no_repeat_ngram_size": 2}, r"no_repeat_ngram_size: expected 0 \(n-grams are not"),
         ({"forced_eos_token_id": 2}, r"forced_eos_token_id: expected None \("),
-        ({"do_sample": False}, "do_sample: it belongs to a request here: SamplingParams"),
+        ({"do_sample": False}, "do_sample: belongs to a request here; set it in SamplingParams"),
         ({"kv_cache_dtype": "fp32", "dtype": "fp16"}, "kv_cache_dtype: expected None, 'fp8'"),
         ({"kv_cache_dtype": "int4"}, "kv_cache_dtype"),
         ({"max_input_len": 0, "max_output_len": 5}, "max_input_len"),
         ({"max_batch_size": 0}, "max_batch_size"),
         ({"max_n_spec_tokens": 0}, "max_n_spec_tokens"),
-        ({"prompt_template": "llama3"}, "prompt_template: expected a text with"),
+        ({"prompt_template": "llama3"}, "prompt_template: expected a string with"),
     ],
 )
 def test_fields_that_mean_nothing_or_are_out_of_range(fields, named):

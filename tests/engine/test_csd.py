@@ -91,7 +91,7 @@ def test_lenience_is_another_name(model, drafts):
     arguments = (drafts, model, PROMPT, PROMPT, K_MATRIX, 20)
     expected = fastspec.csd(*arguments)
     assert torch.equal(fastspec.csd(*arguments, lenience=3), expected)
-    with pytest.raises(ValueError, match=r"^lenience: expected 2"):
+    with pytest.raises(ValueError, match=r"^lenience: expected leniency \(2\)"):
         fastspec.csd(*arguments, leniency=2, lenience=3)
 
 
@@ -168,7 +168,7 @@ def test_a_decoder_goes_on_with_what_is_there(model, drafts):
     whole = fastspec.csd(drafts, model, PROMPT, PROMPT, K_MATRIX, 20)
     begin = whole[:, : PROMPT.shape[1] + 9]
     assert torch.equal(fastspec.csd(drafts, model, PROMPT, begin, K_MATRIX, 11), whole)
-    with pytest.raises(ValueError, match=r"^input_ids: expected \[40, 7, .* and what follows"):
+    with pytest.raises(ValueError, match=r"^input_ids: expected to begin with \[40, 7, "):
         fastspec.csd(drafts, model, PROMPT, whole[:, 1:], K_MATRIX)
 
 
@@ -213,7 +213,7 @@ def test_a_bigram_table_and_the_counters(model, drafts, bigram):
     assert counts[0] == counts[1] == counts[2] != counts[3]
     with pytest.raises(ValueError, match=r"^bigram_path: the MaG in draft_list"):
         fastspec.csd(own, *arguments, bigram_path=bigram)
-    with pytest.raises(ValueError, match=r"^bigram_path: k_matrix has no level for the MaG"):
+    with pytest.raises(ValueError, match=r"^bigram_path: k_matrix has no level for a MaG"):
         fastspec.csd(drafts, *arguments[:3], [[3, 4], [0, 2]], 30, bigram_path="none.json")
     with pytest.raises(ValueError, match=r"^bigram_path: no such file"):
         fastspec.csd(drafts, *arguments, bigram_path="none.json")
@@ -274,7 +274,7 @@ def test_wrappers_of_stored_targets(tmp_path, model, drafts, name):
     assert stored.calculate_time_cost() == stats.num_steps * 11300
     shorter = fastspec.csd(wrapped, stored, PROMPT, begin, K_MATRIX, 7)
     assert torch.equal(shorter, live[:, : begin.shape[1] + 7])
-    with pytest.raises(ValueError, match=r"^initial_input: 'flan-t5-xxl' has no stored output"):
+    with pytest.raises(ValueError, match=r"^initial_input: 'flan-t5-xxl' stores no output"):
         fastspec.csd(wrapped, stored, [[9]], begin, K_MATRIX)
     with pytest.raises(ValueError, match=r"^input_ids: expected .* for a stored target"):
         fastspec.csd(wrapped, stored, PROMPT, live[:, :9], K_MATRIX)

@@ -342,7 +342,7 @@ def without(name):
         (without("fc.weight"), "fc.weight is missing"),
         (without("midlayer.hidden_norm.weight"), "hidden_norm.weight is missing"),
         (lambda weights: weights.update(extra=torch.zeros(1)), "extra is new"),
-        (lambda weights: weights.update({"fc.weight": torch.zeros(48, 7)}), "fc.weight has the"),
+        (lambda weights: weights.update({"fc.weight": torch.zeros(48, 7)}), "fc.weight has shape"),
         (lambda weights: weights.update({"lm_head.weight": torch.zeros(9, 48)}), "9, 48.*263, 48"),
         (lambda weights: weights.update(d2t=torch.full((263,), 9)), "d2t: names tokens outside"),
         (
@@ -351,13 +351,13 @@ def without(name):
         ),
         (
             lambda weights: weights.update(t2d=torch.arange(263) < 200),
-            "t2d: marks 200 of 263 tokens, and there is no d2t",
+            "t2d: marks 200 of 263 tokens, but there is no d2t",
         ),
         (
             lambda weights: weights.update(
                 d2t=torch.zeros(50, dtype=torch.int64), t2d=torch.arange(263) > 212
             ),
-            "t2d: marks 50 of 263 tokens, and d2t names others",
+            "t2d: marks 50 of 263 tokens, but d2t names other tokens",
         ),
     ],
 )

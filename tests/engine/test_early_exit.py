@@ -84,9 +84,9 @@ def test_sampled_output_has_the_targets_law(options):
         (
             "mamba2",
             {"exit_layer": 1},
-            "method: 'early_exit' needs a plain decoder, and Mamba2ForCausalLM is recurrent",
+            "method: 'early_exit' needs a plain decoder, but Mamba2ForCausalLM is recurrent",
         ),
-        ("t5", {"exit_layer": 1}, "method: .*plain decoder, and T5For.* is an encoder-decoder"),
+        ("t5", {"exit_layer": 1}, "method: .*plain decoder, but T5For.* is an encoder-decoder"),
     ],
 )
 def test_what_it_cannot_do_is_refused(model, spec, named):
@@ -100,7 +100,7 @@ def test_wrong_options():
         SpecConfig("early_exit")
     with pytest.raises(ValueError, match=r"^exit_layer: not for method"):
         SpecConfig("draft_model", exit_layer=2)
-    with pytest.raises(ValueError, match=r"^drafter: method 'early_exit' takes none"):
+    with pytest.raises(ValueError, match=r"^drafter: method 'early_exit' does not take one"):
         Engine(random_model(), random_model(), spec=SPEC)
     with pytest.raises(ValueError, match=r"^method: 'early_exit' reads the target's layers"):
         Simulator("tiny", None, VOCAB_SIZE, spec=SPEC)

@@ -67,7 +67,7 @@ def test_cache_memory_too_small(model):
 def test_cache_that_no_memory_holds(model, memory):
     batch = 1 if "num_blocks" in memory else 2**31 - 1
     config = EngineConfig(max_batch_size=batch, **memory)
-    with pytest.raises(ValueError, match=r"^num_blocks, kv_cache_memory: no memory") as error:
+    with pytest.raises(ValueError, match=r"^num_blocks, kv_cache_memory: not enough") as error:
         Engine(model, config=config)
     assert_one_line(error, "bytes", "blocks of 16 tokens")
 

@@ -158,7 +158,7 @@ def test_a_gpu_needs_triton(monkeypatch, backend, has_triton, is_taken):
     monkeypatch.delenv("FASTSPEC_BACKEND", raising=False)
     names = ("cuda", "triton", "reference") if has_triton else ("cuda", "reference")
     monkeypatch.setattr(paged_model, "available_backends", lambda: names)
-    refused = pytest.raises(ValueError, match="compiled kernels of cuda take no float8")
+    refused = pytest.raises(ValueError, match="compiled kernels of cuda do not support float8")
     with nullcontext() if is_taken else refused:
         paged_model._check_float8(torch.device("cuda"), backend)
 

@@ -171,7 +171,7 @@ def test_lengths_and_ends(model, drafter):
     assert hf_generate(model, IDS[1:], **GREEDY).shape == (2, 26)
     with pytest.raises(ValueError, match=r"max_length|max_model_len"):
         hf_generate(model, **ONE, max_new_tokens=600)
-    with pytest.raises(ValueError, match="max_length: 26 tokens"):
+    with pytest.raises(ValueError, match="max_length: 26 prompt and output tokens"):
         HFGenerator(model, config={"max_model_len": 20}).generate(**ONE, **GREEDY)
 
 
@@ -187,10 +187,10 @@ def test_stop_strings(model, drafter):
     options = {"generation_config": config, "tokenizer": tokenizer}
     assert hf_generate(model, **ONE, **options).tolist() == expected.tolist()
     assert config.stop_strings == stop["stop_strings"]
-    with pytest.raises(ValueError, match="stop_strings: need the tokenizer"):
+    with pytest.raises(ValueError, match="stop_strings: these need a tokenizer"):
         hf_generate(model, **ONE, **GREEDY, stop_strings="a")
     model.generation_config.stop_strings = ["a"]
-    with pytest.raises(ValueError, match=r"stop_strings: model\.generation_config has them"):
+    with pytest.raises(ValueError, match=r"stop_strings: set in model\.generation_config"):
         hf_generate(model, **ONE, **GREEDY, **stop)
 
 
@@ -328,9 +328,9 @@ def test_schedule_and_early_exit(model, drafter):
 
 
 def test_more_refusals(model, drafter):
-    with pytest.raises(ValueError, match="assistant_model: beside drafter"):
+    with pytest.raises(ValueError, match="assistant_model: an alias of drafter"):
         hf_generate(model, **ONE, **GREEDY, drafter=drafter, assistant_model=drafter)
-    with pytest.raises(ValueError, match="not beside spec"):
+    with pytest.raises(ValueError, match="cannot go with spec"):
         hf_generate(model, **ONE, **GREEDY, prompt_lookup_num_tokens=3, spec="mag")
     criteria = StoppingCriteriaList([After(4)])
     options = {"stopping_criteria": criteria, "eos_token_id": None, "pad_token_id": None}
@@ -338,12 +338,12 @@ def test_more_refusals(model, drafter):
     with pytest.raises(ValueError, match="pad_token_id: needed for rows"):
         hf_generate(bare, **BATCH, max_new_tokens=3, **options)
     generator = HFGenerator(model, drafter)
-    with pytest.raises(ValueError, match="another LlamaForCausalLM's"):
+    with pytest.raises(ValueError, match="for another LlamaForCausalLM"):
         drafter.generate(**ONE, **GREEDY, custom_generate=generator)
     with pytest.raises(ValueError, match="num_assistant_tokens"):
         generator.generate(**ONE, **GREEDY, num_assistant_tokens=3)
     watermark = SynthIDTextWatermarkingConfig(ngram_len=3, keys=[1, 2, 3])
-    with pytest.raises(ValueError, match="SynthIDTextWatermarkLogitsProcessor keeps a state"):
+    with pytest.raises(ValueError, match="SynthIDTextWatermarkLogitsProcessor keeps state"):
         hf_generate(model, **ONE, **GREEDY | {"do_sample": True}, watermarking_config=watermark)
 
 

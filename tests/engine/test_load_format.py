@@ -99,7 +99,7 @@ def test_what_names_pickles_as_safetensors(saved, opened, way):
         config["transformers_weights"] = "adapter_model.bin"
         (saved / "config.json").write_text(json.dumps(config))
     opened.clear()
-    assert ".bin is no safetensors" in refusal("target", saved, saved, None)
+    assert ".bin is not safetensors" in refusal("target", saved, saved, None)
     assert opened == []
 
 
@@ -123,7 +123,7 @@ def test_adapters(saved, tmp_path_factory, monkeypatch, kind):
     (adapter / "adapter_config.json").write_text(json.dumps(config))
     save_file({"x": torch.ones(1)}, adapter / kind)
     if kind.endswith(".bin"):
-        with pytest.raises(ValueError, match=r"adapter_model\.bin is no safetensors"):
+        with pytest.raises(ValueError, match=r"adapter_model\.bin is not safetensors"):
             weight_files.check_safetensors(adapter)
     else:
         weight_files.check_safetensors(adapter)

@@ -101,7 +101,7 @@ def test_attention_in_chunks():
     message = refusal(model, random_model("llama"), spec=trees)
     assert (
         message
-        == "Llama4ForCausalLM: a model that attends in chunks judges chains, not token trees"
+        == "Llama4ForCausalLM: a model that attends in chunks verifies chains, not token trees"
     )
     short = random_decoder(config_of("llama4_text", attention_chunk_size=128))
     expected = [hugging_face_greedy(short, prompts[-1], 12)]
@@ -118,7 +118,7 @@ def test_attention_in_chunks():
         ),
         (
             BertConfig(**_SIZES, is_decoder=False),
-            "BertSelfAttention: attends in both directions, as an encoder: not supported",
+            "BertSelfAttention: bidirectional attention, as in an encoder, is not supported",
         ),
         (
             PhimoeConfig(**_SIZES, num_key_value_heads=2, num_local_experts=2, sliding_window=6),
@@ -166,7 +166,7 @@ def test_a_drafter_on_another_device():
     draft = SimpleNamespace(
         device=torch.device("cuda:0"), decoder_start_id=None, name="Draft", ranks=None
     )
-    with pytest.raises(ValueError, match="drafter: Draft is on cuda:0, and the target on cpu"):
+    with pytest.raises(ValueError, match="drafter: Draft is on cuda:0, but the target on cpu"):
         check_same_kind(cast(Any, target), cast(Any, [draft]))
 
 
@@ -249,7 +249,7 @@ def test_models_in_two_dtypes(part):
     model = random_model("llama")
     model.get_submodule(part).to(torch.bfloat16)
     message = refusal(model)
-    assert message.startswith("LlamaForCausalLM: has weights in bfloat16 and float32, which do not")
+    assert message.startswith("LlamaForCausalLM: has weights in bfloat16 and float32, which cannot")
 
 
 def test_tied_weights():

@@ -114,13 +114,13 @@ def test_mag_does_not_draft_the_beginning_of_the_prompt():
     ("content", "named"),
     [
         ("[1, 2", "not JSON"),
-        ("{}", "not hold a list"),
-        ("[]", "not hold a list"),
+        ("{}", "not contain a list"),
+        ("[]", "not contain a list"),
         ("[1, 6]", r"entry 1: expected an id in 0\.\.5, got 6"),
         ("[-1]", "entry 0"),
         ("[1.0]", "entry 0"),
         ("[true]", "entry 0"),
-        ("[0, 0, 0, 0, 0, 0, 0]", "7 entries, the vocabulary 6"),
+        ("[0, 0, 0, 0, 0, 0, 0]", "7 entries, the vocabulary only 6"),
     ],
 )
 def test_bigram_files_that_are_none(tmp_path, content, named):
@@ -243,7 +243,7 @@ def test_options_of_other_methods():
         SpecConfig("draft_model", prompt_lookup_num_tokens=3)
     with pytest.raises(ValueError, match=r"^bigram_path: not for method"):
         SpecConfig("prompt_lookup", bigram_path="table.json")
-    with pytest.raises(ValueError, match=r"^drafter: method 'prompt_lookup' takes none"):
+    with pytest.raises(ValueError, match=r"^drafter: method 'prompt_lookup' does not take one"):
         Engine(random_model(), random_model(), spec=SpecConfig("prompt_lookup"))
 
 

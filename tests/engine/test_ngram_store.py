@@ -194,5 +194,5 @@ def test_wrong_options(field, options):
 
 
 def test_it_takes_no_drafter():
-    with pytest.raises(ValueError, match=r"^drafter: method 'ngram' takes none"):
+    with pytest.raises(ValueError, match=r"^drafter: method 'ngram' does not take one"):
         Engine(random_model(), random_model(), spec=SpecConfig("ngram"))

@@ -294,12 +294,12 @@ def test_spec_and_config_by_name_or_mapping(model):
     ("options", "message"),
     [
         ({"spec": "medusa"}, "method: "),
-        ({"spec": {"num_tokens": 3}}, "spec: there is no field 'num_tokens'"),
-        ({"spec": {3: 3}}, "spec: there is no field 3"),
+        ({"spec": {"num_tokens": 3}}, "spec: unknown field 'num_tokens'"),
+        ({"spec": {3: 3}}, "spec: unknown field 3"),
         ({"spec": 5}, "spec: expected SpecConfig or a mapping, got 5"),
         ({"spec": {"num_speculative_tokens": 0}}, "num_speculative_tokens: "),
         ({"config": "cpu"}, "config: expected EngineConfig or a mapping, got 'cpu'"),
-        ({"config": {"blocksize": 3}}, "config: there is no field 'blocksize'"),
+        ({"config": {"blocksize": 3}}, "config: unknown field 'blocksize'"),
     ],
 )
 def test_specs_and_configs_that_are_none(model, options, message):

@@ -128,7 +128,7 @@ def test_the_wrapper_of_adapters():
     peft = wrapped(model)
     peft.active_peft_config.peft_type = "PREFIX_TUNING"
     for other in (peft, wrapped(model, alora_invocation_tokens=[1])):
-        with pytest.raises(ValueError, match="target: SimpleNamespace: of the adapters of PEFT"):
+        with pytest.raises(ValueError, match="target: SimpleNamespace: LoRA is the only supported"):
             Engine(other)
 
 
@@ -140,7 +140,7 @@ def test_a_model_on_several_devices(tmp_path):
         tmp_path / "model", device_map=device_map, offload_folder=offload
     )
     for models in ((model,), (random_model("llama"), model)):
-        with pytest.raises(ValueError, match="LlamaForCausalLM is on cpu and meta, as by a device"):
+        with pytest.raises(ValueError, match="LlamaForCausalLM is on cpu and meta; models spread"):
             Engine(*models)
-    with pytest.raises(ValueError, match="target: LlamaForCausalLM is on meta, as by a device_map"):
+    with pytest.raises(ValueError, match="target: LlamaForCausalLM is on meta; models spread"):
         Engine(random_model("llama").to(torch.device("meta")))

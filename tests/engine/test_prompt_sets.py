@@ -113,7 +113,7 @@ def test_bad_arguments(tmp_path):
     with pytest.raises(ValueError, match="num_prompts"):
         load_prompts("mmlu", file, limit=0)
     file.write_text(json.dumps(RECORDS["mmlu"]), encoding="utf-8")
-    with pytest.raises(ValueError, match="1 prompts here, 2 are wanted"):
+    with pytest.raises(ValueError, match="expected 2 prompts of mmlu, got 1"):
         load_prompts("mmlu", file, limit=2)
     file.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match="not UTF-8"):

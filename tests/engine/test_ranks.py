@@ -30,7 +30,7 @@ class ThreadRanks(Ranks):
 
     def __init__(self, rank, queues):
         self.rank, self.size = rank, len(queues)
-        self._device = torch.device("cpu")
+        self._device, self._failure = torch.device("cpu"), None
         self._own, self._other = queues[rank], queues[1 - rank]
 
     def least_of(self, values):
@@ -340,7 +340,7 @@ def test_a_rank_that_fails_in_a_pass_ends_the_others(both):
             engine.generate(PROMPTS, params(0.0))
         if here.rank:
             HERE.ranks.leave()
-        with pytest.raises(RuntimeError, match=f"rank {here.rank} of 2 cannot go on") as later:
+        with pytest.raises(RuntimeError, match=f"rank {here.rank} of 2 cannot continue") as later:
             engine.generate(PROMPTS, params(0.0))
         return str(first.value), str(later.value)
 
@@ -388,7 +388,7 @@ def test_what_fails_between_common_drafts_ends_all_ranks(both):
             texts(engine, 0.0)
         if here.rank:
             HERE.ranks.leave()
-        with pytest.raises(RuntimeError, match=f"rank {here.rank} of 2 cannot go on"):
+        with pytest.raises(RuntimeError, match=f"rank {here.rank} of 2 cannot continue"):
             texts(engine, 0.0)
         return str(raised.value)
 

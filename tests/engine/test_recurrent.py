@@ -204,10 +204,10 @@ def test_several_tokens_are_read_at_once_where_that_is_the_same(kind, monkeypatc
 @pytest.mark.parametrize("options", [{"method": "tree"}, {"method": "draft_model", "cape": True}])
 def test_trees_are_refused(options):
     attending, (model, _) = random_model("llama"), case_of("mamba")
-    message = "MambaForCausalLM: a model with recurrent layers judges chains, not token trees"
+    message = "MambaForCausalLM: a model with recurrent layers verifies chains, not token trees"
     with pytest.raises(ValueError, match=message):
         Engine(model, attending, spec=options)
-    with pytest.raises(ValueError, match="drafter: MambaForCausalLM has recurrent layers, and dra"):
+    with pytest.raises(ValueError, match="drafter: MambaForCausalLM has recurrent layers and can"):
         Engine(attending, model, spec=options)
 
 
@@ -223,7 +223,7 @@ def test_a_drafter_of_ones_own_that_proposes_trees():
 
     drafter.propose = tree
     engine = Engine(model, drafter, spec=SpecConfig("draft_model", num_speculative_tokens=K))
-    with pytest.raises(ValueError, match="with recurrent layers judges chains") as error:
+    with pytest.raises(ValueError, match="with recurrent layers verifies chains") as error:
         engine.generate(PROMPTS, GREEDY)
     assert texts(error.value.outputs) == expected
 

@@ -189,7 +189,7 @@ def test_which_one_is_chosen_is_said(folders, caplog):
     with caplog.at_level(logging.WARNING):
         engine = Engine("tiny", paths["bytes"])
     assert engine.spec.heterogeneous_vocab == "reencoding"
-    assert "its text is encoded anew" in caplog.text
+    assert "its text is re-encoded" in caplog.text
     params = SamplingParams(temperature=0, max_tokens=6)
     assert engine.generate("x = 1", params)[0].token_ids == (
         Engine("tiny", spec="none").generate("x = 1", params)[0].token_ids

@@ -96,7 +96,7 @@ def test_a_method_without_a_draft_model(model):
         simulator = Simulator(model, None, VOCAB_SIZE, spec=spec)
         simulator.run(outputs)
         assert simulator.stats.num_accepted_tokens == engine.stats.num_accepted_tokens
-        with pytest.raises(ValueError, match="drafter: method 'mine' takes none"):
+        with pytest.raises(ValueError, match="drafter: method 'mine' does not take one"):
             Engine(model, model, spec="mine")
         with pytest.raises(ValueError, match="ngram_size: not for method 'mine'"):
             SpecConfig("mine", ngram_size=3)
@@ -157,7 +157,7 @@ def test_what_a_build_raises_or_returns_by_mistake(model):
     for made in (None, 5, PromptLookupDrafter):
         with (
             registered("mine", lambda context, made=made: made),
-            pytest.raises(ValueError, match="build: expected a Drafter or a DrafterPlan"),
+            pytest.raises(ValueError, match="build: expected it to make a Drafter or DrafterPlan"),
         ):
             Engine(model, spec="mine")
 
@@ -165,8 +165,8 @@ def test_what_a_build_raises_or_returns_by_mistake(model):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("tree", {}, "name: there is a method 'tree' already"),
-        ("mine", {}, "name: there is a method 'mine' already"),
+        ("tree", {}, "name: there is already a method 'tree'"),
+        ("mine", {}, "name: there is already a method 'mine'"),
         ("two words", {}, "name: expected a name"),
         ("", {}, "name: expected a name"),
         (5, {}, "name: expected a name"),

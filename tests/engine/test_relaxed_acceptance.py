@@ -72,5 +72,5 @@ def test_only_chains_under_the_standard_rule_can_be_relaxed(options):
 def test_a_simulation_is_exact(name, value):
     target = random_model("llama")
     spec = SpecConfig("prompt_lookup", **{name: value})
-    with pytest.raises(ValueError, match=f"{name}: expected .* as only that is simulated"):
+    with pytest.raises(ValueError, match=f"{name}: expected .* the only one that is simulated"):
         Simulator(target, None, target.config.vocab_size, spec=spec)

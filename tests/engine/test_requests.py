@@ -277,7 +277,7 @@ def test_switching_speculation_between_steps(model, drafter):
         outputs |= {e.request_id: e.output for e in engine.step() if e.output}
     assert [outputs[i].token_ids for i in ids] == [o.token_ids for o in expected]
     engine.clear_spec_dec()
-    with pytest.raises(ValueError, match="drafter: there is none"):
+    with pytest.raises(ValueError, match="drafter: none to enable"):
         engine.enable_spec_dec()
 
 

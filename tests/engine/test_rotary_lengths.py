@@ -141,7 +141,7 @@ def test_sampled_text_does_not_depend_on_the_batch(case):
 
 def test_prefix_caching_needs_texts_of_one_kind(case):
     model, expected = case
-    with pytest.raises(ValueError, match=r"prefix_caching: .*above 24 tokens.*max_model_len of 24"):
+    with pytest.raises(ValueError, match=r"prefix_caching: .*above 24 tokens.*max_model_len to 24"):
         Engine(model, config=EngineConfig(prefix_caching=True))
     engine = Engine(model, config=EngineConfig(prefix_caching=True, max_model_len=LIMIT))
     assert texts(engine, PROMPTS[:1])[0] == expected[0]

@@ -9,7 +9,7 @@ import torch
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.files import write_whole
 from fastspec.drafters import Proposal
-from fastspec.engine.outputs import first_mismatch
+from fastspec.drafters.base import common_prefix_len
 from fastspec.engine.schedule import Step
 from fastspec.tools.simulate import Simulator
 from fastspec.tools.stored_outputs import (
@@ -127,7 +127,7 @@ def test_the_limit_of_a_stored_run(tmp_path):
     with pytest.raises(ValueError, match=r"^max_tokens: expected an int >= 1, got 0"):
         read_outputs(file, max_tokens=0)
     file.write_text('{"prompt": "a", "token_ids": [5], "max_tokens": 4}', "utf-8")
-    with pytest.raises(ValueError, match=r"line 1, max_tokens: expected nothing, as the file says"):
+    with pytest.raises(ValueError, match=r"line 1, max_tokens: expected None, as the file has"):
         read_outputs(file, max_tokens=4)
 
 
@@ -174,10 +174,11 @@ def test_steps_by_hand(model):
     assert heard == [3, 3, 3, 1]
 
 
-def test_first_mismatch():
+def test_common_prefix_len():
     drafts = [[1, 2, 3], [1, 9, 3], [], [1, 2], [1, 2, 3]]
     stored = [[1, 2, 3, 4], [1, 2, 3, 4], [1, 2], [1, 2, 3], [1, 2]]
-    assert [first_mismatch(*pair) for pair in zip(drafts, stored, strict=True)] == [3, 1, 0, 2, 2]
+    lengths = [common_prefix_len(*pair) for pair in zip(drafts, stored, strict=True)]
+    assert lengths == [3, 1, 0, 2, 2]
 
 
 def test_printed_tensors(tmp_path):
@@ -277,7 +278,7 @@ def test_lines_of_ids(tmp_path, model):
         ("a.jsonl", '{"token_ids": [1], "temperature": -1}', "line 1, temperature"),
         ("a.jsonl", '{"token_ids": [1, 2], "max_tokens": 1}', "line 1, max_tokens"),
         ("a.jsonl", '{"token_ids": [1], "error": "no room"}', "no room"),
-        ("a.jsonl", "", "holds no output"),
+        ("a.jsonl", "", "contains no output"),
         ("a.json", '{"1_2": "3_4"', "cut off"),
         ("a.json", "5", "line 1: expected an object"),
         ("a.json", '{"1_2": "3_"}', "entry 1"),
@@ -292,7 +293,7 @@ def test_lines_of_ids(tmp_path, model):
         ("a.txt", "tensor([[1, 2.5]])", "line 1"),
         ("a.txt", "tensor([])", "line 1"),
         ("a.txt", "1 2 3", "expected a printed tensor"),
-        ("a.txt", "", "holds no output"),
+        ("a.txt", "", "contains no output"),
     ],
 )
 def test_files_that_are_none(tmp_path, name, text, named):
@@ -320,23 +321,23 @@ def test_prompts_that_lack_or_are_too_many(tmp_path):
         read_outputs(file, ["a", "b"])
     joined = tmp_path / "a.json"
     joined.write_text('{"1": "1_2"}', encoding="utf-8")
-    with pytest.raises(ValueError, match="prompts of its own"):
+    with pytest.raises(ValueError, match="has its own prompts"):
         read_outputs(joined, ["a"])
 
 
 def test_simulations_that_cannot_run(model):
     params = SamplingParams(temperature=0, max_tokens=3)
     good = StoredOutput([1], [2, 3, 4], params)
-    with pytest.raises(ValueError, match="max_tokens: 2 for 3 token_ids"):  # it would never end
+    with pytest.raises(ValueError, match="max_tokens: expected at least the 3 token_ids"):
         replace(good, params=replace(params, max_tokens=2))
-    with pytest.raises(ValueError, match="there is none"):
+    with pytest.raises(ValueError, match="drafter: none to simulate"):
         Simulator(model, None, VOCAB_SIZE)
     with pytest.raises(ValueError, match="rejection_sample_method"):
         Simulator(model, model, VOCAB_SIZE, spec=SpecConfig(rejection_sample_method="block"))
     simulator = Simulator(model, model, VOCAB_SIZE)
     with pytest.raises(ValueError, match="output 2: token id 999"):
         simulator.run([good, StoredOutput([1], [999], params)])
-    with pytest.raises(ValueError, match="output 1: its prompt is a text"):
+    with pytest.raises(ValueError, match="output 1: its prompt is a string"):
         simulator.run([StoredOutput("a", [1], params)])
     with pytest.raises(ValueError, match="output 1: its prompt is empty"):
         simulator.run([StoredOutput([], [1], params)])

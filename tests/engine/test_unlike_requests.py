@@ -161,7 +161,7 @@ def test_what_is_refused(model, drafter):
     for fields, named in (
         ({"drafter": "unknown"}, "drafter: expected one of .*'none', 'lookup'"),
         ({"drafter": 3}, "drafter"),
-        ({"num_speculative_tokens": 5}, "num_speculative_tokens: expected at most K.* 4, got 5"),
+        ({"num_speculative_tokens": 5}, "num_speculative_tokens: .* drafter's K, 4, got 5"),
         ({"num_speculative_tokens": -1}, "num_speculative_tokens"),
         ({"num_speculative_tokens": 4, "drafter": "tree"}, "num_speculative_tokens.* 3, got 4"),
         ({"num_speculative_tokens": 1, "drafter": "none"}, "num_speculative_tokens.* 0, got 1"),

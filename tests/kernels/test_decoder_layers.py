@@ -291,7 +291,7 @@ def test_layers_of_several_head_sizes_need_a_scale():
     layers.caches = [own + more for own, more in zip(layers.caches, others.caches, strict=True)]
     layers.rotated, layers.angles = 8, layers.angles[:, :8].contiguous()
     call = ([0, 1, 2], [[4, 0], [2, 3]], [6, 3], [2, 1])
-    with pytest.raises(ValueError, match="scale: expected a number, as layers have several head"):
+    with pytest.raises(ValueError, match="scale: expected a number, as layers differ in head"):
         layers.run(*call)
     layers.options = PLAIN | {"scale": 0.3}
     check_call(layers, call, "cpu", TOLERANCE[torch.float32])

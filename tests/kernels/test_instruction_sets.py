@@ -41,7 +41,11 @@ def test_unknown_names_are_refused(name):
 
 def test_a_path_that_is_not_here_is_refused(monkeypatch):
     monkeypatch.setattr(library, "CPU_INSTRUCTION_SETS", ("portable", "avx1024"))
-    message = "has no 'avx1024'; available: portable" if library.HAS_CPU_EXTENSION else "not built"
+    message = (
+        "does not support 'avx1024'; available: portable"
+        if library.HAS_CPU_EXTENSION
+        else "not built"
+    )
     with pytest.raises(ValueError, match=f"FASTSPEC_CPU_ISA: .*{message}"):
         library.use_instruction_set("avx1024")
     monkeypatch.setattr(library, "HAS_CPU_EXTENSION", False)

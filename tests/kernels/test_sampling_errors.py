@@ -199,7 +199,7 @@ def test_chain_draft_extras(name, bad, match):
 
 
 def test_block_method_takes_neither_lenience_nor_logsumexp():
-    with pytest.raises(ValueError, match=r"^lenience: method 'block' takes 1 only, got 1\.5"):
+    with pytest.raises(ValueError, match=r"^lenience: expected 1 with method 'block', got 1\.5"):
         chain(method="block", lenience=1.5)
     drawn = {"draft_logits": torch.zeros(ROWS, 2, VOCAB), "draft_logsumexp": torch.zeros(ROWS, 2)}
     with pytest.raises(ValueError, match=r"^draft_logsumexp: method 'block'"):
@@ -236,7 +236,7 @@ def test_tree_target_logits(bad, match):
         ("parents", torch.tensor([[-1, -2, 0]] * 2, dtype=torch.int32), "got -2 for node 1"),
         ("uniform_samples", torch.zeros(2, 3), r"\[2, 3\]"),
         ("sibling_rule", "best", "'best'"),
-        ("draft_logits", torch.zeros(2, 3, VOCAB), "'target_only' takes none"),
+        ("draft_logits", torch.zeros(2, 3, VOCAB), "expected None with sibling_rule 'target_only'"),
         ("temperature", torch.ones(3), r"\[3\]"),
         ("token_bitmask", torch.zeros(2, 1, dtype=torch.int32), r"\[2, 1\]"),
         ("backend", "cuda", "cannot run verify_tree"),
@@ -249,7 +249,7 @@ def test_tree_arguments(name, bad, match):
 
 @pytest.mark.parametrize("rule", ["without_replacement", "with_replacement"])
 def test_drawn_siblings_need_the_rows_they_were_drawn_from(rule):
-    with pytest.raises(ValueError, match=f"^draft_logits: sibling_rule '{rule}' needs"):
+    with pytest.raises(ValueError, match=f"^draft_logits: required with sibling_rule '{rule}'"):
         tree(sibling_rule=rule)
     with pytest.raises(ValueError, match=r"^draft_logits: expected shape \[2, 3, \*\]"):
         tree(sibling_rule=rule, draft_logits=torch.zeros(2, 2, VOCAB))

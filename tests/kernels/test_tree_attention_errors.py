@@ -86,6 +86,7 @@ def test_wrong_tensor(backend, name, change):
     [
         ("scale", math.nan),
         ("scale", math.inf),
+        ("scale", 3e38),
         ("sliding_window", -1),
         ("softcap", -1.0),
         ("softcap", math.inf),
@@ -101,6 +102,12 @@ def test_wrong_tensor(backend, name, change):
 def test_wrong_option(backend, option, value):
     with pytest.raises(ValueError, match=f"^{option}"):
         tree_attention(**arguments(), backend=backend, **{option: value})
+
+
+@backends
+def test_a_scale_that_overflows_with_a_softcap(backend):
+    with pytest.raises(ValueError, match=r"^scale: too large for float32 with softcap 1e-30"):
+        tree_attention(**arguments(), backend=backend, scale=1e10, softcap=1e-30)
 
 
 def test_unknown_backend():

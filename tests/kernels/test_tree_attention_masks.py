@@ -50,6 +50,16 @@ def random_bits(batch: int, num_nodes: int) -> torch.Tensor:
 
 
 @backends
+@pytest.mark.parametrize("sink", [-torch.inf, torch.inf])
+def test_infinite_sinks_beside_rows_that_see_nothing(backend, sink):
+    """-inf is no sink at all, +inf takes everything; padding of a tree sees nothing."""
+    case = paged([4, 40], [4, 4])  # no context before the first tree
+    mask = build_tree(torch.tensor([[-1, 0, -1, 2]] * 2, dtype=torch.int32))[1]
+    sinks = torch.tensor([0.5, sink, sink, -1.0])
+    check(case, backend, ancestor_mask=mask, sinks=sinks)
+
+
+@backends
 @pytest.mark.parametrize("num_nodes", [1, 2, 16, 63, 64, 65, 128])
 def test_random_trees(backend, num_nodes):
     """As many rows as nodes, fewer, one, none; prefixes that end anywhere in a tile."""

@@ -359,7 +359,7 @@ def test_no_keys_where_some_were_promised(field, tmp_path, monkeypatch):
     (tmp_path / "keys").write_text(" \n", encoding="utf-8")
     monkeypatch.delenv("SOME_KEYS", raising=False)
     value = tmp_path / "keys" if field == "api_keys_file" else "SOME_KEYS"
-    with pytest.raises(ValueError, match=f"{field}: .* holds no key"):
+    with pytest.raises(ValueError, match=f"{field}: .* contains no key"):
         ServeConfig(**{field: value}).api_keys()
 
 

@@ -226,10 +226,10 @@ def test_an_interrupted_application_ends(folders, tmp_path, ray_folder):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({"port": "8000"}, "Ray Serve listens"),
+        ({"port": "8000"}, "set them in Ray Serve"),
         ({"max_batch_size": "many"}, "max_batch_size: expected an int"),
         ({"num_replicas": "0"}, "num_replicas: expected an int >= 1 or auto"),
-        ({"replicas": "2"}, "replicas: ray_app takes no such argument"),
+        ({"replicas": "2"}, "replicas: ray_app has no such argument"),
         ({"methods": "medusa"}, "medusa"),
     ],
 )

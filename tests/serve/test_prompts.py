@@ -135,7 +135,7 @@ def test_prompts_keep_their_order_and_end_with_the_server(engine, ends):
         assert not thread.is_alive
         if ends == "alone":
             return [int(name.rpartition("-")[2]) for each in opened for name in each.places]
-        with pytest.raises(EngineFailure, match="the server ends"):
+        with pytest.raises(EngineFailure, match="the server is shutting down"):
             await asked[1]
         asked[0].cancel()
 

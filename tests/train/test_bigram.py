@@ -30,7 +30,7 @@ def test_counts(waiting, monkeypatch):
 
 
 def test_nothing_to_count():
-    with pytest.raises(ValueError, match=r"^documents: hold no two tokens"):
+    with pytest.raises(ValueError, match=r"^documents: expected at least one with two"):
         count_bigrams([np.array([3]), np.array([], dtype=np.uint16)], 5)
     with pytest.raises(ValueError, match=r"^documents: token ids outside"):
         count_bigrams([np.array([3, 5])], 5)

@@ -200,7 +200,7 @@ def test_rows_are_windows_of_the_documents():
     assert rows.lengths.tolist() == [4, 4, 3]
     assert rows.valid.sum(dim=1).tolist() == [4, 4, 3]
     assert cut_rows([[1, 2], [3, 4]], context=3).token_ids.tolist() == [[1, 2, 3, 4]]
-    with pytest.raises(ValueError, match="data: no text has two tokens"):
+    with pytest.raises(ValueError, match="data: expected at least two tokens of text"):
         cut_rows([[1], []], context=3)
 
 
@@ -238,7 +238,7 @@ def test_command_line_makes_a_draft_that_runs(target_folder, tmp_path):
     assert outputs[0] == outputs[1]
     again = run(*common, *sizes, "--steps", 4)
     assert again.exit_code != 0
-    assert "holds a checkpoint" in again.output
+    assert "has a checkpoint" in again.output
     longer = run(*common, *sizes, "--steps", 5, "--resume")
     assert longer.exit_code == 0, longer.output
     assert "5 steps" in longer.output
@@ -287,10 +287,10 @@ def test_bad_input_is_named(arguments, named, target_folder, tmp_path, monkeypat
     ("name", "content", "named"),
     [
         ("a.txt", b"\xff\xfe\xfa", "is not UTF-8"),
-        ("a.jsonl", b'{"words": 1}\n', 'line 1 has no field "text"'),
+        ("a.jsonl", b'{"words": 1}\n', 'line 1 has neither "text" nor'),
         ("a.jsonl", b'{"text": "x"}\n[1\n', "line 2"),
-        ("a.jsonl", b'{"text": 3}\n', "is not a text: 3"),
-        ("a.txt", b"", "data: no text has two tokens"),
+        ("a.jsonl", b'{"text": 3}\n', "is not a string: 3"),
+        ("a.txt", b"", "data: expected at least two tokens of text"),
     ],
 )
 def test_bad_data_is_named(name, content, named, target_folder, tmp_path):

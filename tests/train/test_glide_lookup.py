@@ -92,5 +92,5 @@ def test_padding_is_left_out():
 
 def test_text_without_recurring_tokens_is_refused():
     keys = torch.randn(3, 4)
-    with pytest.raises(ValueError, match="lookup_rows: expected rows in which tokens recur"):
+    with pytest.raises(ValueError, match="lookup_rows: too little text; expected rows"):
         _discriminants(keys, torch.arange(3), 5, torch.ones(4, dtype=torch.bool))

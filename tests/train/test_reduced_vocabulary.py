@@ -145,7 +145,7 @@ def test_flat_passes_take_the_head():
 @pytest.mark.parametrize(
     ("other", "named"),
     [
-        ({"hidden_size": 64}, r"drafter: cannot load .*takes embeddings \(263, 48\)"),
+        ({"hidden_size": 64}, r"drafter: cannot load .*needs embeddings \(263, 48\)"),
         ({"vocab_size": 300}, r"drafter: cannot load .*which has \(300, 48\)"),
     ],
 )
@@ -244,7 +244,7 @@ def test_states_of_other_texts_or_another_target_are_not_taken(tmp_path):
 
 def test_a_head_that_is_not_the_end_cannot_be_stored(tmp_path):
     target = random_model("gemma2", final_logit_softcapping=2.0)
-    with pytest.raises(ValueError, match="store_target: Gemma2ForCausalLM changes"):
+    with pytest.raises(ValueError, match="store_target: Gemma2ForCausalLM modifies"):
         stored_target(target, rows_of(9), 0, None, tmp_path / "states.bin", lambda _: None)
 
 

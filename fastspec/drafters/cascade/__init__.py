@@ -14,7 +14,7 @@ from fastspec.models.runner import ModelRunner
 
 
 def build(context: DrafterContext) -> DrafterPlan:
-    """The method "cascade": levels as they are given, and MaG where k_matrix has one more."""
+    """Build method "cascade": the given levels, plus MaG if k_matrix has one more."""
     spec, given = context.spec, context.drafter
     sources = list(given) if isinstance(given, (list, tuple)) else [cast(DraftSource, given)]
     parts = [s if isinstance(s, Drafter) else context.load(s) for s in sources]

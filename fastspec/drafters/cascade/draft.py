@@ -1,30 +1,29 @@
-"""What a cascade has drafted for one request so far, and how sure each token was."""
+"""A cascade's draft for one request so far, with the probability of each token."""
 
 from collections import Counter
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastspec.drafters.base import CASCADE_STREAM, Batch, Request
+from fastspec.drafters.base import CASCADE_STREAM, Batch, Request, common_prefix_len
 from fastspec.models.transfer import device_tensor
 from fastspec_kernels import uniform
 
-_DRAW_SHIFT = 32  # positions are below 2**32, so the number of the draw goes above
+_DRAW_SHIFT = 32  # positions are below 2**32, so the draw's number goes above them
 
 
 class DraftToken(NamedTuple):
     """One drafted token.
 
     Attributes:
-        writer: the level that put it there; whoever accepts it later does not count.
+        writer: the level that wrote it, regardless of levels that accept it later.
         logits: [V'] that it was drawn from, under the request's sampling parameters; None = a point
             mass.
-        prob: its probability at temperature 1 for the level that wrote or reviewed it last; 1 when
-            it was copied.
-        is_surplus: of a piece that MaG wrote, beyond the tokens that k_matrix counts.
+        prob: its probability at temperature 1 for the level that wrote or reviewed it last; 1 if it
+            was copied.
+        is_surplus: whether MaG wrote it beyond the tokens of its piece that k_matrix counts.
     """
 
     token_id: int
@@ -39,10 +38,10 @@ class Draft:
     """One request's draft in one step; it ends at a token that would end the text.
 
     Attributes:
-        num_draft_tokens: tokens that it may have.
+        num_draft_tokens: maximum number of tokens.
         is_greedy: whether its tokens are argmaxes.
-        passes: of each level's model, so far.
-        num_unchanged: leading tokens that the last change left as they were.
+        passes: passes of each level's model so far.
+        num_unchanged: leading tokens that the last change left unchanged.
     """
 
     request: Request
@@ -60,29 +59,28 @@ class Draft:
 
     @property
     def num_counted(self) -> int:
-        """Its tokens without a surplus."""
+        """Number of its tokens without surplus ones."""
         return sum(not token.is_surplus for token in self.tokens)
 
     def lacks(self, count: int) -> bool:
-        """Whether it should have so many tokens without a surplus, and can have another."""
+        """Whether it has fewer than `count` tokens without surplus ones, and room for another."""
         is_ended = self.tokens and self.tokens[-1].token_id in self.request.stop_ids
         has_room = len(self.tokens) < self.num_draft_tokens
         return has_room and self.num_counted < count and not is_ended
 
     def replace(self, start: int, tokens: list[DraftToken]) -> None:
-        """Let these tokens follow the first `start` ones, as far as they are of use."""
+        """Replace the tokens from `start` on by these, cut to the room and at a stop token."""
         tokens = tokens[: max(0, self.num_draft_tokens - start)]
         is_last = [token.token_id in self.request.stop_ids for token in tokens]
         if any(is_last):
             tokens = tokens[: is_last.index(True) + 1]
-        pairs = zip(self.tokens[start:], tokens, strict=False)
-        same = takewhile(bool, (old.token_id == new.token_id for old, new in pairs))
-        self.num_unchanged = start + sum(same)
+        old, new = ([token.token_id for token in part] for part in (self.tokens[start:], tokens))
+        self.num_unchanged = start + common_prefix_len(old, new)
         self.tokens[start:] = tokens
 
 
 def draw_uniforms(drafts: list[Draft], num: int, batch: Batch) -> Tensor:
-    """[B, num] numbers that no other decision of the step, or of any other step, has."""
+    """Return [B, num] random numbers that no other decision of this or any other step uses."""
     seeds, positions = [], []
     for draft in drafts:
         seeds.append(draft.request.seed)
@@ -93,7 +91,7 @@ def draw_uniforms(drafts: list[Draft], num: int, batch: Batch) -> Tensor:
 
 
 def laws(tokens: list[list[DraftToken]], width: int, vocab_size: int) -> Tensor | None:
-    """Logits [B, width, V] that the tokens were drawn from; None when all are point masses."""
+    """Return logits [B, width, V] that the tokens were drawn from; None if all are point masses."""
     places, rows, point_masses = [], [], []
     for b, row in enumerate(tokens):
         for place, token in enumerate(row, start=b * width):

@@ -1,4 +1,4 @@
-"""CS-Drafting: drafters that review each other, the biggest nearest to the target."""
+"""CS-Drafting: drafters that review each other, the biggest closest to the target."""
 
 import time
 from collections.abc import Sequence
@@ -11,31 +11,33 @@ from fastspec.models.transfer import padded_tensor
 
 
 class CascadeDrafter:
-    """A cascade of drafters, vertical and horizontal.
+    """A vertical and horizontal cascade of drafters.
 
-    Row 0 of k_matrix says what the target gets to judge: k_matrix[0][0] tokens of the first level,
-    then k_matrix[0][1] of the second, and so on; row r + 1 the same for level r, which does not
-    write but reviews what the levels below it have written: it keeps what holds and adds a token of
-    its own. What is added comes in whole pieces, so a level may give more than was asked for, and
-    the next one then as much less. A level whose own row is all zero, or that is the last, writes.
-    The last level, if it copies, always writes k_matrix[-1][-1] tokens at a time, or just what is
-    lacking if that is 0. The published MaG writes 10, which is that entry in all its examples, and
-    up to 19: with SpecConfig.mag_surplus ours does so too, beside what k_matrix counts, and writes
-    last of all for the target, even where the levels above it have reached their totals.
+    Row 0 of k_matrix says what the target gets to verify: k_matrix[0][0] tokens of the first level,
+    then k_matrix[0][1] of the second, and so on. Row r + 1 says the same for level r, which then
+    does not write but reviews what the levels below it write: it keeps the tokens it accepts and
+    adds one of its own. Levels write whole pieces, so one may give more than asked for, and the
+    next one gives correspondingly less. A level whose own row is all zero, or that is the last,
+    writes. The last level, if it copies, always writes k_matrix[-1][-1] tokens at a time, or only
+    the missing ones if that is 0. The published MaG writes 10, which is that entry in all its
+    examples, and up to 19: with SpecConfig.mag_surplus ours does the same, in addition to what
+    k_matrix counts, and always writes last for the target, even if the levels above it have reached
+    their totals.
 
     A model's review of a sampled request is speculative sampling with the model as target, so the
-    tokens have exactly its law, and the real target judges them by that. With lenience above 1 a
-    model keeps more than its law allows (a greedy draft x stays while lenience * prob(x) > the prob
-    that its writer gave it): then each draft counts as a point mass for the target, which is exact
-    whatever came before. A greedy request's output never depends on lenience. The published code
-    compares with the probabilities of the last piece written, mostly MaG's and 1, so there lenience
-    seldom acts; here it acts as the rule says, and with a weak second draft it costs target passes.
+    tokens follow exactly its distribution, which the real target verifies them against. With
+    lenience above 1 a model keeps more than its distribution allows (a greedy draft x stays while
+    lenience * prob(x) > the prob its writer gave it); the target then treats each draft as a point
+    mass, which is exact whatever came before. A greedy request's output never depends on lenience.
+    The published code compares with the probabilities of the last piece written, mostly MaG's and
+    therefore 1, so lenience rarely has an effect there; here it applies as the rule says, and with
+    a weak second draft model it costs target passes.
 
     Args:
-        levels: biggest first.
+        levels: drafters, biggest first.
         k_matrix: n x n for n levels, lists or a tensor, upper triangular.
-        lenience: between levels, >= 1; the target always judges exactly.
-        vocab_size: of the target.
+        lenience: between levels, >= 1; the target always verifies exactly.
+        vocab_size: the target's vocabulary size.
         probabilistic: False makes every draft greedy.
     Attributes:
         seconds: wall time by level.
@@ -68,7 +70,7 @@ class CascadeDrafter:
     def propose(self, batch: Batch) -> Proposal:
         drafts = []
         for request, wanted in zip(batch.requests, batch.num_draft_tokens, strict=True):
-            # It ends before the last position of the shortest model.
+            # The draft must end before the last position of the model with the fewest positions.
             rooms = [level.room(len(request.token_ids)) for level in self._levels]
             is_greedy = not self._probabilistic or request.params.temperature == 0
             drafts.append(Draft(request, min(wanted, *rooms), is_greedy))
@@ -93,7 +95,7 @@ class CascadeDrafter:
             level.release(request)
 
     def _fill(self, row: int, drafts: list[Draft], batch: Batch) -> None:
-        """Let the levels from `row` on write what row `row` asks of them, one after the other."""
+        """Let the levels from `row` on write, one after the other, what row `row` asks for."""
         goals = [draft.num_counted for draft in drafts]
         for number, wanted in enumerate(self._k_matrix[row][row:], start=row):
             goals = [goal + wanted for goal in goals]
@@ -109,7 +111,7 @@ class CascadeDrafter:
                 pending = [pair for pair, num in grown if len(pair[0].tokens) > num]
 
     def _add(self, number: int, drafts: list[Draft], lacking: list[int], batch: Batch) -> None:
-        """One piece by one level for each draft: a review of what those below write, or its own."""
+        """Add one piece by one level to each draft, as a review of the levels below or its own."""
         level, starts = self._levels[number], [len(draft.tokens) for draft in drafts]
         below, at_once = self._k_matrix[number + 1 : number + 2], self._k_matrix[-1][-1]
         reviews = level.can_review and any(map(any, below))
@@ -134,11 +136,11 @@ class CascadeDrafter:
         if size != num_levels:
             names = [level.name for level in self._levels]
             raise ValueError(
-                f"k_matrix: it is {size} x {size}, the cascade has {num_levels} levels: {names}"
+                f"k_matrix: it is {size} x {size}, but the cascade has {num_levels} levels: {names}"
             )
         for number, level in enumerate(self._levels[:-1]):
             if not level.can_review and any(self._k_matrix[number + 1]):
                 raise ValueError(
-                    f"k_matrix: row {number + 1} is that of {level.name}, which copies and has"
-                    f" nothing to review: expected zeros, got {self._k_matrix[number + 1]}"
+                    f"k_matrix: row {number + 1} belongs to {level.name}, which copies and cannot"
+                    f" review: expected zeros, got {self._k_matrix[number + 1]}"
                 )

@@ -19,12 +19,12 @@ from fastspec_kernels import row_stats, sample, verify_chain
 
 
 class Review(NamedTuple):
-    """What a level keeps of a draft.
+    """The part of a draft that a level keeps.
 
     Attributes:
-        num_kept: tokens that stay; -1 = the logits were not finite.
+        num_kept: number of tokens kept; -1 = the logits were not finite.
         extra: the token after them.
-        probs: of those that stay and of the extra one.
+        probs: probabilities of the kept tokens and the extra one.
     """
 
     num_kept: int
@@ -33,10 +33,10 @@ class Review(NamedTuple):
 
 
 class Level:
-    """One drafter of a cascade; what it caches follows the drafts as they change.
+    """One drafter of a cascade; its caches follow the drafts as they change.
 
     Attributes:
-        piece: tokens that it writes at a time, or more; 0 = as many as it is asked for.
+        piece: minimum number of tokens it writes at a time; 0 = as many as requested.
     """
 
     can_review = False
@@ -44,53 +44,53 @@ class Level:
     name: str
 
     def write(self, drafts: list[Draft], counts: list[int], batch: Batch) -> None:
-        """Continue each draft by at most counts[b] tokens, or by a piece as far as it has room."""
+        """Continue each draft by up to counts[b] tokens, or by a piece as far as it has room."""
         raise NotImplementedError
 
     def review(self, drafts: list[Draft], starts: list[int], batch: Batch) -> None:
-        """Keep what holds of each draft from starts[b] on, and add a token, where it can review."""
+        """Keep the accepted tokens of each draft from starts[b] on, and add one (if can_review)."""
         raise NotImplementedError
 
     def room(self, length: int) -> int:
-        """Tokens that can be drafted after so many."""
+        """Return how many tokens can be drafted after a text of this length."""
         return sys.maxsize
 
     def shorten(self, request: Request, length: int) -> None:
-        """Of the request's text only the first `length` tokens are still those seen before."""
+        """Note that only the first `length` tokens of the text are unchanged since it was read."""
         raise NotImplementedError
 
     def commit(self, batch: Batch, accepted: list[int]) -> None:
-        """The step has ended, see Drafter.commit."""
+        """Handle the end of a step, see Drafter.commit."""
         for request in batch.requests:
             self.shorten(request, len(request.token_ids) - 1)
 
     def release(self, request: Request) -> None:
-        """The request has ended or lost its blocks."""
+        """Forget a request that has ended or lost its blocks."""
         raise NotImplementedError
 
 
 @runtime_checkable
 class Copier(Protocol):
-    """A drafter that needs nothing but the texts."""
+    """A drafter that needs only the texts."""
 
     name: str
 
     def copy(self, texts: Texts, num_tokens: int) -> Tensor:
-        """What may follow each text: [B, num_tokens] int32, -1 after the last token."""
+        """Return a continuation of each text: [B, num_tokens] int32, -1 after the last token."""
         ...
 
 
 class CopyingLevel(Level):
-    """A drafter that copies; ids that some model of the cascade does not have end a copy.
+    """A drafter that copies; a copy ends before an id that some model of the cascade lacks.
 
     Args:
-        has_surplus: of MaG: it writes pieces of the published size, see SpecConfig.mag_surplus.
+        has_surplus: MaG only: write pieces of the published size, see SpecConfig.mag_surplus.
     """
 
     def __init__(self, copier: object, vocab_size: int, has_surplus: bool = False):
         if not isinstance(copier, Copier):
             raise ValueError(
-                "drafter: a level of a cascade is a model, or copies like MagDrafter, got"
+                "drafter: a cascade level must be a model, or copy like MagDrafter, got"
                 f" {type(copier).__name__}"
             )
         self.name = copier.name
@@ -122,11 +122,11 @@ class CopyingLevel(Level):
 
 
 class ModelLevel(Level):
-    """A draft model, over a cache of its own.
+    """A draft model with its own cache.
 
     Args:
         model: reads and writes; its vocabulary is that of the whole cascade.
-        lenience: what it judges by, >= 1; see CascadeDrafter.
+        lenience: lenience of its reviews, >= 1; see CascadeDrafter.
         backend: passed to the kernels.
     """
 
@@ -163,7 +163,7 @@ class ModelLevel(Level):
     def review(self, drafts: list[Draft], starts: list[int], batch: Batch) -> None:
         reviewed = list(zip(drafts, starts, strict=True))
         num_by_chain = len(reviewed)
-        if self.lenience > 1:  # greedy ones follow a rule of their own
+        if self.lenience > 1:  # greedy drafts have their own rule
             reviewed.sort(key=lambda pair: pair[0].is_greedy)
             num_by_chain = sum(not draft.is_greedy for draft in drafts)
         drafts = [draft for draft, _ in reviewed]
@@ -190,7 +190,7 @@ class ModelLevel(Level):
             draft.replace(start, outcome if accepted >= 0 else [])
 
     def room(self, length: int) -> int:
-        return self.model.room(length) - 1  # its reviews read the drafts, too
+        return self.model.room(length) - 1  # its reviews also read the drafts
 
     def shorten(self, request: Request, length: int) -> None:
         self.model.shorten(request.request_id, length)
@@ -204,7 +204,7 @@ class ModelLevel(Level):
     def _judge(
         self, drafts: list[Draft], tokens: list[list[DraftToken]], logits: Tensor, batch: Batch
     ) -> list[Review]:
-        """Speculative sampling, with this model in the place of the target."""
+        """Review by speculative sampling, with this model as the target."""
         device, counts = batch.device, [len(row) for row in tokens]
         width, ids = max(counts), [[token.token_id for token in row] for row in tokens]
         cu_rows = [0, *accumulate(count + 1 for count in counts)]
@@ -223,7 +223,7 @@ class ModelLevel(Level):
         return [Review(row[0], row[row[0] + 1], [1.0] * (max(0, row[0]) + 1)) for row in table]
 
     def _judge_leniently(self, tokens: list[list[DraftToken]], logits: Tensor) -> list[Review]:
-        """Keep argmaxes, and x while lenience * prob(x) > the prob that its writer gave it."""
+        """Keep argmaxes, and x while lenience * prob(x) > the prob its writer gave it."""
         packed = [i for row in tokens for i in (*(token.token_id for token in row), 0)]
         ids = device_tensor(packed, torch.int64, logits.device)
         zeros = logits.new_zeros(len(packed), dtype=torch.float32)
@@ -252,7 +252,7 @@ def _sampling(drafts: list[Draft], batch: Batch) -> SamplingTensors:
 
 
 def _probs(logits: Tensor, token_ids: Tensor, backend: str) -> Tensor:
-    """Probability of one token of each row at temperature 1, [R]."""
+    """Return the probability of one token of each row at temperature 1, [R]."""
     logsumexp, _ = row_stats(logits, backend=backend)
     picked = logits.gather(1, token_ids.clamp(min=0).long()[:, None])[:, 0]
     return torch.exp(picked.float() - logsumexp)

@@ -1,4 +1,4 @@
-"""EAGLE drafts, which go on from their target's hidden states."""
+"""EAGLE draft models, which continue from their target's hidden states."""
 
 from fastspec.drafters.eagle3.drafter import Eagle3Drafter, build
 from fastspec.drafters.eagle3.loading import is_eagle3, load_eagle3, save_eagle3

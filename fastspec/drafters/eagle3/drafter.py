@@ -1,4 +1,4 @@
-"""EAGLE: drafts of one layer that go on from their target's hidden states."""
+"""EAGLE: one-layer draft models that continue from their target's hidden states."""
 
 from dataclasses import replace
 from functools import partial
@@ -21,10 +21,10 @@ from fastspec.models.transfer import device_tensor
 
 
 class Eagle3Runner(ModelRunner):
-    """Runs an EAGLE draft, which reads token i with what its target made of token i - 1.
+    """Runs an EAGLE draft, which reads token i with its target's hidden state of token i - 1.
 
-    The row of token i is the draft's row i - 1, as the first token has none: it lies in the slot of
-    the token before. So what a block holds depends on one token after it.
+    The first token has no row, so token i has the draft's row i - 1, in the slot of token i - 1.
+    The contents of a block therefore depend on one token after it.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Eagle3Runner(ModelRunner):
         rows: list[int] | None = None,
         parents: Tensor | None = None,
     ) -> Tensor:
-        """As `ModelRunner.forward`; `rows` has none of the first token of a text."""
+        """See `ModelRunner.forward`; `rows` has no row for the first token of a text."""
         if any(span.start == 0 for span in spans):
             places = accumulate((span.count for span in spans), initial=0)
             firsts = {place for place, span in zip(places, spans, strict=False) if span.start == 0}
@@ -69,8 +69,8 @@ class Eagle3Runner(ModelRunner):
 
     def _step(self, spans: list[Span], rows: list[int], parents: Tensor | None = None) -> PagedStep:
         step, size = super()._step(spans, rows), self._block_size
-        # Where each row's hidden state lies: the target's in the row's own slot, the draft's in the
-        # one before.
+        # Slots of each row's hidden state: the row's own slot for the target's state, the one
+        # before it for the draft's.
         slots, is_known = [], []
         for span in spans:
             for place in range(span.start, span.start + span.count):
@@ -88,7 +88,7 @@ class Eagle3Runner(ModelRunner):
         return step
 
     def _slots_of_parents(self, step: PagedStep, spans: list[Span], parents: Tensor) -> Tensor:
-        """Slots [T] int64 of the states of each row's parent, for rows of token trees."""
+        """Return the slots [T] int64 of each row's parent's state, for rows of token trees."""
         counts = [span.count for span in spans]
         owners = [index for index, count in enumerate(counts) for _ in range(count)]
         starts = [span.start for span in spans]
@@ -99,14 +99,15 @@ class Eagle3Runner(ModelRunner):
 
 
 class Eagle3Drafter(TargetReader):
-    """Drafts with an EAGLE-3 draft; the target's runner keeps its hidden states from now on.
+    """Drafts with an EAGLE-3 draft model; from now on the target's runner keeps hidden states.
 
-    With a draft of EAGLE-1 or EAGLE-2, which reads the last one, its name is "eagle".
+    With a draft model of EAGLE-1 or EAGLE-2, which reads the last hidden state, its name is
+    "eagle".
 
-    What it has drafted it reads again once that is committed, with the target's hidden states in
-    place of its own. Its arguments are those of `fastspec.drafters.draft_model.TargetReader`.
+    Committed draft tokens are reread with the target's hidden states instead of its own. Its
+    arguments are those of `fastspec.drafters.draft_model.TargetReader`.
 
-    Sources: Li et al., "EAGLE-3", arXiv 2503.01840; `Eagle1Draft` names those of the others.
+    Sources: Li et al., "EAGLE-3", arXiv 2503.01840; for the other versions see `Eagle1Draft`.
     """
 
     name = "eagle3"
@@ -131,11 +132,11 @@ class Eagle3Drafter(TargetReader):
         return proposal
 
     def room(self, length: int) -> int:
-        """As ever, and none after one token: there is no hidden state to begin with."""
+        """See `DraftModelDrafter.room`; 0 after a single token, which has no hidden state yet."""
         return super().room(length) if length > 1 else 0
 
 
 def build(context: DrafterContext) -> Drafter | DrafterPlan:
-    """The method "eagle3"; of drafters that are given, only one of its own kind."""
-    context = replace(context, tokenizer=None)  # it has none of its own
+    """Build method "eagle3"; a given Drafter must be of its own class."""
+    context = replace(context, tokenizer=None)  # the draft model has none of its own
     return Eagle3Drafter.plan(context, partial(load_eagle3, target=context.target_model))

@@ -1,4 +1,4 @@
-"""EAGLE drafts in folders of the published layouts."""
+"""Loads EAGLE draft models from folders of the published layouts."""
 
 import json
 from collections.abc import Iterator
@@ -35,13 +35,13 @@ _EMBEDDINGS, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _UNREADABLE = (OSError, ValueError, RuntimeError, SafetensorError, BadZipFile)
 _WEIGHTS = "model.safetensors"
 _PICKLED = "pytorch_model.bin"
-_INDEX = ".index.json"  # of weights in several files
+_INDEX = ".index.json"  # index of weights in several files
 _FILES = (_WEIGHTS, _WEIGHTS + _INDEX, _PICKLED, _PICKLED + _INDEX)
 
 
 def is_eagle3(source: str | Path | PreTrainedModel, read_config: ReadConfig = load_config) -> bool:
-    """Whether a model is an EAGLE draft; of a folder or hub id, whether its config says so, or of
-    one layer its weights, as EAGLE-1 and EAGLE-2 are Llamas by their config."""
+    """Whether a model is an EAGLE draft. For a folder or hub id the config decides, or, if it has
+    one layer, the weights: EAGLE-1 and EAGLE-2 are Llamas by their config."""
     if isinstance(source, PreTrainedModel):
         return isinstance(source, EagleDraft)
     config = read_config("drafter", source)
@@ -55,28 +55,28 @@ def is_eagle3(source: str | Path | PreTrainedModel, read_config: ReadConfig = lo
     try:
         return "fc.weight" in _weight_names(folder if folder.is_dir() else source)
     except _UNREADABLE:
-        return False  # what is wrong is said where it is loaded
+        return False  # loading it will report what is wrong
 
 
 def load_eagle3(
     source: str | Path | PreTrainedModel, config: EngineConfig, target: PreTrainedModel | None
 ) -> PreTrainedModel:
-    """A draft of EAGLE-3, or of EAGLE-1 or 2, on the device, in the target's type.
+    """Load a draft model of EAGLE-1, 2 or 3 onto the device, in the target's dtype.
 
-    A folder that lacks embeddings or a head takes the target's.
+    If a folder lacks embeddings or a head, the target's are used.
 
     Raises:
-        ValueError: it cannot be loaded, or is no EAGLE draft for this target; there is none.
+        ValueError: there is no target, or the model cannot be loaded or does not fit the target.
     """
     if target is None:
-        raise ValueError("drafter: EAGLE reads the target's hidden states; there is no target")
+        raise ValueError("drafter: EAGLE reads the target's hidden states, but there is no target")
     if target.config.is_encoder_decoder:
-        raise ValueError("drafter: EAGLE drafts for decoders, the target is an encoder-decoder")
+        raise ValueError("drafter: EAGLE drafts for decoders, but the target is an encoder-decoder")
     return load_model("drafter", source, config, partial(_read, target=target), target)
 
 
 def save_eagle3(draft: Eagle3Draft, folder: Path) -> None:
-    """Write a draft in bfloat16 without embeddings and head, which are its target's."""
+    """Write a draft model in bfloat16, without the embeddings and head, which are the target's."""
     head: Any = draft.lm_head
     token_ids = head.token_ids.cpu()
     is_known = torch.zeros(head.out_features, dtype=torch.bool)
@@ -112,7 +112,7 @@ def _read(
 
 
 def _is_first_version(tensors: dict[str, Tensor]) -> bool:
-    """Whether it joins an embedding and a hidden state before a layer that norms neither."""
+    """Whether the draft joins embedding and hidden state before a layer that norms neither."""
     fuse = tensors.get("fc.weight")
     is_joined = fuse is not None and fuse.dim() == 2 and fuse.shape[1] == 2 * fuse.shape[0]
     norms = "midlayer.hidden_norm.weight", "midlayer.input_layernorm.weight"
@@ -122,13 +122,13 @@ def _is_first_version(tensors: dict[str, Tensor]) -> bool:
 def _first_version(
     stored: dict[str, Any], tensors: dict[str, Tensor], target: PreTrainedModel
 ) -> EagleDraft:
-    """A draft of EAGLE-1 or EAGLE-2, whose head is the target's unless it has one."""
+    """Make a draft of EAGLE-1 or EAGLE-2, with the target's head unless it has its own."""
     config = Eagle3Config.from_dict(stored)
     size, read = config.hidden_size, config.target_hidden_size
     require("hidden_size", size, size == read, f"{read}, the target's, as EAGLE-1 has no other")
     draft: Any = Eagle1Draft(config)
     for name, module in draft.named_modules():
-        # The published ones have biases here and there, and their configuration does not say so.
+        # Some published ones have biases that their configuration does not mention.
         if isinstance(module, nn.Linear) and f"{name}.bias" in tensors and module.bias is None:
             module.bias = nn.Parameter(torch.zeros(module.out_features))
     head: Any = target.get_output_embeddings()
@@ -143,9 +143,9 @@ def _third_version(
 ) -> EagleDraft:
     vocab_size = stored["vocab_size"]
     token_ids = _token_ids(tensors, vocab_size)
-    layers = stored.get(_LAYER_IDS)  # the number of a layer that reads a state, as vLLM has it
+    layers = stored.get(_LAYER_IDS)  # vLLM: the layer that reads a state
     if written := (stored.get("eagle_config") or {}).get(_LAYER_IDS):
-        layers = [index + 1 for index in written]  # that of one that writes it, as SGLang has it
+        layers = [index + 1 for index in written]  # SGLang: the layer that writes it
     large: PreTrainedConfig = target.config.get_text_config(decoder=True)
     known = {
         "draft_vocab_size": len(token_ids),
@@ -159,33 +159,33 @@ def _third_version(
 
 
 def _token_ids(tensors: dict[str, Tensor], vocab_size: int) -> Tensor:
-    """The tokens [R] that a draft can write; takes the maps that say so out of its tensors."""
+    """Return the tokens [R] that a draft can write; removes the maps for them from `tensors`."""
     offsets, is_known = tensors.pop("d2t", None), tensors.pop("t2d", None)
     num_ids = vocab_size if offsets is None else len(offsets)
     token_ids = torch.arange(num_ids) + (0 if offsets is None else offsets.long())
     if not 0 <= int(token_ids.min()) <= int(token_ids.max()) < vocab_size:
-        raise ValueError(f"d2t: names tokens outside of the target's vocabulary of {vocab_size}")
+        raise ValueError(f"d2t: names tokens outside the target's vocabulary of {vocab_size}")
     named, counts = token_ids.unique(return_counts=True)
     if len(named) < num_ids:
         raise ValueError(f"d2t: names token {int(named[counts > 1][0])} more than once")
     if is_known is not None:
         marked = is_known.flatten().nonzero().flatten()
         if not torch.equal(marked, named):
-            says = "there is no d2t" if offsets is None else "d2t names others"
-            raise ValueError(f"t2d: marks {len(marked)} of {vocab_size} tokens, and {says}")
+            says = "there is no d2t" if offsets is None else "d2t names other tokens"
+            raise ValueError(f"t2d: marks {len(marked)} of {vocab_size} tokens, but {says}")
     return token_ids
 
 
 def _ends(
     tensors: dict[str, Tensor], target: PreTrainedModel, kind: str, draft: Any, head: Tensor | None
 ) -> list[Tensor]:
-    """Copy a draft's own weights; its embeddings and its head as they are to be on the device.
+    """Copy a draft's own weights; return its embeddings and head, placed on the device.
 
     Args:
-        kind: of draft, for errors.
-        head: the target's, for a draft that has none.
+        kind: kind of draft, for errors.
+        head: the target's head, for a draft without one.
     Raises:
-        ValueError: a weight that is missing, new, or of another shape.
+        ValueError: a weight is missing, unexpected, or of another shape.
     """
     draft.to(target.dtype)
     embeddings = tensors.pop(_EMBEDDINGS, cast(Any, target.get_input_embeddings()).weight)
@@ -206,7 +206,7 @@ def _ends(
     for name, weight in (tensors | ends).items():
         if tuple(weight.shape) != shapes[name]:
             raise ValueError(
-                f"{name} has the shape {tuple(weight.shape)}; for this target it is {shapes[name]}"
+                f"{name} has shape {tuple(weight.shape)}, but for this target it is {shapes[name]}"
             )
     with torch.no_grad():
         for name, weight in own.items():
@@ -215,7 +215,7 @@ def _ends(
 
 
 def _config(path: str | Path) -> dict[str, Any]:
-    """The configuration of a draft; what `speculators` nests in it comes to the top."""
+    """Read the configuration of a draft; fields that `speculators` nests move to the top level."""
     stored, _ = PreTrainedConfig.get_config_dict(path)
     kind = stored.get(SPECULATORS)
     if kind is None:
@@ -229,16 +229,16 @@ def _config(path: str | Path) -> dict[str, Any]:
 
 
 def _weights(path: str | Path, use_safetensors: bool = False) -> dict[str, Tensor]:
-    """The weights of a folder or hub id by the names of our modules.
+    """Read the weights of a folder or hub id, by the names of our modules.
 
     Args:
-        use_safetensors: read no others.
+        use_safetensors: read only safetensors files.
     """
     weights: dict[str, Tensor] = {}
     for file in _files(path, _FILES[:2] if use_safetensors else _FILES):
         is_pickled = file.endswith(".bin")
         weights |= torch.load(file, "cpu", weights_only=True) if is_pickled else load_file(file)
-    # The frequencies are computed, and not always stored.
+    # Rotary frequencies are computed, and not always stored.
     return {
         _own_name(name): weight
         for name, weight in weights.items()
@@ -247,7 +247,7 @@ def _weights(path: str | Path, use_safetensors: bool = False) -> dict[str, Tenso
 
 
 def _weight_names(path: str | Path) -> set[str]:
-    """Names of the weights, which are not read; of a pickle every text, and it runs nothing."""
+    """Return weight names without reading weights; all strings of a pickle, without running it."""
     names: set[str] = set()
     for file in _files(path, _FILES):
         if file.endswith(".bin"):
@@ -265,7 +265,7 @@ def _own_name(name: str) -> str:
 
 
 def _files(path: str | Path, kinds: tuple[str, ...]) -> Iterator[str]:
-    """The files that hold weights, of the first of some kinds that there is."""
+    """Yield the weight files of the first of these kinds that exists."""
     for name in kinds:
         file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
         if file is None:

@@ -1,4 +1,4 @@
-"""EAGLE drafts: one decoder layer that reads its target's hidden states."""
+"""EAGLE draft models: one decoder layer that reads its target's hidden states."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,21 +26,21 @@ from fastspec_kernels import LayerWeights
 
 
 def usual_layers(num_layers: int) -> list[int]:
-    """The layers whose inputs published EAGLE-3 drafts read: early, in the middle, late."""
+    """Return the layers whose inputs published EAGLE-3 drafts read: early, middle and late."""
     return [2, num_layers // 2, num_layers - 3]
 
 
 class Eagle3Config(LlamaConfig):
-    """Shape of an EAGLE draft; a published one is that of a Llama with one layer and these.
+    """Shape of an EAGLE draft model: a one-layer Llama with these additional fields.
 
     Args:
-        draft_vocab_size: tokens that it can write; None = all.
-        target_hidden_size: of each hidden state that it reads; None = its own.
-        target_layers: the layers of the target whose inputs it reads; None = the three that
-            published drafts read, see `usual_layers`.
+        draft_vocab_size: number of tokens that it can write; None = all.
+        target_hidden_size: size of each hidden state that it reads; None = its own.
+        target_layers: layers of the target whose inputs it reads; None = the three that published
+            drafts read, see `usual_layers`.
         norm_before_residual: whether the residual is the hidden state after its norm.
     Raises:
-        ValueError: a shape that is none of an EAGLE draft.
+        ValueError: the shape is not that of an EAGLE draft.
     """
 
     model_type = "eagle3"
@@ -68,14 +68,14 @@ class Eagle3Config(LlamaConfig):
 
 @dataclass(frozen=True)
 class PagedStates:
-    """The hidden states that the T rows of one pass read and leave.
+    """The hidden states that the T rows of one pass read and write.
 
     Attributes:
-        inputs: pages of the target's hidden states, a head for each.
-        own: [slots, E], what the draft has made.
-        is_known: of each row, whether the target has read the token before its own.
-        slots: [T] int64, where that is kept in `inputs`, else in `own`.
-        row_slots: [T] int64, of the rows.
+        inputs: pages of the target's hidden states, one head per state.
+        own: [slots, E], hidden states of the draft.
+        is_known: for each row, whether the target has read the token before the row's.
+        slots: [T] int64, the slot of that token's state, in `inputs` if known, else in `own`.
+        row_slots: [T] int64, the slots of the rows.
     """
 
     inputs: KVCache
@@ -85,7 +85,7 @@ class PagedStates:
     row_slots: Tensor
 
     def read(self, fuse: Callable[[Tensor], Tensor]) -> Tensor:
-        """Of each row [1, T, E]: the target's states fused, or what the draft made itself."""
+        """Return [1, T, E], for each row the fused target states or the draft's own state."""
         if not any(self.is_known):
             return self.own[self.slots][None]
         halves = [part.flatten(0, 1)[self.slots] for part in self.inputs]  # [T, L, E / 2]
@@ -96,12 +96,12 @@ class PagedStates:
         return fused[None]
 
     def keep(self, hidden: Tensor) -> None:
-        """Note what the draft made of each row [1, T, E], before its norm."""
+        """Store the draft's hidden state of each row [1, T, E], before its norm."""
         self.own[self.row_slots] = hidden[0]
 
 
 class EagleLayer(nn.Module):
-    """A decoder layer from its attention on; what that reads is the draft's to say."""
+    """A decoder layer from its attention on; the draft determines what attention reads."""
 
     def __init__(self, config: Eagle3Config):
         super().__init__()
@@ -110,17 +110,17 @@ class EagleLayer(nn.Module):
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def weights(self) -> LayerWeights | None:
-        """For `decoder_layers`, after normed embeddings; None if it computes something else."""
+        """Return weights for `decoder_layers`, after normed embeddings; None if unsupported."""
         return None
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
-        """The output of the layer, given what attention says."""
+        """Return the output of the layer, given that of attention."""
         hidden = residual + attended
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
 class Eagle3Layer(EagleLayer):
-    """A decoder layer whose attention reads embeddings and hidden states side by side."""
+    """A decoder layer whose attention reads concatenated embeddings and hidden states."""
 
     def __init__(self, config: Eagle3Config):
         super().__init__(config)
@@ -134,7 +134,7 @@ class Eagle3Layer(EagleLayer):
         self.hidden_norm = LlamaRMSNorm(size, eps)
 
     def join(self, embeddings: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """What attention reads [..., 2E], and what its output is added to [..., E]."""
+        """Return the input of attention [..., 2E], and the residual for its output [..., E]."""
         normed = self.hidden_norm(hidden)
         joined = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)
         return joined, normed if self.norm_before_residual else hidden
@@ -156,10 +156,10 @@ class Eagle3Layer(EagleLayer):
 
 
 class EagleDraft(PreTrainedModel, GenerationMixin):
-    """Drafts with its target's hidden states; weights have published names.
+    """A draft model that reads its target's hidden states; weights have published names.
 
-    Row i reads the embedding of token i and a hidden state of token i - 1, the target's where that
-    is known, else its own, and predicts token i + 1.
+    Row i reads the embedding of token i and a hidden state of token i - 1 (the target's if known,
+    else its own), and predicts token i + 1.
     """
 
     config: Eagle3Config
@@ -174,24 +174,24 @@ class EagleDraft(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, device="meta")
         self.rotary_emb = LlamaRotaryEmbedding(config)
-        self.lm_head: nn.Module = nn.Identity()  # its ends are set later
+        self.lm_head: nn.Module = nn.Identity()  # embeddings and head are set later
 
     @property
     def target_layers(self) -> list[int]:
-        """The layers of the target whose inputs it reads, or `LAST_STATE`."""
+        """Layers of the target whose inputs it reads, or `LAST_STATE`."""
         raise NotImplementedError
 
     @property
     def numbers_beside(self) -> int:
-        """What a token takes in pages beside keys and values: hidden states of both models."""
+        """Numbers per token in pages other than keys and values: hidden states of both models."""
         raise NotImplementedError
 
     def fuse(self, states: Tensor) -> Tensor:
-        """What a row reads [..., E] of the target's states, which lie side by side."""
+        """Combine the target's concatenated states to the input [..., E] of a row."""
         raise NotImplementedError
 
     def join(self, embeddings: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """What attention reads, and what its output is added to [..., E]."""
+        """Return the input of attention, and the residual for its output [..., E]."""
         raise NotImplementedError
 
     def get_input_embeddings(self) -> nn.Module:
@@ -210,7 +210,7 @@ class EagleDraft(PreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         embeddings = self.embed_tokens(input_ids)
         states: PagedStates | None = paged_step.glimpse
-        # The pass that probes the model has none.
+        # The pass that probes the model has no states.
         hidden = torch.zeros_like(embeddings) if states is None else states.read(self.fuse)
         joined, residual = self.join(embeddings, hidden)
         attended, _ = self.midlayer.self_attn(
@@ -228,7 +228,7 @@ class EagleDraft(PreTrainedModel, GenerationMixin):
 
 
 class Eagle3Draft(EagleDraft):
-    """The draft of EAGLE-3, which reads several hidden states.
+    """The draft model of EAGLE-3, which reads several hidden states.
 
     Source: Li et al., "EAGLE-3", arXiv 2503.01840.
     """
@@ -253,7 +253,7 @@ class Eagle3Draft(EagleDraft):
     def set_ends(
         self, embeddings: Tensor, head: Tensor, token_ids: Tensor, vocab_size: int
     ) -> None:
-        """Give it frozen embeddings, and the rows [R, E] of a head that tell R of V tokens."""
+        """Set frozen embeddings, and the head's rows [R, E] for R of V tokens."""
         self.embed_tokens = nn.Embedding.from_pretrained(embeddings.detach())
         self.lm_head = ReducedHead(head, token_ids, vocab_size)
 
@@ -265,7 +265,7 @@ class Eagle3Draft(EagleDraft):
 
 
 class Eagle1Draft(EagleDraft):
-    """Reads what its target's head reads, and its own output goes to that head without a norm.
+    """Reads the state that its target's head reads, and writes one for that head, without a norm.
 
     Its layer has no norm before attention: `fc` joins embedding and hidden state.
 
@@ -290,7 +290,7 @@ class Eagle1Draft(EagleDraft):
         return 2 * self.fc.out_features
 
     def set_whole_ends(self, embeddings: Tensor, head: Tensor, bias: Tensor | None) -> None:
-        """Give it frozen embeddings, and a head [V, E] that may be its target's own."""
+        """Set frozen embeddings, and a head [V, E] that may be the target's own."""
         self.embed_tokens = nn.Embedding.from_pretrained(embeddings)
         vocab_size, size = head.shape
         linear = nn.Linear(size, vocab_size, bias=bias is not None, device="meta")
@@ -308,11 +308,11 @@ class Eagle1Draft(EagleDraft):
 
 
 class FlatEagle3:
-    """Passes of a draft without its modules, see `PagedModel.flat`.
+    """Runs passes of a draft without its modules, see `PagedModel.flat`.
 
     Args:
-        draft: whose layer the op computes.
-        weights: of the layer.
+        draft: the draft whose layer the op computes.
+        weights: weights of that layer.
     """
 
     def __init__(self, draft: Eagle3Draft, weights: LayerWeights):

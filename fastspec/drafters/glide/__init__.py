@@ -1,4 +1,4 @@
-"""GLIDE draft models, which look at the target's cached keys and values."""
+"""GLIDE draft models, which attend to the target's cached keys and values."""
 
 from fastspec.drafters.glide.drafter import build
 from fastspec.drafters.glide.loading import is_glide, load_glide, shape_of_target

@@ -1,4 +1,4 @@
-"""Dense glimpses: what training sees of the target."""
+"""Dense glimpses: the view of the target used in training."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ class DenseGlimpse:
 
     Attributes:
         layers: for each draft layer, keys (rotated) and values [B, G, S, D] of its target layer.
-        mask: [B or 1, 1, Q, S] bool, True where a query sees a key; None = everywhere.
+        mask: [B or 1, 1, Q, S] bool, True where a query sees a key; None = all True.
     """
 
     layers: list[tuple[Tensor, Tensor]]
@@ -31,11 +31,11 @@ class DenseGlimpse:
 
 
 def block_mask(valid: Tensor, block_size: int) -> Tensor:
-    """The training mask [B, 1, S, S] of texts whose real tokens are marked in valid [B, S].
+    """Return the training mask [B, 1, S, S] of texts whose real tokens are marked in valid [B, S].
 
     It imitates drafting, where the newest tokens are not in the target's cache yet: the query at
-    position i sees key j where i // block_size > j // block_size, and in the first block, which
-    would see nothing, where i >= j. Positions count real tokens; padding is seen by padding alone,
+    position i sees key j if i // block_size > j // block_size; in the first block, which would
+    otherwise see nothing, if i >= j. Positions count real tokens; padding is seen only by padding,
     whose rows have no meaning.
     """
     positions = valid.long().cumsum(dim=1) - 1
@@ -46,7 +46,7 @@ def block_mask(valid: Tensor, block_size: int) -> Tensor:
 
 
 class TopLayers(PassThroughCache):
-    """Hands keys and values on, and keeps those of the last layers, whole, windows or not."""
+    """Passes keys and values through, and keeps all those of the last layers, ignoring windows."""
 
     def __init__(self, num_target_layers: int, num_draft_layers: int):
         super().__init__()
@@ -68,10 +68,10 @@ class TopLayers(PassThroughCache):
 def read_target(
     target: PreTrainedModel, token_ids: Tensor, valid: Tensor, num_draft_layers: int
 ) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
-    """Run the target on texts [B, S]: what a draft of that depth sees, and logits [B, S, V].
+    """Run the target on texts [B, S]; return a draft's view of it, and logits [B, S, V].
 
     Raises:
-        ValueError: a target whose layers do not use transformers' cache, or too few of them.
+        ValueError: the target has too few layers that use transformers' cache.
     """
     num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
     cache = TopLayers(num_layers, num_draft_layers)
@@ -85,7 +85,7 @@ def read_target(
     ).logits
     if len(cache.kept) != num_draft_layers:
         raise ValueError(
-            f"target: {type(target).__name__} gave keys of {len(cache.kept)} layers, the draft"
+            f"target: {type(target).__name__} gave keys of {len(cache.kept)} layers, but the draft"
             f" needs {num_draft_layers}"
         )
     return cache.kept, logits

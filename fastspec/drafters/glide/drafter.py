@@ -28,7 +28,7 @@ class GlideDrafter(TargetReader):
 
     @staticmethod
     def pages(model: PagedModel, target: ModelRunner, blocks: Blocks) -> list[KVCache]:
-        """The caches of the target's last layers, one for each layer of the draft."""
+        """Return the caches of the target's last layers, one for each layer of the draft."""
         num_layers = len(model.cache_shapes)
         if num_layers > len(target.caches):
             raise ValueError(f"drafter: has {num_layers} layers, the target {len(target.caches)}")
@@ -41,11 +41,12 @@ class GlideDrafter(TargetReader):
                 if heads != expected or part.device != model.device:
                     raise ValueError(
                         "drafter: was made for key-value heads and head size"
-                        f" {expected} on {model.device}, the target has {heads} on {part.device}"
+                        f" {expected} on {model.device}, but the target has {heads} on"
+                        f" {part.device}"
                     )
         return caches
 
 
 def build(context: DrafterContext) -> Drafter | DrafterPlan:
-    """The method "glide"; of drafters that are given, only one of its own kind."""
+    """Build method "glide"; a given Drafter must be of its own class."""
     return GlideDrafter.plan(context, partial(load_glide, target=context.target_model))

@@ -1,4 +1,4 @@
-"""GLIDE draft models from folders, hub ids or objects."""
+"""Loads GLIDE draft models from folders, hub ids or objects."""
 
 from functools import partial
 from pathlib import Path
@@ -16,10 +16,10 @@ def load_glide(
     config: EngineConfig,
     target: PreTrainedModel | None = None,
 ) -> PreTrainedModel:
-    """A GLIDE draft model on the device, from a folder with the published weight names.
+    """Load a GLIDE draft model onto the device, from a folder with the published weight names.
 
     Args:
-        target: what the folder's configuration does not say of its target comes from here.
+        target: supplies fields about the target that the folder's configuration lacks.
     Raises:
         ValueError: it cannot be loaded, or a folder's weights are not those of a GLIDE model for
             such a target.
@@ -28,16 +28,16 @@ def load_glide(
 
 
 def is_glide(source: str | Path | PreTrainedModel, read_config: ReadConfig = load_config) -> bool:
-    """Whether a model is GLIDE's; of a folder or hub id, whether its configuration says so."""
+    """Whether a model is a GLIDE model; for a folder or hub id its configuration decides."""
     if isinstance(source, PreTrainedModel):
         return isinstance(source, GlideLlamaForCausalLM)
-    config = read_config("drafter", source)  # a published one is a Llama's but for the class
+    config = read_config("drafter", source)  # published ones are a Llama's except for the class
     is_named = GlideLlamaForCausalLM.__name__ in (config.architectures or ())
     return is_named or isinstance(config, GlideLlamaConfig)
 
 
 def shape_of_target(target: PreTrainedModel) -> dict[str, Any]:
-    """The fields of GlideLlamaConfig that are those of a target."""
+    """Return the fields of GlideLlamaConfig that describe a target."""
     config = target.config.get_text_config(decoder=True)
     heads, hidden_size = config.num_attention_heads, config.hidden_size
     return {
@@ -61,12 +61,12 @@ def _from_pretrained(
     missing = sorted(report["missing_keys"])
     if missing:
         raise ValueError(
-            f"is not a GLIDE model: it lacks {len(missing)} weights, such as {missing[0]}"
+            f"is not a GLIDE model: {len(missing)} weights are missing, such as {missing[0]}"
         )
     if report["mismatched_keys"]:
         name, stored_shape, shape = min(report["mismatched_keys"])
         raise ValueError(
-            f"{name} has the shape {tuple(stored_shape)}; by its configuration, and the target's"
-            f" where that says nothing, it is {tuple(shape)}"
+            f"{name} has shape {tuple(stored_shape)}; by its configuration, completed by the"
+            f" target's, it should be {tuple(shape)}"
         )
     return model

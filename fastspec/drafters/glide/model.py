@@ -13,20 +13,21 @@ from transformers.models.llama.modeling_llama import (
 
 
 class GlideLlamaConfig(LlamaConfig):
-    """Shape of a GLIDE draft model; the fields named large_... are those of its target.
+    """Shape of a GLIDE draft model; fields named large_... describe its target.
 
-    A folder may lack them: `load_glide` takes them from the target itself.
+    A folder may lack them; `load_glide` then takes them from the target itself.
 
     Args:
-        large_hidden_size: read only to derive large_head_dim where that is not given.
+        large_hidden_size: used only to derive large_head_dim if that is not given.
         large_num_attention_heads: heads of a query to the target's keys, a multiple of
             large_num_key_value_heads.
         large_num_key_value_heads: None = one for each attention head.
         large_head_dim: None = large_hidden_size / large_num_attention_heads.
         block_size: B of the training mask, see `block_mask`.
-        use_remap: only False; an early form of the model mapped the target's keys and values anew.
+        use_remap: must be False; an early version of the model remapped the target's keys and
+            values.
     Raises:
-        ValueError: a shape that does not fit together.
+        ValueError: the fields do not fit together.
     """
 
     model_type = "glide_llama"
@@ -56,18 +57,18 @@ class GlideLlamaConfig(LlamaConfig):
 
 
 class Glimpse(Protocol):
-    """What a pass of the draft model sees of the target."""
+    """The view of the target that a pass of the draft model has."""
 
     def attend(self, layer: int, query: Tensor) -> Tensor:
-        """Answer rotated queries [B, H, Q, D] of a draft layer: [B, Q, H, D]."""
+        """Attend with rotated queries [B, H, Q, D] of a draft layer; return [B, Q, H, D]."""
         ...
 
 
 class GlideCrossAttention(nn.Module):
-    """Queries to the target's keys and values, which are used as they are: no projection of ours.
+    """Attention to the target's keys and values, which are used without projection.
 
     The query is rotated by its absolute position with the draft model's own rotary settings, at the
-    target's head size; the target's keys are rotated already.
+    target's head size; the target's keys are already rotated.
     """
 
     def __init__(self, config: GlideLlamaConfig, layer_idx: int):
@@ -134,8 +135,8 @@ class GlideDecoderLayer(LlamaDecoderLayer):
 class GlideLlamaForCausalLM(LlamaForCausalLM):
     """A wide and shallow Llama that also reads the target's cache; weights have published names.
 
-    Draft layer i of L reads target layer L_target - L + i. `forward` takes `glimpse`, what is seen
-    of the target; without it there is no cross-attention. Source: Du et al., "GLIDE with a CaPE",
+    Draft layer i of L reads target layer L_target - L + i. `forward` takes `glimpse`, the view of
+    the target; without it there is no cross-attention. Source: Du et al., "GLIDE with a CaPE",
     arXiv 2402.02082.
     """
 
@@ -152,7 +153,7 @@ class GlideLlamaForCausalLM(LlamaForCausalLM):
 
     @property
     def numbers_read(self) -> int:
-        """Of the target's cache, for each token that it sees there."""
+        """Numbers read from the target's cache for each token in it."""
         config: Any = self.config
         return (
             2 * config.num_hidden_layers * config.large_num_key_value_heads * config.large_head_dim

@@ -1,4 +1,4 @@
-"""Paged glimpses: a GLIDE draft's passes read the target's pages, without a copy."""
+"""Paged glimpses: a GLIDE draft's passes read the target's pages without copying them."""
 
 from dataclasses import dataclass
 from typing import Any, cast
@@ -22,12 +22,12 @@ class PagedGlimpse:
     """The target's pages in one packed pass.
 
     Attributes:
-        caches: by draft layer, those of its target layer.
+        caches: for each draft layer, the caches of its target layer.
         block_table: [B, M] int32, shared by target and draft.
         context_lens: [B] int32, tokens whose target keys and values are written.
         cu_rows: [B + 1] int32, prefix sums of the rows of this pass.
-        is_causal: the rows are the last tokens of each context, and see none after themselves.
-        backend: of the kernels.
+        is_causal: whether the rows are the last tokens of each context and see no later ones.
+        backend: backend of the kernels.
     """
 
     caches: list[KVCache]
@@ -39,7 +39,7 @@ class PagedGlimpse:
 
     def attend(self, layer: int, query: Tensor) -> Tensor:
         key_cache, value_cache = self.caches[layer]
-        is_float8 = key_cache.dtype == torch.float8_e4m3fn  # beside which queries are as they are
+        is_float8 = key_cache.dtype == torch.float8_e4m3fn  # queries keep their dtype
         attention = tree_attention if self.is_causal else cross_attention
         out = attention(
             query[0].transpose(0, 1).to(query.dtype if is_float8 else key_cache.dtype),
@@ -54,11 +54,11 @@ class PagedGlimpse:
 
 
 class FlatGlide:
-    """Passes of few tokens on a CPU, see `PagedModel.flat`: the modules of the layers, without what
-    transformers does around them, which takes longer than they do.
+    """Runs passes of few tokens on a CPU, see `PagedModel.flat`: only the modules of the layers,
+    without transformers' code around them, which takes longer than they do.
 
     Args:
-        draft: the twin that runs, whose modules have our kernels.
+        draft: the twin to run, whose modules use our kernels.
     """
 
     def __init__(self, draft: GlideLlamaForCausalLM):
@@ -66,13 +66,13 @@ class FlatGlide:
         self._table = RotaryTable(base.rotary_emb)
         layers: Any = base.layers
         rotations = (layer.cross_attn.rotary_emb for layer in layers)
-        # Each layer, and the rotation of its queries to a target whose heads have another size.
+        # Each layer, and the rotation of its queries if the target's head size differs.
         self._layers = [(a, b and RotaryTable(b)) for a, b in zip(layers, rotations, strict=True)]
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, rows: Tensor | None, step: PagedStep
     ) -> Tensor:
-        """As `PagedModel.forward`."""
+        """See `PagedModel.forward`."""
         base = self._draft.model
         hidden = base.embed_tokens(input_ids)
         factors = _factors(self._table, positions)
@@ -87,14 +87,14 @@ class FlatGlide:
 
 
 def _factors(table: RotaryTable, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin [T, 1, D] float32, for `_rotated`."""
+    """Return cos and sin [T, 1, D] float32, for `_rotated`."""
     cos, sin = table.factors(positions)
     first, second = sin.chunk(2, dim=-1)
     return cos[:, None], torch.cat((-first, second), dim=-1)[:, None]
 
 
 def _rotated(states: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
-    """States [T, H, D], each half of a head turned with the other one."""
+    """Return states [T, H, D] rotated, pairing the two halves of each head."""
     turned = states * cos + states.roll(states.shape[-1] // 2, dims=-1) * signed_sin
     return turned.to(states.dtype)
 
@@ -102,7 +102,7 @@ def _rotated(states: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
 def _attend(
     layer: GlideDecoderLayer, normed: Tensor, factors: tuple[Tensor, Tensor], step: PagedStep
 ) -> Tensor:
-    """Self-attention of rows [T, E], which are stored."""
+    """Compute self-attention of rows [T, E], and store their keys and values."""
     part = layer.self_attn
     query, key, value = (
         project(normed).unflatten(-1, (-1, part.head_dim))
@@ -122,7 +122,7 @@ def _cross(
     factors: tuple[Tensor, Tensor],
     glimpse: PagedGlimpse,
 ) -> Tensor:
-    """What rows [T, E] see of the target."""
+    """Compute cross-attention of rows [T, E] to the target."""
     part = layer.cross_attn
     query = _rotated(part.q_proj(hidden).unflatten(-1, (-1, part.head_dim)), *factors)
     seen = glimpse.attend(part.layer_idx, query.transpose(0, 1)[None])
@@ -132,8 +132,8 @@ def _cross(
 class GlideRunner(ModelRunner):
     """Runs a GLIDE draft over its own pages and, in cross-attention, the target's.
 
-    Drafting rows see every token that the target has cached, which the newest token of a text never
-    is. While a prompt is read, a token sees the target's tokens up to itself.
+    Drafting rows see every token that the target has cached, which never includes a text's newest
+    token. While a prompt is read, a token sees the target's tokens up to itself.
     """
 
     def __init__(

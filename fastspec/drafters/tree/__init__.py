@@ -1,4 +1,4 @@
-"""Drafters of token trees, and of siblings beside a chain."""
+"""Drafters of token trees, and of chains with siblings."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,11 +15,11 @@ from fastspec.drafters.suffix import SuffixDrafter
 from fastspec.drafters.tree.drafter import CapePlan, TreeDrafter, TreePlan
 from fastspec.drafters.tree.mixed import MixedTreeDrafter
 
-__all__ = ["build", "with_siblings", "with_trees"]  # the method builds what it grows trees with
+__all__ = ["build", "with_siblings", "with_trees"]  # method "tree" builds what it grows trees with
 
 
 def with_trees(plan: DrafterPlan, context: DrafterContext) -> DrafterPlan:
-    """Trees of what a draft model would write chains of."""
+    """Plan trees from a draft model that would otherwise draft chains."""
     spec = context.spec
     shape = TreeShape(spec.tree_paths) if spec.tree_paths is not None else None
     tree = TreePlan(
@@ -38,7 +38,7 @@ def with_trees(plan: DrafterPlan, context: DrafterContext) -> DrafterPlan:
 
 
 def with_siblings(plan: DrafterPlan, spec: SpecConfig) -> DrafterPlan:
-    """CaPE: the chains of a draft model, with siblings where it is unsure."""
+    """Plan CaPE: the chains of a draft model, with siblings where it is unsure."""
     bins = tuple((bound, extra) for bound, extra in spec.value_of("cape_bins"))
     return _over(plan, lambda draft: TreeDrafter(draft, CapePlan(bins, spec.draws_drafts)))
 
@@ -48,8 +48,8 @@ def _over(
     wrapped: Callable[[DraftModelDrafter], Drafter],
     option: str | None = None,
 ) -> DrafterPlan:
-    """What drafts trees with the drafter of a plan; one that does so by itself is left as it is, or
-    refused for an option that it does not meet."""
+    """Wrap a plan's drafter to draft trees; one that already drafts trees is left unchanged, or
+    refused if an option requires a draft model."""
 
     def drafter(target, block_manager) -> Drafter:
         draft = plan.build(target, block_manager)

@@ -1,4 +1,4 @@
-"""Token trees over any draft model: the target judges every node of them in one pass."""
+"""Token trees from any draft model; the target verifies all their nodes in one pass."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,13 +18,13 @@ class TreePlan:
     """The form of the trees.
 
     Attributes:
-        width: children of a node at most.
-        max_nodes: of a tree, the root not counted.
-        is_probabilistic: in batches that sample, siblings are drawn without replacement. These
-            trees have a shape that is fixed beforehand: which of the drawn tokens are kept must not
+        width: maximum children per node.
+        max_nodes: maximum nodes of a tree, excluding the root.
+        is_probabilistic: draw siblings without replacement in batches that sample. The shape of
+            these trees is fixed in advance, because which of the drawn tokens are kept must not
             depend on what they are.
-        shape: of all trees; None = by draft probability, or balanced if siblings are drawn.
-        num_copied: nodes that a copied branch takes at most, fewer than max_nodes.
+        shape: shape of all trees; None = by draft probability, or balanced if siblings are drawn.
+        num_copied: maximum nodes of a copied branch, less than max_nodes.
     """
 
     width: int
@@ -34,45 +34,45 @@ class TreePlan:
     num_copied: int = 0
 
     def size(self, depth: int) -> int:
-        """Nodes of a tree at most, when paths may have that many tokens."""
+        """Return the maximum nodes of a tree whose paths may have that many tokens."""
         return self.max_nodes if self.shape is None else self.shape.num_nodes(depth)
 
     def start(
         self, batch: Batch, copies: Sequence[Sequence[int]] | None = None
     ) -> LikeliestTree | ShapedTree:
-        """Trees of roots alone; `copies` are for those whose siblings are drawn and judged so."""
+        """Start trees that have only roots; `copies` are used only if siblings are drawn."""
         depth, draws = batch.num_speculative_tokens, self.is_probabilistic and not batch.all_greedy
         if self.shape is not None:
             return ShapedTree(batch, self.shape, draws)
         if draws:
-            # What of a copy goes beyond the drawn tokens has nodes of its own; drawn by place, all.
+            # Copied tokens beyond the drawn ones need their own nodes; all do in coupled batches.
             beyond = self.num_copied if batch.is_coupled else max(0, self.num_copied - depth)
             shape = balanced_shape(self.width, self.max_nodes - beyond, depth)
             copied = None
             if copies is not None:
                 copied = CopiedPaths(copies, beyond, shape.depth, batch.device)
             return ShapedTree(batch, shape, draws, copied=copied)
-        # No more nodes are read by the draft model than by the target: their slots are reserved.
+        # The draft model reads no more nodes than the target, whose slots are reserved.
         expanded = min(self.width, max(1, self.max_nodes // max(1, depth - 1)))
         return LikeliestTree(batch, expanded, self.width, self.max_nodes)
 
 
 @dataclass(frozen=True)
 class CapePlan:
-    """A chain whose tokens have the more siblings, the less sure the draft model is.
+    """A chain whose tokens have more siblings the less sure the draft model is.
 
     Attributes:
-        bins: for each range of the likeliest token's probability, its upper bound and how many
-            siblings are added; the bounds rise to 1. Siblings have no children.
-        is_probabilistic: in batches that sample, the chain is drawn, and the siblings after it,
-            without replacement; otherwise both are the likeliest tokens.
+        bins: for each range of the most probable token's probability, its upper bound and the
+            number of siblings added; the bounds rise to 1. Siblings have no children.
+        is_probabilistic: in batches that sample, draw first the chain, then the siblings, without
+            replacement; otherwise both are the most probable tokens.
     """
 
     bins: ConfidenceBins
     is_probabilistic: bool
 
     def size(self, depth: int) -> int:
-        """Nodes of a tree at most; ValueError when that is more than attention takes."""
+        """Return the maximum nodes of a tree; ValueError if attention does not support as many."""
         size = depth * self._num_children
         if size > MAX_TREE_NODES:
             raise ValueError(
@@ -82,7 +82,7 @@ class CapePlan:
         return size
 
     def start(self, batch: Batch) -> LikeliestTree | ShapedTree:
-        """Trees of roots alone."""
+        """Start trees that have only roots."""
         depth = batch.num_speculative_tokens
         size = self.size(depth)
         if self.is_probabilistic and not batch.all_greedy:
@@ -96,21 +96,21 @@ class CapePlan:
 
 @cache
 def _cape_shape(depth: int, num_children: int) -> TreeShape:
-    """A chain, each of its tokens the first of so many siblings."""
+    """Return the shape of a chain whose tokens are each the first of `num_children` siblings."""
     return TreeShape([(*[0] * d, rank) for d in range(depth) for rank in range(num_children)])
 
 
 class TreeDrafter:
-    """Drafts trees with a draft model, one pass of it for each level of all requests' trees.
+    """Drafts trees with a draft model, which runs one pass per level for all requests' trees.
 
-    The draft model's cache keeps committed tokens only: what was accepted of a tree is read again,
-    together with the token after it, in the first pass of the next step.
+    The draft model's cache keeps only committed tokens: accepted nodes of a tree are reread,
+    together with the token after them, in the first pass of the next step.
 
     Args:
         draft: the draft model, which reads the texts.
         plan: the form of the trees.
         branch: proposes chains of point masses, which become branches of the trees. Only for plans
-            whose trees are made of likeliest tokens and have no fixed shape.
+            whose trees consist of the most probable tokens and have no fixed shape.
     Raises:
         ValueError: the draft model has recurrent layers.
     """
@@ -123,14 +123,14 @@ class TreeDrafter:
     ):
         model = draft.runner.paged_model
         if model.recurrent is not None:
-            raise ValueError(f"drafter: {model.name} has recurrent layers, and drafts no trees")
+            raise ValueError(f"drafter: {model.name} has recurrent layers and cannot draft trees")
         self.name = draft.name if isinstance(plan, CapePlan) else "tree"
         self.draft = draft
         self._plan = plan
         self._branch = branch
 
     def max_nodes(self, num_speculative_tokens: int) -> int:
-        """Nodes of a tree at most, when paths may have that many tokens."""
+        """Return the maximum nodes of a tree whose paths may have that many tokens."""
         return self._plan.size(num_speculative_tokens)
 
     def propose(self, batch: Batch) -> Proposal:
@@ -151,7 +151,7 @@ class TreeDrafter:
             self._branch.release(request)
 
     def _grow(self, tree: LikeliestTree | ShapedTree, batch: Batch) -> list[dict[str, int]]:
-        """Read the trees level by level; passes of each request, by the draft model's name."""
+        """Grow the trees level by level; return each request's passes by the model's name."""
         depths = [
             min(tree.max_depth, wanted, self.draft.room(len(request.token_ids)))
             for request, wanted in zip(batch.requests, batch.num_draft_tokens, strict=True)

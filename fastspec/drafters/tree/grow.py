@@ -1,4 +1,4 @@
-"""Trees in the making: passes of a draft model, what its logits add, which nodes are kept."""
+"""Growing trees: passes of a draft model, nodes added from its logits, and nodes kept."""
 
 from itertools import accumulate
 
@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fastspec.config.tree_shapes import TreeShape
-from fastspec.drafters.base import DRAFT_STREAM, Batch, Proposal, sampling_of_rows
+from fastspec.drafters.base import DRAFT_STREAM, Batch, Proposal, divisors, sampling_of_rows
 from fastspec.drafters.draft_model import DraftModelDrafter
 from fastspec.drafters.logit_rules import Rows
 from fastspec.drafters.prompt_lookup import known_counts
@@ -18,29 +18,30 @@ from fastspec.models.reduced_vocabulary import DraftVocabulary
 from fastspec.models.transfer import device_tensor
 from fastspec_kernels import build_tree
 
-Places = slice | Tensor  # of rows [R] in a flat grid [B * E]; a slice stands for all of them
+Places = slice | Tensor  # places of rows [R] in a flat grid [B * E]; a slice means all
 Nodes = tuple[Tensor, Tensor, Tensor]  # token_ids, parents and scores, see `best_nodes`
 
-# A target that takes its likeliest token follows a draft's likelier ones more often than a target
-# that samples: of 0.35, 0.5, 0.7 and 1 this one gave the longest trees on the bundled prompts.
+# A greedy target follows a draft's more probable tokens more often than a sampling one: of 0.35,
+# 0.5, 0.7 and 1 this value gave the longest accepted paths on the bundled prompts.
 _GREEDY_TEMPERATURE = 0.5
 
 
 def grow(
     tree: "LikeliestTree | ShapedTree", draft: DraftModelDrafter, batch: Batch, depths: list[int]
 ) -> list[int]:
-    """Grow a tree for each request of a batch, one pass of the draft model for each level of all.
+    """Grow a tree for each request of a batch, with one pass of the draft model per level.
 
-    `tree.add` takes the logits after the nodes read last, E of each request as far as there is room
-    for them, and what their columns stand for; first these are the roots, then what `tree.expanded`
-    gives. A level is read together with those above it, as attention takes the whole tree; while
-    each has one node they are a chain, and only the new one is read.
+    `tree.add` receives the logits after the last nodes read, E per request as far as there is room,
+    and the vocabulary of their columns; these nodes are first the roots, then those that
+    `tree.expanded` returns. A level is read together with all levels above it, because attention
+    needs the whole tree; while each level has one node the tree is a chain, and only the new node
+    is read.
 
     Args:
-        batch: there is room for max_nodes[b] nodes of each request.
-        depths: levels of each request that are wanted.
+        batch: there is room for max_nodes[b] nodes of request b.
+        depths: number of levels wanted for each request.
     Returns:
-        Passes that each request had a part in.
+        The number of passes that each request took part in.
     """
     requests, runner = batch.requests, draft.runner
     num_passes = [0] * len(requests)
@@ -52,7 +53,7 @@ def grow(
     for level in range(max(depths)):
         if level:
             new_ids, above = tree.expanded()
-            if runner.paged_model.ranks is not None:  # a chain's, of which all ranks read the same
+            if runner.paged_model.ranks is not None:  # of a chain; all ranks must read the same
                 new_ids = runner.paged_model.ranks.of_first(new_ids)
             parents = torch.cat([parents, (above + first).int()], dim=1)
             first = token_ids.shape[1]
@@ -102,10 +103,10 @@ def grow(
 
 
 class LikeliestTree:
-    """The `width` likeliest nodes of each level get their `num_children` likeliest tokens each.
+    """Expands the `width` most probable nodes per level by `num_children` top tokens each.
 
-    Of all nodes grown, those of the highest cumulative draft probability make the tree. With `bins`
-    a node's likeliest child has only as many siblings as its own probability asks for.
+    Of all nodes grown, those with the highest cumulative draft probability form the tree. With
+    `bins` a node's most probable child has only as many siblings as its own probability asks for.
 
     Sources: EAGLE-2 (Li et al., arXiv 2406.16858); with bins and width 1 CaPE (Du et al., arXiv
     2402.02082).
@@ -130,8 +131,8 @@ class LikeliestTree:
             self._temperature = self._temperature.masked_fill(self._temperature == 0, greedy)
         self._cut = None if bins is None else SiblingCut(bins, num_children, batch.device)
         root = torch.zeros((len(batch.requests), 1), dtype=torch.int64, device=batch.device)
-        self._nodes, self._scores = root, root.float()  # [B, E], those read last
-        # A candidate that is never chosen, for trees to which nothing is added.
+        self._nodes, self._scores = root, root.float()  # [B, E], of the last nodes read
+        # A candidate that is never chosen, for trees to which no node is added.
         self._grown = [((root - 1).int(), root, torch.full_like(self._scores, -torch.inf))]
         self._count = 1
 
@@ -152,14 +153,14 @@ class LikeliestTree:
         self._count += parents.shape[1]
 
     def expanded(self) -> tuple[Tensor, Tensor]:
-        """The tokens [B, E] of the nodes to read next, and which of those read last they follow."""
+        """Return tokens [B, E] of the nodes to read next, and their parents among the last ones."""
         token_ids, _, scores = self._grown[-1]
         self._scores, chosen = scores.topk(self._width, dim=1)
         self._nodes = chosen + (self._count - scores.shape[1] + 1)
         return token_ids.gather(1, chosen), chosen // self._num_children
 
     def add_branch(self, token_ids: Tensor) -> None:
-        """A chain [B, K] of another drafter's, -1 after its end, that every tree is to hold."""
+        """Add a chain [B, K] of another drafter, -1 after its end, to every tree."""
         self._grown = [with_chain(_joined(self._grown), token_ids, self.max_depth)]
 
     def proposal(self) -> Proposal:
@@ -173,13 +174,13 @@ _REACH = 14.0  # in nats
 
 
 class ShapedTree:
-    """A tree of one shape, of a draft model's likeliest tokens or of tokens drawn from it.
+    """A tree of a fixed shape, of a draft model's most probable tokens or of drawn ones.
 
-    Tokens are drawn without replacement among siblings. With `bins`, in a shape whose levels expand
-    one node each, they are drawn, and a node has the fewer children the surer the draft model is:
-    how many are kept depends on what they are drawn from, never on what they are. With `copied` one
-    path of each tree is to hold copied tokens; there are no bins then, and siblings are drawn, not
-    by coupled noise.
+    Tokens are drawn without replacement among siblings. With `bins`, for shapes that expand one
+    node per level, tokens are drawn and a node has fewer children the surer the draft model is: how
+    many are kept depends on the distribution they are drawn from, never on the tokens. With
+    `copied` one path of each tree should contain copied tokens; then there are no bins, and
+    siblings are drawn, but not by coupled noise.
     """
 
     def __init__(
@@ -200,8 +201,8 @@ class ShapedTree:
         self._cut = None if bins is None else SiblingCut(bins, most, batch.device)
         self._copied = copied
         self._branch: Tensor | None = None
-        # Which number a node is drawn by is part of what a seed means: with bins that of its place,
-        # otherwise the next one.
+        # The number that draws a node determines the text of a seed: with bins the number of its
+        # place, otherwise the next one.
         skipped = int(bins is None)
         numbers = batch.uniforms(size[1] + skipped, DRAFT_STREAM) if draws else None
         self._uniforms = None if numbers is None else numbers[:, skipped:]  # [B, N]
@@ -228,7 +229,7 @@ class ShapedTree:
             if self._batch.is_coupled:
                 keys = self._batch.keys[:, requests]
                 keys[1] += self._num_levels - 1
-                logits = vocabulary.whole(logits)  # the noise is each token's own
+                logits = vocabulary.whole(logits)  # noise belongs to token ids, not columns
             sampling = sampling_of_rows(self._batch.sampling, requests)
             if keys is None:
                 if self._copied is not None:
@@ -245,12 +246,10 @@ class ShapedTree:
             if keys is None:
                 token_ids = vocabulary.tokens(token_ids)
             if self._cut is not None:
-                temperature = sampling["temperature"]
-                if temperature is not None:
-                    temperature = temperature.masked_fill(temperature == 0, 1.0)
+                temperature = divisors(sampling["temperature"])
                 _, logprobs = likeliest(logits, 1, temperature, backend)
                 token_ids = token_ids.masked_fill(self._cut.of(logprobs.exp()), -1)
-            if self._moves_gaps:  # after a token that could not be drawn there is none
+            if self._moves_gaps:  # no token follows one that could not be drawn
                 token_ids = token_ids.masked_fill(self._read.view(-1, 1)[places] < 0, -1)
         self._newest = _spread(token_ids, places, size, -1).flatten(1)
         self._token_ids[:, added] = self._newest[:, kept]
@@ -260,16 +259,16 @@ class ShapedTree:
             self._copied.follow(new_ids, parents, first + 1, self._num_levels - 1)
 
     def expanded(self) -> tuple[Tensor, Tensor]:
-        """The tokens [B, E] of the nodes to read next, and which of those read last they follow."""
+        """Return tokens [B, E] of the nodes to read next, and their parents among the last ones."""
         above, level = self._shape.levels[self._num_levels - 1 : self._num_levels + 1]
         places = device_tensor(level.places, torch.int64, self._newest.device)
         self._read = self._newest[:, places]
         return self._read, (places // above.num_children).expand_as(self._read)
 
     def add_branch(self, token_ids: Tensor) -> None:
-        """A chain [B, K] of another drafter's, -1 after its end, that every tree is to hold.
+        """Add a chain [B, K] of another drafter, -1 after its end, to every tree.
 
-        Where siblings are drawn, by coupled noise alone: other rules must know how each was chosen.
+        If siblings are drawn, only with coupled noise: other rules must know how each was chosen.
         """
         self._branch = token_ids
 
@@ -302,7 +301,7 @@ class ShapedTree:
             draft_logits[requests, rows] = logits
         if draft_logits is not None and number_of is not None and beyond is not None:
             rows = number_of.gather(1, beyond[1])
-            # Where no copy goes on, in place of that node's row that of one which nothing follows.
+            # If no copy continues, write to the row of a node without children instead.
             rows[:, :1] = rows[:, :1].where(beyond[0][:, :1] >= 0, number_of[:, -1:])
             put_point_masses(draft_logits, rows, beyond[0], self._token_map)
         rule = "target_only" if draft_logits is None else "without_replacement"
@@ -313,11 +312,11 @@ class ShapedTree:
 
     @property
     def _moves_gaps(self) -> bool:
-        """Whether nodes that could not be drawn come after all others."""
+        """Whether to move nodes that could not be drawn behind all others."""
         return self._cut is not None or self._copied is not None
 
     def _with_branch(self, parents: Tensor, branch: Tensor) -> Proposal:
-        """The tree with a chain in it, where that is missing."""
+        """Return a proposal of the tree with a chain merged into it."""
         token_ids, device = self._token_ids, self._token_ids.device
         links = pad(parents.masked_fill(token_ids < 0, -1), (1, 0), value=-1)
         depths, _ = build_tree(links.int(), backend=self._batch.backend)
@@ -332,11 +331,11 @@ class ShapedTree:
 
 
 def _within_reach(logits: Tensor, temperature: Tensor | None) -> Tensor:
-    """Logits [R, V] without the tokens e^14 times less likely than the best one.
+    """Mask tokens in logits [R, V] that are e^14 times less probable than the best one.
 
-    Once siblings are rejected, `verify_tree` weighs the rest in units of the best token, and has no
-    digits left for what is far below it. What may be drawn depends on the row alone, so it is exact
-    to draw none of these.
+    After rejected siblings, `verify_tree` weighs the rest in units of the best token, and has no
+    precision left for tokens far below it. The mask depends only on the row, so never drawing these
+    is exact.
     """
     reach = torch.full_like(logits[:, 0], _REACH, dtype=torch.float32)
     if temperature is not None:
@@ -346,16 +345,16 @@ def _within_reach(logits: Tensor, temperature: Tensor | None) -> Tensor:
 
 
 def best_nodes(nodes: Nodes, max_nodes: int, limits: Tensor) -> tuple[Tensor, Tensor]:
-    """The trees of the limits[b] <= max_nodes nodes that score best.
+    """Select the trees of the limits[b] <= max_nodes nodes with the best scores.
 
     Args:
         nodes: [B, M] each, parents first; node i + 1 is at place i. token_ids int32; parents int64,
-            0 = the root, the last committed token; scores float32, of no node more than of its
-            parent, -inf where there is no token.
+            0 = the root, the last committed token; scores float32, none above its parent's, -inf
+            where there is no token.
         limits: [B].
     Returns:
-        token_ids, parents [B, max_nodes] int32, -1 after the last node. A tree holds the parent of
-        each of its nodes, as that one scores no less and comes earlier.
+        token_ids, parents [B, max_nodes] int32, -1 after the last node. A tree contains the parents
+        of all its nodes, because these score no less and come earlier.
     """
     token_ids, parents, scores = nodes
     count, device = scores.shape[1], scores.device
@@ -372,12 +371,12 @@ def best_nodes(nodes: Nodes, max_nodes: int, limits: Tensor) -> tuple[Tensor, Te
 
 
 def with_chain(nodes: Nodes, chain: Tensor, depth: int) -> Nodes:
-    """These nodes and a chain [B, K] after the root, -1 after its end, preferred to all others.
+    """Add a chain [B, K] after the root, -1 after its end, preferred to all other nodes.
 
-    Where it begins like a branch that is there already, the two are one. No node is more than
-    `depth` levels below the root.
+    It shares nodes with an existing branch as far as they begin alike. No node is more than `depth`
+    levels below the root.
     """
-    current = torch.zeros_like(nodes[1][:, 0])  # [B], the node that the chain has got to
+    current = torch.zeros_like(nodes[1][:, 0])  # [B], the node that the chain has reached
     for token in chain[:, :depth].unbind(1):
         token_ids, parents, scores = nodes
         is_same = (parents == current[:, None]) & (token_ids == token[:, None])
@@ -398,13 +397,13 @@ def with_chain(nodes: Nodes, chain: Tensor, depth: int) -> Nodes:
 
 
 def _joined(parts: list[Nodes]) -> Nodes:
-    """All of them; the numbers of each go on from those before it."""
+    """Concatenate nodes, whose numbers continue from part to part."""
     token_ids, parents, scores = (torch.cat(c, dim=1) for c in zip(*parts, strict=True))
     return token_ids, parents, scores
 
 
 def _spread(values: Tensor, places: Places, size: tuple[int, int, int], empty: float) -> Tensor:
-    """Rows [R, C] at their places of a grid of the size [B, E, C], `empty` elsewhere."""
+    """Put rows [R, C] at their places of a grid [B, E, C] that is `empty` elsewhere."""
     if isinstance(places, slice):
         return values.view(size)
     grid = values.new_full((size[0] * size[1], size[2]), empty)

@@ -1,4 +1,4 @@
-"""Trees of a draft model's tokens with a branch that is copied from texts."""
+"""Trees of a draft model's tokens with a branch copied from texts."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -12,17 +12,17 @@ from fastspec.models.transfer import padded_tensor
 
 
 class MixedTreeDrafter(TreeDrafter):
-    """Drafts trees with a draft model, and lets what is likely copied be a branch of each.
+    """Drafts trees with a draft model, with a likely copy as a branch of each tree.
 
-    Trees of likeliest tokens hold the whole copy, as far as it has nodes. Where siblings are drawn,
-    the copied tokens are drawn nearly always (`CopiedPaths`), and end before one that the draft
-    model has no logits of; where the model has no room for a token, nothing is copied either.
+    Trees of most probable tokens contain the whole copy, as far as nodes allow. If siblings are
+    drawn, the copied tokens are drawn nearly always (`CopiedPaths`), and end before one for which
+    the draft model has no logits; if the model has no room for a token, nothing is copied either.
 
     Args:
         draft: the draft model, which reads the texts.
-        plan: the form of the trees; of no fixed shape.
-        copies: drafts what is copied.
-        num_tokens: most that the model drafts on a path.
+        plan: the form of the trees, without a fixed shape.
+        copies: drafts the copies.
+        num_tokens: maximum tokens that the model drafts on a path.
     """
 
     _plan: TreePlan
@@ -35,7 +35,7 @@ class MixedTreeDrafter(TreeDrafter):
         self._num_tokens = num_tokens
 
     def add_corpus(self, texts: Iterable[Sequence[int]]) -> None:
-        """Texts to copy from, as token ids."""
+        """Add texts to copy from, as token ids."""
         self._copies.add_corpus(texts)
 
     def propose(self, batch: Batch) -> Proposal:
@@ -61,7 +61,7 @@ class MixedTreeDrafter(TreeDrafter):
     def _copy(
         self, request: Request, wanted: int, is_coupled: bool, needs_columns: bool
     ) -> Sequence[int]:
-        """What a branch of a request's tree is to hold, if that is likely enough."""
+        """Return the tokens for a branch of a request's tree, if likely enough."""
         most = min(wanted, self._plan.num_copied)
         copy = self._copies.likely_copy(request, most, is_coupled)
         if not needs_columns:
@@ -71,7 +71,7 @@ class MixedTreeDrafter(TreeDrafter):
         return [*takewhile(self._has_column, copy)]
 
     def _has_column(self, token_id: int) -> bool:
-        """Whether the draft model has logits of a token."""
+        """Whether the draft model has logits for a token."""
         vocabulary = self.draft.vocabulary
         is_within = vocabulary.token_map is not None or token_id < self.draft.runner.vocab_size
         return is_within and vocabulary.knows(token_id)

@@ -1,4 +1,4 @@
-"""The tokens that may follow one node of a token tree: the likeliest ones, or a sample."""
+"""The children of a token tree's node: the most probable tokens, or a sample."""
 
 import torch
 from torch import Tensor
@@ -10,11 +10,11 @@ from fastspec_kernels import row_stats, sample, sample_coupled
 
 _GROUP = 64  # logits
 
-ConfidenceBins = tuple[tuple[float, int], ...]  # up to this probability, so many more siblings
+ConfidenceBins = tuple[tuple[float, int], ...]  # (upper bound of probability, siblings added)
 
 
 class SiblingCut:
-    """Which of a node's children are too many, by the probability of the likeliest one."""
+    """Masks a node's surplus children, by the probability of the most probable one."""
 
     def __init__(self, bins: ConfidenceBins, num_children: int, device: torch.device):
         self._bounds = device_tensor([bound for bound, _ in bins[:-1]], torch.float32, device)
@@ -22,19 +22,19 @@ class SiblingCut:
         self._ranks = torch.arange(num_children, device=device)
 
     def of(self, confidence: Tensor) -> Tensor:
-        """Bool [..., num_children] from probabilities [..., 1]."""
+        """Return the mask, bool [..., num_children], from probabilities [..., 1]."""
         return self._ranks > self._extra[torch.bucketize(confidence, self._bounds)]
 
 
 def likeliest(
     logits: Tensor, num: int, temperature: Tensor | None, backend: str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """The `num` likeliest tokens of each row, best first, and their log-probabilities.
+    """Return the `num` most probable tokens of each row, best first, and their log-probabilities.
 
     Args:
         logits: [R, V].
         temperature: [R], all above 0, or None = 1.
-        backend: of the kernel.
+        backend: backend of the kernel.
     Returns:
         token_ids [R, num] int32, logprobs [R, num] float32; -1 and -inf where there is none.
     """
@@ -52,9 +52,9 @@ def likeliest(
 
 
 def _largest(logits: Tensor, num: int) -> tuple[Tensor, Tensor]:
-    """The `num` largest logits of each row [R, V], largest first, in float32, and their places.
+    """Return the `num` largest logits of each row [R, V] in float32, descending, and their places.
 
-    They lie in the `num` groups with the largest maxima, so only those are sorted.
+    They are in the `num` groups with the largest maxima, so only those are sorted.
     """
     size = logits.shape[1]
     if size % _GROUP or size < 4 * num * _GROUP:
@@ -72,16 +72,16 @@ def drawn(
     backend: str = "auto",
     coupled_keys: Tensor | None = None,
 ) -> Tensor:
-    """Tokens drawn from each row one after the other, each without those before it.
+    """Draw tokens from each row one after the other, without replacement.
 
     Args:
         logits: [R, V].
         uniforms: [R, num] float32, one for each token.
-        sampling: temperature and filters of each row; rows of temperature 0 give their likeliest
-            tokens, best first.
-        backend: of the kernels.
-        coupled_keys: [2, R] int64, seed and place of each row's tokens, whose noise draws them
-            instead; the first is then the one that `fastspec_kernels.sample_coupled` draws.
+        sampling: temperature and filters of each row; rows with temperature 0 give their most
+            probable tokens, best first.
+        backend: backend of the kernels.
+        coupled_keys: [2, R] int64, seed and position of each row's tokens, to draw them by coupled
+            noise instead; the first is then the one that `fastspec_kernels.sample_coupled` draws.
     Returns:
         [R, num] int32, -1 where nothing is left to draw.
     """

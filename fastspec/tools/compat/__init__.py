@@ -1,4 +1,4 @@
-"""The functions and classes of published scripts, by their names, over the engine."""
+"""The functions and classes of published scripts, under their names, on top of the engine."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

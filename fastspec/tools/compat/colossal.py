@@ -1,4 +1,4 @@
-"""Colossal-Inference's two entries (github.com/hpcaitech/ColossalAI, colossalai/inference)."""
+"""Colossal-Inference's two entry points (github.com/hpcaitech/ColossalAI, colossalai/inference)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,17 +15,17 @@ from fastspec.engine.engine import Engine
 
 
 class InferenceConfig:
-    """The published InferenceConfig: `EngineConfig.from_colossal`, and what requests have.
+    """The published InferenceConfig: `EngineConfig.from_colossal`, and the options of requests.
 
     Args:
         fields: those of `from_colossal`, and do_sample, top_k, top_p, temperature,
-            repetition_penalty and ignore_eos, which are the published defaults of a request.
+            repetition_penalty and ignore_eos, which set the defaults of requests.
     Attributes:
         engine: the EngineConfig.
-        params: of a request that says nothing itself: greedy unless do_sample is True, and then
-            with top_k 50; max_output_len new tokens at most, 256 by default.
+        params: of a request that gives none itself: greedy unless do_sample is True, and then with
+            top_k 50; up to max_output_len new tokens, 256 by default.
     Raises:
-        ValueError: another field, or a value that cannot be used.
+        ValueError: an unknown field, or a value that cannot be used.
     """
 
     def __init__(self, **fields: Any):
@@ -51,14 +51,14 @@ class InferenceConfig:
 class InferenceEngine(Engine):
     """An `Engine` with the published defaults and arguments.
 
-    `generate`, `chat` and `add_request` are greedy, with max_output_len tokens at most, unless the
-    configuration or a generation_config says something else.
+    `generate`, `chat` and `add_request` are greedy, with up to max_output_len tokens, unless the
+    configuration or a generation_config says otherwise.
 
     Args:
-        model_or_path: one that is loaded is converted to the configuration's dtype, in place.
+        model_or_path: a loaded model is converted to the configuration's dtype, in place.
         inference_config: an InferenceConfig, or an EngineConfig.
-        verbose: without effect; what there is to say is logged.
-        model_policy: only None, every architecture that is supported needs none.
+        verbose: without effect; messages are logged.
+        model_policy: must be None; no supported architecture needs one.
     Raises:
         ValueError: a model or option that cannot be used.
     """
@@ -95,11 +95,11 @@ class InferenceEngine(Engine):
         prompts_token_ids: Any = None,
         return_token_ids: bool = False,
     ) -> Any:
-        """Run prompts to their end; where the published one returns texts, this returns outputs.
+        """Run prompts to their end; returns outputs, where the published one returns texts.
 
         Args:
             prompts, params, use_tqdm, generation_config: see `Engine.generate`.
-            prompts_token_ids: ids, in place of prompts.
+            prompts_token_ids: ids, instead of prompts.
             return_token_ids: return two lists, the new texts and the new ids.
         Raises:
             ValueError: a prompt or parameter that cannot be run, or both kinds of prompts.
@@ -122,7 +122,7 @@ class InferenceEngine(Engine):
         prompts_token_ids: Any = None,
         decoder_input_ids: Sequence[int] | None = None,
     ) -> Any:
-        """Queue a request for step(), or one for each of `prompts`: its id, or theirs in a list.
+        """Queue a request for step(), or one for each of `prompts`; returns the id, or a list.
 
         Args:
             prompts, prompts_token_ids: several texts, or lists of ids.
@@ -134,7 +134,7 @@ class InferenceEngine(Engine):
             return super().add_request(
                 prompt, params, request_id, decoder_input_ids=decoder_input_ids
             )
-        require("prompt", prompt, prompt is None, "None beside prompts")
+        require("prompt", prompt, prompt is None, "None with prompts")
         require("request_id", request_id, request_id is None, "None for several prompts")
         given = _one_of(prompts, prompts_token_ids)
         texts = [given] if isinstance(given, str) else list(given)
@@ -155,7 +155,7 @@ class InferenceEngine(Engine):
 
 
 def _one_of(prompts: Any, token_ids: Any) -> Any:
-    """Prompts by whichever name."""
+    """The prompts from whichever argument is given."""
     if (prompts is None) == (token_ids is None):
         raise ValueError("prompts: expected either prompts or prompts_token_ids")
     return token_ids if prompts is None else prompts

@@ -1,7 +1,7 @@
 """CS-Drafting's model wrappers, for scripts that pass them to `csd`.
 
-They hold what they are given and count what the engine does with it; `review` and `propose` are the
-engine's, which keeps every model's cache, so the variant with a KV cache is the one without.
+They hold a model and count its passes; `review` and `propose` are left to the engine, which keeps
+every model's cache, so the variants with and without a KV cache are the same.
 """
 
 from pathlib import Path
@@ -17,7 +17,7 @@ from fastspec.tools.stored_outputs import StoredOutput, read_outputs
 
 
 class DummyModel:
-    """Stands for a target whose outputs are stored."""
+    """Placeholder for a target whose outputs are stored."""
 
     def __init__(self, vocab_size: int = 32128):
         self.device = torch.device("cpu")
@@ -40,9 +40,9 @@ class CSDraftingModel:
     """A model with a name.
 
     Args:
-        model: what decodes.
-        sample: only False; `Engine` with SpecConfig("cascade") samples, exactly.
-        name: what cost tables look for.
+        model: the model that decodes.
+        sample: must be False; to sample exactly, use `Engine` with SpecConfig("cascade").
+        name: the name to look up in cost tables.
         vocab_size: of a model that has no config.
     Raises:
         ValueError: sample, or a model of another kind.
@@ -52,7 +52,7 @@ class CSDraftingModel:
 
     def __init__(self, model: Any, sample: bool = False, name: str = "", vocab_size: int = 32128):
         if sample:
-            raise ValueError("sample: csd is greedy; Engine with SpecConfig('cascade') samples")
+            raise ValueError("sample: csd is greedy; use Engine with SpecConfig('cascade')")
         if not isinstance(model, self._kind):
             raise ValueError(
                 f"model: {type(self).__name__} expects a {self._kind.__name__}, got"
@@ -82,16 +82,16 @@ class CSDraftingModel:
         return self.to("cpu")
 
     def record(self, num_passes: int, seconds: float) -> None:
-        """What one `csd` has done with the model; only the Counted ones keep it."""
+        """Record the passes of one `csd` call; only the Counted wrappers keep them."""
 
 
 class CSDraftingMaGModel(CSDraftingModel):
-    """MaG with a table of bigrams, [n] ids; it costs nothing."""
+    """MaG with a bigram table, [n] ids; it costs nothing."""
 
     _kind = Tensor
 
     def calculate_time_cost(self) -> float:
-        """0."""
+        """Always 0."""
         return 0.0
 
 
@@ -113,10 +113,10 @@ class _Counted(CSDraftingModel):
 
     Args:
         model, sample, name, vocab_size: see CSDraftingModel.
-        counter_version: what a pass costs, see `fastspec.tools.cost_counters`.
+        counter_version: the cost table, see `fastspec.tools.cost_counters`.
     Attributes:
         forward_count: passes since calculate_time_cost() was last called.
-        wall_time: seconds of each pass since the beginning; those of one `csd` are their mean.
+        wall_time: seconds of each pass so far; for each `csd` call the mean is used.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class _Counted(CSDraftingModel):
 
     @property
     def time_cost(self) -> float:
-        """Of one pass; ValueError for a model that the table does not hold."""
+        """Cost of one pass; ValueError for a model that the table does not contain."""
         return pass_cost(self.name, self.counter_version)
 
     def record(self, num_passes: int, seconds: float) -> None:
@@ -143,7 +143,7 @@ class _Counted(CSDraftingModel):
         self.wall_time += [seconds / num_passes] * num_passes if num_passes else []
 
     def calculate_time_cost(self) -> float:
-        """The passes times the cost of one; the count begins anew."""
+        """The passes times the cost of one; resets the count."""
         cost = self.forward_count * self.time_cost
         self.forward_count = 0
         return cost
@@ -161,12 +161,13 @@ class CountedCSDraftingEncoderDecoderModel(_Counted, CSDraftingEncoderDecoderMod
 
 
 class StoredTarget(_Counted):
-    """A target that is not there: `csd` reads what it has written from a file.
+    """A target that is not loaded: `csd` reads its outputs from a file.
 
     Args:
         model: a DummyModel.
         sample, name, counter_version: see the other wrappers.
-        cache_dir: a JSON object, prompt ids to the ids of the whole text, both joined by "_".
+        cache_dir: a file with a JSON object that maps prompt ids to the ids of the whole text, both
+            joined by "_".
     Attributes:
         first_decode_id: the start token of an encoder-decoder, else None.
     """
@@ -187,9 +188,9 @@ class StoredTarget(_Counted):
         self.cache = {tuple(output.prompt or ()): output for output in outputs}
 
     def output_of(self, prompt: list[int]) -> StoredOutput:
-        """What follows a prompt; ValueError where the file does not say."""
+        """The output of a prompt; ValueError if the file does not contain it."""
         if tuple(prompt) not in self.cache:
-            raise ValueError(f"initial_input: {self.name!r} has no stored output of {prompt!r:.60}")
+            raise ValueError(f"initial_input: {self.name!r} stores no output for {prompt!r:.60}")
         return self.cache[tuple(prompt)]
 
 
@@ -204,11 +205,11 @@ class CountedCSDraftingCachedEncoderDecoderModel(StoredTarget):
 
 
 def get_mag_model(bi_gram_path: str | Path, is_decoder_only: bool = True) -> CSDraftingMaGModel:
-    """MaG with the bigram table of a file, a flat JSON list.
+    """MaG with the bigram table from a file, a flat JSON list.
 
-    `is_decoder_only` makes no difference: MaG's vocabulary is that of the models around it.
+    `is_decoder_only` has no effect: MaG uses the vocabulary of the models around it.
 
     Raises:
-        ValueError: no such file, or it holds no table.
+        ValueError: no such file, or it contains no table.
     """
     return CSDraftingMaGModel(load_bigram(bi_gram_path), name="mag")

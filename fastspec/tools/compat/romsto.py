@@ -1,17 +1,17 @@
 """The functions of romsto's Speculative-Decoding (github.com/romsto/Speculative-Decoding).
 
-Each call makes an engine for its models; for many prompts make one `Engine` and batch them.
+Each call creates an engine for its models; for many prompts create one `Engine` and batch them.
 
 Arguments that all functions share:
     inputs: ids of the prompt.
     logits_processor: how tokens are chosen, one of the processors here or a subclass of them.
-    max_gen_len: new tokens at most, >= 1.
-    eos_tokens_id: ids that end the text, alone; the last one is kept. The model's own do not count.
-        None = none do. An int, a list, or an array or tensor of them.
-    end_tokens_id: its name in the published README; where it is given, it counts.
-    debug: log the counters, at the level INFO.
-    tokenizer, pad_token_id, use_cache, first_target: taken and without effect. There is no buffer
-        to pad, the cache is always used, and the target reads the prompt before the drafter.
+    max_gen_len: maximum number of new tokens, >= 1.
+    eos_tokens_id: the only ids that end the text; the last one is kept. The model's own do not
+        count. None = no id does. An int, a list, or an array or tensor of them.
+    end_tokens_id: its name in the published README; overrides eos_tokens_id.
+    debug: log the counters at level INFO.
+    tokenizer, pad_token_id, use_cache, first_target: accepted without effect. There is no buffer to
+        pad, the cache is always used, and the target reads the prompt before the drafter.
 
 Random seeds come from torch's generator, so torch.manual_seed makes samples repeatable.
 """
@@ -39,11 +39,11 @@ _NO_IDS: Any = torch.empty((1, 0), dtype=torch.int64)  # filters read none
 class LogitsProcessor:
     """How tokens are chosen: filtered at temperature 1, and only then divided by the temperature.
 
-    Processors of your own derive from `GreedyProcessor` or `MultinomialProcessor` and change logits
-    [1, V] in `_process`. A `sample` of your own is refused: what it draws could not be verified.
+    Your own processors derive from `GreedyProcessor` or `MultinomialProcessor` and change logits
+    [1, V] in `_process`. Overriding `sample` is refused: its draws could not be verified.
 
     Args:
-        temperature: >= 0; 0 leaves the most probable token alone.
+        temperature: >= 0; 0 leaves only the most probable token.
     Raises:
         ValueError: a temperature, top_k or top_p out of range.
     """
@@ -81,7 +81,7 @@ class MultinomialProcessor(LogitsProcessor):
 
 
 class TopKProcessor(MultinomialProcessor):
-    """Sampling among the top_k best tokens, ties included; top_k >= 1."""
+    """Sampling from the top_k most probable tokens, ties included; top_k >= 1."""
 
     def __init__(self, temperature: float, top_k: int):
         super().__init__(temperature)
@@ -93,7 +93,7 @@ class TopKProcessor(MultinomialProcessor):
 
 
 class NucleusProcessor(MultinomialProcessor):
-    """Sampling among the best tokens that together have the probability top_p, 0 < top_p <= 1."""
+    """Sampling from the most probable tokens that add up to top_p, 0 < top_p <= 1."""
 
     def __init__(self, temperature: float, top_p: float):
         super().__init__(temperature)
@@ -105,7 +105,7 @@ class NucleusProcessor(MultinomialProcessor):
 
 
 class TopKNucleusProcessor(MultinomialProcessor):
-    """Both: the nucleus of the top_k best tokens."""
+    """Both: sampling from the nucleus of the top_k most probable tokens."""
 
     def __init__(self, temperature: float, top_k: int, top_p: float):
         super().__init__(temperature)
@@ -135,7 +135,7 @@ class NGramStorage:
         n: >= 2.
         vocab_size: of the target.
 
-    It has a fixed size and forgets what is rare, see `fastspec.drafters.ngram_table.NgramTable`.
+    It has a fixed size and drops rare entries, see `fastspec.drafters.ngram_table.NgramTable`.
     """
 
     one_level = False
@@ -158,9 +158,9 @@ class NGramStorage:
         self._learn(self._ends(input_ids).repeat_interleave(num, dim=0), next_tokens.flatten())
 
     def next_token(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """What most often followed the end of the texts [B, S], and whether it is known, [B] each.
+        """The most frequent token after the end of the texts [B, S], and if it is known, [B] each.
 
-        Where it is not, the token is any one.
+        Where it is not known, the token is arbitrary.
         """
         ends = self._ends(input_ids)
         self.table.grow(1, input_ids.device)
@@ -182,7 +182,7 @@ class NGramStorage:
 
 
 class OneLevelNGramStorage(NGramStorage):
-    """The same, of n-grams of n tokens alone."""
+    """The same, with only n-grams of exactly n tokens."""
 
     one_level = True
 
@@ -199,7 +199,7 @@ def autoregressive_generate(
     *,
     end_tokens_id: EndIds = _NOT_GIVEN,
 ) -> Ids:
-    """Generate without speculation: the new ids, of an encoder-decoder after its start token."""
+    """Generate without speculation: the new ids, with an encoder-decoder's start token first."""
     params = _params(max_gen_len, logits_processor, eos_tokens_id, end_tokens_id)
     return _written(generated(model, None, inputs, SpecConfig("none"), params, debug))[0]
 
@@ -221,16 +221,16 @@ def speculative_generate(
     *,
     end_tokens_id: EndIds = _NOT_GIVEN,
 ) -> tuple[Ids, float]:
-    """Generate with the drafts of a smaller model: what `autoregressive_generate` says, faster.
+    """Generate with drafts of a smaller model: a faster `autoregressive_generate`.
 
     Greedy ids are the same; samples have the same distribution.
 
     Args:
         gamma: draft tokens in each step, >= 1.
-        skip_sample_adjustment: only False; True draws from the target after a rejection, not from
-            the residual, which is LOSSY: rejected tokens then come too rarely.
+        skip_sample_adjustment: must be False; True draws from the target after a rejection, not
+            from the residual, which is LOSSY: rejected tokens are then too rare.
     Returns:
-        The new ids, and the accepted part of the drafts, 0.0 where there were none.
+        The new ids, and the accepted fraction of the drafts, 0.0 if there were none.
     """
     require("skip_sample_adjustment", skip_sample_adjustment, not skip_sample_adjustment, _LOSSY)
     require_int("gamma", gamma, 1)
@@ -262,16 +262,17 @@ def ngram_assisted_speculative_generate(
     *,
     end_tokens_id: EndIds = _NOT_GIVEN,
 ) -> tuple[Ids, float]:
-    """Generate with the drafts of an n-gram store, which learns the prompt and what is written.
+    """Generate with drafts of an n-gram store, which learns from the prompt and the output.
 
     Args:
         ngramstorage: keeps what it learns for the next call.
         gamma: draft tokens in each step, >= 1.
-        filler_top_k: the target's most probable tokens that count at each place; 1 = none but what
-            was written.
-        stop_if_unknown: end the draft where the store knows nothing; else go on with any token.
+        filler_top_k: number of the target's top tokens to count at each position; 1 = only the text
+            itself.
+        stop_if_unknown: end the draft where the store knows nothing; else continue with an
+            arbitrary token.
     Returns:
-        The new ids, and the accepted part of the drafts, 0.0 where there were none.
+        The new ids, and the accepted fraction of the drafts, 0.0 if there were none.
     """
     require_int("gamma", gamma, 1)
     require_int("filler_top_k", filler_top_k, 1)
@@ -299,14 +300,14 @@ def beam_search_generate(
     *,
     end_tokens_id: EndIds = _NOT_GIVEN,
 ) -> Ids:
-    """Hugging Face's beam search, for its name's sake: it has nothing to do with speculation.
+    """Hugging Face's beam search, provided for compatibility; it does not use speculation.
 
     Args:
         num_beams: >= 1.
-        top_k, min_length: taken and without effect; Hugging Face looks at all tokens after each
-            beam, and divides a score by length ** alpha alone.
+        top_k, min_length: accepted without effect; Hugging Face considers all tokens after each
+            beam, and divides a score only by length ** alpha.
         alpha: its length_penalty.
-        pad_token_id: after the end of a beam; None or an id.
+        pad_token_id: fills up after the end of a beam; None or an id.
     Returns:
         The new ids of the best beam; an end token is kept.
     """
@@ -328,7 +329,7 @@ def beam_search_generate(
     return output[0, 0 if loaded.config.is_encoder_decoder else len(inputs) :].tolist()
 
 
-_LOSSY = "False; True is LOSSY, it does not keep the target's distribution, and is not offered"
+_LOSSY = "False (True is LOSSY: it does not keep the target's distribution, so it is not offered)"
 
 
 def _params(
@@ -358,7 +359,7 @@ def _ends(ends: EndIds, other_ends: EndIds) -> list[int]:
 
 
 def _sampling(processor: LogitsProcessor) -> dict[str, Any]:
-    """The fields of SamplingParams that mean what a processor does."""
+    """The fields of SamplingParams that are equivalent to a processor."""
     is_known = isinstance(processor, LogitsProcessor)
     require("logits_processor", processor, is_known, "a processor of fastspec.compat")
     kind = type(processor)
@@ -381,7 +382,7 @@ _SAME_AT_1 = (NucleusProcessor, TopKNucleusProcessor)
 
 
 def _written(made: tuple[RequestOutput, int | None]) -> tuple[Ids, float]:
-    """The ids of a text, those of an encoder-decoder after its start token; the accepted part."""
+    """The ids of a text, with an encoder-decoder's start token first; the accepted fraction."""
     output, start = made
     ids = [*output.token_ids] if start is None else [start, *output.token_ids]
     return ids, output.stats.acceptance_rate or 0.0

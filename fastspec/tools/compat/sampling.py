@@ -1,6 +1,6 @@
 """LLMSpeculativeSampling's functions (github.com/feifeibear/LLMSpeculativeSampling).
 
-Each call makes an engine for its models; for many prompts make one `Engine` and batch them.
+Each call creates an engine for its models; for many prompts create one `Engine` and batch them.
 """
 
 import logging
@@ -30,9 +30,9 @@ def autoregressive_sampling(
     Args:
         x: [1, n] ids of the prompt.
         model: a loaded model, a path or a hub id.
-        N: new tokens at most, >= 1.
-        temperature, top_k, top_p: as `SamplingParams` has them, in this order; a top_p of 0 is off,
-            a temperature of 0 greedy.
+        N: maximum number of new tokens, >= 1.
+        temperature, top_k, top_p: as in `SamplingParams`, in this order; a top_p of 0 is off, a
+            temperature of 0 greedy.
     Returns:
         [1, n + new] int64 ids: x and the new tokens, up to an end-of-sequence token.
     Raises:
@@ -54,17 +54,17 @@ def speculative_sampling(
     verbose: bool = False,
     random_seed: int | None = None,
 ) -> Tensor:
-    """Sample from the target with the drafts of a smaller model; exactly the target's distribution.
+    """Sample exactly from the target's distribution, with drafts of a smaller model.
 
     Args:
         prefix: [1, n] ids of the prompt.
         approx_model, target_model: loaded models, paths or hub ids.
-        max_len: new tokens at most, >= 1; the published code writes up to gamma more.
+        max_len: maximum number of new tokens, >= 1; the published code writes up to gamma more.
         gamma: draft tokens in each step, >= 1.
         temperature, top_k, top_p: as for `autoregressive_sampling`.
-        verbose: log what was accepted, at the level INFO.
-        random_seed: makes the sample repeatable, 0 too; None draws one from torch's generator, so
-            that torch.manual_seed does.
+        verbose: log what was accepted, at level INFO.
+        random_seed: makes the sample repeatable, including 0; None draws one from torch's
+            generator, so that torch.manual_seed makes it repeatable.
     Returns:
         [1, n + new] int64 ids: prefix and the new tokens, up to an end-of-sequence token.
     Raises:
@@ -92,7 +92,7 @@ def speculative_sampling_v2(
     top_p: float = 0,
     random_seed: int | None = None,
 ) -> Tensor:
-    """`speculative_sampling`: the second published version differs only in having no cache.
+    """`speculative_sampling`; the second published version differs only in having no cache.
 
     Source: Chen et al., arXiv 2302.01318.
     """
@@ -108,10 +108,10 @@ def generated(
     params: SamplingParams,
     is_logged: bool = False,
 ) -> tuple[RequestOutput, int | None]:
-    """One text, and the token that an encoder-decoder's begins with.
+    """One text, and the start token if the target is an encoder-decoder.
 
     Raises:
-        ValueError: what cannot be run, by the argument's name.
+        ValueError: an argument that cannot be used; the message names it.
     """
     engine = Engine(target, drafter, spec=spec, config=EngineConfig(max_batch_size=1))
     (output,) = engine.generate([prompt], params)
@@ -123,7 +123,7 @@ def generated(
 
 
 def seed_from_torch() -> int:
-    """A seed that follows from torch.manual_seed, as the draws of published code do."""
+    """A seed that depends on torch.manual_seed, as the draws of published code do."""
     return int(torch.randint(2**63 - 1, ()))
 
 

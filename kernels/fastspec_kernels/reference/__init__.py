@@ -1,4 +1,4 @@
-"""The specification of every op: plain PyTorch, float64 inside, one screen per op."""
+"""The specification of every op in plain PyTorch, with float64 inside, one screen per op."""
 
 from fastspec_kernels.reference.attention import (
     compact_kv,

@@ -16,7 +16,7 @@ def store_kv(
     key_scale: float,
     value_scale: float,
 ) -> None:
-    """Write by (block, offset) of each slot that is not -1."""
+    """Write to (block, offset) of each slot that is not -1."""
     if cos is not None and sin is not None:
         key = rotate(key.float(), cos, sin).to(key.dtype)
     kept = slot_mapping >= 0
@@ -37,7 +37,7 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _stored(rows: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
-    """What a cache keeps of the rows: all, or 8 bits of each value, saturated."""
+    """Convert rows to the cache's dtype; float8 is scaled and saturated."""
     if rows.dtype == dtype:
         return rows
     limit = torch.finfo(dtype).max
@@ -91,7 +91,7 @@ def tree_attention(
     return_logsumexp: bool,
     value_scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Gather each context and find out who sees whom; `_attend` does the rest."""
+    """Gather each context and determine visibility; `_attend` does the rest."""
     out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
     logsumexp = torch.full(query.shape[:2], -torch.inf, device=query.device)
     bounds = cu_rows.tolist()
@@ -126,7 +126,7 @@ def cross_attention(
     scale: float,
     value_scale: float,
 ) -> Tensor:
-    """Gather each context, all of which every row of the sequence sees."""
+    """Gather each context, which every row of the sequence sees in full."""
     out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
     bounds = cu_rows.tolist()
     for b, context in enumerate(context_lens.tolist()):
@@ -144,7 +144,7 @@ def cross_attention(
 
 
 def _tail(num_rows: int, words: Tensor | None, device: torch.device) -> Tensor:
-    """Which of the last `num_rows` keys each of as many rows sees, windows apart."""
+    """Return which of the last `num_rows` keys each of these rows sees, ignoring windows."""
     node = torch.arange(num_rows, device=device)
     if words is None:
         return node <= node[:, None]
@@ -152,7 +152,7 @@ def _tail(num_rows: int, words: Tensor | None, device: torch.device) -> Tensor:
 
 
 def _gather(cache: Tensor, blocks: Tensor, context: int) -> Tensor:
-    """The first `context` slots of the blocks in order; table entries past them are not read."""
+    """Gather the first `context` slots of the blocks in order; later entries are not read."""
     block_size = cache.shape[1]
     used = blocks[: -(-context // block_size)].long()
     return cache[used].flatten(0, 1)[:context].double()
@@ -180,7 +180,7 @@ def _attend(
         denominator = torch.logaddexp(logsumexp, sinks.double())
     weights = (scores - denominator[..., None]).exp().where(visible, 0.0)
     weights = weights.unflatten(1, (keys.shape[1], -1))
-    # A value that is not finite must not meet the weight 0 of a row that does not see it.
+    # A non-finite value must not be multiplied by the weight 0 of a row that does not see it.
     finite = torch.isfinite(values)
     spoilt = torch.einsum("ts,sgd->tgd", visible[:, 0].double(), (~finite).double()) > 0
     mixed = torch.einsum("tghs,sgd->tghd", weights, values.where(finite, 0.0))

@@ -1,4 +1,4 @@
-"""Matrix products and the blocks around attention, in float64 and rounded once."""
+"""Matrix products and the parts of a layer around attention, in float64 and rounded once."""
 
 from typing import NamedTuple
 
@@ -30,10 +30,10 @@ def gated_mlp(input: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight
 
 
 class LayerWeights(NamedTuple):
-    """The weights of a decoder layer of the Llama kind, see `decoder_layers`.
+    """The weights of a Llama-type decoder layer, see `decoder_layers`.
 
-    H query heads, G KV heads, D numbers of a head, E of a hidden state, I of the feed-forward
-    block, S of an embedding before it (0 without).
+    H query heads, G KV heads, head size D, hidden size E, feed-forward size I, size S of embeddings
+    in front of the hidden state (0 if there are none).
 
     Attributes:
         attention_norm, mlp_norm: [E].
@@ -42,7 +42,7 @@ class LayerWeights(NamedTuple):
         output_weight: [E, H * D].
         gate_weight, up_weight: [I, E].
         down_weight: [E, I].
-        query_bias, key_bias, value_bias, output_bias: a value for each output.
+        query_bias, key_bias, value_bias, output_bias: one value per output.
         query_norm, key_norm: [D].
         attention_out_norm, mlp_out_norm: [E].
         sinks: [H] float32, as in `tree_attention`; all others have one dtype.
@@ -90,7 +90,7 @@ def decoder_layers(
     softcap: float,
     ancestor_mask: Tensor | None,
 ) -> Tensor:
-    """Attend and feed forward, each after a norm and added to what came in, layer after layer."""
+    """Apply attention and feed-forward blocks, each pre-normed and residual, layer by layer."""
     pages = block_table, context_lens, cu_rows
 
     def norm(x: Tensor, weight: Tensor | None) -> Tensor:

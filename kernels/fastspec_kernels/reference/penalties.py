@@ -21,7 +21,7 @@ def penalize(
     presence_penalty: Tensor | None,
     frequency_penalty: Tensor | None,
 ) -> None:
-    """Spread every list over the vocabulary, then edit whole rows; float32, as the kernels do."""
+    """Spread every list over the vocabulary, then edit whole rows, in float32 as the kernels do."""
     num_rows, vocab = logits.shape
     owner = row_sequence.long()
     if parents is None:
@@ -29,10 +29,10 @@ def penalize(
         parents = parents.expand(tree_token_ids.shape)
 
     def over_vocabulary(cu: Tensor, ids: Tensor, values: Tensor) -> Tensor:
-        """The values of each row's own entries [R, V], 0 where there is none."""
+        """Return the values [R, V] of each row's own entries, 0 where there is none."""
         entry = torch.arange(len(ids), device=ids.device)
         sequence = torch.searchsorted(cu[1:].contiguous(), entry, right=True)
-        spread = values.new_zeros((len(cu), vocab + 1))  # the last of both takes what is ignored
+        spread = values.new_zeros((len(cu), vocab + 1))  # the last of both collects ignored entries
         column = torch.where((ids >= 0) & (ids < vocab), ids, vocab).long()
         spread[sequence, column] = values
         return spread[owner, :vocab]

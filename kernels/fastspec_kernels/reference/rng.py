@@ -3,17 +3,17 @@
 import torch
 from torch import Tensor
 
-# Of `gumbel`, far from what callers of `uniform` number their own by.
+# Streams of `gumbel`, far from the numbers that callers of `uniform` use.
 LEAST_STREAM, OTHERS_STREAM = 0x67756D62, 0x67756D63
 
 
 def uniform(seed: Tensor, position: Tensor, num: int, stream: int) -> Tensor:
-    """The top 24 bits of the words."""
+    """Take the top 24 bits of the words."""
     return (_philox(seed, position, num, stream) >> 8).to(torch.float32) * 2.0**-24
 
 
 def gumbel(seed: Tensor, position: Tensor, num: int) -> Tensor:
-    """[B, num] float64 Gumbel noise: -log of exponential numbers, in groups of sixteen."""
+    """Return [B, num] float64 Gumbel noise: -log of exponential numbers, in groups of sixteen."""
     token = torch.arange(num, device=seed.device)
     words = _philox(seed, position, -(-num // 256) * 16, LEAST_STREAM)
     words = words[:, token // 256 * 16 + token % 16]
@@ -24,7 +24,7 @@ def gumbel(seed: Tensor, position: Tensor, num: int) -> Tensor:
 
 
 def _philox(seed: Tensor, position: Tensor, num: int, stream: int) -> Tensor:
-    """[B, num] words of Philox4x32-10, in int64 arithmetic."""
+    """Compute [B, num] words of Philox4x32-10 in int64 arithmetic."""
     low = 0xFFFFFFFF
     index = torch.arange(num, device=seed.device)
     counter = [
@@ -44,7 +44,7 @@ def _philox(seed: Tensor, position: Tensor, num: int, stream: int) -> Tensor:
 
 
 def _multiply_32(value: Tensor, factor: int) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of a 32 x 32 bit product, without leaving the positive int64 range."""
+    """Return high and low 32 bits of a 32 x 32 bit product, within the positive int64 range."""
     low_product = value * (factor & 0xFFFF)  # < 2**48
     high_product = value * (factor >> 16)  # < 2**48, to be shifted left by 16
     total = low_product + ((high_product & 0xFFFF) << 16)

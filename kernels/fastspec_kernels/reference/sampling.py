@@ -47,7 +47,7 @@ def row_distributions(
     threshold = torch.where(greedy, best, threshold)
 
     kept = torch.where((logits >= threshold) | greedy, scaled, -INF)
-    # cumsum, unlike sum, adds in one order whatever the batch and the number of threads.
+    # cumsum, unlike sum, adds in the same order for any batch and number of threads.
     total = kept.exp().cumsum(-1)[:, -1:]
     argmax = logits.argmax(-1, keepdim=True)  # the lowest id on ties
     one_hot = torch.arange(logits.shape[-1], device=logits.device) == argmax
@@ -61,7 +61,7 @@ def row_distributions(
 
 
 def only_allowed(logits: Tensor, token_bitmask: Tensor | None) -> Tensor:
-    """Give the tokens whose bit is not set the logit -inf."""
+    """Set the logits of tokens whose bit is not set to -inf."""
     if token_bitmask is None:
         return logits
     token = torch.arange(logits.shape[-1], device=logits.device)
@@ -70,7 +70,7 @@ def only_allowed(logits: Tensor, token_bitmask: Tensor | None) -> Tensor:
 
 
 def draw(weights: Tensor, uniform_samples: Tensor) -> Tensor:
-    """Inverse CDF in id order; where rounding leaves no id, the last one with a positive weight."""
+    """Draw by inverse CDF in id order; if rounding leaves no id, the last with positive weight."""
     cumulative = weights.cumsum(-1)
     target = uniform_samples.double()[:, None] * cumulative[:, -1:]
     passed = (cumulative > target) & (weights > 0)
@@ -86,7 +86,7 @@ def row_stats(
     min_p: Tensor | None,
     token_bitmask: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """The two numbers that turn a logit into its probability."""
+    """Return the two numbers that turn a logit into its probability."""
     logits = only_allowed(logits, token_bitmask)
     rows = row_distributions(logits, temperature, top_k, top_p, min_p)
     nan = float("nan")
@@ -103,7 +103,7 @@ def logits_to_probs(
     min_p: Tensor | None,
     token_bitmask: Tensor | None,
 ) -> Tensor:
-    """The probabilities themselves."""
+    """Return the probabilities."""
     logits = only_allowed(logits, token_bitmask)
     rows = row_distributions(logits, temperature, top_k, top_p, min_p)
     return torch.where(rows.valid[:, None], rows.probs, float("nan")).float()
@@ -118,7 +118,7 @@ def sample(
     min_p: Tensor | None,
     token_bitmask: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """One token per row and its log-probability."""
+    """Draw one token per row, with its log-probability."""
     logits = only_allowed(logits, token_bitmask)
     rows = row_distributions(logits, temperature, top_k, top_p, min_p)
     token_ids = draw(rows.probs, uniform_samples)
@@ -137,7 +137,7 @@ def sample_coupled(
     min_p: Tensor | None,
     token_bitmask: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """One token per row by Gumbel-max, and its log-probability; the best of a one-hot row is it."""
+    """Draw one token per row by Gumbel-max, with its log-probability; a one-hot row's is fixed."""
     logits = only_allowed(logits, token_bitmask)
     rows = row_distributions(logits, temperature, top_k, top_p, min_p)
     scores = rows.probs.log() + gumbel(seed, position, logits.shape[-1])
@@ -148,7 +148,7 @@ def sample_coupled(
 
 
 def _scale(logits: Tensor, best: Tensor, scale: Tensor) -> Tensor:
-    """Log-weights, 0 for the best logit; -inf stays -inf at every temperature."""
+    """Return log-weights, 0 for the best logit; -inf stays -inf at every temperature."""
     return torch.where(logits > -INF, (logits - best) / scale, -INF)
 
 
@@ -170,7 +170,7 @@ def _apply_top_p(
     share = top_p.double()[:, None]
     mass = _scale(descending, descending[:, :1], scale).exp() * (descending >= threshold)
     cumulative = mass.cumsum(-1)
-    # Within a tie the first entry decides, as its sum is the smallest.
+    # Within a tie the first entry decides, because its sum is the smallest.
     kept = cumulative - mass < share * cumulative[:, -1:]
     kept[:, 0] = True
     lowest = torch.where(kept, descending, INF).amin(-1, keepdim=True)

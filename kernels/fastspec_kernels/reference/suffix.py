@@ -12,7 +12,7 @@ def match_suffix(
     num_tokens: int,
     rule: str,
 ) -> Tensor:
-    """Compares all positions with the end of the text, one token further back at a time."""
+    """Compare all positions with the end of the text, one token further back at a time."""
     batch, width = token_ids.shape
     if width == 0:
         return token_ids.new_full((batch, num_tokens), -1)

@@ -1,4 +1,4 @@
-"""Reference of the tree ops: the path that is accepted, the token after it, ancestor words."""
+"""Reference of the tree ops: the accepted path, the token after it, ancestor masks."""
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ def verify_tree(
     draft_token_map: Tensor | None,
     token_bitmask: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Walk down from the root: children follow their parents, so one pass over the nodes does."""
+    """Walk down from the root; children follow their parents, so one pass over nodes suffices."""
     batch, num_nodes = tree_token_ids.shape
     vocab = target_logits.shape[1]
     if batch == 0 or target_logits.shape[0] == 0:
@@ -42,7 +42,7 @@ def verify_tree(
     params = (temperature, top_k, top_p, min_p)
     target = distributions_at(target_logits, cu_rows[:-1, None] + node, params, token_bitmask)
     greedy = torch.zeros_like(cu_rows[1:]) if temperature is None else temperature == 0
-    # One rule serves both: under a one-hot target the masses of the siblings add up to 0 or 1.
+    # One rule covers greedy, too: with a one-hot target the siblings' masses add up to 0 or 1.
     by_mass = torch.ones_like(greedy.bool()) if sibling_rule == "target_only" else greedy.bool()
     draft_probs, draft_valid = torch.zeros_like(target.probs), torch.ones_like(target.valid)
     if draft_logits is not None:
@@ -94,7 +94,7 @@ def verify_tree(
     place = torch.where(accepted, accepted.cumsum(-1) - 1, num_nodes)
 
     def along_path(values: Tensor, last: Tensor, empty: float) -> Tensor:
-        """Values [B, N] of the accepted nodes moved to the front, then one more, then padding."""
+        """Move values [B, N] of accepted nodes to the front, append `last`, and pad."""
         row = torch.full((batch, num_nodes + 1), empty, dtype=values.dtype, device=node.device)
         return row.scatter(1, place, values).scatter(1, ends, last[:, None])[:, :num_nodes]
 
@@ -108,7 +108,7 @@ def verify_tree(
 
 
 def build_tree(parents: Tensor) -> tuple[Tensor, Tensor]:
-    """Depth of each node, and one bit for itself and for each of its ancestors."""
+    """Compute the depth of each node, and one bit for itself and for each of its ancestors."""
     batch, num_nodes = parents.shape
     words = (num_nodes + 63) // 64
     depths = torch.full_like(parents, -1, dtype=torch.int32)
@@ -127,12 +127,12 @@ def build_tree(parents: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _parents_or_padding(parents: Tensor) -> Tensor:
-    """Parents [B, N] int64; -1 for the root and for whatever is no earlier node."""
+    """Return parents [B, N] int64; -1 for the root and for anything but an earlier node."""
     node = torch.arange(parents.shape[1], device=parents.device)
     return torch.where((parents >= 0) & (parents < node), parents, -1).long()
 
 
 def _normalised(weights: Tensor) -> Tensor:
-    """Rows [B, V] that sum to 1; a row without mass stays zero."""
+    """Normalise rows [B, V] to sum 1; a row without mass stays zero."""
     total = weights.cumsum(-1)[:, -1:]
     return torch.where(total > 0, weights / total, 0.0)

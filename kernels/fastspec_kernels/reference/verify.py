@@ -1,4 +1,4 @@
-"""Reference of verify_chain: which proposals of a chain are accepted, and the token after them."""
+"""Reference of verify_chain: the accepted proposals of a chain, and the token after them."""
 
 from typing import NamedTuple
 
@@ -17,12 +17,12 @@ Parameters = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
 class Draft(NamedTuple):
-    """What the drafter held likely; step K, which has no proposal, included."""
+    """The drafter's probabilities, including step K, which has no proposal."""
 
     probs: Tensor  # [B, K+1, V], over the target's vocabulary
     proposal_prob: Tensor  # [B, K+1]
-    valid: Tensor  # [B, K+1] bool, whether proposal_prob means anything
-    row_valid: Tensor  # [B, K+1] bool, whether probs does
+    valid: Tensor  # [B, K+1] bool, whether proposal_prob is valid
+    row_valid: Tensor  # [B, K+1] bool, whether probs is valid
 
 
 def verify_chain(
@@ -65,7 +65,7 @@ def verify_chain(
     greedy = torch.zeros_like(present) if temperature is None else temperature == 0
     draft_used = (step < num_proposals[:, None]) & ~greedy[:, None]
     usable = target.valid & (draft.valid | ~draft_used)  # [B, K+1]
-    # A chain ends at the first invalid row: the text fails if it gets there.
+    # A chain ends at the first invalid row; the sequence fails if it gets there.
     num_proposals = torch.minimum(num_proposals, usable.long().cumprod(-1).sum(-1))
     proposed = step < num_proposals[:, None]
     draft_used = draft_used & proposed
@@ -102,7 +102,7 @@ def verify_chain(
 
 
 def distributions(logits: Tensor, params: Parameters) -> RowDistributions:
-    """The distributions [B, S, ...] of S rows per sequence, which share its parameters."""
+    """Return distributions [B, S, ...] of S rows per sequence, which share its parameters."""
     per_row = [None if p is None else p.repeat_interleave(logits.shape[1]) for p in params]
     flat = row_distributions(logits.flatten(0, 1), *per_row)
     return RowDistributions(*(field.unflatten(0, logits.shape[:2]) for field in flat))
@@ -111,40 +111,38 @@ def distributions(logits: Tensor, params: Parameters) -> RowDistributions:
 def distributions_at(
     logits: Tensor, rows: Tensor, params: Parameters, token_bitmask: Tensor | None
 ) -> RowDistributions:
-    """The distributions of the rows [B, S] of logits [T, V], under the bitmask of each row."""
+    """Return distributions of the rows [B, S] of logits [T, V], under each row's bitmask."""
     rows = rows.clamp(0, logits.shape[0] - 1)
     mask = None if token_bitmask is None else token_bitmask[rows.flatten()]
     allowed = only_allowed(logits[rows.flatten()], mask)
     return distributions(allowed.unflatten(0, rows.shape), params)
 
 
-def over_target_vocabulary(
-    values: Tensor, draft_token_map: Tensor | None, vocab: int, missing: float = 0.0
-) -> Tensor:
-    """Draft values [..., draft V] by target token; `missing` where the drafter has no token."""
+def over_target_vocabulary(values: Tensor, draft_token_map: Tensor | None, vocab: int) -> Tensor:
+    """Map draft values [..., draft V] to target tokens; 0 where the drafter has no token."""
     draft_vocab = values.shape[-1]
     if draft_token_map is None:
-        return torch.nn.functional.pad(values, (0, vocab - draft_vocab), value=missing)
+        return torch.nn.functional.pad(values, (0, vocab - draft_vocab))
     column = draft_token_map.long()  # [V]
     known = (column >= 0) & (column < draft_vocab)
-    return torch.where(known, values[..., column.clamp(0, draft_vocab - 1)], missing)
+    return torch.where(known, values[..., column.clamp(0, draft_vocab - 1)], 0.0)
 
 
-def prob_of(values: Tensor, tokens: Tensor, missing: float = 0.0) -> Tensor:
-    """The value [...] of one token in each row [..., V]; `missing` outside the vocabulary."""
+def prob_of(values: Tensor, tokens: Tensor) -> Tensor:
+    """Return the value [...] of one token in each row [..., V]; 0 outside the vocabulary."""
     vocab = values.shape[-1]
     found = values.gather(-1, tokens.clamp(0, vocab - 1)[..., None])[..., 0]
-    return torch.where((tokens >= 0) & (tokens < vocab), found, missing)
+    return torch.where((tokens >= 0) & (tokens < vocab), found, 0.0)
 
 
 def positive_or(weights: Tensor, otherwise: Tensor) -> Tensor:
-    """The positive part of each row of weights, or the other row where nothing is positive."""
+    """Return the positive part of each row of weights, or the other row if nothing is positive."""
     weights = weights.clamp(min=0)
     return torch.where((weights > 0).any(-1, keepdim=True), weights, otherwise)
 
 
 def _certain_draft(tokens: Tensor, vocab: int) -> Draft:
-    """All the mass on each proposal."""
+    """Put all mass on each proposal."""
     one_hot = torch.arange(vocab, device=tokens.device) == tokens[..., None]
     valid = torch.ones_like(tokens, dtype=torch.bool)
     return Draft(one_hot.double(), prob_of(one_hot.double(), tokens), valid, valid)
@@ -158,7 +156,7 @@ def _drawn_draft(
     logsumexp: Tensor | None,
     draft_token_map: Tensor | None,
 ) -> Draft:
-    """The distributions that the proposals were drawn from; step K has no mass."""
+    """Return the distributions that the proposals were drawn from; step K has no mass."""
     rows = distributions(logits, params)
     row_valid = torch.nn.functional.pad(rows.valid, (0, 1), value=True)
     probs = rows.probs
@@ -179,7 +177,7 @@ def _drawn_draft(
 
 
 def _block_scales(target_prob: Tensor, draft_prob: Tensor) -> Tensor:
-    """Target probability of each prefix over the draft's, cut at 1 on the way: [B, K+1]."""
+    """Return [B, K+1]: target over draft probability of each prefix, clamped to 1 at each step."""
     scales = [torch.ones_like(target_prob[:, 0])]
     for i in range(target_prob.shape[1] - 1):
         grown = scales[-1] * target_prob[:, i]
@@ -195,11 +193,11 @@ def _block_len(
     uniform_samples: Tensor,
     num_proposals: Tensor,
 ) -> Tensor:
-    """The longest prefix whose uniform number is below its acceptance probability: [B]."""
+    """Return [B]: the longest prefix whose uniform number is below its acceptance probability."""
     length = torch.zeros_like(num_proposals)
     for i in range(1, scales.shape[1]):
         scale = scales[:, i]
-        # cumsum, unlike sum, adds in one order whatever the batch and the number of threads.
+        # cumsum, unlike sum, adds in the same order for any batch and number of threads.
         rest = (scale[:, None] * target_probs[:, i] - draft_probs[:, i]).clamp(min=0).cumsum(-1)
         rest = rest[:, -1]
         denominator = rest + 1 - scale

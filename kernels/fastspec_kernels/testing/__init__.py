@@ -1,4 +1,4 @@
-"""Proof that a verifier of speculative decoding is lossless, for these kernels and any other."""
+"""Proofs that a verifier of speculative decoding is lossless, for these kernels and any other."""
 
 from fastspec_kernels.testing import rules
 from fastspec_kernels.testing.chain import CHAIN_CASES, assert_lossless

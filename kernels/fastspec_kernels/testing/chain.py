@@ -1,4 +1,4 @@
-"""Statistical proof that a verifier of chains keeps the target's distribution."""
+"""Statistical proof that a verifier of chains preserves the target's distribution."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from fastspec_kernels.testing.statistics import ALPHA, assert_counts, require_a_
 
 NUM_PROPOSALS = 3
 VOCAB = 4
-TARGET_SEED, DRAFT_SEED = 234, 235  # a pair with which every known mistake shows
+TARGET_SEED, DRAFT_SEED = 234, 235  # a pair that exposes every known mistake
 CHAIN_CASES = (
     "random",
     "equal",
@@ -45,13 +45,13 @@ class ChainDraws:
     draft: TableModel
     vocabulary: Vocabulary
     proposals: np.ndarray  # [B, K] tokens of the model
-    num: np.ndarray  # [B] how many of them are proposed
+    num: np.ndarray  # [B] number of proposals
     uniforms: np.ndarray  # [B, K+1] float32
-    parameters: dict[str, np.ndarray]  # of each sequence, or none
+    parameters: dict[str, np.ndarray]  # of each sequence, or empty
 
     @property
     def point_mass(self) -> bool:
-        """Whether the verifier is told that proposals were certain."""
+        """Whether the verifier is told that proposals are point masses."""
         return self.label.endswith("point_mass")
 
     @property
@@ -61,7 +61,7 @@ class ChainDraws:
 
     @cached_property
     def codes(self) -> np.ndarray:
-        """Number of the prefix [B, K+1] before each row."""
+        """Code [B, K+1] of the prefix before each row."""
         codes = np.zeros((len(self.num), NUM_PROPOSALS + 1), dtype=np.int64)
         for i in range(NUM_PROPOSALS):
             codes[:, i + 1] = codes[:, i] * VOCAB + self.proposals[:, i]
@@ -103,16 +103,16 @@ def assert_lossless(
     device: str = "cpu",
     alpha: float = ALPHA,
 ) -> None:
-    """Check that what a verifier of chains emits has the target's distribution.
+    """Check that the output of a verifier of chains has the target's distribution.
 
     `verify` is called like `fastspec_kernels.verify_chain`:
 
         verify(target_logits=, cu_rows=, draft_token_ids=, uniform_samples=, draft_logits=, ...)
             -> (output_token_ids, accepted_len, ...)
 
-    with temperature, top_k, top_p and min_p in the "filtered" cases only, and draft_logits=None in
-    the "point_mass" cases. Another verifier is checked through an adapter. One that works on
-    probabilities of a rectangular batch, say, and brings its own random numbers:
+    with temperature, top_k, top_p and min_p only in the "filtered" cases, and draft_logits=None in
+    the "point_mass" cases. Other verifiers are checked through an adapter. For example, for one
+    that takes probabilities of a rectangular batch and uses its own random numbers:
 
         def verify(target_logits, cu_rows, draft_token_ids, uniform_samples, draft_logits):
             batch, num = draft_token_ids.shape
@@ -123,27 +123,28 @@ def assert_lossless(
 
     Each case is one batch of independent draws. Models are tables whose distributions differ from
     prefix to prefix; their four tokens are scattered over a larger vocabulary. The emitted tokens,
-    continued by sampling from the target, must follow the target's law of sequences; so a wrong
-    distribution of the extra token shows, and so does one that depends on what was accepted. A
-    verifier that takes the wrong number of tokens, or one of probability 0, fails at once.
+    continued by sampling from the target, must follow the target's distribution of sequences; this
+    exposes a wrong distribution of the extra token, and one that depends on what was accepted. A
+    verifier that emits a wrong number of tokens, or a token of probability 0, fails at once.
 
     Args:
         verify: the verifier.
-        rule: also check the joint law of the emitted tokens and accepted_len against this one, say
-            `rules.standard` or `rules.block`. Then nothing but the joint law counts, so a rule may
-            be lossy on purpose.
-        cases: which of `CHAIN_CASES`; "equal" and "disjoint" say how the draft compares to the
-            target; "filtered" gives each sequence other parameters, some are greedy.
-        edges: also run `CHAIN_EDGES`, where given uniform numbers leave one right answer; not for
-            verifiers that bring their own, or know no greedy sequences.
-        ragged: sequences with fewer proposals, or none, are among the others.
-        num_draws: sequences in each case; 100000 see a total variation of about 0.02.
+        rule: check the joint distribution of emitted tokens and accepted_len against this rule, for
+            example `rules.standard` or `rules.block`. Only the joint distribution is then checked,
+            so a rule may be lossy on purpose.
+        cases: which of `CHAIN_CASES` to run; "equal" and "disjoint" say how the draft compares to
+            the target; "filtered" gives each sequence different parameters, some of them greedy.
+        edges: also run `CHAIN_EDGES`, where given uniform numbers allow only one right answer; not
+            for verifiers that use their own numbers, or do not support greedy sequences.
+        ragged: include sequences with fewer proposals, or none.
+        num_draws: sequences per case; 100000 detect a total variation of about 0.02.
         vocab_size: at least 12.
-        device: where the tensors are.
-        alpha: rate of false alarms of each test; seeds are fixed, so a deterministic verifier that
+        device: device of the tensors.
+        alpha: false alarm rate of each test; seeds are fixed, so a deterministic verifier that
             passes once always passes.
     Raises:
-        AssertionError: names the case, the law, the p value, and seen and expected counts.
+        AssertionError: names the case, the distribution, the p value, and observed and expected
+            counts.
         ValueError: nothing to test: no cases, fewer than 1000 draws, or alpha outside (0, 1).
     """
     require_a_test(cases, num_draws, alpha)
@@ -172,7 +173,7 @@ def chain_draws(case: str, num_draws: int, vocab_size: int, ragged: bool) -> Cha
         case: one of `CHAIN_CASES`.
         num_draws, vocab_size, ragged: see `assert_lossless`.
     Returns:
-        The batch; the same arguments give the same.
+        The batch; equal arguments give equal batches.
     """
     if case not in CHAIN_CASES:
         raise ValueError(f"cases: expected some of {CHAIN_CASES}, got {case!r}")
@@ -208,7 +209,7 @@ def _to_numpy(tensor) -> np.ndarray:
 
 
 def _checked_tokens(draws: ChainDraws, output: np.ndarray, accepted_len: np.ndarray) -> np.ndarray:
-    """Tokens of the model in an output whose form is right."""
+    """Check the form of an output, and return its tokens of the model."""
     label, steps = draws.label, np.arange(NUM_PROPOSALS + 1)
     shape = (len(draws.num), NUM_PROPOSALS + 1)
     assert output.shape == shape, f"{label}: output of shape {output.shape}, expected {shape}"
@@ -231,7 +232,7 @@ def _checked_tokens(draws: ChainDraws, output: np.ndarray, accepted_len: np.ndar
 
 
 def _assert_greedy(draws: ChainDraws, tokens: np.ndarray) -> None:
-    """Greedy sequences accept what is the argmax, and emit the argmax after it."""
+    """Check that greedy sequences accept argmaxes, and emit the argmax after them."""
     greedy = np.flatnonzero(draws.greedy)
     going = np.ones(len(greedy), dtype=bool)
     for i in range(NUM_PROPOSALS + 1):
@@ -248,7 +249,7 @@ def _assert_greedy(draws: ChainDraws, tokens: np.ndarray) -> None:
 
 
 def _assert_joint_law(draws: ChainDraws, rule: ChainRule, tokens: np.ndarray, alpha: float) -> None:
-    """Compare emitted tokens, hence accepted_len, with the exact law of a rule."""
+    """Compare emitted tokens, hence accepted_len, with the exact distribution of a rule."""
     base, length = VOCAB + 1, NUM_PROPOSALS + 1
     law = np.zeros(base**length)
     num = draws.num[~draws.greedy]

@@ -1,4 +1,4 @@
-"""Random draws of small models, dressed as logits over a larger vocabulary, and their counts."""
+"""Random draws of small models, as logits over a larger vocabulary, and their counts."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +11,7 @@ from fastspec_kernels.testing.models import TableModel, decode
 from fastspec_kernels.testing.statistics import assert_counts
 
 NOT_A_TOKEN = -1
-# With filters on, this share of every row lies on tokens that each of the filters removes.
+# With filters on, this share of every row is on tokens that each of the filters removes.
 FILTERED_SHARE = 0.05
 TOP_P, MIN_P = 0.9, 0.1
 TEMPERATURES = (0.5, 1.0, 2.0)
@@ -21,7 +21,7 @@ MIN_VOCAB_SIZE = 12
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Where the tokens of a small model lie among many others.
+    """The positions of a small model's tokens in a larger vocabulary.
 
     Attributes:
         size: number of ids.
@@ -34,7 +34,7 @@ class Vocabulary:
     filtered: bool
 
     def logits(self, probs: np.ndarray, temperature: np.ndarray) -> Tensor:
-        """Make float32 logits [..., size] of rows [..., vocab] that a temperature gives back."""
+        """Make float32 logits [..., size] that give rows [..., vocab] at these temperatures."""
         others = self.size - len(self.ids)
         share = FILTERED_SHARE if self.filtered else 0.0
         whole = np.full((*probs.shape[:-1], self.size), share / max(others, 1))
@@ -57,7 +57,7 @@ def scatter(model: TableModel, size: int, filtered: bool, rng: np.random.Generat
         model: the model.
         size: ids to choose from.
         filtered: see `Vocabulary`.
-        rng: chooses.
+        rng: random generator.
     Returns:
         The vocabulary.
     """
@@ -68,11 +68,11 @@ def scatter(model: TableModel, size: int, filtered: bool, rng: np.random.Generat
 
 
 def sampling_parameters(num: int, vocab: int) -> dict[str, np.ndarray]:
-    """Give sequences each of `FILTERS` in turn, which all keep the same tokens, or are greedy.
+    """Assign each of `FILTERS` to sequences in turn; all keep the same tokens, or are greedy.
 
     Args:
         num: number of sequences.
-        vocab: tokens of the model, which the filters keep.
+        vocab: number of tokens of the model, which the filters keep.
     Returns:
         temperature, top_k, top_p and min_p, [num] each.
     """
@@ -95,7 +95,7 @@ def draw_tokens(probs: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
     Args:
         probs: [R, vocab] weights, not normalised; a row of zeros gives -1.
-        rng: draws.
+        rng: random generator.
     Returns:
         [R] tokens.
     """
@@ -108,16 +108,16 @@ def draw_tokens(probs: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 def assert_possible(
     tokens: np.ndarray, lengths: np.ndarray, model: TableModel, label: str, inputs: np.ndarray
 ) -> None:
-    """Check that nothing was emitted that the model never emits.
+    """Check that no token of probability 0 was emitted.
 
     Args:
-        tokens: [B, L] of the model, -1 for ids that the model does not have.
-        lengths: [B] how many of them count.
+        tokens: [B, L] tokens of the model, -1 for ids that the model does not have.
+        lengths: [B] number of emitted tokens.
         model: the target.
-        label: what the case is called.
+        label: name of the case.
         inputs: [B, n] the uniform numbers, for the message.
     Raises:
-        AssertionError: names the first sequence.
+        AssertionError: names the first such sequence.
     """
     codes = np.zeros(len(tokens), dtype=np.int64)
     for i in range(tokens.shape[1]):
@@ -142,16 +142,16 @@ def assert_target_law(
     alpha: float,
     rng: np.random.Generator,
 ) -> None:
-    """Check emitted tokens, continued by sampling from the model, against the law of the model.
+    """Check emitted tokens, continued by sampling from the model, against its distribution.
 
-    Also checks that neighbours in the batch do not know of each other.
+    Also checks that neighbours in the batch are independent.
 
     Args:
-        tokens: [B, L] of the model.
-        lengths: [B] how many of them were emitted.
+        tokens: [B, L] tokens of the model.
+        lengths: [B] number of emitted tokens.
         model: the target.
-        label: what the case is called.
-        alpha: rate of false alarms of each test.
+        label: name of the case.
+        alpha: false alarm rate of each test.
         rng: draws the continuation.
     Raises:
         AssertionError: see `assert_counts`.

@@ -1,4 +1,4 @@
-"""Cases of verify_chain and verify_tree where only one answer is right, as data."""
+"""Data of cases of verify_chain and verify_tree that have only one right answer."""
 
 import math
 
@@ -8,7 +8,7 @@ OFF = -math.inf
 NAN = math.nan
 LAST = 1 - 2.0**-24  # the largest float32 below 1
 GREEDY = {"temperature": 0.0}
-ZERO, ONE, TWO = (0.0, OFF, OFF), (OFF, 0.0, OFF), (OFF, OFF, 0.0)  # certain tokens
+ZERO, ONE, TWO = (0.0, OFF, OFF), (OFF, 0.0, OFF), (OFF, OFF, 0.0)  # point masses
 HALVES = (0.0, 0.0, OFF)
 FLAT = (0.0, 0.0, 0.0)
 

@@ -1,4 +1,4 @@
-"""Single cases of verify_chain and verify_tree with the one right answer, and their check."""
+"""Single cases of verify_chain and verify_tree with only one right answer, and their checks."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,11 +11,11 @@ Rows = tuple[tuple[float, ...], ...]
 
 @dataclass(frozen=True)
 class ChainEdge:
-    """One sequence for verify_chain, and what must come of it.
+    """One sequence for verify_chain, and the expected result.
 
     Attributes:
-        name: what goes wrong in a verifier that fails.
-        target, draft: rows of logits; draft None for certain proposals.
+        name: the mistake of a verifier that fails.
+        target, draft: rows of logits; draft None for point masses.
         proposals, uniforms: draft_token_ids [K] and uniform_samples [K+1].
         output, accepted_len: the right answer.
         parameters: sampling parameters of the sequence.
@@ -44,13 +44,13 @@ class ChainEdge:
 
 @dataclass(frozen=True)
 class TreeEdge:
-    """One sequence for verify_tree, and what must come of it.
+    """One sequence for verify_tree, and the expected result.
 
     Attributes:
-        name: what goes wrong in a verifier that fails.
-        sibling_rule: of verify_tree.
+        name: the mistake of a verifier that fails.
+        sibling_rule: see `verify_tree`.
         target, draft: rows of logits, one per node; draft None with "target_only".
-        tokens, parents: [N] of the nodes.
+        tokens, parents: [N], one per node.
         uniforms: uniform_samples [N+1].
         path, output: the right answer, without padding.
         parameters: sampling parameters of the sequence.
@@ -87,9 +87,9 @@ def assert_chain_edge(verify: Callable[..., Any], edge: ChainEdge, device: str =
     Args:
         verify: called like verify_chain.
         edge: the case.
-        device: where the tensors are.
+        device: device of the tensors.
     Raises:
-        AssertionError: names the case, and what came instead.
+        AssertionError: names the case and the wrong result.
     """
     output, accepted_len = verify(**edge.arguments(device))[:2]
     seen = tuple(output[0].tolist()), int(accepted_len[0])
@@ -103,9 +103,9 @@ def assert_tree_edge(verify: Callable[..., Any], edge: TreeEdge, device: str = "
     Args:
         verify: called like verify_tree.
         edge: the case.
-        device: where the tensors are.
+        device: device of the tensors.
     Raises:
-        AssertionError: names the case, and what came instead.
+        AssertionError: names the case and the wrong result.
     """
     path, output, accepted_len = verify(**edge.arguments(device))[:3]
     padding = (-1,) * len(edge.tokens)

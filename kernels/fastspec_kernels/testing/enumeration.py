@@ -1,4 +1,4 @@
-"""Exact proofs on small vocabularies that a rule of acceptance keeps the target's distribution."""
+"""Exact proofs on small vocabularies that acceptance rules preserve the target's distribution."""
 
 import itertools
 from collections import defaultdict
@@ -26,17 +26,17 @@ def chain_law(
     num_proposals: int,
     point_mass: bool = False,
 ) -> dict[Tokens, Number]:
-    """Find the exact joint law of the tokens that one step of a chain emits.
+    """Compute the exact joint distribution of the tokens that one step of a chain emits.
 
-    Since accepted_len is one less than the number of tokens, this is also the joint law of both.
+    As accepted_len is one less than the number of tokens, this is the joint distribution of both.
 
     Args:
         rule: see `rules.standard`.
         target, draft: models with rows for prefixes of up to `num_proposals` tokens.
-        num_proposals: drawn from the draft one after the other, before any is judged.
-        point_mass: the rule is told that each proposal was certain.
+        num_proposals: number of proposals, drawn from the draft before any is verified.
+        point_mass: tell the rule that each proposal is a point mass.
     Returns:
-        Emitted tokens to probability; 0 for what a uniform number of exactly 0 alone brings about.
+        Emitted tokens to probability; 0 for outcomes that only a uniform number of exactly 0 gives.
     """
     law: dict[Tokens, Number] = defaultdict(Fraction)
     for proposals, probability in draft.sequence_law(num_proposals).items():
@@ -58,15 +58,14 @@ def tree_law(
     parents: Tokens,
     siblings: str | Tokens,
 ) -> dict[Emitted, Number]:
-    """Find the exact joint law of the nodes that one step of a tree accepts and the tokens emitted.
+    """Compute the exact joint distribution of accepted nodes and emitted tokens of one tree step.
 
     Args:
         rule: see `rules.target_only`.
-        target, draft: models with rows for prefixes as long as the tree is deep.
-        parents: of the nodes after the root, which is node 0.
-        siblings: "without_replacement" or "with_replacement": the tokens of siblings are drawn so
-            from the draft row of their parent. Or the tokens of the nodes after the root, if they
-            are fixed.
+        target, draft: models with rows for prefixes up to the depth of the tree.
+        parents: parents of the nodes after the root, which is node 0.
+        siblings: "without_replacement" or "with_replacement": how siblings are drawn from the draft
+            row of their parent. Or the tokens of the nodes after the root, if they are fixed.
     Returns:
         (accepted nodes, emitted tokens) to probability, see `chain_law`.
     """
@@ -88,9 +87,9 @@ def completed(law: dict[Tokens, Number], target: TableModel, length: int) -> dic
     Args:
         law: emitted tokens to probability.
         target: the model they should follow.
-        length: at least that of the longest key.
+        length: at least the length of the longest key.
     Returns:
-        Sequence of `length` tokens to probability.
+        Sequences of `length` tokens to probability.
     """
     whole: dict[Tokens, Number] = defaultdict(Fraction)
     pending = list(law.items())
@@ -107,19 +106,19 @@ def completed(law: dict[Tokens, Number], target: TableModel, length: int) -> dic
 def assert_exact_chain(
     rule: ChainRule, *, point_mass: bool = False, lenience: Fraction | int = 1, num_models: int = 3
 ) -> None:
-    """Prove by enumeration that a rule for chains emits what the target would have sampled.
+    """Prove by enumeration that the output of a rule for chains has the target's distribution.
 
-    Runs over random pairs of models whose distributions differ from prefix to prefix and hold many
-    zeros. With a lenience above 1 only its bound is asked for: a sequence of n emitted tokens is at
-    most lenience ** n times as probable as under the target.
+    Runs over random pairs of models whose distributions differ from prefix to prefix and contain
+    many zeros. With a lenience above 1 only its bound is checked: a sequence of n emitted tokens is
+    at most lenience ** n times as probable as under the target.
 
     Args:
         rule: see `rules.standard`.
-        point_mass: show the rule one-hot draft rows, as for proposals that were certain.
-        lenience: what the rule was given, if it was.
+        point_mass: pass one-hot draft rows to the rule, as for point masses.
+        lenience: lenience of the rule, if any.
         num_models: pairs of models for each size.
     Raises:
-        AssertionError: names the models, the sequence, its probability and what it should be.
+        AssertionError: names the models, the sequence, its probability and the expected one.
     """
     for vocab, num in CHAIN_SIZES:
         for seed in range(num_models):
@@ -137,17 +136,17 @@ def assert_exact_chain(
 def assert_exact_tree(
     rule: TreeRule, siblings: str, *, vocab: int = 3, num_models: int = 3
 ) -> None:
-    """Prove by enumeration that a rule for trees emits what the target would have sampled.
+    """Prove by enumeration that the output of a rule for trees has the target's distribution.
 
     Args:
         rule: see `rules.target_only`.
         siblings: "without_replacement" or "with_replacement", see `tree_law`, or "target_only":
             tokens are fixed, and may repeat.
         vocab: number of tokens.
-        num_models: pairs of models, and for "target_only" choices of tokens, for each tree.
+        num_models: pairs of models, and for "target_only" choices of tokens, per tree.
     Raises:
-        AssertionError: names the tree, the models, the sequence, its probability and what it should
-            be.
+        AssertionError: names the tree, the models, the sequence, its probability and the expected
+            one.
     """
     if siblings not in SIBLING_RULES:
         raise ValueError(f"siblings: expected one of {SIBLING_RULES}, got {siblings!r}")
@@ -200,7 +199,7 @@ def _assert_bound(law, target, lenience, label):
 
 
 def _prefixes_of_nodes(tokens: Sequence[int], parents: Sequence[int]) -> list[Tokens]:
-    """The tokens on the way to each node; both arguments leave out the root, node 0."""
+    """Return the tokens on the path to each node; both arguments exclude the root, node 0."""
     before: list[Tokens] = [()]
     for token, parent in zip(tokens, parents, strict=True):
         before.append((*before[parent], token))
@@ -210,7 +209,7 @@ def _prefixes_of_nodes(tokens: Sequence[int], parents: Sequence[int]) -> list[To
 def _token_choices(
     draft: TableModel, parents: Tokens, siblings: str | Sequence[int]
 ) -> Iterator[tuple[Tokens, Fraction]]:
-    """Every way to give the nodes after the root tokens; -1 where there is none left to draw."""
+    """Yield every assignment of tokens to the nodes after the root; -1 if none is left to draw."""
     if not isinstance(siblings, str):
         yield tuple(siblings), Fraction(1)
         return

@@ -1,4 +1,4 @@
-"""Exact law of a function of uniform numbers that does nothing with them but compare."""
+"""Exact outcome distributions of functions that only compare uniform numbers."""
 
 from collections.abc import Callable, Hashable, Sequence
 from fractions import Fraction
@@ -10,7 +10,7 @@ Number = int | float | Fraction
 
 
 class Interval(NamedTuple):
-    """Where a uniform number is known to lie; a single point has both ends closed."""
+    """The interval that a uniform number is known to be in; a single point has both ends closed."""
 
     low: Number
     high: Number
@@ -18,12 +18,12 @@ class Interval(NamedTuple):
     high_closed: bool = False
 
     def is_empty(self) -> bool:
-        """Whether no number lies in it."""
+        """Whether it contains no number."""
         closed = self.low_closed and self.high_closed
         return self.low > self.high or (self.low == self.high and not closed)
 
     def split(self, bound: Number, inclusive: bool) -> tuple["Interval", "Interval"]:
-        """The parts below and above `bound`, which belongs to the lower one if inclusive."""
+        """Return the parts below and above `bound`, which is in the lower one if inclusive."""
         high, high_closed = min((self.high, self.high_closed), (bound, inclusive))
         low, low_closed = self.low, self.low_closed
         if bound > low or (bound == low and inclusive):
@@ -33,22 +33,22 @@ class Interval(NamedTuple):
 
 
 class Coin:
-    """A uniform number in [0, 1), shifted and scaled: it can be compared, not looked at.
+    """A uniform number in [0, 1), shifted and scaled, which can be compared but not read.
 
     Addition, subtraction and multiplication with numbers give another Coin; comparing it with a
-    number, or with a Coin made of the same uniform number, gives a plain bool. `outcome_law` sees
-    to it that every answer that is possible is given once.
+    number, or with a Coin made from the same uniform number, gives a plain bool. `outcome_law`
+    explores every possible answer once.
     """
 
     def __init__(self, path: "_Path", index: int, slope: Number = 1, offset: Number = 0):
-        """Stand for slope * (uniform number `index` of the path) + offset."""
+        """Represent slope * (uniform number `index` of the path) + offset."""
         self._path, self._index, self._slope, self._offset = path, index, slope, offset
 
     def _linear(self, slope: Number, offset: Number) -> "Coin":
         return Coin(self._path, self._index, slope, offset)
 
     def __neg__(self) -> "Coin":
-        """Turn the sign."""
+        """Negate."""
         return self * -1
 
     def __mul__(self, factor: Number) -> "Coin":
@@ -98,11 +98,11 @@ class Coin:
             return NotImplemented
         return self >= other and self <= other
 
-    # Two equal ones need not stay equal.
+    # Two Coins that compare equal need not stay equal.
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
     def __bool__(self) -> bool:
-        """Refuse: the value itself is not known."""
+        """Refuse, because the value itself is unknown."""
         raise TypeError("a uniform number has no truth value here, compare it with something")
 
     def _is_below(self, other: "Coin | Number", inclusive: bool) -> bool:
@@ -128,7 +128,7 @@ def _refuse_coin(operand: object) -> None:
 
 
 class _Path:
-    """One run of the function: the answers it gets, and those left for other runs."""
+    """One run of the function: the answers given, and those left for other runs."""
 
     def __init__(self, script: tuple[bool, ...], num_uniforms: int):
         self.script, self.answers = script, ()
@@ -158,21 +158,21 @@ class _Path:
 def outcome_law(
     function: Callable[[Sequence[Coin]], Outcome], num_uniforms: int
 ) -> dict[Outcome, Number]:
-    """Find the exact probability of everything that a function of uniform numbers can return.
+    """Compute the exact probability of each possible result of a function of uniform numbers.
 
-    The function runs once for every way in which its comparisons can turn out; the uniform numbers
-    are independent, each in [0, 1), and may be used more than once. An outcome that happens only
-    at single points (a number of exactly 0, say) is reported with probability 0: a generator of
-    floats does return such points.
+    The function runs once per possible combination of comparison results; the uniform numbers are
+    independent, each in [0, 1), and may be used more than once. An outcome that occurs only at
+    single points (for example a number of exactly 0) is reported with probability 0, because a
+    float generator does return such points.
 
     Args:
-        function: takes a list of `num_uniforms` Coins, returns something hashable; must not depend
+        function: takes a list of `num_uniforms` Coins and returns a hashable value; must not depend
             on anything else that is random.
-        num_uniforms: how many uniform numbers the function gets.
+        num_uniforms: number of uniform numbers passed to the function.
     Returns:
-        Outcome to probability: a Fraction where the function works with integers and Fractions.
+        Outcome to probability, a Fraction if the function uses only integers and Fractions.
     Raises:
-        TypeError: the function compares two different uniform numbers, or takes one for a truth
+        TypeError: the function compares two different uniform numbers, or uses one as a truth
             value.
     """
     law: dict[Outcome, Number] = {}
@@ -186,7 +186,7 @@ def outcome_law(
 
 
 def _ratio(numerator: Number, denominator: Number) -> Number:
-    """Exact where both are rational."""
+    """Divide exactly if both numbers are rational."""
     if isinstance(numerator, Rational) and isinstance(denominator, Rational):
         return Fraction(numerator) / Fraction(denominator)
     return numerator / denominator

@@ -10,11 +10,11 @@ Tokens = tuple[int, ...]
 
 @dataclass(frozen=True)
 class TableModel:
-    """A next-token distribution for every prefix up to some length, in whole units.
+    """A next-token distribution for every prefix up to some length, in integer units.
 
     Attributes:
         units: units[n] is an integer array [vocab ** n, vocab]; row i belongs to the prefix of n
-            tokens that is the number i in base `vocab`. Every row adds up to the same total.
+            tokens that is the number i in base `vocab`. All rows have the same sum.
     """
 
     units: tuple[np.ndarray, ...]
@@ -35,11 +35,11 @@ class TableModel:
         return [Fraction(int(unit), self.total) for unit in units]
 
     def probs(self, length: int) -> np.ndarray:
-        """Give the float64 distributions [vocab ** length, vocab] after prefixes of a length."""
+        """Return the float64 distributions [vocab ** length, vocab] after prefixes of a length."""
         return self.units[length] / self.total
 
     def sequence_law(self, length: int) -> dict[Tokens, Fraction]:
-        """Find the exact probability of every sequence of `length` tokens that can occur."""
+        """Compute the exact probability of every possible sequence of `length` tokens."""
         law = {(): Fraction(1)}
         for _ in range(length):
             law = {
@@ -72,15 +72,15 @@ def random_model(
     minimum: int = 0,
     tokens: tuple[int, ...] | None = None,
 ) -> TableModel:
-    """Make a model by throwing units into tokens; few units leave many tokens at probability 0.
+    """Make a model by randomly assigning units to tokens; few units leave many tokens at 0.
 
     Args:
         seed: the same seed gives the same model.
         vocab: number of tokens.
         length: longest prefix.
-        total: units in each row.
-        minimum: units that every token gets beforehand.
-        tokens: the tokens that can get units; None means all.
+        total: units per row.
+        minimum: units that every token gets first.
+        tokens: the tokens that can get units; None = all.
     Returns:
         The model.
     """

@@ -1,4 +1,4 @@
-"""Check of what every acceptance rule takes for granted: proposals come from the draft rows."""
+"""Check of the assumption of every acceptance rule that proposals come from the draft rows."""
 
 import numpy as np
 
@@ -12,28 +12,27 @@ def assert_draft_contract(
 ) -> None:
     """Check that tokens were drawn from the distributions that a drafter claims.
 
-    A verifier is exact only if the draft rows it is shown are what the proposals were drawn from:
+    A verifier is exact only if it gets the draft rows that the proposals were actually drawn from:
     not rows before a filter, in another precision, at another temperature, or of another position.
-    Rows may all differ. The tokens must follow them
+    Rows may all differ. The checks are
 
-    - in support: none of claimed probability 0;
-    - in place: the cumulative probability at each token, with a random part of the token's own, is
+    - support: no token has claimed probability 0;
+    - position: the cumulative probability at each token, plus a random part of the token's own, is
       uniform in [0, 1);
     - per token: how often each is drawn against the sum of its claimed probabilities;
-    - per probability: how often something claimed to be so likely is drawn, against how often it
-      should be; shows errors that differ from row to row;
-    - one by one: the places of neighbours are independent, which they are not where a random number
-      was used twice.
+    - per probability: how often tokens with a similar claimed probability are drawn against how
+      often they should be; exposes errors that differ from row to row;
+    - independence: the positions of neighbours are independent, which fails if a random number was
+      used twice.
 
     Args:
-        token_ids: [R] integers, one draw per row, in the order they were drawn; or a tensor.
-        draft_probs: [R, V] the claimed probabilities; rows add up to 1; or a tensor. A drafter that
-            gives logits: `logits_to_probs(draft_logits, ...)` with the parameters given to verify.
-        alpha: rate of false alarms of each test. Differences of a total variation of about 0.01
-            show with 1e6 draws.
+        token_ids: [R] integers, array or tensor, one draw per row, in the order they were drawn.
+        draft_probs: [R, V] claimed probabilities, array or tensor; rows sum to 1. For a drafter
+            with logits use `logits_to_probs(draft_logits, ...)` with the parameters of verify.
+        alpha: false alarm rate of each test. 1e6 draws detect a total variation of about 0.01.
     Raises:
-        AssertionError: names the test, the p value, and seen and expected counts.
-        ValueError: shapes that do not fit together, or rows that are not distributions.
+        AssertionError: names the test, the p value, and observed and expected counts.
+        ValueError: shapes do not fit together, or rows are not distributions.
     """
     tokens = np.asarray(token_ids)
     probs = np.asarray(draft_probs, dtype=np.float64)
@@ -68,7 +67,7 @@ def assert_draft_contract(
         np.bincount(tokens, minlength=vocab), probs.sum(0) / totals.sum(), "tokens", alpha
     )
     levels = np.minimum(-2 * np.log2(np.maximum(probs, 2.0**-NUM_LEVELS)), NUM_LEVELS - 1)
-    levels = np.maximum(levels, 0).astype(np.int64)  # a probability may be 1 and a bit
+    levels = np.maximum(levels, 0).astype(np.int64)  # a probability may be slightly above 1
     assert_counts(
         np.bincount(levels[rows, tokens], minlength=NUM_LEVELS),
         np.bincount(levels.ravel(), probs.ravel(), minlength=NUM_LEVELS) / totals.sum(),

@@ -1,16 +1,16 @@
 """The acceptance rules in plain Python, for fractions and floats alike: an executable definition.
 
-A distribution is a sequence of weights indexed by token. Rules of chains take one row of the target
-and the draft per proposal (the target has one row more), the proposals, and one uniform number per
+A distribution is a sequence of weights indexed by token. Rules for chains take one row of target
+and draft per proposal (the target has one more row), the proposals, and one uniform number per
 proposal plus one for the extra token; they return the tokens to emit, of which all but the last are
-accepted proposals. Rules of trees take rows indexed by node, the tokens and parents of the nodes,
+accepted proposals. Rules for trees take rows indexed by node, the tokens and parents of the nodes,
 and one uniform number per node plus one; they return the accepted nodes and the tokens to emit.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-# Fractions, floats or exact.Coin: anything with the arithmetic and the order of numbers.
+# Fractions, floats or exact.Coin: anything with arithmetic and ordering.
 Row = Sequence[Any]
 ChainRule = Callable[[Sequence[Row], Sequence[Row], Sequence[int], Sequence[Any]], tuple[int, ...]]
 Emitted = tuple[tuple[int, ...], tuple[int, ...]]
@@ -26,14 +26,14 @@ def standard(
     uniforms: Sequence[Any],
     lenience: Any = 1,
 ) -> tuple[int, ...]:
-    """Accept each proposal while uniform * draft < lenience * target; exact where lenience is 1.
+    """Accept each proposal while uniform * draft < lenience * target; exact if lenience is 1.
 
     Args:
-        target, draft: rows of the two models; a certain proposal has a one-hot draft row.
+        target, draft: rows of the two models; a point mass has a one-hot draft row.
         proposals: the tokens drawn from the draft rows, in order.
         uniforms: one number per proposal, and one for the extra token.
-        lenience: at least 1; no token becomes more than `lenience` times as probable as the target
-            has it.
+        lenience: at least 1; no token becomes more than `lenience` times as probable as under the
+            target.
     Returns:
         The tokens to emit.
     """
@@ -86,17 +86,17 @@ def target_only(
     parents: Sequence[int],
     uniforms: Sequence[Any],
 ) -> Emitted:
-    """Hold one uniform number per node against the cumulative target weight of its children.
+    """Compare one uniform number per node with the cumulative target weight of its children.
 
-    Exact for children that were chosen without looking at the uniform numbers; one that repeats the
-    token of an earlier sibling is passed over.
+    Exact for children chosen independently of the uniform numbers; a child that repeats the token
+    of an earlier sibling is skipped.
 
     Args:
         target: rows indexed by node.
         draft: not read.
-        tokens, parents: of the nodes; node 0 is the root, children are visited in index order.
-        uniforms: one number per node, read where the walk decides among its children, and one for
-            the extra token.
+        tokens, parents: one per node; node 0 is the root, children are visited in index order.
+        uniforms: one number per node, used to decide among its children, and one for the extra
+            token.
     Returns:
         The accepted nodes, and the tokens to emit.
     """
@@ -123,13 +123,13 @@ def without_replacement(
     parents: Sequence[int],
     uniforms: Sequence[Any],
 ) -> Emitted:
-    """Test every child against what is left of both models; for siblings without replacement.
+    """Test every child against the remainders of both models; for siblings without replacement.
 
     Args:
         target, draft: rows indexed by node; the children of a node were drawn from its draft row,
             each without the tokens of its earlier siblings.
         tokens, parents: see `target_only`.
-        uniforms: one number per node, read where the node is tested, and one for the extra token.
+        uniforms: one number per node, used to test the node, and one for the extra token.
     Returns:
         The accepted nodes, and the tokens to emit.
     """
@@ -143,7 +143,7 @@ def with_replacement(
     parents: Sequence[int],
     uniforms: Sequence[Any],
 ) -> Emitted:
-    """Test every child against what is left of the target; for siblings drawn independently.
+    """Test every child against the remainder of the target; for siblings drawn independently.
 
     Args:
         target, draft, tokens, parents, uniforms: see `without_replacement`, except that the
@@ -171,7 +171,7 @@ def _drawn_siblings(target, draft, tokens, parents, uniforms, replaced) -> Emitt
 
 
 def _walk(target, tokens, parents, uniforms, decide) -> Emitted:
-    """From the root to accepted children until `decide` gives weights for the extra token."""
+    """Walk from the root to accepted children until `decide` gives weights for the extra token."""
     node, path, emitted = 0, (), ()
     while True:
         children = [c for c in range(node + 1, len(tokens)) if parents[c] == node]
@@ -182,10 +182,10 @@ def _walk(target, tokens, parents, uniforms, decide) -> Emitted:
 
 
 def inverse_cdf(weights: Row, uniform: Any) -> int:
-    """Find the lowest token whose cumulative weight exceeds the uniform number times the total.
+    """Return the lowest token whose cumulative weight exceeds the uniform number times the total.
 
     Args:
-        weights: not negative, at least one positive.
+        weights: non-negative, at least one positive.
         uniform: in [0, 1).
     Returns:
         A token of positive weight.
@@ -200,7 +200,7 @@ def inverse_cdf(weights: Row, uniform: Any) -> int:
 
 
 def residual(target: Row, draft: Row, scale: Any = 1) -> Row:
-    """Take the draft away from the scaled target; the target itself where nothing is left.
+    """Subtract the draft from the scaled target; the target itself if nothing remains.
 
     Args:
         target, draft: rows of weights.
@@ -219,7 +219,7 @@ def positive_part(target: Row, draft: Row, scale: Any = 1) -> Row:
         target, draft: rows of weights.
         scale: factor of the target.
     Returns:
-        A row of weights, perhaps all zero.
+        A row of weights, possibly all zero.
     """
     return [max(scale * t - d, 0) for t, d in zip(target, draft, strict=True)]
 
@@ -236,6 +236,6 @@ def normalised(row: Row) -> Row:
 
 
 def without(row: Row, tokens: set[int]) -> Row:
-    """Zero some tokens of a row; the row itself where nothing would be left."""
+    """Zero some tokens of a row; the row itself if nothing would remain."""
     rest = [0 if token in tokens else share for token, share in enumerate(row)]
     return rest if sum(rest) > 0 else row

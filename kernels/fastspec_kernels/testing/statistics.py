@@ -1,4 +1,4 @@
-"""Pearson's chi-square test, and assertions that say which cells are wrong."""
+"""Pearson's chi-square test, and assertions that name the wrong cells."""
 
 from collections.abc import Callable, Collection
 
@@ -12,17 +12,17 @@ NUM_WORST = 4
 
 
 def chi_square(counts: np.ndarray, law: np.ndarray) -> float:
-    """Find the probability of counts at least this far from a law.
+    """Compute the probability of counts at least this far from a distribution.
 
     Cells that expect fewer than 10 are pooled. A count in a cell of probability 0 gives 0.
 
     Args:
         counts: integers, any shape.
-        law: probabilities of the same shape, adding up to 1.
+        law: probabilities of the same shape, with sum 1.
     Returns:
         The p value.
     Raises:
-        ValueError: nothing was counted, or the law is none.
+        ValueError: nothing was counted, or law is not a distribution.
     """
     counts, law = counts.ravel().astype(float), law.ravel()
     if not counts.sum() > 0:
@@ -47,7 +47,7 @@ def chi_square(counts: np.ndarray, law: np.ndarray) -> float:
 
 
 def require_a_test(cases: Collection[str], num_draws: int, alpha: float) -> None:
-    """Refuse arguments under which any verifier would pass."""
+    """Refuse arguments with which any verifier would pass."""
     if not cases:
         raise ValueError("cases: expected at least one")
     if num_draws < MIN_DRAWS:
@@ -63,16 +63,16 @@ def assert_counts(
     alpha: float = ALPHA,
     name: Callable[[int], object] = int,
 ) -> None:
-    """Check that counts follow a law.
+    """Check that counts follow a distribution.
 
     Args:
         counts: integers, any shape.
-        law: probabilities of the same shape, adding up to 1.
+        law: probabilities of the same shape, with sum 1.
         label: what was counted.
-        alpha: rate of false alarms.
-        name: what the message calls the cell with a given flat index.
+        alpha: false alarm rate.
+        name: returns the name, for the message, of the cell with a given flat index.
     Raises:
-        AssertionError: gives the p value, and seen and expected counts of the worst cells.
+        AssertionError: gives the p value, and observed and expected counts of the worst cells.
     """
     p_value = chi_square(counts, law)
     if p_value >= alpha:

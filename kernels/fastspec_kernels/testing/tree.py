@@ -1,4 +1,4 @@
-"""Statistical proof that a verifier of token trees keeps the target's distribution."""
+"""Statistical proof that a verifier of token trees preserves the target's distribution."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from fastspec_kernels.testing.rules import TreeRule
 from fastspec_kernels.testing.statistics import ALPHA, assert_counts, require_a_test
 
 VOCAB = 4
-TARGET_SEED, DRAFT_SEED = 104, 105  # a pair with which every known mistake shows
+TARGET_SEED, DRAFT_SEED = 104, 105  # a pair that exposes every known mistake
 TREE_CASES = ("random", "equal", "disjoint", "filtered")
 # Parents of the nodes after the root.
 SHAPES = ((0, 0, 0), (0, 0, 1, 1, 3), (0, 1, 2), ())
@@ -43,7 +43,7 @@ class TreeDraws:
     parents: tuple[int, ...]  # of the nodes after the root
     tokens: np.ndarray  # [B, nodes] of the model; -1 for the root, and where none could be drawn
     uniforms: np.ndarray  # [B, MAX_NODES + 1] float32
-    parameters: dict[str, np.ndarray]  # of each sequence, or none
+    parameters: dict[str, np.ndarray]  # of each sequence, or empty
 
     @property
     def greedy(self) -> np.ndarray:
@@ -93,35 +93,36 @@ def assert_lossless_tree(
     device: str = "cpu",
     alpha: float = ALPHA,
 ) -> None:
-    """Check that what a verifier of token trees emits has the target's distribution.
+    """Check that the output of a verifier of token trees has the target's distribution.
 
     `verify` is called like `fastspec_kernels.verify_tree`:
 
         verify(target_logits=, cu_rows=, tree_token_ids=, parents=, uniform_samples=,
                sibling_rule=, draft_logits=, ...) -> (path, output_token_ids, accepted_len, ...)
 
-    with temperature, top_k, top_p and min_p in the "filtered" case only. Another verifier is
-    checked through an adapter, see `assert_lossless`; all trees of one call have one shape, so that
-    an adapter can translate parents[0] into whatever the verifier wants.
+    with temperature, top_k, top_p and min_p only in the "filtered" case. Other verifiers are
+    checked through an adapter, see `assert_lossless`; all trees of a call have the same shape, so
+    an adapter can translate parents[0] into the form that the verifier needs.
 
-    Each case is a batch of independent draws for each of several trees: wide, deep, a chain, a root
-    alone. Siblings are drawn as `sibling_rule` says; for "target_only" they are fixed, with
-    repeated tokens among them. What must hold of the emitted tokens is as in `assert_lossless`.
+    Each case is a batch of independent draws for each of several trees: wide, deep, a chain, only a
+    root. Siblings are drawn as `sibling_rule` says; for "target_only" they are fixed, and include
+    repeated tokens. The requirements on the emitted tokens are as in `assert_lossless`.
 
     Args:
         verify: the verifier.
         sibling_rule: "target_only", "without_replacement" or "with_replacement": how the siblings
             of a node are chosen.
-        rule: also check the joint law of accepted nodes and emitted tokens against this one, say
-            `rules.target_only`. Then nothing but the joint law counts.
-        cases: which of `TREE_CASES`.
+        rule: check the joint distribution of accepted nodes and emitted tokens against this rule,
+            for example `rules.target_only`. Only the joint distribution is then checked.
+        cases: which of `TREE_CASES` to run.
         edges: also run the `TREE_EDGES` of the rule.
         num_draws: sequences for each tree of each case.
         vocab_size: at least 12.
-        device: where the tensors are.
-        alpha: rate of false alarms of each test; seeds are fixed.
+        device: device of the tensors.
+        alpha: false alarm rate of each test; seeds are fixed.
     Raises:
-        AssertionError: names the case, the law, the p value, and seen and expected counts.
+        AssertionError: names the case, the distribution, the p value, and observed and expected
+            counts.
         ValueError: nothing to test: no cases, fewer than 1000 draws, or alpha outside (0, 1).
     """
     require_a_test(cases, num_draws, alpha)
@@ -162,9 +163,9 @@ def tree_draws(
     Args:
         case: one of `TREE_CASES`.
         sibling_rule, num_draws, vocab_size: see `assert_lossless_tree`.
-        parents: of the nodes after the root.
+        parents: parents of the nodes after the root.
     Returns:
-        The batch; the same arguments give the same.
+        The batch; equal arguments give equal batches.
     """
     if case not in TREE_CASES:
         raise ValueError(f"cases: expected some of {TREE_CASES}, got {case!r}")
@@ -205,13 +206,13 @@ def tree_draws(
 
 
 def node_codes(tokens: np.ndarray, parents: tuple[int, ...]) -> tuple[np.ndarray, list[int]]:
-    """Number the prefixes that lead to the nodes.
+    """Encode the prefixes that lead to the nodes.
 
     Args:
-        tokens: [B, nodes] of the model; the root's is not read, -1 counts as 0.
-        parents: of the nodes after the root.
+        tokens: [B, nodes] tokens of the model; the root's is not read, -1 counts as 0.
+        parents: parents of the nodes after the root.
     Returns:
-        The number of the prefix [B, nodes] that ends in each node, and its length.
+        The code [B, nodes] of the prefix that ends in each node, and its length.
     """
     codes, depths = np.zeros(tokens.shape, dtype=np.int64), [0]
     for node, parent in enumerate(parents, 1):
@@ -221,7 +222,7 @@ def node_codes(tokens: np.ndarray, parents: tuple[int, ...]) -> tuple[np.ndarray
 
 
 def _checked_tokens(draws, path, output, accepted_len) -> np.ndarray:
-    """Tokens of the model in an output whose form is right."""
+    """Check the form of an output, and return its tokens of the model."""
     label, shape = draws.label, (len(draws.tokens), MAX_NODES)
     assert path.shape == shape, f"{label}: path of shape {path.shape}, expected {shape}"
     assert output.shape == shape, f"{label}: output of shape {output.shape}, expected {shape}"
@@ -250,7 +251,7 @@ def _checked_tokens(draws, path, output, accepted_len) -> np.ndarray:
 
 
 def _assert_greedy(draws, tokens, accepted_len):
-    """Greedy sequences emit the argmax after each prefix, and stop where no child has it."""
+    """Check that greedy sequences emit argmaxes, and stop where no child has the argmax."""
     codes = np.zeros(len(tokens), dtype=np.int64)
     node = np.zeros(len(tokens), dtype=np.int64)
     for i in range(MAX_DEPTH + 1):
@@ -272,7 +273,7 @@ def _assert_greedy(draws, tokens, accepted_len):
 
 
 def _assert_joint_law(draws, rule, path, tokens, lengths, alpha):
-    """Compare the last accepted node and the extra token with the exact law of a rule."""
+    """Compare the last accepted node and the extra token with the exact distribution of a rule."""
     fixed = draws.sibling_rule == "target_only"
     siblings = tuple(draws.tokens[0, 1:].tolist()) if fixed else draws.sibling_rule
     law = np.zeros((MAX_NODES, VOCAB))

@@ -1,4 +1,4 @@
-"""Launches of the attention kernels: which variant, how many programs, what scratch."""
+"""Launches of the attention kernels: choice of variant, number of programs, scratch memory."""
 
 from dataclasses import dataclass, fields
 
@@ -13,17 +13,17 @@ from fastspec_kernels.triton.attention_softmax import LOG2_E
 from fastspec_kernels.triton.cache import numbers_or_bytes
 from fastspec_kernels.triton.launch import launch
 
-MAX_HEAD_SIZE = 512  # half of it in float32: wider ones do not fit into the registers
+MAX_HEAD_SIZE = 512  # half of it in float32: larger heads do not fit into the registers
 FEW_ROWS = 32
-PROGRAMS_WANTED = 512  # some four for each processor of a large GPU
-LONG = 2**13  # slots of a table from which on a sequence may be too long for one program
-PARTIAL_BYTES = 256 * 2**20  # scratch that shared sequences may cost
+PROGRAMS_WANTED = 512  # about four per multiprocessor of a large GPU
+LONG = 2**13  # table slots from which a sequence may be too long for one program
+PARTIAL_BYTES = 256 * 2**20  # maximum scratch for shared sequences
 _DOT_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 @dataclass(frozen=True)
 class Variant:
-    """What an attention kernel is compiled for; every field is wrapped for triton."""
+    """Compile-time options of an attention kernel; every field is wrapped for triton."""
 
     mask: str  # "chain", "tree" or "cross"
     words: int  # of a row of the ancestor mask
@@ -36,25 +36,25 @@ class Variant:
     group: int
     head_size: int
     block_size: int
-    rows: str  # "few" (at most few_rows packed rows in a sequence), "many" (more) or "all"
+    rows: str  # "few" (up to few_rows packed rows per sequence), "many" (more) or "all"
     few_rows: int
     block_m: int
     block_n: int
     block_d: int
     interpreted: bool
-    long_blocks: bool  # offsets in a block of the cache pass 32 bits
+    long_blocks: bool  # offsets in a block of the cache exceed 32 bits
     dot_dtype: tl.dtype
     float8: str  # "no", "native" (the GPU converts it) or "bits" (the kernel does)
 
     def __post_init__(self):
-        """Wrap, as kernels want constants."""
+        """Wrap the fields, because kernels require constants."""
         for field in fields(self):
             object.__setattr__(self, field.name, tl.constexpr(getattr(self, field.name)))
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """What turns products into weights."""
+    """Parameters that turn products into weights."""
 
     scale: float
     sliding_window: int = 0
@@ -72,10 +72,10 @@ def tiles(
     is_windowed_tree: bool = False,
     capability: tuple[int, int] = (9, 0),
 ) -> dict[str, int]:
-    """Tile sizes for few, many or "all" rows; itemsize of queries, and whether the cache is float8.
+    """Return tile sizes for few, many or "all" rows; itemsize is that of queries.
 
-    Two steps of keys and values, of at most 16 KiB each, wait in shared memory (of which some GPUs
-    give a program 99 KiB) while one is multiplied; registers hold three states of block_m rows.
+    Two steps of keys and values, of up to 16 KiB each, are buffered in shared memory (99 KiB per
+    program on some GPUs) while one is multiplied; registers hold three states of block_m rows.
     """
     block_d = max(16, triton.next_power_of_2(head_size))
     narrow = capability[0] == 12 or capability in ((8, 6), (8, 9))
@@ -85,29 +85,29 @@ def tiles(
     if rows == "all" or is_windowed_tree or (narrow and (rows == "many" or block_d > 64)):
         most = 32
     if is_float8 and rows == "few":
-        most = 32  # the bytes and what becomes of them share the registers
+        most = 32  # bytes and converted values share the registers
     block_n = min(most, 2**14 // (block_d * itemsize))
     return {"rows": rows, "block_m": block_m, "block_n": block_n, "block_d": block_d}
 
 
 def options(variant: Variant, capability: tuple[int, int]) -> dict[str, int]:
-    """How a variant is compiled; the same for all of one kind of rows and head size."""
-    # On an H200, 64 rows of 128 numbers take 1.3 times as long with 8 warps as with 4, although
-    # those spill; before Hopper they would spill more.
+    """Return a variant's compile options, which depend only on kind of rows and head size."""
+    # On an H200, 64 rows of size 128 take 1.3 times as long with 8 warps as with 4, although the
+    # latter spill; before Hopper they would spill more.
     is_old = variant.rows.value == "many" and capability < (9, 0)
     eight = variant.block_d.value > 128 or is_old
-    # What must round alike spells its multiply-adds out; the rest may be fused. With three stages
-    # the keys and values of the next step are on their way while those of one are multiplied.
+    # Code that must round identically writes its multiply-adds explicitly; the rest may be fused.
+    # With three stages the next step's keys and values load while one step's are multiplied.
     return {"num_warps": 8 if eight else 4, "num_stages": 3, "enable_fp_fusion": True}
 
 
 def room_for_partials(tiles: int, wanted: int, num_rows: int, head_size: int, capacity: int) -> int:
-    """Partials of sequences that several programs share; 0 where none is, which needs no merge.
+    """Return the partials for sequences shared by several programs; 0 = none, so no merge.
 
     Args:
-        tiles, wanted: programs for each KV head that there are at least, and that there should be.
-        num_rows: of all heads; each has one more partial. With very many, as of a long prompt, the
-            merge would cost more than sharing gains.
+        tiles, wanted: minimum and desired number of programs per KV head.
+        num_rows: rows of all heads; each has one more partial. With very many, as for a long
+            prompt, the merge would cost more than sharing gains.
     """
     most = PARTIAL_BYTES // ((head_size + 2) * 4)
     if capacity <= (LONG if 2 * tiles > wanted else CHUNK.value) or num_rows > most // 8:
@@ -119,15 +119,15 @@ def room_for_partials(tiles: int, wanted: int, num_rows: int, head_size: int, ca
 
 
 def most_shares(rows: str, batch: int, num_rows: int, block_m: int, programs: int) -> int:
-    """Programs for each KV head that `share_of_program` finds something to do for, at most.
+    """Return the maximum programs per KV head to which `share_of_program` assigns work.
 
     Args:
-        rows: the kernel's kind of rows; num_rows has those of all sequences.
-        programs: that are shared out by tiles of `TILE` rows.
+        rows: the kernel's kind of rows; num_rows counts those of all sequences.
+        programs: number of programs that are distributed by tiles of `TILE` rows.
     """
     if rows == "few":
         return batch + programs
-    # Larger tiles than `TILE` are not always fewer by as much: 65 to 96 rows are two or three.
+    # Tiles larger than `TILE` do not always reduce their number equally: 65 to 96 rows are 2 or 3.
     return batch + num_rows // block_m + programs * max(TILE.value // block_m, 1)
 
 
@@ -146,7 +146,7 @@ def tree_attention(
     return_logsumexp: bool,
     value_scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """One launch, two where programs may share a sequence."""
+    """Run one launch, or two if programs may share a sequence."""
     paged = (key_cache, value_cache, block_table, context_lens, cu_rows)
     scoring = Scoring(scale, sliding_window, softcap, sinks, ancestor_mask, value_scale)
     mask = "chain" if ancestor_mask is None else "tree"
@@ -163,7 +163,7 @@ def cross_attention(
     scale: float,
     value_scale: float,
 ) -> Tensor:
-    """As tree_attention, without a tail."""
+    """Like tree_attention, without a tail."""
     paged = (key_cache, value_cache, block_table, context_lens, cu_rows)
     return _attend(query, *paged, "cross", Scoring(scale, value_scale=value_scale), False)[0]
 
@@ -275,7 +275,7 @@ def _attend(
 
 
 def kinds_of_rows(query: Tensor, num_kv_heads: int, batch: int, num_nodes: int) -> tuple[str, ...]:
-    """The kinds of sequences that there may be, as far as shapes tell; one launch each."""
+    """Return the kinds of sequences that are possible by the shapes; one launch each."""
     num_tokens, num_heads, head_size = query.shape
     if head_size > 256 or (query.dtype == torch.float32 and query.device.type != "cpu"):
         return ("all",)  # small tiles keep the products in registers
@@ -294,7 +294,7 @@ def choose(
     scoring: Scoring,
     return_logsumexp: bool,
 ) -> tuple[dict, int]:
-    """What all variants of a call share, and the room for partials, from shapes alone."""
+    """Return the options shared by all variants of a call, and the room for partials, by shapes."""
     num_tokens, num_heads, head_size = query.shape
     _, block_size, num_kv_heads, _ = key_cache.shape
     batch, width = block_table.shape
@@ -330,7 +330,7 @@ def choose(
 
 
 def float8_of(cache: Tensor) -> str:
-    """How kernels read the cache: Variant.float8."""
+    """Return how kernels read the cache: Variant.float8."""
     if cache.dtype != torch.float8_e4m3fn:
         return "no"
     if cache.device.type != "cuda":

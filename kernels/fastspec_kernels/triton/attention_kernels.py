@@ -14,11 +14,11 @@ from fastspec_kernels.triton.attention_softmax import (
 )
 from fastspec_kernels.triton.cache_kernels import round_to
 
-# The keys of a row are added up in a fixed tree: blocks of keys in their order within a chunk,
-# chunks in their order within a run, and then the runs. Where several programs share a sequence,
-# each writes the state of each of its chunks or of each of its runs; a program that has a sequence
-# for itself adds its runs up, so that the bits of a row depend neither on the sharing nor, within
-# one kind of rows (few or many), on how many rows its sequence has.
+# The keys of a row are accumulated in a fixed tree: blocks of keys in order within a chunk, chunks
+# in order within a run, and then the runs. If several programs share a sequence, each writes the
+# state of each of its chunks or runs; a program that has a sequence to itself accumulates its runs,
+# so the bits of a row depend neither on the sharing nor, within one kind of rows (few or many), on
+# the number of rows of its sequence.
 
 
 @triton.jit(do_not_specialize=["batch", "num_blocks", "capacity", "num_nodes", "programs", "room"])
@@ -33,14 +33,14 @@ def attention_kernel(
     sinks,  # [H], where V.sinks
     out,  # [T, H, D], unless V.split
     logsumexp,  # [T, H], where V.logsumexp
-    partial,  # [room + T * H, D], where V.split: of shared sequences, and a state of each row
-    partial_stats,  # [room + T * H, 2], peak and total, where V.split
-    shares,  # [B, 3] int64, where V.split: what share_of_program finds of each sequence
+    partial,  # [room + T * H, D], if V.split: for shared sequences, and one state per row
+    partial_stats,  # [room + T * H, 2], peak and total, if V.split
+    shares,  # [B, 3] int64, if V.split: results of share_of_program for each sequence
     batch,
     num_blocks,
     capacity,  # slots in a row of block_table
     num_nodes,
-    programs,  # to share out, for each KV head
+    programs,  # to distribute, per KV head
     room,
     query_token_stride,
     query_head_stride,
@@ -56,8 +56,8 @@ def attention_kernel(
     """Program (share, KV head): a tile of packed rows (token, head of the group) over some keys.
 
     With V.rows "few" only sequences of at most V.block_m rows take part, one tile each, with "many"
-    only longer ones. What else is in the batch thus never decides which tensor-core instruction,
-    and with it which rounding, a row meets.
+    only longer ones. So the tensor-core instruction that a row uses, and with it its rounding,
+    never depends on the rest of the batch.
     """
     lengths = (context_lens, cu_rows, batch, capacity, sliding_window)
     b, tile, part, parts, unit, length, base = share_of_program(lengths, programs, room, V)
@@ -131,7 +131,7 @@ def attention_kernel(
     else:
         whole = merge(whole, run)
         _store_rows(out, logsumexp, sinks, whole, value_scale, place, head, inside, V)
-    if wild > 0:  # rare: spoil the columns that such values are in, for the rows that see them
+    if wild > 0:  # rare: spoil the columns with such values for the rows that see them
         tl.debug_barrier()
         stored = inside[:, None] & (d < V.head_size)
         limits = row_limits(tree, context, num_tokens, token, V)
@@ -153,7 +153,7 @@ def attention_kernel(
 
 @triton.jit
 def _part(part, begin, full, full_end, stop):
-    """The keys begin..stop, in part 0 those below `full`: where the unmasked, masked ones start."""
+    """The keys begin..stop, in part 0 those below `full`: starts of unmasked and masked ones."""
     if part == 0:
         first_full, first_masked, end = begin, begin, tl.minimum(full, stop)
     else:
@@ -165,7 +165,7 @@ def _part(part, begin, full, full_end, stop):
 
 @triton.jit
 def _fold(state, run, whole, number, stop, store, V: tl.constexpr):
-    """Pass on what is complete with the keys below `number`; nothing where that is the last one."""
+    """Pass on what the keys below `number` complete; nothing if `number` is the last one."""
     if number % CHUNK == 0:
         unit = RUN
         if V.split:
@@ -183,7 +183,7 @@ def _fold(state, run, whole, number, stop, store, V: tl.constexpr):
 
 @triton.jit
 def _store_partial(state, last_key, store, V: tl.constexpr):
-    """Write a part of a sequence, or what is known so far of one that no other program has."""
+    """Write a part of a sequence, or the state so far of one that no other program has."""
     partial, partial_stats, share, begin, tile, cu_rows, b = store
     d = tl.arange(0, V.block_d)[None, :]
     token, head, inside, _ = _packed_rows(cu_rows, b, tile, V)
@@ -203,9 +203,9 @@ def _store_partial(state, last_key, store, V: tl.constexpr):
 
 @triton.jit
 def _entry(token, head, key, share, V: tl.constexpr):
-    """The sequence's first partial, that of rows with this key from there, and if it is the only.
+    """The sequence's first partial, the offset of rows with this key, and if it is the only one.
 
-    Read from memory, as kept values would take up registers.
+    Read from memory, because keeping the values would occupy registers.
     """
     unit = tl.load(share, volatile=True).to(tl.int32)
     length = tl.load(share + 1, volatile=True).to(tl.int32)
@@ -217,12 +217,12 @@ def _entry(token, head, key, share, V: tl.constexpr):
 def _packed_rows(cu_rows, b, tile, V: tl.constexpr):
     """Token and head of each row, whether the sequence has it, and the token's place in the batch.
 
-    After a loop these are worked out anew, as kept values would take up registers all through it;
-    the volatile loads make the compiler do so.
+    Recomputed after a loop, because keeping the values would occupy registers throughout; the
+    volatile loads force the compiler to do so.
     """
     first_token = tl.load(cu_rows + b, volatile=True)
     num_rows = (tl.load(cu_rows + b + 1, volatile=True) - first_token) * V.group
-    row = tl.minimum(tile, num_rows) * V.block_m + tl.arange(0, V.block_m)  # what tile says, anew
+    row = tl.minimum(tile, num_rows) * V.block_m + tl.arange(0, V.block_m)  # recomputed from tile
     token, head = row // V.group, tl.program_id(1) * V.group + row % V.group
     return token, head, row < num_rows, (first_token + token).to(tl.int64)
 
@@ -263,9 +263,9 @@ def merge_kernel(
     value_scale,
     V: tl.constexpr,
 ):
-    """Program (token, head): merge the partials of what the token may see, in order.
+    """Program (token, head): merge the partials of the keys that the token may see, in order.
 
-    One warp, as it has to wait for nobody; the loads of the next partials are on their way.
+    One warp, which needs no barriers; the loads of the next partials are in flight.
     """
     token = tl.program_id(0)
     b = tl.full([], 0, tl.int32)

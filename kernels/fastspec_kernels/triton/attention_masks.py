@@ -15,7 +15,7 @@ def span(context, num_tokens, oldest, newest, sliding_window, V: tl.constexpr):
     if V.mask == "chain":
         first_position, end = prefix + oldest, prefix + newest + 1
         full_end = first_position + 1
-    elif V.mask == "tree":  # a node that sees no node stands before the tree
+    elif V.mask == "tree":  # a node that sees no node is before the tree
         first_position, end, full_end = prefix - 1, context, prefix
         last_position = context - 1
     else:

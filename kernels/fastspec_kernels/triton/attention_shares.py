@@ -1,28 +1,28 @@
-"""Which keys of which sequence an attention program takes, by the lengths on the device."""
+"""Assigns keys of sequences to attention programs, by the lengths on the device."""
 
 import triton
 import triton.language as tl
 
-# Chunks and runs are stretches of key positions: 0..511 is a chunk, whoever reads it.
+# Chunks and runs are ranges of key positions: 0..511 is a chunk, whichever program reads it.
 CHUNK = tl.constexpr(512)
 RUN = tl.constexpr(2048)
-TILE = tl.constexpr(32)  # rows that count as one when the keys are shared out
+TILE = tl.constexpr(32)  # rows that count as one when the keys are distributed
 BLOCK_BATCH = tl.constexpr(32)  # few enough for sums within a warp
 
 
 @triton.jit
 def share_of_program(lengths, programs, room, V: tl.constexpr):
-    """This program's part of which tile of which sequence, and where its partials go.
+    """Find this program's part, tile and sequence, and where its partials go.
 
-    All sequences are cut into parts of the same number of keys, a chunk or whole runs, so many that
-    `programs` programs for each KV head, and one more for each tile, suffice. A sequence is not cut
-    if it is one part or its partials end past `room`; there follows one for each of its rows.
+    All sequences are cut into parts of the same number of keys, a chunk or whole runs, large enough
+    that `programs` programs per KV head, and one more per tile, suffice. A sequence is not cut if
+    it is one part or its partials end past `room`; one for each of its rows follows.
 
     Args:
         lengths: context_lens, cu_rows, batch, capacity and sliding_window of the kernel.
     Returns:
-        The sequence, `batch` or more where there is nothing to do; tile, part, number of parts;
-        keys of a partial; partials of a row; the first partial of the sequence.
+        The sequence, or `batch` or more if there is nothing to do; tile, part, number of parts;
+        keys per partial; partials per row; the first partial of the sequence.
     """
     cu_rows, batch = lengths[1], lengths[2]
     step, unit = 1, RUN // CHUNK
@@ -66,7 +66,7 @@ def share_of_program(lengths, programs, room, V: tl.constexpr):
 
 @triton.jit
 def _sizes(lengths, index, V: tl.constexpr):
-    """Of sequences: tokens, and chunks of the keys that these see; none past the batch."""
+    """Tokens of sequences, and chunks of the keys that these see; none past the batch."""
     context_lens, cu_rows, batch, capacity, sliding_window = lengths
     inside = index < batch
     start = tl.load(cu_rows + index, mask=inside, other=0)
@@ -80,7 +80,7 @@ def _sizes(lengths, index, V: tl.constexpr):
 
 @triton.jit
 def _tiles(num_tokens, V: tl.constexpr):
-    """Tiles of sequences that have this kernel's kind of rows, 0 of others."""
+    """Tiles of sequences that have this kernel's kind of rows, 0 for others."""
     rows = num_tokens * V.group
     tiles = (rows + V.block_m - 1) // V.block_m
     if V.rows == "few":
@@ -92,7 +92,7 @@ def _tiles(num_tokens, V: tl.constexpr):
 
 @triton.jit
 def _parts(num_tokens, chunks, step, unit, V: tl.constexpr):
-    """Parts of each tile, partials of the sequence (none of one part), partials of a row."""
+    """Parts per tile, partials of the sequence (none if one part), partials per row."""
     parts = tl.maximum((chunks + step - 1) // step, 1)
     length = (chunks + unit - 1) // unit + 1  # a window may begin and end inside units
     needed = num_tokens.to(tl.int64) * V.num_heads * length

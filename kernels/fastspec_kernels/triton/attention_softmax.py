@@ -11,7 +11,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def block_numbers(paged, first, end, V: tl.constexpr):
-    """[N]: the blocks of the cache that hold the keys first..first + block_n below `end`."""
+    """[N]: the blocks of the cache that contain the keys first..first + block_n below `end`."""
     table, num_blocks = paged[2], paged[3]
     keys = first + tl.arange(0, V.block_n)
     block = tl.load(table + keys // V.block_size, mask=keys < end, other=0)
@@ -35,16 +35,16 @@ def attend_block(
 ):
     """Add the keys first..first + block_n to the state: peak [M], total [M], mixed values [M, D].
 
-    `block` is what block_numbers gives for them, read one step ahead so that nothing waits for it.
-    `wild` counts the masked blocks with a value that is not finite; such values count as 0 here.
-    Masked, keys from `end` on are not loaded, and `seen` [M, N] says which ones the rows see. The
-    multiply-adds are spelt out, so that the compiler rounds alike with and without a mask: a row
-    gets the same bits from a block whether or not it is masked for its neighbours. A block of which
-    a row sees nothing leaves its state as it is.
+    `block` is the result of block_numbers for them, read one step ahead to hide its latency. `wild`
+    counts the masked blocks with a non-finite value; such values count as 0 here. If MASKED, keys
+    from `end` on are not loaded, and `seen` [M, N] says which ones the rows see. Multiply-adds are
+    explicit, so that the compiler rounds identically with and without a mask: a row gets the same
+    bits from a block whether or not it is masked for its neighbours. A block of which a row sees
+    nothing leaves the row's state unchanged.
     """
     peak, total, mixed = state
     key_cache, value_cache, _, _, block_stride, slot_stride = paged
-    # Three products of tf32 for one of float32, as the operands of exact ones fill all registers.
+    # Three tf32 products per float32 product, because operands of exact ones fill all registers.
     PRECISION: tl.constexpr = "tf32x3" if V.dot_dtype == tl.float32 else "ieee"
     ZERO: tl.constexpr = 0.0 if MASKED or V.block_d > V.head_size else None
     keys = first + tl.arange(0, V.block_n)
@@ -84,7 +84,7 @@ def attend_block(
 
 @triton.jit
 def _in_block(keys, slot_stride, V: tl.constexpr):
-    """Offsets of the slots of keys in their blocks, in 32 bits where that does."""
+    """Offsets of the slots of keys in their blocks, in 32 bits if that suffices."""
     slot = keys % V.block_size
     if V.long_blocks:
         slot = slot.to(tl.int64)
@@ -106,7 +106,7 @@ def is_wild(paged, keys, V: tl.constexpr):
 
 @triton.jit
 def merge(state, other):
-    """The state of two parts together."""
+    """Merge the states of two parts."""
     peak, total, mixed = state
     other_peak, other_total, other_mixed = other
     new_peak = tl.maximum(peak, other_peak)
@@ -132,7 +132,7 @@ def finish(state, sinks, head, inside, V: tl.constexpr):
 
 @triton.jit
 def _tanh(x):
-    """By its series near 0, where 1 - 2 / (exp(2x) + 1) would cancel."""
+    """Use the series near 0, where 1 - 2 / (exp(2x) + 1) would cancel."""
     size = tl.abs(x)
     far = 1.0 - 2.0 / (tl.exp2(size * (2.0 * LOG2_E)) + 1.0)
     square = x * x

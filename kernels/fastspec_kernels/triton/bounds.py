@@ -1,4 +1,4 @@
-"""Bounds between which the threshold of a row lies: from a sample, then from sums of the row."""
+"""Bounds of a row's threshold: first from a sample, then from sums over the row."""
 
 import triton
 import triton.language as tl
@@ -6,10 +6,10 @@ import triton.language as tl
 from fastspec_kernels.triton.rows import MASS_ONE, finite_or_zero, from_key, merge_row, to_key
 from fastspec_kernels.triton.slots import INFINITY, filters_of, temperature_of
 
-# Sums of the bounds are added in f32, in any order: a bound counts only if it is clear of the need.
+# Sums for the bounds are in f32, in any order: a bound counts only if it is clear of the need.
 SLACK = tl.constexpr(1e-4)
-# A sampled bound is clear of the need by so many standard deviations and so many logits: what it
-# promises is checked later, and a row where it does not hold is searched slowly.
+# A sampled bound is clear of the need by this many standard deviations and this many logits. It is
+# checked later, and a row for which it does not hold is searched slowly.
 DEVIATIONS = tl.constexpr(4.5)
 CLEARANCE = tl.constexpr(6.0)
 MANY = tl.constexpr(32)
@@ -29,7 +29,7 @@ def need_of(
     num_tiles,
     MERGED: tl.constexpr,
 ):
-    """What the logits above the threshold fall short of (0 = no search), by count or mass.
+    """The count or mass that the logits above the threshold fall short of (0 = no search).
 
     Then the mass of all but the need, the factor of log2-weights and the best logit.
     """
@@ -46,7 +46,7 @@ def need_of(
         mass = (tl.sum(masses, 0).to(tl.float64) / MASS_ONE).to(tl.float32)
         rest = mass * (1 - top_p)
         need = tl.where(by_count, top_k * 1.0, tl.where(top_p < 1, mass * top_p, 0.0))
-        # As in threshold_kernel, NaN included: what it reads must have been written.
+        # As in threshold_kernel, including NaN: whatever that reads must have been written.
         only_best = (top_p <= 0) | (min_p >= 1)
         searched = valid & usable & (greedy == 0) & (only_best == 0)
         need = tl.where(searched, need, 0.0)
@@ -55,9 +55,9 @@ def need_of(
 
 @triton.jit
 def sampled_ids(vocab, SAMPLE: tl.constexpr):
-    """Runs of neighbours, one somewhere in each of equal parts of a row; all of a row of fewer.
+    """Runs of neighbours, one in each of equal parts of a row; all of a row that has fewer.
 
-    Where in its part is scrambled, as logits that recur at a distance would be over-represented.
+    Positions within parts are scrambled, as logits with periodic structure would bias the sample.
     """
     place = tl.arange(0, SAMPLE)
     part = place // RUN
@@ -75,7 +75,7 @@ def sampled_ids(vocab, SAMPLE: tl.constexpr):
 def bracket_by_count(x, need, share, best, limit, ZEROS: tl.constexpr):
     """(low, high], likely around the threshold, and how many of the sample x are above low.
 
-    More than `limit` make a high other than the best logit worth its while.
+    With more than `limit`, a high other than the best logit is worthwhile.
     """
     expected = need * share
     spread = DEVIATIONS * tl.sqrt(expected)
@@ -90,9 +90,9 @@ def bracket_by_count(x, need, share, best, limit, ZEROS: tl.constexpr):
 
 @triton.jit
 def bracket_by_mass(x, rest, share, scale, best, limit, ZEROS: tl.constexpr):
-    """As bracket_by_count, where all but `rest` of the mass is above the threshold.
+    """Like bracket_by_count, if all but `rest` of the mass is above the threshold.
 
-    The number is that of the sample in (low, high].
+    The number is that of samples in (low, high].
     """
     weight = tl.exp2((x - best) * scale)
     rest = rest * share
@@ -117,10 +117,10 @@ def _last_bound(
     HIGH: tl.constexpr,
     ZEROS: tl.constexpr,
 ):
-    """The last bound clearly below the threshold, or HIGH: the first that is clearly above it.
+    """The last bound clearly below the threshold, or, if HIGH, the first clearly above it.
 
-    Found by halving, as far as the sample can tell bounds apart. Returns both ends of what is left
-    and the counts of the sample above them.
+    Found by bisection, as far as the sample can tell bounds apart. Returns both ends of the final
+    interval and the counts of the sample above them.
     """
     first = to_key(best * 0 - INFINITY) >> ZEROS
     last = to_key(best) >> ZEROS
@@ -136,7 +136,7 @@ def _last_bound(
             under = tl.where(above, 0.0, weight)
             mass = tl.sum(under, 0)
             spread = DEVIATIONS * tl.sqrt(tl.sum(under * under, 0))
-            # With few samples above a bound, nobody knows how heavy the logits below it are.
+            # With few samples above a bound, the weight of the logits below it is unknown.
             if HIGH:
                 below = (mass - spread < goal) & (count >= MANY)
             else:
@@ -178,7 +178,7 @@ def narrow(
     BOUNDS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Cut (low, high] by the sums above the bounds."""
+    """Narrow (low, high] by the sums above the bounds."""
     part = tl.arange(0, PARTS)[:, None]
     at = (slot.to(tl.int64) * parts + part) * BOUNDS + tl.arange(0, BOUNDS)[None, :]
     above = tl.sum(tl.load(sums + at, mask=part < parts, other=0.0), 0)

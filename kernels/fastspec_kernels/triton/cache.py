@@ -7,7 +7,7 @@ from torch import Tensor
 from fastspec_kernels.triton.cache_kernels import compact_kernel, store_kernel
 from fastspec_kernels.triton.launch import launch
 
-MOVES = 8  # entries that a program of compact_kv holds at once
+MOVES = 8  # entries that a program of compact_kv moves at once
 
 
 def store_kv(
@@ -102,5 +102,5 @@ def compact_kv(
 
 
 def numbers_or_bytes(cache: Tensor) -> Tensor:
-    """The cache as kernels take it: float8 in bytes, as the type is unknown to some GPUs."""
+    """Return the cache as kernels read it: float8 as bytes, because some GPUs lack the type."""
     return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache

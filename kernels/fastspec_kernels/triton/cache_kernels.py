@@ -1,4 +1,4 @@
-"""Writes to a paged cache: new tokens, with the rotary embedding, and nodes that move."""
+"""Writes to a paged cache: new tokens, with the rotary embedding, and moves of tree nodes."""
 
 import triton
 import triton.language as tl
@@ -69,7 +69,7 @@ def store_kernel(
 
 @triton.jit
 def round_to(x, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Float32 x in another type; the interpreter cuts bfloat16 off, unless it is rounded before."""
+    """Convert float32 x; the interpreter truncates to bfloat16, unless it is rounded before."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
@@ -101,8 +101,8 @@ def compact_kernel(
 ):
     """Program (sequence, keys or values of a layer, columns): MOVES moves at a time.
 
-    The moves of one round are all read before any is written. Later rounds read nodes behind every
-    slot written before, because a path ascends and its i-th node is at least i + 1.
+    The moves of one round are all read before any is written. Later rounds read nodes after every
+    slot written so far, because a path ascends and its i-th node is at least i + 1.
     """
     b = tl.program_id(0)
     n = tl.arange(0, BLOCK_N)

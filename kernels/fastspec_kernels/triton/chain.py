@@ -28,16 +28,16 @@ def verify_chain(
     draft_token_map: Tensor | None,
     token_bitmask: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launches: 3; with draft_logits 4, with method "block" besides 5, with draft_logsumexp 5.
+    """Launches: 3; 4 with draft_logits, 5 with method "block" as well or with draft_logsumexp.
 
-    Those of the filters are not counted; with draft_logsumexp they come twice.
+    Those of the filters are not counted; with draft_logsumexp they run twice.
     """
     batch, num_draft = draft_token_ids.shape
     tiling = tiling_of(target_logits.shape[1])
     sampling = Params(temperature, top_k, top_p, min_p)
     target, draft = target_rows(target_logits, token_bitmask), draft_rows(draft_logits)
     is_block = method == "block"
-    judges_later = draft_logsumexp is not None  # the draft row at the rejection, no other
+    judges_later = draft_logsumexp is not None  # only the draft row at the rejection
     first_draft = NO_ROWS if judges_later else draft
     draft_steps = 0 if draft_logits is None or judges_later else num_draft
     slots = Slots(num_draft + 1, draft_steps, cu_rows, None)

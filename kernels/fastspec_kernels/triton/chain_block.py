@@ -1,4 +1,4 @@
-"""Block verification: prefixes are judged whole."""
+"""Block verification, which verifies whole prefixes."""
 
 import triton
 import triton.language as tl
@@ -98,7 +98,7 @@ def block_kernel(
 
 @triton.jit
 def _scales_of(target_prob, draft_prob, num, STEPS: tl.constexpr):
-    """Target probability of each prefix over the draft's, cut at 1 on the way: f64 [STEPS]."""
+    """Target over draft probability of each prefix, clamped to 1 at each step: f64 [STEPS]."""
     step = tl.arange(0, STEPS)
     ratio = target_prob / tl.where(draft_prob > 0, draft_prob, 1.0)
     ratio = tl.where((draft_prob > 0) | (target_prob == 0), ratio, 1e300)

@@ -1,4 +1,4 @@
-"""The proposals of one sequence judged: probabilities, the accepted prefix, where to draw."""
+"""Verification of one sequence's proposals: probabilities, accepted prefix, where to draw."""
 
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from fastspec_kernels.triton.slots import INFINITY, allowed, draft_slot, target_
 
 
 class Chain(NamedTuple):
-    """The proposals, and what belongs to them."""
+    """The proposals, and their inputs."""
 
     token_ids: Any  # i32 [B, K]
     uniform_samples: Any  # f32 [B, K+1]
@@ -28,7 +28,7 @@ class Chain(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What is decided about each sequence, for the launches that follow, and the outputs."""
+    """The decisions about each sequence, for the following launches, and the outputs."""
 
     position: Any  # i32 [B], row of the extra token, -1 = none
     rejected: Any  # i32 [B], step at which a proposal was rejected by chance, -1 = none
@@ -91,7 +91,7 @@ def proposals_of(slots, target, chain, b, STEPS: tl.constexpr):
 
 @triton.jit
 def end_of_chain(valid, num, STEPS: tl.constexpr):
-    """The number of proposals before the first invalid row, and that row: texts fail there."""
+    """The number of proposals before the first invalid row, and that row, where texts fail."""
     step = tl.arange(0, STEPS)
     stop = tl.min(tl.where(valid | (step > num), OUTSIDE, step), 0)
     return tl.minimum(num, stop), stop
@@ -110,7 +110,7 @@ def judged_by_target(
     STEPS: tl.constexpr,
     MERGED: tl.constexpr,
 ):
-    """Of each row: the proposal's probability (f64), the argmax, its logprob, validity, mass."""
+    """For each row: the proposal's probability (f64), the argmax, its logprob, validity, mass."""
     step = tl.arange(0, STEPS)
     scale, greedy, _ = temperature_of(sampling, b)
     slot = target_slot(slots, b, step)

@@ -1,4 +1,4 @@
-"""sample_coupled: Gumbel-max with the noise that (seed, position) names."""
+"""sample_coupled: Gumbel-max with noise determined by (seed, position)."""
 
 import torch
 import triton
@@ -25,7 +25,7 @@ from fastspec_kernels.triton.slots import (
 from fastspec_kernels.triton.statistics import row_slots, target_rows, tiles_of
 from fastspec_kernels.triton.tiles import tiling_of
 
-# As in csrc/common/philox.h: groups of GROUP tokens, as many of them in each stretch of ids.
+# As in csrc/common/philox.h: groups of GROUP tokens, and GROUP groups per range of ids.
 LEAST_STREAM = tl.constexpr(0x67756D62)
 OTHERS_STREAM = tl.constexpr(0x67756D63)
 GROUP = tl.constexpr(16)
@@ -42,7 +42,7 @@ def sample_coupled(
     min_p: Tensor | None,
     token_bitmask: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """3 launches, those of the filters not counted."""
+    """3 launches, not counting those of the filters."""
     num_rows, vocab = logits.shape
     tiling = tiling_of(vocab)
     sampling = Params(temperature, top_k, top_p, min_p)
@@ -100,7 +100,7 @@ def race_kernel(
     TILE: tl.constexpr,
     MERGED: tl.constexpr,
 ):
-    """One program per row and tile: its best token, where noise is needed."""
+    """One program per row and tile: the tile's best token, if noise is needed."""
     slot = tl.program_id(0) // num_tiles
     tile = tl.program_id(0) % num_tiles
     offset, row, index, _ = find_target(rows, slots, slot)
@@ -155,7 +155,7 @@ def winner_kernel(
 
 @triton.jit
 def _noise(seed, position, first, TILE: tl.constexpr):
-    """Gumbel noise over ln 2 of the tokens from `first` on, which begins a stretch."""
+    """Gumbel noise over ln 2 of the tokens from `first` on, which begins a range."""
     STRETCHES: tl.constexpr = TILE // (GROUP * GROUP)
     words = _words(seed, position, LEAST_STREAM, first // GROUP, STRETCHES * GROUP)
     words = tl.reshape(words, [STRETCHES, 1, GROUP])
@@ -169,7 +169,7 @@ def _noise(seed, position, first, TILE: tl.constexpr):
 
 @triton.jit
 def _words(seed, position, stream, first, NUM: tl.constexpr):
-    """NUM words from number `first`, a multiple of 4, on."""
+    """NUM words, beginning with number `first`, a multiple of 4."""
     zero = tl.zeros([NUM // 4], tl.uint32)
     c0 = zero + position.to(tl.uint32)
     c1 = zero + (position >> 32).to(tl.uint32)
@@ -182,11 +182,11 @@ def _words(seed, position, stream, first, NUM: tl.constexpr):
 
 @triton.jit
 def _minus_log(word, BITS: tl.constexpr):
-    """-ln((word + 0.5) / 2**BITS), to within rounding also where that is close to 0."""
+    """-ln((word + 0.5) / 2**BITS), accurate to rounding even close to 0."""
     HALF: tl.constexpr = 2 ** (BITS - 1)
     ONE: tl.constexpr = 2.0**-BITS
     is_low = word < HALF
-    # The complement is exact, and the share that it makes is at most a half.
+    # The complement is exact, and the resulting share is at most a half.
     share = tl.where(is_low, word, HALF + (HALF - 1) - word).to(tl.float32) * ONE + 0.5 * ONE
     s = share / (2.0 - share)
     square = s * s

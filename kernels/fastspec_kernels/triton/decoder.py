@@ -1,4 +1,4 @@
-"""Decoder layers of few launches: torch's matrix products, and what lies between them fused."""
+"""Decoder layers with few launches: torch's matrix products, with the parts between them fused."""
 
 import torch
 import torch.nn.functional as F
@@ -36,10 +36,10 @@ def decoder_layers(
     softcap: float,
     ancestor_mask: Tensor | None,
 ) -> Tensor:
-    """Each layer: 7 products and 5 launches of ours; 1 launch at the end.
+    """Run 7 products and 5 launches of ours per layer, and 1 launch at the end.
 
-    1 more where contexts are split, 1 more where sequences may have few or many rows, and 2 more
-    for each head that keeps the layer's input.
+    1 more if contexts are split, 1 more if sequences may have few or many rows, and 2 more for each
+    head that keeps the layer's input.
     """
     pages = block_table, context_lens, cu_rows
     norms = float(eps), float(norm_shift)
@@ -79,7 +79,7 @@ def _add_and_norm(
     eps: float,
     shift: float,
 ) -> tuple[Tensor, Tensor]:
-    """Add norm(added) to hidden; that, and its norm in the dtype of the weights, all [T, E]."""
+    """Add norm(added) to hidden; return it and its norm in the weights' dtype, all [T, E]."""
     num_rows, size = hidden.shape
     total = hidden if added is None else torch.empty_like(hidden)
     rows = hidden if norm is None else hidden.new_empty(hidden.shape, dtype=norm.dtype)
@@ -115,7 +115,7 @@ def _turn_and_store(
     eps: float,
     shift: float,
 ) -> Tensor:
-    """Normalise and rotate queries and keys, put keys and values into the cache; [T, H, D]."""
+    """Normalise and rotate queries and keys, store keys and values; return queries [T, H, D]."""
     num_blocks, block_size, num_kv_heads, head_size = caches[0].shape
     num_tokens, num_heads = len(query), query.shape[1] // head_size
     out = query.new_empty((num_tokens, num_heads, head_size))
@@ -153,7 +153,7 @@ def _turn_and_store(
 
 
 def _gate(gate: Tensor, up: Tensor, activation: str) -> None:
-    """Make gate activation(gate) * up."""
+    """Replace gate by activation(gate) * up."""
     launch(
         gate_kernel,
         triton.cdiv(gate.numel(), GATE_BLOCK),

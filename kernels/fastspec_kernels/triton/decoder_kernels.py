@@ -1,4 +1,4 @@
-"""What lies between the matrix products of a decoder layer, in float32 and rounded once."""
+"""The parts between the matrix products of a decoder layer, in float32 and rounded once."""
 
 import triton
 import triton.language as tl
@@ -75,7 +75,7 @@ def heads_kernel(
     BLOCK_D: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Program (token, head): of the queries, then of the keys, then of the values."""
+    """Program (token, head): heads of the queries, then of the keys, then of the values."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     d = tl.arange(0, BLOCK_D)
@@ -114,7 +114,7 @@ def _turned(
     ROTARY_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One head [D], normalised where there is a norm, its first R numbers rotated."""
+    """One head [D], normalised if there is a norm, its first R numbers rotated."""
     d = tl.arange(0, BLOCK_D)
     inside = d < HEAD_SIZE
     x = tl.load(head + d, mask=inside, other=0.0).to(tl.float32)
@@ -140,7 +140,7 @@ def _turned(
 def gate_kernel(
     gate, up, count, SILU: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr
 ):
-    """Make gate activation(gate) * up; both are contiguous."""
+    """Replace gate by activation(gate) * up; both are contiguous."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count
     x = tl.load(gate + place, mask=inside, other=0.0).to(tl.float32)

@@ -1,11 +1,11 @@
-"""Thresholds of the filters: a sample brackets the threshold, few candidates remain, halving ends.
+"""Thresholds of the filters: a sample brackets the threshold, then bisection among candidates.
 
-Rows are read once for the candidates, and once before where the sample leaves too many of them, as
-with top-p among many logits of like weight; then sums above bounds cut the bracket. A bracket that
-the threshold turns out not to be in costs time alone: the row is then searched without one.
+Rows are read once for the candidates, and once more before if the sample leaves too many of them,
+as with top-p among many logits of similar weight; then sums above bounds narrow the bracket. A
+bracket that turns out not to contain the threshold only costs time: the row is searched without it.
 
-Launches of the whole search: 1 for min-p alone, 1 for rows of one tile, else 4; 1 more sums what
-is kept. Only what the last step adds up decides, and it adds integers: no order matters.
+Launches of the whole search: 1 for only min-p, 1 for rows of one tile, otherwise 4; 1 more sums
+what is kept. Only the last step's sums decide, and they are of integers, so order is irrelevant.
 """
 
 from typing import Any, NamedTuple
@@ -45,14 +45,14 @@ from fastspec_kernels.triton.tiles import Tiling, next_power_of_2, tiling_of
 
 NUM_BOUNDS = 16
 TILES_PER_CUT = 4
-CHUNK = 256  # elements that a program compares with all bounds at a time
+CHUNK = 256  # elements that a program compares with all bounds at once
 CAPACITY = 4096  # candidates of a row
-FEW = 512  # candidates of most rows: a smaller block goes over them faster
-SAMPLE = 4096  # logits of a row that bracket its threshold; no more than the largest tile
-EXPECTED = CAPACITY * 5 // 8  # candidates beyond which a bracket is cut, by the sample
-# Low bits that are zero in the f32 of every value: keys are halved without them.
+FEW = 512  # candidates of most rows: a smaller block processes them faster
+SAMPLE = 4096  # sampled logits that bracket a row's threshold; at most the largest tile
+EXPECTED = CAPACITY * 5 // 8  # estimated candidates above which a bracket is narrowed
+# Low bits that are zero in the f32 of every value, which bisection skips.
 ZEROS = {torch.bfloat16: 16, torch.float16: 13}
-# Of a thread. Left to itself, ptxas takes fewer than fit, and spills, or more than are of use.
+# Per thread. By default ptxas uses fewer than fit, and spills, or more than are useful.
 MOST_REGISTERS = 128
 # Bits of a plan; a slot without a search has none.
 SEARCHED = tl.constexpr(1)
@@ -61,15 +61,15 @@ BY_COUNT = tl.constexpr(4)
 
 
 class Search(NamedTuple):
-    """What the launches of a search hand on."""
+    """Intermediate results passed between the launches of a search."""
 
-    plan: Any  # i32 [slots], what bracket_kernel found to do
-    sums: Any  # f32 [slots, parts, NUM_BOUNDS] of wide slots, what is above the bounds
+    plan: Any  # i32 [slots], the work that bracket_kernel found
+    sums: Any  # f32 [slots, parts, NUM_BOUNDS] for wide slots, sums above the bounds
     need: Any  # f32 [slots], the count or mass that the logits above the threshold fall short of
     candidates: Any  # f32 [slots, CAPACITY]
-    count: Any  # i32 [slots], candidates found, beyond the capacity too
+    count: Any  # i32 [slots], candidates found, including those beyond the capacity
     beyond: Any  # i64 [slots], mass above all candidates
-    sampled: Any  # f32 [slots, 2], low and high by the sample
+    sampled: Any  # f32 [slots, 2], low and high from the sample
     bracket: Any  # f32 [slots, 2], the candidates are in (low, high]; no high with top-k
 
 
@@ -128,7 +128,7 @@ def search_thresholds(
             tiling.num_tiles,
             parts,
             TILE=tiling.tile,
-            GROUP=16 // target.logits.element_size(),  # what a thread loads at once
+            GROUP=16 // target.logits.element_size(),  # elements per load of a thread
             CHUNK=4 * CHUNK,
             CAPACITY=CAPACITY,
             **cuts,
@@ -161,7 +161,7 @@ def search_thresholds(
 
 
 def _parts_of(tiling: Tiling) -> int:
-    """Programs of cut_kernel for a row: few, as for most rows they do nothing."""
+    """Programs of cut_kernel per row: few, because for most rows they do nothing."""
     return -(-tiling.num_tiles // TILES_PER_CUT)
 
 
@@ -301,17 +301,17 @@ def gather_kernel(
             if tile == 0:
                 tl.store(search.bracket + slot * 2, low)
                 tl.store(search.bracket + slot * 2 + 1, high)
-        # Top-p may go on among all that top-k leaves.
+        # Top-p may continue among all that top-k keeps.
         high = tl.where((plan & BY_COUNT) != 0, INFINITY, high)
         if maximum > low:
-            # One thread loads a group and does all with it; threads share sums of groups alone.
+            # One thread loads and processes a group; threads only share sums of groups.
             groups = tl.arange(0, TILE // GROUP)[:, None] * GROUP
             ids = tile * TILE + groups + tl.arange(0, GROUP)[None, :]
             x = load_any(target, draft, slots, slot, ids)
             number = tl.sum(((x > low) & (x <= high)).to(tl.int32), 1)
             total = tl.sum(number, 0)
             start = tl.atomic_add(search.count + slot, total, sem="relaxed")
-            if start + total <= CAPACITY:  # else the candidates are of no use
+            if start + total <= CAPACITY:  # else the candidates are unusable
                 out = search.candidates + slot.to(tl.int64) * CAPACITY + start
                 _store_between(x, low, high, out, tl.cumsum(number, 0) - number)
             if maximum > high:
@@ -328,7 +328,7 @@ def gather_kernel(
 def _mass_above(
     target, draft, slots, slot, tile, bound, best, scale, TILE: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """Mass of the logits of a tile above a bound, which are read once more: few rows need it."""
+    """Mass of the logits of a tile above a bound, read once more, which few rows need."""
     mass = tl.zeros([CHUNK], tl.int64)
     for start in range(0, TILE, CHUNK):
         x = load_any(target, draft, slots, slot, tile * TILE + start + tl.arange(0, CHUNK))
@@ -340,8 +340,8 @@ def _mass_above(
 def _store_between(x, low, high, out, place):
     """Store those of each row of x [R, W] that are in (low, high] from the row's place [R] on.
 
-    Columns come apart in an order of their own. Unlike one store of all of x, this moves nothing
-    between threads.
+    Columns are stored separately, in their own order. Unlike one store of all of x, this moves
+    nothing between threads.
     """
     if x.shape[1] == 1:
         found = tl.reshape((x > low) & (x <= high), place.shape)

@@ -9,22 +9,22 @@ from torch import Tensor
 def launch(
     kernel: Any, grid: int | tuple[int, ...], *args: Any, num_warps: int, **constants: Any
 ) -> None:
-    """Run a grid of programs of a kernel on the device of its tensors; an empty one is left out."""
+    """Run a grid of programs of a kernel on the device of its tensors; skip an empty grid."""
     grid = (grid,) if isinstance(grid, int) else grid
     if 0 in grid:
         return
-    # Fused multiply-adds are asked for where they are wanted, so that equal code gives equal bits.
+    # Fused multiply-adds are requested explicitly where wanted, so equal code gives equal bits.
     options = {"num_warps": num_warps, "enable_fp_fusion": False, **constants}
     device = next(tensor.device for tensor in _tensors(args))
     if device.type == "cuda":
-        with torch.cuda.device(device):  # Triton launches on the current one
+        with torch.cuda.device(device):  # Triton launches on the current device
             kernel[grid](*args, **options)
     else:
         kernel[grid](*args, **options)
 
 
 def _tensors(args: tuple) -> list[Tensor]:
-    """The tensors among arguments and groups of arguments."""
+    """Yield the tensors among arguments and groups of arguments."""
     found = []
     for arg in args:
         if isinstance(arg, Tensor):

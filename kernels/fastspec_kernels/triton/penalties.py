@@ -14,7 +14,7 @@ _ENTRIES = 256
 
 
 class Trees(NamedTuple):
-    """Which node of which tree each row belongs to, and the trees [B, N]."""
+    """The tree and node of each row, and the trees [B, N]."""
 
     row_sequence: Any
     row_node: Any
@@ -92,7 +92,7 @@ def penalize_kernel(
     NODES: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """One program per row. Each token is edited where it comes first: history, bias, path."""
+    """One program per row. Each token is edited where it occurs first: history, bias, path."""
     row = tl.program_id(0).to(tl.int64)
     b = tl.load(trees.row_sequence + row)
     start = tl.load(trees.row_node + row)
@@ -153,12 +153,12 @@ def penalize_kernel(
     _, known = _find(lists.history_ids, path, first_known, end_known)
     _, biased = _bias_of(lists, path, first_biased, end_biased, depth)
     own = is_first & (known == 0) & (biased == 0) & (position < depth)
-    _edit(out, path, own, 0.0, own, counts, vocab, penalties, b, inverse, INTERPRETED)
+    _edit(out, path, own, -0.0, own, counts, vocab, penalties, b, inverse, INTERPRETED)
 
 
 @triton.jit
 def _parent(trees, tree, node):
-    """The node that a node follows; one that does not come before it ends the path."""
+    """The parent of a node; one that does not come before it ends the path."""
     parent = node - 1
     if trees.parents is not None:
         parent = tl.load(trees.parents + tree + node)
@@ -168,7 +168,7 @@ def _parent(trees, tree, node):
 
 @triton.jit
 def _count(ids, position, trees, tree, start):
-    """How often each id is on the path; whether it is so at no place before `position`."""
+    """How often each id is on the path, and whether it does not occur before `position`."""
     counts = tl.zeros(ids.shape, tl.int32)
     is_first = position >= 0
     node = start
@@ -201,10 +201,10 @@ def _find(sorted_ids, ids, first, end):
 
 @triton.jit
 def _bias_of(lists, ids, first, end, depth):
-    """The bias of each id at this depth, 0 where there is none, and whether there is one."""
+    """The bias of each id at this depth, -0 where there is none, and whether there is one."""
     entry, there = _find(lists.bias_ids, ids, first, end)
     there &= depth < tl.load(lists.bias_until + entry, mask=there, other=0)
-    return tl.load(lists.bias + entry, mask=there, other=0.0), there
+    return tl.load(lists.bias + entry, mask=there, other=-0.0), there
 
 
 @triton.jit
@@ -215,8 +215,8 @@ def _edit(
     there &= (ids >= 0) & (ids < vocab)
     x = tl.load(out + ids, mask=there, other=0.0).to(tl.float32) + bias
     if penalties.repetition is not None:
-        # Two numbers of 24 bits have no quotient so close to a tie that the rounding of the
-        # inverse shows; a division here would be a call, for which registers are spilt.
+        # Quotients of two 24-bit numbers are never so close to a tie that the rounding of the
+        # inverse matters; a division here would be a call, for which registers are spilled.
         quotient = (x.to(tl.float64) * inverse).to(tl.float32)
         x = tl.where(seen, tl.where(x > 0, quotient, x * tl.load(penalties.repetition + b)), x)
     share = tl.zeros_like(x)

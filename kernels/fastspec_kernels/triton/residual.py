@@ -1,4 +1,4 @@
-"""What the target holds likelier than the drafter: weights max(target - ratio * draft, 0)."""
+"""The residual distribution: weights max(target - ratio * draft, 0)."""
 
 import triton
 import triton.language as tl

@@ -14,7 +14,7 @@ def uniform(seed: Tensor, position: Tensor, num: int, stream: int) -> Tensor:
     """1 launch."""
     batch = seed.shape[0]
     samples = torch.empty((batch, num), dtype=torch.float32, device=seed.device)
-    # Triton would take a number above 2**31 for one of 64 bits.
+    # Triton would treat a number above 2**31 as a 64-bit one.
     stream = stream - 2**32 if stream >= 2**31 else stream
     blocks = -(-num // BLOCK)
     launch(

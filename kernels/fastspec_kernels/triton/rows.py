@@ -1,4 +1,4 @@
-"""Weights of logits, and the statistics of a row's tiles merged."""
+"""Weights of logits, and merging of the statistics of a row's tiles."""
 
 from typing import Any, NamedTuple
 
@@ -11,11 +11,11 @@ LN_2 = tl.constexpr(0.6931471805599453)
 TILE_ONE = tl.constexpr(2147483648.0)  # 2**31, the weight of a tile's best logit
 MASS_ONE = tl.constexpr(1099511627776.0)  # 2**40, the weight of a row's best logit
 MASS_PER_TILE_UNIT = tl.constexpr(512.0)  # MASS_ONE / TILE_ONE
-# Adding it rounds a number of [0, 1] to a multiple of 2**-12, counted by the lowest bits.
+# Adding this rounds a number in [0, 1] to a multiple of 2**-12, counted by the lowest bits.
 COARSE = tl.constexpr(2048.0)
 COARSE_BITS = tl.constexpr(0x45000000)
 COARSE_SHIFT = tl.constexpr(19)  # TILE_ONE has 2**19 units for each multiple
-# Adding it to what is left, at most 2**-13 either way, rounds that to a multiple of 1 / TILE_ONE.
+# Adding this to the remainder, at most 2**-13 either way, rounds it to a multiple of 1 / TILE_ONE.
 FINE = tl.constexpr(0.005859375)  # 1.5 * 2**-8
 FINE_BITS = tl.constexpr(0x3BC00000)
 OUTSIDE = tl.constexpr(2147483647)
@@ -46,10 +46,10 @@ def weights_of(x, best, scale):
 
 @triton.jit
 def split_weights(weights):
-    """Weights rounded to 1 / TILE_ONE: how many 2**-12, and the signed rest in units, both i32.
+    """Weights rounded to 1 / TILE_ONE: multiples of 2**-12, and the signed rest in units, both i32.
 
-    By additions alone: GPUs convert to integers at an eighth of their rate. The sums of a tile of
-    both parts fit 32 bits.
+    Uses only additions, as GPUs convert to integers at an eighth of the rate. The sums of both
+    parts over a tile fit in 32 bits.
     """
     coarse = weights + COARSE
     rest = (weights - (coarse - COARSE)) + FINE
@@ -73,7 +73,7 @@ def tile_weights(x, best, scale):
 
 @triton.jit
 def to_mass(weight):
-    """Weights of [0, 1] in units of 1 / MASS_ONE, cut off, by shifts alone."""
+    """Weights in [0, 1] in units of 1 / MASS_ONE, truncated, using only shifts."""
     bits = weight.to(tl.int32, bitcast=True)
     significand = ((bits & 0x7FFFFF) | 0x800000).to(tl.int64) << 17
     return significand >> tl.minimum(127 - (bits >> 23), 63).to(tl.int64)

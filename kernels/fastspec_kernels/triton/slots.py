@@ -1,4 +1,4 @@
-"""Where the rows of a launch lie, and the parameters that hold for them."""
+"""Locations of the rows of a launch, and their parameters."""
 
 from typing import Any, NamedTuple
 
@@ -7,7 +7,7 @@ import triton.language as tl
 
 INFINITY = tl.constexpr(float("inf"))
 LOG2_E = tl.constexpr(1.4426950408889634)
-SMALLEST_SCALE = tl.constexpr(1.1754943508222875e-38)  # keeps 0 * -inf away at endless temperature
+SMALLEST_SCALE = tl.constexpr(1.401298464324817e-45)  # 2 ** -149; 0 * -inf would be NaN
 LARGEST_SCALE = tl.constexpr(3.0e38)
 
 
@@ -22,14 +22,14 @@ class Rows(NamedTuple):
     bitmask_stride: Any
 
 
-# Not None, as Triton 3.6 cannot ask whether a group of arguments that may hold a None is one.
+# Not None, because Triton 3.6 cannot test whether a group of arguments that may contain None is.
 NO_ROWS = Rows(None, 0, 0, 0, None, 0)
 
 
 class Slots(NamedTuple):
-    """The rows of one launch: of each sequence `steps` target rows, then `draft_steps` draft rows.
+    """The rows of one launch: per sequence `steps` target rows, then `draft_steps` draft rows.
 
-    No number here depends on the batch, as kernels are compiled anew for some numbers.
+    No number here depends on the batch, because kernels are recompiled for some numbers.
     """
 
     steps: Any
@@ -90,7 +90,7 @@ def target_at(rows, slots, index, step):
 
 @triton.jit
 def draft_at(rows, slots, index, step):
-    """Offset of the row of one step of the drafter, and whether it judges a proposal."""
+    """Offset of the row of one step of the drafter, and whether a proposal was drawn from it."""
     if slots.position is None:
         step -= slots.steps
     else:
@@ -117,8 +117,8 @@ def allowed(rows, row, ids, inside):
 
 @triton.jit
 def load_logits(rows, offset, row, ids, inside):
-    """Logits of a target row in f32; -inf for what is outside or not allowed."""
-    # Widened right after the load: the interpreter computes wrongly in bfloat16.
+    """Logits of a target row in f32; -inf for tokens outside or not allowed."""
+    # Widened right after the load, because the interpreter computes incorrectly in bfloat16.
     x = tl.load(rows.logits + offset + ids, mask=inside, other=-INFINITY).to(tl.float32)
     if rows.bitmask is not None:
         x = tl.where(allowed(rows, row, ids, inside), x, -INFINITY)
@@ -127,13 +127,13 @@ def load_logits(rows, offset, row, ids, inside):
 
 @triton.jit
 def load_draft(rows, offset, ids, inside):
-    """Logits of a draft row in f32; -inf for what is outside."""
+    """Logits of a draft row in f32; -inf for tokens outside."""
     return tl.load(rows.logits + offset + ids, mask=inside, other=-INFINITY).to(tl.float32)
 
 
 @triton.jit
 def row_exists(target, draft, slots, index, step):
-    """Whether there is a row at a step, whichever model's it is."""
+    """Whether there is a row of either model at a step."""
     if draft.logits is None:
         _, _, exists = target_at(target, slots, index, step)
     else:
@@ -153,7 +153,7 @@ def locate_params(target, draft, slots, slot):
 
 @triton.jit
 def load_any(target, draft, slots, slot, ids):
-    """Logits of a slot's row, whichever model's it is."""
+    """Logits of a slot's row, of either model."""
     index, step = place_of(slots, slot)
     if draft.logits is None:
         offset, row, _ = target_at(target, slots, index, step)
@@ -170,7 +170,7 @@ def load_any(target, draft, slots, slot, ids):
 
 @triton.jit
 def load_tile(target, draft, slots, index, step, tile, TILE: tl.constexpr):
-    """Logits of one tile of the row at a step, as `load_any`, with fewer instructions."""
+    """Logits of one tile of the row at a step, like `load_any` with fewer instructions."""
     if draft.logits is None:
         offset, row, _ = target_at(target, slots, index, step)
         x = _load_tile_of(target, offset, row, tile, TILE)
@@ -186,7 +186,7 @@ def load_tile(target, draft, slots, index, step, tile, TILE: tl.constexpr):
 
 @triton.jit
 def _load_tile_of(rows, offset, row, tile, TILE: tl.constexpr):
-    # The tile's offset is added to the pointer, as loads can add what is known when compiling.
+    # The tile's offset is added to the pointer; loads can add compile-time constants.
     logits = rows.logits + offset + tile * TILE
     ids = tl.arange(0, TILE)
     inside = ids < rows.vocab - tile * TILE
@@ -201,7 +201,7 @@ def _load_tile_of(rows, offset, row, tile, TILE: tl.constexpr):
 
 @triton.jit
 def _widen(x):
-    """To f32: half a register becomes the upper half of one, in fewer instructions than by `to`."""
+    """Convert to f32 by moving half a register to the upper half, cheaper than `to`."""
     if x.dtype == tl.bfloat16:
         bits = x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
         return bits.to(tl.float32, bitcast=True)
@@ -211,7 +211,7 @@ def _widen(x):
 
 @triton.jit
 def vocab_of(target, draft, slots, slot):
-    """How many logits a slot's row has."""
+    """Number of logits of a slot's row."""
     vocab = target.vocab
     if draft.logits is not None:
         vocab = tl.where(is_target(slots, slot), target.vocab, draft.vocab)
@@ -220,7 +220,7 @@ def vocab_of(target, draft, slots, slot):
 
 @triton.jit
 def filters_of(target, draft, slots, sampling, slot, index):
-    """top_k (0 = off), top_p and min_p of a slot; a k of the whole row is off."""
+    """top_k (0 = off), top_p and min_p of a slot; a k of the whole row is off as well."""
     vocab = vocab_of(target, draft, slots, slot)
     top_k = 0
     if sampling.top_k is not None:
@@ -237,16 +237,17 @@ def filters_of(target, draft, slots, sampling, slot, index):
 
 @triton.jit
 def temperature_of(sampling, index):
-    """Factor of log2-weights, whether greedy (then as at temperature 1), whether a temperature."""
+    """Factor of log2-weights, whether greedy (then as at temperature 1), whether it is valid."""
     value = tl.full([], 1.0, tl.float32)
     if sampling.temperature is not None:
         value = tl.load(sampling.temperature + index)
     scale = tl.full([], LOG2_E, tl.float32) / tl.where(value > 0, value, 1.0)
-    scale = tl.minimum(tl.maximum(scale, SMALLEST_SCALE), LARGEST_SCALE)
+    least = tl.full([], SMALLEST_SCALE, tl.float32)  # a literal as small would be float64
+    scale = tl.minimum(tl.maximum(scale, least), LARGEST_SCALE)
     return scale, flag(value == 0), flag(value >= 0)
 
 
 @triton.jit
 def flag(condition):
-    """A scalar condition that can meet blocks; the interpreter would widen it to its operands."""
+    """A scalar condition usable with blocks; the interpreter would widen it to its operands."""
     return condition.to(tl.int32) != 0

@@ -20,17 +20,17 @@ from fastspec_kernels.triton.slots import (
 )
 from fastspec_kernels.triton.tiles import tiling_of
 
-MOST_STEPS = 65535  # of a sequence, both models' rows: the depth of a grid
+MOST_STEPS = 65535  # per sequence, rows of both models; the limit of a grid dimension
 
 
 def target_rows(logits: Tensor, token_bitmask: Tensor | None) -> Rows:
-    """Rows [T, V] of the target."""
+    """Describe rows [T, V] of the target."""
     bitmask_stride = 0 if token_bitmask is None else token_bitmask.stride(0)
     return Rows(logits, 0, logits.stride(0), logits.shape[1], token_bitmask, bitmask_stride)
 
 
 def draft_rows(logits: Tensor | None) -> Rows:
-    """Rows [B, K, draft V] of the drafter."""
+    """Describe rows [B, K, draft V] of the drafter."""
     if logits is None:
         return NO_ROWS
     outer_stride, stride, _ = logits.stride()
@@ -38,12 +38,12 @@ def draft_rows(logits: Tensor | None) -> Rows:
 
 
 def row_slots() -> Slots:
-    """One slot for each row, which has its own parameters."""
+    """Make one slot for each row, with its own parameters."""
     return Slots(1, 0, None, None)
 
 
 def tiles_of(target: Rows, draft: Rows, slots: Slots, sampling: Params, num_slots: int) -> Tiles:
-    """Statistics of the kept logits of every slot; 1 launch without filters, else see `filters`."""
+    """Compute statistics of each slot's kept logits; 1 launch, with filters see `filters`."""
     tiling = tiling_of(target.vocab)
     filtered = any(value is not None for value in sampling[1:])
     new = target.logits.new_empty
@@ -57,7 +57,7 @@ def tiles_of(target: Rows, draft: Rows, slots: Slots, sampling: Params, num_slot
     )
     per_sequence = slots.steps + slots.draft_steps
     if per_sequence > MOST_STEPS:
-        raise ValueError(f"draft tokens: triton takes {MOST_STEPS} rows a sequence at most")
+        raise ValueError(f"draft tokens: triton supports up to {MOST_STEPS} rows per sequence")
     launch(
         tile_statistics_kernel,
         (num_slots // per_sequence, tiling.num_tiles, per_sequence),
@@ -77,7 +77,7 @@ def tiles_of(target: Rows, draft: Rows, slots: Slots, sampling: Params, num_slot
 
 @triton.jit
 def tile_statistics_kernel(target, draft, slots, sampling, tiles, num_tiles, TILE: tl.constexpr):
-    """Program (sequence, tile, step): maximum, sum of weights, and what some rows need besides."""
+    """Program (sequence, tile, step): maximum, sum of weights, and extra values of some rows."""
     index = tl.program_id(0)
     tile = tl.program_id(1)
     step = tl.program_id(2)
@@ -91,7 +91,7 @@ def tile_statistics_kernel(target, draft, slots, sampling, tiles, num_tiles, TIL
             ids = tile * TILE + tl.arange(0, TILE)
             tl.store(tiles.argmax + out, tl.min(tl.where(x == best, ids, OUTSIDE), 0))
         if tiles.minimum is not None:
-            # Infinities become NaN, which a minimum leaves out unless there is nothing else.
+            # Infinities become NaN, which a minimum ignores unless there is nothing else.
             lowest = tl.min(tl.fma(x, 0.0, x), 0)
             tl.store(tiles.minimum + out, tl.where(lowest == lowest, lowest, INFINITY))
         total = tl.full([], 0, tl.int64)
@@ -108,8 +108,8 @@ def tile_statistics_kernel(target, draft, slots, sampling, tiles, num_tiles, TIL
 def _best_of(x, TILE: tl.constexpr):
     """The largest of a tile; +inf also if one is NaN.
 
-    Reductions drop NaN, maxima of two blocks need not: after those of the tile's quarters, only a
-    quarter of the elements is left to look at.
+    Reductions drop NaN, but maxima of two blocks can keep it: after maxima of the tile's quarters,
+    only a quarter of the elements needs checking.
     """
     quarters = tl.reshape(tl.trans(tl.reshape(x, [4, TILE // 4])), [TILE // 4, 2, 2])
     a, b = tl.split(quarters)

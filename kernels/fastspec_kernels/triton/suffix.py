@@ -56,7 +56,7 @@ def match_suffix_kernel(
     TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """One program per text: all places of a tile walk back from their ends while one agrees."""
+    """One program per text: all places of a tile walk backwards while any of them matches."""
     b = tl.program_id(0).to(tl.int64)
     text = token_ids + b * row_stride
     length = tl.minimum(tl.maximum(tl.load(lengths + b), 0), width)
@@ -68,7 +68,7 @@ def match_suffix_kernel(
         alive = (end < length).to(tl.int32)
         matched = tl.zeros([TILE], tl.int32)
         step = length * 0
-        going = tl.where(max_match > step, 1, 0)  # the launcher makes a constant of max_match 1
+        going = tl.where(max_match > step, 1, 0)  # the launcher turns max_match 1 into a constant
         while going != 0:
             last = tl.load(text + length - 1 - step)
             compared = (alive != 0) & (end > step)

@@ -1,4 +1,4 @@
-"""The exact threshold of one row, by halving an interval of floats."""
+"""The exact threshold of one row, by bisecting an interval of floats."""
 
 import triton
 import triton.language as tl
@@ -118,7 +118,7 @@ def _among_candidates(
     CAPACITY: tl.constexpr,
     ZEROS: tl.constexpr,
 ):
-    """The threshold, if the candidates hold it, and whether they do."""
+    """The threshold, if the candidates contain it, and whether they do."""
     place = tl.arange(0, BLOCK)
     candidates = search.candidates + slot.to(tl.int64) * CAPACITY + place
     x = tl.load(candidates, mask=place < count, other=-INFINITY)
@@ -145,7 +145,7 @@ def _among(
 ):
     """The threshold in [low, high], from the `count` logits above low, and whether it is there.
 
-    Those above high weigh `beyond`.
+    Logits above high have the mass `beyond`.
     """
     threshold = low
     found = flag(low == -INFINITY)
@@ -164,7 +164,7 @@ def _among(
 
 @triton.jit
 def _lowest_short(x, worth, low, high, need, BLOCK: tl.constexpr, ZEROS: tl.constexpr):
-    """The lowest x or bound in [low, high] that what is worth something above it falls short of."""
+    """The lowest x or bound in [low, high] above which the total worth is less than the need."""
     if BLOCK <= 64:  # all pairs at once
         above = tl.sum(tl.where(x[None, :] > x[:, None], worth[None, :], 0), 1)
         return tl.min(tl.where(above < need, x, INFINITY), 0)
@@ -193,7 +193,7 @@ def _in_whole_row(
     TILE: tl.constexpr,
     ZEROS: tl.constexpr,
 ):
-    """The threshold of a row whose candidates do not hold it: reads the row for every step."""
+    """The threshold of a row whose candidates lack it; reads the row for every step."""
     lowest = to_key(best * 0 - INFINITY) >> ZEROS
     first = lowest
     last = to_key(best) >> ZEROS
@@ -237,7 +237,7 @@ def _halve(first, middle, last, falls_short):
 
 @triton.jit
 def _share_of(mass, top_p):
-    """The least integer mass that is at least top_p of the mass."""
+    """The smallest integer mass that is at least top_p of the mass."""
     exact = mass.to(tl.float64) * top_p
     share = exact.to(tl.int64)
     return tl.maximum(share + (share.to(tl.float64) < exact).to(tl.int64), 1)

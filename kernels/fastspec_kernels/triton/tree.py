@@ -27,10 +27,10 @@ def verify_tree(
     draft_token_map: Tensor | None,
     token_bitmask: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """2 launches, those of the filters not counted.
+    """2 launches, not counting those of the filters.
 
     All rows get their statistics first, in parallel, instead of one program reading the rows of
-    the path one after the other: with few sequences that is what keeps a GPU busy.
+    the path one after the other; with few sequences this keeps a GPU busy.
     """
     batch, num_nodes = tree_token_ids.shape
     tiling = tiling_of(target_logits.shape[1])

@@ -1,4 +1,4 @@
-"""How the children of one node are judged: by the target's mass, or by rejection."""
+"""Acceptance of the children of one node: by the target's mass, or by rejection."""
 
 import triton
 import triton.language as tl
@@ -65,7 +65,7 @@ def by_mass(
     NODES: tl.constexpr,
     MERGED: tl.constexpr,
 ):
-    """The child whose share of the target's mass the uniform number falls in, and what is left."""
+    """The child in whose share of the target's mass the uniform number falls, and the rest."""
     tile = tl.arange(0, MERGED)
     at = row.slot.to(tl.int64) * num_tiles + tile
     totals = tl.load(tiles.total + at, mask=tile < num_tiles, other=0)
@@ -115,14 +115,14 @@ def by_rejection(
     NODES: tl.constexpr,
     MERGED: tl.constexpr,
 ):
-    """The accepted child, what is left of the target, and how much of the draft was taken off it.
+    """The accepted child, the remaining target, and how much of the draft was subtracted from it.
 
-    After any number of rejections the target is max(target - taken * draft, 0), normalised: what
-    is cut off at 0 stays there, so that one number stands for all steps.
+    After any number of rejections the target is max(target - taken * draft, 0), normalised: values
+    clamped to 0 stay there, so one number represents all steps.
     """
     total = tl.sum(row.masses, 0).to(tl.float64)
     rest = row.masses
-    left = total  # mass of what is left of the target
+    left = total  # mass of the remaining target
     taken = tl.full([], 0.0, tl.float64)
     draft_best, draft_prob, draft_lowest = draft_row_of(
         slots, tiles, sampling, tree, b, node, num_tiles, MERGED

@@ -1,4 +1,4 @@
-"""The walk down one tree: children judged in turn, then the draw of the extra token."""
+"""The walk down one tree: children are verified in turn, then the extra token is drawn."""
 
 from typing import Any, NamedTuple
 
@@ -34,7 +34,7 @@ from fastspec_kernels.triton.tree_rules import (
 
 
 class Tree(NamedTuple):
-    """The nodes, and what belongs to them."""
+    """The nodes, and their inputs."""
 
     token_ids: Any  # i32 [B, N]
     parents: Any  # i32 [B, N]
@@ -171,7 +171,7 @@ def walk_kernel(
 
 @triton.jit
 def _nodes_of(slots, target, tree, b, NODES: tl.constexpr):
-    """Tokens and parents [NODES] of a tree, parent -1 of what is no child; number of rows."""
+    """Tokens and parents [NODES] of a tree, parent -1 if not a child; number of rows."""
     index = tl.arange(0, NODES)
     count = tl.load(slots.cu_rows + b + 1) - tl.load(slots.cu_rows + b)
     there = (index < tree.num_nodes) & (index < count)
