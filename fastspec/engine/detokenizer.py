@@ -44,7 +44,7 @@ class Detokenizer:
         """Add one token; sets `stopped` when its text completes a stop string."""
         self._window.append(token_id)
         self._num_left -= 1
-        known, extended = self._read_and_all()
+        known, extended = self._decode(self._num_read), self._decode(len(self._window))
         piece = extended[len(known) :]
         if (piece and not piece.endswith(_INCOMPLETE)) or (
             self.stop and self._find_stop(piece.rstrip(_INCOMPLETE))
@@ -56,12 +56,8 @@ class Detokenizer:
     def finish(self) -> None:
         """Add the text of an incomplete last character."""
         if not self.stopped:
-            known, extended = self._read_and_all()
+            known, extended = self._decode(self._num_read), self._decode(len(self._window))
             self._append(extended[len(known) :], len(self._window))
-
-    def _read_and_all(self) -> tuple[str, str]:
-        """The texts of the ids that have been read, and of the whole window."""
-        return self._decode(self._num_read), self._decode(len(self._window))
 
     def take(self, final: bool = False) -> str:
         """Return new text that is safe to show; `final` includes text held back so far."""

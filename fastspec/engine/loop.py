@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from time import perf_counter
-from typing import Any
 
 import torch
 
@@ -214,6 +213,7 @@ class Loop:
         self, request: EngineRequest, verdict: Verdict, writers: Sequence[str]
     ) -> tuple[int, str | None]:
         """Append a verdict's tokens until the request ends; return their number, and the reason."""
+        events = self.inboxes.get(request.public_id, self.events)
         logprobs = verdict.logprobs if request.params.logprobs is not None else None
         finish_reason = None
         kept = 0
@@ -225,8 +225,8 @@ class Loop:
             finish_reason = request.append(token_id, source, writer, logprob, top)
             text = request.detokenizer.take() if request.detokenizer is not None else ""
             tree = verdict if verdict.parents and index == 0 else None
-            self._post(
-                request,
+            event = StreamEvent(
+                request.public_id,
                 text,
                 token_ids=(token_id,),
                 source=source,
@@ -234,7 +234,10 @@ class Loop:
                 tree=tree,
                 logprob=logprob,
                 top_logprobs=top,
+                index=request.index,
+                prompt_index=request.prompt_index,
             )
+            events.append(event)
             kept += 1
             if finish_reason is not None:
                 break
@@ -251,14 +254,15 @@ class Loop:
             stats.finish_reasons[finish_reason] += 1
         output = request.output(finish_reason, error)
         text = request.detokenizer.take(final=True) if request.detokenizer else ""
-        self._post(request, text, output=output)
-        return output
-
-    def _post(self, request: EngineRequest, text: str, **fields: Any) -> None:
-        """Append an event of a request to its inbox, or to the events of the engine."""
-        fields |= {"index": request.index, "prompt_index": request.prompt_index}
-        event = StreamEvent(request.public_id, text, **fields)
+        event = StreamEvent(
+            request.public_id,
+            text,
+            output=output,
+            index=request.index,
+            prompt_index=request.prompt_index,
+        )
         self.inboxes.get(request.public_id, self.events).append(event)
+        return output
 
 
 def _failure_of(request: EngineRequest) -> str:

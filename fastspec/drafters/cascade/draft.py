@@ -2,12 +2,13 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastspec.drafters.base import CASCADE_STREAM, Batch, Request, common_prefix_len
+from fastspec.drafters.base import CASCADE_STREAM, Batch, Request
 from fastspec.models.transfer import device_tensor
 from fastspec_kernels import uniform
 
@@ -74,8 +75,9 @@ class Draft:
         is_last = [token.token_id in self.request.stop_ids for token in tokens]
         if any(is_last):
             tokens = tokens[: is_last.index(True) + 1]
-        old, new = ([token.token_id for token in part] for part in (self.tokens[start:], tokens))
-        self.num_unchanged = start + common_prefix_len(old, new)
+        pairs = zip(self.tokens[start:], tokens, strict=False)
+        same = takewhile(bool, (old.token_id == new.token_id for old, new in pairs))
+        self.num_unchanged = start + sum(same)
         self.tokens[start:] = tokens
 
 
