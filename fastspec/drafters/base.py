@@ -4,7 +4,7 @@ It depends on neither the verifier nor any other part of the engine.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import takewhile
 from typing import Any, NamedTuple, Protocol, TypedDict, cast, runtime_checkable
@@ -155,6 +155,13 @@ class Batch:
     own_limits: list[int] | None = None
     is_coupled: bool = False
     num_model_tokens: list[int] | None = None
+
+    def at(self, places: Sequence[int]) -> "Batch":
+        """The part of the requests at these places."""
+        part = {"own_limits": self.own_limits, "num_model_tokens": self.num_model_tokens}
+        part |= {"num_draft_tokens": self.num_draft_tokens, "max_nodes": self.max_nodes}
+        chosen = {name: v and [v[place] for place in places] for name, v in part.items()}
+        return replace(self, requests=[self.requests[place] for place in places], **chosen)
 
     @cached_property
     def all_greedy(self) -> bool:

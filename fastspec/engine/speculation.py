@@ -182,14 +182,9 @@ class Speculation:
     ) -> tuple[Batch, Proposal]:
         """Return a batch, or its requests at some places, with an empty proposal."""
         places = range(len(batch.requests)) if places is None else places
-        none, limits = [0] * len(places), batch.own_limits
+        none = [0] * len(places)
         batch = replace(
-            batch,
-            requests=[batch.requests[place] for place in places],
-            num_draft_tokens=none,
-            max_nodes=none,
-            own_limits=limits and [limits[place] for place in places],
-            num_model_tokens=None,
+            batch.at(places), num_draft_tokens=none, max_nodes=none, num_model_tokens=None
         )
         return batch, self._no_drafter.propose(batch)
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -103,6 +104,88 @@ def verify(
     has_rules = any(request.rules is not None for request in requests)
     if has_rules:
         logits, bitmask, dead = _ruled(batch, logits, Rows(*places_of(counts), ids, parents))
+    given = batch, proposal, logits, counts, spans, ids, parents, bitmask
+    verdicts = _accepted(runner, spec, *given)
+    if ranks is not None and has_rules:
+        dead = ranks.all_of(dead)[0]
+    if any(verdict.accepted_len < 0 and verdict.num_draft_tokens for verdict in verdicts):
+        dead += _accept_up_to_spoilt_rows(runner, spec, verdicts, Pass(*given))
+    for b, node in dead:  # the draft is accepted up to there; the request fails in the next step
+        verdicts[b] = _cut_after(verdicts[b], node)
+    if most := max(request.params.logprobs or 0 for request in requests):
+        _add_best(verdicts, most, logits, counts, batch, bitmask)
+    return verdicts
+
+
+class Pass(NamedTuple):
+    """A pass of the target over proposals, whose logits obey the rules of the requests.
+
+    Attributes:
+        logits: [T, V], packed: counts[b] rows of request b.
+        ids, parents: [B, N] int32, node 0 is the last committed token; parents None = chains.
+        bitmask: [T, ceil(V/32)] int32 of the allowed tokens; None = all.
+    """
+
+    batch: Batch
+    proposal: Proposal
+    logits: Tensor
+    counts: list[int]
+    spans: list[Span]
+    ids: Tensor
+    parents: Tensor | None
+    bitmask: Tensor | None
+
+    def without_spoilt_rows(self, places: list[int]) -> tuple["Pass", list[tuple[int, int]]]:
+        """The part of some requests, and the place of each row after drafts that has no best token.
+
+        That is the request in the part and the node. Such a row is 0 in the part: verification
+        reads rows that it may not reach, and what is accepted ends before its token.
+        """
+        first = [*accumulate(self.counts, initial=0)]
+        chosen = [row for b in places for row in range(first[b], first[b + 1])]
+        counts = [self.counts[b] for b in places]
+        rows = device_tensor(chosen, torch.int64, self.batch.device)
+        index = device_tensor(places, torch.int64, self.batch.device)
+        logits, bitmask = self.logits[rows], None
+        if self.bitmask is not None:
+            bitmask = self.bitmask[rows]
+        best = without_forbidden(logits.float(), bitmask).amax(dim=-1)  # NaN where a row holds one
+        owners, nodes = places_of(counts)
+        is_spoilt = [not fits for fits in best.isfinite().tolist()]
+        spoilt = [row for row, node in enumerate(nodes) if node and is_spoilt[row]]
+        logits[spoilt] = 0
+        if bitmask is not None:
+            bitmask[spoilt] = -1
+
+        def part(values: Tensor | None) -> Tensor | None:
+            return None if values is None else values[index]
+
+        proposal = replace(
+            self.proposal,
+            token_ids=self.proposal.token_ids[index],
+            parents=part(self.proposal.parents),
+            draft_logits=part(self.proposal.draft_logits),
+        )
+        spans = [self.spans[b] for b in places]
+        trees = self.ids[index], part(self.parents)
+        own = Pass(self.batch.at(places), proposal, logits, counts, spans, *trees, bitmask)
+        return own, [(owners[row], nodes[row]) for row in spoilt]
+
+
+def _accepted(
+    runner: ModelRunner,
+    spec: SpecConfig,
+    batch: Batch,
+    proposal: Proposal,
+    logits: Tensor,
+    counts: list[int],
+    spans: list[Span],
+    ids: Tensor,
+    parents: Tensor | None,
+    bitmask: Tensor | None,
+) -> list[Verdict]:
+    """Apply the acceptance rule to a `Pass`, compact trees, and copy the results to the host."""
+    ranks = runner.paged_model.ranks
     judged = judge(spec, batch, proposal, logits, counts, ids, parents, bitmask)
     *path, output_ids, accepted_len, logprobs = judged
     columns = [accepted_len[:, None].expand_as(ids), output_ids, ids]
@@ -113,20 +196,30 @@ def verify(
         accepted_len, path = table[:, 0, 0].contiguous(), [*table[:, 3:4].unbind(1)]
     if parents is not None:
         runner.compact(spans, path[0], accepted_len)
-
-    # Copy the results to the host.
-    rows_of, wants_logprobs = table.tolist(), any(r.params.logprobs is not None for r in requests)
-    if ranks is not None and has_rules:
-        dead = ranks.all_of(dead)[0]
+    rows_of = table.tolist()
+    wants_logprobs = any(request.params.logprobs is not None for request in batch.requests)
     if ranks is not None and wants_logprobs:
         logprobs = ranks.of_first(logprobs)
     values = logprobs.tolist() if wants_logprobs else [None] * len(counts)
-    verdicts = [verdict_of(*each) for each in zip(rows_of, counts, values, strict=True)]
-    for b, node in dead:  # the draft is accepted up to there; the request fails in the next step
-        verdicts[b] = _cut_after(verdicts[b], node)
-    if most := max(request.params.logprobs or 0 for request in requests):
-        _add_best(verdicts, most, logits, counts, batch, bitmask)
-    return verdicts
+    return [verdict_of(*each) for each in zip(rows_of, counts, values, strict=True)]
+
+
+def _accept_up_to_spoilt_rows(
+    runner: ModelRunner, spec: SpecConfig, verdicts: list[Verdict], whole: Pass
+) -> list[tuple[int, int]]:
+    """Verify requests that failed once more, up to target rows that hold NaN behind their drafts.
+
+    Plain decoding might end the text before it gets there, and must find the same tokens on its
+    way: what was drawn before counts. Changes their verdicts, and returns the nodes that nothing
+    may follow.
+    """
+    failed = [b for b, verdict in enumerate(verdicts) if verdict.accepted_len < 0]
+    part, spoilt = whole.without_spoilt_rows(failed)
+    for b, verdict in zip(failed, _accepted(runner, spec, *part), strict=True):
+        verdicts[b] = verdict
+    if (ranks := runner.paged_model.ranks) is not None:
+        spoilt = ranks.all_of(spoilt)[0]
+    return [(failed[place], node) for place, node in spoilt]
 
 
 def _ruled(

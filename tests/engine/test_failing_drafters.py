@@ -8,6 +8,8 @@ import torch
 from fastspec import Engine, SamplingParams, SpecConfig
 from fastspec.drafters import Proposal
 
+from ..models import perturbed
+from .helpers import small_model
 from .probes import assert_blocks_came_back, take_error, target_runner
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10)
@@ -257,6 +259,43 @@ def test_what_is_the_targets_fault_is_not_the_drafters(
             assert outputs[0].token_ids == expected[0][:9]
         assert {output.finish_reason for output in outputs[1:]} == {"length"}
         assert not engine.take_drafter_errors()
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"method": "draft_model"},
+        {"method": "draft_model", "rejection_sample_method": "block"},
+        {"method": "draft_model", "rejection_sample_method": "coupled"},
+        {"method": "tree"},
+    ],
+    ids=lambda spec: "_".join(spec.values()),
+)
+def test_rows_of_nan_behind_drafts_bend_no_distribution(spec):
+    """A token that leads to NaN is drawn as often as without a drafter, and ends the text then."""
+    target, draft = small_model(), perturbed(small_model(), 0.05)
+    first_law = target(torch.tensor([[1, 4, 2]])).logits[0, -1].div(1.3).softmax(-1)
+    with torch.no_grad():
+        target.get_input_embeddings().weight[3] = torch.nan
+    num = 1500
+    params = [SamplingParams(temperature=1.3, seed=seed, max_tokens=3) for seed in range(num)]
+    config = {"max_batch_size": 512}
+    spec = SpecConfig(num_speculative_tokens=2, **spec)
+    outputs = Engine(target, draft, spec=spec, config=config).generate([[1, 4, 2]] * num, params)
+    assert all(
+        (output.token_ids[-1] == 3) == (output.finish_reason == "error")
+        for output in outputs
+        if len(output.token_ids) < 3
+    )
+    if spec.rejection_sample_method == "coupled":
+        plain = SpecConfig("none", rejection_sample_method="coupled")
+        expected = Engine(target, spec=plain, config=config).generate([[1, 4, 2]] * num, params)
+        assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
+        assert [o.finish_reason for o in outputs] == [o.finish_reason for o in expected]
+        return
+    counts = torch.bincount(torch.tensor([o.token_ids[0] for o in outputs]), minlength=6)
+    deviations = (counts - num * first_law) / (num * first_law * (1 - first_law)).sqrt()
+    assert deviations.abs().max() < 4, counts
 
 
 @pytest.mark.parametrize("token", [-7, 263, 10**6, 2**31 - 1])

@@ -45,11 +45,11 @@ def step_of(method: str) -> tuple[list[str], list[str]]:
 @pytest.mark.parametrize(
     ("method", "most", "most_records"),
     [
-        ("none", 40, 7),
-        ("draft_model", 50, 7),
-        ("tree", 70, 7),
+        ("none", 41, 7),
+        ("draft_model", 51, 7),
+        ("tree", 71, 7),
         ("glide", 60, 9),  # a draft model, what it sees of the target, and its configuration
-        ("cascade", 75, 10),  # two drafters that review each other
+        ("cascade", 76, 10),  # two drafters that review each other
     ],
     ids=str,
 )
