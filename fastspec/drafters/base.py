@@ -261,6 +261,8 @@ def check_proposal(proposal: Any, batch: Batch, vocab_size: int) -> None:
             raise ValueError(f"sibling_rule: expected {expected}, got {proposal.sibling_rule!r}")
         if proposal.on_judged is not None:
             raise ValueError("on_judged: expected None for trees")
+        if proposal.sibling_rule != "target_only" and proposal.draft_logits is None:
+            raise ValueError(f"draft_logits: expected for {proposal.sibling_rule}, got None")
     if proposal.draft_logits is not None:
         columns = getattr(proposal.draft_logits, "shape", [0])[-1]
         rows = (num_requests, width if is_chain else width + 1, columns)
@@ -290,11 +292,16 @@ def check_proposal(proposal: Any, batch: Batch, vocab_size: int) -> None:
         least = [min(count, width) for count in counts]
         if len(lengths) != num_requests or any(a < b for a, b in zip(lengths, least, strict=True)):
             raise ValueError(f"writers: expected names of {least} tokens, got {lengths}")
-    if (branch := proposal.branch) is not None and (is_chain or len(branch[1]) != num_requests):
-        expected = "None for chains" if is_chain else f"paths of {num_requests} requests"
-        raise ValueError(f"branch: expected {expected}, got {branch!r}")
-    if (passes := proposal.passes) is not None and len(passes) != num_requests:
-        raise ValueError(f"passes: expected one per request, {num_requests}, got {len(passes)}")
+    if (branch := proposal.branch) is not None:
+        paths = branch[1]
+        are_paths = len(paths) == num_requests and all(isinstance(p, Sequence) for p in paths)
+        if is_chain or not are_paths:
+            expected = "None for chains" if is_chain else f"paths of {num_requests} requests"
+            raise ValueError(f"branch: expected {expected}, got {branch!r}")
+    if (passes := proposal.passes) is not None:
+        are_counts = all(isinstance(each, dict) for each in passes)
+        if len(passes) != num_requests or not are_counts:
+            raise ValueError(f"passes: expected {num_requests} dicts, got {passes!r}")
 
 
 def _check_tensor(

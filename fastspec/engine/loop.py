@@ -101,10 +101,16 @@ class Loop:
         running = requests + others
         times.append(perf_counter())
         try:
-            verdicts = self.verify(batch, proposal, speculation.spec)
+            try:
+                verdicts = self.verify(batch, proposal, speculation.spec)
+            except ValueError as error:  # such as a tree that is none, seen by the kernels alone
+                if not any(batch.num_draft_tokens):
+                    raise
+                batch, proposal = speculation.refuse(error, batch)
+                verdicts = self.verify(batch, proposal, speculation.spec)
             for verdict in verdicts:
                 if verdict.accepted_len < 0:
-                    self._judge_spoilt(speculation, batch, proposal, verdicts)
+                    self._verify_without_drafts(speculation, batch, proposal, verdicts)
                     break
         except BaseException:
             for request in running:  # the drafter would wait for a commit that never comes
@@ -117,14 +123,12 @@ class Loop:
             for stats in (self.stats, *(request.stats for request in running)):
                 stats.seconds[phase] += end - start
 
-    def _judge_spoilt(
+    def _verify_without_drafts(
         self, speculation: Speculation, batch: Batch, proposal: Proposal, verdicts: list[Verdict]
     ) -> None:
-        """Verify again, without drafts, requests that may have failed because of the draft.
+        """Verify again, without drafts, requests that may have failed because of draft logits.
 
-        The cause is bad draft logits, or draft tokens after which the target's logits contain NaN;
-        plain decoding might end before it gets there. Texts are unchanged, and only the newest
-        token is read again.
+        Texts are unchanged, and only the newest token is read again.
         """
         speculation.take_blame(batch, proposal, verdicts)
         failed = (v.accepted_len < 0 and v.num_draft_tokens > 0 for v in verdicts)

@@ -188,6 +188,11 @@ class Speculation:
         )
         return batch, self._no_drafter.propose(batch)
 
+    def refuse(self, error: ValueError, batch: Batch) -> tuple[Batch, Proposal]:
+        """Record that a proposal cannot be verified; return the step without it."""
+        self._fail(error, batch.requests)
+        return self.without_drafts(batch)
+
     def take_blame(self, batch: Batch, proposal: Proposal, verdicts: Sequence[Verdict]) -> None:
         """Record a drafter error if a request failed because of the draft's logits, not its own."""
         if reads_draft_logits(self.spec) and self._is_to_blame(batch, proposal, verdicts):

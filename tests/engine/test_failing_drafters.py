@@ -7,6 +7,7 @@ import torch
 
 from fastspec import Engine, SamplingParams, SpecConfig
 from fastspec.drafters import Proposal
+from fastspec.drafters.base import Branch
 
 from ..models import perturbed
 from .helpers import small_model
@@ -142,6 +143,11 @@ def _logits(proposal, *shape, dtype=torch.float32):
     return replace(proposal, draft_logits=torch.zeros(shape, dtype=dtype))
 
 
+def _tree(proposal, parents=(0, 1, 2), sibling_rule="target_only", **fields):
+    parents = torch.tensor([parents] * len(proposal.token_ids), dtype=torch.int32)
+    return replace(proposal, parents=parents, sibling_rule=sibling_rule, **fields)
+
+
 WRONG = {
     "None": (lambda p: None, "propose"),
     "tokens as a list": (lambda p: replace(p, token_ids=p.token_ids.tolist()), "token_ids"),
@@ -154,6 +160,13 @@ WRONG = {
     "short counts": (lambda p: replace(p, num_tokens=[1]), "num_tokens"),
     "negative counts": (lambda p: replace(p, num_tokens=[-3] * 3), "num_tokens"),
     "passes of too few": (lambda p: replace(p, passes=[{}]), "passes"),
+    "passes that are numbers": (lambda p: replace(p, passes=[3] * 3), "passes"),
+    "drawn without logits": (
+        lambda p: _tree(p, sibling_rule="without_replacement"),
+        "draft_logits",
+    ),
+    "a parent that comes later": (lambda p: _tree(p, parents=(2, 0, 1)), "parents"),
+    "a branch of tokens": (lambda p: _tree(p, branch=Branch("a", [5] * 3)), "branch"),
     "asked of too few": (lambda p: replace(p, num_asked=[1]), "num_asked"),
     "asked for less than none": (lambda p: replace(p, num_asked=[-1] * 3), "num_asked"),
     "logits of one row": (lambda p: _logits(p, 3, 1, 263), "draft_logits"),
