@@ -85,6 +85,7 @@ class Engine:
         elif tokenizer is None:
             tokenizer = load_tokenizer("target", target)
         self.tokenizer = tokenizer
+        self._generation_config = getattr(model, "generation_config", None)
         check_options(model, spec, config)
         target_model = paged_model_of(model, config)
         ranks = target_model.ranks
@@ -142,8 +143,8 @@ class Engine:
             params: one for all prompts, or one per prompt; None = SamplingParams().
             use_tqdm: show a progress bar with tokens per second and acceptance rate.
             generation_config: transformers' GenerationConfig instead of params, with the defaults
-                and semantics of its `generate`: greedy unless do_sample, max_length includes the
-                prompt.
+                and semantics of its `generate`: fields that are None are those of the model's own
+                config, greedy unless do_sample, max_length includes the prompt.
         Raises:
             ValueError: a prompt or parameter cannot be used; no request has been started.
         """
@@ -154,7 +155,8 @@ class Engine:
                 prompt_list = [self._factory.reader.ids(prompt) for prompt in prompt_list]
             is_decoder = self.decoder_start_id is None
             lengths = [len(ids) if is_decoder else 1 for ids in prompt_list]
-            params = [params_of(generation_config, length) for length in lengths]
+            of_model = self._generation_config
+            params = [params_of(generation_config, length, of_model) for length in lengths]
         params_list = as_params_list(params, len(prompt_list))
         samples: list[dict[int, RequestOutput]] = [{} for _ in prompt_list]
         stats, start = SpecStats(), perf_counter()

@@ -6,17 +6,32 @@ from transformers import GenerationConfig
 
 from fastspec.config import SamplingParams
 
-_DEFAULTS = {"max_length": 20, "temperature": 1.0, "top_k": 50, "top_p": 1.0}  # of `generate`
+_DEFAULTS = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}  # of `generate`
+_NUM_NEW = 20  # tokens that `generate` writes by default
 _READ = (
     *_DEFAULTS,
-    *("do_sample", "max_new_tokens", "min_new_tokens", "min_length", "min_p", "repetition_penalty"),
+    *(
+        "max_length",
+        "do_sample",
+        "max_new_tokens",
+        "min_new_tokens",
+        "min_length",
+        "min_p",
+        "repetition_penalty",
+    ),
     *("num_return_sequences", "eos_token_id", "stop_strings"),
 )
 # The engine does its own padding and caching; the rest says where the object comes from.
 _WITHOUT_EFFECT = (
-    *("pad_token_id", "bos_token_id", "decoder_start_token_id", "use_cache"),
-    *("transformers_version", "_from_model_config"),
+    *(
+        "pad_token_id",
+        "bos_token_id",
+        "decoder_start_token_id",
+        "use_cache",
+        "transformers_version",
+    ),
 )
+_KEPT_BY_THE_MODEL = ("eos_token_id", "cache_implementation")
 # Values that turn a field off or are its default. None and False do so for every field.
 _OFF = {
     "num_beams": (1,),
@@ -42,10 +57,19 @@ def is_off(name: str, value: Any) -> bool:
     return value is None or value is False or value in _OFF.get(name, ())
 
 
-def params_of(config: GenerationConfig, num_given: int) -> SamplingParams:
+def _given(config: GenerationConfig) -> dict[str, Any]:
+    fields = vars(config).items()
+    return {n: value for n, value in fields if value is not None and not n.startswith("_")}
+
+
+def params_of(
+    config: GenerationConfig, num_given: int, of_model: GenerationConfig | None = None
+) -> SamplingParams:
     """Return sampling parameters with the same effect as the config has in `generate`.
 
     Args:
+        of_model: the model's own config, which sets what the other one leaves at None. Its
+            end-of-sequence tokens are the engine's anyway.
         num_given: tokens that max_length and min_length count in addition to the new ones.
     Raises:
         ValueError: a field is not supported, or a value is out of range.
@@ -54,19 +78,24 @@ def params_of(config: GenerationConfig, num_given: int) -> SamplingParams:
         raise ValueError(
             f"generation_config: expected a GenerationConfig, got {type(config).__name__}"
         )
+    own, others = _given(config), {} if of_model is None else _given(of_model)
+    given = {name: others[name] for name in others if name not in _KEPT_BY_THE_MODEL} | own
     fresh = vars(GenerationConfig())
-    for name, value in vars(config).items():
+    for name, value in given.items():
         is_default = is_off(name, value) or value == fresh.get(name)
         if not is_default and name not in _READ + _WITHOUT_EFFECT:
-            raise ValueError(f"generation_config: {name} is not supported, got {value!r}")
-    given = {name: value for name in _READ if (value := getattr(config, name, None)) is not None}
+            whose = "" if name in own else ", as the model's generation_config has it"
+            raise ValueError(f"generation_config: {name} is not supported, got {value!r}{whose}")
     given = _DEFAULTS | given
-    max_tokens = given.get("max_new_tokens", given["max_length"] - num_given)
+    longest = given.get("max_length", _NUM_NEW + num_given)
+    max_tokens = given.get("max_new_tokens", longest - num_given)
     if max_tokens < 1:
         raise ValueError(
             f"generation_config: max_length, {given['max_length']}, leaves no room after"
             f" {num_given} tokens"
         )
+    if given.get("stop_strings") and (given.get("min_new_tokens") or given.get("min_length")):
+        raise ValueError("generation_config: stop_strings are not supported with a minimum length")
     least = max(given.get("min_new_tokens", 0), given.get("min_length", 0) - num_given)
     fields: dict[str, Any] = {"temperature": 0}
     if given.get("do_sample"):

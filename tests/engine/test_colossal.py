@@ -1,6 +1,7 @@
 """Colossal-Inference's names: what is taken over, what is refused."""
 
 import logging
+from copy import copy
 
 import pytest
 import torch
@@ -83,6 +84,8 @@ def test_generation_config():
     outputs = engine.generate(prompts=prompts, generation_config=config)
     for prompt, output in zip(prompts, outputs, strict=True):
         assert output.token_ids == hugging_face_greedy(model, prompt, 24 - len(prompt))
+    (output,) = engine.generate(prompts[1:], generation_config=GenerationConfig(eos_token_id=262))
+    assert output.token_ids == hugging_face_greedy(model, prompts[1], 20)
     config = GenerationConfig(
         max_new_tokens=6, do_sample=True, temperature=0.7, num_return_sequences=2, min_new_tokens=6
     )
@@ -98,12 +101,33 @@ def test_generation_config():
     assert [0, *output.token_ids] == generated[0].tolist()
 
 
+def test_the_models_generation_config_sets_what_is_left_open():
+    model, prompt = random_model("llama"), [1, 2, 3]
+    model.generation_config.repetition_penalty = 1.5
+    model.generation_config.cache_implementation = "hybrid"
+    config = GenerationConfig(max_new_tokens=12, pad_token_id=0)
+    mask = torch.ones(1, 3, dtype=torch.long)
+    expected = model.generate(
+        torch.tensor([prompt]), attention_mask=mask, generation_config=copy(config)
+    )
+    engine = Engine(model)
+    (output,) = engine.generate([prompt], generation_config=config)
+    assert [*prompt, *output.token_ids] == expected[0].tolist()
+    config.repetition_penalty = 1.0
+    (output,) = engine.generate([prompt], generation_config=config)
+    assert output.token_ids == hugging_face_greedy(random_model("llama"), prompt, 12)
+    model.generation_config.no_repeat_ngram_size = 2
+    with pytest.raises(ValueError, match="got 2, as the model's generation_config has it"):
+        engine.generate([prompt], generation_config=config)
+
+
 @pytest.mark.parametrize(
     ("config", "named"),
     [
         (GenerationConfig(num_beams=4), "generation_config: num_beams is not supported, got 4"),
         (GenerationConfig(no_repeat_ngram_size=2), "no_repeat_ngram_size"),
         (GenerationConfig(forced_eos_token_id=1), "forced_eos_token_id"),
+        (GenerationConfig(min_new_tokens=3, stop_strings=["a"]), "with a minimum length"),
         (GenerationConfig(max_length=3), "max_length, 3, leaves no room after 3 tokens"),
         ({"max_length": 30}, "generation_config: expected a GenerationConfig, got dict"),
     ],
