@@ -140,6 +140,9 @@ class DrafterContext:
             raise ValueError(f"drafter: expected a draft model, got the drafter {source.name!r}")
         if not isinstance(source, (str, Path, PreTrainedModel)):
             raise ValueError("drafter: a list of several needs spec.method 'cascade'")
+        if isinstance(source, PreTrainedModel) and self.spec.heterogeneous_vocab == "intersection":
+            expected = "a draft model by its path or hub id, whose tokenizer is read"
+            raise ValueError(f"heterogeneous_vocab: 'intersection' needs {expected}")
         target = self.target_model or self.target
         reader = load or partial(load_model, "drafter")
         given = self.config, self.tokenizer, target, reader

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fastspec.config import SpecConfig
+from fastspec.config.checks import require
 from fastspec.drafters import Drafter, GlideDrafter, Proposal
 from fastspec.drafters.base import Batch, CorpusReader, Request
 from fastspec.drafters.context import DrafterContext, DrafterPlan, DrafterSource
@@ -212,6 +213,10 @@ class Speculations(dict[str | None, Speculation]):
         if num_speculative_tokens is None:
             num_speculative_tokens = own.usual_num_speculative_tokens
         own.check_count("n_spec_tokens", num_speculative_tokens)
+        if own.spec.suffix_tokens or own.spec.tree_suffix:
+            most = own.usual_num_speculative_tokens  # the part of the draft model is fixed
+            fits, expected = num_speculative_tokens <= most, f"at most {most} with copies"
+            require("n_spec_tokens", num_speculative_tokens, fits, expected)
         known = own.known
         if drafter is not None:
             given = {"drafter": drafter, "wants_glide": wants_glide}

@@ -22,7 +22,7 @@ from fastspec.models import loading
 from fastspec.tools.simulate import Simulator
 from fastspec.tools.stored_outputs import StoredOutput
 
-from ..models import VOCAB_SIZE
+from ..models import VOCAB_SIZE, perturbed
 
 DOCS = (Path(__file__).parents[2] / "docs" / "drafters.md").read_text(encoding="utf-8")
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -146,6 +146,22 @@ def test_options_of_a_drafter_that_is_made_already(model, options):
     (name,) = options
     with pytest.raises(ValueError, match=f"^{name}: not with a Drafter"):
         Engine(model, PromptLookupDrafter(1, 2), spec=SpecConfig(**options))
+
+
+@pytest.mark.parametrize(
+    ("named", "options"),
+    [
+        ("bigram_path", {"k_matrix": [[1, 1], [0, 1]], "bigram_path": "none.json"}),
+        ("mag_surplus", {"k_matrix": [[1, 1], [0, 1]], "mag_surplus": True}),
+        ("heterogeneous_vocab", {"heterogeneous_vocab": "intersection"}),
+    ],
+)
+def test_options_that_loaded_drafts_leave_nothing_to_do(model, named, options):
+    method = "cascade" if "k_matrix" in options else "draft_model"
+    drafts = [perturbed(model, 0.1), perturbed(model, 0.2)]
+    given = drafts if method == "cascade" else drafts[0]
+    with pytest.raises(ValueError, match=f"^{named}: "):
+        Engine(model, given, spec=SpecConfig(method, **options))
 
 
 def test_what_a_build_raises_or_returns_by_mistake(model):

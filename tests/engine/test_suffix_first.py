@@ -284,6 +284,18 @@ def test_a_methods_own_use_of_the_options_of_suffix():
         drafters.unregister("mine")
 
 
+def test_more_draft_tokens_than_the_draft_model_drafts_are_refused():
+    target = random_model("llama")
+    for spec in (
+        SpecConfig("draft_model", 2, suffix_tokens=4),
+        SpecConfig("tree", 2, tree_suffix=4),
+    ):
+        engine = Engine(target, perturbed(target, 0.2), spec=spec)
+        engine.enable_spec_dec(n_spec_tokens=4)
+        with pytest.raises(ValueError, match="n_spec_tokens: expected at most 4 with copies"):
+            engine.enable_spec_dec(n_spec_tokens=9)
+
+
 def test_copies_are_no_longer_than_asked_for():
     target = random_model("llama")
     spec = SpecConfig("draft_model", 9, suffix_tokens=3, suffix_max_spec_factor=9.0)
