@@ -1,6 +1,7 @@
 """`csd`: cascade speculative drafting under its published signature."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast, overload
 
@@ -89,9 +90,11 @@ def csd(
         "cascade",
         k_matrix=k_matrix,
         lenience=leniency if lenience is None else lenience,
-        mag_surplus=True,
         bigram_path=bigram_path,
     )
+    has_mag = len(spec.cascade_matrix) != len(drafts)
+    if has_mag or any(isinstance(each, Drafter) for each in drafts):
+        spec = replace(spec, mag_surplus=True)
     if bigram_path is not None and len(spec.cascade_matrix) <= len(drafts):
         raise ValueError("bigram_path: k_matrix has no level for a MaG to read it")
     if isinstance(target_model, StoredTarget):

@@ -40,7 +40,7 @@ def test_auto_goes_past_a_gpu_without_code_and_says_so_once(two_gpus, caplog):
         for op in ("verify_tree", "store_kv", "verify_tree"):
             assert backend.resolve(op, "auto", OLD) == "triton"
     [record] = caplog.records
-    assert "built for 8.0;9.0+PTX, and cuda:0 has compute capability 7.5" in record.getMessage()
+    assert "built for 8.0;9.0+PTX, but cuda:0 has compute capability 7.5" in record.getMessage()
     assert backend.backends_of("verify_tree", OLD) == ("triton", "reference")
     assert backend.backends_of("verify_tree", NEW) == ("cuda", "triton", "reference")
 

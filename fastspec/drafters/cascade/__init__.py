@@ -21,10 +21,10 @@ def build(context: DrafterContext) -> DrafterPlan:
     parts = [s if isinstance(s, Drafter) else context.load(s) for s in sources]
     if len(spec.cascade_matrix) == len(parts) + 1:
         parts.append(mag.build(context))
-    else:
+    elif len(spec.cascade_matrix) == len(parts):
         refuse("bigram_path", spec.bigram_path, "k_matrix leaves no level to MaG")
-    if all(isinstance(part, PagedModel) for part in parts):
-        refuse("mag_surplus", spec.mag_surplus or None, "k_matrix leaves no level to MaG")
+        if all(isinstance(part, PagedModel) for part in parts):
+            refuse("mag_surplus", spec.mag_surplus or None, "k_matrix leaves no level to MaG")
     models = [part for part in parts if isinstance(part, PagedModel)]
     vocab_size = min([context.vocab_size, *(model.vocab_size for model in models)])
     probabilistic = spec.draws_drafts

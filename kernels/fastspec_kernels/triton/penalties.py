@@ -127,8 +127,10 @@ def penalize_kernel(
         ids = tl.load(lists.history_ids + entry, mask=there, other=-1)
         count, _ = _count(ids, entry, trees, tree, start)
         count += tl.load(lists.history_counts + entry, mask=there, other=0)
-        bias, _ = _bias_of(lists, ids, first_biased, end_biased, depth)
-        _edit(out, ids, there, bias, there, count, vocab, penalties, b, inverse, INTERPRETED)
+        bias, biased = _bias_of(lists, ids, first_biased, end_biased, depth)
+        _edit(
+            out, ids, there, biased, bias, there, count, vocab, penalties, b, inverse, INTERPRETED
+        )
     for first in range(first_biased, end_biased, ENTRIES):
         entry = first + tl.arange(0, ENTRIES)
         there = entry < end_biased
@@ -141,6 +143,7 @@ def penalize_kernel(
             out,
             ids,
             there & (known == 0),
+            there,
             bias,
             count > 0,
             count,
@@ -153,7 +156,7 @@ def penalize_kernel(
     _, known = _find(lists.history_ids, path, first_known, end_known)
     _, biased = _bias_of(lists, path, first_biased, end_biased, depth)
     own = is_first & (known == 0) & (biased == 0) & (position < depth)
-    _edit(out, path, own, -0.0, own, counts, vocab, penalties, b, inverse, INTERPRETED)
+    _edit(out, path, own, biased, 0.0, own, counts, vocab, penalties, b, inverse, INTERPRETED)
 
 
 @triton.jit
@@ -201,19 +204,31 @@ def _find(sorted_ids, ids, first, end):
 
 @triton.jit
 def _bias_of(lists, ids, first, end, depth):
-    """The bias of each id at this depth, -0 where there is none, and whether there is one."""
+    """The bias of each id at this depth, and whether there is one."""
     entry, there = _find(lists.bias_ids, ids, first, end)
     there &= depth < tl.load(lists.bias_until + entry, mask=there, other=0)
-    return tl.load(lists.bias + entry, mask=there, other=-0.0), there
+    return tl.load(lists.bias + entry, mask=there, other=0.0), there
 
 
 @triton.jit
 def _edit(
-    out, ids, there, bias, seen, count, vocab, penalties, b, inverse, INTERPRETED: tl.constexpr
+    out,
+    ids,
+    there,
+    biased,
+    bias,
+    seen,
+    count,
+    vocab,
+    penalties,
+    b,
+    inverse,
+    INTERPRETED: tl.constexpr,
 ):
     """Read, change and write the logits of some ids, no two of them equal."""
     there &= (ids >= 0) & (ids < vocab)
-    x = tl.load(out + ids, mask=there, other=0.0).to(tl.float32) + bias
+    x = tl.load(out + ids, mask=there, other=0.0).to(tl.float32)
+    x = tl.where(biased, x + bias, x)  # to add 0 would change the sign of a zero
     if penalties.repetition is not None:
         # Quotients of two 24-bit numbers are never so close to a tie that the rounding of the
         # inverse matters; a division here would be a call, for which registers are spilled.
