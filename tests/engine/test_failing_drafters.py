@@ -311,6 +311,25 @@ def test_rows_of_nan_behind_drafts_bend_no_distribution(spec):
     assert deviations.abs().max() < 4, counts
 
 
+@pytest.mark.parametrize("options", [{"allowed_token_ids": [1, 2, 3, 5]}, {"logprobs": 2}], ids=str)
+@pytest.mark.parametrize("method", ["draft_model", "tree"])
+def test_rows_of_nan_behind_drafts_and_what_else_reads_rows(method, options):
+    target, draft = small_model(), perturbed(small_model(), 0.05)
+    with torch.no_grad():
+        target.get_input_embeddings().weight[3] = torch.nan
+    params = [SamplingParams(temperature=1.3, seed=n, max_tokens=5, **options) for n in range(60)]
+    results = []
+    for drafter, spec in (
+        (draft, SpecConfig(method, 2, rejection_sample_method="coupled")),
+        (None, SpecConfig("none", rejection_sample_method="coupled")),
+    ):
+        outputs = Engine(target, drafter, spec=spec).generate([[1, 4, 2]] * len(params), params)
+        assert all(len(o.logprobs or o.token_ids) == len(o.token_ids) for o in outputs)
+        results.append([(o.token_ids, o.finish_reason) for o in outputs])
+    assert results[0] == results[1]
+    assert any(reason == "error" and ids[-1] == 3 for ids, reason in results[0])
+
+
 @pytest.mark.parametrize("token", [-7, 263, 10**6, 2**31 - 1])
 def test_ids_outside_the_vocabulary_are_rejected_as_others_are(model, expected, texts, token):
     def change(proposal):
