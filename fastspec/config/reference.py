@@ -39,8 +39,11 @@ def _section(config: type, option: Option, known: dict[str, Method]) -> str:
     facts = [f"- values: {option.kind.expected}", f"- default: `{option.default!r}`"]
     if option.kind.flag_type is not None:
         facts.append(f"- command line: {', '.join(f'`{flag}`' for flag in option.flags)}")
-    if option.aliases:
-        facts.append(f"- other names: {', '.join(option.aliases)}")
+    others = [alias for alias in option.aliases if "(" in alias]
+    if others:
+        facts.append(f"- other names: {', '.join(others)}")
+    if systems := [alias for alias in option.aliases if alias not in others]:
+        facts.append(f"- same name in: {', '.join(systems)}")
     if config is SpecConfig and takers:
         facts.append(f"- methods: {_code(takers)}")
     text = f"{option.help} {option.details}".strip()
