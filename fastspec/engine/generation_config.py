@@ -8,29 +8,17 @@ from fastspec.config import SamplingParams
 
 _DEFAULTS = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}  # of `generate`
 _NUM_NEW = 20  # tokens that `generate` writes by default
-_READ = (
+_READ = {
     *_DEFAULTS,
-    *(
-        "max_length",
-        "do_sample",
-        "max_new_tokens",
-        "min_new_tokens",
-        "min_length",
-        "min_p",
-        "repetition_penalty",
-    ),
+    *("max_length", "max_new_tokens", "min_length", "min_new_tokens"),
+    *("do_sample", "min_p", "repetition_penalty"),
     *("num_return_sequences", "eos_token_id", "stop_strings"),
-)
+}
 # The engine does its own padding and caching; the rest says where the object comes from.
-_WITHOUT_EFFECT = (
-    *(
-        "pad_token_id",
-        "bos_token_id",
-        "decoder_start_token_id",
-        "use_cache",
-        "transformers_version",
-    ),
-)
+_WITHOUT_EFFECT = {
+    *("pad_token_id", "bos_token_id", "decoder_start_token_id"),
+    *("use_cache", "transformers_version"),
+}
 _KEPT_BY_THE_MODEL = ("eos_token_id", "cache_implementation")
 # Values that turn a field off or are its default. None and False do so for every field.
 _OFF = {
@@ -78,12 +66,13 @@ def params_of(
         raise ValueError(
             f"generation_config: expected a GenerationConfig, got {type(config).__name__}"
         )
-    own, others = _given(config), {} if of_model is None else _given(of_model)
-    given = {name: others[name] for name in others if name not in _KEPT_BY_THE_MODEL} | own
+    own = _given(config)
+    others = {} if of_model is None else _given(of_model)
+    given = {name: value for name, value in others.items() if name not in _KEPT_BY_THE_MODEL} | own
     fresh = vars(GenerationConfig())
     for name, value in given.items():
         is_default = is_off(name, value) or value == fresh.get(name)
-        if not is_default and name not in _READ + _WITHOUT_EFFECT:
+        if not is_default and name not in _READ | _WITHOUT_EFFECT:
             whose = "" if name in own else ", as the model's generation_config has it"
             raise ValueError(f"generation_config: {name} is not supported, got {value!r}{whose}")
     given = _DEFAULTS | given

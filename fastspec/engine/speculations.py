@@ -62,8 +62,7 @@ class SharedSpeculation(Speculation):
             return batch, proposal
         if (wide := proposal.token_ids.shape[1]) > width:
             error = ValueError(f"propose: expected trees of at most {width} nodes, got {wide}")
-            self._fail(error, batch.requests)
-            batch, proposal = self.without_drafts(batch)
+            batch, proposal = self.refuse(error, batch)
         own = self._packed(batch, proposal, width)
         shared = own.clone()
         if self._ranks.rank:

@@ -146,20 +146,18 @@ class Pass(NamedTuple):
         counts = [self.counts[b] for b in places]
         rows = device_tensor(chosen, torch.int64, self.batch.device)
         index = device_tensor(places, torch.int64, self.batch.device)
-        logits, bitmask = self.logits[rows], None
-        if self.bitmask is not None:
-            bitmask = self.bitmask[rows]
+
+        def part(values: Tensor | None, index: Tensor = index) -> Tensor | None:
+            return None if values is None else values[index]
+
+        logits, bitmask = self.logits[rows], part(self.bitmask, rows)
         best = without_forbidden(logits.float(), bitmask).amax(dim=-1)  # NaN where a row holds one
         owners, nodes = places_of(counts)
-        is_spoilt = [not fits for fits in best.isfinite().tolist()]
-        spoilt = [row for row, node in enumerate(nodes) if node and is_spoilt[row]]
+        fits = best.isfinite().tolist()
+        spoilt = [row for row, node in enumerate(nodes) if node and not fits[row]]
         logits[spoilt] = 0
         if bitmask is not None:
             bitmask[spoilt] = -1
-
-        def part(values: Tensor | None) -> Tensor | None:
-            return None if values is None else values[index]
-
         proposal = replace(
             self.proposal,
             token_ids=self.proposal.token_ids[index],
