@@ -237,7 +237,7 @@ KINDS = {
 }
 
 
-def judge(model_type: str) -> Verdict:
+def try_out(model_type: str) -> Verdict:
     """Run it, or see it refused; an AssertionError where its ids differ."""
     config = config_of(model_type)
     for seed in range(len(GAINS)):
@@ -287,6 +287,6 @@ def table(verdicts: list[Verdict]) -> str:
 
 if __name__ == "__main__":
     transformers.logging.set_verbosity_error()
-    text = table([judge(model_type) for model_type in model_types()])
+    text = table([try_out(model_type) for model_type in model_types()])
     page = PAGE.read_text(encoding="utf-8")
     PAGE.write_text(TABLE.sub(lambda m: m[1] + text + m[3], page), encoding="utf-8")

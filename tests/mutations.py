@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 CHAIN = "tests/kernels/test_verify_chain.py tests/kernels/test_verify_chain_options.py"
 TREE = "tests/kernels/test_verify_tree.py"
-LAW = "tests/kernels/test_law.py"
+LAW = "tests/kernels/test_distribution.py"
 ATTENTION = "tests/kernels/test_tree_attention.py tests/kernels/test_tree_attention_masks.py"
 CACHE = "tests/kernels/test_store_kv.py tests/kernels/test_compact_kv.py"
 PENALTIES = "tests/kernels/test_penalize.py"
@@ -256,7 +256,7 @@ MUTATIONS = [
         ("const int64_t word = part * kThreads", "const int64_t word = 0 * part"),
     ),
     *_of(
-        "kernels/fastspec_kernels/triton/chain_judge.py",
+        "kernels/fastspec_kernels/triton/chain_verdict.py",
         f"{CHAIN} -k triton",
         ("tl.minimum(num, stop), stop", "num, stop"),
         ("(length < num) & (greedy == 0)", "(greedy == 0)"),

@@ -346,8 +346,8 @@ class SpecConfig(Options):
             fits = is_chain and self.draft_sample_method != "probabilistic"
             expected = "not 'reencoding' for trees, cascades, cape and probabilistic drafts"
             require("heterogeneous_vocab", self.heterogeneous_vocab, fits, expected)
-        judges_chains = not self.drafts_trees and not self.cape
-        fits = judges_chains and self.rejection_sample_method == "standard"
+        verifies_chains = not self.drafts_trees and not self.cape
+        fits = verifies_chains and self.rejection_sample_method == "standard"
         factor, rate = self.relaxed_acceptance, self.synthetic_acceptance_rate
         others = "for trees, and for block and coupled verification"
         require("relaxed_acceptance", factor, factor == 1 or fits, f"1 {others}")

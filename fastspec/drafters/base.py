@@ -216,8 +216,9 @@ class Proposal:
             `fastspec_kernels.verify_tree`; required for trees, None for chains.
         writers: who wrote each proposal, for a drafter with several parts; None = the drafter.
         passes: for each request, the passes through each draft model in this step, by its name.
-        on_judged: for chains only: called with the target's logits [T, V] and num_rows; packed,
-            num_rows[b] rows of request b: after its last committed token and each proposal read.
+        on_target_logits: for chains only: called with the target's logits [T, V] and num_rows;
+            packed, num_rows[b] rows of request b: after its last committed token and each proposal
+            read.
         draft_token_map: [V] int32, the column of draft_logits for each of the target's tokens, -1
             if there is none; None = column x is token x.
         branch: for trees only: accepted tokens count as written by its writer as far as they match
@@ -233,7 +234,7 @@ class Proposal:
     sibling_rule: str | None = None
     writers: list[list[str]] | None = None
     passes: list[dict[str, int]] | None = None
-    on_judged: Callable[[Tensor, list[int]], None] | None = None
+    on_target_logits: Callable[[Tensor, list[int]], None] | None = None
     draft_token_map: Tensor | None = None
     branch: Branch | None = None
     num_asked: list[int | None] | None = None
@@ -259,8 +260,8 @@ def check_proposal(proposal: Any, batch: Batch, vocab_size: int) -> None:
         if proposal.sibling_rule not in _SIBLING_RULES:
             expected = f"one of {_SIBLING_RULES}"
             raise ValueError(f"sibling_rule: expected {expected}, got {proposal.sibling_rule!r}")
-        if proposal.on_judged is not None:
-            raise ValueError("on_judged: expected None for trees")
+        if proposal.on_target_logits is not None:
+            raise ValueError("on_target_logits: expected None for trees")
         if proposal.sibling_rule != "target_only" and proposal.draft_logits is None:
             raise ValueError(f"draft_logits: expected for {proposal.sibling_rule}, got None")
     if proposal.draft_logits is not None:

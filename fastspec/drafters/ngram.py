@@ -79,7 +79,7 @@ class NgramDrafter:
         def learn(target_logits: Tensor, num_rows: list[int]) -> None:
             self._learn_fillers(rows, grown, target_logits, num_rows)
 
-        return Proposal(proposal.token_ids, num_tokens=proposal.num_tokens, on_judged=learn)
+        return Proposal(proposal.token_ids, num_tokens=proposal.num_tokens, on_target_logits=learn)
 
     def commit(self, batch: Batch, accepted: list[int]) -> None:
         """Do nothing: the next proposal learns the new tokens."""

@@ -28,7 +28,7 @@ from fastspec_kernels import (
 )
 
 
-def judge(
+def verify_drafts(
     spec: SpecConfig,
     batch: Batch,
     proposal: Proposal,
@@ -46,7 +46,7 @@ def judge(
     """
     if spec.rejection_sample_method == "coupled":
         places = device_tensor(places_of(counts), torch.int64, batch.device)
-        return judge_coupled(logits, places, ids, parents, batch, bitmask)
+        return verify_coupled(logits, places, ids, parents, batch, bitmask)
     cu_rows = device_tensor([*accumulate(counts, initial=0)], torch.int32, batch.device)
     most = batch.num_speculative_tokens
     num = most if parents is None else ids.shape[1]
@@ -54,8 +54,8 @@ def judge(
     if num != most or batch.own_limits is not None:
         uniforms = _by_own_limits(uniforms, num, batch)
     if (rate := spec.synthetic_acceptance_rate) is not None:
-        judged = logits, cu_rows, proposal.token_ids, uniforms, rate
-        return judge_synthetic(*judged, batch.sampling, bitmask, batch.backend)
+        synthetic = logits, cu_rows, proposal.token_ids, uniforms, rate
+        return verify_synthetic(*synthetic, batch.sampling, bitmask, batch.backend)
     given: dict[str, Any] = {**batch.sampling, "token_bitmask": bitmask, "backend": batch.backend}
     given |= {"draft_logits": proposal.draft_logits, "draft_token_map": proposal.draft_token_map}
     if parents is not None:
@@ -100,7 +100,7 @@ def _by_own_limits(numbers: Tensor, num: int, batch: Batch) -> Tensor:
     return numbers.gather(1, torch.cat([places + (places >= extra), extra], dim=1))
 
 
-def judge_coupled(
+def verify_coupled(
     target_logits: Tensor,
     places: Tensor,
     ids: Tensor,
@@ -142,15 +142,15 @@ def judge_coupled(
     choices[owners, nodes] = picked
     logprob_of = logprobs.new_zeros(ids.shape)
     logprob_of[owners, nodes] = logprobs
-    is_judged = torch.zeros_like(ids, dtype=torch.bool)
-    is_judged[owners, nodes] = True
+    is_verified = torch.zeros_like(ids, dtype=torch.bool)
+    is_verified[owners, nodes] = True
 
     node = torch.zeros((num_requests, 1), dtype=torch.int64, device=ids.device)
     is_going = torch.ones_like(node, dtype=torch.bool)
     path, tokens, values = [node], [choices[:, :1]], [logprob_of[:, :1]]
     for _ in range(min(batch.num_speculative_tokens, width - 1)):
         choice = choices.gather(1, node)
-        follows = (parents == node) & (ids == choice) & is_judged & (choice >= 0)
+        follows = (parents == node) & (ids == choice) & is_verified & (choice >= 0)
         is_going = is_going & follows.any(1, keepdim=True)
         node = torch.where(is_going, follows.int().argmax(1, keepdim=True), node)
         path.append(torch.where(is_going, node, -1))
@@ -169,7 +169,7 @@ def judge_coupled(
     )
 
 
-def judge_synthetic(
+def verify_synthetic(
     target_logits: Tensor,
     cu_rows: Tensor,
     draft_token_ids: Tensor,

@@ -199,16 +199,16 @@ class Loop:
                 shared = common_prefix_len(paths[index], verdict.output_ids[: len(writers)])
                 writers = [writer] * shared + list(writers[shared:])
             kept, finish_reason = self._append(request, verdict, writers)
-            judged = kept if kept <= verdict.accepted_len else verdict.num_draft_tokens
+            verified = kept if kept <= verdict.accepted_len else verdict.num_draft_tokens
             accepted = min(kept, verdict.accepted_len)
             drafts = batch.own_limits is None or batch.own_limits[index] > 0
             if speculation.schedule is not None and drafts:
                 wanted = (proposal.num_asked or batch.num_draft_tokens)[index]
                 if wanted is not None:
-                    speculation.record(request, Step(wanted, judged, accepted))
+                    speculation.record(request, Step(wanted, verified, accepted))
             passes = proposal.passes[index] if proposal.passes else None
             for stats in (self.stats, request.stats):
-                stats.record_step(judged, accepted, kept, passes)
+                stats.record_step(verified, accepted, kept, passes)
             if finish_reason is not None:
                 self._end(request, finish_reason)
         speculation.commit(batch, [max(verdict.accepted_len, 0) for verdict in verdicts])

@@ -169,9 +169,9 @@ class Speculation:
                 check_proposal(proposal, batch, self._vocab_size)
                 if proposal.parents is not None and self._chain_rule is not None:
                     raise ValueError(f"{self._chain_rule} verifies chains, not token trees")
-                if proposal.on_judged is not None:
-                    told = self._guarded(proposal.on_judged, requests)
-                    proposal = replace(proposal, on_judged=told)
+                if proposal.on_target_logits is not None:
+                    guarded = self._guarded(proposal.on_target_logits, requests)
+                    proposal = replace(proposal, on_target_logits=guarded)
                 return batch, proposal
         except BaseException as error:
             self._fail(error, requests)

@@ -13,7 +13,7 @@ from fastspec.config import SpecConfig
 from fastspec.drafters import Proposal
 from fastspec.drafters.base import Batch, divisors, sampling_of_rows
 from fastspec.drafters.logit_rules import Rows, apply_rules, without_forbidden
-from fastspec.engine.acceptance import judge, places_of
+from fastspec.engine.acceptance import places_of, verify_drafts
 from fastspec.engine.outputs import Verdict
 from fastspec.engine.request import EngineRequest
 from fastspec.models.layout import Span, packed
@@ -96,8 +96,8 @@ def verify(
     if runner.paged_model.recurrent is not None:
         readable, spans, rows = _after_reread(runner, batch, readable, counts)
     logits = runner.forward(readable, spans, rows, parents)  # [T, V]
-    if proposal.on_judged is not None:
-        proposal.on_judged(logits, counts)
+    if proposal.on_target_logits is not None:
+        proposal.on_target_logits(logits, counts)
 
     # Apply the requests' logit rules, then the acceptance rule.
     bitmask, dead = None, []
@@ -184,8 +184,8 @@ def _accepted(
 ) -> list[Verdict]:
     """Apply the acceptance rule to a `Pass`, compact trees, and copy the results to the host."""
     ranks = runner.paged_model.ranks
-    judged = judge(spec, batch, proposal, logits, counts, ids, parents, bitmask)
-    *path, output_ids, accepted_len, logprobs = judged
+    verified = verify_drafts(spec, batch, proposal, logits, counts, ids, parents, bitmask)
+    *path, output_ids, accepted_len, logprobs = verified
     columns = [accepted_len[:, None].expand_as(ids), output_ids, ids]
     columns += [] if parents is None else [*path, parents]
     table = torch.stack(columns, dim=1)

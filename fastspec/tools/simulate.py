@@ -241,5 +241,5 @@ def _follow(
             break
         path.append(node)
     emitted = following[: len(path)]
-    judged = [len(path) - 1], emitted, token_ids, path[1:], parents
-    return verdict_of(judged, min(most, len(row)) + 1)
+    verified = [len(path) - 1], emitted, token_ids, path[1:], parents
+    return verdict_of(verified, min(most, len(row)) + 1)

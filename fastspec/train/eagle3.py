@@ -228,9 +228,9 @@ def _unrolled(
             own.append((key, value))
         attended = _attend(query, past, own, attention.scaling)[places].flatten(1)
         hidden = layer.finish(residual, attention.o_proj(attended))
-        judged = column[rows] + 1 >= first[rows]
-        yield draft.norm(hidden[judged]), rows[judged] + 1 + step
-        goes_on = judged & (column[rows] + 2 + step <= last[rows])
+        is_draft = column[rows] + 1 >= first[rows]
+        yield draft.norm(hidden[is_draft]), rows[is_draft] + 1 + step
+        goes_on = is_draft & (column[rows] + 2 + step <= last[rows])
         rows, hidden = rows[goes_on], hidden[goes_on]
         if not len(rows):
             return
@@ -277,7 +277,7 @@ class Eagle3Trainer(GlideTrainer):
 
 
 @torch.no_grad()
-def judge(
+def measure_acceptance(
     draft: Eagle3Draft,
     target: PreTrainedModel,
     teacher: Callable[[Tensor], UnrolledLesson],
@@ -336,8 +336,10 @@ def train_eagle3(
     if resume:
         trainer.resume()
     trainer.run(advance)
-    judged = torch.arange(len(texts), len(texts) + len(held_out))
-    record = trainer.record | judge(draft, target, teacher, judged, trainer.num_steps + 1)
+    places = torch.arange(len(texts), len(texts) + len(held_out))
+    record = trainer.record | measure_acceptance(
+        draft, target, teacher, places, trainer.num_steps + 1
+    )
     (out / "record.json").write_text(json.dumps(record, indent=1) + "\n")
     save_eagle3(draft, out)
     file.unlink()

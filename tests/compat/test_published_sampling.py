@@ -241,16 +241,16 @@ PROCESSORS = [
 
 @pytest.mark.parametrize("processor", PROCESSORS)
 def test_filters_come_before_the_temperature(processor):
-    """In the law itself: the nucleus is that of temperature 1."""
+    """In the distribution itself: the nucleus is that of temperature 1."""
     model, draft = small_pair()
     texts = torch.tensor(list(product(range(VOCAB_SIZE), repeat=LENGTH)))
     prompts = torch.tensor([PROMPT] * len(texts))
     with torch.no_grad():
         logits = model(torch.cat([prompts, texts[:, :-1]], dim=1)).logits[:, len(PROMPT) - 1 :]
-    law = processor(logits.flatten(0, 1)).view(logits.shape).gather(2, texts[:, :, None])
-    law = law[:, :, 0].double().prod(dim=1).view((VOCAB_SIZE,) * LENGTH).numpy()
+    distribution = processor(logits.flatten(0, 1)).view(logits.shape).gather(2, texts[:, :, None])
+    distribution = distribution[:, :, 0].double().prod(dim=1).view((VOCAB_SIZE,) * LENGTH).numpy()
     counts = drawn_counts((model, draft), _sampling(processor), SpecConfig("auto", 1), 800)
-    assert chi_square(counts, law / law.sum()) > ALPHA
+    assert chi_square(counts, distribution / distribution.sum()) > ALPHA
 
 
 @pytest.mark.parametrize(

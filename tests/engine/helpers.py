@@ -1,4 +1,4 @@
-"""What tests of different drafters share: prompts, expected ids and laws, a run to its end."""
+"""What tests of different drafters share: prompts, expected ids, distributions, whole runs."""
 
 from hashlib import blake2b
 from itertools import product
@@ -55,7 +55,7 @@ def finish(engine):
     return outputs
 
 
-# Sampling: texts of LENGTH tokens out of a small vocabulary, counted and compared with their law
+# Sampling: texts of LENGTH tokens out of a small vocabulary, compared with their distribution
 
 VOCAB_SIZE, LENGTH, PROMPT = 6, 3, [1, 4, 2]
 ALPHA = 1e-6
@@ -83,7 +83,7 @@ def small_pair():
 
 
 @torch.no_grad()
-def exact_law(model, sampling, prompt=PROMPT):
+def exact_distribution(model, sampling, prompt=PROMPT):
     """Probability of each text of LENGTH tokens, indexed by its ids."""
     texts = torch.tensor(list(product(range(VOCAB_SIZE), repeat=LENGTH)))
     prompts = torch.tensor([prompt] * len(texts))
@@ -98,8 +98,8 @@ def exact_law(model, sampling, prompt=PROMPT):
         for name, value in sampling.items()
     }
     probs = logits_to_probs(logits.flatten(0, 1), **rows, backend="reference").view(logits.shape)
-    law = probs.gather(2, texts[:, :, None])[:, :, 0].double().prod(dim=1).numpy()
-    return (law / law.sum()).reshape((VOCAB_SIZE,) * LENGTH)
+    distribution = probs.gather(2, texts[:, :, None])[:, :, 0].double().prod(dim=1).numpy()
+    return (distribution / distribution.sum()).reshape((VOCAB_SIZE,) * LENGTH)
 
 
 def drawn_counts(models, sampling, spec, num_draws=2_000, prompt=PROMPT, num_more=0):

@@ -67,9 +67,9 @@ def test_every_kernel_is_asked_for_by_name(case, asked_for, model, drafter):
     config = EngineConfig(backend="reference", num_blocks=64)
     engine = Engine(model, draft, spec=SpecConfig(method, **options), config=config)
     engine.generate(PROMPTS, PARAMS)
-    judge = "verify_tree" if "tree" in case or case == "cape" else "verify_chain"
-    judge = {"sample_coupled"} if "coupled" in case else {judge, "uniform"}
-    assert {*judge, "penalize", "row_stats", "tree_attention"} <= {*asked_for}
+    verifier = "verify_tree" if "tree" in case or case == "cape" else "verify_chain"
+    verifiers = {"sample_coupled"} if "coupled" in case else {verifier, "uniform"}
+    assert {*verifiers, "penalize", "row_stats", "tree_attention"} <= {*asked_for}
     assert set().union(*asked_for.values()) == {"reference"}, asked_for
 
 

@@ -15,7 +15,7 @@ from .helpers import (
     PLAIN,
     PROMPTS,
     drawn_counts,
-    exact_law,
+    exact_distribution,
     hugging_face_greedy,
     small_model,
 )
@@ -170,11 +170,11 @@ def small_models():
     ],
     ids=["one", "model-mag", "three", "three-filtered", "lenient", "block", "greedy"],
 )
-def test_sampled_output_has_the_targets_law(small_models, options):
+def test_sampled_output_has_the_targets_distribution(small_models, options):
     model, drafts = small_models
     options = dict(options)
     sampling = options.pop("sampling", PLAIN)
     size = len(options["k_matrix"])
     spec = SpecConfig("cascade", **options)
     counts = drawn_counts((model, drafts[: max(1, size - 1)]), sampling, spec, num_draws=3000)
-    assert chi_square(counts, exact_law(model, sampling)) > ALPHA
+    assert chi_square(counts, exact_distribution(model, sampling)) > ALPHA

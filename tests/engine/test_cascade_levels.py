@@ -10,7 +10,7 @@ from fastspec.drafters.cascade.levels import ModelLevel
 from fastspec.models.reduced_vocabulary import DraftVocabulary
 from fastspec_kernels.testing import chi_square
 
-from .helpers import ALPHA, PLAIN, drawn_counts, exact_law, small_pair
+from .helpers import ALPHA, PLAIN, drawn_counts, exact_distribution, small_pair
 from .probes import batch_of, request_of
 
 CPU = torch.device("cpu")
@@ -103,16 +103,16 @@ def test_rows_that_are_not_finite_leave_nothing():
         assert draft.text == [1, 2, 3]
 
 
-def test_laws_that_lenience_has_bent_are_caught(monkeypatch):
-    """Judged by a model's own law, what a lenient review kept would bias the output."""
+def test_distributions_bent_by_lenience_are_caught(monkeypatch):
+    """Judged by a model's own distribution, what a lenient review kept would bias the output."""
     before = CascadeDrafter.propose
 
-    def keeps_laws(self, batch):
-        self._keeps_laws = True
+    def keeps_logits(self, batch):
+        self._keeps_logits = True
         return before(self, batch)
 
-    monkeypatch.setattr(CascadeDrafter, "propose", keeps_laws)
+    monkeypatch.setattr(CascadeDrafter, "propose", keeps_logits)
     models = small_pair()
     spec = SpecConfig("cascade", k_matrix=[[2, 1], [0, 2]], lenience=4.0)
     counts = drawn_counts(models, PLAIN, spec, num_draws=6000)
-    assert chi_square(counts, exact_law(models[0], PLAIN)) < ALPHA
+    assert chi_square(counts, exact_distribution(models[0], PLAIN)) < ALPHA

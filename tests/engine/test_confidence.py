@@ -1,4 +1,4 @@
-"""Chains that end once they are improbable: shorter drafts, same output, the same law."""
+"""Chains that end once they are improbable: shorter drafts, same output, the same distribution."""
 
 import pytest
 import torch
@@ -8,7 +8,14 @@ from fastspec_kernels.testing import chi_square
 
 from ..models import perturbed, random_model
 from .glide_models import often_right
-from .helpers import ALPHA, FILTERED, drawn_counts, exact_law, hugging_face_greedy, small_pair
+from .helpers import (
+    ALPHA,
+    FILTERED,
+    drawn_counts,
+    exact_distribution,
+    hugging_face_greedy,
+    small_pair,
+)
 from .probes import assert_caches, batch_of, drafter_of, remembers_nobody, request_of
 
 PROMPTS = [[1, 2, 3], list(range(5, 22)), [40, 7] * 17, [9]]
@@ -53,8 +60,10 @@ def test_the_draft_ends_with_the_token_that_makes_it_improbable():
     whole = proposal_of(Engine(model, draft, spec=SpecConfig("draft_model", 5))).token_ids.tolist()
     probs = []
     for prompt, ids in zip(PROMPTS, whole, strict=True):
-        laws = draft(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].softmax(-1)
-        drafted = laws.gather(1, torch.tensor(ids)[:, None])[:, 0]
+        distributions = (
+            draft(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].softmax(-1)
+        )
+        drafted = distributions.gather(1, torch.tensor(ids)[:, None])[:, 0]
         probs.append(drafted.cumprod(0).tolist())
     threshold = sorted(prob for row in probs for prob in row)[9] * 1.001
     engine = engine_of("draft_model", model, threshold)
@@ -77,11 +86,11 @@ def test_the_draft_ends_with_the_token_that_makes_it_improbable():
 
 
 @pytest.mark.parametrize("rule", ["standard", "block", "coupled"])
-def test_sampled_output_has_the_targets_law(rule):
+def test_sampled_output_has_the_targets_distribution(rule):
     models = small_pair()
     spec = SpecConfig("draft_model", 3, confidence_threshold=0.2, rejection_sample_method=rule)
     counts = drawn_counts(models, FILTERED, spec, num_more=2)
-    assert chi_square(counts, exact_law(models[0], FILTERED)) > ALPHA
+    assert chi_square(counts, exact_distribution(models[0], FILTERED)) > ALPHA
 
 
 def test_a_seed_gives_the_same_text_in_any_batch():

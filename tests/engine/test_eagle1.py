@@ -1,4 +1,4 @@
-"""EAGLE-1 and EAGLE-2 drafts: the published forward, the same output, the exact law."""
+"""EAGLE-1 and EAGLE-2 drafts: the published forward, the same output, the exact distribution."""
 
 from functools import partial
 
@@ -19,7 +19,7 @@ from .helpers import (
     PLAIN,
     PROMPTS,
     drawn_counts,
-    exact_law,
+    exact_distribution,
     hugging_face_greedy,
     small_model,
 )
@@ -96,7 +96,7 @@ def test_exact_distribution(tmp_path, sampling, options):
     target = small_model()
     write_folder(tmp_path, target)
     counts = drawn_counts((target, tmp_path), sampling, SpecConfig("eagle3", 2, **options))
-    assert chi_square(counts, exact_law(target, sampling)) > ALPHA
+    assert chi_square(counts, exact_distribution(target, sampling)) > ALPHA
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])

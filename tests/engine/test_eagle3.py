@@ -1,4 +1,4 @@
-"""EAGLE-3 drafts: the published forward, the same output, the exact law."""
+"""EAGLE-3 drafts: the published forward, the same output, the exact distribution."""
 
 import json
 from functools import partial
@@ -20,7 +20,7 @@ from .helpers import (
     PLAIN,
     PROMPTS,
     drawn_counts,
-    exact_law,
+    exact_distribution,
     finish,
     hugging_face_greedy,
     small_model,
@@ -205,7 +205,7 @@ def test_exact_distribution(tmp_path, sampling, options):
     target = small_model()
     write_folder(tmp_path, target, num_known=4)
     counts = drawn_counts((target, tmp_path), sampling, SpecConfig("eagle3", 2, **options))
-    assert chi_square(counts, exact_law(target, sampling)) > ALPHA
+    assert chi_square(counts, exact_distribution(target, sampling)) > ALPHA
 
 
 @pytest.mark.parametrize("copies", [{}, {"suffix_tokens": 3}], ids=["alone", "with copies"])
@@ -224,7 +224,7 @@ def test_exact_distribution_of_drafts_that_end_where_they_are_unsure(tmp_path, r
     assert 1 < stats.num_draft_tokens / stats.num_drafts < 3
     given = FILTERED, spec
     counts = drawn_counts((target, tmp_path), *given, prompt=prompt, num_more=3)
-    assert chi_square(counts, exact_law(target, FILTERED, prompt)) > ALPHA
+    assert chi_square(counts, exact_distribution(target, FILTERED, prompt)) > ALPHA
 
 
 def test_unlike_requests_in_one_batch(tmp_path):

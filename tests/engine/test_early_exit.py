@@ -8,7 +8,14 @@ from fastspec.tools.simulate import Simulator
 from fastspec_kernels.testing import chi_square
 
 from ..models import VOCAB_SIZE, random_model, random_t5
-from .helpers import ALPHA, FILTERED, drawn_counts, exact_law, hugging_face_greedy, small_model
+from .helpers import (
+    ALPHA,
+    FILTERED,
+    drawn_counts,
+    exact_distribution,
+    hugging_face_greedy,
+    small_model,
+)
 from .probes import draft_model_of, flat_model_of, target_runner
 
 PROMPTS = [[1, 2, 3], list(range(5, 22)), [40, 7] * 17, [9]]
@@ -70,11 +77,11 @@ def test_the_pages_are_the_targets_and_the_pass_is_flat():
 
 
 @pytest.mark.parametrize("options", [{}, {"cape": True}, {"rejection_sample_method": "coupled"}])
-def test_sampled_output_has_the_targets_law(options):
+def test_sampled_output_has_the_targets_distribution(options):
     model = small_model()
     spec = SpecConfig("early_exit", 2, exit_layer=1, **options)
     counts = drawn_counts((model, None), FILTERED, spec)
-    assert chi_square(counts, exact_law(model, FILTERED)) > ALPHA
+    assert chi_square(counts, exact_distribution(model, FILTERED)) > ALPHA
 
 
 @pytest.mark.parametrize(

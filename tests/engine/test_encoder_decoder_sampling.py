@@ -1,4 +1,4 @@
-"""Sampled output of encoder-decoders has the target's exact law."""
+"""Sampled output of encoder-decoders has the target's exact distribution."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from fastspec import SpecConfig
 from fastspec_kernels.testing import chi_square
 
 from ..models import perturbed, random_t5
-from .helpers import ALPHA, FILTERED, PLAIN, VOCAB_SIZE, drawn_counts, exact_law
+from .helpers import ALPHA, FILTERED, PLAIN, VOCAB_SIZE, drawn_counts, exact_distribution
 
 PROMPT = [4, 2, 5, 1]
 
@@ -37,4 +37,4 @@ def test_exact_distribution(pair, sampling, method):
         how = "greedy" if method == "greedy drafts" else "probabilistic"
         spec = SpecConfig(num_speculative_tokens=2, draft_sample_method=how)
     counts = drawn_counts((model, drafter), sampling, spec, prompt=PROMPT)
-    assert chi_square(counts, exact_law(model, sampling, PROMPT)) > ALPHA
+    assert chi_square(counts, exact_distribution(model, sampling, PROMPT)) > ALPHA

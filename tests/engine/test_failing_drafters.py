@@ -30,7 +30,7 @@ class Scripted:
 
     def __init__(self, texts, failing=(), when=lambda call: True, change=lambda proposal: proposal):
         self.texts, self.failing, self.when, self.change = texts, failing, when, change
-        self.calls = dict.fromkeys(("propose", "commit", "release", "on_judged"), 0)
+        self.calls = dict.fromkeys(("propose", "commit", "release", "on_target_logits"), 0)
 
     def _enter(self, method):
         self.calls[method] += 1
@@ -45,8 +45,12 @@ class Scripted:
             done = len(request.token_ids)
             rows.append((text[done : done + K] + [-1] * K)[:K])
         token_ids = torch.tensor(rows, dtype=torch.int32)
-        on_judged = (lambda *_: self._enter("on_judged")) if "on_judged" in self.failing else None
-        return self.change(Proposal(token_ids, on_judged=on_judged))
+        on_target_logits = (
+            (lambda *_: self._enter("on_target_logits"))
+            if "on_target_logits" in self.failing
+            else None
+        )
+        return self.change(Proposal(token_ids, on_target_logits=on_target_logits))
 
     def commit(self, batch, accepted):
         self._enter("commit")
@@ -83,7 +87,7 @@ def run(engine):
     return [outputs[request_id] for request_id in ids], errors
 
 
-@pytest.mark.parametrize("method", ["propose", "commit", "release", "on_judged"])
+@pytest.mark.parametrize("method", ["propose", "commit", "release", "on_target_logits"])
 @pytest.mark.parametrize("when", [lambda call: call == 2, lambda call: True], ids=["2nd", "all"])
 def test_no_request_is_lost_and_the_error_is_raised_once(model, expected, texts, method, when):
     drafter = Scripted(texts, {method}, when)
@@ -102,7 +106,7 @@ def test_no_request_is_lost_and_the_error_is_raised_once(model, expected, texts,
     assert [output.token_ids for output in engine.generate(PROMPTS, GREEDY)] == expected
 
 
-@pytest.mark.parametrize("method", ["propose", "commit", "release", "on_judged"])
+@pytest.mark.parametrize("method", ["propose", "commit", "release", "on_target_logits"])
 def test_generate_completes_and_then_raises(model, expected, texts, method):
     drafter = Scripted(texts, {method}, lambda call: call == 1)
     engine = Engine(model, drafter, spec=SPEC)
@@ -287,7 +291,7 @@ def test_what_is_the_targets_fault_is_not_the_drafters(
 def test_rows_of_nan_behind_drafts_bend_no_distribution(spec):
     """A token that leads to NaN is drawn as often as without a drafter, and ends the text then."""
     target, draft = small_model(), perturbed(small_model(), 0.05)
-    first_law = target(torch.tensor([[1, 4, 2]])).logits[0, -1].div(1.3).softmax(-1)
+    first_distribution = target(torch.tensor([[1, 4, 2]])).logits[0, -1].div(1.3).softmax(-1)
     with torch.no_grad():
         target.get_input_embeddings().weight[3] = torch.nan
     num = 1500
@@ -307,7 +311,9 @@ def test_rows_of_nan_behind_drafts_bend_no_distribution(spec):
         assert [o.finish_reason for o in outputs] == [o.finish_reason for o in expected]
         return
     counts = torch.bincount(torch.tensor([o.token_ids[0] for o in outputs]), minlength=6)
-    deviations = (counts - num * first_law) / (num * first_law * (1 - first_law)).sqrt()
+    deviations = (counts - num * first_distribution) / (
+        num * first_distribution * (1 - first_distribution)
+    ).sqrt()
     assert deviations.abs().max() < 4, counts
 
 

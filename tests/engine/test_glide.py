@@ -1,4 +1,4 @@
-"""GLIDE drafts in the engine: the same output, the exact law, and the published bugs absent."""
+"""GLIDE drafts in the engine: same output, exact distribution, no published bugs."""
 
 import pytest
 
@@ -14,7 +14,7 @@ from .helpers import (
     PLAIN,
     PROMPTS,
     drawn_counts,
-    exact_law,
+    exact_distribution,
     hugging_face_greedy,
     small_model,
 )
@@ -98,7 +98,7 @@ def test_exact_distribution(sampling, cape):
     bins = [(0.4, 2), (1.0, 1)] if cape else None
     spec = SpecConfig("glide", 2, cape=cape, cape_bins=bins)
     counts = drawn_counts((target, random_glide(target)), sampling, spec)
-    assert chi_square(counts, exact_law(target, sampling)) > ALPHA
+    assert chi_square(counts, exact_distribution(target, sampling)) > ALPHA
 
 
 def test_glide_is_remembered_when_speculation_is_switched():

@@ -22,7 +22,7 @@ from fastspec import HFGenerator, hf, hf_generate
 from fastspec_kernels.testing import chi_square
 
 from ..models import EOS_ID, byte_tokenizer, perturbed, random_model, random_t5
-from .helpers import ALPHA, LENGTH, PROMPT, VOCAB_SIZE, exact_law, small_model
+from .helpers import ALPHA, LENGTH, PROMPT, VOCAB_SIZE, exact_distribution, small_model
 
 IDS = torch.tensor([[0, 0, 0, 1, 2, 3], [5, 6, 7, 8, 9, 10], [0, 40, 7, 40, 7, 40]])
 MASK = (IDS != 0).long()
@@ -233,10 +233,12 @@ def counts_of(model, num, **options):
     return counts
 
 
-def test_samples_follow_the_law():
+def test_samples_follow_the_distribution():
     model = small_model()
-    law = exact_law(model, {name: SAMPLED[name] for name in SAMPLED if name != "do_sample"})
-    assert chi_square(counts_of(model, 2000), law) > ALPHA
+    distribution = exact_distribution(
+        model, {name: SAMPLED[name] for name in SAMPLED if name != "do_sample"}
+    )
+    assert chi_square(counts_of(model, 2000), distribution) > ALPHA
 
 
 class Favour(LogitsProcessor):
@@ -247,7 +249,7 @@ class Favour(LogitsProcessor):
         return scores
 
 
-def test_samples_of_a_warper_before_another_processor_follow_the_law():
+def test_samples_of_a_warper_before_another_processor_follow_the_distribution():
     """It stays a processor: what comes after it must see its scores."""
     model = small_model()
 
@@ -261,7 +263,9 @@ def test_samples_of_a_warper_before_another_processor_follow_the_law():
     options = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": None}
     options["logits_processor"] = LogitsProcessorList(order)
     assert (
-        chi_square(counts_of(model, 500, **options), exact_law(biased, {"temperature": 1.7}))
+        chi_square(
+            counts_of(model, 500, **options), exact_distribution(biased, {"temperature": 1.7})
+        )
         > ALPHA
     )
 

@@ -1,4 +1,4 @@
-"""Trees of a draft model's tokens with a copied branch: same output, same law."""
+"""Trees of a draft model's tokens with a copied branch: same output, same distribution."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ from .helpers import (
     VOCAB_SIZE,
     drafter_for,
     drawn_counts,
-    exact_law,
+    exact_distribution,
     finish,
     hugging_face_greedy,
     small_model,
@@ -106,7 +106,7 @@ def test_exact_distribution(tmp_path, method, options, sampling, num_known, monk
 
     monkeypatch.setattr(MixedTreeDrafter, "propose", spied)
     counts = drawn_counts((target, drafter), sampling, spec, prompt=REPEATED, num_more=4)
-    assert chi_square(counts, exact_law(target, sampling, REPEATED)) > ALPHA
+    assert chi_square(counts, exact_distribution(target, sampling, REPEATED)) > ALPHA
     least = 1 if num_known else min(spec.tree_suffix, 6)  # a text has room for six
     assert max(copied) >= least
 
@@ -127,7 +127,7 @@ def test_rows_that_were_not_drawn_from_are_caught(monkeypatch):
     target = small_model()
     models, spec = (target, perturbed(target, 0.2)), SpecConfig("tree", 2, **MIXED)
     counts = drawn_counts(models, FILTERED, spec, prompt=REPEATED, num_more=4)
-    assert chi_square(counts, exact_law(target, FILTERED, REPEATED)) < ALPHA
+    assert chi_square(counts, exact_distribution(target, FILTERED, REPEATED)) < ALPHA
 
 
 def test_exact_distribution_beside_a_draft_model_that_lacks_tokens():
@@ -135,7 +135,7 @@ def test_exact_distribution_beside_a_draft_model_that_lacks_tokens():
     draft = random_model("llama", seed=5, vocab_size=VOCAB_SIZE - 1, bos_token_id=0, eos_token_id=0)
     spec = SpecConfig("tree", 2, **MIXED)
     counts = drawn_counts((target, draft), PLAIN, spec, prompt=REPEATED, num_more=4)
-    assert chi_square(counts, exact_law(target, PLAIN, REPEATED)) > ALPHA
+    assert chi_square(counts, exact_distribution(target, PLAIN, REPEATED)) > ALPHA
 
 
 @pytest.mark.parametrize("options", [{}, GREEDY_DRAFTS, COUPLED], ids=str)

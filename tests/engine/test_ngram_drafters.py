@@ -17,7 +17,7 @@ from .helpers import (
     FILTERED,
     PLAIN,
     drawn_counts,
-    exact_law,
+    exact_distribution,
     hugging_face_greedy,
     small_model,
 )
@@ -149,7 +149,7 @@ def test_preempted_requests_are_looked_up_again():
 
 @pytest.mark.parametrize("sampling", [PLAIN, FILTERED], ids=["plain", "filtered"])
 @pytest.mark.parametrize("method", ["prompt_lookup", "mag"])
-def test_sampled_output_has_the_targets_law(sampling, method, tmp_path):
+def test_sampled_output_has_the_targets_distribution(sampling, method, tmp_path):
     model = small_model()
     specs = {
         "prompt_lookup": SpecConfig("prompt_lookup", 2, prompt_lookup_max=1),
@@ -158,7 +158,7 @@ def test_sampled_output_has_the_targets_law(sampling, method, tmp_path):
     spec = specs[method]
     save_bigram([3, 1, 4, 1, 5], tmp_path / "table.json")
     counts = drawn_counts((model, None), sampling, spec)
-    assert chi_square(counts, exact_law(model, sampling)) > ALPHA
+    assert chi_square(counts, exact_distribution(model, sampling)) > ALPHA
 
 
 def test_without_a_match_the_step_is_plain():

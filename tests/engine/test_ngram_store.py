@@ -11,7 +11,14 @@ from fastspec.drafters.ngram_table import NgramTable
 from fastspec_kernels.testing import chi_square
 
 from ..models import random_model
-from .helpers import ALPHA, FILTERED, drawn_counts, exact_law, hugging_face_greedy, small_model
+from .helpers import (
+    ALPHA,
+    FILTERED,
+    drawn_counts,
+    exact_distribution,
+    hugging_face_greedy,
+    small_model,
+)
 from .probes import batch_of, drafter_of, is_free_store, request_of
 from .test_ngram_drafters import GREEDY, REPETITIVE
 
@@ -65,7 +72,7 @@ def test_proposals_follow_the_rules(ngram_size, one_level):
             drafter.release(request)
 
 
-def test_fillers_are_counted_after_every_judged_place():
+def test_fillers_are_counted_after_every_verified_place():
     drafter = NgramDrafter(2, filler_top_k=2)
     request = request_of([7, 8, 7])
     proposal = drafter.propose(batch_of(request, wanted=2))
@@ -73,7 +80,7 @@ def test_fillers_are_counted_after_every_judged_place():
     logits = torch.full((3, 20), -9.0)
     for row, (first, second) in enumerate([(3, 4), (5, 6), (1, 2)]):
         logits[row, first], logits[row, second] = 2.0, 1.0
-    proposal.on_judged(logits, [3])
+    proposal.on_target_logits(logits, [3])
     # After 7: 8 and now 3 and 4; after 8: 7, 5 and 6; after 7 as a draft: 1 and 2.
     request.token_ids += [3]
     after_3 = drafter.propose(batch_of(request, wanted=2)).token_ids.tolist()
@@ -127,7 +134,7 @@ def test_where_nothing_is_known_any_token_is_proposed():
     assert set(first[0] + other[0]) <= {*range(6)}
     spec = SpecConfig("ngram", 2, ngram_guesses=True)
     counts = drawn_counts((small_model(), None), FILTERED, spec, num_draws=1000)
-    assert chi_square(counts, exact_law(small_model(), FILTERED)) > ALPHA
+    assert chi_square(counts, exact_distribution(small_model(), FILTERED)) > ALPHA
 
 
 def test_a_store_kept_across_prompts():
@@ -155,12 +162,12 @@ def test_a_store_ends_with_its_request():
     assert is_free_store(drafter_of(engine))
 
 
-def test_sampled_output_has_the_targets_law(monkeypatch):
+def test_sampled_output_has_the_targets_distribution(monkeypatch):
     monkeypatch.setattr("fastspec.drafters.ngram_table._BUCKETS", 64)
     model = small_model()
     spec = SpecConfig("ngram", 2, ngram_size=3, filler_top_k=2)
     counts = drawn_counts((model, None), FILTERED, spec, num_draws=3000)
-    assert chi_square(counts, exact_law(model, FILTERED)) > ALPHA
+    assert chi_square(counts, exact_distribution(model, FILTERED)) > ALPHA
 
 
 def test_contexts_that_share_a_bucket_are_told_apart(monkeypatch):

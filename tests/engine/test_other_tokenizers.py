@@ -1,4 +1,4 @@
-"""Draft models with another tokenizer draft the tokens that both have: same output, same law."""
+"""Draft models with another tokenizer draft the tokens that both have, losslessly."""
 
 from types import SimpleNamespace
 
@@ -13,7 +13,14 @@ from fastspec_kernels.testing import chi_square
 
 from ..models import VOCAB_SIZE, byte_tokenizer, perturbed, random_model
 from .glide_models import make_glide
-from .helpers import ALPHA, FILTERED, drawn_counts, exact_law, hugging_face_greedy, small_model
+from .helpers import (
+    ALPHA,
+    FILTERED,
+    drawn_counts,
+    exact_distribution,
+    hugging_face_greedy,
+    small_model,
+)
 
 PROMPTS = ["def f(x):", "ab", "x = [1, 2, 1, 2]"]
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -87,7 +94,7 @@ def stub(*tokens):
 
 
 @pytest.mark.parametrize("method", ["draft_model", "tree"])
-def test_sampled_output_has_the_targets_law(method):
+def test_sampled_output_has_the_targets_distribution(method):
     """Where the two share four of six tokens."""
     model = small_model()
     own, target = stub("x", "c", "a", "f", "e", "ab"), stub("a", "b", "c", "d", "e", "f")
@@ -96,7 +103,7 @@ def test_sampled_output_has_the_targets_law(method):
     assert model.config.vocab_size == len(model.get_input_embeddings().weight) == 6
     spec = SpecConfig(method, 2)
     counts = drawn_counts((model, draft), FILTERED, spec, num_more=2)
-    assert chi_square(counts, exact_law(model, FILTERED)) > ALPHA
+    assert chi_square(counts, exact_distribution(model, FILTERED)) > ALPHA
 
 
 def test_a_token_that_the_draft_lacks_is_read_as_the_mean_of_its_pieces():

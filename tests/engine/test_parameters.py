@@ -12,7 +12,7 @@ from fastspec_kernels.testing import chi_square
 
 from .. import differential
 from ..models import EOS_ID, byte_tokenizer, perturbed, random_model
-from .helpers import ALPHA, PLAIN, drawn_counts, exact_law, finish, small_pair
+from .helpers import ALPHA, PLAIN, drawn_counts, exact_distribution, finish, small_pair
 from .probes import READER
 
 SCHEMA = {
@@ -109,9 +109,9 @@ def test_the_law_is_that_of_the_changed_logits(rules):
     spec = SpecConfig(num_speculative_tokens=2)
     plain = drawn_counts(models, {**PLAIN, **rules}, SpecConfig("none"), num_draws=3_500)
     drafted = drawn_counts(models, {**PLAIN, **rules}, spec, num_draws=3_500)
-    law = (plain + drafted) / (plain + drafted).sum()
-    assert chi_square(drafted, law) > ALPHA
-    assert chi_square(drafted, exact_law(models[0], PLAIN)) < ALPHA
+    distribution = (plain + drafted) / (plain + drafted).sum()
+    assert chi_square(drafted, distribution) > ALPHA
+    assert chi_square(drafted, exact_distribution(models[0], PLAIN)) < ALPHA
 
 
 def test_a_broken_rule_is_caught(monkeypatch, target, expected):
@@ -185,7 +185,7 @@ def test_what_fails_after_a_draft_fails_as_plain_decoding_does(target, method, t
 
 @pytest.mark.parametrize("method", ["prompt_lookup", "suffix"])
 def test_nothing_is_accepted_after_a_place_that_fails(target, method):
-    """A row without a law is zeros, of which token 0 is the likeliest: the next of the copy."""
+    """A row without a distribution is zeros, whose likeliest token, 0, is the next of the copy."""
 
     def only_42_after_41(input_ids, scores):
         last = int(input_ids[0, -1])

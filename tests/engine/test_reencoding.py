@@ -1,4 +1,4 @@
-"""Draft models with another tokenizer that draft text: same output, same law."""
+"""Draft models with another tokenizer that draft text: same output, same distribution."""
 
 import logging
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ from fastspec.models.loading import load_model, load_tokenizer
 from fastspec_kernels.testing import chi_square
 
 from ..models import byte_tokenizer, perturbed, random_model
-from .helpers import ALPHA, FILTERED, drawn_counts, exact_law, finish, hugging_face_greedy
+from .helpers import ALPHA, FILTERED, drawn_counts, exact_distribution, finish, hugging_face_greedy
 from .helpers import small_model as small_target
 from .probes import request_of
 
@@ -102,7 +102,7 @@ def test_exact_distribution(tmp_path):
     draft = saved(tmp_path, "draft", perturbed(target, 0.35), ours)
     spec = SpecConfig("draft_model", 2, **REENCODING)
     counts = drawn_counts((path, draft), FILTERED, spec, num_draws=2_000, num_more=2)
-    assert chi_square(counts, exact_law(target, FILTERED)) > ALPHA
+    assert chi_square(counts, exact_distribution(target, FILTERED)) > ALPHA
 
 
 @pytest.mark.parametrize("kind", ["standard", "coupled"])

@@ -1,11 +1,11 @@
-"""The engine's sampled output has the target's exact law; biased engines are caught."""
+"""The engine's sampled output has the target's exact distribution; biased engines are caught."""
 
 import pytest
 
 from fastspec import SpecConfig
 from fastspec_kernels.testing import chi_square
 
-from .helpers import ALPHA, FILTERED, PLAIN, drawn_counts, exact_law, small_pair
+from .helpers import ALPHA, FILTERED, PLAIN, drawn_counts, exact_distribution, small_pair
 from .probes import VERIFIER, flatten_draft_logits, share_numbers
 
 
@@ -28,7 +28,10 @@ def models():
 )
 def test_exact_distribution(models, sampling, spec):
     spec = SpecConfig(num_speculative_tokens=2, **spec)
-    assert chi_square(drawn_counts(models, sampling, spec), exact_law(models[0], sampling)) > ALPHA
+    assert (
+        chi_square(drawn_counts(models, sampling, spec), exact_distribution(models[0], sampling))
+        > ALPHA
+    )
 
 
 def _lenient(monkeypatch):
@@ -57,6 +60,6 @@ def test_biased_engines_are_caught(models, monkeypatch, break_engine):
     break_engine(monkeypatch)
     spec = SpecConfig(num_speculative_tokens=2)
     counts = drawn_counts(models, FILTERED, spec)
-    law = exact_law(models[0], FILTERED)
-    impossible = counts[law == 0].sum()
-    assert impossible > 0 or chi_square(counts, law) < ALPHA
+    distribution = exact_distribution(models[0], FILTERED)
+    impossible = counts[distribution == 0].sum()
+    assert impossible > 0 or chi_square(counts, distribution) < ALPHA

@@ -13,7 +13,14 @@ from fastspec.tools.stored_outputs import StoredOutput
 from fastspec_kernels.testing import chi_square
 
 from ..models import VOCAB_SIZE, random_model
-from .helpers import ALPHA, FILTERED, drawn_counts, exact_law, hugging_face_greedy, small_model
+from .helpers import (
+    ALPHA,
+    FILTERED,
+    drawn_counts,
+    exact_distribution,
+    hugging_face_greedy,
+    small_model,
+)
 from .probes import batch_of, request_of
 
 REPETITIVE = [[5, 6, 7, 8] * 9, [1, 2, 3], list(range(1, 41)) * 2, [9]]
@@ -97,12 +104,12 @@ def test_greedy_output_is_that_of_plain_decoding(trees, blocks):
 
 
 @pytest.mark.parametrize("options", [{}, {"tree_nodes": 5}])
-def test_sampled_output_has_the_targets_law(options):
+def test_sampled_output_has_the_targets_distribution(options):
     model = small_model()
     spec = SpecConfig("suffix", 2, **SMALL, **options)
     prompt = [1, 4, 2, 1, 4, 3, 1, 4, 2, 1, 4]
     counts = drawn_counts((model, None), FILTERED, spec, prompt=prompt)
-    assert chi_square(counts, exact_law(model, FILTERED, prompt)) > ALPHA
+    assert chi_square(counts, exact_distribution(model, FILTERED, prompt)) > ALPHA
 
 
 def num_steps(engine, prompt, params):

@@ -1,4 +1,4 @@
-"""Copies where the text repeats itself, a draft model elsewhere: same output, same law."""
+"""Copies where the text repeats itself, a draft model elsewhere: same output, same distribution."""
 
 import pytest
 
@@ -19,7 +19,7 @@ from .helpers import (
     VOCAB_SIZE,
     drafter_for,
     drawn_counts,
-    exact_law,
+    exact_distribution,
     finish,
     hugging_face_greedy,
     small_model,
@@ -77,7 +77,7 @@ def test_exact_distribution(tmp_path, method, options, sampling, num_known):
     drafter = drafter_for(method, target, tmp_path, num_known)
     spec = SpecConfig(method, 2, **COPIES, **options)
     counts = drawn_counts((target, drafter), sampling, spec, prompt=REPEATED, num_more=3)
-    assert chi_square(counts, exact_law(target, sampling, REPEATED)) > ALPHA
+    assert chi_square(counts, exact_distribution(target, sampling, REPEATED)) > ALPHA
 
 
 def test_exact_distribution_beside_a_draft_model_that_lacks_tokens():
@@ -86,7 +86,7 @@ def test_exact_distribution_beside_a_draft_model_that_lacks_tokens():
     draft = random_model("llama", seed=5, vocab_size=VOCAB_SIZE - 2, bos_token_id=0, eos_token_id=0)
     spec = SpecConfig("draft_model", 2, **COPIES)
     counts = drawn_counts((target, draft), PLAIN, spec, prompt=REPEATED, num_more=3)
-    assert chi_square(counts, exact_law(target, PLAIN, REPEATED)) > ALPHA
+    assert chi_square(counts, exact_distribution(target, PLAIN, REPEATED)) > ALPHA
 
 
 def test_a_copy_of_all_tokens_has_no_more_columns_than_they():
@@ -183,7 +183,7 @@ def test_exact_distribution_with_a_schedule(tmp_path, num_known):
     drafter = drafter_for("eagle3", target, tmp_path, num_known)
     spec = SpecConfig("eagle3", 2, schedule="adaptive", **COPIES)
     counts = drawn_counts((target, drafter), PLAIN, spec, prompt=REPEATED, num_more=3)
-    assert chi_square(counts, exact_law(target, PLAIN, REPEATED)) > ALPHA
+    assert chi_square(counts, exact_distribution(target, PLAIN, REPEATED)) > ALPHA
 
 
 def test_a_schedule_is_for_the_model_alone():

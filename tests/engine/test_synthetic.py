@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fastspec import Engine, SamplingParams, SpecConfig
-from fastspec.engine.acceptance import judge_synthetic
+from fastspec.engine.acceptance import verify_synthetic
 from fastspec_kernels import verify_chain
 
 from ..models import random_model
@@ -61,7 +61,7 @@ def test_results_are_shaped_as_those_of_verify_chain():
     for rate, given in ((1.0, drafts), (0.0, (drafts + 1) % 40)):
         sampling = {"temperature": temperature, **NO_FILTERS}
         arguments = logits, cu_rows, given, uniforms
-        ours = judge_synthetic(*arguments, rate, sampling, None, "reference")
+        ours = verify_synthetic(*arguments, rate, sampling, None, "reference")
         expected = verify_chain(*arguments, temperature=temperature, backend="reference")
         is_valid = expected[1] >= 0
         assert torch.equal(ours[1], expected[1])

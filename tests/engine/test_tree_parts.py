@@ -100,16 +100,16 @@ def test_drawn_tokens_have_the_law_of_draws_without_replacement():
     uniforms = torch.rand((rows, 3), generator=torch.Generator().manual_seed(5))
     picked = drawn(logits.expand(rows, -1).clone(), uniforms, sampling)
     probs = (logits[:4] / 1.5).softmax(0).double()
-    law = torch.zeros(5, 5, 5, dtype=torch.float64)
+    distribution = torch.zeros(5, 5, 5, dtype=torch.float64)
     for i in range(4):
         for j in set(range(4)) - {i}:
             for k in set(range(4)) - {i, j}:
                 left = 1 - probs[i]
-                law[i, j, k] = probs[i] * probs[j] / left * probs[k] / (left - probs[j])
+                distribution[i, j, k] = probs[i] * probs[j] / left * probs[k] / (left - probs[j])
     counts = torch.zeros(125).index_add_(
         0, (picked.long() * torch.tensor([25, 5, 1])).sum(1), torch.ones(rows)
     )
-    assert chi_square(counts.view(5, 5, 5).numpy(), law.numpy()) > 1e-6
+    assert chi_square(counts.view(5, 5, 5).numpy(), distribution.numpy()) > 1e-6
 
 
 def test_greedy_rows_draw_their_likeliest_tokens_until_none_is_left():

@@ -1,4 +1,4 @@
-"""Sampling through token trees: exactly the target's law, and broken engines are caught."""
+"""Sampling through token trees: exactly the target's distribution; broken engines are caught."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from fastspec import SpecConfig
 from fastspec.drafters import TreeDrafter
 from fastspec_kernels.testing import chi_square
 
-from .helpers import ALPHA, FILTERED, drawn_counts, exact_law, small_pair
+from .helpers import ALPHA, FILTERED, drawn_counts, exact_distribution, small_pair
 from .probes import flatten_draft_logits, share_numbers
 
 SAMPLED_PATHS = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [1, 1], [0, 0, 0]]
@@ -44,14 +44,14 @@ def test_exact_distribution(small_models, options, rule, monkeypatch):
         return proposal
 
     monkeypatch.setattr(TreeDrafter, "propose", spied)
-    law = exact_law(small_models[0], FILTERED)
-    assert chi_square(counts_of(small_models, **options), law) > ALPHA
+    distribution = exact_distribution(small_models[0], FILTERED)
+    assert chi_square(counts_of(small_models, **options), distribution) > ALPHA
     assert rules == {rule}
 
 
 @pytest.mark.parametrize("break_engine", [share_numbers, flatten_draft_logits])
 def test_biased_engines_are_caught(small_models, monkeypatch, break_engine):
     break_engine(monkeypatch)
-    law = exact_law(small_models[0], FILTERED)
+    distribution = exact_distribution(small_models[0], FILTERED)
     counts = counts_of(small_models, method="tree", tree_paths=SAMPLED_PATHS)
-    assert chi_square(counts, law) < ALPHA
+    assert chi_square(counts, distribution) < ALPHA

@@ -1,4 +1,4 @@
-"""sample_coupled against the oracle, the exact law, and what shared noise promises."""
+"""sample_coupled against the oracle, the exact distribution, and what shared noise promises."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Random numbers: published Philox vectors, the same bits on every backend, and their laws."""
+"""Random numbers: published Philox vectors, the same bits on every backend, distributions."""
 
 import numpy as np
 import pytest

@@ -1,16 +1,16 @@
-"""The exact law of functions of uniform numbers."""
+"""The exact distribution of functions of uniform numbers."""
 
 from fractions import Fraction
 
 import pytest
 
-from fastspec_kernels.testing import outcome_law
+from fastspec_kernels.testing import outcome_distribution
 
 THIRD = Fraction(1, 3)
 
 
 @pytest.mark.parametrize(
-    ("function", "law"),
+    ("function", "distribution"),
     [
         (lambda u: u[0] < THIRD, {True: THIRD, False: 1 - THIRD}),
         (lambda u: u[0] >= THIRD, {True: 1 - THIRD, False: THIRD}),
@@ -25,36 +25,36 @@ THIRD = Fraction(1, 3)
         (lambda u: (u[0] < THIRD, u[0] < 2 * THIRD), None),
     ],
 )
-def test_law(function, law):
-    found = outcome_law(function, 2)
+def test_distribution(function, distribution):
+    found = outcome_distribution(function, 2)
     assert sum(found.values()) == 1
-    if law is not None:
-        assert found == law
+    if distribution is not None:
+        assert found == distribution
 
 
 def test_independent_numbers_and_one_number_used_twice():
-    two = outcome_law(lambda u: (u[0] < THIRD, u[1] < THIRD), 2)
+    two = outcome_distribution(lambda u: (u[0] < THIRD, u[1] < THIRD), 2)
     assert two[True, True] == Fraction(1, 9)
-    one = outcome_law(lambda u: (u[0] < THIRD, u[0] < THIRD), 1)
+    one = outcome_distribution(lambda u: (u[0] < THIRD, u[0] < THIRD), 1)
     assert one == {(True, True): THIRD, (False, False): 1 - THIRD}
 
 
 def test_single_points_have_probability_zero_but_are_found():
-    assert outcome_law(lambda u: u[0] <= 0, 1) == {True: 0, False: 1}
-    assert outcome_law(lambda u: u[0] < 0, 1) == {False: 1}
-    assert outcome_law(lambda u: THIRD <= u[0] <= THIRD, 1) == {True: 0, False: 1}
+    assert outcome_distribution(lambda u: u[0] <= 0, 1) == {True: 0, False: 1}
+    assert outcome_distribution(lambda u: u[0] < 0, 1) == {False: 1}
+    assert outcome_distribution(lambda u: THIRD <= u[0] <= THIRD, 1) == {True: 0, False: 1}
 
 
 def test_floats_are_taken_too():
-    law = outcome_law(lambda u: u[0] * 0.5 < 0.125, 1)
-    assert law == {True: 0.25, False: 0.75}
+    distribution = outcome_distribution(lambda u: u[0] * 0.5 < 0.125, 1)
+    assert distribution == {True: 0.25, False: 0.75}
 
 
 def test_two_numbers_cannot_be_compared():
     with pytest.raises(TypeError, match="two different"):
-        outcome_law(lambda u: u[0] < u[1], 2)
+        outcome_distribution(lambda u: u[0] < u[1], 2)
 
 
 def test_a_number_is_not_a_truth_value():
     with pytest.raises(TypeError, match="truth value"):
-        outcome_law(lambda u: bool(u[0]), 1)
+        outcome_distribution(lambda u: bool(u[0]), 1)

@@ -8,10 +8,10 @@ import pytest
 from fastspec_kernels.testing import (
     assert_exact_chain,
     assert_exact_tree,
-    chain_law,
+    chain_distribution,
     random_model,
     rules,
-    tree_law,
+    tree_distribution,
 )
 from fastspec_kernels.testing.enumeration import TREE_SHAPES
 
@@ -57,7 +57,7 @@ def test_block_verification_accepts_at_least_as_much(point_mass):
         plain, block = (
             sum(
                 len(tokens) * share
-                for tokens, share in chain_law(rule, target, draft, 3, point_mass).items()
+                for tokens, share in chain_distribution(rule, target, draft, 3, point_mass).items()
             )
             for rule in (rules.standard, rules.block)
         )
@@ -71,7 +71,7 @@ def test_acceptance_of_fixed_siblings_is_their_target_probability(parents):
     """No rule can accept more often at one node; repeated tokens count once."""
     target = draft = random_model(5, 3, 4, minimum=1)
     fixed = (0, 1, 1, 2, 0)[: len(parents)]
-    joint = tree_law(rules.target_only, target, draft, parents, fixed)
+    joint = tree_distribution(rules.target_only, target, draft, parents, fixed)
     rejected = sum(share for (nodes, _), share in joint.items() if not nodes)
     of_root = {token for token, parent in zip(fixed, parents, strict=True) if parent == 0}
     assert rejected == 1 - sum(target.row(())[token] for token in of_root)

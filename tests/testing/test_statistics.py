@@ -12,18 +12,18 @@ from fastspec_kernels.testing import assert_counts, assert_draft_contract, chi_s
 def test_chi_square_is_that_of_scipy():
     rng = np.random.default_rng(0)
     for cells in (2, 7, 300):
-        law = rng.dirichlet(np.full(cells, 50.0))
-        counts = rng.multinomial(100_000, law)
-        expected = chisquare(counts, law * 100_000).pvalue
-        assert chi_square(counts, law) == pytest.approx(expected, rel=1e-9)
+        distribution = rng.dirichlet(np.full(cells, 50.0))
+        counts = rng.multinomial(100_000, distribution)
+        expected = chisquare(counts, distribution * 100_000).pvalue
+        assert chi_square(counts, distribution) == pytest.approx(expected, rel=1e-9)
 
 
 def test_rare_cells_are_pooled():
-    law = np.array([0.5, 0.499, *[1e-5] * 100])
+    distribution = np.array([0.5, 0.499, *[1e-5] * 100])
     counts = np.array([5000, 4990, *[0] * 90, *[1] * 10])
-    assert chi_square(counts, law) == pytest.approx(chi2.sf(0, 2))
+    assert chi_square(counts, distribution) == pytest.approx(chi2.sf(0, 2))
     counts[-1] = 90
-    assert chi_square(counts, law) < 1e-6
+    assert chi_square(counts, distribution) < 1e-6
 
 
 def test_impossible_cells():
@@ -33,8 +33,10 @@ def test_impossible_cells():
 
 def test_false_alarms_are_as_rare_as_stated():
     rng = np.random.default_rng(1)
-    law = rng.dirichlet(np.full(16, 3.0))
-    alarms = sum(chi_square(rng.multinomial(2000, law), law) < 0.05 for _ in range(2000))
+    distribution = rng.dirichlet(np.full(16, 3.0))
+    alarms = sum(
+        chi_square(rng.multinomial(2000, distribution), distribution) < 0.05 for _ in range(2000)
+    )
     assert 60 < alarms < 140
 
 

@@ -37,7 +37,7 @@ from ..engine.helpers import (
     PLAIN,
     PROMPTS,
     drawn_counts,
-    exact_law,
+    exact_distribution,
     hugging_face_greedy,
     small_model,
 )
@@ -100,8 +100,8 @@ def test_the_law_is_the_targets():
     model = small_model()
     draft = reduced(model, [0, 2, 5])
     counts = drawn_counts((model, draft), PLAIN, SpecConfig("draft_model", 2), num_more=2)
-    law = exact_law(model, PLAIN)
-    assert chisquare(counts.ravel(), law.ravel() * counts.sum()).pvalue > ALPHA
+    distribution = exact_distribution(model, PLAIN)
+    assert chisquare(counts.ravel(), distribution.ravel() * counts.sum()).pvalue > ALPHA
 
 
 def test_proposals_have_the_columns_of_known_tokens():

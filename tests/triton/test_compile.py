@@ -26,7 +26,7 @@ BUDGETS = {
     "row_stats_kernel": (40, 1024),
     "probs_kernel": (232, 4096),
     "sample_kernel": (128, 1024),
-    "judge_kernel": (112, 1024),
+    "verdict_kernel": (112, 1024),
     "scales_kernel": (112, 1024),
     "block_kernel": (128, 1024),
     "residual_kernel": (168, 1024),

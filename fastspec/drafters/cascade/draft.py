@@ -92,7 +92,7 @@ def draw_uniforms(drafts: list[Draft], num: int, batch: Batch) -> Tensor:
     return uniform(keys[0], keys[1], num, CASCADE_STREAM, backend=batch.backend)
 
 
-def laws(tokens: list[list[DraftToken]], width: int, vocab_size: int) -> Tensor | None:
+def stacked_logits(tokens: list[list[DraftToken]], width: int, vocab_size: int) -> Tensor | None:
     """Return logits [B, width, V] that the tokens were drawn from; None if all are point masses."""
     places, rows, point_masses = [], [], []
     for b, row in enumerate(tokens):

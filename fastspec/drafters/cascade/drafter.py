@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from fastspec.config.k_matrix import as_k_matrix
 from fastspec.drafters.base import Batch, Proposal, Request
-from fastspec.drafters.cascade.draft import Draft, laws
+from fastspec.drafters.cascade.draft import Draft, stacked_logits
 from fastspec.drafters.cascade.levels import Level
 from fastspec.models.transfer import padded_tensor
 
@@ -62,7 +62,7 @@ class CascadeDrafter:
         self._levels = list(levels)
         self._k_matrix = as_k_matrix(k_matrix)
         self._check_levels()
-        self._keeps_laws = lenience == 1
+        self._keeps_logits = lenience == 1
         self._vocab_size = vocab_size
         self._probabilistic = probabilistic
         self.seconds = {level.name: 0.0 for level in self._levels}
@@ -78,9 +78,12 @@ class CascadeDrafter:
         tokens = [draft.tokens for draft in drafts]
         ids = [[token.token_id for token in row] for row in tokens]
         width = batch.num_speculative_tokens
+        draft_logits = None
+        if self._keeps_logits:
+            draft_logits = stacked_logits(tokens, width, self._vocab_size)
         return Proposal(
             padded_tensor(ids, width, batch.device),
-            draft_logits=laws(tokens, width, self._vocab_size) if self._keeps_laws else None,
+            draft_logits=draft_logits,
             num_tokens=[len(row) for row in tokens],
             writers=[[token.writer for token in row] for row in tokens],
             passes=[draft.passes for draft in drafts],

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastspec.config.k_matrix import MAG_TOKENS
 from fastspec.drafters.base import Batch, Request, SamplingTensors
-from fastspec.drafters.cascade.draft import Draft, DraftToken, draw_uniforms, laws
+from fastspec.drafters.cascade.draft import Draft, DraftToken, draw_uniforms, stacked_logits
 from fastspec.drafters.draft_model import DraftModelDrafter, greedy_sampling
 from fastspec.drafters.mag import MagDrafter
 from fastspec.drafters.texts import Texts, TextStore
@@ -175,17 +175,19 @@ class ModelLevel(Level):
         split = first[num_by_chain]
         reviews: list[Review] = []
         if num_by_chain:
-            reviews = self._judge(drafts[:num_by_chain], tokens[:num_by_chain], logits, batch)
+            reviews = self._review_exactly(
+                drafts[:num_by_chain], tokens[:num_by_chain], logits, batch
+            )
         if num_by_chain < len(drafts):
-            reviews += self._judge_leniently(tokens[num_by_chain:], logits[split:])
+            reviews += self._review_leniently(tokens[num_by_chain:], logits[split:])
         columns = zip(reviewed, tokens, reviews, first, strict=False)
-        for (draft, start), judged, (accepted, extra, probs), row in columns:
+        for (draft, start), proposed, (accepted, extra, probs), row in columns:
             draft.passes[self.name] += 1
-            kept = [*judged[: max(0, accepted)], DraftToken(extra, self.name)]
-            laws_of = [None] * len(kept) if draft.is_greedy else logits[row : row + len(kept)]
+            kept = [*proposed[: max(0, accepted)], DraftToken(extra, self.name)]
+            rows = [None] * len(kept) if draft.is_greedy else logits[row : row + len(kept)]
             outcome = [
-                token._replace(logits=law, prob=prob)
-                for token, law, prob in zip(kept, laws_of, probs, strict=True)
+                token._replace(logits=own, prob=prob)
+                for token, own, prob in zip(kept, rows, probs, strict=True)
             ]
             draft.replace(start, outcome if accepted >= 0 else [])
 
@@ -201,7 +203,7 @@ class ModelLevel(Level):
     def release(self, request: Request) -> None:
         self.model.release(request)
 
-    def _judge(
+    def _review_exactly(
         self, drafts: list[Draft], tokens: list[list[DraftToken]], logits: Tensor, batch: Batch
     ) -> list[Review]:
         """Review by speculative sampling, with this model as the target."""
@@ -214,7 +216,7 @@ class ModelLevel(Level):
             device_tensor(cu_rows, torch.int32, device),
             padded_tensor(ids, width, device),
             torch.cat([uniforms[:, :width], uniforms[:, -1:]], dim=1),
-            draft_logits=laws(tokens, width, logits.shape[1]),
+            draft_logits=stacked_logits(tokens, width, logits.shape[1]),
             **_sampling(drafts, batch),
             lenience=self.lenience,
             backend=self.backend,
@@ -222,7 +224,7 @@ class ModelLevel(Level):
         table = torch.cat([accepted_len[:, None], output_ids], dim=1).tolist()
         return [Review(row[0], row[row[0] + 1], [1.0] * (max(0, row[0]) + 1)) for row in table]
 
-    def _judge_leniently(self, tokens: list[list[DraftToken]], logits: Tensor) -> list[Review]:
+    def _review_leniently(self, tokens: list[list[DraftToken]], logits: Tensor) -> list[Review]:
         """Keep argmaxes, and x while lenience * prob(x) > the prob its writer gave it."""
         packed = [i for row in tokens for i in (*(token.token_id for token in row), 0)]
         ids = device_tensor(packed, torch.int64, logits.device)

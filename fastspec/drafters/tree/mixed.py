@@ -42,14 +42,14 @@ class MixedTreeDrafter(TreeDrafter):
         num = min(batch.num_speculative_tokens, self._num_tokens)
         own = replace(batch, num_speculative_tokens=num)
         is_drawn = self._plan.is_probabilistic and not batch.all_greedy
-        is_judged_by_rows = is_drawn and not batch.is_coupled
+        is_verified_by_rows = is_drawn and not batch.is_coupled
         copies = [
-            self._copy(request, wanted, batch.is_coupled, is_judged_by_rows)
+            self._copy(request, wanted, batch.is_coupled, is_verified_by_rows)
             for request, wanted in zip(batch.requests, batch.num_draft_tokens, strict=True)
         ]
-        tree = self._plan.start(own, copies if is_judged_by_rows else None)
+        tree = self._plan.start(own, copies if is_verified_by_rows else None)
         passes = self._grow(tree, own)
-        if not is_judged_by_rows and any(copies):
+        if not is_verified_by_rows and any(copies):
             tree.add_branch(padded_tensor(copies, max(map(len, copies)), batch.device))
         branch = Branch(self._copies.name, copies)
         return replace(tree.proposal(), passes=passes, branch=branch)

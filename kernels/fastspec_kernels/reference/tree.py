@@ -58,14 +58,14 @@ def verify_tree(
     valid = target.valid[:, 0]
     accepted = torch.zeros_like(exists)
     for i in range(1, num_nodes):
-        judged = exists[:, i] & (parents[:, i] == current)
-        valid = valid & (draft_valid[sequence, current] | ~judged)
+        is_child = exists[:, i] & (parents[:, i] == current)
+        valid = valid & (draft_valid[sequence, current] | ~is_child)
         target_prob = prob_of(target_left, tokens[:, i])
-        mass = torch.where(judged, mass + target_prob, mass)
+        mass = torch.where(is_child, mass + target_prob, mass)
         within = (uniform[sequence, current] < mass) & (target_prob > 0)
         below = uniform[:, i] * prob_of(draft_left, tokens[:, i]) < target_prob
-        accepts = judged & torch.where(by_mass, within, below)
-        rejects = judged & ~accepts
+        accepts = is_child & torch.where(by_mass, within, below)
+        rejects = is_child & ~accepts
 
         is_token = torch.arange(vocab, device=node.device) == tokens[:, i, None]
         rest = torch.where(

@@ -12,11 +12,11 @@ from fastspec_kernels.testing.edges import (
 from fastspec_kernels.testing.enumeration import (
     assert_exact_chain,
     assert_exact_tree,
-    chain_law,
+    chain_distribution,
     completed,
-    tree_law,
+    tree_distribution,
 )
-from fastspec_kernels.testing.exact import Coin, outcome_law
+from fastspec_kernels.testing.exact import Coin, outcome_distribution
 from fastspec_kernels.testing.models import TableModel, random_model
 from fastspec_kernels.testing.proposals import assert_draft_contract
 from fastspec_kernels.testing.statistics import assert_counts, chi_square
@@ -39,11 +39,11 @@ __all__ = [
     "assert_lossless",
     "assert_lossless_tree",
     "assert_tree_edge",
-    "chain_law",
+    "chain_distribution",
     "chi_square",
     "completed",
-    "outcome_law",
+    "outcome_distribution",
     "random_model",
     "rules",
-    "tree_law",
+    "tree_distribution",
 ]

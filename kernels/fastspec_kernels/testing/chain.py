@@ -11,14 +11,14 @@ import torch
 from fastspec_kernels.testing.draws import (
     Vocabulary,
     assert_possible,
-    assert_target_law,
+    assert_target_distribution,
     draw_tokens,
     sampling_parameters,
     scatter,
 )
 from fastspec_kernels.testing.edge_tables import CHAIN_EDGES
 from fastspec_kernels.testing.edges import assert_chain_edge
-from fastspec_kernels.testing.enumeration import chain_law
+from fastspec_kernels.testing.enumeration import chain_distribution
 from fastspec_kernels.testing.models import TableModel, decode, encode, random_model
 from fastspec_kernels.testing.rules import ChainRule
 from fastspec_kernels.testing.statistics import ALPHA, assert_counts, require_a_test
@@ -159,11 +159,11 @@ def assert_lossless(
         sampled = ~draws.greedy
         tokens, lengths = tokens[sampled], (_to_numpy(accepted_len) + 1)[sampled]
         if rule is not None:
-            _assert_joint_law(draws, rule, tokens, alpha)
+            _assert_joint_distribution(draws, rule, tokens, alpha)
             continue
         assert_possible(tokens, lengths, draws.target, case, draws.uniforms[sampled])
         rng = np.random.default_rng(1)
-        assert_target_law(tokens, lengths, draws.target, case, alpha, rng)
+        assert_target_distribution(tokens, lengths, draws.target, case, alpha, rng)
 
 
 def chain_draws(case: str, num_draws: int, vocab_size: int, ragged: bool) -> ChainDraws:
@@ -248,21 +248,23 @@ def _assert_greedy(draws: ChainDraws, tokens: np.ndarray) -> None:
             going &= (i < draws.num[greedy]) & (draws.proposals[greedy, i] == best)
 
 
-def _assert_joint_law(draws: ChainDraws, rule: ChainRule, tokens: np.ndarray, alpha: float) -> None:
+def _assert_joint_distribution(
+    draws: ChainDraws, rule: ChainRule, tokens: np.ndarray, alpha: float
+) -> None:
     """Compare emitted tokens, hence accepted_len, with the exact distribution of a rule."""
     base, length = VOCAB + 1, NUM_PROPOSALS + 1
-    law = np.zeros(base**length)
+    distribution = np.zeros(base**length)
     num = draws.num[~draws.greedy]
     for count in np.unique(num):
-        joint = chain_law(rule, draws.target, draws.draft, int(count), draws.point_mass)
+        joint = chain_distribution(rule, draws.target, draws.draft, int(count), draws.point_mass)
         for emitted, probability in joint.items():
             padded = (*emitted, *[-1] * (length - len(emitted)))
             cell = encode(tuple(token + 1 for token in padded), base)
-            law[cell] += float(probability) * (num == count).mean()
+            distribution[cell] += float(probability) * (num == count).mean()
     cells = (tokens + 1) @ base ** np.arange(length - 1, -1, -1)
 
     def name(cell: int) -> tuple[int, ...]:
         return tuple(digit - 1 for digit in decode(cell, base, length) if digit > 0)
 
-    counts = np.bincount(cells, minlength=len(law))
-    assert_counts(counts, law, f"{draws.label}, tokens and accepted_len", alpha, name)
+    counts = np.bincount(cells, minlength=len(distribution))
+    assert_counts(counts, distribution, f"{draws.label}, tokens and accepted_len", alpha, name)

@@ -134,7 +134,7 @@ def assert_possible(
         codes = np.where(counted, codes * model.vocab + tokens[:, i], 0)
 
 
-def assert_target_law(
+def assert_target_distribution(
     tokens: np.ndarray,
     lengths: np.ndarray,
     model: TableModel,
@@ -157,15 +157,15 @@ def assert_target_law(
         AssertionError: see `assert_counts`.
     """
     vocab = model.vocab
-    codes, law = np.zeros(len(tokens), dtype=np.int64), np.ones(1)
+    codes, distribution = np.zeros(len(tokens), dtype=np.int64), np.ones(1)
     for i in range(tokens.shape[1]):
         probs = model.probs(i)
         own = draw_tokens(probs[codes], rng)
         codes = codes * vocab + np.where(i < lengths, tokens[:, i], own)
-        law = (law[:, None] * probs).ravel()
-        counts = np.bincount(codes, minlength=len(law))
+        distribution = (distribution[:, None] * probs).ravel()
+        counts = np.bincount(codes, minlength=len(distribution))
         what = f"{label}, first {i + 1} tokens of completed sequences"
-        assert_counts(counts, law, what, alpha, partial(decode, vocab=vocab, length=i + 1))
+        assert_counts(counts, distribution, what, alpha, partial(decode, vocab=vocab, length=i + 1))
     first = model.probs(0)[0]
     pairs = tokens[: len(tokens) // 2 * 2, 0].reshape(-1, 2)
     assert_counts(

@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from fastspec_kernels.testing.exact import Number, outcome_law
+from fastspec_kernels.testing.exact import Number, outcome_distribution
 from fastspec_kernels.testing.models import TableModel, Tokens, random_model
 from fastspec_kernels.testing.rules import ChainRule, Emitted, TreeRule
 
@@ -19,7 +19,7 @@ TOTALS = (4, 8)  # units in a row: one model with many zeros, one with few
 TREE_SHAPES = ((0,), (0, 0), (0, 0, 0), (0, 1), (0, 0, 1, 1), (0, 0, 2, 3, 3))
 
 
-def chain_law(
+def chain_distribution(
     rule: ChainRule,
     target: TableModel,
     draft: TableModel,
@@ -38,20 +38,20 @@ def chain_law(
     Returns:
         Emitted tokens to probability; 0 for outcomes that only a uniform number of exactly 0 gives.
     """
-    law: dict[Tokens, Number] = defaultdict(Fraction)
-    for proposals, probability in draft.sequence_law(num_proposals).items():
+    distribution: dict[Tokens, Number] = defaultdict(Fraction)
+    for proposals, probability in draft.sequence_distribution(num_proposals).items():
         before = [proposals[:i] for i in range(num_proposals + 1)]
         targets = [target.row(prefix) for prefix in before]
         drafts = [draft.row(prefix) for prefix in before[:-1]]
         if point_mass:
             drafts = [[Fraction(x == token) for x in range(draft.vocab)] for token in proposals]
         judge = partial(rule, targets, drafts, proposals)
-        for emitted, share in outcome_law(judge, num_proposals + 1).items():
-            law[emitted] += probability * share
-    return dict(law)
+        for emitted, share in outcome_distribution(judge, num_proposals + 1).items():
+            distribution[emitted] += probability * share
+    return dict(distribution)
 
 
-def tree_law(
+def tree_distribution(
     rule: TreeRule,
     target: TableModel,
     draft: TableModel,
@@ -67,32 +67,34 @@ def tree_law(
         siblings: "without_replacement" or "with_replacement": how siblings are drawn from the draft
             row of their parent. Or the tokens of the nodes after the root, if they are fixed.
     Returns:
-        (accepted nodes, emitted tokens) to probability, see `chain_law`.
+        (accepted nodes, emitted tokens) to probability, see `chain_distribution`.
     """
-    law: dict[Emitted, Number] = defaultdict(Fraction)
+    distribution: dict[Emitted, Number] = defaultdict(Fraction)
     for tokens, probability in _token_choices(draft, parents, siblings):
         before = _prefixes_of_nodes(tokens, parents)
         # A node without a token (nothing was left to draw) is never reached.
         targets = [target.row(prefix if -1 not in prefix else ()) for prefix in before]
         drafts = [draft.row(prefix if -1 not in prefix else ()) for prefix in before]
         judge = partial(rule, targets, drafts, (-1, *tokens), (-1, *parents))
-        for emitted, share in outcome_law(judge, len(parents) + 2).items():
-            law[emitted] += probability * share
-    return dict(law)
+        for emitted, share in outcome_distribution(judge, len(parents) + 2).items():
+            distribution[emitted] += probability * share
+    return dict(distribution)
 
 
-def completed(law: dict[Tokens, Number], target: TableModel, length: int) -> dict[Tokens, Number]:
+def completed(
+    distribution: dict[Tokens, Number], target: TableModel, length: int
+) -> dict[Tokens, Number]:
     """Continue emitted tokens by plain sampling from the target, up to `length` tokens.
 
     Args:
-        law: emitted tokens to probability.
+        distribution: emitted tokens to probability.
         target: the model they should follow.
         length: at least the length of the longest key.
     Returns:
         Sequences of `length` tokens to probability.
     """
     whole: dict[Tokens, Number] = defaultdict(Fraction)
-    pending = list(law.items())
+    pending = list(distribution.items())
     while pending:
         prefix, probability = pending.pop()
         if len(prefix) == length:
@@ -125,12 +127,12 @@ def assert_exact_chain(
             total = TOTALS[seed % 2]
             target = random_model(2 * seed, vocab, num, total)
             draft = random_model(2 * seed + 1, vocab, num, total)
-            law = chain_law(rule, target, draft, num, point_mass)
+            distribution = chain_distribution(rule, target, draft, num, point_mass)
             label = f"V={vocab} K={num} models {2 * seed} and {2 * seed + 1}"
             if lenience == 1:
-                _assert_target_law(law, target, num + 1, label)
+                _assert_target_distribution(distribution, target, num + 1, label)
             else:
-                _assert_bound(law, target, lenience, label)
+                _assert_bound(distribution, target, lenience, label)
 
 
 def assert_exact_tree(
@@ -140,8 +142,8 @@ def assert_exact_tree(
 
     Args:
         rule: see `rules.target_only`.
-        siblings: "without_replacement" or "with_replacement", see `tree_law`, or "target_only":
-            tokens are fixed, and may repeat.
+        siblings: "without_replacement" or "with_replacement", see `tree_distribution`, or
+            "target_only": tokens are fixed, and may repeat.
         vocab: number of tokens.
         num_models: pairs of models, and for "target_only" choices of tokens, per tree.
     Raises:
@@ -157,22 +159,22 @@ def assert_exact_tree(
         draft = random_model(2 * seed + 1, vocab, depth, total)
         fixed = np.random.default_rng(seed).integers(vocab, size=(num_models, len(parents)))
         for choice in fixed.tolist() if siblings == "target_only" else [siblings]:
-            law: dict[Tokens, Number] = defaultdict(Fraction)
-            joint = tree_law(rule, target, draft, parents, choice)
+            distribution: dict[Tokens, Number] = defaultdict(Fraction)
+            joint = tree_distribution(rule, target, draft, parents, choice)
             for (_, tokens), share in joint.items():
-                law[tokens] += share
+                distribution[tokens] += share
             label = (
                 f"parents of nodes 1.. {parents}, their tokens {choice}, V={vocab},"
                 f" models {2 * seed} and {2 * seed + 1}"
             )
-            _assert_target_law(law, target, depth + 1, label)
+            _assert_target_distribution(distribution, target, depth + 1, label)
 
 
-def _assert_target_law(law, target, length, label):
-    for tokens in law:
+def _assert_target_distribution(distribution, target, length, label):
+    for tokens in distribution:
         possible = all(target.row(tokens[:i])[token] > 0 for i, token in enumerate(tokens))
         assert possible, f"{label}: emits {tokens}, which the target never does"
-    whole, wanted = completed(law, target, length), target.sequence_law(length)
+    whole, wanted = completed(distribution, target, length), target.sequence_distribution(length)
     worst = max(wanted, key=lambda tokens: abs(whole.get(tokens, 0) - wanted[tokens]))
     seen = whole.get(worst, 0)
     assert seen == wanted[worst], (
@@ -181,15 +183,15 @@ def _assert_target_law(law, target, length, label):
     )
 
 
-def _assert_bound(law, target, lenience, label):
-    assert sum(law.values()) == 1, label
-    longest = max(map(len, law))
+def _assert_bound(distribution, target, lenience, label):
+    assert sum(distribution.values()) == 1, label
+    longest = max(map(len, distribution))
     for length in range(1, longest + 1):
         shares: dict[Tokens, Number] = defaultdict(Fraction)
-        for tokens, share in law.items():
+        for tokens, share in distribution.items():
             if len(tokens) >= length:
                 shares[tokens[:length]] += share
-        wanted = target.sequence_law(length)
+        wanted = target.sequence_distribution(length)
         for tokens, share in shares.items():
             bound = lenience**length * wanted.get(tokens, 0)
             assert share <= bound, (

@@ -36,8 +36,8 @@ class Coin:
     """A uniform number in [0, 1), shifted and scaled, which can be compared but not read.
 
     Addition, subtraction and multiplication with numbers give another Coin; comparing it with a
-    number, or with a Coin made from the same uniform number, gives a plain bool. `outcome_law`
-    explores every possible answer once.
+    number, or with a Coin made from the same uniform number, gives a plain bool.
+    `outcome_distribution` explores every possible answer once.
     """
 
     def __init__(self, path: "_Path", index: int, slope: Number = 1, offset: Number = 0):
@@ -155,7 +155,7 @@ class _Path:
         return product
 
 
-def outcome_law(
+def outcome_distribution(
     function: Callable[[Sequence[Coin]], Outcome], num_uniforms: int
 ) -> dict[Outcome, Number]:
     """Compute the exact probability of each possible result of a function of uniform numbers.
@@ -175,14 +175,14 @@ def outcome_law(
         TypeError: the function compares two different uniform numbers, or uses one as a truth
             value.
     """
-    law: dict[Outcome, Number] = {}
+    distribution: dict[Outcome, Number] = {}
     pending: list[tuple[bool, ...]] = [()]
     while pending:
         path = _Path(pending.pop(), num_uniforms)
         outcome = function([Coin(path, index) for index in range(num_uniforms)])
         pending.extend(path.untried)
-        law[outcome] = law.get(outcome, 0) + path.probability()
-    return law
+        distribution[outcome] = distribution.get(outcome, 0) + path.probability()
+    return distribution
 
 
 def _ratio(numerator: Number, denominator: Number) -> Number:

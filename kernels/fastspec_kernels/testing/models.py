@@ -38,17 +38,17 @@ class TableModel:
         """Return the float64 distributions [vocab ** length, vocab] after prefixes of a length."""
         return self.units[length] / self.total
 
-    def sequence_law(self, length: int) -> dict[Tokens, Fraction]:
+    def sequence_distribution(self, length: int) -> dict[Tokens, Fraction]:
         """Compute the exact probability of every possible sequence of `length` tokens."""
-        law = {(): Fraction(1)}
+        distribution = {(): Fraction(1)}
         for _ in range(length):
-            law = {
+            distribution = {
                 (*prefix, token): probability * share
-                for prefix, probability in law.items()
+                for prefix, probability in distribution.items()
                 for token, share in enumerate(self.row(prefix))
                 if share
             }
-        return law
+        return distribution
 
 
 def encode(prefix: Tokens, vocab: int) -> int:

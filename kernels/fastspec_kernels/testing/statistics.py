@@ -11,27 +11,29 @@ MIN_DRAWS = 1000
 NUM_WORST = 4
 
 
-def chi_square(counts: np.ndarray, law: np.ndarray) -> float:
+def chi_square(counts: np.ndarray, probs: np.ndarray) -> float:
     """Compute the probability of counts at least this far from a distribution.
 
     Cells that expect fewer than 10 are pooled. A count in a cell of probability 0 gives 0.
 
     Args:
         counts: integers, any shape.
-        law: probabilities of the same shape, with sum 1.
+        probs: probabilities of the same shape, with sum 1.
     Returns:
         The p value.
     Raises:
-        ValueError: nothing was counted, or law is not a distribution.
+        ValueError: nothing was counted, or probs do not add up to 1.
     """
-    counts, law = counts.ravel().astype(float), law.ravel()
+    counts, probs = counts.ravel().astype(float), probs.ravel()
     if not counts.sum() > 0:
         raise ValueError("counts: nothing was counted")
-    if not ((law >= 0).all() and abs(law.sum() - 1) < 1e-3):
-        raise ValueError(f"law: expected probabilities that add up to 1, got a sum of {law.sum()}")
-    if counts[law == 0].any():
+    if not ((probs >= 0).all() and abs(probs.sum() - 1) < 1e-3):
+        raise ValueError(
+            f"probs: expected probabilities that add up to 1, got a sum of {probs.sum()}"
+        )
+    if counts[probs == 0].any():
         return 0.0
-    expected = law * counts.sum()
+    expected = probs * counts.sum()
     order = np.argsort(expected)
     order = order[expected[order] > 0]
     pooled = int(np.searchsorted(np.cumsum(expected[order]), MIN_EXPECTED)) + 1
@@ -58,7 +60,7 @@ def require_a_test(cases: Collection[str], num_draws: int, alpha: float) -> None
 
 def assert_counts(
     counts: np.ndarray,
-    law: np.ndarray,
+    probs: np.ndarray,
     label: str,
     alpha: float = ALPHA,
     name: Callable[[int], object] = int,
@@ -67,17 +69,17 @@ def assert_counts(
 
     Args:
         counts: integers, any shape.
-        law: probabilities of the same shape, with sum 1.
+        probs: probabilities of the same shape, with sum 1.
         label: what was counted.
         alpha: false alarm rate.
         name: returns the name, for the message, of the cell with a given flat index.
     Raises:
         AssertionError: gives the p value, and observed and expected counts of the worst cells.
     """
-    p_value = chi_square(counts, law)
+    p_value = chi_square(counts, probs)
     if p_value >= alpha:
         return
-    counts, expected = counts.ravel(), law.ravel() * counts.sum()
+    counts, expected = counts.ravel(), probs.ravel() * counts.sum()
     excess = np.abs(counts - expected) / np.sqrt(np.maximum(expected, 1e-9))
     worst = [
         f"{name(int(cell))}: seen {int(counts[cell])}, expected {expected[cell]:.1f}"
@@ -85,6 +87,6 @@ def assert_counts(
         if excess[cell] > 0
     ]
     raise AssertionError(
-        f"{label}: the counts do not follow the law, p = {p_value:.2g} < {alpha:g}"
+        f"{label}: the counts do not follow the distribution, p = {p_value:.2g} < {alpha:g}"
         f" with {int(counts.sum())} draws; worst: {'; '.join(worst)}"
     )

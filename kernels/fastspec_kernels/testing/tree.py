@@ -10,14 +10,14 @@ import torch
 from fastspec_kernels.testing.draws import (
     Vocabulary,
     assert_possible,
-    assert_target_law,
+    assert_target_distribution,
     draw_tokens,
     sampling_parameters,
     scatter,
 )
 from fastspec_kernels.testing.edge_tables import TREE_EDGES
 from fastspec_kernels.testing.edges import assert_tree_edge
-from fastspec_kernels.testing.enumeration import SIBLING_RULES, tree_law
+from fastspec_kernels.testing.enumeration import SIBLING_RULES, tree_distribution
 from fastspec_kernels.testing.models import TableModel, random_model
 from fastspec_kernels.testing.rules import TreeRule
 from fastspec_kernels.testing.statistics import ALPHA, assert_counts, require_a_test
@@ -147,12 +147,12 @@ def _assert_case(verify, draws, rule, device, alpha):
     sampled = ~draws.greedy
     path, tokens, lengths = path[sampled], tokens[sampled], accepted_len[sampled] + 1
     if rule is not None:
-        _assert_joint_law(draws, rule, path, tokens, lengths, alpha)
+        _assert_joint_distribution(draws, rule, path, tokens, lengths, alpha)
         return
     tokens = tokens[:, : MAX_DEPTH + 1]
     assert_possible(tokens, lengths, draws.target, draws.label, draws.uniforms[sampled])
     rng = np.random.default_rng(1)
-    assert_target_law(tokens, lengths, draws.target, draws.label, alpha, rng)
+    assert_target_distribution(tokens, lengths, draws.target, draws.label, alpha, rng)
 
 
 def tree_draws(
@@ -272,20 +272,20 @@ def _assert_greedy(draws, tokens, accepted_len):
         node, codes = following, np.where(emitted, codes * VOCAB + best, 0)
 
 
-def _assert_joint_law(draws, rule, path, tokens, lengths, alpha):
+def _assert_joint_distribution(draws, rule, path, tokens, lengths, alpha):
     """Compare the last accepted node and the extra token with the exact distribution of a rule."""
     fixed = draws.sibling_rule == "target_only"
     siblings = tuple(draws.tokens[0, 1:].tolist()) if fixed else draws.sibling_rule
-    law = np.zeros((MAX_NODES, VOCAB))
-    joint = tree_law(rule, draws.target, draws.draft, draws.parents, siblings)
+    distribution = np.zeros((MAX_NODES, VOCAB))
+    joint = tree_distribution(rule, draws.target, draws.draft, draws.parents, siblings)
     for (nodes, emitted), probability in joint.items():
-        law[nodes[-1] if nodes else 0, emitted[-1]] += float(probability)
+        distribution[nodes[-1] if nodes else 0, emitted[-1]] += float(probability)
     rows = np.arange(len(path))
     last = np.where(lengths > 1, path[rows, np.maximum(lengths - 2, 0)], 0)
-    counts = np.bincount(last * VOCAB + tokens[rows, lengths - 1], minlength=law.size)
+    counts = np.bincount(last * VOCAB + tokens[rows, lengths - 1], minlength=distribution.size)
     assert_counts(
         counts,
-        law,
+        distribution,
         f"{draws.label}, (last accepted node, extra token)",
         alpha,
         lambda cell: divmod(cell, VOCAB),

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from fastspec_kernels.triton.chain_block import block_kernel, scales_kernel
 from fastspec_kernels.triton.chain_draw import draw_kernel, residual_kernel
-from fastspec_kernels.triton.chain_judge import Chain, Verdict, judge_kernel
+from fastspec_kernels.triton.chain_verdict import Chain, Verdict, verdict_kernel
 from fastspec_kernels.triton.launch import launch
 from fastspec_kernels.triton.slots import NO_ROWS, Params, Slots
 from fastspec_kernels.triton.statistics import draft_rows, target_rows, tiles_of
@@ -37,9 +37,9 @@ def verify_chain(
     sampling = Params(temperature, top_k, top_p, min_p)
     target, draft = target_rows(target_logits, token_bitmask), draft_rows(draft_logits)
     is_block = method == "block"
-    judges_later = draft_logsumexp is not None  # only the draft row at the rejection
-    first_draft = NO_ROWS if judges_later else draft
-    draft_steps = 0 if draft_logits is None or judges_later else num_draft
+    reads_later = draft_logsumexp is not None  # only the draft row at the rejection
+    first_draft = NO_ROWS if reads_later else draft
+    draft_steps = 0 if draft_logits is None or reads_later else num_draft
     slots = Slots(num_draft + 1, draft_steps, cu_rows, None)
     num_slots = batch * (num_draft + 1 + draft_steps)
     tiles = tiles_of(target, first_draft, slots, sampling, num_slots)
@@ -64,10 +64,10 @@ def verify_chain(
     if is_block and draft_logits is not None:
         launch(scales_kernel, batch, *args, tiling.num_tiles, **rule)
     if not is_block:
-        launch(judge_kernel, batch, *args, float(lenience), tiling.num_tiles, **rule)
+        launch(verdict_kernel, batch, *args, float(lenience), tiling.num_tiles, **rule)
 
     draft_slots, draft_tiles = slots, tiles
-    if judges_later:
+    if reads_later:
         draft_slots = Slots(0, 1, cu_rows, verdict.rejected)
         draft_tiles = tiles_of(target, draft, draft_slots, sampling, batch)
     sums = None

@@ -3,10 +3,10 @@
 import triton
 import triton.language as tl
 
-from fastspec_kernels.triton.chain_judge import (
+from fastspec_kernels.triton.chain_verdict import (
     end_of_chain,
-    judged_by_draft,
-    judged_by_target,
+    probs_by_draft,
+    probs_by_target,
     proposals_of,
     write_verdict,
 )
@@ -31,10 +31,10 @@ def scales_kernel(
     step = tl.arange(0, STEPS)
     tokens, num, present = proposals_of(slots, target, chain, b, STEPS)
     _, greedy, usable = temperature_of(sampling, b)
-    target_prob, _, _, valid, _ = judged_by_target(
+    target_prob, _, _, valid, _ = probs_by_target(
         target, slots, sampling, tiles, tokens, b, num, num_tiles, STEPS, MERGED
     )
-    draft_prob, draft_valid = judged_by_draft(
+    draft_prob, draft_valid = probs_by_draft(
         draft, slots, sampling, tiles, target, chain, tokens, b, num, num_tiles, STEPS, MERGED
     )
     num, _ = end_of_chain(valid & draft_valid, num, STEPS)
@@ -64,10 +64,10 @@ def block_kernel(
     step = tl.arange(0, STEPS)
     tokens, num, present = proposals_of(slots, target, chain, b, STEPS)
     _, greedy, usable = temperature_of(sampling, b)
-    target_prob, best_ids, logprob, valid, total = judged_by_target(
+    target_prob, best_ids, logprob, valid, total = probs_by_target(
         target, slots, sampling, tiles, tokens, b, num, num_tiles, STEPS, MERGED
     )
-    draft_prob, draft_valid = judged_by_draft(
+    draft_prob, draft_valid = probs_by_draft(
         draft, slots, sampling, tiles, target, chain, tokens, b, num, num_tiles, STEPS, MERGED
     )
     num, stop = end_of_chain(valid & (draft_valid | greedy), num, STEPS)
@@ -84,9 +84,9 @@ def block_kernel(
     bound = tl.where(bound > 0, rest / tl.where(bound > 0, bound, 1.0), 1.0)
     bound = tl.where(step == num, scales, bound)
     at = b * (chain.num_draft + 1) + step - 1
-    judged = (step >= 1) & (step <= num)
-    uniform = tl.load(chain.uniform_samples + at, mask=judged, other=1.0)
-    length = tl.max(tl.where(judged & (uniform.to(tl.float64) < bound), step, 0), 0)
+    is_draft = (step >= 1) & (step <= num)
+    uniform = tl.load(chain.uniform_samples + at, mask=is_draft, other=1.0)
+    length = tl.max(tl.where(is_draft & (uniform.to(tl.float64) < bound), step, 0), 0)
     if greedy:
         passes = (tokens == best_ids) & (step < num)
         length = tl.min(tl.where(passes, STEPS, step), 0)

@@ -1,4 +1,4 @@
-"""What the verification ops emit follows the exact laws of the losslessness kit."""
+"""What the verification ops emit follows the exact distributions of the losslessness kit."""
 
 from functools import partial, wraps
 
@@ -24,25 +24,25 @@ SIBLING_RULES = ("target_only", "without_replacement", "with_replacement")
 
 @pytest.fixture(autouse=True, scope="module")
 def laws_found_once():
-    """For all backends: to enumerate a law takes longer than to draw from it."""
+    """For all backends: to enumerate a distribution takes longer than to draw from it."""
 
     def once(find):
-        laws = {}
+        distributions = {}
 
         @wraps(find)
         def found(rule, target, draft, *shape):
             function = getattr(rule, "func", rule), repr(getattr(rule, "keywords", None))
             models = [tuple(units.tobytes() for units in model.units) for model in (target, draft)]
             key = *function, *models, shape
-            if key not in laws:
-                laws[key] = find(rule, target, draft, *shape)
-            return laws[key]
+            if key not in distributions:
+                distributions[key] = find(rule, target, draft, *shape)
+            return distributions[key]
 
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chain, "chain_law", once(chain.chain_law))
-        patch.setattr(tree, "tree_law", once(tree.tree_law))
+        patch.setattr(chain, "chain_distribution", once(chain.chain_distribution))
+        patch.setattr(tree, "tree_distribution", once(tree.tree_distribution))
         yield
 
 
@@ -161,5 +161,5 @@ def test_a_draft_rounded_to_bfloat16_breaks_the_contract():
     generator = torch.Generator().manual_seed(4)
     logits = torch.randn(100_000, 40, generator=generator) * 4 + 300
     token_ids, _ = sample(logits.bfloat16(), torch.rand(len(logits), generator=generator))
-    with pytest.raises(AssertionError, match="do not follow the law"):
+    with pytest.raises(AssertionError, match="do not follow the distribution"):
         assert_draft_contract(token_ids, logits.softmax(-1))

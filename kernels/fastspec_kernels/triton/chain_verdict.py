@@ -39,7 +39,7 @@ class Verdict(NamedTuple):
 
 
 @triton.jit
-def judge_kernel(
+def verdict_kernel(
     target,
     draft,
     slots,
@@ -57,10 +57,10 @@ def judge_kernel(
     step = tl.arange(0, STEPS)
     tokens, num, present = proposals_of(slots, target, chain, b, STEPS)
     _, greedy, usable = temperature_of(sampling, b)
-    target_prob, best_ids, logprob, valid, _ = judged_by_target(
+    target_prob, best_ids, logprob, valid, _ = probs_by_target(
         target, slots, sampling, tiles, tokens, b, num, num_tiles, STEPS, MERGED
     )
-    draft_prob, draft_valid = judged_by_draft(
+    draft_prob, draft_valid = probs_by_draft(
         draft, slots, sampling, tiles, target, chain, tokens, b, num, num_tiles, STEPS, MERGED
     )
     at = b * (chain.num_draft + 1) + step
@@ -98,7 +98,7 @@ def end_of_chain(valid, num, STEPS: tl.constexpr):
 
 
 @triton.jit
-def judged_by_target(
+def probs_by_target(
     target,
     slots,
     sampling,
@@ -139,7 +139,7 @@ def judged_by_target(
 
 
 @triton.jit
-def judged_by_draft(
+def probs_by_draft(
     draft,
     slots,
     sampling,
