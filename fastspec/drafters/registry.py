@@ -97,8 +97,6 @@ def plan_drafter(context: DrafterContext) -> DrafterPlan | None:
         else:
             return None
         raise ValueError(f"drafter: {what} needs a draft model, got None")
-    if isinstance(given, Drafter) and method.build is None:
-        _check_options_of_drafter(context.spec)
     return _planned(method, replace(context, drafter=given))
 
 
@@ -119,6 +117,8 @@ def plan_given(context: DrafterContext) -> DrafterPlan:
 def _planned(method: Method, context: DrafterContext) -> DrafterPlan:
     build = method.build or import_module(f"fastspec.drafters.{method.name}").build
     spec = context.spec
+    if isinstance(context.drafter, Drafter) and method.build is None:
+        _check_options_of_drafter(spec)
     plan = reencoding.build(context) if method.reencodes else None
     plan = plan or as_plan(build(context))
     is_told = "heterogeneous_vocab" in method.fields
