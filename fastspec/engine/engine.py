@@ -19,7 +19,7 @@ from fastspec.drafters.draft_model import draft_model_of
 from fastspec.drafters.registry import plan_drafter
 from fastspec.engine.block_manager import BlockManager
 from fastspec.engine.generation_config import params_of
-from fastspec.engine.outputs import RequestOutput, StreamEvent
+from fastspec.engine.outputs import RequestOutput, StreamEvent, with_others
 from fastspec.engine.prompt_reader import PromptReader
 from fastspec.engine.prompts import Message, Prompt, as_conversations, as_prompt_list
 from fastspec.engine.ranks import check_options, loop_of, new_seeds
@@ -168,7 +168,7 @@ class Engine:
                 stats.add(event.output.stats)
                 bar.set_postfix(_speed(stats, perf_counter() - start), refresh=False)
                 bar.update(len(samples[place]) == params_list[place].n)
-        return [_with_others(outputs) for outputs in samples]
+        return [with_others(outputs) for outputs in samples]
 
     def prompt_reader(self) -> PromptReader:
         """Return a reader that turns prompts into ids as `generate` does, for another thread."""
@@ -261,8 +261,9 @@ class Engine:
     @property
     def has_unfinished(self) -> bool:
         """Whether step() has work to do, or events to return."""
-        is_idle = not self._scheduler.has_unfinished and not self._loop.events
-        return not is_idle or any(each.error for each in [*self._drafters.values()])
+        if self._scheduler.has_unfinished or self._loop.events:
+            return True
+        return any(each.error for each in [*self._drafters.values()])
 
     @property
     def decoder_start_id(self) -> int | None:
@@ -476,7 +477,7 @@ class Engine:
             for request_id in request_ids:
                 self._close(request_id)
         with self._turn:
-            self._drafters.raise_error([_with_others(outputs) for outputs in samples])
+            self._drafters.raise_error([with_others(outputs) for outputs in samples])
 
     def _close(self, request_id: str) -> None:
         """Abort the request of an inbox unless it has ended, and drop the inbox."""
@@ -506,12 +507,6 @@ class Engine:
         self._drafters[drafter].check_request(request.params)
         self._scheduler.check_fits(request)
         return samples
-
-
-def _with_others(outputs: Mapping[int, RequestOutput]) -> RequestOutput:
-    """Return the first sample of a prompt with the rest in its `others`."""
-    others = tuple(outputs[index] for index in range(1, len(outputs)))
-    return replace(outputs[0], others=others) if others else outputs[0]
 
 
 def _speed(stats: SpecStats, seconds: float) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """Results returned by the engine."""
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from fastspec.engine.stats import SpecStats
 
@@ -61,6 +62,12 @@ class RequestOutput:
             f" {len(self.token_ids)} new ones, text={_short(self.text)},"
             f" finish_reason={self.finish_reason!r}{error}, stats={self.stats!r}{others})"
         )
+
+
+def with_others(outputs: Mapping[int, RequestOutput]) -> RequestOutput:
+    """Return the first sample of a prompt with the rest in its `others`."""
+    others = tuple(outputs[index] for index in range(1, len(outputs)))
+    return replace(outputs[0], others=others) if others else outputs[0]
 
 
 @dataclass(frozen=True)
