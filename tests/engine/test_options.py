@@ -390,6 +390,6 @@ def test_a_table_that_could_not_grow_grows_later(monkeypatch, failing, error):
 def test_enabling_a_drafter_object_refuses_options_that_it_does_not_read(model):
     spec = SpecConfig("draft_model", confidence_threshold=0.4)
     engine, other = Engine(model, model, spec=spec), Engine(model, model)
-    with pytest.raises(ValueError, match="confidence_threshold: .* Drafter object"):
+    with pytest.raises(ValueError, match=r"confidence_threshold: .* Drafter object"):
         engine.enable_spec_dec(other.drafter)
     assert len(engine.generate([[1, 2]], GREEDY)) == 1
