@@ -336,6 +336,8 @@ def _prepare_and_call(
     why = "set in model.generation_config: set None there and pass stop_strings= here"
     refuse("stop_strings", getattr(model.generation_config, "stop_strings", None), why)
     config = options.get("generation_config")
+    healing = options.get("token_healing") or getattr(config, "token_healing", None)
+    refuse("token_healing", healing or None, "transformers gives custom decoding no tokenizer")
     stop = options.pop("stop_strings", None) or getattr(config, "stop_strings", None)
     if stop is not None:
         if tokenizer is None:

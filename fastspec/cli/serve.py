@@ -1,13 +1,13 @@
 """`fastspec serve`: OpenAI's HTTP API and a page that shows who wrote each token."""
 
 import logging
-from pathlib import Path
 from typing import Annotated
 
 from fastspec.cli.errors import begin, note
 from fastspec.cli.options import Config, Flags, command
 from fastspec.config import EngineConfig, SpecConfig
 from fastspec.config.serve import ENGINE_DEFAULTS, ServeConfig
+from fastspec.models.named import shown_name
 from fastspec.serve.loading import Choices
 from fastspec.tools.settings import Models
 
@@ -31,7 +31,7 @@ def serve(
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     with listen(serving) as listener:
         begin()
-        engine, name = served.load(), Path(models.target).name
+        engine, name = served.load(), shown_name(models.target)
         if not has_keys and not is_loopback(serving.host):
             note(f"no API keys are set: anyone who can reach {serving.host} can use this server")
         host = f"[{serving.host}]" if ":" in serving.host else serving.host

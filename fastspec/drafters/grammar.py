@@ -52,8 +52,10 @@ class GrammarCompiler:
             matcher = LLMatcher(self._tokens, source, log_level=0)
         except (ValueError, GbnfToLarkError) as error:
             raise ValueError(f"structured_outputs: {error}") from error
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # finds what compiling alone does not, such as endless forms
         if matcher.is_error():
-            raise ValueError(f"structured_outputs: {matcher.get_error()}")
+            raise ValueError(_reason(matcher))
         return LlguidanceGrammar(matcher)
 
 
@@ -76,7 +78,7 @@ class LlguidanceGrammar:
         if taken == len(path) and (matcher.is_error() or not matcher.is_stopped()):
             mask = np.frombuffer(matcher.compute_bitmask(), np.int32)
             if matcher.is_error():
-                raise ValueError(f"structured_outputs: {matcher.get_error()}")
+                raise ValueError(_reason(matcher))
             words[: len(mask)] = mask[: len(words)]
             words[len(mask) :] = 0
 
@@ -84,6 +86,11 @@ class LlguidanceGrammar:
         """Add a token to the text; return whether anything may follow it."""
         self.matcher.consume_token(token_id)
         return self.matcher.is_error() or not self.matcher.is_stopped()
+
+
+def _reason(matcher: Any) -> str:
+    """Return why a matcher failed, without the dump of its state that follows."""
+    return f"structured_outputs: {matcher.get_error().splitlines()[0]}"
 
 
 def _source(matcher: Any, any_to_lark: Any, structure: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from fastspec.config import SamplingParams
-from fastspec.config.checks import refuse, require_unicode
+from fastspec.config.checks import refuse, require, require_unicode
 from fastspec.drafters.grammar import GrammarCompiler
 from fastspec.drafters.logit_rules import LogitRules
 from fastspec.engine.detokenizer import Detokenizer
@@ -100,6 +100,9 @@ class RequestFactory:
         stop_ids = frozenset(params.stop_token_ids or ())
         self._check_ids("stop_token_ids", stop_ids)
         stop_ids = stop_ids if params.ignore_eos else stop_ids | self.eos_ids
+        room = self.reader.max_model_len - len(token_ids)
+        expected = f"at most {room}, as {len(token_ids)} tokens come first"
+        require("min_tokens", params.min_tokens, params.min_tokens <= room, expected)
         most = self.reader.max_model_len if params.max_tokens is None else params.max_tokens
         seed = self.new_seed() if params.seed is None else params.seed
         root = Content(None) if params.n > 1 and self.shares_prompts else None
@@ -158,7 +161,8 @@ class RequestFactory:
         if self._tokenizer is None:
             raise ValueError("bad_words: texts need a tokenizer, but the engine has none")
         require_unicode("bad_words", word)
-        texts = (word.lstrip() or word, f" {word.lstrip()}")
+        bare = word.lstrip(" ")
+        texts = (bare, f" {bare}") if bare and not bare[0].isspace() else (word,)
         ids = [tuple(self._tokenizer(t, add_special_tokens=False)["input_ids"]) for t in texts]
         return [each for each in dict.fromkeys(ids) if each]
 

@@ -138,6 +138,19 @@ def chat_prompt_ids(
     return cast(Any, tokenizer)(text, add_special_tokens=False)["input_ids"]
 
 
+# Arguments of apply_chat_template that act only on ids.
+_OF_TOKENIZING = {
+    "tokenize",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_tensors",
+    "return_dict",
+    "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+}
+
+
 def chat_text(
     tokenizer: PreTrainedTokenizerBase | None,
     messages: Sequence[Mapping[str, Any]],
@@ -153,6 +166,8 @@ def chat_text(
     """
     if tokenizer is None:
         raise ValueError("chat: messages need a tokenizer, but there is none")
+    if taken := _OF_TOKENIZING & options.keys():
+        raise ValueError(f"chat_template_kwargs: {min(taken)} does not apply, the result is text")
     if tokenizer.chat_template is None and options.get("chat_template") is None:
         raise ValueError("chat: the target's tokenizer has no chat template")
     try:

@@ -41,6 +41,11 @@ def folder_of(field: str, name: str) -> Path | None:
     return folder
 
 
+def shown_name(source: str) -> str:
+    """Return the name of a model's folder or file, and a hub id or short name as it is."""
+    return Path(source).resolve().name if Path(source).exists() else source
+
+
 def own_draft(target: Any, method: str) -> str | None:
     """Return the draft model bundled with a short-named target for a method; None for others."""
     drafts = _DRAFTS.get(target, {}) if isinstance(target, str) else {}

@@ -216,16 +216,20 @@ class Endpoint:
     async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
         stream = Stream(send)
         work = asyncio.ensure_future(self._answer(scope, receive, stream))
+        late = None
         try:
             await asyncio.wait({work}, timeout=self.config.request_timeout)
+            if not work.done():
+                seconds = self.config.request_timeout
+                late = Refused(504, f"the response took more than {seconds:g} seconds", "timeout")
+        except asyncio.CancelledError:  # the server has waited for --drain-timeout
+            late = Refused(503, "the server is shutting down")
         finally:
-            in_time = work.done()
             work.cancel()
             await asyncio.wait({work})
         try:
-            if not in_time:
-                seconds = self.config.request_timeout
-                raise Refused(504, f"the response took more than {seconds:g} seconds", "timeout")
+            if late is not None:
+                raise late
             response = work.result()
         except ClientGone:
             return
@@ -374,7 +378,8 @@ async def _refused(request: Request, error: HTTPException | Refused) -> Response
     if isinstance(error, Refused):
         return error.response
     message = f"{request.method} {request.url.path}: {error.detail}"
-    return JSONResponse(error_body(error.status_code, message), error.status_code)
+    body = error_body(error.status_code, message)
+    return JSONResponse(body, error.status_code, headers=error.headers)
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -121,6 +121,8 @@ class EngineThread:
 
         Call it in the thread that loaded the engine, which must not compute afterwards.
         """
+        if self._loop is not None:
+            raise RuntimeError("an application serves its engine once: make another for the engine")
         self._loop = asyncio.get_running_loop()
         _end_openmp_threads()
         self._prompts.start()

@@ -21,6 +21,7 @@ from fastspec.config import EngineConfig, SpecConfig
 from fastspec.config.checks import is_int, require
 from fastspec.config.options import Option, options_of
 from fastspec.config.serve import ENGINE_DEFAULTS, ServeConfig
+from fastspec.models.named import shown_name
 from fastspec.serve.loading import Choices
 from fastspec.tools.batch import Answers, BatchJob, Row, in_this_process
 from fastspec.tools.settings import Models
@@ -54,7 +55,7 @@ def application(args: Mapping[str, Any]) -> serve.Application:
     def new_app() -> Any:
         from fastspec.serve.app import create_app
 
-        return create_app(served.load(), serving, Path(models.target).name, serving.api_keys())
+        return create_app(served.load(), serving, shown_name(models.target), serving.api_keys())
 
     replica = serve.deployment(
         serve.ingress(new_app)(),

@@ -230,9 +230,29 @@ def _message(message: Any) -> dict[str, Any]:
     if isinstance(content, list):
         texts = [_text_of(part) for part in content]
         require("messages", content, None not in texts, expected)
-        return {**message, "content": "".join(map(str, texts))}
-    require("messages", content, content is None or isinstance(content, str), expected)
+        content = "".join(map(str, texts))
+        message = {**message, "content": content}
+    fits = isinstance(content, str) or (content is None and message["role"] == "assistant")
+    require("messages", content, fits, expected)
+    if (calls := message.get("tool_calls")) is not None:
+        require("messages", calls, isinstance(calls, list), "tool_calls: a list")
+        message = {**message, "tool_calls": [_tool_call(call) for call in calls]}
     return message
+
+
+def _tool_call(call: Any) -> dict[str, Any]:
+    """A call whose arguments are an object, as templates expect, not its JSON text."""
+    fits = isinstance(call, dict) and isinstance(call.get("function"), dict)
+    expected = "tool_calls: objects with a function, whose arguments are JSON"
+    require("messages", call, fits, expected)
+    function = call["function"]
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments else {}
+        except ValueError as error:
+            raise ValueError(f"messages: expected {expected}, got {arguments!r:.200}") from error
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _text_of(part: Any) -> str | None:

@@ -232,6 +232,19 @@ class Sharper(compat.MultinomialProcessor):
         return logits
 
 
+class Picked(compat.MultinomialProcessor):
+    def __call__(self, logits):
+        return torch.zeros_like(logits).index_fill_(-1, torch.tensor(5), 1)
+
+
+def test_processors_whose_result_would_be_ignored_are_refused(pair):
+    changed = compat.MultinomialProcessor(0.7)
+    changed._process = lambda logits: logits * 2
+    for processor in (Picked(1.0), changed):
+        with pytest.raises(ValueError, match=r"^logits_processor: expected a class with _process"):
+            compat.autoregressive_generate(IDS, pair[0], 5, processor)
+
+
 PROCESSORS = [
     compat.NucleusProcessor(0.6, 0.8),
     compat.TopKNucleusProcessor(1.6, 4, 0.9),

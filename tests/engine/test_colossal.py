@@ -252,6 +252,8 @@ def test_published_calls():
         outputs |= {e.request_id: e.output for e in engine.step() if e.output}
     assert set(outputs) == set(added)
     assert list(outputs[added[2]].token_ids) == expected[0]
+    streamed = [token for event in engine.stream([1, 2, 3]) for token in event.token_ids]
+    assert streamed == expected[0]
     for given in ({}, {"prompts": prompts, "prompts_token_ids": prompts}):
         with pytest.raises(ValueError, match=r"^prompts: expected either"):
             engine.generate(**given)

@@ -311,6 +311,7 @@ def test_outputs_as_mappings(model, drafter):
         {"num_assistant_tokens_schedule": "other"},
         {"attention_mask": torch.tensor([[1, 0, 1, 1, 1, 1]])},
         {"synced_gpus": True},
+        {"token_healing": True},
         {"assistant_tokenizer": byte_tokenizer()},
     ],
     ids=lambda options: next(iter(options)),

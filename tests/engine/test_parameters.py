@@ -1,6 +1,7 @@
 """Every sampling parameter on every verified row: with any drafter the text of plain decoding."""
 
 import json
+from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
@@ -73,9 +74,11 @@ def test_forms_hold_with_every_method(target, temperature):
 
 def test_forms_that_are_none_are_refused(target):
     engine = Engine(target, tokenizer=byte_tokenizer(), spec="none")
-    for form in ({"regex": "("}, {"json": {"type": "nothing"}}, {"grammar": "strt: x"}):
-        with pytest.raises(ValueError, match=r"^structured_outputs: "):
+    endless = {"json": {"$ref": "#"}}
+    for form in ({"regex": "("}, {"json": {"type": "nothing"}}, {"grammar": "strt: x"}, endless):
+        with pytest.raises(ValueError, match=r"^structured_outputs: ") as error:
             engine.add_request([1], SamplingParams(structured_outputs=form))
+        assert "<state>" not in str(error.value)
     with pytest.raises(ValueError, match=r"^bad_words: 'utf-8' codec"):
         engine.add_request([1], SamplingParams(bad_words=["\ud800"]))
     bare = Engine(target, spec="none")
@@ -357,3 +360,40 @@ def test_end_of_sequence_completes_a_form(target):
     given = {"structured_outputs": {"regex": "a+"}, "logit_bias": {EOS_ID: 50.0}}
     (output,) = engine.generate([[1]], SamplingParams(temperature=0, max_tokens=9, **given))
     assert (output.text, output.token_ids[-1], output.finish_reason) == ("a", EOS_ID, "stop")
+
+
+def test_bad_words_ban_what_they_say(target):
+    """A line break bans no space, and a word after one does not ban the word elsewhere."""
+    tokenizer = byte_tokenizer()
+    engine = Engine(target, tokenizer=tokenizer, spec="none")
+
+    def ids(text):
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    for word, after, is_banned in (
+        ("\n", " ", False),
+        ("\nab", "cab", False),
+        ("\nab", "\nab", True),
+        ("ab", "cab", True),
+        (" ab", "cab", True),
+        (" ", " ", True),
+    ):
+        *prompt, last = ids("x" + after)
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=1,
+            allowed_token_ids=[last, *ids("?")],
+            logit_bias={last: 99.0},
+        )
+        (free,) = engine.generate([prompt], params)
+        (output,) = engine.generate([prompt], replace(params, bad_words=word))
+        assert [*free.token_ids] == [last]
+        assert ([*output.token_ids] != [last]) == is_banned, (word, after)
+
+
+def test_more_tokens_than_there_is_room_for_cannot_be_promised(target):
+    engine = Engine(target, spec="none")
+    most = engine.max_model_len - 3
+    params = SamplingParams(temperature=0, min_tokens=most + 1, max_tokens=2 * most)
+    with pytest.raises(ValueError, match=f"^min_tokens: expected at most {most}, "):
+        engine.generate([[1, 2, 3]], params)

@@ -15,7 +15,9 @@ MODEL = "tiny-random"
 TEMPLATE = (
     "{% for tool in tools or [] %}({{ tool.function.name }}){% endfor %}"
     "{% for message in messages %}{{ 1 / 0 if message.role == 'broken' }}"
-    "[{{ message.role }}]{{ message.content }}{% endfor %}"
+    "[{{ message.role }}]{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}{{ call.function.arguments }}{% endfor %}"
+    "{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 

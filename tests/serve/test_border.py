@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx2
@@ -194,7 +194,9 @@ def test_a_foreign_host_name_is_refused_on_loopback(client, host):
 
 def test_paths_that_are_not_there(client):
     assert "/nothing" in error_of(client.get("/nothing"), 404)["message"]
-    error_of(client.get(COMPLETIONS), 405)
+    response = client.get(COMPLETIONS)
+    error_of(response, 405)
+    assert response.headers["allow"] == "POST"
 
 
 def test_the_published_demo(client, engine):
@@ -324,6 +326,20 @@ def test_a_reader_that_stops_is_let_go(engine):
             assert_idle(engine)
 
     asyncio.run(ask())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_requests_that_outlast_a_server_are_told(engine, closed, caplog, stream):
+    with ExitStack() as stack:
+        address = stack.enter_context(serving(engine, drain_timeout=1))
+        ending = threading.Timer(0.5, stack.close)
+        ending.start()
+        response = httpx2.post(address + COMPLETIONS, json=LONG | {"stream": stream}, timeout=30)
+        closed.open()
+        ending.join()
+    assert error_of(response, 503)["message"] == "the server is shutting down"
+    assert "Traceback" not in caplog.text
+    assert_idle(engine)
 
 
 def test_slow_bodies_count_too(engine):

@@ -75,8 +75,11 @@ def test_a_chat_is_wrapped_in_the_template(client, engine):
     parts = [
         {"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]}
     ]
+    call = {"function": {"name": "add", "arguments": '{"a": 1}'}}
+    history = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [call]}]
     for options, prompt in (
         ({}, "[user]hi[assistant]"),
+        ({"messages": history}, "[user]hi[assistant]None{'a': 1}[assistant]"),
         ({"messages": parts, "tools": tools}, "(add)[user]hi[assistant]"),
         ({"tools": tools, "tool_choice": "none"}, "[user]hi[assistant]"),
     ):
@@ -345,7 +348,10 @@ def test_what_cannot_be_served_is_refused_by_name(client, fields, param):
         {"messages": [{"content": "x"}]},
         {"messages": [{"role": "user", "content": 5}]},
         {"messages": [{"role": "user", "content": [{"type": "image_url", "text": "x"}]}]},
-        {"messages": [{"role": "broken"}]},
+        {"messages": [{"role": "broken", "content": "x"}]},
+        {"messages": [{"role": "user"}]},
+        {"messages": [{"role": "assistant", "tool_calls": "all"}]},
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]},
         {"messages": MESSAGES, "top_logprobs": 2},
         {"messages": MESSAGES, "tools": "all"},
         {"messages": MESSAGES, "tool_choice": "required"},
@@ -353,6 +359,7 @@ def test_what_cannot_be_served_is_refused_by_name(client, fields, param):
         {"messages": MESSAGES, "max_tokens": 3, "max_completion_tokens": 3},
         {"messages": MESSAGES, "chat_template_kwargs": {"chat_template": "{{ 1 }}"}},
         {"messages": MESSAGES, "chat_template_kwargs": {"tokenize": True}},
+        {"messages": MESSAGES, "chat_template_kwargs": {"max_length": 3}},
         {"messages": MESSAGES, "logprobs": True, "top_logprobs": -1},
         {"messages": MESSAGES, "chat_template": "x"},
     ],

@@ -1,6 +1,6 @@
 """Colossal-Inference's two entry points (github.com/hpcaitech/ColossalAI, colossalai/inference)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from fastspec.config.checks import require, require_int
 from fastspec.config.colossal import GENERATION, LENGTHS
 from fastspec.drafters.context import DrafterSource, ModelSource
 from fastspec.engine.engine import Engine
+from fastspec.engine.outputs import StreamEvent
 
 
 class InferenceConfig:
@@ -111,6 +112,14 @@ class InferenceEngine(Engine):
         if not return_token_ids:
             return outputs
         return [output.text for output in outputs], [[*output.token_ids] for output in outputs]
+
+    def stream(
+        self,
+        prompt: Any,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[StreamEvent]:
+        """Yield events as `Engine.stream`; without params by the InferenceConfig."""
+        return super().stream(prompt, self._params if params is None else params)
 
     def add_request(  # pyright: ignore[reportIncompatibleMethodOverride] (published arguments)
         self,

@@ -40,7 +40,8 @@ class LogitsProcessor:
     """How tokens are chosen: filtered at temperature 1, and only then divided by the temperature.
 
     Your own processors derive from `GreedyProcessor` or `MultinomialProcessor` and change logits
-    [1, V] in `_process`. Overriding `sample` is refused: its draws could not be verified.
+    [1, V] in `_process`. Overriding `sample` or `__call__` is refused: its draws could not be
+    verified.
 
     Args:
         temperature: >= 0; 0 leaves only the most probable token.
@@ -363,8 +364,14 @@ def _sampling(processor: LogitsProcessor) -> dict[str, Any]:
     is_known = isinstance(processor, LogitsProcessor)
     require("logits_processor", processor, is_known, "a processor of fastspec.compat")
     kind = type(processor)
-    expected = "no sample() of its own: derive it from GreedyProcessor or MultinomialProcessor"
-    is_ours = getattr(kind, "sample", None) in (None, *_DRAWS) and "sample" not in vars(processor)
+    expected = (
+        "a class with _process() of its own, but neither sample() nor __call__(), derived from"
+        " GreedyProcessor or MultinomialProcessor"
+    )
+    is_drawn_here = getattr(kind, "sample", None) in (None, *_DRAWS)
+    is_called_here = kind.__call__ is LogitsProcessor.__call__
+    own = {"sample", "_process", "__call__"} & vars(processor).keys()
+    is_ours = is_drawn_here and is_called_here and not own
     require("logits_processor", processor, is_ours, expected)
     heat = 0.0 if isinstance(processor, GreedyProcessor) else processor.temperature
     is_same = kind in _SAME or (kind in _SAME_AT_1 and heat == 1)
