@@ -13,7 +13,7 @@ import fastspec
 from fastspec.cli.display import number, progress_bar, table_of
 from fastspec.cli.errors import begin, note
 from fastspec.cli.options import Config, Flags, command, output_file
-from fastspec.cli.prompts import PromptOptions, tokenize_prompts
+from fastspec.cli.prompts import PromptOptions, tokenize_prompts, usual_prompts
 from fastspec.config import EngineConfig, SpecConfig
 from fastspec.config.files import check_can_write
 from fastspec.config.methods import drafting_method
@@ -27,6 +27,7 @@ _RECORDED = (
     *("confidence_threshold", "suffix_tokens", "exit_layer", "relaxed_acceptance"),
     "synthetic_acceptance_rate",
 )
+_PROMPTS = 8  # of a data set or the bundled set
 ROOT = Path(fastspec.__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -36,7 +37,7 @@ def bench(
     models: Annotated[Models, Flags()],
     spec: Annotated[SpecConfig, Flags(without=("num_speculative_tokens",), method="draft_model")],
     engine_config: Annotated[EngineConfig, Flags("dtype", "device")],
-    prompts: Annotated[PromptOptions, Flags(num_prompts=8)],
+    prompts: Annotated[PromptOptions, Flags(shown=usual_prompts(_PROMPTS))],
     config: Annotated[BenchConfig, Flags()],
     config_file: Config = None,
     out: Annotated[Path | None, output_file("Append the record to this .jsonl file.")] = None,
@@ -78,7 +79,7 @@ def bench(
     files = [] if out is None else [out]
     if record:
         files.append(_results(method.name, spec))
-    texts = prompts.bundled()
+    texts = prompts.or_bundled(_PROMPTS)
     begin()
     import torch
 

@@ -84,7 +84,7 @@ def _read_line() -> str | None:
     """The next line the user types; None at the end."""
     if not sys.stdin.isatty():
         line = sys.stdin.readline()
-        return line.rstrip("\n") if line else None
+        return line.removeprefix("\ufeff").rstrip("\r\n") if line else None
     import readline  # noqa: F401 (input() edits lines and remembers them then)
 
     while True:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from fastspec.engine.engine import Engine
     from fastspec.engine.outputs import RequestOutput
 
+_PROMPTS = 3
 _ROUNDS = 3  # timed runs of each prompt in each mode
 _WARM_UP_TOKENS = 8
 _PICTURE_WIDTH = 104
@@ -49,7 +50,7 @@ def demo(
     models: Annotated[Models, Flags("target", "draft")],
     spec: Annotated[SpecConfig, Flags()],
     config: Annotated[EngineConfig, Flags("dtype", "device")],
-    prompts: Annotated[PromptOptions, Flags("num_prompts", "chat", num_prompts=3)],
+    prompts: Annotated[PromptOptions, Flags("num_prompts", "chat", num_prompts=_PROMPTS)],
     params: Annotated[
         SamplingParams,
         Flags("max_tokens", "temperature", **FIXED_RUN, max_tokens=96),
@@ -67,7 +68,7 @@ def demo(
     if not method_named(spec.method).chooses:
         drafting_method(spec.method)
     models.check(spec.method)
-    texts = prompts.bundled()
+    texts = prompts.or_bundled(_PROMPTS)
     begin()
     spec = spec.for_repeated_prompts()
     engine = models.engine(spec, config)

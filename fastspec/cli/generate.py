@@ -25,7 +25,7 @@ def generate(
     params: Annotated[SamplingParams, Flags()],
     spec: Annotated[SpecConfig, Flags()],
     config: Annotated[EngineConfig, Flags()],
-    prompts: Annotated[PromptOptions, Flags()],
+    prompts: Annotated[PromptOptions, Flags(shown={"num_prompts": "all"})],
     config_file: Config = None,
     prompt: Annotated[
         list[str] | None, typer.Option(help="Text to continue; may be given several times.")

@@ -31,12 +31,20 @@ _FEW = 3  # methods that a help text names
 class Flags:
     """The options of a config that a command offers: those named, or all but `without`.
 
-    `defaults` replace the declared ones; options without a flag are set to theirs.
+    `defaults` replace the declared ones; options without a flag are set to theirs. `shown` is what
+    help texts have as the default of an option where that is None and stands for something else.
     """
 
-    def __init__(self, *only: str, without: tuple[str, ...] = (), **defaults: Any):
+    def __init__(
+        self,
+        *only: str,
+        without: tuple[str, ...] = (),
+        shown: dict[str, str] | None = None,
+        **defaults: Any,
+    ):
         self.only = only
         self.without = without
+        self.shown = shown or {}
         self.defaults = defaults
 
     def of(self, config: type) -> list[Option]:
@@ -91,6 +99,7 @@ def _flag(config: type, option: Option, flags: Flags, known: dict[str, Method]) 
         *option.flags,
         help=prefix + option.help,
         metavar="JSON" if kind == "json" else option.metavar,
+        show_default=flags.shown.get(option.name, True),
         rich_help_panel=_PANELS.get(config),
     )
     if kind == "list":

@@ -21,7 +21,7 @@ class PromptOptions(Options):
     prompts_file: Path | None = option(
         None,
         PATH,
-        'File with one prompt per line, or JSON lines with "text" or "prompt"; - is stdin.',
+        'File with one prompt per line, or JSON lines with "prompt" or "text"; - is stdin.',
         metavar="FILE",
     )
     dataset: str | None = option(
@@ -37,9 +37,7 @@ class PromptOptions(Options):
         " datasets package.",
         metavar="FILE",
     )
-    num_prompts: int | None = option(
-        None, integer(1), "Number of prompts to take from --dataset or the bundled set."
-    )
+    num_prompts: int | None = option(None, integer(1), "Number of prompts to take.")
     chat: bool = option(
         False,
         BOOL,
@@ -47,13 +45,17 @@ class PromptOptions(Options):
         " coding tasks, and texts to summarise or edit.",
     )
 
-    def bundled(self) -> list[str]:
-        """The prompts that are named, else `num_prompts` of the bundled ones."""
+    def or_bundled(self, usual: int) -> list[str]:
+        """The prompts that are named, else bundled ones.
+
+        Without num_prompts, all of a file, but only `usual` of a data set or of the bundled ones.
+        """
         if self.prompts_file is not None and self.dataset is None:
-            return replace(self, num_prompts=None).named()
-        if (self.dataset, self.dataset_file) != (None, None):
             return self.named()
-        return bundled_prompts(self.num_prompts or 0, self.chat)
+        count = usual if self.num_prompts is None else self.num_prompts
+        if (self.dataset, self.dataset_file) != (None, None):
+            return replace(self, num_prompts=count).named()
+        return bundled_prompts(count, self.chat)
 
     def named(self) -> list[str]:
         """The prompts of the data set or the file; ValueError if options cannot be combined."""
@@ -61,8 +63,19 @@ class PromptOptions(Options):
             refuse("dataset", self.prompts_file, "not with --prompts-file")
             return load_prompts(self.dataset, self.dataset_file, self.num_prompts)
         refuse("dataset_file", self.dataset_file, "needs --dataset, which defines its format")
-        refuse("num_prompts", self.num_prompts, "needs --dataset")
-        return [] if self.prompts_file is None else read_prompts(self.prompts_file)
+        if self.prompts_file is None:
+            refuse("num_prompts", self.num_prompts, "needs --prompts-file or --dataset")
+            return []
+        prompts = read_prompts(self.prompts_file)
+        count = len(prompts) if self.num_prompts is None else self.num_prompts
+        fits = count <= len(prompts)
+        require("num_prompts", count, fits, f"at most the {len(prompts)} of {self.prompts_file}")
+        return prompts[:count]
+
+
+def usual_prompts(count: int) -> dict[str, str]:
+    """What help texts have as the default of --num-prompts, see `PromptOptions.or_bundled`."""
+    return {"num_prompts": f"all of --prompts-file, else {count}"}
 
 
 def typed_prompts(texts: list[str], options: PromptOptions) -> list[str]:
@@ -80,15 +93,23 @@ def typed_prompts(texts: list[str], options: PromptOptions) -> list[str]:
 
 
 def read_prompts(file: Path) -> list[str]:
-    """Prompts of a file: its lines, or "text" or "prompt" of JSON lines; blank ones are skipped."""
+    """Prompts of a file: its lines, or "prompt", else "text", of JSON lines.
+
+    Blank lines are skipped. A file whose first line is a JSON object is one of JSON lines, whatever
+    its name. "prompt" comes first because files of answers have it beside their "text"; for the
+    same reason a record with "messages" is refused.
+
+    Raises:
+        ValueError: no such file, one without a prompt, or a record with none.
+    """
     content = _stdin() if str(file) == "-" else read_text("prompts_file", file)
     prompts: list[Any] = _lines(content)
-    if file.suffix in (".json", ".jsonl") or _prompt_of(first_json_line(content)):
+    if file.suffix in (".json", ".jsonl") or isinstance(first_json_line(content), dict):
         prompts = []
         for where, record in parse_json_lines(content, f"prompts_file: {file}"):
             prompts.append(_prompt_of(record))
-            if prompts[-1] is None:
-                raise ValueError(f'{where}: expected an object with a "text" or "prompt" string')
+            expected = 'an object with a "prompt" or "text" string, and no "messages"'
+            require(where, record, prompts[-1] is not None, expected)
     if not prompts:
         raise ValueError(f"prompts_file: {file} contains no prompt")
     return prompts
@@ -111,8 +132,9 @@ def tokenize_prompts(tokenizer: Any, texts: list[str], chat: bool) -> list[list[
 
 
 def _stdin() -> str:
+    """The text on stdin, without a byte-order mark and with the line ends of files."""
     try:
-        return sys.stdin.read()
+        return sys.stdin.read().removeprefix("\ufeff").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"stdin: not UTF-8: {error}") from error
 
@@ -122,5 +144,7 @@ def _lines(content: str) -> list[str]:
 
 
 def _prompt_of(record: Any) -> str | None:
-    prompt = record.get("text", record.get("prompt")) if isinstance(record, dict) else None
+    if not isinstance(record, dict) or "messages" in record:
+        return None
+    prompt = record["prompt"] if "prompt" in record else record.get("text")
     return prompt if isinstance(prompt, str) else None

@@ -48,7 +48,7 @@ def simulate(
     models: Annotated[Models, Flags("target", "draft")],
     spec: Annotated[SpecConfig, Flags(*_SIMULATED, method="draft_model")],
     config: Annotated[EngineConfig, Flags("dtype", "device", "max_batch_size")],
-    prompts: Annotated[PromptOptions, Flags(without=("chat",))],
+    prompts: Annotated[PromptOptions, Flags(without=("chat",), shown={"num_prompts": "all"})],
     max_tokens: Annotated[
         int | None,
         typer.Option(

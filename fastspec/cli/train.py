@@ -13,7 +13,7 @@ from rich.console import Console
 from fastspec.cli.display import number, progress_bar, table_of
 from fastspec.cli.errors import begin, usage_errors
 from fastspec.cli.options import FIXED_RUN, Flags, command, output_file
-from fastspec.cli.prompts import PromptOptions, tokenize_prompts
+from fastspec.cli.prompts import PromptOptions, tokenize_prompts, usual_prompts
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.checks import is_int, refuse
 from fastspec.config.files import parse_json_lines, read_text, require_file
@@ -27,6 +27,7 @@ _Target = Annotated[Models, Flags("target")]
 _Spec = Annotated[SpecConfig, Flags("num_speculative_tokens")]
 _Config = Annotated[EngineConfig, Flags("dtype", "device", dtype="float32")]
 _SECONDS_BETWEEN_LINES = 60.0
+_PROMPTS = 4  # of a data set or the bundled set, for shapes
 _OF_GLIDE = ("lookup_rows", "distillation", "store_target")
 
 app = typer.Typer(help="Train drafters on your own text.", no_args_is_help=True)
@@ -106,7 +107,8 @@ def eagle3(
     from fastspec.train.glide_data import split_places
 
     tokenizer, model = _load(models.target, config, settings.seed)
-    texts = cut_texts(_documents(files.data, tokenizer, model), shape.context)
+    documents = _documents(files.data, tokenizer, _vocab_size(model))
+    texts = cut_texts(documents, shape.context)
     with usage_errors():
         places = split_places(len(texts), shape.held_out, settings.seed)
         training, judging = ([texts[place] for place in part] for part in places)
@@ -127,7 +129,13 @@ def eagle3(
 @app.command()
 @command
 def bigram(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="UTF-8 text files.")],
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="FILE...",
+            help="UTF-8 text files, or .jsonl files of records as in train draft.",
+        ),
+    ],
     out: Annotated[Path, output_file("JSON file for the table.")],
     models: _Target,
 ) -> None:
@@ -147,7 +155,8 @@ def bigram(
 
         def documents() -> Iterator[np.ndarray]:
             for file in files:
-                yield np.array(_ids(tokenizer, read_text("FILE", file)), dtype=np.int64)
+                for ids, _ in _documents([file], tokenizer, len(tokenizer), "FILE"):
+                    yield np.array(ids, dtype=np.int64)
                 bar.advance(task)
 
         save_bigram(count_bigrams(documents(), len(tokenizer)), out)
@@ -189,7 +198,7 @@ def shapes(
     models: Annotated[Models, Flags("target", "threads")],
     tried: Annotated[ShapesTried, Flags()],
     config: Annotated[EngineConfig, Flags("dtype", "device")],
-    prompts: Annotated[PromptOptions, Flags(num_prompts=4)],
+    prompts: Annotated[PromptOptions, Flags(shown=usual_prompts(_PROMPTS))],
     params: Annotated[SamplingParams, Flags("max_tokens", **FIXED_RUN)],
     spec: _Spec,
     glide: Annotated[
@@ -201,7 +210,7 @@ def shapes(
     None is trained: a draft costs the same whatever it proposes. From the costs, tune's throughput
     model predicts the acceptance rates at which a shape pays off.
     """
-    max_tokens, texts = params.max_tokens or 0, prompts.bundled()
+    max_tokens, texts = params.max_tokens or 0, prompts.or_bundled(_PROMPTS)
     begin()
     from fastspec.tools.tune import Planner
     from fastspec.train.shapes import shapes_of, untrained
@@ -269,7 +278,8 @@ def _train(
         processes = many_processes() if files.accelerate else OneProcess(resolve_device(config))
         config = replace(config, device=str(processes.device))
     tokenizer, model = _load(target, config, settings.seed)
-    rows = cut_rows((ids for ids, _ in _documents(files.data, tokenizer, model)), shape.context)
+    documents = _documents(files.data, tokenizer, _vocab_size(model))
+    rows = cut_rows((ids for ids, _ in documents), shape.context)
     with usage_errors():
         places = split_places(len(rows), shape.held_out, settings.seed)
         training, judging = map(rows.take, places)
@@ -304,17 +314,23 @@ def _load(
     return tokenizer, model
 
 
+def _vocab_size(target: "PreTrainedModel") -> int:
+    return target.config.get_text_config(decoder=True).vocab_size
+
+
 def _documents(
-    files: Sequence[Path], tokenizer: "PreTrainedTokenizerBase", target: "PreTrainedModel"
+    files: Sequence[Path],
+    tokenizer: "PreTrainedTokenizerBase",
+    vocab_size: int,
+    field: str = "data",
 ) -> Iterator[tuple[list[int], int]]:
-    """Token ids of each text, and where the part to learn begins."""
-    vocab_size: int = target.config.get_text_config(decoder=True).vocab_size
+    """Token ids of each text, and where the part to learn begins; `field` begins errors."""
     for file in files:
-        content = read_text("data", file)
+        content = read_text(field, file)
         if file.suffix != ".jsonl":
             yield _ids(tokenizer, content), 1
             continue
-        for where, record in parse_json_lines(content, f"data: {file}"):
+        for where, record in parse_json_lines(content, f"{field}: {file}"):
             fields = record if isinstance(record, dict) else {}
             if "text" in fields:
                 if not isinstance(fields["text"], str):

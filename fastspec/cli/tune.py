@@ -11,7 +11,7 @@ from rich.console import Console
 from fastspec.cli.display import number, progress_bar, table_of
 from fastspec.cli.errors import begin
 from fastspec.cli.options import FIXED_RUN, Flags, command, output_file
-from fastspec.cli.prompts import PromptOptions, tokenize_prompts
+from fastspec.cli.prompts import PromptOptions, tokenize_prompts, usual_prompts
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.checks import refuse
 from fastspec.config.methods import Method, drafting_method, method_named, methods
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from fastspec.tools.tune import Measurement, Plan
 
 _MOST_DRAFT_TOKENS = 8
+_PROMPTS = 4  # of a data set or the bundled set
 # Kinds of drafts that one method alone runs, of the same name.
 _OWN_DRAFTS = {"glide": "a GLIDE model", "eagle3": "an EAGLE draft"}
 # Of SpecConfig, what tells the rows of a method apart, and what the table calls it.
@@ -160,7 +161,7 @@ class TuneOptions(Options):
 def tune(
     models: Annotated[Models, Flags()],
     config: Annotated[EngineConfig, Flags("dtype", "device")],
-    prompts: Annotated[PromptOptions, Flags(num_prompts=4)],
+    prompts: Annotated[PromptOptions, Flags(shown=usual_prompts(_PROMPTS))],
     params: Annotated[SamplingParams, Flags("max_tokens", "temperature", **FIXED_RUN)],
     options: Annotated[TuneOptions, Flags()],
     out: Annotated[Path, output_file("File for the choice, to pass to --config.", "FILE.json")],
@@ -172,7 +173,7 @@ def tune(
     target, max_tokens = models.target, params.max_tokens or 0
     draft = models.draft or options.own_draft(target)
     drafts = draft.split(",") if draft is not None else []
-    methods, texts = options.tried(draft), prompts.bundled()
+    methods, texts = options.tried(draft), prompts.or_bundled(_PROMPTS)
     begin()
     from fastspec.models.loading import load_model, load_tokenizer
     from fastspec.tools.bench import describe_environment

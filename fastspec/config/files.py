@@ -27,14 +27,14 @@ def check_can_write(field: str, path: Path) -> None:
 
 
 def read_text(field: str, path: Path) -> str:
-    """The text of a file.
+    """The text of a file, without a byte-order mark.
 
     Raises:
         ValueError: no such file, or not UTF-8; `field` names the option.
     """
     require_file(field, path)
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{field}: {path} is not UTF-8: {error}") from error
 
@@ -97,10 +97,10 @@ def write_whole(text: str, path: Path) -> None:
 
     Devices and pipes are written to, and links are followed; none is replaced by a file.
     """
-    path = path.resolve()
-    if path.exists() and not path.is_file():
+    if path.exists() and not path.is_file():  # before it is resolved: a pipe's links lead nowhere
         path.write_text(text, encoding="utf-8")
         return
+    path = path.resolve()
     staged = path.with_name(path.name + ".new")
     staged.write_text(text, encoding="utf-8")
     staged.replace(path)

@@ -65,7 +65,10 @@ def _gsm8k_vicuna(record: dict[str, Any]) -> str:
 
 
 def _first_turn(record: dict[str, Any]) -> str:
-    return _text(record["turns" if "turns" in record else "prompt"][0])
+    turns = record["turns" if "turns" in record else "prompt"]
+    if not isinstance(turns, list):
+        raise TypeError(f"expected a list of turns, got {turns!r:.40}")
+    return _text(turns[0])
 
 
 def _question(record: dict[str, Any]) -> str | None:

@@ -37,6 +37,20 @@ def test_bench(invoke, pair, humaneval):
     assert "2 prompts" in result.stdout
 
 
+def test_the_first_prompts_of_a_file(invoke, pair, bundled, tmp_path):
+    """All by default: the usual number of a command is for prompts that nobody has chosen."""
+    file = tmp_path / "prompts.txt"
+    file.write_text("".join(f"def f{number}(\n" for number in range(9)), encoding="utf-8")
+    given = ["--prompts-file", file, "--max-tokens", "3"]
+    told = invoke("generate", *pair, *given, "--num-prompts", "2", "--json").stdout.splitlines()
+    assert [json.loads(line)["prompt"] for line in told] == ["def f0(", "def f1("]
+    short = ["--repeats", "1", "--temperatures", "0", "--no-peers"]
+    for more, num in (([], 9), (["--num-prompts", "2"], 2)):
+        result = invoke("bench", *pair, *given, *short, *more)
+        assert result.exit_code == 0, result.stderr
+        assert result.stdout.startswith(f"{num} prompts, ")
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -45,7 +59,7 @@ def test_bench(invoke, pair, humaneval):
         (["generate", "--dataset-file", "a.jsonl"], "--dataset"),
         (["generate", "--prompt", "a", "--num-prompts", "3"], "--num-prompts"),
         (["generate", "--dataset", "gsm8k", "--prompts-file", "a.txt"], "--prompts-file"),
-        (["generate", "--prompts-file", __file__, "--num-prompts", "3"], "--num-prompts"),
+        (["generate", "--prompts-file", __file__, "--num-prompts", "999"], "--num-prompts"),
         (["simulate", __file__, "--num-prompts", "3"], "--num-prompts"),
         (["bench", "--dataset-file", "a.jsonl"], "--dataset"),
         (["tune", "--out", "a.json", "--dataset", "pile"], "humaneval"),

@@ -58,10 +58,15 @@ def test_usage_errors(invoke, pair, arguments, named):
         ("{", "line 1: cut off or not JSON"),
         ('{"text": "a"}\n[1]', "line 2: expected an object"),
         ('{"text": 5}', "line 1"),
+        ('{"text": "an answer", "prompt": [5]}', "line 1"),
+        ('{"text": "an answer", "messages": []}', "line 1"),
     ],
 )
-def test_prompt_files_that_are_none(invoke, pair, tmp_path, content, named):
-    file = tmp_path / "prompts.jsonl"
+@pytest.mark.parametrize("name", ["prompts.jsonl", "prompts.txt"])
+def test_prompt_files_that_are_none(invoke, pair, tmp_path, name, content, named):
+    if name.endswith("txt") and content[:2] != '{"':
+        return  # a text
+    file = tmp_path / name
     file.write_text(content, encoding="utf-8")
     result = invoke("generate", *pair, "--prompts-file", file)
     assert result.exit_code == 2

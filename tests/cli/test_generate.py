@@ -1,10 +1,13 @@
 """`fastspec generate`: what it prints, to where, and what its options do."""
 
 import json
+from io import BytesIO, TextIOWrapper
+from types import SimpleNamespace
 
 import pytest
 
 from fastspec import Engine, SamplingParams
+from fastspec.cli import prompts
 
 GREEDY = ["--temperature", "0"]
 
@@ -97,6 +100,28 @@ def test_jsonl_prompts(invoke, pair, tmp_path):
     file.write_text('{"text": "one\\nline"}\n{"prompt": "two"}\n', encoding="utf-8")
     result = invoke("generate", *pair, "--prompts-file", file, "--max-tokens", "3", "--json")
     assert [record["prompt"] for record in records(result)] == ["one\nline", "two"]
+
+
+def test_answers_are_no_prompts(invoke, pair, tmp_path):
+    """What generate --json and batch write has the prompt beside its text."""
+    file = tmp_path / "answers.txt"
+    given = ["--max-tokens", "3", "--json"]
+    file.write_text(invoke("generate", *pair, "--prompt", "one", *given).stdout, encoding="utf-8")
+    (record,) = records(invoke("generate", *pair, "--prompts-file", file, *given))
+    assert record["prompt"] == "one"
+
+
+@pytest.mark.parametrize("source", ["file", "dash", "pipe"])
+def test_byte_order_marks_and_line_ends_are_not_in_prompts(
+    invoke, pair, tmp_path, monkeypatch, source
+):
+    file, content = tmp_path / "prompts.txt", b"\xef\xbb\xbfa b\r\nc\r\n"
+    file.write_bytes(content)
+    stdin = TextIOWrapper(BytesIO(content), encoding="utf-8", newline="\n")  # as Python's is
+    monkeypatch.setattr(prompts, "sys", SimpleNamespace(stdin=stdin))
+    given = {"file": ["--prompts-file", file], "dash": ["--prompts-file", "-"], "pipe": []}[source]
+    result = invoke("generate", *pair, *given, "--max-tokens", "3", "--json")
+    assert [record["prompt"] for record in records(result)] == ["a b", "c"]
 
 
 def test_options_that_have_flags_by_their_declarations(invoke, pair):

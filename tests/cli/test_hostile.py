@@ -170,3 +170,10 @@ def test_devices_and_links_are_written_not_replaced(tmp_path):
     write_whole("text", link)
     assert link.is_symlink()
     assert file.read_text(encoding="utf-8") == "text"
+    reading, writing = os.pipe()
+    try:
+        write_whole("text", Path(f"/dev/fd/{writing}"))  # as a shell passes >(command)
+        assert os.read(reading, 9) == b"text"
+    finally:
+        os.close(reading)
+        os.close(writing)

@@ -142,7 +142,7 @@ def test_bench_times_nothing_when_outputs_differ(invoke, bundled, monkeypatch, t
 
 def test_bench_refuses_a_prompt_that_is_too_long(invoke, bundled, tmp_path):
     file = tmp_path / "prompts.txt"
-    file.write_text("a" * 251 + "\n", encoding="utf-8")
+    file.write_text(2 * ("a" * 251 + "\n"), encoding="utf-8")
     result = invoke(*BENCH, "--prompts-file", file)
     assert result.exit_code == 1
     assert "the 251 tokens of prompt 1, 1 more than the models accept" in result.stderr
@@ -281,6 +281,16 @@ def test_train_bigram(invoke, bundled, tmp_path):
     table = json.loads((tmp_path / "table.json").read_text(encoding="utf-8"))
     a, b, c = byte_tokenizer()("abc")["input_ids"]
     assert (table[a], table[b], table[c]) == (b, a, a)
+    lines = [{"text": "abacab" * 4}, {"prompt_ids": [a], "token_ids": [b]}]
+    records = tmp_path / "records.jsonl"
+    records.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    result = invoke("train", "bigram", records, "--out", tmp_path / "table2.json")
+    assert result.exit_code == 0, result.stderr
+    assert json.loads((tmp_path / "table2.json").read_text(encoding="utf-8")) == table
+    records.write_text('{"text": "ab"}\n{"texts": "ab"}\n', encoding="utf-8")
+    result = invoke("train", "bigram", records, "--out", tmp_path / "table3.json")
+    assert "FILE: " in result.stderr
+    assert "line 2 has neither" in result.stderr
     options = ["--method", "mag", "--bigram", tmp_path / "table.json", "--max-tokens", "4"]
     result = invoke("generate", *options, "--prompt", "abac")
     assert result.exit_code == 0, result.stderr

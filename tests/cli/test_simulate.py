@@ -144,8 +144,6 @@ def test_prompts_in_json_lines_of_any_name(invoke, pair, tmp_path):
         assert told.exit_code == 0, told.stderr
         assert json.loads(save.read_text(encoding="utf-8"))["prompt_token_ids"] == a_b
         assert simulated(invoke, file, *pair, "--prompts-file", prompts)["num_outputs"] == 1
-    prompts.write_text('{"a": 1}\n', encoding="utf-8")  # a prompt of its own
-    assert simulated(invoke, file, *pair, "--prompts-file", prompts)["num_outputs"] == 1
 
 
 def test_predictions(invoke, pair, stored):

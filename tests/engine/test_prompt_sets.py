@@ -90,6 +90,9 @@ def test_texts(tmp_path):
     assert load_prompts("humaneval", file) == ["def f():\n"]
     file.write_text('{"prompt": ["One.", "Two."]}', encoding="utf-8")
     assert load_prompts("mt_bench", file) == ["One."]
+    file.write_text('{"prompt": "Compose"}', encoding="utf-8")
+    with pytest.raises(ValueError, match=r"line 1 is not a record of mt_bench.*list of turns"):
+        load_prompts("mt_bench", file)
 
 
 @pytest.mark.parametrize("name", RECORDS)
