@@ -10,7 +10,7 @@ from fastspec.cli.display import progress_bar
 from fastspec.cli.errors import begin, report, usage_errors
 from fastspec.cli.options import Config, Flags, command, output_file
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
-from fastspec.config.files import require_file
+from fastspec.config.files import require_file, require_regular
 from fastspec.tools.settings import Models
 
 
@@ -26,7 +26,8 @@ def batch(
             "--input",
             metavar="FILE.jsonl",
             help='JSON lines, each an object with "prompt" or "messages" and optionally its own'
-            ' options such as "temperature" or "max_tokens"; other fields are kept.',
+            ' options such as "temperature" or "max_tokens"; other fields are kept, except those of'
+            " requests to a server that cannot be set in a row.",
         ),
     ],
     output_file: Annotated[
@@ -59,6 +60,7 @@ def batch(
     """
     models.check(spec.method)
     require_file("input_file", input_file)
+    require_regular("output_file", output_file)
     begin()
     from fastspec.tools.batch import BatchJob, in_launched, launched, run_batch, work_for_first
 

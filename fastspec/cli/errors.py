@@ -21,6 +21,8 @@ _OPTIONS_OF_FIELDS = {
     "outputs": "outputs_file",
     "prompts": "prompts_file",
     "config": "config_file",
+    "input": "input_file",
+    "output": "output_file",
 }
 
 

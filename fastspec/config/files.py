@@ -6,6 +6,8 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
+from fastspec.config.checks import require
+
 
 def require_file(field: str, path: Path) -> None:
     """Raise ValueError with the option's name unless the file exists; a pipe counts as a file."""
@@ -24,6 +26,12 @@ def check_can_write(field: str, path: Path) -> None:
             return
     except OSError as error:
         raise ValueError(f"{field}: cannot write {str(path)!r}: {error.strerror}") from error
+
+
+def require_regular(field: str, path: Path) -> None:
+    """Refuse a device or a pipe for a file beside which unfinished results are kept."""
+    fits = path.is_file() or not path.exists()
+    require(field, str(path), fits, "a regular file, not a device or a pipe")
 
 
 def read_text(field: str, path: Path) -> str:

@@ -3,10 +3,10 @@
 The processes are started by this one, or by `accelerate launch` or torchrun.
 """
 
-import hashlib
 import json
 import logging
 import os
+import re
 import signal
 import socket
 from collections import deque
@@ -23,16 +23,16 @@ from threading import RLock, Thread
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
 from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
-from fastspec.config.checks import require
-from fastspec.config.files import json_line, parse_json_lines, read_text, write_whole
+from fastspec.config.checks import is_int, require
+from fastspec.config.files import json_line, parse_json_lines, read_text
 from fastspec.engine.engine import Engine
 from fastspec.engine.outputs import RequestOutput
 from fastspec.models.loading import chat_prompt_ids
+from fastspec.tools.part_file import PartFile, part_file
 from fastspec.tools.settings import Models
 
 logger = logging.getLogger(__name__)
@@ -42,9 +42,24 @@ _MEETING = "fastspec batch"
 _PATIENCE = timedelta(minutes=5)  # with processes that start more slowly
 _ANSWER = ("text", "token_ids", "finish_reason", "error")
 _OPTIONS = {field.name for field in fields(SamplingParams)}
-_NOT_OF_ROWS = {"n", "logprobs", "prompt_logprobs", "logits_processors"}
+_NOT_OF_ROWS = {
+    *("n", "logprobs", "prompt_logprobs", "logits_processors"),
+    # Fields of requests that change what a server answers.
+    *("max_completion_tokens", "top_logprobs", "tools", "tool_choice", "parallel_tool_calls"),
+    *("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    *("chat_template_kwargs", "add_generation_prompt", "echo", "best_of", "suffix"),
+    *("speculation", "stream", "stream_options"),
+}
 Row = tuple[int, dict[str, Any]]  # its place, and what holds prompt or messages
 Answers = Iterator[tuple[int, dict[str, Any]]]  # by the place of the row, as they come
+
+
+def _letters(name: str) -> str:
+    """What top_p and misspellings such as top_P, topP or top-p have in common."""
+    return re.sub("[^a-z0-9]", "", name.lower())
+
+
+_MEANT = {_letters(name): name for name in _OPTIONS | _NOT_OF_ROWS}
 
 
 @dataclass(frozen=True)
@@ -74,9 +89,10 @@ def run_batch(
     """Answer every row of a file of JSON lines; returns the number of rows that failed.
 
     A row has a "prompt" or "messages", and optionally options of `SamplingParams` that override the
-    job's; its answer is the same object with text, token_ids, finish_reason and error. Answers are
-    in the order of the rows. They are saved next to the target file as they arrive, so an
-    interrupted run continues where it stopped.
+    job's; its answer is the same object with text, token_ids, finish_reason and error. Fields of
+    requests to a server that a row cannot have are refused, and so are misspelt options; all others
+    are kept. Answers are in the order of the rows. They are saved next to the target file as they
+    arrive, so an interrupted run continues where it stopped.
 
     Args:
         replicas: number of processes, each with its own engine. The rows of a process that dies are
@@ -84,14 +100,17 @@ def run_batch(
         progress: called with the number of finished rows, and of all rows.
         elsewhere: answers the rows instead of processes that this one starts.
     Raises:
-        ValueError: an invalid row, a file left by another run, models that cannot be loaded, or
-            every process has died.
+        ValueError: an invalid row, a file left by another run or damaged, models that cannot be
+            loaded, or every process has died.
     """
-    lines = [*parse_json_lines(read_text("input", source), str(source))]
+    lines = [*parse_json_lines(read_text("input", source), f"input: {source}")]
     for place, row in lines:
         _check_row(place, row, job.params)
     rows = [row for _, row in lines]
-    with _alone(target), _Answers(job, rows, target) as answers:
+    fits = partial(_is_kept, num_rows=len(rows))
+    run = _what_decides(job, rows)
+    with part_file("output", target, "fastspec_batch", run, fits) as part:
+        answers = _Answers(rows, part)
         left = deque((n, row) for n, row in enumerate(rows) if n not in answers.known)
         progress(len(answers.known), len(rows))
         if elsewhere is None:
@@ -102,65 +121,42 @@ def run_batch(
         return answers.finish()
 
 
-@contextmanager
-def _alone(target: Path) -> Iterator[None]:
-    """Lock a file against other runs for the duration of the block."""
-    lock = Path(f"{target}.lock")
-    try:
-        held = FileLock(lock).acquire(timeout=0)
-    except Timeout as error:
-        raise ValueError(f"output: another run is writing {target}") from error
-    with held:
-        yield
-        lock.unlink(missing_ok=True)
-
-
 class _Answers:
-    """The answers so far, in a file that a later run reads."""
+    """The answers so far, by the place of their row, in a file that a later run reads."""
 
-    def __init__(self, job: BatchJob, rows: list[dict[str, Any]], target: Path):
-        self.known: dict[int, dict[str, Any]] = {}
+    def __init__(self, rows: list[dict[str, Any]], part: PartFile):
+        self.known: dict[int, dict[str, Any]] = dict(part.kept)
         self._rows = rows
-        self._target = target
-        self._part = target.with_name(f"{target.name}.part")
-        names = ("dtype", "prompt_template", "max_model_len", "kv_cache_dtype")
-        engine = {name: getattr(job.config, name) for name in names}  # what changes answers
-        models = [job.models.target, repr(job.models.drafts(job.spec.method))]
-        parts = [rows, *models, repr(job.params), repr(job.spec), repr(engine)]
-        digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-        self._head = {"fastspec_batch": 1, "digest": digest}
-
-    def __enter__(self) -> "_Answers":
-        text = self._part.read_text(encoding="utf-8") if self._part.exists() else ""
-        lines = text.split("\n")[:-1]  # the last one may have been cut off
-        if lines:
-            head, *kept = [json.loads(line) for line in lines]
-            what = f"{self._part} is from a run with other prompts or options; remove it"
-            if head != self._head:
-                raise ValueError(f"output: {what}")
-            self.known = dict(kept)
-        whole = [self._head, *self.known.items()]
-        write_whole("".join(json.dumps(line) + "\n" for line in whole), self._part)
-        self._stream = self._part.open("a", encoding="utf-8")
-        return self
-
-    def __exit__(self, *_) -> None:
-        self._stream.close()
+        self._part = part
 
     def keep(self, number: int, answer: dict[str, Any]) -> None:
         if number not in self.known:
             self.known[number] = answer
-            self._stream.write(json.dumps((number, answer)) + "\n")
-            self._stream.flush()
+            self._part.add((number, answer))
 
     def finish(self) -> int:
         """Write all answers in order; returns the number of rows that failed."""
         answers = [self.known[number] for number in range(len(self._rows))]
         pairs = zip(self._rows, answers, strict=True)
         lines = [json_line(row | answer) for row, answer in pairs]
-        write_whole("".join(line + "\n" for line in lines), self._target)
-        self._part.unlink()
+        self._part.finish("".join(line + "\n" for line in lines))
         return sum(answer["error"] is not None for answer in answers)
+
+
+def _what_decides(job: BatchJob, rows: list[dict[str, Any]]) -> list[Any]:
+    """All that answers depend on."""
+    names = ("dtype", "prompt_template", "max_model_len", "kv_cache_dtype")
+    engine = {name: getattr(job.config, name) for name in names}
+    models = [job.models.target, repr(job.models.drafts(job.spec.method))]
+    return [rows, *models, repr(job.params), repr(job.spec), repr(engine)]
+
+
+def _is_kept(value: Any, num_rows: int) -> bool:
+    """Whether a value is an answer with the place of its row."""
+    is_pair = isinstance(value, list) and len(value) == 2
+    number, answer = value if is_pair else (-1, None)
+    is_answer = isinstance(answer, dict) and answer.keys() == {*_ANSWER}
+    return is_answer and is_int(number) and 0 <= number < num_rows
 
 
 def _check_row(place: str, row: Any, params: SamplingParams) -> None:
@@ -169,6 +165,12 @@ def _check_row(place: str, row: Any, params: SamplingParams) -> None:
     for name in _ANSWER:
         if name in row:
             raise ValueError(f"{place}: {name}: reserved for the answer; rename this field")
+    for name in row:
+        meant = _MEANT.get(_letters(name), name)
+        if name != meant:
+            raise ValueError(f"{place}: {name}: expected {meant}; rename this field if not meant")
+        if name in _NOT_OF_ROWS:
+            raise ValueError(f"{place}: {name}: cannot be set in a row")
     try:
         _params_of(row, params)
     except ValueError as error:
@@ -177,10 +179,7 @@ def _check_row(place: str, row: Any, params: SamplingParams) -> None:
 
 def _params_of(row: Mapping[str, Any], params: SamplingParams) -> SamplingParams:
     """The params of all rows, with the options that a row sets itself."""
-    own = {name: row[name] for name in row.keys() & _OPTIONS}
-    for name in own.keys() & _NOT_OF_ROWS:
-        raise ValueError(f"{name}: cannot be set in a row")
-    return replace(params, **own)
+    return replace(params, **{name: row[name] for name in row.keys() & _OPTIONS})
 
 
 def in_this_process(job: BatchJob, left: deque[Row], engine: Engine | None = None) -> Answers:
@@ -225,6 +224,10 @@ def _answered(engine: Engine, job: BatchJob, take: Callable[[int, bool], list[Ro
 def _messages(messages: Any) -> list[Mapping[str, Any]]:
     fits = isinstance(messages, list) and all(isinstance(m, dict) for m in messages)
     require("messages", messages, fits, "a list of objects")
+    for message in messages:
+        content = message.get("content")
+        fits = isinstance(content, str) or (content is None and message.get("role") == "assistant")
+        require("messages", content, fits, "a content that is one string, not a list of parts")
     return messages
 
 

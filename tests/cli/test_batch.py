@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
+from fastspec.serve.requests import CHAT_FIELDS, COMPLETION_FIELDS
 from fastspec.tools import batch
 from fastspec.tools.batch import BatchJob, handed_out, run_batch
 from fastspec.tools.settings import Models
@@ -84,6 +85,12 @@ def test_rows_have_options_of_their_own(job, tmp_path):
         ("logprobs", 3, "line 2: logprobs: cannot be set in a row"),
         ("n", 2, "line 2: n: cannot be set in a row"),
         ("text", "mine", "line 2: text: reserved for the answer"),
+        ("tools", [], "line 2: tools: cannot be set in a row"),
+        ("response_format", {}, "line 2: response_format: cannot be set in a row"),
+        ("max_completion_tokens", 3, "line 2: max_completion_tokens: cannot be set in a row"),
+        ("top_P", 0.5, "line 2: top_P: expected top_p"),
+        ("maxTokens", 3, "line 2: maxTokens: expected max_tokens"),
+        ("top-logprobs", 3, "line 2: top-logprobs: expected top_logprobs"),
     ],
 )
 def test_rows_that_cannot_be_answered_as_they_ask(job, tmp_path, field, value, message):
@@ -92,6 +99,14 @@ def test_rows_that_cannot_be_answered_as_they_ask(job, tmp_path, field, value, m
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(ValueError, match=message):
         run_batch(job, source, tmp_path / "out.jsonl")
+
+
+def test_no_field_of_a_request_is_passed_over():
+    """Those that a row keeps change nothing in a server's answer."""
+    kept = {"model", "user", "safety_identifier", "prompt_cache_key", "store", "metadata"}
+    kept |= {"service_tier", "prompt", "messages"}
+    requests = CHAT_FIELDS | COMPLETION_FIELDS
+    assert requests - batch._OPTIONS - batch._NOT_OF_ROWS == kept
 
 
 def test_a_run_that_was_cut_off_goes_on(job, source, tmp_path, expected, monkeypatch):
@@ -186,14 +201,18 @@ def test_messages_are_a_conversation_and_a_prompt_is_a_text(job, tmp_path):
     rows = [{"messages": "hi"}, {"prompt": 5}, {"prompt": [{"role": "user", "content": "hi"}]}]
     rows.append({"prompt": {"messages": [{"role": "user", "content": "hi"}]}})
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert run_batch(job, tmp_path / "in.jsonl", tmp_path / "out.jsonl") == 4
+    rows.append({"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]})
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert run_batch(job, tmp_path / "in.jsonl", tmp_path / "out.jsonl") == 5
     errors = [row["error"] for row in answers(tmp_path / "out.jsonl")]
     assert [error.partition(":")[0] for error in errors] == [
         "messages",
         "prompt",
         "prompt",
         "prompt",
+        "messages",
     ]
+    assert "one string, not a list of parts" in errors[-1]
 
 
 def test_halves_of_characters_stay_escapes(job, tmp_path):
@@ -207,6 +226,49 @@ def test_the_rest_of_another_run_is_refused(job, source, tmp_path):
     (tmp_path / "out.jsonl.part").write_text('{"fastspec_batch": 1, "digest": "other"}\n')
     with pytest.raises(ValueError, match=r"output: .*out\.jsonl\.part is from a run"):
         run_batch(job, source, tmp_path / "out.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ('[1, {"text"', "line 2 is cut off or not JSON"),
+        ('["1", {}]', "line 2 has no result of this command"),
+        ("5", "line 2 has no result of this command"),
+    ],
+)
+def test_a_damaged_rest_is_named_and_left(job, source, tmp_path, line, named):
+    """Only a last line without its end is what an interruption leaves."""
+    part, target = tmp_path / "out.jsonl.part", tmp_path / "out.jsonl"
+
+    def stop(done, total):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_batch(job, source, target, progress=stop)
+    assert [*tmp_path.glob("*.lock")] == []
+    head = part.read_text()
+    part.write_text(f"{head}{line}\n")
+    with pytest.raises(ValueError, match=rf"^output: .*out\.jsonl\.part is damaged.*{named}"):
+        run_batch(job, source, target)
+    assert part.read_text() == f"{head}{line}\n"
+    part.write_text("somebody's line")
+    with pytest.raises(ValueError, match=r"^output: .*out\.jsonl\.part is from a run"):
+        run_batch(job, source, target)
+    assert part.read_text() == "somebody's line"
+
+
+def test_errors_name_the_options(invoke, pair, source, tmp_path):
+    (tmp_path / "out.jsonl.part").write_text("{}\n")
+    files = ["--input", source, "--output", tmp_path / "out.jsonl"]
+    assert "fastspec: error: --output: " in invoke("batch", *pair, *files).stderr
+    reading, writing = os.pipe()
+    for output in (f"/dev/fd/{writing}", "/dev/null"):
+        result = invoke("batch", *pair, "--input", source, "--output", output)
+        assert (result.exit_code, "--output: expected a regular" in result.stderr) == (2, True)
+    os.close(reading)
+    os.close(writing)
+    source.write_text('{"prompt": 5, "n": 2}\n')
+    assert "fastspec: error: --input: " in invoke("batch", *pair, *files).stderr
 
 
 def test_a_killed_process_loses_nothing(job, source, tmp_path, expected):
