@@ -174,10 +174,12 @@ def texts(
 ) -> None:
     """Let a chat model answer prompts, as data for train draft and train glide.
 
-    An interrupted run continues where it stopped.
+    Texts are kept in FILE.jsonl.part until all are done: rerun the same command to continue.
     """
     if out.suffix != ".jsonl":
         raise ValueError(f"out: expected a .jsonl file, got {str(out)!r}")
+    if out.exists():
+        raise ValueError(f"out: expected a file that does not exist yet, got {str(out)!r}")
     written = prompts.named()
     if not written:
         raise ValueError("prompts_file: required, as texts answers its prompts")
@@ -188,7 +190,8 @@ def texts(
     with progress_bar("texts") as bar, usage_errors():
         task = bar.add_task("writing", total=len(written))
         most = params.max_tokens or 0
-        write_texts(engine, written, most, out, lambda done: bar.update(task, completed=done))
+        given = models.target, written, most, out
+        write_texts(engine, *given, lambda done: bar.update(task, completed=done))
     typer.echo(f"{out}: {len(written)} texts")
 
 

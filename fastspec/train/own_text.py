@@ -8,34 +8,41 @@ from typing import Any
 from fastspec.config import SamplingParams
 from fastspec.engine.engine import Engine
 from fastspec.models.loading import prompt_ids
+from fastspec.tools.part_file import part_file
 
 _BATCHES = 4  # batches of answers per write
 
 
 def write_texts(
     engine: Engine,
+    target: str,
     prompts: Sequence[str],
     max_tokens: int,
     file: Path,
     advance: Callable[[int], None],
 ) -> None:
-    """Append each prompt with the target's answer, by the chat template, to a file of JSON lines.
+    """Write each prompt with the target's answer, by the chat template, to a file of JSON lines.
 
     Every other answer is greedy, the rest are sampled at temperature 1, because drafts are used for
-    both. Texts already in the file count as done, so an interrupted run continues.
+    both. Texts are kept in FILE.part until all are done, so an interrupted run continues; FILE is
+    then replaced.
 
     Args:
         engine: an engine of the target, with a tokenizer.
+        target: the target's name, which a run that continues must have in common.
         max_tokens: maximum length of an answer.
         advance: called with the number of texts so far.
+    Raises:
+        ValueError: no chat template, an answer failed, or FILE.part is of a run with another
+            target, other prompts or options, or damaged.
     """
     tokenizer: Any = engine.tokenizer
-    written = file.read_bytes() if file.exists() else b""
-    done, whole = written.count(b"\n"), written.rfind(b"\n") + 1
     size = _BATCHES * engine.config.max_batch_size
-    with file.open("ab") as out:
-        out.truncate(whole)
-        for first in range(done, len(prompts), size):
+    engine_config = [str(engine.config.dtype), str(getattr(tokenizer, "chat_template", None))]
+    run = [target, [*prompts], max_tokens, *engine_config]
+    with part_file("out", file, "fastspec_texts", run, _is_text) as part:
+        texts = [*part.kept]
+        for first in range(len(texts), len(prompts), size):
             advance(first)
             last = min(first + size, len(prompts))
             ids = [prompt_ids(tokenizer, prompts[index], True) for index in range(first, last)]
@@ -43,10 +50,15 @@ def write_texts(
                 SamplingParams(temperature=index % 2, max_tokens=max_tokens, seed=index)
                 for index in range(first, last)
             ]
-            texts = (
-                tokenizer.decode([*output.prompt_token_ids, *output.token_ids])
-                for output in engine.generate(ids, params)
-            )
-            out.write("".join(json.dumps({"text": text}) + "\n" for text in texts).encode())
-            out.flush()
+            for index, output in enumerate(engine.generate(ids, params), first):
+                if output.error is not None:
+                    raise ValueError(f"prompts: no answer to prompt {index + 1}: {output.error}")
+                whole = tokenizer.decode([*output.prompt_token_ids, *output.token_ids])
+                texts.append({"text": whole})
+                part.add(texts[-1])
+        part.finish("".join(json.dumps(text) + "\n" for text in texts))
     advance(len(prompts))
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("text"), str)

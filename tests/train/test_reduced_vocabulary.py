@@ -1,6 +1,7 @@
 """Drafts that know a part of the vocabulary, and the stored target and texts that teach them."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -300,16 +301,67 @@ def test_written_texts_go_on_where_they_stopped(chat_folder, tmp_path):
     engine = Engine(str(chat_folder), config=EngineConfig(max_batch_size=1))
     prompts = [f"question {n}" for n in range(6)]
     whole, broken = tmp_path / "whole.jsonl", tmp_path / "broken.jsonl"
-    write_texts(engine, prompts, 5, whole, lambda _: None)
+    write_texts(engine, "target", prompts, 5, whole, lambda _: None)
     content = whole.read_bytes()
-    broken.write_bytes(content[: content.index(b"\n") + 9])  # one line, and a part of the next
+    part = interrupted(engine, prompts, broken)
+    head, first = part.read_bytes().splitlines()[:2]
+    part.write_bytes(b"\n".join((head, first, first[:9])))  # one line, and a part of the next
     seen = []
-    write_texts(engine, prompts, 5, broken, seen.append)
+    write_texts(engine, "target", prompts, 5, broken, seen.append)
     assert broken.read_bytes() == content
     assert seen == [1, 5, 6]
+    assert sorted(tmp_path.iterdir()) == [broken, whole]
     engine.tokenizer.chat_template = None
     with pytest.raises(ValueError, match="no chat template"):
-        write_texts(engine, prompts, 5, tmp_path / "none.jsonl", lambda _: None)
+        write_texts(engine, "target", prompts, 5, tmp_path / "none.jsonl", lambda _: None)
+
+
+def interrupted(engine, prompts, file):
+    """What a run keeps that is interrupted after its first write."""
+
+    def stop(done):
+        if done:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_texts(engine, "target", prompts, 5, file, stop)
+    assert not file.exists()
+    return file.with_name(f"{file.name}.part")
+
+
+def test_texts_of_another_run_are_neither_taken_nor_changed(chat_folder, tmp_path):
+    engine = Engine(str(chat_folder), config=EngineConfig(max_batch_size=1))
+    prompts, file = [f"question {n}" for n in range(6)], tmp_path / "texts.jsonl"
+    part = interrupted(engine, prompts, file)
+    content = part.read_bytes()
+    for other in (("other", prompts, 5), ("target", prompts[1:], 5), ("target", prompts, 6)):
+        with pytest.raises(ValueError, match=r"^out: .*texts\.jsonl\.part is from a run"):
+            write_texts(engine, *other, file, lambda _: None)
+    assert part.read_bytes() == content
+    asked, out = tmp_path / "prompts.txt", tmp_path / "other.jsonl"
+    asked.write_text("question 1\n")
+    out.write_text('{"text": "mine"}')
+    common = ("texts", "--target", chat_folder, "--prompts-file", asked)
+    result = run(*common, "--out", out)
+    assert (result.exit_code, "--out: expected a file that does not" in result.output) == (2, True)
+    assert out.read_text() == '{"text": "mine"}'
+
+
+def test_an_answer_that_failed_is_no_text(chat_folder, tmp_path, monkeypatch):
+    """What was written before it is kept."""
+    engine = Engine(str(chat_folder), config=EngineConfig(max_batch_size=1))
+    generate = engine.generate
+
+    def failing(ids, params):
+        first, second, *others = generate(ids, params)
+        return [first, replace(second, error="not finite"), *others]
+
+    monkeypatch.setattr(engine, "generate", failing)
+    file = tmp_path / "texts.jsonl"
+    with pytest.raises(ValueError, match="prompt 2: not finite"):
+        write_texts(engine, "target", ["a", "b", "c"], 5, file, lambda _: None)
+    assert not file.exists()
+    assert len((tmp_path / "texts.jsonl.part").read_text().splitlines()) == 2
 
 
 def test_only_eagle3_drafts_learn_by_acceptance():
