@@ -16,7 +16,14 @@ from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.checks import refuse
 from fastspec.config.files import write_whole
 from fastspec.config.methods import method_named
+from fastspec.config.options import options_of
 from fastspec.tools.settings import Models
+
+# Of SamplingParams, what changes logits: drafts are made with it, but not those of a simulation.
+_LOGIT_RULES = (
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words"),
+    *("allowed_token_ids", "structured_outputs", "min_tokens"),
+)
 
 
 @command
@@ -54,10 +61,8 @@ def generate(
         refuse("prompt_template", config.prompt_template, "not with --chat and its template")
     if show_tree and (as_json or not (spec.drafts_trees or spec.cape)):
         raise ValueError("show_tree: needs --method tree or --cape, and not --json")
-    if save_outputs is not None and save_outputs.suffix != ".jsonl":
-        raise ValueError(f"save_outputs: expected a .jsonl file, got {str(save_outputs)!r}")
-    if save_outputs is not None and params.temperature > 0 and params.seed is None:
-        raise ValueError("save_outputs: a sampled run needs a --seed to be simulated")
+    if save_outputs is not None:
+        _check_stored(save_outputs, params, spec)
     models.check(spec.method)
     texts = typed_prompts(prompt or [], prompts)
     begin()
@@ -90,3 +95,19 @@ def generate(
         typer.echo(told, err=True)
     if any(output.error is not None for output in outputs):
         raise typer.Exit(1)
+
+
+def _check_stored(file: Path, params: SamplingParams, spec: SpecConfig) -> None:
+    """Refuse a run whose counts a simulation of its outputs would not reproduce."""
+    if file.suffix != ".jsonl":
+        raise ValueError(f"save_outputs: expected a .jsonl file, got {str(file)!r}")
+    if params.temperature > 0 and params.seed is None:
+        raise ValueError("save_outputs: a sampled run needs a --seed to be simulated")
+    for name in _LOGIT_RULES:
+        value = getattr(params, name)
+        if value != options_of(SamplingParams)[name].default:
+            refuse(name, value, "not with --save-outputs, as simulate does not apply it")
+    if params.temperature > 0 and spec.rejection_sample_method == "coupled":
+        raise ValueError("save_outputs: a sampled run with coupled verification is not simulated")
+    if spec.is_lossy:
+        raise ValueError("save_outputs: relaxed and synthetic acceptance are not simulated")

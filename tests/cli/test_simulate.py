@@ -9,6 +9,7 @@ from ..models import byte_tokenizer
 
 PROMPTS = ["--prompt", "def f(", "--prompt", "a b a b a", "--max-tokens", "30"]
 GREEDY = ["-k", "4", "--temperature", "0"]
+SAVE = ["generate", "--prompt", "a", "--seed", "0", "--save-outputs", "a.jsonl"]
 
 
 @pytest.fixture
@@ -218,6 +219,22 @@ def test_bad_files_write_nothing(invoke, pair, tmp_path, content, code, named):
         (
             ["generate", "--prompt", "a", "--save-outputs", "a.jsonl", "--temperature", "1"],
             "--seed",
+        ),
+        *(
+            ([*SAVE, *rule], "--save-outputs")
+            for rule in (
+                ["--repetition-penalty", "1.5"],
+                ["--presence-penalty", "1"],
+                ["--frequency-penalty", "1"],
+                ["--logit-bias", '{"65": 2}'],
+                ["--bad-words", "a"],
+                ["--allowed-token-ids", "65"],
+                ["--structured-outputs", '{"regex": "a"}'],
+                ["--min-tokens", "3"],
+                ["--temperature", "1", "--rejection-sample-method", "coupled"],
+                ["--relaxed-acceptance", "1.5"],
+                ["--synthetic-acceptance-rate", "0.5"],
+            )
         ),
     ],
 )
