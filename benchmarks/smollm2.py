@@ -5,8 +5,8 @@ fetched. Where transformers has a method of the same name, it is timed in a run 
 given on the command line choose the runs that contain one of them: `python -m benchmarks.smollm2
 tree`.
 
-`--draft DIR` and `--glide DIR` name what `fastspec train draft` and `fastspec train glide` made for
-SmolLM2, which cannot be fetched; without them the runs that need it are left out.
+`--draft DIR` names what `fastspec train draft` made for SmolLM2, which cannot be fetched; without
+it the runs that need it are left out.
 """
 
 import argparse
@@ -26,6 +26,8 @@ RUNS = (
     f"{ALONE} --method eagle3 -k 3 --confidence-threshold 0.3 --suffix-tokens 8",
     f"{ALONE} --method eagle3 -k 2 --tree-nodes 4",
     f"{ALONE} --method eagle3 -k 2 --tree-nodes 6 --tree-suffix 5",
+    f"{ALONE} --method glide -k 2 --confidence-threshold 0.3",
+    f"{ALONE} --method glide -k 2 --confidence-threshold 0.3 --suffix-tokens 8",
     f"{ALONE} --method suffix -k 6",
     f"{ALONE} --method prompt_lookup -k 4 --prompt-lookup-min 2 --prompt-lookup-max 4",
     f"{ALONE} --method ngram -k 4",
@@ -33,39 +35,30 @@ RUNS = (
     f"{BESIDE_PEERS} --method prompt_lookup -k 4 --prompt-lookup-min 2 --prompt-lookup-max 4",
     f"{BESIDE_PEERS} --method early_exit --exit-layer 20 -k 2",
 )
-OF_DRAFTS = {
-    "draft": (
-        f"{ALONE} --method draft_model -k 2",
-        f"{ALONE} --method draft_model -k 2 --suffix-tokens 8",
-        f"{ALONE} --method tree -k 2 --tree-nodes 4",
-        f"{ALONE} --method cascade --k-matrix [[1,8],[0,0]]",
-        f"{BESIDE_PEERS} --method draft_model -k 2",
-    ),
-    "glide": (
-        f"{ALONE} --method glide -k 2",
-        f"{ALONE} --method glide -k 2 --suffix-tokens 8",
-    ),
-}
+OF_A_DRAFT = (
+    f"{ALONE} --method draft_model -k 2",
+    f"{ALONE} --method draft_model -k 2 --suffix-tokens 8",
+    f"{ALONE} --method tree -k 2 --tree-nodes 4",
+    f"{ALONE} --method cascade --k-matrix [[1,8],[0,0]]",
+    f"{BESIDE_PEERS} --method draft_model -k 2",
+)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("words", nargs="*", help="of the runs to make; by default all")
-    for kind in OF_DRAFTS:
-        about = f"what `fastspec train {kind}` has made; the records name it as you do"
-        parser.add_argument(f"--{kind}", metavar="DIR", help=about)
+    about = "what `fastspec train draft` has made; the records name it as you do"
+    parser.add_argument("--draft", metavar="DIR", help=about)
     options = parser.parse_args()
 
     def chosen(runs: Iterable[str]) -> list[str]:
         return [run for run in runs if not options.words or any(w in run for w in options.words)]
 
-    runs = chosen(RUNS)
-    for kind, own in OF_DRAFTS.items():
-        folder, wanted = getattr(options, kind), chosen(own)
-        if folder is None and wanted:
-            sys.stderr.write(f"{len(wanted)} runs are left out: they need --{kind} DIR\n")
-        elif folder is not None:
-            runs += [f"{run} --draft {shlex.quote(folder)}" for run in wanted]
+    runs, wanted = chosen(RUNS), chosen(OF_A_DRAFT)
+    if options.draft is not None:
+        runs += [f"{run} --draft {shlex.quote(options.draft)}" for run in wanted]
+    elif wanted:
+        sys.stderr.write(f"{len(wanted)} runs are left out: they need --draft DIR\n")
     for number, run in enumerate(runs, 1):
         command = shlex.split(f"{COMMON} {run}")
         sys.stderr.write(f"{number} of {len(runs)}: fastspec bench {shlex.join(command)}\n")

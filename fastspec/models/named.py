@@ -11,12 +11,13 @@ BUNDLED = {
     "tiny-draft": ASSETS / "tiny-draft",
     "tiny-glide": ASSETS / "tiny-glide",
     "smollm2-eagle3": ASSETS / "smollm2-eagle3",
+    "smollm2-glide": ASSETS / "smollm2-glide",
 }
 FETCHED = ("smollm2",)
 # Draft models by target and method; "" for all other methods.
 _DRAFTS: dict[str, dict[str, str | None]] = {
     "tiny": {"": "tiny-draft", "glide": "tiny-glide", "eagle3": None},
-    "smollm2": {"eagle3": "smollm2-eagle3"},
+    "smollm2": {"eagle3": "smollm2-eagle3", "glide": "smollm2-glide"},
 }
 
 

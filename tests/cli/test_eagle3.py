@@ -80,6 +80,7 @@ def test_what_it_cannot_do_is_refused(invoke, draft, tmp_path):
 
 def test_smollm2_has_one_of_its_own():
     assert own_draft("smollm2", "eagle3") == "smollm2-eagle3"
+    assert own_draft("smollm2", "glide") == "smollm2-glide"
     assert own_draft("tiny", "eagle3") is None
 
 

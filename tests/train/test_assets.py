@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fastspec
 from fastspec.drafters.eagle3 import is_eagle3
-from fastspec.drafters.glide import load_glide
+from fastspec.drafters.glide import is_glide, load_glide
 from scripts.tiny.corpus import is_held_out
 from scripts.tiny.prompts import read_prompts
 
@@ -134,6 +134,20 @@ def test_glide_learnt_to_read_the_target():
         engine.generate(prompts, params)
         rates.append(engine.stats.acceptance_rate)
     assert rates[0] > rates[1] + 0.1
+
+
+def test_the_glide_draft_of_smollm2_is_small_and_leaves_its_ends_to_the_target():
+    folder = ASSETS / "smollm2-glide"
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 6e6
+    assert is_glide(folder)
+    stored = load_file(folder / "model.safetensors")
+    assert not {"lm_head.weight", "model.embed_tokens.weight"} & stored.keys()
+    assert len(stored["lm_head.token_ids"]) == 8192
+    matrices = [name.removesuffix(".scale") for name in stored if name.endswith(".scale")]
+    assert {stored[name].dtype for name in matrices} == {torch.int8}
+    assert all(weight.isfinite().all() for weight in stored.values())
+    record = json.loads((folder / "record.json").read_text())
+    assert f"{record['steps']:,} steps" in (ASSETS / "MODEL_CARD.md").read_text()
 
 
 def test_the_eagle3_draft_is_small_and_leaves_its_ends_to_the_target():
