@@ -341,6 +341,7 @@ class Planner:
         is_decoder = not self._target.config.is_encoder_decoder
         if params.temperature == 0 and is_decoder and not reads_target:
             vocab_size = self._target.config.get_text_config(decoder=True).vocab_size
+            spec = spec.for_repeated_prompts()  # as in self._engine
             simulator = Simulator(self._target, drafter, vocab_size, None, spec, self._config)
             simulator.run(
                 [StoredOutput(list(o.prompt_token_ids), list(o.token_ids), params) for o in outputs]
