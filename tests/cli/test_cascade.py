@@ -9,7 +9,7 @@ from fastspec.tools.bench import swi
 
 CASCADE = ["--method", "cascade", "--k-matrix", "[[2,3],[0,2]]"]
 GREEDY = ["--prompt", "abc", "--max-tokens", "9", "--temperature", "0"]
-BENCH = ["bench", "--num-prompts", "2", "--max-tokens", "6", "--repeats", "1", "-k", "2"]
+BENCH = ["bench", "--num-prompts", "1", "--max-tokens", "6", "--repeats", "1", "-k", "2"]
 
 
 def test_generate(invoke, pair):
