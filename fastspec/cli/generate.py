@@ -16,7 +16,6 @@ from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.checks import refuse
 from fastspec.config.files import write_whole
 from fastspec.config.methods import method_named
-from fastspec.config.options import options_of
 from fastspec.tools.settings import Models
 
 # Of SamplingParams, what changes logits: drafts are made with it, but not those of a simulation.
@@ -103,10 +102,10 @@ def _check_stored(file: Path, params: SamplingParams, spec: SpecConfig) -> None:
         raise ValueError(f"save_outputs: expected a .jsonl file, got {str(file)!r}")
     if params.temperature > 0 and params.seed is None:
         raise ValueError("save_outputs: a sampled run needs a --seed to be simulated")
+    why = "not with --save-outputs, as simulate does not apply it"
     for name in _LOGIT_RULES:
-        value = getattr(params, name)
-        if value != options_of(SamplingParams)[name].default:
-            refuse(name, value, "not with --save-outputs, as simulate does not apply it")
+        if not params.is_default(name):
+            refuse(name, getattr(params, name), why)
     if params.temperature > 0 and spec.rejection_sample_method == "coupled":
         raise ValueError("save_outputs: a sampled run with coupled verification is not simulated")
     if spec.is_lossy:

@@ -171,6 +171,11 @@ class Options:
             if (value := getattr(self, name)) is not declared.default:
                 object.__setattr__(self, name, declared.checked(value))
 
+    def is_default(self, name: str) -> bool:
+        """Whether an option has its declared default."""
+        value, default = getattr(self, name), options_of(type(self))[name].default
+        return value is default or value == default
+
 
 def documented(config: type[Config]) -> type[Config]:
     """Add the options to the docstring of a config."""

@@ -468,9 +468,8 @@ class SpecConfig(Options):
     def _refuse_other_methods_fields(self) -> None:
         is_plain = not method_named(self.method).proposes
         for name in sorted(FIELDS_OF_METHODS | (FIELDS_OF_DRAFTS if is_plain else set())):
-            value, default = getattr(self, name), options_of(type(self))[name].default
-            if not self._reads(name) and value is not default and value != default:
-                refuse(name, value, f"not for method {self.method!r}")
+            if not self._reads(name) and not self.is_default(name):
+                refuse(name, getattr(self, name), f"not for method {self.method!r}")
         fits = not is_plain or self.rejection_sample_method != "block"
         expected = f"'standard' or 'coupled' for method {self.method!r}"
         require("rejection_sample_method", self.rejection_sample_method, fits, expected)

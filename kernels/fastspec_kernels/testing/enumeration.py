@@ -45,8 +45,8 @@ def chain_distribution(
         drafts = [draft.row(prefix) for prefix in before[:-1]]
         if point_mass:
             drafts = [[Fraction(x == token) for x in range(draft.vocab)] for token in proposals]
-        judge = partial(rule, targets, drafts, proposals)
-        for emitted, share in outcome_distribution(judge, num_proposals + 1).items():
+        verify = partial(rule, targets, drafts, proposals)
+        for emitted, share in outcome_distribution(verify, num_proposals + 1).items():
             distribution[emitted] += probability * share
     return dict(distribution)
 
@@ -75,8 +75,8 @@ def tree_distribution(
         # A node without a token (nothing was left to draw) is never reached.
         targets = [target.row(prefix if -1 not in prefix else ()) for prefix in before]
         drafts = [draft.row(prefix if -1 not in prefix else ()) for prefix in before]
-        judge = partial(rule, targets, drafts, (-1, *tokens), (-1, *parents))
-        for emitted, share in outcome_distribution(judge, len(parents) + 2).items():
+        verify = partial(rule, targets, drafts, (-1, *tokens), (-1, *parents))
+        for emitted, share in outcome_distribution(verify, len(parents) + 2).items():
             distribution[emitted] += probability * share
     return dict(distribution)
 
