@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.connection import Client
 from types import SimpleNamespace
 
@@ -173,6 +174,8 @@ def test_an_interrupted_run_with_replicas_goes_on(invoke, pair, tmp_path):
     job = ["batch", *pair, *options, *files]
     command = [sys.executable, "-m", "fastspec", *job, "--replicas", "2"]
     given = {"env": ENVIRONMENT, "start_new_session": True, "stderr": subprocess.PIPE}
+    # Where the tests run in the background of a script, a child would inherit an ignored SIGINT.
+    given["preexec_fn"] = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     with subprocess.Popen([*map(str, command)], text=True, **given) as run:
         while run.poll() is None and not (part.exists() and part.read_text().count("\n") > 1):
             time.sleep(0.01)
