@@ -239,6 +239,18 @@ class Proposal:
     branch: Branch | None = None
     num_asked: list[int | None] | None = None
 
+    def at(self, places: Sequence[int]) -> "Proposal":
+        """Return what the acceptance rule reads of the proposals of some requests."""
+        index = device_tensor(places, torch.int64, self.token_ids.device)
+        return Proposal(
+            self.token_ids[index],
+            None if self.parents is None else self.parents[index],
+            None if self.draft_logits is None else self.draft_logits[index],
+            self.num_tokens and [self.num_tokens[place] for place in places],
+            self.sibling_rule,
+            draft_token_map=self.draft_token_map,
+        )
+
 
 def check_proposal(proposal: Any, batch: Batch, vocab_size: int) -> None:
     """Check a proposal against the protocol as far as possible without reading the tokens.
@@ -324,7 +336,10 @@ class Drafter(Protocol):
     """Protocol of anything that proposes tokens; `name` is reported as the writer of accepted ones.
 
     If a method raises or a proposal is invalid, the engine decodes that step plainly, releases the
-    requests, passes the error to the caller once, and asks the drafter again in the next step.
+    requests, passes the error to the caller once, and asks the drafter again in the next step. If
+    draft logits contain NaN or +inf, or no finite value, the proposal ends before the tokens drawn
+    from them. The output distribution stays exact in both cases, unless a drafter that draws its
+    tokens raises depending on what it drew.
     """
 
     name: str

@@ -16,7 +16,6 @@ from fastspec.drafters.base import (
     divisors,
     sampling_of_rows,
 )
-from fastspec.engine.outputs import Verdict
 from fastspec.models.transfer import device_tensor
 from fastspec_kernels import (
     build_tree,
@@ -71,16 +70,18 @@ def reads_draft_logits(spec: SpecConfig) -> bool:
     return spec.rejection_sample_method != "coupled" and not is_synthetic
 
 
-def are_spoilt(proposal: Proposal, place: int, verdict: Verdict) -> bool:
-    """Whether the draft logits of a request's proposals contain NaN or +inf, or a row without a
-    finite value."""
+def usable_drafts(proposal: Proposal) -> Tensor:
+    """Return its token_ids, with -1 for tokens drawn from logits that hold NaN or +inf, or no
+    finite value.
+
+    Such rows depend only on the tokens before them, so drafts that end there bend no distribution.
+    """
     if proposal.draft_logits is None:
-        return False
-    rows = list(range(verdict.num_draft_tokens))
+        return proposal.token_ids
+    is_usable = proposal.draft_logits.amax(dim=-1).isfinite()  # NaN where a row holds one
     if proposal.parents is not None:
-        rows = sorted({parent for parent in verdict.parents[1:] if parent >= 0})
-    best = proposal.draft_logits[place, rows].amax(dim=-1)  # NaN if a row contains one
-    return not bool(best.isfinite().all())
+        is_usable = is_usable.gather(1, proposal.parents.clamp(min=0).long())
+    return proposal.token_ids.masked_fill(~is_usable, -1)
 
 
 def places_of(counts: list[int]) -> tuple[list[int], list[int]]:

@@ -108,10 +108,9 @@ class Loop:
                     raise
                 batch, proposal = speculation.refuse(error, batch)
                 verdicts = self.verify(batch, proposal, speculation.spec)
-            for verdict in verdicts:
-                if verdict.accepted_len < 0:
-                    self._verify_without_drafts(speculation, batch, proposal, verdicts)
-                    break
+            failed = [b for b, verdict in enumerate(verdicts) if verdict.accepted_len < 0]
+            if failed:
+                self._verify_without_spoilt_drafts(speculation, batch, proposal, verdicts, failed)
         except BaseException:
             for request in running:  # the drafter would wait for a commit that never comes
                 speculation.release(request)
@@ -123,19 +122,19 @@ class Loop:
             for stats in (self.stats, *(request.stats for request in running)):
                 stats.seconds[phase] += end - start
 
-    def _verify_without_drafts(
-        self, speculation: Speculation, batch: Batch, proposal: Proposal, verdicts: list[Verdict]
+    def _verify_without_spoilt_drafts(
+        self,
+        speculation: Speculation,
+        batch: Batch,
+        proposal: Proposal,
+        verdicts: list[Verdict],
+        failed: list[int],
     ) -> None:
-        """Verify again, without drafts, requests that may have failed because of draft logits.
-
-        Texts are unchanged, and only the newest token is read again.
-        """
-        speculation.take_blame(batch, proposal, verdicts)
-        failed = (v.accepted_len < 0 and v.num_draft_tokens > 0 for v in verdicts)
-        if places := [place for place, has_failed in enumerate(failed) if has_failed]:
-            again = speculation.without_drafts(batch, places)
-            plain = self.verify(*again, speculation.spec)
-            for place, verdict in zip(places, plain, strict=True):
+        """Verify once more the requests that failed for their draft logits; change the verdicts."""
+        places, usable = speculation.without_spoilt_drafts(batch, proposal, failed)
+        if places:
+            again = self.verify(batch.at(places), usable, speculation.spec)
+            for place, verdict in zip(places, again, strict=True):
                 verdicts[place] = verdict
 
     def _reach(self, request: EngineRequest) -> int:

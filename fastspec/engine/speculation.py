@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig, is_int
 from fastspec.config.checks import require, require_int
@@ -11,8 +12,7 @@ from fastspec.config.speculation import MAX_DRAFT_TOKENS
 from fastspec.drafters import Drafter, Proposal, TreeProposer
 from fastspec.drafters.base import Batch, NoDrafter, Request, check_proposal
 from fastspec.drafters.suffix_first import SuffixFirst
-from fastspec.engine.acceptance import are_spoilt, reads_draft_logits
-from fastspec.engine.outputs import Verdict
+from fastspec.engine.acceptance import reads_draft_logits, usable_drafts
 from fastspec.engine.pacing import Pacer
 from fastspec.engine.request import EngineRequest
 from fastspec.engine.schedule import AdaptiveSchedule, Schedule, Step
@@ -177,36 +177,36 @@ class Speculation:
             self._fail(error, requests)
         return plain, self._no_drafter.propose(plain)
 
-    def without_drafts(
-        self, batch: Batch, places: Sequence[int] | None = None
-    ) -> tuple[Batch, Proposal]:
-        """Return a batch, or its requests at some places, with an empty proposal."""
-        places = range(len(batch.requests)) if places is None else places
-        none = [0] * len(places)
-        batch = replace(
-            batch.at(places), num_draft_tokens=none, max_nodes=none, num_model_tokens=None
-        )
-        return batch, self._no_drafter.propose(batch)
-
     def refuse(self, error: ValueError, batch: Batch) -> tuple[Batch, Proposal]:
         """Record that a proposal cannot be verified; return the step without it."""
         self._fail(error, batch.requests)
         return self.without_drafts(batch)
 
-    def take_blame(self, batch: Batch, proposal: Proposal, verdicts: Sequence[Verdict]) -> None:
-        """Record a drafter error if a request failed because of the draft's logits, not its own."""
-        if reads_draft_logits(self.spec) and self._is_to_blame(batch, proposal, verdicts):
+    def without_drafts(self, batch: Batch) -> tuple[Batch, Proposal]:
+        """Return a batch without drafts, and its empty proposal."""
+        none = [0] * len(batch.requests)
+        batch = replace(batch, num_draft_tokens=none, max_nodes=none, num_model_tokens=None)
+        return batch, self._no_drafter.propose(batch)
+
+    def without_spoilt_drafts(
+        self, batch: Batch, proposal: Proposal, places: list[int]
+    ) -> tuple[list[int], Proposal]:
+        """Return those of some requests whose draft logits are not finite, and their usable drafts.
+
+        Records a drafter error if there are any.
+        """
+        if not reads_draft_logits(self.spec):
+            return [], proposal
+        places = [place for place in places if batch.requests[place].params.temperature > 0]
+        part = proposal.at(places)
+        token_ids = self._usable_drafts(part)
+        is_cut = (token_ids != part.token_ids).any(dim=1).tolist()
+        if any(is_cut):
             what = "contain NaN or inf, or no finite value"
             error = ValueError(f"draft_logits: those of drafter {self.drafter.name} {what}")
             self._fail(error, batch.requests)
-
-    def _is_to_blame(self, batch: Batch, proposal: Proposal, verdicts: Sequence[Verdict]) -> bool:
-        return any(
-            verdict.accepted_len < 0
-            and request.params.temperature > 0
-            and are_spoilt(proposal, place, verdict)
-            for place, (request, verdict) in enumerate(zip(batch.requests, verdicts, strict=True))
-        )
+        cut = [b for b, is_cut in enumerate(is_cut) if is_cut]
+        return [places[b] for b in cut], replace(part, token_ids=token_ids).at(cut)
 
     def take_error(self) -> Exception | None:
         """Return the first unreported error and mark it as reported."""
@@ -241,6 +241,9 @@ class Speculation:
             self.drafter.release(request)
         except BaseException as error:
             self._fail(error, ())
+
+    def _usable_drafts(self, proposal: Proposal) -> Tensor:
+        return usable_drafts(proposal)
 
     def _planned(
         self, requests: list[EngineRequest], num_draft_tokens: list[int]

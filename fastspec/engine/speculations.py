@@ -15,7 +15,7 @@ from fastspec.drafters.context import DrafterContext, DrafterPlan, DrafterSource
 from fastspec.drafters.draft_model import draft_model_of
 from fastspec.drafters.registry import plan_drafter, plan_given
 from fastspec.engine.block_manager import BlockManager
-from fastspec.engine.outputs import RequestOutput, Verdict
+from fastspec.engine.outputs import RequestOutput
 from fastspec.engine.pacing import Pacer
 from fastspec.engine.request import EngineRequest
 from fastspec.engine.request_factory import RequestFactory
@@ -98,10 +98,9 @@ class SharedSpeculation(Speculation):
         if not self._is_replaced:
             super().commit(batch, accepted)
 
-    def _is_to_blame(self, batch: Batch, proposal: Proposal, verdicts: Sequence[Verdict]) -> bool:
-        """Whether rank 0's drafter is, because its logits were used."""
-        own = torch.tensor([super()._is_to_blame(batch, proposal, verdicts)], dtype=torch.int32)
-        return bool(self._ranks.of_first(own.to(self._device)))
+    def _usable_drafts(self, proposal: Proposal) -> Tensor:
+        """Those of rank 0, because its logits were used."""
+        return self._ranks.of_first(super()._usable_drafts(proposal))
 
     def _planned(
         self, requests: list[EngineRequest], num_draft_tokens: list[int]

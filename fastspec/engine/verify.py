@@ -146,11 +146,9 @@ class Pass(NamedTuple):
         counts = [self.counts[b] for b in places]
         rows = device_tensor(chosen, torch.int64, self.batch.device)
         index = device_tensor(places, torch.int64, self.batch.device)
-
-        def part(values: Tensor | None, index: Tensor = index) -> Tensor | None:
-            return None if values is None else values[index]
-
-        logits, bitmask = self.logits[rows], part(self.bitmask, rows)
+        logits = self.logits[rows]
+        bitmask = None if self.bitmask is None else self.bitmask[rows]
+        parents = None if self.parents is None else self.parents[index]
         best = without_forbidden(logits.float(), bitmask).amax(dim=-1)  # NaN where a row holds one
         owners, nodes = places_of(counts)
         fits = best.isfinite().tolist()
@@ -158,15 +156,9 @@ class Pass(NamedTuple):
         logits[spoilt] = 0
         if bitmask is not None:
             bitmask[spoilt] = -1
-        proposal = replace(
-            self.proposal,
-            token_ids=self.proposal.token_ids[index],
-            parents=part(self.proposal.parents),
-            draft_logits=part(self.proposal.draft_logits),
-        )
+        batch, proposal = self.batch.at(places), self.proposal.at(places)
         spans = [self.spans[b] for b in places]
-        trees = self.ids[index], part(self.parents)
-        own = Pass(self.batch.at(places), proposal, logits, counts, spans, *trees, bitmask)
+        own = Pass(batch, proposal, logits, counts, spans, self.ids[index], parents, bitmask)
         return own, [(owners[row], nodes[row]) for row in spoilt]
 
 

@@ -1,16 +1,18 @@
 """Reviews between drafts: lenience at the right places, with the right probabilities."""
 
+import numpy as np
 import pytest
 import torch
 
-from fastspec import SamplingParams, SpecConfig
+from fastspec import Engine, SamplingParams, SpecConfig
 from fastspec.drafters.cascade.draft import Draft, DraftToken
 from fastspec.drafters.cascade.drafter import CascadeDrafter
 from fastspec.drafters.cascade.levels import ModelLevel
 from fastspec.models.reduced_vocabulary import DraftVocabulary
 from fastspec_kernels.testing import chi_square
 
-from .helpers import ALPHA, PLAIN, drawn_counts, exact_distribution, small_pair
+from ..models import random_model
+from .helpers import ALPHA, PLAIN, drawn_counts, exact_distribution, small_model, small_pair
 from .probes import batch_of, request_of
 
 CPU = torch.device("cpu")
@@ -93,14 +95,56 @@ def test_nothing_follows_a_token_that_ends_the_text_or_the_limit():
     assert draft.lacks(6)
 
 
-def test_rows_that_are_not_finite_leave_nothing():
-    for lenience in (1.0, 2.0):
-        draft = draft_of([DraftToken(1, "mag"), DraftToken(2, "mag")])
-        logits = torch.zeros(3, 5)
-        logits[0, 2] = torch.nan
-        level = ModelLevel(FixedLogits([logits]), "model", lenience)
-        level.review([draft], [0], batch_of(draft.request, wanted=9))
-        assert draft.text == [1, 2, 3]
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("lenience", [1.0, 2.0])
+@pytest.mark.parametrize("spoilt", [0, 1, 2])
+def test_a_review_ends_before_a_row_that_is_not_finite(spoilt, lenience, temperature):
+    params = SamplingParams(temperature=temperature)
+    request = request_of([1, 2, 3], params=params)
+    draft = Draft(request, 37, is_greedy=temperature == 0)
+    draft.replace(0, [DraftToken(1, "mag"), DraftToken(2, "mag")])
+    logits = torch.full((3, 5), -torch.inf)
+    for row, best in enumerate((1, 2, 4)):
+        logits[row, best] = 0.0
+    logits[spoilt, 3] = torch.nan
+    level = ModelLevel(FixedLogits([logits]), "model", lenience)
+    level.review([draft], [0], batch_of(request, wanted=9))
+    assert draft.text == [1, 2, 3, 1, 2][: 3 + spoilt]
+
+
+@pytest.mark.parametrize(
+    ("num_drafts", "k_matrix", "prompt"),
+    [
+        (2, [[2, 0], [0, 2]], [2, 4, 3, 2, 4, 3, 2, 4]),
+        (1, [[2, 2], [0, 2]], [2, 1, 5, 2, 1, 5, 2]),
+    ],
+    ids=["models", "mag"],
+)
+def test_reviews_that_end_early_bend_no_distribution(num_drafts, k_matrix, prompt):
+    """After token 1 the draft models may write nothing: what was accepted before that counts."""
+    target = small_model()
+    drafts = [random_model("llama", seed=n, vocab_size=5, eos_token_id=0) for n in (5, 6)]
+    num = 6000
+    params = [
+        SamplingParams(
+            temperature=1.0,
+            seed=seed,
+            max_tokens=3,
+            ignore_eos=True,
+            bad_words=[[1, token] for token in range(5)],
+        )
+        for seed in range(num)
+    ]
+    engine = Engine(
+        target,
+        drafts[:num_drafts],
+        spec=SpecConfig("cascade", k_matrix=k_matrix),
+        config={"max_batch_size": 512},
+    )
+    outputs = engine.generate([prompt] * num, params)
+    counts = np.bincount([output.token_ids[0] for output in outputs], minlength=6)
+    probs = target(torch.tensor([prompt])).logits[0, -1].double().softmax(-1)
+    assert chi_square(counts, probs.detach().numpy()) > ALPHA
 
 
 def test_distributions_bent_by_lenience_are_caught(monkeypatch):

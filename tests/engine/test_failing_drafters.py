@@ -2,15 +2,17 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from fastspec import Engine, SamplingParams, SpecConfig
 from fastspec.drafters import Proposal
-from fastspec.drafters.base import Branch
+from fastspec.drafters.base import DRAFT_STREAM, Branch
+from fastspec_kernels.testing import chi_square
 
 from ..models import perturbed
-from .helpers import small_model
+from .helpers import ALPHA, small_model
 from .probes import assert_blocks_came_back, take_error, target_runner
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10)
@@ -240,8 +242,59 @@ def test_draft_logits_that_say_nothing_are_the_drafters_fault(
     assert [outputs[i].token_ids for i in (0, 2)] == alone  # the others draw what they drew
 
 
+class SpoiltAfterOne:
+    """Draws each token from the same distribution, but knows nothing after token 1."""
+
+    name = "spoilt"
+    probs = torch.tensor([0.1, 0.4, 0.2, 0.1, 0.1, 0.1])
+
+    def __init__(self, is_tree):
+        self._is_tree = is_tree
+        if is_tree:
+            self.max_nodes = lambda num: num
+
+    def propose(self, batch):
+        num, most = len(batch.requests), batch.num_speculative_tokens
+        at_temperature = 1.3 * self.probs.log()
+        logits = at_temperature.expand(num, most + self._is_tree, 6).clone()
+        draws = torch.searchsorted(self.probs.cumsum(0), batch.uniforms(most, DRAFT_STREAM))
+        token_ids = draws.clamp(max=5).int()
+        for place in range(1, most):
+            logits[token_ids[:, place - 1] == 1, place:] = torch.nan
+        if not self._is_tree:
+            return Proposal(token_ids, draft_logits=logits)
+        parents = torch.arange(most, dtype=torch.int32).expand(num, most).contiguous()
+        rule = "without_replacement"
+        return Proposal(token_ids, parents, draft_logits=logits, sibling_rule=rule)
+
+    def commit(self, batch, accepted):
+        pass
+
+    def release(self, request):
+        pass
+
+
+@pytest.mark.parametrize("method", ["standard", "block", "tree"])
+def test_draft_logits_that_are_spoilt_after_a_token_bend_no_distribution(method):
+    target, num = small_model(), 6000
+    rule = "standard" if method == "tree" else method
+    spec = SpecConfig(num_speculative_tokens=3, rejection_sample_method=rule)
+    drafter = SpoiltAfterOne(is_tree=method == "tree")
+    engine = Engine(target, drafter, spec=spec, config={"max_batch_size": 512})
+    params = [
+        SamplingParams(temperature=1.3, seed=seed, max_tokens=3, ignore_eos=True)
+        for seed in range(num)
+    ]
+    with pytest.raises(ValueError, match="draft_logits") as raised:
+        engine.generate([[1, 4, 2]] * num, params)
+    counts = np.bincount([output.token_ids[0] for output in raised.value.outputs], minlength=6)
+    probs = target(torch.tensor([[1, 4, 2]])).logits[0, -1].double().div(1.3).softmax(-1)
+    assert chi_square(counts, probs.detach().numpy()) > ALPHA
+    assert engine.stats.num_accepted_tokens > 0
+
+
 @pytest.mark.parametrize("method", ["standard", "coupled"])
-@pytest.mark.parametrize(("row", "num_spoilt", "reason"), [(1, 1, "length"), (0, 2, "error")])
+@pytest.mark.parametrize(("row", "num_spoilt", "reason"), [(1, 1, "length"), (0, 1, "error")])
 def test_what_is_the_targets_fault_is_not_the_drafters(
     model, expected, texts, method, row, num_spoilt, reason
 ):

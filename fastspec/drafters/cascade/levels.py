@@ -22,8 +22,8 @@ class Review(NamedTuple):
     """The part of a draft that a level keeps.
 
     Attributes:
-        num_kept: number of tokens kept; -1 = the logits were not finite.
-        extra: the token after them.
+        num_kept: number of tokens kept.
+        extra: the token after them; -1 = none, because the logits there are not finite.
         probs: probabilities of the kept tokens and the extra one.
     """
 
@@ -181,15 +181,15 @@ class ModelLevel(Level):
         if num_by_chain < len(drafts):
             reviews += self._review_leniently(tokens[num_by_chain:], logits[split:])
         columns = zip(reviewed, tokens, reviews, first, strict=False)
-        for (draft, start), proposed, (accepted, extra, probs), row in columns:
+        for (draft, start), proposed, (num_kept, extra, probs), row in columns:
             draft.passes[self.name] += 1
-            kept = [*proposed[: max(0, accepted)], DraftToken(extra, self.name)]
+            kept = proposed[:num_kept] + [DraftToken(extra, self.name)] * (extra >= 0)
             rows = [None] * len(kept) if draft.is_greedy else logits[row : row + len(kept)]
             outcome = [
                 token._replace(logits=own, prob=prob)
-                for token, own, prob in zip(kept, rows, probs, strict=True)
+                for token, own, prob in zip(kept, rows, probs, strict=False)
             ]
-            draft.replace(start, outcome if accepted >= 0 else [])
+            draft.replace(start, outcome)
 
     def room(self, length: int) -> int:
         return self.model.room(length) - 1  # its reviews also read the drafts
@@ -207,9 +207,9 @@ class ModelLevel(Level):
         self, drafts: list[Draft], tokens: list[list[DraftToken]], logits: Tensor, batch: Batch
     ) -> list[Review]:
         """Review by speculative sampling, with this model as the target."""
-        device, counts = batch.device, [len(row) for row in tokens]
-        width, ids = max(counts), [[token.token_id for token in row] for row in tokens]
-        cu_rows = [0, *accumulate(count + 1 for count in counts)]
+        device, num_rows = batch.device, [len(row) + 1 for row in tokens]
+        width, ids = max(num_rows) - 1, [[token.token_id for token in row] for row in tokens]
+        cu_rows = [0, *accumulate(num_rows)]
         uniforms = draw_uniforms(drafts, batch.num_speculative_tokens + 1, batch)
         output_ids, accepted_len, _ = verify_chain(
             logits[: cu_rows[-1]],
@@ -222,7 +222,13 @@ class ModelLevel(Level):
             backend=self.backend,
         )
         table = torch.cat([accepted_len[:, None], output_ids], dim=1).tolist()
-        return [Review(row[0], row[row[0] + 1], [1.0] * (max(0, row[0]) + 1)) for row in table]
+        reviews = []
+        for (num_kept, *ids), first, count in zip(table, cu_rows, num_rows, strict=False):
+            if num_kept < 0:  # it accepted all tokens before the first row that is not finite
+                best = logits[first : first + count].amax(dim=1)
+                num_kept = best.isfinite().tolist().index(False)
+            reviews.append(Review(num_kept, ids[num_kept], [1.0] * (num_kept + 1)))
+        return reviews
 
     def _review_leniently(self, tokens: list[list[DraftToken]], logits: Tensor) -> list[Review]:
         """Keep argmaxes, and x while lenience * prob(x) > the prob its writer gave it."""
@@ -240,10 +246,7 @@ class ModelLevel(Level):
                 if token.token_id != best_ids[end] and not stays:
                     break
                 end += 1
-            is_finite = min(best_ids[first : end + 1]) >= 0
-            accepted = end - first if is_finite else -1
-            kept = [*probs[first : first + max(0, accepted)], best_probs[end]]
-            reviews.append(Review(accepted, best_ids[end], kept))
+            reviews.append(Review(end - first, best_ids[end], [*probs[first:end], best_probs[end]]))
             first += len(row) + 1
         return reviews
 
