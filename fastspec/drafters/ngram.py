@@ -77,7 +77,10 @@ class NgramDrafter:
             return proposal
 
         def learn(target_logits: Tensor, num_rows: list[int]) -> None:
-            self._learn_fillers(rows, grown, target_logits, num_rows)
+            # Without drafts a request alone would not have asked this drafter: it learns nothing.
+            drafts = zip(batch.num_draft_tokens, num_rows, strict=True)
+            is_paused = [num == 0 for num, count in drafts for _ in range(count)]
+            self._learn_fillers(rows, grown, target_logits, num_rows, is_paused)
 
         return Proposal(proposal.token_ids, num_tokens=proposal.num_tokens, on_target_logits=learn)
 
@@ -109,7 +112,12 @@ class NgramDrafter:
         )
 
     def _learn_fillers(
-        self, rows: Tensor, grown: Tensor, target_logits: Tensor, num_rows: list[int]
+        self,
+        rows: Tensor,
+        grown: Tensor,
+        target_logits: Tensor,
+        num_rows: list[int],
+        is_paused: list[bool],
     ) -> None:
         """Count the target's most probable tokens after the text and after each draft token."""
         num = self._max_context
@@ -119,6 +127,9 @@ class NgramDrafter:
         places = device_tensor(packed, torch.int64, rows.device)
         repeat = min(self._filler_top_k, target_logits.shape[-1])
         top = target_logits[: len(packed)].topk(repeat).indices  # [T, k]
+        if any(is_paused):
+            skipped = device_tensor(is_paused, torch.bool, rows.device)
+            top = top.masked_fill(skipped[:, None], -1)
         ranks = torch.arange(repeat, device=rows.device)
         recency = (repeat - 1 - ranks).expand_as(top)
         self._table.learn(

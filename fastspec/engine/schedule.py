@@ -50,8 +50,14 @@ class Schedule(Protocol):
 
 @dataclass
 class _Pace:
-    """State of one request: decayed counts of acceptance, the length in use, pauses."""
+    """State of one request: decayed counts of acceptance, the length in use, pauses.
 
+    Attributes:
+        owner: the schedule that it belongs to.
+        costs: of steps with 0, 1, ... draft tokens, up to the request's own K.
+    """
+
+    owner: object
     costs: tuple[float, ...]
     length: int
     accepted: float = 0.0
@@ -105,7 +111,7 @@ class AdaptiveSchedule:
             sampled_step_costs = [1 + _ASSUMED_COST * num for num in range(len(step_costs))]
         self._greedy, self._sampled = _relative(step_costs), _relative(sampled_step_costs)
         self._alone, self._batch = step_costs, batch_step_costs
-        self._shared = _Pace(self._greedy, length=min(_FIRST_LENGTH, len(step_costs) - 1))
+        self._shared = _new_pace(self, self._greedy)
 
     def common_length(self, requests: Sequence[EngineRequest]) -> int | None:
         """Return the draft length shared by the greedy requests of a step; None = each its own."""
@@ -157,12 +163,22 @@ class AdaptiveSchedule:
             _change_length(pace, step)
 
     def _pace(self, request: EngineRequest) -> _Pace:
-        costs = self._greedy if request.params.temperature == 0 else self._sampled
         pace = request.schedule_state
-        if pace is None or pace.costs is not costs:  # the request or its drafter is new
-            pace = _Pace(costs, length=min(_FIRST_LENGTH, len(costs) - 1))
-            request.schedule_state = pace
+        if pace is None or pace.owner is not self:  # the request or its drafter is new
+            costs = self._greedy if request.params.temperature == 0 else self._sampled
+            most = _longest(request, len(costs) - 1)
+            pace = request.schedule_state = _new_pace(self, costs[: most + 1])
         return pace
+
+
+def _new_pace(owner: AdaptiveSchedule, costs: tuple[float, ...]) -> _Pace:
+    return _Pace(owner, costs, length=min(_FIRST_LENGTH, len(costs) - 1))
+
+
+def _longest(request: EngineRequest, num_speculative_tokens: int) -> int:
+    """Return the most tokens a schedule may want for a request, which may have its own K."""
+    own = request.params.num_speculative_tokens
+    return num_speculative_tokens if own is None else min(own, num_speculative_tokens)
 
 
 def _end_trial(pace: _Pace, step: Step) -> None:
@@ -218,13 +234,14 @@ class HeuristicSchedule:
     num_speculative_tokens: int
 
     def num_draft_tokens(self, request: EngineRequest) -> int:
-        return request.schedule_state or self.num_speculative_tokens
+        return request.schedule_state or _longest(request, self.num_speculative_tokens)
 
     def record(self, request: EngineRequest, step: Step) -> None:
         if step.proposed:
             change = 2 if step.accepted == step.proposed else -1
             length = self.num_draft_tokens(request) + change
-            request.schedule_state = max(1, min(length, self.num_speculative_tokens))
+            longest = _longest(request, self.num_speculative_tokens)
+            request.schedule_state = max(1, min(length, longest))
 
 
 class SweepSchedule:

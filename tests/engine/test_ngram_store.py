@@ -1,6 +1,7 @@
 """The n-gram store: what it counts, what it proposes, same output whatever it proposes."""
 
 from collections import Counter, defaultdict
+from dataclasses import replace
 
 import pytest
 import torch
@@ -90,6 +91,19 @@ def test_fillers_are_counted_after_every_verified_place():
     request.token_ids += [7]
     # What was said twice is first, then by recency: 3, said once and a filler once, after 7.
     assert drafter.propose(batch_of(request, wanted=1)).token_ids.tolist() == [[3]]
+
+
+def test_paused_requests_learn_no_fillers_in_a_batch_either():
+    """Alone they would not ask the drafter, and what a seed says must not depend on the batch."""
+    drafter = NgramDrafter(2, filler_top_k=2)
+    paused, other = request_of([7, 8, 9], "paused"), request_of([7, 8, 7], "other")
+    proposal = drafter.propose(replace(batch_of(paused, other, wanted=2), num_draft_tokens=[0, 2]))
+    logits = torch.full((4, 20), -9.0)
+    logits[:, 3], logits[:, 4] = 2.0, 1.0
+    proposal.on_target_logits(logits, [1, 3])
+    for request, expected in ((paused, [[-1]]), (other, [[3]])):
+        request.token_ids += [3, request.token_ids[-1]] if request is other else []
+        assert drafter.propose(batch_of(request, wanted=1)).token_ids.tolist() == expected
 
 
 @pytest.mark.parametrize("filler_top_k", [1, 3])

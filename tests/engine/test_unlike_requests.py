@@ -74,6 +74,26 @@ def test_k_of_a_request_is_that_of_an_engine(model, drafter):
             assert output.sources == expected[0].sources
 
 
+@pytest.mark.parametrize("schedule", ["heuristic", "adaptive"])
+def test_k_of_a_request_is_that_of_an_engine_under_a_schedule(model, schedule):
+    """Whose drafts grow and shrink within it, and are not those of a longer one cut off."""
+    drafter, costs = perturbed(model, 0.1), [1.0, 1.9, 1.95, 2.0, 2.05]
+    pairs = []
+    for num in (1, 2):
+        for seed in range(8):
+            params = params_of(seed, temperature=1.0, max_tokens=40)
+            mine = params_of(seed, temperature=1.0, max_tokens=40, num_speculative_tokens=num)
+            outputs = []
+            for most, given in ((num, params), (4, mine)):
+                given_costs = costs[: most + 1] if schedule == "adaptive" else None
+                spec = SpecConfig(
+                    num_speculative_tokens=most, schedule=schedule, step_costs=given_costs
+                )
+                outputs += Engine(model, drafter, spec=spec).generate([PROMPTS[1]], given)
+            pairs.append([(o.token_ids, o.sources) for o in outputs])
+    assert all(own == capped for own, capped in pairs)
+
+
 def test_a_batch_of_all_kinds_gives_each_its_own_text(model, drafter, alone):
     for config in ({}, {"num_blocks": 40, "max_batch_size": 9}):
         engine = engine_of(model, drafter, **config)
