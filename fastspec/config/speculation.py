@@ -445,6 +445,13 @@ class SpecConfig(Options):
         """The size of n-grams and the number of fillers, or their defaults."""
         return self.value_of("ngram_size"), self.value_of("filler_top_k")
 
+    @property
+    def reads_target(self) -> str:
+        """What the drafter reads from the target in addition to its text; empty = nothing."""
+        if self.method == "ngram" and self.ngram_counts[1] > 1:
+            return "the target's top tokens (filler_top_k above 1)"
+        return method_named(self.method).reads_target
+
     def _take_alias(self, name: str, value: Any) -> None:
         """Set num_speculative_tokens by an alias."""
         if value is None:

@@ -16,7 +16,6 @@ from transformers import PreTrainedTokenizerBase
 
 from fastspec.config import EngineConfig, SpecConfig
 from fastspec.config.checks import require
-from fastspec.config.methods import method_named
 from fastspec.config.token_trees import MAX_TREE_NODES
 from fastspec.drafters import Proposal
 from fastspec.drafters.base import Batch, Drafter, common_prefix_len
@@ -95,7 +94,7 @@ class Simulator:
         config: EngineConfig = EngineConfig(),  # noqa: B008 (frozen)
         decoder_start_id: int | None = None,
     ):
-        if needed := method_named(spec.method).reads_target:
+        if needed := spec.reads_target:
             raise ValueError(f"method: {spec.method!r} reads {needed}, which stored outputs lack")
         exact = SpecConfig()
         for name in _RULES:
@@ -206,6 +205,8 @@ def _skip_prefill(requests: list[EngineRequest], most: int) -> int:
 
 def _compare(batch: Batch, proposal: Proposal, spec: SpecConfig) -> list[Verdict]:
     """The verdicts of a target that writes the stored text."""
+    if proposal.on_target_logits is not None:
+        raise ValueError("on_target_logits: expected None, stored outputs have no logits to read")
     verdicts, parents = [], proposal.parents
     trees = [None] * len(batch.requests) if parents is None else parents.tolist()
     rows = zip(proposal.token_ids.tolist(), trees, strict=True)

@@ -337,9 +337,8 @@ class Planner:
     ) -> float:
         """Mean tokens per step if each step has that many draft tokens."""
         spec, params = _with_length(spec, length).for_repeated_prompts(), self._params
-        reads_target = method_named(spec.method).reads_target
         is_decoder = not self._target.config.is_encoder_decoder
-        if params.temperature == 0 and is_decoder and not reads_target:
+        if params.temperature == 0 and is_decoder and not spec.reads_target:
             vocab_size = self._target.config.get_text_config(decoder=True).vocab_size
             simulator = Simulator(self._target, drafter, vocab_size, None, spec, self._config)
             simulator.run(

@@ -1,6 +1,7 @@
 """A simulated drafter accepts exactly what the live engine accepted; files that hold no outputs."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.files import write_whole
 from fastspec.drafters import Proposal
 from fastspec.drafters.base import common_prefix_len
+from fastspec.drafters.ngram import NgramDrafter
 from fastspec.engine.schedule import Step
 from fastspec.tools.simulate import Simulator
 from fastspec.tools.stored_outputs import (
@@ -48,6 +50,7 @@ def stored_run(engine, params, path):
         {"method": "suffix"},
         {"method": "suffix", "tree_nodes": 9},
         {"method": "mag"},
+        {"method": "ngram", "filler_top_k": 1},
     ],
     ids=str,
 )
@@ -347,10 +350,18 @@ def test_simulations_that_cannot_run(model):
 
 
 @pytest.mark.parametrize(
-    ("method", "named"), [("eagle3", "the target's hidden states"), ("glide", "the target's cache")]
+    ("method", "named"),
+    [
+        ("eagle3", "the target's hidden states"),
+        ("glide", "the target's cache"),
+        ("ngram", "the target's top tokens (filler_top_k above 1)"),
+    ],
 )
 def test_methods_that_read_more_than_texts(model, method, named):
-    with pytest.raises(
-        ValueError, match=f"^method: '{method}' reads {named}, which stored outputs"
-    ):
+    message = f"method: '{method}' reads {named}, which stored outputs lack"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         Simulator(model, None, VOCAB_SIZE, spec=SpecConfig(method))
+    simulator = Simulator(model, NgramDrafter(3, filler_top_k=2), VOCAB_SIZE)
+    stored = StoredOutput([1], [2, 3, 4], SamplingParams(temperature=0, max_tokens=3))
+    with pytest.raises(ValueError, match="^on_target_logits: expected None, stored outputs"):
+        simulator.run([stored])
