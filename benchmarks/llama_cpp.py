@@ -19,7 +19,8 @@ from tempfile import TemporaryDirectory
 import torch
 
 from fastspec import Engine, EngineConfig, SamplingParams
-from fastspec.models.loading import load_model, load_tokenizer, prompt_ids
+from fastspec.models.chat import prompt_ids
+from fastspec.models.loading import load_model, load_tokenizer
 from fastspec.tools.bench import describe_environment
 from fastspec.tools.fetch import SOURCES, download
 

@@ -25,7 +25,8 @@ import torch
 from benchmarks.llama_cpp import PACKAGE, converted, install, run
 from fastspec import Engine, EngineConfig, SamplingParams
 from fastspec.cli.prompts import bundled_prompts
-from fastspec.models.loading import load_tokenizer, prompt_ids
+from fastspec.models.chat import prompt_ids
+from fastspec.models.loading import load_tokenizer
 from fastspec.tools.bench import describe_environment
 from fastspec.tools.fetch import SOURCES, download
 

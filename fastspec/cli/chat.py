@@ -163,7 +163,7 @@ class Chat:
 
     def _answer(self, text: str) -> None:
         """Answer in every way that is on, the target last, and compare."""
-        from fastspec.models.loading import chat_prompt_ids
+        from fastspec.models.chat import chat_prompt_ids
 
         prompt: str | list[int] = text
         if self.uses_template:

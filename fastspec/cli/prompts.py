@@ -125,7 +125,7 @@ def bundled_prompts(count: int, chat: bool = False) -> list[str]:
 
 def tokenize_prompts(tokenizer: Any, texts: list[str], chat: bool) -> list[list[int]]:
     """The ids of prompts; a tokenizer that cannot encode them is a usage error."""
-    from fastspec.models.loading import prompt_ids
+    from fastspec.models.chat import prompt_ids
 
     with usage_errors():
         return [prompt_ids(tokenizer, text, chat) for text in texts]

@@ -64,6 +64,11 @@ def config_of(name: str, value: Any, kind: type[Config]) -> Config:
     return kind(**value)
 
 
+def one_line(error: BaseException) -> str:
+    """Return the message of an error in one line, or its type if it has none."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def require_unicode(name: str, text: str) -> None:
     """Refuse half a surrogate pair by name; the errors of tokenizers do not name the field."""
     try:

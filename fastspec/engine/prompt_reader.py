@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from fastspec.config import is_int
 from fastspec.config.checks import require_unicode
 from fastspec.engine.prompts import Message, Prompt, as_prompt
-from fastspec.models.loading import chat_text
+from fastspec.models.chat import chat_text
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class PromptReader:
         return self.checked_ids("prompt", ids)
 
     def chat_text(self, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
-        """Format a conversation by the chat template; see `fastspec.models.loading.chat_text`."""
+        """Format a conversation by the chat template; see `fastspec.models.chat.chat_text`."""
         return chat_text(self.tokenizer, messages, **options)
 
     def chat_ids(self, text: str) -> list[int]:

@@ -1,7 +1,6 @@
 """Normalises the accepted forms of prompts to texts and lists of ids."""
 
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -50,7 +49,7 @@ def as_conversations(messages: Any) -> list[list[Message]]:
     """Return one or several conversations as lists of messages.
 
     Raises:
-        ValueError: not a conversation, an empty one, or a message without a role.
+        ValueError: not a conversation, or an empty one.
     """
     several = _as_list("messages", messages)
     if several and isinstance(several[0], Mapping):
@@ -58,9 +57,6 @@ def as_conversations(messages: Any) -> list[list[Message]]:
     conversations = [_as_list("messages", each) for each in several]
     if not conversations or not all(conversations):
         raise ValueError("messages: a conversation is empty")
-    for message in chain.from_iterable(conversations):
-        if not isinstance(message, Mapping) or "role" not in message:
-            raise ValueError(f"messages: expected a role and a content, got {message!r:.60}")
     return conversations
 
 

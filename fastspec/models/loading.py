@@ -1,6 +1,6 @@
 """Loads models and tokenizers by path, hub id or object, with one-line errors."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from pickle import UnpicklingError
 from struct import error as StructError
@@ -9,7 +9,6 @@ from typing import Any, cast
 import torch
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
-from jinja2 import TemplateError
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -22,22 +21,13 @@ from transformers import (
 )
 
 from fastspec.config import EngineConfig
-from fastspec.config.checks import require_unicode
+from fastspec.config.checks import one_line
 from fastspec.models.huge_pages import use_huge_pages
 from fastspec.models.named import BUNDLED, FETCHED, folder_of
 from fastspec.models.weight_files import check_safetensors
 
 # An ImportError names a missing package; a truncated GGUF file raises a StructError.
 _LOADING_ERRORS = (OSError, ValueError, KeyError, ImportError, StructError)
-# Errors of a template, which is a program that runs on user input.
-_TEMPLATE_ERRORS = (
-    TemplateError,
-    TypeError,
-    ValueError,
-    LookupError,
-    AttributeError,
-    ArithmeticError,
-)
 
 
 def resolve_device(config: EngineConfig) -> torch.device:
@@ -51,7 +41,7 @@ def resolve_device(config: EngineConfig) -> torch.device:
         if device.type == "meta":
             raise RuntimeError("it stores no values")
     except (RuntimeError, AssertionError) as error:
-        why = _one_line(error).split(". ")[0]
+        why = one_line(error).split(". ")[0]
         raise ValueError(f"device: cannot use {config.device!r}: {why}") from error
     return device
 
@@ -108,74 +98,6 @@ def load_model(
 def load_tokenizer(field: str, source: str | Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer stored with a model."""
     return _beside(AutoTokenizer, field, "the tokenizer of ", source)
-
-
-def prompt_ids(tokenizer: PreTrainedTokenizerBase | None, text: str, chat: bool) -> list[int]:
-    """Return a text's token ids; with `chat`, as a user message in the chat template.
-
-    Raises:
-        ValueError: there is no tokenizer, or no template.
-    """
-    if tokenizer is None:
-        raise ValueError("target: text prompts need its tokenizer")
-    if not chat:
-        return tokenizer(text)["input_ids"]
-    messages = [{"role": "user", "content": text}]
-    return chat_prompt_ids(tokenizer, messages, add_generation_prompt=True)
-
-
-def chat_prompt_ids(
-    tokenizer: PreTrainedTokenizerBase | None,
-    messages: Sequence[Mapping[str, Any]],
-    /,
-    **options: Any,
-) -> list[int]:
-    """Return a conversation's ids by the chat template, which writes special tokens itself.
-
-    See `chat_text`.
-    """
-    text = chat_text(tokenizer, messages, **options)
-    return cast(Any, tokenizer)(text, add_special_tokens=False)["input_ids"]
-
-
-# Arguments of apply_chat_template that act only on ids.
-_OF_TOKENIZING = {
-    "tokenize",
-    "padding",
-    "truncation",
-    "max_length",
-    "return_tensors",
-    "return_dict",
-    "return_assistant_tokens_mask",
-    "tokenizer_kwargs",
-}
-
-
-def chat_text(
-    tokenizer: PreTrainedTokenizerBase | None,
-    messages: Sequence[Mapping[str, Any]],
-    /,
-    **options: Any,
-) -> str:
-    """Format a conversation by the chat template.
-
-    Args:
-        options: further arguments of the tokenizer's apply_chat_template.
-    Raises:
-        ValueError: there is no tokenizer or no template, or the template fails.
-    """
-    if tokenizer is None:
-        raise ValueError("chat: messages need a tokenizer, but there is none")
-    if taken := _OF_TOKENIZING & options.keys():
-        raise ValueError(f"chat_template_kwargs: {min(taken)} does not apply, the result is text")
-    if tokenizer.chat_template is None and options.get("chat_template") is None:
-        raise ValueError("chat: the target's tokenizer has no chat template")
-    try:
-        text = str(tokenizer.apply_chat_template(cast(Any, messages), tokenize=False, **options))
-    except _TEMPLATE_ERRORS as error:
-        raise ValueError(f"messages: the chat template failed: {_one_line(error)}") from error
-    require_unicode("messages", text)
-    return text
 
 
 ReadConfig = Callable[[str, str | Path], PreTrainedConfig]
@@ -337,8 +259,4 @@ def _may_be_hub_id(name: str) -> bool:
 def _not_loaded(field: str, part: str, source: str | Path, error: Exception) -> ValueError:
     is_here = str(source) in (*BUNDLED, *FETCHED) or Path(source).expanduser().exists()
     what = repr(str(source)) if is_here else f"{str(source)!r} (no such folder, so a hub id)"
-    return ValueError(f"{field}: cannot load {part}{what}: {_one_line(error)}")
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    return ValueError(f"{field}: cannot load {part}{what}: {one_line(error)}")

@@ -131,8 +131,7 @@ def chat(body: Mapping[str, Any], config: ServeConfig, drafters: Mapping[str, st
     require("top_logprobs", top, fits, f"0 to {_MOST_LOGPROBS}")
     if wants:
         fields["logprobs"] = 0 if top is None else top
-    conversation = [_message(each) for each in messages]
-    asked = _asked(conversation, fields, given, drafters, _template(given))
+    asked = _asked(messages, fields, given, drafters, _template(given))
     return replace(asked, is_open_ended=name not in given)
 
 
@@ -220,45 +219,6 @@ def _template(given: Mapping[str, Any]) -> dict[str, Any]:
     if tools and choice != "none":
         template["tools"] = tools
     return template
-
-
-def _message(message: Any) -> dict[str, Any]:
-    """A message whose content is one text, as templates expect."""
-    fits = isinstance(message, dict) and isinstance(message.get("role"), str)
-    require("messages", message, fits, "objects with a role")
-    content, expected = message.get("content"), "content: a string, or parts of type text"
-    if isinstance(content, list):
-        texts = [_text_of(part) for part in content]
-        require("messages", content, None not in texts, expected)
-        content = "".join(map(str, texts))
-        message = {**message, "content": content}
-    fits = isinstance(content, str) or (content is None and message["role"] == "assistant")
-    require("messages", content, fits, expected)
-    if (calls := message.get("tool_calls")) is not None:
-        require("messages", calls, isinstance(calls, list), "tool_calls: a list")
-        message = {**message, "tool_calls": [_tool_call(call) for call in calls]}
-    return message
-
-
-def _tool_call(call: Any) -> dict[str, Any]:
-    """A call whose arguments are an object, as templates expect, not its JSON text."""
-    fits = isinstance(call, dict) and isinstance(call.get("function"), dict)
-    expected = "tool_calls: objects with a function, whose arguments are JSON"
-    require("messages", call, fits, expected)
-    function = call["function"]
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments) if arguments else {}
-        except ValueError as error:
-            raise ValueError(f"messages: expected {expected}, got {arguments!r:.200}") from error
-    return {**call, "function": {**function, "arguments": arguments}}
-
-
-def _text_of(part: Any) -> str | None:
-    is_text = isinstance(part, dict) and part.get("type", "text") == "text"
-    text = part.get("text") if is_text else None
-    return text if isinstance(text, str) else None
 
 
 def _asked(

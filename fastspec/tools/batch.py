@@ -31,7 +31,7 @@ from fastspec.config.checks import is_int, require
 from fastspec.config.files import json_line, parse_json_lines, read_text
 from fastspec.engine.engine import Engine
 from fastspec.engine.outputs import RequestOutput
-from fastspec.models.loading import chat_prompt_ids
+from fastspec.models.chat import chat_prompt_ids
 from fastspec.tools.part_file import PartFile, part_file
 from fastspec.tools.settings import Models
 
@@ -205,7 +205,8 @@ def _answered(engine: Engine, job: BatchJob, take: Callable[[int, bool], list[Ro
             try:
                 if "messages" in row:
                     options = {"add_generation_prompt": True}
-                    messages = _messages(row["messages"])
+                    messages = row["messages"]
+                    require("messages", messages, isinstance(messages, list), "a list of objects")
                     prompt = chat_prompt_ids(engine.tokenizer, messages, **options)
                 else:
                     prompt = row["prompt"]
@@ -219,16 +220,6 @@ def _answered(engine: Engine, job: BatchJob, take: Callable[[int, bool], list[Ro
         for event in engine.step() if numbers else ():
             if event.output is not None:
                 yield numbers.pop(event.request_id), _answer(event.output, event.output.error)
-
-
-def _messages(messages: Any) -> list[Mapping[str, Any]]:
-    fits = isinstance(messages, list) and all(isinstance(m, dict) for m in messages)
-    require("messages", messages, fits, "a list of objects")
-    for message in messages:
-        content = message.get("content")
-        fits = isinstance(content, str) or (content is None and message.get("role") == "assistant")
-        require("messages", content, fits, "a content that is one string, not a list of parts")
-    return messages
 
 
 def _answer(output: RequestOutput | None, error: str | None) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from fastspec.config import SamplingParams
 from fastspec.engine.engine import Engine
-from fastspec.models.loading import prompt_ids
+from fastspec.models.chat import prompt_ids
 from fastspec.tools.part_file import part_file
 
 _BATCHES = 4  # batches of answers per write

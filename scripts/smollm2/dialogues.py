@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fastspec import Engine, EngineConfig, SamplingParams
-from fastspec.models.loading import prompt_ids
+from fastspec.models.chat import prompt_ids
 from scripts.smollm2.prompts import make_prompts
 
 _TOGETHER = 64

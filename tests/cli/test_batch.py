@@ -204,7 +204,7 @@ def test_messages_are_a_conversation_and_a_prompt_is_a_text(job, tmp_path):
     rows = [{"messages": "hi"}, {"prompt": 5}, {"prompt": [{"role": "user", "content": "hi"}]}]
     rows.append({"prompt": {"messages": [{"role": "user", "content": "hi"}]}})
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    rows.append({"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]})
+    rows.append({"messages": [{"role": "user", "content": [{"type": "image_url", "text": "hi"}]}]})
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert run_batch(job, tmp_path / "in.jsonl", tmp_path / "out.jsonl") == 5
     errors = [row["error"] for row in answers(tmp_path / "out.jsonl")]
@@ -215,7 +215,7 @@ def test_messages_are_a_conversation_and_a_prompt_is_a_text(job, tmp_path):
         "prompt",
         "messages",
     ]
-    assert "one string, not a list of parts" in errors[-1]
+    assert "parts of type text" in errors[-1]
 
 
 def test_halves_of_characters_stay_escapes(job, tmp_path):

@@ -41,6 +41,17 @@ def test_one_conversation_or_several(engine):
     assert shown(engine, [HI, HI + WHY], [GREEDY] * 2)[1] == "<|end|>[user]hi[user]why?[assistant]"
 
 
+def test_parts_of_a_content_and_json_of_tool_calls_are_what_templates_expect(engine):
+    parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+    assert shown(engine, [{"role": "user", "content": parts}], GREEDY) == shown(engine, HI, GREEDY)
+    template = "{{ messages[0].tool_calls[0].function.arguments.a + 1 }}"
+    for arguments in ('{"a": 1}', {"a": 1}):
+        call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
+        asked = [{"role": "assistant", "tool_calls": [call]}]
+        options = {"chat_template_kwargs": {"chat_template": template}}
+        assert shown(engine, asked, GREEDY, **options) == ["2"]
+
+
 def test_no_second_start_token(engine):
     (output,) = engine.chat(HI, GREEDY)
     expected = engine.tokenizer.apply_chat_template(HI, add_generation_prompt=True)["input_ids"]
@@ -65,7 +76,11 @@ def test_what_the_template_is_told(engine):
         ([HI, []], {}, "messages: a conversation is empty"),
         ([HI, "hi"], {}, "messages: expected a list, got str"),
         ([{"role": "user", "content": "\ud800"}], {}, "messages: 'utf-8' codec"),
-        ([{"content": "hi"}], {}, "messages: expected a role"),
+        ([{"content": "hi"}], {}, "messages: expected objects with a role"),
+        ([HI[0], "hi"], {}, "messages: expected objects with a role"),
+        ([{"role": "user"}], {}, "messages: expected content"),
+        ([{"role": "user", "content": [{"type": "image"}]}], {}, "content: a string, or parts of"),
+        ([{"role": "assistant", "tool_calls": [{}]}], {}, "tool_calls: objects with a function"),
         (HI, {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs: tokenize"),
         (
             HI,
