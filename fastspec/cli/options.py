@@ -1,5 +1,6 @@
 """Flags: those that come from the declarations of the configs, and those that commands share."""
 
+import json
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import MISSING
@@ -15,7 +16,7 @@ from fastspec.config.files import check_can_write, parse_json
 from fastspec.config.methods import Method, methods
 from fastspec.config.options import Option, options_of
 from fastspec.config.serve import ServeConfig
-from fastspec.tools.tuned import load_tuned
+from fastspec.tools.tuned import TunedConfig, load_tuned
 
 _PANELS = {
     SamplingParams: "Sampling",
@@ -157,6 +158,8 @@ def _use_config(context: typer.Context, file: Path | None) -> Path | None:
         "target": tuned.target,
         **{name: partial(_value, context, tuned.spec, value) for name, value in drafting.items()},
     }
+    if "step_costs" in known:
+        context.default_map["step_costs"] = partial(_step_costs, context, tuned)
     return file
 
 
@@ -167,6 +170,17 @@ def _value(context: typer.Context, spec: dict[str, Any], value: Any) -> Any:
     """
     method = spec.get("method", "auto")
     return value if context.params.get("method", method) == method else None
+
+
+def _step_costs(context: typer.Context, tuned: TunedConfig) -> str | None:
+    """The step costs of the file as JSON, if the schedule needs them and they are the drafter's."""
+    given, costs = context.params, tuned.step_costs
+    file = {"target": tuned.target, "draft": tuned.draft, "method": tuned.spec.get("method")}
+    is_same = all(given.get(name, value) == value for name, value in file.items())
+    if costs is None or given.get("schedule") != "adaptive" or not is_same:
+        return None
+    num = given.get("num_speculative_tokens") or len(costs) - 1
+    return json.dumps(costs[: num + 1]) if 0 < num < len(costs) else None
 
 
 Config = Annotated[

@@ -148,6 +148,12 @@ class RequestFactory:
         if params.structured_outputs is not None:
             grammar = self._grammars.compile(params.structured_outputs)
         bad_words = [ids for word in params.bad_words or () for ids in self._spellings(word)]
+        if params.allowed_token_ids is not None:
+            banned = {ids[0] for ids in bad_words if len(ids) == 1}
+            banned |= stop_ids if params.min_tokens else frozenset()
+            fits = not banned.issuperset(params.allowed_token_ids)
+            expected = "a token that bad_words and, if it ends the text, min_tokens do not ban"
+            require("allowed_token_ids", params.allowed_token_ids, fits, expected)
         rules = LogitRules(
             params, self._vocab_size, num_prompt_tokens, stop_ids, bad_words, allowed, grammar
         )

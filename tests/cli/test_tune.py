@@ -8,6 +8,7 @@ import pytest
 
 from fastspec.cli.tune import TuneOptions
 from fastspec.config.methods import method_named
+from fastspec.engine.pacing import Pacer
 from fastspec.tools.tune import Plan, Planner
 
 from ..engine.eagle3_models import write_folder
@@ -236,6 +237,33 @@ def test_options_override_the_file(invoke, bundled, tmp_path):
 
     assert longest() <= 2
     assert longest("-k", "5") > 2
+
+
+def test_a_schedule_uses_the_costs_of_the_file(invoke, bundled, tmp_path, monkeypatch):
+    """Those of its drafter: of as many tokens as asked, but not of more, nor of another method."""
+    spec = {"method": "draft_model", "num_speculative_tokens": 2}
+    costs = [1.0, 99.0, 199.0]
+    file = saved(tmp_path / "tuned.json", draft="tiny-draft", spec=spec, step_costs=costs)
+    arguments = ["--prompt", "ab", "--max-tokens", "30", "--json", "--schedule", "adaptive"]
+    seen = []
+    make = Pacer.schedule
+
+    def recorded(self, *given):
+        seen.append(self.spec.step_costs)
+        return make(self, *given)
+
+    monkeypatch.setattr(Pacer, "schedule", recorded)
+    for more, expected in (
+        ([], (1.0, 99.0, 199.0)),
+        (["-k", "1"], (1.0, 99.0)),
+        (["-k", "3"], None),
+        (["--method", "mag", "-k", "2"], None),
+        (["--step-costs", "[1, 2, 3]"], (1.0, 2.0, 3.0)),
+    ):
+        result = invoke("generate", "--config", file, *arguments, *more)
+        assert result.exit_code == 0, result.stderr
+        assert seen.pop() == expected
+    assert invoke("generate", "--config", file, *arguments[:-2]).exit_code == 0
 
 
 def test_a_k_matrix_of_the_file(invoke, bundled, tmp_path):

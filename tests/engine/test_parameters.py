@@ -93,6 +93,10 @@ def test_forms_that_are_none_are_refused(target):
             bare.add_request([1], SamplingParams(**{field: value}))
     with pytest.raises(ValueError, match=r"^bad_words: texts need a tokenizer"):
         bare.add_request([1], SamplingParams(bad_words=["a"]))
+    only = {"allowed_token_ids": [7, 8], "bad_words": [[8], [7, 7]], "stop_token_ids": [7]}
+    with pytest.raises(ValueError, match=r"^allowed_token_ids: expected a token that bad_words"):
+        bare.add_request([1], SamplingParams(**only, min_tokens=1))
+    bare.abort(bare.add_request([1], SamplingParams(**only)))
     assert not bare.has_unfinished
 
 

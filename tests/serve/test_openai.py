@@ -330,6 +330,10 @@ BAD = [
     ({"speculation": {"num_speculative_tokens": 99}}, "num_speculative_tokens"),
     ({"speculation": {"k": 1}}, "speculation"),
     ({"guided_regex": "["}, "structured_outputs"),
+    (
+        {"allowed_token_ids": [7], "stop_token_ids": [7], "min_tokens": 2, "max_tokens": 4},
+        "allowed_token_ids",
+    ),
 ]
 
 
