@@ -209,9 +209,7 @@ def apply_rules(
                     rule.change(texts[b], path, logits[row])
                 if rule.grammar is not None:
                     rule.grammar.mask_after(path, words[row])
-            except BaseException as error:  # third-party code: an error must not end other requests
-                if not isinstance(error, Exception):
-                    raise
+            except Exception as error:  # third-party code: an error must not end other requests
                 dead[row] = error
         if rule.allowed is not None:
             words[row] &= rule.allowed[: words.shape[1]]

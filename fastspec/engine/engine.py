@@ -53,8 +53,8 @@ class Engine:
         drafter: a path, a hub id, a loaded model or a Drafter; for a cascade a list of them,
             biggest first. None if spec.method needs no model, otherwise no speculation ("tiny"
             brings its own).
-        tokenizer: the target's tokenizer; None loads the one stored with the target. Needed for
-            text prompts and stop strings.
+        tokenizer: the target's tokenizer; None = the one stored with a target given by path or hub
+            id, none for a loaded model. Needed for text prompts and stop strings.
         spec: how drafts are made and verified: a SpecConfig, the name of its method, or a mapping
             of its fields.
         config: device, dtype and cache; an EngineConfig or a mapping of its fields.
@@ -308,19 +308,19 @@ class Engine:
         with self._turn:
             running = self._scheduler.running
             self._drafters.enable(drafter, n_spec_tokens, use_glide_drafter, running)
-            self._drafters.raise_error()
+            self._drafters.raise_unreported_error()
 
     def disable_spec_dec(self) -> None:
         """Decode plainly from the next step on; the drafter is remembered."""
         with self._turn:
             self._speculation.disable(self._scheduler.running)
-            self._drafters.raise_error()
+            self._drafters.raise_unreported_error()
 
     def clear_spec_dec(self) -> None:
         """Decode plainly from the next step on and discard the drafter."""
         with self._turn:
             self._speculation.clear(self._scheduler.running)
-            self._drafters.raise_error()
+            self._drafters.raise_unreported_error()
 
     def add_drafter(
         self,
@@ -424,8 +424,7 @@ class Engine:
             Exception: whatever a drafter raised in the previous step, which was decoded plainly.
         """
         with self._turn:
-            if any(each.error for each in self._drafters.values()):
-                self._drafters.raise_error()
+            self._drafters.raise_unreported_error()
             self._loop.round()
             events, self._loop.events = self._loop.events, []
         return events
@@ -478,7 +477,7 @@ class Engine:
             for request_id in request_ids:
                 self._close(request_id)
         with self._turn:
-            self._drafters.raise_error([with_others(outputs) for outputs in samples])
+            self._drafters.raise_unreported_error([with_others(outputs) for outputs in samples])
 
     def _close(self, request_id: str) -> None:
         """Abort the request of an inbox unless it has ended, and drop the inbox."""

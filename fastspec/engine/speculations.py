@@ -110,7 +110,7 @@ class SharedSpeculation(Speculation):
         own, most = None, torch.iinfo(torch.int64).max
         try:  # chains only: trees have no schedule
             own, _ = super()._planned(requests, num_draft_tokens)
-        except Exception as error:
+        except Exception as error:  # of a schedule, which may be third-party code
             super()._fail(error, requests)
         values = [most] * len(requests) if self._ranks.rank or own is None else own
         has_failed, *shared = self._ranks.least([-int(own is None), *values])
@@ -236,7 +236,7 @@ class Speculations(dict[str | None, Speculation]):
         for reader in readers:
             reader.add_corpus(texts)
 
-    def raise_error(self, outputs: Sequence[RequestOutput] = ()) -> None:
+    def raise_unreported_error(self, outputs: Sequence[RequestOutput] = ()) -> None:
         """Raise an unreported error of a drafter or schedule, with complete outputs attached."""
         for speculation in self.values():
             if (error := speculation.take_error()) is not None:

@@ -75,7 +75,7 @@ class Blocks:
         return self._tenancies[block_id]
 
     def share_with_next(self) -> None:
-        """From now on, share a block only if the token after it also matches."""
+        """Do nothing: these blocks are never shared."""
 
     def fits(self, num_tokens: int) -> bool:
         """Whether that many tokens of one text fit in an empty cache."""
@@ -83,7 +83,7 @@ class Blocks:
 
     def reserve(self, block_table: list[int], num_tokens: int) -> bool:
         """Grow the table to hold `num_tokens`; return False, without change, if blocks run out."""
-        missing = -(-num_tokens // self.block_size) - len(block_table)
+        missing = blocks_needed(num_tokens, self.block_size) - len(block_table)
         if missing > self.num_free:
             return False
         for _ in range(missing):

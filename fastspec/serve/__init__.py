@@ -1,4 +1,4 @@
-"""The server: the engine behind OpenAI's HTTP API, its page, and a chat in the terminal."""
+"""The server: the engine behind OpenAI's HTTP API, with a page, alone or on Ray."""
 
 from collections.abc import Mapping
 from typing import Any

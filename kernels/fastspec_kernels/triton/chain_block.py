@@ -29,7 +29,7 @@ def scales_kernel(
     """One program per sequence: factor of the target in the residual after each prefix."""
     b = tl.program_id(0)
     step = tl.arange(0, STEPS)
-    tokens, num, present = proposals_of(slots, target, chain, b, STEPS)
+    tokens, num, present = proposals_of(slots, chain, b, STEPS)
     _, greedy, usable = temperature_of(sampling, b)
     target_prob, _, _, valid, _ = probs_by_target(
         target, slots, sampling, tiles, tokens, b, num, num_tiles, STEPS, MERGED
@@ -62,7 +62,7 @@ def block_kernel(
     """One program per sequence: the longest prefix that passes."""
     b = tl.program_id(0)
     step = tl.arange(0, STEPS)
-    tokens, num, present = proposals_of(slots, target, chain, b, STEPS)
+    tokens, num, present = proposals_of(slots, chain, b, STEPS)
     _, greedy, usable = temperature_of(sampling, b)
     target_prob, best_ids, logprob, valid, total = probs_by_target(
         target, slots, sampling, tiles, tokens, b, num, num_tiles, STEPS, MERGED

@@ -55,7 +55,7 @@ def verdict_kernel(
     """One program per sequence: the standard rule."""
     b = tl.program_id(0)
     step = tl.arange(0, STEPS)
-    tokens, num, present = proposals_of(slots, target, chain, b, STEPS)
+    tokens, num, present = proposals_of(slots, chain, b, STEPS)
     _, greedy, usable = temperature_of(sampling, b)
     target_prob, best_ids, logprob, valid, _ = probs_by_target(
         target, slots, sampling, tiles, tokens, b, num, num_tiles, STEPS, MERGED
@@ -78,7 +78,7 @@ def verdict_kernel(
 
 
 @triton.jit
-def proposals_of(slots, target, chain, b, STEPS: tl.constexpr):
+def proposals_of(slots, chain, b, STEPS: tl.constexpr):
     """Proposals [STEPS] of a sequence, -1 after the last; their number; whether it takes part."""
     step = tl.arange(0, STEPS)
     first = tl.load(slots.cu_rows + b)

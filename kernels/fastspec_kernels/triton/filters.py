@@ -106,7 +106,7 @@ def search_thresholds(
             maxnreg=MOST_REGISTERS,
         )
         parts = _parts_of(tiling)
-        cuts = {"BOUNDS": NUM_BOUNDS, "PARTS": next_power_of_2(parts), "MERGED": tiling.merged}
+        cuts = {"BOUNDS": NUM_BOUNDS, "MERGED": tiling.merged}
         launch(
             cut_kernel,
             num_slots * parts,
@@ -131,6 +131,7 @@ def search_thresholds(
             GROUP=16 // target.logits.element_size(),  # elements per load of a thread
             CHUNK=4 * CHUNK,
             CAPACITY=CAPACITY,
+            PARTS=next_power_of_2(parts),
             **cuts,
             num_warps=tiling.tile_warps,
             maxnreg=MOST_REGISTERS,  # four programs fit a multiprocessor
@@ -237,7 +238,6 @@ def cut_kernel(
     TILE: tl.constexpr,
     CHUNK: tl.constexpr,
     BOUNDS: tl.constexpr,
-    PARTS: tl.constexpr,
     MERGED: tl.constexpr,
 ):
     """One program per slot and TILES tiles, idle unless wide: their count or mass above bounds."""

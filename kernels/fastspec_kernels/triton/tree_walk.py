@@ -83,7 +83,7 @@ def walk_kernel(
     """One program per sequence."""
     b = tl.program_id(0)
     index = tl.arange(0, NODES)
-    tokens, parents, count = _nodes_of(slots, target, tree, b, NODES)
+    tokens, parents, count = _nodes_of(slots, tree, b, NODES)
     scale, greedy, usable = temperature_of(sampling, b)
     path = tl.full([NODES], -1, tl.int32)
     output = tl.full([NODES], -1, tl.int32)
@@ -170,7 +170,7 @@ def walk_kernel(
 
 
 @triton.jit
-def _nodes_of(slots, target, tree, b, NODES: tl.constexpr):
+def _nodes_of(slots, tree, b, NODES: tl.constexpr):
     """Tokens and parents [NODES] of a tree, parent -1 if not a child; number of rows."""
     index = tl.arange(0, NODES)
     count = tl.load(slots.cu_rows + b + 1) - tl.load(slots.cu_rows + b)
