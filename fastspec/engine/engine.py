@@ -424,7 +424,8 @@ class Engine:
             Exception: whatever a drafter raised in the previous step, which was decoded plainly.
         """
         with self._turn:
-            self._drafters.raise_unreported_error()
+            if any(each.error for each in self._drafters.values()):
+                self._drafters.raise_unreported_error()
             self._loop.round()
             events, self._loop.events = self._loop.events, []
         return events

@@ -54,7 +54,8 @@ class Loop:
         Requests that get no drafts join the first target pass whose acceptance rule draws the same
         tokens from a seed as theirs, or get a pass of their own.
         """
-        self.drop_abandoned()
+        while self.abandoned:
+            self.drop(self.abandoned.popleft())
         start = perf_counter()
         ready = self._schedule()
         seconds = perf_counter() - start
@@ -82,11 +83,6 @@ class Loop:
         ended = {(request_id, request.index) for request in requests}
         self.events = [e for e in self.events if (e.request_id, e.index) not in ended]
         return replace(output, others=tuple(others)) if others else output
-
-    def drop_abandoned(self) -> None:
-        """Drop the inboxes of requests that nobody waits for any more."""
-        while self.abandoned:
-            self.drop(self.abandoned.popleft())
 
     def drop(self, request_id: str) -> None:
         """Abort the request of an inbox unless it has ended, and drop the inbox."""
@@ -192,7 +188,15 @@ class Loop:
             if verdict.accepted_len < 0:
                 self._end(request, "error", _failure_of(request))
                 continue
-            writers = _writers_of(proposal, index, verdict, speculation.drafter.name)
+            writers: Sequence[str] = [speculation.drafter.name] * verdict.accepted_len
+            if proposal.writers is not None:
+                writers = proposal.writers[index]
+                if verdict.parents:
+                    writers = [writers[node - 1] for node in verdict.path]
+            if proposal.branch is not None:
+                writer, paths = proposal.branch
+                shared = common_prefix_len(paths[index], verdict.output_ids[: len(writers)])
+                writers = [writer] * shared + list(writers[shared:])
             kept, finish_reason = self._append(request, verdict, writers)
             verified = kept if kept <= verdict.accepted_len else verdict.num_draft_tokens
             accepted = min(kept, verdict.accepted_len)
@@ -262,21 +266,6 @@ class Loop:
         )
         self.inboxes.get(request.public_id, self.events).append(event)
         return output
-
-
-def _writers_of(proposal: Proposal, index: int, verdict: Verdict, name: str) -> Sequence[str]:
-    """Say who wrote each accepted token of a request: the drafter of this name, its part that
-    proposal.writers names, or the writer of the branch as far as it matches."""
-    writers: Sequence[str] = [name] * verdict.accepted_len
-    if proposal.writers is not None:
-        writers = proposal.writers[index]
-        if verdict.parents:
-            writers = [writers[node - 1] for node in verdict.path]
-    if proposal.branch is not None:
-        writer, paths = proposal.branch
-        shared = common_prefix_len(paths[index], verdict.output_ids[: len(writers)])
-        writers = [writer] * shared + list(writers[shared:])
-    return writers
 
 
 def _failure_of(request: EngineRequest) -> str:

@@ -43,7 +43,8 @@ class SameRounds(Loop):
         self._numbers: WeakKeyDictionary[EngineRequest, int] = WeakKeyDictionary()
 
     def round(self) -> None:
-        self.drop_abandoned()  # before the ranks compare what is left
+        while self.abandoned:  # before the ranks compare what is left
+            self.drop(self.abandoned.popleft())
         self._check_state()
         try:
             super().round()
