@@ -1,7 +1,7 @@
 """Acceptance rules: which proposals the target accepts, and the token after them."""
 
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +16,6 @@ from fastspec.drafters.base import (
     divisors,
     sampling_of_rows,
 )
-from fastspec.drafters.logit_rules import without_forbidden
-from fastspec.models.layout import Span
 from fastspec.models.transfer import device_tensor
 from fastspec_kernels import (
     build_tree,
@@ -29,60 +27,22 @@ from fastspec_kernels import (
 )
 
 
-class TargetPass(NamedTuple):
-    """A pass of the target over proposals, whose logits obey the rules of the requests.
+def verify_drafts(
+    spec: SpecConfig,
+    batch: Batch,
+    proposal: Proposal,
+    logits: Tensor,
+    counts: list[int],
+    ids: Tensor,
+    parents: Tensor | None,
+    bitmask: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """Apply the acceptance rule: [path of trees,] output ids, accepted_len and logprobs.
 
-    Attributes:
-        target_logits: [T, V], packed: counts[b] rows of request b.
-        ids, parents: [B, N] int32, node 0 is the last committed token; parents None = chains.
-        token_bitmask: [T, ceil(V/32)] int32 of the allowed tokens; None = all.
+    Args:
+        logits: [T, V], packed: counts[b] rows for request b.
+        ids, parents: [B, N], node 0 is the last committed token; parents None = chains.
     """
-
-    batch: Batch
-    proposal: Proposal
-    target_logits: Tensor
-    counts: list[int]
-    spans: list[Span]
-    ids: Tensor
-    parents: Tensor | None
-    token_bitmask: Tensor | None
-
-    def without_spoilt_rows(self, places: list[int]) -> tuple["TargetPass", list[tuple[int, int]]]:
-        """The part of some requests, and the place of each row after drafts that has no best token.
-
-        That is the request in the part and the node. Such a row is 0 in the part: verification
-        reads rows that it may not reach, and what is accepted ends before its token.
-        """
-        first = [*accumulate(self.counts, initial=0)]
-        chosen = [row for b in places for row in range(first[b], first[b + 1])]
-        counts = [self.counts[b] for b in places]
-        rows = device_tensor(chosen, torch.int64, self.batch.device)
-        index = device_tensor(places, torch.int64, self.batch.device)
-        logits = self.target_logits[rows]
-        bitmask = None if self.token_bitmask is None else self.token_bitmask[rows]
-        best = without_forbidden(logits.float(), bitmask).amax(dim=-1)  # NaN where a row holds one
-        owners, nodes = places_of(counts)
-        fits = best.isfinite().tolist()
-        spoilt = [row for row, node in enumerate(nodes) if node and not fits[row]]
-        logits[spoilt] = 0
-        if bitmask is not None:
-            bitmask[spoilt] = -1
-        part = TargetPass(
-            batch=self.batch.at(places),
-            proposal=self.proposal.at(places),
-            target_logits=logits,
-            counts=counts,
-            spans=[self.spans[b] for b in places],
-            ids=self.ids[index],
-            parents=None if self.parents is None else self.parents[index],
-            token_bitmask=bitmask,
-        )
-        return part, [(owners[row], nodes[row]) for row in spoilt]
-
-
-def verify_drafts(spec: SpecConfig, passed: TargetPass) -> tuple[Tensor, ...]:
-    """Apply the acceptance rule: [path of trees,] output ids, accepted_len and logprobs."""
-    batch, proposal, logits, counts, _, ids, parents, bitmask = passed
     if spec.rejection_sample_method == "coupled":
         places = device_tensor(places_of(counts), torch.int64, batch.device)
         return verify_coupled(logits, places, ids, parents, batch, bitmask)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from fastspec.config import SpecConfig
 from fastspec.drafters import Proposal
 from fastspec.drafters.base import Batch, divisors, sampling_of_rows
 from fastspec.drafters.logit_rules import Rows, apply_rules, without_forbidden
-from fastspec.engine.acceptance import TargetPass, places_of, verify_drafts
+from fastspec.engine.acceptance import places_of, verify_drafts
 from fastspec.engine.outputs import Verdict
 from fastspec.engine.request import EngineRequest
 from fastspec.models.layout import Span, packed
@@ -99,27 +100,84 @@ def verify(
         proposal.on_target_logits(logits, counts)
 
     # Apply the requests' logit rules, then the acceptance rule.
-    token_bitmask, dead = None, []
+    bitmask, dead = None, []
     has_rules = any(request.rules is not None for request in requests)
     if has_rules:
-        logits, token_bitmask, dead = _ruled(batch, logits, Rows(*places_of(counts), ids, parents))
-    passed = TargetPass(batch, proposal, logits, counts, spans, ids, parents, token_bitmask)
-    verdicts = _accepted(runner, spec, passed)
+        logits, bitmask, dead = _ruled(batch, logits, Rows(*places_of(counts), ids, parents))
+    given = batch, proposal, logits, counts, spans, ids, parents, bitmask
+    verdicts = _accepted(runner, spec, *given)
     if ranks is not None and has_rules:
         dead = ranks.all_of(dead)[0]
     if any(verdict.accepted_len < 0 and verdict.num_draft_tokens for verdict in verdicts):
-        dead += _accept_up_to_spoilt_rows(runner, spec, verdicts, passed)
+        dead += _accept_up_to_spoilt_rows(runner, spec, verdicts, Pass(*given))
     for b, node in dead:  # the draft is accepted up to there; the request fails in the next step
         verdicts[b] = _cut_after(verdicts[b], node)
     if most := max(request.params.logprobs or 0 for request in requests):
-        _add_best(verdicts, most, passed)
+        _add_best(verdicts, most, logits, counts, batch, bitmask)
     return verdicts
 
 
-def _accepted(runner: ModelRunner, spec: SpecConfig, passed: TargetPass) -> list[Verdict]:
-    """Apply the acceptance rule, compact trees, and copy the results to the host."""
-    ranks, ids, parents = runner.paged_model.ranks, passed.ids, passed.parents
-    *path, output_ids, accepted_len, logprobs = verify_drafts(spec, passed)
+class Pass(NamedTuple):
+    """A pass of the target over proposals, whose logits obey the rules of the requests.
+
+    Attributes:
+        logits: [T, V], packed: counts[b] rows of request b.
+        ids, parents: [B, N] int32, node 0 is the last committed token; parents None = chains.
+        bitmask: [T, ceil(V/32)] int32 of the allowed tokens; None = all.
+    """
+
+    batch: Batch
+    proposal: Proposal
+    logits: Tensor
+    counts: list[int]
+    spans: list[Span]
+    ids: Tensor
+    parents: Tensor | None
+    bitmask: Tensor | None
+
+    def without_spoilt_rows(self, places: list[int]) -> tuple["Pass", list[tuple[int, int]]]:
+        """The part of some requests, and the place of each row after drafts that has no best token.
+
+        That is the request in the part and the node. Such a row is 0 in the part: verification
+        reads rows that it may not reach, and what is accepted ends before its token.
+        """
+        first = [*accumulate(self.counts, initial=0)]
+        chosen = [row for b in places for row in range(first[b], first[b + 1])]
+        counts = [self.counts[b] for b in places]
+        rows = device_tensor(chosen, torch.int64, self.batch.device)
+        index = device_tensor(places, torch.int64, self.batch.device)
+        logits = self.logits[rows]
+        bitmask = None if self.bitmask is None else self.bitmask[rows]
+        parents = None if self.parents is None else self.parents[index]
+        best = without_forbidden(logits.float(), bitmask).amax(dim=-1)  # NaN where a row holds one
+        owners, nodes = places_of(counts)
+        fits = best.isfinite().tolist()
+        spoilt = [row for row, node in enumerate(nodes) if node and not fits[row]]
+        logits[spoilt] = 0
+        if bitmask is not None:
+            bitmask[spoilt] = -1
+        batch, proposal = self.batch.at(places), self.proposal.at(places)
+        spans = [self.spans[b] for b in places]
+        own = Pass(batch, proposal, logits, counts, spans, self.ids[index], parents, bitmask)
+        return own, [(owners[row], nodes[row]) for row in spoilt]
+
+
+def _accepted(
+    runner: ModelRunner,
+    spec: SpecConfig,
+    batch: Batch,
+    proposal: Proposal,
+    logits: Tensor,
+    counts: list[int],
+    spans: list[Span],
+    ids: Tensor,
+    parents: Tensor | None,
+    bitmask: Tensor | None,
+) -> list[Verdict]:
+    """Apply the acceptance rule to a `Pass`, compact trees, and copy the results to the host."""
+    ranks = runner.paged_model.ranks
+    verified = verify_drafts(spec, batch, proposal, logits, counts, ids, parents, bitmask)
+    *path, output_ids, accepted_len, logprobs = verified
     columns = [accepted_len[:, None].expand_as(ids), output_ids, ids]
     columns += [] if parents is None else [*path, parents]
     table = torch.stack(columns, dim=1)
@@ -127,17 +185,17 @@ def _accepted(runner: ModelRunner, spec: SpecConfig, passed: TargetPass) -> list
         table = ranks.of_first(table)
         accepted_len, path = table[:, 0, 0].contiguous(), [*table[:, 3:4].unbind(1)]
     if parents is not None:
-        runner.compact(passed.spans, path[0], accepted_len)
+        runner.compact(spans, path[0], accepted_len)
     rows_of = table.tolist()
-    wants_logprobs = any(request.params.logprobs is not None for request in passed.batch.requests)
+    wants_logprobs = any(request.params.logprobs is not None for request in batch.requests)
     if ranks is not None and wants_logprobs:
         logprobs = ranks.of_first(logprobs)
-    values = logprobs.tolist() if wants_logprobs else [None] * len(passed.counts)
-    return [verdict_of(*each) for each in zip(rows_of, passed.counts, values, strict=True)]
+    values = logprobs.tolist() if wants_logprobs else [None] * len(counts)
+    return [verdict_of(*each) for each in zip(rows_of, counts, values, strict=True)]
 
 
 def _accept_up_to_spoilt_rows(
-    runner: ModelRunner, spec: SpecConfig, verdicts: list[Verdict], passed: TargetPass
+    runner: ModelRunner, spec: SpecConfig, verdicts: list[Verdict], whole: Pass
 ) -> list[tuple[int, int]]:
     """Verify requests that failed once more, up to target rows that hold NaN behind their drafts.
 
@@ -146,8 +204,8 @@ def _accept_up_to_spoilt_rows(
     may follow.
     """
     failed = [b for b, verdict in enumerate(verdicts) if verdict.accepted_len < 0]
-    part, spoilt = passed.without_spoilt_rows(failed)
-    for b, verdict in zip(failed, _accepted(runner, spec, part), strict=True):
+    part, spoilt = whole.without_spoilt_rows(failed)
+    for b, verdict in zip(failed, _accepted(runner, spec, *part), strict=True):
         verdicts[b] = verdict
     if (ranks := runner.paged_model.ranks) is not None:
         spoilt = ranks.all_of(spoilt)[0]
@@ -174,10 +232,16 @@ def _ruled(
     return logits, bitmask, dead
 
 
-def _add_best(verdicts: list[Verdict], most: int, passed: TargetPass) -> None:
+def _add_best(
+    verdicts: list[Verdict],
+    most: int,
+    target_logits: Tensor,
+    counts: list[int],
+    batch: Batch,
+    token_bitmask: Tensor | None,
+) -> None:
     """Add the most probable tokens at each position to the verdicts of requests that want them."""
-    batch, token_bitmask = passed.batch, passed.token_bitmask
-    first, rows, owners = [*accumulate(passed.counts, initial=0)], [], []
+    first, rows, owners = [*accumulate(counts, initial=0)], [], []
     for b, (request, verdict) in enumerate(zip(batch.requests, verdicts, strict=True)):
         if request.params.logprobs and verdict.accepted_len >= 0:
             path = verdict.path or range(1, verdict.accepted_len + 1)
@@ -187,7 +251,7 @@ def _add_best(verdicts: list[Verdict], most: int, passed: TargetPass) -> None:
         return
     chosen, chosen_owners = device_tensor([rows, owners], torch.int64, batch.device)
     mask = None if token_bitmask is None else token_bitmask[chosen]
-    logits, sampling = passed.target_logits[chosen], sampling_of_rows(batch.sampling, chosen_owners)
+    logits, sampling = target_logits[chosen], sampling_of_rows(batch.sampling, chosen_owners)
     kept = {**sampling, "token_bitmask": mask, "backend": batch.backend}
     logsumexp, threshold = row_stats(logits, **kept)
     best, token_ids = without_forbidden(logits.float(), mask).topk(min(most, logits.shape[1]))
