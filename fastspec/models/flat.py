@@ -20,6 +20,7 @@ from fastspec.models.reduced_vocabulary import ReducedHead
 from fastspec.models.rotary import RotaryTable
 from fastspec.models.twin import (
     WIDER,
+    computes_gated_mlp,
     configs_of,
     is_as_exact,
     is_plain,
@@ -288,7 +289,7 @@ def _weights_of(
 ) -> tuple[LayerWeights, dict[str, Any]] | None:
     """Return a layer's weights, and eps of its norms; None if weights are missing or unexpected."""
     found = linear_weights(module)
-    if found is None:
+    if found is None or not computes_gated_mlp(_part(module, "mlp")):
         return None
     names = _SANDWICH if hasattr(module, "pre_feedforward_layernorm") else _NORMS
     names = names | {n: path for n, path in _HEAD_NORMS.items() if _part(module, path) is not None}

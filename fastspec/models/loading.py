@@ -179,6 +179,7 @@ def eos_token_ids(
     for holder in (model.generation_config, model.config, tokenizer):
         ids = getattr(holder, "eos_token_id", None)
         if ids is not None:
+            ids = ids.tolist() if isinstance(ids, torch.Tensor) else ids
             return frozenset(ids if isinstance(ids, (list, tuple)) else [ids])
     return frozenset()
 

@@ -335,7 +335,8 @@ class PagedModel:
         count = TRIAL_TOKENS if layers else 1
         places = torch.arange(count, device=self.device)
         # Far apart, because some models scale by position, but only beyond the first thousands.
-        positions = places * ((self.max_positions or count) // count)
+        most = (self.max_positions or count) - 1  # some models scale queries from a place on
+        positions = places * most // max(count - 1, 1)
         input_ids, first = places * (self.vocab_size // count), places[:1]
         wide = torch.cat([positions, places, first])
         narrow = torch.tensor([count, 0, count, count, 0], dtype=torch.int32, device=self.device)

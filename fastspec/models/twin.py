@@ -1,5 +1,6 @@
 """A second module tree on a model's weights, with our attention and, on a CPU, our kernels."""
 
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -30,6 +31,10 @@ WIDER = {
     torch.float32: torch.float64,
     torch.bfloat16: torch.float32,
     torch.float16: torch.float32,
+}
+# In the forward of a gated feed-forward block; SeedOss has dropout, which does nothing here.
+_NAMES_OF_GATED_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"} | {
+    *("nn", "functional", "dropout", "residual_dropout", "training")
 }
 _ROTATION = "apply_rotary_pos_emb"  # the function's name in transformers' models
 
@@ -243,10 +248,21 @@ def _is_rms_norm(module: nn.Module) -> bool:
 
 def _is_gated_mlp(module: nn.Module) -> bool:
     layers = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
-    return is_plain(module) and all(
+    return computes_gated_mlp(module) and all(
         is_plain_linear(layer) and layer.bias is None  # pyright: ignore[reportOptionalMemberAccess]
         for layer in layers
     )
+
+
+def computes_gated_mlp(module: nn.Module) -> bool:
+    """Whether the forward of a feed-forward block names nothing but its layers, activation and
+    dropout.
+
+    A trial alone cannot tell: a block that clamps large values computes the same for all others.
+    """
+    forward: Any = inspect.unwrap(type(module).forward)
+    code = getattr(forward, "__code__", None)
+    return is_plain(module) and code is not None and {*code.co_names} <= _NAMES_OF_GATED_MLP
 
 
 def configs_of(model: nn.Module) -> Iterator:

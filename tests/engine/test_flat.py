@@ -219,3 +219,27 @@ def test_nearer_to_float32_than_the_modules():
     engine.generate([PROMPTS[1][:20]], SamplingParams(temperature=0, max_tokens=1))
     ours = passes[-1][1][-1].float()
     assert (ours - truth[-1]).norm() < 1.5 * (theirs[-1] - truth[-1]).norm()
+
+
+def test_a_block_that_clamps_large_values_keeps_its_modules():
+    """No trial can show that a clamp is absent, so the block's forward must name nothing else."""
+    model = random_model("llama")
+    block = type(model.model.layers[0].mlp)
+
+    class Clamping(block):
+        def forward(self, x):
+            up = self.up_proj(x).clamp(-1e3, 1e3)
+            return self.down_proj(self.act_fn(self.gate_proj(x)) * up)
+
+    assert is_flat(model)
+    for layer in model.model.layers:
+        layer.mlp.__class__ = Clamping
+    engine = Engine(model)
+    assert flat_model_of(engine) is None
+    assert not layers_of(engine)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.up_proj.weight *= 1e4
+            layer.mlp.down_proj.weight *= 1e-3
+    (output,) = engine.generate([PROMPTS[1]], GREEDY)
+    assert output.token_ids == hugging_face_greedy(model, PROMPTS[1], 20)

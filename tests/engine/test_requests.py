@@ -370,3 +370,13 @@ def test_reprs_are_one_short_line(model, drafter):
     assert repr(several).endswith(", 2 more samples)")
     engine.disable_spec_dec()
     assert "drafter='none'" in repr(engine)
+
+
+def test_ids_that_end_a_text_may_be_a_tensor_in_the_models_configuration():
+    model = random_model("llama")
+    first = Engine(model).generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=1))[0]
+    for ids in (torch.tensor(first.token_ids[0]), torch.tensor([4, first.token_ids[0]])):
+        model.generation_config.eos_token_id = ids
+        params = SamplingParams(temperature=0, max_tokens=8)
+        (output,) = Engine(model).generate([[1, 2, 3]], params)
+        assert (output.finish_reason, len(output.token_ids)) == ("stop", 1)
