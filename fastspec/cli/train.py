@@ -111,7 +111,7 @@ def eagle3(
     texts = cut_texts(documents, shape.context)
     with usage_errors():
         places = split_places(len(texts), shape.held_out, settings.seed)
-        training, judging = ([texts[place] for place in part] for part in places)
+        training, held_out = ([texts[place] for place in part] for part in places)
         if start is None:
             draft = make_eagle3(model, training, shape)
         else:
@@ -120,7 +120,7 @@ def eagle3(
                 raise ValueError("start: expected an EAGLE-3 draft, got EAGLE-1 or EAGLE-2")
     with _progress(settings.num_steps(len(training)), len(texts)) as calls:
         run = settings, files.out, files.resume
-        record = train_eagle3(model, draft, training, judging, *run, *calls)
+        record = train_eagle3(model, draft, training, held_out, *run, *calls)
     accepted = ", ".join(f"{part:.2f}" for part in record["greedy_acceptance"])
     report = f"acceptance rate at each position, if those before it were accepted: {accepted}"
     _report(files, record, report)
@@ -285,7 +285,7 @@ def _train(
     rows = cut_rows((ids for ids, _ in documents), shape.context)
     with usage_errors():
         places = split_places(len(rows), shape.held_out, settings.seed)
-        training, judging = map(rows.take, places)
+        training, held_out = map(rows.take, places)
         fresh = glide_run.make_draft(model, training, shape, kind)
     num_steps = settings.num_steps(len(training), processes.num_processes)
     with _progress(num_steps, len(training), processes.is_main_process) as calls:
@@ -296,7 +296,7 @@ def _train(
         return
     if shape.reduced_vocab_size is None:
         tokenizer.save_pretrained(files.out)
-    found = glide_run.report_acceptance(model, judging, spec, files.out)
+    found = glide_run.report_acceptance(model, held_out, spec, files.out)
     rate, length = (number(found[name]) for name in ("acceptance_rate", "mean_acceptance_length"))
     told = f"K={spec.num_draft_tokens()}, {found['held_out_prompts']} prompts"
     _report(files, record, f"acceptance rate {rate}, mean acceptance length {length} ({told})")

@@ -111,8 +111,11 @@ class EncoderDecoderModel(PagedModel):
             for holder in (model.generation_config, model.config)
         )
         self.decoder_start_id = next((i for i in start_ids if i is not None), None)
-        if self.decoder_start_id is None:
-            raise ValueError(f"{self.name}: its config has no decoder_start_token_id")
+        if not isinstance(self.decoder_start_id, int):
+            raise ValueError(
+                f"{self.name}: decoder_start_token_id of its config: expected an int, got"
+                f" {self.decoder_start_id!r}"
+            )
         self.model = twin_of(model, T5_ATTENTION_NAME).eval()
         encoder = cast(Any, model).encoder
         self.model.encoder = twin_of(encoder, encoder.config._attn_implementation).eval()

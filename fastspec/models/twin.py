@@ -200,10 +200,11 @@ def is_plain(module: nn.Module) -> bool:
 
 
 def is_plain_linear(module: Any) -> bool:
-    """Whether its weight has a dtype that kernels read; packed weights keep their layers."""
+    """Whether kernels read its weight; packed and strided weights keep their layers."""
     if type(module) is not nn.Linear or not is_plain(module):
         return False
-    return type(module.weight) is nn.Parameter and module.weight.dtype in WIDER
+    weight = module.weight
+    return type(weight) is nn.Parameter and weight.dtype in WIDER and weight.is_contiguous()
 
 
 def is_as_exact(ours: Tensor, theirs: Tensor, truth: Tensor) -> bool:

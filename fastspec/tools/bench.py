@@ -174,12 +174,12 @@ def step_costs(plain: SpecStats, speculative: SpecStats) -> tuple[float, float]:
     A pass over the many rows of a token tree costs more than one over a single token where compute
     rather than reading the weights is the bottleneck: on a CPU.
     """
-    plain_step, judging = (
+    plain_step, verifying = (
         (stats.seconds["verify"] + stats.seconds["commit"]) / stats.num_steps
         for stats in (plain, speculative)
     )
     drafting = speculative.seconds["propose"] / speculative.num_steps
-    return drafting / plain_step, judging / plain_step
+    return drafting / plain_step, verifying / plain_step
 
 
 def swi(stats: SpecStats, target_cost: float, *draft_costs: float) -> float:

@@ -107,8 +107,8 @@ def csd(
         if isinstance(wrapper, CSDraftingModel):
             wrapper.record(stats.num_draft_passes.get(name, 0), spent)
     if isinstance(target_model, CSDraftingModel):
-        judging = (stats.seconds[phase] for phase in ("prefill", "verify", "commit"))
-        target_model.record(stats.num_steps, sum(judging))
+        verifying = (stats.seconds[phase] for phase in ("prefill", "verify", "commit"))
+        target_model.record(stats.num_steps, sum(verifying))
     ids = torch.tensor([[*begin, *token_ids]], device=device)
     return (ids, stats) if return_stats else ids
 

@@ -255,12 +255,12 @@ class Planner:
             if not laps:
                 raise ValueError(f"max_tokens: too few to measure: {self.max_tokens}")
             drafting = statistics.mean(lap["propose"] for lap in laps)
-            judging = statistics.mean(lap["verify"] + lap["commit"] for lap in laps)
+            verifying = statistics.mean(lap["verify"] + lap["commit"] for lap in laps)
             first = [laps[0] for laps, _ in texts]
             extra = statistics.mean(max(0.0, lap["propose"] - drafting) for lap in first)
             starts.append(statistics.mean(lap["prefill"] for lap in first) + extra)
             measurement.draft_seconds[length] = drafting
-            measurement.verify_seconds[length] = judging
+            measurement.verify_seconds[length] = verifying
             counts = SpecStats()
             for _, output in texts:
                 counts.add(output.stats)

@@ -64,7 +64,10 @@ def test_other_encoder_decoders():
 def test_no_start_token():
     model = random_t5()
     model.config.decoder_start_token_id = model.generation_config.decoder_start_token_id = None
-    with pytest.raises(ValueError, match="decoder_start_token_id"):
+    with pytest.raises(ValueError, match=r"decoder_start_token_id of its config: .* got None"):
+        Engine(model)
+    model.generation_config.decoder_start_token_id = [7]
+    with pytest.raises(ValueError, match=r"decoder_start_token_id of its config: .* got \[7\]"):
         Engine(model)
 
 

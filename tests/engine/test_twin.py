@@ -11,6 +11,7 @@ from fastspec.models.twin import use_mlp_kernels
 from fastspec_kernels import available_backends
 
 from ..models import random_model
+from .helpers import hugging_face_greedy
 from .probes import model_of, record_passes
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -178,3 +179,15 @@ def test_kernels_of_ours_are_not_compiled():
         for config in (EngineConfig(), EngineConfig(compile_modules=True))
     ]
     assert replaced(models[1]) - replaced(models[0]) == {"LlamaAttention", "LlamaMLP"}
+
+
+def test_strided_weights_keep_their_layers():
+    model = random_model("llama")
+    expected = hugging_face_greedy(model, [1, 2, 3], 8)
+    for part in (model.lm_head, model.model.layers[0].mlp.up_proj):
+        part.weight.data = part.weight.data.T.contiguous().T
+        assert not part.weight.is_contiguous()
+    (output,) = Engine(model).generate(
+        [[1, 2, 3]], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    )
+    assert output.token_ids == expected
