@@ -76,11 +76,14 @@ class NgramDrafter:
         if self._filler_top_k == 1:
             return proposal
 
+        # Without drafts a request alone would not have asked this drafter: it learns nothing.
+        is_paused = [num == 0 for num in batch.num_draft_tokens]
+        if any(is_paused):
+            hidden = device_tensor(is_paused, torch.bool, batch.device)
+            grown = grown.masked_fill(hidden[:, None], -1)
+
         def learn(target_logits: Tensor, num_rows: list[int]) -> None:
-            # Without drafts a request alone would not have asked this drafter: it learns nothing.
-            drafts = zip(batch.num_draft_tokens, num_rows, strict=True)
-            is_paused = [num == 0 for num, count in drafts for _ in range(count)]
-            self._learn_fillers(rows, grown, target_logits, num_rows, is_paused)
+            self._learn_fillers(rows, grown, target_logits, num_rows)
 
         return Proposal(proposal.token_ids, num_tokens=proposal.num_tokens, on_target_logits=learn)
 
@@ -112,12 +115,7 @@ class NgramDrafter:
         )
 
     def _learn_fillers(
-        self,
-        rows: Tensor,
-        grown: Tensor,
-        target_logits: Tensor,
-        num_rows: list[int],
-        is_paused: list[bool],
+        self, rows: Tensor, grown: Tensor, target_logits: Tensor, num_rows: list[int]
     ) -> None:
         """Count the target's most probable tokens after the text and after each draft token."""
         num = self._max_context
@@ -127,9 +125,6 @@ class NgramDrafter:
         places = device_tensor(packed, torch.int64, rows.device)
         repeat = min(self._filler_top_k, target_logits.shape[-1])
         top = target_logits[: len(packed)].topk(repeat).indices  # [T, k]
-        if any(is_paused):
-            skipped = device_tensor(is_paused, torch.bool, rows.device)
-            top = top.masked_fill(skipped[:, None], -1)
         ranks = torch.arange(repeat, device=rows.device)
         recency = (repeat - 1 - ranks).expand_as(top)
         self._table.learn(

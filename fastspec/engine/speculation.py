@@ -205,7 +205,7 @@ class Speculation:
             what = "contain NaN or inf, or no finite value"
             error = ValueError(f"draft_logits: those of drafter {self.drafter.name} {what}")
             self._fail(error, batch.requests)
-        cut = [b for b, is_cut in enumerate(is_cut) if is_cut]
+        cut = [b for b in range(len(places)) if is_cut[b]]
         return [places[b] for b in cut], replace(part, token_ids=token_ids).at(cut)
 
     def take_error(self) -> Exception | None:

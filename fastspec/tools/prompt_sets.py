@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fastspec.config.checks import one_line
 from fastspec.config.files import parse_json, parse_json_lines, read_text
 
 
@@ -161,6 +162,6 @@ def _downloaded(name: str, chosen: PromptSet) -> Iterable[tuple[str, Any]]:
     try:
         records = load_dataset(chosen.path, chosen.name, split=chosen.split)
     except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         raise ValueError(f"dataset: cannot download {name}, pass a file: {reason}") from error
     return ((f"dataset: {chosen.path}, record {n}", record) for n, record in enumerate(records, 1))
