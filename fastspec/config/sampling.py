@@ -154,7 +154,7 @@ class SamplingParams(Options):
     )
     repetition_penalty: float = option(
         1.0,
-        number("a number > 0", lambda value: _SMALLEST_FLOAT32 <= value <= _LARGEST_FLOAT32),
+        number("a number from 1e-30 to 1e30", lambda value: 1e-30 <= value <= 1e30),
         "Above 1, make tokens of the prompt and the output less likely; 1 is off.",
         "Their positive logits are divided by it, negative ones multiplied (Keskar et al.,"
         " 1909.05858).",
@@ -300,6 +300,10 @@ class SamplingParams(Options):
         least, most = self.min_tokens, self.max_tokens
         fits = most is None or least <= most
         require("min_tokens", least, fits, f"at most max_tokens ({most})")
+        largest = max((self.logit_bias or {}).values(), default=0.0)
+        fits = largest <= _LARGEST_FLOAT32 * self.repetition_penalty
+        expected = f"numbers that float32 can hold divided by {self.repetition_penalty}"
+        require("logit_bias", self.logit_bias, fits, f"{expected}, the repetition_penalty")
         if self.structured_outputs is not None and self.ignore_eos:
             refuse("structured_outputs", self.structured_outputs, "not with ignore_eos")
         if self.structured_outputs is not None and self.min_tokens:

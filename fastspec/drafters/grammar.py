@@ -11,6 +11,10 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
+class GrammarError(ValueError):
+    """A grammar that is not understood, or that takes more than the matcher's limits to follow."""
+
+
 @dataclass(eq=False)
 class GrammarCompiler:
     """Compiles grammars for one tokenizer, whose trie is built with the first of them.
@@ -51,11 +55,11 @@ class GrammarCompiler:
             source = _source(LLMatcher, any_to_lark, structure)
             matcher = LLMatcher(self._tokens, source, log_level=0)
         except (ValueError, GbnfToLarkError) as error:
-            raise ValueError(f"structured_outputs: {error}") from error
+            raise GrammarError(f"structured_outputs: {error}") from error
         if not matcher.is_error():
             matcher.compute_bitmask()  # finds what compiling alone does not, such as endless forms
         if matcher.is_error():
-            raise ValueError(_reason(matcher))
+            raise GrammarError(_reason(matcher))
         return LlguidanceGrammar(matcher)
 
 
@@ -71,14 +75,14 @@ class LlguidanceGrammar:
         If the grammar does not allow the path, all bits are set.
 
         Raises:
-            ValueError: the matcher failed.
+            GrammarError: the matcher failed.
         """
         matcher = self.matcher.deep_copy() if path else self.matcher  # errors are permanent
         taken = matcher.try_consume_tokens(path) if path else 0
         if taken == len(path) and (matcher.is_error() or not matcher.is_stopped()):
             mask = np.frombuffer(matcher.compute_bitmask(), np.int32)
             if matcher.is_error():
-                raise ValueError(_reason(matcher))
+                raise GrammarError(_reason(matcher))
             words[: len(mask)] = mask[: len(words)]
             words[len(mask) :] = 0
 

@@ -119,6 +119,36 @@ class LogitRules:
         """Whether nothing may follow a newly committed token."""
         return self.grammar is not None and not self.grammar.advance(token_id)
 
+    def dead_end(self, text: list[int]) -> str | None:
+        """Return the options that leave no token after a text whatever its logits, by name; None
+        if they leave one."""
+        params, num_new = self.params, len(text) - self._num_prompt_tokens
+        words = np.full(-(-self._vocab_size // 32), -1, np.int32)
+        if self.grammar is not None:
+            self.grammar.mask_after([], words)
+        if self.allowed is not None:
+            words &= self.allowed
+        bits = np.unpackbits(words.view(np.uint8), count=self._vocab_size, bitorder="little")
+        is_left = bits.astype(bool)
+        banned = {i for i, bias in self._bias.items() if bias == -np.inf}
+        if num_new < params.min_tokens:
+            banned |= {*self._ends, *self._biased_ends}
+        banned |= {last for *start, last in self._long_words if text[-len(start) :] == start}
+        is_left[[i for i in banned if 0 <= i < self._vocab_size]] = False
+        if is_left.any():
+            return None
+        taking_part = {
+            "structured_outputs": self.grammar is not None,
+            "allowed_token_ids": self.allowed is not None,
+            "bad_words": bool(params.bad_words),
+            "logit_bias": -np.inf in (params.logit_bias or {}).values(),
+            "min_tokens": num_new < params.min_tokens,
+        }
+        first, *others = [name for name, takes_part in taking_part.items() if takes_part]
+        together = f"with {' and '.join(others)}, " if others else ""
+        where = f" after token {num_new} of the output" if num_new else ""
+        return f"{first}: {together}no token is left to write{where}"
+
     def change(self, text: list[int], path: list[int], row: Tensor) -> None:
         """Ban the last tokens of bad words, and apply the processors to a row [V] float32.
 

@@ -11,6 +11,7 @@ import torch
 from fastspec.config import SpecConfig
 from fastspec.drafters import Proposal
 from fastspec.drafters.base import Batch, common_prefix_len
+from fastspec.drafters.grammar import GrammarError
 from fastspec.engine.outputs import RequestOutput, StreamEvent, Verdict
 from fastspec.engine.request import EngineRequest
 from fastspec.engine.schedule import Step
@@ -275,6 +276,9 @@ def _failure_of(request: EngineRequest) -> str:
     if request.rules is None:
         return error
     failure = request.rules.failure
+    if isinstance(failure, GrammarError):
+        return str(failure)
     if failure is not None:
         return f"the request's logit rules raised {failure!r}"
-    return error + ", or the request allows none of the remaining tokens"
+    dead_end = request.rules.dead_end(request.token_ids)
+    return dead_end or error + ", or the request allows none of the remaining tokens"

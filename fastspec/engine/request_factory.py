@@ -120,7 +120,7 @@ class RequestFactory:
                 detokenizer=self._detokenizer(params),
                 encoder_input=encoder_input,
                 rereads_above=self.rereads_above,
-                rules=self._rules(params, len(token_ids), stop_ids),
+                rules=self._rules(params, token_ids, stop_ids),
             )
             for index in range(params.n)
         ]
@@ -135,7 +135,7 @@ class RequestFactory:
         return Detokenizer(self._tokenizer, *options)
 
     def _rules(
-        self, params: SamplingParams, num_prompt_tokens: int, stop_ids: frozenset[int]
+        self, params: SamplingParams, token_ids: list[int], stop_ids: frozenset[int]
     ) -> LogitRules | None:
         """Return the request's logit rules other than temperature and filters, if any."""
         self._check_ids("logit_bias", params.logit_bias or ())
@@ -148,16 +148,14 @@ class RequestFactory:
         if params.structured_outputs is not None:
             grammar = self._grammars.compile(params.structured_outputs)
         bad_words = [ids for word in params.bad_words or () for ids in self._spellings(word)]
-        if params.allowed_token_ids is not None:
-            banned = {ids[0] for ids in bad_words if len(ids) == 1}
-            banned |= stop_ids if params.min_tokens else frozenset()
-            fits = not banned.issuperset(params.allowed_token_ids)
-            expected = "a token that bad_words and, if it ends the text, min_tokens do not ban"
-            require("allowed_token_ids", params.allowed_token_ids, fits, expected)
         rules = LogitRules(
-            params, self._vocab_size, num_prompt_tokens, stop_ids, bad_words, allowed, grammar
+            params, self._vocab_size, len(token_ids), stop_ids, bad_words, allowed, grammar
         )
-        return rules if rules.any else None
+        if not rules.any:
+            return None
+        if (dead_end := rules.dead_end(token_ids)) is not None:
+            raise ValueError(dead_end)
+        return rules
 
     def _spellings(self, word: str | Sequence[int]) -> list[Sequence[int]]:
         """Return a bad word's token sequences; a text is also tokenized with a leading space."""

@@ -22,6 +22,7 @@ from starlette.routing import Route
 
 from fastspec.config import SamplingParams
 from fastspec.config.checks import require
+from fastspec.config.options import options_of
 from fastspec.config.serve import ServeConfig
 from fastspec.engine.engine import Engine
 from fastspec.engine.outputs import RequestOutput
@@ -342,7 +343,7 @@ class Endpoint:
                 times.note(now, events)
                 outputs += [event.output for event in events if event.output is not None]
                 if broken := next((each for each in outputs if each.error is not None), None):
-                    raise Refused(500, str(broken.error), "generation_failed")
+                    raise _failed(str(broken.error))
                 if asked.stream:
                     await stream.write(answer.chunks(events))
                 else:
@@ -386,6 +387,12 @@ async def _disconnected(receive: Receive) -> None:
     """Return when the client has gone."""
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def _failed(error: str) -> Refused:
+    """The response to a text that failed: an error that names a parameter is the client's."""
+    is_clients = error.partition(": ")[0] in options_of(SamplingParams)
+    return Refused(400 if is_clients else 500, error, "generation_failed")
 
 
 def _check_model(name: Any, model: str) -> None:

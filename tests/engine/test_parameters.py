@@ -94,7 +94,7 @@ def test_forms_that_are_none_are_refused(target):
     with pytest.raises(ValueError, match=r"^bad_words: texts need a tokenizer"):
         bare.add_request([1], SamplingParams(bad_words=["a"]))
     only = {"allowed_token_ids": [7, 8], "bad_words": [[8], [7, 7]], "stop_token_ids": [7]}
-    with pytest.raises(ValueError, match=r"^allowed_token_ids: expected a token that bad_words"):
+    with pytest.raises(ValueError, match=r"^allowed_token_ids: with bad_words and min_tokens, no "):
         bare.add_request([1], SamplingParams(**only, min_tokens=1))
     bare.abort(bare.add_request([1], SamplingParams(**only)))
     assert not bare.has_unfinished
@@ -254,16 +254,74 @@ def test_a_grammar_that_breaks_is_an_error(target, monkeypatch):
     params = SamplingParams(structured_outputs={"regex": "[a-z]+"}, max_tokens=20, seed=1)
     (output,) = engine.generate([[70]], params)
     assert (output.finish_reason, len(output.token_ids)) == ("error", 4)
-    assert "too many states" in output.error
+    assert output.error == "structured_outputs: too many states"
 
 
-def test_nothing_left_to_say_fails_the_request_by_name(target):
+A, B = (byte_tokenizer().encode(letter)[0] for letter in "ab")
+BAN = -float("inf")
+
+
+@pytest.mark.parametrize(
+    ("options", "fields"),
+    [
+        ({"allowed_token_ids": [5], "logit_bias": {5: BAN}}, "allowed_token_ids: with logit_bias"),
+        ({"logit_bias": dict.fromkeys(range(263), BAN)}, "logit_bias: "),
+        ({"bad_words": [[i] for i in range(263)]}, "bad_words: "),
+        (
+            {"structured_outputs": {"regex": "ab"}, "allowed_token_ids": [B]},
+            "structured_outputs: with allowed_token_ids",
+        ),
+        (
+            {"structured_outputs": {"choice": ["a"]}, "bad_words": ["a"]},
+            "structured_outputs: with bad_words",
+        ),
+        (
+            {"allowed_token_ids": [A], "bad_words": [[70, A]], "logit_bias": {B: 9.0}},
+            "allowed_token_ids: with bad_words, ",
+        ),
+    ],
+)
+def test_options_that_leave_no_token_are_refused_by_name(target, options, fields):
     engine = Engine(target, tokenizer=byte_tokenizer(), spec="none")
-    bans = {5: -float("inf")}
-    params = SamplingParams(temperature=0, allowed_token_ids=[5], logit_bias=bans)
-    (output,) = engine.generate([[1, 2]], params)
-    assert output.finish_reason == "error"
-    assert "allows none of" in output.error
+    with pytest.raises(ValueError, match=f"^{fields}.*no token is left to write$"):
+        engine.generate([[70]], SamplingParams(**options))
+    assert not engine.has_unfinished
+
+
+@pytest.mark.parametrize("method", ["none", "prompt_lookup"])
+@pytest.mark.parametrize(
+    ("options", "fields", "place"),
+    [
+        (
+            {"structured_outputs": {"regex": "aab"}, "allowed_token_ids": [A]},
+            "structured_outputs: with allowed_token_ids",
+            2,
+        ),
+        (
+            {"allowed_token_ids": [A], "bad_words": [[A, A]]},
+            "allowed_token_ids: with bad_words",
+            1,
+        ),
+        (
+            {"allowed_token_ids": [A, 256], "bad_words": [[A, A]], "min_tokens": 3},
+            "allowed_token_ids: with bad_words and min_tokens",
+            1,
+        ),
+    ],
+)
+def test_options_that_leave_no_token_later_fail_the_request_by_name(
+    target, options, fields, place, method
+):
+    engine = Engine(target, tokenizer=byte_tokenizer(), spec=method)
+    (output,) = engine.generate([[A, B]], SamplingParams(**options))
+    where = f"no token is left to write after token {place} of the output"
+    assert (output.finish_reason, output.error) == ("error", f"{fields}, {where}")
+
+
+def test_biases_that_a_penalty_takes_beyond_float32_are_refused():
+    SamplingParams(logit_bias={5: 3e38, 6: BAN}, repetition_penalty=2)
+    with pytest.raises(ValueError, match=r"^logit_bias: .* by 0\.5, the repetition_penalty"):
+        SamplingParams(logit_bias={5: 3e38}, repetition_penalty=0.5)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -300,6 +300,7 @@ def event(index, ended=0):
     return StreamEvent("r", "", () if ended else (7,), output=output, index=index)
 
 
+DEAD_END = {"allowed_token_ids": [65], "bad_words": [[65, 65]]}
 BAD = [
     ({"temperature": -1}, "temperature"),
     ({"max_tokens": 10**6}, "max_tokens"),
@@ -334,6 +335,12 @@ BAD = [
         {"allowed_token_ids": [7], "stop_token_ids": [7], "min_tokens": 2, "max_tokens": 4},
         "allowed_token_ids",
     ),
+    ({"guided_regex": "ab", "allowed_token_ids": [5]}, "structured_outputs"),
+    ({"guided_choice": ["a"], "bad_words": ["a"]}, "structured_outputs"),
+    # Only known once there are some tokens.
+    (DEAD_END, "allowed_token_ids"),
+    ({"guided_regex": "(?:a{1000}){1000}"}, "structured_outputs"),
+    ({"guided_regex": "ab", "allowed_token_ids": [64]}, "structured_outputs"),
 ]
 
 
@@ -343,6 +350,13 @@ def test_what_cannot_be_served_is_refused_by_name(client, fields, param):
         client.post("/completions", body={"prompt": PROMPT, **fields}, cast_to=object)
     assert caught.value.param == param
     assert caught.value.type == "invalid_request_error"
+
+
+def test_options_that_contradict_each_other_end_a_stream_as_the_clients_error(client):
+    with pytest.raises(openai.APIError, match="no token is left") as caught:
+        for _ in complete(client, stream=True, extra_body=DEAD_END):
+            pass
+    assert (caught.value.param, caught.value.type) == ("allowed_token_ids", "invalid_request_error")
 
 
 @pytest.mark.parametrize(
