@@ -74,7 +74,8 @@ class Span:
         encoder_input: input of the encoder of an encoder-decoder.
         target_len: leading tokens that the target has cached as well, which a GLIDE draft attends
             to.
-        prompt_len: length of the text that was read first, see `RotaryLengths`.
+        prompt_len: length of the text that was read first, see `RotaryLengths` and
+            `RecurrentLayers`.
         state_key: identifies the states that recurrent layers keep for the sequence.
         settled_len: leading tokens of the sequence that stay in its text, whatever is rejected.
     """

@@ -3,13 +3,15 @@
 import inspect
 from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from types import FunctionType
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
@@ -18,6 +20,8 @@ from fastspec.models.twin import replaced
 
 _STATE_METHODS = {"update_conv_state", "update_recurrent_state"}
 _CACHE_NAMES = {"cache_params", "past_key_values"}
+_UPDATE = "mamba2_selective_state_update"  # transformers' function for a pass over one token
+_NO_LIMIT = (0.0, float("inf"))  # of time steps, which are positive
 _TRIAL_TOKENS = 3
 
 States = dict[int, Any]  # of one sequence: layers of transformers' cache by layer index
@@ -51,12 +55,14 @@ class _Kind:
             transformers' modules then start from an empty state.
         first: children, all linear, that receive the module's input unchanged.
         last: the linear child whose output is the module's, if there is one.
+        of_prompt: the forward pass over tokens of a prompt, if time steps are limited.
     """
 
     cache_name: str
     reads_on: bool
     first: tuple[str, ...]
     last: str | None
+    of_prompt: Callable[..., Tensor] | None
 
 
 class RecurrentLayers:
@@ -69,11 +75,17 @@ class RecurrentLayers:
 
     The linear layers that come first and last in such a layer run for all sequences together.
 
+    Mamba-2's `time_step_limit` applies in transformers to passes over several tokens, not to those
+    over one; a prompt of one token counts as several, as it has no state before it. So `generate`
+    limits the time steps of all tokens of a prompt and of no later ones, and so does this, whatever
+    is drafted and however a prompt is split. `Span.prompt_len` tells where it ends.
+
     Args:
         twin: the model to run; the forward passes of its recurrent layers are replaced.
         text_config: configuration of its decoder.
     Raises:
-        ValueError: recurrent layers of a form that cannot be run separately.
+        ValueError: recurrent layers of a form that cannot be run separately, or that limit time
+            steps in another way.
     """
 
     def __init__(self, twin: PreTrainedModel, text_config: Any):
@@ -142,13 +154,13 @@ class RecurrentLayers:
         projected = {name: getattr(module, name)(hidden_states) for name in kind.first}
         place, first, out = slice(0), 0, []
 
-        def run(layer: Any, start: int, count: int) -> None:
+        def run(layer: Any, start: int, end: int, is_prompt: bool) -> None:
             nonlocal first, place
-            step = count if kind.reads_on or not start else 1
-            for _ in range(0, count, step or 1):
+            step = end - start if kind.reads_on or not start else 1
+            for _ in range(start, end, step or 1):
                 place = slice(first, first + step)
                 first += step
-                out.append(read(layer, hidden_states[:, place]))
+                out.append(read(layer, hidden_states[:, place], is_prompt))
 
         forwards: dict[nn.Module, Callable] = {
             getattr(module, name): lambda _, rows=rows: rows[:, place]
@@ -162,10 +174,14 @@ class RecurrentLayers:
                 layer = reading.states.get(index)
                 if layer is None:
                     layer = reading.states[index] = _copied(self._unused[index])
-                run(layer, span.start, settled)
-                if reading.beyond is not None:
+                start, end = span.start, span.start + settled
+                if kind.of_prompt is not None and start < span.prompt_len:
+                    start = min(span.prompt_len, end)
+                    run(layer, span.start, start, True)
+                run(layer, start, end, False)
+                if reading.beyond is not None:  # follows the prompt, which is settled
                     layer = reading.beyond[index] = _copied(layer)
-                    run(layer, span.start + settled, span.count - settled)
+                    run(layer, end, span.start + span.count, False)
         rows = torch.cat(out, dim=1)
         return rows if last is None else last(rows)
 
@@ -174,10 +190,11 @@ class RecurrentLayers:
         """Run a module over tokens [1, T, E], the later ones both in one call and one by one.
 
         Raises:
-            ValueError: it takes or returns anything other than hidden states.
+            ValueError: it takes or returns anything other than hidden states, or limits its time
+                steps in a way that is not known.
         """
         cache_name, module_name = _cache_name(module), type(module).__name__
-        kind = _Kind(cache_name, True, (), None)
+        kind = _Kind(cache_name, True, (), None, _forward_of_prompt(module))
         before, after = trial.chunk(2, dim=1)
         calls: list[tuple[set[str], set[str]]] = []
 
@@ -192,7 +209,7 @@ class RecurrentLayers:
                 for n, child in linear
             ]
             try:
-                out = _read(module, kind, self._cache, layer, hidden)
+                out = _read(module, kind, self._cache, layer, hidden, False)
             except RuntimeError as error:
                 raise ValueError(f"{module_name}: fails on only hidden states: {error}") from error
             finally:
@@ -216,20 +233,56 @@ class RecurrentLayers:
         pairs = zip([several, *_tensors(at_once)], [singles, *_tensors(one_by_one)], strict=True)
         reads_on = all(bool((a - b).norm() <= tolerance * b.norm()) for a, b in pairs)
         first, last = (set.intersection(*sets) for sets in zip(*calls, strict=True))
-        return _Kind(cache_name, reads_on, tuple(sorted(first)), next(iter(last), None))
+        return replace(
+            kind, reads_on=reads_on, first=tuple(sorted(first)), last=next(iter(last), None)
+        )
 
 
-def _read(module: Any, kind: _Kind, cache: DynamicCache, layer: Any, hidden: Tensor) -> Tensor:
+def _read(
+    module: Any, kind: _Kind, cache: DynamicCache, layer: Any, hidden: Tensor, is_prompt: bool
+) -> Tensor:
     """Run the module's own forward on one sequence, whose state is in a layer of a cache."""
     cache.layers[module.layer_idx] = layer
+    forward, attributes = type(module).forward, {}
     longest = getattr(module, "chunk_size", None)
     if longest is not None:  # anything shorter than a chunk would be padded
-        module.chunk_size = min(longest, hidden.shape[1])
+        attributes["chunk_size"] = min(longest, hidden.shape[1])
+    if kind.of_prompt is not None:
+        if is_prompt:
+            forward = kind.of_prompt
+        else:
+            attributes["time_step_limit"] = _NO_LIMIT
+    before = {name: getattr(module, name) for name in attributes}
+    vars(module).update(attributes)
     try:
-        return type(module).forward(module, hidden, **{kind.cache_name: cache})
+        return forward(module, hidden, **{kind.cache_name: cache})
     finally:
-        if longest is not None:
-            module.chunk_size = longest
+        vars(module).update(before)
+
+
+def _forward_of_prompt(module: Any) -> Callable[..., Tensor] | None:
+    """Return a forward that limits the time step of a single token too; None if nothing does.
+
+    Raises:
+        ValueError: it is not known how passes over one token compute it.
+    """
+    limit = getattr(module, "time_step_limit", None)
+    if limit is None or tuple(limit) == _NO_LIMIT:
+        return None
+    forward = cast(FunctionType, inspect.unwrap(type(module).forward))
+    update = forward.__globals__.get(_UPDATE)
+    if update is None or _UPDATE not in forward.__code__.co_names:
+        raise ValueError(f"{type(module).__name__}: limits its time steps, not supported")
+
+    def limited(
+        state: Tensor, inputs: Tensor, dt: Tensor, *args, dt_bias: Tensor, dt_softplus: bool, **rest
+    ) -> Tensor:
+        dt = F.softplus(dt + dt_bias.to(dt.dtype)).clamp(*limit)
+        return update(state, inputs, dt, *args, **rest)
+
+    names = forward.__globals__ | {_UPDATE: limited}
+    defaults, closure = forward.__defaults__, forward.__closure__
+    return FunctionType(forward.__code__, names, forward.__name__, defaults, closure)
 
 
 def _is_recurrent(module: nn.Module) -> bool:

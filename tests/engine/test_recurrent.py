@@ -1,5 +1,6 @@
 """Models with recurrent layers: states follow the text through drafts, batches and preemption."""
 
+from copy import deepcopy
 from functools import cache
 
 import pytest
@@ -12,17 +13,24 @@ from fastspec.models import recurrent
 
 from ..models import RECURRENT_CONFIGS, perturbed, random_model
 from .glide_models import random_glide
-from .helpers import GREEDY, NUM_TOKENS, PROMPTS, finish, hugging_face_greedy
+from .helpers import GREEDY, NUM_TOKENS, PROMPTS, finish, generated_greedily, hugging_face_greedy
 from .probes import model_of, num_sequences_with_states, target_runner, waiting
 
 K = 4
 CHAINS = ("draft_model", "prompt_lookup", "mag", "ngram", "suffix", "cascade")
 TIGHT = EngineConfig(block_size=4, num_blocks=24, prefill_chunk_size=5)
+# Limits of Mamba-2's time steps that most of them are outside of.
+LIMITS = {
+    "mamba2": {"time_step_limit": (0.5, 1.0)},
+    "falcon_h1": {"time_step_limit": (0.2, 0.5)},
+    "granitemoehybrid": {"time_step_limit": (0.5, 1.0)},
+    "nemotron_h": {"time_step_min": 1.0},
+}
 
 
 @cache
-def case_of(kind):
-    model = random_model(kind)
+def case_of(kind, is_limited=False):
+    model = random_model(kind, **(LIMITS[kind] if is_limited else {}))
     return model, [hugging_face_greedy(model, prompt) for prompt in PROMPTS]
 
 
@@ -183,22 +191,71 @@ def test_seeds_alone_and_in_batches():
     assert texts(alone) == together
 
 
-@pytest.mark.parametrize("kind", ["mamba", "mamba2"])
-def test_several_tokens_are_read_at_once_where_that_is_the_same(kind, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "is_limited"), [("mamba", False), ("mamba2", False), ("mamba2", True)]
+)
+def test_several_tokens_are_read_at_once_where_that_is_the_same(kind, is_limited, monkeypatch):
     """Mamba's layers in transformers begin from nothing when they are given several tokens."""
     lengths = []
     read = recurrent._read
 
-    def spy(module, kind, cache, layer, hidden):
+    def spy(module, kind, cache, layer, hidden, is_prompt):
         lengths.append(hidden.shape[1])
-        return read(module, kind, cache, layer, hidden)
+        return read(module, kind, cache, layer, hidden, is_prompt)
 
     monkeypatch.setattr(recurrent, "_read", spy)
-    model, expected = case_of(kind)
+    model, expected = case_of(kind, is_limited)
     engine = Engine(model, config=EngineConfig(prefill_chunk_size=6))
     lengths.clear()
     assert texts(engine.generate(PROMPTS[1], GREEDY)) == expected[1:2]
     assert lengths.count(6) == (2 if kind == "mamba" else 4)  # 16 tokens before the last, 2 layers
+
+
+@pytest.mark.parametrize("kind", LIMITS)
+def test_only_the_time_steps_of_prompts_are_limited(kind):
+    """As in `generate`, whose pass over a prompt limits them, and whose passes after it do not."""
+    model, expected = case_of(kind, is_limited=True)
+    unlimited = deepcopy(model)
+    for module in unlimited.modules():
+        if hasattr(module, "time_step_limit"):
+            module.time_step_limit = (0.0, float("inf"))
+    text = list(PROMPTS[1])
+    for _ in range(NUM_TOKENS):  # limits all of them
+        text.append(int(model(torch.tensor([text])).logits[0, -1].argmax()))
+    assert expected[1] != tuple(text[len(PROMPTS[1]) :])
+    assert expected[1] != generated_greedily(unlimited, PROMPTS[1])
+
+    for size in (1, 3, 16, 512):
+        engine = Engine(model, config=EngineConfig(max_batch_size=3, prefill_chunk_size=size))
+        assert texts(engine.generate(PROMPTS, GREEDY)) == expected
+    spec = SpecConfig("draft_model", num_speculative_tokens=K)
+    engine = Engine(model, Knowing(expected), spec=spec, config=EngineConfig(max_batch_size=3))
+    assert texts(engine.generate(PROMPTS, GREEDY)) == expected
+    assert all(engine.stats.acceptance_histogram[: K + 1])
+    engine = Engine(model, perturbed(model, 0.03), config=TIGHT)
+    assert texts(engine.generate(PROMPTS, GREEDY)) == expected
+    assert engine.stats.num_preemptions > 0
+
+
+def test_prompt_logprobs_with_limited_time_steps():
+    model, expected = case_of("mamba2", is_limited=True)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, prompt_logprobs=0)
+    for size in (1, 5, 512):
+        engine = Engine(model, config=EngineConfig(prefill_chunk_size=size))
+        (output,) = engine.generate(PROMPTS[1], params)
+        assert output.token_ids == expected[1][:4]
+        ids = torch.tensor([PROMPTS[1]])
+        logprobs = model(ids).logits[0, :-1].log_softmax(1).gather(1, ids[0, 1:, None])[:, 0]
+        ours = [row[i] for row, i in zip(output.prompt_logprobs[1:], PROMPTS[1][1:], strict=True)]
+        torch.testing.assert_close(torch.tensor(ours), logprobs, rtol=0, atol=2e-4)
+
+
+def test_time_steps_limited_by_code_that_is_not_known(monkeypatch):
+    model, _ = case_of("mamba2", is_limited=True)
+    monkeypatch.setattr(recurrent, "_UPDATE", "another_function")
+    with pytest.raises(ValueError, match="Mamba2Mixer: limits its time steps, not supported"):
+        Engine(model)
+    Engine(case_of("mamba2")[0])
 
 
 @pytest.mark.parametrize("options", [{"method": "tree"}, {"method": "draft_model", "cape": True}])
