@@ -19,7 +19,7 @@ from fastspec.models.layout import Span, StateKey
 from fastspec.models.twin import replaced
 
 _STATE_METHODS = {"update_conv_state", "update_recurrent_state"}
-_CACHE_NAMES = {"cache_params", "past_key_values"}
+_CACHE_NAMES = {"cache_params", "past_key_values", "cache"}  # the last from transformers 5.24 on
 _UPDATE = "mamba2_selective_state_update"  # transformers' function for a pass over one token
 _NO_LIMIT = (0.0, float("inf"))  # of time steps, which are positive
 _TRIAL_TOKENS = 3
