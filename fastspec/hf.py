@@ -76,6 +76,12 @@ _WARPERS = {
 _STATEFUL = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
 
 
+class _EngineOfGenerate(Engine):
+    """An engine whose requests `generate` makes, from the model's generation_config too."""
+
+    _applies_generation_config = True
+
+
 class HFGenerator:
     """Decodes for `model.generate(..., custom_generate=generator)`, speculatively with a drafter.
 
@@ -96,7 +102,7 @@ class HFGenerator:
         spec: SpecConfig | str | Mapping[str, Any] = SpecConfig(),  # noqa: B008 (frozen)
         config: EngineConfig | Mapping[str, Any] = EngineConfig(),  # noqa: B008 (frozen)
     ):
-        self.engine = Engine(model, drafter, spec=spec, config=config)
+        self.engine = _EngineOfGenerate(model, drafter, spec=spec, config=config)
         self._model = model if isinstance(model, PreTrainedModel) else model.get_base_model()
 
     def generate(self, inputs: Any = None, **options: Any) -> Any:

@@ -18,7 +18,7 @@ from fastspec.drafters.context import DrafterContext, DrafterSource
 from fastspec.drafters.draft_model import draft_model_of
 from fastspec.drafters.registry import plan_drafter
 from fastspec.engine.block_manager import BlockManager
-from fastspec.engine.generation_config import params_of
+from fastspec.engine.generation_config import params_of, warn_of_unapplied
 from fastspec.engine.outputs import RequestOutput, StreamEvent, with_others
 from fastspec.engine.prompt_reader import PromptReader
 from fastspec.engine.prompts import Message, Prompt, as_conversations, as_prompt_list
@@ -69,6 +69,8 @@ class Engine:
     `outputs` are complete) or of a `stream`.
     """
 
+    _applies_generation_config = False  # of the model; whoever makes the requests does
+
     def __init__(
         self,
         target: str | Path | PreTrainedModel,
@@ -87,6 +89,8 @@ class Engine:
             tokenizer = load_tokenizer("target", target)
         self.tokenizer = tokenizer
         self._generation_config = getattr(model, "generation_config", None)
+        if not self._applies_generation_config:
+            warn_of_unapplied(model, tokenizer)
         check_options(model, spec, config)
         target_model = paged_model_of(model, config)
         ranks = target_model.ranks
@@ -95,7 +99,7 @@ class Engine:
         vocab_size = target_model.vocab_size
         self._factory = RequestFactory(
             PromptReader(tokenizer, vocab_size, self.max_model_len, config.prompt_template),
-            eos_token_ids(model, tokenizer),
+            eos_token_ids(model),
             target_model.decoder_start_id,
             target_model.rotary.rereads_above if target_model.rotary else None,
             not config.prefix_caching and prefix_obstacle(target_model, config) is None,

@@ -1,10 +1,15 @@
-"""Converts transformers' GenerationConfig to sampling parameters."""
+"""Converts transformers' GenerationConfig to sampling parameters, and tells of a model's own."""
 
+import logging
+from functools import cache
 from typing import Any
 
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from fastspec.config import SamplingParams
+from fastspec.models.loading import eos_token_ids, ids_of
+
+logger = logging.getLogger(__name__)
 
 _DEFAULTS = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}  # of `generate`
 _NUM_NEW = 20  # tokens that `generate` writes by default
@@ -22,6 +27,13 @@ _WITHOUT_EFFECT = {
 _KEPT_BY_THE_MODEL = ("eos_token_id", "cache_implementation")
 # Values that turn a field off or are its default. None and False do so for every field.
 _OFF = {
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "repetition_penalty": (1,),
+    "bad_words_ids": ([],),
+    "suppress_tokens": ([],),
+    "begin_suppress_tokens": ([],),
+    "sequence_bias": ([], {}),
     "num_beams": (1,),
     "num_beam_groups": (1,),
     "no_repeat_ngram_size": (0,),
@@ -38,6 +50,52 @@ _OFF = {
     "assistant_confidence_threshold": (0, 0.4),
     "num_assistant_tokens_schedule": ("constant",),
 }
+# Fields that change greedy text, and how a request can ask for the same; None = not at all.
+_PROCESSOR = "logits_processors, with transformers' own"
+_CHANGES_GREEDY_TEXT = {
+    "repetition_penalty": "repetition_penalty",
+    "min_length": "min_tokens",
+    "min_new_tokens": "min_tokens",
+    "stop_strings": "stop",
+    "bad_words_ids": "bad_words",
+    "suppress_tokens": "logit_bias, -inf for each",
+    **dict.fromkeys(("begin_suppress_tokens", "sequence_bias"), _PROCESSOR),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), _PROCESSOR),
+    **dict.fromkeys(("encoder_repetition_penalty", "watermarking_config"), _PROCESSOR),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id"), _PROCESSOR),
+    "exponential_decay_length_penalty": _PROCESSOR,
+    **dict.fromkeys(("num_beams", "guidance_scale", "penalty_alpha", "dola_layers")),
+    **dict.fromkeys(("constraints", "force_words_ids")),
+}
+
+
+def warn_of_unapplied(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Log, once per message, what the model's generation_config makes of greedy text in `generate`
+    but not in requests, whose SamplingParams say it all."""
+    name, own = type(model).__name__, getattr(model, "generation_config", None)
+    if own is None:
+        return
+    told = []
+    for field, option in _CHANGES_GREEDY_TEXT.items():
+        if not is_off(field, value := getattr(own, field, None)):
+            way = "not supported" if option is None else f"SamplingParams.{option}"
+            told.append(f"{field}={value!r:.60} ({way})")
+    if told:
+        _warn_once(
+            f"target: the generation_config of {name} changes the text of generate, but not that of"
+            f" requests, unless they ask for it: {', '.join(told)}"
+        )
+    others = ids_of(model.config) or ids_of(tokenizer)
+    if others and not eos_token_ids(model):
+        _warn_once(
+            f"target: the generation_config of {name} has no eos_token_id, so no token ends a text,"
+            f" as in generate: set it, or SamplingParams.stop_token_ids={sorted(others)}"
+        )
+
+
+@cache
+def _warn_once(message: str) -> None:
+    logger.warning(message)
 
 
 def is_off(name: str, value: Any) -> bool:

@@ -172,16 +172,21 @@ def float_dtypes(model: PreTrainedModel) -> list[str]:
     return sorted(str(d).removeprefix("torch.") for d in dtypes if d.is_floating_point)
 
 
-def eos_token_ids(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
-) -> frozenset[int]:
-    """Return the ids that end the model's texts."""
-    for holder in (model.generation_config, model.config, tokenizer):
-        ids = getattr(holder, "eos_token_id", None)
-        if ids is not None:
-            ids = ids.tolist() if isinstance(ids, torch.Tensor) else ids
-            return frozenset(ids if isinstance(ids, (list, tuple)) else [ids])
-    return frozenset()
+def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
+    """Return the ids at which `generate` ends the model's texts.
+
+    They are those of its generation_config, even if that has none and its config or tokenizer do.
+    """
+    return ids_of(getattr(model, "generation_config", None) or model.config)
+
+
+def ids_of(holder: Any) -> frozenset[int]:
+    """Return the eos_token_id of a config or tokenizer: none, one or several."""
+    ids = getattr(holder, "eos_token_id", None)
+    ids = ids.tolist() if isinstance(ids, torch.Tensor) else ids
+    if ids is None:
+        return frozenset()
+    return frozenset(ids if isinstance(ids, (list, tuple)) else [ids])
 
 
 def _without_wrapper(field: str, source: Any) -> Any:
