@@ -18,7 +18,7 @@ from fastspec.drafters.eagle3.model import Eagle3Config, Eagle3Draft, usual_laye
 from fastspec.models.reduced_vocabulary import reduced_rows
 from fastspec.models.twin import decoder_layers
 from fastspec.train.distillation import FrozenHeadLoss
-from fastspec.train.glide import Advance, GlideTrainer, llama_shape
+from fastspec.train.glide import Advance, GlideTrainer, llama_config, llama_shape, weights_of
 from fastspec.train.glide_data import check_head, most_frequent, states_file, stored_states
 from fastspec.train.options import DraftShape, TrainOptions
 from fastspec.train.processes import OneProcess
@@ -65,12 +65,18 @@ def make_eagle3(target: PreTrainedModel, texts: Sequence[Text], shape: DraftShap
     it.
 
     Raises:
-        ValueError: the shape does not fit the target.
+        ValueError: the shape does not fit the target, or its layers are too few or not in a list.
     """
     require("layers", shape.layers, shape.layers == 1, "1, as EAGLE-3 drafts have one layer")
     large = target.config.get_text_config(decoder=True)
     size = shape.hidden_size
     require("hidden_size", size, size in (None, large.hidden_size), "the target's")
+    num_layers = len(decoder_layers(target))
+    if min(usual_layers(num_layers)) < 0:
+        name = type(target).__name__
+        raise ValueError(
+            f"target: {name} has {num_layers} layers, too few for EAGLE-3 to read three"
+        )
     width = (
         {} if shape.intermediate_size is None else {"intermediate_size": shape.intermediate_size}
     )
@@ -79,7 +85,8 @@ def make_eagle3(target: PreTrainedModel, texts: Sequence[Text], shape: DraftShap
     num_ids = shape.reduced_vocab_size or vocab_size
     require("reduced_vocab_size", num_ids, num_ids <= vocab_size, f"at most {vocab_size}")
     fields: dict[str, Any] = llama_shape(target, 1, width) | {"vocab_size": vocab_size}
-    draft = Eagle3Draft(Eagle3Config(**fields, draft_vocab_size=num_ids))
+    fields |= {"draft_vocab_size": num_ids}
+    draft = Eagle3Draft(llama_config(fields, Eagle3Config))
     _start_as_last_layer(draft, target)
     answers = torch.cat([text.token_ids[text.start :] for text in texts])
     token_ids = most_frequent(answers, num_ids).to(target.device)
@@ -95,7 +102,7 @@ def _start_as_last_layer(draft: Eagle3Draft, target: PreTrainedModel) -> None:
     draft.fc.weight.mul_(0.1)
     draft.fc.weight[:, 2 * size :] += torch.eye(size)
     decoder: Any = target.get_decoder()
-    source = dict(decoder.layers[-1].named_parameters())
+    source: dict[str, Any] = dict(weights_of(decoder_layers(target)[-1]))
     source["hidden_norm.weight"] = source.get("input_layernorm.weight")
     source["norm.weight"] = getattr(getattr(decoder, "norm", None), "weight", None)
     for name, weight in [*draft.midlayer.named_parameters(), *draft.norm.named_parameters("norm")]:
@@ -143,7 +150,8 @@ def stored_lessons(
         token_ids: tokens that the draft can write.
         file, advance: as for `stored_states`.
     Raises:
-        ValueError: the target's logits are not its head's output.
+        ValueError: the target's logits are not its head's output, or its layers' inputs are not
+            what EAGLE-3 reads.
     """
     target, device, head = target.eval(), target.device, reduced_rows(target, token_ids)
     decoder: Any = target.get_decoder()
@@ -154,6 +162,9 @@ def stored_lessons(
         given = {"input_ids": token_ids.to(device), "use_cache": False}
         states = decoder(**given, output_hidden_states=True)
         inputs = [states.hidden_states[layer] for layer in layers]
+        if any(hidden.shape != states.last_hidden_state.shape for hidden in inputs):
+            name = type(target).__name__
+            raise ValueError(f"target: {name} passes its layers more than a hidden state per token")
         return torch.cat([*inputs, states.last_hidden_state], dim=-1)
 
     def read_texts(rows: list[int]) -> Tensor:

@@ -1,19 +1,25 @@
 """Training GLIDE and plain draft models."""
 
 import json
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from fastspec.config.checks import require
+from fastspec.config import EngineConfig
+from fastspec.config.checks import one_line, require
+from fastspec.drafters.glide.dense import read_target
 from fastspec.drafters.glide.loading import shape_of_target
 from fastspec.drafters.glide.model import GlideLlamaConfig, GlideLlamaForCausalLM
+from fastspec.models.encoder_decoder import paged_model_of
+from fastspec.models.layer_fields import last_layer_field
 from fastspec.train.distillation import DistillationLoss
 from fastspec.train.glide_data import Lesson, Teacher
 from fastspec.train.glide_lookup import start_as_lookup
@@ -22,6 +28,7 @@ from fastspec.train.processes import OneProcess
 
 _LOSS_MEMORY = 0.98  # decay of the running mean
 _MAX_NORM = 1.0
+_USUAL_HEAD_DIM = 64  # of a draft whose target has no attention heads
 _SHARED_FIELDS = (
     "vocab_size",
     "hidden_size",
@@ -52,10 +59,13 @@ def make_glide(
         start: a trained plain draft with the same number of layers; None = the target itself.
         shape: configuration fields that differ from the target's.
     Raises:
-        ValueError: the fields do not fit together, or there are more layers than the target has.
+        ValueError: the fields do not fit together, there are more layers than the target has, or
+            the draft could not read the target's cache.
     """
     fields = llama_shape(target, num_layers, shape) | shape_of_target(target)
-    config = GlideLlamaConfig(**fields)
+    heads = fields["large_num_key_value_heads"], fields["large_head_dim"]
+    _check_glimpse(target, num_layers, heads)
+    config = llama_config(fields, GlideLlamaConfig)
     return _started(GlideLlamaForCausalLM(config), target, start or target)
 
 
@@ -63,9 +73,11 @@ def make_shallow(target: PreTrainedModel, num_layers: int = 1, **shape: Any) -> 
     """Make a plain Llama for a target, initialised from the target's first layer and last layers.
 
     Raises:
-        ValueError: the fields do not fit together, or there are more layers than the target has.
+        ValueError: the fields do not fit together, there are more layers than the target has, or
+            the engine does not run the target.
     """
-    draft = LlamaForCausalLM(LlamaConfig(**llama_shape(target, num_layers, shape)))
+    paged_model_of(target, EngineConfig())
+    draft = LlamaForCausalLM(llama_config(llama_shape(target, num_layers, shape)))
     return _started(draft, target, target)
 
 
@@ -77,7 +89,7 @@ def make_plain(
     extra = sum(p.numel() for n, p in glide.named_parameters() if ".cross_attn." in n)
     width = extra // (3 * config.hidden_size * config.num_hidden_layers)
     shape = {"intermediate_size": config.intermediate_size + width}
-    plain = LlamaConfig(**llama_shape(glide, config.num_hidden_layers, shape))
+    plain = llama_config(llama_shape(glide, config.num_hidden_layers, shape))
     return _started(LlamaForCausalLM(plain), target, start or target)
 
 
@@ -85,12 +97,40 @@ def llama_shape(model: PreTrainedModel, num_layers: int, shape: dict[str, Any]) 
     """Return a Llama's config fields like this model's, with changes; absent ones are defaults."""
     config = model.config.get_text_config(decoder=True)
     require("layers", num_layers, 1 <= num_layers <= config.num_hidden_layers, "1 to the target's")
-    own = {name: getattr(config, name, None) for name in _SHARED_FIELDS}
-    own["intermediate_size"] = own["intermediate_size"] or 4 * config.hidden_size
+    own = {name: last_layer_field(config, name) for name in _SHARED_FIELDS}
+    size = config.hidden_size
+    own["intermediate_size"] = own["intermediate_size"] or 4 * size
+    heads = math.gcd(size, max(1, size // _USUAL_HEAD_DIM))
+    own["num_attention_heads"] = own["num_attention_heads"] or heads
     rope = getattr(config, "rope_parameters", None) or {}
     own["rope_parameters"] = rope.get("full_attention", rope) or None
     kept = {name: value for name, value in own.items() if value is not None}
     return kept | shape | {"num_hidden_layers": num_layers}
+
+
+def llama_config(fields: dict[str, Any], kind: type[LlamaConfig] = LlamaConfig) -> Any:
+    """Make a configuration; ValueError if the fields do not fit together."""
+    try:
+        return kind(**fields)
+    except StrictDataclassError as error:
+        raise ValueError(f"target: a draft cannot have its shape: {one_line(error)}") from error
+
+
+def _check_glimpse(target: PreTrainedModel, num_layers: int, heads: tuple[int, int]) -> None:
+    """Refuse a target whose last layers do not keep keys and values of this shape."""
+    name = type(target).__name__
+    if paged_model_of(target, EngineConfig()).recurrent is not None:
+        raise ValueError(f"target: {name} has recurrent layers, which a GLIDE draft cannot read")
+    ids = torch.zeros(1, 2, dtype=torch.int64, device=target.device)
+    layers, _ = read_target(target, ids, ids == 0, num_layers)
+    for pair in layers:
+        for part, kept in zip(("keys", "values"), pair, strict=True):
+            found = tuple(kept.shape[1::2])
+            if found != heads:
+                raise ValueError(
+                    f"target: {name} keeps {part} of {found[0]} heads of size {found[1]}, but a"
+                    f" GLIDE draft for it reads {heads[0]} of size {heads[1]}"
+                )
 
 
 @torch.no_grad()
@@ -102,7 +142,7 @@ def _started(draft: Any, target: PreTrainedModel, start: PreTrainedModel) -> Any
     of a wider feed-forward layer start at 0, so the additions have no effect at first.
     """
     num_layers = draft.config.num_hidden_layers
-    weights, large = _ends_of(start, num_layers), dict(target.named_parameters())
+    weights, large = _ends_of(start, num_layers), dict(weights_of(target))
     first = target.config.get_text_config(decoder=True).num_hidden_layers - num_layers
     for name, parameter in draft.named_parameters():
         source = weights.get(name)
@@ -118,11 +158,19 @@ def _started(draft: Any, target: PreTrainedModel, start: PreTrainedModel) -> Any
     return draft
 
 
-def _ends_of(model: PreTrainedModel, num_layers: int) -> dict[str, nn.Parameter]:
+def weights_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters by name, and weights that modules compute from theirs, as pruned ones do."""
+    yield from model.named_parameters()
+    for name, module in model.named_modules():
+        if isinstance(weight := getattr(module, "weight", None), Tensor):
+            yield f"{name}.weight", weight
+
+
+def _ends_of(model: PreTrainedModel, num_layers: int) -> dict[str, Tensor]:
     """Return a model's weights with only its first and last layers, `num_layers` in all."""
     skipped = model.config.get_text_config(decoder=True).num_hidden_layers - num_layers
     kept = {}
-    for name, weight in model.named_parameters():
+    for name, weight in weights_of(model):
         if layer := re.search(r"(?<=\.layers\.)\d+(?=\.)", name):
             index = int(layer[0])
             if 0 < index <= skipped:

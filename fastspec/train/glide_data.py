@@ -260,5 +260,7 @@ def _with_head(target: PreTrainedModel, head: nn.Module) -> PreTrainedModel:
     """Return the same target with another head."""
     config: Any = target.config
     twin = twin_of(target, config._attn_implementation).eval()
+    own: Any = target.get_output_embeddings()
+    head.__dict__["weight"] = getattr(own, "weight", None)  # whose dtype Mamba's forward reads
     twin.set_output_embeddings(head)
     return twin

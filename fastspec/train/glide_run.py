@@ -12,6 +12,7 @@ from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.checks import require
 from fastspec.drafters.glide import GlideLlamaForCausalLM
 from fastspec.engine.engine import Engine
+from fastspec.models.layer_fields import last_layer_field
 from fastspec.models.reduced_vocabulary import ReducedHead, reduce_vocabulary, save_reduced
 from fastspec.train.glide import Advance, GlideTrainer, make_glide, make_plain, make_shallow
 from fastspec.train.glide_data import (
@@ -43,7 +44,7 @@ def make_draft(
     sizes = {name: size for name, size in sizes.items() if size is not None}
     large = target.config.get_text_config(decoder=True)
     if shape.hidden_size not in (None, large.hidden_size):
-        head_dim = getattr(large, "head_dim", None)
+        head_dim = last_layer_field(large, "head_dim")
         head_dim = head_dim or large.hidden_size // large.num_attention_heads
         heads, rest = divmod(shape.hidden_size, head_dim)
         expected = f"a multiple of the head size {head_dim}"

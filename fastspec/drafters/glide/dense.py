@@ -1,6 +1,7 @@
 """Dense glimpses: the view of the target used in training."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,16 +74,14 @@ def read_target(
     Raises:
         ValueError: the target has too few layers that use transformers' cache.
     """
+    positions = (valid.long().cumsum(dim=1) - 1).clamp(min=0)
+    given: dict[str, Any] = {"input_ids": token_ids, "attention_mask": valid.long()}
+    given |= {"position_ids": positions}
+    if not num_draft_layers:
+        return [], target(**given, use_cache=False).logits
     num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
     cache = TopLayers(num_layers, num_draft_layers)
-    positions = (valid.long().cumsum(dim=1) - 1).clamp(min=0)
-    logits = target(
-        input_ids=token_ids,
-        attention_mask=valid.long(),
-        position_ids=positions,
-        past_key_values=cache,
-        use_cache=True,
-    ).logits
+    logits = target(**given, past_key_values=cache, use_cache=True).logits
     if len(cache.kept) != num_draft_layers:
         raise ValueError(
             f"target: {type(target).__name__} gave keys of {len(cache.kept)} layers, but the draft"

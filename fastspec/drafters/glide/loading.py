@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from fastspec.config import EngineConfig
 from fastspec.drafters.glide.model import GlideLlamaConfig, GlideLlamaForCausalLM
+from fastspec.models.layer_fields import last_layer_field
 from fastspec.models.loading import ReadConfig, load_config, load_model
 
 
@@ -37,14 +38,16 @@ def is_glide(source: str | Path | PreTrainedModel, read_config: ReadConfig = loa
 
 
 def shape_of_target(target: PreTrainedModel) -> dict[str, Any]:
-    """Return the fields of GlideLlamaConfig that describe a target."""
+    """Return the fields of GlideLlamaConfig that describe a target; ValueError if none do."""
     config = target.config.get_text_config(decoder=True)
-    heads, hidden_size = config.num_attention_heads, config.hidden_size
+    hidden_size, heads = config.hidden_size, last_layer_field(config, "num_attention_heads")
+    if heads is None:
+        raise ValueError(f"target: {type(target).__name__} has no attention that GLIDE could read")
     return {
         "large_hidden_size": hidden_size,
         "large_num_attention_heads": heads,
-        "large_num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
-        "large_head_dim": getattr(config, "head_dim", None) or hidden_size // heads,
+        "large_num_key_value_heads": last_layer_field(config, "num_key_value_heads") or heads,
+        "large_head_dim": last_layer_field(config, "head_dim") or hidden_size // heads,
     }
 
 
