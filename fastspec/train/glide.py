@@ -13,12 +13,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from fastspec.config import EngineConfig
 from fastspec.config.checks import one_line, require
-from fastspec.drafters.glide.dense import read_target
 from fastspec.drafters.glide.loading import shape_of_target
 from fastspec.drafters.glide.model import GlideLlamaConfig, GlideLlamaForCausalLM
-from fastspec.models.encoder_decoder import paged_model_of
 from fastspec.models.layer_fields import last_layer_field
 from fastspec.train.distillation import DistillationLoss
 from fastspec.train.glide_data import Lesson, Teacher
@@ -59,12 +56,9 @@ def make_glide(
         start: a trained plain draft with the same number of layers; None = the target itself.
         shape: configuration fields that differ from the target's.
     Raises:
-        ValueError: the fields do not fit together, there are more layers than the target has, or
-            the draft could not read the target's cache.
+        ValueError: the fields do not fit together, or there are more layers than the target has.
     """
     fields = llama_shape(target, num_layers, shape) | shape_of_target(target)
-    heads = fields["large_num_key_value_heads"], fields["large_head_dim"]
-    _check_glimpse(target, num_layers, heads)
     config = llama_config(fields, GlideLlamaConfig)
     return _started(GlideLlamaForCausalLM(config), target, start or target)
 
@@ -73,10 +67,8 @@ def make_shallow(target: PreTrainedModel, num_layers: int = 1, **shape: Any) -> 
     """Make a plain Llama for a target, initialised from the target's first layer and last layers.
 
     Raises:
-        ValueError: the fields do not fit together, there are more layers than the target has, or
-            the engine does not run the target.
+        ValueError: the fields do not fit together, or there are more layers than the target has.
     """
-    paged_model_of(target, EngineConfig())
     draft = LlamaForCausalLM(llama_config(llama_shape(target, num_layers, shape)))
     return _started(draft, target, target)
 
@@ -114,23 +106,6 @@ def llama_config(fields: dict[str, Any], kind: type[LlamaConfig] = LlamaConfig) 
         return kind(**fields)
     except StrictDataclassError as error:
         raise ValueError(f"target: a draft cannot have its shape: {one_line(error)}") from error
-
-
-def _check_glimpse(target: PreTrainedModel, num_layers: int, heads: tuple[int, int]) -> None:
-    """Refuse a target whose last layers do not keep keys and values of this shape."""
-    name = type(target).__name__
-    if paged_model_of(target, EngineConfig()).recurrent is not None:
-        raise ValueError(f"target: {name} has recurrent layers, which a GLIDE draft cannot read")
-    ids = torch.zeros(1, 2, dtype=torch.int64, device=target.device)
-    layers, _ = read_target(target, ids, ids == 0, num_layers)
-    for pair in layers:
-        for part, kept in zip(("keys", "values"), pair, strict=True):
-            found = tuple(kept.shape[1::2])
-            if found != heads:
-                raise ValueError(
-                    f"target: {name} keeps {part} of {found[0]} heads of size {found[1]}, but a"
-                    f" GLIDE draft for it reads {heads[0]} of size {heads[1]}"
-                )
 
 
 @torch.no_grad()

@@ -11,7 +11,10 @@ from transformers import PreTrainedModel
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.checks import require
 from fastspec.drafters.glide import GlideLlamaForCausalLM
+from fastspec.drafters.glide.dense import read_target
+from fastspec.drafters.glide.loading import shape_of_target
 from fastspec.engine.engine import Engine
+from fastspec.models.encoder_decoder import paged_model_of
 from fastspec.models.layer_fields import last_layer_field
 from fastspec.models.reduced_vocabulary import ReducedHead, reduce_vocabulary, save_reduced
 from fastspec.train.glide import Advance, GlideTrainer, make_glide, make_plain, make_shallow
@@ -38,8 +41,10 @@ def make_draft(
         rows: training data, from which the tokens of a reduced vocabulary are chosen.
         kind: "glide", "draft" for a plain one, or "plain" for one as large as a GLIDE draft.
     Raises:
-        ValueError: the fields of the shape do not fit together.
+        ValueError: the fields of the shape do not fit together, or the target is not one that such
+            a draft learns from.
     """
+    is_recurrent = paged_model_of(target, EngineConfig()).recurrent is not None
     sizes = {name: getattr(shape, name) for name in ("hidden_size", "intermediate_size")}
     sizes = {name: size for name, size in sizes.items() if size is not None}
     large = target.config.get_text_config(decoder=True)
@@ -54,12 +59,31 @@ def make_draft(
         draft = make_shallow(target, shape.layers, **sizes)
     else:
         draft = make_glide(target, shape.layers, **sizes)
+        _check_glimpse(target, shape.layers, is_recurrent)
         draft = make_plain(draft, target) if kind == "plain" else draft
     if (size := shape.reduced_vocab_size) is not None:
         vocab_size = draft.config.vocab_size
         require("reduced_vocab_size", size, size <= vocab_size, f"at most {vocab_size}")
         reduce_vocabulary(draft, target, most_frequent(rows.token_ids[rows.valid], size))
     return draft
+
+
+def _check_glimpse(target: PreTrainedModel, num_layers: int, is_recurrent: bool) -> None:
+    """Refuse a target whose last layers do not keep keys and values as its config says."""
+    name, known = type(target).__name__, shape_of_target(target)
+    if is_recurrent:
+        raise ValueError(f"target: {name} has recurrent layers, which a GLIDE draft cannot learn")
+    heads, size = known["large_num_key_value_heads"], known["large_head_dim"]
+    ids = torch.zeros(1, 2, dtype=torch.int64, device=target.device)
+    layers, _ = read_target(target, ids, ids == 0, num_layers)
+    for pair in layers:
+        for part, kept in zip(("keys", "values"), pair, strict=True):
+            found = tuple(kept.shape[1::2])
+            if found != (heads, size):
+                raise ValueError(
+                    f"target: {name} keeps {part} of {found[0]} heads of size {found[1]}, but a"
+                    f" GLIDE draft for it reads {heads} of size {size}"
+                )
 
 
 def train_draft(

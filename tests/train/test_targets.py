@@ -82,7 +82,11 @@ def test_a_draft_is_as_wide_as_the_last_layer():
         ),
         ("deepseek_v3", "glide", "DeepseekV3ForCausalLM keeps keys of 1 heads of size 16, but a"),
         ("mimo_v2_flash", "glide", "MiMoV2FlashForCausalLM keeps keys of 4 heads of size 16, but"),
-        ("falcon_h1", "glide", "FalconH1ForCausalLM has recurrent layers, which a GLIDE draft"),
+        (
+            "falcon_h1",
+            "glide",
+            "FalconH1ForCausalLM has recurrent layers, which a GLIDE draft cannot learn",
+        ),
         ("mamba", "glide", "MambaForCausalLM has no attention that GLIDE could read"),
     ],
 )
