@@ -51,8 +51,12 @@ def twin_of(model: PreTrainedModel, attention: str) -> PreTrainedModel:
 
 
 def copy_of_modules(model: PreTrainedModel) -> PreTrainedModel:
-    """Copy a model's modules and configs, sharing its parameters and buffers."""
-    return deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
+    """Copy a model's modules and configs, sharing its parameters, its buffers, and what modules
+    compute from them before a pass, as pruned ones do (deepcopy refuses it)."""
+    plain = (value for module in model.modules() for value in vars(module).values())
+    computed = (value for value in plain if isinstance(value, Tensor) and not value.is_leaf)
+    shared = (*model.parameters(), *model.buffers(), *computed)
+    return deepcopy(model, {id(tensor): tensor for tensor in shared})
 
 
 def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
@@ -62,12 +66,16 @@ def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
         ValueError: its layers are not in one list.
     """
     copy = copy_of_modules(model)
-    text_config: Any = copy.config.get_text_config(decoder=True)
-    size = text_config.num_hidden_layers
+    size = copy.config.get_text_config(decoder=True).num_hidden_layers
     lists = [m for m in copy.modules() if isinstance(m, nn.ModuleList) and len(m) == size]
     if len(lists) != 1:
         raise ValueError(f"{type(model).__name__}: {len(lists)} lists of {size} layers, not one")
     del lists[0][count:]
+    if getattr(copy.config.get_text_config(decoder=True), "hidden_size_per_layer_input", None):
+        copy.config = deepcopy(copy.config)  # by its own, the decoder splits inputs of all layers
+    text_config: Any = copy.config.get_text_config(decoder=True)
+    if shared := getattr(text_config, "num_kv_shared_layers", None):
+        text_config.num_kv_shared_layers = max(0, count - (size - shared))
     if getattr(text_config, "layer_types", None):
         text_config.layer_types = text_config.layer_types[:count]
     text_config.num_hidden_layers = count
