@@ -41,7 +41,7 @@ Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& b
   std::vector<int64_t> shape = shape_of_rows(input);
   require(weight.dim() == 2);
   cpu::LinearCall call = {};
-  call.element = element(weight);
+  call.element = call.weight_element = element(weight);
   call.num_outputs = weight.size(0);
   call.depth = weight.size(1);
   require(input.is_contiguous() && weight.is_contiguous() && (!bias || bias->is_contiguous()));
@@ -51,6 +51,28 @@ Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& b
   shape.back() = call.num_outputs;
   Tensor out = new_tensor(shape, input.scalar_type());
   call.num_rows = call.num_outputs == 0 ? 0 : out.numel() / call.num_outputs;
+  call.input = input.const_data_ptr();
+  call.weight = weight.const_data_ptr();
+  call.bias = bias ? bias->const_data_ptr() : nullptr;
+  call.out = out.mutable_data_ptr();
+  cpu::linear(call);
+  return out;
+}
+
+Tensor quantized_linear(const Tensor& input, const Tensor& weight, int64_t num_outputs,
+                        const OptionalTensor& bias) {
+  std::vector<int64_t> shape = shape_of_rows(input);
+  cpu::LinearCall call = {};
+  call.element = element(input);
+  call.depth = shape.back();
+  call.num_outputs = num_outputs;
+  require(input.is_contiguous() && call.depth > 0 && num_outputs > 0);
+  require(is_quantized_weight(weight, num_outputs, call.depth));
+  require(!bias || is_vector(*bias, num_outputs, ScalarType::Float));
+  call.weight_element = bits_of(weight);
+  call.num_rows = input.numel() / call.depth;
+  shape.back() = num_outputs;
+  Tensor out = new_tensor(shape, input.scalar_type());
   call.input = input.const_data_ptr();
   call.weight = weight.const_data_ptr();
   call.bias = bias ? bias->const_data_ptr() : nullptr;
@@ -105,6 +127,7 @@ STABLE_TORCH_LIBRARY_IMPL(fastspec, CPU, m) {
   m.impl("rms_norm", TORCH_BOX(&fastspec::rms_norm));
   m.impl("gated_mlp", TORCH_BOX(&fastspec::gated_mlp));
   m.impl("linear", TORCH_BOX(&fastspec::linear));
+  m.impl("quantized_linear", TORCH_BOX(&fastspec::quantized_linear));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastspec, CompositeExplicitAutograd, m) {

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "bindings.h"
-#include "cpu/elements.h"
+#include "cpu/linear.h"
 
 namespace fastspec {
 
@@ -49,6 +49,22 @@ inline cpu::Element element(const Tensor& tensor) {
   if (type == ScalarType::BFloat16) return cpu::Element::kBFloat16;
   require(type == ScalarType::Half);
   return cpu::Element::kFloat16;
+}
+
+// Whether these are the blocks of 4- or 8-bit weights of `num_outputs` outputs and `depth` inputs.
+inline bool is_quantized_weight(const Tensor& weight, int64_t num_outputs, int64_t depth) {
+  if (weight.scalar_type() != ScalarType::Byte || weight.dim() != 3) return false;
+  const int64_t bytes = weight.size(2);
+  return weight.is_contiguous() && weight.size(0) == cpu::output_tiles(num_outputs) &&
+         weight.size(1) == cpu::depth_blocks(depth) &&
+         (bytes == cpu::block_bytes(cpu::Element::kInt4) ||
+          bytes == cpu::block_bytes(cpu::Element::kInt8));
+}
+
+// Of a quantized weight.
+inline cpu::Element bits_of(const Tensor& weight) {
+  return weight.size(2) == cpu::block_bytes(cpu::Element::kInt4) ? cpu::Element::kInt4
+                                                                 : cpu::Element::kInt8;
 }
 
 }  // namespace fastspec

@@ -245,7 +245,8 @@ enum LayerTensor {
   kNumLayerTensors
 };
 
-// Fills in the weights of a layer; sizes and caches are known.
+// Fills in the weights of a layer; sizes and caches are known. Those of the products may be
+// quantized, with as many bits as mlp.element, and biases are float32 then.
 void add_weights(const OptionalTensor* weights, ScalarType type, cpu::DecoderLayerCall& call) {
   const int64_t size = call.mlp.size, wide = call.mlp.hidden, inputs = call.embedding_size + size;
   const int64_t head_size = call.attention.head_size;
@@ -261,13 +262,25 @@ void add_weights(const OptionalTensor* weights, ScalarType type, cpu::DecoderLay
   call.attention_out_norm = data(kAttentionOutNorm, {size});
   call.mlp_norm = data(kMlpNorm, {size});
   call.mlp_out_norm = data(kMlpOutNorm, {size});
-  call.query = {data(kQuery, {queries, inputs}), data(kQueryBias, {queries})};
-  call.key = {data(kKey, {keys, inputs}), data(kKeyBias, {keys})};
-  call.value = {data(kValue, {keys, inputs}), data(kValueBias, {keys})};
-  call.output = {data(kOutput, {size, queries}), data(kOutputBias, {size})};
-  call.mlp.gate = data(kGate, {wide, size});
-  call.mlp.up = data(kUp, {wide, size});
-  call.mlp.down = data(kDown, {size, wide});
+  const bool is_quantized = cpu::is_quantized(call.mlp.element);
+  const auto matrix = [&](LayerTensor name, int64_t outputs, int64_t depth) {
+    if (!is_quantized) return data(name, {outputs, depth});
+    require(weights[name] && is_quantized_weight(*weights[name], outputs, depth));
+    require(bits_of(*weights[name]) == call.mlp.element);
+    return weights[name]->const_data_ptr();
+  };
+  const auto projection = [&](LayerTensor name, LayerTensor bias, int64_t outputs, int64_t depth) {
+    const ScalarType bias_type = is_quantized ? ScalarType::Float : type;
+    return cpu::Projection{matrix(name, outputs, depth),
+                           weight_data(weights[bias], {outputs}, bias_type)};
+  };
+  call.query = projection(kQuery, kQueryBias, queries, inputs);
+  call.key = projection(kKey, kKeyBias, keys, inputs);
+  call.value = projection(kValue, kValueBias, keys, inputs);
+  call.output = projection(kOutput, kOutputBias, size, queries);
+  call.mlp.gate = matrix(kGate, wide, size);
+  call.mlp.up = matrix(kUp, wide, size);
+  call.mlp.down = matrix(kDown, size, wide);
 }
 
 Tensor decoder_layers(const Tensor& hidden, std::vector<OptionalTensor> layers,
@@ -324,16 +337,19 @@ Tensor decoder_layers(const Tensor& hidden, std::vector<OptionalTensor> layers,
     call.store = store_call(key_cache, value_cache, slot_mapping);
     const int64_t head_size = key_cache.size(3);
     require(call.store.num_tokens == num_rows && call.rotary_size <= head_size);
-    require(weights[kQuery] && weights[kQuery]->dim() == 2);
-    require(weights[kGate] && weights[kGate]->dim() == 2);
-    require(weights[kQuery]->size(0) % head_size == 0);
-    call.attention = paged_call(num_rows, weights[kQuery]->size(0) / head_size, key_cache,
-                                value_cache, block_table, context_lens, cu_rows, scale);
+    require(weights[kQuery] && weights[kGate]);
+    const bool is_quantized = weights[kQuery]->scalar_type() == ScalarType::Byte;
+    const int64_t rank = is_quantized ? 3 : 2, tile = is_quantized ? cpu::kOutputTile : 1;
+    require(weights[kQuery]->dim() == rank && weights[kGate]->dim() == rank);
+    const int64_t queries = weights[kQuery]->size(0) * tile;
+    require(queries % head_size == 0);
+    call.attention = paged_call(num_rows, queries / head_size, key_cache, value_cache, block_table,
+                                context_lens, cu_rows, scale);
     add_options(call.attention, sliding_window, softcap, weights[kSinks], ancestor_mask);
     call.norm = {nullptr, call.attention.element, static_cast<float>(eps),
                  static_cast<float>(norm_shift)};
-    call.mlp.hidden = weights[kGate]->size(0);
-    call.mlp.element = call.attention.element;
+    call.mlp.hidden = weights[kGate]->size(0) * tile;
+    call.mlp.element = is_quantized ? bits_of(*weights[kQuery]) : call.attention.element;
     add_weights(weights, key_cache.scalar_type(), call);
   }
   for (size_t head = 0; head < kept_layers.size(); ++head) {

@@ -37,8 +37,8 @@ LayerScratch take_scratch(const DecoderLayerCall& call, const Sizes& n, Arena& a
           arena.take<char>(n.rows * n.keys * bytes),
           arena.take<char>(n.rows * n.keys * bytes),
           arena.take<char>(n.rows * n.queries * bytes),
-          take_rows(element, n.rows, n.inputs, arena),
-          take_rows(element, n.rows, n.queries, arena),
+          take_rows(call.mlp.element, n.rows, n.inputs, arena),
+          take_rows(call.mlp.element, n.rows, n.queries, arena),
           take_mlp(call.mlp, n.rows, arena)};
 }
 
@@ -187,7 +187,7 @@ bool are_alike(const DecoderLayerCall& a, const DecoderLayerCall& b) {
   const AttentionCall &left = a.attention, &right = b.attention;
   return left.num_heads == right.num_heads && left.num_kv_heads == right.num_kv_heads &&
          left.head_size == right.head_size && left.element == right.element &&
-         a.mlp.hidden == b.mlp.hidden;
+         a.mlp.hidden == b.mlp.hidden && a.mlp.element == b.mlp.element;
 }
 
 }  // namespace

@@ -14,7 +14,8 @@ struct Projection {
   const void* bias;    // [outputs] or null
 };
 
-// Weights and caches share a type, the element of `attention`.
+// Weights and caches share a type, the element of `attention`, unless those of the products are
+// quantized: then `mlp` has their type, and biases are float32.
 struct DecoderLayerCall {
   float* hidden;            // [num_rows, mlp.size], read and overwritten by all layers
   Norm norm;                // eps and shift of all; the weights are those below

@@ -57,7 +57,8 @@ static std::vector<InstructionSet> find_instruction_sets() {
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
     sets.push_back({"avx512", &avx512::kTable, &avx512::kSamplingTable});
 #if FASTSPEC_COMPILES_BFLOAT16
-    if (__builtin_cpu_supports("avx512bf16")) {
+    // Processors that multiply bfloat16 multiply bytes as well; a virtual one may lack either.
+    if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni")) {
       sets.push_back({"avx512_bf16", &avx512::kTable, &avx512::kSamplingTable, true});
       if (may_use_tiles()) {
         sets.push_back({"amx", &avx512::kTable, &avx512::kSamplingTable, true, true});
@@ -101,6 +102,8 @@ void use_instruction_set(const std::string& name) {
 const KernelTable& kernels() { return *current().kernels; }
 
 bool multiplies_bfloat16() { return current().multiplies_bfloat16; }
+
+bool multiplies_bytes() { return current().multiplies_bfloat16; }
 
 bool multiplies_tiles() { return current().multiplies_tiles; }
 

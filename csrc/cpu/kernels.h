@@ -40,6 +40,7 @@ void use_instruction_set(const std::string& name);
 // The kernels of the set in use.
 const KernelTable& kernels();
 bool multiplies_bfloat16();
+bool multiplies_bytes();  // AVX512-VNNI
 bool multiplies_tiles();
 
 }  // namespace fastspec::cpu

@@ -39,8 +39,9 @@ void multiply(const PackedRows& rows, const Product* products, int64_t count,
 
 void linear(const LinearCall& call) {
   if (call.num_rows == 0 || call.num_outputs == 0) return;
-  const Scratch<PackedRows> rows(
-      [&](Arena& arena) { return take_rows(call.element, call.num_rows, call.depth, arena); });
+  const Scratch<PackedRows> rows([&](Arena& arena) {
+    return take_rows(call.weight_element, call.num_rows, call.depth, arena);
+  });
   const Product product = {call.weight, call.bias, call.out, call.element, call.num_outputs};
   const int64_t products = call.num_rows * call.num_outputs * call.depth;
   const int64_t most = output_tiles(call.num_outputs);  // which are the tasks

@@ -19,8 +19,8 @@ struct PackedRows {
 
 // out[t][n] = sum over k of rows[t][k] * weight[n][k], plus bias[n].
 struct Product {
-  const void* weight;  // [num_outputs, depth], contiguous
-  const void* bias;    // [num_outputs] or null, as the weights
+  const void* weight;  // [num_outputs, depth], contiguous, or quantized blocks
+  const void* bias;    // [num_outputs] or null, as the weights, or float32 if these are quantized
   void* out;           // [num_rows, num_outputs], contiguous
   Element out_element;
   int64_t num_outputs;
@@ -38,11 +38,28 @@ struct LinearKernels {
 };
 
 constexpr int64_t kOutputTile = 16;
+
+// Quantized weights are blocks [output tiles, blocks of inputs], padded with zeros. Each half of a
+// block's inputs has one scale per output. A block begins with these scales, [2, kOutputTile]
+// bfloat16, and goes on with quads of neighbouring inputs:
+//   8 bits: [16 quads, kOutputTile, 4] bytes that hold value + 128;
+//   4 bits: [8 quads, kOutputTile, 4] bytes that hold value + 8, of a quad of the first half in the
+//     low bits and of the same quad of the second half in the high bits.
+constexpr int64_t kBlockDepth = 64;
+constexpr int64_t kScaleBytes = 2 * kOutputTile * 2;
+
+inline int64_t block_bytes(Element element) {
+  return kScaleBytes + kOutputTile * kBlockDepth / (element == Element::kInt4 ? 2 : 1);
+}
+
+// Of sizes up to INT64_MAX, which a malformed call may name.
+inline int64_t divided_up(int64_t size, int64_t part) { return size / part + (size % part != 0); }
+
+inline int64_t depth_blocks(int64_t depth) { return divided_up(depth, kBlockDepth); }
+
 constexpr int64_t kProductsPerWorker = 1 << 17;  // multiply-adds: tens of us, with weights read
 
-inline int64_t output_tiles(int64_t num_outputs) {
-  return (num_outputs + kOutputTile - 1) / kOutputTile;
-}
+inline int64_t output_tiles(int64_t num_outputs) { return divided_up(num_outputs, kOutputTile); }
 
 PackedRows take_rows(Element element, int64_t num_rows, int64_t depth, Arena& arena);
 
@@ -64,14 +81,15 @@ void pack(const void* input, Element input_element, const PackedRows& rows, Team
 // Phase: products of the same rows.
 void multiply(const PackedRows& rows, const Product* products, int64_t count, Team::Member& member);
 
-// One product of [num_rows, depth]; everything is contiguous and has the same type.
+// One product of [num_rows, depth]; everything is contiguous. Input and output have one type, and
+// so have weights and bias unless they are quantized.
 struct LinearCall {
   const void* input;
   const void* weight;
   const void* bias;  // or null
   void* out;
   int64_t num_rows, num_outputs, depth;
-  Element element;
+  Element element, weight_element;
 };
 
 void linear(const LinearCall& call);

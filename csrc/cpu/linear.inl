@@ -168,15 +168,18 @@ void multiply_tiles_of(const PackedRows& rows, const Product& product, const X* 
 }
 
 #include "linear_dot.inl"
+#include "linear_quantized.inl"
 
 // The layout of rows for products with weights of a type.
 enum class Packing {
   kWide,   // float32 [rows, padded(depth)]
   kPairs,  // bfloat16 [rows, depth padded to kPairDepth]
   kTiles,  // bfloat16 [blocks of 16 rows, tiles of kPairDepth, pair, row, 2]
+  kBytes,  // RowBlock [rows, depth_blocks(depth)]
 };
 
 Packing packing_of(Element element) {
+  if (is_quantized(element)) return Packing::kBytes;
   if (element != Element::kBFloat16 || !multiplies_bfloat16()) return Packing::kWide;
   return multiplies_tiles() ? Packing::kTiles : Packing::kPairs;
 }
@@ -187,6 +190,8 @@ int64_t packed_bytes(Element element, int64_t num_rows, int64_t depth) {
       return num_rows * padded(depth) * sizeof(float);
     case Packing::kPairs:
       return num_rows * pair_tiles(depth) * kPairDepth * sizeof(BF16);
+    case Packing::kBytes:
+      return num_rows * depth_blocks(depth) * sizeof(RowBlock);
     default:
       return row_blocks(num_rows) * pair_tiles(depth) * sizeof(PairTile);
   }
@@ -205,6 +210,8 @@ void pack_row(const void* input, Element input_element, const PackedRows& rows, 
     } else if (packing == Packing::kPairs) {
       const int64_t size = pair_tiles(rows.depth) * kPairDepth;
       narrow_row(from, rows.depth, size, static_cast<BF16*>(rows.data) + row * size);
+    } else if (packing == Packing::kBytes) {
+      quantize_row(from, rows, row);
     } else {
       pack_pairs(from, rows, row);
     }
@@ -221,6 +228,8 @@ void multiply(const PackedRows& rows, const Product& product, int64_t first, int
       });
     case Packing::kPairs:
       return multiply_pairs(rows, product, first, last);
+    case Packing::kBytes:
+      return multiply_quantized(rows, product, first, last);
     default:
       return multiply_tiles(rows, product, first, last);
   }

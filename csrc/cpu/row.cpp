@@ -257,7 +257,7 @@ static void mask_chunk(const Row& row, int64_t chunk) {
       return copy_allowed<uint32_t>(row, begin, size, 0xff800000);
     case Element::kBFloat16:
       return copy_allowed<uint16_t>(row, begin, size, 0xff80);
-    case Element::kFloat16:
+    default:
       return copy_allowed<uint16_t>(row, begin, size, 0xfc00);
   }
 }

@@ -285,7 +285,7 @@ void attend(const AttentionCall& call, const QueryTile& tile, KeyRange range,
       return attend_typed<float>(call, tile, range, scratch, state);
     case Element::kBFloat16:
       return attend_typed<BF16>(call, tile, range, scratch, state);
-    case Element::kFloat16:
+    default:
       return attend_typed<F16>(call, tile, range, scratch, state);
   }
 }
@@ -340,7 +340,7 @@ void finish(const AttentionCall& call, const QueryTile& tile, const AttentionSta
       return finish_typed<float>(call, tile, state);
     case Element::kBFloat16:
       return finish_typed<BF16>(call, tile, state);
-    case Element::kFloat16:
+    default:
       return finish_typed<F16>(call, tile, state);
   }
 }

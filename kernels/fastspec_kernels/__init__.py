@@ -11,6 +11,7 @@ from fastspec_kernels.cache import compact_kv, store_kv
 from fastspec_kernels.decoder import decoder_layers
 from fastspec_kernels.layers import gated_mlp, linear, rms_norm
 from fastspec_kernels.penalties import penalize
+from fastspec_kernels.quantized import quantize_weight, quantized_linear
 from fastspec_kernels.reference.layers import LayerWeights
 from fastspec_kernels.rng import uniform
 from fastspec_kernels.sampling import logits_to_probs, row_stats, sample, sample_coupled
@@ -35,6 +36,8 @@ __all__ = [
     "logits_to_probs",
     "match_suffix",
     "penalize",
+    "quantize_weight",
+    "quantized_linear",
     "rms_norm",
     "row_stats",
     "sample",

@@ -25,7 +25,9 @@ from fastspec_kernels.checks import (
     check_tensor,
     check_width,
 )
+from fastspec_kernels.quantized import check_quantized
 from fastspec_kernels.reference.layers import LayerWeights
+from fastspec_kernels.reference.quantized import TILE
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 
@@ -69,6 +71,7 @@ def decoder_layers(
     Args:
         hidden: [T, E] float32, contiguous.
         layers: at least one; weights and norms have the dtype of the caches and are contiguous.
+            Weights of products may be packed instead, see `LayerWeights`; not with "triton".
         key_caches, value_caches: one per layer, as in `store_kv`, float32, bfloat16 or float16.
         slot_mapping: [T] int64, as in `store_kv`.
         block_table, context_lens, cu_rows: as in `tree_attention`.
@@ -92,9 +95,10 @@ def decoder_layers(
 
     Sums and intermediate results are float32 (reference: float64); queries, keys, values and the
     output of attention have the dtype of the cache, and on processors that multiply bfloat16 so do
-    the inputs of products with bfloat16 weights. A row's bits do not depend on the other rows,
-    except with "triton", which leaves matrix products to torch, whose bits may depend on the number
-    of rows; their inputs and outputs have the dtype of the weights. No host synchronisation.
+    the inputs of products with bfloat16 weights; those of packed weights are quantized as in
+    `quantized_linear`. A row's bits do not depend on the other rows, except with "triton", which
+    leaves matrix products to torch, whose bits may depend on the number of rows; their inputs and
+    outputs have the dtype of the weights. No host synchronisation.
     """
     _first_of("layers", layers, LayerWeights)
     cache: Tensor = _first_of("key_caches", key_caches, Tensor)
@@ -185,16 +189,22 @@ def _check_weights(
 ) -> int:
     """Check a layer's weights, and return its number of query heads."""
     head_size = cache.shape[-1]
+    is_packed = getattr(weights.query_weight, "dtype", None) == torch.uint8
     for field, columns in (("query_weight", num_inputs), ("gate_weight", size)):
         tensor = getattr(weights, field)
-        check_tensor(f"{name}.{field}", tensor, (None, columns), LOGITS_DTYPES, cache.device)
-    queries, keys = weights.query_weight.shape[0], num_kv_heads * head_size
+        if is_packed:
+            tiles = tensor.shape[0] if isinstance(tensor, Tensor) and tensor.dim() else 0
+            check_quantized(f"{name}.{field}", tensor, tiles * TILE, columns, cache.device)
+        else:
+            check_tensor(f"{name}.{field}", tensor, (None, columns), LOGITS_DTYPES, cache.device)
+    tile = TILE if is_packed else 1
+    queries, keys = weights.query_weight.shape[0] * tile, num_kv_heads * head_size
     if queries == 0 or queries % keys != 0:
         raise ValueError(
             f"{name}.query_weight: {queries} outputs, not a multiple of {num_kv_heads} KV heads of"
             f" {head_size}"
         )
-    wide = weights.gate_weight.shape[0]
+    wide = weights.gate_weight.shape[0] * tile
     shapes: dict[str, tuple[int, ...]] = {
         "attention_norm": (size,),
         "query_weight": (queries, num_inputs),
@@ -218,8 +228,17 @@ def _check_weights(
     own = (cache.dtype,) if cache.dtype in LOGITS_DTYPES else LOGITS_DTYPES
     for field, shape in shapes.items():
         tensor = cast(Tensor, getattr(weights, field))
-        if tensor is not None or field not in LayerWeights._field_defaults:
-            dtypes = (torch.float32,) if field == "sinks" else own
+        if is_packed and field.endswith("_weight"):
+            check_quantized(f"{name}.{field}", tensor, shape[0], shape[1], cache.device)
+            bytes_of_blocks = weights.query_weight.shape[2]
+            if tensor.shape[2] != bytes_of_blocks:
+                raise ValueError(
+                    f"{name}.{field}: expected blocks of {bytes_of_blocks} bytes, as query_weight,"
+                    f" got {tensor.shape[2]}"
+                )
+        elif tensor is not None or field not in LayerWeights._field_defaults:
+            is_float32 = field == "sinks" or (is_packed and field.endswith("_bias"))
+            dtypes = (torch.float32,) if is_float32 else own
             check_tensor(f"{name}.{field}", tensor, shape, dtypes, cache.device)
             check_contiguous(f"{name}.{field}", tensor)
     return queries // head_size

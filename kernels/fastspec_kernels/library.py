@@ -21,6 +21,7 @@ SCHEMAS = (
     "has_cuda_image(int device) -> bool",
     "uniform(Tensor seed, Tensor position, int num, int stream) -> Tensor",
     "linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor",
+    "quantized_linear(Tensor input, Tensor weight, int num_outputs, Tensor? bias) -> Tensor",
     "rms_norm(Tensor input, Tensor weight, float eps) -> Tensor",
     "gated_mlp(Tensor input, Tensor gate_weight, Tensor up_weight, Tensor down_weight) -> Tensor",
     "decoder_layers(Tensor hidden, Tensor?[] layers, Tensor(a!)[] key_caches,"
@@ -117,6 +118,12 @@ def _(seed, position, num, stream):
 def _(input, weight, bias):
     _require_one_device(input, weight, bias)
     return input.new_empty((*input.shape[:-1], weight.shape[0]))
+
+
+@torch.library.register_fake("fastspec::quantized_linear")
+def _(input, weight, num_outputs, bias):
+    _require_one_device(input, weight, bias)
+    return input.new_empty((*input.shape[:-1], num_outputs))
 
 
 @torch.library.register_fake("fastspec::rms_norm")

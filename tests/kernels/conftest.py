@@ -99,8 +99,8 @@ def _runs_other_code(item: pytest.Item) -> bool:
         return True
     if params.get("backend", "cpu") != "cpu" or any(part in item.name for part in ONE_PATH):
         return False
-    # Only attention multiplies bfloat16.
-    return name != "avx512" or "attention" in item.nodeid
+    # Attention multiplies bfloat16, and products with packed weights multiply bytes.
+    return name != "avx512" or "attention" in item.nodeid or "quantized" in item.nodeid
 
 
 def _instruction_set_of(item: pytest.Item) -> str:

@@ -8,6 +8,7 @@ from fastspec_kernels.reference.attention import (
 )
 from fastspec_kernels.reference.layers import decoder_layers, gated_mlp, linear, rms_norm
 from fastspec_kernels.reference.penalties import penalize
+from fastspec_kernels.reference.quantized import quantized_linear
 from fastspec_kernels.reference.rng import uniform
 from fastspec_kernels.reference.sampling import (
     logits_to_probs,
@@ -29,6 +30,7 @@ __all__ = [
     "logits_to_probs",
     "match_suffix",
     "penalize",
+    "quantized_linear",
     "rms_norm",
     "row_stats",
     "sample",

@@ -7,12 +7,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastspec_kernels.reference.attention import rotate, store_kv, tree_attention
+from fastspec_kernels.reference.quantized import TILE, quantized_linear
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiply by the transposed weights and add the bias."""
     out = input.double() @ weight.double().T
     return (out if bias is None else out + bias.double()).to(input.dtype)
+
+
+def any_linear(rows: Tensor, weight: Tensor, num_outputs: int, bias: Tensor | None) -> Tensor:
+    """Multiply by plain or by packed weights."""
+    if weight.dtype == torch.uint8:
+        return quantized_linear(rows, weight, num_outputs, bias)
+    return linear(rows, weight, bias)
 
 
 def rms_norm(input: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -45,7 +53,9 @@ class LayerWeights(NamedTuple):
         query_bias, key_bias, value_bias, output_bias: one value per output.
         query_norm, key_norm: [D].
         attention_out_norm, mlp_out_norm: [E].
-        sinks: [H] float32, as in `tree_attention`; all others have one dtype.
+        sinks: [H] float32, as in `tree_attention`; all others have one dtype, unless the weights
+            of products are packed by `quantize_weight`, all with as many bits: then H * D must be a
+            multiple of 16, and biases are float32.
     """
 
     attention_norm: Tensor
@@ -96,8 +106,11 @@ def decoder_layers(
     def norm(x: Tensor, weight: Tensor | None) -> Tensor:
         return x if weight is None else rms_norm(x, norm_shift + weight.double(), eps)
 
-    def heads(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return linear(rows, weight, bias).unflatten(-1, (-1, head_size))
+    def outputs_of(weight: Tensor) -> int:
+        return len(weight) * (TILE if weight.dtype == torch.uint8 else 1)
+
+    def heads(rows: Tensor, weight: Tensor, bias: Tensor | None, size: int) -> Tensor:
+        return any_linear(rows, weight, size, bias).unflatten(-1, (-1, head_size))
 
     def turn(x: Tensor) -> Tensor:
         return x if cos is None or sin is None else rotate(x, cos, sin)
@@ -105,8 +118,8 @@ def decoder_layers(
     x = hidden.double()
     for index, caches in enumerate(zip(key_caches, value_caches, strict=True)):
         dtype, head_size = caches[0].dtype, caches[0].shape[-1]
-        size = len(LayerWeights._fields)
-        w = LayerWeights(*layers[index * size : (index + 1) * size])  # pyright: ignore
+        num = len(LayerWeights._fields)
+        w = LayerWeights(*layers[index * num : (index + 1) * num])  # pyright: ignore
         for head in (head for head, layer in enumerate(kept_layers) if layer == index):
             kept = [cache.narrow(2, head, 1) for cache in kept_caches]
             left, right = x.to(kept[0].dtype).unflatten(1, (2, 1, -1)).unbind(1)
@@ -114,17 +127,22 @@ def decoder_layers(
         rows = norm(x, w.attention_norm)
         if embeddings is not None:
             rows = torch.cat([embeddings.double(), rows], dim=-1)
-        query = turn(norm(heads(rows, w.query_weight, w.query_bias), w.query_norm)).to(dtype)
-        key = turn(norm(heads(rows, w.key_weight, w.key_bias), w.key_norm)).to(dtype)
-        value = heads(rows, w.value_weight, w.value_bias).to(dtype)
+        queries, keys = outputs_of(w.query_weight), caches[0].shape[-2] * head_size
+        query = heads(rows, w.query_weight, w.query_bias, queries)
+        query = turn(norm(query, w.query_norm)).to(dtype)
+        key = turn(norm(heads(rows, w.key_weight, w.key_bias, keys), w.key_norm)).to(dtype)
+        value = heads(rows, w.value_weight, w.value_bias, keys).to(dtype)
         store_kv(key, value, *caches, slot_mapping, None, None, 1.0, 1.0)
         options = scale, sliding_window, softcap, w.sinks, ancestor_mask
         attended, _ = tree_attention(query, *caches, *pages, *options, False, 1.0)
-        added = linear(attended.flatten(1).double(), w.output_weight, w.output_bias)
+        inputs, size = attended.flatten(1).double(), x.shape[1]
+        added = any_linear(inputs, w.output_weight, size, w.output_bias)
         x = x + norm(added, w.attention_out_norm)
         rows = norm(x, w.mlp_norm)
-        gate = linear(rows, w.gate_weight)
+        wide = outputs_of(w.gate_weight)  # of packed weights: outputs of the padding are zero
+        gate = any_linear(rows, w.gate_weight, wide, None)
         gate = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
-        added = linear(gate * linear(rows, w.up_weight), w.down_weight)
+        hidden = gate * any_linear(rows, w.up_weight, wide, None)
+        added = any_linear(hidden, w.down_weight, size, None)
         x = x + norm(added, w.mlp_out_norm)
     return x.float()

@@ -44,6 +44,8 @@ def decoder_layers(
     pages = block_table, context_lens, cu_rows
     norms = float(eps), float(norm_shift)
     size, x, added, added_norm = len(LayerWeights._fields), hidden, None, None
+    if any(weight is not None and weight.dtype == torch.uint8 for weight in layers):
+        raise ValueError("layers: 'triton' has no products with packed weights")
     if len(hidden) == 0:
         return hidden.clone()
     for cache in key_caches:
