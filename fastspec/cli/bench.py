@@ -25,7 +25,7 @@ from fastspec.tools.settings import BenchConfig, Models
 _RECORDED = (
     *("lenience", "mag_surplus", "tree_width", "tree_nodes", "tree_suffix", "cape", "cape_bins"),
     *("confidence_threshold", "suffix_tokens", "exit_layer", "relaxed_acceptance"),
-    "synthetic_acceptance_rate",
+    *("draft_bits", "synthetic_acceptance_rate"),
 )
 _PROMPTS = 8  # of a data set or the bundled set
 ROOT = Path(fastspec.__file__).resolve().parents[1]

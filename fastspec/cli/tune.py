@@ -31,7 +31,9 @@ _PROMPTS = 4  # of a data set or the bundled set
 # Kinds of drafts that one method alone runs, of the same name.
 _OWN_DRAFTS = {"glide": "a GLIDE model", "eagle3": "an EAGLE draft"}
 # Of SpecConfig, what tells the rows of a method apart, and what the table calls it.
-_SHOWN = {"exit_layer": "", "tree_nodes": "nodes", "suffix_tokens": "copies"}
+_SHOWN = {"exit_layer": "", "draft_bits": "bits", "tree_nodes": "nodes", "suffix_tokens": "copies"}
+# Of SpecConfig, what some methods are only tried with, by the option that lists the values.
+_LISTED = {"exit_layers": "exit_layer", "draft_bits": "draft_bits"}
 
 
 @documented
@@ -45,12 +47,18 @@ class TuneOptions(Options):
         "Comma-separated methods to try; by default prompt_lookup, mag and suffix; with a draft"
         " model also draft_model (the first of several) and cascade (with several k_matrices); with"
         " a GLIDE or EAGLE draft, glide or eagle3; with --exit-layers, early_exit; with"
-        " --tree-nodes, tree.",
+        " --draft-bits, quantized; with --tree-nodes, tree.",
     )
     exit_layers: tuple[int, ...] | None = option(
         None,
         listed("numbers like 2,4", integer(1)),
         "Comma-separated numbers of the target's first layers for early_exit to try.",
+        metavar="N,...",
+    )
+    draft_bits: tuple[int, ...] | None = option(
+        None,
+        listed("numbers like 8,4", options_of(SpecConfig)["draft_bits"].kind),
+        "Comma-separated numbers of bits of a weight for quantized to try: 8, 4 or both.",
         metavar="N,...",
     )
     tree_nodes: tuple[int, ...] | None = option(
@@ -78,8 +86,10 @@ class TuneOptions(Options):
         super().__post_init__()
         named = [drafting_method(name, "methods") for name in self.methods or ()]
         for method in named:
-            if "exit_layer" in method.fields and not self.exit_layers:
-                raise ValueError(f"methods: {method.name} needs --exit-layers")
+            for option_name, field in _LISTED.items():
+                if field in method.fields and not getattr(self, option_name):
+                    flag = option_name.replace("_", "-")
+                    raise ValueError(f"methods: {method.name} needs --{flag}")
             if method.drafts_trees and not self.tree_nodes:
                 raise ValueError(f"methods: {method.name} needs --tree-nodes")
         if named and all(method.sets_length for method in named):
@@ -102,16 +112,20 @@ class TuneOptions(Options):
                 _check_kind(method, draft)
         if self.methods is None:
             tried = [method for method in methods().values() if self._is_tried(method, draft)]
-        for name in ("exit_layer", "tree_nodes", "suffix_tokens"):
-            field = "exit_layers" if name == "exit_layer" else name
-            if not any(name in method.fields for method in tried):
+        own = {name: name for name in ("tree_nodes", "suffix_tokens")}
+        for option_name, field in (_LISTED | own).items():
+            if not any(field in method.fields for method in tried):
                 names = ", ".join(method.name for method in tried)
-                refuse(field, getattr(self, field), f"none of the methods uses it: {names}")
+                value = getattr(self, option_name)
+                refuse(option_name, value, f"none of the methods uses it: {names}")
         return tried
 
     def _is_tried(self, method: Method, draft: str | None) -> bool:
-        lacks_layers = "exit_layer" in method.fields and not self.exit_layers
-        if not method.is_tried or lacks_layers or (method.drafts_trees and not self.tree_nodes):
+        lacks_values = any(
+            field in method.fields and not getattr(self, option_name)
+            for option_name, field in _LISTED.items()
+        )
+        if not method.is_tried or lacks_values or (method.drafts_trees and not self.tree_nodes):
             return False
         if not method.needs_draft or draft is None:
             return not method.needs_draft
@@ -133,7 +147,12 @@ class TuneOptions(Options):
             return [SpecConfig(method.name, k_matrix=rows, **fields) for rows in tried]
         most = self.num_speculative_tokens or _MOST_DRAFT_TOKENS
         lengths = [2**power for power in range(most.bit_length())]
-        layers = (self.exit_layers or ()) if "exit_layer" in method.fields else (None,)
+        values = [
+            {field: value}
+            for option_name, field in _LISTED.items()
+            if field in method.fields
+            for value in getattr(self, option_name) or ()
+        ]
         copies = [None, self.suffix_tokens] if "suffix_tokens" in method.fields else [None]
         trees = (self.tree_nodes or ()) if "tree_nodes" in method.fields else ()
         shapes = [
@@ -147,12 +166,12 @@ class TuneOptions(Options):
             SpecConfig(
                 method.name,
                 length,
-                exit_layer=layer,
                 tree_nodes=nodes,
                 suffix_tokens=copied,
+                **value,
                 **fields,
             )
-            for layer in layers
+            for value in values or [{}]
             for length, nodes, copied in shapes
         ]
 

@@ -127,7 +127,9 @@ BUILT_IN = (
     Method(
         "cascade",
         "draft models that review each other's drafts, with MaG last (CS-Drafting)",
-        _SAMPLED | _TOKENIZER | {"k_matrix", "lenience", "mag_surplus", "bigram_path"},
+        _SAMPLED
+        | _TOKENIZER
+        | {"k_matrix", "lenience", "mag_surplus", "bigram_path", "draft_bits"},
         needs_draft=True,
         takes_several=True,
         sets_length=True,
@@ -148,6 +150,14 @@ BUILT_IN = (
         "the target's own first layers",
         _MODEL | _CHAIN | {"exit_layer"},
         reads_target="the target's layers",
+        is_tried=True,
+    ),
+    Method(
+        "quantized",
+        "the target itself with weights of 4 or 8 bits, on a CPU",
+        _MODEL | _CHAIN | {"draft_bits"},
+        reads_target="the target's weights",
+        own_writer="the quantized copy",
         is_tried=True,
     ),
     Method(

@@ -5,7 +5,7 @@ from dataclasses import InitVar, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fastspec.config.checks import config_of, refuse, require
+from fastspec.config.checks import config_of, is_int, refuse, require
 from fastspec.config.k_matrix import KMatrix, as_k_matrix, most_draft_tokens
 from fastspec.config.methods import (
     BUILT_IN,
@@ -33,6 +33,7 @@ from fastspec.config.token_trees import MAX_TREE_NODES, as_cape_bins, as_tree_pa
 
 MAX_DRAFT_TOKENS = 1024  # beyond it a step is a mistake, or no step
 _FEWEST_SUFFIX_TOKENS = 2
+_COPY_MATRIX = ((6, 0), (0, 3))  # of a cascade whose first level is a copy of the target
 _LOOKUP_FIELDS = ("prompt_lookup_min", "prompt_lookup_max")
 _SUFFIX_FIELDS = ("suffix_max_spec_factor", "suffix_min_token_prob", "suffix_max_cached_tokens")
 
@@ -185,6 +186,16 @@ class SpecConfig(Options):
         "Number of the target's first layers that draft, fewer than it has.",
         "There is no default: the best number depends on the target, and on whether it was trained"
         " for early exit.",
+    )
+    draft_bits: int | None = option(
+        None,
+        Kind("4 or 8", lambda value: is_int(value) and value in (4, 8), int, int),
+        "Bits of each weight of the target's copy that drafts; by default {usual} for quantized.",
+        "In a cascade, such a copy becomes the first level, and drafts that read the target's cache"
+        " or hidden states (glide, eagle3) read the copy's; k_matrix is [[6,0],[0,3]] then unless"
+        " given. 8 bits are right for small models, whose drafts suffer from 4. Large ones draft almost as"
+        " well with 4, at half the cost.",
+        usual=8,
     )
     k_matrix: Any = option(
         None,
@@ -417,6 +428,8 @@ class SpecConfig(Options):
     @property
     def cascade_matrix(self) -> KMatrix:
         """The k_matrix of a cascade, or its default."""
+        if self.draft_bits is not None and self.k_matrix is None:
+            return _COPY_MATRIX
         return self.value_of("k_matrix")
 
     @property
@@ -448,6 +461,8 @@ class SpecConfig(Options):
     @property
     def reads_target(self) -> str:
         """What the drafter reads from the target in addition to its text; empty = nothing."""
+        if self.method == "cascade" and self.draft_bits is not None:
+            return method_named("quantized").reads_target
         if self.method == "ngram" and self.ngram_counts[1] > 1:
             return "the target's top tokens (filler_top_k above 1)"
         return method_named(self.method).reads_target

@@ -86,6 +86,8 @@ def plan_drafter(context: DrafterContext) -> DrafterPlan | None:
     if given is None and method.takes_draft:
         given = own_draft(context.target, method.name)
     if given is None and method.takes_draft:
+        if method.needs_draft and context.spec.draft_bits is not None:
+            return _planned(method, context)  # a cascade of the target's copy and MaG
         if method.needs_draft:
             what = f"method {method.name!r}"
         elif context.spec.cape:
@@ -157,7 +159,8 @@ def _check(context: DrafterContext, method: Method | None) -> None:
             )
         if isinstance(part, Drafter):
             continue
-        if method is None or method.chooses or method.drafts_trees:  # it runs all kinds
+        runs_all = method is None or method.chooses or method.drafts_trees
+        if runs_all or context.spec.draft_bits is not None:
             continue
         kind = kind_of(part, context.read_config)
         if kind in _NAMED and kind != method.name:

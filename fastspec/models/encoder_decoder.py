@@ -30,8 +30,13 @@ _SUPPORTED = (
 )
 
 
-def paged_model_of(model: PreTrainedModel, config: EngineConfig) -> PagedModel:
-    """Put a model of either kind on the paged cache; ValueError if that is not possible."""
+def paged_model_of(
+    model: PreTrainedModel, config: EngineConfig, weight_bits: int | None = None
+) -> PagedModel:
+    """Put a model of either kind on the paged cache; ValueError if that is not possible.
+
+    weight_bits: see `PagedModel`.
+    """
     is_encoder_decoder = model.config.is_encoder_decoder
     if is_encoder_decoder and config.kv_cache_dtype != "auto":
         raise ValueError(
@@ -39,7 +44,7 @@ def paged_model_of(model: PreTrainedModel, config: EngineConfig) -> PagedModel:
             f" read {config.kv_cache_dtype}"
         )
     kind = EncoderDecoderModel if is_encoder_decoder else PagedModel
-    paged_model = kind(model, config.backend, config.kv_cache_dtype)
+    paged_model = kind(model, config.backend, config.kv_cache_dtype, weight_bits)
     obstacle = prefix_obstacle(paged_model, config)
     if config.prefix_caching and obstacle is not None:
         raise ValueError(f"prefix_caching: {paged_model.name} {obstacle}")

@@ -35,6 +35,7 @@ from fastspec.models.layout import (
     StateKey,
 )
 from fastspec.models.loading import float_dtypes
+from fastspec.models.quantized import quantize_linear_layers
 from fastspec.models.recurrent import RecurrentLayers
 from fastspec.models.reduced_vocabulary import DraftVocabulary, ReducedHead
 from fastspec.models.rotary import RotaryLengths
@@ -150,6 +151,7 @@ class PagedModel:
         model: the model to run.
         backend: backend of the kernels.
         kv_cache_dtype: "auto" or "float8", see `EngineConfig`.
+        weight_bits: 4 or 8, for a model that drafts; None = the weights as they are.
     Raises:
         ValueError: the model cannot be run this way; the message names it and says why.
     """
@@ -164,7 +166,13 @@ class PagedModel:
     _kept_windows: Mapping[int, int] = MappingProxyType({})  # by layer
     _stateless: frozenset[int] = frozenset()  # layers that neither attend nor keep a state
 
-    def __init__(self, model: PreTrainedModel, backend: str, kv_cache_dtype: str = "auto"):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        backend: str,
+        kv_cache_dtype: str = "auto",
+        weight_bits: int | None = None,
+    ):
         self.backend = backend
         self.name = type(model).__name__
         self.device = model.device
@@ -189,7 +197,9 @@ class PagedModel:
         if backend in ("auto", "cpu"):
             use_linear_kernels(self.model)
         self.cache_shapes = self._probe(layers)
-        if backend in ("auto", "cpu") and self.flat is None:
+        if weight_bits is not None:
+            quantize_linear_layers(self.model, layers, weight_bits, backend)
+        elif backend in ("auto", "cpu") and self.flat is None:
             use_mlp_kernels(self.model)
 
     def forward(
@@ -249,6 +259,19 @@ class PagedModel:
         Raises:
             ValueError: there are no such layers, or there is not enough memory.
         """
+        self.watch_inputs(layers)
+        size = self.model.config.get_text_config(decoder=True).hidden_size
+        require("hidden_size", size, size % 2 == 0, "an even number, to keep hidden states")
+        shape = (2, num_blocks, block_size, len(layers), size // 2)
+        keys, values = _pages(torch.zeros, shape, self.dtype, self.device)
+        return KeptInputs(layers, (keys, values))
+
+    def watch_inputs(self, layers: list[int]) -> None:
+        """Let passes that have pages for the inputs of these layers fill them, see `keep_inputs`.
+
+        Raises:
+            ValueError: there are no such layers.
+        """
         modules = decoder_layers(self.model)
         most = len(modules) - 1
         fits = layers == [LAST_STATE] or all(0 <= index <= most for index in layers)
@@ -269,11 +292,6 @@ class PagedModel:
             self.model.get_decoder().register_forward_hook(
                 lambda _, args, output: keep(LAST_STATE, output[0])
             )
-        size = self.model.config.get_text_config(decoder=True).hidden_size
-        require("hidden_size", size, size % 2 == 0, "an even number, to keep hidden states")
-        shape = (2, num_blocks, block_size, len(layers), size // 2)
-        keys, values = _pages(torch.zeros, shape, self.dtype, self.device)
-        return KeptInputs(layers, (keys, values))
 
     def use_own_columns(self, size: int) -> DraftVocabulary:
         """From now on, return logits only of tokens that a reduced head knows; returns which.

@@ -2,17 +2,20 @@
 
 import pytest
 import torch
+from torch.nn.utils import prune, weight_norm
 
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 from fastspec.tools.simulate import Simulator
 from fastspec_kernels.testing import chi_square
 
+from ..architectures import config_of, random_decoder
 from ..models import VOCAB_SIZE, random_model, random_t5
 from .helpers import (
     ALPHA,
     FILTERED,
     drawn_counts,
     exact_distribution,
+    generated_greedily,
     hugging_face_greedy,
     small_model,
 )
@@ -111,3 +114,34 @@ def test_wrong_options():
         Engine(random_model(), random_model(), spec=SPEC)
     with pytest.raises(ValueError, match=r"^method: 'early_exit' reads the target's layers"):
         Simulator("tiny", None, VOCAB_SIZE, spec=SPEC)
+
+
+@pytest.mark.parametrize("exit_layer", [1, 2, 3])
+@pytest.mark.parametrize("name", ["gemma3n_text", "gemma4_text"])
+def test_layers_with_inputs_or_keys_of_their_own(name, exit_layer):
+    """Gemma 3n's last layers share keys and values; both models feed each layer other inputs."""
+    model = random_decoder(config_of(name))
+    engine = Engine(model, spec=SpecConfig("early_exit", 2, exit_layer=exit_layer))
+    [output] = engine.generate([PROMPTS[1]], GREEDY)
+    assert output.token_ids == generated_greedily(model, PROMPTS[1])
+
+
+def pruned(model):
+    for layer in model.model.layers:
+        prune.l1_unstructured(layer.mlp.up_proj, "weight", amount=0.3)
+
+
+def normed(model):
+    for layer in model.model.layers:
+        weight_norm(layer.mlp.up_proj)
+
+
+@pytest.mark.parametrize("change", [pruned, normed])
+@pytest.mark.parametrize(
+    "spec", [SpecConfig("none"), SpecConfig("early_exit", 2, exit_layer=2), SpecConfig("quantized")]
+)
+def test_weights_that_modules_compute_before_a_pass(change, spec):
+    model = random_model("llama")
+    change(model)
+    [output] = Engine(model, spec=spec).generate([PROMPTS[1]], GREEDY)
+    assert output.token_ids == generated_greedily(model, PROMPTS[1])

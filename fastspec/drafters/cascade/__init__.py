@@ -1,49 +1,85 @@
 """Cascades: drafters that review each other's drafts."""
 
+from dataclasses import replace
+from pathlib import Path
 from typing import cast
 
+from transformers import PreTrainedModel
+
 from fastspec.config.checks import refuse
-from fastspec.drafters import mag
+from fastspec.drafters import eagle3, glide, mag
+from fastspec.drafters.auto import kind_of
 from fastspec.drafters.base import Drafter
 from fastspec.drafters.cascade.drafter import CascadeDrafter
 from fastspec.drafters.cascade.levels import CopyingLevel, Level, ModelLevel
-from fastspec.drafters.context import DrafterContext, DrafterPlan, DraftSource
+from fastspec.drafters.context import DrafterContext, DrafterPlan, DraftSource, as_plan
 from fastspec.drafters.draft_model import DraftModelDrafter
+from fastspec.drafters.on_target import OnTargetDrafter
+from fastspec.drafters.quantized import QuantizedDrafter
 from fastspec.models.cache_size import Blocks
 from fastspec.models.paged_model import PagedModel
 from fastspec.models.runner import ModelRunner
 
+_READERS = {"eagle3": eagle3, "glide": glide}  # of what the target computes, by kind
+Part = PagedModel | DrafterPlan | Drafter
+
 
 def build(context: DrafterContext) -> DrafterPlan:
-    """Build method "cascade": the given levels, plus MaG if k_matrix has one more."""
+    """Build method "cascade": the given levels, plus MaG if k_matrix has one more.
+
+    With draft_bits a copy of the target comes first, and drafts that read what the target computes
+    read it from the copy.
+    """
     spec, given = context.spec, context.drafter
     sources = list(given) if isinstance(given, (list, tuple)) else [cast(DraftSource, given)]
-    parts = [s if isinstance(s, Drafter) else context.load(s) for s in sources]
-    if len(spec.cascade_matrix) == len(parts) + 1:
+    parts = [_part(source, context) for source in sources if source is not None]
+    num_levels = len(parts) + (spec.draft_bits is not None)
+    if len(spec.cascade_matrix) == num_levels + 1:
         parts.append(mag.build(context))
-    elif len(spec.cascade_matrix) == len(parts):
+    elif len(spec.cascade_matrix) == num_levels:
         refuse("bigram_path", spec.bigram_path, "k_matrix leaves no level to MaG")
-        if all(isinstance(part, PagedModel) for part in parts):
+        if all(isinstance(part, (PagedModel, DrafterPlan)) for part in parts):
             refuse("mag_surplus", spec.mag_surplus or None, "k_matrix leaves no level to MaG")
     models = [part for part in parts if isinstance(part, PagedModel)]
+    readers = [model for part in parts if isinstance(part, DrafterPlan) for model in part.models]
     vocab_size = min([context.vocab_size, *(model.vocab_size for model in models)])
     probabilistic = spec.draws_drafts
+    options = spec.lenience, context.config.backend
 
-    def level(part: PagedModel | Drafter, block_manager: Blocks) -> Level:
+    def level(part: Part, copy: OnTargetDrafter | None, block_manager: Blocks) -> Level:
+        if isinstance(part, DrafterPlan):
+            assert copy is not None
+            reader = cast(DraftModelDrafter, part.build(copy.runner, block_manager))
+            return ModelLevel(reader, reader.name, *options, copy)
         if not isinstance(part, PagedModel):
             return CopyingLevel(part, vocab_size, spec.mag_surplus)
         runner = context.runner(part, block_manager)
         model = DraftModelDrafter(runner, block_manager, vocab_size, probabilistic)
         number = f"_{models.index(part) + 1}" if len(models) > 1 else ""
-        return ModelLevel(model, f"{model.name}{number}", spec.lenience, context.config.backend)
+        return ModelLevel(model, f"{model.name}{number}", *options)
 
     def drafter(target: ModelRunner | None, block_manager: Blocks) -> Drafter:
+        copy, levels = None, []
+        if spec.draft_bits is not None:
+            copy = QuantizedDrafter.beside(target, block_manager, context)
+            levels = [ModelLevel(copy, copy.name, *options)]
         return CascadeDrafter(
-            [level(part, block_manager) for part in parts],
+            [*levels, *(level(part, copy, block_manager) for part in parts)],
             spec.cascade_matrix,
             spec.lenience,
             vocab_size=context.vocab_size,
             probabilistic=probabilistic,
         )
 
-    return DrafterPlan(models, drafter)
+    return DrafterPlan([*models, *readers], drafter)
+
+
+def _part(source: DraftSource, context: DrafterContext) -> Part:
+    """Load one level, or plan one that reads what a copy of the target computes."""
+    if isinstance(source, Drafter):
+        return source
+    if context.spec.draft_bits is not None and isinstance(source, (str, Path, PreTrainedModel)):
+        reader = _READERS.get(kind_of(source, context.read_config))
+        if reader is not None:
+            return as_plan(reader.build(replace(context, drafter=source)))
+    return context.load(source)

@@ -1,6 +1,7 @@
 """The levels of a cascade: a draft model that reviews or writes, and drafters that copy."""
 
 import sys
+from copy import copy
 from dataclasses import replace
 from itertools import accumulate, takewhile
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -13,6 +14,7 @@ from fastspec.drafters.base import Batch, Request, SamplingTensors
 from fastspec.drafters.cascade.draft import Draft, DraftToken, draw_uniforms, stacked_logits
 from fastspec.drafters.draft_model import DraftModelDrafter, greedy_sampling
 from fastspec.drafters.mag import MagDrafter
+from fastspec.drafters.on_target import OnTargetDrafter
 from fastspec.drafters.texts import Texts, TextStore
 from fastspec.models.transfer import device_tensor, padded_tensor
 from fastspec_kernels import row_stats, sample, verify_chain
@@ -128,18 +130,27 @@ class ModelLevel(Level):
         model: reads and writes; its vocabulary is that of the whole cascade.
         lenience: lenience of its reviews, >= 1; see CascadeDrafter.
         backend: passed to the kernels.
+        source: a copy of the target, from which the model reads what it usually reads from the
+            target; None = it reads only texts.
     """
 
     can_review = True
 
     def __init__(
-        self, model: DraftModelDrafter, name: str, lenience: float = 1.0, backend: str = "auto"
+        self,
+        model: DraftModelDrafter,
+        name: str,
+        lenience: float = 1.0,
+        backend: str = "auto",
+        source: OnTargetDrafter | None = None,
     ):
         self.model, self.name = model, name
-        self.lenience, self.backend = lenience, backend
+        self.lenience, self.backend, self._source = lenience, backend, source
 
     def write(self, drafts: list[Draft], counts: list[int], batch: Batch) -> None:
         requests, texts = [draft.request for draft in drafts], [draft.text for draft in drafts]
+        if self._source is not None:
+            requests = _as_read_by(self._source, requests)
         uniforms = draw_uniforms(drafts, batch.num_speculative_tokens, batch)
         keeps_logits = self.lenience > 1 or any(not draft.is_greedy for draft in drafts)
         token_ids, logits, _ = self.model.write(
@@ -170,6 +181,8 @@ class ModelLevel(Level):
         tokens = [draft.tokens[start:] for draft, start in reviewed]
         num_rows = [len(row) + 1 for row in tokens]
         texts, requests = [draft.text for draft in drafts], [draft.request for draft in drafts]
+        if self._source is not None:
+            requests = _as_read_by(self._source, requests)
         logits = self.model.vocabulary.whole(self.model.read(requests, texts, num_rows))
         first = [0, *accumulate(num_rows)]
         split = first[num_by_chain]
@@ -198,6 +211,9 @@ class ModelLevel(Level):
         self.model.shorten(request.request_id, length)
 
     def commit(self, batch: Batch, accepted: list[int]) -> None:
+        if self._source is not None:  # from the target it will read something slightly different
+            for request, count in zip(batch.requests, accepted, strict=True):
+                self.shorten(request, max(0, len(request.token_ids) - count - 1))
         self.model.commit(batch, accepted)
 
     def release(self, request: Request) -> None:
@@ -249,6 +265,14 @@ class ModelLevel(Level):
             reviews.append(Review(end - first, best_ids[end], [*probs[first:end], best_probs[end]]))
             first += len(row) + 1
         return reviews
+
+
+def _as_read_by(source: OnTargetDrafter, requests: list[Request]) -> list[Request]:
+    """Return the requests as if the target had read what its copy has read."""
+    views = [copy(request) for request in requests]
+    for view in views:
+        view.num_cached = source.num_cached(view)
+    return views
 
 
 def _sampling(drafts: list[Draft], batch: Batch) -> SamplingTensors:

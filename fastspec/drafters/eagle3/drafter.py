@@ -1,5 +1,6 @@
 """EAGLE: one-layer draft models that continue from their target's hidden states."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -7,7 +8,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from fastspec.drafters.base import Batch, Drafter, Proposal
+from fastspec.drafters.base import Drafter, Request
 from fastspec.drafters.context import DrafterContext, DrafterPlan
 from fastspec.drafters.draft_model import TargetReader
 from fastspec.drafters.eagle3.loading import load_eagle3
@@ -125,11 +126,13 @@ class Eagle3Drafter(TargetReader):
         blocks.share_with_next()
         return kept
 
-    def propose(self, batch: Batch) -> Proposal:
-        proposal = super().propose(batch)
-        for request in batch.requests:
-            self.shorten(request.request_id, len(request.token_ids))
-        return proposal
+    def write(
+        self, requests: Sequence[Request], texts: list[list[int]], *args, **kwargs
+    ) -> tuple[Tensor, Tensor | None, list[int]]:
+        written = super().write(requests, texts, *args, **kwargs)
+        for request, text in zip(requests, texts, strict=True):
+            self.shorten(request.request_id, len(text))
+        return written
 
     def room(self, length: int) -> int:
         """See `DraftModelDrafter.room`; 0 after a single token, which has no hidden state yet."""

@@ -1,0 +1,91 @@
+"""Drafting with a changed copy of the target, on the target's own pages."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from fastspec.drafters.base import Batch, Request
+from fastspec.drafters.context import DrafterContext, DrafterPlan
+from fastspec.drafters.draft_model import DraftModelDrafter
+from fastspec.models.cache_size import Blocks
+from fastspec.models.layout import KVCache, Span
+from fastspec.models.paged_model import PagedModel
+from fastspec.models.runner import ModelRunner
+
+
+class OnTargetDrafter(DraftModelDrafter):
+    """Drafts with a copy of the target that is cheaper to run, on the target's own pages.
+
+    The keys and values of committed tokens are already there from the target's passes. Those that
+    drafting writes, from the last committed token on, are overwritten when the target verifies.
+    """
+
+    @classmethod
+    def copy_of(
+        cls, target: PreTrainedModel, running: PagedModel, context: DrafterContext
+    ) -> PagedModel:
+        """Return the copy that drafts; `running` is the target as the engine runs it.
+
+        Raises:
+            ValueError: there is no such copy of this target.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def beside(
+        cls, target: ModelRunner | None, block_manager: Blocks, context: DrafterContext
+    ) -> "OnTargetDrafter":
+        """Return the drafter for a target that is a plain decoder, on the pages of its runner."""
+        model, name = context.target_model, cls.name
+        if target is None or model is None:
+            raise ValueError(f"method: {name!r} runs the target's layers; there is no target")
+        running = target.paged_model
+        if model.config.is_encoder_decoder or running.recurrent is not None:
+            kind = "an encoder-decoder" if model.config.is_encoder_decoder else "recurrent"
+            raise ValueError(
+                f"method: {name!r} needs a plain decoder, but {running.name} is {kind}"
+            )
+        own = CopyRunner(cls.copy_of(model, running, context), target, block_manager, context)
+        options = context.spec.draws_drafts, context.spec.confidence_threshold
+        return cls(own, block_manager, context.vocab_size, *options)
+
+    @classmethod
+    def plan(cls, context: DrafterContext) -> DrafterPlan:
+        """Plan its method."""
+        return DrafterPlan([], lambda target, blocks: cls.beside(target, blocks, context))
+
+    def num_cached(self, request: Request) -> int:
+        """Return how many leading tokens of a text the target or, in this step, the copy read."""
+        return max(self._num_cached.get(request.request_id, 0), request.num_cached)
+
+    def commit(self, batch: Batch, accepted: list[int]) -> None:
+        """Forget what the copy read in this step: accepted tokens are in the target's cache."""
+        for request in batch.requests:
+            self._num_cached.pop(request.request_id, None)
+
+    def _unread(
+        self, requests: Sequence[Request], texts: list[list[int]], num_rows: list[int]
+    ) -> tuple[Tensor, list[Span]]:
+        # Never less than the target's, whose exact keys and values must not be written again.
+        self._num_cached.update((r.request_id, self.num_cached(r)) for r in requests)
+        return super()._unread(requests, texts, num_rows)
+
+
+class CopyRunner(ModelRunner):
+    """Runs a copy of the target on the pages of the target's runner, also those for inputs."""
+
+    def __init__(
+        self, model: PagedModel, target: ModelRunner, blocks: Blocks, context: DrafterContext
+    ):
+        sizes = blocks.num_blocks, blocks.block_size, context.config.prefill_chunk_size
+        super().__init__(model, *sizes, context.config.cuda_graphs, target.caches)
+        self._target = target
+
+    def keep_inputs(self, layers: list[int]) -> KVCache:
+        """See `ModelRunner.keep_inputs`; the target's runner keeps them as well."""
+        pages = self._target.keep_inputs(layers)
+        if self.inputs is None:
+            self.inputs = self._target.inputs
+            self.paged_model.watch_inputs(layers)
+        return pages

@@ -1,0 +1,117 @@
+"""Cascades whose first level is the target's own copy with few bits, which reviews other drafts."""
+
+import pytest
+
+from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
+from fastspec.tools.simulate import Simulator
+from fastspec_kernels.testing import chi_square
+
+from ..models import VOCAB_SIZE, random_model
+from .helpers import (
+    ALPHA,
+    FILTERED,
+    GREEDY,
+    PROMPTS,
+    drafter_for,
+    drawn_counts,
+    exact_distribution,
+    hugging_face_greedy,
+    small_model,
+)
+from .probes import count_preemptions, drafter_of, target_runner
+
+LOWER = ["eagle3", "glide", "draft_model", None]  # None = MaG
+
+
+def spec_of(bits=8, matrix=((4, 0), (0, 2)), **options):
+    return SpecConfig("cascade", draft_bits=bits, k_matrix=matrix, **options)
+
+
+def lower_draft(kind, model, tmp_path):
+    return None if kind is None else drafter_for(kind, model, tmp_path)
+
+
+@pytest.mark.parametrize("kind", LOWER)
+@pytest.mark.parametrize("config", [{}, {"num_blocks": 30}, {"prefix_caching": True}])
+def test_greedy_output_is_that_of_plain_decoding(kind, config, tmp_path):
+    model = random_model("llama", hidden_size=64)
+    draft = lower_draft(kind, model, tmp_path)
+    config = EngineConfig(block_size=4, max_batch_size=3, **config)
+    engine = Engine(model, draft, spec=spec_of(4), config=config)
+    expected = [hugging_face_greedy(model, prompt) for prompt in PROMPTS]
+    for _ in range(2):
+        outputs = engine.generate(PROMPTS, GREEDY)
+        assert [output.token_ids for output in outputs] == expected
+    assert engine.stats.acceptance_rate > 0.3
+    writers = {writer for output in outputs for writer in output.drafters}
+    assert writers >= {None, "quantized"}
+
+
+@pytest.mark.parametrize("kind", LOWER)
+def test_sampled_output_has_the_targets_distribution(kind, tmp_path):
+    model = small_model()
+    draft = lower_draft(kind, model, tmp_path)
+    counts = drawn_counts((model, draft), FILTERED, spec_of(4, ((2, 0), (0, 1))), num_more=3)
+    assert chi_square(counts, exact_distribution(model, FILTERED)) > ALPHA
+
+
+@pytest.mark.parametrize("kind", LOWER)
+def test_a_seeds_text_does_not_depend_on_the_batch_or_preemption(kind, tmp_path):
+    """What a draft read from the copy must not outlive the step in which it did."""
+    model = random_model("llama", hidden_size=64)
+    draft = lower_draft(kind, model, tmp_path)
+    params = [SamplingParams(temperature=1, seed=seed, max_tokens=28) for seed in range(4)]
+    roomy = Engine(model, draft, spec=spec_of(4), config=EngineConfig(block_size=4))
+    alone = [
+        roomy.generate([prompt], one)[0].token_ids
+        for prompt, one in zip(PROMPTS, params, strict=True)
+    ]
+    narrow = EngineConfig(block_size=4, num_blocks=24)
+    engine = Engine(model, draft, spec=spec_of(4), config=narrow)
+    preempted = count_preemptions(engine)
+    together = [output.token_ids for output in engine.generate(PROMPTS, params)]
+    assert together == alone
+    assert preempted[0] > 0
+
+
+def test_a_lower_draft_reads_what_the_copy_computed(tmp_path):
+    model = random_model("llama", hidden_size=64)
+    engine = Engine(model, drafter_for("eagle3", model, tmp_path), spec=spec_of(8))
+    copy, eagle = (level.model for level in drafter_of(engine)._levels)
+    assert copy.runner.inputs is target_runner(engine).inputs
+    forward, spans = eagle.runner.forward, []
+
+    def recorded(input_ids, given, *args, **options):
+        spans.extend(given)
+        return forward(input_ids, given, *args, **options)
+
+    eagle.runner.forward = recorded
+    engine.add_request(PROMPTS[1], GREEDY)
+    engine.step()
+    spans.clear()
+    engine.step()
+    length = spans[0].settled_len  # committed tokens
+    known = [span.target_len for span in spans]
+    assert known[0] == length - 1
+    assert max(known) > length  # in later passes, drafts that the copy has read
+
+
+def test_options():
+    spec = SpecConfig("cascade", draft_bits=8)
+    assert spec.cascade_matrix == ((6, 0), (0, 3))
+    assert SpecConfig("cascade").cascade_matrix == ((1, 14), (0, 0))
+    model = random_model()
+    engine = Engine(model, spec=spec)  # the copy and MaG
+    [output] = engine.generate([PROMPTS[2]], GREEDY)
+    assert output.token_ids == hugging_face_greedy(model, PROMPTS[2])
+    with pytest.raises(ValueError, match=r"^drafter: method 'cascade' needs a draft model"):
+        Engine(model, spec="cascade")
+    with pytest.raises(ValueError, match=r"^k_matrix: it is 3 x 3, but the cascade has 1 levels"):
+        Engine(model, spec=spec_of(matrix=((1, 2, 3), (0, 1, 2), (0, 0, 1))))
+    with pytest.raises(ValueError, match=r"^method: 'cascade' reads the target's weights"):
+        Simulator("tiny", None, VOCAB_SIZE, spec=spec)
+    with pytest.raises(ValueError, match=r"^method: 'quantized' needs a plain decoder"):
+        Engine(random_model("mamba2"), spec=spec)
+    glide = drafter_for("glide", model, None)
+    with pytest.raises(ValueError, match=r"^drafter: a GLIDE model needs method 'glide'"):
+        Engine(model, glide, spec="cascade")
