@@ -6,7 +6,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fastspec_kernels import LayerWeights, decoder_layers, gated_mlp, linear, rms_norm
+from fastspec_kernels import (
+    LayerWeights,
+    decoder_layers,
+    gated_mlp,
+    linear,
+    quantize_weight,
+    quantized_linear,
+    rms_norm,
+)
 
 from .inputs import BACKENDS
 
@@ -47,6 +55,33 @@ def test_linear(compare, model, rows, backend):
         ours=lambda: [linear(x, gate, backend=backend) for gate, _, _ in layers],
         floor=lambda: [gate.amax() for gate, _, _ in layers],
         peer=lambda: [F.linear(x, gate) for gate, _, _ in layers],
+    )
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@cases
+def test_quantized_linear(compare, model, rows, backend, bits):
+    """Next to one read of the packed weights, and to `linear` with the weights in bfloat16."""
+    size, hidden, copies = MODELS[model]
+    copies *= 4  # as packed weights are that much smaller
+    x = torch.randn(rows, size)
+    weight = torch.randn(hidden, size, generator=torch.Generator().manual_seed(0)) / size**0.5
+    packed = [quantize_weight(weight, bits)]
+    torch.testing.assert_close(
+        quantized_linear(x, packed[0], hidden, backend=backend),
+        quantized_linear(x, packed[0], hidden, backend="reference"),
+        rtol=1e-4,
+        atol=1e-5,
+    )
+    packed += [packed[0].clone() for _ in range(copies - 1)]
+    narrow = [weight.bfloat16() for _ in range(copies)]
+    narrow_x = x.bfloat16()
+    shape = {"rows": rows, "K": size, "I": hidden, "layers": copies, "bits": bits}
+    compare(
+        {"op": "quantized_linear", "backend": backend, "shape": shape, "dtype": "float32"},
+        ours=lambda: [quantized_linear(x, weight, hidden, backend=backend) for weight in packed],
+        floor=lambda: [weight.view(torch.int32).amax() for weight in packed],
+        peer=lambda: [linear(narrow_x, weight, backend=backend) for weight in narrow],
     )
 
 

@@ -15,6 +15,7 @@ EMULATED_TREE, EMULATED_ROWS = (
     "tests/cuda/test_emulated_tree.py",
     "tests/cuda/test_emulated_rows.py",
 )
+QUANTIZED = "tests/kernels/test_quantized_linear.py"
 GREEDY, TREES = "tests/engine/test_greedy.py", "tests/engine/test_token_trees.py"
 SAMPLING = "tests/engine/test_sampling.py"
 SHARES = "tests/triton/test_attention_shares.py tests/triton/test_attention.py"
@@ -174,6 +175,57 @@ MUTATIONS = [
         ("sums[r][i / outputs] = sum_some", "sum_some"),
         ("if (whole < depth) add(whole, [&]", "if (depth < 0) add(whole, [&]"),
         path="avx2",
+    ),
+    *_of(
+        "csrc/cpu/linear_quantized.inl",
+        QUANTIZED,
+        ("values = left < kNativeLanes ?", "values = left < 1 ?"),
+        ("constexpr float kLeast = 1e-30f;", "constexpr float kLeast = 1e-36f;"),
+        ("kInfinity - kInfinity : is_zero", "0.0f : is_zero"),
+        ("half == 0 ? weights : weights >> 4", "half == 1 ? weights : weights >> 4"),
+        ("scale * row[r * stride].scales[half]", "scale * row[r * stride].scales[0]"),
+        ("-kZero * row[r * stride].sums[half]", "-kZero * row[r].sums[half]"),
+        ("outputs < kNativeLanes ? outputs : kNativeLanes, sums", "kNativeLanes, sums"),
+        path="portable",
+    ),
+    *_of(
+        "csrc/cpu/linear_quantized.inl",
+        QUANTIZED,
+        (
+            "_mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w))",
+            "_mm256_maddubs_epi16(w, _mm256_sign_epi8(x, w))",
+        ),
+        ("_mm256_cvtps_epi32(x)", "_mm256_cvttps_epi32(x)"),
+        path="avx2",
+    ),
+    *_of(
+        "csrc/cpu/linear_quantized.inl",
+        QUANTIZED,
+        ("_mm512_mask_sub_epi8(x, is_negative, _mm512_setzero_si512(), x)", "x"),
+        path="avx512",
+    ),
+    *_of(
+        "csrc/cpu/linear_quantized.inl",
+        QUANTIZED,
+        (
+            "constexpr int kZero = bits == 4 ? 8 : 128;",
+            "constexpr int kZero = bits == 4 ? 8 : 127;",
+        ),
+        path="avx512_bf16",
+    ),
+    *_of(
+        "kernels/fastspec_kernels/reference/quantized.py",
+        QUANTIZED,
+        (
+            "(groups * (values / squares)).sum(-1, keepdim=True)",
+            "(groups * values).sum(-1, keepdim=True) / squares",
+        ),
+        ("scales.clone(memory_format=torch.contiguous_format)", "scales.contiguous()"),
+    ),
+    *_of(
+        "csrc/cpu/decoder_layer.cpp",
+        "tests/kernels/test_quantized_layers.py",
+        (" && a.mlp.element == b.mlp.element;", ";"),
     ),
     *_of(
         "csrc/cuda/verify_tree.cu",
