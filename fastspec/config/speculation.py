@@ -192,9 +192,9 @@ class SpecConfig(Options):
         Kind("4 or 8", lambda value: is_int(value) and value in (4, 8), int, int),
         "Bits of each weight of the target's copy that drafts; by default {usual} for quantized.",
         "In a cascade, such a copy becomes the first level, and drafts that read the target's cache"
-        " or hidden states (glide, eagle3) read the copy's; k_matrix is [[6,0],[0,3]] then unless"
-        " given. 8 bits are right for small models, whose drafts suffer from 4. Large ones draft almost as"
-        " well with 4, at half the cost.",
+        " or hidden states (glide, eagle3) read the copy's; k_matrix is then [[6,0],[0,3]] unless"
+        " given. 8 bits are right for small models, whose drafts suffer from 4. Large ones draft"
+        " almost as well with 4, at half the cost.",
         usual=8,
     )
     k_matrix: Any = option(

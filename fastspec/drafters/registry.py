@@ -159,8 +159,9 @@ def _check(context: DrafterContext, method: Method | None) -> None:
             )
         if isinstance(part, Drafter):
             continue
-        runs_all = method is None or method.chooses or method.drafts_trees
-        if runs_all or context.spec.draft_bits is not None:
+        if context.spec.draft_bits is not None:  # a copy of the target is in front
+            continue
+        if method is None or method.chooses or method.drafts_trees:  # it runs all kinds
             continue
         kind = kind_of(part, context.read_config)
         if kind in _NAMED and kind != method.name:

@@ -1,6 +1,7 @@
 """Weights in huge pages of memory, to reduce TLB misses."""
 
 import mmap
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +19,6 @@ def use_huge_pages(model: PreTrainedModel, beside: PreTrainedModel | None = None
     Args:
         beside: a model that may share weights with this one; shared weights do not move.
     """
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return
     kept = set() if beside is None else {weight.data_ptr() for weight in beside.parameters()}
     weights = [
         weight
@@ -31,16 +30,26 @@ def use_huge_pages(model: PreTrainedModel, beside: PreTrainedModel | None = None
         and weight.numel() > 0
         and weight.data_ptr() not in kept
     ]
-    sizes = [-(-weight.nbytes // _LINE) * _LINE for weight in weights]
-    if not weights:
-        return
+    for weight, place in zip(weights, places_for(weights) or (), strict=False):
+        weight.data = place.copy_(weight)
+
+
+def places_for(tensors: Sequence[Tensor]) -> list[Tensor] | None:
+    """Return uninitialised tensors like these, none empty, in huge pages; None if there are none.
+
+    They share one mapping, which lives as long as any of them.
+    """
+    if not tensors or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return None
+    sizes = [-(-tensor.nbytes // _LINE) * _LINE for tensor in tensors]
     try:
         memory = mmap.mmap(-1, sum(sizes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.madvise(mmap.MADV_HUGEPAGE)
     except OSError:  # a kernel without huge pages, or without memory overcommit
-        return
-    offset = 0
-    for weight, size in zip(weights, sizes, strict=True):
-        place = torch.frombuffer(memory, dtype=weight.dtype, count=weight.numel(), offset=offset)
-        weight.data = place.view(weight.shape).copy_(weight)
+        return None
+    places, offset = [], 0
+    for tensor, size in zip(tensors, sizes, strict=True):
+        flat = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=offset)
+        places.append(flat.view(tensor.shape))
         offset += size
+    return places

@@ -9,10 +9,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fastspec.models.flat import FlatLayer
+from fastspec.models.huge_pages import places_for
 from fastspec.models.twin import is_plain_linear
 from fastspec_kernels import LayerWeights, quantize_weight, quantized_linear
 
-_OUTPUT_TILE = 16  # packed weights have whole tiles of outputs
+_OUTPUT_TILE = 16
+_BIASES = [name for name in LayerWeights._fields if name.endswith("_bias")]
 
 logger = logging.getLogger(__name__)
 
@@ -29,19 +31,23 @@ def quantize_linear_layers(
     Raises:
         ValueError: no layer can be packed.
     """
-    packed: dict[int, Tensor] = {}
-
-    def pack(weight: Tensor) -> Tensor:
-        if id(weight) not in packed:
-            packed[id(weight)] = quantize_weight(weight, bits)
-        return packed[id(weight)]
-
-    linear = [module for module in model.modules() if is_plain_linear(module)]
+    linear: list[Any] = [module for module in model.modules() if is_plain_linear(module)]
+    # Packed weights have whole tiles of outputs, from which heads could not be told otherwise.
+    flat = [layer for layer in layers if len(layer.weights.query_weight) % _OUTPUT_TILE == 0]
+    weights = [module.weight for module in linear]
+    weights += [weight for layer in flat for weight in _matrices(layer.weights).values()]
+    packed = {id(weight): weight for weight in weights}
+    for weight in packed.values():
+        packed[id(weight)] = quantize_weight(weight, bits)
+    names = list(packed)
+    for name, place in zip(names, places_for(list(packed.values())) or (), strict=False):
+        packed[name] = place.copy_(packed[name])
     for module in linear:
-        module.__dict__["forward"] = _forward(module, pack(module.weight), backend)
-    for layer in layers:
-        if layer.weights.query_weight.shape[0] % _OUTPUT_TILE == 0:  # else its heads are not known
-            layer.weights = _packed(layer.weights, pack)
+        module.__dict__["forward"] = _forward(module, packed[id(module.weight)], backend)
+    for layer in flat:
+        changed = {name: packed[id(w)] for name, w in _matrices(layer.weights).items()}
+        biases = {name: _float32(getattr(layer.weights, name)) for name in _BIASES}
+        layer.weights = layer.weights._replace(**changed, **biases)
     total = sum(weight.numel() for weight in model.parameters())
     share = sum(module.weight.numel() for module in linear) / max(total, 1)
     if not linear:
@@ -65,11 +71,9 @@ def _forward(module: Any, weight: Tensor, backend: str) -> Callable[[Tensor], Te
     return forward
 
 
-def _packed(weights: LayerWeights, pack: Callable[[Tensor], Tensor]) -> LayerWeights:
-    named = weights._asdict().items()
-    changed = {name: pack(weight) for name, weight in named if name.endswith("_weight")}
-    changed |= {name: _float32(bias) for name, bias in named if name.endswith("_bias")}
-    return weights._replace(**changed)
+def _matrices(weights: LayerWeights) -> dict[str, Tensor]:
+    """Return the weights of a layer's products by name."""
+    return {name: w for name, w in weights._asdict().items() if name.endswith("_weight")}
 
 
 def _float32(bias: nn.Parameter | Tensor | None) -> Tensor | None:
