@@ -194,7 +194,7 @@ def swi(stats: SpecStats, target_cost: float, *draft_costs: float) -> float:
     costs = {f"draft_model_{n}": cost for n, cost in enumerate(draft_costs, start=1)}
     if len(draft_costs) < 2:
         costs = dict.fromkeys(passes, sum(draft_costs))
-    costs["target"] = target_cost
+    costs["target"] = costs["quantized"] = target_cost  # a copy has as many parameters
     return standardized_walltime_improvement(stats.num_output_tokens, "target", passes, costs)
 
 

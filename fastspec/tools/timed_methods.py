@@ -95,10 +95,16 @@ class Methods:
         self.parts: dict[str, SpecConfig] = {}
         self._engines: dict[str, Engine] = {}
         if method.takes_several:
-            name = "draft_model" if len(drafts) == 1 else "draft_model_{}"
-            alone = SpecConfig("draft_model", settings.num_speculative_tokens)
+            parts: dict[str, tuple[SpecConfig, Any]] = {}
+            if spec.draft_bits is not None:
+                copy = SpecConfig("quantized", draft_bits=spec.draft_bits)
+                parts["quantized"] = copy, None
+            for n, each in enumerate(self.drafts, start=1):
+                kind = kind_of(each)
+                kind = kind if kind in ("eagle3", "glide") else "draft_model"
+                alone = SpecConfig(kind, settings.num_speculative_tokens)
+                parts[kind if len(drafts) == 1 else f"{kind}_{n}"] = alone, each
             mag = SpecConfig("mag", MAG_TOKENS, bigram_path=spec.bigram_path)
-            parts = {name.format(n): (alone, each) for n, each in enumerate(self.drafts, start=1)}
             for name, (part, model) in (parts | {"mag": (mag, None)}).items():
                 self.parts[name] = part
                 self._engines[name] = Engine(self.target, model, spec=part, config=config)
