@@ -168,7 +168,7 @@ def with_speed_ups(table: str, latest: dict[str, dict], real: list[dict]) -> str
         shown = cells(bundled, speed_up), cells(best, speed_up), tokens, cells(beside, over_peer)
         return f"{match[1]} {' | '.join(shown)} |"
 
-    line = r"^(\| `([a-z0-9_]+)`((?:, (?:tree|copies))?) \|[^|]*\|[^|]*\|)(?:[^|]*\|){4}$"
+    line = r"^(\| `([a-z0-9_]+)`((?:, (?:tree|copies|copy of the target))?) \|[^|]*\|[^|]*\|)(?:[^|]*\|){4}$"
     return re.sub(line, row, table, flags=re.MULTILINE)
 
 
@@ -176,6 +176,8 @@ def kind_of_drafts(run: dict) -> str:
     """What a row of the README's table says behind the method of such a run."""
     if run.get("tree_nodes") and run["method"] != "tree":
         return ", tree"
+    if run.get("draft_bits") and run["method"] == "cascade":
+        return ", copy of the target"
     return ", copies" if run.get("suffix_tokens") else ""
 
 
@@ -348,7 +350,8 @@ def method_name(record: dict) -> str:
     sure = f" `--confidence-threshold {least}`" if least else ""
     copied = f" `--suffix-tokens {n}`" if (n := record.get("suffix_tokens")) else ""
     branch = f" `--tree-suffix {n}`" if (n := record.get("tree_suffix")) else ""
-    return f"`{record['method']}`{cape}{bins}{tree}{branch}{sure}{copied}"
+    bits = f" `--draft-bits {n}`" if (n := record.get("draft_bits")) else ""
+    return f"`{record['method']}`{bits}{cape}{bins}{tree}{branch}{sure}{copied}"
 
 
 def speed_up(row: dict) -> str:

@@ -25,7 +25,7 @@ def made(monkeypatch):
 def test_drafts_of_ones_own(made, capsys):
     assert len(made()) == len(smollm2.RUNS)
     assert "they need --draft DIR" in capsys.readouterr().err
-    (command,) = made("--draft", "my draft", "cascade")
+    (command,) = made("--draft", "my draft", "[[1,8]")
     assert "left out" not in capsys.readouterr().err
     assert command[command.index("--draft") + 1] == "my draft"
 
