@@ -31,7 +31,7 @@ RUNS = (
     f"{ALONE} --method quantized -k 5",
     f"{ALONE} --method quantized -k 5 --suffix-tokens 8",
     f"{ALONE} --method quantized -k 7 --dtype float32",
-    f"{ALONE} --method cascade --draft smollm2-eagle3 --draft-bits 8 --k-matrix [[6,0],[0,1]]",
+    f"{ALONE} --method cascade --draft smollm2-eagle3 --draft-bits 8",
     f"{ALONE} --method suffix -k 6",
     f"{ALONE} --method prompt_lookup -k 4 --prompt-lookup-min 2 --prompt-lookup-max 4",
     f"{ALONE} --method ngram -k 4",

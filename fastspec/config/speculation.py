@@ -33,7 +33,7 @@ from fastspec.config.token_trees import MAX_TREE_NODES, as_cape_bins, as_tree_pa
 
 MAX_DRAFT_TOKENS = 1024  # beyond it a step is a mistake, or no step
 _FEWEST_SUFFIX_TOKENS = 2
-_COPY_MATRIX = ((6, 0), (0, 1))  # of a cascade whose first level is a copy of the target
+_COPY_MATRIX = ((4, 0), (0, 1))  # of a cascade whose first level is a copy of the target
 _LOOKUP_FIELDS = ("prompt_lookup_min", "prompt_lookup_max")
 _SUFFIX_FIELDS = ("suffix_max_spec_factor", "suffix_min_token_prob", "suffix_max_cached_tokens")
 
@@ -192,7 +192,7 @@ class SpecConfig(Options):
         Kind("4 or 8", lambda value: is_int(value) and value in (4, 8), int, int),
         "Bits of each weight of the target's copy that drafts; by default {usual} for quantized.",
         "In a cascade, such a copy becomes the first level, and drafts that read the target's cache"
-        " or hidden states (glide, eagle3) read the copy's; k_matrix is then [[6,0],[0,1]] unless"
+        " or hidden states (glide, eagle3) read the copy's; k_matrix is then [[4,0],[0,1]] unless"
         " given. 8 bits are right for small models, whose drafts suffer from 4. Large ones draft"
         " almost as well with 4, at half the cost.",
         usual=8,

@@ -98,7 +98,7 @@ def test_a_lower_draft_reads_what_the_copy_computed(tmp_path):
 
 def test_options():
     spec = SpecConfig("cascade", draft_bits=8)
-    assert spec.cascade_matrix == ((6, 0), (0, 1))
+    assert spec.cascade_matrix == ((4, 0), (0, 1))
     assert SpecConfig("cascade").cascade_matrix == ((1, 14), (0, 0))
     model = random_model()
     engine = Engine(model, spec=spec)  # the copy and MaG
