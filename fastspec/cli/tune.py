@@ -14,7 +14,7 @@ from fastspec.cli.options import FIXED_RUN, Flags, command, output_file
 from fastspec.cli.prompts import PromptOptions, tokenize_prompts, usual_prompts
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.checks import refuse
-from fastspec.config.methods import Method, drafting_method, method_named, methods
+from fastspec.config.methods import OWN_DRAFTS, Method, drafting_method, method_named, methods
 from fastspec.config.options import TEXT, Options, documented, integer, listed, option, options_of
 from fastspec.config.token_trees import MAX_TREE_NODES
 from fastspec.models.named import own_draft
@@ -28,11 +28,9 @@ if TYPE_CHECKING:
 
 _MOST_DRAFT_TOKENS = 8
 _PROMPTS = 4  # of a data set or the bundled set
-# Kinds of drafts that one method alone runs, of the same name.
-_OWN_DRAFTS = {"glide": "a GLIDE model", "eagle3": "an EAGLE draft"}
 # Of SpecConfig, what tells the rows of a method apart, and what the table calls it.
 _SHOWN = {"exit_layer": "", "draft_bits": "bits", "tree_nodes": "nodes", "suffix_tokens": "copies"}
-# Of SpecConfig, what some methods are only tried with, by the option that lists the values.
+# Options that list the values to try, and the field of SpecConfig that takes one of them.
 _LISTED = {"exit_layers": "exit_layer", "draft_bits": "draft_bits"}
 
 
@@ -86,12 +84,9 @@ class TuneOptions(Options):
         super().__post_init__()
         named = [drafting_method(name, "methods") for name in self.methods or ()]
         for method in named:
-            for option_name, field in _LISTED.items():
-                if field in method.fields and not getattr(self, option_name):
-                    flag = option_name.replace("_", "-")
-                    raise ValueError(f"methods: {method.name} needs --{flag}")
-            if method.drafts_trees and not self.tree_nodes:
-                raise ValueError(f"methods: {method.name} needs --tree-nodes")
+            if (missing := self._missing(method)) is not None:
+                flag = missing.replace("_", "-")
+                raise ValueError(f"methods: {method.name} needs --{flag}")
         if named and all(method.sets_length for method in named):
             count = self.num_speculative_tokens
             refuse("num_speculative_tokens", count, "not for only cascades")
@@ -112,20 +107,22 @@ class TuneOptions(Options):
                 _check_kind(method, draft)
         if self.methods is None:
             tried = [method for method in methods().values() if self._is_tried(method, draft)]
-        own = {name: name for name in ("tree_nodes", "suffix_tokens")}
-        for option_name, field in (_LISTED | own).items():
-            if not any(field in method.fields for method in tried):
-                names = ", ".join(method.name for method in tried)
-                value = getattr(self, option_name)
-                refuse(option_name, value, f"none of the methods uses it: {names}")
+        names = ", ".join(method.name for method in tried)
+        listed = {name for method in tried for name in _listed_for(method)}
+        fields = {name for method in tried for name in method.fields}
+        used = listed | (fields & {"tree_nodes", "suffix_tokens"})
+        for name in (*_LISTED, "tree_nodes", "suffix_tokens"):
+            if name not in used:
+                refuse(name, getattr(self, name), f"none of the methods uses it: {names}")
         return tried
 
+    def _missing(self, method: Method) -> str | None:
+        """The option without which there is nothing to try of a method, if it is not given."""
+        needed = [*_listed_for(method), *(["tree_nodes"] if method.drafts_trees else [])]
+        return next((name for name in needed if not getattr(self, name)), None)
+
     def _is_tried(self, method: Method, draft: str | None) -> bool:
-        lacks_values = any(
-            field in method.fields and not getattr(self, option_name)
-            for option_name, field in _LISTED.items()
-        )
-        if not method.is_tried or lacks_values or (method.drafts_trees and not self.tree_nodes):
+        if not method.is_tried or self._missing(method) is not None:
             return False
         if not method.needs_draft or draft is None:
             return not method.needs_draft
@@ -135,7 +132,7 @@ class TuneOptions(Options):
 
     def specs(self, method: Method, target: str, num_models: int) -> list[SpecConfig]:
         """The specs to try for a method: several for a cascade, whose k_matrix sets its lengths,
-        for early exit, for trees and for copies first."""
+        for early exit, for quantized copies, for trees and for copies first."""
         from fastspec.models.loading import bigram_beside
         from fastspec.tools.tune import k_matrices_to_try
 
@@ -149,9 +146,8 @@ class TuneOptions(Options):
         lengths = [2**power for power in range(most.bit_length())]
         values = [
             {field: value}
-            for option_name, field in _LISTED.items()
-            if field in method.fields
-            for value in getattr(self, option_name) or ()
+            for name, field in _listed_for(method).items()
+            for value in getattr(self, name) or ()
         ]
         copies = [None, self.suffix_tokens] if "suffix_tokens" in method.fields else [None]
         trees = (self.tree_nodes or ()) if "tree_nodes" in method.fields else ()
@@ -243,6 +239,13 @@ def tune(
     typer.echo(f"{out}: use it with fastspec generate --config {out}")
 
 
+def _listed_for(method: Method) -> dict[str, str]:
+    """The part of _LISTED that a method is tried with; cascades are tried with k_matrices."""
+    if method.sets_length:
+        return {}
+    return {name: field for name, field in _LISTED.items() if field in method.fields}
+
+
 def _check_kind(method: Method, draft: str) -> None:
     """Refuse drafts that another method has to run, before any is loaded."""
     from fastspec.drafters.auto import kind_of
@@ -251,13 +254,13 @@ def _check_kind(method: Method, draft: str) -> None:
     for name in names if method.takes_several else names[:1]:
         kind = kind_of(name)
         if not _runs(method, kind):
-            what = _OWN_DRAFTS.get(kind, "a plain draft model")
+            what = OWN_DRAFTS.get(kind, "a plain draft model")
             raise ValueError(f"methods: {method.name} cannot run --draft {name}, which is {what}")
 
 
 def _runs(method: Method, kind: str) -> bool:
     """Whether a method that drafts chains runs drafts of a kind."""
-    return method.name == kind if kind in _OWN_DRAFTS else not method.has_own_drafts
+    return method.name == kind if kind in OWN_DRAFTS else not method.has_own_drafts
 
 
 def _used(spec: SpecConfig, drafts: list[Any]) -> Any:

@@ -178,6 +178,8 @@ BUILT_IN = (
         is_tried=True,
     ),
 )
+# What to call the kinds of drafts that only the method of the same name runs.
+OWN_DRAFTS = {"glide": "a GLIDE model", "eagle3": "an EAGLE draft"}
 # Fields that a method reads only if it says so; all others are read whatever the method, except
 # FIELDS_OF_DRAFTS, which method none refuses.
 FIELDS_OF_METHODS = frozenset().union(*(method.fields for method in BUILT_IN))

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastspec.config import SpecConfig
 from fastspec.config.checks import refuse, require
-from fastspec.config.methods import Method, add_method, method_named, remove_method
+from fastspec.config.methods import OWN_DRAFTS, Method, add_method, method_named, remove_method
 from fastspec.drafters import reencoding
 from fastspec.drafters.auto import kind_of
 from fastspec.drafters.base import Drafter
@@ -21,7 +21,6 @@ from fastspec.drafters.tree import with_siblings, with_trees
 from fastspec.models.named import own_draft
 from fastspec.models.shared_vocabulary import is_intersection
 
-_NAMED = {"glide": "a GLIDE model", "eagle3": "an EAGLE draft"}  # by kind = method
 Build = Callable[[DrafterContext], Drafter | DrafterPlan]
 
 
@@ -164,5 +163,6 @@ def _check(context: DrafterContext, method: Method | None) -> None:
         if method is None or method.chooses or method.drafts_trees:  # it runs all kinds
             continue
         kind = kind_of(part, context.read_config)
-        if kind in _NAMED and kind != method.name:
-            raise ValueError(f"drafter: {_NAMED[kind]} needs method {kind!r}, not {method.name!r}")
+        if kind in OWN_DRAFTS and kind != method.name:
+            what = OWN_DRAFTS[kind]
+            raise ValueError(f"drafter: {what} needs method {kind!r}, not {method.name!r}")

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.k_matrix import MAG_TOKENS
-from fastspec.config.methods import method_named
+from fastspec.config.methods import OWN_DRAFTS, method_named
 from fastspec.drafters.auto import kind_of
 from fastspec.drafters.context import DrafterContext, load_draft
 from fastspec.drafters.eagle3 import EagleDraft, load_eagle3
@@ -101,7 +101,7 @@ class Methods:
                 parts["quantized"] = copy, None
             for n, each in enumerate(self.drafts, start=1):
                 kind = kind_of(each)
-                kind = kind if kind in ("eagle3", "glide") else "draft_model"
+                kind = kind if kind in OWN_DRAFTS else "draft_model"
                 alone = SpecConfig(kind, settings.num_speculative_tokens)
                 parts[kind if len(drafts) == 1 else f"{kind}_{n}"] = alone, each
             mag = SpecConfig("mag", MAG_TOKENS, bigram_path=spec.bigram_path)

@@ -97,6 +97,24 @@ def test_exit_layers(invoke, pair, tmp_path, prompts_file, monkeypatch):
     assert invoke(*run, "--exit-layers", "9").exit_code == 1
 
 
+def test_draft_bits(invoke, pair, tmp_path, prompts_file):
+    """Quantized copies of each are tried; cascades are tried without a copy."""
+    out = tmp_path / "tuned.json"
+    run = ["tune", *pair, *SHORT, "-k", "1", "--prompts-file", prompts_file, "--out", out]
+    result = invoke(*run, "--methods", "quantized", "--draft-bits", "8,4")
+    assert result.exit_code == 0, result.stderr
+    record = json.loads(out.read_text(encoding="utf-8"))
+    assert {row["draft_bits"] for row in record["measured"]["table"]} == {8, 4}
+    for options, told in (
+        (["--methods", "quantized"], "quantized needs --draft-bits"),
+        (["--methods", "cascade", "--draft-bits", "8"], "--draft-bits: none of the methods uses"),
+        (["--draft-bits", "5"], "--draft-bits"),
+    ):
+        refused = invoke("tune", *pair, "--out", out, *options)
+        assert refused.exit_code == 2
+        assert told in refused.stderr
+
+
 @pytest.mark.parametrize(
     ("options", "method", "shape"),
     [
