@@ -37,6 +37,7 @@ def quantize_linear_layers(
     weights = [module.weight for module in linear]
     weights += [weight for layer in flat for weight in _matrices(layer.weights).values()]
     packed = {id(weight): weight for weight in weights}
+    logger.info("packing %d weights of %s in %d bits", len(packed), type(model).__name__, bits)
     for weight in packed.values():
         packed[id(weight)] = quantize_weight(weight, bits)
     names = list(packed)

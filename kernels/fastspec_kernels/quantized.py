@@ -15,7 +15,7 @@ from fastspec_kernels.checks import (
 )
 from fastspec_kernels.reference import quantized as reference
 
-_ROWS_AT_ONCE = 4096  # of a weight while it is packed
+_VALUES_AT_ONCE = 2**20  # of a weight while it is packed, so that they stay in nearby caches
 
 
 def quantize_weight(weight: Tensor, bits: int) -> Tensor:
@@ -45,7 +45,8 @@ def quantize_weight(weight: Tensor, bits: int) -> Tensor:
         raise ValueError(f"bits: expected 4 or 8, got {bits!r:.60}")
     if not weight.isfinite().all():
         raise ValueError("weight: expected finite values")
-    parts = weight.detach().split(_ROWS_AT_ONCE)
+    rows = max(1, _VALUES_AT_ONCE // weight.shape[1] // reference.TILE) * reference.TILE
+    parts = weight.detach().split(rows)
     return torch.cat([reference.quantize_weight(part, bits) for part in parts])
 
 
