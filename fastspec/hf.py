@@ -77,7 +77,7 @@ _STATEFUL = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanc
 
 
 class _EngineOfGenerate(Engine):
-    """An engine whose requests `generate` makes, from the model's generation_config too."""
+    """An engine whose requests come from `generate`, which applies the generation_config."""
 
     _applies_generation_config = True
 

@@ -100,7 +100,7 @@ bool accepts(const VerifyChainInputs& in, Chain& chain) {
 
 // Verifies greedy chains, which need weights only for log-probabilities. A chain that reaches an
 // invalid row becomes invalid.
-void judge_greedy(std::vector<Chain>& chains, RowBatch& batch) {
+void verify_greedy(std::vector<Chain>& chains, RowBatch& batch) {
   std::vector<Row*> rows;
   for (Chain& chain : chains) {
     if (!chain.greedy()) continue;
@@ -116,7 +116,7 @@ void judge_greedy(std::vector<Chain>& chains, RowBatch& batch) {
 }
 
 // Verifies the proposals in order; rows are weighed only when reached. Validity is as above.
-void judge(const VerifyChainInputs& in, std::vector<Chain>& chains, RowBatch& batch) {
+void verify_in_order(const VerifyChainInputs& in, std::vector<Chain>& chains, RowBatch& batch) {
   std::vector<Row*> rows;
   for (int64_t i = 0; i <= in.num_draft; ++i) {
     rows.clear();
@@ -162,7 +162,7 @@ double prefix_threshold(const VerifyChainInputs& in, const Chain& chain, int64_t
 }
 
 // Block verification: accepts the longest prefix that passes.
-void judge_blocks(const VerifyChainInputs& in, std::vector<Chain>& chains, RowBatch& batch) {
+void verify_blocks(const VerifyChainInputs& in, std::vector<Chain>& chains, RowBatch& batch) {
   std::vector<Row*> rows;
   for (Chain& chain : chains) {
     if (chain.greedy()) continue;
@@ -264,9 +264,9 @@ void verify_slab(const VerifyChainInputs& in, int64_t begin, int64_t end,
   }
   batch.scan();
   for (Chain& chain : chains) cut_at_invalid_row(chain);
-  judge_greedy(chains, batch);
-  if (in.block) judge_blocks(in, chains, batch);
-  judge(in, chains, batch);
+  verify_greedy(chains, batch);
+  if (in.block) verify_blocks(in, chains, batch);
+  verify_in_order(in, chains, batch);
   RowBatch late(in.draft_logsumexp == nullptr ? 0 : end - begin, in.target.logits.size);
   read_rejected_drafts(in, chains, late);
   finish(in, chains, out);

@@ -69,7 +69,7 @@ class Engine:
     `outputs` are complete) or of a `stream`.
     """
 
-    _applies_generation_config = False  # of the model; whoever makes the requests does
+    _applies_generation_config = False  # whether requests come with the model's already applied
 
     def __init__(
         self,

@@ -1,4 +1,5 @@
-"""Converts transformers' GenerationConfig to sampling parameters, and tells of a model's own."""
+"""Converts transformers' GenerationConfig to sampling parameters, and warns of what a model's own
+has that requests do not apply."""
 
 import logging
 from functools import cache
@@ -7,7 +8,7 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from fastspec.config import SamplingParams
-from fastspec.models.loading import eos_token_ids, ids_of
+from fastspec.models.loading import eos_ids_in, eos_token_ids
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +51,8 @@ _OFF = {
     "assistant_confidence_threshold": (0, 0.4),
     "num_assistant_tokens_schedule": ("constant",),
 }
-# Fields that change greedy text, and how a request can ask for the same; None = not at all.
 _PROCESSOR = "logits_processors, with transformers' own"
+# Fields that change greedy text, and the SamplingParams that do the same; None = there are none.
 _CHANGES_GREEDY_TEXT = {
     "repetition_penalty": "repetition_penalty",
     "min_length": "min_tokens",
@@ -59,33 +60,41 @@ _CHANGES_GREEDY_TEXT = {
     "stop_strings": "stop",
     "bad_words_ids": "bad_words",
     "suppress_tokens": "logit_bias, -inf for each",
-    **dict.fromkeys(("begin_suppress_tokens", "sequence_bias"), _PROCESSOR),
-    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), _PROCESSOR),
-    **dict.fromkeys(("encoder_repetition_penalty", "watermarking_config"), _PROCESSOR),
-    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id"), _PROCESSOR),
+    "begin_suppress_tokens": _PROCESSOR,
+    "sequence_bias": _PROCESSOR,
+    "no_repeat_ngram_size": _PROCESSOR,
+    "encoder_no_repeat_ngram_size": _PROCESSOR,
+    "encoder_repetition_penalty": _PROCESSOR,
+    "watermarking_config": _PROCESSOR,
+    "forced_bos_token_id": _PROCESSOR,
+    "forced_eos_token_id": _PROCESSOR,
     "exponential_decay_length_penalty": _PROCESSOR,
-    **dict.fromkeys(("num_beams", "guidance_scale", "penalty_alpha", "dola_layers")),
-    **dict.fromkeys(("constraints", "force_words_ids")),
+    "num_beams": None,
+    "guidance_scale": None,
+    "penalty_alpha": None,
+    "dola_layers": None,
+    "constraints": None,
+    "force_words_ids": None,
 }
 
 
 def warn_of_unapplied(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """Log, once per message, what the model's generation_config makes of greedy text in `generate`
-    but not in requests, whose SamplingParams say it all."""
+    """Log what the model's generation_config changes in the greedy text of `generate`, but not in
+    that of requests, which follow their SamplingParams alone; the same message only once."""
     name, own = type(model).__name__, getattr(model, "generation_config", None)
     if own is None:
         return
-    told = []
+    unapplied = []
     for field, option in _CHANGES_GREEDY_TEXT.items():
         if not is_off(field, value := getattr(own, field, None)):
             way = "not supported" if option is None else f"SamplingParams.{option}"
-            told.append(f"{field}={value!r:.60} ({way})")
-    if told:
+            unapplied.append(f"{field}={value!r:.60} ({way})")
+    if unapplied:
         _warn_once(
             f"target: the generation_config of {name} changes the text of generate, but not that of"
-            f" requests, unless they ask for it: {', '.join(told)}"
+            f" requests, unless they ask for it: {', '.join(unapplied)}"
         )
-    others = ids_of(model.config) or ids_of(tokenizer)
+    others = eos_ids_in(model.config) or eos_ids_in(tokenizer)
     if others and not eos_token_ids(model):
         _warn_once(
             f"target: the generation_config of {name} has no eos_token_id, so no token ends a text,"

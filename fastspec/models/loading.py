@@ -175,13 +175,14 @@ def float_dtypes(model: PreTrainedModel) -> list[str]:
 def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
     """Return the ids at which `generate` ends the model's texts.
 
-    They are those of its generation_config, even if that has none and its config or tokenizer do.
+    They are those of its generation_config: none if it has none, whatever its config or tokenizer
+    says.
     """
-    return ids_of(getattr(model, "generation_config", None) or model.config)
+    return eos_ids_in(getattr(model, "generation_config", None) or model.config)
 
 
-def ids_of(holder: Any) -> frozenset[int]:
-    """Return the eos_token_id of a config or tokenizer: none, one or several."""
+def eos_ids_in(holder: Any) -> frozenset[int]:
+    """Return the eos_token_id of a config or tokenizer, which may be none, one or several."""
     ids = getattr(holder, "eos_token_id", None)
     ids = ids.tolist() if isinstance(ids, torch.Tensor) else ids
     if ids is None:

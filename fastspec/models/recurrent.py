@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from fastspec.models.layout import Span, StateKey
-from fastspec.models.twin import replaced
+from fastspec.models.twin import rebound, replaced
 
 _STATE_METHODS = {"update_conv_state", "update_recurrent_state"}
 _CACHE_NAMES = {"cache_params", "past_key_values", "cache"}  # the last from transformers 5.24 on
@@ -272,7 +272,9 @@ def _forward_of_prompt(module: Any) -> Callable[..., Tensor] | None:
     forward = cast(FunctionType, inspect.unwrap(type(module).forward))
     update = forward.__globals__.get(_UPDATE)
     if update is None or _UPDATE not in forward.__code__.co_names:
-        raise ValueError(f"{type(module).__name__}: limits its time steps, not supported")
+        raise ValueError(
+            f"{type(module).__name__}: limits its time steps in a way that is not supported"
+        )
 
     def limited(
         state: Tensor, inputs: Tensor, dt: Tensor, *args, dt_bias: Tensor, dt_softplus: bool, **rest
@@ -280,9 +282,7 @@ def _forward_of_prompt(module: Any) -> Callable[..., Tensor] | None:
         dt = F.softplus(dt + dt_bias.to(dt.dtype)).clamp(*limit)
         return update(state, inputs, dt, *args, **rest)
 
-    names = forward.__globals__ | {_UPDATE: limited}
-    defaults, closure = forward.__defaults__, forward.__closure__
-    return FunctionType(forward.__code__, names, forward.__name__, defaults, closure)
+    return rebound(forward, _UPDATE, limited)
 
 
 def _is_recurrent(module: nn.Module) -> bool:

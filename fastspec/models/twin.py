@@ -170,16 +170,21 @@ def _compiled(function: Callable) -> Callable:
 
 
 def _with_compiled_rotation(forward: Callable) -> Callable | None:
-    """Rebind a function to a compiled rotation; None if it uses no rotation of that name."""
+    """Return a forward with a compiled rotation; None if it uses no rotation of that name."""
     if not isinstance(forward, FunctionType) or _ROTATION not in forward.__code__.co_names:
         return None
     if (rotation := forward.__globals__.get(_ROTATION)) is None:
         return None  # a method of that name
-    names = forward.__globals__ | {_ROTATION: _compiled(rotation)}
-    defaults, closure = forward.__defaults__, forward.__closure__
-    fused = FunctionType(forward.__code__, names, forward.__name__, defaults, closure)
-    fused.__kwdefaults__ = forward.__kwdefaults__
-    return fused
+    return rebound(forward, _ROTATION, _compiled(rotation))
+
+
+def rebound(function: FunctionType, name: str, other: Callable) -> FunctionType:
+    """Copy a function, with another function under one of its global names."""
+    names = function.__globals__ | {name: other}
+    defaults, closure = function.__defaults__, function.__closure__
+    copy = FunctionType(function.__code__, names, function.__name__, defaults, closure)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
 def _with_kernel(module: Any, kernel: Forward) -> Forward:

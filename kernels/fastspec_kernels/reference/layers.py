@@ -16,8 +16,8 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return (out if bias is None else out + bias.double()).to(input.dtype)
 
 
-def any_linear(rows: Tensor, weight: Tensor, num_outputs: int, bias: Tensor | None) -> Tensor:
-    """Multiply by plain or by packed weights."""
+def _linear(rows: Tensor, weight: Tensor, num_outputs: int, bias: Tensor | None) -> Tensor:
+    """Multiply by plain or packed weights."""
     if weight.dtype == torch.uint8:
         return quantized_linear(rows, weight, num_outputs, bias)
     return linear(rows, weight, bias)
@@ -110,7 +110,7 @@ def decoder_layers(
         return len(weight) * (TILE if weight.dtype == torch.uint8 else 1)
 
     def heads(rows: Tensor, weight: Tensor, bias: Tensor | None, size: int) -> Tensor:
-        return any_linear(rows, weight, size, bias).unflatten(-1, (-1, head_size))
+        return _linear(rows, weight, size, bias).unflatten(-1, (-1, head_size))
 
     def turn(x: Tensor) -> Tensor:
         return x if cos is None or sin is None else rotate(x, cos, sin)
@@ -118,8 +118,8 @@ def decoder_layers(
     x = hidden.double()
     for index, caches in enumerate(zip(key_caches, value_caches, strict=True)):
         dtype, head_size = caches[0].dtype, caches[0].shape[-1]
-        num = len(LayerWeights._fields)
-        w = LayerWeights(*layers[index * num : (index + 1) * num])  # pyright: ignore
+        num_fields = len(LayerWeights._fields)
+        w = LayerWeights(*layers[index * num_fields : (index + 1) * num_fields])  # pyright: ignore
         for head in (head for head, layer in enumerate(kept_layers) if layer == index):
             kept = [cache.narrow(2, head, 1) for cache in kept_caches]
             left, right = x.to(kept[0].dtype).unflatten(1, (2, 1, -1)).unbind(1)
@@ -136,13 +136,13 @@ def decoder_layers(
         options = scale, sliding_window, softcap, w.sinks, ancestor_mask
         attended, _ = tree_attention(query, *caches, *pages, *options, False, 1.0)
         inputs, size = attended.flatten(1).double(), x.shape[1]
-        added = any_linear(inputs, w.output_weight, size, w.output_bias)
+        added = _linear(inputs, w.output_weight, size, w.output_bias)
         x = x + norm(added, w.attention_out_norm)
         rows = norm(x, w.mlp_norm)
-        wide = outputs_of(w.gate_weight)  # of packed weights: outputs of the padding are zero
-        gate = any_linear(rows, w.gate_weight, wide, None)
+        wide = outputs_of(w.gate_weight)  # padding included if packed: its outputs are zero
+        gate = _linear(rows, w.gate_weight, wide, None)
         gate = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
-        hidden = gate * any_linear(rows, w.up_weight, wide, None)
-        added = any_linear(hidden, w.down_weight, size, None)
+        gated = gate * _linear(rows, w.up_weight, wide, None)
+        added = _linear(gated, w.down_weight, size, None)
         x = x + norm(added, w.mlp_out_norm)
     return x.float()
