@@ -96,6 +96,28 @@ def test_a_lower_draft_reads_what_the_copy_computed(tmp_path):
     assert max(known) > length  # in later passes, drafts that the copy has read
 
 
+@pytest.mark.parametrize(
+    "matrix", [((2, 2, 0), (0, 0, 0), (0, 0, 0)), ((4, 0, 0), (0, 2, 1), (0, 0, 2))]
+)
+@pytest.mark.parametrize("kind", ["glide", "draft_model"])
+def test_a_lower_draft_may_know_fewer_tokens_than_the_target(kind, matrix):
+    """As models of one family do, whose vocabularies are padded to different sizes."""
+    model = random_model("llama", hidden_size=64)
+    draft = drafter_for(kind, model, None)
+    draft.resize_token_embeddings(100)
+    engine = Engine(model, draft, spec=spec_of(4, matrix))
+    prompts = [[1, 2, 200, 201] * 6, PROMPTS[1]]  # MaG copies what the draft does not know
+    outputs = engine.generate(prompts, GREEDY)
+    assert [out.token_ids for out in outputs] == [hugging_face_greedy(model, p) for p in prompts]
+    params = [SamplingParams(temperature=1, seed=seed, max_tokens=28) for seed in range(8)]
+    together = [output.token_ids for output in engine.generate(prompts * 4, params)]
+    pairs = zip(prompts * 4, params, strict=True)
+    assert together == [engine.generate([p], one)[0].token_ids for p, one in pairs]
+    lenient = Engine(model, draft, spec=spec_of(4, matrix, lenience=2.0))
+    outputs = lenient.generate(prompts, GREEDY)
+    assert [out.token_ids for out in outputs] == [hugging_face_greedy(model, p) for p in prompts]
+
+
 def test_options():
     spec = SpecConfig("cascade", draft_bits=8)
     assert spec.cascade_matrix == ((4, 0), (0, 1))

@@ -54,7 +54,8 @@ def build(context: DrafterContext) -> DrafterPlan:
         if not isinstance(part, PagedModel):
             return CopyingLevel(part, vocab_size, spec.mag_surplus)
         runner = context.runner(part, block_manager)
-        model = DraftModelDrafter(runner, block_manager, vocab_size, probabilistic)
+        size = vocab_size if copy is None else context.vocab_size
+        model = DraftModelDrafter(runner, block_manager, size, probabilistic)
         number = f"_{models.index(part) + 1}" if len(models) > 1 else ""
         return ModelLevel(model, f"{model.name}{number}", *options)
 

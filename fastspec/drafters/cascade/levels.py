@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fastspec.config.k_matrix import MAG_TOKENS
 from fastspec.drafters.base import Batch, Request, SamplingTensors
@@ -157,7 +158,7 @@ class ModelLevel(Level):
             requests, texts, counts, _sampling(drafts, batch), uniforms, keeps_logits
         )
         if logits is not None:
-            logits = self.model.vocabulary.whole(logits)
+            logits = self._whole(logits)
         probs = [[1.0] * token_ids.shape[1]] * len(drafts)
         if logits is not None and self.lenience > 1:
             flat = logits.view(-1, logits.shape[-1])
@@ -183,7 +184,7 @@ class ModelLevel(Level):
         texts, requests = [draft.text for draft in drafts], [draft.request for draft in drafts]
         if self._source is not None:
             requests = _as_read_by(self._source, requests)
-        logits = self.model.vocabulary.whole(self.model.read(requests, texts, num_rows))
+        logits = self._whole(self.model.read(requests, texts, num_rows))
         first = [0, *accumulate(num_rows)]
         split = first[num_by_chain]
         reviews: list[Review] = []
@@ -218,6 +219,12 @@ class ModelLevel(Level):
 
     def release(self, request: Request) -> None:
         self.model.release(request)
+
+    def _whole(self, logits: Tensor) -> Tensor:
+        """Return logits of the cascade's vocabulary, -inf for ids that the model lacks."""
+        whole = self.model.vocabulary.whole(logits)
+        missing = self.model.vocabulary.size - whole.shape[-1]
+        return pad(whole, (0, missing), value=-torch.inf) if missing else whole
 
     def _review_exactly(
         self, drafts: list[Draft], tokens: list[list[DraftToken]], logits: Tensor, batch: Batch
