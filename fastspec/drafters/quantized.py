@@ -9,8 +9,6 @@ from fastspec.models.paged_model import PagedModel
 from fastspec.models.twin import copy_of_modules
 from fastspec_kernels import backend_of
 
-USUAL_BITS = 8
-
 
 class QuantizedDrafter(OnTargetDrafter):
     """Drafts with a copy of the target whose linear layers have weights of 4 or 8 bits.
@@ -35,7 +33,7 @@ class QuantizedDrafter(OnTargetDrafter):
             raise ValueError(f"method: 'quantized' has kernels for CPUs only, the target {where}")
         if running.ranks is not None:
             raise ValueError(f"method: 'quantized' needs a whole target, {running.name} is split")
-        bits = context.spec.draft_bits or USUAL_BITS
+        bits = context.spec.value_of("draft_bits")
         return paged_model_of(copy_of_modules(target), config, weight_bits=bits)
 
 

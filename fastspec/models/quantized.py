@@ -1,7 +1,7 @@
 """Linear layers whose weights are packed in 4 or 8 bits, for models that draft."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -32,23 +32,24 @@ def quantize_linear_layers(
         ValueError: no layer can be packed.
     """
     linear: list[Any] = [module for module in model.modules() if is_plain_linear(module)]
+    _check_share(model, linear, bits)
     # Packed weights have whole tiles of outputs, from which heads could not be told otherwise.
     flat = [layer for layer in layers if len(layer.weights.query_weight) % _OUTPUT_TILE == 0]
     weights = [module.weight for module in linear]
     weights += [weight for layer in flat for weight in _matrices(layer.weights).values()]
-    packed = {id(weight): weight for weight in weights}
-    logger.info("packing %d weights of %s in %d bits", len(packed), type(model).__name__, bits)
-    for weight in packed.values():
-        packed[id(weight)] = quantize_weight(weight, bits)
-    names = list(packed)
-    for name, place in zip(names, places_for(list(packed.values())) or (), strict=False):
-        packed[name] = place.copy_(packed[name])
+    distinct = {id(weight): weight for weight in weights}
+    logger.info("packing %d weights of %s in %d bits", len(distinct), type(model).__name__, bits)
+    packed = dict(zip(distinct, _packed(distinct.values(), bits), strict=True))
     for module in linear:
         module.__dict__["forward"] = _forward(module, packed[id(module.weight)], backend)
     for layer in flat:
         changed = {name: packed[id(w)] for name, w in _matrices(layer.weights).items()}
         biases = {name: _float32(getattr(layer.weights, name)) for name in _BIASES}
         layer.weights = layer.weights._replace(**changed, **biases)
+
+
+def _check_share(model: PreTrainedModel, linear: Sequence[Any], bits: int) -> None:
+    """Warn if most weights are not in linear layers; ValueError if none are."""
     total = sum(weight.numel() for weight in model.parameters())
     share = sum(module.weight.numel() for module in linear) / max(total, 1)
     if not linear:
@@ -61,6 +62,13 @@ def quantize_linear_layers(
             type(model).__name__,
             bits,
         )
+
+
+def _packed(weights: Iterable[Tensor], bits: int) -> list[Tensor]:
+    packed = [quantize_weight(weight, bits) for weight in weights]
+    for index, place in enumerate(places_for(packed) or ()):
+        packed[index] = place.copy_(packed[index])
+    return packed
 
 
 def _forward(module: Any, weight: Tensor, backend: str) -> Callable[[Tensor], Tensor]:
