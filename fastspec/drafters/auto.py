@@ -11,7 +11,7 @@ from fastspec.drafters.context import DrafterContext, DrafterPlan
 from fastspec.models.loading import ReadConfig, load_config
 from fastspec.models.reduced_vocabulary import is_reduced
 
-_BUILDERS = {"glide": glide, "eagle3": eagle3}  # by kind; all others are draft models
+BUILDERS = {"glide": glide, "eagle3": eagle3}  # by kind; all others are draft models
 DraftKind = Literal["glide", "eagle3", "reduced", "model"]
 
 
@@ -37,4 +37,4 @@ def build(context: DrafterContext) -> Drafter | DrafterPlan:
     is_model = isinstance(given, (str, Path, PreTrainedModel))
     kind = kind_of(given, context.read_config) if is_model else "model"
     kind = "glide" if context.wants_glide else kind
-    return _BUILDERS.get(kind, draft_model).build(context)
+    return BUILDERS.get(kind, draft_model).build(context)

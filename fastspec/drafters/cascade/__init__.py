@@ -7,8 +7,8 @@ from typing import cast
 from transformers import PreTrainedModel
 
 from fastspec.config.checks import refuse
-from fastspec.drafters import eagle3, glide, mag
-from fastspec.drafters.auto import kind_of
+from fastspec.drafters import mag
+from fastspec.drafters.auto import BUILDERS, kind_of
 from fastspec.drafters.base import Drafter
 from fastspec.drafters.cascade.drafter import CascadeDrafter
 from fastspec.drafters.cascade.levels import CopyingLevel, Level, ModelLevel
@@ -20,7 +20,6 @@ from fastspec.models.cache_size import Blocks
 from fastspec.models.paged_model import PagedModel
 from fastspec.models.runner import ModelRunner
 
-_READERS = {"eagle3": eagle3, "glide": glide}  # of what the target computes, by kind
 Part = PagedModel | DrafterPlan | Drafter
 
 
@@ -80,7 +79,7 @@ def _part(source: DraftSource, context: DrafterContext) -> Part:
     if isinstance(source, Drafter):
         return source
     if context.spec.draft_bits is not None and isinstance(source, (str, Path, PreTrainedModel)):
-        reader = _READERS.get(kind_of(source, context.read_config))
-        if reader is not None:
-            return as_plan(reader.build(replace(context, drafter=source)))
+        method = BUILDERS.get(kind_of(source, context.read_config))
+        if method is not None:
+            return as_plan(method.build(replace(context, drafter=source)))
     return context.load(source)
