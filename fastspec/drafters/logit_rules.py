@@ -120,23 +120,11 @@ class LogitRules:
         return self.grammar is not None and not self.grammar.advance(token_id)
 
     def dead_end(self, text: list[int]) -> str | None:
-        """Return the options that leave no token after a text whatever its logits, by name; None
+        """Return an error that names the options which together leave no token after a text; None
         if they leave one."""
-        params, num_new = self.params, len(text) - self._num_prompt_tokens
-        words = np.full(-(-self._vocab_size // 32), -1, np.int32)
-        if self.grammar is not None:
-            self.grammar.mask_after([], words)
-        if self.allowed is not None:
-            words &= self.allowed
-        bits = np.unpackbits(words.view(np.uint8), count=self._vocab_size, bitorder="little")
-        is_left = bits.astype(bool)
-        banned = {i for i, bias in self._bias.items() if bias == -np.inf}
-        if num_new < params.min_tokens:
-            banned |= {*self._ends, *self._biased_ends}
-        banned |= {last for *start, last in self._long_words if text[-len(start) :] == start}
-        is_left[[i for i in banned if 0 <= i < self._vocab_size]] = False
-        if is_left.any():
+        if self._left_after(text).any():
             return None
+        params, num_new = self.params, len(text) - self._num_prompt_tokens
         taking_part = {
             "structured_outputs": self.grammar is not None,
             "allowed_token_ids": self.allowed is not None,
@@ -148,6 +136,22 @@ class LogitRules:
         together = f"with {' and '.join(others)}, " if others else ""
         where = f" after token {num_new} of the output" if num_new else ""
         return f"{first}: {together}no token is left to write{where}"
+
+    def _left_after(self, text: list[int]) -> np.ndarray:
+        """Return whether the rules, other than processors, leave each token [V] after a text."""
+        words = np.full(-(-self._vocab_size // 32), -1, np.int32)
+        if self.grammar is not None:
+            self.grammar.mask_after([], words)
+        if self.allowed is not None:
+            words &= self.allowed
+        bits = np.unpackbits(words.view(np.uint8), count=self._vocab_size, bitorder="little")
+        is_left = bits.astype(bool)
+        banned = {i for i, bias in self._bias.items() if bias == -np.inf}
+        if len(text) - self._num_prompt_tokens < self.params.min_tokens:
+            banned |= {*self._ends, *self._biased_ends}
+        banned |= {last for *start, last in self._long_words if text[-len(start) :] == start}
+        is_left[[i for i in banned if 0 <= i < self._vocab_size]] = False
+        return is_left
 
     def change(self, text: list[int], path: list[int], row: Tensor) -> None:
         """Ban the last tokens of bad words, and apply the processors to a row [V] float32.

@@ -21,9 +21,10 @@ _VALUES_AT_ONCE = 2**20  # of a weight while it is packed, so that they stay in 
 def quantize_weight(weight: Tensor, bits: int) -> Tensor:
     """Pack a weight matrix into blocks of 4- or 8-bit integers with a scale for every 32 inputs.
 
-    Each group of 32 neighbouring inputs of an output becomes integers times one bfloat16 scale: 8
-    bits from -127 to 127, with the greatest magnitude at the end; 4 bits from -8 to 7, with the
-    scale that fits the rounded values best. Both take half a bit more per weight, for the scales.
+    Each group of 32 neighbouring inputs of an output becomes integers times one bfloat16 scale.
+    With 8 bits they range from -127 to 127, and the scale is the greatest magnitude / 127, signed
+    so that it becomes -127. With 4 bits they range from -8 to 7, and the scale is the one that fits
+    the rounded values best (least squares). The scales add half a bit per weight.
 
     Args:
         weight: [N, K] float32, bfloat16 or float16, finite.
@@ -62,8 +63,8 @@ def quantized_linear(
 
     Each group of 32 neighbouring values of a row becomes integers from -127 to 127 times its
     greatest magnitude / 127. The products of a group are summed as integers, exactly; these sums
-    are scaled and added in float32, in order. A result that is only about right is all that a draft
-    needs: verification makes the output exact.
+    are scaled and added in float32, in order. An approximate result is enough for a draft, because
+    verification makes the output exact.
 
     Args:
         input: [..., K] float32, bfloat16 or float16, contiguous.

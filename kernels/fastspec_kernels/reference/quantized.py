@@ -70,6 +70,7 @@ def quantized_linear(
 
 
 def _multiples(groups: Tensor, scales: Tensor, least: int) -> Tensor:
+    """Return the nearest multiples of the scales as packed, 0 where a scale is 0."""
     scales = scales.bfloat16().float()
     most = 7 if least == -8 else -least
     return torch.where(scales == 0, 0.0, groups / scales).round().clamp(least, most)
