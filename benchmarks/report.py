@@ -168,7 +168,8 @@ def with_speed_ups(table: str, latest: dict[str, dict], real: list[dict]) -> str
         shown = cells(bundled, speed_up), cells(best, speed_up), tokens, cells(beside, over_peer)
         return f"{match[1]} {' | '.join(shown)} |"
 
-    line = r"^(\| `([a-z0-9_]+)`((?:, (?:tree|copies|copy of the target))?) \|[^|]*\|[^|]*\|)(?:[^|]*\|){4}$"
+    name = r"`([a-z0-9_]+)`((?:, (?:tree|copies|copy of the target))?)"
+    line = rf"^(\| {name} \|[^|]*\|[^|]*\|)(?:[^|]*\|){{4}}$"
     return re.sub(line, row, table, flags=re.MULTILINE)
 
 

@@ -44,7 +44,7 @@ def make_draft(
         ValueError: the fields of the shape do not fit together, or the target is not one that such
             a draft learns from.
     """
-    is_recurrent = paged_model_of(target, EngineConfig()).recurrent is not None
+    running = paged_model_of(target, EngineConfig())  # refuses targets that the engine does not run
     sizes = {name: getattr(shape, name) for name in ("hidden_size", "intermediate_size")}
     sizes = {name: size for name, size in sizes.items() if size is not None}
     large = target.config.get_text_config(decoder=True)
@@ -59,7 +59,7 @@ def make_draft(
         draft = make_shallow(target, shape.layers, **sizes)
     else:
         draft = make_glide(target, shape.layers, **sizes)
-        _check_glimpse(target, shape.layers, is_recurrent)
+        _check_glimpse(target, shape.layers, running.recurrent is not None)
         draft = make_plain(draft, target) if kind == "plain" else draft
     if (size := shape.reduced_vocab_size) is not None:
         vocab_size = draft.config.vocab_size
