@@ -232,7 +232,7 @@ MUTATIONS = [
         EMULATED_TREE,
         ("tree_.uniform(node_) < mass", "tree_.uniform(child) < mass"),
         ("if (removes && !removed) draft_left", "if (!removed) draft_left"),
-        ("for (int model = judges ? 0 : 1;", "for (int model = 1;"),
+        ("for (int model = reads_draft ? 0 : 1;", "for (int model = 1;"),
     ),
     *_of(
         "csrc/cuda/statistics.cuh",

@@ -139,9 +139,9 @@ class NodeVerifier {
   // Reads the rows of the node; false if one is invalid. The target's is last, so it stays staged.
   __device__ bool read() {
     if (!tree_.has_row(node_)) return false;
-    const bool judges = tree_.drawn() && tree_.next_child(node_, node_) < tree_.num();
+    const bool reads_draft = tree_.drawn() && tree_.next_child(node_, node_) < tree_.num();
 #pragma unroll 1
-    for (int model = judges ? 0 : 1; model < 2; ++model) {
+    for (int model = reads_draft ? 0 : 1; model < 2; ++model) {
       const Row row = model == 0 ? tree_.draft_row(node_).row : tree_.target_row(node_);
       target_ = row_statistics(team_, RowView<kStaged>(team_, row), tree_.sampling());
       if (!target_.valid) return false;
