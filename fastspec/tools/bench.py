@@ -8,7 +8,7 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -137,7 +137,7 @@ def measure(
             "ratios": ratios,
             "acceptance_rate": None if rate is None else round(rate, 4),
             "mean_acceptance_length": round(ours.num_output_tokens / ours.num_steps, 4),
-            "swi": round(swi(ours, *methods.costs), 3),
+            "swi": round(swi(ours, *methods.costs, names=methods.levels), 3),
             "draft_cost": round(draft_cost, 3),
             "judge_cost": round(judge_cost, 3),
             "predicted_speed_up": round(predicted, 3),
@@ -182,16 +182,20 @@ def step_costs(plain: SpecStats, speculative: SpecStats) -> tuple[float, float]:
     return drafting / plain_step, verifying / plain_step
 
 
-def swi(stats: SpecStats, target_cost: float, *draft_costs: float) -> float:
+def swi(
+    stats: SpecStats, target_cost: float, *draft_costs: float, names: Sequence[str] = ()
+) -> float:
     """Chen et al.'s SWI; drafters that copy cost nothing.
 
     Args:
         stats: counters of the runs.
         target_cost: of one pass, in any unit, such as parameters.
         draft_costs: of one pass of each draft model; for a cascade's several models, in its order.
+        names: of these models in the counters; by default draft_model_1 and so on.
     """
     passes = {**stats.num_draft_passes, "target": stats.num_steps}
-    costs = {f"draft_model_{n}": cost for n, cost in enumerate(draft_costs, start=1)}
+    names = names or [f"draft_model_{n}" for n in range(1, len(draft_costs) + 1)]
+    costs = dict(zip(names, draft_costs, strict=True))
     if len(draft_costs) < 2:
         costs = dict.fromkeys(passes, sum(draft_costs))
     costs["target"] = costs["quantized"] = target_cost  # a copy has as many parameters

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ from fastspec.config.k_matrix import MAG_TOKENS
 from fastspec.config.methods import OWN_DRAFTS, method_named
 from fastspec.drafters.auto import kind_of
 from fastspec.drafters.context import DrafterContext, load_draft
-from fastspec.drafters.eagle3 import EagleDraft, load_eagle3
+from fastspec.drafters.eagle3 import Eagle1Draft, EagleDraft, load_eagle3
 from fastspec.drafters.glide import GlideLlamaForCausalLM, load_glide
 from fastspec.drafters.reencoding import is_reencoded
 from fastspec.engine.engine import Engine
@@ -55,6 +56,7 @@ class Methods:
     Attributes:
         target, tokenizer, drafts: the loaded models.
         parts: of a cascade, by name.
+        levels: what counters of a cascade's passes call each draft model.
         refused: why Hugging Face's assisted generation is left out, with a draft model or with the
             target's first layers; None if it runs.
         uncompared: methods whose output differs from plain decoding: the draft model by itself, and
@@ -76,8 +78,11 @@ class Methods:
         self.max_tokens, self._peers = settings.max_tokens, settings.peers
         self._names = [Path(name).name for name in (target, *drafts)]
         method, spec = method_named(spec.method), spec.for_repeated_prompts()
-        if "bigram_path" in method.fields:
-            spec = replace(spec, bigram_path=spec.bigram_path or bigram_beside(target))
+        bigram = spec.bigram_path or bigram_beside(target)
+        num_models = len(drafts) + (spec.draft_bits is not None)
+        has_mag = not method.takes_several or len(spec.cascade_matrix) > num_models
+        if "bigram_path" in method.fields and has_mag:
+            spec = replace(spec, bigram_path=bigram)
         self.tokenizer = load_tokenizer("target", target)
         self.target = load_model("target", target, config)
         own_tokenizer = self._tokenizer_of_reencoded(drafts, spec, config)
@@ -104,7 +109,7 @@ class Methods:
                 kind = kind if kind in OWN_DRAFTS else "draft_model"
                 alone = SpecConfig(kind, settings.num_speculative_tokens)
                 parts[kind if len(drafts) == 1 else f"{kind}_{n}"] = alone, each
-            mag = SpecConfig("mag", MAG_TOKENS, bigram_path=spec.bigram_path)
+            mag = SpecConfig("mag", MAG_TOKENS, bigram_path=bigram)
             for name, (part, model) in (parts | {"mag": (mag, None)}).items():
                 self.parts[name] = part
                 self._engines[name] = Engine(self.target, model, spec=part, config=config)
@@ -118,6 +123,7 @@ class Methods:
         self.uncompared = {"draft"}
         if spec.synthetic_acceptance_rate is not None:
             self.uncompared.add("speculative")
+        self.levels = _level_names(self.drafts)
         self.costs = costs or [model.num_parameters() for model in (self.target, *self.drafts)]
         self._generate = cast(Any, self.target).generate  # only generative classes have it
         self._num_speculative_tokens = spec.num_draft_tokens()
@@ -274,6 +280,19 @@ def load_named_draft(
     is_glide = kind == "glide"
     load = partial(load_glide, target=target) if is_glide else partial(load_model, "draft")
     return load_draft("draft", name, config, tokenizer, target, load, keeps_ids=is_glide)
+
+
+def _level_names(drafts: Sequence[PreTrainedModel]) -> list[str]:
+    """Return what a cascade's counters call the passes of its draft models."""
+    kinds = {GlideLlamaForCausalLM: "glide", Eagle1Draft: "eagle", EagleDraft: "eagle3"}
+    names = [
+        next((name for kind, name in kinds.items() if isinstance(draft, kind)), "draft_model")
+        for draft in drafts
+    ]
+    numbers = count(1)
+    if names.count("draft_model") < 2:
+        return names
+    return [f"{name}_{next(numbers)}" if name == "draft_model" else name for name in names]
 
 
 def _described(name: str, model: PreTrainedModel) -> dict[str, Any]:

@@ -54,6 +54,25 @@ def test_bench_runs_the_parts_too(invoke, bundled, tmp_path):
     assert "SWI" in result.stdout
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        (),  # the bundled draft model, and no level for the bigrams of the bundled target
+        ("--draft", "tiny-draft,tiny-glide", "--k-matrix", "[[4,0,0],[0,2,0],[0,0,1]]"),
+    ],
+)
+def test_bench_of_a_copy_that_reviews_drafts(options, invoke, tmp_path):
+    out = tmp_path / "results.jsonl"
+    copied = "--method", "cascade", "--draft-bits", "8", "--no-peers", "--temperatures", "0"
+    result = invoke(*BENCH, *copied, *options, "--out", out)
+    assert result.exit_code == 0, result.stderr
+    record = json.loads(out.read_text())
+    assert record["draft_bits"] == 8
+    assert record["verified"]
+    (measured,) = record["results"]
+    assert 0 < measured["swi"] < measured["mean_acceptance_length"]
+
+
 def test_several_draft_models_are_measured_and_counted(invoke, pair, tmp_path):
     """The passes of each cost what the published table says of it."""
     folders = {"flan-t5-large": pair[1], "flan-t5-base": pair[3], "flan-t5-small": pair[3]}
