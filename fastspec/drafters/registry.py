@@ -85,9 +85,10 @@ def plan_drafter(context: DrafterContext) -> DrafterPlan | None:
     if given is None and method.takes_draft:
         given = own_draft(context.target, method.name)
     if given is None and method.takes_draft:
-        if method.needs_draft and context.spec.draft_bits is not None:
+        has_copy = context.spec.draft_bits is not None
+        if has_copy and context.spec.heterogeneous_vocab is None:
             return _planned(method, context)  # a cascade of the target's copy and MaG
-        if method.needs_draft:
+        if method.needs_draft and not has_copy:
             what = f"method {method.name!r}"
         elif context.spec.cape:
             what = "cape"

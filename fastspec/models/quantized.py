@@ -29,7 +29,7 @@ def quantize_linear_layers(
     as fused experts, are not packed.
 
     Raises:
-        ValueError: no layer can be packed.
+        ValueError: no layer can be packed, or one has a weight that is not finite.
     """
     linear: list[Any] = [module for module in model.modules() if is_plain_linear(module)]
     _check_share(model, linear, bits)
@@ -39,7 +39,10 @@ def quantize_linear_layers(
     weights += [weight for layer in flat for weight in _matrices(layer.weights).values()]
     distinct = {id(weight): weight for weight in weights}
     logger.info("packing %d weights of %s in %d bits", len(distinct), type(model).__name__, bits)
-    packed = dict(zip(distinct, _packed(distinct.values(), bits), strict=True))
+    try:
+        packed = dict(zip(distinct, _packed(distinct.values(), bits), strict=True))
+    except ValueError as error:
+        raise ValueError(f"method: cannot quantize {type(model).__name__}: {error}") from error
     for module in linear:
         module.__dict__["forward"] = _forward(module, packed[id(module.weight)], backend)
     for layer in flat:

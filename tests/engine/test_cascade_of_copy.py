@@ -128,6 +128,8 @@ def test_options():
     assert output.token_ids == hugging_face_greedy(model, PROMPTS[2])
     with pytest.raises(ValueError, match=r"^drafter: method 'cascade' needs a draft model"):
         Engine(model, spec="cascade")
+    with pytest.raises(ValueError, match=r"^drafter: heterogeneous_vocab needs a draft model"):
+        Engine(model, spec=SpecConfig("cascade", draft_bits=8, heterogeneous_vocab="intersection"))
     with pytest.raises(ValueError, match=r"^k_matrix: it is 3 x 3, but the cascade has 1 levels"):
         Engine(model, spec=spec_of(matrix=((1, 2, 3), (0, 1, 2), (0, 0, 1))))
     with pytest.raises(ValueError, match=r"^method: 'cascade' reads the target's weights"):

@@ -114,6 +114,15 @@ def test_what_it_cannot_do_is_refused(kind, named):
         Engine(target, spec=spec_of())
 
 
+def test_weights_that_are_not_finite_are_refused():
+    model = random_model("llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 5] = torch.inf
+    named = r"^method: cannot quantize LlamaForCausalLM: weight: expected finite values"
+    with pytest.raises(ValueError, match=named):
+        Engine(model, spec=spec_of())
+
+
 def test_wrong_options():
     with pytest.raises(ValueError, match=r"^draft_bits: expected 4 or 8, got 5"):
         spec_of(5)
