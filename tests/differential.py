@@ -25,7 +25,7 @@ from .models import EOS_ID, byte_tokenizer, perturbed, random_model
 NUM_BLOCKS = 24  # of 16 tokens: room for some four of sixteen requests
 TOLERANCE = 1e-4
 _LEFT_OUT = ("auto", "none", "eagle3")  # EAGLE-3 needs a target of more layers
-METHODS = ("cape", *(name for name in methods() if name not in _LEFT_OUT))
+METHODS = ("cape", "copy_reviews", *(name for name in methods() if name not in _LEFT_OUT))
 
 
 @dataclass
@@ -181,13 +181,16 @@ def config_of(num_blocks: int) -> EngineConfig:
 
 
 def spec_of(method: str) -> SpecConfig:
-    """Its options in this test; "cape" is the draft model with siblings."""
+    """Its options in this test; "cape" is the draft model with siblings, "copy_reviews" a cascade
+    with a copy of the target."""
     options = {"num_speculative_tokens": 4, "rejection_sample_method": "coupled"}
     match method:
         case "cape":
             return SpecConfig("draft_model", cape=True, **options)
         case "cascade":
             return SpecConfig(method, k_matrix=[[2, 2], [0, 3]], rejection_sample_method="coupled")
+        case "copy_reviews":
+            return SpecConfig("cascade", draft_bits=4, rejection_sample_method="coupled")
         case "prompt_lookup":
             return SpecConfig(method, prompt_lookup_max=2, **options)
         case "early_exit":
@@ -204,6 +207,7 @@ def engine_of(
         "draft_model": lambda: perturbed(model, 0.2),
         "tree": lambda: perturbed(model, 0.2),
         "cape": lambda: perturbed(model, 0.2),
+        "copy_reviews": lambda: often_right(model),
         "cascade": lambda: [perturbed(model, 0.1), perturbed(model, 0.4, seed=2)],
         "glide": lambda: often_right(model),
     }

@@ -147,10 +147,20 @@ _TREES = {
     "cascade": SpecConfig("cascade", k_matrix=((2, 4), (0, 0))),
 }
 _EXIT = {"early exit": SpecConfig("early_exit", 2, exit_layer=1)}  # of two layers
+_COPIES = {
+    "quantized": SpecConfig("quantized", 3, draft_bits=4),
+    "copy reviews": SpecConfig("cascade", draft_bits=8, k_matrix=((3, 1), (0, 2))),
+}
 # Name, share of the requests, model, drafters beside the engine's own, configuration.
 WORLDS = (
-    ("llama", 20, _llama, {**_CHAINS, **_TREES}, {"num_blocks": 44, "prefix_caching": True}),
-    ("gemma2", 8, _gemma2, {**_CHAINS, **_TREES, **_EXIT}, {"num_blocks": 40}),
+    (
+        "llama",
+        20,
+        _llama,
+        {**_CHAINS, **_TREES, **_COPIES},
+        {"num_blocks": 44, "prefix_caching": True},
+    ),
+    ("gemma2", 8, _gemma2, {**_CHAINS, **_TREES, **_COPIES, **_EXIT}, {"num_blocks": 40}),
     ("t5", 2, random_t5, _CHAINS, {"num_blocks": 20}),
     ("mamba2", 1, _mamba2, {"lookup": _CHAINS["lookup"]}, {"num_blocks": 40}),
 )
