@@ -149,7 +149,9 @@ class ModelLevel(Level):
         self.lenience, self.backend, self._source = lenience, backend, source
 
     def write(self, drafts: list[Draft], counts: list[int], batch: Batch) -> None:
-        requests, texts = self._requests_of(drafts), [draft.text for draft in drafts]
+        requests, texts = [draft.request for draft in drafts], [draft.text for draft in drafts]
+        if self._source is not None:
+            requests = _as_read_by(self._source, requests)
         uniforms = draw_uniforms(drafts, batch.num_speculative_tokens, batch)
         keeps_logits = self.lenience > 1 or any(not draft.is_greedy for draft in drafts)
         token_ids, logits, _ = self.model.write(
@@ -179,7 +181,9 @@ class ModelLevel(Level):
         drafts = [draft for draft, _ in reviewed]
         tokens = [draft.tokens[start:] for draft, start in reviewed]
         num_rows = [len(row) + 1 for row in tokens]
-        requests, texts = self._requests_of(drafts), [draft.text for draft in drafts]
+        requests, texts = [draft.request for draft in drafts], [draft.text for draft in drafts]
+        if self._source is not None:
+            requests = _as_read_by(self._source, requests)
         logits = self._whole(self.model.read(requests, texts, num_rows))
         first = [0, *accumulate(num_rows)]
         split = first[num_by_chain]
@@ -215,16 +219,6 @@ class ModelLevel(Level):
 
     def release(self, request: Request) -> None:
         self.model.release(request)
-
-    def _requests_of(self, drafts: list[Draft]) -> list[Request]:
-        """Return the drafts' requests; with a source, as if the target had read what it has."""
-        requests = [draft.request for draft in drafts]
-        if self._source is None:
-            return requests
-        views = [copy(request) for request in requests]
-        for view in views:
-            view.num_cached = self._source.num_cached(view)
-        return views
 
     def _whole(self, logits: Tensor) -> Tensor:
         """Return logits of the cascade's vocabulary, -inf for ids that the model lacks."""
@@ -278,6 +272,14 @@ class ModelLevel(Level):
             reviews.append(Review(end - first, best_ids[end], [*probs[first:end], best_probs[end]]))
             first += len(row) + 1
         return reviews
+
+
+def _as_read_by(source: OnTargetDrafter, requests: list[Request]) -> list[Request]:
+    """Return the requests as if the target had read what its copy has read."""
+    views = [copy(request) for request in requests]
+    for view in views:
+        view.num_cached = source.num_cached(view)
+    return views
 
 
 def _sampling(drafts: list[Draft], batch: Batch) -> SamplingTensors:
