@@ -32,7 +32,7 @@ def lower_draft(kind, model, tmp_path):
 
 
 @pytest.mark.parametrize("kind", LOWER)
-@pytest.mark.parametrize("config", [{}, {"num_blocks": 30}, {"prefix_caching": True}])
+@pytest.mark.parametrize("config", [{"num_blocks": 30}, {"prefix_caching": True}])
 def test_greedy_output_is_that_of_plain_decoding(kind, config, tmp_path):
     model = random_model("llama", hidden_size=64)
     draft = lower_draft(kind, model, tmp_path)

@@ -28,8 +28,10 @@ def spec_of(bits=None, count=4, **options):
     return SpecConfig("quantized", count, draft_bits=bits, **options)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2", "gpt_neox", "gpt_oss", "gpt2"])
+@pytest.mark.parametrize(
+    ("kind", "bits"),
+    [*zip(["llama", "qwen3", "gemma2", "gpt_neox", "gpt_oss", "gpt2"], [4, 8] * 3, strict=True)],
+)
 def test_greedy_output_is_that_of_plain_decoding(kind, bits):
     model = random_model(kind)
     expected = [hugging_face_greedy(model, prompt, GREEDY.max_tokens) for prompt in PROMPTS]
