@@ -37,17 +37,10 @@ std::vector<int64_t> shape_of_rows(const Tensor& rows) {
   return {rows.sizes().begin(), rows.sizes().end()};
 }
 
-Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
+// Runs a product of checked tensors, whose types and numbers of inputs and outputs are filled in.
+Tensor multiply(cpu::LinearCall& call, const Tensor& input, const Tensor& weight,
+                const OptionalTensor& bias) {
   std::vector<int64_t> shape = shape_of_rows(input);
-  require(weight.dim() == 2);
-  cpu::LinearCall call = {};
-  call.element = call.weight_element = element(weight);
-  call.num_outputs = weight.size(0);
-  call.depth = weight.size(1);
-  require(input.is_contiguous() && weight.is_contiguous() && (!bias || bias->is_contiguous()));
-  require(input.scalar_type() == weight.scalar_type() && shape.back() == call.depth);
-  require(!bias ||
-          (has_shape(*bias, {call.num_outputs}) && bias->scalar_type() == weight.scalar_type()));
   shape.back() = call.num_outputs;
   Tensor out = new_tensor(shape, input.scalar_type());
   call.num_rows = call.num_outputs == 0 ? 0 : out.numel() / call.num_outputs;
@@ -59,26 +52,31 @@ Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& b
   return out;
 }
 
+Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
+  require(input.dim() > 0 && weight.dim() == 2);
+  cpu::LinearCall call = {};
+  call.element = call.weight_element = element(weight);
+  call.num_outputs = weight.size(0);
+  call.depth = weight.size(1);
+  require(input.is_contiguous() && weight.is_contiguous() && (!bias || bias->is_contiguous()));
+  require(input.scalar_type() == weight.scalar_type() && input.size(input.dim() - 1) == call.depth);
+  require(!bias ||
+          (has_shape(*bias, {call.num_outputs}) && bias->scalar_type() == weight.scalar_type()));
+  return multiply(call, input, weight, bias);
+}
+
 Tensor quantized_linear(const Tensor& input, const Tensor& weight, int64_t num_outputs,
                         const OptionalTensor& bias) {
-  std::vector<int64_t> shape = shape_of_rows(input);
+  require(input.dim() > 0);
   cpu::LinearCall call = {};
   call.element = element(input);
-  call.depth = shape.back();
+  call.depth = input.size(input.dim() - 1);
   call.num_outputs = num_outputs;
   require(input.is_contiguous() && call.depth > 0 && num_outputs > 0);
   require(is_quantized_weight(weight, num_outputs, call.depth));
   require(!bias || is_vector(*bias, num_outputs, ScalarType::Float));
   call.weight_element = bits_of(weight);
-  call.num_rows = input.numel() / call.depth;
-  shape.back() = num_outputs;
-  Tensor out = new_tensor(shape, input.scalar_type());
-  call.input = input.const_data_ptr();
-  call.weight = weight.const_data_ptr();
-  call.bias = bias ? bias->const_data_ptr() : nullptr;
-  call.out = out.mutable_data_ptr();
-  cpu::linear(call);
-  return out;
+  return multiply(call, input, weight, bias);
 }
 
 bool is_like(const Tensor& tensor, std::initializer_list<int64_t> shape, ScalarType type) {

@@ -48,7 +48,7 @@ constexpr int64_t kOutputTile = 16;
 constexpr int64_t kBlockDepth = 64;
 constexpr int64_t kScaleBytes = 2 * kOutputTile * 2;
 
-inline int64_t block_bytes(Element element) {
+constexpr int64_t block_bytes(Element element) {
   return kScaleBytes + kOutputTile * kBlockDepth / (element == Element::kInt4 ? 2 : 1);
 }
 

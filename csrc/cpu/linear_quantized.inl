@@ -128,6 +128,7 @@ void multiply_quantized_tile(const RowBlock* row, int64_t stride, const char* we
   static_assert(kOutputTile == kParts * kNativeLanes);
   constexpr int kQuads = kBlockDepth / 8;  // of half a block
   constexpr int64_t kQuadBytes = kOutputTile * 4;
+  constexpr int64_t kBlockBytes = block_bytes(bits == 4 ? Element::kInt4 : Element::kInt8);
   constexpr int kZero = bits == 4 ? 8 : 128;
   constexpr bool is_signed = bits == 8 && Products::kTakesSigned;
   for (int r = 0; r < rows; ++r) {
@@ -136,7 +137,7 @@ void multiply_quantized_tile(const RowBlock* row, int64_t stride, const char* we
   for (int64_t block = 0; block < blocks; ++block, ++row) {
     const BF16* scales = reinterpret_cast<const BF16*>(weight);
     const char* quads = weight + kScaleBytes;
-    weight += kScaleBytes + kBlockDepth * kOutputTile * bits / 8;
+    weight += kBlockBytes;
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
 #pragma GCC unroll 4
