@@ -150,8 +150,8 @@ class DrafterContext:
         model = load_draft("drafter", source, *given, load is not None, *readers)
         return paged_model_of(model, self.config)
 
-    def runner(self, model: PagedModel, block_manager: Blocks, caches: Any = None) -> ModelRunner:
-        """A runner over the blocks of the target's cache, with caches of its own unless given."""
+    def runner(self, model: PagedModel, block_manager: Blocks) -> ModelRunner:
+        """A runner over the blocks of the target's cache, with caches of its own."""
         num_blocks, block_size = block_manager.num_blocks, block_manager.block_size
         chunk_size, cuda_graphs = self.config.prefill_chunk_size, self.config.cuda_graphs
-        return ModelRunner(model, num_blocks, block_size, chunk_size, cuda_graphs, caches)
+        return ModelRunner(model, num_blocks, block_size, chunk_size, cuda_graphs)

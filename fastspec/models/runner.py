@@ -23,8 +23,8 @@ class ModelRunner:
     """One model with its caches; block tables are passed in, so models can share them.
 
     Args:
-        caches: caches to read and write, of a runner of the model whose first layers this one runs;
-            None = its own.
+        caches: caches to read and write, of a runner of the model whose layers, or the first of
+            them, this one runs; None = its own.
     Raises:
         ValueError: cuda_graphs is "on" but this model cannot be captured, or it attends in chunks
             that are not whole blocks.
