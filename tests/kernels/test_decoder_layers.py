@@ -184,13 +184,10 @@ def test_trees(dtype, backend):
     assert_close(out, expected, tolerance_of(dtype, backend))
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("full", [False, True], ids=["plain", "every option"])
-def test_a_rows_bits_do_not_depend_on_the_call(dtype, full, restore_threads):
-    """Alone on the cache that the rows before it have left, or together with them and others."""
-    layer, count = Layers(dtype, full), 9
-    table = [[4, 0, 2]]
-    alone = []
+def assert_rows_stand_alone(layer: Layers):
+    """A row's bits: alone on the cache that the rows before it have left, or with them and others,
+    on any number of threads."""
+    count, table, alone = 9, [[4, 0, 2]], []
     for row in range(count):
         out, layer.caches = layer.run([row], table, [row + 1], [1])
         alone.append(out)
@@ -204,6 +201,12 @@ def test_a_rows_bits_do_not_depend_on_the_call(dtype, full, restore_threads):
             [*range(20, 31), *range(count)], [[1, 3, 5], *table], [11, count], [11, count]
         )
         assert torch.equal(more[11:], rows), threads
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("full", [False, True], ids=["plain", "every option"])
+def test_a_rows_bits_do_not_depend_on_the_call(dtype, full, restore_threads):
+    assert_rows_stand_alone(Layers(dtype, full))
 
 
 def written(given: Layers, **changes):

@@ -10,7 +10,7 @@ from fastspec_kernels import LayerWeights, available_backends, quantize_weight
 from fastspec_kernels.reference.quantized import dequantize_weight
 
 from .cases import backends_of
-from .test_decoder_layers import Layers, written
+from .test_decoder_layers import Layers, assert_rows_stand_alone, written
 
 pytestmark = [
     pytest.mark.usefixtures("instruction_set"),
@@ -115,22 +115,7 @@ def test_packed_weights_stand_for_a_matrix(backend, full, sizes, bits):
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("full", [False, True], ids=["plain", "every option"])
 def test_a_rows_bits_do_not_depend_on_the_call(full, bits, restore_threads):
-    layer, count = PackedLayers(torch.bfloat16, bits, full), 9
-    table = [[4, 0, 2]]
-    alone = []
-    for row in range(count):
-        out, layer.caches = layer.run([row], table, [row + 1], [1])
-        alone.append(out)
-    rows = torch.cat(alone)
-    for threads in (1, 2):
-        torch.set_num_threads(threads)
-        for number in (1, 2, 4, 5, 9):
-            together, _ = layer.run(list(range(number)), table, [number], [number])
-            assert torch.equal(together, rows[:number]), (threads, number)
-        more, _ = layer.run(
-            [*range(20, 31), *range(count)], [[1, 3, 5], *table], [11, count], [11, count]
-        )
-        assert torch.equal(more[11:], rows), threads
+    assert_rows_stand_alone(PackedLayers(torch.bfloat16, bits, full))
 
 
 @pytest.mark.parametrize("bits", BITS)
