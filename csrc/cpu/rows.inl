@@ -32,6 +32,12 @@ FASTSPEC_INLINE void each_vector_two_ways(const T* x, int64_t size, const F& vis
 
 FASTSPEC_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
+// Fetches a tile, which may lie past the end of the logits.
+template <class T>
+FASTSPEC_INLINE void prefetch_tile(const T* x) {
+  for (int64_t i = 0; i < kTile; i += 64 / sizeof(T)) __builtin_prefetch(x + i, 0, 2);
+}
+
 // Calls visit(tile, its size) on the tiles with a lane maximum >= bound.
 template <class T, class F>
 FASTSPEC_INLINE void each_tile_at_least(const void* logits, int64_t size, const float* lane_maxima,
@@ -79,6 +85,7 @@ float row_max(const void* logits, int64_t size, float* lane_maxima, float* chunk
   return reduce_max(best);
 }
 
+// Powers take so long that the next chunk of the row arrives meanwhile.
 template <class T>
 double row_sum(const void* logits, int64_t size, const float* lane_maxima,
                const Weighting& weighting) {
@@ -88,6 +95,7 @@ double row_sum(const void* logits, int64_t size, const float* lane_maxima,
   each_tile_at_least<T>(
       logits, size, lane_maxima, weighting.cutoff, [&](const T* tile, int64_t count) {
         F32x16 sums[2] = {broadcast(0.0f), broadcast(0.0f)};
+        prefetch_tile(tile + kChunk);
         each_vector_two_ways(tile, count, [&](const F32x16& v, int way) FASTSPEC_INLINE_LAMBDA {
           sums[way] = each_part([&](int p) {
             const Exp2 exp2 = exp2_scaled(v.part[p] - max, scale);
