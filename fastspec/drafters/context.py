@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fastspec.config import EngineConfig, SpecConfig
 from fastspec.drafters.base import Drafter
-from fastspec.models.cache_size import Blocks
+from fastspec.models.blocks import Blocks
 from fastspec.models.encoder_decoder import paged_model_of
 from fastspec.models.loading import (
     ReadConfig,

@@ -19,7 +19,7 @@ from fastspec.drafters.base import (
 )
 from fastspec.drafters.context import DrafterContext, DrafterPlan, Loader
 from fastspec.drafters.logit_rules import Rows, apply_rules, without_forbidden
-from fastspec.models.cache_size import Blocks
+from fastspec.models.blocks import Blocks
 from fastspec.models.layout import Span
 from fastspec.models.paged_model import PagedModel
 from fastspec.models.runner import ModelRunner

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from fastspec.drafters.base import Batch, Request
 from fastspec.drafters.context import DrafterContext, DrafterPlan
 from fastspec.drafters.draft_model import DraftModelDrafter
-from fastspec.models.cache_size import Blocks
+from fastspec.models.blocks import Blocks
 from fastspec.models.layout import KVCache, Span
 from fastspec.models.paged_model import PagedModel
 from fastspec.models.runner import ModelRunner

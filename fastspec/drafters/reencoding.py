@@ -25,7 +25,7 @@ from fastspec.drafters.auto import kind_of
 from fastspec.drafters.base import Batch, Proposal, Request, common_prefix_len
 from fastspec.drafters.context import DrafterContext, DrafterPlan
 from fastspec.drafters.draft_model import DraftModelDrafter, greedy_sampling
-from fastspec.models.cache_size import Blocks
+from fastspec.models.blocks import Blocks
 from fastspec.models.encoder_decoder import paged_model_of
 from fastspec.models.layout import StateKey
 from fastspec.models.loading import load_model

@@ -4,7 +4,7 @@ from collections import OrderedDict
 
 from fastspec.engine.prefix_index import Match, PrefixIndex
 from fastspec.engine.request import EngineRequest
-from fastspec.models.cache_size import Blocks, blocks_needed
+from fastspec.models.blocks import Blocks, blocks_needed
 from fastspec.models.layout import StateKey
 
 

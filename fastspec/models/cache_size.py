@@ -1,17 +1,13 @@
-"""Limits on request length and cache size, and the allocation of cache blocks."""
+"""Limits on the length of requests and on the number of cache blocks."""
 
 import torch
 
 from fastspec.config import EngineConfig
+from fastspec.models.blocks import blocks_needed
 from fastspec.models.paged_model import PagedModel
 
 _DEFAULT_CPU_BYTES = 2**30
 _DEFAULT_MODEL_LEN = 4096  # for models without a limit of their own
-
-
-def blocks_needed(num_tokens: int, block_size: int) -> int:
-    """Return the number of blocks for `num_tokens` tokens."""
-    return -(-num_tokens // block_size)
 
 
 def model_len(config: EngineConfig, target: PagedModel) -> int:
@@ -53,45 +49,3 @@ def cache_blocks(config: EngineConfig, models: list[PagedModel], max_model_len: 
             f" takes {bytes_per_block} bytes{states if state_bytes else ''}"
         )
     return affordable if config.prefix_caching else min(affordable, usable)
-
-
-class Blocks:
-    """A free list of block ids; tables grow as their texts need room, and are freed as a whole.
-
-    Attributes:
-        num_free: number of blocks in no table.
-        num_tokens: capacity of all blocks together.
-    """
-
-    def __init__(self, num_blocks: int, block_size: int):
-        self.num_blocks = self.num_free = num_blocks
-        self.block_size = block_size
-        self.num_tokens = num_blocks * block_size
-        self._free = list(range(num_blocks - 1, -1, -1))
-        self._tenancies = [0] * num_blocks
-
-    def tenancy(self, block_id: int) -> int:
-        """Return a number that changes when a block is reassigned, which voids its contents."""
-        return self._tenancies[block_id]
-
-    def share_with_next(self) -> None:
-        """Do nothing: these blocks are never shared."""
-
-    def fits(self, num_tokens: int) -> bool:
-        """Whether that many tokens of one text fit in an empty cache."""
-        return blocks_needed(num_tokens, self.block_size) <= self.num_blocks
-
-    def reserve(self, block_table: list[int], num_tokens: int) -> bool:
-        """Grow the table to hold `num_tokens`; return False, without change, if blocks run out."""
-        missing = -(-num_tokens // self.block_size) - len(block_table)
-        if missing > self.num_free:
-            return False
-        for _ in range(missing):
-            block_id = self._take()
-            self._tenancies[block_id] += 1
-            self.num_free -= 1
-            block_table.append(block_id)
-        return True
-
-    def _take(self) -> int:
-        return self._free.pop()

@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.cache_utils import EncoderDecoderCache
 
 from fastspec.config import EngineConfig
-from fastspec.models.cache_size import blocks_needed
+from fastspec.models.blocks import blocks_needed
 from fastspec.models.layout import EncoderInput, KVCache, PagedStep
 from fastspec.models.paged_model import PagedModel, PassThroughCache, no_mask
 from fastspec.models.transfer import device_tensor

@@ -16,7 +16,7 @@ from fastspec.drafters.context import DrafterContext, DrafterPlan, DraftSource, 
 from fastspec.drafters.draft_model import DraftModelDrafter
 from fastspec.drafters.on_target import OnTargetDrafter
 from fastspec.drafters.quantized import QuantizedDrafter
-from fastspec.models.cache_size import Blocks
+from fastspec.models.blocks import Blocks
 from fastspec.models.paged_model import PagedModel
 from fastspec.models.runner import ModelRunner
 

@@ -13,7 +13,7 @@ from fastspec.drafters.context import DrafterContext, DrafterPlan
 from fastspec.drafters.draft_model import TargetReader
 from fastspec.drafters.eagle3.loading import load_eagle3
 from fastspec.drafters.eagle3.model import Eagle1Draft, EagleDraft, FlatEagle3, PagedStates
-from fastspec.models.cache_size import Blocks
+from fastspec.models.blocks import Blocks
 from fastspec.models.flat import has_layer_kernels
 from fastspec.models.layout import KVCache, PagedStep, Span, packed
 from fastspec.models.paged_model import PagedModel

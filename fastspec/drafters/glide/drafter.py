@@ -8,7 +8,7 @@ from fastspec.drafters.draft_model import TargetReader
 from fastspec.drafters.glide.loading import load_glide
 from fastspec.drafters.glide.model import GlideLlamaConfig, GlideLlamaForCausalLM
 from fastspec.drafters.glide.paged import GlideRunner
-from fastspec.models.cache_size import Blocks
+from fastspec.models.blocks import Blocks
 from fastspec.models.layout import KVCache
 from fastspec.models.paged_model import PagedModel
 from fastspec.models.runner import ModelRunner
