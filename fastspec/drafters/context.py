@@ -11,7 +11,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from fastspec.config import EngineConfig, SpecConfig
 from fastspec.drafters.base import Drafter
 from fastspec.models.blocks import Blocks
-from fastspec.models.encoder_decoder import paged_model_of
 from fastspec.models.loading import (
     ReadConfig,
     check_same_tokenizer,
@@ -19,6 +18,7 @@ from fastspec.models.loading import (
     load_model,
     load_tokenizer,
 )
+from fastspec.models.model_kinds import paged_model_of
 from fastspec.models.paged_model import PagedModel
 from fastspec.models.reduced_vocabulary import is_reduced, read_reduced
 from fastspec.models.runner import ModelRunner

@@ -4,7 +4,7 @@ from transformers import PreTrainedModel
 
 from fastspec.drafters.context import DrafterContext
 from fastspec.drafters.on_target import OnTargetDrafter
-from fastspec.models.encoder_decoder import paged_model_of
+from fastspec.models.model_kinds import paged_model_of
 from fastspec.models.paged_model import PagedModel
 from fastspec.models.twin import copy_of_modules
 from fastspec_kernels import backend_of

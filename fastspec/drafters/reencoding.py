@@ -26,9 +26,9 @@ from fastspec.drafters.base import Batch, Proposal, Request, common_prefix_len
 from fastspec.drafters.context import DrafterContext, DrafterPlan
 from fastspec.drafters.draft_model import DraftModelDrafter, greedy_sampling
 from fastspec.models.blocks import Blocks
-from fastspec.models.encoder_decoder import paged_model_of
 from fastspec.models.layout import StateKey
 from fastspec.models.loading import load_model
+from fastspec.models.model_kinds import paged_model_of
 from fastspec.models.named import ASSETS
 from fastspec.models.runner import ModelRunner
 from fastspec.models.shared_vocabulary import spellings

@@ -32,8 +32,8 @@ from fastspec.engine.turn import Turn
 from fastspec.engine.verify import prefill, verify
 from fastspec.models.cache_size import cache_blocks, model_len
 from fastspec.models.chat import chat_prompt_ids
-from fastspec.models.encoder_decoder import check_same_kind, paged_model_of, prefix_obstacle
 from fastspec.models.loading import eos_token_ids, load_model, load_tokenizer
+from fastspec.models.model_kinds import check_same_kind, paged_model_of, prefix_obstacle
 from fastspec.models.runner import runner_of
 from fastspec.models.shared_vocabulary import vocabulary_of
 

@@ -20,7 +20,7 @@ from fastspec.engine.pacing import Pacer
 from fastspec.engine.request import EngineRequest
 from fastspec.engine.request_factory import RequestFactory
 from fastspec.engine.speculation import Speculation
-from fastspec.models.encoder_decoder import check_same_kind
+from fastspec.models.model_kinds import check_same_kind
 from fastspec.models.runner import ModelRunner
 from fastspec.models.sharded import Ranks
 from fastspec.models.transfer import device_tensor

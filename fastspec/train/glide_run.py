@@ -14,8 +14,8 @@ from fastspec.drafters.glide import GlideLlamaForCausalLM
 from fastspec.drafters.glide.dense import read_target
 from fastspec.drafters.glide.loading import shape_of_target
 from fastspec.engine.engine import Engine
-from fastspec.models.encoder_decoder import paged_model_of
 from fastspec.models.layer_fields import last_layer_field
+from fastspec.models.model_kinds import paged_model_of
 from fastspec.models.reduced_vocabulary import ReducedHead, reduce_vocabulary, save_reduced
 from fastspec.train.glide import Advance, GlideTrainer, make_glide, make_plain, make_shallow
 from fastspec.train.glide_data import (

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
-from fastspec.models.encoder_decoder import check_same_kind
+from fastspec.models.model_kinds import check_same_kind
 
 from ..architectures import config_of, random_decoder
 from ..models import byte_tokenizer, perturbed, random_model
