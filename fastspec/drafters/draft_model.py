@@ -1,9 +1,8 @@
 """A smaller model as drafter: K decoding steps on its own paged cache, without host syncs."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, takewhile
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,11 +16,10 @@ from fastspec.drafters.base import (
     SamplingTensors,
     sampling_of_rows,
 )
-from fastspec.drafters.context import DrafterContext, DrafterPlan, Loader
+from fastspec.drafters.context import DrafterContext, DrafterPlan
 from fastspec.drafters.logit_rules import Rows, apply_rules, without_forbidden
 from fastspec.models.blocks import Blocks
 from fastspec.models.layout import Span
-from fastspec.models.paged_model import PagedModel
 from fastspec.models.runner import ModelRunner
 from fastspec.models.transfer import device_tensor, padded_tensor
 from fastspec_kernels import sample, sample_coupled
@@ -281,66 +279,6 @@ def draft_model_of(drafter: Drafter | None) -> DraftModelDrafter | None:
     """Return the drafter itself or its attribute `draft` if that is a draft model, else None."""
     model = getattr(drafter, "draft", drafter)
     return model if isinstance(model, DraftModelDrafter) else None
-
-
-class TargetReader(DraftModelDrafter):
-    """Drafts with a model whose passes read pages of the target as well as its own.
-
-    Args:
-        model: the draft model, in its paged form.
-        target: the runner whose pages are read.
-        block_manager: manages the blocks that both share.
-        chunk_size: tokens per pass while a prompt is read.
-        probabilistic: sample drafts; False takes the most probable tokens.
-        confidence_threshold: see `DraftModelDrafter`.
-    Raises:
-        ValueError: the draft model was made for another target.
-    """
-
-    kind: str  # name of its method and its models, for errors
-    reads: str  # what it reads of the target, for errors
-    model_class: type
-    runner_class: Callable[..., ModelRunner]
-
-    def __init__(
-        self,
-        model: PagedModel,
-        target: ModelRunner,
-        block_manager: Blocks,
-        chunk_size: int,
-        probabilistic: bool,
-        confidence_threshold: float | None = None,
-    ):
-        sizes = block_manager.num_blocks, block_manager.block_size, chunk_size
-        runner = self.runner_class(model, self.pages(model, target, block_manager), *sizes)
-        options = probabilistic, confidence_threshold
-        super().__init__(runner, block_manager, target.vocab_size, *options)
-
-    @staticmethod
-    def pages(model: PagedModel, target: ModelRunner, blocks: Blocks) -> Any:
-        """Return what its passes read of the target, which keeps that from now on."""
-        raise NotImplementedError
-
-    @classmethod
-    def plan(cls, context: DrafterContext, load: Loader) -> "Drafter | DrafterPlan":
-        """Plan its method with a model that `load` loads, or accept a drafter of its own class."""
-        given = context.drafter
-        if isinstance(given, cls):
-            return given
-        if isinstance(given, Drafter):
-            raise ValueError(f"drafter: {cls.kind} needs a {cls.kind} model, got {given.name!r}")
-        model = context.load(given, load)
-        if not isinstance(model.model, cls.model_class):
-            raise ValueError(f"drafter: {cls.kind} needs a {cls.kind} model, got {model.name}")
-        chunk_size, spec = context.config.prefill_chunk_size, context.spec
-        options = chunk_size, spec.draws_drafts, spec.confidence_threshold
-
-        def drafter(target: ModelRunner | None, block_manager: Blocks) -> Drafter:
-            if target is None:
-                raise ValueError(f"drafter: {cls.kind} reads {cls.reads}, but there is no target")
-            return cls(model, target, block_manager, *options)
-
-        return DrafterPlan([model], drafter)
 
 
 def build(context: DrafterContext) -> Drafter | DrafterPlan:

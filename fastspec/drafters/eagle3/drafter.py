@@ -10,9 +10,9 @@ from torch import Tensor
 
 from fastspec.drafters.base import Drafter, Request
 from fastspec.drafters.context import DrafterContext, DrafterPlan
-from fastspec.drafters.draft_model import TargetReader
 from fastspec.drafters.eagle3.loading import load_eagle3
 from fastspec.drafters.eagle3.model import Eagle1Draft, EagleDraft, FlatEagle3, PagedStates
+from fastspec.drafters.target_reader import TargetReader
 from fastspec.models.blocks import Blocks
 from fastspec.models.flat import has_layer_kernels
 from fastspec.models.layout import KVCache, PagedStep, Span, packed
@@ -106,7 +106,7 @@ class Eagle3Drafter(TargetReader):
     "eagle".
 
     Committed draft tokens are reread with the target's hidden states instead of its own. Its
-    arguments are those of `fastspec.drafters.draft_model.TargetReader`.
+    arguments are those of `fastspec.drafters.target_reader.TargetReader`.
 
     Sources: Li et al., "EAGLE-3", arXiv 2503.01840; for the other versions see `Eagle1Draft`.
     """

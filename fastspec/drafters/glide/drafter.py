@@ -4,10 +4,10 @@ from functools import partial
 
 from fastspec.drafters.base import Drafter
 from fastspec.drafters.context import DrafterContext, DrafterPlan
-from fastspec.drafters.draft_model import TargetReader
 from fastspec.drafters.glide.loading import load_glide
 from fastspec.drafters.glide.model import GlideLlamaConfig, GlideLlamaForCausalLM
 from fastspec.drafters.glide.paged import GlideRunner
+from fastspec.drafters.target_reader import TargetReader
 from fastspec.models.blocks import Blocks
 from fastspec.models.layout import KVCache
 from fastspec.models.paged_model import PagedModel
@@ -17,7 +17,7 @@ from fastspec.models.runner import ModelRunner
 class GlideDrafter(TargetReader):
     """Drafts a chain with a GLIDE model, whose layer i of L reads target layer L_target - L + i.
 
-    Its arguments are those of `fastspec.drafters.draft_model.TargetReader`.
+    Its arguments are those of `fastspec.drafters.target_reader.TargetReader`.
 
     Source: Du et al., "GLIDE with a CaPE", arXiv 2402.02082.
     """
