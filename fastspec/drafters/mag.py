@@ -8,7 +8,7 @@ from torch.nn.functional import pad
 
 from fastspec.drafters.bigram_table import load_bigram
 from fastspec.drafters.context import DrafterContext
-from fastspec.drafters.prompt_lookup import CopyingDrafter
+from fastspec.drafters.copying import CopyingDrafter
 from fastspec.drafters.texts import Texts
 from fastspec.models.loading import bigram_beside
 from fastspec_kernels import match_suffix

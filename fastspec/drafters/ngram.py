@@ -8,8 +8,8 @@ from torch import Tensor
 
 from fastspec.drafters.base import Batch, Proposal, Request
 from fastspec.drafters.context import DrafterContext
+from fastspec.drafters.copying import copied
 from fastspec.drafters.ngram_table import NgramTable
-from fastspec.drafters.prompt_lookup import copied
 from fastspec.drafters.texts import Texts, TextStore, input_of
 from fastspec.models.transfer import device_tensor
 

@@ -8,9 +8,9 @@ from torch.nn.functional import pad
 
 from fastspec.config.tree_shapes import TreeShape
 from fastspec.drafters.base import DRAFT_STREAM, Batch, Proposal, divisors, sampling_of_rows
+from fastspec.drafters.copying import known_counts
 from fastspec.drafters.draft_model import DraftModelDrafter
 from fastspec.drafters.logit_rules import Rows
-from fastspec.drafters.prompt_lookup import known_counts
 from fastspec.drafters.tree.copied import CopiedPaths, put_point_masses
 from fastspec.drafters.tree.siblings import ConfidenceBins, SiblingCut, drawn, likeliest
 from fastspec.models.layout import packed
