@@ -60,6 +60,12 @@ def sampling_of_rows(sampling: SamplingTensors, rows: Tensor) -> SamplingTensors
     return cast(SamplingTensors, taken)
 
 
+def greedy_sampling(num: int, device: torch.device) -> SamplingTensors:
+    """Return the parameters of greedy decoding for that many requests or rows."""
+    zeros = torch.zeros(num, device=device)
+    return SamplingTensors(temperature=zeros, top_k=None, top_p=None, min_p=None)
+
+
 @dataclass(eq=False)
 class Request:
     """The committed tokens of one request and where they are cached; read-only for drafters.

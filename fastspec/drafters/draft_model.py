@@ -14,6 +14,7 @@ from fastspec.drafters.base import (
     Proposal,
     Request,
     SamplingTensors,
+    greedy_sampling,
     sampling_of_rows,
 )
 from fastspec.drafters.context import DrafterContext, DrafterPlan
@@ -65,7 +66,10 @@ class DraftModelDrafter:
             min(wanted, self.room(len(text)))
             for text, wanted in zip(texts, batch.num_draft_tokens, strict=True)
         ]
-        sampling = batch.sampling if self.is_probabilistic else greedy_sampling(batch)
+        if self.is_probabilistic:
+            sampling = batch.sampling
+        else:
+            sampling = greedy_sampling(len(texts), batch.device)
         num = batch.num_speculative_tokens
         uniforms = batch.uniforms(num, DRAFT_STREAM)
         keys = batch.keys if batch.is_coupled else None
@@ -267,12 +271,6 @@ class DraftModelDrafter:
             self.runner.prefill(late_ids, late_spans)
         self._filled.update((b, tenancy(b)) for b in filling)
         return device_tensor(unread, torch.int64, self.runner.device), spans
-
-
-def greedy_sampling(batch: Batch) -> SamplingTensors:
-    """Return the sampling arguments of greedy decoding."""
-    zeros = torch.zeros(len(batch.requests), device=batch.device)
-    return SamplingTensors(temperature=zeros, top_k=None, top_p=None, min_p=None)
 
 
 def draft_model_of(drafter: Drafter | None) -> DraftModelDrafter | None:

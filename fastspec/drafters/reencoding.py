@@ -10,7 +10,7 @@ import json
 import logging
 from codecs import IncrementalDecoder, getincrementaldecoder
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -22,9 +22,9 @@ from transformers import PreTrainedTokenizerBase
 
 from fastspec.config import SamplingParams
 from fastspec.drafters.auto import kind_of
-from fastspec.drafters.base import Batch, Proposal, Request, common_prefix_len
+from fastspec.drafters.base import Batch, Proposal, Request, common_prefix_len, greedy_sampling
 from fastspec.drafters.context import DrafterContext, DrafterPlan
-from fastspec.drafters.draft_model import DraftModelDrafter, greedy_sampling
+from fastspec.drafters.draft_model import DraftModelDrafter
 from fastspec.models.blocks import Blocks
 from fastspec.models.layout import StateKey
 from fastspec.models.loading import load_model
@@ -229,7 +229,7 @@ class ReencodingDrafter(DraftModelDrafter):
             return
         requests = [text.own for text, _ in group.values()]
         num_draft_tokens = [limit for _, limit in group.values()]
-        sampling = greedy_sampling(replace(batch, requests=requests))
+        sampling = greedy_sampling(len(requests), batch.device)
         unused = torch.zeros((len(group), max(num_draft_tokens)), device=batch.device)
         texts = [request.token_ids for request in requests]
         drafts, _, counts = self.write(requests, texts, num_draft_tokens, sampling, unused, False)

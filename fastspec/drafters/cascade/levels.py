@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fastspec.config.k_matrix import MAG_TOKENS
-from fastspec.drafters.base import Batch, Request, SamplingTensors
+from fastspec.drafters.base import Batch, Request, SamplingTensors, greedy_sampling
 from fastspec.drafters.cascade.draft import Draft, DraftToken, draw_uniforms, stacked_logits
-from fastspec.drafters.draft_model import DraftModelDrafter, greedy_sampling
+from fastspec.drafters.draft_model import DraftModelDrafter
 from fastspec.drafters.mag import MagDrafter
 from fastspec.drafters.on_target import OnTargetDrafter
 from fastspec.drafters.texts import Texts, TextStore
@@ -283,8 +283,9 @@ def _as_read_by(source: OnTargetDrafter, requests: list[Request]) -> list[Reques
 
 
 def _sampling(drafts: list[Draft], batch: Batch) -> SamplingTensors:
-    batch = replace(batch, requests=[draft.request for draft in drafts])
-    return greedy_sampling(batch) if all(d.is_greedy for d in drafts) else batch.sampling
+    if all(draft.is_greedy for draft in drafts):
+        return greedy_sampling(len(drafts), batch.device)
+    return replace(batch, requests=[draft.request for draft in drafts]).sampling
 
 
 def _probs(logits: Tensor, token_ids: Tensor, backend: str) -> Tensor:
