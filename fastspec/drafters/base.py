@@ -126,11 +126,11 @@ class Request:
             self.block_table,
             start,
             count,
-            self.encoder_input,
-            self.num_cached,
-            self.rotary_len,
-            self.state_key,
-            len(self.token_ids),
+            encoder_input=self.encoder_input,
+            target_len=self.num_cached,
+            prompt_len=self.rotary_len,
+            state_key=self.state_key,
+            settled_len=len(self.token_ids),
         )
 
 
