@@ -192,7 +192,7 @@ def tune(
     begin()
     from fastspec.models.loading import load_model, load_tokenizer
     from fastspec.tools.bench import describe_environment
-    from fastspec.tools.timed_methods import load_named_draft
+    from fastspec.tools.timed_methods import drafter_context, load_named_draft
     from fastspec.tools.tune import Planner
 
     specs = [spec for method in methods for spec in options.specs(method, target, len(drafts))]
@@ -200,10 +200,8 @@ def tune(
     tokenizer = load_tokenizer("target", target)
     target_model = load_model("target", target, config)
     needs_drafts = any(method.needs_draft for method in methods)
-    draft_models = [
-        load_named_draft(name, config, tokenizer, target_model)
-        for name in (drafts if needs_drafts else ())
-    ]
+    context = drafter_context(target_model, tokenizer, SpecConfig(), config)
+    draft_models = [load_named_draft(name, context) for name in (drafts if needs_drafts else ())]
     ids = tokenize_prompts(tokenizer, texts, prompts.chat)
     planner = Planner(target_model, tokenizer, max_tokens, params.temperature, config)
     with progress_bar("runs") as bar:

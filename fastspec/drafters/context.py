@@ -30,52 +30,6 @@ DrafterSource = DraftSource | Sequence[DraftSource]
 Loader = Callable[[ModelSource, EngineConfig], PreTrainedModel]
 
 
-def load_draft(
-    field: str,
-    source: ModelSource,
-    config: EngineConfig,
-    tokenizer: PreTrainedTokenizerBase | None,
-    target: ModelSource,
-    load: Loader,
-    keeps_ids: bool = False,
-    read_tokenizer: Callable[[str, str | Path], PreTrainedTokenizerBase] = load_tokenizer,
-    read_config: ReadConfig = load_config,
-) -> PreTrainedModel:
-    """Load a draft model; a reduced one takes the parts it lacks from the target.
-
-    A model with a tokenizer of its own is converted to the target's token ids.
-
-    Args:
-        field: names the model in errors.
-        tokenizer: the target's tokenizer; None = ignore the draft model's.
-        load: loads a complete draft model.
-        keeps_ids: refuse a draft model with another tokenizer.
-        read_tokenizer, read_config: read those of the draft model.
-    Raises:
-        ValueError: the model cannot be loaded, or cannot draft for this target.
-    """
-    if isinstance(source, PreTrainedModel):
-        return load(source, config)
-    if is_reduced(field, source, read_config):
-        model = load_model("target", target, config)
-        return load_model(field, source, config, partial(read_reduced, target=model), model)
-    if tokenizer is None:
-        return load(source, config)
-    own = read_tokenizer(field, source)
-    if keeps_ids:
-        check_same_tokenizer(tokenizer, own)
-    model = load(source, config)
-    if own is None or tokenizer.get_vocab() == own.get_vocab():
-        return model
-    if model.config.is_encoder_decoder:
-        check_same_tokenizer(tokenizer, own)
-    target_config = (
-        target.config if isinstance(target, PreTrainedModel) else load_config("target", target)
-    )
-    vocab_size = target_config.get_text_config(decoder=True).vocab_size
-    return with_vocabulary_of(model, own, tokenizer, vocab_size)
-
-
 @dataclass(frozen=True)
 class DrafterPlan:
     """A drafter whose models are loaded, but that has no caches yet.
@@ -131,24 +85,47 @@ class DrafterContext:
     read_config: ReadConfig = field(default_factory=lambda: cache(load_config))
 
     def load(self, source: DrafterSource | None, load: Loader | None = None) -> PagedModel:
-        """Load a draft model for the engine to run.
-
-        Raises:
-            ValueError: it cannot be loaded, or its tokenizer is not the target's.
-        """
+        """Load a draft model for the engine to run; see `load_pretrained`."""
         if isinstance(source, Drafter):
             raise ValueError(f"drafter: expected a draft model, got the drafter {source.name!r}")
         if not isinstance(source, (str, Path, PreTrainedModel)):
             raise ValueError("drafter: a list of several needs spec.method 'cascade'")
-        if isinstance(source, PreTrainedModel) and self.spec.heterogeneous_vocab == "intersection":
-            expected = "a draft model by its path or hub id, whose tokenizer is read"
-            raise ValueError(f"heterogeneous_vocab: 'intersection' needs {expected}")
-        target = self.target_model or self.target
-        reader = load or partial(load_model, "drafter")
-        given = self.config, self.tokenizer, target, reader
-        readers = self.read_tokenizer, self.read_config
-        model = load_draft("drafter", source, *given, load is not None, *readers)
-        return paged_model_of(model, self.config)
+        return paged_model_of(self.load_pretrained(source, load), self.config)
+
+    def load_pretrained(
+        self, source: ModelSource, load: Loader | None = None, field: str = "drafter"
+    ) -> PreTrainedModel:
+        """Load a draft model; a reduced one takes the parts it lacks from the target.
+
+        A model with a tokenizer of its own is converted to the target's token ids.
+
+        Args:
+            load: loads a complete draft model that must have the target's tokenizer; None = any.
+            field: names the model in errors.
+        Raises:
+            ValueError: the model cannot be loaded, or cannot draft for this target.
+        """
+        read = load or partial(load_model, field)
+        if isinstance(source, PreTrainedModel):
+            if self.spec.heterogeneous_vocab == "intersection":
+                expected = "a draft model by its path or hub id, whose tokenizer is read"
+                raise ValueError(f"heterogeneous_vocab: 'intersection' needs {expected}")
+            return read(source, self.config)
+        if is_reduced(field, source, self.read_config):
+            target = load_model("target", self.target_model or self.target, self.config)
+            read_with = partial(read_reduced, target=target)
+            return load_model(field, source, self.config, read_with, target)
+        if self.tokenizer is None:
+            return read(source, self.config)
+        own = self.read_tokenizer(field, source)
+        if load is not None:
+            check_same_tokenizer(self.tokenizer, own)
+        model = read(source, self.config)
+        if self.tokenizer.get_vocab() == own.get_vocab():
+            return model
+        if model.config.is_encoder_decoder:
+            check_same_tokenizer(self.tokenizer, own)
+        return with_vocabulary_of(model, own, self.tokenizer, self.vocab_size)
 
     def runner(self, model: PagedModel, block_manager: Blocks) -> ModelRunner:
         """A runner over the blocks of the target's cache, with caches of its own."""

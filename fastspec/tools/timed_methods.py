@@ -15,7 +15,7 @@ from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.k_matrix import MAG_TOKENS
 from fastspec.config.methods import OWN_DRAFTS, method_named
 from fastspec.drafters.auto import kind_of
-from fastspec.drafters.context import DrafterContext, load_draft
+from fastspec.drafters.context import DrafterContext
 from fastspec.drafters.eagle3 import Eagle1Draft, EagleDraft, load_eagle3
 from fastspec.drafters.glide import GlideLlamaForCausalLM, load_glide
 from fastspec.drafters.reencoding import is_reencoded
@@ -85,12 +85,11 @@ class Methods:
             spec = replace(spec, bigram_path=bigram)
         self.tokenizer = load_tokenizer("target", target)
         self.target = load_model("target", target, config)
-        own_tokenizer = self._tokenizer_of_reencoded(drafts, spec, config)
+        context = drafter_context(self.target, self.tokenizer, spec, config)
+        own_tokenizer = _tokenizer_of_reencoded(drafts, context)
         self._own_tokenizer = own_tokenizer
         self.drafts = [
-            load_model("draft", name, config)
-            if own_tokenizer
-            else load_named_draft(name, config, self.tokenizer, self.target)
+            load_model("draft", name, config) if own_tokenizer else load_named_draft(name, context)
             for name in drafts
         ]
         draft = self.drafts[0] if drafts else None
@@ -134,17 +133,6 @@ class Methods:
         self.refused = None
         if self._peers and runs_model:
             self.refused = self._trial((0.0, *settings.temperatures))
-
-    def _tokenizer_of_reencoded(
-        self, drafts: Sequence[str], spec: SpecConfig, config: EngineConfig
-    ) -> PreTrainedTokenizerBase | None:
-        """The draft model's tokenizer, if the engine would re-encode its text."""
-        if len(drafts) != 1 or not method_named(spec.method).reencodes:
-            return None
-        vocab_size = self.target.config.get_text_config(decoder=True).vocab_size
-        given = self.tokenizer, vocab_size, self.target, drafts[0]
-        context = DrafterContext(spec, config, *given, target_model=self.target)
-        return context.read_tokenizer("draft", drafts[0]) if is_reencoded(context) else None
 
     def _trial(self, temperatures: Sequence[float]) -> str | None:
         """The error of Hugging Face's assisted generation on a few tokens, if there is one."""
@@ -267,19 +255,34 @@ class Methods:
         return output[0, num_before:].tolist()
 
 
-def load_named_draft(
-    name: str,
-    config: EngineConfig,
-    tokenizer: PreTrainedTokenizerBase,
+def drafter_context(
     target: PreTrainedModel,
-) -> PreTrainedModel:
-    """A draft model of any kind for a loaded target; see `fastspec.drafters.context.load_draft`."""
-    kind = kind_of(name)
+    tokenizer: PreTrainedTokenizerBase,
+    spec: SpecConfig,
+    config: EngineConfig,
+) -> DrafterContext:
+    """The context of drafters for a loaded target."""
+    vocab_size = target.config.get_text_config(decoder=True).vocab_size
+    return DrafterContext(spec, config, tokenizer, vocab_size, target, target_model=target)
+
+
+def load_named_draft(name: str, context: DrafterContext) -> PreTrainedModel:
+    """A draft model of any kind for a loaded target; see `DrafterContext.load_pretrained`."""
+    kind = kind_of(name, context.read_config)
     if kind == "eagle3":
-        return load_eagle3(name, config, target)
-    is_glide = kind == "glide"
-    load = partial(load_glide, target=target) if is_glide else partial(load_model, "draft")
-    return load_draft("draft", name, config, tokenizer, target, load, keeps_ids=is_glide)
+        return load_eagle3(name, context.config, context.target_model)
+    load = partial(load_glide, target=context.target_model) if kind == "glide" else None
+    return context.load_pretrained(name, load, "draft")
+
+
+def _tokenizer_of_reencoded(
+    drafts: Sequence[str], context: DrafterContext
+) -> PreTrainedTokenizerBase | None:
+    """The draft model's tokenizer, if the engine would re-encode its text."""
+    if len(drafts) != 1 or not method_named(context.spec.method).reencodes:
+        return None
+    is_read = is_reencoded(replace(context, drafter=drafts[0]))
+    return context.read_tokenizer("draft", drafts[0]) if is_read else None
 
 
 def _level_names(drafts: Sequence[PreTrainedModel]) -> list[str]:
