@@ -266,7 +266,7 @@ def _train(
     config: EngineConfig,
     spec: SpecConfig,
 ) -> None:
-    """Train a draft of a kind that `glide_run.make_draft` names."""
+    """Train a draft of a kind that `new_drafts.make_draft` names."""
     if files.accelerate and config.device != "auto":
         raise ValueError(f"device: accelerate launch chooses it, got {config.device!r}")
     if files.accelerate and settings.store_target:
@@ -275,6 +275,7 @@ def _train(
     from fastspec.models.loading import resolve_device
     from fastspec.train import glide_run
     from fastspec.train.glide_data import cut_rows, split_places
+    from fastspec.train.new_drafts import make_draft
     from fastspec.train.processes import OneProcess, many_processes
 
     with usage_errors():
@@ -286,7 +287,7 @@ def _train(
     with usage_errors():
         places = split_places(len(rows), shape.held_out, settings.seed)
         training, held_out = map(rows.take, places)
-        fresh = glide_run.make_draft(model, training, shape, kind)
+        fresh = make_draft(model, training, shape, kind)
     num_steps = settings.num_steps(len(training), processes.num_processes)
     with _progress(num_steps, len(training), processes.is_main_process) as calls:
         run = settings, files.out, processes, files.resume

@@ -18,10 +18,11 @@ from fastspec.drafters.eagle3.model import Eagle3Config, Eagle3Draft, usual_laye
 from fastspec.models.reduced_vocabulary import reduced_rows
 from fastspec.models.twin import decoder_layers
 from fastspec.train.distillation import FrozenHeadLoss
-from fastspec.train.glide import Advance, GlideTrainer, llama_config, llama_shape, weights_of
 from fastspec.train.glide_data import check_head, most_frequent, states_file, stored_states
+from fastspec.train.new_drafts import llama_config, llama_shape, weights_of
 from fastspec.train.options import DraftShape, TrainOptions
 from fastspec.train.processes import OneProcess
+from fastspec.train.trainer import Advance, DraftTrainer
 
 _STEP_WEIGHT = 0.8  # weight of a step relative to the previous one, as published
 
@@ -269,7 +270,7 @@ def _attend(
     return out.permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
-class Eagle3Trainer(GlideTrainer):
+class Eagle3Trainer(DraftTrainer):
     """Trains a draft on the target's distribution, over several drafting steps at once."""
 
     num_steps = 4

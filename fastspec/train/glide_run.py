@@ -11,79 +11,20 @@ from transformers import PreTrainedModel
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig
 from fastspec.config.checks import require
 from fastspec.drafters.glide import GlideLlamaForCausalLM
-from fastspec.drafters.glide.dense import read_target
-from fastspec.drafters.glide.loading import shape_of_target
 from fastspec.engine.engine import Engine
-from fastspec.models.layer_fields import last_layer_field
-from fastspec.models.model_kinds import paged_model_of
-from fastspec.models.reduced_vocabulary import ReducedHead, reduce_vocabulary, save_reduced
-from fastspec.train.glide import Advance, GlideTrainer, make_glide, make_plain, make_shallow
+from fastspec.models.reduced_vocabulary import ReducedHead, save_reduced
 from fastspec.train.glide_data import (
     Rows,
     frozen_target,
-    most_frequent,
     states_file,
     stored_target,
 )
-from fastspec.train.options import DraftShape, TrainOptions
+from fastspec.train.options import TrainOptions
 from fastspec.train.processes import OneProcess
+from fastspec.train.trainer import Advance, DraftTrainer
 
 _REPORT_PROMPTS = 16
 _REPORT_TOKENS = 64
-
-
-def make_draft(
-    target: PreTrainedModel, rows: Rows, shape: DraftShape, kind: str
-) -> PreTrainedModel:
-    """Make an untrained draft for a target, with the target's head size.
-
-    Args:
-        rows: training data, from which the tokens of a reduced vocabulary are chosen.
-        kind: "glide", "draft" for a plain one, or "plain" for one as large as a GLIDE draft.
-    Raises:
-        ValueError: the fields of the shape do not fit together, or the target is not one that such
-            a draft learns from.
-    """
-    running = paged_model_of(target, EngineConfig())  # refuses targets that the engine does not run
-    sizes = {name: getattr(shape, name) for name in ("hidden_size", "intermediate_size")}
-    sizes = {name: size for name, size in sizes.items() if size is not None}
-    large = target.config.get_text_config(decoder=True)
-    if shape.hidden_size not in (None, large.hidden_size):
-        head_dim = last_layer_field(large, "head_dim")
-        head_dim = head_dim or large.hidden_size // large.num_attention_heads
-        heads, rest = divmod(shape.hidden_size, head_dim)
-        expected = f"a multiple of the head size {head_dim}"
-        require("hidden_size", shape.hidden_size, rest == 0, expected)
-        sizes |= {"num_attention_heads": heads, "num_key_value_heads": heads}
-    if kind == "draft":
-        draft = make_shallow(target, shape.layers, **sizes)
-    else:
-        draft = make_glide(target, shape.layers, **sizes)
-        _check_glimpse(target, shape.layers, running.recurrent is not None)
-        draft = make_plain(draft, target) if kind == "plain" else draft
-    if (size := shape.reduced_vocab_size) is not None:
-        vocab_size = draft.config.vocab_size
-        require("reduced_vocab_size", size, size <= vocab_size, f"at most {vocab_size}")
-        reduce_vocabulary(draft, target, most_frequent(rows.token_ids[rows.valid], size))
-    return draft
-
-
-def _check_glimpse(target: PreTrainedModel, num_layers: int, is_recurrent: bool) -> None:
-    """Refuse a target whose last layers do not keep keys and values as its config says."""
-    name, known = type(target).__name__, shape_of_target(target)
-    if is_recurrent:
-        raise ValueError(f"target: {name} has recurrent layers, which a GLIDE draft cannot learn")
-    heads, size = known["large_num_key_value_heads"], known["large_head_dim"]
-    ids = torch.zeros(1, 2, dtype=torch.int64, device=target.device)
-    layers, _ = read_target(target, ids, ids == 0, num_layers)
-    for pair in layers:
-        for part, kept in zip(("keys", "values"), pair, strict=True):
-            found = tuple(kept.shape[1::2])
-            if found != (heads, size):
-                raise ValueError(
-                    f"target: {name} keeps {part} of {found[0]} heads of size {found[1]}, but a"
-                    f" GLIDE draft for it reads {heads} of size {size}"
-                )
 
 
 def train_draft(
@@ -121,7 +62,7 @@ def train_draft(
         teacher = stored_target(target, rows, num_layers, token_ids, file, on_row)
     else:
         teacher = frozen_target(target, rows, num_layers, token_ids)
-    trainer = GlideTrainer(draft, teacher, len(rows), options, out, processes)
+    trainer = DraftTrainer(draft, teacher, len(rows), options, out, processes)
     if resume:
         trainer.resume()
     trainer.run(advance)

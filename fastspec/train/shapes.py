@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from fastspec.train.glide_data import cut_rows
-from fastspec.train.glide_run import make_draft
+from fastspec.train.new_drafts import make_draft
 from fastspec.train.options import DraftShape, ShapesTried
 
 _LAYERS, _VOCAB_SIZES = (1, 2, 4), (8192,)  # tried by default, if they fit
@@ -33,7 +33,7 @@ def shapes_of(target: PreTrainedModel, tried: ShapesTried) -> list[DraftShape]:
 def untrained(
     target: PreTrainedModel, shape: DraftShape, kind: str, texts: Sequence[list[int]]
 ) -> PreTrainedModel:
-    """Make an untrained draft with `glide_run.make_draft`, placed to run with the target.
+    """Make an untrained draft with `new_drafts.make_draft`, placed to run with the target.
 
     Args:
         texts: token ids, whose most frequent ones form a reduced vocabulary.

@@ -15,8 +15,8 @@ import torch
 import typer
 from transformers import LlamaForCausalLM
 
-from fastspec.train.glide import TrainOptions
 from fastspec.train.glide_data import Rows
+from fastspec.train.options import TrainOptions
 from scripts.tiny import corpus as tiny_corpus
 from scripts.tiny import draft as tiny_draft
 from scripts.tiny import evaluate as tiny_evaluate

@@ -12,9 +12,11 @@ from transformers import LlamaForCausalLM
 from fastspec.config import SamplingParams, SpecConfig
 from fastspec.drafters.glide.dense import TopLayers
 from fastspec.engine.engine import Engine
-from fastspec.train.glide import GlideTrainer, TrainOptions, make_glide, make_plain, muon
 from fastspec.train.glide_data import Lesson, Rows
+from fastspec.train.new_drafts import make_glide, make_plain
+from fastspec.train.options import TrainOptions
 from fastspec.train.processes import OneProcess
+from fastspec.train.trainer import DraftTrainer, muon
 from scripts.tiny.evaluate import MAX_NEW_TOKENS, NUM_SPECULATIVE_TOKENS
 
 _READ_ROWS = 32
@@ -93,7 +95,7 @@ def train_drafts(
     teacher = StoredTarget(target, rows, glide.config.num_hidden_layers).lesson
 
     def train(kind: str) -> LlamaForCausalLM:
-        trainer = GlideTrainer(
+        trainer = DraftTrainer(
             drafts[kind],
             teacher,
             len(rows),

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
-from fastspec.train.glide import muon
+from fastspec.train.trainer import muon
 from scripts.tiny.optim import WallClockAnneal, set_rate
 
 # Tensors of the same number of rows; the first holds token ids i64[B, S + 1].

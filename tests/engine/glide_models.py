@@ -2,7 +2,7 @@
 
 import torch
 
-from fastspec.train.glide import make_glide
+from fastspec.train.new_drafts import make_glide
 
 
 def random_glide(target, num_layers=1, seed=3, **shape):

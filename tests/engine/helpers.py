@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from fastspec import Engine, EngineConfig, SamplingParams
-from fastspec.train.glide import make_glide
+from fastspec.train.new_drafts import make_glide
 from fastspec_kernels import logits_to_probs
 
 from ..models import perturbed, random_model

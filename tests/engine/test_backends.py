@@ -3,7 +3,7 @@
 import pytest
 
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
-from fastspec.train.glide import make_glide
+from fastspec.train.new_drafts import make_glide
 from fastspec_kernels import backend
 
 from ..models import perturbed, random_t5

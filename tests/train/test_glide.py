@@ -12,9 +12,11 @@ from fastspec import Engine, SamplingParams, SpecConfig
 from fastspec.cli import app
 from fastspec.drafters.glide import GlideLlamaForCausalLM
 from fastspec.drafters.glide.dense import block_mask, read_target
-from fastspec.train.glide import GlideTrainer, TrainOptions, draft_loss, make_glide, make_plain
 from fastspec.train.glide_data import Lesson, Rows, cut_rows, frozen_target
+from fastspec.train.new_drafts import make_glide, make_plain
+from fastspec.train.options import TrainOptions
 from fastspec.train.processes import OneProcess
+from fastspec.train.trainer import DraftTrainer, draft_loss
 
 from ..models import VOCAB_SIZE, byte_tokenizer, random_model
 
@@ -97,7 +99,7 @@ def train(folder, steps, draft, stop_at=None, resume=False, **options):
     rows = rows_of()
     settings = TrainOptions(steps, batch_size=5, rate=2e-3, checkpoint_steps=4, **options)
     teacher = frozen_target(target, rows, draft.config.num_hidden_layers)
-    trainer = GlideTrainer(draft, teacher, len(rows), settings, folder, PROCESS)
+    trainer = DraftTrainer(draft, teacher, len(rows), settings, folder, PROCESS)
     if resume:
         trainer.resume()
     losses = []
@@ -155,7 +157,7 @@ def test_every_row_is_seen_once_in_an_epoch():
             process = OneProcess(torch.device("cpu"))
             process.num_processes, process.process_index = num_processes, index
             options = TrainOptions(12, batch_size=4)
-            trainer = GlideTrainer(draft, None, 24, options, None, process)
+            trainer = DraftTrainer(draft, None, 24, options, None, process)
             steps = range(12 // num_processes)
             shares += [trainer._indices(step).tolist() for step in steps]
         seen = sorted(index for share in shares for index in share)

@@ -18,7 +18,6 @@ from fastspec.models.reduced_vocabulary import (
     reduce_vocabulary,
     save_reduced,
 )
-from fastspec.train.glide import make_glide, make_shallow
 from fastspec.train.glide_data import (
     Rows,
     cut_rows,
@@ -29,6 +28,7 @@ from fastspec.train.glide_data import (
     stored_target,
 )
 from fastspec.train.glide_run import train_draft
+from fastspec.train.new_drafts import make_glide, make_shallow
 from fastspec.train.options import TrainOptions
 from fastspec.train.own_text import write_texts
 

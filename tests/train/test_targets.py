@@ -8,9 +8,9 @@ from torch.nn.utils import parametrizations, prune
 
 from fastspec import Engine, SamplingParams, SpecConfig
 from fastspec.train.eagle3 import cut_texts, make_eagle3, train_eagle3
-from fastspec.train.glide import make_shallow, weights_of
 from fastspec.train.glide_data import cut_rows
-from fastspec.train.glide_run import make_draft, report_acceptance, train_draft
+from fastspec.train.glide_run import report_acceptance, train_draft
+from fastspec.train.new_drafts import make_draft, make_shallow, weights_of
 from fastspec.train.options import DraftShape, TrainOptions
 from fastspec.train.processes import OneProcess
 

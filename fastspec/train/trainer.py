@@ -1,22 +1,16 @@
-"""Training GLIDE and plain draft models."""
+"""Trains a draft on the lessons of a frozen target."""
 
 import json
-import math
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from fastspec.config.checks import one_line, require
-from fastspec.drafters.glide.loading import shape_of_target
-from fastspec.drafters.glide.model import GlideLlamaConfig, GlideLlamaForCausalLM
-from fastspec.models.layer_fields import last_layer_field
+from fastspec.drafters.glide.model import GlideLlamaForCausalLM
 from fastspec.train.distillation import DistillationLoss
 from fastspec.train.glide_data import Lesson, Teacher
 from fastspec.train.glide_lookup import start_as_lookup
@@ -25,134 +19,8 @@ from fastspec.train.processes import OneProcess
 
 _LOSS_MEMORY = 0.98  # decay of the running mean
 _MAX_NORM = 1.0
-_USUAL_HEAD_DIM = 64  # of a draft whose target has no attention heads
-_SHARED_FIELDS = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-    "rms_norm_eps",
-    "tie_word_embeddings",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-)
 
 Advance = Callable[[int, float], None]  # steps done, running mean of the loss
-
-
-def make_glide(
-    target: PreTrainedModel,
-    num_layers: int = 1,
-    start: PreTrainedModel | None = None,
-    **shape: Any,
-) -> GlideLlamaForCausalLM:
-    """Make a GLIDE draft for a target, initialised from the weights of `start` that match by name.
-
-    Args:
-        start: a trained plain draft with the same number of layers; None = the target itself.
-        shape: configuration fields that differ from the target's.
-    Raises:
-        ValueError: the fields do not fit together, or there are more layers than the target has.
-    """
-    fields = llama_shape(target, num_layers, shape) | shape_of_target(target)
-    config = llama_config(fields, GlideLlamaConfig)
-    return _started(GlideLlamaForCausalLM(config), target, start or target)
-
-
-def make_shallow(target: PreTrainedModel, num_layers: int = 1, **shape: Any) -> LlamaForCausalLM:
-    """Make a plain Llama for a target, initialised from the target's first layer and last layers.
-
-    Raises:
-        ValueError: the fields do not fit together, or there are more layers than the target has.
-    """
-    draft = LlamaForCausalLM(llama_config(llama_shape(target, num_layers, shape)))
-    return _started(draft, target, target)
-
-
-def make_plain(
-    glide: GlideLlamaForCausalLM, target: PreTrainedModel, start: PreTrainedModel | None = None
-) -> LlamaForCausalLM:
-    """Make a Llama as large as a GLIDE draft: wider feed-forward replaces cross-attention."""
-    config = glide.config
-    extra = sum(p.numel() for n, p in glide.named_parameters() if ".cross_attn." in n)
-    width = extra // (3 * config.hidden_size * config.num_hidden_layers)
-    shape = {"intermediate_size": config.intermediate_size + width}
-    plain = llama_config(llama_shape(glide, config.num_hidden_layers, shape))
-    return _started(LlamaForCausalLM(plain), target, start or target)
-
-
-def llama_shape(model: PreTrainedModel, num_layers: int, shape: dict[str, Any]) -> dict[str, Any]:
-    """Return a Llama's config fields like this model's, with changes; absent ones are defaults."""
-    config = model.config.get_text_config(decoder=True)
-    require("layers", num_layers, 1 <= num_layers <= config.num_hidden_layers, "1 to the target's")
-    own = {name: last_layer_field(config, name) for name in _SHARED_FIELDS}
-    size = config.hidden_size
-    own["intermediate_size"] = own["intermediate_size"] or 4 * size
-    heads = math.gcd(size, max(1, size // _USUAL_HEAD_DIM))
-    own["num_attention_heads"] = own["num_attention_heads"] or heads
-    rope = getattr(config, "rope_parameters", None) or {}
-    own["rope_parameters"] = rope.get("full_attention", rope) or None
-    kept = {name: value for name, value in own.items() if value is not None}
-    return kept | shape | {"num_hidden_layers": num_layers}
-
-
-def llama_config(fields: dict[str, Any], kind: type[LlamaConfig] = LlamaConfig) -> Any:
-    """Make a configuration; ValueError if the fields do not fit together."""
-    try:
-        return kind(**fields)
-    except StrictDataclassError as error:
-        raise ValueError(f"target: a draft cannot have its shape: {one_line(error)}") from error
-
-
-@torch.no_grad()
-def _started(draft: Any, target: PreTrainedModel, start: PreTrainedModel) -> Any:
-    """Copy weights of `start` into the draft's of the same name, as far as they reach.
-
-    From a deeper `start`, the first layer and the last ones are used. Queries of cross-attention
-    start as those of the target's layer whose cache they read. The outputs of cross-attention and
-    of a wider feed-forward layer start at 0, so the additions have no effect at first.
-    """
-    num_layers = draft.config.num_hidden_layers
-    weights, large = _ends_of(start, num_layers), dict(weights_of(target))
-    first = target.config.get_text_config(decoder=True).num_hidden_layers - num_layers
-    for name, parameter in draft.named_parameters():
-        source = weights.get(name)
-        if name.endswith(("cross_attn.o_proj.weight", "mlp.down_proj.weight")):
-            parameter.zero_()
-        if name.endswith("cross_attn.q_proj.weight"):
-            layer = first + int(name.split(".")[2])
-            source = large.get(f"model.layers.{layer}.self_attn.q_proj.weight")
-        if source is None or source.dim() != parameter.dim():
-            continue
-        if all(s <= p for s, p in zip(source.shape, parameter.shape, strict=True)):
-            parameter[tuple(slice(size) for size in source.shape)] = source.to(parameter)
-    return draft
-
-
-def weights_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters by name, and weights that modules compute from theirs, as pruned ones do."""
-    yield from model.named_parameters()
-    for name, module in model.named_modules():
-        if isinstance(weight := getattr(module, "weight", None), Tensor):
-            yield f"{name}.weight", weight
-
-
-def _ends_of(model: PreTrainedModel, num_layers: int) -> dict[str, Tensor]:
-    """Return a model's weights with only its first and last layers, `num_layers` in all."""
-    skipped = model.config.get_text_config(decoder=True).num_hidden_layers - num_layers
-    kept = {}
-    for name, weight in weights_of(model):
-        if layer := re.search(r"(?<=\.layers\.)\d+(?=\.)", name):
-            index = int(layer[0])
-            if 0 < index <= skipped:
-                continue
-            name = f"{name[: layer.start()]}{max(0, index - skipped)}{name[layer.end() :]}"
-        kept[name] = weight
-    return kept
 
 
 def draft_loss(draft: nn.Module, lesson: Lesson, block_size: int, distillation: float) -> Tensor:
@@ -191,7 +59,7 @@ def muon(model: nn.Module, rate: float, shares: int = 1) -> list[torch.optim.Opt
 OPTIMIZERS = {"adam": adam, "muon": muon}
 
 
-class GlideTrainer:
+class DraftTrainer:
     """Trains one draft on the lessons of a frozen target.
 
     The row order is a function of seed and step, so a resumed run sees the same rows as an
