@@ -51,7 +51,7 @@ def draft(
     It works best on the target's own text, which train texts writes. At the end the draft is run on
     held-out text and its acceptance is reported.
     """
-    _train("draft", models.target, files, shape, settings, config, spec)
+    _train("plain", models.target, files, shape, settings, config, spec)
 
 
 @app.command()
@@ -73,7 +73,7 @@ def glide(
     """
     if plain and settings.lookup_rows:
         raise ValueError("lookup_rows: a --plain draft has no cross-attention")
-    kind = "plain" if plain else "glide"
+    kind = "matched" if plain else "glide"
     _train(kind, models.target, files, shape, settings, config, spec)
 
 
@@ -221,7 +221,7 @@ def shapes(
     models.use_threads()
     tokenizer, model = _load(models.target, config, 0)
     ids = tokenize_prompts(tokenizer, texts, prompts.chat)
-    kind, method = ("glide", "glide") if glide else ("draft", "draft_model")
+    kind, method = ("glide", "glide") if glide else ("plain", "draft_model")
     spec = replace(spec, method=method)
     planner = Planner(model, tokenizer, max_tokens, config=config)
     gains = {"1x, even": 1.0, "1.5x": 1.5, "2x": 2.0}

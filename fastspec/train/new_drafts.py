@@ -45,7 +45,7 @@ def make_draft(
 
     Args:
         rows: training data, from which the tokens of a reduced vocabulary are chosen.
-        kind: "glide", "draft" for a plain one, or "plain" for one as large as a GLIDE draft.
+        kind: "glide", "plain", or "matched" for a plain one as large as a GLIDE draft.
     Raises:
         ValueError: the fields of the shape do not fit together, or the target is not one that such
             a draft learns from.
@@ -61,12 +61,12 @@ def make_draft(
         expected = f"a multiple of the head size {head_dim}"
         require("hidden_size", shape.hidden_size, rest == 0, expected)
         sizes |= {"num_attention_heads": heads, "num_key_value_heads": heads}
-    if kind == "draft":
-        draft = make_shallow(target, shape.layers, **sizes)
+    if kind == "plain":
+        draft = make_plain(target, shape.layers, **sizes)
     else:
         draft = make_glide(target, shape.layers, **sizes)
         _check_glimpse(target, shape.layers, running.recurrent is not None)
-        draft = make_plain(draft, target) if kind == "plain" else draft
+        draft = make_matched(draft, target) if kind == "matched" else draft
     if (size := shape.reduced_vocab_size) is not None:
         vocab_size = draft.config.vocab_size
         require("reduced_vocab_size", size, size <= vocab_size, f"at most {vocab_size}")
@@ -111,7 +111,7 @@ def make_glide(
     return _started(GlideLlamaForCausalLM(config), target, start or target)
 
 
-def make_shallow(target: PreTrainedModel, num_layers: int = 1, **shape: Any) -> LlamaForCausalLM:
+def make_plain(target: PreTrainedModel, num_layers: int = 1, **shape: Any) -> LlamaForCausalLM:
     """Make a plain Llama for a target, initialised from the target's first layer and last layers.
 
     Raises:
@@ -121,7 +121,7 @@ def make_shallow(target: PreTrainedModel, num_layers: int = 1, **shape: Any) -> 
     return _started(draft, target, target)
 
 
-def make_plain(
+def make_matched(
     glide: GlideLlamaForCausalLM, target: PreTrainedModel, start: PreTrainedModel | None = None
 ) -> LlamaForCausalLM:
     """Make a Llama as large as a GLIDE draft: wider feed-forward replaces cross-attention."""

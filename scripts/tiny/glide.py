@@ -13,7 +13,7 @@ from fastspec.config import SamplingParams, SpecConfig
 from fastspec.drafters.glide.dense import TopLayers
 from fastspec.engine.engine import Engine
 from fastspec.train.glide_data import Lesson, Rows
-from fastspec.train.new_drafts import make_glide, make_plain
+from fastspec.train.new_drafts import make_glide, make_matched
 from fastspec.train.options import TrainOptions
 from fastspec.train.processes import OneProcess
 from fastspec.train.trainer import DraftTrainer, muon
@@ -91,7 +91,7 @@ def train_drafts(
     """
     torch.set_num_threads(1)
     glide = make_glide(target, start=start, **shape)
-    drafts: dict[str, Any] = {"glide": glide, "plain": make_plain(glide, target, start)}
+    drafts: dict[str, Any] = {"glide": glide, "plain": make_matched(glide, target, start)}
     teacher = StoredTarget(target, rows, glide.config.num_hidden_layers).lesson
 
     def train(kind: str) -> LlamaForCausalLM:

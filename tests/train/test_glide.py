@@ -13,7 +13,7 @@ from fastspec.cli import app
 from fastspec.drafters.glide import GlideLlamaForCausalLM
 from fastspec.drafters.glide.dense import block_mask, read_target
 from fastspec.train.glide_data import Lesson, Rows, cut_rows, frozen_target
-from fastspec.train.new_drafts import make_glide, make_plain
+from fastspec.train.new_drafts import make_glide, make_matched
 from fastspec.train.options import TrainOptions
 from fastspec.train.processes import OneProcess
 from fastspec.train.trainer import DraftTrainer, draft_loss
@@ -68,7 +68,7 @@ def test_target_layers_are_its_last_ones_as_its_own_cache_has_them():
 def test_padding_changes_no_loss_and_no_gradient(is_glide):
     target = random_model("llama")
     glide = make_glide(target)
-    draft = glide if is_glide else make_plain(glide, target)
+    draft = glide if is_glide else make_matched(glide, target)
     rows = rows_of(1, 12)
     gradients = []
     for width in (12, 19):
@@ -167,9 +167,9 @@ def test_every_row_is_seen_once_in_an_epoch():
 def test_plain_draft_is_as_large_as_glide():
     target = random_model("llama", hidden_size=48, head_dim=12)
     glide = make_glide(target)
-    plain = make_plain(glide, target)
-    assert plain.num_parameters() == pytest.approx(glide.num_parameters(), rel=0.01)
-    assert not any("cross_attn" in name for name, _ in plain.named_parameters())
+    matched = make_matched(glide, target)
+    assert matched.num_parameters() == pytest.approx(glide.num_parameters(), rel=0.01)
+    assert not any("cross_attn" in name for name, _ in matched.named_parameters())
 
 
 def test_drafts_start_from_the_target():
@@ -190,7 +190,7 @@ def test_drafts_start_as_a_trained_one():
     glide = make_glide(target, 1, start)
     with torch.no_grad():
         expected = start(ids).logits
-        for draft in (glide, make_plain(glide, target, start)):
+        for draft in (glide, make_matched(glide, target, start)):
             torch.testing.assert_close(draft.eval()(ids).logits, expected)
     large = target.model.layers[-1].self_attn.q_proj.weight
     assert torch.equal(glide.model.layers[0].cross_attn.q_proj.weight, large)

@@ -28,7 +28,7 @@ from fastspec.train.glide_data import (
     stored_target,
 )
 from fastspec.train.glide_run import train_draft
-from fastspec.train.new_drafts import make_glide, make_shallow
+from fastspec.train.new_drafts import make_glide, make_plain
 from fastspec.train.options import TrainOptions
 from fastspec.train.own_text import write_texts
 
@@ -49,7 +49,7 @@ TEMPLATE = "{% for message in messages %}[{{ message.role }}]{{ message.content 
 
 
 def reduced(target, token_ids, kind="draft_model", num_layers=2):
-    make = make_glide if kind == "glide" else make_shallow
+    make = make_glide if kind == "glide" else make_plain
     draft = make(target, num_layers)
     reduce_vocabulary(draft, target, torch.tensor(token_ids))
     return draft.eval()
@@ -172,11 +172,11 @@ def test_a_head_with_a_bias_is_refused():
 
 def test_shallow_drafts_start_from_both_ends():
     target = random_model("llama", num_hidden_layers=5)
-    draft = make_shallow(target, 3)
+    draft = make_plain(target, 3)
     chosen = [target.model.layers[index] for index in (0, 3, 4)]
     for own, large in zip(draft.model.layers, chosen, strict=True):
         assert torch.equal(own.mlp.up_proj.weight, large.mlp.up_proj.weight)
-    assert torch.equal(make_shallow(target).model.norm.weight, target.model.norm.weight)
+    assert torch.equal(make_plain(target).model.norm.weight, target.model.norm.weight)
 
 
 def test_most_frequent_tokens_of_the_rows():

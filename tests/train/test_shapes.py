@@ -28,7 +28,7 @@ def test_what_is_tried_fits_the_target():
     assert named == [(1, None, 9), (1, None, 64), (1, None, None), (1, 2 * width, None)]
 
 
-@pytest.mark.parametrize(("kind", "method"), [("draft", "draft_model"), ("glide", "glide")])
+@pytest.mark.parametrize(("kind", "method"), [("plain", "draft_model"), ("glide", "glide")])
 def test_an_untrained_draft_drafts(kind, method):
     target = random_model("llama").to(torch.bfloat16)
     texts = [[1, 2, 3, 2], [4, 2]]

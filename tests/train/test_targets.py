@@ -10,7 +10,7 @@ from fastspec import Engine, SamplingParams, SpecConfig
 from fastspec.train.eagle3 import cut_texts, make_eagle3, train_eagle3
 from fastspec.train.glide_data import cut_rows
 from fastspec.train.glide_run import report_acceptance, train_draft
-from fastspec.train.new_drafts import make_draft, make_shallow, weights_of
+from fastspec.train.new_drafts import make_draft, make_plain, weights_of
 from fastspec.train.options import DraftShape, TrainOptions
 from fastspec.train.processes import OneProcess
 
@@ -49,13 +49,13 @@ def trained(target, kind, folder, reduced=None, **options):
 @pytest.mark.parametrize(
     ("name", "kind", "options"),
     [
-        ("gemma3n_text", "draft", {}),
-        ("gemma3n_text", "draft", {"reduced": 64, "distillation": 1.0}),
-        ("gemma4_text", "draft", {}),
+        ("gemma3n_text", "plain", {}),
+        ("gemma3n_text", "plain", {"reduced": 64, "distillation": 1.0}),
+        ("gemma4_text", "plain", {}),
         ("gemma4_text", "glide", {"store_target": True}),
-        ("falcon_h1", "draft", {}),
-        ("mamba", "draft", {"store_target": True}),
-        ("mamba", "draft", {"reduced": 64, "distillation": 1.0}),
+        ("falcon_h1", "plain", {}),
+        ("mamba", "plain", {"store_target": True}),
+        ("mamba", "plain", {"reduced": 64, "distillation": 1.0}),
     ],
 )
 def test_targets_that_drafts_learn_from(tmp_path, name, kind, options):
@@ -67,9 +67,9 @@ def test_targets_that_drafts_learn_from(tmp_path, name, kind, options):
 
 def test_a_draft_is_as_wide_as_the_last_layer():
     target = decoder("gemma3n_text", intermediate_size=[48, 48, 48, 64])
-    assert make_shallow(target).config.intermediate_size == 64
-    assert make_shallow(decoder("gemma4_text")).config.head_dim == 512
-    assert make_shallow(decoder("mamba", hidden_size=192)).config.num_attention_heads == 3
+    assert make_plain(target).config.intermediate_size == 64
+    assert make_plain(decoder("gemma4_text")).config.head_dim == 512
+    assert make_plain(decoder("mamba", hidden_size=192)).config.num_attention_heads == 3
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_targets_whose_cache_glide_cannot_read_are_refused_before_training(name,
 
 
 def test_a_target_that_the_engine_does_not_run_is_refused_before_training():
-    for kind in ("draft", "glide"):
+    for kind in ("plain", "glide"):
         with pytest.raises(ValueError, match=r"^BloomForCausalLM: never calls"):
             make_draft(decoder("bloom"), cut_rows(DOCUMENTS, 24), SHAPE, kind)
 
@@ -125,7 +125,7 @@ def test_a_shape_that_no_llama_has_is_refused():
     with pytest.raises(
         ValueError, match=r"^target: a draft cannot have its shape: .*\(50\) is not"
     ):
-        make_shallow(random_model("llama"), hidden_size=50)
+        make_plain(random_model("llama"), hidden_size=50)
 
 
 def linear_layers(model):
@@ -134,10 +134,10 @@ def linear_layers(model):
 
 def test_drafts_start_from_weights_that_the_target_computes():
     target = random_model("llama")
-    plain = make_shallow(deepcopy(target))
+    plain = make_plain(deepcopy(target))
     for layer in linear_layers(target):
         parametrizations.weight_norm(layer)
-    draft = make_shallow(target)
+    draft = make_plain(target)
     for name, weight in plain.named_parameters():
         torch.testing.assert_close(draft.get_parameter(name), weight)
 
