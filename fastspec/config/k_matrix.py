@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from fastspec.config.checks import is_int
+from fastspec.config.checks import is_int, require
 
+MAX_DRAFT_TOKENS = 1024  # beyond it a step is a mistake, or no step
 KMatrix = tuple[tuple[int, ...], ...]
 MAG_TOKENS = 10  # the fewest that MaG writes at a time with mag_surplus; the published constant
 
@@ -61,6 +62,25 @@ def most_draft_tokens(k_matrix: KMatrix, mag_surplus: bool = False) -> int:
         return counted
     counted += last if k_matrix[0][-1] else 0  # the piece that the target gets last
     return counted + counted // MAG_TOKENS * (MAG_TOKENS - 1)
+
+
+def most_cascade_tokens(spec: Any) -> int:
+    """Return the maximum tokens of a proposal of the cascade that a SpecConfig describes."""
+    most = most_draft_tokens(spec.cascade_matrix)
+    if not spec.mag_surplus:
+        return most
+    return max(most, min(most_draft_tokens(spec.cascade_matrix, True), MAX_DRAFT_TOKENS))
+
+
+def check_cascade(spec: Any) -> None:
+    """Raise ValueError if a cascade's k_matrix needs too many tokens, or not as many as given."""
+    most, count = most_cascade_tokens(spec), spec.num_speculative_tokens
+    if most > MAX_DRAFT_TOKENS:
+        raise ValueError(
+            f"k_matrix: requests up to {most} draft tokens, more than {MAX_DRAFT_TOKENS}"
+        )
+    expected = f"{most} (from k_matrix) or None"
+    require("num_speculative_tokens", count, count in (None, most), expected)
 
 
 def _is_list(value: Any) -> bool:

@@ -6,7 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from fastspec.config.checks import config_of, is_int, refuse, require
-from fastspec.config.k_matrix import KMatrix, as_k_matrix, most_draft_tokens
+from fastspec.config.k_matrix import (
+    MAX_DRAFT_TOKENS,
+    KMatrix,
+    as_k_matrix,
+    check_cascade,
+    most_cascade_tokens,
+)
 from fastspec.config.methods import (
     BUILT_IN,
     FIELDS_OF_DRAFTS,
@@ -31,7 +37,6 @@ from fastspec.config.options import (
 from fastspec.config.schedules import SCHEDULE, STEP_COSTS, check_step_costs
 from fastspec.config.token_trees import MAX_TREE_NODES, as_cape_bins, as_tree_paths, check_trees
 
-MAX_DRAFT_TOKENS = 1024  # beyond it a step is a mistake, or no step
 _FEWEST_SUFFIX_TOKENS = 2
 _COPY_MATRIX = ((4, 0), (0, 1))  # of a cascade whose first level is a copy of the target
 _LOOKUP_FIELDS = ("prompt_lookup_min", "prompt_lookup_max")
@@ -344,7 +349,8 @@ class SpecConfig(Options):
         least, most = self.lookup_lengths
         expected = f"at least prompt_lookup_min ({least})"
         require("prompt_lookup_max", self.prompt_lookup_max, most >= least, expected)
-        self._check_cascade()
+        if method.sets_length:
+            check_cascade(self)
         fits = self.ngram_store == "request" or self.rejection_sample_method == "coupled"
         expected = "'request' unless rejection_sample_method is 'coupled'"
         require("ngram_store", self.ngram_store, fits, expected)
@@ -393,7 +399,7 @@ class SpecConfig(Options):
         if self.num_speculative_tokens is not None:
             return self.num_speculative_tokens
         if method_named(self.method).sets_length:
-            return self._most_cascade_tokens
+            return most_cascade_tokens(self)
         usual = self.value_of("num_speculative_tokens")
         return min(usual, most or usual)
 
@@ -431,14 +437,6 @@ class SpecConfig(Options):
         if self.draft_bits is not None and self.k_matrix is None:
             return _COPY_MATRIX
         return self.value_of("k_matrix")
-
-    @property
-    def _most_cascade_tokens(self) -> int:
-        """Maximum number of draft tokens that a cascade's k_matrix can produce."""
-        most = most_draft_tokens(self.cascade_matrix)
-        if not self.mag_surplus:
-            return most
-        return max(most, min(most_draft_tokens(self.cascade_matrix, True), MAX_DRAFT_TOKENS))
 
     @property
     def lookup_lengths(self) -> tuple[int, int]:
@@ -495,14 +493,3 @@ class SpecConfig(Options):
         fits = not is_plain or self.rejection_sample_method != "block"
         expected = f"'standard' or 'coupled' for method {self.method!r}"
         require("rejection_sample_method", self.rejection_sample_method, fits, expected)
-
-    def _check_cascade(self) -> None:
-        if not method_named(self.method).sets_length:
-            return
-        most, count = self._most_cascade_tokens, self.num_speculative_tokens
-        if most > MAX_DRAFT_TOKENS:
-            raise ValueError(
-                f"k_matrix: requests up to {most} draft tokens, more than {MAX_DRAFT_TOKENS}"
-            )
-        expected = f"{most} (from k_matrix) or None"
-        require("num_speculative_tokens", count, count in (None, most), expected)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fastspec.config import EngineConfig, SamplingParams, SpecConfig, is_int
 from fastspec.config.checks import require, require_int
-from fastspec.config.speculation import MAX_DRAFT_TOKENS
+from fastspec.config.k_matrix import MAX_DRAFT_TOKENS
 from fastspec.drafters import Drafter, Proposal, TreeProposer
 from fastspec.drafters.base import Batch, NoDrafter, Request, check_proposal
 from fastspec.drafters.suffix_first import SuffixFirst
