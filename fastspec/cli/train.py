@@ -102,7 +102,7 @@ def eagle3(
     for name in ("intermediate_size", "reduced_vocab_size") if start is not None else ():
         refuse(name, getattr(shape, name), "not with --start, which keeps the size of its draft")
     begin()
-    from fastspec.drafters.eagle3 import Eagle3Draft, load_eagle3
+    from fastspec.drafters.eagle3 import Eagle3Draft, load_eagle
     from fastspec.train.eagle3 import cut_texts, make_eagle3, train_eagle3
     from fastspec.train.glide_data import split_places
 
@@ -115,7 +115,7 @@ def eagle3(
         if start is None:
             draft = make_eagle3(model, training, shape)
         else:
-            draft = load_eagle3(start, config, model).float()
+            draft = load_eagle(start, config, model).float()
             if not isinstance(draft, Eagle3Draft):
                 raise ValueError("start: expected an EAGLE-3 draft, got EAGLE-1 or EAGLE-2")
     with _progress(settings.num_steps(len(training)), len(texts)) as calls:

@@ -25,7 +25,7 @@ def kind_of(
     """
     if glide.is_glide(source, read_config):
         return "glide"
-    if eagle3.is_eagle3(source, read_config):
+    if eagle3.is_eagle(source, read_config):
         return "eagle3"
     is_stored = not isinstance(source, PreTrainedModel)
     return "reduced" if is_stored and is_reduced("drafter", source, read_config) else "model"

@@ -16,7 +16,7 @@ from fastspec.config.k_matrix import MAG_TOKENS
 from fastspec.config.methods import OWN_DRAFTS, method_named
 from fastspec.drafters.auto import kind_of
 from fastspec.drafters.context import DrafterContext
-from fastspec.drafters.eagle3 import Eagle1Draft, EagleDraft, load_eagle3
+from fastspec.drafters.eagle3 import Eagle1Draft, EagleDraft, load_eagle
 from fastspec.drafters.glide import GlideLlamaForCausalLM, load_glide
 from fastspec.drafters.reencoding import is_reencoded
 from fastspec.engine.engine import Engine
@@ -270,7 +270,7 @@ def load_named_draft(name: str, context: DrafterContext) -> PreTrainedModel:
     """A draft model of any kind for a loaded target; see `DrafterContext.load_pretrained`."""
     kind = kind_of(name, context.read_config)
     if kind == "eagle3":
-        return load_eagle3(name, context.config, context.target_model)
+        return load_eagle(name, context.config, context.target_model)
     load = partial(load_glide, target=context.target_model) if kind == "glide" else None
     return context.load_pretrained(name, load, "draft")
 

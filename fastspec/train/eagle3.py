@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from fastspec.config.checks import require
 from fastspec.drafters.eagle3.loading import save_eagle3
-from fastspec.drafters.eagle3.model import Eagle3Config, Eagle3Draft, usual_layers
+from fastspec.drafters.eagle3.model import Eagle3Draft, EagleConfig, usual_layers
 from fastspec.models.reduced_vocabulary import reduced_rows
 from fastspec.models.twin import decoder_layers
 from fastspec.train.distillation import FrozenHeadLoss
@@ -87,7 +87,7 @@ def make_eagle3(target: PreTrainedModel, texts: Sequence[Text], shape: DraftShap
     require("reduced_vocab_size", num_ids, num_ids <= vocab_size, f"at most {vocab_size}")
     fields: dict[str, Any] = llama_shape(target, 1, width) | {"vocab_size": vocab_size}
     fields |= {"draft_vocab_size": num_ids}
-    draft = Eagle3Draft(llama_config(fields, Eagle3Config))
+    draft = Eagle3Draft(llama_config(fields, EagleConfig))
     _start_as_last_layer(draft, target)
     answers = torch.cat([text.token_ids[text.start :] for text in texts])
     token_ids = most_frequent(answers, num_ids).to(target.device)

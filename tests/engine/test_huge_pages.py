@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fastspec import EngineConfig
-from fastspec.drafters.eagle3.loading import load_eagle3
+from fastspec.drafters.eagle3.loading import load_eagle
 from fastspec.models import huge_pages
 from fastspec.models.loading import load_model
 
@@ -58,7 +58,7 @@ def test_weights_move_and_keep_their_values(tmp_path, tied):
 def test_a_draft_keeps_what_it_shares_with_its_target(tmp_path):
     target = saved(tmp_path / "target")
     write_folder(tmp_path, target)
-    draft = load_eagle3(tmp_path, CPU, target)
+    draft = load_eagle(tmp_path, CPU, target)
     places = {weight.data_ptr() for weight in target.parameters()}
     shared = {name for name, each in draft.named_parameters() if each.data_ptr() in places}
     assert "embed_tokens.weight" in shared

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fastspec
-from fastspec.drafters.eagle3 import is_eagle3
+from fastspec.drafters.eagle3 import is_eagle
 from fastspec.drafters.glide import is_glide, load_glide
 from scripts.tiny.corpus import is_held_out
 from scripts.tiny.prompts import read_prompts
@@ -153,7 +153,7 @@ def test_the_glide_draft_of_smollm2_is_small_and_leaves_its_ends_to_the_target()
 def test_the_eagle3_draft_is_small_and_leaves_its_ends_to_the_target():
     folder = ASSETS / "smollm2-eagle3"
     assert sum(path.stat().st_size for path in folder.iterdir()) < 12e6
-    assert is_eagle3(folder)
+    assert is_eagle(folder)
     stored = load_file(folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
     token_ids = stored["d2t"] + torch.arange(len(stored["d2t"]))

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from fastspec import Engine, SpecConfig
 from fastspec.cli import app
 from fastspec.config import EngineConfig
-from fastspec.drafters.eagle3 import load_eagle3, save_eagle3
+from fastspec.drafters.eagle3 import load_eagle, save_eagle3
 from fastspec.drafters.eagle3.model import usual_layers
 from fastspec.train.distillation import FrozenHeadLoss
 from fastspec.train.eagle3 import (
@@ -51,7 +51,7 @@ def test_a_row_of_each_step_is_what_the_published_forward_drafts(tmp_path):
     """Whatever the lengths of the texts beside it, and where their answers start."""
     target = random_model("llama", num_hidden_layers=6)
     weights = write_folder(tmp_path, target, num_known=KNOWN)
-    draft = load_eagle3(tmp_path, EngineConfig(), target).train()
+    draft = load_eagle(tmp_path, EngineConfig(), target).train()
     ids = torch.arange(3, 27)
     texts = [Text(ids[:9], 4), Text(ids[2:], 12), Text(ids[5:8], 1)]
     known = draft.lm_head.token_ids
@@ -151,7 +151,7 @@ def test_a_saved_draft_is_the_same(tmp_path):
     target = random_model("llama", num_hidden_layers=6)
     draft = make_eagle3(target, texts_of(target, 2), DraftShape(reduced_vocab_size=KNOWN))
     save_eagle3(draft, tmp_path)
-    loaded = load_eagle3(tmp_path, EngineConfig(), target)
+    loaded = load_eagle(tmp_path, EngineConfig(), target)
     assert torch.equal(loaded.lm_head.token_ids, draft.lm_head.token_ids)
     assert torch.equal(loaded.lm_head.linear.weight, target.lm_head.weight[draft.lm_head.token_ids])
     assert loaded.embed_tokens.weight.data_ptr() == target.get_input_embeddings().weight.data_ptr()

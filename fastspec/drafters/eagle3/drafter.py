@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastspec.drafters.base import Drafter, Request
 from fastspec.drafters.context import DrafterContext, DrafterPlan
-from fastspec.drafters.eagle3.loading import load_eagle3
+from fastspec.drafters.eagle3.loading import load_eagle
 from fastspec.drafters.eagle3.model import Eagle1Draft, EagleDraft, FlatEagle3, PagedStates
 from fastspec.drafters.target_reader import TargetReader
 from fastspec.models.blocks import Blocks
@@ -21,7 +21,7 @@ from fastspec.models.runner import ModelRunner
 from fastspec.models.transfer import device_tensor
 
 
-class Eagle3Runner(ModelRunner):
+class EagleRunner(ModelRunner):
     """Runs an EAGLE draft, which reads token i with its target's hidden state of token i - 1.
 
     The first token has no row, so token i has the draft's row i - 1, in the slot of token i - 1.
@@ -105,7 +105,7 @@ class Eagle3Drafter(TargetReader):
 
     name = "eagle3"
     kind, reads = "EAGLE", "the target's hidden states"
-    model_class, runner_class = EagleDraft, Eagle3Runner
+    model_class, runner_class = EagleDraft, EagleRunner
 
     def __init__(self, model: PagedModel, *args, **kwargs):
         super().__init__(model, *args, **kwargs)
@@ -134,4 +134,4 @@ class Eagle3Drafter(TargetReader):
 def build(context: DrafterContext) -> Drafter | DrafterPlan:
     """Build method "eagle3"; a given Drafter must be of its own class."""
     context = replace(context, tokenizer=None)  # the draft model has none of its own
-    return Eagle3Drafter.plan(context, partial(load_eagle3, target=context.target_model))
+    return Eagle3Drafter.plan(context, partial(load_eagle, target=context.target_model))

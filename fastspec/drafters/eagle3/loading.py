@@ -19,8 +19,8 @@ from fastspec.config import EngineConfig
 from fastspec.config.checks import require
 from fastspec.drafters.eagle3.model import (
     Eagle1Draft,
-    Eagle3Config,
     Eagle3Draft,
+    EagleConfig,
     EagleDraft,
     usual_layers,
 )
@@ -39,7 +39,7 @@ _INDEX = ".index.json"  # index of weights in several files
 _FILES = (_WEIGHTS, _WEIGHTS + _INDEX, _PICKLED, _PICKLED + _INDEX)
 
 
-def is_eagle3(source: str | Path | PreTrainedModel, read_config: ReadConfig = load_config) -> bool:
+def is_eagle(source: str | Path | PreTrainedModel, read_config: ReadConfig = load_config) -> bool:
     """Whether a model is an EAGLE draft. For a folder or hub id the config decides, or, if it has
     one layer, the weights: EAGLE-1 and EAGLE-2 are Llamas by their config."""
     if isinstance(source, PreTrainedModel):
@@ -58,7 +58,7 @@ def is_eagle3(source: str | Path | PreTrainedModel, read_config: ReadConfig = lo
         return False  # loading it will report what is wrong
 
 
-def load_eagle3(
+def load_eagle(
     source: str | Path | PreTrainedModel, config: EngineConfig, target: PreTrainedModel | None
 ) -> PreTrainedModel:
     """Load a draft model of EAGLE-1, 2 or 3 onto the device, in the target's dtype.
@@ -123,7 +123,7 @@ def _first_version(
     stored: dict[str, Any], tensors: dict[str, Tensor], target: PreTrainedModel
 ) -> EagleDraft:
     """Make a draft of EAGLE-1 or EAGLE-2, with the target's head unless it has its own."""
-    config = Eagle3Config.from_dict(stored)
+    config = EagleConfig.from_dict(stored)
     size, read = config.hidden_size, config.target_hidden_size
     require("hidden_size", size, size == read, f"{read}, the target's, as EAGLE-1 has no other")
     draft: Any = Eagle1Draft(config)
@@ -151,7 +151,7 @@ def _third_version(
         "draft_vocab_size": len(token_ids),
         "target_layers": layers or usual_layers(large.num_hidden_layers),
     }
-    draft: Any = Eagle3Draft(Eagle3Config.from_dict(stored | known))
+    draft: Any = Eagle3Draft(EagleConfig.from_dict(stored | known))
     head = None if _HEAD in tensors else reduced_rows(target, token_ids)
     ends = _ends(tensors, target, "EAGLE-3 draft", draft, head)
     draft.set_ends(*ends, token_ids.to(target.device), vocab_size)
@@ -195,7 +195,7 @@ def _ends(
     if names := own.keys() ^ tensors.keys():
         is_missing = min(names) in own
         raise ValueError(f"is no {kind}: {min(names)} is {'missing' if is_missing else 'new'}")
-    config: Eagle3Config = draft.config
+    config: EagleConfig = draft.config
     ends = {
         _EMBEDDINGS: whole(embeddings.detach())[: config.vocab_size],
         _HEAD: whole(cast(Tensor, head).detach()),

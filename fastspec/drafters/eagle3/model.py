@@ -30,7 +30,7 @@ def usual_layers(num_layers: int) -> list[int]:
     return [2, num_layers // 2, num_layers - 3]
 
 
-class Eagle3Config(LlamaConfig):
+class EagleConfig(LlamaConfig):
     """Shape of an EAGLE draft model: a one-layer Llama with these additional fields.
 
     Args:
@@ -103,7 +103,7 @@ class PagedStates:
 class EagleLayer(nn.Module):
     """A decoder layer from its attention on; the draft determines what attention reads."""
 
-    def __init__(self, config: Eagle3Config):
+    def __init__(self, config: EagleConfig):
         super().__init__()
         self.self_attn = LlamaAttention(config, 0)
         self.mlp = LlamaMLP(config)
@@ -122,7 +122,7 @@ class EagleLayer(nn.Module):
 class Eagle3Layer(EagleLayer):
     """A decoder layer whose attention reads concatenated embeddings and hidden states."""
 
-    def __init__(self, config: Eagle3Config):
+    def __init__(self, config: EagleConfig):
         super().__init__(config)
         size, eps = config.hidden_size, config.rms_norm_eps
         self.norm_before_residual = config.norm_before_residual
@@ -162,15 +162,15 @@ class EagleDraft(PreTrainedModel, GenerationMixin):
     else its own), and predicts token i + 1.
     """
 
-    config: Eagle3Config
-    config_class = Eagle3Config
+    config: EagleConfig
+    config_class = EagleConfig
     base_model_prefix = "model"
     _supports_attention_backend = True
 
     midlayer: Any  # an EagleLayer
     norm: nn.Module  # before the head
 
-    def __init__(self, config: Eagle3Config):
+    def __init__(self, config: EagleConfig):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, device="meta")
         self.rotary_emb = LlamaRotaryEmbedding(config)
@@ -233,7 +233,7 @@ class Eagle3Draft(EagleDraft):
     Source: Li et al., "EAGLE-3", arXiv 2503.01840.
     """
 
-    def __init__(self, config: Eagle3Config):
+    def __init__(self, config: EagleConfig):
         super().__init__(config)
         size, read = config.hidden_size, config.target_hidden_size or config.hidden_size
         num_states = len(config.target_layers or range(3))
@@ -273,7 +273,7 @@ class Eagle1Draft(EagleDraft):
     other trees with the same draft.
     """
 
-    def __init__(self, config: Eagle3Config):
+    def __init__(self, config: EagleConfig):
         super().__init__(config)
         size = config.hidden_size
         self.fc = nn.Linear(2 * size, size, bias=False)
