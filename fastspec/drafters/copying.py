@@ -20,7 +20,7 @@ class CopyingDrafter:
 
     def propose(self, batch: Batch) -> Proposal:
         texts = self._texts.update(batch)
-        return copied(self.copy(texts, batch.num_speculative_tokens), batch)
+        return proposal_of(self.copy(texts, batch.num_speculative_tokens), batch)
 
     def copy(self, texts: Texts, num_tokens: int) -> Tensor:
         """Return a continuation of each text: [B, num_tokens] int32, -1 after the last token."""
@@ -33,7 +33,7 @@ class CopyingDrafter:
         self._texts.forget(request.request_id)
 
 
-def copied(token_ids: Tensor, batch: Batch) -> Proposal:
+def proposal_of(token_ids: Tensor, batch: Batch) -> Proposal:
     """Return a proposal of point masses [B, K], cut to the number wanted."""
     if any(wanted < batch.num_speculative_tokens for wanted in batch.num_draft_tokens):
         wanted = device_tensor(batch.num_draft_tokens, torch.int32, batch.device)[:, None]

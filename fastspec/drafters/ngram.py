@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fastspec.drafters.base import Batch, Proposal, Request
 from fastspec.drafters.context import DrafterContext
-from fastspec.drafters.copying import copied
+from fastspec.drafters.copying import proposal_of
 from fastspec.drafters.ngram_table import NgramTable
 from fastspec.drafters.texts import Texts, TextStore, input_of
 from fastspec.models.transfer import device_tensor
@@ -72,7 +72,7 @@ class NgramDrafter:
                 chosen = torch.where(token_ids[-1] < 0, -1, chosen)
             token_ids.append(chosen)
             grown = torch.cat([grown, chosen[:, None]], dim=1)
-        proposal = copied(torch.stack(token_ids, dim=1).int(), batch)
+        proposal = proposal_of(torch.stack(token_ids, dim=1).int(), batch)
         if self._filler_top_k == 1:
             return proposal
 

@@ -159,7 +159,7 @@ class ReencodingDrafter(DraftModelDrafter):
         self._blocks = _UnsharedBlocks(blocks.num_blocks, blocks.block_size)
         super().__init__(runner, self._blocks, runner.vocab_size, False, confidence_threshold)
         self._target, self._own, self._num_ids = target, own, target_vocab_size
-        self._read, self._written = _translated(target, own), _translated(own, target)
+        self._read, self._written = _texts_for(target, own), _texts_for(own, target)
         self._texts: WeakKeyDictionary[Request, _Text] = WeakKeyDictionary()
 
     def propose(self, batch: Batch) -> Proposal:
@@ -271,7 +271,7 @@ class ReencodingDrafter(DraftModelDrafter):
         text.own.state_key = StateKey()
 
 
-def _translated(source: SpelledTokenizer, reader: SpelledTokenizer) -> dict[int, bytes]:
+def _texts_for(source: SpelledTokenizer, reader: SpelledTokenizer) -> dict[int, bytes]:
     """Return each token's text for another tokenizer, without special tokens that it lacks."""
     known = set(reader.names.values())
     found = dict(source.bytes)

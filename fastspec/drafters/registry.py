@@ -87,7 +87,7 @@ def plan_drafter(context: DrafterContext) -> DrafterPlan | None:
     if given is None and method.takes_draft:
         has_copy = context.spec.draft_bits is not None
         if has_copy and context.spec.heterogeneous_vocab is None:
-            return _planned(method, context)  # a cascade of the target's copy and MaG
+            return _plan_method(method, context)  # a cascade of the target's copy and MaG
         if method.needs_draft and not has_copy:
             what = f"method {method.name!r}"
         elif context.spec.cape:
@@ -99,7 +99,7 @@ def plan_drafter(context: DrafterContext) -> DrafterPlan | None:
         else:
             return None
         raise ValueError(f"drafter: {what} needs a draft model, got None")
-    return _planned(method, replace(context, drafter=given))
+    return _plan_method(method, replace(context, drafter=given))
 
 
 def plan_given(context: DrafterContext) -> DrafterPlan:
@@ -113,10 +113,10 @@ def plan_given(context: DrafterContext) -> DrafterPlan:
     if not is_own:
         is_tree = "tree_width" in method.fields and context.spec.drafts_trees
         method = method_named("tree" if is_tree else "auto")
-    return _planned(method, context)
+    return _plan_method(method, context)
 
 
-def _planned(method: Method, context: DrafterContext) -> DrafterPlan:
+def _plan_method(method: Method, context: DrafterContext) -> DrafterPlan:
     build = method.build or import_module(f"fastspec.drafters.{method.name}").build
     spec = context.spec
     if isinstance(context.drafter, Drafter) and method.build is None:

@@ -196,7 +196,7 @@ class SuffixDrafter:
             self._past.add(said)
             self._num_shared[request] = start + len(said)
 
-    def likely_copy(self, request: Request, most: int, is_coupled: bool) -> Sequence[int]:
+    def find_copy(self, request: Request, most: int, is_coupled: bool) -> Sequence[int]:
         """Return up to `most` tokens of one path after a match of two or more tokens.
 
         Empty unless at least one token is expected to be accepted.

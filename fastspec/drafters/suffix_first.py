@@ -66,7 +66,7 @@ class SuffixFirst:
         copied: dict[int, Sequence[int]] = {}  # by place in the batch
         for place, (request, num) in enumerate(zip(batch.requests, wanted, strict=True)):
             most = min(num, self._num_copied)
-            if copy := self._copies.likely_copy(request, most, batch.is_coupled):
+            if copy := self._copies.find_copy(request, most, batch.is_coupled):
                 copied[place] = copy
         asked = [
             None if place in copied else min(num, self.num_tokens)

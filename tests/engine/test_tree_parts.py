@@ -8,7 +8,7 @@ from fastspec.config.tree_shapes import TreeShape, balanced_shape
 from fastspec.drafters import CapePlan
 from fastspec.drafters.base import SamplingTensors
 from fastspec.drafters.tree.grow import best_nodes, with_chain
-from fastspec.drafters.tree.siblings import drawn, likeliest
+from fastspec.drafters.tree.siblings import draw_siblings, top_tokens
 from fastspec.models.layout import packed, tree_positions
 from fastspec.models.reduced_vocabulary import DraftVocabulary
 from fastspec_kernels import build_tree
@@ -80,12 +80,12 @@ def test_ties_keep_parents_before_their_children():
 
 def test_likeliest_tokens():
     logits = torch.tensor([[0.0, 2.0, 1.0], [1.0, float("-inf"), 0.0], [float("nan")] * 3])
-    token_ids, logprobs = likeliest(logits, 4, None)
+    token_ids, logprobs = top_tokens(logits, 4, None)
     assert token_ids.tolist() == [[1, 2, 0, -1], [0, 2, -1, -1], [-1] * 4]
     expected = logits[0].log_softmax(0)[[1, 2, 0]]
     torch.testing.assert_close(logprobs[0, :3], expected)
     assert (logprobs[token_ids < 0] == -torch.inf).all()
-    _, sharper = likeliest(logits[:1], 1, torch.tensor([0.5]))
+    _, sharper = top_tokens(logits[:1], 1, torch.tensor([0.5]))
     torch.testing.assert_close(sharper[0, 0], (2 * logits[0]).log_softmax(0)[1])
 
 
@@ -98,7 +98,7 @@ def test_drawn_tokens_have_the_law_of_draws_without_replacement():
         min_p=None,
     )
     uniforms = torch.rand((rows, 3), generator=torch.Generator().manual_seed(5))
-    picked = drawn(logits.expand(rows, -1).clone(), uniforms, sampling)
+    picked = draw_siblings(logits.expand(rows, -1).clone(), uniforms, sampling)
     probs = (logits[:4] / 1.5).softmax(0).double()
     distribution = torch.zeros(5, 5, 5, dtype=torch.float64)
     for i in range(4):
@@ -117,7 +117,7 @@ def test_greedy_rows_draw_their_likeliest_tokens_until_none_is_left():
         temperature=torch.tensor([0.0, 1.0]), top_k=None, top_p=torch.tensor([0.1, 0.1]), min_p=None
     )
     logits = torch.tensor([[0.0, 2.0, 1.0], [0.0, 2.0, 1.0]])
-    picked = drawn(logits, torch.full((2, 3), 0.5), sampling)
+    picked = draw_siblings(logits, torch.full((2, 3), 0.5), sampling)
     assert picked.tolist() == [[1, 2, 0], [1, -1, -1]]
 
 
@@ -159,7 +159,7 @@ def test_the_likeliest_tokens_of_wide_rows(dtype, columns):
     logits[3] = -torch.inf
     logits[4, 100] = torch.nan
     for num in (1, 2, 8):
-        token_ids, logprobs = likeliest(logits, num, None)
+        token_ids, logprobs = top_tokens(logits, num, None)
         expected = logits.float().log_softmax(-1).topk(num).values
         rows = [0, 1, 2]
         torch.testing.assert_close(logprobs[rows], expected[rows].nan_to_num(neginf=-torch.inf))

@@ -12,7 +12,7 @@ from fastspec.drafters.copying import known_counts
 from fastspec.drafters.draft_model import DraftModelDrafter
 from fastspec.drafters.logit_rules import Rows
 from fastspec.drafters.tree.copied import CopiedPaths, put_point_masses
-from fastspec.drafters.tree.siblings import ConfidenceBins, SiblingCut, drawn, likeliest
+from fastspec.drafters.tree.siblings import ConfidenceBins, SiblingCut, draw_siblings, top_tokens
 from fastspec.models.layout import packed
 from fastspec.models.reduced_vocabulary import DraftVocabulary
 from fastspec.models.transfer import device_tensor
@@ -142,7 +142,7 @@ class LikeliestTree:
         temperature = self._temperature
         if temperature is not None:
             temperature = temperature.repeat_interleave(width)[places]
-        token_ids, logprobs = likeliest(logits, size[2], temperature, self._batch.backend)
+        token_ids, logprobs = top_tokens(logits, size[2], temperature, self._batch.backend)
         token_ids = _spread(vocabulary.tokens(token_ids), places, size, -1).flatten(1)
         parents = self._nodes[:, :, None].expand(size).flatten(1)
         above = self._scores[:, :, None]
@@ -220,7 +220,7 @@ class ShapedTree:
         first = level.children[0] - 1
         added = slice(first, first + len(level.kept))
         if self._uniforms is None:
-            token_ids, _ = likeliest(logits, level.num_children, None, backend)
+            token_ids, _ = top_tokens(logits, level.num_children, None, backend)
             token_ids = vocabulary.tokens(token_ids)
         else:
             requests = torch.arange(num_requests, device=device).repeat_interleave(size[1])[places]
@@ -242,12 +242,12 @@ class ShapedTree:
             uniforms = self._uniforms.new_zeros((num_requests, size[1] * size[2]))
             uniforms[:, kept] = self._uniforms[:, added]
             uniforms = uniforms.view(-1, size[2])[places]
-            token_ids = drawn(logits, uniforms, sampling, backend, keys)
+            token_ids = draw_siblings(logits, uniforms, sampling, backend, keys)
             if keys is None:
                 token_ids = vocabulary.tokens(token_ids)
             if self._cut is not None:
                 temperature = divisors(sampling["temperature"])
-                _, logprobs = likeliest(logits, 1, temperature, backend)
+                _, logprobs = top_tokens(logits, 1, temperature, backend)
                 token_ids = token_ids.masked_fill(self._cut.of(logprobs.exp()), -1)
             if self._moves_gaps:  # no token follows one that could not be drawn
                 token_ids = token_ids.masked_fill(self._read.view(-1, 1)[places] < 0, -1)

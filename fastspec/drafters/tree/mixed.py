@@ -63,7 +63,7 @@ class MixedTreeDrafter(TreeDrafter):
     ) -> Sequence[int]:
         """Return the tokens for a branch of a request's tree, if likely enough."""
         most = min(wanted, self._plan.num_copied)
-        copy = self._copies.likely_copy(request, most, is_coupled)
+        copy = self._copies.find_copy(request, most, is_coupled)
         if not needs_columns:
             return copy
         if not self.draft.room(len(request.token_ids)):

@@ -26,7 +26,7 @@ class SiblingCut:
         return self._ranks > self._extra[torch.bucketize(confidence, self._bounds)]
 
 
-def likeliest(
+def top_tokens(
     logits: Tensor, num: int, temperature: Tensor | None, backend: str = "auto"
 ) -> tuple[Tensor, Tensor]:
     """Return the `num` most probable tokens of each row, best first, and their log-probabilities.
@@ -65,7 +65,7 @@ def _largest(logits: Tensor, num: int) -> tuple[Tensor, Tensor]:
     return best, places.gather(1, within)
 
 
-def drawn(
+def draw_siblings(
     logits: Tensor,
     uniforms: Tensor,
     sampling: SamplingTensors,
