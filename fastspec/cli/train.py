@@ -223,7 +223,6 @@ def shapes(
     ids = tokenize_prompts(tokenizer, texts, prompts.chat)
     kind, method = ("glide", "glide") if glide else ("plain", "draft_model")
     spec = replace(spec, method=method)
-    planner = Planner(model, tokenizer, max_tokens, config=config)
     gains = {"1x, even": 1.0, "1.5x": 1.5, "2x": 2.0}
     table = table_of("draft ms", "cost", *gains, label="draft", no_wrap=True)
     with progress_bar("runs") as bar, usage_errors():
@@ -231,9 +230,12 @@ def shapes(
             raise ValueError("prompts: expected at least one with two or more tokens")
         sizes = shapes_of(model, tried)
         task = bar.add_task("timing", total=len(sizes) * len(ids))
+        planner = Planner(
+            model, tokenizer, ids, max_tokens, config=config, advance=lambda: bar.advance(task)
+        )
         for shape in sizes:
             draft = untrained(model, shape, kind, ids)
-            costs, _ = planner.measure_costs(spec, draft, ids, lambda: bar.advance(task))
+            costs, _ = planner.measure_costs(spec, draft)
             cost = costs.draft_cost()
             found = (costs.rate_for(gain, max_tokens) for gain in gains.values())
             cells = ("-" if each is None else f"{each[0]:.2f} (K={each[1]})" for each in found)

@@ -203,19 +203,19 @@ def tune(
     context = drafter_context(target_model, tokenizer, SpecConfig(), config)
     draft_models = [load_named_draft(name, context) for name in (drafts if needs_drafts else ())]
     ids = tokenize_prompts(tokenizer, texts, prompts.chat)
-    planner = Planner(target_model, tokenizer, max_tokens, params.temperature, config)
     with progress_bar("runs") as bar:
         task = bar.add_task("measuring", total=len(ids) * (len(specs) + options.repeats))
 
         def advance() -> None:
             bar.advance(task)
 
-        measurements = [
-            planner.measure(spec, _used(spec, draft_models), ids, advance) for spec in specs
-        ]
+        planner = Planner(
+            target_model, tokenizer, ids, max_tokens, params.temperature, config, advance
+        )
+        measurements = [planner.measure(spec, _used(spec, draft_models)) for spec in specs]
         plan = planner.choose(measurements)
         used = _used(plan.spec, draft_models)
-        measured = planner.confirm(plan, used, ids, options.repeats, advance)
+        measured = planner.confirm(plan, used, options.repeats)
     _show(Console(highlight=False), measurements, plan, measured, max_tokens)
     named = _used(plan.spec, drafts)
     chosen = TunedConfig(

@@ -132,34 +132,33 @@ class Planner:
     Args:
         target: the loaded model.
         tokenizer: of the target; None if the prompts are ids.
+        prompts: texts or ids, one or more.
         max_tokens: new tokens per prompt.
         temperature: of the runs; acceptance rates at 0 differ from those above it.
         config: device, dtype and cache.
+        advance: called after each prompt of a run.
     """
 
     def __init__(
         self,
         target: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase | None,
+        prompts: Sequence[str | TokenIds],
         max_tokens: int,
         temperature: float = 0.0,
         config: EngineConfig = EngineConfig(),  # noqa: B008 (frozen)
+        advance: Callable[[], None] = lambda: None,
     ):
         self._target = target
         self._tokenizer = tokenizer
+        self._prompts, self._advance = prompts, advance
         self._config = replace(config, max_batch_size=1)
         self.max_tokens = max_tokens
         self._params = SamplingParams(
             temperature=temperature, seed=0, max_tokens=max_tokens, ignore_eos=True
         )
 
-    def measure(
-        self,
-        spec: SpecConfig,
-        drafter: DrafterSource | None,
-        prompts: Sequence[str | TokenIds],
-        advance: Callable[[], None],
-    ) -> Measurement:
+    def measure(self, spec: SpecConfig, drafter: DrafterSource | None) -> Measurement:
         """Time and count a drafter with 0, 1, ..., K tokens.
 
         Times come from decoding all prompts while the number of draft tokens changes from step to
@@ -175,8 +174,8 @@ class Planner:
                 measure each length twice.
         """
         if has_own_shape(spec):
-            return self._measured_whole(spec, drafter, prompts, advance)
-        measurement, outputs = self.measure_costs(spec, drafter, prompts, advance)
+            return self._measured_whole(spec, drafter)
+        measurement, outputs = self.measure_costs(spec, drafter)
         measurement.tokens_per_pass = {
             length: self._mean_tokens(spec, drafter, outputs, length) if length else 1.0
             for length in measurement.lengths
@@ -184,11 +183,7 @@ class Planner:
         return measurement
 
     def measure_costs(
-        self,
-        spec: SpecConfig,
-        drafter: DrafterSource | None,
-        prompts: Sequence[str | TokenIds],
-        advance: Callable[[], None],
+        self, spec: SpecConfig, drafter: DrafterSource | None
     ) -> tuple[Measurement, list[RequestOutput]]:
         """The costs of chains, without their gains, which an untrained draft model cannot show; and
         the texts that were written meanwhile.
@@ -199,13 +194,13 @@ class Planner:
         lengths = range(spec.num_draft_tokens() + 1)
         schedule = SweepSchedule(lengths)
         engine = self._engine(replace(spec, schedule=schedule, step_costs=None), drafter)
-        self._warm_up(engine, prompts[0])
+        self._warm_up(engine)
         schedule.wanted.clear()
         measurement = Measurement(spec)
         samples: dict[int, list[tuple[float, float]]] = {length: [] for length in lengths}
         outputs: list[RequestOutput] = []
         starts: list[tuple[float, float]] = []
-        for prompt in prompts:
+        for prompt in self._prompts:
             laps, output = self._run(engine, prompt)
             outputs.append(output)
             wanted, schedule.wanted = schedule.wanted, []
@@ -216,7 +211,7 @@ class Planner:
                 if index < 2 or length != lengths[index % len(lengths)]:
                     continue  # the models' first passes, or the end of the text
                 samples[length].append((lap["propose"], lap["verify"] + lap["commit"]))
-            advance()
+            self._advance()
         for length, pairs in samples.items():
             if len(pairs) < 2:
                 raise ValueError(
@@ -230,13 +225,7 @@ class Planner:
         measurement.start_seconds = (plain, plain + extra)
         return measurement, outputs
 
-    def _measured_whole(
-        self,
-        spec: SpecConfig,
-        drafter: DrafterSource | None,
-        prompts: Sequence[str | TokenIds],
-        advance: Callable[[], None],
-    ) -> Measurement:
+    def _measured_whole(self, spec: SpecConfig, drafter: DrafterSource | None) -> Measurement:
         """The means of plain and of drafted steps, with all prompts decoded both ways in turn."""
         engines = {
             0: self._engine(SpecConfig("none"), None),
@@ -244,11 +233,11 @@ class Planner:
         }
         runs: dict[int, list[tuple[list[dict[str, float]], RequestOutput]]] = {}
         for engine in engines.values():
-            self._warm_up(engine, prompts[0])
-        for prompt in prompts:
+            self._warm_up(engine)
+        for prompt in self._prompts:
             for length, engine in engines.items():
                 runs.setdefault(length, []).append(self._run(engine, prompt))
-            advance()
+            self._advance()
         measurement, starts = Measurement(spec), []
         for length, texts in runs.items():
             laps = [lap for laps, _ in texts for lap in laps[1:]]
@@ -281,34 +270,28 @@ class Planner:
             return Plan(SpecConfig("none"), 1.0)
         return Plan(_with_length(measurements[index].spec, length), predicted)
 
-    def confirm(
-        self,
-        plan: Plan,
-        drafter: DrafterSource | None,
-        prompts: Sequence[str | TokenIds],
-        repeats: int,
-        advance: Callable[[], None],
-    ) -> float:
+    def confirm(self, plan: Plan, drafter: DrafterSource | None, repeats: int) -> float:
         """The measured speed-up of a plan: plain and chosen runs interleaved, median of rounds."""
         engines = [self._engine(SpecConfig("none"), None), self._engine(plan.spec, drafter)]
         for engine in engines:
-            self._warm_up(engine, prompts[0])
+            self._warm_up(engine)
         seconds: list[list[float]] = [[0.0] * repeats for _ in engines]
         for round_index in range(repeats):
-            for prompt in prompts:
+            for prompt in self._prompts:
                 for index, engine in enumerate(engines):
                     start = time.perf_counter()
                     engine.generate(prompt, self._params)
                     seconds[index][round_index] += time.perf_counter() - start
-                advance()
+                self._advance()
         return statistics.median(seconds[0]) / statistics.median(seconds[1])
 
     def _engine(self, spec: SpecConfig, drafter: DrafterSource | None) -> Engine:
         spec = spec.for_repeated_prompts()
         return Engine(self._target, drafter, self._tokenizer, spec, self._config)
 
-    def _warm_up(self, engine: Engine, prompt: str | TokenIds) -> None:
-        engine.generate(prompt, replace(self._params, max_tokens=min(8, self.max_tokens)))
+    def _warm_up(self, engine: Engine) -> None:
+        params = replace(self._params, max_tokens=min(8, self.max_tokens))
+        engine.generate(self._prompts[0], params)
 
     def _run(
         self, engine: Engine, prompt: str | TokenIds

@@ -18,7 +18,7 @@ PROMPTS = [[1, 2, 3], list(range(5, 22))]
 
 @pytest.fixture(scope="module")
 def planner(model):
-    return Planner(model, None, max_tokens=60, config=EngineConfig(max_batch_size=8))
+    return Planner(model, None, PROMPTS, max_tokens=60, config=EngineConfig(max_batch_size=8))
 
 
 def measurement_of(method, draft_seconds, rate, num=3):
@@ -56,7 +56,7 @@ def test_the_rate_that_pays():
 
 
 def test_costs_are_measured_alone(model, planner):
-    measured, _ = planner.measure_costs(SpecConfig("draft_model", 2), model, PROMPTS, lambda: None)
+    measured, _ = planner.measure_costs(SpecConfig("draft_model", 2), model)
     assert measured.lengths == [0, 1, 2]
     assert measured.tokens_per_pass == {}
     assert measured.draft_cost() > 0
@@ -106,10 +106,11 @@ def test_plain_decoding_is_chosen_where_nothing_helps(planner):
 
 
 @pytest.mark.parametrize("method", ["draft_model", "prompt_lookup", "mag"])
-def test_a_sweep_measures_every_length(model, planner, method):
+def test_a_sweep_measures_every_length(model, method):
     drafter = perturbed(model, 0.03) if method == "draft_model" else None
     heard = []
-    measured = planner.measure(SpecConfig(method, 3), drafter, PROMPTS, lambda: heard.append(None))
+    planner = Planner(model, None, PROMPTS, 60, advance=lambda: heard.append(None))
+    measured = planner.measure(SpecConfig(method, 3), drafter)
     assert measured.lengths == [0, 1, 2, 3]
     assert all(measured.step_seconds(length) > 0 for length in measured.lengths)
     assert len(heard) == 2
@@ -127,7 +128,7 @@ def test_what_reads_the_target_is_measured(tmp_path, model, planner, method):
     write_folder(tmp_path, model)
     drafter, options = (tmp_path, {}) if method == "eagle3" else (None, {"exit_layer": 1})
     spec = SpecConfig(method, 2, **options)
-    measured = planner.measure(spec, drafter, PROMPTS, lambda: None)
+    measured = planner.measure(spec, drafter)
     assert measured.lengths == [0, 1, 2]
     for length in (1, 2):
         engine = Engine(model, drafter, spec=SpecConfig(method, length, **options))
@@ -140,7 +141,7 @@ def test_cascades_are_measured(model, planner):
     horizontal, *_, vertical = k_matrices_to_try(2)
     for rows in (horizontal, vertical):
         spec = SpecConfig("cascade", k_matrix=rows)
-        measured = planner.measure(spec, drafts, PROMPTS, lambda: None)
+        measured = planner.measure(spec, drafts)
         assert measured.lengths == [0, spec.num_draft_tokens()]
         assert measured.tokens_per_pass[spec.num_draft_tokens()] > 1
 
@@ -156,7 +157,7 @@ def test_cascades_are_measured(model, planner):
 )
 def test_whole_texts_are_measured(model, planner, method, options):
     drafter, spec = perturbed(model, 0.03), SpecConfig(method, 2, **options)
-    measured = planner.measure(spec, drafter, PROMPTS, lambda: None)
+    measured = planner.measure(spec, drafter)
     assert measured.lengths == [0, 2]
     assert min(measured.verify_seconds.values()) > 0
     assert measured.draft_seconds[2] > measured.draft_seconds[0]
@@ -169,23 +170,24 @@ def test_whole_texts_are_measured(model, planner, method, options):
 
 
 def test_sampled_texts_are_decoded_again(model):
-    planner = Planner(model, None, max_tokens=40, temperature=1.0)
-    measured = planner.measure(SpecConfig("draft_model", 1), model, PROMPTS, lambda: None)
+    planner = Planner(model, None, PROMPTS, max_tokens=40, temperature=1.0)
+    measured = planner.measure(SpecConfig("draft_model", 1), model)
     assert measured.tokens_per_pass == {0: 1.0, 1: 2.0}
 
 
-def test_a_plan_is_measured(model, planner):
+def test_a_plan_is_measured(model):
     heard = []
+    planner = Planner(model, None, PROMPTS, 60, advance=lambda: heard.append(None))
     plan = Plan(SpecConfig("draft_model", 3), 1.0)
-    gain = planner.confirm(plan, model, PROMPTS, 2, lambda: heard.append(None))
+    gain = planner.confirm(plan, model, 2)
     assert gain > 0
     assert len(heard) == 4
 
 
 def test_too_few_tokens(model):
-    planner = Planner(model, None, max_tokens=6)
+    planner = Planner(model, None, PROMPTS, max_tokens=6)
     with pytest.raises(ValueError, match="max_tokens: too few"):
-        planner.measure(SpecConfig("draft_model", 5), model, PROMPTS, lambda: None)
+        planner.measure(SpecConfig("draft_model", 5), model)
 
 
 @pytest.mark.parametrize(
