@@ -35,7 +35,7 @@ def scales_kernel(
         target, slots, sampling, tiles, tokens, b, num, num_tiles, STEPS, MERGED
     )
     draft_prob, draft_valid = probs_by_draft(
-        draft, slots, sampling, tiles, target, chain, tokens, b, num, num_tiles, STEPS, MERGED
+        draft, slots, sampling, tiles, target.vocab, chain, tokens, b, num, num_tiles, STEPS, MERGED
     )
     num, _ = end_of_chain(valid & draft_valid, num, STEPS)
     usable = usable & present & (greedy == 0)
@@ -68,7 +68,7 @@ def block_kernel(
         target, slots, sampling, tiles, tokens, b, num, num_tiles, STEPS, MERGED
     )
     draft_prob, draft_valid = probs_by_draft(
-        draft, slots, sampling, tiles, target, chain, tokens, b, num, num_tiles, STEPS, MERGED
+        draft, slots, sampling, tiles, target.vocab, chain, tokens, b, num, num_tiles, STEPS, MERGED
     )
     num, stop = end_of_chain(valid & (draft_valid | greedy), num, STEPS)
     scales = _scales_of(target_prob, draft_prob, num, STEPS)

@@ -61,7 +61,7 @@ def verdict_kernel(
         target, slots, sampling, tiles, tokens, b, num, num_tiles, STEPS, MERGED
     )
     draft_prob, draft_valid = probs_by_draft(
-        draft, slots, sampling, tiles, target, chain, tokens, b, num, num_tiles, STEPS, MERGED
+        draft, slots, sampling, tiles, target.vocab, chain, tokens, b, num, num_tiles, STEPS, MERGED
     )
     at = b * (chain.num_draft + 1) + step
     uniform = tl.load(chain.uniform_samples + at, mask=step < num, other=0.0).to(tl.float64)
@@ -144,7 +144,7 @@ def probs_by_draft(
     slots,
     sampling,
     tiles,
-    target,
+    vocab,
     chain,
     tokens,
     b,
@@ -159,7 +159,7 @@ def probs_by_draft(
         prob = tl.full([STEPS], 1.0, tl.float64)
         valid = step >= 0
     else:
-        known = (tokens >= 0) & (tokens < target.vocab)
+        known = (tokens >= 0) & (tokens < vocab)
         column, known = column_of(draft, chain.token_map, tokens, known)
         row = b.to(tl.int64) * draft.outer_stride + step.to(tl.int64) * draft.stride
         x = tl.load(draft.logits + row + column, mask=known, other=-INFINITY).to(tl.float32)
