@@ -11,9 +11,8 @@ from transformers import PreTrainedModel
 from fastspec.models.flat import FlatLayer
 from fastspec.models.huge_pages import places_for
 from fastspec.models.twin import is_plain_linear
-from fastspec_kernels import LayerWeights, quantize_weight, quantized_linear
+from fastspec_kernels import PACKED_TILE, LayerWeights, quantize_weight, quantized_linear
 
-_OUTPUT_TILE = 16
 _BIASES = [name for name in LayerWeights._fields if name.endswith("_bias")]
 
 logger = logging.getLogger(__name__)
@@ -34,7 +33,7 @@ def quantize_linear_layers(
     linear: list[Any] = [module for module in model.modules() if is_plain_linear(module)]
     _check_share(model, linear, bits)
     # Packed weights have whole tiles of outputs, from which heads could not be told otherwise.
-    flat = [layer for layer in layers if len(layer.weights.query_weight) % _OUTPUT_TILE == 0]
+    flat = [layer for layer in layers if len(layer.weights.query_weight) % PACKED_TILE == 0]
     weights = [module.weight for module in linear]
     weights += [weight for layer in flat for weight in _matrices(layer.weights).values()]
     distinct = {id(weight): weight for weight in weights}

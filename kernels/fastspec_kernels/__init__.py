@@ -13,6 +13,7 @@ from fastspec_kernels.layers import gated_mlp, linear, rms_norm
 from fastspec_kernels.penalties import penalize
 from fastspec_kernels.quantized import quantize_weight, quantized_linear
 from fastspec_kernels.reference.layers import LayerWeights
+from fastspec_kernels.reference.quantized import TILE as PACKED_TILE
 from fastspec_kernels.rng import uniform
 from fastspec_kernels.sampling import logits_to_probs, row_stats, sample, sample_coupled
 from fastspec_kernels.suffix import match_suffix
@@ -22,6 +23,7 @@ from fastspec_kernels.verify import verify_chain
 PAD_TOKEN_ID = -1
 
 __all__ = [
+    "PACKED_TILE",
     "PAD_TOKEN_ID",
     "LayerWeights",
     "available_backends",

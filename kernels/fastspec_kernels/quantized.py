@@ -31,10 +31,10 @@ def quantize_weight(weight: Tensor, bits: int) -> Tensor:
         bits: 4 or 8.
     Returns:
         [ceil(N / 16), ceil(K / 64), 64 + 128 * bits] uint8 on the weight's device: blocks of 16
-        outputs and 64 inputs, padded with zeros. A block holds the scales [2, 16] of either half of
-        its inputs, then 4 neighbouring inputs of each of the 16 outputs, the next 4, and so on:
-        8-bit values plus 128; or 4-bit values plus 8, of the first half in the low bits of a byte
-        and of the second half in the high bits.
+        (`PACKED_TILE`) outputs and 64 inputs, padded with zeros. A block holds the scales [2, 16]
+        of either half of its inputs, then 4 neighbouring inputs of each of the 16 outputs, the
+        next 4, and so on: 8-bit values plus 128; or 4-bit values plus 8, of the first half in the
+        low bits of a byte and of the second half in the high bits.
     Raises:
         ValueError: a wrong dtype, shape or number of bits, or values that are not finite.
 
