@@ -22,6 +22,15 @@ inline void require(bool fits) {
   if (!fits) throw std::invalid_argument("the arguments do not fit together");
 }
 
+// Rule is the SiblingRule of either backend.
+template <typename Rule>
+Rule sibling_rule_named(const std::string& name) {
+  if (name == "target_only") return Rule::kTargetOnly;
+  if (name == "without_replacement") return Rule::kWithoutReplacement;
+  require(name == "with_replacement");
+  return Rule::kWithReplacement;
+}
+
 inline bool has_shape(const Tensor& tensor, std::initializer_list<int64_t> shape) {
   if (tensor.dim() != static_cast<int64_t>(shape.size())) return false;
   int64_t dim = 0;

@@ -188,13 +188,6 @@ std::tuple<Tensor, Tensor, Tensor> verify_chain(
   return {output_token_ids, accepted_len, logprobs};
 }
 
-cpu::SiblingRule sibling_rule_named(const std::string& name) {
-  if (name == "target_only") return cpu::SiblingRule::kTargetOnly;
-  if (name == "without_replacement") return cpu::SiblingRule::kWithoutReplacement;
-  require(name == "with_replacement");
-  return cpu::SiblingRule::kWithReplacement;
-}
-
 std::tuple<Tensor, Tensor, Tensor, Tensor> verify_tree(
     const Tensor& target_logits, const Tensor& cu_rows, const Tensor& tree_token_ids,
     const Tensor& parents, const Tensor& uniform_samples, const Text& sibling_rule,
@@ -219,7 +212,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> verify_tree(
   require_parents(in.parents, batch, num_nodes);
   in.uniform_samples = dense<float>(uniform_samples, {batch, num_nodes + 1}, ScalarType::Float);
   in.parameters = sampling_parameters(batch, temperature, top_k, top_p, min_p);
-  in.sibling_rule = sibling_rule_named(sibling_rule);
+  in.sibling_rule = sibling_rule_named<cpu::SiblingRule>(sibling_rule);
   require(draft_logits.has_value() == (in.sibling_rule != cpu::SiblingRule::kTargetOnly));
   in.batch = batch;
   in.num_nodes = num_nodes;

@@ -157,13 +157,6 @@ void penalize(Tensor logits, const Tensor& row_sequence, const Tensor& row_node,
   check_launch("penalize", cuda::launch_penalize(call, current_stream(logits)));
 }
 
-cuda::SiblingRule sibling_rule_of(const std::string& name) {
-  if (name == "target_only") return cuda::SiblingRule::kTargetOnly;
-  if (name == "without_replacement") return cuda::SiblingRule::kWithoutReplacement;
-  require(name == "with_replacement");
-  return cuda::SiblingRule::kWithReplacement;
-}
-
 std::tuple<Tensor, Tensor, Tensor, Tensor> verify_tree(
     const Tensor& target_logits, const Tensor& cu_rows, const Tensor& tree_token_ids,
     const Tensor& parents, const Tensor& uniform_samples, const Text& sibling_rule,
@@ -183,7 +176,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> verify_tree(
   Tensor logprobs = new_tensor(target_logits, {batch, num_nodes}, ScalarType::Float);
 
   cuda::VerifyTreeCall call = {};
-  call.rule = sibling_rule_of(sibling_rule);
+  call.rule = sibling_rule_named<cuda::SiblingRule>(sibling_rule);
   require(draft_logits.has_value() == (call.rule != cuda::SiblingRule::kTargetOnly));
   require(draft_logits || !draft_token_map);
   call.target = logits_of(target_logits, token_bitmask);
