@@ -149,6 +149,7 @@ _TREES = {
 _EXIT = {"early exit": SpecConfig("early_exit", 2, exit_layer=1)}  # of two layers
 _COPIES = {
     "quantized": SpecConfig("quantized", 3, draft_bits=4),
+    "packed draft": SpecConfig("draft_model", 3, draft_bits=4),
     "copy reviews": SpecConfig("cascade", draft_bits=8, k_matrix=((3, 1), (0, 2))),
 }
 # Name, share of the requests, model, drafters beside the engine's own, configuration.

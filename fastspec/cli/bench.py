@@ -68,7 +68,7 @@ def bench(
     models.check(method.name)
     if models.draft is None and method.needs_draft:
         models = replace(models, draft=own_draft(models.target, method.name))
-        if models.draft is None and spec.draft_bits is None:
+        if models.draft is None and not spec.copies_target:
             raise ValueError("draft: a --target of your own needs a draft model")
     drafts = models.drafts(method.name) or []
     drafts = drafts if isinstance(drafts, list) else [drafts]

@@ -56,7 +56,8 @@ class TuneOptions(Options):
     draft_bits: tuple[int, ...] | None = option(
         None,
         listed("numbers like 8,4", options_of(SpecConfig)["draft_bits"].kind),
-        "Comma-separated numbers of bits of a weight for quantized to try: 8, 4 or both.",
+        "Comma-separated numbers of bits of a weight to try, with quantized and plain draft models:"
+        " 8, 4 or both.",
         metavar="N,...",
     )
     tree_nodes: tuple[int, ...] | None = option(
@@ -118,7 +119,8 @@ class TuneOptions(Options):
 
     def _missing(self, method: Method) -> str | None:
         """The option without which there is nothing to try of a method, if it is not given."""
-        needed = [*_listed_for(method), *(["tree_nodes"] if method.drafts_trees else [])]
+        needed = [] if method.needs_draft else [*_listed_for(method)]
+        needed += ["tree_nodes"] if method.drafts_trees else []
         return next((name for name in needed if not getattr(self, name)), None)
 
     def _is_tried(self, method: Method, draft: str | None) -> bool:
@@ -167,7 +169,7 @@ class TuneOptions(Options):
                 **value,
                 **fields,
             )
-            for value in values or [{}]
+            for value in ([{}, *values] if method.needs_draft else values or [{}])
             for length, nodes, copied in shapes
         ]
 

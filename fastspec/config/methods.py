@@ -83,19 +83,20 @@ _TREE = frozenset({"tree_width", "tree_nodes", "tree_paths", "tree_prompt_lookup
 _SUFFIX = frozenset({"suffix_max_spec_factor", "suffix_min_token_prob", "suffix_max_cached_tokens"})
 _MODEL = _SAMPLED | _SUFFIX | {"suffix_tokens"}
 _TOKENIZER = frozenset({"heterogeneous_vocab"})
+_BITS = frozenset({"draft_bits"})
 
 BUILT_IN = (
     Method(
         "auto",
         "a draft model if one is given, else plain decoding",
-        _MODEL | _CHAIN | _TOKENIZER,
+        _MODEL | _CHAIN | _TOKENIZER | _BITS,
         chooses=True,
     ),
     Method("none", "plain decoding; a given drafter is not loaded", proposes=False),
     Method(
         "draft_model",
         "a smaller model, best with the same tokenizer",
-        _MODEL | _CHAIN | _TOKENIZER,
+        _MODEL | _CHAIN | _TOKENIZER | _BITS,
         needs_draft=True,
         is_tried=True,
     ),
@@ -127,9 +128,7 @@ BUILT_IN = (
     Method(
         "cascade",
         "draft models that review each other's drafts, with MaG last (CS-Drafting)",
-        _SAMPLED
-        | _TOKENIZER
-        | {"k_matrix", "lenience", "mag_surplus", "bigram_path", "draft_bits"},
+        _SAMPLED | _TOKENIZER | _BITS | {"k_matrix", "lenience", "mag_surplus", "bigram_path"},
         needs_draft=True,
         takes_several=True,
         sets_length=True,
@@ -155,7 +154,7 @@ BUILT_IN = (
     Method(
         "quantized",
         "the target itself with weights of 4 or 8 bits, on a CPU",
-        _MODEL | _CHAIN | {"draft_bits"},
+        _MODEL | _CHAIN | _BITS,
         reads_target="the target's weights",
         own_writer="the quantized copy",
         is_tried=True,
@@ -172,7 +171,7 @@ BUILT_IN = (
     Method(
         "tree",
         "token trees from a draft model",
-        _MODEL | _TREE | _LOOKUP | _TOKENIZER,
+        _MODEL | _TREE | _LOOKUP | _TOKENIZER | _BITS,
         needs_draft=True,
         drafts_trees=True,
         is_tried=True,

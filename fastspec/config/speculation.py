@@ -195,8 +195,10 @@ class SpecConfig(Options):
     draft_bits: int | None = option(
         None,
         Kind("4 or 8", lambda value: is_int(value) and value in (4, 8), int, int),
-        "Bits of each weight of the target's copy that drafts; by default {usual} for quantized.",
-        "In a cascade, such a copy becomes the first level, and drafts that read the target's cache"
+        "Bits of each weight of the draft model, or of the target's copy that drafts, on a CPU; by"
+        " default {usual} for quantized.",
+        "A draft model is otherwise run with the weights that it has. In a cascade, a copy of the"
+        " target becomes the first level, and drafts that read the target's cache"
         " or hidden states (glide, eagle3) read the copy's; k_matrix is then [[4,0],[0,1]] unless"
         " given. 8 bits are right for small models, whose drafts suffer from 4. Large ones draft"
         " almost as well with 4, at half the cost.",
@@ -432,9 +434,20 @@ class SpecConfig(Options):
         return self.draft_sample_method != "greedy"
 
     @property
+    def copies_target(self) -> bool:
+        """Whether the first level of a cascade is a copy of the target."""
+        return self.method == "cascade" and self.draft_bits is not None
+
+    @property
+    def bits_of_draft_model(self) -> int | None:
+        """Bits of each weight of a draft model; None = those that it has."""
+        packs = method_named(self.method).takes_draft and not self.copies_target
+        return self.draft_bits if packs else None
+
+    @property
     def cascade_matrix(self) -> KMatrix:
         """The k_matrix of a cascade, or its default."""
-        if self.draft_bits is not None and self.k_matrix is None:
+        if self.copies_target and self.k_matrix is None:
             return _COPY_MATRIX
         return self.value_of("k_matrix")
 
@@ -459,7 +472,7 @@ class SpecConfig(Options):
     @property
     def reads_target(self) -> str:
         """What the drafter reads from the target in addition to its text; empty = nothing."""
-        if self.method == "cascade" and self.draft_bits is not None:
+        if self.copies_target:
             return method_named("quantized").reads_target
         if self.method == "ngram" and self.ngram_counts[1] > 1:
             return "the target's top tokens (filler_top_k above 1)"

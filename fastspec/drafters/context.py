@@ -90,7 +90,11 @@ class DrafterContext:
             raise ValueError(f"drafter: expected a draft model, got the drafter {source.name!r}")
         if not isinstance(source, (str, Path, PreTrainedModel)):
             raise ValueError("drafter: a list of several needs spec.method 'cascade'")
-        return paged_model_of(self.load_pretrained(source, load), self.config)
+        return self.on_pages(self.load_pretrained(source, load))
+
+    def on_pages(self, model: PreTrainedModel) -> PagedModel:
+        """Put a loaded draft model on pages, with as many bits a weight as the options say."""
+        return paged_model_of(model, self.config, self.spec.bits_of_draft_model)
 
     def load_pretrained(
         self, source: ModelSource, load: Loader | None = None, field: str = "drafter"

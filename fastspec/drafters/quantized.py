@@ -7,7 +7,6 @@ from fastspec.drafters.on_target import OnTargetDrafter
 from fastspec.models.model_kinds import paged_model_of
 from fastspec.models.paged_model import PagedModel
 from fastspec.models.twin import copy_of_modules
-from fastspec_kernels import backend_of
 
 
 class QuantizedDrafter(OnTargetDrafter):
@@ -27,14 +26,10 @@ class QuantizedDrafter(OnTargetDrafter):
     def copy_of(
         cls, target: PreTrainedModel, running: PagedModel, context: DrafterContext
     ) -> PagedModel:
-        config, device = context.config, running.device
-        if device.type != "cpu" or backend_of("quantized_linear", device, config.backend) is None:
-            where = f"backend {config.backend!r}" if device.type == "cpu" else str(device)
-            raise ValueError(f"method: 'quantized' has kernels for CPUs only, the target {where}")
         if running.ranks is not None:
             raise ValueError(f"method: 'quantized' needs a whole target, {running.name} is split")
         bits = context.spec.value_of("draft_bits")
-        return paged_model_of(copy_of_modules(target), config, weight_bits=bits)
+        return paged_model_of(copy_of_modules(target), context.config, bits)
 
 
 build = QuantizedDrafter.plan

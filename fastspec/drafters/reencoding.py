@@ -28,7 +28,6 @@ from fastspec.drafters.draft_model import DraftModelDrafter
 from fastspec.models.blocks import Blocks
 from fastspec.models.layout import StateKey
 from fastspec.models.loading import load_model
-from fastspec.models.model_kinds import paged_model_of
 from fastspec.models.named import ASSETS
 from fastspec.models.runner import ModelRunner
 from fastspec.models.shared_vocabulary import spellings
@@ -348,13 +347,12 @@ def build(context: DrafterContext) -> DrafterPlan | None:
     """
     if (tokenizers := _tokenizers(context)) is None:
         return None
-    spec, config = context.spec, context.config
-    model = paged_model_of(load_model("drafter", context.drafter, config), config)
+    model = context.on_pages(load_model("drafter", context.drafter, context.config))
     logger.warning("drafter: its tokenizer is not the target's; its text is re-encoded")
 
     def drafter(target_runner: ModelRunner | None, blocks: Blocks) -> ReencodingDrafter:
         runner = context.runner(model, blocks)
-        options = context.vocab_size, spec.confidence_threshold
+        options = context.vocab_size, context.spec.confidence_threshold
         return ReencodingDrafter(runner, blocks, *tokenizers, *options)
 
     return DrafterPlan([model], drafter, "reencoding")

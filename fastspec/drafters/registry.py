@@ -85,7 +85,7 @@ def plan_drafter(context: DrafterContext) -> DrafterPlan | None:
     if given is None and method.takes_draft:
         given = own_draft(context.target, method.name)
     if given is None and method.takes_draft:
-        has_copy = context.spec.draft_bits is not None
+        has_copy = context.spec.copies_target
         if has_copy and context.spec.heterogeneous_vocab is None:
             return _plan_method(method, context)  # a cascade of the target's copy and MaG
         if method.needs_draft and not has_copy:
@@ -96,6 +96,8 @@ def plan_drafter(context: DrafterContext) -> DrafterPlan | None:
             what = "suffix_tokens (method 'suffix' copies without one)"
         elif context.spec.heterogeneous_vocab is not None:
             what = "heterogeneous_vocab"
+        elif context.spec.draft_bits is not None:
+            what = "draft_bits (method 'quantized' copies the target)"
         else:
             return None
         raise ValueError(f"drafter: {what} needs a draft model, got None")
@@ -159,7 +161,7 @@ def _check(context: DrafterContext, method: Method | None) -> None:
             )
         if isinstance(part, Drafter):
             continue
-        if context.spec.draft_bits is not None:  # a copy of the target is in front
+        if context.spec.copies_target:  # in front of them
             continue
         if method is None or method.chooses or method.drafts_trees:  # it runs all kinds
             continue

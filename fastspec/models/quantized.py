@@ -11,7 +11,13 @@ from transformers import PreTrainedModel
 from fastspec.models.flat import FlatLayer
 from fastspec.models.huge_pages import places_for
 from fastspec.models.twin import is_plain_linear
-from fastspec_kernels import PACKED_TILE, LayerWeights, quantize_weight, quantized_linear
+from fastspec_kernels import (
+    PACKED_TILE,
+    LayerWeights,
+    backend_of,
+    quantize_weight,
+    quantized_linear,
+)
 
 _BIASES = [name for name in LayerWeights._fields if name.endswith("_bias")]
 
@@ -28,8 +34,13 @@ def quantize_linear_layers(
     as fused experts, are not packed.
 
     Raises:
-        ValueError: no layer can be packed, or one has a weight that is not finite.
+        ValueError: no layer can be packed, the backend has no kernel for packed weights, or one has
+            a weight that is not finite.
     """
+    name, device = type(model).__name__, model.device
+    if device.type != "cpu" or backend_of("quantized_linear", device, backend) is None:
+        where = f"with backend {backend!r}" if device.type == "cpu" else f"on {device}"
+        raise ValueError(f"draft_bits: has kernels for CPUs only, {name} runs {where}")
     linear: list[Any] = [module for module in model.modules() if is_plain_linear(module)]
     _check_share(model, linear, bits)
     # Packed weights have whole tiles of outputs, from which heads could not be told otherwise.
@@ -37,11 +48,11 @@ def quantize_linear_layers(
     weights = [module.weight for module in linear]
     weights += [weight for layer in flat for weight in _matrices(layer.weights).values()]
     distinct = {id(weight): weight for weight in weights}
-    logger.info("packing %d weights of %s in %d bits", len(distinct), type(model).__name__, bits)
+    logger.info("packing %d weights of %s in %d bits", len(distinct), name, bits)
     try:
         packed = dict(zip(distinct, _packed(distinct.values(), bits), strict=True))
     except ValueError as error:
-        raise ValueError(f"method: cannot quantize {type(model).__name__}: {error}") from error
+        raise ValueError(f"draft_bits: cannot quantize {name}: {error}") from error
     for module in linear:
         module.__dict__["forward"] = _forward(module, packed[id(module.weight)], backend)
     for layer in flat:
@@ -55,11 +66,12 @@ def _check_share(model: PreTrainedModel, linear: Sequence[Any], bits: int) -> No
     total = sum(weight.numel() for weight in model.parameters())
     share = sum(module.weight.numel() for module in linear) / max(total, 1)
     if not linear:
-        raise ValueError(f"method: {type(model).__name__} has no plain linear layers to quantize")
+        name = type(model).__name__
+        raise ValueError(f"draft_bits: {name} has no plain linear layers to quantize")
     if share < 0.5:
         logger.warning(
-            "method: only %.0f %% of the weights of %s are in linear layers, which draft with %d"
-            " bits; the rest, such as fused experts, is read in full",
+            "draft_bits: only %.0f %% of the weights of %s are in linear layers, which draft with"
+            " %d bits; the rest, such as fused experts, is read in full",
             100 * share,
             type(model).__name__,
             bits,

@@ -79,7 +79,7 @@ class Methods:
         self._names = [Path(name).name for name in (target, *drafts)]
         method, spec = method_named(spec.method), spec.for_repeated_prompts()
         bigram = spec.bigram_path or bigram_beside(target)
-        num_models = len(drafts) + (spec.draft_bits is not None)
+        num_models = len(drafts) + spec.copies_target
         has_mag = not method.takes_several or len(spec.cascade_matrix) > num_models
         if "bigram_path" in method.fields and has_mag:
             spec = replace(spec, bigram_path=bigram)
@@ -100,7 +100,7 @@ class Methods:
         self._engines: dict[str, Engine] = {}
         if method.takes_several:
             parts: dict[str, tuple[SpecConfig, Any]] = {}
-            if spec.draft_bits is not None:
+            if spec.copies_target:
                 copy = SpecConfig("quantized", draft_bits=spec.draft_bits)
                 parts["quantized"] = copy, None
             for n, each in enumerate(self.drafts, start=1):

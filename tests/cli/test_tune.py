@@ -98,13 +98,15 @@ def test_exit_layers(invoke, pair, tmp_path, prompts_file, monkeypatch):
 
 
 def test_draft_bits(invoke, pair, tmp_path, prompts_file):
-    """Quantized copies of each are tried; cascades are tried without a copy."""
+    """Quantized copies and drafts of each are tried; cascades are tried without a copy."""
     out = tmp_path / "tuned.json"
     run = ["tune", *pair, *SHORT, "-k", "1", "--prompts-file", prompts_file, "--out", out]
-    result = invoke(*run, "--methods", "quantized", "--draft-bits", "8,4")
+    result = invoke(*run, "--methods", "quantized,draft_model", "--draft-bits", "8,4")
     assert result.exit_code == 0, result.stderr
     record = json.loads(out.read_text(encoding="utf-8"))
-    assert {row["draft_bits"] for row in record["measured"]["table"]} == {8, 4}
+    tried = {(row["method"], row["draft_bits"]) for row in record["measured"]["table"]}
+    drafts = {("draft_model", bits) for bits in (None, 8, 4)}
+    assert tried == {("quantized", 8), ("quantized", 4)} | drafts
     for options, told in (
         (["--methods", "quantized"], "quantized needs --draft-bits"),
         (["--methods", "cascade", "--draft-bits", "8"], "--draft-bits: none of the methods uses"),

@@ -120,7 +120,7 @@ def test_weights_that_are_not_finite_are_refused():
     model = random_model("llama")
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[3, 5] = torch.inf
-    named = r"^method: cannot quantize LlamaForCausalLM: weight: expected finite values"
+    named = r"^draft_bits: cannot quantize LlamaForCausalLM: weight: expected finite values"
     with pytest.raises(ValueError, match=named):
         Engine(model, spec=spec_of())
 
@@ -130,19 +130,19 @@ def test_wrong_options():
         spec_of(5)
     with pytest.raises(ValueError, match=r"^draft_bits: expected 4 or 8, got True"):
         spec_of(True)
-    with pytest.raises(ValueError, match=r"^draft_bits: not for method 'draft_model'"):
-        SpecConfig("draft_model", draft_bits=8)
+    with pytest.raises(ValueError, match=r"^draft_bits: not for method 'eagle3'"):
+        SpecConfig("eagle3", draft_bits=8)
     with pytest.raises(ValueError, match=r"^drafter: method 'quantized' does not take one"):
         Engine(random_model(), random_model(), spec=spec_of())
     with pytest.raises(ValueError, match=r"^method: 'quantized' reads the target's weights"):
         Simulator("tiny", None, VOCAB_SIZE, spec=spec_of())
-    with pytest.raises(ValueError, match=r"^method: 'quantized' has kernels for CPUs only"):
+    with pytest.raises(ValueError, match=r"^draft_bits: has kernels for CPUs only"):
         Engine(random_model(), spec=spec_of(), config=EngineConfig(backend="triton"))
 
 
 def test_it_says_if_most_weights_stay_as_they_are(caplog):
     with caplog.at_level(logging.WARNING, "fastspec"):
         Engine(random_model("llama"), spec=spec_of())
-        assert not [record for record in caplog.records if "method:" in record.message]
+        assert not [record for record in caplog.records if "draft_bits:" in record.message]
         Engine(random_model("gpt2"), spec=spec_of())  # its layers are Conv1D
     assert "of the weights of GPT2LMHeadModel are in linear layers" in caplog.text

@@ -32,7 +32,7 @@ def build(context: DrafterContext) -> DrafterPlan:
     spec, given = context.spec, context.drafter
     sources = list(given) if isinstance(given, (list, tuple)) else [cast(DraftSource, given)]
     parts = [_part(source, context) for source in sources if source is not None]
-    num_levels = len(parts) + (spec.draft_bits is not None)
+    num_levels = len(parts) + spec.copies_target
     if len(spec.cascade_matrix) == num_levels + 1:
         parts.append(mag.build(context))
     elif len(spec.cascade_matrix) == num_levels:
@@ -60,7 +60,7 @@ def build(context: DrafterContext) -> DrafterPlan:
 
     def drafter(target: ModelRunner | None, block_manager: Blocks) -> Drafter:
         copy, levels = None, []
-        if spec.draft_bits is not None:
+        if spec.copies_target:
             copy = QuantizedDrafter.beside(target, block_manager, context)
             levels = [ModelLevel(copy, copy.name, *options)]
         return CascadeDrafter(
@@ -78,7 +78,7 @@ def _part(source: DraftSource, context: DrafterContext) -> Part:
     """Load one level, or plan one that reads what a copy of the target computes."""
     if isinstance(source, Drafter):
         return source
-    if context.spec.draft_bits is not None and isinstance(source, (str, Path, PreTrainedModel)):
+    if context.spec.copies_target and isinstance(source, (str, Path, PreTrainedModel)):
         method = BUILDERS.get(kind_of(source, context.read_config))
         if method is not None:
             return as_plan(method.build(replace(context, drafter=source)))
