@@ -207,10 +207,11 @@ class EngineThread:
             try:
                 self._deliver(self.engine.step())
                 num_failures = 0
-            except Exception as error:  # a thread that ends would leave every client waiting
+            except BaseException as error:  # a thread that ends would leave every client waiting
                 num_failures += 1
                 logger.exception("an engine step failed")
-                if num_failures > len(self.engine.drafters):  # each may be a drafter's: no harm
+                # An Exception may be a drafter's, which does no harm; a panic of a library is none.
+                if not isinstance(error, Exception) or num_failures > len(self.engine.drafters):
                     self._fail(EngineFailure(f"{type(error).__name__} in an engine step"))
         self._fail(EngineFailure("the server is shutting down"))
 
@@ -250,7 +251,7 @@ class EngineThread:
         for generation in generations:
             try:
                 self._abort(generation)
-            except Exception:  # the others have to end, too
+            except BaseException:  # or a panic of a library: the others have to end, too
                 logger.exception("a text could not be ended")
 
     def _post(self, mail: Mapping[Generation, Events | EngineFailure]) -> None:

@@ -223,10 +223,11 @@ def test_an_engine_that_fails_answers_and_goes_on(client, engine, monkeypatch, c
     assert_idle(engine)
 
 
-def test_a_panic_of_a_library_ends_one_request_alone(client, engine, monkeypatch):
-    class Panic(BaseException):
-        """As pyo3's, which is no Exception."""
+class Panic(BaseException):
+    """As pyo3's, which is no Exception."""
 
+
+def test_a_panic_of_a_library_ends_one_request_alone(client, engine, monkeypatch):
     def broken(*_):
         raise Panic
 
@@ -235,6 +236,20 @@ def test_a_panic_of_a_library_ends_one_request_alone(client, engine, monkeypatch
         error_of(client.post(COMPLETIONS, json=SHORT), 500)
     assert client.get("/health").status_code == 200
     assert client.post(COMPLETIONS, json=SHORT).status_code == 200
+
+
+def test_a_panic_in_a_step_ends_what_runs_at_once(engine, monkeypatch):
+    def broken(*_):
+        raise Panic
+
+    with serving(engine) as address:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "step", broken)
+            patch.setattr(engine, "abort", broken)  # a text's end is decoded by the same library
+            error_of(httpx2.post(address + COMPLETIONS, json=SHORT, timeout=30), 500)
+        assert httpx2.get(f"{address}/health").status_code == 200
+        assert httpx2.post(address + COMPLETIONS, json=SHORT).status_code == 200
+    assert_idle(engine)
 
 
 def test_deep_grammars_do_not_end_the_server(tmp_path):
