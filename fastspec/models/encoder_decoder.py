@@ -121,11 +121,15 @@ class EncoderCache:
         length = states.shape[0]
         blocks = self._take(blocks_needed(length, _BLOCK_SIZE))
         slots = [blocks[t // _BLOCK_SIZE] * _BLOCK_SIZE + t % _BLOCK_SIZE for t in range(length)]
-        slot_mapping = device_tensor(slots, torch.int64, states.device)
-        for layer, caches in zip(self._layers, self._caches, strict=True):
-            shape = (length, layer.n_heads, layer.key_value_proj_dim)
-            key, value = layer.k(states).view(shape), layer.v(states).view(shape)
-            store_kv(key, value, *caches, slot_mapping, backend=self._backend)
+        try:
+            slot_mapping = device_tensor(slots, torch.int64, states.device)
+            for layer, caches in zip(self._layers, self._caches, strict=True):
+                shape = (length, layer.n_heads, layer.key_value_proj_dim)
+                key, value = layer.k(states).view(shape), layer.v(states).view(shape)
+                store_kv(key, value, *caches, slot_mapping, backend=self._backend)
+        except BaseException:  # such as a lack of memory; nobody else would give them back
+            self._free += blocks
+            raise
         self._blocks[encoder_input] = blocks
         finalize(encoder_input, self._free.extend, blocks)
 
@@ -141,17 +145,21 @@ class EncoderCache:
         return self._caches, packed[batch:].view(batch, width), packed[:batch]
 
     def _take(self, count: int) -> list[int]:
-        """Take free blocks; the caches grow by doubling, so that contents are rarely copied."""
+        """Take free blocks; the caches grow by doubling, so that contents are rarely copied.
+
+        If there is no memory for all layers, nothing has changed.
+        """
         missing = count - len(self._free)
         if missing > 0:
             added = max(missing, self._num_blocks)
+            grown: list[KVCache] = []
+            for layer, caches in zip(self._layers, self._caches, strict=True):
+                fresh = self._empty(layer, added)
+                key, value = map(torch.cat, zip(caches, fresh, strict=True))
+                grown.append((key, value))
+            self._caches = grown
             self._free += range(self._num_blocks + added - 1, self._num_blocks - 1, -1)
             self._num_blocks += added
-            for index, layer in enumerate(self._layers):
-                fresh = self._empty(layer, added)
-                pairs = zip(self._caches[index], fresh, strict=True)
-                key, value = (torch.cat(pair) for pair in pairs)
-                self._caches[index] = key, value
         return [self._free.pop() for _ in range(count)]
 
     def _empty(self, layer: Any, num_blocks: int) -> KVCache:

@@ -61,6 +61,28 @@ def encoder_caches_of(engine):
     return [runner.paged_model._encoder_cache for runner in runners_of(engine)]
 
 
+def fail_in_second_layer(engine, what):
+    """Let the target's cache of encoded inputs fail once: as its "pages" grow, or at a
+    "projection" onto them."""
+    cache, num_calls = target_runner(engine).paged_model._encoder_cache, 0
+
+    def called(function):
+        def call(*args):
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls == 2:
+                raise MemoryError
+            return function(*args)
+
+        return call
+
+    if what == "pages":
+        cache._empty = called(cache._empty)
+    else:
+        for layer in cache._layers:
+            layer.k.forward = called(layer.k.forward)
+
+
 def running(engine):
     return engine._scheduler.running
 

@@ -14,6 +14,7 @@ from .probes import (
     batch_of,
     encoder_caches_of,
     encoders_of,
+    fail_in_second_layer,
     record_passes,
     request_of,
     waiting,
@@ -152,6 +153,21 @@ def test_pages_of_encoded_inputs_come_back(model):
         engine.generate(PROMPTS, GREEDY)
     assert [cache.num_used for cache in encoder_caches_of(engine)] == [0, 0]
     assert_blocks_came_back(engine)
+
+
+@pytest.mark.parametrize("what", ["pages", "projection"])
+def test_an_input_that_memory_does_not_suffice_for_is_encoded_again(expected, what):
+    model = random_t5()  # its own, as the failing layer is part of it
+    engine = Engine(model, perturbed(model, 0.02))
+    fail_in_second_layer(engine, what)
+    engine.add_request(PROMPTS[2], GREEDY)
+    with pytest.raises(MemoryError):
+        engine.step()
+    assert [cache.num_used for cache in encoder_caches_of(engine)] == [0, 4]
+    events = []
+    while engine.has_unfinished:
+        events += engine.step()
+    assert token_ids([events[-1].output]) == expected[2:3]
 
 
 @pytest.mark.parametrize("kind", T5_CONFIGS)
