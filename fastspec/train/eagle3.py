@@ -18,11 +18,17 @@ from fastspec.drafters.eagle3.model import Eagle3Draft, EagleConfig, usual_layer
 from fastspec.models.reduced_vocabulary import reduced_rows
 from fastspec.models.twin import decoder_layers
 from fastspec.train.distillation import FrozenHeadLoss
-from fastspec.train.glide_data import check_head, most_frequent, states_file, stored_states
+from fastspec.train.glide_data import (
+    check_head,
+    digest_of,
+    most_frequent,
+    states_file,
+    stored_states,
+)
 from fastspec.train.new_drafts import llama_config, llama_shape, weights_of
 from fastspec.train.options import DraftShape, TrainOptions
 from fastspec.train.processes import OneProcess
-from fastspec.train.trainer import Advance, DraftTrainer
+from fastspec.train.trainer import Advance, DraftTrainer, check_same_run, run_of
 
 _STEP_WEIGHT = 0.8  # weight of a step relative to the previous one, as published
 
@@ -336,15 +342,20 @@ def train_eagle3(
     advance is called after each step, on_text with the number of texts that the target has read.
 
     Raises:
-        ValueError: a checkpoint to resume from is missing, or exists although resume is False.
+        ValueError: a checkpoint to resume from is missing or of another run, or exists although
+            resume is False.
     """
     layers = draft.config.target_layers or usual_layers(len(decoder_layers(target)))
     token_ids = cast(Any, draft.lm_head).token_ids
     every = [*texts, *held_out]
-    file = states_file(out, resume, target, (text.token_ids for text in every), layers)
-    teacher: Any = stored_lessons(target, layers, every, token_ids, file, on_text)
+    token_ids_of = [text.token_ids for text in every]
     processes = OneProcess(target.device)
-    trainer = Eagle3Trainer(draft, teacher, len(texts), options, out, processes)
+    data = digest_of([*token_ids_of, torch.tensor([text.start for text in every])])
+    if resume:  # before the states that the run to resume has stored are deleted
+        check_same_run(out, run_of(options, processes, data))
+    file = states_file(out, resume, target, token_ids_of, layers)
+    teacher: Any = stored_lessons(target, layers, every, token_ids, file, on_text)
+    trainer = Eagle3Trainer(draft, teacher, len(texts), options, out, processes, data=data)
     if resume:
         trainer.resume()
     trainer.run(advance)

@@ -223,6 +223,14 @@ def check_head(field: str, target: Any, token_ids: Tensor, hidden: Tensor) -> No
         raise ValueError(f"{field}: {type(target).__name__} modifies the logits of its head")
 
 
+def digest_of(tensors: Iterable[Tensor]) -> str:
+    """Return a digest of tensors, such as the token ids of texts."""
+    digest = hashlib.sha256()
+    for each in tensors:
+        digest.update(repr(each.shape).encode() + each.cpu().numpy().tobytes())
+    return f"sha256:{digest.hexdigest()[:16]}"
+
+
 def states_file(
     folder: Path, resume: bool, target: PreTrainedModel, texts: Iterable[Tensor], *kept: Any
 ) -> Path:
@@ -237,9 +245,7 @@ def states_file(
     if (folder / "checkpoint.pt").exists() and not resume:
         raise ValueError(f"out: {folder} has a checkpoint: resume it, or choose another folder")
     known = target.name_or_path, target.config.to_json_string(), target.dtype, kept
-    digest = hashlib.sha256(repr(known).encode())
-    for token_ids in texts:
-        digest.update(repr(token_ids.shape).encode() + token_ids.cpu().numpy().tobytes())
+    digest = hashlib.sha256(repr((known, digest_of(texts))).encode())
     file = folder / f"target-states-{digest.hexdigest()[:16]}.bin"
     for other in folder.glob("target-states*.bin"):
         if not resume or other != file:

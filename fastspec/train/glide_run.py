@@ -15,13 +15,14 @@ from fastspec.engine.engine import Engine
 from fastspec.models.reduced_vocabulary import ReducedHead, save_reduced
 from fastspec.train.glide_data import (
     Rows,
+    digest_of,
     frozen_target,
     states_file,
     stored_target,
 )
 from fastspec.train.options import TrainOptions
 from fastspec.train.processes import OneProcess
-from fastspec.train.trainer import Advance, DraftTrainer
+from fastspec.train.trainer import Advance, DraftTrainer, check_same_run, run_of
 
 _REPORT_PROMPTS = 16
 _REPORT_TOKENS = 64
@@ -44,25 +45,29 @@ def train_draft(
     its states are stored first.
 
     Raises:
-        ValueError: a checkpoint to resume from is missing, or exists although resume is False; a
-            reduced vocabulary without full distillation; a nonzero weight of `acceptance`, which
-            only EAGLE-3 drafts are trained with.
+        ValueError: a checkpoint to resume from is missing or of another run, or exists although
+            resume is False; a reduced vocabulary without full distillation; a nonzero weight of
+            `acceptance`, which only EAGLE-3 drafts are trained with.
     """
     weight = options.acceptance
     require("acceptance", weight, weight == 0, "0, as only EAGLE-3 drafts use it")
     num_layers = draft.config.num_hidden_layers if isinstance(draft, GlideLlamaForCausalLM) else 0
-    file = states_file(out, resume, target, [rows.token_ids, rows.lengths], num_layers)
-    target.to(processes.device)  # pyright: ignore[reportArgumentType]
     head: Any = draft.get_output_embeddings()
     token_ids = head.token_ids if isinstance(head, ReducedHead) else None
     if token_ids is not None:
         weight = options.distillation
         require("distillation", weight, weight == 1, "1, as the vocabulary is reduced")
+    texts = [rows.token_ids, rows.lengths]
+    data = digest_of(texts)
+    if resume:  # before the states that the run to resume has stored are deleted
+        check_same_run(out, run_of(options, processes, data))
+    file = states_file(out, resume, target, texts, num_layers)
+    target.to(processes.device)  # pyright: ignore[reportArgumentType]
     if options.store_target:
         teacher = stored_target(target, rows, num_layers, token_ids, file, on_row)
     else:
         teacher = frozen_target(target, rows, num_layers, token_ids)
-    trainer = DraftTrainer(draft, teacher, len(rows), options, out, processes)
+    trainer = DraftTrainer(draft, teacher, len(rows), options, out, processes, data=data)
     if resume:
         trainer.resume()
     trainer.run(advance)

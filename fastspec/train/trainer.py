@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
+from fastspec.config.checks import require
 from fastspec.drafters.glide.model import GlideLlamaForCausalLM
 from fastspec.train.distillation import DistillationLoss
 from fastspec.train.glide_data import Lesson, Teacher
@@ -19,6 +20,7 @@ from fastspec.train.processes import OneProcess
 
 _LOSS_MEMORY = 0.98  # decay of the running mean
 _MAX_NORM = 1.0
+_OF_A_RUN = ("rate", "warmup", "distillation", "acceptance", "optimizer", "seed")
 
 Advance = Callable[[int, float], None]  # steps done, running mean of the loss
 
@@ -59,11 +61,38 @@ def muon(model: nn.Module, rate: float, shares: int = 1) -> list[torch.optim.Opt
 OPTIMIZERS = {"adam": adam, "muon": muon}
 
 
+def run_of(options: TrainOptions, processes: OneProcess, data: str) -> dict[str, Any]:
+    """Return what the steps of a run depend on, apart from the draft and the target.
+
+    That is a digest of the texts, and all options but those of the start, the end and storage.
+    """
+    run = {name: getattr(options, name) for name in _OF_A_RUN} | {"data": data}
+    return run | {"batch_size": options.batch_size * processes.num_processes}
+
+
+def check_same_run(folder: Path, run: dict[str, Any]) -> None:
+    """Raise ValueError unless the checkpoint in a folder is of this run."""
+    path = _checkpoint_in(folder)
+    if not path.is_file():
+        raise ValueError(f"resume: no checkpoint at {path}")
+    saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True).get("run", {})
+    for name, value in run.items():
+        expected = f"{saved.get(name)!r}, as the run to resume in {folder} has it"
+        require(name, value, saved.get(name) == value, expected)
+
+
+def _checkpoint_in(folder: Path) -> Path:
+    return folder / "checkpoint.pt"
+
+
 class DraftTrainer:
     """Trains one draft on the lessons of a frozen target.
 
     The row order is a function of seed and step, so a resumed run sees the same rows as an
     uninterrupted one. It writes `folder/checkpoint.pt` and `folder/record.json`.
+
+    Args:
+        data: a digest of the texts, see `run_of`.
     """
 
     def __init__(
@@ -75,9 +104,11 @@ class DraftTrainer:
         folder: Path,
         processes: OneProcess,
         make_optimizers: Callable[[nn.Module, float], list[torch.optim.Optimizer]] | None = None,
+        data: str = "",
     ):
         self.options, self.folder, self._processes = options, folder, processes
         self._teacher, self._num_rows = teacher, num_rows
+        self._run = run_of(options, processes, data)
         self._block_size = 0
         draft.to(processes.device).train()  # pyright: ignore[reportArgumentType]
         if isinstance(draft, GlideLlamaForCausalLM):
@@ -96,14 +127,13 @@ class DraftTrainer:
         return self._processes.unwrap_model(self._draft)
 
     def resume(self) -> None:
-        """Continue from the last checkpoint.
+        """Continue from the last checkpoint; only the number of steps may have changed.
 
         Raises:
             ValueError: there is none, or it belongs to another run.
         """
-        path = self.folder / "checkpoint.pt"
-        if not path.is_file():
-            raise ValueError(f"resume: no checkpoint at {path}")
+        check_same_run(self.folder, self._run)
+        path = _checkpoint_in(self.folder)
         state = torch.load(path, map_location="cpu", weights_only=True)
         try:
             self.draft.load_state_dict(state["draft"])
@@ -172,7 +202,8 @@ class DraftTrainer:
             "draft": self.draft.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
             "record": self.record,
+            "run": self._run,
         }
         torch.save(state, self.folder / "checkpoint.tmp")
-        (self.folder / "checkpoint.tmp").replace(self.folder / "checkpoint.pt")
+        (self.folder / "checkpoint.tmp").replace(_checkpoint_in(self.folder))
         (self.folder / "record.json").write_text(json.dumps(self.record, indent=1) + "\n")

@@ -139,6 +139,8 @@ def test_training_helps_and_goes_on_where_it_stopped(tmp_path):
     assert not [*(tmp_path / "whole").glob("target-states*")]
     with pytest.raises(ValueError, match="has a checkpoint"):
         run("whole", 24)
+    with pytest.raises(ValueError, match=r"acceptance: expected 0\.0, as the run to resume"):
+        run("whole", 26, resume=True, acceptance=0.5)
     longer = run("whole", 26, resume=True)
     assert (longer["losses"][:24], longer["steps"]) == (losses, 26)
     engine = Engine(target, tmp_path / "whole", spec=SpecConfig("eagle3", 3))

@@ -13,6 +13,7 @@ from fastspec.cli import app
 from fastspec.drafters.glide import GlideLlamaForCausalLM
 from fastspec.drafters.glide.dense import block_mask, read_target
 from fastspec.train.glide_data import Lesson, Rows, cut_rows, frozen_target
+from fastspec.train.glide_run import train_draft
 from fastspec.train.new_drafts import make_glide, make_matched
 from fastspec.train.options import TrainOptions
 from fastspec.train.processes import OneProcess
@@ -147,6 +148,30 @@ def test_a_continued_run_is_the_unbroken_one(tmp_path):
     assert records[0] == records[1]
     assert records[0]["steps"] == 6
     assert records[0]["tokens"] == 6 * 5 * 16
+
+
+def test_only_the_same_run_is_resumed(tmp_path):
+    """And nothing that it has stored is deleted before another one is refused."""
+    target, usual = random_model("llama"), {"batch_size": 5, "store_target": True}
+
+    def run(steps, rows=None, resume=True, **options):
+        settings, draft = TrainOptions(steps, **usual | options), make_glide(target)
+        given = draft, rows or rows_of(), settings, tmp_path, PROCESS, resume
+        return train_draft(target, *given, lambda *_: None)
+
+    with pytest.raises(ValueError, match="resume: no checkpoint"):
+        run(2)
+    run(2, resume=False)
+    stored = tmp_path / "target-states-of-it.bin"
+    stored.touch()
+    others = {"seed": 1, "optimizer": "muon", "batch_size": 4, "rate": 1e-3, "warmup": 0.5}
+    for name, value in (others | {"distillation": 0.5}).items():
+        with pytest.raises(ValueError, match=rf"{name}: expected .* as the run to resume"):
+            run(3, **{name: value})
+    with pytest.raises(ValueError, match=r"data: expected .* as the run to resume"):
+        run(3, rows_of(seed=1))
+    assert stored.exists()
+    assert run(3, checkpoint_steps=7, store_target=False)["steps"] == 3
 
 
 def test_every_row_is_seen_once_in_an_epoch():
