@@ -486,7 +486,7 @@ class Engine:
 
     def _close(self, request_id: str) -> None:
         """Abort the request of an inbox unless it has ended, and drop the inbox."""
-        if self._turn.is_mine:  # a stream collected as garbage during a step
+        if self._turn.is_mine:  # a stream collected as garbage during a step, or as one begins
             self._loop.abandoned.append(request_id)
             return
         with self._turn:

@@ -15,20 +15,30 @@ class Turn:
 
     def __init__(self):
         self._entry, self._inside = Lock(), Lock()
-        self._holder: int | None = None
+        self._threads: set[int] = set()  # that hold it, or wait for it
 
     @property
     def is_mine(self) -> bool:
-        """Whether this thread holds it."""
-        return self._holder == get_ident()
+        """Whether this thread holds it or waits for it, so that it must not acquire it now.
+
+        That matters to what the garbage collector runs, which may be at any point.
+        """
+        return get_ident() in self._threads
 
     def __enter__(self) -> None:
-        if self._holder == get_ident():
+        thread = get_ident()
+        if thread in self._threads:
             raise RuntimeError("engine: called from within its own step, by a part of that step")
-        with self._entry:
-            self._inside.acquire()
-        self._holder = get_ident()
+        self._threads.add(thread)
+        try:
+            with self._entry:
+                self._inside.acquire()
+        except BaseException:  # an interrupt
+            self._threads.discard(thread)
+            raise
 
     def __exit__(self, *_) -> None:
-        self._holder = None
-        self._inside.release()
+        try:
+            self._inside.release()
+        finally:
+            self._threads.discard(get_ident())

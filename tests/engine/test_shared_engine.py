@@ -1,12 +1,14 @@
 """One engine, several consumers: threads, generate() beside stream() beside step(), interrupts."""
 
 import gc
+import sys
 import threading
 
 import pytest
 from transformers import GenerationConfig
 
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
+from fastspec.engine import turn
 from fastspec.engine.prompt_reader import PromptReader
 
 from ..models import byte_tokenizer
@@ -199,6 +201,35 @@ def test_a_stream_dropped_during_a_step_is_aborted(engine):
     before_passes(engine, drop)
     other = engine.add_request(PROMPTS[1], GREEDY)
     assert steps(engine).keys() == {other}
+    assert_idle(engine)
+
+
+def test_a_stream_dropped_as_a_turn_begins_or_ends_is_aborted(engine):
+    """The garbage collector may close a generator between any two lines."""
+    streams = [engine.stream(PROMPTS[0], GREEDY) for _ in range(30)]
+    for stream in streams:
+        next(stream)
+
+    def drop(frame, event, _):
+        if event == "line" and streams:
+            del streams[-1]
+        return drop
+
+    def trace(frame, *_):
+        return drop if frame.f_code.co_filename == turn.__file__ else None
+
+    def call():
+        sys.settrace(trace)
+        while streams:
+            engine.step()
+        sys.settrace(None)
+
+    del stream
+    thread = threading.Thread(target=call, daemon=True)  # which might wait for itself
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
+    steps(engine)
     assert_idle(engine)
 
 
