@@ -112,12 +112,12 @@ class Loop:
             failed = [b for b, verdict in enumerate(verdicts) if verdict.accepted_len < 0]
             if failed:
                 self._verify_without_spoilt_drafts(speculation, batch, proposal, verdicts, failed)
+            times.append(perf_counter())
+            self._commit(speculation, running, batch, proposal, verdicts)
         except BaseException:
             for request in running:  # the drafter would wait for a commit that never comes
                 speculation.release(request)
             raise
-        times.append(perf_counter())
-        self._commit(speculation, running, batch, proposal, verdicts)
         times.append(perf_counter())
         for phase, (start, end) in zip(PHASES[1:], pairwise(times), strict=True):
             for stats in (self.stats, *(request.stats for request in running)):
@@ -201,16 +201,16 @@ class Loop:
             kept, finish_reason = self._append(request, verdict, writers)
             verified = kept if kept <= verdict.accepted_len else verdict.num_draft_tokens
             accepted = min(kept, verdict.accepted_len)
-            drafts = batch.own_limits is None or batch.own_limits[index] > 0
-            if speculation.schedule is not None and drafts:
-                wanted = (proposal.num_asked or batch.num_draft_tokens)[index]
-                if wanted is not None:
-                    speculation.record(request, Step(wanted, verified, accepted))
             passes = proposal.passes[index] if proposal.passes else None
             for stats in (self.stats, request.stats):
                 stats.record_step(verified, accepted, kept, passes)
             if finish_reason is not None:
                 self._end(request, finish_reason)
+            drafts = batch.own_limits is None or batch.own_limits[index] > 0
+            if speculation.schedule is not None and drafts:
+                wanted = (proposal.num_asked or batch.num_draft_tokens)[index]
+                if wanted is not None:
+                    speculation.record(request, Step(wanted, verified, accepted))
         speculation.commit(batch, [max(verdict.accepted_len, 0) for verdict in verdicts])
 
     def _append(

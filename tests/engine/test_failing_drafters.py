@@ -80,7 +80,7 @@ def run(engine):
             break
         try:
             events = engine.step()
-        except Exception as error:  # whatever it is, the loop of a server goes on
+        except (Exception, KeyboardInterrupt) as error:  # the loop of a server goes on
             errors.append(error)
             continue
         outputs |= {event.request_id: event.output for event in events if event.output}
@@ -417,16 +417,15 @@ def test_a_schedule_that_answers_nonsense_is_off_and_named(model, expected, text
     assert all("num_draft_tokens" in str(error) for error in errors)
 
 
-def test_a_schedule_that_fails_after_a_pass_lets_the_drafter_forget_all_of_it(
-    model, expected, texts
-):
+@pytest.mark.parametrize("kind", [Boom, KeyboardInterrupt])
+def test_what_fails_after_a_pass_lets_the_drafter_forget_all_of_it(model, expected, texts, kind):
     class Schedule:
         def num_draft_tokens(self, request):
             return K
 
         def record(self, request, step):
             if request.token_ids[3] == PROMPTS[0][3]:
-                raise Boom("record")
+                raise kind("record")
 
     class Noting(Scripted):
         def __init__(self, texts):
@@ -449,7 +448,7 @@ def test_a_schedule_that_fails_after_a_pass_lets_the_drafter_forget_all_of_it(
     outputs, errors = run(engine)
     assert [output.token_ids for output in outputs] == expected
     assert errors
-    assert {type(error) for error in errors} == {Boom}, errors
+    assert {type(error) for error in errors} == {kind}, errors
 
 
 def test_turning_on_what_cannot_be_measured_changes_nothing(model, drafter):
