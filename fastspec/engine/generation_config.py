@@ -146,9 +146,9 @@ def params_of(
     longest = given.get("max_length", _NUM_NEW + num_given)
     max_tokens = given.get("max_new_tokens", longest - num_given)
     if max_tokens < 1:
+        name = "max_new_tokens" if "max_new_tokens" in given else "max_length"
         raise ValueError(
-            f"generation_config: max_length, {given['max_length']}, leaves no room after"
-            f" {num_given} tokens"
+            f"generation_config: {name}, {given[name]}, leaves no room after {num_given} tokens"
         )
     if given.get("stop_strings") and (given.get("min_new_tokens") or given.get("min_length")):
         raise ValueError("generation_config: stop_strings are not supported with a minimum length")

@@ -121,6 +121,13 @@ def test_the_models_generation_config_sets_what_is_left_open():
         engine.generate([prompt], generation_config=config)
 
 
+def with_no_new_tokens():
+    """What its constructor refuses, but an assignment does not."""
+    config = GenerationConfig()
+    config.max_new_tokens = 0
+    return config
+
+
 @pytest.mark.parametrize(
     ("config", "named"),
     [
@@ -129,6 +136,7 @@ def test_the_models_generation_config_sets_what_is_left_open():
         (GenerationConfig(forced_eos_token_id=1), "forced_eos_token_id"),
         (GenerationConfig(min_new_tokens=3, stop_strings=["a"]), "with a minimum length"),
         (GenerationConfig(max_length=3), "max_length, 3, leaves no room after 3 tokens"),
+        (with_no_new_tokens(), "max_new_tokens, 0, leaves no room after 3 tokens"),
         ({"max_length": 30}, "generation_config: expected a GenerationConfig, got dict"),
     ],
 )
