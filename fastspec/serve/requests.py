@@ -106,8 +106,8 @@ def completion(
     fields["max_tokens"] = _max_tokens(given, "max_tokens", config, _COMPLETION_TOKENS)
     logprobs = given.get("logprobs")
     if logprobs is not None:
-        most = _MOST_LOGPROBS
-        require("logprobs", logprobs, is_int(logprobs) and logprobs <= most, f"0 to {most}")
+        fits = is_int(logprobs) and 0 <= logprobs <= _MOST_LOGPROBS
+        require("logprobs", logprobs, fits, f"0 to {_MOST_LOGPROBS}")
         fields["logprobs"] = logprobs
     return _asked(several, fields, given, drafters)
 

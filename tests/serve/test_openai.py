@@ -352,6 +352,12 @@ def test_what_cannot_be_served_is_refused_by_name(client, fields, param):
     assert caught.value.type == "invalid_request_error"
 
 
+@pytest.mark.parametrize("logprobs", [-1, 21])
+def test_log_probabilities_have_one_range(client, logprobs):
+    with pytest.raises(openai.BadRequestError, match="logprobs: expected 0 to 20"):
+        complete(client, logprobs=logprobs)
+
+
 def test_options_that_contradict_each_other_end_a_stream_as_the_clients_error(client):
     with pytest.raises(openai.APIError, match="no token is left") as caught:
         for _ in complete(client, stream=True, extra_body=DEAD_END):
