@@ -80,7 +80,7 @@ class Engine:
         config: EngineConfig | Mapping[str, Any] = EngineConfig(),  # noqa: B008 (frozen)
     ):
         spec, config = SpecConfig.of(spec), EngineConfig.of(config)
-        self.config, self.spec = config, spec
+        self.config = config
         self.stats = SpecStats()
         model = load_model("target", target, config)
         if not isinstance(target, (str, Path)):
@@ -107,8 +107,6 @@ class Engine:
         )
         drafting = DrafterContext(spec, config, tokenizer, vocab_size, target, target_model=model)
         plan = plan_drafter(replace(drafting, drafter=drafter))
-        if plan and plan.heterogeneous_vocab:
-            spec = self.spec = replace(spec, heterogeneous_vocab=plan.heterogeneous_vocab)
         models = [target_model, *(plan.models if plan else ())]
         check_same_kind(target_model, models)
         num_blocks = cache_blocks(config, models, self.max_model_len)
@@ -274,6 +272,11 @@ class Engine:
     def decoder_start_id(self) -> int | None:
         """The token that an encoder-decoder's output starts after; None for a decoder."""
         return self._runner.paged_model.decoder_start_id
+
+    @property
+    def spec(self) -> SpecConfig:
+        """The options given, with what was chosen for the current drafter or the last one."""
+        return self._speculation.spec
 
     @property
     def drafter(self) -> Drafter | None:

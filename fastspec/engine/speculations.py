@@ -9,6 +9,7 @@ from torch.nn.functional import pad
 
 from fastspec.config import SpecConfig
 from fastspec.config.checks import require
+from fastspec.config.methods import method_named
 from fastspec.drafters import Drafter, GlideDrafter, Proposal
 from fastspec.drafters.base import Batch, CorpusReader, Request
 from fastspec.drafters.context import DrafterContext, DrafterPlan, DrafterSource
@@ -182,6 +183,7 @@ class Speculations(dict[str | None, Speculation]):
             ValueError: K is too large, or the drafter does not fit the target or the options.
         """
         target, config = self._runner.paged_model, self._drafting.config
+        spec = _as_planned(spec, plan)
         pacer = Pacer(spec, self._runner, self._block_manager, self._factory, config)
         sizes = self._runner.device, target.vocab_size
         given = *sizes, spec, config, target.chains_only, pacer
@@ -215,15 +217,17 @@ class Speculations(dict[str | None, Speculation]):
             most = own.usual_num_speculative_tokens  # the part of the draft model is fixed
             fits, expected = num_speculative_tokens <= most, f"at most {most} with copies"
             require("n_spec_tokens", num_speculative_tokens, fits, expected)
-        known = own.known
+        known, spec = own.known, own.spec
         if drafter is not None:
             given = {"drafter": drafter, "wants_glide": wants_glide}
-            known = self._built(plan_given(replace(self._drafting, **given)))
+            plan = plan_given(replace(self._drafting, **given))
+            known, spec = self._built(plan), _as_planned(self._drafting.spec, plan)
         elif known is None:
             raise ValueError("drafter: none to enable; pass one")
         elif wants_glide and not isinstance(draft_model_of(known), GlideDrafter):
             raise ValueError("use_glide_drafter: the drafter to enable is not a GLIDE model")
         own.enable(known, num_speculative_tokens, running)
+        own.spec = spec
 
     def add_corpus(self, texts: list[list[int]]) -> None:
         """Pass a corpus to the drafters that read one; ValueError if there is none."""
@@ -246,3 +250,10 @@ class Speculations(dict[str | None, Speculation]):
     def _built(self, plan: DrafterPlan) -> Drafter:
         check_same_kind(self._runner.paged_model, plan.models)
         return plan.build(self._runner, self._block_manager)
+
+
+def _as_planned(spec: SpecConfig, plan: DrafterPlan | None) -> SpecConfig:
+    """Return options with what was chosen for a draft model that has another tokenizer."""
+    chosen = plan and plan.heterogeneous_vocab
+    reads_it = "heterogeneous_vocab" in method_named(spec.method).fields
+    return replace(spec, heterogeneous_vocab=chosen) if chosen and reads_it else spec

@@ -196,6 +196,17 @@ def test_which_one_is_chosen_is_said(folders, caplog):
     )
 
 
+def test_what_is_said_follows_the_draft_model(folders):
+    _, paths = folders
+    engine = Engine("tiny", "tiny-draft")
+    for draft, chosen in ((paths["bytes"], "reencoding"), ("tiny-draft", None)):
+        engine.enable_spec_dec(draft)
+        assert engine.spec.heterogeneous_vocab == chosen
+    engine = Engine("tiny", spec="prompt_lookup")  # whose options do not include it
+    engine.enable_spec_dec(paths["bytes"])
+    assert engine.spec == SpecConfig("prompt_lookup")
+
+
 def test_where_the_tokens_that_both_have_are_drafted(folders):
     _, paths = folders
     for source, options in [
