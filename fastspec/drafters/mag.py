@@ -54,12 +54,12 @@ class MagDrafter(CopyingDrafter):
         more = 0, width - num_tokens
         drafts = _after(pad(first, more, value=-1), count, pad(second, more, value=-1))
         if self.bigram is not None:
-            if self._chains is None or self._chains.shape[1] != num_tokens:
+            if self._chains is None or self._chains.shape[1] < num_tokens:
                 self._chains = _chains(self.bigram, num_tokens).to(drafts.device)
             asked, surplus = drafts[:, :num_tokens], drafts[:, num_tokens:]
             count = (asked >= 0).sum(dim=1, keepdim=True)
             last = longer.scatter(1, places, asked).gather(1, ends + count - 1)[:, 0]
-            successors = self._chains[last.clamp(max=len(self._chains) - 1).long()]
+            successors = self._chains[last.clamp(max=len(self._chains) - 1).long(), :num_tokens]
             drafts = torch.cat([_after(asked, count, successors), surplus], dim=1)
         return drafts
 

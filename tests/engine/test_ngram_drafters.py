@@ -7,6 +7,7 @@ import torch
 
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 from fastspec.drafters import MagDrafter, PromptLookupDrafter
+from fastspec.drafters import mag as mag_module
 from fastspec.drafters.bigram_table import load_bigram, save_bigram
 from fastspec.drafters.texts import TextStore
 from fastspec_kernels.testing import chi_square
@@ -101,6 +102,18 @@ def test_mag_follows_its_rules(num):
                 assert row == drafts + [-1] * (len(row) - len(drafts))
             for request in batch.requests:
                 mag.release(request)
+
+
+def test_mag_follows_its_table_again_only_for_longer_drafts(monkeypatch):
+    """That reads the whole table, and the levels of a cascade vary in what they ask for."""
+    built, usual = [], mag_module._chains
+    monkeypatch.setattr(mag_module, "_chains", lambda *args: built.append(args) or usual(*args))
+    table = torch.tensor([1, 2, 3, 0])
+    drafter = MagDrafter(table.int())
+    for num in (3, 1, 2, 3, 4, 1):
+        token_ids = drafter.propose(batch_of(request_of([1]), wanted=num)).token_ids
+        assert token_ids.tolist() == [mag_by_the_rules([1], num, table.tolist())]
+    assert len(built) == 2
 
 
 def test_mag_does_not_draft_the_beginning_of_the_prompt():
