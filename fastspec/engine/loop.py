@@ -187,7 +187,7 @@ class Loop:
         """Append the tokens of each verdict, notify drafter and schedule, and update counters."""
         for index, (request, verdict) in enumerate(zip(running, verdicts, strict=True)):
             if verdict.accepted_len < 0:
-                self._end(request, "error", _failure_of(request))
+                self._end(request, "error", *_failure_of(request))
                 continue
             writers: Sequence[str] = [speculation.drafter.name] * verdict.accepted_len
             if proposal.writers is not None:
@@ -249,14 +249,18 @@ class Loop:
         return kept, finish_reason
 
     def _end(
-        self, request: EngineRequest, finish_reason: str, error: str | None = None
+        self,
+        request: EngineRequest,
+        finish_reason: str,
+        error: str | None = None,
+        is_request_error: bool = False,
     ) -> RequestOutput:
         """Remove a request, and post its last event."""
         self.scheduler.remove(request, failed=error is not None)
         self._release(request)
         for stats in (self.stats, request.stats):
             stats.finish_reasons[finish_reason] += 1
-        output = request.output(finish_reason, error)
+        output = request.output(finish_reason, error, is_request_error)
         text = request.detokenizer.take(final=True) if request.detokenizer else ""
         event = StreamEvent(
             request.public_id,
@@ -269,16 +273,18 @@ class Loop:
         return output
 
 
-def _failure_of(request: EngineRequest) -> str:
-    """Say why no token could follow."""
+def _failure_of(request: EngineRequest) -> tuple[str, bool]:
+    """Say why no token could follow, and whether the request's parameters are to blame."""
     where = len(request.token_ids)
     error = f"logits after {where} tokens contain NaN or inf, or no finite value"
     if request.rules is None:
-        return error
+        return error, False
     failure = request.rules.failure
     if isinstance(failure, GrammarError):
-        return str(failure)
+        return str(failure), True
     if failure is not None:
-        return f"the request's logit rules raised {failure!r}"
+        return f"the request's logit rules raised {failure!r}", False
     dead_end = request.rules.dead_end(request.token_ids)
-    return dead_end or error + ", or the request allows none of the remaining tokens"
+    if dead_end is not None:
+        return dead_end, True
+    return error + ", or the request allows none of the remaining tokens", False

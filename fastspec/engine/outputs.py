@@ -30,6 +30,8 @@ class RequestOutput:
         drafters: the drafter's name for each "draft" token, otherwise None.
         stats: counters of this request.
         error: why the request failed, if finish_reason is "error".
+        is_request_error: whether its parameters are why, as they left no token to write; the error
+            begins with the name of one.
         index: index of the sample, 0 to n - 1.
         others: the other samples, if they ended together.
     """
@@ -48,6 +50,7 @@ class RequestOutput:
     prompt_logprobs: tuple[dict[int, float] | None, ...] | None = None
     index: int = 0
     others: tuple["RequestOutput", ...] = field(default=(), repr=False)
+    is_request_error: bool = False
 
     @property
     def outputs(self) -> tuple["RequestOutput", ...]:

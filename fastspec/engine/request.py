@@ -87,7 +87,9 @@ class EngineRequest(Request):
             self.detokenizer.finish()  # held-back text may complete a stop string
         return "stop" if self.detokenizer is not None and self.detokenizer.stopped else "length"
 
-    def output(self, finish_reason: str, error: str | None = None) -> RequestOutput:
+    def output(
+        self, finish_reason: str, error: str | None = None, is_request_error: bool = False
+    ) -> RequestOutput:
         """Return the output for the user."""
         if self.detokenizer is not None:
             self.detokenizer.finish()
@@ -107,4 +109,5 @@ class EngineRequest(Request):
             drafters=tuple(self.drafters),
             stats=self.stats,
             error=error,
+            is_request_error=is_request_error,
         )

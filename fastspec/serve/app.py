@@ -22,7 +22,6 @@ from starlette.routing import Route
 
 from fastspec.config import SamplingParams
 from fastspec.config.checks import require
-from fastspec.config.options import options_of
 from fastspec.config.serve import ServeConfig
 from fastspec.engine.engine import Engine
 from fastspec.engine.outputs import RequestOutput
@@ -343,7 +342,8 @@ class Endpoint:
                 times.note(now, events)
                 outputs += [event.output for event in events if event.output is not None]
                 if broken := next((each for each in outputs if each.error is not None), None):
-                    raise _failed(str(broken.error))
+                    status = 400 if broken.is_request_error else 500
+                    raise Refused(status, str(broken.error), "generation_failed")
                 if asked.stream:
                     await stream.write(answer.chunks(events))
                 else:
@@ -387,12 +387,6 @@ async def _disconnected(receive: Receive) -> None:
     """Return when the client has gone."""
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def _failed(error: str) -> Refused:
-    """The response to a text that failed: an error that names a parameter is the client's."""
-    is_clients = error.partition(": ")[0] in options_of(SamplingParams)
-    return Refused(400 if is_clients else 500, error, "generation_failed")
 
 
 def _check_model(name: Any, model: str) -> None:

@@ -148,6 +148,7 @@ def test_a_processor_that_raises_ends_its_request_alone(target):
         *failed, healthy = engine.generate([[1, 2, 3]] * 4, params)
         assert [output.finish_reason for output in failed] == ["error"] * 3
         assert "RuntimeError('no more')" in failed[0].error
+        assert not failed[0].is_request_error
         assert len(failed[0].token_ids) == 4
         assert "expected scores of shape (1, 263)" in failed[1].error
         (alone,) = Engine(target, spec="none").generate([[1, 2, 3]], params[3])
@@ -255,6 +256,7 @@ def test_a_grammar_that_breaks_is_an_error(target, monkeypatch):
     (output,) = engine.generate([[70]], params)
     assert (output.finish_reason, len(output.token_ids)) == ("error", 4)
     assert output.error == "structured_outputs: too many states"
+    assert output.is_request_error
 
 
 A, B = (byte_tokenizer().encode(letter)[0] for letter in "ab")
@@ -316,6 +318,7 @@ def test_options_that_leave_no_token_later_fail_the_request_by_name(
     (output,) = engine.generate([[A, B]], SamplingParams(**options))
     where = f"no token is left to write after token {place} of the output"
     assert (output.finish_reason, output.error) == ("error", f"{fields}, {where}")
+    assert output.is_request_error
 
 
 def test_biases_that_a_penalty_takes_beyond_float32_are_refused():

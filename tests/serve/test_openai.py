@@ -9,6 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from fastspec import SamplingParams
 from fastspec.engine.outputs import RequestOutput, StreamEvent
+from fastspec.engine.request import EngineRequest
 from fastspec.serve.metrics import HISTOGRAMS, RequestTimes
 from fastspec.serve.replies import token_text
 
@@ -363,6 +364,17 @@ def test_options_that_contradict_each_other_end_a_stream_as_the_clients_error(cl
         for _ in complete(client, stream=True, extra_body=DEAD_END):
             pass
     assert (caught.value.param, caught.value.type) == ("allowed_token_ids", "invalid_request_error")
+
+
+def test_a_failure_of_the_model_is_the_servers_however_it_is_worded(client, monkeypatch):
+    usual = EngineRequest.output
+
+    def output(self, *_):
+        return usual(self, "error", "seed: a text that begins with a parameter's name")
+
+    monkeypatch.setattr(EngineRequest, "output", output)
+    with pytest.raises(openai.InternalServerError):
+        complete(client)
 
 
 @pytest.mark.parametrize(
