@@ -302,7 +302,8 @@ class Engine:
         """Turn speculation on from the next step; without a drafter, reuse the last one.
 
         Args:
-            drafter: as for the engine.
+            drafter: as for the engine; one instead of the current drafter, also of a whole cascade
+                and the copy of the target in it.
             n_spec_tokens: tokens proposed per step, from 1 to 1024 and up to
                 config.max_n_spec_tokens; None = the number in spec.
             use_glide_drafter: load the drafter as a GLIDE model; without a drafter, the last one

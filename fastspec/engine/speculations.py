@@ -1,5 +1,6 @@
 """The drafters of an engine by name, and proposals that the ranks of a target share."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -25,6 +26,8 @@ from fastspec.models.model_kinds import check_same_kind
 from fastspec.models.runner import ModelRunner
 from fastspec.models.sharded import Ranks
 from fastspec.models.transfer import device_tensor
+
+logger = logging.getLogger(__name__)
 
 _HEAD = 6  # columns before the tokens of a packed proposal
 _ELSEWHERE = "drafter: failed on another rank; see the error there"
@@ -228,6 +231,8 @@ class Speculations(dict[str | None, Speculation]):
             raise ValueError("use_glide_drafter: the drafter to enable is not a GLIDE model")
         own.enable(known, num_speculative_tokens, running)
         own.spec = spec
+        if drafter is not None and method_named(spec.method).sets_length:
+            logger.warning("drafter: it drafts alone, without the cascade that spec describes")
 
     def add_corpus(self, texts: list[list[int]]) -> None:
         """Pass a corpus to the drafters that read one; ValueError if there is none."""

@@ -118,6 +118,18 @@ def test_a_lower_draft_may_know_fewer_tokens_than_the_target(kind, matrix):
     assert [out.token_ids for out in outputs] == [hugging_face_greedy(model, p) for p in prompts]
 
 
+def test_a_draft_that_is_enabled_replaces_the_cascade_and_says_so(caplog):
+    model = random_model()
+    engine = Engine(model, spec=SpecConfig("cascade", draft_bits=8))
+    engine.disable_spec_dec()
+    engine.enable_spec_dec()
+    assert engine.drafter.name == "cascade"
+    assert "cascade" not in caplog.text
+    engine.enable_spec_dec(drafter_for("draft_model", model, None))
+    assert engine.drafter.name == "draft_model"
+    assert "drafter: it drafts alone, without the cascade" in caplog.text
+
+
 def test_options():
     spec = SpecConfig("cascade", draft_bits=8)
     assert spec.cascade_matrix == ((4, 0), (0, 1))
