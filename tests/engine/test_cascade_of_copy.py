@@ -118,6 +118,14 @@ def test_a_lower_draft_may_know_fewer_tokens_than_the_target(kind, matrix):
     assert [out.token_ids for out in outputs] == [hugging_face_greedy(model, p) for p in prompts]
 
 
+def test_drafts_of_one_kind_are_told_apart(tmp_path):
+    model = random_model("llama", hidden_size=64)
+    drafts = [drafter_for("eagle3", model, tmp_path)] * 2
+    engine = Engine(model, drafts, spec=spec_of(4, ((4, 0, 0), (0, 2, 1), (0, 0, 2))))
+    engine.generate(PROMPTS, GREEDY)
+    assert {*engine.stats.num_draft_passes} == {"quantized", "eagle3_1", "eagle3_2"}
+
+
 def test_a_draft_that_is_enabled_replaces_the_cascade_and_says_so(caplog):
     model = random_model()
     engine = Engine(model, spec=SpecConfig("cascade", draft_bits=8))

@@ -55,16 +55,17 @@ def build(context: DrafterContext) -> DrafterPlan:
         runner = context.runner(part, block_manager)
         size = vocab_size if copy is None else context.vocab_size
         model = DraftModelDrafter(runner, block_manager, size, probabilistic)
-        number = f"_{models.index(part) + 1}" if len(models) > 1 else ""
-        return ModelLevel(model, f"{model.name}{number}", *options)
+        return ModelLevel(model, model.name, *options)
 
     def drafter(target: ModelRunner | None, block_manager: Blocks) -> Drafter:
         copy, levels = None, []
         if spec.copies_target:
             copy = QuantizedDrafter.beside(target, block_manager, context)
             levels = [ModelLevel(copy, copy.name, *options)]
+        levels += [level(part, copy, block_manager) for part in parts]
+        _number(levels)
         return CascadeDrafter(
-            [*levels, *(level(part, copy, block_manager) for part in parts)],
+            levels,
             spec.cascade_matrix,
             spec.lenience,
             vocab_size=context.vocab_size,
@@ -72,6 +73,14 @@ def build(context: DrafterContext) -> DrafterPlan:
         )
 
     return DrafterPlan([*models, *readers], drafter)
+
+
+def _number(levels: list[Level]) -> None:
+    """Tell levels of one name apart, by a number from 1."""
+    names = [level.name for level in levels]
+    for place, level in enumerate(levels):
+        if names.count(level.name) > 1:
+            level.name += f"_{names[: place + 1].count(level.name)}"
 
 
 def _part(source: DraftSource, context: DrafterContext) -> Part:
