@@ -18,6 +18,7 @@ from fastspec.models.transfer import device_tensor
 from fastspec_kernels import penalize
 
 _ALWAYS = 2**31 - 1
+_LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 _NO_PENALTIES = (1.0, 0.0, 0.0)  # repetition, presence, frequency
 
 
@@ -54,7 +55,11 @@ class LogitRules:
         self._vocab_size = vocab_size
         self._num_prompt_tokens = num_prompt_tokens
         self._long_words = [list(word) for word in bad_words if len(word) > 1]
-        self._bias = dict(params.logit_bias or {})
+        # What the repetition penalty would take beyond float32 bans its token, as -inf does.
+        least = -_LARGEST_FLOAT32 / max(1.0, params.repetition_penalty)
+        given = (params.logit_bias or {}).items()
+        self._bias = {i: bias if bias >= least else -np.inf for i, bias in given}
+        self._bias_bans = -np.inf in self._bias.values()
         self._bias |= {word[0]: -np.inf for word in bad_words if len(word) == 1}
         ends = ends if params.min_tokens else frozenset[int]()
         self._biased_ends = sorted(ends & self._bias.keys())  # a list has one entry per token
@@ -129,7 +134,7 @@ class LogitRules:
             "structured_outputs": self.grammar is not None,
             "allowed_token_ids": self.allowed is not None,
             "bad_words": bool(params.bad_words),
-            "logit_bias": -np.inf in (params.logit_bias or {}).values(),
+            "logit_bias": self._bias_bans,
             "min_tokens": num_new < params.min_tokens,
         }
         first, *others = [name for name, takes_part in taking_part.items() if takes_part]

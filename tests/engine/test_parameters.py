@@ -267,6 +267,10 @@ BAN = -float("inf")
     ("options", "fields"),
     [
         ({"allowed_token_ids": [5], "logit_bias": {5: BAN}}, "allowed_token_ids: with logit_bias"),
+        (
+            {"allowed_token_ids": [5], "logit_bias": {5: -3e38}, "repetition_penalty": 2},
+            "allowed_token_ids: with logit_bias",
+        ),
         ({"logit_bias": dict.fromkeys(range(263), BAN)}, "logit_bias: "),
         ({"bad_words": [[i] for i in range(263)]}, "bad_words: "),
         (
@@ -325,6 +329,13 @@ def test_biases_that_a_penalty_takes_beyond_float32_are_refused():
     SamplingParams(logit_bias={5: 3e38, 6: BAN}, repetition_penalty=2)
     with pytest.raises(ValueError, match=r"^logit_bias: .* by 0\.5, the repetition_penalty"):
         SamplingParams(logit_bias={5: 3e38}, repetition_penalty=0.5)
+
+
+def test_a_bias_that_bans_nothing_leaves_its_token(target):
+    options = {"allowed_token_ids": [5], "logit_bias": {5: -3e38}, "repetition_penalty": 1.1}
+    params = SamplingParams(**options, max_tokens=3, ignore_eos=True)
+    (output,) = Engine(target).generate([[5]], params)
+    assert output.token_ids == (5, 5, 5)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
