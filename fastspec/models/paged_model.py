@@ -270,8 +270,13 @@ class PagedModel:
         """Let passes that have pages for the inputs of these layers fill them, see `keep_inputs`.
 
         Raises:
-            ValueError: there are no such layers.
+            ValueError: there are no such layers, or each token has several states between them.
         """
+        config = self.model.config.get_text_config(decoder=True)
+        if layers != [LAST_STATE] and hasattr(config, "altup_num_inputs"):
+            raise ValueError(
+                f"target: {self.name} passes its layers several states per token; a draft reads one"
+            )
         modules = decoder_layers(self.model)
         most = len(modules) - 1
         fits = layers == [LAST_STATE] or all(0 <= index <= most for index in layers)

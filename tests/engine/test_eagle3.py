@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 from fastspec_kernels.testing import chi_square
 
+from ..architectures import config_of, random_decoder
 from ..models import random_model, random_t5
 from .eagle3_models import THETA, published_logits, write_folder
 from .eagle_checks import assert_logits, spied
@@ -370,6 +371,14 @@ def test_other_folders_are_refused(tmp_path, change, told):
     save_file(weights, file)
     with pytest.raises(ValueError, match=f"drafter: .*{told}"):
         Engine(target, tmp_path, spec="eagle3")
+
+
+def test_targets_with_several_states_per_token_are_refused(tmp_path):
+    target = random_decoder(config_of("gemma3n_text"))
+    write_folder(tmp_path, target)
+    told = "target: Gemma3nForCausalLM passes its layers several states per token"
+    with pytest.raises(ValueError, match=told):
+        Engine(target, tmp_path)
 
 
 def test_targets_without_such_layers_are_refused(tmp_path):
