@@ -110,8 +110,11 @@ class Loop:
                 batch, proposal = speculation.refuse(error, batch)
                 verdicts = self.verify(batch, proposal, speculation.spec)
             failed = [b for b, verdict in enumerate(verdicts) if verdict.accepted_len < 0]
-            if failed:
-                self._verify_without_spoilt_drafts(speculation, batch, proposal, verdicts, failed)
+            if failed:  # perhaps for their draft logits alone: verify those once more
+                places, usable = speculation.without_spoilt_drafts(batch, proposal, failed)
+                again = self.verify(batch.at(places), usable, speculation.spec) if places else []
+                for place, verdict in zip(places, again, strict=True):
+                    verdicts[place] = verdict
             times.append(perf_counter())
             self._commit(speculation, running, batch, proposal, verdicts)
         except BaseException:
@@ -122,21 +125,6 @@ class Loop:
         for phase, (start, end) in zip(PHASES[1:], pairwise(times), strict=True):
             for stats in (self.stats, *(request.stats for request in running)):
                 stats.seconds[phase] += end - start
-
-    def _verify_without_spoilt_drafts(
-        self,
-        speculation: Speculation,
-        batch: Batch,
-        proposal: Proposal,
-        verdicts: list[Verdict],
-        failed: list[int],
-    ) -> None:
-        """Verify once more the requests that failed for their draft logits; change the verdicts."""
-        places, usable = speculation.without_spoilt_drafts(batch, proposal, failed)
-        if places:
-            again = self.verify(batch.at(places), usable, speculation.spec)
-            for place, verdict in zip(places, again, strict=True):
-                verdicts[place] = verdict
 
     def _reach(self, request: EngineRequest) -> int:
         """Tokens the next step may cache; a tree needs room even past the request's last token."""
