@@ -1,19 +1,30 @@
 """Keeps engines in several processes that share a target's weights in lockstep."""
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 from zlib import crc32
 
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from fastspec.config import EngineConfig, SpecConfig
+from fastspec.drafters import Proposal
+from fastspec.drafters.base import Batch, Request
+from fastspec.drafters.draft_model import draft_model_of
 from fastspec.engine.loop import Loop
 from fastspec.engine.request import EngineRequest
+from fastspec.engine.speculation import Speculation
 from fastspec.models.sharded import ADDRESS, Ranks, ranks_of
+from fastspec.models.transfer import device_tensor
+
+_HEAD = 6  # columns before the tokens of a packed proposal
+_ELSEWHERE = "drafter: failed on another rank; see the error there"
 
 
 def check_options(model: PreTrainedModel, spec: SpecConfig, config: EngineConfig) -> None:
@@ -32,6 +43,11 @@ def new_seeds(ranks: Ranks | None) -> Callable[[], int]:
 def loop_of(ranks: Ranks | None, **fields: Any) -> Loop:
     """Make the loop of an engine."""
     return Loop(**fields) if ranks is None else SameRounds(ranks, **fields)
+
+
+def speculation_of(ranks: Ranks | None, *given: Any) -> Speculation:
+    """Make one drafter's part of an engine."""
+    return Speculation(*given) if ranks is None else SharedSpeculation(ranks, *given)
 
 
 class SameRounds(Loop):
@@ -78,3 +94,123 @@ class SameRounds(Loop):
             text = ADDRESS.sub("", repr((*asked, sorted(request.stop_ids))))
             number = self._numbers[request] = crc32(text.encode())
         return number
+
+
+class SharedSpeculation(Speculation):
+    """Proposals on the ranks of a shared target, all of which verify that of rank 0.
+
+    If one rank fails to propose, all ranks lose the drafts of that step. A drafter whose proposal
+    differs from rank 0's forgets the requests, because it did not write the verified tokens.
+    Schedules on all ranks record the outcome of rank 0's proposal, so that they stay identical.
+
+    Early exit drafts with layers of the target, in passes that end only when all ranks run them. So
+    rank 0's schedule decides how many tokens, each token is rank 0's, and an error between passes
+    ends the engines of all ranks.
+    """
+
+    def __init__(self, ranks: Ranks, *args):
+        super().__init__(*args)
+        self._ranks = ranks
+        self._is_replaced = False  # whether this rank's proposal of this step was
+
+    @property
+    def _drafts_together(self) -> bool:
+        draft = draft_model_of(self.drafter)
+        return draft is not None and draft.runner.paged_model.ranks is not None
+
+    def propose(
+        self, requests: list[EngineRequest], others: list[EngineRequest]
+    ) -> tuple[Batch, Proposal]:
+        self._is_replaced = False
+        batch, proposal = super().propose(requests, others)
+        most = self.num_speculative_tokens
+        width = max(most, self.max_nodes)
+        if not width:
+            return batch, proposal
+        if (wide := proposal.token_ids.shape[1]) > width:
+            error = ValueError(f"propose: expected trees of at most {width} nodes, got {wide}")
+            batch, proposal = self.refuse(error, batch)
+        own = self._packed(batch, proposal, width)
+        shared = own.clone()
+        if self._ranks.rank:
+            shared[:, 1:] = torch.iinfo(shared.dtype).max
+        shared = self._ranks.least_of(shared)
+        rows = shared.tolist()
+        has_failed, tree_width, *_ = rows[0]
+        if has_failed:
+            if not self._has_failed:
+                super()._fail(RuntimeError(_ELSEWHERE), batch.requests)
+            return self.without_drafts(batch)
+        if rows == own.tolist():
+            return batch, proposal
+        if not self._drafts_together:
+            self._is_replaced = True
+            for request in batch.requests:
+                self.release(request)
+        heads = zip(*(row[:_HEAD] for row in rows), strict=True)
+        _, _, limits, nodes, counts, asked = map(list, heads)
+        is_tree = tree_width >= 0
+        token_ids, parents = shared[:, _HEAD:].split(width, dim=1)
+        count = tree_width if is_tree else most
+        proposal = Proposal(
+            token_ids[:, :count].contiguous(),
+            parents[:, :count].contiguous() if is_tree else None,
+            num_tokens=None if counts[0] < 0 else counts,
+            sibling_rule="target_only" if is_tree else None,
+            num_asked=[None if num < 0 else num for num in asked],
+        )
+        return replace(batch, num_draft_tokens=limits, max_nodes=nodes), proposal
+
+    def commit(self, batch: Batch, accepted: list[int]) -> None:
+        if not self._is_replaced:
+            super().commit(batch, accepted)
+
+    def _usable_drafts(self, proposal: Proposal) -> Tensor:
+        """Those of rank 0, because its logits were used."""
+        return self._ranks.of_first(super()._usable_drafts(proposal))
+
+    def _planned(
+        self, requests: list[EngineRequest], num_draft_tokens: list[int]
+    ) -> tuple[list[int], list[int]]:
+        if self.schedule is None or not self._drafts_together:
+            return super()._planned(requests, num_draft_tokens)
+        own, most = None, torch.iinfo(torch.int64).max
+        try:  # chains only: trees have no schedule
+            own, _ = super()._planned(requests, num_draft_tokens)
+        except Exception as error:  # of a schedule, which may be third-party code
+            super()._fail(error, requests)
+        values = [most] * len(requests) if self._ranks.rank or own is None else own
+        has_failed, *shared = self._ranks.least([-int(own is None), *values])
+        if has_failed:
+            if own is not None:
+                super()._fail(RuntimeError(_ELSEWHERE), requests)
+            shared = [0] * len(requests)
+        return shared, shared
+
+    def _fail(self, error: BaseException, requests: Sequence[Request]) -> None:
+        super()._fail(error, requests)
+        if self._drafts_together:  # other ranks may be in its passes, or wait for them
+            raise error
+
+    def _packed(self, batch: Batch, proposal: Proposal, width: int) -> Tensor:
+        """Pack everything that the target's pass depends on: [B, _HEAD + 2 * width] int32.
+
+        Columns: -1 if this rank has failed, the width of trees or -1, the wanted tokens, the wanted
+        nodes, the number proposed or -1, and for schedules the number requested of a draft model or
+        -1; then tokens; then parents.
+        """
+        num, ids = len(batch.requests), proposal.token_ids
+        parents = ids if proposal.parents is None else proposal.parents
+        asked = proposal.num_asked or batch.num_draft_tokens
+        heads = [
+            [-int(self._has_failed)] * num,
+            [-1 if proposal.parents is None else ids.shape[1]] * num,
+            batch.num_draft_tokens,
+            batch.max_nodes,
+            [-1] * num if proposal.num_tokens is None else proposal.num_tokens,
+            [-1 if wanted is None else wanted for wanted in asked],
+        ]
+        columns = device_tensor(heads, torch.int32, ids.device).t()
+        missing = 0, width - ids.shape[1]
+        parts = [pad(part, missing, value=-1) for part in (ids, parents)]
+        return torch.cat([columns, *parts], dim=1)
