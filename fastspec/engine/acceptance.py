@@ -37,7 +37,8 @@ def verify_drafts(
     parents: Tensor | None,
     bitmask: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """Apply the acceptance rule: [path of trees,] output ids, accepted_len and logprobs.
+    """Apply the acceptance rule: output ids, accepted_len and logprobs, and before them, for trees
+    and coupled chains, the path.
 
     Args:
         logits: [T, V], packed: counts[b] rows for request b.

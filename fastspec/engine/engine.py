@@ -201,7 +201,7 @@ class Engine:
         """
         several = as_conversations(messages)
         given = {"tools": tools, "add_generation_prompt": add_generation_prompt}
-        if taken := {"tokenize", *given} & set(chat_template_kwargs or ()):
+        if taken := given.keys() & set(chat_template_kwargs or ()):
             raise ValueError(f"chat_template_kwargs: {min(taken)} cannot be set here")
         options = given | dict(chat_template_kwargs or {})
         with self._turn:
@@ -281,7 +281,7 @@ class Engine:
     @property
     def drafter(self) -> Drafter | None:
         """The current drafter, or the last one if speculation is off."""
-        return self._speculation.known
+        return self._speculation.last_drafter
 
     @property
     def drafters(self) -> dict[str | None, int]:

@@ -111,7 +111,7 @@ class Loop:
                 verdicts = self.verify(batch, proposal, speculation.spec)
             failed = [b for b, verdict in enumerate(verdicts) if verdict.accepted_len < 0]
             if failed:  # perhaps for their draft logits alone: verify those once more
-                places, usable = speculation.without_spoilt_drafts(batch, proposal, failed)
+                places, usable = speculation.without_non_finite_drafts(batch, proposal, failed)
                 again = self.verify(batch.at(places), usable, speculation.spec) if places else []
                 for place, verdict in zip(places, again, strict=True):
                     verdicts[place] = verdict

@@ -31,7 +31,7 @@ class Speculation:
     Attributes:
         spec: how the target verifies proposals.
         usual_num_speculative_tokens: default K.
-        known: the current drafter, or the last one while off.
+        last_drafter: the current drafter, or the last one while off.
         num_speculative_tokens: maximum number of accepted tokens per request and step; 0 while off.
         max_nodes: maximum nodes of a request's tree; 0 if the drafter proposes chains, or is off.
         error: the first error that has not been reported yet.
@@ -65,7 +65,7 @@ class Speculation:
         self._no_drafter = NoDrafter()
         self._has_failed = False  # in this step
         self.drafter: Drafter = self._no_drafter
-        self.known: Drafter | None = None
+        self.last_drafter: Drafter | None = None
         self.num_speculative_tokens = 0
         self.max_nodes = 0
         self.schedule: Schedule | None = None
@@ -86,7 +86,7 @@ class Speculation:
     def check_request(self, params: SamplingParams) -> None:
         """Raise ValueError if a request asks for more draft tokens than it can get."""
         num, most = params.num_speculative_tokens, 0
-        if self.known is not None:
+        if self.last_drafter is not None:
             most = self.num_speculative_tokens or self.usual_num_speculative_tokens
         fits = num is None or num <= most
         require("num_speculative_tokens", num, fits, f"at most the drafter's K, {most}")
@@ -106,7 +106,7 @@ class Speculation:
             raise ValueError(f"{self._chains_only} verifies chains, not token trees")
         max_nodes = drafter.max_nodes(num_speculative_tokens) if is_tree else 0
         self.disable(running)
-        self.known = self.drafter = drafter
+        self.last_drafter = self.drafter = drafter
         self.num_speculative_tokens = num_speculative_tokens
         self.max_nodes = max_nodes
         self.schedule = schedule
@@ -122,7 +122,7 @@ class Speculation:
     def clear(self, running: list[EngineRequest]) -> None:
         """Decode plainly, and discard the drafter."""
         self.disable(running)
-        self.known = None
+        self.last_drafter = None
         if self._pacer is not None:
             self._pacer.forget()
 
@@ -188,7 +188,7 @@ class Speculation:
         batch = replace(batch, num_draft_tokens=none, max_nodes=none, num_model_tokens=None)
         return batch, self._no_drafter.propose(batch)
 
-    def without_spoilt_drafts(
+    def without_non_finite_drafts(
         self, batch: Batch, proposal: Proposal, places: list[int]
     ) -> tuple[list[int], Proposal]:
         """Return those of some requests whose draft logits are not finite, and their usable drafts.

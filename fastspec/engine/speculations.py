@@ -91,7 +91,7 @@ class Speculations(dict[str | None, Speculation]):
             most = own.usual_num_speculative_tokens  # the part of the draft model is fixed
             fits, expected = num_speculative_tokens <= most, f"at most {most} with copies"
             require("n_spec_tokens", num_speculative_tokens, fits, expected)
-        known, spec = own.known, own.spec
+        known, spec = own.last_drafter, own.spec
         if drafter is not None:
             given = {"drafter": drafter, "wants_glide": wants_glide}
             plan = plan_given(replace(self._drafting, **given))
@@ -109,7 +109,7 @@ class Speculations(dict[str | None, Speculation]):
         """Pass a corpus to the drafters that read one; ValueError if there is none."""
         if (ranks := self._runner.paged_model.ranks) is not None:
             ranks.check(call="add_corpus", texts=texts)
-        known = [each.known for each in self.values()]
+        known = [each.last_drafter for each in self.values()]
         readers = [each for each in known if isinstance(each, CorpusReader)]
         if not readers:
             raise ValueError("texts: no drafter of this engine reads a corpus; suffix does")

@@ -109,7 +109,7 @@ def verify(
     if ranks is not None and has_rules:
         dead = ranks.all_of(dead)[0]
     if any(verdict.accepted_len < 0 and verdict.num_draft_tokens for verdict in verdicts):
-        dead += _accept_up_to_spoilt_rows(runner, spec, verdicts, Pass(*given))
+        dead += _accept_up_to_non_finite_rows(runner, spec, verdicts, Pass(*given))
     for b, node in dead:  # the draft is accepted up to there; the request fails in the next step
         verdicts[b] = _cut_after(verdicts[b], node)
     if most := max(request.params.logprobs or 0 for request in requests):
@@ -135,7 +135,7 @@ class Pass(NamedTuple):
     parents: Tensor | None
     bitmask: Tensor | None
 
-    def without_spoilt_rows(self, places: list[int]) -> tuple["Pass", list[tuple[int, int]]]:
+    def without_non_finite_rows(self, places: list[int]) -> tuple["Pass", list[tuple[int, int]]]:
         """The part of some requests, and the place of each row after drafts that has no best token.
 
         That is the request in the part and the node. Such a row is 0 in the part: verification
@@ -152,14 +152,14 @@ class Pass(NamedTuple):
         best = without_forbidden(logits.float(), bitmask).amax(dim=-1)  # NaN where a row holds one
         owners, nodes = places_of(counts)
         fits = best.isfinite().tolist()
-        spoilt = [row for row, node in enumerate(nodes) if node and not fits[row]]
-        logits[spoilt] = 0
+        non_finite = [row for row, node in enumerate(nodes) if node and not fits[row]]
+        logits[non_finite] = 0
         if bitmask is not None:
-            bitmask[spoilt] = -1
+            bitmask[non_finite] = -1
         batch, proposal = self.batch.at(places), self.proposal.at(places)
         spans = [self.spans[b] for b in places]
         own = Pass(batch, proposal, logits, counts, spans, self.ids[index], parents, bitmask)
-        return own, [(owners[row], nodes[row]) for row in spoilt]
+        return own, [(owners[row], nodes[row]) for row in non_finite]
 
 
 def _accepted(
@@ -194,7 +194,7 @@ def _accepted(
     return [verdict_of(*each) for each in zip(rows_of, counts, values, strict=True)]
 
 
-def _accept_up_to_spoilt_rows(
+def _accept_up_to_non_finite_rows(
     runner: ModelRunner, spec: SpecConfig, verdicts: list[Verdict], whole: Pass
 ) -> list[tuple[int, int]]:
     """Verify requests that failed once more, up to target rows that hold NaN behind their drafts.
@@ -204,12 +204,12 @@ def _accept_up_to_spoilt_rows(
     may follow.
     """
     failed = [b for b, verdict in enumerate(verdicts) if verdict.accepted_len < 0]
-    part, spoilt = whole.without_spoilt_rows(failed)
+    part, non_finite = whole.without_non_finite_rows(failed)
     for b, verdict in zip(failed, _accepted(runner, spec, *part), strict=True):
         verdicts[b] = verdict
     if (ranks := runner.paged_model.ranks) is not None:
-        spoilt = ranks.all_of(spoilt)[0]
-    return [(failed[place], node) for place, node in spoilt]
+        non_finite = ranks.all_of(non_finite)[0]
+    return [(failed[place], node) for place, node in non_finite]
 
 
 def _ruled(
