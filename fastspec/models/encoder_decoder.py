@@ -108,11 +108,6 @@ class EncoderCache:
         self._num_blocks = 0
         self._caches: list[KVCache] = [self._empty(layer, 0) for layer in layers]
 
-    @property
-    def num_used(self) -> int:
-        """Number of blocks in use."""
-        return self._num_blocks - len(self._free)
-
     def __contains__(self, encoder_input: EncoderInput) -> bool:
         return encoder_input in self._blocks
 

@@ -57,8 +57,10 @@ def encoders_of(engine):
     return [runner.paged_model.model.encoder for runner in runners_of(engine)]
 
 
-def encoder_caches_of(engine):
-    return [runner.paged_model._encoder_cache for runner in runners_of(engine)]
+def num_encoder_blocks(engine):
+    """How many blocks of encoded inputs the target and its draft model have in use."""
+    caches = [runner.paged_model._encoder_cache for runner in runners_of(engine)]
+    return [cache._num_blocks - len(cache._free) for cache in caches]
 
 
 def fail_in_second_layer(engine, what):

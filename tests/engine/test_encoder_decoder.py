@@ -12,9 +12,9 @@ from .helpers import GREEDY, hugging_face_greedy
 from .probes import (
     assert_blocks_came_back,
     batch_of,
-    encoder_caches_of,
     encoders_of,
     fail_in_second_layer,
+    num_encoder_blocks,
     record_passes,
     request_of,
     waiting,
@@ -146,12 +146,12 @@ def test_pages_of_encoded_inputs_come_back(model):
     first = engine.add_request(PROMPTS[2], GREEDY)
     engine.add_request(PROMPTS[0], GREEDY)
     engine.step()
-    assert [cache.num_used for cache in encoder_caches_of(engine)] == [5, 5]
+    assert num_encoder_blocks(engine) == [5, 5]
     engine.abort(first)
-    assert [cache.num_used for cache in encoder_caches_of(engine)] == [1, 1]
+    assert num_encoder_blocks(engine) == [1, 1]
     for _ in range(3):
         engine.generate(PROMPTS, GREEDY)
-    assert [cache.num_used for cache in encoder_caches_of(engine)] == [0, 0]
+    assert num_encoder_blocks(engine) == [0, 0]
     assert_blocks_came_back(engine)
 
 
@@ -163,7 +163,7 @@ def test_an_input_that_memory_does_not_suffice_for_is_encoded_again(expected, wh
     engine.add_request(PROMPTS[2], GREEDY)
     with pytest.raises(MemoryError):
         engine.step()
-    assert [cache.num_used for cache in encoder_caches_of(engine)] == [0, 4]
+    assert num_encoder_blocks(engine) == [0, 4]
     events = []
     while engine.has_unfinished:
         events += engine.step()
