@@ -34,7 +34,7 @@ class Blocks:
 
     def reserve(self, block_table: list[int], num_tokens: int) -> bool:
         """Grow the table to hold `num_tokens`; return False, without change, if blocks run out."""
-        missing = blocks_needed(num_tokens, self.block_size) - len(block_table)
+        missing = -(-num_tokens // self.block_size) - len(block_table)
         if missing > self.num_free:
             return False
         for _ in range(missing):
