@@ -40,8 +40,8 @@ class TargetReader(DraftModelDrafter):
         probabilistic: bool,
         confidence_threshold: float | None = None,
     ):
-        pages = self.pages(model, target, block_manager)
-        runner = self.runner_class(model, pages, block_manager, chunk_size)
+        sizes = block_manager.num_blocks, block_manager.block_size, chunk_size
+        runner = self.runner_class(model, self.pages(model, target, block_manager), *sizes)
         options = probabilistic, confidence_threshold
         super().__init__(runner, block_manager, target.vocab_size, *options)
 

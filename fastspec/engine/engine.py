@@ -110,9 +110,9 @@ class Engine:
         models = [target_model, *(plan.models if plan else ())]
         check_same_kind(target_model, models)
         num_blocks = cache_blocks(config, models, self.max_model_len)
+        sizes = num_blocks, config.block_size, config.prefill_chunk_size
+        self._runner = runner_of(target_model, *sizes, config.cuda_graphs)
         block_manager = BlockManager(num_blocks, config.block_size, config.prefix_caching)
-        passes = config.prefill_chunk_size, config.cuda_graphs
-        self._runner = runner_of(target_model, block_manager, *passes)
         self._scheduler = Scheduler(block_manager, config.max_batch_size)
         self._drafters = Speculations(drafting, self._runner, block_manager, self._factory)
         self._speculation = self._drafters.add(None, spec, plan)

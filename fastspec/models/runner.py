@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from fastspec.config.checks import require
-from fastspec.models.blocks import Blocks
 from fastspec.models.graphs import GraphedForward, capture_for
 from fastspec.models.layout import (
     CacheStack,
@@ -24,8 +23,6 @@ class ModelRunner:
     """One model with its caches; block tables are passed in, so models can share them.
 
     Args:
-        blocks: those that its caches have room for.
-        chunk_size: tokens per pass while a prompt is read.
         caches: caches to read and write, of a runner of the model whose layers, or the first of
             them, this one runs; None = its own.
     Raises:
@@ -36,12 +33,12 @@ class ModelRunner:
     def __init__(
         self,
         paged_model: PagedModel,
-        blocks: Blocks,
+        num_blocks: int,
+        block_size: int,
         chunk_size: int,
         cuda_graphs: str = "off",
         caches: dict[int, KVCache] | None = None,
     ):
-        num_blocks, block_size = blocks.num_blocks, blocks.block_size
         if (size := paged_model.chunk_size) and size % block_size:
             raise ValueError(
                 f"block_size: {paged_model.name} attends in chunks of {size} tokens, which is not a"

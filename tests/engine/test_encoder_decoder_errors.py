@@ -6,7 +6,6 @@ import pytest
 from transformers import BartConfig, BartForConditionalGeneration
 
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
-from fastspec.models.blocks import Blocks
 from fastspec.models.encoder_decoder import EncoderDecoderModel
 from fastspec.models.layout import Span
 from fastspec.models.runner import ModelRunner
@@ -92,7 +91,7 @@ def test_no_room_in_the_cache(model):
 
 
 def test_spans_without_an_input(model):
-    runner = ModelRunner(EncoderDecoderModel(model, "auto"), Blocks(4, 4), 16)
+    runner = ModelRunner(EncoderDecoderModel(model, "auto"), 4, 4, 16)
     with pytest.raises(ValueError, match="needs an encoder_input"):
         runner.prefill([[0, 5]], [Span([0], 0, 2)])
 

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from fastspec.drafters.glide.paged import GlideRunner
-from fastspec.models.blocks import Blocks
 from fastspec.models.layout import Span
 from fastspec.models.paged_model import PagedModel
 from fastspec.models.runner import ModelRunner
@@ -74,14 +73,14 @@ def dense_glide(model, token_ids, target_layers, visible):
 
 
 def runners_of(target, draft, block_size=4):
-    blocks = Blocks(90, block_size)
-    runner = ModelRunner(PagedModel(target, "auto"), blocks, 16)
+    num_blocks = 90
+    runner = ModelRunner(PagedModel(target, "auto"), num_blocks, block_size, 16)
     num_layers = draft.config.num_hidden_layers
     caches = [runner.caches[layer] for layer in sorted(runner.caches)[-num_layers:]]
     for pair in runner.caches.values():
         for part in pair:
             part.fill_(float("nan"))  # a slot that is read before it is written shows
-    return runner, GlideRunner(PagedModel(draft, "auto"), caches, blocks, 16)
+    return runner, GlideRunner(PagedModel(draft, "auto"), caches, num_blocks, block_size, 16)
 
 
 def target_pages(runner, layer, table, length):

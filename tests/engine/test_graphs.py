@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from fastspec import Engine, EngineConfig, SamplingParams
-from fastspec.models.blocks import Blocks
 from fastspec.models.graphs import GraphedForward, bucket, capture_for
 from fastspec.models.layout import PassShape, Span, lay_out
 from fastspec.models.paged_model import PagedModel
@@ -45,7 +44,7 @@ def ids_for(spans):
 
 def runner_of(model, capture=None, must=False):
     """A runner whose cache holds numbers everywhere, the same for every runner."""
-    runner = ModelRunner(PagedModel(model, "auto"), Blocks(NUM_BLOCKS, BLOCK_SIZE), 64)
+    runner = ModelRunner(PagedModel(model, "auto"), NUM_BLOCKS, BLOCK_SIZE, 64)
     generator = torch.Generator().manual_seed(5)
     for caches in runner.caches.values():
         for cache in caches:

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
-from fastspec.models.blocks import Blocks
 from fastspec.models.layout import Span
 from fastspec.models.paged_model import PagedModel
 from fastspec.models.runner import ModelRunner
@@ -33,7 +32,7 @@ def spans_of(shapes):
 
 
 def runner_of(model, cuda_graphs):
-    runner = ModelRunner(PagedModel(model, "auto"), Blocks(40, 16), 64, cuda_graphs)
+    runner = ModelRunner(PagedModel(model, "auto"), 40, 16, 64, cuda_graphs)
     generator = torch.Generator("cuda").manual_seed(5)
     for caches in runner.caches.values():
         for cache in caches:

@@ -28,10 +28,18 @@ class EagleRunner(ModelRunner):
     The contents of a block therefore depend on one token after it.
     """
 
-    def __init__(self, paged_model: PagedModel, inputs: KVCache, blocks: Blocks, chunk_size: int):
-        super().__init__(paged_model, blocks, chunk_size)
+    def __init__(
+        self,
+        paged_model: PagedModel,
+        inputs: KVCache,
+        num_blocks: int,
+        block_size: int,
+        chunk_size: int,
+    ):
+        super().__init__(paged_model, num_blocks, block_size, chunk_size)
         self._inputs_read = inputs
-        shape = blocks.num_tokens, paged_model.model.config.hidden_size
+        size = paged_model.model.config.hidden_size
+        shape = num_blocks * block_size, size
         self._own = torch.zeros(shape, dtype=paged_model.dtype, device=self.device)
         same_type = self.caches[0][0].dtype == paged_model.dtype  # the op takes no 8-bit caches
         if same_type and has_layer_kernels(self.device, paged_model.backend):

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from fastspec.drafters.glide.model import GlideDecoderLayer, GlideLlamaForCausalLM
-from fastspec.models.blocks import Blocks
 from fastspec.models.flat import has_layer_kernels
 from fastspec.models.layout import KVCache, PagedStep, Span
 from fastspec.models.paged_model import PagedModel, paged_attention
@@ -138,9 +137,14 @@ class GlideRunner(ModelRunner):
     """
 
     def __init__(
-        self, paged_model: PagedModel, target_caches: list[KVCache], blocks: Blocks, chunk_size: int
+        self,
+        paged_model: PagedModel,
+        target_caches: list[KVCache],
+        num_blocks: int,
+        block_size: int,
+        chunk_size: int,
     ):
-        super().__init__(paged_model, blocks, chunk_size)
+        super().__init__(paged_model, num_blocks, block_size, chunk_size)
         self._target_caches = target_caches
         draft = paged_model.model
         on_cpu = self.device.type == "cpu" and has_layer_kernels(self.device, paged_model.backend)
