@@ -195,6 +195,12 @@ class Batch:
         seeds, lengths = self.keys
         return uniform(seeds, lengths, num, stream, backend=self.backend)
 
+    def sampling_uniforms(self, num: int, stream: int) -> Tensor:
+        """Return `uniforms` to sample with; zeros if all requests are greedy, which read none."""
+        if self.all_greedy:
+            return torch.zeros((len(self.requests), num), device=self.device)
+        return self.uniforms(num, stream)
+
 
 class Branch(NamedTuple):
     """The writer of one path of each tree, and the tokens of that path after the root."""

@@ -71,7 +71,7 @@ class DraftModelDrafter:
         else:
             sampling = greedy_sampling(len(texts), batch.device)
         num = batch.num_speculative_tokens
-        uniforms = batch.uniforms(num, DRAFT_STREAM)
+        uniforms = batch.sampling_uniforms(num, DRAFT_STREAM)
         keys = batch.keys if batch.is_coupled else None
         keeps_logits = self.is_probabilistic and not batch.all_greedy and keys is None
         token_ids, draft_logits, counts = self.write(

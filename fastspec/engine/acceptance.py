@@ -50,10 +50,12 @@ def verify_drafts(
     cu_rows = device_tensor([*accumulate(counts, initial=0)], torch.int32, batch.device)
     most = batch.num_speculative_tokens
     num = most if parents is None else ids.shape[1]
-    uniforms = batch.uniforms(max(num, most) + 1, VERIFY_STREAM)
+    rate = spec.synthetic_acceptance_rate  # it draws for greedy requests as well
+    draw = batch.sampling_uniforms if rate is None else batch.uniforms
+    uniforms = draw(max(num, most) + 1, VERIFY_STREAM)
     if num != most or batch.own_limits is not None:
         uniforms = _by_own_limits(uniforms, num, batch)
-    if (rate := spec.synthetic_acceptance_rate) is not None:
+    if rate is not None:
         synthetic = logits, cu_rows, proposal.token_ids, uniforms, rate
         return verify_synthetic(*synthetic, batch.sampling, bitmask, batch.backend)
     given: dict[str, Any] = {**batch.sampling, "token_bitmask": bitmask, "backend": batch.backend}
