@@ -186,7 +186,12 @@ class Loop:
                 writer, paths = proposal.branch
                 shared = common_prefix_len(paths[index], verdict.output_ids[: len(writers)])
                 writers = [writer] * shared + list(writers[shared:])
-            kept, finish_reason = self._append(request, verdict, writers)
+            try:
+                kept, finish_reason = self._append(request, verdict, writers)
+            except Exception as error:  # the tokenizer's, or a grammar's: the others go on
+                request.give_up_text()
+                self._end(request, "error", f"its text cannot be continued: {error!r}")
+                continue
             verified = kept if kept <= verdict.accepted_len else verdict.num_draft_tokens
             accepted = min(kept, verdict.accepted_len)
             passes = proposal.passes[index] if proposal.passes else None

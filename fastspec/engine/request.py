@@ -62,7 +62,21 @@ class EngineRequest(Request):
         logprob: float | None,
         top_logprobs: dict[int, float] | None = None,
     ) -> str | None:
-        """Commit one token; return the finish reason if it is the last one."""
+        """Commit one token; return the finish reason if it is the last one.
+
+        If the tokenizer or a grammar raises, nothing is committed.
+        """
+        text, reason = self.detokenizer, None
+        is_stop = token_id in self.stop_ids
+        is_complete = not is_stop and self.rules is not None and self.rules.ends_text(token_id)
+        if text is not None and (not is_stop or self.params.include_stop_str_in_output):
+            text.push(token_id)
+        if is_stop or is_complete or (text is not None and text.stopped):
+            reason = "stop"
+        elif len(self.token_ids) + 1 >= self.max_len:
+            if text is not None:
+                text.finish()  # held-back text may complete a stop string
+            reason = "stop" if text is not None and text.stopped else "length"
         self.token_ids.append(token_id)
         self.sources.append(source)
         self.drafters.append(drafter)
@@ -70,22 +84,12 @@ class EngineRequest(Request):
             self.logprobs.append(logprob)
         if top_logprobs is not None:
             self.top_logprobs.append(top_logprobs)
-        if token_id in self.stop_ids:
-            if self.detokenizer is not None and self.params.include_stop_str_in_output:
-                self.detokenizer.push(token_id)
-            return "stop"
-        is_complete = self.rules is not None and self.rules.ends_text(token_id)
+        return reason
+
+    def give_up_text(self) -> None:
+        """Decode nothing more, because the tokenizer fails; the text so far stays."""
         if self.detokenizer is not None:
-            self.detokenizer.push(token_id)
-            if self.detokenizer.stopped:
-                return "stop"
-        if is_complete:
-            return "stop"
-        if len(self.token_ids) < self.max_len:
-            return None
-        if self.detokenizer is not None:
-            self.detokenizer.finish()  # held-back text may complete a stop string
-        return "stop" if self.detokenizer is not None and self.detokenizer.stopped else "length"
+            self.detokenizer.stopped = True
 
     def output(
         self, finish_reason: str, error: str | None = None, is_request_error: bool = False

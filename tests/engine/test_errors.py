@@ -7,9 +7,11 @@ import torch
 
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 from fastspec.drafters import Proposal
+from fastspec.engine.detokenizer import Detokenizer
 
-from ..models import VOCAB_SIZE, byte_tokenizer, random_model
+from ..models import VOCAB_SIZE, byte_tokenizer, perturbed, random_model
 from .helpers import finish
+from .probes import assert_blocks_came_back
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 
@@ -287,3 +289,37 @@ def test_anyone_can_write_a_drafter(model):
     assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
     assert set(drafter.released) == {o.request_id for o in outputs}
     assert all(s in ("target", "recovered") for s in outputs[2].sources)
+
+
+@pytest.mark.parametrize("fails_at", [1, 4, 9])
+@pytest.mark.parametrize("has_draft", [False, True])
+def test_a_tokenizer_that_raises_fails_its_request_alone(model, monkeypatch, fails_at, has_draft):
+    """Also at the last token of a text; what was written before stays, in output and events."""
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    draft = perturbed(model, 0.02) if has_draft else None
+    engine = Engine(model, draft, byte_tokenizer())
+    first, second = engine.generate([[5, 6, 7], [9, 8]], params)
+    push, failing = Detokenizer.push, []
+
+    def fail_once(self, token_id):
+        failing.extend([self] if not failing else [])
+        if self is failing[0] and (left := getattr(self, "left", fails_at)) > 0:
+            self.left = left - 1
+            if self.left == 0:
+                raise RuntimeError("no such token")
+        push(self, token_id)
+
+    monkeypatch.setattr(Detokenizer, "push", fail_once)
+    broken, whole = (engine.add_request(prompt, params) for prompt in ([5, 6, 7], [9, 8]))
+    outputs, tokens = {}, []
+    while engine.has_unfinished:
+        for event in engine.step():
+            tokens += event.token_ids if event.request_id == broken else ()
+            if event.output is not None:
+                outputs[event.request_id] = event.output
+    assert outputs[broken].error == "its text cannot be continued: RuntimeError('no such token')"
+    assert outputs[broken].finish_reason == "error"
+    assert outputs[broken].token_ids == first.token_ids[: fails_at - 1] == tuple(tokens)
+    assert outputs[whole].token_ids == second.token_ids
+    assert outputs[whole].text == second.text
+    assert_blocks_came_back(engine)
