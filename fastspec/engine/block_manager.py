@@ -82,10 +82,25 @@ class BlockManager(Blocks):
                 self._idle[block_id] = None
             else:
                 self._free.append(block_id)
+        self.clear(request)
+
+    def clear(self, request: EngineRequest) -> None:
+        """Let a request forget the blocks that it had."""
         request.block_table.clear()
         request.contents.clear()
         request.num_cached = 0
         request.state_key = StateKey()
+
+    def reset(self) -> None:
+        """Free all blocks, whose tables nobody uses any more, and forget their contents."""
+        num_ahead = self._index.num_ahead
+        self._index = PrefixIndex(self.block_size)
+        self._index.num_ahead = num_ahead
+        self._idle.clear()
+        self._unshared.clear()
+        self._num_users = [0] * self.num_blocks
+        self._free = list(range(self.num_blocks - 1, -1, -1))
+        self.num_free = self.num_blocks
 
     def forget(self, request: EngineRequest) -> None:
         """Make the blocks of a request unfindable, because their contents cannot be trusted."""

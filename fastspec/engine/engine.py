@@ -246,7 +246,7 @@ class Engine:
             params = params or SamplingParams()
             samples = self._build(prompt, params, request_id, decoder_input_ids)
             for request in samples:
-                self._scheduler.add(request)
+                self._loop.add(request)
         return samples[0].public_id
 
     def abort(self, request_id: str) -> RequestOutput | None:
@@ -264,7 +264,7 @@ class Engine:
     @property
     def has_unfinished(self) -> bool:
         """Whether step() has work to do, or events to return."""
-        if self._scheduler.has_unfinished or self._loop.events:
+        if self._scheduler.has_unfinished or self._loop.events or self._loop.is_torn:
             return True
         return any(each.error for each in [*self._drafters.values()])
 
@@ -453,7 +453,7 @@ class Engine:
             for place, samples in enumerate(requests):
                 for request in samples:
                     request.prompt_index = place
-                    self._scheduler.add(request)
+                    self._loop.add(request)
         return request_ids
 
     def _run(
@@ -479,22 +479,16 @@ class Engine:
                     while inbox:
                         event = inbox.popleft()
                         if event.output is not None:
+                            num_left -= event.index not in samples[event.prompt_index]
                             samples[event.prompt_index][event.index] = event.output
-                            num_left -= 1
                         yield event
         finally:
-            for request_id in request_ids:
-                self._close(request_id)
+            self._loop.abandoned.extend(request_ids)
+            if not self._turn.is_mine:  # a stream collected as garbage during a step has to wait
+                with self._turn:
+                    self._loop.drop_abandoned()
         with self._turn:
             self._drafters.raise_unreported_error([with_others(outputs) for outputs in samples])
-
-    def _close(self, request_id: str) -> None:
-        """Abort the request of an inbox unless it has ended, and drop the inbox."""
-        if self._turn.is_mine:  # a stream collected as garbage during a step, or as one begins
-            self._loop.abandoned.append(request_id)
-            return
-        with self._turn:
-            self._loop.drop(request_id)
 
     def _build(
         self,

@@ -19,6 +19,8 @@ from fastspec.engine.scheduler import Scheduler
 from fastspec.engine.speculation import Speculation
 from fastspec.engine.stats import PHASES, SpecStats
 
+_INTERRUPTED = "an interrupt came while the engine changed what it knows of this request"
+
 
 @dataclass(eq=False)
 class Loop:
@@ -36,6 +38,8 @@ class Loop:
         inboxes: events by request id, for requests that a caller waits for.
         events: events of all other requests.
         abandoned: ids of inboxes to drop before the next round, including those of ended requests.
+        is_torn: whether queues and blocks are being changed; if that is still so when they are used
+            next, an interrupt has left them half changed.
     """
 
     scheduler: Scheduler
@@ -47,6 +51,7 @@ class Loop:
     inboxes: dict[str, deque[StreamEvent]] = field(default_factory=dict, init=False)
     events: list[StreamEvent] = field(default_factory=list, init=False)
     abandoned: deque[str] = field(default_factory=deque, init=False)
+    is_torn: bool = field(default=False, init=False)
 
     @torch.inference_mode()
     def round(self) -> None:
@@ -55,8 +60,13 @@ class Loop:
         Requests that get no drafts join the first target pass whose acceptance rule draws the same
         tokens from a seed as theirs, or get a pass of their own.
         """
-        while self.abandoned:
-            self.drop(self.abandoned.popleft())
+        if self.is_torn:
+            self._reset()
+        for request in [*self.scheduler.running, *self.scheduler.waiting]:
+            if request.is_torn:
+                self._end(request, "error", _INTERRUPTED)
+        if self.abandoned:
+            self.drop_abandoned()
         start = perf_counter()
         ready = self._schedule()
         seconds = perf_counter() - start
@@ -75,8 +85,18 @@ class Loop:
         for requests in others.values():
             self._step(self.speculations[requests[0].params.drafter], [], requests)
 
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request that fits."""
+        if self.is_torn:
+            self._reset()
+        self.is_torn = True
+        self.scheduler.add(request)
+        self.is_torn = False
+
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request and all its samples now; return its output so far, None if unknown."""
+        if self.is_torn:
+            self._reset()
         requests = self.scheduler.samples(request_id)
         if not requests:
             return None
@@ -85,10 +105,12 @@ class Loop:
         self.events = [e for e in self.events if (e.request_id, e.index) not in ended]
         return replace(output, others=tuple(others)) if others else output
 
-    def drop(self, request_id: str) -> None:
-        """Abort the request of an inbox unless it has ended, and drop the inbox."""
-        self.abort(request_id)
-        del self.inboxes[request_id]
+    def drop_abandoned(self) -> None:
+        """Drop the abandoned inboxes, and abort their requests that have not ended."""
+        while self.abandoned:
+            self.abort(self.abandoned[0])
+            self.inboxes.pop(self.abandoned[0], None)
+            self.abandoned.popleft()  # last, so that after an interrupt the rest is done again
 
     def _step(
         self,
@@ -146,7 +168,9 @@ class Loop:
         Waiting ones are admitted in waves, so that a prefix shared by several is read once.
         """
         scheduler, left = self.scheduler, self.chunk_size
+        self.is_torn = True
         preempted = scheduler.schedule(self._reach)
+        self.is_torn = False
         for request in preempted:
             self._release(request)
             for stats in (self.stats, request.stats):
@@ -154,7 +178,9 @@ class Loop:
         if unread := [r for r in scheduler.running if r.num_cached < len(r.token_ids) - 1]:
             left -= self.prefill(unread, left)
         while left and scheduler.waiting and not preempted:
+            self.is_torn = True
             admitted = scheduler.admit(self._reach)
+            self.is_torn = False
             if not admitted:
                 break
             for request in admitted:
@@ -219,6 +245,7 @@ class Loop:
             source, writer = ("draft", writers[index]) if is_draft else (verdict.extra_source, None)
             logprob = logprobs[index] if logprobs else None
             top = verdict.top_logprobs[index] if verdict.top_logprobs else None
+            request.is_torn = True
             finish_reason = request.append(token_id, source, writer, logprob, top)
             text = request.detokenizer.take() if request.detokenizer is not None else ""
             tree = verdict if verdict.parents and index == 0 else None
@@ -235,6 +262,7 @@ class Loop:
                 prompt_index=request.prompt_index,
             )
             events.append(event)
+            request.is_torn = False
             kept += 1
             if finish_reason is not None:
                 break
@@ -248,12 +276,32 @@ class Loop:
         error: str | None = None,
         is_request_error: bool = False,
     ) -> RequestOutput:
-        """Remove a request, and post its last event."""
+        """Post the output of a request with its last event, and remove it."""
+        request.is_torn = True
+        output = self._post_output(request, finish_reason, error, is_request_error)
+        self.is_torn = True
         self.scheduler.remove(request, failed=error is not None)
+        self.is_torn = False
         self._release(request)
+        return output
+
+    def _post_output(
+        self,
+        request: EngineRequest,
+        finish_reason: str,
+        error: str | None,
+        is_request_error: bool = False,
+    ) -> RequestOutput:
+        try:
+            output = request.output(finish_reason, error, is_request_error)
+        except Exception as raised:  # the tokenizer's
+            request.give_up_text()
+            finish_reason, error = "error", error or f"its text cannot be decoded: {raised!r}"
+            output = request.output(finish_reason, error, is_request_error)
+        if request.has_ended:
+            return output
         for stats in (self.stats, request.stats):
             stats.finish_reasons[finish_reason] += 1
-        output = request.output(finish_reason, error, is_request_error)
         text = request.detokenizer.take(final=True) if request.detokenizer else ""
         event = StreamEvent(
             request.public_id,
@@ -263,7 +311,16 @@ class Loop:
             prompt_index=request.prompt_index,
         )
         self.inboxes.get(request.public_id, self.events).append(event)
+        request.has_ended = True
         return output
+
+    def _reset(self) -> None:
+        """Free all blocks and end all requests, as an interrupt left them half changed."""
+        for request in self.scheduler.reset():
+            request.give_up_text()
+            self._post_output(request, "error", _INTERRUPTED)
+            self._release(request)
+        self.is_torn = False
 
 
 def _failure_of(request: EngineRequest) -> tuple[str, bool]:

@@ -59,8 +59,7 @@ class SameRounds(Loop):
         self._numbers: WeakKeyDictionary[EngineRequest, int] = WeakKeyDictionary()
 
     def round(self) -> None:
-        while self.abandoned:  # before the ranks compare what is left
-            self.drop(self.abandoned.popleft())
+        self.drop_abandoned()  # before the ranks compare what is left
         self._check_state()
         try:
             super().round()

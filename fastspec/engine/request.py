@@ -21,6 +21,9 @@ class EngineRequest(Request):
         contents: contents of its leading blocks, as far as other requests may find them.
         prompt_index: index of its prompt among those of the call that waits for it.
         schedule_state: what the draft schedule remembers about the request.
+        is_torn: whether a token is being appended, or the request ended; if that is still so in the
+            next round, an interrupt has left it half done.
+        has_ended: whether its output was posted.
     """
 
     public_id: str = ""
@@ -36,6 +39,8 @@ class EngineRequest(Request):
     stats: SpecStats = field(default_factory=SpecStats)
     prompt_index: int = 0
     schedule_state: Any = None
+    is_torn: bool = False
+    has_ended: bool = False
 
     def __post_init__(self):
         super().__post_init__()

@@ -107,6 +107,17 @@ class Scheduler:
             self.block_manager.publish(request)
         self.block_manager.release(request)
 
+    def reset(self) -> list[EngineRequest]:
+        """Drop all requests after an interrupt amid a change, and return them."""
+        requests = [request for samples in self._samples.values() for request in samples]
+        self.block_manager.reset()
+        for request in requests:
+            self.block_manager.clear(request)
+        self.running.clear()
+        self.waiting.clear()
+        self._samples.clear()
+        return requests
+
     def _preempt(self, request: EngineRequest) -> EngineRequest:
         if request.must_be_reread:
             request.rotary_len = len(request.token_ids)

@@ -1,6 +1,7 @@
 """A fair lock for an engine that several threads share."""
 
-from threading import Lock, get_ident
+from threading import Lock, RLock, get_ident
+from typing import Any
 
 
 class Turn:
@@ -13,9 +14,17 @@ class Turn:
             called back into the engine during a step.
     """
 
-    def __init__(self):
-        self._entry, self._inside = Lock(), Lock()
-        self._threads: set[int] = set()  # that hold it, or wait for it
+    def __new__(cls):
+        """Make an object whose `__exit__` is the lock's own, which no interrupt can precede."""
+        entry, inside = Lock(), RLock()
+        turn: Any = object.__new__(type(cls.__name__, (cls,), {"__exit__": inside.__exit__}))
+        turn._entry, turn._inside = entry, inside
+        turn._waiting = set()
+        return turn
+
+    _entry: Lock
+    _inside: Any  # a reentrant lock, because it knows its owner
+    _waiting: set[int]  # threads
 
     @property
     def is_mine(self) -> bool:
@@ -23,22 +32,19 @@ class Turn:
 
         That matters to what the garbage collector runs, which may be at any point.
         """
-        return get_ident() in self._threads
+        return self._inside._is_owned() or get_ident() in self._waiting
 
     def __enter__(self) -> None:
-        thread = get_ident()
-        if thread in self._threads:
+        if self.is_mine:
             raise RuntimeError("engine: called from within its own step, by a part of that step")
-        self._threads.add(thread)
+        thread = get_ident()
         try:
+            self._waiting.add(thread)
             with self._entry:
                 self._inside.acquire()
+            self._waiting.discard(thread)
         except BaseException:  # an interrupt
-            self._threads.discard(thread)
+            self._waiting.discard(thread)
+            if self._inside._is_owned():
+                self._inside.release()
             raise
-
-    def __exit__(self, *_) -> None:
-        try:
-            self._inside.release()
-        finally:
-            self._threads.discard(get_ident())
