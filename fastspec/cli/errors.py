@@ -84,6 +84,9 @@ def _as_typed(message: str, command: Any, typed: list[str]) -> str:
     def label(match: re.Match[str]) -> str:
         return match[1] + labels.get(match[2], match[2])
 
+    if re.match(r"\S+: .*, line \d+: ", message):  # the fields of a file's row keep their names
+        message, _, rest = message.partition(": ")
+        return f"{labels.get(message, message)}: {rest}"
     begun = re.sub(r"^(Invalid value: |)(\w+)(?=[:,])", label, message)
     return re.sub(r"(^|[\s([])([a-z]+_\w+)(?![\w'\"./-])", label, begun)
 

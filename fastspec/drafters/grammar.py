@@ -79,10 +79,12 @@ class LlguidanceGrammar:
         """
         matcher = self.matcher.deep_copy() if path else self.matcher  # errors are permanent
         taken = matcher.try_consume_tokens(path) if path else 0
-        if taken == len(path) and (matcher.is_error() or not matcher.is_stopped()):
+        mask = None
+        if taken == len(path) and not matcher.is_error() and not matcher.is_stopped():
             mask = np.frombuffer(matcher.compute_bitmask(), np.int32)
-            if matcher.is_error():
-                raise GrammarError(_reason(matcher))
+        if matcher.is_error():  # also on the way along a path that it may allow
+            raise GrammarError(_reason(matcher))
+        if mask is not None:
             words[: len(mask)] = mask[: len(words)]
             words[len(mask) :] = 0
 

@@ -121,7 +121,7 @@ def _tool_call(call: Any) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments) if arguments else {}
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"messages: expected {expected}, got {arguments!r:.200}") from error
     return {**call, "function": {**function, "arguments": arguments}}
 

@@ -272,6 +272,9 @@ def test_errors_name_the_options(invoke, pair, source, tmp_path):
     os.close(writing)
     source.write_text('{"prompt": 5, "n": 2}\n')
     assert "fastspec: error: --input: " in invoke("batch", *pair, *files).stderr
+    source.write_text('{"prompt": "a", "max_tokens": 0}\n')  # a field of a row is no option
+    told = f"fastspec: error: --input: {source}, line 1: max_tokens: expected an int >= 1"
+    assert told in invoke("batch", *pair, *files).stderr.replace("\n", " ").replace("  ", " ")
 
 
 def test_a_killed_process_loses_nothing(job, source, tmp_path, expected):

@@ -259,6 +259,18 @@ def test_a_grammar_that_breaks_is_an_error(target, monkeypatch):
     assert output.is_request_error
 
 
+@pytest.mark.parametrize("max_tokens", [2, 3])
+@pytest.mark.parametrize("method", ["none", "draft_model"])
+def test_a_grammar_that_breaks_along_a_draft_frees_no_token(target, method, max_tokens):
+    """What is written until then does not depend on how far drafts were checked."""
+    engine = Engine(target, None if method == "none" else target, byte_tokenizer(), method)
+    form = {"regex": "(a{1000}){1000}"}  # too large for llguidance once it has begun
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, structured_outputs=form)
+    (output,) = engine.generate([[70]], params)
+    assert (output.text, output.finish_reason) == ("a", "error")
+    assert output.error == "structured_outputs: lexer error: too many expressions constructed"
+
+
 A, B = (byte_tokenizer().encode(letter)[0] for letter in "ab")
 BAN = -float("inf")
 

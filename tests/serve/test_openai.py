@@ -388,6 +388,11 @@ def test_a_failure_of_the_model_is_the_servers_however_it_is_worded(client, monk
         {"messages": [{"role": "user"}]},
         {"messages": [{"role": "assistant", "tool_calls": "all"}]},
         {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]},
+        {
+            "messages": [
+                {"role": "assistant", "tool_calls": [{"function": {"arguments": "[" * 9999}}]}
+            ]
+        },
         {"messages": MESSAGES, "top_logprobs": 2},
         {"messages": MESSAGES, "tools": "all"},
         {"messages": MESSAGES, "tool_choice": "required"},
