@@ -62,9 +62,8 @@ class Loop:
         """
         if self.is_torn:
             self._reset()
-        for request in [*self.scheduler.running, *self.scheduler.waiting]:
-            if request.is_torn:
-                self._end(request, "error", _INTERRUPTED)
+        for request in [each for each in self.scheduler.running if each.is_torn]:
+            self._end(request, "error", _INTERRUPTED)
         if self.abandoned:
             self.drop_abandoned()
         start = perf_counter()
