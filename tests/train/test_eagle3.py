@@ -207,6 +207,9 @@ def test_the_command(monkeypatch, tmp_path):
     result = CliRunner().invoke(app, [*again, "--vocab-size", "40"])
     assert result.exit_code == 2
     assert "--start" in result.stderr
+    result = CliRunner().invoke(app, [*again, "--resume"])
+    assert result.exit_code == 2
+    assert "--start: not with --resume, which continues from the checkpoint" in result.stderr
     eagle1_models.write_folder(tmp_path / "first", target)
     at = again.index("--start") + 1
     result = CliRunner().invoke(app, [*again[:at], str(tmp_path / "first"), *again[at + 1 :]])
