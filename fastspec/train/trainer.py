@@ -1,6 +1,8 @@
 """Trains a draft on the lessons of a frozen target."""
 
 import json
+import pickle
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,11 @@ from fastspec.train.processes import OneProcess
 _LOSS_MEMORY = 0.98  # decay of the running mean
 _MAX_NORM = 1.0
 _OF_A_RUN = ("rate", "warmup", "distillation", "acceptance", "optimizer", "seed")
+_IN_A_CHECKPOINT = {"draft", "optimizers", "record"}
+_DAMAGE = (  # what torch.load raises where bytes are missing or changed
+    *(RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError, AssertionError),
+    *(pickle.UnpicklingError, struct.error),
+)
 
 Advance = Callable[[int, float], None]  # steps done, running mean of the loss
 
@@ -72,17 +79,36 @@ def run_of(options: TrainOptions, processes: OneProcess, data: str) -> dict[str,
 
 def check_same_run(folder: Path, run: dict[str, Any]) -> None:
     """Raise ValueError unless the checkpoint in a folder is of this run."""
-    path = _checkpoint_in(folder)
-    if not path.is_file():
-        raise ValueError(f"resume: no checkpoint at {path}")
-    saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True).get("run", {})
+    saved, path = _load_checkpoint(folder, mmap=True).get("run"), _checkpoint_in(folder)
+    if not isinstance(saved, dict) or not run.keys() <= saved.keys():
+        raise ValueError(
+            f"resume: {path} was written by an earlier version, which did not record of which run"
+            " it is"
+        )
     for name, value in run.items():
-        expected = f"{saved.get(name)!r}, as the run to resume in {folder} has it"
-        require(name, value, saved.get(name) == value, expected)
+        expected = f"{saved[name]!r}, as the run to resume in {folder} has it"
+        require(name, value, saved[name] == value, expected)
 
 
 def _checkpoint_in(folder: Path) -> Path:
     return folder / "checkpoint.pt"
+
+
+def _load_checkpoint(folder: Path, mmap: bool = False) -> dict[str, Any]:
+    path = _checkpoint_in(folder)
+    if not path.is_file():
+        raise ValueError(f"resume: no checkpoint at {path}")
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+    except _DAMAGE as error:
+        raise _damaged(path) from error
+    if not isinstance(state, dict) or not state.keys() >= _IN_A_CHECKPOINT:
+        raise _damaged(path)
+    return state
+
+
+def _damaged(path: Path) -> ValueError:
+    return ValueError(f"resume: {path} is damaged or not a checkpoint of fastspec")
 
 
 class DraftTrainer:
@@ -130,11 +156,11 @@ class DraftTrainer:
         """Continue from the last checkpoint; only the number of steps may have changed.
 
         Raises:
-            ValueError: there is none, or it belongs to another run.
+            ValueError: there is none, it is damaged, or it belongs to another run.
         """
         check_same_run(self.folder, self._run)
         path = _checkpoint_in(self.folder)
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = _load_checkpoint(self.folder)
         try:
             self.draft.load_state_dict(state["draft"])
         except RuntimeError as error:

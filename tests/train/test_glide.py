@@ -174,6 +174,40 @@ def test_only_the_same_run_is_resumed(tmp_path):
     assert run(3, checkpoint_steps=7, store_target=False)["steps"] == 3
 
 
+def checkpoint_after(folder, target=None, resume=False):
+    """The path of the checkpoint of a run of one or, resumed, two steps."""
+    target = target or random_model("llama")
+    settings = TrainOptions(1 + resume, batch_size=2)
+    given = make_glide(target), rows_of(4), settings, folder, PROCESS, resume, lambda *_: None
+    train_draft(target, *given)
+    return folder / "checkpoint.pt"
+
+
+@pytest.mark.parametrize("damage", ["truncated", "empty", "text", "byte", "list", "no draft"])
+def test_a_damaged_checkpoint_is_refused(damage, tmp_path):
+    path = checkpoint_after(tmp_path)
+    if damage == "truncated":
+        path.write_bytes(path.read_bytes()[:-100])
+    elif damage == "byte":
+        path.write_bytes(path.read_bytes().replace(b"optimizers", b"optimizer\xff", 1))
+    elif damage in ("empty", "text"):
+        path.write_bytes(b"" if damage == "empty" else b"no checkpoint")
+    else:
+        torch.save([1, 2] if damage == "list" else {"model": {}}, path)
+    with pytest.raises(ValueError, match=r"^resume: .*\.pt is damaged or not a checkpoint of"):
+        checkpoint_after(tmp_path, resume=True)
+
+
+@pytest.mark.parametrize("lost", ["run", "rate"])
+def test_a_checkpoint_that_does_not_know_its_run_is_refused(lost, tmp_path):
+    path = checkpoint_after(tmp_path)
+    state = torch.load(path)
+    del (state if lost == "run" else state["run"])[lost]
+    torch.save(state, path)
+    with pytest.raises(ValueError, match=r"^resume: .*\.pt was written by an earlier version"):
+        checkpoint_after(tmp_path, resume=True)
+
+
 def test_every_row_is_seen_once_in_an_epoch():
     draft = make_glide(random_model("llama"))
     for num_processes in (1, 2):
