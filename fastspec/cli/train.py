@@ -122,7 +122,7 @@ def eagle3(
                 raise ValueError("start: expected an EAGLE-3 draft, got EAGLE-1 or EAGLE-2")
     with _progress(settings.num_steps(len(training)), len(texts)) as calls:
         run = settings, files.out, files.resume
-        record = train_eagle3(model, draft, training, held_out, *run, *calls)
+        record = train_eagle3(model, draft, training, held_out, *run, *calls, shape)
     accepted = ", ".join(f"{part:.2f}" for part in record["greedy_acceptance"])
     report = f"acceptance rate at each position, if those before it were accepted: {accepted}"
     _report(files, record, report)
@@ -295,7 +295,7 @@ def _train(
     num_steps = settings.num_steps(len(training), processes.num_processes)
     with _progress(num_steps, len(training), processes.is_main_process) as calls:
         run = settings, files.out, processes, files.resume
-        record = glide_run.train_draft(model, fresh, training, *run, *calls)
+        record = glide_run.train_draft(model, fresh, training, *run, *calls, shape)
     processes.end_training()  # gloo's threads may abort a process that exits within the group
     if not processes.is_main_process:
         return

@@ -336,10 +336,12 @@ def train_eagle3(
     resume: bool,
     advance: Advance,
     on_text: Callable[[int], None] = lambda num_texts: None,
+    shape: DraftShape | None = None,
 ) -> dict[str, Any]:
     """Train a draft; write checkpoints, weights and record to the folder `out`.
 
     advance is called after each step, on_text with the number of texts that the target has read.
+    shape says how the texts were cut, for the checkpoint.
 
     Raises:
         ValueError: a checkpoint to resume from is missing or of another run, or exists although
@@ -351,11 +353,12 @@ def train_eagle3(
     token_ids_of = [text.token_ids for text in every]
     processes = OneProcess(target.device)
     data = digest_of([*token_ids_of, torch.tensor([text.start for text in every])])
+    run = run_of(options, processes, "eagle3", target, shape, data)
     if resume:  # before the states that the run to resume has stored are deleted
-        check_same_run(out, run_of(options, processes, data))
+        check_same_run(out, run)
     file = states_file(out, resume, target, token_ids_of, layers)
     teacher: Any = stored_lessons(target, layers, every, token_ids, file, on_text)
-    trainer = Eagle3Trainer(draft, teacher, len(texts), options, out, processes, data=data)
+    trainer = Eagle3Trainer(draft, teacher, len(texts), options, out, processes, run=run)
     if resume:
         trainer.resume()
     trainer.run(advance)

@@ -17,6 +17,7 @@ from fastspec.models.reduced_vocabulary import ReducedHead
 from fastspec.models.twin import twin_of
 
 _READ_TEXTS = 16  # texts per pass of the target
+_MOST_HASHED = 2**20  # elements of a weight
 
 
 @dataclass(frozen=True)
@@ -231,6 +232,23 @@ def digest_of(tensors: Iterable[Tensor]) -> str:
     return f"sha256:{digest.hexdigest()[:16]}"
 
 
+def describe_target(target: PreTrainedModel) -> str:
+    """Return a target's name, after a digest of its name, its config and some of its weights.
+
+    These are the beginnings of the first and the last matrix between embeddings and head.
+    """
+    ends = target.get_input_embeddings(), target.get_output_embeddings()
+    at_ends = {id(weight) for end in ends if end is not None for weight in end.parameters()}
+    matrices = [part for part in target.parameters() if part.ndim > 1 and id(part) not in at_ends]
+    some = [part.detach().flatten()[:_MOST_HASHED] for part in (matrices[:1] + matrices[-1:])]
+    name, config = target.name_or_path, target.config.to_json_string()
+    if name and Path(name).is_dir():
+        name = str(Path(name).resolve())
+    weights = digest_of(part.cpu().view(torch.uint8) for part in some)
+    digest = hashlib.sha256(repr((name, config, weights)).encode())
+    return f"{digest.hexdigest()[:16]} {name}".strip()
+
+
 def states_file(
     folder: Path, resume: bool, target: PreTrainedModel, texts: Iterable[Tensor], *kept: Any
 ) -> Path:
@@ -244,7 +262,7 @@ def states_file(
     """
     if (folder / "checkpoint.pt").exists() and not resume:
         raise ValueError(f"out: {folder} has a checkpoint: resume it, or choose another folder")
-    known = target.name_or_path, target.config.to_json_string(), target.dtype, kept
+    known = describe_target(target), target.dtype, kept
     digest = hashlib.sha256(repr((known, digest_of(texts))).encode())
     file = folder / f"target-states-{digest.hexdigest()[:16]}.bin"
     for other in folder.glob("target-states*.bin"):

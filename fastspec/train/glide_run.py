@@ -20,7 +20,7 @@ from fastspec.train.glide_data import (
     states_file,
     stored_target,
 )
-from fastspec.train.options import TrainOptions
+from fastspec.train.options import DraftShape, TrainOptions
 from fastspec.train.processes import OneProcess
 from fastspec.train.trainer import Advance, DraftTrainer, check_same_run, run_of
 
@@ -38,11 +38,12 @@ def train_draft(
     resume: bool,
     advance: Advance,
     on_row: Callable[[int], None] = lambda num_rows: None,
+    shape: DraftShape | None = None,
 ) -> dict[str, Any]:
     """Train a draft; write checkpoints, weights and record to the folder `out`.
 
     advance is called after each step; on_row with the number of rows that the target has read, if
-    its states are stored first.
+    its states are stored first. shape says how the rows were cut, for the checkpoint.
 
     Raises:
         ValueError: a checkpoint to resume from is missing or of another run, or exists although
@@ -58,16 +59,17 @@ def train_draft(
         weight = options.distillation
         require("distillation", weight, weight == 1, "1, as the vocabulary is reduced")
     texts = [rows.token_ids, rows.lengths]
-    data = digest_of(texts)
+    kind = "glide" if isinstance(draft, GlideLlamaForCausalLM) else "plain"
+    run = run_of(options, processes, kind, target, shape, digest_of(texts))
     if resume:  # before the states that the run to resume has stored are deleted
-        check_same_run(out, run_of(options, processes, data))
+        check_same_run(out, run)
     file = states_file(out, resume, target, texts, num_layers)
     target.to(processes.device)  # pyright: ignore[reportArgumentType]
     if options.store_target:
         teacher = stored_target(target, rows, num_layers, token_ids, file, on_row)
     else:
         teacher = frozen_target(target, rows, num_layers, token_ids)
-    trainer = DraftTrainer(draft, teacher, len(rows), options, out, processes, data=data)
+    trainer = DraftTrainer(draft, teacher, len(rows), options, out, processes, run=run)
     if resume:
         trainer.resume()
     trainer.run(advance)

@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 from fastspec.config.checks import require
 from fastspec.drafters.glide.model import GlideLlamaForCausalLM
 from fastspec.train.distillation import DistillationLoss
-from fastspec.train.glide_data import Lesson, Teacher
+from fastspec.train.glide_data import Lesson, Teacher, describe_target
 from fastspec.train.glide_lookup import start_as_lookup
-from fastspec.train.options import TrainOptions
+from fastspec.train.options import DraftShape, TrainOptions
 from fastspec.train.processes import OneProcess
 
 _LOSS_MEMORY = 0.98  # decay of the running mean
@@ -68,13 +68,34 @@ def muon(model: nn.Module, rate: float, shares: int = 1) -> list[torch.optim.Opt
 OPTIMIZERS = {"adam": adam, "muon": muon}
 
 
-def run_of(options: TrainOptions, processes: OneProcess, data: str) -> dict[str, Any]:
-    """Return what the steps of a run depend on, apart from the draft and the target.
+def run_of(
+    options: TrainOptions,
+    processes: OneProcess,
+    kind: str = "",
+    target: PreTrainedModel | None = None,
+    shape: DraftShape | None = None,
+    data: str = "",
+) -> dict[str, Any]:
+    """Return what the steps of a run depend on, in the order in which `check_same_run` compares.
 
-    That is a digest of the texts, and all options but those of the start, the end and storage.
+    That is all options but those of the start, the end and storage, and what is given of:
+
+    Args:
+        kind: of the draft.
+        target: only its name, config, dtype and a checksum of some weights are recorded.
+        shape: `context` and `held_out`, which the texts depend on.
+        data: a digest of the texts.
     """
-    run = {name: getattr(options, name) for name in _OF_A_RUN} | {"data": data}
-    return run | {"batch_size": options.batch_size * processes.num_processes}
+    return {
+        "kind": kind,
+        "dtype": None if target is None else str(target.dtype).removeprefix("torch."),
+        "target": None if target is None else describe_target(target),
+        **{name: getattr(options, name) for name in _OF_A_RUN},
+        "batch_size": options.batch_size * processes.num_processes,
+        "context": None if shape is None else shape.context,
+        "held_out": None if shape is None else shape.held_out,
+        "data": data,
+    }
 
 
 def check_same_run(folder: Path, run: dict[str, Any]) -> None:
@@ -86,6 +107,8 @@ def check_same_run(folder: Path, run: dict[str, Any]) -> None:
             " it is"
         )
     for name, value in run.items():
+        if name == "kind" and saved[name] != value:
+            raise ValueError(f"resume: {path} is of a draft of kind {saved[name]}, not {value}")
         expected = f"{saved[name]!r}, as the run to resume in {folder} has it"
         require(name, value, saved[name] == value, expected)
 
@@ -118,7 +141,7 @@ class DraftTrainer:
     uninterrupted one. It writes `folder/checkpoint.pt` and `folder/record.json`.
 
     Args:
-        data: a digest of the texts, see `run_of`.
+        run: see `run_of`; by default of the options alone.
     """
 
     def __init__(
@@ -130,11 +153,11 @@ class DraftTrainer:
         folder: Path,
         processes: OneProcess,
         make_optimizers: Callable[[nn.Module, float], list[torch.optim.Optimizer]] | None = None,
-        data: str = "",
+        run: dict[str, Any] | None = None,
     ):
         self.options, self.folder, self._processes = options, folder, processes
         self._teacher, self._num_rows = teacher, num_rows
-        self._run = run_of(options, processes, data)
+        self._run = run_of(options, processes) if run is None else run
         self._block_size = 0
         draft.to(processes.device).train()  # pyright: ignore[reportArgumentType]
         if isinstance(draft, GlideLlamaForCausalLM):

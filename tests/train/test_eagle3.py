@@ -119,13 +119,13 @@ def test_training_helps_and_goes_on_where_it_stopped(tmp_path):
     shape = DraftShape(reduced_vocab_size=KNOWN)
     done = []
 
-    def run(folder, steps, resume=False, acceptance=0.0):
+    def run(folder, steps, resume=False, acceptance=0.0, teacher=target):
         torch.manual_seed(0)
         options = TrainOptions(
             steps=steps, batch_size=4, rate=5e-3, warmup=0.0, acceptance=acceptance
         )
-        draft = make_eagle3(target, texts, shape)
-        arguments = target, draft, texts, held_out, options, tmp_path / folder, resume
+        draft = make_eagle3(teacher, texts, shape)
+        arguments = teacher, draft, texts, held_out, options, tmp_path / folder, resume
         return train_eagle3(*arguments, lambda *step: done.append(step))
 
     record = run("whole", 24)
@@ -141,6 +141,17 @@ def test_training_helps_and_goes_on_where_it_stopped(tmp_path):
         run("whole", 24)
     with pytest.raises(ValueError, match=r"acceptance: expected 0\.0, as the run to resume"):
         run("whole", 26, resume=True, acceptance=0.5)
+    checkpoint = tmp_path / "whole" / "checkpoint.pt"
+    state = torch.load(checkpoint)
+    torch.save(state | {"run": state["run"] | {"kind": "plain", "rate": 1.0}}, checkpoint)
+    with pytest.raises(ValueError, match=r"^resume: .* is of a draft of kind plain, not eagle3$"):
+        run("whole", 26, resume=True)
+    torch.save(state, checkpoint)
+    stored = tmp_path / "whole" / "target-states-of-it.bin"
+    stored.touch()
+    with pytest.raises(ValueError, match=r"^target: expected .* as the run to resume"):
+        run("whole", 26, resume=True, teacher=random_model("llama", 9, num_hidden_layers=6))
+    assert stored.exists()
     longer = run("whole", 26, resume=True)
     assert (longer["losses"][:24], longer["steps"]) == (losses, 26)
     engine = Engine(target, tmp_path / "whole", spec=SpecConfig("eagle3", 3))
@@ -210,6 +221,9 @@ def test_the_command(monkeypatch, tmp_path):
     result = CliRunner().invoke(app, [*again, "--resume"])
     assert result.exit_code == 2
     assert "--start: not with --resume, which continues from the checkpoint" in result.stderr
+    result = CliRunner().invoke(app, [*command, "--resume", "--context", "9"])
+    assert result.exit_code == 1
+    assert "--context: expected 512, as the run to resume" in result.stderr
     eagle1_models.write_folder(tmp_path / "first", target)
     at = again.index("--start") + 1
     result = CliRunner().invoke(app, [*again[:at], str(tmp_path / "first"), *again[at + 1 :]])

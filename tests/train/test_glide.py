@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from torch import nn
 from typer.testing import CliRunner
 
 from fastspec import Engine, SamplingParams, SpecConfig
@@ -15,7 +16,7 @@ from fastspec.drafters.glide.dense import block_mask, read_target
 from fastspec.train.glide_data import Lesson, Rows, cut_rows, frozen_target
 from fastspec.train.glide_run import train_draft
 from fastspec.train.new_drafts import make_glide, make_matched
-from fastspec.train.options import TrainOptions
+from fastspec.train.options import DraftShape, TrainOptions
 from fastspec.train.processes import OneProcess
 from fastspec.train.trainer import DraftTrainer, draft_loss
 
@@ -174,13 +175,48 @@ def test_only_the_same_run_is_resumed(tmp_path):
     assert run(3, checkpoint_steps=7, store_target=False)["steps"] == 3
 
 
-def checkpoint_after(folder, target=None, resume=False):
+def checkpoint_after(folder, target=None, resume=False, plain=False, shape=None, rows=None):
     """The path of the checkpoint of a run of one or, resumed, two steps."""
     target = target or random_model("llama")
+    glide = make_glide(target)
+    draft = make_matched(glide, target) if plain else glide
     settings = TrainOptions(1 + resume, batch_size=2)
-    given = make_glide(target), rows_of(4), settings, folder, PROCESS, resume, lambda *_: None
-    train_draft(target, *given)
+    given = draft, rows or rows_of(4), settings, folder, PROCESS, resume, lambda *_: None
+    train_draft(target, *given, shape=shape)
     return folder / "checkpoint.pt"
+
+
+def test_a_run_goes_on_only_with_its_target(tmp_path):
+    checkpoint_after(tmp_path)
+    for other in (random_model("llama", rms_norm_eps=1e-3), random_model("llama", seed=9)):
+        with pytest.raises(ValueError, match=r"^target: expected .* as the run to resume"):
+            checkpoint_after(tmp_path, other, resume=True)
+    for place in (0, -1):
+        changed = random_model("llama")
+        projections = [part for part in changed.model.layers.modules() if type(part) is nn.Linear]
+        projections[place].weight.data[0, 0] += 1
+        with pytest.raises(ValueError, match=r"^target: expected .* as the run to resume"):
+            checkpoint_after(tmp_path, changed, resume=True)
+    renamed = random_model("llama")
+    renamed.name_or_path = "another"
+    with pytest.raises(ValueError, match=r"^target: expected .* another'$"):
+        checkpoint_after(tmp_path, renamed, resume=True)
+    with pytest.raises(ValueError, match=r"^dtype: expected 'float32', as .* got 'bfloat16'$"):
+        checkpoint_after(tmp_path, random_model("llama").bfloat16(), resume=True)
+    checkpoint_after(tmp_path, resume=True)
+
+
+def test_a_run_goes_on_only_with_its_kind_of_draft_and_cut_of_the_texts(tmp_path):
+    shape = DraftShape(context=16)
+    checkpoint_after(tmp_path, shape=shape)
+    with pytest.raises(ValueError, match=r"^resume: .* is of a draft of kind glide, not plain$"):
+        checkpoint_after(tmp_path, resume=True, plain=True, shape=shape)
+    other = rows_of(4, 9)
+    with pytest.raises(ValueError, match=r"^context: expected 16, as the run to resume .* got 8$"):
+        checkpoint_after(tmp_path, resume=True, shape=DraftShape(context=8), rows=other)
+    shape = DraftShape(context=16, held_out=0.5)
+    with pytest.raises(ValueError, match=r"^held_out: expected 0\.05, as the run to resume"):
+        checkpoint_after(tmp_path, resume=True, shape=shape, rows=rows_of(2))
 
 
 @pytest.mark.parametrize("damage", ["truncated", "empty", "text", "byte", "list", "no draft"])
@@ -198,7 +234,7 @@ def test_a_damaged_checkpoint_is_refused(damage, tmp_path):
         checkpoint_after(tmp_path, resume=True)
 
 
-@pytest.mark.parametrize("lost", ["run", "rate"])
+@pytest.mark.parametrize("lost", ["run", "target"])
 def test_a_checkpoint_that_does_not_know_its_run_is_refused(lost, tmp_path):
     path = checkpoint_after(tmp_path)
     state = torch.load(path)
@@ -277,7 +313,7 @@ def run(*arguments):
     return CliRunner().invoke(app, ["train", "glide", *map(str, arguments)])
 
 
-def test_command_line_makes_a_draft_that_runs(target_folder, tmp_path):
+def test_command_line_makes_a_draft_that_runs(target_folder, tmp_path, monkeypatch):
     text, out = tmp_path / "text.txt", tmp_path / "draft"
     text.write_text(TEXT)
     records = tmp_path / "more.jsonl"
@@ -303,6 +339,14 @@ def test_command_line_makes_a_draft_that_runs(target_folder, tmp_path):
     longer = run(*common, *sizes, "--steps", 5, "--resume")
     assert longer.exit_code == 0, longer.output
     assert "5 steps" in longer.output
+    for flag, value in (("--context", 16), ("--held-out", 0.4), ("--dtype", "bfloat16")):
+        other = run(*common, *sizes, flag, value, "--resume")
+        assert other.exit_code == 1
+        assert f"{flag}: expected" in other.output
+    monkeypatch.chdir(target_folder.parent)
+    same = ("--target", target_folder.name, *common[2:])
+    result = run(*same, *sizes, "--steps", 5, "--resume")
+    assert result.exit_code == 0, result.output
     GlideLlamaForCausalLM.from_pretrained(out)
 
 
