@@ -336,4 +336,6 @@ def _failure_of(request: EngineRequest) -> tuple[str, bool]:
     dead_end = request.rules.dead_end(request.token_ids)
     if dead_end is not None:
         return dead_end, True
+    if request.params.logits_processors:
+        error += ", or its logits processors made it so"
     return error + ", or the request allows none of the remaining tokens", False

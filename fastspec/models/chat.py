@@ -83,6 +83,8 @@ def chat_text(
         raise ValueError("chat: messages need a tokenizer, but there is none")
     if taken := _OF_TOKENIZING & options.keys():
         raise ValueError(f"chat_template_kwargs: {min(taken)} does not apply, the result is text")
+    if taken := {"self", "conversation", "messages"} & options.keys():
+        raise ValueError(f"chat_template_kwargs: {min(taken)} is given by the messages")
     if tokenizer.chat_template is None and options.get("chat_template") is None:
         raise ValueError("chat: the target's tokenizer has no chat template")
     try:

@@ -82,6 +82,8 @@ def test_what_the_template_is_told(engine):
         ([{"role": "user", "content": [{"type": "image"}]}], {}, "content: a string, or parts of"),
         ([{"role": "assistant", "tool_calls": [{}]}], {}, "tool_calls: objects with a function"),
         (HI, {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs: tokenize"),
+        (HI, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs: messages"),
+        (HI, {"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs: self"),
         (
             HI,
             {"chat_template_kwargs": {"chat_template": "{% if %}"}},

@@ -323,3 +323,10 @@ def test_a_tokenizer_that_raises_fails_its_request_alone(model, monkeypatch, fai
     assert outputs[whole].token_ids == second.token_ids
     assert outputs[whole].text == second.text
     assert_blocks_came_back(engine)
+
+
+def test_a_processor_that_leaves_no_token_is_named(model):
+    params = SamplingParams(logits_processors=[lambda ids, scores: scores - torch.inf])
+    (output,) = Engine(model).generate([[5, 6]], params)
+    assert output.finish_reason == "error"
+    assert "its logits processors made it so" in output.error
