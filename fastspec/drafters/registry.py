@@ -140,6 +140,7 @@ def _check_options_of_drafter(spec: SpecConfig) -> None:
     why = "not with a Drafter object, which is configured when it is made"
     for name in ("confidence_threshold", "heterogeneous_vocab"):
         refuse(name, getattr(spec, name), why)
+    refuse("draft_bits", spec.bits_of_draft_model, why)
     if not (spec.drafts_trees or spec.cape):  # trees draw their tokens themselves
         refuse("draft_sample_method", spec.draft_sample_method, why)
 

@@ -3,6 +3,7 @@
 import pytest
 
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
+from fastspec.drafters import PromptLookupDrafter
 from fastspec_kernels.testing import chi_square
 
 from ..models import perturbed, random_model, random_t5
@@ -89,6 +90,8 @@ def test_what_cannot_be_packed_is_refused(tmp_path):
         SpecConfig("eagle3", draft_bits=8)
     with pytest.raises(ValueError, match=r"^drafter: draft_bits \(method 'quantized' copies"):
         Engine(target, spec={"draft_bits": 8})
+    with pytest.raises(ValueError, match=r"^draft_bits: not with a Drafter object"):
+        Engine(target, PromptLookupDrafter(1, 2), spec={"draft_bits": 8})
     with pytest.raises(ValueError, match=r"^drafter: method 'draft_model' needs a draft model"):
         Engine(target, spec=SpecConfig("draft_model", draft_bits=8))
     with pytest.raises(ValueError, match=r"^draft_bits: has kernels for CPUs only, Llama.*triton"):
