@@ -99,8 +99,7 @@ class BlockManager(Blocks):
         self._idle.clear()
         self._unshared.clear()
         self._num_users = [0] * self.num_blocks
-        self._free = list(range(self.num_blocks - 1, -1, -1))
-        self.num_free = self.num_blocks
+        self._free_all()
 
     def forget(self, request: EngineRequest) -> None:
         """Make the blocks of a request unfindable, because their contents cannot be trusted."""

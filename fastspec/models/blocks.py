@@ -15,11 +15,11 @@ class Blocks:
     """
 
     def __init__(self, num_blocks: int, block_size: int):
-        self.num_blocks = self.num_free = num_blocks
+        self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_tokens = num_blocks * block_size
-        self._free = list(range(num_blocks - 1, -1, -1))
         self._tenancies = [0] * num_blocks
+        self._free_all()
 
     def tenancy(self, block_id: int) -> int:
         """Return a number that changes when a block is reassigned, which voids its contents."""
@@ -46,3 +46,7 @@ class Blocks:
 
     def _take(self) -> int:
         return self._free.pop()
+
+    def _free_all(self) -> None:
+        self.num_free = self.num_blocks
+        self._free = list(range(self.num_blocks - 1, -1, -1))
