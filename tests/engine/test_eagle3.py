@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
+from fastspec.drafters.eagle3.model import EagleConfig
 from fastspec_kernels.testing import chi_square
 
 from ..architectures import config_of, random_decoder
@@ -51,6 +52,11 @@ def test_logits_are_those_of_the_published_forward(tmp_path, spec, hidden_size, 
     seen = spied(engine)
     engine.generate(PROMPTS, SAMPLED)
     assert_published(seen, weights, target)
+
+
+def test_a_configuration_of_defaults():
+    """transformers before 5.20 makes one to compare with whenever it writes a configuration."""
+    assert EagleConfig().num_hidden_layers == 1
 
 
 def test_prompts_that_are_read_token_by_token(tmp_path):

@@ -45,6 +45,7 @@ class EagleConfig(LlamaConfig):
 
     model_type = "eagle3"
 
+    num_hidden_layers: int = 1  # transformers before 5.20 makes one of defaults, to compare with
     draft_vocab_size: int | None = None
     target_hidden_size: int | None = None
     target_layers: list[int] | None = None
