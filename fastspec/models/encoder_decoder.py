@@ -62,6 +62,8 @@ class EncoderDecoderModel(PagedModel):
         self.model = twin_of(model, T5_ATTENTION_NAME).eval()
         encoder = cast(Any, model).encoder
         self.model.encoder = twin_of(encoder, encoder.config._attn_implementation).eval()
+        for block in self.model.decoder.block:
+            block.layer[0].SelfAttention.is_causal = True  # umT5's is not before transformers 5.18
         layers = [block.layer[1].EncDecAttention for block in self.model.decoder.block]
         self._num_layers = len(layers)
         self._encoder_cache = EncoderCache(layers, self.backend)
