@@ -51,7 +51,8 @@ class RotaryLengths:
 
     For Phi3 and similar models, `generate` additionally drops all keys when a text grows beyond
     that length, and rereads it with the long factors. `rereads_above` is then that length; callers
-    must do the same, and from then on L is the text's length at that time.
+    must do the same, and from then on L is the text's length at that time. Before transformers 5.20
+    `generate` drops the keys but rereads only the last token; that is not imitated.
 
     Dynamic NTK stretches its frequencies only above max_position_embeddings, which no text of an
     engine reaches. They keep their initial values, whatever the model has read before.
