@@ -56,6 +56,7 @@ def recorded_launches(every_variant: bool) -> list[tuple]:
         _call_row_ops(33, torch.float32, _params(rows), None)
         parents = torch.empty(BATCH, 64, dtype=torch.int32)
         _call_penalize(50257, torch.float16, 64, (parents, *torch.empty(3, BATCH)))
+        _call_decoder(torch.float16, True, num_rows=16)
         _call_decoder(torch.float32, True)
         _call_ones()
     return launches
@@ -89,7 +90,7 @@ def _call_penalize(vocab: int, dtype: torch.dtype, num_nodes: int, options: tupl
     ops.penalize(logits, rows, rows, tokens, *history, *bias, *options)
 
 
-def _call_decoder(dtype: torch.dtype, full: bool) -> None:
+def _call_decoder(dtype: torch.dtype, full: bool, num_rows: int = 5) -> None:
     """A layer of 8 heads on 2 of 128; its attention has a test of its own."""
     decoder.tree_attention = lambda query, *args: (query, None)
     size, (queries, keys, wide) = 2048, (1024, 256, 512)
@@ -98,13 +99,14 @@ def _call_decoder(dtype: torch.dtype, full: bool) -> None:
     weights = [torch.empty(shape, dtype=dtype) for shape in shapes]
     norms = [torch.empty(shape, dtype=dtype) for shape in (128, 128, size, size)]
     caches = torch.empty(2, 9, 16, 2, 128, dtype=dtype)
-    hidden, ints = torch.empty(5, size), torch.empty(6, dtype=torch.int32)
-    factors = (torch.empty(5, 128), torch.empty(5, 128))
+    hidden, ints = torch.empty(num_rows, size), torch.empty(6, dtype=torch.int32)
+    factors = (torch.empty(num_rows, 128), torch.empty(num_rows, 128))
     if full:
-        weights += [None] * 4 + norms
+        biases = [torch.empty(number, dtype=dtype) for number in (queries, keys, keys, size)]
+        weights += biases + norms
     layer = LayerWeights(*weights)
     activation = "gelu_tanh" if full else "silu"
-    pages = torch.empty(5, dtype=torch.int64), ints[None], ints, ints
+    pages = torch.empty(num_rows, dtype=torch.int64), ints[None], ints, ints
     kept = [0], [*torch.empty(2, 9, 16, 1, size // 2, dtype=dtype)]
     given = [caches[0]], [caches[1]], 1e-5, float(full), activation, *factors, None, *kept, *pages
     ops.decoder_layers(hidden, list(layer), *given, 1.0, 0, 0.0, None)
@@ -206,6 +208,11 @@ def resources(cubin: bytes) -> dict:
     }
 
 
+def in_flight(ptx: str) -> int:
+    """Groups of asynchronous copies that the kernel leaves on their way when it waits."""
+    return max(map(int, re.findall(r"cp\.async\.wait_group\s+(\d+)", ptx)), default=0)
+
+
 def executed(code: list[tuple[str, str, str, str]]) -> int:
     """Instructions on the shortest way that passes most exponentials, taking loops once."""
     place = {int(address, 16): i for i, (address, *_) in enumerate(code)}
@@ -249,6 +256,8 @@ def main(capability: int, only: str = "") -> None:
             "options": options,
             "filtered": _has_minimum(compiled.src.signature),
             "shared": compiled.metadata.shared,
+            "narrow_copies": compiled.asm["ptx"].count("cp.async.ca."),
+            "in_flight": in_flight(compiled.asm["ptx"]),
             **resources(compiled.asm["cubin"]),
         }
         print(json.dumps(record), flush=True)

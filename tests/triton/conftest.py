@@ -15,8 +15,8 @@ def fixed_order_products(monkeypatch: pytest.MonkeyPatch) -> None:
     def create_dot(builder, a, b, d, input_precision, max_num_imprecise_acc):
         left, right = (part.data.astype(d.data.dtype) for part in (a, b))
         out = d.data.copy()
-        for k in range(left.shape[1]):
-            out += left[:, k, None] * right[k]
+        for k in range(left.shape[-1]):
+            out += left[..., k, None] * right[..., None, k, :]
         return interpreter.TensorHandle(out, d.dtype.scalar)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)

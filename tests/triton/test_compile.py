@@ -41,6 +41,8 @@ BUDGETS = {
     "norm_kernel": (64, 4096),
     "heads_kernel": (40, 1024),
     "gate_kernel": (40, 0),
+    "few_rows_kernel": (64, 61440),
+    "gated_kernel": (64, 40960),
     "store_kernel": (40, 0),
 }
 # Instructions that a thread of the statistics kernel executes for each of its elements, with all
@@ -59,6 +61,7 @@ def test_every_kernel(capability):
         assert record["registers"] <= registers, record
         assert record["shared"] <= shared, record
     check_statistics_kernel(compiled)
+    check_products(compiled)
 
 
 def compile_all(capability, *only):
@@ -68,6 +71,14 @@ def compile_all(capability, *only):
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]
     return [json.loads(line) for line in run.stdout.splitlines()]
+
+
+def check_products(compiled):
+    """Weights arrive by copies of 16 bytes, of which at least two steps are on their way."""
+    for record in compiled:
+        if record["kernel"] in ("few_rows_kernel", "gated_kernel"):
+            assert record["in_flight"] >= 3, record  # each step is two or three copies
+            assert record["narrow_copies"] == 0, record
 
 
 def check_statistics_kernel(compiled):

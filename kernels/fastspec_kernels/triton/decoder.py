@@ -1,17 +1,15 @@
-"""Decoder layers with few launches: torch's matrix products, with the parts between them fused."""
+"""Decoder layers with few launches: matrix products, and the parts between them fused."""
 
 import torch
-import torch.nn.functional as F
 import triton
 from torch import Tensor
 
 from fastspec_kernels.reference.layers import LayerWeights
 from fastspec_kernels.triton.attention import check_head_size, tree_attention
 from fastspec_kernels.triton.cache import store_kv
-from fastspec_kernels.triton.decoder_kernels import gate_kernel, heads_kernel, norm_kernel
+from fastspec_kernels.triton.decoder_kernels import heads_kernel, norm_kernel
 from fastspec_kernels.triton.launch import launch
-
-GATE_BLOCK = 1024
+from fastspec_kernels.triton.products import gated, linear
 
 
 def decoder_layers(
@@ -36,9 +34,9 @@ def decoder_layers(
     softcap: float,
     ancestor_mask: Tensor | None,
 ) -> Tensor:
-    """Run 7 products and 5 launches of ours per layer, and 1 launch at the end.
+    """Run 4 products and 4 other launches per layer, and 1 launch at the end.
 
-    1 more if contexts are split, 1 more if sequences may have few or many rows, and 2 more for each
+    Torch's products, of more than 16 rows or in float32, are 7, and need 1 more launch. 1 more if contexts are split, 1 more if sequences may have few or many rows, and 2 more for each
     head that keeps the layer's input.
     """
     pages = block_table, context_lens, cu_rows
@@ -59,17 +57,16 @@ def decoder_layers(
             store_kv(left, right, kept[0], kept[1], slot_mapping, None, None, 1.0, 1.0)
         if embeddings is not None:
             rows = torch.cat([embeddings.to(rows.dtype), rows], dim=-1)
-        query = F.linear(rows, w.query_weight, w.query_bias)
-        key = F.linear(rows, w.key_weight, w.key_bias)
-        value = F.linear(rows, w.value_weight, w.value_bias)
+        weights = w.query_weight, w.key_weight, w.value_weight
+        biases = w.query_bias, w.key_bias, w.value_bias
+        query, key, value = linear(rows, weights, biases)
         query = _turn_and_store(query, key, value, w, caches, slot_mapping, cos, sin, *norms)
         options = scale, sliding_window, softcap, w.sinks, ancestor_mask
         attended, _ = tree_attention(query, *caches, *pages, *options, False, 1.0)
-        added = F.linear(attended.flatten(1), w.output_weight, w.output_bias)
+        (added,) = linear(attended.flatten(1), (w.output_weight,), (w.output_bias,))
         x, rows = _add_and_norm(x, added, w.attention_out_norm, w.mlp_norm, *norms)
-        gate, up = F.linear(rows, w.gate_weight), F.linear(rows, w.up_weight)
-        _gate(gate, up, activation)
-        added, added_norm = F.linear(gate, w.down_weight), w.mlp_out_norm
+        gate = gated(rows, w.gate_weight, w.up_weight, activation)
+        (added,), added_norm = linear(gate, (w.down_weight,), (None,)), w.mlp_out_norm
     return _add_and_norm(x, added, added_norm, None, *norms)[0]
 
 
@@ -152,18 +149,3 @@ def _turn_and_store(
         num_warps=1,
     )
     return out
-
-
-def _gate(gate: Tensor, up: Tensor, activation: str) -> None:
-    """Replace gate by activation(gate) * up."""
-    launch(
-        gate_kernel,
-        triton.cdiv(gate.numel(), GATE_BLOCK),
-        gate,
-        up,
-        gate.numel(),
-        SILU=activation == "silu",
-        BLOCK=GATE_BLOCK,
-        INTERPRETED=gate.device.type == "cpu",
-        num_warps=4,
-    )

@@ -144,9 +144,14 @@ def gate_kernel(
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count
     x = tl.load(gate + place, mask=inside, other=0.0).to(tl.float32)
+    active = activated(x, SILU) * tl.load(up + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(gate + place, round_to(active, gate.dtype.element_ty, INTERPRETED), mask=inside)
+
+
+@triton.jit
+def activated(x, SILU: tl.constexpr):
+    """silu(x), or gelu(x) with tanh."""
     y = x
     if not SILU:  # (1 + tanh(y)) / 2 is the sigmoid of 2y
         y = 2.0 * SQRT_2_OVER_PI * (x + 0.044715 * x * x * x)
-    active = x / (1.0 + tl.exp2(-y * LOG2_E))
-    active *= tl.load(up + place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(gate + place, round_to(active, gate.dtype.element_ty, INTERPRETED), mask=inside)
+    return x / (1.0 + tl.exp2(-y * LOG2_E))
