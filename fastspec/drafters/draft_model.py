@@ -18,12 +18,12 @@ from fastspec.drafters.base import (
     sampling_of_rows,
 )
 from fastspec.drafters.context import DrafterContext, DrafterPlan
+from fastspec.drafters.graphed_drafts import GraphedDrafts, draw
 from fastspec.drafters.logit_rules import Rows, apply_rules, without_forbidden
 from fastspec.models.blocks import Blocks
 from fastspec.models.layout import Span
 from fastspec.models.runner import ModelRunner
 from fastspec.models.transfer import device_tensor, padded_tensor
-from fastspec_kernels import sample, sample_coupled
 
 _PREFILL_FROM = 8  # this many uncached tokens are read in a separate pass, without logits
 
@@ -57,6 +57,7 @@ class DraftModelDrafter:
         self.vocabulary = runner.paged_model.use_own_columns(target_vocab_size)
         self.is_probabilistic = probabilistic
         self._threshold = confidence_threshold
+        self._graphed = GraphedDrafts(runner, self.vocabulary, self._vocab_size)
         self._num_cached: dict[str, int] = {}
         self._filled: dict[int, int] = {}  # by block id, the block's tenancy when it was filled
 
@@ -120,29 +121,35 @@ class DraftModelDrafter:
         ranks = self.runner.paged_model.ranks
         num_rows = [int(num > 0) for num in num_draft_tokens]
         step_ids, spans = self._unread(requests, texts, num_rows)
+        numbers = {"uniforms": uniforms}
+        if coupled_keys is not None:
+            seeds, lengths = coupled_keys
+            numbers |= {"seeds": seeds, "lengths": lengths}
+        is_free = not has_rules and ranks is None and self._threshold is None
         for step in range(max(num_draft_tokens, default=0)):
             if not drafting:
                 break
+            chosen, row_sampling = slice(None), sampling
+            if len(drafting) < len(num_draft_tokens):
+                chosen = device_tensor(drafting, torch.int64, device)
+                row_sampling = sampling_of_rows(sampling, chosen)
+            own = {name: number[chosen] for name, number in numbers.items()}
+            if step == 0 and is_free and self.runner.graphs is not None:
+                given = step_ids, spans, [num for num in num_draft_tokens if num]
+                drafts = self._graphed.write(*given, row_sampling, own, keeps_logits)
+                if drafts is not None:
+                    token_ids[chosen], draft_logits = drafts
+                    if draft_logits is not None and isinstance(chosen, Tensor):
+                        zeros = draft_logits.new_zeros((len(texts), *draft_logits.shape[1:]))
+                        draft_logits = zeros.index_copy_(0, chosen, draft_logits)
+                    break
             rows = [end - 1 for end in accumulate(span.count for span in spans)]
             logits = self.runner.forward(step_ids, spans, rows)[:, : self._vocab_size]
             if path is not None:
                 nodes = [len(texts[b]) - len(requests[b].token_ids) + step for b in drafting]
                 places = device_tensor([drafting, nodes], torch.int64, device)
                 logits = self.ruled(requests, logits, Rows(drafting, nodes, path))
-            chosen, row_sampling = slice(None), sampling
-            if len(drafting) < len(num_draft_tokens):
-                chosen = device_tensor(drafting, torch.int64, device)
-                row_sampling = sampling_of_rows(sampling, chosen)
-            if coupled_keys is None:
-                draws = uniforms[chosen, step].contiguous()
-                picked, logprobs = sample(logits, draws, **row_sampling, backend=backend)
-                picked = self.vocabulary.tokens(picked)
-            else:
-                seeds, lengths = coupled_keys[:, chosen].unbind()
-                whole = self.vocabulary.whole(logits)  # noise belongs to token ids, not columns
-                picked, logprobs = sample_coupled(
-                    whole, seeds, lengths + step, **row_sampling, backend=backend
-                )
+            picked, logprobs = draw(logits, own, step, row_sampling, self.vocabulary, backend)
             if ranks is not None:  # all ranks must run the next pass on the same tokens
                 picked = ranks.of_first(picked)
             token_ids[chosen, step] = picked

@@ -86,6 +86,8 @@ class CopyRunner(ModelRunner):
         """See `ModelRunner.keep_inputs`; the target's runner keeps them as well."""
         pages = self._target.keep_inputs(layers)
         if self.inputs is None:
-            self.inputs = self._target.inputs
+            self.inputs = inputs = self._target.inputs
             self.paged_model.watch_inputs(layers)
+            if self.graphs is not None and inputs is not None:
+                self.graphs.keep_inputs(inputs)
         return pages

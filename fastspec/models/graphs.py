@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ MOST_TOKENS = 512  # a longer pass keeps the GPU busy longer than the host needs
 LEAST_WIDTH = 64  # blocks per row of the block table; wider rows cost nothing to read
 logger = logging.getLogger(__name__)
 
-Run = Callable[[], Tensor]
+Run = Callable[[], Any]
 Capture = Callable[[Run], Run]  # records a function that works on static buffers
 Tree = tuple[Tensor, Tensor]  # depths [B, N], ancestor_mask [B, N, words]
 
@@ -48,7 +49,7 @@ class CudaCapture:
             with torch.cuda.graph(graph, **options):
                 out = run()
 
-        def replay() -> Tensor:
+        def replay() -> Any:
             graph.replay()
             return out
 
@@ -143,7 +144,7 @@ class GraphedForward:
             try:
                 static.replay = self.capture(static.run)
             except RuntimeError as error:
-                self._give_up(error)
+                self.give_up(error)
                 return None
         return static.replay()[: asked.num_rows or asked.num_tokens].clone()
 
@@ -152,7 +153,8 @@ class GraphedForward:
         self.inputs = inputs
         self._passes.clear()
 
-    def _give_up(self, error: RuntimeError) -> None:
+    def give_up(self, error: RuntimeError) -> None:
+        """Run all passes without graphs from now on; ValueError if that must not be."""
         first_line = str(error).split("\n")[0]
         message = f"{self.paged_model.name} cannot be captured in a CUDA graph: {first_line}"
         if self.must:

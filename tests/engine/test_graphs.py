@@ -6,14 +6,16 @@ import logging
 import pytest
 import torch
 
-from fastspec import Engine, EngineConfig, SamplingParams
+from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
+from fastspec.drafters.draft_model import DraftModelDrafter
+from fastspec.models.blocks import Blocks
 from fastspec.models.graphs import GraphedForward, bucket, capture_for
 from fastspec.models.layout import PassShape, Span, lay_out
 from fastspec.models.paged_model import PagedModel
 from fastspec.models.runner import ModelRunner
 
-from ..models import VOCAB_SIZE, random_model
-from .probes import CountingCapture, runners_of, use_graphs
+from ..models import VOCAB_SIZE, perturbed, random_model
+from .probes import CountingCapture, draft_model_of, request_of, runners_of, use_graphs
 from .waiting import NoWaiting
 
 BLOCK_SIZE = 4
@@ -216,3 +218,94 @@ def test_the_engine_decodes_the_same_with_graphs():
         use_graphs(runner, capture)
     assert [output.token_ids for output in engine.generate(prompts, params)] == expected
     assert capture.num_captured > 2
+
+
+@pytest.mark.parametrize("num_prompts", [1, 3, 5])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0},
+        {"temperature": 0.7, "top_k": 20},
+        {"temperature": 1.0, "top_p": 0.9, "min_p": 0.01},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("rule", ["standard", "coupled"])
+def test_a_draft_is_one_graph(rule, options, num_prompts):
+    """The same texts in as many steps as pass by pass; requests end at different times."""
+    model = random_model("llama")
+    draft = perturbed(model, 0.3)
+    prompts = [[5, 6, 7], [*range(8, 40)], [40], [41, 42], [43]][:num_prompts]
+    params = [SamplingParams(seed=b, max_tokens=9 + 5 * b, **options) for b in range(num_prompts)]
+    spec = SpecConfig("draft_model", num_speculative_tokens=4, rejection_sample_method=rule)
+
+    def run(capture):
+        engine = Engine(model, draft, spec=spec, config=EngineConfig(block_size=BLOCK_SIZE))
+        if capture is not None:
+            use_graphs(draft_model_of(engine).runner, capture)
+        outputs = engine.generate(prompts, params)
+        return [(output.token_ids, output.stats.num_steps) for output in outputs]
+
+    capture = CountingCapture()
+    assert run(capture) == run(None)
+    assert 0 < capture.num_captured <= 2 * num_prompts  # drafts of every length are the same graph
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("keeps_logits", [False, True])
+@pytest.mark.parametrize("rule", ["standard", "coupled"])
+def test_drafts_of_different_lengths(rule, keeps_logits):
+    """Tokens, logits and pages bit for bit; requests without drafts stay out of it."""
+    model = random_model("llama")
+    requests = [request_of([*range(5, 5 + n)], str(n)) for n in (3, 9, 1, 4)]
+    texts, counts = [request.token_ids for request in requests], [4, 0, 1, 3]
+    sampling = {"temperature": torch.tensor([0.0, 1.0, 1.0, 0.7]), "top_k": None}
+    sampling |= {"top_p": torch.tensor([1.0, 0.9, 0.8, 0.9]), "min_p": None}
+    uniforms = torch.rand(4, 4, generator=torch.Generator().manual_seed(0))
+    keys = torch.tensor([[1, 2, 3, 4], [3, 9, 1, 4]]) if rule == "coupled" else None
+    written, pages = [], []
+    for capture in (None, CountingCapture(), CountingCapture()):
+        runner = runner_of(model, capture)
+        drafter = DraftModelDrafter(runner, Blocks(NUM_BLOCKS, BLOCK_SIZE), VOCAB_SIZE, True)
+        tables = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(1)).tolist()
+        for place, request in enumerate(requests):
+            request.block_table[:] = tables[4 * place : 4 * place + 4]
+        given = requests, texts, counts, sampling, uniforms, keeps_logits, keys
+        token_ids, logits, lengths = drafter.write(*given)
+        assert lengths == counts
+        within = torch.arange(4) < torch.tensor(counts)[:, None]
+        assert torch.equal(token_ids < 0, ~within)
+        assert (logits is not None) == keeps_logits
+        written.append((token_ids, None if logits is None else logits[within]))
+        pages.append(runner)
+    for (token_ids, logits), runner in zip(written[1:], pages[1:], strict=True):
+        assert torch.equal(token_ids, written[0][0])
+        assert logits is None or torch.equal(logits, written[0][1])
+        assert same_caches(runner, pages[0])
+
+
+@torch.inference_mode()
+def test_the_graph_of_a_draft_makes_the_host_wait_for_nothing():
+    model = random_model("llama")
+    engine = Engine(model, perturbed(model, 0.3), spec=SpecConfig("draft_model"))
+    use_graphs(draft_model_of(engine).runner, CountingCapture())
+    params = SamplingParams(temperature=0.7, seed=3, max_tokens=40)
+    engine.add_request([5, 6, 7], params)
+    for _ in range(3):
+        engine.step()
+    [chain, *_] = draft_model_of(engine)._graphed._chains.values()
+    with NoWaiting():
+        chain.replay()
+
+
+def test_a_draft_model_that_cannot_be_captured_runs_without():
+    model = random_model("llama")
+    draft = perturbed(model, 0.3)
+    params = SamplingParams(temperature=0, max_tokens=20)
+    expected = Engine(model, draft).generate([[5, 6, 7]], params)[0].token_ids
+    engine = Engine(model, draft)
+    runner = draft_model_of(engine).runner
+    use_graphs(runner, FailingCapture())
+    runner.graphs.must = False
+    assert engine.generate([[5, 6, 7]], params)[0].token_ids == expected
+    assert runner.graphs.capture is None
