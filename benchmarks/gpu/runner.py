@@ -33,11 +33,16 @@ class Runner:
         print(f"[{elapsed:5.0f} s, {self.remaining():5.0f} s left] {text}", flush=True)
 
     def run_all(self, steps: tuple[Step, ...], report: Step) -> None:
+        few = max(
+            1.0, 1.0 / max(sum(step.share for step in steps), 1e-9)
+        )  # steps have all the time
         for step in steps:
             if self.state.is_done(step.name):
                 self.say(f"{step.name}: done before")
                 continue
-            seconds = min(step.share * self.total, self.remaining() - min(RESERVE, self.total / 4))
+            seconds = min(
+                few * step.share * self.total, self.remaining() - min(RESERVE, self.total / 4)
+            )
             if seconds < LEAST:
                 self.say(f"{step.name}: not run, no time left")
                 self.state.set(step.name, Outcome(NOT_RUN, detail="no time left"))

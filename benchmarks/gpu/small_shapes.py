@@ -257,6 +257,52 @@ def _attention_check(op: str):
     return check
 
 
+def _decoder_check(vocab, dtype, backend, device):
+    """Few rows and many, of sizes that fill no tile; biases and norms of heads, or none."""
+    for element, count, is_full in product(DTYPES, (1, 9, 40), (False, True)):
+        numbers, size, head_size = generator(), 72, 16
+        shapes = {
+            "attention_norm": (size,),
+            "query_weight": (4 * head_size, size),
+            "key_weight": (2 * head_size, size),
+            "value_weight": (2 * head_size, size),
+            "output_weight": (size, 4 * head_size),
+            "mlp_norm": (size,),
+            "gate_weight": (83, size),
+            "up_weight": (83, size),
+            "down_weight": (size, 83),
+        }
+        if is_full:
+            biases = {"query": 64, "key": 32, "value": 32, "output": size}
+            shapes |= {f"{name}_bias": (number,) for name, number in biases.items()}
+            shapes |= {"query_norm": (head_size,), "key_norm": (head_size,)}
+        weights = {
+            name: (torch.randn(shape, generator=numbers) * shape[-1] ** -0.5).to(element)
+            for name, shape in shapes.items()
+        }
+        caches = torch.randn(2, 5, 16, 2, head_size, generator=numbers).to(element)
+        table = torch.randperm(5, generator=numbers)[None, :4].int()
+        places = torch.arange(10, 10 + count)
+        cos, sin = torch.rand(2, count, head_size, generator=numbers)
+        on_pages = {
+            "slot_mapping": table[0, places // 16].long() * 16 + places % 16,
+            "block_table": table,
+            "context_lens": torch.tensor([10 + count], dtype=torch.int32),
+            "cu_rows": torch.tensor([0, count], dtype=torch.int32),
+            "cos": cos,
+            "sin": sin,
+        }
+        hidden, outs = torch.randn(count, size, generator=numbers), []
+        for where, own in ((torch.device("cpu"), "reference"), (device, backend)):
+            layer = ops.LayerWeights(**moved(weights, where))
+            keys, values = (cache.to(where, copy=True) for cache in caches)
+            given = hidden.to(where), [layer], [keys], [values]
+            outs.append(
+                ops.decoder_layers(*given, **moved(on_pages, where), eps=1e-5, backend=own).cpu()
+            )
+        torch.testing.assert_close(outs[1], outs[0], **TOLERANCE[element])
+
+
 def build_tree_mask() -> Tensor:
     """[BATCH, NUM_NODES, 1] of binary trees."""
     parents = binary_tree(NUM_NODES).repeat(BATCH, 1)
@@ -324,6 +370,7 @@ CHECKS: dict[str, Callable] = {
     "cross_attention": _attention_check("cross_attention"),
     "store_kv": _store_check,
     "compact_kv": _compact_check,
+    "decoder_layers": _decoder_check,
     **{op: _rows_check(op) for op in SAMPLING_OPS[:4]},
     "penalize": _penalize_check,
     "verify_chain": _chain_check,
@@ -337,6 +384,7 @@ CHECKS: dict[str, Callable] = {
 def main() -> int:
     parser = options.parser(__doc__)
     parser.add_argument("--backend", help="this one alone")
+    parser.add_argument("--part", type=int, nargs=2, default=(0, 1), metavar=("I", "N"))
     arguments = parser.parse_args()
     device_type = "cpu" if arguments.dry_run else "cuda"
     vocabs = TINY_VOCABS if arguments.dry_run else VOCABS
@@ -346,6 +394,8 @@ def main() -> int:
         for backend in chosen
         for name, check in checks(backend, device_type, vocabs)
     ]
+    first, step = arguments.part
+    plan = plan[first::step]
     if not plan:
         print(f"{', '.join(chosen)}: no kernels on this {device_type}", flush=True)
         return 1

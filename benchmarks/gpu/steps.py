@@ -11,7 +11,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 UNFINISHED = 3  # exit status of a step that stopped at its deadline with work left
 SANITIZER_ERROR = 9
-WORKERS = 8  # each a process with a context of its own on the GPU
+# Processes that compile and test, each with a context of its own on the GPU.
+WORKERS = max(2, min(14, (os.cpu_count() or 2) - 2))
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,8 @@ def pytest(*arguments: str) -> Callable[[Context], Command]:
 def gpu_tests(context: Context) -> Command:
     """The tests that need a GPU, of the folders that need no further packages; in a dry run one
     folder, to see them skipped."""
-    folders = ["tests/gpu"] if context.dry_run else ["tests/gpu", "tests/kernels"]
+    more = [] if context.dry_run else ["tests/kernels", "tests/triton/test_products.py"]
+    folders = ["tests/gpu", *more]
     return pytest("-m", "gpu", *folders)(context)
 
 
@@ -131,6 +133,7 @@ def find_sanitizer() -> str | None:
 STEPS = (
     Step("machine", 0.1, module("machine")),
     Step("build", 0.4, build),
+    Step("compile", 0.25, module("compile")),
     Step("tests", 0.25, gpu_tests),
     Step("memcheck-triton", 0.12, sanitizer("memcheck", "triton")),
     Step("memcheck", 0.12, sanitizer("memcheck", "cuda")),
