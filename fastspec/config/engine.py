@@ -108,8 +108,8 @@ class EngineConfig(Options):
         choice("auto", "on", "off"),
         "Replay passes over few tokens as CUDA graphs: auto (where possible), on or off.",
         "If a model on a GPU cannot be captured, auto logs a warning once and on raises an error."
-        " Encoder-decoders, models with recurrent layers, and GLIDE and EAGLE drafts are never"
-        " captured.",
+        " Encoder-decoders and models with recurrent layers are never captured; of GLIDE and EAGLE"
+        " drafts, only chains are, each as a whole.",
     )
     compile_modules: bool = option(
         False,

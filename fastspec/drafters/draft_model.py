@@ -134,7 +134,7 @@ class DraftModelDrafter:
                 chosen = device_tensor(drafting, torch.int64, device)
                 row_sampling = sampling_of_rows(sampling, chosen)
             own = {name: number[chosen] for name, number in numbers.items()}
-            if step == 0 and is_free and self.runner.graphs is not None:
+            if step == 0 and is_free and self.runner.capture is not None:
                 given = step_ids, spans, [num for num in num_draft_tokens if num]
                 drafts = self._graphed.write(*given, row_sampling, own, keeps_logits)
                 if drafts is not None:

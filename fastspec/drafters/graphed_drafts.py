@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastspec.drafters.base import SamplingTensors
-from fastspec.models.graphs import LEAST_WIDTH, MOST_TOKENS, Run, power_of_2
+from fastspec.models.graphs import LEAST_WIDTH, MOST_TOKENS, Run, power_of_2, report_failure
 from fastspec.models.layout import PagedStep, PassShape, Span, lay_out
 from fastspec.models.reduced_vocabulary import DraftVocabulary
 from fastspec.models.runner import ModelRunner
@@ -74,12 +74,12 @@ class GraphedDrafts:
         From column counts[b] on, tokens are -1 and logits without a meaning. None if the steps must
         run one by one: the model is not captured, or reads too much at once.
         """
-        graphs = self.runner.graphs
-        if graphs is None or graphs.capture is None or graphs.inputs is not None:
+        runner, num_steps = self.runner, numbers["uniforms"].shape[1]
+        filled = runner.drafting_spans(spans)
+        if runner.capture is None or filled is None:
             return None
-        num_steps = numbers["uniforms"].shape[1]
-        batch, ends = len(spans), [span.start + span.count for span in spans]
-        width = -(-(max(map(sum, zip(ends, counts, strict=True))) - 1) // graphs.block_size)
+        batch, ends = len(spans), [span.start + span.count for span in filled]
+        width = -(-(max(map(sum, zip(ends, counts, strict=True))) - 1) // runner.block_size)
         num_rows = power_of_2(batch)
         num_tokens = num_rows * power_of_2(-(-len(input_ids) // num_rows))
         if num_tokens > MOST_TOKENS:
@@ -92,21 +92,24 @@ class GraphedDrafts:
         if (chain := self._chains.get(key)) is None:
             self._chains[key] = chain = StaticChain(self, shape, num_steps, keeps_logits, given)
         rows = [count - 1 for count in accumulate(span.count for span in spans)]
-        layouts = [lay_out(spans, rows, graphs.block_size, shape, num_tokens)]
+        layouts = [lay_out(filled, rows, runner.block_size, shape, num_tokens)]
+        glimpses = [runner.glimpse_values(filled, True)]
         for step in range(1, num_steps):
             places = [end - 1 + min(step, num - 1) for end, num in zip(ends, counts, strict=True)]
             later = [span.part(place, 1) for span, place in zip(spans, places, strict=True)]
-            wide, narrow = lay_out(later, [], graphs.block_size, chain.later_shape, 1)
+            wide, narrow = lay_out(later, [], runner.block_size, chain.later_shape, 1)
             over = [num_rows + row for row, num in enumerate(counts) if step >= num]
             for slot in over:
                 wide[slot] = -1  # nothing is written after the last token
             layouts.append((wide, narrow))
-        chain.fill(input_ids, layouts, given)
+            glimpses.append(runner.glimpse_values(later, False))
+        chain.fill(input_ids, layouts, glimpses, given)
         if chain.replay is None:
             try:
-                chain.replay = graphs.capture(chain.run)
+                chain.replay = runner.capture(chain.run)
             except RuntimeError as error:
-                graphs.give_up(error)
+                report_failure(runner.paged_model, runner.must_capture, error)
+                runner.capture = None
                 self._chains.clear()
                 return None
         token_ids, logits = chain.replay()
@@ -134,17 +137,21 @@ class StaticChain:
         self._drafts, self._keeps_logits = drafts, keeps_logits
         runner = drafts.runner
         model, device = runner.paged_model, runner.device
-        shapes = [shape, *[self.later_shape] * (num_steps - 1)]
-        wide_sizes = [shape.wide_size for shape in shapes]
-        narrow_sizes = [shape.narrow_size for shape in shapes]
+        self._shapes = [shape, *[self.later_shape] * (num_steps - 1)]
+        # Of each step the layout, then what its tokens and sequences read besides.
+        wide_sizes = [x for of in self._shapes for x in (of.wide_size, of.num_tokens)]
+        narrow_sizes = [x for of in self._shapes for x in (of.narrow_size, of.batch)]
         self._ids = torch.zeros(shape.num_tokens, dtype=torch.int64, device=device)
         self._wide = torch.zeros(sum(wide_sizes), dtype=torch.int64, device=device)
         self._narrow = torch.zeros(sum(narrow_sizes), dtype=torch.int32, device=device)
-        parts = self._wide.split(wide_sizes), self._narrow.split(narrow_sizes)
-        self._steps = [
-            PagedStep.of(runner.caches, wide, narrow, of[0], of[1], model.backend, spans=[])
-            for of, wide, narrow in zip(shapes, *parts, strict=True)
-        ]
+        wide, narrow = self._wide.split(wide_sizes), self._narrow.split(narrow_sizes)
+        parts = zip(self._shapes, wide[::2], narrow[::2], wide[1::2], narrow[1::2], strict=True)
+        self._steps = []
+        for number, (of, wide, narrow, per_token, per_sequence) in enumerate(parts):
+            sizes = of.batch, of.num_tokens
+            step = PagedStep.of(runner.caches, wide, narrow, *sizes, model.backend, spans=[])
+            runner.set_glimpse(step, per_token, per_sequence, number == 0)
+            self._steps.append(step)
         self._given = {
             name: value.new_zeros((shape.num_rows, *value.shape[1:]))
             for name, value in given.items()
@@ -154,15 +161,18 @@ class StaticChain:
         self,
         input_ids: Tensor,
         layouts: list[tuple[list[int], list[int]]],
+        glimpses: list[tuple[list[int], list[int]]],
         given: dict[str, Tensor],
     ) -> None:
-        """Copy the padded layout of each step, and what tokens are drawn with, into the buffers."""
-        device = self._ids.device
-        self._ids[: len(input_ids)].copy_(input_ids)
-        for buffer, parts in zip(
-            (self._wide, self._narrow), zip(*layouts, strict=True), strict=True
+        """Copy each step's padded layout and glimpse, and what draws tokens, into the buffers."""
+        device, wide, narrow = self._ids.device, [], []
+        for shape, layout, (per_token, per_sequence) in zip(
+            self._shapes, layouts, glimpses, strict=True
         ):
-            values = [value for part in parts for value in part]
+            wide += layout[0] + per_token + [0] * (shape.num_tokens - len(per_token))
+            narrow += layout[1] + per_sequence + [0] * (shape.batch - len(per_sequence))
+        self._ids[: len(input_ids)].copy_(input_ids)
+        for buffer, values in ((self._wide, wide), (self._narrow, narrow)):
             buffer.copy_(host_tensor(values, buffer.dtype, device), non_blocking=True)
         for name, value in given.items():
             self._given[name][: len(value)].copy_(value)

@@ -20,6 +20,7 @@ class TargetReader(DraftModelDrafter):
         target: the runner whose pages are read.
         block_manager: manages the blocks that both share.
         chunk_size: tokens per pass while a prompt is read.
+        cuda_graphs: see `EngineConfig.cuda_graphs`.
         probabilistic: sample drafts; False takes the most probable tokens.
         confidence_threshold: see `DraftModelDrafter`.
     Raises:
@@ -37,11 +38,13 @@ class TargetReader(DraftModelDrafter):
         target: ModelRunner,
         block_manager: Blocks,
         chunk_size: int,
+        cuda_graphs: str,
         probabilistic: bool,
         confidence_threshold: float | None = None,
     ):
         sizes = block_manager.num_blocks, block_manager.block_size, chunk_size
-        runner = self.runner_class(model, self.pages(model, target, block_manager), *sizes)
+        pages = self.pages(model, target, block_manager)
+        runner = self.runner_class(model, pages, *sizes, cuda_graphs)
         options = probabilistic, confidence_threshold
         super().__init__(runner, block_manager, target.vocab_size, *options)
 
@@ -63,8 +66,9 @@ class TargetReader(DraftModelDrafter):
         model = context.load(given, load)
         if not isinstance(model.model, cls.model_class):
             raise ValueError(f"drafter: {cls.kind} needs a {cls.kind} model, got {model.name}")
-        chunk_size, spec = context.config.prefill_chunk_size, context.spec
-        options = chunk_size, spec.draws_drafts, spec.confidence_threshold
+        config, spec = context.config, context.spec
+        options = config.prefill_chunk_size, config.cuda_graphs
+        options += spec.draws_drafts, spec.confidence_threshold
 
         def drafter(target: ModelRunner | None, block_manager: Blocks) -> Drafter:
             if target is None:

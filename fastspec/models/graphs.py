@@ -79,6 +79,15 @@ def capture_for(cuda_graphs: str, paged_model: PagedModel) -> Capture | None:
     return None if cuda_graphs == "off" else CudaCapture(paged_model.device)
 
 
+def report_failure(paged_model: PagedModel, must: bool, error: RuntimeError) -> None:
+    """Log that passes of the model run without graphs from now on; ValueError if they `must`."""
+    first_line = str(error).split("\n")[0]
+    message = f"{paged_model.name} cannot be captured in a CUDA graph: {first_line}"
+    if must:
+        raise ValueError(f"cuda_graphs: 'on', but {message}") from error
+    logger.warning("cuda_graphs: %s; its passes run without graphs", message)
+
+
 def bucket(shape: PassShape, block_size: int, num_nodes: int) -> tuple[PassShape, int] | None:
     """Return the sizes that a pass is padded to, and the maximum tokens of an added sequence.
 
@@ -144,23 +153,15 @@ class GraphedForward:
             try:
                 static.replay = self.capture(static.run)
             except RuntimeError as error:
-                self.give_up(error)
+                report_failure(self.paged_model, self.must, error)
+                self.capture = None
+                self._passes.clear()
                 return None
         return static.replay()[: asked.num_rows or asked.num_tokens].clone()
 
     def keep_inputs(self, inputs: KeptInputs) -> None:
         """Store the inputs of some layers in every pass from now on."""
         self.inputs = inputs
-        self._passes.clear()
-
-    def give_up(self, error: RuntimeError) -> None:
-        """Run all passes without graphs from now on; ValueError if that must not be."""
-        first_line = str(error).split("\n")[0]
-        message = f"{self.paged_model.name} cannot be captured in a CUDA graph: {first_line}"
-        if self.must:
-            raise ValueError(f"cuda_graphs: 'on', but {message}") from error
-        logger.warning("cuda_graphs: %s; its passes run without graphs", message)
-        self.capture = None
         self._passes.clear()
 
 

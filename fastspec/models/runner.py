@@ -22,6 +22,9 @@ from fastspec_kernels import build_tree, compact_kv
 class ModelRunner:
     """One model with its caches; block tables are passed in, so models can share them.
 
+    Passes that draft may be captured together, see `fastspec.drafters.graphed_drafts`; for these
+    a subclass says what its passes read besides tokens and pages.
+
     Args:
         caches: caches to read and write, of a runner of the model whose layers, or the first of
             them, this one runs; None = its own.
@@ -54,12 +57,32 @@ class ModelRunner:
             caches = {layer: cache for stack in pairs for layer, cache in stack}
         self.caches = caches
         self.inputs: KeptInputs | None = None
-        self._num_blocks, self._block_size = num_blocks, block_size
+        self._num_blocks, self.block_size = num_blocks, block_size
         self._chunk_size = chunk_size
+        self.must_capture = cuda_graphs == "on"
+        self.capture = capture_for(cuda_graphs, paged_model)
         self.graphs: GraphedForward | None = None
-        if capture := capture_for(cuda_graphs, paged_model):
-            must = cuda_graphs == "on"
-            self.graphs = GraphedForward(paged_model, self.caches, block_size, capture, must)
+        if self.capture is not None and self.captures_passes:
+            given = paged_model, self.caches, block_size, self.capture, self.must_capture
+            self.graphs = GraphedForward(*given)
+
+    captures_passes = True  # one by one, whatever they are for
+
+    def drafting_spans(self, spans: list[Span]) -> list[Span] | None:
+        """Return the slots that drafting from these spans fills first; None = not by graphs."""
+        return spans if self.inputs is None else None
+
+    def glimpse_values(self, spans: list[Span], is_first: bool) -> tuple[list[int], list[int]]:
+        """Return a number per token and one per sequence for `set_glimpse`, or nothing.
+
+        is_first: whether the pass reads what was committed, rather than a draft token.
+        """
+        return [], []
+
+    def set_glimpse(
+        self, step: PagedStep, per_token: Tensor, per_sequence: Tensor, is_first: bool
+    ) -> None:
+        """Let a captured pass read the numbers: [T] int64 and [B] int32, 0 for what is added."""
 
     def whole_caches(self, layers: list[int]) -> list[KVCache]:
         """Return the pages of these layers, with the keys and values of all heads."""
@@ -75,7 +98,7 @@ class ModelRunner:
             ValueError: there are no such layers, or inputs of others are already kept.
         """
         if self.inputs is None:
-            self.inputs = self.paged_model.keep_inputs(layers, self._num_blocks, self._block_size)
+            self.inputs = self.paged_model.keep_inputs(layers, self._num_blocks, self.block_size)
             keys, values = self.inputs.pages
             self._cache_stacks.append(CacheStack(layers, keys[None], values[None]))
             if self.graphs is not None:
@@ -164,13 +187,13 @@ class ModelRunner:
             end = span.start + span.count
             for first in range(span.start // size * size, end, size):
                 start = max(span.start, first)
-                table = span.block_table[first // self._block_size :]
+                table = span.block_table[first // self.block_size :]
                 pieces.append(Span(table, start - first, min(end, first + size) - start))
         return dict.fromkeys(self.paged_model.chunked_layers, self._step(pieces, []))
 
     def _step(self, spans: list[Span], rows: list[int], parents: Tensor | None = None) -> PagedStep:
         """Lay out a pass over the spans, with two copies to the device."""
-        wide, narrow = lay_out(spans, rows, self._block_size)
+        wide, narrow = lay_out(spans, rows, self.block_size)
         step = PagedStep.of(
             self.caches,
             device_tensor(wide, torch.int64, self.device),
@@ -194,6 +217,24 @@ class SplitRunner(ModelRunner):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self._whole: dict[int, KVCache] = {}
+
+    captures_passes = True  # one by one, whatever they are for
+
+    def drafting_spans(self, spans: list[Span]) -> list[Span] | None:
+        """Return the slots that drafting from these spans fills first; None = not by graphs."""
+        return spans if self.inputs is None else None
+
+    def glimpse_values(self, spans: list[Span], is_first: bool) -> tuple[list[int], list[int]]:
+        """Return a number per token and one per sequence for `set_glimpse`, or nothing.
+
+        is_first: whether the pass reads what was committed, rather than a draft token.
+        """
+        return [], []
+
+    def set_glimpse(
+        self, step: PagedStep, per_token: Tensor, per_sequence: Tensor, is_first: bool
+    ) -> None:
+        """Let a captured pass read the numbers: [T] int64 and [B] int32, 0 for what is added."""
 
     def whole_caches(self, layers: list[int]) -> list[KVCache]:
         """See `ModelRunner.whole_caches`; all processes must request the same layers.
@@ -240,7 +281,7 @@ class SplitRunner(ModelRunner):
     def _gather(self, spans: list[Span]) -> None:
         """Write the tokens of a pass to the pages with all heads."""
         assert self.paged_model.ranks is not None
-        wide, _ = lay_out(spans, [], self._block_size)
+        wide, _ = lay_out(spans, [], self.block_size)
         slots = device_tensor(wide[len(wide) // 2 :], torch.int64, self.device)
         own = [part.flatten(0, 1)[slots] for layer in self._whole for part in self.caches[layer]]
         joined = self.paged_model.ranks.joined(torch.stack(own), 2)  # [2 L, T, G, D]

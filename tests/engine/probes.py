@@ -242,7 +242,9 @@ class CountingCapture:
 def use_graphs(runner, capture):
     """Run passes as with CUDA graphs, captured by `capture`."""
     size = block_size_of(runner)
-    runner.graphs = GraphedForward(runner.paged_model, runner.caches, size, capture, True)
+    runner.capture, runner.must_capture = capture, True
+    if runner.captures_passes:
+        runner.graphs = GraphedForward(runner.paged_model, runner.caches, size, capture, True)
 
 
 # Engines that are not exact

@@ -8,6 +8,7 @@ import torch
 
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 from fastspec.drafters.draft_model import DraftModelDrafter
+from fastspec.drafters.graphed_drafts import GraphedDrafts
 from fastspec.models.blocks import Blocks
 from fastspec.models.graphs import GraphedForward, bucket, capture_for
 from fastspec.models.layout import PassShape, Span, lay_out
@@ -15,7 +16,17 @@ from fastspec.models.paged_model import PagedModel
 from fastspec.models.runner import ModelRunner
 
 from ..models import VOCAB_SIZE, perturbed, random_model
-from .probes import CountingCapture, draft_model_of, request_of, runners_of, use_graphs
+from .eagle1_models import write_folder as write_eagle1
+from .eagle3_models import write_folder as write_eagle3
+from .glide_models import random_glide
+from .probes import (
+    CountingCapture,
+    count_preemptions,
+    draft_model_of,
+    request_of,
+    runners_of,
+    use_graphs,
+)
 from .waiting import NoWaiting
 
 BLOCK_SIZE = 4
@@ -251,6 +262,63 @@ def test_a_draft_is_one_graph(rule, options, num_prompts):
     assert 0 < capture.num_captured <= 2 * num_prompts  # drafts of every length are the same graph
 
 
+def draft_of(method, target, folder):
+    """A draft for the target, and how it is used."""
+    drafter, fields = None, {}
+    if method == "draft_model":
+        drafter = perturbed(target, 0.3)
+    elif method == "eagle3":
+        write_eagle3(folder, target, num_known=50)
+        drafter = folder
+    elif method == "eagle":
+        write_eagle1(folder, target)
+        drafter, method = folder, "eagle3"
+    elif method == "glide":
+        drafter = random_glide(target, num_layers=2)
+    else:
+        fields = {"exit_layer": 3}
+    return drafter, SpecConfig(method, num_speculative_tokens=3, **fields)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("method", ["eagle3", "eagle", "glide", "early_exit"])
+def test_drafts_that_read_their_target_are_one_graph(tmp_path, monkeypatch, method, temperature):
+    """The same texts in as many steps as pass by pass, with prompts of all lengths, preemption
+    and shared prefixes."""
+    target = random_model("llama", num_hidden_layers=6)
+    drafter, spec = draft_of(method, target, tmp_path)
+    shared = [*range(30, 47)]
+    prompts = [[5, 6, 7], shared, [40], [*shared, 8, 9], [41, 42]]
+    params = [
+        SamplingParams(temperature=temperature, seed=b, max_tokens=12 + 5 * b) for b in range(5)
+    ]
+    config = EngineConfig(
+        block_size=4, num_blocks=18, max_batch_size=4, prefill_chunk_size=8, prefix_caching=True
+    )
+    write, replayed = GraphedDrafts.write, []
+
+    def counted(*args):
+        drafts = write(*args)
+        replayed.append(drafts is not None)
+        return drafts
+
+    monkeypatch.setattr(GraphedDrafts, "write", counted)
+
+    def run(capture):
+        engine = Engine(target, drafter, spec=spec, config=config)
+        preemptions = count_preemptions(engine)
+        if capture is not None:
+            use_graphs(draft_model_of(engine).runner, capture)
+        outputs = engine.generate(prompts, params)
+        assert preemptions[0]
+        return [(output.token_ids, output.stats.num_steps) for output in outputs]
+
+    expected = run(None)
+    assert not replayed
+    assert run(CountingCapture()) == expected
+    assert sum(replayed) > 0.8 * len(replayed)  # the rest: the first tokens of a text
+
+
 @torch.inference_mode()
 @pytest.mark.parametrize("keeps_logits", [False, True])
 @pytest.mark.parametrize("rule", ["standard", "coupled"])
@@ -285,17 +353,27 @@ def test_drafts_of_different_lengths(rule, keeps_logits):
 
 
 @torch.inference_mode()
-def test_the_graph_of_a_draft_makes_the_host_wait_for_nothing():
-    model = random_model("llama")
-    engine = Engine(model, perturbed(model, 0.3), spec=SpecConfig("draft_model"))
+@pytest.mark.parametrize("method", ["draft_model", "eagle3", "eagle", "glide", "early_exit"])
+def test_the_graph_of_a_draft_makes_the_host_wait_for_nothing(tmp_path, monkeypatch, method):
+    """Nor does it copy anything from the host, as that would be gone when it is replayed."""
+    target = random_model("llama", num_hidden_layers=6)
+    drafter, spec = draft_of(method, target, tmp_path)
+    engine = Engine(target, drafter, spec=spec)
     use_graphs(draft_model_of(engine).runner, CountingCapture())
-    params = SamplingParams(temperature=0.7, seed=3, max_tokens=40)
-    engine.add_request([5, 6, 7], params)
+    params = SamplingParams(temperature=0.7, top_k=9, seed=3, max_tokens=40)
+    engine.add_request([*range(5, 25)], params)
     for _ in range(3):
         engine.step()
-    [chain, *_] = draft_model_of(engine)._graphed._chains.values()
-    with NoWaiting():
-        chain.replay()
+    chains = [*draft_model_of(engine)._graphed._chains.values()]
+    assert chains
+
+    def refuse(*args, **options):
+        raise AssertionError("a captured pass makes a tensor on the host")
+
+    monkeypatch.setattr(torch, "tensor", refuse)
+    for chain in chains:
+        with NoWaiting():
+            chain.replay()
 
 
 def test_a_draft_model_that_cannot_be_captured_runs_without():
@@ -306,6 +384,11 @@ def test_a_draft_model_that_cannot_be_captured_runs_without():
     engine = Engine(model, draft)
     runner = draft_model_of(engine).runner
     use_graphs(runner, FailingCapture())
-    runner.graphs.must = False
+    runner.must_capture = runner.graphs.must = False
     assert engine.generate([[5, 6, 7]], params)[0].token_ids == expected
+    assert runner.capture is None
     assert runner.graphs.capture is None
+    engine = Engine(model, draft)
+    use_graphs(draft_model_of(engine).runner, FailingCapture())
+    with pytest.raises(ValueError, match=r"^cuda_graphs: 'on', but LlamaForCausalLM cannot be"):
+        engine.generate([[5, 6, 7]], params)

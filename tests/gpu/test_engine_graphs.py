@@ -7,6 +7,7 @@ from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
 from fastspec.models.layout import Span
 from fastspec.models.paged_model import PagedModel
 from fastspec.models.runner import ModelRunner
+from tests.engine.test_graphs import draft_of
 from tests.gpu.backends import needs_gpu
 from tests.models import VOCAB_SIZE, perturbed, random_model
 
@@ -67,12 +68,18 @@ def test_replays_of_trees():
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("method", ["none", "draft_model", "prompt_lookup", "mag", "tree"])
-def test_a_round_waits_once(monkeypatch, method):
+METHODS = ["none", "draft_model", "prompt_lookup", "mag", "tree", "eagle3", "glide"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_round_waits_once(monkeypatch, tmp_path, method):
     """To read what was committed; anything else that waits is an error. Graphs exist by then."""
-    model = random_model("llama").cuda()
-    drafter = perturbed(model, 0.3).cuda() if method in ("draft_model", "tree") else None
-    spec = SpecConfig(method=method, num_speculative_tokens=4)
+    model = random_model("llama", num_hidden_layers=6).cuda()
+    drafter, spec = perturbed(model, 0.3).cuda(), SpecConfig(method, num_speculative_tokens=4)
+    if method in ("eagle3", "glide"):
+        drafter, spec = draft_of(method, model, tmp_path)
+    elif method not in ("draft_model", "tree"):
+        drafter = None
     engine = Engine(model, drafter, spec=spec, config=EngineConfig(cuda_graphs="on"))
     expected = [output.token_ids for output in engine.generate(PROMPTS, PARAMS)]
     read, readings = torch.Tensor.tolist, []

@@ -28,6 +28,8 @@ class EagleRunner(ModelRunner):
     The contents of a block therefore depend on one token after it.
     """
 
+    captures_passes = False  # only drafts: trees find their rows' states on the device
+
     def __init__(
         self,
         paged_model: PagedModel,
@@ -35,11 +37,12 @@ class EagleRunner(ModelRunner):
         num_blocks: int,
         block_size: int,
         chunk_size: int,
+        cuda_graphs: str = "off",
     ):
-        super().__init__(paged_model, num_blocks, block_size, chunk_size)
+        super().__init__(paged_model, num_blocks, block_size, chunk_size, cuda_graphs)
         self._inputs_read = inputs
         size = paged_model.model.config.hidden_size
-        shape = num_blocks * block_size, size
+        shape = num_blocks * block_size + 1, size  # the last for rows without a slot, -1
         self._own = torch.zeros(shape, dtype=paged_model.dtype, device=self.device)
         same_type = self.caches[0][0].dtype == paged_model.dtype  # the op takes no 8-bit caches
         if same_type and has_layer_kernels(self.device, paged_model.backend):
@@ -65,19 +68,29 @@ class EagleRunner(ModelRunner):
             spans = [span for span in spans if span.count]
             if not spans:
                 return torch.empty((0, self.paged_model.num_columns), device=self.device)
-        shifted = [span.part(span.start - 1, span.count) for span in spans]
-        return super().forward(input_ids, shifted, rows, parents)
+        return super().forward(input_ids, shifted(spans), rows, parents)
+
+    def drafting_spans(self, spans: list[Span]) -> list[Span] | None:
+        """See `ModelRunner.drafting_spans`; the target must know what comes before each token."""
+        filled = shifted(spans)
+        fits = all(x.start >= 0 and x.start + x.count <= x.target_len for x in filled)
+        return filled if fits else None
+
+    def glimpse_values(self, spans: list[Span], is_first: bool) -> tuple[list[int], list[int]]:
+        """See `ModelRunner.glimpse_values`: the slots of the states that rows read."""
+        return self._slots_read(spans, [is_first] * sum(span.count for span in spans)), []
+
+    def set_glimpse(
+        self, step: PagedStep, per_token: Tensor, per_sequence: Tensor, is_first: bool
+    ) -> None:
+        is_known = [is_first] * len(per_token)
+        given = self._inputs_read, self._own, is_known, per_token, step.slot_mapping
+        step.glimpse = PagedStates(*given)
 
     def _step(self, spans: list[Span], rows: list[int], parents: Tensor | None = None) -> PagedStep:
-        step, size = super()._step(spans, rows), self._block_size
-        # Slots of each row's hidden state: the row's own slot for the target's state, the one
-        # before it for the draft's.
-        slots, is_known = [], []
-        for span in spans:
-            for place in range(span.start, span.start + span.count):
-                is_known.append(place < span.target_len)
-                source = place if is_known[-1] else place - 1
-                slots.append(span.block_table[source // size] * size + source % size)
+        step = super()._step(spans, rows)
+        is_known = [place < span.target_len for span in spans for place in places_of(span)]
+        slots = self._slots_read(spans, is_known)
         read = device_tensor(slots, torch.int64, self.device)
         if parents is not None:
             read = torch.where(
@@ -88,6 +101,16 @@ class EagleRunner(ModelRunner):
         step.glimpse = PagedStates(self._inputs_read, self._own, is_known, read, step.slot_mapping)
         return step
 
+    def _slots_read(self, spans: list[Span], is_known: list[bool]) -> list[int]:
+        """Return each row's own slot for the target's state, the one before it for the draft's."""
+        size, rows = self.block_size, zip(spans, map(places_of, spans), strict=True)
+        sources = [(span.block_table, place) for span, places in rows for place in places]
+        slots = []
+        for (table, place), known in zip(sources, is_known, strict=True):
+            source = place if known else place - 1
+            slots.append(table[source // size] * size + source % size)
+        return slots
+
     def _slots_of_parents(self, step: PagedStep, spans: list[Span], parents: Tensor) -> Tensor:
         """Return the slots [T] int64 of each row's parent's state, for rows of token trees."""
         counts = [span.count for span in spans]
@@ -95,8 +118,18 @@ class EagleRunner(ModelRunner):
         starts = [span.start for span in spans]
         owner, start = (device_tensor(x, torch.int64, self.device) for x in (owners, starts))
         place = start[owner] + packed(parents, counts).clamp(min=0)
-        blocks = step.block_table[owner, place // self._block_size].long()
-        return blocks * self._block_size + place % self._block_size
+        blocks = step.block_table[owner, place // self.block_size].long()
+        return blocks * self.block_size + place % self.block_size
+
+
+def shifted(spans: list[Span]) -> list[Span]:
+    """Return the slots of the spans' rows, each one before its token's."""
+    return [span.part(span.start - 1, span.count) for span in spans]
+
+
+def places_of(span: Span) -> range:
+    """Return the positions of a span's tokens."""
+    return range(span.start, span.start + span.count)
 
 
 class Eagle3Drafter(TargetReader):

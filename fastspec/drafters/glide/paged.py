@@ -136,6 +136,8 @@ class GlideRunner(ModelRunner):
     token. While a prompt is read, a token sees the target's tokens up to itself.
     """
 
+    captures_passes = False  # only drafts: whether a pass reads a prompt depends on its spans
+
     def __init__(
         self,
         paged_model: PagedModel,
@@ -143,8 +145,9 @@ class GlideRunner(ModelRunner):
         num_blocks: int,
         block_size: int,
         chunk_size: int,
+        cuda_graphs: str = "off",
     ):
-        super().__init__(paged_model, num_blocks, block_size, chunk_size)
+        super().__init__(paged_model, num_blocks, block_size, chunk_size, cuda_graphs)
         self._target_caches = target_caches
         draft = paged_model.model
         on_cpu = self.device.type == "cpu" and has_layer_kernels(self.device, paged_model.backend)
@@ -153,17 +156,29 @@ class GlideRunner(ModelRunner):
 
     def _step(self, spans: list[Span], rows: list[int], parents: Tensor | None = None) -> PagedStep:
         step = super()._step(spans, rows)
-        is_reading = all(span.start + span.count <= span.target_len for span in spans)
-        context_lens = step.context_lens
-        if not is_reading:
-            lengths = [span.target_len for span in spans]
-            context_lens = device_tensor(lengths, torch.int32, self.device)
-        step.glimpse = PagedGlimpse(
-            self._target_caches,
-            step.block_table,
-            context_lens,
-            step.cu_rows,
-            is_reading,
-            step.backend,
-        )
+        lengths = step.context_lens
+        if not (is_reading := are_read(spans)):
+            _, target_lens = self.glimpse_values(spans, is_first=False)
+            lengths = device_tensor(target_lens, torch.int32, self.device)
+        given = step.block_table, lengths, step.cu_rows, is_reading, step.backend
+        step.glimpse = PagedGlimpse(self._target_caches, *given)
         return step
+
+    def drafting_spans(self, spans: list[Span]) -> list[Span] | None:
+        """See `ModelRunner.drafting_spans`."""
+        return None if are_read(spans) else spans
+
+    def glimpse_values(self, spans: list[Span], is_first: bool) -> tuple[list[int], list[int]]:
+        """See `ModelRunner.glimpse_values`: how many tokens of the target each sequence sees."""
+        return [], [span.target_len for span in spans]
+
+    def set_glimpse(
+        self, step: PagedStep, per_token: Tensor, per_sequence: Tensor, is_first: bool
+    ) -> None:
+        given = step.block_table, per_sequence, step.cu_rows, False, step.backend
+        step.glimpse = PagedGlimpse(self._target_caches, *given)
+
+
+def are_read(spans: list[Span]) -> bool:
+    """Whether the target has read all of the tokens, so that a pass over them is no draft."""
+    return all(span.start + span.count <= span.target_len for span in spans)

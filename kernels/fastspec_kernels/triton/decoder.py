@@ -36,8 +36,9 @@ def decoder_layers(
 ) -> Tensor:
     """Run 4 products and 4 other launches per layer, and 1 launch at the end.
 
-    Torch's products, of more than 16 rows or in float32, are 7, and need 1 more launch. 1 more if contexts are split, 1 more if sequences may have few or many rows, and 2 more for each
-    head that keeps the layer's input.
+    Torch's products, of more than 16 rows or in float32, are 7, and need 1 more launch. 1 more if
+    contexts are split, 1 more if sequences may have few or many rows, and 2 more for each head that
+    keeps the layer's input.
     """
     pages = block_table, context_lens, cu_rows
     norms = float(eps), float(norm_shift)
