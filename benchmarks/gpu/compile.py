@@ -18,7 +18,9 @@ def main() -> int:
     ]
     statuses = [part.wait() for part in parts]
     print(f"{statuses.count(0)} of {num} parts", flush=True)
-    return 1 if 1 in statuses else UNFINISHED if UNFINISHED in statuses else 0
+    if any(status not in (0, UNFINISHED) for status in statuses):
+        return 1
+    return UNFINISHED if any(statuses) else 0
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 UNFINISHED = 3  # exit status of a step that stopped at its deadline with work left
 SANITIZER_ERROR = 9
 # Processes that compile and test, each with a context of its own on the GPU.
-WORKERS = max(2, min(14, (os.cpu_count() or 2) - 2))
+WORKERS = max(2, min(10, (os.cpu_count() or 2) - 2))
 
 
 @dataclass(frozen=True)

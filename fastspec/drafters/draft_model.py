@@ -138,10 +138,13 @@ class DraftModelDrafter:
                 given = step_ids, spans, [num for num in num_draft_tokens if num]
                 drafts = self._graphed.write(*given, row_sampling, own, keeps_logits)
                 if drafts is not None:
-                    token_ids[chosen], draft_logits = drafts
-                    if draft_logits is not None and isinstance(chosen, Tensor):
-                        zeros = draft_logits.new_zeros((len(texts), *draft_logits.shape[1:]))
-                        draft_logits = zeros.index_copy_(0, chosen, draft_logits)
+                    width, draft_logits = drafts.token_ids.shape[1], drafts.logits
+                    token_ids[chosen, :width] = drafts.token_ids
+                    if draft_logits is not None and draft_logits.shape[:2] != token_ids.shape:
+                        shape = *token_ids.shape, draft_logits.shape[2]
+                        all_logits = draft_logits.new_zeros(shape)
+                        all_logits[chosen, :width] = draft_logits
+                        draft_logits = all_logits
                     break
             rows = [end - 1 for end in accumulate(span.count for span in spans)]
             logits = self.runner.forward(step_ids, spans, rows)[:, : self._vocab_size]

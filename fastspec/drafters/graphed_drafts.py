@@ -1,5 +1,6 @@
-"""All decoding steps of a draft model as one CUDA graph: the host launches it and is free."""
+"""All decoding steps of a draft as one CUDA graph: the host launches it and is free."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple, cast
@@ -8,12 +9,17 @@ import torch
 from torch import Tensor
 
 from fastspec.drafters.base import SamplingTensors
-from fastspec.models.graphs import LEAST_WIDTH, MOST_TOKENS, Run, power_of_2, report_failure
+from fastspec.models.graphs import LEAST_WIDTH, Run, power_of_2, report_failure
 from fastspec.models.layout import PagedStep, PassShape, Span, lay_out
 from fastspec.models.reduced_vocabulary import DraftVocabulary
 from fastspec.models.runner import ModelRunner
-from fastspec.models.transfer import device_tensor, host_tensor
+from fastspec.models.transfer import host_tensor
 from fastspec_kernels import sample, sample_coupled
+
+MOST_CHAINS = 32  # the least recently used one makes room
+MOST_ROWS = 64  # texts; more keep the GPU busy longer than the host needs to launch a pass
+MOST_TOKENS = 512  # read first
+MOST_BYTES = 64 << 20  # of logits that a chain keeps
 
 
 class Drafts(NamedTuple):
@@ -49,7 +55,7 @@ def draw(
 
 @dataclass(eq=False)
 class GraphedDrafts:
-    """The graphs of a draft model's steps, captured when a combination of sizes first occurs.
+    """The graphs of a draft model's steps, captured when a combination of sizes occurs again.
 
     Attributes:
         vocab_size: columns of the logits that are drawn from.
@@ -58,7 +64,7 @@ class GraphedDrafts:
     runner: ModelRunner
     vocabulary: DraftVocabulary
     vocab_size: int
-    _chains: "dict[tuple, StaticChain]" = field(default_factory=dict, init=False)
+    _chains: "dict[tuple, StaticChain | None]" = field(default_factory=dict, init=False)
 
     def write(
         self,
@@ -69,56 +75,51 @@ class GraphedDrafts:
         numbers: dict[str, Tensor],
         keeps_logits: bool,
     ) -> Drafts | None:
-        """Read the spans' tokens [T] int64, and continue each text by counts[b] >= 1 of K tokens.
+        """Read the spans' tokens [T] int64, and continue each text by counts[b] >= 1 tokens.
 
-        From column counts[b] on, tokens are -1 and logits without a meaning. None if the steps must
-        run one by one: the model is not captured, or reads too much at once.
+        The result has max(counts) columns; from column counts[b] on, tokens are -1 and logits
+        without a meaning. None if the steps must run one by one: the model is not captured, these
+        sizes occur for the first time, or there is too much to do at once.
         """
-        runner, num_steps = self.runner, numbers["uniforms"].shape[1]
-        filled = runner.drafting_spans(spans)
-        if runner.capture is None or filled is None:
+        runner, num_steps = self.runner, max(counts)
+        if runner.capture is None or (filled := runner.drafting_spans(spans)) is None:
             return None
-        batch, ends = len(spans), [span.start + span.count for span in filled]
+        ends = [span.start + span.count for span in filled]
         width = -(-(max(map(sum, zip(ends, counts, strict=True))) - 1) // runner.block_size)
-        num_rows = power_of_2(batch)
+        num_rows = power_of_2(len(spans))
         num_tokens = num_rows * power_of_2(-(-len(input_ids) // num_rows))
-        if num_tokens > MOST_TOKENS:
+        num_bytes = num_rows * num_steps * self.vocab_size * runner.paged_model.dtype.itemsize
+        is_large = num_rows > MOST_ROWS or num_tokens > MOST_TOKENS
+        if is_large or (keeps_logits and num_bytes > MOST_BYTES):
             return None
-        # Twice as many sequences as rows: one that is added takes the tokens that are added.
+        # Twice as many sequences as rows: those that are added take the tokens that are added.
         shape = PassShape(2 * num_rows, num_tokens, num_rows, max(LEAST_WIDTH, power_of_2(width)))
-        given = {**numbers, **{name: x for name, x in sampling.items() if x is not None}}
-        given = cast(dict[str, Tensor], given)
+        given = {"uniforms": numbers["uniforms"][:, :num_steps]}
+        given |= {name: x for name, x in {**numbers, **sampling}.items() if name not in given}
+        given = {name: cast(Tensor, x) for name, x in given.items() if x is not None}
         key = shape, num_steps, keeps_logits, *given
-        if (chain := self._chains.get(key)) is None:
-            self._chains[key] = chain = StaticChain(self, shape, num_steps, keeps_logits, given)
-        rows = [count - 1 for count in accumulate(span.count for span in spans)]
-        layouts = [lay_out(filled, rows, runner.block_size, shape, num_tokens)]
-        glimpses = [runner.glimpse_values(filled, True)]
-        for step in range(1, num_steps):
-            places = [end - 1 + min(step, num - 1) for end, num in zip(ends, counts, strict=True)]
-            later = [span.part(place, 1) for span, place in zip(spans, places, strict=True)]
-            wide, narrow = lay_out(later, [], runner.block_size, chain.later_shape, 1)
-            over = [num_rows + row for row, num in enumerate(counts) if step >= num]
-            for slot in over:
-                wide[slot] = -1  # nothing is written after the last token
-            layouts.append((wide, narrow))
-            glimpses.append(runner.glimpse_values(later, False))
-        chain.fill(input_ids, layouts, glimpses, given)
+        is_new, chain = key not in self._chains, self._chains.pop(key, None)
+        if chain is None and not is_new:
+            chain = StaticChain(self, shape, num_steps, keeps_logits, given)
+        self._chains[key] = chain
+        while len(self._chains) > MOST_CHAINS:
+            del self._chains[next(iter(self._chains))]
+        if chain is None:
+            return None
+        chain.fill(input_ids, filled, counts, given)
         if chain.replay is None:
             try:
                 chain.replay = runner.capture(chain.run)
             except RuntimeError as error:
-                report_failure(runner.paged_model, runner.must_capture, error)
-                runner.capture = None
                 self._chains.clear()
+                runner.capture = None
+                report_failure(runner.paged_model, runner.must_capture, error)
                 return None
         token_ids, logits = chain.replay()
-        token_ids = token_ids[:batch].clone()
+        token_ids = token_ids[: len(spans)].clone()
         if min(counts) < num_steps:
-            columns = torch.arange(num_steps, device=token_ids.device)
-            lengths = device_tensor(counts, torch.int64, token_ids.device)
-            token_ids.masked_fill_(columns >= lengths[:, None], -1)
-        return Drafts(token_ids, None if logits is None else logits[:batch].clone())
+            token_ids.masked_fill_(chain.lengths[: len(spans), None] <= chain.columns, -1)
+        return Drafts(token_ids, None if logits is None else logits[: len(spans)].clone())
 
 
 class StaticChain:
@@ -133,62 +134,80 @@ class StaticChain:
         given: dict[str, Tensor],
     ):
         self.replay: Run | None = None
-        self.later_shape = PassShape(shape.num_rows, shape.num_rows, 0, shape.width)
-        self._drafts, self._keeps_logits = drafts, keeps_logits
-        runner = drafts.runner
-        model, device = runner.paged_model, runner.device
-        self._shapes = [shape, *[self.later_shape] * (num_steps - 1)]
-        # Of each step the layout, then what its tokens and sequences read besides.
-        wide_sizes = [x for of in self._shapes for x in (of.wide_size, of.num_tokens)]
-        narrow_sizes = [x for of in self._shapes for x in (of.narrow_size, of.batch)]
+        self._runner, self._vocabulary = drafts.runner, drafts.vocabulary
+        self._vocab_size, self._shape, self._keeps_logits = drafts.vocab_size, shape, keeps_logits
+        model, device, num_rows = drafts.runner.paged_model, drafts.runner.device, shape.num_rows
+        # The first pass, then positions, slots and what each token reads besides of the others.
+        wide = [shape.wide_size, shape.num_tokens] + [num_rows] * 3 * (num_steps - 1)
+        # The first pass and what each sequence reads besides, lengths of the drafts, contexts.
+        narrow = [shape.narrow_size, shape.batch, num_rows] + [num_rows] * (num_steps - 1)
         self._ids = torch.zeros(shape.num_tokens, dtype=torch.int64, device=device)
-        self._wide = torch.zeros(sum(wide_sizes), dtype=torch.int64, device=device)
-        self._narrow = torch.zeros(sum(narrow_sizes), dtype=torch.int32, device=device)
-        wide, narrow = self._wide.split(wide_sizes), self._narrow.split(narrow_sizes)
-        parts = zip(self._shapes, wide[::2], narrow[::2], wide[1::2], narrow[1::2], strict=True)
-        self._steps = []
-        for number, (of, wide, narrow, per_token, per_sequence) in enumerate(parts):
-            sizes = of.batch, of.num_tokens
-            step = PagedStep.of(runner.caches, wide, narrow, *sizes, model.backend, spans=[])
-            runner.set_glimpse(step, per_token, per_sequence, number == 0)
-            self._steps.append(step)
-        self._given = {
-            name: value.new_zeros((shape.num_rows, *value.shape[1:]))
-            for name, value in given.items()
-        }
+        self._wide = torch.zeros(sum(wide), dtype=torch.int64, device=device)
+        self._narrow = torch.zeros(sum(narrow), dtype=torch.int32, device=device)
+        self.columns = torch.arange(num_steps, dtype=torch.int32, device=device)
+        first, per_token, *later = self._wide.split(wide)
+        sizes = shape.batch, shape.num_tokens, model.backend
+        narrow_first, per_sequence, self.lengths, *contexts = self._narrow.split(narrow)
+        step = PagedStep.of(drafts.runner.caches, first, narrow_first, *sizes, spans=[])
+        self._runner.set_glimpse(step, per_token, per_sequence, True)
+        self._steps = [step]
+        ends = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
+        shared = step.rows[:0], step.block_table[:num_rows]
+        for number, context_lens in enumerate(contexts):
+            positions, slots, per_token = later[3 * number : 3 * number + 3]
+            tail = context_lens, ends, slots, step.prompt_lens[:num_rows], model.backend
+            following = PagedStep(step.caches, positions, *shared, *tail)
+            self._runner.set_glimpse(following, per_token, per_sequence[:num_rows], False)
+            self._steps.append(following)
+        self._given = {name: x.new_zeros((num_rows, *x.shape[1:])) for name, x in given.items()}
 
     def fill(
-        self,
-        input_ids: Tensor,
-        layouts: list[tuple[list[int], list[int]]],
-        glimpses: list[tuple[list[int], list[int]]],
-        given: dict[str, Tensor],
+        self, input_ids: Tensor, spans: list[Span], counts: list[int], given: dict[str, Tensor]
     ) -> None:
-        """Copy each step's padded layout and glimpse, and what draws tokens, into the buffers."""
-        device, wide, narrow = self._ids.device, [], []
-        for shape, layout, (per_token, per_sequence) in zip(
-            self._shapes, layouts, glimpses, strict=True
-        ):
-            wide += layout[0] + per_token + [0] * (shape.num_tokens - len(per_token))
-            narrow += layout[1] + per_sequence + [0] * (shape.batch - len(per_sequence))
+        """Copy the padded layout, and what tokens are drawn with, into the buffers."""
+        runner, shape, size = self._runner, self._shape, self._runner.block_size
+        rows = [count - 1 for count in accumulate(span.count for span in spans)]
+        most_tokens = min(shape.num_tokens, shape.width * size)
+        wide, narrow = lay_out(spans, rows, size, shape, most_tokens)
+        per_token, per_sequence = runner.glimpse_values(spans, True)
+        wide += padded(per_token, shape.num_tokens)
+        narrow += padded(per_sequence, shape.batch) + padded(counts, shape.num_rows)
+        last = [span.start + span.count - 1 for span in spans]
+        for step in range(1, len(self._steps)):
+            # Drafts that have ended go on in the slot of nothing.
+            places = [end + min(step, num - 1) for end, num in zip(last, counts, strict=True)]
+            later = [span.part(place, 1) for span, place in zip(spans, places, strict=True)]
+            slots = [
+                span.block_table[place // size] * size + place % size if step < num else -1
+                for span, place, num in zip(later, places, counts, strict=True)
+            ]
+            wide += padded(places, shape.num_rows) + padded(slots, shape.num_rows, -1)
+            wide += padded(runner.glimpse_values(later, False)[0], shape.num_rows)
+            narrow += padded([place + 1 for place in places], shape.num_rows, 1)
         self._ids[: len(input_ids)].copy_(input_ids)
         for buffer, values in ((self._wide, wide), (self._narrow, narrow)):
-            buffer.copy_(host_tensor(values, buffer.dtype, device), non_blocking=True)
+            copy = host_tensor(values, buffer.dtype, buffer.device)
+            buffer.copy_(copy, non_blocking=True)
         for name, value in given.items():
             self._given[name][: len(value)].copy_(value)
 
     def run(self) -> tuple[Tensor, Tensor | None]:
         """Run all steps on the buffers; return tokens [B, K] and their logits, if kept."""
-        drafts, model = self._drafts, self._drafts.runner.paged_model
-        names = "temperature", "top_k", "top_p", "min_p"
+        model, names = self._runner.paged_model, ("temperature", "top_k", "top_p", "min_p")
         sampling: Any = {name: self._given.get(name) for name in names}
-        ids, tokens, rows = self._ids, [], []
+        ids, tokens, kept = self._ids, [], []
         for number, step in enumerate(self._steps):
-            keep = step.rows if number == 0 else None
-            logits = model.forward(ids, step.positions, keep, step)[:, : drafts.vocab_size]
+            rows = step.rows if number == 0 else None
+            logits = model.forward(ids, step.positions, rows, step)[:, : self._vocab_size]
             given = logits, self._given, number, sampling
-            picked, _ = draw(*given, drafts.vocabulary, model.backend)
+            picked, _ = draw(*given, self._vocabulary, model.backend)
             tokens.append(picked)
-            rows.append(logits)
+            if self._keeps_logits:
+                kept.append(logits)
             ids = picked.clamp(min=0).long()
-        return torch.stack(tokens, dim=1), torch.stack(rows, dim=1) if self._keeps_logits else None
+        return torch.stack(tokens, dim=1), torch.stack(kept, dim=1) if kept else None
+
+
+def padded(values: Sequence[int], length: int, value: int = 0) -> list[int]:
+    """Return the values, followed by `value` up to this length."""
+    return [*values, *[value] * (length - len(values))]

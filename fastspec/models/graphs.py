@@ -35,14 +35,19 @@ class CudaCapture:
     def __init__(self, device: torch.device):
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream: torch.cuda.Stream | None = None
 
     def __call__(self, run: Run) -> Run:
         with torch.cuda.device(self._device):
-            stream = torch.cuda.Stream()
+            if self._stream is None:  # one, as torch keeps scratch memory for each
+                self._stream = torch.cuda.Stream()
+            stream = self._stream
             stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                run()  # compile kernels and initialise libraries outside the capture
-            torch.cuda.current_stream().wait_stream(stream)
+            try:
+                with torch.cuda.stream(stream):
+                    run()  # compile kernels and initialise libraries outside the capture
+            finally:
+                torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             # Other threads' concurrent GPU work is not part of the pass.
             options = {"pool": self._pool, "stream": stream, "capture_error_mode": "thread_local"}

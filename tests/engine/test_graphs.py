@@ -1,18 +1,22 @@
 """CUDA graphs: which sizes a pass is padded to, and that padding changes nothing. On the CPU a
 stand-in for the capture runs the same function on the same static buffers."""
 
+import gc
 import logging
+import weakref
 
 import pytest
 import torch
 
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
+from fastspec.drafters import graphed_drafts
 from fastspec.drafters.draft_model import DraftModelDrafter
 from fastspec.drafters.graphed_drafts import GraphedDrafts
 from fastspec.models.blocks import Blocks
 from fastspec.models.graphs import GraphedForward, bucket, capture_for
 from fastspec.models.layout import PassShape, Span, lay_out
 from fastspec.models.paged_model import PagedModel
+from fastspec.models.reduced_vocabulary import DraftVocabulary
 from fastspec.models.runner import ModelRunner
 
 from ..models import VOCAB_SIZE, perturbed, random_model
@@ -63,6 +67,7 @@ def runner_of(model, capture=None, must=False):
         for cache in caches:
             cache.normal_(generator=generator)
     if capture is not None:
+        runner.capture, runner.must_capture = capture, must
         arguments = (runner.paged_model, runner.caches, BLOCK_SIZE, capture, must)
         runner.graphs = GraphedForward(*arguments)
     return runner
@@ -254,12 +259,17 @@ def test_a_draft_is_one_graph(rule, options, num_prompts):
         engine = Engine(model, draft, spec=spec, config=EngineConfig(block_size=BLOCK_SIZE))
         if capture is not None:
             use_graphs(draft_model_of(engine).runner, capture)
-        outputs = engine.generate(prompts, params)
-        return [(output.token_ids, output.stats.num_steps) for output in outputs]
+        results = []
+        for _ in range(2):  # what occurs once is no graph
+            outputs = engine.generate(prompts, params)
+            results.append([(output.token_ids, output.stats.num_steps) for output in outputs])
+        return results, draft_model_of(engine)._graphed._chains
 
-    capture = CountingCapture()
-    assert run(capture) == run(None)
-    assert 0 < capture.num_captured <= 2 * num_prompts  # drafts of every length are the same graph
+    expected, none = run(None)
+    results, chains = run(CountingCapture())
+    assert results == expected
+    assert not none
+    assert any(chain is not None for chain in chains.values())
 
 
 def draft_of(method, target, folder):
@@ -309,14 +319,25 @@ def test_drafts_that_read_their_target_are_one_graph(tmp_path, monkeypatch, meth
         preemptions = count_preemptions(engine)
         if capture is not None:
             use_graphs(draft_model_of(engine).runner, capture)
-        outputs = engine.generate(prompts, params)
+        results = []
+        for _ in range(2):  # what occurs once is no graph
+            replayed.clear()
+            outputs = engine.generate(prompts, params)
+            results.append([(output.token_ids, output.stats.num_steps) for output in outputs])
         assert preemptions[0]
-        return [(output.token_ids, output.stats.num_steps) for output in outputs]
+        return results
 
     expected = run(None)
     assert not replayed
     assert run(CountingCapture()) == expected
     assert sum(replayed) > 0.8 * len(replayed)  # the rest: the first tokens of a text
+
+
+class AllSeen(dict):
+    """As if every combination of sizes had occurred before."""
+
+    def __contains__(self, key):
+        return True
 
 
 @torch.inference_mode()
@@ -335,12 +356,14 @@ def test_drafts_of_different_lengths(rule, keeps_logits):
     for capture in (None, CountingCapture(), CountingCapture()):
         runner = runner_of(model, capture)
         drafter = DraftModelDrafter(runner, Blocks(NUM_BLOCKS, BLOCK_SIZE), VOCAB_SIZE, True)
+        drafter._graphed._chains = chains = AllSeen()
         tables = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(1)).tolist()
         for place, request in enumerate(requests):
             request.block_table[:] = tables[4 * place : 4 * place + 4]
         given = requests, texts, counts, sampling, uniforms, keeps_logits, keys
         token_ids, logits, lengths = drafter.write(*given)
         assert lengths == counts
+        assert len(chains) == (capture is not None)
         within = torch.arange(4) < torch.tensor(counts)[:, None]
         assert torch.equal(token_ids < 0, ~within)
         assert (logits is not None) == keeps_logits
@@ -362,9 +385,9 @@ def test_the_graph_of_a_draft_makes_the_host_wait_for_nothing(tmp_path, monkeypa
     use_graphs(draft_model_of(engine).runner, CountingCapture())
     params = SamplingParams(temperature=0.7, top_k=9, seed=3, max_tokens=40)
     engine.add_request([*range(5, 25)], params)
-    for _ in range(3):
+    for _ in range(6):
         engine.step()
-    chains = [*draft_model_of(engine)._graphed._chains.values()]
+    chains = [*filter(None, draft_model_of(engine)._graphed._chains.values())]
     assert chains
 
     def refuse(*args, **options):
@@ -392,3 +415,53 @@ def test_a_draft_model_that_cannot_be_captured_runs_without():
     use_graphs(draft_model_of(engine).runner, FailingCapture())
     with pytest.raises(ValueError, match=r"^cuda_graphs: 'on', but LlamaForCausalLM cannot be"):
         engine.generate([[5, 6, 7]], params)
+
+
+@torch.inference_mode()
+def test_few_graphs_of_drafts_are_kept(monkeypatch):
+    """The least recently used one goes; large drafts and those with many logits are no graphs."""
+    model = random_model("llama")
+    runner = runner_of(model, CountingCapture())
+    monkeypatch.setattr(graphed_drafts, "MOST_CHAINS", 3)
+    drafts = GraphedDrafts(runner, DraftVocabulary(VOCAB_SIZE), VOCAB_SIZE)
+    sampling = {"temperature": None, "top_k": None, "top_p": None, "min_p": None}
+
+    def write(num_steps, batch=1, keeps_logits=False):
+        spans = [Span([b], 0, 1) for b in range(batch)]
+        numbers = {"uniforms": torch.rand(batch, 9)}
+        ids, counts = torch.zeros(batch, dtype=torch.int64), [num_steps] * batch
+        return drafts.write(ids, spans, counts, sampling, numbers, keeps_logits)
+
+    for num_steps in (1, 2, 3, 1, 4):
+        assert write(num_steps) is None or num_steps == 1
+    assert [key[1] for key in drafts._chains] == [3, 1, 4]
+    assert write(1).token_ids.shape == (1, 1)
+    assert write(3).token_ids.shape == (1, 3)
+    assert write(2) is None  # went, and is seen for the first time again
+    monkeypatch.setattr(graphed_drafts, "MOST_ROWS", 2)
+    assert write(1, batch=3) is write(1, batch=3) is None
+    assert len(drafts._chains) == 3
+    monkeypatch.setattr(graphed_drafts, "MOST_BYTES", 3 * 4 * VOCAB_SIZE)
+    assert write(4, keeps_logits=True) is write(4, keeps_logits=True) is None
+    assert write(3, keeps_logits=True) is None
+    assert write(3, keeps_logits=True).logits.shape == (1, 3, VOCAB_SIZE)
+
+
+def test_a_drafter_that_goes_takes_its_graphs_along():
+    """No cycle keeps pages until the next garbage collection."""
+    model = random_model("llama")
+    engine = Engine(model, perturbed(model, 0.3))
+    use_graphs(draft_model_of(engine).runner, CountingCapture())
+    engine.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=30))
+    drafts = draft_model_of(engine)._graphed
+    assert any(drafts._chains.values())
+    pages = weakref.ref(next(iter(drafts.runner.caches.values()))[0])
+    captured = [*filter(None, drafts._chains.values()), *drafts.runner.graphs._passes.values()]
+    for static in captured:
+        static.replay = None  # the stand-in's is a method of the object itself
+    gc.disable()
+    try:
+        del engine, drafts, captured, static
+        assert pages() is None
+    finally:
+        gc.enable()

@@ -39,6 +39,15 @@ def test_products_of_few_rows(num_rows, depth, sizes, has_bias, dtype):
         close(out, expected, dtype)
 
 
+def test_biases_of_some_matrices():
+    rows, weight = (random(4, 48, dtype=torch.bfloat16, seed=seed) for seed in (1, 2))
+    bias = random(4, dtype=torch.bfloat16)
+    outs = products.linear(rows, (weight, weight), (None, bias))
+    expected = rows.double() @ weight.double().T
+    close(outs[0], expected, torch.bfloat16)
+    close(outs[1], expected + bias.double(), torch.bfloat16)
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize(("num_rows", "depth", "size"), [(1, 48, 33), (5, 256, 64), (16, 259, 5)])

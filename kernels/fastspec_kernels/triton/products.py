@@ -20,9 +20,12 @@ def linear(
     rows: Tensor, weights: tuple[Tensor, ...], biases: tuple[Tensor | None, ...]
 ) -> list[Tensor]:
     """Multiply rows [T, K] by each of the matrices [N_i, K], in one launch if rows are few."""
-    given = tuple(bias for bias in biases if bias is not None)
-    if not _are_few(rows) or len(given) not in (0, len(weights)):
+    if not _are_few(rows):
         return [F.linear(rows, *pair) for pair in zip(weights, biases, strict=True)]
+    given = tuple(bias for bias in biases if bias is not None)
+    if len(given) not in (0, len(weights)):  # one launch has biases for all matrices or for none
+        pairs = zip(weights, biases, strict=True)
+        return [out for weight, bias in pairs for out in linear(rows, (weight,), (bias,))]
     sizes = tuple(len(weight) for weight in weights)
     outs = tuple(rows.new_empty((len(rows), size)) for size in sizes)
     is_narrow = len(rows) <= 8
