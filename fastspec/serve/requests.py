@@ -99,9 +99,11 @@ def completion(
     require("prompt", prompt, fits, "a string, a list of token ids, or a list of either")
     for name, neutral in (("suffix", ""), ("echo", False)):
         value = given.get(name, neutral)
-        refuse(name, None if value == neutral else value, "not supported")
-    n = given.get("n", 1)
-    require("best_of", given.get("best_of"), given.get("best_of") in (None, n), f"n ({n!r})")
+        is_neutral = type(value) is type(neutral) and value == neutral
+        refuse(name, None if is_neutral else value, "not supported")
+    n, best_of = given.get("n", 1), given.get("best_of")
+    fits = best_of is None or (is_int(best_of) and best_of == n)
+    require("best_of", best_of, fits, f"n ({n!r})")
     fields = _sampling(given, config, len(several))
     fields["max_tokens"] = _max_tokens(given, "max_tokens", config, _COMPLETION_TOKENS)
     logprobs = given.get("logprobs")

@@ -316,6 +316,8 @@ BAD = [
     ({"prompt": [10**9]}, "prompt"),
     ({"prompt": None}, "prompt"),
     ({"echo": True}, "echo"),
+    ({"echo": 0}, "echo"),
+    ({"best_of": True}, "best_of"),
     ({"beams": 3}, "beams"),
     ({"response_format": {"type": "xml"}}, "response_format"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),

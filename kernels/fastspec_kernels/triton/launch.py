@@ -15,7 +15,7 @@ def launch(
         return
     # Fused multiply-adds are requested explicitly where wanted, so equal code gives equal bits.
     options = {"num_warps": num_warps, "enable_fp_fusion": False, **constants}
-    device = next(tensor.device for tensor in _tensors(args))
+    device = _device_of(args)
     if device.type == "cuda":
         with torch.cuda.device(device):  # Triton launches on the current device
             kernel[grid](*args, **options)
@@ -23,12 +23,12 @@ def launch(
         kernel[grid](*args, **options)
 
 
-def _tensors(args: tuple) -> list[Tensor]:
-    """Yield the tensors among arguments and groups of arguments."""
-    found = []
-    for arg in args:
+def _device_of(args: tuple) -> torch.device:
+    """Return the device of the first tensor among arguments and groups of arguments."""
+    groups = list(args)
+    for arg in groups:
         if isinstance(arg, Tensor):
-            found.append(arg)
-        elif isinstance(arg, tuple):
-            found.extend(_tensors(arg))
-    return found
+            return arg.device
+        if isinstance(arg, tuple):
+            groups.extend(arg)
+    raise ValueError("a launch needs a tensor")
