@@ -108,8 +108,7 @@ class EngineConfig(Options):
         choice("auto", "on", "off"),
         "Replay passes over few tokens as CUDA graphs: auto (where possible), on or off.",
         "If a model on a GPU cannot be captured, auto logs a warning once and on raises an error."
-        " Encoder-decoders and models with recurrent layers are never captured; of GLIDE and EAGLE"
-        " drafts, only chains are, each as a whole.",
+        " Encoder-decoders and models with recurrent layers are never captured.",
     )
     compile_modules: bool = option(
         False,

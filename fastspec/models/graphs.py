@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 Run = Callable[[], Any]
 Capture = Callable[[Run], Run]  # records a function that works on static buffers
+# Lets a captured pass read buffers besides tokens and pages, and returns them.
+GlimpseBuffers = Callable[[PagedStep], tuple[Tensor, ...]]
 Tree = tuple[Tensor, Tensor]  # depths [B, N], ancestor_mask [B, N, words]
 
 
@@ -134,11 +136,18 @@ class GraphedForward:
     _passes: "dict[tuple[PassShape, int], StaticPass]" = field(default_factory=dict, init=False)
 
     def forward(
-        self, input_ids: Tensor, spans: list[Span], rows: list[int], tree: Tree | None
+        self,
+        input_ids: Tensor,
+        spans: list[Span],
+        rows: list[int],
+        tree: Tree | None,
+        glimpse: tuple[Tensor, ...],
+        glimpse_buffers: GlimpseBuffers,
     ) -> Tensor | None:
         """See ModelRunner.forward; returns the logits of all tokens if `rows` is empty.
 
-        `tree` is the result of `build_tree`. Returns None if the pass must run without a graph.
+        `tree` is the result of `build_tree`; `glimpse` goes to the glimpse_buffers of the captured
+        pass. Returns None if the pass must run without a graph.
 
         Raises:
             ValueError: the model cannot be captured, but must be.
@@ -150,10 +159,10 @@ class GraphedForward:
             return None
         shape, most_tokens = sizes
         if (static := self._passes.get((shape, num_nodes))) is None:
-            static = StaticPass(self, shape, num_nodes)
+            static = StaticPass(self, shape, num_nodes, glimpse_buffers)
             self._passes[shape, num_nodes] = static
         layout = lay_out(spans, rows, self.block_size, shape, most_tokens)
-        static.fill(input_ids, *layout, tree, [span.count for span in spans])
+        static.fill(input_ids, *layout, tree, [span.count for span in spans], glimpse)
         if static.replay is None:
             try:
                 static.replay = self.capture(static.run)
@@ -173,7 +182,13 @@ class GraphedForward:
 class StaticPass:
     """Buffers for one combination of sizes, which a graph reads at fixed addresses."""
 
-    def __init__(self, graphs: GraphedForward, shape: PassShape, num_nodes: int):
+    def __init__(
+        self,
+        graphs: GraphedForward,
+        shape: PassShape,
+        num_nodes: int,
+        glimpse_buffers: GlimpseBuffers,
+    ):
         self.replay: Run | None = None
         self._paged_model = model = graphs.paged_model
         self._keeps_rows = shape.num_rows > 0
@@ -184,6 +199,7 @@ class StaticPass:
         buffers = self._wide, self._narrow
         self._step = PagedStep.of(graphs.caches, *buffers, *sizes, model.backend, spans=[])
         self._step.inputs = graphs.inputs
+        self._glimpse = glimpse_buffers(self._step)
         if num_nodes:
             mask = (shape.batch, num_nodes, -(-num_nodes // 64))
             self._step.ancestor_mask = torch.zeros(mask, dtype=torch.int64, device=device)
@@ -195,12 +211,15 @@ class StaticPass:
         narrow: list[int],
         tree: Tree | None,
         counts: list[int],
+        glimpse: tuple[Tensor, ...],
     ) -> None:
         """Copy a padded pass into the buffers, with the structure of its trees, if any."""
         step, device = self._step, self._ids.device
         self._ids[: len(input_ids)].copy_(input_ids)
         self._wide.copy_(host_tensor(wide, torch.int64, device), non_blocking=True)
         self._narrow.copy_(host_tensor(narrow, torch.int32, device), non_blocking=True)
+        for buffer, values in zip(self._glimpse, glimpse, strict=True):
+            buffer[: len(values)].copy_(values)
         if tree is not None and step.ancestor_mask is not None:
             depths, ancestor_mask = tree
             positions = tree_positions(depths, counts, step.context_lens[: len(counts)])

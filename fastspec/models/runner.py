@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from fastspec.config.checks import require
-from fastspec.models.graphs import GraphedForward, capture_for
+from fastspec.models.graphs import Capture, GraphedForward, capture_for
 from fastspec.models.layout import (
     CacheStack,
     KeptInputs,
@@ -59,14 +59,24 @@ class ModelRunner:
         self.inputs: KeptInputs | None = None
         self._num_blocks, self.block_size = num_blocks, block_size
         self._chunk_size = chunk_size
-        self.must_capture = cuda_graphs == "on"
-        self.capture = capture_for(cuda_graphs, paged_model)
+        self.capture: Capture | None = None
+        self.must_capture = False
         self.graphs: GraphedForward | None = None
-        if self.capture is not None and self.captures_passes:
-            given = paged_model, self.caches, block_size, self.capture, self.must_capture
-            self.graphs = GraphedForward(*given)
+        if capture := capture_for(cuda_graphs, paged_model):
+            self.capture_with(capture, must=cuda_graphs == "on")
 
-    captures_passes = True  # one by one, whatever they are for
+    def capture_with(self, capture: Capture, must: bool) -> None:
+        """From now on, replay short passes; see `GraphedForward`."""
+        self.capture, self.must_capture = capture, must
+        self.graphs = GraphedForward(self.paged_model, self.caches, self.block_size, capture, must)
+
+    def glimpse_buffers(self, step: PagedStep) -> tuple[Tensor, ...]:
+        """Let a captured pass read buffers besides tokens and pages; return them."""
+        return ()
+
+    def glimpse(self, spans: list[Span], parents: Tensor | None) -> tuple[Tensor, ...] | None:
+        """Return what a pass over the spans reads of the buffers; None = it is not captured."""
+        return ()
 
     def drafting_spans(self, spans: list[Span]) -> list[Span] | None:
         """Return the slots that drafting from these spans fills first; None = not by graphs."""
@@ -125,9 +135,12 @@ class ModelRunner:
         if self.graphs is not None and rows != []:
             every_row = rows == list(range(len(input_ids)))
             kept = [] if every_row else rows or []
-            logits = self.graphs.forward(input_ids, spans, kept, tree)
-            if logits is not None:
-                return logits
+            glimpse = self.glimpse(spans, parents)
+            if glimpse is not None:
+                given = input_ids, spans, kept, tree, glimpse, self.glimpse_buffers
+                logits = self.graphs.forward(*given)
+                if logits is not None:
+                    return logits
         step = self._step(spans, rows or [], parents)
         positions = step.positions
         if self.paged_model.chunk_size is not None:
@@ -218,7 +231,18 @@ class SplitRunner(ModelRunner):
         super().__init__(*args, **kwargs)
         self._whole: dict[int, KVCache] = {}
 
-    captures_passes = True  # one by one, whatever they are for
+    def capture_with(self, capture: Capture, must: bool) -> None:
+        """From now on, replay short passes; see `GraphedForward`."""
+        self.capture, self.must_capture = capture, must
+        self.graphs = GraphedForward(self.paged_model, self.caches, self.block_size, capture, must)
+
+    def glimpse_buffers(self, step: PagedStep) -> tuple[Tensor, ...]:
+        """Let a captured pass read buffers besides tokens and pages; return them."""
+        return ()
+
+    def glimpse(self, spans: list[Span], parents: Tensor | None) -> tuple[Tensor, ...] | None:
+        """Return what a pass over the spans reads of the buffers; None = it is not captured."""
+        return ()
 
     def drafting_spans(self, spans: list[Span]) -> list[Span] | None:
         """Return the slots that drafting from these spans fills first; None = not by graphs."""

@@ -7,7 +7,6 @@ from fastspec.drafters import draft_model
 from fastspec.drafters.base import DRAFT_STREAM, Batch
 from fastspec.engine import acceptance, verify
 from fastspec.engine.request import EngineRequest
-from fastspec.models.graphs import GraphedForward
 
 _GREEDY = SamplingParams(temperature=0)
 
@@ -241,10 +240,7 @@ class CountingCapture:
 
 def use_graphs(runner, capture):
     """Run passes as with CUDA graphs, captured by `capture`."""
-    size = block_size_of(runner)
-    runner.capture, runner.must_capture = capture, True
-    if runner.captures_passes:
-        runner.graphs = GraphedForward(runner.paged_model, runner.caches, size, capture, True)
+    runner.capture_with(capture, must=True)
 
 
 # Engines that are not exact

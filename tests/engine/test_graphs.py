@@ -4,6 +4,7 @@ stand-in for the capture runs the same function on the same static buffers."""
 import gc
 import logging
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from fastspec.drafters import graphed_drafts
 from fastspec.drafters.draft_model import DraftModelDrafter
 from fastspec.drafters.graphed_drafts import GraphedDrafts
 from fastspec.models.blocks import Blocks
-from fastspec.models.graphs import GraphedForward, bucket, capture_for
+from fastspec.models.graphs import bucket, capture_for
 from fastspec.models.layout import PassShape, Span, lay_out
 from fastspec.models.paged_model import PagedModel
 from fastspec.models.reduced_vocabulary import DraftVocabulary
@@ -67,9 +68,7 @@ def runner_of(model, capture=None, must=False):
         for cache in caches:
             cache.normal_(generator=generator)
     if capture is not None:
-        runner.capture, runner.must_capture = capture, must
-        arguments = (runner.paged_model, runner.caches, BLOCK_SIZE, capture, must)
-        runner.graphs = GraphedForward(*arguments)
+        runner.capture_with(capture, must)
     return runner
 
 
@@ -331,6 +330,34 @@ def test_drafts_that_read_their_target_are_one_graph(tmp_path, monkeypatch, meth
     assert not replayed
     assert run(CountingCapture()) == expected
     assert sum(replayed) > 0.8 * len(replayed)  # the rest: the first tokens of a text
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize(
+    ("method", "is_tree"),
+    [("eagle3", False), ("eagle3", True), ("eagle", False), ("eagle", True), ("glide", False)],
+)
+def test_passes_that_read_their_target_with_graphs(tmp_path, method, is_tree, temperature):
+    """One by one, as for trees and drafts that may end early; prompts and trees of all sizes."""
+    target = random_model("llama", num_hidden_layers=6)
+    drafter, spec = draft_of(method, target, tmp_path)
+    fields = {"tree_nodes": 9, "tree_width": 2} if is_tree else {"confidence_threshold": 1e-4}
+    spec = replace(spec, **fields)
+    prompts = [[5, 6, 7], [*range(30, 47)], [40], [41, 42]]
+    params = [
+        SamplingParams(temperature=temperature, seed=b, max_tokens=7 + 4 * b) for b in range(4)
+    ]
+
+    def run(capture):
+        engine = Engine(target, drafter, spec=spec, config=EngineConfig(block_size=4))
+        if capture is not None:
+            use_graphs(draft_model_of(engine).runner, capture)
+        outputs = engine.generate(prompts, params)
+        return [(output.token_ids, output.stats.num_steps) for output in outputs]
+
+    capture = CountingCapture()
+    assert run(capture) == run(None)
+    assert capture.num_captured > 3
 
 
 class AllSeen(dict):

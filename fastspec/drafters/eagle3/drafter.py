@@ -18,7 +18,7 @@ from fastspec.models.flat import has_layer_kernels
 from fastspec.models.layout import KVCache, PagedStep, Span, packed
 from fastspec.models.paged_model import PagedModel
 from fastspec.models.runner import ModelRunner
-from fastspec.models.transfer import device_tensor
+from fastspec.models.transfer import device_tensor, padded_tensor
 
 
 class EagleRunner(ModelRunner):
@@ -27,8 +27,6 @@ class EagleRunner(ModelRunner):
     The first token has no row, so token i has the draft's row i - 1, in the slot of token i - 1.
     The contents of a block therefore depend on one token after it.
     """
-
-    captures_passes = False  # only drafts: trees find their rows' states on the device
 
     def __init__(
         self,
@@ -39,8 +37,8 @@ class EagleRunner(ModelRunner):
         chunk_size: int,
         cuda_graphs: str = "off",
     ):
-        super().__init__(paged_model, num_blocks, block_size, chunk_size, cuda_graphs)
         self._inputs_read = inputs
+        super().__init__(paged_model, num_blocks, block_size, chunk_size, cuda_graphs)
         size = paged_model.model.config.hidden_size
         shape = num_blocks * block_size + 1, size  # the last for rows without a slot, -1
         self._own = torch.zeros(shape, dtype=paged_model.dtype, device=self.device)
@@ -70,6 +68,18 @@ class EagleRunner(ModelRunner):
                 return torch.empty((0, self.paged_model.num_columns), device=self.device)
         return super().forward(input_ids, shifted(spans), rows, parents)
 
+    def glimpse_buffers(self, step: PagedStep) -> tuple[Tensor, ...]:
+        """See `ModelRunner.glimpse_buffers`: each row's slot to read, and whose state that is."""
+        read = torch.zeros_like(step.slot_mapping)
+        is_known = torch.zeros_like(read, dtype=torch.bool)
+        states = self._inputs_read, self._own, is_known, read, step.slot_mapping
+        step.glimpse = PagedStates(*states)
+        return read, is_known
+
+    def glimpse(self, spans: list[Span], parents: Tensor | None) -> tuple[Tensor, ...] | None:
+        known = [place < span.target_len for span in spans for place in places_of(span)]
+        return self._read(spans, known, parents), device_tensor(known, torch.bool, self.device)
+
     def drafting_spans(self, spans: list[Span]) -> list[Span] | None:
         """See `ModelRunner.drafting_spans`; the target must know what comes before each token."""
         filled = shifted(spans)
@@ -90,16 +100,17 @@ class EagleRunner(ModelRunner):
     def _step(self, spans: list[Span], rows: list[int], parents: Tensor | None = None) -> PagedStep:
         step = super()._step(spans, rows)
         is_known = [place < span.target_len for span in spans for place in places_of(span)]
-        slots = self._slots_read(spans, is_known)
-        read = device_tensor(slots, torch.int64, self.device)
-        if parents is not None:
-            read = torch.where(
-                device_tensor(is_known, torch.bool, self.device),
-                read,
-                self._slots_of_parents(step, spans, parents),
-            )
+        read = self._read(spans, is_known, parents)
         step.glimpse = PagedStates(self._inputs_read, self._own, is_known, read, step.slot_mapping)
         return step
+
+    def _read(self, spans: list[Span], is_known: list[bool], parents: Tensor | None) -> Tensor:
+        """Return the slots [T] int64 of the states that rows read."""
+        read = device_tensor(self._slots_read(spans, is_known), torch.int64, self.device)
+        if parents is None:
+            return read
+        known = device_tensor(is_known, torch.bool, self.device)
+        return torch.where(known, read, self._slots_of_parents(spans, parents))
 
     def _slots_read(self, spans: list[Span], is_known: list[bool]) -> list[int]:
         """Return each row's own slot for the target's state, the one before it for the draft's."""
@@ -111,14 +122,16 @@ class EagleRunner(ModelRunner):
             slots.append(table[source // size] * size + source % size)
         return slots
 
-    def _slots_of_parents(self, step: PagedStep, spans: list[Span], parents: Tensor) -> Tensor:
+    def _slots_of_parents(self, spans: list[Span], parents: Tensor) -> Tensor:
         """Return the slots [T] int64 of each row's parent's state, for rows of token trees."""
         counts = [span.count for span in spans]
         owners = [index for index, count in enumerate(counts) for _ in range(count)]
         starts = [span.start for span in spans]
         owner, start = (device_tensor(x, torch.int64, self.device) for x in (owners, starts))
         place = start[owner] + packed(parents, counts).clamp(min=0)
-        blocks = step.block_table[owner, place // self.block_size].long()
+        tables = [span.block_table for span in spans]
+        table = padded_tensor(tables, max(map(len, tables)), self.device)
+        blocks = table[owner, place // self.block_size].long()
         return blocks * self.block_size + place % self.block_size
 
 

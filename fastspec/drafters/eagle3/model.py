@@ -74,25 +74,29 @@ class PagedStates:
     Attributes:
         inputs: pages of the target's hidden states, one head per state.
         own: [slots, E], hidden states of the draft.
-        is_known: for each row, whether the target has read the token before the row's.
+        is_known: for each row, whether the target has read the token before the row's; a bool
+            tensor [T] in captured passes where that differs.
         slots: [T] int64, the slot of that token's state, in `inputs` if known, else in `own`.
         row_slots: [T] int64, the slots of the rows.
     """
 
     inputs: KVCache
     own: Tensor
-    is_known: list[bool]
+    is_known: list[bool] | Tensor
     slots: Tensor
     row_slots: Tensor
 
     def read(self, fuse: Callable[[Tensor], Tensor]) -> Tensor:
         """Return [1, T, E], for each row the fused target states or the draft's own state."""
-        if not any(self.is_known):
-            return self.own[self.slots][None]
+        is_known = self.is_known
+        if isinstance(is_known, list):
+            if not any(is_known):
+                return self.own[self.slots][None]
+            differs = not all(is_known)
+            is_known = device_tensor(is_known, torch.bool, self.own.device) if differs else None
         halves = [part.flatten(0, 1)[self.slots] for part in self.inputs]  # [T, L, E / 2]
         fused = fuse(torch.cat(halves, dim=-1).flatten(1).to(self.own.dtype))
-        if not all(self.is_known):
-            is_known = device_tensor(self.is_known, torch.bool, fused.device)
+        if is_known is not None:
             fused = torch.where(is_known[:, None], fused, self.own[self.slots])
         return fused[None]
 

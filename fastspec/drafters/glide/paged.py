@@ -136,8 +136,6 @@ class GlideRunner(ModelRunner):
     token. While a prompt is read, a token sees the target's tokens up to itself.
     """
 
-    captures_passes = False  # only drafts: whether a pass reads a prompt depends on its spans
-
     def __init__(
         self,
         paged_model: PagedModel,
@@ -147,8 +145,8 @@ class GlideRunner(ModelRunner):
         chunk_size: int,
         cuda_graphs: str = "off",
     ):
-        super().__init__(paged_model, num_blocks, block_size, chunk_size, cuda_graphs)
         self._target_caches = target_caches
+        super().__init__(paged_model, num_blocks, block_size, chunk_size, cuda_graphs)
         draft = paged_model.model
         on_cpu = self.device.type == "cpu" and has_layer_kernels(self.device, paged_model.backend)
         if on_cpu and all(map(is_plain, draft.modules())):
@@ -163,6 +161,17 @@ class GlideRunner(ModelRunner):
         given = step.block_table, lengths, step.cu_rows, is_reading, step.backend
         step.glimpse = PagedGlimpse(self._target_caches, *given)
         return step
+
+    def glimpse_buffers(self, step: PagedStep) -> tuple[Tensor, ...]:
+        """See `ModelRunner.glimpse_buffers`: how many tokens of the target each sequence sees."""
+        target_lens = torch.zeros_like(step.context_lens)
+        self.set_glimpse(step, step.slot_mapping, target_lens, False)
+        return (target_lens,)
+
+    def glimpse(self, spans: list[Span], parents: Tensor | None) -> tuple[Tensor, ...] | None:
+        if are_read(spans):
+            return None
+        return (device_tensor([x.target_len for x in spans], torch.int32, self.device),)
 
     def drafting_spans(self, spans: list[Span]) -> list[Span] | None:
         """See `ModelRunner.drafting_spans`."""
