@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -14,6 +15,8 @@ from benchmarks.gpu.bench import Progress
 from benchmarks.gpu.steps import UNFINISHED
 from benchmarks.harness import Timing
 from fastspec import Engine, EngineConfig, SamplingParams, SpecConfig
+from fastspec.train.eagle3 import Text, make_eagle3
+from fastspec.train.options import DraftShape
 
 SLOWEST_CASE = 15.0  # seconds
 NUM_TOKENS = 64
@@ -36,7 +39,7 @@ DRAFT = {
     "num_hidden_layers": 16,
     "tie_word_embeddings": True,
 }
-TINY = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 1000}
+TINY = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 6, "vocab_size": 1000}
 SHAPES = ({"B": 1, "context": 512}, {"B": 16, "context": 512}, {"B": 1, "context": 4096})
 TINY_SHAPES = ({"B": 2, "context": 16},)
 
@@ -48,12 +51,20 @@ def random_model(fields: dict, device: str) -> PreTrainedModel:
     return model.eval()
 
 
+def eagle_of(target: PreTrainedModel) -> PreTrainedModel:
+    """An EAGLE-3 draft for a quarter of the vocabulary, whose layer is the target's last."""
+    num = target.config.vocab_size // 4
+    text = Text(torch.arange(num + 1))
+    draft: Any = make_eagle3(target, [text], DraftShape(reduced_vocab_size=num))
+    return draft.to(target.device, target.dtype).eval()
+
+
 def engine_run(
-    models: tuple, shape: dict, num_tokens: int, method: str, cuda_graphs: str
+    models: dict[str, PreTrainedModel], shape: dict, num_tokens: int, method: str, cuda_graphs: str
 ) -> Callable[[int], float]:
     """A function of a number of new tokens that returns the tokens of each target pass."""
-    target, drafter = models
-    drafts = method == "draft_model"
+    target, drafter = models["none"], models[method]
+    drafts = drafter is not target
     rules = {"num_speculative_tokens": NUM_DRAFT, "synthetic_acceptance_rate": RATE}
     spec = SpecConfig(method, **rules) if drafts else SpecConfig("none")
     blocks = shape["B"] * (-(-(shape["context"] + num_tokens + NUM_DRAFT) // 16) + 1)
@@ -73,9 +84,9 @@ def engine_run(
     return run
 
 
-def generate_run(models: tuple, shape: dict) -> Callable[[int], float]:
+def generate_run(models: dict[str, PreTrainedModel], shape: dict) -> Callable[[int], float]:
     """Hugging Face's generate, as it is by default."""
-    target, _ = models
+    target = models["none"]
     input_ids = torch.tensor(prompts_of(shape, target), device=target.device)
 
     def run(count: int) -> float:
@@ -93,10 +104,12 @@ def prompts_of(shape: dict, target: PreTrainedModel) -> list[list[int]]:
     return torch.randint(1, target.config.vocab_size, size, generator=generator).tolist()
 
 
-def runs(models: tuple, shapes: tuple, num_tokens: int) -> Iterator[tuple[str, dict, Callable]]:
+def runs(
+    models: dict[str, PreTrainedModel], shapes: tuple, num_tokens: int
+) -> Iterator[tuple[str, dict, Callable]]:
     """Name, shape and maker of each way to generate; without graphs last, as that takes long."""
     for shape in shapes:
-        for method in ("none", "draft_model"):
+        for method in models:
             yield method, shape, partial(engine_run, models, shape, num_tokens, method, "auto")
         yield "hf generate", shape, partial(generate_run, models, shape)
     last = models, shapes[0], num_tokens, "none", "off"
@@ -125,8 +138,9 @@ def main() -> int:
     arguments = options.parser(__doc__).parse_args()
     device = "cpu" if arguments.dry_run else "cuda"
     sizes = [{**fields, **TINY} if arguments.dry_run else fields for fields in (TARGET, DRAFT)]
-    models = tuple(random_model(fields, device) for fields in sizes)
-    read = models[0].lm_head, *models[0].model.layers  # of the embeddings a row a token
+    target, draft = (random_model(fields, device) for fields in sizes)
+    models = {"none": target, "draft_model": draft, "eagle3": eagle_of(target)}
+    read = target.lm_head, *target.model.layers  # of the embeddings a row a token
     num_bytes = sum(parameter.nbytes for part in read for parameter in part.parameters())
     bandwidth = 1e9 if arguments.dry_run else cuda_timing.copy_bandwidth()
     floor = round(num_bytes / bandwidth * 1e6, 1)

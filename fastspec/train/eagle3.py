@@ -92,7 +92,7 @@ def make_eagle3(target: PreTrainedModel, texts: Sequence[Text], shape: DraftShap
     num_ids = shape.reduced_vocab_size or vocab_size
     require("reduced_vocab_size", num_ids, num_ids <= vocab_size, f"at most {vocab_size}")
     fields: dict[str, Any] = llama_shape(target, 1, width) | {"vocab_size": vocab_size}
-    fields |= {"draft_vocab_size": num_ids}
+    fields |= {"draft_vocab_size": num_ids, "target_layers": usual_layers(num_layers)}
     draft = Eagle3Draft(llama_config(fields, EagleConfig))
     _start_as_last_layer(draft, target)
     answers = torch.cat([text.token_ids[text.start :] for text in texts])
