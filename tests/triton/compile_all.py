@@ -47,7 +47,8 @@ def recorded_launches(every_variant: bool) -> list[tuple]:
     texts = torch.empty(BATCH, 4096, dtype=torch.int32)
     _call_penalize(128256, torch.bfloat16, NUM_DRAFT, (None,) * 4)
     ops.match_suffix(texts, torch.empty(BATCH, dtype=torch.int32), 2, 3, 10, "latest")
-    _call_decoder(torch.bfloat16, False)
+    for num_rows in (5, 17):  # few and many
+        _call_decoder(torch.bfloat16, False, num_rows)
     if every_variant:  # rows of odd length, with everything optional
         _call_chains(50257, torch.float32, _params(BATCH), True)
         _call_trees(50257, torch.float32, _params(BATCH), True)
